@@ -1,0 +1,1 @@
+//! rlood demo: the main job, end to end, on the bundled model.

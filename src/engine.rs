@@ -1,0 +1,16 @@
+//! The RLOO loop.
+
+pub mod advantage;
+pub mod checkpoint;
+pub mod generate;
+pub mod load;
+pub mod lora;
+pub mod loss;
+pub mod memory;
+pub mod model;
+pub mod ops;
+pub mod optim;
+pub mod random;
+pub mod rollout;
+pub mod sampling;
+pub mod text;

@@ -1,0 +1,1 @@
+//! Complete checkpoints: written to a temporary directory, manifest last, renamed.

@@ -1,0 +1,1 @@
+//! Batched decoding with a KV cache.

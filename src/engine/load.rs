@@ -1,0 +1,1 @@
+//! HF model directories: config.json, safetensors, single or sharded.

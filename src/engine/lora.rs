@@ -1,0 +1,1 @@
+//! LoRA adapters: PEFT's names, layout and initialisation.

@@ -1,0 +1,1 @@
+//! The decoder: one description, per-layer recomputation, log-probs by chunks.

@@ -1,0 +1,1 @@
+//! Differentiable operations; each with a fused twin is used through here only.

@@ -1,0 +1,1 @@
+//! AdamW, global-norm clipping, learning-rate schedules.

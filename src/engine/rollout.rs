@@ -1,0 +1,1 @@
+//! Which prompts a block holds, and what a completion is.

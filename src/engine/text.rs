@@ -1,0 +1,1 @@
+//! tokenizer.json, chat template, EOS ids.

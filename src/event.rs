@@ -1,0 +1,112 @@
+//! What a run says to the outside: events, the metrics of a step, samples.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Which part of the loop a running job is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Reading the model, tokenising the prompts.
+    Loading,
+    /// Sampling completions.
+    Rollout,
+    /// Waiting for reward services.
+    Reward,
+    /// Forward, backward, optimizer.
+    Train,
+    /// Sampling and scoring the evaluation prompts.
+    Eval,
+    /// Writing and publishing a checkpoint.
+    Checkpoint,
+}
+
+/// Whether a sample or a reward request belongs to training or to evaluation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SamplePhase {
+    /// Part of a training rollout.
+    Train,
+    /// Part of an evaluation.
+    Eval,
+}
+
+/// Why a completion ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// An end-of-sequence token or a stop string.
+    Stop,
+    /// `max_completion_length` was reached: the completion is truncated.
+    Length,
+}
+
+/// The metrics of one optimizer step (or one evaluation), by TRL's names; `None` = undefined (the std of one value, say).
+pub type Metrics = BTreeMap<String, Option<f64>>;
+
+/// One completion with everything that is known of it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Sample {
+    /// Optimizer step (1-based) the completion was first used in; evaluations carry the step they follow (0 = before the start).
+    pub step: u64,
+    /// Training or evaluation.
+    pub phase: SamplePhase,
+    /// All completions of one prompt in one rollout share it.
+    pub group_id: String,
+    /// The dataset row: `row_N`, N counted from 0.
+    pub prompt_id: String,
+    /// The prompt as text, as the model saw it (chat template applied).
+    pub prompt: String,
+    /// The completion as text, without special tokens.
+    pub completion: String,
+    /// Value of each reward by name; null = missing or not applicable.
+    pub rewards: BTreeMap<String, Option<f64>>,
+    /// The weighted sum, before clip and KL; null = unscorable.
+    pub reward: Option<f64>,
+    /// Summed over the completion, from the policy that sampled it: Σ (old − ref), nats; null without a reference.
+    pub kl: Option<f64>,
+    /// The advantage it trained with; null in an evaluation.
+    pub advantage: Option<f64>,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// Tokens, including the end-of-sequence token.
+    pub num_tokens: u32,
+}
+
+/// What the engine tells its host, in order.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Event {
+    /// The loop entered a phase.
+    Phase {
+        /// The phase.
+        phase: Phase,
+        /// Optimizer steps done so far.
+        step: u64,
+    },
+    /// One optimizer step is done (`kind: train`), or one evaluation (`kind: eval`, keys prefixed `eval_`).
+    Step {
+        /// Optimizer step, from 1; an evaluation carries the step it follows (0 = before the start).
+        step: u64,
+        /// Training or evaluation.
+        kind: SamplePhase,
+        /// TRL's names.
+        metrics: Metrics,
+    },
+    /// Completions with their rewards and advantages.
+    Samples {
+        /// In block order.
+        samples: Vec<Sample>,
+    },
+    /// Something a user should know; the run goes on.
+    Warning {
+        /// Stable, snake_case.
+        code: String,
+        /// For people.
+        message: String,
+        /// Evidence.
+        data: serde_json::Value,
+    },
+}

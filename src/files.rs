@@ -1,0 +1,1 @@
+//! The data directory: write to temp, hash, fsync, rename. The one place that builds paths.

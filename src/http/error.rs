@@ -1,0 +1,1 @@
+//! RFC 9457 problems: the table of codes.

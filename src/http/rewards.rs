@@ -1,0 +1,1 @@
+//! The reward test endpoint.

@@ -1,0 +1,1 @@
+//! The worker protocol, the server's side.

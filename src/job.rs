@@ -1,0 +1,109 @@
+//! The job's state machine.
+//!
+//! ```text
+//! queued  → running | paused | cancelled | failed
+//! running → succeeded | failed | cancelled | paused | queued   (queued: lease lost, shutdown, crash; attempt + 1 at the next claim)
+//! paused  → queued | cancelled | failed
+//! ```
+//! Terminal states never move. The same table stands in the migration's CHECKs and trigger; a test compares them.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Where a job stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// Waits for a worker.
+    Queued,
+    /// A worker holds its claim.
+    Running,
+    /// Stopped at a checkpoint; `resume` queues it again.
+    Paused,
+    /// All steps done. Terminal.
+    Succeeded,
+    /// Ended by an error; see `failure`. Terminal.
+    Failed,
+    /// Ended by the user. Terminal.
+    Cancelled,
+}
+
+impl State {
+    /// Every state, in the order of the documentation.
+    pub const ALL: [State; 6] =
+        [State::Queued, State::Running, State::Paused, State::Succeeded, State::Failed, State::Cancelled];
+
+    /// The states this one may move to.
+    pub fn moves(self) -> &'static [State] {
+        match self {
+            State::Queued => &[State::Running, State::Paused, State::Cancelled, State::Failed],
+            State::Running => &[State::Succeeded, State::Failed, State::Cancelled, State::Paused, State::Queued],
+            State::Paused => &[State::Queued, State::Cancelled, State::Failed],
+            State::Succeeded | State::Failed | State::Cancelled => &[],
+        }
+    }
+
+    /// True when no move leads out of it.
+    pub fn is_terminal(self) -> bool {
+        self.moves().is_empty()
+    }
+
+    /// The name used in the API and in the database.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            State::Queued => "queued",
+            State::Running => "running",
+            State::Paused => "paused",
+            State::Succeeded => "succeeded",
+            State::Failed => "failed",
+            State::Cancelled => "cancelled",
+        }
+    }
+
+    /// The inverse of [`State::as_str`].
+    pub fn parse(text: &str) -> Option<State> {
+        State::ALL.into_iter().find(|state| state.as_str() == text)
+    }
+}
+
+/// A mark on a running job that its owner honours at the next safe point.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Requested {
+    /// End it; what was checkpointed stays.
+    Cancel,
+    /// Checkpoint and free the device.
+    Pause,
+}
+
+/// Who has to act on a failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum FailureClass {
+    /// The job's own input: never retried.
+    User,
+    /// A reward service.
+    Reward,
+    /// The machine, the worker or rlood itself.
+    Infra,
+}
+
+/// Why a job failed, and what to do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Failure {
+    /// Who has to act.
+    pub class: FailureClass,
+    /// Stable, snake_case.
+    pub code: String,
+    /// For people; never a path of the server's, a secret or SQL.
+    pub message: String,
+    /// The phase it happened in.
+    #[serde(default)]
+    pub phase: Option<crate::event::Phase>,
+    /// Optimizer steps done when it happened.
+    #[serde(default)]
+    pub step: Option<u64>,
+    /// What to change.
+    #[serde(default)]
+    pub suggestion: Option<String>,
+}

@@ -1,0 +1,43 @@
+//! `rlood`: RLOO training of language models as an HTTP service, in one binary.
+//!
+//! # The map, in the direction data flows
+//!
+//! | part | modules |
+//! |---|---|
+//! | words: plain types, no I/O | [`id`] [`spec`] [`job`] [`modelcard`] [`event`] [`protocol`] |
+//! | durable | [`files`] [`store`] |
+//! | rewards (async stays here) | [`reward`] |
+//! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
+//! | processes | [`worker`] [`http`] [`supervisor`] [`serve`] [`demo`] |
+//!
+//! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
+//!
+//! # One job through the files
+//!
+//! `POST /jobs` → `http::jobs` → [`spec`] (JobSpec → Plan) → `store::jobs` (row and event in one transaction) → queue →
+//! [`worker`] claims over `http::worker` → [`engine::train`] on its own thread: load, text → per step:
+//! rollout ← generate ← model → `Host::score` → [`reward`] → advantage → loss → optim → `Host::event` → `store::events` →
+//! every k steps a checkpoint → `Host::saved` → `http::worker` → [`files`] → `store::artifacts` → finish →
+//! `http::events` (SSE) and `http::artifacts` (download).
+
+pub mod config;
+
+pub mod event;
+pub mod id;
+pub mod job;
+pub mod modelcard;
+pub mod protocol;
+pub mod spec;
+
+pub mod files;
+pub mod store;
+
+pub mod reward;
+
+pub mod engine;
+
+pub mod demo;
+pub mod http;
+pub mod serve;
+pub mod supervisor;
+pub mod worker;

@@ -1,0 +1,1 @@
+//! A small reward service that speaks contract v1: an example, and the demo's grader.

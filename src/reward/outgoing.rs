@@ -1,0 +1,1 @@
+//! Which addresses outgoing requests may reach.

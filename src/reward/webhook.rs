@@ -1,0 +1,1 @@
+//! Contract v1 over HTTP, the client's side.

@@ -1,0 +1,1 @@
+//! Compose store, http, supervisor and the requeue tick; drain on SIGTERM.

@@ -1,0 +1,1 @@
+//! Datasets: rows of the table; bytes lie in files.

@@ -1,0 +1,1 @@
+//! Events, step metrics, samples, logs.

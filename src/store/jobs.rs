@@ -1,0 +1,1 @@
+//! Jobs: rows, claims, leases, moves.

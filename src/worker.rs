@@ -1,0 +1,1 @@
+//! One process, one device: claim, engine thread, heartbeats and events, finish.

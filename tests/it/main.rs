@@ -1,0 +1,5 @@
+//! The integration tests, in one binary.
+
+mod golden;
+mod parity;
+mod vectors;
