@@ -2,4 +2,5 @@
 
 mod golden;
 mod parity;
+mod rewards;
 mod vectors;
