@@ -2,4 +2,5 @@
 
 mod golden;
 mod parity;
+mod spec;
 mod vectors;
