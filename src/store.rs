@@ -6,3 +6,7 @@ pub mod events;
 pub mod jobs;
 pub mod keys;
 pub mod models;
+
+/// The database.
+#[derive(Clone)]
+pub struct Store;
