@@ -4,6 +4,7 @@ pub mod advantage;
 pub mod checkpoint;
 pub mod error;
 pub mod generate;
+pub mod host;
 pub mod load;
 pub mod lora;
 pub mod loss;

@@ -27,7 +27,7 @@ macro_rules! id_type {
             /// A new id, later than every id made before on this machine (to the millisecond).
             #[expect(clippy::new_without_default, reason = "a new id is an event, not a default value")]
             pub fn new() -> Self {
-                Self(ulid::Ulid::new())
+                Self(ulid::Ulid::generate())
             }
         }
 

@@ -4,7 +4,7 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`id`] [`spec`] [`job`] [`modelcard`] [`event`] [`protocol`] |
+//! | words: plain types, no I/O | [`id`] [`spec`] [`job`] [`modelcard`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
@@ -27,6 +27,7 @@ pub mod id;
 pub mod job;
 pub mod modelcard;
 pub mod protocol;
+pub mod sample;
 pub mod spec;
 
 pub mod files;

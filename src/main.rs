@@ -1,1 +1,2 @@
+//! The `rlood` binary: parse the command line, run a role.
 fn main() {}

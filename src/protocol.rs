@@ -1,1 +1,189 @@
-//! The worker protocol.
+//! The worker protocol: the only thing between server and worker, on one machine or over the network.
+//!
+//! All calls carry `Authorization: Bearer <worker token>`. Every call on a job carries the claim's `attempt`: the server
+//! refuses (409 `lease_lost`) whatever comes from an attempt that no longer owns the job.
+//!
+//! ```text
+//! POST /worker/register                                   Register      → Registered
+//! POST /worker/claim                                      ClaimRequest  → 200 Claim | 204
+//! GET  /worker/jobs/{id}/datasets/{dataset_id}?attempt=N  → ndjson, one record a line
+//! GET  /worker/jobs/{id}/resume/{name}?attempt=N          → a file of the checkpoint named in the claim
+//! POST /worker/jobs/{id}/heartbeat                        Heartbeat     → HeartbeatReply
+//! POST /worker/jobs/{id}/events                           EventBatch    → 204
+//! PUT  /worker/jobs/{id}/checkpoints/{step}/{name}?attempt=N   bytes    → 204
+//! POST /worker/jobs/{id}/checkpoints/{step}               Publish       → Published
+//! POST /worker/jobs/{id}/finish                           Finish        → 204
+//! ```
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::event::{Event, Phase};
+use crate::id::{CheckpointId, JobId, WorkerId};
+use crate::job::{Failure, Requested};
+use crate::spec::{Plan, RewardSecrets};
+
+/// A worker introduces itself.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Register {
+    /// Chosen by the worker.
+    pub worker: WorkerId,
+    /// `cpu`, `cuda:0`.
+    pub device: String,
+    /// Process id on its machine.
+    pub pid: u32,
+    /// Compute threads it will use.
+    pub threads: u32,
+    /// Its rlood version.
+    pub version: String,
+}
+
+/// What the server tells a new worker.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Registered {
+    /// Between heartbeats, ms.
+    pub heartbeat_ms: u64,
+    /// Of a claim without heartbeat, ms.
+    pub lease_ms: u64,
+}
+
+/// Asks for work; the server may hold the call for up to `wait_ms`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ClaimRequest {
+    /// Who asks.
+    pub worker: WorkerId,
+    /// Longest wait, ms.
+    pub wait_ms: u64,
+}
+
+/// The right to run a job and to write about it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Claim {
+    /// The job.
+    pub job: JobId,
+    /// Who holds it.
+    pub worker: WorkerId,
+    /// The fence.
+    pub attempt: u64,
+    /// What to do.
+    pub plan: Plan,
+    /// By reward name.
+    pub secrets: BTreeMap<String, RewardSecrets>,
+    /// Where the model lies, on the worker's machine.
+    pub model_path: String,
+    /// `base_model_name_or_path` of the adapter.
+    pub model_name: String,
+    /// Newest published checkpoint, if any.
+    pub resume: Option<ResumePoint>,
+    /// Of the claim without heartbeat, ms.
+    pub lease_ms: u64,
+    /// Which addresses outgoing requests may reach.
+    pub allow_outgoing: Vec<String>,
+}
+
+/// A checkpoint to go on from.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ResumePoint {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// All its files.
+    pub files: Vec<FileEntry>,
+}
+
+/// A file of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, utoipa::ToSchema)]
+pub struct FileEntry {
+    /// No path separators.
+    pub name: String,
+    /// Bytes.
+    pub size_bytes: u64,
+    /// Lower-case hex.
+    pub sha256: String,
+}
+
+/// I am alive, and this is where I am.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Heartbeat {
+    /// The fence.
+    pub attempt: u64,
+    /// Where the loop is.
+    pub phase: Phase,
+    /// `waiting_for_reward`, say; null = nothing special.
+    pub status_reason: Option<String>,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Seconds to go, if known.
+    pub eta_s: Option<f64>,
+}
+
+/// What the owner must know.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct HeartbeatReply {
+    /// A user's wish.
+    pub requested: Option<Requested>,
+    /// From now, ms.
+    pub lease_ms: u64,
+}
+
+/// Events, in the order they happened; appended in one transaction.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct EventBatch {
+    /// The fence.
+    pub attempt: u64,
+    /// Counts batches of this attempt from 0: a repeated batch is accepted and ignored.
+    pub batch: u64,
+    /// The events.
+    pub events: Vec<Event>,
+    /// Log lines since the last batch.
+    pub log: Vec<String>,
+}
+
+/// All files are uploaded: make them a checkpoint.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Publish {
+    /// The fence.
+    pub attempt: u64,
+    /// The uploaded files, `manifest.json` among them.
+    pub files: Vec<FileEntry>,
+    /// Metrics of its step (and the last evaluation's).
+    pub metrics: crate::event::Metrics,
+}
+
+/// The published checkpoint.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Published {
+    /// Its id.
+    pub checkpoint: CheckpointId,
+}
+
+/// How an attempt ended.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Finish {
+    /// The fence.
+    pub attempt: u64,
+    /// How.
+    pub outcome: Outcome,
+}
+
+/// How an attempt ended.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
+pub enum Outcome {
+    /// All steps done, the last checkpoint published.
+    Succeeded,
+    /// It cannot go on.
+    Failed {
+        /// Why.
+        failure: Failure,
+    },
+    /// As the user asked.
+    Cancelled,
+    /// As the user asked, or for a reason of its own.
+    Paused {
+        /// `reward_outage`, `disk_full`; null = the user's wish.
+        reason: Option<String>,
+    },
+    /// The worker goes away; the job goes back to the front of the queue, no attempt charged.
+    Requeued,
+}

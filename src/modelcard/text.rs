@@ -13,6 +13,9 @@ pub enum TextError {
     /// The tokenizer refused a text or ids.
     #[error("the tokenizer failed: {0}")]
     Tokenizer(String),
+    /// Neither a string nor a list.
+    #[error("a prompt must be a string or a list of chat messages {{\"role\": …, \"content\": …}}")]
+    Prompt,
     /// The model has no chat template.
     #[error(
         "the prompt is a list of chat messages, but the model has no chat template; send the prompt as a string, or add chat_template.jinja to the model"
@@ -30,6 +33,17 @@ pub enum Prompt {
     Text(String),
     /// Chat messages, rendered by the chat template with a generation prompt.
     Chat(Vec<serde_json::Value>),
+}
+
+impl Prompt {
+    /// A dataset's `prompt`: a string, or a list of chat messages.
+    pub fn from_value(value: &serde_json::Value) -> Result<Prompt, TextError> {
+        match value {
+            serde_json::Value::String(text) => Ok(Prompt::Text(text.clone())),
+            serde_json::Value::Array(messages) => Ok(Prompt::Chat(messages.clone())),
+            _ => Err(TextError::Prompt),
+        }
+    }
 }
 
 /// A tokenizer with its chat template.
@@ -62,8 +76,12 @@ impl Text {
         todo!()
     }
 
-    /// A prompt's ids: special tokens are added once.
-    pub fn prompt_ids(&self, _prompt: &Prompt) -> Result<Vec<u32>, TextError> {
+    /// A prompt's ids: special tokens are added once. `kwargs` are the template's extra variables.
+    pub fn prompt_ids(
+        &self,
+        _prompt: &Prompt,
+        _kwargs: &serde_json::Map<String, serde_json::Value>,
+    ) -> Result<Vec<u32>, TextError> {
         todo!()
     }
 

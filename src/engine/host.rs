@@ -1,0 +1,181 @@
+//! The seam between the engine and whoever runs it. The worker implements [`Host`]; tests do in twenty lines.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::event::{Event, FinishReason, Metrics, SamplePhase};
+use crate::protocol::FileEntry;
+pub use crate::sample::{RewardSample, RewardValue, Score};
+
+/// What a run asks of its surroundings. Calls come from the engine's thread, one at a time, in order.
+pub trait Host {
+    /// Rewards for whole groups: one [`Score`] a sample, in order, each with one value a reward of the plan, in the
+    /// plan's order. Blocks until all are there; returns [`HostError::Stopped`] when a stop arrived meanwhile.
+    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError>;
+
+    /// Something happened. Must not block for long.
+    fn event(&mut self, event: Event) -> Result<(), HostError>;
+
+    /// A complete checkpoint lies in `checkpoint.dir`; returns when it is published.
+    fn saved(&mut self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), HostError>;
+
+    /// Polled between tokens, between micro-batches and between phases.
+    fn stop(&self) -> Option<Stop>;
+
+    /// A recorded rollout for the block that begins with this optimizer step (1-based), instead of sampling and scoring.
+    fn rollout(&mut self, _step: u64) -> Option<Rollout> {
+        None
+    }
+
+    /// The inside of an optimizer step, for tests: called after the update.
+    fn observe(&mut self, _trace: &StepTrace<'_>) {}
+}
+
+/// Samples to score, whole groups in block order.
+#[derive(Debug)]
+pub struct ScoreRequest<'a> {
+    /// Optimizer step the rollout is for (1-based; an evaluation carries the step it follows).
+    pub step: u64,
+    /// Training or evaluation.
+    pub phase: SamplePhase,
+    /// The samples.
+    pub samples: &'a [RewardSample],
+}
+
+/// A checkpoint on disk, not yet published.
+#[derive(Debug)]
+pub struct SavedCheckpoint<'a> {
+    /// Where it lies; the engine removes it after `saved` returns.
+    pub dir: &'a Path,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Every file, `manifest.json` last.
+    pub files: &'a [FileEntry],
+    /// Metrics of its step and of the last evaluation.
+    pub metrics: &'a Metrics,
+    /// The last one of the run.
+    pub last: bool,
+}
+
+/// Why the engine should stop at the next safe point.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Stop {
+    /// Drop the work since the last checkpoint.
+    Cancel,
+    /// Finish or drop the step, checkpoint, return.
+    Pause {
+        /// `reward_outage`, …; None = the user's wish.
+        reason: Option<String>,
+    },
+    /// As pause, within 30 s: the process goes away.
+    Shutdown,
+    /// The claim is lost: return at once, write nothing.
+    LeaseLost,
+}
+
+/// Why the host could not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// A stop arrived while it waited.
+    #[error("stopped: {0:?}")]
+    Stopped(Stop),
+    /// The job cannot go on.
+    #[error("{}", .0.message)]
+    Failed(crate::job::Failure),
+}
+
+/// A recorded rollout of one generation block.
+#[derive(Debug, Clone)]
+pub struct Rollout {
+    /// Whole groups, in block order.
+    pub groups: Vec<RolloutGroup>,
+}
+
+/// One prompt with its completions.
+#[derive(Debug, Clone)]
+pub struct RolloutGroup {
+    /// Dataset row, from 0.
+    pub row: u64,
+    /// Token ids of the prompt.
+    pub prompt_ids: Vec<u32>,
+    /// G of them.
+    pub completions: Vec<RolloutCompletion>,
+}
+
+/// One recorded completion.
+#[derive(Debug, Clone)]
+pub struct RolloutCompletion {
+    /// Token ids, up to and including the first end-of-sequence token.
+    pub ids: Vec<u32>,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// What the rewards said, in the plan's order.
+    pub score: Score,
+}
+
+/// The inside of one optimizer step; rows in block order.
+#[derive(Debug)]
+pub struct StepTrace<'a> {
+    /// Optimizer step, 1-based.
+    pub step: u64,
+    /// Dataset rows of the step's completions.
+    pub rows: &'a [u64],
+    /// Completion ids.
+    pub completion_ids: &'a [Vec<u32>],
+    /// Per-token log-probs of the sampling policy.
+    pub old_logps: &'a [Vec<f32>],
+    /// Per-token log-probs of the reference; empty when beta = 0.
+    pub ref_logps: &'a [Vec<f32>],
+    /// Per-token log-probs in this step's training forward.
+    pub new_logps: &'a [Vec<f32>],
+    /// Final advantages.
+    pub advantages: &'a [f64],
+    /// The flat gradient after clipping, in parameter order.
+    pub gradient: &'a [f32],
+    /// The flat parameters after the update.
+    pub parameters: &'a [f32],
+    /// PEFT names, shapes and offsets of the flat buffers.
+    pub parameter_info: &'a [super::model::ParameterInfo],
+}
+
+/// What to train, and from where.
+#[derive(Debug)]
+pub struct TrainInput<'a> {
+    /// What to do.
+    pub plan: &'a crate::spec::Plan,
+    /// The model's directory.
+    pub model_dir: &'a Path,
+    /// `base_model_name_or_path` in the adapter's config.
+    pub model_name: &'a str,
+    /// The training rows.
+    pub rows: Vec<PromptRow>,
+    /// The evaluation rows; empty without evaluation.
+    pub eval_rows: Vec<PromptRow>,
+    /// A verified checkpoint to go on from.
+    pub resume: Option<PathBuf>,
+    /// A PEFT adapter to start from instead of the fresh initialisation; the reference is the base model.
+    pub initial_adapter: Option<PathBuf>,
+    /// Where checkpoints are written before they are published.
+    pub scratch_dir: &'a Path,
+    /// `cpu`, `cuda:0`.
+    pub device: &'a str,
+}
+
+/// One row of a dataset.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PromptRow {
+    /// A string, or a list of chat messages.
+    pub prompt: Value,
+    /// Every other column; rewards see them.
+    pub columns: Map<String, Value>,
+}
+
+/// How a run ended without an error.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TrainOutcome {
+    /// All steps done and saved.
+    Finished,
+    /// A stop was honoured; for Pause and Shutdown a checkpoint was saved first.
+    Stopped(Stop),
+}

@@ -1,0 +1,358 @@
+//! The resolved plan: every default applied, every value checked. Serialised into the job's row and sent to the worker.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::id::DatasetId;
+
+/// Everything a run needs to know, with no default left open.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Plan {
+    /// For people.
+    pub name: Option<String>,
+    /// The model, as it was when the job was accepted.
+    pub model: ModelPlan,
+    /// The training prompts.
+    pub dataset: DatasetPlan,
+    /// Evaluation, if asked for.
+    pub eval: Option<EvalPlan>,
+    /// At least one of weight ≠ 0; names are unique.
+    pub rewards: Vec<RewardPlan>,
+    /// The algorithm.
+    pub rloo: RlooPlan,
+    /// Rollouts.
+    pub sampling: SamplingPlan,
+    /// The adapter.
+    pub lora: LoraPlan,
+    /// The optimizer and its schedule.
+    pub optimizer: OptimizerPlan,
+    /// Batches, length, seed.
+    pub training: TrainingPlan,
+    /// When to save and what to keep.
+    pub checkpoints: CheckpointPlan,
+    /// The client's own labels.
+    pub metadata: BTreeMap<String, String>,
+    /// What all this amounts to.
+    pub totals: Totals,
+}
+
+/// The base model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ModelPlan {
+    /// As registered, or an absolute path.
+    pub id: String,
+    /// SHA-256 over config, weights and tokenizer when the job was accepted; the worker refuses another one.
+    pub sha256: String,
+}
+
+/// A dataset and which of its columns matter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DatasetPlan {
+    /// The dataset.
+    pub id: DatasetId,
+    /// SHA-256 of its canonical bytes.
+    pub sha256: String,
+    /// Rows.
+    pub num_rows: u64,
+}
+
+/// Evaluation on prompts of its own.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct EvalPlan {
+    /// The evaluation prompts.
+    pub dataset: DatasetPlan,
+    /// Optimizer steps between evaluations; the last step is always evaluated.
+    pub every_steps: u64,
+    /// Evaluate before the first step too.
+    pub before_start: bool,
+    /// Completions a prompt; 1 is allowed.
+    pub num_generations: u32,
+    /// 0 = greedy.
+    pub temperature: f64,
+}
+
+/// One reward: what to call and how it weighs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RewardPlan {
+    /// Unique in the job; metrics are `rewards/{name}/…`.
+    pub name: String,
+    /// 0 = metric only.
+    pub weight: f64,
+    /// A missing value makes the sample unscorable (`true`), or counts as not applicable. Never true at weight 0.
+    pub required: bool,
+    /// What it is.
+    #[serde(flatten)]
+    pub kind: RewardKind,
+}
+
+/// The rewards there are. Secrets and header values travel apart ([`RewardSecrets`]).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum RewardKind {
+    /// Contract v1 over HTTP.
+    Webhook(WebhookPlan),
+    /// The seeds' word band and sentence end.
+    Length(LengthPlan),
+    /// 1 if the trimmed completion equals the trimmed column, else 0.
+    ExactMatch(MatchPlan),
+    /// 1 if the completion contains the column's (or the given) text, else 0.
+    Contains(ContainsPlan),
+    /// 1 if the last number of the completion equals the column's, else 0.
+    NumberMatch(NumberMatchPlan),
+    /// 1 if the pattern is found in the completion, else 0.
+    Regex(RegexPlan),
+}
+
+/// A reward service that speaks contract v1.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct WebhookPlan {
+    /// http or https.
+    pub url: String,
+    /// Given to the service as it is.
+    #[serde(default)]
+    pub params: serde_json::Map<String, serde_json::Value>,
+    /// Requests in flight at once.
+    pub max_concurrency: u32,
+    /// Samples in one request; a larger group is split.
+    pub max_batch_samples: u32,
+    /// Bytes of one request's body.
+    pub max_batch_bytes: u64,
+    /// Of one try, ms.
+    pub timeout_ms: u64,
+    /// Of one request with all its tries, ms; sent in the body.
+    pub deadline_ms: u64,
+    /// Tries in a row for transport errors, 408, 425, 429 and 5xx.
+    pub max_tries: u32,
+    /// Tries for answers that are not valid.
+    pub max_invalid_tries: u32,
+    /// What an invalid answer means for its samples.
+    pub on_invalid: OnInvalid,
+    /// How long a service may be down before the job pauses, s.
+    pub max_outage_s: u64,
+}
+
+/// What becomes of samples whose answer is invalid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnInvalid {
+    /// Missing.
+    Mask,
+    /// 0, by the client's explicit choice.
+    Zero,
+    /// The job fails.
+    Fail,
+}
+
+/// Band of lengths, after the seeds: 1 inside, −0.5 below, 0 above; +0.5 for a sentence's end.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LengthPlan {
+    /// Words (whitespace-separated), inclusive.
+    pub min_words: u32,
+    /// Words, inclusive.
+    pub max_words: u32,
+    /// Added when the completion ends with `.`, `!` or `?`.
+    pub sentence_bonus: f64,
+}
+
+/// Compare with a column.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct MatchPlan {
+    /// The dataset column that holds the reference.
+    pub column: String,
+    /// Compare without regard to case.
+    pub ignore_case: bool,
+}
+
+/// Search for text.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ContainsPlan {
+    /// The dataset column that holds the text; exclusive with `text`.
+    pub column: Option<String>,
+    /// The text itself.
+    pub text: Option<String>,
+    /// Compare without regard to case.
+    pub ignore_case: bool,
+}
+
+/// Compare the last number.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct NumberMatchPlan {
+    /// The dataset column that holds the reference.
+    pub column: String,
+    /// Largest absolute difference that still counts.
+    pub tolerance: f64,
+}
+
+/// Search for a pattern (Rust's regex syntax: linear time).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RegexPlan {
+    /// The pattern.
+    pub pattern: String,
+}
+
+/// What must not be shown: kept apart from the plan, sent only to the worker that holds the claim.
+#[derive(Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RewardSecrets {
+    /// `whsec_…`; absent = unsigned.
+    pub secret: Option<String>,
+    /// Sent with every request.
+    #[serde(default)]
+    pub headers: BTreeMap<String, String>,
+}
+
+impl std::fmt::Debug for RewardSecrets {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("RewardSecrets(redacted)")
+    }
+}
+
+/// How missing and inapplicable rewards combine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Combine {
+    /// Weights of applicable rewards are scaled up; a missing required reward makes the sample unscorable.
+    Renormalize,
+    /// As TRL: missing contributes 0, nothing is scaled, unscorable only when all are missing.
+    Nansum,
+}
+
+/// The algorithm (`rloo.md`).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RlooPlan {
+    /// Completions a prompt, ≥ 2.
+    pub num_generations: u32,
+    /// KL coefficient; 0 = no reference pass.
+    pub beta: f64,
+    /// Lower clip: ratio ≥ 1 − epsilon.
+    pub epsilon: f64,
+    /// Upper clip: ratio ≤ 1 + epsilon_high.
+    pub epsilon_high: f64,
+    /// Passes over a block (μ).
+    pub num_iterations: u32,
+    /// Optimizer steps a block (S).
+    pub steps_per_generation: u32,
+    /// (A − mean)/(std + 1e-4) over the block.
+    pub normalize_advantages: bool,
+    /// On the weighted reward, before KL.
+    pub reward_clip_range: Option<(f64, f64)>,
+    /// Truncated completions get mask 0.
+    pub mask_truncated_completions: bool,
+    /// How several rewards become one.
+    pub combine: Combine,
+}
+
+/// Rollouts.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct SamplingPlan {
+    /// Tokens.
+    pub max_completion_length: u32,
+    /// > 0; divides the logits in sampling and in log-probs.
+    pub temperature: f64,
+    /// (0, 1].
+    pub top_p: f64,
+    /// 0 = off.
+    pub top_k: u32,
+    /// 0 = off.
+    pub min_p: f64,
+    /// 1 = off.
+    pub repetition_penalty: f64,
+    /// A completion ends with the first of these strings, which it keeps.
+    pub stop: Vec<String>,
+    /// Given to the chat template.
+    pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
+}
+
+/// The adapter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LoraPlan {
+    /// Rank.
+    pub r: u32,
+    /// Scaling is alpha/r (alpha/√r with `use_rslora`).
+    pub alpha: f64,
+    /// 0 for now.
+    pub dropout: f64,
+    /// Of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; in this order.
+    pub target_modules: Vec<String>,
+    /// alpha/√r.
+    pub use_rslora: bool,
+}
+
+/// Learning-rate schedules, over `max_steps`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum LrSchedulerType {
+    /// lr
+    Constant,
+    /// lr·(1 − t/T)
+    Linear,
+    /// lr·(1 + cos(πt/T))/2
+    Cosine,
+}
+
+/// AdamW and its schedule.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct OptimizerPlan {
+    /// Peak.
+    pub learning_rate: f64,
+    /// First moment's decay.
+    pub adam_beta1: f64,
+    /// Second moment's decay.
+    pub adam_beta2: f64,
+    /// Added to √v̂.
+    pub adam_epsilon: f64,
+    /// Decoupled.
+    pub weight_decay: f64,
+    /// Global norm; 0 = off.
+    pub max_grad_norm: f64,
+    /// Schedule after warm-up.
+    pub lr_scheduler_type: LrSchedulerType,
+    /// Linear from 0.
+    pub warmup_steps: u64,
+}
+
+/// Batches, length, seed.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct TrainingPlan {
+    /// Prompts an optimizer step.
+    pub prompts_per_step: u32,
+    /// Optimizer steps in all.
+    pub max_steps: u64,
+    /// Of sampling, order and initialisation.
+    pub seed: u64,
+    /// A new permutation each epoch; false = the dataset's order.
+    pub shuffle_dataset: bool,
+}
+
+/// When to save and what to keep.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct CheckpointPlan {
+    /// Optimizer steps between checkpoints; the last step is always saved.
+    pub every_steps: u64,
+    /// The newest N stay.
+    pub keep_last: u32,
+    /// The best N by `metric_for_best` stay.
+    pub keep_best: u32,
+}
+
+/// The arithmetic of a run, echoed so that nobody is surprised.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Totals {
+    /// max_steps.
+    pub optimizer_steps: u64,
+    /// Completions an optimizer step.
+    pub completions_per_step: u64,
+    /// Unique prompts a generation block: prompts_per_step · steps_per_generation.
+    pub prompts_per_block: u64,
+    /// Rollout blocks.
+    pub generation_blocks: u64,
+    /// Completions sampled in all.
+    pub completions: u64,
+    /// Passes over the dataset (fractional).
+    pub epochs: f64,
+    /// Rows left out of each epoch (incomplete last block).
+    pub dropped_rows_per_epoch: u64,
+    /// Most completion tokens that can be sampled.
+    pub max_completion_tokens: u64,
+}
