@@ -10,6 +10,7 @@ pub mod datasets;
 pub mod error;
 pub mod events;
 pub mod extract;
+pub mod idempotency;
 pub mod jobs;
 pub mod models;
 pub mod openapi;

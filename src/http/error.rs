@@ -9,6 +9,9 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::files::FilesError;
+use crate::store::StoreError;
+
 tokio::task_local! {
     /// The id of the request that this task answers; set by the outermost layer, read when a problem is written.
     pub(super) static REQUEST_ID: String;
@@ -242,6 +245,83 @@ impl Problem {
     pub fn detail(&self) -> &str {
         &self.inner.detail
     }
+}
+
+impl From<StoreError> for Problem {
+    fn from(error: StoreError) -> Self {
+        match error {
+            StoreError::NotFound { kind, id } => Problem::not_found(kind, id),
+            StoreError::Exists { kind, id } => Problem::new(
+                Code::Conflict,
+                format!("there is another {kind} '{}' already; delete it first, or choose another id", shortened(&id)),
+            ),
+            StoreError::InUse { kind, id, jobs } => {
+                let named: Vec<String> = jobs.iter().map(ToString::to_string).collect();
+                let detail = format!(
+                    "the {kind} '{}' is needed by jobs that are not over ({}); cancel them or wait",
+                    shortened(&id),
+                    named.join(", ")
+                );
+                Problem::new(Code::InUse, detail)
+            }
+            StoreError::IllegalMove { state, action } => {
+                let allowed: Vec<&str> = state.actions().iter().map(|action| action.as_str()).collect();
+                let allowed = if allowed.is_empty() { "nothing".to_owned() } else { allowed.join(", ") };
+                let detail =
+                    format!("cannot {} a job that is {}; its state allows: {allowed}", action.as_str(), state.as_str());
+                Problem::new(Code::IllegalMove, detail)
+            }
+            StoreError::LeaseLost => Problem::new(Code::LeaseLost, "this attempt does not own the job any more"),
+            StoreError::BadCursor => {
+                let detail = "the cursor in 'after' is not one of this list: start again without it";
+                Problem::new(Code::InvalidCursor, detail).item("?after", "invalid_cursor", detail)
+            }
+            StoreError::Database { ref source, .. } if is_full(source) => {
+                Problem::new(Code::StorageFull, "the server's disk is full; free some space, then try again")
+                    .because(chain(&error))
+            }
+            error @ (StoreError::Open { .. }
+            | StoreError::SqliteTooOld { .. }
+            | StoreError::Migrate { .. }
+            | StoreError::Database { .. }
+            | StoreError::Corrupt { .. }) => Problem::internal(chain(&error)),
+        }
+    }
+}
+
+impl From<FilesError> for Problem {
+    fn from(error: FilesError) -> Self {
+        match error {
+            FilesError::TooLarge { limit_bytes } => {
+                Problem::new(Code::BodyTooLarge, format!("more than the {limit_bytes} bytes that are accepted"))
+            }
+            error @ (FilesError::BadName { .. } | FilesError::Mismatch { .. }) => {
+                Problem::new(Code::InvalidBody, error.to_string())
+            }
+            FilesError::Io { ref source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {
+                Problem::new(Code::StorageFull, "the server's disk is full; free some space, then try again")
+                    .because(chain(&error))
+            }
+            error @ (FilesError::Io { .. } | FilesError::Locked { .. }) => Problem::internal(chain(&error)),
+        }
+    }
+}
+
+/// SQLITE_FULL.
+fn is_full(error: &sqlx::Error) -> bool {
+    error.as_database_error().and_then(|error| error.code()).is_some_and(|code| code == "13")
+}
+
+/// An error and its causes, for the log.
+pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(error) = next {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        next = error.source();
+    }
+    text
 }
 
 impl IntoResponse for Problem {
