@@ -3,4 +3,5 @@
 mod golden;
 mod parity;
 mod rewards;
+mod spec;
 mod vectors;
