@@ -2,6 +2,7 @@
 
 pub mod advantage;
 pub mod checkpoint;
+pub mod error;
 pub mod generate;
 pub mod host;
 pub mod load;
