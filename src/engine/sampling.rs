@@ -135,7 +135,7 @@ mod tests {
         let logits = [1.0f32.ln(), 2.0f32.ln(), 5.0f32.ln()];
         for (temperature, expected) in [(1.0, [0.125, 0.25, 0.625]), (0.5, [1.0 / 30.0, 4.0 / 30.0, 25.0 / 30.0])] {
             let sampler = Sampler { temperature, ..PLAIN };
-            let mut counts = [0.0; 3];
+            let mut counts = [0.0f64; 3];
             for i in 0..10_000 {
                 let token = sampler.choose(&mut logits.to_vec(), &HashSet::new(), f64::from(i) / 10_000.0);
                 counts[token as usize] += 1e-4;
