@@ -26,6 +26,32 @@ pub struct Batching {
     pub shuffle: bool,
 }
 
+/// The same in TRL's terms: batches are counted in completions, steps in micro-steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrlBatching {
+    /// Rows of the dataset.
+    pub num_rows: u64,
+    /// Completions a prompt (G).
+    pub num_generations: u64,
+    /// Completions a micro-step and process (B).
+    pub per_device_train_batch_size: u64,
+    /// Processes (W).
+    pub world_size: u64,
+    /// Micro-steps an optimizer step.
+    pub gradient_accumulation_steps: u64,
+    /// Micro-steps a generation batch (S).
+    pub steps_per_generation: u64,
+    /// Times a generation batch is trained (μ).
+    pub num_iterations: u64,
+}
+
+impl TrlBatching {
+    /// Completions a generation batch: B·W·S.
+    pub fn generation_batch_size(&self) -> u64 {
+        self.per_device_train_batch_size * self.world_size * self.steps_per_generation
+    }
+}
+
 /// Where in the order an optimizer step stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cursor {
@@ -50,6 +76,20 @@ impl Batching {
             gradient_accumulation_steps: 1,
             seed: plan.training.seed,
             shuffle: plan.training.shuffle_dataset,
+        }
+    }
+
+    /// TRL's batching with an unshuffled dataset.
+    pub fn of_trl(trl: &TrlBatching) -> Self {
+        Self {
+            num_rows: trl.num_rows,
+            num_generations: trl.num_generations,
+            prompts_per_block: trl.generation_batch_size().checked_div(trl.num_generations).unwrap_or(0),
+            steps_per_generation: trl.steps_per_generation,
+            num_iterations: trl.num_iterations,
+            gradient_accumulation_steps: trl.gradient_accumulation_steps,
+            seed: 0,
+            shuffle: false,
         }
     }
 
