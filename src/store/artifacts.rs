@@ -214,7 +214,8 @@ async fn delete_rows(tx: &mut SqliteConnection, rows: &[CheckpointRow]) -> Resul
 
 /// Best first: by `eval_reward` as soon as one has it, else by `reward`; of equals the earlier one. Those without the number are left out.
 fn ranked(rows: &[CheckpointRow]) -> Vec<&CheckpointRow> {
-    let score = |row: &CheckpointRow, key: &str| row.metrics.get(key).copied().flatten().filter(|score| !score.is_nan());
+    let score =
+        |row: &CheckpointRow, key: &str| row.metrics.get(key).copied().flatten().filter(|score| !score.is_nan());
     let evaluated = rows.iter().any(|row| score(row, "eval_reward").is_some());
     let key = if evaluated { "eval_reward" } else { "reward" };
     let mut scored: Vec<(f64, &CheckpointRow)> =

@@ -61,15 +61,18 @@ impl Store {
             changed.push(held.id);
         }
         let claimed = loop {
-            let next = sqlx::query("SELECT * FROM jobs WHERE state = 'queued' ORDER BY priority DESC, queue_order LIMIT 1")
-                .fetch_optional(&mut *tx)
-                .await
-                .doing(doing)?;
+            let next =
+                sqlx::query("SELECT * FROM jobs WHERE state = 'queued' ORDER BY priority DESC, queue_order LIMIT 1")
+                    .fetch_optional(&mut *tx)
+                    .await
+                    .doing(doing)?;
             let Some(next) = next else { break None };
             let row = JobRow::read(&next)?;
             changed.push(row.id);
             match (row.plan(), json_column(&next, "secrets")) {
-                (Ok(plan), Ok(secrets)) => break Some(claim_row(&mut tx, &row, plan, secrets, worker, now, lease_ms).await?),
+                (Ok(plan), Ok(secrets)) => {
+                    break Some(claim_row(&mut tx, &row, plan, secrets, worker, now, lease_ms).await?);
+                }
                 // One unreadable row must not block the queue.
                 (Err(_), _) | (_, Err(_)) => {
                     let failure = Failure {
@@ -100,12 +103,13 @@ impl Store {
         let doing = "discard a damaged checkpoint";
         let mut tx = self.begin(doing).await?;
         owned_row(&mut tx, job, attempt).await?;
-        let step: Option<i64> = sqlx::query_scalar("DELETE FROM checkpoints WHERE id = ? AND job_id = ? RETURNING step")
-            .bind(checkpoint.to_string())
-            .bind(job.to_string())
-            .fetch_optional(&mut *tx)
-            .await
-            .doing(doing)?;
+        let step: Option<i64> =
+            sqlx::query_scalar("DELETE FROM checkpoints WHERE id = ? AND job_id = ? RETURNING step")
+                .bind(checkpoint.to_string())
+                .bind(job.to_string())
+                .fetch_optional(&mut *tx)
+                .await
+                .doing(doing)?;
         if let Some(step) = step {
             let data = json!({
                 "code": "checkpoint_damaged",
@@ -180,7 +184,8 @@ impl Store {
                 job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
             }
             Outcome::Paused { reason: None } | Outcome::Requeued if pause => {
-                job_leave(&mut tx, &row, Leave::to(State::Paused), "job.paused", json!({ "reason": null }), now).await?;
+                job_leave(&mut tx, &row, Leave::to(State::Paused), "job.paused", json!({ "reason": null }), now)
+                    .await?;
             }
             Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued if cancel => {
                 job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await?;
@@ -261,18 +266,15 @@ async fn claim_row(
 }
 
 /// The job goes back to its checkpoint: what was reported after it is deleted (it will be reported again), and watchers are told.
-async fn rewind(
-    tx: &mut SqliteConnection,
-    job: JobId,
-    to: Option<&CheckpointRow>,
-    now: i64,
-) -> Result<(), StoreError> {
+async fn rewind(tx: &mut SqliteConnection, job: JobId, to: Option<&CheckpointRow>, now: i64) -> Result<(), StoreError> {
     let doing = "rewind a job";
     let step = to.map_or(0, |checkpoint| int(checkpoint.step));
     // Without a checkpoint the evaluation before the start (step 0) is repeated too.
     let last_kept = if to.is_some() { step } else { -1 };
     let mut deleted = 0;
-    for table in ["DELETE FROM steps WHERE job_id = ? AND step > ?", "DELETE FROM samples WHERE job_id = ? AND step > ?"] {
+    for table in
+        ["DELETE FROM steps WHERE job_id = ? AND step > ?", "DELETE FROM samples WHERE job_id = ? AND step > ?"]
+    {
         let done = sqlx::query(table).bind(job.to_string()).bind(last_kept).execute(&mut *tx).await.doing(doing)?;
         deleted += done.rows_affected();
     }

@@ -148,8 +148,11 @@ impl Store {
         if !jobs.is_empty() {
             return Err(StoreError::InUse { kind: "dataset", id: id.to_string(), jobs });
         }
-        let done =
-            sqlx::query("DELETE FROM datasets WHERE id = ?").bind(id.to_string()).execute(&mut *tx).await.doing(doing)?;
+        let done = sqlx::query("DELETE FROM datasets WHERE id = ?")
+            .bind(id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
         if done.rows_affected() == 0 {
             return Err(StoreError::NotFound { kind: "dataset", id: id.to_string() });
         }

@@ -235,13 +235,14 @@ impl Store {
             None => 0,
         };
         let limit = limit.clamp(1, 1000);
-        let rows = sqlx::query("SELECT id, attempt, time, line FROM logs WHERE job_id = ? AND id > ? ORDER BY id LIMIT ?")
-            .bind(job.to_string())
-            .bind(after)
-            .bind(i64::from(limit) + 1)
-            .fetch_all(&self.readers)
-            .await
-            .doing("read logs")?;
+        let rows =
+            sqlx::query("SELECT id, attempt, time, line FROM logs WHERE job_id = ? AND id > ? ORDER BY id LIMIT ?")
+                .bind(job.to_string())
+                .bind(after)
+                .bind(i64::from(limit) + 1)
+                .fetch_all(&self.readers)
+                .await
+                .doing("read logs")?;
         let data = rows.iter().map(LogRow::read).collect::<Result<Vec<_>, _>>()?;
         Ok(page(data, limit, |row| cursor("logs", [&row.id.to_string()])))
     }
@@ -290,7 +291,8 @@ async fn event_store(
                 .execute(&mut *tx)
                 .await
                 .doing("store a step")?;
-            let headlines: Metrics = metrics.iter().filter(is_headline).map(|(key, value)| (key.clone(), *value)).collect();
+            let headlines: Metrics =
+                metrics.iter().filter(is_headline).map(|(key, value)| (key.clone(), *value)).collect();
             event_insert(tx, job, "step", now, json!({ "step": step, "kind": kind, "metrics": headlines })).await?;
         }
         Event::Samples { samples } => samples_store(tx, job, attempt, samples).await?,

@@ -10,8 +10,8 @@ use sqlx::{QueryBuilder, Sqlite};
 
 use super::events::event_insert;
 use super::{
-    Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, id_column, int, json_column, page,
-    parse_cursor, to_json, word_column,
+    Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, id_column, int, json_column,
+    page, parse_cursor, to_json, word_column,
 };
 use crate::event::Phase;
 use crate::id::{IdError, JobId, WorkerId};
@@ -308,12 +308,14 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        sqlx::query("INSERT INTO job_datasets (job_id, dataset_id) SELECT ?, dataset_id FROM job_datasets WHERE job_id = ?")
-            .bind(new_id.to_string())
-            .bind(id.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
+        sqlx::query(
+            "INSERT INTO job_datasets (job_id, dataset_id) SELECT ?, dataset_id FROM job_datasets WHERE job_id = ?",
+        )
+        .bind(new_id.to_string())
+        .bind(id.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
         let row = self.job_created(&mut tx, new_id, Some(id), now).await?;
         tx.commit().await.doing(doing)?;
         self.wake_queue();

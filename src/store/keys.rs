@@ -27,13 +27,7 @@ const KEEP_MS: i64 = 24 * 60 * 60 * 1000;
 
 impl Store {
     /// Looks a key up and reserves it when it is new. `route` is method and path.
-    pub async fn key_begin(
-        &self,
-        route: &str,
-        key: &str,
-        body_sha256: &str,
-        now: i64,
-    ) -> Result<KeyBegin, StoreError> {
+    pub async fn key_begin(&self, route: &str, key: &str, body_sha256: &str, now: i64) -> Result<KeyBegin, StoreError> {
         let doing = "look up an idempotency key";
         let mut tx = self.begin(doing).await?;
         sqlx::query("DELETE FROM idempotency_keys WHERE route = ? AND key = ? AND created_at < ?")
