@@ -2,12 +2,15 @@
 
 pub mod advantage;
 pub mod checkpoint;
+pub mod error;
 pub mod generate;
+pub mod head;
 pub mod host;
 pub mod load;
 pub mod lora;
 pub mod loss;
 pub mod memory;
+pub mod metrics;
 pub mod model;
 pub mod ops;
 pub mod optim;

@@ -1,0 +1,67 @@
+//! What can go wrong in the engine, and whose fault it is.
+
+use std::path::PathBuf;
+
+use crate::modelcard::ModelCardError;
+use crate::modelcard::text::TextError;
+
+/// Who has to act on a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailureClass {
+    /// The model, the adapter, the prompts or the settings: trying again changes nothing.
+    User,
+    /// The machine: disk, memory, device.
+    Infra,
+}
+
+/// An engine failure: the variant is what was being done, the source is why.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The model directory is missing something or uses something unsupported.
+    #[error("the model cannot be used")]
+    Model(#[from] ModelCardError),
+    /// The tokenizer or the chat template refused.
+    #[error("the text cannot be processed")]
+    Text(#[from] TextError),
+    /// A LoRA adapter is damaged, or does not fit the model.
+    #[error("the LoRA adapter cannot be used: {0}")]
+    Adapter(String),
+    /// A row cannot be computed as asked.
+    #[error("{0}")]
+    Input(String),
+    /// A log-prob, loss or gradient is NaN or infinite.
+    #[error("{what} is not finite; lower the learning rate, or check the model's weights")]
+    NonFinite {
+        /// What was computed.
+        what: String,
+    },
+    /// A tensor operation failed.
+    #[error("a tensor operation failed")]
+    Tensor(#[from] candle_core::Error),
+    /// A file could not be read or written.
+    #[error("cannot access {}", path.display())]
+    Io {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl EngineError {
+    /// Whose fault it is.
+    pub fn class(&self) -> FailureClass {
+        match self {
+            EngineError::Model(_)
+            | EngineError::Text(_)
+            | EngineError::Adapter(_)
+            | EngineError::Input(_)
+            | EngineError::NonFinite { .. } => FailureClass::User,
+            EngineError::Tensor(_) | EngineError::Io { .. } => FailureClass::Infra,
+        }
+    }
+}
+
+/// The engine's result.
+pub type Result<T, E = EngineError> = std::result::Result<T, E>;
