@@ -1,12 +1,25 @@
-//! What can be known of a model without tensors: config.json, safetensors headers, tokenizer, chat template, memory estimate.
+//! What can be known of a model without tensors: config.json, safetensors headers, tokenizer, chat template.
+//!
+//! Used at submission by the server and by the engine's loader. Reading never panics, whatever the files hold; every
+//! error names the file, the key, its value and what to do.
 
+pub mod config;
+pub mod template;
 pub mod text;
+pub mod weights;
 
+use std::io::Read;
 use std::path::Path;
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+pub use config::{Arch, ModelConfig, Rope, RopeKind};
+pub use weights::{TensorDtype, TensorLocation};
 
 /// Why a model directory cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{detail}")]
+#[error("{file}: {detail}")]
 pub struct ModelCardError {
     /// The file at fault, relative to the model directory.
     pub file: String,
@@ -14,17 +27,10 @@ pub struct ModelCardError {
     pub detail: String,
 }
 
-/// A decoder family.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Arch {
-    /// Qwen3
-    Qwen3,
-    /// Qwen2 and Qwen2.5
-    Qwen2,
-    /// Llama 3.x
-    Llama,
-    /// Mistral
-    Mistral,
+impl ModelCardError {
+    pub(crate) fn new(file: impl Into<String>, detail: impl Into<String>) -> ModelCardError {
+        ModelCardError { file: file.into(), detail: detail.into() }
+    }
 }
 
 /// A file of the model.
@@ -41,7 +47,11 @@ pub struct ModelFile {
 pub struct ModelCard {
     /// The family.
     pub arch: Arch,
-    /// The files that make the model.
+    /// Everything config.json says about the computation.
+    pub config: ModelConfig,
+    /// Where each tensor that the architecture needs lies, in the order of [`ModelConfig::tensors`].
+    pub tensors: Vec<TensorLocation>,
+    /// The files that make the model, by name.
     pub files: Vec<ModelFile>,
     /// Every id that ends a completion.
     pub eos_token_ids: Vec<u32>,
@@ -54,11 +64,156 @@ pub struct ModelCard {
 }
 
 /// Read and validate a model directory.
-pub fn read(_dir: &Path) -> Result<ModelCard, ModelCardError> {
-    todo!()
+pub fn read(dir: &Path) -> Result<ModelCard, ModelCardError> {
+    read_with_config(dir, "config.json")
 }
 
-/// SHA-256 in hex over the files that matter: config, weights, tokenizer, chat template.
-pub fn fingerprint(_dir: &Path) -> Result<String, ModelCardError> {
-    todo!()
+/// As [`read`], with another file in the place of `config.json`.
+pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, ModelCardError> {
+    if !dir.is_dir() {
+        let detail = "is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
+        return Err(ModelCardError::new(dir.display().to_string(), detail));
+    }
+    let value = read_json(dir, config_file, MAX_CONFIG_BYTES)?;
+    let config = ModelConfig::from_json(config_file, &value)?;
+    let tensors = weights::locate(dir, &config)?;
+    let num_parameters = tensors.iter().map(|t| t.num_elements() as u64).sum();
+
+    let tokenizer = text::TokenizerInfo::read(dir)?;
+    let eos_token_ids = eos_token_ids(dir, config_file, &value, &config, &tokenizer)?;
+
+    let mut names: Vec<String> = tensors.iter().map(|t| t.file.clone()).collect();
+    names.extend(OTHER_FILES.iter().map(|n| (*n).to_owned()));
+    names.push(config_file.to_owned());
+    names.sort();
+    names.dedup();
+    let mut files = Vec::new();
+    for name in names {
+        if let Ok(metadata) = std::fs::metadata(dir.join(&name)) {
+            files.push(ModelFile { name, size_bytes: metadata.len() });
+        }
+    }
+    Ok(ModelCard {
+        arch: config.arch,
+        max_position_embeddings: config.max_position_embeddings,
+        config,
+        tensors,
+        files,
+        eos_token_ids,
+        num_parameters,
+        chat_template: tokenizer.chat_template,
+    })
+}
+
+/// SHA-256 in hex over the files that matter: config, weights, tokenizer, chat template. Another value means that the
+/// model changed. Reads every byte: seconds for gigabytes.
+pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
+    let card = read(dir)?;
+    let mut all = Sha256::new();
+    let mut buffer = vec![0u8; 1 << 20];
+    for file in &card.files {
+        let mut one = Sha256::new();
+        let mut reader = std::fs::File::open(dir.join(&file.name)).map_err(|e| io_error(&file.name, &e))?;
+        loop {
+            let n = reader.read(&mut buffer).map_err(|e| io_error(&file.name, &e))?;
+            if n == 0 {
+                break;
+            }
+            one.update(&buffer[..n]);
+        }
+        all.update(file.name.as_bytes());
+        all.update([0]);
+        all.update(one.finalize());
+    }
+    Ok(all.finalize().iter().map(|b| format!("{b:02x}")).collect())
+}
+
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// Files besides the weights and config.json that change what a model does.
+const OTHER_FILES: [&str; 6] = [
+    "chat_template.jinja",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+];
+
+/// Every id in generation_config's and config's `eos_token_id`, and the tokenizer's own eos token.
+fn eos_token_ids(
+    dir: &Path,
+    config_file: &str,
+    config_json: &Value,
+    config: &ModelConfig,
+    tokenizer: &text::TokenizerInfo,
+) -> Result<Vec<u32>, ModelCardError> {
+    let mut ids = Vec::new();
+    if dir.join("generation_config.json").exists() {
+        let file = "generation_config.json";
+        ids.extend(token_ids(file, &read_json(dir, file, MAX_CONFIG_BYTES)?)?);
+    }
+    ids.extend(token_ids(config_file, config_json)?);
+    ids.extend(tokenizer.eos_token_id);
+    let mut seen = std::collections::HashSet::new();
+    ids.retain(|id| (*id as usize) < config.vocab_size && seen.insert(*id));
+    if ids.is_empty() {
+        let detail = "no eos_token_id here, in config.json or in the tokenizer: completions could never end; \
+                      set eos_token_id to the id (or list of ids) of the end-of-sequence token";
+        return Err(ModelCardError::new("generation_config.json", detail));
+    }
+    Ok(ids)
+}
+
+fn token_ids(file: &str, value: &Value) -> Result<Vec<u32>, ModelCardError> {
+    let one = |v: &Value| {
+        v.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
+            ModelCardError::new(file, format!("eos_token_id holds {}; it must be token ids", brief(v)))
+        })
+    };
+    match value.get("eos_token_id") {
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::Array(list)) => list.iter().map(one).collect(),
+        Some(v) => Ok(vec![one(v)?]),
+    }
+}
+
+pub(crate) fn io_error(file: &str, error: &std::io::Error) -> ModelCardError {
+    let advice = match error.kind() {
+        std::io::ErrorKind::NotFound => "is missing; the model directory needs it",
+        std::io::ErrorKind::PermissionDenied => "cannot be read (permission denied)",
+        _ => return ModelCardError::new(file, format!("cannot be read: {error}")),
+    };
+    ModelCardError::new(file, advice)
+}
+
+/// A bounded text file.
+pub(crate) fn read_text(dir: &Path, file: &str, max_bytes: u64) -> Result<String, ModelCardError> {
+    let opened = std::fs::File::open(dir.join(file)).map_err(|e| io_error(file, &e))?;
+    let mut bytes = Vec::new();
+    opened.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|e| io_error(file, &e))?;
+    if bytes.len() as u64 > max_bytes {
+        return Err(ModelCardError::new(file, format!("is larger than {max_bytes} bytes, which cannot be right")));
+    }
+    String::from_utf8(bytes).map_err(|_| ModelCardError::new(file, "is not valid UTF-8; copy the file again"))
+}
+
+/// A bounded JSON object.
+pub(crate) fn read_json(dir: &Path, file: &str, max_bytes: u64) -> Result<Value, ModelCardError> {
+    let text = read_text(dir, file, max_bytes)?;
+    let value: Value = serde_json::from_str(&text)
+        .map_err(|e| ModelCardError::new(file, format!("is not valid JSON ({e}); copy the file again")))?;
+    if !value.is_object() {
+        return Err(ModelCardError::new(file, "is not a JSON object; copy the file again"));
+    }
+    Ok(value)
+}
+
+/// A JSON value for an error message, cut to a readable length.
+pub(crate) fn brief(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(120) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
 }

@@ -1,5 +1,8 @@
 //! LoRA adapters: PEFT's names, layout and initialisation.
 
+use super::error::{EngineError, Result};
+use crate::spec::LoraPlan;
+
 /// A linear layer that LoRA can adapt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Module {
@@ -69,6 +72,23 @@ pub struct LoraConfig {
 }
 
 impl LoraConfig {
+    /// What a plan asks.
+    pub fn from_plan(plan: &LoraPlan) -> Result<LoraConfig> {
+        let mut target_modules = Vec::new();
+        for name in &plan.target_modules {
+            target_modules.push(Module::from_name(name).ok_or_else(|| {
+                let known = Module::ALL.map(Module::name).join(", ");
+                EngineError::Adapter(format!("target_modules holds {name:?}; known are {known}"))
+            })?);
+        }
+        if plan.dropout != 0.0 {
+            return Err(EngineError::Adapter(format!("lora dropout {} is not supported; use 0", plan.dropout)));
+        }
+        target_modules.sort();
+        target_modules.dedup();
+        Ok(LoraConfig { r: plan.r as usize, alpha: plan.alpha, use_rslora: plan.use_rslora, target_modules })
+    }
+
     /// Every linear layer of the decoder, PEFT's `all-linear`.
     pub fn all_linear(r: usize, alpha: f64) -> LoraConfig {
         LoraConfig { r, alpha, use_rslora: false, target_modules: Module::ALL.to_vec() }

@@ -5,7 +5,8 @@ use std::path::Path;
 use candle_core::Device;
 
 use super::error::Result;
-use super::lora::{LoraConfig, ParameterInfo};
+use super::lora::LoraConfig;
+pub use super::lora::ParameterInfo;
 use crate::modelcard::ModelCard;
 
 /// One sequence: a prompt and its completion, both as token ids.

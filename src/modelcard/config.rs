@@ -1,0 +1,454 @@
+//! config.json: one description of a decoder, whatever its family and whichever transformers wrote it.
+//!
+//! Keys that would change the result and are not supported are refused here, with their value; never deep in a forward.
+
+use serde_json::Value;
+
+use super::{ModelCardError, brief};
+
+/// A decoder family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arch {
+    /// Qwen3
+    Qwen3,
+    /// Qwen2 and Qwen2.5
+    Qwen2,
+    /// Llama 3.x
+    Llama,
+    /// Mistral
+    Mistral,
+}
+
+/// Everything config.json says about the computation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// The family.
+    pub arch: Arch,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Decoder layers.
+    pub num_hidden_layers: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key and value heads.
+    pub num_key_value_heads: usize,
+    /// Width of a head; not always hidden_size / num_attention_heads.
+    pub head_dim: usize,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Added to the mean square in RMSNorm.
+    pub rms_norm_eps: f64,
+    /// The head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// RMSNorm on each query and key head.
+    pub qk_norm: bool,
+    /// q, k and v have a bias.
+    pub qkv_bias: bool,
+    /// o has a bias.
+    pub o_bias: bool,
+    /// gate, up and down have a bias.
+    pub mlp_bias: bool,
+    /// Rotary position embedding.
+    pub rope: Rope,
+    /// Per layer: how many positions a token sees, itself included; None = all before it.
+    pub windows: Vec<Option<usize>>,
+    /// The longest sequence the model was made for.
+    pub max_position_embeddings: usize,
+}
+
+/// Rotary position embedding.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// The base.
+    pub theta: f64,
+    /// How long contexts are reached.
+    pub kind: RopeKind,
+}
+
+/// The supported `rope_type`s.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeKind {
+    /// No scaling.
+    Default,
+    /// Positions divided by a factor.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// YaRN (arXiv 2309.00071).
+    Yarn {
+        /// How much longer than the original context.
+        factor: f64,
+        /// The context before scaling.
+        original_max_position_embeddings: f64,
+        /// Rotations above which a frequency is kept.
+        beta_fast: f64,
+        /// Rotations below which a frequency is interpolated.
+        beta_slow: f64,
+        /// Multiplies cos and sin.
+        attention_factor: f64,
+        /// Whether the bounds are rounded to whole dimensions.
+        truncate: bool,
+    },
+    /// Llama 3's frequency bands.
+    Llama3 {
+        /// The divisor of low frequencies.
+        factor: f64,
+        /// Wavelengths longer than original/low are scaled.
+        low_freq_factor: f64,
+        /// Wavelengths shorter than original/high are kept.
+        high_freq_factor: f64,
+        /// The context before scaling.
+        original_max_position_embeddings: f64,
+    },
+}
+
+/// Keys whose presence (not null, not false, not the neutral number) changes the computation.
+const UNSUPPORTED: [(&str, Option<f64>); 26] = [
+    ("attn_logit_softcapping", None),
+    ("final_logit_softcapping", None),
+    ("query_pre_attn_scalar", None),
+    ("quantization_config", None),
+    ("partial_rotary_factor", Some(1.0)),
+    ("rotary_pct", Some(1.0)),
+    ("rotary_dim", None),
+    ("embedding_multiplier", Some(1.0)),
+    ("attention_multiplier", None),
+    ("residual_multiplier", Some(1.0)),
+    ("logits_scaling", Some(1.0)),
+    ("logit_scale", Some(1.0)),
+    ("num_experts", None),
+    ("num_local_experts", None),
+    ("n_routed_experts", None),
+    ("no_rope_layers", None),
+    ("no_rope_layer_interval", None),
+    ("attention_chunk_size", None),
+    ("attn_temperature_tuning", None),
+    ("alibi", None),
+    ("is_encoder_decoder", None),
+    ("add_cross_attention", None),
+    ("vision_config", None),
+    ("audio_config", None),
+    ("kv_lora_rank", None),
+    ("rope_local_base_freq", None),
+];
+
+struct Keys<'a> {
+    file: &'a str,
+    value: &'a Value,
+}
+
+impl Keys<'_> {
+    fn refuse<T>(&self, key: &str, value: &Value, advice: &str) -> Result<T, ModelCardError> {
+        Err(ModelCardError::new(self.file, format!("{key} is {}; {advice}", brief(value))))
+    }
+
+    fn get(&self, key: &str) -> Option<&Value> {
+        self.value.get(key).filter(|v| !v.is_null())
+    }
+
+    fn size(&self, key: &str, default: Option<usize>) -> Result<usize, ModelCardError> {
+        let Some(value) = self.get(key) else {
+            return default.ok_or_else(|| ModelCardError::new(self.file, format!("{key} is missing; it must be set")));
+        };
+        match value.as_u64() {
+            Some(n) if (1..=1 << 28).contains(&n) => Ok(n as usize),
+            _ => self.refuse(key, value, "it must be a positive whole number"),
+        }
+    }
+
+    fn number(&self, key: &str, default: Option<f64>) -> Result<f64, ModelCardError> {
+        let Some(value) = self.get(key) else {
+            return default.ok_or_else(|| ModelCardError::new(self.file, format!("{key} is missing; it must be set")));
+        };
+        match value.as_f64() {
+            Some(x) if x.is_finite() && x > 0.0 => Ok(x),
+            _ => self.refuse(key, value, "it must be a positive number"),
+        }
+    }
+
+    fn flag(&self, key: &str, default: bool) -> Result<bool, ModelCardError> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(Value::Bool(b)) => Ok(*b),
+            Some(other) => self.refuse(key, other, "it must be true or false"),
+        }
+    }
+}
+
+impl ModelConfig {
+    /// Parse and validate config.json; `file` is its name in errors.
+    pub fn from_json(file: &str, value: &Value) -> Result<ModelConfig, ModelCardError> {
+        let keys = Keys { file, value };
+        let arch = architecture(&keys)?;
+        for (key, neutral) in UNSUPPORTED {
+            if let Some(found) = keys.get(key) {
+                let harmless = match found {
+                    Value::Bool(b) => !b,
+                    Value::Number(n) => n.as_f64() == neutral.or(Some(0.0)),
+                    _ => false,
+                };
+                if !harmless {
+                    return keys.refuse(key, found, "this is not supported; use a model without it");
+                }
+            }
+        }
+        for key in ["hidden_act", "hidden_activation"] {
+            if let Some(act) = keys.get(key)
+                && !matches!(act.as_str(), Some("silu" | "swish"))
+            {
+                return keys.refuse(key, act, "only \"silu\" is supported");
+            }
+        }
+
+        let hidden_size = keys.size("hidden_size", None)?;
+        let num_attention_heads = keys.size("num_attention_heads", None)?;
+        let default_kv_heads = matches!(arch, Arch::Llama).then_some(num_attention_heads);
+        let num_key_value_heads = keys.size("num_key_value_heads", default_kv_heads)?;
+        if num_attention_heads % num_key_value_heads != 0 {
+            let detail = format!(
+                "num_key_value_heads is {num_key_value_heads}; it must divide num_attention_heads ({num_attention_heads})"
+            );
+            return Err(ModelCardError::new(file, detail));
+        }
+        let default_head_dim = match arch {
+            Arch::Qwen3 => 128,
+            Arch::Qwen2 | Arch::Llama | Arch::Mistral => hidden_size / num_attention_heads,
+        };
+        // transformers' Qwen2 has no head_dim key and ignores one only by its default, so an explicit one counts.
+        let head_dim = keys.size("head_dim", Some(default_head_dim))?;
+        if head_dim % 2 != 0 || head_dim == 0 || head_dim > 4096 {
+            return Err(ModelCardError::new(file, format!("head_dim is {head_dim}; it must be even and at most 4096")));
+        }
+        let num_hidden_layers = keys.size("num_hidden_layers", None)?;
+        if num_hidden_layers > 10_000 {
+            let detail = format!("num_hidden_layers is {num_hidden_layers}; at most 10000 are supported");
+            return Err(ModelCardError::new(file, detail));
+        }
+        let max_position_embeddings = keys.size("max_position_embeddings", None)?;
+        let attention_bias = match arch {
+            Arch::Qwen3 | Arch::Llama => keys.flag("attention_bias", false)?,
+            Arch::Qwen2 | Arch::Mistral => false,
+        };
+        Ok(ModelConfig {
+            arch,
+            hidden_size,
+            intermediate_size: keys.size("intermediate_size", None)?,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim,
+            vocab_size: keys.size("vocab_size", None)?,
+            rms_norm_eps: keys.number("rms_norm_eps", Some(1e-6))?,
+            tie_word_embeddings: keys.flag("tie_word_embeddings", false)?,
+            qk_norm: arch == Arch::Qwen3,
+            qkv_bias: arch == Arch::Qwen2 || attention_bias,
+            o_bias: attention_bias,
+            mlp_bias: arch == Arch::Llama && keys.flag("mlp_bias", false)?,
+            rope: rope(&keys, max_position_embeddings)?,
+            windows: windows(&keys, arch, num_hidden_layers)?,
+            max_position_embeddings,
+        })
+    }
+
+    /// Query heads a key-value head serves.
+    pub fn group_size(&self) -> usize {
+        self.num_attention_heads / self.num_key_value_heads
+    }
+
+    /// Every tensor the decoder needs, with its shape.
+    pub fn tensors(&self) -> Vec<(String, Vec<usize>)> {
+        let (hidden, inter) = (self.hidden_size, self.intermediate_size);
+        let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
+        let mut list = vec![("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, hidden])];
+        for layer in 0..self.num_hidden_layers {
+            let mut add = |name: &str, shape: Vec<usize>| list.push((format!("model.layers.{layer}.{name}"), shape));
+            add("input_layernorm.weight", vec![hidden]);
+            for (name, out, input, bias) in [
+                ("self_attn.q_proj", q, hidden, self.qkv_bias),
+                ("self_attn.k_proj", kv, hidden, self.qkv_bias),
+                ("self_attn.v_proj", kv, hidden, self.qkv_bias),
+                ("self_attn.o_proj", hidden, q, self.o_bias),
+                ("mlp.gate_proj", inter, hidden, self.mlp_bias),
+                ("mlp.up_proj", inter, hidden, self.mlp_bias),
+                ("mlp.down_proj", hidden, inter, self.mlp_bias),
+            ] {
+                add(&format!("{name}.weight"), vec![out, input]);
+                if bias {
+                    add(&format!("{name}.bias"), vec![out]);
+                }
+            }
+            if self.qk_norm {
+                add("self_attn.q_norm.weight", vec![self.head_dim]);
+                add("self_attn.k_norm.weight", vec![self.head_dim]);
+            }
+            add("post_attention_layernorm.weight", vec![hidden]);
+        }
+        list.push(("model.norm.weight".to_owned(), vec![hidden]));
+        if !self.tie_word_embeddings {
+            list.push(("lm_head.weight".to_owned(), vec![self.vocab_size, hidden]));
+        }
+        list
+    }
+}
+
+fn architecture(keys: &Keys) -> Result<Arch, ModelCardError> {
+    let advice = "supported are qwen3, qwen2, llama and mistral";
+    let arch = match keys.get("model_type") {
+        None => return Err(ModelCardError::new(keys.file, format!("model_type is missing; {advice}"))),
+        Some(value) => match value.as_str() {
+            Some("qwen3") => Arch::Qwen3,
+            Some("qwen2") => Arch::Qwen2,
+            Some("llama") => Arch::Llama,
+            Some("mistral") => Arch::Mistral,
+            _ => return keys.refuse("model_type", value, advice),
+        },
+    };
+    if let Some(value) = keys.get("architectures") {
+        let causal = value.as_array().is_some_and(|list| {
+            list.is_empty() || list.iter().any(|a| a.as_str().is_some_and(|a| a.ends_with("ForCausalLM")))
+        });
+        if !causal {
+            return keys.refuse("architectures", value, "a …ForCausalLM model is needed");
+        }
+    }
+    Ok(arch)
+}
+
+fn rope(keys: &Keys, max_position_embeddings: usize) -> Result<Rope, ModelCardError> {
+    // transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
+    let (name, parameters) = match keys.get("rope_parameters") {
+        Some(value) => ("rope_parameters", Some(value)),
+        None => ("rope_scaling", keys.get("rope_scaling")),
+    };
+    let Some(parameters) = parameters else {
+        return Ok(Rope { theta: keys.number("rope_theta", Some(10_000.0))?, kind: RopeKind::Default });
+    };
+    if !parameters.is_object() {
+        return keys.refuse(name, parameters, "it must be an object");
+    }
+    if let Some((layer_type, nested)) =
+        parameters.as_object().and_then(|o| o.iter().find(|(_, v)| v.is_object())).map(|(k, v)| (k.clone(), v))
+    {
+        return keys.refuse(&format!("{name}.{layer_type}"), nested, "rope by layer type is not supported");
+    }
+    let inner = Keys { file: keys.file, value: parameters };
+    let theta = match inner.get("rope_theta") {
+        Some(_) => inner.number("rope_theta", None)?,
+        None => keys.number("rope_theta", Some(10_000.0))?,
+    };
+    if let Some(factor) = inner.get("partial_rotary_factor")
+        && factor.as_f64() != Some(1.0)
+    {
+        return keys.refuse(&format!("{name}.partial_rotary_factor"), factor, "only 1 is supported");
+    }
+    let rope_type = inner.get("rope_type").or_else(|| inner.get("type"));
+    let original = || inner.number("original_max_position_embeddings", Some(max_position_embeddings as f64));
+    let kind = match rope_type.map(|t| t.as_str()) {
+        None | Some(Some("default")) => RopeKind::Default,
+        Some(Some("linear")) => RopeKind::Linear { factor: inner.number("factor", None)? },
+        Some(Some("llama3")) => {
+            let (low, high) = (inner.number("low_freq_factor", None)?, inner.number("high_freq_factor", None)?);
+            if high <= low {
+                return keys.refuse(&format!("{name}.high_freq_factor"), &high.into(), "it must be above low_freq_factor");
+            }
+            RopeKind::Llama3 {
+                factor: inner.number("factor", None)?,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: original()?,
+            }
+        }
+        Some(Some("yarn")) => yarn(&inner, original()?, max_position_embeddings)?,
+        Some(_) => {
+            let value = rope_type.unwrap_or(&Value::Null);
+            return keys.refuse(
+                &format!("{name}.rope_type"),
+                value,
+                "supported are default, linear, yarn and llama3",
+            );
+        }
+    };
+    Ok(Rope { theta, kind })
+}
+
+fn yarn(keys: &Keys, original: f64, max_position_embeddings: usize) -> Result<RopeKind, ModelCardError> {
+    let factor = keys.number("factor", Some(max_position_embeddings as f64 / original))?;
+    let scale = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+    let attention_factor = match (keys.get("attention_factor"), keys.get("mscale"), keys.get("mscale_all_dim")) {
+        (Some(_), _, _) => keys.number("attention_factor", None)?,
+        (None, Some(a), Some(b)) if a.as_f64() != Some(0.0) && b.as_f64() != Some(0.0) => {
+            scale(keys.number("mscale", None)?) / scale(keys.number("mscale_all_dim", None)?)
+        }
+        _ => scale(1.0),
+    };
+    Ok(RopeKind::Yarn {
+        factor,
+        original_max_position_embeddings: original,
+        beta_fast: keys.number("beta_fast", Some(32.0))?,
+        beta_slow: keys.number("beta_slow", Some(1.0))?,
+        attention_factor,
+        truncate: keys.flag("truncate", true)?,
+    })
+}
+
+fn windows(keys: &Keys, arch: Arch, num_layers: usize) -> Result<Vec<Option<usize>>, ModelCardError> {
+    let layer_types: Option<Vec<bool>> = match keys.get("layer_types") {
+        None => None,
+        Some(value) => {
+            let sliding = value.as_array().map(|list| {
+                list.iter()
+                    .map(|t| match t.as_str() {
+                        Some("full_attention") => Some(false),
+                        Some("sliding_attention") => Some(true),
+                        _ => None,
+                    })
+                    .collect::<Option<Vec<bool>>>()
+            });
+            match sliding {
+                Some(Some(list)) if list.len() == num_layers => Some(list),
+                _ => {
+                    let advice = "it must name full_attention or sliding_attention for each of num_hidden_layers layers";
+                    return keys.refuse("layer_types", value, advice);
+                }
+            }
+        }
+    };
+    let window = match arch {
+        Arch::Llama => None,
+        // MistralConfig's own default is 4096.
+        Arch::Mistral => match keys.value.get("sliding_window") {
+            None => Some(4096),
+            Some(Value::Null) => None,
+            Some(_) => Some(keys.size("sliding_window", None)?),
+        },
+        Arch::Qwen2 | Arch::Qwen3 => match keys.flag("use_sliding_window", false)? {
+            true => Some(keys.size("sliding_window", Some(4096))?),
+            false => None,
+        },
+    };
+    let sliding = match (arch, layer_types) {
+        (_, Some(list)) => {
+            if window.is_none() && list.contains(&true) {
+                let detail = "layer_types names sliding_attention, but no sliding window is in use; \
+                              set sliding_window (and use_sliding_window for Qwen), or name full_attention only";
+                return Err(ModelCardError::new(keys.file, detail));
+            }
+            list
+        }
+        (Arch::Llama | Arch::Mistral, None) => vec![true; num_layers],
+        (Arch::Qwen2 | Arch::Qwen3, None) => {
+            let first = match keys.get("max_window_layers") {
+                None => 28,
+                Some(value) => match value.as_u64() {
+                    Some(n) => usize::try_from(n).unwrap_or(usize::MAX),
+                    None => return keys.refuse("max_window_layers", value, "it must be a whole number"),
+                },
+            };
+            (0..num_layers).map(|layer| layer >= first).collect()
+        }
+    };
+    Ok(sliding.into_iter().map(|s| window.filter(|_| s)).collect())
+}

@@ -1,0 +1,288 @@
+//! Chat templates: Jinja in a sandbox (no files, bounded work and output), with what transformers gives to templates.
+
+use std::sync::Arc;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Enumerator, Kwargs, Object, ObjectRepr, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value};
+use serde_json::Map;
+
+use super::text::TextError;
+
+/// Instructions a template may run; a real one needs thousands.
+const FUEL: u64 = 20_000_000;
+const MAX_OUTPUT_BYTES: usize = 64 << 20;
+const NAME: &str = "chat_template";
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    special_tokens: Vec<(String, String)>,
+}
+
+impl ChatTemplate {
+    /// Compile. `special_tokens` are variables of the template (`bos_token` …).
+    pub fn new(source: String, special_tokens: Vec<(String, String)>) -> Result<ChatTemplate, TextError> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
+        environment.set_syntax(syntax);
+        environment.set_fuel(Some(FUEL));
+        environment.set_auto_escape_callback(|_| AutoEscape::None);
+        environment.set_formatter(write_python);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_filter("tojson", tojson);
+        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
+            jiff::fmt::strtime::format(&format, &jiff::Zoned::now())
+                .map_err(|e| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}")))
+        });
+        environment.add_template_owned(NAME, source).map_err(failed)?;
+        Ok(ChatTemplate { environment, special_tokens })
+    }
+
+    /// Render messages; `kwargs` are further variables.
+    pub fn render(
+        &self,
+        messages: &[serde_json::Value],
+        add_generation_prompt: bool,
+        kwargs: &Map<String, serde_json::Value>,
+    ) -> Result<String, TextError> {
+        let mut variables = vec![
+            ("messages".to_owned(), messages.iter().map(to_value).collect()),
+            ("tools".to_owned(), Value::from(())),
+            ("documents".to_owned(), Value::from(())),
+            ("add_generation_prompt".to_owned(), Value::from(add_generation_prompt)),
+        ];
+        variables.extend(self.special_tokens.iter().map(|(name, text)| (name.clone(), Value::from(text.as_str()))));
+        // The last one of a name counts.
+        variables.extend(kwargs.iter().map(|(name, value)| (name.clone(), to_value(value))));
+        variables.reverse();
+        let mut writer = Bounded { bytes: Vec::new() };
+        let template = self.environment.get_template(NAME).map_err(failed)?;
+        template.render_captured_to(Value::from_object(Ordered(variables)), &mut writer).map_err(failed)?;
+        String::from_utf8(writer.bytes).map_err(|e| TextError::Template(e.to_string()))
+    }
+}
+
+fn failed(error: Error) -> TextError {
+    let mut text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    if let Some(line) = error.line() {
+        text = format!("{text} (line {line})");
+    }
+    TextError::Template(text)
+}
+
+/// An output that cannot grow without end.
+struct Bounded {
+    bytes: Vec<u8>,
+}
+
+impl std::io::Write for Bounded {
+    fn write(&mut self, part: &[u8]) -> std::io::Result<usize> {
+        if self.bytes.len() + part.len() > MAX_OUTPUT_BYTES {
+            return Err(std::io::Error::other("the rendered prompt is too long"));
+        }
+        self.bytes.extend_from_slice(part);
+        Ok(part.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A JSON object that keeps its order.
+#[derive(Debug)]
+struct Ordered(Vec<(String, Value)>);
+
+impl Object for Ordered {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Map
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        let key = key.as_str()?;
+        self.0.iter().find(|(name, _)| name == key).map(|(_, value)| value.clone())
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Values(self.0.iter().map(|(name, _)| Value::from(name.as_str())).collect())
+    }
+}
+
+fn to_value(json: &serde_json::Value) -> Value {
+    match json {
+        serde_json::Value::Null => Value::from(()),
+        serde_json::Value::Bool(b) => Value::from(*b),
+        serde_json::Value::Number(n) => match (n.as_i64(), n.as_u64(), n.as_f64()) {
+            (Some(i), _, _) => Value::from(i),
+            (_, Some(u), _) => Value::from(u),
+            (_, _, f) => Value::from(f.unwrap_or(f64::NAN)),
+        },
+        serde_json::Value::String(s) => Value::from(s.as_str()),
+        serde_json::Value::Array(list) => list.iter().map(to_value).collect(),
+        serde_json::Value::Object(map) => {
+            Value::from_object(Ordered(map.iter().map(|(k, v)| (k.clone(), to_value(v))).collect()))
+        }
+    }
+}
+
+/// What Python's `str()` writes, so that `{{ x }}` gives what Jinja gives.
+fn write_python(out: &mut Output, _state: &mut State, value: &Value) -> Result<(), Error> {
+    match value.as_str() {
+        Some(text) => out.write_str(text).map_err(Error::from),
+        None => {
+            let mut text = String::new();
+            python_repr(value, &mut text, 0)?;
+            out.write_str(&text).map_err(Error::from)
+        }
+    }
+}
+
+const MAX_DEPTH: usize = 100;
+
+fn too_deep() -> Error {
+    Error::new(ErrorKind::InvalidOperation, "a value is nested too deeply")
+}
+
+fn python_repr(value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
+    if depth > MAX_DEPTH {
+        return Err(too_deep());
+    }
+    match value.kind() {
+        ValueKind::Undefined => {}
+        ValueKind::None => out.push_str("None"),
+        ValueKind::Bool => out.push_str(if value.is_true() { "True" } else { "False" }),
+        ValueKind::String => match value.as_str() {
+            Some(text) if depth > 0 => {
+                let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+                out.push(quote);
+                for c in text.chars() {
+                    match c {
+                        '\n' => out.push_str("\\n"),
+                        '\r' => out.push_str("\\r"),
+                        '\t' => out.push_str("\\t"),
+                        '\\' => out.push_str("\\\\"),
+                        c if c == quote => out.extend(['\\', c]),
+                        c => out.push(c),
+                    }
+                }
+                out.push(quote);
+            }
+            text => out.push_str(text.unwrap_or_default()),
+        },
+        ValueKind::Seq | ValueKind::Iterable => {
+            out.push('[');
+            for (i, item) in value.try_iter()?.enumerate() {
+                out.push_str(if i > 0 { ", " } else { "" });
+                python_repr(&item, out, depth + 1)?;
+            }
+            out.push(']');
+        }
+        ValueKind::Map => {
+            out.push('{');
+            for (i, key) in value.try_iter()?.enumerate() {
+                out.push_str(if i > 0 { ", " } else { "" });
+                python_repr(&key, out, depth + 1)?;
+                out.push_str(": ");
+                python_repr(&value.get_item(&key)?, out, depth + 1)?;
+            }
+            out.push('}');
+        }
+        _ => out.push_str(&value.to_string()),
+    }
+    if out.len() > MAX_OUTPUT_BYTES {
+        return Err(Error::new(ErrorKind::InvalidOperation, "the rendered prompt is too long"));
+    }
+    Ok(())
+}
+
+/// `tojson` as transformers defines it: Python's `json.dumps(ensure_ascii=False)`, without HTML escapes.
+fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = kwargs.get("indent")?;
+    let _: Option<Value> = kwargs.get("ensure_ascii")?;
+    let separators: Option<Vec<String>> = kwargs.get("separators")?;
+    let sort_keys: Option<bool> = kwargs.get("sort_keys")?;
+    kwargs.assert_all_used()?;
+    let (item, key) = match separators.as_deref() {
+        Some([item, key]) => (item.clone(), key.clone()),
+        _ if indent.is_some() => (",".to_owned(), ": ".to_owned()),
+        _ => (", ".to_owned(), ": ".to_owned()),
+    };
+    let style = JsonStyle { indent, item, key, sort_keys: sort_keys.unwrap_or(false) };
+    let mut out = String::new();
+    style.write(value, &mut out, 0)?;
+    Ok(out)
+}
+
+struct JsonStyle {
+    indent: Option<usize>,
+    item: String,
+    key: String,
+    sort_keys: bool,
+}
+
+impl JsonStyle {
+    fn newline(&self, out: &mut String, depth: usize) {
+        if let Some(width) = self.indent {
+            out.push('\n');
+            out.extend(std::iter::repeat_n(' ', width.min(64) * depth));
+        }
+    }
+
+    fn write(&self, value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
+        if depth > MAX_DEPTH {
+            return Err(too_deep());
+        }
+        match value.kind() {
+            ValueKind::None => out.push_str("null"),
+            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::String => {
+                let text = serde_json::Value::from(value.as_str().unwrap_or_default()).to_string();
+                out.push_str(&text);
+            }
+            ValueKind::Seq | ValueKind::Iterable => {
+                let items: Vec<Value> = value.try_iter()?.collect();
+                out.push('[');
+                for (i, item) in items.iter().enumerate() {
+                    out.push_str(if i > 0 { &self.item } else { "" });
+                    self.newline(out, depth + 1);
+                    self.write(item, out, depth + 1)?;
+                }
+                if !items.is_empty() {
+                    self.newline(out, depth);
+                }
+                out.push(']');
+            }
+            ValueKind::Map => {
+                let mut keys: Vec<Value> = value.try_iter()?.collect();
+                if self.sort_keys {
+                    keys.sort();
+                }
+                out.push('{');
+                for (i, key) in keys.iter().enumerate() {
+                    out.push_str(if i > 0 { &self.item } else { "" });
+                    self.newline(out, depth + 1);
+                    out.push_str(&serde_json::Value::from(key.to_string()).to_string());
+                    out.push_str(&self.key);
+                    self.write(&value.get_item(key)?, out, depth + 1)?;
+                }
+                if !keys.is_empty() {
+                    self.newline(out, depth);
+                }
+                out.push('}');
+            }
+            ValueKind::Number => out.push_str(&value.to_string()),
+            kind => {
+                return Err(Error::new(ErrorKind::InvalidOperation, format!("tojson cannot write a value of kind {kind}")));
+            }
+        }
+        if out.len() > MAX_OUTPUT_BYTES {
+            return Err(Error::new(ErrorKind::InvalidOperation, "the rendered prompt is too long"));
+        }
+        Ok(())
+    }
+}
