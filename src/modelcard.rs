@@ -167,9 +167,9 @@ fn eos_token_ids(
 
 fn token_ids(file: &str, value: &Value) -> Result<Vec<u32>, ModelCardError> {
     let one = |v: &Value| {
-        v.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
-            ModelCardError::new(file, format!("eos_token_id holds {}; it must be token ids", brief(v)))
-        })
+        v.as_u64()
+            .and_then(|id| u32::try_from(id).ok())
+            .ok_or_else(|| ModelCardError::new(file, format!("eos_token_id holds {}; it must be token ids", brief(v))))
     };
     match value.get("eos_token_id") {
         None | Some(Value::Null) => Ok(Vec::new()),

@@ -352,7 +352,11 @@ fn rope(keys: &Keys, max_position_embeddings: usize) -> Result<Rope, ModelCardEr
         Some(Some("llama3")) => {
             let (low, high) = (inner.number("low_freq_factor", None)?, inner.number("high_freq_factor", None)?);
             if high <= low {
-                return keys.refuse(&format!("{name}.high_freq_factor"), &high.into(), "it must be above low_freq_factor");
+                return keys.refuse(
+                    &format!("{name}.high_freq_factor"),
+                    &high.into(),
+                    "it must be above low_freq_factor",
+                );
             }
             RopeKind::Llama3 {
                 factor: inner.number("factor", None)?,
@@ -364,11 +368,7 @@ fn rope(keys: &Keys, max_position_embeddings: usize) -> Result<Rope, ModelCardEr
         Some(Some("yarn")) => yarn(&inner, original()?, max_position_embeddings)?,
         Some(_) => {
             let value = rope_type.unwrap_or(&Value::Null);
-            return keys.refuse(
-                &format!("{name}.rope_type"),
-                value,
-                "supported are default, linear, yarn and llama3",
-            );
+            return keys.refuse(&format!("{name}.rope_type"), value, "supported are default, linear, yarn and llama3");
         }
     };
     Ok(Rope { theta, kind })
@@ -410,7 +410,8 @@ fn windows(keys: &Keys, arch: Arch, num_layers: usize) -> Result<Vec<Option<usiz
             match sliding {
                 Some(Some(list)) if list.len() == num_layers => Some(list),
                 _ => {
-                    let advice = "it must name full_attention or sliding_attention for each of num_hidden_layers layers";
+                    let advice =
+                        "it must name full_attention or sliding_attention for each of num_hidden_layers layers";
                     return keys.refuse("layer_types", value, advice);
                 }
             }

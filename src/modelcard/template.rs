@@ -277,7 +277,10 @@ impl JsonStyle {
             }
             ValueKind::Number => out.push_str(&value.to_string()),
             kind => {
-                return Err(Error::new(ErrorKind::InvalidOperation, format!("tojson cannot write a value of kind {kind}")));
+                return Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    format!("tojson cannot write a value of kind {kind}"),
+                ));
             }
         }
         if out.len() > MAX_OUTPUT_BYTES {

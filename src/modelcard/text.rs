@@ -82,10 +82,8 @@ impl Text {
 
     /// Text to ids. `add_special_tokens`: those that the tokenizer itself puts around a text (a BOS, say).
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = self
-            .tokenizer
-            .encode_fast(text, add_special_tokens)
-            .map_err(|e| TextError::Tokenizer(e.to_string()))?;
+        let encoding =
+            self.tokenizer.encode_fast(text, add_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -159,7 +157,8 @@ struct ModelPart {}
 impl TokenizerInfo {
     pub(crate) fn read(dir: &Path) -> Result<TokenizerInfo, ModelCardError> {
         if !dir.join(TOKENIZER).exists() {
-            let detail = "is missing; save the tokenizer into the model directory with save_pretrained (fast tokenizer)";
+            let detail =
+                "is missing; save the tokenizer into the model directory with save_pretrained (fast tokenizer)";
             return Err(ModelCardError::new(TOKENIZER, detail));
         }
         let text = read_text(dir, TOKENIZER, MAX_TOKENIZER_BYTES)?;
@@ -197,7 +196,8 @@ fn chat_template(dir: &Path, config: &Value) -> Result<Option<String>, ModelCard
         return read_text(dir, file, MAX_TEMPLATE_BYTES).map(Some);
     }
     let wrong = |value: &Value| {
-        let detail = format!("chat_template is {}; it must be a string, or a list with a \"default\"", super::brief(value));
+        let detail =
+            format!("chat_template is {}; it must be a string, or a list with a \"default\"", super::brief(value));
         Err(ModelCardError::new(TOKENIZER_CONFIG, detail))
     };
     match config.get("chat_template") {

@@ -82,7 +82,8 @@ pub(super) fn locate(dir: &Path, config: &ModelConfig) -> Result<Vec<TensorLocat
         }
         let Some(header) = headers.get(file.as_str()) else { continue };
         if let Some(dtype) = header.unsupported.get(&name) {
-            let detail = format!("tensor {name} is stored as {dtype}; supported are BF16, F16 and F32 (no quantised weights)");
+            let detail =
+                format!("tensor {name} is stored as {dtype}; supported are BF16, F16 and F32 (no quantised weights)");
             return Err(ModelCardError::new(file, detail));
         }
         let location = header.tensors.get(&name).ok_or_else(|| missing(file, &name))?;
@@ -102,7 +103,8 @@ const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 
 fn missing(file: &str, tensor: &str) -> ModelCardError {
-    let detail = format!("tensor {tensor} is missing; download the model again, or check that config.json belongs to it");
+    let detail =
+        format!("tensor {tensor} is missing; download the model again, or check that config.json belongs to it");
     ModelCardError::new(file, detail)
 }
 
