@@ -1,1 +1,570 @@
 //! Every flag and variable: default, unit, consequence.
+//!
+//! The command line is parsed into [`Cli`] by clap; [`ServeArgs::resolve`] checks it and returns [`ServeConfig`], which
+//! is true: the rest of the program checks nothing of it again.
+
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::id::WorkerId;
+
+/// Fewest characters of an API key or a worker token.
+pub const MIN_SECRET_CHARS: usize = 16;
+
+/// Between a worker's heartbeats, ms. A cancel or pause travels in the reply and is honoured within 12 s of the request:
+/// this leaves 7 s for the engine to stop and to save.
+pub const HEARTBEAT_MS: u64 = 5_000;
+
+/// Of a claim without heartbeat, ms: six heartbeats.
+pub const LEASE_MS: u64 = 30_000;
+
+/// RLOO training of language models as an HTTP service.
+#[derive(Debug, Parser)]
+#[command(name = "rlood", version, about, arg_required_else_help = true)]
+pub struct Cli {
+    /// Which role to run.
+    #[command(subcommand)]
+    pub command: Command,
+
+    /// Log filter: a level (error, warn, info, debug, trace), or per module (`info,rlood::store=debug`). Logs go to
+    /// standard error.
+    #[arg(long, env = "RLOOD_LOG", default_value = "info", global = true, value_name = "FILTER")]
+    pub log: String,
+
+    /// Form of the log lines: text for people, json (one object a line) for collectors.
+    #[arg(long, env = "RLOOD_LOG_FORMAT", default_value = "text", global = true, value_enum)]
+    pub log_format: LogFormat,
+}
+
+/// The form of the log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One object a line.
+    Json,
+}
+
+impl LogFormat {
+    /// The word of the flag.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            LogFormat::Text => "text",
+            LogFormat::Json => "json",
+        }
+    }
+}
+
+/// The roles of the binary.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run the server: API, queue, and one worker process per device.
+    Serve(ServeArgs),
+    /// Train the bundled model end to end, to see everything work.
+    Demo(DemoArgs),
+    /// Run one worker by hand, for a server on this or another machine.
+    Worker(WorkerArgs),
+    /// Print the OpenAPI document (JSON) to standard output.
+    Openapi,
+    /// Check versions, disk, devices and ports; exit code 0 when a server would start.
+    Check(ServeArgs),
+}
+
+/// Flags of `rlood serve`.
+#[derive(Debug, Clone, Args)]
+pub struct ServeArgs {
+    /// Address to listen on, HOST:PORT; port 0 takes a free one (printed on the first line of standard output). Any
+    /// address that is not loopback needs an API key.
+    #[arg(long, env = "RLOOD_LISTEN", default_value = "127.0.0.1:8080", value_name = "HOST:PORT")]
+    pub listen: String,
+
+    /// Directory for the database, datasets and checkpoints; created if absent. One server at a time may use it.
+    #[arg(long, env = "RLOOD_DATA_DIR", default_value = "rlood-data", value_name = "DIR")]
+    pub data_dir: PathBuf,
+
+    /// Devices to train on, comma-separated: auto, cpu, cuda:N, or none (only workers started by hand). One worker
+    /// process runs per entry, so `cpu,cpu` runs two jobs at once. auto = every GPU this build can use, else one cpu.
+    #[arg(long, env = "RLOOD_DEVICES", default_value = "auto", value_name = "LIST")]
+    pub devices: String,
+
+    /// Admin key, at least 16 characters. With it every request needs `Authorization: Bearer KEY`; without it the
+    /// server listens on loopback only and asks for no key. Prefer the variable: flags are visible to other users.
+    #[arg(long, env = "RLOOD_API_KEY", hide_env_values = true, value_name = "KEY")]
+    pub api_key: Option<String>,
+
+    /// Token that workers present, at least 16 characters. Default: a random one for each start, known only to the
+    /// server's own workers; set it to let `rlood worker` connect from elsewhere.
+    #[arg(long, env = "RLOOD_WORKER_TOKEN", hide_env_values = true, value_name = "TOKEN")]
+    pub worker_token: Option<String>,
+
+    /// Address at which clients and reward services reach this server (http:// or https://), when it differs from
+    /// --listen: behind a proxy, say. Its host is accepted in the Host header.
+    #[arg(long, env = "RLOOD_PUBLIC_URL", value_name = "URL")]
+    pub public_url: Option<String>,
+
+    /// Private addresses that outgoing requests (rewards) may reach, comma-separated: CIDR blocks, addresses, host names,
+    /// the word loopback. Default: loopback without an API key, nothing private with one. Public addresses are always
+    /// allowed.
+    #[arg(long, env = "RLOOD_ALLOW_OUTGOING", value_delimiter = ',', value_name = "CIDR|HOST,…")]
+    pub allow_outgoing: Option<Vec<String>>,
+
+    /// Directories that hold models, comma-separated. With an API key a model's path must lie under one of them;
+    /// without one, and without this flag, any readable path is accepted.
+    #[arg(long, env = "RLOOD_MODEL_ROOT", value_delimiter = ',', value_name = "DIR,…")]
+    pub model_root: Option<Vec<PathBuf>>,
+
+    /// Instruction set of the CPU kernels: auto or portable.
+    #[arg(long, env = "RLOOD_ISA", default_value = "auto", value_enum)]
+    pub isa: Isa,
+
+    /// Compute threads of all workers together, split evenly between the cpu devices. Default: the machine's cores.
+    #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+}
+
+/// Instruction sets of the CPU kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Isa {
+    /// The best one the machine has.
+    Auto,
+    /// The one every machine has.
+    Portable,
+}
+
+impl Isa {
+    /// The word of the flag.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Isa::Auto => "auto",
+            Isa::Portable => "portable",
+        }
+    }
+}
+
+/// Flags of `rlood demo`.
+#[derive(Debug, Clone, Args)]
+pub struct DemoArgs {
+    /// Loopback address to listen on, HOST:PORT; port 0 takes a free one.
+    #[arg(long, default_value = "127.0.0.1:0", value_name = "HOST:PORT")]
+    pub listen: String,
+
+    /// Directory for the demo's data. Default: a fresh folder under the user's cache directory.
+    #[arg(long, value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+
+    /// Optimizer steps; more steps take longer and learn more. Default: enough for the demo's goal.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    pub steps: Option<u64>,
+
+    /// Seed of sampling, order and initialisation: the same seed gives the same run on the same machine.
+    #[arg(long, default_value_t = 42, value_name = "N")]
+    pub seed: u64,
+
+    /// Leave when the job is done, with code 0 only if held-out accuracy reached 0.9 and rose by 0.2. Default: keep
+    /// serving until Ctrl-C.
+    #[arg(long)]
+    pub exit: bool,
+}
+
+/// Flags of `rlood worker`.
+#[derive(Debug, Clone, Args)]
+pub struct WorkerArgs {
+    /// The server's address, http:// or https://.
+    #[arg(long, env = "RLOOD_SERVER", default_value = "http://127.0.0.1:8080", value_name = "URL")]
+    pub server: String,
+
+    /// The one device to train on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// The server's worker token; give it by the variable, not by the flag, which other users can see.
+    #[arg(long, env = "RLOOD_WORKER_TOKEN", hide_env_values = true, value_name = "TOKEN")]
+    pub token: String,
+
+    /// Compute threads. Default: the machine's cores.
+    #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+
+    /// Directory for downloads and unpublished checkpoints. Default: a folder under the system's temporary directory.
+    #[arg(long, env = "RLOOD_SCRATCH_DIR", value_name = "DIR")]
+    pub scratch_dir: Option<PathBuf>,
+
+    /// Set by the server for its own workers: the id to register with.
+    #[arg(long, hide = true)]
+    pub id: Option<WorkerId>,
+
+    /// Set by the server for its own workers: end when standard input ends.
+    #[arg(long, hide = true)]
+    pub child: bool,
+}
+
+/// A device to train on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Device {
+    /// The processor.
+    Cpu,
+    /// The GPU of this number.
+    Cuda(u32),
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(index) => write!(f, "cuda:{index}"),
+        }
+    }
+}
+
+impl FromStr for Device {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let unknown = || ConfigError::new(format!("'{text}' is not a device: use cpu or cuda:N (cuda:0, cuda:1, …)"));
+        match text {
+            "cpu" => Ok(Device::Cpu),
+            "cuda" => Err(ConfigError::new("'cuda' needs a number: cuda:0 is the first GPU")),
+            other => {
+                let index = other.strip_prefix("cuda:").ok_or_else(unknown)?;
+                if index.is_empty() || !index.bytes().all(|byte| byte.is_ascii_digit()) {
+                    return Err(unknown());
+                }
+                let device = Device::Cuda(index.parse().map_err(|_| unknown())?);
+                if candle_core::utils::cuda_is_available() {
+                    Ok(device)
+                } else {
+                    Err(ConfigError::new(format!(
+                        "{device} was asked for, but this rlood was built without CUDA: use --devices cpu, or a build \
+                         with CUDA"
+                    )))
+                }
+            }
+        }
+    }
+}
+
+/// A setting that cannot be used: which one, why, what to do.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ConfigError(String);
+
+impl ConfigError {
+    fn new(message: impl Into<String>) -> Self {
+        Self(message.into())
+    }
+}
+
+/// What a server runs with; every value checked. Made by [`ServeArgs::resolve`] or [`ServeConfig::loopback`].
+#[derive(Clone)]
+pub struct ServeConfig {
+    /// The address to bind; loopback unless there is a key.
+    pub listen: SocketAddr,
+    /// Where everything durable lies.
+    pub data_dir: PathBuf,
+    /// One worker process each; may be empty.
+    pub devices: Vec<Device>,
+    /// The admin key; None = no authentication, loopback only.
+    pub api_key: Option<String>,
+    /// What workers present.
+    pub worker_token: String,
+    /// Without a trailing slash.
+    pub public_url: Option<String>,
+    /// CIDRs and host names of private addresses that outgoing requests may reach.
+    pub allow_outgoing: Vec<String>,
+    /// Canonical directories models must lie under; None = anywhere.
+    pub model_roots: Option<Vec<PathBuf>>,
+    /// Passed on to the workers.
+    pub isa: Isa,
+    /// Of all workers together.
+    pub threads: u32,
+    /// The `rlood` binary that workers are started from; None = this process's own.
+    pub worker_program: Option<PathBuf>,
+    /// Between a worker's heartbeats, ms: the longest a cancel or pause waits to be seen.
+    pub heartbeat_ms: u64,
+    /// Of a claim without heartbeat, ms.
+    pub lease_ms: u64,
+    /// Passed on to the workers.
+    pub log: String,
+    /// Passed on to the workers.
+    pub log_format: LogFormat,
+}
+
+impl fmt::Debug for ServeConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServeConfig")
+            .field("listen", &self.listen)
+            .field("data_dir", &self.data_dir)
+            .field("devices", &self.devices)
+            .field("api_key", &self.api_key.as_ref().map(|_| "redacted"))
+            .field("threads", &self.threads)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ServeConfig {
+    /// A server without keys on a free loopback port with one cpu worker: for the demo and for tests, which then change
+    /// what they need.
+    ///
+    /// # Errors
+    /// When the system gives no random bytes.
+    pub fn loopback(data_dir: &Path) -> Result<Self, ConfigError> {
+        Ok(Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            data_dir: data_dir.to_owned(),
+            devices: vec![Device::Cpu],
+            api_key: None,
+            worker_token: random_token()?,
+            public_url: None,
+            allow_outgoing: vec!["loopback".to_owned()],
+            model_roots: None,
+            isa: Isa::Auto,
+            threads: machine_threads(),
+            worker_program: None,
+            heartbeat_ms: HEARTBEAT_MS,
+            lease_ms: LEASE_MS,
+            log: "warn".to_owned(),
+            log_format: LogFormat::Text,
+        })
+    }
+
+    /// Compute threads of each cpu worker: an even share, at least 1.
+    pub fn threads_per_worker(&self) -> u32 {
+        let workers = u32::try_from(self.devices.len()).unwrap_or(u32::MAX).max(1);
+        (self.threads / workers).max(1)
+    }
+}
+
+impl ServeArgs {
+    /// Checks every setting; `cli` gives the log settings the workers inherit.
+    ///
+    /// # Errors
+    /// The first setting that cannot be used.
+    pub fn resolve(&self, log: &str, log_format: LogFormat) -> Result<ServeConfig, ConfigError> {
+        let api_key = checked_secret(self.api_key.as_deref(), "RLOOD_API_KEY (--api-key)")?;
+        let listen = resolve_listen(&self.listen, api_key.is_some())?;
+        let worker_token = match checked_secret(self.worker_token.as_deref(), "RLOOD_WORKER_TOKEN (--worker-token)")? {
+            Some(token) => token,
+            None => random_token()?,
+        };
+        let allow_outgoing = match &self.allow_outgoing {
+            Some(given) => {
+                given.iter().map(|entry| entry.trim().to_owned()).filter(|entry| !entry.is_empty()).collect()
+            }
+            None if api_key.is_none() => vec!["loopback".to_owned()],
+            None => Vec::new(),
+        };
+        Ok(ServeConfig {
+            listen,
+            data_dir: self.data_dir.clone(),
+            devices: parse_devices(&self.devices)?,
+            model_roots: resolve_model_roots(self.model_root.as_deref(), api_key.is_some())?,
+            api_key,
+            worker_token,
+            public_url: self.public_url.as_deref().filter(|url| !url.is_empty()).map(parse_public_url).transpose()?,
+            allow_outgoing,
+            isa: self.isa,
+            threads: self.threads.unwrap_or_else(machine_threads),
+            worker_program: None,
+            heartbeat_ms: HEARTBEAT_MS,
+            lease_ms: LEASE_MS,
+            log: log.to_owned(),
+            log_format,
+        })
+    }
+}
+
+/// The machine's cores, at least 1.
+pub fn machine_threads() -> u32 {
+    std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
+}
+
+/// 256 random bits in hexadecimal.
+fn random_token() -> Result<String, ConfigError> {
+    let mut bytes = [0_u8; 32];
+    rustls::crypto::ring::default_provider()
+        .secure_random
+        .fill(&mut bytes)
+        .map_err(|_| ConfigError::new("the system gave no random bytes for a worker token; set RLOOD_WORKER_TOKEN"))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// An empty value counts as absent: compose files pass `RLOOD_API_KEY=` for "none".
+fn checked_secret(given: Option<&str>, name: &str) -> Result<Option<String>, ConfigError> {
+    let Some(secret) = given.filter(|secret| !secret.is_empty()) else { return Ok(None) };
+    if secret.chars().count() < MIN_SECRET_CHARS {
+        return Err(ConfigError::new(format!(
+            "{name} has {} characters, at least {MIN_SECRET_CHARS} are needed: make one with `openssl rand -hex 24`",
+            secret.chars().count()
+        )));
+    }
+    if !secret.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(ConfigError::new(format!("{name} may hold only visible ASCII characters, without spaces")));
+    }
+    Ok(Some(secret.to_owned()))
+}
+
+/// A name with several addresses stands for its first IPv4 one.
+fn resolve_listen(listen: &str, has_key: bool) -> Result<SocketAddr, ConfigError> {
+    let advice = "write HOST:PORT, 127.0.0.1:8080";
+    let addresses: Vec<SocketAddr> = listen
+        .to_socket_addrs()
+        .map_err(|error| ConfigError::new(format!("--listen '{listen}' is not an address ({error}): {advice}")))?
+        .collect();
+    let Some(address) = addresses.iter().find(|address| address.is_ipv4()).or(addresses.first()).copied() else {
+        return Err(ConfigError::new(format!("--listen '{listen}' names no address: {advice}")));
+    };
+    if address.ip().is_loopback() || has_key {
+        return Ok(address);
+    }
+    Err(ConfigError::new(format!(
+        "--listen {listen} would be reachable by others, and no API key is set: set RLOOD_API_KEY (at least \
+         {MIN_SECRET_CHARS} characters) to require one, or listen on 127.0.0.1"
+    )))
+}
+
+fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
+    match list.trim() {
+        "auto" => Ok(detect_devices()),
+        "none" => Ok(Vec::new()),
+        "" => Err(ConfigError::new("--devices is empty: use auto, none, or a list like cpu or cuda:0,cuda:1")),
+        given => given
+            .split(',')
+            .map(|name| match name.trim() {
+                word @ ("auto" | "none") => {
+                    Err(ConfigError::new(format!("--devices {given}: '{word}' stands alone, not in a list")))
+                }
+                name => name.parse().map_err(|error| ConfigError::new(format!("--devices {given}: {error}"))),
+            })
+            .collect(),
+    }
+}
+
+/// Every GPU the driver lists when this build can use one, else the processor.
+fn detect_devices() -> Vec<Device> {
+    let gpus = if candle_core::utils::cuda_is_available() {
+        std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count())
+    } else {
+        0
+    };
+    if gpus == 0 { vec![Device::Cpu] } else { (0_u32..).take(gpus).map(Device::Cuda).collect() }
+}
+
+fn resolve_model_roots(given: Option<&[PathBuf]>, has_key: bool) -> Result<Option<Vec<PathBuf>>, ConfigError> {
+    let roots: Vec<&PathBuf> = given.unwrap_or_default().iter().filter(|root| !root.as_os_str().is_empty()).collect();
+    if roots.is_empty() {
+        return Ok(has_key.then(Vec::new));
+    }
+    let canonical = roots.into_iter().map(|root| {
+        root.canonicalize().map_err(|error| {
+            ConfigError::new(format!("--model-root {}: {error}; name an existing directory", root.display()))
+        })
+    });
+    canonical.collect::<Result<_, _>>().map(Some)
+}
+
+fn parse_public_url(url: &str) -> Result<String, ConfigError> {
+    let bad =
+        |why: &str| ConfigError::new(format!("--public-url '{url}' {why}; write https://HOST or https://HOST/PREFIX"));
+    let parsed = reqwest::Url::parse(url).map_err(|error| bad(&format!("is not a URL ({error})")))?;
+    if !matches!(parsed.scheme(), "http" | "https") {
+        return Err(bad("is neither http nor https"));
+    }
+    if parsed.query().is_some() || parsed.fragment().is_some() || !parsed.username().is_empty() {
+        return Err(bad("has a query, a fragment or a user name"));
+    }
+    Ok(url.trim_end_matches('/').to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(words: &[&str]) -> ServeArgs {
+        match Cli::try_parse_from([&["rlood", "serve"], words].concat()).unwrap().command {
+            Command::Serve(args) => args,
+            _ => unreachable!("serve was parsed"),
+        }
+    }
+
+    fn resolve(words: &[&str]) -> Result<ServeConfig, ConfigError> {
+        args(words).resolve("info", LogFormat::Text)
+    }
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_of_every_role_is_documented() {
+        use clap::CommandFactory;
+        for role in Cli::command().get_subcommands() {
+            for argument in role.get_arguments().filter(|argument| !argument.is_hide_set()) {
+                let documented = argument.get_help().is_some_and(|help| help.to_string().len() > 20);
+                assert!(documented, "{} {}", role.get_name(), argument.get_id());
+            }
+        }
+    }
+
+    #[test]
+    fn an_open_address_needs_a_key_of_sixteen_characters() {
+        let error = resolve(&["--listen", "0.0.0.0:0"]).unwrap_err().to_string();
+        assert!(error.contains("RLOOD_API_KEY"), "{error}");
+        let error = resolve(&["--listen", "0.0.0.0:0", "--api-key", "fifteen-letters"]).unwrap_err().to_string();
+        assert!(error.contains("15 characters"), "{error}");
+        let config = resolve(&["--listen", "0.0.0.0:0", "--api-key", "sixteen-letters!"]).unwrap();
+        assert!(config.allow_outgoing.is_empty());
+        assert_eq!(config.model_roots, Some(Vec::new()));
+    }
+
+    #[test]
+    fn without_a_key_loopback_is_reachable_and_models_may_lie_anywhere() {
+        let config = resolve(&["--listen", "127.0.0.1:0", "--devices", "cpu,cpu", "--threads", "3"]).unwrap();
+        assert_eq!(config.allow_outgoing, ["loopback"]);
+        assert_eq!(config.model_roots, None);
+        assert_eq!(config.devices, [Device::Cpu, Device::Cpu]);
+        assert_eq!(config.threads_per_worker(), 1);
+        assert_eq!(config.worker_token.len(), 64);
+    }
+
+    #[test]
+    fn bad_devices_say_what_to_write() {
+        for (given, part) in [
+            ("gpu", "use cpu or cuda:N"),
+            ("cuda", "cuda:0"),
+            ("cuda:x", "use cpu or cuda:N"),
+            ("", "empty"),
+            ("cpu,auto", "stands alone"),
+        ] {
+            let error = resolve(&["--devices", given]).unwrap_err().to_string();
+            assert!(error.contains(part), "{given}: {error}");
+        }
+        if !candle_core::utils::cuda_is_available() {
+            let error = resolve(&["--devices", "cuda:0"]).unwrap_err().to_string();
+            assert!(error.contains("built without CUDA"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_public_url_is_http_without_extras() {
+        assert_eq!(
+            resolve(&["--public-url", "https://a.example/x/"]).unwrap().public_url.unwrap(),
+            "https://a.example/x"
+        );
+        for bad in ["a.example", "ftp://a.example", "https://a.example/?q=1"] {
+            assert!(resolve(&["--public-url", bad]).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn debug_output_shows_no_key() {
+        let config = resolve(&["--api-key", "sixteen-letters!", "--worker-token", "seventeen-letters"]).unwrap();
+        let text = format!("{config:?}");
+        assert!(!text.contains("letters"), "{text}");
+    }
+}

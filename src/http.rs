@@ -1,13 +1,199 @@
 //! Router, state, layers.
+//!
+//! Every module below registers its routes with `pub fn routes() -> OpenApiRouter<AppState>`; [`router`] composes them and
+//! puts the layers around. What a request passes, from the outside in: request id and access log, panic guard, host and
+//! origin check, key, body time-out, decompression, body limit, the handler. Every failure on the way is a [`error::Problem`].
 
 pub mod artifacts;
 pub mod auth;
 pub mod datasets;
 pub mod error;
 pub mod events;
+pub mod extract;
+pub mod idempotency;
 pub mod jobs;
+pub mod list;
 pub mod models;
+pub mod openapi;
 pub mod rewards;
 pub mod system;
 pub mod web;
 pub mod worker;
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use tower::ServiceBuilder;
+use tower_http::catch_panic::CatchPanicLayer;
+use tower_http::decompression::RequestDecompressionLayer;
+use tower_http::timeout::RequestBodyTimeoutLayer;
+use utoipa_axum::router::OpenApiRouter;
+
+use crate::config::ServeConfig;
+use crate::files::DataDir;
+use crate::store::Store;
+use error::{Code, IsProblem, Problem, REQUEST_ID, shortened};
+
+pub use openapi::openapi;
+
+/// The longest JSON body, in bytes; routes that stream set their own limit.
+pub const JSON_LIMIT_BYTES: usize = 16 * 1024 * 1024;
+/// The longest pause between two pieces of a request's body.
+const BODY_PAUSE: Duration = Duration::from_secs(30);
+
+/// What handlers share. Cheap to clone.
+#[derive(Clone)]
+pub struct AppState {
+    /// The database.
+    pub store: Store,
+    /// The data directory.
+    pub files: DataDir,
+    /// The server's settings.
+    pub config: Arc<ServeConfig>,
+    /// When the server started.
+    pub started: Instant,
+    /// Counts of answered requests, for `/metrics`.
+    pub requests: Arc<system::RequestCounts>,
+}
+
+impl AppState {
+    /// The state of a server that starts now.
+    pub fn new(store: Store, files: DataDir, config: Arc<ServeConfig>) -> Self {
+        Self { store, files, config, started: Instant::now(), requests: Arc::default() }
+    }
+}
+
+/// All documented routes, without layers.
+pub(crate) fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::with_openapi(openapi::head())
+        .merge(jobs::routes())
+        .merge(events::routes())
+        .merge(artifacts::routes())
+        .merge(datasets::routes())
+        .merge(models::routes())
+        .merge(rewards::routes())
+        .merge(system::routes())
+}
+
+/// The whole service: serve it, or call it in a test with `tower::ServiceExt::oneshot`.
+pub fn router(state: AppState) -> Router {
+    let worker =
+        worker::routes().split_for_parts().0.layer(middleware::from_fn_with_state(state.clone(), auth::require_worker));
+    let body = ServiceBuilder::new()
+        .layer(RequestBodyTimeoutLayer::new(BODY_PAUSE))
+        .layer(RequestDecompressionLayer::new())
+        .map_request(|request: axum::http::Request<_>| request.map(Body::new));
+    routes()
+        .split_for_parts()
+        .0
+        .merge(web::routes())
+        .merge(worker)
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(DefaultBodyLimit::max(JSON_LIMIT_BYTES))
+        .layer(body)
+        .layer(middleware::from_fn_with_state(state.clone(), auth::require_key))
+        .layer(middleware::from_fn_with_state(state.clone(), auth::guard_browser))
+        .layer(CatchPanicLayer::custom(panicked))
+        .layer(middleware::from_fn_with_state(state.clone(), around))
+        .with_state(state)
+}
+
+async fn unknown_route(method: Method, uri: Uri) -> Problem {
+    Problem::new(
+        Code::NotFound,
+        format!("there is no {method} {}; /openapi.json and /docs list every route", shortened(uri.path())),
+    )
+}
+
+async fn wrong_method(method: Method, uri: Uri) -> Problem {
+    Problem::new(
+        Code::MethodNotAllowed,
+        format!("{} does not answer {method}; see the 'allow' header", shortened(uri.path())),
+    )
+}
+
+fn panicked(payload: Box<dyn Any + Send + 'static>) -> Response {
+    let text = payload
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| payload.downcast_ref::<&str>().copied())
+        .unwrap_or("a panic without text");
+    Problem::internal(format!("panic in a handler: {text}")).into_response()
+}
+
+const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Outermost: names the request, makes every bare error a problem, sets the security headers, counts and logs.
+async fn around(State(state): State<AppState>, request: Request, next: Next) -> Response {
+    let begun = Instant::now();
+    let id = request_id(request.headers());
+    let method = request.method().clone();
+    let path = request.uri().path().to_owned();
+    let route = request.extensions().get::<MatchedPath>().cloned();
+    let mut response = REQUEST_ID
+        .scope(id.clone(), async move {
+            let response = next.run(request).await;
+            into_problem(response)
+        })
+        .await;
+
+    let headers = response.headers_mut();
+    if let Ok(value) = HeaderValue::from_str(&id) {
+        headers.insert(X_REQUEST_ID, value);
+    }
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY"));
+    headers.insert(header::REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+    headers
+        .entry(header::CONTENT_SECURITY_POLICY)
+        .or_insert(HeaderValue::from_static("default-src 'none'; frame-ancestors 'none'; sandbox"));
+    headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
+
+    let status = response.status();
+    state.requests.count(&method, route.as_ref().map_or("unmatched", MatchedPath::as_str), status, begun.elapsed());
+    let ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+    tracing::debug!(request_id = %id, %method, path, status = status.as_u16(), ms, "answered");
+    response
+}
+
+/// The client's `x-request-id` if it is harmless, else a new one.
+fn request_id(headers: &HeaderMap) -> String {
+    let given = headers.get(X_REQUEST_ID).and_then(|value| value.to_str().ok());
+    let harmless = |text: &&str| {
+        (1..=128).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.:".contains(&b))
+    };
+    given
+        .filter(harmless)
+        .map_or_else(|| format!("req_{}", ulid::Ulid::generate().to_string().to_lowercase()), str::to_owned)
+}
+
+/// An error answered by a layer or by an extractor of the framework becomes a problem of the same status.
+fn into_problem(response: Response) -> Response {
+    let status = response.status();
+    if !(status.is_client_error() || status.is_server_error()) || response.extensions().get::<IsProblem>().is_some() {
+        return response;
+    }
+    let detail = match status {
+        StatusCode::UNSUPPORTED_MEDIA_TYPE => {
+            "send the body plain or with 'content-encoding: gzip', in a content type this route reads"
+        }
+        StatusCode::PAYLOAD_TOO_LARGE => "the body (after decompression) is larger than this route accepts",
+        _ => Code::of_status(status).title(),
+    };
+    let mut problem = Problem::new(Code::of_status(status), detail).into_response();
+    *problem.status_mut() = status;
+    for name in [header::ALLOW, header::RETRY_AFTER, header::WWW_AUTHENTICATE, header::ACCEPT_ENCODING] {
+        if let Some(value) = response.headers().get(&name) {
+            problem.headers_mut().insert(name, value.clone());
+        }
+    }
+    problem
+}

@@ -48,6 +48,16 @@ impl State {
         self.moves().is_empty()
     }
 
+    /// What a user may ask of a job in this state.
+    pub fn actions(self) -> &'static [Action] {
+        match self {
+            State::Queued | State::Running => &[Action::Cancel, Action::Pause],
+            State::Paused => &[Action::Cancel, Action::Resume],
+            State::Succeeded | State::Failed => &[Action::Retry, Action::Delete],
+            State::Cancelled => &[Action::Cancel, Action::Retry, Action::Delete],
+        }
+    }
+
     /// The name used in the API and in the database.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -63,6 +73,38 @@ impl State {
     /// The inverse of [`State::as_str`].
     pub fn parse(text: &str) -> Option<State> {
         State::ALL.into_iter().find(|state| state.as_str() == text)
+    }
+}
+
+/// What a user may ask of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Action {
+    /// End it. Idempotent.
+    Cancel,
+    /// Stop at a checkpoint, free the device.
+    Pause,
+    /// Queue it again.
+    Resume,
+    /// Make a new job like it.
+    Retry,
+    /// Remove it with its files.
+    Delete,
+}
+
+impl Action {
+    /// Every action.
+    pub const ALL: [Action; 5] = [Action::Cancel, Action::Pause, Action::Resume, Action::Retry, Action::Delete];
+
+    /// The name used in the API.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Action::Cancel => "cancel",
+            Action::Pause => "pause",
+            Action::Resume => "resume",
+            Action::Retry => "retry",
+            Action::Delete => "delete",
+        }
     }
 }
 

@@ -1,2 +1,97 @@
 //! The `rlood` binary: parse the command line, run a role.
-fn main() {}
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use clap::Parser;
+use rlood::config::{Cli, Command, LogFormat, WorkerArgs};
+use rlood::{serve, worker};
+
+/// A setting cannot be used, as with clap's own errors.
+const EXIT_USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    if let Err(message) = start_logging(&cli.log, cli.log_format) {
+        return refuse(&message);
+    }
+    // Every TLS client of the process takes this provider; a second installation is no error.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    match cli.command {
+        Command::Serve(args) => match args.resolve(&cli.log, cli.log_format) {
+            Ok(config) => on_runtime(None, serve::run(config)),
+            Err(error) => refuse(&error),
+        },
+        Command::Check(args) => match args.resolve(&cli.log, cli.log_format) {
+            Ok(config) => on_runtime(None, serve::check::run(config)),
+            Err(error) => refuse(&error),
+        },
+        Command::Demo(_) | Command::Openapi => refuse(&"this role is not part of this build"),
+        Command::Worker(args) => {
+            limit_threads(&args);
+            on_runtime(Some(2), worker::run(args))
+        }
+    }
+}
+
+/// Runs a role to its end; `threads` of the async runtime, None = one a core.
+fn on_runtime<E: std::error::Error>(
+    threads: Option<usize>,
+    role: impl Future<Output = Result<ExitCode, E>>,
+) -> ExitCode {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if let Some(threads) = threads {
+        builder.worker_threads(threads);
+    }
+    match builder.enable_all().build() {
+        Ok(runtime) => {
+            let code = runtime.block_on(role).unwrap_or_else(|error| fail(&error));
+            // Not dropped: that would wait for blocking calls that nobody needs any more.
+            runtime.shutdown_background();
+            code
+        }
+        Err(error) => fail(&error),
+    }
+}
+
+/// Before any other thread exists, so that every pool of the process has the size asked for.
+fn limit_threads(args: &WorkerArgs) {
+    if let Some(threads) = args.threads {
+        #[expect(unsafe_code, reason = "candle and rayon take their thread count from this variable only")]
+        // SAFETY: `main` calls this before it starts the runtime: no other thread reads the environment.
+        unsafe {
+            std::env::set_var("RAYON_NUM_THREADS", threads.to_string());
+        }
+    }
+}
+
+fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
+    let filter = tracing_subscriber::EnvFilter::try_new(filter)
+        .map_err(|error| format!("RLOOD_LOG (--log) '{filter}' is not a log filter: {error}; use info, for example"))?;
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
+    match format {
+        LogFormat::Text => builder.init(),
+        LogFormat::Json => builder.json().init(),
+    }
+    Ok(())
+}
+
+fn refuse(error: &dyn std::fmt::Display) -> ExitCode {
+    eprintln!("rlood: {error}");
+    ExitCode::from(EXIT_USAGE)
+}
+
+/// Prints the error and its causes, each once.
+fn fail(error: &dyn std::error::Error) -> ExitCode {
+    eprint!("rlood: {error}");
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        eprint!(": {error}");
+        cause = error.source();
+    }
+    eprintln!();
+    ExitCode::FAILURE
+}

@@ -37,6 +37,9 @@ pub struct Register {
     pub threads: u32,
     /// Its rlood version.
     pub version: String,
+    /// Started by the server itself: it ends when the server does.
+    #[serde(default)]
+    pub child: bool,
 }
 
 /// What the server tells a new worker.

@@ -1,9 +1,22 @@
-//! What a client asks ([`JobSpec`]: what was sent) and what it resolves to ([`Plan`]: what is true).
+//! What a client asks ([`JobSpec`]: what was sent, checked as far as it stands alone) and what it resolves to ([`Plan`]:
+//! what is true).
 //!
-//! `JobSpec` has optional fields and knows nothing of the server; [`resolve`] applies defaults, checks everything at
-//! once and reports every error with a JSON pointer. A `Plan` is stored beside the spec, so that a changed default never
-//! changes a past job.
+//! [`JobSpec::read`] knows nothing of the server; it applies the defaults that need no context and reports every error
+//! at once with a JSON pointer. [`resolve`] adds what only the model and the data can tell. A `Plan` is stored beside the
+//! spec, so that a changed default never changes a past job.
 
+mod document;
+mod estimate;
+mod foreign;
 pub mod plan;
+mod prompts;
+mod reader;
+mod resolve;
+mod rewards;
 
+pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels};
+pub use estimate::Estimate;
 pub use plan::*;
+pub use prompts::{PromptLengths, check_record, check_records};
+pub use reader::FieldError;
+pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, Warning, resolve};

@@ -1,1 +1,302 @@
 //! One child per device: spawn self, restart with back-off, pass on shutdown.
+//!
+//! A child gets its token by the environment and a pipe as standard input: the pipe closes when the server dies, however
+//! it dies, and the child ends with it. What a child writes to standard error is passed on, and its last lines are kept
+//! for the report of its death.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::process::{ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
+use tokio::process::{Child, Command};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{Device, Isa, LogFormat};
+use crate::id::WorkerId;
+
+/// The first pause before a child is started again; it doubles with each death.
+const FIRST_DELAY: Duration = Duration::from_millis(250);
+/// The longest pause.
+const LONGEST_DELAY: Duration = Duration::from_secs(30);
+/// A child that lived this long starts again without a pause.
+const STABLE: Duration = Duration::from_secs(60);
+/// Lines kept of a child's standard error.
+const TAIL_LINES: usize = 30;
+/// Bytes kept of each of these lines.
+const TAIL_LINE_BYTES: u64 = 1000;
+
+/// How children are started.
+#[derive(Debug, Clone)]
+pub struct Children {
+    /// The `rlood` binary.
+    pub program: PathBuf,
+    /// `http://127.0.0.1:PORT`.
+    pub server: String,
+    /// What they present.
+    pub token: String,
+    /// One child each.
+    pub devices: Vec<Device>,
+    /// Compute threads of each child.
+    pub threads: u32,
+    /// Each child works in a folder of its own below.
+    pub scratch_dir: PathBuf,
+    /// Passed on.
+    pub isa: Isa,
+    /// Passed on.
+    pub log: String,
+    /// Passed on.
+    pub log_format: LogFormat,
+}
+
+/// A child that ended without being told to.
+#[derive(Debug)]
+pub struct Lost {
+    /// The id it had registered with, if it came that far.
+    pub worker: WorkerId,
+    /// What it ran on.
+    pub device: Device,
+    /// `exit status: 101`, `signal: 9 (SIGKILL)`.
+    pub status: String,
+    /// The last lines of its standard error.
+    pub tail: String,
+}
+
+/// The running children.
+pub struct Supervisor {
+    tasks: JoinSet<()>,
+    stop: CancellationToken,
+}
+
+impl Supervisor {
+    /// Starts one child per device; each death is told to `lost` at once.
+    pub fn start(children: Children, lost: &mpsc::UnboundedSender<Lost>) -> Self {
+        let stop = CancellationToken::new();
+        let children = Arc::new(children);
+        let mut tasks = JoinSet::new();
+        for (slot, device) in children.devices.iter().copied().enumerate() {
+            tasks.spawn(keep_alive(children.clone(), slot, device, lost.clone(), stop.clone()));
+        }
+        Self { tasks, stop }
+    }
+
+    /// Sends SIGTERM to every child and waits for their end; kills those that are still there after `limit`.
+    pub async fn stop(mut self, limit: Duration) {
+        self.stop.cancel();
+        if tokio::time::timeout(limit, async { while self.tasks.join_next().await.is_some() {} }).await.is_err() {
+            tracing::warn!("some workers did not stop within {} s; killing them", limit.as_secs());
+            // The children are killed as their handles are dropped.
+            self.tasks.shutdown().await;
+        }
+    }
+}
+
+async fn keep_alive(
+    children: Arc<Children>,
+    slot: usize,
+    device: Device,
+    lost: mpsc::UnboundedSender<Lost>,
+    stop: CancellationToken,
+) {
+    let mut delay = FIRST_DELAY;
+    while !stop.is_cancelled() {
+        let worker = WorkerId::new();
+        let born = Instant::now();
+        let tail = Tail::default();
+        let status = match spawn(&children, slot, device, worker) {
+            Ok(child) => {
+                let Some(status) = attend(child, &tail, &stop).await else { return };
+                status.map_or_else(|error| format!("cannot be waited for: {error}"), |status| status.to_string())
+            }
+            Err(error) => format!("cannot be started: {error}"),
+        };
+        let tail = tail.text();
+        tracing::error!(%worker, %device, status, "a worker ended; it will be started again");
+        // Nobody listens any more only while the server ends.
+        let _ = lost.send(Lost { worker, device, status, tail });
+        if born.elapsed() >= STABLE {
+            delay = FIRST_DELAY;
+        }
+        tokio::select! {
+            () = tokio::time::sleep(delay) => {}
+            () = stop.cancelled() => return,
+        }
+        delay = (delay * 2).min(LONGEST_DELAY);
+    }
+}
+
+fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> std::io::Result<Child> {
+    let scratch_dir = children.scratch_dir.join(format!("worker-{slot}"));
+    // What a killed predecessor left there is of no use to anybody.
+    match std::fs::remove_dir_all(&scratch_dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        Ok(()) | Err(_) => std::fs::create_dir_all(&scratch_dir)?,
+    }
+    let mut command = Command::new(&children.program);
+    command
+        .args(["worker", "--child", "--server", &children.server])
+        .args(["--device", &device.to_string(), "--id", &worker.to_string()])
+        .args(["--threads", &children.threads.to_string()])
+        .args(["--log", &children.log, "--log-format", children.log_format.as_str()])
+        .arg("--scratch-dir")
+        .arg(scratch_dir)
+        .env("RLOOD_WORKER_TOKEN", &children.token)
+        .env("RLOOD_ISA", children.isa.as_str())
+        .env_remove("RLOOD_API_KEY")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        // A Ctrl-C in the terminal reaches the server alone, which then tells its children in order.
+        .process_group(0)
+        .kill_on_drop(true);
+    command.spawn()
+}
+
+/// Waits for the child's end; None when it ended because it was told to.
+async fn attend(mut child: Child, tail: &Tail, stop: &CancellationToken) -> Option<std::io::Result<ExitStatus>> {
+    // Held open as long as this server lives: its end is the child's sign to leave.
+    let stdin = child.stdin.take();
+    let reading = child.stderr.take().map(|stderr| tokio::spawn(pass_on(stderr, tail.clone())));
+    let status = tokio::select! {
+        status = child.wait() => Some(status),
+        () = stop.cancelled() => {
+            terminate(&child);
+            // The caller's limit ends a wait that lasts too long.
+            if let Err(error) = child.wait().await {
+                tracing::warn!(%error, "a worker could not be waited for");
+            }
+            None
+        }
+    };
+    drop(stdin);
+    if let Some(reading) = reading {
+        // A grandchild might hold the pipe open; do not wait for it.
+        let _ = tokio::time::timeout(Duration::from_secs(1), reading).await;
+    }
+    status
+}
+
+/// SIGTERM: finish or drop the step, checkpoint, requeue, leave.
+fn terminate(child: &Child) {
+    let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) else { return };
+    #[expect(unsafe_code, reason = "the standard library sends SIGKILL only")]
+    // SAFETY: plain system call; the child is not reaped yet, so the id is still its own.
+    unsafe {
+        libc::kill(pid, libc::SIGTERM);
+    }
+}
+
+/// The last lines of a child's standard error.
+#[derive(Clone, Default)]
+struct Tail(Arc<Mutex<VecDeque<String>>>);
+
+impl Tail {
+    fn push(&self, line: String) {
+        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if lines.len() == TAIL_LINES {
+            lines.pop_front();
+        }
+        lines.push_back(line);
+    }
+
+    fn text(&self) -> String {
+        let lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().map(String::as_str).collect::<Vec<_>>().join("\n")
+    }
+}
+
+/// Passes lines on to our standard error and keeps the last ones. A line without end is cut into pieces.
+async fn pass_on(stderr: impl AsyncRead + Unpin, tail: Tail) {
+    let mut reader = BufReader::new(stderr);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match (&mut reader).take(TAIL_LINE_BYTES).read_until(b'\n', &mut line).await {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+        let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+        eprintln!("{text}");
+        tail.push(text);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn children(dir: &std::path::Path, script: &str) -> Children {
+        let program = dir.join("child.sh");
+        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        Children {
+            program,
+            server: "http://127.0.0.1:1".into(),
+            token: "a-token-of-some-length".into(),
+            devices: vec![Device::Cpu],
+            threads: 1,
+            scratch_dir: dir.join("scratch"),
+            isa: Isa::Auto,
+            log: "info".into(),
+            log_format: LogFormat::Text,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_dead_child_is_reported_with_its_last_words_and_started_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (sender, mut lost) = mpsc::unbounded_channel();
+        let script = "echo started >>\"$0.log\"\nfor i in $(seq 50); do echo word $i >&2; done\nexit 7";
+        let supervisor = Supervisor::start(children(dir.path(), script), &sender);
+        let first = lost.recv().await.unwrap();
+        let second = lost.recv().await.unwrap();
+        assert_eq!(first.status, "exit status: 7");
+        assert_eq!(first.tail.lines().count(), TAIL_LINES);
+        assert_eq!(first.tail.lines().last(), Some("word 50"));
+        assert_ne!(first.worker, second.worker);
+        supervisor.stop(Duration::from_secs(5)).await;
+        assert!(std::fs::read_to_string(dir.path().join("child.sh.log")).unwrap().lines().count() >= 2);
+    }
+
+    #[tokio::test]
+    async fn a_child_told_to_stop_may_finish_and_is_not_reported() {
+        let dir = tempfile::tempdir().unwrap();
+        let (sender, mut lost) = mpsc::unbounded_channel();
+        let script = "trap 'echo finished >\"$0.log\"; exit 0' TERM\n: >\"$0.ready\"\nwhile :; do sleep 0.05; done";
+        let supervisor = Supervisor::start(children(dir.path(), script), &sender);
+        while !dir.path().join("child.sh.ready").exists() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        supervisor.stop(Duration::from_secs(5)).await;
+        assert_eq!(std::fs::read_to_string(dir.path().join("child.sh.log")).unwrap(), "finished\n");
+        assert!(lost.try_recv().is_err());
+    }
+
+    #[tokio::test]
+    async fn a_child_that_ignores_the_signal_is_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (sender, _lost) = mpsc::unbounded_channel();
+        let script = "trap '' TERM\necho $$ >\"$0.pid\"\nwhile :; do sleep 0.05; done";
+        let supervisor = Supervisor::start(children(dir.path(), script), &sender);
+        let pid_file = dir.path().join("child.sh.pid");
+        while !std::fs::read_to_string(&pid_file).is_ok_and(|pid| pid.ends_with('\n')) {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        let pid = std::fs::read_to_string(&pid_file).unwrap();
+        supervisor.stop(Duration::from_millis(300)).await;
+        let gone = || !std::path::Path::new(&format!("/proc/{}", pid.trim())).exists();
+        for _ in 0..200 {
+            if gone() {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("the child still runs");
+    }
+}

@@ -1,1 +1,395 @@
-//! RFC 9457 problems: the table of codes.
+//! RFC 9457 problems: the table of codes, and the one type every handler fails with.
+//!
+//! A client sees `title`, `detail` and `errors`; the log sees `cause`. Neither SQL, nor a path, a key or `Debug` output reaches a client.
+
+use std::fmt;
+
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::files::FilesError;
+use crate::store::StoreError;
+
+tokio::task_local! {
+    /// The id of the request that this task answers; set by the outermost layer, read when a problem is written.
+    pub(super) static REQUEST_ID: String;
+}
+
+macro_rules! codes {
+    ($($(#[$doc:meta])* $variant:ident = $code:literal, $status:literal, $retryable:literal, $title:literal;)+) => {
+        /// What went wrong, as a stable word. One line of the table each.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum Code {
+            $($(#[$doc])* #[doc = concat!("`", $code, "`: ", $title, ".")] $variant,)+
+        }
+
+        impl Code {
+            /// Every code.
+            pub const ALL: &'static [Code] = &[$(Code::$variant),+];
+
+            /// The stable word: snake_case.
+            pub fn as_str(self) -> &'static str {
+                match self { $(Code::$variant => $code,)+ }
+            }
+
+            fn row(self) -> (u16, bool, &'static str) {
+                match self { $(Code::$variant => ($status, $retryable, $title),)+ }
+            }
+        }
+    };
+}
+
+// code, HTTP status, whether the same request may succeed later, title
+codes! {
+    InvalidJson = "invalid_json", 400, false, "The body is not JSON";
+    InvalidRequest = "invalid_request", 400, false, "The request cannot be read";
+    InvalidQuery = "invalid_query", 400, false, "A query parameter is not valid";
+    InvalidCursor = "invalid_cursor", 400, false, "The cursor is not valid";
+    InvalidEncoding = "invalid_encoding", 400, false, "The body cannot be decompressed";
+    BodyInterrupted = "body_interrupted", 400, true, "The body ended early";
+    Unauthorized = "unauthorized", 401, false, "A valid API key is needed";
+    Forbidden = "forbidden", 403, false, "This is not permitted";
+    NotFound = "not_found", 404, false, "Not found";
+    NoCheckpoint = "no_checkpoint", 404, true, "There is no checkpoint yet";
+    MethodNotAllowed = "method_not_allowed", 405, false, "The method is not allowed here";
+    NotAcceptable = "not_acceptable", 406, false, "The asked representation does not exist";
+    RequestTimeout = "request_timeout", 408, true, "The request took too long to arrive";
+    Conflict = "conflict", 409, false, "This conflicts with what exists";
+    IllegalMove = "illegal_move", 409, false, "The job's state does not permit this";
+    InUse = "in_use", 409, false, "It is in use";
+    IdempotencyInFlight = "idempotency_in_flight", 409, true, "A request with this Idempotency-Key is being answered";
+    LeaseLost = "lease_lost", 409, false, "Another attempt owns the job";
+    Gone = "gone", 410, false, "It is over";
+    PreconditionFailed = "precondition_failed", 412, false, "A precondition does not hold";
+    BodyTooLarge = "body_too_large", 413, false, "The body is too large";
+    UnsupportedMediaType = "unsupported_media_type", 415, false, "The content type is not supported";
+    UnsupportedEncoding = "unsupported_encoding", 415, false, "The content encoding is not supported";
+    RangeNotSatisfiable = "range_not_satisfiable", 416, false, "The range lies outside the file";
+    WrongHost = "wrong_host", 421, false, "This server does not answer for that host";
+    InvalidBody = "invalid_body", 422, false, "The body is not valid";
+    InvalidSpec = "invalid_spec", 422, false, "The job is not valid";
+    InvalidDataset = "invalid_dataset", 422, false, "The dataset is not valid";
+    InvalidModel = "invalid_model", 422, false, "The model cannot be used";
+    IdempotencyMismatch = "idempotency_mismatch", 422, false, "The Idempotency-Key was used with another body";
+    TooManyRequests = "too_many_requests", 429, true, "Too many requests";
+    Internal = "internal", 500, true, "The server failed";
+    NotImplemented = "not_implemented", 501, false, "This is not supported";
+    Overloaded = "overloaded", 503, true, "The server is busy";
+    StorageFull = "storage_full", 507, true, "The disk is full";
+}
+
+impl Code {
+    /// The HTTP status.
+    pub fn status(self) -> StatusCode {
+        StatusCode::from_u16(self.row().0).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
+    }
+
+    /// Whether the same request may succeed later without a change.
+    pub fn retryable(self) -> bool {
+        self.row().1
+    }
+
+    /// For people; the same for every occurrence.
+    pub fn title(self) -> &'static str {
+        self.row().2
+    }
+
+    /// The code that stands for a bare status.
+    pub fn of_status(status: StatusCode) -> Code {
+        match status.as_u16() {
+            401 => Code::Unauthorized,
+            403 => Code::Forbidden,
+            404 => Code::NotFound,
+            405 => Code::MethodNotAllowed,
+            406 => Code::NotAcceptable,
+            408 => Code::RequestTimeout,
+            409 => Code::Conflict,
+            410 => Code::Gone,
+            412 => Code::PreconditionFailed,
+            413 => Code::BodyTooLarge,
+            415 => Code::UnsupportedMediaType,
+            416 => Code::RangeNotSatisfiable,
+            422 => Code::InvalidBody,
+            429 => Code::TooManyRequests,
+            501 => Code::NotImplemented,
+            503 => Code::Overloaded,
+            other if other < 500 => Code::InvalidRequest,
+            _ => Code::Internal,
+        }
+    }
+}
+
+/// One thing that is wrong in a request.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = ProblemItem)]
+pub struct Item {
+    /// Where: a JSON pointer into the body (`/rloo/beta`), `?name` for a query parameter, `line 12` for a line of a dataset; empty = the whole.
+    #[schema(example = "/rloo/num_generations")]
+    pub pointer: String,
+    /// Stable, snake_case.
+    #[schema(example = "out_of_range")]
+    pub code: String,
+    /// What is wrong and what to do.
+    pub detail: String,
+}
+
+/// The body of every error: `application/problem+json` (RFC 9457).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = Problem)]
+pub struct ProblemBody {
+    /// `urn:rlood:problem:` and the code.
+    #[serde(rename = "type")]
+    #[schema(example = "urn:rlood:problem:not_found")]
+    pub kind: String,
+    /// For people; the same for every occurrence of the code.
+    pub title: String,
+    /// The HTTP status.
+    #[schema(example = 404, minimum = 400, maximum = 599)]
+    pub status: u16,
+    /// What happened this time, and what to do.
+    pub detail: String,
+    /// Stable, snake_case: what a program should look at.
+    #[schema(example = "not_found")]
+    pub code: String,
+    /// Also in the `x-request-id` header and in the server's log.
+    pub request_id: String,
+    /// Whether the same request may succeed later without a change.
+    pub retryable: bool,
+    /// Everything that is wrong, if there is more to say than `detail`.
+    pub errors: Vec<Item>,
+}
+
+/// Why a request was not done: what handlers return as `Err`.
+#[derive(Debug)]
+pub struct Problem {
+    inner: Box<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    code: Code,
+    detail: String,
+    errors: Vec<Item>,
+    headers: Vec<(HeaderName, HeaderValue)>,
+    cause: Option<String>,
+}
+
+impl Problem {
+    /// A problem with what happened, for the client.
+    pub fn new(code: Code, detail: impl Into<String>) -> Self {
+        Self {
+            inner: Box::new(Inner {
+                code,
+                detail: detail.into(),
+                errors: Vec::new(),
+                headers: Vec::new(),
+                cause: None,
+            }),
+        }
+    }
+
+    /// Something that does not exist: `Problem::not_found("dataset", id)`.
+    pub fn not_found(kind: &str, id: impl fmt::Display) -> Self {
+        Self::new(Code::NotFound, format!("there is no {kind} '{}'", shortened(&id.to_string())))
+    }
+
+    /// The server's own fault: the client learns only the request id, the log learns the cause.
+    pub fn internal(cause: impl fmt::Display) -> Self {
+        Self::new(Code::Internal, "an unexpected error; the server's log has it under this request_id").because(cause)
+    }
+
+    /// Adds one thing that is wrong.
+    #[must_use]
+    pub fn item(mut self, pointer: impl Into<String>, code: impl Into<String>, detail: impl Into<String>) -> Self {
+        self.inner.errors.push(Item { pointer: pointer.into(), code: code.into(), detail: detail.into() });
+        self
+    }
+
+    /// Sets everything that is wrong.
+    #[must_use]
+    pub fn items(mut self, errors: Vec<Item>) -> Self {
+        self.inner.errors = errors;
+        self
+    }
+
+    /// Adds a response header.
+    #[must_use]
+    pub fn header(mut self, name: HeaderName, value: impl AsRef<str>) -> Self {
+        if let Ok(value) = HeaderValue::from_str(value.as_ref()) {
+            self.inner.headers.push((name, value));
+        }
+        self
+    }
+
+    /// Adds `Retry-After`, in seconds.
+    #[must_use]
+    pub fn retry_after(self, seconds: u64) -> Self {
+        self.header(header::RETRY_AFTER, seconds.to_string())
+    }
+
+    /// What the log says about it; never shown to a client.
+    #[must_use]
+    pub fn because(mut self, cause: impl fmt::Display) -> Self {
+        self.inner.cause = Some(cause.to_string());
+        self
+    }
+
+    /// Its code.
+    pub fn code(&self) -> Code {
+        self.inner.code
+    }
+
+    /// What happened, for the client.
+    pub fn detail(&self) -> &str {
+        &self.inner.detail
+    }
+}
+
+impl From<StoreError> for Problem {
+    fn from(error: StoreError) -> Self {
+        match error {
+            StoreError::NotFound { kind, id } => Problem::not_found(kind, id),
+            StoreError::Exists { kind, id } => Problem::new(
+                Code::Conflict,
+                format!("there is another {kind} '{}' already; delete it first, or choose another id", shortened(&id)),
+            ),
+            StoreError::InUse { kind, id, jobs } => {
+                let named: Vec<String> = jobs.iter().map(ToString::to_string).collect();
+                let detail = format!(
+                    "the {kind} '{}' is needed by jobs that are not over ({}); cancel them or wait",
+                    shortened(&id),
+                    named.join(", ")
+                );
+                Problem::new(Code::InUse, detail)
+            }
+            StoreError::IllegalMove { state, action } => {
+                let allowed: Vec<&str> = state.actions().iter().map(|action| action.as_str()).collect();
+                let allowed = if allowed.is_empty() { "nothing".to_owned() } else { allowed.join(", ") };
+                let detail =
+                    format!("cannot {} a job that is {}; its state allows: {allowed}", action.as_str(), state.as_str());
+                Problem::new(Code::IllegalMove, detail)
+            }
+            StoreError::LeaseLost => Problem::new(Code::LeaseLost, "this attempt does not own the job any more"),
+            StoreError::BadCursor => {
+                let detail = "the cursor in 'after' is not one of this list: start again without it";
+                Problem::new(Code::InvalidCursor, detail).item("?after", "invalid_cursor", detail)
+            }
+            StoreError::Database { ref source, .. } if is_full(source) => {
+                Problem::new(Code::StorageFull, "the server's disk is full; free some space, then try again")
+                    .because(chain(&error))
+            }
+            error @ (StoreError::Open { .. }
+            | StoreError::SqliteTooOld { .. }
+            | StoreError::Migrate { .. }
+            | StoreError::Database { .. }
+            | StoreError::Corrupt { .. }) => Problem::internal(chain(&error)),
+        }
+    }
+}
+
+impl From<FilesError> for Problem {
+    fn from(error: FilesError) -> Self {
+        match error {
+            FilesError::TooLarge { limit_bytes } => {
+                Problem::new(Code::BodyTooLarge, format!("more than the {limit_bytes} bytes that are accepted"))
+            }
+            error @ (FilesError::BadName { .. } | FilesError::Mismatch { .. }) => {
+                Problem::new(Code::InvalidBody, error.to_string())
+            }
+            FilesError::Io { ref source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {
+                Problem::new(Code::StorageFull, "the server's disk is full; free some space, then try again")
+                    .because(chain(&error))
+            }
+            error @ (FilesError::Io { .. } | FilesError::Locked { .. }) => Problem::internal(chain(&error)),
+        }
+    }
+}
+
+/// SQLITE_FULL.
+fn is_full(error: &sqlx::Error) -> bool {
+    error.as_database_error().and_then(|error| error.code()).is_some_and(|code| code == "13")
+}
+
+/// An error and its causes, for the log.
+pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(error) = next {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        next = error.source();
+    }
+    text
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let Inner { code, detail, errors, headers, cause } = *self.inner;
+        let request_id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
+        let status = code.status();
+        // Logged here and nowhere else: this is where every error ends.
+        let cause = cause.as_deref().unwrap_or("");
+        if status.is_server_error() {
+            tracing::error!(%request_id, code = code.as_str(), cause, "{detail}");
+        } else {
+            tracing::debug!(%request_id, code = code.as_str(), cause, "{detail}");
+        }
+        let body = ProblemBody {
+            kind: format!("urn:rlood:problem:{}", code.as_str()),
+            title: code.title().to_owned(),
+            status: status.as_u16(),
+            detail,
+            code: code.as_str().to_owned(),
+            request_id,
+            retryable: code.retryable(),
+            errors,
+        };
+        let bytes = serde_json::to_vec(&body).unwrap_or_default();
+        let mut response = (status, [(header::CONTENT_TYPE, "application/problem+json")], bytes).into_response();
+        for (name, value) in headers {
+            response.headers_mut().append(name, value);
+        }
+        response.extensions_mut().insert(IsProblem);
+        response
+    }
+}
+
+/// Marks a response that is a problem already, so that the outer layer leaves it alone.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct IsProblem;
+
+/// Text from a client, cut to a length that is safe to repeat to it.
+pub fn shortened(text: &str) -> String {
+    const LONGEST: usize = 120;
+    match text.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_unique_words_with_an_error_status() {
+        let mut seen = std::collections::BTreeSet::new();
+        for code in Code::ALL {
+            assert!(seen.insert(code.as_str()), "{} twice", code.as_str());
+            assert!(code.as_str().chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{}", code.as_str());
+            assert!(code.status().is_client_error() || code.status().is_server_error());
+        }
+    }
+
+    #[test]
+    fn the_cause_stays_out_of_the_body() {
+        let problem = Problem::internal("SELECT secret FROM /var/lib/rlood");
+        let response = problem.into_response();
+        assert_eq!(response.status(), 500);
+        let body = futures::executor::block_on(axum::body::to_bytes(response.into_body(), 10_000)).unwrap();
+        let text = String::from_utf8(body.to_vec()).unwrap();
+        assert!(!text.contains("secret") && !text.contains("/var"), "{text}");
+    }
+}

@@ -1,1 +1,10 @@
 //! Jobs.
+
+use utoipa_axum::router::OpenApiRouter;
+
+use super::AppState;
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new()
+}

@@ -1,0 +1,211 @@
+//! Extractors that fail with a [`Problem`]: `Json`, `Query`, `Path`, and bounded reading of bodies.
+
+use axum::RequestExt;
+use axum::body::Bytes;
+use axum::extract::path::ErrorKind;
+use axum::extract::rejection::PathRejection;
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, header};
+use axum::response::{IntoResponse, Response};
+use http_body_util::BodyExt;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::error::{Code, Item, Problem, shortened};
+
+/// A JSON body, in and out. In: 415 without a JSON content type, 413 over the route's limit, 400 for broken JSON (with line
+/// and column), 422 with a pointer for JSON of another shape.
+#[derive(Debug, Clone)]
+pub struct Json<T>(pub T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Json<T> {
+    type Rejection = Problem;
+    async fn from_request(request: Request, _state: &S) -> Result<Self, Problem> {
+        expect_json(request.headers())?;
+        Ok(Json(parse_json(&read_body(request).await?)?))
+    }
+}
+
+impl<T: Serialize> IntoResponse for Json<T> {
+    fn into_response(self) -> Response {
+        axum::Json(self.0).into_response()
+    }
+}
+
+/// Query parameters; 400 with the parameter's name.
+#[derive(Debug, Clone)]
+pub struct Query<T>(pub T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
+    type Rejection = Problem;
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
+        match axum::extract::Query::<T>::from_request_parts(parts, state).await {
+            Ok(query) => Ok(Query(query.0)),
+            Err(rejection) => {
+                let text = rejection.body_text();
+                let text = text.rsplit_once("query string: ").map_or(text.as_str(), |(_, reason)| reason);
+                let (name, reason) = text.split_once(": ").unwrap_or(("", text));
+                let reason = if name.is_empty() { text } else { reason };
+                Err(Problem::new(Code::InvalidQuery, shortened(text)).item(
+                    format!("?{name}"),
+                    "invalid",
+                    shortened(reason),
+                ))
+            }
+        }
+    }
+}
+
+/// Path parameters; an id of another form is an id that does not exist: 404.
+#[derive(Debug, Clone)]
+pub struct Path<T>(pub T);
+
+impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for Path<T> {
+    type Rejection = Problem;
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
+        match axum::extract::Path::<T>::from_request_parts(parts, state).await {
+            Ok(path) => Ok(Path(path.0)),
+            Err(PathRejection::FailedToDeserializePathParams(error)) => Err(match error.into_kind() {
+                ErrorKind::Message(message) | ErrorKind::DeserializeError { message, .. } => {
+                    Problem::new(Code::NotFound, shortened(&message))
+                }
+                ErrorKind::ParseError { value, expected_type }
+                | ErrorKind::ParseErrorAtIndex { value, expected_type, .. }
+                | ErrorKind::ParseErrorAtKey { value, expected_type, .. } => Problem::new(
+                    Code::NotFound,
+                    format!("'{}' in the path is not a {expected_type}", shortened(&value)),
+                ),
+                ErrorKind::InvalidUtf8InPathParam { .. } => Problem::new(Code::NotFound, "the path is not UTF-8"),
+                other => Problem::internal(other),
+            }),
+            Err(other) => Err(Problem::internal(other)),
+        }
+    }
+}
+
+/// 415 unless the content type is JSON (`application/json` or `application/…+json`).
+pub fn expect_json(headers: &HeaderMap) -> Result<(), Problem> {
+    let given = media_type(headers);
+    if given == "application/json" || (given.starts_with("application/") && given.ends_with("+json")) {
+        return Ok(());
+    }
+    let found = if given.is_empty() { "none was sent".to_owned() } else { format!("'{}' was sent", shortened(&given)) };
+    Err(Problem::new(Code::UnsupportedMediaType, format!("send 'content-type: application/json' ({found})"))
+        .header(header::ACCEPT, "application/json"))
+}
+
+/// The media type of the body in lower case without its parameters; empty when there is none.
+pub fn media_type(headers: &HeaderMap) -> String {
+    let text = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
+    text.split(';').next().unwrap_or("").trim().to_ascii_lowercase()
+}
+
+/// The whole (decompressed) body, or 413 over the route's limit: the limit of the innermost `DefaultBodyLimit` layer.
+pub async fn read_body(request: Request) -> Result<Bytes, Problem> {
+    match request.into_limited_body().collect().await {
+        Ok(collected) => Ok(collected.to_bytes()),
+        Err(error) => Err(body_problem(&error)),
+    }
+}
+
+/// What a failing body means: too large, broken compression, or the client went away.
+pub fn body_problem(error: &(dyn std::error::Error + 'static)) -> Problem {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if error.is::<http_body_util::LengthLimitError>() {
+            return Problem::new(
+                Code::BodyTooLarge,
+                "the body (after decompression) is larger than this route accepts",
+            );
+        }
+        if let Some(io) = error.downcast_ref::<std::io::Error>()
+            && matches!(io.kind(), std::io::ErrorKind::InvalidData | std::io::ErrorKind::InvalidInput)
+        {
+            return Problem::new(Code::InvalidEncoding, "the body does not decompress as its content-encoding says")
+                .because(error);
+        }
+        next = error.source();
+    }
+    Problem::new(Code::BodyInterrupted, "the body could not be read to its end").because(error)
+}
+
+/// Parses JSON: 400 for broken JSON (with line and column), 422 with a pointer for JSON of another shape.
+pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
+    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+    if bytes.iter().all(u8::is_ascii_whitespace) {
+        return Err(Problem::new(Code::InvalidJson, "the body is empty: JSON is needed"));
+    }
+    let mut deserializer = serde_json::Deserializer::from_slice(bytes);
+    let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
+        let pointer = pointer_of(error.path());
+        let error = error.into_inner();
+        let at = format!("line {}, column {}", error.line(), error.column());
+        if error.is_data() {
+            let text = without_position(&error);
+            Problem::new(Code::InvalidBody, format!("{text} at '{pointer}' ({at})")).item(pointer, "invalid", text)
+        } else {
+            broken(&error)
+        }
+    })?;
+    deserializer.end().map_err(|error| broken(&error))?;
+    Ok(value)
+}
+
+fn broken(error: &serde_json::Error) -> Problem {
+    let at = format!("line {}, column {}", error.line(), error.column());
+    let text = without_position(error);
+    Problem::new(Code::InvalidJson, format!("broken JSON at {at}: {text}")).items(vec![Item {
+        pointer: String::new(),
+        code: "syntax".to_owned(),
+        detail: format!("{at}: {text}"),
+    }])
+}
+
+fn without_position(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    shortened(text.rsplit_once(" at line ").map_or(text.as_str(), |(text, _)| text))
+}
+
+fn pointer_of(path: &serde_path_to_error::Path) -> String {
+    use serde_path_to_error::Segment;
+    let mut pointer = String::new();
+    for segment in path {
+        match segment {
+            Segment::Seq { index } => pointer.push_str(&format!("/{index}")),
+            Segment::Map { key } => pointer.push_str(&format!("/{}", key.replace('~', "~0").replace('/', "~1"))),
+            Segment::Enum { variant } => pointer.push_str(&format!("/{variant}")),
+            Segment::Unknown => {}
+        }
+    }
+    pointer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, serde::Deserialize)]
+    #[serde(deny_unknown_fields)]
+    #[expect(dead_code, reason = "only parsed")]
+    struct Body {
+        list: Vec<u32>,
+    }
+
+    #[test]
+    fn broken_json_says_where() {
+        let problem = parse_json::<Body>(b"{\n \"list\": [1,,2]}").unwrap_err();
+        assert_eq!(problem.code(), Code::InvalidJson);
+        assert!(problem.detail().contains("line 2, column 13"), "{}", problem.detail());
+        assert_eq!(parse_json::<Body>(b"{\"list\":[]} x").unwrap_err().code(), Code::InvalidJson);
+        assert_eq!(parse_json::<Body>(b" ").unwrap_err().code(), Code::InvalidJson);
+    }
+
+    #[test]
+    fn a_wrong_shape_says_which_field() {
+        let problem = parse_json::<Body>(b"{\"list\": [1, \"x\"]}").unwrap_err();
+        assert_eq!(problem.code(), Code::InvalidBody);
+        assert!(problem.detail().contains("'/list/1'"), "{}", problem.detail());
+        assert_eq!(parse_json::<Body>(b"{\"list\": [], \"lsit\": 1}").unwrap_err().code(), Code::InvalidBody);
+    }
+}

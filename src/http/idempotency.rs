@@ -1,0 +1,109 @@
+//! `Idempotency-Key`: a repeated POST gets the first answer, byte for byte, for 24 hours.
+
+use std::future::Future;
+
+use axum::body::Body;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+
+use super::AppState;
+use super::error::{Code, Problem, REQUEST_ID};
+use crate::store::{KeyBegin, clock_ms};
+
+const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
+const REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
+const LONGEST_KEY: usize = 255;
+
+/// What a creating request answers, in the form that can be stored and sent again.
+#[derive(Debug, Clone)]
+pub struct Answer {
+    status: StatusCode,
+    location: Option<String>,
+    body: String,
+}
+
+impl Answer {
+    /// An answer of a JSON body; `location` is the new resource's path.
+    pub fn new(status: StatusCode, location: Option<String>, body: &impl Serialize) -> Result<Self, Problem> {
+        let body = serde_json::to_string(body).map_err(Problem::internal)?;
+        Ok(Self { status, location, body })
+    }
+}
+
+impl IntoResponse for Answer {
+    fn into_response(self) -> Response {
+        let json = HeaderValue::from_static("application/json");
+        let mut response = (self.status, [(header::CONTENT_TYPE, json)], Body::from(self.body)).into_response();
+        if let Some(Ok(location)) = self.location.map(HeaderValue::try_from) {
+            response.headers_mut().insert(header::LOCATION, location);
+        }
+        response
+    }
+}
+
+/// Does `work` at most once for an `Idempotency-Key`. Without the header it just does it. `route` is method and path
+/// (`POST /jobs`); `body_sha256` covers everything that makes the request what it is. Once begun, the work goes on even when the
+/// client leaves, so that a repetition finds its end. A failed request frees the key.
+///
+/// # Errors
+/// 409 while the first request is at work, 422 when the key came with another body, and whatever `work` fails with.
+pub async fn once<F>(
+    state: &AppState,
+    headers: &HeaderMap,
+    route: &'static str,
+    body_sha256: &str,
+    work: F,
+) -> Result<Response, Problem>
+where
+    F: Future<Output = Result<Answer, Problem>> + Send + 'static,
+{
+    let Some(key) = key_of(headers)? else { return work.await.map(IntoResponse::into_response) };
+    match state.store.key_begin(route, &key, body_sha256, clock_ms()).await? {
+        KeyBegin::New => {}
+        KeyBegin::Replay { status, location, response } => {
+            let status = StatusCode::from_u16(status).map_err(Problem::internal)?;
+            let mut response = Answer { status, location, body: response }.into_response();
+            response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
+            return Ok(response);
+        }
+        KeyBegin::OtherBody => {
+            let detail = "this Idempotency-Key came with another body before; use a new key for a new request";
+            return Err(Problem::new(Code::IdempotencyMismatch, detail));
+        }
+        KeyBegin::InFlight => {
+            let detail = "the first request with this Idempotency-Key is still being answered; ask again";
+            return Err(Problem::new(Code::IdempotencyInFlight, detail).retry_after(1));
+        }
+    }
+
+    let store = state.store.clone();
+    let id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
+    let done = tokio::spawn(REQUEST_ID.scope(id, async move {
+        // On its own task as well: a panic in the work must not leave the key in flight.
+        let id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
+        let result = match tokio::spawn(REQUEST_ID.scope(id, work)).await {
+            Ok(result) => result,
+            Err(error) => Err(Problem::internal(error)),
+        };
+        match &result {
+            Ok(Answer { status, location, body }) => {
+                store.key_complete(route, &key, status.as_u16(), location.as_deref(), body).await?;
+            }
+            Err(_) => store.key_abandon(route, &key).await?,
+        }
+        result
+    }));
+    done.await.map_err(Problem::internal)?.map(IntoResponse::into_response)
+}
+
+fn key_of(headers: &HeaderMap) -> Result<Option<String>, Problem> {
+    let Some(value) = headers.get(IDEMPOTENCY_KEY) else { return Ok(None) };
+    match value.to_str() {
+        Ok(key) if (1..=LONGEST_KEY).contains(&key.len()) => Ok(Some(key.to_owned())),
+        Ok(_) | Err(_) => {
+            let detail = format!("Idempotency-Key must have 1 to {LONGEST_KEY} visible ASCII characters");
+            Err(Problem::new(Code::InvalidRequest, detail))
+        }
+    }
+}

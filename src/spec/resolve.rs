@@ -1,0 +1,377 @@
+//! From a [`JobSpec`] to a [`Plan`]: what only the model and the data can tell.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::ToSchema;
+
+use super::estimate::Estimate;
+use super::prompts::{image_column, image_detail};
+use super::{
+    DatasetPlan, DatasetSource, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan, PromptLengths,
+    RewardKind, SamplingPlan, Totals, TrainingPlan,
+};
+use crate::id::DatasetId;
+
+/// What the server knows of the things a job names. `None` = unknown; whoever looked it up has reported that.
+#[derive(Debug, Clone, Default)]
+pub struct Context {
+    /// The model.
+    pub model: Option<ModelFacts>,
+    /// The training prompts.
+    pub dataset: Option<DatasetFacts>,
+    /// The evaluation prompts, where asked for.
+    pub eval_dataset: Option<DatasetFacts>,
+}
+
+/// A model, as far as a plan depends on it.
+#[derive(Debug, Clone)]
+pub struct ModelFacts {
+    /// As registered.
+    pub id: String,
+    /// SHA-256 over the files that matter.
+    pub sha256: String,
+    /// The longest sequence, tokens.
+    pub max_position_embeddings: u64,
+    /// Weights, each counted once.
+    pub num_parameters: u64,
+    /// Of its files.
+    pub size_bytes: u64,
+    /// Chat messages can be used.
+    pub has_chat_template: bool,
+    /// Sizes of its matrices; None = no adapter estimate.
+    pub shape: Option<ModelShape>,
+}
+
+/// Sizes of a decoder's matrices.
+#[derive(Debug, Clone, Copy)]
+pub struct ModelShape {
+    /// Width of the residual stream.
+    pub hidden_size: u64,
+    /// Width inside the MLP.
+    pub intermediate_size: u64,
+    /// Decoder layers.
+    pub num_hidden_layers: u64,
+    /// Query heads.
+    pub num_attention_heads: u64,
+    /// Key and value heads.
+    pub num_key_value_heads: u64,
+    /// Width of a head.
+    pub head_dim: u64,
+}
+
+/// A dataset, as far as a plan depends on it.
+#[derive(Debug, Clone)]
+pub struct DatasetFacts {
+    /// The dataset.
+    pub id: DatasetId,
+    /// SHA-256 of its canonical bytes.
+    pub sha256: String,
+    /// Rows.
+    pub num_rows: u64,
+    /// Columns of any row.
+    pub columns: Vec<String>,
+    /// Some prompts are chat messages.
+    pub has_chat_prompts: bool,
+    /// Counted by the model's tokenizer; None = left to the worker.
+    pub prompt_lengths: Option<PromptLengths>,
+}
+
+impl DatasetFacts {
+    /// Of rows that came with the job and are not stored yet.
+    pub fn of_records(records: &[Value]) -> Self {
+        let mut columns: Vec<String> = Vec::new();
+        for key in records.iter().filter_map(Value::as_object).flat_map(|row| row.keys()) {
+            if !columns.contains(key) {
+                columns.push(key.clone());
+            }
+        }
+        let has_chat_prompts = records.iter().any(|row| row.get("prompt").is_some_and(Value::is_array));
+        Self {
+            id: DatasetId::new(),
+            sha256: String::new(),
+            num_rows: records.len() as u64,
+            columns,
+            has_chat_prompts,
+            prompt_lengths: None,
+        }
+    }
+}
+
+/// Something legal that is probably not meant.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Warning {
+    /// JSON pointer to the setting it is about.
+    pub pointer: String,
+    /// Stable, snake_case.
+    pub code: String,
+    /// What will happen, and what to do.
+    pub detail: String,
+}
+
+/// A job that can run.
+#[derive(Debug, Clone)]
+pub struct Resolution {
+    /// What is true.
+    pub plan: Plan,
+    /// What its author should look at.
+    pub warnings: Vec<Warning>,
+    /// Memory and tokens.
+    pub estimate: Estimate,
+}
+
+/// Resolves a job, or reports everything that stands against it. The errors may be empty when the context is incomplete.
+pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<FieldError>> {
+    let mut errors = Vec::new();
+    for (facts, at) in [(&context.dataset, "/dataset"), (&context.eval_dataset, "/eval/dataset")] {
+        if let Some(facts) = facts {
+            check_dataset(spec, facts, context.model.as_ref(), at, &mut errors);
+        }
+    }
+    let sampling = fit_completions(spec, context, &mut errors);
+    let Some(dataset) = &context.dataset else { return Err(errors) };
+    if let Some(error) = smaller_than_a_block(spec, dataset.num_rows) {
+        errors.push(error);
+        return Err(errors);
+    }
+    let Some(model) = &context.model else { return Err(errors) };
+    let eval = match (&spec.eval, &context.eval_dataset) {
+        (None, _) => None,
+        (Some(eval), Some(facts)) => Some(plan_eval(eval, facts)),
+        (Some(_), None) => return Err(errors),
+    };
+    if !errors.is_empty() {
+        return Err(errors);
+    }
+    let (training, totals) = plan_training(spec, &sampling, dataset.num_rows);
+    let plan = Plan {
+        name: spec.name.clone(),
+        model: ModelPlan { id: model.id.clone(), sha256: model.sha256.clone() },
+        dataset: plan_dataset(dataset),
+        eval,
+        rewards: spec.rewards.clone(),
+        rloo: spec.rloo.clone(),
+        sampling,
+        lora: spec.lora.clone(),
+        optimizer: spec.optimizer.clone(),
+        training,
+        checkpoints: spec.checkpoints.clone(),
+        metadata: spec.metadata.clone(),
+        totals,
+    };
+    let estimate = Estimate::of(&plan, model, dataset.prompt_lengths);
+    Ok(Resolution { warnings: warnings(spec, &plan), plan, estimate })
+}
+
+fn plan_dataset(facts: &DatasetFacts) -> DatasetPlan {
+    DatasetPlan { id: facts.id, sha256: facts.sha256.clone(), num_rows: facts.num_rows }
+}
+
+fn plan_eval(eval: &EvalSpec, facts: &DatasetFacts) -> EvalPlan {
+    EvalPlan {
+        dataset: plan_dataset(facts),
+        every_steps: eval.every_steps,
+        before_start: eval.before_start,
+        num_generations: eval.num_generations,
+        temperature: eval.temperature,
+    }
+}
+
+fn check_dataset(
+    spec: &JobSpec,
+    facts: &DatasetFacts,
+    model: Option<&ModelFacts>,
+    at: &str,
+    errors: &mut Vec<FieldError>,
+) {
+    let columns = facts.columns.iter().map(String::as_str);
+    if facts.num_rows == 0 {
+        errors.push(FieldError::new(at, "empty_dataset", "the dataset is empty: it needs at least one row"));
+    }
+    let inline = inline_records(spec, at);
+    if !inline && !facts.columns.iter().any(|column| column == "prompt") {
+        let detail = format!("the dataset has no column 'prompt', only: {}", facts.columns.join(", "));
+        errors.push(FieldError::new(at, "missing_column", detail));
+    }
+    if let Some(column) = image_column(columns).filter(|_| !inline) {
+        errors.push(FieldError::new(at, "unsupported", image_detail(column)));
+    }
+    if let Some(model) = model.filter(|model| facts.has_chat_prompts && !model.has_chat_template) {
+        let detail = format!(
+            "prompts are chat messages, but model '{}' has no chat template: give prompts as strings, or add chat_template.jinja to the model",
+            model.id
+        );
+        errors.push(FieldError::new(at, "no_chat_template", detail));
+    }
+    for (index, reward) in spec.rewards.iter().enumerate() {
+        let column = match &reward.kind {
+            RewardKind::ExactMatch(plan) => Some(&plan.column),
+            RewardKind::NumberMatch(plan) => Some(&plan.column),
+            RewardKind::Contains(plan) => plan.column.as_ref(),
+            RewardKind::Webhook(_) | RewardKind::Length(_) | RewardKind::Regex(_) => None,
+        };
+        if let Some(column) = column.filter(|column| !column.is_empty() && !facts.columns.contains(column)) {
+            let which = if at == "/dataset" { "dataset" } else { "evaluation dataset" };
+            let detail = format!("the {which} has no column '{column}', only: {}", facts.columns.join(", "));
+            errors.push(FieldError::new(format!("/rewards/{index}/column"), "missing_column", detail));
+        }
+    }
+}
+
+/// Rows that came with the job have been checked one by one.
+fn inline_records(spec: &JobSpec, at: &str) -> bool {
+    let source = if at == "/dataset" {
+        spec.dataset.as_ref()
+    } else {
+        spec.eval.as_ref().and_then(|eval| eval.dataset.as_ref())
+    };
+    matches!(source, Some(DatasetSource::Records(_)))
+}
+
+/// Checks prompts and completions against the model's context; the default completion length gives way to it.
+fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldError>) -> SamplingPlan {
+    const AT: &str = "/sampling/max_completion_length";
+    let mut sampling = spec.sampling.clone();
+    let Some(model) = &context.model else { return sampling };
+    let limit = model.max_position_embeddings;
+    let given = spec.redacted.pointer(AT).is_some_and(|value| !value.is_null());
+    let (mut longest, mut too_long) = (0, false);
+    for (facts, at) in [(&context.dataset, "/dataset"), (&context.eval_dataset, "/eval/dataset")] {
+        let Some(lengths) = facts.as_ref().and_then(|facts| facts.prompt_lengths) else { continue };
+        if lengths.longest >= limit {
+            let detail = format!(
+                "{} prompts leave no room for a completion: the model reads at most {limit} tokens, the longest prompt (row {}) has {}; shorten or remove them (prompts are never cut)",
+                lengths.too_long, lengths.longest_row, lengths.longest
+            );
+            errors.push(FieldError::new(at, "prompt_too_long", detail));
+            too_long = true;
+        }
+        longest = lengths.longest.max(longest);
+    }
+    let room = limit.saturating_sub(longest);
+    if too_long || u64::from(sampling.max_completion_length) <= room.saturating_sub(u64::from(longest == 0)) {
+        return sampling;
+    }
+    if given {
+        let detail = format!(
+            "the model reads at most {limit} tokens and the longest prompt has {longest}: a completion can have at most {room}, not {}",
+            sampling.max_completion_length
+        );
+        errors.push(FieldError::new(AT, "out_of_range", detail));
+    } else {
+        // Without counted prompts half of the context is theirs.
+        let fit = if longest == 0 { limit / 2 } else { room };
+        sampling.max_completion_length =
+            u32::try_from(fit.max(1)).unwrap_or(u32::MAX).min(sampling.max_completion_length);
+    }
+    sampling
+}
+
+fn prompts_per_block(spec: &JobSpec) -> u64 {
+    u64::from(spec.training.prompts_per_step) * u64::from(spec.rloo.steps_per_generation)
+}
+
+fn smaller_than_a_block(spec: &JobSpec, num_rows: u64) -> Option<FieldError> {
+    let block = prompts_per_block(spec);
+    if num_rows >= block || num_rows == 0 {
+        return None;
+    }
+    let steps = u64::from(spec.rloo.steps_per_generation);
+    let block_text = match steps {
+        1 => format!("one step takes {block} prompts"),
+        _ => format!("one generation block takes {block} prompts (prompts_per_step · steps_per_generation {steps})"),
+    };
+    let fix = match num_rows / steps {
+        0 => format!("the nearest valid values are prompts_per_step 1 with rloo.steps_per_generation {num_rows}"),
+        nearest => format!("the nearest valid value is {nearest}"),
+    };
+    let detail = format!("the dataset has {num_rows} rows but {block_text}: {fix}, or add rows");
+    Some(FieldError::new("/training/prompts_per_step", "dataset_too_small", detail))
+}
+
+fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (TrainingPlan, Totals) {
+    let (training, rloo) = (&spec.training, &spec.rloo);
+    let block = prompts_per_block(spec);
+    let steps_per_block = u64::from(rloo.steps_per_generation) * u64::from(rloo.num_iterations);
+    let steps_per_epoch = (num_rows / block) * steps_per_block;
+    let by_epochs = || {
+        let steps = training.num_train_epochs.unwrap_or(1.0) * steps_per_epoch as f64;
+        (steps.round() as u64).max(1)
+    };
+    let max_steps = training.max_steps.unwrap_or_else(by_epochs);
+    let generation_blocks = max_steps.div_ceil(steps_per_block);
+    let completions = generation_blocks * block * u64::from(rloo.num_generations);
+    let totals = Totals {
+        optimizer_steps: max_steps,
+        completions_per_step: u64::from(training.prompts_per_step) * u64::from(rloo.num_generations),
+        prompts_per_block: block,
+        generation_blocks,
+        completions,
+        epochs: max_steps as f64 / steps_per_epoch as f64,
+        dropped_rows_per_epoch: num_rows % block,
+        max_completion_tokens: completions.saturating_mul(u64::from(sampling.max_completion_length)),
+    };
+    let plan = TrainingPlan {
+        prompts_per_step: training.prompts_per_step,
+        max_steps,
+        seed: training.seed,
+        shuffle_dataset: training.shuffle_dataset,
+    };
+    (plan, totals)
+}
+
+fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
+    let mut warnings = Vec::new();
+    let mut warn = |pointer: String, code: &str, detail: String| {
+        warnings.push(Warning { pointer, code: code.to_owned(), detail });
+    };
+    for (index, reward) in plan.rewards.iter().enumerate() {
+        let RewardKind::Webhook(webhook) = &reward.kind else { continue };
+        if spec.secrets.get(&reward.name).is_none_or(|secrets| secrets.secret.is_none()) {
+            let detail =
+                "requests go unsigned, so the service cannot tell them from forged ones: give a whsec_… secret";
+            warn(format!("/rewards/{index}/secret"), "unsigned_webhook", detail.to_owned());
+        }
+        if webhook.on_invalid == OnInvalid::Zero {
+            let detail = "an invalid answer will count as reward 0, which teaches the model from the service's faults; mask leaves it out";
+            warn(format!("/rewards/{index}/on_invalid"), "invalid_counts_as_zero", detail.to_owned());
+        }
+    }
+    let totals = &plan.totals;
+    if totals.dropped_rows_per_epoch > 0 {
+        let detail = format!(
+            "{} of {} rows are left out of each epoch: they do not fill a block of {} prompts",
+            totals.dropped_rows_per_epoch, plan.dataset.num_rows, totals.prompts_per_block
+        );
+        warn("/training/prompts_per_step".to_owned(), "incomplete_block_dropped", detail);
+    }
+    if spec.training.max_steps.is_none() && spec.training.num_train_epochs.is_none() && plan.training.max_steps < 10 {
+        let detail = format!(
+            "without max_steps a job makes one pass over its dataset: {} optimizer steps, too few to learn much",
+            plan.training.max_steps
+        );
+        warn("/training/max_steps".to_owned(), "few_steps", detail);
+    }
+    if plan.optimizer.learning_rate <= 2e-6 {
+        let detail = format!(
+            "{:e} suits full fine-tuning; a LoRA adapter learns next to nothing at it: 1e-5 and more are usual",
+            plan.optimizer.learning_rate
+        );
+        warn("/optimizer/learning_rate".to_owned(), "low_learning_rate", detail);
+    }
+    if plan.optimizer.warmup_steps >= plan.training.max_steps {
+        let detail = format!(
+            "warm-up takes {} steps and the job has {}: the learning rate never reaches its peak",
+            plan.optimizer.warmup_steps, plan.training.max_steps
+        );
+        warn("/optimizer/warmup_steps".to_owned(), "warmup_too_long", detail);
+    }
+    if plan
+        .eval
+        .as_ref()
+        .is_some_and(|eval| !eval.dataset.sha256.is_empty() && eval.dataset.sha256 == plan.dataset.sha256)
+    {
+        let detail = "evaluation uses the training prompts: it cannot show whether the model learned more than these";
+        warn("/eval/dataset".to_owned(), "eval_on_training_data", detail.to_owned());
+    }
+    warnings
+}
