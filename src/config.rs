@@ -15,10 +15,11 @@ use crate::id::WorkerId;
 /// Fewest characters of an API key or a worker token.
 pub const MIN_SECRET_CHARS: usize = 16;
 
-/// Between a worker's heartbeats, ms.
-pub const HEARTBEAT_MS: u64 = 10_000;
+/// Between a worker's heartbeats, ms. A cancel or pause travels in the reply and is honoured within 12 s of the request:
+/// this leaves 7 s for the engine to stop and to save.
+pub const HEARTBEAT_MS: u64 = 5_000;
 
-/// Of a claim without heartbeat, ms: three heartbeats.
+/// Of a claim without heartbeat, ms: six heartbeats.
 pub const LEASE_MS: u64 = 30_000;
 
 /// RLOO training of language models as an HTTP service.
@@ -105,8 +106,9 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_PUBLIC_URL", value_name = "URL")]
     pub public_url: Option<String>,
 
-    /// Private addresses that outgoing requests (rewards) may reach, comma-separated CIDRs or host names. Default:
-    /// loopback without an API key, nothing private with one. Public addresses are always allowed.
+    /// Private addresses that outgoing requests (rewards) may reach, comma-separated: CIDR blocks, addresses, host names,
+    /// the word loopback. Default: loopback without an API key, nothing private with one. Public addresses are always
+    /// allowed.
     #[arg(long, env = "RLOOD_ALLOW_OUTGOING", value_delimiter = ',', value_name = "CIDR|HOST,…")]
     pub allow_outgoing: Option<Vec<String>>,
 
@@ -317,7 +319,7 @@ impl ServeConfig {
             api_key: None,
             worker_token: random_token()?,
             public_url: None,
-            allow_outgoing: loopback_outgoing(),
+            allow_outgoing: vec!["loopback".to_owned()],
             model_roots: None,
             isa: Isa::Auto,
             threads: machine_threads(),
@@ -352,7 +354,7 @@ impl ServeArgs {
             Some(given) => {
                 given.iter().map(|entry| entry.trim().to_owned()).filter(|entry| !entry.is_empty()).collect()
             }
-            None if api_key.is_none() => loopback_outgoing(),
+            None if api_key.is_none() => vec!["loopback".to_owned()],
             None => Vec::new(),
         };
         Ok(ServeConfig {
@@ -373,11 +375,6 @@ impl ServeArgs {
             log_format,
         })
     }
-}
-
-/// Loopback, as `--allow-outgoing` would name it.
-fn loopback_outgoing() -> Vec<String> {
-    ["127.0.0.0/8", "::1/128"].map(str::to_owned).to_vec()
 }
 
 /// The machine's cores, at least 1.
@@ -528,7 +525,7 @@ mod tests {
     #[test]
     fn without_a_key_loopback_is_reachable_and_models_may_lie_anywhere() {
         let config = resolve(&["--listen", "127.0.0.1:0", "--devices", "cpu,cpu", "--threads", "3"]).unwrap();
-        assert_eq!(config.allow_outgoing, ["127.0.0.0/8", "::1/128"]);
+        assert_eq!(config.allow_outgoing, ["loopback"]);
         assert_eq!(config.model_roots, None);
         assert_eq!(config.devices, [Device::Cpu, Device::Cpu]);
         assert_eq!(config.threads_per_worker(), 1);

@@ -12,6 +12,7 @@ pub mod events;
 pub mod extract;
 pub mod idempotency;
 pub mod jobs;
+pub mod list;
 pub mod models;
 pub mod openapi;
 pub mod rewards;

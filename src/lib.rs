@@ -4,7 +4,7 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`id`] [`spec`] [`job`] [`modelcard`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`id`] [`dataset`] [`spec`] [`job`] [`modelcard`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
@@ -22,6 +22,7 @@
 
 pub mod config;
 
+pub mod dataset;
 pub mod event;
 pub mod id;
 pub mod job;

@@ -1,9 +1,343 @@
 //! Samples in, one value or one error each out.
 //!
-//! The rest of rlood sees a reward through [`Reward`]; [`build`] makes them from a plan. Everything here is async and
-//! knows nothing of jobs' storage or the engine: the worker calls it from its runtime.
+//! The rest of rlood sees rewards through [`Rewards`]: built once from a job's plan, asked once a rollout. One reward is
+//! a [`Reward`]: a built-in function or a service over HTTP. Everything here is async and knows nothing of jobs' storage
+//! or the engine: the worker calls it from its runtime, and dropping the future stops it. How several rewards become one
+//! number is the engine's business (`engine::advantage`).
+//!
+//! A missing value is never 0: whoever cannot say a finite number says [`RewardValue::Missing`] and why.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use futures::future::{BoxFuture, try_join_all};
+
+use crate::event::{Event, Metrics, SamplePhase};
+use crate::id::JobId;
+use crate::job::{Failure, FailureClass};
+use crate::sample::{RewardSample, RewardValue, Score};
+use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
 
 pub mod builtin;
 pub mod example;
+pub mod health;
 pub mod outgoing;
+pub mod signature;
 pub mod webhook;
+
+use health::{Health, Verdict};
+use outgoing::OutgoingPolicy;
+
+/// One reward: samples in, one [`Judgement`] each out, in order.
+pub trait Reward: Send + Sync {
+    /// Judges every sample. Retries are its own business; it returns an error only when the job cannot go on with it.
+    fn judge<'a>(
+        &'a self,
+        job: &'a JobContext,
+        samples: &'a [RewardSample],
+    ) -> BoxFuture<'a, Result<Judged, RewardFailure>>;
+}
+
+/// For which run samples are scored; sent to services as it is.
+#[derive(Debug, Clone)]
+pub struct JobContext {
+    /// The job.
+    pub job: JobId,
+    /// Optimizer step (1-based; an evaluation carries the step it follows).
+    pub step: u64,
+    /// Training or evaluation.
+    pub phase: SamplePhase,
+}
+
+/// What one reward said of all samples.
+#[derive(Debug, Clone, Default)]
+pub struct Judged {
+    /// One a sample, in order.
+    pub judgements: Vec<Judgement>,
+    /// What else happened.
+    pub counts: Counts,
+}
+
+/// What one reward said of one sample.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Judgement {
+    /// The value.
+    pub value: RewardValue,
+    /// Why there is no number, for `Missing` (and for a 0 that stands for an invalid answer).
+    pub error: Option<SampleError>,
+    /// The service's own words, if it gave any.
+    pub reason: Option<String>,
+    /// The service's own figures, if it gave any.
+    pub metrics: serde_json::Map<String, serde_json::Value>,
+}
+
+impl Judgement {
+    /// A value without a story.
+    pub fn value(value: RewardValue) -> Self {
+        Self { value, error: None, reason: None, metrics: serde_json::Map::new() }
+    }
+
+    /// No value, and why.
+    pub fn missing(code: impl Into<String>, message: impl Into<String>) -> Self {
+        let error = SampleError { code: code.into(), message: message.into() };
+        Self { error: Some(error), ..Self::value(RewardValue::Missing) }
+    }
+}
+
+/// Why a sample has no value.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
+pub struct SampleError {
+    /// Stable, snake_case; a service's own code is passed on.
+    pub code: String,
+    /// For people.
+    pub message: String,
+}
+
+/// What happened while one reward was asked.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// HTTP tries.
+    pub requests: u64,
+    /// Tries that were repeats.
+    pub retries: u64,
+    /// Results for sample ids that were not asked for.
+    pub unknown_ids: u64,
+    /// Results for sample ids that had one already.
+    pub duplicate_ids: u64,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        let Counts { requests, retries, unknown_ids, duplicate_ids } = other;
+        self.requests += requests;
+        self.retries += retries;
+        self.unknown_ids += unknown_ids;
+        self.duplicate_ids += duplicate_ids;
+    }
+}
+
+/// Why a job cannot go on with one of its rewards.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum RewardFailure {
+    /// The service was not reachable for `max_outage_s`: the job pauses until it is back.
+    #[error("reward '{reward}': no answer for {waited_s} s; last: {cause}")]
+    Outage {
+        /// Its name.
+        reward: String,
+        /// Seconds since its first failure.
+        waited_s: u64,
+        /// The last failure.
+        cause: String,
+    },
+    /// The service said 410 Gone: the job pauses until its user resumes it.
+    #[error("reward '{reward}': the service answered 410 Gone")]
+    Gone {
+        /// Its name.
+        reward: String,
+    },
+    /// Too few samples got a valid value: the job pauses until its user resumes it.
+    #[error("reward '{reward}': {invalid} of the last {total} samples have no valid value; for example: {example}")]
+    TooManyInvalid {
+        /// Its name.
+        reward: String,
+        /// Samples without a value.
+        invalid: u64,
+        /// Samples in the window.
+        total: u64,
+        /// One of the errors.
+        example: String,
+    },
+    /// An answer was invalid, and `on_invalid` is `fail`.
+    #[error("reward '{reward}': {detail}")]
+    Invalid {
+        /// Its name.
+        reward: String,
+        /// What was wrong.
+        detail: String,
+    },
+    /// The address may not be reached from this server.
+    #[error("reward '{reward}': {detail}")]
+    Refused {
+        /// Its name.
+        reward: String,
+        /// Which address, and what to do.
+        detail: String,
+    },
+}
+
+impl RewardFailure {
+    /// The `status_reason` of the pause it leads to; `None`: the job fails.
+    pub fn pause_reason(&self) -> Option<&'static str> {
+        match self {
+            RewardFailure::Outage { .. } => Some("reward_outage"),
+            RewardFailure::Gone { .. } => Some("reward_gone"),
+            RewardFailure::TooManyInvalid { .. } => Some("reward_invalid"),
+            RewardFailure::Invalid { .. } | RewardFailure::Refused { .. } => None,
+        }
+    }
+
+    /// The failure of the job, where it fails.
+    pub fn to_failure(&self, step: u64) -> Failure {
+        let (class, code, suggestion) = match self {
+            RewardFailure::Outage { .. } => {
+                (FailureClass::Reward, "reward_outage", "bring the reward service back, then resume the job")
+            }
+            RewardFailure::Gone { .. } => {
+                (FailureClass::Reward, "reward_gone", "correct the reward's url, then submit again")
+            }
+            RewardFailure::TooManyInvalid { .. } => (
+                FailureClass::Reward,
+                "reward_invalid",
+                "try the service with POST /rewards/test, correct it, then resume the job",
+            ),
+            RewardFailure::Invalid { .. } => (
+                FailureClass::Reward,
+                "reward_invalid",
+                "try the service with POST /rewards/test, or let on_invalid be \"mask\"",
+            ),
+            RewardFailure::Refused { .. } => (
+                FailureClass::User,
+                "reward_address_refused",
+                "use another url, or ask the operator to add the address to --allow-outgoing",
+            ),
+        };
+        Failure {
+            class,
+            code: code.to_owned(),
+            message: self.to_string(),
+            phase: Some(crate::event::Phase::Reward),
+            step: Some(step),
+            suggestion: Some(suggestion.to_owned()),
+        }
+    }
+}
+
+/// A reward that cannot be made from its plan.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("reward '{reward}': {detail}")]
+pub struct BuildError {
+    /// Its name.
+    pub reward: String,
+    /// What is wrong and what to do.
+    pub detail: String,
+}
+
+impl BuildError {
+    /// The failure of the job.
+    pub fn to_failure(&self) -> Failure {
+        Failure {
+            class: FailureClass::User,
+            code: "reward_not_usable".to_owned(),
+            message: self.to_string(),
+            phase: Some(crate::event::Phase::Loading),
+            step: None,
+            suggestion: None,
+        }
+    }
+}
+
+/// All rewards of one job. Built once an attempt; asked once a rollout.
+pub struct Rewards {
+    entries: Vec<Entry>,
+    waiting: Arc<AtomicUsize>,
+}
+
+struct Entry {
+    name: String,
+    required: bool,
+    reward: Box<dyn Reward>,
+    health: Mutex<Health>,
+}
+
+/// What all rewards said of one rollout.
+#[derive(Debug, Clone, Default)]
+pub struct Scored {
+    /// One a sample, in order; each with one value a reward, in the plan's order.
+    pub scores: Vec<Score>,
+    /// `rewards/{name}/latency`, s: from the first request of the rollout to its last answer.
+    pub metrics: Metrics,
+    /// [`Event::Warning`]s for the job's events.
+    pub warnings: Vec<Event>,
+}
+
+impl Rewards {
+    /// Makes the rewards of a plan. `secrets` go by reward name; addresses are held to `outgoing`.
+    pub fn build(
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+        outgoing: &OutgoingPolicy,
+    ) -> Result<Self, BuildError> {
+        let waiting = Arc::new(AtomicUsize::new(0));
+        let mut entries = Vec::with_capacity(plans.len());
+        for plan in plans {
+            let none = RewardSecrets::default();
+            let reward: Box<dyn Reward> = match &plan.kind {
+                RewardKind::Webhook(webhook) => {
+                    let secrets = secrets.get(&plan.name).unwrap_or(&none);
+                    Box::new(
+                        webhook::Webhook::new(&plan.name, webhook, secrets, outgoing)?.with_waiting(waiting.clone()),
+                    )
+                }
+                RewardKind::Length(_)
+                | RewardKind::ExactMatch(_)
+                | RewardKind::Contains(_)
+                | RewardKind::NumberMatch(_)
+                | RewardKind::Regex(_) => Box::new(builtin::Builtin::new(&plan.name, &plan.kind)?),
+            };
+            entries.push(Entry {
+                name: plan.name.clone(),
+                required: plan.required,
+                reward,
+                health: Mutex::new(Health::default()),
+            });
+        }
+        Ok(Self { entries, waiting })
+    }
+
+    /// True while a service does not answer and is being retried: the job's `status_reason` is then `waiting_for_reward`.
+    pub fn waiting(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) > 0
+    }
+
+    /// Scores samples (whole groups, in block order) by every reward at once. Dropping the future stops everything.
+    pub async fn score(&self, job: &JobContext, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {
+        let asked = self.entries.iter().map(|entry| async move {
+            let start = Instant::now();
+            let judged = match entry.reward.judge(job, samples).await {
+                // An optional reward does not hold up the job: its values are missing, which its plan permits.
+                Err(failure @ RewardFailure::Outage { .. }) if !entry.required => Judged {
+                    judgements: vec![Judgement::missing("reward_outage", failure.to_string()); samples.len()],
+                    counts: Counts::default(),
+                },
+                other => other?,
+            };
+            Ok((entry, judged, start.elapsed()))
+        });
+        let answers = try_join_all(asked).await?;
+
+        let mut scored = Scored {
+            scores: samples.iter().map(|_| Score { values: Vec::with_capacity(answers.len()) }).collect(),
+            ..Scored::default()
+        };
+        for (entry, judged, latency) in answers {
+            scored.metrics.insert(format!("rewards/{}/latency", entry.name), Some(latency.as_secs_f64()));
+            let verdict = entry.health.lock().unwrap_or_else(PoisonError::into_inner).take(&entry.name, &judged);
+            match verdict {
+                Verdict::Good => {}
+                Verdict::Warn(warning) => scored.warnings.push(warning),
+                Verdict::Stop(failure) if entry.required => return Err(failure),
+                Verdict::Stop(failure) => scored.warnings.push(Event::Warning {
+                    code: "reward_invalid".to_owned(),
+                    message: failure.to_string(),
+                    data: serde_json::json!({"reward": entry.name}),
+                }),
+            }
+            for (score, judgement) in scored.scores.iter_mut().zip(judged.judgements) {
+                score.values.push(judgement.value);
+            }
+        }
+        Ok(scored)
+    }
+}

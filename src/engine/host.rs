@@ -136,7 +136,7 @@ pub struct StepTrace<'a> {
     /// The flat parameters after the update.
     pub parameters: &'a [f32],
     /// PEFT names, shapes and offsets of the flat buffers.
-    pub parameter_info: &'a [super::model::ParameterInfo],
+    pub parameter_info: &'a [super::lora::ParameterInfo],
 }
 
 /// What to train, and from where.

@@ -1,1 +1,172 @@
-//! From logits to a token: temperature, top-k, top-p, min-p, repetition penalty.
+//! From the logits of one position to a token.
+//!
+//! The order of operations is transformers': repetition penalty, temperature, top-k, top-p, min-p, then one draw by
+//! inversion of the cumulative distribution. None of this but the temperature is part of a log-prob (rloo.md).
+
+use std::collections::HashSet;
+
+use crate::spec::SamplingPlan;
+
+/// How one token is chosen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampler {
+    /// Divides the logits; 0 = greedy.
+    pub temperature: f64,
+    /// Keep the most probable tokens whose mass reaches it; 1 = off.
+    pub top_p: f64,
+    /// Keep the K most probable; 0 = off.
+    pub top_k: u32,
+    /// Drop tokens below min_p times the most probable one's probability; 0 = off.
+    pub min_p: f64,
+    /// Divides positive and multiplies negative logits of tokens seen in prompt or completion; 1 = off.
+    pub repetition_penalty: f64,
+}
+
+impl Sampler {
+    /// The plan's sampler, at another temperature where evaluation asks for one.
+    pub fn new(plan: &SamplingPlan, temperature: f64) -> Self {
+        Self {
+            temperature,
+            top_p: plan.top_p,
+            top_k: plan.top_k,
+            min_p: plan.min_p,
+            repetition_penalty: plan.repetition_penalty,
+        }
+    }
+
+    /// One token. `logits` (V) are changed in place; `uniform` is in [0, 1); `seen` holds the tokens of prompt and
+    /// completion (only read when the repetition penalty is on). Ties go to the lowest id.
+    pub fn choose(&self, logits: &mut [f32], seen: &HashSet<u32>, uniform: f64) -> u32 {
+        if self.repetition_penalty != 1.0 {
+            for &token in seen {
+                if let Some(logit) = logits.get_mut(token as usize) {
+                    let penalty = self.repetition_penalty as f32;
+                    *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+                }
+            }
+        }
+        if self.temperature == 0.0 {
+            return argmax(logits);
+        }
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weight = |logit: f32| (f64::from(logit - max) / self.temperature).exp();
+        if self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0 {
+            return invert(logits.iter().map(|&logit| weight(logit)), uniform);
+        }
+        let weights: Vec<f64> = logits.iter().map(|&logit| weight(logit)).collect();
+        let kept = self.kept(&weights);
+        let index = invert(kept.iter().map(|&token| weights[token]), uniform);
+        kept[index as usize] as u32
+    }
+
+    /// The tokens that survive top-k, top-p and min-p, ascending; never empty.
+    fn kept(&self, weights: &[f64]) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..weights.len()).collect();
+        order.sort_by(|&a, &b| weights[b].total_cmp(&weights[a]).then(a.cmp(&b)));
+        if self.top_k > 0 {
+            order.truncate(self.top_k as usize);
+        }
+        if self.top_p < 1.0 {
+            let total: f64 = order.iter().map(|&token| weights[token]).sum();
+            let mut mass = 0.0;
+            let mut keep = order.len();
+            for (rank, &token) in order.iter().enumerate() {
+                mass += weights[token];
+                if mass >= self.top_p * total {
+                    keep = rank + 1;
+                    break;
+                }
+            }
+            order.truncate(keep);
+        }
+        if self.min_p > 0.0 {
+            let floor = self.min_p * weights[order[0]];
+            order.retain(|&token| weights[token] >= floor);
+        }
+        order.sort_unstable();
+        order
+    }
+}
+
+/// The first of the largest; NaN never wins.
+fn argmax(logits: &[f32]) -> u32 {
+    let mut best = (0, f32::NEG_INFINITY);
+    for (token, &logit) in logits.iter().enumerate() {
+        if logit > best.1 {
+            best = (token, logit);
+        }
+    }
+    best.0 as u32
+}
+
+/// The first index whose cumulated weight exceeds `uniform` times the total; summed in index order, in f64.
+fn invert(weights: impl Iterator<Item = f64> + Clone, uniform: f64) -> u32 {
+    let total: f64 = weights.clone().sum();
+    let target = uniform * total;
+    let mut sum = 0.0;
+    let mut last = 0;
+    for (index, weight) in weights.enumerate() {
+        if weight > 0.0 {
+            last = index;
+        }
+        sum += weight;
+        if sum > target {
+            return index as u32;
+        }
+    }
+    last as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Sampler = Sampler { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
+
+    fn tokens(sampler: Sampler, logits: &[f32]) -> Vec<u32> {
+        let mut seen: Vec<u32> =
+            (0..1000).map(|i| sampler.choose(&mut logits.to_vec(), &HashSet::new(), f64::from(i) / 1000.0)).collect();
+        seen.dedup();
+        seen
+    }
+
+    #[test]
+    fn frequencies_follow_the_softmax_at_the_temperature() {
+        let logits = [1.0f32.ln(), 2.0f32.ln(), 5.0f32.ln()];
+        for (temperature, expected) in [(1.0, [0.125, 0.25, 0.625]), (0.5, [1.0 / 30.0, 4.0 / 30.0, 25.0 / 30.0])] {
+            let sampler = Sampler { temperature, ..PLAIN };
+            let mut counts = [0.0f64; 3];
+            for i in 0..10_000 {
+                let token = sampler.choose(&mut logits.to_vec(), &HashSet::new(), f64::from(i) / 10_000.0);
+                counts[token as usize] += 1e-4;
+            }
+            for (count, expected) in counts.iter().zip(expected) {
+                assert!((count - expected).abs() < 1e-3, "{counts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_the_largest() {
+        let sampler = Sampler { temperature: 0.0, ..PLAIN };
+        assert_eq!(sampler.choose(&mut [0.0, 3.0, 3.0, 1.0], &HashSet::new(), 0.9), 1);
+    }
+
+    #[test]
+    fn filters_keep_what_they_name() {
+        let logits: Vec<f32> = [0.1f32, 0.5, 0.15, 0.25].iter().map(|p| p.ln()).collect();
+        assert_eq!(tokens(Sampler { top_k: 2, ..PLAIN }, &logits), [1, 3]);
+        assert_eq!(tokens(Sampler { top_p: 0.7, ..PLAIN }, &logits), [1, 3]);
+        assert_eq!(tokens(Sampler { top_p: 0.76, ..PLAIN }, &logits), [1, 2, 3]);
+        assert_eq!(tokens(Sampler { min_p: 0.4, ..PLAIN }, &logits), [1, 3]);
+        assert_eq!(tokens(Sampler { top_p: 1e-9, ..PLAIN }, &logits), [1]);
+    }
+
+    #[test]
+    fn the_repetition_penalty_divides_positive_and_multiplies_negative_logits() {
+        let sampler = Sampler { temperature: 0.0, repetition_penalty: 2.0, ..PLAIN };
+        let mut logits = [1.5, 2.0, -0.5];
+        assert_eq!(sampler.choose(&mut logits, &HashSet::from([1, 2]), 0.0), 0);
+        assert_eq!(logits, [1.5, 1.0, -1.0]);
+    }
+}

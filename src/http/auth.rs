@@ -98,7 +98,7 @@ fn is_ours(config: &ServeConfig, authority: &str) -> bool {
     let public = config.public_url.as_deref().and_then(|url| url.parse::<Uri>().ok());
     loopback
         || host.eq_ignore_ascii_case("localhost")
-        || config.listen.iter().any(|address| host == address.ip().to_string())
+        || host == config.listen.ip().to_string()
         || public.as_ref().and_then(Uri::host).is_some_and(|ours| ours.eq_ignore_ascii_case(host))
 }
 

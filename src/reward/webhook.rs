@@ -1,1 +1,242 @@
-//! Contract v1 over HTTP, the client's side.
+//! Contract v1 over HTTP, the client's side: samples are packed into signed requests, requests are delivered with retries
+//! (`delivery`), answers are read with suspicion (`answer`), and what is left open is asked again.
+//!
+//! Two promises: a sample only gets a number that the service gave to it, and a service that hangs never hangs us.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures::future::{BoxFuture, try_join_all};
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+use reqwest::{Client, Url};
+use tokio::sync::Semaphore;
+
+use super::outgoing::OutgoingPolicy;
+use super::signature::Key;
+use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
+use crate::sample::{RewardSample, RewardValue};
+use crate::spec::{OnInvalid, RewardSecrets, WebhookPlan};
+
+mod answer;
+mod delivery;
+mod record;
+mod request;
+
+pub use delivery::{Ping, PingReply};
+pub use record::{Exchange, Received, Sent};
+
+use answer::Found;
+use delivery::{Delivered, jitter};
+use request::{Envelope, Request};
+
+/// A reward service.
+pub struct Webhook {
+    name: String,
+    plan: WebhookPlan,
+    url: Url,
+    key: Option<Key>,
+    headers: HeaderMap,
+    client: Client,
+    permits: Semaphore,
+    /// It was down for `max_outage_s` and has not answered since.
+    down: AtomicBool,
+    /// Requests that wait for a service that does not answer.
+    waiting: Arc<AtomicUsize>,
+    exchanges: Option<Mutex<Vec<Exchange>>>,
+}
+
+impl Webhook {
+    /// Makes a client for one service. The URL and a literal address in it are checked here, names when they resolve.
+    pub fn new(
+        name: &str,
+        plan: &WebhookPlan,
+        secrets: &RewardSecrets,
+        outgoing: &OutgoingPolicy,
+    ) -> Result<Self, BuildError> {
+        let error = |detail: String| BuildError { reward: name.to_owned(), detail };
+        let url = outgoing.check_url(&plan.url).map_err(|why| error(why.to_string()))?;
+        let key = secrets.secret.as_deref().map(Key::parse).transpose().map_err(|why| error(why.to_string()))?;
+        let mut headers = HeaderMap::new();
+        for (header, value) in &secrets.headers {
+            let header_name =
+                HeaderName::try_from(header.as_str()).map_err(|_| error(format!("'{header}' is not a header name")))?;
+            let mut value = HeaderValue::try_from(value.as_str()).map_err(|_| {
+                error(format!("the value of the header '{header}' has characters a header cannot carry"))
+            })?;
+            value.set_sensitive(true);
+            headers.insert(header_name, value);
+        }
+        let client = outgoing
+            .client_builder()
+            .http1_only()
+            .connect_timeout(Duration::from_millis(plan.timeout_ms.clamp(1, 10_000)))
+            .build()
+            .map_err(|why| error(format!("no HTTP client: {why}")))?;
+        Ok(Self {
+            name: name.to_owned(),
+            url,
+            key,
+            headers,
+            client,
+            permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
+            plan: plan.clone(),
+            down: AtomicBool::new(false),
+            waiting: Arc::default(),
+            exchanges: None,
+        })
+    }
+
+    /// Counts its waiting requests in `waiting`, shared with the job's other rewards.
+    #[must_use]
+    pub fn with_waiting(mut self, waiting: Arc<AtomicUsize>) -> Self {
+        self.waiting = waiting;
+        self
+    }
+
+    /// Keeps every request and response, for [`Webhook::exchanges`].
+    #[must_use]
+    pub fn recording(mut self) -> Self {
+        self.exchanges = Some(Mutex::default());
+        self
+    }
+
+    /// What was sent and received since the last call, in the order of the answers; header values of the user's are redacted.
+    pub fn exchanges(&self) -> Vec<Exchange> {
+        let Some(exchanges) = &self.exchanges else { return Vec::new() };
+        std::mem::take(&mut exchanges.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Reward for Webhook {
+    fn judge<'a>(
+        &'a self,
+        job: &'a JobContext,
+        samples: &'a [RewardSample],
+    ) -> BoxFuture<'a, Result<Judged, RewardFailure>> {
+        Box::pin(async move {
+            let asking = Asking {
+                webhook: self,
+                job,
+                samples,
+                wire: samples.iter().map(request::sample_json).collect(),
+                counts: Mutex::default(),
+            };
+            let room = (self.plan.max_batch_samples, self.plan.max_batch_bytes);
+            let batches = request::pack(samples, &asking.wire, room);
+            let answers = try_join_all(batches.into_iter().map(|batch| asking.ask(batch, 0))).await?;
+            let mut judgements: Vec<Option<Judgement>> = vec![None; samples.len()];
+            for (index, judgement) in answers.into_iter().flatten() {
+                judgements[index] = Some(judgement);
+            }
+            let unasked = || Judgement::missing("not_asked", "this sample was not asked for");
+            let judgements = judgements.into_iter().map(|judgement| judgement.unwrap_or_else(unasked)).collect();
+            let counts = *asking.counts.lock().unwrap_or_else(PoisonError::into_inner);
+            Ok(Judged { judgements, counts })
+        })
+    }
+}
+
+/// One rollout's samples on their way through a service.
+struct Asking<'a> {
+    webhook: &'a Webhook,
+    job: &'a JobContext,
+    samples: &'a [RewardSample],
+    /// Each sample as JSON.
+    wire: Vec<Vec<u8>>,
+    counts: Mutex<Counts>,
+}
+
+type Answers = Vec<(usize, Judgement)>;
+
+impl Asking<'_> {
+    /// Asks for the samples at `indices` until each has a judgement. `round` counts how often they were asked before.
+    fn ask(&self, indices: Vec<usize>, round: u32) -> BoxFuture<'_, Result<Answers, RewardFailure>> {
+        Box::pin(async move {
+            let webhook = self.webhook;
+            let permit = webhook.permits.acquire().await;
+            let deadline = Instant::now() + Duration::from_millis(webhook.plan.deadline_ms);
+            let envelope = Envelope { reward: &webhook.name, plan: &webhook.plan, job: self.job };
+            let request = Request::score(&envelope, indices.iter().map(|&index| self.wire[index].as_slice()));
+            let ids: Vec<&str> = indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect();
+            let mut invalid_answers = 0;
+            let answer = loop {
+                let (delivered, counts) = webhook.deliver(&request).await?;
+                self.count(counts);
+                let problem = match delivered {
+                    Delivered::Body(body) => match answer::read(&body, &request.id, &ids) {
+                        Ok(answer) => break answer,
+                        Err(problem) => ("invalid_answer", problem),
+                    },
+                    Delivered::Unusable(problem) => ("invalid_answer", problem),
+                    Delivered::Permanent(problem) => return self.settle(&indices, "refused", &problem),
+                    Delivered::TooLarge if indices.len() == 1 => {
+                        return self.settle(&indices, "too_large", "the service answered 413 to a single sample");
+                    }
+                    Delivered::TooLarge => {
+                        drop(permit);
+                        let (left, right) = indices.split_at(indices.len() / 2);
+                        let halves = [self.ask(left.to_vec(), round), self.ask(right.to_vec(), round)];
+                        return Ok(try_join_all(halves).await?.concat());
+                    }
+                };
+                invalid_answers += 1;
+                if invalid_answers > webhook.plan.max_invalid_tries || Instant::now() >= deadline {
+                    return self.settle(&indices, problem.0, &problem.1);
+                }
+                self.count(Counts { retries: 1, ..Counts::default() });
+                tokio::time::sleep(jitter(invalid_answers)).await;
+            };
+            drop(permit);
+            self.count(Counts { unknown_ids: answer.unknown, duplicate_ids: answer.duplicates, ..Counts::default() });
+            self.conclude(indices, answer.found, round).await
+        })
+    }
+
+    /// Keeps what is answered, asks again for what is open, gives up on what was asked often enough.
+    async fn conclude(&self, indices: Vec<usize>, found: Vec<Found>, round: u32) -> Result<Answers, RewardFailure> {
+        let plan = &self.webhook.plan;
+        let mut answers = Vec::with_capacity(indices.len());
+        let mut again = Vec::new();
+        for (position, (index, found)) in indices.into_iter().zip(found).enumerate() {
+            match found {
+                Found::Judged(judgement) => answers.push((index, judgement)),
+                Found::Retryable(_) if round + 1 < plan.max_tries => again.push(index),
+                // The service itself said that it has no value: missing, whatever `on_invalid` says.
+                Found::Retryable(SampleError { code, message }) => {
+                    answers.push((index, Judgement::missing(code, format!("{message} ({} tries)", round + 1))));
+                }
+                Found::Absent | Found::Invalid(_) if round < plan.max_invalid_tries => again.push(index),
+                Found::Absent => {
+                    answers.extend(self.settle(&[index], "no_result", "the service gave no result for it")?)
+                }
+                Found::Invalid(what) => {
+                    let detail = format!("{what} at index {position} ({})", self.samples[index].sample_id);
+                    answers.extend(self.settle(&[index], "invalid_value", &detail)?);
+                }
+            }
+        }
+        if !again.is_empty() {
+            self.count(Counts { retries: 1, ..Counts::default() });
+            tokio::time::sleep(jitter(round + 1)).await;
+            answers.extend(self.ask(again, round + 1).await?);
+        }
+        Ok(answers)
+    }
+
+    /// What invalid answers mean, by the plan's `on_invalid`.
+    fn settle(&self, indices: &[usize], code: &str, detail: &str) -> Result<Answers, RewardFailure> {
+        let judgement = match self.webhook.plan.on_invalid {
+            OnInvalid::Mask => Judgement::missing(code, detail),
+            OnInvalid::Zero => Judgement { value: RewardValue::Number(0.0), ..Judgement::missing(code, detail) },
+            OnInvalid::Fail => {
+                return Err(RewardFailure::Invalid { reward: self.webhook.name.clone(), detail: detail.to_owned() });
+            }
+        };
+        Ok(indices.iter().map(|&index| (index, judgement.clone())).collect())
+    }
+
+    fn count(&self, counts: Counts) {
+        *self.counts.lock().unwrap_or_else(PoisonError::into_inner) += counts;
+    }
+}

@@ -2,5 +2,6 @@
 
 mod golden;
 mod parity;
+mod rewards;
 mod spec;
 mod vectors;

@@ -1,0 +1,397 @@
+//! What a dataset is, and how ndjson, CSV and JSON are read into it: piece by piece, every bad line with its number.
+//!
+//! A dataset is rows; a row is a JSON object with a `prompt` (a non-empty string, or a non-empty list of chat messages) and any
+//! other columns, which travel to the rewards. The canonical form is ndjson: one compact object a line, keys in the order
+//! they came. [`Reader`] takes bytes as they arrive and holds one row at a time.
+
+mod split;
+
+use serde_json::{Map, Value};
+
+use split::{CsvSplit, JsonSplit, LineSplit};
+
+/// The column every row needs.
+pub const PROMPT: &str = "prompt";
+/// Bytes of one row, before and after it is made canonical.
+pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;
+/// How many bad rows are described; the rest is counted.
+pub const MAX_ERRORS: usize = 100;
+/// Distinct columns of a dataset.
+pub const MAX_COLUMNS: usize = 1000;
+
+/// In which form rows arrive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// One JSON object a line.
+    Ndjson,
+    /// RFC 4180, with a header line; every value is a string.
+    Csv,
+    /// `[{…}, …]` or `{"records": [{…}, …]}`.
+    Json,
+}
+
+impl Format {
+    /// What clients are told to send.
+    pub const ACCEPTED: &'static str = "application/x-ndjson, text/csv, application/json";
+
+    /// By media type (lower case, without parameters).
+    pub fn of_media_type(media_type: &str) -> Option<Format> {
+        match media_type {
+            "application/x-ndjson"
+            | "application/ndjson"
+            | "application/jsonl"
+            | "application/x-jsonl"
+            | "application/jsonlines"
+            | "application/x-jsonlines"
+            | "application/json-lines"
+            | "text/x-ndjson"
+            | "text/jsonl" => Some(Format::Ndjson),
+            "text/csv" | "application/csv" => Some(Format::Csv),
+            "application/json" | "text/json" => Some(Format::Json),
+            _ => None,
+        }
+    }
+
+    /// By the ending of a file's name.
+    pub fn of_file_name(name: &str) -> Option<Format> {
+        match name.rsplit_once('.')?.1.to_ascii_lowercase().as_str() {
+            "ndjson" | "jsonl" | "jsonlines" => Some(Format::Ndjson),
+            "csv" => Some(Format::Csv),
+            "json" => Some(Format::Json),
+            _ => None,
+        }
+    }
+}
+
+/// What is wrong with one row, or with the whole (line 0).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RowError {
+    /// Counted from 1: where the row begins.
+    pub line: u64,
+    /// Stable, snake_case.
+    pub code: &'static str,
+    /// What is wrong and what to do.
+    pub detail: String,
+}
+
+/// Everything that is wrong with a dataset: the first [`MAX_ERRORS`], and how many there are.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{num_errors} bad rows")]
+pub struct Rejected {
+    /// In the order of the lines.
+    pub errors: Vec<RowError>,
+    /// All of them.
+    pub num_errors: u64,
+}
+
+/// A dataset that was read to its end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Summary {
+    /// Rows.
+    pub num_rows: u64,
+    /// Column names, in order of first appearance.
+    pub columns: Vec<String>,
+}
+
+/// Reads a dataset from pieces of bytes.
+#[derive(Debug)]
+pub struct Reader {
+    split: Split,
+    start: Vec<u8>,
+    begun: bool,
+    rows: Rows,
+}
+
+#[derive(Debug)]
+enum Split {
+    Lines(LineSplit),
+    Csv(CsvSplit),
+    Json(JsonSplit),
+}
+
+impl Reader {
+    /// A reader of a format.
+    pub fn new(format: Format) -> Self {
+        let split = match format {
+            Format::Ndjson => Split::Lines(LineSplit::default()),
+            Format::Csv => Split::Csv(CsvSplit::default()),
+            Format::Json => Split::Json(JsonSplit::default()),
+        };
+        Self { split, start: Vec::new(), begun: false, rows: Rows::default() }
+    }
+
+    /// Takes the next bytes; canonical rows are appended to `out`. After the first bad row nothing is written any more, but
+    /// the rest is still read, so that every bad row is found.
+    pub fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
+        if self.begun {
+            self.split(bytes, out);
+            return;
+        }
+        // A byte order mark is at most three bytes, and may come in pieces.
+        self.start.extend_from_slice(bytes);
+        if self.start.len() >= 3 {
+            self.begin(out);
+        }
+    }
+
+    /// The end of the bytes.
+    ///
+    /// # Errors
+    /// Everything that is wrong with the dataset.
+    pub fn finish(mut self, out: &mut Vec<u8>) -> Result<Summary, Rejected> {
+        if !self.begun {
+            self.begin(out);
+        }
+        let Self { split, rows, .. } = &mut self;
+        match split {
+            Split::Lines(lines) => lines.finish(&mut |line, row| rows.json(line, row, out)),
+            Split::Csv(csv) => csv.finish(&mut |line, row| rows.csv(line, row, out)),
+            Split::Json(json) => json.finish(&mut |line, row| rows.json(line, row, out)),
+        }
+        self.rows.finish()
+    }
+
+    fn begin(&mut self, out: &mut Vec<u8>) {
+        self.begun = true;
+        let start = std::mem::take(&mut self.start);
+        if start.starts_with(b"\xff\xfe") || start.starts_with(b"\xfe\xff") {
+            self.rows.error(1, "encoding", "the file is UTF-16; convert it to UTF-8".to_owned());
+            self.rows.stopped = true;
+        }
+        self.split(start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start), out);
+    }
+
+    fn split(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
+        let Self { split, rows, .. } = self;
+        if rows.stopped {
+            return;
+        }
+        match split {
+            Split::Lines(lines) => lines.push(bytes, &mut |line, row| rows.json(line, row, out)),
+            Split::Csv(csv) => csv.push(bytes, &mut |line, row| rows.csv(line, row, out)),
+            Split::Json(json) => json.push(bytes, &mut |line, row| rows.json(line, row, out)),
+        }
+    }
+}
+
+/// What a splitter says of a row: its parts, or why there are none.
+type Raw<'a, T> = Result<T, split::Broken<'a>>;
+
+/// Checks rows one after another and gathers what is said of the whole.
+#[derive(Debug, Default)]
+struct Rows {
+    num_rows: u64,
+    columns: Vec<String>,
+    header: Option<Vec<String>>,
+    errors: Vec<RowError>,
+    num_errors: u64,
+    /// What follows cannot be told apart any more.
+    stopped: bool,
+}
+
+impl Rows {
+    fn json(&mut self, line: u64, row: Raw<'_, &[u8]>, out: &mut Vec<u8>) {
+        let Some(text) = self.whole(line, row) else { return };
+        match serde_json::from_slice::<Value>(text) {
+            Ok(value) => self.value(line, &value, out),
+            Err(_) if std::str::from_utf8(text).is_err() => {
+                self.error(line, "encoding", "not UTF-8; save the file as UTF-8".to_owned());
+            }
+            Err(error) => {
+                let text = error.to_string();
+                let what = text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what);
+                self.error(line, "json", format!("broken JSON at column {}: {what}", error.column()));
+            }
+        }
+    }
+
+    fn csv(&mut self, line: u64, row: Raw<'_, &[Vec<u8>]>, out: &mut Vec<u8>) {
+        let Some(fields) = self.whole(line, row) else { return };
+        let mut texts = Vec::with_capacity(fields.len());
+        for field in fields {
+            match std::str::from_utf8(field) {
+                Ok(text) => texts.push(text),
+                Err(_) => return self.error(line, "encoding", "not UTF-8; save the file as UTF-8".to_owned()),
+            }
+        }
+        let Some(header) = &self.header else { return self.csv_header(line, &texts) };
+        if header.len() != texts.len() {
+            let detail = format!(
+                "{} fields, but the header has {}: quote fields that hold commas or line breaks",
+                texts.len(),
+                header.len()
+            );
+            return self.error(line, "field_count", detail);
+        }
+        let row: Map<String, Value> =
+            header.iter().cloned().zip(texts.into_iter().map(|text| Value::String(text.to_owned()))).collect();
+        self.value(line, &Value::Object(row), out);
+    }
+
+    fn csv_header(&mut self, line: u64, names: &[&str]) {
+        let mut header: Vec<String> = Vec::with_capacity(names.len());
+        for name in names.iter().map(|name| name.trim()) {
+            if name.is_empty() || header.iter().any(|known| known == name) {
+                let detail =
+                    format!("the header holds '{}' twice, or an empty name: every column needs its own", brief(name));
+                self.error(line, "header", detail);
+                self.stopped = true;
+                return;
+            }
+            header.push(name.to_owned());
+        }
+        if !header.iter().any(|name| name == PROMPT) {
+            self.error(line, "missing_prompt", missing_prompt(header.iter().map(String::as_str)));
+            self.stopped = true;
+        }
+        self.header = Some(header);
+    }
+
+    fn value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
+        let row = match check_row(value) {
+            Ok(row) => row,
+            Err((code, detail)) => return self.error(line, code, detail),
+        };
+        for name in row.keys() {
+            // Rows mostly have the same columns: look from the end that was added last, in a short list.
+            if !self.columns.iter().any(|known| known == name) {
+                if self.columns.len() == MAX_COLUMNS {
+                    let detail =
+                        format!("more than {MAX_COLUMNS} different columns; '{}' is one too many", brief(name));
+                    return self.error(line, "too_many_columns", detail);
+                }
+                self.columns.push(name.clone());
+            }
+        }
+        self.num_rows += 1;
+        if self.num_errors == 0 {
+            let begin = out.len();
+            // Writing a Value to a Vec cannot fail.
+            if serde_json::to_writer(&mut *out, value).is_err() || out.len() - begin > MAX_ROW_BYTES {
+                out.truncate(begin);
+                return self.error(line, "row_too_long", too_long());
+            }
+            out.push(b'\n');
+        }
+    }
+
+    /// The row, unless the splitter could not find its end.
+    fn whole<T>(&mut self, line: u64, row: Raw<'_, T>) -> Option<T> {
+        if self.stopped {
+            return None;
+        }
+        match row {
+            Ok(row) => Some(row),
+            Err(split::Broken { code, detail, last }) => {
+                self.error(line, code, detail.to_owned());
+                self.stopped = last;
+                None
+            }
+        }
+    }
+
+    fn error(&mut self, line: u64, code: &'static str, detail: String) {
+        self.num_errors += 1;
+        if self.errors.len() < MAX_ERRORS {
+            self.errors.push(RowError { line, code, detail });
+        }
+    }
+
+    fn finish(mut self) -> Result<Summary, Rejected> {
+        if self.num_rows == 0 && self.num_errors == 0 {
+            self.error(0, "empty", "the dataset has no rows: at least one with a 'prompt' is needed".to_owned());
+        }
+        if self.num_errors > 0 {
+            return Err(Rejected { errors: self.errors, num_errors: self.num_errors });
+        }
+        Ok(Summary { num_rows: self.num_rows, columns: self.columns })
+    }
+}
+
+/// Checks one row: an object, without image columns, with a usable prompt. Also for rows that come inside a job.
+///
+/// # Errors
+/// A stable code and what to do.
+pub fn check_row(value: &Value) -> Result<&Map<String, Value>, (&'static str, String)> {
+    let Value::Object(row) = value else {
+        return Err(("not_an_object", format!("a row must be a JSON object, not {}", kind(value))));
+    };
+    if let Some(name) = ["image", "images"].into_iter().find(|name| row.contains_key(*name)) {
+        return Err((
+            "images_unsupported",
+            format!("the column '{name}' holds images: only text can be trained on; remove it"),
+        ));
+    }
+    match row.get(PROMPT) {
+        None => Err(("missing_prompt", missing_prompt(row.keys().map(String::as_str)))),
+        Some(prompt) => check_prompt(prompt).map(|()| row),
+    }
+}
+
+/// Checks a prompt: a non-empty string, or a non-empty list of chat messages.
+///
+/// # Errors
+/// A stable code and what to do.
+pub fn check_prompt(prompt: &Value) -> Result<(), (&'static str, String)> {
+    match prompt {
+        Value::String(text) if text.trim().is_empty() => Err(("empty_prompt", "the prompt is empty".to_owned())),
+        Value::String(_) => Ok(()),
+        Value::Array(messages) if messages.is_empty() => {
+            Err(("empty_prompt", "the prompt is a list without messages".to_owned()))
+        }
+        Value::Array(messages) => {
+            messages.iter().enumerate().try_for_each(|(index, message)| check_message(index, message))
+        }
+        other => {
+            let detail = format!("the prompt is {}: it must be a string or a list of chat messages", kind(other));
+            Err(("invalid_prompt", detail))
+        }
+    }
+}
+
+fn check_message(index: usize, message: &Value) -> Result<(), (&'static str, String)> {
+    let wrong = |what: String| Err(("invalid_message", format!("message {index} of the prompt {what}")));
+    let Value::Object(message) = message else {
+        return wrong(format!("is {}: it must be {{\"role\": …, \"content\": …}}", kind(message)));
+    };
+    match message.get("role") {
+        Some(Value::String(role)) if !role.is_empty() => {}
+        Some(_) | None => return wrong("has no 'role': system, user or assistant, say".to_owned()),
+    }
+    match message.get("content") {
+        Some(Value::String(_)) => Ok(()),
+        Some(Value::Array(_)) => {
+            wrong("has 'content' in parts: only a string is supported (text, no images)".to_owned())
+        }
+        Some(other) => wrong(format!("has {} as 'content': it must be a string", kind(other))),
+        None => wrong("has no 'content'".to_owned()),
+    }
+}
+
+fn missing_prompt<'a>(columns: impl Iterator<Item = &'a str>) -> String {
+    let columns: Vec<String> = columns.take(8).map(|name| format!("'{}'", brief(name))).collect();
+    let found = if columns.is_empty() { "no columns".to_owned() } else { columns.join(", ") };
+    format!("there is no 'prompt' column (found {found}): name the column that holds the prompts 'prompt'")
+}
+
+fn too_long() -> String {
+    format!("a row may have at most {MAX_ROW_BYTES} bytes")
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+fn brief(text: &str) -> String {
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}

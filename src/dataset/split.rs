@@ -1,0 +1,308 @@
+//! Where one row ends and the next begins, in ndjson, CSV and JSON; bytes come in pieces of any size, one row is held.
+
+use super::MAX_ROW_BYTES;
+
+/// Why the bytes at a line are no row.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Broken<'a> {
+    pub code: &'static str,
+    pub detail: &'a str,
+    /// The end of the row is unknown: nothing after it can be read.
+    pub last: bool,
+}
+
+const TOO_LONG: &str = "longer than 8 MiB, the most a row may have";
+
+fn too_long(last: bool) -> Broken<'static> {
+    Broken { code: "row_too_long", detail: TOO_LONG, last }
+}
+
+/// Rows are lines; blank ones are skipped.
+#[derive(Debug, Default)]
+pub(super) struct LineSplit {
+    line: u64,
+    row: Vec<u8>,
+    overlong: bool,
+}
+
+impl LineSplit {
+    pub(super) fn push(&mut self, mut bytes: &[u8], row: &mut dyn FnMut(u64, Result<&[u8], Broken<'_>>)) {
+        while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
+            self.hold(&bytes[..end]);
+            self.emit(row);
+            bytes = &bytes[end + 1..];
+        }
+        self.hold(bytes);
+    }
+
+    pub(super) fn finish(&mut self, row: &mut dyn FnMut(u64, Result<&[u8], Broken<'_>>)) {
+        self.emit(row);
+    }
+
+    fn hold(&mut self, bytes: &[u8]) {
+        if self.overlong || self.row.len() + bytes.len() > MAX_ROW_BYTES {
+            self.overlong = true;
+            self.row.clear();
+        } else {
+            self.row.extend_from_slice(bytes);
+        }
+    }
+
+    fn emit(&mut self, row: &mut dyn FnMut(u64, Result<&[u8], Broken<'_>>)) {
+        self.line += 1;
+        if std::mem::take(&mut self.overlong) {
+            row(self.line, Err(too_long(false)));
+        } else if !self.row.trim_ascii().is_empty() {
+            row(self.line, Ok(self.row.trim_ascii()));
+        }
+        self.row.clear();
+    }
+}
+
+/// RFC 4180; a record may span lines inside quotes; LF, CRLF and CR end it; empty lines are skipped.
+#[derive(Debug)]
+pub(super) struct CsvSplit {
+    line: u64,
+    begin: u64,
+    state: CsvState,
+    fields: Vec<Vec<u8>>,
+    field: Vec<u8>,
+    bytes: usize,
+    after_cr: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CsvState {
+    FieldStart,
+    Bare,
+    Quoted,
+    /// After a quote inside quotes: the end of the field, or half of an escaped quote.
+    QuoteInQuoted,
+    Broken,
+}
+
+impl Default for CsvSplit {
+    fn default() -> Self {
+        let state = CsvState::FieldStart;
+        Self { line: 1, begin: 1, state, fields: Vec::new(), field: Vec::new(), bytes: 0, after_cr: false }
+    }
+}
+
+type CsvRow<'r> = dyn FnMut(u64, Result<&[Vec<u8>], Broken<'_>>) + 'r;
+
+impl CsvSplit {
+    pub(super) fn push(&mut self, bytes: &[u8], row: &mut CsvRow<'_>) {
+        for byte in bytes.iter().copied() {
+            if self.state == CsvState::Broken {
+                return;
+            }
+            let lf_of_crlf = std::mem::take(&mut self.after_cr) && byte == b'\n';
+            if byte == b'\n' && !lf_of_crlf || byte == b'\r' {
+                self.line += 1;
+            }
+            self.after_cr = byte == b'\r';
+            self.bytes += 1;
+            if self.bytes > MAX_ROW_BYTES {
+                self.state = CsvState::Broken;
+                row(self.begin, Err(too_long(true)));
+                return;
+            }
+            match (self.state, byte) {
+                (CsvState::FieldStart, b'"') => self.state = CsvState::Quoted,
+                (CsvState::Quoted, b'"') => self.state = CsvState::QuoteInQuoted,
+                (CsvState::Quoted, _) => self.field.push(byte),
+                (CsvState::QuoteInQuoted, b'"') => {
+                    self.field.push(b'"');
+                    self.state = CsvState::Quoted;
+                }
+                (_, b',') => self.end_field(),
+                (_, b'\n') if lf_of_crlf => self.begin = self.line,
+                (_, b'\n' | b'\r') => self.end_row(row),
+                (CsvState::FieldStart | CsvState::Bare, _) => {
+                    self.field.push(byte);
+                    self.state = CsvState::Bare;
+                }
+                (CsvState::QuoteInQuoted, _) => {
+                    self.state = CsvState::Broken;
+                    let detail = "text after a closing quote: write \"\" for a quote inside quotes";
+                    row(self.begin, Err(Broken { code: "csv", detail, last: true }));
+                }
+                (CsvState::Broken, _) => return,
+            }
+        }
+    }
+
+    pub(super) fn finish(&mut self, row: &mut CsvRow<'_>) {
+        match self.state {
+            CsvState::Quoted => {
+                let detail = "a quote is opened here and never closed";
+                row(self.begin, Err(Broken { code: "csv", detail, last: true }));
+            }
+            CsvState::Broken => {}
+            CsvState::FieldStart | CsvState::Bare | CsvState::QuoteInQuoted => self.end_row(row),
+        }
+    }
+
+    fn end_field(&mut self) {
+        self.fields.push(std::mem::take(&mut self.field));
+        self.state = CsvState::FieldStart;
+    }
+
+    fn end_row(&mut self, row: &mut CsvRow<'_>) {
+        let blank = self.fields.is_empty() && self.field.is_empty() && self.state == CsvState::FieldStart;
+        if !blank {
+            self.end_field();
+            row(self.begin, Ok(&self.fields));
+        }
+        self.fields.clear();
+        self.bytes = 0;
+        self.begin = self.line;
+    }
+}
+
+/// The elements of `[…]` or of `{"records": […]}`. What an element holds is checked later, by a real parser.
+#[derive(Debug)]
+pub(super) struct JsonSplit {
+    line: u64,
+    begin: u64,
+    state: JsonState,
+    in_object: bool,
+    key: Vec<u8>,
+    row: Vec<u8>,
+    depth: u32,
+    in_string: bool,
+    escaped: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum JsonState {
+    /// Before `[` or `{`.
+    Start,
+    /// Inside `{`, up to and with the `[`.
+    Key,
+    /// Before an element or `]`.
+    First,
+    /// After a comma.
+    Next,
+    Element,
+    /// Before `,` or `]`.
+    AfterElement,
+    /// After `]` of an object: `}`.
+    CloseObject,
+    End,
+    Broken,
+}
+
+impl Default for JsonSplit {
+    fn default() -> Self {
+        Self {
+            line: 1,
+            begin: 1,
+            state: JsonState::Start,
+            in_object: false,
+            key: Vec::new(),
+            row: Vec::new(),
+            depth: 0,
+            in_string: false,
+            escaped: false,
+        }
+    }
+}
+
+type JsonRow<'r> = dyn FnMut(u64, Result<&[u8], Broken<'_>>) + 'r;
+
+const EXPECTED: &str = "a JSON list of rows, or {\"records\": [rows]}, is expected; \
+                        for one object a line send 'content-type: application/x-ndjson'";
+
+impl JsonSplit {
+    pub(super) fn push(&mut self, bytes: &[u8], row: &mut JsonRow<'_>) {
+        for byte in bytes.iter().copied() {
+            if byte == b'\n' {
+                self.line += 1;
+            }
+            self.byte(byte, row);
+        }
+    }
+
+    pub(super) fn finish(&mut self, row: &mut JsonRow<'_>) {
+        match self.state {
+            JsonState::End | JsonState::Broken => {}
+            JsonState::Start => {} // Nothing at all: an empty dataset.
+            _ => self.broken("the JSON ends too early", row),
+        }
+    }
+
+    fn byte(&mut self, byte: u8, row: &mut JsonRow<'_>) {
+        if self.state == JsonState::Element {
+            return self.element(byte, row);
+        }
+        if byte.is_ascii_whitespace() {
+            return;
+        }
+        match (self.state, byte) {
+            (JsonState::Broken, _) => {}
+            (JsonState::Start, b'[') => self.state = JsonState::First,
+            (JsonState::Start, b'{') => {
+                self.in_object = true;
+                self.state = JsonState::Key;
+            }
+            (JsonState::Key, b'[') if self.key == b"\"records\":" => self.state = JsonState::First,
+            (JsonState::Key, _) if self.key.len() < 10 => self.key.push(byte),
+            (JsonState::First | JsonState::AfterElement, b']') => {
+                self.state = if self.in_object { JsonState::CloseObject } else { JsonState::End };
+            }
+            (JsonState::AfterElement, b',') => self.state = JsonState::Next,
+            (JsonState::CloseObject, b'}') => self.state = JsonState::End,
+            (JsonState::First | JsonState::Next, b',' | b']' | b'}') => self.broken("a row is missing here", row),
+            (JsonState::First | JsonState::Next, _) => {
+                self.begin = self.line;
+                self.state = JsonState::Element;
+                self.element(byte, row);
+            }
+            (JsonState::Start | JsonState::Key, _) => self.broken(EXPECTED, row),
+            (JsonState::AfterElement, _) => self.broken("',' or ']' is expected after a row", row),
+            (JsonState::CloseObject, _) => self.broken("'records' must be the only field", row),
+            (JsonState::End, _) => self.broken("something follows the end of the JSON", row),
+            (JsonState::Element, _) => {}
+        }
+    }
+
+    fn element(&mut self, byte: u8, row: &mut JsonRow<'_>) {
+        if self.in_string {
+            match byte {
+                _ if self.escaped => self.escaped = false,
+                b'\\' => self.escaped = true,
+                b'"' => self.in_string = false,
+                _ => {}
+            }
+        } else {
+            match byte {
+                b'"' => self.in_string = true,
+                b'{' | b'[' => self.depth += 1,
+                b',' | b']' if self.depth == 0 => {
+                    self.emit(row);
+                    return self.byte(byte, row);
+                }
+                b'}' | b']' => self.depth = self.depth.saturating_sub(1),
+                _ => {}
+            }
+        }
+        if self.row.len() == MAX_ROW_BYTES {
+            self.row.clear();
+            self.state = JsonState::Broken;
+            return row(self.begin, Err(too_long(true)));
+        }
+        self.row.push(byte);
+    }
+
+    fn emit(&mut self, row: &mut JsonRow<'_>) {
+        self.state = JsonState::AfterElement;
+        row(self.begin, Ok(self.row.trim_ascii()));
+        self.row.clear();
+    }
+
+    fn broken(&mut self, detail: &str, row: &mut JsonRow<'_>) {
+        self.state = JsonState::Broken;
+        row(self.line, Err(Broken { code: "json", detail, last: true }));
+    }
+}

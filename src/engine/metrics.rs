@@ -1,0 +1,132 @@
+//! The metrics of a rollout and of an optimizer step, by TRL's names (rloo.md, "Metrics").
+
+use super::advantage::{Advantages, mean, sample_std};
+use super::loss::{RowLoss, total_loss};
+use crate::event::{FinishReason, Metrics};
+use crate::sample::{RewardValue, Score};
+
+/// A group whose std is not larger has equal rewards (TRL's bound).
+const TIED_STD: f64 = 1e-8;
+
+/// A scored rollout; one entry a completion.
+#[derive(Debug, Clone, Copy)]
+pub struct RolloutRows<'a> {
+    /// Names of the rewards, in the plan's order.
+    pub reward_names: &'a [String],
+    /// What each reward said.
+    pub scores: &'a [Score],
+    /// The weighted sum; `None` = unscorable.
+    pub weighted: &'a [Option<f64>],
+    /// Completion tokens, the end-of-sequence token included.
+    pub lengths: &'a [usize],
+    /// Why each completion ended.
+    pub finish_reasons: &'a [FinishReason],
+}
+
+/// reward, reward_std, rewards/{name}/…, completions/…
+pub fn rollout_metrics(rows: &RolloutRows<'_>) -> Metrics {
+    let RolloutRows { reward_names, scores, weighted, lengths, finish_reasons } = *rows;
+    let mut metrics = Metrics::new();
+    for (index, name) in reward_names.iter().enumerate() {
+        let values: Vec<RewardValue> = scores.iter().filter_map(|score| score.values.get(index).copied()).collect();
+        let numbers: Vec<f64> = values.iter().filter_map(|value| value.number()).collect();
+        let missing: Vec<f64> =
+            values.iter().map(|value| f64::from(u8::from(*value == RewardValue::Missing))).collect();
+        metrics.insert(format!("rewards/{name}/mean"), mean(&numbers));
+        metrics.insert(format!("rewards/{name}/std"), sample_std(&numbers));
+        metrics.insert(format!("rewards/{name}/missing_fraction"), mean(&missing));
+    }
+    let scorable: Vec<f64> = weighted.iter().flatten().copied().collect();
+    metrics.insert("reward".into(), mean(&scorable));
+    metrics.insert("reward_std".into(), sample_std(&scorable));
+    length_metrics(&mut metrics, "length", lengths.iter().copied());
+    let terminated = lengths.iter().zip(finish_reasons).filter(|(_, reason)| **reason == FinishReason::Stop);
+    length_metrics(&mut metrics, "terminated_length", terminated.map(|(length, _)| *length));
+    let truncated: Vec<f64> =
+        finish_reasons.iter().map(|reason| f64::from(u8::from(*reason == FinishReason::Length))).collect();
+    metrics.insert("completions/clipped_ratio".into(), mean(&truncated));
+    metrics
+}
+
+/// Mean, min and max; all 0 when there is none, as TRL says it.
+fn length_metrics(metrics: &mut Metrics, name: &str, lengths: impl Iterator<Item = usize>) {
+    let lengths: Vec<f64> = lengths.map(|length| length as f64).collect();
+    let (smallest, largest) = lengths.iter().fold((f64::INFINITY, 0.0f64), |(a, b), &x| (a.min(x), b.max(x)));
+    let smallest = if lengths.is_empty() { 0.0 } else { smallest };
+    metrics.insert(format!("completions/mean_{name}"), Some(mean(&lengths).unwrap_or(0.0)));
+    metrics.insert(format!("completions/min_{name}"), Some(smallest));
+    metrics.insert(format!("completions/max_{name}"), Some(largest));
+}
+
+/// frac_reward_zero_std (after clip and KL, as TRL), frac_reward_zero_std_pre_kl, advantage_std.
+pub fn advantage_metrics(advantages: &Advantages) -> Metrics {
+    let tied = |stds: &[Option<f64>]| {
+        let tied: Vec<f64> =
+            stds.iter().map(|std| f64::from(u8::from(std.is_some_and(|std| std <= TIED_STD)))).collect();
+        mean(&tied)
+    };
+    Metrics::from([
+        ("frac_reward_zero_std".into(), tied(&advantages.group_std)),
+        ("frac_reward_zero_std_pre_kl".into(), tied(&advantages.group_std_pre_kl)),
+        ("advantage_std".into(), sample_std(&advantages.advantages)),
+    ])
+}
+
+/// Per-token log-probs of the sampling policy and of the reference; masked completions do not count.
+#[derive(Debug, Clone, Copy)]
+pub struct KlRow<'a> {
+    /// Of the sampling policy.
+    pub old_logps: &'a [f32],
+    /// Of the reference.
+    pub ref_logps: &'a [f32],
+    /// False for masked completions.
+    pub included: bool,
+}
+
+/// kl (token mean of k1, as TRL), kl_sequence (mean over completions of the sum, which the penalty uses), kl_k3 (token
+/// mean of Schulman's always positive estimator, <http://joschu.net/blog/kl-approx.html>).
+pub fn kl_metrics(rows: &[KlRow<'_>]) -> Metrics {
+    let (mut k1, mut k3, mut tokens, mut completions) = (0.0, 0.0, 0u64, 0u64);
+    for row in rows.iter().filter(|row| row.included) {
+        completions += 1;
+        for (&old, &reference) in row.old_logps.iter().zip(row.ref_logps) {
+            let log_ratio = f64::from(old) - f64::from(reference);
+            k1 += log_ratio;
+            k3 += (-log_ratio).exp_m1() + log_ratio;
+            tokens += 1;
+        }
+    }
+    Metrics::from([
+        ("kl".into(), Some(k1 / tokens.max(1) as f64)),
+        ("kl_sequence".into(), Some(k1 / completions.max(1) as f64)),
+        ("kl_k3".into(), Some(k3 / tokens.max(1) as f64)),
+    ])
+}
+
+/// loss and clip_ratio/… of the completions of one optimizer step, each counted once.
+pub fn loss_metrics(rows: &[RowLoss]) -> Metrics {
+    let fraction = |clipped: &dyn Fn(&RowLoss) -> bool| {
+        mean(&rows.iter().map(|row| f64::from(u8::from(clipped(row)))).collect::<Vec<_>>())
+    };
+    let any = |clipped: bool| Some(f64::from(u8::from(clipped)));
+    Metrics::from([
+        ("loss".into(), Some(total_loss(rows, rows.len()))),
+        ("clip_ratio/low_mean".into(), fraction(&|row| row.clipped_low)),
+        ("clip_ratio/low_min".into(), any(rows.iter().all(|row| row.clipped_low))),
+        ("clip_ratio/high_mean".into(), fraction(&|row| row.clipped_high)),
+        ("clip_ratio/high_max".into(), any(rows.iter().any(|row| row.clipped_high))),
+        ("clip_ratio/region_mean".into(), fraction(&|row| row.clipped_low || row.clipped_high)),
+    ])
+}
+
+/// Token mean of the entropies of the completions that are not masked, in nats; 0 when all are.
+pub fn entropy<'a>(rows: impl Iterator<Item = (&'a [f32], bool)>) -> f64 {
+    let (mut sum, mut tokens) = (0.0, 0u64);
+    for (entropies, included) in rows {
+        if included {
+            sum += entropies.iter().map(|&entropy| f64::from(entropy)).sum::<f64>();
+            tokens += entropies.len() as u64;
+        }
+    }
+    sum / tokens.max(1) as f64
+}

@@ -1,0 +1,103 @@
+//! What every list and every resource share: pages and times.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize, Serializer};
+use utoipa::openapi::schema::{KnownFormat, ObjectBuilder, SchemaFormat, Type};
+use utoipa::openapi::{RefOr, Schema};
+use utoipa::{IntoParams, PartialSchema, ToSchema};
+
+use super::error::{Code, Problem};
+use crate::store::Page;
+
+/// How many items a page has when the client does not say.
+const DEFAULT_LIMIT: u32 = 20;
+/// The largest page.
+pub const MAX_LIMIT: u32 = 100;
+
+/// `?after=&limit=`.
+#[derive(Debug, Clone, Default, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub struct PageQuery {
+    /// The cursor `next` of the page before.
+    pub after: Option<String>,
+    /// Items on a page, 1 to 100.
+    #[param(minimum = 1, maximum = 100, default = 20)]
+    pub limit: Option<u32>,
+}
+
+impl PageQuery {
+    /// The page's size, checked.
+    ///
+    /// # Errors
+    /// 400 outside 1 to 100.
+    pub fn limit(&self) -> Result<u32, Problem> {
+        limit(self.limit)
+    }
+}
+
+/// A page's size, checked; `None` = the default.
+///
+/// # Errors
+/// 400 outside 1 to 100.
+pub fn limit(given: Option<u32>) -> Result<u32, Problem> {
+    match given {
+        None => Ok(DEFAULT_LIMIT),
+        Some(limit) if (1..=MAX_LIMIT).contains(&limit) => Ok(limit),
+        Some(limit) => {
+            let detail = format!("limit must be 1 to {MAX_LIMIT}, not {limit}");
+            Err(Problem::new(Code::InvalidQuery, detail.clone()).item("?limit", "out_of_range", detail))
+        }
+    }
+}
+
+/// One page, newest first.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct List<T> {
+    /// The items.
+    pub data: Vec<T>,
+    /// What to send as `after` for the next page; null on the last one.
+    pub next: Option<String>,
+}
+
+impl<T> List<T> {
+    /// A page of the store in the API's words.
+    pub fn of<R>(page: Page<R>, word: impl FnMut(R) -> T) -> Self {
+        Self { data: page.data.into_iter().map(word).collect(), next: page.next }
+    }
+}
+
+/// Unix milliseconds inside, RFC 3339 in UTC outside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Time(pub i64);
+
+impl Serialize for Time {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let time = Timestamp::from_millisecond(self.0).map_err(serde::ser::Error::custom)?;
+        serializer.collect_str(&format_args!("{time:.3}"))
+    }
+}
+
+impl PartialSchema for Time {
+    fn schema() -> RefOr<Schema> {
+        ObjectBuilder::new()
+            .schema_type(Type::String)
+            .format(Some(SchemaFormat::KnownFormat(KnownFormat::DateTime)))
+            .description(Some("RFC 3339, UTC"))
+            .examples([serde_json::json!("2026-01-01T00:00:00.000Z")])
+            .build()
+            .into()
+    }
+}
+
+impl ToSchema for Time {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_is_rfc_3339_with_milliseconds() {
+        assert_eq!(serde_json::to_string(&Time(1_767_225_600_007)).unwrap(), "\"2026-01-01T00:00:00.007Z\"");
+    }
+}

@@ -1,0 +1,140 @@
+//! Standard Webhooks signatures: `v1,` and the base64 HMAC-SHA256 of `id.timestamp.body`.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+use subtle::ConstantTimeEq;
+
+/// How far a request's timestamp may lie from the receiver's clock, s.
+pub const TOLERANCE_S: u64 = 300;
+
+/// A signing key; its text form is `whsec_` and base64.
+#[derive(Clone)]
+pub struct Key(Vec<u8>);
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Key(redacted)")
+    }
+}
+
+/// A secret that is not one. Never contains the secret.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum KeyError {
+    /// Another prefix.
+    #[error("a secret begins with 'whsec_', followed by base64 of 24 to 64 bytes")]
+    Prefix,
+    /// Not base64.
+    #[error("what follows 'whsec_' is not base64")]
+    Base64,
+    /// Too short or too long.
+    #[error("what follows 'whsec_' must be base64 of 24 to 64 bytes")]
+    Length,
+}
+
+/// Why a request is not accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Rejected {
+    /// Not a number of seconds.
+    #[error("webhook-timestamp is missing or not a number of seconds")]
+    Timestamp,
+    /// More than five minutes off.
+    #[error("webhook-timestamp is more than {TOLERANCE_S} s away from this clock")]
+    Stale,
+    /// None of the signatures fits.
+    #[error("no signature in webhook-signature fits")]
+    Signature,
+}
+
+impl Key {
+    /// Reads `whsec_…`.
+    pub fn parse(secret: &str) -> Result<Self, KeyError> {
+        let text = secret.strip_prefix("whsec_").ok_or(KeyError::Prefix)?;
+        let bytes = STANDARD.decode(text).map_err(|_| KeyError::Base64)?;
+        if (24..=64).contains(&bytes.len()) { Ok(Self(bytes)) } else { Err(KeyError::Length) }
+    }
+
+    /// A fresh secret in its text form, from the system's random numbers.
+    pub fn generate() -> std::io::Result<String> {
+        let mut bytes = [0; 32];
+        rustls::crypto::ring::default_provider()
+            .secure_random
+            .fill(&mut bytes)
+            .map_err(|_| std::io::Error::other("the system gives no random numbers"))?;
+        Ok(format!("whsec_{}", STANDARD.encode(bytes)))
+    }
+
+    /// The value of `webhook-signature`; `timestamp` in seconds.
+    pub fn sign(&self, id: &str, timestamp: u64, body: &[u8]) -> String {
+        format!("v1,{}", STANDARD.encode(self.mac(id, timestamp, body)))
+    }
+
+    /// Checks a received request; `signatures` is the whole header, several separated by spaces, of which one must fit.
+    /// Takes the same time wherever a signature differs.
+    pub fn verify(&self, id: &str, timestamp: &str, signatures: &str, body: &[u8], now_s: u64) -> Result<(), Rejected> {
+        let timestamp: u64 = timestamp.parse().map_err(|_| Rejected::Timestamp)?;
+        if timestamp.abs_diff(now_s) > TOLERANCE_S {
+            return Err(Rejected::Stale);
+        }
+        let expected = self.mac(id, timestamp, body);
+        let fits = signatures.split(' ').filter_map(|signature| signature.strip_prefix("v1,")).any(|signature| {
+            STANDARD.decode(signature).is_ok_and(|given| bool::from(given.as_slice().ct_eq(expected.as_slice())))
+        });
+        if fits { Ok(()) } else { Err(Rejected::Signature) }
+    }
+
+    fn mac(&self, id: &str, timestamp: u64, body: &[u8]) -> Vec<u8> {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
+        mac.update(format!("{id}.{timestamp}.").as_bytes());
+        mac.update(body);
+        mac.finalize().into_bytes().to_vec()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECRET: &str = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
+    const ID: &str = "msg_01JD0000000000000000000000";
+    const BODY: &[u8] = br#"{"type":"reward.ping","version":"1","id":"msg_01JD0000000000000000000000"}"#;
+    const AT: u64 = 1_767_225_600;
+    const SIGNATURE: &str = "v1,0EgMwOHD0NH71AcEz1ml4fJ+11KqL6+YVRgdwn7f0Sg=";
+
+    #[test]
+    fn the_contracts_test_vector_holds() {
+        let key = Key::parse(SECRET).unwrap();
+        assert_eq!(key.sign(ID, AT, BODY), SIGNATURE);
+        assert_eq!(key.verify(ID, "1767225600", SIGNATURE, BODY, AT + 300), Ok(()));
+    }
+
+    #[test]
+    fn one_of_several_signatures_is_enough() {
+        let key = Key::parse(SECRET).unwrap();
+        let rotation = format!("v1,AAAA v2,xyz {SIGNATURE}");
+        assert_eq!(key.verify(ID, "1767225600", &rotation, BODY, AT), Ok(()));
+    }
+
+    #[test]
+    fn another_body_id_time_or_key_is_refused() {
+        let key = Key::parse(SECRET).unwrap();
+        assert_eq!(key.verify(ID, "1767225600", SIGNATURE, b"{}", AT), Err(Rejected::Signature));
+        assert_eq!(key.verify("msg_2", "1767225600", SIGNATURE, BODY, AT), Err(Rejected::Signature));
+        assert_eq!(key.verify(ID, "1767225601", SIGNATURE, BODY, AT), Err(Rejected::Signature));
+        assert_eq!(key.verify(ID, "1767225600", SIGNATURE, BODY, AT + 301), Err(Rejected::Stale));
+        assert_eq!(key.verify(ID, "1767225600", SIGNATURE, BODY, AT - 301), Err(Rejected::Stale));
+        assert_eq!(key.verify(ID, "soon", SIGNATURE, BODY, AT), Err(Rejected::Timestamp));
+        assert_eq!(key.verify(ID, "1767225600", "", BODY, AT), Err(Rejected::Signature));
+        let other = Key::parse(&Key::generate().unwrap()).unwrap();
+        assert_eq!(other.verify(ID, "1767225600", SIGNATURE, BODY, AT), Err(Rejected::Signature));
+    }
+
+    #[test]
+    fn what_is_not_a_secret_is_refused_without_repeating_it() {
+        assert_eq!(Key::parse("secret").unwrap_err(), KeyError::Prefix);
+        assert_eq!(Key::parse("whsec_???").unwrap_err(), KeyError::Base64);
+        assert_eq!(Key::parse("whsec_AAEC").unwrap_err(), KeyError::Length);
+        assert!(!format!("{:?}", Key::parse(SECRET).unwrap()).contains("AAEC"));
+    }
+}

@@ -1,0 +1,364 @@
+//! One request with all its tries: the same id and bytes each time, a fresh timestamp and signature.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
+use reqwest::{Response, StatusCode};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use utoipa::ToSchema;
+
+use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
+use super::request::Request;
+use super::{Counts, RewardFailure, Webhook};
+use crate::reward::outgoing;
+
+/// Largest response that is read, bytes; the rest of a larger one is never received.
+const MAX_RESPONSE_BYTES: usize = 8 << 20;
+/// First and longest wait between tries (full jitter: a random part of it).
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+/// Longest wait once a service counts as down, and the longest `Retry-After` that is honoured.
+const LONGEST_OUTAGE_WAIT: Duration = Duration::from_secs(300);
+/// Failures in a row after which the job says that it waits.
+const FAILURES_BEFORE_WAITING: u32 = 2;
+
+/// What came of a request.
+#[derive(Debug)]
+pub(super) enum Delivered {
+    /// The body of a 200.
+    Body(Vec<u8>),
+    /// An answer that cannot be used, but another try may bring a better one.
+    Unusable(String),
+    /// An answer that will stay the same.
+    Permanent(String),
+    /// 413.
+    TooLarge,
+}
+
+/// What one try brought.
+enum Try {
+    Done(Delivered),
+    Gone,
+    Refused(String),
+    Failed { why: String, retry_after: Option<Duration> },
+}
+
+/// A service's answer to `reward.ping`.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct Ping {
+    /// Any 2xx.
+    pub ok: bool,
+    /// The HTTP status, if there was one.
+    pub status: Option<u16>,
+    /// Why there was none.
+    pub error: Option<String>,
+    /// Milliseconds.
+    pub latency_ms: f64,
+    /// What the service says of itself.
+    pub reply: Option<PingReply>,
+}
+
+/// What a service may say of itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PingReply {
+    /// Most samples it takes in one request.
+    #[serde(default)]
+    pub max_batch_samples: Option<u32>,
+    /// `sync`, `async`.
+    #[serde(default)]
+    pub modes: Option<Vec<String>>,
+    /// Smallest and largest reward it gives.
+    #[serde(default)]
+    pub range: Option<Vec<f64>>,
+}
+
+impl Webhook {
+    /// Sends a request until something other than a transport failure comes of it. Connect errors, timeouts, 408, 425, 429
+    /// and 5xx are tried again, `max_tries` times quickly, then ever more slowly, until `max_outage_s` is over.
+    pub(super) async fn deliver(&self, request: &Request) -> Result<(Delivered, Counts), RewardFailure> {
+        let start = Instant::now();
+        let patience = if self.down.load(Ordering::Relaxed) { 0 } else { self.plan.max_outage_s };
+        let mut counts = Counts::default();
+        let mut failures = 0;
+        let mut waiting = None;
+        loop {
+            counts.requests += 1;
+            let (why, retry_after) = match self.try_once(request).await {
+                Try::Done(delivered) => {
+                    self.down.store(false, Ordering::Relaxed);
+                    return Ok((delivered, counts));
+                }
+                Try::Gone => return Err(RewardFailure::Gone { reward: self.name.clone() }),
+                Try::Refused(detail) => return Err(RewardFailure::Refused { reward: self.name.clone(), detail }),
+                Try::Failed { why, retry_after } => (why, retry_after),
+            };
+            failures += 1;
+            let left = Duration::from_secs(patience).saturating_sub(start.elapsed());
+            if left.is_zero() {
+                self.down.store(true, Ordering::Relaxed);
+                let waited_s = start.elapsed().as_secs();
+                return Err(RewardFailure::Outage { reward: self.name.clone(), waited_s, cause: why });
+            }
+            if failures >= FAILURES_BEFORE_WAITING && waiting.is_none() {
+                waiting = Some(Waiting::new(&self.waiting));
+            }
+            let wait = if failures < self.plan.max_tries {
+                jitter(failures)
+            } else {
+                // Down, as it seems: 30 s doubling to 5 min, each between half and full.
+                let longest = doubled(LONGEST_WAIT, failures - self.plan.max_tries, LONGEST_OUTAGE_WAIT);
+                longest.mul_f64(0.5 + 0.5 * random_fraction())
+            };
+            let wait = wait.max(retry_after.unwrap_or_default().min(LONGEST_OUTAGE_WAIT)).min(left);
+            tracing::info!(reward = %self.name, failures, wait_ms = wait.as_millis() as u64, "reward request failed: {why}");
+            counts.retries += 1;
+            tokio::time::sleep(wait).await;
+        }
+    }
+
+    /// Sends one `reward.ping`, once.
+    pub async fn ping(&self) -> Ping {
+        let start = Instant::now();
+        let request = Request::ping();
+        let (status, outcome) = match self.send(&request).await {
+            Ok((status, _, body)) => (Some(status), body),
+            Err(failed) => (None, Err(failed.0)),
+        };
+        let ok = status.is_some_and(|status| status.is_success());
+        Ping {
+            ok,
+            status: status.map(|status| status.as_u16()),
+            latency_ms: milliseconds(start),
+            reply: outcome.as_ref().ok().filter(|_| ok).and_then(|body| serde_json::from_slice(body).ok()),
+            error: match (status, outcome) {
+                (Some(_), _) if ok => None,
+                (_, Err(why)) => Some(why),
+                (Some(status), Ok(_)) => Some(format!("the service answered {status}")),
+                (None, Ok(_)) => None,
+            },
+        }
+    }
+
+    async fn try_once(&self, request: &Request) -> Try {
+        let (status, retry_after, body) = match self.send(request).await {
+            Ok(answered) => answered,
+            Err(NotSent(why, true)) => return Try::Refused(why),
+            Err(NotSent(why, false)) => return Try::Failed { why, retry_after: None },
+        };
+        let said = || match &body {
+            Ok(body) if !body.is_empty() => {
+                format!(": {}", String::from_utf8_lossy(body).trim().chars().take(120).collect::<String>())
+            }
+            _ => String::new(),
+        };
+        match status.as_u16() {
+            200 | 201 | 203 => match body {
+                Ok(body) => Try::Done(Delivered::Body(body)),
+                Err(why) if why == OVERSIZE => Try::Done(Delivered::Unusable(why)),
+                Err(why) => Try::Failed { why, retry_after },
+            },
+            202 => Try::Done(Delivered::Unusable(
+                "the service answered 202, but only synchronous answers were offered".to_owned(),
+            )),
+            410 => Try::Gone,
+            413 => Try::Done(Delivered::TooLarge),
+            408 | 425 | 429 | 500..=599 => {
+                Try::Failed { why: format!("the service answered {status}{}", said()), retry_after }
+            }
+            300..=399 => {
+                Try::Done(Delivered::Permanent(format!("the service answered {status}: redirects are not followed")))
+            }
+            400..=499 => Try::Done(Delivered::Permanent(format!("the service answered {status}{}", said()))),
+            _ => Try::Done(Delivered::Unusable(format!("the service answered {status} without rewards"))),
+        }
+    }
+
+    /// One try on the wire, bounded in time. The body is an error where it broke off or was too large.
+    async fn send(&self, request: &Request) -> Result<Answered, NotSent> {
+        let start = Instant::now();
+        let headers = self.request_headers(request);
+        let sent = self.exchanges.as_ref().map(|_| Sent {
+            url: self.url.to_string(),
+            headers: readable_headers(&headers),
+            body: readable_body(&request.body),
+        });
+        let limit = Duration::from_millis(self.plan.timeout_ms.min(self.plan.deadline_ms).max(1));
+        let exchange = async {
+            let response = self
+                .client
+                .post(self.url.clone())
+                .headers(headers)
+                .body(request.body.clone())
+                .send()
+                .await
+                .map_err(not_sent)?;
+            let (status, headers) = (response.status(), response.headers().clone());
+            Ok((status, headers, read_bounded(response).await))
+        };
+        let timed_out = || NotSent(format!("no answer within {} ms", limit.as_millis()), false);
+        let outcome = tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err(timed_out()));
+        if let (Some(exchanges), Some(request)) = (&self.exchanges, sent) {
+            let (response, error) = match &outcome {
+                Ok((status, headers, body)) => {
+                    let text = body.as_ref().map(|body| readable_body(body)).unwrap_or_default();
+                    let response = Received { status: status.as_u16(), headers: readable_headers(headers), body: text };
+                    (Some(response), body.as_ref().err().cloned())
+                }
+                Err(NotSent(why, _)) => (None, Some(why.clone())),
+            };
+            let exchange = Exchange { request, response, error, latency_ms: milliseconds(start) };
+            exchanges.lock().unwrap_or_else(PoisonError::into_inner).push(exchange);
+        }
+        outcome.map(|(status, headers, body)| (status, retry_after(&headers), body))
+    }
+
+    /// The user's headers first, so that they cannot replace ours.
+    fn request_headers(&self, request: &Request) -> HeaderMap {
+        let mut headers = self.headers.clone();
+        let mut set = |name: &'static str, value: &str| {
+            if let Ok(value) = HeaderValue::from_str(value) {
+                headers.insert(HeaderName::from_static(name), value);
+            }
+        };
+        let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        set("webhook-id", &request.id);
+        set("webhook-timestamp", &now_s.to_string());
+        if let Some(key) = &self.key {
+            set("webhook-signature", &key.sign(&request.id, now_s, &request.body));
+        }
+        set("idempotency-key", &request.id);
+        set("traceparent", &traceparent(&request.id));
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers
+    }
+}
+
+type Answered = (StatusCode, Option<Duration>, Result<Vec<u8>, String>);
+
+/// Why nothing was received, and whether that is because the address is refused.
+struct NotSent(String, bool);
+
+const OVERSIZE: &str = "the answer is larger than 8 MiB";
+
+fn not_sent(error: reqwest::Error) -> NotSent {
+    if let Some(refused) = outgoing::refusal(&error) {
+        return NotSent(refused.to_string(), true);
+    }
+    NotSent(innermost(&error), false)
+}
+
+/// The innermost cause says it best ("Connection refused"); the outer ones repeat the URL.
+fn innermost(error: &reqwest::Error) -> String {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    let kind = if error.is_connect() { "cannot connect" } else { "the connection broke" };
+    format!("{kind}: {cause}")
+}
+
+async fn read_bounded(mut response: Response) -> Result<Vec<u8>, String> {
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(|error| innermost(&error))? {
+        if body.len() + chunk.len() > MAX_RESPONSE_BYTES {
+            return Err(OVERSIZE.to_owned());
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body)
+}
+
+/// Seconds or an HTTP date.
+fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
+    if let Ok(seconds) = text.parse() {
+        return Some(Duration::from_secs(seconds));
+    }
+    let at = jiff::fmt::rfc2822::DateTimeParser::new().parse_timestamp(text).ok()?;
+    Some(Duration::try_from(at.duration_since(jiff::Timestamp::now())).unwrap_or_default())
+}
+
+/// W3C trace context: one trace a request, one span a try.
+fn traceparent(id: &str) -> String {
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    format!("00-{}-{:016x}-01", hex(&Sha256::digest(id.as_bytes())[..16]), random_bits() | 1)
+}
+
+/// A random part of 0.5 s, 1 s, 2 s … 30 s, after the nth failure (from 1).
+pub(super) fn jitter(failures: u32) -> Duration {
+    doubled(FIRST_WAIT, failures.saturating_sub(1), LONGEST_WAIT).mul_f64(random_fraction())
+}
+
+fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
+    first.saturating_mul(1 << times.min(16)).min(longest)
+}
+
+/// Not for secrets: spreads retries.
+fn random_bits() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+fn random_fraction() -> f64 {
+    (random_bits() >> 11) as f64 / (1u64 << 53) as f64
+}
+
+fn milliseconds(start: Instant) -> f64 {
+    (start.elapsed().as_secs_f64() * 1e6).round() / 1e3
+}
+
+/// Counts a waiting request for as long as it lives.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    fn new(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_grow_from_half_a_second_to_thirty() {
+        assert_eq!(doubled(FIRST_WAIT, 0, LONGEST_WAIT), Duration::from_millis(500));
+        assert_eq!(doubled(FIRST_WAIT, 3, LONGEST_WAIT), Duration::from_secs(4));
+        assert_eq!(doubled(FIRST_WAIT, 60, LONGEST_WAIT), LONGEST_WAIT);
+        let waits: Vec<_> = (0..200).map(|_| jitter(3)).collect();
+        assert!(waits.iter().all(|wait| *wait <= Duration::from_secs(2)));
+        assert!(waits.iter().any(|wait| *wait < Duration::from_secs(1)));
+        assert!(waits.iter().any(|wait| *wait > Duration::from_secs(1)));
+    }
+
+    #[test]
+    fn retry_after_is_seconds_or_a_date() {
+        let parse = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(RETRY_AFTER, HeaderValue::from_str(value).unwrap());
+            retry_after(&headers)
+        };
+        assert_eq!(parse("7"), Some(Duration::from_secs(7)));
+        assert_eq!(parse("Wed, 21 Oct 2015 07:28:00 GMT"), Some(Duration::ZERO));
+        assert!(parse("Wed, 21 Oct 2065 07:28:00 GMT").unwrap() > Duration::from_secs(1_000_000));
+        assert_eq!(parse("soon"), None);
+    }
+
+    #[test]
+    fn a_traceparent_keeps_its_trace_and_changes_its_span() {
+        let (first, second) = (traceparent("rwr_1"), traceparent("rwr_1"));
+        assert_eq!(first.len(), 55);
+        assert_eq!(first[..35], second[..35]);
+        assert_ne!(first, second);
+    }
+}
