@@ -17,6 +17,7 @@ use super::AppState;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, once};
+use super::list::{self, List, Time};
 use super::submit;
 use crate::event::Phase;
 use crate::id::JobId;
@@ -70,12 +71,12 @@ pub struct JobView {
     plan: Value,
     /// The job it was made from.
     parent: Option<JobId>,
-    /// RFC 3339, UTC.
-    created_at: String,
+    /// When it was submitted.
+    created_at: Time,
     /// First claim.
-    started_at: Option<String>,
+    started_at: Option<Time>,
     /// Terminal state reached.
-    finished_at: Option<String>,
+    finished_at: Option<Time>,
     /// The client's own labels.
     metadata: BTreeMap<String, String>,
 }
@@ -102,34 +103,11 @@ impl JobView {
             failure: row.failure,
             plan: row.plan_json,
             parent: row.parent,
-            created_at: rfc3339(row.created_at),
-            started_at: row.started_at.map(rfc3339),
-            finished_at: row.finished_at.map(rfc3339),
+            created_at: Time(row.created_at),
+            started_at: row.started_at.map(Time),
+            finished_at: row.finished_at.map(Time),
             metadata: row.metadata,
         })
-    }
-}
-
-/// Unix milliseconds as RFC 3339 in UTC.
-pub(super) fn rfc3339(unix_ms: i64) -> String {
-    jiff::Timestamp::from_millisecond(unix_ms).map(|time| format!("{time:.3}")).unwrap_or_default()
-}
-
-/// A page of a list.
-#[derive(Debug, Serialize, ToSchema)]
-pub struct List<T> {
-    /// The items.
-    pub data: Vec<T>,
-    /// Pass it as `after` for the next page; null = this is the last one.
-    pub next: Option<String>,
-}
-
-/// The number of items a page, from its query parameter.
-pub(super) fn page_limit(given: Option<u32>, default: u32, max: u32) -> Result<u32, Problem> {
-    match given {
-        None => Ok(default),
-        Some(limit) if (1..=max).contains(&limit) => Ok(limit),
-        Some(limit) => Err(bad_query("limit", "out_of_range", format!("must be between 1 and {max}, not {limit}"))),
     }
 }
 
@@ -188,7 +166,7 @@ async fn list_jobs(
             },
         }
     }
-    let page = state.store.job_list(&filter, after.as_deref(), page_limit(limit, 20, 100)?).await?;
+    let page = state.store.job_list(&filter, after.as_deref(), list::limit(limit)?).await?;
     let mut data = Vec::with_capacity(page.data.len());
     for row in page.data {
         data.push(JobView::of(&state, row).await?);
@@ -199,6 +177,7 @@ async fn list_jobs(
 /// How long to wait for a job.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
 struct Wait {
     /// Answer when the job is over or paused, or after this many seconds (at most 3600). Default: at once.
     #[param(maximum = 3600)]
@@ -330,6 +309,7 @@ async fn move_job(
 /// The form of a job's configuration.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
 struct ConfigQuery {
     /// Only `json` so far.
     format: Option<String>,
