@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod golden;
+mod layering;
 mod parity;
 mod rewards;
 mod spec;
