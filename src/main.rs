@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use rlood::config::{Cli, Command, LogFormat, WorkerArgs};
-use rlood::{serve, worker};
+use rlood::{http, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
 const EXIT_USAGE: u8 = 2;
@@ -26,7 +26,14 @@ fn main() -> ExitCode {
             Ok(config) => on_runtime(None, serve::check::run(config)),
             Err(error) => refuse(&error),
         },
-        Command::Demo(_) | Command::Openapi => refuse(&"this role is not part of this build"),
+        Command::Openapi => match http::openapi().to_pretty_json() {
+            Ok(text) => {
+                println!("{text}");
+                ExitCode::SUCCESS
+            }
+            Err(error) => fail(&error),
+        },
+        Command::Demo(_) => refuse(&"this role is not part of this build"),
         Command::Worker(args) => {
             limit_threads(&args);
             on_runtime(Some(2), worker::run(args))

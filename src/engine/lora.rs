@@ -1,6 +1,13 @@
 //! LoRA adapters: PEFT's names, layout and initialisation.
 
+use std::fs::File;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
 use super::error::{EngineError, Result};
+use super::load;
+use crate::modelcard::{self, ModelConfig, weights};
 use crate::spec::LoraPlan;
 
 /// A linear layer that LoRA can adapt.
@@ -49,6 +56,19 @@ impl Module {
             Module::Gate => "mlp.gate_proj",
             Module::Up => "mlp.up_proj",
             Module::Down => "mlp.down_proj",
+        }
+    }
+
+    /// Outputs and inputs of the module.
+    pub fn shape(self, model: &ModelConfig) -> (usize, usize) {
+        let (hidden, inter) = (model.hidden_size, model.intermediate_size);
+        let (q, kv) = (model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim);
+        match self {
+            Module::Q => (q, hidden),
+            Module::K | Module::V => (kv, hidden),
+            Module::O => (hidden, q),
+            Module::Gate | Module::Up => (inter, hidden),
+            Module::Down => (hidden, inter),
         }
     }
 
@@ -110,3 +130,297 @@ pub struct ParameterInfo {
     /// Where it starts in the flat buffer.
     pub offset: usize,
 }
+
+/// The adapter's weights in a PEFT directory.
+pub const WEIGHTS: &str = "adapter_model.safetensors";
+/// The adapter's config in a PEFT directory.
+pub const CONFIG: &str = "adapter_config.json";
+
+/// An adapter: its config and all its values in one flat buffer.
+#[derive(Debug)]
+pub(super) struct Lora {
+    pub config: LoraConfig,
+    pub parameters: Vec<Parameter>,
+    pub values: Vec<f32>,
+}
+
+/// One tensor of the flat buffer.
+#[derive(Debug)]
+pub(super) struct Parameter {
+    pub info: ParameterInfo,
+    layer: usize,
+    module: Module,
+    is_b: bool,
+}
+
+impl Parameter {
+    fn len(&self) -> usize {
+        self.info.shape.iter().product()
+    }
+
+    fn range(&self) -> std::ops::Range<usize> {
+        self.info.offset..self.info.offset + self.len()
+    }
+}
+
+impl Lora {
+    /// PEFT's initialisation: A uniform in ±1/√in (Kaiming with a = √5), B zero.
+    pub fn fresh(config: &LoraConfig, model: &ModelConfig, seed: u64) -> Result<Lora> {
+        let mut lora = Lora::zeros(config, model)?;
+        for parameter in lora.parameters.iter().filter(|p| !p.is_b) {
+            let bound = (parameter.info.shape[1] as f64).powf(-0.5);
+            for (i, value) in lora.values[parameter.range()].iter_mut().enumerate() {
+                let u = uniform(seed, (parameter.info.offset + i) as u64);
+                *value = ((2.0 * u - 1.0) * bound) as f32;
+            }
+        }
+        Ok(lora)
+    }
+
+    /// The tensors of a PEFT file.
+    pub fn read(config: &LoraConfig, model: &ModelConfig, file: &Path) -> Result<Lora> {
+        let mut lora = Lora::zeros(config, model)?;
+        let (Some(dir), Some(name)) = (file.parent(), file.file_name().and_then(|n| n.to_str())) else {
+            return Err(EngineError::Adapter(format!("{} is not a file", file.display())));
+        };
+        let mut tensors = weights::read_header(dir, name).map_err(|e| EngineError::Adapter(e.to_string()))?.tensors;
+        let failed = |source| EngineError::Io { path: file.to_owned(), source };
+        let mut reader = File::open(file).map_err(failed)?;
+        for parameter in &lora.parameters {
+            let info = &parameter.info;
+            let Some(location) = tensors.remove(&info.name) else {
+                return Err(EngineError::Adapter(format!("{name}: tensor {} is missing", info.name)));
+            };
+            if location.shape != info.shape {
+                return Err(EngineError::Adapter(format!(
+                    "{name}: tensor {} has shape {:?}; this model and r = {} ask for {:?}",
+                    info.name, location.shape, config.r, info.shape
+                )));
+            }
+            let values = load::read_values(&mut reader, &location).map_err(failed)?;
+            lora.values[parameter.range()].copy_from_slice(&values);
+        }
+        if let Some(other) = tensors.keys().next() {
+            let detail = format!("{name}: tensor {other} belongs to no module of target_modules in this model");
+            return Err(EngineError::Adapter(detail));
+        }
+        Ok(lora)
+    }
+
+    fn zeros(config: &LoraConfig, model: &ModelConfig) -> Result<Lora> {
+        let LoraConfig { r, alpha, use_rslora: _, target_modules } = config;
+        if *r == 0 || target_modules.is_empty() || !alpha.is_finite() {
+            let detail =
+                format!("r = {r}, alpha = {alpha}, {} target modules; each must be there", target_modules.len());
+            return Err(EngineError::Adapter(detail));
+        }
+        let mut config = config.clone();
+        config.target_modules.sort();
+        config.target_modules.dedup();
+        let mut parameters = Vec::new();
+        let mut offset = 0;
+        for layer in 0..model.num_hidden_layers {
+            for module in Module::ALL.into_iter().filter(|m| target_modules.contains(m)) {
+                let (out, input) = module.shape(model);
+                let path = format!("base_model.model.model.layers.{layer}.{}", module.path());
+                for (is_b, name, shape) in [(false, "lora_A", vec![*r, input]), (true, "lora_B", vec![out, *r])] {
+                    let info = ParameterInfo { name: format!("{path}.{name}.weight"), shape, offset };
+                    offset += info.shape.iter().product::<usize>();
+                    parameters.push(Parameter { info, layer, module, is_b });
+                }
+            }
+        }
+        Ok(Lora { config, parameters, values: vec![0.0; offset] })
+    }
+
+    fn ranges(&self, layer: usize, module: Module) -> Option<(std::ops::Range<usize>, std::ops::Range<usize>)> {
+        let index = self.config.target_modules.iter().filter(|m| **m < module).count();
+        let at = 2 * (layer * self.config.target_modules.len() + index);
+        match self.parameters.get(at..at + 2)? {
+            [a, b] if a.layer == layer && a.module == module => Some((a.range(), b.range())),
+            _ => None,
+        }
+    }
+
+    /// A and B of one module, if it is adapted.
+    pub fn pair(&self, layer: usize, module: Module) -> Option<(&[f32], &[f32])> {
+        self.ranges(layer, module).map(|(a, b)| (&self.values[a], &self.values[b]))
+    }
+
+    /// The places of A and B of one module in a flat buffer.
+    pub fn pair_mut<'f>(
+        &self,
+        layer: usize,
+        module: Module,
+        flat: &'f mut [f32],
+    ) -> Option<(&'f mut [f32], &'f mut [f32])> {
+        let (a, b) = self.ranges(layer, module)?;
+        // B follows A.
+        let (left, right) = flat.split_at_mut(b.start);
+        Some((&mut left[a], &mut right[..b.len()]))
+    }
+
+    /// Write PEFT's two files.
+    pub fn write(&self, dir: &Path, base_model_name_or_path: &str) -> Result<()> {
+        let bytes: Vec<u8> = self.values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let mut views = Vec::with_capacity(self.parameters.len());
+        for parameter in &self.parameters {
+            let range = parameter.range();
+            let data = &bytes[range.start * 4..range.end * 4];
+            let view =
+                safetensors::tensor::TensorView::new(safetensors::Dtype::F32, parameter.info.shape.clone(), data)
+                    .map_err(|e| EngineError::Adapter(e.to_string()))?;
+            views.push((parameter.info.name.as_str(), view));
+        }
+        let metadata = std::collections::HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        let file = safetensors::serialize(views, Some(metadata)).map_err(|e| EngineError::Adapter(e.to_string()))?;
+        let write = |name: &str, bytes: &[u8]| {
+            let path = dir.join(name);
+            std::fs::write(&path, bytes).map_err(|source| EngineError::Io { path, source })
+        };
+        write(WEIGHTS, &file)?;
+        let config = format!("{:#}\n", self.config.to_json(base_model_name_or_path));
+        write(CONFIG, config.as_bytes())
+    }
+}
+
+/// A number in [0, 1) for a counter: SplitMix64's finaliser over seed and counter.
+fn uniform(seed: u64, counter: u64) -> f64 {
+    let mix = |mut z: u64| {
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    };
+    const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+    let bits = mix(mix(seed.wrapping_add(STEP)).wrapping_add(counter.wrapping_add(1).wrapping_mul(STEP)));
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+/// Parse and validate a PEFT directory's `adapter_config.json`.
+pub fn read_config(dir: &Path) -> Result<LoraConfig> {
+    let value = modelcard::read_json(dir, CONFIG, 1 << 20).map_err(|e| EngineError::Adapter(e.to_string()))?;
+    LoraConfig::from_json(&value)
+}
+
+impl LoraConfig {
+    /// PEFT's adapter_config.json.
+    pub fn from_json(value: &Value) -> Result<LoraConfig> {
+        let refuse = |key: &str, advice: &str| {
+            let found = value.get(key).map_or_else(|| "missing".to_owned(), modelcard::brief);
+            Err(EngineError::Adapter(format!("{CONFIG}: {key} is {found}; {advice}")))
+        };
+        if value.get("peft_type").and_then(Value::as_str) != Some("LORA") {
+            return refuse("peft_type", "only \"LORA\" is supported");
+        }
+        for key in UNSUPPORTED {
+            let neutral = match value.get(key) {
+                None | Some(Value::Null | Value::Bool(false)) => true,
+                Some(Value::Object(map)) => map.is_empty(),
+                Some(Value::Array(list)) => list.is_empty(),
+                Some(_) => false,
+            };
+            if !neutral {
+                return refuse(key, "this is not supported");
+            }
+        }
+        if !matches!(value.get("bias").map(Value::as_str), None | Some(Some("none"))) {
+            return refuse("bias", "only \"none\" is supported");
+        }
+        if let Some(name) = value.get("init_lora_weights").and_then(Value::as_str)
+            && ["pissa", "olora", "corda", "loftq"].iter().any(|n| name.starts_with(n))
+        {
+            return refuse("init_lora_weights", "it changes the base weights, which is not supported");
+        }
+        let Some(r) = value.get("r").and_then(Value::as_u64).filter(|r| (1..=1 << 16).contains(r)) else {
+            return refuse("r", "it must be a positive whole number");
+        };
+        let Some(alpha) = value.get("lora_alpha").and_then(Value::as_f64).filter(|a| a.is_finite()) else {
+            return refuse("lora_alpha", "it must be a number");
+        };
+        let modules = match value.get("target_modules") {
+            Some(Value::String(name)) if name == "all-linear" => Some(Module::ALL.to_vec()),
+            Some(Value::Array(list)) if !list.is_empty() => {
+                list.iter().map(|name| name.as_str().and_then(Module::from_name)).collect::<Option<Vec<Module>>>()
+            }
+            _ => None,
+        };
+        let Some(mut target_modules) = modules else {
+            return refuse(
+                "target_modules",
+                "it must be a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+            );
+        };
+        target_modules.sort();
+        target_modules.dedup();
+        let use_rslora = value.get("use_rslora").and_then(Value::as_bool).unwrap_or(false);
+        Ok(LoraConfig { r: r as usize, alpha, use_rslora, target_modules })
+    }
+
+    /// adapter_config.json with every key PEFT writes.
+    pub fn to_json(&self, base_model_name_or_path: &str) -> Value {
+        let LoraConfig { r, alpha, use_rslora, target_modules } = self;
+        let names: Vec<&str> = target_modules.iter().map(|m| m.name()).collect();
+        let alpha = if alpha.fract() == 0.0 && alpha.abs() < 1e15 { json!(*alpha as i64) } else { json!(alpha) };
+        json!({
+            "alora_invocation_tokens": null,
+            "alpha_pattern": {},
+            "arrow_config": null,
+            "auto_mapping": null,
+            "base_model_name_or_path": base_model_name_or_path,
+            "bias": "none",
+            "corda_config": null,
+            "ensure_weight_tying": false,
+            "eva_config": null,
+            "exclude_modules": null,
+            "fan_in_fan_out": false,
+            "inference_mode": true,
+            "init_lora_weights": true,
+            "kasa_config": null,
+            "layer_replication": null,
+            "layers_pattern": null,
+            "layers_to_transform": null,
+            "loftq_config": {},
+            "lora_alpha": alpha,
+            "lora_bias": false,
+            "lora_dropout": 0.0,
+            "lora_ga_config": null,
+            "megatron_config": null,
+            "megatron_core": "megatron.core",
+            "modules_to_save": null,
+            "monteclora_config": null,
+            "peft_type": "LORA",
+            "peft_version": "0.21.2",
+            "qalora_group_size": 16,
+            "r": r,
+            "rank_pattern": {},
+            "revision": null,
+            "target_modules": names,
+            "target_parameters": null,
+            "task_type": "CAUSAL_LM",
+            "trainable_token_indices": null,
+            "use_bdlora": null,
+            "use_dora": false,
+            "use_qalora": false,
+            "use_rslora": use_rslora,
+            "velora_config": null,
+        })
+    }
+}
+
+/// Keys of adapter_config.json that must be absent, null, false or empty.
+const UNSUPPORTED: [&str; 14] = [
+    "alpha_pattern",
+    "rank_pattern",
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "layers_to_transform",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "exclude_modules",
+];
