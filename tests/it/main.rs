@@ -2,6 +2,10 @@
 
 mod golden;
 mod parity;
+mod queue;
 mod rewards;
+mod setting;
 mod spec;
+mod store;
 mod vectors;
+mod worker_protocol;
