@@ -3,6 +3,10 @@
 mod golden;
 mod layering;
 mod parity;
+mod queue;
 mod rewards;
+mod setting;
 mod spec;
+mod store;
 mod vectors;
+mod worker_protocol;
