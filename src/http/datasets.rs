@@ -138,29 +138,35 @@ async fn create_dataset(
     once(&state.clone(), &headers, "POST /datasets", &identity, store_dataset(state, name, summary, staged)).await
 }
 
-/// Bytes first, then the row; the same bytes are one dataset.
 async fn store_dataset(
     state: AppState,
     name: Option<String>,
     summary: Summary,
     staged: StagedDone,
 ) -> Result<Answer, Problem> {
-    let answer = |status, row: DatasetRow| {
-        let location = format!("/datasets/{}", row.id);
-        Answer::new(status, Some(location), &Dataset::from(row))
-    };
+    let (row, is_new) = keep_rows(&state, name, summary, staged).await?;
+    let location = format!("/datasets/{}", row.id);
+    Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &Dataset::from(row))
+}
+
+/// Bytes first, then the row; the same bytes are one dataset: the row, and whether it is new.
+pub(super) async fn keep_rows(
+    state: &AppState,
+    name: Option<String>,
+    summary: Summary,
+    staged: StagedDone,
+) -> Result<(DatasetRow, bool), Problem> {
     if let Some(row) = state.store.dataset_by_sha256(&staged.sha256).await? {
-        return answer(StatusCode::OK, row);
+        return Ok((row, false));
     }
     let (id, Summary { num_rows, columns }) = (DatasetId::new(), summary);
     let new = NewDataset { id, name, sha256: staged.sha256.clone(), num_rows, size_bytes: staged.size_bytes, columns };
     staged.publish(&state.files.dataset(id)).await?;
     let created = state.store.dataset_create(new, clock_ms()).await;
     if !matches!(created, Ok((_, true))) {
-        remove_file(&state, id).await?; // Another upload of the same rows was first, or there is no row.
+        remove_file(state, id).await?; // Another upload of the same rows was first, or there is no row.
     }
-    let (row, is_new) = created?;
-    answer(if is_new { StatusCode::CREATED } else { StatusCode::OK }, row)
+    Ok(created?)
 }
 
 async fn remove_file(state: &AppState, id: DatasetId) -> Result<(), Problem> {
@@ -193,7 +199,7 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Option<Stri
     Ok((name, uploaded))
 }
 
-fn format_of_part(part: &Field<'_>) -> Result<Format, Problem> {
+pub(super) fn format_of_part(part: &Field<'_>) -> Result<Format, Problem> {
     let kind = part.content_type().unwrap_or("");
     let kind = kind.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
     let by_name = || part.file_name().and_then(Format::of_file_name);
@@ -216,7 +222,7 @@ async fn short_text(mut part: Field<'_>) -> Result<String, Problem> {
 }
 
 /// Reads rows as they arrive, checks them, and writes the canonical ones to a staged file. Memory: one row and one piece.
-async fn read_rows<E>(
+pub(super) async fn read_rows<E>(
     state: &AppState,
     format: Format,
     mut pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
@@ -284,11 +290,11 @@ fn wrong_type(kind: &str) -> Problem {
     Problem::new(Code::UnsupportedMediaType, detail).header(header::ACCEPT, Format::ACCEPTED)
 }
 
-fn bad_form(detail: String) -> Problem {
+pub(super) fn bad_form(detail: String) -> Problem {
     Problem::new(Code::InvalidRequest, detail)
 }
 
-fn broken_form(error: MultipartError) -> Problem {
+pub(super) fn broken_form(error: MultipartError) -> Problem {
     match error.status() {
         StatusCode::PAYLOAD_TOO_LARGE => Problem::new(Code::BodyTooLarge, "the form is too large"),
         _ => bad_form("the multipart form is broken or ended early".to_owned()).because(error.body_text()),

@@ -105,7 +105,8 @@ async fn list_events(
         }
     });
     let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(PING).text("ping"));
-    Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream).into_response())
+    Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
+        .into_response())
 }
 
 fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {
@@ -144,7 +145,8 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
             }
         }
         if row.state.is_terminal() {
-            let end = sse::Event::default().event("end").json_data(json!({"state": row.state})).map_err(Problem::internal)?;
+            let end =
+                sse::Event::default().event("end").json_data(json!({"state": row.state})).map_err(Problem::internal)?;
             send(sender, end).await;
             return Ok(());
         }

@@ -147,7 +147,9 @@ async fn list_jobs(
             "state" => {
                 let names = || JobState::ALL.map(JobState::as_str).join(", ");
                 let state = JobState::parse(&value);
-                filter.state = Some(state.ok_or_else(|| bad_query("state", "invalid_value", format!("must be one of {}", names())))?);
+                filter.state = Some(
+                    state.ok_or_else(|| bad_query("state", "invalid_value", format!("must be one of {}", names())))?,
+                );
             }
             "model" => filter.model = Some(value),
             "after" => after = Some(value),
@@ -252,7 +254,11 @@ async fn delete_job(State(state): State<AppState>, Path(id): Path<JobId>) -> Res
 #[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
     (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
-async fn cancel_job(State(state): State<AppState>, headers: HeaderMap, Path(id): Path<JobId>) -> Result<Response, Problem> {
+async fn cancel_job(
+    State(state): State<AppState>,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+) -> Result<Response, Problem> {
     move_job(state, headers, id, Action::Cancel, "POST /jobs/{id}/cancel").await
 }
 
@@ -260,7 +266,11 @@ async fn cancel_job(State(state): State<AppState>, headers: HeaderMap, Path(id):
 #[utoipa::path(post, path = "/jobs/{id}/pause", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job; while it runs `requested` is `pause` until its worker has stopped", body = JobView),
     (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
-async fn pause_job(State(state): State<AppState>, headers: HeaderMap, Path(id): Path<JobId>) -> Result<Response, Problem> {
+async fn pause_job(
+    State(state): State<AppState>,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+) -> Result<Response, Problem> {
     move_job(state, headers, id, Action::Pause, "POST /jobs/{id}/pause").await
 }
 
@@ -268,7 +278,11 @@ async fn pause_job(State(state): State<AppState>, headers: HeaderMap, Path(id): 
 #[utoipa::path(post, path = "/jobs/{id}/resume", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
     (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
-async fn resume_job(State(state): State<AppState>, headers: HeaderMap, Path(id): Path<JobId>) -> Result<Response, Problem> {
+async fn resume_job(
+    State(state): State<AppState>,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+) -> Result<Response, Problem> {
     move_job(state, headers, id, Action::Resume, "POST /jobs/{id}/resume").await
 }
 
@@ -276,7 +290,11 @@ async fn resume_job(State(state): State<AppState>, headers: HeaderMap, Path(id):
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 201, description = "The new job; its `parent` is the old one", body = JobView, headers(("location" = String))),
     (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "It is not over", body = ProblemBody)))]
-async fn retry_job(State(state): State<AppState>, headers: HeaderMap, Path(id): Path<JobId>) -> Result<Response, Problem> {
+async fn retry_job(
+    State(state): State<AppState>,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+) -> Result<Response, Problem> {
     move_job(state, headers, id, Action::Retry, "POST /jobs/{id}/retry").await
 }
 
@@ -303,7 +321,7 @@ async fn move_job(
         };
         Answer::new(status, location, &JobView::of(&state, row).await?)
     };
-    once(&of, &headers, route, &format!("{:x}", Sha256::digest(id.to_string())), work).await
+    once(&of, &headers, route, &submit::hex(&Sha256::digest(id.to_string())), work).await
 }
 
 /// The form of a job's configuration.

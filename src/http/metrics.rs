@@ -1,6 +1,6 @@
 //! A job's metrics by step: JSON, CSV or NDJSON, thinned out so that no peak is lost.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use axum::extract::State;
 use axum::http::header;
@@ -72,7 +72,6 @@ pub struct MetricsRow {
     step: u64,
     /// By TRL's names, evaluation with the prefix `eval_`; null = undefined. A key that a step does not have is left out.
     #[serde(flatten)]
-    #[schema(value_type = BTreeMap<String, Option<f64>>)]
     metrics: Metrics,
 }
 
@@ -86,9 +85,10 @@ async fn get_metrics(
     Path(id): Path<JobId>,
     Query(query): Query<MetricsQuery>,
 ) -> Result<Response, Problem> {
-    let keys: Option<Vec<String>> = query.keys.as_ref().map(|keys| {
-        keys.split(',').map(str::trim).filter(|key| !key.is_empty()).map(str::to_owned).collect()
-    });
+    let keys: Option<Vec<String>> = query
+        .keys
+        .as_ref()
+        .map(|keys| keys.split(',').map(str::trim).filter(|key| !key.is_empty()).map(str::to_owned).collect());
     if let Some(points) = query.max_points.filter(|points| !(2..=MAX_ROWS).contains(points)) {
         return Err(bad_query("max_points", "out_of_range", format!("must be between 2 and {MAX_ROWS}, not {points}")));
     }
@@ -150,7 +150,8 @@ fn thinned(rows: Vec<MetricsRow>, keys: Option<Vec<String>>, max_points: usize) 
 
 fn leading(rows: &[MetricsRow]) -> Vec<String> {
     let all: BTreeSet<&String> = rows.iter().flat_map(|row| row.metrics.keys()).collect();
-    let (first, rest): (Vec<&String>, Vec<&String>) = all.into_iter().partition(|key| LEADING_KEYS.contains(&key.as_str()));
+    let (first, rest): (Vec<&String>, Vec<&String>) =
+        all.into_iter().partition(|key| LEADING_KEYS.contains(&key.as_str()));
     let rank = |key: &&String| LEADING_KEYS.iter().position(|leading| leading == key);
     let mut first = first;
     first.sort_by_key(rank);
@@ -231,6 +232,8 @@ fn csv_of(rows: &[MetricsRow]) -> Result<String, Box<dyn std::error::Error + Sen
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     fn rows(values: impl IntoIterator<Item = f64>) -> Vec<MetricsRow> {

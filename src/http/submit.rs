@@ -86,7 +86,7 @@ async fn read_document(headers: &HeaderMap, request: Request) -> Result<(Value, 
     Ok((parse_json(&bytes)?, hex(&Sha256::digest(&bytes))))
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -109,7 +109,8 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
             }
         }
     }
-    let document = document.ok_or_else(|| bad_form("there is no part 'spec': put the job there, as JSON".to_owned()))?;
+    let document =
+        document.ok_or_else(|| bad_form("there is no part 'spec': put the job there, as JSON".to_owned()))?;
     let missing = "there is no part 'dataset'; with a dataset id or records inside the spec send the spec alone, as application/json";
     Ok((document, rows.ok_or_else(|| bad_form(missing.to_owned()))?))
 }
@@ -238,12 +239,19 @@ async fn validate_job(
     Query(query): Query<ValidateQuery>,
     request: Request,
 ) -> Result<Json<Validation>, Problem> {
-    let unsupported = |name: &str, text: &str| Problem::new(Code::Unsupported, text).item(format!("?{name}"), "unsupported", text);
+    let unsupported =
+        |name: &str, text: &str| Problem::new(Code::Unsupported, text).item(format!("?{name}"), "unsupported", text);
     if query.from.is_some() {
-        return Err(unsupported("from", "translating other trainers' configurations is not supported yet: write the job in this API's terms"));
+        return Err(unsupported(
+            "from",
+            "translating other trainers' configurations is not supported yet: write the job in this API's terms",
+        ));
     }
     if query.probe {
-        return Err(unsupported("probe", "probing the model and the rewards is not supported yet: validate without it"));
+        return Err(unsupported(
+            "probe",
+            "probing the model and the rewards is not supported yet: validate without it",
+        ));
     }
     let headers = request.headers().clone();
     let (document, _) = read_document(&headers, request).await?;
@@ -338,7 +346,7 @@ impl Prompts {
                 return Ok(());
             }
             Source::Stored(path) => path,
-            Source::Uploaded(_, staged) => &staged.path,
+            Source::Uploaded(_, staged) => staged.path(),
         };
         for (row, line) in (0..).zip(BufReader::new(std::fs::File::open(path)?).lines()) {
             let record: Map<String, Value> = serde_json::from_str(&line?)?;
@@ -396,7 +404,8 @@ async fn find_model(state: &AppState, id: &str, errors: &mut Vec<FieldError>) ->
         Err(StoreError::NotFound { .. }) => {
             let some = state.store.model_list(None, 5).await?;
             let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
-            let known = if known.is_empty() { "none is".to_owned() } else { format!("registered are {}", known.join(", ")) };
+            let known =
+                if known.is_empty() { "none is".to_owned() } else { format!("registered are {}", known.join(", ")) };
             let detail = format!(
                 "no model '{}' is registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
                 shortened(id)

@@ -136,7 +136,19 @@ impl JobSpec {
 pub fn submittable(plan: &Plan) -> Value {
     // Without `..`: a setting that a job forgets when it is submitted again would be a bug.
     let Plan {
-        name, model, dataset, eval, rewards, rloo, sampling, lora, optimizer, training, checkpoints, metadata, totals: _,
+        name,
+        model,
+        dataset,
+        eval,
+        rewards,
+        rloo,
+        sampling,
+        lora,
+        optimizer,
+        training,
+        checkpoints,
+        metadata,
+        totals: _,
     } = plan;
     let mut document = json!({
         "name": name, "model": model.id, "dataset": {"id": dataset.id}, "eval": eval, "rewards": rewards, "rloo": rloo,

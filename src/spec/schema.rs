@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value, json};
 use utoipa::openapi::schema::{AdditionalProperties, Array, ObjectBuilder, OneOfBuilder, Schema, Type};
-use utoipa::openapi::{Object, Ref, RefOr};
+use utoipa::openapi::{Object, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::{
@@ -18,9 +18,14 @@ pub struct JobDocument;
 impl PartialSchema for JobDocument {
     fn schema() -> RefOr<Schema> {
         let defaults = JobSpec::sections_of_defaults();
-        let section = |name: &str, schema: RefOr<Schema>, text: &str| described(optional(schema, defaults.get(name), &[]), text);
-        let lora = Object { default: None, ..with_property(LoraPlan::schema(), "target_modules", target_modules()) };
-        let training = with_property(TrainingPlan::schema(), "num_train_epochs", number("Passes over the dataset, instead of max_steps; default 1."));
+        let section =
+            |name: &str, schema: RefOr<Schema>, text: &str| described(optional(schema, defaults.get(name), &[]), text);
+        let lora = with_property(LoraPlan::schema(), "target_modules", target_modules());
+        let training = with_property(
+            TrainingPlan::schema(),
+            "num_train_epochs",
+            number("Passes over the dataset, instead of max_steps; default 1."),
+        );
         let optimizer = with_property(OptimizerPlan::schema(), "kind", words("The optimizer.", &["adamw"]));
         let rloo = with_property(RlooPlan::schema(), "kl_coef", number("Another spelling of beta."));
         closed(&["model", "dataset", "rewards"])
@@ -64,7 +69,11 @@ impl ToSchema for JobDocument {
 }
 
 fn dataset(text: &str) -> RefOr<Schema> {
-    let rows = Array::new(ObjectBuilder::new().description(Some("A row: `prompt` (a string or chat messages) and columns for the rewards.")).build());
+    let rows = Array::new(
+        ObjectBuilder::new()
+            .description(Some("A row: `prompt` (a string or chat messages) and columns for the rewards."))
+            .build(),
+    );
     closed(&[])
         .property("id", string("Of an uploaded dataset."))
         .property("records", RefOr::T(Schema::Array(rows)))
@@ -76,7 +85,10 @@ fn dataset(text: &str) -> RefOr<Schema> {
 fn eval() -> RefOr<Schema> {
     closed(&["dataset"])
         .property("dataset", dataset("The evaluation prompts."))
-        .property("every_steps", integer("Optimizer steps between evaluations; the last step is always evaluated.", json!(20)))
+        .property(
+            "every_steps",
+            integer("Optimizer steps between evaluations; the last step is always evaluated.", json!(20)),
+        )
         .property("before_start", flag("Evaluate before the first step too.", true))
         .property("num_generations", integer("Completions a prompt.", json!(1)))
         .property("temperature", defaulted(number("0 = greedy."), json!(0.0)))
@@ -109,12 +121,17 @@ fn rewards() -> RefOr<Schema> {
         object.properties.insert("weight".to_owned(), defaulted(number("0 = metric only."), json!(1.0)));
         object.properties.insert("required".to_owned(), flag("A missing value makes the sample unscorable.", true));
         if kind == "webhook" {
-            object.properties.insert("secret".to_owned(), write_only(string("`whsec_…`; never shown again. Without it requests go unsigned.")));
-            object.properties.insert("headers".to_owned(), write_only(texts("Sent with every request; never shown again.")));
+            object.properties.insert(
+                "secret".to_owned(),
+                write_only(string("`whsec_…`; never shown again. Without it requests go unsigned.")),
+            );
+            object
+                .properties
+                .insert("headers".to_owned(), write_only(texts("Sent with every request; never shown again.")));
         }
         one_of = one_of.item(object);
     }
-    RefOr::T(Schema::Array(Array::new(one_of.build())))
+    RefOr::T(Schema::Array(Array::new(RefOr::T(Schema::OneOf(one_of.build())))))
 }
 
 fn target_modules() -> RefOr<Schema> {
@@ -144,7 +161,7 @@ fn optional(schema: RefOr<Schema>, defaults: Option<&Value>, required: &[&str]) 
 fn into_object(schema: RefOr<Schema>) -> Object {
     match schema {
         RefOr::T(Schema::Object(object)) => object,
-        RefOr::T(_) | RefOr::Ref(Ref { .. }) => Object::new(),
+        RefOr::T(_) | RefOr::Ref(_) => Object::new(),
     }
 }
 
@@ -164,20 +181,25 @@ fn forget_default(object: &mut Object, name: &str) {
     }
 }
 
-fn defaulted(schema: RefOr<Schema>, default: Value) -> RefOr<Schema> {
-    match schema {
-        RefOr::T(Schema::Object(object)) => Object { default: Some(default), ..object }.into(),
-        RefOr::T(Schema::Array(array)) => RefOr::T(Schema::Array(Array { default: Some(default), ..array })),
-        other => other,
+fn defaulted(mut schema: RefOr<Schema>, default: Value) -> RefOr<Schema> {
+    match &mut schema {
+        RefOr::T(Schema::Object(object)) => object.default = Some(default),
+        RefOr::T(Schema::Array(array)) => array.default = Some(default),
+        RefOr::T(_) | RefOr::Ref(_) => {}
     }
+    schema
 }
 
 fn described(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
-    Object { description: Some(text.to_owned()), ..into_object(schema) }.into()
+    let mut object = into_object(schema);
+    object.description = Some(text.to_owned());
+    object.into()
 }
 
 fn write_only(schema: RefOr<Schema>) -> RefOr<Schema> {
-    Object { write_only: Some(true), ..into_object(schema) }.into()
+    let mut object = into_object(schema);
+    object.write_only = Some(true);
+    object.into()
 }
 
 fn closed(required: &[&str]) -> ObjectBuilder {

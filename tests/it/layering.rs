@@ -4,8 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Plain types, imported by everyone.
-const WORDS: &[&str] =
-    &["config", "dataset", "event", "id", "job", "modelcard", "protocol", "sample", "spec"];
+const WORDS: &[&str] = &["config", "dataset", "event", "id", "job", "modelcard", "protocol", "sample", "spec"];
 
 /// Module, and what it may import besides the words and itself.
 const ALLOWED: &[(&str, &[&str])] = &[
@@ -146,7 +145,6 @@ fn first_name(path: &str) -> String {
 }
 
 fn uses_crate(code: &str, name: &str) -> bool {
-    code.match_indices(&format!("{name}::")).any(|(at, _)| {
-        !code[..at].ends_with(|before: char| before.is_alphanumeric() || before == '_' || before == ':')
-    })
+    code.match_indices(&format!("{name}::"))
+        .any(|(at, _)| !code[..at].ends_with(|before: char| before.is_alphanumeric() || before == '_' || before == ':'))
 }
