@@ -253,11 +253,8 @@ async fn upload_file(
 ) -> Result<StatusCode, Problem> {
     crate::files::check_name(&name)?;
     state.store.claim_check(job, attempt).await?;
-    let announced: u64 = request
-        .headers()
-        .get(header::CONTENT_LENGTH)
-        .and_then(|value| value.to_str().ok()?.parse().ok())
-        .unwrap_or(0);
+    let announced: u64 =
+        request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0);
     if announced.saturating_add(DISK_RESERVE_BYTES) > state.files.free_bytes()? {
         return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this file"));
     }
