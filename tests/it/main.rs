@@ -1,7 +1,14 @@
 //! The integration tests, in one binary.
 
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
 mod golden;
+mod layering;
 mod parity;
+mod queue;
 mod rewards;
+mod setting;
 mod spec;
+mod store;
 mod vectors;
+mod worker_protocol;

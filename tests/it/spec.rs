@@ -445,7 +445,7 @@ fn inline_records_are_checked_row_by_row() {
             "/dataset/records/1/prompt",
             "/dataset/records/2",
             "/dataset/records/3/prompt",
-            "/dataset/records/4/prompt/0",
+            "/dataset/records/4/prompt",
             "/dataset/records/5/images"
         ]
     );
