@@ -2,9 +2,13 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod artifacts;
+mod datasets;
 mod demo;
 mod golden;
+mod http;
 mod layering;
+mod openapi;
 mod parity;
 mod queue;
 mod rewards;
