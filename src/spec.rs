@@ -20,6 +20,6 @@ pub use estimate::Estimate;
 pub use plan::*;
 pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;
-pub use rewards::read_single_reward;
 pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, Warning, resolve};
+pub use rewards::read_single_reward;
 pub use schema::JobDocument;

@@ -86,7 +86,11 @@ struct TestResult {
 async fn test_reward(State(state): State<AppState>, Json(body): Json<Value>) -> Result<Json<Report>, Problem> {
     let mut errors = Vec::new();
     let reward = read_single_reward(&body).map_err(|found| {
-        errors.extend(found.into_iter().map(|error| Item { pointer: error.pointer, code: error.code, detail: error.detail }));
+        errors.extend(found.into_iter().map(|error| Item {
+            pointer: error.pointer,
+            code: error.code,
+            detail: error.detail,
+        }));
     });
     let samples = read_samples(&body, &mut errors);
     if let Some(object) = body.as_object() {
@@ -117,7 +121,9 @@ async fn try_reward(
     match &plan.kind {
         RewardKind::Webhook(webhook) => {
             if secrets.secret.is_none() {
-                warnings.push("without 'secret' requests are not signed: the service cannot know who sends them".to_owned());
+                warnings.push(
+                    "without 'secret' requests are not signed: the service cannot know who sends them".to_owned(),
+                );
             }
             let webhook = Webhook::new(&plan.name, &patient_once(webhook), secrets, outgoing)?.recording();
             ping = Some(webhook.ping().await);
@@ -138,7 +144,10 @@ async fn try_reward(
     let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
     let judged = judged.unwrap_or_else(|failure| {
         let failure = failure.to_failure(0);
-        Judged { judgements: vec![Judgement::missing(failure.code, failure.message); samples.len()], ..Judged::default() }
+        Judged {
+            judgements: vec![Judgement::missing(failure.code, failure.message); samples.len()],
+            ..Judged::default()
+        }
     });
     let counts = judged.counts;
     if counts.unknown_ids > 0 {
@@ -286,7 +295,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_service_that_is_not_there_is_reported_at_once() {
-        let report = report(json!({"type": "webhook", "url": "http://127.0.0.1:9/"}), json!([{"completion": "x"}])).await;
+        let report =
+            report(json!({"type": "webhook", "url": "http://127.0.0.1:9/"}), json!([{"completion": "x"}])).await;
         assert!(!report.ok);
         assert!(!report.ping.unwrap().ok);
         assert_eq!(report.results[0].error.as_ref().unwrap().code, "reward_outage");

@@ -1,5 +1,7 @@
 //! The integration tests, in one binary.
 
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
 mod golden;
 mod layering;
 mod parity;
