@@ -176,7 +176,10 @@ async fn the_request_is_the_contracts_and_its_signature_fits() {
     assert_eq!(header("traceparent").split('-').map(str::len).collect::<Vec<_>>(), [2, 32, 16, 2]);
     let request: Value = serde_json::from_slice(&body).unwrap();
     assert_eq!(request["type"], "reward.score.request");
-    assert_eq!((&request["version"], &request["id"], &request["deadline_ms"]), (&json!("1"), &json!(id), &json!(300_000)));
+    assert_eq!(
+        (&request["version"], &request["id"], &request["deadline_ms"]),
+        (&json!("1"), &json!(id), &json!(300_000))
+    );
     assert_eq!(request["job"], json!({"id": job.job, "step": 12, "phase": "train"}));
     assert_eq!(request["reward"], json!({"name": "r", "params": {"k": 1}}));
     assert_eq!(
@@ -191,7 +194,8 @@ async fn whole_groups_travel_together_and_no_more_than_max_concurrency_at_once()
     let service = Service::start(|_, request| ok(&truth(request))).await;
     let changes = json!({"max_batch_samples": 10, "max_concurrency": 2});
     assert_eq!(values(&score(&service.url(), changes, &samples(40, 4)).await.unwrap()), numbers(40));
-    let sizes: Vec<usize> = service.requests().iter().map(|request| request["samples"].as_array().unwrap().len()).collect();
+    let sizes: Vec<usize> =
+        service.requests().iter().map(|request| request["samples"].as_array().unwrap().len()).collect();
     assert_eq!(sizes, [8, 8, 8, 8, 8]);
 }
 
@@ -272,7 +276,10 @@ async fn answers_that_are_none_are_retried_then_missing_with_the_reason() {
         (Box::new(move |_, _| text(200, html)), "not JSON"),
         (Box::new(|_, _| ok(&json!({"rewards": [1.0]}))), "1 rewards for 2 samples"),
         (Box::new(|_, _| ok(&json!({"rewards": [1.0, 2.0, 3.0]}))), "3 rewards for 2 samples"),
-        (Box::new(|_, _| text(200, r#"{"rewards": [NaN, Infinity]}"#)), "\"NaN\", not a finite number at index 0 (s_0)"),
+        (
+            Box::new(|_, _| text(200, r#"{"rewards": [NaN, Infinity]}"#)),
+            "\"NaN\", not a finite number at index 0 (s_0)",
+        ),
         (Box::new(|_, _| ok(&json!({"rewards": ["1.0", "0"]}))), "\"1.0\", not a finite number at index 0"),
         (Box::new(|_, _| ok(&json!({"results": [{"sample_id": "x_9", "reward": 1}]}))), "no result"),
         (Box::new(|_, _| ok(&json!({"id": "rwr_other", "rewards": [1, 2]}))), "another request"),
@@ -429,7 +436,10 @@ async fn several_rewards_answer_side_by_side_in_the_plans_order() {
     assert_eq!(scored.scores[1].values, [number(1.0), number(1.0), RewardValue::Missing]);
     let messages: Vec<String> = scored.warnings.iter().map(|warning| format!("{warning:?}")).collect();
     assert!(messages.iter().any(|message| message.contains("no column 'completion'")), "{messages:?}");
-    assert!(messages.iter().any(|message| message.contains("away")), "an optional reward's outage is a warning: {messages:?}");
+    assert!(
+        messages.iter().any(|message| message.contains("away")),
+        "an optional reward's outage is a warning: {messages:?}"
+    );
 }
 
 #[tokio::test]
@@ -440,7 +450,8 @@ async fn addresses_that_are_not_permitted_are_never_reached() {
     let error = Rewards::build(&literal, &BTreeMap::new(), &none).err().unwrap();
     assert!(error.to_string().contains("loopback address 127.0.0.1") && error.to_string().contains("--allow-outgoing"));
     let named = [plan("r", &format!("http://localhost:{}/", service.address.port()), json!({}))];
-    let failure = Rewards::build(&named, &BTreeMap::new(), &none).unwrap().score(&job(), &samples(2, 2)).await.unwrap_err();
+    let failure =
+        Rewards::build(&named, &BTreeMap::new(), &none).unwrap().score(&job(), &samples(2, 2)).await.unwrap_err();
     assert!(matches!(failure, RewardFailure::Refused { .. }), "{failure}");
     assert!(service.requests().is_empty());
 }
