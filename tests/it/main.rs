@@ -2,9 +2,13 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod artifacts;
+mod datasets;
 mod golden;
 mod gradients;
+mod http;
 mod layering;
+mod openapi;
 mod oracle;
 mod parity;
 mod queue;
