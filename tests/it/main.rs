@@ -1,10 +1,18 @@
 //! The integration tests, in one binary.
 
+<<<<<<< HEAD
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+=======
+>>>>>>> http
+
+mod artifacts;
+mod datasets;
 mod golden;
 mod gradients;
+mod http;
 mod layering;
+mod openapi;
 mod oracle;
 mod parity;
 mod queue;
