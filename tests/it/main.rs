@@ -1,10 +1,7 @@
 //! The integration tests, in one binary.
 
-<<<<<<< HEAD
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
-=======
->>>>>>> http
 
 mod artifacts;
 mod datasets;
