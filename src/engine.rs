@@ -18,7 +18,7 @@
 //! | 8 | truncated and masked: KL 0, ratio 1, no gradient; still in siblings' baseline and in 1/B | [`rollout::is_included`], [`loss::row_loss`] | vectors 16; `all_truncated_and_masked_changes_no_weight` | TRL |
 //! | 9 | per epoch one permutation, blocks of U prompts, the incomplete last one dropped, each block used μ·S times | [`rollout::Batching`] | vectors `sampler`; `all_slices_are_trained_once_and_then_again` | TRL's RepeatSampler |
 //! | 10 | a completion ends with its first EOS, which it keeps; masks come from lengths, never from token values | [`rollout::cut_completion`], [`generate`] | vectors `eos_handling` | TRL #7039 |
-//! | 11 | log-probs of logits / temperature over the full vocabulary in f32; no top-p, top-k, penalty | [`head::log_probs`] | vectors `logprob_from_logits`; golden (temperature 0.7) | TRL |
+//! | 11 | log-probs of logits / temperature over the full vocabulary in f32; no top-p, top-k, penalty | [`ops::token_scores`] | vectors `logprob_from_logits`; golden (temperature 0.7) | TRL |
 //! | 12 | old log-probs come from the training kernels, cut alike: the first ratio is exactly 1 | `Run::score_block` | `the_first_ratio_of_a_block_is_exactly_one` | rloo.md |
 //! | 13 | no separate pass for old log-probs where the block is used once and no advantage needs the whole block first | `Run::needs_old_pass` | golden; `skipping_the_old_pass_changes_nothing` | – |
 //! | 14 | the reference is the same weights with the adapter off: KL exactly 0 at step 1; no pass at all when beta = 0 | `Run::score_block` | `the_reference_kl_is_exactly_zero_at_the_first_step` | TRL |
@@ -35,7 +35,6 @@ pub mod block;
 pub mod checkpoint;
 pub mod error;
 pub mod generate;
-pub mod head;
 pub mod host;
 pub mod load;
 pub mod lora;
@@ -67,7 +66,7 @@ use self::host::{
     Host, HostError, Rollout, RolloutCompletion, RolloutGroup, SavedCheckpoint, ScoreRequest, StepTrace, Stop,
     TrainInput, TrainOutcome,
 };
-use self::lora::{LoraConfig, Module, ParameterInfo};
+use self::lora::{LoraConfig, ParameterInfo};
 use self::loss::{LossConfig, LossRow, RowLoss, row_loss, total_loss};
 use self::model::{Adapter, Policy, Row, RowScore};
 use self::optim::{AdamW, clip_gradient_norm, learning_rate};
@@ -79,7 +78,7 @@ use self::sampling::Sampler;
 use self::text::Text;
 use self::update::{MicroBatching, StepGradient, score_rows, step_gradient};
 use crate::event::{Event, Metrics, Phase, SamplePhase};
-use crate::sample::{RewardSample, Score};
+use crate::sample::RewardSample;
 use crate::spec::Plan;
 
 /// Updates skipped in a row before the run is given up.
@@ -170,7 +169,7 @@ impl<'a> Run<'a> {
                 batching.prompts_per_block
             ))));
         }
-        let lora = lora_config(plan)?;
+        let lora = LoraConfig::from_plan(&plan.lora)?;
         let adapter_dir = input.resume.as_ref().or(input.initial_adapter.as_ref());
         match adapter_dir {
             None => policy.add_lora(&lora, plan.training.seed)?,
@@ -189,8 +188,7 @@ impl<'a> Run<'a> {
                 (restored.adam, restored.state, restored.block)
             }
             None => {
-                let state =
-                    TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
+                let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
                 (AdamW::new(parameters.len()), state, None)
             }
         };
@@ -455,23 +453,22 @@ impl<'a> Run<'a> {
         };
         let host = &*self.host;
         let stop = || host.stop().is_some();
-        let step_gradient =
-            match step_gradient(&self.policy, &rows, &self.micro_batching, &mut losses, &stop) {
-                Ok(Some(step_gradient)) => Some(step_gradient),
-                Ok(None) => return Err(self.halt()),
-                Err(EngineError::NonFinite { .. }) => None,
-                Err(error) => return Err(Halt::Error(error)),
-            };
+        let step_gradient = match step_gradient(&self.policy, &rows, &self.micro_batching, &mut losses, &stop) {
+            Ok(Some(step_gradient)) => Some(step_gradient),
+            Ok(None) => return Err(self.halt()),
+            Err(EngineError::NonFinite { .. }) => None,
+            Err(error) => return Err(Halt::Error(error)),
+        };
         let learning_rate = learning_rate(&plan.optimizer, step - 1, plan.training.max_steps);
         let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
         if let Some(step_gradient) = &mut update.step_gradient {
             update.loss = total_loss(&step_gradient.losses, denominator);
             update.grad_norm = clip_gradient_norm(&mut step_gradient.gradient, plan.optimizer.max_grad_norm);
-            if update.is_finite() {
-                let gradient = &step_gradient.gradient;
-                self.adam.update(&mut self.parameters, gradient, learning_rate, &plan.optimizer)?;
-                self.policy.set_parameter_values(&self.parameters)?;
-            }
+        }
+        if let Some(step_gradient) = update.step_gradient.as_ref().filter(|_| update.is_finite()) {
+            let gradient = &step_gradient.gradient;
+            self.adam.update(&mut self.parameters, gradient, learning_rate, &plan.optimizer)?;
+            self.policy.set_parameter_values(&self.parameters)?;
         }
         self.seconds.train += started.elapsed().as_secs_f64();
         Ok(update)
@@ -497,19 +494,15 @@ impl<'a> Run<'a> {
             first_use: cursor.use_index == 0,
             seconds: &self.seconds,
         });
+        let samples = match cursor.use_index {
+            0 => Some(report::train_samples(step, block, &self.prompts, &self.text, &self.reward_names)?),
+            _ => None,
+        };
         self.seconds = StepSeconds::default();
         self.state.step_metrics = report::without_times(&metrics);
-        if let Some(trace) = report::trace(step, block, &update) {
-            self.host.observe(&StepTrace {
-                parameters: &self.parameters,
-                parameter_info: &self.parameter_info,
-                ..trace.borrow()
-            });
-        }
+        self.observe(step, &update);
         self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics })?;
-        if cursor.use_index == 0 {
-            let samples =
-                report::train_samples(step, block, &self.prompts, &self.text, &self.reward_names)?;
+        if let Some(samples) = samples {
             self.host.event(Event::Samples { samples })?;
         }
         if !finite {
@@ -520,6 +513,25 @@ impl<'a> Run<'a> {
             return Err(Halt::Error(EngineError::Diverged { updates, step }));
         }
         Ok(())
+    }
+
+    fn observe(&mut self, step: u64, update: &Update) {
+        let (Some(block), Some(step_gradient)) = (&self.block, &update.step_gradient) else { return };
+        let slice = &update.slice;
+        let in_slice = |logps: &[Vec<f32>]| logps.get(slice.clone()).unwrap_or_default().to_vec();
+        let completions = || block.rollout.completions().skip(slice.start).take(slice.len());
+        self.host.observe(&StepTrace {
+            step,
+            rows: &completions().map(|(group, _)| group.row).collect::<Vec<_>>(),
+            completion_ids: &completions().map(|(_, completion)| completion.ids.clone()).collect::<Vec<_>>(),
+            old_logps: &in_slice(&block.values.old_logps),
+            ref_logps: &in_slice(&block.values.ref_logps),
+            new_logps: &step_gradient.scores.iter().map(|score| score.logps.clone()).collect::<Vec<_>>(),
+            advantages: &block.values.results.advantages[slice.clone()],
+            gradient: &step_gradient.gradient,
+            parameters: &self.parameters,
+            parameter_info: &self.parameter_info,
+        });
     }
 
     /// Sample and score the evaluation prompts with the policy as it is.
@@ -562,8 +574,7 @@ impl<'a> Run<'a> {
         let (dir, files) = checkpoint::write(self.input.scratch_dir, &snapshot)?;
         let mut metrics: Metrics = self.state.step_metrics.clone();
         metrics.extend(self.state.eval_metrics.clone());
-        let published =
-            self.host.saved(&SavedCheckpoint { dir: &dir, step, files: &files, metrics: &metrics, last });
+        let published = self.host.saved(&SavedCheckpoint { dir: &dir, step, files: &files, metrics: &metrics, last });
         let removed = std::fs::remove_dir_all(&dir).map_err(|source| EngineError::Io { path: dir, source });
         published?;
         removed?;
@@ -685,26 +696,5 @@ fn device(name: &str) -> Result<Device> {
             Ok(Device::new_cuda(index.parse().unwrap_or_default())?)
         }
         _ => Err(EngineError::Input(format!("device {name:?} is unknown; use cpu or cuda:N"))),
-    }
-}
-
-fn lora_config(plan: &Plan) -> Result<LoraConfig> {
-    let modules: Option<Vec<Module>> = Module::ALL
-        .into_iter()
-        .filter(|module| plan.lora.target_modules.iter().any(|name| name == module.name()))
-        .map(Some)
-        .collect();
-    let unknown = plan.lora.target_modules.iter().find(|name| Module::from_name(name).is_none());
-    match (modules, unknown) {
-        (Some(target_modules), None) if !target_modules.is_empty() => Ok(LoraConfig {
-            r: plan.lora.r as usize,
-            alpha: plan.lora.alpha,
-            use_rslora: plan.lora.use_rslora,
-            target_modules,
-        }),
-        (_, unknown) => Err(EngineError::Adapter(format!(
-            "lora.target_modules holds {}; use q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
-            unknown.map_or("nothing".into(), |name| format!("{name:?}"))
-        ))),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::client::ClientError;
 use super::signals::Position;
-use crate::engine::error::{EngineError, FailureClass as EngineClass};
+use crate::engine::error::EngineError;
 use crate::job::{Failure, FailureClass};
 
 fn failure(class: FailureClass, code: &str, message: String, position: Position, suggestion: Option<&str>) -> Failure {
@@ -18,31 +18,9 @@ fn failure(class: FailureClass, code: &str, message: String, position: Position,
 
 /// The engine could not go on.
 pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
-    let class = match error.class() {
-        EngineClass::User => FailureClass::User,
-        EngineClass::Infra => FailureClass::Infra,
-    };
-    let (code, suggestion) = match error {
-        EngineError::Model(_) => {
-            ("model_invalid", Some("check the model's files, register it again, then submit again"))
-        }
-        EngineError::Text(_) => ("text_invalid", Some("check the prompts, the tokenizer and the chat template")),
-        EngineError::Adapter(_) => ("adapter_invalid", None),
-        EngineError::Input(_) => ("invalid_input", None),
-        EngineError::NonFinite { .. } => {
-            ("not_finite", Some("lower optimizer.learning_rate, or check the model's weights"))
-        }
-        EngineError::Tensor(_) => {
-            ("tensor_error", Some("see the job's log; retry, with smaller batches if memory was short"))
-        }
-        EngineError::Io { .. } => ("file_error", Some("see the worker's log; check its disk, then retry")),
-    };
-    let message = match error {
-        // Its own text names a path of the worker's.
-        EngineError::Io { source, .. } => format!("the worker cannot access one of its files: {source}"),
-        other => with_causes(other),
-    };
-    failure(class, code, message, position, suggestion)
+    let Failure { class, code, message, phase, step, suggestion } = error.failure();
+    let (phase, step) = (phase.or(Some(position.phase)), step.or(Some(position.step)));
+    Failure { class, code, message, phase, step, suggestion }
 }
 
 /// The server refused what a worker needs.

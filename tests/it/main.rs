@@ -5,6 +5,7 @@
 
 mod artifacts;
 mod datasets;
+mod demo;
 mod golden;
 mod gradients;
 mod http;
