@@ -3,7 +3,9 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod golden;
+mod gradients;
 mod layering;
+mod oracle;
 mod parity;
 mod queue;
 mod resume;
