@@ -2,7 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
-
 mod artifacts;
 mod datasets;
 mod demo;
@@ -14,9 +13,11 @@ mod openapi;
 mod oracle;
 mod parity;
 mod queue;
+mod resume;
 mod rewards;
 mod setting;
 mod spec;
 mod store;
+mod train;
 mod vectors;
 mod worker_protocol;
