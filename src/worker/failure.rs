@@ -2,7 +2,7 @@
 
 use super::client::ClientError;
 use super::signals::Position;
-use crate::engine::error::EngineError;
+use crate::engine::error::{EngineError, FailureClass as EngineClass};
 use crate::job::{Failure, FailureClass};
 
 fn failure(class: FailureClass, code: &str, message: String, position: Position, suggestion: Option<&str>) -> Failure {
@@ -18,11 +18,6 @@ fn failure(class: FailureClass, code: &str, message: String, position: Position,
 
 /// The engine could not go on.
 pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
-<<<<<<< HEAD
-    let Failure { class, code, message, phase, step, suggestion } = error.failure();
-    let (phase, step) = (phase.or(Some(position.phase)), step.or(Some(position.step)));
-    Failure { class, code, message, phase, step, suggestion }
-=======
     if let EngineError::Host(failure) = error {
         return Failure { phase: Some(position.phase), step: Some(position.step), ..failure.clone() };
     }
@@ -55,7 +50,6 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
         other => with_causes(other),
     };
     failure(class, code, message, position, suggestion)
->>>>>>> train
 }
 
 /// The server refused what a worker needs.
