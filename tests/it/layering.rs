@@ -28,7 +28,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 /// Crates that belong to some modules only.
 const CRATES: &[(&str, &[&str])] = &[
     ("axum", &["demo", "http", "reward", "serve"]),
-    ("reqwest", &["config", "demo", "reward", "worker"]),
+    ("reqwest", &["config", "demo", "reward", "spec", "worker"]),
     ("sqlx", &["store", "serve"]),
     ("tokio", &["demo", "files", "http", "reward", "serve", "store", "supervisor", "worker"]),
     ("tokenizers", &["engine", "modelcard"]),
