@@ -8,6 +8,7 @@ mod demo;
 mod golden;
 mod gradients;
 mod http;
+mod jobs_api;
 mod layering;
 mod openapi;
 mod oracle;
