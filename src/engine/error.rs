@@ -87,50 +87,6 @@ impl EngineError {
             EngineError::Checkpoint(_) | EngineError::Tensor(_) | EngineError::Io { .. } => FailureClass::Infra,
         }
     }
-
-    /// What the job's page shows; the caller adds phase and step. Says no path of the server's: those stand in the source.
-    pub fn failure(&self) -> job::Failure {
-        if let EngineError::Host(failure) = self {
-            return failure.clone();
-        }
-        let (code, suggestion) = match self {
-            EngineError::Model(_) => ("model_invalid", "Check the model's files, or choose another model."),
-            EngineError::Text(_) => ("tokenizer_failed", "Check the tokenizer, the chat template and the prompts."),
-            EngineError::Adapter(_) => {
-                ("adapter_invalid", "Give an adapter that was made for this model with this lora.")
-            }
-            EngineError::Input(_) => ("engine_input", "Check the settings named in the message."),
-            EngineError::Prompts(_) => {
-                ("prompts_invalid", "Drop or shorten these prompts, or lower max_completion_length.")
-            }
-            EngineError::NonFinite { .. } | EngineError::Diverged { .. } => (
-                "diverged",
-                "Lower learning_rate, raise beta, or set max_grad_norm; the last checkpoint is from before.",
-            ),
-            EngineError::Checkpoint(_) => ("checkpoint_invalid", "Start again, or resume from an older checkpoint."),
-            EngineError::Tensor(_) => ("device_error", "Retry; if it comes again, lower the batch or the lengths."),
-            EngineError::Io { .. } => ("io_error", "Check free space and permissions on the worker, then retry."),
-            EngineError::Host(_) => ("host", ""),
-        };
-        let message = match self {
-            EngineError::Model(source) => format!("{self}: {source}"),
-            EngineError::Text(source) => format!("{self}: {source}"),
-            EngineError::Io { source, .. } => format!("a file could not be read or written: {source}"),
-            EngineError::Tensor(source) => format!("{self}: {}", source.to_string().lines().next().unwrap_or_default()),
-            EngineError::Adapter(_)
-            | EngineError::Input(_)
-            | EngineError::Prompts(_)
-            | EngineError::NonFinite { .. }
-            | EngineError::Diverged { .. }
-            | EngineError::Checkpoint(_)
-            | EngineError::Host(_) => self.to_string(),
-        };
-        let class = match self.class() {
-            FailureClass::User => job::FailureClass::User,
-            FailureClass::Infra => job::FailureClass::Infra,
-        };
-        job::Failure { class, code: code.into(), message, phase: None, step: None, suggestion: Some(suggestion.into()) }
-    }
 }
 
 /// The engine's result.

@@ -2,7 +2,7 @@
 
 use super::client::ClientError;
 use super::signals::Position;
-use crate::engine::error::EngineError;
+use crate::engine::error::{EngineError, FailureClass as EngineClass};
 use crate::job::{Failure, FailureClass};
 
 fn failure(class: FailureClass, code: &str, message: String, position: Position, suggestion: Option<&str>) -> Failure {
@@ -18,9 +18,38 @@ fn failure(class: FailureClass, code: &str, message: String, position: Position,
 
 /// The engine could not go on.
 pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
-    let Failure { class, code, message, phase, step, suggestion } = error.failure();
-    let (phase, step) = (phase.or(Some(position.phase)), step.or(Some(position.step)));
-    Failure { class, code, message, phase, step, suggestion }
+    if let EngineError::Host(failure) = error {
+        return Failure { phase: Some(position.phase), step: Some(position.step), ..failure.clone() };
+    }
+    let class = match error.class() {
+        EngineClass::User => FailureClass::User,
+        EngineClass::Infra => FailureClass::Infra,
+    };
+    let (code, suggestion) = match error {
+        EngineError::Model(_) => {
+            ("model_invalid", Some("check the model's files, register it again, then submit again"))
+        }
+        EngineError::Text(_) => ("text_invalid", Some("check the prompts, the tokenizer and the chat template")),
+        EngineError::Adapter(_) => ("adapter_invalid", None),
+        EngineError::Input(_) => ("invalid_input", None),
+        EngineError::Prompts(_) => ("prompts_invalid", Some("drop or shorten these prompts, then submit again")),
+        EngineError::NonFinite { .. } | EngineError::Diverged { .. } => (
+            "diverged",
+            Some("lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before, check the model if there is none"),
+        ),
+        EngineError::Checkpoint(_) => ("checkpoint_invalid", Some("resume from an older checkpoint, or submit again")),
+        EngineError::Host(_) => ("host", None),
+        EngineError::Tensor(_) => {
+            ("tensor_error", Some("see the job's log; retry, with smaller batches if memory was short"))
+        }
+        EngineError::Io { .. } => ("file_error", Some("see the worker's log; check its disk, then retry")),
+    };
+    let message = match error {
+        // Its own text names a path of the worker's.
+        EngineError::Io { source, .. } => format!("the worker cannot access one of its files: {source}"),
+        other => with_causes(other),
+    };
+    failure(class, code, message, position, suggestion)
 }
 
 /// The server refused what a worker needs.

@@ -97,7 +97,7 @@ async fn job_with_checkpoint(server: &Server, files: &[(&str, &[u8])]) -> (JobId
     assert_eq!(answer.status, 201, "{}", answer.text());
     let job: JobId = answer.json()["id"].as_str().unwrap().parse().unwrap();
     let worker = WorkerId::new();
-    let register = Register { worker, device: "cpu".into(), pid: 1, threads: 1, version: "0".into() };
+    let register = Register { worker, device: "cpu".into(), pid: 1, threads: 1, version: "0".into(), child: false };
     let store = &server.state.store;
     store.worker_register(&register, clock_ms()).await.unwrap();
     let claim = store.job_claim(worker, clock_ms(), 30_000).await.unwrap().unwrap();
@@ -108,7 +108,7 @@ async fn job_with_checkpoint(server: &Server, files: &[(&str, &[u8])]) -> (JobId
         staged.write(bytes).await.unwrap();
         let done = staged.finish().await.unwrap();
         entries.push(FileEntry { name: (*name).to_owned(), size_bytes: done.size_bytes, sha256: done.sha256.clone() });
-        done.publish(&data.staged_checkpoint_file(job, 1, claim.attempt, name).unwrap()).await.unwrap();
+        done.keep();
     }
     server.state.files.checkpoint_commit(job, 1, claim.attempt, &entries).unwrap();
     let metrics = Metrics::from([("reward".to_owned(), Some(0.5))]);

@@ -198,7 +198,7 @@ proptest! {
     }
 
     #[test]
-    fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), piece in 1_usize..50, form in 0..3) {
+    fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), piece in 1_usize..50, form in 0_usize..3) {
         let format = [Format::Ndjson, Format::Csv, Format::Json][form];
         let whole = read(format, &bytes, usize::MAX);
         prop_assert_eq!(read(format, &bytes, piece), whole);
