@@ -394,7 +394,6 @@ pub fn free_bytes(path: &Path) -> Result<u64, FilesError> {
         }
         stat.assume_init()
     };
-    #[expect(clippy::unnecessary_cast, reason = "the fields' widths differ between platforms")]
     Ok((stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64))
 }
 
