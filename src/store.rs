@@ -141,6 +141,14 @@ fn count_of_jobs(jobs: &[JobId]) -> String {
     if jobs.len() == 1 { "1 job".to_owned() } else { format!("{} jobs", jobs.len()) }
 }
 
+impl StoreError {
+    /// SQLite could not write for want of space (SQLITE_FULL).
+    pub fn is_disk_full(&self) -> bool {
+        let StoreError::Database { source, .. } = self else { return false };
+        source.as_database_error().and_then(|error| error.code()).is_some_and(|code| code == "13")
+    }
+}
+
 /// One page of a list.
 #[derive(Debug, Clone)]
 pub struct Page<T> {
