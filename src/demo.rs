@@ -55,16 +55,16 @@ pub enum DemoError {
         doing: String,
         /// Why.
         #[source]
-        source: std::io::Error,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The job ended otherwise than it should.
     #[error("{0}")]
     Job(String),
 }
 
-fn system(doing: impl Into<String>) -> impl FnOnce(std::io::Error) -> DemoError {
+fn system<E: std::error::Error + Send + Sync + 'static>(doing: impl Into<String>) -> impl FnOnce(E) -> DemoError {
     let doing = doing.into();
-    move |source| DemoError::System { doing, source }
+    move |source| DemoError::System { doing, source: Box::new(source) }
 }
 
 /// `rlood demo`.

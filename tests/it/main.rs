@@ -2,9 +2,15 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod artifacts;
+mod datasets;
+mod demo;
 mod golden;
 mod gradients;
+mod http;
+mod jobs_api;
 mod layering;
+mod openapi;
 mod oracle;
 mod parity;
 mod queue;

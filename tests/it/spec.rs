@@ -495,7 +495,7 @@ fn the_estimate_counts_the_adapter() {
 fn labels_can_be_changed_and_nothing_else() {
     let labels = rlood::spec::read_labels(&json!({"name": "n", "metadata": {"a": "b"}, "priority": 5})).unwrap();
     assert_eq!(
-        (labels.name.as_deref(), labels.priority, labels.metadata.unwrap()["a"].as_str()),
+        (labels.name.flatten().as_deref(), labels.priority, labels.metadata.unwrap()["a"].as_str()),
         (Some("n"), Some(5), "b")
     );
     let errors = rlood::spec::read_labels(&json!({"state": "running", "priority": 1.5})).unwrap_err();
