@@ -25,6 +25,8 @@ CREATE TABLE workers (
     pid INTEGER NOT NULL,
     threads INTEGER NOT NULL,
     version TEXT NOT NULL,
+    -- Started by the server itself: it ends when the server does.
+    child INTEGER NOT NULL CHECK (child IN (0, 1)),
     seen_at INTEGER NOT NULL,
     created_at INTEGER NOT NULL
 ) STRICT;
@@ -68,10 +70,19 @@ CREATE TABLE jobs (
 ) STRICT;
 
 CREATE INDEX jobs_queue ON jobs (priority DESC, queue_order) WHERE state = 'queued';
+CREATE UNIQUE INDEX jobs_queue_order ON jobs (queue_order);
+CREATE INDEX jobs_worker ON jobs (worker) WHERE state = 'running';
 CREATE INDEX jobs_leases ON jobs (lease_until) WHERE state = 'running';
 CREATE INDEX jobs_created ON jobs (created_at DESC, id DESC);
+CREATE INDEX jobs_model ON jobs (model, created_at DESC, id DESC);
+CREATE INDEX jobs_state ON jobs (state, created_at DESC, id DESC);
 
--- The table of src/job.rs, enforced.
+-- The table of src/job.rs, enforced; a job is born queued.
+CREATE TRIGGER jobs_birth BEFORE INSERT ON jobs
+WHEN NEW.state <> 'queued'
+BEGIN
+    SELECT RAISE(ABORT, 'a job begins in the queue');
+END;
 CREATE TRIGGER jobs_moves BEFORE UPDATE OF state ON jobs
 WHEN OLD.state <> NEW.state AND (OLD.state || '>' || NEW.state) NOT IN (
     'queued>running', 'queued>paused', 'queued>cancelled', 'queued>failed',

@@ -8,10 +8,19 @@
 //! staging/…                               whatever is not complete yet; emptied at start
 //! ```
 
-use std::fs::File;
-use std::io;
+use std::collections::HashSet;
+use std::ffi::CString;
+use std::fmt::Write as _;
+use std::fs::{self, DirBuilder, File, TryLockError};
+use std::io::{self, Read, Write as _};
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+use tokio::io::AsyncWriteExt;
 
 use crate::id::{DatasetId, JobId};
 use crate::protocol::FileEntry;
@@ -70,71 +79,111 @@ pub struct DataDir {
 /// A file being written under `staging/`: hashed as it grows, bounded, removed when dropped unfinished.
 #[derive(Debug)]
 pub struct StagedFile {
-    path: PathBuf,
+    file: tokio::fs::File,
+    path: Unfinished,
+    hasher: Sha256,
+    size_bytes: u64,
+    limit_bytes: u64,
 }
 
 /// A complete file under `staging/`, removed when dropped before [`StagedDone::publish`].
 #[derive(Debug)]
 pub struct StagedDone {
-    /// Where it lies.
-    pub path: PathBuf,
+    path: Unfinished,
     /// Bytes.
     pub size_bytes: u64,
     /// Lower-case hex.
     pub sha256: String,
 }
 
-impl DataDir {
-    /// Creates the directory if need be and locks it. Everything that a former server left unfinished is removed.
-    pub fn open(root: &Path) -> Result<DataDir, FilesError> {
-        let _ = root;
-        todo!()
+/// A path that is removed when dropped.
+#[derive(Debug)]
+struct Unfinished(Option<PathBuf>);
+
+impl Unfinished {
+    fn path(&self) -> &Path {
+        self.0.as_deref().unwrap_or(Path::new(""))
     }
 
-    /// The directory.
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            // What cannot be removed now is removed at the next start.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+impl DataDir {
+    /// Creates the directory (for this user only) if need be and locks it. Everything that a former server left unfinished is removed.
+    pub fn open(root: &Path) -> Result<DataDir, FilesError> {
+        create_private_dir(root)?;
+        let root = fs::canonicalize(root).map_err(cannot("find", root))?;
+        let lock = lock(&root)?;
+        let files = DataDir { root: Arc::new(root), _lock: Arc::new(lock) };
+        remove_tree(&files.staging())?;
+        for dir in [files.staging(), files.datasets(), files.checkpoints()] {
+            create_private_dir(&dir)?;
+        }
+        sync_dir(&files.root)?;
+        Ok(files)
+    }
+
+    /// The directory, absolute.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
     /// The database file.
     pub fn database(&self) -> PathBuf {
-        todo!()
+        self.root.join("rlood.db")
     }
 
     /// A dataset's rows.
     pub fn dataset(&self, id: DatasetId) -> PathBuf {
-        let _ = id;
-        todo!()
+        self.datasets().join(format!("{id}.ndjson"))
     }
 
     /// Where a published checkpoint lies.
     pub fn checkpoint_dir(&self, job: JobId, step: u64, attempt: u64) -> PathBuf {
-        let _ = (job, step, attempt);
-        todo!()
+        self.checkpoints().join(job.to_string()).join(format!("{step}-{attempt}"))
+    }
+
+    /// A file of a published checkpoint; the name may come from a client, the result never leaves the checkpoint's directory.
+    pub fn checkpoint_file(&self, job: JobId, step: u64, attempt: u64, name: &str) -> Result<PathBuf, FilesError> {
+        check_name(name)?;
+        Ok(self.checkpoint_dir(job, step, attempt).join(name))
     }
 
     /// Bytes that can still be written to the directory's file system.
     pub fn free_bytes(&self) -> Result<u64, FilesError> {
-        todo!()
+        free_bytes(&self.root)
     }
 
     /// A new file under `staging/`; writing more than `limit_bytes` is `TooLarge`.
     pub async fn stage(&self, limit_bytes: u64) -> Result<StagedFile, FilesError> {
-        let _ = limit_bytes;
-        todo!()
+        let name = format!("upload-{}", ulid::Ulid::generate().to_string().to_lowercase());
+        StagedFile::create(self.staging().join(name), limit_bytes).await
     }
 
-    /// A new file of a checkpoint that is being uploaded.
-    pub async fn stage_checkpoint_file(
+    /// Puts an uploaded file where its checkpoint is assembled; one of the same name before it is replaced.
+    pub async fn checkpoint_place(
         &self,
+        uploaded: StagedDone,
         job: JobId,
         step: u64,
         attempt: u64,
         name: &str,
-        limit_bytes: u64,
-    ) -> Result<StagedFile, FilesError> {
-        let _ = (job, step, attempt, name, limit_bytes);
-        todo!()
+    ) -> Result<(), FilesError> {
+        check_name(name)?;
+        let dir = self.staged_checkpoint(job, step, attempt);
+        create_private_dir(&dir)?;
+        uploaded.publish(&dir.join(name)).await
     }
 
     /// Verifies the uploaded files of a checkpoint against the list and moves them to their place, durably. Repeating it is
@@ -146,8 +195,17 @@ impl DataDir {
         attempt: u64,
         files: &[FileEntry],
     ) -> Result<(), FilesError> {
-        let _ = (job, step, attempt, files);
-        todo!()
+        let (from, to) = (self.staged_checkpoint(job, step, attempt), self.checkpoint_dir(job, step, attempt));
+        if to.is_dir() {
+            return verify(&to, files);
+        }
+        verify(&from, files)?;
+        sync_dir(&from)?;
+        let parent = self.checkpoints().join(job.to_string());
+        create_private_dir(&parent)?;
+        sync_dir(&self.checkpoints())?;
+        fs::rename(&from, &to).map_err(cannot("move a checkpoint to", &to))?;
+        sync_dir(&parent)
     }
 
     /// Compares a published checkpoint's files with their sizes and hashes. Blocking.
@@ -158,70 +216,378 @@ impl DataDir {
         attempt: u64,
         files: &[FileEntry],
     ) -> Result<(), FilesError> {
-        let _ = (job, step, attempt, files);
-        todo!()
+        verify(&self.checkpoint_dir(job, step, attempt), files)
     }
 
     /// Removes a checkpoint's directory. Blocking.
     pub fn checkpoint_remove(&self, job: JobId, step: u64, attempt: u64) -> Result<(), FilesError> {
-        let _ = (job, step, attempt);
-        todo!()
+        remove_tree(&self.checkpoint_dir(job, step, attempt))
+    }
+
+    /// Removes what attempts up to this one uploaded and did not publish. Blocking.
+    pub fn staged_remove(&self, job: JobId, up_to_attempt: u64) -> Result<(), FilesError> {
+        let dir = self.staging().join(job.to_string());
+        if !dir.is_dir() {
+            return Ok(());
+        }
+        for attempt in entries(&dir)? {
+            let number = attempt.file_name().and_then(|name| name.to_str()?.parse::<u64>().ok());
+            if number.is_some_and(|number| number <= up_to_attempt) {
+                remove_tree(&attempt)?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes everything of a job. Blocking.
     pub fn job_remove(&self, job: JobId) -> Result<(), FilesError> {
-        let _ = job;
-        todo!()
+        remove_tree(&self.staging().join(job.to_string()))?;
+        remove_tree(&self.checkpoints().join(job.to_string()))
     }
 
     /// Removes a dataset's file. Blocking.
     pub fn dataset_remove(&self, id: DatasetId) -> Result<(), FilesError> {
-        let _ = id;
-        todo!()
+        let path = self.dataset(id);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(cannot("remove", &path)(error)),
+            _ => Ok(()),
+        }
     }
 
     /// At start: removes checkpoint directories and dataset files that no row names. Blocking.
     pub fn sweep(&self, checkpoints: &[(JobId, u64, u64)], datasets: &[DatasetId]) -> Result<(), FilesError> {
-        let _ = (checkpoints, datasets);
-        todo!()
+        let datasets: HashSet<PathBuf> = datasets.iter().map(|id| self.dataset(*id)).collect();
+        for path in entries(&self.datasets())? {
+            if !datasets.contains(&path) {
+                fs::remove_file(&path).map_err(cannot("remove", &path))?;
+            }
+        }
+        let jobs: HashSet<PathBuf> =
+            checkpoints.iter().map(|(job, _, _)| self.checkpoints().join(job.to_string())).collect();
+        let kept: HashSet<PathBuf> =
+            checkpoints.iter().map(|(job, step, attempt)| self.checkpoint_dir(*job, *step, *attempt)).collect();
+        for job in entries(&self.checkpoints())? {
+            if !jobs.contains(&job) {
+                remove_tree(&job)?;
+                continue;
+            }
+            for checkpoint in entries(&job)? {
+                if !kept.contains(&checkpoint) {
+                    remove_tree(&checkpoint)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn staging(&self) -> PathBuf {
+        self.root.join("staging")
+    }
+
+    fn datasets(&self) -> PathBuf {
+        self.root.join("datasets")
+    }
+
+    fn checkpoints(&self) -> PathBuf {
+        self.root.join("checkpoints")
+    }
+
+    fn staged_checkpoint(&self, job: JobId, step: u64, attempt: u64) -> PathBuf {
+        self.staging().join(job.to_string()).join(attempt.to_string()).join(step.to_string())
     }
 }
 
 impl StagedFile {
+    async fn create(path: PathBuf, limit_bytes: u64) -> Result<StagedFile, FilesError> {
+        let file = tokio::fs::File::create(&path).await.map_err(cannot("create", &path))?;
+        Ok(StagedFile { file, path: Unfinished(Some(path)), hasher: Sha256::new(), size_bytes: 0, limit_bytes })
+    }
+
     /// Appends.
     pub async fn write(&mut self, bytes: &[u8]) -> Result<(), FilesError> {
-        let _ = (bytes, &self.path);
-        todo!()
+        self.size_bytes += bytes.len() as u64;
+        if self.size_bytes > self.limit_bytes {
+            return Err(FilesError::TooLarge { limit_bytes: self.limit_bytes });
+        }
+        self.hasher.update(bytes);
+        self.file.write_all(bytes).await.map_err(cannot("write to", self.path.path()))
     }
 
     /// Flushes to the disk.
-    pub async fn finish(self) -> Result<StagedDone, FilesError> {
-        todo!()
+    pub async fn finish(mut self) -> Result<StagedDone, FilesError> {
+        self.file.flush().await.map_err(cannot("write to", self.path.path()))?;
+        self.file.sync_all().await.map_err(cannot("sync", self.path.path()))?;
+        let sha256 = hex(&self.hasher.finalize());
+        Ok(StagedDone { path: self.path, size_bytes: self.size_bytes, sha256 })
     }
 }
 
 impl StagedDone {
+    /// Where it lies for now.
+    pub fn path(&self) -> &Path {
+        self.path.path()
+    }
+
     /// Renames it to its place, durably.
     pub async fn publish(self, to: &Path) -> Result<(), FilesError> {
-        let _ = to;
-        todo!()
+        tokio::fs::rename(self.path.path(), to).await.map_err(cannot("move a file to", to))?;
+        self.path.keep();
+        let parent = to.parent().unwrap_or(Path::new("/")).to_owned();
+        let synced = tokio::task::spawn_blocking(move || sync_dir(&parent)).await;
+        synced.unwrap_or_else(|error| Err(cannot("sync the directory of", to)(io::Error::other(error))))
     }
 }
 
 /// Accepts a plain file name: `[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}`.
 pub fn check_name(name: &str) -> Result<(), FilesError> {
-    let _ = name;
-    todo!()
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    if (1..=100).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(plain) {
+        Ok(())
+    } else {
+        Err(FilesError::BadName { name: name.chars().take(100).collect() })
+    }
 }
 
 /// Size and SHA-256 (lower-case hex) of a file. Blocking.
 pub fn hash_file(path: &Path) -> Result<(u64, String), FilesError> {
-    let _ = path;
-    todo!()
+    let mut file = File::open(path).map_err(cannot("open", path))?;
+    let mut hasher = Sha256::new();
+    let mut buffer = vec![0; 256 * 1024];
+    let mut size_bytes = 0;
+    loop {
+        let read = match file.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(read) => read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(cannot("read", path)(error)),
+        };
+        hasher.update(buffer.get(..read).unwrap_or_default());
+        size_bytes += read as u64;
+    }
+    Ok((size_bytes, hex(&hasher.finalize())))
 }
 
 /// Makes the entries of a directory durable. Blocking.
 pub fn sync_dir(path: &Path) -> Result<(), FilesError> {
-    let _ = path;
-    todo!()
+    File::open(path).and_then(|dir| dir.sync_all()).map_err(cannot("sync", path))
+}
+
+/// Lower-case hex.
+pub fn hex(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len() * 2);
+    for byte in bytes {
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
+}
+
+/// Bytes that can still be written to the file system of an existing path.
+pub fn free_bytes(path: &Path) -> Result<u64, FilesError> {
+    let name = CString::new(path.as_os_str().as_bytes())
+        .map_err(|error| cannot("ask for the free space of", path)(io::Error::other(error)))?;
+    let mut stat = MaybeUninit::<libc::statvfs>::uninit();
+    #[expect(unsafe_code, reason = "the standard library does not know free space")]
+    // SAFETY: `name` is a C string that outlives the call, and statvfs fills `stat` when it returns 0.
+    let stat = unsafe {
+        if libc::statvfs(name.as_ptr(), stat.as_mut_ptr()) != 0 {
+            return Err(cannot("ask for the free space of", path)(io::Error::last_os_error()));
+        }
+        stat.assume_init()
+    };
+    #[expect(clippy::unnecessary_cast, reason = "the fields' widths differ between platforms")]
+    Ok((stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64))
+}
+
+fn cannot(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FilesError {
+    move |source| FilesError::Io { doing, path: path.to_owned(), source }
+}
+
+fn create_private_dir(path: &Path) -> Result<(), FilesError> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(cannot("create the directory", path))
+}
+
+/// Takes the lock of the directory and writes this process's id into it.
+fn lock(root: &Path) -> Result<File, FilesError> {
+    let path = root.join("rlood.lock");
+    let mut file = File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(&path)
+        .map_err(cannot("open the lock file", &path))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            let mut text = String::new();
+            let pid = file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
+            return Err(FilesError::Locked { root: root.to_owned(), pid });
+        }
+        Err(TryLockError::Error(error)) => return Err(cannot("lock", &path)(error)),
+    }
+    file.set_len(0)
+        .and_then(|()| file.write_all(format!("{}\n", std::process::id()).as_bytes()))
+        .map_err(cannot("write to", &path))?;
+    Ok(file)
+}
+
+fn entries(dir: &Path) -> Result<Vec<PathBuf>, FilesError> {
+    fs::read_dir(dir)
+        .and_then(|entries| entries.map(|entry| entry.map(|entry| entry.path())).collect())
+        .map_err(cannot("list", dir))
+}
+
+/// Removes a directory (or file) and all below it, if it is there.
+fn remove_tree(path: &Path) -> Result<(), FilesError> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(cannot("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// The files of the list are all there, with their sizes and hashes, and nothing else is.
+fn verify(dir: &Path, files: &[FileEntry]) -> Result<(), FilesError> {
+    let mismatch = |name: &str, what: &str| FilesError::Mismatch { name: name.to_owned(), what: what.to_owned() };
+    let mut expected = HashSet::new();
+    for FileEntry { name, size_bytes, sha256 } in files {
+        check_name(name)?;
+        if !expected.insert(dir.join(name)) {
+            return Err(mismatch(name, "listed twice"));
+        }
+        let path = dir.join(name);
+        if !path.is_file() {
+            return Err(mismatch(name, "not uploaded"));
+        }
+        let (found_bytes, found_sha256) = hash_file(&path)?;
+        if found_bytes != *size_bytes {
+            return Err(mismatch(name, &format!("{found_bytes} bytes instead of {size_bytes}")));
+        }
+        if found_sha256 != *sha256 {
+            return Err(mismatch(name, "its SHA-256 is not the listed one"));
+        }
+    }
+    if files.is_empty() {
+        return Err(mismatch("manifest.json", "not listed"));
+    }
+    for path in entries(dir)? {
+        if !expected.contains(&path) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            return Err(mismatch(&name, "uploaded but not listed"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &str, bytes: &[u8]) -> FileEntry {
+        FileEntry { name: name.to_owned(), size_bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(bytes)) }
+    }
+
+    async fn upload(files: &DataDir, job: JobId, name: &str, bytes: &[u8]) {
+        let mut staged = files.stage(1000).await.unwrap();
+        staged.write(bytes).await.unwrap();
+        files.checkpoint_place(staged.finish().await.unwrap(), job, 5, 1, name).await.unwrap();
+    }
+
+    #[test]
+    fn a_second_server_on_the_directory_is_refused_by_name_and_pid() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = DataDir::open(dir.path()).unwrap();
+        let error = DataDir::open(dir.path()).unwrap_err().to_string();
+        let root = fs::canonicalize(dir.path()).unwrap();
+        assert!(error.contains(root.to_str().unwrap()), "{error}");
+        assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
+        drop(first);
+        DataDir::open(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn only_plain_names_are_accepted() {
+        for good in ["manifest.json", "adapter_model.safetensors", "a", "_-.x"] {
+            check_name(good).unwrap();
+        }
+        let long = "x".repeat(101);
+        for bad in ["", ".", "..", ".hidden", "a/b", "a\\b", "a b", "ä", "a\0", long.as_str()] {
+            assert!(matches!(check_name(bad), Err(FilesError::BadName { .. })), "{bad:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_staged_file_is_hashed_bounded_and_removed_unless_published() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = DataDir::open(dir.path()).unwrap();
+        let mut staged = files.stage(5).await.unwrap();
+        staged.write(b"abc").await.unwrap();
+        let path = staged.path.path().to_owned();
+        assert!(matches!(staged.write(b"def").await, Err(FilesError::TooLarge { limit_bytes: 5 })));
+        drop(staged);
+        assert!(!path.exists());
+
+        let mut staged = files.stage(5).await.unwrap();
+        staged.write(b"ab").await.unwrap();
+        staged.write(b"c").await.unwrap();
+        let done = staged.finish().await.unwrap();
+        assert_eq!(done.size_bytes, 3);
+        assert_eq!(done.sha256, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        let to = files.dataset(DatasetId::new());
+        done.publish(&to).await.unwrap();
+        assert_eq!(fs::read(&to).unwrap(), b"abc");
+        assert_eq!(entries(&files.staging()).unwrap(), Vec::<PathBuf>::new());
+    }
+
+    #[tokio::test]
+    async fn a_checkpoint_is_moved_only_when_every_byte_is_as_listed() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = DataDir::open(dir.path()).unwrap();
+        let job = JobId::new();
+        upload(&files, job, "manifest.json", b"{}").await;
+        upload(&files, job, "weights", b"1234").await;
+        let listed = [entry("manifest.json", b"{}"), entry("weights", b"1234")];
+
+        for (wrong, what) in [
+            (vec![listed[0].clone()], "uploaded but not listed"),
+            (vec![listed[0].clone(), entry("weights", b"1235")], "SHA-256"),
+            (vec![listed[0].clone(), entry("weights", b"12345")], "4 bytes instead of 5"),
+            (vec![listed[0].clone(), listed[1].clone(), entry("more", b"")], "not uploaded"),
+            (vec![listed[0].clone(), listed[0].clone()], "listed twice"),
+            (vec![], "not listed"),
+        ] {
+            let error = files.checkpoint_commit(job, 5, 1, &wrong).unwrap_err().to_string();
+            assert!(error.contains(what), "{error}");
+        }
+        assert!(!files.checkpoint_dir(job, 5, 1).exists());
+
+        files.checkpoint_commit(job, 5, 1, &listed).unwrap();
+        files.checkpoint_commit(job, 5, 1, &listed).unwrap();
+        assert_eq!(fs::read(files.checkpoint_file(job, 5, 1, "weights").unwrap()).unwrap(), b"1234");
+        fs::write(files.checkpoint_file(job, 5, 1, "weights").unwrap(), b"1238").unwrap();
+        assert!(files.checkpoint_verify(job, 5, 1, &listed).is_err());
+    }
+
+    #[tokio::test]
+    async fn the_sweep_removes_what_no_row_names_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = DataDir::open(dir.path()).unwrap();
+        let (kept, lost) = (JobId::new(), JobId::new());
+        let (kept_data, lost_data) = (DatasetId::new(), DatasetId::new());
+        for (job, step, attempt) in [(kept, 10, 1), (kept, 20, 1), (lost, 10, 1)] {
+            fs::create_dir_all(files.checkpoint_dir(job, step, attempt)).unwrap();
+        }
+        fs::write(files.dataset(kept_data), b"").unwrap();
+        fs::write(files.dataset(lost_data), b"").unwrap();
+        upload(&files, kept, "manifest.json", b"{}").await;
+        drop(files);
+
+        let files = DataDir::open(dir.path()).unwrap();
+        files.sweep(&[(kept, 20, 1)], &[kept_data]).unwrap();
+        assert!(files.checkpoint_dir(kept, 20, 1).is_dir() && files.dataset(kept_data).is_file());
+        assert!(!files.checkpoint_dir(kept, 10, 1).exists() && !files.checkpoint_dir(lost, 10, 1).exists());
+        assert!(!files.dataset(lost_data).exists());
+        assert_eq!(entries(&files.staging()).unwrap(), Vec::<PathBuf>::new());
+        assert!(files.free_bytes().unwrap() > 0);
+    }
 }

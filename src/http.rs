@@ -6,16 +6,22 @@
 
 pub mod artifacts;
 pub mod auth;
+mod contract;
 pub mod datasets;
+pub mod download;
 pub mod error;
 pub mod events;
 pub mod extract;
 pub mod idempotency;
 pub mod jobs;
 pub mod list;
+pub mod metrics;
 pub mod models;
 pub mod openapi;
 pub mod rewards;
+pub mod samples;
+pub mod submit;
+pub mod summary;
 pub mod system;
 pub mod web;
 pub mod worker;
@@ -57,6 +63,8 @@ pub struct AppState {
     pub files: DataDir,
     /// The server's settings.
     pub config: Arc<ServeConfig>,
+    /// The largest dataset, in bytes.
+    pub dataset_limit_bytes: u64,
     /// When the server started.
     pub started: Instant,
     /// Counts of answered requests, for `/metrics`.
@@ -66,7 +74,14 @@ pub struct AppState {
 impl AppState {
     /// The state of a server that starts now.
     pub fn new(store: Store, files: DataDir, config: Arc<ServeConfig>) -> Self {
-        Self { store, files, config, started: Instant::now(), requests: Arc::default() }
+        Self {
+            store,
+            files,
+            config,
+            dataset_limit_bytes: datasets::DEFAULT_LIMIT_BYTES,
+            started: Instant::now(),
+            requests: Arc::default(),
+        }
     }
 }
 

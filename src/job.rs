@@ -149,3 +149,42 @@ pub struct Failure {
     #[serde(default)]
     pub suggestion: Option<String>,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_survive() {
+        for state in State::ALL {
+            assert_eq!(State::parse(state.as_str()), Some(state));
+            assert_eq!(serde_json::to_value(state).unwrap(), state.as_str());
+        }
+        for action in Action::ALL {
+            assert_eq!(serde_json::to_value(action).unwrap(), action.as_str());
+        }
+        assert_eq!(State::parse("Queued"), None);
+    }
+
+    #[test]
+    fn terminal_states_never_move_and_every_other_one_can_end() {
+        let terminal: Vec<_> = State::ALL.into_iter().filter(|state| state.is_terminal()).collect();
+        assert_eq!(terminal, [State::Succeeded, State::Failed, State::Cancelled]);
+        for state in State::ALL.into_iter().filter(|state| !state.is_terminal()) {
+            assert!(state.moves().contains(&State::Failed) && state.moves().contains(&State::Cancelled));
+            assert!(!state.moves().contains(&state));
+            assert!(state.actions().contains(&Action::Cancel) && !state.actions().contains(&Action::Delete));
+        }
+    }
+
+    #[test]
+    fn the_diagram_in_the_module_doc_is_the_table() {
+        let source = include_str!("job.rs");
+        for state in State::ALL.into_iter().filter(|state| !state.is_terminal()) {
+            let line = source.lines().find_map(|line| line.strip_prefix(&format!("//! {:<7} →", state.as_str())));
+            let line = line.unwrap().split('(').next().unwrap();
+            let drawn: Vec<_> = line.split('|').map(|name| State::parse(name.trim()).unwrap()).collect();
+            assert_eq!(drawn, state.moves());
+        }
+    }
+}

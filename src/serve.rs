@@ -16,16 +16,37 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::config::ServeConfig;
+use crate::files::{DataDir, FilesError};
+use crate::http::{self, AppState};
+use crate::reward::outgoing::{OutgoingError, OutgoingPolicy};
+use crate::store::{Store, StoreError, clock_ms};
 use crate::supervisor::{Children, Lost, Supervisor};
 
 /// What workers have to checkpoint and requeue; with what follows the whole drain stays below 30 s.
 const WORKERS_STOP: Duration = Duration::from_secs(25);
 
+/// Between two looks for lapsed leases.
+const TICK: Duration = Duration::from_secs(1);
+/// Ticks between two rounds of housekeeping.
+const TICKS_A_ROUND: u32 = 60;
+/// Idle workers that said nothing for this long are forgotten, ms.
+const WORKER_SILENCE_MS: i64 = 120_000;
+
 /// Why a server could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
+    /// The data directory cannot be used; another server may hold it.
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    /// The database cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A list of addresses is not understood.
+    #[error("--allow-outgoing cannot be used")]
+    Outgoing(#[source] OutgoingError),
     /// The address is taken or not ours.
     #[error("cannot listen on {address}; choose another --listen address (port 0 takes a free one)")]
     Listen {
@@ -52,6 +73,9 @@ pub struct Running {
     stop_http: CancellationToken,
     http: JoinHandle<()>,
     supervisor: Supervisor,
+    tick: AbortOnDropHandle<()>,
+    deaths: AbortOnDropHandle<()>,
+    store: Store,
 }
 
 impl Running {
@@ -68,12 +92,14 @@ impl Running {
     /// Drains: workers checkpoint and requeue their jobs while the API still answers, then streams end and connections
     /// close. Takes less than 30 s.
     pub async fn stop(self) {
-        let Self { addr: _, stop_http, http, supervisor } = self;
+        let Self { addr: _, stop_http, http, supervisor, tick, deaths, store } = self;
         supervisor.stop(WORKERS_STOP).await;
+        drop((tick, deaths));
         stop_http.cancel();
         if let Err(error) = http.await {
             tracing::error!(%error, "the listener ended badly");
         }
+        store.close().await;
     }
 }
 
@@ -114,17 +140,69 @@ pub fn announce(addr: SocketAddr) -> std::io::Result<()> {
 /// # Errors
 /// When the data directory, the database or the address cannot be used.
 pub async fn start(config: ServeConfig) -> Result<Running, ServeError> {
+    // A second installation is no error; without one no TLS client can be made.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    OutgoingPolicy::parse(&config.allow_outgoing).map_err(ServeError::Outgoing)?;
     let config = Arc::new(config);
+    let files = DataDir::open(&config.data_dir)?;
+    let store = Store::open(&files.database()).await?;
+    recover(&store, &files, &config).await?;
+
     let refused = |source| ServeError::Listen { address: config.listen, source };
     let listener = TcpListener::bind(config.listen).await.map_err(refused)?;
     let addr = listener.local_addr().map_err(refused)?;
     let stop_http = CancellationToken::new();
-    let router = axum::Router::new();
+    let router = http::router(AppState::new(store.clone(), files, config.clone()));
     let http = tokio::spawn(listen::serve(listener, router, stop_http.clone()));
+
     let (lost, deaths) = mpsc::unbounded_channel();
-    tokio::spawn(report_deaths(deaths));
+    let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
+    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone())));
     let supervisor = Supervisor::start(children(&config, addr)?, &lost);
-    Ok(Running { addr, stop_http, http, supervisor })
+    Ok(Running { addr, stop_http, http, supervisor, tick, deaths, store })
+}
+
+/// What a server that was killed left behind.
+async fn recover(store: &Store, files: &DataDir, config: &ServeConfig) -> Result<(), ServeError> {
+    let now = clock_ms();
+    store.keys_free_in_flight().await?;
+    for job in store.workers_forget_children(now).await? {
+        tracing::warn!(%job, "the job's worker died with the former server; it is queued again");
+    }
+    // Workers started by hand may still be at work: give them the time to come back.
+    store.leases_extend(now, i64::try_from(config.lease_ms).unwrap_or(i64::MAX)).await?;
+    let mut datasets = Vec::new();
+    let mut after = None;
+    loop {
+        let page = store.dataset_list(after.as_deref(), 100).await?;
+        datasets.extend(page.data.into_iter().map(|dataset| dataset.id));
+        match page.next {
+            Some(next) => after = Some(next),
+            None => break,
+        }
+    }
+    files.sweep(&store.checkpoint_keys().await?, &datasets)?;
+    Ok(())
+}
+
+/// Requeues the jobs of workers that fell silent; once a minute, housekeeping.
+async fn tick(store: Store) {
+    let mut interval = tokio::time::interval(TICK);
+    interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    for count in 0_u32.. {
+        interval.tick().await;
+        let now = clock_ms();
+        match store.leases_reap(now).await {
+            Ok(jobs) => jobs.iter().for_each(|job| tracing::warn!(%job, "its worker fell silent; it is queued again")),
+            Err(error) => tracing::error!(error = &error as &dyn std::error::Error, "lapsed leases stay"),
+        }
+        if count % TICKS_A_ROUND == 0 {
+            let kept = store.keys_expire(now).await.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
+            if let Err(error) = kept {
+                tracing::error!(error = &error as &dyn std::error::Error, "housekeeping failed");
+            }
+        }
+    }
 }
 
 fn children(config: &ServeConfig, addr: SocketAddr) -> Result<Children, ServeError> {
@@ -155,8 +233,15 @@ fn reachable(addr: SocketAddr) -> SocketAddr {
     }
 }
 
-async fn report_deaths(mut deaths: mpsc::UnboundedReceiver<Lost>) {
-    while let Some(lost) = deaths.recv().await {
-        tracing::error!(worker = %lost.worker, "lost");
+/// A dead child's job is queued again at once, its last words in the job's log.
+async fn report_deaths(store: Store, mut deaths: mpsc::UnboundedReceiver<Lost>) {
+    while let Some(Lost { worker, device, status, tail }) = deaths.recv().await {
+        let detail = format!("the worker on {device} ended ({status})\n{tail}");
+        match store.worker_lost(worker, Some(detail.trim_end()), clock_ms()).await {
+            Ok(Some(job)) => tracing::warn!(%job, %worker, "the job of a dead worker is queued again"),
+            Ok(None) => {}
+            // The lease lapses in a while, with the same effect.
+            Err(error) => tracing::error!(%worker, error = &error as &dyn std::error::Error, "a death is not recorded"),
+        }
     }
 }

@@ -13,10 +13,13 @@ mod prompts;
 mod reader;
 mod resolve;
 mod rewards;
+mod schema;
 
-pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels};
+pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels, submittable};
 pub use estimate::Estimate;
 pub use plan::*;
-pub use prompts::{PromptLengths, check_record, check_records};
+pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;
 pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, Warning, resolve};
+pub use rewards::read_single_reward;
+pub use schema::JobDocument;

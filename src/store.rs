@@ -14,13 +14,25 @@ pub mod models;
 pub mod moves;
 pub mod workers;
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use sqlx::sqlite::SqlitePool;
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use serde::Serialize;
+use serde::de::{DeserializeOwned, IntoDeserializer};
+use serde_json::Value;
+use sqlx::sqlite::{
+    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteRow,
+    SqliteSynchronous,
+};
+use sqlx::{Connection, Row, Sqlite, Transaction};
 use tokio::sync::watch;
 
-use crate::id::JobId;
+use crate::id::{IdError, JobId};
 use crate::job::{Action, State};
 
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
@@ -138,42 +150,229 @@ pub struct Page<T> {
     pub next: Option<String>,
 }
 
-#[derive(Debug, Default)]
-struct Changes {}
+/// Wake-ups: a counter per job that somebody waits for, and one for the queue.
+#[derive(Debug)]
+struct Changes {
+    jobs: Mutex<HashMap<JobId, watch::Sender<u64>>>,
+    queue: watch::Sender<u64>,
+}
 
 /// The time now, Unix ms: what handlers pass as `now`.
 pub fn clock_ms() -> i64 {
-    todo!()
+    jiff::Timestamp::now().as_millisecond()
 }
+
+/// Before this version a WAL database can be corrupted when a checkpoint meets a reset of the log.
+const OLDEST_SQLITE: [u32; 3] = [3, 51, 3];
 
 impl Store {
     /// Opens (or creates) the database file and brings its schema up to date. The caller holds the data directory's lock
     /// ([`crate::files::DataDir`]): one server a file.
     pub async fn open(database: &Path) -> Result<Store, StoreError> {
-        let _ = (database, SqlitePool::connect(""));
-        todo!()
+        check_sqlite_version().await?;
+        let cannot_open = |source| StoreError::Open { path: database.to_owned(), source };
+        let options = SqliteConnectOptions::new()
+            .filename(database)
+            .foreign_keys(true)
+            .busy_timeout(Duration::from_secs(5))
+            .pragma("trusted_schema", "OFF");
+        // Connections live as long as the server: no lifetime, no idle time, no ping before use.
+        let pool = SqlitePoolOptions::new().max_lifetime(None).idle_timeout(None).test_before_acquire(false);
+        let writer = pool
+            .clone()
+            .max_connections(1)
+            .connect_with(
+                options
+                    .clone()
+                    .create_if_missing(true)
+                    .journal_mode(SqliteJournalMode::Wal)
+                    .synchronous(SqliteSynchronous::Full)
+                    .optimize_on_close(true, 400),
+            )
+            .await
+            .map_err(cannot_open)?;
+        sqlx::migrate!().run(&writer).await.map_err(|source| StoreError::Migrate { source })?;
+        let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
+        let changes = Arc::new(Changes { jobs: Mutex::default(), queue: watch::Sender::new(0) });
+        Ok(Store { writer, readers, changes })
+    }
+
+    /// After opening, before the first claim: what the former server left half done. Requests in flight died with it; so did its
+    /// child workers, whose jobs go back to the queue; every other worker gets `lease_ms` to come back. Returns the requeued jobs.
+    pub async fn boot_recover(&self, now: i64, lease_ms: i64) -> Result<Vec<JobId>, StoreError> {
+        self.keys_free_in_flight().await?;
+        self.keys_expire(now).await?;
+        let requeued = self.workers_forget_children(now).await?;
+        self.leases_extend(now, lease_ms).await?;
+        Ok(requeued)
     }
 
     /// Closes every connection; the WAL is folded into the file.
     pub async fn close(&self) {
-        let _ = (&self.writer, &self.readers, &self.changes);
-        todo!()
+        self.readers.close().await;
+        self.writer.close().await;
     }
 
     /// Both pools answer: for `/readyz`.
     pub async fn ping(&self) -> Result<(), StoreError> {
-        todo!()
+        sqlx::query("SELECT 1 FROM jobs LIMIT 1").execute(&self.readers).await.doing("read the database")?;
+        sqlx::query("SELECT 1 FROM jobs LIMIT 1").execute(&self.writer).await.doing("reach the writer")?;
+        Ok(())
     }
 
     /// Wakes after every committed change of the job (a new event, a new state). Subscribe first, then read, then wait:
     /// nothing is missed.
     pub fn changed(&self, job: JobId) -> watch::Receiver<u64> {
-        let _ = job;
-        todo!()
+        let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        jobs.entry(job).or_insert_with(|| watch::Sender::new(0)).subscribe()
     }
 
     /// Wakes when a job was queued: for long-polling claims.
     pub fn queue_changed(&self) -> watch::Receiver<u64> {
-        todo!()
+        self.changes.queue.subscribe()
+    }
+
+    async fn begin(&self, doing: &'static str) -> Result<Transaction<'static, Sqlite>, StoreError> {
+        self.writer.begin_with("BEGIN IMMEDIATE").await.doing(doing)
+    }
+
+    /// Call after the commit, never before.
+    fn wake_job(&self, job: JobId) {
+        let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(sender) = jobs.get(&job) else { return };
+        if sender.receiver_count() == 0 {
+            jobs.remove(&job);
+        } else {
+            sender.send_modify(|count| *count += 1);
+        }
+    }
+
+    /// Call after the commit, never before.
+    fn wake_queue(&self) {
+        self.changes.queue.send_modify(|count| *count += 1);
+    }
+}
+
+async fn check_sqlite_version() -> Result<(), StoreError> {
+    let doing = "ask SQLite for its version";
+    let mut memory = SqliteConnection::connect_with(&SqliteConnectOptions::new().in_memory(true)).await.doing(doing)?;
+    let found: String = sqlx::query_scalar("SELECT sqlite_version()").fetch_one(&mut memory).await.doing(doing)?;
+    if is_new_enough(&found) { Ok(()) } else { Err(StoreError::SqliteTooOld { found }) }
+}
+
+fn is_new_enough(version: &str) -> bool {
+    let mut parts = version.split('.').map(|part| part.parse::<u32>().unwrap_or(0));
+    let found: [u32; 3] = std::array::from_fn(|_| parts.next().unwrap_or(0));
+    found >= OLDEST_SQLITE
+}
+
+/// Says what a statement was for when it fails.
+trait Doing<T> {
+    fn doing(self, doing: &'static str) -> Result<T, StoreError>;
+}
+
+impl<T> Doing<T> for Result<T, sqlx::Error> {
+    fn doing(self, doing: &'static str) -> Result<T, StoreError> {
+        self.map_err(|source| StoreError::Database { doing, source })
+    }
+}
+
+fn corrupt<E: Into<Box<dyn std::error::Error + Send + Sync>>>(what: &'static str) -> impl FnOnce(E) -> StoreError {
+    move |source| StoreError::Corrupt { what, source: source.into() }
+}
+
+fn column<'r, T>(row: &'r SqliteRow, name: &'static str) -> Result<T, StoreError>
+where
+    T: sqlx::Decode<'r, Sqlite> + sqlx::Type<Sqlite>,
+{
+    row.try_get(name).map_err(corrupt(name))
+}
+
+/// A column that holds JSON.
+fn json_column<T: DeserializeOwned>(row: &SqliteRow, name: &'static str) -> Result<T, StoreError> {
+    serde_json::from_str(column::<&str>(row, name)?).map_err(corrupt(name))
+}
+
+/// A column that holds an id.
+fn id_column<T: FromStr<Err = IdError>>(row: &SqliteRow, name: &'static str) -> Result<T, StoreError> {
+    column::<&str>(row, name)?.parse().map_err(corrupt(name))
+}
+
+/// A column that holds a number that is never negative.
+fn count_column(row: &SqliteRow, name: &'static str) -> Result<u64, StoreError> {
+    u64::try_from(column::<i64>(row, name)?).map_err(corrupt(name))
+}
+
+/// A column that holds the serde name of a plain enum, or NULL.
+fn word_column<T: DeserializeOwned>(row: &SqliteRow, name: &'static str) -> Result<Option<T>, StoreError> {
+    column::<Option<&str>>(row, name)?
+        .map(|word| T::deserialize(IntoDeserializer::<serde::de::value::Error>::into_deserializer(word)))
+        .transpose()
+        .map_err(corrupt(name))
+}
+
+/// The serde name of a plain enum.
+fn word<T: Serialize>(value: &T) -> Result<String, StoreError> {
+    match serde_json::to_value(value).map_err(corrupt("word"))? {
+        Value::String(word) => Ok(word),
+        other => Err(corrupt("word")(format!("{other} is not a word"))),
+    }
+}
+
+fn to_json<T: Serialize>(what: &'static str, value: &T) -> Result<String, StoreError> {
+    serde_json::to_string(value).map_err(corrupt(what))
+}
+
+/// SQLite's integers are signed; no count comes near the limit, and a client's absurd one must only not match.
+fn int(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+/// An opaque cursor over the sort keys of a page's last row.
+fn cursor<const N: usize>(list: &str, keys: [&str; N]) -> String {
+    URL_SAFE_NO_PAD.encode(format!("{list}\u{1f}{}", keys.join("\u{1f}")))
+}
+
+fn parse_cursor<const N: usize>(list: &str, text: &str) -> Result<[String; N], StoreError> {
+    let bytes = URL_SAFE_NO_PAD.decode(text).map_err(|_| StoreError::BadCursor)?;
+    let plain = String::from_utf8(bytes).map_err(|_| StoreError::BadCursor)?;
+    let mut parts = plain.split('\u{1f}').map(str::to_owned);
+    if parts.next().as_deref() != Some(list) {
+        return Err(StoreError::BadCursor);
+    }
+    parts.collect::<Vec<_>>().try_into().map_err(|_| StoreError::BadCursor)
+}
+
+/// A key of a cursor as its type.
+fn cursor_key<T: FromStr>(text: &str) -> Result<T, StoreError> {
+    text.parse().map_err(|_| StoreError::BadCursor)
+}
+
+/// Turns `limit + 1` fetched rows into a page of `limit`.
+fn page<T>(mut data: Vec<T>, limit: u32, key: impl FnOnce(&T) -> String) -> Page<T> {
+    let limit = limit as usize;
+    let more = data.len() > limit;
+    data.truncate(limit);
+    let next = if more { data.last().map(key) } else { None };
+    Page { data, next }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_compare_as_numbers() {
+        assert!(is_new_enough("3.51.3") && is_new_enough("3.100.0") && is_new_enough("4.0"));
+        assert!(!is_new_enough("3.51.2") && !is_new_enough("3.9.9") && !is_new_enough("nonsense"));
+    }
+
+    #[test]
+    fn a_cursor_survives_and_another_lists_is_refused() {
+        let text = cursor("jobs", ["17", "job_x"]);
+        assert_eq!(parse_cursor::<2>("jobs", &text).unwrap(), ["17", "job_x"]);
+        assert!(matches!(parse_cursor::<2>("models", &text), Err(StoreError::BadCursor)));
+        assert!(matches!(parse_cursor::<1>("jobs", &text), Err(StoreError::BadCursor)));
+        assert!(matches!(parse_cursor::<1>("jobs", "ß"), Err(StoreError::BadCursor)));
     }
 }

@@ -1,17 +1,219 @@
 //! One process, one device: claim, engine thread, heartbeats and events, finish.
+//!
+//! A worker knows the server only through the worker protocol. Children of the server end when their standard input ends,
+//! that is, when the server dies; a worker started by hand goes on computing for [`client::OUTAGE`] without a server and
+//! commits nothing until its claim is confirmed. SIGTERM: checkpoint, requeue, leave with code 0.
 
+mod attempt;
+mod client;
+mod events;
+mod failure;
+mod host;
+mod signals;
+
+use std::io::Read;
+use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use crate::config::WorkerArgs;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{WorkerArgs, machine_threads};
+use crate::engine::error::EngineError;
+use crate::engine::host::{Host, TrainInput, TrainOutcome};
+use crate::id::WorkerId;
+use crate::protocol::{ClaimRequest, Register, Registered};
+use attempt::Ended;
+use client::{Client, ClientError, persist};
+
+/// How long the server may hold a call for work.
+const CLAIM_WAIT_MS: u64 = 20_000;
+/// Before another call for work after one that failed.
+const CLAIM_RETRY: Duration = Duration::from_secs(1);
+/// The code of a process whose server is gone.
+const EXIT_ORPHAN: i32 = 3;
+/// The code of a process whose engine panicked: a panic's own.
+const EXIT_PANIC: u8 = 101;
+
+/// The engine, as the worker calls it: the seam where tests put another one.
+type TrainFn = fn(TrainInput<'_>, &mut dyn Host) -> Result<TrainOutcome, EngineError>;
 
 /// Why a worker could not run.
 #[derive(Debug, thiserror::Error)]
-pub enum WorkerError {}
+pub enum WorkerError {
+    /// A setting cannot be used.
+    #[error("{0}")]
+    Setting(String),
+    /// The server does not want this worker.
+    #[error("cannot work for {server}")]
+    Server {
+        /// Its address.
+        server: String,
+        /// Why.
+        #[source]
+        source: ClientError,
+    },
+    /// A system call failed.
+    #[error("cannot {doing}")]
+    System {
+        /// What was being done.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}
 
-/// `rlood worker`.
+/// What a worker is, for all its attempts.
+struct Worker {
+    client: Client,
+    id: WorkerId,
+    child: bool,
+    device: String,
+    threads: u32,
+    scratch_dir: PathBuf,
+    leaving: CancellationToken,
+    heartbeat_ms: std::sync::atomic::AtomicU64,
+    train: TrainFn,
+}
+
+/// `rlood worker`: works until SIGTERM or SIGINT; code 0 then.
 ///
 /// # Errors
-/// When the server refuses this worker.
-pub async fn run(_args: WorkerArgs) -> Result<ExitCode, WorkerError> {
-    Ok(ExitCode::SUCCESS)
+/// When the server refuses this worker or cannot be reached for a long time.
+pub async fn run(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
+    if args.child {
+        leave_with_server()?;
+    }
+    let leaving = leave_on_signal()?;
+    let (scratch_dir, _scratch) = scratch_dir(args.scratch_dir)?;
+    let worker = Worker {
+        client: Client::new(&args.server, &args.token, args.child).map_err(WorkerError::Setting)?,
+        id: args.id.unwrap_or_else(WorkerId::new),
+        child: args.child,
+        device: args.device.to_string(),
+        threads: args.threads.unwrap_or_else(machine_threads),
+        scratch_dir,
+        leaving,
+        heartbeat_ms: crate::config::HEARTBEAT_MS.into(),
+        train: crate::engine::train,
+    };
+    worker.work().await.map_err(|source| WorkerError::Server { server: args.server, source })
+}
+
+impl Worker {
+    async fn work(&self) -> Result<ExitCode, ClientError> {
+        let mut registered = false;
+        loop {
+            let ask = async {
+                if !registered {
+                    self.register().await?;
+                }
+                self.client.claim(&ClaimRequest { worker: self.id, wait_ms: CLAIM_WAIT_MS }).await
+            };
+            let claimed = tokio::select! {
+                biased;
+                () = self.leaving.cancelled() => return Ok(ExitCode::SUCCESS),
+                claimed = ask => claimed,
+            };
+            match claimed {
+                Ok(Some(claim)) => {
+                    registered = true;
+                    match attempt::run(self, claim).await {
+                        Ended::Settled => {}
+                        Ended::Panicked => return Ok(ExitCode::from(EXIT_PANIC)),
+                    }
+                }
+                Ok(None) => registered = true,
+                Err(error @ (ClientError::Unauthorized | ClientError::Protocol(_))) => return Err(error),
+                // A server that restarted has forgotten us: introduce ourselves again.
+                Err(error) => {
+                    tracing::warn!(error = failure::with_causes(&error), "no answer to the call for work");
+                    registered = false;
+                    tokio::select! {
+                        () = tokio::time::sleep(CLAIM_RETRY) => {}
+                        () = self.leaving.cancelled() => return Ok(ExitCode::SUCCESS),
+                    }
+                }
+            }
+        }
+    }
+
+    async fn register(&self) -> Result<(), ClientError> {
+        let register = Register {
+            worker: self.id,
+            device: self.device.clone(),
+            pid: std::process::id(),
+            threads: self.threads,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            child: self.child,
+        };
+        let Registered { heartbeat_ms, lease_ms } =
+            persist(|| self.client.register(&register), ClientError::is_transient).await?;
+        // A lease must hold a few heartbeats whatever the server says.
+        let heartbeat_ms = heartbeat_ms.min(lease_ms / 3).max(50);
+        self.heartbeat_ms.store(heartbeat_ms, std::sync::atomic::Ordering::Relaxed);
+        tracing::info!(worker = %self.id, device = self.device, threads = self.threads, "registered");
+        Ok(())
+    }
+
+    fn heartbeat(&self) -> Duration {
+        Duration::from_millis(self.heartbeat_ms.load(std::sync::atomic::Ordering::Relaxed))
+    }
+}
+
+/// The given directory, or one of our own that goes with us.
+fn scratch_dir(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::TempDir>), WorkerError> {
+    let system = |source| WorkerError::System { doing: "make the scratch directory", source };
+    match given {
+        Some(dir) => {
+            std::fs::create_dir_all(&dir).map_err(system)?;
+            Ok((dir, None))
+        }
+        None => {
+            let dir = tempfile::Builder::new().prefix("rlood-worker-").tempdir().map_err(system)?;
+            Ok((dir.path().to_owned(), Some(dir)))
+        }
+    }
+}
+
+fn leave_on_signal() -> Result<CancellationToken, WorkerError> {
+    let system = |source| WorkerError::System { doing: "listen for signals", source };
+    let mut terminate = signal(SignalKind::terminate()).map_err(system)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(system)?;
+    let leaving = CancellationToken::new();
+    let leave = leaving.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        tracing::info!("leaving: checkpoint and requeue");
+        leave.cancel();
+    });
+    Ok(leaving)
+}
+
+/// Ends the process at once when standard input ends, whatever else is going on: the server is gone, and with it the
+/// claim that gives this process the right to work.
+fn leave_with_server() -> Result<(), WorkerError> {
+    let watch = || {
+        let mut stdin = std::io::stdin().lock();
+        let mut byte = [0];
+        loop {
+            match stdin.read(&mut byte) {
+                Ok(0) => break,
+                Err(error) if error.kind() != std::io::ErrorKind::Interrupted => break,
+                Ok(_) | Err(_) => {}
+            }
+        }
+        eprintln!("rlood worker: the server is gone");
+        std::process::exit(EXIT_ORPHAN);
+    };
+    std::thread::Builder::new()
+        .name("orphan-watch".to_owned())
+        .spawn(watch)
+        .map(drop)
+        .map_err(|source| WorkerError::System { doing: "watch for the server's end", source })
 }

@@ -1,10 +1,221 @@
-//! Checkpoints and adapters.
+//! Checkpoints and adapters: what a job made, to list and to download.
 
+use axum::extract::State;
+use axum::http::{HeaderMap, Method};
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use super::AppState;
+use super::download::{Download, send_file, send_tar};
+use super::error::{Code, Problem};
+use super::extract::{Json, Path, Query};
+use super::list::{List, PageQuery, Time};
+use crate::event::Metrics;
+use crate::id::{CheckpointId, JobId};
+use crate::protocol::FileEntry;
+use crate::store::{CheckpointRow, StoreError};
+
+/// What PEFT and vLLM load: the order in the archive.
+const ADAPTER_FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
+const MANIFEST: &str = "manifest.json";
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
+        .routes(routes!(list_checkpoints))
+        .routes(routes!(get_adapter))
+        .routes(routes!(get_checkpoint))
+        .routes(routes!(get_file))
+        .routes(routes!(get_manifest))
+        .routes(routes!(get_archive))
+}
+
+/// A published checkpoint.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct Checkpoint {
+    /// Its id.
+    pub id: CheckpointId,
+    /// Whose it is.
+    pub job_id: JobId,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Its files.
+    pub files: Vec<FileEntry>,
+    /// Of its step, and of the last evaluation (prefixed `eval_`); null = undefined.
+    #[schema(value_type = std::collections::BTreeMap<String, Option<f64>>)]
+    pub metrics: Metrics,
+    /// The best one so far.
+    pub best: bool,
+    /// Kept whatever the rotation says.
+    pub pinned: bool,
+    /// When it was published.
+    pub created_at: Time,
+}
+
+impl From<CheckpointRow> for Checkpoint {
+    fn from(row: CheckpointRow) -> Self {
+        let CheckpointRow { id, job, step, attempt: _, files, metrics, best, pinned, created_at } = row;
+        Self { id, job_id: job, step, files, metrics, best, pinned, created_at: Time(created_at) }
+    }
+}
+
+/// List a job's checkpoints, newest first.
+#[utoipa::path(get, path = "/jobs/{id}/checkpoints", tag = "Artifacts",
+    params(("id" = JobId, Path, description = "The job"), PageQuery),
+    responses((status = 200, description = "A page", body = List<Checkpoint>)))]
+async fn list_checkpoints(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Query(query): Query<PageQuery>,
+) -> Result<Json<List<Checkpoint>>, Problem> {
+    let limit = query.limit()? as usize;
+    state.store.job_get(id).await?;
+    let mut rows = state.store.checkpoint_list(id).await?;
+    rows.sort_by_key(|row| std::cmp::Reverse(row.step));
+    if let Some(after) = &query.after {
+        // The cursor is the step before the page, so that it outlives the rotation of the checkpoint it names.
+        let step: u64 = after.strip_prefix('s').and_then(|step| step.parse().ok()).ok_or(StoreError::BadCursor)?;
+        rows.retain(|row| row.step < step);
+    }
+    let more = rows.len() > limit;
+    rows.truncate(limit);
+    let next = rows.last().filter(|_| more).map(|row| format!("s{}", row.step));
+    Ok(Json(List { data: rows.into_iter().map(Checkpoint::from).collect(), next }))
+}
+
+/// One checkpoint.
+#[utoipa::path(get, path = "/checkpoints/{id}", tag = "Artifacts",
+    params(("id" = CheckpointId, Path, description = "The checkpoint")),
+    responses((status = 200, description = "The checkpoint", body = Checkpoint)))]
+async fn get_checkpoint(
+    State(state): State<AppState>,
+    Path(id): Path<CheckpointId>,
+) -> Result<Json<Checkpoint>, Problem> {
+    Ok(Json(state.store.checkpoint_get(id).await?.into()))
+}
+
+/// Download a file of a checkpoint.
+///
+/// The ETag is the file's SHA-256. `Range` (one range), `If-Range`, `If-Match` and `If-None-Match` are honoured.
+#[utoipa::path(method(get, head), path = "/checkpoints/{id}/files/{name}", tag = "Artifacts",
+    params(
+        ("id" = CheckpointId, Path, description = "The checkpoint"),
+        ("name" = String, Path, description = "The file, as the checkpoint lists it"),
+        ("Range" = Option<String>, Header, description = "`bytes=0-99`, `bytes=100-`, `bytes=-100`"),
+        ("If-Range" = Option<String>, Header, description = "An ETag: the range counts only if it is still this one"),
+        ("If-None-Match" = Option<String>, Header, description = "ETags the client has: 304 if the file is one of them"),
+    ),
+    responses(
+        (status = 200, description = "The file", body = Vec<u8>, content_type = "application/octet-stream", headers(
+            ("ETag" = String, description = "The file's SHA-256, quoted"),
+            ("Accept-Ranges" = String, description = "bytes"),
+            ("Repr-Digest" = String, description = "RFC 9530, of the whole file"),
+        )),
+        (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/octet-stream"),
+        (status = 304, description = "The client has it"),
+    ))]
+async fn get_file(
+    State(state): State<AppState>,
+    Path((id, name)): Path<(CheckpointId, String)>,
+    method: Method,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
+    let row = state.store.checkpoint_get(id).await?;
+    send_file(&method, &headers, &file_of(&state, &row, &name)?).await
+}
+
+/// The list of a checkpoint's files with their hashes, as the worker wrote it.
+#[utoipa::path(method(get, head), path = "/checkpoints/{id}/manifest.json", tag = "Artifacts",
+    params(("id" = CheckpointId, Path, description = "The checkpoint")),
+    responses((status = 200, description = "The manifest", body = serde_json::Value)))]
+async fn get_manifest(
+    State(state): State<AppState>,
+    Path(id): Path<CheckpointId>,
+    method: Method,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
+    let row = state.store.checkpoint_get(id).await?;
+    send_file(&method, &headers, &file_of(&state, &row, MANIFEST)?).await
+}
+
+/// Download all files of a checkpoint as one tar.
+#[utoipa::path(method(get, head), path = "/checkpoints/{id}/archive.tar", tag = "Artifacts",
+    params(("id" = CheckpointId, Path, description = "The checkpoint")),
+    responses((status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar")))]
+async fn get_archive(
+    State(state): State<AppState>,
+    Path(id): Path<CheckpointId>,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
+    let row = state.store.checkpoint_get(id).await?;
+    let files: Result<Vec<Download>, Problem> =
+        row.files.iter().map(|file| file_of(&state, &row, &file.name)).collect();
+    send_tar(&headers, &format!("{}.tar", row.id), &files?).await
+}
+
+/// `?which=`.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct AdapterQuery {
+    /// The newest checkpoint, or the best one.
+    #[serde(default)]
+    #[param(inline)]
+    which: Which,
+}
+
+/// Which checkpoint.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum Which {
+    /// The newest.
+    #[default]
+    Last,
+    /// The best by the job's measure.
+    Best,
+}
+
+/// Download a job's LoRA adapter as PEFT lays it out, in a tar.
+///
+/// `adapter_config.json` and `adapter_model.safetensors` lie at the archive's root: unpacked, the folder is what
+/// `PeftModel.from_pretrained` and vLLM's `--lora-modules` take.
+#[utoipa::path(method(get, head), path = "/jobs/{id}/adapter", tag = "Artifacts",
+    params(("id" = JobId, Path, description = "The job"), AdapterQuery),
+    responses((status = 200, description = "The adapter", body = Vec<u8>, content_type = "application/x-tar")))]
+async fn get_adapter(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Query(AdapterQuery { which }): Query<AdapterQuery>,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
+    state.store.job_get(id).await?;
+    let row = match which {
+        Which::Last => state.store.checkpoint_latest(id).await?,
+        Which::Best => state.store.checkpoint_best(id).await?,
+    };
+    let Some(row) = row else {
+        let detail = match which {
+            Which::Last => "the job has not published a checkpoint yet; its 'checkpoint' events tell when it does",
+            Which::Best => "the job has no best checkpoint yet; ask for which=last",
+        };
+        return Err(Problem::new(Code::NoCheckpoint, detail));
+    };
+    let files: Result<Vec<Download>, Problem> = ADAPTER_FILES.iter().map(|name| file_of(&state, &row, name)).collect();
+    send_tar(&headers, &format!("{id}-step{}-adapter.tar", row.step), &files?).await
+}
+
+/// A file by its name in the checkpoint's list: the client's text never becomes a path.
+fn file_of(state: &AppState, row: &CheckpointRow, name: &str) -> Result<Download, Problem> {
+    let file = row.files.iter().find(|file| file.name == name);
+    let FileEntry { name, size_bytes, sha256 } =
+        file.ok_or_else(|| Problem::not_found("file of this checkpoint", name))?;
+    Ok(Download {
+        path: state.files.checkpoint_file(row.job, row.step, row.attempt, name)?,
+        name: name.clone(),
+        size_bytes: *size_bytes,
+        sha256: sha256.clone(),
+    })
 }

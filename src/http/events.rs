@@ -1,10 +1,187 @@
-//! Events, metrics, samples, logs.
+//! A job's events, as pages or as a stream that replays and follows; and what its workers logged.
 
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderName, header};
+use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use super::AppState;
+use super::error::{Code, Problem, ProblemBody};
+use super::extract::{Json, Path, Query};
+use super::list::{self, List, PageQuery, Time};
+use super::{metrics, samples, summary};
+use crate::id::JobId;
+use crate::store::{EventRow, LogRow};
 
-/// The routes of this module.
+/// Events a page of the stream's replay.
+const REPLAY_PAGE: u32 = 100;
+/// Events that may wait for a slow client.
+const BACKLOG: usize = 128;
+/// How long a client may read nothing before it is dropped.
+const SLOW_CLIENT: Duration = Duration::from_secs(30);
+/// Between signs of life on a quiet stream.
+const PING: Duration = Duration::from_secs(15);
+/// What a browser waits before it connects again.
+const RECONNECT: Duration = Duration::from_secs(3);
+const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
+
+/// The routes of this module, of metrics, samples and summary.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
+        .routes(routes!(list_events))
+        .routes(routes!(list_logs))
+        .merge(metrics::routes())
+        .merge(samples::routes())
+        .merge(summary::routes())
+}
+
+/// An event of a job.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct Event {
+    /// Counts from 1 per job, without gap; the id of the server-sent event.
+    seq: i64,
+    /// What happened; the name of the server-sent event.
+    #[serde(rename = "type")]
+    kind: String,
+    /// When.
+    time: Time,
+    /// The attempt it belongs to; 0 before the first claim.
+    attempt: u64,
+    /// By type.
+    data: Value,
+}
+
+impl From<EventRow> for Event {
+    fn from(EventRow { seq, kind, attempt, time, data }: EventRow) -> Self {
+        Self { seq, kind, time: Time(time), attempt, data }
+    }
+}
+
+/// List or follow a job's events.
+///
+/// JSON pages in order; `after` is the last `seq` known. With `Accept: text/event-stream` a stream: everything after `after` or
+/// `Last-Event-ID`, then what happens, without gap or duplicate; a comment every 15 s; an event `end` when the job is over.
+#[utoipa::path(get, path = "/jobs/{id}/events", tag = "Jobs",
+    params(("id" = JobId, Path, description = "The job"), PageQuery,
+        ("Last-Event-ID" = Option<i64>, Header, description = "The last `seq` known, for the stream; wins over `after`")),
+    responses(
+        (status = 200, description = "A page, or the stream", content((List<Event> = "application/json"), (String = "text/event-stream"))),
+        (status = 400, description = "A parameter is not valid", body = ProblemBody),
+        (status = 404, description = "No such job", body = ProblemBody)))]
+async fn list_events(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Query(query): Query<PageQuery>,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
+    let accepts = |kind: &str| {
+        headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).any(|value| value.contains(kind))
+    };
+    let mut after = parse_seq(query.after.as_deref(), "?after")?;
+    state.store.job_get(id).await?;
+    if !accepts("text/event-stream") {
+        let limit = query.limit.map_or(Ok(REPLAY_PAGE), |limit| list::limit(Some(limit)))?;
+        let rows = state.store.event_page(id, after, limit).await?;
+        let next = (rows.len() == limit as usize).then(|| rows.last().map(|row| row.seq.to_string())).flatten();
+        return Ok(Json(List { data: rows.into_iter().map(Event::from).collect(), next }).into_response());
+    }
+    if let Some(last) = headers.get(LAST_EVENT_ID).filter(|last| !last.is_empty()) {
+        after = parse_seq(Some(last.to_str().unwrap_or("?")), "Last-Event-ID")?;
+    }
+    let (sender, receiver) = mpsc::channel(BACKLOG);
+    tokio::spawn(async move {
+        if let Err(problem) = follow(&state, id, after, &sender).await {
+            tracing::debug!(job = %id, detail = problem.detail(), "an event stream ended early");
+        }
+    });
+    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(PING).text("ping"));
+    Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
+        .into_response())
+}
+
+fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {
+    let Some(text) = text else { return Ok(0) };
+    text.parse().ok().filter(|seq| *seq >= 0).ok_or_else(|| {
+        let detail = "must be the number (seq) of an event: start again without it";
+        Problem::new(Code::InvalidCursor, format!("{name}: {detail}")).item(name, "invalid_cursor", detail)
+    })
+}
+
+type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
+
+/// Sends everything after `after`, then follows, until the job is over or the client is gone or too slow.
+async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) -> Result<(), Problem> {
+    let mut changes = state.store.changed(id);
+    if !send(sender, sse::Event::default().retry(RECONNECT).comment("events of the job follow")).await {
+        return Ok(());
+    }
+    loop {
+        changes.borrow_and_update();
+        // The row first: when it says that the job is over, its last event is among those read next.
+        let row = state.store.job_get(id).await?;
+        loop {
+            let page = state.store.event_page(id, after, REPLAY_PAGE).await?;
+            let full = page.len() == REPLAY_PAGE as usize;
+            for row in page {
+                after = row.seq;
+                let event = sse::Event::default().id(row.seq.to_string()).event(row.kind.clone());
+                let event = event.json_data(Event::from(row)).map_err(Problem::internal)?;
+                if !send(sender, event).await {
+                    return Ok(());
+                }
+            }
+            if !full {
+                break;
+            }
+        }
+        if row.state.is_terminal() {
+            let end =
+                sse::Event::default().event("end").json_data(json!({"state": row.state})).map_err(Problem::internal)?;
+            send(sender, end).await;
+            return Ok(());
+        }
+        tokio::select! {
+            changed = changes.changed() => if changed.is_err() { return Ok(()) },
+            () = sender.closed() => return Ok(()),
+        }
+    }
+}
+
+/// False when the client is gone, or reads too slowly.
+async fn send(sender: &Sender, event: sse::Event) -> bool {
+    sender.send_timeout(Ok(event), SLOW_CLIENT).await.is_ok()
+}
+
+/// A line a worker logged about a job.
+#[derive(Debug, Serialize, ToSchema)]
+struct LogLine {
+    /// The attempt.
+    attempt: u64,
+    /// When.
+    time: Time,
+    /// The text.
+    line: String,
+}
+
+/// What the workers logged about a job, oldest first.
+#[utoipa::path(get, path = "/jobs/{id}/logs", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), PageQuery), responses(
+    (status = 200, description = "A page", body = List<LogLine>), (status = 404, description = "No such job", body = ProblemBody)))]
+async fn list_logs(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Query(query): Query<PageQuery>,
+) -> Result<Json<List<LogLine>>, Problem> {
+    state.store.job_get(id).await?;
+    let page = state.store.log_page(id, query.after.as_deref(), query.limit()?).await?;
+    Ok(Json(List::of(page, |LogRow { id: _, attempt, time, line }| LogLine { attempt, time: Time(time), line })))
 }

@@ -1,10 +1,358 @@
-//! Jobs.
+//! Jobs: list, read, patch, delete, and the moves a user may ask for. Submission lies in `submit`.
 
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use super::AppState;
+use super::error::{Code, Item, Problem, ProblemBody};
+use super::extract::{Json, Path, Query};
+use super::idempotency::{Answer, once};
+use super::list::{self, List, Time};
+use super::submit;
+use crate::event::Phase;
+use crate::id::JobId;
+use crate::job::{Action, Failure, Requested, State as JobState};
+use crate::spec::{FieldError, Plan, read_labels, submittable};
+use crate::store::{JobFilter, JobPatch, JobRow, clock_ms};
 
-/// The routes of this module.
+/// The routes of this module and of submission.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
+        .merge(submit::routes())
+        .routes(routes!(list_jobs))
+        .routes(routes!(get_job, patch_job, delete_job))
+        .routes(routes!(cancel_job))
+        .routes(routes!(pause_job))
+        .routes(routes!(resume_job))
+        .routes(routes!(retry_job))
+        .routes(routes!(get_config))
+}
+
+/// A job.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Job)]
+pub struct JobView {
+    /// Its id.
+    id: JobId,
+    /// For people.
+    name: Option<String>,
+    /// Where it stands.
+    state: JobState,
+    /// A mark its worker has still to honour; only while running.
+    requested: Option<Requested>,
+    /// Where the loop is, or was when it stopped.
+    phase: Option<Phase>,
+    /// Why it waits or paused: `waiting_for_reward`, `reward_outage`, ….
+    status_reason: Option<String>,
+    /// Claims so far.
+    attempt: u64,
+    /// Optimizer steps done.
+    step: u64,
+    /// Optimizer steps in all.
+    total_steps: u64,
+    /// Seconds to go, if known.
+    eta_s: Option<f64>,
+    /// 1 = next; null when not queued.
+    queue_position: Option<u64>,
+    /// Why it failed.
+    failure: Option<Failure>,
+    /// What it does, with every default applied.
+    #[schema(value_type = Plan)]
+    plan: Value,
+    /// The job it was made from.
+    parent: Option<JobId>,
+    /// When it was submitted.
+    created_at: Time,
+    /// First claim.
+    started_at: Option<Time>,
+    /// Terminal state reached.
+    finished_at: Option<Time>,
+    /// The client's own labels.
+    metadata: BTreeMap<String, String>,
+}
+
+impl JobView {
+    /// A row as clients see it.
+    pub(super) async fn of(state: &AppState, row: JobRow) -> Result<Self, Problem> {
+        let queue_position = match row.state {
+            JobState::Queued => state.store.job_queue_position(row.id).await?,
+            JobState::Running | JobState::Paused | JobState::Succeeded | JobState::Failed | JobState::Cancelled => None,
+        };
+        Ok(Self {
+            id: row.id,
+            name: row.name,
+            state: row.state,
+            requested: row.requested,
+            phase: row.phase,
+            status_reason: row.status_reason,
+            attempt: row.attempt,
+            step: row.step,
+            total_steps: row.total_steps,
+            eta_s: row.eta_s,
+            queue_position,
+            failure: row.failure,
+            plan: row.plan_json,
+            parent: row.parent,
+            created_at: Time(row.created_at),
+            started_at: row.started_at.map(Time),
+            finished_at: row.finished_at.map(Time),
+            metadata: row.metadata,
+        })
+    }
+}
+
+/// 400 for one query parameter.
+pub(super) fn bad_query(name: &str, code: &str, detail: impl Into<String>) -> Problem {
+    let detail = detail.into();
+    Problem::new(Code::InvalidQuery, format!("{name}: {detail}")).item(format!("?{name}"), code, detail)
+}
+
+/// What is wrong with a document, as a problem.
+pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
+    let detail = match errors.as_slice() {
+        [] => "the document is not valid".to_owned(),
+        [error] if error.pointer.is_empty() => error.detail.clone(),
+        [error] => format!("{}: {}", error.pointer, error.detail),
+        [first, rest @ ..] => format!("{}: {} (and {} more; see errors)", first.pointer, first.detail, rest.len()),
+    };
+    let item = |error: FieldError| Item { pointer: error.pointer, code: error.code, detail: error.detail };
+    Problem::new(code, detail).items(errors.into_iter().map(item).collect())
+}
+
+/// Jobs, newest first. Labels filter as `metadata.KEY=VALUE`.
+#[utoipa::path(get, path = "/jobs", tag = "Jobs", params(
+    ("state" = Option<JobState>, Query, description = "In this state"),
+    ("model" = Option<String>, Query, description = "Of this model"),
+    ("metadata.KEY" = Option<String>, Query, description = "With this label; may be given several times"),
+    ("after" = Option<String>, Query, description = "Cursor: the last page's `next`"),
+    ("limit" = Option<u32>, Query, description = "1 to 100, default 20"),
+), responses((status = 200, description = "A page of jobs", body = List<JobView>), (status = 400, description = "A parameter is not valid", body = ProblemBody)))]
+async fn list_jobs(
+    State(state): State<AppState>,
+    Query(query): Query<Vec<(String, String)>>,
+) -> Result<Json<List<JobView>>, Problem> {
+    let (mut filter, mut after, mut limit) = (JobFilter::default(), None, None);
+    for (name, value) in query {
+        match name.as_str() {
+            "state" => {
+                let names = || JobState::ALL.map(JobState::as_str).join(", ");
+                let state = JobState::parse(&value);
+                filter.state = Some(
+                    state.ok_or_else(|| bad_query("state", "invalid_value", format!("must be one of {}", names())))?,
+                );
+            }
+            "model" => filter.model = Some(value),
+            "after" => after = Some(value),
+            "limit" => {
+                let number = value.parse().map_err(|_| bad_query("limit", "invalid_type", "must be a whole number"))?;
+                limit = Some(number);
+            }
+            other => match other.strip_prefix("metadata.") {
+                Some(label) => {
+                    filter.metadata.insert(label.to_owned(), value);
+                }
+                None => {
+                    let detail = "unknown; known here: state, model, metadata.KEY, after, limit";
+                    return Err(bad_query(&super::error::shortened(other), "unknown_parameter", detail));
+                }
+            },
+        }
+    }
+    let page = state.store.job_list(&filter, after.as_deref(), list::limit(limit)?).await?;
+    let mut data = Vec::with_capacity(page.data.len());
+    for row in page.data {
+        data.push(JobView::of(&state, row).await?);
+    }
+    Ok(Json(List { data, next: page.next }))
+}
+
+/// How long to wait for a job.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct Wait {
+    /// Answer when the job is over or paused, or after this many seconds (at most 3600). Default: at once.
+    #[param(maximum = 3600)]
+    wait: Option<u64>,
+}
+
+/// One job, perhaps after a wait.
+#[utoipa::path(get, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path), Wait), responses(
+    (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody)))]
+async fn get_job(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Query(Wait { wait }): Query<Wait>,
+) -> Result<Json<JobView>, Problem> {
+    let wait = wait.unwrap_or(0);
+    if wait > 3600 {
+        return Err(bad_query("wait", "out_of_range", format!("must be at most 3600 seconds, not {wait}")));
+    }
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(wait);
+    let mut changes = state.store.changed(id);
+    loop {
+        changes.borrow_and_update();
+        let row = state.store.job_get(id).await?;
+        let settled = row.state.is_terminal() || row.state == JobState::Paused;
+        let late = settled || !matches!(tokio::time::timeout_at(deadline, changes.changed()).await, Ok(Ok(())));
+        if late {
+            return Ok(Json(JobView::of(&state, row).await?));
+        }
+    }
+}
+
+/// What of a job may be changed; everything is optional.
+#[derive(Debug, ToSchema)]
+#[schema(as = JobPatch)]
+#[expect(dead_code, reason = "the document's schema; the body is read field by field")]
+struct PatchBody {
+    /// null takes the name away.
+    name: Option<String>,
+    /// Replaces all labels.
+    metadata: Option<BTreeMap<String, String>>,
+    /// Higher runs first; matters while the job is queued.
+    priority: Option<i64>,
+}
+
+/// Changes a job's name, labels or priority.
+#[utoipa::path(patch, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path)), request_body = PatchBody, responses(
+    (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
+    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+async fn patch_job(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Json(document): Json<Value>,
+) -> Result<Json<JobView>, Problem> {
+    let labels = read_labels(&document).map_err(|errors| invalid(Code::InvalidBody, errors))?;
+    let patch = JobPatch { name: labels.name, metadata: labels.metadata, priority: labels.priority };
+    let row = state.store.job_patch(id, patch, clock_ms()).await?;
+    Ok(Json(JobView::of(&state, row).await?))
+}
+
+/// Removes a job that is over, with its events, metrics, samples and checkpoints.
+#[utoipa::path(delete, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path)), responses(
+    (status = 204, description = "It is gone"), (status = 404, description = "No such job", body = ProblemBody),
+    (status = 409, description = "It is not over", body = ProblemBody)))]
+async fn delete_job(State(state): State<AppState>, Path(id): Path<JobId>) -> Result<StatusCode, Problem> {
+    state.store.job_delete(id).await?;
+    let files = state.files.clone();
+    tokio::task::spawn_blocking(move || files.job_remove(id)).await.map_err(Problem::internal)??;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Ends a job: at once while it waits, within seconds while it runs. Checkpoints stay. Repeating it is harmless.
+#[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
+    (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
+    (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
+async fn cancel_job(
+    State(state): State<AppState>,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+) -> Result<Response, Problem> {
+    move_job(state, headers, id, Action::Cancel, "POST /jobs/{id}/cancel").await
+}
+
+/// Stops a job at a checkpoint; `resume` goes on from there.
+#[utoipa::path(post, path = "/jobs/{id}/pause", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
+    (status = 200, description = "The job; while it runs `requested` is `pause` until its worker has stopped", body = JobView),
+    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
+async fn pause_job(
+    State(state): State<AppState>,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+) -> Result<Response, Problem> {
+    move_job(state, headers, id, Action::Pause, "POST /jobs/{id}/pause").await
+}
+
+/// Queues a paused job again.
+#[utoipa::path(post, path = "/jobs/{id}/resume", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
+    (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
+    (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
+async fn resume_job(
+    State(state): State<AppState>,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+) -> Result<Response, Problem> {
+    move_job(state, headers, id, Action::Resume, "POST /jobs/{id}/resume").await
+}
+
+/// Makes a new job of the same plan and secrets from one that is over.
+#[utoipa::path(post, path = "/jobs/{id}/retry", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
+    (status = 201, description = "The new job; its `parent` is the old one", body = JobView, headers(("location" = String))),
+    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "It is not over", body = ProblemBody)))]
+async fn retry_job(
+    State(state): State<AppState>,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+) -> Result<Response, Problem> {
+    move_job(state, headers, id, Action::Retry, "POST /jobs/{id}/retry").await
+}
+
+async fn move_job(
+    state: AppState,
+    headers: HeaderMap,
+    id: JobId,
+    action: Action,
+    route: &'static str,
+) -> Result<Response, Problem> {
+    let of = state.clone();
+    let work = async move {
+        let now = clock_ms();
+        let row = match action {
+            Action::Cancel => state.store.job_cancel(id, now).await?,
+            Action::Pause => state.store.job_pause(id, now).await?,
+            Action::Resume => state.store.job_resume(id, now).await?,
+            Action::Retry => state.store.job_retry(id, JobId::new(), now).await?,
+            Action::Delete => return Err(Problem::internal("a deletion is not a move")),
+        };
+        let (status, location) = match action {
+            Action::Retry => (StatusCode::CREATED, Some(format!("/jobs/{}", row.id))),
+            Action::Cancel | Action::Pause | Action::Resume | Action::Delete => (StatusCode::OK, None),
+        };
+        Answer::new(status, location, &JobView::of(&state, row).await?)
+    };
+    once(&of, &headers, route, &submit::hex(&Sha256::digest(id.to_string())), work).await
+}
+
+/// The form of a job's configuration.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct ConfigQuery {
+    /// Only `json` so far.
+    format: Option<String>,
+}
+
+/// The resolved configuration, in the form in which it can be submitted again. Secrets and header values are left out;
+/// `retry` copies them inside the server.
+#[utoipa::path(get, path = "/jobs/{id}/config", tag = "Jobs", params(("id" = JobId, Path), ConfigQuery), responses(
+    (status = 200, description = "A body for POST /jobs", body = crate::spec::JobDocument), (status = 404, description = "No such job", body = ProblemBody)))]
+async fn get_config(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Query(query): Query<ConfigQuery>,
+) -> Result<Json<Value>, Problem> {
+    if let Some(format) = query.format.filter(|format| format != "json") {
+        let detail = format!("'{}' is not supported: only json is", super::error::shortened(&format));
+        return Err(bad_query("format", "unsupported", detail));
+    }
+    let row = state.store.job_get(id).await?;
+    let mut plan = row.plan()?;
+    plan.name = row.name;
+    plan.metadata = row.metadata;
+    let mut document = submittable(&plan);
+    if row.priority != 0 {
+        document["priority"] = row.priority.into();
+    }
+    Ok(Json(document))
 }

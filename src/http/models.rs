@@ -1,10 +1,222 @@
-//! Models.
+//! Models: a name for a directory on the server, read and checked when it is registered.
 
+use std::path::{Path as FsPath, PathBuf};
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use super::AppState;
+use super::error::{Code, Problem, shortened};
+use super::extract::{Json, Path, Query};
+use super::idempotency::Answer;
+use super::list::{List, PageQuery, Time};
+use crate::modelcard::{self, Arch, ModelCard, ModelCardError};
+use crate::store::{ModelRow, NewModel, clock_ms};
+
+const LONGEST_ID: usize = 200;
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
-    OpenApiRouter::new()
+    OpenApiRouter::new().routes(routes!(create_model, list_models)).routes(routes!(get_model, delete_model))
+}
+
+/// A model to register.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+struct CreateModel {
+    /// What jobs call it: parts of letters, digits, `.`, `_`, `-`, joined by `/`.
+    #[schema(example = "Qwen/Qwen3-0.6B", min_length = 1, max_length = 200)]
+    id: String,
+    /// The absolute path of its directory on the server: config.json, *.safetensors, tokenizer.json.
+    #[schema(example = "/models/Qwen3-0.6B")]
+    source: String,
+}
+
+/// A registered model.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct Model {
+    /// What jobs call it.
+    pub id: String,
+    /// `ready`.
+    pub state: String,
+    /// Its directory.
+    pub source: String,
+    /// Over config, weights, tokenizer and chat template, lower-case hex.
+    pub sha256: String,
+    /// What is known of it; null when the server's record cannot be read.
+    pub card: Option<Card>,
+    /// When it was registered first.
+    pub created_at: Time,
+}
+
+/// What is known of a model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[schema(as = ModelCard)]
+pub struct Card {
+    /// `qwen3`, `qwen2`, `llama`, `mistral`.
+    pub architecture: String,
+    /// Weights, each counted once.
+    pub num_parameters: u64,
+    /// Decoder layers.
+    pub num_hidden_layers: u64,
+    /// Width of the residual stream.
+    pub hidden_size: u64,
+    /// Rows of the embedding.
+    pub vocab_size: u64,
+    /// The longest sequence, in tokens.
+    pub max_position_embeddings: u64,
+    /// Every id that ends a completion.
+    pub eos_token_ids: Vec<u32>,
+    /// Whether prompts may be chat messages.
+    pub has_chat_template: bool,
+    /// Bytes of all files.
+    pub size_bytes: u64,
+}
+
+impl Card {
+    fn of(card: &ModelCard) -> Self {
+        let architecture = match card.arch {
+            Arch::Qwen3 => "qwen3",
+            Arch::Qwen2 => "qwen2",
+            Arch::Llama => "llama",
+            Arch::Mistral => "mistral",
+        };
+        Self {
+            architecture: architecture.to_owned(),
+            num_parameters: card.num_parameters,
+            num_hidden_layers: card.config.num_hidden_layers as u64,
+            hidden_size: card.config.hidden_size as u64,
+            vocab_size: card.config.vocab_size as u64,
+            max_position_embeddings: card.max_position_embeddings as u64,
+            eos_token_ids: card.eos_token_ids.clone(),
+            has_chat_template: card.chat_template.is_some(),
+            size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
+        }
+    }
+}
+
+impl From<ModelRow> for Model {
+    fn from(row: ModelRow) -> Self {
+        let ModelRow { id, source, state, sha256, card, created_at } = row;
+        Self { id, state, source, sha256, card: serde_json::from_value(card).ok(), created_at: Time(created_at) }
+    }
+}
+
+/// Register a model.
+///
+/// The directory is read and checked at once: config, the headers of the weights, tokenizer, chat template; every byte is hashed.
+/// The same id and source again read it anew (200).
+#[utoipa::path(post, path = "/models", tag = "Models", request_body = CreateModel,
+    responses(
+        (status = 201, description = "Registered", body = Model, headers(("Location" = String, description = "Its path"))),
+        (status = 200, description = "Known already; read again", body = Model),
+    ))]
+async fn create_model(
+    State(state): State<AppState>,
+    Json(CreateModel { id, source }): Json<CreateModel>,
+) -> Result<Response, Problem> {
+    check_id(&id)?;
+    let roots = state.config.model_roots.clone();
+    let path = source.clone();
+    let read = move || -> Result<(ModelCard, String), Problem> {
+        let path = locate(&path, roots.as_deref())?;
+        let card = modelcard::read(&path).map_err(unusable)?;
+        let sha256 = modelcard::fingerprint(&path).map_err(unusable)?;
+        Ok((card, sha256))
+    };
+    let (card, sha256) = tokio::task::spawn_blocking(read).await.map_err(Problem::internal)??;
+    let card = serde_json::to_value(Card::of(&card)).map_err(Problem::internal)?;
+    let location = format!("/models/{}", id.replace('/', "%2F"));
+    let (row, is_new) = state.store.model_create(NewModel { id, source, sha256, card }, clock_ms()).await?;
+    let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
+    Ok(Answer::new(status, Some(location), &Model::from(row))?.into_response())
+}
+
+/// `org/name`: nothing that a path, a URL or a log could misread.
+fn check_id(id: &str) -> Result<(), Problem> {
+    let part = |part: &str| {
+        !part.is_empty()
+            && !part.starts_with('.')
+            && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+    };
+    if id.len() <= LONGEST_ID && id.split('/').all(part) {
+        return Ok(());
+    }
+    let detail = format!(
+        "'{}' is no model id: up to {LONGEST_ID} letters, digits, '.', '_' and '-', in parts joined by '/', such as org/name",
+        shortened(id)
+    );
+    Err(Problem::new(Code::InvalidBody, detail.clone()).item("/id", "invalid", detail))
+}
+
+/// The directory, if it exists and may be used.
+fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
+    let refuse = |code: &str, detail: String| {
+        Err(Problem::new(Code::InvalidModel, detail.clone()).item("/source", code, detail))
+    };
+    if source.contains("://") {
+        let detail =
+            "only an absolute path on the server is supported: download the model, then register its directory";
+        return refuse("unsupported_source", detail.to_owned());
+    }
+    let path = FsPath::new(source);
+    if !path.is_absolute() || source.contains('\0') {
+        return refuse("not_absolute", format!("'{}' is not an absolute path", shortened(source)));
+    }
+    // Links are followed before the comparison. Outside the roots nothing is said of what exists.
+    let canonical = path.canonicalize();
+    if let Some(roots) = roots
+        && !canonical.as_ref().is_ok_and(|path| roots.iter().any(|root| path.starts_with(root)))
+    {
+        let detail = "the path does not exist under a --model-root of the server (RLOOD_MODEL_ROOT); \
+                      with an API key, models must lie there";
+        return refuse("outside_model_root", detail.to_owned());
+    }
+    match canonical {
+        Ok(path) if path.is_dir() => Ok(path),
+        Ok(_) => refuse("not_a_directory", format!("'{}' is not a directory", shortened(source))),
+        Err(_) => refuse("not_found", format!("there is no readable directory '{}' on the server", shortened(source))),
+    }
+}
+
+fn unusable(error: ModelCardError) -> Problem {
+    let ModelCardError { file, detail } = error;
+    let file = file.rsplit('/').next().unwrap_or("").to_owned();
+    let detail = format!("{file}: {detail}");
+    Problem::new(Code::InvalidModel, detail.clone()).item("/source", "unusable_model", detail)
+}
+
+/// List models, newest first.
+#[utoipa::path(get, path = "/models", tag = "Models", params(PageQuery),
+    responses((status = 200, description = "A page", body = List<Model>)))]
+async fn list_models(
+    State(state): State<AppState>,
+    Query(query): Query<PageQuery>,
+) -> Result<Json<List<Model>>, Problem> {
+    let page = state.store.model_list(query.after.as_deref(), query.limit()?).await?;
+    Ok(Json(List::of(page, Model::from)))
+}
+
+/// One model.
+#[utoipa::path(get, path = "/models/{id}", tag = "Models",
+    params(("id" = String, Path, description = "The model; a slash in it is written %2F")),
+    responses((status = 200, description = "The model", body = Model)))]
+async fn get_model(State(state): State<AppState>, Path(id): Path<String>) -> Result<Json<Model>, Problem> {
+    Ok(Json(state.store.model_get(&id).await?.into()))
+}
+
+/// Forget a model.
+///
+/// Its files stay. Refused (409) while a job that is not over needs it.
+#[utoipa::path(delete, path = "/models/{id}", tag = "Models",
+    params(("id" = String, Path, description = "The model; a slash in it is written %2F")),
+    responses((status = 204, description = "Forgotten")))]
+async fn delete_model(State(state): State<AppState>, Path(id): Path<String>) -> Result<StatusCode, Problem> {
+    state.store.model_delete(&id).await?;
+    Ok(StatusCode::NO_CONTENT)
 }

@@ -1,18 +1,37 @@
-//! Health, metrics, workers.
+//! Health, metrics, workers, the document.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::fmt::Write;
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
-use axum::http::{Method, StatusCode};
+use axum::extract::State;
+use axum::http::{Method, StatusCode, header};
+use axum::response::IntoResponse;
+use serde::Serialize;
+use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::error::{Code, Problem, chain};
+use super::extract::Json;
+use super::list::{List, Time};
+use crate::id::{JobId, WorkerId};
+use crate::job::State as JobState;
+use crate::store::{WorkerRow, clock_ms};
+
+/// Below this much free disk the server is not ready: a checkpoint may not fit any more.
+const LOW_DISK_BYTES: u64 = 64 * 1024 * 1024;
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
-    OpenApiRouter::new().routes(routes!(livez))
+    OpenApiRouter::new()
+        .routes(routes!(livez))
+        .routes(routes!(readyz))
+        .routes(routes!(metrics))
+        .routes(routes!(list_workers))
+        .routes(routes!(get_openapi))
 }
 
 /// Answered requests by method, route and status: how many, and how long in all.
@@ -27,15 +46,159 @@ impl RequestCounts {
             _ => "other",
         };
         let key = (method.to_owned(), route.to_owned(), status.as_u16());
-        let mut counts = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (number, time) = counts.entry(key).or_default();
         *number += 1;
         *time += took;
     }
+
+    fn write(&self, text: &mut String) {
+        let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        family(text, "rlood_http_request_duration_seconds", "summary", "Time to the head of the answer.");
+        for ((method, route, status), (number, time)) in counts {
+            let labels = format!("{{method=\"{method}\",route=\"{route}\",status=\"{status}\"}}");
+            line(text, &format!("rlood_http_request_duration_seconds_sum{labels}"), time.as_secs_f64());
+            line(text, &format!("rlood_http_request_duration_seconds_count{labels}"), number);
+        }
+    }
 }
 
 /// The process answers.
-#[utoipa::path(get, path = "/livez", tag = "System", responses((status = 200, description = "Alive", body = String)))]
+#[utoipa::path(get, path = "/livez", tag = "System", security(()),
+    responses((status = 200, description = "Alive", body = String, content_type = "text/plain", example = json!("ok\n"))))]
 async fn livez() -> &'static str {
     "ok\n"
+}
+
+/// The server can do its work: the database answers, the disk has room.
+#[utoipa::path(get, path = "/readyz", tag = "System", security(()),
+    responses((status = 200, description = "Ready", body = String, content_type = "text/plain", example = json!("ok\n"))))]
+async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> {
+    let not_ready = |detail: &str, cause: String| Problem::new(Code::Overloaded, detail).because(cause).retry_after(5);
+    state.store.ping().await.map_err(|error| not_ready("the database does not answer", chain(&error)))?;
+    let free =
+        state.files.free_bytes().map_err(|error| not_ready("the data directory cannot be read", chain(&error)))?;
+    if free < LOW_DISK_BYTES {
+        return Err(not_ready("the disk is nearly full", format!("{free} bytes are free")));
+    }
+    Ok("ok\n")
+}
+
+/// Measurements for Prometheus.
+#[utoipa::path(get, path = "/metrics", tag = "System",
+    responses((status = 200, description = "Prometheus text format", body = String, content_type = "text/plain")))]
+async fn metrics(State(state): State<AppState>) -> Result<impl IntoResponse, Problem> {
+    let jobs = state.store.job_counts().await?;
+    let workers = state.store.worker_list().await?;
+    let mut text = String::new();
+
+    family(&mut text, "rlood_build_info", "gauge", "The version, as a label.");
+    line(&mut text, &format!("rlood_build_info{{version=\"{}\"}}", env!("CARGO_PKG_VERSION")), 1);
+    family(&mut text, "rlood_uptime_seconds", "gauge", "Since the server started.");
+    line(&mut text, "rlood_uptime_seconds", state.started.elapsed().as_secs());
+    family(&mut text, "rlood_jobs", "gauge", "Jobs by state.");
+    for job_state in JobState::ALL {
+        let number = jobs.iter().find(|(state, _)| *state == job_state).map_or(0, |(_, number)| *number);
+        line(&mut text, &format!("rlood_jobs{{state=\"{}\"}}", job_state.as_str()), number);
+    }
+    family(&mut text, "rlood_workers", "gauge", "Worker processes by state.");
+    let lost_before = clock_ms() - lease_ms(&state);
+    for worker_state in [WorkerState::Idle, WorkerState::Running, WorkerState::Lost] {
+        let number = workers.iter().filter(|row| WorkerState::of(row, lost_before) == worker_state).count();
+        line(&mut text, &format!("rlood_workers{{state=\"{}\"}}", worker_state.as_str()), number);
+    }
+    if let Ok(free) = state.files.free_bytes() {
+        family(&mut text, "rlood_disk_free_bytes", "gauge", "On the file system of the data directory.");
+        line(&mut text, "rlood_disk_free_bytes", free);
+    }
+    state.requests.write(&mut text);
+    Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
+}
+
+fn family(text: &mut String, name: &str, kind: &str, help: &str) {
+    // Writing to a String cannot fail.
+    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+}
+
+fn line(text: &mut String, name: &str, value: impl std::fmt::Display) {
+    let _ = writeln!(text, "{name} {value}");
+}
+
+/// What a worker does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerState {
+    /// Waits for a job.
+    Idle,
+    /// Runs one.
+    Running,
+    /// Was not heard of for a lease.
+    Lost,
+}
+
+impl WorkerState {
+    fn of(row: &WorkerRow, lost_before: i64) -> Self {
+        match row.job {
+            _ if row.seen_at < lost_before => WorkerState::Lost,
+            Some(_) => WorkerState::Running,
+            None => WorkerState::Idle,
+        }
+    }
+
+    fn as_str(self) -> &'static str {
+        match self {
+            WorkerState::Idle => "idle",
+            WorkerState::Running => "running",
+            WorkerState::Lost => "lost",
+        }
+    }
+}
+
+/// A worker process.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct Worker {
+    /// Its id.
+    pub id: WorkerId,
+    /// `cpu`, `cuda:0`.
+    #[schema(example = "cpu")]
+    pub device: String,
+    /// On its machine.
+    pub pid: u32,
+    /// What it does.
+    pub state: WorkerState,
+    /// What it runs.
+    pub job_id: Option<JobId>,
+    /// Compute threads.
+    pub threads: u32,
+    /// Its rlood version.
+    pub version: String,
+    /// Last heard of.
+    pub seen_at: Time,
+}
+
+/// List the workers, oldest first.
+#[utoipa::path(get, path = "/workers", tag = "System",
+    responses((status = 200, description = "All workers", body = List<Worker>)))]
+async fn list_workers(State(state): State<AppState>) -> Result<Json<List<Worker>>, Problem> {
+    let lost_before = clock_ms() - lease_ms(&state);
+    let word = |row: WorkerRow| {
+        let state = WorkerState::of(&row, lost_before);
+        let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, job } = row;
+        Worker { id, device, pid, state, job_id: job, threads, version, seen_at: Time(seen_at) }
+    };
+    let data = state.store.worker_list().await?.into_iter().map(word).collect();
+    Ok(Json(List { data, next: None }))
+}
+
+/// Idle workers are heard of at each claim, which the server may hold for a while: twice the lease is silence.
+fn lease_ms(state: &AppState) -> i64 {
+    i64::try_from(state.config.lease_ms.saturating_mul(2)).unwrap_or(i64::MAX / 2)
+}
+
+/// This document.
+#[utoipa::path(get, path = "/openapi.json", tag = "System", security(()),
+    responses((status = 200, description = "OpenAPI 3.1", body = serde_json::Value)))]
+async fn get_openapi() -> impl IntoResponse {
+    static DOCUMENT: LazyLock<String> = LazyLock::new(|| super::openapi().to_json().unwrap_or_default());
+    ([(header::CONTENT_TYPE, "application/json")], DOCUMENT.as_str())
 }

@@ -15,6 +15,7 @@ use hyper_util::server::conn::auto::Builder;
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpListener;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
@@ -30,9 +31,12 @@ pub(super) async fn serve(listener: TcpListener, router: Router, stop: Cancellat
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_READ);
     builder.http2().timer(TokioTimer::new()).keep_alive_interval(HEADER_READ);
     let graceful = GracefulShutdown::new();
+    // Cut with this set when the drain takes too long.
+    let mut connections = JoinSet::new();
     loop {
         let (stream, peer) = tokio::select! {
             () = stop.cancelled() => break,
+            Some(_) = connections.join_next() => continue,
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
@@ -52,7 +56,7 @@ pub(super) async fn serve(listener: TcpListener, router: Router, stop: Cancellat
             }));
         let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
         let connection = graceful.watch(connection);
-        tokio::spawn(async move {
+        connections.spawn(async move {
             if let Err(error) = connection.await {
                 tracing::debug!(%peer, error, "a connection ended badly");
             }
@@ -62,6 +66,7 @@ pub(super) async fn serve(listener: TcpListener, router: Router, stop: Cancellat
     if tokio::time::timeout(DRAIN, graceful.shutdown()).await.is_err() {
         tracing::info!("connections that were still busy are cut");
     }
+    connections.shutdown().await;
 }
 
 /// Ends event streams in good order when the server stops, so that clients reconnect with the last id they saw.

@@ -8,7 +8,7 @@ use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader, shown};
 use super::rewards::read_rewards;
 use super::{
-    CheckpointPlan, Combine, LoraPlan, LrSchedulerType, OptimizerPlan, RewardPlan, RewardSecrets, RlooPlan,
+    CheckpointPlan, Combine, LoraPlan, LrSchedulerType, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan,
     SamplingPlan,
 };
 use crate::id::DatasetId;
@@ -132,6 +132,49 @@ impl JobSpec {
     }
 }
 
+/// A plan in the form in which it can be submitted again; secrets are not part of it.
+pub fn submittable(plan: &Plan) -> Value {
+    // Without `..`: a setting that a job forgets when it is submitted again would be a bug.
+    let Plan {
+        name,
+        model,
+        dataset,
+        eval,
+        rewards,
+        rloo,
+        sampling,
+        lora,
+        optimizer,
+        training,
+        checkpoints,
+        metadata,
+        totals: _,
+    } = plan;
+    let mut document = json!({
+        "name": name, "model": model.id, "dataset": {"id": dataset.id}, "eval": eval, "rewards": rewards, "rloo": rloo,
+        "sampling": sampling, "lora": lora, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
+        "metadata": metadata,
+    });
+    if let Some(eval) = eval {
+        document["eval"]["dataset"] = json!({"id": eval.dataset.id});
+    }
+    without_nulls(&mut document);
+    document
+}
+
+fn without_nulls(value: &mut Value) {
+    match value {
+        Value::Object(map) => {
+            map.retain(|_, value| !value.is_null());
+            // What is the client's own stays as it is.
+            let ours = |name: &str| !matches!(name, "params" | "chat_template_kwargs");
+            map.iter_mut().filter(|(name, _)| ours(name)).for_each(|(_, value)| without_nulls(value));
+        }
+        Value::Array(items) => items.iter_mut().for_each(without_nulls),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+}
+
 /// Takes inline records out, so that no copy of them is made; an empty list stays in their place.
 fn detach_records(document: &mut Value, pointer: &str) -> Option<Vec<Value>> {
     document.pointer_mut(pointer)?.as_array_mut().map(std::mem::take)
@@ -183,8 +226,8 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
 /// What PATCH may change.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Labels {
-    /// A new name.
-    pub name: Option<String>,
+    /// `Some(None)` takes the name away.
+    pub name: Option<Option<String>>,
     /// New labels, all of them.
     pub metadata: Option<BTreeMap<String, String>>,
     /// A new priority.
@@ -195,8 +238,9 @@ pub struct Labels {
 pub fn read_labels(document: &Value) -> Result<Labels, Vec<FieldError>> {
     let errors = Errors::default();
     let reader = Reader::document(document, &errors);
+    let name = reader.field("name").nonempty(200).map(str::to_owned);
     let labels = Labels {
-        name: reader.field("name").nonempty(200).map(str::to_owned),
+        name: reader.has("name").then_some(name),
         metadata: read_metadata(&reader.field("metadata")),
         priority: read_priority(&reader.field("priority")),
     };

@@ -1,13 +1,14 @@
 //! What a row must be to serve as a prompt, and how long prompts may be.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-use super::reader::{FieldError, shown};
+use super::reader::FieldError;
+use crate::dataset::check_row;
 
 /// Errors of single rows reported one by one; beyond them only their number.
 const MAX_ROW_ERRORS: usize = 20;
 /// Columns that only a multimodal trainer could use.
-const IMAGE_COLUMNS: [&str; 6] = ["image", "images", "pixel_values", "video", "videos", "audio"];
+const IMAGE_COLUMNS: [&str; 2] = ["image", "images"];
 
 /// The longest prompts of a dataset, in tokens of the job's model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -47,60 +48,14 @@ pub fn check_records(records: &[Value], pointer: &str) -> Vec<FieldError> {
     errors
 }
 
-/// Checks one row; the error's pointer is relative to the row.
-pub fn check_record(record: &Value) -> Result<(), FieldError> {
-    let Some(row) = record.as_object() else {
-        return Err(FieldError::new("", "invalid_type", "a row is an object: {\"prompt\": \"…\", …}"));
+fn check_record(record: &Value) -> Result<(), FieldError> {
+    let (code, detail) = match check_row(record) {
+        Ok(_) => return Ok(()),
+        Err(complaint) => complaint,
     };
-    if let Some(column) = image_column(row.keys().map(String::as_str)) {
-        return Err(FieldError::new(format!("/{column}"), "unsupported", image_detail(column)));
-    }
-    match row.get("prompt") {
-        None => Err(FieldError::new("/prompt", "required", missing_prompt(row))),
-        Some(Value::String(text)) if text.trim().is_empty() => {
-            Err(FieldError::new("/prompt", "invalid_value", "the prompt is empty"))
-        }
-        Some(Value::String(_)) => Ok(()),
-        Some(Value::Array(messages)) => check_messages(messages),
-        Some(_) => Err(FieldError::new(
-            "/prompt",
-            "invalid_type",
-            "a prompt is a string or a list of chat messages [{\"role\": \"user\", \"content\": \"…\"}]",
-        )),
-    }
-}
-
-fn check_messages(messages: &[Value]) -> Result<(), FieldError> {
-    if messages.is_empty() {
-        return Err(FieldError::new("/prompt", "invalid_value", "the list of chat messages is empty"));
-    }
-    for (index, message) in messages.iter().enumerate() {
-        let pointer = format!("/prompt/{index}");
-        if !message.get("role").is_some_and(Value::is_string) {
-            return Err(FieldError::new(
-                pointer,
-                "invalid_value",
-                "a chat message needs a role: system, user or assistant",
-            ));
-        }
-        match message.get("content") {
-            Some(Value::String(_)) => {}
-            Some(Value::Array(_)) => {
-                let detail = "content in parts is not supported (prompts are text only): give it as one string";
-                return Err(FieldError::new(format!("{pointer}/content"), "unsupported", detail));
-            }
-            _ => return Err(FieldError::new(pointer, "invalid_value", "a chat message needs its content as a string")),
-        }
-    }
-    Ok(())
-}
-
-fn missing_prompt(row: &Map<String, Value>) -> String {
-    let columns: Vec<_> = row.keys().map(|key| shown(key)).collect();
-    match columns.as_slice() {
-        [] => "the row has no prompt: it is empty".to_owned(),
-        columns => format!("the row has no column 'prompt', only: {}", columns.join(", ")),
-    }
+    let pointer = if record.is_object() { "/prompt" } else { "" };
+    let image = record.as_object().and_then(|row| image_column(row.keys().map(String::as_str)));
+    Err(FieldError::new(image.map_or(pointer.to_owned(), |column| format!("/{column}")), code, detail))
 }
 
 /// The first of the columns that hold images, if any.

@@ -1,6 +1,11 @@
 //! Checkpoints: published rows over files that are complete. Bytes first, then the row.
 
-use super::{Store, StoreError};
+use serde_json::json;
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+
+use super::claims::owned_row;
+use super::events::event_insert;
+use super::{Doing, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::event::Metrics;
 use crate::id::{CheckpointId, JobId};
 use crate::protocol::FileEntry;
@@ -60,36 +65,177 @@ impl Store {
         checkpoint: PublishCheckpoint<'_>,
         now: i64,
     ) -> Result<Publication, StoreError> {
-        let _ = (checkpoint, now);
-        todo!()
+        let doing = "publish a checkpoint";
+        let PublishCheckpoint { job, attempt, step, files, metrics } = checkpoint;
+        let mut tx = self.begin(doing).await?;
+        let row = owned_row(&mut tx, job, attempt).await?;
+        let keep = row.plan()?.checkpoints;
+        let known = checkpoints(&mut tx, job).await?.into_iter().find(|known| known.step == step);
+        let mut removed = Vec::new();
+        match known {
+            // The answer to the first call was lost.
+            Some(known) if known.attempt == attempt => return Ok(Publication { id: known.id, removed }),
+            Some(known) => removed.push(known),
+            None => {}
+        }
+        delete_rows(&mut tx, &removed).await?;
+        let id = CheckpointId::new();
+        sqlx::query(
+            "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, created_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        )
+        .bind(id.to_string())
+        .bind(job.to_string())
+        .bind(int(step))
+        .bind(int(attempt))
+        .bind(to_json("files", &files)?)
+        .bind(to_json("metrics", metrics)?)
+        .bind(now)
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        let rows = checkpoints(&mut tx, job).await?;
+        let ranked = ranked(&rows);
+        let best = ranked.first().map(|row| row.id);
+        let keep_best = keep.keep_best as usize;
+        let surplus: Vec<CheckpointRow> = rows
+            .iter()
+            .enumerate()
+            .filter(|(place, row)| {
+                // The one just published stays whatever the plan says.
+                let recent = *place < keep.keep_last as usize || row.id == id;
+                !(recent || row.pinned || ranked.iter().take(keep_best).any(|best| best.id == row.id))
+            })
+            .map(|(_, row)| row.clone())
+            .collect();
+        delete_rows(&mut tx, &surplus).await?;
+        removed.extend(surplus);
+        sqlx::query("UPDATE checkpoints SET best = (id = ?) WHERE job_id = ?")
+            .bind(best.map(|best| best.to_string()).unwrap_or_default())
+            .bind(job.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        sqlx::query("UPDATE jobs SET failed_attempts = 0, step = MAX(step, ?) WHERE id = ?")
+            .bind(int(step))
+            .bind(job.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        let data = json!({ "checkpoint": id, "step": step, "best": best == Some(id) });
+        event_insert(&mut tx, job, "checkpoint.saved", now, data).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_job(job);
+        Ok(Publication { id, removed })
     }
 
     /// One checkpoint, or `NotFound`.
     pub async fn checkpoint_get(&self, id: CheckpointId) -> Result<CheckpointRow, StoreError> {
-        let _ = id;
-        todo!()
+        let row = sqlx::query("SELECT * FROM checkpoints WHERE id = ?")
+            .bind(id.to_string())
+            .fetch_optional(&self.readers)
+            .await
+            .doing("read a checkpoint")?
+            .ok_or_else(|| StoreError::NotFound { kind: "checkpoint", id: id.to_string() })?;
+        CheckpointRow::read(&row)
     }
 
     /// A job's checkpoints, newest first.
     pub async fn checkpoint_list(&self, job: JobId) -> Result<Vec<CheckpointRow>, StoreError> {
-        let _ = job;
-        todo!()
+        let mut reader = self.readers.acquire().await.doing("list checkpoints")?;
+        checkpoints(&mut reader, job).await
     }
 
     /// The newest.
     pub async fn checkpoint_latest(&self, job: JobId) -> Result<Option<CheckpointRow>, StoreError> {
-        let _ = job;
-        todo!()
+        let mut reader = self.readers.acquire().await.doing("read the newest checkpoint")?;
+        latest_checkpoint(&mut reader, job).await
     }
 
-    /// The best by evaluation reward (by training reward without evaluation).
+    /// The best by evaluation reward (by training reward without evaluation); the newest when none has either.
     pub async fn checkpoint_best(&self, job: JobId) -> Result<Option<CheckpointRow>, StoreError> {
-        let _ = job;
-        todo!()
+        sqlx::query("SELECT * FROM checkpoints WHERE job_id = ? ORDER BY best DESC, step DESC LIMIT 1")
+            .bind(job.to_string())
+            .fetch_optional(&self.readers)
+            .await
+            .doing("read the best checkpoint")?
+            .as_ref()
+            .map(CheckpointRow::read)
+            .transpose()
     }
 
     /// `(job, step, attempt)` of every published checkpoint: what the sweep of the data directory must keep.
     pub async fn checkpoint_keys(&self) -> Result<Vec<(JobId, u64, u64)>, StoreError> {
-        todo!()
+        sqlx::query("SELECT job_id, step, attempt FROM checkpoints")
+            .fetch_all(&self.readers)
+            .await
+            .doing("list all checkpoints")?
+            .iter()
+            .map(|row| Ok((id_column(row, "job_id")?, count_column(row, "step")?, count_column(row, "attempt")?)))
+            .collect()
+    }
+}
+
+/// Newest first.
+async fn checkpoints(connection: &mut SqliteConnection, job: JobId) -> Result<Vec<CheckpointRow>, StoreError> {
+    sqlx::query("SELECT * FROM checkpoints WHERE job_id = ? ORDER BY step DESC")
+        .bind(job.to_string())
+        .fetch_all(connection)
+        .await
+        .doing("list checkpoints")?
+        .iter()
+        .map(CheckpointRow::read)
+        .collect()
+}
+
+pub(super) async fn latest_checkpoint(
+    connection: &mut SqliteConnection,
+    job: JobId,
+) -> Result<Option<CheckpointRow>, StoreError> {
+    sqlx::query("SELECT * FROM checkpoints WHERE job_id = ? ORDER BY step DESC LIMIT 1")
+        .bind(job.to_string())
+        .fetch_optional(connection)
+        .await
+        .doing("read the newest checkpoint")?
+        .as_ref()
+        .map(CheckpointRow::read)
+        .transpose()
+}
+
+async fn delete_rows(tx: &mut SqliteConnection, rows: &[CheckpointRow]) -> Result<(), StoreError> {
+    for row in rows {
+        sqlx::query("DELETE FROM checkpoints WHERE id = ?")
+            .bind(row.id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing("rotate checkpoints")?;
+    }
+    Ok(())
+}
+
+/// Best first: by `eval_reward` as soon as one has it, else by `reward`; of equals the earlier one. Those without the number are left out.
+fn ranked(rows: &[CheckpointRow]) -> Vec<&CheckpointRow> {
+    let score =
+        |row: &CheckpointRow, key: &str| row.metrics.get(key).copied().flatten().filter(|score| !score.is_nan());
+    let evaluated = rows.iter().any(|row| score(row, "eval_reward").is_some());
+    let key = if evaluated { "eval_reward" } else { "reward" };
+    let mut scored: Vec<(f64, &CheckpointRow)> =
+        rows.iter().filter_map(|row| score(row, key).map(|score| (score, row))).collect();
+    scored.sort_by(|(a, row_a), (b, row_b)| b.total_cmp(a).then(row_a.step.cmp(&row_b.step)));
+    scored.into_iter().map(|(_, row)| row).collect()
+}
+
+impl CheckpointRow {
+    fn read(row: &SqliteRow) -> Result<CheckpointRow, StoreError> {
+        Ok(CheckpointRow {
+            id: id_column(row, "id")?,
+            job: id_column(row, "job_id")?,
+            step: count_column(row, "step")?,
+            attempt: count_column(row, "attempt")?,
+            files: json_column(row, "files")?,
+            metrics: json_column(row, "metrics")?,
+            best: column(row, "best")?,
+            pinned: column(row, "pinned")?,
+            created_at: column(row, "created_at")?,
+        })
     }
 }

@@ -2,10 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use super::{CheckpointRow, Store, StoreError};
+use serde_json::json;
+use sqlx::sqlite::SqliteConnection;
+
+use super::artifacts::latest_checkpoint;
+use super::events::event_insert;
+use super::moves::{Leave, job_leave};
+use super::workers::worker_touch;
+use super::{CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, word, word_column};
 use crate::event::Phase;
 use crate::id::{CheckpointId, JobId, WorkerId};
-use crate::job::Requested;
+use crate::job::{Failure, FailureClass, Requested, State};
 use crate::protocol::Outcome;
 use crate::spec::{Plan, RewardSecrets};
 
@@ -37,13 +44,52 @@ pub struct Beat {
     pub eta_s: Option<f64>,
 }
 
+/// Claims that may end badly in a row, without a new checkpoint, before the job fails.
+pub const MAX_FAILED_ATTEMPTS: u32 = 3;
+
 impl Store {
     /// The next job of the queue (highest priority, then first come), now owned by this worker; `None` when it is empty.
     /// Rows a former attempt wrote after the newest checkpoint go, told by an event `rewind`. A worker runs one job at a
-    /// time: one it held before goes back to the queue.
+    /// time: one it held before goes back to the queue. `NotFound` when the worker has to register (again).
     pub async fn job_claim(&self, worker: WorkerId, now: i64, lease_ms: i64) -> Result<Option<Claimed>, StoreError> {
-        let _ = (worker, now, lease_ms);
-        todo!()
+        let doing = "claim a job";
+        let mut tx = self.begin(doing).await?;
+        worker_touch(&mut tx, worker, now).await?;
+        let mut changed = Vec::new();
+        for held in jobs_of_worker(&mut tx, worker).await? {
+            job_release(&mut tx, &held, Charge::Failed("claim_abandoned"), now).await?;
+            changed.push(held.id);
+        }
+        let claimed = loop {
+            let next =
+                sqlx::query("SELECT * FROM jobs WHERE state = 'queued' ORDER BY priority DESC, queue_order LIMIT 1")
+                    .fetch_optional(&mut *tx)
+                    .await
+                    .doing(doing)?;
+            let Some(next) = next else { break None };
+            let row = JobRow::read(&next)?;
+            changed.push(row.id);
+            match (row.plan(), json_column(&next, "secrets")) {
+                (Ok(plan), Ok(secrets)) => {
+                    break Some(claim_row(&mut tx, &row, plan, secrets, worker, now, lease_ms).await?);
+                }
+                // One unreadable row must not block the queue.
+                (Err(_), _) | (_, Err(_)) => {
+                    let failure = Failure {
+                        class: FailureClass::Infra,
+                        code: "plan_unreadable".to_owned(),
+                        message: "the stored plan of this job cannot be read by this version".to_owned(),
+                        phase: None,
+                        step: None,
+                        suggestion: Some("submit the job again".to_owned()),
+                    };
+                    job_fail(&mut tx, &row, failure, now).await?;
+                }
+            }
+        };
+        tx.commit().await.doing(doing)?;
+        changed.into_iter().for_each(|job| self.wake_job(job));
+        Ok(claimed)
     }
 
     /// The checkpoint a claim was to go on from is damaged: removes its row, rewinds further, and returns the next older one.
@@ -54,8 +100,29 @@ impl Store {
         checkpoint: CheckpointId,
         now: i64,
     ) -> Result<Option<CheckpointRow>, StoreError> {
-        let _ = (job, attempt, checkpoint, now);
-        todo!()
+        let doing = "discard a damaged checkpoint";
+        let mut tx = self.begin(doing).await?;
+        owned_row(&mut tx, job, attempt).await?;
+        let step: Option<i64> =
+            sqlx::query_scalar("DELETE FROM checkpoints WHERE id = ? AND job_id = ? RETURNING step")
+                .bind(checkpoint.to_string())
+                .bind(job.to_string())
+                .fetch_optional(&mut *tx)
+                .await
+                .doing(doing)?;
+        if let Some(step) = step {
+            let data = json!({
+                "code": "checkpoint_damaged",
+                "message": format!("the checkpoint of step {step} does not match its hashes: going on from an older one"),
+                "data": { "checkpoint": checkpoint, "step": step },
+            });
+            event_insert(&mut tx, job, "warning", now, data).await?;
+        }
+        let resume = latest_checkpoint(&mut tx, job).await?;
+        rewind(&mut tx, job, resume.as_ref(), now).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_job(job);
+        Ok(resume)
     }
 
     /// Extends the lease and returns what the user asks for. `LeaseLost` when the attempt does not own the job.
@@ -67,31 +134,245 @@ impl Store {
         now: i64,
         lease_ms: i64,
     ) -> Result<Option<Requested>, StoreError> {
-        let _ = (job, attempt, beat, now, lease_ms);
-        todo!()
+        let doing = "take a heartbeat";
+        let Beat { phase, status_reason, step, eta_s } = beat;
+        let mut tx = self.begin(doing).await?;
+        let row = sqlx::query(
+            "UPDATE jobs SET phase = ?, status_reason = ?, step = MAX(step, ?), eta_s = ?, lease_until = ? \
+             WHERE id = ? AND state = 'running' AND attempt = ? RETURNING requested, worker",
+        )
+        .bind(word(&phase)?)
+        .bind(status_reason)
+        .bind(int(step))
+        .bind(eta_s)
+        .bind(now.saturating_add(lease_ms))
+        .bind(job.to_string())
+        .bind(int(attempt))
+        .fetch_optional(&mut *tx)
+        .await
+        .doing(doing)?
+        .ok_or(StoreError::LeaseLost)?;
+        worker_touch(&mut tx, id_column(&row, "worker")?, now).await?;
+        let requested = word_column(&row, "requested")?;
+        tx.commit().await.doing(doing)?;
+        Ok(requested)
     }
 
     /// `Ok` while the attempt owns the job, else `LeaseLost`.
     pub async fn claim_check(&self, job: JobId, attempt: u64) -> Result<(), StoreError> {
-        let _ = (job, attempt);
-        todo!()
+        let mut reader = self.readers.acquire().await.doing("check a claim")?;
+        owned_row(&mut reader, job, attempt).await.map(|_| ())
     }
 
-    /// Ends an attempt. A wish that arrived meanwhile is honoured: an interrupted job with a mark becomes cancelled or paused.
+    /// Ends an attempt. A wish that arrived meanwhile is honoured: an interrupted job with a mark becomes cancelled or paused,
+    /// and one that stopped for a pause taken back since is queued again.
     pub async fn job_finish(&self, job: JobId, attempt: u64, outcome: Outcome, now: i64) -> Result<(), StoreError> {
-        let _ = (job, attempt, outcome, now);
-        todo!()
+        let doing = "finish a job";
+        let mut tx = self.begin(doing).await?;
+        let row = owned_row(&mut tx, job, attempt).await?;
+        let cancel = row.requested == Some(Requested::Cancel);
+        let pause = row.requested == Some(Requested::Pause);
+        match outcome {
+            Outcome::Succeeded => {
+                let data = json!({ "step": row.step });
+                job_leave(&mut tx, &row, Leave::to(State::Succeeded), "job.succeeded", data, now).await?;
+            }
+            Outcome::Failed { failure } => job_fail(&mut tx, &row, failure, now).await?,
+            Outcome::Paused { reason: Some(reason) } if !cancel => {
+                let data = json!({ "reason": reason });
+                let leave = Leave { status_reason: Some(reason), ..Leave::to(State::Paused) };
+                job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
+            }
+            Outcome::Paused { reason: None } | Outcome::Requeued if pause => {
+                job_leave(&mut tx, &row, Leave::to(State::Paused), "job.paused", json!({ "reason": null }), now)
+                    .await?;
+            }
+            Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued if cancel => {
+                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await?;
+            }
+            Outcome::Cancelled => {
+                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await?;
+            }
+            Outcome::Paused { .. } => job_release(&mut tx, &row, Charge::Free("pause_taken_back"), now).await?,
+            Outcome::Requeued => job_release(&mut tx, &row, Charge::Free("worker_shutdown"), now).await?,
+        }
+        tx.commit().await.doing(doing)?;
+        self.wake_job(job);
+        self.wake_queue();
+        Ok(())
     }
 
     /// Takes every job whose lease has lapsed from its worker; returns them.
     pub async fn leases_reap(&self, now: i64) -> Result<Vec<JobId>, StoreError> {
-        let _ = now;
-        todo!()
+        let doing = "take back lapsed claims";
+        let lapsed = "SELECT * FROM jobs WHERE state = 'running' AND lease_until < ?";
+        // Usually there is none: look without the writer first.
+        if sqlx::query(lapsed).bind(now).fetch_optional(&self.readers).await.doing(doing)?.is_none() {
+            return Ok(Vec::new());
+        }
+        let mut tx = self.begin(doing).await?;
+        let rows = sqlx::query(lapsed).bind(now).fetch_all(&mut *tx).await.doing(doing)?;
+        let mut reaped = Vec::new();
+        for row in &rows {
+            let row = JobRow::read(row)?;
+            job_release(&mut tx, &row, Charge::Failed("lease_expired"), now).await?;
+            reaped.push(row.id);
+        }
+        tx.commit().await.doing(doing)?;
+        reaped.iter().for_each(|job| self.wake_job(*job));
+        self.wake_queue();
+        Ok(reaped)
     }
 
     /// At boot, before the first reap: every lease lasts at least `by_ms` from now, so that workers can come back.
     pub async fn leases_extend(&self, now: i64, by_ms: i64) -> Result<(), StoreError> {
-        let _ = (now, by_ms);
-        todo!()
+        sqlx::query("UPDATE jobs SET lease_until = MAX(lease_until, ?) WHERE state = 'running'")
+            .bind(now.saturating_add(by_ms))
+            .execute(&self.writer)
+            .await
+            .doing("extend claims")?;
+        Ok(())
     }
+}
+
+async fn claim_row(
+    tx: &mut SqliteConnection,
+    row: &JobRow,
+    plan: Plan,
+    secrets: BTreeMap<String, RewardSecrets>,
+    worker: WorkerId,
+    now: i64,
+    lease_ms: i64,
+) -> Result<Claimed, StoreError> {
+    let attempt: i64 = sqlx::query_scalar(
+        "UPDATE jobs SET state = 'running', attempt = attempt + 1, worker = ?, lease_until = ?, phase = 'loading', \
+         status_reason = NULL, eta_s = NULL, last_batch = NULL, started_at = COALESCE(started_at, ?) \
+         WHERE id = ? AND state = 'queued' RETURNING attempt",
+    )
+    .bind(worker.to_string())
+    .bind(now.saturating_add(lease_ms))
+    .bind(now)
+    .bind(row.id.to_string())
+    .fetch_optional(&mut *tx)
+    .await
+    .doing("claim a job")?
+    .ok_or(StoreError::LeaseLost)?;
+    let resume = latest_checkpoint(tx, row.id).await?;
+    let step = resume.as_ref().map(|checkpoint| checkpoint.step);
+    let data = json!({ "worker": worker, "attempt": attempt, "resume_step": step });
+    event_insert(tx, row.id, "job.started", now, data).await?;
+    rewind(tx, row.id, resume.as_ref(), now).await?;
+    Ok(Claimed { job: row.id, attempt: attempt.unsigned_abs(), plan, secrets, resume })
+}
+
+/// The job goes back to its checkpoint: what was reported after it is deleted (it will be reported again), and watchers are told.
+async fn rewind(tx: &mut SqliteConnection, job: JobId, to: Option<&CheckpointRow>, now: i64) -> Result<(), StoreError> {
+    let doing = "rewind a job";
+    let step = to.map_or(0, |checkpoint| int(checkpoint.step));
+    // Without a checkpoint the evaluation before the start (step 0) is repeated too.
+    let last_kept = if to.is_some() { step } else { -1 };
+    let mut deleted = 0;
+    for table in
+        ["DELETE FROM steps WHERE job_id = ? AND step > ?", "DELETE FROM samples WHERE job_id = ? AND step > ?"]
+    {
+        let done = sqlx::query(table).bind(job.to_string()).bind(last_kept).execute(&mut *tx).await.doing(doing)?;
+        deleted += done.rows_affected();
+    }
+    sqlx::query("UPDATE jobs SET step = ? WHERE id = ?")
+        .bind(step)
+        .bind(job.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+    if deleted > 0 {
+        event_insert(tx, job, "rewind", now, json!({ "step": step })).await?;
+    }
+    Ok(())
+}
+
+/// The running row of the attempt, or `LeaseLost`.
+pub(super) async fn owned_row(
+    connection: &mut SqliteConnection,
+    job: JobId,
+    attempt: u64,
+) -> Result<JobRow, StoreError> {
+    let row = sqlx::query("SELECT * FROM jobs WHERE id = ? AND state = 'running' AND attempt = ?")
+        .bind(job.to_string())
+        .bind(int(attempt))
+        .fetch_optional(connection)
+        .await
+        .doing("check a claim")?
+        .ok_or(StoreError::LeaseLost)?;
+    JobRow::read(&row)
+}
+
+pub(super) async fn jobs_of_worker(tx: &mut SqliteConnection, worker: WorkerId) -> Result<Vec<JobRow>, StoreError> {
+    sqlx::query("SELECT * FROM jobs WHERE state = 'running' AND worker = ?")
+        .bind(worker.to_string())
+        .fetch_all(tx)
+        .await
+        .doing("find the jobs of a worker")?
+        .iter()
+        .map(JobRow::read)
+        .collect()
+}
+
+/// Who pays for an attempt that ended without an outcome of its own.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Charge {
+    /// It ended badly: too many of these without a checkpoint fail the job.
+    Failed(&'static str),
+    /// Nobody's fault.
+    Free(&'static str),
+}
+
+/// Takes a running job from its worker. What the user asked for meanwhile is honoured now; otherwise it goes back to its old place
+/// in the queue, or fails after [`MAX_FAILED_ATTEMPTS`] in a row.
+pub(super) async fn job_release(
+    tx: &mut SqliteConnection,
+    row: &JobRow,
+    charge: Charge,
+    now: i64,
+) -> Result<(), StoreError> {
+    let (reason, failed_attempts) = match charge {
+        Charge::Failed(reason) => (reason, row.failed_attempts + 1),
+        Charge::Free(reason) => (reason, row.failed_attempts),
+    };
+    match row.requested {
+        Some(Requested::Cancel) => {
+            job_leave(tx, row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await
+        }
+        Some(Requested::Pause) => {
+            let leave = Leave { failed_attempts: Some(failed_attempts), ..Leave::to(State::Paused) };
+            job_leave(tx, row, leave, "job.paused", json!({ "reason": null }), now).await
+        }
+        None if failed_attempts >= MAX_FAILED_ATTEMPTS => {
+            let failure = Failure {
+                class: FailureClass::Infra,
+                code: "worker_lost".to_owned(),
+                message: format!("the worker was lost {failed_attempts} times in a row without a new checkpoint"),
+                phase: None,
+                step: None,
+                suggestion: Some(
+                    "look at the job's log for the worker's last words; out of memory is the usual cause: lower \
+                     sampling.max_completion_length, rloo.num_generations or training.prompts_per_step, then retry"
+                        .to_owned(),
+                ),
+            };
+            job_fail(tx, row, failure, now).await
+        }
+        None => {
+            let leave = Leave { failed_attempts: Some(failed_attempts), ..Leave::to(State::Queued) };
+            let data = json!({ "reason": reason, "failed_attempts": failed_attempts });
+            job_leave(tx, row, leave, "job.requeued", data, now).await
+        }
+    }
+}
+
+async fn job_fail(tx: &mut SqliteConnection, row: &JobRow, mut failure: Failure, now: i64) -> Result<(), StoreError> {
+    failure.phase = failure.phase.or(row.phase);
+    failure.step = failure.step.or(Some(row.step));
+    let data = json!({ "failure": failure });
+    let leave = Leave { failure: Some(failure), ..Leave::to(State::Failed) };
+    job_leave(tx, row, leave, "job.failed", data, now).await
 }

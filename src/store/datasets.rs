@@ -1,6 +1,11 @@
 //! Datasets: immutable rows over NDJSON files.
 
-use super::{Page, Store, StoreError};
+use sqlx::sqlite::SqliteRow;
+
+use super::{
+    Doing, Page, Store, StoreError, column, count_column, cursor, cursor_key, id_column, int, json_column, page,
+    parse_cursor, to_json,
+};
 use crate::id::DatasetId;
 
 /// A dataset.
@@ -42,31 +47,130 @@ pub struct NewDataset {
 impl Store {
     /// The row of a dataset: the new one and `true`, or the one with the same bytes and `false` (the caller then removes its file).
     pub async fn dataset_create(&self, new: NewDataset, now: i64) -> Result<(DatasetRow, bool), StoreError> {
-        let _ = (new, now);
-        todo!()
+        let doing = "create a dataset";
+        let NewDataset { id, name, sha256, num_rows, size_bytes, columns } = new;
+        let mut tx = self.begin(doing).await?;
+        let created = sqlx::query(
+            "INSERT INTO datasets (id, name, sha256, num_rows, size_bytes, columns, created_at) VALUES (?, ?, ?, ?, ?, ?, ?) \
+             ON CONFLICT (sha256) DO NOTHING",
+        )
+        .bind(id.to_string())
+        .bind(name)
+        .bind(&sha256)
+        .bind(int(num_rows))
+        .bind(int(size_bytes))
+        .bind(to_json("columns", &columns)?)
+        .bind(now)
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        let row = sqlx::query("SELECT * FROM datasets WHERE sha256 = ?")
+            .bind(sha256)
+            .fetch_one(&mut *tx)
+            .await
+            .doing(doing)?;
+        tx.commit().await.doing(doing)?;
+        Ok((DatasetRow::read(&row)?, created.rows_affected() == 1))
     }
 
     /// One dataset, or `NotFound`.
     pub async fn dataset_get(&self, id: DatasetId) -> Result<DatasetRow, StoreError> {
-        let _ = id;
-        todo!()
+        let row = sqlx::query("SELECT * FROM datasets WHERE id = ?")
+            .bind(id.to_string())
+            .fetch_optional(&self.readers)
+            .await
+            .doing("read a dataset")?
+            .ok_or_else(|| StoreError::NotFound { kind: "dataset", id: id.to_string() })?;
+        DatasetRow::read(&row)
     }
 
     /// By its bytes.
     pub async fn dataset_by_sha256(&self, sha256: &str) -> Result<Option<DatasetRow>, StoreError> {
-        let _ = sha256;
-        todo!()
+        sqlx::query("SELECT * FROM datasets WHERE sha256 = ?")
+            .bind(sha256)
+            .fetch_optional(&self.readers)
+            .await
+            .doing("look for a dataset")?
+            .as_ref()
+            .map(DatasetRow::read)
+            .transpose()
     }
 
     /// Newest first.
     pub async fn dataset_list(&self, after: Option<&str>, limit: u32) -> Result<Page<DatasetRow>, StoreError> {
-        let _ = (after, limit);
-        todo!()
+        let (before, id) = match after {
+            Some(after) => {
+                let [created_at, id] = parse_cursor("datasets", after)?;
+                (cursor_key(&created_at)?, id)
+            }
+            None => (i64::MAX, String::new()),
+        };
+        let limit = limit.clamp(1, 1000);
+        let rows = sqlx::query(
+            "SELECT * FROM datasets WHERE (created_at, id) < (?, ?) ORDER BY created_at DESC, id DESC LIMIT ?",
+        )
+        .bind(before)
+        .bind(id)
+        .bind(i64::from(limit) + 1)
+        .fetch_all(&self.readers)
+        .await
+        .doing("list datasets")?;
+        let data = rows.iter().map(DatasetRow::read).collect::<Result<Vec<_>, _>>()?;
+        Ok(page(data, limit, |row| cursor("datasets", [&row.created_at.to_string(), &row.id.to_string()])))
+    }
+
+    /// Ids of all datasets: what the sweep of the data directory must keep.
+    pub async fn dataset_ids(&self) -> Result<Vec<DatasetId>, StoreError> {
+        sqlx::query("SELECT id FROM datasets")
+            .fetch_all(&self.readers)
+            .await
+            .doing("list all datasets")?
+            .iter()
+            .map(|row| id_column(row, "id"))
+            .collect()
     }
 
     /// Removes the row; the caller then removes the file. `InUse` while a job that is not over needs it.
     pub async fn dataset_delete(&self, id: DatasetId) -> Result<(), StoreError> {
-        let _ = id;
-        todo!()
+        let doing = "delete a dataset";
+        let mut tx = self.begin(doing).await?;
+        let jobs = sqlx::query(
+            "SELECT jobs.id FROM job_datasets JOIN jobs ON jobs.id = job_datasets.job_id \
+             WHERE job_datasets.dataset_id = ? AND jobs.state IN ('queued', 'running', 'paused') ORDER BY jobs.id LIMIT 20",
+        )
+        .bind(id.to_string())
+        .fetch_all(&mut *tx)
+        .await
+        .doing(doing)?
+        .iter()
+        .map(|row| id_column(row, "id"))
+        .collect::<Result<Vec<_>, _>>()?;
+        if !jobs.is_empty() {
+            return Err(StoreError::InUse { kind: "dataset", id: id.to_string(), jobs });
+        }
+        let done = sqlx::query("DELETE FROM datasets WHERE id = ?")
+            .bind(id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        if done.rows_affected() == 0 {
+            return Err(StoreError::NotFound { kind: "dataset", id: id.to_string() });
+        }
+        tx.commit().await.doing(doing)?;
+        Ok(())
+    }
+}
+
+impl DatasetRow {
+    fn read(row: &SqliteRow) -> Result<DatasetRow, StoreError> {
+        Ok(DatasetRow {
+            id: id_column(row, "id")?,
+            name: column(row, "name")?,
+            sha256: column(row, "sha256")?,
+            num_rows: count_column(row, "num_rows")?,
+            size_bytes: count_column(row, "size_bytes")?,
+            columns: json_column(row, "columns")?,
+            created_at: column(row, "created_at")?,
+        })
     }
 }

@@ -1,9 +1,15 @@
 //! What a run said: events (history, SSE feed and outbox in one), steps, samples, logs.
 
-use serde_json::Value;
+use serde_json::{Value, json};
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+use sqlx::{QueryBuilder, Sqlite};
 
-use super::{Page, Store, StoreError};
-use crate::event::{Metrics, Sample, SamplePhase};
+use super::claims::owned_row;
+use super::{
+    Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, int, json_column, page,
+    parse_cursor, to_json, word, word_column,
+};
+use crate::event::{Event, Metrics, Phase, Sample, SamplePhase};
 use crate::id::JobId;
 use crate::protocol::EventBatch;
 
@@ -86,24 +92,74 @@ pub struct SampleQuery {
     pub limit: u32,
 }
 
+/// Metrics that a `step` event carries, so that a watcher sees progress without asking; the others are in the step's row.
+const HEADLINES: [&str; 9] = [
+    "reward",
+    "reward_std",
+    "kl",
+    "entropy",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+];
+
+/// Bytes of a log line that are kept.
+const MAX_LOG_LINE: usize = 8192;
+
 impl Store {
     /// Appends what a worker reports, in one transaction; `Ok(false)` when this batch was stored before. `LeaseLost` when the
     /// attempt does not own the job.
     pub async fn events_append(&self, job: JobId, batch: &EventBatch, now: i64) -> Result<bool, StoreError> {
-        let _ = (job, batch, now);
-        todo!()
+        let doing = "append events";
+        let EventBatch { attempt, batch, events, log } = batch;
+        let mut tx = self.begin(doing).await?;
+        let row = owned_row(&mut tx, job, *attempt).await?;
+        let fresh = sqlx::query("UPDATE jobs SET last_batch = ?1 WHERE id = ?2 AND COALESCE(last_batch, -1) < ?1")
+            .bind(int(*batch))
+            .bind(job.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        if fresh.rows_affected() == 0 {
+            return Ok(false);
+        }
+        let mut phase = row.phase;
+        for event in events {
+            event_store(&mut tx, job, *attempt, event, &mut phase, now).await?;
+        }
+        for line in log {
+            log_insert(&mut tx, job, *attempt, line, now).await?;
+        }
+        tx.commit().await.doing(doing)?;
+        self.wake_job(job);
+        Ok(true)
     }
 
     /// Events with `seq > after_seq`, in order.
     pub async fn event_page(&self, job: JobId, after_seq: i64, limit: u32) -> Result<Vec<EventRow>, StoreError> {
-        let _ = (job, after_seq, limit);
-        todo!()
+        sqlx::query(
+            "SELECT seq, type, attempt, time, data FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
+        )
+        .bind(job.to_string())
+        .bind(after_seq)
+        .bind(limit.clamp(1, 1000))
+        .fetch_all(&self.readers)
+        .await
+        .doing("read events")?
+        .iter()
+        .map(EventRow::read)
+        .collect()
     }
 
     /// The latest `seq`; 0 when there is none.
     pub async fn event_latest_seq(&self, job: JobId) -> Result<i64, StoreError> {
-        let _ = job;
-        todo!()
+        sqlx::query_scalar("SELECT COALESCE(MAX(seq), 0) FROM events WHERE job_id = ?")
+            .bind(job.to_string())
+            .fetch_one(&self.readers)
+            .await
+            .doing("read the latest event")
     }
 
     /// Steps from `min_step` to `max_step` (both inclusive), by step, training before evaluation; `kind` `None` = both.
@@ -114,19 +170,267 @@ impl Store {
         min_step: u64,
         max_step: u64,
     ) -> Result<Vec<StepRow>, StoreError> {
-        let _ = (job, kind, min_step, max_step);
-        todo!()
+        sqlx::query(
+            "SELECT step, kind, time, metrics FROM steps WHERE job_id = ?1 AND step BETWEEN ?2 AND ?3 \
+             AND (?4 IS NULL OR kind = ?4) ORDER BY step, kind DESC",
+        )
+        .bind(job.to_string())
+        .bind(int(min_step))
+        .bind(int(max_step))
+        .bind(kind.map(|kind| word(&kind)).transpose()?)
+        .fetch_all(&self.readers)
+        .await
+        .doing("read steps")?
+        .iter()
+        .map(StepRow::read)
+        .collect()
     }
 
     /// A page of samples.
     pub async fn sample_page(&self, job: JobId, query: &SampleQuery) -> Result<Page<SampleRow>, StoreError> {
-        let _ = (job, query);
-        todo!()
+        let SampleQuery { step, phase, sort, contains, after, limit } = query;
+        // Every order is ascending in (rank, id); a sample without a reward ranks last.
+        let (rank, id) = match sort {
+            SampleSort::Recent => ("0.0", "-id"),
+            SampleSort::Best => ("COALESCE(-reward, 9e999)", "id"),
+            SampleSort::Worst => ("COALESCE(reward, 9e999)", "id"),
+        };
+        let mut sql = QueryBuilder::<Sqlite>::new("SELECT id, sample, ");
+        sql.push(rank).push(" AS rank FROM samples WHERE job_id = ").push_bind(job.to_string());
+        if let Some(step) = step {
+            sql.push(" AND step = ").push_bind(int(*step));
+        }
+        if let Some(phase) = phase {
+            sql.push(" AND phase = ").push_bind(word(phase)?);
+        }
+        if let Some(text) = contains {
+            sql.push(" AND (instr(lower(json_extract(sample, '$.completion')), lower(").push_bind(text);
+            sql.push(")) OR instr(lower(json_extract(sample, '$.prompt')), lower(").push_bind(text).push(")))");
+        }
+        let list = format!("samples {sort:?}");
+        if let Some(after) = after {
+            let [rank_bits, last] = parse_cursor(&list, after)?;
+            let last_rank = f64::from_bits(cursor_key(&rank_bits)?);
+            let last_id: i64 = cursor_key(&last)?;
+            let last_id = if *sort == SampleSort::Recent { last_id.saturating_neg() } else { last_id };
+            sql.push(" AND (").push(rank).push(", ").push(id).push(") > (");
+            sql.push_bind(last_rank).push(", ").push_bind(last_id).push(")");
+        }
+        let limit = (*limit).clamp(1, 1000);
+        sql.push(" ORDER BY ").push(rank).push(", ").push(id).push(" LIMIT ").push_bind(i64::from(limit) + 1);
+        let rows = sql.build().fetch_all(&self.readers).await.doing("read samples")?;
+        let mut data = Vec::with_capacity(rows.len());
+        for row in &rows {
+            let sample = SampleRow { id: column(row, "id")?, sample: json_column(row, "sample")? };
+            data.push((column::<f64>(row, "rank")?, sample));
+        }
+        let page = page(data, limit, |(rank, row)| cursor(&list, [&rank.to_bits().to_string(), &row.id.to_string()]));
+        Ok(Page { data: page.data.into_iter().map(|(_, row)| row).collect(), next: page.next })
     }
 
     /// A page of log lines, in order.
     pub async fn log_page(&self, job: JobId, after: Option<&str>, limit: u32) -> Result<Page<LogRow>, StoreError> {
-        let _ = (job, after, limit);
-        todo!()
+        let after = match after {
+            Some(after) => cursor_key::<i64>(&parse_cursor::<1>("logs", after)?[0])?,
+            None => 0,
+        };
+        let limit = limit.clamp(1, 1000);
+        let rows =
+            sqlx::query("SELECT id, attempt, time, line FROM logs WHERE job_id = ? AND id > ? ORDER BY id LIMIT ?")
+                .bind(job.to_string())
+                .bind(after)
+                .bind(i64::from(limit) + 1)
+                .fetch_all(&self.readers)
+                .await
+                .doing("read logs")?;
+        let data = rows.iter().map(LogRow::read).collect::<Result<Vec<_>, _>>()?;
+        Ok(page(data, limit, |row| cursor("logs", [&row.id.to_string()])))
+    }
+}
+
+async fn event_store(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    attempt: u64,
+    event: &Event,
+    phase: &mut Option<Phase>,
+    now: i64,
+) -> Result<(), StoreError> {
+    match event {
+        Event::Phase { phase: new, step } => {
+            sqlx::query("UPDATE jobs SET phase = ?, step = MAX(step, ?) WHERE id = ?")
+                .bind(word(new)?)
+                .bind(int(*step))
+                .bind(job.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing("store a phase")?;
+            if phase.map(chapter) != Some(chapter(*new)) {
+                event_insert(tx, job, "phase", now, json!({ "phase": new, "step": step })).await?;
+            }
+            *phase = Some(*new);
+        }
+        Event::Step { step, kind, metrics } => {
+            sqlx::query(
+                "INSERT INTO steps (job_id, step, kind, attempt, time, metrics) VALUES (?, ?, ?, ?, ?, ?) \
+                 ON CONFLICT (job_id, step, kind) DO UPDATE SET attempt = excluded.attempt, time = excluded.time, \
+                 metrics = excluded.metrics",
+            )
+            .bind(job.to_string())
+            .bind(int(*step))
+            .bind(word(kind)?)
+            .bind(int(attempt))
+            .bind(now)
+            .bind(to_json("metrics", metrics)?)
+            .execute(&mut *tx)
+            .await
+            .doing("store a step")?;
+            sqlx::query("UPDATE jobs SET step = MAX(step, ?) WHERE id = ?")
+                .bind(int(*step))
+                .bind(job.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing("store a step")?;
+            let headlines: Metrics =
+                metrics.iter().filter(is_headline).map(|(key, value)| (key.clone(), *value)).collect();
+            event_insert(tx, job, "step", now, json!({ "step": step, "kind": kind, "metrics": headlines })).await?;
+        }
+        Event::Samples { samples } => samples_store(tx, job, attempt, samples).await?,
+        Event::Warning { code, message, data } => {
+            let data = json!({ "code": code, "message": message, "data": data });
+            event_insert(tx, job, "warning", now, data).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Rollout, reward and train alternate every step: their changes are in the job's row, not in its history.
+fn chapter(phase: Phase) -> u8 {
+    match phase {
+        Phase::Loading => 0,
+        Phase::Rollout | Phase::Reward | Phase::Train => 1,
+        Phase::Eval => 2,
+        Phase::Checkpoint => 3,
+    }
+}
+
+fn is_headline((key, _): &(&String, &Option<f64>)) -> bool {
+    HEADLINES.contains(&key.strip_prefix("eval_").unwrap_or(key))
+}
+
+async fn samples_store(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    attempt: u64,
+    samples: &[Sample],
+) -> Result<(), StoreError> {
+    let doing = "store samples";
+    let mut of: Option<(u64, SamplePhase)> = None;
+    for sample in samples {
+        let phase = word(&sample.phase)?;
+        if of != Some((sample.step, sample.phase)) {
+            of = Some((sample.step, sample.phase));
+            // An evaluation that a former attempt reported just before it ended is reported again.
+            sqlx::query("DELETE FROM samples WHERE job_id = ? AND phase = ? AND step = ? AND attempt < ?")
+                .bind(job.to_string())
+                .bind(&phase)
+                .bind(int(sample.step))
+                .bind(int(attempt))
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+        }
+        sqlx::query("INSERT INTO samples (job_id, step, phase, attempt, reward, sample) VALUES (?, ?, ?, ?, ?, ?)")
+            .bind(job.to_string())
+            .bind(int(sample.step))
+            .bind(phase)
+            .bind(int(attempt))
+            .bind(sample.reward)
+            .bind(to_json("sample", sample)?)
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+    }
+    Ok(())
+}
+
+/// Appends to a job's history; returns the event's `seq`. Belongs into the transaction of the change it tells of.
+pub(super) async fn event_insert(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    kind: &str,
+    now: i64,
+    data: Value,
+) -> Result<i64, StoreError> {
+    let doing = "append an event";
+    let (seq, attempt): (i64, i64) =
+        sqlx::query_as("UPDATE jobs SET next_seq = next_seq + 1 WHERE id = ? RETURNING next_seq - 1, attempt")
+            .bind(job.to_string())
+            .fetch_one(&mut *tx)
+            .await
+            .doing(doing)?;
+    sqlx::query("INSERT INTO events (job_id, seq, type, attempt, time, data) VALUES (?, ?, ?, ?, ?, ?)")
+        .bind(job.to_string())
+        .bind(seq)
+        .bind(kind)
+        .bind(attempt)
+        .bind(now)
+        .bind(data.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+    Ok(seq)
+}
+
+pub(super) async fn log_insert(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    attempt: u64,
+    line: &str,
+    now: i64,
+) -> Result<(), StoreError> {
+    let kept = line.get(..line.floor_char_boundary(MAX_LOG_LINE)).unwrap_or(line);
+    sqlx::query("INSERT INTO logs (job_id, attempt, time, line) VALUES (?, ?, ?, ?)")
+        .bind(job.to_string())
+        .bind(int(attempt))
+        .bind(now)
+        .bind(kept)
+        .execute(tx)
+        .await
+        .doing("append a log line")?;
+    Ok(())
+}
+
+impl EventRow {
+    fn read(row: &SqliteRow) -> Result<EventRow, StoreError> {
+        Ok(EventRow {
+            seq: column(row, "seq")?,
+            kind: column(row, "type")?,
+            attempt: count_column(row, "attempt")?,
+            time: column(row, "time")?,
+            data: json_column(row, "data")?,
+        })
+    }
+}
+
+impl StepRow {
+    fn read(row: &SqliteRow) -> Result<StepRow, StoreError> {
+        Ok(StepRow {
+            step: count_column(row, "step")?,
+            kind: word_column(row, "kind")?.ok_or_else(|| corrupt("kind")("NULL"))?,
+            time: column(row, "time")?,
+            metrics: json_column(row, "metrics")?,
+        })
+    }
+}
+
+impl LogRow {
+    fn read(row: &SqliteRow) -> Result<LogRow, StoreError> {
+        Ok(LogRow {
+            id: column(row, "id")?,
+            attempt: count_column(row, "attempt")?,
+            time: column(row, "time")?,
+            line: column(row, "line")?,
+        })
     }
 }

@@ -1,13 +1,21 @@
 //! Jobs as rows: create, read, list, patch, delete, retry. Moves lie in `moves`, claims in `claims`.
 
 use std::collections::BTreeMap;
+use std::str::FromStr;
 
-use serde_json::Value;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+use sqlx::{QueryBuilder, Sqlite};
 
-use super::{Page, Store, StoreError};
+use super::events::event_insert;
+use super::{
+    Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, id_column, int, json_column,
+    page, parse_cursor, to_json, word_column,
+};
 use crate::event::Phase;
-use crate::id::{JobId, WorkerId};
-use crate::job::{Failure, Requested, State};
+use crate::id::{IdError, JobId, WorkerId};
+use crate::job::{Action, Failure, Requested, State};
 use crate::spec::{Plan, RewardSecrets};
 
 /// A job to create; name, model, metadata, datasets and length are read from the plan.
@@ -103,21 +111,112 @@ pub struct JobPatch {
 impl JobRow {
     /// The resolved plan.
     pub fn plan(&self) -> Result<Plan, StoreError> {
-        todo!()
+        Plan::deserialize(&self.plan_json).map_err(corrupt("plan"))
     }
+
+    pub(super) fn read(row: &SqliteRow) -> Result<JobRow, StoreError> {
+        Ok(JobRow {
+            id: id_column(row, "id")?,
+            name: column(row, "name")?,
+            state: word_column(row, "state")?.ok_or_else(|| corrupt("state")("NULL"))?,
+            requested: word_column(row, "requested")?,
+            phase: word_column(row, "phase")?,
+            status_reason: column(row, "status_reason")?,
+            priority: column(row, "priority")?,
+            attempt: count_column(row, "attempt")?,
+            failed_attempts: column(row, "failed_attempts")?,
+            worker: optional_id(row, "worker")?,
+            lease_until: column(row, "lease_until")?,
+            step: count_column(row, "step")?,
+            total_steps: count_column(row, "total_steps")?,
+            eta_s: column(row, "eta_s")?,
+            model: column(row, "model")?,
+            spec: json_column(row, "spec")?,
+            plan_json: json_column(row, "plan")?,
+            metadata: json_column(row, "metadata")?,
+            failure: column::<Option<&str>>(row, "failure")?
+                .map(serde_json::from_str)
+                .transpose()
+                .map_err(corrupt("failure"))?,
+            parent: optional_id(row, "parent")?,
+            created_at: column(row, "created_at")?,
+            started_at: column(row, "started_at")?,
+            finished_at: column(row, "finished_at")?,
+        })
+    }
+}
+
+fn optional_id<T: FromStr<Err = IdError>>(row: &SqliteRow, name: &'static str) -> Result<Option<T>, StoreError> {
+    column::<Option<&str>>(row, name)?.map(str::parse).transpose().map_err(corrupt(name))
 }
 
 impl Store {
     /// Queues a job. `NotFound` (dataset) when one of its datasets is gone.
     pub async fn job_create(&self, new: NewJob<'_>, now: i64) -> Result<JobRow, StoreError> {
-        let _ = (new, now);
-        todo!()
+        let doing = "create a job";
+        let NewJob { id, spec, plan, secrets, parent, priority } = new;
+        let mut tx = self.begin(doing).await?;
+        sqlx::query(
+            "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
+             parent, created_at) \
+             VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?)",
+        )
+        .bind(id.to_string())
+        .bind(&plan.name)
+        .bind(priority)
+        .bind(int(plan.training.max_steps))
+        .bind(&plan.model.id)
+        .bind(to_json("spec", spec)?)
+        .bind(to_json("plan", plan)?)
+        .bind(to_json("secrets", secrets)?)
+        .bind(to_json("metadata", &plan.metadata)?)
+        .bind(parent.map(|parent| parent.to_string()))
+        .bind(now)
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        let datasets = [Some(plan.dataset.id), plan.eval.as_ref().map(|eval| eval.dataset.id)];
+        for dataset in datasets.into_iter().flatten() {
+            sqlx::query("INSERT OR IGNORE INTO job_datasets (job_id, dataset_id) VALUES (?, ?)")
+                .bind(id.to_string())
+                .bind(dataset.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+        }
+        let row = self.job_created(&mut tx, id, parent, now).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_queue();
+        Ok(row)
+    }
+
+    /// Common to every way of making a job: its datasets exist, and its first event.
+    async fn job_created(
+        &self,
+        tx: &mut SqliteConnection,
+        id: JobId,
+        parent: Option<JobId>,
+        now: i64,
+    ) -> Result<JobRow, StoreError> {
+        let missing: Option<String> = sqlx::query_scalar(
+            "SELECT dataset_id FROM job_datasets WHERE job_id = ? AND dataset_id NOT IN (SELECT id FROM datasets) LIMIT 1",
+        )
+        .bind(id.to_string())
+        .fetch_optional(&mut *tx)
+        .await
+        .doing("look for a job's datasets")?;
+        if let Some(id) = missing {
+            return Err(StoreError::NotFound { kind: "dataset", id });
+        }
+        let row = job_row(tx, id).await?;
+        event_insert(tx, id, "job.created", now, json!({ "model": row.model, "parent": parent })).await?;
+        Ok(row)
     }
 
     /// One job, or `NotFound`.
     pub async fn job_get(&self, id: JobId) -> Result<JobRow, StoreError> {
-        let _ = id;
-        todo!()
+        let mut reader = self.readers.acquire().await.doing("read a job")?;
+        job_row(&mut reader, id).await
     }
 
     /// Jobs, newest first.
@@ -127,42 +226,150 @@ impl Store {
         after: Option<&str>,
         limit: u32,
     ) -> Result<Page<JobRow>, StoreError> {
-        let _ = (filter, after, limit);
-        todo!()
+        let JobFilter { state, model, metadata } = filter;
+        let mut query = QueryBuilder::<Sqlite>::new("SELECT * FROM jobs WHERE 1");
+        if let Some(state) = state {
+            query.push(" AND state = ").push_bind(state.as_str());
+        }
+        if let Some(model) = model {
+            query.push(" AND model = ").push_bind(model.as_str());
+        }
+        for (key, value) in metadata {
+            query.push(" AND EXISTS (SELECT 1 FROM json_each(jobs.metadata) AS label WHERE label.key = ");
+            query.push_bind(key.as_str()).push(" AND label.value = ").push_bind(value.as_str()).push(")");
+        }
+        if let Some(after) = after {
+            let [created_at, id] = parse_cursor("jobs", after)?;
+            query.push(" AND (created_at, id) < (").push_bind(cursor_key::<i64>(&created_at)?);
+            query.push(", ").push_bind(id).push(")");
+        }
+        let limit = limit.clamp(1, 1000);
+        query.push(" ORDER BY created_at DESC, id DESC LIMIT ").push_bind(i64::from(limit) + 1);
+        let rows = query.build().fetch_all(&self.readers).await.doing("list jobs")?;
+        let data = rows.iter().map(JobRow::read).collect::<Result<Vec<_>, _>>()?;
+        Ok(page(data, limit, |job| cursor("jobs", [&job.created_at.to_string(), &job.id.to_string()])))
     }
 
     /// Changes what may be changed at any time. A priority matters only while the job is queued.
     pub async fn job_patch(&self, id: JobId, patch: JobPatch, now: i64) -> Result<JobRow, StoreError> {
-        let _ = (id, patch, now);
-        todo!()
+        let doing = "change a job";
+        let mut tx = self.begin(doing).await?;
+        let mut row = job_row(&mut tx, id).await?;
+        let JobPatch { name, metadata, priority } = patch;
+        row.name = name.unwrap_or(row.name);
+        row.metadata = metadata.unwrap_or(row.metadata);
+        row.priority = priority.unwrap_or(row.priority);
+        sqlx::query("UPDATE jobs SET name = ?, metadata = ?, priority = ? WHERE id = ?")
+            .bind(&row.name)
+            .bind(to_json("metadata", &row.metadata)?)
+            .bind(row.priority)
+            .bind(id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        let data = json!({ "name": row.name, "metadata": row.metadata, "priority": row.priority });
+        event_insert(&mut tx, id, "job.updated", now, data).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_job(id);
+        Ok(row)
     }
 
     /// Removes a job that is over, with everything that hangs on it; the caller then removes its files.
     pub async fn job_delete(&self, id: JobId) -> Result<(), StoreError> {
-        let _ = id;
-        todo!()
+        let doing = "delete a job";
+        let mut tx = self.begin(doing).await?;
+        let row = job_row(&mut tx, id).await?;
+        if !row.state.is_terminal() {
+            return Err(StoreError::IllegalMove { state: row.state, action: Action::Delete });
+        }
+        sqlx::query("DELETE FROM jobs WHERE id = ?").bind(id.to_string()).execute(&mut *tx).await.doing(doing)?;
+        tx.commit().await.doing(doing)?;
+        self.wake_job(id);
+        Ok(())
     }
 
     /// A new queued job with the same spec, plan and secrets; only of a job that is over.
     pub async fn job_retry(&self, id: JobId, new_id: JobId, now: i64) -> Result<JobRow, StoreError> {
-        let _ = (id, new_id, now);
-        todo!()
+        let doing = "retry a job";
+        let mut tx = self.begin(doing).await?;
+        let old = job_row(&mut tx, id).await?;
+        if !old.state.is_terminal() {
+            return Err(StoreError::IllegalMove { state: old.state, action: Action::Retry });
+        }
+        sqlx::query(
+            "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
+             parent, created_at) \
+             SELECT ?, name, 'queued', priority, (SELECT MAX(queue_order) + 1 FROM jobs), total_steps, model, spec, plan, \
+             secrets, metadata, id, ? FROM jobs WHERE id = ?",
+        )
+        .bind(new_id.to_string())
+        .bind(now)
+        .bind(id.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        sqlx::query(
+            "INSERT INTO job_datasets (job_id, dataset_id) SELECT ?, dataset_id FROM job_datasets WHERE job_id = ?",
+        )
+        .bind(new_id.to_string())
+        .bind(id.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        let row = self.job_created(&mut tx, new_id, Some(id), now).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_queue();
+        Ok(row)
     }
 
     /// 1 = next; `None` when the job is not queued.
     pub async fn job_queue_position(&self, id: JobId) -> Result<Option<u64>, StoreError> {
-        let _ = id;
-        todo!()
+        let ahead: Option<i64> = sqlx::query_scalar(
+            "SELECT (SELECT COUNT(*) FROM jobs AS other WHERE other.state = 'queued' AND (other.priority > job.priority \
+             OR (other.priority = job.priority AND other.queue_order < job.queue_order))) \
+             FROM jobs AS job WHERE job.id = ? AND job.state = 'queued'",
+        )
+        .bind(id.to_string())
+        .fetch_optional(&self.readers)
+        .await
+        .doing("find a job's place in the queue")?;
+        Ok(ahead.map(|ahead| ahead.unsigned_abs() + 1))
     }
 
     /// The secrets by reward name: for a worker's claim and for copies of a job.
     pub async fn job_secrets(&self, id: JobId) -> Result<BTreeMap<String, RewardSecrets>, StoreError> {
-        let _ = id;
-        todo!()
+        let row = sqlx::query("SELECT secrets FROM jobs WHERE id = ?")
+            .bind(id.to_string())
+            .fetch_optional(&self.readers)
+            .await
+            .doing("read a job's secrets")?
+            .ok_or_else(|| StoreError::NotFound { kind: "job", id: id.to_string() })?;
+        json_column(&row, "secrets")
     }
 
     /// Jobs in each state, all six.
     pub async fn job_counts(&self) -> Result<Vec<(State, u64)>, StoreError> {
-        todo!()
+        let rows = sqlx::query("SELECT state, COUNT(*) AS jobs FROM jobs GROUP BY state")
+            .fetch_all(&self.readers)
+            .await
+            .doing("count jobs")?;
+        let mut counts = State::ALL.map(|state| (state, 0)).to_vec();
+        for row in &rows {
+            let state: Option<State> = word_column(row, "state")?;
+            let jobs = count_column(row, "jobs")?;
+            counts.iter_mut().filter(|(of, _)| Some(*of) == state).for_each(|(_, count)| *count = jobs);
+        }
+        Ok(counts)
     }
+}
+
+/// One job, read over any connection.
+pub(super) async fn job_row(connection: &mut SqliteConnection, id: JobId) -> Result<JobRow, StoreError> {
+    let row = sqlx::query("SELECT * FROM jobs WHERE id = ?")
+        .bind(id.to_string())
+        .fetch_optional(connection)
+        .await
+        .doing("read a job")?
+        .ok_or_else(|| StoreError::NotFound { kind: "job", id: id.to_string() })?;
+    JobRow::read(&row)
 }

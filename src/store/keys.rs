@@ -1,6 +1,6 @@
 //! Idempotency keys: the first answer to a request, kept 24 hours.
 
-use super::{Store, StoreError};
+use super::{Doing, Store, StoreError, column};
 
 /// What a key says about the request that carries it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,11 +22,52 @@ pub enum KeyBegin {
     InFlight,
 }
 
+/// How long an answer is kept.
+const KEEP_MS: i64 = 24 * 60 * 60 * 1000;
+
 impl Store {
     /// Looks a key up and reserves it when it is new. `route` is method and path.
     pub async fn key_begin(&self, route: &str, key: &str, body_sha256: &str, now: i64) -> Result<KeyBegin, StoreError> {
-        let _ = (route, key, body_sha256, now);
-        todo!()
+        let doing = "look up an idempotency key";
+        let mut tx = self.begin(doing).await?;
+        sqlx::query("DELETE FROM idempotency_keys WHERE route = ? AND key = ? AND created_at < ?")
+            .bind(route)
+            .bind(key)
+            .bind(now.saturating_sub(KEEP_MS))
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        let known = sqlx::query(
+            "SELECT body_sha256, status, location, response FROM idempotency_keys WHERE route = ? AND key = ?",
+        )
+        .bind(route)
+        .bind(key)
+        .fetch_optional(&mut *tx)
+        .await
+        .doing(doing)?;
+        if let Some(known) = known {
+            if column::<&str>(&known, "body_sha256")? != body_sha256 {
+                return Ok(KeyBegin::OtherBody);
+            }
+            return Ok(match column::<Option<u16>>(&known, "status")? {
+                None => KeyBegin::InFlight,
+                Some(status) => KeyBegin::Replay {
+                    status,
+                    location: column(&known, "location")?,
+                    response: column::<Option<String>>(&known, "response")?.unwrap_or_default(),
+                },
+            });
+        }
+        sqlx::query("INSERT INTO idempotency_keys (route, key, body_sha256, created_at) VALUES (?, ?, ?, ?)")
+            .bind(route)
+            .bind(key)
+            .bind(body_sha256)
+            .bind(now)
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        tx.commit().await.doing(doing)?;
+        Ok(KeyBegin::New)
     }
 
     /// Stores the answer.
@@ -38,24 +79,45 @@ impl Store {
         location: Option<&str>,
         response: &str,
     ) -> Result<(), StoreError> {
-        let _ = (route, key, status, location, response);
-        todo!()
+        sqlx::query("UPDATE idempotency_keys SET status = ?, location = ?, response = ? WHERE route = ? AND key = ?")
+            .bind(status)
+            .bind(location)
+            .bind(response)
+            .bind(route)
+            .bind(key)
+            .execute(&self.writer)
+            .await
+            .doing("store the answer of an idempotency key")?;
+        Ok(())
     }
 
     /// Frees a key whose request failed.
     pub async fn key_abandon(&self, route: &str, key: &str) -> Result<(), StoreError> {
-        let _ = (route, key);
-        todo!()
+        sqlx::query("DELETE FROM idempotency_keys WHERE route = ? AND key = ? AND status IS NULL")
+            .bind(route)
+            .bind(key)
+            .execute(&self.writer)
+            .await
+            .doing("free an idempotency key")?;
+        Ok(())
     }
 
     /// At boot: requests in flight died with the former server.
     pub async fn keys_free_in_flight(&self) -> Result<(), StoreError> {
-        todo!()
+        sqlx::query("DELETE FROM idempotency_keys WHERE status IS NULL")
+            .execute(&self.writer)
+            .await
+            .doing("free idempotency keys")?;
+        Ok(())
     }
 
     /// Removes keys older than 24 hours.
     pub async fn keys_expire(&self, now: i64) -> Result<(), StoreError> {
-        let _ = now;
-        todo!()
+        sqlx::query("DELETE FROM idempotency_keys WHERE created_at < ?")
+            .bind(now.saturating_sub(KEEP_MS))
+            .execute(&self.writer)
+            .await
+            .doing("remove old idempotency keys")?;
+        Ok(())
     }
 }

@@ -1,8 +1,9 @@
 //! Registered models: a name for a directory, with what is known of it.
 
 use serde_json::Value;
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{Page, Store, StoreError};
+use super::{Doing, Page, Store, StoreError, column, cursor, cursor_key, id_column, json_column, page, parse_cursor};
 
 /// A registered model.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,25 +39,105 @@ impl Store {
     /// Registers a model: the row and whether it is new. The same id from the same source is updated to the new fingerprint;
     /// from another source `Exists`.
     pub async fn model_create(&self, new: NewModel, now: i64) -> Result<(ModelRow, bool), StoreError> {
-        let _ = (new, now);
-        todo!()
+        let doing = "register a model";
+        let NewModel { id, source, sha256, card } = new;
+        let mut tx = self.begin(doing).await?;
+        let known = model_row(&mut tx, &id).await?;
+        if known.as_ref().is_some_and(|known| known.source != source) {
+            return Err(StoreError::Exists { kind: "model", id });
+        }
+        let row = sqlx::query(
+            "INSERT INTO models (id, source, state, sha256, card, created_at) VALUES (?, ?, 'ready', ?, ?, ?) \
+             ON CONFLICT (id) DO UPDATE SET sha256 = excluded.sha256, card = excluded.card RETURNING *",
+        )
+        .bind(id)
+        .bind(source)
+        .bind(sha256)
+        .bind(card.to_string())
+        .bind(now)
+        .fetch_one(&mut *tx)
+        .await
+        .doing(doing)?;
+        let row = ModelRow::read(&row)?;
+        tx.commit().await.doing(doing)?;
+        Ok((row, known.is_none()))
     }
 
     /// One model, or `NotFound`.
     pub async fn model_get(&self, id: &str) -> Result<ModelRow, StoreError> {
-        let _ = id;
-        todo!()
+        let mut reader = self.readers.acquire().await.doing("read a model")?;
+        model_row(&mut reader, id).await?.ok_or_else(|| StoreError::NotFound { kind: "model", id: id.to_owned() })
     }
 
     /// Newest first.
     pub async fn model_list(&self, after: Option<&str>, limit: u32) -> Result<Page<ModelRow>, StoreError> {
-        let _ = (after, limit);
-        todo!()
+        let (before, id) = match after {
+            Some(after) => {
+                let [created_at, id] = parse_cursor("models", after)?;
+                (cursor_key(&created_at)?, id)
+            }
+            None => (i64::MAX, String::new()),
+        };
+        let limit = limit.clamp(1, 1000);
+        let rows = sqlx::query(
+            "SELECT * FROM models WHERE (created_at, id) < (?, ?) ORDER BY created_at DESC, id DESC LIMIT ?",
+        )
+        .bind(before)
+        .bind(id)
+        .bind(i64::from(limit) + 1)
+        .fetch_all(&self.readers)
+        .await
+        .doing("list models")?;
+        let data = rows.iter().map(ModelRow::read).collect::<Result<Vec<_>, _>>()?;
+        Ok(page(data, limit, |row| cursor("models", [&row.created_at.to_string(), &row.id])))
     }
 
     /// Forgets a model (its files stay). `InUse` while a job that is not over needs it.
     pub async fn model_delete(&self, id: &str) -> Result<(), StoreError> {
-        let _ = id;
-        todo!()
+        let doing = "delete a model";
+        let mut tx = self.begin(doing).await?;
+        let jobs = sqlx::query(
+            "SELECT id FROM jobs WHERE model = ? AND state IN ('queued', 'running', 'paused') ORDER BY id LIMIT 20",
+        )
+        .bind(id)
+        .fetch_all(&mut *tx)
+        .await
+        .doing(doing)?
+        .iter()
+        .map(|row| id_column(row, "id"))
+        .collect::<Result<Vec<_>, _>>()?;
+        if !jobs.is_empty() {
+            return Err(StoreError::InUse { kind: "model", id: id.to_owned(), jobs });
+        }
+        let done = sqlx::query("DELETE FROM models WHERE id = ?").bind(id).execute(&mut *tx).await.doing(doing)?;
+        if done.rows_affected() == 0 {
+            return Err(StoreError::NotFound { kind: "model", id: id.to_owned() });
+        }
+        tx.commit().await.doing(doing)?;
+        Ok(())
+    }
+}
+
+async fn model_row(connection: &mut SqliteConnection, id: &str) -> Result<Option<ModelRow>, StoreError> {
+    sqlx::query("SELECT * FROM models WHERE id = ?")
+        .bind(id)
+        .fetch_optional(connection)
+        .await
+        .doing("read a model")?
+        .as_ref()
+        .map(ModelRow::read)
+        .transpose()
+}
+
+impl ModelRow {
+    fn read(row: &SqliteRow) -> Result<ModelRow, StoreError> {
+        Ok(ModelRow {
+            id: column(row, "id")?,
+            source: column(row, "source")?,
+            state: column(row, "state")?,
+            sha256: column(row, "sha256")?,
+            card: json_column(row, "card")?,
+            created_at: column(row, "created_at")?,
+        })
     }
 }

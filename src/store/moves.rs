@@ -1,24 +1,137 @@
-//! What a user asks of a job: cancel, pause, resume.
+//! Moves between states: what a user asks of a job (cancel, pause, resume), and the one statement that leaves a state.
 
-use super::{JobRow, Store, StoreError};
+use serde_json::{Value, json};
+use sqlx::sqlite::SqliteConnection;
+
+use super::events::event_insert;
+use super::jobs::job_row;
+use super::{Doing, JobRow, Store, StoreError, int, to_json};
 use crate::id::JobId;
+use crate::job::{Action, Failure, Requested, State};
 
 impl Store {
     /// Ends a job: at once when queued or paused, by a mark its worker honours when running. Idempotent.
     pub async fn job_cancel(&self, id: JobId, now: i64) -> Result<JobRow, StoreError> {
-        let _ = (id, now);
-        todo!()
+        self.job_act(id, Action::Cancel, now).await
     }
 
     /// Pauses a job: at once when queued, by a mark its worker honours when running.
     pub async fn job_pause(&self, id: JobId, now: i64) -> Result<JobRow, StoreError> {
-        let _ = (id, now);
-        todo!()
+        self.job_act(id, Action::Pause, now).await
     }
 
     /// Queues a paused job again, in its old place; takes back a pause that the worker has not honoured yet.
     pub async fn job_resume(&self, id: JobId, now: i64) -> Result<JobRow, StoreError> {
-        let _ = (id, now);
-        todo!()
+        self.job_act(id, Action::Resume, now).await
     }
+
+    async fn job_act(&self, id: JobId, action: Action, now: i64) -> Result<JobRow, StoreError> {
+        let doing = "move a job";
+        let mut tx = self.begin(doing).await?;
+        let row = job_row(&mut tx, id).await?;
+        match (action, row.state, row.requested) {
+            // Nothing to do: it is so already, or asked for already.
+            (Action::Cancel, State::Cancelled, _)
+            | (Action::Cancel, State::Running, Some(Requested::Cancel))
+            | (Action::Pause, State::Running, Some(Requested::Pause)) => return Ok(row),
+            (Action::Cancel, State::Queued | State::Paused, _) => {
+                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await?;
+            }
+            (Action::Cancel, State::Running, _) => {
+                job_mark(&mut tx, id, Some("cancel"), "job.cancel_requested", now).await?;
+            }
+            (Action::Pause, State::Queued, _) => {
+                let data = json!({ "reason": null });
+                job_leave(&mut tx, &row, Leave::to(State::Paused), "job.paused", data, now).await?;
+            }
+            (Action::Pause, State::Running, None) => {
+                job_mark(&mut tx, id, Some("pause"), "job.pause_requested", now).await?;
+            }
+            (Action::Resume, State::Paused, _) => {
+                job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", json!({}), now).await?;
+            }
+            (Action::Resume, State::Running, Some(Requested::Pause)) => {
+                job_mark(&mut tx, id, None, "job.resumed", now).await?;
+            }
+            (Action::Cancel, State::Succeeded | State::Failed, _)
+            | (Action::Pause, State::Running, Some(Requested::Cancel))
+            | (Action::Pause, State::Paused | State::Succeeded | State::Failed | State::Cancelled, _)
+            | (Action::Resume, State::Queued | State::Succeeded | State::Failed | State::Cancelled, _)
+            | (Action::Resume, State::Running, None | Some(Requested::Cancel))
+            | (Action::Retry | Action::Delete, _, _) => {
+                return Err(StoreError::IllegalMove { state: row.state, action });
+            }
+        }
+        let row = job_row(&mut tx, id).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_job(id);
+        if row.state == State::Queued {
+            self.wake_queue();
+        }
+        Ok(row)
+    }
+}
+
+/// What a job is like in the state it moves to; the fields that a claim owns are always cleared.
+pub(super) struct Leave {
+    pub to: State,
+    pub status_reason: Option<String>,
+    pub failure: Option<Failure>,
+    pub failed_attempts: Option<u32>,
+}
+
+impl Leave {
+    pub fn to(to: State) -> Leave {
+        Leave { to, status_reason: None, failure: None, failed_attempts: None }
+    }
+}
+
+/// Moves a job out of the state and attempt of `row` (to anything but `running`, which is the claim's) and tells of it.
+pub(super) async fn job_leave(
+    tx: &mut SqliteConnection,
+    row: &JobRow,
+    leave: Leave,
+    event: &'static str,
+    data: Value,
+    now: i64,
+) -> Result<(), StoreError> {
+    let Leave { to, status_reason, failure, failed_attempts } = leave;
+    let moved = sqlx::query(
+        "UPDATE jobs SET state = ?, status_reason = ?, failure = ?, failed_attempts = COALESCE(?, failed_attempts), \
+         finished_at = ?, requested = NULL, worker = NULL, lease_until = NULL, phase = NULL, eta_s = NULL, last_batch = NULL \
+         WHERE id = ? AND state = ? AND attempt = ? RETURNING id",
+    )
+    .bind(to.as_str())
+    .bind(status_reason)
+    .bind(failure.map(|failure| to_json("failure", &failure)).transpose()?)
+    .bind(failed_attempts)
+    .bind(to.is_terminal().then_some(now))
+    .bind(row.id.to_string())
+    .bind(row.state.as_str())
+    .bind(int(row.attempt))
+    .fetch_optional(&mut *tx)
+    .await
+    .doing("move a job")?;
+    if moved.is_none() {
+        return Err(StoreError::LeaseLost);
+    }
+    event_insert(tx, row.id, event, now, data).await?;
+    Ok(())
+}
+
+async fn job_mark(
+    tx: &mut SqliteConnection,
+    id: JobId,
+    mark: Option<&'static str>,
+    event: &'static str,
+    now: i64,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE jobs SET requested = ? WHERE id = ? AND state = 'running'")
+        .bind(mark)
+        .bind(id.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing("mark a job")?;
+    event_insert(tx, id, event, now, json!({})).await?;
+    Ok(())
 }

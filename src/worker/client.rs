@@ -92,8 +92,11 @@ impl ClientError {
     }
 }
 
-/// Repeats a call while its error is transient, for up to [`OUTAGE`].
-pub(super) async fn persist<T, F>(mut call: impl FnMut() -> F) -> Result<T, ClientError>
+/// Repeats a call while its error is worth `another` try, for up to [`OUTAGE`].
+pub(super) async fn persist<T, F>(
+    mut call: impl FnMut() -> F,
+    another: impl Fn(&ClientError) -> bool,
+) -> Result<T, ClientError>
 where
     F: Future<Output = Result<T, ClientError>>,
 {
@@ -101,7 +104,7 @@ where
     let mut delay = FIRST_DELAY;
     loop {
         match call().await {
-            Err(error) if error.is_transient() && begun.elapsed() < OUTAGE => {
+            Err(error) if another(&error) && begun.elapsed() < OUTAGE => {
                 tracing::debug!(%error, "trying again");
                 tokio::time::sleep(delay).await;
                 delay = (delay * 2).min(LONGEST_DELAY);
@@ -147,13 +150,13 @@ impl Client {
     }
 
     pub(super) async fn register(&self, register: &Register) -> Result<Registered, ClientError> {
-        json(answer(self.request(Method::POST, &["register"]).timeout(CALL).json(register)).await?).await
+        json(answer(self.request(Method::POST, &["register"], None).timeout(CALL).json(register)).await?).await
     }
 
     /// None = nothing to do.
     pub(super) async fn claim(&self, request: &ClaimRequest) -> Result<Option<Claim>, ClientError> {
         let limit = CALL + Duration::from_millis(request.wait_ms);
-        let response = answer(self.request(Method::POST, &["claim"]).timeout(limit).json(request)).await?;
+        let response = answer(self.request(Method::POST, &["claim"], None).timeout(limit).json(request)).await?;
         if response.status() == StatusCode::NO_CONTENT { Ok(None) } else { json(response).await.map(Some) }
     }
 
@@ -182,8 +185,7 @@ impl Client {
         let bytes = tokio::fs::File::open(dir.join(&file.name)).await.map_err(disk)?;
         let path = ["checkpoints", &step.to_string(), &file.name];
         let request = self
-            .on_job(Method::PUT, held, &path)
-            .query(&[("attempt", held.attempt)])
+            .fenced(Method::PUT, held, &path)
             .header(reqwest::header::CONTENT_LENGTH, file.size_bytes)
             .header(reqwest::header::CONTENT_TYPE, "application/octet-stream")
             .body(reqwest::Body::from(bytes));
@@ -191,27 +193,33 @@ impl Client {
     }
 
     pub(super) async fn dataset(&self, held: Held, id: DatasetId, sha256: &str, to: &Path) -> Result<(), ClientError> {
-        let request = self.on_job(Method::GET, held, &["datasets", &id.to_string()]);
-        download(request.query(&[("attempt", held.attempt)]), "the dataset", sha256, to).await
+        let request = self.fenced(Method::GET, held, &["datasets", &id.to_string()]);
+        download(request, "the dataset", sha256, to).await
     }
 
     pub(super) async fn resume_file(&self, held: Held, file: &FileEntry, to: &Path) -> Result<(), ClientError> {
-        let request = self.on_job(Method::GET, held, &["resume", &file.name]);
-        download(request.query(&[("attempt", held.attempt)]), &file.name, &file.sha256, to).await
+        let request = self.fenced(Method::GET, held, &["resume", &file.name]);
+        download(request, &file.name, &file.sha256, to).await
     }
 
+    /// A call whose body carries the attempt.
     fn on_job(&self, method: Method, held: Held, rest: &[&str]) -> RequestBuilder {
-        let job = held.job.to_string();
-        let mut path = vec!["jobs", &job];
-        path.extend(rest);
-        self.request(method, &path)
+        self.request(method, &[&["jobs", &held.job.to_string()], rest].concat(), None)
     }
 
-    fn request(&self, method: Method, path: &[&str]) -> RequestBuilder {
+    /// A call whose address carries the attempt.
+    fn fenced(&self, method: Method, held: Held, rest: &[&str]) -> RequestBuilder {
+        self.request(method, &[&["jobs", &held.job.to_string()], rest].concat(), Some(held.attempt))
+    }
+
+    fn request(&self, method: Method, path: &[&str], attempt: Option<u64>) -> RequestBuilder {
         let mut url = self.base.clone();
         // `new` refused what cannot be a base, the only case without segments.
         if let Ok(mut segments) = url.path_segments_mut() {
             segments.pop_if_empty().push("worker").extend(path);
+        }
+        if let Some(attempt) = attempt {
+            url.query_pairs_mut().append_pair("attempt", &attempt.to_string());
         }
         self.http.request(method, url).bearer_auth(&self.token)
     }
@@ -249,7 +257,10 @@ async fn answer(request: RequestBuilder) -> Result<Response, ClientError> {
 }
 
 async fn json<T: DeserializeOwned>(response: Response) -> Result<T, ClientError> {
-    response.json().await.map_err(|error| if error.is_decode() { ClientError::Protocol(error) } else { ClientError::Unreachable(error) })
+    response
+        .json()
+        .await
+        .map_err(|error| if error.is_decode() { ClientError::Protocol(error) } else { ClientError::Unreachable(error) })
 }
 
 /// Streams an answer into a file and compares its hash.

@@ -92,7 +92,7 @@ async fn deliver(
             let Content { events, log, .. } = content;
             let batch = EventBatch { attempt: held.attempt, batch: number, events, log };
             let sent = tokio::select! {
-                sent = persist(|| client.events(held, &batch)) => sent,
+                sent = persist(|| client.events(held, &batch), ClientError::is_transient) => sent,
                 _ = stop.wait_for(|stop| *stop == Stop::LeaseLost) => Err(ClientError::LeaseLost),
             };
             if let Err(error) = sent {

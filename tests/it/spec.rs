@@ -445,7 +445,7 @@ fn inline_records_are_checked_row_by_row() {
             "/dataset/records/1/prompt",
             "/dataset/records/2",
             "/dataset/records/3/prompt",
-            "/dataset/records/4/prompt/0",
+            "/dataset/records/4/prompt",
             "/dataset/records/5/images"
         ]
     );
@@ -495,7 +495,7 @@ fn the_estimate_counts_the_adapter() {
 fn labels_can_be_changed_and_nothing_else() {
     let labels = rlood::spec::read_labels(&json!({"name": "n", "metadata": {"a": "b"}, "priority": 5})).unwrap();
     assert_eq!(
-        (labels.name.as_deref(), labels.priority, labels.metadata.unwrap()["a"].as_str()),
+        (labels.name.flatten().as_deref(), labels.priority, labels.metadata.unwrap()["a"].as_str()),
         (Some("n"), Some(5), "b")
     );
     let errors = rlood::spec::read_labels(&json!({"state": "running", "priority": 1.5})).unwrap_err();

@@ -1,0 +1,269 @@
+//! Files to clients: conditional requests, ranges, digests (RFC 9110, RFC 9530), and tar archives made on the way.
+
+use std::path::PathBuf;
+
+use axum::body::{Body, Bytes};
+use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use base64::Engine;
+use futures::{Stream, StreamExt, stream};
+use sha2::{Digest, Sha256};
+use tokio::io::{AsyncReadExt, AsyncSeekExt, SeekFrom};
+use tokio_util::io::ReaderStream;
+
+use super::error::{Code, Problem};
+
+const PIECE_BYTES: usize = 64 * 1024;
+const TAR_BLOCK: u64 = 512;
+
+/// A file to send.
+#[derive(Debug, Clone)]
+pub struct Download {
+    /// Where it lies; never shown.
+    pub path: PathBuf,
+    /// Its name for the client.
+    pub name: String,
+    /// Bytes.
+    pub size_bytes: u64,
+    /// Lower-case hex; its ETag.
+    pub sha256: String,
+}
+
+/// Answers GET and HEAD of a file: 200, 206, 304, 412 or 416.
+///
+/// # Errors
+/// 412, 416, or 500 when the file cannot be opened.
+pub async fn send_file(method: &Method, headers: &HeaderMap, file: &Download) -> Result<Response, Problem> {
+    let size = file.size_bytes;
+    let etag = format!("\"{}\"", file.sha256);
+    if let Some(response) = answered_by_condition(headers, &etag)? {
+        return Ok(response);
+    }
+    let range = match text(headers, header::RANGE) {
+        Some(range) if *method == Method::GET && range_applies(headers, &etag) => parse_range(range, size),
+        Some(_) | None => Range::Whole,
+    };
+    let (status, first, length) = match range {
+        Range::Whole => (StatusCode::OK, 0, size),
+        Range::Part { first, last } => (StatusCode::PARTIAL_CONTENT, first, last - first + 1),
+        Range::Unsatisfiable => {
+            let detail = format!("the file has {size} bytes; ask for a range inside them");
+            return Err(Problem::new(Code::RangeNotSatisfiable, detail)
+                .header(header::CONTENT_RANGE, format!("bytes */{size}"))
+                .header(header::ACCEPT_RANGES, "bytes"));
+        }
+    };
+
+    let mut opened = open(file).await?;
+    opened.seek(SeekFrom::Start(first)).await.map_err(Problem::internal)?;
+    let mut response = (
+        status,
+        [
+            (header::CONTENT_TYPE, content_type(&file.name).to_owned()),
+            (header::CONTENT_LENGTH, length.to_string()),
+            (header::ETAG, etag),
+            (header::ACCEPT_RANGES, "bytes".to_owned()),
+            (header::CACHE_CONTROL, "private, no-cache".to_owned()),
+            (header::CONTENT_DISPOSITION, format!("attachment; filename=\"{}\"", file.name)),
+        ],
+        Body::from_stream(exactly(opened, length)),
+    )
+        .into_response();
+    let headers = response.headers_mut();
+    if let Some(Ok(digest)) = repr_digest(&file.sha256).map(|text| text.parse()) {
+        headers.insert("repr-digest", digest);
+    }
+    if status == StatusCode::PARTIAL_CONTENT
+        && let Ok(value) = format!("bytes {first}-{}/{size}", first + length - 1).parse()
+    {
+        headers.insert(header::CONTENT_RANGE, value);
+    }
+    Ok(response)
+}
+
+/// Sends files as one tar, made on the way: the same files give the same bytes.
+///
+/// # Errors
+/// 412, or 500 when a file cannot be opened.
+pub async fn send_tar(headers: &HeaderMap, archive_name: &str, files: &[Download]) -> Result<Response, Problem> {
+    let mut identity = Sha256::new();
+    for file in files {
+        identity.update(format!("{}\0{}\n", file.name, file.sha256));
+    }
+    let identity: String = identity.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    let etag = format!("\"tar-{identity}\"");
+    if let Some(response) = answered_by_condition(headers, &etag)? {
+        return Ok(response);
+    }
+
+    // All are opened before the first byte goes out: a file that is missing is an error, not half an archive.
+    let mut parts = Vec::with_capacity(files.len());
+    let mut length = 2 * TAR_BLOCK;
+    for file in files {
+        let header = tar_header(file)?;
+        let padding = file.size_bytes.next_multiple_of(TAR_BLOCK) - file.size_bytes;
+        length += TAR_BLOCK + file.size_bytes + padding;
+        let body = exactly(open(file).await?, file.size_bytes);
+        parts.push(stream::once(async { Ok(header) }).chain(body).chain(zeros(padding)).boxed());
+    }
+    parts.push(zeros(2 * TAR_BLOCK).boxed());
+    let headers = [
+        (header::CONTENT_TYPE, "application/x-tar".to_owned()),
+        (header::CONTENT_LENGTH, length.to_string()),
+        (header::ETAG, etag),
+        (header::CACHE_CONTROL, "private, no-cache".to_owned()),
+        (header::CONTENT_DISPOSITION, format!("attachment; filename=\"{archive_name}\"")),
+    ];
+    Ok((headers, Body::from_stream(stream::iter(parts).flatten())).into_response())
+}
+
+async fn open(file: &Download) -> Result<tokio::fs::File, Problem> {
+    match tokio::fs::File::open(&file.path).await {
+        Ok(opened) => Ok(opened),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Err(Problem::new(Code::Gone, format!("{} was removed in the meantime", file.name)).because(error))
+        }
+        Err(error) => Err(Problem::internal(error)),
+    }
+}
+
+/// The next `length` bytes, or an error that cuts the connection: a client must never take a short file for a whole one.
+fn exactly(file: tokio::fs::File, length: u64) -> impl Stream<Item = std::io::Result<Bytes>> {
+    let mut seen = 0;
+    let pieces = ReaderStream::with_capacity(file.take(length), PIECE_BYTES).map(Some);
+    pieces.chain(stream::once(async { None })).filter_map(move |piece| {
+        let item = match piece {
+            Some(Ok(piece)) => {
+                seen += piece.len() as u64;
+                Some(Ok(piece))
+            }
+            Some(Err(error)) => Some(Err(error)),
+            None if seen < length => Some(Err(std::io::ErrorKind::UnexpectedEof.into())),
+            None => None,
+        };
+        std::future::ready(item)
+    })
+}
+
+fn zeros(length: u64) -> impl Stream<Item = std::io::Result<Bytes>> {
+    let length = usize::try_from(length).unwrap_or(0); // At most two blocks.
+    stream::iter((length > 0).then(|| Ok(Bytes::from(vec![0; length]))))
+}
+
+fn tar_header(file: &Download) -> Result<Bytes, Problem> {
+    let mut header = tar::Header::new_gnu();
+    header.set_path(&file.name).map_err(Problem::internal)?;
+    header.set_size(file.size_bytes);
+    header.set_mode(0o644);
+    header.set_mtime(0);
+    header.set_uid(0);
+    header.set_gid(0);
+    header.set_entry_type(tar::EntryType::Regular);
+    header.set_cksum();
+    Ok(Bytes::copy_from_slice(header.as_bytes()))
+}
+
+/// 304 by If-None-Match, 412 by If-Match, in the order of RFC 9110, 13.2.2.
+fn answered_by_condition(headers: &HeaderMap, etag: &str) -> Result<Option<Response>, Problem> {
+    if let Some(wanted) = text(headers, header::IF_MATCH)
+        && !names(wanted, etag, false)
+    {
+        return Err(Problem::new(Code::PreconditionFailed, format!("the file's ETag is {etag}")));
+    }
+    if let Some(known) = text(headers, header::IF_NONE_MATCH)
+        && names(known, etag, true)
+    {
+        let headers = [(header::ETAG, etag), (header::CACHE_CONTROL, "private, no-cache")];
+        return Ok(Some((StatusCode::NOT_MODIFIED, headers).into_response()));
+    }
+    Ok(None)
+}
+
+/// Whether a list of entity tags holds ours. Our tags hold no comma.
+fn names(list: &str, etag: &str, weak: bool) -> bool {
+    list.split(',')
+        .map(str::trim)
+        .any(|tag| tag == "*" || tag == etag || (weak && tag.strip_prefix("W/").is_some_and(|tag| tag == etag)))
+}
+
+/// A range counts only if what the client has of the file is of this version.
+fn range_applies(headers: &HeaderMap, etag: &str) -> bool {
+    text(headers, header::IF_RANGE).is_none_or(|known| known.trim() == etag)
+}
+
+fn text(headers: &HeaderMap, name: header::HeaderName) -> Option<&str> {
+    headers.get(name)?.to_str().ok()
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Range {
+    Whole,
+    Part { first: u64, last: u64 },
+    Unsatisfiable,
+}
+
+/// One range of bytes. What is not one is ignored, as the standard permits: several ranges, other units, broken syntax.
+fn parse_range(text: &str, size: u64) -> Range {
+    let Some((unit, range)) = text.split_once('=') else { return Range::Whole };
+    let Some((first, last)) = range.trim().split_once('-') else { return Range::Whole };
+    let digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    if !unit.trim().eq_ignore_ascii_case("bytes") || !digits(first) || !digits(last) {
+        return Range::Whole;
+    }
+    // Digits that do not fit a u64 lie beyond every file.
+    let number = |text: &str| text.parse::<u64>().unwrap_or(u64::MAX);
+    match (first.is_empty(), last.is_empty()) {
+        (true, true) => Range::Whole,
+        (true, false) if number(last) == 0 || size == 0 => Range::Unsatisfiable,
+        (true, false) => Range::Part { first: size.saturating_sub(number(last)), last: size - 1 },
+        (false, _) if number(first) >= size => Range::Unsatisfiable,
+        (false, true) => Range::Part { first: number(first), last: size - 1 },
+        (false, false) if number(last) < number(first) => Range::Whole,
+        (false, false) => Range::Part { first: number(first), last: number(last).min(size - 1) },
+    }
+}
+
+fn content_type(name: &str) -> &'static str {
+    match name.rsplit_once('.') {
+        Some((_, "json")) => "application/json",
+        Some((_, "jsonl" | "ndjson")) => "application/x-ndjson",
+        _ => "application/octet-stream",
+    }
+}
+
+/// `sha-256=:BASE64:`.
+fn repr_digest(hex: &str) -> Option<String> {
+    let bytes: Option<Vec<u8>> =
+        (0..hex.len() / 2).map(|at| u8::from_str_radix(hex.get(2 * at..2 * at + 2)?, 16).ok()).collect();
+    Some(format!("sha-256=:{}:", base64::engine::general_purpose::STANDARD.encode(bytes?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_read_as_rfc_9110_says() {
+        for (given, expected) in [
+            ("bytes=0-0", Range::Part { first: 0, last: 0 }),
+            ("bytes=2-", Range::Part { first: 2, last: 9 }),
+            ("bytes=2-100", Range::Part { first: 2, last: 9 }),
+            ("bytes=-3", Range::Part { first: 7, last: 9 }),
+            ("bytes=-100", Range::Part { first: 0, last: 9 }),
+            ("bytes=9-9", Range::Part { first: 9, last: 9 }),
+            ("bytes=10-", Range::Unsatisfiable),
+            ("bytes=-0", Range::Unsatisfiable),
+            ("bytes=99999999999999999999999-", Range::Unsatisfiable),
+            ("bytes=5-2", Range::Whole),
+            ("bytes=-", Range::Whole),
+            ("bytes=1-2,4-5", Range::Whole),
+            ("bytes=+1-2", Range::Whole),
+            ("items=1-2", Range::Whole),
+            ("bytes", Range::Whole),
+        ] {
+            assert_eq!(parse_range(given, 10), expected, "{given}");
+        }
+        assert_eq!(parse_range("bytes=0-", 0), Range::Unsatisfiable);
+        assert_eq!(parse_range("bytes=-1", 0), Range::Unsatisfiable);
+    }
+}

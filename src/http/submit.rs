@@ -1,0 +1,507 @@
+//! POST /jobs and POST /jobs/validate: from a document to a queued job.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path as FilePath, PathBuf};
+
+use axum::body::Bytes;
+use axum::extract::multipart::{Field, Multipart};
+use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
+use futures::stream;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::datasets::{bad_form, broken_form, format_of_part, keep_rows, read_rows};
+use super::error::{Code, Problem, ProblemBody, shortened};
+use super::extract::{Json, Query, expect_json, media_type, parse_json, read_body};
+use super::idempotency::{Answer, once};
+use super::jobs::{JobView, invalid};
+use crate::dataset::{Format, Summary};
+use crate::files::StagedDone;
+use crate::id::{DatasetId, JobId};
+use crate::modelcard::text::{Prompt, Text};
+use crate::modelcard::{self, ModelCard};
+use crate::spec::{
+    Context, DatasetFacts, DatasetPlan, DatasetSource, Estimate, FieldError, JobDocument, JobSpec, ModelFacts,
+    ModelShape, Plan, PromptLengths, Warning, resolve,
+};
+use crate::store::{DatasetRow, ModelRow, NewJob, StoreError, clock_ms};
+
+/// Above this many rows the worker counts the tokens of prompts, in its loading phase.
+const MAX_COUNTED_ROWS: u64 = 10_000;
+/// The longest `spec` part of a form.
+const MAX_SPEC_BYTES: usize = 1024 * 1024;
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new().routes(routes!(create_job)).routes(routes!(validate_job))
+}
+
+/// A job as multipart form.
+#[derive(ToSchema)]
+#[expect(dead_code, reason = "describes the multipart body in the document")]
+struct JobForm {
+    /// The job without its dataset.
+    spec: JobDocument,
+    /// The rows; the part's content type or file name (.ndjson, .jsonl, .csv, .json) says in which form.
+    #[schema(value_type = String, format = Binary)]
+    dataset: Vec<u8>,
+}
+
+/// Submit a job.
+///
+/// As JSON with inline records or the id of a dataset, or as a form with the parts `spec` and `dataset`. Everything that is wrong is
+/// reported at once, each error with a JSON pointer.
+#[utoipa::path(post, path = "/jobs", tag = "Jobs",
+    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
+    request_body(description = "The job", content((JobDocument = "application/json"), (JobForm = "multipart/form-data"))),
+    responses(
+        (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
+        (status = 409, description = "A request with this key is being answered", body = ProblemBody),
+        (status = 422, description = "The job is not valid", body = ProblemBody),
+    ))]
+async fn create_job(State(state): State<AppState>, mut request: Request) -> Result<Response, Problem> {
+    let headers = request.headers().clone();
+    if media_type(&headers) == "multipart/form-data" {
+        // The rows are streamed to disk and counted there; the other part is bounded below.
+        DefaultBodyLimit::disable().apply(&mut request);
+        let form = Multipart::from_request(request, &()).await.map_err(|error| bad_form(error.body_text()))?;
+        let (document, rows) = read_form(&state, form).await?;
+        let identity = hex(&Sha256::new().chain_update(document.to_string()).chain_update(&rows.1.sha256).finalize());
+        return once(&state.clone(), &headers, "POST /jobs", &identity, submit(state, document, Some(rows))).await;
+    }
+    let (document, identity) = read_document(&headers, request).await?;
+    once(&state.clone(), &headers, "POST /jobs", &identity, submit(state, document, None)).await
+}
+
+async fn read_document(headers: &HeaderMap, request: Request) -> Result<(Value, String), Problem> {
+    expect_json(headers)?;
+    let bytes = read_body(request).await?;
+    Ok((parse_json(&bytes)?, hex(&Sha256::digest(&bytes))))
+}
+
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Rows that came as a file with the job: checked, canonical, not yet a dataset.
+type UploadedRows = (Summary, StagedDone);
+
+async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, UploadedRows), Problem> {
+    let (mut document, mut rows) = (None, None);
+    while let Some(part) = form.next_field().await.map_err(broken_form)? {
+        match part.name() {
+            Some("spec") if document.is_none() => document = Some(parse_json::<Value>(&read_part(part).await?)?),
+            Some("dataset") if rows.is_none() => {
+                let format = format_of_part(&part)?;
+                rows = Some(read_rows(state, format, part, broken_form).await?);
+            }
+            Some(name @ ("spec" | "dataset")) => return Err(bad_form(format!("there are two parts '{name}'"))),
+            other => {
+                let other = shortened(other.unwrap_or(""));
+                return Err(bad_form(format!("unknown part '{other}': send 'spec' (JSON) and 'dataset' (the rows)")));
+            }
+        }
+    }
+    let document =
+        document.ok_or_else(|| bad_form("there is no part 'spec': put the job there, as JSON".to_owned()))?;
+    let missing = "there is no part 'dataset'; with a dataset id or records inside the spec send the spec alone, as application/json";
+    Ok((document, rows.ok_or_else(|| bad_form(missing.to_owned()))?))
+}
+
+async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
+    let mut bytes = Vec::new();
+    while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
+        bytes.extend_from_slice(&chunk);
+        if bytes.len() > MAX_SPEC_BYTES {
+            return Err(Problem::new(Code::BodyTooLarge, format!("the part 'spec' may have {MAX_SPEC_BYTES} bytes")));
+        }
+    }
+    Ok(bytes)
+}
+
+/// From the document to the queued job.
+async fn submit(state: AppState, mut document: Value, rows: Option<UploadedRows>) -> Result<Answer, Problem> {
+    let mut errors = Vec::new();
+    if rows.is_some() {
+        errors.extend(put_placeholder(&mut document));
+    }
+    let (mut spec, spec_errors) = JobSpec::read(document);
+    errors.extend(spec_errors);
+    let train = rows.map(Prompts::of_upload);
+    let Prepared { context, errors: found, train, eval } = prepare(&state, &mut spec, train).await?;
+    errors.extend(found);
+    let resolved = resolve(&spec, &context);
+    let mut plan = match resolved {
+        Ok(resolution) if errors.is_empty() => resolution.plan,
+        Ok(_) => return Err(invalid(Code::InvalidSpec, errors)),
+        Err(more) => {
+            errors.extend(more);
+            return Err(invalid(Code::InvalidSpec, errors));
+        }
+    };
+    if let Some(row) = keep(&state, train).await? {
+        spec.redacted["dataset"] = json!({"id": row.id});
+        plan.dataset = plan_of(&row);
+    }
+    if let (Some(row), Some(eval)) = (keep(&state, eval).await?, &mut plan.eval) {
+        spec.redacted["eval"]["dataset"] = json!({"id": row.id});
+        eval.dataset = plan_of(&row);
+    }
+    let new = NewJob {
+        id: JobId::new(),
+        spec: &spec.redacted,
+        plan: &plan,
+        secrets: &spec.secrets,
+        parent: None,
+        priority: spec.priority,
+    };
+    let row = match state.store.job_create(new, clock_ms()).await {
+        Err(StoreError::NotFound { kind: "dataset", id }) => {
+            let at = if plan.dataset.id.to_string() == id { "/dataset/id" } else { "/eval/dataset/id" };
+            return Err(invalid(Code::InvalidSpec, vec![unknown_dataset(at, &id)]));
+        }
+        created => created?,
+    };
+    Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(&state, row).await?)
+}
+
+/// In a form the dataset is a part of its own, so the document must not name one.
+fn put_placeholder(document: &mut Value) -> Option<FieldError> {
+    let object = document.as_object_mut()?;
+    if object.get("dataset").is_some_and(|dataset| !dataset.is_null()) {
+        let detail = "the form has a part 'dataset' as well: give the rows in one place";
+        return Some(FieldError::new("/dataset", "conflict", detail));
+    }
+    object.insert("dataset".to_owned(), json!({"id": DatasetId::new()}));
+    None
+}
+
+fn plan_of(row: &DatasetRow) -> DatasetPlan {
+    DatasetPlan { id: row.id, sha256: row.sha256.clone(), num_rows: row.num_rows }
+}
+
+/// Makes a dataset of rows that came with the job; None when they were one already.
+async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
+    let (summary, staged) = match prompts.map(|prompts| prompts.source) {
+        None | Some(Source::Stored(_)) => return Ok(None),
+        Some(Source::Uploaded(summary, staged)) => (summary, staged),
+        Some(Source::Records(records)) => {
+            let lines = records.into_iter().map(|record| Ok::<_, Problem>(Bytes::from(format!("{record}\n"))));
+            read_rows(state, Format::Ndjson, stream::iter(lines), |problem| problem).await?
+        }
+    };
+    Ok(Some(keep_rows(state, None, summary, staged).await?.0))
+}
+
+/// What to check beside the job.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct ValidateQuery {
+    /// Translate a configuration of another trainer. Not supported yet.
+    from: Option<String>,
+    /// Sample the model and call the rewards. Not supported yet.
+    #[serde(default)]
+    probe: bool,
+}
+
+/// What would become of a job.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Validation {
+    /// It would be accepted.
+    valid: bool,
+    /// The resolved plan; null when not valid. The id of a dataset that is not stored yet is null.
+    #[schema(value_type = Option<Plan>)]
+    plan: Option<Value>,
+    /// Everything that is wrong.
+    errors: Vec<FieldError>,
+    /// Legal, but probably not meant.
+    warnings: Vec<Warning>,
+    /// Memory and tokens; null when not valid.
+    estimate: Option<Estimate>,
+}
+
+/// Check a job without submitting it.
+///
+/// All errors at once, the resolved plan, warnings, and an estimate. Nothing is stored.
+#[utoipa::path(post, path = "/jobs/validate", tag = "Jobs", params(ValidateQuery), request_body = JobDocument, responses(
+    (status = 200, description = "What would become of it, also when it is not valid", body = Validation),
+    (status = 422, description = "The kind of check is not supported yet", body = ProblemBody)))]
+async fn validate_job(
+    State(state): State<AppState>,
+    Query(query): Query<ValidateQuery>,
+    request: Request,
+) -> Result<Json<Validation>, Problem> {
+    let unsupported =
+        |name: &str, text: &str| Problem::new(Code::Unsupported, text).item(format!("?{name}"), "unsupported", text);
+    if query.from.is_some() {
+        return Err(unsupported(
+            "from",
+            "translating other trainers' configurations is not supported yet: write the job in this API's terms",
+        ));
+    }
+    if query.probe {
+        return Err(unsupported(
+            "probe",
+            "probing the model and the rewards is not supported yet: validate without it",
+        ));
+    }
+    let headers = request.headers().clone();
+    let (document, _) = read_document(&headers, request).await?;
+    let (mut spec, mut errors) = JobSpec::read(document);
+    let prepared = prepare(&state, &mut spec, None).await?;
+    errors.extend(prepared.errors);
+    let resolved = resolve(&spec, &prepared.context);
+    let (plan, warnings, estimate) = match resolved {
+        Ok(resolution) if errors.is_empty() => {
+            let mut plan = serde_json::to_value(&resolution.plan).map_err(Problem::internal)?;
+            for (prompts, at) in [(&prepared.train, "/dataset"), (&prepared.eval, "/eval/dataset")] {
+                let stored = prompts.as_ref().is_some_and(|prompts| matches!(prompts.source, Source::Stored(_)));
+                if let Some(dataset) = plan.pointer_mut(at).and_then(Value::as_object_mut).filter(|_| !stored) {
+                    dataset.insert("id".to_owned(), Value::Null);
+                    dataset.insert("sha256".to_owned(), Value::Null);
+                }
+            }
+            (Some(plan), resolution.warnings, Some(resolution.estimate))
+        }
+        Ok(_) => (None, Vec::new(), None),
+        Err(more) => {
+            errors.extend(more);
+            (None, Vec::new(), None)
+        }
+    };
+    Ok(Json(Validation { valid: errors.is_empty(), plan, errors, warnings, estimate }))
+}
+
+/// A dataset of the job, wherever its rows are.
+struct Prompts {
+    at: &'static str,
+    source: Source,
+    facts: DatasetFacts,
+}
+
+enum Source {
+    /// A dataset; where its rows lie.
+    Stored(PathBuf),
+    /// Sent inside the job.
+    Records(Vec<Value>),
+    /// Sent beside the job.
+    Uploaded(Summary, StagedDone),
+}
+
+impl Prompts {
+    fn of_upload((summary, staged): UploadedRows) -> Self {
+        let facts = DatasetFacts {
+            id: DatasetId::new(),
+            sha256: staged.sha256.clone(),
+            num_rows: summary.num_rows,
+            columns: summary.columns.clone(),
+            has_chat_prompts: false,
+            prompt_lengths: None,
+        };
+        Self { at: "/dataset", source: Source::Uploaded(summary, staged), facts }
+    }
+
+    async fn find(
+        state: &AppState,
+        source: Option<&mut DatasetSource>,
+        at: &'static str,
+        errors: &mut Vec<FieldError>,
+    ) -> Result<Option<Self>, Problem> {
+        match source {
+            None => Ok(None),
+            Some(DatasetSource::Records(records)) => {
+                let facts = DatasetFacts::of_records(records);
+                // The list itself stays, emptied: it still says where the rows came from.
+                Ok(Some(Self { at, source: Source::Records(std::mem::take(records)), facts }))
+            }
+            Some(&mut DatasetSource::Id(id)) => match state.store.dataset_get(id).await {
+                Ok(DatasetRow { sha256, num_rows, columns, .. }) => {
+                    let facts =
+                        DatasetFacts { id, sha256, num_rows, columns, has_chat_prompts: false, prompt_lengths: None };
+                    Ok(Some(Self { at, source: Source::Stored(state.files.dataset(id)), facts }))
+                }
+                Err(StoreError::NotFound { .. }) => {
+                    errors.push(unknown_dataset(&format!("{at}/id"), &id.to_string()));
+                    Ok(None)
+                }
+                Err(error) => Err(error.into()),
+            },
+        }
+    }
+
+    /// Calls `look` with each prompt and its row number, until it says no.
+    fn each_prompt(&self, mut look: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
+        let path = match &self.source {
+            Source::Records(records) => {
+                let prompts = records.iter().map(|record| record.get("prompt").unwrap_or(&Value::Null));
+                let _ = (0..).zip(prompts).all(|(row, prompt)| look(row, prompt));
+                return Ok(());
+            }
+            Source::Stored(path) => path,
+            Source::Uploaded(_, staged) => staged.path(),
+        };
+        for (row, line) in (0..).zip(BufReader::new(std::fs::File::open(path)?).lines()) {
+            let record: Map<String, Value> = serde_json::from_str(&line?)?;
+            if !look(row, record.get("prompt").unwrap_or(&Value::Null)) {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn unknown_dataset(at: &str, id: &str) -> FieldError {
+    let detail = format!("there is no dataset '{}': upload it with POST /datasets", shortened(id));
+    FieldError::new(at, "unknown_dataset", detail)
+}
+
+/// What the server knows of a job's model and data.
+struct Prepared {
+    context: Context,
+    errors: Vec<FieldError>,
+    train: Option<Prompts>,
+    eval: Option<Prompts>,
+}
+
+async fn prepare(state: &AppState, spec: &mut JobSpec, uploaded: Option<Prompts>) -> Result<Prepared, Problem> {
+    let mut errors = Vec::new();
+    let model = find_model(state, &spec.model, &mut errors).await?;
+    let train = match uploaded {
+        Some(prompts) => Some(prompts),
+        None => Prompts::find(state, spec.dataset.as_mut(), "/dataset", &mut errors).await?,
+    };
+    let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
+    let eval = Prompts::find(state, eval, "/eval/dataset", &mut errors).await?;
+    let kwargs = spec.sampling.chat_template_kwargs.clone();
+    let inspection = move || {
+        let (mut train, mut eval) = (train, eval);
+        let prompts = train.iter_mut().chain(eval.iter_mut());
+        let facts = match model {
+            Some(model) => inspect(&model, prompts, &kwargs, &mut errors)?,
+            None => None,
+        };
+        let facts_of = |prompts: &Option<Prompts>| prompts.as_ref().map(|prompts| prompts.facts.clone());
+        let context = Context { model: facts, dataset: facts_of(&train), eval_dataset: facts_of(&eval) };
+        Ok(Prepared { context, errors, train, eval })
+    };
+    tokio::task::spawn_blocking(inspection).await.map_err(Problem::internal)?
+}
+
+async fn find_model(state: &AppState, id: &str, errors: &mut Vec<FieldError>) -> Result<Option<ModelRow>, Problem> {
+    if id.is_empty() {
+        return Ok(None); // Reported by the reader.
+    }
+    match state.store.model_get(id).await {
+        Ok(row) => Ok(Some(row)),
+        Err(StoreError::NotFound { .. }) => {
+            let some = state.store.model_list(None, 5).await?;
+            let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
+            let known =
+                if known.is_empty() { "none is".to_owned() } else { format!("registered are {}", known.join(", ")) };
+            let detail = format!(
+                "no model '{}' is registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
+                shortened(id)
+            );
+            errors.push(FieldError::new("/model", "unknown_model", detail));
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Reads the model's card and counts the tokens of prompts. Blocking.
+fn inspect<'p>(
+    model: &ModelRow,
+    prompts: impl Iterator<Item = &'p mut Prompts>,
+    kwargs: &Map<String, Value>,
+    errors: &mut Vec<FieldError>,
+) -> Result<Option<ModelFacts>, Problem> {
+    let dir = FilePath::new(&model.source);
+    let unusable = |detail: String| {
+        FieldError::new("/model", "invalid_model", format!("model '{}' cannot be used: {detail}", model.id))
+    };
+    let card = match modelcard::read(dir) {
+        Ok(card) => card,
+        Err(error) => {
+            errors.push(unusable(error.to_string()));
+            return Ok(None);
+        }
+    };
+    let facts = model_facts(model, &card);
+    let text = match Text::load(dir) {
+        Ok(text) => text,
+        Err(error) => {
+            errors.push(unusable(super::error::chain(&error)));
+            return Ok(None);
+        }
+    };
+    for prompts in prompts {
+        if let Err(error) = measure(prompts, &text, &facts, kwargs, errors) {
+            return Err(Problem::internal(format!("the rows of a dataset cannot be read: {error}")));
+        }
+    }
+    Ok(Some(facts))
+}
+
+fn measure(
+    prompts: &mut Prompts,
+    text: &Text,
+    model: &ModelFacts,
+    kwargs: &Map<String, Value>,
+    errors: &mut Vec<FieldError>,
+) -> std::io::Result<()> {
+    let count = prompts.facts.num_rows <= MAX_COUNTED_ROWS;
+    let (mut has_chat, mut lengths, mut failures) = (false, PromptLengths::default(), Vec::new());
+    prompts.each_prompt(|row, prompt| {
+        has_chat |= prompt.is_array();
+        if !count {
+            return false; // The first row stands for all; the worker looks at every one.
+        }
+        // What is no prompt has been reported; what needs a template that is not there will be.
+        let usable = !prompt.is_array() || model.has_chat_template;
+        let Some(prompt) = usable.then(|| Prompt::from_value(prompt).ok()).flatten() else { return true };
+        match text.prompt_ids(&prompt, kwargs) {
+            Ok(ids) => {
+                let tokens = ids.len() as u64;
+                lengths.too_long += u64::from(tokens >= model.max_position_embeddings);
+                if tokens > lengths.longest {
+                    (lengths.longest, lengths.longest_row) = (tokens, row);
+                }
+            }
+            Err(error) => failures.push(format!("row {row}: {}", super::error::chain(&error))),
+        }
+        failures.len() < 5
+    })?;
+    prompts.facts.has_chat_prompts = has_chat;
+    prompts.facts.prompt_lengths = count.then_some(lengths);
+    errors.extend(failures.into_iter().map(|detail| FieldError::new(prompts.at, "prompt_not_encodable", detail)));
+    Ok(())
+}
+
+fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {
+    let config = &card.config;
+    ModelFacts {
+        id: row.id.clone(),
+        sha256: row.sha256.clone(),
+        max_position_embeddings: card.max_position_embeddings as u64,
+        num_parameters: card.num_parameters,
+        size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
+        has_chat_template: card.chat_template.is_some(),
+        shape: Some(ModelShape {
+            hidden_size: config.hidden_size as u64,
+            intermediate_size: config.intermediate_size as u64,
+            num_hidden_layers: config.num_hidden_layers as u64,
+            num_attention_heads: config.num_attention_heads as u64,
+            num_key_value_heads: config.num_key_value_heads as u64,
+            head_dim: config.head_dim as u64,
+        }),
+    }
+}

@@ -1,0 +1,148 @@
+//! A job in a few numbers.
+
+use axum::extract::State;
+use serde::Serialize;
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::error::{Problem, ProblemBody};
+use super::extract::{Json, Path};
+use crate::event::SamplePhase;
+use crate::id::{CheckpointId, JobId};
+use crate::job::State as JobState;
+use crate::spec::Totals;
+use crate::store::{CheckpointRow, JobRow, StepRow, clock_ms};
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new().routes(routes!(get_summary))
+}
+
+/// A job in a few numbers.
+#[derive(Debug, Serialize, ToSchema)]
+struct Summary {
+    /// The job.
+    id: JobId,
+    /// Where it stands.
+    state: JobState,
+    /// Optimizer steps done.
+    step: u64,
+    /// Optimizer steps in all.
+    total_steps: u64,
+    /// The mean reward of training steps; null before the first.
+    reward: Option<Course>,
+    /// The mean reward of evaluations; null without one.
+    eval_reward: Option<Course>,
+    /// The latest token mean of the KL divergence.
+    kl: Option<f64>,
+    /// Prompt and completion tokens so far.
+    num_tokens: Option<f64>,
+    /// The plan's arithmetic.
+    totals: Totals,
+    /// How long it took.
+    durations: Durations,
+    /// What can be downloaded.
+    checkpoints: Checkpoints,
+}
+
+/// How a metric went.
+#[derive(Debug, Serialize, ToSchema)]
+struct Course {
+    /// The first value.
+    first: f64,
+    /// The latest value.
+    last: f64,
+    /// The highest value.
+    best: f64,
+    /// Where the highest value stands (the first of equal ones).
+    best_step: u64,
+    /// Latest less first.
+    change: f64,
+}
+
+/// How long it took, in seconds.
+#[derive(Debug, Serialize, ToSchema)]
+struct Durations {
+    /// From submission to the first claim (to now, or to the end, when there was none).
+    queued_s: f64,
+    /// From the first claim to the end (or to now), pauses included; null before.
+    running_s: Option<f64>,
+    /// The mean of the steps.
+    mean_step_s: Option<f64>,
+}
+
+/// What can be downloaded.
+#[derive(Debug, Serialize, ToSchema)]
+struct Checkpoints {
+    /// How many are kept.
+    count: usize,
+    /// The newest.
+    last: Option<Marked>,
+    /// The best by evaluation reward (by training reward without evaluation).
+    best: Option<Marked>,
+}
+
+/// A checkpoint and its step.
+#[derive(Debug, Serialize, ToSchema)]
+struct Marked {
+    /// Its id.
+    id: CheckpointId,
+    /// Optimizer steps done.
+    step: u64,
+}
+
+/// A job in a few numbers: rewards, change in evaluation, totals, durations, checkpoints.
+#[utoipa::path(get, path = "/jobs/{id}/summary", tag = "Jobs", params(("id" = JobId, Path, description = "The job")), responses(
+    (status = 200, description = "The summary", body = Summary), (status = 404, description = "No such job", body = ProblemBody)))]
+async fn get_summary(State(state): State<AppState>, Path(id): Path<JobId>) -> Result<Json<Summary>, Problem> {
+    let row = state.store.job_get(id).await?;
+    let plan = row.plan()?;
+    let steps = state.store.step_page(id, None, 0, i64::MAX as u64).await?;
+    let marked = |row: CheckpointRow| Marked { id: row.id, step: row.step };
+    let checkpoints = Checkpoints {
+        count: state.store.checkpoint_list(id).await?.len(),
+        last: state.store.checkpoint_latest(id).await?.map(marked),
+        best: state.store.checkpoint_best(id).await?.map(marked),
+    };
+    let latest = |key: &str| steps.iter().rev().find_map(|step| step.metrics.get(key).copied().flatten());
+    Ok(Json(Summary {
+        id,
+        state: row.state,
+        step: row.step,
+        total_steps: row.total_steps,
+        reward: course(&steps, SamplePhase::Train, "reward"),
+        eval_reward: course(&steps, SamplePhase::Eval, "eval_reward"),
+        kl: latest("kl"),
+        num_tokens: latest("num_tokens"),
+        totals: plan.totals,
+        durations: durations(&row, &steps, clock_ms()),
+        checkpoints,
+    }))
+}
+
+fn course(steps: &[StepRow], kind: SamplePhase, key: &str) -> Option<Course> {
+    let of_kind = steps.iter().filter(|step| step.kind == kind);
+    let mut values = of_kind.filter_map(|step| Some((step.step, step.metrics.get(key).copied().flatten()?)));
+    let (first_step, first) = values.next()?;
+    let (mut last, mut best, mut best_step) = (first, first, first_step);
+    for (step, value) in values {
+        last = value;
+        if value > best {
+            (best, best_step) = (value, step);
+        }
+    }
+    Some(Course { first, last, best, best_step, change: last - first })
+}
+
+fn durations(row: &JobRow, steps: &[StepRow], now: i64) -> Durations {
+    let seconds = |from: i64, to: i64| (to - from).max(0) as f64 / 1000.0;
+    let end = row.finished_at.unwrap_or(now);
+    let times: Vec<f64> = steps.iter().filter_map(|step| step.metrics.get("step_time").copied().flatten()).collect();
+    Durations {
+        queued_s: seconds(row.created_at, row.started_at.unwrap_or(end)),
+        running_s: row.started_at.map(|started| seconds(started, end)),
+        mean_step_s: (!times.is_empty()).then(|| times.iter().sum::<f64>() / times.len() as f64),
+    }
+}

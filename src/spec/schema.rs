@@ -1,0 +1,240 @@
+//! The schema of a submitted job, made from the plan's: every setting optional, its default read off a job that sets
+//! nothing, unknown fields refused.
+
+use serde_json::{Map, Value, json};
+use utoipa::openapi::schema::{AdditionalProperties, Array, ObjectBuilder, OneOfBuilder, Schema, Type};
+use utoipa::openapi::{Object, RefOr};
+use utoipa::{PartialSchema, ToSchema};
+
+use super::{
+    CheckpointPlan, ContainsPlan, JobSpec, LengthPlan, LoraPlan, MatchPlan, NumberMatchPlan, OptimizerPlan, RegexPlan,
+    RlooPlan, SamplingPlan, TrainingPlan, WebhookPlan,
+};
+
+/// A job as clients write it; [`JobSpec::read`] is the law, this describes it.
+#[derive(Debug)]
+pub struct JobDocument;
+
+impl PartialSchema for JobDocument {
+    fn schema() -> RefOr<Schema> {
+        let defaults = JobSpec::sections_of_defaults();
+        let section =
+            |name: &str, schema: RefOr<Schema>, text: &str| described(optional(schema, defaults.get(name), &[]), text);
+        let lora = with_property(LoraPlan::schema(), "target_modules", target_modules());
+        let training = with_property(
+            TrainingPlan::schema(),
+            "num_train_epochs",
+            number("Passes over the dataset, instead of max_steps; default 1."),
+        );
+        let optimizer = with_property(OptimizerPlan::schema(), "kind", words("The optimizer.", &["adamw"]));
+        let rloo = with_property(RlooPlan::schema(), "kl_coef", number("Another spelling of beta."));
+        closed(&["model", "dataset", "rewards"])
+            .property("name", string("For people."))
+            .property("model", string("Id of a registered model."))
+            .property("dataset", dataset("The training prompts."))
+            .property("eval", eval())
+            .property("rewards", rewards())
+            .property("rloo", section("rloo", object(rloo), "The algorithm."))
+            .property("sampling", section("sampling", SamplingPlan::schema(), "Rollouts."))
+            .property("lora", section("lora", object(lora), "The adapter."))
+            .property("optimizer", section("optimizer", object(optimizer), "The optimizer and its schedule."))
+            .property("training", section("training", object(training), "Batches, length, seed."))
+            .property("checkpoints", section("checkpoints", CheckpointPlan::schema(), "When to save and what to keep."))
+            .property("metadata", texts("The client's own labels."))
+            .property("priority", integer("Higher runs first.", json!(0)))
+            .examples([json!({"model": "org/name", "dataset": {"records": [{"prompt": "…"}]}, "rewards": [{"type": "length"}]})])
+            .description(Some("A job. Everything but model, dataset and rewards has a default."))
+            .build()
+            .into()
+    }
+}
+
+impl ToSchema for JobDocument {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "JobSpec".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        RlooPlan::schemas(schemas);
+        OptimizerPlan::schemas(schemas);
+        WebhookPlan::schemas(schemas);
+        for (name, schema) in [
+            ("Combine", super::Combine::schema()),
+            ("LrSchedulerType", super::LrSchedulerType::schema()),
+            ("OnInvalid", super::OnInvalid::schema()),
+        ] {
+            schemas.push((name.to_owned(), schema));
+        }
+    }
+}
+
+fn dataset(text: &str) -> RefOr<Schema> {
+    let rows = Array::new(
+        ObjectBuilder::new()
+            .description(Some("A row: `prompt` (a string or chat messages) and columns for the rewards."))
+            .build(),
+    );
+    closed(&[])
+        .property("id", string("Of an uploaded dataset."))
+        .property("records", RefOr::T(Schema::Array(rows)))
+        .description(Some(format!("{text} Either an id or records.")))
+        .build()
+        .into()
+}
+
+fn eval() -> RefOr<Schema> {
+    closed(&["dataset"])
+        .property("dataset", dataset("The evaluation prompts."))
+        .property(
+            "every_steps",
+            integer("Optimizer steps between evaluations; the last step is always evaluated.", json!(20)),
+        )
+        .property("before_start", flag("Evaluate before the first step too.", true))
+        .property("num_generations", integer("Completions a prompt.", json!(1)))
+        .property("temperature", defaulted(number("0 = greedy."), json!(0.0)))
+        .description(Some("Evaluation on prompts of its own."))
+        .build()
+        .into()
+}
+
+fn rewards() -> RefOr<Schema> {
+    let kinds: [(&str, RefOr<Schema>, &[&str], Value); 6] = [
+        ("webhook", WebhookPlan::schema(), &["url"], json!({"url": "https://rm.example/score"})),
+        ("length", LengthPlan::schema(), &[], json!({})),
+        ("exact_match", MatchPlan::schema(), &["column"], json!({"column": "answer"})),
+        ("contains", ContainsPlan::schema(), &[], json!({"text": "…"})),
+        ("number_match", NumberMatchPlan::schema(), &["column"], json!({"column": "answer"})),
+        ("regex", RegexPlan::schema(), &["pattern"], json!({"pattern": "."})),
+    ];
+    let mut one_of = OneOfBuilder::new();
+    for (kind, schema, required, mut minimal) in kinds {
+        minimal["type"] = json!(kind);
+        let (spec, _) = JobSpec::read(json!({"rewards": [minimal]}));
+        let defaults = spec.rewards.first().and_then(|reward| serde_json::to_value(reward).ok());
+        let mut object = into_object(optional(schema, defaults.as_ref(), required));
+        for name in required.iter().chain(&["text"]) {
+            forget_default(&mut object, name);
+        }
+        object.required.insert(0, "type".to_owned());
+        object.properties.insert("type".to_owned(), words("The reward's type.", &[kind]));
+        object.properties.insert("name".to_owned(), string("Unique in the job; default: the type."));
+        object.properties.insert("weight".to_owned(), defaulted(number("0 = metric only."), json!(1.0)));
+        object.properties.insert("required".to_owned(), flag("A missing value makes the sample unscorable.", true));
+        if kind == "webhook" {
+            object.properties.insert(
+                "secret".to_owned(),
+                write_only(string("`whsec_…`; never shown again. Without it requests go unsigned.")),
+            );
+            object
+                .properties
+                .insert("headers".to_owned(), write_only(texts("Sent with every request; never shown again.")));
+        }
+        one_of = one_of.item(object);
+    }
+    RefOr::T(Schema::Array(Array::new(RefOr::T(Schema::OneOf(one_of.build())))))
+}
+
+fn target_modules() -> RefOr<Schema> {
+    let modules = words("", &["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]);
+    let list = RefOr::T(Schema::Array(Array::new(modules)));
+    OneOfBuilder::new()
+        .item(words("All seven.", &["all-linear"]))
+        .item(list)
+        .description(Some("Which projections get an adapter."))
+        .into()
+}
+
+/// The plan's schema with every field but `required` optional, defaults filled in, and closed.
+fn optional(schema: RefOr<Schema>, defaults: Option<&Value>, required: &[&str]) -> RefOr<Schema> {
+    let mut object = into_object(schema);
+    object.required = required.iter().map(|&name| name.to_owned()).collect();
+    object.additional_properties = Some(Box::new(AdditionalProperties::FreeForm(false)));
+    let nothing = Map::new();
+    for (name, value) in defaults.and_then(Value::as_object).unwrap_or(&nothing) {
+        if let Some(property) = object.properties.get_mut(name).filter(|_| !value.is_null()) {
+            *property = defaulted(property.clone(), value.clone());
+        }
+    }
+    object.into()
+}
+
+fn into_object(schema: RefOr<Schema>) -> Object {
+    match schema {
+        RefOr::T(Schema::Object(object)) => object,
+        RefOr::T(_) | RefOr::Ref(_) => Object::new(),
+    }
+}
+
+fn object(object: Object) -> RefOr<Schema> {
+    object.into()
+}
+
+fn with_property(schema: RefOr<Schema>, name: &str, property: RefOr<Schema>) -> Object {
+    let mut object = into_object(schema);
+    object.properties.insert(name.to_owned(), property);
+    object
+}
+
+fn forget_default(object: &mut Object, name: &str) {
+    if let Some(RefOr::T(Schema::Object(property))) = object.properties.get_mut(name) {
+        property.default = None;
+    }
+}
+
+fn defaulted(mut schema: RefOr<Schema>, default: Value) -> RefOr<Schema> {
+    match &mut schema {
+        RefOr::T(Schema::Object(object)) => object.default = Some(default),
+        RefOr::T(Schema::Array(array)) => array.default = Some(default),
+        RefOr::T(_) | RefOr::Ref(_) => {}
+    }
+    schema
+}
+
+fn described(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
+    let mut object = into_object(schema);
+    object.description = Some(text.to_owned());
+    object.into()
+}
+
+fn write_only(schema: RefOr<Schema>) -> RefOr<Schema> {
+    let mut object = into_object(schema);
+    object.write_only = Some(true);
+    object.into()
+}
+
+fn closed(required: &[&str]) -> ObjectBuilder {
+    let builder = ObjectBuilder::new()
+        .schema_type(Type::Object)
+        .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(false)));
+    required.iter().fold(builder, |builder, name| builder.required(*name))
+}
+
+fn plain(kind: Type, text: &str) -> ObjectBuilder {
+    let description = (!text.is_empty()).then(|| text.to_owned());
+    ObjectBuilder::new().schema_type(kind).description(description)
+}
+
+fn string(text: &str) -> RefOr<Schema> {
+    plain(Type::String, text).into()
+}
+
+fn number(text: &str) -> RefOr<Schema> {
+    plain(Type::Number, text).into()
+}
+
+fn integer(text: &str, default: Value) -> RefOr<Schema> {
+    plain(Type::Integer, text).default(Some(default)).into()
+}
+
+fn flag(text: &str, default: bool) -> RefOr<Schema> {
+    plain(Type::Boolean, text).default(Some(json!(default))).into()
+}
+
+fn words(text: &str, choices: &[&str]) -> RefOr<Schema> {
+    plain(Type::String, text).enum_values(Some(choices.iter().map(|&word| json!(word)))).into()
+}
+
+fn texts(text: &str) -> RefOr<Schema> {
+    let value = RefOr::T(Schema::Object(plain(Type::String, "").build()));
+    plain(Type::Object, text).additional_properties(Some(AdditionalProperties::RefOr(value))).into()
+}

@@ -1,0 +1,373 @@
+//! One attempt at one job: fetch what it needs, run the engine on a thread of its own, report how it ended.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::client::{Client, ClientError, Held, OUTAGE, persist};
+use super::events::Events;
+use super::failure;
+use super::host::JobHost;
+use super::signals::{Progress, StopSignal, drops_work};
+use super::{TrainFn, Worker};
+use crate::engine::error::EngineError;
+use crate::engine::host::{PromptRow, Stop, TrainInput, TrainOutcome};
+use crate::job::Failure;
+use crate::modelcard;
+use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
+use crate::reward::Rewards;
+use crate::reward::outgoing::OutgoingPolicy;
+use crate::spec::DatasetPlan;
+
+/// From SIGTERM on, what the engine has to stop and to save; the process is gone a little later.
+const LEAVING: Duration = Duration::from_secs(22);
+/// The last words of a run whose server may be gone.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+/// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
+const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
+
+/// How an attempt left this worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// The server knows, or somebody else owns the job.
+    Settled,
+    /// The engine panicked: this process is not to be trusted with another job.
+    Panicked,
+}
+
+/// Why an attempt ends without an outcome of its own.
+enum Cut {
+    Stopped(Stop),
+    Failed(Failure),
+    Panicked,
+}
+
+impl From<Failure> for Cut {
+    fn from(failure: Failure) -> Self {
+        Cut::Failed(failure)
+    }
+}
+
+/// What the parts of an attempt share.
+struct Attempt {
+    client: Client,
+    held: Held,
+    stop: StopSignal,
+    progress: Progress,
+    events: Events,
+}
+
+/// Everything the engine needs, on this machine.
+struct Prepared {
+    rows: Vec<PromptRow>,
+    eval_rows: Vec<PromptRow>,
+    resume: Option<PathBuf>,
+}
+
+/// Runs a claim to its end.
+pub(super) async fn run(worker: &Worker, claim: Claim) -> Ended {
+    let held = Held { job: claim.job, attempt: claim.attempt };
+    let stop = StopSignal::new();
+    let done = claim.resume.as_ref().map_or(0, |resume| resume.step);
+    let progress = Progress::new(done, claim.plan.training.max_steps);
+    let (events, delivery) = Events::start(worker.client.clone(), held, stop.clone());
+    let attempt = Attempt { client: worker.client.clone(), held, stop: stop.clone(), progress, events };
+    attempt.events.log(format!("attempt {} begins on {} ({})", held.attempt, worker.device, worker.id));
+
+    let leave = {
+        let (leaving, stop) = (worker.leaving.clone(), stop.clone());
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            leaving.cancelled().await;
+            stop.raise(Stop::Shutdown);
+            tokio::time::sleep(LEAVING).await;
+        }))
+    };
+    let ended = tokio::select! {
+        ended = attempt.work(worker, claim) => ended,
+        _ = leave => {
+            attempt.events.log("the engine did not stop in time: what it did since the last checkpoint is dropped");
+            Err(Cut::Stopped(Stop::Shutdown))
+        }
+    };
+    let outcome = match ended {
+        Ok(()) => Outcome::Succeeded,
+        Err(Cut::Failed(failure)) => Outcome::Failed { failure },
+        Err(Cut::Stopped(Stop::Cancel)) => Outcome::Cancelled,
+        Err(Cut::Stopped(Stop::Pause { reason })) => Outcome::Paused { reason },
+        Err(Cut::Stopped(Stop::Shutdown)) => Outcome::Requeued,
+        Err(Cut::Stopped(Stop::LeaseLost)) => {
+            tracing::warn!(job = %held.job, attempt = held.attempt, "the claim is lost; this attempt is dropped");
+            return Ended::Settled;
+        }
+        Err(Cut::Panicked) => {
+            attempt.events.log("the engine panicked; the worker restarts");
+            let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
+            return Ended::Panicked;
+        }
+    };
+    attempt.events.log(last_line(&outcome));
+    // An error here is the delivery's own: it is looked at next.
+    let flushed = attempt.events.flush().await;
+    let Attempt { client, progress, events, .. } = attempt;
+    drop(events);
+    let outcome = match (flushed, delivery.await) {
+        (Ok(()), _) => outcome,
+        (Err(_), Ok(Err(ClientError::LeaseLost))) => return Ended::Settled,
+        (Err(_), error) => {
+            tracing::error!(?error, "the events of the run could not be delivered");
+            Outcome::Failed { failure: failure::events_refused(progress.get()) }
+        }
+    };
+    let finish = Finish { attempt: held.attempt, outcome };
+    match persist(|| client.finish(held, &finish), ClientError::is_transient).await {
+        Ok(()) => tracing::info!(job = %held.job, "the attempt is over"),
+        Err(error) => tracing::warn!(job = %held.job, %error, "the end of the attempt could not be reported"),
+    }
+    Ended::Settled
+}
+
+fn last_line(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::Succeeded => "succeeded".to_owned(),
+        Outcome::Failed { failure } => format!("failed: {}: {}", failure.code, failure.message),
+        Outcome::Cancelled => "cancelled".to_owned(),
+        Outcome::Paused { reason: Some(reason) } => format!("paused: {reason}"),
+        Outcome::Paused { reason: None } => "paused".to_owned(),
+        Outcome::Requeued => "requeued: the worker leaves".to_owned(),
+    }
+}
+
+impl Attempt {
+    async fn work(&self, worker: &Worker, claim: Claim) -> Result<(), Cut> {
+        let position = || self.progress.get();
+        let policy = OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
+            failure::of_client(
+                &ClientError::Refused { status: 0, code: "allow_outgoing".to_owned(), detail: error.to_string() },
+                position(),
+            )
+        })?;
+        let rewards =
+            Rewards::build(&claim.plan.rewards, &claim.secrets, &policy).map_err(|error| error.to_failure())?;
+        let rewards = Arc::new(rewards);
+        let beats = beat(
+            self.client.clone(),
+            self.held,
+            self.stop.clone(),
+            self.progress.clone(),
+            rewards.clone(),
+            worker.heartbeat(),
+        );
+        let _beats = AbortOnDropHandle::new(tokio::spawn(beats));
+
+        let scratch = tempfile::Builder::new()
+            .prefix("attempt-")
+            .tempdir_in(&worker.scratch_dir)
+            .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
+            .map_err(|error| failure::of_client(&error, position()))?;
+        let prepared = tokio::select! {
+            prepared = self.prepare(&claim, scratch.path()) => prepared?,
+            stop = self.stop.wait_for(|_| true) => return Err(Cut::Stopped(stop)),
+        };
+        match claim.resume.as_ref() {
+            Some(resume) => self.events.log(format!("resumes after step {}", resume.step)),
+            None => self.events.log("starts from the beginning"),
+        }
+        let host = JobHost {
+            runtime: Handle::current(),
+            client: self.client.clone(),
+            held: self.held,
+            stop: self.stop.clone(),
+            progress: self.progress.clone(),
+            events: self.events.clone(),
+            rewards,
+            reward_metrics: Default::default(),
+            failure: None,
+        };
+        let run = EngineRun { claim, prepared, scratch_dir: scratch.path().join("checkpoints"), device: worker.device.clone() };
+        let (result, host) = match run.on_thread(worker.train, host).await {
+            Some(ended) => ended,
+            None => return Err(Cut::Panicked),
+        };
+        // The engine's thread is over: nothing uses the directory any more.
+        drop(scratch);
+        match result {
+            Ok(TrainOutcome::Finished) => Ok(()),
+            Ok(TrainOutcome::Stopped(stop)) => Err(Cut::Stopped(stop)),
+            Err(error) => {
+                tracing::warn!(%error, "the engine ended with an error");
+                Err(match (host.failure, self.stop.get()) {
+                    (Some(failure), _) => Cut::Failed(failure),
+                    // Whatever it says, its work is not wanted any more.
+                    (None, Some(stop)) if drops_work(&stop) => Cut::Stopped(stop),
+                    (None, _) => Cut::Failed(failure::of_engine(&error, position())),
+                })
+            }
+        }
+    }
+
+    async fn prepare(&self, claim: &Claim, scratch: &Path) -> Result<Prepared, Failure> {
+        let dir = PathBuf::from(&claim.model_path);
+        let fingerprint = tokio::task::spawn_blocking(move || modelcard::fingerprint(&dir)).await;
+        match fingerprint {
+            Ok(Ok(sha256)) if sha256 == claim.plan.model.sha256 => {}
+            Ok(Ok(_)) => return Err(failure::model_changed(self.progress.get())),
+            Ok(Err(error)) => return Err(failure::model_unreadable(&error, self.progress.get())),
+            Err(panicked) => {
+                let error = ClientError::Disk { doing: "read the model", source: std::io::Error::other(panicked) };
+                return Err(failure::of_client(&error, self.progress.get()));
+            }
+        }
+        let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
+        let eval_rows = match &claim.plan.eval {
+            Some(eval) if eval.dataset.id == claim.plan.dataset.id => rows.clone(),
+            Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
+            None => Vec::new(),
+        };
+        Ok(Prepared { rows, eval_rows, resume: self.fetch_checkpoint(claim, scratch).await? })
+    }
+
+    async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
+        let path = scratch.join("dataset.ndjson");
+        let fetch = || self.client.dataset(self.held, dataset.id, &dataset.sha256, &path);
+        self.fetched(persist(fetch, ClientError::is_transient).await)?;
+        let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;
+        match read {
+            Ok(Ok(rows)) => Ok(rows),
+            Ok(Err((line, why))) => Err(failure::dataset_unreadable(line, &why, self.progress.get())),
+            Err(panicked) => Err(failure::dataset_unreadable(0, &panicked.to_string(), self.progress.get())),
+        }
+    }
+
+    async fn fetch_checkpoint(&self, claim: &Claim, scratch: &Path) -> Result<Option<PathBuf>, Failure> {
+        let Some(resume) = &claim.resume else { return Ok(None) };
+        let dir = scratch.join(format!("resume-{}", resume.step));
+        std::fs::create_dir(&dir)
+            .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
+            .map_err(|error| failure::of_client(&error, self.progress.get()))?;
+        for file in &resume.files {
+            let named = crate::files::check_name(&file.name).map_err(|error| ClientError::Refused {
+                status: 0,
+                code: "file_name".to_owned(),
+                detail: error.to_string(),
+            });
+            self.fetched(named)?;
+            let to = dir.join(&file.name);
+            self.fetched(persist(|| self.client.resume_file(self.held, file, &to), ClientError::is_transient).await)?;
+        }
+        Ok(Some(dir))
+    }
+
+    /// A failed transfer as a failure; a lost claim only raises the stop, which ends the preparation.
+    fn fetched<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
+        result.map_err(|error| {
+            if matches!(error, ClientError::LeaseLost) || error.is_transient() {
+                self.stop.raise(Stop::LeaseLost);
+            }
+            match &error {
+                ClientError::Refused { status: 404 | 410, detail, .. } => {
+                    failure::dataset_missing(detail, self.progress.get())
+                }
+                other => failure::of_client(other, self.progress.get()),
+            }
+        })
+    }
+}
+
+/// What moves to the engine's thread.
+struct EngineRun {
+    claim: Claim,
+    prepared: Prepared,
+    scratch_dir: PathBuf,
+    device: String,
+}
+
+type EngineEnd = (Result<TrainOutcome, EngineError>, JobHost);
+
+impl EngineRun {
+    /// None when the thread panicked (its message is on standard error).
+    async fn on_thread(self, train: TrainFn, mut host: JobHost) -> Option<EngineEnd> {
+        let (sender, receiver) = oneshot::channel();
+        let started =
+            std::thread::Builder::new().name("engine".to_owned()).stack_size(ENGINE_STACK_BYTES).spawn(move || {
+                let EngineRun { claim, prepared, scratch_dir, device } = self;
+                let input = TrainInput {
+                    plan: &claim.plan,
+                    model_dir: Path::new(&claim.model_path),
+                    model_name: &claim.model_name,
+                    rows: prepared.rows,
+                    eval_rows: prepared.eval_rows,
+                    resume: prepared.resume,
+                    initial_adapter: None,
+                    scratch_dir: &scratch_dir,
+                    device: &device,
+                };
+                let result = train(input, &mut host);
+                // Nobody waits any more only when the process leaves.
+                let _ = sender.send((result, host));
+            });
+        match started {
+            Ok(_) => receiver.await.ok(),
+            Err(error) => {
+                tracing::error!(%error, "the engine's thread cannot be started");
+                None
+            }
+        }
+    }
+}
+
+/// Tells the server where the run is and hears what its user wants, in every phase.
+async fn beat(
+    client: Client,
+    held: Held,
+    stop: StopSignal,
+    progress: Progress,
+    rewards: Arc<Rewards>,
+    every: Duration,
+) {
+    let mut answered = tokio::time::Instant::now();
+    loop {
+        let position = progress.get();
+        let beat = Heartbeat {
+            attempt: held.attempt,
+            phase: position.phase,
+            status_reason: rewards.waiting().then(|| "waiting_for_reward".to_owned()),
+            step: position.step,
+            eta_s: position.eta_s(),
+        };
+        let pause = match client.heartbeat(held, &beat).await {
+            Ok(reply) => {
+                answered = tokio::time::Instant::now();
+                if let Some(requested) = reply.requested {
+                    stop.request(requested);
+                }
+                every
+            }
+            Err(error) if error.is_transient() && answered.elapsed() < OUTAGE => {
+                tracing::warn!(%error, "a heartbeat was not answered");
+                every.min(Duration::from_secs(1))
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the heartbeat ends");
+                return stop.raise(Stop::LeaseLost);
+            }
+        };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// The rows of a dataset: one JSON object a line, `prompt` and whatever else.
+fn read_rows(path: &Path) -> Result<Vec<PromptRow>, (usize, String)> {
+    let text = std::fs::read_to_string(path).map_err(|error| (0, error.to_string()))?;
+    let row = |(index, line): (usize, &str)| {
+        let mut columns: Map<String, Value> =
+            serde_json::from_str(line).map_err(|error| (index + 1, error.to_string()))?;
+        let prompt = columns.shift_remove("prompt").ok_or_else(|| (index + 1, "it has no 'prompt'".to_owned()))?;
+        Ok(PromptRow { prompt, columns })
+    };
+    text.lines().enumerate().map(row).collect()
+}

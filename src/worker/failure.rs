@@ -1,0 +1,133 @@
+//! From errors to the failure a user sees: whose fault, a stable code, a text without paths, what to do.
+
+use super::client::ClientError;
+use super::signals::Position;
+use crate::engine::error::{EngineError, FailureClass as EngineClass};
+use crate::job::{Failure, FailureClass};
+
+fn failure(class: FailureClass, code: &str, message: String, position: Position, suggestion: Option<&str>) -> Failure {
+    Failure {
+        class,
+        code: code.to_owned(),
+        message,
+        phase: Some(position.phase),
+        step: Some(position.step),
+        suggestion: suggestion.map(str::to_owned),
+    }
+}
+
+/// The engine could not go on.
+pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
+    if let EngineError::Host(failure) = error {
+        return Failure { phase: Some(position.phase), step: Some(position.step), ..failure.clone() };
+    }
+    let class = match error.class() {
+        EngineClass::User => FailureClass::User,
+        EngineClass::Infra => FailureClass::Infra,
+    };
+    let (code, suggestion) = match error {
+        EngineError::Model(_) => {
+            ("model_invalid", Some("check the model's files, register it again, then submit again"))
+        }
+        EngineError::Text(_) => ("text_invalid", Some("check the prompts, the tokenizer and the chat template")),
+        EngineError::Adapter(_) => ("adapter_invalid", None),
+        EngineError::Input(_) => ("invalid_input", None),
+        EngineError::Prompts(_) => ("prompts_invalid", Some("drop or shorten these prompts, then submit again")),
+        EngineError::NonFinite { .. } | EngineError::Diverged { .. } => (
+            "diverged",
+            Some("lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before, check the model if there is none"),
+        ),
+        EngineError::Checkpoint(_) => ("checkpoint_invalid", Some("resume from an older checkpoint, or submit again")),
+        EngineError::Host(_) => ("host", None),
+        EngineError::Tensor(_) => {
+            ("tensor_error", Some("see the job's log; retry, with smaller batches if memory was short"))
+        }
+        EngineError::Io { .. } => ("file_error", Some("see the worker's log; check its disk, then retry")),
+    };
+    let message = match error {
+        // Its own text names a path of the worker's.
+        EngineError::Io { source, .. } => format!("the worker cannot access one of its files: {source}"),
+        other => with_causes(other),
+    };
+    failure(class, code, message, position, suggestion)
+}
+
+/// The server refused what a worker needs.
+pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
+    let code = match error {
+        ClientError::Disk { .. } => "scratch_error",
+        ClientError::Damaged { .. } => "transfer_damaged",
+        ClientError::LeaseLost
+        | ClientError::Unauthorized
+        | ClientError::StorageFull
+        | ClientError::Refused { .. }
+        | ClientError::Unavailable(_)
+        | ClientError::Unreachable(_)
+        | ClientError::Protocol(_) => "worker_protocol",
+    };
+    failure(FailureClass::Infra, code, with_causes(error), position, Some("see the worker's log, then retry the job"))
+}
+
+/// The events of the run cannot be stored.
+pub(super) fn events_refused(position: Position) -> Failure {
+    let message = "the server refuses the events of this run".to_owned();
+    failure(FailureClass::Infra, "events_refused", message, position, Some("see the worker's log, then retry the job"))
+}
+
+/// The model is not the one the job was accepted with.
+pub(super) fn model_changed(position: Position) -> Failure {
+    let message = "the model's files have changed since the job was accepted".to_owned();
+    let suggestion = "restore the files and retry the job, or register the model again and submit a new job";
+    failure(FailureClass::User, "model_changed", message, position, Some(suggestion))
+}
+
+/// The model cannot be read.
+pub(super) fn model_unreadable(error: &crate::modelcard::ModelCardError, position: Position) -> Failure {
+    let suggestion = "check the model's files on the worker's machine, then retry the job";
+    failure(
+        FailureClass::User,
+        "model_invalid",
+        format!("the model cannot be used: {error}"),
+        position,
+        Some(suggestion),
+    )
+}
+
+/// A dataset does not read back as it was accepted.
+pub(super) fn dataset_unreadable(line: usize, why: &str, position: Position) -> Failure {
+    let message = format!("line {line} of the dataset cannot be read: {why}");
+    failure(
+        FailureClass::Infra,
+        "dataset_damaged",
+        message,
+        position,
+        Some("upload the dataset again and submit a new job"),
+    )
+}
+
+/// The server has the dataset no more.
+pub(super) fn dataset_missing(detail: &str, position: Position) -> Failure {
+    let suggestion = "upload the dataset again and submit a new job";
+    failure(
+        FailureClass::User,
+        "dataset_missing",
+        format!("the dataset cannot be fetched: {detail}"),
+        position,
+        Some(suggestion),
+    )
+}
+
+/// The error and its causes, each once.
+pub(super) fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let next = error.to_string();
+        if !text.ends_with(&next) {
+            text.push_str(": ");
+            text.push_str(&next);
+        }
+        cause = error.source();
+    }
+    text
+}

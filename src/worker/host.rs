@@ -1,0 +1,186 @@
+//! The engine's surroundings while it runs inside a worker: rewards, events, checkpoints over the worker protocol.
+
+use std::sync::Arc;
+
+use tokio::runtime::Handle;
+
+use super::client::{Client, ClientError, Held, persist};
+use super::events::Events;
+use super::failure;
+use super::signals::{Progress, StopSignal, drops_work};
+use crate::engine::host::{Host, HostError, SavedCheckpoint, Score, ScoreRequest, Stop};
+use crate::event::{Event, Metrics, Phase, SamplePhase};
+use crate::job::Failure;
+use crate::protocol::Publish;
+use crate::reward::{JobContext, RewardFailure, Rewards};
+
+/// [`Host`] for one attempt. Its methods run on the engine's thread and wait there for the runtime's tasks.
+pub(super) struct JobHost {
+    pub(super) runtime: Handle,
+    pub(super) client: Client,
+    pub(super) held: Held,
+    pub(super) stop: StopSignal,
+    pub(super) progress: Progress,
+    pub(super) events: Events,
+    pub(super) rewards: Arc<Rewards>,
+    /// Metrics of the rewards, until the step they belong to is done: training, evaluation.
+    pub(super) reward_metrics: [Metrics; 2],
+    /// Why the job failed, once the host has said so: the engine hands it back in its own words.
+    pub(super) failure: Option<Failure>,
+}
+
+impl JobHost {
+    fn fail(&mut self, failure: Failure) -> HostError {
+        self.failure = Some(failure.clone());
+        HostError::Failed(failure)
+    }
+
+    /// A stop of our own making, remembered like one from outside.
+    fn stop_with(&self, stop: Stop) -> HostError {
+        self.stop.raise(stop.clone());
+        HostError::Stopped(stop)
+    }
+
+    fn refuse(&mut self, error: &ClientError) -> HostError {
+        match error {
+            ClientError::StorageFull => self.stop_with(Stop::Pause { reason: Some("disk_full".to_owned()) }),
+            ClientError::LeaseLost => self.stop_with(Stop::LeaseLost),
+            transient if transient.is_transient() => self.stop_with(Stop::LeaseLost),
+            other => self.fail(failure::of_client(other, self.progress.get())),
+        }
+    }
+
+    fn send(&mut self, event: Event) -> Result<(), HostError> {
+        self.events.send(event).map_err(|_| self.undelivered())
+    }
+
+    /// The delivery knows why; the attempt reads it there when no stop was raised.
+    fn undelivered(&mut self) -> HostError {
+        match self.stop.get() {
+            Some(stop) if drops_work(&stop) => HostError::Stopped(stop),
+            Some(_) | None => self.fail(failure::events_refused(self.progress.get())),
+        }
+    }
+
+    async fn publish(&self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), ClientError> {
+        for file in checkpoint.files {
+            persist(|| self.client.upload(self.held, checkpoint.step, checkpoint.dir, file), full_at_once).await?;
+        }
+        let publish = Publish {
+            attempt: self.held.attempt,
+            files: checkpoint.files.to_vec(),
+            metrics: checkpoint.metrics.clone(),
+        };
+        persist(|| self.client.publish(self.held, checkpoint.step, &publish), full_at_once).await.map(drop)
+    }
+}
+
+/// A full disk stays full for a while: the job pauses instead of waiting for it.
+fn full_at_once(error: &ClientError) -> bool {
+    error.is_transient() && !matches!(error, ClientError::StorageFull)
+}
+
+impl Host for JobHost {
+    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
+        let job = JobContext { job: self.held.job, step: request.step, phase: request.phase };
+        let scored = self.runtime.block_on(async {
+            tokio::select! {
+                biased;
+                stop = self.stop.wait_for(|_| true) => Err(stop),
+                scored = self.rewards.score(&job, request.samples) => Ok(scored),
+            }
+        });
+        let scored = match scored {
+            Ok(Ok(scored)) => scored,
+            Ok(Err(failure)) => return Err(self.on_reward_failure(&failure, request.step)),
+            Err(stop) => return Err(HostError::Stopped(stop)),
+        };
+        for warning in scored.warnings {
+            self.send(warning)?;
+        }
+        self.reward_metrics[slot(request.phase)].extend(scored.metrics);
+        Ok(scored.scores)
+    }
+
+    fn event(&mut self, mut event: Event) -> Result<(), HostError> {
+        match &mut event {
+            Event::Phase { phase, .. } => self.progress.enter(*phase),
+            Event::Step { step, kind, metrics } => {
+                let prefix = match kind {
+                    SamplePhase::Train => "",
+                    SamplePhase::Eval => "eval_",
+                };
+                let rewards = std::mem::take(&mut self.reward_metrics[slot(*kind)]);
+                metrics.extend(rewards.into_iter().map(|(name, value)| (format!("{prefix}{name}"), value)));
+                if *kind == SamplePhase::Train {
+                    self.progress.reach(*step);
+                }
+                self.events.log(step_line(*step, *kind, metrics));
+            }
+            Event::Samples { .. } => {}
+            Event::Warning { code, message, .. } => self.events.log(format!("warning {code}: {message}")),
+        }
+        self.send(event)
+    }
+
+    fn saved(&mut self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), HostError> {
+        self.progress.enter(Phase::Checkpoint);
+        let published = self.runtime.block_on(async {
+            tokio::select! {
+                // The rows of its steps come first: what a checkpoint covers is never sent again.
+                published = async {
+                    match self.events.flush().await {
+                        Ok(()) => Some(self.publish(checkpoint).await),
+                        Err(_) => None,
+                    }
+                } => Ok(published),
+                stop = self.stop.wait_for(drops_work) => Err(stop),
+            }
+        });
+        match published {
+            Ok(Some(Ok(()))) => {
+                self.events.log(format!("checkpoint of step {} published", checkpoint.step));
+                Ok(())
+            }
+            Ok(Some(Err(error))) => Err(self.refuse(&error)),
+            Ok(None) => Err(self.undelivered()),
+            Err(stop) => Err(HostError::Stopped(stop)),
+        }
+    }
+
+    fn stop(&self) -> Option<Stop> {
+        self.stop.get()
+    }
+}
+
+impl JobHost {
+    fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> HostError {
+        self.events.log(failure.to_string());
+        match failure.pause_reason() {
+            Some(reason) => self.stop_with(Stop::Pause { reason: Some(reason.to_owned()) }),
+            None => self.fail(failure.to_failure(step)),
+        }
+    }
+}
+
+fn slot(phase: SamplePhase) -> usize {
+    match phase {
+        SamplePhase::Train => 0,
+        SamplePhase::Eval => 1,
+    }
+}
+
+/// `step 12 reward 0.5000 kl 0.0031 …`: the metrics one looks at first, as far as they are there.
+fn step_line(step: u64, kind: SamplePhase, metrics: &Metrics) -> String {
+    let (word, prefix) = match kind {
+        SamplePhase::Train => ("step", ""),
+        SamplePhase::Eval => ("eval after step", "eval_"),
+    };
+    let mut line = format!("{word} {step}");
+    for name in ["reward", "reward_std", "kl", "loss", "grad_norm"] {
+        if let Some(Some(value)) = metrics.get(&format!("{prefix}{name}")) {
+            line.push_str(&format!(" {name} {value:.4}"));
+        }
+    }
+    line
+}

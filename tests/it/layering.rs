@@ -1,0 +1,153 @@
+//! Who may import whom: data flows down the list in `src/lib.rs`, and nothing imports upward.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// Plain types, imported by everyone.
+const WORDS: &[&str] = &["config", "dataset", "event", "id", "job", "modelcard", "protocol", "sample", "spec"];
+
+/// Module, and what it may import besides the words and itself.
+const ALLOWED: &[(&str, &[&str])] = &[
+    ("files", &[]),
+    ("store", &[]),
+    ("reward", &[]),
+    ("engine", &["files"]),
+    ("supervisor", &[]),
+    ("http", &["files", "store"]),
+    ("worker", &["engine", "files", "reward"]),
+    ("serve", &["files", "http", "reward", "store", "supervisor"]),
+    ("demo", &["files", "reward", "serve"]),
+];
+
+/// Single files that may import a module or use a crate that their module may not, and why.
+const EXCEPTIONS: &[(&str, &str)] = &[
+    // The test endpoint calls a reward as a worker would.
+    ("http/rewards.rs", "reward"),
+    // Whether the disk is full stands in the database's own error.
+    ("http/error.rs", "sqlx"),
+];
+
+/// Crates that belong to some modules only.
+const CRATES: &[(&str, &[&str])] = &[
+    ("axum", &["demo", "http", "reward", "serve"]),
+    ("reqwest", &["config", "demo", "reward", "spec", "worker"]),
+    ("sqlx", &["store", "serve"]),
+    ("tokio", &["demo", "files", "http", "reward", "serve", "store", "supervisor", "worker"]),
+    ("tokenizers", &["engine", "modelcard"]),
+    ("candle_core", &["config", "engine"]),
+];
+
+#[test]
+fn nothing_imports_upward() {
+    let mut refused = Vec::new();
+    for (file, module, code) in sources() {
+        for target in crate_paths(&code) {
+            let own = target == module;
+            let word = WORDS.contains(&target.as_str());
+            let allowed = ALLOWED.iter().any(|(from, to)| *from == module && to.contains(&target.as_str()));
+            let exception = EXCEPTIONS.contains(&(file.as_str(), target.as_str()));
+            if !(own || word || allowed || exception) {
+                refused.push(format!("src/{file}: {module} may not import {target}"));
+            }
+        }
+        for (name, modules) in CRATES {
+            let exception = EXCEPTIONS.contains(&(file.as_str(), name));
+            if !modules.contains(&module.as_str()) && !exception && uses_crate(&code, name) {
+                refused.push(format!("src/{file}: {module} may not use the crate {name}"));
+            }
+        }
+    }
+    assert!(refused.is_empty(), "see tests/it/layering.rs:\n{}", refused.join("\n"));
+}
+
+#[test]
+fn every_module_has_its_place_in_the_table() {
+    let known: BTreeSet<&str> = WORDS.iter().copied().chain(ALLOWED.iter().map(|(module, _)| *module)).collect();
+    let found: BTreeSet<String> = sources().into_iter().map(|(_, module, _)| module).collect();
+    let found: BTreeSet<&str> = found.iter().map(String::as_str).collect();
+    assert_eq!(known, found);
+}
+
+#[test]
+fn paths_are_found_in_groups_and_inline_and_not_in_comments() {
+    let code = without_comments("use crate::{store::Store, files};\n// crate::http\nfn f(_: crate::engine::Host) {}\n");
+    let found: Vec<String> = crate_paths(&code).into_iter().collect();
+    assert_eq!(found, ["engine", "files", "store"]);
+    assert!(uses_crate("use tokio::sync;", "tokio"));
+    assert!(!uses_crate("use my_tokio::sync; tokio_util::x", "tokio"));
+}
+
+/// File relative to `src`, its top module, its code without comment lines; the roots `lib.rs` and `main.rs` apart.
+fn sources() -> Vec<(String, String, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    walk(&root, &mut files);
+    files
+        .into_iter()
+        .map(|path| {
+            let relative = path.strip_prefix(&root).expect("walked below the root").to_string_lossy().into_owned();
+            let module = relative.split(['/', '.']).next().unwrap_or_default().to_owned();
+            let code = std::fs::read_to_string(&path).expect("a source file reads");
+            (relative, module, without_comments(&code))
+        })
+        .filter(|(_, module, _)| !matches!(module.as_str(), "lib" | "main"))
+        .collect()
+}
+
+fn walk(dir: &Path, files: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(dir).expect("src lists").flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            walk(&path, files);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            files.push(path);
+        }
+    }
+}
+
+fn without_comments(code: &str) -> String {
+    code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n")
+}
+
+/// The first name of every path that begins with `crate::`, groups included.
+fn crate_paths(code: &str) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for rest in code.split("crate::").skip(1) {
+        match rest.strip_prefix('{') {
+            Some(group) => found.extend(members(group).iter().map(|member| first_name(member.trim()))),
+            None => drop(found.insert(first_name(rest))),
+        }
+    }
+    found.remove("");
+    found
+}
+
+/// The members of a group whose opening brace is just behind us; groups inside it stay whole.
+fn members(group: &str) -> Vec<&str> {
+    let (mut members, mut depth, mut begin) = (Vec::new(), 0_i32, 0);
+    for (at, letter) in group.char_indices() {
+        match letter {
+            '{' => depth += 1,
+            '}' if depth > 0 => depth -= 1,
+            ',' if depth == 0 => {
+                members.push(&group[begin..at]);
+                begin = at + 1;
+            }
+            '}' => {
+                members.push(&group[begin..at]);
+                break;
+            }
+            _ => {}
+        }
+    }
+    members
+}
+
+fn first_name(path: &str) -> String {
+    path.chars().take_while(|letter| letter.is_alphanumeric() || *letter == '_').collect()
+}
+
+fn uses_crate(code: &str, name: &str) -> bool {
+    code.match_indices(&format!("{name}::"))
+        .any(|(at, _)| !code[..at].ends_with(|before: char| before.is_alphanumeric() || before == '_' || before == ':'))
+}
