@@ -205,16 +205,6 @@ impl Store {
         Ok(Store { writer, readers, changes })
     }
 
-    /// After opening, before the first claim: what the former server left half done. Requests in flight died with it; so did its
-    /// child workers, whose jobs go back to the queue; every other worker gets `lease_ms` to come back. Returns the requeued jobs.
-    pub async fn boot_recover(&self, now: i64, lease_ms: i64) -> Result<Vec<JobId>, StoreError> {
-        self.keys_free_in_flight().await?;
-        self.keys_expire(now).await?;
-        let requeued = self.workers_forget_children(now).await?;
-        self.leases_extend(now, lease_ms).await?;
-        Ok(requeued)
-    }
-
     /// Closes every connection; the WAL is folded into the file.
     pub async fn close(&self) {
         self.readers.close().await;
