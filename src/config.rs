@@ -148,9 +148,10 @@ impl Isa {
 /// Flags of `rlood demo`.
 #[derive(Debug, Clone, Args)]
 pub struct DemoArgs {
-    /// Loopback address to listen on, HOST:PORT; port 0 takes a free one.
-    #[arg(long, default_value = "127.0.0.1:0", value_name = "HOST:PORT")]
-    pub listen: String,
+    /// Loopback address to listen on, HOST:PORT; port 0 takes a free one. Default: 127.0.0.1:8080, or a free port when
+    /// that one is in use.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub listen: Option<String>,
 
     /// Directory for the demo's data. Default: a fresh folder under the user's cache directory.
     #[arg(long, value_name = "DIR")]
@@ -408,7 +409,10 @@ fn checked_secret(given: Option<&str>, name: &str) -> Result<Option<String>, Con
 }
 
 /// A name with several addresses stands for its first IPv4 one.
-fn resolve_listen(listen: &str, has_key: bool) -> Result<SocketAddr, ConfigError> {
+///
+/// # Errors
+/// When it is not an address, or not loopback and there is no key.
+pub fn resolve_listen(listen: &str, has_key: bool) -> Result<SocketAddr, ConfigError> {
     let advice = "write HOST:PORT, 127.0.0.1:8080";
     let addresses: Vec<SocketAddr> = listen
         .to_socket_addrs()

@@ -1,1 +1,196 @@
-//! rlood demo: the main job, end to end, on the bundled model.
+//! `rlood demo`: the main job, end to end, on the bundled model.
+//!
+//! Everything goes the way a user's job would: a server as `rlood serve` runs it, with a worker process of its own; a
+//! reward service on another port ([`crate::reward::example`]); and a client that knows nothing but the public HTTP API.
+//! Read it as an example of that API.
+
+use std::io::IsTerminal;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::config::{ConfigError, DemoArgs, ServeConfig, resolve_listen};
+use crate::reward::example::ExampleService;
+use crate::reward::signature::Key;
+use crate::serve::{self, ServeError};
+
+mod api;
+mod bundle;
+mod outcome;
+mod progress;
+
+use api::{Api, ApiError};
+use outcome::Outcome;
+use progress::Progress;
+
+/// What the bundled model is registered as.
+const MODEL: &str = "rlood/tiny";
+/// The address that is taken when none is asked for; if it is in use, a free port is.
+const USUAL_LISTEN: &str = "127.0.0.1:8080";
+/// Optimizer steps that reach the goal.
+const STEPS: u64 = 60;
+/// The exit code after Ctrl-C, as shells expect it.
+const EXIT_INTERRUPTED: u8 = 130;
+
+/// Why the demo could not run.
+#[derive(Debug, thiserror::Error)]
+pub enum DemoError {
+    /// A flag.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The server.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+    /// The API said no.
+    #[error(transparent)]
+    Api(#[from] ApiError),
+    /// Files, sockets, signals.
+    #[error("cannot {doing}")]
+    System {
+        /// What was being done.
+        doing: String,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The job ended otherwise than it should.
+    #[error("{0}")]
+    Job(String),
+}
+
+fn system<E: std::error::Error + Send + Sync + 'static>(doing: impl Into<String>) -> impl FnOnce(E) -> DemoError {
+    let doing = doing.into();
+    move |source| DemoError::System { doing, source: Box::new(source) }
+}
+
+/// `rlood demo`.
+///
+/// # Errors
+/// When the server cannot start, the API refuses something, or the job does not succeed.
+pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
+    let begun = Instant::now();
+    let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for SIGTERM"))?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(system("listen for SIGINT"))?;
+    let data_dir = match &args.data_dir {
+        Some(given) => std::path::absolute(given).map_err(system("read --data-dir"))?,
+        None => fresh_data_dir()?,
+    };
+    let config = ServeConfig { listen: listen_address(args.listen.as_deref())?, ..ServeConfig::loopback(&data_dir)? };
+    let server = serve::start(config).await?;
+    serve::announce(server.addr()).map_err(system("write to standard output"))?;
+
+    let demonstrated = tokio::select! {
+        demonstrated = demonstrate(&args, &data_dir, server.addr(), begun) => Some(demonstrated),
+        _ = terminate.recv() => None,
+        _ = interrupt.recv() => None,
+    };
+    let code = match &demonstrated {
+        None => ExitCode::from(EXIT_INTERRUPTED),
+        Some(Err(_)) => ExitCode::FAILURE,
+        Some(Ok(outcome)) if args.exit => outcome.judge(),
+        Some(Ok(_)) => {
+            println!("\nserving until Ctrl-C");
+            tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+            ExitCode::SUCCESS
+        }
+    };
+    tokio::select! { () = server.stop() => {}, _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+    match demonstrated {
+        Some(Err(error)) => Err(error),
+        Some(Ok(_)) | None => Ok(code),
+    }
+}
+
+/// What a user would do, over HTTP.
+async fn demonstrate(
+    args: &DemoArgs,
+    data_dir: &Path,
+    server: SocketAddr,
+    begun: Instant,
+) -> Result<Outcome, DemoError> {
+    let api = Api::new(format!("http://{server}"))?;
+    let model_dir = data_dir.join("tiny");
+    bundle::unpack_model(&model_dir).map_err(system(format!("write the bundled model to {}", model_dir.display())))?;
+    let secret = Key::generate().map_err(system("make a secret"))?;
+    let service = ExampleService::start(&secret).await.map_err(system("start the reward service"))?;
+
+    let model = api.post("/models", &json!({"id": MODEL, "source": model_dir.to_string_lossy()})).await?;
+    let train = api.upload("/datasets?name=sums", bundle::TRAIN).await?;
+    let held_out = api.upload("/datasets?name=sums-held-out", bundle::HELD_OUT).await?;
+    let steps = args.steps.unwrap_or(STEPS);
+    let reward =
+        json!({"name": "correct", "type": "webhook", "url": service.url(), "secret": secret, "max_batch_samples": 256});
+    let job = api.post("/jobs", &job(&train["id"], &held_out["id"], reward, steps, args.seed)).await?;
+    let id = job["id"].as_str().unwrap_or_default().to_owned();
+
+    println!("model     {MODEL}, {} parameters, in {}", model["card"]["num_parameters"], model_dir.display());
+    println!("dataset   {} prompts, {} held out", train["num_rows"], held_out["num_rows"]);
+    println!("reward    {} (contract v1, signed)", service.url());
+    println!("job       {}/jobs/{id}\n", api.base());
+
+    let progress = Progress::new(steps, std::io::stdout().is_terminal() && std::io::stderr().is_terminal());
+    let job = progress.follow(&api, &id).await?;
+    if job["state"] != "succeeded" {
+        let failure = &job["failure"];
+        let text = |key: &str| failure[key].as_str().unwrap_or_default().to_owned();
+        let state = job["state"].as_str().unwrap_or_default();
+        return Err(DemoError::Job(format!(
+            "the job is {state}: {} {} {}",
+            text("code"),
+            text("message"),
+            text("suggestion")
+        )));
+    }
+    let outcome = Outcome::read(&api, &id, steps, data_dir).await?;
+    outcome.print(&api, begun.elapsed());
+    Ok(outcome)
+}
+
+/// The job as a user would write it.
+fn job(train: &Value, held_out: &Value, reward: Value, steps: u64, seed: u64) -> Value {
+    json!({
+        "name": "demo: sums",
+        "model": MODEL,
+        "dataset": {"id": train},
+        "eval": {"dataset": {"id": held_out}, "every_steps": steps, "before_start": true, "num_generations": 1, "temperature": 0},
+        "rewards": [
+            reward,
+            // Weight 0: measured beside the reward, without a say in the training.
+            {"name": "exact_match", "type": "exact_match", "column": "answer", "weight": 0},
+        ],
+        "rloo": {"num_generations": 8, "beta": 0.01},
+        "sampling": {"max_completion_length": 6, "temperature": 1.0},
+        "lora": {"r": 16, "alpha": 32, "target_modules": "all-linear"},
+        "optimizer": {"learning_rate": 2e-3, "lr_scheduler_type": "linear", "warmup_steps": 5},
+        "training": {"prompts_per_step": 32, "max_steps": steps, "seed": seed},
+        "checkpoints": {"every_steps": steps},
+    })
+}
+
+fn listen_address(given: Option<&str>) -> Result<SocketAddr, ConfigError> {
+    match given {
+        Some(given) => resolve_listen(given, false),
+        None => {
+            let usual = resolve_listen(USUAL_LISTEN, false)?;
+            let is_free = std::net::TcpListener::bind(usual).is_ok();
+            Ok(if is_free { usual } else { SocketAddr::from(([127, 0, 0, 1], 0)) })
+        }
+    }
+}
+
+/// A folder that did not exist before, under the user's cache directory.
+fn fresh_data_dir() -> Result<PathBuf, DemoError> {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = absolute("XDG_CACHE_HOME")
+        .or_else(|| absolute("HOME").map(|home| home.join(".cache")))
+        .unwrap_or_else(std::env::temp_dir)
+        .join("rlood");
+    std::fs::create_dir_all(&cache).map_err(system(format!("create {}", cache.display())))?;
+    let name = format!("demo-{}-", jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S"));
+    let fresh = tempfile::Builder::new().prefix(&name).tempdir_in(&cache);
+    Ok(fresh.map_err(system(format!("create a folder in {}", cache.display())))?.keep())
+}

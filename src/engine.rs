@@ -1,10 +1,40 @@
-//! The RLOO loop.
+//! The RLOO loop: [`train`], top to bottom.
+//!
+//! Synchronous; knows token ids, not jobs or HTTP. Whoever runs it implements [`host::Host`].
+//!
+//! # The implementation details, and where they stand
+//!
+//! "vectors" and "golden" are `tests/it/{vectors,golden}.rs`: numbers of TRL 1.16's RLOOTrainer.
+//!
+//! | # | detail | where | test | source |
+//! |---|---|---|---|---|
+//! | 1 | the baseline is the mean of the *other scorable* completions of the same prompt | [`advantage::advantages`] | vectors 02, 06; `a_missing_reward_leaves_the_baseline_and_is_masked` | Ahmadian et al. 2024 (arXiv 2402.14740); TRL |
+//! | 2 | a missing reward is never 0: its row leaves the baseline and has advantage 0, but counts in 1/B | [`advantage::combine_rewards`] | vectors 05, 06; `a_missing_reward_masks_only_itself` | TRL #5902 |
+//! | 3 | one scorable row in a group: advantage 0 | [`advantage::advantages`] | vectors 06, 18 | TRL |
+//! | 4 | KL is k1, summed over the sequence, from the sampling policy, inside the reward, after the clip | [`advantage::sequence_kl`], `penalize` | vectors 03, 14, 19; golden | Ahmadian et al. 2024; TRL |
+//! | 5 | normalisation over the whole block, sample std + 1e-4, without unscorable rows | `advantage::normalize` | vectors 08, 11 | TRL |
+//! | 6 | the ratio is of whole sequences, not divided by length; clipped asymmetrically if asked | [`loss::row_loss`] | vectors 12, 14; `the_gradient_is_the_slope_of_the_loss_on_every_branch` | TRL; DAPO (arXiv 2503.14476) |
+//! | 7 | one denominator per optimizer step, whatever the micro-batches | [`loss::row_loss`], [`update::step_gradient`] | `the_micro_batch_split_changes_no_gradient` | rloo.md |
+//! | 8 | truncated and masked: KL 0, ratio 1, no gradient; still in siblings' baseline and in 1/B | [`rollout::is_included`], [`loss::row_loss`] | vectors 16; `all_truncated_and_masked_changes_no_weight` | TRL |
+//! | 9 | per epoch one permutation, blocks of U prompts, the incomplete last one dropped, each block used μ·S times | [`rollout::Batching`] | vectors `sampler`; `all_slices_are_trained_once_and_then_again` | TRL's RepeatSampler |
+//! | 10 | a completion ends with its first EOS, which it keeps; masks come from lengths, never from token values | [`rollout::cut_completion`], [`generate`] | vectors `eos_handling` | TRL #7039 |
+//! | 11 | log-probs of logits / temperature over the full vocabulary in f32; no top-p, top-k, penalty | [`ops::token_scores`] | vectors `logprob_from_logits`; golden (temperature 0.7) | TRL |
+//! | 12 | old log-probs come from the training kernels, cut alike: the first ratio is exactly 1 | `Run::score_block` | `the_first_ratio_of_a_block_is_exactly_one` | rloo.md |
+//! | 13 | no separate pass for old log-probs where the block is used once and no advantage needs the whole block first | `Run::needs_old_pass` | golden; `skipping_the_old_pass_changes_nothing` | – |
+//! | 14 | the reference is the same weights with the adapter off: KL exactly 0 at step 1; no pass at all when beta = 0 | `Run::score_block` | `the_reference_kl_is_exactly_zero_at_the_first_step` | TRL |
+//! | 15 | AdamW as torch's: decoupled decay, bias correction, epsilon outside the root | [`optim::AdamW::update`] | golden; parity `adamw` | Loshchilov & Hutter 2019 |
+//! | 16 | global-norm clip with max_norm/(norm + 1e-6), grad_norm reported before it | [`optim::clip_gradient_norm`] | golden | torch |
+//! | 17 | schedules as transformers'; `learning_rate` is the one used in the step | [`optim::learning_rate`] | golden; `schedules_warm_up_and_decay_as_in_transformers` | transformers |
+//! | 18 | a loss or gradient that is not finite skips the update; three in a row end the run | `Run::update` | `updates_that_are_not_finite_are_skipped_and_three_end_the_run` | rloo.md |
+//! | 19 | reward, KL and completions metrics only on the step that first uses a block | `Run::step_metrics` | golden; `a_reused_rollout_reports_no_reward` | TRL |
+//! | 20 | randomness is counted, not drawn in sequence, and a checkpoint inside a block holds its rollout: a resumed run is the same run | [`random`], [`checkpoint`] | `tests/it/resume.rs` | – |
+//! | 21 | prompts are templated and tokenised once; completions are never re-tokenised | [`prompts`] | golden | TRL #5224 |
 
 pub mod advantage;
+pub mod block;
 pub mod checkpoint;
 pub mod error;
 pub mod generate;
-pub mod head;
 pub mod host;
 pub mod load;
 pub mod lora;
@@ -14,7 +44,657 @@ pub mod metrics;
 pub mod model;
 pub mod ops;
 pub mod optim;
+pub mod prompts;
 pub mod random;
+mod report;
 pub mod rollout;
 pub mod sampling;
 pub mod text;
+pub mod update;
+
+use std::ops::Range;
+use std::time::Instant;
+
+use candle_core::Device;
+use serde_json::json;
+
+use self::block::Block;
+use self::checkpoint::{Snapshot, TrainerState};
+use self::error::{EngineError, Result};
+use self::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
+use self::host::{
+    Host, HostError, Rollout, RolloutCompletion, RolloutGroup, SavedCheckpoint, ScoreRequest, StepTrace, Stop,
+    TrainInput, TrainOutcome,
+};
+use self::lora::{LoraConfig, ParameterInfo};
+use self::loss::{LossConfig, LossRow, RowLoss, row_loss, total_loss};
+use self::model::{Adapter, Policy, Row, RowScore};
+use self::optim::{AdamW, clip_gradient_norm, learning_rate};
+use self::prompts::TokenizedPrompt;
+use self::random::{Key, Stream};
+use self::report::StepSeconds;
+use self::rollout::{Batching, Cursor};
+use self::sampling::Sampler;
+use self::text::Text;
+use self::update::{MicroBatching, StepGradient, score_rows, step_gradient};
+use crate::event::{Event, Metrics, Phase, SamplePhase};
+use crate::sample::RewardSample;
+use crate::spec::Plan;
+
+/// Updates skipped in a row before the run is given up.
+const MAX_SKIPPED_IN_A_ROW: u32 = 3;
+
+/// Why the loop leaves before its end.
+#[derive(Debug)]
+enum Halt {
+    Stop(Stop),
+    Error(EngineError),
+}
+
+impl From<EngineError> for Halt {
+    fn from(error: EngineError) -> Self {
+        Halt::Error(error)
+    }
+}
+
+impl From<HostError> for Halt {
+    fn from(error: HostError) -> Self {
+        match error {
+            HostError::Stopped(stop) => Halt::Stop(stop),
+            HostError::Failed(failure) => Halt::Error(EngineError::Host(failure)),
+        }
+    }
+}
+
+/// Run a plan to its end, or until the host says stop.
+///
+/// Parameters change only at the end of a step, so a stop in its middle drops the step and nothing else. Pause and shutdown
+/// save the last completed step first, if it is not saved yet; cancel and a lost lease return at once.
+pub fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome> {
+    let mut run = match Run::load(input, host) {
+        Ok(run) => run,
+        Err(Halt::Stop(stop)) => return Ok(TrainOutcome::Stopped(stop)),
+        Err(Halt::Error(error)) => return Err(error),
+    };
+    match run.all_steps() {
+        Ok(()) => Ok(TrainOutcome::Finished),
+        Err(Halt::Error(error)) => Err(error),
+        Err(Halt::Stop(stop)) => run.stopped(stop),
+    }
+}
+
+/// Everything a run holds.
+struct Run<'a> {
+    input: TrainInput<'a>,
+    host: &'a mut dyn Host,
+    plan: &'a Plan,
+    policy: Policy,
+    text: Text,
+    prompts: Vec<TokenizedPrompt>,
+    eval_prompts: Vec<TokenizedPrompt>,
+    batching: Batching,
+    micro_batching: MicroBatching,
+    reward_names: Vec<String>,
+    parameter_info: Vec<ParameterInfo>,
+    parameters: Vec<f32>,
+    adam: AdamW,
+    state: TrainerState,
+    /// The block of the last step; the next step goes on with it unless it begins a new one.
+    block: Option<Block>,
+    saved_step: u64,
+    last_saved: bool,
+    seconds: StepSeconds,
+}
+
+impl<'a> Run<'a> {
+    fn load(mut input: TrainInput<'a>, host: &'a mut dyn Host) -> Result<Self, Halt> {
+        let plan = input.plan;
+        host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
+        let device = device(input.device)?;
+        let text = Text::load(input.model_dir).map_err(EngineError::from)?;
+        let mut policy = Policy::load(input.model_dir, &device)?;
+        poll(host)?;
+        let max_positions = policy.card().max_position_embeddings;
+        let rows = std::mem::take(&mut input.rows);
+        let eval_rows = std::mem::take(&mut input.eval_rows);
+        let prompts = prompts::tokenize(&text, rows, &plan.sampling, max_positions)?;
+        let eval_prompts = prompts::tokenize(&text, eval_rows, &plan.sampling, max_positions)?;
+        poll(host)?;
+
+        let batching = Batching::of_plan(plan, prompts.len() as u64);
+        if batching.blocks_per_epoch() == 0 {
+            return Err(Halt::Error(EngineError::Prompts(format!(
+                "the dataset has {} prompts, fewer than one generation block of {}; lower prompts_per_step or steps_per_generation, or add prompts",
+                prompts.len(),
+                batching.prompts_per_block
+            ))));
+        }
+        let lora = LoraConfig::from_plan(&plan.lora)?;
+        let adapter_dir = input.resume.as_ref().or(input.initial_adapter.as_ref());
+        match adapter_dir {
+            None => policy.add_lora(&lora, plan.training.seed)?,
+            Some(dir) => policy.load_lora(dir)?,
+        }
+        if policy.lora_config() != Some(&lora) {
+            return Err(Halt::Error(EngineError::Adapter(format!(
+                "it was made with {:?}, but the plan says {lora:?}",
+                policy.lora_config()
+            ))));
+        }
+        let parameters = policy.parameter_values()?;
+        let (adam, state, block) = match &input.resume {
+            Some(dir) => {
+                let restored = checkpoint::read(dir, plan)?;
+                (restored.adam, restored.state, restored.block)
+            }
+            None => {
+                let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
+                (AdamW::new(parameters.len()), state, None)
+            }
+        };
+        let mut run = Self {
+            host,
+            plan,
+            text,
+            prompts,
+            eval_prompts,
+            batching,
+            micro_batching: MicroBatching {
+                num_generations: plan.rloo.num_generations as usize,
+                max_tokens: memory::MICRO_BATCH_TOKENS,
+                temperature: plan.sampling.temperature,
+            },
+            reward_names: plan.rewards.iter().map(|reward| reward.name.clone()).collect(),
+            parameter_info: policy.parameters(),
+            policy,
+            parameters,
+            adam,
+            saved_step: state.step,
+            last_saved: false,
+            state,
+            block,
+            seconds: StepSeconds::default(),
+            input,
+        };
+        run.resume_block();
+        Ok(run)
+    }
+
+    /// Advantages are not stored: they follow from rewards and log-probs.
+    fn resume_block(&mut self) {
+        if let Some(block) = &mut self.block {
+            block.values.fill_advantages(0..block.len(), self.plan);
+        }
+    }
+
+    fn all_steps(&mut self) -> Result<(), Halt> {
+        if self.batching.dropped_rows_per_epoch() > 0 && self.state.step == 0 {
+            self.warn_of_dropped_rows()?;
+        }
+        loop {
+            if self.evaluation_is_due() {
+                self.evaluate()?;
+            }
+            if self.checkpoint_is_due() {
+                self.save()?;
+            }
+            if self.state.step >= self.plan.training.max_steps {
+                return Ok(());
+            }
+            self.step()?;
+        }
+    }
+
+    fn evaluation_is_due(&self) -> bool {
+        let Some(eval) = &self.plan.eval else { return false };
+        let step = self.state.step;
+        let due = match step {
+            0 => eval.before_start,
+            _ => step.is_multiple_of(eval.every_steps.max(1)) || step == self.plan.training.max_steps,
+        };
+        due && !self.eval_prompts.is_empty() && self.state.evaluated_step != Some(step)
+    }
+
+    fn checkpoint_is_due(&self) -> bool {
+        let step = self.state.step;
+        if step == self.plan.training.max_steps {
+            return !self.last_saved;
+        }
+        step > self.saved_step && step.is_multiple_of(self.plan.checkpoints.every_steps.max(1))
+    }
+
+    /// One optimizer step: roll out if the block is new, then train one slice of it.
+    fn step(&mut self) -> Result<(), Halt> {
+        let started = Instant::now();
+        let step = self.state.step + 1;
+        let cursor = self.batching.cursor(step);
+        let mut block = match self.block.take() {
+            Some(block) if cursor.use_index > 0 => block,
+            _ => self.new_block(step, cursor.block)?,
+        };
+        let update = self.update(&mut block, step, cursor);
+        // Back before any stop is honoured: a checkpoint inside the block needs it.
+        self.block = Some(block);
+        let update = update?;
+        self.seconds.total = started.elapsed().as_secs_f64();
+        self.finish_step(step, cursor, update)
+    }
+
+    /// Completions, rewards, log-probs and (where they can be known before training) advantages of a block.
+    fn new_block(&mut self, step: u64, index: u64) -> Result<Block, Halt> {
+        self.poll()?;
+        let rollout = match self.host.rollout(step) {
+            Some(rollout) => rollout,
+            None => self.roll_out(step, index)?,
+        };
+        let mut block = Block::new(index, rollout, self.plan)?;
+        self.score_block(&mut block)?;
+        let old_known = block.values.old_logps.len() == block.len();
+        if old_known || self.plan.rloo.beta == 0.0 {
+            block.values.fill_advantages(0..block.len(), self.plan);
+        }
+        Ok(block)
+    }
+
+    /// Sample the block's completions and have them scored.
+    fn roll_out(&mut self, step: u64, index: u64) -> Result<Rollout, Halt> {
+        let rows = self.batching.block_rows(index);
+        let key = Key::new(self.plan.training.seed, Stream::Train).with(index);
+        let sampler = Sampler::new(&self.plan.sampling, self.plan.sampling.temperature);
+        self.phase(Phase::Rollout)?;
+        let started = Instant::now();
+        let completions = self.generate(SamplePhase::Train, &rows, key, sampler)?;
+        self.seconds.generate += started.elapsed().as_secs_f64();
+        self.phase(Phase::Reward)?;
+        let started = Instant::now();
+        let rollout = self.score(SamplePhase::Train, step, &rows, completions)?;
+        self.seconds.reward += started.elapsed().as_secs_f64();
+        Ok(rollout)
+    }
+
+    /// G completions for each of these rows, `[P][G]`.
+    fn generate(
+        &mut self,
+        phase: SamplePhase,
+        rows: &[u64],
+        key: Key,
+        sampler: Sampler,
+    ) -> Result<Vec<Vec<Generated>>, Halt> {
+        let prompts = self.prompts_of(phase);
+        let num_generations = self.num_generations(phase);
+        let prompts: Vec<GeneratePrompt<'_>> =
+            rows.iter().map(|&row| GeneratePrompt { row, ids: &prompts[row as usize].ids }).collect();
+        let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
+        let max_completion_length = self.plan.sampling.max_completion_length as usize;
+        let request = GenerateRequest {
+            prompts: &prompts,
+            num_generations,
+            sampler,
+            max_completion_length,
+            stop: &self.plan.sampling.stop,
+            key,
+            eos_token_ids: self.text.eos_token_ids(),
+            adapter: Adapter::On,
+            max_rows: memory::generation_rows(self.policy.card(), longest + max_completion_length),
+        };
+        let stop = || self.host.stop().is_some();
+        match generate(&self.policy, &self.text, &request, &stop)? {
+            Some(completions) => Ok(completions),
+            None => Err(self.halt()),
+        }
+    }
+
+    /// Completions and what the rewards say of them.
+    fn score(
+        &mut self,
+        phase: SamplePhase,
+        step: u64,
+        rows: &[u64],
+        completions: Vec<Vec<Generated>>,
+    ) -> Result<Rollout, Halt> {
+        let mut samples = Vec::new();
+        for (group, (&row, completions)) in rows.iter().zip(&completions).enumerate() {
+            let prompt = &self.prompts_of(phase)[row as usize];
+            for completion in completions {
+                samples.push(RewardSample {
+                    sample_id: format!("s_{}", samples.len()),
+                    group_id: format!("g_{group}"),
+                    prompt_id: format!("row_{row}"),
+                    prompt: prompt.text.clone(),
+                    messages: prompt.messages.clone(),
+                    completion: self.text.decode(&completion.ids, true).map_err(EngineError::from)?,
+                    finish_reason: completion.finish_reason,
+                    num_tokens: completion.ids.len() as u32,
+                    columns: prompt.columns.clone(),
+                });
+            }
+        }
+        let scores = self.host.score(&ScoreRequest { step, phase, samples: &samples })?;
+        if scores.len() != samples.len() {
+            let message = format!("the host gave {} scores for {} samples", scores.len(), samples.len());
+            return Err(Halt::Error(EngineError::Input(message)));
+        }
+        let mut scores = scores.into_iter();
+        let groups = rows.iter().zip(completions).map(|(&row, completions)| RolloutGroup {
+            row,
+            prompt_ids: self.prompts_of(phase)[row as usize].ids.clone(),
+            completions: completions
+                .into_iter()
+                .zip(scores.by_ref())
+                .map(|(Generated { ids, finish_reason }, score)| RolloutCompletion { ids, finish_reason, score })
+                .collect(),
+        });
+        Ok(Rollout { groups: groups.collect() })
+    }
+
+    /// Whether the old log-probs must be known before training: the block is trained more than once, or its advantages
+    /// are whitened together and hold a KL penalty. Otherwise the training forward itself gives them: old = new, ratio 1.
+    fn needs_old_pass(&self) -> bool {
+        let rloo = &self.plan.rloo;
+        self.batching.uses_per_block() > 1 || (rloo.beta != 0.0 && rloo.normalize_advantages)
+    }
+
+    /// The passes without gradient: the sampling policy's log-probs if need be, and the reference's unless beta = 0. Cut
+    /// slice by slice, as training will be, so that equal weights give equal bits.
+    fn score_block(&mut self, block: &mut Block) -> Result<(), Halt> {
+        let needs_reference = self.plan.rloo.beta != 0.0;
+        if !self.needs_old_pass() && !needs_reference {
+            return Ok(());
+        }
+        self.phase(Phase::Train)?;
+        let started = Instant::now();
+        let rows: Vec<Row<'_>> = block.rollout.rows().collect();
+        let stop = || self.host.stop().is_some();
+        let pass = |adapter: Adapter| -> Result<Option<Vec<Vec<f32>>>> {
+            let mut logps = Vec::with_capacity(rows.len());
+            for slice in rows.chunks(self.completions_per_step()) {
+                match score_rows(&self.policy, slice, &self.micro_batching, adapter, &stop)? {
+                    Some(scores) => logps.extend(scores.into_iter().map(|score| score.logps)),
+                    None => return Ok(None),
+                }
+            }
+            Ok(Some(logps))
+        };
+        let old_logps = if self.needs_old_pass() { pass(Adapter::On)? } else { Some(Vec::new()) };
+        let ref_logps = if needs_reference { pass(Adapter::Off)? } else { Some(Vec::new()) };
+        let (Some(old_logps), Some(ref_logps)) = (old_logps, ref_logps) else { return Err(self.halt()) };
+        block.values.old_logps = old_logps;
+        block.values.ref_logps = ref_logps;
+        self.seconds.reference += started.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Forward, backward, clip, AdamW over one slice of the block.
+    fn update(&mut self, block: &mut Block, step: u64, cursor: Cursor) -> Result<Update, Halt> {
+        self.poll()?;
+        self.phase(Phase::Train)?;
+        let started = Instant::now();
+        let slice = self.slice(cursor);
+        let (plan, denominator) = (self.plan, slice.len());
+        let loss_config = LossConfig { epsilon: plan.rloo.epsilon, epsilon_high: plan.rloo.epsilon_high };
+        let Block { rollout, values, .. } = block;
+        let rows: Vec<Row<'_>> = rollout.rows().skip(slice.start).take(slice.len()).collect();
+        let mut losses = |batch: Range<usize>, scores: &[RowScore]| -> Vec<RowLoss> {
+            let batch = slice.start + batch.start..slice.start + batch.end;
+            if values.old_logps.len() < batch.end {
+                // The only use of these completions: the policy that trains is the one that sampled.
+                values.old_logps.extend(scores.iter().map(|score| score.logps.clone()));
+            }
+            if values.results.advantages.len() < batch.end {
+                values.fill_advantages(batch.clone(), plan);
+            }
+            let rows = batch.zip(scores).map(|(row, score)| LossRow {
+                new_logps: &score.logps,
+                old_logps: &values.old_logps[row],
+                included: values.included[row],
+                advantage: values.results.advantages[row],
+            });
+            rows.map(|row| row_loss(&row, &loss_config, denominator)).collect()
+        };
+        let host = &*self.host;
+        let stop = || host.stop().is_some();
+        let step_gradient = match step_gradient(&self.policy, &rows, &self.micro_batching, &mut losses, &stop) {
+            Ok(Some(step_gradient)) => Some(step_gradient),
+            Ok(None) => return Err(self.halt()),
+            Err(EngineError::NonFinite { .. }) => None,
+            Err(error) => return Err(Halt::Error(error)),
+        };
+        let learning_rate = learning_rate(&plan.optimizer, step - 1, plan.training.max_steps);
+        let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
+        if let Some(step_gradient) = &mut update.step_gradient {
+            update.loss = total_loss(&step_gradient.losses, denominator);
+            update.grad_norm = clip_gradient_norm(&mut step_gradient.gradient, plan.optimizer.max_grad_norm);
+        }
+        if let Some(step_gradient) = update.step_gradient.as_ref().filter(|_| update.is_finite()) {
+            let gradient = &step_gradient.gradient;
+            self.adam.update(&mut self.parameters, gradient, learning_rate, &plan.optimizer)?;
+            self.policy.set_parameter_values(&self.parameters)?;
+        }
+        self.seconds.train += started.elapsed().as_secs_f64();
+        Ok(update)
+    }
+
+    /// The step is done: count it, say so, and give up if too many in a row could not be used.
+    fn finish_step(&mut self, step: u64, cursor: Cursor, update: Update) -> Result<(), Halt> {
+        let Some(block) = &self.block else { return Ok(()) };
+        let new_tokens = if cursor.use_index == 0 { block.num_tokens() } else { 0 };
+        let finite = update.is_finite();
+        self.state.step = step;
+        self.state.epoch = self.batching.epochs(step);
+        self.state.num_tokens += new_tokens;
+        self.state.updates = self.adam.updates;
+        self.state.skipped_in_a_row = if finite { 0 } else { self.state.skipped_in_a_row + 1 };
+        self.state.skipped_updates += u64::from(!finite);
+
+        let metrics = report::step_metrics(&report::StepReport {
+            reward_names: &self.reward_names,
+            block,
+            update: &update,
+            state: &self.state,
+            first_use: cursor.use_index == 0,
+            seconds: &self.seconds,
+        });
+        let samples = match cursor.use_index {
+            0 => Some(report::train_samples(step, block, &self.prompts, &self.text, &self.reward_names)?),
+            _ => None,
+        };
+        self.seconds = StepSeconds::default();
+        self.state.step_metrics = report::without_times(&metrics);
+        self.observe(step, &update);
+        self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics })?;
+        if let Some(samples) = samples {
+            self.host.event(Event::Samples { samples })?;
+        }
+        if !finite {
+            self.warn_of_skipped_update(step, &update)?;
+        }
+        if self.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW {
+            let updates = self.state.skipped_in_a_row;
+            return Err(Halt::Error(EngineError::Diverged { updates, step }));
+        }
+        Ok(())
+    }
+
+    fn observe(&mut self, step: u64, update: &Update) {
+        let (Some(block), Some(step_gradient)) = (&self.block, &update.step_gradient) else { return };
+        let slice = &update.slice;
+        let in_slice = |logps: &[Vec<f32>]| logps.get(slice.clone()).unwrap_or_default().to_vec();
+        let completions = || block.rollout.completions().skip(slice.start).take(slice.len());
+        self.host.observe(&StepTrace {
+            step,
+            rows: &completions().map(|(group, _)| group.row).collect::<Vec<_>>(),
+            completion_ids: &completions().map(|(_, completion)| completion.ids.clone()).collect::<Vec<_>>(),
+            old_logps: &in_slice(&block.values.old_logps),
+            ref_logps: &in_slice(&block.values.ref_logps),
+            new_logps: &step_gradient.scores.iter().map(|score| score.logps.clone()).collect::<Vec<_>>(),
+            advantages: &block.values.results.advantages[slice.clone()],
+            gradient: &step_gradient.gradient,
+            parameters: &self.parameters,
+            parameter_info: &self.parameter_info,
+        });
+    }
+
+    /// Sample and score the evaluation prompts with the policy as it is.
+    fn evaluate(&mut self) -> Result<(), Halt> {
+        let Some(eval) = &self.plan.eval else { return Ok(()) };
+        let step = self.state.step;
+        self.poll()?;
+        self.phase(Phase::Eval)?;
+        let started = Instant::now();
+        let rows: Vec<u64> = (0..self.eval_prompts.len() as u64).collect();
+        let key = Key::new(self.plan.training.seed, Stream::Eval).with(step);
+        let sampler = Sampler::new(&self.plan.sampling, eval.temperature);
+        let completions = self.generate(SamplePhase::Eval, &rows, key, sampler)?;
+        let rollout = self.score(SamplePhase::Eval, step, &rows, completions)?;
+        let (metrics, samples) =
+            report::evaluation(step, &rollout, self.plan, &self.eval_prompts, &self.text, &self.reward_names)?;
+        self.state.eval_metrics = metrics.clone();
+        self.state.evaluated_step = Some(step);
+        let mut metrics = metrics;
+        metrics.insert("eval_step_time".into(), Some(started.elapsed().as_secs_f64()));
+        self.host.event(Event::Step { step, kind: SamplePhase::Eval, metrics })?;
+        self.host.event(Event::Samples { samples })?;
+        Ok(())
+    }
+
+    /// Write a checkpoint of the last completed step and have it published.
+    fn save(&mut self) -> Result<(), Halt> {
+        self.phase(Phase::Checkpoint)?;
+        let started = Instant::now();
+        let step = self.state.step;
+        let last = step == self.plan.training.max_steps;
+        let inside_block = !step.is_multiple_of(self.batching.uses_per_block().max(1));
+        let snapshot = Snapshot {
+            policy: &self.policy,
+            model_name: self.input.model_name,
+            adam: &self.adam,
+            state: &self.state,
+            block: self.block.as_ref().filter(|_| inside_block),
+        };
+        let (dir, files) = checkpoint::write(self.input.scratch_dir, &snapshot)?;
+        let mut metrics: Metrics = self.state.step_metrics.clone();
+        metrics.extend(self.state.eval_metrics.clone());
+        let published = self.host.saved(&SavedCheckpoint { dir: &dir, step, files: &files, metrics: &metrics, last });
+        let removed = std::fs::remove_dir_all(&dir).map_err(|source| EngineError::Io { path: dir, source });
+        published?;
+        removed?;
+        self.saved_step = step;
+        self.last_saved = last;
+        self.seconds.checkpoint += started.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Honour a stop: what is done and not saved yet is saved, unless nobody wants it.
+    fn stopped(&mut self, stop: Stop) -> Result<TrainOutcome> {
+        let wanted = match stop {
+            Stop::Cancel | Stop::LeaseLost => false,
+            Stop::Pause { .. } | Stop::Shutdown => self.state.step > self.saved_step,
+        };
+        if wanted {
+            match self.save() {
+                Ok(()) => {}
+                Err(Halt::Error(error)) => return Err(error),
+                // A stronger stop came meanwhile (the lease was lost, say).
+                Err(Halt::Stop(stronger)) => return Ok(TrainOutcome::Stopped(stronger)),
+            }
+        }
+        Ok(TrainOutcome::Stopped(stop))
+    }
+
+    fn slice(&self, cursor: Cursor) -> Range<usize> {
+        let start = cursor.slice as usize * self.completions_per_step();
+        start..start + self.completions_per_step()
+    }
+
+    fn completions_per_step(&self) -> usize {
+        self.plan.training.prompts_per_step as usize * self.plan.rloo.num_generations as usize
+    }
+
+    fn prompts_of(&self, phase: SamplePhase) -> &[TokenizedPrompt] {
+        match phase {
+            SamplePhase::Train => &self.prompts,
+            SamplePhase::Eval => &self.eval_prompts,
+        }
+    }
+
+    fn num_generations(&self, phase: SamplePhase) -> usize {
+        let train = self.plan.rloo.num_generations;
+        match phase {
+            SamplePhase::Train => train as usize,
+            SamplePhase::Eval => self.plan.eval.as_ref().map_or(train, |eval| eval.num_generations) as usize,
+        }
+    }
+
+    fn phase(&mut self, phase: Phase) -> Result<(), Halt> {
+        Ok(self.host.event(Event::Phase { phase, step: self.state.step })?)
+    }
+
+    fn poll(&self) -> Result<(), Halt> {
+        poll(self.host)
+    }
+
+    /// A stop was seen a moment ago; if the host took it back, the step is dropped as for a cancel.
+    fn halt(&self) -> Halt {
+        Halt::Stop(self.host.stop().unwrap_or(Stop::Cancel))
+    }
+
+    fn warn_of_dropped_rows(&mut self) -> Result<(), Halt> {
+        let dropped = self.batching.dropped_rows_per_epoch();
+        let message = format!(
+            "{dropped} of {} prompts are left out of each epoch, because the last block of {} would be incomplete",
+            self.batching.num_rows, self.batching.prompts_per_block
+        );
+        let data = json!({ "dropped_rows_per_epoch": dropped, "prompts_per_block": self.batching.prompts_per_block });
+        Ok(self.host.event(Event::Warning { code: "rows_dropped".into(), message, data })?)
+    }
+
+    fn warn_of_skipped_update(&mut self, step: u64, update: &Update) -> Result<(), Halt> {
+        let message = format!(
+            "the update of step {step} was skipped, because its loss or gradient is not finite; {} in a row end the job",
+            MAX_SKIPPED_IN_A_ROW
+        );
+        let data = json!({
+            "step": step,
+            "skipped_in_a_row": self.state.skipped_in_a_row,
+            "loss": update.loss.to_string(),
+            "grad_norm": update.grad_norm.to_string(),
+        });
+        Ok(self.host.event(Event::Warning { code: "non_finite".into(), message, data })?)
+    }
+}
+
+/// What an optimizer step came to.
+struct Update {
+    /// Its completions in the block.
+    slice: Range<usize>,
+    learning_rate: f64,
+    /// Before clipping.
+    grad_norm: f64,
+    loss: f64,
+    /// Clipped; `None` when the forward pass was not finite.
+    step_gradient: Option<StepGradient>,
+}
+
+impl Update {
+    fn is_finite(&self) -> bool {
+        self.loss.is_finite() && self.grad_norm.is_finite()
+    }
+}
+
+fn poll(host: &dyn Host) -> Result<(), Halt> {
+    match host.stop() {
+        None => Ok(()),
+        Some(stop) => Err(Halt::Stop(stop)),
+    }
+}
+
+/// `cpu`, `cuda:0`.
+fn device(name: &str) -> Result<Device> {
+    match name.split_once(':') {
+        None if name == "cpu" => Ok(Device::Cpu),
+        Some(("cuda", index)) if index.parse::<usize>().is_ok() => {
+            Ok(Device::new_cuda(index.parse().unwrap_or_default())?)
+        }
+        _ => Err(EngineError::Input(format!("device {name:?} is unknown; use cpu or cuda:N"))),
+    }
+}

@@ -6,6 +6,7 @@
 //! datasets/DATASET.ndjson                 canonical rows
 //! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints
 //! staging/…                               whatever is not complete yet; emptied at start
+//! scratch/…                               of the server's own workers; each empties its part as it starts
 //! ```
 
 use std::collections::HashSet;
@@ -144,6 +145,11 @@ impl DataDir {
         self.root.join("rlood.db")
     }
 
+    /// Where the server's own workers keep what is not published yet.
+    pub fn scratch(&self) -> PathBuf {
+        self.root.join("scratch")
+    }
+
     /// A dataset's rows.
     pub fn dataset(&self, id: DatasetId) -> PathBuf {
         self.datasets().join(format!("{id}.ndjson"))
@@ -171,19 +177,19 @@ impl DataDir {
         StagedFile::create(self.staging().join(name), limit_bytes).await
     }
 
-    /// A new file of a checkpoint that is being uploaded; an upload of the same name before is replaced.
-    pub async fn stage_checkpoint_file(
+    /// Puts an uploaded file where its checkpoint is assembled; one of the same name before it is replaced.
+    pub async fn checkpoint_place(
         &self,
+        uploaded: StagedDone,
         job: JobId,
         step: u64,
         attempt: u64,
         name: &str,
-        limit_bytes: u64,
-    ) -> Result<StagedFile, FilesError> {
+    ) -> Result<(), FilesError> {
         check_name(name)?;
         let dir = self.staged_checkpoint(job, step, attempt);
         create_private_dir(&dir)?;
-        StagedFile::create(dir.join(name), limit_bytes).await
+        uploaded.publish(&dir.join(name)).await
     }
 
     /// Verifies the uploaded files of a checkpoint against the list and moves them to their place, durably. Repeating it is
@@ -224,14 +230,24 @@ impl DataDir {
         remove_tree(&self.checkpoint_dir(job, step, attempt))
     }
 
-    /// Removes the uploads of a job that were not published. Blocking.
-    pub fn staged_remove(&self, job: JobId) -> Result<(), FilesError> {
-        remove_tree(&self.staging().join(job.to_string()))
+    /// Removes what attempts up to this one uploaded and did not publish. Blocking.
+    pub fn staged_remove(&self, job: JobId, up_to_attempt: u64) -> Result<(), FilesError> {
+        let dir = self.staging().join(job.to_string());
+        if !dir.is_dir() {
+            return Ok(());
+        }
+        for attempt in entries(&dir)? {
+            let number = attempt.file_name().and_then(|name| name.to_str()?.parse::<u64>().ok());
+            if number.is_some_and(|number| number <= up_to_attempt) {
+                remove_tree(&attempt)?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes everything of a job. Blocking.
     pub fn job_remove(&self, job: JobId) -> Result<(), FilesError> {
-        self.staged_remove(job)?;
+        remove_tree(&self.staging().join(job.to_string()))?;
         remove_tree(&self.checkpoints().join(job.to_string()))
     }
 
@@ -283,7 +299,7 @@ impl DataDir {
     }
 
     fn staged_checkpoint(&self, job: JobId, step: u64, attempt: u64) -> PathBuf {
-        self.staging().join(job.to_string()).join(format!("{step}-{attempt}"))
+        self.staging().join(job.to_string()).join(attempt.to_string()).join(step.to_string())
     }
 }
 
@@ -316,11 +332,6 @@ impl StagedDone {
     /// Where it lies for now.
     pub fn path(&self) -> &Path {
         self.path.path()
-    }
-
-    /// Leaves it where it is: a checkpoint's file, whose whole directory moves later.
-    pub fn keep(self) {
-        self.path.keep();
     }
 
     /// Renames it to its place, durably.
@@ -389,7 +400,6 @@ pub fn free_bytes(path: &Path) -> Result<u64, FilesError> {
         }
         stat.assume_init()
     };
-    #[expect(clippy::unnecessary_cast, reason = "the fields' widths differ between platforms")]
     Ok((stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64))
 }
 
@@ -483,9 +493,9 @@ mod tests {
     }
 
     async fn upload(files: &DataDir, job: JobId, name: &str, bytes: &[u8]) {
-        let mut staged = files.stage_checkpoint_file(job, 5, 1, name, 1000).await.unwrap();
+        let mut staged = files.stage(1000).await.unwrap();
         staged.write(bytes).await.unwrap();
-        staged.finish().await.unwrap().keep();
+        files.checkpoint_place(staged.finish().await.unwrap(), job, 5, 1, name).await.unwrap();
     }
 
     #[test]

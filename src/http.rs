@@ -6,6 +6,7 @@
 
 pub mod artifacts;
 pub mod auth;
+mod contract;
 pub mod datasets;
 pub mod download;
 pub mod error;

@@ -5,14 +5,16 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use rlood::config::{Cli, Command, LogFormat, WorkerArgs};
-use rlood::{http, serve, worker};
+use rlood::{demo, http, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
 const EXIT_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    if let Err(message) = start_logging(&cli.log, cli.log_format) {
+    // The demo shows its progress itself: the server's usual log lines would tear it apart.
+    let log = if matches!(cli.command, Command::Demo(_)) && cli.log == "info" { "warn" } else { &cli.log };
+    if let Err(message) = start_logging(log, cli.log_format) {
         return refuse(&message);
     }
     // Every TLS client of the process takes this provider; a second installation is no error.
@@ -33,7 +35,7 @@ fn main() -> ExitCode {
             }
             Err(error) => fail(&error),
         },
-        Command::Demo(_) => refuse(&"this role is not part of this build"),
+        Command::Demo(args) => on_runtime(None, demo::run(args)),
         Command::Worker(args) => {
             limit_threads(&args);
             on_runtime(Some(2), worker::run(args))

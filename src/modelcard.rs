@@ -5,6 +5,8 @@
 
 pub mod config;
 pub mod template;
+#[cfg(test)]
+mod tests;
 pub mod text;
 pub mod weights;
 

@@ -1,5 +1,6 @@
 //! What a reward sees and says: the words between the engine and the rewards.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::event::FinishReason;
@@ -28,14 +29,15 @@ pub struct RewardSample {
 }
 
 /// What each reward said of one sample.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Score {
     /// In the plan's order.
     pub values: Vec<RewardValue>,
 }
 
 /// One reward's verdict on one sample.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum RewardValue {
     /// A finite number.
     Number(f64),

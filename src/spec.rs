@@ -21,4 +21,5 @@ pub use plan::*;
 pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;
 pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, Warning, resolve};
+pub use rewards::read_single_reward;
 pub use schema::JobDocument;

@@ -97,7 +97,7 @@ pub async fn run(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
         scratch_dir,
         leaving,
         heartbeat_ms: crate::config::HEARTBEAT_MS.into(),
-        train: no_engine,
+        train: crate::engine::train,
     };
     worker.work().await.map_err(|source| WorkerError::Server { server: args.server, source })
 }
@@ -161,11 +161,6 @@ impl Worker {
     fn heartbeat(&self) -> Duration {
         Duration::from_millis(self.heartbeat_ms.load(std::sync::atomic::Ordering::Relaxed))
     }
-}
-
-/// Until the loop is part of the engine.
-fn no_engine(_: TrainInput<'_>, _: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
-    Err(EngineError::Input("this build has no training loop".to_owned()))
 }
 
 /// The given directory, or one of our own that goes with us.

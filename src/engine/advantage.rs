@@ -4,7 +4,7 @@
 //! Sources: Ahmadian et al. 2024 (arXiv 2402.14740) for the estimator; TRL's RLOOTrainer for the order of operations.
 
 use crate::sample::RewardValue;
-use crate::spec::{Combine, RewardPlan};
+use crate::spec::{Combine, Plan, RewardPlan};
 
 /// What one reward is worth in the sum.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -68,6 +68,18 @@ pub struct AdvantageConfig {
     pub normalize_advantages: bool,
 }
 
+impl AdvantageConfig {
+    /// As the plan says.
+    pub fn of_plan(plan: &Plan) -> Self {
+        Self {
+            num_generations: plan.rloo.num_generations as usize,
+            beta: plan.rloo.beta,
+            reward_clip_range: plan.rloo.reward_clip_range,
+            normalize_advantages: plan.rloo.normalize_advantages,
+        }
+    }
+}
+
 /// Every intermediate of the way from reward to advantage; one entry a row (B), or a group (P).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Advantages {
@@ -83,6 +95,19 @@ pub struct Advantages {
     pub group_std: Vec<Option<f64>>,
     /// The same before clip and KL (P).
     pub group_std_pre_kl: Vec<Option<f64>>,
+}
+
+impl Advantages {
+    /// Add the groups that follow. What is whitened over a block must be computed over the block at once.
+    pub fn append(&mut self, next: Advantages) {
+        let Advantages { penalized_rewards, baselines, unnormalized, advantages, group_std, group_std_pre_kl } = next;
+        self.penalized_rewards.extend(penalized_rewards);
+        self.baselines.extend(baselines);
+        self.unnormalized.extend(unnormalized);
+        self.advantages.extend(advantages);
+        self.group_std.extend(group_std);
+        self.group_std_pre_kl.extend(group_std_pre_kl);
+    }
 }
 
 /// Added to the std in the normalisation, as TRL does.

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::job;
 use crate::modelcard::ModelCardError;
 use crate::modelcard::text::TextError;
 
@@ -38,6 +39,25 @@ pub enum EngineError {
     /// A tensor operation failed.
     #[error("a tensor operation failed")]
     Tensor(#[from] candle_core::Error),
+    /// Prompts do not fit the model.
+    #[error("{0}")]
+    Prompts(String),
+    /// Too many updates in a row were not finite.
+    #[error(
+        "{updates} updates in a row were skipped because the loss or the gradient was not finite (up to step {step})"
+    )]
+    Diverged {
+        /// Skipped in a row.
+        updates: u32,
+        /// The last of them.
+        step: u64,
+    },
+    /// A checkpoint is damaged, or belongs to another run.
+    #[error("the checkpoint cannot be used: {0}")]
+    Checkpoint(String),
+    /// The host gave up.
+    #[error("{}", .0.message)]
+    Host(crate::job::Failure),
     /// A file could not be read or written.
     #[error("cannot access {}", path.display())]
     Io {
@@ -57,8 +77,14 @@ impl EngineError {
             | EngineError::Text(_)
             | EngineError::Adapter(_)
             | EngineError::Input(_)
+            | EngineError::Prompts(_)
+            | EngineError::Diverged { .. }
             | EngineError::NonFinite { .. } => FailureClass::User,
-            EngineError::Tensor(_) | EngineError::Io { .. } => FailureClass::Infra,
+            EngineError::Host(failure) => match failure.class {
+                job::FailureClass::User => FailureClass::User,
+                job::FailureClass::Reward | job::FailureClass::Infra => FailureClass::Infra,
+            },
+            EngineError::Checkpoint(_) | EngineError::Tensor(_) | EngineError::Io { .. } => FailureClass::Infra,
         }
     }
 }

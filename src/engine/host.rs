@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::event::{Event, FinishReason, Metrics, SamplePhase};
@@ -86,14 +87,14 @@ pub enum HostError {
 }
 
 /// A recorded rollout of one generation block.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Rollout {
     /// Whole groups, in block order.
     pub groups: Vec<RolloutGroup>,
 }
 
 /// One prompt with its completions.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutGroup {
     /// Dataset row, from 0.
     pub row: u64,
@@ -104,7 +105,7 @@ pub struct RolloutGroup {
 }
 
 /// One recorded completion.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutCompletion {
     /// Token ids, up to and including the first end-of-sequence token.
     pub ids: Vec<u32>,

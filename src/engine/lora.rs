@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::error::{EngineError, Result};
 use super::load;
+use super::random::{Key, Stream};
 use crate::modelcard::{self, ModelConfig, weights};
 use crate::spec::LoraPlan;
 
@@ -167,10 +168,11 @@ impl Lora {
     /// PEFT's initialisation: A uniform in ±1/√in (Kaiming with a = √5), B zero.
     pub fn fresh(config: &LoraConfig, model: &ModelConfig, seed: u64) -> Result<Lora> {
         let mut lora = Lora::zeros(config, model)?;
+        let key = Key::new(seed, Stream::Init);
         for parameter in lora.parameters.iter().filter(|p| !p.is_b) {
             let bound = (parameter.info.shape[1] as f64).powf(-0.5);
             for (i, value) in lora.values[parameter.range()].iter_mut().enumerate() {
-                let u = uniform(seed, (parameter.info.offset + i) as u64);
+                let u = key.with((parameter.info.offset + i) as u64).uniform();
                 *value = ((2.0 * u - 1.0) * bound) as f32;
             }
         }
@@ -282,18 +284,6 @@ impl Lora {
         let config = format!("{:#}\n", self.config.to_json(base_model_name_or_path));
         write(CONFIG, config.as_bytes())
     }
-}
-
-/// A number in [0, 1) for a counter: SplitMix64's finaliser over seed and counter.
-fn uniform(seed: u64, counter: u64) -> f64 {
-    let mix = |mut z: u64| {
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
-    const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
-    let bits = mix(mix(seed.wrapping_add(STEP)).wrapping_add(counter.wrapping_add(1).wrapping_mul(STEP)));
-    (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
 /// Parse and validate a PEFT directory's `adapter_config.json`.

@@ -32,8 +32,6 @@ pub struct RowLoss {
     pub old_logp: f64,
     /// Σ_t new.
     pub new_logp: f64,
-    /// Largest |new − old| of a token.
-    pub max_token_log_ratio: f64,
     /// ρ.
     pub ratio: f64,
     /// −min(ρ A, clip(ρ) A), not yet divided.
@@ -56,15 +54,11 @@ impl RowLoss {
 /// The loss of one completion; `denominator` is the number of completions of the optimizer step.
 pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominator: usize) -> RowLoss {
     let LossRow { new_logps, old_logps, included, advantage } = *row;
-    let (mut old_logp, mut new_logp, mut max_token_log_ratio) = (0.0, 0.0, 0.0f64);
+    let (mut old_logp, mut new_logp) = (0.0, 0.0);
     if included {
         for (&new, &old) in new_logps.iter().zip(old_logps) {
             old_logp += f64::from(old);
             new_logp += f64::from(new);
-            let log_ratio = (f64::from(new) - f64::from(old)).abs();
-            // max() would drop a NaN; the loss must show it.
-            max_token_log_ratio =
-                if log_ratio > max_token_log_ratio || log_ratio.is_nan() { log_ratio } else { max_token_log_ratio };
         }
     }
     let ratio = (new_logp - old_logp).exp();
@@ -75,7 +69,7 @@ pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominator: usize) -> R
     let loss = if advantage == 0.0 && !ratio.is_nan() { 0.0 } else { -smaller(ratio * advantage, clipped * advantage) };
     let trains = included && advantage != 0.0 && !clipped_low && !clipped_high;
     let gradient = if trains { -advantage * ratio / denominator as f64 } else { 0.0 };
-    RowLoss { old_logp, new_logp, max_token_log_ratio, ratio, loss, clipped_low, clipped_high, gradient }
+    RowLoss { old_logp, new_logp, ratio, loss, clipped_low, clipped_high, gradient }
 }
 
 /// The minimum, NaN if either is (as torch.min; `f64::min` drops NaN).
@@ -123,6 +117,5 @@ mod tests {
         assert!(loss(f32::NAN, 1.0).loss.is_nan());
         assert!(loss(f32::NAN, 0.0).loss.is_nan());
         assert!(loss(f32::NAN, 1.0).gradient.is_nan());
-        assert!(loss(f32::NAN, 1.0).max_token_log_ratio.is_nan());
     }
 }

@@ -1,1 +1,64 @@
-//! What a run needs, in bytes.
+//! How much work is done at once, so that memory is bounded whatever the batch. None of it changes a number but by the
+//! rounding of sums; the limits are constants, because a resumed run must split as the undisturbed one did.
+
+use std::ops::Range;
+
+use crate::modelcard::ModelCard;
+
+/// Tokens (prompts and completions) of one micro-batch, at least one group.
+pub const MICRO_BATCH_TOKENS: usize = 4096;
+
+/// Bytes of KV cache that generation may hold, at least one group.
+pub const KV_CACHE_BYTES: usize = 1 << 30;
+
+/// Cut rows into micro-batches of whole groups with at most `max_tokens` tokens each, or one group.
+///
+/// `tokens` has one entry a row; groups of `num_generations` rows are contiguous.
+pub fn micro_batches(tokens: &[usize], num_generations: usize, max_tokens: usize) -> Vec<Range<usize>> {
+    let mut batches: Vec<Range<usize>> = Vec::new();
+    let (mut start, mut sum) = (0, 0);
+    for (index, group) in tokens.chunks(num_generations.max(1)).enumerate() {
+        let group_start = index * num_generations.max(1);
+        let group_tokens: usize = group.iter().sum();
+        if group_start > start && sum + group_tokens > max_tokens {
+            batches.push(start..group_start);
+            (start, sum) = (group_start, 0);
+        }
+        sum += group_tokens;
+    }
+    if start < tokens.len() {
+        batches.push(start..tokens.len());
+    }
+    batches
+}
+
+/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
+pub fn generation_rows(card: &ModelCard, tokens_per_row: usize) -> usize {
+    let config = &card.config;
+    // Keys and values, f32.
+    let bytes_per_token =
+        config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * size_of::<f32>();
+    (KV_CACHE_BYTES / bytes_per_token.saturating_mul(tokens_per_row).max(1)).max(1)
+}
+
+/// The largest resident size of this process so far, in bytes, where the system tells it (Linux).
+pub fn peak_resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn micro_batches_hold_whole_groups_up_to_the_budget() {
+        let tokens = [3, 3, 3, 3, 9, 9, 1, 1];
+        assert_eq!(micro_batches(&tokens, 2, 12), [0..4, 4..6, 6..8]);
+        assert_eq!(micro_batches(&tokens, 2, 1), [0..2, 2..4, 4..6, 6..8]);
+        assert_eq!(micro_batches(&tokens, 2, 100), [0..8,]);
+        assert!(micro_batches(&[], 2, 12).is_empty());
+    }
+}

@@ -5,6 +5,8 @@
 
 pub mod plain;
 pub mod slices;
+#[cfg(test)]
+mod tests;
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;

@@ -213,7 +213,7 @@ fn file_of(state: &AppState, row: &CheckpointRow, name: &str) -> Result<Download
     let FileEntry { name, size_bytes, sha256 } =
         file.ok_or_else(|| Problem::not_found("file of this checkpoint", name))?;
     Ok(Download {
-        path: state.files.checkpoint_dir(row.job, row.step, row.attempt).join(name),
+        path: state.files.checkpoint_file(row.job, row.step, row.attempt, name)?,
         name: name.clone(),
         size_bytes: *size_bytes,
         sha256: sha256.clone(),

@@ -1,17 +1,87 @@
-//! The OpenAPI document: made from the handlers, finished here.
+//! The OpenAPI document: made from the handlers, finished here with what is the same for all of them.
 
-use utoipa::openapi::{InfoBuilder, OpenApi, OpenApiBuilder};
+use utoipa::openapi::path::{Operation, PathItem};
+use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
+use utoipa::openapi::tag::TagBuilder;
+use utoipa::openapi::{
+    ComponentsBuilder, ContentBuilder, InfoBuilder, LicenseBuilder, OpenApi, OpenApiBuilder, Ref, RefOr,
+    ResponseBuilder,
+};
 
-/// The document without its paths.
+use super::contract;
+use super::error::ProblemBody;
+
+const BEARER: &str = "bearer";
+const PROBLEM: &str = "Problem";
+const DESCRIPTION: &str = "RLOO (REINFORCE Leave-One-Out) training of language models as an HTTP service.\n\n\
+    A job needs a model, a dataset and a reward. Errors are `application/problem+json` (RFC 9457): look at `code`. \
+    Lists are `{data, next}`: send `next` as `after`. Times are RFC 3339 in UTC. \
+    Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or made, and returned.";
+const TAGS: [(&str, &str); 7] = [
+    ("Jobs", "Training jobs: submit, watch, steer."),
+    ("Datasets", "Prompts with whatever the rewards need; immutable."),
+    ("Models", "Directories in Hugging Face's layout that jobs train on."),
+    ("Artifacts", "Checkpoints and adapters."),
+    ("Rewards", "Try a reward before a job depends on it."),
+    ("System", "Health, measurements, workers."),
+    ("Reward contract", "What a reward service is asked, and how it answers."),
+];
+
+/// The document before the paths are added.
 pub(super) fn head() -> OpenApi {
-    let info = InfoBuilder::new()
-        .title("rlood")
-        .version(env!("CARGO_PKG_VERSION"))
-        .description(Some("RLOO training of language models as an HTTP service."));
-    OpenApiBuilder::new().info(info).build()
+    let info =
+        InfoBuilder::new().title("rlood").version(env!("CARGO_PKG_VERSION")).description(Some(DESCRIPTION)).license(
+            Some(LicenseBuilder::new().name("MIT OR Apache-2.0").identifier(Some("MIT OR Apache-2.0")).build()),
+        );
+    let tags = TAGS.map(|(name, description)| TagBuilder::new().name(name).description(Some(description)).build());
+    let problem = ResponseBuilder::new()
+        .description("What went wrong, as a problem (RFC 9457).")
+        .content("application/problem+json", ContentBuilder::new().schema(Some(Ref::from_schema_name(PROBLEM))).build())
+        .build();
+    let bearer = Http::builder()
+        .scheme(HttpAuthScheme::Bearer)
+        .description(Some(
+            "The server's RLOOD_API_KEY. A server without one listens on loopback only and needs no header.",
+        ))
+        .build();
+    let components = ComponentsBuilder::new()
+        .schema_from::<ProblemBody>()
+        .response(PROBLEM, problem)
+        .security_scheme(BEARER, SecurityScheme::Http(bearer));
+    OpenApiBuilder::new()
+        .info(info)
+        .tags(Some(tags))
+        .components(Some(components.build()))
+        // Either a key, or none on a server without keys.
+        .security(Some([SecurityRequirement::new::<_, [&str; 0], &str>(BEARER, []), SecurityRequirement::default()]))
+        .build()
 }
 
 /// The document served at `/openapi.json`, printed by `rlood openapi` and committed as `openapi/openapi.json`.
 pub fn openapi() -> OpenApi {
-    super::routes().split_for_parts().1
+    let mut document = super::routes().split_for_parts().1;
+    for item in document.paths.paths.values_mut() {
+        for operation in operations(item) {
+            // Every error, of every operation, is a problem; those with a meaning of their own are listed by the handler.
+            let problem = RefOr::Ref(Ref::from_response_name(PROBLEM));
+            operation.responses.responses.entry("default".to_owned()).or_insert(problem);
+            for (status, response) in &mut operation.responses.responses {
+                if let (true, RefOr::T(response)) = (status.starts_with(['4', '5']), response)
+                    && let Some(body) = response.content.swap_remove("application/json")
+                {
+                    response.content.insert("application/problem+json".to_owned(), body);
+                }
+            }
+        }
+    }
+    let (webhooks, components) = contract::webhooks();
+    let with_schemas = OpenApiBuilder::new().components(components).build();
+    document.merge(with_schemas);
+    document.webhooks = Some(webhooks);
+    document
+}
+
+fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
+    let PathItem { get, put, post, delete, options, head, patch, trace, .. } = item;
+    [get, put, post, delete, options, head, patch, trace].into_iter().flatten()
 }

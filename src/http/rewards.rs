@@ -1,10 +1,305 @@
-//! The reward test endpoint.
+//! The reward test endpoint: try a reward before a job depends on it.
 
+use std::time::Instant;
+
+use axum::extract::State;
+use serde::Serialize;
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use super::AppState;
+use super::error::{Code, Item, Problem, ProblemBody};
+use super::extract::Json;
+use crate::event::{FinishReason, SamplePhase};
+use crate::id::JobId;
+use crate::reward::builtin::Builtin;
+use crate::reward::outgoing::OutgoingPolicy;
+use crate::reward::webhook::{Exchange, Ping, Webhook};
+use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, SampleError};
+use crate::sample::{RewardSample, RewardValue};
+use crate::spec::{OnInvalid, RewardKind, RewardPlan, RewardSecrets, WebhookPlan, read_single_reward};
+
+/// Most samples of one test.
+const MAX_SAMPLES: usize = 256;
+/// Longest wait for a service in a test, ms.
+const MAX_TIMEOUT_MS: u64 = 30_000;
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
-    OpenApiRouter::new()
+    OpenApiRouter::new().routes(routes!(test_reward))
+}
+
+/// What a reward made of the samples.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = RewardTest)]
+struct Report {
+    /// Every sample got a number, or the reward does not apply to it.
+    ok: bool,
+    /// One a sample, in order.
+    results: Vec<TestResult>,
+    /// Of all scoring, ms.
+    latency_ms: f64,
+    /// The answer to `reward.ping`; null for built-in rewards.
+    ping: Option<Ping>,
+    /// What went over the wire, the ping first; values of the reward's headers are redacted. Empty for built-in rewards.
+    exchanges: Vec<Exchange>,
+    /// What works, but should not stay as it is.
+    warnings: Vec<String>,
+}
+
+/// One sample's result.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = RewardTestResult)]
+struct TestResult {
+    /// As sent to the service.
+    sample_id: String,
+    /// The value; null when there is none.
+    reward: Option<f64>,
+    /// The reward does not apply to this sample (null without an error).
+    not_applicable: bool,
+    /// Why there is no value.
+    error: Option<SampleError>,
+    /// The service's own words.
+    reason: Option<String>,
+    /// The service's own figures.
+    #[schema(value_type = Object)]
+    metrics: Map<String, Value>,
+}
+
+/// Try a reward
+///
+/// Asks once, without retries: what the service answers is what you see. `reward` is as in a job. A sample is
+/// `{prompt, completion, columns}`; other fields of a sample count as columns too.
+#[utoipa::path(
+    post, path = "/rewards/test", tag = "Rewards", operation_id = "test_reward",
+    request_body(content = Object, example = json!({
+        "reward": {"type": "webhook", "url": "https://rm.example/score", "secret": "whsec_…"},
+        "samples": [{"prompt": "What is 2 + 2?", "completion": "4", "columns": {"answer": "4"}}]
+    })),
+    responses(
+        (status = 200, description = "What the reward said, also when it said nothing usable", body = Report),
+        (status = 422, description = "The reward or the samples are not valid", body = ProblemBody, content_type = "application/problem+json"),
+    )
+)]
+async fn test_reward(State(state): State<AppState>, Json(body): Json<Value>) -> Result<Json<Report>, Problem> {
+    let mut errors = Vec::new();
+    let reward = read_single_reward(&body).map_err(|found| {
+        errors.extend(found.into_iter().map(|error| Item {
+            pointer: error.pointer,
+            code: error.code,
+            detail: error.detail,
+        }));
+    });
+    let samples = read_samples(&body, &mut errors);
+    if let Some(object) = body.as_object() {
+        for name in object.keys().filter(|name| !matches!(name.as_str(), "reward" | "samples")) {
+            errors.push(item(format!("/{name}"), "unknown_field", "known here: reward, samples"));
+        }
+    }
+    let (Ok((plan, secrets)), true) = (reward, errors.is_empty()) else {
+        return Err(Problem::new(Code::InvalidBody, "the reward cannot be tested; see 'errors'").items(errors));
+    };
+    let outgoing = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+    let report = try_reward(&plan, &secrets, &outgoing, &samples).await.map_err(|error| {
+        Problem::new(Code::InvalidBody, error.to_string()).item("/reward", "unusable", error.detail)
+    })?;
+    Ok(Json(report))
+}
+
+async fn try_reward(
+    plan: &RewardPlan,
+    secrets: &RewardSecrets,
+    outgoing: &OutgoingPolicy,
+    samples: &[RewardSample],
+) -> Result<Report, BuildError> {
+    let job = JobContext { job: JobId::new(), step: 0, phase: SamplePhase::Train };
+    let (mut ping, mut exchanges, mut warnings) = (None, Vec::new(), Vec::new());
+    let judged;
+    let start;
+    match &plan.kind {
+        RewardKind::Webhook(webhook) => {
+            if secrets.secret.is_none() {
+                warnings.push(
+                    "without 'secret' requests are not signed: the service cannot know who sends them".to_owned(),
+                );
+            }
+            let webhook = Webhook::new(&plan.name, &patient_once(webhook), secrets, outgoing)?.recording();
+            ping = Some(webhook.ping().await);
+            start = Instant::now();
+            judged = webhook.judge(&job, samples).await;
+            exchanges = webhook.exchanges();
+        }
+        RewardKind::Length(_)
+        | RewardKind::ExactMatch(_)
+        | RewardKind::Contains(_)
+        | RewardKind::NumberMatch(_)
+        | RewardKind::Regex(_) => {
+            let builtin = Builtin::new(&plan.name, &plan.kind)?;
+            start = Instant::now();
+            judged = builtin.judge(&job, samples).await;
+        }
+    }
+    let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
+    let judged = judged.unwrap_or_else(|failure| {
+        let failure = failure.to_failure(0);
+        Judged {
+            judgements: vec![Judgement::missing(failure.code, failure.message); samples.len()],
+            ..Judged::default()
+        }
+    });
+    let counts = judged.counts;
+    if counts.unknown_ids > 0 {
+        warnings.push(format!("{} results are for sample ids that were not asked for", counts.unknown_ids));
+    }
+    if counts.duplicate_ids > 0 {
+        warnings.push(format!("{} results are for samples that had one already; the first wins", counts.duplicate_ids));
+    }
+    let results: Vec<TestResult> = samples.iter().zip(judged.judgements).map(test_result).collect();
+    let ok = results.iter().all(|result| result.error.is_none());
+    Ok(Report { ok, results, latency_ms, ping, exchanges, warnings })
+}
+
+/// The plan of a test: one try, whatever comes of it.
+fn patient_once(plan: &WebhookPlan) -> WebhookPlan {
+    WebhookPlan {
+        max_tries: 1,
+        max_invalid_tries: 0,
+        max_outage_s: 0,
+        on_invalid: OnInvalid::Mask,
+        timeout_ms: plan.timeout_ms.min(MAX_TIMEOUT_MS),
+        ..plan.clone()
+    }
+}
+
+fn test_result((sample, judgement): (&RewardSample, Judgement)) -> TestResult {
+    let Judgement { value, error, reason, metrics } = judgement;
+    TestResult {
+        sample_id: sample.sample_id.clone(),
+        reward: value.number(),
+        not_applicable: value == RewardValue::NotApplicable,
+        error,
+        reason,
+        metrics,
+    }
+}
+
+fn read_samples(body: &Value, errors: &mut Vec<Item>) -> Vec<RewardSample> {
+    let Some(Value::Array(given)) = body.get("samples") else {
+        errors.push(item("/samples".to_owned(), "required", "give a list of {prompt, completion, columns}"));
+        return Vec::new();
+    };
+    if given.is_empty() || given.len() > MAX_SAMPLES {
+        let detail = format!("1 to {MAX_SAMPLES} samples, not {}", given.len());
+        errors.push(item("/samples".to_owned(), "out_of_range", detail));
+        return Vec::new();
+    }
+    let mut samples: Vec<RewardSample> = Vec::with_capacity(given.len());
+    let mut group = 0;
+    for (index, value) in given.iter().enumerate() {
+        match read_sample(index, value) {
+            Err((name, detail)) => errors.push(item(format!("/samples/{index}{name}"), "invalid_type", detail)),
+            Ok(mut sample) => {
+                // Neighbours with the same prompt are a group, as a job would send them.
+                group += usize::from(samples.last().is_some_and(|last| last.prompt != sample.prompt));
+                sample.group_id = format!("g_{group}");
+                sample.prompt_id = format!("row_{group}");
+                samples.push(sample);
+            }
+        }
+    }
+    samples
+}
+
+fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static str, &'static str)> {
+    let Value::Object(fields) = value else { return Err(("", "must be an object with prompt and completion")) };
+    let mut rest = fields.clone();
+    let (prompt, messages) = match rest.shift_remove("prompt") {
+        Some(Value::String(prompt)) => (prompt, None),
+        Some(messages @ Value::Array(_)) => (messages.to_string(), Some(messages)),
+        None => (String::new(), None),
+        Some(_) => return Err(("/prompt", "must be a string or a list of chat messages")),
+    };
+    let Some(Value::String(completion)) = rest.shift_remove("completion") else {
+        return Err(("/completion", "must be there and be a string"));
+    };
+    let mut columns = match rest.shift_remove("columns") {
+        None => Map::new(),
+        Some(Value::Object(columns)) => columns,
+        Some(_) => return Err(("/columns", "must be an object")),
+    };
+    columns.extend(rest);
+    // Words stand in for tokens: there is no tokenizer here.
+    let num_tokens = u32::try_from(completion.split_whitespace().count()).unwrap_or(u32::MAX);
+    Ok(RewardSample {
+        sample_id: format!("s_{index}"),
+        group_id: String::new(),
+        prompt_id: String::new(),
+        prompt,
+        messages,
+        completion,
+        finish_reason: FinishReason::Stop,
+        num_tokens,
+        columns,
+    })
+}
+
+fn item(pointer: String, code: &str, detail: impl Into<String>) -> Item {
+    Item { pointer, code: code.to_owned(), detail: detail.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::reward::example::ExampleService;
+    use crate::reward::signature::Key;
+
+    async fn report(reward: Value, samples: Value) -> Report {
+        let body = json!({"reward": reward, "samples": samples});
+        let (plan, secrets) = read_single_reward(&body).unwrap();
+        let mut errors = Vec::new();
+        let samples = read_samples(&body, &mut errors);
+        assert!(errors.is_empty(), "{errors:?}");
+        let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
+        try_reward(&plan, &secrets, &outgoing, &samples).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_built_in_reward_is_tried_without_a_wire() {
+        let samples = json!([{"prompt": "p", "completion": "4", "answer": 4}, {"prompt": "p", "completion": "5"}]);
+        let report = report(json!({"type": "exact_match", "column": "answer", "weight": 0}), samples).await;
+        assert_eq!(report.results[0].reward, Some(1.0));
+        assert_eq!(report.results[1].error.as_ref().unwrap().code, "column_missing");
+        assert!(!report.ok && report.ping.is_none() && report.exchanges.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_webhook_shows_what_went_over_the_wire_without_secrets() {
+        let secret = Key::generate().unwrap();
+        let service = ExampleService::start(&secret).await.unwrap();
+        let reward = json!({"type": "webhook", "url": service.url(), "secret": secret,
+                            "headers": {"authorization": "Bearer hidden-token"}});
+        let samples = json!([{"prompt": "2+2?", "completion": " 4 ", "columns": {"answer": "4"}}]);
+        let report = report(reward, samples).await;
+        assert!(report.ok && report.ping.as_ref().unwrap().ok);
+        assert_eq!(report.ping.as_ref().unwrap().reply.as_ref().unwrap().max_batch_samples, Some(256));
+        assert_eq!(report.results[0].reward, Some(1.0));
+        assert_eq!(report.exchanges.len(), 2);
+        assert_eq!(report.exchanges[1].request.headers["authorization"], "(redacted)");
+        let text = serde_json::to_string(&report).unwrap();
+        assert!(!text.contains("hidden-token") && !text.contains(&secret));
+    }
+
+    #[tokio::test]
+    async fn a_service_that_is_not_there_is_reported_at_once() {
+        let report =
+            report(json!({"type": "webhook", "url": "http://127.0.0.1:9/"}), json!([{"completion": "x"}])).await;
+        assert!(!report.ok);
+        assert!(!report.ping.unwrap().ok);
+        assert_eq!(report.results[0].error.as_ref().unwrap().code, "reward_outage");
+        assert!(report.warnings[0].contains("not signed"));
+    }
 }

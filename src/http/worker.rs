@@ -1,10 +1,333 @@
-//! The worker protocol, the server's side.
+//! The worker protocol, the server's side. The messages and the list of routes stand in [`crate::protocol`].
+//!
+//! Every call on a job names its attempt; the store refuses what comes from an attempt that no longer owns the job. Files
+//! are uploaded before they are published, and published before anybody can see them.
 
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post, put};
+use futures::StreamExt;
+use serde::Deserialize;
+use tokio::time::Instant;
+use tokio_util::io::ReaderStream;
 use utoipa_axum::router::OpenApiRouter;
 
 use super::AppState;
+use super::error::{Code, Problem, chain};
+use super::extract::{Json, Path, Query, body_problem};
+use crate::files::FilesError;
+use crate::id::{DatasetId, JobId};
+use crate::job::{Failure, FailureClass};
+use crate::protocol::{
+    Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, Outcome, Publish, Published, Register,
+    Registered, ResumePoint,
+};
+use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, StoreError, clock_ms};
 
-/// The routes of this module.
+/// The longest a claim is held open.
+const LONGEST_WAIT_MS: u64 = 60_000;
+/// No file of a checkpoint is larger.
+const FILE_LIMIT_BYTES: u64 = 1 << 38;
+/// Uploads leave this much of the disk to the database.
+const DISK_RESERVE_BYTES: u64 = 64 << 20;
+/// Pieces of files on their way to a worker.
+const PIECE_BYTES: usize = 256 * 1024;
+
+/// The routes of this module; the caller puts the worker token in front of them.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
+        .route("/worker/register", post(register))
+        .route("/worker/claim", post(claim))
+        .route("/worker/jobs/{id}/datasets/{dataset}", get(send_dataset))
+        .route("/worker/jobs/{id}/resume/{name}", get(send_resume_file))
+        .route("/worker/jobs/{id}/heartbeat", post(take_heartbeat))
+        .route("/worker/jobs/{id}/events", post(append_events))
+        .route("/worker/jobs/{id}/checkpoints/{step}/{name}", put(upload_file))
+        .route("/worker/jobs/{id}/checkpoints/{step}", post(publish_checkpoint))
+        .route("/worker/jobs/{id}/finish", post(finish_job))
+}
+
+#[derive(Debug, Deserialize)]
+struct Fence {
+    attempt: u64,
+}
+
+async fn register(State(state): State<AppState>, Json(body): Json<Register>) -> Result<Json<Registered>, Problem> {
+    state.store.worker_register(&body, clock_ms()).await?;
+    tracing::info!(worker = %body.worker, device = body.device, pid = body.pid, "a worker registered");
+    Ok(Json(Registered { heartbeat_ms: state.config.heartbeat_ms, lease_ms: state.config.lease_ms }))
+}
+
+async fn claim(State(state): State<AppState>, Json(body): Json<ClaimRequest>) -> Result<Response, Problem> {
+    let deadline = Instant::now() + Duration::from_millis(body.wait_ms.min(LONGEST_WAIT_MS));
+    let mut queue = state.store.queue_changed();
+    loop {
+        queue.mark_unchanged();
+        while let Some(claimed) = state.store.job_claim(body.worker, clock_ms(), lease_ms(&state)).await? {
+            match prepare(&state, &body, claimed).await {
+                Ok(Some(claim)) => return Ok(Json(claim).into_response()),
+                // It failed or was lost on the way: the next one.
+                Ok(None) => {}
+                Err(problem) => return Err(problem),
+            }
+        }
+        let woken = tokio::time::timeout_at(deadline, queue.changed()).await;
+        if !matches!(woken, Ok(Ok(()))) {
+            return Ok(StatusCode::NO_CONTENT.into_response());
+        }
+    }
+}
+
+/// A claim with all a worker needs; `None` when the job cannot run or is not ours any more.
+async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Result<Option<Claim>, Problem> {
+    let Claimed { job, attempt, plan, secrets, resume } = claimed;
+    let model = match state.store.model_get(&plan.model.id).await {
+        Ok(model) => Some(model.source),
+        // A plan may name a directory instead of a registered model.
+        Err(StoreError::NotFound { .. }) => {
+            Some(plan.model.id.clone()).filter(|id| std::path::Path::new(id).is_absolute())
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let Some(model_path) = model else {
+        let failure = Failure {
+            class: FailureClass::User,
+            code: "model_missing".to_owned(),
+            message: format!("the model '{}' was deleted while the job was queued", plan.model.id),
+            phase: None,
+            step: None,
+            suggestion: Some("register the model again and retry the job".to_owned()),
+        };
+        unless_lost(state.store.job_finish(job, attempt, Outcome::Failed { failure }, clock_ms()).await)?;
+        return Ok(None);
+    };
+    blocking(state, move |files| files.staged_remove(job, attempt)).await?;
+    let Some(resume) = unless_lost(verified_resume(state, job, attempt, resume).await)? else { return Ok(None) };
+    let resume = resume.map(|checkpoint| ResumePoint { step: checkpoint.step, files: checkpoint.files });
+    tracing::info!(%job, attempt, worker = %asked.worker, resume = resume.as_ref().map(|r| r.step), "claimed");
+    Ok(Some(Claim {
+        job,
+        worker: asked.worker,
+        attempt,
+        model_name: plan.model.id.clone(),
+        plan,
+        secrets,
+        model_path,
+        resume,
+        lease_ms: state.config.lease_ms,
+        allow_outgoing: state.config.allow_outgoing.clone(),
+    }))
+}
+
+/// The newest checkpoint whose bytes are what its row says; damaged ones are discarded. The lease is kept meanwhile, since
+/// hashing large files takes its time.
+async fn verified_resume(
+    state: &AppState,
+    job: JobId,
+    attempt: u64,
+    mut resume: Option<CheckpointRow>,
+) -> Result<Option<CheckpointRow>, Refused> {
+    while let Some(checkpoint) = resume {
+        let CheckpointRow { step, attempt: writer, .. } = checkpoint;
+        let listed = checkpoint.files.clone();
+        let mut verifying =
+            std::pin::pin!(blocking_raw(state, move |files| files.checkpoint_verify(job, step, writer, &listed)));
+        let verdict = loop {
+            tokio::select! {
+                verdict = &mut verifying => break verdict,
+                () = tokio::time::sleep(Duration::from_millis(state.config.heartbeat_ms)) => {
+                    let beat = Beat { phase: crate::event::Phase::Loading, status_reason: None, step, eta_s: None };
+                    state.store.job_heartbeat(job, attempt, beat, clock_ms(), lease_ms(state)).await?;
+                }
+            }
+        };
+        match verdict {
+            Ok(()) => return Ok(Some(checkpoint)),
+            Err(error @ (FilesError::Mismatch { .. } | FilesError::BadName { .. })) => {
+                tracing::error!(%job, step, error = chain(&error), "a checkpoint is damaged and discarded");
+                resume = state.store.claim_discard_checkpoint(job, attempt, checkpoint.id, clock_ms()).await?;
+                blocking(state, move |files| files.checkpoint_remove(job, step, writer)).await?;
+            }
+            Err(error) => return Err(Refused::Problem(error.into())),
+        }
+    }
+    Ok(None)
+}
+
+/// Why a step on the way to a claim did not work.
+enum Refused {
+    Lost,
+    Problem(Problem),
+}
+
+impl From<StoreError> for Refused {
+    fn from(error: StoreError) -> Self {
+        match error {
+            StoreError::LeaseLost => Refused::Lost,
+            other => Refused::Problem(other.into()),
+        }
+    }
+}
+
+impl From<Problem> for Refused {
+    fn from(problem: Problem) -> Self {
+        Refused::Problem(problem)
+    }
+}
+
+/// `None` when the claim was lost meanwhile.
+fn unless_lost<T, E: Into<Refused>>(result: Result<T, E>) -> Result<Option<T>, Problem> {
+    match result.map_err(Into::into) {
+        Ok(value) => Ok(Some(value)),
+        Err(Refused::Lost) => Ok(None),
+        Err(Refused::Problem(problem)) => Err(problem),
+    }
+}
+
+async fn send_dataset(
+    State(state): State<AppState>,
+    Path((job, dataset)): Path<(JobId, DatasetId)>,
+    Query(Fence { attempt }): Query<Fence>,
+) -> Result<Response, Problem> {
+    state.store.claim_check(job, attempt).await?;
+    let plan = state.store.job_get(job).await?.plan()?;
+    let of_job = plan.dataset.id == dataset || plan.eval.is_some_and(|eval| eval.dataset.id == dataset);
+    if !of_job {
+        return Err(Problem::not_found("dataset of this job", dataset));
+    }
+    send(&state.files.dataset(dataset), "application/x-ndjson").await
+}
+
+async fn send_resume_file(
+    State(state): State<AppState>,
+    Path((job, name)): Path<(JobId, String)>,
+    Query(Fence { attempt }): Query<Fence>,
+) -> Result<Response, Problem> {
+    state.store.claim_check(job, attempt).await?;
+    let checkpoint = state.store.checkpoint_latest(job).await?;
+    let listed = checkpoint.filter(|checkpoint| checkpoint.files.iter().any(|file| file.name == name));
+    let Some(CheckpointRow { step, attempt: writer, .. }) = listed else {
+        return Err(Problem::not_found("file of the newest checkpoint", name));
+    };
+    send(&state.files.checkpoint_file(job, step, writer, &name)?, "application/octet-stream").await
+}
+
+async fn send(path: &std::path::Path, content_type: &'static str) -> Result<Response, Problem> {
+    let unreadable = |error| Problem::internal(format!("cannot read {}: {error}", path.display()));
+    let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
+    let size_bytes = file.metadata().await.map_err(unreadable)?.len();
+    let headers = [(header::CONTENT_TYPE, content_type.to_owned()), (header::CONTENT_LENGTH, size_bytes.to_string())];
+    Ok((headers, Body::from_stream(ReaderStream::with_capacity(file, PIECE_BYTES))).into_response())
+}
+
+async fn take_heartbeat(
+    State(state): State<AppState>,
+    Path(job): Path<JobId>,
+    Json(body): Json<Heartbeat>,
+) -> Result<Json<HeartbeatReply>, Problem> {
+    let Heartbeat { attempt, phase, status_reason, step, eta_s } = body;
+    let beat = Beat { phase, status_reason, step, eta_s };
+    let requested = state.store.job_heartbeat(job, attempt, beat, clock_ms(), lease_ms(&state)).await?;
+    Ok(Json(HeartbeatReply { requested, lease_ms: state.config.lease_ms }))
+}
+
+async fn append_events(
+    State(state): State<AppState>,
+    Path(job): Path<JobId>,
+    Json(body): Json<EventBatch>,
+) -> Result<StatusCode, Problem> {
+    state.store.events_append(job, &body, clock_ms()).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn upload_file(
+    State(state): State<AppState>,
+    Path((job, step, name)): Path<(JobId, u64, String)>,
+    Query(Fence { attempt }): Query<Fence>,
+    request: Request,
+) -> Result<StatusCode, Problem> {
+    crate::files::check_name(&name)?;
+    state.store.claim_check(job, attempt).await?;
+    let announced: u64 =
+        request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0);
+    if announced.saturating_add(DISK_RESERVE_BYTES) > state.files.free_bytes()? {
+        return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this file"));
+    }
+    let mut staged = state.files.stage(FILE_LIMIT_BYTES).await?;
+    let mut body = request.into_body().into_data_stream();
+    while let Some(piece) = body.next().await {
+        staged.write(&piece.map_err(|error| body_problem(&error))?).await?;
+    }
+    state.files.checkpoint_place(staged.finish().await?, job, step, attempt, &name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn publish_checkpoint(
+    State(state): State<AppState>,
+    Path((job, step)): Path<(JobId, u64)>,
+    Json(body): Json<Publish>,
+) -> Result<Json<Published>, Problem> {
+    let Publish { attempt, files, metrics } = body;
+    state.store.claim_check(job, attempt).await?;
+    if !files.iter().any(|file| file.name == "manifest.json") {
+        return Err(Problem::new(Code::InvalidBody, "a checkpoint has a manifest.json: upload and list it too"));
+    }
+    let files = Arc::new(files);
+    let listed = files.clone();
+    blocking(&state, move |data| data.checkpoint_commit(job, step, attempt, &listed)).await?;
+    let checkpoint = PublishCheckpoint { job, attempt, step, files: &files, metrics: &metrics };
+    let publication = state.store.checkpoint_publish(checkpoint, clock_ms()).await?;
+    let removed = publication.removed;
+    // The new one is published: a directory that cannot be removed now is swept at the next start.
+    let swept = blocking(&state, move |data| {
+        removed.iter().try_for_each(|old| data.checkpoint_remove(old.job, old.step, old.attempt))
+    });
+    if let Err(problem) = swept.await {
+        tracing::warn!(%job, ?problem, "a rotated checkpoint could not be removed");
+    }
+    Ok(Json(Published { checkpoint: publication.id }))
+}
+
+async fn finish_job(
+    State(state): State<AppState>,
+    Path(job): Path<JobId>,
+    Json(body): Json<Finish>,
+) -> Result<StatusCode, Problem> {
+    let Finish { attempt, outcome } = body;
+    state.store.job_finish(job, attempt, outcome, clock_ms()).await?;
+    if let Err(problem) = blocking(&state, move |files| files.staged_remove(job, attempt)).await {
+        tracing::warn!(%job, ?problem, "unpublished uploads could not be removed");
+    }
+    Ok(StatusCode::NO_CONTENT)
+}
+
+fn lease_ms(state: &AppState) -> i64 {
+    i64::try_from(state.config.lease_ms).unwrap_or(i64::MAX)
+}
+
+/// Runs blocking work on the data directory beside the async threads.
+async fn blocking<T: Send + 'static>(
+    state: &AppState,
+    work: impl FnOnce(&crate::files::DataDir) -> Result<T, FilesError> + Send + 'static,
+) -> Result<T, Problem> {
+    blocking_raw(state, work).await.map_err(Problem::from)
+}
+
+async fn blocking_raw<T: Send + 'static>(
+    state: &AppState,
+    work: impl FnOnce(&crate::files::DataDir) -> Result<T, FilesError> + Send + 'static,
+) -> Result<T, FilesError> {
+    let files = state.files.clone();
+    tokio::task::spawn_blocking(move || work(&files)).await.unwrap_or_else(|error| {
+        Err(FilesError::Io {
+            doing: "work on files in the background, under",
+            path: state.files.root().to_owned(),
+            source: std::io::Error::other(error),
+        })
+    })
 }

@@ -1,4 +1,7 @@
 //! Chat templates: Jinja in a sandbox (no files, bounded work and output), with what transformers gives to templates.
+//!
+//! The sandbox bounds instructions, recursion, repetition and output, but not the size of one string that a template
+//! doubles in a variable: a template belongs to a model that the operator chose.
 
 use std::sync::Arc;
 

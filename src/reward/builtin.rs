@@ -4,7 +4,7 @@ use futures::future::BoxFuture;
 use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
-use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure};
+use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{LengthPlan, RewardKind};
 
@@ -87,7 +87,7 @@ impl Builtin {
                 Err(missing) => Err(missing),
                 Ok(None) => Ok(RewardValue::NotApplicable),
                 Ok(Some(reference)) => match last_number(&reference) {
-                    None => Err(Judgement::missing(
+                    None => Err(no_value(
                         "column_not_a_number",
                         format!("the column '{column}' of this row contains no number"),
                     )),
@@ -98,7 +98,7 @@ impl Builtin {
             },
             Check::Regex(regex) => Ok(yes_no(regex.is_match(completion))),
         };
-        value.map_or_else(|missing| missing, Judgement::value)
+        value.map_or_else(|error| Judgement::missing(error.code, error.message), Judgement::value)
     }
 }
 
@@ -127,6 +127,10 @@ fn length(completion: &str, plan: &LengthPlan) -> f64 {
     band + if is_sentence { plan.sentence_bonus } else { 0.0 }
 }
 
+fn no_value(code: &str, message: String) -> SampleError {
+    SampleError { code: code.to_owned(), message }
+}
+
 fn yes_no(yes: bool) -> RewardValue {
     RewardValue::Number(if yes { 1.0 } else { 0.0 })
 }
@@ -136,19 +140,19 @@ fn folded(text: &str, ignore_case: bool) -> String {
 }
 
 /// The column as text; `None` where it is null (the reward does not apply to this row).
-fn text_column(columns: &Map<String, Value>, column: &str) -> Result<Option<String>, Judgement> {
+fn text_column(columns: &Map<String, Value>, column: &str) -> Result<Option<String>, SampleError> {
     match columns.get(column) {
         Some(Value::String(text)) => Ok(Some(text.clone())),
         Some(Value::Null) => Ok(None),
         Some(Value::Number(number)) => Ok(Some(number.to_string())),
         Some(Value::Bool(value)) => Ok(Some(value.to_string())),
-        Some(Value::Array(_) | Value::Object(_)) => Err(Judgement::missing(
+        Some(Value::Array(_) | Value::Object(_)) => Err(no_value(
             "column_not_text",
             format!("the column '{column}' of this row is a list or an object; it must be a string or a number"),
         )),
         None => {
             let there = columns.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-            Err(Judgement::missing(
+            Err(no_value(
                 "column_missing",
                 format!(
                     "this row has no column '{column}'; its columns are: {}",

@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use serde_json::Value;
 
 use super::foreign::advice;
-use super::reader::{Field, Reader, shown};
+use super::reader::{Errors, Field, FieldError, Reader, shown};
 use super::{
     ContainsPlan, LengthPlan, MatchPlan, NumberMatchPlan, OnInvalid, RegexPlan, RewardKind, RewardPlan, RewardSecrets,
     WebhookPlan,
@@ -111,6 +112,22 @@ pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<Stri
         );
     }
     (rewards, secrets)
+}
+
+/// Reads the one reward in the field `reward` of a document; any weight will do.
+///
+/// # Errors
+/// All of its errors, with pointers into the document.
+pub fn read_single_reward(document: &Value) -> Result<(RewardPlan, RewardSecrets), Vec<FieldError>> {
+    let errors = Errors::default();
+    let field = Reader::document(document, &errors)
+        .required("reward", "give the reward as in a job, {\"type\": \"webhook\", \"url\": \"…\"} say");
+    let reward = field.object().and_then(|reader| read_reward(&reader));
+    let errors = errors.into_vec();
+    match reward {
+        Some(reward) if errors.is_empty() => Ok(reward),
+        _ => Err(errors),
+    }
 }
 
 fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {

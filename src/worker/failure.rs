@@ -18,6 +18,9 @@ fn failure(class: FailureClass, code: &str, message: String, position: Position,
 
 /// The engine could not go on.
 pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
+    if let EngineError::Host(failure) = error {
+        return Failure { phase: Some(position.phase), step: Some(position.step), ..failure.clone() };
+    }
     let class = match error.class() {
         EngineClass::User => FailureClass::User,
         EngineClass::Infra => FailureClass::Infra,
@@ -29,9 +32,15 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
         EngineError::Text(_) => ("text_invalid", Some("check the prompts, the tokenizer and the chat template")),
         EngineError::Adapter(_) => ("adapter_invalid", None),
         EngineError::Input(_) => ("invalid_input", None),
-        EngineError::NonFinite { .. } => {
-            ("not_finite", Some("lower optimizer.learning_rate, or check the model's weights"))
-        }
+        EngineError::Prompts(_) => ("prompts_invalid", Some("drop or shorten these prompts, then submit again")),
+        EngineError::NonFinite { .. } | EngineError::Diverged { .. } => (
+            "diverged",
+            Some(
+                "lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before, check the model if there is none",
+            ),
+        ),
+        EngineError::Checkpoint(_) => ("checkpoint_invalid", Some("resume from an older checkpoint, or submit again")),
+        EngineError::Host(_) => ("host", None),
         EngineError::Tensor(_) => {
             ("tensor_error", Some("see the job's log; retry, with smaller batches if memory was short"))
         }

@@ -5,14 +5,18 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 use rlood::engine::model::{Adapter, Policy, Row};
+use rlood::engine::optim::{AdamW, clip_gradient_norm};
 use rlood::engine::text::Text;
 use rlood::modelcard;
+use rlood::spec::{LrSchedulerType, OptimizerPlan};
 use serde_json::Value;
 
 /// In f32: logits, and what follows from them.
 const LOGITS: f64 = 2e-4;
 /// Log-probs: the same, of sums over a vocabulary; the fixtures round to 6 digits.
 const LOGPS: f64 = 2e-4;
+/// Log-probs after an optimizer step.
+const ADAMW: f64 = 1e-3;
 /// Gradients, relative to the tensor's norm.
 const GRADIENT: f64 = 1e-3;
 
@@ -79,6 +83,7 @@ fn check_case(dir: &Path) -> Checked<String> {
     if !expected["reinforce"].is_null() {
         policy.load_lora(&dir.join("lora")).map_err(chain)?;
         note("gradient", check_reinforce(&policy, &expected)?);
+        note("adamw", check_adamw(&mut policy, &expected)?);
     }
     Ok(worst.iter().map(|(what, error)| format!("{what} {error:.1e}")).collect::<Vec<String>>().join(", "))
 }
@@ -351,6 +356,44 @@ fn check_reinforce(policy: &Policy, expected: &Value) -> Checked<f64> {
             }
             worst = worst.max(error);
         }
+    }
+    Ok(worst)
+}
+
+/// One clipped AdamW step from the `lora` adapter, then the completions again.
+fn check_adamw(policy: &mut Policy, expected: &Value) -> Checked<f64> {
+    let section = &expected["adamw"];
+    if section.is_null() {
+        return Ok(0.0);
+    }
+    let number = |key: &str| section[key].as_f64().unwrap();
+    let betas = numbers(&section["betas"]);
+    let plan = OptimizerPlan {
+        learning_rate: number("lr"),
+        adam_beta1: betas[0],
+        adam_beta2: betas[1],
+        adam_epsilon: number("eps"),
+        weight_decay: number("weight_decay"),
+        max_grad_norm: number("max_norm"),
+        lr_scheduler_type: LrSchedulerType::Constant,
+        warmup_steps: 0,
+    };
+    let (_, mut gradient) = reinforce(policy, expected)?;
+    clip_gradient_norm(&mut gradient, plan.max_grad_norm);
+    let mut values = policy.parameter_values().map_err(chain)?;
+    AdamW::new(values.len()).update(&mut values, &gradient, plan.learning_rate, &plan).map_err(chain)?;
+    policy.set_parameter_values(&values).map_err(chain)?;
+    for info in policy.parameters() {
+        let part = &values[info.offset..info.offset + info.shape.iter().product::<usize>()];
+        let want = section["param_norms"][&info.name].as_f64();
+        close(&format!("adamw norm of {}", info.name), norm(part), want.unwrap_or(f64::NAN), 1e-4)?;
+    }
+    // The first step moves every weight by about lr, whatever its gradient's size: tiny gradients are amplified.
+    let mut worst = 0f64;
+    for (index, (prompt, completion, want)) in completions(&section["completions"]).into_iter().enumerate() {
+        let scores =
+            policy.score(&[Row { prompt: &prompt, completion: &completion }], 1.0, Adapter::On).map_err(chain)?;
+        worst = worst.max(all_close(&format!("adamw completion {index}"), &scores[0].logps, want, ADAMW)?);
     }
     Ok(worst)
 }

@@ -20,18 +20,20 @@ use rlood::sample::{RewardSample, RewardValue};
 use rlood::spec::{RewardPlan, RewardSecrets};
 use serde_json::{Map, Value, json};
 
+/// Headers and body of every request, as they came.
+type Seen = Arc<Mutex<Vec<(HeaderMap, Vec<u8>)>>>;
 type Reply = dyn Fn(usize, &Value) -> Response<Body> + Send + Sync;
 
 /// A reward service whose nth answer (from 0) is up to the test; it keeps every request.
 struct Service {
     address: SocketAddr,
-    seen: Arc<Mutex<Vec<(HeaderMap, Vec<u8>)>>>,
+    seen: Seen,
     task: tokio::task::JoinHandle<()>,
 }
 
 #[derive(Clone)]
 struct Shared {
-    seen: Arc<Mutex<Vec<(HeaderMap, Vec<u8>)>>>,
+    seen: Seen,
     count: Arc<AtomicUsize>,
     reply: Arc<Reply>,
 }

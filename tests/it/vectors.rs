@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use rlood::engine::advantage::{AdvantageConfig, RewardWeight, advantages, combine_rewards, sequence_kl};
-use rlood::engine::head::log_probs;
 use rlood::engine::loss::{LossConfig, LossRow, row_loss, total_loss};
 use rlood::engine::metrics::{KlRow, RolloutRows, advantage_metrics, kl_metrics, loss_metrics, rollout_metrics};
+use rlood::engine::ops::token_scores;
 use rlood::engine::rollout::{Batching, TrlBatching, cut_completion, is_included};
 use rlood::event::{FinishReason, Metrics};
 use rlood::sample::{RewardValue, Score};
@@ -201,12 +201,12 @@ fn logprob_from_logits(report: &mut Report, section: &Value) {
             let tokens = ids(&section["token_ids"][row]);
             let shape = (tokens.len(), logits.len() / tokens.len());
             let logits = Tensor::from_vec(logits, shape, &device).expect("logits");
-            let tokens = Tensor::new(tokens, &device).expect("ids");
-            let (logps, entropies) = log_probs(&logits, &tokens, temperature).expect("log-probs");
-            let host = |tensor: Tensor| tensor.to_vec1::<f32>().expect("f32").into_iter().map(f64::from);
+            let scores = token_scores(&logits, &tokens, temperature).expect("log-probs");
+            let logps: Vec<f64> = scores.iter().map(|score| f64::from(score.logp)).collect();
+            let entropies: Vec<f64> = scores.iter().map(|score| f64::from(score.entropy)).collect();
             let at = |name: &str| format!("{name} at temperature {temperature}, row {row}");
-            report.numbers(&at("token_logps"), &host(logps).collect::<Vec<_>>(), &result["token_logps"][row]);
-            report.numbers(&at("entropy"), &host(entropies).collect::<Vec<_>>(), &result["entropy"][row]);
+            report.numbers(&at("token_logps"), &logps, &result["token_logps"][row]);
+            report.numbers(&at("entropy"), &entropies, &result["entropy"][row]);
         }
     }
     report.equal("results", array(&section["results"]).is_empty(), false);

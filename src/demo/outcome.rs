@@ -1,0 +1,145 @@
+//! What the job achieved, read back over HTTP.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::api::Api;
+use super::{DemoError, bundle, system};
+use crate::files;
+
+/// Held-out accuracy that `--exit` asks for.
+const GOAL_ACCURACY: f64 = 0.9;
+/// And how much it must have risen.
+const GOAL_RISE: f64 = 0.2;
+/// Prompts that are shown with their answers.
+const SHOWN: usize = 5;
+/// The held-out metric: the built-in reward of weight 0.
+const ACCURACY: &str = "eval_rewards/exact_match/mean";
+
+/// Before and after.
+pub struct Outcome {
+    job: String,
+    before: f64,
+    after: f64,
+    shown: Vec<Shown>,
+    /// `reward`, `kl` … of the first and the last step.
+    metrics: Vec<(String, Option<f64>, Option<f64>)>,
+    adapter_dir: PathBuf,
+    adapter_sha256: String,
+}
+
+/// One held-out prompt with its answers.
+struct Shown {
+    question: String,
+    right: String,
+    before: String,
+    after: String,
+}
+
+impl Outcome {
+    /// Reads everything back, and unpacks the adapter into `data_dir/adapter`.
+    pub async fn read(api: &Api, job: &str, steps: u64, data_dir: &Path) -> Result<Self, DemoError> {
+        let path = format!("/jobs/{job}/metrics");
+        let rows = api.get(&path, &[]).await?;
+        let rows = rows["data"].as_array().cloned().unwrap_or_default();
+        let at = |step: u64| rows.iter().find(|row| row["step"] == step);
+        let accuracy = |step: u64| {
+            at(step)
+                .and_then(|row| row[ACCURACY].as_f64())
+                .ok_or_else(|| DemoError::Job(format!("{path} has no {ACCURACY} at step {step}")))
+        };
+        let value = |step: u64, key: &str| at(step).and_then(|row| row[key].as_f64());
+        let keys =
+            ["reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "completions/mean_length"];
+        let metrics = keys.iter().map(|key| ((*key).to_owned(), value(1, key), value(steps, key))).collect();
+        let (before, after) = (accuracy(0)?, accuracy(steps)?);
+
+        let mut shown = Vec::with_capacity(SHOWN);
+        for index in 0..SHOWN {
+            let row = index * (bundle::held_out_rows() / SHOWN);
+            let Some((question, right)) = bundle::held_out_row(row) else { continue };
+            let before = answer(api, job, 0, row, &question).await?;
+            let after = answer(api, job, steps, row, &question).await?;
+            shown.push(Shown { question, right, before, after });
+        }
+
+        let adapter_dir = data_dir.join("adapter");
+        let tar = api.download(&format!("/jobs/{job}/adapter")).await?;
+        tar::Archive::new(tar.as_slice())
+            .unpack(&adapter_dir)
+            .map_err(system(format!("unpack the adapter into {}", adapter_dir.display())))?;
+        let weights = adapter_dir.join("adapter_model.safetensors");
+        let (_, adapter_sha256) = files::hash_file(&weights).map_err(system(format!("read {}", weights.display())))?;
+        let outcome = Self { job: job.to_owned(), before, after, shown, metrics, adapter_dir, adapter_sha256 };
+        outcome.check_adapter(&api.get(&format!("/jobs/{job}/checkpoints"), &[]).await?)?;
+        Ok(outcome)
+    }
+
+    /// What was downloaded is what the server says it has.
+    fn check_adapter(&self, checkpoints: &Value) -> Result<(), DemoError> {
+        let files = checkpoints["data"][0]["files"].as_array().cloned().unwrap_or_default();
+        let listed = files.iter().find(|file| file["name"] == "adapter_model.safetensors").map(|file| &file["sha256"]);
+        if listed.and_then(Value::as_str) == Some(&self.adapter_sha256) {
+            return Ok(());
+        }
+        Err(DemoError::Job("the downloaded adapter does not have the sha256 that the checkpoint lists".to_owned()))
+    }
+
+    /// Prints it for people.
+    pub fn print(&self, api: &Api, took: Duration) {
+        let Self { job, before, after, shown, metrics, adapter_dir, adapter_sha256 } = self;
+        let base = api.base();
+        println!(
+            "\nheld-out exact match, greedy, {} prompts: {before:.3} before, {after:.3} after ({:.0} s in all)\n",
+            bundle::held_out_rows(),
+            took.as_secs_f64()
+        );
+        println!("  {:<34} {:>6}   {:>8}   {:>8}", "prompt", "right", "before", "after");
+        for Shown { question, right, before, after } in shown {
+            let mark = |given: &str| {
+                if given.trim() == right { format!("{} ✓", given.trim()) } else { format!("{} ✗", given.trim()) }
+            };
+            println!("  {question:<34} {right:>6}   {:>8}   {:>8}", mark(before), mark(after));
+        }
+        println!("\n  {:<34} {:>10}   {:>10}", "metric", "first step", "last step");
+        let number = |value: &Option<f64>| value.map_or("–".to_owned(), |value| format!("{value:.4}"));
+        for (name, first, last) in metrics {
+            println!("  {name:<34} {:>10}   {:>10}", number(first), number(last));
+        }
+        println!("\nadapter   {} (PEFT: PeftModel.from_pretrained loads it)", adapter_dir.display());
+        println!("          adapter_model.safetensors sha256 {adapter_sha256}");
+        println!("\ngo on     {base}/docs");
+        println!("          curl {base}/jobs/{job}");
+        println!("          curl '{base}/jobs/{job}/metrics?keys=reward,kl&format=csv'");
+        println!("          curl '{base}/jobs/{job}/samples?phase=eval&sort=worst'");
+        println!("          curl {base}/jobs/{job}/adapter | tar t");
+    }
+
+    /// The exit code of `--exit`, said aloud.
+    pub fn judge(&self) -> ExitCode {
+        let Self { before, after, .. } = self;
+        if *after >= GOAL_ACCURACY && after - before >= GOAL_RISE {
+            println!("\ngoal reached: {after:.3} ≥ {GOAL_ACCURACY}, risen by {:.3} ≥ {GOAL_RISE}", after - before);
+            return ExitCode::SUCCESS;
+        }
+        println!(
+            "\ngoal missed: held-out accuracy {after:.3} (goal ≥ {GOAL_ACCURACY}), risen by {:.3} (goal ≥ {GOAL_RISE}); try more --steps or another --seed",
+            after - before
+        );
+        ExitCode::FAILURE
+    }
+}
+
+/// The greedy answer to a held-out prompt after `step`.
+async fn answer(api: &Api, job: &str, step: u64, row: usize, question: &str) -> Result<String, DemoError> {
+    let (path, step) = (format!("/jobs/{job}/samples"), step.to_string());
+    let found = api.get(&path, &[("phase", "eval"), ("step", &step), ("q", question), ("limit", "100")]).await?;
+    let prompt_id = format!("row_{row}");
+    let sample =
+        found["data"].as_array().into_iter().flatten().find(|sample| sample["prompt_id"] == prompt_id.as_str());
+    let completion = sample.and_then(|sample| sample["completion"].as_str()).map(str::to_owned);
+    completion.ok_or_else(|| DemoError::Job(format!("{path} has no completion for {prompt_id} at step {step}")))
+}

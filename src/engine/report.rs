@@ -1,0 +1,209 @@
+//! What a step and an evaluation say to the outside: metrics and samples.
+
+use super::Update;
+use super::advantage::{RewardWeight, combine_rewards};
+use super::block::Block;
+use super::checkpoint::TrainerState;
+use super::error::{EngineError, Result};
+use super::host::{Rollout, RolloutCompletion, RolloutGroup};
+use super::memory::peak_resident_bytes;
+use super::metrics::{KlRow, RolloutRows, advantage_metrics, entropy, kl_metrics, loss_metrics, rollout_metrics};
+use super::prompts::TokenizedPrompt;
+use super::text::Text;
+use crate::event::{Metrics, Sample, SamplePhase};
+use crate::spec::Plan;
+
+/// Wall-clock seconds of the parts of a step.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct StepSeconds {
+    /// Rollout to update.
+    pub total: f64,
+    /// Sampling.
+    pub generate: f64,
+    /// Waiting for rewards.
+    pub reward: f64,
+    /// Passes without gradient: old and reference log-probs.
+    pub reference: f64,
+    /// Forward, backward, optimizer.
+    pub train: f64,
+    /// Checkpoints written since the last step's metrics (a step's own checkpoint comes after its metrics).
+    pub checkpoint: f64,
+}
+
+/// What the metrics of a step are made of.
+pub(super) struct StepReport<'a> {
+    pub reward_names: &'a [String],
+    pub block: &'a Block,
+    pub update: &'a Update,
+    /// After the step.
+    pub state: &'a TrainerState,
+    /// The rollout is new: its own metrics are reported too.
+    pub first_use: bool,
+    pub seconds: &'a StepSeconds,
+}
+
+/// The metrics of one optimizer step, by TRL's names; what is not finite is `None`.
+pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
+    let StepReport { reward_names, block, update, state, first_use, seconds } = *report;
+    let values = &block.values;
+    let mut metrics = Metrics::from([
+        ("loss".into(), Some(update.loss)),
+        ("grad_norm".into(), Some(update.grad_norm)),
+        ("learning_rate".into(), Some(update.learning_rate)),
+        ("num_tokens".into(), Some(state.num_tokens as f64)),
+        ("epoch".into(), Some(state.epoch)),
+        ("skipped_updates".into(), Some(state.skipped_updates as f64)),
+    ]);
+    if let Some(step) = &update.step_gradient {
+        metrics.extend(loss_metrics(&step.losses));
+        let included = &values.included[update.slice.clone()];
+        let entropies =
+            step.scores.iter().zip(included).map(|(score, included)| (score.entropies.as_slice(), *included));
+        metrics.insert("entropy".into(), Some(entropy(entropies)));
+        if first_use {
+            let log_ratio_max = step.losses.iter().map(|row| (row.new_logp - row.old_logp).abs()).fold(0.0, f64::max);
+            metrics.insert("sampling/log_ratio_max".into(), Some(log_ratio_max));
+        }
+    }
+    if first_use {
+        metrics.extend(rollout_metrics(&RolloutRows {
+            reward_names,
+            scores: &block.rollout.scores(),
+            weighted: &values.weighted,
+            lengths: &block.rollout.lengths(),
+            finish_reasons: &block.rollout.finish_reasons(),
+        }));
+        if values.results.advantages.len() == block.len() {
+            metrics.extend(advantage_metrics(&values.results));
+        }
+        if values.ref_logps.len() == block.len() && values.old_logps.len() == block.len() {
+            let rows = values.old_logps.iter().zip(&values.ref_logps).zip(&values.included);
+            let rows = rows.map(|((old_logps, ref_logps), &included)| KlRow { old_logps, ref_logps, included });
+            metrics.extend(kl_metrics(&rows.collect::<Vec<_>>()));
+        }
+    }
+    time_metrics(&mut metrics, report, seconds);
+    metrics.values_mut().for_each(|value| *value = value.filter(|value| value.is_finite()));
+    metrics
+}
+
+fn time_metrics(metrics: &mut Metrics, report: &StepReport<'_>, seconds: &StepSeconds) {
+    let StepSeconds { total, generate, reward, reference, train, checkpoint } = *seconds;
+    let named = [
+        ("generate", generate),
+        ("reward", reward),
+        ("reference", reference),
+        ("train", train),
+        ("checkpoint", checkpoint),
+    ];
+    metrics.insert("step_time".into(), Some(total));
+    metrics.extend(named.map(|(name, seconds)| (format!("step_time/{name}"), Some(seconds))));
+    let trained: usize = report
+        .block
+        .rollout
+        .rows()
+        .skip(report.update.slice.start)
+        .take(report.update.slice.len())
+        .map(|row| row.prompt.len() + row.completion.len())
+        .sum();
+    metrics.insert("tokens_per_second/train".into(), Some(trained as f64 / train));
+    if generate > 0.0 {
+        let sampled = report.block.num_completion_tokens() as f64;
+        metrics.insert("tokens_per_second/rollout".into(), Some(sampled / generate));
+    }
+    if let Some(bytes) = peak_resident_bytes() {
+        metrics.insert("memory/peak_resident_bytes".into(), Some(bytes as f64));
+    }
+}
+
+/// Metrics that are the same in every run of the plan: no times, no memory.
+pub(super) fn without_times(metrics: &Metrics) -> Metrics {
+    let of_the_machine = ["step_time", "tokens_per_second/", "memory/"];
+    let kept = metrics.iter().filter(|(name, _)| !of_the_machine.iter().any(|prefix| name.starts_with(prefix)));
+    kept.map(|(name, value)| (name.clone(), *value)).collect()
+}
+
+/// The samples of a block, at its first use.
+pub(super) fn train_samples(
+    step: u64,
+    block: &Block,
+    prompts: &[TokenizedPrompt],
+    text: &Text,
+    reward_names: &[String],
+) -> Result<Vec<Sample>> {
+    let values = &block.values;
+    let rows = block.rollout.completions().enumerate();
+    rows.map(|(row, (group, completion))| {
+        Ok(Sample {
+            group_id: format!("g_{}_{}", block.index, row / group.completions.len().max(1)),
+            reward: values.weighted[row],
+            kl: values.sequence_kl(row).filter(|kl| kl.is_finite()),
+            advantage: values.results.advantages.get(row).copied().filter(|advantage| advantage.is_finite()),
+            ..sample(step, SamplePhase::Train, group, completion, prompts, text, reward_names)?
+        })
+    })
+    .collect()
+}
+
+/// Metrics (prefixed `eval_`) and samples of an evaluation.
+pub(super) fn evaluation(
+    step: u64,
+    rollout: &Rollout,
+    plan: &Plan,
+    prompts: &[TokenizedPrompt],
+    text: &Text,
+    reward_names: &[String],
+) -> Result<(Metrics, Vec<Sample>)> {
+    let weights = RewardWeight::of_plan(&plan.rewards);
+    let scores = rollout.scores();
+    let combine = |values| combine_rewards(values, &weights, plan.rloo.combine);
+    let weighted: Vec<Option<f64>> = scores.iter().map(|score| combine(&score.values)).collect();
+    let metrics = rollout_metrics(&RolloutRows {
+        reward_names,
+        scores: &scores,
+        weighted: &weighted,
+        lengths: &rollout.lengths(),
+        finish_reasons: &rollout.finish_reasons(),
+    });
+    let metrics = metrics.into_iter().map(|(name, value)| (format!("eval_{name}"), value)).collect();
+    let rows = rollout.completions().enumerate();
+    let samples = rows.map(|(row, (group, completion))| {
+        Ok(Sample {
+            group_id: format!("e_{step}_{}", group.row),
+            reward: weighted[row],
+            ..sample(step, SamplePhase::Eval, group, completion, prompts, text, reward_names)?
+        })
+    });
+    Ok((metrics, samples.collect::<Result<_>>()?))
+}
+
+/// What every sample holds; group, reward, KL and advantage are the caller's.
+fn sample(
+    step: u64,
+    phase: SamplePhase,
+    group: &RolloutGroup,
+    completion: &RolloutCompletion,
+    prompts: &[TokenizedPrompt],
+    text: &Text,
+    reward_names: &[String],
+) -> Result<Sample> {
+    let values = completion.score.values.iter().map(|value| value.number());
+    Ok(Sample {
+        step,
+        phase,
+        group_id: String::new(),
+        prompt_id: format!("row_{}", group.row),
+        prompt: match prompts.get(group.row as usize) {
+            Some(prompt) if prompt.ids == group.prompt_ids => prompt.text.clone(),
+            // A recorded rollout may hold another prompt.
+            Some(_) | None => text.decode(&group.prompt_ids, false).map_err(EngineError::from)?,
+        },
+        completion: text.decode(&completion.ids, true).map_err(EngineError::from)?,
+        rewards: reward_names.iter().cloned().zip(values).collect(),
+        reward: None,
+        kl: None,
+        advantage: None,
+        finish_reason: completion.finish_reason,
+        num_tokens: completion.ids.len() as u32,
+    })
+}

@@ -1,0 +1,90 @@
+//! Forward and backward over the completions of one optimizer step, in micro-batches of whole groups.
+
+use std::ops::Range;
+
+use super::error::Result;
+use super::loss::RowLoss;
+use super::memory::micro_batches;
+use super::model::{Adapter, Policy, Row, RowScore};
+
+/// How a step's completions are cut; score and update cut alike, so that equal weights give equal bits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MicroBatching {
+    /// Rows of a group, contiguous, never cut.
+    pub num_generations: usize,
+    /// Tokens of a micro-batch, at least one group.
+    pub max_tokens: usize,
+    /// Divides the logits.
+    pub temperature: f64,
+}
+
+impl MicroBatching {
+    fn cut(&self, rows: &[Row<'_>]) -> Vec<Range<usize>> {
+        let tokens: Vec<usize> = rows.iter().map(|row| row.prompt.len() + row.completion.len()).collect();
+        micro_batches(&tokens, self.num_generations, self.max_tokens)
+    }
+}
+
+/// Log-probs and entropies of every completion, without gradient; `None` when `stop` said so between micro-batches.
+pub fn score_rows(
+    policy: &Policy,
+    rows: &[Row<'_>],
+    batching: &MicroBatching,
+    adapter: Adapter,
+    stop: &dyn Fn() -> bool,
+) -> Result<Option<Vec<RowScore>>> {
+    let mut scores = Vec::with_capacity(rows.len());
+    for batch in batching.cut(rows) {
+        if stop() {
+            return Ok(None);
+        }
+        scores.extend(policy.score(&rows[batch], batching.temperature, adapter)?);
+    }
+    Ok(Some(scores))
+}
+
+/// What the completions of one optimizer step add up to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepGradient {
+    /// dL/dparameter, flat, not yet clipped.
+    pub gradient: Vec<f32>,
+    /// One a completion.
+    pub losses: Vec<RowLoss>,
+    /// The policy's log-probs and entropies, one a completion.
+    pub scores: Vec<RowScore>,
+}
+
+/// Losses of the rows in a range, given what the policy says of them now.
+pub type RowLosses<'a> = dyn FnMut(Range<usize>, &[RowScore]) -> Vec<RowLoss> + 'a;
+
+/// The gradient of the whole step. `losses` already carry the step's one denominator, so the cut changes no number but
+/// by the rounding of the sum. `None` when `stop` said so between micro-batches.
+pub fn step_gradient(
+    policy: &Policy,
+    rows: &[Row<'_>],
+    batching: &MicroBatching,
+    losses: &mut RowLosses<'_>,
+    stop: &dyn Fn() -> bool,
+) -> Result<Option<StepGradient>> {
+    let num_parameters = policy.parameters().iter().map(|info| info.shape.iter().product::<usize>()).sum();
+    let mut step = StepGradient {
+        gradient: vec![0.0; num_parameters],
+        losses: Vec::with_capacity(rows.len()),
+        scores: Vec::new(),
+    };
+    for batch in batching.cut(rows) {
+        if stop() {
+            return Ok(None);
+        }
+        let StepGradient { gradient, losses: all, scores } = &mut step;
+        let mut backward = |batch_scores: &[RowScore]| {
+            let batch_losses = losses(batch.clone(), batch_scores);
+            let gradients = batch_losses.iter().zip(batch_scores);
+            let gradients = gradients.map(|(loss, score)| loss.token_gradient(score.logps.len())).collect();
+            all.extend(batch_losses);
+            Ok(gradients)
+        };
+        scores.extend(policy.forward_backward(&rows[batch.clone()], batching.temperature, &mut backward, gradient)?);
+    }
+    Ok(Some(step))
+}

@@ -1,0 +1,243 @@
+//! The reward contract v1 as types: what the document says under `webhooks`. The code that speaks it is in `reward`.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::openapi::path::Paths;
+use utoipa::openapi::{Components, OpenApi};
+use utoipa::{OpenApi as _, ToSchema};
+
+use super::list::Time;
+use crate::event::{FinishReason, SamplePhase};
+use crate::id::{JobId, RewardRequestId};
+
+/// Score these completions.
+#[derive(Serialize, ToSchema)]
+struct RewardRequest {
+    /// `reward.score.request`.
+    #[serde(rename = "type")]
+    #[schema(pattern = "^reward\\.score\\.request$", example = "reward.score.request")]
+    kind: String,
+    /// Of the contract: `1`.
+    #[schema(pattern = "^1$", example = "1")]
+    version: String,
+    /// Also in `webhook-id` and `idempotency-key`: the same over all tries of this request.
+    id: RewardRequestId,
+    /// When the request was made; tries repeat the same bytes.
+    #[schema(value_type = Time)]
+    timestamp: Time,
+    /// Who asks.
+    job: RewardRequestJob,
+    /// Which reward of the job.
+    reward: RewardRequestReward,
+    /// From the first try, ms: later answers are of no use.
+    #[schema(example = 300_000)]
+    deadline_ms: u64,
+    /// How to answer.
+    reply: RewardRequestReply,
+    /// Whole groups: all completions of a prompt together, unless a group is larger than `max_batch_samples`.
+    #[schema(min_items = 1)]
+    samples: Vec<RewardRequestSample>,
+}
+
+/// Who asks.
+#[derive(Serialize, ToSchema)]
+struct RewardRequestJob {
+    /// The job.
+    id: JobId,
+    /// Optimizer steps done when the completions were sampled.
+    step: u64,
+    /// Training or evaluation.
+    phase: SamplePhase,
+}
+
+/// Which reward of the job.
+#[derive(Serialize, ToSchema)]
+struct RewardRequestReward {
+    /// Its name.
+    #[schema(example = "helpful")]
+    name: String,
+    /// `params` of the job's reward, as given.
+    params: Value,
+}
+
+/// How to answer.
+#[derive(Serialize, ToSchema)]
+struct RewardRequestReply {
+    /// `sync`: in the answer to this request.
+    #[schema(example = json!(["sync"]))]
+    modes: Vec<String>,
+}
+
+/// A completion to score.
+#[derive(Serialize, ToSchema)]
+struct RewardRequestSample {
+    /// Unique in the request; the answer names it.
+    #[schema(example = "s_0")]
+    sample_id: String,
+    /// Completions of one prompt share it.
+    #[schema(example = "g_0")]
+    group_id: String,
+    /// The dataset's row.
+    #[schema(example = "row_17")]
+    prompt_id: String,
+    /// The prompt as chat messages, if it came as such.
+    #[schema(value_type = Option<Vec<Value>>)]
+    messages: Option<Value>,
+    /// The prompt as text, chat template applied.
+    prompt: String,
+    /// The completion, without special tokens.
+    completion: String,
+    /// Why it ended.
+    finish_reason: FinishReason,
+    /// Completion tokens.
+    num_tokens: u32,
+    /// The other columns of the row.
+    #[schema(value_type = std::collections::BTreeMap<String, Value>)]
+    columns: Value,
+}
+
+/// The scores; any of these forms.
+#[derive(Deserialize, ToSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+enum RewardAnswer {
+    /// By sample id.
+    Results(RewardResults),
+    /// One a sample, in the request's order.
+    Rewards {
+        /// Null = the reward does not apply to this sample.
+        rewards: Vec<Option<f64>>,
+    },
+    /// One a sample, in the request's order.
+    Scores {
+        /// Null = the reward does not apply to this sample.
+        scores: Vec<Option<f64>>,
+    },
+    /// One a sample, in the request's order.
+    Array(Vec<Option<f64>>),
+    /// For a request of one sample.
+    One {
+        /// Null = the reward does not apply to this sample.
+        reward: Option<f64>,
+    },
+}
+
+/// Scores by sample id. Unknown ids are ignored and counted, of duplicates the first wins, missing samples are asked for again.
+#[derive(Deserialize, ToSchema)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+struct RewardResults {
+    /// `1`.
+    version: Option<String>,
+    /// The request's.
+    id: Option<String>,
+    /// In any order.
+    results: Vec<RewardResult>,
+}
+
+/// The score of one sample, or why there is none.
+#[derive(Deserialize, ToSchema)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+struct RewardResult {
+    /// As in the request.
+    sample_id: String,
+    /// A finite number. Null without `error`: the reward does not apply to this sample. Null with `error`: it is missing, which is never 0.
+    reward: Option<f64>,
+    /// Why the reward is missing.
+    error: Option<RewardError>,
+    /// The service's own figures.
+    #[schema(value_type = Option<std::collections::BTreeMap<String, Value>>)]
+    metrics: Option<Value>,
+    /// The service's own words.
+    reason: Option<String>,
+}
+
+/// Why a reward is missing.
+#[derive(Deserialize, ToSchema)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+struct RewardError {
+    /// The service's own word.
+    #[schema(example = "judge_timeout")]
+    code: String,
+    /// Whether to ask for this sample again.
+    #[serde(default)]
+    retryable: bool,
+}
+
+/// Are you there?
+#[derive(Serialize, ToSchema)]
+struct RewardPing {
+    /// `reward.ping`.
+    #[serde(rename = "type")]
+    #[schema(pattern = "^reward\\.ping$", example = "reward.ping")]
+    kind: String,
+    /// Of the contract: `1`.
+    #[schema(pattern = "^1$", example = "1")]
+    version: String,
+    /// Of this request.
+    id: RewardRequestId,
+}
+
+/// What a service may say of itself.
+#[derive(Deserialize, ToSchema)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+struct RewardPong {
+    /// Most samples of a request.
+    max_batch_samples: Option<u32>,
+    /// `sync`, `async`.
+    modes: Option<Vec<String>>,
+    /// Lowest and highest reward.
+    range: Option<Vec<f64>>,
+}
+
+/// Score completions
+///
+/// Sent to each `webhook` reward's `url`, once for a batch of whole groups.
+///
+/// With a `secret` (`whsec_…`) requests are signed by Standard Webhooks: `webhook-signature` is `v1,` and the base64 HMAC-SHA256 of
+/// `id.timestamp.body` under the decoded secret. Connect errors, time-outs, 408, 425, 429 and 5xx are tried again with the same id and
+/// bytes (fresh timestamp and signature), `Retry-After` is honoured; 413 splits the request; a redirect is never followed; 410 pauses the
+/// job. A missing reward is never 0.
+#[utoipa::path(
+    post, path = "/reward.score.request", tag = "Reward contract", operation_id = "reward_score_request",
+    params(
+        ("webhook-id" = String, Header, description = "The request's id"),
+        ("webhook-timestamp" = String, Header, description = "Unix seconds of this try"),
+        ("webhook-signature" = Option<String>, Header, description = "`v1,BASE64`; several, separated by spaces, while a secret is rotated"),
+        ("idempotency-key" = String, Header, description = "The request's id"),
+    ),
+    request_body = RewardRequest,
+    responses(
+        (status = 200, description = "The scores", body = RewardAnswer,
+            example = json!({"version": "1", "id": "rwr_01jd0000000000000000000000", "results": [
+                {"sample_id": "s_0", "reward": 0.73, "reason": "short and right"},
+                {"sample_id": "s_1", "reward": null, "error": {"code": "judge_timeout", "retryable": true}}]})),
+        (status = 410, description = "This service is gone: the job pauses"),
+        (status = 413, description = "Too much at once: the request is split in halves"),
+        (status = 429, description = "Too fast: tried again after `Retry-After`"),
+        (status = "5XX", description = "Tried again"),
+    ),
+)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+fn reward_score_request() {}
+
+/// Handshake
+///
+/// Sent by the test endpoint and by validation. Any 2xx is a yes; the body is optional.
+#[utoipa::path(
+    post, path = "/reward.ping", tag = "Reward contract", operation_id = "reward_ping",
+    request_body = RewardPing,
+    responses((status = "2XX", description = "I am", body = Option<RewardPong>)),
+)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+fn reward_ping() {}
+
+#[derive(utoipa::OpenApi)]
+#[openapi(paths(reward_score_request, reward_ping))]
+struct Contract;
+
+/// The contract's webhooks by name, and the schemas they name.
+pub(super) fn webhooks() -> (Paths, Option<Components>) {
+    let OpenApi { mut paths, components, .. } = Contract::openapi();
+    paths.paths = paths.paths.into_iter().map(|(path, item)| (path.trim_start_matches('/').to_owned(), item)).collect();
+    (paths, components)
+}

@@ -1,0 +1,365 @@
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use super::template::ChatTemplate;
+use super::text::{Prompt, Text, TextError};
+use super::*;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity").join(name)
+}
+
+/// A copy of a fixture, to spoil.
+fn copy(name: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(fixture(name)).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_file() {
+            std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+        }
+    }
+    dir
+}
+
+fn edit(dir: &Path, file: &str, change: impl FnOnce(&mut Value)) {
+    let path = dir.join(file);
+    let mut value: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    change(&mut value);
+    std::fs::write(path, value.to_string()).unwrap();
+}
+
+fn error(dir: &Path) -> String {
+    read(dir).unwrap_err().to_string()
+}
+
+#[test]
+fn a_card_says_what_is_known() {
+    let card = read(&fixture("qwen3")).unwrap();
+    assert_eq!(card.arch, Arch::Qwen3);
+    assert_eq!(card.eos_token_ids, [2]);
+    assert_eq!(card.max_position_embeddings, 256);
+    assert_eq!(card.num_parameters, 217_920);
+    assert_eq!(card.config.head_dim, 32);
+    let names: Vec<&str> = card.files.iter().map(|f| f.name.as_str()).collect();
+    let expected =
+        ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+    assert_eq!(names, expected);
+    assert_eq!(read(&fixture("qwen3_sharded")).unwrap().files.len(), 9);
+}
+
+#[test]
+fn the_fingerprint_changes_with_any_file_that_matters_and_with_no_other() {
+    let dir = copy("qwen3");
+    let first = fingerprint(dir.path()).unwrap();
+    assert_eq!(first.len(), 64);
+    std::fs::write(dir.path().join("README.md"), "x").unwrap();
+    assert_eq!(fingerprint(dir.path()).unwrap(), first);
+    let mut bytes = std::fs::read(dir.path().join("model.safetensors")).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+    let second = fingerprint(dir.path()).unwrap();
+    assert_ne!(second, first);
+    std::fs::write(dir.path().join("chat_template.jinja"), "{{ messages }}").unwrap();
+    assert_ne!(fingerprint(dir.path()).unwrap(), second);
+}
+
+#[test]
+fn what_is_unsupported_is_refused_with_its_key_and_value() {
+    for (key, value) in [
+        ("model_type", json!("gemma2")),
+        ("model_type", json!(7)),
+        ("architectures", json!(["LlamaForSequenceClassification"])),
+        ("hidden_act", json!("gelu")),
+        ("attn_logit_softcapping", json!(50.0)),
+        ("final_logit_softcapping", json!(30.0)),
+        ("partial_rotary_factor", json!(0.5)),
+        ("quantization_config", json!({"quant_method": "gptq"})),
+        ("logits_scaling", json!(2.0)),
+        ("residual_multiplier", json!(0.5)),
+        ("num_experts", json!(8)),
+        ("rope_parameters.rope_type", json!("dynamic")),
+        ("rope_parameters.rope_type", json!("longrope")),
+        ("rope_parameters.partial_rotary_factor", json!(0.25)),
+        ("rope_parameters.full_attention", json!({"rope_theta": 1e4})),
+        ("layer_types", json!(["chunked_attention"])),
+        ("layer_types", json!(["full_attention"])),
+        ("hidden_size", json!(-64)),
+        ("hidden_size", json!(1e300)),
+        ("num_key_value_heads", json!(3)),
+        ("head_dim", json!(31)),
+        ("vocab_size", json!("320")),
+        ("rms_norm_eps", json!(0)),
+        ("tie_word_embeddings", json!("yes")),
+        ("num_hidden_layers", json!(200_000_000)),
+        ("eos_token_id", json!(["</s>"])),
+    ] {
+        let dir = copy("qwen3");
+        edit(dir.path(), "config.json", |config| {
+            let mut place = config;
+            for part in key.split('.') {
+                place = &mut place[part];
+            }
+            *place = value.clone();
+        });
+        let error = error(dir.path());
+        assert!(error.contains(key), "{key} = {value}: {error}");
+        assert!(error.contains(brief(&value).as_str()) || error.contains("; "), "{key} = {value}: {error}");
+        assert!(error.starts_with("config.json: "), "{error}");
+    }
+    // Neutral values are no reason to refuse.
+    let dir = copy("qwen3");
+    edit(dir.path(), "config.json", |config| {
+        for (key, value) in [
+            ("attn_logit_softcapping", Value::Null),
+            ("partial_rotary_factor", json!(1.0)),
+            ("num_experts", json!(0)),
+            ("alibi", json!(false)),
+            ("some_future_key", json!("x")),
+        ] {
+            config[key] = value;
+        }
+    });
+    read(dir.path()).unwrap();
+}
+
+#[test]
+fn rope_is_read_from_both_spellings() {
+    for (config, kind) in [
+        (
+            json!({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}),
+            RopeKind::Linear { factor: 4.0 },
+        ),
+        (
+            json!({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                   "original_max_position_embeddings": 32}}),
+            RopeKind::Yarn {
+                factor: 4.0,
+                original_max_position_embeddings: 32.0,
+                beta_fast: 32.0,
+                beta_slow: 1.0,
+                attention_factor: 0.1 * 4f64.ln() + 1.0,
+                truncate: true,
+            },
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5,
+                   "beta_fast": 16, "truncate": false}}),
+            RopeKind::Yarn {
+                factor: 8.0,
+                original_max_position_embeddings: 256.0,
+                beta_fast: 16.0,
+                beta_slow: 1.0,
+                attention_factor: (0.1 * 8f64.ln() + 1.0) / (0.05 * 8f64.ln() + 1.0),
+                truncate: false,
+            },
+        ),
+    ] {
+        let mut all = json!({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
+            "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256});
+        for (key, value) in config.as_object().unwrap() {
+            all[key] = value.clone();
+        }
+        assert_eq!(ModelConfig::from_json("config.json", &all).unwrap().rope, Rope { theta: 1e4, kind });
+    }
+}
+
+#[test]
+fn sliding_windows_follow_each_family() {
+    let base = json!({"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+        "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256});
+    let windows = |extra: Value| {
+        let mut all = base.clone();
+        for (key, value) in extra.as_object().unwrap() {
+            all[key] = value.clone();
+        }
+        ModelConfig::from_json("config.json", &all).map(|c| c.windows)
+    };
+    let w = Some(8);
+    assert_eq!(windows(json!({"model_type": "mistral", "sliding_window": 8})).unwrap(), [w, w, w]);
+    assert_eq!(windows(json!({"model_type": "mistral", "sliding_window": null})).unwrap(), [None; 3]);
+    assert_eq!(windows(json!({"model_type": "mistral"})).unwrap(), [Some(4096); 3]);
+    assert_eq!(windows(json!({"model_type": "llama", "sliding_window": 8})).unwrap(), [None; 3]);
+    assert_eq!(windows(json!({"model_type": "qwen2", "sliding_window": 8})).unwrap(), [None; 3]);
+    let qwen = json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": true, "max_window_layers": 2});
+    assert_eq!(windows(qwen).unwrap(), [None, None, w]);
+    let types = json!(["sliding_attention", "full_attention", "sliding_attention"]);
+    let qwen = json!({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": true, "layer_types": types});
+    assert_eq!(windows(qwen).unwrap(), [w, None, w]);
+    assert!(windows(json!({"model_type": "qwen3", "sliding_window": 8, "layer_types": types})).is_err());
+}
+
+#[test]
+fn damaged_weights_are_errors_that_name_the_file_and_the_tensor() {
+    let spoil = |change: &dyn Fn(&mut Vec<u8>)| {
+        let dir = copy("qwen3");
+        let path = dir.path().join("model.safetensors");
+        let mut bytes = std::fs::read(&path).unwrap();
+        change(&mut bytes);
+        std::fs::write(path, bytes).unwrap();
+        let error = error(dir.path());
+        assert!(error.starts_with("model.safetensors: "), "{error}");
+        error
+    };
+    let rename = |bytes: &mut Vec<u8>, from: &str, to: &str| {
+        let at = bytes.windows(from.len()).position(|w| w == from.as_bytes()).unwrap();
+        bytes[at..at + from.len()].copy_from_slice(to.as_bytes());
+    };
+    assert!(spoil(&|b| b.clear()).contains("too few"));
+    assert!(spoil(&|b| b.truncate(7)).contains("too few"));
+    assert!(spoil(&|b| b.truncate(b.len() - 1)).contains("claims bytes"));
+    assert!(spoil(&|b| b[..8].copy_from_slice(&u64::MAX.to_le_bytes())).contains("18446744073709551615"));
+    assert!(spoil(&|b| b[..8].copy_from_slice(&99_999_999u64.to_le_bytes())).contains("99999999"));
+    assert!(spoil(&|b| b[8] = b'x').contains("not JSON"));
+    assert!(spoil(&|b| rename(b, "layers.2.mlp.up_proj", "layers.2.mlp.up_proX")).contains("layers.2.mlp.up_proj"));
+    assert!(spoil(&|b| rename(b, "\"shape\":[320,64]", "\"shape\":[64,320]")).contains("[64, 320]"));
+    assert!(spoil(&|b| rename(b, "\"shape\":[320,64]", "\"shape\":[320,65]")).contains("cannot lie"));
+    assert!(spoil(&|b| rename(b, "\"dtype\":\"F32\"", "\"dtype\":\"I32\"")).contains("stored as I32"));
+
+    let dir = copy("qwen3");
+    std::fs::remove_file(dir.path().join("model.safetensors")).unwrap();
+    assert!(error(dir.path()).contains("model.safetensors.index.json"));
+    std::fs::write(dir.path().join("pytorch_model.bin"), "x").unwrap();
+    assert!(error(dir.path()).contains("save_pretrained"));
+
+    let dir = copy("qwen3_sharded");
+    edit(dir.path(), "model.safetensors.index.json", |i| i["weight_map"]["lm_head.weight"] = json!("../x.safetensors"));
+    assert!(error(dir.path()).contains("plain file name"));
+    std::fs::remove_file(dir.path().join("model-00002-of-00004.safetensors")).unwrap();
+    edit(dir.path(), "model.safetensors.index.json", |i| {
+        i["weight_map"].as_object_mut().unwrap().remove("lm_head.weight");
+        i["weight_map"]["model.norm.weight"] = json!("model-00002-of-00004.safetensors");
+    });
+    assert!(error(dir.path()).starts_with("model-00002-of-00004.safetensors: is missing"));
+}
+
+#[test]
+fn a_missing_or_damaged_tokenizer_is_an_error() {
+    let dir = copy("qwen3");
+    std::fs::write(dir.path().join("tokenizer.json"), "{\"model\": 3").unwrap();
+    assert!(error(dir.path()).starts_with("tokenizer.json: is not a tokenizer"));
+    std::fs::remove_file(dir.path().join("tokenizer.json")).unwrap();
+    assert!(error(dir.path()).starts_with("tokenizer.json: is missing"));
+    let dir = copy("qwen3");
+    std::fs::write(dir.path().join("tokenizer.json"), "{\"model\": {}}").unwrap();
+    assert!(matches!(Text::load(dir.path()), Err(TextError::Files(e)) if e.file == "tokenizer.json"));
+    assert!(error(&dir.path().join("nowhere")).contains("is not a directory"));
+}
+
+#[test]
+fn reading_garbage_never_panics() {
+    let dir = copy("qwen3");
+    for file in
+        ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+    {
+        let path = dir.path().join(file);
+        let good = std::fs::read(&path).unwrap();
+        let span = good.len().min(4000);
+        for i in 0..60usize {
+            let mut bytes = good.clone();
+            bytes[(i * 7919) % span] = (i * 31) as u8;
+            bytes[(i * 104_729) % span] ^= 1 << (i % 8);
+            if i % 5 == 0 {
+                bytes.truncate((i * 613) % span);
+            }
+            std::fs::write(&path, bytes).unwrap();
+            let _ = read(dir.path());
+        }
+        for text in ["", "null", "[]", "{}", "[[[[", "{\"chat_template\": 5}", "\u{feff}{}"] {
+            std::fs::write(&path, text).unwrap();
+            let _ = read(dir.path());
+        }
+        std::fs::write(&path, "[".repeat(100_000)).unwrap();
+        assert!(read(dir.path()).is_err());
+        std::fs::write(&path, good).unwrap();
+    }
+    read(dir.path()).unwrap();
+}
+
+#[test]
+fn every_eos_id_counts_and_a_model_without_one_is_refused() {
+    let dir = copy("qwen3");
+    edit(dir.path(), "generation_config.json", |g| g["eos_token_id"] = json!([7, 2, 7, 100_000]));
+    edit(dir.path(), "config.json", |c| c["eos_token_id"] = json!(9));
+    edit(dir.path(), "tokenizer_config.json", |t| t["eos_token"] = json!({"content": "<|endoftext|>"}));
+    assert_eq!(read(dir.path()).unwrap().eos_token_ids, [7, 2, 9, 0]);
+    edit(dir.path(), "generation_config.json", |g| g["eos_token_id"] = Value::Null);
+    edit(dir.path(), "config.json", |c| c["eos_token_id"] = Value::Null);
+    edit(dir.path(), "tokenizer_config.json", |t| t["eos_token"] = Value::Null);
+    assert!(error(dir.path()).contains("eos_token_id"));
+}
+
+#[test]
+fn a_prompt_gets_its_special_tokens_once() {
+    let text = Text::load(&fixture("llama")).unwrap();
+    let kwargs = Map::new();
+    // The tokenizer puts a BOS (0) before a text; the template writes its own.
+    let plain = text.prompt_ids(&Prompt::Text("Hello".into()), &kwargs).unwrap();
+    assert_eq!(plain.iter().filter(|id| **id == 0).count(), 1);
+    let chat = Prompt::from_value(&json!([{"role": "user", "content": "Hello"}])).unwrap();
+    let chat = text.prompt_ids(&chat, &kwargs).unwrap();
+    assert_eq!((chat[0], chat.iter().filter(|id| **id == 0).count()), (0, 1));
+    for wrong in [json!(3), json!([1]), json!([{"content": "x"}]), json!({"role": "user"})] {
+        assert!(matches!(Prompt::from_value(&wrong), Err(TextError::Prompt)));
+    }
+}
+
+#[test]
+fn messages_without_a_template_are_refused() {
+    let dir = copy("qwen3");
+    edit(dir.path(), "tokenizer_config.json", |t| t["chat_template"] = Value::Null);
+    let text = Text::load(dir.path()).unwrap();
+    let messages = [json!({"role": "user", "content": "x"})];
+    assert!(matches!(text.render_chat(&messages, true, &Map::new()), Err(TextError::NoChatTemplate)));
+    std::fs::write(dir.path().join("chat_template.jinja"), "{{ messages[0].content }}!").unwrap();
+    assert_eq!(Text::load(dir.path()).unwrap().render_chat(&messages, true, &Map::new()).unwrap(), "x!");
+}
+
+fn render(source: &str, kwargs: Value) -> Result<String, TextError> {
+    let tokens = vec![("eos_token".to_owned(), "</s>".to_owned())];
+    let template = ChatTemplate::new(source.to_owned(), tokens)?;
+    template.render(&[json!({"role": "user", "content": "hi"})], true, kwargs.as_object().unwrap())
+}
+
+#[test]
+fn templates_render_as_jinja_does_in_transformers() {
+    let data = json!({"x": {"b": 1, "a": ["é<&>'\"", null, true, 1.5]}, "enable_thinking": false});
+    for (source, expected) in [
+        ("{{ x | tojson }}", "{\"b\": 1, \"a\": [\"é<&>'\\\"\", null, true, 1.5]}"),
+        ("{{ x.b | tojson(indent=2) }}", "1"),
+        ("{{ x | tojson(indent=1) }}", "{\n \"b\": 1,\n \"a\": [\n  \"é<&>'\\\"\",\n  null,\n  true,\n  1.5\n ]\n}"),
+        ("{{ true }} {{ none }} {{ [1, 'a', none] }} {{ {'k': false} }}", "True None [1, 'a', None] {'k': False}"),
+        ("{% if tools is none and not tools %}no{% endif %}", "no"),
+        ("{% if enable_thinking is defined and enable_thinking is false %}quiet{% endif %}", "quiet"),
+        ("  {% if true %}\n  a\n  {% endif %}\nb", "  a\nb"),
+        ("{% for m in messages %}{% if loop.index > 5 %}{% break %}{% endif %}{{ m['role'] }}{% endfor %}", "user"),
+        ("{{ 'a b'.split(' ')[-1].upper() + eos_token }}", "B</s>"),
+        ("{% for k, v in x.items() %}{{ k }}{% endfor %}", "ba"),
+        ("{{ messages[0].content.startswith('h') }}", "True"),
+        (
+            "{%- set ns = namespace(n=0) -%}{%- for i in range(3) -%}{%- set ns.n = ns.n + i -%}{%- endfor -%}{{ ns.n }}",
+            "3",
+        ),
+        ("{{ undefined_name }}{{ messages[0].missing }}", ""),
+        ("{{ add_generation_prompt }}", "True"),
+    ] {
+        assert_eq!(render(source, data.clone()).unwrap(), expected, "{source}");
+    }
+    assert_eq!(render("{{ strftime_now('%Y') }}", data).unwrap().len(), 4);
+}
+
+#[test]
+fn a_template_cannot_run_forever_or_read_files() {
+    for source in [
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ raise_exception('no') }}",
+        "{{ 'x' * 100000000000 }}",
+        "{{ strftime_now('%&') }}",
+        "{% if",
+        "{{ messages | nosuchfilter }}",
+    ] {
+        assert!(matches!(render(source, json!({})), Err(TextError::Template(_))), "{source}");
+    }
+}

@@ -1,0 +1,226 @@
+//! Gradients against finite differences, and what must not depend on how work is cut: micro-batches, shared prompts,
+//! the KV cache, the other rows of a batch.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::Device;
+use rlood::engine::lora::LoraConfig;
+use rlood::engine::model::{Adapter, DecodeState, Logits, Policy, Row};
+use rlood::engine::random::{Key, Stream};
+
+const ARCHITECTURES: [&str; 5] = ["qwen3", "qwen2", "llama", "llama3rope", "mistral"];
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity").join(name)
+}
+
+/// A model with an adapter whose A and B are both non-zero.
+fn policy(name: &str) -> Policy {
+    let dir = fixture(name);
+    let mut policy = Policy::load(&dir, &Device::Cpu).unwrap();
+    policy.load_lora(&dir.join("lora")).unwrap();
+    policy
+}
+
+fn random_ids(seed: u64, count: usize) -> Vec<u32> {
+    let key = Key::new(seed, Stream::Probe);
+    (0..count as u64).map(|i| 4 + key.with(i).below(316) as u32).collect()
+}
+
+/// Prompts and completions of several lengths; the first two and the last two rows share a prompt.
+fn rows_of(seed: u64) -> Vec<(Vec<u32>, Vec<u32>)> {
+    [(0, 7, 9), (0, 7, 4), (1, 3, 12), (2, 11, 1), (2, 11, 6)]
+        .iter()
+        .enumerate()
+        .map(|(i, (prompt, p, c))| (random_ids(seed + prompt, *p), random_ids(seed + 100 + i as u64, *c)))
+        .collect()
+}
+
+fn as_rows(rows: &[(Vec<u32>, Vec<u32>)]) -> Vec<Row<'_>> {
+    rows.iter().map(|(prompt, completion)| Row { prompt, completion }).collect()
+}
+
+/// dL/dlogp of each token: another one for each, so that a mixed-up row shows.
+fn weights(rows: &[Row], offset: usize) -> Vec<Vec<f32>> {
+    let weight = |row: usize, token: usize| ((row * 7 + token * 3) % 11) as f32 / 5.0 - 1.0;
+    rows.iter().enumerate().map(|(r, row)| (0..row.completion.len()).map(|t| weight(r + offset, t)).collect()).collect()
+}
+
+fn loss(policy: &Policy, rows: &[Row]) -> f64 {
+    let scores = policy.score(rows, 0.8, Adapter::On).unwrap();
+    let pairs = scores.iter().zip(weights(rows, 0)).flat_map(|(s, w)| s.logps.clone().into_iter().zip(w));
+    pairs.map(|(p, w)| f64::from(p) * f64::from(w)).sum()
+}
+
+fn gradient(policy: &Policy, rows: &[Row], offset: usize, into: &mut [f32]) {
+    let g = weights(rows, offset);
+    let scores = policy.forward_backward(rows, 0.8, &mut |_| Ok(g.clone()), into).unwrap();
+    assert_eq!(scores, policy.score(rows, 0.8, Adapter::On).unwrap());
+}
+
+fn norm(values: &[f32]) -> f64 {
+    values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt()
+}
+
+#[test]
+fn every_lora_parameter_gets_the_gradient_of_finite_differences() {
+    for name in ARCHITECTURES {
+        let mut policy = policy(name);
+        let owned = rows_of(1);
+        let rows = as_rows(&owned);
+        let start = policy.parameter_values().unwrap();
+        let mut gradient_all = vec![0f32; start.len()];
+        gradient(&policy, &rows, 0, &mut gradient_all);
+        assert!(gradient_all.iter().all(|g| g.is_finite()), "{name}");
+        let mut worst = 0f64;
+        for info in policy.parameters() {
+            let range = info.offset..info.offset + info.shape.iter().product::<usize>();
+            let part = &gradient_all[range.clone()];
+            let size = norm(part);
+            assert!(size > 1e-2, "{name}: {} has no gradient", info.name);
+            // Along the gradient, and along its largest entry alone.
+            let largest = (0..part.len()).max_by(|a, b| part[*a].abs().total_cmp(&part[*b].abs())).unwrap();
+            let mut one = vec![0f64; part.len()];
+            one[largest] = 1.0;
+            let along = part.iter().map(|g| f64::from(*g) / size).collect::<Vec<f64>>();
+            for direction in [along, one] {
+                let step = 4e-3;
+                let mut at = |sign: f64| {
+                    let mut values = start.clone();
+                    for (value, d) in values[range.clone()].iter_mut().zip(&direction) {
+                        *value += (sign * step * d) as f32;
+                    }
+                    policy.set_parameter_values(&values).unwrap();
+                    loss(&policy, &rows)
+                };
+                let difference = (at(1.0) - at(-1.0)) / (2.0 * step);
+                let analytic: f64 = part.iter().zip(&direction).map(|(g, d)| f64::from(*g) * d).sum();
+                let error = (difference - analytic).abs() / analytic.abs().max(0.5);
+                assert!(error < 2e-2, "{name}: {}: {analytic} but differences give {difference}", info.name);
+                worst = worst.max(error);
+            }
+        }
+        policy.set_parameter_values(&start).unwrap();
+        println!("gradients {name}: worst relative error against finite differences {worst:.1e}");
+    }
+}
+
+#[test]
+fn the_micro_batch_split_changes_no_gradient() {
+    for name in ARCHITECTURES {
+        let policy = policy(name);
+        let owned = rows_of(2);
+        let rows = as_rows(&owned);
+        let size = policy.parameter_values().unwrap().len();
+        let mut whole = vec![0f32; size];
+        gradient(&policy, &rows, 0, &mut whole);
+        // Cuts inside and between the groups that share a prompt.
+        for cuts in [&[1, 2, 3, 4][..], &[2, 3][..], &[1, 4][..]] {
+            let mut split = vec![0f32; size];
+            let mut begin = 0;
+            for end in cuts.iter().copied().chain([rows.len()]) {
+                gradient(&policy, &rows[begin..end], begin, &mut split);
+                begin = end;
+            }
+            let difference: Vec<f32> = whole.iter().zip(&split).map(|(a, b)| a - b).collect();
+            let error = norm(&difference) / norm(&whole);
+            assert!(error < 1e-5, "{name} cut at {cuts:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn empty_completions_and_zero_gradients_are_harmless() {
+    let policy = policy("qwen3");
+    let rows = [Row { prompt: &[5, 6], completion: &[] }, Row { prompt: &[5, 6], completion: &[7] }];
+    let scores = policy.score(&rows, 1.0, Adapter::On).unwrap();
+    assert_eq!(scores[0].logps.len(), 0);
+    assert_eq!(scores[1].logps.len(), 1);
+    let mut gradient = vec![0f32; policy.parameter_values().unwrap().len()];
+    policy.forward_backward(&rows, 1.0, &mut |_| Ok(vec![vec![], vec![0.0]]), &mut gradient).unwrap();
+    assert!(gradient.iter().all(|g| *g == 0.0));
+    assert!(policy.score(&[], 1.0, Adapter::On).unwrap().is_empty());
+    // What cannot be computed is an error.
+    assert!(policy.score(&[Row { prompt: &[], completion: &[1] }], 1.0, Adapter::On).is_err());
+    assert!(policy.score(&[Row { prompt: &[1], completion: &[320] }], 1.0, Adapter::On).is_err());
+    assert!(policy.score(&[Row { prompt: &[320], completion: &[1] }], 1.0, Adapter::On).is_err());
+    assert!(policy.forward_backward(&rows, 1.0, &mut |_| Ok(vec![vec![]]), &mut gradient).is_err());
+}
+
+#[test]
+fn a_fresh_adapter_is_the_base_model_and_follows_its_seed() {
+    let mut policy = Policy::load(&fixture("qwen2"), &Device::Cpu).unwrap();
+    let owned = rows_of(3);
+    let base = policy.score(&as_rows(&owned), 1.0, Adapter::Off).unwrap();
+    policy.add_lora(&LoraConfig::all_linear(4, 8.0), 42).unwrap();
+    assert_eq!(policy.score(&as_rows(&owned), 1.0, Adapter::On).unwrap(), base);
+    let first = policy.parameter_values().unwrap();
+    policy.add_lora(&LoraConfig::all_linear(4, 8.0), 42).unwrap();
+    assert_eq!(policy.parameter_values().unwrap(), first);
+    policy.add_lora(&LoraConfig::all_linear(4, 8.0), 43).unwrap();
+    assert_ne!(policy.parameter_values().unwrap(), first);
+    for info in policy.parameters() {
+        let part = &first[info.offset..info.offset + info.shape.iter().product::<usize>()];
+        if info.name.ends_with("lora_B.weight") {
+            assert!(part.iter().all(|v| *v == 0.0));
+        } else {
+            // Uniform in ±1/√in: variance 1/(3·in).
+            let variance = norm(part).powi(2) / part.len() as f64 * 3.0 * info.shape[1] as f64;
+            assert!((0.7..1.3).contains(&variance), "{}: {variance}", info.name);
+        }
+    }
+}
+
+fn log_softmax(row: &[f32]) -> Vec<f64> {
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
+    row.iter().map(|x| f64::from(x - max) - sum.ln()).collect()
+}
+
+fn assert_rows_agree(what: &str, a: &[f32], b: &[f32], tolerance: f64) {
+    for (a, b) in log_softmax(a).iter().zip(log_softmax(b)) {
+        assert!((a - b).abs() < tolerance * b.abs().max(1.0), "{what}: {a} and {b}");
+    }
+}
+
+#[test]
+fn cached_generation_equals_the_full_forward_whatever_the_batch() {
+    for name in ARCHITECTURES {
+        let policy = policy(name);
+        // Longer than Mistral's window of 8; the first and third are the same prompt.
+        let prompts = [random_ids(10, 11), random_ids(11, 2), random_ids(10, 11), random_ids(12, 19)];
+        let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+        let (mut state, mut logits): (DecodeState, Logits) = policy.prefill(&prompts, 3, 40, Adapter::On).unwrap();
+        assert_eq!((state.len(), logits.len()), (12, 12));
+        let mut sequences: Vec<Vec<u32>> = (0..12).map(|row| prompts[row / 3].to_vec()).collect();
+        for step in 0..40u64 {
+            for (row, sequence) in sequences.iter().enumerate() {
+                if step % 3 == 0 || row == 0 {
+                    let full = policy.logits(sequence, &[sequence.len() - 1], Adapter::On).unwrap();
+                    assert_rows_agree(&format!("{name} step {step} row {row}"), logits.row(row), &full[0], 1e-5);
+                }
+            }
+            if step == 10 || step == 20 {
+                // Rows leave: every other one.
+                let keep: Vec<bool> = (0..sequences.len()).map(|row| row % 2 == 0).collect();
+                policy.retain(&mut state, &keep).unwrap();
+                let mut keep = keep.into_iter();
+                sequences.retain(|_| keep.next().unwrap());
+            }
+            let tokens: Vec<u32> = (0..sequences.len()).map(|row| random_ids(step * 50 + row as u64, 1)[0]).collect();
+            for (sequence, token) in sequences.iter_mut().zip(&tokens) {
+                sequence.push(*token);
+            }
+            logits = policy.decode(&mut state, &tokens).unwrap();
+        }
+        assert_eq!(sequences.len(), 3);
+        // One row alone gives what it gave among others.
+        let (prompt, rest) = sequences[0].split_at(prompts[0].len());
+        let (mut state, mut alone) = policy.prefill(&[prompt], 1, 40, Adapter::On).unwrap();
+        for token in rest {
+            alone = policy.decode(&mut state, &[*token]).unwrap();
+        }
+        assert_rows_agree(name, alone.row(0), logits.row(0), 1e-5);
+        assert!(policy.decode(&mut state, &[1, 2]).is_err());
+    }
+}

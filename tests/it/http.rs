@@ -1,0 +1,341 @@
+//! What every route shares: problems, keys, limits, request ids; and a small server for the other tests.
+
+use std::io::Write;
+use std::sync::Arc;
+
+use axum::Router;
+use axum::body::Body;
+use axum::http::{Method, Request, StatusCode, header};
+use http_body_util::BodyExt;
+use rlood::config::ServeConfig;
+use rlood::files::DataDir;
+use rlood::http::{AppState, router};
+use rlood::store::Store;
+use serde_json::{Value, json};
+use tower::ServiceExt;
+
+/// A router over a store of its own, without a socket.
+pub struct Server {
+    pub state: AppState,
+    pub router: Router,
+    pub dir: tempfile::TempDir,
+}
+
+pub async fn server() -> Server {
+    server_with(|_| {}, |_| {}).await
+}
+
+pub async fn server_with(configure: impl FnOnce(&mut ServeConfig), adjust: impl FnOnce(&mut AppState)) -> Server {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = ServeConfig::loopback(&dir.path().join("data")).unwrap();
+    configure(&mut config);
+    let files = DataDir::open(&config.data_dir).unwrap();
+    let store = Store::open(&files.database()).await.unwrap();
+    let mut state = AppState::new(store, files, Arc::new(config));
+    adjust(&mut state);
+    Server { router: router(state.clone()), state, dir }
+}
+
+/// An answer, read to its end.
+pub struct Answer {
+    pub status: StatusCode,
+    pub headers: axum::http::HeaderMap,
+    pub body: Vec<u8>,
+}
+
+impl Answer {
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
+    }
+
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+
+    pub fn header(&self, name: &str) -> &str {
+        self.headers.get(name).unwrap_or_else(|| panic!("no {name}: {:?}", self.headers)).to_str().unwrap()
+    }
+
+    /// Asserts that it is a whole problem with this code, and returns it.
+    pub fn problem(&self, status: u16, code: &str) -> Value {
+        assert_eq!(self.status, status, "{}", self.text());
+        assert_eq!(self.header("content-type"), "application/problem+json");
+        let problem = self.json();
+        assert_eq!(problem["code"], code, "{problem}");
+        assert_eq!(problem["status"], status);
+        assert_eq!(problem["type"], format!("urn:rlood:problem:{code}"));
+        assert_eq!(problem["request_id"], self.header("x-request-id"));
+        assert!(!problem["title"].as_str().unwrap().is_empty() && !problem["detail"].as_str().unwrap().is_empty());
+        assert!(problem["retryable"].is_boolean() && problem["errors"].is_array());
+        problem
+    }
+}
+
+impl Server {
+    pub async fn send(&self, request: Request<Body>) -> Answer {
+        let response = self.router.clone().oneshot(request).await.unwrap();
+        let (parts, body) = response.into_parts();
+        Answer { status: parts.status, headers: parts.headers, body: body.collect().await.unwrap().to_bytes().to_vec() }
+    }
+
+    pub async fn get(&self, path: &str) -> Answer {
+        self.send(Request::get(path).body(Body::empty()).unwrap()).await
+    }
+
+    pub async fn delete(&self, path: &str) -> Answer {
+        self.send(Request::delete(path).body(Body::empty()).unwrap()).await
+    }
+
+    pub async fn post(&self, path: &str, content_type: &str, body: impl Into<Body>) -> Answer {
+        self.send(post(path, content_type, body)).await
+    }
+}
+
+pub fn post(path: &str, content_type: &str, body: impl Into<Body>) -> Request<Body> {
+    Request::post(path).header(header::CONTENT_TYPE, content_type).body(body.into()).unwrap()
+}
+
+pub fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+#[tokio::test]
+async fn an_unknown_route_is_a_problem() {
+    let server = server().await;
+    let problem = server.get("/nowhere?x=1").await.problem(404, "not_found");
+    assert!(problem["detail"].as_str().unwrap().contains("/nowhere"), "{problem}");
+    server.get("/jobs/../../etc/passwd").await.problem(404, "not_found");
+    server.get("/%ff%00").await.problem(404, "not_found");
+}
+
+#[tokio::test]
+async fn a_wrong_method_is_a_problem_that_names_the_right_ones() {
+    let server = server().await;
+    let answer =
+        server.send(Request::builder().method(Method::PUT).uri("/datasets").body(Body::empty()).unwrap()).await;
+    answer.problem(405, "method_not_allowed");
+    let mut allowed: Vec<&str> = answer.header("allow").split(',').map(str::trim).collect();
+    allowed.sort_unstable();
+    assert_eq!(allowed, ["GET", "HEAD", "POST"]);
+}
+
+#[tokio::test]
+async fn broken_json_says_line_and_column() {
+    let server = server().await;
+    let answer = server.post("/models", "application/json", "{\n  \"id\": \"a\",\n  \"source\" \"/x\"\n}").await;
+    let problem = answer.problem(400, "invalid_json");
+    assert!(problem["detail"].as_str().unwrap().contains("line 3, column 12"), "{problem}");
+    server.post("/models", "application/json", "").await.problem(400, "invalid_json");
+    server.post("/models", "application/json", "[".repeat(100_000)).await.problem(400, "invalid_json");
+    server.post("/models", "application/json", &b"{\"id\":\"\xff\"}"[..]).await.problem(400, "invalid_json");
+}
+
+#[tokio::test]
+async fn json_of_another_shape_says_which_field() {
+    let server = server().await;
+    let problem = server
+        .post("/models", "application/json", "{\"id\": 3, \"source\": \"/x\"}")
+        .await
+        .problem(422, "invalid_body");
+    assert_eq!(problem["errors"][0]["pointer"], "/id", "{problem}");
+    let answer = server.post("/models", "application/json", "{\"id\":\"a\",\"source\":\"/x\",\"sorce\":1}").await;
+    let problem = answer.problem(422, "invalid_body");
+    assert!(problem["detail"].as_str().unwrap().contains("sorce"), "{problem}");
+}
+
+#[tokio::test]
+async fn a_wrong_content_type_is_refused() {
+    let server = server().await;
+    server.post("/models", "text/plain", "{}").await.problem(415, "unsupported_media_type");
+    let answer = server.send(Request::post("/models").body(Body::from("{}")).unwrap()).await;
+    answer.problem(415, "unsupported_media_type");
+    let mut request = post("/models", "application/json", "{}");
+    request.headers_mut().insert(header::CONTENT_ENCODING, "br".parse().unwrap());
+    server.send(request).await.problem(415, "unsupported_media_type");
+}
+
+/// A body that would never end, and counts what was taken of it.
+fn endless() -> (Body, Arc<std::sync::atomic::AtomicU64>) {
+    let taken = Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let counter = taken.clone();
+    let piece = axum::body::Bytes::from(vec![b' '; 64 * 1024]);
+    let stream = futures::stream::repeat_with(move || {
+        counter.fetch_add(64 * 1024, std::sync::atomic::Ordering::Relaxed);
+        Ok::<_, std::convert::Infallible>(piece.clone())
+    });
+    (Body::from_stream(stream), taken)
+}
+
+#[tokio::test]
+async fn a_body_of_a_gigabyte_is_refused_without_being_held() {
+    let server = server().await;
+    let (body, taken) = endless();
+    server.post("/models", "application/json", body).await.problem(413, "body_too_large");
+    let taken = taken.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(taken < 18 << 20, "{taken} bytes were taken for a limit of 16 MiB");
+}
+
+#[tokio::test]
+async fn a_gzip_bomb_is_refused_by_its_unpacked_size() {
+    let server = server_with(|_| {}, |state| state.dataset_limit_bytes = 1 << 20).await;
+    let bomb = gzip(&vec![b' '; 64 << 20]);
+    assert!(bomb.len() < 100_000);
+    for (path, kind) in [("/models", "application/json"), ("/datasets", "application/x-ndjson")] {
+        let mut request = post(path, kind, bomb.clone());
+        request.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
+        server.send(request).await.problem(413, "body_too_large");
+    }
+    let mut request = post("/models", "application/json", &b"not gzip at all"[..]);
+    request.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
+    server.send(request).await.problem(400, "invalid_encoding");
+}
+
+#[tokio::test]
+async fn a_compressed_body_is_read() {
+    let server = server().await;
+    let mut request = post("/datasets", "application/x-ndjson", gzip(b"{\"prompt\":\"a\"}\n"));
+    request.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
+    let answer = server.send(request).await;
+    assert_eq!(answer.status, 201, "{}", answer.text());
+}
+
+#[tokio::test]
+async fn a_request_id_is_kept_or_made() {
+    let server = server().await;
+    let request = |id: &str| Request::get("/livez").header("x-request-id", id).body(Body::empty()).unwrap();
+    assert_eq!(server.send(request("abc-1.2:3_4")).await.header("x-request-id"), "abc-1.2:3_4");
+    for bad in ["<script>", "", &"x".repeat(129), "a b"] {
+        let answer = server.send(request(bad)).await;
+        assert!(answer.header("x-request-id").starts_with("req_"), "{bad}");
+    }
+}
+
+#[tokio::test]
+async fn answers_carry_the_security_headers() {
+    let server = server().await;
+    let answer = server.get("/livez").await;
+    assert_eq!(answer.header("x-content-type-options"), "nosniff");
+    assert!(answer.header("content-security-policy").starts_with("default-src 'none'"));
+    assert!(answer.headers.get("access-control-allow-origin").is_none());
+}
+
+const KEY: &str = "rld_0123456789abcdef";
+
+#[tokio::test]
+async fn with_a_key_every_route_but_the_open_ones_asks_for_it() {
+    let server = server_with(|config| config.api_key = Some(KEY.to_owned()), |_| {}).await;
+    let document = serde_json::to_value(rlood::http::openapi()).unwrap();
+    let mut closed = 0;
+    for (path, item) in document["paths"].as_object().unwrap() {
+        let path = path.replace("{id}", "x").replace("{name}", "x");
+        for method in ["get", "post", "patch", "delete", "head", "put"].into_iter().filter(|m| item.get(*m).is_some()) {
+            let build = |key: Option<&str>| {
+                let mut request = Request::builder().method(method.to_uppercase().as_str()).uri(&path);
+                if let Some(key) = key {
+                    request = request.header(header::AUTHORIZATION, key);
+                }
+                request.body(Body::empty()).unwrap()
+            };
+            let open = ["/livez", "/readyz", "/openapi.json"].contains(&path.as_str());
+            if open {
+                assert_eq!(server.send(build(None)).await.status, 200, "{method} {path}");
+                continue;
+            }
+            closed += 1;
+            for wrong in [None, Some("Bearer "), Some("Bearer rld_0123456789abcdeF"), Some(KEY), Some("Basic cmxk")] {
+                let answer = server.send(build(wrong)).await;
+                assert_eq!(answer.status, 401, "{method} {path} with {wrong:?}");
+                assert!(answer.header("www-authenticate").starts_with("Bearer"), "{method} {path}");
+            }
+            assert_ne!(server.send(build(Some(&format!("Bearer {KEY}")))).await.status, 401, "{method} {path}");
+        }
+    }
+    assert!(closed > 20, "{closed} routes");
+    // Also what does not exist: nobody learns which routes there are.
+    server.get("/nowhere").await.problem(401, "unauthorized");
+    assert_eq!(server.get("/docs/").await.status, 200);
+}
+
+#[tokio::test]
+async fn worker_routes_ask_for_the_worker_token_and_not_for_the_key() {
+    let server = server_with(|config| config.api_key = Some(KEY.to_owned()), |_| {}).await;
+    let claim = |token: &str| {
+        let mut request = post("/worker/claim", "application/json", "{}");
+        request.headers_mut().insert(header::AUTHORIZATION, format!("Bearer {token}").parse().unwrap());
+        request
+    };
+    server.send(claim(KEY)).await.problem(401, "unauthorized");
+    let token = server.state.config.worker_token.clone();
+    assert_ne!(server.send(claim(&token)).await.status, 401);
+}
+
+#[tokio::test]
+async fn without_a_key_other_hosts_and_other_origins_are_refused() {
+    let server = server().await;
+    let get = |host: &str| Request::get("/datasets").header(header::HOST, host).body(Body::empty()).unwrap();
+    for ours in ["localhost:8080", "127.0.0.1", "[::1]:9", "127.0.0.1:1"] {
+        assert_eq!(server.send(get(ours)).await.status, 200, "{ours}");
+    }
+    for theirs in ["evil.example", "localhost.evil.example:80", "192.168.1.5:8080", "[::2]:1"] {
+        server.send(get(theirs)).await.problem(421, "wrong_host");
+    }
+    let upload = |name: &'static str, value: &str| {
+        let mut request = post("/datasets", "text/csv", "prompt\na\n");
+        request.headers_mut().insert(header::HOST, "localhost:8080".parse().unwrap());
+        request.headers_mut().insert(name, value.parse().unwrap());
+        request
+    };
+    server.send(upload("origin", "https://evil.example")).await.problem(403, "forbidden");
+    server.send(upload("origin", "null")).await.problem(403, "forbidden");
+    server.send(upload("sec-fetch-site", "cross-site")).await.problem(403, "forbidden");
+    assert_eq!(server.send(upload("origin", "http://localhost:8080")).await.status, 201);
+}
+
+#[tokio::test]
+async fn health_metrics_and_workers_answer() {
+    let server = server().await;
+    assert_eq!(server.get("/livez").await.text(), "ok\n");
+    assert_eq!(server.get("/readyz").await.text(), "ok\n");
+    assert_eq!(server.get("/workers").await.json(), json!({"data": [], "next": null}));
+    server.get("/datasets").await;
+    let text = server.get("/metrics").await.text();
+    for line in [
+        "rlood_jobs{state=\"queued\"} 0",
+        "rlood_workers{state=\"idle\"} 0",
+        "rlood_http_request_duration_seconds_count{method=\"GET\",route=\"/datasets\",status=\"200\"} 1",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
+}
+
+#[tokio::test]
+async fn the_docs_work_offline() {
+    let server = server().await;
+    let page = server.get("/docs/").await;
+    assert_eq!(page.status, 200);
+    for part in ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/swagger-initializer.js"] {
+        let answer = server.get(part).await;
+        assert_eq!(answer.status, 200, "{part}");
+        assert!(answer.header("content-security-policy").contains("script-src 'self'"), "{part}");
+    }
+    let start = server.get("/docs/swagger-initializer.js").await.text();
+    assert!(start.contains("/openapi.json"), "{start}");
+    assert!(!page.text().contains("http://") && !page.text().contains("https://"), "{}", page.text());
+    assert_eq!(server.get("/").await.status, 307);
+}
+
+#[tokio::test]
+async fn bad_pages_and_unknown_ids_are_clear() {
+    let server = server().await;
+    let problem = server.get("/datasets?limit=0").await.problem(400, "invalid_query");
+    assert_eq!(problem["errors"][0]["pointer"], "?limit");
+    server.get("/datasets?limit=x").await.problem(400, "invalid_query");
+    server.get("/datasets?limt=5").await.problem(400, "invalid_query");
+    server.get("/datasets?after=zzz").await.problem(400, "invalid_cursor");
+    server.get("/datasets/nonsense").await.problem(404, "not_found");
+    server.get("/datasets/ds_01jd0000000000000000000000").await.problem(404, "not_found");
+    server.get("/checkpoints/ckpt_01jd0000000000000000000000/files/x").await.problem(404, "not_found");
+    server.get("/jobs/job_01jd0000000000000000000000/adapter").await.problem(404, "not_found");
+}

@@ -1,0 +1,621 @@
+//! The loop, driven by a small host.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use candle_core::Device;
+use rlood::engine::error::EngineError;
+use rlood::engine::host::{
+    Host, HostError, PromptRow, Rollout, RolloutCompletion, RolloutGroup, SavedCheckpoint, Score, ScoreRequest,
+    StepTrace, Stop, TrainInput, TrainOutcome,
+};
+use rlood::engine::lora::LoraConfig;
+use rlood::engine::loss::{LossConfig, LossRow, row_loss};
+use rlood::engine::model::{Policy, Row};
+use rlood::engine::update::{MicroBatching, step_gradient};
+use rlood::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
+use rlood::sample::{RewardSample, RewardValue};
+use rlood::spec::{
+    CheckpointPlan, Combine, DatasetPlan, EvalPlan, LengthPlan, LoraPlan, LrSchedulerType, ModelPlan, OptimizerPlan,
+    Plan, RewardKind, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
+};
+use serde_json::{Map, json};
+
+/// A model of two layers with 64 words.
+pub fn model_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/golden/qwen2_onpolicy")
+}
+
+/// Eight prompts of that model's words.
+pub fn rows() -> Vec<PromptRow> {
+    let prompts = ["w0 w1 w2", "w5 w6", "w7 w8 w9 w10", "w3", "w11 w12", "w13 w14 w15", "w16 w17", "w18"];
+    prompts.into_iter().map(|prompt| PromptRow { prompt: json!(prompt), columns: Map::new() }).collect()
+}
+
+/// Two prompts with two completions a step, one step a block, KL on; the score is up to the host.
+pub fn plan() -> Plan {
+    let dataset = DatasetPlan { id: rlood::id::DatasetId::new(), sha256: "data".into(), num_rows: 8 };
+    Plan {
+        name: None,
+        model: ModelPlan { id: "tiny".into(), sha256: "model".into() },
+        dataset,
+        eval: None,
+        rewards: vec![reward("score")],
+        rloo: RlooPlan {
+            num_generations: 2,
+            beta: 0.05,
+            epsilon: 0.2,
+            epsilon_high: 0.2,
+            num_iterations: 1,
+            steps_per_generation: 1,
+            normalize_advantages: false,
+            reward_clip_range: None,
+            mask_truncated_completions: false,
+            combine: Combine::Renormalize,
+        },
+        sampling: SamplingPlan {
+            max_completion_length: 6,
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            stop: Vec::new(),
+            chat_template_kwargs: Map::new(),
+        },
+        lora: LoraPlan {
+            r: 4,
+            alpha: 8.0,
+            dropout: 0.0,
+            target_modules: ["q_proj", "v_proj", "down_proj"].map(String::from).to_vec(),
+            use_rslora: false,
+        },
+        optimizer: OptimizerPlan {
+            learning_rate: 0.01,
+            adam_beta1: 0.9,
+            adam_beta2: 0.999,
+            adam_epsilon: 1e-8,
+            weight_decay: 0.0,
+            max_grad_norm: 1.0,
+            lr_scheduler_type: LrSchedulerType::Constant,
+            warmup_steps: 0,
+        },
+        training: TrainingPlan { prompts_per_step: 2, max_steps: 3, seed: 42, shuffle_dataset: true },
+        checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0 },
+        metadata: BTreeMap::new(),
+        totals: Totals {
+            optimizer_steps: 3,
+            completions_per_step: 4,
+            prompts_per_block: 2,
+            generation_blocks: 3,
+            completions: 12,
+            epochs: 0.75,
+            dropped_rows_per_epoch: 0,
+            max_completion_tokens: 72,
+        },
+    }
+}
+
+/// A reward of weight 1; what it says is up to the host.
+pub fn reward(name: &str) -> RewardPlan {
+    let kind = RewardKind::Length(LengthPlan { min_words: 1, max_words: 2, sentence_bonus: 0.0 });
+    RewardPlan { name: name.into(), weight: 1.0, required: true, kind }
+}
+
+/// A checkpoint, copied before the engine removed it.
+pub struct Saved {
+    pub step: u64,
+    pub last: bool,
+    pub dir: PathBuf,
+}
+
+impl Saved {
+    pub fn adapter(&self) -> Vec<u8> {
+        std::fs::read(self.dir.join("adapter_model.safetensors")).expect("an adapter")
+    }
+}
+
+/// The inside of a step, kept.
+pub struct Trace {
+    pub step: u64,
+    pub rows: Vec<u64>,
+    pub old_logps: Vec<Vec<f32>>,
+    pub ref_logps: Vec<Vec<f32>>,
+    pub new_logps: Vec<Vec<f32>>,
+    pub advantages: Vec<f64>,
+    pub gradient: Vec<f32>,
+    pub parameters: Vec<f32>,
+    pub parameter_info: Vec<rlood::engine::lora::ParameterInfo>,
+}
+
+type Scorer = Box<dyn FnMut(&RewardSample) -> RewardValue>;
+
+/// Scores by a function, keeps everything, stops where it is told.
+pub struct TestHost {
+    pub score: Scorer,
+    recorded: Box<dyn FnMut(u64) -> Option<Rollout>>,
+    stop_at: Option<(Phase, u64, u32, Stop)>,
+    pub events: Vec<Event>,
+    pub saved: Vec<Saved>,
+    pub traces: Vec<Trace>,
+    at: (Phase, u64),
+    polls: Cell<u32>,
+    stopped: Cell<bool>,
+    kept: tempfile::TempDir,
+}
+
+impl Default for TestHost {
+    fn default() -> Self {
+        Self {
+            score: Box::new(|sample| {
+                let bytes: u64 = sample.completion.bytes().map(u64::from).sum();
+                RewardValue::Number((bytes % 7) as f64 / 7.0)
+            }),
+            recorded: Box::new(|_| None),
+            stop_at: None,
+            events: Vec::new(),
+            saved: Vec::new(),
+            traces: Vec::new(),
+            at: (Phase::Loading, 0),
+            polls: Cell::new(0),
+            stopped: Cell::new(false),
+            kept: tempfile::tempdir().expect("a directory"),
+        }
+    }
+}
+
+impl Host for TestHost {
+    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
+        if let Some(stop) = self.stop() {
+            return Err(HostError::Stopped(stop));
+        }
+        let scores = request.samples.iter().map(|sample| Score { values: vec![(self.score)(sample)] });
+        Ok(scores.collect())
+    }
+
+    fn event(&mut self, event: Event) -> Result<(), HostError> {
+        if let Event::Phase { phase, step } = event {
+            if self.at != (phase, step) {
+                self.polls.set(0);
+            }
+            self.at = (phase, step);
+        }
+        self.events.push(event);
+        Ok(())
+    }
+
+    fn saved(&mut self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), HostError> {
+        let dir = self.kept.path().join(format!("{}-{}", checkpoint.step, self.saved.len()));
+        std::fs::create_dir(&dir).expect("a directory");
+        for file in checkpoint.files {
+            std::fs::copy(checkpoint.dir.join(&file.name), dir.join(&file.name)).expect("a copy");
+        }
+        self.saved.push(Saved { step: checkpoint.step, last: checkpoint.last, dir });
+        Ok(())
+    }
+
+    fn stop(&self) -> Option<Stop> {
+        let (phase, step, poll, stop) = self.stop_at.as_ref()?;
+        if self.at == (*phase, *step) {
+            self.polls.set(self.polls.get() + 1);
+            if self.polls.get() >= *poll {
+                self.stopped.set(true);
+            }
+        }
+        self.stopped.get().then(|| stop.clone())
+    }
+
+    fn rollout(&mut self, step: u64) -> Option<Rollout> {
+        (self.recorded)(step)
+    }
+
+    fn observe(&mut self, trace: &StepTrace<'_>) {
+        self.traces.push(Trace {
+            step: trace.step,
+            rows: trace.rows.to_vec(),
+            old_logps: trace.old_logps.to_vec(),
+            ref_logps: trace.ref_logps.to_vec(),
+            new_logps: trace.new_logps.to_vec(),
+            advantages: trace.advantages.to_vec(),
+            gradient: trace.gradient.to_vec(),
+            parameters: trace.parameters.to_vec(),
+            parameter_info: trace.parameter_info.to_vec(),
+        });
+    }
+}
+
+impl TestHost {
+    /// Feeds recorded rollouts instead of sampling.
+    pub fn with_rollouts(recorded: impl FnMut(u64) -> Option<Rollout> + 'static) -> Self {
+        Self { recorded: Box::new(recorded), ..Self::default() }
+    }
+
+    /// Stops at the n-th poll (from 1) inside a phase that began after so many steps.
+    pub fn stopping_at(phase: Phase, step: u64, poll: u32, stop: Stop) -> Self {
+        Self { stop_at: Some((phase, step, poll, stop)), ..Self::default() }
+    }
+
+    pub fn metrics(&self, kind: SamplePhase) -> Vec<(u64, Metrics)> {
+        let steps = self.events.iter().filter_map(|event| match event {
+            Event::Step { step, kind: of, metrics } if *of == kind => Some((*step, metrics.clone())),
+            _ => None,
+        });
+        steps.collect()
+    }
+
+    /// Without what depends on the machine.
+    pub fn comparable_metrics(&self) -> Vec<(u64, Metrics)> {
+        let mut steps = self.metrics(SamplePhase::Train);
+        for (_, metrics) in &mut steps {
+            metrics.retain(|name, _| {
+                !["step_time", "tokens_per_second", "memory"].iter().any(|prefix| name.starts_with(prefix))
+            });
+        }
+        steps
+    }
+
+    pub fn samples(&self) -> Vec<Sample> {
+        let samples = self.events.iter().filter_map(|event| match event {
+            Event::Samples { samples } => Some(samples.clone()),
+            _ => None,
+        });
+        samples.flatten().collect()
+    }
+
+    pub fn warnings(&self) -> Vec<String> {
+        let warnings = self.events.iter().filter_map(|event| match event {
+            Event::Warning { code, .. } => Some(code.clone()),
+            _ => None,
+        });
+        warnings.collect()
+    }
+}
+
+/// Where a run starts.
+#[derive(Default)]
+pub struct Start {
+    pub resume: Option<PathBuf>,
+    pub initial_adapter: Option<PathBuf>,
+    pub eval_rows: Vec<PromptRow>,
+}
+
+pub fn train(
+    plan: &Plan,
+    rows: Vec<PromptRow>,
+    start: Start,
+    host: &mut TestHost,
+) -> Result<TrainOutcome, EngineError> {
+    train_model(&model_dir(), plan, rows, start, host)
+}
+
+pub fn train_model(
+    model_dir: &Path,
+    plan: &Plan,
+    rows: Vec<PromptRow>,
+    start: Start,
+    host: &mut TestHost,
+) -> Result<TrainOutcome, EngineError> {
+    let scratch = tempfile::tempdir().expect("a directory");
+    let input = TrainInput {
+        plan,
+        model_dir,
+        model_name: "tiny",
+        rows,
+        eval_rows: start.eval_rows,
+        resume: start.resume,
+        initial_adapter: start.initial_adapter,
+        scratch_dir: scratch.path(),
+        device: "cpu",
+    };
+    let outcome = rlood::engine::train(input, host);
+    let left: Vec<_> = std::fs::read_dir(scratch.path()).expect("the directory").collect();
+    assert!(left.is_empty(), "the scratch directory is left empty: {left:?}");
+    outcome
+}
+
+pub fn run(plan: &Plan, host: &mut TestHost) {
+    assert_eq!(train(plan, rows(), Start::default(), host).expect("trains"), TrainOutcome::Finished);
+}
+
+fn value(metrics: &[(u64, Metrics)], step: u64, name: &str) -> f64 {
+    let (_, metrics) = metrics.iter().find(|(at, _)| *at == step).expect("the step's metrics");
+    metrics.get(name).copied().flatten().unwrap_or_else(|| panic!("{name} of step {step}"))
+}
+
+#[test]
+fn a_run_reports_every_step_and_saves_the_last() {
+    let mut host = TestHost::default();
+    run(&plan(), &mut host);
+    let metrics = host.metrics(SamplePhase::Train);
+    assert_eq!(metrics.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3]);
+    assert_eq!(host.samples().len(), 12);
+    assert_eq!(host.saved.iter().map(|saved| (saved.step, saved.last)).collect::<Vec<_>>(), [(3, true)]);
+    rlood::engine::checkpoint::verify(&host.saved[0].dir).expect("verifies");
+    for name in [
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "num_tokens",
+        "epoch",
+        "entropy",
+        "reward",
+        "reward_std",
+        "rewards/score/mean",
+        "rewards/score/std",
+        "rewards/score/missing_fraction",
+        "frac_reward_zero_std",
+        "frac_reward_zero_std_pre_kl",
+        "kl",
+        "kl_sequence",
+        "kl_k3",
+        "clip_ratio/region_mean",
+        "advantage_std",
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "step_time",
+        "step_time/generate",
+        "step_time/reward",
+        "step_time/reference",
+        "step_time/train",
+        "step_time/checkpoint",
+        "tokens_per_second/rollout",
+        "tokens_per_second/train",
+        "sampling/log_ratio_max",
+    ] {
+        value(&metrics, 2, name);
+    }
+    let tokens: u32 = host.samples().iter().map(|sample| sample.num_tokens).sum();
+    assert!(value(&metrics, 3, "num_tokens") > f64::from(tokens));
+    // Each epoch of eight rows in blocks of two visits every row once.
+    let rows: HashSet<String> = host.samples().into_iter().map(|sample| sample.prompt_id).collect();
+    assert_eq!(rows.len(), 6);
+}
+
+#[test]
+fn the_reference_kl_is_exactly_zero_at_the_first_step() {
+    let mut host = TestHost::default();
+    run(&plan(), &mut host);
+    let metrics = host.metrics(SamplePhase::Train);
+    for name in ["kl", "kl_sequence", "kl_k3"] {
+        assert_eq!(value(&metrics, 1, name), 0.0, "{name}");
+    }
+    assert_eq!(host.traces[0].old_logps, host.traces[0].ref_logps);
+    assert_ne!(value(&metrics, 2, "kl_k3"), 0.0);
+}
+
+#[test]
+fn the_first_ratio_of_a_block_is_exactly_one() {
+    let mut plan = plan();
+    plan.rloo.num_iterations = 2;
+    plan.rloo.steps_per_generation = 2;
+    plan.training.max_steps = 8;
+    let mut host = TestHost::default();
+    run(&plan, &mut host);
+    let metrics = host.metrics(SamplePhase::Train);
+    for step in [1, 5] {
+        assert_eq!(value(&metrics, step, "sampling/log_ratio_max"), 0.0, "step {step}");
+    }
+    assert_eq!(host.traces[4].old_logps, host.traces[4].new_logps);
+    // The later uses of a block are off-policy.
+    assert_ne!(host.traces[2].old_logps, host.traces[2].new_logps);
+}
+
+#[test]
+fn a_reused_rollout_reports_no_reward() {
+    let mut plan = plan();
+    plan.rloo.num_iterations = 2;
+    plan.training.max_steps = 4;
+    let mut host = TestHost::default();
+    run(&plan, &mut host);
+    for (step, metrics) in host.metrics(SamplePhase::Train) {
+        let new = step % 2 == 1;
+        for name in ["reward", "kl", "completions/mean_length", "frac_reward_zero_std", "advantage_std"] {
+            assert_eq!(metrics.contains_key(name), new, "{name} at step {step}");
+        }
+        assert!(metrics.contains_key("loss") && metrics.contains_key("clip_ratio/region_mean"));
+    }
+    assert_eq!(host.samples().len(), 8);
+}
+
+#[test]
+fn skipping_the_old_pass_changes_nothing() {
+    // A clip range that never binds and whitening by a constant factor would hide nothing: the runs differ only in
+    // whether old log-probs are computed apart. Two iterations force the pass; their first step must equal.
+    let (mut once, mut twice) = (TestHost::default(), TestHost::default());
+    let mut plan = plan();
+    run(&plan, &mut once);
+    plan.rloo.num_iterations = 2;
+    run(&plan, &mut twice);
+    assert_eq!(once.traces[0].gradient, twice.traces[0].gradient);
+    assert_eq!(once.traces[0].old_logps, twice.traces[0].old_logps);
+    assert_eq!(once.traces[0].advantages, twice.traces[0].advantages);
+}
+
+#[test]
+fn beta_zero_needs_no_reference() {
+    let mut plan = plan();
+    plan.rloo.beta = 0.0;
+    let mut host = TestHost::default();
+    run(&plan, &mut host);
+    assert!(host.traces.iter().all(|trace| trace.ref_logps.is_empty()));
+    assert!(!host.metrics(SamplePhase::Train)[1].1.contains_key("kl"));
+    assert!(host.samples().iter().all(|sample| sample.kl.is_none() && sample.advantage.is_some()));
+}
+
+/// Two prompts with two completions each that ran into the length limit; rewards 0 and 1.
+fn truncated_rollout(_step: u64) -> Option<Rollout> {
+    let completion = |reward: f64| RolloutCompletion {
+        ids: vec![10, 11, 12],
+        finish_reason: FinishReason::Length,
+        score: Score { values: vec![RewardValue::Number(reward)] },
+    };
+    let group =
+        |row: u64| RolloutGroup { row, prompt_ids: vec![3, 4], completions: vec![completion(0.0), completion(1.0)] };
+    Some(Rollout { groups: vec![group(0), group(1)] })
+}
+
+#[test]
+fn all_truncated_and_masked_changes_no_weight() {
+    let mut plan = plan();
+    let mut unmasked = TestHost::with_rollouts(truncated_rollout);
+    run(&plan, &mut unmasked);
+    plan.rloo.mask_truncated_completions = true;
+    let mut masked = TestHost::with_rollouts(truncated_rollout);
+    run(&plan, &mut masked);
+    let mut policy = Policy::load(&model_dir(), &Device::Cpu).expect("the model");
+    policy.add_lora(&LoraConfig::from_plan(&plan.lora).expect("a config"), plan.training.seed).expect("an adapter");
+    let initial = policy.parameter_values().expect("values");
+    assert_eq!(masked.traces[2].parameters, initial);
+    assert_ne!(unmasked.traces[2].parameters, initial);
+    assert!(masked.traces.iter().all(|trace| trace.gradient.iter().all(|entry| *entry == 0.0)));
+    // They keep their place in the baseline.
+    assert_eq!(masked.traces[0].advantages, [-1.0, 1.0, -1.0, 1.0]);
+}
+
+#[test]
+fn a_missing_reward_masks_only_itself() {
+    let mut plan = plan();
+    plan.rloo.num_generations = 4;
+    plan.rloo.beta = 0.0;
+    plan.training.max_steps = 1;
+    let mut calls = 0;
+    let mut host = TestHost {
+        score: Box::new(move |_| {
+            calls += 1;
+            match calls {
+                1 => RewardValue::Number(1.0),
+                2 => RewardValue::Number(3.0),
+                3 => RewardValue::Number(2.0),
+                4 => RewardValue::Missing,
+                _ => RewardValue::Number(f64::from(calls)),
+            }
+        }),
+        ..TestHost::default()
+    };
+    run(&plan, &mut host);
+    assert_eq!(host.traces[0].advantages[..4], [-1.5, 1.5, 0.0, 0.0]);
+    let samples = host.samples();
+    assert_eq!((samples[3].reward, samples[3].rewards["score"]), (None, None));
+    assert_eq!(value(&host.metrics(SamplePhase::Train), 1, "rewards/score/missing_fraction"), 1.0 / 8.0);
+}
+
+#[test]
+fn the_micro_batch_split_changes_no_gradient() {
+    let mut policy = Policy::load(&model_dir(), &Device::Cpu).expect("the model");
+    policy.add_lora(&LoraConfig::all_linear(4, 8.0), 7).expect("an adapter");
+    let varied: Vec<f32> = policy
+        .parameter_values()
+        .expect("values")
+        .iter()
+        .enumerate()
+        .map(|(i, v)| v + (i % 11) as f32 * 0.01)
+        .collect();
+    policy.set_parameter_values(&varied).expect("as many");
+    let completions: Vec<Vec<u32>> =
+        (0..8u32).map(|row| (0..=row % 5).map(|t| 3 + (row * 7 + t * 5) % 60).collect()).collect();
+    let rows: Vec<Row<'_>> = completions.iter().map(|completion| Row { prompt: &[5, 6, 7], completion }).collect();
+    let gradient = |max_tokens: usize| {
+        let batching = MicroBatching { num_generations: 2, max_tokens, temperature: 0.9 };
+        let mut batches = 0;
+        let config = LossConfig { epsilon: 0.2, epsilon_high: 0.2 };
+        let step = step_gradient(
+            &policy,
+            &rows,
+            &batching,
+            &mut |range, scores| {
+                batches += 1;
+                let rows = range.zip(scores).map(|(row, score)| LossRow {
+                    new_logps: &score.logps,
+                    old_logps: &score.logps,
+                    included: true,
+                    advantage: if row % 2 == 0 { 1.0 } else { -0.5 },
+                });
+                rows.map(|row| row_loss(&row, &config, 8)).collect()
+            },
+            &|| false,
+        );
+        (batches, step.expect("trains").expect("not stopped"))
+    };
+    let (one, whole) = gradient(1000);
+    let (four, cut) = gradient(1);
+    assert_eq!((one, four), (1, 4));
+    let largest = whole.gradient.iter().fold(0f32, |a, b| a.max(b.abs()));
+    assert!(largest > 1e-3);
+    for (a, b) in whole.gradient.iter().zip(&cut.gradient) {
+        assert!((a - b).abs() <= 1e-5 * largest, "{a} {b}");
+    }
+    assert_eq!(whole.losses.len(), cut.losses.len());
+}
+
+#[test]
+fn updates_that_are_not_finite_are_skipped_and_three_end_the_run() {
+    let mut plan = plan();
+    plan.rloo.beta = 0.0;
+    plan.training.max_steps = 10;
+    // 1e300 is a number, but the gradient it makes is not an f32.
+    let mut host = TestHost::default();
+    let mut calls = 0;
+    host.score = Box::new(move |_| {
+        calls += 1;
+        RewardValue::Number(if calls > 8 && calls % 2 == 0 { 1e300 } else { f64::from(calls) })
+    });
+    let error = train(&plan, rows(), Start::default(), &mut host).expect_err("diverges");
+    assert!(matches!(error, EngineError::Diverged { updates: 3, step: 5 }), "{error:?}");
+    assert_eq!(host.warnings(), ["non_finite"; 3]);
+    let metrics = host.metrics(SamplePhase::Train);
+    assert_eq!(metrics.len(), 5);
+    assert_eq!(value(&metrics, 5, "skipped_updates"), 3.0);
+    assert_eq!(metrics[4].1["grad_norm"], None);
+    assert_eq!(host.traces[1].parameters, host.traces[4].parameters);
+}
+
+#[test]
+fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
+    let mut plan = plan();
+    let dataset = plan.dataset.clone();
+    plan.eval = Some(EvalPlan { dataset, every_steps: 2, before_start: true, num_generations: 1, temperature: 0.0 });
+    let mut host = TestHost::default();
+    let start = Start { eval_rows: rows()[..3].to_vec(), ..Start::default() };
+    train(&plan, rows(), start, &mut host).expect("trains");
+    let metrics = host.metrics(SamplePhase::Eval);
+    assert_eq!(metrics.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [0, 2, 3]);
+    assert!(metrics.iter().all(|(_, metrics)| metrics.keys().all(|name| name.starts_with("eval_"))));
+    value(&metrics, 0, "eval_reward");
+    let samples: Vec<Sample> = host.samples().into_iter().filter(|s| s.phase == SamplePhase::Eval).collect();
+    assert_eq!(samples.len(), 9);
+    assert!(samples.iter().all(|sample| sample.advantage.is_none() && sample.reward.is_some()));
+}
+
+#[test]
+fn prompts_that_leave_no_room_are_a_user_failure_with_counts() {
+    let mut plan = plan();
+    plan.sampling.max_completion_length = 253;
+    let error = train(&plan, rows(), Start::default(), &mut TestHost::default()).expect_err("too long");
+    let expected = "1 of 8 prompts are longer than 3 tokens";
+    assert!(matches!(&error, EngineError::Prompts(message) if message.starts_with(expected)), "{error}");
+}
+
+#[test]
+fn a_dataset_smaller_than_one_block_is_refused() {
+    let mut plan = plan();
+    plan.training.prompts_per_step = 9;
+    let error = train(&plan, rows(), Start::default(), &mut TestHost::default()).expect_err("too small");
+    assert!(matches!(&error, EngineError::Prompts(message) if message.contains("8 prompts")), "{error}");
+}
+
+#[test]
+fn a_warm_start_goes_on_from_the_given_adapter() {
+    let mut first = TestHost::default();
+    run(&plan(), &mut first);
+    let start = Start { initial_adapter: Some(first.saved[0].dir.clone()), ..Start::default() };
+    let mut second = TestHost::default();
+    train(&plan(), rows(), start, &mut second).expect("trains");
+    // The reference is the base model, so the first KL is not zero.
+    assert_ne!(value(&second.metrics(SamplePhase::Train), 1, "kl_k3"), 0.0);
+    let mut plan = plan();
+    plan.lora.r = 2;
+    let start = Start { initial_adapter: Some(first.saved[0].dir.clone()), ..Start::default() };
+    let error = train(&plan, rows(), start, &mut TestHost::default()).expect_err("another rank");
+    assert!(matches!(error, EngineError::Adapter(_)), "{error}");
+}
