@@ -106,7 +106,12 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
 }
 
 /// What a user would do, over HTTP.
-async fn demonstrate(args: &DemoArgs, data_dir: &Path, server: SocketAddr, begun: Instant) -> Result<Outcome, DemoError> {
+async fn demonstrate(
+    args: &DemoArgs,
+    data_dir: &Path,
+    server: SocketAddr,
+    begun: Instant,
+) -> Result<Outcome, DemoError> {
     let api = Api::new(format!("http://{server}"))?;
     let model_dir = data_dir.join("tiny");
     bundle::unpack_model(&model_dir).map_err(system(format!("write the bundled model to {}", model_dir.display())))?;
@@ -117,7 +122,8 @@ async fn demonstrate(args: &DemoArgs, data_dir: &Path, server: SocketAddr, begun
     let train = api.upload("/datasets?name=sums", bundle::TRAIN).await?;
     let held_out = api.upload("/datasets?name=sums-held-out", bundle::HELD_OUT).await?;
     let steps = args.steps.unwrap_or(STEPS);
-    let reward = json!({"name": "correct", "type": "webhook", "url": service.url(), "secret": secret, "max_batch_samples": 256});
+    let reward =
+        json!({"name": "correct", "type": "webhook", "url": service.url(), "secret": secret, "max_batch_samples": 256});
     let job = api.post("/jobs", &job(&train["id"], &held_out["id"], reward, steps, args.seed)).await?;
     let id = job["id"].as_str().unwrap_or_default().to_owned();
 
@@ -132,7 +138,12 @@ async fn demonstrate(args: &DemoArgs, data_dir: &Path, server: SocketAddr, begun
         let failure = &job["failure"];
         let text = |key: &str| failure[key].as_str().unwrap_or_default().to_owned();
         let state = job["state"].as_str().unwrap_or_default();
-        return Err(DemoError::Job(format!("the job is {state}: {} {} {}", text("code"), text("message"), text("suggestion"))));
+        return Err(DemoError::Job(format!(
+            "the job is {state}: {} {} {}",
+            text("code"),
+            text("message"),
+            text("suggestion")
+        )));
     }
     let outcome = Outcome::read(&api, &id, steps, data_dir).await?;
     outcome.print(&api, begun.elapsed());

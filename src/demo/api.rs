@@ -72,7 +72,10 @@ impl Api {
     /// POST, JSON.
     pub async fn post(&self, path: &str, body: &Value) -> Result<Value, ApiError> {
         let request = self.client.post(format!("{}{path}", self.base));
-        json(path, self.send(path, request.header(header::CONTENT_TYPE, "application/json").body(body.to_string())).await?)
+        json(
+            path,
+            self.send(path, request.header(header::CONTENT_TYPE, "application/json").body(body.to_string())).await?,
+        )
     }
 
     /// POST, one JSON record a line.

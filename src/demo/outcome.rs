@@ -47,10 +47,13 @@ impl Outcome {
         let rows = rows["data"].as_array().cloned().unwrap_or_default();
         let at = |step: u64| rows.iter().find(|row| row["step"] == step);
         let accuracy = |step: u64| {
-            at(step).and_then(|row| row[ACCURACY].as_f64()).ok_or_else(|| DemoError::Job(format!("{path} has no {ACCURACY} at step {step}")))
+            at(step)
+                .and_then(|row| row[ACCURACY].as_f64())
+                .ok_or_else(|| DemoError::Job(format!("{path} has no {ACCURACY} at step {step}")))
         };
         let value = |step: u64, key: &str| at(step).and_then(|row| row[key].as_f64());
-        let keys = ["reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "completions/mean_length"];
+        let keys =
+            ["reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "completions/mean_length"];
         let metrics = keys.iter().map(|key| ((*key).to_owned(), value(1, key), value(steps, key))).collect();
         let (before, after) = (accuracy(0)?, accuracy(steps)?);
 
@@ -89,10 +92,16 @@ impl Outcome {
     pub fn print(&self, api: &Api, took: Duration) {
         let Self { job, before, after, shown, metrics, adapter_dir, adapter_sha256 } = self;
         let base = api.base();
-        println!("\nheld-out exact match, greedy, {} prompts: {before:.3} before, {after:.3} after ({:.0} s in all)\n", bundle::held_out_rows(), took.as_secs_f64());
+        println!(
+            "\nheld-out exact match, greedy, {} prompts: {before:.3} before, {after:.3} after ({:.0} s in all)\n",
+            bundle::held_out_rows(),
+            took.as_secs_f64()
+        );
         println!("  {:<34} {:>6}   {:>8}   {:>8}", "prompt", "right", "before", "after");
         for Shown { question, right, before, after } in shown {
-            let mark = |given: &str| if given.trim() == right { format!("{} ✓", given.trim()) } else { format!("{} ✗", given.trim()) };
+            let mark = |given: &str| {
+                if given.trim() == right { format!("{} ✓", given.trim()) } else { format!("{} ✗", given.trim()) }
+            };
             println!("  {question:<34} {right:>6}   {:>8}   {:>8}", mark(before), mark(after));
         }
         println!("\n  {:<34} {:>10}   {:>10}", "metric", "first step", "last step");
@@ -129,7 +138,8 @@ async fn answer(api: &Api, job: &str, step: u64, row: usize, question: &str) -> 
     let (path, step) = (format!("/jobs/{job}/samples"), step.to_string());
     let found = api.get(&path, &[("phase", "eval"), ("step", &step), ("q", question), ("limit", "100")]).await?;
     let prompt_id = format!("row_{row}");
-    let sample = found["data"].as_array().into_iter().flatten().find(|sample| sample["prompt_id"] == prompt_id.as_str());
+    let sample =
+        found["data"].as_array().into_iter().flatten().find(|sample| sample["prompt_id"] == prompt_id.as_str());
     let completion = sample.and_then(|sample| sample["completion"].as_str()).map(str::to_owned);
     completion.ok_or_else(|| DemoError::Job(format!("{path} has no completion for {prompt_id} at step {step}")))
 }

@@ -65,7 +65,8 @@ impl Progress {
     }
 
     fn message(&self, job: &Value, figures: &Figures) -> String {
-        let number = |value: Option<f64>, digits: usize| value.map_or("–".to_owned(), |value| format!("{value:.digits$}"));
+        let number =
+            |value: Option<f64>, digits: usize| value.map_or("–".to_owned(), |value| format!("{value:.digits$}"));
         let doing = match (job["state"].as_str(), job["phase"].as_str(), job["status_reason"].as_str()) {
             (_, _, Some(reason)) => reason,
             (Some("running"), Some(phase), None) => phase,

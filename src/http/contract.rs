@@ -1,6 +1,5 @@
 //! The reward contract v1 as types: what the document says under `webhooks`. The code that speaks it is in `reward`.
 
-
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::openapi::path::Paths;

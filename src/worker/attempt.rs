@@ -188,7 +188,12 @@ impl Attempt {
             reward_metrics: Default::default(),
             failure: None,
         };
-        let run = EngineRun { claim, prepared, scratch_dir: scratch.path().join("checkpoints"), device: worker.device.clone() };
+        let run = EngineRun {
+            claim,
+            prepared,
+            scratch_dir: scratch.path().join("checkpoints"),
+            device: worker.device.clone(),
+        };
         let (result, host) = match run.on_thread(worker.train, host).await {
             Some(ended) => ended,
             None => return Err(Cut::Panicked),

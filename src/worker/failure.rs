@@ -35,7 +35,9 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
         EngineError::Prompts(_) => ("prompts_invalid", Some("drop or shorten these prompts, then submit again")),
         EngineError::NonFinite { .. } | EngineError::Diverged { .. } => (
             "diverged",
-            Some("lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before, check the model if there is none"),
+            Some(
+                "lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before, check the model if there is none",
+            ),
         ),
         EngineError::Checkpoint(_) => ("checkpoint_invalid", Some("resume from an older checkpoint, or submit again")),
         EngineError::Host(_) => ("host", None),

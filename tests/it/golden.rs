@@ -336,8 +336,8 @@ fn compare(dir: &Path) -> Report {
     let prompts = array(&run["prompts"]).iter();
     let rows = prompts.map(|prompt| PromptRow { prompt: prompt.clone(), columns: Map::new() }).collect();
     let start = Start { initial_adapter: Some(initial.path().to_path_buf()), ..Start::default() };
-    let outcome =
-        train_model(dir, plan, rows, start, &mut host).unwrap_or_else(|error| panic!("{error}: {:?}", std::error::Error::source(&error)));
+    let outcome = train_model(dir, plan, rows, start, &mut host)
+        .unwrap_or_else(|error| panic!("{error}: {:?}", std::error::Error::source(&error)));
     assert_eq!(outcome, TrainOutcome::Finished);
 
     let mut report = Report::default();

@@ -36,7 +36,9 @@ fn every_case_agrees_with_transformers_and_peft() {
     let mut failed = Vec::new();
     for case in &cases {
         let name = case.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        match check_case(case) {
+        // A case that panics does not hide the others.
+        let checked = std::panic::catch_unwind(|| check_case(case)).unwrap_or_else(|_| Err("panicked".to_owned()));
+        match checked {
             Ok(summary) => println!("parity {name}: ok ({summary})"),
             Err(why) => {
                 println!("parity {name}: FAILED: {why}");
