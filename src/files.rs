@@ -6,6 +6,7 @@
 //! datasets/DATASET.ndjson                 canonical rows
 //! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints
 //! staging/…                               whatever is not complete yet; emptied at start
+//! scratch/…                               of the server's own workers; each empties its part as it starts
 //! ```
 
 use std::collections::HashSet;
@@ -142,6 +143,11 @@ impl DataDir {
     /// The database file.
     pub fn database(&self) -> PathBuf {
         self.root.join("rlood.db")
+    }
+
+    /// Where the server's own workers keep what is not published yet.
+    pub fn scratch(&self) -> PathBuf {
+        self.root.join("scratch")
     }
 
     /// A dataset's rows.
@@ -394,7 +400,6 @@ pub fn free_bytes(path: &Path) -> Result<u64, FilesError> {
         }
         stat.assume_init()
     };
-    #[expect(clippy::unnecessary_cast, reason = "the fields' widths differ between platforms")]
     Ok((stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64))
 }
 

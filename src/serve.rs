@@ -7,6 +7,7 @@ mod listen;
 
 use std::io::Write;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -152,13 +153,13 @@ pub async fn start(config: ServeConfig) -> Result<Running, ServeError> {
     let listener = TcpListener::bind(config.listen).await.map_err(refused)?;
     let addr = listener.local_addr().map_err(refused)?;
     let stop_http = CancellationToken::new();
-    let router = http::router(AppState::new(store.clone(), files, config.clone()));
+    let router = http::router(AppState::new(store.clone(), files.clone(), config.clone()));
     let http = tokio::spawn(listen::serve(listener, router, stop_http.clone()));
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
     let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone())));
-    let supervisor = Supervisor::start(children(&config, addr)?, &lost);
+    let supervisor = Supervisor::start(children(&config, files.scratch(), addr)?, &lost);
     Ok(Running { addr, stop_http, http, supervisor, tick, deaths, store })
 }
 
@@ -205,7 +206,7 @@ async fn tick(store: Store) {
     }
 }
 
-fn children(config: &ServeConfig, addr: SocketAddr) -> Result<Children, ServeError> {
+fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Result<Children, ServeError> {
     let program = match &config.worker_program {
         Some(program) => program.clone(),
         None => std::env::current_exe()
@@ -217,7 +218,7 @@ fn children(config: &ServeConfig, addr: SocketAddr) -> Result<Children, ServeErr
         token: config.worker_token.clone(),
         devices: config.devices.clone(),
         threads: config.threads_per_worker(),
-        scratch_dir: config.data_dir.join("scratch"),
+        scratch_dir,
         isa: config.isa,
         log: config.log.clone(),
         log_format: config.log_format,

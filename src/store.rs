@@ -141,6 +141,14 @@ fn count_of_jobs(jobs: &[JobId]) -> String {
     if jobs.len() == 1 { "1 job".to_owned() } else { format!("{} jobs", jobs.len()) }
 }
 
+impl StoreError {
+    /// SQLite could not write for want of space (SQLITE_FULL).
+    pub fn is_disk_full(&self) -> bool {
+        let StoreError::Database { source, .. } = self else { return false };
+        source.as_database_error().and_then(|error| error.code()).is_some_and(|code| code == "13")
+    }
+}
+
 /// One page of a list.
 #[derive(Debug, Clone)]
 pub struct Page<T> {
@@ -195,16 +203,6 @@ impl Store {
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
         let changes = Arc::new(Changes { jobs: Mutex::default(), queue: watch::Sender::new(0) });
         Ok(Store { writer, readers, changes })
-    }
-
-    /// After opening, before the first claim: what the former server left half done. Requests in flight died with it; so did its
-    /// child workers, whose jobs go back to the queue; every other worker gets `lease_ms` to come back. Returns the requeued jobs.
-    pub async fn boot_recover(&self, now: i64, lease_ms: i64) -> Result<Vec<JobId>, StoreError> {
-        self.keys_free_in_flight().await?;
-        self.keys_expire(now).await?;
-        let requeued = self.workers_forget_children(now).await?;
-        self.leases_extend(now, lease_ms).await?;
-        Ok(requeued)
     }
 
     /// Closes every connection; the WAL is folded into the file.

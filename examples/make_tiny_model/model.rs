@@ -166,8 +166,7 @@ impl Model {
             tensors.push((name.clone(), var.as_detached_tensor().to_dtype(DType::BF16)?));
         }
         let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-        safetensors::serialize_to_file(tensors, Some(metadata), path)?;
-        Ok(())
+        Ok(std::fs::write(path, safetensors::serialize(tensors, Some(metadata))?)?)
     }
 
     /// Logits (N, vocabulary) at the flat positions `at` (row * length + column) of right-padded `tokens` (B, T).

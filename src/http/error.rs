@@ -277,7 +277,7 @@ impl From<StoreError> for Problem {
                 let detail = "the cursor in 'after' is not one of this list: start again without it";
                 Problem::new(Code::InvalidCursor, detail).item("?after", "invalid_cursor", detail)
             }
-            StoreError::Database { ref source, .. } if is_full(source) => {
+            error if error.is_disk_full() => {
                 Problem::new(Code::StorageFull, "the server's disk is full; free some space, then try again")
                     .because(chain(&error))
             }
@@ -306,11 +306,6 @@ impl From<FilesError> for Problem {
             error @ (FilesError::Io { .. } | FilesError::Locked { .. }) => Problem::internal(chain(&error)),
         }
     }
-}
-
-/// SQLITE_FULL.
-fn is_full(error: &sqlx::Error) -> bool {
-    error.as_database_error().and_then(|error| error.code()).is_some_and(|code| code == "13")
 }
 
 /// An error and its causes, for the log.

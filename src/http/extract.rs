@@ -23,7 +23,15 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Json<T> {
     type Rejection = Problem;
     async fn from_request(request: Request, _state: &S) -> Result<Self, Problem> {
         expect_json(request.headers())?;
-        Ok(Json(parse_json(&read_body(request).await?)?))
+        let body = read_body(request).await?;
+        if body.trim_ascii_start().first() == Some(&b'[') {
+            // Every body here is an object, but serde would take a list for a struct's fields in order.
+            parse_json::<serde::de::IgnoredAny>(&body)?;
+            return Err(
+                Problem::new(Code::InvalidBody, "a JSON object is expected, not a list").item("", "invalid", "a list")
+            );
+        }
+        Ok(Json(parse_json(&body)?))
     }
 }
 

@@ -65,6 +65,13 @@ pub fn openapi() -> OpenApi {
             // Every error, of every operation, is a problem; those with a meaning of their own are listed by the handler.
             let problem = RefOr::Ref(Ref::from_response_name(PROBLEM));
             operation.responses.responses.entry("default".to_owned()).or_insert(problem);
+            for (status, response) in &mut operation.responses.responses {
+                if let (true, RefOr::T(response)) = (status.starts_with(['4', '5']), response)
+                    && let Some(body) = response.content.swap_remove("application/json")
+                {
+                    response.content.insert("application/problem+json".to_owned(), body);
+                }
+            }
         }
     }
     let (webhooks, components) = contract::webhooks();

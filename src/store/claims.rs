@@ -44,6 +44,14 @@ pub struct Beat {
     pub eta_s: Option<f64>,
 }
 
+/// The next job. The planner would rather sort all queued rows, so the index is named.
+pub const NEXT_JOB: &str =
+    "SELECT * FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' ORDER BY priority DESC, queue_order LIMIT 1";
+/// Claims whose lease lapsed before this time.
+pub const LAPSED_JOBS: &str = "SELECT * FROM jobs INDEXED BY jobs_leases WHERE state = 'running' AND lease_until < ?";
+/// What a worker holds.
+pub const JOBS_OF_WORKER: &str = "SELECT * FROM jobs INDEXED BY jobs_worker WHERE state = 'running' AND worker = ?";
+
 /// Claims that may end badly in a row, without a new checkpoint, before the job fails.
 pub const MAX_FAILED_ATTEMPTS: u32 = 3;
 
@@ -61,11 +69,7 @@ impl Store {
             changed.push(held.id);
         }
         let claimed = loop {
-            let next =
-                sqlx::query("SELECT * FROM jobs WHERE state = 'queued' ORDER BY priority DESC, queue_order LIMIT 1")
-                    .fetch_optional(&mut *tx)
-                    .await
-                    .doing(doing)?;
+            let next = sqlx::query(NEXT_JOB).fetch_optional(&mut *tx).await.doing(doing)?;
             let Some(next) = next else { break None };
             let row = JobRow::read(&next)?;
             changed.push(row.id);
@@ -205,13 +209,12 @@ impl Store {
     /// Takes every job whose lease has lapsed from its worker; returns them.
     pub async fn leases_reap(&self, now: i64) -> Result<Vec<JobId>, StoreError> {
         let doing = "take back lapsed claims";
-        let lapsed = "SELECT * FROM jobs WHERE state = 'running' AND lease_until < ?";
         // Usually there is none: look without the writer first.
-        if sqlx::query(lapsed).bind(now).fetch_optional(&self.readers).await.doing(doing)?.is_none() {
+        if sqlx::query(LAPSED_JOBS).bind(now).fetch_optional(&self.readers).await.doing(doing)?.is_none() {
             return Ok(Vec::new());
         }
         let mut tx = self.begin(doing).await?;
-        let rows = sqlx::query(lapsed).bind(now).fetch_all(&mut *tx).await.doing(doing)?;
+        let rows = sqlx::query(LAPSED_JOBS).bind(now).fetch_all(&mut *tx).await.doing(doing)?;
         let mut reaped = Vec::new();
         for row in &rows {
             let row = JobRow::read(row)?;
@@ -307,7 +310,7 @@ pub(super) async fn owned_row(
 }
 
 pub(super) async fn jobs_of_worker(tx: &mut SqliteConnection, worker: WorkerId) -> Result<Vec<JobRow>, StoreError> {
-    sqlx::query("SELECT * FROM jobs WHERE state = 'running' AND worker = ?")
+    sqlx::query(JOBS_OF_WORKER)
         .bind(worker.to_string())
         .fetch_all(tx)
         .await

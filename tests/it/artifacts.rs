@@ -104,11 +104,11 @@ async fn job_with_checkpoint(server: &Server, files: &[(&str, &[u8])]) -> (JobId
     let mut entries = Vec::new();
     for (name, bytes) in files {
         let data = &server.state.files;
-        let mut staged = data.stage_checkpoint_file(job, 1, claim.attempt, name, 1 << 20).await.unwrap();
+        let mut staged = data.stage(1 << 20).await.unwrap();
         staged.write(bytes).await.unwrap();
         let done = staged.finish().await.unwrap();
         entries.push(FileEntry { name: (*name).to_owned(), size_bytes: done.size_bytes, sha256: done.sha256.clone() });
-        done.keep();
+        data.checkpoint_place(done, job, 1, claim.attempt, name).await.unwrap();
     }
     server.state.files.checkpoint_commit(job, 1, claim.attempt, &entries).unwrap();
     let metrics = Metrics::from([("reward".to_owned(), Some(0.5))]);

@@ -329,10 +329,7 @@ fn compare(dir: &Path) -> Report {
 
     let uses = u64::from(plan.rloo.num_iterations) * u64::from(plan.rloo.steps_per_generation);
     let rollouts: Vec<Rollout> = recorded.blocks.iter().map(|block| block.rollout.clone()).collect();
-    let mut host = TestHost {
-        recorded: Box::new(move |step| rollouts.get(((step - 1) / uses) as usize).cloned()),
-        ..TestHost::default()
-    };
+    let mut host = TestHost::with_rollouts(move |step| rollouts.get(((step - 1) / uses) as usize).cloned());
     let prompts = array(&run["prompts"]).iter();
     let rows = prompts.map(|prompt| PromptRow { prompt: prompt.clone(), columns: Map::new() }).collect();
     let start = Start { initial_adapter: Some(initial.path().to_path_buf()), ..Start::default() };

@@ -6,6 +6,7 @@ use rlood::event::{Event, Metrics, Phase};
 use rlood::id::JobId;
 use rlood::job::{Action, FailureClass, Requested, State};
 use rlood::protocol::{EventBatch, Outcome};
+use rlood::store::claims::{JOBS_OF_WORKER, LAPSED_JOBS, NEXT_JOB};
 use rlood::store::{Beat, Claimed, StoreError};
 
 use crate::setting::{LEASE, Setting, T0, failure, plan};
@@ -362,7 +363,8 @@ async fn a_restart_frees_the_children_and_waits_for_the_others() {
     assert_eq!(setting.claim(child, T0).await.unwrap().job, of_child);
     assert_eq!(setting.claim(guest, T0).await.unwrap().job, of_guest);
     let boot = T0 + 3_600_000;
-    assert_eq!(store.boot_recover(boot, LEASE).await.unwrap(), [of_child]);
+    assert_eq!(store.workers_forget_children(boot).await.unwrap(), [of_child]);
+    store.leases_extend(boot, LEASE).await.unwrap();
     assert_eq!(store.leases_reap(boot).await.unwrap(), []);
     let row = store.job_get(of_child).await.unwrap();
     assert_eq!((row.state, row.failed_attempts), (State::Queued, 0));
@@ -393,9 +395,9 @@ async fn the_next_job_is_found_by_index_however_long_the_queue() {
     let options = sqlx::sqlite::SqliteConnectOptions::new().filename(setting.files.database());
     let mut connection = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
     for (query, index) in [
-        ("SELECT * FROM jobs WHERE state = 'queued' ORDER BY priority DESC, queue_order LIMIT 1", "jobs_queue"),
-        ("SELECT * FROM jobs WHERE state = 'running' AND lease_until < 5", "jobs_leases"),
-        ("SELECT * FROM jobs WHERE state = 'running' AND worker = 'w'", "jobs_worker"),
+        (NEXT_JOB, "jobs_queue"),
+        (LAPSED_JOBS, "jobs_leases"),
+        (JOBS_OF_WORKER, "jobs_worker"),
         ("SELECT MAX(queue_order) FROM jobs", "jobs_queue_order"),
     ] {
         let explain = sqlx::AssertSqlSafe(format!("EXPLAIN QUERY PLAN {query}"));

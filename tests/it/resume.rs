@@ -79,7 +79,7 @@ fn a_pause_in_any_phase_saves_the_last_step_and_loses_nothing() {
     for (phase, step, poll) in places {
         for stop in [Stop::Pause { reason: None }, Stop::Shutdown] {
             let at = format!("{phase:?} after step {step}, poll {poll}");
-            let mut first = TestHost { stop_at: Some((phase, step, poll, stop.clone())), ..TestHost::default() };
+            let mut first = TestHost::stopping_at(phase, step, poll, stop.clone());
             let outcome = train(&plan, rows(), start(None), &mut first).expect("stops");
             assert_eq!(outcome, TrainOutcome::Stopped(stop), "{at}");
             let saved: Vec<u64> = first.saved.iter().map(|saved| saved.step).collect();
@@ -102,7 +102,7 @@ fn a_cancel_or_a_lost_lease_writes_nothing() {
         {
             let mut plan = off_policy();
             plan.checkpoints.every_steps = 100;
-            let mut host = TestHost { stop_at: Some((phase, step, poll, stop.clone())), ..TestHost::default() };
+            let mut host = TestHost::stopping_at(phase, step, poll, stop.clone());
             let outcome = train(&plan, rows(), Start::default(), &mut host).expect("stops");
             assert_eq!(outcome, TrainOutcome::Stopped(stop.clone()), "{phase:?}");
             assert!(host.saved.is_empty());

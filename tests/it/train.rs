@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 use rlood::engine::error::EngineError;
 use rlood::engine::host::{
-    Host, HostError, PromptRow, Rollout, SavedCheckpoint, Score, ScoreRequest, StepTrace, Stop, TrainInput,
-    TrainOutcome,
+    Host, HostError, PromptRow, Rollout, RolloutCompletion, RolloutGroup, SavedCheckpoint, Score, ScoreRequest,
+    StepTrace, Stop, TrainInput, TrainOutcome,
 };
 use rlood::engine::lora::LoraConfig;
 use rlood::engine::loss::{LossConfig, LossRow, row_loss};
@@ -120,7 +120,6 @@ impl Saved {
 pub struct Trace {
     pub step: u64,
     pub rows: Vec<u64>,
-    pub completion_ids: Vec<Vec<u32>>,
     pub old_logps: Vec<Vec<f32>>,
     pub ref_logps: Vec<Vec<f32>>,
     pub new_logps: Vec<Vec<f32>>,
@@ -135,9 +134,8 @@ type Scorer = Box<dyn FnMut(&RewardSample) -> RewardValue>;
 /// Scores by a function, keeps everything, stops where it is told.
 pub struct TestHost {
     pub score: Scorer,
-    pub recorded: Box<dyn FnMut(u64) -> Option<Rollout>>,
-    /// Stop at the n-th poll (from 1) inside a phase, counted from the step that the phase event carries.
-    pub stop_at: Option<(Phase, u64, u32, Stop)>,
+    recorded: Box<dyn FnMut(u64) -> Option<Rollout>>,
+    stop_at: Option<(Phase, u64, u32, Stop)>,
     pub events: Vec<Event>,
     pub saved: Vec<Saved>,
     pub traces: Vec<Trace>,
@@ -216,7 +214,6 @@ impl Host for TestHost {
         self.traces.push(Trace {
             step: trace.step,
             rows: trace.rows.to_vec(),
-            completion_ids: trace.completion_ids.to_vec(),
             old_logps: trace.old_logps.to_vec(),
             ref_logps: trace.ref_logps.to_vec(),
             new_logps: trace.new_logps.to_vec(),
@@ -229,6 +226,16 @@ impl Host for TestHost {
 }
 
 impl TestHost {
+    /// Feeds recorded rollouts instead of sampling.
+    pub fn with_rollouts(recorded: impl FnMut(u64) -> Option<Rollout> + 'static) -> Self {
+        Self { recorded: Box::new(recorded), ..Self::default() }
+    }
+
+    /// Stops at the n-th poll (from 1) inside a phase that began after so many steps.
+    pub fn stopping_at(phase: Phase, step: u64, poll: u32, stop: Stop) -> Self {
+        Self { stop_at: Some((phase, step, poll, stop)), ..Self::default() }
+    }
+
     pub fn metrics(&self, kind: SamplePhase) -> Vec<(u64, Metrics)> {
         let steps = self.events.iter().filter_map(|event| match event {
             Event::Step { step, kind: of, metrics } if *of == kind => Some((*step, metrics.clone())),
@@ -436,20 +443,34 @@ fn beta_zero_needs_no_reference() {
     assert!(host.samples().iter().all(|sample| sample.kl.is_none() && sample.advantage.is_some()));
 }
 
+/// Two prompts with two completions each that ran into the length limit; rewards 0 and 1.
+fn truncated_rollout(_step: u64) -> Option<Rollout> {
+    let completion = |reward: f64| RolloutCompletion {
+        ids: vec![10, 11, 12],
+        finish_reason: FinishReason::Length,
+        score: Score { values: vec![RewardValue::Number(reward)] },
+    };
+    let group =
+        |row: u64| RolloutGroup { row, prompt_ids: vec![3, 4], completions: vec![completion(0.0), completion(1.0)] };
+    Some(Rollout { groups: vec![group(0), group(1)] })
+}
+
 #[test]
 fn all_truncated_and_masked_changes_no_weight() {
     let mut plan = plan();
+    let mut unmasked = TestHost::with_rollouts(truncated_rollout);
+    run(&plan, &mut unmasked);
     plan.rloo.mask_truncated_completions = true;
-    plan.sampling.max_completion_length = 1;
-    let mut host = TestHost::default();
-    run(&plan, &mut host);
-    let all_truncated = host.samples().iter().all(|sample| sample.finish_reason == FinishReason::Length);
-    assert!(all_truncated, "choose another seed");
+    let mut masked = TestHost::with_rollouts(truncated_rollout);
+    run(&plan, &mut masked);
     let mut policy = Policy::load(&model_dir(), &Device::Cpu).expect("the model");
     policy.add_lora(&LoraConfig::from_plan(&plan.lora).expect("a config"), plan.training.seed).expect("an adapter");
-    assert!(host.traces.iter().all(|trace| trace.gradient.iter().all(|entry| *entry == 0.0)));
-    assert_eq!(host.traces[2].parameters, policy.parameter_values().expect("values"));
-    assert!(host.samples().iter().any(|sample| sample.advantage != Some(0.0)));
+    let initial = policy.parameter_values().expect("values");
+    assert_eq!(masked.traces[2].parameters, initial);
+    assert_ne!(unmasked.traces[2].parameters, initial);
+    assert!(masked.traces.iter().all(|trace| trace.gradient.iter().all(|entry| *entry == 0.0)));
+    // They keep their place in the baseline.
+    assert_eq!(masked.traces[0].advantages, [-1.0, 1.0, -1.0, 1.0]);
 }
 
 #[test]

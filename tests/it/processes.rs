@@ -1,0 +1,309 @@
+//! Real processes: `rlood serve` with its workers, driven over HTTP like a user would.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+/// What a cancel or a pause may take, in every phase.
+const HONOURED: Duration = Duration::from_secs(12);
+/// What everything else may take on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(180);
+
+/// A server process; killed, and its workers with it, when dropped.
+pub struct Server {
+    pub child: Child,
+    pub url: String,
+    http: reqwest::Client,
+}
+
+impl Server {
+    /// On a free port; returns when it says where it listens.
+    pub fn start(data_dir: &Path, devices: &str) -> Self {
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let mut child = rlood(data_dir, devices).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let url =
+            line.strip_prefix("listening on ").unwrap_or_else(|| panic!("first line: {line:?}")).trim().to_owned();
+        Self { child, url, http: reqwest::Client::builder().no_proxy().build().unwrap() }
+    }
+
+    pub async fn get(&self, path: &str) -> Value {
+        let answer = self.http.get(format!("{}{path}", self.url)).send().await.unwrap();
+        assert!(answer.status().is_success(), "{path}: {}", answer.text().await.unwrap());
+        answer.json().await.unwrap()
+    }
+
+    pub async fn bytes(&self, path: &str) -> Vec<u8> {
+        let answer = self.http.get(format!("{}{path}", self.url)).send().await.unwrap();
+        assert!(answer.status().is_success(), "{path}: {}", answer.text().await.unwrap());
+        answer.bytes().await.unwrap().to_vec()
+    }
+
+    pub async fn post(&self, path: &str, body: &Value) -> Value {
+        let answer = self.http.post(format!("{}{path}", self.url)).json(body).send().await.unwrap();
+        let status = answer.status();
+        let text = answer.text().await.unwrap();
+        assert!(status.is_success(), "{path}: {status} {text}");
+        serde_json::from_str(&text).unwrap_or(Value::Null)
+    }
+
+    /// Registers a model and submits a job; returns its id.
+    pub async fn submit(&self, spec: &Value) -> String {
+        self.post("/jobs", spec).await["id"].as_str().unwrap().to_owned()
+    }
+
+    /// The job as soon as it satisfies the condition.
+    pub async fn job_when(&self, job: &str, what: &str, condition: impl Fn(&Value) -> bool) -> Value {
+        let begun = Instant::now();
+        loop {
+            let view = self.get(&format!("/jobs/{job}")).await;
+            if condition(&view) {
+                return view;
+            }
+            assert!(begun.elapsed() < PATIENCE, "waited for {what}: {view}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub async fn job_in_state(&self, job: &str, state: &str) -> Value {
+        let over = |view: &Value| ["succeeded", "failed", "cancelled"].iter().any(|end| view["state"] == *end);
+        let view = self.job_when(job, state, |view| view["state"] == state || over(view)).await;
+        assert_eq!(view["state"], state, "{view}");
+        view
+    }
+
+    /// The steps of its checkpoints, ascending.
+    pub async fn checkpoint_steps(&self, job: &str) -> Vec<u64> {
+        let list = self.get(&format!("/jobs/{job}/checkpoints")).await;
+        let mut steps: Vec<u64> =
+            list["data"].as_array().unwrap().iter().map(|checkpoint| checkpoint["step"].as_u64().unwrap()).collect();
+        steps.sort_unstable();
+        steps
+    }
+
+    pub async fn wait_for_checkpoint(&self, job: &str) {
+        let begun = Instant::now();
+        while self.checkpoint_steps(job).await.is_empty() {
+            assert!(begun.elapsed() < PATIENCE, "no checkpoint: {}", self.get(&format!("/jobs/{job}")).await);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Process ids of the workers, as soon as there are so many.
+    pub async fn worker_pids(&self, count: usize) -> Vec<u32> {
+        let begun = Instant::now();
+        loop {
+            let list = self.get("/workers").await;
+            let workers = list["data"].as_array().unwrap();
+            if workers.len() == count {
+                return workers.iter().map(|worker| worker["pid"].as_u64().unwrap().try_into().unwrap()).collect();
+            }
+            assert!(begun.elapsed() < PATIENCE, "{list}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// SIGTERM, and how it ended.
+    pub fn terminate(mut self) -> (ExitStatus, Duration) {
+        let begun = Instant::now();
+        signal("TERM", self.child.id());
+        (self.child.wait().unwrap(), begun.elapsed())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn rlood(data_dir: &Path, devices: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("RLOOD_")) {
+        command.env_remove(name);
+    }
+    command.args(["serve", "--listen", "127.0.0.1:0", "--log", "error", "--devices", devices, "--data-dir"]);
+    command.arg(data_dir).stdin(Stdio::null());
+    command
+}
+
+pub fn signal(name: &str, pid: u32) {
+    // The shell's own `kill`: the program of that name is not everywhere.
+    assert!(Command::new("sh").args(["-c", &format!("kill -{name} {pid}")]).status().unwrap().success());
+}
+
+/// True while a process exists and is not a zombie.
+fn is_alive(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+}
+
+/// A copy of a small model with random weights, so that a test may change it.
+pub fn model_copy(to: &Path) -> PathBuf {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity/qwen3");
+    std::fs::create_dir_all(to).unwrap();
+    for name in
+        ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    {
+        std::fs::copy(from.join(name), to.join(name)).unwrap();
+    }
+    to.to_owned()
+}
+
+/// A job of this many steps that saves every second one.
+pub fn spec(model: &str, max_steps: u64) -> Value {
+    let records: Vec<Value> =
+        (0..6).map(|n| json!({"prompt": format!("Say the number {n} in a few words.")})).collect();
+    json!({
+        "model": model,
+        "dataset": {"records": records},
+        "rewards": [{"type": "length", "min_words": 1, "max_words": 3}],
+        "rloo": {"num_generations": 2, "beta": 0.02},
+        "sampling": {"max_completion_length": 6},
+        "lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]},
+        "optimizer": {"learning_rate": 0.01},
+        "training": {"prompts_per_step": 2, "max_steps": max_steps, "seed": 7},
+        "checkpoints": {"every_steps": 2}
+    })
+}
+
+/// Registers the model of a directory under this name.
+pub async fn register(server: &Server, id: &str, dir: &Path) {
+    server.post("/models", &json!({"id": id, "source": dir})).await;
+}
+
+#[tokio::test]
+async fn two_cpu_workers_run_two_jobs_at_once_and_a_cancel_is_honoured_in_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::start(&dir.path().join("data"), "cpu,cpu");
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let pids = server.worker_pids(2).await;
+    assert_ne!(pids[0], pids[1]);
+    let (first, second) = (server.submit(&spec("tiny", 100_000)).await, server.submit(&spec("tiny", 100_000)).await);
+    // Each has done a step while the other was running.
+    for job in [&first, &second] {
+        server.job_when(job, "a step", |view| view["state"] == "running" && view["step"].as_u64() > Some(0)).await;
+    }
+    for job in [&first, &second] {
+        let view = server.get(&format!("/jobs/{job}")).await;
+        assert_eq!(view["state"], "running", "{view}");
+        assert!(view["phase"].is_string(), "{view}");
+    }
+    let begun = Instant::now();
+    for job in [&first, &second] {
+        server.post(&format!("/jobs/{job}/cancel"), &json!({})).await;
+    }
+    for job in [&first, &second] {
+        server.job_in_state(job, "cancelled").await;
+    }
+    assert!(begun.elapsed() < HONOURED, "{:?}", begun.elapsed());
+    assert_eq!(server.worker_pids(2).await.len(), 2);
+}
+
+#[tokio::test]
+async fn pause_and_cancel_are_honoured_while_a_reward_service_hangs() {
+    let dir = tempfile::tempdir().unwrap();
+    // Connections are accepted by the system and never answered.
+    let hanging = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let server = Server::start(&dir.path().join("data"), "cpu");
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let mut spec = spec("tiny", 10);
+    spec["rewards"] = json!([{"name": "slow", "type": "webhook",
+                              "url": format!("http://{}/score", hanging.local_addr().unwrap())}]);
+    let job = server.submit(&spec).await;
+    for (wish, state) in [("pause", "paused"), ("cancel", "cancelled")] {
+        server.job_when(&job, "the reward phase", |view| view["state"] == "running" && view["phase"] == "reward").await;
+        let begun = Instant::now();
+        server.post(&format!("/jobs/{job}/{wish}"), &json!({})).await;
+        server.job_in_state(&job, state).await;
+        assert!(begun.elapsed() < HONOURED, "{wish}: {:?}", begun.elapsed());
+        if state == "paused" {
+            server.post(&format!("/jobs/{job}/resume"), &json!({})).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_changed_model_fails_its_job_and_the_worker_lives_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::start(&dir.path().join("data"), "cpu");
+    let pids = server.worker_pids(1).await;
+    register(&server, "good", &model_copy(&dir.path().join("good"))).await;
+    let changing = model_copy(&dir.path().join("changing"));
+    register(&server, "changing", &changing).await;
+    // It waits behind another job while its model is replaced.
+    let first = server.submit(&spec("good", 100_000)).await;
+    server.job_when(&first, "running", |view| view["state"] == "running").await;
+    let second = server.submit(&spec("changing", 2)).await;
+    let config = std::fs::read_to_string(changing.join("config.json")).unwrap();
+    std::fs::write(changing.join("config.json"), format!("{config}\n")).unwrap();
+    server.post(&format!("/jobs/{first}/cancel"), &json!({})).await;
+    let failed = server.job_in_state(&second, "failed").await;
+    assert_eq!(failed["failure"]["code"], "model_changed", "{failed}");
+    assert_eq!(failed["failure"]["class"], "user");
+    assert_eq!(failed["attempt"], 1);
+    let third = server.submit(&spec("good", 2)).await;
+    server.job_in_state(&third, "succeeded").await;
+    assert_eq!(server.worker_pids(1).await, pids, "the worker is the same process");
+}
+
+#[tokio::test]
+async fn workers_end_when_their_server_is_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut server = Server::start(&dir.path().join("data"), "cpu,cpu");
+    let pids = server.worker_pids(2).await;
+    server.child.kill().unwrap();
+    server.child.wait().unwrap();
+    let begun = Instant::now();
+    while pids.iter().any(|pid| is_alive(*pid)) {
+        assert!(begun.elapsed() < Duration::from_secs(10), "a worker outlives its server");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn an_idle_server_stops_at_once_with_code_zero() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::start(&dir.path().join("data"), "cpu");
+    server.worker_pids(1).await;
+    let (status, took) = server.terminate();
+    assert!(status.success(), "{status}");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
+#[test]
+fn two_servers_on_one_data_directory_are_one_too_many() {
+    let dir = tempfile::tempdir().unwrap();
+    let _first = Server::start(dir.path(), "none");
+    let second = rlood(dir.path(), "none").output().unwrap();
+    assert_eq!(second.status.code(), Some(1));
+    assert_eq!(String::from_utf8_lossy(&second.stdout), "");
+    let error = String::from_utf8_lossy(&second.stderr);
+    assert!(error.contains("in use by another rlood server"), "{error}");
+}
+
+#[test]
+fn settings_that_cannot_be_used_end_with_code_two_and_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    for (extra, part) in [
+        (["--listen", "0.0.0.0:0"], "set RLOOD_API_KEY"),
+        (["--devices", "gpu"], "use cpu or cuda:N"),
+        (["--allow-outgoing", "10.0.0.0/99"], "10.0.0.0/99"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
+        command.arg("serve").args(extra).arg("--data-dir").arg(dir.path().join("data"));
+        if extra[0] != "--listen" {
+            command.args(["--listen", "127.0.0.1:0"]);
+        }
+        let output = command.env_remove("RLOOD_API_KEY").output().unwrap();
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{extra:?}");
+        assert!(error.contains(part), "{extra:?}: {error}");
+        assert!(!dir.path().join("data").exists(), "{extra:?}: nothing is made before the settings are checked");
+    }
+}
