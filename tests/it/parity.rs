@@ -345,7 +345,7 @@ fn check_reinforce(policy: &Policy, expected: &Value) -> Checked<f64> {
             return Err(format!("grad_norms names no {}", info.name));
         };
         let error = (norm(part) - want).abs() / want;
-        if !(error <= GRADIENT) {
+        if error.is_nan() || error > GRADIENT {
             return Err(format!("gradient of {}: norm {} instead of {want}", info.name, norm(part)));
         }
         worst = worst.max(error);
@@ -353,7 +353,7 @@ fn check_reinforce(policy: &Policy, expected: &Value) -> Checked<f64> {
             // One entry: relative to its own size, or to a typical entry's.
             let typical = want / (part.len() as f64).sqrt();
             let error = (f64::from(*got) - first).abs() / first.abs().max(typical);
-            if !(error <= GRADIENT) {
+            if error.is_nan() || error > GRADIENT {
                 return Err(format!("gradient of {}[{i}]: {got} instead of {first}", info.name));
             }
             worst = worst.max(error);
