@@ -42,7 +42,7 @@ impl LineSplit {
     fn hold(&mut self, bytes: &[u8]) {
         if self.overlong || self.row.len() + bytes.len() > MAX_ROW_BYTES {
             self.overlong = true;
-            self.row.clear();
+            self.row = Vec::new();
         } else {
             self.row.extend_from_slice(bytes);
         }
@@ -103,6 +103,7 @@ impl CsvSplit {
             self.after_cr = byte == b'\r';
             self.bytes += 1;
             if self.bytes > MAX_ROW_BYTES {
+                self.field = Vec::new();
                 self.state = CsvState::Broken;
                 row(self.begin, Err(too_long(true)));
                 return;
@@ -288,7 +289,7 @@ impl JsonSplit {
             }
         }
         if self.row.len() == MAX_ROW_BYTES {
-            self.row.clear();
+            self.row = Vec::new();
             self.state = JsonState::Broken;
             return row(self.begin, Err(too_long(true)));
         }

@@ -80,6 +80,7 @@ impl From<DatasetRow> for Dataset {
 #[into_params(parameter_in = Query)]
 struct CreateQuery {
     /// For people; at most 200 characters. A multipart part `name` does the same.
+    #[param(min_length = 1, max_length = 200)]
     name: Option<String>,
 }
 

@@ -114,7 +114,7 @@ pub fn media_type(headers: &HeaderMap) -> String {
 }
 
 /// What all requests together may hold of bodies that are still arriving, in KiB: many large bodies at once must not exhaust the memory.
-static BODY_BUDGET_KIB: Semaphore = Semaphore::const_new(192 * 1024);
+static BODY_BUDGET_KIB: Semaphore = Semaphore::const_new(96 * 1024);
 /// For a whole JSON body to arrive.
 const BODY_DEADLINE: Duration = Duration::from_secs(120);
 
