@@ -1,7 +1,7 @@
 //! One process, one device: claim, engine thread, heartbeats and events, finish.
 //!
 //! A worker knows the server only through the worker protocol. Children of the server end when their standard input ends,
-//! that is, when the server dies; a worker started by hand goes on computing for [`client::OUTAGE`] without a server and
+//! that is, when the server dies; a worker started by hand goes on computing for 15 minutes without a server and
 //! commits nothing until its claim is confirmed. SIGTERM: checkpoint, requeue, leave with code 0.
 
 mod attempt;
