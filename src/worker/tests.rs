@@ -160,6 +160,7 @@ async fn attempt_at(seen: Seen, train: TrainFn, claim: Claim, meanwhile: impl Fn
         threads: 1,
         scratch_dir: scratch.path().to_owned(),
         leaving: CancellationToken::new(),
+        leave_within: Duration::from_secs(1),
         heartbeat_ms: 20.into(),
         train,
     };
@@ -280,6 +281,18 @@ async fn a_worker_that_leaves_requeues_its_job() {
     .await;
     assert_eq!(ended, Ended::Settled);
     assert_eq!(seen.story().last().unwrap(), "finish requeued");
+}
+
+#[tokio::test]
+async fn a_worker_leaves_in_time_although_nobody_takes_its_report() {
+    fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        Ok(TrainOutcome::Stopped(until_stopped(host)))
+    }
+    let silent = Seen { busy: Mutex::new(u32::MAX), ..Seen::default() };
+    let attempt = attempt_with(silent, train, |worker| worker.leaving.cancel());
+    let (ended, seen) = tokio::time::timeout(Duration::from_secs(10), attempt).await.expect("it leaves");
+    assert_eq!(ended, Ended::Settled);
+    assert!(!seen.story().iter().any(|call| call.starts_with("finish")), "{:?}", seen.story());
 }
 
 #[tokio::test]
