@@ -289,7 +289,7 @@ impl RecordedBlock {
             mask.truncate(length);
             let recorded_row = RecordedRow {
                 old_logps: floats(&recorded["old_logps"][index]),
-                ref_logps: all_ref_logps.is_array().then(|| floats(&all_ref_logps[index])),
+                ref_logps: (!array(all_ref_logps).is_empty()).then(|| floats(&all_ref_logps[index])),
                 advantage: recorded["advantages"][index].as_f64(),
                 mask,
             };
