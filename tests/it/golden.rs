@@ -74,8 +74,7 @@ impl Report {
             (Some(actual), Some(expected)) => {
                 let difference = (actual - expected).abs() / expected.abs().max(1.0);
                 entry.1 = entry.1.max(difference);
-                // Not "difference > tolerance": a NaN must fail.
-                if !(difference <= tolerance) {
+                if difference.is_nan() || difference > tolerance {
                     self.failures.push(format!("{kind} {what}: {actual} instead of {expected}"));
                 }
             }
