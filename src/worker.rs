@@ -10,6 +10,8 @@ mod events;
 mod failure;
 mod host;
 mod signals;
+#[cfg(test)]
+mod tests;
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -208,7 +210,7 @@ fn leave_with_server() -> Result<(), WorkerError> {
                 Ok(_) | Err(_) => {}
             }
         }
-        eprintln!("rlood worker: the server is gone");
+        // Without a word: whoever read standard error is gone as well, and writing to it would fail.
         std::process::exit(EXIT_ORPHAN);
     };
     std::thread::Builder::new()

@@ -11,7 +11,7 @@ pub(super) struct Broken<'a> {
     pub last: bool,
 }
 
-const TOO_LONG: &str = "longer than 8 MiB, the most a row may have";
+const TOO_LONG: &str = "longer than 1 MiB, the most a row may have";
 
 fn too_long(last: bool) -> Broken<'static> {
     Broken { code: "row_too_long", detail: TOO_LONG, last }

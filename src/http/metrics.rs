@@ -62,6 +62,7 @@ struct MetricsQuery {
     after: Option<String>,
     /// The form of the answer.
     #[serde(default)]
+    #[param(inline)]
     format: Form,
 }
 

@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, Held, OUTAGE, persist};
+use super::client::{Client, ClientError, Held, OUTAGE, fetch, persist};
 use super::events::Events;
 use super::failure;
 use super::host::JobHost;
@@ -238,8 +238,7 @@ impl Attempt {
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
         let path = scratch.join("dataset.ndjson");
-        let fetch = || self.client.dataset(self.held, dataset.id, &dataset.sha256, &path);
-        self.fetched(persist(fetch, ClientError::is_transient).await)?;
+        self.fetched(fetch(|| self.client.dataset(self.held, dataset.id, &dataset.sha256, &path)).await)?;
         let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;
         match read {
             Ok(Ok(rows)) => Ok(rows),
@@ -262,7 +261,7 @@ impl Attempt {
             });
             self.fetched(named)?;
             let to = dir.join(&file.name);
-            self.fetched(persist(|| self.client.resume_file(self.held, file, &to), ClientError::is_transient).await)?;
+            self.fetched(fetch(|| self.client.resume_file(self.held, file, &to)).await)?;
         }
         Ok(Some(dir))
     }
