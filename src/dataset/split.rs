@@ -17,6 +17,11 @@ fn too_long(last: bool) -> Broken<'static> {
     Broken { code: "row_too_long", detail: TOO_LONG, last }
 }
 
+/// Takes a row's line and its bytes.
+type JsonRow<'r> = dyn FnMut(u64, Result<&[u8], Broken<'_>>) + 'r;
+/// Takes a row's line and its fields.
+type CsvRow<'r> = dyn FnMut(u64, Result<&[Vec<u8>], Broken<'_>>) + 'r;
+
 /// Rows are lines; blank ones are skipped.
 #[derive(Debug, Default)]
 pub(super) struct LineSplit {
@@ -26,7 +31,7 @@ pub(super) struct LineSplit {
 }
 
 impl LineSplit {
-    pub(super) fn push(&mut self, mut bytes: &[u8], row: &mut dyn FnMut(u64, Result<&[u8], Broken<'_>>)) {
+    pub(super) fn push(&mut self, mut bytes: &[u8], row: &mut JsonRow<'_>) {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
             self.hold(&bytes[..end]);
             self.emit(row);
@@ -35,7 +40,7 @@ impl LineSplit {
         self.hold(bytes);
     }
 
-    pub(super) fn finish(&mut self, row: &mut dyn FnMut(u64, Result<&[u8], Broken<'_>>)) {
+    pub(super) fn finish(&mut self, row: &mut JsonRow<'_>) {
         self.emit(row);
     }
 
@@ -48,7 +53,7 @@ impl LineSplit {
         }
     }
 
-    fn emit(&mut self, row: &mut dyn FnMut(u64, Result<&[u8], Broken<'_>>)) {
+    fn emit(&mut self, row: &mut JsonRow<'_>) {
         self.line += 1;
         if std::mem::take(&mut self.overlong) {
             row(self.line, Err(too_long(false)));
@@ -87,8 +92,6 @@ impl Default for CsvSplit {
         Self { line: 1, begin: 1, state, fields: Vec::new(), field: Vec::new(), bytes: 0, after_cr: false }
     }
 }
-
-type CsvRow<'r> = dyn FnMut(u64, Result<&[Vec<u8>], Broken<'_>>) + 'r;
 
 impl CsvSplit {
     pub(super) fn push(&mut self, bytes: &[u8], row: &mut CsvRow<'_>) {
@@ -209,8 +212,6 @@ impl Default for JsonSplit {
         }
     }
 }
-
-type JsonRow<'r> = dyn FnMut(u64, Result<&[u8], Broken<'_>>) + 'r;
 
 const EXPECTED: &str = "a JSON list of rows, or {\"records\": [rows]}, is expected; \
                         for one object a line send 'content-type: application/x-ndjson'";
