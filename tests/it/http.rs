@@ -313,6 +313,9 @@ async fn health_metrics_and_workers_answer() {
 #[tokio::test]
 async fn the_docs_work_offline() {
     let server = server().await;
+    let first = server.get("/").await;
+    assert_eq!(first.status, 200);
+    assert!(first.text().contains("href=\"/docs/\""));
     let page = server.get("/docs/").await;
     assert_eq!(page.status, 200);
     for part in ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/swagger-initializer.js"] {
