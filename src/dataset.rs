@@ -13,7 +13,7 @@ use split::{CsvSplit, JsonSplit, LineSplit};
 /// The column every row needs.
 pub const PROMPT: &str = "prompt";
 /// Bytes of one row, before and after it is made canonical.
-pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;
+pub const MAX_ROW_BYTES: usize = 1024 * 1024;
 /// How many bad rows are described; the rest is counted.
 pub const MAX_ERRORS: usize = 100;
 /// Distinct columns of a dataset.

@@ -15,6 +15,7 @@ pub mod extract;
 pub mod idempotency;
 pub mod jobs;
 pub mod list;
+mod lookup;
 pub mod metrics;
 pub mod models;
 pub mod openapi;

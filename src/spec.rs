@@ -14,6 +14,7 @@ mod reader;
 mod resolve;
 mod rewards;
 mod schema;
+mod sections;
 
 pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels, submittable};
 pub use estimate::Estimate;

@@ -177,7 +177,7 @@ impl Store {
     /// Opens (or creates) the database file and brings its schema up to date. The caller holds the data directory's lock
     /// ([`crate::files::DataDir`]): one server a file.
     pub async fn open(database: &Path) -> Result<Store, StoreError> {
-        check_sqlite_version().await?;
+        sqlite_version().await?;
         let cannot_open = |source| StoreError::Open { path: database.to_owned(), source };
         let options = SqliteConnectOptions::new()
             .filename(database)
@@ -251,11 +251,12 @@ impl Store {
     }
 }
 
-async fn check_sqlite_version() -> Result<(), StoreError> {
+/// The version of the SQLite inside; an error when it is too old to be trusted.
+pub async fn sqlite_version() -> Result<String, StoreError> {
     let doing = "ask SQLite for its version";
     let mut memory = SqliteConnection::connect_with(&SqliteConnectOptions::new().in_memory(true)).await.doing(doing)?;
     let found: String = sqlx::query_scalar("SELECT sqlite_version()").fetch_one(&mut memory).await.doing(doing)?;
-    if is_new_enough(&found) { Ok(()) } else { Err(StoreError::SqliteTooOld { found }) }
+    if is_new_enough(&found) { Ok(found) } else { Err(StoreError::SqliteTooOld { found }) }
 }
 
 fn is_new_enough(version: &str) -> bool {

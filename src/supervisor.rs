@@ -5,6 +5,7 @@
 //! for the report of its death.
 
 use std::collections::VecDeque;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -220,7 +221,8 @@ async fn pass_on(stderr: impl AsyncRead + Unpin, tail: Tail) {
             Ok(_) => {}
         }
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
-        eprintln!("{text}");
+        // A server whose standard error is closed goes on.
+        let _ = writeln!(std::io::stderr(), "{text}");
         tail.push(text);
     }
 }

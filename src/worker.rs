@@ -1,7 +1,7 @@
 //! One process, one device: claim, engine thread, heartbeats and events, finish.
 //!
 //! A worker knows the server only through the worker protocol. Children of the server end when their standard input ends,
-//! that is, when the server dies; a worker started by hand goes on computing for [`client::OUTAGE`] without a server and
+//! that is, when the server dies; a worker started by hand goes on computing for 15 minutes without a server and
 //! commits nothing until its claim is confirmed. SIGTERM: checkpoint, requeue, leave with code 0.
 
 mod attempt;
@@ -10,6 +10,8 @@ mod events;
 mod failure;
 mod host;
 mod signals;
+#[cfg(test)]
+mod tests;
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -31,6 +33,8 @@ use client::{Client, ClientError, persist};
 const CLAIM_WAIT_MS: u64 = 20_000;
 /// Before another call for work after one that failed.
 const CLAIM_RETRY: Duration = Duration::from_secs(1);
+/// From SIGTERM on, until the process is gone: less than its server gives it.
+const LEAVE_WITHIN: Duration = Duration::from_secs(24);
 /// The code of a process whose server is gone.
 const EXIT_ORPHAN: i32 = 3;
 /// The code of a process whose engine panicked: a panic's own.
@@ -74,6 +78,7 @@ struct Worker {
     threads: u32,
     scratch_dir: PathBuf,
     leaving: CancellationToken,
+    leave_within: Duration,
     heartbeat_ms: std::sync::atomic::AtomicU64,
     train: TrainFn,
 }
@@ -96,6 +101,7 @@ pub async fn run(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
         threads: args.threads.unwrap_or_else(machine_threads),
         scratch_dir,
         leaving,
+        leave_within: LEAVE_WITHIN,
         heartbeat_ms: crate::config::HEARTBEAT_MS.into(),
         train: crate::engine::train,
     };
@@ -208,7 +214,7 @@ fn leave_with_server() -> Result<(), WorkerError> {
                 Ok(_) | Err(_) => {}
             }
         }
-        eprintln!("rlood worker: the server is gone");
+        // Without a word: whoever read standard error is gone as well, and writing to it would fail.
         std::process::exit(EXIT_ORPHAN);
     };
     std::thread::Builder::new()

@@ -11,11 +11,16 @@ pub(super) struct Broken<'a> {
     pub last: bool,
 }
 
-const TOO_LONG: &str = "longer than 8 MiB, the most a row may have";
+const TOO_LONG: &str = "longer than 1 MiB, the most a row may have";
 
 fn too_long(last: bool) -> Broken<'static> {
     Broken { code: "row_too_long", detail: TOO_LONG, last }
 }
+
+/// Takes a row's line and its bytes.
+type JsonRow<'r> = dyn FnMut(u64, Result<&[u8], Broken<'_>>) + 'r;
+/// Takes a row's line and its fields.
+type CsvRow<'r> = dyn FnMut(u64, Result<&[Vec<u8>], Broken<'_>>) + 'r;
 
 /// Rows are lines; blank ones are skipped.
 #[derive(Debug, Default)]
@@ -26,7 +31,7 @@ pub(super) struct LineSplit {
 }
 
 impl LineSplit {
-    pub(super) fn push(&mut self, mut bytes: &[u8], row: &mut dyn FnMut(u64, Result<&[u8], Broken<'_>>)) {
+    pub(super) fn push(&mut self, mut bytes: &[u8], row: &mut JsonRow<'_>) {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
             self.hold(&bytes[..end]);
             self.emit(row);
@@ -35,20 +40,20 @@ impl LineSplit {
         self.hold(bytes);
     }
 
-    pub(super) fn finish(&mut self, row: &mut dyn FnMut(u64, Result<&[u8], Broken<'_>>)) {
+    pub(super) fn finish(&mut self, row: &mut JsonRow<'_>) {
         self.emit(row);
     }
 
     fn hold(&mut self, bytes: &[u8]) {
         if self.overlong || self.row.len() + bytes.len() > MAX_ROW_BYTES {
             self.overlong = true;
-            self.row.clear();
+            self.row = Vec::new();
         } else {
             self.row.extend_from_slice(bytes);
         }
     }
 
-    fn emit(&mut self, row: &mut dyn FnMut(u64, Result<&[u8], Broken<'_>>)) {
+    fn emit(&mut self, row: &mut JsonRow<'_>) {
         self.line += 1;
         if std::mem::take(&mut self.overlong) {
             row(self.line, Err(too_long(false)));
@@ -88,8 +93,6 @@ impl Default for CsvSplit {
     }
 }
 
-type CsvRow<'r> = dyn FnMut(u64, Result<&[Vec<u8>], Broken<'_>>) + 'r;
-
 impl CsvSplit {
     pub(super) fn push(&mut self, bytes: &[u8], row: &mut CsvRow<'_>) {
         for byte in bytes.iter().copied() {
@@ -103,6 +106,7 @@ impl CsvSplit {
             self.after_cr = byte == b'\r';
             self.bytes += 1;
             if self.bytes > MAX_ROW_BYTES {
+                self.field = Vec::new();
                 self.state = CsvState::Broken;
                 row(self.begin, Err(too_long(true)));
                 return;
@@ -209,8 +213,6 @@ impl Default for JsonSplit {
     }
 }
 
-type JsonRow<'r> = dyn FnMut(u64, Result<&[u8], Broken<'_>>) + 'r;
-
 const EXPECTED: &str = "a JSON list of rows, or {\"records\": [rows]}, is expected; \
                         for one object a line send 'content-type: application/x-ndjson'";
 
@@ -288,7 +290,7 @@ impl JsonSplit {
             }
         }
         if self.row.len() == MAX_ROW_BYTES {
-            self.row.clear();
+            self.row = Vec::new();
             self.state = JsonState::Broken;
             return row(self.begin, Err(too_long(true)));
         }

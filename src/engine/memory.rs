@@ -58,7 +58,8 @@ mod tests {
         let tokens = [3, 3, 3, 3, 9, 9, 1, 1];
         assert_eq!(micro_batches(&tokens, 2, 12), [0..4, 4..6, 6..8]);
         assert_eq!(micro_batches(&tokens, 2, 1), [0..2, 2..4, 4..6, 6..8]);
-        assert_eq!(micro_batches(&tokens, 2, 100), [0..8,]);
+        assert_eq!(micro_batches(&tokens, 2, 30), [0..6, 6..8]);
+        assert_eq!(micro_batches(&tokens, 2, 32).len(), 1);
         assert!(micro_batches(&[], 2, 12).is_empty());
     }
 }

@@ -83,6 +83,9 @@ impl Logits {
     }
 }
 
+/// From the new scores to dL/dlogp, `[row][token]`.
+pub type LossGradient<'l> = dyn FnMut(&[RowScore]) -> Result<Vec<Vec<f32>>> + 'l;
+
 /// A language model with an optional LoRA adapter. Weights are frozen, in f32, on the CPU.
 #[derive(Debug)]
 pub struct Policy {
@@ -212,7 +215,7 @@ impl Policy {
         &self,
         rows: &[Row],
         temperature: f64,
-        loss: &mut dyn FnMut(&[RowScore]) -> Result<Vec<Vec<f32>>>,
+        loss: &mut LossGradient<'_>,
         gradient: &mut [f32],
     ) -> Result<Vec<RowScore>> {
         let lora = self.lora.as_ref().ok_or_else(no_adapter)?;

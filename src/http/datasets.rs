@@ -1,6 +1,7 @@
 //! Datasets: uploaded as a stream, checked row by row, immutable, addressed by id and by the hash of their bytes.
 
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::time::{Duration, Instant};
 
 use axum::RequestExt;
 use axum::body::{Body, Bytes};
@@ -19,7 +20,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::error::{Code, Item, Problem, shortened};
-use super::extract::{Json, Path, Query, body_problem, media_type};
+use super::extract::{Json, Path, Query, body_fault, body_problem, media_type};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
 use crate::dataset::{Format, Reader, Rejected, Summary};
@@ -31,6 +32,8 @@ use crate::store::{DatasetRow, NewDataset, StoreError, clock_ms};
 pub const DEFAULT_LIMIT_BYTES: u64 = 1 << 30;
 /// Canonical bytes held before they are written to the file.
 const WRITE_BYTES: usize = 256 * 1024;
+/// For a whole dataset to arrive. Pauses end an upload much earlier.
+const UPLOAD_DEADLINE: Duration = Duration::from_secs(3600);
 /// A page of rows ends here, however few they are.
 const PAGE_BYTES: usize = 4 * 1024 * 1024;
 const LONGEST_NAME: usize = 200;
@@ -77,6 +80,7 @@ impl From<DatasetRow> for Dataset {
 #[into_params(parameter_in = Query)]
 struct CreateQuery {
     /// For people; at most 200 characters. A multipart part `name` does the same.
+    #[param(min_length = 1, max_length = 200)]
     name: Option<String>,
 }
 
@@ -233,8 +237,12 @@ pub(super) async fn read_rows<E>(
     let mut reader = Reader::new(format);
     let mut out = Vec::new();
     let mut received = 0_u64;
+    let deadline = Instant::now() + UPLOAD_DEADLINE;
     while let Some(piece) = pieces.next().await {
         let piece = piece.map_err(&failed)?;
+        if Instant::now() > deadline {
+            return Err(Problem::new(Code::RequestTimeout, "the dataset took more than an hour to arrive"));
+        }
         received += piece.len() as u64;
         if received > limit {
             return Err(too_large(limit));
@@ -295,10 +303,8 @@ pub(super) fn bad_form(detail: String) -> Problem {
 }
 
 pub(super) fn broken_form(error: MultipartError) -> Problem {
-    match error.status() {
-        StatusCode::PAYLOAD_TOO_LARGE => Problem::new(Code::BodyTooLarge, "the form is too large"),
-        _ => bad_form("the multipart form is broken or ended early".to_owned()).because(error.body_text()),
-    }
+    let broken = || bad_form("the multipart form is broken or ended early".to_owned()).because(error.body_text());
+    body_fault(&error).unwrap_or_else(broken)
 }
 
 fn checked_name(name: Option<String>) -> Result<Option<String>, Problem> {

@@ -327,7 +327,9 @@ impl IntoResponse for Problem {
         let status = code.status();
         // Logged here and nowhere else: this is where every error ends.
         let cause = cause.as_deref().unwrap_or("");
-        if status.is_server_error() {
+        if matches!(code, Code::Overloaded | Code::StorageFull) {
+            tracing::warn!(%request_id, code = code.as_str(), cause, "{detail}");
+        } else if status.is_server_error() {
             tracing::error!(%request_id, code = code.as_str(), cause, "{detail}");
         } else {
             tracing::debug!(%request_id, code = code.as_str(), cause, "{detail}");

@@ -1,5 +1,7 @@
 //! Extractors that fail with a [`Problem`]: `Json`, `Query`, `Path`, and bounded reading of bodies.
 
+use std::time::Duration;
+
 use axum::RequestExt;
 use axum::body::Bytes;
 use axum::extract::path::ErrorKind;
@@ -8,11 +10,13 @@ use axum::extract::{FromRequest, FromRequestParts, Request};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
-use http_body_util::BodyExt;
+use futures::StreamExt;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
+use tower_http::timeout::TimeoutError;
 
-use super::error::{Code, Item, Problem, shortened};
+use super::error::{Code, Item, Problem, chain, shortened};
 
 /// A JSON body, in and out. In: 415 without a JSON content type, 413 over the route's limit, 400 for broken JSON (with line
 /// and column), 422 with a pointer for JSON of another shape.
@@ -109,33 +113,67 @@ pub fn media_type(headers: &HeaderMap) -> String {
     text.split(';').next().unwrap_or("").trim().to_ascii_lowercase()
 }
 
-/// The whole (decompressed) body, or 413 over the route's limit: the limit of the innermost `DefaultBodyLimit` layer.
+/// What all requests together may hold of bodies that are still arriving, in KiB: many large bodies at once must not exhaust the memory.
+static BODY_BUDGET_KIB: Semaphore = Semaphore::const_new(96 * 1024);
+/// For a whole JSON body to arrive.
+const BODY_DEADLINE: Duration = Duration::from_secs(120);
+
+/// The whole (decompressed) body, or 413 over the route's limit: the limit of the innermost `DefaultBodyLimit` layer. 408 when it
+/// takes too long to arrive, 503 when too many bodies arrive at once.
 pub async fn read_body(request: Request) -> Result<Bytes, Problem> {
-    match request.into_limited_body().collect().await {
-        Ok(collected) => Ok(collected.to_bytes()),
-        Err(error) => Err(body_problem(&error)),
+    match tokio::time::timeout(BODY_DEADLINE, collect(request)).await {
+        Ok(result) => result,
+        Err(_) => Err(too_slow()),
     }
 }
 
-/// What a failing body means: too large, broken compression, or the client went away.
+async fn collect(request: Request) -> Result<Bytes, Problem> {
+    let mut pieces = request.into_limited_body().into_data_stream();
+    let mut held = Vec::new();
+    let mut bytes = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(|error| body_problem(&error))?;
+        let kib = u32::try_from(piece.len().div_ceil(1024)).unwrap_or(u32::MAX);
+        let permit = BODY_BUDGET_KIB.try_acquire_many(kib).map_err(|_| {
+            Problem::new(Code::Overloaded, "too many large bodies are arriving at once; try again").retry_after(2)
+        })?;
+        held.push(permit);
+        bytes.extend_from_slice(&piece);
+    }
+    Ok(bytes.into())
+}
+
+fn too_slow() -> Problem {
+    Problem::new(Code::RequestTimeout, "the body took too long to arrive")
+}
+
+/// What a failing body means: too large, too slow, broken compression, or the client went away.
 pub fn body_problem(error: &(dyn std::error::Error + 'static)) -> Problem {
+    body_fault(error).unwrap_or_else(|| {
+        Problem::new(Code::BodyInterrupted, "the body could not be read to its end").because(chain(error))
+    })
+}
+
+/// As [`body_problem`]; `None` when the error says nothing of the kind.
+pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> {
     let mut next = Some(error);
     while let Some(error) = next {
         if error.is::<http_body_util::LengthLimitError>() {
-            return Problem::new(
-                Code::BodyTooLarge,
-                "the body (after decompression) is larger than this route accepts",
-            );
+            let detail = "the body (after decompression) is larger than this route accepts";
+            return Some(Problem::new(Code::BodyTooLarge, detail));
+        }
+        if error.is::<TimeoutError>() {
+            return Some(too_slow());
         }
         if let Some(io) = error.downcast_ref::<std::io::Error>()
             && matches!(io.kind(), std::io::ErrorKind::InvalidData | std::io::ErrorKind::InvalidInput)
         {
-            return Problem::new(Code::InvalidEncoding, "the body does not decompress as its content-encoding says")
-                .because(error);
+            let detail = "the body does not decompress as its content-encoding says";
+            return Some(Problem::new(Code::InvalidEncoding, detail).because(error));
         }
         next = error.source();
     }
-    Problem::new(Code::BodyInterrupted, "the body could not be read to its end").because(error)
+    None
 }
 
 /// Parses JSON: 400 for broken JSON (with line and column), 422 with a pointer for JSON of another shape.

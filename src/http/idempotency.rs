@@ -100,9 +100,12 @@ where
 fn key_of(headers: &HeaderMap) -> Result<Option<String>, Problem> {
     let Some(value) = headers.get(IDEMPOTENCY_KEY) else { return Ok(None) };
     match value.to_str() {
-        Ok(key) if (1..=LONGEST_KEY).contains(&key.len()) => Ok(Some(key.to_owned())),
+        Ok(key) if (1..=LONGEST_KEY).contains(&key.len()) && key.bytes().all(|byte| byte.is_ascii_graphic()) => {
+            Ok(Some(key.to_owned()))
+        }
         Ok(_) | Err(_) => {
-            let detail = format!("Idempotency-Key must have 1 to {LONGEST_KEY} visible ASCII characters");
+            let detail =
+                format!("Idempotency-Key must have 1 to {LONGEST_KEY} visible ASCII characters without spaces");
             Err(Problem::new(Code::InvalidRequest, detail))
         }
     }

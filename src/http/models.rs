@@ -30,10 +30,15 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[serde(deny_unknown_fields)]
 struct CreateModel {
     /// What jobs call it: parts of letters, digits, `.`, `_`, `-`, joined by `/`.
-    #[schema(example = "Qwen/Qwen3-0.6B", min_length = 1, max_length = 200)]
+    #[schema(
+        example = "Qwen/Qwen3-0.6B",
+        min_length = 1,
+        max_length = 200,
+        pattern = "^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$"
+    )]
     id: String,
     /// The absolute path of its directory on the server: config.json, *.safetensors, tokenizer.json.
-    #[schema(example = "/models/Qwen3-0.6B")]
+    #[schema(example = "/models/Qwen3-0.6B", min_length = 1)]
     source: String,
 }
 

@@ -1,6 +1,7 @@
 //! The OpenAPI document: made from the handlers, finished here with what is the same for all of them.
 
 use utoipa::openapi::path::{Operation, PathItem};
+use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::tag::TagBuilder;
 use utoipa::openapi::{
@@ -61,7 +62,18 @@ pub(super) fn head() -> OpenApi {
 pub fn openapi() -> OpenApi {
     let mut document = super::routes().split_for_parts().1;
     for item in document.paths.paths.values_mut() {
+        // One handler answers both; ids are unique.
+        if let Some(id) = item.head.as_mut().and_then(|operation| operation.operation_id.as_mut()) {
+            id.push_str("_head");
+        }
         for operation in operations(item) {
+            for parameter in operation.parameters.iter_mut().flatten() {
+                if let RefOr::T(parameter) = parameter
+                    && parameter.name.eq_ignore_ascii_case("idempotency-key")
+                {
+                    parameter.schema = Some(idempotency_key());
+                }
+            }
             // Every error, of every operation, is a problem; those with a meaning of their own are listed by the handler.
             let problem = RefOr::Ref(Ref::from_response_name(PROBLEM));
             operation.responses.responses.entry("default".to_owned()).or_insert(problem);
@@ -79,6 +91,18 @@ pub fn openapi() -> OpenApi {
     document.merge(with_schemas);
     document.webhooks = Some(webhooks);
     document
+}
+
+/// As [`super::idempotency`] takes it.
+fn idempotency_key() -> RefOr<Schema> {
+    ObjectBuilder::new()
+        .schema_type(Type::String)
+        .min_length(Some(1))
+        .max_length(Some(255))
+        .pattern(Some("^[!-~]+$"))
+        .examples([serde_json::json!("0b6d4c9e-5d0e-4f0c-9a53-3f8b8f6f6f10")])
+        .build()
+        .into()
 }
 
 fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {

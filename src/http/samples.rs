@@ -41,9 +41,11 @@ struct SamplesQuery {
     /// Of this optimizer step; 0 = before the start.
     step: Option<u64>,
     /// Training or evaluation.
+    #[param(inline)]
     phase: Option<SamplePhase>,
     /// The order.
     #[serde(default)]
+    #[param(inline)]
     sort: SampleSort,
     /// Prompt or completion contains this (case ignored).
     q: Option<String>,

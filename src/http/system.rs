@@ -36,7 +36,10 @@ pub fn routes() -> OpenApiRouter<AppState> {
 
 /// Answered requests by method, route and status: how many, and how long in all.
 #[derive(Debug, Default)]
-pub struct RequestCounts(Mutex<BTreeMap<(String, String, u16), (u64, Duration)>>);
+pub struct RequestCounts(Mutex<BTreeMap<Answered, (u64, Duration)>>);
+
+/// Method, route, status.
+type Answered = (String, String, u16);
 
 impl RequestCounts {
     /// Counts one answered request; `route` is a pattern (`/jobs/{id}`), never a path, so that the table stays small.

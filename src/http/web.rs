@@ -1,8 +1,8 @@
-//! The browser's pages: /docs, which works offline.
+//! The browser's pages: a first page with links, and /docs, which works offline.
 
 use axum::Router;
 use axum::http::{HeaderValue, header};
-use axum::response::Redirect;
+use axum::response::Html;
 use axum::routing::get;
 use tower_http::set_header::SetResponseHeaderLayer;
 use utoipa_swagger_ui::{Config, SwaggerUi};
@@ -19,7 +19,7 @@ const CONTENT_SECURITY_POLICY: HeaderValue = HeaderValue::from_static(
 pub fn routes() -> Router<AppState> {
     // The badge of a validator on the internet stays off.
     let config = Config::from("/openapi.json").validator_url("none").try_it_out_enabled(true);
-    let docs = Router::from(SwaggerUi::new("/docs").config(config))
-        .layer(SetResponseHeaderLayer::overriding(header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY));
-    Router::new().route("/", get(async || Redirect::temporary("/docs/"))).merge(docs)
+    Router::from(SwaggerUi::new("/docs").config(config))
+        .route("/", get(async || Html(include_str!("../../web/index.html"))))
+        .layer(SetResponseHeaderLayer::overriding(header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY))
 }

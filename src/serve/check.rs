@@ -1,22 +1,86 @@
 //! `rlood check`: would a server start here?
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use super::ServeError;
 use crate::config::ServeConfig;
+use crate::files::DataDir;
+use crate::reward::outgoing::OutgoingPolicy;
+use crate::store;
 
-/// Prints versions, directory, devices and port; the exit code is 0 when a server would start.
+/// A finding: what was looked at, and what is there or what is wrong.
+type Finding = (&'static str, Result<String, String>);
+
+/// Prints versions, data directory, devices and address, one line each; the exit code is 0 when a server would start.
 ///
 /// # Errors
-/// None so far.
+/// None: what is wrong is printed.
 pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
-    println!("rlood {}", env!("CARGO_PKG_VERSION"));
-    match tokio::net::TcpListener::bind(config.listen).await {
-        Ok(_) => println!("listen    {} is free", config.listen),
-        Err(error) => {
-            println!("listen    {} cannot be used: {error}", config.listen);
-            return Ok(ExitCode::FAILURE);
+    let findings: [Finding; 6] = [
+        ("rlood", Ok(env!("CARGO_PKG_VERSION").to_owned())),
+        ("sqlite", store::sqlite_version().await.map_err(|error| error.to_string())),
+        ("data", look_at_data(&config.data_dir)),
+        ("devices", Ok(describe_devices(&config))),
+        ("outgoing", look_at_outgoing(&config)),
+        ("listen", look_at_address(&config).await),
+    ];
+    let mut code = ExitCode::SUCCESS;
+    for (what, finding) in findings {
+        match finding {
+            Ok(text) => println!("ok    {what:<9} {text}"),
+            Err(text) => {
+                println!("FAIL  {what:<9} {text}");
+                code = ExitCode::FAILURE;
+            }
         }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(code)
+}
+
+/// An existing directory is locked for a moment; one that does not exist is not made.
+fn look_at_data(dir: &Path) -> Result<String, String> {
+    if dir.exists() {
+        let files = DataDir::open(dir).map_err(|error| with_cause(&error))?;
+        let free_mib = files.free_bytes().map_err(|error| with_cause(&error))? / (1024 * 1024);
+        return Ok(format!("{}, {free_mib} MiB free", dir.display()));
+    }
+    let absolute = std::path::absolute(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
+    let Some(parent) = absolute.ancestors().find(|ancestor| ancestor.exists()) else {
+        return Err(format!("{}: no directory above it exists", dir.display()));
+    };
+    match tempfile::tempfile_in(parent) {
+        Ok(_) => Ok(format!("{}, to be created", dir.display())),
+        Err(error) => Err(format!("{} cannot be created: {error}; choose another --data-dir", dir.display())),
+    }
+}
+
+fn describe_devices(config: &ServeConfig) -> String {
+    if config.devices.is_empty() {
+        return "none: only workers started by hand".to_owned();
+    }
+    let names: Vec<String> = config.devices.iter().map(ToString::to_string).collect();
+    format!("{}, {} compute threads each", names.join(", "), config.threads_per_worker())
+}
+
+fn look_at_outgoing(config: &ServeConfig) -> Result<String, String> {
+    OutgoingPolicy::parse(&config.allow_outgoing).map_err(|error| format!("--allow-outgoing: {error}"))?;
+    if config.allow_outgoing.is_empty() {
+        return Ok("public addresses only".to_owned());
+    }
+    Ok(format!("public addresses, and {}", config.allow_outgoing.join(", ")))
+}
+
+async fn look_at_address(config: &ServeConfig) -> Result<String, String> {
+    match tokio::net::TcpListener::bind(config.listen).await {
+        Ok(_) => Ok(format!("{} is free", config.listen)),
+        Err(error) => Err(format!("{} cannot be used: {error}; choose another --listen address", config.listen)),
+    }
+}
+
+fn with_cause(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
 }

@@ -7,10 +7,10 @@ use serde_json::{Map, Value, json};
 use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader, shown};
 use super::rewards::read_rewards;
-use super::{
-    CheckpointPlan, Combine, LoraPlan, LrSchedulerType, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan,
-    SamplingPlan,
+use super::sections::{
+    MAX_STEPS, read_checkpoints, read_lora, read_optimizer, read_rloo, read_sampling, read_training,
 };
+use super::{CheckpointPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan, SamplingPlan};
 use crate::id::DatasetId;
 
 /// A submitted job. Where a field was refused it holds a harmless stand-in, so that the rest can still be checked.
@@ -86,12 +86,6 @@ pub struct TrainingSpec {
     /// A new permutation each epoch; false = the dataset's order.
     pub shuffle_dataset: bool,
 }
-
-/// The most optimizer steps a job may have.
-const MAX_STEPS: u64 = 10_000_000;
-/// JSON numbers beyond this lose digits in many clients.
-const MAX_SEED: u64 = (1 << 53) - 1;
-const ALL_LINEAR: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
 impl JobSpec {
     /// Reads a document; the errors are all there are, and the job may be used only when there are none.
@@ -306,202 +300,4 @@ fn read_eval(reader: Reader<'_>) -> EvalSpec {
     };
     reader.finish(advice);
     eval
-}
-
-fn read_rloo(reader: Reader<'_>) -> RlooPlan {
-    let positive = |value: f64| value > 0.0;
-    let epsilon = reader
-        .field("epsilon")
-        .number("greater than 0 and less than 1", |value| value > 0.0 && value < 1.0)
-        .unwrap_or(0.2);
-    let rloo = RlooPlan {
-        num_generations: reader
-            .field("num_generations")
-            .hint("the baseline of a completion is the mean reward of the other completions of its prompt, so one alone has none")
-            .whole(2..=1024)
-            .unwrap_or(4),
-        beta: reader
-            .field_of(&["beta", "kl_coef", "kl_coeff"])
-            .number("at least 0 (0 = no reference model)", |value| value >= 0.0)
-            .unwrap_or(0.05),
-        epsilon,
-        epsilon_high: reader.field("epsilon_high").number("greater than 0", positive).unwrap_or(epsilon),
-        num_iterations: reader.field("num_iterations").whole(1..=1000).unwrap_or(1),
-        steps_per_generation: reader.field("steps_per_generation").whole(1..=1000).unwrap_or(1),
-        normalize_advantages: reader.field("normalize_advantages").bool().unwrap_or(false),
-        reward_clip_range: read_range(&reader.field("reward_clip_range")),
-        mask_truncated_completions: reader.field("mask_truncated_completions").bool().unwrap_or(false),
-        combine: reader
-            .field("combine")
-            .choice(&[("renormalize", Combine::Renormalize), ("nansum", Combine::Nansum)])
-            .unwrap_or(Combine::Renormalize),
-    };
-    reader.only("estimator", &json!("rloo"), "other estimators come later");
-    reader.only("loss", &json!("sequence"), "the ratio of whole sequences, as in TRL; other losses come later");
-    reader.only("kl_in", &json!("reward"), "the KL penalty is part of the reward; in the loss it comes later");
-    reader.only("reward_normalization", &json!("none"), "normalize_advantages standardises advantages");
-    reader.only("drop_tied_groups", &json!(false), "groups of equal rewards train on KL alone");
-    reader.finish(advice);
-    rloo
-}
-
-fn read_range(field: &Field<'_>) -> Option<(f64, f64)> {
-    let items = field.items()?;
-    let [low, high] = items.as_slice() else {
-        field.fail("invalid_value", format!("must be a list of two numbers, [min, max], not of {}", items.len()));
-        return None;
-    };
-    let (low, high) = (low.number("a number", |_| true)?, high.number("a number", |_| true)?);
-    if low >= high {
-        field.fail("invalid_value", format!("the first must be less than the second, not {low} and {high}"));
-        return None;
-    }
-    Some((low, high))
-}
-
-fn read_sampling(reader: Reader<'_>) -> SamplingPlan {
-    let sampling = SamplingPlan {
-        max_completion_length: reader.field("max_completion_length").whole(1..=1_000_000).unwrap_or(256),
-        temperature: reader
-            .field("temperature")
-            .hint("at 0 all completions of a prompt are equal and every advantage is 0; evaluation may be greedy: eval.temperature 0")
-            .number("greater than 0 and at most 100", |value| value > 0.0 && value <= 100.0)
-            .unwrap_or(1.0),
-        top_p: reader
-            .field("top_p")
-            .number("greater than 0 and at most 1 (1 = off)", |value| value > 0.0 && value <= 1.0)
-            .unwrap_or(1.0),
-        top_k: reader.field("top_k").whole(0..=u64::from(u32::MAX)).unwrap_or(0),
-        min_p: reader
-            .field("min_p")
-            .number("at least 0 (0 = off) and less than 1", |value| (0.0..1.0).contains(&value))
-            .unwrap_or(0.0),
-        repetition_penalty: reader
-            .field("repetition_penalty")
-            .number("greater than 0 (1 = off) and at most 10", |value| value > 0.0 && value <= 10.0)
-            .unwrap_or(1.0),
-        stop: read_stop(&reader.field("stop")).unwrap_or_default(),
-        chat_template_kwargs: reader.field("chat_template_kwargs").map().cloned().unwrap_or_default(),
-    };
-    reader.finish(advice);
-    sampling
-}
-
-fn read_stop(field: &Field<'_>) -> Option<Vec<String>> {
-    if field.value().is_some_and(Value::is_string) {
-        return field.string(200).filter(|text| !text.is_empty()).map(|text| vec![text.to_owned()]);
-    }
-    let items = field.items()?;
-    if items.len() > 16 {
-        field.fail("out_of_range", format!("at most 16 stop strings, not {}", items.len()));
-    }
-    let mut stop = Vec::new();
-    for item in items.iter().take(16) {
-        match item.string(200) {
-            Some("") => item.fail("invalid_value", "an empty stop string would end every completion at once"),
-            Some(text) => stop.push(text.to_owned()),
-            None => {}
-        }
-    }
-    Some(stop)
-}
-
-fn read_lora(document: &Reader<'_>) -> LoraPlan {
-    let full = document.has("lora") && document.field("lora").value().is_none_or(|value| value == &json!(false));
-    if full {
-        document.field("lora").fail(
-            "unsupported",
-            "full fine-tuning is not built yet: leave lora out for the default adapter, or give {r, alpha, target_modules}",
-        );
-    }
-    let reader = if full { document.nothing() } else { document.section("lora") };
-    let positive = |value: f64| value > 0.0;
-    let lora = LoraPlan {
-        r: reader.field("r").hint("the adapter's rank; 16 is usual").whole(1..=4096).unwrap_or(16),
-        alpha: reader.field("alpha").number("greater than 0", positive).unwrap_or(32.0),
-        dropout: reader
-            .field("dropout")
-            .hint("LoRA dropout is not built yet")
-            .number("0", |value| value == 0.0)
-            .unwrap_or(0.0),
-        target_modules: read_target_modules(&reader.field("target_modules")),
-        use_rslora: reader.field("use_rslora").bool().unwrap_or(false),
-    };
-    reader.finish(advice);
-    lora
-}
-
-fn read_target_modules(field: &Field<'_>) -> Vec<String> {
-    let all = || ALL_LINEAR.map(str::to_owned).to_vec();
-    if field.value().is_some_and(Value::is_string) {
-        field.choice(&[("all-linear", ())]);
-        return all();
-    }
-    let Some(items) = field.items() else { return all() };
-    if items.is_empty() {
-        field.fail("invalid_value", "name at least one module, or \"all-linear\"");
-    }
-    let names = ALL_LINEAR.map(|name| (name, name));
-    let chosen: Vec<_> = items.iter().filter_map(|item| item.choice(&names)).collect();
-    ALL_LINEAR.into_iter().filter(|name| chosen.contains(name)).map(str::to_owned).collect()
-}
-
-fn read_optimizer(reader: Reader<'_>) -> OptimizerPlan {
-    let decay = |value: f64| (0.0..1.0).contains(&value);
-    let optimizer = OptimizerPlan {
-        learning_rate: reader
-            .field("learning_rate")
-            .number("greater than 0 and at most 1", |value| value > 0.0 && value <= 1.0)
-            .unwrap_or(1e-5),
-        adam_beta1: reader.field("adam_beta1").number("at least 0 and less than 1", decay).unwrap_or(0.9),
-        adam_beta2: reader.field("adam_beta2").number("at least 0 and less than 1", decay).unwrap_or(0.999),
-        adam_epsilon: reader.field("adam_epsilon").number("greater than 0", |value| value > 0.0).unwrap_or(1e-8),
-        weight_decay: reader.field("weight_decay").number("at least 0", |value| value >= 0.0).unwrap_or(0.0),
-        max_grad_norm: reader
-            .field("max_grad_norm")
-            .number("at least 0 (0 = off)", |value| value >= 0.0)
-            .unwrap_or(1.0),
-        lr_scheduler_type: reader
-            .field("lr_scheduler_type")
-            .choice(&[
-                ("constant", LrSchedulerType::Constant),
-                ("linear", LrSchedulerType::Linear),
-                ("cosine", LrSchedulerType::Cosine),
-            ])
-            .unwrap_or(LrSchedulerType::Constant),
-        warmup_steps: reader.field("warmup_steps").whole(0..=MAX_STEPS).unwrap_or(0),
-    };
-    reader.only("kind", &json!("adamw"), "states of an adapter are small, so AdamW in 32 bits fits");
-    reader.finish(advice);
-    optimizer
-}
-
-fn read_training(reader: Reader<'_>) -> TrainingSpec {
-    let epochs = reader.field("num_train_epochs");
-    let training = TrainingSpec {
-        prompts_per_step: reader.field("prompts_per_step").whole(1..=1_000_000).unwrap_or(8),
-        max_steps: reader.field("max_steps").hint("leave it out for one pass over the dataset").whole(1..=MAX_STEPS),
-        num_train_epochs: epochs.number("greater than 0 and at most 10000", |value| value > 0.0 && value <= 10_000.0),
-        seed: reader.field("seed").whole(0..=MAX_SEED).unwrap_or(42),
-        shuffle_dataset: reader.field("shuffle_dataset").bool().unwrap_or(true),
-    };
-    if training.max_steps.is_some() && training.num_train_epochs.is_some() {
-        epochs.fail("conflict", "max_steps and num_train_epochs both say how long to train: give one of them");
-    }
-    reader.finish(advice);
-    training
-}
-
-fn read_checkpoints(reader: Reader<'_>) -> CheckpointPlan {
-    let checkpoints = CheckpointPlan {
-        every_steps: reader.field("every_steps").whole(1..=MAX_STEPS).unwrap_or(20),
-        keep_last: reader
-            .field("keep_last")
-            .hint("the newest one is what a job resumes from")
-            .whole(1..=1000)
-            .unwrap_or(3),
-        keep_best: reader.field("keep_best").whole(0..=1000).unwrap_or(1),
-    };
-    reader.finish(advice);
-    checkpoints
 }

@@ -28,14 +28,24 @@ impl FieldError {
     }
 }
 
+/// The most errors that are listed one by one.
+const MAX_ERRORS: usize = 1000;
+/// A longer word is not compared with the known ones.
+const MAX_MISSPELT_BYTES: usize = 64;
+
 /// The errors found so far.
 #[derive(Debug, Default)]
 pub(super) struct Errors(RefCell<Vec<FieldError>>);
 
 impl Errors {
-    /// Adds one.
+    /// Adds one; beyond [`MAX_ERRORS`] only the fact that there are more.
     pub(super) fn add(&self, pointer: impl Into<String>, code: &str, detail: impl Into<String>) {
-        self.0.borrow_mut().push(FieldError::new(pointer, code, detail));
+        let mut errors = self.0.borrow_mut();
+        match errors.len() {
+            0..MAX_ERRORS => errors.push(FieldError::new(pointer, code, detail)),
+            MAX_ERRORS => errors.push(FieldError::new("", "more_errors", "there are more errors than are listed")),
+            _ => {}
+        }
     }
 
     /// All of them, in order.
@@ -303,6 +313,7 @@ impl<'v> Field<'v> {
 /// The known word a misspelt one was meant to be.
 fn nearest<'n>(given: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     known
+        .filter(|_| given.len() <= MAX_MISSPELT_BYTES)
         .map(|name| (strsim::jaro_winkler(given, name), name))
         .filter(|(likeness, _)| *likeness > 0.84)
         .max_by(|a, b| a.0.total_cmp(&b.0))

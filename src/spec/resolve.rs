@@ -184,10 +184,10 @@ fn check_dataset(
     errors: &mut Vec<FieldError>,
 ) {
     let columns = facts.columns.iter().map(String::as_str);
-    if facts.num_rows == 0 {
+    let inline = inline_records(spec, at);
+    if !inline && facts.num_rows == 0 {
         errors.push(FieldError::new(at, "empty_dataset", "the dataset is empty: it needs at least one row"));
     }
-    let inline = inline_records(spec, at);
     if !inline && !facts.columns.iter().any(|column| column == "prompt") {
         let detail = format!("the dataset has no column 'prompt', only: {}", facts.columns.join(", "));
         errors.push(FieldError::new(at, "missing_column", detail));

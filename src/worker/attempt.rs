@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, Held, OUTAGE, persist};
+use super::client::{Client, ClientError, Held, OUTAGE, fetch, persist};
 use super::events::Events;
 use super::failure;
 use super::host::JobHost;
@@ -24,8 +24,6 @@ use crate::reward::Rewards;
 use crate::reward::outgoing::OutgoingPolicy;
 use crate::spec::DatasetPlan;
 
-/// From SIGTERM on, what the engine has to stop and to save; the process is gone a little later.
-const LEAVING: Duration = Duration::from_secs(22);
 /// The last words of a run whose server may be gone.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 /// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
@@ -69,8 +67,23 @@ struct Prepared {
     resume: Option<PathBuf>,
 }
 
-/// Runs a claim to its end.
+/// Runs a claim to its end; once the worker leaves, for no longer than `leave_within`, even when nobody takes its report.
 pub(super) async fn run(worker: &Worker, claim: Claim) -> Ended {
+    tokio::select! {
+        ended = run_and_report(worker, claim) => ended,
+        () = leaving_for(worker, worker.leave_within) => {
+            tracing::warn!("the end of the attempt is not reported: the server does not answer, and this process leaves");
+            Ended::Settled
+        }
+    }
+}
+
+async fn leaving_for(worker: &Worker, time: Duration) {
+    worker.leaving.cancelled().await;
+    tokio::time::sleep(time).await;
+}
+
+async fn run_and_report(worker: &Worker, claim: Claim) -> Ended {
     let held = Held { job: claim.job, attempt: claim.attempt };
     let stop = StopSignal::new();
     let done = claim.resume.as_ref().map_or(0, |resume| resume.step);
@@ -84,16 +97,17 @@ pub(super) async fn run(worker: &Worker, claim: Claim) -> Ended {
         AbortOnDropHandle::new(tokio::spawn(async move {
             leaving.cancelled().await;
             stop.raise(Stop::Shutdown);
-            tokio::time::sleep(LEAVING).await;
         }))
     };
     let ended = tokio::select! {
         ended = attempt.work(worker, claim) => ended,
-        _ = leave => {
+        // The rest is for the report.
+        () = leaving_for(worker, worker.leave_within.mul_f64(0.8)) => {
             attempt.events.log("the engine did not stop in time: what it did since the last checkpoint is dropped");
             Err(Cut::Stopped(Stop::Shutdown))
         }
     };
+    drop(leave);
     let outcome = match ended {
         Ok(()) => Outcome::Succeeded,
         Err(Cut::Failed(failure)) => Outcome::Failed { failure },
@@ -238,8 +252,7 @@ impl Attempt {
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
         let path = scratch.join("dataset.ndjson");
-        let fetch = || self.client.dataset(self.held, dataset.id, &dataset.sha256, &path);
-        self.fetched(persist(fetch, ClientError::is_transient).await)?;
+        self.fetched(fetch(|| self.client.dataset(self.held, dataset.id, &dataset.sha256, &path)).await)?;
         let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;
         match read {
             Ok(Ok(rows)) => Ok(rows),
@@ -262,7 +275,7 @@ impl Attempt {
             });
             self.fetched(named)?;
             let to = dir.join(&file.name);
-            self.fetched(persist(|| self.client.resume_file(self.held, file, &to), ClientError::is_transient).await)?;
+            self.fetched(fetch(|| self.client.resume_file(self.held, file, &to)).await)?;
         }
         Ok(Some(dir))
     }

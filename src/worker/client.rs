@@ -22,6 +22,8 @@ const CALL: Duration = Duration::from_secs(30);
 const BEAT: Duration = Duration::from_secs(8);
 /// Of the pause between two pieces of a transfer.
 const STALL: Duration = Duration::from_secs(60);
+/// Tries of a download that arrives damaged.
+const DAMAGED_TRIES: u32 = 3;
 /// The first pause before another try; it doubles.
 const FIRST_DELAY: Duration = Duration::from_millis(200);
 /// The longest pause.
@@ -79,11 +81,9 @@ impl ClientError {
     /// The same call may succeed later.
     pub(super) fn is_transient(&self) -> bool {
         match self {
-            ClientError::Unavailable(_)
-            | ClientError::Unreachable(_)
-            | ClientError::StorageFull
-            | ClientError::Damaged { .. } => true,
-            ClientError::LeaseLost
+            ClientError::Unavailable(_) | ClientError::Unreachable(_) | ClientError::StorageFull => true,
+            ClientError::Damaged { .. }
+            | ClientError::LeaseLost
             | ClientError::Unauthorized
             | ClientError::Refused { .. }
             | ClientError::Protocol(_)
@@ -108,6 +108,23 @@ where
                 tracing::debug!(%error, "trying again");
                 tokio::time::sleep(delay).await;
                 delay = (delay * 2).min(LONGEST_DELAY);
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Repeats a download like [`persist`], and one that arrives damaged a few times: the damage may lie at its source.
+pub(super) async fn fetch<F>(mut call: impl FnMut() -> F) -> Result<(), ClientError>
+where
+    F: Future<Output = Result<(), ClientError>>,
+{
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        match persist(&mut call, ClientError::is_transient).await {
+            Err(ClientError::Damaged { name }) if tries < DAMAGED_TRIES => {
+                tracing::warn!(name, "it arrived damaged; fetching it again");
             }
             other => return other,
         }

@@ -74,8 +74,7 @@ impl Report {
             (Some(actual), Some(expected)) => {
                 let difference = (actual - expected).abs() / expected.abs().max(1.0);
                 entry.1 = entry.1.max(difference);
-                // Not "difference > tolerance": a NaN must fail.
-                if !(difference <= tolerance) {
+                if difference.is_nan() || difference > tolerance {
                     self.failures.push(format!("{kind} {what}: {actual} instead of {expected}"));
                 }
             }
@@ -289,7 +288,7 @@ impl RecordedBlock {
             mask.truncate(length);
             let recorded_row = RecordedRow {
                 old_logps: floats(&recorded["old_logps"][index]),
-                ref_logps: all_ref_logps.is_array().then(|| floats(&all_ref_logps[index])),
+                ref_logps: (!array(all_ref_logps).is_empty()).then(|| floats(&all_ref_logps[index])),
                 advantage: recorded["advantages"][index].as_f64(),
                 mask,
             };

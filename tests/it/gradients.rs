@@ -8,7 +8,7 @@ use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::{Adapter, DecodeState, Logits, Policy, Row};
 use rlood::engine::random::{Key, Stream};
 
-const ARCHITECTURES: [&str; 5] = ["qwen3", "qwen2", "llama", "llama3rope", "mistral"];
+const ARCHITECTURES: [&str; 6] = ["qwen3", "qwen2", "llama", "llama3rope", "llama_bias", "mistral"];
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity").join(name)

@@ -25,6 +25,8 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("http/rewards.rs", "reward"),
     // Whether the disk is full stands in the database's own error.
     ("http/error.rs", "sqlx"),
+    // A server of the test's own.
+    ("worker/tests.rs", "axum"),
 ];
 
 /// Crates that belong to some modules only.

@@ -307,3 +307,30 @@ fn settings_that_cannot_be_used_end_with_code_two_and_what_to_do() {
         assert!(!dir.path().join("data").exists(), "{extra:?}: nothing is made before the settings are checked");
     }
 }
+
+#[test]
+fn check_says_what_is_there_and_what_is_in_the_way() {
+    let dir = tempfile::tempdir().unwrap();
+    let check = |listen: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
+        command
+            .args(["check", "--devices", "cpu,cpu", "--threads", "4", "--listen", listen, "--data-dir"])
+            .arg(dir.path());
+        let output = command.env_remove("RLOOD_API_KEY").output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let (code, text) = check("127.0.0.1:0");
+    assert_eq!(code, Some(0), "{text}");
+    for part in [
+        concat!("rlood     ", env!("CARGO_PKG_VERSION")),
+        "sqlite    3.",
+        "MiB free",
+        "cpu, cpu, 2 compute threads each",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let server = Server::start(dir.path(), "none");
+    let (code, text) = check(server.url.strip_prefix("http://").unwrap());
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("FAIL  data") && text.contains("FAIL  listen"), "{text}");
+}

@@ -1,5 +1,6 @@
 //! What is accepted as a job, what is refused, and with which words.
 
+use proptest::prelude::*;
 use rlood::spec::{
     Combine, Context, DatasetFacts, FieldError, JobSpec, ModelFacts, ModelShape, PromptLengths, Resolution, RewardKind,
     resolve,
@@ -500,4 +501,106 @@ fn labels_can_be_changed_and_nothing_else() {
     );
     let errors = rlood::spec::read_labels(&json!({"state": "running", "priority": 1.5})).unwrap_err();
     assert_eq!(errors.iter().map(|error| error.pointer.as_str()).collect::<Vec<_>>(), ["/priority", "/state"]);
+}
+
+/// JSON of any shape, rich in the words that a job knows.
+fn anything() -> impl Strategy<Value = Value> {
+    let word = prop::sample::select(vec![
+        "model",
+        "dataset",
+        "records",
+        "id",
+        "prompt",
+        "eval",
+        "rewards",
+        "type",
+        "webhook",
+        "url",
+        "secret",
+        "headers",
+        "name",
+        "weight",
+        "rloo",
+        "num_generations",
+        "beta",
+        "kl_coef",
+        "reward_clip_range",
+        "sampling",
+        "temperature",
+        "stop",
+        "lora",
+        "r",
+        "target_modules",
+        "optimizer",
+        "learning_rate",
+        "training",
+        "max_steps",
+        "num_train_epochs",
+        "seed",
+        "metadata",
+        "priority",
+        "length",
+        "regex",
+        "pattern",
+        "all-linear",
+        "x/~",
+        "",
+    ]);
+    let number = prop_oneof![
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        any::<u64>().prop_map(Value::from)
+    ];
+    let leaf =
+        prop_oneof![Just(Value::Null), any::<bool>().prop_map(Value::from), number, word.clone().prop_map(Value::from)];
+    leaf.prop_recursive(5, 64, 6, move |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
+            prop::collection::vec((word.clone(), inner), 0..6).prop_map(|pairs| Value::Object(
+                pairs.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+            )),
+        ]
+    })
+}
+
+proptest! {
+    #[test]
+    fn no_document_makes_it_panic_and_every_pointer_leads_into_the_document(document in anything()) {
+        let (spec, mut errors) = JobSpec::read(document.clone());
+        let context = Context { model: Some(model()), dataset: Some(dataset(64)), eval_dataset: spec.eval.as_ref().map(|_| dataset(4)) };
+        errors.extend(resolve(&spec, &context).err().unwrap_or_default());
+        for error in errors {
+            // A missing field's pointer leads to where it should be.
+            let parent = error.pointer.rsplit_once('/').map_or("", |(parent, _)| parent);
+            let missing_section = ["/training", "/sampling", "/rloo"].contains(&parent);
+            prop_assert!(missing_section || document.pointer(parent).is_some(), "{error:?}");
+        }
+    }
+
+    #[test]
+    fn a_plan_submitted_again_is_the_same_plan(
+        steps in 1_u64..1000, generations in 2_u32..9, beta in 0.0..1.0_f64, seed in 0_u64..(1 << 53), rslora in any::<bool>(),
+    ) {
+        let mut document = with("/rloo", json!({"num_generations": generations, "beta": beta}));
+        document["training"] = json!({"max_steps": steps, "seed": seed, "prompts_per_step": 3});
+        document["lora"] = json!({"use_rslora": rslora, "target_modules": ["v_proj", "k_proj"]});
+        document["eval"] = json!({"dataset": document["dataset"]});
+        let facts = dataset(64);
+        let resolved = |document: Value| {
+            let (spec, errors) = JobSpec::read(document);
+            assert_eq!(errors, []);
+            let context = Context { model: Some(model()), dataset: Some(facts.clone()), eval_dataset: Some(facts.clone()) };
+            resolve(&spec, &context).unwrap().plan
+        };
+        let plan = resolved(document);
+        prop_assert_eq!(&resolved(rlood::spec::submittable(&plan)), &plan);
+    }
+}
+
+#[test]
+fn a_flood_of_errors_is_cut() {
+    let flood: serde_json::Map<String, Value> = (0..5000).map(|n| (format!("k{n}"), Value::Null)).collect();
+    let (_, errors) = JobSpec::read(Value::Object(flood));
+    assert_eq!(errors.len(), 1001);
+    assert!(errors.iter().any(|error| error.code == "more_errors"));
 }

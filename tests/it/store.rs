@@ -408,7 +408,7 @@ async fn a_model_id_belongs_to_one_directory() {
     assert_eq!((row.sha256.as_str(), row.created_at, is_new), ("bb", T0, false));
     let elsewhere = NewModel { source: "/models/other".to_owned(), ..new };
     assert!(matches!(store.model_create(elsewhere, T0).await, Err(StoreError::Exists { kind: "model", .. })));
-    assert_eq!(store.model_list(None, 5).await.unwrap().data, [row.clone()]);
+    assert_eq!(store.model_list(None, 5).await.unwrap().data, std::slice::from_ref(&row));
     assert_eq!(store.model_get("org/tiny").await.unwrap(), row);
     let job = setting.job().await;
     assert!(matches!(store.model_delete("org/tiny").await, Err(StoreError::InUse { jobs, .. }) if jobs == [job]));

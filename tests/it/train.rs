@@ -420,8 +420,7 @@ fn a_reused_rollout_reports_no_reward() {
 
 #[test]
 fn skipping_the_old_pass_changes_nothing() {
-    // A clip range that never binds and whitening by a constant factor would hide nothing: the runs differ only in
-    // whether old log-probs are computed apart. Two iterations force the pass; their first step must equal.
+    // Two iterations force the pass; their first step must be the first step of the run that skips it.
     let (mut once, mut twice) = (TestHost::default(), TestHost::default());
     let mut plan = plan();
     run(&plan, &mut once);

@@ -1,0 +1,111 @@
+//! The data directory on a real disk.
+
+use super::*;
+
+fn entry(name: &str, bytes: &[u8]) -> FileEntry {
+    FileEntry { name: name.to_owned(), size_bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(bytes)) }
+}
+
+async fn upload(files: &DataDir, job: JobId, name: &str, bytes: &[u8]) {
+    let mut staged = files.stage(1000).await.unwrap();
+    staged.write(bytes).await.unwrap();
+    files.checkpoint_place(staged.finish().await.unwrap(), job, 5, 1, name).await.unwrap();
+}
+
+#[test]
+fn a_second_server_on_the_directory_is_refused_by_name_and_pid() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = DataDir::open(dir.path()).unwrap();
+    let error = DataDir::open(dir.path()).unwrap_err().to_string();
+    let root = fs::canonicalize(dir.path()).unwrap();
+    assert!(error.contains(root.to_str().unwrap()), "{error}");
+    assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
+    drop(first);
+    DataDir::open(dir.path()).unwrap();
+}
+
+#[test]
+fn only_plain_names_are_accepted() {
+    for good in ["manifest.json", "adapter_model.safetensors", "a", "_-.x"] {
+        check_name(good).unwrap();
+    }
+    let long = "x".repeat(101);
+    for bad in ["", ".", "..", ".hidden", "a/b", "a\\b", "a b", "ä", "a\0", long.as_str()] {
+        assert!(matches!(check_name(bad), Err(FilesError::BadName { .. })), "{bad:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_staged_file_is_hashed_bounded_and_removed_unless_published() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = DataDir::open(dir.path()).unwrap();
+    let mut staged = files.stage(5).await.unwrap();
+    staged.write(b"abc").await.unwrap();
+    let path = staged.path.path().to_owned();
+    assert!(matches!(staged.write(b"def").await, Err(FilesError::TooLarge { limit_bytes: 5 })));
+    drop(staged);
+    assert!(!path.exists());
+
+    let mut staged = files.stage(5).await.unwrap();
+    staged.write(b"ab").await.unwrap();
+    staged.write(b"c").await.unwrap();
+    let done = staged.finish().await.unwrap();
+    assert_eq!(done.size_bytes, 3);
+    assert_eq!(done.sha256, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    let to = files.dataset(DatasetId::new());
+    done.publish(&to).await.unwrap();
+    assert_eq!(fs::read(&to).unwrap(), b"abc");
+    assert_eq!(entries(&files.staging()).unwrap(), Vec::<PathBuf>::new());
+}
+
+#[tokio::test]
+async fn a_checkpoint_is_moved_only_when_every_byte_is_as_listed() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = DataDir::open(dir.path()).unwrap();
+    let job = JobId::new();
+    upload(&files, job, "manifest.json", b"{}").await;
+    upload(&files, job, "weights", b"1234").await;
+    let listed = [entry("manifest.json", b"{}"), entry("weights", b"1234")];
+
+    for (wrong, what) in [
+        (vec![listed[0].clone()], "uploaded but not listed"),
+        (vec![listed[0].clone(), entry("weights", b"1235")], "SHA-256"),
+        (vec![listed[0].clone(), entry("weights", b"12345")], "4 bytes instead of 5"),
+        (vec![listed[0].clone(), listed[1].clone(), entry("more", b"")], "not uploaded"),
+        (vec![listed[0].clone(), listed[0].clone()], "listed twice"),
+        (vec![], "not listed"),
+    ] {
+        let error = files.checkpoint_commit(job, 5, 1, &wrong).unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+    }
+    assert!(!files.checkpoint_dir(job, 5, 1).exists());
+
+    files.checkpoint_commit(job, 5, 1, &listed).unwrap();
+    files.checkpoint_commit(job, 5, 1, &listed).unwrap();
+    assert_eq!(fs::read(files.checkpoint_file(job, 5, 1, "weights").unwrap()).unwrap(), b"1234");
+    fs::write(files.checkpoint_file(job, 5, 1, "weights").unwrap(), b"1238").unwrap();
+    assert!(files.checkpoint_verify(job, 5, 1, &listed).is_err());
+}
+
+#[tokio::test]
+async fn the_sweep_removes_what_no_row_names_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = DataDir::open(dir.path()).unwrap();
+    let (kept, lost) = (JobId::new(), JobId::new());
+    let (kept_data, lost_data) = (DatasetId::new(), DatasetId::new());
+    for (job, step, attempt) in [(kept, 10, 1), (kept, 20, 1), (lost, 10, 1)] {
+        fs::create_dir_all(files.checkpoint_dir(job, step, attempt)).unwrap();
+    }
+    fs::write(files.dataset(kept_data), b"").unwrap();
+    fs::write(files.dataset(lost_data), b"").unwrap();
+    upload(&files, kept, "manifest.json", b"{}").await;
+    drop(files);
+
+    let files = DataDir::open(dir.path()).unwrap();
+    files.sweep(&[(kept, 20, 1)], &[kept_data]).unwrap();
+    assert!(files.checkpoint_dir(kept, 20, 1).is_dir() && files.dataset(kept_data).is_file());
+    assert!(!files.checkpoint_dir(kept, 10, 1).exists() && !files.checkpoint_dir(lost, 10, 1).exists());
+    assert!(!files.dataset(lost_data).exists());
+    assert_eq!(entries(&files.staging()).unwrap(), Vec::<PathBuf>::new());
+    assert!(files.free_bytes().unwrap() > 0);
+}

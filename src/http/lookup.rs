@@ -1,0 +1,258 @@
+//! What the server knows of the model and the data that a job names: looked up, read, counted.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path as FilePath, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::AppState;
+use super::error::{Problem, chain, shortened};
+use crate::dataset::Summary;
+use crate::files::StagedDone;
+use crate::id::DatasetId;
+use crate::modelcard::text::{Prompt, Text};
+use crate::modelcard::{self, ModelCard};
+use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, ModelShape, PromptLengths};
+use crate::store::{DatasetRow, ModelRow, StoreError};
+
+/// Above this many rows the worker counts the tokens of prompts, in its loading phase.
+const MAX_COUNTED_ROWS: u64 = 10_000;
+
+/// A dataset of the job, wherever its rows are.
+pub(super) struct Prompts {
+    /// Where the job names it.
+    at: &'static str,
+    /// Its rows.
+    pub(super) source: Source,
+    facts: DatasetFacts,
+}
+
+pub(super) enum Source {
+    /// A dataset; where its rows lie.
+    Stored(PathBuf),
+    /// Sent inside the job.
+    Records(Vec<Value>),
+    /// Sent beside the job.
+    Uploaded(Summary, StagedDone),
+}
+
+impl Prompts {
+    /// Of rows that came as a file with the job.
+    pub(super) fn of_upload(summary: Summary, staged: StagedDone) -> Self {
+        let facts = DatasetFacts {
+            id: DatasetId::new(),
+            sha256: staged.sha256.clone(),
+            num_rows: summary.num_rows,
+            columns: summary.columns.clone(),
+            has_chat_prompts: false,
+            prompt_lengths: None,
+        };
+        Self { at: "/dataset", source: Source::Uploaded(summary, staged), facts }
+    }
+
+    async fn find(
+        state: &AppState,
+        source: Option<&mut DatasetSource>,
+        at: &'static str,
+        errors: &mut Vec<FieldError>,
+    ) -> Result<Option<Self>, Problem> {
+        match source {
+            None => Ok(None),
+            Some(DatasetSource::Records(records)) => {
+                let facts = DatasetFacts::of_records(records);
+                // The list itself stays, emptied: it still says where the rows came from.
+                Ok(Some(Self { at, source: Source::Records(std::mem::take(records)), facts }))
+            }
+            Some(&mut DatasetSource::Id(id)) => match state.store.dataset_get(id).await {
+                Ok(DatasetRow { sha256, num_rows, columns, .. }) => {
+                    let facts =
+                        DatasetFacts { id, sha256, num_rows, columns, has_chat_prompts: false, prompt_lengths: None };
+                    Ok(Some(Self { at, source: Source::Stored(state.files.dataset(id)), facts }))
+                }
+                Err(StoreError::NotFound { .. }) => {
+                    errors.push(unknown_dataset(&format!("{at}/id"), &id.to_string()));
+                    Ok(None)
+                }
+                Err(error) => Err(error.into()),
+            },
+        }
+    }
+
+    /// Calls `look` with each prompt and its row number, until it says no.
+    fn each_prompt(&self, mut look: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
+        let path = match &self.source {
+            Source::Records(records) => {
+                let prompts = records.iter().map(|record| record.get("prompt").unwrap_or(&Value::Null));
+                let _ = (0..).zip(prompts).all(|(row, prompt)| look(row, prompt));
+                return Ok(());
+            }
+            Source::Stored(path) => path,
+            Source::Uploaded(_, staged) => staged.path(),
+        };
+        for (row, line) in (0..).zip(BufReader::new(std::fs::File::open(path)?).lines()) {
+            let record: Map<String, Value> = serde_json::from_str(&line?)?;
+            if !look(row, record.get("prompt").unwrap_or(&Value::Null)) {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What to say of a dataset that is not there.
+pub(super) fn unknown_dataset(at: &str, id: &str) -> FieldError {
+    let detail = format!("there is no dataset '{}': upload it with POST /datasets", shortened(id));
+    FieldError::new(at, "unknown_dataset", detail)
+}
+
+/// What the server knows of a job's model and data.
+pub(super) struct Prepared {
+    /// What a plan depends on.
+    pub(super) context: Context,
+    /// What cannot be found or used.
+    pub(super) errors: Vec<FieldError>,
+    /// The training prompts.
+    pub(super) train: Option<Prompts>,
+    /// The evaluation prompts.
+    pub(super) eval: Option<Prompts>,
+}
+
+/// Looks up what a job names. Inline records are taken out of it.
+pub(super) async fn prepare(
+    state: &AppState,
+    spec: &mut JobSpec,
+    uploaded: Option<Prompts>,
+) -> Result<Prepared, Problem> {
+    let mut errors = Vec::new();
+    let model = find_model(state, &spec.model, &mut errors).await?;
+    let train = match uploaded {
+        Some(prompts) => Some(prompts),
+        None => Prompts::find(state, spec.dataset.as_mut(), "/dataset", &mut errors).await?,
+    };
+    let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
+    let eval = Prompts::find(state, eval, "/eval/dataset", &mut errors).await?;
+    let kwargs = spec.sampling.chat_template_kwargs.clone();
+    let inspection = move || {
+        let (mut train, mut eval) = (train, eval);
+        let prompts = train.iter_mut().chain(eval.iter_mut());
+        let facts = match model {
+            Some(model) => inspect(&model, prompts, &kwargs, &mut errors)?,
+            None => None,
+        };
+        let facts_of = |prompts: &Option<Prompts>| prompts.as_ref().map(|prompts| prompts.facts.clone());
+        let context = Context { model: facts, dataset: facts_of(&train), eval_dataset: facts_of(&eval) };
+        Ok(Prepared { context, errors, train, eval })
+    };
+    tokio::task::spawn_blocking(inspection).await.map_err(Problem::internal)?
+}
+
+async fn find_model(state: &AppState, id: &str, errors: &mut Vec<FieldError>) -> Result<Option<ModelRow>, Problem> {
+    if id.is_empty() {
+        return Ok(None); // Reported by the reader.
+    }
+    match state.store.model_get(id).await {
+        Ok(row) => Ok(Some(row)),
+        Err(StoreError::NotFound { .. }) => {
+            let some = state.store.model_list(None, 5).await?;
+            let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
+            let known =
+                if known.is_empty() { "none is".to_owned() } else { format!("registered are {}", known.join(", ")) };
+            let detail = format!(
+                "no model '{}' is registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
+                shortened(id)
+            );
+            errors.push(FieldError::new("/model", "unknown_model", detail));
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Reads the model's card and counts the tokens of prompts. Blocking.
+fn inspect<'p>(
+    model: &ModelRow,
+    prompts: impl Iterator<Item = &'p mut Prompts>,
+    kwargs: &Map<String, Value>,
+    errors: &mut Vec<FieldError>,
+) -> Result<Option<ModelFacts>, Problem> {
+    let dir = FilePath::new(&model.source);
+    let unusable = |detail: String| {
+        FieldError::new("/model", "invalid_model", format!("model '{}' cannot be used: {detail}", model.id))
+    };
+    let card = match modelcard::read(dir) {
+        Ok(card) => card,
+        Err(error) => {
+            errors.push(unusable(error.to_string()));
+            return Ok(None);
+        }
+    };
+    let facts = model_facts(model, &card);
+    let text = match Text::load(dir) {
+        Ok(text) => text,
+        Err(error) => {
+            errors.push(unusable(chain(&error)));
+            return Ok(None);
+        }
+    };
+    for prompts in prompts {
+        if let Err(error) = measure(prompts, &text, &facts, kwargs, errors) {
+            return Err(Problem::internal(format!("the rows of a dataset cannot be read: {error}")));
+        }
+    }
+    Ok(Some(facts))
+}
+
+fn measure(
+    prompts: &mut Prompts,
+    text: &Text,
+    model: &ModelFacts,
+    kwargs: &Map<String, Value>,
+    errors: &mut Vec<FieldError>,
+) -> std::io::Result<()> {
+    let count = prompts.facts.num_rows <= MAX_COUNTED_ROWS;
+    let (mut has_chat, mut lengths, mut failures) = (false, PromptLengths::default(), Vec::new());
+    prompts.each_prompt(|row, prompt| {
+        has_chat |= prompt.is_array();
+        if !count {
+            return false; // The first row stands for all; the worker looks at every one.
+        }
+        // What is no prompt has been reported; what needs a template that is not there will be.
+        let usable = !prompt.is_array() || model.has_chat_template;
+        let Some(prompt) = usable.then(|| Prompt::from_value(prompt).ok()).flatten() else { return true };
+        match text.prompt_ids(&prompt, kwargs) {
+            Ok(ids) => {
+                let tokens = ids.len() as u64;
+                lengths.too_long += u64::from(tokens >= model.max_position_embeddings);
+                if tokens > lengths.longest {
+                    (lengths.longest, lengths.longest_row) = (tokens, row);
+                }
+            }
+            Err(error) => failures.push(format!("row {row}: {}", chain(&error))),
+        }
+        failures.len() < 5
+    })?;
+    prompts.facts.has_chat_prompts = has_chat;
+    prompts.facts.prompt_lengths = count.then_some(lengths);
+    errors.extend(failures.into_iter().map(|detail| FieldError::new(prompts.at, "prompt_not_encodable", detail)));
+    Ok(())
+}
+
+fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {
+    let config = &card.config;
+    ModelFacts {
+        id: row.id.clone(),
+        sha256: row.sha256.clone(),
+        max_position_embeddings: card.max_position_embeddings as u64,
+        num_parameters: card.num_parameters,
+        size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
+        has_chat_template: card.chat_template.is_some(),
+        shape: Some(ModelShape {
+            hidden_size: config.hidden_size as u64,
+            intermediate_size: config.intermediate_size as u64,
+            num_hidden_layers: config.num_hidden_layers as u64,
+            num_attention_heads: config.num_attention_heads as u64,
+            num_key_value_heads: config.num_key_value_heads as u64,
+            head_dim: config.head_dim as u64,
+        }),
+    }
+}

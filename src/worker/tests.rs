@@ -1,0 +1,327 @@
+//! One attempt against a server of the test's own, with an engine of the test's own.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::{Request, State};
+use axum::http::{Method, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tokio_util::sync::CancellationToken;
+
+use super::attempt::{self, Ended};
+use super::client::Client;
+use super::{TrainFn, Worker};
+use crate::engine::error::EngineError;
+use crate::engine::host::{Host, HostError, SavedCheckpoint, Stop, TrainInput, TrainOutcome};
+use crate::event::{Event, Metrics, SamplePhase};
+use crate::id::{CheckpointId, DatasetId, JobId, WorkerId};
+use crate::modelcard;
+use crate::protocol::{Claim, FileEntry};
+use crate::spec::Plan;
+
+const ROWS: &str = "{\"prompt\": \"one\", \"answer\": \"1\"}\n{\"prompt\": \"two\", \"answer\": \"2\"}\n";
+
+/// What the server saw, and how it answers.
+#[derive(Default)]
+struct Seen {
+    /// Method and last part of the path, with what matters of the body.
+    calls: Mutex<Vec<String>>,
+    /// Calls for events that are answered 503 first.
+    busy: Mutex<u32>,
+    /// Heartbeats are answered 409 `lease_lost`.
+    lost: bool,
+    /// `requested` of the heartbeats' replies.
+    requested: Option<&'static str>,
+}
+
+impl Seen {
+    /// The calls but heartbeats, which come when they come.
+    fn story(&self) -> Vec<String> {
+        self.calls.lock().unwrap().iter().filter(|call| !call.starts_with("heartbeat")).cloned().collect()
+    }
+
+    fn heartbeats(&self) -> usize {
+        self.calls.lock().unwrap().iter().filter(|call| call.starts_with("heartbeat")).count()
+    }
+}
+
+async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let bytes: Bytes = axum::body::to_bytes(body, 1 << 20).await.unwrap();
+    let body: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+    let path: Vec<&str> = parts.uri.path().split('/').skip(4).collect();
+    let (call, response) = match (&parts.method, path.as_slice()) {
+        (&Method::POST, ["heartbeat"]) if seen.lost => {
+            let problem = json!({"code": "lease_lost", "detail": "another attempt owns the job"});
+            ("heartbeat".to_owned(), (StatusCode::CONFLICT, Json(problem)).into_response())
+        }
+        (&Method::POST, ["heartbeat"]) => {
+            ("heartbeat".to_owned(), Json(json!({"requested": seen.requested, "lease_ms": 1000})).into_response())
+        }
+        (&Method::GET, ["datasets", _]) => ("dataset".to_owned(), ROWS.into_response()),
+        (&Method::POST, ["events"]) => {
+            let mut busy = seen.busy.lock().unwrap();
+            if *busy > 0 {
+                *busy -= 1;
+                (format!("events {} refused", body["batch"]), StatusCode::SERVICE_UNAVAILABLE.into_response())
+            } else {
+                let steps: Vec<&Value> =
+                    body["events"].as_array().unwrap().iter().map(|event| &event["step"]).collect();
+                (format!("events {} {}", body["batch"], json!(steps)), StatusCode::NO_CONTENT.into_response())
+            }
+        }
+        (&Method::PUT, ["checkpoints", step, name]) => (
+            format!("upload {step} {name} {}", String::from_utf8_lossy(&bytes)),
+            StatusCode::NO_CONTENT.into_response(),
+        ),
+        (&Method::POST, ["checkpoints", step]) => {
+            (format!("publish {step}"), Json(json!({"checkpoint": CheckpointId::new()})).into_response())
+        }
+        (&Method::POST, ["finish"]) => {
+            let code = body["outcome"]["failure"]["code"].as_str().unwrap_or_default();
+            let outcome = body["outcome"]["outcome"].as_str().unwrap();
+            (format!("finish {outcome} {code}").trim_end().to_owned(), StatusCode::NO_CONTENT.into_response())
+        }
+        other => panic!("unexpected call {other:?}"),
+    };
+    assert_eq!(parts.headers["authorization"], "Bearer the-token");
+    seen.calls.lock().unwrap().push(call);
+    response
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn model_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity/qwen3")
+}
+
+fn claim() -> Claim {
+    let dataset = json!({"id": DatasetId::new(), "sha256": sha256(ROWS.as_bytes()), "num_rows": 2});
+    let plan: Plan = serde_json::from_value(json!({
+        "name": null, "model": {"id": "tiny", "sha256": modelcard::fingerprint(&model_dir()).unwrap()},
+        "dataset": dataset, "eval": null,
+        "rewards": [{"name": "length", "weight": 1.0, "required": true, "type": "length",
+                     "min_words": 1, "max_words": 5, "sentence_bonus": 0.5}],
+        "rloo": {"num_generations": 2, "beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.2, "num_iterations": 1,
+                 "steps_per_generation": 1, "normalize_advantages": false, "reward_clip_range": null,
+                 "mask_truncated_completions": false, "combine": "renormalize"},
+        "sampling": {"max_completion_length": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+                     "repetition_penalty": 1.0, "stop": [], "chat_template_kwargs": {}},
+        "lora": {"r": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": ["q_proj"], "use_rslora": false},
+        "optimizer": {"learning_rate": 0.001, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8,
+                      "weight_decay": 0.0, "max_grad_norm": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0},
+        "training": {"prompts_per_step": 1, "max_steps": 3, "seed": 1, "shuffle_dataset": true},
+        "checkpoints": {"every_steps": 1, "keep_last": 1, "keep_best": 0},
+        "metadata": {},
+        "totals": {"optimizer_steps": 3, "completions_per_step": 2, "prompts_per_block": 1, "generation_blocks": 3,
+                   "completions": 6, "epochs": 1.5, "dropped_rows_per_epoch": 0, "max_completion_tokens": 24}
+    }))
+    .unwrap();
+    Claim {
+        job: JobId::new(),
+        worker: WorkerId::new(),
+        attempt: 1,
+        plan,
+        secrets: BTreeMap::new(),
+        model_path: model_dir().to_string_lossy().into_owned(),
+        model_name: "tiny".to_owned(),
+        resume: None,
+        lease_ms: 1000,
+        allow_outgoing: Vec::new(),
+    }
+}
+
+/// Runs one attempt; `meanwhile` gets the worker when the attempt has begun.
+async fn attempt_with(seen: Seen, train: TrainFn, meanwhile: impl FnOnce(&Worker)) -> (Ended, Arc<Seen>) {
+    attempt_at(seen, train, claim(), meanwhile).await
+}
+
+async fn attempt_at(seen: Seen, train: TrainFn, claim: Claim, meanwhile: impl FnOnce(&Worker)) -> (Ended, Arc<Seen>) {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let seen = Arc::new(seen);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let server = format!("http://{}", listener.local_addr().unwrap());
+    let router = axum::Router::new().fallback(answer).with_state(seen.clone());
+    tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
+    let scratch = tempfile::tempdir().unwrap();
+    let worker = Worker {
+        client: Client::new(&server, "the-token", true).unwrap(),
+        id: WorkerId::new(),
+        child: false,
+        device: "cpu".to_owned(),
+        threads: 1,
+        scratch_dir: scratch.path().to_owned(),
+        leaving: CancellationToken::new(),
+        leave_within: Duration::from_secs(1),
+        heartbeat_ms: 20.into(),
+        train,
+    };
+    meanwhile(&worker);
+    let ended = attempt::run(&worker, claim).await;
+    assert_eq!(std::fs::read_dir(scratch.path()).unwrap().count(), 0, "nothing is left behind");
+    (ended, seen)
+}
+
+fn step(host: &mut dyn Host, step: u64) {
+    let event = Event::Step { step, kind: SamplePhase::Train, metrics: Metrics::new() };
+    host.event(event).unwrap();
+}
+
+fn save(host: &mut dyn Host, scratch: &Path, step: u64) -> Result<(), HostError> {
+    std::fs::create_dir_all(scratch).unwrap();
+    let files = ["adapter.bin", "manifest.json"].map(|name| {
+        std::fs::write(scratch.join(name), name).unwrap();
+        FileEntry { name: name.to_owned(), size_bytes: name.len() as u64, sha256: sha256(name.as_bytes()) }
+    });
+    host.saved(&SavedCheckpoint { dir: scratch, step, files: &files, metrics: &Metrics::new(), last: true })
+}
+
+fn until_stopped(host: &dyn Host) -> Stop {
+    let begun = Instant::now();
+    loop {
+        if let Some(stop) = host.stop() {
+            return stop;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(20), "no stop arrived");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[tokio::test]
+async fn everything_is_stored_once_and_in_order_whatever_the_server_is_busy_with() {
+    fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        assert_eq!(input.rows.len(), 2);
+        assert_eq!((input.rows[1].prompt.as_str(), input.rows[1].columns["answer"].as_str()), (Some("two"), Some("2")));
+        step(host, 1);
+        step(host, 2);
+        save(host, input.scratch_dir, 2).unwrap();
+        step(host, 3);
+        Ok(TrainOutcome::Finished)
+    }
+    let (ended, seen) = attempt_with(Seen { busy: Mutex::new(2), ..Seen::default() }, train, |_| {}).await;
+    assert_eq!(ended, Ended::Settled);
+    let story = seen.story();
+    let stored: Vec<&String> =
+        story.iter().filter(|call| call.starts_with("events") && !call.ends_with("refused")).collect();
+    let numbers: Vec<&str> = stored.iter().map(|call| call.split(' ').nth(1).unwrap()).collect();
+    assert_eq!(numbers, (0..stored.len()).map(|n| n.to_string()).collect::<Vec<_>>(), "{story:?}");
+    let at =
+        |text: &str| story.iter().position(|call| call.contains(text)).unwrap_or_else(|| panic!("{text}: {story:?}"));
+    let stored_steps = story.iter().rposition(|call| call.starts_with("events") && call.contains("2]")).unwrap();
+    assert!(stored_steps < at("upload 2 adapter.bin adapter.bin"), "{story:?}");
+    assert!(at("upload 2 adapter.bin") < at("upload 2 manifest.json manifest.json"), "{story:?}");
+    assert!(at("upload 2 manifest.json") < at("publish 2"), "{story:?}");
+    assert_eq!(story.iter().filter(|call| call.ends_with("refused")).count(), 2);
+    assert_eq!(story.last().unwrap(), "finish succeeded");
+}
+
+#[tokio::test]
+async fn heartbeats_go_on_while_the_engine_computes() {
+    fn train(_: TrainInput<'_>, _: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        std::thread::sleep(Duration::from_millis(600));
+        Ok(TrainOutcome::Finished)
+    }
+    let (_, seen) = attempt_with(Seen::default(), train, |_| {}).await;
+    assert!(seen.heartbeats() >= 5, "{} heartbeats", seen.heartbeats());
+}
+
+#[tokio::test]
+async fn a_lost_claim_ends_the_run_and_reports_nothing() {
+    fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        assert_eq!(until_stopped(host), Stop::LeaseLost);
+        assert!(matches!(save(host, input.scratch_dir, 1), Err(HostError::Stopped(Stop::LeaseLost))));
+        Ok(TrainOutcome::Stopped(Stop::LeaseLost))
+    }
+    let (ended, seen) = attempt_with(Seen { lost: true, ..Seen::default() }, train, |_| {}).await;
+    assert_eq!(ended, Ended::Settled);
+    let story = seen.story();
+    assert!(story.iter().all(|call| call.starts_with("dataset") || call.starts_with("events")), "{story:?}");
+}
+
+#[tokio::test]
+async fn a_wish_of_the_user_reaches_the_engine_and_a_pause_may_still_save() {
+    fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        let stop = until_stopped(host);
+        save(host, input.scratch_dir, 1).unwrap();
+        Ok(TrainOutcome::Stopped(stop))
+    }
+    // A stop that arrives while the model is still loading has nothing to save: both are right.
+    let (_, seen) = attempt_with(Seen { requested: Some("pause"), ..Seen::default() }, train, |_| {}).await;
+    assert_eq!(seen.story().last().unwrap(), "finish paused");
+    let (_, seen) = attempt_with(Seen { requested: Some("cancel"), ..Seen::default() }, train_cancelled, |_| {}).await;
+    assert_eq!(seen.story().last().unwrap(), "finish cancelled");
+}
+
+fn train_cancelled(input: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+    assert_eq!(until_stopped(host), Stop::Cancel);
+    assert!(matches!(save(host, input.scratch_dir, 1), Err(HostError::Stopped(Stop::Cancel))));
+    Ok(TrainOutcome::Stopped(Stop::Cancel))
+}
+
+#[tokio::test]
+async fn a_worker_that_leaves_requeues_its_job() {
+    fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        Ok(TrainOutcome::Stopped(until_stopped(host)))
+    }
+    let (ended, seen) = attempt_with(Seen::default(), train, |worker| {
+        let leaving = worker.leaving.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            leaving.cancel();
+        });
+    })
+    .await;
+    assert_eq!(ended, Ended::Settled);
+    assert_eq!(seen.story().last().unwrap(), "finish requeued");
+}
+
+#[tokio::test]
+async fn a_worker_leaves_in_time_although_nobody_takes_its_report() {
+    fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        Ok(TrainOutcome::Stopped(until_stopped(host)))
+    }
+    let silent = Seen { busy: Mutex::new(u32::MAX), ..Seen::default() };
+    let attempt = attempt_with(silent, train, |worker| worker.leaving.cancel());
+    let (ended, seen) = tokio::time::timeout(Duration::from_secs(10), attempt).await.expect("it leaves");
+    assert_eq!(ended, Ended::Settled);
+    assert!(!seen.story().iter().any(|call| call.starts_with("finish")), "{:?}", seen.story());
+}
+
+#[tokio::test]
+async fn a_panic_of_the_engine_reports_no_outcome_and_ends_the_process() {
+    fn train(_: TrainInput<'_>, _: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        panic!("an engine of the test's own panics");
+    }
+    let (ended, seen) = attempt_with(Seen::default(), train, |_| {}).await;
+    assert_eq!(ended, Ended::Panicked);
+    assert!(!seen.story().iter().any(|call| call.starts_with("finish")), "{:?}", seen.story());
+}
+
+#[tokio::test]
+async fn errors_of_the_engine_and_a_changed_model_fail_the_job_with_their_code() {
+    fn train(_: TrainInput<'_>, _: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        Err(EngineError::Prompts("a prompt is longer than the context".to_owned()))
+    }
+    let (ended, seen) = attempt_with(Seen::default(), train, |_| {}).await;
+    assert_eq!(ended, Ended::Settled);
+    assert_eq!(seen.story().last().unwrap(), "finish failed prompts_invalid");
+
+    let mut changed = claim();
+    changed.plan.model.sha256 = "00".repeat(32);
+    let (_, seen) = attempt_at(Seen::default(), train, changed, |_| {}).await;
+    assert_eq!(seen.story().last().unwrap(), "finish failed model_changed");
+
+    let mut damaged = claim();
+    damaged.plan.dataset.sha256 = "11".repeat(32);
+    let (_, seen) = attempt_at(Seen::default(), train, damaged, |_| {}).await;
+    assert_eq!(seen.story().last().unwrap(), "finish failed transfer_damaged");
+    assert_eq!(seen.story().iter().filter(|call| *call == "dataset").count(), 3);
+}
