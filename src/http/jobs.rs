@@ -204,9 +204,12 @@ async fn get_job(
         changes.borrow_and_update();
         let row = state.store.job_get(id).await?;
         let settled = row.state.is_terminal() || row.state == JobState::Paused;
-        let late = settled || !matches!(tokio::time::timeout_at(deadline, changes.changed()).await, Ok(Ok(())));
-        if late {
+        if settled || tokio::time::Instant::now() >= deadline {
             return Ok(Json(JobView::of(&state, row).await?));
+        }
+        // When the time is up, the row is read once more: a heartbeat changes phase and progress without an event.
+        if let Ok(Err(_)) = tokio::time::timeout_at(deadline, changes.changed()).await {
+            tokio::time::sleep_until(deadline).await;
         }
     }
 }

@@ -189,6 +189,16 @@ fn sliding_windows_follow_each_family() {
     assert!(windows(json!({"model_type": "qwen3", "sliding_window": 8, "layer_types": types})).is_err());
 }
 
+/// Lets the second tensor of a kind lie where the first one does.
+fn share_the_bytes_of_two_tensors(bytes: &mut Vec<u8>) {
+    let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..data]).unwrap();
+    header["model.layers.1.mlp.up_proj.weight"] = header["model.layers.0.mlp.up_proj.weight"].clone();
+    let header = header.to_string().into_bytes();
+    let length = (header.len() as u64).to_le_bytes();
+    bytes.splice(..data, length.into_iter().chain(header));
+}
+
 #[test]
 fn damaged_weights_are_errors_that_name_the_file_and_the_tensor() {
     let spoil = |change: &dyn Fn(&mut Vec<u8>)| {
@@ -211,6 +221,8 @@ fn damaged_weights_are_errors_that_name_the_file_and_the_tensor() {
     assert!(spoil(&|b| b[..8].copy_from_slice(&u64::MAX.to_le_bytes())).contains("18446744073709551615"));
     assert!(spoil(&|b| b[..8].copy_from_slice(&99_999_999u64.to_le_bytes())).contains("99999999"));
     assert!(spoil(&|b| b[8] = b'x').contains("not JSON"));
+    assert!(spoil(&|b| b.extend(b"tail")).contains("4 bytes follow the last tensor"));
+    assert!(spoil(&share_the_bytes_of_two_tensors).contains("tensors overlap"));
     assert!(spoil(&|b| rename(b, "layers.2.mlp.up_proj", "layers.2.mlp.up_proX")).contains("layers.2.mlp.up_proj"));
     assert!(spoil(&|b| rename(b, "\"shape\":[320,64]", "\"shape\":[64,320]")).contains("[64, 320]"));
     assert!(spoil(&|b| rename(b, "\"shape\":[320,64]", "\"shape\":[320,65]")).contains("cannot lie"));

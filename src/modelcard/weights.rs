@@ -172,6 +172,7 @@ pub(crate) fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardErr
         serde_json::from_slice(&header).map_err(|e| damaged(format!("the header is not JSON ({e})")))?;
     let data_bytes = file_bytes - 8 - header_bytes;
     let mut result = Header::default();
+    let mut spans = Vec::with_capacity(entries.len());
     for (name, value) in entries {
         if name == "__metadata__" {
             continue;
@@ -184,6 +185,7 @@ pub(crate) fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardErr
                 "tensor {name} claims bytes {begin}..{end}, but the file holds {data_bytes} bytes of data"
             )));
         }
+        spans.push((begin, end, name.clone()));
         let Some(dtype) = dtype(&entry.dtype) else {
             result.unsupported.insert(name, entry.dtype);
             continue;
@@ -206,7 +208,25 @@ pub(crate) fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardErr
         };
         result.tensors.insert(name, location);
     }
+    spans.sort();
+    cover(&spans, data_bytes).map_err(damaged)?;
     Ok(result)
+}
+
+/// The format wants every byte to belong to exactly one tensor; `spans` are sorted.
+fn cover(spans: &[(u64, u64, String)], data_bytes: u64) -> Result<(), String> {
+    let mut expected = 0;
+    for (begin, end, name) in spans {
+        if *begin != expected {
+            let what = if *begin < expected { "overlap" } else { "leave a gap" };
+            return Err(format!("tensor {name} begins at byte {begin}, not {expected}: tensors {what}"));
+        }
+        expected = *end;
+    }
+    if expected != data_bytes {
+        return Err(format!("{} bytes follow the last tensor", data_bytes - expected));
+    }
+    Ok(())
 }
 
 fn dtype(name: &str) -> Option<TensorDtype> {

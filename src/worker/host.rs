@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use serde_json::json;
 use tokio::runtime::Handle;
 
 use super::client::{Client, ClientError, Held, persist};
@@ -157,10 +158,20 @@ impl JobHost {
     fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> HostError {
         self.events.log(failure.to_string());
         match failure.pause_reason() {
-            Some(reason) => self.stop_with(Stop::Pause { reason: Some(reason.to_owned()) }),
+            // Told as an event too: the pause itself carries only the code of its reason.
+            Some(reason) => match self.send(pause_warning(reason, failure, step)) {
+                Ok(()) => self.stop_with(Stop::Pause { reason: Some(reason.to_owned()) }),
+                Err(error) => error,
+            },
             None => self.fail(failure.to_failure(step)),
         }
     }
+}
+
+fn pause_warning(reason: &str, failure: &RewardFailure, step: u64) -> Event {
+    let suggestion = failure.to_failure(step).suggestion;
+    let message = format!("the job pauses: {failure}; {}", suggestion.unwrap_or_default());
+    Event::Warning { code: reason.to_owned(), message, data: json!({ "step": step }) }
 }
 
 fn slot(phase: SamplePhase) -> usize {

@@ -18,11 +18,12 @@ use super::attempt::{self, Ended};
 use super::client::Client;
 use super::{TrainFn, Worker};
 use crate::engine::error::EngineError;
-use crate::engine::host::{Host, HostError, SavedCheckpoint, Stop, TrainInput, TrainOutcome};
-use crate::event::{Event, Metrics, SamplePhase};
+use crate::engine::host::{Host, HostError, SavedCheckpoint, ScoreRequest, Stop, TrainInput, TrainOutcome};
+use crate::event::{Event, FinishReason, Metrics, SamplePhase};
 use crate::id::{CheckpointId, DatasetId, JobId, WorkerId};
 use crate::modelcard;
 use crate::protocol::{Claim, FileEntry};
+use crate::sample::RewardSample;
 use crate::spec::Plan;
 
 const ROWS: &str = "{\"prompt\": \"one\", \"answer\": \"1\"}\n{\"prompt\": \"two\", \"answer\": \"2\"}\n";
@@ -71,8 +72,8 @@ async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
                 *busy -= 1;
                 (format!("events {} refused", body["batch"]), StatusCode::SERVICE_UNAVAILABLE.into_response())
             } else {
-                let steps: Vec<&Value> =
-                    body["events"].as_array().unwrap().iter().map(|event| &event["step"]).collect();
+                let events = body["events"].as_array().unwrap().iter();
+                let steps: Vec<&Value> = events.map(|event| event.get("code").unwrap_or(&event["step"])).collect();
                 (format!("events {} {}", body["batch"], json!(steps)), StatusCode::NO_CONTENT.into_response())
             }
         }
@@ -221,6 +222,38 @@ async fn everything_is_stored_once_and_in_order_whatever_the_server_is_busy_with
     assert!(at("upload 2 manifest.json") < at("publish 2"), "{story:?}");
     assert_eq!(story.iter().filter(|call| call.ends_with("refused")).count(), 2);
     assert_eq!(story.last().unwrap(), "finish succeeded");
+}
+
+#[tokio::test]
+async fn a_reward_service_that_is_gone_pauses_the_job_and_an_event_says_why() {
+    fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        let sample = RewardSample {
+            sample_id: "s_0".to_owned(),
+            group_id: "g_0".to_owned(),
+            prompt_id: "row_0".to_owned(),
+            prompt: "one".to_owned(),
+            messages: None,
+            completion: "1".to_owned(),
+            finish_reason: FinishReason::Stop,
+            num_tokens: 1,
+            columns: serde_json::Map::new(),
+        };
+        match host.score(&ScoreRequest { step: 1, phase: SamplePhase::Train, samples: &[sample] }) {
+            Err(HostError::Stopped(stop)) => Ok(TrainOutcome::Stopped(stop)),
+            other => panic!("should stop: {other:?}"),
+        }
+    }
+    let mut claim = claim();
+    // Nothing listens on port 1.
+    let down = json!([{"name": "down", "weight": 1.0, "required": true, "type": "webhook", "url": "http://127.0.0.1:1/",
+        "params": {}, "max_concurrency": 1, "max_batch_samples": 8, "max_batch_bytes": 100_000, "timeout_ms": 1000,
+        "deadline_ms": 1000, "max_tries": 1, "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": 0}]);
+    claim.plan.rewards = serde_json::from_value(down).unwrap();
+    claim.allow_outgoing = vec!["loopback".to_owned()];
+    let (_, seen) = attempt_at(Seen::default(), train, claim, |_| {}).await;
+    let story = seen.story();
+    assert!(story.iter().any(|call| call.starts_with("events") && call.contains("reward_outage")), "{story:?}");
+    assert_eq!(story.last().unwrap(), "finish paused");
 }
 
 #[tokio::test]

@@ -10,12 +10,12 @@ use axum::body::{Body, to_bytes};
 use axum::http::{HeaderMap, Request, StatusCode, header};
 use http_body_util::BodyExt;
 use rlood::config::ServeConfig;
-use rlood::event::{Event, FinishReason, Sample, SamplePhase};
+use rlood::event::{Event, FinishReason, Phase, Sample, SamplePhase};
 use rlood::files::DataDir;
 use rlood::http::{AppState, router};
 use rlood::id::{DatasetId, JobId, WorkerId};
 use rlood::protocol::{EventBatch, Outcome, Register};
-use rlood::store::{Store, clock_ms};
+use rlood::store::{Beat, Store, clock_ms};
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
@@ -544,6 +544,16 @@ async fn a_wait_ends_when_the_job_does_and_not_before() {
     let (job, attempt) = server.claim().await;
     assert_eq!(job, id);
     assert!(!waiting.is_finished());
+    // A heartbeat is no event, but a wait that ends without one tells its news.
+    let beat =
+        Beat { phase: Phase::Reward, status_reason: Some("waiting_for_reward".to_owned()), step: 0, eta_s: None };
+    let path = format!("/jobs/{id}?wait=2");
+    let beating = async {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        server.state.store.job_heartbeat(id, attempt, beat, clock_ms(), 30_000).await.unwrap();
+    };
+    let (late, ()) = tokio::join!(server.get(&path), beating);
+    assert_eq!(late.body["status_reason"], "waiting_for_reward");
     server.state.store.job_finish(id, attempt, Outcome::Succeeded, clock_ms()).await.unwrap();
     let body = tokio::time::timeout(Duration::from_secs(20), waiting).await.unwrap().unwrap();
     assert_eq!(body["state"], "succeeded");
