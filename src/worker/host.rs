@@ -155,10 +155,17 @@ impl Host for JobHost {
 
 impl JobHost {
     fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> HostError {
-        self.events.log(failure.to_string());
-        match failure.pause_reason() {
-            Some(reason) => self.stop_with(Stop::Pause { reason: Some(reason.to_owned()) }),
-            None => self.fail(failure.to_failure(step)),
+        let explained = failure.to_failure(step);
+        let Some(reason) = failure.pause_reason() else {
+            self.events.log(failure.to_string());
+            return self.fail(explained);
+        };
+        // The pause itself only has a code: what the service did is told before it.
+        let data = serde_json::json!({ "suggestion": explained.suggestion, "step": step });
+        let warning = Event::Warning { code: reason.to_owned(), message: explained.message, data };
+        match self.event(warning) {
+            Ok(()) => self.stop_with(Stop::Pause { reason: Some(reason.to_owned()) }),
+            Err(error) => error,
         }
     }
 }
