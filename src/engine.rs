@@ -406,7 +406,11 @@ impl<'a> Run<'a> {
         self.observe(step, &update);
         self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics })?;
         if let Some(samples) = samples {
+            let warning = report::unscorable_warning(step, &samples);
             self.host.event(Event::Samples { samples })?;
+            if let Some(warning) = warning {
+                self.host.event(warning)?;
+            }
         }
         if !finite {
             self.warn_of_skipped_update(step, &update)?;

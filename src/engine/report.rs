@@ -1,5 +1,7 @@
 //! What a step and an evaluation say to the outside: metrics and samples.
 
+use serde_json::json;
+
 use super::Update;
 use super::advantage::{RewardWeight, combine_rewards};
 use super::block::Block;
@@ -10,7 +12,7 @@ use super::memory::peak_resident_bytes;
 use super::metrics::{KlRow, RolloutRows, advantage_metrics, entropy, kl_metrics, loss_metrics, rollout_metrics};
 use super::prompts::TokenizedPrompt;
 use super::text::Text;
-use crate::event::{Metrics, Sample, SamplePhase};
+use crate::event::{Event, Metrics, Sample, SamplePhase};
 use crate::spec::Plan;
 
 /// Wall-clock seconds of the parts of a step.
@@ -143,6 +145,19 @@ pub(super) fn train_samples(
         })
     })
     .collect()
+}
+
+/// The warning when no completion of a rollout has a reward: its steps train nothing, whatever else looks well.
+pub(super) fn unscorable_warning(step: u64, samples: &[Sample]) -> Option<Event> {
+    if samples.is_empty() || samples.iter().any(|sample| sample.reward.is_some()) {
+        return None;
+    }
+    let message = format!(
+        "none of the {} completions of step {step} has a reward (each is missing or does not apply), so it trains nothing",
+        samples.len()
+    );
+    let data = json!({ "step": step, "completions": samples.len() });
+    Some(Event::Warning { code: "nothing_scorable".into(), message, data })
 }
 
 /// Metrics (prefixed `eval_`) and samples of an evaluation.

@@ -156,22 +156,19 @@ impl Host for JobHost {
 
 impl JobHost {
     fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> HostError {
-        self.events.log(failure.to_string());
-        match failure.pause_reason() {
-            // Told as an event too: the pause itself carries only the code of its reason.
-            Some(reason) => match self.send(pause_warning(reason, failure, step)) {
-                Ok(()) => self.stop_with(Stop::Pause { reason: Some(reason.to_owned()) }),
-                Err(error) => error,
-            },
-            None => self.fail(failure.to_failure(step)),
+        let explained = failure.to_failure(step);
+        let Some(reason) = failure.pause_reason() else {
+            self.events.log(failure.to_string());
+            return self.fail(explained);
+        };
+        // The pause itself only has a code: what the service did is told before it.
+        let data = json!({ "suggestion": explained.suggestion, "step": step });
+        let warning = Event::Warning { code: reason.to_owned(), message: explained.message, data };
+        match self.event(warning) {
+            Ok(()) => self.stop_with(Stop::Pause { reason: Some(reason.to_owned()) }),
+            Err(error) => error,
         }
     }
-}
-
-fn pause_warning(reason: &str, failure: &RewardFailure, step: u64) -> Event {
-    let suggestion = failure.to_failure(step).suggestion;
-    let message = format!("the job pauses: {failure}; {}", suggestion.unwrap_or_default());
-    Event::Warning { code: reason.to_owned(), message, data: json!({ "step": step }) }
 }
 
 fn slot(phase: SamplePhase) -> usize {

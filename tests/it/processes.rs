@@ -229,6 +229,29 @@ async fn pause_and_cancel_are_honoured_while_a_reward_service_hangs() {
 }
 
 #[tokio::test]
+async fn a_job_that_pauses_over_its_reward_service_says_in_its_events_what_the_service_did() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = axum::Router::new().fallback(|| async { (axum::http::StatusCode::UNAUTHORIZED, "wrong signature") });
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}/score", listener.local_addr().unwrap());
+    tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
+    let server = Server::start(&dir.path().join("data"), "cpu");
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let mut spec = spec("tiny", 10);
+    spec["rewards"] = json!([{"name": "picky", "type": "webhook", "url": url}]);
+    let job = server.submit(&spec).await;
+    let paused = server.job_in_state(&job, "paused").await;
+    assert_eq!(paused["status_reason"], "reward_invalid");
+    let events = server.get(&format!("/jobs/{job}/events")).await;
+    let events = events["data"].as_array().unwrap();
+    let warning = events.iter().find(|event| event["type"] == "warning").unwrap_or_else(|| panic!("{events:?}"));
+    assert_eq!(warning["data"]["code"], "reward_invalid");
+    let message = warning["data"]["message"].as_str().unwrap();
+    assert!(message.contains("picky") && message.contains("401") && message.contains("wrong signature"), "{message}");
+    assert!(warning["data"]["data"]["suggestion"].as_str().unwrap().contains("/rewards/test"), "{warning}");
+}
+
+#[tokio::test]
 async fn a_changed_model_fails_its_job_and_the_worker_lives_on() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start(&dir.path().join("data"), "cpu");

@@ -500,6 +500,27 @@ fn a_missing_reward_masks_only_itself() {
 }
 
 #[test]
+fn a_rollout_without_any_reward_is_told_and_trains_nothing() {
+    let mut plan = plan();
+    plan.rloo.beta = 0.0;
+    plan.training.max_steps = 2;
+    let mut calls = 0;
+    let mut host = TestHost {
+        // The second rollout is of four completions too.
+        score: Box::new(move |_| {
+            calls += 1;
+            if calls <= 4 { RewardValue::NotApplicable } else { RewardValue::Number(f64::from(calls)) }
+        }),
+        ..TestHost::default()
+    };
+    run(&plan, &mut host);
+    assert_eq!(host.samples().iter().filter(|sample| sample.reward.is_none()).count(), 4);
+    assert_eq!(host.warnings().iter().filter(|code| *code == "nothing_scorable").count(), 1);
+    assert_eq!(value(&host.metrics(SamplePhase::Train), 1, "grad_norm"), 0.0);
+    assert!(value(&host.metrics(SamplePhase::Train), 2, "grad_norm") > 0.0);
+}
+
+#[test]
 fn the_micro_batch_split_changes_no_gradient() {
     let mut policy = Policy::load(&model_dir(), &Device::Cpu).expect("the model");
     policy.add_lora(&LoraConfig::all_linear(4, 8.0), 7).expect("an adapter");

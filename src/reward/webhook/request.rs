@@ -60,8 +60,12 @@ impl Request {
 }
 
 fn now_rfc3339() -> String {
-    let now = jiff::Timestamp::now();
-    now.round(jiff::Unit::Second).unwrap_or(now).to_string()
+    whole_seconds(jiff::Timestamp::now())
+}
+
+/// Never ahead of the clock, and the same second as `webhook-timestamp` of a request that leaves at once.
+fn whole_seconds(time: jiff::Timestamp) -> String {
+    jiff::Timestamp::from_second(time.as_second()).unwrap_or(time).to_string()
 }
 
 /// A sample as the contract writes it.
@@ -208,5 +212,11 @@ mod tests {
         assert_eq!(body["samples"][1]["sample_id"], "s_1");
         assert_eq!(body["samples"][1]["finish_reason"], "stop");
         assert!(body["timestamp"].as_str().unwrap().ends_with('Z'));
+    }
+
+    #[test]
+    fn the_timestamp_is_not_ahead_of_the_clock() {
+        let late: jiff::Timestamp = "2026-01-01T00:00:00.999Z".parse().unwrap();
+        assert_eq!(whole_seconds(late), "2026-01-01T00:00:00Z");
     }
 }
