@@ -1,7 +1,8 @@
 //! Every flag and variable: default, unit, consequence.
 //!
 //! The command line is parsed into [`Cli`] by clap; [`ServeArgs::resolve`] checks it and returns [`ServeConfig`], which
-//! is true: the rest of the program checks nothing of it again.
+//! is true: the rest of the program checks nothing of it again. Long because every setting's help text stands here, beside
+//! its check and its test.
 
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};

@@ -1,6 +1,7 @@
 //! The RLOO loop: [`train`], top to bottom.
 //!
-//! Synchronous; knows token ids, not jobs or HTTP. Whoever runs it implements [`host::Host`].
+//! Synchronous; knows token ids, not jobs or HTTP. Whoever runs it implements [`host::Host`]. Long because the loop, the
+//! update and the save are one thing to be read once; what has a name of its own lies in the modules below.
 //!
 //! # The implementation details, and where they stand
 //!
