@@ -363,6 +363,9 @@ impl<'a> Run<'a> {
             Err(EngineError::NonFinite { .. }) => None,
             Err(error) => return Err(Halt::Error(error)),
         };
+        if let Some(step_gradient) = &step_gradient {
+            self.check_first_scores(&step_gradient.scores)?;
+        }
         let learning_rate = learning_rate(&plan.optimizer, step - 1, plan.training.max_steps);
         let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
         if let Some(step_gradient) = &mut update.step_gradient {
@@ -376,6 +379,16 @@ impl<'a> Run<'a> {
         }
         self.seconds.train += started.elapsed().as_secs_f64();
         Ok(update)
+    }
+
+    /// Log-probs of weights that were never updated are the model's own: if they are not finite, no step can help.
+    fn check_first_scores(&self, scores: &[RowScore]) -> Result<()> {
+        let fresh = self.adam.updates == 0 && self.input.initial_adapter.is_none();
+        if !fresh || scores.iter().flat_map(|score| &score.logps).all(|logp| logp.is_finite()) {
+            return Ok(());
+        }
+        let what = "its log-probs of its own completions are NaN or infinite".to_owned();
+        Err(EngineError::ModelNotFinite { what })
     }
 
     /// The step is done: count it, say so, and give up if too many in a row could not be used.

@@ -78,6 +78,7 @@ codes! {
     Internal = "internal", 500, true, "The server failed";
     NotImplemented = "not_implemented", 501, false, "This is not supported";
     Overloaded = "overloaded", 503, true, "The server is busy";
+    NotReady = "not_ready", 503, true, "The server is not ready";
     StorageFull = "storage_full", 507, true, "The disk is full";
 }
 
@@ -327,7 +328,7 @@ impl IntoResponse for Problem {
         let status = code.status();
         // Logged here and nowhere else: this is where every error ends.
         let cause = cause.as_deref().unwrap_or("");
-        if matches!(code, Code::Overloaded | Code::StorageFull) {
+        if matches!(code, Code::Overloaded | Code::NotReady | Code::StorageFull) {
             tracing::warn!(%request_id, code = code.as_str(), cause, "{detail}");
         } else if status.is_server_error() {
             tracing::error!(%request_id, code = code.as_str(), cause, "{detail}");

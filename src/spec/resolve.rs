@@ -233,7 +233,10 @@ fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErro
     let mut sampling = spec.sampling.clone();
     let Some(model) = &context.model else { return sampling };
     let limit = model.max_position_embeddings;
-    let given = spec.redacted.pointer(AT).is_some_and(|value| !value.is_null());
+    let given = spec.redacted.pointer(AT).filter(|value| !value.is_null());
+    if given.is_some_and(|value| value.as_f64() != Some(f64::from(sampling.max_completion_length))) {
+        return sampling; // The reader refused it, and has said so.
+    }
     let (mut longest, mut too_long) = (0, false);
     for (facts, at) in [(&context.dataset, "/dataset"), (&context.eval_dataset, "/eval/dataset")] {
         let Some(lengths) = facts.as_ref().and_then(|facts| facts.prompt_lengths) else { continue };
@@ -251,7 +254,7 @@ fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErro
     if too_long || u64::from(sampling.max_completion_length) <= room.saturating_sub(u64::from(longest == 0)) {
         return sampling;
     }
-    if given {
+    if given.is_some() {
         let detail = format!(
             "the model reads at most {limit} tokens and the longest prompt has {longest}: a completion can have at most {room}, not {}",
             sampling.max_completion_length

@@ -591,6 +591,38 @@ fn updates_that_are_not_finite_are_skipped_and_three_end_the_run() {
 }
 
 #[test]
+fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
+    let dir = tempfile::tempdir().expect("a directory");
+    for entry in std::fs::read_dir(model_dir()).expect("lists").flatten() {
+        if entry.path().is_file() {
+            std::fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("copies");
+        }
+    }
+    let path = dir.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).expect("reads");
+    let end = bytes.len();
+    // All ones: NaN in every float format.
+    bytes[end - 4..].fill(0xff);
+    std::fs::write(&path, bytes).expect("writes");
+    let mut plan = plan();
+    plan.training.max_steps = 1;
+    let input = TrainInput {
+        plan: &plan,
+        model_dir: dir.path(),
+        model_name: "tiny",
+        rows: rows(),
+        eval_rows: Vec::new(),
+        resume: None,
+        initial_adapter: None,
+        scratch_dir: dir.path(),
+        device: "cpu",
+    };
+    let error = rlood::engine::train(input, &mut TestHost::default()).expect_err("it cannot be trained");
+    assert!(matches!(&error, EngineError::ModelNotFinite { what } if what.contains("tensor ")), "{error:?}");
+    assert_eq!(error.class(), rlood::engine::error::FailureClass::User);
+}
+
+#[test]
 fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
     let mut plan = plan();
     let dataset = plan.dataset.clone();
