@@ -255,7 +255,8 @@ impl<'a> Run<'a> {
         if step == self.plan.training.max_steps {
             return !self.last_saved;
         }
-        step > self.saved_step && step.is_multiple_of(self.plan.checkpoints.every_steps.max(1))
+        let wanted = || self.host.wants_checkpoint();
+        step > self.saved_step && (step.is_multiple_of(self.plan.checkpoints.every_steps.max(1)) || wanted())
     }
 
     /// One optimizer step: roll out if the block is new, then train one slice of it.

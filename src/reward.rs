@@ -14,11 +14,11 @@ use std::time::Instant;
 
 use futures::future::{BoxFuture, try_join_all};
 
-use crate::event::{Event, Metrics, SamplePhase};
+use crate::event::{Event, Metrics};
 use crate::id::JobId;
 use crate::job::{Failure, FailureClass};
 use crate::outgoing::OutgoingPolicy;
-use crate::sample::{RewardSample, RewardValue, Score};
+use crate::sample::{RewardSample, RewardValue, RolloutId, Score};
 use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
 
 pub mod builtin;
@@ -45,10 +45,10 @@ pub trait Reward: Send + Sync {
 pub struct JobContext {
     /// The job.
     pub job: JobId,
-    /// Optimizer step (1-based; an evaluation carries the step it follows).
-    pub step: u64,
-    /// Training or evaluation.
-    pub phase: SamplePhase,
+    /// Which rollout of it; a service sees the step and the phase.
+    pub rollout: RolloutId,
+    /// Asked before there is a job (a probe, a test of the reward): services see the phase `probe`.
+    pub probe: bool,
 }
 
 /// What one reward said of all samples.
