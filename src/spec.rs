@@ -13,6 +13,7 @@ mod prompts;
 mod reader;
 mod resolve;
 mod rewards;
+mod rloo;
 mod schema;
 mod sections;
 

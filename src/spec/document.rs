@@ -7,9 +7,8 @@ use serde_json::{Map, Value, json};
 use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader, shown};
 use super::rewards::read_rewards;
-use super::sections::{
-    MAX_STEPS, read_checkpoints, read_lora, read_optimizer, read_rloo, read_sampling, read_training,
-};
+use super::rloo::read_rloo;
+use super::sections::{MAX_STEPS, read_checkpoints, read_lora, read_optimizer, read_sampling, read_training};
 use super::{CheckpointPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan, SamplingPlan};
 use crate::id::DatasetId;
 

@@ -6,8 +6,9 @@ use utoipa::ToSchema;
 
 use super::estimate::Estimate;
 use super::prompts::{image_column, image_detail};
+use super::rloo;
 use super::{
-    DatasetPlan, DatasetSource, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan, PromptLengths,
+    DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan, PromptLengths,
     RewardKind, SamplingPlan, Totals, TrainingPlan,
 };
 use crate::id::DatasetId;
@@ -128,6 +129,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         }
     }
     let sampling = fit_completions(spec, context, &mut errors);
+    rloo::check(spec, &sampling, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
     if let Some(error) = smaller_than_a_block(spec, dataset.num_rows) {
         errors.push(error);
@@ -303,15 +305,23 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
     let max_steps = training.max_steps.unwrap_or_else(by_epochs);
     let generation_blocks = max_steps.div_ceil(steps_per_block);
     let completions = generation_blocks * block * u64::from(rloo.num_generations);
+    let greedy_completions = if rloo.estimator == Estimator::Remax { generation_blocks * block } else { 0 };
+    let sampled = completions + greedy_completions;
+    let refills = if rloo.min_informative_groups > 0 { u64::from(rloo.max_refills) } else { 0 };
+    let max_refill_completions = sampled.saturating_mul(refills);
     let totals = Totals {
         optimizer_steps: max_steps,
         completions_per_step: u64::from(training.prompts_per_step) * u64::from(rloo.num_generations),
         prompts_per_block: block,
         generation_blocks,
         completions,
+        greedy_completions,
+        max_refill_completions,
         epochs: max_steps as f64 / steps_per_epoch as f64,
         dropped_rows_per_epoch: num_rows % block,
-        max_completion_tokens: completions.saturating_mul(u64::from(sampling.max_completion_length)),
+        max_completion_tokens: sampled
+            .saturating_add(max_refill_completions)
+            .saturating_mul(u64::from(sampling.max_completion_length)),
     };
     let plan = TrainingPlan {
         prompts_per_step: training.prompts_per_step,
@@ -376,5 +386,6 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         let detail = "evaluation uses the training prompts: it cannot show whether the model learned more than these";
         warn("/eval/dataset".to_owned(), "eval_on_training_data", detail.to_owned());
     }
+    warnings.extend(rloo::warnings(plan));
     warnings
 }
