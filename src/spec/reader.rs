@@ -110,11 +110,6 @@ impl<'v> Reader<'v> {
         field.object().unwrap_or_else(|| Self::over(&EMPTY, pointer, self.errors))
     }
 
-    /// An object without fields, in place of a section that cannot be read.
-    pub(super) fn nothing(&self) -> Reader<'v> {
-        Self::over(&EMPTY, String::new(), self.errors)
-    }
-
     /// A setting of which only one value is built so far: any other is refused as unsupported.
     pub(super) fn only(&self, name: &'static str, supported: &Value, detail: &str) {
         let field = self.field(name);
