@@ -46,6 +46,9 @@
 //! | 35 | soft overlong punishment and linear length penalty come after the clip | [`advantage::shape`] | vectors `soft_overlong`; `the_clip_comes_after_the_normalisation_and_the_length_terms_after_the_clip` | DAPO; TRL |
 //! | 36 | tied = equal before length terms and KL; dropped groups leave 1/B and every normalisation | [`block::Block::shape_rewards`] | `dropped_groups_leave_the_denominator` | TRL #5588 |
 //! | 37 | tied groups are refilled from the cursor, which moves on; its position is part of the checkpoint | `Run::refill` | `tied_groups_are_replaced_by_the_prompts_that_come_next` | DAPO |
+//! | 38 | LoRA dropout is drawn per step, token, layer and module, whatever the micro-batches, and only in the training forward | [`model::pass`] | `dropout_does_not_depend_on_the_micro_batches` | PEFT; rloo.md |
+//! | 39 | 8-bit moments: block-wise dynamic quantisation, 256 values a block | [`optim::blockwise`] | `moments_in_8_bits_take_a_quarter_and_follow_those_in_32` | Dettmers et al. 2022 (arXiv 2110.02861) |
+//! | 40 | full fine-tuning: the reference is a frozen copy of the first weights, none when beta = 0 | `start::begin` | `tests/it/params.rs` | rloo.md |
 
 pub mod advantage;
 pub mod block;
@@ -68,6 +71,8 @@ mod refill;
 mod report;
 pub mod rollout;
 pub mod sampling;
+mod start;
+pub mod tensors;
 pub mod text;
 pub mod update;
 
@@ -81,13 +86,15 @@ use self::block::Block;
 use self::checkpoint::{Snapshot, TrainerState};
 use self::error::{EngineError, Result};
 use self::host::{Host, HostError, SavedCheckpoint, StepTrace, Stop, TrainInput, TrainOutcome};
-use self::lora::{LoraConfig, ParameterInfo};
+use self::lora::ParameterInfo;
 use self::loss::{LossConfig, LossRow, RowLoss, row_loss, total_loss};
 use self::model::{Adapter, Policy, Row, RowScore};
 use self::optim::{AdamW, clip_gradient_norm, learning_rate};
 use self::prompts::TokenizedPrompt;
+use self::random::{Key, Stream};
 use self::report::StepSeconds;
 use self::rollout::{Batching, Cursor};
+use self::start::ReferenceModel;
 use self::text::Text;
 use self::update::{MicroBatching, StepGradient, score_rows, step_gradient};
 use crate::event::{Event, Metrics, Phase, SamplePhase};
@@ -141,6 +148,7 @@ struct Run<'a> {
     host: &'a mut dyn Host,
     plan: &'a Plan,
     policy: Policy,
+    reference: ReferenceModel,
     text: Text,
     prompts: Vec<TokenizedPrompt>,
     eval_prompts: Vec<TokenizedPrompt>,
@@ -148,7 +156,6 @@ struct Run<'a> {
     micro_batching: MicroBatching,
     reward_names: Vec<String>,
     parameter_info: Vec<ParameterInfo>,
-    parameters: Vec<f32>,
     adam: AdamW,
     state: TrainerState,
     /// The block of the last step; the next step goes on with it unless it begins a new one.
@@ -164,7 +171,10 @@ impl<'a> Run<'a> {
         host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
         let device = device(input.device)?;
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
-        let mut policy = Policy::load(input.model_dir, &device)?;
+        let mut policy = Policy::load_dtype(input.model_dir, &device, plan.training.dtype)?;
+        if let Some(warning) = start::rounding_warning(&policy, plan.training.dtype) {
+            host.event(warning)?;
+        }
         poll(host)?;
         let max_positions = policy.card().max_position_embeddings;
         let rows = std::mem::take(&mut input.rows);
@@ -181,19 +191,7 @@ impl<'a> Run<'a> {
                 batching.prompts_per_block
             ))));
         }
-        let lora = LoraConfig::from_plan(&plan.lora)?;
-        let adapter_dir = input.resume.as_ref().or(input.initial_adapter.as_ref());
-        match adapter_dir {
-            None => policy.add_lora(&lora, plan.training.seed)?,
-            Some(dir) => policy.load_lora(dir)?,
-        }
-        if policy.lora_config() != Some(&lora) {
-            return Err(Halt::Error(EngineError::Adapter(format!(
-                "it was made with {:?}, but the plan says {lora:?}",
-                policy.lora_config()
-            ))));
-        }
-        let parameters = policy.parameter_values()?;
+        let reference = start::begin(&mut policy, &input)?;
         let (adam, state, block) = match &input.resume {
             Some(dir) => {
                 let restored = checkpoint::read(dir, plan)?;
@@ -201,7 +199,7 @@ impl<'a> Run<'a> {
             }
             None => {
                 let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
-                (AdamW::new(parameters.len()), state, None)
+                (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None)
             }
         };
         let mut run = Self {
@@ -213,13 +211,14 @@ impl<'a> Run<'a> {
             batching,
             micro_batching: MicroBatching {
                 num_generations: plan.rloo.num_generations as usize,
-                max_tokens: memory::MICRO_BATCH_TOKENS,
+                max_tokens: plan.training.micro_batch_tokens as usize,
                 temperature: plan.sampling.temperature,
+                dropout: None,
             },
             reward_names: plan.rewards.iter().map(|reward| reward.name.clone()).collect(),
             parameter_info: policy.parameters(),
             policy,
-            parameters,
+            reference,
             adam,
             saved_step: state.step,
             last_saved: false,
@@ -312,10 +311,11 @@ impl<'a> Run<'a> {
     }
 
     /// Whether the old log-probs must be known before training: the block is trained more than once, or its advantages
-    /// are whitened together and hold a KL penalty. Otherwise the training forward itself gives them: old = new, ratio 1.
+    /// are whitened together and hold a KL penalty, or the training forward drops what sampling did not. Otherwise the training forward itself gives them: old = new, ratio 1.
     fn needs_old_pass(&self) -> bool {
         let rloo = &self.plan.rloo;
-        self.batching.uses_per_block() > 1 || (rloo.penalizes_reward() && rloo.whitens_advantages())
+        let drops = self.plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
+        drops || self.batching.uses_per_block() > 1 || (rloo.penalizes_reward() && rloo.whitens_advantages())
     }
 
     /// The passes without gradient: the sampling policy's log-probs if need be, and the reference's unless beta = 0. Cut
@@ -329,18 +329,19 @@ impl<'a> Run<'a> {
         let started = Instant::now();
         let rows: Vec<Row<'_>> = block.rollout.rows().collect();
         let stop = || self.host.stop().is_some();
-        let pass = |adapter: Adapter| -> Result<Option<Vec<Vec<f32>>>> {
+        let pass = |policy: &Policy, adapter: Adapter| -> Result<Option<Vec<Vec<f32>>>> {
             let mut logps = Vec::with_capacity(rows.len());
             for slice in rows.chunks(self.completions_per_step()) {
-                match score_rows(&self.policy, slice, &self.micro_batching, adapter, &stop)? {
+                match score_rows(policy, slice, &self.micro_batching, adapter, &stop)? {
                     Some(scores) => logps.extend(scores.into_iter().map(|score| score.logps)),
                     None => return Ok(None),
                 }
             }
             Ok(Some(logps))
         };
-        let old_logps = if self.needs_old_pass() { pass(Adapter::On)? } else { Some(Vec::new()) };
-        let ref_logps = if needs_reference { pass(Adapter::Off)? } else { Some(Vec::new()) };
+        let old_logps = if self.needs_old_pass() { pass(&self.policy, Adapter::On)? } else { Some(Vec::new()) };
+        let (reference, adapter) = self.reference.of(&self.policy);
+        let ref_logps = if needs_reference { pass(reference, adapter)? } else { Some(Vec::new()) };
         let (Some(old_logps), Some(ref_logps)) = (old_logps, ref_logps) else { return Err(self.halt()) };
         block.values.old_logps = old_logps;
         block.values.ref_logps = ref_logps;
@@ -378,7 +379,9 @@ impl<'a> Run<'a> {
         };
         let host = &*self.host;
         let stop = || host.stop().is_some();
-        let step_gradient = match step_gradient(&self.policy, &rows, &self.micro_batching, &mut losses, &stop) {
+        let dropout = Some(Key::new(plan.training.seed, Stream::Dropout).with(step));
+        let micro_batching = MicroBatching { dropout, ..self.micro_batching };
+        let step_gradient = match step_gradient(&self.policy, &rows, &micro_batching, &mut losses, &stop) {
             Ok(Some(step_gradient)) => Some(step_gradient),
             Ok(None) => return Err(self.halt()),
             Err(EngineError::NonFinite { .. }) => None,
@@ -395,8 +398,8 @@ impl<'a> Run<'a> {
         }
         if let Some(step_gradient) = update.step_gradient.as_ref().filter(|_| update.is_finite()) {
             let gradient = &step_gradient.gradient;
-            self.adam.update(&mut self.parameters, gradient, learning_rate, &plan.optimizer)?;
-            self.policy.set_parameter_values(&self.parameters)?;
+            let adam = &mut self.adam;
+            self.policy.update_parameters(|flat| adam.update(flat, gradient, learning_rate, &plan.optimizer))?;
         }
         self.seconds.train += started.elapsed().as_secs_f64();
         Ok(update)
@@ -464,7 +467,9 @@ impl<'a> Run<'a> {
     /// Passes over the dataset: where refills move the cursor, by the cursor.
     fn epochs(&self, step: u64) -> f64 {
         match self.state.next_prompt {
-            Some(next) if self.plan.rloo.min_informative_groups > 0 => next as f64 / self.batching.num_rows.max(1) as f64,
+            Some(next) if self.plan.rloo.min_informative_groups > 0 => {
+                next as f64 / self.batching.num_rows.max(1) as f64
+            }
             Some(_) | None => self.batching.epochs(step),
         }
     }
@@ -483,7 +488,7 @@ impl<'a> Run<'a> {
             new_logps: &step_gradient.scores.iter().map(|score| score.logps.clone()).collect::<Vec<_>>(),
             advantages: &block.values.results.advantages[slice.clone()],
             gradient: &step_gradient.gradient,
-            parameters: &self.parameters,
+            parameters: self.policy.flat(),
             parameter_info: &self.parameter_info,
         });
     }
@@ -497,6 +502,7 @@ impl<'a> Run<'a> {
         let inside_block = !step.is_multiple_of(self.batching.uses_per_block().max(1));
         let snapshot = Snapshot {
             policy: &self.policy,
+            model_dir: self.input.model_dir,
             model_name: self.input.model_name,
             adam: &self.adam,
             state: &self.state,

@@ -8,6 +8,7 @@
 mod document;
 mod estimate;
 mod foreign;
+mod fork;
 pub mod plan;
 mod prompts;
 mod reader;
@@ -16,12 +17,15 @@ mod rewards;
 mod rloo;
 mod schema;
 mod sections;
+mod warm;
 
 pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels, submittable};
 pub use estimate::Estimate;
+pub use fork::{continues, forked_document, resume_identity};
 pub use plan::*;
 pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;
 pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, Warning, resolve};
 pub use rewards::read_single_reward;
 pub use schema::JobDocument;
+pub use warm::WarmStartFacts;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::id::DatasetId;
+use crate::id::{CheckpointId, DatasetId};
 
 /// Everything a run needs to know, with no default left open.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -24,8 +24,11 @@ pub struct Plan {
     pub rloo: RlooPlan,
     /// Rollouts.
     pub sampling: SamplingPlan,
-    /// The adapter.
-    pub lora: LoraPlan,
+    /// The adapter; null = full fine-tuning: every weight is trained.
+    pub lora: Option<LoraPlan>,
+    /// A checkpoint whose weights the run begins with, instead of a fresh adapter or the base model's weights.
+    #[serde(default)]
+    pub warm_start: Option<WarmStartPlan>,
     /// The optimizer and its schedule.
     pub optimizer: OptimizerPlan,
     /// Batches, length, seed.
@@ -414,12 +417,54 @@ pub struct LoraPlan {
     pub r: u32,
     /// Scaling is alpha/r (alpha/√r with `use_rslora`).
     pub alpha: f64,
-    /// 0 for now.
+    /// Of the adapter's input, in the training forward only; [0, 1).
     pub dropout: f64,
     /// Of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; in this order.
     pub target_modules: Vec<String>,
     /// alpha/√r.
     pub use_rslora: bool,
+}
+
+/// Where a run's weights come from, and what its KL penalty holds on to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct WarmStartPlan {
+    /// A checkpoint of another job; its files are kept with this job.
+    pub checkpoint: CheckpointId,
+    /// What the KL penalty is measured against.
+    pub reference: Reference,
+}
+
+/// The reference of a run that begins with a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Reference {
+    /// The base model.
+    Base,
+    /// A frozen copy of the checkpoint's weights.
+    Initial,
+}
+
+/// How the optimizer keeps its moments.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub enum OptimizerKind {
+    /// AdamW, moments in 32 bits.
+    #[default]
+    #[serde(rename = "adamw")]
+    Adamw,
+    /// AdamW, moments in 8 bits, quantised block by block (Dettmers et al. 2022).
+    #[serde(rename = "adamw_8bit")]
+    Adamw8bit,
+}
+
+/// Precision of the matrix products.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ComputeDtype {
+    /// 32 bits throughout.
+    #[default]
+    F32,
+    /// Weights and inputs of matrix products rounded to bfloat16, sums in 32 bits.
+    Bf16,
 }
 
 /// Learning-rate schedules, over `max_steps`.
@@ -437,6 +482,9 @@ pub enum LrSchedulerType {
 /// AdamW and its schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OptimizerPlan {
+    /// How moments are kept.
+    #[serde(default)]
+    pub kind: OptimizerKind,
     /// Peak.
     pub learning_rate: f64,
     /// First moment's decay.
@@ -466,6 +514,20 @@ pub struct TrainingPlan {
     pub seed: u64,
     /// A new permutation each epoch; false = the dataset's order.
     pub shuffle_dataset: bool,
+    /// Precision of the matrix products, in rollouts and in training.
+    #[serde(default)]
+    pub dtype: ComputeDtype,
+    /// Tokens (prompts and completions) of one micro-batch, at least one group: chosen by the memory there is, and part of
+    /// the plan, because a resumed run must split as the undisturbed one did.
+    #[serde(default = "default_micro_batch_tokens")]
+    pub micro_batch_tokens: u32,
+}
+
+/// Tokens of a micro-batch where memory does not ask for fewer.
+pub const MICRO_BATCH_TOKENS: u32 = 4096;
+
+fn default_micro_batch_tokens() -> u32 {
+    MICRO_BATCH_TOKENS
 }
 
 /// When to save and what to keep.

@@ -7,9 +7,10 @@ use utoipa::ToSchema;
 use super::estimate::Estimate;
 use super::prompts::{image_column, image_detail};
 use super::rloo;
+use super::warm::{self, WarmStartFacts};
 use super::{
-    DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan, PromptLengths,
-    RewardKind, SamplingPlan, Totals, TrainingPlan,
+    DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan,
+    PromptLengths, RewardKind, SamplingPlan, Totals, TrainingPlan,
 };
 use crate::id::DatasetId;
 
@@ -22,6 +23,8 @@ pub struct Context {
     pub dataset: Option<DatasetFacts>,
     /// The evaluation prompts, where asked for.
     pub eval_dataset: Option<DatasetFacts>,
+    /// The checkpoint of a warm start, where asked for.
+    pub warm_start: Option<WarmStartFacts>,
 }
 
 /// A model, as far as a plan depends on it.
@@ -136,6 +139,11 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         return Err(errors);
     }
     let Some(model) = &context.model else { return Err(errors) };
+    let lora = match (&spec.warm_start, &context.warm_start) {
+        (Some(_), Some(facts)) => warm::adapter(spec, facts, model, &mut errors),
+        (Some(_), None) => return Err(errors),
+        (None, _) => spec.lora.clone(),
+    };
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
         (Some(eval), Some(facts)) => Some(plan_eval(eval, facts)),
@@ -153,7 +161,8 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         rewards: spec.rewards.clone(),
         rloo: spec.rloo.clone(),
         sampling,
-        lora: spec.lora.clone(),
+        lora,
+        warm_start: spec.warm_start.clone(),
         optimizer: spec.optimizer.clone(),
         training,
         checkpoints: spec.checkpoints.clone(),
@@ -328,6 +337,8 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
         max_steps,
         seed: training.seed,
         shuffle_dataset: training.shuffle_dataset,
+        dtype: training.dtype,
+        micro_batch_tokens: training.micro_batch_tokens.unwrap_or(super::MICRO_BATCH_TOKENS),
     };
     (plan, totals)
 }
@@ -364,12 +375,23 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         );
         warn("/training/max_steps".to_owned(), "few_steps", detail);
     }
-    if plan.optimizer.learning_rate <= 2e-6 {
+    if plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0) {
+        let detail = "only the training forward drops, so the ratio of the first update is not 1 (TRL's is not either), and a pass for the sampling policy's log-probs is added: sampling/log_ratio_max shows how far";
+        warn("/lora/dropout".to_owned(), "dropout_moves_the_ratio", detail.to_owned());
+    }
+    if plan.lora.is_some() && plan.optimizer.learning_rate <= 2e-6 {
         let detail = format!(
             "{:e} suits full fine-tuning; a LoRA adapter learns next to nothing at it: 1e-5 and more are usual",
             plan.optimizer.learning_rate
         );
         warn("/optimizer/learning_rate".to_owned(), "low_learning_rate", detail);
+    }
+    if plan.lora.is_none() && plan.optimizer.learning_rate >= 5e-5 {
+        let detail = format!(
+            "{:e} suits a LoRA adapter; full fine-tuning usually takes a tenth of it or less: 1e-6 is the default",
+            plan.optimizer.learning_rate
+        );
+        warn("/optimizer/learning_rate".to_owned(), "high_learning_rate", detail);
     }
     if plan.optimizer.warmup_steps >= plan.training.max_steps {
         let detail = format!(

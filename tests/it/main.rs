@@ -13,6 +13,7 @@ mod kill;
 mod layering;
 mod openapi;
 mod oracle;
+mod params;
 mod parity;
 mod processes;
 mod queue;

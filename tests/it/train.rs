@@ -15,9 +15,9 @@ use rlood::engine::model::Policy;
 use rlood::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
 use rlood::sample::{RewardSample, RewardValue};
 use rlood::spec::{
-    CheckpointPlan, Combine, DatasetPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan, LoraPlan, Loss,
-    LrSchedulerType, ModelPlan, OptimizerPlan, Plan, RewardKind, RewardNormalization, RewardPlan, RlooPlan,
-    SamplingPlan, Totals, TrainingPlan,
+    CheckpointPlan, Combine, ComputeDtype, DatasetPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan, LoraPlan,
+    Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan, RewardKind,
+    RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use serde_json::{Map, json};
 
@@ -73,14 +73,16 @@ pub fn plan() -> Plan {
             stop: Vec::new(),
             chat_template_kwargs: Map::new(),
         },
-        lora: LoraPlan {
+        lora: Some(LoraPlan {
             r: 4,
             alpha: 8.0,
             dropout: 0.0,
             target_modules: ["q_proj", "v_proj", "down_proj"].map(String::from).to_vec(),
             use_rslora: false,
-        },
+        }),
+        warm_start: None,
         optimizer: OptimizerPlan {
+            kind: OptimizerKind::Adamw,
             learning_rate: 0.01,
             adam_beta1: 0.9,
             adam_beta2: 0.999,
@@ -90,7 +92,14 @@ pub fn plan() -> Plan {
             lr_scheduler_type: LrSchedulerType::Constant,
             warmup_steps: 0,
         },
-        training: TrainingPlan { prompts_per_step: 2, max_steps: 3, seed: 42, shuffle_dataset: true },
+        training: TrainingPlan {
+            prompts_per_step: 2,
+            max_steps: 3,
+            seed: 42,
+            shuffle_dataset: true,
+            dtype: ComputeDtype::F32,
+            micro_batch_tokens: MICRO_BATCH_TOKENS,
+        },
         checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0 },
         metadata: BTreeMap::new(),
         totals: Totals {
@@ -460,8 +469,12 @@ fn truncated_rollout(_step: u64) -> Option<Rollout> {
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(reward)] },
     };
-    let group =
-        |row: u64| RolloutGroup { row, prompt_ids: vec![3, 4], completions: vec![completion(0.0), completion(1.0)], greedy: None };
+    let group = |row: u64| RolloutGroup {
+        row,
+        prompt_ids: vec![3, 4],
+        completions: vec![completion(0.0), completion(1.0)],
+        greedy: None,
+    };
     Some(Rollout { groups: vec![group(0), group(1)], ..Rollout::default() })
 }
 
@@ -474,7 +487,9 @@ fn all_truncated_and_masked_changes_no_weight() {
     let mut masked = TestHost::with_rollouts(truncated_rollout);
     run(&plan, &mut masked);
     let mut policy = Policy::load(&model_dir(), &Device::Cpu).expect("the model");
-    policy.add_lora(&LoraConfig::from_plan(&plan.lora).expect("a config"), plan.training.seed).expect("an adapter");
+    policy
+        .add_lora(&LoraConfig::from_plan(plan.lora.as_ref().expect("lora")).expect("a config"), plan.training.seed)
+        .expect("an adapter");
     let initial = policy.parameter_values().expect("values");
     assert_eq!(masked.traces[2].parameters, initial);
     assert_ne!(unmasked.traces[2].parameters, initial);
@@ -629,7 +644,7 @@ fn a_warm_start_goes_on_from_the_given_adapter() {
     // The reference is the base model, so the first KL is not zero.
     assert_ne!(value(&second.metrics(SamplePhase::Train), 1, "kl_k3"), 0.0);
     let mut plan = plan();
-    plan.lora.r = 2;
+    plan.lora.as_mut().expect("lora").r = 2;
     let start = Start { initial_adapter: Some(first.saved[0].dir.clone()), ..Start::default() };
     let error = train(&plan, rows(), start, &mut TestHost::default()).expect_err("another rank");
     assert!(matches!(error, EngineError::Adapter(_)), "{error}");
