@@ -8,6 +8,7 @@
 mod document;
 mod estimate;
 mod foreign;
+pub mod format;
 pub mod plan;
 mod prompts;
 mod reader;
@@ -15,6 +16,7 @@ mod resolve;
 mod rewards;
 mod schema;
 mod sections;
+pub mod trl;
 
 pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels, submittable};
 pub use estimate::Estimate;

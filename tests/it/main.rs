@@ -22,5 +22,6 @@ mod setting;
 mod spec;
 mod store;
 mod train;
+mod trl;
 mod vectors;
 mod worker_protocol;

@@ -11,11 +11,12 @@ use rlood::engine::rollout::{Batching, TrlBatching, cut_completion, is_included}
 use rlood::event::{FinishReason, Metrics};
 use rlood::sample::{RewardValue, Score};
 use rlood::spec::Combine;
+use rlood::spec::trl::convert;
 use serde_json::Value;
 
 const TOLERANCE: f64 = 2e-5;
 /// Sections that a later issue builds.
-const NOT_BUILT: [&str; 4] = ["config_validity", "estimators", "loss_aggregation", "soft_overlong"];
+const NOT_BUILT: [&str; 3] = ["estimators", "loss_aggregation", "soft_overlong"];
 /// Keys that describe the file.
 const ABOUT: [&str; 3] = ["schema", "reference", "tolerance"];
 
@@ -267,6 +268,14 @@ fn sampler(report: &mut Report, run: &Value) {
     }
 }
 
+/// TRL's verdict on a configuration, and ours; a step that cannot be expressed here would be a difference, too.
+fn config_validity(report: &mut Report, case: &Value) {
+    let conversion = convert(&case["config"], None);
+    let accepted = conversion.errors.is_empty() && conversion.unsupported.is_empty();
+    let what = format!("{} ({}): errors {:?}, unsupported {:?}", case["config"], case["why"], conversion.errors, conversion.unsupported);
+    report.equal(&what, Value::Bool(accepted), case["ok"].clone());
+}
+
 fn folder() -> PathBuf {
     let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/vectors");
     std::env::var_os("RLOOD_VECTORS").map_or(default, PathBuf::from)
@@ -314,12 +323,17 @@ fn vectors() {
                         run(format!("sampler {index}"), &|report| sampler(report, one));
                     }
                 }
+                "config_validity" => {
+                    for (index, one) in array(section).iter().enumerate() {
+                        run(format!("config_validity {index}"), &|report| config_validity(report, one));
+                    }
+                }
                 other if NOT_BUILT.contains(&other) => println!("{other}: not built"),
                 other if ABOUT.contains(&other) => {}
                 other => run(other.to_string(), &|report| report.failures.push("an unknown section".into())),
             }
         }
-        let known = ["cases", "logprob_from_logits", "eos_handling", "sampler"];
+        let known = ["cases", "logprob_from_logits", "eos_handling", "sampler", "config_validity"];
         if !sections.keys().any(|key| known.contains(&key.as_str())) {
             failed.push(format!("{}: holds no known section", path.display()));
         }
