@@ -8,7 +8,7 @@
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
-//! | processes | [`worker`] [`http`] [`supervisor`] [`serve`] [`demo`] |
+//! | processes | [`worker`] [`http`] [`supervisor`] [`serve`] [`demo`] [`convert`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
 //!
@@ -39,6 +39,7 @@ pub mod reward;
 
 pub mod engine;
 
+pub mod convert;
 pub mod demo;
 pub mod http;
 pub mod serve;

@@ -9,6 +9,7 @@ mod document;
 mod estimate;
 mod foreign;
 mod fork;
+pub mod format;
 pub mod plan;
 mod prompts;
 mod reader;
@@ -17,6 +18,7 @@ mod rewards;
 mod rloo;
 mod schema;
 mod sections;
+pub mod trl;
 mod warm;
 
 pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels, submittable};

@@ -17,6 +17,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("http", &["files", "store"]),
     ("worker", &["engine", "files", "reward"]),
     ("serve", &["files", "http", "reward", "store", "supervisor"]),
+    ("convert", &[]),
     ("demo", &["files", "reward", "serve"]),
 ];
 
