@@ -9,6 +9,7 @@ pub mod claims;
 pub mod datasets;
 pub mod events;
 pub mod jobs;
+pub mod journal;
 pub mod keys;
 pub mod models;
 pub mod moves;
