@@ -12,6 +12,7 @@ pub mod download;
 pub mod error;
 pub mod events;
 pub mod extract;
+pub mod fork;
 pub mod idempotency;
 pub mod jobs;
 pub mod list;
@@ -24,6 +25,7 @@ pub mod samples;
 pub mod submit;
 pub mod summary;
 pub mod system;
+mod warm_start;
 pub mod web;
 pub mod worker;
 

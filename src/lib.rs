@@ -4,7 +4,7 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`id`] [`dataset`] [`spec`] [`job`] [`modelcard`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`id`] [`dataset`] [`spec`] [`job`] [`modelcard`] [`outgoing`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
@@ -27,6 +27,7 @@ pub mod event;
 pub mod id;
 pub mod job;
 pub mod modelcard;
+pub mod outgoing;
 pub mod protocol;
 pub mod sample;
 pub mod spec;

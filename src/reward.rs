@@ -17,6 +17,7 @@ use tokio::sync::{mpsc, watch};
 use crate::event::{Event, Metrics};
 use crate::id::JobId;
 use crate::job::{Failure, FailureClass};
+use crate::outgoing::OutgoingPolicy;
 use crate::protocol::JournalEntry;
 use crate::sample::{RewardSample, RewardValue, RolloutId, Score};
 use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
@@ -32,7 +33,6 @@ pub mod webhook;
 
 use health::{Health, Verdict};
 use journal::Journal;
-use outgoing::OutgoingPolicy;
 use status::Status;
 
 /// One reward: samples in, one [`Judgement`] each out, in order.
@@ -52,6 +52,8 @@ pub struct JobContext {
     pub job: JobId,
     /// Which rollout of it; a service sees the step and the phase.
     pub rollout: RolloutId,
+    /// Asked before there is a job (a probe, a test of the reward): services see the phase `probe`.
+    pub probe: bool,
 }
 
 /// What one reward said of all samples.
@@ -128,7 +130,7 @@ impl std::ops::AddAssign for Counts {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RewardFailure {
     /// The service was not reachable for `max_outage_s`: the job pauses until it is back.
-    #[error("reward '{reward}': no answer for {waited_s} s; last: {cause}")]
+    #[error("reward '{reward}': no answer{}; last: {cause}", waited(*.waited_s))]
     Outage {
         /// Its name.
         reward: String,
@@ -179,6 +181,10 @@ pub enum RewardFailure {
     },
 }
 
+fn waited(seconds: u64) -> String {
+    if seconds == 0 { String::new() } else { format!(" for {seconds} s") }
+}
+
 impl RewardFailure {
     /// The `status_reason` of the pause it leads to; `None`: the job fails.
     pub fn pause_reason(&self) -> Option<&'static str> {
@@ -196,9 +202,11 @@ impl RewardFailure {
             RewardFailure::Outage { .. } => {
                 (FailureClass::Reward, "reward_outage", "bring the reward service back, then resume the job")
             }
-            RewardFailure::Gone { .. } => {
-                (FailureClass::Reward, "reward_gone", "correct the reward's url, then submit again")
-            }
+            RewardFailure::Gone { .. } => (
+                FailureClass::Reward,
+                "reward_gone",
+                "bring the service back at this url and resume the job; with another url, cancel it and submit a new one",
+            ),
             RewardFailure::TooManyInvalid { .. } => (
                 FailureClass::Reward,
                 "reward_invalid",

@@ -19,6 +19,7 @@ use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::list::{self, List, Time};
 use super::submit;
+use super::{fork, warm_start};
 use crate::event::Phase;
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State as JobState};
@@ -29,6 +30,7 @@ use crate::store::{JobFilter, JobPatch, JobRow, clock_ms};
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .merge(submit::routes())
+        .merge(fork::routes())
         .routes(routes!(list_jobs))
         .routes(routes!(get_job, patch_job, delete_job))
         .routes(routes!(cancel_job))
@@ -315,7 +317,17 @@ async fn move_job(
             Action::Cancel => state.store.job_cancel(id, now).await?,
             Action::Pause => state.store.job_pause(id, now).await?,
             Action::Resume => state.store.job_resume(id, now).await?,
-            Action::Retry => state.store.job_retry(id, JobId::new(), now).await?,
+            Action::Retry => {
+                let new = JobId::new();
+                warm_start::keep_of_parent(&state, id, new).await?;
+                match state.store.job_retry(id, new, now).await {
+                    Ok(row) => row,
+                    Err(error) => {
+                        warm_start::forget(&state, new).await;
+                        return Err(error.into());
+                    }
+                }
+            }
             Action::Delete => return Err(Problem::internal("a deletion is not a move")),
         };
         let (status, location) = match action {

@@ -20,6 +20,7 @@ use super::extract::{Json, Query, expect_json, media_type, parse_json, read_body
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, Prompts, Source, prepare, unknown_dataset};
+use super::warm_start;
 use crate::dataset::{Format, Summary};
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
@@ -145,15 +146,15 @@ async fn submit(state: AppState, mut document: Value, rows: Option<UploadedRows>
         spec.redacted["eval"]["dataset"] = json!({"id": row.id});
         eval.dataset = plan_of(&row);
     }
-    let new = NewJob {
-        id: JobId::new(),
-        spec: &spec.redacted,
-        plan: &plan,
-        secrets: &spec.secrets,
-        parent: None,
-        priority: spec.priority,
-    };
-    let row = match state.store.job_create(new, clock_ms()).await {
+    let id = JobId::new();
+    warm_start::keep(&state, id, &plan).await?;
+    let new =
+        NewJob { id, spec: &spec.redacted, plan: &plan, secrets: &spec.secrets, parent: None, priority: spec.priority };
+    let created = state.store.job_create(new, clock_ms()).await;
+    if created.is_err() {
+        warm_start::forget(&state, id).await;
+    }
+    let row = match created {
         Err(StoreError::NotFound { kind: "dataset", id }) => {
             let at = if plan.dataset.id.to_string() == id { "/dataset/id" } else { "/eval/dataset/id" };
             return Err(invalid(Code::InvalidSpec, vec![unknown_dataset(at, &id)]));
@@ -174,12 +175,12 @@ fn put_placeholder(document: &mut Value) -> Option<FieldError> {
     None
 }
 
-fn plan_of(row: &DatasetRow) -> DatasetPlan {
+pub(super) fn plan_of(row: &DatasetRow) -> DatasetPlan {
     DatasetPlan { id: row.id, sha256: row.sha256.clone(), num_rows: row.num_rows }
 }
 
 /// Makes a dataset of rows that came with the job; None when they were one already.
-async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
+pub(super) async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
     let (summary, staged) = match prompts.map(|prompts| prompts.source) {
         None | Some(Source::Stored(_)) => return Ok(None),
         Some(Source::Uploaded(summary, staged)) => (summary, staged),

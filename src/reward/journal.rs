@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn a_key_names_the_samples_their_rollout_and_the_round_and_nothing_else() {
-        let job = |rollout| JobContext { job: crate::id::JobId::new(), rollout };
+        let job = |rollout| JobContext { job: crate::id::JobId::new(), rollout, probe: false };
         let of =
             |rollout, reward: &str, round, samples: &[&str]| key(&job(rollout), reward, round, samples.iter().copied());
         let train = RolloutId::train(3);

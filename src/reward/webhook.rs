@@ -13,10 +13,10 @@ use reqwest::{Client, Url};
 use tokio::sync::Semaphore;
 
 use super::journal::{Journal, Journalled, key};
-use super::outgoing::OutgoingPolicy;
 use super::signature::Key;
 use super::status::{Outage, Status};
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
+use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{OnInvalid, RewardSecrets, WebhookPlan};

@@ -100,7 +100,7 @@ impl JobHost {
 
 impl Host for JobHost {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
-        let job = JobContext { job: self.held.job, rollout: request.id };
+        let job = JobContext { job: self.held.job, rollout: request.id, probe: false };
         let rewards = self.rewards.clone();
         let runtime = self.runtime.clone();
         let scored = runtime.block_on(async {

@@ -8,7 +8,7 @@ use rlood::engine::error::EngineError;
 use rlood::engine::host::{Host, HostError, SavedCheckpoint, Score, ScoreRequest, Stop, TrainOutcome};
 use rlood::event::{Event, Metrics, Sample, SamplePhase};
 use rlood::sample::{RewardSample, RolloutId, SampledGroup};
-use rlood::spec::{EvalPlan, LrSchedulerType, Plan};
+use rlood::spec::{Estimator, EvalPlan, LrSchedulerType, OptimizerKind, Plan, RewardNormalization};
 
 use crate::train::{Start, TestHost, comparable, plan, rows, train};
 
@@ -41,6 +41,25 @@ fn runs() -> Vec<(&'static str, Plan)> {
                 plan.rloo.normalize_advantages = true;
                 plan.optimizer.lr_scheduler_type = LrSchedulerType::Cosine;
                 plan.training.max_steps = 10;
+            }),
+        ),
+        (
+            "moments in 8 bits, dropout",
+            with(|plan| {
+                plan.rloo.num_iterations = 2;
+                plan.optimizer.kind = OptimizerKind::Adamw8bit;
+                if let Some(lora) = &mut plan.lora {
+                    lora.dropout = 0.2;
+                }
+            }),
+        ),
+        (
+            "greedy baselines, refills, a running normalisation",
+            with(|plan| {
+                plan.rloo.estimator = Estimator::Remax;
+                plan.rloo.min_informative_groups = 2;
+                plan.rloo.max_refills = 2;
+                plan.rloo.reward_normalization = RewardNormalization::Running;
             }),
         ),
     ]
@@ -184,8 +203,8 @@ fn a_process_lost_at_any_moment_changes_nothing() {
         assert_eq!(whole.attempt(&plan).expect("trains"), TrainOutcome::Finished);
         let moments = whole.calls.get();
         assert!(moments > 100, "{name}: {moments} moments");
-        // Every moment would be the same again: most are polls between tokens. A prime stride meets all kinds over the runs.
-        for lost_at in (1..=moments).step_by(5) {
+        // Most moments are polls between tokens. An odd stride meets calls of every kind in every step.
+        for lost_at in (1..=moments).step_by((moments / 60) | 1) {
             let what = format!("{name}, lost at {lost_at} of {moments}");
             let mut machine = Machine { lost_at: Some(lost_at), ..Machine::default() };
             let lost = machine.attempt(&plan);
@@ -227,7 +246,7 @@ fn a_pause_at_any_moment_changes_nothing() {
     for (name, plan) in runs() {
         let mut whole = Machine::default();
         whole.attempt(&plan).expect("trains");
-        for pause_at in (1..=whole.calls.get()).step_by(7) {
+        for pause_at in (1..=whole.calls.get()).step_by((whole.calls.get() / 40) | 1) {
             let what = format!("{name}, paused at {pause_at}");
             let mut machine = Machine { pause_at: Some(pause_at), ..Machine::default() };
             let paused = machine.attempt(&plan).expect("stops");

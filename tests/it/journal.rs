@@ -10,9 +10,9 @@ use futures::future::BoxFuture;
 use rlood::event::{FinishReason, Metrics};
 use rlood::id::JobId;
 use rlood::job::State;
+use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::{JournalEntry, Outcome, RewardAnswer};
 use rlood::reward::journal::{Journal, Journalled, Unrecorded};
-use rlood::reward::outgoing::OutgoingPolicy;
 use rlood::reward::{JobContext, RewardFailure, Rewards};
 use rlood::sample::{Generated, RewardValue, RolloutId, SampledGroup};
 use rlood::store::StoreError;
@@ -236,7 +236,8 @@ async fn score(service: &Service, book: Book, job: JobId) -> Result<Vec<RewardVa
     let plans = [plan("r", &service.url(), json!({"max_batch_samples": 4, "max_concurrency": 2}))];
     let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
     let rewards = Rewards::journalled(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
-    let scored = rewards.score(&JobContext { job, rollout: RolloutId::train(4) }, &samples(10, 2)).await?;
+    let scored =
+        rewards.score(&JobContext { job, rollout: RolloutId::train(4), probe: false }, &samples(10, 2)).await?;
     Ok(scored.scores.iter().map(|score| score.values[0]).collect())
 }
 

@@ -5,6 +5,7 @@
 mod artifacts;
 mod datasets;
 mod demo;
+mod exact;
 mod golden;
 mod gradients;
 mod http;
@@ -15,6 +16,7 @@ mod kill;
 mod layering;
 mod openapi;
 mod oracle;
+mod params;
 mod parity;
 mod processes;
 mod queue;

@@ -12,8 +12,8 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Response, StatusCode};
 use rlood::event::{Event, FinishReason};
 use rlood::id::JobId;
+use rlood::outgoing::OutgoingPolicy;
 use rlood::reward::example::ExampleService;
-use rlood::reward::outgoing::OutgoingPolicy;
 use rlood::reward::signature::Key;
 use rlood::reward::{JobContext, RewardFailure, Rewards, Scored};
 use rlood::sample::{RewardSample, RewardValue, RolloutId};
@@ -128,7 +128,7 @@ fn rewards(plans: &[RewardPlan]) -> Rewards {
 }
 
 fn job() -> JobContext {
-    JobContext { job: JobId::new(), rollout: RolloutId::train(12) }
+    JobContext { job: JobId::new(), rollout: RolloutId::train(12), probe: false }
 }
 
 async fn score(url: &str, changes: Value, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {
