@@ -10,6 +10,7 @@ pub mod datasets;
 pub mod events;
 pub mod fork;
 pub mod jobs;
+pub mod journal;
 pub mod keys;
 pub mod models;
 pub mod moves;

@@ -139,14 +139,14 @@ pub enum WorkerState {
     Idle,
     /// Runs one.
     Running,
-    /// Was not heard of for a lease.
+    /// Its lease lapsed (its job is in the queue again), or it was not heard of for twice as long.
     Lost,
 }
 
 impl WorkerState {
     fn of(row: &WorkerRow, lost_before: i64) -> Self {
         match row.job {
-            _ if row.seen_at < lost_before => WorkerState::Lost,
+            _ if row.lost || row.seen_at < lost_before => WorkerState::Lost,
             Some(_) => WorkerState::Running,
             None => WorkerState::Idle,
         }
@@ -190,7 +190,7 @@ async fn list_workers(State(state): State<AppState>) -> Result<Json<List<Worker>
     let lost_before = clock_ms() - lease_ms(&state);
     let word = |row: WorkerRow| {
         let state = WorkerState::of(&row, lost_before);
-        let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, job } = row;
+        let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, lost: _, job } = row;
         Worker { id, device, pid, state, job_id: job, threads, version, seen_at: Time(seen_at) }
     };
     let data = state.store.worker_list().await?.into_iter().map(word).collect();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post, put};
@@ -24,8 +24,8 @@ use crate::files::FilesError;
 use crate::id::{DatasetId, JobId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
-    Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, Outcome, Publish, Published, Register,
-    Registered, ResumePoint,
+    Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage, Outcome, Publish,
+    Published, Register, Registered, ResumePoint,
 };
 use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, StoreError, clock_ms};
 
@@ -35,6 +35,8 @@ const LONGEST_WAIT_MS: u64 = 60_000;
 const FILE_LIMIT_BYTES: u64 = 1 << 38;
 /// Uploads leave this much of the disk to the database.
 const DISK_RESERVE_BYTES: u64 = 64 << 20;
+/// One call for the journal: a worker's batch, or a single answer of 8 MiB as a JSON string.
+const JOURNAL_LIMIT_BYTES: usize = 32 << 20;
 /// Pieces of files on their way to a worker.
 const PIECE_BYTES: usize = 256 * 1024;
 
@@ -50,6 +52,8 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .route("/worker/jobs/{id}/events", post(append_events))
         .route("/worker/jobs/{id}/checkpoints/{step}/{name}", put(upload_file))
         .route("/worker/jobs/{id}/checkpoints/{step}", post(publish_checkpoint))
+        .route("/worker/jobs/{id}/journal/{after}", get(send_journal))
+        .route("/worker/jobs/{id}/journal", post(append_journal).layer(DefaultBodyLimit::max(JOURNAL_LIMIT_BYTES)))
         .route("/worker/jobs/{id}/finish", post(finish_job))
 }
 
@@ -258,6 +262,23 @@ async fn append_events(
     Json(body): Json<EventBatch>,
 ) -> Result<StatusCode, Problem> {
     state.store.events_append(job, &body, clock_ms()).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn send_journal(
+    State(state): State<AppState>,
+    Path((job, after)): Path<(JobId, i64)>,
+    Query(Fence { attempt }): Query<Fence>,
+) -> Result<Json<JournalPage>, Problem> {
+    Ok(Json(state.store.journal_page(job, attempt, after).await?))
+}
+
+async fn append_journal(
+    State(state): State<AppState>,
+    Path(job): Path<JobId>,
+    Json(body): Json<JournalBatch>,
+) -> Result<StatusCode, Problem> {
+    state.store.journal_append(job, body.attempt, &body.entries, clock_ms()).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

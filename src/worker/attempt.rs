@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{Client, ClientError, Held, OUTAGE, fetch, persist};
 use super::events::Events;
 use super::failure;
 use super::host::JobHost;
+use super::journal::Journal;
 use super::signals::{Progress, StopSignal, drops_work};
 use super::{TrainFn, Worker};
 use crate::engine::error::EngineError;
@@ -24,6 +25,8 @@ use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::Rewards;
 use crate::spec::DatasetPlan;
 
+/// Between two heartbeats, however much there is to tell.
+const SOONEST_BEAT: Duration = Duration::from_secs(1);
 /// The last words of a run whose server may be gone.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 /// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
@@ -166,9 +169,12 @@ impl Attempt {
                 position(),
             )
         })?;
-        let rewards =
-            Rewards::build(&claim.plan.rewards, &claim.secrets, &policy).map_err(|error| error.to_failure())?;
-        let rewards = Arc::new(rewards);
+        let journal = Journal::start(self.client.clone(), self.held, self.stop.clone());
+        let written = Arc::new(journal.clone());
+        let rewards = Rewards::journalled(&claim.plan.rewards, &claim.secrets, &policy, Some(written));
+        let rewards = Arc::new(rewards.map_err(|error| error.to_failure())?);
+        // The first to ask gets them.
+        let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
         let beats = beat(
             self.client.clone(),
             self.held,
@@ -185,7 +191,7 @@ impl Attempt {
             .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
             .map_err(|error| failure::of_client(&error, position()))?;
         let prepared = tokio::select! {
-            prepared = self.prepare(&claim, scratch.path()) => prepared?,
+            prepared = self.prepare(&claim, &journal, scratch.path()) => prepared?,
             stop = self.stop.wait_for(|_| true) => return Err(Cut::Stopped(stop)),
         };
         match claim.resume.as_ref() {
@@ -200,6 +206,8 @@ impl Attempt {
             progress: self.progress.clone(),
             events: self.events.clone(),
             rewards,
+            notices,
+            journal: journal.clone(),
             reward_metrics: Default::default(),
             failure: None,
         };
@@ -215,6 +223,8 @@ impl Attempt {
         };
         // The engine's thread is over: nothing uses the directory any more.
         drop(scratch);
+        // An answer that came with the stop need not be asked for again.
+        let _ = tokio::time::timeout(LAST_WORDS, journal.flush()).await;
         match result {
             Ok(TrainOutcome::Finished) => Ok(()),
             Ok(TrainOutcome::Stopped(stop)) => Err(Cut::Stopped(stop)),
@@ -230,7 +240,13 @@ impl Attempt {
         }
     }
 
-    async fn prepare(&self, claim: &Claim, scratch: &Path) -> Result<Prepared, Failure> {
+    async fn prepare(&self, claim: &Claim, journal: &Journal, scratch: &Path) -> Result<Prepared, Failure> {
+        let (rollouts, answers) = self.fetched(journal.recall(&self.client, self.held).await)?;
+        if rollouts > 0 {
+            self.events.log(format!(
+                "the journal holds {rollouts} rollouts and {answers} reward answers since then: they are not repeated"
+            ));
+        }
         let dir = PathBuf::from(&claim.model_path);
         let fingerprint = tokio::task::spawn_blocking(move || modelcard::fingerprint(&dir)).await;
         match fingerprint {
@@ -372,12 +388,14 @@ async fn beat(
     every: Duration,
 ) {
     let mut answered = tokio::time::Instant::now();
+    let mut waits = rewards.waiting_changes();
     loop {
         let position = progress.get();
+        let waiting = *waits.borrow_and_update() > 0;
         let beat = Heartbeat {
             attempt: held.attempt,
             phase: position.phase,
-            status_reason: rewards.waiting().then(|| "waiting_for_reward".to_owned()),
+            status_reason: waiting.then(|| "waiting_for_reward".to_owned()),
             step: position.step,
             eta_s: position.eta_s(),
         };
@@ -398,7 +416,10 @@ async fn beat(
                 return stop.raise(Stop::LeaseLost);
             }
         };
-        tokio::time::sleep(pause).await;
+        // That the job waits for a service (or no longer does) is told soon, not at the next beat.
+        tokio::time::sleep(pause.min(SOONEST_BEAT)).await;
+        let changed = waits.wait_for(|number| (*number > 0) != waiting);
+        let _ = tokio::time::timeout(pause.saturating_sub(SOONEST_BEAT), changed).await;
     }
 }
 

@@ -5,10 +5,13 @@
 mod artifacts;
 mod datasets;
 mod demo;
+mod exact;
 mod golden;
 mod gradients;
 mod http;
+mod interrupt;
 mod jobs_api;
+mod journal;
 mod kill;
 mod layering;
 mod openapi;

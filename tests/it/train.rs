@@ -266,13 +266,7 @@ impl TestHost {
 
     /// Without what depends on the machine.
     pub fn comparable_metrics(&self) -> Vec<(u64, Metrics)> {
-        let mut steps = self.metrics(SamplePhase::Train);
-        for (_, metrics) in &mut steps {
-            metrics.retain(|name, _| {
-                !["step_time", "tokens_per_second", "memory"].iter().any(|prefix| name.starts_with(prefix))
-            });
-        }
-        steps
+        self.metrics(SamplePhase::Train).into_iter().map(|(step, metrics)| (step, comparable(metrics))).collect()
     }
 
     pub fn samples(&self) -> Vec<Sample> {
@@ -292,6 +286,13 @@ impl TestHost {
     }
 }
 
+/// Metrics without what depends on the machine.
+pub fn comparable(mut metrics: Metrics) -> Metrics {
+    let of_machine = ["step_time", "eval_step_time", "tokens_per_second", "memory"];
+    metrics.retain(|name, _| !of_machine.iter().any(|prefix| name.starts_with(prefix)));
+    metrics
+}
+
 /// Where a run starts.
 #[derive(Default)]
 pub struct Start {
@@ -304,7 +305,7 @@ pub fn train(
     plan: &Plan,
     rows: Vec<PromptRow>,
     start: Start,
-    host: &mut TestHost,
+    host: &mut dyn Host,
 ) -> Result<TrainOutcome, EngineError> {
     train_model(&model_dir(), plan, rows, start, host)
 }
@@ -314,7 +315,7 @@ pub fn train_model(
     plan: &Plan,
     rows: Vec<PromptRow>,
     start: Start,
-    host: &mut TestHost,
+    host: &mut dyn Host,
 ) -> Result<TrainOutcome, EngineError> {
     let scratch = tempfile::tempdir().expect("a directory");
     let input = TrainInput {
