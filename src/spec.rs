@@ -7,7 +7,9 @@
 
 mod document;
 mod estimate;
+mod evaluation;
 mod foreign;
+mod oversight;
 pub mod plan;
 mod prompts;
 mod reader;
@@ -16,8 +18,10 @@ mod rewards;
 mod schema;
 mod sections;
 
-pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels, submittable};
+pub use document::{DatasetSource, JobSpec, Labels, TrainingSpec, read_labels, submittable};
 pub use estimate::Estimate;
+pub use evaluation::{EvalSpec, held_out_count, held_out_rows};
+pub use oversight::{EarlyStoppingSpec, greater_is_better, metric_names};
 pub use plan::*;
 pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;

@@ -7,6 +7,7 @@
 pub mod artifacts;
 pub mod claims;
 pub mod datasets;
+pub mod doctor;
 pub mod events;
 pub mod jobs;
 pub mod keys;
@@ -38,6 +39,7 @@ use crate::job::{Action, State};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
 pub use claims::{Beat, Claimed};
 pub use datasets::{DatasetRow, NewDataset};
+pub use doctor::AlertRow;
 pub use events::{EventRow, LogRow, SampleQuery, SampleRow, SampleSort, StepRow};
 pub use jobs::{JobFilter, JobPatch, JobRow, NewJob};
 pub use keys::KeyBegin;

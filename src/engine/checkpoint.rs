@@ -23,6 +23,8 @@ use super::error::{EngineError, Result};
 use super::host::Rollout;
 use super::model::Policy;
 use super::optim::AdamW;
+use super::watch::Evaluations;
+use crate::doctor::Doctor;
 use crate::event::Metrics;
 use crate::protocol::FileEntry;
 use crate::spec::Plan;
@@ -56,6 +58,12 @@ pub struct TrainerState {
     pub step_metrics: Metrics,
     /// Metrics of the last evaluation, times left out.
     pub eval_metrics: Metrics,
+    /// What the doctor remembers.
+    #[serde(default)]
+    pub doctor: Doctor,
+    /// The best evaluation, and how long ago it was.
+    #[serde(default)]
+    pub evaluations: Evaluations,
     /// SHA-256 over the parts of the plan that a resumed run must share.
     pub plan_sha256: String,
 }
@@ -97,7 +105,7 @@ struct Manifest {
 /// Learning rate, steps, rewards and the rest may change.
 pub fn plan_sha256(plan: &Plan) -> String {
     let rloo = &plan.rloo;
-    let shared = json!({
+    let mut shared = json!({
         "model": plan.model.sha256,
         "dataset": plan.dataset.sha256,
         "lora": plan.lora,
@@ -108,6 +116,10 @@ pub fn plan_sha256(plan: &Plan) -> String {
         "seed": plan.training.seed,
         "shuffle_dataset": plan.training.shuffle_dataset,
     });
+    // Only where it is set: checkpoints of jobs without it stay what they are.
+    if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) {
+        shared["eval_fraction"] = json!(fraction);
+    }
     hex(&Sha256::digest(shared.to_string()))
 }
 

@@ -16,7 +16,10 @@ use crate::sample::RewardSample;
 impl Run<'_> {
     /// Sample the block's completions and have them scored.
     pub(super) fn roll_out(&mut self, step: u64, index: u64) -> Result<Rollout, Halt> {
-        let rows = self.batching.block_rows(index);
+        let mut rows = self.batching.block_rows(index);
+        if let Some(trained) = &self.trained_rows {
+            rows.iter_mut().for_each(|row| *row = trained[*row as usize]);
+        }
         let key = Key::new(self.plan.training.seed, Stream::Train).with(index);
         let sampler = Sampler::new(&self.plan.sampling, self.plan.sampling.temperature);
         self.phase(Phase::Rollout)?;
@@ -112,25 +115,32 @@ impl Run<'_> {
         self.poll()?;
         self.phase(Phase::Eval)?;
         let started = Instant::now();
-        let rows: Vec<u64> = (0..self.eval_prompts.len() as u64).collect();
+        let rows = self.evaluated_rows.clone();
         let key = Key::new(self.plan.training.seed, Stream::Eval).with(step);
-        let sampler = Sampler::new(&self.plan.sampling, eval.temperature);
+        let sampler = Sampler::for_evaluation(&self.plan.sampling, eval);
         let completions = self.generate(SamplePhase::Eval, &rows, key, sampler)?;
         let rollout = self.score(SamplePhase::Eval, step, &rows, completions)?;
-        let (metrics, samples) =
-            report::evaluation(step, &rollout, self.plan, &self.eval_prompts, &self.text, &self.reward_names)?;
+        let (mut metrics, samples) =
+            report::evaluation(step, &rollout, self.plan, self.prompts_of(SamplePhase::Eval), &self.text)?;
+        if let Some(trained) = self.state.doctor.recent_reward().filter(|_| eval.rewards.is_none())
+            && let Some(Some(reward)) = metrics.get("eval_reward")
+        {
+            metrics.insert("eval_gap".into(), Some(trained - reward));
+        }
         self.state.eval_metrics = metrics.clone();
         self.state.evaluated_step = Some(step);
-        let mut metrics = metrics;
+        self.judge_evaluation(&metrics);
         metrics.insert("eval_step_time".into(), Some(started.elapsed().as_secs_f64()));
-        self.host.event(Event::Step { step, kind: SamplePhase::Eval, metrics })?;
+        self.host.event(Event::Step { step, kind: SamplePhase::Eval, metrics: metrics.clone() })?;
         self.host.event(Event::Samples { samples })?;
-        Ok(())
+        self.consult_doctor(step, &metrics)
     }
 
     fn prompts_of(&self, phase: SamplePhase) -> &[TokenizedPrompt] {
         match phase {
             SamplePhase::Train => &self.prompts,
+            // Held-out rows are rows of the training dataset.
+            SamplePhase::Eval if self.trained_rows.is_some() => &self.prompts,
             SamplePhase::Eval => &self.eval_prompts,
         }
     }

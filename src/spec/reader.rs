@@ -311,7 +311,7 @@ impl<'v> Field<'v> {
 }
 
 /// The known word a misspelt one was meant to be.
-fn nearest<'n>(given: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+pub(super) fn nearest<'n>(given: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     known
         .filter(|_| given.len() <= MAX_MISSPELT_BYTES)
         .map(|name| (strsim::jaro_winkler(given, name), name))

@@ -22,7 +22,7 @@ use crate::modelcard;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::Rewards;
 use crate::reward::outgoing::OutgoingPolicy;
-use crate::spec::DatasetPlan;
+use crate::spec::{DatasetPlan, eval_secret_name};
 
 /// The last words of a run whose server may be gone.
 const LAST_WORDS: Duration = Duration::from_secs(5);
@@ -168,12 +168,13 @@ impl Attempt {
         let rewards =
             Rewards::build(&claim.plan.rewards, &claim.secrets, &policy).map_err(|error| error.to_failure())?;
         let rewards = Arc::new(rewards);
+        let eval_rewards = build_eval_rewards(&claim, &policy)?.map(Arc::new);
         let beats = beat(
             self.client.clone(),
             self.held,
             self.stop.clone(),
             self.progress.clone(),
-            rewards.clone(),
+            [Some(rewards.clone()), eval_rewards.clone()],
             worker.heartbeat(),
         );
         let _beats = AbortOnDropHandle::new(tokio::spawn(beats));
@@ -199,6 +200,7 @@ impl Attempt {
             progress: self.progress.clone(),
             events: self.events.clone(),
             rewards,
+            eval_rewards,
             reward_metrics: Default::default(),
             failure: None,
         };
@@ -243,6 +245,8 @@ impl Attempt {
         }
         let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
         let eval_rows = match &claim.plan.eval {
+            // The engine holds them out of the training rows.
+            Some(eval) if eval.fraction.is_some() => Vec::new(),
             Some(eval) if eval.dataset.id == claim.plan.dataset.id => rows.clone(),
             Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
             None => Vec::new(),
@@ -296,6 +300,14 @@ impl Attempt {
     }
 }
 
+/// The evaluation's own rewards, if it has some; their secrets lie under names of their own.
+fn build_eval_rewards(claim: &Claim, policy: &OutgoingPolicy) -> Result<Option<Rewards>, Failure> {
+    let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
+    let secret_of = |name: &String| Some((name.clone(), claim.secrets.get(&eval_secret_name(name))?.clone()));
+    let secrets = plans.iter().filter_map(|plan| secret_of(&plan.name)).collect();
+    Rewards::build(plans, &secrets, policy).map(Some).map_err(|error| error.to_failure())
+}
+
 /// What moves to the engine's thread.
 struct EngineRun {
     claim: Claim,
@@ -344,7 +356,7 @@ async fn beat(
     held: Held,
     stop: StopSignal,
     progress: Progress,
-    rewards: Arc<Rewards>,
+    rewards: [Option<Arc<Rewards>>; 2],
     every: Duration,
 ) {
     let mut answered = tokio::time::Instant::now();
@@ -353,7 +365,11 @@ async fn beat(
         let beat = Heartbeat {
             attempt: held.attempt,
             phase: position.phase,
-            status_reason: rewards.waiting().then(|| "waiting_for_reward".to_owned()),
+            status_reason: rewards
+                .iter()
+                .flatten()
+                .any(|rewards| rewards.waiting())
+                .then(|| "waiting_for_reward".to_owned()),
             step: position.step,
             eta_s: position.eta_s(),
         };

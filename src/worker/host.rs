@@ -24,6 +24,8 @@ pub(super) struct JobHost {
     pub(super) progress: Progress,
     pub(super) events: Events,
     pub(super) rewards: Arc<Rewards>,
+    /// The evaluation's own, if it has some.
+    pub(super) eval_rewards: Option<Arc<Rewards>>,
     /// Metrics of the rewards, until the step they belong to is done: training, evaluation.
     pub(super) reward_metrics: [Metrics; 2],
     /// Why the job failed, once the host has said so: the engine hands it back in its own words.
@@ -84,11 +86,15 @@ fn full_at_once(error: &ClientError) -> bool {
 impl Host for JobHost {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
         let job = JobContext { job: self.held.job, step: request.step, phase: request.phase };
+        let rewards = match request.phase {
+            SamplePhase::Train => &self.rewards,
+            SamplePhase::Eval => self.eval_rewards.as_ref().unwrap_or(&self.rewards),
+        };
         let scored = self.runtime.block_on(async {
             tokio::select! {
                 biased;
                 stop = self.stop.wait_for(|_| true) => Err(stop),
-                scored = self.rewards.score(&job, request.samples) => Ok(scored),
+                scored = rewards.score(&job, request.samples) => Ok(scored),
             }
         });
         let scored = match scored {
@@ -120,6 +126,16 @@ impl Host for JobHost {
             }
             Event::Samples { .. } => {}
             Event::Warning { code, message, .. } => self.events.log(format!("warning {code}: {message}")),
+            Event::Alert { alert } => {
+                self.events.log(format!("alert {}: {}; to do: {}", alert.rule.as_str(), alert.message, alert.fix));
+            }
+            Event::AlertCleared { rule, raised_step, step } => {
+                self.events.log(format!("alert {} of step {raised_step} is over at step {step}", rule.as_str()));
+            }
+            Event::TrainingPhase { change } => self.events.log(format!("training phase: {:?}", change.phase)),
+            Event::EarlyStopping { step, metric, evaluations, .. } => self
+                .events
+                .log(format!("early stopping after step {step}: {metric} has had no new best for {evaluations} evaluations")),
         }
         self.send(event)
     }

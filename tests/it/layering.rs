@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Plain types, imported by everyone.
-const WORDS: &[&str] = &["config", "dataset", "event", "id", "job", "modelcard", "protocol", "sample", "spec"];
+const WORDS: &[&str] = &["config", "dataset", "doctor", "event", "id", "job", "modelcard", "protocol", "sample", "spec"];
 
 /// Module, and what it may import besides the words and itself.
 const ALLOWED: &[(&str, &[&str])] = &[

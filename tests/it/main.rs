@@ -23,4 +23,5 @@ mod spec;
 mod store;
 mod train;
 mod vectors;
+mod watch;
 mod worker_protocol;

@@ -17,7 +17,7 @@ use rlood::engine::update::{MicroBatching, step_gradient};
 use rlood::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
 use rlood::sample::{RewardSample, RewardValue};
 use rlood::spec::{
-    CheckpointPlan, Combine, DatasetPlan, EvalPlan, LengthPlan, LoraPlan, LrSchedulerType, ModelPlan, OptimizerPlan,
+    CheckpointPlan, Combine, DatasetPlan, DoctorPlan, EvalPlan, LengthPlan, LoraPlan, LrSchedulerType, ModelPlan, OptimizerPlan,
     Plan, RewardKind, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use serde_json::{Map, json};
@@ -82,7 +82,9 @@ pub fn plan() -> Plan {
             warmup_steps: 0,
         },
         training: TrainingPlan { prompts_per_step: 2, max_steps: 3, seed: 42, shuffle_dataset: true },
-        checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0 },
+        checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0, ..CheckpointPlan::default() },
+        early_stopping: None,
+        doctor: DoctorPlan::default(),
         metadata: BTreeMap::new(),
         totals: Totals {
             optimizer_steps: 3,
@@ -594,7 +596,7 @@ fn updates_that_are_not_finite_are_skipped_and_three_end_the_run() {
 fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
     let mut plan = plan();
     let dataset = plan.dataset.clone();
-    plan.eval = Some(EvalPlan { dataset, every_steps: 2, before_start: true, num_generations: 1, temperature: 0.0 });
+    plan.eval = Some(EvalPlan::of_dataset(dataset, 2));
     let mut host = TestHost::default();
     let start = Start { eval_rows: rows()[..3].to_vec(), ..Start::default() };
     train(&plan, rows(), start, &mut host).expect("trains");
