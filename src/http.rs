@@ -4,6 +4,7 @@
 //! puts the layers around. What a request passes, from the outside in: request id and access log, panic guard, host and
 //! origin check, key, body time-out, decompression, body limit, the handler. Every failure on the way is a [`error::Problem`].
 
+pub mod alerts;
 pub mod artifacts;
 pub mod auth;
 mod contract;

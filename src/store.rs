@@ -7,6 +7,7 @@
 pub mod artifacts;
 pub mod claims;
 pub mod datasets;
+pub mod doctor;
 pub mod events;
 pub mod fork;
 pub mod jobs;
@@ -40,6 +41,7 @@ use crate::job::{Action, State};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
 pub use claims::{Beat, Claimed};
 pub use datasets::{DatasetRow, NewDataset};
+pub use doctor::AlertRow;
 pub use events::{EventRow, LogRow, SampleQuery, SampleRow, SampleSort, StepRow};
 pub use fork::Fork;
 pub use jobs::{JobFilter, JobPatch, JobRow, NewJob};

@@ -142,6 +142,9 @@ async fn submit(state: AppState, mut document: Value, rows: Option<UploadedRows>
     if let Some(row) = keep(&state, train).await? {
         spec.redacted["dataset"] = json!({"id": row.id});
         plan.dataset = plan_of(&row);
+        if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
+            eval.dataset = plan_of(&row);
+        }
     }
     if let (Some(row), Some(eval)) = (keep(&state, eval).await?, &mut plan.eval) {
         spec.redacted["eval"]["dataset"] = json!({"id": row.id});
@@ -280,7 +283,9 @@ async fn validated(state: &AppState, document: Value, mut errors: Vec<FieldError
     let (plan, warnings, estimate) = match resolved {
         Ok(resolution) if errors.is_empty() => {
             let mut plan = serde_json::to_value(&resolution.plan).map_err(Problem::internal)?;
-            for (prompts, at) in [(&prepared.train, "/dataset"), (&prepared.eval, "/eval/dataset")] {
+            let held_out = resolution.plan.eval.as_ref().is_some_and(|eval| eval.fraction.is_some());
+            let eval = if held_out { &prepared.train } else { &prepared.eval };
+            for (prompts, at) in [(&prepared.train, "/dataset"), (eval, "/eval/dataset")] {
                 let stored = prompts.as_ref().is_some_and(|prompts| matches!(prompts.source, Source::Stored(_)));
                 if let Some(dataset) = plan.pointer_mut(at).and_then(Value::as_object_mut).filter(|_| !stored) {
                     dataset.insert("id".to_owned(), Value::Null);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// Plain types, imported by everyone.
 const WORDS: &[&str] =
-    &["config", "dataset", "event", "id", "job", "modelcard", "outgoing", "protocol", "sample", "spec"];
+    &["config", "dataset", "doctor", "event", "id", "job", "modelcard", "outgoing", "protocol", "sample", "spec"];
 
 /// Module, and what it may import besides the words and itself.
 const ALLOWED: &[(&str, &[&str])] = &[

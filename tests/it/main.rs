@@ -28,4 +28,5 @@ mod store;
 mod train;
 mod trl;
 mod vectors;
+mod watch;
 mod worker_protocol;

@@ -15,8 +15,8 @@ use rlood::engine::model::Policy;
 use rlood::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
 use rlood::sample::{RewardSample, RewardValue};
 use rlood::spec::{
-    CheckpointPlan, Combine, ComputeDtype, DatasetPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan, LoraPlan,
-    Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan, RewardKind,
+    CheckpointPlan, Combine, ComputeDtype, DatasetPlan, DoctorPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan,
+    LoraPlan, Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan, RewardKind,
     RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use serde_json::{Map, json};
@@ -100,7 +100,9 @@ pub fn plan() -> Plan {
             dtype: ComputeDtype::F32,
             micro_batch_tokens: MICRO_BATCH_TOKENS,
         },
-        checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0 },
+        checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0, ..CheckpointPlan::default() },
+        early_stopping: None,
+        doctor: DoctorPlan::default(),
         metadata: BTreeMap::new(),
         totals: Totals {
             optimizer_steps: 3,
@@ -605,7 +607,7 @@ fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
 fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
     let mut plan = plan();
     let dataset = plan.dataset.clone();
-    plan.eval = Some(EvalPlan { dataset, every_steps: 2, before_start: true, num_generations: 1, temperature: 0.0 });
+    plan.eval = Some(EvalPlan::of_dataset(dataset, 2));
     let mut host = TestHost::default();
     let start = Start { eval_rows: rows()[..3].to_vec(), ..Start::default() };
     train(&plan, rows(), start, &mut host).expect("trains");
