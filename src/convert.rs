@@ -105,7 +105,8 @@ fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
         format!("refused: {}: {}", error.pointer, error.detail)
     });
     let unsupported = conversion.unsupported.iter().map(|key| format!("not supported: {}: {}", key.key, key.reason));
-    let warnings = conversion.warnings.iter().map(|warning| format!("warning: {}: {}", warning.pointer, warning.detail));
+    let warnings =
+        conversion.warnings.iter().map(|warning| format!("warning: {}: {}", warning.pointer, warning.detail));
     let ignored = conversion.ignored.iter().map(|key| format!("makes no difference: {}: {}", key.key, key.reason));
     (wrong.chain(unsupported).chain(warnings).chain(ignored).chain(missing).collect(), refused)
 }

@@ -4,6 +4,7 @@
 //! puts the layers around. What a request passes, from the outside in: request id and access log, panic guard, host and
 //! origin check, key, body time-out, decompression, body limit, the handler. Every failure on the way is a [`error::Problem`].
 
+pub mod alerts;
 pub mod artifacts;
 pub mod auth;
 mod compare;
@@ -13,6 +14,7 @@ pub mod download;
 pub mod error;
 pub mod events;
 pub mod extract;
+pub mod fork;
 pub mod idempotency;
 pub mod jobs;
 pub mod list;
@@ -25,6 +27,7 @@ pub mod samples;
 pub mod submit;
 pub mod summary;
 pub mod system;
+mod warm_start;
 pub mod web;
 pub mod worker;
 

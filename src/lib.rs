@@ -4,7 +4,7 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`id`] [`dataset`] [`spec`] [`job`] [`modelcard`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`modelcard`] [`outgoing`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
@@ -23,10 +23,12 @@
 pub mod config;
 
 pub mod dataset;
+pub mod doctor;
 pub mod event;
 pub mod id;
 pub mod job;
 pub mod modelcard;
+pub mod outgoing;
 pub mod protocol;
 pub mod sample;
 pub mod spec;

@@ -22,7 +22,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::config::ServeConfig;
 use crate::files::{DataDir, FilesError};
 use crate::http::{self, AppState};
-use crate::reward::outgoing::{OutgoingError, OutgoingPolicy};
+use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::store::{Store, StoreError, clock_ms};
 use crate::supervisor::{Children, Lost, Supervisor};
 
@@ -183,6 +183,7 @@ async fn recover(store: &Store, files: &DataDir, config: &ServeConfig) -> Result
         }
     }
     files.sweep(&store.checkpoint_keys().await?, &datasets)?;
+    files.initial_sweep(&store.warm_start_jobs().await?)?;
     Ok(())
 }
 

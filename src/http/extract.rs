@@ -248,6 +248,10 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Err(Problem::new(Code::InvalidJson, "the body is empty: JSON is needed"));
     }
+    if bytes.starts_with(b"\x1f\x8b") {
+        let detail = "the body is compressed with gzip, but no 'content-encoding: gzip' says so";
+        return Err(Problem::new(Code::InvalidJson, detail));
+    }
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
         let pointer = pointer_of(error.path());

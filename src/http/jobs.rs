@@ -14,11 +14,14 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::alerts::{self, AlertView, EndingView};
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::list::{self, List, Time};
 use super::submit;
+use super::{fork, warm_start};
+use crate::doctor::PhaseChange;
 use crate::event::Phase;
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State as JobState};
@@ -30,6 +33,8 @@ use crate::store::{JobFilter, JobPatch, JobRow, clock_ms};
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .merge(submit::routes())
+        .merge(fork::routes())
+        .merge(alerts::routes())
         .routes(routes!(list_jobs))
         .routes(routes!(get_job, patch_job, delete_job))
         .routes(routes!(cancel_job))
@@ -67,6 +72,12 @@ pub struct JobView {
     queue_position: Option<u64>,
     /// Why it failed.
     failure: Option<Failure>,
+    /// Why it ended before its last step, and which checkpoint is then its result; null otherwise.
+    ending: Option<EndingView>,
+    /// The doctor's alerts that are on, latest first; `/jobs/{id}/alerts` lists all.
+    alerts: Vec<AlertView>,
+    /// Exploration, exploitation or convergence, and by which numbers; null before the first rollouts.
+    training_phase: Option<PhaseChange>,
     /// What it does, with every default applied.
     #[schema(value_type = Plan)]
     plan: Value,
@@ -89,7 +100,15 @@ impl JobView {
             JobState::Queued => state.store.job_queue_position(row.id).await?,
             JobState::Running | JobState::Paused | JobState::Succeeded | JobState::Failed | JobState::Cancelled => None,
         };
+        let ending = match row.ending {
+            Some(ending) => Some(EndingView::of(state, row.id, ending).await?),
+            None => None,
+        };
+        let alerts = state.store.alert_list(row.id, true).await?;
         Ok(Self {
+            ending,
+            alerts: alerts.into_iter().map(AlertView::from).collect(),
+            training_phase: state.store.training_phase(row.id).await?,
             id: row.id,
             name: row.name,
             state: row.state,
@@ -316,7 +335,17 @@ async fn move_job(
             Action::Cancel => state.store.job_cancel(id, now).await?,
             Action::Pause => state.store.job_pause(id, now).await?,
             Action::Resume => state.store.job_resume(id, now).await?,
-            Action::Retry => state.store.job_retry(id, JobId::new(), now).await?,
+            Action::Retry => {
+                let new = JobId::new();
+                warm_start::keep_of_parent(&state, id, new).await?;
+                match state.store.job_retry(id, new, now).await {
+                    Ok(row) => row,
+                    Err(error) => {
+                        warm_start::forget(&state, new).await;
+                        return Err(error.into());
+                    }
+                }
+            }
             Action::Delete => return Err(Problem::internal("a deletion is not a move")),
         };
         let (status, location) = match action {

@@ -20,6 +20,7 @@ use super::extract::{Json, Query, expect_document, media_type, parse_document, p
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, Prompts, Source, prepare, unknown_dataset};
+use super::warm_start;
 use crate::dataset::{Format, Summary};
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
@@ -141,20 +142,23 @@ async fn submit(state: AppState, mut document: Value, rows: Option<UploadedRows>
     if let Some(row) = keep(&state, train).await? {
         spec.redacted["dataset"] = json!({"id": row.id});
         plan.dataset = plan_of(&row);
+        if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
+            eval.dataset = plan_of(&row);
+        }
     }
     if let (Some(row), Some(eval)) = (keep(&state, eval).await?, &mut plan.eval) {
         spec.redacted["eval"]["dataset"] = json!({"id": row.id});
         eval.dataset = plan_of(&row);
     }
-    let new = NewJob {
-        id: JobId::new(),
-        spec: &spec.redacted,
-        plan: &plan,
-        secrets: &spec.secrets,
-        parent: None,
-        priority: spec.priority,
-    };
-    let row = match state.store.job_create(new, clock_ms()).await {
+    let id = JobId::new();
+    warm_start::keep(&state, id, &plan).await?;
+    let new =
+        NewJob { id, spec: &spec.redacted, plan: &plan, secrets: &spec.secrets, parent: None, priority: spec.priority };
+    let created = state.store.job_create(new, clock_ms()).await;
+    if created.is_err() {
+        warm_start::forget(&state, id).await;
+    }
+    let row = match created {
         Err(StoreError::NotFound { kind: "dataset", id }) => {
             let at = if plan.dataset.id.to_string() == id { "/dataset/id" } else { "/eval/dataset/id" };
             return Err(invalid(Code::InvalidSpec, vec![unknown_dataset(at, &id)]));
@@ -175,12 +179,12 @@ fn put_placeholder(document: &mut Value) -> Option<FieldError> {
     None
 }
 
-fn plan_of(row: &DatasetRow) -> DatasetPlan {
+pub(super) fn plan_of(row: &DatasetRow) -> DatasetPlan {
     DatasetPlan { id: row.id, sha256: row.sha256.clone(), num_rows: row.num_rows }
 }
 
 /// Makes a dataset of rows that came with the job; None when they were one already.
-async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
+pub(super) async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
     let (summary, staged) = match prompts.map(|prompts| prompts.source) {
         None | Some(Source::Stored(_)) => return Ok(None),
         Some(Source::Uploaded(summary, staged)) => (summary, staged),
@@ -279,7 +283,9 @@ async fn validated(state: &AppState, document: Value, mut errors: Vec<FieldError
     let (plan, warnings, estimate) = match resolved {
         Ok(resolution) if errors.is_empty() => {
             let mut plan = serde_json::to_value(&resolution.plan).map_err(Problem::internal)?;
-            for (prompts, at) in [(&prepared.train, "/dataset"), (&prepared.eval, "/eval/dataset")] {
+            let held_out = resolution.plan.eval.as_ref().is_some_and(|eval| eval.fraction.is_some());
+            let eval = if held_out { &prepared.train } else { &prepared.eval };
+            for (prompts, at) in [(&prepared.train, "/dataset"), (eval, "/eval/dataset")] {
                 let stored = prompts.as_ref().is_some_and(|prompts| matches!(prompts.source, Source::Stored(_)));
                 if let Some(dataset) = plan.pointer_mut(at).and_then(Value::as_object_mut).filter(|_| !stored) {
                     dataset.insert("id".to_owned(), Value::Null);

@@ -122,7 +122,9 @@ impl Format {
             }
             Format::Toml => {
                 if let Some(pointer) = first_null(document, String::new()) {
-                    return Err(FormatError::new(format!("{pointer} is null, which TOML does not have: take yaml or json")));
+                    return Err(FormatError::new(format!(
+                        "{pointer} is null, which TOML does not have: take yaml or json"
+                    )));
                 }
                 toml::to_string(document).map_err(|error| FormatError::new(one_line(&error.to_string())))
             }
@@ -247,9 +249,42 @@ mod tests {
             "[ \n\t#:&*!|>'\"%@`{}\\[\\],?~=-]{0,12}",
             "[a-z \n]{60,140}",
             prop::sample::select(vec![
-                "no", "yes", "on", "off", "y", "null", "~", "", "1e5", "0x1f", "0o7", "017", "1_000", ".nan", ".inf", "-",
-                "---", "...", "<<", "=", "true", "True", "2020-01-01", "12:30:45", "+1", "1.", ".5", "\u{feff}x", "a\u{85}b",
-                "\u{2028}", "\r", "x\r\ny", " lead", "trail ", "trail\n", "\n\n",
+                "no",
+                "yes",
+                "on",
+                "off",
+                "y",
+                "null",
+                "~",
+                "",
+                "1e5",
+                "0x1f",
+                "0o7",
+                "017",
+                "1_000",
+                ".nan",
+                ".inf",
+                "-",
+                "---",
+                "...",
+                "<<",
+                "=",
+                "true",
+                "True",
+                "2020-01-01",
+                "12:30:45",
+                "+1",
+                "1.",
+                ".5",
+                "\u{feff}x",
+                "a\u{85}b",
+                "\u{2028}",
+                "\r",
+                "x\r\ny",
+                " lead",
+                "trail ",
+                "trail\n",
+                "\n\n",
             ])
             .prop_map(str::to_owned),
         ]
@@ -265,7 +300,8 @@ mod tests {
         let inner = leaf.prop_recursive(4, 32, 6, |inner| {
             prop_oneof![
                 prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-                prop::collection::vec((text(), inner), 0..4).prop_map(|entries| Value::Object(entries.into_iter().collect())),
+                prop::collection::vec((text(), inner), 0..4)
+                    .prop_map(|entries| Value::Object(entries.into_iter().collect())),
             ]
         });
         prop::collection::vec((text(), inner), 0..5).prop_map(|entries| Value::Object(entries.into_iter().collect()))

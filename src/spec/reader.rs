@@ -110,19 +110,6 @@ impl<'v> Reader<'v> {
         field.object().unwrap_or_else(|| Self::over(&EMPTY, pointer, self.errors))
     }
 
-    /// An object without fields, in place of a section that cannot be read.
-    pub(super) fn nothing(&self) -> Reader<'v> {
-        Self::over(&EMPTY, String::new(), self.errors)
-    }
-
-    /// A setting of which only one value is built so far: any other is refused as unsupported.
-    pub(super) fn only(&self, name: &'static str, supported: &Value, detail: &str) {
-        let field = self.field(name);
-        if field.value.is_some_and(|value| value != supported) {
-            field.fail("unsupported", format!("only {supported} is supported in this version: {detail}"));
-        }
-    }
-
     /// True when the field stands in the document, be it null.
     pub(super) fn has(&self, name: &str) -> bool {
         self.object.contains_key(name)

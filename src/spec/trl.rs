@@ -87,20 +87,25 @@ fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
         findings.errors.borrow_mut().push(FieldError::new(pointer, "invalid_type", detail));
     };
     let Some(map) = document.as_object() else {
-        fail("", "an RLOOConfig is an object: {\"learning_rate\": 1e-6, …}, or {\"config\": {…}, \"model\": …, \"dataset\": …, \"rewards\": …}");
+        fail(
+            "",
+            "an RLOOConfig is an object: {\"learning_rate\": 1e-6, …}, or {\"config\": {…}, \"model\": …, \"dataset\": …, \"rewards\": …}",
+        );
         return nothing();
     };
-    let around: BTreeMap<_, _> = AROUND
-        .iter()
-        .filter_map(|key| Some((*key, map.get(*key).filter(|value| !value.is_null())?)))
-        .collect();
+    let around: BTreeMap<_, _> =
+        AROUND.iter().filter_map(|key| Some((*key, map.get(*key).filter(|value| !value.is_null())?))).collect();
     let wrapped = ["config", "rloo_config"].into_iter().find(|key| map.contains_key(*key));
-    let mut config: Map<String, Value> =
-        map.iter().filter(|(key, _)| !AROUND.contains(&key.as_str())).map(|(key, value)| (key.clone(), value.clone())).collect();
+    let mut config: Map<String, Value> = map
+        .iter()
+        .filter(|(key, _)| !AROUND.contains(&key.as_str()))
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect();
     let mut config_pointer = String::new();
     if let Some(key) = wrapped {
         for stray in config.keys() {
-            let detail = format!("beside '{key}' there may stand {} only: put this key into {key}", AROUND[1..10].join(", "));
+            let detail =
+                format!("beside '{key}' there may stand {} only: put this key into {key}", AROUND[1..10].join(", "));
             findings.errors.borrow_mut().push(FieldError::new(format!("/{stray}"), "unknown_field", detail));
         }
         config_pointer = format!("/{key}");
@@ -134,7 +139,8 @@ pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
     if let Some(batches) = batches {
         training.insert("prompts_per_step".to_owned(), json!(batches.prompts_per_step));
     }
-    let rows = num_rows.or_else(|| around.get("dataset").or(around.get("train_dataset")).and_then(|dataset| inline_rows(dataset)));
+    let rows = num_rows
+        .or_else(|| around.get("dataset").or(around.get("train_dataset")).and_then(|dataset| inline_rows(dataset)));
     let length = schedule::length(&keys, batches, rows, num_iterations, &mut training);
     training.insert("seed".to_owned(), schedule::number(keys.number("seed").unwrap_or(42.0)));
     training.insert("shuffle_dataset".to_owned(), json!(keys.flag("shuffle_dataset").unwrap_or(true)));
@@ -308,14 +314,20 @@ fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, 
         match (weights.as_array(), rewards.as_mut().map(Value::as_array_mut)) {
             (None, _) => keys.fail("reward_weights", "invalid_type", "must be a list of numbers, one a reward"),
             (Some(weights), Some(Some(rewards))) if weights.len() != rewards.len() => {
-                let detail = format!("{} weights for {} rewards: give one a reward, in their order", weights.len(), rewards.len());
+                let detail = format!(
+                    "{} weights for {} rewards: give one a reward, in their order",
+                    weights.len(),
+                    rewards.len()
+                );
                 keys.fail("reward_weights", "invalid_value", detail);
             }
             (Some(weights), Some(Some(rewards))) => {
                 for (index, (reward, weight)) in rewards.iter_mut().zip(weights).enumerate() {
                     let Some(reward) = reward.as_object_mut() else { continue };
                     if reward.get("weight").is_some_and(|own| own.as_f64() != weight.as_f64()) {
-                        let detail = format!("reward {index} has a weight of its own that differs: give the weight in one place");
+                        let detail = format!(
+                            "reward {index} has a weight of its own that differs: give the weight in one place"
+                        );
                         keys.fail("reward_weights", "conflict", detail);
                     }
                     reward.insert("weight".to_owned(), weight.clone());
@@ -323,7 +335,10 @@ fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, 
             }
             (Some(weights), _) => {
                 let list = Value::Array(weights.clone());
-                let detail = format!("give the rewards the weights {} in this order: rewards[].weight", shown(&list.to_string()));
+                let detail = format!(
+                    "give the rewards the weights {} in this order: rewards[].weight",
+                    shown(&list.to_string())
+                );
                 keys.warn("reward_weights", "weights_to_be_added", detail);
             }
         }
@@ -339,7 +354,11 @@ fn rloo(keys: &Keys<'_>) -> Map<String, Value> {
         rloo.insert(ours.to_owned(), value);
         keys.origin(&format!("/rloo/{ours}"), theirs);
     };
-    put("num_generations", "num_generations", json!(keys.number("num_generations").map_or(2, |number| number.clamp(0.0, 1e6) as u64)));
+    put(
+        "num_generations",
+        "num_generations",
+        json!(keys.number("num_generations").map_or(2, |number| number.clamp(0.0, 1e6) as u64)),
+    );
     let spellings: Vec<_> = ["beta", "kl_coef", "kl_coeff"].into_iter().filter(|key| keys.has(key)).collect();
     if let [_, second, ..] = spellings.as_slice() {
         keys.fail(second, "conflict", "beta, kl_coef and kl_coeff are spellings of one setting: give one of them");
@@ -411,16 +430,27 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
     let init = keys.object("model_init_kwargs").unwrap_or_default();
     for (key, value) in &init {
         match key.as_str() {
-            "dtype" | "torch_dtype" | "attn_implementation" | "use_cache" | "device_map" | "low_cpu_mem_usage"
+            "dtype"
+            | "torch_dtype"
+            | "attn_implementation"
+            | "use_cache"
+            | "device_map"
+            | "low_cpu_mem_usage"
             | "trust_remote_code" => {
-                keys.ignore(&format!("model_init_kwargs.{key}"), "weights are read as they are; training.dtype says how is computed");
+                keys.ignore(
+                    &format!("model_init_kwargs.{key}"),
+                    "weights are read as they are; training.dtype says how is computed",
+                );
             }
             _ if value.is_null() => {}
             "load_in_4bit" | "load_in_8bit" | "quantization_config" => {
                 let refused = REFUSED.iter().find(|entry| entry.keys.contains(&key.as_str()));
                 keys.refuse(&format!("model_init_kwargs.{key}"), refused.map_or("not supported", |entry| entry.reason));
             }
-            _ => keys.refuse(&format!("model_init_kwargs.{key}"), "models are described by their config.json alone: remove it"),
+            _ => keys.refuse(
+                &format!("model_init_kwargs.{key}"),
+                "models are described by their config.json alone: remove it",
+            ),
         }
     }
     for key in ["dtype", "torch_dtype"] {
@@ -430,7 +460,10 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
     }
     let (bf16, fp16) = (keys.flag("bf16"), keys.flag("fp16"));
     if fp16 == Some(true) {
-        keys.refuse("fp16", "float16 overflows easily and is not supported: use bf16 true (training.dtype \"bf16\"), or neither");
+        keys.refuse(
+            "fp16",
+            "float16 overflows easily and is not supported: use bf16 true (training.dtype \"bf16\"), or neither",
+        );
     }
     if let Some(bf16) = bf16.filter(|_| fp16 != Some(true)) {
         training.insert("dtype".to_owned(), json!(if bf16 { "bf16" } else { "f32" }));
@@ -486,7 +519,10 @@ fn judge_the_rest(keys: &Keys<'_>) {
             }
         } else if matches!(name, "ref_model_mixup_alpha" | "ref_model_sync_steps") {
             match moves_reference {
-                true => keys.refuse(key, "the reference stays what it was at the start: remove it together with sync_ref_model"),
+                true => keys.refuse(
+                    key,
+                    "the reference stays what it was at the start: remove it together with sync_ref_model",
+                ),
                 false => keys.ignore(key, "without sync_ref_model it says nothing"),
             }
         } else {

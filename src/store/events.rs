@@ -4,12 +4,14 @@ use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::claims::owned_row;
+use super::doctor::{alert_clear, alert_store, ending_store, phase_store};
 use super::{
     Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, int, json_column, page,
     parse_cursor, to_json, word, word_column,
 };
 use crate::event::{Event, Metrics, Phase, Sample, SamplePhase};
 use crate::id::JobId;
+use crate::job::{Ending, EndingCode};
 use crate::protocol::EventBatch;
 
 /// One event of a job.
@@ -218,6 +220,31 @@ async fn event_store(
         Event::Warning { code, message, data } => {
             let data = json!({ "code": code, "message": message, "data": data });
             event_insert(tx, job, "warning", now, data).await?;
+        }
+        Event::Alert { alert } => alert_store(tx, job, alert, now).await?,
+        Event::AlertCleared { rule, raised_step, step } => {
+            alert_clear(tx, job, *rule, *raised_step, *step, now).await?;
+        }
+        Event::TrainingPhase { change } => phase_store(tx, job, change, now).await?,
+        Event::EarlyStopping { step, metric, best, best_step, evaluations } => {
+            let message = format!(
+                "ended after step {step}: {metric} has had no new best for {evaluations} evaluations{}",
+                best.zip(*best_step).map_or_else(String::new, |(best, at)| format!("; its best is {best:.4} at step {at}"))
+            );
+            let ending = Ending {
+                code: EndingCode::EarlyStopping,
+                message: message.clone(),
+                step: *step,
+                rule: None,
+                metric: Some(metric.clone()),
+                best: *best,
+                best_step: *best_step,
+                good_before_step: None,
+            };
+            ending_store(tx, job, &ending).await?;
+            let data = json!({ "step": step, "metric": metric, "best": best, "best_step": best_step,
+                "evaluations": evaluations, "message": message });
+            event_insert(tx, job, "early_stopping", now, data).await?;
         }
     }
     Ok(())

@@ -5,6 +5,7 @@ use sqlx::sqlite::SqliteConnection;
 
 use super::events::event_insert;
 use super::jobs::job_row;
+use super::journal::journal_clear;
 use super::{Doing, JobRow, Store, StoreError, int, to_json};
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State};
@@ -115,6 +116,9 @@ pub(super) async fn job_leave(
     .doing("move a job")?;
     if moved.is_none() {
         return Err(StoreError::LeaseLost);
+    }
+    if to.is_terminal() {
+        journal_clear(tx, row.id).await?;
     }
     event_insert(tx, row.id, event, now, data).await?;
     Ok(())

@@ -107,7 +107,8 @@ fn micro_steps_become_optimizer_steps() {
 
 #[test]
 fn batches_that_are_no_whole_optimizer_steps_are_refused_with_the_nearest_that_are() {
-    let conversion = converted(json!({"steps_per_generation": 4, "gradient_accumulation_steps": 3, "num_generations": 4}));
+    let conversion =
+        converted(json!({"steps_per_generation": 4, "gradient_accumulation_steps": 3, "num_generations": 4}));
     assert_eq!(refused_keys(&conversion), ["steps_per_generation"]);
     assert!(conversion.unsupported[0].reason.contains("3 and 6"), "{}", conversion.unsupported[0].reason);
     assert_eq!(at(&conversion, "/training/prompts_per_step"), &Value::Null);
@@ -115,13 +116,21 @@ fn batches_that_are_no_whole_optimizer_steps_are_refused_with_the_nearest_that_a
     let config = json!({"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_generations": 6});
     let conversion = converted(config);
     assert_eq!(refused_keys(&conversion), ["gradient_accumulation_steps"]);
-    assert!(conversion.unsupported[0].reason.ends_with("gradient_accumulation_steps 2"), "{:?}", conversion.unsupported);
+    assert!(
+        conversion.unsupported[0].reason.ends_with("gradient_accumulation_steps 2"),
+        "{:?}",
+        conversion.unsupported
+    );
 }
 
 #[test]
 fn divisibility_errors_name_the_nearest_valid_values() {
     for (config, key, words) in [
-        (json!({"num_generations": 3}), "num_generations", vec!["num_generations 2 and 4", "per_device_train_batch_size 6 and 9"]),
+        (
+            json!({"num_generations": 3}),
+            "num_generations",
+            vec!["num_generations 2 and 4", "per_device_train_batch_size 6 and 9"],
+        ),
         (json!({"generation_batch_size": 12}), "generation_batch_size", vec!["8 and 16"]),
         (
             json!({"num_generations_eval": 3, "eval_strategy": "steps", "eval_steps": 1}),
@@ -181,7 +190,10 @@ fn every_field_of_the_release_is_known_and_harmless_at_its_default() {
     assert!(ignored_keys(&conversion).contains(&"logging_steps"));
     for (pointer, value) in converted(json!({})).spec.as_object().unwrap() {
         if pointer != "dataset" {
-            assert_eq!(&conversion.spec[pointer], value, "a default written out is the same as one left out: {pointer}");
+            assert_eq!(
+                &conversion.spec[pointer], value,
+                "a default written out is the same as one left out: {pointer}"
+            );
         }
     }
     // ModelConfig beside it, as TRL's script takes them together.
@@ -211,7 +223,8 @@ fn adapters_are_read_from_a_lora_config_and_from_flat_keys() {
         "lora_dropout": 0.1, "target_modules": ["q_proj", "o_proj"], "use_rslora": true, "bias": "none", "init_lora_weights": true,
         "inference_mode": true, "modules_to_save": null, "rank_pattern": {}, "loftq_config": {}, "use_dora": false
     });
-    let expected = json!({"r": 4, "alpha": 16, "dropout": 0.1, "target_modules": ["q_proj", "o_proj"], "use_rslora": true});
+    let expected =
+        json!({"r": 4, "alpha": 16, "dropout": 0.1, "target_modules": ["q_proj", "o_proj"], "use_rslora": true});
     for document in [
         json!({"config": {}, "peft_config": peft}),
         json!({"config": {"peft_config": peft}}),
@@ -224,9 +237,17 @@ fn adapters_are_read_from_a_lora_config_and_from_flat_keys() {
     }
     // PEFT's defaults, and TRL's ModelConfig's.
     let conversion = convert(&json!({"peft_config": {}}), None);
-    assert_eq!(at(&conversion, "/lora"), &json!({"r": 8, "alpha": 8, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"], "use_rslora": false}));
-    let conversion = converted(json!({"use_peft": true, "lora_r": 32, "lora_target_modules": ["all-linear"], "disable_dropout": true}));
-    assert_eq!(at(&conversion, "/lora"), &json!({"r": 32, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear", "use_rslora": false}));
+    assert_eq!(
+        at(&conversion, "/lora"),
+        &json!({"r": 8, "alpha": 8, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"], "use_rslora": false})
+    );
+    let conversion = converted(
+        json!({"use_peft": true, "lora_r": 32, "lora_target_modules": ["all-linear"], "disable_dropout": true}),
+    );
+    assert_eq!(
+        at(&conversion, "/lora"),
+        &json!({"r": 32, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear", "use_rslora": false})
+    );
     let conversion = converted(json!({"lora_r": 32}));
     assert_eq!(conversion.warnings[0].code, "peft_assumed");
     assert_eq!(at(&converted(json!({"use_peft": false, "lora_r": 32})), "/lora"), &Value::Null);
@@ -240,7 +261,9 @@ fn adapters_are_read_from_a_lora_config_and_from_flat_keys() {
 #[test]
 fn the_schedule_counts_what_is_known_of_the_run() {
     // 64 rows, 4 prompts a step: 16 steps an epoch, 48 in all.
-    let conversion = converted(json!({"warmup_ratio": 0.1, "eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "cosine"}));
+    let conversion = converted(
+        json!({"warmup_ratio": 0.1, "eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "cosine"}),
+    );
     assert!(conversion.unsupported.is_empty(), "{:?}", conversion.unsupported);
     assert_eq!(at(&conversion, "/optimizer/warmup_steps"), 5);
     assert_eq!(at(&conversion, "/optimizer/lr_scheduler_type"), "cosine");
@@ -259,12 +282,16 @@ fn the_schedule_counts_what_is_known_of_the_run() {
     assert_eq!(at(&conversion, "/optimizer/warmup_steps"), &Value::Null);
     assert_eq!(ignored_keys(&conversion), ["warmup_steps"]);
     let conversion = converted(json!({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 7}));
-    assert_eq!((at(&conversion, "/optimizer/lr_scheduler_type"), at(&conversion, "/optimizer/warmup_steps")), (&json!("constant"), &json!(7)));
+    assert_eq!(
+        (at(&conversion, "/optimizer/lr_scheduler_type"), at(&conversion, "/optimizer/warmup_steps")),
+        (&json!("constant"), &json!(7))
+    );
 }
 
 #[test]
 fn evaluation_samples_as_training_does() {
-    let mut document = run(json!({"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": true, "temperature": 0.7}), 8);
+    let mut document =
+        run(json!({"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": true, "temperature": 0.7}), 8);
     document["eval_dataset"] = json!([{"prompt": "held out"}]);
     let conversion = convert(&document, None);
     let expected = json!({"every_steps": 5, "before_start": true, "num_generations": 2, "temperature": 0.7, "dataset": {"records": [{"prompt": "held out"}]}});
@@ -320,12 +347,55 @@ fn what_is_no_configuration_is_refused() {
 /// JSON of any shape, rich in the words that a TRL configuration knows.
 fn anything() -> impl Strategy<Value = Value> {
     let word = prop::sample::select(vec![
-        "config", "peft_config", "lora_config", "model", "dataset", "eval_dataset", "rewards", "records", "id", "beta", "kl_coef",
-        "num_generations", "num_generations_eval", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-        "per_device_train_batch_size", "per_device_eval_batch_size", "world_size", "eval_strategy", "eval_steps", "save_steps",
-        "save_strategy", "warmup_ratio", "warmup_steps", "max_steps", "num_train_epochs", "reward_weights", "generation_kwargs",
-        "model_init_kwargs", "lr_scheduler_type", "optim", "use_vllm", "vllm_mode", "lora_r", "target_modules", "exclude_modules",
-        "reward_clip_range", "temperature", "seed", "use_peft", "bf16", "fp16", "steps", "epoch", "best", "no", "cosine", "nonsense",
+        "config",
+        "peft_config",
+        "lora_config",
+        "model",
+        "dataset",
+        "eval_dataset",
+        "rewards",
+        "records",
+        "id",
+        "beta",
+        "kl_coef",
+        "num_generations",
+        "num_generations_eval",
+        "generation_batch_size",
+        "steps_per_generation",
+        "gradient_accumulation_steps",
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "world_size",
+        "eval_strategy",
+        "eval_steps",
+        "save_steps",
+        "save_strategy",
+        "warmup_ratio",
+        "warmup_steps",
+        "max_steps",
+        "num_train_epochs",
+        "reward_weights",
+        "generation_kwargs",
+        "model_init_kwargs",
+        "lr_scheduler_type",
+        "optim",
+        "use_vllm",
+        "vllm_mode",
+        "lora_r",
+        "target_modules",
+        "exclude_modules",
+        "reward_clip_range",
+        "temperature",
+        "seed",
+        "use_peft",
+        "bf16",
+        "fp16",
+        "steps",
+        "epoch",
+        "best",
+        "no",
+        "cosine",
+        "nonsense",
     ]);
     let number = prop_oneof![
         any::<f64>(),

@@ -93,10 +93,8 @@ fn in_prompts(keys: &Keys<'_>, micro: Micro) -> Option<Batches> {
         );
         keys.refuse("gradient_accumulation_steps", reason);
     }
-    (whole_steps && whole_groups).then(|| Batches {
-        prompts_per_step: completions / generations,
-        steps_per_generation: steps / accumulation,
-    })
+    (whole_steps && whole_groups)
+        .then(|| Batches { prompts_per_step: completions / generations, steps_per_generation: steps / accumulation })
 }
 
 fn read_generations(keys: &Keys<'_>) -> Option<u64> {

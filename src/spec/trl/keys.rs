@@ -83,12 +83,22 @@ pub(super) const IGNORED: &[Entry] = &[
         reason: "checkpoints are kept by the server and downloaded from /jobs/{id}/checkpoints; files are safetensors",
     },
     Entry {
-        keys: &["save_only_model", "enable_jit_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint"],
+        keys: &[
+            "save_only_model",
+            "enable_jit_checkpoint",
+            "ignore_data_skip",
+            "restore_callback_states_from_checkpoint",
+        ],
         reason: "a checkpoint always holds everything that a job needs to go on exactly where it was",
     },
     Entry { keys: &["do_train", "do_eval", "do_predict"], reason: "a job trains, and evaluates when it has eval" },
     Entry {
-        keys: &["per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_accumulation_steps", "prediction_loss_only"],
+        keys: &[
+            "per_device_eval_batch_size",
+            "per_gpu_eval_batch_size",
+            "eval_accumulation_steps",
+            "prediction_loss_only",
+        ],
         reason: "the worker cuts evaluation into batches by itself",
     },
     Entry {
@@ -104,10 +114,7 @@ pub(super) const IGNORED: &[Entry] = &[
         ],
         reason: "RLOO makes no use of it, in TRL neither",
     },
-    Entry {
-        keys: &["remove_unused_columns"],
-        reason: "every column of the dataset travels to the rewards",
-    },
+    Entry { keys: &["remove_unused_columns"], reason: "every column of the dataset travels to the rewards" },
     Entry {
         keys: &[
             "gradient_checkpointing",
@@ -180,7 +187,13 @@ pub(super) const IGNORED: &[Entry] = &[
         reason: "no code of a model is ever run: its architecture is built in, or the model is refused",
     },
     Entry {
-        keys: &["dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "ignore_bias_buffers"],
+        keys: &[
+            "dataset_config",
+            "dataset_train_split",
+            "dataset_test_split",
+            "dataset_streaming",
+            "ignore_bias_buffers",
+        ],
         reason: "a dataset is uploaded once, as its rows: POST /datasets",
     },
     Entry {
@@ -205,8 +218,7 @@ pub(super) const IGNORED: &[Entry] = &[
 
 const NO_QUANTIZATION: &str =
     "quantized base models are not supported: register the unquantized model and train a LoRA adapter on it";
-const ONE_DEVICE: &str =
-    "one worker drives one device, so there is nothing to distribute: remove it; several jobs run side by side, one a device";
+const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute: remove it; several jobs run side by side, one a device";
 
 /// What is not done.
 pub(super) const REFUSED: &[Refused] = &[
@@ -215,8 +227,16 @@ pub(super) const REFUSED: &[Refused] = &[
         off: &[],
         reason: "the worker samples with its own kernels, the same as in training (so the first ratio is exactly 1): remove use_vllm and every vllm_* key",
     },
-    Refused { keys: &["load_in_4bit", "load_in_8bit", "quantization_config", "use_qlora"], off: &[], reason: NO_QUANTIZATION },
-    Refused { keys: &["deepspeed", "fsdp", "fsdp_config", "parallelism_config"], off: &["{\"min_num_params\":0,\"xla\":false,\"xla_fsdp_v2\":false,\"xla_fsdp_grad_ckpt\":false}"], reason: ONE_DEVICE },
+    Refused {
+        keys: &["load_in_4bit", "load_in_8bit", "quantization_config", "use_qlora"],
+        off: &[],
+        reason: NO_QUANTIZATION,
+    },
+    Refused {
+        keys: &["deepspeed", "fsdp", "fsdp_config", "parallelism_config"],
+        off: &["{\"min_num_params\":0,\"xla\":false,\"xla_fsdp_v2\":false,\"xla_fsdp_grad_ckpt\":false}"],
+        reason: ONE_DEVICE,
+    },
     Refused { keys: &["fsdp_min_num_params"], off: &["0"], reason: ONE_DEVICE },
     Refused { keys: &["fsdp_transformer_layer_cls_to_wrap"], off: &[], reason: ONE_DEVICE },
     Refused {
@@ -240,8 +260,16 @@ pub(super) const REFUSED: &[Refused] = &[
         off: &[],
         reason: "a checkpoint of TRL cannot be gone on with: POST /jobs/{id}/resume goes on with a job of this server, warm_start begins from an adapter",
     },
-    Refused { keys: &["eval_delay"], off: &["0"], reason: "evaluation begins at eval.every_steps, or before the start: remove it" },
-    Refused { keys: &["optim_args"], off: &[], reason: "AdamW's settings are optimizer.adam_beta1, adam_beta2, adam_epsilon, weight_decay" },
+    Refused {
+        keys: &["eval_delay"],
+        off: &["0"],
+        reason: "evaluation begins at eval.every_steps, or before the start: remove it",
+    },
+    Refused {
+        keys: &["optim_args"],
+        off: &[],
+        reason: "AdamW's settings are optimizer.adam_beta1, adam_beta2, adam_epsilon, weight_decay",
+    },
     Refused { keys: &["optim_target_modules"], off: &[], reason: "what is trained is said by lora.target_modules" },
     Refused { keys: &["adafactor"], off: &[], reason: "the optimizer is AdamW: remove it" },
     Refused {
@@ -261,7 +289,14 @@ pub(super) const REFUSED: &[Refused] = &[
         reason: "a registered model is a directory with one revision: register that revision's files under an id of their own",
     },
     Refused {
-        keys: &["reward_funcs", "reward_func", "reward_functions", "reward_model_name_or_path", "reward_model_path", "reward_model"],
+        keys: &[
+            "reward_funcs",
+            "reward_func",
+            "reward_functions",
+            "reward_model_name_or_path",
+            "reward_model_path",
+            "reward_model",
+        ],
         off: &[],
         reason: "Python functions and models cannot be sent: give rewards, a list of built-in types (length, exact_match, contains, number_match, regex) or webhooks that call your code",
     },

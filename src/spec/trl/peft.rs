@@ -153,7 +153,8 @@ fn targets(keys: &Keys<'_>, key: &'static str) -> Value {
         Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
         _ => Vec::new(),
     };
-    let all = || ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"].map(Value::from).to_vec();
+    let all =
+        || ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"].map(Value::from).to_vec();
     let mut named = match keys.value(key) {
         None => vec!["q_proj".into(), "v_proj".into()],
         Some(Value::String(text)) if text == "all-linear" && excluded.is_empty() => return text.as_str().into(),
@@ -170,7 +171,13 @@ fn targets(keys: &Keys<'_>, key: &'static str) -> Value {
     };
     for name in &excluded {
         if !all().iter().any(|known| known == name) {
-            keys.refuse("exclude_modules", format!("'{}' is not one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj", shown(name)));
+            keys.refuse(
+                "exclude_modules",
+                format!(
+                    "'{}' is not one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+                    shown(name)
+                ),
+            );
         }
     }
     named.retain(|name| name.as_str().is_none_or(|name| !excluded.contains(&name)));

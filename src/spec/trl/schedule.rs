@@ -97,8 +97,16 @@ pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> 
 fn optimizer_kind(keys: &Keys<'_>) -> Option<&'static str> {
     let name = keys.word("optim")?;
     match name.as_str() {
-        "adamw_torch" | "adamw_torch_fused" | "adamw_hf" | "adamw" | "adamw_apex_fused" | "adamw_torch_xla"
-        | "adamw_torch_npu_fused" | "adamw_anyprecision" | "paged_adamw" | "paged_adamw_32bit" => Some("adamw"),
+        "adamw_torch"
+        | "adamw_torch_fused"
+        | "adamw_hf"
+        | "adamw"
+        | "adamw_apex_fused"
+        | "adamw_torch_xla"
+        | "adamw_torch_npu_fused"
+        | "adamw_anyprecision"
+        | "paged_adamw"
+        | "paged_adamw_32bit" => Some("adamw"),
         "adamw_8bit" | "adamw_bnb_8bit" | "paged_adamw_8bit" | "adamw_torch_8bit" => Some("adamw_8bit"),
         other => {
             let reason = format!(
@@ -159,7 +167,12 @@ fn eval_strategy(keys: &Keys<'_>) -> String {
 
 /// The evaluation section without its dataset; `None` when there is none. `generations` and `temperature` are those of
 /// training: TRL evaluates with the same sampling.
-pub(super) fn evaluation(keys: &Keys<'_>, length: &Length, generations: u64, temperature: f64) -> Option<Map<String, Value>> {
+pub(super) fn evaluation(
+    keys: &Keys<'_>,
+    length: &Length,
+    generations: u64,
+    temperature: f64,
+) -> Option<Map<String, Value>> {
     let strategy = eval_strategy(keys);
     let (steps, on_start) = (keys.number("eval_steps"), keys.flag("eval_on_start").unwrap_or(false));
     let generations_eval = keys.count("num_generations_eval", 1).unwrap_or(generations);
@@ -173,10 +186,15 @@ pub(super) fn evaluation(keys: &Keys<'_>, length: &Length, generations: u64, tem
             return None;
         }
         // transformers: eval_steps defaults to logging_steps, which TRL sets to 10.
-        "steps" => interval(keys, "eval_steps", steps.unwrap_or_else(|| keys.number("logging_steps").unwrap_or(10.0)), length),
+        "steps" => {
+            interval(keys, "eval_steps", steps.unwrap_or_else(|| keys.number("logging_steps").unwrap_or(10.0)), length)
+        }
         "epoch" => epoch(keys, "eval_strategy", length),
         other => {
-            keys.refuse("eval_strategy", format!("'{}' is not one of no, steps, epoch", crate::spec::reader::shown(other)));
+            keys.refuse(
+                "eval_strategy",
+                format!("'{}' is not one of no, steps, epoch", crate::spec::reader::shown(other)),
+            );
             None
         }
     };
@@ -227,7 +245,10 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
             None
         }
         other => {
-            keys.refuse("save_strategy", format!("'{}' is not one of no, steps, epoch, best", crate::spec::reader::shown(other)));
+            keys.refuse(
+                "save_strategy",
+                format!("'{}' is not one of no, steps, epoch, best", crate::spec::reader::shown(other)),
+            );
             None
         }
     };
@@ -239,10 +260,14 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
     let keep = if strategy == "no" { 1 } else { keys.count("save_total_limit", 1).unwrap_or(1000).min(1000) };
     checkpoints.insert("keep_last".to_owned(), json!(keep));
     keys.origin("/checkpoints/keep_last", "save_total_limit");
-    let (load_best, metric) = (keys.flag("load_best_model_at_end").unwrap_or(false), keys.value("metric_for_best_model"));
+    let (load_best, metric) =
+        (keys.flag("load_best_model_at_end").unwrap_or(false), keys.value("metric_for_best_model"));
     let greater = keys.flag("greater_is_better");
     if load_best {
-        keys.ignore("load_best_model_at_end", "the best checkpoint is kept beside the last ones: /jobs/{id}/adapter?which=best");
+        keys.ignore(
+            "load_best_model_at_end",
+            "the best checkpoint is kept beside the last ones: /jobs/{id}/adapter?which=best",
+        );
     }
     if let Some(metric) = metric.and_then(Value::as_str) {
         checkpoints.insert("metric_for_best".to_owned(), json!(metric_name(metric)));
