@@ -23,6 +23,9 @@ pub const HEARTBEAT_MS: u64 = 5_000;
 /// Of a claim without heartbeat, ms: six heartbeats.
 pub const LEASE_MS: u64 = 30_000;
 
+/// What the samples of one job may take, bytes.
+pub const SAMPLES_MAX_BYTES: u64 = 1 << 30;
+
 /// RLOO training of language models as an HTTP service.
 #[derive(Debug, Parser)]
 #[command(name = "rlood", version, about, arg_required_else_help = true)]
@@ -124,6 +127,12 @@ pub struct ServeArgs {
     /// Instruction set of the CPU kernels: auto or portable.
     #[arg(long, env = "RLOOD_ISA", default_value = "auto", value_enum)]
     pub isa: Isa,
+
+    /// Bytes that the stored samples of one job may take; beyond them the oldest steps' samples are removed, of training
+    /// first, never the newest (the job's history and `removed` in /jobs/{id}/samples tell). Metrics stay. 0 = no limit.
+    /// Default: 1 GiB, about a million samples of 1,000 characters.
+    #[arg(long, env = "RLOOD_SAMPLES_MAX_BYTES", default_value_t = SAMPLES_MAX_BYTES, value_name = "BYTES")]
+    pub samples_max_bytes: u64,
 
     /// Compute threads of all workers together, split evenly between the cpu devices. Default: the machine's cores.
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
@@ -316,6 +325,8 @@ pub struct ServeConfig {
     pub threads: u32,
     /// The `rlood` binary that workers are started from; None = this process's own.
     pub worker_program: Option<PathBuf>,
+    /// What the samples of one job may take, bytes; 0 = no limit.
+    pub samples_max_bytes: u64,
     /// Between a worker's heartbeats, ms: the longest a cancel or pause waits to be seen.
     pub heartbeat_ms: u64,
     /// Of a claim without heartbeat, ms.
@@ -357,6 +368,7 @@ impl ServeConfig {
             isa: Isa::Auto,
             threads: machine_threads(),
             worker_program: None,
+            samples_max_bytes: SAMPLES_MAX_BYTES,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,
             log: "warn".to_owned(),
@@ -402,6 +414,7 @@ impl ServeArgs {
             isa: self.isa,
             threads: self.threads.unwrap_or_else(machine_threads),
             worker_program: None,
+            samples_max_bytes: self.samples_max_bytes,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,
             log: log.to_owned(),

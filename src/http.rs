@@ -7,6 +7,7 @@
 pub mod alerts;
 pub mod artifacts;
 pub mod auth;
+mod compare;
 mod contract;
 pub mod datasets;
 pub mod download;
@@ -93,6 +94,7 @@ impl AppState {
 pub(crate) fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::with_openapi(openapi::head())
         .merge(jobs::routes())
+        .merge(compare::routes())
         .merge(events::routes())
         .merge(artifacts::routes())
         .merge(datasets::routes())

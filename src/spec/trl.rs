@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use self::batching::read_batches;
-use self::keys::{IGNORED, READ, REFUSED, VLLM_PREFIX};
+use self::keys::{IGNORED, READ, REFUSED, VLLM_PREFIX, says_nothing};
 use self::reading::{Findings, Keys};
 use super::foreign::advice;
 use super::reader::{FieldError, nearest, shown};
@@ -198,6 +198,8 @@ fn read_adapter<'v>(
     let inside = ["peft_config", "lora_config"].iter().filter_map(|key| Some((keys.pointer_to(key), keys.value(key)?)));
     let given: Vec<_> = outside.chain(inside).collect();
     let flat = peft::has_flat_keys(keys);
+    // Without an adapter there is no dropout to turn off: no supported model has one of its own.
+    let _ = keys.flag("disable_dropout");
     let use_peft = keys.flag("use_peft");
     if let Some((second, _)) = given.get(1) {
         let detail = "there are two LoRA configurations: give one";
@@ -502,7 +504,7 @@ fn judge_the_rest(keys: &Keys<'_>) {
     for (key, value) in keys.rest() {
         let name = key.as_str();
         if let Some(entry) = IGNORED.iter().find(|entry| entry.keys.contains(&name)) {
-            if !value.is_null() {
+            if !says_nothing(value) {
                 keys.ignore(key, entry.reason);
             }
         } else if let Some(entry) = REFUSED.iter().find(|entry| entry.keys.contains(&name)) {
@@ -511,6 +513,7 @@ fn judge_the_rest(keys: &Keys<'_>) {
             }
         } else if name.starts_with(VLLM_PREFIX) {
             match vllm_off {
+                true if says_nothing(value) => {}
                 true => keys.ignore(key, "without use_vllm it says nothing"),
                 false => keys.refuse(key, "there is no vLLM here: the worker samples with its own kernels, the same as in training; remove it"),
             }

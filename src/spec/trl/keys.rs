@@ -24,20 +24,24 @@ pub(super) struct Refused {
 impl Refused {
     /// The key asks for nothing.
     pub(super) fn is_off(&self, value: &Value) -> bool {
-        let empty = match value {
-            Value::Null | Value::Bool(false) => true,
-            Value::String(text) => text.is_empty() || text.eq_ignore_ascii_case("none"),
-            Value::Array(items) => items.is_empty(),
-            Value::Object(map) => map.is_empty(),
-            Value::Bool(true) | Value::Number(_) => false,
-        };
         let listed = |off: &&str| {
             serde_json::from_str::<Value>(off).is_ok_and(|off| match (off.as_f64(), value.as_f64()) {
                 (Some(off), Some(value)) => off == value,
                 _ => off == *value,
             })
         };
-        empty || self.off.iter().any(|off| listed(&off))
+        says_nothing(value) || self.off.iter().any(|off| listed(&off))
+    }
+}
+
+/// null, false, "" and empty lists and objects.
+pub(super) fn says_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text.is_empty() || text.eq_ignore_ascii_case("none"),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        Value::Bool(true) | Value::Number(_) => false,
     }
 }
 

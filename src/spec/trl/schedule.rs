@@ -179,7 +179,7 @@ pub(super) fn evaluation(
     let every = match strategy.as_str() {
         "no" => {
             for key in ["eval_steps", "eval_on_start", "num_generations_eval"] {
-                if keys.has(key) {
+                if keys.value(key).is_some_and(|value| !super::keys::says_nothing(value)) {
                     keys.ignore(key, "eval_strategy is no, so nothing is evaluated");
                 }
             }
