@@ -7,6 +7,7 @@
 
 mod document;
 mod estimate;
+pub mod footprint;
 mod foreign;
 mod fork;
 pub mod plan;

@@ -11,6 +11,7 @@ mod http;
 mod jobs_api;
 mod kill;
 mod layering;
+mod memory;
 mod openapi;
 mod oracle;
 mod params;
