@@ -14,6 +14,7 @@ mod jobs_api;
 mod journal;
 mod kill;
 mod layering;
+mod memory;
 mod openapi;
 mod oracle;
 mod params;
