@@ -69,6 +69,9 @@ pub enum Command {
     Demo(DemoArgs),
     /// Run one worker by hand, for a server on this or another machine.
     Worker(WorkerArgs),
+    /// Set up by the server: look at the job on standard input, write a report to standard output.
+    #[command(hide = true)]
+    Probe(ProbeArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi,
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
@@ -202,6 +205,18 @@ pub struct WorkerArgs {
     /// Set by the server for its own workers: end when standard input ends.
     #[arg(long, hide = true)]
     pub child: bool,
+}
+
+/// Flags of `rlood probe`.
+#[derive(Debug, Clone, Args)]
+pub struct ProbeArgs {
+    /// The one device to measure on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// Compute threads. Default: the machine's cores.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
 }
 
 /// A device to train on.

@@ -20,9 +20,11 @@ use super::extract::{Json, Query, expect_json, media_type, parse_json, read_body
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, Prompts, Source, prepare, unknown_dataset};
+use super::probe;
 use crate::dataset::{Format, Summary};
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
+use crate::probe::ProbeReport;
 use crate::spec::{DatasetPlan, Estimate, FieldError, JobDocument, JobSpec, Plan, Warning, resolve};
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
@@ -198,9 +200,15 @@ async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<Option<Datas
 struct ValidateQuery {
     /// Translate a configuration of another trainer. Not supported yet.
     from: Option<String>,
-    /// Sample the model and call the rewards. Not supported yet.
+    /// Sample the base model on some prompts, call the rewards, time a step: up to a minute. Only of a job that is valid.
     #[serde(default)]
     probe: bool,
+    /// Prompts to sample, spread over the dataset, 1 to 64.
+    #[param(minimum = 1, maximum = 64, example = 8)]
+    probe_prompts: Option<u32>,
+    /// Time limit, s, 1 to 600; what was measured by then is reported.
+    #[param(minimum = 1, maximum = 600, example = 60)]
+    probe_timeout_s: Option<u32>,
 }
 
 /// What would become of a job.
@@ -217,14 +225,20 @@ pub struct Validation {
     warnings: Vec<Warning>,
     /// Memory and tokens; null when not valid.
     estimate: Option<Estimate>,
+    /// What a look at the model, the prompts and the rewards found; null unless asked for, and when not valid.
+    probe: Option<ProbeReport>,
 }
 
 /// Check a job without submitting it.
 ///
-/// All errors at once, the resolved plan, warnings, and an estimate. Nothing is stored.
+/// All errors at once, the resolved plan, warnings, and an estimate. Nothing is stored. With `probe=true` the base model is
+/// sampled on some prompts and the rewards are called (their requests carry the phase `probe`): `probe` then says whether the
+/// job is worth its time, and how long it will take.
 #[utoipa::path(post, path = "/jobs/validate", tag = "Jobs", params(ValidateQuery), request_body = JobDocument, responses(
     (status = 200, description = "What would become of it, also when it is not valid", body = Validation),
-    (status = 422, description = "The kind of check is not supported yet", body = ProblemBody)))]
+    (status = 422, description = "The kind of check is not supported yet", body = ProblemBody),
+    (status = 429, description = "Another job is being probed", body = ProblemBody),
+    (status = 501, description = "This server cannot probe", body = ProblemBody)))]
 async fn validate_job(
     State(state): State<AppState>,
     Query(query): Query<ValidateQuery>,
@@ -238,18 +252,14 @@ async fn validate_job(
             "translating other trainers' configurations is not supported yet: write the job in this API's terms",
         ));
     }
-    if query.probe {
-        return Err(unsupported(
-            "probe",
-            "probing the model and the rewards is not supported yet: validate without it",
-        ));
-    }
+    let size = probe::Size::read(query.probe_prompts, query.probe_timeout_s)?;
     let headers = request.headers().clone();
     let (document, _) = read_document(&headers, request).await?;
     let (mut spec, mut errors) = JobSpec::read(document);
     let prepared = prepare(&state, &mut spec, None).await?;
     errors.extend(prepared.errors);
     let resolved = resolve(&spec, &prepared.context);
+    let mut report = None;
     let (plan, warnings, estimate) = match resolved {
         Ok(resolution) if errors.is_empty() => {
             let mut plan = serde_json::to_value(&resolution.plan).map_err(Problem::internal)?;
@@ -260,6 +270,9 @@ async fn validate_job(
                     dataset.insert("sha256".to_owned(), Value::Null);
                 }
             }
+            if let (true, Some(train)) = (query.probe, prepared.train) {
+                report = Some(probe::probe(&state, spec, &resolution, train, size).await?);
+            }
             (Some(plan), resolution.warnings, Some(resolution.estimate))
         }
         Ok(_) => (None, Vec::new(), None),
@@ -268,5 +281,5 @@ async fn validate_job(
             (None, Vec::new(), None)
         }
     };
-    Ok(Json(Validation { valid: errors.is_empty(), plan, errors, warnings, estimate }))
+    Ok(Json(Validation { valid: errors.is_empty(), plan, errors, warnings, estimate, probe: report }))
 }

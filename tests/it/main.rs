@@ -14,6 +14,7 @@ mod layering;
 mod openapi;
 mod oracle;
 mod parity;
+mod probe;
 mod processes;
 mod queue;
 mod resume;

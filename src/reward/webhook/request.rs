@@ -201,7 +201,8 @@ mod tests {
             "timeout_ms": 1, "deadline_ms": 300000, "max_tries": 1, "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": 1
         }))
         .unwrap();
-        let job = JobContext { job: crate::id::JobId::new(), rollout: crate::sample::RolloutId::train(12), probe: false };
+        let job =
+            JobContext { job: crate::id::JobId::new(), rollout: crate::sample::RolloutId::train(12), probe: false };
         let wire: Vec<_> = samples(&[2]).iter().map(sample_json).collect();
         let envelope = Envelope { reward: "helpful", plan: &plan, job: &job };
         let request = Request::score(&envelope, wire.iter().map(Vec::as_slice));
