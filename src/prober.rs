@@ -42,7 +42,7 @@ const MAX_SAMPLE_CHARS: usize = 4_000;
 const MAX_WARNINGS: usize = 8;
 /// Part of the time left that a run may be expected to take.
 const HEADROOM: f64 = 0.8;
-/// For `reward.ping`.
+/// Longest wait for `reward.ping`; less where the time limit is short.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why there is no report at all.
@@ -108,14 +108,18 @@ fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {
 }
 
 async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<ProbeReport, ProbeError> {
-    let ProbeTask { plan, secrets, allow_outgoing, model_dir, rows, limit_ms: _ } = task;
+    let ProbeTask { plan, secrets, allow_outgoing, model_dir, mut rows, limit_ms: _ } = task;
+    // In no order of theirs: what fits into the time limit then speaks for the whole dataset.
+    let order = Key::new(plan.training.seed, Stream::Probe);
+    rows.sort_by_key(|(row, _)| order.with(*row).bits());
     let policy = OutgoingPolicy::parse(&allow_outgoing).map_err(|error| failed("setting", error))?;
     let hasty: Vec<RewardPlan> = plan.rewards.iter().map(|reward| hasty_reward(reward, deadline)).collect();
     let rewards = Rewards::build(&hasty, &secrets, &policy).map_err(|error| failed("reward_not_usable", error))?;
     let scratch = tempfile::tempdir().map_err(|error| failed("scratch_error", error))?;
     let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
     let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row has no prompt"))?;
-    let ranges = ranges(&hasty, &secrets, &policy).await;
+    let patience = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
+    let ranges = ranges(&hasty, &secrets, &policy, patience).await;
     let probe = Probe {
         runtime: Handle::current(),
         plan,
@@ -172,13 +176,14 @@ async fn ranges(
     rewards: &[RewardPlan],
     secrets: &BTreeMap<String, RewardSecrets>,
     policy: &OutgoingPolicy,
+    patience: Duration,
 ) -> Vec<Option<(f64, f64)>> {
     let none = RewardSecrets::default();
     let asked = rewards.iter().map(|reward| async {
         let RewardKind::Webhook(webhook) = &reward.kind else { return range_of(reward) };
         let secrets = secrets.get(&reward.name).unwrap_or(&none);
         let webhook = Webhook::new(&reward.name, webhook, secrets, policy).ok()?;
-        let ping = tokio::time::timeout(PING_TIMEOUT, webhook.ping()).await.ok()?;
+        let ping = tokio::time::timeout(patience, webhook.ping()).await.ok()?;
         match ping.reply?.range?.as_slice() {
             [low, high] if low.is_finite() && high.is_finite() && low < high => Some((*low, *high)),
             _ => None,
@@ -222,7 +227,9 @@ impl Probe {
             let error = first.error.clone();
             (first, error)
         };
-        self.report(&seen, error)
+        let mut report = self.report(&seen, error);
+        report.complete = report.error.is_none() && seen.is_whole() && (go_on || asked == 1);
+        report
     }
 
     /// `steps` steps of `prompts_per_step` prompts each, of the loop that the job will run, without learning.
@@ -275,7 +282,6 @@ impl Probe {
         report.step_seconds = seen.step_seconds();
         let total = report.step_seconds.and_then(|seconds| seconds.total);
         report.eta_s = total.map(|total| total * self.plan.training.max_steps as f64);
-        report.complete = report.error.is_none() && seen.is_whole();
         report.samples = pick(&seen.observed, MAX_SAMPLES);
         report
     }

@@ -12,10 +12,8 @@ pub const FLOOR: f64 = 0.01;
 pub const CEILING: f64 = 0.95;
 /// Part of the groups that is tied beyond which a job trains little (rloo.md's doctor: reward collapse).
 pub const TIED_FRACTION: f64 = 0.6;
-/// Part of the groups in which all completions are one text, from which the sampling is too narrow.
-pub const IDENTICAL_FRACTION: f64 = 0.3;
-/// Part of the tied groups that must be such, for the sampling and not the reward to be to blame.
-pub const IDENTICAL_OF_TIED: f64 = 0.5;
+/// Part of the tied groups whose completions are one text, from which the sampling is to blame and not the reward.
+pub const IDENTICAL_FRACTION: f64 = 0.5;
 /// Truncated completions beyond which rewards speak of the cut rather than of the answer.
 pub const TRUNCATED_FRACTION: f64 = 0.2;
 /// Part of a step spent waiting for rewards beyond which they set the pace.
@@ -156,9 +154,9 @@ fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
 }
 
 fn ties(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
-    let tied = report.tied_groups_fraction.filter(|tied| *tied > 0.0)?;
+    let tied = report.tied_groups_fraction.filter(|tied| *tied > TIED_FRACTION)?;
     let identical = report.identical_groups_fraction.unwrap_or(0.0);
-    if identical >= IDENTICAL_FRACTION && identical / tied >= IDENTICAL_OF_TIED {
+    if identical / tied >= IDENTICAL_FRACTION {
         let sampling = &plan.sampling;
         let narrow = sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0;
         let fix = if narrow {
@@ -176,16 +174,14 @@ fn ties(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
             fix,
         ));
     }
-    (tied > TIED_FRACTION).then(|| {
-        finding(
-            FindingCode::TiedGroups,
-            format!(
-                "in {} of the groups all rewards are equal although completions differ: they train nothing",
-                percent(tied)
-            ),
-            "take prompts that the model solves sometimes, a reward of finer steps, or a higher rloo.num_generations",
-        )
-    })
+    Some(finding(
+        FindingCode::TiedGroups,
+        format!(
+            "in {} of the groups all rewards are equal, mostly with different completions: they train nothing",
+            percent(tied)
+        ),
+        "take prompts that the model solves sometimes, a reward of finer steps, or a higher rloo.num_generations",
+    ))
 }
 
 fn truncation(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
@@ -347,12 +343,10 @@ mod tests {
                 (report.tied_groups_fraction, report.identical_groups_fraction) = (Some(tied), Some(identical));
             })
         };
-        assert_eq!(ties(0.5, IDENTICAL_FRACTION), [FindingCode::RaiseTemperature]);
-        assert_eq!(ties(0.5, IDENTICAL_FRACTION - 0.01), [FindingCode::Ready]);
-        // Most ties have other causes.
-        assert_eq!(ties(0.61, IDENTICAL_FRACTION), [FindingCode::TiedGroups]);
+        assert_eq!(ties(0.8, 0.8 * IDENTICAL_FRACTION), [FindingCode::RaiseTemperature]);
+        assert_eq!(ties(0.8, 0.8 * IDENTICAL_FRACTION - 0.01), [FindingCode::TiedGroups]);
         assert_eq!(ties(TIED_FRACTION + 0.01, 0.0), [FindingCode::TiedGroups]);
-        assert_eq!(ties(TIED_FRACTION, 0.0), [FindingCode::Ready]);
+        assert_eq!(ties(TIED_FRACTION, TIED_FRACTION), [FindingCode::Ready]);
     }
 
     #[test]
