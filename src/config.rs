@@ -75,6 +75,9 @@ pub enum Command {
     /// Translate a run of another trainer into a job: printed to standard output, what is to be said of it to standard
     /// error. Exit code 1 when something in it is refused or not supported.
     Convert(ConvertArgs),
+    /// Set up by the server: look at the job on standard input, write a report to standard output.
+    #[command(hide = true)]
+    Probe(ProbeArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi,
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
@@ -248,6 +251,18 @@ pub struct WorkerArgs {
     /// Set by the server for its own workers: end when standard input ends.
     #[arg(long, hide = true)]
     pub child: bool,
+}
+
+/// Flags of `rlood probe`.
+#[derive(Debug, Clone, Args)]
+pub struct ProbeArgs {
+    /// The one device to measure on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// Compute threads. Default: the machine's cores.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
 }
 
 /// A device to train on.

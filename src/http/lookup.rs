@@ -81,6 +81,32 @@ impl Prompts {
         }
     }
 
+    /// The rows of these numbers (ascending), with their numbers. Blocking.
+    pub(super) fn rows(&self, numbers: &[u64]) -> std::io::Result<Vec<(u64, Map<String, Value>)>> {
+        let path = match &self.source {
+            Source::Records(records) => {
+                let chosen = numbers.iter().filter_map(|&number| Some((number, records.get(number as usize)?)));
+                return Ok(chosen.filter_map(|(number, row)| Some((number, row.as_object()?.clone()))).collect());
+            }
+            Source::Stored(path) => path,
+            Source::Uploaded(_, staged) => staged.path(),
+        };
+        let mut wanted = numbers.iter().copied().peekable();
+        let mut rows = Vec::with_capacity(numbers.len());
+        for (number, line) in (0..).zip(BufReader::new(std::fs::File::open(path)?).lines()) {
+            let line = line?;
+            match wanted.peek() {
+                None => break,
+                Some(next) if *next == number => {
+                    wanted.next();
+                    rows.push((number, serde_json::from_str(&line)?));
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(rows)
+    }
+
     /// Calls `look` with each prompt and its row number, until it says no.
     fn each_prompt(&self, mut look: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
         let path = match &self.source {

@@ -19,6 +19,7 @@ mod openapi;
 mod oracle;
 mod params;
 mod parity;
+mod probe;
 mod processes;
 mod queue;
 mod resume;
