@@ -451,7 +451,9 @@ impl<'a> Run<'a> {
     /// Passes over the dataset: where refills move the cursor, by the cursor.
     fn epochs(&self, step: u64) -> f64 {
         match self.state.next_prompt {
-            Some(next) if self.plan.rloo.min_informative_groups > 0 => next as f64 / self.batching.num_rows.max(1) as f64,
+            Some(next) if self.plan.rloo.min_informative_groups > 0 => {
+                next as f64 / self.batching.num_rows.max(1) as f64
+            }
             Some(_) | None => self.batching.epochs(step),
         }
     }

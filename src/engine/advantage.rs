@@ -178,9 +178,7 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
         rewards.iter().zip(dropped).map(|(reward, dropped)| reward.filter(|_| !dropped)).collect();
     let token_advantages = match config.estimator {
         Estimator::ReinforcePp => estimator::reinforce_pp(&kept, token_kl, config.beta),
-        Estimator::ReinforcePpBaseline => {
-            estimator::reinforce_pp_baseline(&kept, group_size, token_kl, config.beta)
-        }
+        Estimator::ReinforcePpBaseline => estimator::reinforce_pp_baseline(&kept, group_size, token_kl, config.beta),
         Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo | Estimator::Remax | Estimator::Reinforce => Vec::new(),
     };
     let advantages = if config.estimator.has_token_advantages() {

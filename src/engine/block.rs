@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use super::advantage::shape::{RewardShape, RewardStats, ShapedRewards};
 use super::advantage::{
-    AdvantageConfig, AdvantageRows, Advantages, RewardWeight, advantages, combine_rewards, is_tied, sequence_kl, token_kl,
+    AdvantageConfig, AdvantageRows, Advantages, RewardWeight, advantages, combine_rewards, is_tied, sequence_kl,
+    token_kl,
 };
 use super::error::{EngineError, Result};
 use super::host::{Rollout, RolloutCompletion, RolloutGroup};

@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use super::error::EngineError;
 use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
-use super::host::{Drawn, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, SampledGroup, ScoreRequest};
+use super::host::{
+    Drawn, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, SampledGroup, ScoreRequest,
+};
 use super::model::Adapter;
 use super::prompts::TokenizedPrompt;
 use super::random::{Key, Stream};

@@ -2,7 +2,7 @@
 //! next (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.2).
 
 use super::advantage::shape::{RewardShape, RewardStats};
-use super::advantage::{RewardWeight, combine_rewards, group_std, TIED_STD};
+use super::advantage::{RewardWeight, TIED_STD, combine_rewards, group_std};
 use super::host::{Rollout, RolloutCompletion, RolloutGroup, RolloutId};
 use super::random::{Key, Stream};
 use super::{Halt, Run};

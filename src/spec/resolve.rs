@@ -8,8 +8,8 @@ use super::estimate::Estimate;
 use super::prompts::{image_column, image_detail};
 use super::rloo;
 use super::{
-    DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan, PromptLengths,
-    RewardKind, SamplingPlan, Totals, TrainingPlan,
+    DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan,
+    PromptLengths, RewardKind, SamplingPlan, Totals, TrainingPlan,
 };
 use crate::id::DatasetId;
 

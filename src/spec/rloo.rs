@@ -88,7 +88,10 @@ pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
             [("drop_tied_groups", rloo.drop_tied_groups), ("min_informative_groups", rloo.min_informative_groups > 0)]
         {
             if given {
-                reader.field(name).fail("conflict", "with num_generations 1 no group has rewards to compare: use 2 or more, or leave it out");
+                reader.field(name).fail(
+                    "conflict",
+                    "with num_generations 1 no group has rewards to compare: use 2 or more, or leave it out",
+                );
             }
         }
     }
@@ -199,7 +202,8 @@ pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
         warn("loss", "half_of_dr_grpo", detail);
     }
     if rloo.estimator == Estimator::Grpo && rloo.loss == Loss::Sequence {
-        let detail = "GRPO's own loss is 'seq_mean_token_mean' (DAPO's 'token_mean', GSPO's 'gspo'); 'sequence' is RLOO's";
+        let detail =
+            "GRPO's own loss is 'seq_mean_token_mean' (DAPO's 'token_mean', GSPO's 'gspo'); 'sequence' is RLOO's";
         warn("loss", "loss_of_another_method", detail.to_owned());
     }
     if rloo.normalize_advantages && rloo.estimator.has_token_advantages() {
@@ -212,7 +216,8 @@ pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
     }
     let unpaired = matches!(rloo.estimator, Estimator::Reinforce | Estimator::Remax | Estimator::ReinforcePp);
     if rloo.drop_tied_groups && unpaired {
-        let detail = format!("groups of equal rewards still teach with estimator '{estimator}', and are left out all the same");
+        let detail =
+            format!("groups of equal rewards still teach with estimator '{estimator}', and are left out all the same");
         warn("drop_tied_groups", "drops_information", detail);
     }
     if rloo.min_informative_groups > 0 {

@@ -280,7 +280,12 @@ impl RecordedBlock {
             let score = score(run, reward_names, prompt, generation, prompts.len());
             let row = prompt as u64;
             let position = groups.iter().position(|group| group.row == row).unwrap_or_else(|| {
-                groups.push(RolloutGroup { row, prompt_ids: prompts[prompt].clone(), completions: Vec::new(), greedy: None });
+                groups.push(RolloutGroup {
+                    row,
+                    prompt_ids: prompts[prompt].clone(),
+                    completions: Vec::new(),
+                    greedy: None,
+                });
                 groups.len() - 1
             });
             let group = &mut groups[position];

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod algorithm;
 mod artifacts;
 mod datasets;
 mod demo;
@@ -22,5 +23,6 @@ mod setting;
 mod spec;
 mod store;
 mod train;
+mod variants;
 mod vectors;
 mod worker_protocol;

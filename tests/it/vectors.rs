@@ -118,8 +118,7 @@ fn case(report: &mut Report, case: &Value) {
         scores.iter().map(|score| combine_rewards(&score.values, &weights, Combine::Nansum)).collect();
     let rows = 0..lengths.len();
     let kl: Vec<f64> = rows.clone().map(|row| sequence_kl(&old[row], &reference[row], included[row])).collect();
-    let token_kl: Vec<Vec<f64>> =
-        rows.clone().map(|row| token_kl(&old[row], &reference[row], included[row])).collect();
+    let token_kl: Vec<Vec<f64>> = rows.clone().map(|row| token_kl(&old[row], &reference[row], included[row])).collect();
     let beta = config["beta"].as_f64().expect("beta");
     let clip = &config["reward_clip_range"];
     let shape = RewardShape {
@@ -315,7 +314,9 @@ fn estimators(report: &mut Report, section: &Value) {
     let scaled = |std: &dyn Fn(&[Option<f64>]) -> f64, epsilon: f64| -> Vec<f64> {
         let scale = |group: &[Option<f64>]| {
             let divisor = std(group) + epsilon;
-            estimator::dr_grpo(group).into_iter().map(move |row: Option<Estimate>| row.expect("scorable").advantage / divisor)
+            estimator::dr_grpo(group)
+                .into_iter()
+                .map(move |row: Option<Estimate>| row.expect("scorable").advantage / divisor)
         };
         rewards.chunks(group_size).flat_map(scale).collect()
     };
@@ -356,7 +357,10 @@ fn loss_aggregation(report: &mut Report, section: &Value) {
         .zip(array(&section["mask"]))
         .map(|(losses, mask)| {
             let pairs = array(losses).iter().zip(array(mask));
-            pairs.filter(|(_, mask)| mask.as_f64() == Some(1.0)).map(|(loss, _)| loss.as_f64().expect("a loss")).collect()
+            pairs
+                .filter(|(_, mask)| mask.as_f64() == Some(1.0))
+                .map(|(loss, _)| loss.as_f64().expect("a loss"))
+                .collect()
         })
         .collect();
     let max_completion_length = integer(&section["max_completion_length"]) as usize;
@@ -381,7 +385,11 @@ fn loss_aggregation(report: &mut Report, section: &Value) {
                 let halves = rows.chunks(2).map(|half| aggregate(Loss::TokenMean, half, denominators(half)));
                 let wrong = mean(&halves.collect::<Vec<_>>()).expect("halves");
                 let split: f64 = rows.chunks(2).map(|half| aggregate(Loss::TokenMean, half, step)).sum();
-                report.equal("a split changes nothing", (split - aggregate(Loss::TokenMean, &rows, step)).abs() < 1e-12, true);
+                report.equal(
+                    "a split changes nothing",
+                    (split - aggregate(Loss::TokenMean, &rows, step)).abs() < 1e-12,
+                    true,
+                );
                 report.equal("the mistake shows", (wrong - split).abs() > 1e-3, true);
                 wrong
             }

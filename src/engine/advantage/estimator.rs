@@ -45,8 +45,7 @@ pub fn dr_grpo(rewards: &[Option<f64>]) -> Vec<Option<Estimate>> {
 pub fn grpo(rewards: &[Option<f64>]) -> Vec<Option<Estimate>> {
     let scorable: Vec<f64> = rewards.iter().flatten().copied().collect();
     let std = sample_std(&scorable).unwrap_or(0.0);
-    let scale =
-        |estimate: Estimate| Estimate { advantage: estimate.advantage / (std + GROUP_EPSILON), ..estimate };
+    let scale = |estimate: Estimate| Estimate { advantage: estimate.advantage / (std + GROUP_EPSILON), ..estimate };
     dr_grpo(rewards).into_iter().map(|estimate| estimate.map(scale)).collect()
 }
 
