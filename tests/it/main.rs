@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod algorithm;
 mod artifacts;
 mod datasets;
 mod demo;
@@ -29,6 +30,7 @@ mod spec;
 mod store;
 mod train;
 mod trl;
+mod variants;
 mod vectors;
 mod watch;
 mod worker_protocol;
