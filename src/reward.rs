@@ -14,10 +14,11 @@ use std::time::Instant;
 
 use futures::future::{BoxFuture, try_join_all};
 
-use crate::event::{Event, Metrics, SamplePhase};
+use crate::event::{Event, Metrics};
 use crate::id::JobId;
 use crate::job::{Failure, FailureClass};
-use crate::sample::{RewardSample, RewardValue, Score};
+use crate::outgoing::OutgoingPolicy;
+use crate::sample::{RewardSample, RewardValue, RolloutId, Score};
 use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
 
 pub mod builtin;
@@ -28,7 +29,6 @@ pub mod signature;
 pub mod webhook;
 
 use health::{Health, Verdict};
-use outgoing::OutgoingPolicy;
 
 /// One reward: samples in, one [`Judgement`] each out, in order.
 pub trait Reward: Send + Sync {
@@ -45,10 +45,10 @@ pub trait Reward: Send + Sync {
 pub struct JobContext {
     /// The job.
     pub job: JobId,
-    /// Optimizer step (1-based; an evaluation carries the step it follows).
-    pub step: u64,
-    /// Training or evaluation.
-    pub phase: SamplePhase,
+    /// Which rollout of it; a service sees the step and the phase.
+    pub rollout: RolloutId,
+    /// Asked before there is a job (a probe, a test of the reward): services see the phase `probe`.
+    pub probe: bool,
 }
 
 /// What one reward said of all samples.
@@ -122,7 +122,7 @@ impl std::ops::AddAssign for Counts {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RewardFailure {
     /// The service was not reachable for `max_outage_s`: the job pauses until it is back.
-    #[error("reward '{reward}': no answer for {waited_s} s; last: {cause}")]
+    #[error("reward '{reward}': no answer{}; last: {cause}", waited(*.waited_s))]
     Outage {
         /// Its name.
         reward: String,
@@ -167,6 +167,10 @@ pub enum RewardFailure {
     },
 }
 
+fn waited(seconds: u64) -> String {
+    if seconds == 0 { String::new() } else { format!(" for {seconds} s") }
+}
+
 impl RewardFailure {
     /// The `status_reason` of the pause it leads to; `None`: the job fails.
     pub fn pause_reason(&self) -> Option<&'static str> {
@@ -184,9 +188,11 @@ impl RewardFailure {
             RewardFailure::Outage { .. } => {
                 (FailureClass::Reward, "reward_outage", "bring the reward service back, then resume the job")
             }
-            RewardFailure::Gone { .. } => {
-                (FailureClass::Reward, "reward_gone", "correct the reward's url, then submit again")
-            }
+            RewardFailure::Gone { .. } => (
+                FailureClass::Reward,
+                "reward_gone",
+                "bring the service back at this url and resume the job; with another url, cancel it and submit a new one",
+            ),
             RewardFailure::TooManyInvalid { .. } => (
                 FailureClass::Reward,
                 "reward_invalid",

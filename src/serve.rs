@@ -22,7 +22,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::config::ServeConfig;
 use crate::files::{DataDir, FilesError};
 use crate::http::{self, AppState};
-use crate::reward::outgoing::{OutgoingError, OutgoingPolicy};
+use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::store::{Store, StoreError, clock_ms};
 use crate::supervisor::{Children, Lost, Supervisor};
 

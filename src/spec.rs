@@ -10,13 +10,16 @@ mod estimate;
 pub mod footprint;
 mod foreign;
 mod fork;
+pub mod format;
 pub mod plan;
 mod prompts;
 mod reader;
 mod resolve;
 mod rewards;
+mod rloo;
 mod schema;
 mod sections;
+pub mod trl;
 mod warm;
 
 pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels, submittable};

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
+use super::advantage::shape::RewardStats;
 use super::block::Block;
 use super::error::{EngineError, Result};
 use super::host::Rollout;
@@ -42,7 +43,7 @@ const FORMAT: &str = "rlood-checkpoint/1";
 /// Where a run stands after an optimizer step. Randomness has no state: it is counted, not drawn in sequence.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// Optimizer steps done, skipped ones included; the cursor in the data follows from it.
+    /// Optimizer steps done, skipped ones included.
     pub step: u64,
     /// Passes over the dataset.
     pub epoch: f64,
@@ -62,6 +63,12 @@ pub struct TrainerState {
     pub eval_metrics: Metrics,
     /// SHA-256 over the parts of the plan that a resumed run must share.
     pub plan_sha256: String,
+    /// The cursor behind the last block's prompts, counted in prompts over all epochs; None = it follows from the step.
+    #[serde(default)]
+    pub next_prompt: Option<u64>,
+    /// Mean and spread of the rewards so far, the last block's included; empty unless rewards are normalised by them.
+    #[serde(default)]
+    pub reward_stats: RewardStats,
 }
 
 /// A run's state in memory, to write.

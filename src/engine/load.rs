@@ -49,7 +49,7 @@ impl Weights {
         Ok((values, shape))
     }
 
-    /// One tensor's values, row-major.
+    /// One tensor's values, row-major; all of them finite.
     pub fn values(&mut self, name: &str) -> Result<(Vec<f32>, Vec<usize>)> {
         let location = self.locations.get(name).ok_or_else(|| EngineError::Input(format!("no tensor {name}")))?;
         let path = self.dir.join(&location.file);
@@ -58,7 +58,12 @@ impl Weights {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
             std::collections::hash_map::Entry::Vacant(entry) => entry.insert(File::open(&path).map_err(failed)?),
         };
-        Ok((read_values(file, location).map_err(failed)?, location.shape.clone()))
+        let values = read_values(file, location).map_err(failed)?;
+        if !values.iter().all(|value| value.is_finite()) {
+            let what = format!("tensor {name} in {} holds NaN or infinite values", location.file);
+            return Err(EngineError::ModelNotFinite { what });
+        }
+        Ok((values, location.shape.clone()))
     }
 
     /// One matrix.

@@ -82,8 +82,7 @@ pub fn step_gradient(
         let StepGradient { gradient, losses: all, scores } = &mut step;
         let mut backward = |batch_scores: &[RowScore]| {
             let batch_losses = losses(batch.clone(), batch_scores);
-            let gradients = batch_losses.iter().zip(batch_scores);
-            let gradients = gradients.map(|(loss, score)| loss.token_gradient(score.logps.len())).collect();
+            let gradients = batch_losses.iter().map(RowLoss::token_gradient).collect();
             all.extend(batch_losses);
             Ok(gradients)
         };

@@ -44,6 +44,7 @@ macro_rules! codes {
 // code, HTTP status, whether the same request may succeed later, title
 codes! {
     InvalidJson = "invalid_json", 400, false, "The body is not JSON";
+    InvalidDocument = "invalid_document", 400, false, "The body cannot be parsed";
     InvalidRequest = "invalid_request", 400, false, "The request cannot be read";
     InvalidQuery = "invalid_query", 400, false, "A query parameter is not valid";
     InvalidCursor = "invalid_cursor", 400, false, "The cursor is not valid";
@@ -79,6 +80,7 @@ codes! {
     Internal = "internal", 500, true, "The server failed";
     NotImplemented = "not_implemented", 501, false, "This is not supported";
     Overloaded = "overloaded", 503, true, "The server is busy";
+    NotReady = "not_ready", 503, true, "The server is not ready";
     StorageFull = "storage_full", 507, true, "The disk is full";
 }
 
@@ -328,7 +330,7 @@ impl IntoResponse for Problem {
         let status = code.status();
         // Logged here and nowhere else: this is where every error ends.
         let cause = cause.as_deref().unwrap_or("");
-        if matches!(code, Code::Overloaded | Code::StorageFull) {
+        if matches!(code, Code::Overloaded | Code::NotReady | Code::StorageFull) {
             tracing::warn!(%request_id, code = code.as_str(), cause, "{detail}");
         } else if status.is_server_error() {
             tracing::error!(%request_id, code = code.as_str(), cause, "{detail}");

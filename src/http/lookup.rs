@@ -7,12 +7,14 @@ use serde_json::{Map, Value};
 
 use super::AppState;
 use super::error::{Problem, chain, shortened};
+use super::models::is_as_registered;
 use super::warm_start;
 use crate::dataset::Summary;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
+use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths};
 use crate::store::{DatasetRow, ModelRow, StoreError};
 
@@ -124,7 +126,7 @@ pub(super) async fn prepare(
     spec: &mut JobSpec,
     uploaded: Option<Prompts>,
 ) -> Result<Prepared, Problem> {
-    let mut errors = Vec::new();
+    let mut errors = unreachable_rewards(state, spec)?;
     let model = find_model(state, &spec.model, &mut errors).await?;
     let train = match uploaded {
         Some(prompts) => Some(prompts),
@@ -153,6 +155,20 @@ pub(super) async fn prepare(
         Ok(Prepared { context, errors, train, eval })
     };
     tokio::task::spawn_blocking(inspection).await.map_err(Problem::internal)?
+}
+
+/// Reward URLs whose address is refused, as far as that can be told without DNS; names are checked when they resolve.
+fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldError>, Problem> {
+    let policy = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+    let rewards = spec.redacted["rewards"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let refused = |(index, reward): (usize, &Value)| match policy.check_url(reward.get("url")?.as_str()?) {
+        Err(error @ OutgoingError::Refused { .. }) => {
+            Some(FieldError::new(format!("/rewards/{index}/url"), "address_refused", error.to_string()))
+        }
+        // Other faults of a URL are the reader's.
+        Ok(_) | Err(_) => None,
+    };
+    Ok(rewards.iter().enumerate().filter_map(refused).collect())
 }
 
 async fn find_model(state: &AppState, id: &str, errors: &mut Vec<FieldError>) -> Result<Option<ModelRow>, Problem> {
@@ -195,6 +211,21 @@ fn inspect<'p>(
             return Ok(None);
         }
     };
+    match is_as_registered(model, &card) {
+        Ok(true) => {}
+        Ok(false) => {
+            let detail = format!(
+                "the files of model '{}' have changed since it was registered: register it again (POST /models with the same id and source), then submit again",
+                model.id
+            );
+            errors.push(FieldError::new("/model", "model_changed", detail));
+            return Ok(None);
+        }
+        Err(error) => {
+            errors.push(unusable(error.to_string()));
+            return Ok(None);
+        }
+    }
     let facts = model_facts(model, &card);
     let text = match Text::load(dir) {
         Ok(text) => text,

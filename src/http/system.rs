@@ -77,12 +77,16 @@ async fn livez() -> &'static str {
 #[utoipa::path(get, path = "/readyz", tag = "System", security(()),
     responses((status = 200, description = "Ready", body = String, content_type = "text/plain", example = json!("ok\n"))))]
 async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> {
-    let not_ready = |detail: &str, cause: String| Problem::new(Code::Overloaded, detail).because(cause).retry_after(5);
-    state.store.ping().await.map_err(|error| not_ready("the database does not answer", chain(&error)))?;
-    let free =
-        state.files.free_bytes().map_err(|error| not_ready("the data directory cannot be read", chain(&error)))?;
+    let not_ready = |detail: String, cause: String| Problem::new(Code::NotReady, detail).because(cause).retry_after(5);
+    state.store.ping().await.map_err(|error| not_ready("the database does not answer".to_owned(), chain(&error)))?;
+    let free = state
+        .files
+        .free_bytes()
+        .map_err(|error| not_ready("the data directory cannot be read".to_owned(), chain(&error)))?;
     if free < LOW_DISK_BYTES {
-        return Err(not_ready("the disk is nearly full", format!("{free} bytes are free")));
+        let detail =
+            format!("the disk is nearly full: {free} bytes are free, {LOW_DISK_BYTES} are needed; free some space");
+        return Err(not_ready(detail, String::new()));
     }
     Ok("ok\n")
 }

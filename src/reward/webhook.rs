@@ -12,9 +12,9 @@ use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Client, Url};
 use tokio::sync::Semaphore;
 
-use super::outgoing::OutgoingPolicy;
 use super::signature::Key;
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
+use crate::outgoing::OutgoingPolicy;
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{OnInvalid, RewardSecrets, WebhookPlan};
 

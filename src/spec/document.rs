@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use super::foreign::advice;
-use super::reader::{Errors, Field, FieldError, Reader, shown};
+use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
 use super::rewards::read_rewards;
+use super::rloo::read_rloo;
 use super::sections::{
-    MAX_STEPS, read_checkpoints, read_lora, read_optimizer, read_rloo, read_sampling, read_training, read_warm_start,
+    MAX_STEPS, read_checkpoints, read_lora, read_optimizer, read_sampling, read_training, read_warm_start,
 };
 use super::{
     CheckpointPlan, ComputeDtype, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan, SamplingPlan,
@@ -99,6 +100,11 @@ pub struct TrainingSpec {
 impl JobSpec {
     /// Reads a document; the errors are all there are, and the job may be used only when there are none.
     pub fn read(mut document: Value) -> (JobSpec, Vec<FieldError>) {
+        if !document.is_object() {
+            let example = "{\"model\": …, \"dataset\": …, \"rewards\": […]}";
+            let detail = format!("a job is an object, {example}, not {}", kind_of(&document));
+            return (Self::read(json!({})).0, vec![FieldError::new("", "invalid_type", detail)]);
+        }
         let train_records = detach_records(&mut document, "/dataset/records");
         let eval_records = detach_records(&mut document, "/eval/dataset/records");
         let errors = Errors::default();

@@ -76,8 +76,8 @@ const KEYS: &[Entry] = &[
     ),
     (
         &["token_level_kl"],
-        LATER,
-        "the KL penalty is summed over the completion and subtracted from its reward; a penalty per token is not built yet",
+        FOREIGN,
+        "use rloo.estimator reinforce_pp or reinforce_pp_baseline, whose KL penalty falls token by token, or rloo.kl_in \"loss\"",
     ),
     (
         &["entropy_coef", "ent_coef", "entropy_bonus"],
@@ -252,7 +252,7 @@ const KEYS: &[Entry] = &[
     (
         &["scale_rewards", "loss_type", "importance_sampling_level"],
         FOREIGN,
-        "GRPO's; RLOO clips the ratio of whole sequences, and rloo.normalize_advantages standardises advantages",
+        "use rloo.estimator (grpo divides by the group's std, dr_grpo does not) and rloo.loss (token_mean, seq_mean_token_mean, dr_grpo, gspo)",
     ),
     (&["early_stopping", "alerts"], LATER, "not built yet; watch /jobs/{id}/metrics and POST /jobs/{id}/cancel"),
     (&["generation_kwargs"], FOREIGN, "use sampling {temperature, top_p, top_k, min_p, repetition_penalty, stop}"),

@@ -6,10 +6,11 @@ use utoipa::ToSchema;
 
 use super::estimate::{Estimate, Limits, fit};
 use super::prompts::{image_column, image_detail};
+use super::rloo;
 use super::warm::{self, WarmStartFacts};
 use super::{
-    DatasetPlan, DatasetSource, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan, PromptLengths,
-    RewardKind, SamplingPlan, Totals, TrainingPlan,
+    DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan,
+    PromptLengths, RewardKind, SamplingPlan, Totals, TrainingPlan,
 };
 use crate::id::DatasetId;
 
@@ -135,6 +136,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         }
     }
     let sampling = fit_completions(spec, context, &mut errors);
+    rloo::check(spec, &sampling, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
     if let Some(error) = smaller_than_a_block(spec, dataset.num_rows) {
         errors.push(error);
@@ -252,7 +254,10 @@ fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErro
     let mut sampling = spec.sampling.clone();
     let Some(model) = &context.model else { return sampling };
     let limit = model.max_position_embeddings;
-    let given = spec.redacted.pointer(AT).is_some_and(|value| !value.is_null());
+    let given = spec.redacted.pointer(AT).filter(|value| !value.is_null());
+    if given.is_some_and(|value| value.as_f64() != Some(f64::from(sampling.max_completion_length))) {
+        return sampling; // The reader refused it, and has said so.
+    }
     let (mut longest, mut too_long) = (0, false);
     for (facts, at) in [(&context.dataset, "/dataset"), (&context.eval_dataset, "/eval/dataset")] {
         let Some(lengths) = facts.as_ref().and_then(|facts| facts.prompt_lengths) else { continue };
@@ -270,7 +275,7 @@ fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErro
     if too_long || u64::from(sampling.max_completion_length) <= room.saturating_sub(u64::from(longest == 0)) {
         return sampling;
     }
-    if given {
+    if given.is_some() {
         let detail = format!(
             "the model reads at most {limit} tokens and the longest prompt has {longest}: a completion can have at most {room}, not {}",
             sampling.max_completion_length
@@ -319,15 +324,23 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
     let max_steps = training.max_steps.unwrap_or_else(by_epochs);
     let generation_blocks = max_steps.div_ceil(steps_per_block);
     let completions = generation_blocks * block * u64::from(rloo.num_generations);
+    let greedy_completions = if rloo.estimator == Estimator::Remax { generation_blocks * block } else { 0 };
+    let sampled = completions + greedy_completions;
+    let refills = if rloo.min_informative_groups > 0 { u64::from(rloo.max_refills) } else { 0 };
+    let max_refill_completions = sampled.saturating_mul(refills);
     let totals = Totals {
         optimizer_steps: max_steps,
         completions_per_step: u64::from(training.prompts_per_step) * u64::from(rloo.num_generations),
         prompts_per_block: block,
         generation_blocks,
         completions,
+        greedy_completions,
+        max_refill_completions,
         epochs: max_steps as f64 / steps_per_epoch as f64,
         dropped_rows_per_epoch: num_rows % block,
-        max_completion_tokens: completions.saturating_mul(u64::from(sampling.max_completion_length)),
+        max_completion_tokens: sampled
+            .saturating_add(max_refill_completions)
+            .saturating_mul(u64::from(sampling.max_completion_length)),
     };
     let plan = TrainingPlan {
         prompts_per_step: training.prompts_per_step,
@@ -405,5 +418,6 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         let detail = "evaluation uses the training prompts: it cannot show whether the model learned more than these";
         warn("/eval/dataset".to_owned(), "eval_on_training_data", detail.to_owned());
     }
+    warnings.extend(rloo::warnings(plan));
     warnings
 }

@@ -71,6 +71,11 @@ impl ToSchema for JobDocument {
         WebhookPlan::schemas(schemas);
         for (name, schema) in [
             ("Combine", super::Combine::schema()),
+            ("Estimator", super::Estimator::schema()),
+            ("KlEstimator", super::KlEstimator::schema()),
+            ("KlIn", super::KlIn::schema()),
+            ("Loss", super::Loss::schema()),
+            ("RewardNormalization", super::RewardNormalization::schema()),
             ("LrSchedulerType", super::LrSchedulerType::schema()),
             ("OnInvalid", super::OnInvalid::schema()),
         ] {

@@ -1,4 +1,4 @@
-//! Reads the sections of a job that stand alone: algorithm, rollouts, adapter, optimizer, training, checkpoints.
+//! Reads the sections of a job that stand alone: rollouts, adapter, optimizer, training, checkpoints.
 
 use serde_json::{Value, json};
 
@@ -6,8 +6,8 @@ use super::document::TrainingSpec;
 use super::foreign::advice;
 use super::reader::{Field, Reader};
 use super::{
-    CheckpointPlan, Combine, ComputeDtype, LoraPlan, LrSchedulerType, OptimizerKind, OptimizerPlan, Reference,
-    RlooPlan, SamplingPlan, WarmStartPlan,
+    CheckpointPlan, ComputeDtype, LoraPlan, LrSchedulerType, OptimizerKind, OptimizerPlan, Reference, SamplingPlan,
+    WarmStartPlan,
 };
 
 /// The most optimizer steps a job may have.
@@ -15,57 +15,6 @@ pub(super) const MAX_STEPS: u64 = 10_000_000;
 /// JSON numbers beyond this lose digits in many clients.
 const MAX_SEED: u64 = (1 << 53) - 1;
 const ALL_LINEAR: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-
-pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
-    let positive = |value: f64| value > 0.0;
-    let epsilon = reader
-        .field("epsilon")
-        .number("greater than 0 and less than 1", |value| value > 0.0 && value < 1.0)
-        .unwrap_or(0.2);
-    let rloo = RlooPlan {
-        num_generations: reader
-            .field("num_generations")
-            .hint("the baseline of a completion is the mean reward of the other completions of its prompt, so one alone has none")
-            .whole(2..=1024)
-            .unwrap_or(4),
-        beta: reader
-            .field_of(&["beta", "kl_coef", "kl_coeff"])
-            .number("at least 0 (0 = no reference model)", |value| value >= 0.0)
-            .unwrap_or(0.05),
-        epsilon,
-        epsilon_high: reader.field("epsilon_high").number("greater than 0", positive).unwrap_or(epsilon),
-        num_iterations: reader.field("num_iterations").whole(1..=1000).unwrap_or(1),
-        steps_per_generation: reader.field("steps_per_generation").whole(1..=1000).unwrap_or(1),
-        normalize_advantages: reader.field("normalize_advantages").bool().unwrap_or(false),
-        reward_clip_range: read_range(&reader.field("reward_clip_range")),
-        mask_truncated_completions: reader.field("mask_truncated_completions").bool().unwrap_or(false),
-        combine: reader
-            .field("combine")
-            .choice(&[("renormalize", Combine::Renormalize), ("nansum", Combine::Nansum)])
-            .unwrap_or(Combine::Renormalize),
-    };
-    reader.only("estimator", &json!("rloo"), "other estimators come later");
-    reader.only("loss", &json!("sequence"), "the ratio of whole sequences, as in TRL; other losses come later");
-    reader.only("kl_in", &json!("reward"), "the KL penalty is part of the reward; in the loss it comes later");
-    reader.only("reward_normalization", &json!("none"), "normalize_advantages standardises advantages");
-    reader.only("drop_tied_groups", &json!(false), "groups of equal rewards train on KL alone");
-    reader.finish(advice);
-    rloo
-}
-
-fn read_range(field: &Field<'_>) -> Option<(f64, f64)> {
-    let items = field.items()?;
-    let [low, high] = items.as_slice() else {
-        field.fail("invalid_value", format!("must be a list of two numbers, [min, max], not of {}", items.len()));
-        return None;
-    };
-    let (low, high) = (low.number("a number", |_| true)?, high.number("a number", |_| true)?);
-    if low >= high {
-        field.fail("invalid_value", format!("the first must be less than the second, not {low} and {high}"));
-        return None;
-    }
-    Some((low, high))
-}
 
 pub(super) fn read_sampling(reader: Reader<'_>) -> SamplingPlan {
     let sampling = SamplingPlan {

@@ -19,9 +19,9 @@ use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, Stop, TrainInput, TrainOutcome};
 use crate::job::Failure;
 use crate::modelcard;
+use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::Rewards;
-use crate::reward::outgoing::OutgoingPolicy;
 use crate::spec::DatasetPlan;
 
 /// The last words of a run whose server may be gone.

@@ -83,7 +83,7 @@ fn full_at_once(error: &ClientError) -> bool {
 
 impl Host for JobHost {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
-        let job = JobContext { job: self.held.job, step: request.step, phase: request.phase };
+        let job = JobContext { job: self.held.job, rollout: request.id, probe: false };
         let scored = self.runtime.block_on(async {
             tokio::select! {
                 biased;
@@ -93,13 +93,13 @@ impl Host for JobHost {
         });
         let scored = match scored {
             Ok(Ok(scored)) => scored,
-            Ok(Err(failure)) => return Err(self.on_reward_failure(&failure, request.step)),
+            Ok(Err(failure)) => return Err(self.on_reward_failure(&failure, request.id.step)),
             Err(stop) => return Err(HostError::Stopped(stop)),
         };
         for warning in scored.warnings {
             self.send(warning)?;
         }
-        self.reward_metrics[slot(request.phase)].extend(scored.metrics);
+        self.reward_metrics[slot(request.id.phase)].extend(scored.metrics);
         Ok(scored.scores)
     }
 

@@ -23,7 +23,7 @@ use crate::event::{Event, FinishReason, Metrics, SamplePhase};
 use crate::id::{CheckpointId, DatasetId, JobId, WorkerId};
 use crate::modelcard;
 use crate::protocol::{Claim, FileEntry};
-use crate::sample::RewardSample;
+use crate::sample::{RewardSample, RolloutId};
 use crate::spec::Plan;
 
 const ROWS: &str = "{\"prompt\": \"one\", \"answer\": \"1\"}\n{\"prompt\": \"two\", \"answer\": \"2\"}\n";
@@ -239,7 +239,7 @@ async fn a_reward_service_that_is_gone_pauses_the_job_and_an_event_says_why() {
             num_tokens: 1,
             columns: serde_json::Map::new(),
         };
-        match host.score(&ScoreRequest { step: 1, phase: SamplePhase::Train, samples: &[sample] }) {
+        match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
             Err(HostError::Stopped(stop)) => Ok(TrainOutcome::Stopped(stop)),
             other => panic!("should stop: {other:?}"),
         }

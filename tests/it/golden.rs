@@ -281,7 +281,12 @@ impl RecordedBlock {
             let score = score(run, reward_names, prompt, generation, prompts.len());
             let row = prompt as u64;
             let position = groups.iter().position(|group| group.row == row).unwrap_or_else(|| {
-                groups.push(RolloutGroup { row, prompt_ids: prompts[prompt].clone(), completions: Vec::new() });
+                groups.push(RolloutGroup {
+                    row,
+                    prompt_ids: prompts[prompt].clone(),
+                    completions: Vec::new(),
+                    greedy: None,
+                });
                 groups.len() - 1
             });
             let group = &mut groups[position];
@@ -296,7 +301,7 @@ impl RecordedBlock {
             rows.insert((row, group.completions.len()), recorded_row);
             group.completions.push(RolloutCompletion { ids: completion, finish_reason, score });
         }
-        Self { rollout: Rollout { groups }, rows }
+        Self { rollout: Rollout { groups, ..Rollout::default() }, rows }
     }
 }
 

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Plain types, imported by everyone.
-const WORDS: &[&str] = &["config", "dataset", "event", "id", "job", "modelcard", "protocol", "sample", "spec"];
+const WORDS: &[&str] =
+    &["config", "dataset", "event", "id", "job", "modelcard", "outgoing", "protocol", "sample", "spec"];
 
 /// Module, and what it may import besides the words and itself.
 const ALLOWED: &[(&str, &[&str])] = &[
@@ -16,6 +17,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("http", &["files", "store"]),
     ("worker", &["engine", "files", "reward"]),
     ("serve", &["files", "http", "reward", "store", "supervisor"]),
+    ("convert", &[]),
     ("demo", &["files", "reward", "serve"]),
 ];
 
@@ -32,7 +34,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 /// Crates that belong to some modules only.
 const CRATES: &[(&str, &[&str])] = &[
     ("axum", &["demo", "http", "reward", "serve"]),
-    ("reqwest", &["config", "demo", "reward", "spec", "worker"]),
+    ("reqwest", &["config", "demo", "outgoing", "reward", "spec", "worker"]),
     ("sqlx", &["store", "serve"]),
     ("tokio", &["demo", "files", "http", "reward", "serve", "store", "supervisor", "worker"]),
     ("tokenizers", &["engine", "modelcard"]),

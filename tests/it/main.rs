@@ -24,5 +24,6 @@ mod setting;
 mod spec;
 mod store;
 mod train;
+mod trl;
 mod vectors;
 mod worker_protocol;

@@ -10,13 +10,13 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, Response, StatusCode};
-use rlood::event::{Event, FinishReason, SamplePhase};
+use rlood::event::{Event, FinishReason};
 use rlood::id::JobId;
+use rlood::outgoing::OutgoingPolicy;
 use rlood::reward::example::ExampleService;
-use rlood::reward::outgoing::OutgoingPolicy;
 use rlood::reward::signature::Key;
 use rlood::reward::{JobContext, RewardFailure, Rewards, Scored};
-use rlood::sample::{RewardSample, RewardValue};
+use rlood::sample::{RewardSample, RewardValue, RolloutId};
 use rlood::spec::{RewardPlan, RewardSecrets};
 use serde_json::{Map, Value, json};
 
@@ -128,7 +128,7 @@ fn rewards(plans: &[RewardPlan]) -> Rewards {
 }
 
 fn job() -> JobContext {
-    JobContext { job: JobId::new(), step: 12, phase: SamplePhase::Train }
+    JobContext { job: JobId::new(), rollout: RolloutId::train(12), probe: false }
 }
 
 async fn score(url: &str, changes: Value, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {

@@ -11,15 +11,13 @@ use rlood::engine::host::{
     StepTrace, Stop, TrainInput, TrainOutcome,
 };
 use rlood::engine::lora::LoraConfig;
-use rlood::engine::loss::{LossConfig, LossRow, row_loss};
-use rlood::engine::model::{Policy, Row};
-use rlood::engine::update::{MicroBatching, step_gradient};
+use rlood::engine::model::Policy;
 use rlood::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
 use rlood::sample::{RewardSample, RewardValue};
 use rlood::spec::{
-    CheckpointPlan, Combine, ComputeDtype, DatasetPlan, EvalPlan, LengthPlan, LoraPlan, LrSchedulerType,
-    MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan, RewardKind, RewardPlan, RlooPlan, SamplingPlan,
-    Totals, TrainingPlan,
+    CheckpointPlan, Combine, ComputeDtype, DatasetPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan, LoraPlan,
+    Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan, RewardKind,
+    RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use serde_json::{Map, json};
 
@@ -54,6 +52,16 @@ pub fn plan() -> Plan {
             reward_clip_range: None,
             mask_truncated_completions: false,
             combine: Combine::Renormalize,
+            estimator: Estimator::Rloo,
+            loss: Loss::Sequence,
+            kl_in: KlIn::Reward,
+            kl_estimator: KlEstimator::K1,
+            drop_tied_groups: false,
+            soft_overlong: None,
+            length_penalty: 0.0,
+            min_informative_groups: 0,
+            max_refills: 4,
+            reward_normalization: RewardNormalization::None,
         },
         sampling: SamplingPlan {
             max_completion_length: 6,
@@ -100,6 +108,8 @@ pub fn plan() -> Plan {
             prompts_per_block: 2,
             generation_blocks: 3,
             completions: 12,
+            greedy_completions: 0,
+            max_refill_completions: 0,
             epochs: 0.75,
             dropped_rows_per_epoch: 0,
             max_completion_tokens: 72,
@@ -459,9 +469,13 @@ fn truncated_rollout(_step: u64) -> Option<Rollout> {
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(reward)] },
     };
-    let group =
-        |row: u64| RolloutGroup { row, prompt_ids: vec![3, 4], completions: vec![completion(0.0), completion(1.0)] };
-    Some(Rollout { groups: vec![group(0), group(1)] })
+    let group = |row: u64| RolloutGroup {
+        row,
+        prompt_ids: vec![3, 4],
+        completions: vec![completion(0.0), completion(1.0)],
+        greedy: None,
+    };
+    Some(Rollout { groups: vec![group(0), group(1)], ..Rollout::default() })
 }
 
 #[test]
@@ -533,54 +547,6 @@ fn a_rollout_without_any_reward_is_told_and_trains_nothing() {
 }
 
 #[test]
-fn the_micro_batch_split_changes_no_gradient() {
-    let mut policy = Policy::load(&model_dir(), &Device::Cpu).expect("the model");
-    policy.add_lora(&LoraConfig::all_linear(4, 8.0), 7).expect("an adapter");
-    let varied: Vec<f32> = policy
-        .parameter_values()
-        .expect("values")
-        .iter()
-        .enumerate()
-        .map(|(i, v)| v + (i % 11) as f32 * 0.01)
-        .collect();
-    policy.set_parameter_values(&varied).expect("as many");
-    let completions: Vec<Vec<u32>> =
-        (0..8u32).map(|row| (0..=row % 5).map(|t| 3 + (row * 7 + t * 5) % 60).collect()).collect();
-    let rows: Vec<Row<'_>> = completions.iter().map(|completion| Row { prompt: &[5, 6, 7], completion }).collect();
-    let gradient = |max_tokens: usize| {
-        let batching = MicroBatching { num_generations: 2, max_tokens, temperature: 0.9, dropout: None };
-        let mut batches = 0;
-        let config = LossConfig { epsilon: 0.2, epsilon_high: 0.2 };
-        let step = step_gradient(
-            &policy,
-            &rows,
-            &batching,
-            &mut |range, scores| {
-                batches += 1;
-                let rows = range.zip(scores).map(|(row, score)| LossRow {
-                    new_logps: &score.logps,
-                    old_logps: &score.logps,
-                    included: true,
-                    advantage: if row % 2 == 0 { 1.0 } else { -0.5 },
-                });
-                rows.map(|row| row_loss(&row, &config, 8)).collect()
-            },
-            &|| false,
-        );
-        (batches, step.expect("trains").expect("not stopped"))
-    };
-    let (one, whole) = gradient(1000);
-    let (four, cut) = gradient(1);
-    assert_eq!((one, four), (1, 4));
-    let largest = whole.gradient.iter().fold(0f32, |a, b| a.max(b.abs()));
-    assert!(largest > 1e-3);
-    for (a, b) in whole.gradient.iter().zip(&cut.gradient) {
-        assert!((a - b).abs() <= 1e-5 * largest, "{a} {b}");
-    }
-    assert_eq!(whole.losses.len(), cut.losses.len());
-}
-
-#[test]
 fn updates_that_are_not_finite_are_skipped_and_three_end_the_run() {
     let mut plan = plan();
     plan.rloo.beta = 0.0;
@@ -600,6 +566,38 @@ fn updates_that_are_not_finite_are_skipped_and_three_end_the_run() {
     assert_eq!(value(&metrics, 5, "skipped_updates"), 3.0);
     assert_eq!(metrics[4].1["grad_norm"], None);
     assert_eq!(host.traces[1].parameters, host.traces[4].parameters);
+}
+
+#[test]
+fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
+    let dir = tempfile::tempdir().expect("a directory");
+    for entry in std::fs::read_dir(model_dir()).expect("lists").flatten() {
+        if entry.path().is_file() {
+            std::fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("copies");
+        }
+    }
+    let path = dir.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).expect("reads");
+    let end = bytes.len();
+    // All ones: NaN in every float format.
+    bytes[end - 4..].fill(0xff);
+    std::fs::write(&path, bytes).expect("writes");
+    let mut plan = plan();
+    plan.training.max_steps = 1;
+    let input = TrainInput {
+        plan: &plan,
+        model_dir: dir.path(),
+        model_name: "tiny",
+        rows: rows(),
+        eval_rows: Vec::new(),
+        resume: None,
+        initial_adapter: None,
+        scratch_dir: dir.path(),
+        device: "cpu",
+    };
+    let error = rlood::engine::train(input, &mut TestHost::default()).expect_err("it cannot be trained");
+    assert!(matches!(&error, EngineError::ModelNotFinite { what } if what.contains("tensor ")), "{error:?}");
+    assert_eq!(error.class(), rlood::engine::error::FailureClass::User);
 }
 
 #[test]

@@ -31,9 +31,10 @@ impl Request {
     pub fn score<'a>(envelope: &Envelope<'_>, samples: impl Iterator<Item = &'a [u8]>) -> Self {
         let Envelope { reward, plan, job } = envelope;
         let id = RewardRequestId::new().to_string();
+        let phase = if job.probe { "probe".into() } else { json!(job.rollout.phase) };
         let head = json!({
             "type": "reward.score.request", "version": "1", "id": id, "timestamp": now_rfc3339(),
-            "job": {"id": job.job, "step": job.step, "phase": job.phase},
+            "job": {"id": job.job, "step": job.rollout.step, "phase": phase},
             "reward": {"name": reward, "params": plan.params},
             "deadline_ms": plan.deadline_ms,
             "reply": {"modes": ["sync"]},
@@ -200,7 +201,8 @@ mod tests {
             "timeout_ms": 1, "deadline_ms": 300000, "max_tries": 1, "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": 1
         }))
         .unwrap();
-        let job = JobContext { job: crate::id::JobId::new(), step: 12, phase: crate::event::SamplePhase::Train };
+        let job =
+            JobContext { job: crate::id::JobId::new(), rollout: crate::sample::RolloutId::train(12), probe: false };
         let wire: Vec<_> = samples(&[2]).iter().map(sample_json).collect();
         let envelope = Envelope { reward: "helpful", plan: &plan, job: &job };
         let request = Request::score(&envelope, wire.iter().map(Vec::as_slice));
