@@ -21,27 +21,33 @@ use tower::ServiceExt;
 
 const SECRET: &str = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
 
-struct Server {
-    state: AppState,
+pub struct Server {
+    pub state: AppState,
     router: Router,
     dir: tempfile::TempDir,
 }
 
-struct Answer {
-    status: StatusCode,
-    headers: HeaderMap,
-    text: String,
-    body: Value,
+pub struct Answer {
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub text: String,
+    pub body: Value,
 }
 
 impl Server {
     /// A server without workers; the models `chat` (with a chat template) and `plain` (without) are registered.
-    async fn start() -> Server {
+    pub async fn start() -> Server {
+        Self::start_with(|_| {}).await
+    }
+
+    /// The same, with other settings.
+    pub async fn start_with(change: impl FnOnce(&mut ServeConfig)) -> Server {
         let dir = tempfile::tempdir().unwrap();
         let data = dir.path().join("data");
         let files = DataDir::open(&data).unwrap();
         let store = Store::open(&files.database()).await.unwrap();
-        let config = ServeConfig::loopback(&data).unwrap();
+        let mut config = ServeConfig::loopback(&data).unwrap();
+        change(&mut config);
         let state = AppState::new(store, files, Arc::new(config));
         let server = Server { router: router(state.clone()), state, dir };
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
@@ -78,22 +84,26 @@ impl Server {
         self.send(request.body(body.map_or_else(Body::empty, |body| Body::from(body.to_string()))).unwrap()).await
     }
 
-    async fn get(&self, path: &str) -> Answer {
+    pub async fn call_method(&self, method: axum::http::Method, path: &str) -> u16 {
+        self.call(method.as_str(), path, None, None).await.status.as_u16()
+    }
+
+    pub async fn get(&self, path: &str) -> Answer {
         self.call("GET", path, None, None).await
     }
 
-    async fn post(&self, path: &str, body: Value) -> Answer {
+    pub async fn post(&self, path: &str, body: Value) -> Answer {
         self.call("POST", path, Some(body), None).await
     }
 
-    async fn create(&self, body: Value) -> JobId {
+    pub async fn create(&self, body: Value) -> JobId {
         let answer = self.post("/jobs", body).await;
         assert_eq!(answer.status, 201, "{}", answer.text);
         answer.body["id"].as_str().unwrap().parse().unwrap()
     }
 
     /// A worker that claims the next job.
-    async fn claim(&self) -> (JobId, u64) {
+    pub async fn claim(&self) -> (JobId, u64) {
         let worker = WorkerId::new();
         let register =
             Register { worker, device: "cpu".to_owned(), pid: 1, threads: 1, version: "0".to_owned(), child: false };
@@ -121,12 +131,12 @@ fn records(count: usize) -> Value {
     (0..count).map(|row| json!({"prompt": format!("What is {row} + 1?"), "answer": row + 1})).collect()
 }
 
-fn job() -> Value {
+pub fn job() -> Value {
     json!({"model": "chat", "dataset": {"records": records(8)}, "rewards": [{"type": "number_match", "column": "answer"}],
            "training": {"max_steps": 20}})
 }
 
-fn with(mut document: Value, key: &str, value: Value) -> Value {
+pub fn with(mut document: Value, key: &str, value: Value) -> Value {
     document[key] = value;
     document
 }

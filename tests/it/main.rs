@@ -7,6 +7,7 @@ mod artifacts;
 mod datasets;
 mod demo;
 mod exact;
+mod fork;
 mod golden;
 mod gradients;
 mod http;
