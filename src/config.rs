@@ -75,6 +75,9 @@ pub enum Command {
     /// Translate a run of another trainer into a job: printed to standard output, what is to be said of it to standard
     /// error. Exit code 1 when something in it is refused or not supported.
     Convert(ConvertArgs),
+    /// Set up by the server: look at the job on standard input, write a report to standard output.
+    #[command(hide = true)]
+    Probe(ProbeArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi,
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
@@ -137,6 +140,12 @@ pub struct ServeArgs {
     /// Compute threads of all workers together, split evenly between the cpu devices. Default: the machine's cores.
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
+
+    /// Memory that all cpu workers together may use: bytes, or with a unit (512M, 12G; powers of 1024); 0 = no limit. A job
+    /// whose estimate is larger than a worker's even share is refused at submission. Default: the control group's limit,
+    /// else the machine's memory.
+    #[arg(long, env = "RLOOD_MEMORY_LIMIT", value_name = "SIZE")]
+    pub memory_limit: Option<String>,
 }
 
 /// Instruction sets of the CPU kernels.
@@ -244,6 +253,18 @@ pub struct WorkerArgs {
     pub child: bool,
 }
 
+/// Flags of `rlood probe`.
+#[derive(Debug, Clone, Args)]
+pub struct ProbeArgs {
+    /// The one device to measure on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// Compute threads. Default: the machine's cores.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+}
+
 /// A device to train on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Device {
@@ -323,6 +344,8 @@ pub struct ServeConfig {
     pub isa: Isa,
     /// Of all workers together.
     pub threads: u32,
+    /// Memory of all cpu workers together, bytes; None = unknown or not limited.
+    pub memory_limit_bytes: Option<u64>,
     /// The `rlood` binary that workers are started from; None = this process's own.
     pub worker_program: Option<PathBuf>,
     /// What the samples of one job may take, bytes; 0 = no limit.
@@ -367,6 +390,7 @@ impl ServeConfig {
             model_roots: None,
             isa: Isa::Auto,
             threads: machine_threads(),
+            memory_limit_bytes: machine_memory_bytes(),
             worker_program: None,
             samples_max_bytes: SAMPLES_MAX_BYTES,
             heartbeat_ms: HEARTBEAT_MS,
@@ -374,6 +398,12 @@ impl ServeConfig {
             log: "warn".to_owned(),
             log_format: LogFormat::Text,
         })
+    }
+
+    /// Memory a job may use: an even share of the limit.
+    pub fn memory_per_worker(&self) -> Option<u64> {
+        let workers = self.devices.iter().filter(|device| **device == Device::Cpu).count() as u64;
+        self.memory_limit_bytes.map(|bytes| bytes / workers.max(1))
     }
 
     /// Compute threads of each cpu worker: an even share, at least 1.
@@ -413,6 +443,10 @@ impl ServeArgs {
             allow_outgoing,
             isa: self.isa,
             threads: self.threads.unwrap_or_else(machine_threads),
+            memory_limit_bytes: match self.memory_limit.as_deref().filter(|size| !size.is_empty()) {
+                Some(size) => parse_size(size)?,
+                None => machine_memory_bytes(),
+            },
             worker_program: None,
             samples_max_bytes: self.samples_max_bytes,
             heartbeat_ms: HEARTBEAT_MS,
@@ -426,6 +460,40 @@ impl ServeArgs {
 /// The machine's cores, at least 1.
 pub fn machine_threads() -> u32 {
     std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
+}
+
+/// Memory this process may use, bytes: the control group's limit (version 2 or 1), else all of the machine's. None where
+/// the system does not say (not Linux).
+pub fn machine_memory_bytes() -> Option<u64> {
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let group = number("/sys/fs/cgroup/memory.max").or_else(|| number("/sys/fs/cgroup/memory/memory.limit_in_bytes"));
+    let total = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?.trim().strip_suffix("kB")?.trim();
+        line.parse::<u64>().ok().map(|kibibytes| kibibytes * 1024)
+    });
+    match (group, total) {
+        (Some(group), Some(total)) => Some(group.min(total)),
+        (group, total) => group.or(total),
+    }
+}
+
+/// `512M`, `12G`, bytes; None = 0, no limit.
+fn parse_size(text: &str) -> Result<Option<u64>, ConfigError> {
+    let refused =
+        || ConfigError::new(format!("--memory-limit '{text}' is not a size: write bytes, 512M or 12G; 0 = no limit"));
+    let text = text.trim();
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let shift = match text[digits.len()..].trim().to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KIB" => 10,
+        "M" | "MIB" => 20,
+        "G" | "GIB" => 30,
+        "T" | "TIB" => 40,
+        _ => return Err(refused()),
+    };
+    let number: u64 = digits.parse().map_err(|_| refused())?;
+    let bytes = number.checked_mul(1 << shift).ok_or_else(refused)?;
+    Ok((bytes > 0).then_some(bytes))
 }
 
 /// 256 random bits in hexadecimal.

@@ -472,7 +472,7 @@ impl<'a> Run<'a> {
             first_use: cursor.use_index == 0,
             seconds: &self.seconds,
         });
-        let delta_norm = self.delta_norm.as_ref().map(|delta| delta.of(&self.parameters));
+        let delta_norm = self.delta_norm.as_ref().map(|delta| delta.of(self.policy.flat()));
         if let Some(delta_norm) = delta_norm.filter(|norm| norm.is_finite()) {
             metrics.insert("adapter/delta_norm".into(), Some(delta_norm));
         }

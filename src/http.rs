@@ -22,6 +22,7 @@ mod lookup;
 pub mod metrics;
 pub mod models;
 pub mod openapi;
+pub mod probe;
 pub mod rewards;
 pub mod samples;
 pub mod submit;
@@ -74,6 +75,8 @@ pub struct AppState {
     pub started: Instant,
     /// Counts of answered requests, for `/metrics`.
     pub requests: Arc<system::RequestCounts>,
+    /// Runs preflights; None = this server starts no processes.
+    pub prober: Option<Arc<dyn probe::Prober>>,
 }
 
 impl AppState {
@@ -86,6 +89,7 @@ impl AppState {
             dataset_limit_bytes: datasets::DEFAULT_LIMIT_BYTES,
             started: Instant::now(),
             requests: Arc::default(),
+            prober: None,
         }
     }
 }

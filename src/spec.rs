@@ -8,6 +8,7 @@
 mod document;
 mod estimate;
 mod evaluation;
+pub mod footprint;
 mod foreign;
 mod fork;
 pub mod format;

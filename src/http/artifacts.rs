@@ -226,7 +226,9 @@ async fn get_adapter(
             None if job.ending.is_some() => {
                 "no checkpoint from before the alert that ended the job is kept; ask for which=last or which=best"
             }
-            None | Some(Which::Last) => "the job has not published a checkpoint yet; its 'checkpoint' events tell when it does",
+            None | Some(Which::Last) => {
+                "the job has not published a checkpoint yet; its 'checkpoint' events tell when it does"
+            }
             Some(Which::Best) => "the job has no best checkpoint yet; ask for which=last",
         };
         return Err(Problem::new(Code::NoCheckpoint, detail));

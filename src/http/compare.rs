@@ -26,16 +26,8 @@ const DEFAULT_POINTS: usize = 500;
 /// The most rows of metrics.
 const MAX_POINTS: usize = 10_000;
 /// What is compared when the client does not say.
-const DEFAULT_KEYS: [&str; 8] = [
-    "reward",
-    "eval_reward",
-    "reward_std",
-    "kl",
-    "entropy",
-    "loss",
-    "grad_norm",
-    "completions/mean_length",
-];
+const DEFAULT_KEYS: [&str; 8] =
+    ["reward", "eval_reward", "reward_std", "kl", "entropy", "loss", "grad_norm", "completions/mean_length"];
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -179,7 +171,12 @@ async fn compare_jobs(
         let all = aligned(&courses, &keys);
         let has = |key: &String| all.iter().any(|step| step.metrics.contains_key(key));
         let unknown_keys = keys.iter().filter(|key| asked && !has(key)).cloned().collect();
-        Comparison { jobs, config: differences(&configs), metrics: thinned(all, &keys, courses.len(), max_points), unknown_keys }
+        Comparison {
+            jobs,
+            config: differences(&configs),
+            metrics: thinned(all, &keys, courses.len(), max_points),
+            unknown_keys,
+        }
     };
     tokio::task::spawn_blocking(work).await.map(Json).map_err(Problem::internal)
 }
@@ -197,7 +194,11 @@ fn ids(text: &str) -> Result<Vec<JobId>, Problem> {
     let mut ids = Vec::new();
     for word in words {
         let id: JobId = word.parse().map_err(|_| {
-            Problem::not_found("job", word).item("?ids", "unknown_job", format!("'{}' is not the id of a job", shortened(word)))
+            Problem::not_found("job", word).item(
+                "?ids",
+                "unknown_job",
+                format!("'{}' is not the id of a job", shortened(word)),
+            )
         })?;
         if ids.contains(&id) {
             return Err(bad_query("ids", "duplicate", format!("{id} is named twice")));
@@ -265,7 +266,10 @@ fn compare_at(pointer: String, values: &[Option<&Value>], found: &mut Vec<Differ
         }
         return;
     }
-    found.push(Difference { pointer, values: values.iter().map(|value| value.cloned().unwrap_or(Value::Null)).collect() });
+    found.push(Difference {
+        pointer,
+        values: values.iter().map(|value| value.cloned().unwrap_or(Value::Null)).collect(),
+    });
 }
 
 /// One row a step with the wanted keys; a value a job.

@@ -141,8 +141,8 @@ async fn list_samples(
     let page = state.store.sample_page(id, &SampleQuery { limit: list::limit(limit)?, ..wanted }).await?;
     let removed = state.store.samples_removed(id).await?;
     let data = page.data.into_iter().map(|row| row.sample).collect();
-    let removed = removed
-        .map(|SamplesRemoved { samples, size_bytes, to_step }| RemovedSamples { samples, size_bytes, to_step });
+    let removed =
+        removed.map(|SamplesRemoved { samples, size_bytes, to_step }| RemovedSamples { samples, size_bytes, to_step });
     Ok(Json(SamplePage { data, next: page.next, removed }).into_response())
 }
 

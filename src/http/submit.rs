@@ -20,10 +20,11 @@ use super::extract::{Json, Query, expect_document, media_type, parse_document, p
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, Prompts, Source, prepare, unknown_dataset};
-use super::warm_start;
+use super::{probe, warm_start};
 use crate::dataset::{Format, Summary};
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
+use crate::probe::ProbeReport;
 use crate::spec::trl::{self, Remark};
 use crate::spec::{DatasetPlan, Estimate, FieldError, JobDocument, JobSpec, Plan, Warning, resolve};
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
@@ -203,9 +204,15 @@ pub(super) async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<O
 struct ValidateQuery {
     /// `trl`: the body is an RLOOConfig of TRL, to be translated.
     from: Option<String>,
-    /// Sample the model and call the rewards. Not supported yet.
+    /// Sample the base model on some prompts, call the rewards, time a step: up to a minute. Only of a job that is valid.
     #[serde(default)]
     probe: bool,
+    /// Prompts to sample, spread over the dataset, 1 to 64.
+    #[param(minimum = 1, maximum = 64, example = 8)]
+    probe_prompts: Option<u32>,
+    /// Time limit, s, 1 to 600; what was measured by then is reported.
+    #[param(minimum = 1, maximum = 600, example = 60)]
+    probe_timeout_s: Option<u32>,
 }
 
 /// What would become of a job.
@@ -232,11 +239,16 @@ pub struct Validation {
     /// `from=trl`: keys that make no difference here.
     #[serde(skip_serializing_if = "Option::is_none")]
     ignored: Option<Vec<Remark>>,
+    /// What a look at the model, the prompts and the rewards found; null unless asked for, and when not valid.
+    probe: Option<ProbeReport>,
 }
 
 /// Check a job without submitting it.
 ///
 /// All errors at once, the resolved plan, warnings, and an estimate. Nothing is stored.
+///
+/// With `probe=true` the base model is sampled on some prompts and the rewards are called (their requests carry the phase
+/// `probe`): `probe` then says whether the job is worth its time, and how long it will take.
 ///
 /// With `from=trl` the body is a run of TRL: an RLOOConfig (its keys as TRL writes them, or as YAML), bare or as
 /// `{config, peft_config, model, dataset, eval_dataset, rewards, name, metadata}`; `model`, `dataset`, `rewards` and the others may
@@ -248,7 +260,9 @@ pub struct Validation {
     request_body(description = "The job, or with from=trl TRL's configuration", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (JobDocument = "application/toml"))),
     responses(
     (status = 200, description = "What would become of it, also when it is not valid", body = Validation),
-    (status = 422, description = "The kind of check is not supported yet", body = ProblemBody)))]
+    (status = 422, description = "The kind of check is not supported yet", body = ProblemBody),
+    (status = 429, description = "Another job is being probed", body = ProblemBody),
+    (status = 501, description = "This server cannot probe", body = ProblemBody)))]
 async fn validate_job(
     State(state): State<AppState>,
     Query(query): Query<ValidateQuery>,
@@ -259,27 +273,29 @@ async fn validate_job(
     if query.from.as_ref().is_some_and(|from| from != "trl") {
         return Err(unsupported("from", "only configurations of trl can be translated: from=trl"));
     }
-    if query.probe {
-        return Err(unsupported(
-            "probe",
-            "probing the model and the rewards is not supported yet: validate without it",
-        ));
-    }
+    let size = probe::Size::read(query.probe_prompts, query.probe_timeout_s)?;
+    let size = query.probe.then_some(size);
     let headers = request.headers().clone();
     let (document, _) = read_document(&headers, request).await?;
     if query.from.is_none() {
-        return validated(&state, document, Vec::new()).await.map(Json);
+        return validated(&state, document, Vec::new(), size).await.map(Json);
     }
-    translated(&state, &document).await.map(Json)
+    translated(&state, &document, size).await.map(Json)
 }
 
 /// What would become of a document; `errors` are those found before.
-async fn validated(state: &AppState, document: Value, mut errors: Vec<FieldError>) -> Result<Validation, Problem> {
+async fn validated(
+    state: &AppState,
+    document: Value,
+    mut errors: Vec<FieldError>,
+    probe: Option<probe::Size>,
+) -> Result<Validation, Problem> {
     let (mut spec, found) = JobSpec::read(document);
     errors.extend(found);
     let prepared = prepare(state, &mut spec, None).await?;
     errors.extend(prepared.errors);
     let resolved = resolve(&spec, &prepared.context);
+    let mut report = None;
     let (plan, warnings, estimate) = match resolved {
         Ok(resolution) if errors.is_empty() => {
             let mut plan = serde_json::to_value(&resolution.plan).map_err(Problem::internal)?;
@@ -292,6 +308,9 @@ async fn validated(state: &AppState, document: Value, mut errors: Vec<FieldError
                     dataset.insert("sha256".to_owned(), Value::Null);
                 }
             }
+            if let (Some(size), Some(train)) = (probe, prepared.train) {
+                report = Some(probe::probe(state, spec, &resolution, train, size).await?);
+            }
             (Some(plan), resolution.warnings, Some(resolution.estimate))
         }
         Ok(_) => (None, Vec::new(), None),
@@ -301,15 +320,26 @@ async fn validated(state: &AppState, document: Value, mut errors: Vec<FieldError
         }
     };
     let valid = errors.is_empty();
-    Ok(Validation { valid, plan, errors, warnings, estimate, spec: None, unsupported: None, ignored: None })
+    Ok(Validation {
+        valid,
+        plan,
+        errors,
+        warnings,
+        estimate,
+        probe: report,
+        spec: None,
+        unsupported: None,
+        ignored: None,
+    })
 }
 
 /// As [`validated`], of a run of TRL.
-async fn translated(state: &AppState, document: &Value) -> Result<Validation, Problem> {
+async fn translated(state: &AppState, document: &Value, probe: Option<probe::Size>) -> Result<Validation, Problem> {
     let conversion = trl::convert(document, rows_of_named(state, document).await?);
     // Without batches a plan would be one of defaults that nobody asked for.
     let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
-    let mut validation = validated(state, conversion.spec.clone(), conversion.errors.clone()).await?;
+    let probe = probe.filter(|_| complete && conversion.unsupported.is_empty());
+    let mut validation = validated(state, conversion.spec.clone(), conversion.errors.clone(), probe).await?;
     let told = |error: FieldError| conversion.told_by_key(error);
     let too_small = |error: &FieldError| !complete && error.code == "dataset_too_small";
     validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(told).collect();

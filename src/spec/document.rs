@@ -10,9 +10,7 @@ use super::oversight::{EarlyStoppingSpec, read_doctor, read_early_stopping};
 use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
 use super::rewards::read_rewards;
 use super::rloo::read_rloo;
-use super::sections::{
-    read_checkpoints, read_lora, read_optimizer, read_sampling, read_training, read_warm_start,
-};
+use super::sections::{read_checkpoints, read_lora, read_optimizer, read_sampling, read_training, read_warm_start};
 use super::{
     CheckpointPlan, ComputeDtype, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan,
     SamplingPlan, WarmStartPlan,

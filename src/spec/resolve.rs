@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
-use super::estimate::Estimate;
+use super::estimate::{Estimate, Limits, fit};
 use super::evaluation::held_out_count;
 use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
@@ -27,6 +27,8 @@ pub struct Context {
     pub eval_dataset: Option<DatasetFacts>,
     /// The checkpoint of a warm start, where asked for.
     pub warm_start: Option<WarmStartFacts>,
+    /// What a worker may use, bytes; None = unknown, and nothing is refused for it.
+    pub memory_limit_bytes: Option<u64>,
 }
 
 /// A model, as far as a plan depends on it.
@@ -63,6 +65,8 @@ pub struct ModelShape {
     pub num_key_value_heads: u64,
     /// Width of a head.
     pub head_dim: u64,
+    /// Tokens the model knows.
+    pub vocab_size: u64,
 }
 
 /// A dataset, as far as a plan depends on it.
@@ -160,7 +164,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         return Err(errors);
     }
     let (training, totals) = plan_training(spec, &sampling, trained_rows);
-    let plan = Plan {
+    let mut plan = Plan {
         name: spec.name.clone(),
         model: ModelPlan { id: model.id.clone(), sha256: model.sha256.clone() },
         dataset: plan_dataset(dataset),
@@ -178,7 +182,13 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         metadata: spec.metadata.clone(),
         totals,
     };
-    let estimate = Estimate::of(&plan, model, dataset.prompt_lengths);
+    let eval_lengths = context.eval_dataset.as_ref().and_then(|facts| facts.prompt_lengths);
+    let limits = Limits {
+        lengths: dataset.prompt_lengths.into_iter().chain(eval_lengths).max_by_key(|lengths| lengths.longest),
+        memory_bytes: context.memory_limit_bytes,
+        micro_batch_tokens: spec.training.micro_batch_tokens,
+    };
+    let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
     Ok(Resolution { warnings: warnings(spec, &plan), plan, estimate })
 }
 

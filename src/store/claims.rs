@@ -181,7 +181,15 @@ impl Store {
             Outcome::Succeeded => {
                 let data = json!({ "step": row.step, "ending": row.ending });
                 let status_reason = row.ending.as_ref().map(|_| "early_stopping".to_owned());
-                job_leave(&mut tx, &row, Leave { status_reason, ..Leave::to(State::Succeeded) }, "job.succeeded", data, now).await?;
+                job_leave(
+                    &mut tx,
+                    &row,
+                    Leave { status_reason, ..Leave::to(State::Succeeded) },
+                    "job.succeeded",
+                    data,
+                    now,
+                )
+                .await?;
             }
             Outcome::Failed { failure } => job_fail(&mut tx, &row, failure, now).await?,
             Outcome::Paused { reason: Some(reason) } if !cancel => {

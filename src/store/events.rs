@@ -229,7 +229,8 @@ async fn event_store(
         Event::EarlyStopping { step, metric, best, best_step, evaluations } => {
             let message = format!(
                 "ended after step {step}: {metric} has had no new best for {evaluations} evaluations{}",
-                best.zip(*best_step).map_or_else(String::new, |(best, at)| format!("; its best is {best:.4} at step {at}"))
+                best.zip(*best_step)
+                    .map_or_else(String::new, |(best, at)| format!("; its best is {best:.4} at step {at}"))
             );
             let ending = Ending {
                 code: EndingCode::EarlyStopping,

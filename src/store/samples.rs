@@ -233,7 +233,8 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        let data = json!({ "samples": samples, "size_bytes": size_bytes, "to_step": to_step, "limit_bytes": max_bytes });
+        let data =
+            json!({ "samples": samples, "size_bytes": size_bytes, "to_step": to_step, "limit_bytes": max_bytes });
         event_insert(&mut tx, job, "samples.removed", now, data).await?;
         tx.commit().await.doing(doing)?;
         self.wake_job(job);

@@ -280,9 +280,15 @@ async fn a_dry_run_resolves_the_plan_and_stores_nothing() {
     );
     assert!(answer.body["estimate"]["trainable_parameters"].as_u64().unwrap() > 0);
     assert_eq!(server.get("/datasets").await.body["data"], json!([]));
-    for query in ["from=trl", "probe=true"] {
+    for (query, status, code) in [
+        ("from=trl", 422, "unsupported"),
+        // This server starts no processes.
+        ("probe=true", 501, "not_implemented"),
+        ("probe=true&probe_prompts=65", 400, "invalid_query"),
+        ("probe=true&probe_timeout_s=0", 400, "invalid_query"),
+    ] {
         let answer = server.post(&format!("/jobs/validate?{query}"), job()).await;
-        assert_eq!((answer.status.as_u16(), &answer.body["code"]), (422, &json!("unsupported")), "{}", answer.text);
+        assert_eq!((answer.status.as_u16(), &answer.body["code"]), (status, &json!(code)), "{}", answer.text);
     }
 }
 

@@ -24,6 +24,7 @@ fn model() -> ModelFacts {
             num_attention_heads: 4,
             num_key_value_heads: 2,
             head_dim: 4,
+            vocab_size: 32,
         }),
     }
 }
@@ -497,7 +498,8 @@ fn the_estimate_counts_the_adapter() {
     let Resolution { plan, estimate, .. } = accepted(document);
     assert_eq!(plan.lora.as_ref().unwrap().target_modules, ["q_proj", "down_proj"]);
     // 2 layers · r 2 · ((8 + 16) + (16 + 8)).
-    assert_eq!((estimate.trainable_parameters, estimate.training_state_bytes), (Some(192), Some(3072)));
+    assert_eq!((estimate.trainable_parameters, estimate.optimizer_bytes), (Some(192), Some(8 * 192)));
+    assert_eq!((estimate.gradient_bytes, estimate.checkpoint_bytes), (Some(4 * 192), Some(12 * 192)));
     // 2 · 4 bytes · 2 layers · 2 heads · 4 wide · (100 + 10) tokens · 32 completions.
     assert_eq!(estimate.kv_cache_bytes, Some(450_560));
 }
