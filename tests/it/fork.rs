@@ -1,15 +1,12 @@
 //! Forks and warm starts over HTTP: what the new job is, what it keeps, what is refused; and jobs that memory cannot hold.
 
-use axum::http::Method;
 use rlood::files::hash_file;
 use rlood::id::{JobId, WorkerId};
 use rlood::protocol::{FileEntry, Outcome, Register};
 use rlood::store::{Claimed, PublishCheckpoint, clock_ms};
 use serde_json::{Value, json};
 
-use crate::jobs_api::{Server, job, with};
-
-const SECRET: &str = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
+use crate::server::{SECRET, Server, job, with};
 
 /// A checkpoint of that step, its files on disk.
 async fn publish(server: &Server, job: JobId, attempt: u64, step: u64, names: &[&str]) -> String {
@@ -77,7 +74,7 @@ async fn a_fork_of_a_compatible_plan_goes_on_from_the_checkpoint() {
     assert_eq!(secrets["judge"].secret.as_deref(), Some(SECRET));
     assert!(!body.to_string().contains("whsec_"));
     // Its worker resumes from the parent's bytes, also when the parent is gone.
-    let answer = server.call_method(Method::DELETE, &format!("/jobs/{id}")).await;
+    let answer = server.call("DELETE", &format!("/jobs/{id}"), None, None).await.status;
     assert_eq!(answer, 204);
     let claimed = claim(&server).await;
     assert_eq!(claimed.job, child);
@@ -110,7 +107,7 @@ async fn a_fork_of_another_batch_starts_warm() {
     let retried = server.post(&format!("/jobs/{grandchild}/retry"), json!({})).await;
     let retried: JobId = retried.body["id"].as_str().unwrap().parse().unwrap();
     assert!(server.state.files.initial_files(retried).unwrap().is_some());
-    assert_eq!(server.call_method(Method::DELETE, &format!("/jobs/{grandchild}")).await, 204);
+    assert_eq!(server.call("DELETE", &format!("/jobs/{grandchild}"), None, None).await.status, 204);
     assert!(server.state.files.initial_files(grandchild).unwrap().is_none());
     // The sweep at the next start keeps what jobs name.
     let jobs = server.state.store.warm_start_jobs().await.unwrap();
