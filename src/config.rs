@@ -72,6 +72,9 @@ pub enum Command {
     /// Set up by the server: look at the job on standard input, write a report to standard output.
     #[command(hide = true)]
     Probe(ProbeArgs),
+    /// Translate a run of another trainer into a job: printed to standard output, what is to be said of it to standard
+    /// error. Exit code 1 when something in it is refused or not supported.
+    Convert(ConvertArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi,
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
@@ -147,6 +150,34 @@ impl Isa {
             Isa::Portable => "portable",
         }
     }
+}
+
+/// Flags of `rlood convert`.
+#[derive(Debug, Clone, Args)]
+pub struct ConvertArgs {
+    /// TRL's RLOOConfig as YAML, JSON or TOML; `-` reads standard input. It may be bare, or the `config` of
+    /// {config, peft_config, model, dataset, eval_dataset, rewards}.
+    #[arg(long, value_name = "FILE")]
+    pub trl: PathBuf,
+
+    /// PEFT's LoraConfig (`adapter_config.json`), when it is a file of its own.
+    #[arg(long, value_name = "FILE")]
+    pub peft: Option<PathBuf>,
+
+    /// The form of the printed job: json, yaml or toml.
+    #[arg(long, default_value = "json", value_enum)]
+    pub format: ConvertFormat,
+}
+
+/// The form of a printed job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ConvertFormat {
+    /// JSON.
+    Json,
+    /// YAML.
+    Yaml,
+    /// TOML.
+    Toml,
 }
 
 /// Flags of `rlood demo`.

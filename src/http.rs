@@ -12,6 +12,7 @@ pub mod download;
 pub mod error;
 pub mod events;
 pub mod extract;
+pub mod fork;
 pub mod idempotency;
 pub mod jobs;
 pub mod list;
@@ -25,6 +26,7 @@ pub mod samples;
 pub mod submit;
 pub mod summary;
 pub mod system;
+mod warm_start;
 pub mod web;
 pub mod worker;
 
@@ -205,10 +207,13 @@ fn into_problem(response: Response) -> Response {
         StatusCode::UNSUPPORTED_MEDIA_TYPE => {
             "send the body plain or with 'content-encoding: gzip', in a content type this route reads"
         }
-        StatusCode::PAYLOAD_TOO_LARGE => "the body (after decompression) is larger than this route accepts",
         _ => Code::of_status(status).title(),
     };
-    let mut problem = Problem::new(Code::of_status(status), detail).into_response();
+    let problem = match status {
+        StatusCode::PAYLOAD_TOO_LARGE => extract::too_large(),
+        _ => Problem::new(Code::of_status(status), detail),
+    };
+    let mut problem = problem.into_response();
     *problem.status_mut() = status;
     for name in [header::ALLOW, header::RETRY_AFTER, header::WWW_AUTHENTICATE, header::ACCEPT_ENCODING] {
         if let Some(value) = response.headers().get(&name) {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use rlood::config::{Cli, Command, LogFormat};
-use rlood::{demo, http, prober, serve, worker};
+use rlood::{convert, demo, http, prober, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
 const EXIT_USAGE: u8 = 2;
@@ -35,6 +35,7 @@ fn main() -> ExitCode {
             }
             Err(error) => fail(&error),
         },
+        Command::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(&error)),
         Command::Demo(args) => on_runtime(None, demo::run(args)),
         Command::Worker(args) => {
             limit_threads(args.threads);

@@ -8,6 +8,7 @@
 //! POST /worker/claim                                      ClaimRequest  → 200 Claim | 204
 //! GET  /worker/jobs/{id}/datasets/{dataset_id}?attempt=N  → ndjson, one record a line
 //! GET  /worker/jobs/{id}/resume/{name}?attempt=N          → a file of the checkpoint named in the claim
+//! GET  /worker/jobs/{id}/initial/{name}?attempt=N         → a file that the job begins with (warm start)
 //! POST /worker/jobs/{id}/heartbeat                        Heartbeat     → HeartbeatReply
 //! POST /worker/jobs/{id}/events                           EventBatch    → 204
 //! PUT  /worker/jobs/{id}/checkpoints/{step}/{name}?attempt=N   bytes    → 204
@@ -79,6 +80,9 @@ pub struct Claim {
     pub model_name: String,
     /// Newest published checkpoint, if any.
     pub resume: Option<ResumePoint>,
+    /// What the job begins with, when its plan has a warm start.
+    #[serde(default)]
+    pub initial: Vec<FileEntry>,
     /// Of the claim without heartbeat, ms.
     pub lease_ms: u64,
     /// Which addresses outgoing requests may reach.

@@ -203,6 +203,7 @@ async fn recover(store: &Store, files: &DataDir, config: &ServeConfig) -> Result
         }
     }
     files.sweep(&store.checkpoint_keys().await?, &datasets)?;
+    files.initial_sweep(&store.warm_start_jobs().await?)?;
     Ok(())
 }
 

@@ -8,19 +8,26 @@
 mod document;
 mod estimate;
 mod foreign;
+mod fork;
+pub mod format;
 pub mod plan;
 mod prompts;
 mod reader;
 mod resolve;
 mod rewards;
+mod rloo;
 mod schema;
 mod sections;
+pub mod trl;
+mod warm;
 
 pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels, submittable};
 pub use estimate::Estimate;
+pub use fork::{continues, forked_document, resume_identity};
 pub use plan::*;
 pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;
 pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, Warning, resolve};
 pub use rewards::read_single_reward;
 pub use schema::JobDocument;
+pub use warm::WarmStartFacts;

@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use super::error::EngineError;
 use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
-use super::host::{Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, SampledGroup, ScoreRequest};
+use super::host::{
+    Drawn, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, SampledGroup, ScoreRequest,
+};
 use super::model::Adapter;
 use super::prompts::TokenizedPrompt;
 use super::random::{Key, Stream};
@@ -12,23 +14,49 @@ use super::sampling::Sampler;
 use super::{Halt, Run, memory, report};
 use crate::event::{Event, Phase, SamplePhase};
 use crate::sample::RewardSample;
+use crate::spec::Estimator;
 
 impl Run<'_> {
-    /// Sample the block's completions and have them scored.
+    /// Sample the block's completions and have them scored; its prompts begin at the cursor.
     pub(super) fn roll_out(&mut self, step: u64, index: u64) -> Result<Rollout, Halt> {
-        let rows = self.batching.block_rows(index);
+        let position = self.state.next_prompt.unwrap_or_else(|| self.batching.position_of_block(index));
+        let (rows, next_prompt) = self.batching.block_at(position);
         let key = Key::new(self.plan.training.seed, Stream::Train).with(index);
-        let sampler = Sampler::new(&self.plan.sampling, self.plan.sampling.temperature);
+        let groups = self.sample_groups(RolloutId::train(step), &rows, key)?;
+        let mut rollout = Rollout { groups, drawn: Drawn { next_prompt: Some(next_prompt), ..Drawn::default() } };
+        self.refill(step, index, next_prompt, &mut rollout)?;
+        Ok(rollout)
+    }
+
+    /// Groups of these rows, scored, with the greedy completions that remax compares them with.
+    pub(super) fn sample_groups(&mut self, id: RolloutId, rows: &[u64], key: Key) -> Result<Vec<RolloutGroup>, Halt> {
+        let sampling = &self.plan.sampling;
+        let mut groups = self.generate_and_score(id, rows, key, Sampler::new(sampling, sampling.temperature))?;
+        if self.plan.rloo.estimator == Estimator::Remax {
+            let greedy = self.generate_and_score(id.greedy(), rows, key, Sampler::new(sampling, 0.0))?;
+            for (group, greedy) in groups.iter_mut().zip(greedy) {
+                group.greedy = greedy.completions.into_iter().next();
+            }
+        }
+        Ok(groups)
+    }
+
+    fn generate_and_score(
+        &mut self,
+        id: RolloutId,
+        rows: &[u64],
+        key: Key,
+        sampler: Sampler,
+    ) -> Result<Vec<RolloutGroup>, Halt> {
         self.phase(Phase::Rollout)?;
         let started = Instant::now();
-        let id = RolloutId::train(step);
-        let completions = self.generate(id, &rows, key, sampler)?;
+        let completions = self.generate(id, rows, key, sampler)?;
         self.seconds.generate += started.elapsed().as_secs_f64();
         self.phase(Phase::Reward)?;
         let started = Instant::now();
-        let rollout = self.score(id, &rows, completions)?;
+        let rollout = self.score(id, rows, completions)?;
         self.seconds.reward += started.elapsed().as_secs_f64();
-        Ok(rollout)
+        Ok(rollout.groups)
     }
 
     /// G completions for each of these rows, `[P][G]`: recorded ones where the host has them, else sampled and handed to the
@@ -114,8 +142,9 @@ impl Run<'_> {
                 .zip(scores.by_ref())
                 .map(|(Generated { ids, finish_reason }, score)| RolloutCompletion { ids, finish_reason, score })
                 .collect(),
+            greedy: None,
         });
-        Ok(Rollout { groups: groups.collect() })
+        Ok(Rollout { groups: groups.collect(), drawn: Drawn::default() })
     }
 
     /// Sample and score the evaluation prompts with the policy as it is.

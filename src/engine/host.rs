@@ -102,10 +102,30 @@ pub enum HostError {
 }
 
 /// A recorded rollout of one generation block.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rollout {
     /// Whole groups, in block order.
     pub groups: Vec<RolloutGroup>,
+    /// Where the prompts ended, and what was sampled beside them.
+    #[serde(default)]
+    pub drawn: Drawn,
+}
+
+/// What it took to fill a block.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drawn {
+    /// The cursor behind its prompts, counted in prompts over all epochs; None = where it is without refills.
+    pub next_prompt: Option<u64>,
+    /// Rounds in which tied groups were replaced.
+    pub refills: u32,
+    /// Groups sampled in all rounds.
+    pub sampled_groups: u64,
+    /// Of these, the ones whose rewards differ.
+    pub informative_groups: u64,
+    /// Prompt and completion tokens that are not part of the block: replaced groups and greedy completions.
+    pub extra_tokens: u64,
+    /// The completions' share of these.
+    pub extra_completion_tokens: u64,
 }
 
 /// One prompt with its completions.
@@ -117,6 +137,9 @@ pub struct RolloutGroup {
     pub prompt_ids: Vec<u32>,
     /// G of them.
     pub completions: Vec<RolloutCompletion>,
+    /// The baseline of remax; never trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub greedy: Option<RolloutCompletion>,
 }
 
 /// One recorded completion.
@@ -170,7 +193,7 @@ pub struct TrainInput<'a> {
     pub eval_rows: Vec<PromptRow>,
     /// A verified checkpoint to go on from.
     pub resume: Option<PathBuf>,
-    /// A PEFT adapter to start from instead of the fresh initialisation; the reference is the base model.
+    /// The checkpoint of a warm start: a PEFT adapter, or all weights in full fine-tuning; the plan says what the reference is.
     pub initial_adapter: Option<PathBuf>,
     /// Where checkpoints are written before they are published.
     pub scratch_dir: &'a Path,

@@ -5,9 +5,6 @@ use std::ops::Range;
 
 use crate::modelcard::ModelCard;
 
-/// Tokens (prompts and completions) of one micro-batch, at least one group.
-pub const MICRO_BATCH_TOKENS: usize = 4096;
-
 /// Bytes of KV cache that generation may hold, at least one group.
 pub const KV_CACHE_BYTES: usize = 1 << 30;
 

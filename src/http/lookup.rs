@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::AppState;
 use super::error::{Problem, chain, shortened};
 use super::models::is_as_registered;
+use super::warm_start;
 use crate::dataset::Summary;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
@@ -159,6 +160,7 @@ pub(super) async fn prepare(
     };
     let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
     let eval = Prompts::find(state, eval, "/eval/dataset", &mut errors).await?;
+    let warm_start = warm_start::find(state, spec, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let inspection = move || {
         let (mut train, mut eval) = (train, eval);
@@ -168,7 +170,7 @@ pub(super) async fn prepare(
             None => None,
         };
         let facts_of = |prompts: &Option<Prompts>| prompts.as_ref().map(|prompts| prompts.facts.clone());
-        let context = Context { model: facts, dataset: facts_of(&train), eval_dataset: facts_of(&eval) };
+        let context = Context { model: facts, dataset: facts_of(&train), eval_dataset: facts_of(&eval), warm_start };
         Ok(Prepared { context, errors, train, eval })
     };
     tokio::task::spawn_blocking(inspection).await.map_err(Problem::internal)?

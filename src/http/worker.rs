@@ -45,6 +45,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .route("/worker/claim", post(claim))
         .route("/worker/jobs/{id}/datasets/{dataset}", get(send_dataset))
         .route("/worker/jobs/{id}/resume/{name}", get(send_resume_file))
+        .route("/worker/jobs/{id}/initial/{name}", get(send_initial_file))
         .route("/worker/jobs/{id}/heartbeat", post(take_heartbeat))
         .route("/worker/jobs/{id}/events", post(append_events))
         .route("/worker/jobs/{id}/checkpoints/{step}/{name}", put(upload_file))
@@ -109,6 +110,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
     blocking(state, move |files| files.staged_remove(job, attempt)).await?;
     let Some(resume) = unless_lost(verified_resume(state, job, attempt, resume).await)? else { return Ok(None) };
     let resume = resume.map(|checkpoint| ResumePoint { step: checkpoint.step, files: checkpoint.files });
+    let initial = blocking(state, move |files| files.initial_files(job)).await?.unwrap_or_default();
     tracing::info!(%job, attempt, worker = %asked.worker, resume = resume.as_ref().map(|r| r.step), "claimed");
     Ok(Some(Claim {
         job,
@@ -119,6 +121,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         secrets,
         model_path,
         resume,
+        initial,
         lease_ms: state.config.lease_ms,
         allow_outgoing: state.config.allow_outgoing.clone(),
     }))
@@ -215,6 +218,19 @@ async fn send_resume_file(
         return Err(Problem::not_found("file of the newest checkpoint", name));
     };
     send(&state.files.checkpoint_file(job, step, writer, &name)?, "application/octet-stream").await
+}
+
+async fn send_initial_file(
+    State(state): State<AppState>,
+    Path((job, name)): Path<(JobId, String)>,
+    Query(Fence { attempt }): Query<Fence>,
+) -> Result<Response, Problem> {
+    state.store.claim_check(job, attempt).await?;
+    let files = blocking(&state, move |files| files.initial_files(job)).await?.unwrap_or_default();
+    if !files.iter().any(|file| file.name == name) {
+        return Err(Problem::not_found("file that the job begins with", name));
+    }
+    send(&state.files.initial_file(job, &name)?, "application/octet-stream").await
 }
 
 async fn send(path: &std::path::Path, content_type: &'static str) -> Result<Response, Problem> {

@@ -267,7 +267,7 @@ mod tests {
         let context = crate::spec::Context {
             model: Some(model),
             dataset: Some(crate::spec::DatasetFacts::of_records(rows)),
-            eval_dataset: None,
+            ..crate::spec::Context::default()
         };
         crate::spec::resolve(&spec, &context).unwrap().plan
     }

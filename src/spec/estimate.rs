@@ -30,8 +30,10 @@ pub struct Estimate {
 impl Estimate {
     pub(super) fn of(plan: &Plan, model: &ModelFacts, lengths: Option<PromptLengths>) -> Self {
         let trainable = model.shape.map(|shape| {
-            let per_layer: u64 = plan.lora.target_modules.iter().map(|name| in_plus_out(shape, name)).sum();
-            per_layer * shape.num_hidden_layers * u64::from(plan.lora.r)
+            plan.lora.as_ref().map_or(model.num_parameters, |lora| {
+                let per_layer: u64 = lora.target_modules.iter().map(|name| in_plus_out(shape, name)).sum();
+                per_layer * shape.num_hidden_layers * u64::from(lora.r)
+            })
         });
         let longest = lengths.map(|lengths| lengths.longest);
         let sequence = u64::from(plan.sampling.max_completion_length) + longest.unwrap_or(0);

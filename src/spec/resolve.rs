@@ -6,9 +6,11 @@ use utoipa::ToSchema;
 
 use super::estimate::Estimate;
 use super::prompts::{image_column, image_detail};
+use super::rloo;
+use super::warm::{self, WarmStartFacts};
 use super::{
-    DatasetPlan, DatasetSource, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan, PromptLengths,
-    RewardKind, SamplingPlan, Totals, TrainingPlan,
+    DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan,
+    PromptLengths, RewardKind, SamplingPlan, Totals, TrainingPlan,
 };
 use crate::id::DatasetId;
 
@@ -21,6 +23,8 @@ pub struct Context {
     pub dataset: Option<DatasetFacts>,
     /// The evaluation prompts, where asked for.
     pub eval_dataset: Option<DatasetFacts>,
+    /// The checkpoint of a warm start, where asked for.
+    pub warm_start: Option<WarmStartFacts>,
 }
 
 /// A model, as far as a plan depends on it.
@@ -128,12 +132,18 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         }
     }
     let sampling = fit_completions(spec, context, &mut errors);
+    rloo::check(spec, &sampling, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
     if let Some(error) = smaller_than_a_block(spec, dataset.num_rows) {
         errors.push(error);
         return Err(errors);
     }
     let Some(model) = &context.model else { return Err(errors) };
+    let lora = match (&spec.warm_start, &context.warm_start) {
+        (Some(_), Some(facts)) => warm::adapter(spec, facts, model, &mut errors),
+        (Some(_), None) => return Err(errors),
+        (None, _) => spec.lora.clone(),
+    };
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
         (Some(eval), Some(facts)) => Some(plan_eval(eval, facts)),
@@ -151,7 +161,8 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         rewards: spec.rewards.clone(),
         rloo: spec.rloo.clone(),
         sampling,
-        lora: spec.lora.clone(),
+        lora,
+        warm_start: spec.warm_start.clone(),
         optimizer: spec.optimizer.clone(),
         training,
         checkpoints: spec.checkpoints.clone(),
@@ -303,21 +314,31 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
     let max_steps = training.max_steps.unwrap_or_else(by_epochs);
     let generation_blocks = max_steps.div_ceil(steps_per_block);
     let completions = generation_blocks * block * u64::from(rloo.num_generations);
+    let greedy_completions = if rloo.estimator == Estimator::Remax { generation_blocks * block } else { 0 };
+    let sampled = completions + greedy_completions;
+    let refills = if rloo.min_informative_groups > 0 { u64::from(rloo.max_refills) } else { 0 };
+    let max_refill_completions = sampled.saturating_mul(refills);
     let totals = Totals {
         optimizer_steps: max_steps,
         completions_per_step: u64::from(training.prompts_per_step) * u64::from(rloo.num_generations),
         prompts_per_block: block,
         generation_blocks,
         completions,
+        greedy_completions,
+        max_refill_completions,
         epochs: max_steps as f64 / steps_per_epoch as f64,
         dropped_rows_per_epoch: num_rows % block,
-        max_completion_tokens: completions.saturating_mul(u64::from(sampling.max_completion_length)),
+        max_completion_tokens: sampled
+            .saturating_add(max_refill_completions)
+            .saturating_mul(u64::from(sampling.max_completion_length)),
     };
     let plan = TrainingPlan {
         prompts_per_step: training.prompts_per_step,
         max_steps,
         seed: training.seed,
         shuffle_dataset: training.shuffle_dataset,
+        dtype: training.dtype,
+        micro_batch_tokens: training.micro_batch_tokens.unwrap_or(super::MICRO_BATCH_TOKENS),
     };
     (plan, totals)
 }
@@ -354,12 +375,23 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         );
         warn("/training/max_steps".to_owned(), "few_steps", detail);
     }
-    if plan.optimizer.learning_rate <= 2e-6 {
+    if plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0) {
+        let detail = "only the training forward drops, so the ratio of the first update is not 1 (TRL's is not either), and a pass for the sampling policy's log-probs is added: sampling/log_ratio_max shows how far";
+        warn("/lora/dropout".to_owned(), "dropout_moves_the_ratio", detail.to_owned());
+    }
+    if plan.lora.is_some() && plan.optimizer.learning_rate <= 2e-6 {
         let detail = format!(
             "{:e} suits full fine-tuning; a LoRA adapter learns next to nothing at it: 1e-5 and more are usual",
             plan.optimizer.learning_rate
         );
         warn("/optimizer/learning_rate".to_owned(), "low_learning_rate", detail);
+    }
+    if plan.lora.is_none() && plan.optimizer.learning_rate >= 5e-5 {
+        let detail = format!(
+            "{:e} suits a LoRA adapter; full fine-tuning usually takes a tenth of it or less: 1e-6 is the default",
+            plan.optimizer.learning_rate
+        );
+        warn("/optimizer/learning_rate".to_owned(), "high_learning_rate", detail);
     }
     if plan.optimizer.warmup_steps >= plan.training.max_steps {
         let detail = format!(
@@ -376,5 +408,6 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         let detail = "evaluation uses the training prompts: it cannot show whether the model learned more than these";
         warn("/eval/dataset".to_owned(), "eval_on_training_data", detail.to_owned());
     }
+    warnings.extend(rloo::warnings(plan));
     warnings
 }

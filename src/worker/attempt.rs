@@ -65,6 +65,7 @@ struct Prepared {
     rows: Vec<PromptRow>,
     eval_rows: Vec<PromptRow>,
     resume: Option<PathBuf>,
+    initial: Option<PathBuf>,
 }
 
 /// Runs a claim to its end; once the worker leaves, for no longer than `leave_within`, even when nobody takes its report.
@@ -247,7 +248,8 @@ impl Attempt {
             Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
             None => Vec::new(),
         };
-        Ok(Prepared { rows, eval_rows, resume: self.fetch_checkpoint(claim, scratch).await? })
+        let resume = self.fetch_checkpoint(claim, scratch).await?;
+        Ok(Prepared { rows, eval_rows, resume, initial: self.fetch_initial(claim, scratch).await? })
     }
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
@@ -276,6 +278,28 @@ impl Attempt {
             self.fetched(named)?;
             let to = dir.join(&file.name);
             self.fetched(fetch(|| self.client.resume_file(self.held, file, &to)).await)?;
+        }
+        Ok(Some(dir))
+    }
+
+    /// What a warm start begins with.
+    async fn fetch_initial(&self, claim: &Claim, scratch: &Path) -> Result<Option<PathBuf>, Failure> {
+        if claim.initial.is_empty() {
+            return Ok(None);
+        }
+        let dir = scratch.join("initial");
+        std::fs::create_dir(&dir)
+            .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
+            .map_err(|error| failure::of_client(&error, self.progress.get()))?;
+        for file in &claim.initial {
+            let named = crate::files::check_name(&file.name).map_err(|error| ClientError::Refused {
+                status: 0,
+                code: "file_name".to_owned(),
+                detail: error.to_string(),
+            });
+            self.fetched(named)?;
+            let to = dir.join(&file.name);
+            self.fetched(fetch(|| self.client.initial_file(self.held, file, &to)).await)?;
         }
         Ok(Some(dir))
     }
@@ -320,7 +344,7 @@ impl EngineRun {
                     rows: prepared.rows,
                     eval_rows: prepared.eval_rows,
                     resume: prepared.resume,
-                    initial_adapter: None,
+                    initial_adapter: prepared.initial,
                     scratch_dir: &scratch_dir,
                     device: &device,
                 };

@@ -219,6 +219,11 @@ impl Client {
         download(request, &file.name, &file.sha256, to).await
     }
 
+    pub(super) async fn initial_file(&self, held: Held, file: &FileEntry, to: &Path) -> Result<(), ClientError> {
+        let request = self.fenced(Method::GET, held, &["initial", &file.name]);
+        download(request, &file.name, &file.sha256, to).await
+    }
+
     /// A call whose body carries the attempt.
     fn on_job(&self, method: Method, held: Held, rest: &[&str]) -> RequestBuilder {
         self.request(method, &[&["jobs", &held.job.to_string()], rest].concat(), None)

@@ -135,6 +135,7 @@ fn claim() -> Claim {
         model_path: model_dir().to_string_lossy().into_owned(),
         model_name: "tiny".to_owned(),
         resume: None,
+        initial: Vec::new(),
         lease_ms: 1000,
         allow_outgoing: Vec::new(),
     }

@@ -18,6 +18,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("worker", &["engine", "files", "reward"]),
     ("prober", &["engine", "reward"]),
     ("serve", &["files", "http", "reward", "store", "supervisor"]),
+    ("convert", &[]),
     ("demo", &["files", "reward", "serve"]),
 ];
 

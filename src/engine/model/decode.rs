@@ -7,6 +7,7 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::packing::Packing;
+use super::pass::Pass;
 use super::{Adapter, Logits, Policy};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::ops;
@@ -118,7 +119,7 @@ impl Policy {
             prompts.iter().map(|p| PromptCache { len: p.len(), layers: Vec::new() }).collect();
         let mut x = self.embed(&packing.ids)?;
         for layer in &self.layers {
-            let (y, qkv) = layer.forward(&x, &packing, adapter == Adapter::On)?;
+            let (y, qkv) = layer.forward(&x, &packing, Pass::inference(adapter))?;
             x = y;
             ops::with_values(&qkv, |values| {
                 let mut rows = values.chunks_exact(heads.width());
@@ -154,15 +155,15 @@ impl Policy {
         let heads = self.heads();
         let positions = state.lengths();
         let table = self.rope.table(positions.iter().max().map_or(1, |p| p + 1));
-        let adapter = state.adapter == Adapter::On;
+        let pass = Pass::inference(state.adapter);
         let room = state.max_new_tokens;
         let mut x = self.embed(tokens)?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let qkv = layer.project(&x, &table, &positions, adapter)?;
+            let qkv = layer.project(&x, &table, &positions, pass)?;
             let attended =
                 ops::with_values(&qkv, |qkv| attend(&heads, layer.window, index, room, qkv, &mut state.rows))?;
             let attended = Tensor::from_vec(attended, (tokens.len(), heads.q_width()), x.device())?;
-            x = layer.finish(&x, &attended, adapter)?;
+            x = layer.finish(&x, &attended, pass)?;
         }
         for row in &mut state.rows {
             row.len += 1;
