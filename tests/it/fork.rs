@@ -228,7 +228,8 @@ async fn a_job_that_cannot_fit_is_refused_with_the_numbers_and_the_knobs() {
     let body = server.post("/jobs/validate", job()).await.body;
     assert_eq!(body["valid"], true, "{body}");
     assert_eq!(body["estimate"]["memory_limit_bytes"], 48 << 20);
-    let parts = ["weights", "reference", "adapter", "gradient", "optimizer", "kv_cache", "logits", "activation", "total"];
+    let parts =
+        ["weights", "reference", "adapter", "gradient", "optimizer", "kv_cache", "logits", "activation", "total"];
     for part in parts {
         assert!(body["estimate"][format!("{part}_bytes")].is_u64(), "{part}: {body}");
     }
