@@ -46,11 +46,15 @@
 //! | 35 | soft overlong punishment and linear length penalty come after the clip | [`advantage::shape`] | vectors `soft_overlong`; `the_clip_comes_after_the_normalisation_and_the_length_terms_after_the_clip` | DAPO; TRL |
 //! | 36 | tied = equal before length terms and KL; dropped groups leave 1/B and every normalisation | [`block::Block::shape_rewards`] | `dropped_groups_leave_the_denominator` | TRL #5588 |
 //! | 37 | tied groups are refilled from the cursor, which moves on; its position is part of the checkpoint | `Run::refill` | `tied_groups_are_replaced_by_the_prompts_that_come_next` | DAPO |
+//! | 38 | LoRA dropout is drawn per step, token, layer and module, whatever the micro-batches, and only in the training forward | [`model::pass`] | `dropout_does_not_depend_on_the_micro_batches` | PEFT; rloo.md |
+//! | 39 | 8-bit moments: block-wise dynamic quantisation, 256 values a block | [`optim::blockwise`] | `moments_in_8_bits_take_a_quarter_and_follow_those_in_32` | Dettmers et al. 2022 (arXiv 2110.02861) |
+//! | 40 | full fine-tuning: the reference is a frozen copy of the first weights, none when beta = 0 | `start::begin` | `tests/it/params.rs` | rloo.md |
 
 pub mod advantage;
 pub mod block;
 pub mod checkpoint;
 mod completions;
+pub mod delta;
 pub mod error;
 pub mod generate;
 pub mod host;
@@ -68,8 +72,11 @@ mod refill;
 mod report;
 pub mod rollout;
 pub mod sampling;
+mod start;
+pub mod tensors;
 pub mod text;
 pub mod update;
+pub mod watch;
 
 use std::ops::Range;
 use std::time::Instant;
@@ -79,19 +86,23 @@ use serde_json::json;
 
 use self::block::Block;
 use self::checkpoint::{Snapshot, TrainerState};
+use self::delta::DeltaNorm;
 use self::error::{EngineError, Result};
 use self::host::{Host, HostError, SavedCheckpoint, StepTrace, Stop, TrainInput, TrainOutcome};
-use self::lora::{LoraConfig, ParameterInfo};
+use self::lora::ParameterInfo;
 use self::loss::{LossConfig, LossRow, RowLoss, row_loss, total_loss};
 use self::model::{Adapter, Policy, Row, RowScore};
 use self::optim::{AdamW, clip_gradient_norm, learning_rate};
 use self::prompts::TokenizedPrompt;
+use self::random::{Key, Stream};
 use self::report::StepSeconds;
 use self::rollout::{Batching, Cursor};
+use self::start::ReferenceModel;
 use self::text::Text;
 use self::update::{MicroBatching, StepGradient, score_rows, step_gradient};
+use crate::doctor;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
-use crate::spec::Plan;
+use crate::spec::{Plan, held_out_rows};
 
 /// Updates skipped in a row before the run is given up.
 const MAX_SKIPPED_IN_A_ROW: u32 = 3;
@@ -141,6 +152,7 @@ struct Run<'a> {
     host: &'a mut dyn Host,
     plan: &'a Plan,
     policy: Policy,
+    reference: ReferenceModel,
     text: Text,
     prompts: Vec<TokenizedPrompt>,
     eval_prompts: Vec<TokenizedPrompt>,
@@ -148,13 +160,20 @@ struct Run<'a> {
     micro_batching: MicroBatching,
     reward_names: Vec<String>,
     parameter_info: Vec<ParameterInfo>,
-    parameters: Vec<f32>,
     adam: AdamW,
     state: TrainerState,
     /// The block of the last step; the next step goes on with it unless it begins a new one.
     block: Option<Block>,
     saved_step: u64,
     last_saved: bool,
+    /// An evaluation or an alert since the last checkpoint.
+    unsaved_verdict: bool,
+    /// Rows of the dataset that train, where some are held out.
+    trained_rows: Option<Vec<u64>>,
+    /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
+    evaluated_rows: Vec<u64>,
+    delta_norm: Option<DeltaNorm>,
+    doctor_settings: doctor::Settings,
     seconds: StepSeconds,
 }
 
@@ -164,7 +183,10 @@ impl<'a> Run<'a> {
         host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
         let device = device(input.device)?;
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
-        let mut policy = Policy::load(input.model_dir, &device)?;
+        let mut policy = Policy::load_dtype(input.model_dir, &device, plan.training.dtype)?;
+        if let Some(warning) = start::rounding_warning(&policy, plan.training.dtype) {
+            host.event(warning)?;
+        }
         poll(host)?;
         let max_positions = policy.card().max_position_embeddings;
         let rows = std::mem::take(&mut input.rows);
@@ -173,27 +195,24 @@ impl<'a> Run<'a> {
         let eval_prompts = prompts::tokenize(&text, eval_rows, &plan.sampling, max_positions)?;
         poll(host)?;
 
-        let batching = Batching::of_plan(plan, prompts.len() as u64);
+        let fraction = plan.eval.as_ref().and_then(|eval| eval.fraction);
+        let (trained_rows, evaluated_rows) = match fraction {
+            None => (None, (0..eval_prompts.len() as u64).collect()),
+            Some(fraction) => {
+                let held_out = held_out_rows(prompts.len() as u64, fraction, plan.training.seed);
+                let trained = (0..prompts.len() as u64).filter(|row| held_out.binary_search(row).is_err());
+                (Some(trained.collect::<Vec<u64>>()), held_out)
+            }
+        };
+        let num_trained = trained_rows.as_ref().map_or(prompts.len(), Vec::len);
+        let batching = Batching::of_plan(plan, num_trained as u64);
         if batching.blocks_per_epoch() == 0 {
             return Err(Halt::Error(EngineError::Prompts(format!(
-                "the dataset has {} prompts, fewer than one generation block of {}; lower prompts_per_step or steps_per_generation, or add prompts",
-                prompts.len(),
+                "the dataset has {num_trained} prompts to train on, fewer than one generation block of {}; lower prompts_per_step or steps_per_generation, or add prompts",
                 batching.prompts_per_block
             ))));
         }
-        let lora = LoraConfig::from_plan(&plan.lora)?;
-        let adapter_dir = input.resume.as_ref().or(input.initial_adapter.as_ref());
-        match adapter_dir {
-            None => policy.add_lora(&lora, plan.training.seed)?,
-            Some(dir) => policy.load_lora(dir)?,
-        }
-        if policy.lora_config() != Some(&lora) {
-            return Err(Halt::Error(EngineError::Adapter(format!(
-                "it was made with {:?}, but the plan says {lora:?}",
-                policy.lora_config()
-            ))));
-        }
-        let parameters = policy.parameter_values()?;
+        let reference = start::begin(&mut policy, &input)?;
         let (adam, state, block) = match &input.resume {
             Some(dir) => {
                 let restored = checkpoint::read(dir, plan)?;
@@ -201,9 +220,11 @@ impl<'a> Run<'a> {
             }
             None => {
                 let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
-                (AdamW::new(parameters.len()), state, None)
+                (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None)
             }
         };
+        let parameter_info = policy.parameters();
+        let delta_norm = DeltaNorm::load(input.model_dir, policy.card(), policy.lora_config(), &parameter_info)?;
         let mut run = Self {
             host,
             plan,
@@ -213,16 +234,22 @@ impl<'a> Run<'a> {
             batching,
             micro_batching: MicroBatching {
                 num_generations: plan.rloo.num_generations as usize,
-                max_tokens: memory::MICRO_BATCH_TOKENS,
+                max_tokens: plan.training.micro_batch_tokens as usize,
                 temperature: plan.sampling.temperature,
+                dropout: None,
             },
             reward_names: plan.rewards.iter().map(|reward| reward.name.clone()).collect(),
-            parameter_info: policy.parameters(),
+            parameter_info,
             policy,
-            parameters,
+            reference,
             adam,
             saved_step: state.step,
             last_saved: false,
+            unsaved_verdict: false,
+            trained_rows,
+            evaluated_rows,
+            delta_norm,
+            doctor_settings: doctor::Settings::of_plan(plan),
             state,
             block,
             seconds: StepSeconds::default(),
@@ -254,6 +281,9 @@ impl<'a> Run<'a> {
             if self.state.step >= self.plan.training.max_steps {
                 return Ok(());
             }
+            if self.state.evaluations.stopped {
+                return self.tell_early_stopping();
+            }
             self.step()?;
         }
     }
@@ -265,13 +295,16 @@ impl<'a> Run<'a> {
             0 => eval.before_start,
             _ => step.is_multiple_of(eval.every_steps.max(1)) || step == self.plan.training.max_steps,
         };
-        due && !self.eval_prompts.is_empty() && self.state.evaluated_step != Some(step)
+        due && !self.evaluated_rows.is_empty() && self.state.evaluated_step != Some(step)
     }
 
     fn checkpoint_is_due(&self) -> bool {
         let step = self.state.step;
-        if step == self.plan.training.max_steps {
+        if step == self.plan.training.max_steps || self.state.evaluations.stopped {
             return !self.last_saved;
+        }
+        if self.best_is_unsaved() {
+            return true;
         }
         let wanted = || self.host.wants_checkpoint();
         step > self.saved_step && (step.is_multiple_of(self.plan.checkpoints.every_steps.max(1)) || wanted())
@@ -312,10 +345,11 @@ impl<'a> Run<'a> {
     }
 
     /// Whether the old log-probs must be known before training: the block is trained more than once, or its advantages
-    /// are whitened together and hold a KL penalty. Otherwise the training forward itself gives them: old = new, ratio 1.
+    /// are whitened together and hold a KL penalty, or the training forward drops what sampling did not. Otherwise the training forward itself gives them: old = new, ratio 1.
     fn needs_old_pass(&self) -> bool {
         let rloo = &self.plan.rloo;
-        self.batching.uses_per_block() > 1 || (rloo.penalizes_reward() && rloo.whitens_advantages())
+        let drops = self.plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
+        drops || self.batching.uses_per_block() > 1 || (rloo.penalizes_reward() && rloo.whitens_advantages())
     }
 
     /// The passes without gradient: the sampling policy's log-probs if need be, and the reference's unless beta = 0. Cut
@@ -329,18 +363,19 @@ impl<'a> Run<'a> {
         let started = Instant::now();
         let rows: Vec<Row<'_>> = block.rollout.rows().collect();
         let stop = || self.host.stop().is_some();
-        let pass = |adapter: Adapter| -> Result<Option<Vec<Vec<f32>>>> {
+        let pass = |policy: &Policy, adapter: Adapter| -> Result<Option<Vec<Vec<f32>>>> {
             let mut logps = Vec::with_capacity(rows.len());
             for slice in rows.chunks(self.completions_per_step()) {
-                match score_rows(&self.policy, slice, &self.micro_batching, adapter, &stop)? {
+                match score_rows(policy, slice, &self.micro_batching, adapter, &stop)? {
                     Some(scores) => logps.extend(scores.into_iter().map(|score| score.logps)),
                     None => return Ok(None),
                 }
             }
             Ok(Some(logps))
         };
-        let old_logps = if self.needs_old_pass() { pass(Adapter::On)? } else { Some(Vec::new()) };
-        let ref_logps = if needs_reference { pass(Adapter::Off)? } else { Some(Vec::new()) };
+        let old_logps = if self.needs_old_pass() { pass(&self.policy, Adapter::On)? } else { Some(Vec::new()) };
+        let (reference, adapter) = self.reference.of(&self.policy);
+        let ref_logps = if needs_reference { pass(reference, adapter)? } else { Some(Vec::new()) };
         let (Some(old_logps), Some(ref_logps)) = (old_logps, ref_logps) else { return Err(self.halt()) };
         block.values.old_logps = old_logps;
         block.values.ref_logps = ref_logps;
@@ -378,12 +413,17 @@ impl<'a> Run<'a> {
         };
         let host = &*self.host;
         let stop = || host.stop().is_some();
-        let step_gradient = match step_gradient(&self.policy, &rows, &self.micro_batching, &mut losses, &stop) {
+        let dropout = Some(Key::new(plan.training.seed, Stream::Dropout).with(step));
+        let micro_batching = MicroBatching { dropout, ..self.micro_batching };
+        let step_gradient = match step_gradient(&self.policy, &rows, &micro_batching, &mut losses, &stop) {
             Ok(Some(step_gradient)) => Some(step_gradient),
             Ok(None) => return Err(self.halt()),
             Err(EngineError::NonFinite { .. }) => None,
             Err(error) => return Err(Halt::Error(error)),
         };
+        if let Some(step_gradient) = &step_gradient {
+            self.check_first_scores(&step_gradient.scores)?;
+        }
         let learning_rate = learning_rate(&plan.optimizer, step - 1, plan.training.max_steps);
         let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
         if let Some(step_gradient) = &mut update.step_gradient {
@@ -392,11 +432,21 @@ impl<'a> Run<'a> {
         }
         if let Some(step_gradient) = update.step_gradient.as_ref().filter(|_| update.is_finite()) {
             let gradient = &step_gradient.gradient;
-            self.adam.update(&mut self.parameters, gradient, learning_rate, &plan.optimizer)?;
-            self.policy.set_parameter_values(&self.parameters)?;
+            let adam = &mut self.adam;
+            self.policy.update_parameters(|flat| adam.update(flat, gradient, learning_rate, &plan.optimizer))?;
         }
         self.seconds.train += started.elapsed().as_secs_f64();
         Ok(update)
+    }
+
+    /// Log-probs of weights that were never updated are the model's own: if they are not finite, no step can help.
+    fn check_first_scores(&self, scores: &[RowScore]) -> Result<()> {
+        let fresh = self.adam.updates == 0 && self.input.initial_adapter.is_none();
+        if !fresh || scores.iter().flat_map(|score| &score.logps).all(|logp| logp.is_finite()) {
+            return Ok(());
+        }
+        let what = "its log-probs of its own completions are NaN or infinite".to_owned();
+        Err(EngineError::ModelNotFinite { what })
     }
 
     /// The step is done: count it, say so, and give up if too many in a row could not be used.
@@ -413,7 +463,7 @@ impl<'a> Run<'a> {
         self.state.skipped_in_a_row = if finite { 0 } else { self.state.skipped_in_a_row + 1 };
         self.state.skipped_updates += u64::from(!finite);
 
-        let metrics = report::step_metrics(&report::StepReport {
+        let mut metrics = report::step_metrics(&report::StepReport {
             plan: self.plan,
             reward_names: &self.reward_names,
             block,
@@ -422,6 +472,10 @@ impl<'a> Run<'a> {
             first_use: cursor.use_index == 0,
             seconds: &self.seconds,
         });
+        let delta_norm = self.delta_norm.as_ref().map(|delta| delta.of(self.policy.flat()));
+        if let Some(delta_norm) = delta_norm.filter(|norm| norm.is_finite()) {
+            metrics.insert("adapter/delta_norm".into(), Some(delta_norm));
+        }
         let samples = match cursor.use_index {
             0 => Some(report::train_samples(step, block, &self.prompts, &self.text, &self.reward_names)?),
             _ => None,
@@ -430,7 +484,7 @@ impl<'a> Run<'a> {
         self.seconds = StepSeconds::default();
         self.state.step_metrics = report::without_times(&metrics);
         self.observe(step, &update);
-        self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics })?;
+        self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics: metrics.clone() })?;
         if let Some(samples) = samples {
             let warnings = [report::unscorable_warning(step, &samples), refills];
             self.host.event(Event::Samples { samples })?;
@@ -445,7 +499,7 @@ impl<'a> Run<'a> {
             let updates = self.state.skipped_in_a_row;
             return Err(Halt::Error(EngineError::Diverged { updates, step }));
         }
-        Ok(())
+        self.consult_doctor(step, &metrics)
     }
 
     /// Passes over the dataset: where refills move the cursor, by the cursor.
@@ -472,7 +526,7 @@ impl<'a> Run<'a> {
             new_logps: &step_gradient.scores.iter().map(|score| score.logps.clone()).collect::<Vec<_>>(),
             advantages: &block.values.results.advantages[slice.clone()],
             gradient: &step_gradient.gradient,
-            parameters: &self.parameters,
+            parameters: self.policy.flat(),
             parameter_info: &self.parameter_info,
         });
     }
@@ -482,10 +536,11 @@ impl<'a> Run<'a> {
         self.phase(Phase::Checkpoint)?;
         let started = Instant::now();
         let step = self.state.step;
-        let last = step == self.plan.training.max_steps;
+        let last = step == self.plan.training.max_steps || self.state.evaluations.stopped;
         let inside_block = !step.is_multiple_of(self.batching.uses_per_block().max(1));
         let snapshot = Snapshot {
             policy: &self.policy,
+            model_dir: self.input.model_dir,
             model_name: self.input.model_name,
             adam: &self.adam,
             state: &self.state,
@@ -493,13 +548,17 @@ impl<'a> Run<'a> {
         };
         let (dir, files) = checkpoint::write(self.input.scratch_dir, &snapshot)?;
         let mut metrics: Metrics = self.state.step_metrics.clone();
-        metrics.extend(self.state.eval_metrics.clone());
+        // An earlier evaluation was of other weights.
+        if self.state.evaluated_step == Some(step) {
+            metrics.extend(self.state.eval_metrics.clone());
+        }
         let published = self.host.saved(&SavedCheckpoint { dir: &dir, step, files: &files, metrics: &metrics, last });
         let removed = std::fs::remove_dir_all(&dir).map_err(|source| EngineError::Io { path: dir, source });
         published?;
         removed?;
         self.saved_step = step;
         self.last_saved = last;
+        self.unsaved_verdict = false;
         self.seconds.checkpoint += started.elapsed().as_secs_f64();
         Ok(())
     }
@@ -508,7 +567,9 @@ impl<'a> Run<'a> {
     fn stopped(&mut self, stop: Stop) -> Result<TrainOutcome> {
         let wanted = match stop {
             Stop::Cancel | Stop::LeaseLost => false,
-            Stop::Pause { .. } | Stop::Shutdown => self.state.step > self.saved_step,
+            Stop::Pause { .. } | Stop::Shutdown => {
+                self.state.step > self.saved_step || (self.unsaved_verdict && self.state.step > 0)
+            }
         };
         if wanted {
             match self.save() {

@@ -36,6 +36,12 @@ pub enum EngineError {
         /// What was computed.
         what: String,
     },
+    /// The base model itself holds or computes NaN or infinite values: no step can train it.
+    #[error("the base model is not finite: {what}")]
+    ModelNotFinite {
+        /// Where it showed.
+        what: String,
+    },
     /// A tensor operation failed.
     #[error("a tensor operation failed")]
     Tensor(#[from] candle_core::Error),
@@ -51,6 +57,18 @@ pub enum EngineError {
         updates: u32,
         /// The last of them.
         step: u64,
+    },
+    /// The doctor raised an alert that ends the run.
+    #[error("{message}")]
+    Alert {
+        /// Its rule.
+        rule: crate::doctor::Rule,
+        /// The step it was raised at.
+        step: u64,
+        /// What is wrong.
+        message: String,
+        /// What to change.
+        fix: String,
     },
     /// A checkpoint is damaged, or belongs to another run.
     #[error("the checkpoint cannot be used: {0}")]
@@ -79,6 +97,8 @@ impl EngineError {
             | EngineError::Input(_)
             | EngineError::Prompts(_)
             | EngineError::Diverged { .. }
+            | EngineError::ModelNotFinite { .. }
+            | EngineError::Alert { .. }
             | EngineError::NonFinite { .. } => FailureClass::User,
             EngineError::Host(failure) => match failure.class {
                 job::FailureClass::User => FailureClass::User,

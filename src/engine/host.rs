@@ -193,7 +193,7 @@ pub struct TrainInput<'a> {
     pub eval_rows: Vec<PromptRow>,
     /// A verified checkpoint to go on from.
     pub resume: Option<PathBuf>,
-    /// A PEFT adapter to start from instead of the fresh initialisation; the reference is the base model.
+    /// The checkpoint of a warm start: a PEFT adapter, or all weights in full fine-tuning; the plan says what the reference is.
     pub initial_adapter: Option<PathBuf>,
     /// Where checkpoints are written before they are published.
     pub scratch_dir: &'a Path,

@@ -14,8 +14,8 @@ use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::Json;
 use crate::event::FinishReason;
 use crate::id::JobId;
+use crate::outgoing::OutgoingPolicy;
 use crate::reward::builtin::Builtin;
-use crate::reward::outgoing::OutgoingPolicy;
 use crate::reward::webhook::{Exchange, Ping, Webhook};
 use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, SampleError};
 use crate::sample::{RewardSample, RewardValue, RolloutId};
@@ -114,7 +114,7 @@ async fn try_reward(
     outgoing: &OutgoingPolicy,
     samples: &[RewardSample],
 ) -> Result<Report, BuildError> {
-    let job = JobContext { job: JobId::new(), rollout: RolloutId::train(0) };
+    let job = JobContext { job: JobId::new(), rollout: RolloutId::train(0), probe: true };
     let (mut ping, mut exchanges, mut warnings) = (None, Vec::new(), Vec::new());
     let judged;
     let start;

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::id::DatasetId;
+use crate::doctor::{OnAlert, Rule};
+use crate::id::{CheckpointId, DatasetId};
 
 /// Everything a run needs to know, with no default left open.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -24,14 +25,23 @@ pub struct Plan {
     pub rloo: RlooPlan,
     /// Rollouts.
     pub sampling: SamplingPlan,
-    /// The adapter.
-    pub lora: LoraPlan,
+    /// The adapter; null = full fine-tuning: every weight is trained.
+    pub lora: Option<LoraPlan>,
+    /// A checkpoint whose weights the run begins with, instead of a fresh adapter or the base model's weights.
+    #[serde(default)]
+    pub warm_start: Option<WarmStartPlan>,
     /// The optimizer and its schedule.
     pub optimizer: OptimizerPlan,
     /// Batches, length, seed.
     pub training: TrainingPlan,
     /// When to save and what to keep.
     pub checkpoints: CheckpointPlan,
+    /// When to end before the last step, if asked for.
+    #[serde(default)]
+    pub early_stopping: Option<EarlyStoppingPlan>,
+    /// What alerts do.
+    #[serde(default)]
+    pub doctor: DoctorPlan,
     /// The client's own labels.
     pub metadata: BTreeMap<String, String>,
     /// What all this amounts to.
@@ -58,11 +68,17 @@ pub struct DatasetPlan {
     pub num_rows: u64,
 }
 
-/// Evaluation on prompts of its own.
+/// Evaluation on prompts of its own, or on rows held out of the training dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EvalPlan {
-    /// The evaluation prompts.
+    /// The evaluation prompts; with `fraction` the training dataset.
     pub dataset: DatasetPlan,
+    /// The share of the training dataset that is held out; null with a dataset of its own.
+    #[serde(default)]
+    pub fraction: Option<f64>,
+    /// With `fraction`: rows that are evaluated and never trained.
+    #[serde(default)]
+    pub held_out_rows: Option<u64>,
     /// Optimizer steps between evaluations; the last step is always evaluated.
     pub every_steps: u64,
     /// Evaluate before the first step too.
@@ -71,6 +87,51 @@ pub struct EvalPlan {
     pub num_generations: u32,
     /// 0 = greedy.
     pub temperature: f64,
+    /// (0, 1]; null = as in training.
+    #[serde(default)]
+    pub top_p: Option<f64>,
+    /// 0 = off; null = as in training.
+    #[serde(default)]
+    pub top_k: Option<u32>,
+    /// 0 = off; null = as in training.
+    #[serde(default)]
+    pub min_p: Option<f64>,
+    /// 1 = off; null = as in training.
+    #[serde(default)]
+    pub repetition_penalty: Option<f64>,
+    /// Rewards of its own; null = the job's.
+    #[serde(default)]
+    pub rewards: Option<Vec<RewardPlan>>,
+}
+
+impl EvalPlan {
+    /// Greedy, one completion a prompt, the job's rewards, before the start and every `every_steps`.
+    pub fn of_dataset(dataset: DatasetPlan, every_steps: u64) -> Self {
+        Self {
+            dataset,
+            fraction: None,
+            held_out_rows: None,
+            every_steps,
+            before_start: true,
+            num_generations: 1,
+            temperature: 0.0,
+            top_p: None,
+            top_k: None,
+            min_p: None,
+            repetition_penalty: None,
+            rewards: None,
+        }
+    }
+
+    /// Prompts of one evaluation.
+    pub fn num_prompts(&self) -> u64 {
+        self.held_out_rows.unwrap_or(self.dataset.num_rows)
+    }
+}
+
+/// Under which name the secrets of an evaluation's own reward are kept, beside those of the job's rewards.
+pub fn eval_secret_name(reward: &str) -> String {
+    format!("eval:{reward}")
 }
 
 /// One reward: what to call and how it weighs.
@@ -414,12 +475,54 @@ pub struct LoraPlan {
     pub r: u32,
     /// Scaling is alpha/r (alpha/√r with `use_rslora`).
     pub alpha: f64,
-    /// 0 for now.
+    /// Of the adapter's input, in the training forward only; [0, 1).
     pub dropout: f64,
     /// Of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; in this order.
     pub target_modules: Vec<String>,
     /// alpha/√r.
     pub use_rslora: bool,
+}
+
+/// Where a run's weights come from, and what its KL penalty holds on to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct WarmStartPlan {
+    /// A checkpoint of another job; its files are kept with this job.
+    pub checkpoint: CheckpointId,
+    /// What the KL penalty is measured against.
+    pub reference: Reference,
+}
+
+/// The reference of a run that begins with a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Reference {
+    /// The base model.
+    Base,
+    /// A frozen copy of the checkpoint's weights.
+    Initial,
+}
+
+/// How the optimizer keeps its moments.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub enum OptimizerKind {
+    /// AdamW, moments in 32 bits.
+    #[default]
+    #[serde(rename = "adamw")]
+    Adamw,
+    /// AdamW, moments in 8 bits, quantised block by block (Dettmers et al. 2022).
+    #[serde(rename = "adamw_8bit")]
+    Adamw8bit,
+}
+
+/// Precision of the matrix products.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ComputeDtype {
+    /// 32 bits throughout.
+    #[default]
+    F32,
+    /// Weights and inputs of matrix products rounded to bfloat16, sums in 32 bits.
+    Bf16,
 }
 
 /// Learning-rate schedules, over `max_steps`.
@@ -437,6 +540,9 @@ pub enum LrSchedulerType {
 /// AdamW and its schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OptimizerPlan {
+    /// How moments are kept.
+    #[serde(default)]
+    pub kind: OptimizerKind,
     /// Peak.
     pub learning_rate: f64,
     /// First moment's decay.
@@ -466,17 +572,72 @@ pub struct TrainingPlan {
     pub seed: u64,
     /// A new permutation each epoch; false = the dataset's order.
     pub shuffle_dataset: bool,
+    /// Precision of the matrix products, in rollouts and in training.
+    #[serde(default)]
+    pub dtype: ComputeDtype,
+    /// Tokens (prompts and completions) of one micro-batch, at least one group: chosen by the memory there is, and part of
+    /// the plan, because a resumed run must split as the undisturbed one did.
+    #[serde(default = "default_micro_batch_tokens")]
+    pub micro_batch_tokens: u32,
+}
+
+/// Tokens of a micro-batch where memory does not ask for fewer.
+pub const MICRO_BATCH_TOKENS: u32 = 4096;
+
+fn default_micro_batch_tokens() -> u32 {
+    MICRO_BATCH_TOKENS
 }
 
 /// When to save and what to keep.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CheckpointPlan {
-    /// Optimizer steps between checkpoints; the last step is always saved.
+    /// Optimizer steps between checkpoints; the last step is always saved, and so is an evaluation that is the best so far
+    /// by `metric_for_best` (unless `keep_best` is 0).
     pub every_steps: u64,
     /// The newest N stay.
     pub keep_last: u32,
     /// The best N by `metric_for_best` stay.
     pub keep_best: u32,
+    /// The metric that says which checkpoint is best; default `eval_reward` with evaluation, else `reward`.
+    #[serde(default)]
+    pub metric_for_best: Option<String>,
+    /// Higher is better; default by the metric's name: losses, KL, gradient norms, spreads, fractions of missing, cut or
+    /// tied are better low, all others high.
+    #[serde(default)]
+    pub greater_is_better: Option<bool>,
+}
+
+/// Ends a run that does not get better.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct EarlyStoppingPlan {
+    /// Looked at after each evaluation; default: `checkpoints.metric_for_best`.
+    pub metric: String,
+    /// Higher is better; default by the metric's name, as for checkpoints.
+    pub greater_is_better: bool,
+    /// Evaluations in a row without a new best that end the run.
+    pub patience: u32,
+    /// A new best is better by more than this.
+    pub min_delta: f64,
+}
+
+/// What alerts do.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DoctorPlan {
+    /// `note`: told, the run goes on; `pause`: the job pauses; `stop`: the job ends, its last good checkpoint is its result.
+    pub on_alert: OnAlert,
+    /// Rules that differ, by name.
+    #[serde(default)]
+    pub rules: BTreeMap<Rule, RulePlan>,
+}
+
+/// One rule's own settings.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RulePlan {
+    /// false = the rule is switched off.
+    pub enabled: bool,
+    /// null = as `doctor.on_alert` says.
+    #[serde(default)]
+    pub on_alert: Option<OnAlert>,
 }
 
 /// The arithmetic of a run, echoed so that nobody is surprised.

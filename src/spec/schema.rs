@@ -10,6 +10,7 @@ use super::{
     CheckpointPlan, ContainsPlan, JobSpec, LengthPlan, LoraPlan, MatchPlan, NumberMatchPlan, OptimizerPlan, RegexPlan,
     RlooPlan, SamplingPlan, TrainingPlan, WebhookPlan,
 };
+use crate::doctor::Rule;
 
 /// A job as clients write it; [`JobSpec::read`] is the law, this describes it.
 #[derive(Debug)]
@@ -20,13 +21,23 @@ impl PartialSchema for JobDocument {
         let defaults = JobSpec::sections_of_defaults();
         let section =
             |name: &str, schema: RefOr<Schema>, text: &str| described(optional(schema, defaults.get(name), &[]), text);
-        let lora = with_property(LoraPlan::schema(), "target_modules", target_modules());
+        let plan_of_lora = with_property(LoraPlan::schema(), "target_modules", target_modules());
         let training = with_property(
             TrainingPlan::schema(),
             "num_train_epochs",
             number("Passes over the dataset, instead of max_steps; default 1."),
         );
-        let optimizer = with_property(OptimizerPlan::schema(), "kind", words("The optimizer.", &["adamw"]));
+        let mut training = with_property(
+            training.into(),
+            "dtype",
+            words("Precision of the matrix products; default f32.", &["f32", "bf16"]),
+        );
+        training.properties.insert(
+            "micro_batch_tokens".to_owned(),
+            integer_of("Tokens of a micro-batch, at least one group; default: as memory allows."),
+        );
+        let optimizer =
+            with_property(OptimizerPlan::schema(), "kind", words("How moments are kept.", &["adamw", "adamw_8bit"]));
         let rloo = with_property(RlooPlan::schema(), "kl_coef", number("Another spelling of beta."));
         closed(&["model", "dataset", "rewards"])
             .property("name", string("For people."))
@@ -36,10 +47,13 @@ impl PartialSchema for JobDocument {
             .property("rewards", rewards())
             .property("rloo", section("rloo", object(rloo), "The algorithm."))
             .property("sampling", section("sampling", SamplingPlan::schema(), "Rollouts."))
-            .property("lora", section("lora", object(lora), "The adapter."))
+            .property("lora", or_null(section("lora", object(plan_of_lora), "The adapter."), "The adapter; null = full fine-tuning: every weight is trained."))
+            .property("warm_start", warm_start())
             .property("optimizer", section("optimizer", object(optimizer), "The optimizer and its schedule."))
             .property("training", section("training", object(training), "Batches, length, seed."))
             .property("checkpoints", section("checkpoints", CheckpointPlan::schema(), "When to save and what to keep."))
+            .property("early_stopping", early_stopping())
+            .property("doctor", doctor())
             .property("metadata", texts("The client's own labels."))
             .property("priority", integer("Higher runs first.", json!(0)))
             .examples([json!({"model": "org/name", "dataset": {"records": [{"prompt": "…"}]}, "rewards": [{"type": "length"}]})])
@@ -73,6 +87,19 @@ impl ToSchema for JobDocument {
     }
 }
 
+fn warm_start() -> RefOr<Schema> {
+    closed(&["checkpoint", "reference"])
+        .property("checkpoint", string("`ckpt_…` of a job with the same model; its files are kept with the new job."))
+        .property("reference", words("What the KL penalty is measured against.", &["base", "initial"]))
+        .description(Some("Begin with the weights of a checkpoint, fresh optimizer and step 0."))
+        .build()
+        .into()
+}
+
+fn or_null(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
+    OneOfBuilder::new().item(schema).item(plain(Type::Null, "")).description(Some(text)).into()
+}
+
 fn dataset(text: &str) -> RefOr<Schema> {
     let rows = Array::new(
         ObjectBuilder::new()
@@ -87,9 +114,39 @@ fn dataset(text: &str) -> RefOr<Schema> {
         .into()
 }
 
+fn early_stopping() -> RefOr<Schema> {
+    closed(&[])
+        .property("metric", string("Looked at after each evaluation; default: checkpoints.metric_for_best."))
+        .property("greater_is_better", plain(Type::Boolean, "Default: by the metric's name."))
+        .property("patience", integer("Evaluations in a row without a new best that end the run.", json!(3)))
+        .property("min_delta", defaulted(number("A new best is better by more than this."), json!(0.0)))
+        .description(Some("Ends a run that does not get better, as succeeded; its best checkpoint is its result."))
+        .build()
+        .into()
+}
+
+fn doctor() -> RefOr<Schema> {
+    let on_alert = |text: &str| words(text, &["note", "pause", "stop"]);
+    let rules = Rule::ALL.into_iter().fold(closed(&[]), |rules, rule| {
+        let own = closed(&[])
+            .property("enabled", flag("false = switched off.", true))
+            .property("on_alert", on_alert("Default: doctor.on_alert."))
+            .build();
+        let off = ObjectBuilder::new().schema_type(Type::Boolean).build();
+        rules.property(rule.as_str(), OneOfBuilder::new().item(own).item(off))
+    });
+    closed(&[])
+        .property("on_alert", defaulted(on_alert("What an alert does to the run."), json!("note")))
+        .property("rules", rules.description(Some("Rules that differ, by name; false switches one off.")))
+        .description(Some("What the doctor's alerts do."))
+        .build()
+        .into()
+}
+
 fn eval() -> RefOr<Schema> {
-    closed(&["dataset"])
+    closed(&[])
         .property("dataset", dataset("The evaluation prompts."))
+        .property("fraction", number("Instead of a dataset: the share of the training dataset to hold out, by seed."))
         .property(
             "every_steps",
             integer("Optimizer steps between evaluations; the last step is always evaluated.", json!(20)),
@@ -97,7 +154,12 @@ fn eval() -> RefOr<Schema> {
         .property("before_start", flag("Evaluate before the first step too.", true))
         .property("num_generations", integer("Completions a prompt.", json!(1)))
         .property("temperature", defaulted(number("0 = greedy."), json!(0.0)))
-        .description(Some("Evaluation on prompts of its own."))
+        .property("top_p", number("Default: sampling.top_p."))
+        .property("top_k", plain(Type::Integer, "Default: sampling.top_k."))
+        .property("min_p", number("Default: sampling.min_p."))
+        .property("repetition_penalty", number("Default: sampling.repetition_penalty."))
+        .property("rewards", rewards())
+        .description(Some("Evaluation on prompts of its own, or on held-out rows; by the job's rewards or by its own."))
         .build()
         .into()
 }
@@ -229,6 +291,10 @@ fn number(text: &str) -> RefOr<Schema> {
 
 fn integer(text: &str, default: Value) -> RefOr<Schema> {
     plain(Type::Integer, text).default(Some(default)).into()
+}
+
+fn integer_of(text: &str) -> RefOr<Schema> {
+    plain(Type::Integer, text).into()
 }
 
 fn flag(text: &str, default: bool) -> RefOr<Schema> {

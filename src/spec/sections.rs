@@ -5,7 +5,10 @@ use serde_json::{Value, json};
 use super::document::TrainingSpec;
 use super::foreign::advice;
 use super::reader::{Field, Reader};
-use super::{CheckpointPlan, LoraPlan, LrSchedulerType, OptimizerPlan, SamplingPlan};
+use super::{
+    CheckpointPlan, ComputeDtype, LoraPlan, LrSchedulerType, OptimizerKind, OptimizerPlan, Reference, SamplingPlan,
+    WarmStartPlan,
+};
 
 /// The most optimizer steps a job may have.
 pub(super) const MAX_STEPS: u64 = 10_000_000;
@@ -60,29 +63,45 @@ fn read_stop(field: &Field<'_>) -> Option<Vec<String>> {
     Some(stop)
 }
 
-pub(super) fn read_lora(document: &Reader<'_>) -> LoraPlan {
+/// None = full fine-tuning, asked for by `"lora": null` (or false).
+pub(super) fn read_lora(document: &Reader<'_>) -> Option<LoraPlan> {
     let full = document.has("lora") && document.field("lora").value().is_none_or(|value| value == &json!(false));
     if full {
-        document.field("lora").fail(
-            "unsupported",
-            "full fine-tuning is not built yet: leave lora out for the default adapter, or give {r, alpha, target_modules}",
-        );
+        return None;
     }
-    let reader = if full { document.nothing() } else { document.section("lora") };
+    let reader = document.section("lora");
     let positive = |value: f64| value > 0.0;
     let lora = LoraPlan {
         r: reader.field("r").hint("the adapter's rank; 16 is usual").whole(1..=4096).unwrap_or(16),
         alpha: reader.field("alpha").number("greater than 0", positive).unwrap_or(32.0),
         dropout: reader
             .field("dropout")
-            .hint("LoRA dropout is not built yet")
-            .number("0", |value| value == 0.0)
+            .number("at least 0 (0 = off) and less than 1", |value| (0.0..1.0).contains(&value))
             .unwrap_or(0.0),
         target_modules: read_target_modules(&reader.field("target_modules")),
         use_rslora: reader.field("use_rslora").bool().unwrap_or(false),
     };
     reader.finish(advice);
-    lora
+    Some(lora)
+}
+
+pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {
+    let field = reader.required("checkpoint", "the id of a checkpoint; GET /jobs/{id}/checkpoints lists a job's");
+    let checkpoint = field.string(64).and_then(|text| match text.parse() {
+        Ok(id) => Some(id),
+        Err(error) => {
+            field.fail("invalid_value", format!("{error}"));
+            None
+        }
+    });
+    let reference = reader
+        .required(
+            "reference",
+            "say what the KL penalty is measured against: \"base\" (the base model) or \"initial\" (the checkpoint's weights)",
+        )
+        .choice(&[("base", Reference::Base), ("initial", Reference::Initial)]);
+    reader.finish(advice);
+    Some(WarmStartPlan { checkpoint: checkpoint?, reference: reference? })
 }
 
 fn read_target_modules(field: &Field<'_>) -> Vec<String> {
@@ -100,13 +119,18 @@ fn read_target_modules(field: &Field<'_>) -> Vec<String> {
     ALL_LINEAR.into_iter().filter(|name| chosen.contains(name)).map(str::to_owned).collect()
 }
 
-pub(super) fn read_optimizer(reader: Reader<'_>) -> OptimizerPlan {
+/// `full`: every weight is trained, at a tenth of an adapter's default rate.
+pub(super) fn read_optimizer(reader: Reader<'_>, full: bool) -> OptimizerPlan {
     let decay = |value: f64| (0.0..1.0).contains(&value);
     let optimizer = OptimizerPlan {
+        kind: reader
+            .field("kind")
+            .choice(&[("adamw", OptimizerKind::Adamw), ("adamw_8bit", OptimizerKind::Adamw8bit)])
+            .unwrap_or_default(),
         learning_rate: reader
             .field("learning_rate")
             .number("greater than 0 and at most 1", |value| value > 0.0 && value <= 1.0)
-            .unwrap_or(1e-5),
+            .unwrap_or(if full { 1e-6 } else { 1e-5 }),
         adam_beta1: reader.field("adam_beta1").number("at least 0 and less than 1", decay).unwrap_or(0.9),
         adam_beta2: reader.field("adam_beta2").number("at least 0 and less than 1", decay).unwrap_or(0.999),
         adam_epsilon: reader.field("adam_epsilon").number("greater than 0", |value| value > 0.0).unwrap_or(1e-8),
@@ -125,7 +149,6 @@ pub(super) fn read_optimizer(reader: Reader<'_>) -> OptimizerPlan {
             .unwrap_or(LrSchedulerType::Constant),
         warmup_steps: reader.field("warmup_steps").whole(0..=MAX_STEPS).unwrap_or(0),
     };
-    reader.only("kind", &json!("adamw"), "states of an adapter are small, so AdamW in 32 bits fits");
     reader.finish(advice);
     optimizer
 }
@@ -138,6 +161,14 @@ pub(super) fn read_training(reader: Reader<'_>) -> TrainingSpec {
         num_train_epochs: epochs.number("greater than 0 and at most 10000", |value| value > 0.0 && value <= 10_000.0),
         seed: reader.field("seed").whole(0..=MAX_SEED).unwrap_or(42),
         shuffle_dataset: reader.field("shuffle_dataset").bool().unwrap_or(true),
+        dtype: reader
+            .field("dtype")
+            .choice(&[("f32", ComputeDtype::F32), ("bf16", ComputeDtype::Bf16)])
+            .unwrap_or_default(),
+        micro_batch_tokens: reader
+            .field("micro_batch_tokens")
+            .hint("leave it out: it follows from the memory there is, and changes no result but by rounding")
+            .whole(16..=1_000_000),
     };
     if training.max_steps.is_some() && training.num_train_epochs.is_some() {
         epochs.fail("conflict", "max_steps and num_train_epochs both say how long to train: give one of them");
@@ -155,6 +186,8 @@ pub(super) fn read_checkpoints(reader: Reader<'_>) -> CheckpointPlan {
             .whole(1..=1000)
             .unwrap_or(3),
         keep_best: reader.field("keep_best").whole(0..=1000).unwrap_or(1),
+        metric_for_best: reader.field("metric_for_best").nonempty(200).map(str::to_owned),
+        greater_is_better: reader.field("greater_is_better").bool(),
     };
     reader.finish(advice);
     checkpoints

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::event::Phase;
 use crate::id::{IdError, JobId, WorkerId};
-use crate::job::{Action, Failure, Requested, State};
+use crate::job::{Action, Ending, Failure, Requested, State};
 use crate::spec::{Plan, RewardSecrets};
 
 /// A job to create; name, model, metadata, datasets and length are read from the plan.
@@ -76,6 +76,8 @@ pub struct JobRow {
     pub metadata: BTreeMap<String, String>,
     /// Why it failed.
     pub failure: Option<Failure>,
+    /// Why it ended before its last step.
+    pub ending: Option<Ending>,
     /// The job it was made from.
     pub parent: Option<JobId>,
     /// Unix ms.
@@ -138,6 +140,10 @@ impl JobRow {
                 .map(serde_json::from_str)
                 .transpose()
                 .map_err(corrupt("failure"))?,
+            ending: column::<Option<&str>>(row, "ending")?
+                .map(serde_json::from_str)
+                .transpose()
+                .map_err(corrupt("ending"))?,
             parent: optional_id(row, "parent")?,
             created_at: column(row, "created_at")?,
             started_at: column(row, "started_at")?,
@@ -154,8 +160,22 @@ impl Store {
     /// Queues a job. `NotFound` (dataset) when one of its datasets is gone.
     pub async fn job_create(&self, new: NewJob<'_>, now: i64) -> Result<JobRow, StoreError> {
         let doing = "create a job";
-        let NewJob { id, spec, plan, secrets, parent, priority } = new;
         let mut tx = self.begin(doing).await?;
+        let row = self.job_insert(&mut tx, new, now).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_queue();
+        Ok(row)
+    }
+
+    /// A new job's row, datasets and first event.
+    pub(super) async fn job_insert(
+        &self,
+        tx: &mut SqliteConnection,
+        new: NewJob<'_>,
+        now: i64,
+    ) -> Result<JobRow, StoreError> {
+        let doing = "create a job";
+        let NewJob { id, spec, plan, secrets, parent, priority } = new;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
              parent, created_at) \
@@ -184,10 +204,7 @@ impl Store {
                 .await
                 .doing(doing)?;
         }
-        let row = self.job_created(&mut tx, id, parent, now).await?;
-        tx.commit().await.doing(doing)?;
-        self.wake_queue();
-        Ok(row)
+        self.job_created(tx, id, parent, now).await
     }
 
     /// Common to every way of making a job: its datasets exist, and its first event.

@@ -39,6 +39,11 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
                 "lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before, check the model if there is none",
             ),
         ),
+        EngineError::ModelNotFinite { .. } => (
+            "model_not_finite",
+            Some("the model's files are damaged: download it again, register it, then submit again"),
+        ),
+        EngineError::Alert { fix, .. } => ("alert_stop", Some(fix.as_str())),
         EngineError::Checkpoint(_) => ("checkpoint_invalid", Some("resume from an older checkpoint, or submit again")),
         EngineError::Host(_) => ("host", None),
         EngineError::Tensor(_) => {
@@ -49,6 +54,9 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
     let message = match error {
         // Its own text names a path of the worker's.
         EngineError::Io { source, .. } => format!("the worker cannot access one of its files: {source}"),
+        EngineError::Alert { rule, step, message, .. } => {
+            format!("the doctor's alert {} of step {step} ended the job: {message}", rule.as_str())
+        }
         other => with_causes(other),
     };
     failure(class, code, message, position, suggestion)

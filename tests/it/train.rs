@@ -15,9 +15,9 @@ use rlood::engine::model::Policy;
 use rlood::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
 use rlood::sample::{RewardSample, RewardValue};
 use rlood::spec::{
-    CheckpointPlan, Combine, DatasetPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan, LoraPlan, Loss,
-    LrSchedulerType, ModelPlan, OptimizerPlan, Plan, RewardKind, RewardNormalization, RewardPlan, RlooPlan,
-    SamplingPlan, Totals, TrainingPlan,
+    CheckpointPlan, Combine, ComputeDtype, DatasetPlan, DoctorPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan,
+    LoraPlan, Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan, RewardKind,
+    RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use serde_json::{Map, json};
 
@@ -73,14 +73,16 @@ pub fn plan() -> Plan {
             stop: Vec::new(),
             chat_template_kwargs: Map::new(),
         },
-        lora: LoraPlan {
+        lora: Some(LoraPlan {
             r: 4,
             alpha: 8.0,
             dropout: 0.0,
             target_modules: ["q_proj", "v_proj", "down_proj"].map(String::from).to_vec(),
             use_rslora: false,
-        },
+        }),
+        warm_start: None,
         optimizer: OptimizerPlan {
+            kind: OptimizerKind::Adamw,
             learning_rate: 0.01,
             adam_beta1: 0.9,
             adam_beta2: 0.999,
@@ -90,8 +92,17 @@ pub fn plan() -> Plan {
             lr_scheduler_type: LrSchedulerType::Constant,
             warmup_steps: 0,
         },
-        training: TrainingPlan { prompts_per_step: 2, max_steps: 3, seed: 42, shuffle_dataset: true },
-        checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0 },
+        training: TrainingPlan {
+            prompts_per_step: 2,
+            max_steps: 3,
+            seed: 42,
+            shuffle_dataset: true,
+            dtype: ComputeDtype::F32,
+            micro_batch_tokens: MICRO_BATCH_TOKENS,
+        },
+        checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0, ..CheckpointPlan::default() },
+        early_stopping: None,
+        doctor: DoctorPlan::default(),
         metadata: BTreeMap::new(),
         totals: Totals {
             optimizer_steps: 3,
@@ -266,13 +277,7 @@ impl TestHost {
 
     /// Without what depends on the machine.
     pub fn comparable_metrics(&self) -> Vec<(u64, Metrics)> {
-        let mut steps = self.metrics(SamplePhase::Train);
-        for (_, metrics) in &mut steps {
-            metrics.retain(|name, _| {
-                !["step_time", "tokens_per_second", "memory"].iter().any(|prefix| name.starts_with(prefix))
-            });
-        }
-        steps
+        self.metrics(SamplePhase::Train).into_iter().map(|(step, metrics)| (step, comparable(metrics))).collect()
     }
 
     pub fn samples(&self) -> Vec<Sample> {
@@ -292,6 +297,13 @@ impl TestHost {
     }
 }
 
+/// Metrics without what depends on the machine.
+pub fn comparable(mut metrics: Metrics) -> Metrics {
+    let of_machine = ["step_time", "eval_step_time", "tokens_per_second", "memory"];
+    metrics.retain(|name, _| !of_machine.iter().any(|prefix| name.starts_with(prefix)));
+    metrics
+}
+
 /// Where a run starts.
 #[derive(Default)]
 pub struct Start {
@@ -304,7 +316,7 @@ pub fn train(
     plan: &Plan,
     rows: Vec<PromptRow>,
     start: Start,
-    host: &mut TestHost,
+    host: &mut dyn Host,
 ) -> Result<TrainOutcome, EngineError> {
     train_model(&model_dir(), plan, rows, start, host)
 }
@@ -314,7 +326,7 @@ pub fn train_model(
     plan: &Plan,
     rows: Vec<PromptRow>,
     start: Start,
-    host: &mut TestHost,
+    host: &mut dyn Host,
 ) -> Result<TrainOutcome, EngineError> {
     let scratch = tempfile::tempdir().expect("a directory");
     let input = TrainInput {
@@ -487,7 +499,9 @@ fn all_truncated_and_masked_changes_no_weight() {
     let mut masked = TestHost::with_rollouts(truncated_rollout);
     run(&plan, &mut masked);
     let mut policy = Policy::load(&model_dir(), &Device::Cpu).expect("the model");
-    policy.add_lora(&LoraConfig::from_plan(&plan.lora).expect("a config"), plan.training.seed).expect("an adapter");
+    policy
+        .add_lora(&LoraConfig::from_plan(plan.lora.as_ref().expect("lora")).expect("a config"), plan.training.seed)
+        .expect("an adapter");
     let initial = policy.parameter_values().expect("values");
     assert_eq!(masked.traces[2].parameters, initial);
     assert_ne!(unmasked.traces[2].parameters, initial);
@@ -567,10 +581,42 @@ fn updates_that_are_not_finite_are_skipped_and_three_end_the_run() {
 }
 
 #[test]
+fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
+    let dir = tempfile::tempdir().expect("a directory");
+    for entry in std::fs::read_dir(model_dir()).expect("lists").flatten() {
+        if entry.path().is_file() {
+            std::fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("copies");
+        }
+    }
+    let path = dir.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).expect("reads");
+    let end = bytes.len();
+    // All ones: NaN in every float format.
+    bytes[end - 4..].fill(0xff);
+    std::fs::write(&path, bytes).expect("writes");
+    let mut plan = plan();
+    plan.training.max_steps = 1;
+    let input = TrainInput {
+        plan: &plan,
+        model_dir: dir.path(),
+        model_name: "tiny",
+        rows: rows(),
+        eval_rows: Vec::new(),
+        resume: None,
+        initial_adapter: None,
+        scratch_dir: dir.path(),
+        device: "cpu",
+    };
+    let error = rlood::engine::train(input, &mut TestHost::default()).expect_err("it cannot be trained");
+    assert!(matches!(&error, EngineError::ModelNotFinite { what } if what.contains("tensor ")), "{error:?}");
+    assert_eq!(error.class(), rlood::engine::error::FailureClass::User);
+}
+
+#[test]
 fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
     let mut plan = plan();
     let dataset = plan.dataset.clone();
-    plan.eval = Some(EvalPlan { dataset, every_steps: 2, before_start: true, num_generations: 1, temperature: 0.0 });
+    plan.eval = Some(EvalPlan::of_dataset(dataset, 2));
     let mut host = TestHost::default();
     let start = Start { eval_rows: rows()[..3].to_vec(), ..Start::default() };
     train(&plan, rows(), start, &mut host).expect("trains");
@@ -610,7 +656,7 @@ fn a_warm_start_goes_on_from_the_given_adapter() {
     // The reference is the base model, so the first KL is not zero.
     assert_ne!(value(&second.metrics(SamplePhase::Train), 1, "kl_k3"), 0.0);
     let mut plan = plan();
-    plan.lora.r = 2;
+    plan.lora.as_mut().expect("lora").r = 2;
     let start = Start { initial_adapter: Some(first.saved[0].dir.clone()), ..Start::default() };
     let error = train(&plan, rows(), start, &mut TestHost::default()).expect_err("another rank");
     assert!(matches!(error, EngineError::Adapter(_)), "{error}");
