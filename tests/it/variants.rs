@@ -136,7 +136,7 @@ fn no_micro_batch_split_changes_the_gradient_of_any_loss() {
         for kl in [None, penalty(KlEstimator::K2), penalty(KlEstimator::K3)] {
             let config = LossConfig { loss, epsilon: 0.2, epsilon_high: 0.28, kl };
             let gradient = |max_tokens: usize| -> (usize, StepGradient) {
-                let batching = MicroBatching { num_generations: 2, max_tokens, temperature: 0.9 };
+                let batching = MicroBatching { num_generations: 2, max_tokens, temperature: 0.9, dropout: None };
                 let mut batches = 0;
                 let mut losses = |range: std::ops::Range<usize>, scores: &[rlood::engine::model::RowScore]| {
                     batches += 1;
