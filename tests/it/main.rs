@@ -5,6 +5,7 @@
 mod artifacts;
 mod datasets;
 mod demo;
+mod doctor;
 mod golden;
 mod gradients;
 mod http;
