@@ -158,6 +158,12 @@ impl Reader {
             self.rows.error(1, "encoding", "the file is UTF-16; convert it to UTF-8".to_owned());
             self.rows.stopped = true;
         }
+        if start.starts_with(b"\x1f\x8b") {
+            let detail =
+                "the file is compressed with gzip: upload it with 'content-encoding: gzip', or unpack it first";
+            self.rows.error(1, "gzip", detail.to_owned());
+            self.rows.stopped = true;
+        }
         self.split(start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start), out);
     }
 

@@ -9,13 +9,13 @@
 //!
 //! | # | detail | where | test | source |
 //! |---|---|---|---|---|
-//! | 1 | the baseline is the mean of the *other scorable* completions of the same prompt | [`advantage::advantages`] | vectors 02, 06; `a_missing_reward_leaves_the_baseline_and_is_masked` | Ahmadian et al. 2024 (arXiv 2402.14740); TRL |
+//! | 1 | the baseline is the mean of the *other scorable* completions of the same prompt | [`advantage::estimator::rloo`] | vectors 02, 06; `a_missing_reward_leaves_the_baseline_and_is_masked` | Ahmadian et al. 2024 (arXiv 2402.14740); TRL |
 //! | 2 | a missing reward is never 0: its row leaves the baseline and has advantage 0, but counts in 1/B | [`advantage::combine_rewards`] | vectors 05, 06; `a_missing_reward_masks_only_itself` | TRL #5902 |
-//! | 3 | one scorable row in a group: advantage 0 | [`advantage::advantages`] | vectors 06, 18 | TRL |
+//! | 3 | one scorable row in a group: advantage 0 | [`advantage::estimator::rloo`] | vectors 06, 18 | TRL |
 //! | 4 | KL is k1, summed over the sequence, from the sampling policy, inside the reward, after the clip | [`advantage::sequence_kl`], `penalize` | vectors 03, 14, 19; golden | Ahmadian et al. 2024; TRL |
 //! | 5 | normalisation over the whole block, sample std + 1e-4, without unscorable rows | `advantage::normalize` | vectors 08, 11 | TRL |
-//! | 6 | the ratio is of whole sequences, not divided by length; clipped asymmetrically if asked | [`loss::row_loss`] | vectors 12, 14; `the_gradient_is_the_slope_of_the_loss_on_every_branch` | TRL; DAPO (arXiv 2503.14476) |
-//! | 7 | one denominator per optimizer step, whatever the micro-batches | [`loss::row_loss`], [`update::step_gradient`] | `the_micro_batch_split_changes_no_gradient` | rloo.md |
+//! | 6 | the ratio is of whole sequences, not divided by length; clipped asymmetrically if asked | [`loss::surrogate::sequence`] | vectors 12, 14; `the_gradient_is_the_slope_of_the_loss_on_every_branch` | TRL; DAPO (arXiv 2503.14476) |
+//! | 7 | one denominator per optimizer step, whatever the micro-batches | [`loss::Denominators`], [`update::step_gradient`] | `no_micro_batch_split_changes_the_gradient_of_any_loss` | rloo.md |
 //! | 8 | truncated and masked: KL 0, ratio 1, no gradient; still in siblings' baseline and in 1/B | [`rollout::is_included`], [`loss::row_loss`] | vectors 16; `all_truncated_and_masked_changes_no_weight` | TRL |
 //! | 9 | per epoch one permutation, blocks of U prompts, the incomplete last one dropped, each block used μ·S times | [`rollout::Batching`] | vectors `sampler`; `all_slices_are_trained_once_and_then_again` | TRL's RepeatSampler |
 //! | 10 | a completion ends with its first EOS, which it keeps; masks come from lengths, never from token values | [`rollout::cut_completion`], [`generate`] | vectors `eos_handling` | TRL #7039 |
@@ -30,6 +30,25 @@
 //! | 19 | reward, KL and completions metrics only on the step that first uses a block | `Run::step_metrics` | golden; `a_reused_rollout_reports_no_reward` | TRL |
 //! | 20 | randomness is counted, not drawn in sequence, and a checkpoint inside a block holds its rollout: a resumed run is the same run | [`random`], [`checkpoint`] | `tests/it/resume.rs` | – |
 //! | 21 | prompts are templated and tokenised once; completions are never re-tokenised | [`prompts`] | golden | TRL #5224 |
+//! | 22 | `grpo`: over the group's std + 1e-4 | [`advantage::estimator::grpo`] | vectors `estimators` | Shao et al. 2024 (arXiv 2402.03300); TRL |
+//! | 23 | `dr_grpo`: minus the group's mean, no std | [`advantage::estimator::dr_grpo`] | vectors `estimators` | Liu et al. 2025 (arXiv 2503.20783) |
+//! | 24 | `reinforce_pp`: returns of tokens, KL token by token, whitened over the block's valid tokens | [`advantage::estimator::reinforce_pp`] | vectors `estimators`; `the_kl_of_a_token_burdens_it_and_those_before_it` | Hu 2025 (arXiv 2501.03262) |
+//! | 25 | `reinforce_pp_baseline`: the group's mean first | [`advantage::estimator::reinforce_pp_baseline`] | vectors `estimators` | Hu 2025 |
+//! | 26 | `remax`: minus the reward of a greedy completion, an extra request a prompt | [`advantage::estimator::remax`], `Run::sample_groups` | vectors `estimators`; `remax_scores_one_greedy_completion_a_prompt_beside_the_block` | Li et al. 2023 (arXiv 2310.10505) |
+//! | 27 | `reinforce`: the reward itself | [`advantage::estimator::reinforce`] | `an_unscorable_row_has_no_advantage_and_no_part_in_the_baseline_of_any_estimator` | Williams 1992 |
+//! | 28 | `token_mean`: the tokens of the step are the denominator | [`loss::Denominators::of_row`] | vectors `loss_aggregation`; `no_micro_batch_split_changes_the_gradient_of_any_loss` | Yu et al. 2025, DAPO (arXiv 2503.14476) |
+//! | 29 | `seq_mean_token_mean`: a completion's own tokens, then completions | [`loss::Denominators::of_row`] | the same | Shao et al. 2024 |
+//! | 30 | `dr_grpo`: completions · max_completion_length, a constant | [`loss::Denominators::of_row`] | the same | Liu et al. 2025; TRL |
+//! | 31 | `gspo`: the ratio to the power of 1/length | [`loss::surrogate::gspo`] | `the_gradient_of_every_loss_and_kl_estimator_is_that_of_finite_differences` | Zheng et al. 2025 (arXiv 2507.18071) |
+//! | 32 | losses over tokens clip each token's ratio, and clip ratios count tokens | [`loss::surrogate::tokens`] | `clipped_ratios_are_counted_by_token_or_by_sequence` | Schulman et al. 2017 (arXiv 1707.06347) |
+//! | 33 | KL in the loss: k3 or k2 of each token, divided as the loss is; then none in the reward | [`loss::kl`] | `the_gradient_of_every_loss_and_kl_estimator_is_that_of_finite_differences` | Schulman; GRPO |
+//! | 34 | rewards are normalised before the clip; running mean and std are part of the checkpoint | [`advantage::shape::RewardStats`] | `running_statistics_are_those_of_all_rewards_at_once`; `every_variant_resumes_from_every_step` | – |
+//! | 35 | soft overlong punishment and linear length penalty come after the clip | [`advantage::shape`] | vectors `soft_overlong`; `the_clip_comes_after_the_normalisation_and_the_length_terms_after_the_clip` | DAPO; TRL |
+//! | 36 | tied = equal before length terms and KL; dropped groups leave 1/B and every normalisation | [`block::Block::shape_rewards`] | `dropped_groups_leave_the_denominator` | TRL #5588 |
+//! | 37 | tied groups are refilled from the cursor, which moves on; its position is part of the checkpoint | `Run::refill` | `tied_groups_are_replaced_by_the_prompts_that_come_next` | DAPO |
+//! | 38 | LoRA dropout is drawn per step, token, layer and module, whatever the micro-batches, and only in the training forward | [`model::pass`] | `dropout_does_not_depend_on_the_micro_batches` | PEFT; rloo.md |
+//! | 39 | 8-bit moments: block-wise dynamic quantisation, 256 values a block | [`optim::blockwise`] | `moments_in_8_bits_take_a_quarter_and_follow_those_in_32` | Dettmers et al. 2022 (arXiv 2110.02861) |
+//! | 40 | full fine-tuning: the reference is a frozen copy of the first weights, none when beta = 0 | `start::begin` | `tests/it/params.rs` | rloo.md |
 
 pub mod advantage;
 pub mod block;
@@ -49,9 +68,12 @@ pub mod ops;
 pub mod optim;
 pub mod prompts;
 pub mod random;
+mod refill;
 mod report;
 pub mod rollout;
 pub mod sampling;
+mod start;
+pub mod tensors;
 pub mod text;
 pub mod update;
 pub mod watch;
@@ -67,13 +89,15 @@ use self::checkpoint::{Snapshot, TrainerState};
 use self::delta::DeltaNorm;
 use self::error::{EngineError, Result};
 use self::host::{Host, HostError, SavedCheckpoint, StepTrace, Stop, TrainInput, TrainOutcome};
-use self::lora::{LoraConfig, ParameterInfo};
+use self::lora::ParameterInfo;
 use self::loss::{LossConfig, LossRow, RowLoss, row_loss, total_loss};
 use self::model::{Adapter, Policy, Row, RowScore};
 use self::optim::{AdamW, clip_gradient_norm, learning_rate};
 use self::prompts::TokenizedPrompt;
+use self::random::{Key, Stream};
 use self::report::StepSeconds;
 use self::rollout::{Batching, Cursor};
+use self::start::ReferenceModel;
 use self::text::Text;
 use self::update::{MicroBatching, StepGradient, score_rows, step_gradient};
 use crate::doctor;
@@ -128,6 +152,7 @@ struct Run<'a> {
     host: &'a mut dyn Host,
     plan: &'a Plan,
     policy: Policy,
+    reference: ReferenceModel,
     text: Text,
     prompts: Vec<TokenizedPrompt>,
     eval_prompts: Vec<TokenizedPrompt>,
@@ -135,7 +160,6 @@ struct Run<'a> {
     micro_batching: MicroBatching,
     reward_names: Vec<String>,
     parameter_info: Vec<ParameterInfo>,
-    parameters: Vec<f32>,
     adam: AdamW,
     state: TrainerState,
     /// The block of the last step; the next step goes on with it unless it begins a new one.
@@ -159,7 +183,10 @@ impl<'a> Run<'a> {
         host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
         let device = device(input.device)?;
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
-        let mut policy = Policy::load(input.model_dir, &device)?;
+        let mut policy = Policy::load_dtype(input.model_dir, &device, plan.training.dtype)?;
+        if let Some(warning) = start::rounding_warning(&policy, plan.training.dtype) {
+            host.event(warning)?;
+        }
         poll(host)?;
         let max_positions = policy.card().max_position_embeddings;
         let rows = std::mem::take(&mut input.rows);
@@ -185,19 +212,7 @@ impl<'a> Run<'a> {
                 batching.prompts_per_block
             ))));
         }
-        let lora = LoraConfig::from_plan(&plan.lora)?;
-        let adapter_dir = input.resume.as_ref().or(input.initial_adapter.as_ref());
-        match adapter_dir {
-            None => policy.add_lora(&lora, plan.training.seed)?,
-            Some(dir) => policy.load_lora(dir)?,
-        }
-        if policy.lora_config() != Some(&lora) {
-            return Err(Halt::Error(EngineError::Adapter(format!(
-                "it was made with {:?}, but the plan says {lora:?}",
-                policy.lora_config()
-            ))));
-        }
-        let parameters = policy.parameter_values()?;
+        let reference = start::begin(&mut policy, &input)?;
         let (adam, state, block) = match &input.resume {
             Some(dir) => {
                 let restored = checkpoint::read(dir, plan)?;
@@ -205,7 +220,7 @@ impl<'a> Run<'a> {
             }
             None => {
                 let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
-                (AdamW::new(parameters.len()), state, None)
+                (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None)
             }
         };
         let parameter_info = policy.parameters();
@@ -219,13 +234,14 @@ impl<'a> Run<'a> {
             batching,
             micro_batching: MicroBatching {
                 num_generations: plan.rloo.num_generations as usize,
-                max_tokens: memory::MICRO_BATCH_TOKENS,
+                max_tokens: plan.training.micro_batch_tokens as usize,
                 temperature: plan.sampling.temperature,
+                dropout: None,
             },
             reward_names: plan.rewards.iter().map(|reward| reward.name.clone()).collect(),
             parameter_info,
             policy,
-            parameters,
+            reference,
             adam,
             saved_step: state.step,
             last_saved: false,
@@ -243,9 +259,10 @@ impl<'a> Run<'a> {
         Ok(run)
     }
 
-    /// Advantages are not stored: they follow from rewards and log-probs.
+    /// Advantages are not stored: they follow from rewards, their statistics and log-probs.
     fn resume_block(&mut self) {
         if let Some(block) = &mut self.block {
+            block.shape_rewards_by(self.state.reward_stats, self.plan);
             block.values.fill_advantages(0..block.len(), self.plan);
         }
     }
@@ -289,7 +306,8 @@ impl<'a> Run<'a> {
         if self.best_is_unsaved() {
             return true;
         }
-        step > self.saved_step && step.is_multiple_of(self.plan.checkpoints.every_steps.max(1))
+        let wanted = || self.host.wants_checkpoint();
+        step > self.saved_step && (step.is_multiple_of(self.plan.checkpoints.every_steps.max(1)) || wanted())
     }
 
     /// One optimizer step: roll out if the block is new, then train one slice of it.
@@ -317,19 +335,21 @@ impl<'a> Run<'a> {
             None => self.roll_out(step, index)?,
         };
         let mut block = Block::new(index, rollout, self.plan)?;
+        block.shape_rewards(self.state.reward_stats, self.plan);
         self.score_block(&mut block)?;
         let old_known = block.values.old_logps.len() == block.len();
-        if old_known || self.plan.rloo.beta == 0.0 {
+        if old_known || !self.plan.rloo.penalizes_reward() {
             block.values.fill_advantages(0..block.len(), self.plan);
         }
         Ok(block)
     }
 
     /// Whether the old log-probs must be known before training: the block is trained more than once, or its advantages
-    /// are whitened together and hold a KL penalty. Otherwise the training forward itself gives them: old = new, ratio 1.
+    /// are whitened together and hold a KL penalty, or the training forward drops what sampling did not. Otherwise the training forward itself gives them: old = new, ratio 1.
     fn needs_old_pass(&self) -> bool {
         let rloo = &self.plan.rloo;
-        self.batching.uses_per_block() > 1 || (rloo.beta != 0.0 && rloo.normalize_advantages)
+        let drops = self.plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
+        drops || self.batching.uses_per_block() > 1 || (rloo.penalizes_reward() && rloo.whitens_advantages())
     }
 
     /// The passes without gradient: the sampling policy's log-probs if need be, and the reference's unless beta = 0. Cut
@@ -343,18 +363,19 @@ impl<'a> Run<'a> {
         let started = Instant::now();
         let rows: Vec<Row<'_>> = block.rollout.rows().collect();
         let stop = || self.host.stop().is_some();
-        let pass = |adapter: Adapter| -> Result<Option<Vec<Vec<f32>>>> {
+        let pass = |policy: &Policy, adapter: Adapter| -> Result<Option<Vec<Vec<f32>>>> {
             let mut logps = Vec::with_capacity(rows.len());
             for slice in rows.chunks(self.completions_per_step()) {
-                match score_rows(&self.policy, slice, &self.micro_batching, adapter, &stop)? {
+                match score_rows(policy, slice, &self.micro_batching, adapter, &stop)? {
                     Some(scores) => logps.extend(scores.into_iter().map(|score| score.logps)),
                     None => return Ok(None),
                 }
             }
             Ok(Some(logps))
         };
-        let old_logps = if self.needs_old_pass() { pass(Adapter::On)? } else { Some(Vec::new()) };
-        let ref_logps = if needs_reference { pass(Adapter::Off)? } else { Some(Vec::new()) };
+        let old_logps = if self.needs_old_pass() { pass(&self.policy, Adapter::On)? } else { Some(Vec::new()) };
+        let (reference, adapter) = self.reference.of(&self.policy);
+        let ref_logps = if needs_reference { pass(reference, adapter)? } else { Some(Vec::new()) };
         let (Some(old_logps), Some(ref_logps)) = (old_logps, ref_logps) else { return Err(self.halt()) };
         block.values.old_logps = old_logps;
         block.values.ref_logps = ref_logps;
@@ -368,8 +389,8 @@ impl<'a> Run<'a> {
         self.phase(Phase::Train)?;
         let started = Instant::now();
         let slice = self.slice(cursor);
-        let (plan, denominator) = (self.plan, slice.len());
-        let loss_config = LossConfig { epsilon: plan.rloo.epsilon, epsilon_high: plan.rloo.epsilon_high };
+        let (plan, loss_config) = (self.plan, LossConfig::of_plan(self.plan));
+        let denominators = block.values.denominators(slice.clone(), plan);
         let Block { rollout, values, .. } = block;
         let rows: Vec<Row<'_>> = rollout.rows().skip(slice.start).take(slice.len()).collect();
         let mut losses = |batch: Range<usize>, scores: &[RowScore]| -> Vec<RowLoss> {
@@ -384,32 +405,48 @@ impl<'a> Run<'a> {
             let rows = batch.zip(scores).map(|(row, score)| LossRow {
                 new_logps: &score.logps,
                 old_logps: &values.old_logps[row],
-                included: values.included[row],
-                advantage: values.results.advantages[row],
+                ref_logps: values.ref_logps.get(row).map_or(&[], Vec::as_slice),
+                included: values.included[row] && !values.dropped[row],
+                advantage: values.advantage(row),
             });
-            rows.map(|row| row_loss(&row, &loss_config, denominator)).collect()
+            rows.map(|row| row_loss(&row, &loss_config, &denominators)).collect()
         };
         let host = &*self.host;
         let stop = || host.stop().is_some();
-        let step_gradient = match step_gradient(&self.policy, &rows, &self.micro_batching, &mut losses, &stop) {
+        let dropout = Some(Key::new(plan.training.seed, Stream::Dropout).with(step));
+        let micro_batching = MicroBatching { dropout, ..self.micro_batching };
+        let step_gradient = match step_gradient(&self.policy, &rows, &micro_batching, &mut losses, &stop) {
             Ok(Some(step_gradient)) => Some(step_gradient),
             Ok(None) => return Err(self.halt()),
             Err(EngineError::NonFinite { .. }) => None,
             Err(error) => return Err(Halt::Error(error)),
         };
+        if let Some(step_gradient) = &step_gradient {
+            self.check_first_scores(&step_gradient.scores)?;
+        }
         let learning_rate = learning_rate(&plan.optimizer, step - 1, plan.training.max_steps);
         let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
         if let Some(step_gradient) = &mut update.step_gradient {
-            update.loss = total_loss(&step_gradient.losses, denominator);
+            update.loss = total_loss(&step_gradient.losses);
             update.grad_norm = clip_gradient_norm(&mut step_gradient.gradient, plan.optimizer.max_grad_norm);
         }
         if let Some(step_gradient) = update.step_gradient.as_ref().filter(|_| update.is_finite()) {
             let gradient = &step_gradient.gradient;
-            self.adam.update(&mut self.parameters, gradient, learning_rate, &plan.optimizer)?;
-            self.policy.set_parameter_values(&self.parameters)?;
+            let adam = &mut self.adam;
+            self.policy.update_parameters(|flat| adam.update(flat, gradient, learning_rate, &plan.optimizer))?;
         }
         self.seconds.train += started.elapsed().as_secs_f64();
         Ok(update)
+    }
+
+    /// Log-probs of weights that were never updated are the model's own: if they are not finite, no step can help.
+    fn check_first_scores(&self, scores: &[RowScore]) -> Result<()> {
+        let fresh = self.adam.updates == 0 && self.input.initial_adapter.is_none();
+        if !fresh || scores.iter().flat_map(|score| &score.logps).all(|logp| logp.is_finite()) {
+            return Ok(());
+        }
+        let what = "its log-probs of its own completions are NaN or infinite".to_owned();
+        Err(EngineError::ModelNotFinite { what })
     }
 
     /// The step is done: count it, say so, and give up if too many in a row could not be used.
@@ -418,13 +455,16 @@ impl<'a> Run<'a> {
         let new_tokens = if cursor.use_index == 0 { block.num_tokens() } else { 0 };
         let finite = update.is_finite();
         self.state.step = step;
-        self.state.epoch = self.batching.epochs(step);
+        self.state.next_prompt = block.rollout.drawn.next_prompt;
+        self.state.reward_stats = block.values.reward_stats;
+        self.state.epoch = self.epochs(step);
         self.state.num_tokens += new_tokens;
         self.state.updates = self.adam.updates;
         self.state.skipped_in_a_row = if finite { 0 } else { self.state.skipped_in_a_row + 1 };
         self.state.skipped_updates += u64::from(!finite);
 
         let mut metrics = report::step_metrics(&report::StepReport {
+            plan: self.plan,
             reward_names: &self.reward_names,
             block,
             update: &update,
@@ -432,7 +472,7 @@ impl<'a> Run<'a> {
             first_use: cursor.use_index == 0,
             seconds: &self.seconds,
         });
-        let delta_norm = self.delta_norm.as_ref().map(|delta| delta.of(&self.parameters));
+        let delta_norm = self.delta_norm.as_ref().map(|delta| delta.of(self.policy.flat()));
         if let Some(delta_norm) = delta_norm.filter(|norm| norm.is_finite()) {
             metrics.insert("adapter/delta_norm".into(), Some(delta_norm));
         }
@@ -440,14 +480,15 @@ impl<'a> Run<'a> {
             0 => Some(report::train_samples(step, block, &self.prompts, &self.text, &self.reward_names)?),
             _ => None,
         };
+        let refills = report::refill_warning(step, block, self.plan);
         self.seconds = StepSeconds::default();
         self.state.step_metrics = report::without_times(&metrics);
         self.observe(step, &update);
         self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics: metrics.clone() })?;
         if let Some(samples) = samples {
-            let warning = report::unscorable_warning(step, &samples);
+            let warnings = [report::unscorable_warning(step, &samples), refills];
             self.host.event(Event::Samples { samples })?;
-            if let Some(warning) = warning {
+            for warning in warnings.into_iter().flatten() {
                 self.host.event(warning)?;
             }
         }
@@ -459,6 +500,16 @@ impl<'a> Run<'a> {
             return Err(Halt::Error(EngineError::Diverged { updates, step }));
         }
         self.consult_doctor(step, &metrics)
+    }
+
+    /// Passes over the dataset: where refills move the cursor, by the cursor.
+    fn epochs(&self, step: u64) -> f64 {
+        match self.state.next_prompt {
+            Some(next) if self.plan.rloo.min_informative_groups > 0 => {
+                next as f64 / self.batching.num_rows.max(1) as f64
+            }
+            Some(_) | None => self.batching.epochs(step),
+        }
     }
 
     fn observe(&mut self, step: u64, update: &Update) {
@@ -475,7 +526,7 @@ impl<'a> Run<'a> {
             new_logps: &step_gradient.scores.iter().map(|score| score.logps.clone()).collect::<Vec<_>>(),
             advantages: &block.values.results.advantages[slice.clone()],
             gradient: &step_gradient.gradient,
-            parameters: &self.parameters,
+            parameters: self.policy.flat(),
             parameter_info: &self.parameter_info,
         });
     }
@@ -489,6 +540,7 @@ impl<'a> Run<'a> {
         let inside_block = !step.is_multiple_of(self.batching.uses_per_block().max(1));
         let snapshot = Snapshot {
             policy: &self.policy,
+            model_dir: self.input.model_dir,
             model_name: self.input.model_name,
             adam: &self.adam,
             state: &self.state,

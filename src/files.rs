@@ -4,10 +4,13 @@
 //! rlood.lock                              held by the one server that uses the directory
 //! rlood.db                                the database (store.rs)
 //! datasets/DATASET.ndjson                 canonical rows
-//! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints
+//! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints; attempt 0 = taken over by a fork
+//! initial/JOB/…                           what a job with a warm start begins with
 //! staging/…                               whatever is not complete yet; emptied at start
 //! scratch/…                               of the server's own workers; each empties its part as it starts
 //! ```
+
+mod initial;
 
 use std::collections::HashSet;
 use std::ffi::CString;
@@ -248,6 +251,7 @@ impl DataDir {
     /// Removes everything of a job. Blocking.
     pub fn job_remove(&self, job: JobId) -> Result<(), FilesError> {
         remove_tree(&self.staging().join(job.to_string()))?;
+        remove_tree(&self.initial_dir(job))?;
         remove_tree(&self.checkpoints().join(job.to_string()))
     }
 

@@ -54,7 +54,7 @@ impl State {
     pub fn actions(self) -> &'static [Action] {
         match self {
             State::Queued | State::Running => &[Action::Cancel, Action::Pause],
-            State::Paused => &[Action::Cancel, Action::Resume],
+            State::Paused => &[Action::Cancel, Action::Pause, Action::Resume],
             State::Succeeded | State::Failed => &[Action::Retry, Action::Delete],
             State::Cancelled => &[Action::Cancel, Action::Retry, Action::Delete],
         }

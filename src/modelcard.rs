@@ -130,6 +130,20 @@ pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
     Ok(all.finalize().iter().map(|b| format!("{b:02x}")).collect())
 }
 
+/// SHA-256 in hex over names, sizes and modification times of the files that matter: cheap, and another one whenever a
+/// file was written. The same bytes may have several.
+pub fn stamp(dir: &Path, card: &ModelCard) -> String {
+    let mut all = Sha256::new();
+    for file in &card.files {
+        let modified = std::fs::metadata(dir.join(&file.name)).and_then(|metadata| metadata.modified()).ok();
+        let nanoseconds = modified
+            .and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok())
+            .map_or(0, |since| since.as_nanos());
+        all.update(format!("{}\0{}\0{nanoseconds}\0", file.name, file.size_bytes));
+    }
+    all.finalize().iter().map(|b| format!("{b:02x}")).collect()
+}
+
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Files besides the weights and config.json that change what a model does.
@@ -197,6 +211,7 @@ pub(crate) fn read_text(dir: &Path, file: &str, max_bytes: u64) -> Result<String
     if bytes.len() as u64 > max_bytes {
         return Err(ModelCardError::new(file, format!("is larger than {max_bytes} bytes, which cannot be right")));
     }
+    check_downloaded(file, &bytes)?;
     String::from_utf8(bytes).map_err(|_| ModelCardError::new(file, "is not valid UTF-8; copy the file again"))
 }
 
@@ -209,6 +224,20 @@ pub(crate) fn read_json(dir: &Path, file: &str, max_bytes: u64) -> Result<Value,
         return Err(ModelCardError::new(file, "is not a JSON object; copy the file again"));
     }
     Ok(value)
+}
+
+/// What a file is that was never downloaded, by its first bytes: an error that says so.
+pub(crate) fn check_downloaded(file: &str, start: &[u8]) -> Result<(), ModelCardError> {
+    let text = start.trim_ascii_start();
+    let begins = |mark: &str| text.get(..mark.len()).is_some_and(|start| start.eq_ignore_ascii_case(mark.as_bytes()));
+    let detail = if begins("version https://git-lfs") {
+        "is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`, or download the model again"
+    } else if begins("<!doctype") || begins("<html") || begins("<?xml") {
+        "is a web page (HTML), not the file itself: the download was refused or redirected; download the model again"
+    } else {
+        return Ok(());
+    };
+    Err(ModelCardError::new(file, detail))
 }
 
 /// A JSON value for an error message, cut to a readable length.

@@ -8,10 +8,13 @@
 //! POST /worker/claim                                      ClaimRequest  → 200 Claim | 204
 //! GET  /worker/jobs/{id}/datasets/{dataset_id}?attempt=N  → ndjson, one record a line
 //! GET  /worker/jobs/{id}/resume/{name}?attempt=N          → a file of the checkpoint named in the claim
+//! GET  /worker/jobs/{id}/initial/{name}?attempt=N         → a file that the job begins with (warm start)
 //! POST /worker/jobs/{id}/heartbeat                        Heartbeat     → HeartbeatReply
 //! POST /worker/jobs/{id}/events                           EventBatch    → 204
 //! PUT  /worker/jobs/{id}/checkpoints/{step}/{name}?attempt=N   bytes    → 204
 //! POST /worker/jobs/{id}/checkpoints/{step}               Publish       → Published
+//! GET  /worker/jobs/{id}/journal/{after}?attempt=N        → JournalPage
+//! POST /worker/jobs/{id}/journal                          JournalBatch  → 204, durable
 //! POST /worker/jobs/{id}/finish                           Finish        → 204
 //! ```
 
@@ -22,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use crate::event::{Event, Phase};
 use crate::id::{CheckpointId, JobId, WorkerId};
 use crate::job::{Failure, Requested};
+use crate::sample::{RolloutId, SampledGroup};
 use crate::spec::{Plan, RewardSecrets};
 
 /// A worker introduces itself.
@@ -79,6 +83,9 @@ pub struct Claim {
     pub model_name: String,
     /// Newest published checkpoint, if any.
     pub resume: Option<ResumePoint>,
+    /// What the job begins with, when its plan has a warm start.
+    #[serde(default)]
+    pub initial: Vec<FileEntry>,
     /// Of the claim without heartbeat, ms.
     pub lease_ms: u64,
     /// Which addresses outgoing requests may reach.
@@ -158,6 +165,88 @@ pub struct Publish {
 pub struct Published {
     /// Its id.
     pub checkpoint: CheckpointId,
+}
+
+/// One thing that must not happen twice, written down before it is acted on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "entry", rename_all = "snake_case")]
+pub enum JournalEntry {
+    /// These completions were sampled.
+    Rollout {
+        /// Which sampling.
+        rollout: RolloutId,
+        /// In block order.
+        groups: Vec<SampledGroup>,
+    },
+    /// This is sent next, until it is answered: always under this id, always these bytes.
+    Request {
+        /// For which sampling.
+        rollout: RolloutId,
+        /// Of which reward.
+        reward: String,
+        /// What is asked, whatever the id: a digest of the samples.
+        key: String,
+        /// `rwr_…`
+        id: String,
+        /// JSON, as sent.
+        body: String,
+    },
+    /// The request is answered: it is never sent again.
+    Answer {
+        /// For which sampling.
+        rollout: RolloutId,
+        /// The request's.
+        key: String,
+        /// The request's.
+        id: String,
+        /// What came of it.
+        answer: RewardAnswer,
+    },
+    /// The rollout's answers of this reward are not used: too many are invalid, and the job pauses until its user has seen to it.
+    Forget {
+        /// Which sampling.
+        rollout: RolloutId,
+        /// Which reward.
+        reward: String,
+    },
+}
+
+/// What came of a reward request, for good.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum RewardAnswer {
+    /// An answer that says something of every sample, as received.
+    Body {
+        /// JSON.
+        body: String,
+    },
+    /// 413: asked for in halves.
+    TooLarge,
+    /// No answer that can be used.
+    Unusable {
+        /// Stable, snake_case.
+        code: String,
+        /// For people.
+        detail: String,
+    },
+}
+
+/// Entries, in order; appended in one transaction and durable when the call returns. May be repeated.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct JournalBatch {
+    /// The fence.
+    pub attempt: u64,
+    /// The entries.
+    pub entries: Vec<JournalEntry>,
+}
+
+/// What former attempts wrote since the newest checkpoint; an answered request only with its answer.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct JournalPage {
+    /// In the order they came.
+    pub entries: Vec<JournalEntry>,
+    /// `after` of the next page; null = this is the last one.
+    pub next: Option<i64>,
 }
 
 /// How an attempt ended.

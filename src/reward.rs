@@ -8,27 +8,32 @@
 //! A missing value is never 0: whoever cannot say a finite number says [`RewardValue::Missing`] and why.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use futures::future::{BoxFuture, try_join_all};
+use tokio::sync::{mpsc, watch};
 
-use crate::event::{Event, Metrics, SamplePhase};
+use crate::event::{Event, Metrics};
 use crate::id::JobId;
 use crate::job::{Failure, FailureClass};
-use crate::sample::{RewardSample, RewardValue, Score};
+use crate::outgoing::OutgoingPolicy;
+use crate::protocol::JournalEntry;
+use crate::sample::{RewardSample, RewardValue, RolloutId, Score};
 use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
 
 pub mod builtin;
 pub mod example;
 pub mod health;
+pub mod journal;
 pub mod outgoing;
 pub mod signature;
+mod status;
 pub mod webhook;
 
 use health::{Health, Verdict};
-use outgoing::OutgoingPolicy;
+use journal::Journal;
+use status::Status;
 
 /// One reward: samples in, one [`Judgement`] each out, in order.
 pub trait Reward: Send + Sync {
@@ -45,10 +50,10 @@ pub trait Reward: Send + Sync {
 pub struct JobContext {
     /// The job.
     pub job: JobId,
-    /// Optimizer step (1-based; an evaluation carries the step it follows).
-    pub step: u64,
-    /// Training or evaluation.
-    pub phase: SamplePhase,
+    /// Which rollout of it; a service sees the step and the phase.
+    pub rollout: RolloutId,
+    /// Asked before there is a job (a probe, a test of the reward): services see the phase `probe`.
+    pub probe: bool,
 }
 
 /// What one reward said of all samples.
@@ -106,15 +111,18 @@ pub struct Counts {
     pub unknown_ids: u64,
     /// Results for sample ids that had one already.
     pub duplicate_ids: u64,
+    /// Requests whose answer stood in the journal.
+    pub replayed: u64,
 }
 
 impl std::ops::AddAssign for Counts {
     fn add_assign(&mut self, other: Self) {
-        let Counts { requests, retries, unknown_ids, duplicate_ids } = other;
+        let Counts { requests, retries, unknown_ids, duplicate_ids, replayed } = other;
         self.requests += requests;
         self.retries += retries;
         self.unknown_ids += unknown_ids;
         self.duplicate_ids += duplicate_ids;
+        self.replayed += replayed;
     }
 }
 
@@ -122,7 +130,7 @@ impl std::ops::AddAssign for Counts {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RewardFailure {
     /// The service was not reachable for `max_outage_s`: the job pauses until it is back.
-    #[error("reward '{reward}': no answer for {waited_s} s; last: {cause}")]
+    #[error("reward '{reward}': no answer{}; last: {cause}", waited(*.waited_s))]
     Outage {
         /// Its name.
         reward: String,
@@ -165,6 +173,16 @@ pub enum RewardFailure {
         /// Which address, and what to do.
         detail: String,
     },
+    /// Its requests cannot be written down: whoever keeps the journal knows why.
+    #[error("reward '{reward}': its requests cannot be written down in the journal")]
+    Unrecorded {
+        /// Its name.
+        reward: String,
+    },
+}
+
+fn waited(seconds: u64) -> String {
+    if seconds == 0 { String::new() } else { format!(" for {seconds} s") }
 }
 
 impl RewardFailure {
@@ -174,7 +192,7 @@ impl RewardFailure {
             RewardFailure::Outage { .. } => Some("reward_outage"),
             RewardFailure::Gone { .. } => Some("reward_gone"),
             RewardFailure::TooManyInvalid { .. } => Some("reward_invalid"),
-            RewardFailure::Invalid { .. } | RewardFailure::Refused { .. } => None,
+            RewardFailure::Invalid { .. } | RewardFailure::Refused { .. } | RewardFailure::Unrecorded { .. } => None,
         }
     }
 
@@ -184,9 +202,11 @@ impl RewardFailure {
             RewardFailure::Outage { .. } => {
                 (FailureClass::Reward, "reward_outage", "bring the reward service back, then resume the job")
             }
-            RewardFailure::Gone { .. } => {
-                (FailureClass::Reward, "reward_gone", "correct the reward's url, then submit again")
-            }
+            RewardFailure::Gone { .. } => (
+                FailureClass::Reward,
+                "reward_gone",
+                "bring the service back at this url and resume the job; with another url, cancel it and submit a new one",
+            ),
             RewardFailure::TooManyInvalid { .. } => (
                 FailureClass::Reward,
                 "reward_invalid",
@@ -202,6 +222,9 @@ impl RewardFailure {
                 "reward_address_refused",
                 "use another url, or ask the operator to add the address to --allow-outgoing",
             ),
+            RewardFailure::Unrecorded { .. } => {
+                (FailureClass::Infra, "journal_refused", "see the server's and the worker's log, then retry the job")
+            }
         };
         Failure {
             class,
@@ -241,7 +264,9 @@ impl BuildError {
 /// All rewards of one job. Built once an attempt; asked once a rollout.
 pub struct Rewards {
     entries: Vec<Entry>,
-    waiting: Arc<AtomicUsize>,
+    status: Arc<Status>,
+    notices: Mutex<Option<mpsc::UnboundedReceiver<Event>>>,
+    journal: Option<Arc<dyn Journal>>,
 }
 
 struct Entry {
@@ -269,16 +294,46 @@ impl Rewards {
         secrets: &BTreeMap<String, RewardSecrets>,
         outgoing: &OutgoingPolicy,
     ) -> Result<Self, BuildError> {
-        let waiting = Arc::new(AtomicUsize::new(0));
+        Self::journalled(plans, secrets, outgoing, None)
+    }
+
+    /// As [`Rewards::build`]; requests and answers go through the journal.
+    pub fn journalled(
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+        outgoing: &OutgoingPolicy,
+        journal: Option<Arc<dyn Journal>>,
+    ) -> Result<Self, BuildError> {
+        let (status, notices) = Status::new();
+        Self::with_status(plans, secrets, outgoing, Arc::new(status), Some(notices), journal)
+    }
+
+    /// Other rewards of the same job, an evaluation's say: what they tell and write down goes where these do.
+    pub fn beside(
+        &self,
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+        outgoing: &OutgoingPolicy,
+    ) -> Result<Self, BuildError> {
+        Self::with_status(plans, secrets, outgoing, self.status.clone(), None, self.journal.clone())
+    }
+
+    fn with_status(
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+        outgoing: &OutgoingPolicy,
+        status: Arc<Status>,
+        notices: Option<mpsc::UnboundedReceiver<Event>>,
+        journal: Option<Arc<dyn Journal>>,
+    ) -> Result<Self, BuildError> {
         let mut entries = Vec::with_capacity(plans.len());
         for plan in plans {
             let none = RewardSecrets::default();
             let reward: Box<dyn Reward> = match &plan.kind {
                 RewardKind::Webhook(webhook) => {
                     let secrets = secrets.get(&plan.name).unwrap_or(&none);
-                    Box::new(
-                        webhook::Webhook::new(&plan.name, webhook, secrets, outgoing)?.with_waiting(waiting.clone()),
-                    )
+                    let webhook = webhook::Webhook::new(&plan.name, webhook, secrets, outgoing)?;
+                    Box::new(webhook.with_status(status.clone()).with_journal(journal.clone()))
                 }
                 RewardKind::Length(_)
                 | RewardKind::ExactMatch(_)
@@ -293,12 +348,23 @@ impl Rewards {
                 health: Mutex::new(Health::default()),
             });
         }
-        Ok(Self { entries, waiting })
+        Ok(Self { entries, status, notices: Mutex::new(notices), journal })
     }
 
-    /// True while a service does not answer and is being retried: the job's `status_reason` is then `waiting_for_reward`.
+    /// True while a service fails and is being retried, or takes its time: the job's `status_reason` is then
+    /// `waiting_for_reward`.
     pub fn waiting(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) > 0
+        *self.status.waiting().borrow() > 0
+    }
+
+    /// How many requests wait so; changes wake.
+    pub fn waiting_changes(&self) -> watch::Receiver<usize> {
+        self.status.waiting()
+    }
+
+    /// Warnings that cannot wait until a rollout is scored (a service that does not answer). The first call gets them.
+    pub fn notices(&self) -> Option<mpsc::UnboundedReceiver<Event>> {
+        self.notices.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Scores samples (whole groups, in block order) by every reward at once. Dropping the future stops everything.
@@ -323,11 +389,23 @@ impl Rewards {
         };
         for (entry, judged, latency) in answers {
             scored.metrics.insert(format!("rewards/{}/latency", entry.name), Some(latency.as_secs_f64()));
-            let verdict = entry.health.lock().unwrap_or_else(PoisonError::into_inner).take(&entry.name, &judged);
+            // What stood in the journal was weighed by the attempt that got it.
+            let verdict = match judged.counts.replayed {
+                0 => entry.health.lock().unwrap_or_else(PoisonError::into_inner).take(&entry.name, &judged),
+                _ => Verdict::Good,
+            };
             match verdict {
                 Verdict::Good => {}
                 Verdict::Warn(warning) => scored.warnings.push(warning),
-                Verdict::Stop(failure) if entry.required => return Err(failure),
+                Verdict::Stop(failure) if entry.required => {
+                    // These answers are not used: when the user has seen to the service, it is asked anew.
+                    if let Some(journal) = &self.journal {
+                        let (rollout, reward) = (job.rollout, entry.name.clone());
+                        let forgotten = journal.append(JournalEntry::Forget { rollout, reward }).await;
+                        forgotten.map_err(|unrecorded| unrecorded.of(&entry.name))?;
+                    }
+                    return Err(failure);
+                }
                 Verdict::Stop(failure) => scored.warnings.push(Event::Warning {
                     code: "reward_invalid".to_owned(),
                     message: failure.to_string(),

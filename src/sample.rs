@@ -1,9 +1,77 @@
-//! What a reward sees and says: the words between the engine and the rewards.
+//! What a reward sees and says: the words between the engine and the rewards, and the name of a rollout.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::event::FinishReason;
+use crate::event::{FinishReason, SamplePhase};
+
+/// Which sampling of a run: the same in every attempt at it, so that what was journalled of it is found again.
+///
+/// Every call of generate-and-score within a run has another one: further rounds of a step (refills of dynamic sampling)
+/// count up `round`, and completions that are sampled beside the ones that are trained have another `part`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct RolloutId {
+    /// Training or evaluation.
+    pub phase: SamplePhase,
+    /// Optimizer step that it is for (1-based; the first one that uses the block); an evaluation carries the step it follows.
+    pub step: u64,
+    /// Counts the samplings within the step from 0.
+    pub round: u32,
+    /// Which of the completions of that round.
+    pub part: RolloutPart,
+}
+
+/// Which completions of a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RolloutPart {
+    /// Those that are trained or evaluated.
+    Sampled,
+    /// One greedy completion a prompt: a baseline, never trained (remax).
+    Greedy,
+}
+
+impl RolloutId {
+    /// The first (usually the only) round of a training block that begins with this step.
+    pub fn train(step: u64) -> Self {
+        Self { phase: SamplePhase::Train, step, round: 0, part: RolloutPart::Sampled }
+    }
+
+    /// The evaluation that follows this step.
+    pub fn eval(step: u64) -> Self {
+        Self { phase: SamplePhase::Eval, ..Self::train(step) }
+    }
+
+    /// The same step, another round.
+    #[must_use]
+    pub fn round(self, round: u32) -> Self {
+        Self { round, ..self }
+    }
+
+    /// The greedy completions of the same round.
+    #[must_use]
+    pub fn greedy(self) -> Self {
+        Self { part: RolloutPart::Greedy, ..self }
+    }
+}
+
+/// One completion as it was sampled.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Generated {
+    /// Token ids, up to and including the first end-of-sequence token.
+    pub ids: Vec<u32>,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+}
+
+/// The completions of one prompt, sampled and not scored yet.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SampledGroup {
+    /// Dataset row, from 0.
+    pub row: u64,
+    /// G of them; one where [`RolloutPart::Greedy`].
+    pub completions: Vec<Generated>,
+}
 
 /// One completion, as a reward sees it.
 #[derive(Debug, Clone)]

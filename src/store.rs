@@ -9,10 +9,13 @@ pub mod claims;
 pub mod datasets;
 pub mod doctor;
 pub mod events;
+pub mod fork;
 pub mod jobs;
+pub mod journal;
 pub mod keys;
 pub mod models;
 pub mod moves;
+pub mod samples;
 pub mod workers;
 
 use std::collections::HashMap;
@@ -40,10 +43,12 @@ pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
 pub use claims::{Beat, Claimed};
 pub use datasets::{DatasetRow, NewDataset};
 pub use doctor::AlertRow;
-pub use events::{EventRow, LogRow, SampleQuery, SampleRow, SampleSort, StepRow};
+pub use events::{EventRow, LogRow, StepRow};
+pub use fork::Fork;
 pub use jobs::{JobFilter, JobPatch, JobRow, NewJob};
 pub use keys::KeyBegin;
 pub use models::{ModelRow, NewModel};
+pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use workers::WorkerRow;
 
 /// The database of one server. Cheap to clone.

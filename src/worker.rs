@@ -9,6 +9,7 @@ mod client;
 mod events;
 mod failure;
 mod host;
+mod journal;
 mod signals;
 #[cfg(test)]
 mod tests;

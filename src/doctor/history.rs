@@ -86,9 +86,10 @@ impl History {
         {
             self.series.entry("reward_at_eval".into()).or_default().push(step, reward.mean());
         }
-        let independent = settings.independent.iter().flat_map(|(name, _)| {
-            [format!("rewards/{name}/mean"), format!("eval_rewards/{name}/mean")]
-        });
+        let independent = settings
+            .independent
+            .iter()
+            .flat_map(|(name, _)| [format!("rewards/{name}/mean"), format!("eval_rewards/{name}/mean")]);
         for name in WATCHED.map(str::to_owned).into_iter().chain(independent) {
             if let Some(value) = value(&name) {
                 self.series.entry(name).or_default().push(step, value);

@@ -242,9 +242,9 @@ fn reward_hacking(case: &Case<'_>) -> Option<Verdict> {
         return None;
     }
     let gap = |candidate: &Divergence| candidate.gain + candidate.loss;
-    let hacked = candidates.iter().find(|candidate| {
-        candidate.gain > 0.02 && candidate.loss > candidate.noise.max(0.05) && gap(candidate) > 0.10
-    });
+    let hacked = candidates
+        .iter()
+        .find(|candidate| candidate.gain > 0.02 && candidate.loss > candidate.noise.max(0.05) && gap(candidate) > 0.10);
     let Some(found) = hacked else {
         let quiet = candidates.iter().all(|candidate| candidate.loss < 0.02 || gap(candidate) < 0.05);
         return Some(if quiet { Verdict::Clear } else { Verdict::Hold });
@@ -304,7 +304,8 @@ fn evaluation_divergence(case: &Case<'_>, width: f64) -> Option<Divergence> {
     let standard_error = std * (2.0 / case.settings.eval_completions.max(1.0)).sqrt() / own_width;
     let mut seen = evals.observe("last (the best before: see limit)", now, Some(best));
     (seen.from_step, seen.to_step) = (best_step + 1, now_step);
-    let mut reward = trained.observe("mean of the last rollouts (at the best evaluation: see limit)", trained_now, at(best_step));
+    let mut reward =
+        trained.observe("mean of the last rollouts (at the best evaluation: see limit)", trained_now, at(best_step));
     (reward.from_step, reward.to_step) = (best_step + 1, now_step);
     Some(Divergence {
         gain: (trained_now - at(best_step)?) / width,
@@ -331,9 +332,7 @@ fn cold_start(case: &Case<'_>) -> Option<Verdict> {
         rewards.mean()
     );
     let fix = "fine-tune the model on examples first (SFT), so that some completions earn a reward; or begin with easier prompts, or a reward that also gives part of the credit".to_owned();
-    let evidence = vec![
-        rewards.observe_mean(case.range().map(|(low, high)| low + 0.05 * (high - low))),
-    ];
+    let evidence = vec![rewards.observe_mean(case.range().map(|(low, high)| low + 0.05 * (high - low)))];
     raise(message, evidence, fix)
 }
 
@@ -371,10 +370,7 @@ fn adapter_unchanged(case: &Case<'_>) -> Option<Verdict> {
         case.step,
         delta.latest()
     );
-    let evidence = vec![
-        delta.observe("last", delta.latest(), Some(LIMIT)),
-        last.observe_mean(Some(first.mean())),
-    ];
+    let evidence = vec![delta.observe("last", delta.latest(), Some(LIMIT)), last.observe_mean(Some(first.mean()))];
     let fix = format!(
         "raise optimizer.learning_rate (now {:e}; 1e-5 to 1e-4 is usual with LoRA, which learns next to nothing at 1e-6)",
         case.settings.learning_rate
@@ -401,8 +397,7 @@ fn entropy_collapse(case: &Case<'_>) -> Option<Verdict> {
         early.mean(),
         rewards.mean()
     );
-    let evidence =
-        vec![entropy.observe_mean(Some((0.1 * early.mean()).clamp(0.02, 0.1))), rewards.observe_mean(None)];
+    let evidence = vec![entropy.observe_mean(Some((0.1 * early.mean()).clamp(0.02, 0.1))), rewards.observe_mean(None)];
     let fix = format!(
         "raise sampling.temperature (now {}), raise rloo.beta (now {}), or lower optimizer.learning_rate (now {:e})",
         case.settings.temperature, case.settings.beta, case.settings.learning_rate

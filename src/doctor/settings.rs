@@ -61,8 +61,7 @@ impl Settings {
             max_steps: plan.training.max_steps,
             reward_range: range_of(&plan.rewards),
             eval_range: range_of(eval_rewards),
-            eval_completions: eval
-                .map_or(0.0, |eval| eval.num_prompts() as f64 * f64::from(eval.num_generations)),
+            eval_completions: eval.map_or(0.0, |eval| eval.num_prompts() as f64 * f64::from(eval.num_generations)),
             independent: independent
                 .map(|reward| (reward.name.clone(), bounds(&reward.kind).map(|(low, high)| high - low)))
                 .collect(),

@@ -122,7 +122,10 @@ fn every_rule_is_raised_by_a_recording_and_explained_in_the_table() {
     let table = include_str!("../doctor.rs");
     for rule in Rule::ALL {
         let name = rule.as_str();
-        assert!(ILL.iter().any(|(_, alerts)| alerts.iter().any(|(raised, _)| *raised == name)), "{name} has no recording");
+        assert!(
+            ILL.iter().any(|(_, alerts)| alerts.iter().any(|(raised, _)| *raised == name)),
+            "{name} has no recording"
+        );
         assert!(table.contains(&format!("//! | `{name}` |")), "{name} is not in the table");
         assert_eq!(serde_json::to_value(rule).unwrap(), name);
     }
@@ -248,10 +251,8 @@ fn a_falling_evaluation_beside_a_rising_reward_is_hacking_unless_it_is_noise() {
             let mut findings = doctor.observe(step, &train, &settings);
             if step % 10 == 0 {
                 let eval = 0.5 - fall * (step as f64 / 10.0 - 1.0);
-                let eval = Metrics::from([
-                    ("eval_reward".to_owned(), Some(eval)),
-                    ("eval_reward_std".to_owned(), Some(0.5)),
-                ]);
+                let eval =
+                    Metrics::from([("eval_reward".to_owned(), Some(eval)), ("eval_reward_std".to_owned(), Some(0.5))]);
                 findings.extend(doctor.observe(step, &eval, &settings));
             }
             raised |= findings
@@ -272,10 +273,8 @@ fn one_completion_a_prompt_is_no_tied_group() {
     let settings = Settings { num_generations: 1, ..settings() };
     let mut doctor = Doctor::default();
     for step in 1..=12 {
-        let metrics = Metrics::from([
-            ("reward".to_owned(), Some(0.5)),
-            ("frac_reward_zero_std_pre_kl".to_owned(), Some(1.0)),
-        ]);
+        let metrics =
+            Metrics::from([("reward".to_owned(), Some(0.5)), ("frac_reward_zero_std_pre_kl".to_owned(), Some(1.0))]);
         let findings = doctor.observe(step, &metrics, &settings);
         assert!(!findings.iter().any(|finding| matches!(finding, Finding::Raised(_))), "{findings:?}");
     }

@@ -1,10 +1,14 @@
 //! Rewards to advantages, in f64, without tensors (rloo.md, "Reward → advantage").
 //!
-//! Σ w·r → clip → − beta·KL → leave-one-out within the group → optional normalisation over the block.
-//! Sources: Ahmadian et al. 2024 (arXiv 2402.14740) for the estimator; TRL's RLOOTrainer for the order of operations.
+//! Σ w·r → [`shape`]: normalisation, clip, length terms → − beta·KL → [`estimator`] → optional normalisation over the block.
+//! TRL's RLOOTrainer gives the order of operations; each estimator names its own source.
 
+pub mod estimator;
+pub mod shape;
+
+use self::estimator::Estimate;
 use crate::sample::RewardValue;
-use crate::spec::{Combine, Plan, RewardPlan};
+use crate::spec::{Combine, Estimator, Plan, RewardPlan};
 
 /// What one reward is worth in the sum.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -47,24 +51,29 @@ pub fn combine_rewards(values: &[RewardValue], weights: &[RewardWeight], combine
     }
 }
 
+/// old − reference of each token that trains: k1. A masked completion has none; without a reference all are 0.
+pub fn token_kl(old_logps: &[f32], ref_logps: &[f32], included: bool) -> Vec<f64> {
+    if !included {
+        return Vec::new();
+    }
+    old_logps.iter().zip(ref_logps).map(|(&old, &reference)| f64::from(old) - f64::from(reference)).collect()
+}
+
 /// Σ_t (old − reference) of one completion: k1, per sequence, may be negative. A masked completion has none.
 pub fn sequence_kl(old_logps: &[f32], ref_logps: &[f32], included: bool) -> f64 {
-    if !included {
-        return 0.0;
-    }
-    old_logps.iter().zip(ref_logps).map(|(&old, &reference)| f64::from(old) - f64::from(reference)).sum()
+    token_kl(old_logps, ref_logps, included).iter().sum()
 }
 
 /// How rewards become advantages.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdvantageConfig {
+    /// What is subtracted from the reward of a completion, or of its tokens.
+    pub estimator: Estimator,
     /// Rows of a group (G), contiguous.
     pub num_generations: usize,
-    /// Weight of the KL penalty in the reward.
+    /// Weight of the KL penalty in the reward; 0 when it is in the loss.
     pub beta: f64,
-    /// On the weighted reward, before the penalty.
-    pub reward_clip_range: Option<(f64, f64)>,
-    /// (A − mean)/(std + 1e-4) over the block.
+    /// (A − mean)/(std + 1e-4) over the block; nothing is left to do for the estimators that whiten.
     pub normalize_advantages: bool,
 }
 
@@ -72,39 +81,65 @@ impl AdvantageConfig {
     /// As the plan says.
     pub fn of_plan(plan: &Plan) -> Self {
         Self {
+            estimator: plan.rloo.estimator,
             num_generations: plan.rloo.num_generations as usize,
-            beta: plan.rloo.beta,
-            reward_clip_range: plan.rloo.reward_clip_range,
+            beta: if plan.rloo.penalizes_reward() { plan.rloo.beta } else { 0.0 },
             normalize_advantages: plan.rloo.normalize_advantages,
         }
     }
 }
 
+/// What advantages are made of; whole groups, one entry a row (B) unless said otherwise.
+#[derive(Debug, Clone, Copy)]
+pub struct AdvantageRows<'a> {
+    /// Shaped, before KL; `None` = unscorable.
+    pub rewards: &'a [Option<f64>],
+    /// Before the length terms too: groups in which these are equal are tied.
+    pub task_rewards: &'a [Option<f64>],
+    /// k1 of each token that trains (B, T); as many zeros without a reference, none for masked rows.
+    pub token_kl: &'a [Vec<f64>],
+    /// Rows of tied groups that are left out: advantage 0, and no part in the normalisation.
+    pub dropped: &'a [bool],
+    /// Shaped reward of each group's greedy completion (P); empty but for remax.
+    pub greedy: &'a [Option<f64>],
+}
+
 /// Every intermediate of the way from reward to advantage; one entry a row (B), or a group (P).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Advantages {
-    /// Clipped and KL-penalised reward (B); `None` = unscorable.
+    /// Shaped and KL-penalised reward (B); `None` = unscorable.
     pub penalized_rewards: Vec<Option<f64>>,
-    /// Mean of the scorable siblings (B); `None` without one.
+    /// What the estimator subtracts (B); `None` where a row has no advantage.
     pub baselines: Vec<Option<f64>>,
-    /// Before normalisation (B); 0 for unscorable rows and for rows without a scorable sibling.
+    /// Before normalisation (B), and before the KL of tokens; 0 where a row has no advantage.
     pub unnormalized: Vec<f64>,
-    /// Final (B).
+    /// Final (B); of an estimator of tokens the mean of the row's.
     pub advantages: Vec<f64>,
+    /// Final, of estimators of tokens only (B, T): one entry a token that trains.
+    pub token_advantages: Vec<Vec<f64>>,
     /// Sample std of the penalised rewards of each group (P); `None` below two scorable rows, 0 when G = 1.
     pub group_std: Vec<Option<f64>>,
-    /// The same before clip and KL (P).
+    /// The same of the task rewards: before length terms and KL (P).
     pub group_std_pre_kl: Vec<Option<f64>>,
 }
 
 impl Advantages {
     /// Add the groups that follow. What is whitened over a block must be computed over the block at once.
     pub fn append(&mut self, next: Advantages) {
-        let Advantages { penalized_rewards, baselines, unnormalized, advantages, group_std, group_std_pre_kl } = next;
+        let Advantages {
+            penalized_rewards,
+            baselines,
+            unnormalized,
+            advantages,
+            token_advantages,
+            group_std,
+            group_std_pre_kl,
+        } = next;
         self.penalized_rewards.extend(penalized_rewards);
         self.baselines.extend(baselines);
         self.unnormalized.extend(unnormalized);
         self.advantages.extend(advantages);
+        self.token_advantages.extend(token_advantages);
         self.group_std.extend(group_std);
         self.group_std_pre_kl.extend(group_std_pre_kl);
     }
@@ -112,55 +147,82 @@ impl Advantages {
 
 /// Added to the std in the normalisation, as TRL does.
 const NORMALIZE_EPSILON: f64 = 1e-4;
+/// A group whose std is not larger has equal rewards (TRL's bound).
+pub const TIED_STD: f64 = 1e-8;
 
-/// Leave-one-out advantages of whole groups; `weighted` and `kl` have one entry a row, groups contiguous.
-pub fn advantages(weighted: &[Option<f64>], kl: &[f64], config: &AdvantageConfig) -> Advantages {
+/// Advantages of whole groups.
+pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advantages {
+    let AdvantageRows { rewards, task_rewards, token_kl, dropped, greedy } = *rows;
     let group_size = config.num_generations.max(1);
-    let mut out = Advantages::default();
-    for (rewards, kl) in weighted.chunks(group_size).zip(kl.chunks(group_size)) {
-        let penalized: Vec<Option<f64>> =
-            rewards.iter().zip(kl).map(|(reward, kl)| reward.map(|reward| penalize(reward, *kl, config))).collect();
-        let scorable: Vec<f64> = penalized.iter().flatten().copied().collect();
-        let sum: f64 = scorable.iter().sum();
-        for reward in &penalized {
-            // A_i = r_i − (Σ_j r_j − r_i)/(n_g − 1), over the scorable rows of the group.
-            let baseline =
-                reward.filter(|_| scorable.len() > 1).map(|reward| (sum - reward) / (scorable.len() - 1) as f64);
-            out.baselines.push(baseline);
-            out.unnormalized.push(reward.zip(baseline).map_or(0.0, |(reward, baseline)| reward - baseline));
-        }
-        out.group_std.push(group_std(&scorable, group_size));
-        out.group_std_pre_kl.push(group_std(&rewards.iter().flatten().copied().collect::<Vec<_>>(), group_size));
-        out.penalized_rewards.extend(penalized);
+    let penalized: Vec<Option<f64>> = rewards
+        .iter()
+        .zip(token_kl)
+        .map(|(reward, kl)| reward.map(|reward| penalize(reward, kl, config.beta)))
+        .collect();
+    let mut estimates: Vec<Option<Estimate>> = Vec::with_capacity(rewards.len());
+    for (index, (before_kl, penalized)) in rewards.chunks(group_size).zip(penalized.chunks(group_size)).enumerate() {
+        estimates.extend(match config.estimator {
+            Estimator::Rloo => estimator::rloo(penalized),
+            Estimator::Grpo => estimator::grpo(penalized),
+            Estimator::DrGrpo => estimator::dr_grpo(penalized),
+            Estimator::Remax => estimator::remax(penalized, greedy.get(index).copied().flatten()),
+            Estimator::Reinforce => estimator::reinforce(penalized),
+            // Their KL falls token by token, below.
+            Estimator::ReinforcePp => estimator::reinforce(before_kl),
+            Estimator::ReinforcePpBaseline => estimator::dr_grpo(before_kl),
+        });
     }
-    out.advantages = if config.normalize_advantages { normalize(&out) } else { out.unnormalized.clone() };
-    out
-}
-
-fn penalize(reward: f64, kl: f64, config: &AdvantageConfig) -> f64 {
-    let clipped = match config.reward_clip_range {
-        Some((low, high)) => reward.max(low).min(high),
-        None => reward,
+    let takes_part: Vec<bool> = estimates.iter().zip(dropped).map(|(row, dropped)| row.is_some() && !dropped).collect();
+    let unnormalized: Vec<f64> = estimates.iter().map(|row| row.map_or(0.0, |row| row.advantage)).collect();
+    let kept: Vec<Option<f64>> =
+        rewards.iter().zip(dropped).map(|(reward, dropped)| reward.filter(|_| !dropped)).collect();
+    let token_advantages = match config.estimator {
+        Estimator::ReinforcePp => estimator::reinforce_pp(&kept, token_kl, config.beta),
+        Estimator::ReinforcePpBaseline => estimator::reinforce_pp_baseline(&kept, group_size, token_kl, config.beta),
+        Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo | Estimator::Remax | Estimator::Reinforce => Vec::new(),
     };
-    // beta = 0 runs no reference pass, so there is no KL to multiply.
-    if config.beta == 0.0 { clipped } else { clipped - config.beta * kl }
+    let advantages = if config.estimator.has_token_advantages() {
+        token_advantages.iter().map(|tokens| mean(tokens).unwrap_or(0.0)).collect()
+    } else if config.normalize_advantages {
+        normalize(&unnormalized, &takes_part)
+    } else {
+        unnormalized.iter().zip(dropped).map(|(advantage, dropped)| if *dropped { 0.0 } else { *advantage }).collect()
+    };
+    Advantages {
+        group_std: penalized.chunks(group_size).map(|group| group_std(group, group_size)).collect(),
+        group_std_pre_kl: task_rewards.chunks(group_size).map(|group| group_std(group, group_size)).collect(),
+        penalized_rewards: penalized,
+        baselines: estimates.iter().map(|row| row.map(|row| row.baseline)).collect(),
+        unnormalized,
+        advantages,
+        token_advantages,
+    }
 }
 
-/// Whitened over the rows that have a baseline; the others stay 0. One such row alone has no std: 0.
-fn normalize(raw: &Advantages) -> Vec<f64> {
-    let with_baseline = || raw.unnormalized.iter().zip(&raw.baselines).filter(|(_, baseline)| baseline.is_some());
-    let values: Vec<f64> = with_baseline().map(|(advantage, _)| *advantage).collect();
+fn penalize(reward: f64, token_kl: &[f64], beta: f64) -> f64 {
+    // beta = 0 runs no reference pass, so there is no KL to multiply.
+    if beta == 0.0 { reward } else { reward - beta * token_kl.iter().sum::<f64>() }
+}
+
+/// Whitened over the rows that have an advantage; the others stay 0. One such row alone has no std: 0.
+fn normalize(unnormalized: &[f64], takes_part: &[bool]) -> Vec<f64> {
+    let rows = || unnormalized.iter().zip(takes_part);
+    let values: Vec<f64> = rows().filter(|(_, part)| **part).map(|(advantage, _)| *advantage).collect();
     let (Some(mean), Some(std)) = (mean(&values), sample_std(&values)) else {
-        return vec![0.0; raw.unnormalized.len()];
+        return vec![0.0; unnormalized.len()];
     };
     let whiten = |advantage: f64| (advantage - mean) / (std + NORMALIZE_EPSILON);
-    let rows = raw.unnormalized.iter().zip(&raw.baselines);
-    rows.map(|(advantage, baseline)| if baseline.is_some() { whiten(*advantage) } else { 0.0 }).collect()
+    rows().map(|(advantage, part)| if *part { whiten(*advantage) } else { 0.0 }).collect()
 }
 
-/// A group of one has no spread by definition; a group left with one scorable row has none that can be known.
-fn group_std(scorable: &[f64], group_size: usize) -> Option<f64> {
-    if group_size == 1 { Some(0.0) } else { sample_std(scorable) }
+/// Sample std of a group's scorable rewards; `None` below two. A group of one has no spread by definition: 0.
+pub fn group_std(rewards: &[Option<f64>], group_size: usize) -> Option<f64> {
+    if group_size == 1 { Some(0.0) } else { sample_std(&rewards.iter().flatten().copied().collect::<Vec<_>>()) }
+}
+
+/// Whether a group's scorable rewards are equal. One that has fewer than two is not tied: it has nothing to compare.
+pub fn is_tied(rewards: &[Option<f64>], group_size: usize) -> bool {
+    group_std(rewards, group_size).is_some_and(|std| std <= TIED_STD)
 }
 
 /// Arithmetic mean; `None` of nothing.
@@ -216,22 +278,42 @@ mod tests {
         assert_eq!(combine([Missing, NotApplicable]), None);
     }
 
+    fn of(rewards: &[Option<f64>], dropped: &[bool], config: &AdvantageConfig) -> Advantages {
+        let token_kl = vec![vec![0.0]; rewards.len()];
+        let rows = AdvantageRows { rewards, task_rewards: rewards, token_kl: &token_kl, dropped, greedy: &[] };
+        advantages(&rows, config)
+    }
+
+    const CONFIG: AdvantageConfig =
+        AdvantageConfig { estimator: Estimator::Rloo, num_generations: 2, beta: 0.0, normalize_advantages: false };
+
     #[test]
     fn a_missing_reward_leaves_the_baseline_and_is_masked() {
-        let config =
-            AdvantageConfig { num_generations: 4, beta: 0.0, reward_clip_range: None, normalize_advantages: false };
-        let result = advantages(&[Some(1.0), Some(3.0), Some(2.0), None], &[0.0; 4], &config);
+        let config = AdvantageConfig { num_generations: 4, ..CONFIG };
+        let result = of(&[Some(1.0), Some(3.0), Some(2.0), None], &[false; 4], &config);
         assert_eq!(result.advantages, [-1.5, 1.5, 0.0, 0.0]);
         assert_eq!(result.baselines[3], None);
     }
 
     #[test]
     fn one_scorable_row_has_advantage_zero_and_stays_out_of_the_normalisation() {
-        let config =
-            AdvantageConfig { num_generations: 2, beta: 0.0, reward_clip_range: None, normalize_advantages: true };
-        let result = advantages(&[Some(5.0), None, Some(1.0), Some(0.0)], &[0.0; 4], &config);
+        let config = AdvantageConfig { normalize_advantages: true, ..CONFIG };
+        let result = of(&[Some(5.0), None, Some(1.0), Some(0.0)], &[false; 4], &config);
         assert_eq!(result.advantages[..2], [0.0, 0.0]);
         let expected = 1.0 / (2f64.sqrt() + 1e-4);
         assert!((result.advantages[2] - expected).abs() < 1e-12 && (result.advantages[3] + expected).abs() < 1e-12);
+    }
+
+    #[test]
+    fn dropped_rows_have_advantage_zero_and_leave_every_normalisation() {
+        let rewards = [Some(5.0), Some(5.0), Some(1.0), Some(0.0)];
+        let dropped = [true, true, false, false];
+        for estimator in [Estimator::Rloo, Estimator::ReinforcePp, Estimator::ReinforcePpBaseline] {
+            let config = AdvantageConfig { estimator, normalize_advantages: true, ..CONFIG };
+            let (with, without) = (of(&rewards, &dropped, &config), of(&rewards[2..], &dropped[2..], &config));
+            assert_eq!(with.advantages[..2], [0.0, 0.0], "{estimator:?}");
+            assert_eq!(with.advantages[2..], without.advantages, "{estimator:?}");
+            assert_ne!(with.advantages[2], of(&rewards, &[false; 4], &config).advantages[2], "{estimator:?}");
+        }
     }
 }

@@ -2,14 +2,19 @@
 
 use std::ops::Range;
 
-use super::advantage::{AdvantageConfig, Advantages, RewardWeight, advantages, combine_rewards, sequence_kl};
+use super::advantage::shape::{RewardShape, RewardStats, ShapedRewards};
+use super::advantage::{
+    AdvantageConfig, AdvantageRows, Advantages, RewardWeight, advantages, combine_rewards, is_tied, sequence_kl,
+    token_kl,
+};
 use super::error::{EngineError, Result};
 use super::host::{Rollout, RolloutCompletion, RolloutGroup};
+use super::loss::{Denominators, RowAdvantage};
 use super::model::Row;
 use super::rollout::is_included;
 use crate::event::FinishReason;
 use crate::sample::Score;
-use crate::spec::Plan;
+use crate::spec::{Estimator, Plan};
 
 /// A scored rollout and what was computed of it.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,8 +32,18 @@ pub struct Block {
 pub struct BlockValues {
     /// The weighted reward; `None` = unscorable.
     pub weighted: Vec<Option<f64>>,
+    /// The same, normalised and clipped, and with its length terms.
+    pub rewards: ShapedRewards,
+    /// What normalised them.
+    pub reward_stats: RewardStats,
+    /// Shaped rewards of the greedy completions, one a group; empty but for remax.
+    pub greedy: Vec<Option<f64>>,
+    /// Completion tokens.
+    pub lengths: Vec<usize>,
     /// False for truncated completions that are masked.
     pub included: Vec<bool>,
+    /// True for the completions of tied groups that are left out.
+    pub dropped: Vec<bool>,
     /// Per-token log-probs of the policy that sampled; as many as are known yet.
     pub old_logps: Vec<Vec<f32>>,
     /// Per-token log-probs of the reference; empty when beta = 0.
@@ -38,7 +53,8 @@ pub struct BlockValues {
 }
 
 impl Block {
-    /// A block whose log-probs and advantages are not known yet. The rollout must hold whole groups.
+    /// A block whose log-probs and advantages are not known yet, and whose rewards are not shaped. The rollout must hold whole
+    /// groups.
     pub fn new(index: u64, rollout: Rollout, plan: &Plan) -> Result<Self> {
         let num_generations = plan.rloo.num_generations as usize;
         let prompts = plan.training.prompts_per_step as usize * plan.rloo.steps_per_generation as usize;
@@ -58,12 +74,37 @@ impl Block {
             weighted: completions()
                 .map(|completion| combine_rewards(&completion.score.values, &weights, plan.rloo.combine))
                 .collect(),
+            lengths: rollout.lengths(),
             included: completions()
                 .map(|completion| is_included(completion.finish_reason, plan.rloo.mask_truncated_completions))
                 .collect(),
             ..BlockValues::default()
         };
         Ok(Self { index, rollout, values })
+    }
+
+    /// Shape the rewards of a new block. `before` counts the rewards of the blocks before it.
+    pub fn shape_rewards(&mut self, before: RewardStats, plan: &Plan) {
+        let stats = RewardShape::of_plan(plan).stats(before, &self.values.weighted);
+        self.shape_rewards_by(stats, plan);
+    }
+
+    /// Shape the rewards of a block by statistics that count them already.
+    pub fn shape_rewards_by(&mut self, stats: RewardStats, plan: &Plan) {
+        let shape = RewardShape::of_plan(plan);
+        let (values, group_size) = (&mut self.values, plan.rloo.num_generations as usize);
+        values.reward_stats = stats;
+        values.rewards = shape.shape(&values.weighted, &values.lengths, &stats);
+        let groups = values.rewards.task.chunks(group_size);
+        let dropped = |task: &[Option<f64>]| vec![plan.rloo.drop_tied_groups && is_tied(task, group_size); task.len()];
+        values.dropped = groups.flat_map(dropped).collect();
+        let weights = RewardWeight::of_plan(&plan.rewards);
+        let greedy = |completion: &RolloutCompletion| {
+            let weighted = combine_rewards(&completion.score.values, &weights, plan.rloo.combine)?;
+            Some(shape.task_reward(weighted, &stats) + shape.length_term(completion.ids.len()))
+        };
+        let greedy = self.rollout.groups.iter().map(|group| group.greedy.as_ref().and_then(greedy));
+        values.greedy = if plan.rloo.estimator == Estimator::Remax { greedy.collect() } else { Vec::new() };
     }
 
     /// Completions.
@@ -76,23 +117,66 @@ impl Block {
         self.values.weighted.is_empty()
     }
 
-    /// Prompt and completion tokens, the prompt counted once a completion, as TRL counts.
+    /// Prompt and completion tokens, the prompt counted once a completion, as TRL counts; what was sampled beside the block
+    /// included.
     pub fn num_tokens(&self) -> u64 {
-        self.rollout.rows().map(|row| (row.prompt.len() + row.completion.len()) as u64).sum()
+        let own: u64 = self.rollout.rows().map(|row| (row.prompt.len() + row.completion.len()) as u64).sum();
+        own + self.rollout.drawn.extra_tokens
     }
 
-    /// Completion tokens.
+    /// Completion tokens, likewise.
     pub fn num_completion_tokens(&self) -> u64 {
-        self.rollout.rows().map(|row| row.completion.len() as u64).sum()
+        let own: u64 = self.rollout.rows().map(|row| row.completion.len() as u64).sum();
+        own + self.rollout.drawn.extra_completion_tokens
     }
 }
 
 impl BlockValues {
-    /// Advantages of the groups in `rows`, whose log-probs are known (unless beta = 0, where none are needed); in order.
+    /// Advantages of the groups in `rows`, whose log-probs are known (unless no KL is in the reward, where none are needed);
+    /// in order.
     pub fn fill_advantages(&mut self, rows: Range<usize>, plan: &Plan) {
         let config = AdvantageConfig::of_plan(plan);
-        let kl: Vec<f64> = rows.clone().map(|row| self.sequence_kl(row).unwrap_or(0.0)).collect();
-        self.results.append(advantages(&self.weighted[rows], &kl, &config));
+        let token_kl: Vec<Vec<f64>> = rows.clone().map(|row| self.token_kl(row)).collect();
+        let group_size = config.num_generations.max(1);
+        let groups = rows.start / group_size..rows.end.div_ceil(group_size);
+        let advantages = advantages(
+            &AdvantageRows {
+                rewards: &self.rewards.shaped[rows.clone()],
+                task_rewards: &self.rewards.task[rows.clone()],
+                token_kl: &token_kl,
+                dropped: &self.dropped[rows],
+                greedy: self.greedy.get(groups).unwrap_or_default(),
+            },
+            &config,
+        );
+        self.results.append(advantages);
+    }
+
+    /// old − reference of each token of a completion that trains; zeros while one of them is not known.
+    fn token_kl(&self, row: usize) -> Vec<f64> {
+        match (self.old_logps.get(row), self.ref_logps.get(row)) {
+            (Some(old), Some(reference)) => token_kl(old, reference, self.included[row]),
+            (_, None) | (None, _) if self.included[row] => vec![0.0; self.lengths[row]],
+            (_, None) | (None, _) => Vec::new(),
+        }
+    }
+
+    /// What the losses of an optimizer step are divided by; known before its micro-batches.
+    pub fn denominators(&self, rows: Range<usize>, plan: &Plan) -> Denominators {
+        let kept = || rows.clone().filter(|&row| !self.dropped[row]);
+        Denominators {
+            completions: kept().count(),
+            tokens: kept().filter(|&row| self.included[row]).map(|row| self.lengths[row]).sum(),
+            max_completion_length: plan.sampling.max_completion_length as usize,
+        }
+    }
+
+    /// The advantage a completion trains with.
+    pub fn advantage(&self, row: usize) -> RowAdvantage<'_> {
+        match self.results.token_advantages.get(row) {
+            Some(tokens) => RowAdvantage::Tokens(tokens),
+            None => RowAdvantage::Sequence(self.results.advantages[row]),
+        }
     }
 
     /// Σ (old − reference) of a completion; `None` without a reference or before the log-probs are known.

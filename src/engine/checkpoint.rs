@@ -3,7 +3,8 @@
 //! | file | what |
 //! |---|---|
 //! | `adapter_config.json`, `adapter_model.safetensors` | the adapter, as PEFT lays it out |
-//! | `optimizer.safetensors` | AdamW's moments, flat, in parameter order |
+//! | `model.safetensors`, `config.json`, tokenizer, … | instead of it in full fine-tuning: a model directory for transformers |
+//! | `optimizer.safetensors` | AdamW's moments, flat, in parameter order; in 8 bits codes and the scale of each block |
 //! | `trainer_state.json` | steps, tokens, counters, the hash of what must not change |
 //! | `rollout.json`, `rollout.safetensors` | only in the middle of a block: its completions and log-probs |
 //! | `manifest.json` | size and SHA-256 of each of them; written last |
@@ -18,16 +19,20 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
+use super::advantage::shape::RewardStats;
 use super::block::Block;
 use super::error::{EngineError, Result};
 use super::host::Rollout;
-use super::model::Policy;
-use super::optim::AdamW;
+use super::lora;
+use super::model::{Policy, full};
+use super::optim::blockwise::{BLOCK, Map, Quantized};
+use super::optim::{AdamW, Moments};
+use super::tensors::{self, Data};
 use super::watch::Evaluations;
 use crate::doctor::Doctor;
 use crate::event::Metrics;
 use crate::protocol::FileEntry;
-use crate::spec::Plan;
+use crate::spec::{OptimizerKind, Plan, resume_identity};
 
 /// The last file written: a checkpoint without it is not one.
 pub const MANIFEST: &str = "manifest.json";
@@ -40,7 +45,7 @@ const FORMAT: &str = "rlood-checkpoint/1";
 /// Where a run stands after an optimizer step. Randomness has no state: it is counted, not drawn in sequence.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// Optimizer steps done, skipped ones included; the cursor in the data follows from it.
+    /// Optimizer steps done, skipped ones included.
     pub step: u64,
     /// Passes over the dataset.
     pub epoch: f64,
@@ -66,13 +71,21 @@ pub struct TrainerState {
     pub evaluations: Evaluations,
     /// SHA-256 over the parts of the plan that a resumed run must share.
     pub plan_sha256: String,
+    /// The cursor behind the last block's prompts, counted in prompts over all epochs; None = it follows from the step.
+    #[serde(default)]
+    pub next_prompt: Option<u64>,
+    /// Mean and spread of the rewards so far, the last block's included; empty unless rewards are normalised by them.
+    #[serde(default)]
+    pub reward_stats: RewardStats,
 }
 
 /// A run's state in memory, to write.
 #[derive(Debug)]
 pub struct Snapshot<'a> {
-    /// The adapter.
+    /// The adapter, or all weights.
     pub policy: &'a Policy,
+    /// Where its tokenizer and config lie.
+    pub model_dir: &'a Path,
     /// `base_model_name_or_path`.
     pub model_name: &'a str,
     /// The moments.
@@ -83,7 +96,7 @@ pub struct Snapshot<'a> {
     pub block: Option<&'a Block>,
 }
 
-/// A checkpoint read back; the adapter is loaded by [`Policy::load_lora`] from the same directory.
+/// A checkpoint read back; weights are loaded by [`Policy::load_lora`] or [`Policy::load_full`] from the same directory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Restored {
     /// The moments.
@@ -104,42 +117,32 @@ struct Manifest {
 /// Hash over what a resumed run must share with the one that wrote the checkpoint: model, data, adapter, batches, seed.
 /// Learning rate, steps, rewards and the rest may change.
 pub fn plan_sha256(plan: &Plan) -> String {
-    let rloo = &plan.rloo;
-    let mut shared = json!({
-        "model": plan.model.sha256,
-        "dataset": plan.dataset.sha256,
-        "lora": plan.lora,
-        "num_generations": rloo.num_generations,
-        "num_iterations": rloo.num_iterations,
-        "steps_per_generation": rloo.steps_per_generation,
-        "prompts_per_step": plan.training.prompts_per_step,
-        "seed": plan.training.seed,
-        "shuffle_dataset": plan.training.shuffle_dataset,
-    });
-    // Only where it is set: checkpoints of jobs without it stay what they are.
-    if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) {
-        shared["eval_fraction"] = json!(fraction);
-    }
-    hex(&Sha256::digest(shared.to_string()))
+    hex(&Sha256::digest(resume_identity(plan).to_string()))
 }
 
 /// Write a complete checkpoint below `scratch_dir` and return its directory and files, the manifest last. What lies there
 /// under the same name is replaced.
 pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Vec<FileEntry>)> {
-    let Snapshot { policy, model_name, adam, state, block } = *snapshot;
+    let Snapshot { policy, model_dir, model_name, adam, state, block } = *snapshot;
     fs::create_dir_all(scratch_dir).map_err(io(scratch_dir))?;
     let temporary = tempfile::Builder::new().prefix(".checkpoint-").tempdir_in(scratch_dir).map_err(io(scratch_dir))?;
     let dir = temporary.path();
-    policy.save_lora(dir, model_name)?;
+    match policy.trains_all() {
+        true => {
+            policy.save_full(dir)?;
+            copy_model_files(model_dir, dir)?;
+        }
+        false => policy.save_lora(dir, model_name)?,
+    }
     write_file(&dir.join(STATE), &to_json(state)?)?;
-    let moments = [("exp_avg", adam.first_moments.as_slice()), ("exp_avg_sq", adam.second_moments.as_slice())];
-    write_file(&dir.join(OPTIMIZER), &to_safetensors(&moments)?)?;
+    write_moments(&dir.join(OPTIMIZER), &adam.moments)?;
     if let Some(block) = block {
         let rollout = json!({ "index": block.index, "rollout": block.rollout });
         write_file(&dir.join(ROLLOUT), &to_json(&rollout)?)?;
         let (old, reference) = (block.values.old_logps.concat(), block.values.ref_logps.concat());
         let logps = [("old_logps", old.as_slice()), ("ref_logps", reference.as_slice())];
-        write_file(&dir.join(ROLLOUT_LOGPS), &to_safetensors(&logps)?)?;
+        let logps = logps.each_ref().map(|(name, values)| flat(name, values));
+        tensors::write(&dir.join(ROLLOUT_LOGPS), &logps.each_ref().map(Flat::tensor))?;
     }
 
     let mut names: Vec<String> = fs::read_dir(dir)
@@ -171,8 +174,10 @@ pub fn verify(dir: &Path) -> Result<()> {
     if manifest.format != FORMAT {
         return Err(EngineError::Checkpoint(format!("its format is {}, not {FORMAT}", manifest.format)));
     }
-    for needed in [STATE, OPTIMIZER, "adapter_config.json", "adapter_model.safetensors"] {
-        if !manifest.files.iter().any(|file| file.name == needed) {
+    let names = |name: &str| manifest.files.iter().any(|file| file.name == name);
+    let weights: &[&str] = if names(full::WEIGHTS) { &["config.json"] } else { &[lora::CONFIG, lora::WEIGHTS] };
+    for needed in [STATE, OPTIMIZER].iter().chain(weights) {
+        if !names(needed) {
             return Err(EngineError::Checkpoint(format!("its manifest does not name {needed}")));
         }
     }
@@ -193,14 +198,10 @@ pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
     let state: TrainerState = from_json(dir, STATE)?;
     if state.plan_sha256 != plan_sha256(plan) {
         return Err(EngineError::Checkpoint(
-            "it was written with another model, dataset, lora, batch or seed; start a new job instead".into(),
+            "it was written with another model, dataset, lora, warm start, optimizer, dtype, batch or seed; start a new job instead".into(),
         ));
     }
-    let mut moments = from_safetensors(&dir.join(OPTIMIZER))?;
-    let mut take = |name: &str| {
-        moments.remove(name).ok_or_else(|| EngineError::Checkpoint(format!("{OPTIMIZER} holds no {name}")))
-    };
-    let adam = AdamW { first_moments: take("exp_avg")?, second_moments: take("exp_avg_sq")?, updates: state.updates };
+    let adam = AdamW { moments: read_moments(&dir.join(OPTIMIZER), plan.optimizer.kind)?, updates: state.updates };
     let uses = u64::from(plan.rloo.num_iterations) * u64::from(plan.rloo.steps_per_generation);
     let inside_block = !state.step.is_multiple_of(uses.max(1));
     let block = if inside_block { Some(read_block(dir, plan)?) } else { None };
@@ -282,27 +283,115 @@ fn from_json<T: for<'de> Deserialize<'de>>(dir: &Path, name: &str) -> Result<T> 
     serde_json::from_slice(&bytes).map_err(|error| EngineError::Checkpoint(format!("{name}: {error}")))
 }
 
-/// One-dimensional f32 tensors.
-fn to_safetensors(tensors: &[(&str, &[f32])]) -> Result<Vec<u8>> {
-    let damaged = |error: safetensors::SafeTensorError| EngineError::Checkpoint(error.to_string());
-    let bytes: Vec<(&str, Vec<u8>)> = tensors
-        .iter()
-        .map(|(name, values)| (*name, values.iter().flat_map(|value| value.to_le_bytes()).collect()))
-        .collect();
-    let views = bytes
-        .iter()
-        .map(|(name, bytes)| Ok((*name, TensorView::new(Dtype::F32, vec![bytes.len() / 4], bytes).map_err(damaged)?)))
-        .collect::<Result<Vec<_>>>()?;
-    safetensors::serialize(views, None).map_err(damaged)
+/// A one-dimensional tensor to write.
+struct Flat<'a> {
+    name: &'a str,
+    shape: [usize; 1],
+    data: Data<'a>,
+}
+
+impl Flat<'_> {
+    fn tensor(&self) -> tensors::Tensor<'_> {
+        tensors::Tensor { name: self.name, shape: &self.shape, data: self.data }
+    }
+}
+
+fn flat<'a>(name: &'a str, values: &'a [f32]) -> Flat<'a> {
+    Flat { name, shape: [values.len()], data: Data::F32(values) }
+}
+
+const FIRST: &str = "exp_avg";
+const SECOND: &str = "exp_avg_sq";
+const FIRST_SCALES: &str = "exp_avg.absmax";
+const SECOND_SCALES: &str = "exp_avg_sq.absmax";
+
+fn write_moments(path: &Path, moments: &Moments) -> Result<()> {
+    match moments {
+        Moments::F32 { first, second } => {
+            let all = [flat(FIRST, first), flat(SECOND, second)];
+            tensors::write(path, &all.each_ref().map(Flat::tensor))
+        }
+        Moments::Blockwise { first, second } => {
+            let all = [
+                Flat { name: FIRST, shape: [first.codes.len()], data: Data::U8(&first.codes) },
+                flat(FIRST_SCALES, &first.absmax),
+                Flat { name: SECOND, shape: [second.codes.len()], data: Data::U8(&second.codes) },
+                flat(SECOND_SCALES, &second.absmax),
+            ];
+            tensors::write(path, &all.each_ref().map(Flat::tensor))
+        }
+    }
+}
+
+fn read_moments(path: &Path, kind: OptimizerKind) -> Result<Moments> {
+    let missing = |name: &str| EngineError::Checkpoint(format!("{OPTIMIZER} holds no {name} of the plan's optimizer"));
+    match kind {
+        OptimizerKind::Adamw => {
+            let mut moments = from_safetensors(path)?;
+            let mut take = |name: &str| moments.remove(name).ok_or_else(|| missing(name));
+            Ok(Moments::F32 { first: take(FIRST)?, second: take(SECOND)? })
+        }
+        OptimizerKind::Adamw8bit => {
+            let bytes = fs::read(path).map_err(io(path))?;
+            let file = SafeTensors::deserialize(&bytes).map_err(damaged)?;
+            let quantized = |map: Map, name: &str, scales: &str| -> Result<Quantized> {
+                let codes = file.tensor(name).ok().filter(|view| view.dtype() == Dtype::U8);
+                let codes = codes.ok_or_else(|| missing(name))?.data().to_vec();
+                let absmax = file.tensor(scales).ok().filter(|view| view.dtype() == Dtype::F32);
+                let absmax = floats(&absmax.ok_or_else(|| missing(scales))?);
+                if absmax.len() != codes.len().div_ceil(BLOCK) {
+                    return Err(EngineError::Checkpoint(format!("{OPTIMIZER}: {scales} has {} blocks", absmax.len())));
+                }
+                Ok(Quantized { map, codes, absmax })
+            };
+            Ok(Moments::Blockwise {
+                first: quantized(Map::Signed, FIRST, FIRST_SCALES)?,
+                second: quantized(Map::Unsigned, SECOND, SECOND_SCALES)?,
+            })
+        }
+    }
+}
+
+/// What transformers needs beside the weights. The config names the type they are stored in.
+fn copy_model_files(from: &Path, to: &Path) -> Result<()> {
+    const FILES: [&str; 9] = [
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer.model",
+    ];
+    for name in FILES {
+        let path = from.join(name);
+        match fs::copy(&path, to.join(name)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(io(&path)(error)),
+            Ok(_) | Err(_) => {}
+        }
+    }
+    let mut config: serde_json::Value = from_json(from, "config.json")?;
+    for key in ["dtype", "torch_dtype"] {
+        if let Some(dtype) = config.get_mut(key) {
+            *dtype = json!("float32");
+        }
+    }
+    write_file(&to.join("config.json"), &to_json(&config)?)
+}
+
+fn damaged(error: safetensors::SafeTensorError) -> EngineError {
+    EngineError::Checkpoint(error.to_string())
+}
+
+fn floats(view: &TensorView<'_>) -> Vec<f32> {
+    view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
 fn from_safetensors(path: &Path) -> Result<HashMap<String, Vec<f32>>> {
     let bytes = fs::read(path).map_err(io(path))?;
-    let damaged = |error: safetensors::SafeTensorError| EngineError::Checkpoint(error.to_string());
     let file = SafeTensors::deserialize(&bytes).map_err(damaged)?;
-    let floats = |view: &TensorView<'_>| -> Vec<f32> {
-        view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-    };
     Ok(file
         .iter()
         .filter(|(_, view)| view.dtype() == Dtype::F32)

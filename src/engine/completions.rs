@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use super::error::EngineError;
 use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
-use super::host::{Rollout, RolloutCompletion, RolloutGroup, ScoreRequest};
+use super::host::{
+    Drawn, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, SampledGroup, ScoreRequest,
+};
 use super::model::Adapter;
 use super::prompts::TokenizedPrompt;
 use super::random::{Key, Stream};
@@ -12,37 +14,88 @@ use super::sampling::Sampler;
 use super::{Halt, Run, memory, report};
 use crate::event::{Event, Phase, SamplePhase};
 use crate::sample::RewardSample;
+use crate::spec::Estimator;
 
 impl Run<'_> {
-    /// Sample the block's completions and have them scored.
+    /// Sample the block's completions and have them scored; its prompts begin at the cursor.
     pub(super) fn roll_out(&mut self, step: u64, index: u64) -> Result<Rollout, Halt> {
-        let mut rows = self.batching.block_rows(index);
-        if let Some(trained) = &self.trained_rows {
-            rows.iter_mut().for_each(|row| *row = trained[*row as usize]);
-        }
+        let position = self.state.next_prompt.unwrap_or_else(|| self.batching.position_of_block(index));
+        let (rows, next_prompt) = self.batching.block_at(position);
+        let rows = self.dataset_rows(rows);
         let key = Key::new(self.plan.training.seed, Stream::Train).with(index);
-        let sampler = Sampler::new(&self.plan.sampling, self.plan.sampling.temperature);
-        self.phase(Phase::Rollout)?;
-        let started = Instant::now();
-        let completions = self.generate(SamplePhase::Train, &rows, key, sampler)?;
-        self.seconds.generate += started.elapsed().as_secs_f64();
-        self.phase(Phase::Reward)?;
-        let started = Instant::now();
-        let rollout = self.score(SamplePhase::Train, step, &rows, completions)?;
-        self.seconds.reward += started.elapsed().as_secs_f64();
+        let groups = self.sample_groups(RolloutId::train(step), &rows, key)?;
+        let mut rollout = Rollout { groups, drawn: Drawn { next_prompt: Some(next_prompt), ..Drawn::default() } };
+        self.refill(step, index, next_prompt, &mut rollout)?;
         Ok(rollout)
     }
 
-    /// G completions for each of these rows, `[P][G]`.
+    /// The dataset's rows behind places in the order of training, which leaves out what is held out.
+    pub(super) fn dataset_rows(&self, places: Vec<u64>) -> Vec<u64> {
+        match &self.trained_rows {
+            Some(trained) => places.into_iter().map(|place| trained[place as usize]).collect(),
+            None => places,
+        }
+    }
+
+    /// Groups of these rows, scored, with the greedy completions that remax compares them with.
+    pub(super) fn sample_groups(&mut self, id: RolloutId, rows: &[u64], key: Key) -> Result<Vec<RolloutGroup>, Halt> {
+        let sampling = &self.plan.sampling;
+        let mut groups = self.generate_and_score(id, rows, key, Sampler::new(sampling, sampling.temperature))?;
+        if self.plan.rloo.estimator == Estimator::Remax {
+            let greedy = self.generate_and_score(id.greedy(), rows, key, Sampler::new(sampling, 0.0))?;
+            for (group, greedy) in groups.iter_mut().zip(greedy) {
+                group.greedy = greedy.completions.into_iter().next();
+            }
+        }
+        Ok(groups)
+    }
+
+    fn generate_and_score(
+        &mut self,
+        id: RolloutId,
+        rows: &[u64],
+        key: Key,
+        sampler: Sampler,
+    ) -> Result<Vec<RolloutGroup>, Halt> {
+        self.phase(Phase::Rollout)?;
+        let started = Instant::now();
+        let completions = self.generate(id, rows, key, sampler)?;
+        self.seconds.generate += started.elapsed().as_secs_f64();
+        self.phase(Phase::Reward)?;
+        let started = Instant::now();
+        let rollout = self.score(id, rows, completions)?;
+        self.seconds.reward += started.elapsed().as_secs_f64();
+        Ok(rollout.groups)
+    }
+
+    /// G completions for each of these rows, `[P][G]`: recorded ones where the host has them, else sampled and handed to the
+    /// host. `id` must be another one for every sampling of a run, and the same in every attempt at it.
     fn generate(
         &mut self,
-        phase: SamplePhase,
+        id: RolloutId,
         rows: &[u64],
         key: Key,
         sampler: Sampler,
     ) -> Result<Vec<Vec<Generated>>, Halt> {
-        let prompts = self.prompts_of(phase);
-        let num_generations = self.num_generations(phase);
+        let num_generations = self.num_generations(id);
+        let fits = |groups: &[SampledGroup]| {
+            let whole =
+                |(group, &row): (&SampledGroup, &u64)| group.row == row && group.completions.len() == num_generations;
+            groups.len() == rows.len() && groups.iter().zip(rows).all(whole)
+        };
+        if let Some(groups) = self.host.recorded(id)?.filter(|groups| fits(groups)) {
+            return Ok(groups.into_iter().map(|group| group.completions).collect());
+        }
+        let completions = self.sample(id, rows, key, sampler)?;
+        let groups = rows.iter().zip(completions).map(|(&row, completions)| SampledGroup { row, completions });
+        let groups: Vec<SampledGroup> = groups.collect();
+        self.host.sampled(id, &groups)?;
+        Ok(groups.into_iter().map(|group| group.completions).collect())
+    }
+
+    fn sample(&mut self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<Vec<Generated>>, Halt> {
+        let prompts = self.prompts_of(id.phase);
+        let num_generations = self.num_generations(id);
         let prompts: Vec<GeneratePrompt<'_>> =
             rows.iter().map(|&row| GeneratePrompt { row, ids: &prompts[row as usize].ids }).collect();
         let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
@@ -66,16 +119,10 @@ impl Run<'_> {
     }
 
     /// Completions and what the rewards say of them.
-    fn score(
-        &mut self,
-        phase: SamplePhase,
-        step: u64,
-        rows: &[u64],
-        completions: Vec<Vec<Generated>>,
-    ) -> Result<Rollout, Halt> {
+    fn score(&mut self, id: RolloutId, rows: &[u64], completions: Vec<Vec<Generated>>) -> Result<Rollout, Halt> {
         let mut samples = Vec::new();
         for (group, (&row, completions)) in rows.iter().zip(&completions).enumerate() {
-            let prompt = &self.prompts_of(phase)[row as usize];
+            let prompt = &self.prompts_of(id.phase)[row as usize];
             for completion in completions {
                 samples.push(RewardSample {
                     sample_id: format!("s_{}", samples.len()),
@@ -90,7 +137,7 @@ impl Run<'_> {
                 });
             }
         }
-        let scores = self.host.score(&ScoreRequest { step, phase, samples: &samples })?;
+        let scores = self.host.score(&ScoreRequest { id, samples: &samples })?;
         if scores.len() != samples.len() {
             let message = format!("the host gave {} scores for {} samples", scores.len(), samples.len());
             return Err(Halt::Error(EngineError::Input(message)));
@@ -98,14 +145,15 @@ impl Run<'_> {
         let mut scores = scores.into_iter();
         let groups = rows.iter().zip(completions).map(|(&row, completions)| RolloutGroup {
             row,
-            prompt_ids: self.prompts_of(phase)[row as usize].ids.clone(),
+            prompt_ids: self.prompts_of(id.phase)[row as usize].ids.clone(),
             completions: completions
                 .into_iter()
                 .zip(scores.by_ref())
                 .map(|(Generated { ids, finish_reason }, score)| RolloutCompletion { ids, finish_reason, score })
                 .collect(),
+            greedy: None,
         });
-        Ok(Rollout { groups: groups.collect() })
+        Ok(Rollout { groups: groups.collect(), drawn: Drawn::default() })
     }
 
     /// Sample and score the evaluation prompts with the policy as it is.
@@ -118,8 +166,9 @@ impl Run<'_> {
         let rows = self.evaluated_rows.clone();
         let key = Key::new(self.plan.training.seed, Stream::Eval).with(step);
         let sampler = Sampler::for_evaluation(&self.plan.sampling, eval);
-        let completions = self.generate(SamplePhase::Eval, &rows, key, sampler)?;
-        let rollout = self.score(SamplePhase::Eval, step, &rows, completions)?;
+        let id = RolloutId::eval(step);
+        let completions = self.generate(id, &rows, key, sampler)?;
+        let rollout = self.score(id, &rows, completions)?;
         let (mut metrics, samples) =
             report::evaluation(step, &rollout, self.plan, self.prompts_of(SamplePhase::Eval), &self.text)?;
         if let Some(trained) = self.state.doctor.recent_reward().filter(|_| eval.rewards.is_none())
@@ -145,9 +194,10 @@ impl Run<'_> {
         }
     }
 
-    fn num_generations(&self, phase: SamplePhase) -> usize {
+    fn num_generations(&self, id: RolloutId) -> usize {
         let train = self.plan.rloo.num_generations;
-        match phase {
+        match id.phase {
+            _ if id.part == RolloutPart::Greedy => 1,
             SamplePhase::Train => train as usize,
             SamplePhase::Eval => self.plan.eval.as_ref().map_or(train, |eval| eval.num_generations) as usize,
         }

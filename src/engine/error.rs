@@ -36,6 +36,12 @@ pub enum EngineError {
         /// What was computed.
         what: String,
     },
+    /// The base model itself holds or computes NaN or infinite values: no step can train it.
+    #[error("the base model is not finite: {what}")]
+    ModelNotFinite {
+        /// Where it showed.
+        what: String,
+    },
     /// A tensor operation failed.
     #[error("a tensor operation failed")]
     Tensor(#[from] candle_core::Error),
@@ -91,6 +97,7 @@ impl EngineError {
             | EngineError::Input(_)
             | EngineError::Prompts(_)
             | EngineError::Diverged { .. }
+            | EngineError::ModelNotFinite { .. }
             | EngineError::Alert { .. }
             | EngineError::NonFinite { .. } => FailureClass::User,
             EngineError::Host(failure) => match failure.class {

@@ -9,6 +9,7 @@ use super::random::Key;
 use super::sampling::Sampler;
 use super::text::Text;
 use crate::event::FinishReason;
+pub use crate::sample::Generated;
 
 /// What to sample.
 pub struct GenerateRequest<'a> {
@@ -39,15 +40,6 @@ pub struct GeneratePrompt<'a> {
     pub row: u64,
     /// At least one token.
     pub ids: &'a [u32],
-}
-
-/// One completion.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Generated {
-    /// Up to and including the first end-of-sequence token.
-    pub ids: Vec<u32>,
-    /// Why it ended.
-    pub finish_reason: FinishReason,
 }
 
 /// G completions for each prompt, `[P][G]`; `None` when `stop` said so between two tokens.

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::event::{Event, FinishReason, Metrics, SamplePhase};
+use crate::event::{Event, FinishReason, Metrics};
 use crate::protocol::FileEntry;
-pub use crate::sample::{RewardSample, RewardValue, Score};
+pub use crate::sample::{RewardSample, RewardValue, RolloutId, RolloutPart, SampledGroup, Score};
 
 /// What a run asks of its surroundings. Calls come from the engine's thread, one at a time, in order.
 pub trait Host {
@@ -24,6 +24,23 @@ pub trait Host {
     /// Polled between tokens, between micro-batches and between phases.
     fn stop(&self) -> Option<Stop>;
 
+    /// What a former attempt sampled for this rollout (its journal), to be scored instead of sampling again. Completions of
+    /// other rows or of another number are not used.
+    fn recorded(&mut self, _id: RolloutId) -> Result<Option<Vec<SampledGroup>>, HostError> {
+        Ok(None)
+    }
+
+    /// These were sampled just now and are scored next: whoever keeps a journal writes them down. Not called for what
+    /// [`Host::recorded`] gave.
+    fn sampled(&mut self, _id: RolloutId, _groups: &[SampledGroup]) -> Result<(), HostError> {
+        Ok(())
+    }
+
+    /// True when a checkpoint is wanted after this step though the plan asks for none (the journal has grown large).
+    fn wants_checkpoint(&self) -> bool {
+        false
+    }
+
     /// A recorded rollout for the block that begins with this optimizer step (1-based), instead of sampling and scoring.
     fn rollout(&mut self, _step: u64) -> Option<Rollout> {
         None
@@ -36,10 +53,8 @@ pub trait Host {
 /// Samples to score, whole groups in block order.
 #[derive(Debug)]
 pub struct ScoreRequest<'a> {
-    /// Optimizer step the rollout is for (1-based; an evaluation carries the step it follows).
-    pub step: u64,
-    /// Training or evaluation.
-    pub phase: SamplePhase,
+    /// Which rollout of the run.
+    pub id: RolloutId,
     /// The samples.
     pub samples: &'a [RewardSample],
 }
@@ -87,10 +102,30 @@ pub enum HostError {
 }
 
 /// A recorded rollout of one generation block.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rollout {
     /// Whole groups, in block order.
     pub groups: Vec<RolloutGroup>,
+    /// Where the prompts ended, and what was sampled beside them.
+    #[serde(default)]
+    pub drawn: Drawn,
+}
+
+/// What it took to fill a block.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drawn {
+    /// The cursor behind its prompts, counted in prompts over all epochs; None = where it is without refills.
+    pub next_prompt: Option<u64>,
+    /// Rounds in which tied groups were replaced.
+    pub refills: u32,
+    /// Groups sampled in all rounds.
+    pub sampled_groups: u64,
+    /// Of these, the ones whose rewards differ.
+    pub informative_groups: u64,
+    /// Prompt and completion tokens that are not part of the block: replaced groups and greedy completions.
+    pub extra_tokens: u64,
+    /// The completions' share of these.
+    pub extra_completion_tokens: u64,
 }
 
 /// One prompt with its completions.
@@ -102,6 +137,9 @@ pub struct RolloutGroup {
     pub prompt_ids: Vec<u32>,
     /// G of them.
     pub completions: Vec<RolloutCompletion>,
+    /// The baseline of remax; never trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub greedy: Option<RolloutCompletion>,
 }
 
 /// One recorded completion.
@@ -155,7 +193,7 @@ pub struct TrainInput<'a> {
     pub eval_rows: Vec<PromptRow>,
     /// A verified checkpoint to go on from.
     pub resume: Option<PathBuf>,
-    /// A PEFT adapter to start from instead of the fresh initialisation; the reference is the base model.
+    /// The checkpoint of a warm start: a PEFT adapter, or all weights in full fine-tuning; the plan says what the reference is.
     pub initial_adapter: Option<PathBuf>,
     /// Where checkpoints are written before they are published.
     pub scratch_dir: &'a Path,

@@ -9,7 +9,9 @@ use candle_core::{Device, Tensor};
 use half::{bf16, f16};
 
 use super::error::{EngineError, Result};
+use super::ops::slices;
 use crate::modelcard::{ModelCard, TensorDtype, TensorLocation};
+use crate::spec::ComputeDtype;
 
 /// Reads tensors by name.
 #[derive(Debug)]
@@ -17,16 +19,37 @@ pub struct Weights {
     dir: PathBuf,
     locations: HashMap<String, TensorLocation>,
     files: HashMap<String, File>,
+    dtype: ComputeDtype,
 }
 
 impl Weights {
     /// The weights that a card found.
     pub fn open(dir: &Path, card: &ModelCard) -> Weights {
         let locations = card.tensors.iter().map(|t| (t.name.clone(), t.clone())).collect();
-        Weights { dir: dir.to_owned(), locations, files: HashMap::new() }
+        Weights { dir: dir.to_owned(), locations, files: HashMap::new(), dtype: ComputeDtype::F32 }
     }
 
-    /// One tensor's values, row-major.
+    /// Matrices are rounded to this precision as they are read.
+    pub fn with_dtype(mut self, dtype: ComputeDtype) -> Weights {
+        self.dtype = dtype;
+        self
+    }
+
+    /// Whether matrices are rounded to bf16.
+    pub fn bf16(&self) -> bool {
+        self.dtype == ComputeDtype::Bf16
+    }
+
+    /// One matrix's values in the precision it computes in, row-major.
+    pub fn compute_values(&mut self, name: &str) -> Result<(Vec<f32>, Vec<usize>)> {
+        let (mut values, shape) = self.values(name)?;
+        if self.bf16() {
+            slices::round_bf16(&mut values);
+        }
+        Ok((values, shape))
+    }
+
+    /// One tensor's values, row-major; all of them finite.
     pub fn values(&mut self, name: &str) -> Result<(Vec<f32>, Vec<usize>)> {
         let location = self.locations.get(name).ok_or_else(|| EngineError::Input(format!("no tensor {name}")))?;
         let path = self.dir.join(&location.file);
@@ -35,12 +58,17 @@ impl Weights {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
             std::collections::hash_map::Entry::Vacant(entry) => entry.insert(File::open(&path).map_err(failed)?),
         };
-        Ok((read_values(file, location).map_err(failed)?, location.shape.clone()))
+        let values = read_values(file, location).map_err(failed)?;
+        if !values.iter().all(|value| value.is_finite()) {
+            let what = format!("tensor {name} in {} holds NaN or infinite values", location.file);
+            return Err(EngineError::ModelNotFinite { what });
+        }
+        Ok((values, location.shape.clone()))
     }
 
-    /// One tensor.
+    /// One matrix.
     pub fn tensor(&mut self, name: &str, device: &Device) -> Result<Tensor> {
-        let (values, shape) = self.values(name)?;
+        let (values, shape) = self.compute_values(name)?;
         Ok(Tensor::from_vec(values, shape, device)?)
     }
 }

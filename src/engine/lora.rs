@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use super::error::{EngineError, Result};
 use super::load;
 use super::random::{Key, Stream};
+use super::tensors;
 use crate::modelcard::{self, ModelConfig, weights};
 use crate::spec::LoraPlan;
 
@@ -90,6 +91,8 @@ pub struct LoraConfig {
     pub use_rslora: bool,
     /// Which modules of every layer, in the order of [`Module::ALL`].
     pub target_modules: Vec<Module>,
+    /// Of the adapter's input in the training forward; what the weights are does not depend on it.
+    pub dropout: f64,
 }
 
 impl LoraConfig {
@@ -102,17 +105,25 @@ impl LoraConfig {
                 EngineError::Adapter(format!("target_modules holds {name:?}; known are {known}"))
             })?);
         }
-        if plan.dropout != 0.0 {
-            return Err(EngineError::Adapter(format!("lora dropout {} is not supported; use 0", plan.dropout)));
-        }
         target_modules.sort();
         target_modules.dedup();
-        Ok(LoraConfig { r: plan.r as usize, alpha: plan.alpha, use_rslora: plan.use_rslora, target_modules })
+        Ok(LoraConfig {
+            r: plan.r as usize,
+            alpha: plan.alpha,
+            use_rslora: plan.use_rslora,
+            target_modules,
+            dropout: plan.dropout,
+        })
     }
 
     /// Every linear layer of the decoder, PEFT's `all-linear`.
     pub fn all_linear(r: usize, alpha: f64) -> LoraConfig {
-        LoraConfig { r, alpha, use_rslora: false, target_modules: Module::ALL.to_vec() }
+        LoraConfig { r, alpha, use_rslora: false, target_modules: Module::ALL.to_vec(), dropout: 0.0 }
+    }
+
+    /// Whether the weights of one are weights of the other: all but dropout is equal.
+    pub fn fits(&self, other: &LoraConfig) -> bool {
+        *self == LoraConfig { dropout: self.dropout, ..other.clone() }
     }
 
     /// `s` in y = W x + b + s·B(A x).
@@ -210,7 +221,7 @@ impl Lora {
     }
 
     fn zeros(config: &LoraConfig, model: &ModelConfig) -> Result<Lora> {
-        let LoraConfig { r, alpha, use_rslora: _, target_modules } = config;
+        let LoraConfig { r, alpha, use_rslora: _, target_modules, dropout: _ } = config;
         if *r == 0 || target_modules.is_empty() || !alpha.is_finite() {
             let detail =
                 format!("r = {r}, alpha = {alpha}, {} target modules; each must be there", target_modules.len());
@@ -264,23 +275,20 @@ impl Lora {
 
     /// Write PEFT's two files.
     pub fn write(&self, dir: &Path, base_model_name_or_path: &str) -> Result<()> {
-        let bytes: Vec<u8> = self.values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let mut views = Vec::with_capacity(self.parameters.len());
-        for parameter in &self.parameters {
-            let range = parameter.range();
-            let data = &bytes[range.start * 4..range.end * 4];
-            let view =
-                safetensors::tensor::TensorView::new(safetensors::Dtype::F32, parameter.info.shape.clone(), data)
-                    .map_err(|e| EngineError::Adapter(e.to_string()))?;
-            views.push((parameter.info.name.as_str(), view));
-        }
-        let metadata = std::collections::HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        let file = safetensors::serialize(views, Some(metadata)).map_err(|e| EngineError::Adapter(e.to_string()))?;
+        let tensors: Vec<tensors::Tensor<'_>> = self
+            .parameters
+            .iter()
+            .map(|parameter| tensors::Tensor {
+                name: &parameter.info.name,
+                shape: &parameter.info.shape,
+                data: tensors::Data::F32(&self.values[parameter.range()]),
+            })
+            .collect();
+        tensors::write(&dir.join(WEIGHTS), &tensors)?;
         let write = |name: &str, bytes: &[u8]| {
             let path = dir.join(name);
             std::fs::write(&path, bytes).map_err(|source| EngineError::Io { path, source })
         };
-        write(WEIGHTS, &file)?;
         let config = format!("{:#}\n", self.config.to_json(base_model_name_or_path));
         write(CONFIG, config.as_bytes())
     }
@@ -343,12 +351,16 @@ impl LoraConfig {
         target_modules.sort();
         target_modules.dedup();
         let use_rslora = value.get("use_rslora").and_then(Value::as_bool).unwrap_or(false);
-        Ok(LoraConfig { r: r as usize, alpha, use_rslora, target_modules })
+        let dropout = value.get("lora_dropout").and_then(Value::as_f64).unwrap_or(0.0);
+        if !(0.0..1.0).contains(&dropout) {
+            return refuse("lora_dropout", "it must be at least 0 and less than 1");
+        }
+        Ok(LoraConfig { r: r as usize, alpha, use_rslora, target_modules, dropout })
     }
 
     /// adapter_config.json with every key PEFT writes.
     pub fn to_json(&self, base_model_name_or_path: &str) -> Value {
-        let LoraConfig { r, alpha, use_rslora, target_modules } = self;
+        let LoraConfig { r, alpha, use_rslora, target_modules, dropout } = self;
         let names: Vec<&str> = target_modules.iter().map(|m| m.name()).collect();
         let alpha = if alpha.fract() == 0.0 && alpha.abs() < 1e15 { json!(*alpha as i64) } else { json!(alpha) };
         json!({
@@ -372,7 +384,7 @@ impl LoraConfig {
             "loftq_config": {},
             "lora_alpha": alpha,
             "lora_bias": false,
-            "lora_dropout": 0.0,
+            "lora_dropout": dropout,
             "lora_ga_config": null,
             "megatron_config": null,
             "megatron_core": "megatron.core",

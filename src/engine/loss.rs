@@ -1,7 +1,14 @@
-//! The clipped sequence-level loss and its gradient with respect to log-probs, in f64 (rloo.md, "Loss").
+//! The losses and their gradients with respect to log-probs, in f64 (rloo.md, "Loss").
 //!
-//! L = (1/B) Σ_i −min(ρ_i A_i, clip(ρ_i, 1−ε, 1+ε_high) A_i) with ρ_i = exp(Σ_t (new_it − old_it)).
-//! B is the number of completions of the optimizer step, whatever the micro-batches: one denominator a step.
+//! Every loss is Σ_i loss_i / denominator_i, where the denominators are those of the whole optimizer step, known before
+//! its micro-batches ([`Denominators`]): any split of the step gives the same gradient. The terms of a completion are in
+//! [`surrogate`], the KL penalty's in [`kl`].
+
+pub mod kl;
+pub mod surrogate;
+
+use self::kl::KlPenalty;
+use crate::spec::{KlIn, Loss, Plan};
 
 /// One completion in the training forward.
 #[derive(Debug, Clone, Copy)]
@@ -10,112 +17,152 @@ pub struct LossRow<'a> {
     pub new_logps: &'a [f32],
     /// Per-token log-probs of the policy that sampled.
     pub old_logps: &'a [f32],
-    /// False for a truncated completion that is masked: ratio 1, no gradient, still in the denominator.
+    /// Per-token log-probs of the reference; needed only for a KL penalty in the loss.
+    pub ref_logps: &'a [f32],
+    /// False for a truncated completion that is masked: ratio 1, no gradient, still in the number of completions.
     pub included: bool,
-    /// Its advantage.
-    pub advantage: f64,
+    /// Its advantage, or its tokens'.
+    pub advantage: RowAdvantage<'a>,
 }
 
-/// The clip.
+/// The advantage of a completion.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RowAdvantage<'a> {
+    /// The same for every token.
+    Sequence(f64),
+    /// One a token; the losses of whole sequences are refused with it at submission.
+    Tokens(&'a [f64]),
+}
+
+impl RowAdvantage<'_> {
+    fn of_token(&self, token: usize) -> f64 {
+        match self {
+            RowAdvantage::Sequence(advantage) => *advantage,
+            RowAdvantage::Tokens(advantages) => advantages.get(token).copied().unwrap_or(0.0),
+        }
+    }
+
+    fn of_sequence(&self) -> f64 {
+        match self {
+            RowAdvantage::Sequence(advantage) => *advantage,
+            RowAdvantage::Tokens(advantages) => super::advantage::mean(advantages).unwrap_or(0.0),
+        }
+    }
+}
+
+/// Which loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LossConfig {
-    /// Lower: 1 − epsilon.
+    /// Of what the ratio is, and what the sum is divided by.
+    pub loss: Loss,
+    /// Lower clip: 1 − epsilon.
     pub epsilon: f64,
-    /// Upper: 1 + epsilon_high.
+    /// Upper clip: 1 + epsilon_high.
     pub epsilon_high: f64,
+    /// The KL penalty, when it is in the loss.
+    pub kl: Option<KlPenalty>,
+}
+
+impl LossConfig {
+    /// As the plan says.
+    pub fn of_plan(plan: &Plan) -> Self {
+        let rloo = &plan.rloo;
+        let kl = KlPenalty { beta: rloo.beta, estimator: rloo.kl_estimator };
+        Self {
+            loss: rloo.loss,
+            epsilon: rloo.epsilon,
+            epsilon_high: rloo.epsilon_high,
+            kl: (rloo.kl_in == KlIn::Loss && rloo.beta != 0.0).then_some(kl),
+        }
+    }
+}
+
+/// What the sums of one optimizer step are divided by, whatever its micro-batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Denominators {
+    /// Completions (B), those of dropped groups left out.
+    pub completions: usize,
+    /// Tokens that train, those of masked and dropped completions left out.
+    pub tokens: usize,
+    /// The most tokens a completion may have.
+    pub max_completion_length: usize,
+}
+
+impl Denominators {
+    /// What a completion of so many tokens is divided by; never 0.
+    ///
+    /// | loss | denominator | source |
+    /// |---|---|---|
+    /// | `sequence`, `gspo` | B | Ahmadian et al. 2024 (arXiv 2402.14740); Zheng et al. 2025 (arXiv 2507.18071) |
+    /// | `token_mean` | tokens of the step | Yu et al. 2025, DAPO (arXiv 2503.14476) |
+    /// | `seq_mean_token_mean` | B · tokens of the completion | Shao et al. 2024, GRPO (arXiv 2402.03300) |
+    /// | `dr_grpo` | B · max_completion_length | Liu et al. 2025 (arXiv 2503.20783), as TRL's constant |
+    pub fn of_row(&self, loss: Loss, num_tokens: usize) -> f64 {
+        let divisor = match loss {
+            Loss::Sequence | Loss::Gspo => self.completions,
+            Loss::TokenMean => self.tokens,
+            Loss::SeqMeanTokenMean => self.completions * num_tokens,
+            Loss::DrGrpo => self.completions * self.max_completion_length,
+        };
+        divisor.max(1) as f64
+    }
 }
 
 /// The loss of one completion.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct RowLoss {
     /// Σ_t old.
     pub old_logp: f64,
     /// Σ_t new.
     pub new_logp: f64,
-    /// ρ.
+    /// Of the whole sequence (of `gspo`: normalised by its length): ρ.
     pub ratio: f64,
-    /// −min(ρ A, clip(ρ) A), not yet divided.
+    /// Sum of the completion's terms, not yet divided.
     pub loss: f64,
-    /// ρ < 1 − ε and A < 0: the row trains no more.
-    pub clipped_low: bool,
-    /// ρ > 1 + ε_high and A > 0.
-    pub clipped_high: bool,
-    /// dL/dnew_logp, the same for every token of the row, divided by the step's denominator.
-    pub gradient: f64,
+    /// What it is divided by.
+    pub denominator: f64,
+    /// Ratios that are clipped: one a completion, or one a token.
+    pub num_ratios: usize,
+    /// Of these, ρ < 1 − ε with A < 0: they train no more.
+    pub clipped_low: usize,
+    /// Of these, ρ > 1 + ε_high with A > 0.
+    pub clipped_high: usize,
+    /// dL/dnew_logp of each token, divided.
+    pub gradient: Vec<f64>,
 }
 
 impl RowLoss {
-    /// dL/dnew_logp for each of the row's tokens.
-    pub fn token_gradient(&self, num_tokens: usize) -> Vec<f32> {
-        vec![self.gradient as f32; num_tokens]
+    /// dL/dnew_logp for each of the row's tokens, as the model's backward pass takes it.
+    pub fn token_gradient(&self) -> Vec<f32> {
+        self.gradient.iter().map(|entry| *entry as f32).collect()
     }
 }
 
-/// The loss of one completion; `denominator` is the number of completions of the optimizer step.
-pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominator: usize) -> RowLoss {
-    let LossRow { new_logps, old_logps, included, advantage } = *row;
-    let (mut old_logp, mut new_logp) = (0.0, 0.0);
-    if included {
-        for (&new, &old) in new_logps.iter().zip(old_logps) {
-            old_logp += f64::from(old);
-            new_logp += f64::from(new);
+/// The loss of one completion and its gradient.
+pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominators: &Denominators) -> RowLoss {
+    let mut loss = match config.loss {
+        Loss::Sequence => surrogate::sequence(row, config),
+        Loss::Gspo => surrogate::gspo(row, config),
+        Loss::TokenMean | Loss::SeqMeanTokenMean | Loss::DrGrpo => surrogate::tokens(row, config),
+    };
+    if let Some(penalty) = config.kl.filter(|_| row.included) {
+        // A length-normalised ratio has a length-normalised penalty beside it.
+        let scale = if config.loss == Loss::Gspo { 1.0 / row.new_logps.len().max(1) as f64 } else { 1.0 };
+        for (token, (&new, &reference)) in row.new_logps.iter().zip(row.ref_logps).enumerate() {
+            let (value, slope) = penalty.of_token(f64::from(new), f64::from(reference));
+            loss.loss += scale * value;
+            loss.gradient[token] += scale * slope;
         }
     }
-    let ratio = (new_logp - old_logp).exp();
-    let clipped = ratio.max(1.0 - config.epsilon).min(1.0 + config.epsilon_high);
-    let clipped_low = ratio < 1.0 - config.epsilon && advantage < 0.0;
-    let clipped_high = ratio > 1.0 + config.epsilon_high && advantage > 0.0;
-    // An advantage of 0 takes no part, even where the ratio has overflowed (0·∞ is NaN).
-    let loss = if advantage == 0.0 && !ratio.is_nan() { 0.0 } else { -smaller(ratio * advantage, clipped * advantage) };
-    let trains = included && advantage != 0.0 && !clipped_low && !clipped_high;
-    let gradient = if trains { -advantage * ratio / denominator as f64 } else { 0.0 };
-    RowLoss { old_logp, new_logp, ratio, loss, clipped_low, clipped_high, gradient }
+    loss.denominator = denominators.of_row(config.loss, row.new_logps.len());
+    loss.gradient.iter_mut().for_each(|entry| *entry /= loss.denominator);
+    loss
 }
 
-/// The minimum, NaN if either is (as torch.min; `f64::min` drops NaN).
-fn smaller(a: f64, b: f64) -> f64 {
-    if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) }
-}
-
-/// Σ of the rows' losses over the step's denominator.
-pub fn total_loss(rows: &[RowLoss], denominator: usize) -> f64 {
-    rows.iter().map(|row| row.loss).sum::<f64>() / denominator as f64
+/// Σ of the rows' losses, each over its denominator.
+pub fn total_loss(rows: &[RowLoss]) -> f64 {
+    rows.iter().map(|row| row.loss / row.denominator).sum()
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const CONFIG: LossConfig = LossConfig { epsilon: 0.2, epsilon_high: 0.28 };
-
-    fn loss(new: f32, advantage: f64) -> RowLoss {
-        row_loss(&LossRow { new_logps: &[new], old_logps: &[-1.0], included: true, advantage }, &CONFIG, 4)
-    }
-
-    #[test]
-    fn the_gradient_is_the_slope_of_the_loss_on_every_branch() {
-        for advantage in [1.5, -0.75, 0.0] {
-            for new in [-1.5f32, -1.1, -1.0, -0.9, -0.5] {
-                let h = 1.0f32 / 1024.0;
-                let (above, below) = (loss(new + h, advantage), loss(new - h, advantage));
-                let slope = (above.loss - below.loss) / (2.0 * f64::from(h)) / 4.0;
-                let gradient = loss(new, advantage).gradient;
-                assert!((gradient - slope).abs() < 1e-6, "new {new} advantage {advantage}: {gradient} {slope}");
-            }
-        }
-    }
-
-    #[test]
-    fn a_masked_row_keeps_its_loss_and_has_no_gradient() {
-        let row = LossRow { new_logps: &[-5.0], old_logps: &[-1.0], included: false, advantage: 2.0 };
-        let result = row_loss(&row, &CONFIG, 4);
-        assert_eq!((result.ratio, result.loss, result.gradient), (1.0, -2.0, 0.0));
-    }
-
-    #[test]
-    fn a_nan_log_prob_reaches_the_loss() {
-        assert!(loss(f32::NAN, 1.0).loss.is_nan());
-        assert!(loss(f32::NAN, 0.0).loss.is_nan());
-        assert!(loss(f32::NAN, 1.0).gradient.is_nan());
-    }
-}
+mod tests;

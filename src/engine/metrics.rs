@@ -1,12 +1,9 @@
 //! The metrics of a rollout and of an optimizer step, by TRL's names (rloo.md, "Metrics").
 
-use super::advantage::{Advantages, mean, sample_std};
+use super::advantage::{Advantages, TIED_STD, mean, sample_std};
 use super::loss::{RowLoss, total_loss};
 use crate::event::{FinishReason, Metrics};
 use crate::sample::{RewardValue, Score};
-
-/// A group whose std is not larger has equal rewards (TRL's bound).
-const TIED_STD: f64 = 1e-8;
 
 /// A scored rollout; one entry a completion.
 #[derive(Debug, Clone, Copy)]
@@ -60,7 +57,7 @@ fn length_metrics(metrics: &mut Metrics, name: &str, lengths: impl Iterator<Item
     metrics.insert(format!("completions/max_{name}"), Some(largest));
 }
 
-/// frac_reward_zero_std (after clip and KL, as TRL), frac_reward_zero_std_pre_kl, advantage_std.
+/// frac_reward_zero_std (after length terms and KL, as TRL), frac_reward_zero_std_pre_kl (before), advantage_std.
 pub fn advantage_metrics(advantages: &Advantages) -> Metrics {
     let tied = |stds: &[Option<f64>]| {
         let tied: Vec<f64> =
@@ -105,19 +102,21 @@ pub fn kl_metrics(rows: &[KlRow<'_>]) -> Metrics {
     ])
 }
 
-/// loss and clip_ratio/… of the completions of one optimizer step, each counted once.
+/// loss and clip_ratio/… of the completions of one optimizer step, each counted once. The means are over ratios: of
+/// completions, or of tokens where the loss clips each token; the extremes are over completions.
 pub fn loss_metrics(rows: &[RowLoss]) -> Metrics {
-    let fraction = |clipped: &dyn Fn(&RowLoss) -> bool| {
-        mean(&rows.iter().map(|row| f64::from(u8::from(clipped(row)))).collect::<Vec<_>>())
-    };
-    let any = |clipped: bool| Some(f64::from(u8::from(clipped)));
+    let ratios = rows.iter().map(|row| row.num_ratios).sum::<usize>().max(1) as f64;
+    let fraction = |clipped: &dyn Fn(&RowLoss) -> usize| Some(rows.iter().map(clipped).sum::<usize>() as f64 / ratios);
+    let of_row = |clipped: usize, row: &RowLoss| clipped as f64 / row.num_ratios.max(1) as f64;
+    let lowest = rows.iter().map(|row| of_row(row.clipped_low, row)).fold(1.0, f64::min);
+    let highest = rows.iter().map(|row| of_row(row.clipped_high, row)).fold(0.0, f64::max);
     Metrics::from([
-        ("loss".into(), Some(total_loss(rows, rows.len()))),
+        ("loss".into(), Some(total_loss(rows))),
         ("clip_ratio/low_mean".into(), fraction(&|row| row.clipped_low)),
-        ("clip_ratio/low_min".into(), any(rows.iter().all(|row| row.clipped_low))),
+        ("clip_ratio/low_min".into(), Some(lowest)),
         ("clip_ratio/high_mean".into(), fraction(&|row| row.clipped_high)),
-        ("clip_ratio/high_max".into(), any(rows.iter().any(|row| row.clipped_high))),
-        ("clip_ratio/region_mean".into(), fraction(&|row| row.clipped_low || row.clipped_high)),
+        ("clip_ratio/high_max".into(), Some(highest)),
+        ("clip_ratio/region_mean".into(), fraction(&|row| row.clipped_low + row.clipped_high)),
     ])
 }
 

@@ -1,13 +1,16 @@
 //! The decoder: one description, per-layer recomputation, log-probs by chunks.
 
 pub mod decode;
+pub mod full;
 pub mod head;
 pub mod layer;
 pub mod linear;
 pub mod packing;
+pub mod pass;
 pub mod rope;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
@@ -16,13 +19,17 @@ use super::load::Weights;
 use super::lora::LoraConfig;
 pub use super::lora::ParameterInfo;
 use super::lora::{self, Lora};
-use super::ops::slices::Heads;
+use super::ops::{self, slices::Heads};
 use crate::modelcard::{self, ModelCard};
+use crate::spec::ComputeDtype;
 
 pub use decode::DecodeState;
-use head::{Head, Scored};
-use layer::Layer;
+use full::Full;
+use head::{Head, HeadSlots, Scored};
+use layer::{Layer, LayerGradient};
+use linear::LinearGradient;
 use packing::Packing;
+use pass::{Pass, RowDropout, TokenDropout};
 use rope::RopeTables;
 
 /// One sequence: a prompt and its completion, both as token ids.
@@ -86,7 +93,8 @@ impl Logits {
 /// From the new scores to dL/dlogp, `[row][token]`.
 pub type LossGradient<'l> = dyn FnMut(&[RowScore]) -> Result<Vec<Vec<f32>>> + 'l;
 
-/// A language model with an optional LoRA adapter. Weights are frozen, in f32, on the CPU.
+/// A language model on the CPU. Trained is a LoRA adapter over frozen weights ([`Policy::add_lora`]), or everything
+/// ([`Policy::train_all`]), or nothing.
 #[derive(Debug)]
 pub struct Policy {
     card: ModelCard,
@@ -96,8 +104,9 @@ pub struct Policy {
     layers: Vec<Layer>,
     windows: Vec<Option<usize>>,
     head: Head,
-    rope: RopeTables,
+    rope: Arc<RopeTables>,
     lora: Option<Lora>,
+    full: Option<Full>,
 }
 
 impl Policy {
@@ -106,28 +115,38 @@ impl Policy {
         Policy::load_card(dir, modelcard::read(dir)?, device)
     }
 
+    /// As [`Policy::load`], with matrices and the inputs of matrix products in this precision; sums are f32.
+    pub fn load_dtype(dir: &Path, device: &Device, dtype: ComputeDtype) -> Result<Policy> {
+        Policy::load_weights(dir, modelcard::read(dir)?, device, dtype)
+    }
+
     /// As [`Policy::load`], with a card that was read before.
     pub fn load_card(dir: &Path, card: ModelCard, device: &Device) -> Result<Policy> {
+        Policy::load_weights(dir, card, device, ComputeDtype::F32)
+    }
+
+    fn load_weights(dir: &Path, card: ModelCard, device: &Device, dtype: ComputeDtype) -> Result<Policy> {
         if !device.is_cpu() {
             return Err(EngineError::Input(format!("device {device:?} is not supported by this build; use cpu")));
         }
         let config = card.config.clone();
-        let mut weights = Weights::open(dir, &card);
-        let embedding = weights.tensor("model.embed_tokens.weight", device)?;
+        let mut weights = Weights::open(dir, &card).with_dtype(dtype);
+        let embedding = weights.tensor(EMBEDDING, device)?;
         let layers = (0..config.num_hidden_layers)
             .map(|index| Layer::load(&mut weights, &config, index, device))
             .collect::<Result<Vec<Layer>>>()?;
         let head = Head {
-            norm: weights.values("model.norm.weight")?.0,
+            norm: weights.values(NORM)?.0,
             eps: config.rms_norm_eps as f32,
             weight: match config.tie_word_embeddings {
                 true => embedding.clone(),
-                false => weights.tensor("lm_head.weight", device)?,
+                false => weights.tensor(HEAD, device)?,
             },
+            bf16: weights.bf16(),
         };
-        let rope = RopeTables::new(&config);
+        let rope = Arc::new(RopeTables::new(&config));
         let windows = config.windows;
-        Ok(Policy { card, device: device.clone(), embedding, layers, windows, head, rope, lora: None })
+        Ok(Policy { card, device: device.clone(), embedding, layers, windows, head, rope, lora: None, full: None })
     }
 
     /// What is known of the model without its tensors.
@@ -162,26 +181,130 @@ impl Policy {
         self.lora.as_ref().map(|lora| &lora.config)
     }
 
+    /// Change the dropout of the adapter, which is no part of its weights.
+    pub fn set_lora_dropout(&mut self, dropout: f64) {
+        if let Some(lora) = &mut self.lora {
+            lora.config.dropout = dropout;
+        }
+    }
+
+    /// Train every weight, beginning with the model's own; `dir` is the directory it was loaded from.
+    pub fn train_all(&mut self, dir: &Path) -> Result<()> {
+        self.set_full(Full::of_model(dir, &self.card)?)
+    }
+
+    /// Train every weight, beginning with those of a checkpoint that [`Policy::save_full`] made.
+    pub fn load_full(&mut self, dir: &Path) -> Result<()> {
+        self.set_full(Full::read(dir, &self.card)?)
+    }
+
+    /// Write `model.safetensors` into a directory: all weights in f32, under transformers' names.
+    pub fn save_full(&self, dir: &Path) -> Result<()> {
+        let full = self.full.as_ref().ok_or_else(|| EngineError::Input("not every weight is trained".to_owned()))?;
+        full.write(dir)
+    }
+
+    /// Whether every weight is trained.
+    pub fn trains_all(&self) -> bool {
+        self.full.is_some()
+    }
+
+    /// The policy as it computes now, to keep as a reference: score it with [`Adapter::On`]. Frozen weights are shared,
+    /// not copied.
+    pub fn frozen_copy(&self) -> Policy {
+        Policy {
+            card: self.card.clone(),
+            device: self.device.clone(),
+            embedding: self.embedding.clone(),
+            layers: self.layers.clone(),
+            windows: self.windows.clone(),
+            head: self.head.clone(),
+            rope: self.rope.clone(),
+            lora: None,
+            full: None,
+        }
+    }
+
     /// The trainable tensors, in the order of the flat buffer.
     pub fn parameters(&self) -> Vec<ParameterInfo> {
-        self.lora.as_ref().map_or_else(Vec::new, |lora| lora.parameters.iter().map(|p| p.info.clone()).collect())
-    }
-
-    /// The flat LoRA buffer.
-    pub fn parameter_values(&self) -> Result<Vec<f32>> {
-        Ok(self.lora.as_ref().map_or_else(Vec::new, |lora| lora.values.clone()))
-    }
-
-    /// Replace the flat LoRA buffer.
-    pub fn set_parameter_values(&mut self, values: &[f32]) -> Result<()> {
-        let mut lora = self.lora.take().ok_or_else(no_adapter)?;
-        if values.len() != lora.values.len() {
-            let detail = format!("{} values for {} LoRA parameters", values.len(), lora.values.len());
-            self.lora = Some(lora);
-            return Err(EngineError::Input(detail));
+        match (&self.lora, &self.full) {
+            (_, Some(full)) => full.parameters.clone(),
+            (Some(lora), None) => lora.parameters.iter().map(|p| p.info.clone()).collect(),
+            (None, None) => Vec::new(),
         }
-        lora.values.copy_from_slice(values);
-        self.set_lora(lora)
+    }
+
+    /// The flat buffer of what is trained.
+    pub fn flat(&self) -> &[f32] {
+        match (&self.lora, &self.full) {
+            (_, Some(full)) => &full.values,
+            (Some(lora), None) => &lora.values,
+            (None, None) => &[],
+        }
+    }
+
+    /// A copy of [`Policy::flat`].
+    pub fn parameter_values(&self) -> Result<Vec<f32>> {
+        Ok(self.flat().to_vec())
+    }
+
+    /// Replace the flat buffer.
+    pub fn set_parameter_values(&mut self, values: &[f32]) -> Result<()> {
+        self.update_parameters(|flat| {
+            if values.len() != flat.len() {
+                let detail = format!("{} values for {} trainable parameters", values.len(), flat.len());
+                return Err(EngineError::Input(detail));
+            }
+            flat.copy_from_slice(values);
+            Ok(())
+        })
+    }
+
+    /// Change the flat buffer in place, and with it what computes.
+    pub fn update_parameters(&mut self, change: impl FnOnce(&mut [f32]) -> Result<()>) -> Result<()> {
+        match (self.lora.take(), self.full.take()) {
+            (_, Some(mut full)) => {
+                let changed = change(&mut full.values);
+                changed.and(self.set_full(full))
+            }
+            (Some(mut lora), None) => {
+                let changed = change(&mut lora.values);
+                changed.and(self.set_lora(lora))
+            }
+            (None, None) => Err(no_adapter()),
+        }
+    }
+
+    /// Compute with these weights.
+    fn set_full(&mut self, full: Full) -> Result<()> {
+        let config = &self.card.config;
+        // One matrix at a time, so that no second copy of the model is alive.
+        let matrix = |name: &str, device: &Device| -> Result<Tensor> {
+            let mut values = full.get(name)?.to_vec();
+            if self.head.bf16 {
+                ops::slices::round_bf16(&mut values);
+            }
+            Ok(Tensor::from_vec(values, (config.vocab_size, config.hidden_size), device)?)
+        };
+        let embedding = matrix(EMBEDDING, &self.device)?;
+        let head_weight = if config.tie_word_embeddings { embedding.clone() } else { matrix(HEAD, &self.device)? };
+        self.embedding = embedding;
+        self.head.weight = head_weight;
+        self.head.norm.copy_from_slice(full.get(NORM)?);
+        for (index, layer) in self.layers.iter_mut().enumerate() {
+            let name = |inside: &str| format!("model.layers.{index}.{inside}");
+            layer.set_norms(|inside| full.get(&name(inside)))?;
+            for linear in layer.linears_mut() {
+                linear.set_weights(|module| {
+                    let weight = full.get(&name(&format!("{}.weight", module.path())))?;
+                    Ok((weight, full.get(&name(&format!("{}.bias", module.path()))).ok()))
+                })?;
+                linear.clear_lora();
+            }
+        }
+        self.lora = None;
+        self.full = Some(full);
+        Ok(())
     }
 
     fn set_lora(&mut self, lora: Lora) -> Result<()> {
@@ -192,6 +315,7 @@ impl Policy {
             }
         }
         self.lora = Some(lora);
+        self.full = None;
         Ok(())
     }
 
@@ -203,7 +327,7 @@ impl Policy {
         }
         let mut x = self.embed(&packing.ids)?;
         for layer in &self.layers {
-            x = layer.forward(&x, &packing, adapter == Adapter::On)?.0;
+            x = layer.forward(&x, &packing, Pass::inference(adapter))?.0;
         }
         Ok(by_row(rows, &self.head.score(&x, &packing.targets, temperature)?))
     }
@@ -218,9 +342,24 @@ impl Policy {
         loss: &mut LossGradient<'_>,
         gradient: &mut [f32],
     ) -> Result<Vec<RowScore>> {
-        let lora = self.lora.as_ref().ok_or_else(no_adapter)?;
-        if gradient.len() != lora.values.len() {
-            let detail = format!("a gradient of {} for {} LoRA parameters", gradient.len(), lora.values.len());
+        self.forward_backward_dropped(rows, temperature, None, loss, gradient)
+    }
+
+    /// As [`Policy::forward_backward`], with the adapter's dropout drawn from `dropout`: the scores are those of what is
+    /// left.
+    pub fn forward_backward_dropped(
+        &self,
+        rows: &[Row],
+        temperature: f64,
+        dropout: Option<RowDropout>,
+        loss: &mut LossGradient<'_>,
+        gradient: &mut [f32],
+    ) -> Result<Vec<RowScore>> {
+        if self.flat().is_empty() {
+            return Err(no_adapter());
+        }
+        if gradient.len() != self.flat().len() {
+            let detail = format!("a gradient of {} for {} trainable parameters", gradient.len(), self.flat().len());
             return Err(EngineError::Input(detail));
         }
         let packing = self.pack(rows)?;
@@ -229,11 +368,14 @@ impl Policy {
             loss(&scores)?;
             return Ok(scores);
         }
+        let p = self.lora_config().map_or(0.0, |lora| lora.dropout);
+        let dropout = dropout.filter(|_| p > 0.0).map(|dropout| TokenDropout::new(p, dropout, rows, &packing));
+        let pass = Pass { adapter: true, full: self.full.is_some(), dropout: dropout.as_ref(), layer: 0 };
         // Forward, keeping each layer's input only.
         let mut inputs = Vec::with_capacity(self.layers.len());
         let mut x = self.embed(&packing.ids)?;
-        for layer in &self.layers {
-            let y = layer.forward(&x, &packing, true)?.0;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let y = layer.forward(&x, &packing, pass.in_layer(index))?.0;
             inputs.push(std::mem::replace(&mut x, y));
         }
         let scored = self.head.score(&x, &packing.targets, temperature)?;
@@ -247,22 +389,83 @@ impl Policy {
             return Ok(scores);
         }
         // Backward from the top, one layer's activations at a time.
-        let mut dx = self.head.vjp(&scored, &packing.targets, temperature, &g, packing.ids.len())?;
+        let mut dx = self.head_vjp(&scored, &packing, temperature, &g, gradient)?;
         drop((scored, x));
         for (index, layer) in self.layers.iter().enumerate().rev() {
             let Some(input) = inputs.pop() else { break };
-            let (below, gradients) = layer.vjp(&input, &packing, &dx)?;
+            let (below, gradients) = layer.vjp(&input, &packing, &dx, pass.in_layer(index))?;
             dx = below;
-            for (linear, layer_gradient) in layer.linears().into_iter().zip(&gradients) {
-                let Some(layer_gradient) = layer_gradient else { continue };
-                for block in linear.blocks() {
-                    if let Some((a, b)) = lora.pair_mut(index, block.part.module, gradient) {
-                        linear.add_gradient(block, layer_gradient, a, b);
-                    }
+            self.add_gradients(index, gradients, gradient)?;
+        }
+        if let Some(full) = &self.full {
+            let (slot, width) = (full.slot(EMBEDDING, gradient)?, self.card.config.hidden_size);
+            ops::with_values(&dx, |dx| {
+                for (id, dx) in packing.ids.iter().zip(dx.chunks_exact(width)) {
+                    ops::slices::add_scaled(&mut slot[*id as usize * width..][..width], 1.0, dx);
                 }
-            }
+            })?;
         }
         Ok(scores)
+    }
+
+    fn head_vjp(
+        &self,
+        scored: &Scored,
+        packing: &Packing,
+        temperature: f64,
+        g: &[f32],
+        gradient: &mut [f32],
+    ) -> Result<Tensor> {
+        let Some(full) = &self.full else { return self.head.vjp(scored, packing, temperature, g, None) };
+        let name = if self.card.config.tie_word_embeddings { EMBEDDING } else { HEAD };
+        let mut norm = vec![0f32; self.head.norm.len()];
+        let slots = HeadSlots { norm: &mut norm, weight: full.slot(name, gradient)? };
+        let dx = self.head.vjp(scored, packing, temperature, g, Some(slots))?;
+        ops::slices::add_scaled(full.slot(NORM, gradient)?, 1.0, &norm);
+        Ok(dx)
+    }
+
+    /// Add a layer's gradients to the flat one.
+    fn add_gradients(&self, index: usize, gradients: LayerGradient, flat: &mut [f32]) -> Result<()> {
+        let LayerGradient { linears, norms } = gradients;
+        let name = |inside: &str| format!("model.layers.{index}.{inside}");
+        for (linear, gradient) in self.layers[index].linears().into_iter().zip(linears) {
+            match (gradient, &self.lora, &self.full) {
+                (LinearGradient::Lora(gradient), Some(lora), _) => {
+                    for block in linear.blocks() {
+                        if let Some((a, b)) = lora.pair_mut(index, block.part.module, flat) {
+                            linear.add_gradient(block, &gradient, a, b);
+                        }
+                    }
+                }
+                (LinearGradient::Full { weight, bias }, _, Some(full)) => {
+                    for part in &linear.parts {
+                        let module = part.module.path();
+                        let slot = full.slot(&name(&format!("{module}.weight")), flat)?;
+                        let rows = weight.narrow(0, part.begin, part.out)?;
+                        ops::with_values(&rows, |values| ops::slices::add_scaled(slot, 1.0, values))?;
+                        if let Some(bias) = &bias {
+                            let slot = full.slot(&name(&format!("{module}.bias")), flat)?;
+                            ops::slices::add_scaled(slot, 1.0, &bias[part.begin..part.begin + part.out]);
+                        }
+                    }
+                }
+                (LinearGradient::None | LinearGradient::Lora(_) | LinearGradient::Full { .. }, _, _) => {}
+            }
+        }
+        if let (Some(norms), Some(full)) = (norms, &self.full) {
+            let mut add = |inside: &str, values: &[f32]| -> Result<()> {
+                ops::slices::add_scaled(full.slot(&name(inside), flat)?, 1.0, values);
+                Ok(())
+            };
+            add("input_layernorm.weight", &norms.input)?;
+            add("post_attention_layernorm.weight", &norms.post)?;
+            if let Some((q, k)) = &norms.qk {
+                add("self_attn.q_norm.weight", q)?;
+                add("self_attn.k_norm.weight", k)?;
+            }
+        }
+        Ok(())
     }
 
     /// The full logits at some positions of one sequence.
@@ -273,7 +476,7 @@ impl Policy {
         let packing = Packing::sequences(&[ids], &self.windows, |n| self.rope.table(n));
         let mut x = self.embed(&packing.ids)?;
         for layer in &self.layers {
-            x = layer.forward(&x, &packing, adapter == Adapter::On)?.0;
+            x = layer.forward(&x, &packing, Pass::inference(adapter))?.0;
         }
         let at = positions.iter().map(|p| *p as u32).collect::<Vec<u32>>();
         let x = x.index_select(&Tensor::from_vec(at, positions.len(), &self.device)?, 0)?;
@@ -305,8 +508,12 @@ impl Policy {
     }
 }
 
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const NORM: &str = "model.norm.weight";
+const HEAD: &str = "lm_head.weight";
+
 fn no_adapter() -> EngineError {
-    EngineError::Adapter("the model has no adapter".to_owned())
+    EngineError::Adapter("the model has no adapter, and its weights are frozen".to_owned())
 }
 
 fn unknown_token(id: u32, vocab_size: u32) -> String {

@@ -49,6 +49,44 @@ pub fn rms_norm_vjp(x: &Tensor, weight: &[f32], eps: f32, dy: &Tensor) -> Result
     map2("rms_norm_vjp", x, dy, weight.len(), |x, dy, dx| slices::rms_norm_vjp(x, weight, eps, dy, dx))
 }
 
+/// dL/dweight of [`rms_norm`]: summed over the rows in order.
+pub fn rms_norm_weight_vjp(x: &Tensor, eps: f32, dy: &Tensor) -> Result<Vec<f32>> {
+    let width = x.dim(1)?;
+    let mut dw = vec![0f32; width];
+    with_values(x, |x| {
+        with_values(dy, |dy| {
+            for (x, dy) in x.chunks_exact(width).zip(dy.chunks_exact(width)) {
+                slices::rms_norm_weight_vjp(x, eps, dy, &mut dw);
+            }
+        })
+    })??;
+    Ok(dw)
+}
+
+/// Sums over the rows, in order.
+pub fn column_sums(x: &Tensor) -> Result<Vec<f32>> {
+    let width = x.dim(1)?;
+    let mut sums = vec![0f32; width];
+    with_values(x, |x| x.chunks_exact(width).for_each(|row| slices::add_scaled(&mut sums, 1.0, row)))?;
+    Ok(sums)
+}
+
+/// Each value rounded to the nearest bfloat16 (ties to even), still in f32.
+pub fn round_bf16(x: &Tensor) -> Result<Tensor> {
+    map1("round_bf16", x, x.dim(1)?, |x, out| {
+        out.copy_from_slice(x);
+        slices::round_bf16(out);
+    })
+}
+
+/// Each row as `f` (row number, values) leaves it.
+pub fn change_rows(x: &Tensor, f: impl Fn(usize, &mut [f32]) + Sync) -> Result<Tensor> {
+    map1_indexed("change_rows", x, x.dim(1)?, |index, x, out| {
+        out.copy_from_slice(x);
+        f(index, out);
+    })
+}
+
 /// Rows of `[gate | up]` → silu(gate) ∘ up.
 pub fn silu_mul(gate_up: &Tensor) -> Result<Tensor> {
     map1("silu_mul", gate_up, gate_up.dim(1)? / 2, slices::silu_mul)
@@ -154,6 +192,31 @@ pub fn rotate_vjp(rotation: &Rotation, qkv: &Tensor, dy: &Tensor) -> Result<Tens
     map2_indexed("rotate_vjp", qkv, dy, width, |index, x, dy, dx| {
         rotation.row_vjp(rotation.positions[index], x, dy, dx);
     })
+}
+
+/// dL/dweight of the qk-norms in [`rotate`], of query and key heads; None without qk-norm. `qkv` is its input.
+pub fn rotate_weight_vjp(rotation: &Rotation, qkv: &Tensor, dy: &Tensor) -> Result<Option<(Vec<f32>, Vec<f32>)>> {
+    let Some((_, _, eps)) = rotation.qk_norm else { return Ok(None) };
+    let (width, dim) = (rotation.heads.width(), rotation.heads.head_dim);
+    let (num_heads, rotated) = (rotation.heads.num_heads, rotation.heads.num_heads + rotation.heads.num_kv_heads);
+    let (mut dq, mut dk) = (vec![0f32; dim], vec![0f32; dim]);
+    let mut turned = vec![0f32; dim];
+    with_values(qkv, |qkv| {
+        with_values(dy, |dy| {
+            for ((position, x), dy) in
+                rotation.positions.iter().zip(qkv.chunks_exact(width)).zip(dy.chunks_exact(width))
+            {
+                let (cos, sin) = rotation.table.at(*position);
+                for (head, (x, dy)) in x.chunks_exact(dim).zip(dy.chunks_exact(dim)).take(rotated).enumerate() {
+                    turned.copy_from_slice(dy);
+                    slices::rotate_back(&mut turned, cos, sin);
+                    let dw = if head < num_heads { &mut dq } else { &mut dk };
+                    slices::rms_norm_weight_vjp(x, eps, &turned, dw);
+                }
+            }
+        })
+    })??;
+    Ok(Some((dq, dk)))
 }
 
 /// Causal attention inside each group of a packed batch; `visible` is [`Group::visible`] of each.

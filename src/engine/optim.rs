@@ -1,27 +1,118 @@
 //! AdamW, global-norm clipping, learning-rate schedules, on flat f32 buffers.
 
+pub mod blockwise;
+
+use rayon::prelude::*;
+
+use self::blockwise::{BLOCK, Map, Quantized, dequantize, quantize};
 use super::error::{EngineError, Result};
-use crate::spec::{LrSchedulerType, OptimizerPlan};
+use crate::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
 
 /// AdamW's state: one first and one second moment a parameter, and the number of updates made.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdamW {
-    /// First moments, in parameter order.
-    pub first_moments: Vec<f32>,
-    /// Second moments.
-    pub second_moments: Vec<f32>,
+    /// In parameter order.
+    pub moments: Moments,
     /// Updates made; skipped steps do not count.
     pub updates: u64,
 }
 
+/// First and second moments, in parameter order.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Moments {
+    /// 8 bytes a parameter.
+    F32 {
+        /// m
+        first: Vec<f32>,
+        /// v
+        second: Vec<f32>,
+    },
+    /// 2 bytes a parameter and 8 a block.
+    Blockwise {
+        /// m
+        first: Quantized,
+        /// v
+        second: Quantized,
+    },
+}
+
+impl Moments {
+    /// All zero.
+    pub fn zeros(kind: OptimizerKind, num_parameters: usize) -> Self {
+        match kind {
+            OptimizerKind::Adamw => {
+                Moments::F32 { first: vec![0.0; num_parameters], second: vec![0.0; num_parameters] }
+            }
+            OptimizerKind::Adamw8bit => Moments::Blockwise {
+                first: Quantized::zeros(Map::Signed, num_parameters),
+                second: Quantized::zeros(Map::Unsigned, num_parameters),
+            },
+        }
+    }
+
+    /// Parameters.
+    pub fn len(&self) -> usize {
+        match self {
+            Moments::F32 { first, .. } => first.len(),
+            Moments::Blockwise { first, .. } => first.codes.len(),
+        }
+    }
+
+    /// Whether there is no parameter.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes in memory.
+    pub fn size_bytes(&self) -> usize {
+        match self {
+            Moments::F32 { first, second } => (first.len() + second.len()) * size_of::<f32>(),
+            Moments::Blockwise { first, second } => first.size_bytes() + second.size_bytes(),
+        }
+    }
+}
+
+/// The numbers of one update, in the precision it uses.
+#[derive(Debug, Clone, Copy)]
+struct Update {
+    step_size: f32,
+    keep: f32,
+    beta2: f32,
+    one_minus_beta1: f32,
+    one_minus_beta2: f32,
+    correction: f32,
+    epsilon: f32,
+}
+
+impl Update {
+    fn apply(&self, parameters: &mut [f32], gradient: &[f32], first: &mut [f32], second: &mut [f32]) {
+        let moments = first.iter_mut().zip(second);
+        for ((parameter, &gradient), (first, second)) in parameters.iter_mut().zip(gradient).zip(moments) {
+            *first += (gradient - *first) * self.one_minus_beta1;
+            *second = *second * self.beta2 + gradient * gradient * self.one_minus_beta2;
+            *parameter =
+                *parameter * self.keep - self.step_size * (*first / (second.sqrt() / self.correction + self.epsilon));
+        }
+    }
+}
+
+/// Parameters a thread updates at once.
+const CHUNK: usize = 64 * BLOCK;
+
 impl AdamW {
-    /// No update made yet.
+    /// No update made yet; moments in 32 bits.
     pub fn new(num_parameters: usize) -> Self {
-        Self { first_moments: vec![0.0; num_parameters], second_moments: vec![0.0; num_parameters], updates: 0 }
+        Self::of_kind(OptimizerKind::Adamw, num_parameters)
+    }
+
+    /// No update made yet.
+    pub fn of_kind(kind: OptimizerKind, num_parameters: usize) -> Self {
+        Self { moments: Moments::zeros(kind, num_parameters), updates: 0 }
     }
 
     /// One update of `parameters` in place: decoupled weight decay, bias correction, as torch.optim.AdamW
-    /// (Loshchilov & Hutter 2019, arXiv 1711.05101).
+    /// (Loshchilov & Hutter 2019, arXiv 1711.05101). Moments in 8 bits are widened block by block, updated in 32 bits and
+    /// rounded again after the parameters have moved (Dettmers et al. 2022).
     pub fn update(
         &mut self,
         parameters: &mut [f32],
@@ -29,10 +120,10 @@ impl AdamW {
         learning_rate: f64,
         plan: &OptimizerPlan,
     ) -> Result<()> {
-        if parameters.len() != self.first_moments.len() || gradient.len() != parameters.len() {
+        if parameters.len() != self.moments.len() || gradient.len() != parameters.len() {
             return Err(EngineError::Input(format!(
-                "the optimizer has {} moments, the adapter {} parameters and the gradient {} entries; the checkpoint belongs to another adapter",
-                self.first_moments.len(),
+                "the optimizer has {} moments, {} parameters and {} entries of the gradient; the checkpoint belongs to another adapter",
+                self.moments.len(),
                 parameters.len(),
                 gradient.len()
             )));
@@ -40,17 +131,43 @@ impl AdamW {
         self.updates += 1;
         let updates = i32::try_from(self.updates).unwrap_or(i32::MAX);
         let first_correction = 1.0 - plan.adam_beta1.powi(updates);
-        let second_correction_root = (1.0 - plan.adam_beta2.powi(updates)).sqrt();
-        let step_size = (learning_rate / first_correction) as f32;
-        let keep = (1.0 - learning_rate * plan.weight_decay) as f32;
-        let (beta2, one_minus_beta1) = (plan.adam_beta2 as f32, (1.0 - plan.adam_beta1) as f32);
-        let one_minus_beta2 = (1.0 - plan.adam_beta2) as f32;
-        let (correction, epsilon) = (second_correction_root as f32, plan.adam_epsilon as f32);
-        let moments = self.first_moments.iter_mut().zip(&mut self.second_moments);
-        for ((parameter, &gradient), (first, second)) in parameters.iter_mut().zip(gradient).zip(moments) {
-            *first += (gradient - *first) * one_minus_beta1;
-            *second = *second * beta2 + gradient * gradient * one_minus_beta2;
-            *parameter = *parameter * keep - step_size * (*first / (second.sqrt() / correction + epsilon));
+        let update = Update {
+            step_size: (learning_rate / first_correction) as f32,
+            keep: (1.0 - learning_rate * plan.weight_decay) as f32,
+            beta2: plan.adam_beta2 as f32,
+            one_minus_beta1: (1.0 - plan.adam_beta1) as f32,
+            one_minus_beta2: (1.0 - plan.adam_beta2) as f32,
+            correction: (1.0 - plan.adam_beta2.powi(updates)).sqrt() as f32,
+            epsilon: plan.adam_epsilon as f32,
+        };
+        let chunks = parameters.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK));
+        match &mut self.moments {
+            Moments::F32 { first, second } => {
+                chunks.zip(first.par_chunks_mut(CHUNK).zip(second.par_chunks_mut(CHUNK))).for_each(
+                    |((parameters, gradient), (first, second))| update.apply(parameters, gradient, first, second),
+                )
+            }
+            Moments::Blockwise { first, second } => {
+                let maps = (first.map, second.map);
+                let first = first.codes.par_chunks_mut(CHUNK).zip(first.absmax.par_chunks_mut(CHUNK / BLOCK));
+                let second = second.codes.par_chunks_mut(CHUNK).zip(second.absmax.par_chunks_mut(CHUNK / BLOCK));
+                chunks.zip(first.zip(second)).for_each(|((parameters, gradient), (first, second))| {
+                    let blocks = parameters.chunks_mut(BLOCK).zip(gradient.chunks(BLOCK));
+                    let first = first.0.chunks_mut(BLOCK).zip(first.1);
+                    let second = second.0.chunks_mut(BLOCK).zip(second.1);
+                    for ((parameters, gradient), ((m_codes, m_scale), (v_codes, v_scale))) in
+                        blocks.zip(first.zip(second))
+                    {
+                        let (mut m, mut v) = ([0f32; BLOCK], [0f32; BLOCK]);
+                        let (m, v) = (&mut m[..m_codes.len()], &mut v[..v_codes.len()]);
+                        dequantize(maps.0, m_codes, *m_scale, m);
+                        dequantize(maps.1, v_codes, *v_scale, v);
+                        update.apply(parameters, gradient, m, v);
+                        *m_scale = quantize(maps.0, m, m_codes);
+                        *v_scale = quantize(maps.1, v, v_codes);
+                    }
+                });
+            }
         }
         Ok(())
     }
@@ -89,9 +206,11 @@ pub fn learning_rate(plan: &OptimizerPlan, steps_done: u64, max_steps: u64) -> f
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::random::{Key, Stream};
 
     fn plan() -> OptimizerPlan {
         OptimizerPlan {
+            kind: OptimizerKind::Adamw,
             learning_rate: 0.1,
             adam_beta1: 0.9,
             adam_beta2: 0.999,
@@ -126,6 +245,36 @@ mod tests {
         let expected = [0.95 - 0.1, -1.9 + 0.1, 2.85];
         for (value, expected) in parameters.iter().zip(expected) {
             assert!((value - expected).abs() < 1e-6, "{parameters:?}");
+        }
+    }
+
+    #[test]
+    fn moments_in_8_bits_take_a_quarter_and_follow_those_in_32() {
+        // A noisy quadratic bowl of many scales: L = Σ cᵢ·xᵢ²/2, gradient cᵢ·xᵢ + noise.
+        let n = 10_000;
+        let key = Key::new(3, Stream::Probe);
+        let noise = |step: u64, i: usize| (key.with(step).with(i as u64).uniform() - 0.5) as f32 * 0.1;
+        let curvature = |i: usize| 10f32.powi((i / 500 % 5) as i32 - 2);
+        let run = |kind| {
+            let mut adam = AdamW::of_kind(kind, n);
+            let mut x = vec![1f32; n];
+            let mut losses = Vec::new();
+            for step in 0..200 {
+                let loss: f64 = (0..n).map(|i| f64::from(curvature(i) * x[i] * x[i]) / 2.0).sum();
+                losses.push(loss);
+                let gradient: Vec<f32> = (0..n).map(|i| curvature(i) * (x[i] + noise(step, i))).collect();
+                adam.update(&mut x, &gradient, 0.01, &plan()).expect("lengths agree");
+            }
+            (adam, losses)
+        };
+        let (full, expected) = run(OptimizerKind::Adamw);
+        let (small, losses) = run(OptimizerKind::Adamw8bit);
+        assert_eq!(full.moments.size_bytes(), 8 * n);
+        assert_eq!(small.moments.size_bytes(), 2 * (n + 4 * n.div_ceil(BLOCK)));
+        assert!(expected[199] < 0.02 * expected[0]);
+        for (step, (loss, expected)) in losses.iter().zip(&expected).enumerate() {
+            let close = 0.03 * expected + 0.005 * losses[0];
+            assert!((loss - expected).abs() < close, "step {step}: {loss} in 8 bits, {expected} in 32");
         }
     }
 

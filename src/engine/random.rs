@@ -20,6 +20,8 @@ pub enum Stream {
     Order,
     /// LoRA dropout.
     Dropout,
+    /// Sampling of the prompts that replace tied groups.
+    Refill,
 }
 
 /// A point in the space of draws; narrow it with [`Key::with`], then draw.
@@ -44,6 +46,7 @@ impl Key {
             Stream::Init => 4,
             Stream::Order => 5,
             Stream::Dropout => 6,
+            Stream::Refill => 7,
         };
         Self(mix(seed.wrapping_add(GOLDEN_GAMMA))).with(stream)
     }

@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::Update;
-use super::advantage::{RewardWeight, combine_rewards};
+use super::advantage::{RewardWeight, TIED_STD, combine_rewards, group_std, mean};
 use super::block::Block;
 use super::checkpoint::TrainerState;
 use super::error::{EngineError, Result};
@@ -13,7 +13,7 @@ use super::metrics::{KlRow, RolloutRows, advantage_metrics, entropy, kl_metrics,
 use super::prompts::TokenizedPrompt;
 use super::text::Text;
 use crate::event::{Event, Metrics, Sample, SamplePhase};
-use crate::spec::Plan;
+use crate::spec::{Estimator, Plan, RewardNormalization};
 
 /// Wall-clock seconds of the parts of a step.
 #[derive(Debug, Clone, Copy, Default)]
@@ -34,6 +34,7 @@ pub(super) struct StepSeconds {
 
 /// What the metrics of a step are made of.
 pub(super) struct StepReport<'a> {
+    pub plan: &'a Plan,
     pub reward_names: &'a [String],
     pub block: &'a Block,
     pub update: &'a Update,
@@ -46,7 +47,7 @@ pub(super) struct StepReport<'a> {
 
 /// The metrics of one optimizer step, by TRL's names; what is not finite is `None`.
 pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
-    let StepReport { reward_names, block, update, state, first_use, seconds } = *report;
+    let StepReport { plan, reward_names, block, update, state, first_use, seconds } = *report;
     let values = &block.values;
     let mut metrics = Metrics::from([
         ("loss".into(), Some(update.loss)),
@@ -84,9 +85,38 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
             metrics.extend(kl_metrics(&rows.collect::<Vec<_>>()));
         }
     }
+    if first_use {
+        variant_metrics(&mut metrics, block, plan);
+    }
     time_metrics(&mut metrics, report, seconds);
     metrics.values_mut().for_each(|value| *value = value.filter(|value| value.is_finite()));
     metrics
+}
+
+/// What only some plans report, of a new rollout: refills, dropped groups, the greedy baseline, the normaliser.
+fn variant_metrics(metrics: &mut Metrics, block: &Block, plan: &Plan) {
+    let (values, drawn, rloo) = (&block.values, &block.rollout.drawn, &plan.rloo);
+    if rloo.num_generations == 1 {
+        // One completion has no siblings to be equal to.
+        metrics.insert("frac_reward_zero_std".into(), None);
+        metrics.insert("frac_reward_zero_std_pre_kl".into(), None);
+    }
+    if rloo.min_informative_groups > 0 {
+        metrics.insert("refills".into(), Some(f64::from(drawn.refills)));
+        let fraction = drawn.informative_groups as f64 / drawn.sampled_groups.max(1) as f64;
+        metrics.insert("refills/informative_fraction".into(), Some(fraction));
+    }
+    if rloo.drop_tied_groups {
+        let dropped = values.dropped.iter().filter(|dropped| **dropped).count();
+        metrics.insert("dropped_fraction".into(), Some(dropped as f64 / block.len().max(1) as f64));
+    }
+    if rloo.estimator == Estimator::Remax {
+        metrics.insert("reward_greedy".into(), mean(&values.greedy.iter().flatten().copied().collect::<Vec<_>>()));
+    }
+    if rloo.reward_normalization != RewardNormalization::None {
+        metrics.insert("reward_normalizer/mean".into(), Some(values.reward_stats.mean));
+        metrics.insert("reward_normalizer/std".into(), Some(values.reward_stats.std()));
+    }
 }
 
 fn time_metrics(metrics: &mut Metrics, report: &StepReport<'_>, seconds: &StepSeconds) {
@@ -158,6 +188,27 @@ pub(super) fn unscorable_warning(step: u64, samples: &[Sample]) -> Option<Event>
     );
     let data = json!({ "step": step, "completions": samples.len() });
     Some(Event::Warning { code: "nothing_scorable".into(), message, data })
+}
+
+/// The warning when all refills left too many groups tied: the step trains with what there is.
+pub(super) fn refill_warning(step: u64, block: &Block, plan: &Plan) -> Option<Event> {
+    let (wanted, drawn) = (u64::from(plan.rloo.min_informative_groups), &block.rollout.drawn);
+    let group_size = plan.rloo.num_generations as usize;
+    let tasks = block.values.rewards.task.chunks(group_size);
+    let informative = tasks.filter(|task| group_std(task, group_size).is_some_and(|std| std > TIED_STD)).count() as u64;
+    if drawn.refills == 0 || informative >= wanted {
+        return None;
+    }
+    let message = format!(
+        "after {} refills {informative} of {} groups of step {step} have rewards that differ, not the {wanted} asked for (min_informative_groups); the step trains with them",
+        drawn.refills,
+        block.rollout.groups.len()
+    );
+    let data = json!({
+        "step": step, "refills": drawn.refills, "informative_groups": informative, "min_informative_groups": wanted,
+        "sampled_groups": drawn.sampled_groups,
+    });
+    Some(Event::Warning { code: "refills_exhausted".into(), message, data })
 }
 
 /// Metrics (prefixed `eval_`) and samples of an evaluation.

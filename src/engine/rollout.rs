@@ -131,12 +131,39 @@ impl Batching {
         steps_done as f64 / self.optimizer_steps_per_epoch().max(1) as f64
     }
 
-    /// The dataset rows of a block (U), in block order; empty when the dataset is smaller than one block.
+    /// The dataset rows of a block (U), in block order, where no refill moved the cursor; empty when the dataset is smaller
+    /// than one block.
     pub fn block_rows(&self, block: u64) -> Vec<u64> {
-        let Some(epoch) = block.checked_div(self.blocks_per_epoch()) else { return Vec::new() };
-        let order = self.epoch_order(epoch);
-        let start = (block % self.blocks_per_epoch()) * self.prompts_per_block;
-        order[start as usize..(start + self.prompts_per_block) as usize].to_vec()
+        self.block_at(self.position_of_block(block)).0
+    }
+
+    /// Where a block begins when no refill moved the cursor. A position counts prompts over all epochs, N an epoch.
+    pub fn position_of_block(&self, block: u64) -> u64 {
+        let blocks = self.blocks_per_epoch().max(1);
+        (block / blocks) * self.num_rows + (block % blocks) * self.prompts_per_block
+    }
+
+    /// The rows of the block that begins at this position, or with the next epoch where this one has too few left; and the
+    /// position behind it. Empty when the dataset is smaller than one block.
+    pub fn block_at(&self, position: u64) -> (Vec<u64>, u64) {
+        if self.blocks_per_epoch() == 0 {
+            return (Vec::new(), position);
+        }
+        let left = self.num_rows - position % self.num_rows;
+        let start = if left < self.prompts_per_block { position + left } else { position };
+        self.prompts_at(start, self.prompts_per_block)
+    }
+
+    /// Rows of so many prompts from this position on, across epochs, and the position behind them.
+    pub fn prompts_at(&self, position: u64, count: u64) -> (Vec<u64>, u64) {
+        let (mut rows, mut next, end) = (Vec::new(), position, position + count);
+        while next < end && self.num_rows > 0 {
+            let (epoch, start) = (next / self.num_rows, next % self.num_rows);
+            let taken = (self.num_rows - start).min(end - next);
+            rows.extend_from_slice(&self.epoch_order(epoch)[start as usize..(start + taken) as usize]);
+            next += taken;
+        }
+        (rows, next)
     }
 
     /// One dataset row a completion, in the order of one epoch: every block μ·S times, every prompt G times.
@@ -197,6 +224,23 @@ mod tests {
         let slices: Vec<(u64, u64)> = (1..=7).map(|step| BATCHING.cursor(step)).map(|c| (c.block, c.slice)).collect();
         assert_eq!(slices, [(0, 0), (0, 1), (0, 2), (0, 0), (0, 1), (0, 2), (1, 0)]);
         assert_eq!(BATCHING.cursor(7).use_index, 0);
+    }
+
+    #[test]
+    fn a_position_counts_prompts_and_blocks_skip_the_incomplete_rest_of_an_epoch() {
+        let mut position = 0;
+        for block in 0..6 {
+            let (rows, next) = BATCHING.block_at(position);
+            assert_eq!(rows, BATCHING.block_rows(block));
+            // Two blocks of three in seven rows: the seventh is dropped.
+            assert_eq!(next, (block / 2) * 7 + (block % 2) * 3 + 3);
+            position = next;
+        }
+        // A refill of two takes the next rows, the rest of the epoch included, and the next block begins behind them.
+        let epoch = [random::permutation(42, 0, 7), random::permutation(42, 1, 7)].concat();
+        assert_eq!(BATCHING.prompts_at(6, 3), (epoch[6..9].to_vec(), 9));
+        assert_eq!(BATCHING.block_at(9), (epoch[9..12].to_vec(), 12));
+        assert_eq!(BATCHING.block_at(12).0, random::permutation(42, 2, 7)[..3]);
     }
 
     #[test]

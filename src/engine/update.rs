@@ -5,7 +5,9 @@ use std::ops::Range;
 use super::error::Result;
 use super::loss::RowLoss;
 use super::memory::micro_batches;
+use super::model::pass::RowDropout;
 use super::model::{Adapter, Policy, Row, RowScore};
+use super::random::Key;
 
 /// How a step's completions are cut; score and update cut alike, so that equal weights give equal bits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -16,6 +18,8 @@ pub struct MicroBatching {
     pub max_tokens: usize,
     /// Divides the logits.
     pub temperature: f64,
+    /// Of the step's LoRA dropout; only the training forward draws from it.
+    pub dropout: Option<Key>,
 }
 
 impl MicroBatching {
@@ -66,9 +70,8 @@ pub fn step_gradient(
     losses: &mut RowLosses<'_>,
     stop: &dyn Fn() -> bool,
 ) -> Result<Option<StepGradient>> {
-    let num_parameters = policy.parameters().iter().map(|info| info.shape.iter().product::<usize>()).sum();
     let mut step = StepGradient {
-        gradient: vec![0.0; num_parameters],
+        gradient: vec![0.0; policy.flat().len()],
         losses: Vec::with_capacity(rows.len()),
         scores: Vec::new(),
     };
@@ -79,12 +82,13 @@ pub fn step_gradient(
         let StepGradient { gradient, losses: all, scores } = &mut step;
         let mut backward = |batch_scores: &[RowScore]| {
             let batch_losses = losses(batch.clone(), batch_scores);
-            let gradients = batch_losses.iter().zip(batch_scores);
-            let gradients = gradients.map(|(loss, score)| loss.token_gradient(score.logps.len())).collect();
+            let gradients = batch_losses.iter().map(RowLoss::token_gradient).collect();
             all.extend(batch_losses);
             Ok(gradients)
         };
-        scores.extend(policy.forward_backward(&rows[batch.clone()], batching.temperature, &mut backward, gradient)?);
+        let dropout = batching.dropout.map(|key| RowDropout { key, first_row: batch.start });
+        let rows = &rows[batch.clone()];
+        scores.extend(policy.forward_backward_dropped(rows, batching.temperature, dropout, &mut backward, gradient)?);
     }
     Ok(Some(step))
 }

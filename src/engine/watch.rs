@@ -38,17 +38,16 @@ impl Evaluations {
         let value = |name: &str| metrics.get(name).copied().flatten().filter(|value| value.is_finite());
         let checkpoints = &plan.checkpoints;
         if let Some(value) = checkpoints.metric_for_best.as_deref().and_then(value)
-            && self.best.is_none_or(|best| {
-                is_better(value, best.value, 0.0, checkpoints.greater_is_better.unwrap_or(true))
-            })
+            && self
+                .best
+                .is_none_or(|best| is_better(value, best.value, 0.0, checkpoints.greater_is_better.unwrap_or(true)))
         {
             self.best = Some(Best { step, value });
         }
         let Some(stopping) = &plan.early_stopping else { return };
         let progress = value(&stopping.metric).filter(|value| {
-            self.stopping_best.is_none_or(|best| {
-                is_better(*value, best.value, stopping.min_delta, stopping.greater_is_better)
-            })
+            self.stopping_best
+                .is_none_or(|best| is_better(*value, best.value, stopping.min_delta, stopping.greater_is_better))
         });
         match progress {
             Some(value) => {

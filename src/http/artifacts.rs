@@ -10,7 +10,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::download::{Download, send_file, send_tar};
-use super::error::{Code, Problem};
+use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::list::{List, PageQuery, Time};
 use crate::event::Metrics;
@@ -203,10 +203,12 @@ enum Which {
 /// Download a job's LoRA adapter as PEFT lays it out, in a tar.
 ///
 /// `adapter_config.json` and `adapter_model.safetensors` lie at the archive's root: unpacked, the folder is what
-/// `PeftModel.from_pretrained` and vLLM's `--lora-modules` take.
+/// `PeftModel.from_pretrained` and vLLM's `--lora-modules` take. A job of full fine-tuning has no adapter (409): its
+/// checkpoints' archives hold the whole model.
 #[utoipa::path(method(get, head), path = "/jobs/{id}/adapter", tag = "Artifacts",
     params(("id" = JobId, Path, description = "The job"), AdapterQuery),
-    responses((status = 200, description = "The adapter", body = Vec<u8>, content_type = "application/x-tar")))]
+    responses((status = 200, description = "The adapter", body = Vec<u8>, content_type = "application/x-tar"),
+        (status = 409, description = "The job trains all weights: its checkpoints hold a model, not an adapter", body = ProblemBody)))]
 async fn get_adapter(
     State(state): State<AppState>,
     Path(id): Path<JobId>,
@@ -224,11 +226,20 @@ async fn get_adapter(
             None if job.ending.is_some() => {
                 "no checkpoint from before the alert that ended the job is kept; ask for which=last or which=best"
             }
-            None | Some(Which::Last) => "the job has not published a checkpoint yet; its 'checkpoint' events tell when it does",
+            None | Some(Which::Last) => {
+                "the job has not published a checkpoint yet; its 'checkpoint' events tell when it does"
+            }
             Some(Which::Best) => "the job has no best checkpoint yet; ask for which=last",
         };
         return Err(Problem::new(Code::NoCheckpoint, detail));
     };
+    if row.files.iter().any(|file| file.name == "model.safetensors") {
+        let detail = format!(
+            "the job trains all weights, so it has no adapter: GET /checkpoints/{}/archive.tar is the model, in the form transformers loads",
+            row.id
+        );
+        return Err(Problem::new(Code::NoAdapter, detail));
+    }
     let files: Result<Vec<Download>, Problem> = ADAPTER_FILES.iter().map(|name| file_of(&state, &row, name)).collect();
     send_tar(&headers, &format!("{id}-step{}-adapter.tar", row.step), &files?).await
 }

@@ -7,7 +7,7 @@ use utoipa::openapi::{Components, OpenApi};
 use utoipa::{OpenApi as _, ToSchema};
 
 use super::list::Time;
-use crate::event::{FinishReason, SamplePhase};
+use crate::event::FinishReason;
 use crate::id::{JobId, RewardRequestId};
 
 /// Score these completions.
@@ -46,8 +46,21 @@ struct RewardRequestJob {
     id: JobId,
     /// Optimizer steps done when the completions were sampled.
     step: u64,
-    /// Training or evaluation.
-    phase: SamplePhase,
+    /// What the values are for.
+    phase: RewardPhase,
+}
+
+/// What the values of a request are for.
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+#[expect(dead_code, reason = "describes the contract in the document")]
+enum RewardPhase {
+    /// Training.
+    Train,
+    /// An evaluation.
+    Eval,
+    /// A look before the job exists: `POST /jobs/validate?probe=true` or `POST /rewards/test`. The job's id is made up.
+    Probe,
 }
 
 /// Which reward of the job.

@@ -44,6 +44,7 @@ macro_rules! codes {
 // code, HTTP status, whether the same request may succeed later, title
 codes! {
     InvalidJson = "invalid_json", 400, false, "The body is not JSON";
+    InvalidDocument = "invalid_document", 400, false, "The body cannot be parsed";
     InvalidRequest = "invalid_request", 400, false, "The request cannot be read";
     InvalidQuery = "invalid_query", 400, false, "A query parameter is not valid";
     InvalidCursor = "invalid_cursor", 400, false, "The cursor is not valid";
@@ -57,6 +58,7 @@ codes! {
     NotAcceptable = "not_acceptable", 406, false, "The asked representation does not exist";
     RequestTimeout = "request_timeout", 408, true, "The request took too long to arrive";
     Conflict = "conflict", 409, false, "This conflicts with what exists";
+    NoAdapter = "no_adapter", 409, false, "The job trains no adapter";
     IllegalMove = "illegal_move", 409, false, "The job's state does not permit this";
     InUse = "in_use", 409, false, "It is in use";
     IdempotencyInFlight = "idempotency_in_flight", 409, true, "A request with this Idempotency-Key is being answered";
@@ -78,6 +80,7 @@ codes! {
     Internal = "internal", 500, true, "The server failed";
     NotImplemented = "not_implemented", 501, false, "This is not supported";
     Overloaded = "overloaded", 503, true, "The server is busy";
+    NotReady = "not_ready", 503, true, "The server is not ready";
     StorageFull = "storage_full", 507, true, "The disk is full";
 }
 
@@ -327,7 +330,7 @@ impl IntoResponse for Problem {
         let status = code.status();
         // Logged here and nowhere else: this is where every error ends.
         let cause = cause.as_deref().unwrap_or("");
-        if matches!(code, Code::Overloaded | Code::StorageFull) {
+        if matches!(code, Code::Overloaded | Code::NotReady | Code::StorageFull) {
             tracing::warn!(%request_id, code = code.as_str(), cause, "{detail}");
         } else if status.is_server_error() {
             tracing::error!(%request_id, code = code.as_str(), cause, "{detail}");

@@ -7,12 +7,15 @@ use serde_json::{Map, Value};
 
 use super::AppState;
 use super::error::{Problem, chain, shortened};
+use super::models::is_as_registered;
+use super::warm_start;
 use crate::dataset::Summary;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
-use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, ModelShape, PromptLengths};
+use crate::outgoing::{OutgoingError, OutgoingPolicy};
+use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths};
 use crate::store::{DatasetRow, ModelRow, StoreError};
 
 /// Above this many rows the worker counts the tokens of prompts, in its loading phase.
@@ -78,6 +81,32 @@ impl Prompts {
         }
     }
 
+    /// The rows of these numbers (ascending), with their numbers. Blocking.
+    pub(super) fn rows(&self, numbers: &[u64]) -> std::io::Result<Vec<(u64, Map<String, Value>)>> {
+        let path = match &self.source {
+            Source::Records(records) => {
+                let chosen = numbers.iter().filter_map(|&number| Some((number, records.get(number as usize)?)));
+                return Ok(chosen.filter_map(|(number, row)| Some((number, row.as_object()?.clone()))).collect());
+            }
+            Source::Stored(path) => path,
+            Source::Uploaded(_, staged) => staged.path(),
+        };
+        let mut wanted = numbers.iter().copied().peekable();
+        let mut rows = Vec::with_capacity(numbers.len());
+        for (number, line) in (0..).zip(BufReader::new(std::fs::File::open(path)?).lines()) {
+            let line = line?;
+            match wanted.peek() {
+                None => break,
+                Some(next) if *next == number => {
+                    wanted.next();
+                    rows.push((number, serde_json::from_str(&line)?));
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(rows)
+    }
+
     /// Calls `look` with each prompt and its row number, until it says no.
     fn each_prompt(&self, mut look: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
         let path = match &self.source {
@@ -123,7 +152,7 @@ pub(super) async fn prepare(
     spec: &mut JobSpec,
     uploaded: Option<Prompts>,
 ) -> Result<Prepared, Problem> {
-    let mut errors = Vec::new();
+    let mut errors = unreachable_rewards(state, spec)?;
     let model = find_model(state, &spec.model, &mut errors).await?;
     let train = match uploaded {
         Some(prompts) => Some(prompts),
@@ -131,6 +160,8 @@ pub(super) async fn prepare(
     };
     let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
     let eval = Prompts::find(state, eval, "/eval/dataset", &mut errors).await?;
+    let memory_limit_bytes = state.config.memory_per_worker();
+    let warm_start = warm_start::find(state, spec, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let inspection = move || {
         let (mut train, mut eval) = (train, eval);
@@ -140,10 +171,30 @@ pub(super) async fn prepare(
             None => None,
         };
         let facts_of = |prompts: &Option<Prompts>| prompts.as_ref().map(|prompts| prompts.facts.clone());
-        let context = Context { model: facts, dataset: facts_of(&train), eval_dataset: facts_of(&eval) };
+        let context = Context {
+            model: facts,
+            dataset: facts_of(&train),
+            eval_dataset: facts_of(&eval),
+            warm_start,
+            memory_limit_bytes,
+        };
         Ok(Prepared { context, errors, train, eval })
     };
     tokio::task::spawn_blocking(inspection).await.map_err(Problem::internal)?
+}
+
+/// Reward URLs whose address is refused, as far as that can be told without DNS; names are checked when they resolve.
+fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldError>, Problem> {
+    let policy = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+    let rewards = spec.redacted["rewards"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let refused = |(index, reward): (usize, &Value)| match policy.check_url(reward.get("url")?.as_str()?) {
+        Err(error @ OutgoingError::Refused { .. }) => {
+            Some(FieldError::new(format!("/rewards/{index}/url"), "address_refused", error.to_string()))
+        }
+        // Other faults of a URL are the reader's.
+        Ok(_) | Err(_) => None,
+    };
+    Ok(rewards.iter().enumerate().filter_map(refused).collect())
 }
 
 async fn find_model(state: &AppState, id: &str, errors: &mut Vec<FieldError>) -> Result<Option<ModelRow>, Problem> {
@@ -186,6 +237,21 @@ fn inspect<'p>(
             return Ok(None);
         }
     };
+    match is_as_registered(model, &card) {
+        Ok(true) => {}
+        Ok(false) => {
+            let detail = format!(
+                "the files of model '{}' have changed since it was registered: register it again (POST /models with the same id and source), then submit again",
+                model.id
+            );
+            errors.push(FieldError::new("/model", "model_changed", detail));
+            return Ok(None);
+        }
+        Err(error) => {
+            errors.push(unusable(error.to_string()));
+            return Ok(None);
+        }
+    }
     let facts = model_facts(model, &card);
     let text = match Text::load(dir) {
         Ok(text) => text,
@@ -246,13 +312,6 @@ fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {
         num_parameters: card.num_parameters,
         size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
         has_chat_template: card.chat_template.is_some(),
-        shape: Some(ModelShape {
-            hidden_size: config.hidden_size as u64,
-            intermediate_size: config.intermediate_size as u64,
-            num_hidden_layers: config.num_hidden_layers as u64,
-            num_attention_heads: config.num_attention_heads as u64,
-            num_key_value_heads: config.num_key_value_heads as u64,
-            head_dim: config.head_dim as u64,
-        }),
+        shape: Some(config.shape()),
     }
 }

@@ -6,6 +6,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -15,10 +16,13 @@ use super::error::{Code, Problem, shortened};
 use super::extract::{Json, Path, Query};
 use super::idempotency::Answer;
 use super::list::{List, PageQuery, Time};
+use crate::modelcard::text::{Text, TextError};
 use crate::modelcard::{self, Arch, ModelCard, ModelCardError};
 use crate::store::{ModelRow, NewModel, clock_ms};
 
 const LONGEST_ID: usize = 200;
+/// Where a model's record holds the stamp of its files.
+const STAMP: &str = "stamp";
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -128,14 +132,16 @@ async fn create_model(
     check_id(&id)?;
     let roots = state.config.model_roots.clone();
     let path = source.clone();
-    let read = move || -> Result<(ModelCard, String), Problem> {
+    let read = move || -> Result<(Value, String), Problem> {
         let path = locate(&path, roots.as_deref())?;
         let card = modelcard::read(&path).map_err(unusable)?;
+        // Before the bytes are read: whoever changes a file meanwhile is noticed later.
+        let stamp = modelcard::stamp(&path, &card);
+        Text::load(&path).map_err(unusable_text)?;
         let sha256 = modelcard::fingerprint(&path).map_err(unusable)?;
-        Ok((card, sha256))
+        Ok((record(&card, &stamp)?, sha256))
     };
     let (card, sha256) = tokio::task::spawn_blocking(read).await.map_err(Problem::internal)??;
-    let card = serde_json::to_value(Card::of(&card)).map_err(Problem::internal)?;
     let location = format!("/models/{}", id.replace('/', "%2F"));
     let (row, is_new) = state.store.model_create(NewModel { id, source, sha256, card }, clock_ms()).await?;
     let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
@@ -192,8 +198,37 @@ fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
 fn unusable(error: ModelCardError) -> Problem {
     let ModelCardError { file, detail } = error;
     let file = file.rsplit('/').next().unwrap_or("").to_owned();
-    let detail = format!("{file}: {detail}");
+    refused(format!("{file}: {detail}"))
+}
+
+/// A tokenizer or chat template that cannot be loaded.
+fn unusable_text(error: TextError) -> Problem {
+    match error {
+        TextError::Files(error) => unusable(error),
+        other => refused(other.to_string()),
+    }
+}
+
+fn refused(detail: String) -> Problem {
     Problem::new(Code::InvalidModel, detail.clone()).item("/source", "unusable_model", detail)
+}
+
+/// What the store keeps of a model: the card that clients see, and the stamp of its files, which they do not.
+fn record(card: &ModelCard, stamp: &str) -> Result<Value, Problem> {
+    let mut record = serde_json::to_value(Card::of(card)).map_err(Problem::internal)?;
+    record[STAMP] = stamp.into();
+    Ok(record)
+}
+
+/// Whether a model's files are still those that were registered. Looks at sizes and times; only where these differ is
+/// every byte read again. Blocking.
+///
+/// # Errors
+/// When they cannot be read.
+pub(super) fn is_as_registered(row: &ModelRow, card: &ModelCard) -> Result<bool, ModelCardError> {
+    let dir = FsPath::new(&row.source);
+    let known = row.card.get(STAMP).and_then(Value::as_str);
+    Ok(known == Some(modelcard::stamp(dir, card).as_str()) || modelcard::fingerprint(dir)? == row.sha256)
 }
 
 /// List models, newest first.

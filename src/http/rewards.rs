@@ -12,13 +12,13 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::Json;
-use crate::event::{FinishReason, SamplePhase};
+use crate::event::FinishReason;
 use crate::id::JobId;
+use crate::outgoing::OutgoingPolicy;
 use crate::reward::builtin::Builtin;
-use crate::reward::outgoing::OutgoingPolicy;
 use crate::reward::webhook::{Exchange, Ping, Webhook};
 use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, SampleError};
-use crate::sample::{RewardSample, RewardValue};
+use crate::sample::{RewardSample, RewardValue, RolloutId};
 use crate::spec::{OnInvalid, RewardKind, RewardPlan, RewardSecrets, WebhookPlan, read_single_reward};
 
 /// Most samples of one test.
@@ -114,7 +114,7 @@ async fn try_reward(
     outgoing: &OutgoingPolicy,
     samples: &[RewardSample],
 ) -> Result<Report, BuildError> {
-    let job = JobContext { job: JobId::new(), step: 0, phase: SamplePhase::Train };
+    let job = JobContext { job: JobId::new(), rollout: RolloutId::train(0), probe: true };
     let (mut ping, mut exchanges, mut warnings) = (None, Vec::new(), Vec::new());
     let judged;
     let start;

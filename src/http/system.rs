@@ -77,12 +77,16 @@ async fn livez() -> &'static str {
 #[utoipa::path(get, path = "/readyz", tag = "System", security(()),
     responses((status = 200, description = "Ready", body = String, content_type = "text/plain", example = json!("ok\n"))))]
 async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> {
-    let not_ready = |detail: &str, cause: String| Problem::new(Code::Overloaded, detail).because(cause).retry_after(5);
-    state.store.ping().await.map_err(|error| not_ready("the database does not answer", chain(&error)))?;
-    let free =
-        state.files.free_bytes().map_err(|error| not_ready("the data directory cannot be read", chain(&error)))?;
+    let not_ready = |detail: String, cause: String| Problem::new(Code::NotReady, detail).because(cause).retry_after(5);
+    state.store.ping().await.map_err(|error| not_ready("the database does not answer".to_owned(), chain(&error)))?;
+    let free = state
+        .files
+        .free_bytes()
+        .map_err(|error| not_ready("the data directory cannot be read".to_owned(), chain(&error)))?;
     if free < LOW_DISK_BYTES {
-        return Err(not_ready("the disk is nearly full", format!("{free} bytes are free")));
+        let detail =
+            format!("the disk is nearly full: {free} bytes are free, {LOW_DISK_BYTES} are needed; free some space");
+        return Err(not_ready(detail, String::new()));
     }
     Ok("ok\n")
 }
@@ -135,14 +139,14 @@ pub enum WorkerState {
     Idle,
     /// Runs one.
     Running,
-    /// Was not heard of for a lease.
+    /// Its lease lapsed (its job is in the queue again), or it was not heard of for twice as long.
     Lost,
 }
 
 impl WorkerState {
     fn of(row: &WorkerRow, lost_before: i64) -> Self {
         match row.job {
-            _ if row.seen_at < lost_before => WorkerState::Lost,
+            _ if row.lost || row.seen_at < lost_before => WorkerState::Lost,
             Some(_) => WorkerState::Running,
             None => WorkerState::Idle,
         }
@@ -186,7 +190,7 @@ async fn list_workers(State(state): State<AppState>) -> Result<Json<List<Worker>
     let lost_before = clock_ms() - lease_ms(&state);
     let word = |row: WorkerRow| {
         let state = WorkerState::of(&row, lost_before);
-        let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, job } = row;
+        let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, lost: _, job } = row;
         Worker { id, device, pid, state, job_id: job, threads, version, seen_at: Time(seen_at) }
     };
     let data = state.store.worker_list().await?.into_iter().map(word).collect();

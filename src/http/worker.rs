@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post, put};
@@ -20,12 +20,13 @@ use utoipa_axum::router::OpenApiRouter;
 use super::AppState;
 use super::error::{Code, Problem, chain};
 use super::extract::{Json, Path, Query, body_problem};
+use crate::event::Event;
 use crate::files::FilesError;
 use crate::id::{DatasetId, JobId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
-    Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, Outcome, Publish, Published, Register,
-    Registered, ResumePoint,
+    Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage, Outcome, Publish,
+    Published, Register, Registered, ResumePoint,
 };
 use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, StoreError, clock_ms};
 
@@ -35,6 +36,8 @@ const LONGEST_WAIT_MS: u64 = 60_000;
 const FILE_LIMIT_BYTES: u64 = 1 << 38;
 /// Uploads leave this much of the disk to the database.
 const DISK_RESERVE_BYTES: u64 = 64 << 20;
+/// One call for the journal: a worker's batch, or a single answer of 8 MiB as a JSON string.
+const JOURNAL_LIMIT_BYTES: usize = 32 << 20;
 /// Pieces of files on their way to a worker.
 const PIECE_BYTES: usize = 256 * 1024;
 
@@ -45,10 +48,13 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .route("/worker/claim", post(claim))
         .route("/worker/jobs/{id}/datasets/{dataset}", get(send_dataset))
         .route("/worker/jobs/{id}/resume/{name}", get(send_resume_file))
+        .route("/worker/jobs/{id}/initial/{name}", get(send_initial_file))
         .route("/worker/jobs/{id}/heartbeat", post(take_heartbeat))
         .route("/worker/jobs/{id}/events", post(append_events))
         .route("/worker/jobs/{id}/checkpoints/{step}/{name}", put(upload_file))
         .route("/worker/jobs/{id}/checkpoints/{step}", post(publish_checkpoint))
+        .route("/worker/jobs/{id}/journal/{after}", get(send_journal))
+        .route("/worker/jobs/{id}/journal", post(append_journal).layer(DefaultBodyLimit::max(JOURNAL_LIMIT_BYTES)))
         .route("/worker/jobs/{id}/finish", post(finish_job))
 }
 
@@ -109,6 +115,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
     blocking(state, move |files| files.staged_remove(job, attempt)).await?;
     let Some(resume) = unless_lost(verified_resume(state, job, attempt, resume).await)? else { return Ok(None) };
     let resume = resume.map(|checkpoint| ResumePoint { step: checkpoint.step, files: checkpoint.files });
+    let initial = blocking(state, move |files| files.initial_files(job)).await?.unwrap_or_default();
     tracing::info!(%job, attempt, worker = %asked.worker, resume = resume.as_ref().map(|r| r.step), "claimed");
     Ok(Some(Claim {
         job,
@@ -119,6 +126,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         secrets,
         model_path,
         resume,
+        initial,
         lease_ms: state.config.lease_ms,
         allow_outgoing: state.config.allow_outgoing.clone(),
     }))
@@ -217,6 +225,19 @@ async fn send_resume_file(
     send(&state.files.checkpoint_file(job, step, writer, &name)?, "application/octet-stream").await
 }
 
+async fn send_initial_file(
+    State(state): State<AppState>,
+    Path((job, name)): Path<(JobId, String)>,
+    Query(Fence { attempt }): Query<Fence>,
+) -> Result<Response, Problem> {
+    state.store.claim_check(job, attempt).await?;
+    let files = blocking(&state, move |files| files.initial_files(job)).await?.unwrap_or_default();
+    if !files.iter().any(|file| file.name == name) {
+        return Err(Problem::not_found("file that the job begins with", name));
+    }
+    send(&state.files.initial_file(job, &name)?, "application/octet-stream").await
+}
+
 async fn send(path: &std::path::Path, content_type: &'static str) -> Result<Response, Problem> {
     let unreadable = |error| Problem::internal(format!("cannot read {}: {error}", path.display()));
     let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
@@ -241,7 +262,28 @@ async fn append_events(
     Path(job): Path<JobId>,
     Json(body): Json<EventBatch>,
 ) -> Result<StatusCode, Problem> {
-    state.store.events_append(job, &body, clock_ms()).await?;
+    let now = clock_ms();
+    state.store.events_append(job, &body, now).await?;
+    if body.events.iter().any(|event| matches!(event, Event::Samples { .. })) {
+        state.store.samples_retain(job, state.config.samples_max_bytes, now).await?;
+    }
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn send_journal(
+    State(state): State<AppState>,
+    Path((job, after)): Path<(JobId, i64)>,
+    Query(Fence { attempt }): Query<Fence>,
+) -> Result<Json<JournalPage>, Problem> {
+    Ok(Json(state.store.journal_page(job, attempt, after).await?))
+}
+
+async fn append_journal(
+    State(state): State<AppState>,
+    Path(job): Path<JobId>,
+    Json(body): Json<JournalBatch>,
+) -> Result<StatusCode, Problem> {
+    state.store.journal_append(job, body.attempt, &body.entries, clock_ms()).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Keys that would change the result and are not supported are refused here, with their value; never deep in a forward.
 
+use crate::spec::ModelShape;
 use serde_json::Value;
 
 use super::{ModelCardError, brief};
@@ -135,6 +136,9 @@ const UNSUPPORTED: [(&str, Option<f64>); 26] = [
     ("rope_local_base_freq", None),
 ];
 
+/// The largest dimension, number of rows, or context that can be meant.
+const MAX_SIZE: u64 = 1 << 28;
+
 struct Keys<'a> {
     file: &'a str,
     value: &'a Value,
@@ -154,8 +158,8 @@ impl Keys<'_> {
             return default.ok_or_else(|| ModelCardError::new(self.file, format!("{key} is missing; it must be set")));
         };
         match value.as_u64() {
-            Some(n) if (1..=1 << 28).contains(&n) => Ok(n as usize),
-            _ => self.refuse(key, value, "it must be a positive whole number"),
+            Some(n) if (1..=MAX_SIZE).contains(&n) => Ok(n as usize),
+            _ => self.refuse(key, value, &format!("it must be a whole number from 1 to {MAX_SIZE}")),
         }
     }
 
@@ -258,6 +262,19 @@ impl ModelConfig {
         self.num_attention_heads / self.num_key_value_heads
     }
 
+    /// The sizes that memory depends on.
+    pub fn shape(&self) -> ModelShape {
+        ModelShape {
+            hidden_size: self.hidden_size as u64,
+            intermediate_size: self.intermediate_size as u64,
+            num_hidden_layers: self.num_hidden_layers as u64,
+            num_attention_heads: self.num_attention_heads as u64,
+            num_key_value_heads: self.num_key_value_heads as u64,
+            head_dim: self.head_dim as u64,
+            vocab_size: self.vocab_size as u64,
+        }
+    }
+
     /// Every tensor the decoder needs, with its shape.
     pub fn tensors(&self) -> Vec<(String, Vec<usize>)> {
         let (hidden, inter) = (self.hidden_size, self.intermediate_size);
@@ -345,12 +362,16 @@ fn rope(keys: &Keys, max_position_embeddings: usize) -> Result<Rope, ModelCardEr
         return keys.refuse(&format!("{name}.partial_rotary_factor"), factor, "only 1 is supported");
     }
     let rope_type = inner.get("rope_type").or_else(|| inner.get("type"));
-    let original = || inner.number("original_max_position_embeddings", Some(max_position_embeddings as f64));
+    // transformers 4 guessed a missing one from max_position_embeddings, in ways that differ between its versions.
+    let required = |key: &str| {
+        inner.number(key, None).map_err(|error| ModelCardError { detail: format!("{name}.{}", error.detail), ..error })
+    };
+    let original = || required("original_max_position_embeddings");
     let kind = match rope_type.map(|t| t.as_str()) {
         None | Some(Some("default")) => RopeKind::Default,
-        Some(Some("linear")) => RopeKind::Linear { factor: inner.number("factor", None)? },
+        Some(Some("linear")) => RopeKind::Linear { factor: required("factor")? },
         Some(Some("llama3")) => {
-            let (low, high) = (inner.number("low_freq_factor", None)?, inner.number("high_freq_factor", None)?);
+            let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
             if high <= low {
                 return keys.refuse(
                     &format!("{name}.high_freq_factor"),
@@ -359,13 +380,21 @@ fn rope(keys: &Keys, max_position_embeddings: usize) -> Result<Rope, ModelCardEr
                 );
             }
             RopeKind::Llama3 {
-                factor: inner.number("factor", None)?,
+                factor: required("factor")?,
                 low_freq_factor: low,
                 high_freq_factor: high,
                 original_max_position_embeddings: original()?,
             }
         }
-        Some(Some("yarn")) => yarn(&inner, original()?, max_position_embeddings)?,
+        Some(Some("yarn")) => {
+            let original = original()?;
+            // An explicit null asks for the ratio of the two contexts, as in transformers 5.
+            let factor = match parameters.get("factor") {
+                Some(Value::Null) => max_position_embeddings as f64 / original,
+                Some(_) | None => required("factor")?,
+            };
+            yarn(&inner, factor, original)?
+        }
         Some(_) => {
             let value = rope_type.unwrap_or(&Value::Null);
             return keys.refuse(&format!("{name}.rope_type"), value, "supported are default, linear, yarn and llama3");
@@ -374,8 +403,7 @@ fn rope(keys: &Keys, max_position_embeddings: usize) -> Result<Rope, ModelCardEr
     Ok(Rope { theta, kind })
 }
 
-fn yarn(keys: &Keys, original: f64, max_position_embeddings: usize) -> Result<RopeKind, ModelCardError> {
-    let factor = keys.number("factor", Some(max_position_embeddings as f64 / original))?;
+fn yarn(keys: &Keys, factor: f64, original: f64) -> Result<RopeKind, ModelCardError> {
     let scale = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
     let attention_factor = match (keys.get("attention_factor"), keys.get("mscale"), keys.get("mscale_all_dim")) {
         (Some(_), _, _) => keys.number("attention_factor", None)?,

@@ -143,11 +143,11 @@ fn rope_is_read_from_both_spellings() {
             },
         ),
         (
-            json!({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5,
-                   "beta_fast": 16, "truncate": false}}),
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": null, "mscale": 1.0, "mscale_all_dim": 0.5,
+                   "original_max_position_embeddings": 32, "beta_fast": 16, "truncate": false}}),
             RopeKind::Yarn {
                 factor: 8.0,
-                original_max_position_embeddings: 256.0,
+                original_max_position_embeddings: 32.0,
                 beta_fast: 16.0,
                 beta_slow: 1.0,
                 attention_factor: (0.1 * 8f64.ln() + 1.0) / (0.05 * 8f64.ln() + 1.0),
@@ -161,6 +161,46 @@ fn rope_is_read_from_both_spellings() {
             all[key] = value.clone();
         }
         assert_eq!(ModelConfig::from_json("config.json", &all).unwrap().rope, Rope { theta: 1e4, kind });
+    }
+}
+
+#[test]
+fn rope_without_a_key_its_type_needs_is_refused_by_that_key() {
+    let complete = |rope_type: &str| {
+        json!({"rope_type": rope_type, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32})
+    };
+    let read = |rope: &Value| {
+        let all = json!({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
+            "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256, "rope_parameters": rope});
+        ModelConfig::from_json("config.json", &all)
+    };
+    let needed: [(&str, &[&str]); 3] = [
+        ("linear", &["factor"]),
+        ("yarn", &["factor", "original_max_position_embeddings"]),
+        ("llama3", &["factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]),
+    ];
+    for (rope_type, keys) in needed {
+        read(&complete(rope_type)).unwrap();
+        for key in keys {
+            let mut rope = complete(rope_type);
+            rope.as_object_mut().unwrap().remove(*key);
+            let error = read(&rope).unwrap_err().to_string();
+            assert_eq!(error, format!("config.json: rope_parameters.{key} is missing; it must be set"));
+        }
+    }
+}
+
+#[test]
+fn a_size_out_of_bounds_is_refused_with_the_bounds() {
+    for (key, value) in
+        [("num_hidden_layers", json!(1e9)), ("vocab_size", json!(1u64 << 40)), ("hidden_size", json!(0))]
+    {
+        let mut all = json!({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
+            "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256});
+        all[key] = value;
+        let error = ModelConfig::from_json("config.json", &all).unwrap_err().to_string();
+        assert!(error.contains(key) && error.contains("from 1 to 268435456"), "{error}");
     }
 }
 

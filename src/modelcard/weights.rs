@@ -1,12 +1,12 @@
 //! safetensors headers: where every needed tensor lies, checked against the architecture and the file's length.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::Read;
+use std::io::{Read, Seek};
 use std::path::Path;
 
 use serde::Deserialize;
 
-use super::{ModelCardError, ModelConfig, io_error, read_json};
+use super::{ModelCardError, ModelConfig, check_downloaded, io_error, read_json};
 
 /// The longest header the safetensors format permits.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -160,6 +160,10 @@ pub(crate) fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardErr
     if file_bytes < 8 {
         return Err(damaged(format!("has {file_bytes} bytes, too few for a safetensors header")));
     }
+    let mut start = [0u8; 64];
+    let known = reader.read(&mut start).map_err(|e| io_error(file, &e))?;
+    check_downloaded(file, &start[..known])?;
+    reader.rewind().map_err(|e| io_error(file, &e))?;
     let mut length = [0u8; 8];
     reader.read_exact(&mut length).map_err(|e| io_error(file, &e))?;
     let header_bytes = u64::from_le_bytes(length);

@@ -3,7 +3,7 @@
 //!
 //! Two promises: a sample only gets a number that the service gave to it, and a service that hangs never hangs us.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,9 +12,12 @@ use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Client, Url};
 use tokio::sync::Semaphore;
 
-use super::outgoing::OutgoingPolicy;
+use super::journal::{Journal, Journalled, key};
 use super::signature::Key;
+use super::status::{Outage, Status};
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
+use crate::outgoing::OutgoingPolicy;
+use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{OnInvalid, RewardSecrets, WebhookPlan};
 
@@ -41,8 +44,10 @@ pub struct Webhook {
     permits: Semaphore,
     /// It was down for `max_outage_s` and has not answered since.
     down: AtomicBool,
-    /// Requests that wait for a service that does not answer.
-    waiting: Arc<AtomicUsize>,
+    /// Told of since it answered last.
+    outage: Outage,
+    status: Arc<Status>,
+    journal: Option<Arc<dyn Journal>>,
     exchanges: Option<Mutex<Vec<Exchange>>>,
 }
 
@@ -82,15 +87,24 @@ impl Webhook {
             permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
             plan: plan.clone(),
             down: AtomicBool::new(false),
-            waiting: Arc::default(),
+            outage: Outage::default(),
+            status: Arc::new(Status::new().0),
+            journal: None,
             exchanges: None,
         })
     }
 
-    /// Counts its waiting requests in `waiting`, shared with the job's other rewards.
+    /// Tells that it waits, and why, by what it shares with the job's other rewards.
     #[must_use]
-    pub fn with_waiting(mut self, waiting: Arc<AtomicUsize>) -> Self {
-        self.waiting = waiting;
+    pub(super) fn with_status(mut self, status: Arc<Status>) -> Self {
+        self.status = status;
+        self
+    }
+
+    /// Writes requests down before they are sent, and answers before they are used.
+    #[must_use]
+    pub fn with_journal(mut self, journal: Option<Arc<dyn Journal>>) -> Self {
+        self.journal = journal;
         self
     }
 
@@ -143,7 +157,7 @@ struct Asking<'a> {
     job: &'a JobContext,
     samples: &'a [RewardSample],
     /// Each sample as JSON.
-    wire: Vec<Vec<u8>>,
+    wire: Vec<String>,
     counts: Mutex<Counts>,
 }
 
@@ -154,43 +168,115 @@ impl Asking<'_> {
     fn ask(&self, indices: Vec<usize>, round: u32) -> BoxFuture<'_, Result<Answers, RewardFailure>> {
         Box::pin(async move {
             let webhook = self.webhook;
-            let permit = webhook.permits.acquire().await;
-            let deadline = Instant::now() + Duration::from_millis(webhook.plan.deadline_ms);
-            let envelope = Envelope { reward: &webhook.name, plan: &webhook.plan, job: self.job };
-            let request = Request::score(&envelope, indices.iter().map(|&index| self.wire[index].as_slice()));
-            let ids: Vec<&str> = indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect();
-            let mut invalid_answers = 0;
-            let answer = loop {
-                let (delivered, counts) = webhook.deliver(&request).await?;
-                self.count(counts);
-                let problem = match delivered {
-                    Delivered::Body(body) => match answer::read(&body, &request.id, &ids) {
-                        Ok(answer) => break answer,
-                        Err(problem) => ("invalid_answer", problem),
-                    },
-                    Delivered::Unusable(problem) => ("invalid_answer", problem),
-                    Delivered::Permanent(problem) => return self.settle(&indices, "refused", &problem),
-                    Delivered::TooLarge if indices.len() == 1 => {
-                        return self.settle(&indices, "too_large", "the service answered 413 to a single sample");
-                    }
-                    Delivered::TooLarge => {
-                        drop(permit);
-                        let (left, right) = indices.split_at(indices.len() / 2);
-                        let halves = [self.ask(left.to_vec(), round), self.ask(right.to_vec(), round)];
-                        return Ok(try_join_all(halves).await?.concat());
-                    }
-                };
-                invalid_answers += 1;
-                if invalid_answers > webhook.plan.max_invalid_tries || Instant::now() >= deadline {
-                    return self.settle(&indices, problem.0, &problem.1);
+            let samples = || indices.iter().map(|&index| self.wire[index].as_str());
+            let key = webhook.journal.as_ref().map(|_| key(self.job, &webhook.name, round, samples()));
+            let (id, answer) = match self.journalled(key.as_deref()) {
+                Some(Journalled::Answered { id, answer }) => {
+                    self.count(Counts { replayed: 1, ..Counts::default() });
+                    (id, answer)
                 }
-                self.count(Counts { retries: 1, ..Counts::default() });
-                tokio::time::sleep(jitter(invalid_answers)).await;
+                known => {
+                    let permit = webhook.permits.acquire().await;
+                    let request = match known {
+                        Some(Journalled::Sent { id, body }) => Request { id, body },
+                        _ => {
+                            let envelope = Envelope { reward: &webhook.name, plan: &webhook.plan, job: self.job };
+                            let request = Request::score(&envelope, samples());
+                            self.write_down(key.as_deref(), |key| self.entry_of(key, &request)).await?;
+                            request
+                        }
+                    };
+                    let answer = self.obtain(&request, &indices).await?;
+                    drop(permit);
+                    let entry = |key| JournalEntry::Answer {
+                        rollout: self.job.rollout,
+                        key,
+                        id: request.id.clone(),
+                        answer: answer.clone(),
+                    };
+                    self.write_down(key.as_deref(), entry).await?;
+                    (request.id, answer)
+                }
             };
-            drop(permit);
-            self.count(Counts { unknown_ids: answer.unknown, duplicate_ids: answer.duplicates, ..Counts::default() });
-            self.conclude(indices, answer.found, round).await
+            let body = match answer {
+                RewardAnswer::Body { body } => body,
+                RewardAnswer::Unusable { code, detail } => return self.settle(&indices, &code, &detail),
+                RewardAnswer::TooLarge if indices.len() == 1 => {
+                    return self.settle(&indices, "too_large", "the service answered 413 to a single sample");
+                }
+                RewardAnswer::TooLarge => {
+                    let (left, right) = indices.split_at(indices.len() / 2);
+                    let halves = [self.ask(left.to_vec(), round), self.ask(right.to_vec(), round)];
+                    return Ok(try_join_all(halves).await?.concat());
+                }
+            };
+            match answer::read(body.as_bytes(), &id, &self.ids(&indices)) {
+                Ok(answer) => {
+                    let counts =
+                        Counts { unknown_ids: answer.unknown, duplicate_ids: answer.duplicates, ..Counts::default() };
+                    self.count(counts);
+                    self.conclude(indices, answer.found, round).await
+                }
+                // It could be read when it came: another version wrote the journal.
+                Err(problem) => self.settle(&indices, "invalid_answer", &problem),
+            }
         })
+    }
+
+    /// Sends a request until there is an answer that stays: one that can be read, or the end of the tries.
+    async fn obtain(&self, request: &Request, indices: &[usize]) -> Result<RewardAnswer, RewardFailure> {
+        let webhook = self.webhook;
+        let deadline = Instant::now() + Duration::from_millis(webhook.plan.deadline_ms);
+        let unusable = |code: &str, detail| RewardAnswer::Unusable { code: code.to_owned(), detail };
+        let mut invalid_answers = 0;
+        loop {
+            let (delivered, counts) = webhook.deliver(request).await?;
+            self.count(counts);
+            let problem = match delivered {
+                Delivered::Body(body) => match answer::read(&body, &request.id, &self.ids(indices)) {
+                    // What can be read is UTF-8.
+                    Ok(_) => return Ok(RewardAnswer::Body { body: String::from_utf8_lossy(&body).into_owned() }),
+                    Err(problem) => problem,
+                },
+                Delivered::Unusable(problem) => problem,
+                Delivered::Permanent(problem) => return Ok(unusable("refused", problem)),
+                Delivered::TooLarge => return Ok(RewardAnswer::TooLarge),
+            };
+            invalid_answers += 1;
+            if invalid_answers > webhook.plan.max_invalid_tries || Instant::now() >= deadline {
+                return Ok(unusable("invalid_answer", problem));
+            }
+            self.count(Counts { retries: 1, ..Counts::default() });
+            tokio::time::sleep(jitter(invalid_answers)).await;
+        }
+    }
+
+    fn ids(&self, indices: &[usize]) -> Vec<&str> {
+        indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect()
+    }
+
+    fn journalled(&self, key: Option<&str>) -> Option<Journalled> {
+        self.webhook.journal.as_ref()?.find(key?)
+    }
+
+    fn entry_of(&self, key: String, request: &Request) -> JournalEntry {
+        JournalEntry::Request {
+            rollout: self.job.rollout,
+            reward: self.webhook.name.clone(),
+            key,
+            id: request.id.clone(),
+            body: request.body.clone(),
+        }
+    }
+
+    /// Returns when the entry is durable, at once without a journal.
+    async fn write_down(
+        &self,
+        key: Option<&str>,
+        entry: impl FnOnce(String) -> JournalEntry,
+    ) -> Result<(), RewardFailure> {
+        let (Some(journal), Some(key)) = (&self.webhook.journal, key) else { return Ok(()) };
+        journal.append(entry(key.to_owned())).await.map_err(|unrecorded| unrecorded.of(&self.webhook.name))
     }
 
     /// Keeps what is answered, asks again for what is open, gives up on what was asked often enough.

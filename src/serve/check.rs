@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use super::ServeError;
 use crate::config::ServeConfig;
 use crate::files::DataDir;
-use crate::reward::outgoing::OutgoingPolicy;
+use crate::outgoing::OutgoingPolicy;
 use crate::store;
 
 /// A finding: what was looked at, and what is there or what is wrong.

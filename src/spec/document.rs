@@ -7,12 +7,14 @@ use serde_json::{Map, Value, json};
 use super::evaluation::{EvalSpec, read_eval};
 use super::foreign::advice;
 use super::oversight::{EarlyStoppingSpec, read_doctor, read_early_stopping};
-use super::reader::{Errors, Field, FieldError, Reader, shown};
+use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
 use super::rewards::read_rewards;
-use super::sections::{
-    read_checkpoints, read_lora, read_optimizer, read_rloo, read_sampling, read_training,
+use super::rloo::read_rloo;
+use super::sections::{read_checkpoints, read_lora, read_optimizer, read_sampling, read_training, read_warm_start};
+use super::{
+    CheckpointPlan, ComputeDtype, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan,
+    SamplingPlan, WarmStartPlan,
 };
-use super::{CheckpointPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan, SamplingPlan};
 use crate::id::DatasetId;
 
 /// A submitted job. Where a field was refused it holds a harmless stand-in, so that the rest can still be checked.
@@ -36,8 +38,10 @@ pub struct JobSpec {
     pub rloo: RlooPlan,
     /// Rollouts.
     pub sampling: SamplingPlan,
-    /// The adapter.
-    pub lora: LoraPlan,
+    /// The adapter; None = full fine-tuning.
+    pub lora: Option<LoraPlan>,
+    /// The checkpoint to begin with, if any.
+    pub warm_start: Option<WarmStartPlan>,
     /// The optimizer and its schedule.
     pub optimizer: OptimizerPlan,
     /// Batches, length, seed.
@@ -76,11 +80,20 @@ pub struct TrainingSpec {
     pub seed: u64,
     /// A new permutation each epoch; false = the dataset's order.
     pub shuffle_dataset: bool,
+    /// Precision of the matrix products.
+    pub dtype: ComputeDtype,
+    /// Tokens of a micro-batch; None = as memory allows.
+    pub micro_batch_tokens: Option<u32>,
 }
 
 impl JobSpec {
     /// Reads a document; the errors are all there are, and the job may be used only when there are none.
     pub fn read(mut document: Value) -> (JobSpec, Vec<FieldError>) {
+        if !document.is_object() {
+            let example = "{\"model\": …, \"dataset\": …, \"rewards\": […]}";
+            let detail = format!("a job is an object, {example}, not {}", kind_of(&document));
+            return (Self::read(json!({})).0, vec![FieldError::new("", "invalid_type", detail)]);
+        }
         let train_records = detach_records(&mut document, "/dataset/records");
         let eval_records = detach_records(&mut document, "/eval/dataset/records");
         let errors = Errors::default();
@@ -104,7 +117,8 @@ impl JobSpec {
         let (spec, _) = Self::read(json!({}));
         let training = json!({
             "prompts_per_step": spec.training.prompts_per_step, "max_steps": null, "num_train_epochs": null,
-            "seed": spec.training.seed, "shuffle_dataset": spec.training.shuffle_dataset,
+            "seed": spec.training.seed, "shuffle_dataset": spec.training.shuffle_dataset, "dtype": spec.training.dtype,
+            "micro_batch_tokens": null,
         });
         let sections = json!({
             "rloo": spec.rloo, "sampling": spec.sampling, "lora": spec.lora, "optimizer": spec.optimizer,
@@ -129,6 +143,7 @@ pub fn submittable(plan: &Plan) -> Value {
         rloo,
         sampling,
         lora,
+        warm_start,
         optimizer,
         training,
         checkpoints,
@@ -139,7 +154,7 @@ pub fn submittable(plan: &Plan) -> Value {
     } = plan;
     let mut document = json!({
         "name": name, "model": model.id, "dataset": {"id": dataset.id}, "eval": eval, "rewards": rewards, "rloo": rloo,
-        "sampling": sampling, "lora": lora, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
+        "sampling": sampling, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
         "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if let Some(eval) = eval {
@@ -148,6 +163,10 @@ pub fn submittable(plan: &Plan) -> Value {
         document["eval"]["held_out_rows"] = Value::Null;
     }
     without_nulls(&mut document);
+    if lora.is_none() {
+        // Left out it would be an adapter of defaults.
+        document["lora"] = Value::Null;
+    }
     document
 }
 
@@ -183,6 +202,7 @@ fn redacted(mut document: Value) -> Value {
 }
 
 fn read_job(document: &Reader<'_>) -> JobSpec {
+    let lora = read_lora(document);
     let (rewards, mut secrets) = read_rewards(
         &document.required("rewards", "give at least one reward, {\"type\": \"length\"} say, or a webhook of your own"),
     );
@@ -207,8 +227,9 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         secrets,
         rloo: read_rloo(document.section("rloo")),
         sampling: read_sampling(document.section("sampling")),
-        lora: read_lora(document),
-        optimizer: read_optimizer(document.section("optimizer")),
+        warm_start: document.field("warm_start").object().and_then(read_warm_start),
+        optimizer: read_optimizer(document.section("optimizer"), lora.is_none()),
+        lora,
         training: read_training(document.section("training")),
         checkpoints: read_checkpoints(document.section("checkpoints")),
         early_stopping: document.field("early_stopping").object().map(read_early_stopping),

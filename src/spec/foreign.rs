@@ -29,7 +29,7 @@ const ADVANTAGE_DISCOUNT: &str =
     "belongs to PPO's generalised advantage estimation; RLOO gives the whole completion one advantage. Remove it";
 const PPO_CLIP: &str = "PPO's name of the policy clip: use rloo.epsilon (and rloo.epsilon_high)";
 const ADAPTIVE_KL: &str = "the KL coefficient is constant: use rloo.beta";
-const PRECISION: &str = "the worker chooses the precision by its device; remove it";
+const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
 const QUANTIZED: &str = "quantized base models are not supported; register the unquantized model and remove it";
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove it";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
@@ -77,8 +77,8 @@ const KEYS: &[Entry] = &[
     ),
     (
         &["token_level_kl"],
-        LATER,
-        "the KL penalty is summed over the completion and subtracted from its reward; a penalty per token is not built yet",
+        FOREIGN,
+        "use rloo.estimator reinforce_pp or reinforce_pp_baseline, whose KL penalty falls token by token, or rloo.kl_in \"loss\"",
     ),
     (
         &["entropy_coef", "ent_coef", "entropy_bonus"],
@@ -140,7 +140,7 @@ const KEYS: &[Entry] = &[
     (
         &["peft_config", "use_peft", "peft"],
         FOREIGN,
-        "every job trains a LoRA adapter: use lora {r, alpha, target_modules}",
+        "use lora {r, alpha, target_modules, dropout}, or lora: null for full fine-tuning",
     ),
     (
         &[
@@ -156,12 +156,8 @@ const KEYS: &[Entry] = &[
         LATER,
         "plain LoRA only in this version; remove it",
     ),
-    (&["optim", "optimizer_type"], FOREIGN, "use optimizer {kind: \"adamw\", learning_rate, …}"),
-    (
-        &["adam_8bit", "adamw_8bit"],
-        LATER,
-        "8-bit optimizer states are not built yet; adapters are small, AdamW fits. Remove it",
-    ),
+    (&["optim", "optimizer_type"], FOREIGN, "use optimizer {kind: \"adamw\" or \"adamw_8bit\", learning_rate, …}"),
+    (&["adam_8bit", "adamw_8bit"], FOREIGN, "use optimizer.kind: \"adamw_8bit\""),
     (&["lr"], FOREIGN, "use optimizer.learning_rate"),
     (&["betas", "adam_betas"], FOREIGN, "use optimizer.adam_beta1 and optimizer.adam_beta2"),
     (&["warmup_ratio"], FOREIGN, "use optimizer.warmup_steps"),
@@ -194,7 +190,7 @@ const KEYS: &[Entry] = &[
     (
         &["ref_model", "reference_model", "ref_policy"],
         FOREIGN,
-        "the reference is the base model with the adapter off; remove it",
+        "the reference is the base model, or the weights a run begins with: see warm_start.reference; remove it",
     ),
     (
         &["sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"],
@@ -202,9 +198,9 @@ const KEYS: &[Entry] = &[
         "the reference stays the base model; remove it",
     ),
     (
-        &["warm_start", "initial_adapter", "resume_from_checkpoint", "adapter"],
-        LATER,
-        "starting from an adapter is not built yet; POST /jobs/{id}/resume goes on with a paused job",
+        &["initial_adapter", "resume_from_checkpoint", "adapter"],
+        FOREIGN,
+        "use warm_start {checkpoint, reference}; POST /jobs/{id}/resume goes on with a paused job, POST /jobs/{id}/fork with any checkpoint",
     ),
     (
         &["train_dataset", "dataset_name", "dataset_id"],
@@ -257,7 +253,7 @@ const KEYS: &[Entry] = &[
     (
         &["scale_rewards", "loss_type", "importance_sampling_level"],
         FOREIGN,
-        "GRPO's; RLOO clips the ratio of whole sequences, and rloo.normalize_advantages standardises advantages",
+        "use rloo.estimator (grpo divides by the group's std, dr_grpo does not) and rloo.loss (token_mean, seq_mean_token_mean, dr_grpo, gspo)",
     ),
     (&["early_stopping_patience", "early_stopping_threshold", "early_stop"], FOREIGN, EARLY),
     (&["metric_for_best_model"], FOREIGN, "use checkpoints.metric_for_best"),

@@ -31,8 +31,7 @@ pub(super) fn read_early_stopping(reader: Reader<'_>) -> EarlyStoppingSpec {
     spec
 }
 
-const ON_ALERT: [(&str, OnAlert); 3] =
-    [("note", OnAlert::Note), ("pause", OnAlert::Pause), ("stop", OnAlert::Stop)];
+const ON_ALERT: [(&str, OnAlert); 3] = [("note", OnAlert::Note), ("pause", OnAlert::Pause), ("stop", OnAlert::Stop)];
 
 pub(super) fn read_doctor(reader: Reader<'_>) -> DoctorPlan {
     let on_alert = reader.field("on_alert").choice(&ON_ALERT).unwrap_or_default();
@@ -99,9 +98,8 @@ pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>,
         "completions/clipped_ratio",
     ];
     let of_rewards = |prefix: &str, rewards: &[RewardPlan]| -> Vec<String> {
-        let parts = |name: &str| {
-            ["mean", "std", "missing_fraction"].map(|part| format!("{prefix}rewards/{name}/{part}"))
-        };
+        let parts =
+            |name: &str| ["mean", "std", "missing_fraction"].map(|part| format!("{prefix}rewards/{name}/{part}"));
         rewards.iter().flat_map(|reward| parts(&reward.name)).collect()
     };
     let mut names: Vec<String> = OF_A_ROLLOUT.iter().chain(&OF_A_STEP).map(|&name| name.to_owned()).collect();
@@ -136,13 +134,17 @@ pub(super) fn resolve_metrics(
         let metric_shown = shown(metric);
         let detail = match nearest(metric, known.iter().map(String::as_str)) {
             _ if metric.starts_with("eval_") && eval.is_none() => {
-                format!("this job has no metric '{metric_shown}', because it has no evaluation: give eval {{dataset}} or eval {{fraction}}")
+                format!(
+                    "this job has no metric '{metric_shown}', because it has no evaluation: give eval {{dataset}} or eval {{fraction}}"
+                )
             }
             _ if metric.starts_with("kl") && spec.rloo.beta == 0.0 => {
                 format!("this job has no metric '{metric_shown}', because rloo.beta is 0 and there is no reference")
             }
             Some(near) => format!("this job has no metric '{metric_shown}': did you mean '{near}'?"),
-            None => format!("this job has no metric '{metric_shown}'; usual are eval_reward, reward, rewards/NAME/mean, kl"),
+            None => {
+                format!("this job has no metric '{metric_shown}'; usual are eval_reward, reward, rewards/NAME/mean, kl")
+            }
         };
         errors.push(FieldError::new(pointer, "unknown_metric", detail));
     };
@@ -178,11 +180,23 @@ mod tests {
 
     #[test]
     fn the_direction_follows_from_the_name() {
-        for high in ["reward", "eval_reward", "rewards/a/mean", "entropy", "completions/mean_length", "eval_rewards/b/mean"] {
+        for high in
+            ["reward", "eval_reward", "rewards/a/mean", "entropy", "completions/mean_length", "eval_rewards/b/mean"]
+        {
             assert!(greater_is_better(high), "{high}");
         }
-        for low in ["loss", "kl", "kl_sequence", "eval_gap", "grad_norm", "reward_std", "eval_rewards/a/std",
-            "rewards/a/missing_fraction", "eval_completions/clipped_ratio", "frac_reward_zero_std"] {
+        for low in [
+            "loss",
+            "kl",
+            "kl_sequence",
+            "eval_gap",
+            "grad_norm",
+            "reward_std",
+            "eval_rewards/a/std",
+            "rewards/a/missing_fraction",
+            "eval_completions/clipped_ratio",
+            "frac_reward_zero_std",
+        ] {
             assert!(!greater_is_better(low), "{low}");
         }
     }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::doctor::{OnAlert, Rule};
-use crate::id::DatasetId;
+use crate::id::{CheckpointId, DatasetId};
 
 /// Everything a run needs to know, with no default left open.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -25,8 +25,11 @@ pub struct Plan {
     pub rloo: RlooPlan,
     /// Rollouts.
     pub sampling: SamplingPlan,
-    /// The adapter.
-    pub lora: LoraPlan,
+    /// The adapter; null = full fine-tuning: every weight is trained.
+    pub lora: Option<LoraPlan>,
+    /// A checkpoint whose weights the run begins with, instead of a fresh adapter or the base model's weights.
+    #[serde(default)]
+    pub warm_start: Option<WarmStartPlan>,
     /// The optimizer and its schedule.
     pub optimizer: OptimizerPlan,
     /// Batches, length, seed.
@@ -279,7 +282,7 @@ pub enum Combine {
 /// The algorithm (`rloo.md`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RlooPlan {
-    /// Completions a prompt, ≥ 2.
+    /// Completions a prompt, ≥ 2; the estimators reinforce and remax allow 1.
     pub num_generations: u32,
     /// KL coefficient; 0 = no reference pass.
     pub beta: f64,
@@ -299,6 +302,149 @@ pub struct RlooPlan {
     pub mask_truncated_completions: bool,
     /// How several rewards become one.
     pub combine: Combine,
+    /// From rewards to advantages.
+    #[serde(default)]
+    pub estimator: Estimator,
+    /// From ratios and advantages to a number.
+    #[serde(default)]
+    pub loss: Loss,
+    /// Where the KL penalty is: subtracted from the reward, or a term of the loss.
+    #[serde(default)]
+    pub kl_in: KlIn,
+    /// k1 in the reward; k3 or k2 in the loss.
+    #[serde(default)]
+    pub kl_estimator: KlEstimator,
+    /// Leave out groups of equal rewards (before length terms and KL); they would train on KL alone.
+    #[serde(default)]
+    pub drop_tied_groups: bool,
+    /// Tokens before max_completion_length over which a penalty grows from 0 to 1 (DAPO); null = off.
+    #[serde(default)]
+    pub soft_overlong: Option<u32>,
+    /// λ of the length penalty λ·num_tokens/max_completion_length, subtracted after the clip.
+    #[serde(default)]
+    pub length_penalty: f64,
+    /// Groups of a block whose rewards must not be tied: tied ones are replaced by new prompts until then; 0 = off.
+    #[serde(default)]
+    pub min_informative_groups: u32,
+    /// The most rounds of such replacements a block.
+    #[serde(default = "default_max_refills")]
+    pub max_refills: u32,
+    /// (r − mean)/(std + 1e-4) of the weighted reward, before the clip.
+    #[serde(default)]
+    pub reward_normalization: RewardNormalization,
+}
+
+/// Rounds of refills unless told otherwise.
+pub const MAX_REFILLS: u32 = 4;
+
+fn default_max_refills() -> u32 {
+    MAX_REFILLS
+}
+
+impl RlooPlan {
+    /// Whether the KL penalty is part of the reward; with beta = 0 there is none.
+    pub fn penalizes_reward(&self) -> bool {
+        self.beta != 0.0 && self.kl_in == KlIn::Reward
+    }
+
+    /// Whether advantages depend on the whole block, and not on their group alone.
+    pub fn whitens_advantages(&self) -> bool {
+        self.normalize_advantages || self.estimator.has_token_advantages()
+    }
+}
+
+/// How a reward becomes an advantage.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Estimator {
+    /// Minus the mean of the other completions of the prompt.
+    #[default]
+    Rloo,
+    /// Minus the mean of the group, over its std.
+    Grpo,
+    /// Minus the mean of the group.
+    DrGrpo,
+    /// Return of each token with its KL, whitened over the block.
+    ReinforcePp,
+    /// The same, minus the mean of the group first.
+    ReinforcePpBaseline,
+    /// Minus the reward of the prompt's greedy completion.
+    Remax,
+    /// The reward itself.
+    Reinforce,
+}
+
+impl Estimator {
+    /// Whether every token has an advantage of its own.
+    pub fn has_token_advantages(self) -> bool {
+        matches!(self, Estimator::ReinforcePp | Estimator::ReinforcePpBaseline)
+    }
+
+    /// Whether one completion a prompt is enough.
+    pub fn allows_one_generation(self) -> bool {
+        matches!(self, Estimator::Reinforce | Estimator::Remax)
+    }
+}
+
+/// What is clipped, and what its sum is divided by.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Loss {
+    /// Ratio of the whole completion, mean over completions.
+    #[default]
+    Sequence,
+    /// Ratio of each token, mean over the tokens of the step (PPO, DAPO).
+    TokenMean,
+    /// Ratio of each token, mean over a completion's tokens, then over completions (GRPO).
+    SeqMeanTokenMean,
+    /// Ratio of each token, sum over completions · max_completion_length (Dr. GRPO).
+    DrGrpo,
+    /// Ratio of the completion to the power of 1/length, mean over completions.
+    Gspo,
+}
+
+impl Loss {
+    /// Whether a completion has one ratio.
+    pub fn has_sequence_ratio(self) -> bool {
+        matches!(self, Loss::Sequence | Loss::Gspo)
+    }
+}
+
+/// Where the KL penalty is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum KlIn {
+    /// Subtracted from the reward: of the sequence, or of each token where the estimator has token advantages.
+    #[default]
+    Reward,
+    /// A term of the loss, of each token (GRPO).
+    Loss,
+}
+
+/// How KL is estimated from sampled tokens (Schulman).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum KlEstimator {
+    /// log π − log π_ref.
+    #[default]
+    K1,
+    /// Half its square.
+    K2,
+    /// π_ref/π − 1 − log(π_ref/π).
+    K3,
+}
+
+/// By what rewards are normalised.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RewardNormalization {
+    /// Nothing.
+    #[default]
+    None,
+    /// Mean and std of the block.
+    Batch,
+    /// Mean and std of all rewards so far; they are part of the checkpoint.
+    Running,
 }
 
 /// Rollouts.
@@ -329,12 +475,54 @@ pub struct LoraPlan {
     pub r: u32,
     /// Scaling is alpha/r (alpha/√r with `use_rslora`).
     pub alpha: f64,
-    /// 0 for now.
+    /// Of the adapter's input, in the training forward only; [0, 1).
     pub dropout: f64,
     /// Of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; in this order.
     pub target_modules: Vec<String>,
     /// alpha/√r.
     pub use_rslora: bool,
+}
+
+/// Where a run's weights come from, and what its KL penalty holds on to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct WarmStartPlan {
+    /// A checkpoint of another job; its files are kept with this job.
+    pub checkpoint: CheckpointId,
+    /// What the KL penalty is measured against.
+    pub reference: Reference,
+}
+
+/// The reference of a run that begins with a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Reference {
+    /// The base model.
+    Base,
+    /// A frozen copy of the checkpoint's weights.
+    Initial,
+}
+
+/// How the optimizer keeps its moments.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub enum OptimizerKind {
+    /// AdamW, moments in 32 bits.
+    #[default]
+    #[serde(rename = "adamw")]
+    Adamw,
+    /// AdamW, moments in 8 bits, quantised block by block (Dettmers et al. 2022).
+    #[serde(rename = "adamw_8bit")]
+    Adamw8bit,
+}
+
+/// Precision of the matrix products.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ComputeDtype {
+    /// 32 bits throughout.
+    #[default]
+    F32,
+    /// Weights and inputs of matrix products rounded to bfloat16, sums in 32 bits.
+    Bf16,
 }
 
 /// Learning-rate schedules, over `max_steps`.
@@ -352,6 +540,9 @@ pub enum LrSchedulerType {
 /// AdamW and its schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OptimizerPlan {
+    /// How moments are kept.
+    #[serde(default)]
+    pub kind: OptimizerKind,
     /// Peak.
     pub learning_rate: f64,
     /// First moment's decay.
@@ -381,6 +572,20 @@ pub struct TrainingPlan {
     pub seed: u64,
     /// A new permutation each epoch; false = the dataset's order.
     pub shuffle_dataset: bool,
+    /// Precision of the matrix products, in rollouts and in training.
+    #[serde(default)]
+    pub dtype: ComputeDtype,
+    /// Tokens (prompts and completions) of one micro-batch, at least one group: chosen by the memory there is, and part of
+    /// the plan, because a resumed run must split as the undisturbed one did.
+    #[serde(default = "default_micro_batch_tokens")]
+    pub micro_batch_tokens: u32,
+}
+
+/// Tokens of a micro-batch where memory does not ask for fewer.
+pub const MICRO_BATCH_TOKENS: u32 = 4096;
+
+fn default_micro_batch_tokens() -> u32 {
+    MICRO_BATCH_TOKENS
 }
 
 /// When to save and what to keep.
@@ -446,12 +651,18 @@ pub struct Totals {
     pub prompts_per_block: u64,
     /// Rollout blocks.
     pub generation_blocks: u64,
-    /// Completions sampled in all.
+    /// Completions sampled to be trained.
     pub completions: u64,
-    /// Passes over the dataset (fractional).
+    /// Greedy completions beside them, one a prompt (estimator remax).
+    #[serde(default)]
+    pub greedy_completions: u64,
+    /// Most completions that refills of tied groups can add (min_informative_groups).
+    #[serde(default)]
+    pub max_refill_completions: u64,
+    /// Passes over the dataset (fractional); refills pass over it faster.
     pub epochs: f64,
     /// Rows left out of each epoch (incomplete last block).
     pub dropped_rows_per_epoch: u64,
-    /// Most completion tokens that can be sampled.
+    /// Most completion tokens that can be sampled, greedy completions and refills included.
     pub max_completion_tokens: u64,
 }

@@ -110,19 +110,6 @@ impl<'v> Reader<'v> {
         field.object().unwrap_or_else(|| Self::over(&EMPTY, pointer, self.errors))
     }
 
-    /// An object without fields, in place of a section that cannot be read.
-    pub(super) fn nothing(&self) -> Reader<'v> {
-        Self::over(&EMPTY, String::new(), self.errors)
-    }
-
-    /// A setting of which only one value is built so far: any other is refused as unsupported.
-    pub(super) fn only(&self, name: &'static str, supported: &Value, detail: &str) {
-        let field = self.field(name);
-        if field.value.is_some_and(|value| value != supported) {
-            field.fail("unsupported", format!("only {supported} is supported in this version: {detail}"));
-        }
-    }
-
     /// True when the field stands in the document, be it null.
     pub(super) fn has(&self, name: &str) -> bool {
         self.object.contains_key(name)
@@ -187,14 +174,7 @@ impl<'v> Field<'v> {
     }
 
     fn mistyped<T>(&self, expected: &str) -> Option<T> {
-        let found = match self.value? {
-            Value::Null => "null",
-            Value::Bool(_) => "a boolean",
-            Value::Number(_) => "a number",
-            Value::String(_) => "a string",
-            Value::Array(_) => "a list",
-            Value::Object(_) => "an object",
-        };
+        let found = kind_of(self.value?);
         self.fail_value("invalid_type", format!("must be {expected}, not {found}"));
         None
     }
@@ -307,6 +287,18 @@ impl<'v> Field<'v> {
             }
         }
         Some(texts)
+    }
+}
+
+/// What a value is, in words.
+pub(super) fn kind_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
     }
 }
 

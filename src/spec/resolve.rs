@@ -4,13 +4,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
-use super::estimate::Estimate;
+use super::estimate::{Estimate, Limits, fit};
 use super::evaluation::held_out_count;
 use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
+use super::rloo;
+use super::warm::{self, WarmStartFacts};
 use super::{
-    DatasetPlan, DatasetSource, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan, PromptLengths,
-    RewardKind, RewardPlan, SamplingPlan, Totals, TrainingPlan,
+    DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan,
+    PromptLengths, RewardKind, RewardPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use crate::id::DatasetId;
 
@@ -23,6 +25,10 @@ pub struct Context {
     pub dataset: Option<DatasetFacts>,
     /// The evaluation prompts, where asked for.
     pub eval_dataset: Option<DatasetFacts>,
+    /// The checkpoint of a warm start, where asked for.
+    pub warm_start: Option<WarmStartFacts>,
+    /// What a worker may use, bytes; None = unknown, and nothing is refused for it.
+    pub memory_limit_bytes: Option<u64>,
 }
 
 /// A model, as far as a plan depends on it.
@@ -59,6 +65,8 @@ pub struct ModelShape {
     pub num_key_value_heads: u64,
     /// Width of a head.
     pub head_dim: u64,
+    /// Tokens the model knows.
+    pub vocab_size: u64,
 }
 
 /// A dataset, as far as a plan depends on it.
@@ -130,6 +138,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         }
     }
     let sampling = fit_completions(spec, context, &mut errors);
+    rloo::check(spec, &sampling, &mut errors);
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
     let fraction = spec.eval.as_ref().and_then(|eval| eval.fraction);
@@ -140,6 +149,11 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         return Err(errors);
     }
     let Some(model) = &context.model else { return Err(errors) };
+    let lora = match (&spec.warm_start, &context.warm_start) {
+        (Some(_), Some(facts)) => warm::adapter(spec, facts, model, &mut errors),
+        (Some(_), None) => return Err(errors),
+        (None, _) => spec.lora.clone(),
+    };
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
         (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, held_out)),
@@ -150,7 +164,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         return Err(errors);
     }
     let (training, totals) = plan_training(spec, &sampling, trained_rows);
-    let plan = Plan {
+    let mut plan = Plan {
         name: spec.name.clone(),
         model: ModelPlan { id: model.id.clone(), sha256: model.sha256.clone() },
         dataset: plan_dataset(dataset),
@@ -158,7 +172,8 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         rewards: spec.rewards.clone(),
         rloo: spec.rloo.clone(),
         sampling,
-        lora: spec.lora.clone(),
+        lora,
+        warm_start: spec.warm_start.clone(),
         optimizer: spec.optimizer.clone(),
         training,
         checkpoints,
@@ -167,7 +182,13 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         metadata: spec.metadata.clone(),
         totals,
     };
-    let estimate = Estimate::of(&plan, model, dataset.prompt_lengths);
+    let eval_lengths = context.eval_dataset.as_ref().and_then(|facts| facts.prompt_lengths);
+    let limits = Limits {
+        lengths: dataset.prompt_lengths.into_iter().chain(eval_lengths).max_by_key(|lengths| lengths.longest),
+        memory_bytes: context.memory_limit_bytes,
+        micro_batch_tokens: spec.training.micro_batch_tokens,
+    };
+    let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
     Ok(Resolution { warnings: warnings(spec, &plan), plan, estimate })
 }
 
@@ -258,7 +279,10 @@ fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErro
     let mut sampling = spec.sampling.clone();
     let Some(model) = &context.model else { return sampling };
     let limit = model.max_position_embeddings;
-    let given = spec.redacted.pointer(AT).is_some_and(|value| !value.is_null());
+    let given = spec.redacted.pointer(AT).filter(|value| !value.is_null());
+    if given.is_some_and(|value| value.as_f64() != Some(f64::from(sampling.max_completion_length))) {
+        return sampling; // The reader refused it, and has said so.
+    }
     let (mut longest, mut too_long) = (0, false);
     for (facts, at) in [(&context.dataset, "/dataset"), (&context.eval_dataset, "/eval/dataset")] {
         let Some(lengths) = facts.as_ref().and_then(|facts| facts.prompt_lengths) else { continue };
@@ -276,7 +300,7 @@ fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErro
     if too_long || u64::from(sampling.max_completion_length) <= room.saturating_sub(u64::from(longest == 0)) {
         return sampling;
     }
-    if given {
+    if given.is_some() {
         let detail = format!(
             "the model reads at most {limit} tokens and the longest prompt has {longest}: a completion can have at most {room}, not {}",
             sampling.max_completion_length
@@ -330,21 +354,31 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
     let max_steps = training.max_steps.unwrap_or_else(by_epochs);
     let generation_blocks = max_steps.div_ceil(steps_per_block);
     let completions = generation_blocks * block * u64::from(rloo.num_generations);
+    let greedy_completions = if rloo.estimator == Estimator::Remax { generation_blocks * block } else { 0 };
+    let sampled = completions + greedy_completions;
+    let refills = if rloo.min_informative_groups > 0 { u64::from(rloo.max_refills) } else { 0 };
+    let max_refill_completions = sampled.saturating_mul(refills);
     let totals = Totals {
         optimizer_steps: max_steps,
         completions_per_step: u64::from(training.prompts_per_step) * u64::from(rloo.num_generations),
         prompts_per_block: block,
         generation_blocks,
         completions,
+        greedy_completions,
+        max_refill_completions,
         epochs: max_steps as f64 / steps_per_epoch as f64,
         dropped_rows_per_epoch: num_rows % block,
-        max_completion_tokens: completions.saturating_mul(u64::from(sampling.max_completion_length)),
+        max_completion_tokens: sampled
+            .saturating_add(max_refill_completions)
+            .saturating_mul(u64::from(sampling.max_completion_length)),
     };
     let plan = TrainingPlan {
         prompts_per_step: training.prompts_per_step,
         max_steps,
         seed: training.seed,
         shuffle_dataset: training.shuffle_dataset,
+        dtype: training.dtype,
+        micro_batch_tokens: training.micro_batch_tokens.unwrap_or(super::MICRO_BATCH_TOKENS),
     };
     (plan, totals)
 }
@@ -383,12 +417,23 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         );
         warn("/training/max_steps".to_owned(), "few_steps", detail);
     }
-    if plan.optimizer.learning_rate <= 2e-6 {
+    if plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0) {
+        let detail = "only the training forward drops, so the ratio of the first update is not 1 (TRL's is not either), and a pass for the sampling policy's log-probs is added: sampling/log_ratio_max shows how far";
+        warn("/lora/dropout".to_owned(), "dropout_moves_the_ratio", detail.to_owned());
+    }
+    if plan.lora.is_some() && plan.optimizer.learning_rate <= 2e-6 {
         let detail = format!(
             "{:e} suits full fine-tuning; a LoRA adapter learns next to nothing at it: 1e-5 and more are usual",
             plan.optimizer.learning_rate
         );
         warn("/optimizer/learning_rate".to_owned(), "low_learning_rate", detail);
+    }
+    if plan.lora.is_none() && plan.optimizer.learning_rate >= 5e-5 {
+        let detail = format!(
+            "{:e} suits a LoRA adapter; full fine-tuning usually takes a tenth of it or less: 1e-6 is the default",
+            plan.optimizer.learning_rate
+        );
+        warn("/optimizer/learning_rate".to_owned(), "high_learning_rate", detail);
     }
     if plan.optimizer.warmup_steps >= plan.training.max_steps {
         let detail = format!(
@@ -406,5 +451,6 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         let detail = "evaluation uses the training prompts: it cannot show whether the model learned more than these";
         warn("/eval/dataset".to_owned(), "eval_on_training_data", detail.to_owned());
     }
+    warnings.extend(rloo::warnings(plan));
     warnings
 }

@@ -21,13 +21,23 @@ impl PartialSchema for JobDocument {
         let defaults = JobSpec::sections_of_defaults();
         let section =
             |name: &str, schema: RefOr<Schema>, text: &str| described(optional(schema, defaults.get(name), &[]), text);
-        let lora = with_property(LoraPlan::schema(), "target_modules", target_modules());
+        let plan_of_lora = with_property(LoraPlan::schema(), "target_modules", target_modules());
         let training = with_property(
             TrainingPlan::schema(),
             "num_train_epochs",
             number("Passes over the dataset, instead of max_steps; default 1."),
         );
-        let optimizer = with_property(OptimizerPlan::schema(), "kind", words("The optimizer.", &["adamw"]));
+        let mut training = with_property(
+            training.into(),
+            "dtype",
+            words("Precision of the matrix products; default f32.", &["f32", "bf16"]),
+        );
+        training.properties.insert(
+            "micro_batch_tokens".to_owned(),
+            integer_of("Tokens of a micro-batch, at least one group; default: as memory allows."),
+        );
+        let optimizer =
+            with_property(OptimizerPlan::schema(), "kind", words("How moments are kept.", &["adamw", "adamw_8bit"]));
         let rloo = with_property(RlooPlan::schema(), "kl_coef", number("Another spelling of beta."));
         closed(&["model", "dataset", "rewards"])
             .property("name", string("For people."))
@@ -37,7 +47,8 @@ impl PartialSchema for JobDocument {
             .property("rewards", rewards())
             .property("rloo", section("rloo", object(rloo), "The algorithm."))
             .property("sampling", section("sampling", SamplingPlan::schema(), "Rollouts."))
-            .property("lora", section("lora", object(lora), "The adapter."))
+            .property("lora", or_null(section("lora", object(plan_of_lora), "The adapter."), "The adapter; null = full fine-tuning: every weight is trained."))
+            .property("warm_start", warm_start())
             .property("optimizer", section("optimizer", object(optimizer), "The optimizer and its schedule."))
             .property("training", section("training", object(training), "Batches, length, seed."))
             .property("checkpoints", section("checkpoints", CheckpointPlan::schema(), "When to save and what to keep."))
@@ -63,12 +74,30 @@ impl ToSchema for JobDocument {
         WebhookPlan::schemas(schemas);
         for (name, schema) in [
             ("Combine", super::Combine::schema()),
+            ("Estimator", super::Estimator::schema()),
+            ("KlEstimator", super::KlEstimator::schema()),
+            ("KlIn", super::KlIn::schema()),
+            ("Loss", super::Loss::schema()),
+            ("RewardNormalization", super::RewardNormalization::schema()),
             ("LrSchedulerType", super::LrSchedulerType::schema()),
             ("OnInvalid", super::OnInvalid::schema()),
         ] {
             schemas.push((name.to_owned(), schema));
         }
     }
+}
+
+fn warm_start() -> RefOr<Schema> {
+    closed(&["checkpoint", "reference"])
+        .property("checkpoint", string("`ckpt_…` of a job with the same model; its files are kept with the new job."))
+        .property("reference", words("What the KL penalty is measured against.", &["base", "initial"]))
+        .description(Some("Begin with the weights of a checkpoint, fresh optimizer and step 0."))
+        .build()
+        .into()
+}
+
+fn or_null(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
+    OneOfBuilder::new().item(schema).item(plain(Type::Null, "")).description(Some(text)).into()
 }
 
 fn dataset(text: &str) -> RefOr<Schema> {
@@ -262,6 +291,10 @@ fn number(text: &str) -> RefOr<Schema> {
 
 fn integer(text: &str, default: Value) -> RefOr<Schema> {
     plain(Type::Integer, text).default(Some(default)).into()
+}
+
+fn integer_of(text: &str) -> RefOr<Schema> {
+    plain(Type::Integer, text).into()
 }
 
 fn flag(text: &str, default: bool) -> RefOr<Schema> {

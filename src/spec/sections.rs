@@ -1,68 +1,20 @@
-//! Reads the sections of a job that stand alone: algorithm, rollouts, adapter, optimizer, training, checkpoints.
+//! Reads the sections of a job that stand alone: rollouts, adapter, optimizer, training, checkpoints.
 
 use serde_json::{Value, json};
 
 use super::document::TrainingSpec;
 use super::foreign::advice;
 use super::reader::{Field, Reader};
-use super::{CheckpointPlan, Combine, LoraPlan, LrSchedulerType, OptimizerPlan, RlooPlan, SamplingPlan};
+use super::{
+    CheckpointPlan, ComputeDtype, LoraPlan, LrSchedulerType, OptimizerKind, OptimizerPlan, Reference, SamplingPlan,
+    WarmStartPlan,
+};
 
 /// The most optimizer steps a job may have.
 pub(super) const MAX_STEPS: u64 = 10_000_000;
 /// JSON numbers beyond this lose digits in many clients.
 const MAX_SEED: u64 = (1 << 53) - 1;
 const ALL_LINEAR: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-
-pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
-    let positive = |value: f64| value > 0.0;
-    let epsilon = reader
-        .field("epsilon")
-        .number("greater than 0 and less than 1", |value| value > 0.0 && value < 1.0)
-        .unwrap_or(0.2);
-    let rloo = RlooPlan {
-        num_generations: reader
-            .field("num_generations")
-            .hint("the baseline of a completion is the mean reward of the other completions of its prompt, so one alone has none")
-            .whole(2..=1024)
-            .unwrap_or(4),
-        beta: reader
-            .field_of(&["beta", "kl_coef", "kl_coeff"])
-            .number("at least 0 (0 = no reference model)", |value| value >= 0.0)
-            .unwrap_or(0.05),
-        epsilon,
-        epsilon_high: reader.field("epsilon_high").number("greater than 0", positive).unwrap_or(epsilon),
-        num_iterations: reader.field("num_iterations").whole(1..=1000).unwrap_or(1),
-        steps_per_generation: reader.field("steps_per_generation").whole(1..=1000).unwrap_or(1),
-        normalize_advantages: reader.field("normalize_advantages").bool().unwrap_or(false),
-        reward_clip_range: read_range(&reader.field("reward_clip_range")),
-        mask_truncated_completions: reader.field("mask_truncated_completions").bool().unwrap_or(false),
-        combine: reader
-            .field("combine")
-            .choice(&[("renormalize", Combine::Renormalize), ("nansum", Combine::Nansum)])
-            .unwrap_or(Combine::Renormalize),
-    };
-    reader.only("estimator", &json!("rloo"), "other estimators come later");
-    reader.only("loss", &json!("sequence"), "the ratio of whole sequences, as in TRL; other losses come later");
-    reader.only("kl_in", &json!("reward"), "the KL penalty is part of the reward; in the loss it comes later");
-    reader.only("reward_normalization", &json!("none"), "normalize_advantages standardises advantages");
-    reader.only("drop_tied_groups", &json!(false), "groups of equal rewards train on KL alone");
-    reader.finish(advice);
-    rloo
-}
-
-fn read_range(field: &Field<'_>) -> Option<(f64, f64)> {
-    let items = field.items()?;
-    let [low, high] = items.as_slice() else {
-        field.fail("invalid_value", format!("must be a list of two numbers, [min, max], not of {}", items.len()));
-        return None;
-    };
-    let (low, high) = (low.number("a number", |_| true)?, high.number("a number", |_| true)?);
-    if low >= high {
-        field.fail("invalid_value", format!("the first must be less than the second, not {low} and {high}"));
-        return None;
-    }
-    Some((low, high))
-}
 
 pub(super) fn read_sampling(reader: Reader<'_>) -> SamplingPlan {
     let sampling = SamplingPlan {
@@ -111,29 +63,45 @@ fn read_stop(field: &Field<'_>) -> Option<Vec<String>> {
     Some(stop)
 }
 
-pub(super) fn read_lora(document: &Reader<'_>) -> LoraPlan {
+/// None = full fine-tuning, asked for by `"lora": null` (or false).
+pub(super) fn read_lora(document: &Reader<'_>) -> Option<LoraPlan> {
     let full = document.has("lora") && document.field("lora").value().is_none_or(|value| value == &json!(false));
     if full {
-        document.field("lora").fail(
-            "unsupported",
-            "full fine-tuning is not built yet: leave lora out for the default adapter, or give {r, alpha, target_modules}",
-        );
+        return None;
     }
-    let reader = if full { document.nothing() } else { document.section("lora") };
+    let reader = document.section("lora");
     let positive = |value: f64| value > 0.0;
     let lora = LoraPlan {
         r: reader.field("r").hint("the adapter's rank; 16 is usual").whole(1..=4096).unwrap_or(16),
         alpha: reader.field("alpha").number("greater than 0", positive).unwrap_or(32.0),
         dropout: reader
             .field("dropout")
-            .hint("LoRA dropout is not built yet")
-            .number("0", |value| value == 0.0)
+            .number("at least 0 (0 = off) and less than 1", |value| (0.0..1.0).contains(&value))
             .unwrap_or(0.0),
         target_modules: read_target_modules(&reader.field("target_modules")),
         use_rslora: reader.field("use_rslora").bool().unwrap_or(false),
     };
     reader.finish(advice);
-    lora
+    Some(lora)
+}
+
+pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {
+    let field = reader.required("checkpoint", "the id of a checkpoint; GET /jobs/{id}/checkpoints lists a job's");
+    let checkpoint = field.string(64).and_then(|text| match text.parse() {
+        Ok(id) => Some(id),
+        Err(error) => {
+            field.fail("invalid_value", format!("{error}"));
+            None
+        }
+    });
+    let reference = reader
+        .required(
+            "reference",
+            "say what the KL penalty is measured against: \"base\" (the base model) or \"initial\" (the checkpoint's weights)",
+        )
+        .choice(&[("base", Reference::Base), ("initial", Reference::Initial)]);
+    reader.finish(advice);
+    Some(WarmStartPlan { checkpoint: checkpoint?, reference: reference? })
 }
 
 fn read_target_modules(field: &Field<'_>) -> Vec<String> {
@@ -151,13 +119,18 @@ fn read_target_modules(field: &Field<'_>) -> Vec<String> {
     ALL_LINEAR.into_iter().filter(|name| chosen.contains(name)).map(str::to_owned).collect()
 }
 
-pub(super) fn read_optimizer(reader: Reader<'_>) -> OptimizerPlan {
+/// `full`: every weight is trained, at a tenth of an adapter's default rate.
+pub(super) fn read_optimizer(reader: Reader<'_>, full: bool) -> OptimizerPlan {
     let decay = |value: f64| (0.0..1.0).contains(&value);
     let optimizer = OptimizerPlan {
+        kind: reader
+            .field("kind")
+            .choice(&[("adamw", OptimizerKind::Adamw), ("adamw_8bit", OptimizerKind::Adamw8bit)])
+            .unwrap_or_default(),
         learning_rate: reader
             .field("learning_rate")
             .number("greater than 0 and at most 1", |value| value > 0.0 && value <= 1.0)
-            .unwrap_or(1e-5),
+            .unwrap_or(if full { 1e-6 } else { 1e-5 }),
         adam_beta1: reader.field("adam_beta1").number("at least 0 and less than 1", decay).unwrap_or(0.9),
         adam_beta2: reader.field("adam_beta2").number("at least 0 and less than 1", decay).unwrap_or(0.999),
         adam_epsilon: reader.field("adam_epsilon").number("greater than 0", |value| value > 0.0).unwrap_or(1e-8),
@@ -176,7 +149,6 @@ pub(super) fn read_optimizer(reader: Reader<'_>) -> OptimizerPlan {
             .unwrap_or(LrSchedulerType::Constant),
         warmup_steps: reader.field("warmup_steps").whole(0..=MAX_STEPS).unwrap_or(0),
     };
-    reader.only("kind", &json!("adamw"), "states of an adapter are small, so AdamW in 32 bits fits");
     reader.finish(advice);
     optimizer
 }
@@ -189,6 +161,14 @@ pub(super) fn read_training(reader: Reader<'_>) -> TrainingSpec {
         num_train_epochs: epochs.number("greater than 0 and at most 10000", |value| value > 0.0 && value <= 10_000.0),
         seed: reader.field("seed").whole(0..=MAX_SEED).unwrap_or(42),
         shuffle_dataset: reader.field("shuffle_dataset").bool().unwrap_or(true),
+        dtype: reader
+            .field("dtype")
+            .choice(&[("f32", ComputeDtype::F32), ("bf16", ComputeDtype::Bf16)])
+            .unwrap_or_default(),
+        micro_batch_tokens: reader
+            .field("micro_batch_tokens")
+            .hint("leave it out: it follows from the memory there is, and changes no result but by rounding")
+            .whole(16..=1_000_000),
     };
     if training.max_steps.is_some() && training.num_train_epochs.is_some() {
         epochs.fail("conflict", "max_steps and num_train_epochs both say how long to train: give one of them");

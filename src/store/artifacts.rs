@@ -5,6 +5,7 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::claims::owned_row;
 use super::events::event_insert;
+use super::journal::journal_trim;
 use super::{Doing, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::event::Metrics;
 use crate::id::{CheckpointId, JobId};
@@ -125,6 +126,7 @@ impl Store {
             .execute(&mut *tx)
             .await
             .doing(doing)?;
+        journal_trim(&mut tx, job, step).await?;
         let data = json!({ "checkpoint": id, "step": step, "best": best == Some(id) });
         event_insert(&mut tx, job, "checkpoint.saved", now, data).await?;
         tx.commit().await.doing(doing)?;

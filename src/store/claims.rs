@@ -9,7 +9,7 @@ use super::artifacts::latest_checkpoint;
 use super::doctor::doctor_rewind;
 use super::events::event_insert;
 use super::moves::{Leave, job_leave};
-use super::workers::worker_touch;
+use super::workers::{worker_mark_lost, worker_touch};
 use super::{CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, word, word_column};
 use crate::event::Phase;
 use crate::id::{CheckpointId, JobId, WorkerId};
@@ -181,7 +181,15 @@ impl Store {
             Outcome::Succeeded => {
                 let data = json!({ "step": row.step, "ending": row.ending });
                 let status_reason = row.ending.as_ref().map(|_| "early_stopping".to_owned());
-                job_leave(&mut tx, &row, Leave { status_reason, ..Leave::to(State::Succeeded) }, "job.succeeded", data, now).await?;
+                job_leave(
+                    &mut tx,
+                    &row,
+                    Leave { status_reason, ..Leave::to(State::Succeeded) },
+                    "job.succeeded",
+                    data,
+                    now,
+                )
+                .await?;
             }
             Outcome::Failed { failure } => job_fail(&mut tx, &row, failure, now).await?,
             Outcome::Paused { reason: Some(reason) } if !cancel => {
@@ -221,6 +229,9 @@ impl Store {
         for row in &rows {
             let row = JobRow::read(row)?;
             job_release(&mut tx, &row, Charge::Failed("lease_expired"), now).await?;
+            if let Some(worker) = row.worker {
+                worker_mark_lost(&mut tx, worker, now).await?;
+            }
             reaped.push(row.id);
         }
         tx.commit().await.doing(doing)?;
@@ -274,14 +285,16 @@ async fn claim_row(
 async fn rewind(tx: &mut SqliteConnection, job: JobId, to: Option<&CheckpointRow>, now: i64) -> Result<(), StoreError> {
     let doing = "rewind a job";
     let step = to.map_or(0, |checkpoint| int(checkpoint.step));
-    // Without a checkpoint the evaluation before the start (step 0) is repeated too.
-    let last_kept = if to.is_some() { step } else { -1 };
+    // Without a checkpoint the evaluation before the start (step 0) is repeated too. With one, an evaluation of its step that
+    // a later attempt reported came after it.
+    let (last_kept, writer) = to.map_or((-1, 0), |checkpoint| (step, int(checkpoint.attempt)));
     let mut deleted = 0;
-    for table in
-        ["DELETE FROM steps WHERE job_id = ? AND step > ?", "DELETE FROM samples WHERE job_id = ? AND step > ?"]
-    {
-        let done = sqlx::query(table).bind(job.to_string()).bind(last_kept).execute(&mut *tx).await.doing(doing)?;
-        deleted += done.rows_affected();
+    for table in [
+        "DELETE FROM steps WHERE job_id = ?1 AND (step > ?2 OR (step = ?2 AND attempt > ?3))",
+        "DELETE FROM samples WHERE job_id = ?1 AND (step > ?2 OR (step = ?2 AND attempt > ?3))",
+    ] {
+        let query = sqlx::query(table).bind(job.to_string()).bind(last_kept).bind(writer);
+        deleted += query.execute(&mut *tx).await.doing(doing)?.rows_affected();
     }
     doctor_rewind(tx, job, last_kept).await?;
     sqlx::query("UPDATE jobs SET step = ? WHERE id = ?")

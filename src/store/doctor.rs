@@ -159,12 +159,7 @@ pub(super) async fn doctor_rewind(tx: &mut SqliteConnection, job: JobId, last_ke
         "DELETE FROM training_phases WHERE job_id = ?1 AND step > ?2",
         "UPDATE jobs SET ending = NULL WHERE id = ?1 AND ?2 IS NOT NULL",
     ] {
-        sqlx::query(statement)
-            .bind(job.to_string())
-            .bind(last_kept)
-            .execute(&mut *tx)
-            .await
-            .doing("rewind a job")?;
+        sqlx::query(statement).bind(job.to_string()).bind(last_kept).execute(&mut *tx).await.doing("rewind a job")?;
     }
     Ok(())
 }

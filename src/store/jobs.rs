@@ -160,8 +160,22 @@ impl Store {
     /// Queues a job. `NotFound` (dataset) when one of its datasets is gone.
     pub async fn job_create(&self, new: NewJob<'_>, now: i64) -> Result<JobRow, StoreError> {
         let doing = "create a job";
-        let NewJob { id, spec, plan, secrets, parent, priority } = new;
         let mut tx = self.begin(doing).await?;
+        let row = self.job_insert(&mut tx, new, now).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_queue();
+        Ok(row)
+    }
+
+    /// A new job's row, datasets and first event.
+    pub(super) async fn job_insert(
+        &self,
+        tx: &mut SqliteConnection,
+        new: NewJob<'_>,
+        now: i64,
+    ) -> Result<JobRow, StoreError> {
+        let doing = "create a job";
+        let NewJob { id, spec, plan, secrets, parent, priority } = new;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
              parent, created_at) \
@@ -190,10 +204,7 @@ impl Store {
                 .await
                 .doing(doing)?;
         }
-        let row = self.job_created(&mut tx, id, parent, now).await?;
-        tx.commit().await.doing(doing)?;
-        self.wake_queue();
-        Ok(row)
+        self.job_created(tx, id, parent, now).await
     }
 
     /// Common to every way of making a job: its datasets exist, and its first event.

@@ -27,6 +27,8 @@ pub struct WorkerRow {
     pub seen_at: i64,
     /// Unix ms.
     pub created_at: i64,
+    /// A lease of its lapsed, and it was not heard of since.
+    pub lost: bool,
     /// What it runs; `None` = idle.
     pub job: Option<JobId>,
 }
@@ -39,7 +41,7 @@ impl Store {
             "INSERT INTO workers (id, device, pid, threads, version, child, seen_at, created_at) \
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7) ON CONFLICT (id) DO UPDATE SET device = excluded.device, \
              pid = excluded.pid, threads = excluded.threads, version = excluded.version, child = excluded.child, \
-             seen_at = excluded.seen_at",
+             seen_at = excluded.seen_at, lost_at = NULL",
         )
         .bind(worker.to_string())
         .bind(device)
@@ -157,6 +159,7 @@ impl WorkerRow {
             child: column(row, "child")?,
             seen_at: column(row, "seen_at")?,
             created_at: column(row, "created_at")?,
+            lost: column::<Option<i64>>(row, "lost_at")?.is_some(),
             job: column::<Option<&str>>(row, "job")?.map(str::parse).transpose().map_err(corrupt("job"))?,
         })
     }
@@ -164,7 +167,7 @@ impl WorkerRow {
 
 /// Notes that a worker was heard of; `NotFound` when it has to register again.
 pub(super) async fn worker_touch(tx: &mut SqliteConnection, worker: WorkerId, now: i64) -> Result<(), StoreError> {
-    let done = sqlx::query("UPDATE workers SET seen_at = ? WHERE id = ?")
+    let done = sqlx::query("UPDATE workers SET seen_at = ?, lost_at = NULL WHERE id = ?")
         .bind(now)
         .bind(worker.to_string())
         .execute(tx)
@@ -173,5 +176,16 @@ pub(super) async fn worker_touch(tx: &mut SqliteConnection, worker: WorkerId, no
     if done.rows_affected() == 0 {
         return Err(StoreError::NotFound { kind: "worker", id: worker.to_string() });
     }
+    Ok(())
+}
+
+/// A lease of its lapsed: it is not there, whatever it was last heard to be.
+pub(super) async fn worker_mark_lost(tx: &mut SqliteConnection, worker: WorkerId, now: i64) -> Result<(), StoreError> {
+    sqlx::query("UPDATE workers SET lost_at = ? WHERE id = ?")
+        .bind(now)
+        .bind(worker.to_string())
+        .execute(tx)
+        .await
+        .doing("note a lost worker")?;
     Ok(())
 }

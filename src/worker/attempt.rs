@@ -6,24 +6,27 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{Client, ClientError, Held, OUTAGE, fetch, persist};
 use super::events::Events;
 use super::failure;
 use super::host::JobHost;
+use super::journal::Journal;
 use super::signals::{Progress, StopSignal, drops_work};
 use super::{TrainFn, Worker};
 use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, Stop, TrainInput, TrainOutcome};
 use crate::job::Failure;
 use crate::modelcard;
+use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::Rewards;
-use crate::reward::outgoing::OutgoingPolicy;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
+/// Between two heartbeats, however much there is to tell.
+const SOONEST_BEAT: Duration = Duration::from_secs(1);
 /// The last words of a run whose server may be gone.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 /// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
@@ -65,6 +68,7 @@ struct Prepared {
     rows: Vec<PromptRow>,
     eval_rows: Vec<PromptRow>,
     resume: Option<PathBuf>,
+    initial: Option<PathBuf>,
 }
 
 /// Runs a claim to its end; once the worker leaves, for no longer than `leave_within`, even when nobody takes its report.
@@ -165,16 +169,19 @@ impl Attempt {
                 position(),
             )
         })?;
-        let rewards =
-            Rewards::build(&claim.plan.rewards, &claim.secrets, &policy).map_err(|error| error.to_failure())?;
-        let rewards = Arc::new(rewards);
-        let eval_rewards = build_eval_rewards(&claim, &policy)?.map(Arc::new);
+        let journal = Journal::start(self.client.clone(), self.held, self.stop.clone());
+        let written = Arc::new(journal.clone());
+        let rewards = Rewards::journalled(&claim.plan.rewards, &claim.secrets, &policy, Some(written));
+        let rewards = Arc::new(rewards.map_err(|error| error.to_failure())?);
+        // The first to ask gets them.
+        let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
+        let eval_rewards = build_eval_rewards(&claim, &rewards, &policy)?.map(Arc::new);
         let beats = beat(
             self.client.clone(),
             self.held,
             self.stop.clone(),
             self.progress.clone(),
-            [Some(rewards.clone()), eval_rewards.clone()],
+            rewards.clone(),
             worker.heartbeat(),
         );
         let _beats = AbortOnDropHandle::new(tokio::spawn(beats));
@@ -185,7 +192,7 @@ impl Attempt {
             .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
             .map_err(|error| failure::of_client(&error, position()))?;
         let prepared = tokio::select! {
-            prepared = self.prepare(&claim, scratch.path()) => prepared?,
+            prepared = self.prepare(&claim, &journal, scratch.path()) => prepared?,
             stop = self.stop.wait_for(|_| true) => return Err(Cut::Stopped(stop)),
         };
         match claim.resume.as_ref() {
@@ -200,6 +207,8 @@ impl Attempt {
             progress: self.progress.clone(),
             events: self.events.clone(),
             rewards,
+            notices,
+            journal: journal.clone(),
             eval_rewards,
             reward_metrics: Default::default(),
             failure: None,
@@ -216,6 +225,8 @@ impl Attempt {
         };
         // The engine's thread is over: nothing uses the directory any more.
         drop(scratch);
+        // An answer that came with the stop need not be asked for again.
+        let _ = tokio::time::timeout(LAST_WORDS, journal.flush()).await;
         match result {
             Ok(TrainOutcome::Finished) => Ok(()),
             Ok(TrainOutcome::Stopped(stop)) => Err(Cut::Stopped(stop)),
@@ -231,7 +242,13 @@ impl Attempt {
         }
     }
 
-    async fn prepare(&self, claim: &Claim, scratch: &Path) -> Result<Prepared, Failure> {
+    async fn prepare(&self, claim: &Claim, journal: &Journal, scratch: &Path) -> Result<Prepared, Failure> {
+        let (rollouts, answers) = self.fetched(journal.recall(&self.client, self.held).await)?;
+        if rollouts > 0 {
+            self.events.log(format!(
+                "the journal holds {rollouts} rollouts and {answers} reward answers since then: they are not repeated"
+            ));
+        }
         let dir = PathBuf::from(&claim.model_path);
         let fingerprint = tokio::task::spawn_blocking(move || modelcard::fingerprint(&dir)).await;
         match fingerprint {
@@ -251,7 +268,8 @@ impl Attempt {
             Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
             None => Vec::new(),
         };
-        Ok(Prepared { rows, eval_rows, resume: self.fetch_checkpoint(claim, scratch).await? })
+        let resume = self.fetch_checkpoint(claim, scratch).await?;
+        Ok(Prepared { rows, eval_rows, resume, initial: self.fetch_initial(claim, scratch).await? })
     }
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
@@ -284,6 +302,28 @@ impl Attempt {
         Ok(Some(dir))
     }
 
+    /// What a warm start begins with.
+    async fn fetch_initial(&self, claim: &Claim, scratch: &Path) -> Result<Option<PathBuf>, Failure> {
+        if claim.initial.is_empty() {
+            return Ok(None);
+        }
+        let dir = scratch.join("initial");
+        std::fs::create_dir(&dir)
+            .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
+            .map_err(|error| failure::of_client(&error, self.progress.get()))?;
+        for file in &claim.initial {
+            let named = crate::files::check_name(&file.name).map_err(|error| ClientError::Refused {
+                status: 0,
+                code: "file_name".to_owned(),
+                detail: error.to_string(),
+            });
+            self.fetched(named)?;
+            let to = dir.join(&file.name);
+            self.fetched(fetch(|| self.client.initial_file(self.held, file, &to)).await)?;
+        }
+        Ok(Some(dir))
+    }
+
     /// A failed transfer as a failure; a lost claim only raises the stop, which ends the preparation.
     fn fetched<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
         result.map_err(|error| {
@@ -301,11 +341,11 @@ impl Attempt {
 }
 
 /// The evaluation's own rewards, if it has some; their secrets lie under names of their own.
-fn build_eval_rewards(claim: &Claim, policy: &OutgoingPolicy) -> Result<Option<Rewards>, Failure> {
+fn build_eval_rewards(claim: &Claim, rewards: &Rewards, policy: &OutgoingPolicy) -> Result<Option<Rewards>, Failure> {
     let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
     let secret_of = |name: &String| Some((name.clone(), claim.secrets.get(&eval_secret_name(name))?.clone()));
     let secrets = plans.iter().filter_map(|plan| secret_of(&plan.name)).collect();
-    Rewards::build(plans, &secrets, policy).map(Some).map_err(|error| error.to_failure())
+    rewards.beside(plans, &secrets, policy).map(Some).map_err(|error| error.to_failure())
 }
 
 /// What moves to the engine's thread.
@@ -332,7 +372,7 @@ impl EngineRun {
                     rows: prepared.rows,
                     eval_rows: prepared.eval_rows,
                     resume: prepared.resume,
-                    initial_adapter: None,
+                    initial_adapter: prepared.initial,
                     scratch_dir: &scratch_dir,
                     device: &device,
                 };
@@ -356,20 +396,18 @@ async fn beat(
     held: Held,
     stop: StopSignal,
     progress: Progress,
-    rewards: [Option<Arc<Rewards>>; 2],
+    rewards: Arc<Rewards>,
     every: Duration,
 ) {
     let mut answered = tokio::time::Instant::now();
+    let mut waits = rewards.waiting_changes();
     loop {
         let position = progress.get();
+        let waiting = *waits.borrow_and_update() > 0;
         let beat = Heartbeat {
             attempt: held.attempt,
             phase: position.phase,
-            status_reason: rewards
-                .iter()
-                .flatten()
-                .any(|rewards| rewards.waiting())
-                .then(|| "waiting_for_reward".to_owned()),
+            status_reason: waiting.then(|| "waiting_for_reward".to_owned()),
             step: position.step,
             eta_s: position.eta_s(),
         };
@@ -390,7 +428,10 @@ async fn beat(
                 return stop.raise(Stop::LeaseLost);
             }
         };
-        tokio::time::sleep(pause).await;
+        // That the job waits for a service (or no longer does) is told soon, not at the next beat.
+        tokio::time::sleep(pause.min(SOONEST_BEAT)).await;
+        let changed = waits.wait_for(|number| (*number > 0) != waiting);
+        let _ = tokio::time::timeout(pause.saturating_sub(SOONEST_BEAT), changed).await;
     }
 }
 

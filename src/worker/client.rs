@@ -10,8 +10,8 @@ use tokio::io::AsyncWriteExt;
 
 use crate::id::{DatasetId, JobId};
 use crate::protocol::{
-    Claim, ClaimRequest, EventBatch, FileEntry, Finish, Heartbeat, HeartbeatReply, Publish, Published, Register,
-    Registered,
+    Claim, ClaimRequest, EventBatch, FileEntry, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage, Publish,
+    Published, Register, Registered,
 };
 
 /// How long a worker goes on without an answer from the server.
@@ -114,6 +114,11 @@ where
     }
 }
 
+/// [`persist`]'s rule for what fills the disk: a full disk stays full for a while, and the job pauses instead of waiting for it.
+pub(super) fn full_at_once(error: &ClientError) -> bool {
+    error.is_transient() && !matches!(error, ClientError::StorageFull)
+}
+
 /// Repeats a download like [`persist`], and one that arrives damaged a few times: the damage may lie at its source.
 pub(super) async fn fetch<F>(mut call: impl FnMut() -> F) -> Result<(), ClientError>
 where
@@ -185,6 +190,14 @@ impl Client {
         answer(self.on_job(Method::POST, held, &["events"]).timeout(CALL).json(batch)).await.map(drop)
     }
 
+    pub(super) async fn journal(&self, held: Held, after: i64) -> Result<JournalPage, ClientError> {
+        json(answer(self.fenced(Method::GET, held, &["journal", &after.to_string()]).timeout(STALL)).await?).await
+    }
+
+    pub(super) async fn journal_append(&self, held: Held, batch: &JournalBatch) -> Result<(), ClientError> {
+        answer(self.on_job(Method::POST, held, &["journal"]).timeout(STALL).json(batch)).await.map(drop)
+    }
+
     pub(super) async fn finish(&self, held: Held, finish: &Finish) -> Result<(), ClientError> {
         answer(self.on_job(Method::POST, held, &["finish"]).timeout(CALL).json(finish)).await.map(drop)
     }
@@ -216,6 +229,11 @@ impl Client {
 
     pub(super) async fn resume_file(&self, held: Held, file: &FileEntry, to: &Path) -> Result<(), ClientError> {
         let request = self.fenced(Method::GET, held, &["resume", &file.name]);
+        download(request, &file.name, &file.sha256, to).await
+    }
+
+    pub(super) async fn initial_file(&self, held: Held, file: &FileEntry, to: &Path) -> Result<(), ClientError> {
+        let request = self.fenced(Method::GET, held, &["initial", &file.name]);
         download(request, &file.name, &file.sha256, to).await
     }
 

@@ -39,6 +39,10 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
                 "lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before, check the model if there is none",
             ),
         ),
+        EngineError::ModelNotFinite { .. } => (
+            "model_not_finite",
+            Some("the model's files are damaged: download it again, register it, then submit again"),
+        ),
         EngineError::Alert { fix, .. } => ("alert_stop", Some(fix.as_str())),
         EngineError::Checkpoint(_) => ("checkpoint_invalid", Some("resume from an older checkpoint, or submit again")),
         EngineError::Host(_) => ("host", None),

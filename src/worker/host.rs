@@ -4,16 +4,19 @@ use std::sync::Arc;
 
 use serde_json::json;
 use tokio::runtime::Handle;
+use tokio::sync::mpsc;
 
-use super::client::{Client, ClientError, Held, persist};
+use super::client::{Client, ClientError, Held, full_at_once, persist};
 use super::events::Events;
 use super::failure;
+use super::journal::Journal;
 use super::signals::{Progress, StopSignal, drops_work};
 use crate::engine::host::{Host, HostError, SavedCheckpoint, Score, ScoreRequest, Stop};
 use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::job::Failure;
 use crate::protocol::Publish;
 use crate::reward::{JobContext, RewardFailure, Rewards};
+use crate::sample::{RolloutId, SampledGroup};
 
 /// [`Host`] for one attempt. Its methods run on the engine's thread and wait there for the runtime's tasks.
 pub(super) struct JobHost {
@@ -24,6 +27,9 @@ pub(super) struct JobHost {
     pub(super) progress: Progress,
     pub(super) events: Events,
     pub(super) rewards: Arc<Rewards>,
+    /// What the rewards tell while they are asked.
+    pub(super) notices: mpsc::UnboundedReceiver<Event>,
+    pub(super) journal: Journal,
     /// The evaluation's own, if it has some.
     pub(super) eval_rewards: Option<Arc<Rewards>>,
     /// Metrics of the rewards, until the step they belong to is done: training, evaluation.
@@ -65,6 +71,22 @@ impl JobHost {
         }
     }
 
+    fn log_warning(&self, event: &Event) {
+        if let Event::Warning { code, message, .. } = event {
+            self.events.log(format!("warning {code}: {message}"));
+        }
+    }
+
+    /// The journal takes no more entries: a stop says why, or its own error does.
+    fn unrecorded(&mut self) -> HostError {
+        let journal = self.journal.clone();
+        match (self.stop.get(), journal.failure()) {
+            (Some(stop), _) => HostError::Stopped(stop),
+            (None, Some(error)) => self.refuse(error),
+            (None, None) => self.stop_with(Stop::LeaseLost),
+        }
+    }
+
     async fn publish(&self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), ClientError> {
         for file in checkpoint.files {
             persist(|| self.client.upload(self.held, checkpoint.step, checkpoint.dir, file), full_at_once).await?;
@@ -78,34 +100,43 @@ impl JobHost {
     }
 }
 
-/// A full disk stays full for a while: the job pauses instead of waiting for it.
-fn full_at_once(error: &ClientError) -> bool {
-    error.is_transient() && !matches!(error, ClientError::StorageFull)
-}
-
 impl Host for JobHost {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
-        let job = JobContext { job: self.held.job, step: request.step, phase: request.phase };
-        let rewards = match request.phase {
+        let job = JobContext { job: self.held.job, rollout: request.id, probe: false };
+        let rewards = match request.id.phase {
             SamplePhase::Train => &self.rewards,
             SamplePhase::Eval => self.eval_rewards.as_ref().unwrap_or(&self.rewards),
         };
-        let scored = self.runtime.block_on(async {
-            tokio::select! {
-                biased;
-                stop = self.stop.wait_for(|_| true) => Err(stop),
-                scored = rewards.score(&job, request.samples) => Ok(scored),
+        let rewards = rewards.clone();
+        let runtime = self.runtime.clone();
+        let scored = runtime.block_on(async {
+            let mut scoring = std::pin::pin!(rewards.score(&job, request.samples));
+            loop {
+                tokio::select! {
+                    biased;
+                    stop = self.stop.wait_for(|_| true) => break Err(stop),
+                    scored = &mut scoring => break Ok(scored),
+                    Some(notice) = self.notices.recv() => {
+                        self.log_warning(&notice);
+                        // Undelivered: the stop that this raises ends the wait.
+                        let _ = self.events.send(notice);
+                    }
+                }
             }
         });
+        while let Ok(notice) = self.notices.try_recv() {
+            self.log_warning(&notice);
+            self.send(notice)?;
+        }
         let scored = match scored {
             Ok(Ok(scored)) => scored,
-            Ok(Err(failure)) => return Err(self.on_reward_failure(&failure, request.step)),
+            Ok(Err(failure)) => return Err(self.on_reward_failure(&failure, request.id.step)),
             Err(stop) => return Err(HostError::Stopped(stop)),
         };
         for warning in scored.warnings {
             self.send(warning)?;
         }
-        self.reward_metrics[slot(request.phase)].extend(scored.metrics);
+        self.reward_metrics[slot(request.id.phase)].extend(scored.metrics);
         Ok(scored.scores)
     }
 
@@ -125,7 +156,7 @@ impl Host for JobHost {
                 self.events.log(step_line(*step, *kind, metrics));
             }
             Event::Samples { .. } => {}
-            Event::Warning { code, message, .. } => self.events.log(format!("warning {code}: {message}")),
+            Event::Warning { .. } => self.log_warning(&event),
             Event::Alert { alert } => {
                 self.events.log(format!("alert {}: {}; to do: {}", alert.rule.as_str(), alert.message, alert.fix));
             }
@@ -133,9 +164,9 @@ impl Host for JobHost {
                 self.events.log(format!("alert {} of step {raised_step} is over at step {step}", rule.as_str()));
             }
             Event::TrainingPhase { change } => self.events.log(format!("training phase: {:?}", change.phase)),
-            Event::EarlyStopping { step, metric, evaluations, .. } => self
-                .events
-                .log(format!("early stopping after step {step}: {metric} has had no new best for {evaluations} evaluations")),
+            Event::EarlyStopping { step, metric, evaluations, .. } => self.events.log(format!(
+                "early stopping after step {step}: {metric} has had no new best for {evaluations} evaluations"
+            )),
         }
         self.send(event)
     }
@@ -156,6 +187,7 @@ impl Host for JobHost {
         });
         match published {
             Ok(Some(Ok(()))) => {
+                self.journal.covered(checkpoint.step);
                 self.events.log(format!("checkpoint of step {} published", checkpoint.step));
                 Ok(())
             }
@@ -168,10 +200,29 @@ impl Host for JobHost {
     fn stop(&self) -> Option<Stop> {
         self.stop.get()
     }
+
+    fn recorded(&mut self, id: RolloutId) -> Result<Option<Vec<SampledGroup>>, HostError> {
+        Ok(self.journal.rollout(id))
+    }
+
+    fn sampled(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<(), HostError> {
+        if self.journal.failure().is_some() {
+            return Err(self.unrecorded());
+        }
+        self.journal.sampled(id, groups);
+        Ok(())
+    }
+
+    fn wants_checkpoint(&self) -> bool {
+        self.journal.is_large()
+    }
 }
 
 impl JobHost {
     fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> HostError {
+        if matches!(failure, RewardFailure::Unrecorded { .. }) {
+            return self.unrecorded();
+        }
         let explained = failure.to_failure(step);
         let Some(reason) = failure.pause_reason() else {
             self.events.log(failure.to_string());

@@ -23,7 +23,7 @@ use crate::event::{Event, FinishReason, Metrics, SamplePhase};
 use crate::id::{CheckpointId, DatasetId, JobId, WorkerId};
 use crate::modelcard;
 use crate::protocol::{Claim, FileEntry};
-use crate::sample::RewardSample;
+use crate::sample::{RewardSample, RolloutId};
 use crate::spec::Plan;
 
 const ROWS: &str = "{\"prompt\": \"one\", \"answer\": \"1\"}\n{\"prompt\": \"two\", \"answer\": \"2\"}\n";
@@ -39,6 +39,10 @@ struct Seen {
     lost: bool,
     /// `requested` of the heartbeats' replies.
     requested: Option<&'static str>,
+    /// Pages of the journal.
+    journal: Vec<Value>,
+    /// The journal takes nothing: the disk is full.
+    journal_full: bool,
 }
 
 impl Seen {
@@ -63,7 +67,8 @@ async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
             ("heartbeat".to_owned(), (StatusCode::CONFLICT, Json(problem)).into_response())
         }
         (&Method::POST, ["heartbeat"]) => {
-            ("heartbeat".to_owned(), Json(json!({"requested": seen.requested, "lease_ms": 1000})).into_response())
+            let call = format!("heartbeat {}", body["status_reason"].as_str().unwrap_or_default());
+            (call.trim_end().to_owned(), Json(json!({"requested": seen.requested, "lease_ms": 1000})).into_response())
         }
         (&Method::GET, ["datasets", _]) => ("dataset".to_owned(), ROWS.into_response()),
         (&Method::POST, ["events"]) => {
@@ -83,6 +88,19 @@ async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
         ),
         (&Method::POST, ["checkpoints", step]) => {
             (format!("publish {step}"), Json(json!({"checkpoint": CheckpointId::new()})).into_response())
+        }
+        (&Method::GET, ["journal", after]) => {
+            let page = seen.journal.get(after.parse::<usize>().unwrap()).cloned();
+            ("journal".to_owned(), Json(page.unwrap_or_else(|| json!({"entries": [], "next": null}))).into_response())
+        }
+        (&Method::POST, ["journal"]) if seen.journal_full => {
+            let problem = json!({"code": "storage_full", "detail": "no room"});
+            ("append refused".to_owned(), (StatusCode::INSUFFICIENT_STORAGE, Json(problem)).into_response())
+        }
+        (&Method::POST, ["journal"]) => {
+            let entries = body["entries"].as_array().unwrap().iter();
+            let kinds: Vec<&str> = entries.map(|entry| entry["entry"].as_str().unwrap()).collect();
+            (format!("append {}", kinds.join(" ")), StatusCode::NO_CONTENT.into_response())
         }
         (&Method::POST, ["finish"]) => {
             let code = body["outcome"]["failure"]["code"].as_str().unwrap_or_default();
@@ -135,6 +153,7 @@ fn claim() -> Claim {
         model_path: model_dir().to_string_lossy().into_owned(),
         model_name: "tiny".to_owned(),
         resume: None,
+        initial: Vec::new(),
         lease_ms: 1000,
         allow_outgoing: Vec::new(),
     }
@@ -185,6 +204,31 @@ fn save(host: &mut dyn Host, scratch: &Path, step: u64) -> Result<(), HostError>
     host.saved(&SavedCheckpoint { dir: scratch, step, files: &files, metrics: &Metrics::new(), last: true })
 }
 
+fn sample() -> RewardSample {
+    RewardSample {
+        sample_id: "s_0".to_owned(),
+        group_id: "g_0".to_owned(),
+        prompt_id: "row_0".to_owned(),
+        prompt: "one".to_owned(),
+        messages: None,
+        completion: "1".to_owned(),
+        finish_reason: FinishReason::Stop,
+        num_tokens: 1,
+        columns: serde_json::Map::new(),
+    }
+}
+
+/// A webhook reward on port 1, where nothing listens.
+fn down(max_outage_s: u64) -> Claim {
+    let mut claim = claim();
+    let down = json!([{"name": "down", "weight": 1.0, "required": true, "type": "webhook", "url": "http://127.0.0.1:1/",
+        "params": {}, "max_concurrency": 1, "max_batch_samples": 8, "max_batch_bytes": 100_000, "timeout_ms": 1000,
+        "deadline_ms": 1000, "max_tries": 1, "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": max_outage_s}]);
+    claim.plan.rewards = serde_json::from_value(down).unwrap();
+    claim.allow_outgoing = vec!["loopback".to_owned()];
+    claim
+}
+
 fn until_stopped(host: &dyn Host) -> Stop {
     let begun = Instant::now();
     loop {
@@ -227,33 +271,20 @@ async fn everything_is_stored_once_and_in_order_whatever_the_server_is_busy_with
 #[tokio::test]
 async fn a_reward_service_that_is_gone_pauses_the_job_and_an_event_says_why() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
-        let sample = RewardSample {
-            sample_id: "s_0".to_owned(),
-            group_id: "g_0".to_owned(),
-            prompt_id: "row_0".to_owned(),
-            prompt: "one".to_owned(),
-            messages: None,
-            completion: "1".to_owned(),
-            finish_reason: FinishReason::Stop,
-            num_tokens: 1,
-            columns: serde_json::Map::new(),
-        };
-        match host.score(&ScoreRequest { step: 1, phase: SamplePhase::Train, samples: &[sample] }) {
+        let sample = sample();
+        match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
             Err(HostError::Stopped(stop)) => Ok(TrainOutcome::Stopped(stop)),
             other => panic!("should stop: {other:?}"),
         }
     }
-    let mut claim = claim();
-    // Nothing listens on port 1.
-    let down = json!([{"name": "down", "weight": 1.0, "required": true, "type": "webhook", "url": "http://127.0.0.1:1/",
-        "params": {}, "max_concurrency": 1, "max_batch_samples": 8, "max_batch_bytes": 100_000, "timeout_ms": 1000,
-        "deadline_ms": 1000, "max_tries": 1, "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": 0}]);
-    claim.plan.rewards = serde_json::from_value(down).unwrap();
-    claim.allow_outgoing = vec!["loopback".to_owned()];
+    let claim = down(0);
     let (_, seen) = attempt_at(Seen::default(), train, claim, |_| {}).await;
     let story = seen.story();
     assert!(story.iter().any(|call| call.starts_with("events") && call.contains("reward_outage")), "{story:?}");
     assert_eq!(story.last().unwrap(), "finish paused");
+    let at = |text: &str| story.iter().position(|call| call.contains(text)).unwrap_or_else(|| panic!("{story:?}"));
+    assert!(at("reward_unanswered") <= at("reward_outage"), "the first failure is told at once: {story:?}");
+    assert!(at("append request") < at("reward_unanswered"), "a request is written down before it is sent: {story:?}");
 }
 
 #[tokio::test]
@@ -276,7 +307,10 @@ async fn a_lost_claim_ends_the_run_and_reports_nothing() {
     let (ended, seen) = attempt_with(Seen { lost: true, ..Seen::default() }, train, |_| {}).await;
     assert_eq!(ended, Ended::Settled);
     let story = seen.story();
-    assert!(story.iter().all(|call| call.starts_with("dataset") || call.starts_with("events")), "{story:?}");
+    assert!(
+        story.iter().all(|call| ["dataset", "events", "journal"].iter().any(|read| call.starts_with(read))),
+        "{story:?}"
+    );
 }
 
 #[tokio::test]
@@ -357,4 +391,70 @@ async fn errors_of_the_engine_and_a_changed_model_fail_the_job_with_their_code()
     let (_, seen) = attempt_at(Seen::default(), train, damaged, |_| {}).await;
     assert_eq!(seen.story().last().unwrap(), "finish failed transfer_damaged");
     assert_eq!(seen.story().iter().filter(|call| *call == "dataset").count(), 3);
+}
+
+#[tokio::test]
+async fn what_a_service_does_is_told_while_the_job_still_waits_for_it() {
+    fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        let sample = sample();
+        match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
+            Err(HostError::Stopped(stop)) => Ok(TrainOutcome::Stopped(stop)),
+            other => panic!("should stop: {other:?}"),
+        }
+    }
+    let begun = Instant::now();
+    let (_, seen) = attempt_at(Seen::default(), train, down(600), |worker| {
+        let leaving = worker.leaving.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(Duration::from_millis(1500)).await;
+            leaving.cancel();
+        });
+    })
+    .await;
+    assert!(begun.elapsed() < Duration::from_secs(10));
+    let story = seen.story();
+    let told = story.iter().filter(|call| call.contains("reward_unanswered")).count();
+    assert_eq!(told, 1, "once an outage: {story:?}");
+    let waiting = |call: &String| call == "heartbeat waiting_for_reward";
+    assert!(seen.calls.lock().unwrap().iter().any(waiting), "the status says so from the first failed try");
+    assert_eq!(story.last().unwrap(), "finish requeued");
+}
+
+#[tokio::test]
+async fn what_the_journal_holds_is_neither_sampled_nor_asked_again() {
+    fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        let groups = host.recorded(RolloutId::train(1)).unwrap().expect("the journal's completions");
+        assert_eq!((groups[0].row, groups[0].completions[0].ids.as_slice()), (3, [7, 8].as_slice()));
+        assert!(host.recorded(RolloutId::train(1).round(1)).unwrap().is_none());
+        assert!(host.recorded(RolloutId::eval(1)).unwrap().is_some(), "from the second page");
+        Ok(TrainOutcome::Finished)
+    }
+    let rollout = |id: RolloutId| {
+        json!({"entry": "rollout", "rollout": id, "groups":
+               [{"row": 3, "completions": [{"ids": [7, 8], "finish_reason": "stop"}]}]})
+    };
+    let journal = vec![
+        json!({"entries": [rollout(RolloutId::train(1))], "next": 1}),
+        json!({"entries": [rollout(RolloutId::eval(1))], "next": null}),
+    ];
+    let (_, seen) = attempt_with(Seen { journal, ..Seen::default() }, train, |_| {}).await;
+    let story = seen.story();
+    assert_eq!(story.iter().filter(|call| *call == "journal").count(), 2, "{story:?}");
+    assert_eq!(story.last().unwrap(), "finish succeeded");
+}
+
+#[tokio::test]
+async fn nothing_is_asked_that_could_not_be_written_down() {
+    fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        let sample = sample();
+        match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
+            Err(HostError::Stopped(stop)) => Ok(TrainOutcome::Stopped(stop)),
+            other => panic!("should stop: {other:?}"),
+        }
+    }
+    let (_, seen) = attempt_at(Seen { journal_full: true, ..Seen::default() }, train, down(600), |_| {}).await;
+    let story = seen.story();
+    assert!(story.contains(&"append refused".to_owned()), "{story:?}");
+    assert!(!story.iter().any(|call| call.contains("reward_unanswered")), "no try was made: {story:?}");
+    assert_eq!(story.last().unwrap(), "finish paused");
 }

@@ -147,6 +147,11 @@ fn utf_16_is_named() {
 }
 
 #[test]
+fn gzip_that_nobody_announced_is_named() {
+    assert_eq!(errors(Format::Ndjson, &crate::http::gzip(b"{\"prompt\": \"a\"}\n")), [(1, "gzip")]);
+}
+
+#[test]
 fn one_endless_row_is_refused_with_its_number_and_never_held() {
     for (format, start) in [
         (Format::Ndjson, "{\"prompt\":\"a\"}\n{\"prompt\":\""),

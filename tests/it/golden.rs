@@ -227,10 +227,11 @@ fn plan_of(run: &Value, dir: &Path, reward_names: &[String], num_prompts: usize,
         name => panic!("the schedule {name:?} is unknown"),
     };
     let lora = &run["lora"];
-    plan.lora.r = lora["r"].as_u64().expect("lora.r") as u32;
-    plan.lora.alpha = lora["alpha"].as_f64().expect("lora.alpha");
-    plan.lora.use_rslora = lora["use_rslora"].as_bool().unwrap_or(false);
-    plan.lora.target_modules = target_modules(dir);
+    let adapter = plan.lora.as_mut().expect("lora");
+    adapter.r = lora["r"].as_u64().expect("lora.r") as u32;
+    adapter.alpha = lora["alpha"].as_f64().expect("lora.alpha");
+    adapter.use_rslora = lora["use_rslora"].as_bool().unwrap_or(false);
+    adapter.target_modules = target_modules(dir);
     plan
 }
 
@@ -280,7 +281,12 @@ impl RecordedBlock {
             let score = score(run, reward_names, prompt, generation, prompts.len());
             let row = prompt as u64;
             let position = groups.iter().position(|group| group.row == row).unwrap_or_else(|| {
-                groups.push(RolloutGroup { row, prompt_ids: prompts[prompt].clone(), completions: Vec::new() });
+                groups.push(RolloutGroup {
+                    row,
+                    prompt_ids: prompts[prompt].clone(),
+                    completions: Vec::new(),
+                    greedy: None,
+                });
                 groups.len() - 1
             });
             let group = &mut groups[position];
@@ -295,7 +301,7 @@ impl RecordedBlock {
             rows.insert((row, group.completions.len()), recorded_row);
             group.completions.push(RolloutCompletion { ids: completion, finish_reason, score });
         }
-        Self { rollout: Rollout { groups }, rows }
+        Self { rollout: Rollout { groups, ..Rollout::default() }, rows }
     }
 }
 
@@ -313,16 +319,17 @@ fn compare(dir: &Path) -> Report {
     let initial = tempfile::tempdir().expect("a directory");
     std::fs::copy(dir.join("adapter_init.safetensors"), initial.path().join("adapter_model.safetensors"))
         .expect("copied");
+    let lora = plan.lora.as_ref().expect("lora");
     let adapter_config = json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "tiny",
         "bias": "none",
-        "r": plan.lora.r,
-        "lora_alpha": plan.lora.alpha,
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "use_rslora": plan.lora.use_rslora,
-        "target_modules": plan.lora.target_modules,
+        "use_rslora": lora.use_rslora,
+        "target_modules": lora.target_modules,
     });
     std::fs::write(initial.path().join("adapter_config.json"), adapter_config.to_string()).expect("written");
 

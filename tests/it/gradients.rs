@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 use rlood::engine::lora::LoraConfig;
+use rlood::engine::model::pass::RowDropout;
 use rlood::engine::model::{Adapter, DecodeState, Logits, Policy, Row};
 use rlood::engine::random::{Key, Stream};
 
@@ -62,47 +63,168 @@ fn norm(values: &[f32]) -> f64 {
     values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt()
 }
 
+/// The gradient of every parameter against central differences, along the gradient and along its largest entry alone.
+fn assert_gradients_are_differences(name: &str, policy: &mut Policy, step: f64) {
+    let owned = rows_of(1);
+    let rows = as_rows(&owned);
+    let start = policy.parameter_values().unwrap();
+    let mut gradient_all = vec![0f32; start.len()];
+    gradient(policy, &rows, 0, &mut gradient_all);
+    assert!(gradient_all.iter().all(|g| g.is_finite()), "{name}");
+    let mut worst = 0f64;
+    for info in policy.parameters() {
+        let range = info.offset..info.offset + info.shape.iter().product::<usize>();
+        let part = &gradient_all[range.clone()];
+        let size = norm(part);
+        // A bias on the keys moves all scores of a query alike but for the rotation: its gradient may be small.
+        let least = if info.name.ends_with("k_proj.bias") { 1e-4 } else { 1e-2 };
+        assert!(size > least, "{name}: {} has no gradient", info.name);
+        let largest = (0..part.len()).max_by(|a, b| part[*a].abs().total_cmp(&part[*b].abs())).unwrap();
+        let mut one = vec![0f64; part.len()];
+        one[largest] = 1.0;
+        let along = part.iter().map(|g| f64::from(*g) / size).collect::<Vec<f64>>();
+        for direction in [along, one] {
+            let mut at = |sign: f64| {
+                let mut values = start.clone();
+                for (value, d) in values[range.clone()].iter_mut().zip(&direction) {
+                    *value += (sign * step * d) as f32;
+                }
+                policy.set_parameter_values(&values).unwrap();
+                loss(policy, &rows)
+            };
+            let difference = (at(1.0) - at(-1.0)) / (2.0 * step);
+            let analytic: f64 = part.iter().zip(&direction).map(|(g, d)| f64::from(*g) * d).sum();
+            let error = (difference - analytic).abs() / analytic.abs().max(0.5);
+            assert!(error < 2e-2, "{name}: {}: {analytic} but differences give {difference}", info.name);
+            worst = worst.max(error);
+        }
+    }
+    policy.set_parameter_values(&start).unwrap();
+    println!("gradients {name}: worst relative error against finite differences {worst:.1e}");
+}
+
 #[test]
 fn every_lora_parameter_gets_the_gradient_of_finite_differences() {
     for name in ARCHITECTURES {
+        assert_gradients_are_differences(name, &mut policy(name), 4e-3);
+    }
+}
+
+#[test]
+fn every_weight_gets_the_gradient_of_finite_differences() {
+    let mut kinds = std::collections::BTreeSet::new();
+    for name in ARCHITECTURES {
+        let dir = fixture(name);
+        let mut policy = Policy::load(&dir, &Device::Cpu).unwrap();
+        let base = policy.score(&as_rows(&rows_of(1)), 0.8, Adapter::On).unwrap();
+        policy.train_all(&dir).unwrap();
+        assert_eq!(policy.score(&as_rows(&rows_of(1)), 0.8, Adapter::On).unwrap(), base);
+        assert_eq!(policy.flat().len() as u64, policy.card().num_parameters, "{name}: every weight is trained");
+        assert_gradients_are_differences(&format!("{name}, all weights"), &mut policy, 1e-3);
+        let tied = policy.card().config.tie_word_embeddings;
+        kinds.extend(policy.parameters().into_iter().map(|info| {
+            let kind = info.name.rsplit("layers.0.").next().unwrap_or_default().to_owned();
+            if kind == "model.embed_tokens.weight" { format!("{kind} tied {tied}") } else { kind }
+        }));
+    }
+    // Every kind that the architectures know was among them.
+    for kind in [
+        "model.embed_tokens.weight tied true",
+        "model.embed_tokens.weight tied false",
+        "lm_head.weight",
+        "model.norm.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.q_norm.weight",
+        "self_attn.k_norm.weight",
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.bias",
+        "self_attn.o_proj.bias",
+        "mlp.gate_proj.bias",
+        "mlp.down_proj.bias",
+        "mlp.down_proj.weight",
+    ] {
+        assert!(kinds.contains(kind), "{kind} is in none of the architectures: {kinds:?}");
+    }
+}
+
+#[test]
+fn the_gradient_through_dropout_is_that_of_what_is_left() {
+    // The masked forward as a function of the parameters: its differences are the gradient.
+    for name in ["qwen3", "llama_bias"] {
         let mut policy = policy(name);
+        policy.set_lora_dropout(0.3);
         let owned = rows_of(1);
         let rows = as_rows(&owned);
+        let dropout = Some(RowDropout { key: Key::new(5, Stream::Dropout).with(1), first_row: 0 });
         let start = policy.parameter_values().unwrap();
-        let mut gradient_all = vec![0f32; start.len()];
-        gradient(&policy, &rows, 0, &mut gradient_all);
-        assert!(gradient_all.iter().all(|g| g.is_finite()), "{name}");
-        let mut worst = 0f64;
+        let g = weights(&rows, 0);
+        let run = |policy: &Policy, into: &mut [f32]| -> f64 {
+            let scores = policy.forward_backward_dropped(&rows, 0.8, dropout, &mut |_| Ok(g.clone()), into).unwrap();
+            let pairs = scores.iter().zip(&g).flat_map(|(s, w)| s.logps.clone().into_iter().zip(w.clone()));
+            pairs.map(|(p, w)| f64::from(p) * f64::from(w)).sum()
+        };
+        let mut all = vec![0f32; start.len()];
+        let dropped = run(&policy, &mut all);
+        assert!((dropped - loss(&policy, &rows)).abs() > 1e-3, "{name}: something is dropped");
         for info in policy.parameters() {
             let range = info.offset..info.offset + info.shape.iter().product::<usize>();
-            let part = &gradient_all[range.clone()];
-            let size = norm(part);
-            assert!(size > 1e-2, "{name}: {} has no gradient", info.name);
-            // Along the gradient, and along its largest entry alone.
-            let largest = (0..part.len()).max_by(|a, b| part[*a].abs().total_cmp(&part[*b].abs())).unwrap();
-            let mut one = vec![0f64; part.len()];
-            one[largest] = 1.0;
-            let along = part.iter().map(|g| f64::from(*g) / size).collect::<Vec<f64>>();
-            for direction in [along, one] {
-                let step = 4e-3;
-                let mut at = |sign: f64| {
-                    let mut values = start.clone();
-                    for (value, d) in values[range.clone()].iter_mut().zip(&direction) {
-                        *value += (sign * step * d) as f32;
-                    }
-                    policy.set_parameter_values(&values).unwrap();
-                    loss(&policy, &rows)
-                };
-                let difference = (at(1.0) - at(-1.0)) / (2.0 * step);
-                let analytic: f64 = part.iter().zip(&direction).map(|(g, d)| f64::from(*g) * d).sum();
-                let error = (difference - analytic).abs() / analytic.abs().max(0.5);
-                assert!(error < 2e-2, "{name}: {}: {analytic} but differences give {difference}", info.name);
-                worst = worst.max(error);
-            }
+            let part = &all[range.clone()];
+            let (size, step) = (norm(part), 4e-3);
+            let mut scratch = vec![0f32; start.len()];
+            let mut at = |sign: f64| {
+                let mut values = start.clone();
+                for (value, g) in values[range.clone()].iter_mut().zip(part) {
+                    *value += (sign * step * f64::from(*g) / size) as f32;
+                }
+                policy.set_parameter_values(&values).unwrap();
+                run(&policy, &mut scratch)
+            };
+            let difference = (at(1.0) - at(-1.0)) / (2.0 * step);
+            let error = (difference - size).abs() / size.max(0.5);
+            assert!(error < 2e-2, "{name}: {}: {size} but differences give {difference}", info.name);
         }
         policy.set_parameter_values(&start).unwrap();
-        println!("gradients {name}: worst relative error against finite differences {worst:.1e}");
     }
+}
+
+#[test]
+fn dropout_does_not_depend_on_the_micro_batches() {
+    let mut policy = policy("qwen3");
+    policy.set_lora_dropout(0.5);
+    let owned = rows_of(2);
+    let rows = as_rows(&owned);
+    let key = Key::new(7, Stream::Dropout).with(3);
+    let run = |key: Key, cuts: &[usize]| {
+        let (mut gradient, mut scores) = (vec![0f32; policy.flat().len()], Vec::new());
+        let mut begin = 0;
+        for end in cuts.iter().copied().chain([rows.len()]) {
+            let g = weights(&rows[begin..end], begin);
+            let dropout = Some(RowDropout { key, first_row: begin });
+            let rows = &rows[begin..end];
+            scores.extend(
+                policy.forward_backward_dropped(rows, 0.8, dropout, &mut |_| Ok(g.clone()), &mut gradient).unwrap(),
+            );
+            begin = end;
+        }
+        (gradient, scores)
+    };
+    let (whole, scores) = run(key, &[]);
+    // Cuts inside and between the groups that share a prompt.
+    for cuts in [&[1, 2, 3, 4][..], &[2, 3][..], &[1, 4][..]] {
+        let (split, split_scores) = run(key, cuts);
+        let difference: Vec<f32> = whole.iter().zip(&split).map(|(a, b)| a - b).collect();
+        assert!(norm(&difference) < 1e-5 * norm(&whole), "cut at {cuts:?}");
+        for (a, b) in scores.iter().zip(&split_scores) {
+            assert!(a.logps.iter().zip(&b.logps).all(|(a, b)| (a - b).abs() < 1e-5), "cut at {cuts:?}");
+        }
+    }
+    // Another step drops other values; without a key nothing is dropped.
+    let (other, _) = run(Key::new(7, Stream::Dropout).with(4), &[]);
+    let difference: Vec<f32> = whole.iter().zip(&other).map(|(a, b)| a - b).collect();
+    assert!(norm(&difference) > 0.1 * norm(&whole));
+    let mut plain = vec![0f32; policy.flat().len()];
+    gradient(&policy, &rows, 0, &mut plain);
 }
 
 #[test]

@@ -336,6 +336,90 @@ async fn a_model_that_cannot_be_read_any_more_is_an_error_of_the_job() {
 }
 
 #[tokio::test]
+async fn a_model_whose_files_changed_since_it_was_registered_must_be_registered_again() {
+    let server = Server::start().await;
+    let plain: PathBuf = server.dir.path().join("plain");
+    let job = || with(job(), "model", json!("plain"));
+    let weights = plain.join("model.safetensors");
+    // The same bytes at another time are the same model.
+    let bytes = std::fs::read(&weights).unwrap();
+    std::fs::write(&weights, &bytes).unwrap();
+    server.create(job()).await;
+    let mut changed = bytes;
+    *changed.last_mut().unwrap() ^= 1;
+    std::fs::write(&weights, &changed).unwrap();
+    for path in ["/jobs", "/jobs/validate"] {
+        let answer = server.post(path, job()).await;
+        assert_eq!(pointers(&answer), ["/model model_changed"], "{}", answer.text);
+        assert!(answer.text.contains("register it again"), "{}", answer.text);
+    }
+    let again = server.post("/models", json!({"id": "plain", "source": plain})).await;
+    assert_eq!(again.status, 200, "{}", again.text);
+    assert!(again.body["card"]["stamp"].is_null() && again.body["card"]["num_parameters"].is_u64(), "{}", again.text);
+    server.create(job()).await;
+}
+
+#[tokio::test]
+async fn a_model_that_is_no_model_is_refused_with_what_it_is() {
+    let server = Server::start().await;
+    let dir = server.dir.path().join("spoiled");
+    copy(&server.dir.path().join("plain"), &dir);
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 123\n";
+    let page = "<!DOCTYPE html>\n<html><body>Access denied</body></html>";
+    for (file, text, expected) in [
+        ("tokenizer.json", "{\"model\": {}}", "tokenizer.json: is not a tokenizer"),
+        ("model.safetensors", pointer, "model.safetensors: is a Git LFS pointer"),
+        ("model.safetensors", page, "model.safetensors: is a web page"),
+        ("tokenizer.json", pointer, "tokenizer.json: is a Git LFS pointer"),
+        ("config.json", page, "config.json: is a web page"),
+        ("chat_template.jinja", "{% if", "the chat template failed"),
+    ] {
+        let good = std::fs::read(dir.join(file)).ok();
+        std::fs::write(dir.join(file), text).unwrap();
+        let answer = server.post("/models", json!({"id": "spoiled", "source": dir})).await;
+        assert_eq!((answer.status.as_u16(), &answer.body["code"]), (422, &json!("invalid_model")), "{file} {text}");
+        assert!(answer.body["detail"].as_str().unwrap().contains(expected), "{}", answer.text);
+        match good {
+            Some(good) => std::fs::write(dir.join(file), good).unwrap(),
+            None => std::fs::remove_file(dir.join(file)).unwrap(),
+        }
+    }
+    assert_eq!(server.post("/models", json!({"id": "spoiled", "source": dir})).await.status, 201);
+}
+
+#[tokio::test]
+async fn a_reward_url_that_this_server_must_not_reach_is_refused_at_submission() {
+    let server = Server::start().await;
+    for (url, refused) in [
+        ("http://10.0.0.5/score", true),
+        ("http://[::ffff:10.0.0.1]/", true),
+        ("http://169.254.169.254/latest", true),
+        ("http://0x0a000001/", true),
+        ("http://127.0.0.1:9/score", false),
+        ("https://1.1.1.1/score", false),
+        // Names are checked when they resolve.
+        ("https://rm.example/score", false),
+    ] {
+        let rewards = json!([{"type": "length"}, {"type": "webhook", "url": url}]);
+        let document = with(job(), "rewards", rewards);
+        let checked = server.post("/jobs/validate", document.clone()).await;
+        let submitted = server.post("/jobs", document).await;
+        let expected: &[&str] = if refused { &["/rewards/1/url address_refused"] } else { &[] };
+        assert_eq!(pointers(&checked), expected, "{url}: {}", checked.text);
+        assert_eq!(submitted.status, if refused { 422 } else { 201 }, "{url}: {}", submitted.text);
+        assert_eq!(refused, submitted.text.contains("--allow-outgoing"), "{url}: {}", submitted.text);
+    }
+}
+
+#[tokio::test]
+async fn a_completion_length_of_zero_is_one_error() {
+    let server = Server::start().await;
+    let answer = server.post("/jobs", with(job(), "sampling", json!({"max_completion_length": 0}))).await;
+    assert_eq!(pointers(&answer), ["/sampling/max_completion_length out_of_range"]);
+    assert!(answer.text.contains("not 0"), "{}", answer.text);
+}
+
+#[tokio::test]
 async fn a_dry_run_resolves_the_plan_and_stores_nothing() {
     let server = Server::start().await;
     let answer = server.post("/jobs/validate", with(job(), "optimizer", json!({"learning_rate": 1e-6}))).await;
@@ -350,9 +434,15 @@ async fn a_dry_run_resolves_the_plan_and_stores_nothing() {
     );
     assert!(answer.body["estimate"]["trainable_parameters"].as_u64().unwrap() > 0);
     assert_eq!(server.get("/datasets").await.body["data"], json!([]));
-    for query in ["from=trl", "probe=true"] {
+    for (query, status, code) in [
+        ("from=trl", 422, "unsupported"),
+        // This server starts no processes.
+        ("probe=true", 501, "not_implemented"),
+        ("probe=true&probe_prompts=65", 400, "invalid_query"),
+        ("probe=true&probe_timeout_s=0", 400, "invalid_query"),
+    ] {
         let answer = server.post(&format!("/jobs/validate?{query}"), job()).await;
-        assert_eq!((answer.status.as_u16(), &answer.body["code"]), (422, &json!("unsupported")), "{}", answer.text);
+        assert_eq!((answer.status.as_u16(), &answer.body["code"]), (status, &json!(code)), "{}", answer.text);
     }
 }
 

@@ -8,7 +8,7 @@ use rlood::engine::model::{Adapter, Policy, Row};
 use rlood::engine::optim::{AdamW, clip_gradient_norm};
 use rlood::engine::text::Text;
 use rlood::modelcard;
-use rlood::spec::{LrSchedulerType, OptimizerPlan};
+use rlood::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
 use serde_json::Value;
 
 /// In f32: logits, and what follows from them.
@@ -371,6 +371,7 @@ fn check_adamw(policy: &mut Policy, expected: &Value) -> Checked<f64> {
     let number = |key: &str| section[key].as_f64().unwrap();
     let betas = numbers(&section["betas"]);
     let plan = OptimizerPlan {
+        kind: OptimizerKind::Adamw,
         learning_rate: number("lr"),
         adam_beta1: betas[0],
         adam_beta2: betas[1],

@@ -138,7 +138,7 @@ pub fn signal(name: &str, pid: u32) {
 }
 
 /// True while a process exists and is not a zombie.
-fn is_alive(pid: u32) -> bool {
+pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
 }

@@ -10,24 +10,24 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, Response, StatusCode};
-use rlood::event::{Event, FinishReason, SamplePhase};
+use rlood::event::{Event, FinishReason};
 use rlood::id::JobId;
+use rlood::outgoing::OutgoingPolicy;
 use rlood::reward::example::ExampleService;
-use rlood::reward::outgoing::OutgoingPolicy;
 use rlood::reward::signature::Key;
 use rlood::reward::{JobContext, RewardFailure, Rewards, Scored};
-use rlood::sample::{RewardSample, RewardValue};
+use rlood::sample::{RewardSample, RewardValue, RolloutId};
 use rlood::spec::{RewardPlan, RewardSecrets};
 use serde_json::{Map, Value, json};
 
 /// Headers and body of every request, as they came.
-type Seen = Arc<Mutex<Vec<(HeaderMap, Vec<u8>)>>>;
+pub type Seen = Arc<Mutex<Vec<(HeaderMap, Vec<u8>)>>>;
 type Reply = dyn Fn(usize, &Value) -> Response<Body> + Send + Sync;
 
 /// A reward service whose nth answer (from 0) is up to the test; it keeps every request.
-struct Service {
+pub struct Service {
     address: SocketAddr,
-    seen: Seen,
+    pub seen: Seen,
     task: tokio::task::JoinHandle<()>,
 }
 
@@ -39,7 +39,7 @@ struct Shared {
 }
 
 impl Service {
-    async fn start(reply: impl Fn(usize, &Value) -> Response<Body> + Send + Sync + 'static) -> Self {
+    pub async fn start(reply: impl Fn(usize, &Value) -> Response<Body> + Send + Sync + 'static) -> Self {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let seen = Arc::new(Mutex::new(Vec::new()));
@@ -58,7 +58,7 @@ impl Service {
         Self { address, seen, task }
     }
 
-    fn url(&self) -> String {
+    pub fn url(&self) -> String {
         format!("http://{}/score", self.address)
     }
 
@@ -73,11 +73,11 @@ impl Drop for Service {
     }
 }
 
-fn text(status: u16, body: impl Into<Body>) -> Response<Body> {
+pub fn text(status: u16, body: impl Into<Body>) -> Response<Body> {
     Response::builder().status(status).body(body.into()).unwrap()
 }
 
-fn ok(value: &Value) -> Response<Body> {
+pub fn ok(value: &Value) -> Response<Body> {
     text(200, value.to_string())
 }
 
@@ -86,7 +86,7 @@ fn hang() -> Response<Body> {
 }
 
 /// The true answer: the number in each completion (`c7` → 7).
-fn truth(request: &Value) -> Value {
+pub fn truth(request: &Value) -> Value {
     let result = |sample: &Value| {
         let reward: f64 = sample["completion"].as_str().unwrap()[1..].parse().unwrap();
         json!({"sample_id": sample["sample_id"], "reward": reward})
@@ -96,7 +96,7 @@ fn truth(request: &Value) -> Value {
 }
 
 /// Samples `c0`, `c1`, … in groups of `group`.
-fn samples(count: usize, group: usize) -> Vec<RewardSample> {
+pub fn samples(count: usize, group: usize) -> Vec<RewardSample> {
     let sample = |index: usize| RewardSample {
         sample_id: format!("s_{index}"),
         group_id: format!("g_{}", index / group),
@@ -111,7 +111,7 @@ fn samples(count: usize, group: usize) -> Vec<RewardSample> {
     (0..count).map(sample).collect()
 }
 
-fn plan(name: &str, url: &str, changes: Value) -> RewardPlan {
+pub fn plan(name: &str, url: &str, changes: Value) -> RewardPlan {
     let mut plan = json!({
         "name": name, "weight": 1.0, "required": true, "type": "webhook", "url": url, "params": {},
         "max_concurrency": 8, "max_batch_samples": 32, "max_batch_bytes": 1_000_000, "timeout_ms": 30_000,
@@ -128,7 +128,7 @@ fn rewards(plans: &[RewardPlan]) -> Rewards {
 }
 
 fn job() -> JobContext {
-    JobContext { job: JobId::new(), step: 12, phase: SamplePhase::Train }
+    JobContext { job: JobId::new(), rollout: RolloutId::train(12), probe: false }
 }
 
 async fn score(url: &str, changes: Value, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {

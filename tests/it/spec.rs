@@ -24,6 +24,7 @@ fn model() -> ModelFacts {
             num_attention_heads: 4,
             num_key_value_heads: 2,
             head_dim: 4,
+            vocab_size: 32,
         }),
     }
 }
@@ -63,6 +64,7 @@ fn errors(document: Value) -> Vec<FieldError> {
         model: Some(model()),
         dataset: Some(dataset(64)),
         eval_dataset: spec.eval.as_ref().map(|_| dataset(4)),
+        ..Context::default()
     };
     errors.extend(resolve(&spec, &context).err().unwrap_or_default());
     errors
@@ -75,6 +77,7 @@ fn accepted(document: Value) -> Resolution {
         model: Some(model()),
         dataset: Some(dataset(64)),
         eval_dataset: spec.eval.as_ref().map(|_| dataset(4)),
+        ..Context::default()
     };
     resolve(&spec, &context).unwrap()
 }
@@ -107,7 +110,8 @@ fn a_minimal_job_gets_the_documented_defaults() {
         (1, 1, Combine::Renormalize)
     );
     assert_eq!((plan.sampling.max_completion_length, plan.sampling.temperature, plan.sampling.top_p), (256, 1.0, 1.0));
-    assert_eq!((plan.lora.r, plan.lora.alpha, plan.lora.dropout, plan.lora.target_modules.len()), (16, 32.0, 0.0, 7));
+    let lora = plan.lora.as_ref().unwrap();
+    assert_eq!((lora.r, lora.alpha, lora.dropout, lora.target_modules.len()), (16, 32.0, 0.0, 7));
     assert_eq!(
         (plan.optimizer.learning_rate, plan.optimizer.max_grad_norm, plan.optimizer.weight_decay),
         (1e-5, 1.0, 0.0)
@@ -355,7 +359,8 @@ fn secrets_are_split_off_and_never_shown() {
 #[test]
 fn a_dataset_smaller_than_one_block_names_the_nearest_valid_value() {
     let (spec, _) = JobSpec::read(with("/rloo/steps_per_generation", json!(2)));
-    let context = Context { model: Some(model()), dataset: Some(dataset(11)), eval_dataset: None };
+    let context =
+        Context { model: Some(model()), dataset: Some(dataset(11)), eval_dataset: None, ..Context::default() };
     let errors = resolve(&spec, &context).unwrap_err();
     assert_eq!(
         (errors[0].pointer.as_str(), errors[0].code.as_str()),
@@ -396,7 +401,10 @@ fn prompts_and_completions_must_fit_the_context() {
         let (spec, errors) = JobSpec::read(document);
         assert_eq!(errors, []);
         let facts = DatasetFacts { prompt_lengths: Some(lengths), ..dataset(64) };
-        resolve(&spec, &Context { model: Some(model()), dataset: Some(facts), eval_dataset: None })
+        resolve(
+            &spec,
+            &Context { model: Some(model()), dataset: Some(facts), eval_dataset: None, ..Context::default() },
+        )
     };
     let long = PromptLengths { longest: 600, longest_row: 7, too_long: 2 };
     let errors = try_with(minimal(), long).unwrap_err();
@@ -419,7 +427,7 @@ fn prompts_and_completions_must_fit_the_context() {
 fn chat_prompts_need_a_chat_template() {
     let (spec, _) = JobSpec::read(minimal());
     let facts = DatasetFacts { has_chat_prompts: true, ..dataset(64) };
-    let mut context = Context { model: Some(model()), dataset: Some(facts), eval_dataset: None };
+    let mut context = Context { model: Some(model()), dataset: Some(facts), eval_dataset: None, ..Context::default() };
     assert_eq!(resolve(&spec, &context).unwrap_err()[0].code, "no_chat_template");
     context.model = Some(ModelFacts { has_chat_template: true, ..model() });
     assert!(resolve(&spec, &context).is_ok());
@@ -429,8 +437,11 @@ fn chat_prompts_need_a_chat_template() {
 fn a_dataset_without_prompts_or_with_images_is_refused() {
     let (spec, _) = JobSpec::read(minimal());
     let facts = DatasetFacts { columns: vec!["question".to_owned(), "image".to_owned()], ..dataset(64) };
-    let errors =
-        resolve(&spec, &Context { model: Some(model()), dataset: Some(facts), eval_dataset: None }).unwrap_err();
+    let errors = resolve(
+        &spec,
+        &Context { model: Some(model()), dataset: Some(facts), eval_dataset: None, ..Context::default() },
+    )
+    .unwrap_err();
     assert_eq!(errors.iter().map(|error| error.code.as_str()).collect::<Vec<_>>(), ["missing_column", "unsupported"]);
     assert!(errors[0].detail.contains("question"), "{}", errors[0].detail);
 }
@@ -485,9 +496,10 @@ fn the_estimate_counts_the_adapter() {
     let mut document = with("/lora", json!({"r": 2, "target_modules": ["down_proj", "q_proj"]}));
     document["sampling"] = json!({"max_completion_length": 10});
     let Resolution { plan, estimate, .. } = accepted(document);
-    assert_eq!(plan.lora.target_modules, ["q_proj", "down_proj"]);
+    assert_eq!(plan.lora.as_ref().unwrap().target_modules, ["q_proj", "down_proj"]);
     // 2 layers · r 2 · ((8 + 16) + (16 + 8)).
-    assert_eq!((estimate.trainable_parameters, estimate.training_state_bytes), (Some(192), Some(3072)));
+    assert_eq!((estimate.trainable_parameters, estimate.optimizer_bytes), (Some(192), Some(8 * 192)));
+    assert_eq!((estimate.gradient_bytes, estimate.checkpoint_bytes), (Some(4 * 192), Some(12 * 192)));
     // 2 · 4 bytes · 2 layers · 2 heads · 4 wide · (100 + 10) tokens · 32 completions.
     assert_eq!(estimate.kv_cache_bytes, Some(450_560));
 }
@@ -567,7 +579,7 @@ proptest! {
     #[test]
     fn no_document_makes_it_panic_and_every_pointer_leads_into_the_document(document in anything()) {
         let (spec, mut errors) = JobSpec::read(document.clone());
-        let context = Context { model: Some(model()), dataset: Some(dataset(64)), eval_dataset: spec.eval.as_ref().map(|_| dataset(4)) };
+        let context = Context { model: Some(model()), dataset: Some(dataset(64)), eval_dataset: spec.eval.as_ref().map(|_| dataset(4)), ..Context::default() };
         errors.extend(resolve(&spec, &context).err().unwrap_or_default());
         for error in errors {
             // A missing field's pointer leads to where it should be.
@@ -589,7 +601,7 @@ proptest! {
         let resolved = |document: Value| {
             let (spec, errors) = JobSpec::read(document);
             assert_eq!(errors, []);
-            let context = Context { model: Some(model()), dataset: Some(facts.clone()), eval_dataset: Some(facts.clone()) };
+            let context = Context { model: Some(model()), dataset: Some(facts.clone()), eval_dataset: Some(facts.clone()), ..Context::default() };
             resolve(&spec, &context).unwrap().plan
         };
         let plan = resolved(document);

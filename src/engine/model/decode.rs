@@ -7,10 +7,12 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::packing::Packing;
+use super::pass::Pass;
 use super::{Adapter, Logits, Policy};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::ops;
 use crate::engine::ops::slices::{self, Cache, Heads};
+use crate::spec::footprint::PREFILL_TOKENS;
 
 /// Sequences in the middle of generation: their KV cache and lengths.
 #[derive(Debug)]
@@ -53,9 +55,6 @@ impl DecodeState {
     }
 }
 
-/// Prompt tokens computed at once; bounds memory.
-const PREFILL_TOKENS: usize = 8192;
-
 /// Tokens for which a row's cache has room at first.
 const FIRST_TOKENS: usize = 32;
 
@@ -86,7 +85,7 @@ impl Policy {
             let mut tokens = 0;
             let fits = rest.iter().take_while(|p| {
                 tokens += p.len();
-                tokens <= PREFILL_TOKENS
+                tokens <= PREFILL_TOKENS as usize
             });
             let (chunk, after) = rest.split_at(fits.count().max(1));
             let (chunk_caches, chunk_logits) = self.prefill_chunk(chunk, adapter)?;
@@ -118,7 +117,7 @@ impl Policy {
             prompts.iter().map(|p| PromptCache { len: p.len(), layers: Vec::new() }).collect();
         let mut x = self.embed(&packing.ids)?;
         for layer in &self.layers {
-            let (y, qkv) = layer.forward(&x, &packing, adapter == Adapter::On)?;
+            let (y, qkv) = layer.forward(&x, &packing, Pass::inference(adapter))?;
             x = y;
             ops::with_values(&qkv, |values| {
                 let mut rows = values.chunks_exact(heads.width());
@@ -154,15 +153,15 @@ impl Policy {
         let heads = self.heads();
         let positions = state.lengths();
         let table = self.rope.table(positions.iter().max().map_or(1, |p| p + 1));
-        let adapter = state.adapter == Adapter::On;
+        let pass = Pass::inference(state.adapter);
         let room = state.max_new_tokens;
         let mut x = self.embed(tokens)?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let qkv = layer.project(&x, &table, &positions, adapter)?;
+            let qkv = layer.project(&x, &table, &positions, pass)?;
             let attended =
                 ops::with_values(&qkv, |qkv| attend(&heads, layer.window, index, room, qkv, &mut state.rows))?;
             let attended = Tensor::from_vec(attended, (tokens.len(), heads.q_width()), x.device())?;
-            x = layer.finish(&x, &attended, adapter)?;
+            x = layer.finish(&x, &attended, pass)?;
         }
         for row in &mut state.rows {
             row.len += 1;

@@ -3,8 +3,9 @@
 
 use candle_core::{Device, Tensor};
 
-use super::linear::{Linear, LoraGradient};
+use super::linear::{Linear, LinearGradient};
 use super::packing::Packing;
+use super::pass::Pass;
 use crate::engine::error::Result;
 use crate::engine::load::Weights;
 use crate::engine::lora::Module;
@@ -13,7 +14,7 @@ use crate::engine::ops::{self, RopeTable, Rotation};
 use crate::modelcard::ModelConfig;
 
 /// Weights of one layer.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Layer {
     /// Sizes of attention.
     pub heads: Heads,
@@ -29,8 +30,25 @@ pub struct Layer {
     down: Linear,
 }
 
-/// The gradients of a layer's adapters, in the order of [`Layer::linears`].
-pub type LayerGradient = [Option<LoraGradient>; 4];
+/// The gradients of a layer.
+#[derive(Debug)]
+pub struct LayerGradient {
+    /// In the order of [`Layer::linears`].
+    pub linears: [LinearGradient; 4],
+    /// In full fine-tuning.
+    pub norms: Option<NormGradient>,
+}
+
+/// The gradients of a layer's norm weights.
+#[derive(Debug)]
+pub struct NormGradient {
+    /// Before attention.
+    pub input: Vec<f32>,
+    /// Of query and key heads.
+    pub qk: Option<(Vec<f32>, Vec<f32>)>,
+    /// Before the MLP.
+    pub post: Vec<f32>,
+}
 
 impl Layer {
     /// Load layer `index`.
@@ -72,6 +90,17 @@ impl Layer {
         [&mut self.qkv, &mut self.o, &mut self.gate_up, &mut self.down]
     }
 
+    /// Replace the norms' weights: `values` gives them by their names inside the layer.
+    pub fn set_norms<'v>(&mut self, values: impl Fn(&str) -> Result<&'v [f32]>) -> Result<()> {
+        self.input_norm.copy_from_slice(values("input_layernorm.weight")?);
+        self.post_norm.copy_from_slice(values("post_attention_layernorm.weight")?);
+        if let Some((q, k)) = &mut self.qk_norm {
+            q.copy_from_slice(values("self_attn.q_norm.weight")?);
+            k.copy_from_slice(values("self_attn.k_norm.weight")?);
+        }
+        Ok(())
+    }
+
     /// qk-norm and rope at these positions.
     pub fn rotation<'a>(&'a self, table: &'a RopeTable, positions: &'a [usize]) -> Rotation<'a> {
         let qk_norm = self.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), self.eps));
@@ -79,50 +108,58 @@ impl Layer {
     }
 
     /// The residual stream → `[q | k | v]` after qk-norm and rope.
-    pub fn project(&self, x: &Tensor, table: &RopeTable, positions: &[usize], adapter: bool) -> Result<Tensor> {
+    pub fn project(&self, x: &Tensor, table: &RopeTable, positions: &[usize], pass: Pass<'_>) -> Result<Tensor> {
         let normed = ops::rms_norm(x, &self.input_norm, self.eps)?;
-        let qkv = self.qkv.forward(&normed, adapter)?;
+        let qkv = self.qkv.forward(&normed, pass)?;
         Ok(ops::rotate(&self.rotation(table, positions), &qkv)?)
     }
 
     /// What follows attention: output projection, residual, MLP, residual.
-    pub fn finish(&self, x: &Tensor, attended: &Tensor, adapter: bool) -> Result<Tensor> {
-        let x = (x + self.o.forward(attended, adapter)?)?;
+    pub fn finish(&self, x: &Tensor, attended: &Tensor, pass: Pass<'_>) -> Result<Tensor> {
+        let x = (x + self.o.forward(attended, pass)?)?;
         let normed = ops::rms_norm(&x, &self.post_norm, self.eps)?;
-        let gate_up = self.gate_up.forward(&normed, adapter)?;
-        Ok((x + self.down.forward(&ops::silu_mul(&gate_up)?, adapter)?)?)
+        let gate_up = self.gate_up.forward(&normed, pass)?;
+        Ok((x + self.down.forward(&ops::silu_mul(&gate_up)?, pass)?)?)
     }
 
     /// A packed batch through the layer; also returns `[q | k | v]` after qk-norm and rope, for a KV cache.
-    pub fn forward(&self, x: &Tensor, packing: &Packing, adapter: bool) -> Result<(Tensor, Tensor)> {
-        let qkv = self.project(x, &packing.table, &packing.positions, adapter)?;
+    pub fn forward(&self, x: &Tensor, packing: &Packing, pass: Pass<'_>) -> Result<(Tensor, Tensor)> {
+        let qkv = self.project(x, &packing.table, &packing.positions, pass)?;
         let attended = ops::attention(&self.heads, &packing.groups, packing.visible(self.window), &qkv)?;
-        Ok((self.finish(x, &attended, adapter)?, qkv))
+        Ok((self.finish(x, &attended, pass)?, qkv))
     }
 
-    /// dL/dx and the adapters' gradients from dL/dy; `x` is the layer's input.
-    pub fn vjp(&self, x: &Tensor, packing: &Packing, dy: &Tensor) -> Result<(Tensor, LayerGradient)> {
+    /// dL/dx and the gradients of what is trained from dL/dy; `x` is the layer's input.
+    pub fn vjp(&self, x: &Tensor, packing: &Packing, dy: &Tensor, pass: Pass<'_>) -> Result<(Tensor, LayerGradient)> {
         let (rotation, visible) = (self.rotation(&packing.table, &packing.positions), packing.visible(self.window));
         // Forward again, keeping what the products below need.
         let normed = ops::rms_norm(x, &self.input_norm, self.eps)?;
-        let qkv = self.qkv.forward(&normed, true)?;
-        let rotated = ops::rotate(&rotation, &qkv)?;
+        let qkv_before = self.qkv.forward(&normed, pass)?;
+        let rotated = ops::rotate(&rotation, &qkv_before)?;
         let attended = ops::attention(&self.heads, &packing.groups, visible, &rotated)?;
-        let middle = (x + self.o.forward(&attended, true)?)?;
+        let middle = (x + self.o.forward(&attended, pass)?)?;
         let post_normed = ops::rms_norm(&middle, &self.post_norm, self.eps)?;
-        let gate_up = self.gate_up.forward(&post_normed, true)?;
+        let gate_up = self.gate_up.forward(&post_normed, pass)?;
         let activated = ops::silu_mul(&gate_up)?;
 
-        let (d_activated, down) = self.down.vjp(&activated, dy)?;
+        let (d_activated, down) = self.down.vjp(&activated, dy, pass)?;
         let d_gate_up = ops::silu_mul_vjp(&gate_up, &d_activated)?;
-        let (d_post_normed, gate_up) = self.gate_up.vjp(&post_normed, &d_gate_up)?;
+        let (d_post_normed, gate_up) = self.gate_up.vjp(&post_normed, &d_gate_up, pass)?;
         let d_middle = (dy + ops::rms_norm_vjp(&middle, &self.post_norm, self.eps, &d_post_normed)?)?;
-        let (d_attended, o) = self.o.vjp(&attended, &d_middle)?;
+        let (d_attended, o) = self.o.vjp(&attended, &d_middle, pass)?;
         let d_rotated = ops::attention_vjp(&self.heads, &packing.groups, visible, &rotated, &d_attended)?;
-        let d_qkv = ops::rotate_vjp(&rotation, &qkv, &d_rotated)?;
-        let (d_normed, qkv) = self.qkv.vjp(&normed, &d_qkv)?;
+        let d_qkv = ops::rotate_vjp(&rotation, &qkv_before, &d_rotated)?;
+        let (d_normed, qkv) = self.qkv.vjp(&normed, &d_qkv, pass)?;
         let dx = (d_middle + ops::rms_norm_vjp(x, &self.input_norm, self.eps, &d_normed)?)?;
-        Ok((dx, [qkv, o, gate_up, down]))
+        let norms = match pass.full {
+            false => None,
+            true => Some(NormGradient {
+                input: ops::rms_norm_weight_vjp(x, self.eps, &d_normed)?,
+                qk: ops::rotate_weight_vjp(&rotation, &qkv_before, &d_rotated)?,
+                post: ops::rms_norm_weight_vjp(&middle, self.eps, &d_post_normed)?,
+            }),
+        };
+        Ok((dx, LayerGradient { linears: [qkv, o, gate_up, down], norms }))
     }
 }
 

@@ -1,7 +1,9 @@
-//! A frozen linear layer, several fused into one, with LoRA applied unmerged: y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ.
+//! A linear layer, several fused into one, with LoRA applied unmerged: y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. Trained are the
+//! adapters, or in full fine-tuning W and b.
 
 use candle_core::{Device, Tensor};
 
+use super::pass::{Mask, Pass};
 use crate::engine::error::Result;
 use crate::engine::load::Weights;
 use crate::engine::lora::Module;
@@ -19,17 +21,19 @@ pub struct Part {
 }
 
 /// Some modules that read the same input, as one matrix.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Linear {
     /// The modules, in order of their outputs.
     pub parts: Vec<Part>,
     weight: Tensor,
     bias: Option<Tensor>,
     lora: Option<Lora>,
+    /// Inputs of matrix products are rounded to bf16; the weight is already.
+    bf16: bool,
 }
 
 /// The adapters of a fused layer: A stacked, B block-diagonal.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Lora {
     /// `[parts · r, in]`
     a: Tensor,
@@ -50,6 +54,22 @@ pub struct LoraGradient {
     pub b: Vec<f32>,
 }
 
+/// The gradients of what is trained in a fused layer.
+#[derive(Debug)]
+pub enum LinearGradient {
+    /// Nothing is.
+    None,
+    /// The adapters.
+    Lora(LoraGradient),
+    /// All weights: W `[out, in]`, and b `[out]` where there is one.
+    Full {
+        /// dL/dW
+        weight: Tensor,
+        /// dL/db
+        bias: Option<Vec<f32>>,
+    },
+}
+
 /// Where one block's values lie.
 #[derive(Clone, Copy, Debug)]
 pub struct Block {
@@ -68,11 +88,12 @@ impl Linear {
         bias: bool,
         device: &Device,
     ) -> Result<Linear> {
+        let bf16 = weights.bf16();
         let (mut parts, mut values, mut bias_values) = (Vec::new(), Vec::new(), Vec::new());
         let mut begin = 0;
         for module in modules {
             let name = format!("{prefix}.{}", module.path());
-            let (weight, shape) = weights.values(&format!("{name}.weight"))?;
+            let (weight, shape) = weights.compute_values(&format!("{name}.weight"))?;
             if values.is_empty() {
                 values = weight;
             } else {
@@ -87,7 +108,26 @@ impl Linear {
         let input = values.len() / begin;
         let weight = Tensor::from_vec(values, (begin, input), device)?;
         let bias = if bias { Some(Tensor::from_vec(bias_values, begin, device)?) } else { None };
-        Ok(Linear { parts, weight, bias, lora: None })
+        Ok(Linear { parts, weight, bias, lora: None, bf16 })
+    }
+
+    /// Replace the weights (and biases): `values(module)` gives W row-major, and b.
+    pub fn set_weights<'v>(&mut self, values: impl Fn(Module) -> Result<(&'v [f32], Option<&'v [f32]>)>) -> Result<()> {
+        let (mut weight, mut bias) = (Vec::with_capacity(self.output() * self.input()), Vec::new());
+        for part in &self.parts {
+            let (part_weight, part_bias) = values(part.module)?;
+            weight.extend_from_slice(part_weight);
+            bias.extend_from_slice(part_bias.unwrap_or_default());
+        }
+        if self.bf16 {
+            ops::slices::round_bf16(&mut weight);
+        }
+        let device = self.weight.device().clone();
+        self.weight = Tensor::from_vec(weight, (self.output(), self.input()), &device)?;
+        if self.bias.is_some() {
+            self.bias = Some(Tensor::from_vec(bias, self.output(), &device)?);
+        }
+        Ok(())
     }
 
     /// Inputs.
@@ -140,30 +180,76 @@ impl Linear {
     }
 
     /// x `[T, in]` → y `[T, out]`.
-    pub fn forward(&self, x: &Tensor, adapter: bool) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, pass: Pass<'_>) -> Result<Tensor> {
         ops::padded(x, |x| {
-            let y = ops::linear(x, &self.weight, self.bias.as_ref())?;
-            match self.lora.as_ref().filter(|_| adapter) {
-                Some(lora) => Ok((y + x.matmul(&lora.a.t()?)?.matmul(&lora.b.t()?)?)?),
+            let x = self.rounded(x)?;
+            let y = ops::linear(&x, &self.weight, self.bias.as_ref())?;
+            match self.lora.as_ref().filter(|_| pass.adapter) {
+                Some(lora) => Ok((y + self.hidden(lora, &x, pass)?.matmul(&lora.b.t()?)?)?),
                 None => Ok(y),
             }
         })
     }
 
-    /// dL/dx, and dL/dA, dL/dB where there are adapters. The frozen weight gets no gradient.
-    pub fn vjp(&self, x: &Tensor, dy: &Tensor) -> Result<(Tensor, Option<LoraGradient>)> {
-        let dx = dy.matmul(&self.weight)?;
+    fn rounded(&self, x: &Tensor) -> Result<Tensor> {
+        if self.bf16 { Ok(ops::round_bf16(x)?) } else { Ok(x.clone()) }
+    }
+
+    /// x·Aᵀ `[T, blocks · r]`, each block with what its module's dropout leaves of x.
+    fn hidden(&self, lora: &Lora, x: &Tensor, pass: Pass<'_>) -> Result<Tensor> {
+        if pass.dropout.is_none() {
+            return Ok(x.matmul(&lora.a.t()?)?);
+        }
+        let blocks = lora.adapted.iter().enumerate().map(|(block, part)| {
+            let a = lora.a.narrow(0, block * lora.r, lora.r)?;
+            Ok(dropped(x, pass.mask(self.parts[*part].module))?.matmul(&a.t()?)?)
+        });
+        Ok(Tensor::cat(&blocks.collect::<Result<Vec<Tensor>>>()?, 1)?)
+    }
+
+    /// dL/dx, and the gradients of what this pass trains.
+    pub fn vjp(&self, x: &Tensor, dy: &Tensor, pass: Pass<'_>) -> Result<(Tensor, LinearGradient)> {
+        let (x, product_dy) = (self.rounded(x)?, self.rounded(dy)?);
+        let dx = product_dy.matmul(&self.weight)?;
+        if pass.full {
+            let weight = product_dy.t()?.matmul(&x)?;
+            let bias = self.bias.as_ref().map(|_| ops::column_sums(dy)).transpose()?;
+            return Ok((dx, LinearGradient::Full { weight, bias }));
+        }
         let Some(lora) = &self.lora else {
-            return Ok((dx, None));
+            return Ok((dx, LinearGradient::None));
         };
-        let h = x.matmul(&lora.a.t()?)?;
+        let dy = product_dy;
+        let h = self.hidden(lora, &x, pass)?;
         let dh = dy.matmul(&lora.b)?;
-        let dx = (dx + dh.matmul(&lora.a)?)?;
-        let da = dh.t()?.matmul(x)?;
+        let (dx, da) = match pass.dropout {
+            None => ((dx + dh.matmul(&lora.a)?)?, dh.t()?.matmul(&x)?),
+            Some(_) => self.dropped_vjp(lora, &x, &dh, dx, pass)?,
+        };
         // L depends on B through s·B, which is what `lora.b` holds.
         let db = (dy.t()?.matmul(&h)? * lora.scaling)?;
         let gradient = LoraGradient { a: da.flatten_all()?.to_vec1()?, b: db.flatten_all()?.to_vec1()? };
-        Ok((dx, Some(gradient)))
+        Ok((dx, LinearGradient::Lora(gradient)))
+    }
+
+    /// dL/dx and dL/dA through the masks of the blocks.
+    fn dropped_vjp(
+        &self,
+        lora: &Lora,
+        x: &Tensor,
+        dh: &Tensor,
+        mut dx: Tensor,
+        pass: Pass<'_>,
+    ) -> Result<(Tensor, Tensor)> {
+        let mut da = Vec::with_capacity(lora.adapted.len());
+        for (block, part) in lora.adapted.iter().enumerate() {
+            let mask = pass.mask(self.parts[*part].module);
+            let a = lora.a.narrow(0, block * lora.r, lora.r)?;
+            let dh = dh.narrow(1, block * lora.r, lora.r)?.contiguous()?;
+            dx = (dx + dropped(&dh.matmul(&a)?, mask)?)?;
+            da.push(dh.t()?.matmul(&dropped(x, mask)?)?);
+        }
+        Ok((dx, Tensor::cat(&da, 0)?))
     }
 
     /// The adapted modules.
@@ -182,5 +268,13 @@ impl Linear {
             let db = &gradient.b[(block.part.begin + row) * rank + block.index * r..][..r];
             ops::slices::add_scaled(b, 1.0, db);
         }
+    }
+}
+
+/// What a dropout mask leaves of x; everything without one.
+fn dropped(x: &Tensor, mask: Option<Mask<'_>>) -> Result<Tensor> {
+    match mask {
+        None => Ok(x.clone()),
+        Some(mask) => Ok(ops::change_rows(x, |token, values| mask.apply(token, values))?),
     }
 }

@@ -106,6 +106,23 @@ pub fn rms_norm_vjp(x: &[f32], weight: &[f32], eps: f32, dy: &[f32], dx: &mut [f
     }
 }
 
+/// dw += dL/dweight of [`rms_norm`] from dL/dout = `dy`: dy ∘ x·r.
+#[inline]
+pub fn rms_norm_weight_vjp(x: &[f32], eps: f32, dy: &[f32], dw: &mut [f32]) {
+    let r = (dot(x, x) / x.len() as f32 + eps).sqrt().recip();
+    for ((dw, x), dy) in dw.iter_mut().zip(x).zip(dy) {
+        *dw += dy * x * r;
+    }
+}
+
+/// Each value to the nearest bfloat16, ties to even.
+#[inline]
+pub fn round_bf16(values: &mut [f32]) {
+    for value in values {
+        *value = half::bf16::from_f32(*value).to_f32();
+    }
+}
+
 /// Rotate one head by its position's angles: (a, b) → (a·cos − b·sin, b·cos + a·sin) for the two halves.
 #[inline]
 pub fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {

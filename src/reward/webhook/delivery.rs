@@ -2,7 +2,7 @@
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::PoisonError;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
@@ -15,6 +15,7 @@ use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
 use super::request::Request;
 use super::{Counts, RewardFailure, Webhook};
 use crate::reward::outgoing;
+use crate::reward::status::Waiting;
 
 /// Largest response that is read, bytes; the rest of a larger one is never received.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
@@ -23,8 +24,8 @@ const FIRST_WAIT: Duration = Duration::from_millis(500);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 /// Longest wait once a service counts as down, and the longest `Retry-After` that is honoured.
 const LONGEST_OUTAGE_WAIT: Duration = Duration::from_secs(300);
-/// Failures in a row after which the job says that it waits.
-const FAILURES_BEFORE_WAITING: u32 = 2;
+/// A try that takes longer makes the job say that it waits, as a failed one does.
+const SLOW: Duration = Duration::from_secs(5);
 
 /// What came of a request.
 #[derive(Debug)]
@@ -87,9 +88,18 @@ impl Webhook {
         let mut waiting = None;
         loop {
             counts.requests += 1;
-            let (why, retry_after) = match self.try_once(request).await {
+            let mut attempt = std::pin::pin!(self.try_once(request));
+            let outcome = match tokio::time::timeout(SLOW, &mut attempt).await {
+                Ok(outcome) => outcome,
+                Err(_) => {
+                    waiting.get_or_insert_with(|| Waiting::new(&self.status));
+                    attempt.await
+                }
+            };
+            let (why, retry_after) = match outcome {
                 Try::Done(delivered) => {
                     self.down.store(false, Ordering::Relaxed);
+                    self.outage.over();
                     return Ok((delivered, counts));
                 }
                 Try::Gone => return Err(RewardFailure::Gone { reward: self.name.clone() }),
@@ -97,14 +107,13 @@ impl Webhook {
                 Try::Failed { why, retry_after } => (why, retry_after),
             };
             failures += 1;
+            waiting.get_or_insert_with(|| Waiting::new(&self.status));
+            self.outage.failed(&self.status, &self.name, &why, self.plan.max_outage_s);
             let left = Duration::from_secs(patience).saturating_sub(start.elapsed());
             if left.is_zero() {
                 self.down.store(true, Ordering::Relaxed);
                 let waited_s = start.elapsed().as_secs();
                 return Err(RewardFailure::Outage { reward: self.name.clone(), waited_s, cause: why });
-            }
-            if failures >= FAILURES_BEFORE_WAITING && waiting.is_none() {
-                waiting = Some(Waiting::new(&self.waiting));
             }
             let wait = if failures < self.plan.max_tries {
                 jitter(failures)
@@ -184,7 +193,7 @@ impl Webhook {
         let sent = self.exchanges.as_ref().map(|_| Sent {
             url: self.url.to_string(),
             headers: readable_headers(&headers),
-            body: readable_body(&request.body),
+            body: readable_body(request.body.as_bytes()),
         });
         let limit = Duration::from_millis(self.plan.timeout_ms.min(self.plan.deadline_ms).max(1));
         let exchange = async {
@@ -228,7 +237,7 @@ impl Webhook {
         set("webhook-id", &request.id);
         set("webhook-timestamp", &now_s.to_string());
         if let Some(key) = &self.key {
-            set("webhook-signature", &key.sign(&request.id, now_s, &request.body));
+            set("webhook-signature", &key.sign(&request.id, now_s, request.body.as_bytes()));
         }
         set("idempotency-key", &request.id);
         set("traceparent", &traceparent(&request.id));
@@ -308,22 +317,6 @@ fn random_fraction() -> f64 {
 
 fn milliseconds(start: Instant) -> f64 {
     (start.elapsed().as_secs_f64() * 1e6).round() / 1e3
-}
-
-/// Counts a waiting request for as long as it lives.
-struct Waiting<'a>(&'a AtomicUsize);
-
-impl<'a> Waiting<'a> {
-    fn new(count: &'a AtomicUsize) -> Self {
-        count.fetch_add(1, Ordering::Relaxed);
-        Self(count)
-    }
-}
-
-impl Drop for Waiting<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 #[cfg(test)]

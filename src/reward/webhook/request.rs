@@ -16,7 +16,8 @@ const HEAD_BYTES: usize = 1024;
 #[derive(Debug)]
 pub(super) struct Request {
     pub id: String,
-    pub body: Vec<u8>,
+    /// JSON.
+    pub body: String,
 }
 
 /// What all requests of a rollout have in common.
@@ -28,33 +29,34 @@ pub(super) struct Envelope<'a> {
 
 impl Request {
     /// A `reward.score.request` for samples that are JSON already.
-    pub fn score<'a>(envelope: &Envelope<'_>, samples: impl Iterator<Item = &'a [u8]>) -> Self {
+    pub fn score<'a>(envelope: &Envelope<'_>, samples: impl Iterator<Item = &'a str>) -> Self {
         let Envelope { reward, plan, job } = envelope;
         let id = RewardRequestId::new().to_string();
+        let phase = if job.probe { "probe".into() } else { json!(job.rollout.phase) };
         let head = json!({
             "type": "reward.score.request", "version": "1", "id": id, "timestamp": now_rfc3339(),
-            "job": {"id": job.job, "step": job.step, "phase": job.phase},
+            "job": {"id": job.job, "step": job.rollout.step, "phase": phase},
             "reward": {"name": reward, "params": plan.params},
             "deadline_ms": plan.deadline_ms,
             "reply": {"modes": ["sync"]},
         });
-        let mut body = head.to_string().into_bytes();
+        let mut body = head.to_string();
         body.pop();
-        body.extend_from_slice(b",\"samples\":[");
+        body.push_str(",\"samples\":[");
         for (position, sample) in samples.enumerate() {
             if position > 0 {
-                body.push(b',');
+                body.push(',');
             }
-            body.extend_from_slice(sample);
+            body.push_str(sample);
         }
-        body.extend_from_slice(b"]}");
+        body.push_str("]}");
         Self { id, body }
     }
 
     /// A `reward.ping`.
     pub fn ping() -> Self {
         let id = RewardRequestId::new().to_string();
-        let body = json!({"type": "reward.ping", "version": "1", "id": id}).to_string().into_bytes();
+        let body = json!({"type": "reward.ping", "version": "1", "id": id}).to_string();
         Self { id, body }
     }
 }
@@ -69,7 +71,7 @@ fn whole_seconds(time: jiff::Timestamp) -> String {
 }
 
 /// A sample as the contract writes it.
-pub(super) fn sample_json(sample: &RewardSample) -> Vec<u8> {
+pub(super) fn sample_json(sample: &RewardSample) -> String {
     #[derive(Serialize)]
     struct Wire<'a> {
         sample_id: &'a str,
@@ -105,16 +107,12 @@ pub(super) fn sample_json(sample: &RewardSample) -> Vec<u8> {
         num_tokens: *num_tokens,
         columns,
     };
-    serde_json::to_vec(&wire).expect("strings and JSON values have a JSON form")
+    serde_json::to_string(&wire).expect("strings and JSON values have a JSON form")
 }
 
 /// Cuts samples into batches of at most `max_samples` and `max_bytes`. Groups stay whole unless one alone is too large.
 /// A single sample that is too large goes alone: the service decides.
-pub(super) fn pack(
-    samples: &[RewardSample],
-    wire: &[Vec<u8>],
-    (max_samples, max_bytes): (u32, u64),
-) -> Vec<Vec<usize>> {
+pub(super) fn pack(samples: &[RewardSample], wire: &[String], (max_samples, max_bytes): (u32, u64)) -> Vec<Vec<usize>> {
     let max_samples = max_samples.max(1) as usize;
     let max_bytes = usize::try_from(max_bytes).unwrap_or(usize::MAX).saturating_sub(HEAD_BYTES);
     let size = |indices: &[usize]| indices.iter().map(|&index| wire[index].len() + 1).sum::<usize>();
@@ -200,11 +198,12 @@ mod tests {
             "timeout_ms": 1, "deadline_ms": 300000, "max_tries": 1, "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": 1
         }))
         .unwrap();
-        let job = JobContext { job: crate::id::JobId::new(), step: 12, phase: crate::event::SamplePhase::Train };
+        let job =
+            JobContext { job: crate::id::JobId::new(), rollout: crate::sample::RolloutId::train(12), probe: false };
         let wire: Vec<_> = samples(&[2]).iter().map(sample_json).collect();
         let envelope = Envelope { reward: "helpful", plan: &plan, job: &job };
-        let request = Request::score(&envelope, wire.iter().map(Vec::as_slice));
-        let body: Value = serde_json::from_slice(&request.body).unwrap();
+        let request = Request::score(&envelope, wire.iter().map(String::as_str));
+        let body: Value = serde_json::from_str(&request.body).unwrap();
         assert_eq!(body["id"], request.id);
         assert_eq!(body["job"], json!({"id": job.job, "step": 12, "phase": "train"}));
         assert_eq!(body["reward"], json!({"name": "helpful", "params": {"k": 1}}));

@@ -1,0 +1,99 @@
+//! The clipped terms of one completion: −min(ρ A, clip(ρ, 1−ε, 1+ε_high) A), where ρ is of the sequence, of its geometric
+//! mean, or of each token. The clip is PPO's (Schulman et al. 2017, arXiv 1707.06347), its two bounds DAPO's (Yu et al.
+//! 2025, arXiv 2503.14476).
+
+use super::{LossConfig, LossRow, RowLoss};
+
+/// ρ = exp(Σ_t (new − old)), not divided by the length: the whole completion is one action.
+/// Ahmadian et al. 2024 (arXiv 2402.14740); TRL's RLOOTrainer.
+pub fn sequence(row: &LossRow<'_>, config: &LossConfig) -> RowLoss {
+    whole(row, config, 1.0)
+}
+
+/// ρ = exp((1/|o|) Σ_t (new − old)): the geometric mean of the tokens' ratios.
+/// Zheng et al. 2025, "Group Sequence Policy Optimization" (arXiv 2507.18071).
+pub fn gspo(row: &LossRow<'_>, config: &LossConfig) -> RowLoss {
+    whole(row, config, 1.0 / row.new_logps.len().max(1) as f64)
+}
+
+/// ρ_t = exp(new_t − old_t), each token clipped by itself: PPO's ratio, for the losses that sum over tokens. A masked
+/// completion has no token.
+/// Schulman et al. 2017 (arXiv 1707.06347); Shao et al. 2024 (arXiv 2402.03300).
+pub fn tokens(row: &LossRow<'_>, config: &LossConfig) -> RowLoss {
+    let mut loss = empty(row);
+    if !row.included {
+        return loss;
+    }
+    for (token, (&new, &old)) in row.new_logps.iter().zip(row.old_logps).enumerate() {
+        let ratio = (f64::from(new) - f64::from(old)).exp();
+        let term = clipped(ratio, row.advantage.of_token(token), config);
+        loss.loss += term.loss;
+        loss.gradient[token] = term.slope;
+        loss.num_ratios += 1;
+        loss.clipped_low += usize::from(term.clipped_low);
+        loss.clipped_high += usize::from(term.clipped_high);
+    }
+    loss
+}
+
+/// One ratio for the completion, exp(scale · Σ_t (new − old)). A masked one keeps its loss, with ratio 1 and no gradient.
+fn whole(row: &LossRow<'_>, config: &LossConfig, scale: f64) -> RowLoss {
+    let mut loss = empty(row);
+    loss.ratio = (scale * (loss.new_logp - loss.old_logp)).exp();
+    let term = clipped(loss.ratio, row.advantage.of_sequence(), config);
+    loss.loss = term.loss;
+    loss.num_ratios = 1;
+    loss.clipped_low = usize::from(term.clipped_low);
+    loss.clipped_high = usize::from(term.clipped_high);
+    if row.included {
+        loss.gradient.fill(scale * term.slope);
+    }
+    loss
+}
+
+/// Sums of log-probs, the ratio of the sequence, and no loss yet.
+fn empty(row: &LossRow<'_>) -> RowLoss {
+    let (mut old_logp, mut new_logp) = (0.0, 0.0);
+    if row.included {
+        for (&new, &old) in row.new_logps.iter().zip(row.old_logps) {
+            old_logp += f64::from(old);
+            new_logp += f64::from(new);
+        }
+    }
+    RowLoss {
+        old_logp,
+        new_logp,
+        ratio: (new_logp - old_logp).exp(),
+        loss: 0.0,
+        denominator: 1.0,
+        num_ratios: 0,
+        clipped_low: 0,
+        clipped_high: 0,
+        gradient: vec![0.0; row.new_logps.len()],
+    }
+}
+
+/// One clipped ratio.
+struct Term {
+    loss: f64,
+    /// dloss/dlog ρ.
+    slope: f64,
+    clipped_low: bool,
+    clipped_high: bool,
+}
+
+/// −min(ρ A, clip(ρ) A) and its slope: −ρ A where the minimum is the unclipped one, else 0.
+fn clipped(ratio: f64, advantage: f64, config: &LossConfig) -> Term {
+    let clip = ratio.max(1.0 - config.epsilon).min(1.0 + config.epsilon_high);
+    let clipped_low = ratio < 1.0 - config.epsilon && advantage < 0.0;
+    let clipped_high = ratio > 1.0 + config.epsilon_high && advantage > 0.0;
+    // An advantage of 0 takes no part, even where the ratio has overflowed (0·∞ is NaN).
+    let loss = if advantage == 0.0 && !ratio.is_nan() { 0.0 } else { -smaller(ratio * advantage, clip * advantage) };
+    let slope = if advantage != 0.0 && !clipped_low && !clipped_high { -advantage * ratio } else { 0.0 };
+    Term { loss, slope, clipped_low, clipped_high }
+}
+
+/// The minimum, NaN if either is (as torch.min; `f64::min` drops NaN).
+fn smaller(a: f64, b: f64) -> f64 {
+    if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) }
+}

@@ -1,0 +1,94 @@
+//! Full fine-tuning: every weight of the decoder in one flat buffer, in the order and under the names of the checkpoint
+//! it was loaded from. The buffer holds the weights in f32; the tensors that compute are made from it.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::ops::Range;
+use std::path::Path;
+
+use crate::engine::error::{EngineError, Result};
+use crate::engine::load::{self, Weights};
+use crate::engine::lora::ParameterInfo;
+use crate::engine::tensors::{self, Data};
+use crate::modelcard::{ModelCard, weights};
+
+/// The weights in a checkpoint of full fine-tuning.
+pub const WEIGHTS: &str = "model.safetensors";
+
+/// All weights and where each lies.
+#[derive(Debug)]
+pub struct Full {
+    /// Names of transformers, in the order of the buffer.
+    pub parameters: Vec<ParameterInfo>,
+    /// The buffer.
+    pub values: Vec<f32>,
+    ranges: HashMap<String, Range<usize>>,
+}
+
+impl Full {
+    /// The weights of a model directory.
+    pub fn of_model(dir: &Path, card: &ModelCard) -> Result<Full> {
+        let mut weights = Weights::open(dir, card);
+        Full::fill(card, |name| Ok(weights.values(name)?.0))
+    }
+
+    /// The weights of a checkpoint that [`Full::write`] made.
+    pub fn read(dir: &Path, card: &ModelCard) -> Result<Full> {
+        let damaged = |error: String| EngineError::Checkpoint(error);
+        let header = weights::read_header(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
+        let path = dir.join(WEIGHTS);
+        let failed = |source| EngineError::Io { path: path.clone(), source };
+        let mut file = File::open(&path).map_err(failed)?;
+        let shapes: HashMap<String, Vec<usize>> = card.config.tensors().into_iter().collect();
+        Full::fill(card, |name| {
+            let location =
+                header.tensors.get(name).ok_or_else(|| damaged(format!("{WEIGHTS}: tensor {name} is missing")))?;
+            if Some(&location.shape) != shapes.get(name) {
+                return Err(damaged(format!("{WEIGHTS}: tensor {name} has shape {:?}", location.shape)));
+            }
+            load::read_values(&mut file, location).map_err(failed)
+        })
+    }
+
+    fn fill(card: &ModelCard, mut values_of: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<Full> {
+        let (mut parameters, mut ranges) = (Vec::new(), HashMap::new());
+        let mut offset = 0;
+        let tensors = card.config.tensors();
+        let total = tensors.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
+        let mut values = Vec::with_capacity(total);
+        for (name, shape) in tensors {
+            values.extend(values_of(&name)?);
+            ranges.insert(name.clone(), offset..values.len());
+            parameters.push(ParameterInfo { name, shape, offset });
+            offset = values.len();
+        }
+        Ok(Full { parameters, values, ranges })
+    }
+
+    /// One tensor's values.
+    pub fn get(&self, name: &str) -> Result<&[f32]> {
+        Ok(&self.values[self.range(name)?])
+    }
+
+    /// Its place in a buffer of the same layout.
+    pub fn slot<'f>(&self, name: &str, flat: &'f mut [f32]) -> Result<&'f mut [f32]> {
+        Ok(&mut flat[self.range(name)?])
+    }
+
+    fn range(&self, name: &str) -> Result<Range<usize>> {
+        self.ranges.get(name).cloned().ok_or_else(|| EngineError::Input(format!("no weight {name}")))
+    }
+
+    /// `model.safetensors` in f32.
+    pub fn write(&self, dir: &Path) -> Result<()> {
+        let tensors: Vec<tensors::Tensor<'_>> = self
+            .parameters
+            .iter()
+            .map(|info| {
+                let range = info.offset..info.offset + info.shape.iter().product::<usize>();
+                tensors::Tensor { name: &info.name, shape: &info.shape, data: Data::F32(&self.values[range]) }
+            })
+            .collect();
+        tensors::write(&dir.join(WEIGHTS), &tensors)
+    }
+}

@@ -1,0 +1,247 @@
+//! POST /jobs/{id}/fork: a new job from any step of another one that has a checkpoint.
+
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::error::{Code, Problem, ProblemBody};
+use super::extract::{Json, Path};
+use super::idempotency::{Answer, once};
+use super::jobs::{JobView, invalid};
+use super::lookup::{Prepared, prepare};
+use super::submit::{hex, keep, plan_of};
+use super::warm_start;
+use crate::id::JobId;
+use crate::spec::{
+    FieldError, JobSpec, Plan, Reference, RewardKind, WarmStartPlan, continues, forked_document, resolve,
+};
+use crate::store::{CheckpointRow, Fork, NewJob, clock_ms};
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new().routes(routes!(fork_job))
+}
+
+/// Where to branch off, and what to change.
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ForkRequest {
+    /// Optimizer steps done; the job must have a checkpoint of it.
+    from_step: u64,
+    /// A partial job, merged over the old one's configuration: objects key by key, lists and values replace, null = back to
+    /// the default (`lora: null` = full fine-tuning). `warm_start: {"reference": …}` asks for a fresh start with the weights.
+    #[serde(default)]
+    #[schema(value_type = Option<Object>)]
+    overrides: Option<Value>,
+}
+
+/// Makes a new job that goes on from a step of this one.
+///
+/// Where model, dataset, adapter, optimizer, batches and seed stay the same, the new job continues with the checkpoint's full
+/// state: its first step is `from_step` + 1. Otherwise it starts warm: step 0, a fresh optimizer, the checkpoint's weights;
+/// its plan then has a `warm_start`. Secrets of rewards that stay are copied inside the server.
+#[utoipa::path(post, path = "/jobs/{id}/fork", tag = "Jobs", request_body = ForkRequest,
+    params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
+    (status = 201, description = "The new job; its `parent` is the old one", body = JobView, headers(("location" = String))),
+    (status = 404, description = "No such job, or no checkpoint of that step", body = ProblemBody),
+    (status = 422, description = "The new job is not valid", body = ProblemBody)))]
+async fn fork_job(
+    State(state): State<AppState>,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+    Json(request): Json<ForkRequest>,
+) -> Result<Response, Problem> {
+    let identity = format!("{id} {}", serde_json::to_string(&request).map_err(Problem::internal)?);
+    let work = fork(state.clone(), id, request);
+    once(&state, &headers, "POST /jobs/{id}/fork", &hex(&Sha256::digest(identity)), work).await
+}
+
+async fn fork(state: AppState, id: JobId, request: ForkRequest) -> Result<Answer, Problem> {
+    let ForkRequest { from_step, overrides } = request;
+    let mut overrides = overrides.unwrap_or_else(|| json!({}));
+    if !overrides.is_object() {
+        let error = FieldError::new("/overrides", "invalid_type", "must be an object: a partial job");
+        return Err(invalid(Code::InvalidBody, vec![error]));
+    }
+    let row = state.store.job_get(id).await?;
+    let mut parent = row.plan()?;
+    parent.name = row.name;
+    parent.metadata = row.metadata;
+    let checkpoints = state.store.checkpoint_list(id).await?;
+    let Some(checkpoint) = checkpoints.iter().find(|checkpoint| checkpoint.step == from_step) else {
+        return Err(no_checkpoint(from_step, &checkpoints));
+    };
+    let asked_reference = take_reference(&mut overrides)?;
+
+    let document = forked_document(&parent, &overrides);
+    let (mut spec, mut errors) = JobSpec::read(document);
+    copy_secrets(&mut spec, &parent, state.store.job_secrets(id).await?);
+    let prepared = prepare(&state, &mut spec, None).await?;
+    let Prepared { mut context, errors: found, train, eval } = prepared;
+    errors.extend(found);
+    let resolved =
+        resolve(&spec, &context).map(|resolution| Plan { warm_start: parent.warm_start.clone(), ..resolution.plan });
+    let stands_against = match &resolved {
+        Ok(plan) if asked_reference.is_none() => continues(plan, &parent, from_step).err(),
+        Ok(_) | Err(_) => Some("warm_start".to_owned()),
+    };
+    let resolved = match (resolved, &stands_against) {
+        (Ok(plan), Some(_)) => {
+            let reference = asked_reference.or_else(|| parent.warm_start.is_none().then_some(Reference::Base));
+            match reference {
+                Some(reference) => {
+                    spec.warm_start = Some(WarmStartPlan { checkpoint: checkpoint.id, reference });
+                    context.warm_start = Some(warm_start::facts(&parent));
+                    resolve(&spec, &context).map(|resolution| resolution.plan)
+                }
+                None => {
+                    errors.push(ambiguous_reference(&stands_against));
+                    Ok(plan)
+                }
+            }
+        }
+        (resolved, _) => resolved,
+    };
+    let mut plan = match resolved {
+        Ok(plan) => plan,
+        Err(more) => {
+            errors.extend(more);
+            return Err(refused(errors));
+        }
+    };
+    let continues = stands_against.is_none();
+    if continues && plan.training.max_steps <= from_step {
+        let detail = format!(
+            "the new job goes on after step {from_step} and would end at step {}: give more than {from_step}",
+            plan.training.max_steps
+        );
+        errors.push(FieldError::new("/training/max_steps", "out_of_range", detail));
+    }
+    if !errors.is_empty() {
+        return Err(refused(errors));
+    }
+    if let Some(row) = keep(&state, train).await? {
+        spec.redacted["dataset"] = json!({"id": row.id});
+        plan.dataset = plan_of(&row);
+    }
+    if let (Some(row), Some(eval)) = (keep(&state, eval).await?, &mut plan.eval) {
+        spec.redacted["eval"]["dataset"] = json!({"id": row.id});
+        eval.dataset = plan_of(&row);
+    }
+    create(&state, id, checkpoint, continues, spec, plan).await
+}
+
+/// Keeps the files first, then makes the row: what is left of a failure is removed, at the latest at the next start.
+async fn create(
+    state: &AppState,
+    parent: JobId,
+    checkpoint: &CheckpointRow,
+    continues: bool,
+    spec: JobSpec,
+    plan: Plan,
+) -> Result<Answer, Problem> {
+    let id = JobId::new();
+    let kept = async {
+        if continues {
+            warm_start::keep_of_parent(state, parent, id).await?;
+            let (from, files) = ((parent, checkpoint.step, checkpoint.attempt), checkpoint.files.clone());
+            warm_start::blocking(state, move |data| data.checkpoint_adopt(from, id, &files)).await
+        } else {
+            warm_start::keep(state, id, &plan).await
+        }
+    };
+    let created = match kept.await {
+        Ok(()) => {
+            let new = NewJob {
+                id,
+                spec: &spec.redacted,
+                plan: &plan,
+                secrets: &spec.secrets,
+                parent: Some(parent),
+                priority: spec.priority,
+            };
+            let fork = Fork { checkpoint, continues };
+            state.store.job_fork(new, fork, clock_ms()).await.map_err(Problem::from)
+        }
+        Err(problem) => Err(problem),
+    };
+    let row = match created {
+        Ok(row) => row,
+        Err(problem) => {
+            warm_start::forget(state, id).await;
+            return Err(problem);
+        }
+    };
+    Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(state, row).await?)
+}
+
+/// `overrides.warm_start` may only say what the reference is: the checkpoint is the fork's.
+fn take_reference(overrides: &mut Value) -> Result<Option<Reference>, Problem> {
+    let Some(asked) = overrides.as_object_mut().and_then(|overrides| overrides.shift_remove("warm_start")) else {
+        return Ok(None);
+    };
+    let reference = match asked.as_object() {
+        Some(object) if object.keys().all(|key| key == "reference") => object.get("reference").cloned(),
+        Some(_) | None => None,
+    };
+    match reference.and_then(|reference| serde_json::from_value(reference).ok()) {
+        Some(reference) => Ok(Some(reference)),
+        None => {
+            let detail = "must be {\"reference\": \"base\"} or {\"reference\": \"initial\"}: the checkpoint is the one of from_step";
+            let error = FieldError::new("/overrides/warm_start", "invalid_value", detail);
+            Err(invalid(Code::InvalidSpec, vec![error]))
+        }
+    }
+}
+
+fn ambiguous_reference(differ: &Option<String>) -> FieldError {
+    let detail = format!(
+        "the new job differs from the old one in {}, so it starts warm from the checkpoint; the old one has a warm start of its own, so say what the KL penalty is measured against now: {{\"reference\": \"base\"}} or {{\"reference\": \"initial\"}} (this checkpoint)",
+        differ.as_deref().unwrap_or("its start")
+    );
+    FieldError::new("/warm_start", "required", detail)
+}
+
+/// Secrets and headers of rewards that are the same as before; a reward that now points elsewhere gets none.
+fn copy_secrets(
+    spec: &mut JobSpec,
+    parent: &Plan,
+    secrets: std::collections::BTreeMap<String, crate::spec::RewardSecrets>,
+) {
+    for (name, secret) in secrets {
+        let url = |rewards: &[crate::spec::RewardPlan]| {
+            rewards.iter().find(|reward| reward.name == name).and_then(|reward| match &reward.kind {
+                RewardKind::Webhook(webhook) => Some(webhook.url.clone()),
+                _ => None,
+            })
+        };
+        if url(&spec.rewards).is_some() && url(&spec.rewards) == url(&parent.rewards) {
+            spec.secrets.entry(name).or_insert(secret);
+        }
+    }
+}
+
+fn refused(errors: Vec<FieldError>) -> Problem {
+    let at_overrides = |error: FieldError| FieldError { pointer: format!("/overrides{}", error.pointer), ..error };
+    invalid(Code::InvalidSpec, errors.into_iter().map(at_overrides).collect())
+}
+
+/// Names the nearest steps that have one.
+fn no_checkpoint(from_step: u64, checkpoints: &[CheckpointRow]) -> Problem {
+    let below = checkpoints.iter().map(|checkpoint| checkpoint.step).filter(|step| *step < from_step).max();
+    let above = checkpoints.iter().map(|checkpoint| checkpoint.step).filter(|step| *step > from_step).min();
+    let nearest = match (below, above) {
+        (Some(below), Some(above)) => format!("the nearest are {below} and {above}"),
+        (Some(step), None) | (None, Some(step)) => format!("the nearest is {step}"),
+        (None, None) => "it has published none yet; POST /jobs/{id}/retry begins anew".to_owned(),
+    };
+    let detail = format!("the job has no checkpoint of step {from_step}: {nearest}");
+    Problem::new(Code::NoCheckpoint, detail.clone()).item("/from_step", "no_checkpoint", detail)
+}

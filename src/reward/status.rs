@@ -1,0 +1,118 @@
+//! What the rewards of a job tell while they are being asked: that they wait for a service, and what the service did.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tokio::sync::{mpsc, watch};
+
+use crate::event::Event;
+
+/// Between two notices of one reward: a service that fails every other time does not fill the job's history.
+const NOTICE_EVERY: Duration = Duration::from_secs(60);
+
+/// Shared by all rewards of a job.
+#[derive(Debug)]
+pub(super) struct Status {
+    waiting: watch::Sender<usize>,
+    notices: mpsc::UnboundedSender<Event>,
+}
+
+impl Status {
+    pub(super) fn new() -> (Self, mpsc::UnboundedReceiver<Event>) {
+        let (notices, receiver) = mpsc::unbounded_channel();
+        (Self { waiting: watch::Sender::new(0), notices }, receiver)
+    }
+
+    /// Requests that wait for a service that fails or takes its time.
+    pub(super) fn waiting(&self) -> watch::Receiver<usize> {
+        self.waiting.subscribe()
+    }
+}
+
+/// Counts a waiting request for as long as it lives.
+pub(super) struct Waiting<'a>(&'a Status);
+
+impl<'a> Waiting<'a> {
+    pub(super) fn new(status: &'a Status) -> Self {
+        status.waiting.send_modify(|count| *count += 1);
+        Self(status)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.send_modify(|count| *count = count.saturating_sub(1));
+    }
+}
+
+/// Tells of one reward's outages, once each.
+#[derive(Debug, Default)]
+pub(super) struct Outage(Mutex<Told>);
+
+#[derive(Debug, Default)]
+struct Told {
+    /// The outage under way was told of.
+    of_this: bool,
+    /// The last notice.
+    at: Option<Instant>,
+}
+
+impl Outage {
+    /// A try failed. Says so if it is the first one since the service answered last.
+    pub(super) fn failed(&self, status: &Status, reward: &str, why: &str, max_outage_s: u64) {
+        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::replace(&mut told.of_this, true) || told.at.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
+            return;
+        }
+        told.at = Some(Instant::now());
+        let message = format!(
+            "reward '{reward}': {why}; the same request is tried again for up to {max_outage_s} s, then the job pauses"
+        );
+        let data = json!({ "reward": reward, "cause": why, "max_outage_s": max_outage_s });
+        // Nobody listens in a test of a single reward.
+        let _ = status.notices.send(Event::Warning { code: "reward_unanswered".to_owned(), message, data });
+    }
+
+    /// The service answered.
+    pub(super) fn over(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).of_this = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_outage_is_told_once_and_a_flickering_service_once_a_minute() {
+        let (status, mut notices) = Status::new();
+        let outage = Outage::default();
+        for _ in 0..3 {
+            outage.failed(&status, "r", "cannot connect", 600);
+        }
+        let Ok(Event::Warning { code, message, .. }) = notices.try_recv() else { panic!("a warning") };
+        assert_eq!(code, "reward_unanswered");
+        assert!(
+            message.contains("'r'") && message.contains("cannot connect") && message.contains("600 s"),
+            "{message}"
+        );
+        outage.over();
+        outage.failed(&status, "r", "cannot connect", 600);
+        assert!(notices.try_recv().is_err(), "within the minute");
+        outage.over();
+        outage.0.lock().unwrap().at = Instant::now().checked_sub(NOTICE_EVERY);
+        outage.failed(&status, "r", "cannot connect", 600);
+        assert!(notices.try_recv().is_ok(), "a minute later");
+    }
+
+    #[test]
+    fn waiting_ends_with_the_request() {
+        let (status, _notices) = Status::new();
+        let waiting = status.waiting();
+        let (one, two) = (Waiting::new(&status), Waiting::new(&status));
+        assert_eq!(*waiting.borrow(), 2);
+        drop((one, two));
+        assert_eq!(*waiting.borrow(), 0);
+    }
+}

@@ -1,0 +1,68 @@
+//! A job made from a checkpoint of another one: row, first checkpoint and events in one transaction.
+
+use serde_json::json;
+
+use super::events::event_insert;
+use super::jobs::{JobRow, NewJob, job_row};
+use super::{CheckpointRow, Doing, Store, StoreError, int, to_json};
+use crate::id::{CheckpointId, JobId};
+
+/// Where a new job branches off.
+#[derive(Debug, Clone, Copy)]
+pub struct Fork<'a> {
+    /// Of the parent.
+    pub checkpoint: &'a CheckpointRow,
+    /// It goes on with the checkpoint's full state (whose files lie in the new job's directory, attempt 0); else it only
+    /// begins with its weights.
+    pub continues: bool,
+}
+
+impl Store {
+    /// Queues a job that branches off another. `NotFound` (dataset) when one of its datasets is gone.
+    pub async fn job_fork(&self, new: NewJob<'_>, fork: Fork<'_>, now: i64) -> Result<JobRow, StoreError> {
+        let doing = "fork a job";
+        let Fork { checkpoint, continues } = fork;
+        let (id, parent) = (new.id, new.parent);
+        let mut tx = self.begin(doing).await?;
+        self.job_insert(&mut tx, new, now).await?;
+        if continues {
+            sqlx::query(
+                "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, created_at) VALUES (?, ?, ?, 0, ?, ?, ?)",
+            )
+            .bind(CheckpointId::new().to_string())
+            .bind(id.to_string())
+            .bind(int(checkpoint.step))
+            .bind(to_json("files", &checkpoint.files)?)
+            .bind(to_json("metrics", &checkpoint.metrics)?)
+            .bind(now)
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+            sqlx::query("UPDATE jobs SET step = ? WHERE id = ?")
+                .bind(int(checkpoint.step))
+                .bind(id.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+        }
+        let data = json!({
+            "parent": parent, "from_step": checkpoint.step, "checkpoint": checkpoint.id, "continues": continues,
+        });
+        event_insert(&mut tx, id, "job.forked", now, data).await?;
+        let row = job_row(&mut tx, id).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_queue();
+        Ok(row)
+    }
+
+    /// Jobs that begin with a checkpoint of another one: whose initial files the sweep must keep.
+    pub async fn warm_start_jobs(&self) -> Result<Vec<JobId>, StoreError> {
+        sqlx::query("SELECT id FROM jobs WHERE json_extract(plan, '$.warm_start') IS NOT NULL")
+            .fetch_all(&self.readers)
+            .await
+            .doing("list jobs with a warm start")?
+            .iter()
+            .map(|row| super::id_column(row, "id"))
+            .collect()
+    }
+}

@@ -1,0 +1,190 @@
+//! The journal: what a run did since its last published checkpoint. Rows are written before what they tell of is acted on
+//! (every commit is `synchronous = FULL`), by the owner of the job alone, and go when a newer checkpoint covers them.
+
+use futures::TryStreamExt;
+use sqlx::Row;
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+
+use super::claims::owned_row;
+use super::{Doing, Store, StoreError, column, int, json_column, to_json, word};
+use crate::event::SamplePhase;
+use crate::id::JobId;
+use crate::protocol::{JournalEntry, JournalPage};
+use crate::sample::RolloutId;
+
+/// About the most bytes of a page; a single entry may be larger.
+const PAGE_BYTES: usize = 4 << 20;
+
+impl Store {
+    /// Appends in one transaction; what is there already, under the same id, is left as it is: a call may be repeated.
+    /// `LeaseLost` when the attempt does not own the job, `Exists` when a request is there under another id.
+    pub async fn journal_append(
+        &self,
+        job: JobId,
+        attempt: u64,
+        entries: &[JournalEntry],
+        now: i64,
+    ) -> Result<(), StoreError> {
+        let doing = "append to the journal";
+        let mut tx = self.begin(doing).await?;
+        owned_row(&mut tx, job, attempt).await?;
+        for entry in entries {
+            append(&mut tx, job, attempt, entry, now).await?;
+        }
+        tx.commit().await.doing(doing)
+    }
+
+    /// What stands in the journal after `after` (0 = from the start), in the order it came. `LeaseLost` when the attempt does
+    /// not own the job.
+    pub async fn journal_page(&self, job: JobId, attempt: u64, after: i64) -> Result<JournalPage, StoreError> {
+        let doing = "read the journal";
+        let mut reader = self.readers.acquire().await.doing(doing)?;
+        owned_row(&mut reader, job, attempt).await?;
+        let mut page = JournalPage { entries: Vec::new(), next: None };
+        let mut bytes = 0;
+        let mut last = after;
+        let mut rows = sqlx::query("SELECT * FROM journal WHERE job_id = ? AND id > ? ORDER BY id")
+            .bind(job.to_string())
+            .bind(after)
+            .fetch(&mut *reader);
+        while let Some(row) = rows.try_next().await.doing(doing)? {
+            if bytes >= PAGE_BYTES {
+                page.next = Some(last);
+                break;
+            }
+            last = column(&row, "id")?;
+            for part in ["body", "answer"] {
+                bytes += column::<Option<&str>>(&row, part)?.map_or(0, str::len);
+            }
+            page.entries.push(read(&row)?);
+        }
+        Ok(page)
+    }
+}
+
+async fn append(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    attempt: u64,
+    entry: &JournalEntry,
+    now: i64,
+) -> Result<(), StoreError> {
+    let doing = "append to the journal";
+    let insert = "INSERT INTO journal (job_id, key, phase, step, rollout, attempt, time, reward, request_id, body) \
+                  VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (job_id, key) DO NOTHING";
+    let put = |rollout: &RolloutId| -> Result<_, StoreError> {
+        Ok((word(&rollout.phase)?, int(rollout.step), to_json("rollout", rollout)?))
+    };
+    match entry {
+        JournalEntry::Rollout { rollout, groups } => {
+            let (phase, step, named) = put(rollout)?;
+            sqlx::query(insert)
+                .bind(job.to_string())
+                .bind(&named)
+                .bind(phase)
+                .bind(step)
+                .bind(&named)
+                .bind(int(attempt))
+                .bind(now)
+                .bind(None::<&str>)
+                .bind(None::<&str>)
+                .bind(to_json("groups", groups)?)
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+        }
+        JournalEntry::Request { rollout, reward, key, id, body } => {
+            let (phase, step, named) = put(rollout)?;
+            let done = sqlx::query(insert)
+                .bind(job.to_string())
+                .bind(key)
+                .bind(phase)
+                .bind(step)
+                .bind(named)
+                .bind(int(attempt))
+                .bind(now)
+                .bind(reward)
+                .bind(id)
+                .bind(body)
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            if done.rows_affected() == 0 && request_id(tx, job, key).await?.as_ref() != Some(id) {
+                return Err(StoreError::Exists { kind: "reward request", id: id.clone() });
+            }
+        }
+        JournalEntry::Answer { key, id, answer, .. } => {
+            // The first answer stays: it was acted on.
+            let done = sqlx::query(
+                "UPDATE journal SET answer = COALESCE(answer, ?), body = NULL \
+                 WHERE job_id = ? AND key = ? AND request_id = ?",
+            )
+            .bind(to_json("answer", answer)?)
+            .bind(job.to_string())
+            .bind(key)
+            .bind(id)
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+            if done.rows_affected() == 0 {
+                return Err(StoreError::NotFound { kind: "reward request", id: id.clone() });
+            }
+        }
+        JournalEntry::Forget { rollout, reward } => {
+            sqlx::query("DELETE FROM journal WHERE job_id = ? AND rollout = ? AND reward = ?")
+                .bind(job.to_string())
+                .bind(to_json("rollout", rollout)?)
+                .bind(reward)
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+        }
+    }
+    Ok(())
+}
+
+async fn request_id(tx: &mut SqliteConnection, job: JobId, key: &str) -> Result<Option<String>, StoreError> {
+    sqlx::query_scalar("SELECT request_id FROM journal WHERE job_id = ? AND key = ?")
+        .bind(job.to_string())
+        .bind(key)
+        .fetch_optional(tx)
+        .await
+        .doing("append to the journal")
+        .map(Option::flatten)
+}
+
+/// A checkpoint of `step` is published: what it covers goes. An evaluation that follows the step may still be under way.
+pub(super) async fn journal_trim(tx: &mut SqliteConnection, job: JobId, step: u64) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM journal WHERE job_id = ?1 AND (step < ?2 OR (step = ?2 AND phase = ?3))")
+        .bind(job.to_string())
+        .bind(int(step))
+        .bind(word(&SamplePhase::Train)?)
+        .execute(tx)
+        .await
+        .doing("trim the journal")?;
+    Ok(())
+}
+
+/// The job is over: nobody goes on from here.
+pub(super) async fn journal_clear(tx: &mut SqliteConnection, job: JobId) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM journal WHERE job_id = ?")
+        .bind(job.to_string())
+        .execute(tx)
+        .await
+        .doing("clear the journal")?;
+    Ok(())
+}
+
+fn read(row: &SqliteRow) -> Result<JournalEntry, StoreError> {
+    let rollout: RolloutId = json_column(row, "rollout")?;
+    let Some(reward) = column::<Option<String>>(row, "reward")? else {
+        return Ok(JournalEntry::Rollout { rollout, groups: json_column(row, "body")? });
+    };
+    let (key, id) = (column(row, "key")?, column(row, "request_id")?);
+    let answered = row.try_get::<Option<&str>, _>("answer").is_ok_and(|answer| answer.is_some());
+    Ok(if answered {
+        JournalEntry::Answer { rollout, key, id, answer: json_column(row, "answer")? }
+    } else {
+        JournalEntry::Request { rollout, reward, key, id, body: column(row, "body")? }
+    })
+}

@@ -1,0 +1,343 @@
+//! The journal: fenced, durable, found again by the next attempt, and gone when a checkpoint covers it.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use rlood::event::{FinishReason, Metrics};
+use rlood::id::JobId;
+use rlood::job::State;
+use rlood::outgoing::OutgoingPolicy;
+use rlood::protocol::{JournalEntry, Outcome, RewardAnswer};
+use rlood::reward::journal::{Journal, Journalled, Unrecorded};
+use rlood::reward::{JobContext, RewardFailure, Rewards};
+use rlood::sample::{Generated, RewardValue, RolloutId, SampledGroup};
+use rlood::store::StoreError;
+use serde_json::{Value, json};
+
+use crate::rewards::{Service, ok, plan, samples, text, truth};
+use crate::setting::{LEASE, Setting, T0};
+
+fn rollout(rollout: RolloutId) -> JournalEntry {
+    let completions = vec![Generated { ids: vec![5, 6, 7], finish_reason: FinishReason::Stop }];
+    JournalEntry::Rollout { rollout, groups: vec![SampledGroup { row: 2, completions }] }
+}
+
+fn request(rollout: RolloutId, key: &str, id: &str) -> JournalEntry {
+    let body = format!("{{\"id\":\"{id}\"}}");
+    JournalEntry::Request { rollout, reward: "r".into(), key: key.into(), id: id.into(), body }
+}
+
+fn answer(rollout: RolloutId, key: &str, id: &str) -> JournalEntry {
+    let answer = RewardAnswer::Body { body: "[1, 2]".into() };
+    JournalEntry::Answer { rollout, key: key.into(), id: id.into(), answer }
+}
+
+#[tokio::test]
+async fn the_next_attempt_finds_what_the_last_one_wrote_and_a_late_one_writes_nothing() {
+    let setting = Setting::new().await;
+    let store = &setting.store;
+    let job = setting.job().await;
+    let claimed = setting.claim(setting.worker().await, T0).await.unwrap();
+    let (train, eval) = (RolloutId::train(1), RolloutId::eval(0));
+    let entries = [rollout(eval), rollout(train), request(train, "k1", "rwr_1"), request(train, "k2", "rwr_2")];
+    store.journal_append(job, 1, &entries, T0).await.unwrap();
+    // A call whose answer was lost is made again.
+    store.journal_append(job, 1, &entries, T0).await.unwrap();
+    store.journal_append(job, 1, &[answer(train, "k1", "rwr_1")], T0).await.unwrap();
+    store.journal_append(job, 1, &[answer(train, "k1", "rwr_1")], T0).await.unwrap();
+    let other_id = store.journal_append(job, 1, &[request(train, "k1", "rwr_9")], T0).await;
+    assert!(matches!(other_id, Err(StoreError::Exists { .. })), "{other_id:?}");
+    let unknown = store.journal_append(job, 1, &[answer(train, "k3", "rwr_3")], T0).await;
+    assert!(matches!(unknown, Err(StoreError::NotFound { .. })), "{unknown:?}");
+
+    store.leases_reap(T0 + LEASE + 1).await.unwrap();
+    let late = store.journal_append(job, claimed.attempt, &[answer(train, "k2", "rwr_2")], T0).await;
+    assert!(matches!(late, Err(StoreError::LeaseLost)), "{late:?}");
+    setting.claim(setting.worker().await, T0).await.unwrap();
+    assert!(matches!(store.journal_page(job, 1, 0).await, Err(StoreError::LeaseLost)));
+    let page = store.journal_page(job, 2, 0).await.unwrap();
+    assert_eq!(page.next, None);
+    // An answered request is never sent again: only its answer is kept.
+    let expected =
+        [rollout(eval), rollout(train), answer(train, "k1", "rwr_1"), request(train, "k2", "rwr_2")].to_vec();
+    assert_eq!(page.entries, expected);
+}
+
+#[tokio::test]
+async fn a_checkpoint_takes_what_it_covers_and_the_end_of_the_job_the_rest() {
+    let setting = Setting::new().await;
+    let store = &setting.store;
+    let job = setting.job().await;
+    let claimed = setting.claim(setting.worker().await, T0).await.unwrap();
+    let kept = async || {
+        let entries = store.journal_page(job, 1, 0).await.unwrap().entries;
+        let name = |entry: JournalEntry| match entry {
+            JournalEntry::Rollout { rollout, .. } => (rollout.phase, rollout.step),
+            JournalEntry::Request { .. } | JournalEntry::Answer { .. } | JournalEntry::Forget { .. } => {
+                panic!("{entry:?}")
+            }
+        };
+        entries.into_iter().map(name).collect::<Vec<_>>()
+    };
+    let ids = [RolloutId::eval(1), RolloutId::train(1), RolloutId::train(2), RolloutId::eval(2), RolloutId::train(3)];
+    store.journal_append(job, 1, &ids.map(rollout), T0).await.unwrap();
+    setting.publish(&claimed, 2, &Metrics::new()).await.unwrap();
+    // The evaluation of step 2 may be under way still: a pause saves before it is done.
+    assert_eq!(kept().await, [RolloutId::eval(2), RolloutId::train(3)].map(|id| (id.phase, id.step)));
+    let forget = JournalEntry::Forget { rollout: RolloutId::train(3), reward: "r".into() };
+    store.journal_append(job, 1, &[request(RolloutId::train(3), "k", "rwr_1"), forget], T0).await.unwrap();
+    assert_eq!(kept().await.len(), 2, "what is forgotten is the requests, not the completions");
+    store.job_finish(job, 1, Outcome::Paused { reason: Some("reward_outage".into()) }, T0).await.unwrap();
+    store.job_resume(job, T0).await.unwrap();
+    setting.claim(setting.worker().await, T0).await.unwrap();
+    assert_eq!(store.journal_page(job, 2, 0).await.unwrap().entries.len(), 2, "a pause keeps it");
+    store.job_finish(job, 2, Outcome::Succeeded, T0).await.unwrap();
+    assert_eq!(setting.state(job).await, State::Succeeded);
+    assert_eq!(setting.sql("DELETE FROM journal").await.unwrap(), 0, "nothing is left");
+}
+
+#[tokio::test]
+async fn a_long_journal_comes_in_pages() {
+    let setting = Setting::new().await;
+    let job = setting.job().await;
+    setting.claim(setting.worker().await, T0).await.unwrap();
+    let big = |n: u64| {
+        let id = RolloutId::train(n);
+        let body = "x".repeat(3 << 20);
+        JournalEntry::Request { rollout: id, reward: "r".into(), key: format!("k{n}"), id: format!("rwr_{n}"), body }
+    };
+    let entries: Vec<JournalEntry> = (1..=5).map(big).collect();
+    setting.store.journal_append(job, 1, &entries, T0).await.unwrap();
+    let (mut found, mut after, mut pages) = (Vec::new(), Some(0), 0);
+    while let Some(from) = after {
+        let page = setting.store.journal_page(job, 1, from).await.unwrap();
+        found.extend(page.entries);
+        after = page.next;
+        pages += 1;
+    }
+    assert!(found == entries && pages == 3, "{pages} pages");
+}
+
+#[tokio::test]
+async fn a_worker_that_lost_its_lease_is_shown_as_lost_until_it_is_heard_of() {
+    let setting = Setting::new().await;
+    setting.job().await;
+    let worker = setting.worker().await;
+    setting.claim(worker, T0).await.unwrap();
+    let lost = async || setting.store.worker_list().await.unwrap()[0].lost;
+    assert!(!lost().await);
+    setting.store.leases_reap(T0 + LEASE + 1).await.unwrap();
+    assert!(lost().await);
+    setting.store.worker_seen(worker, T0 + LEASE + 2).await.unwrap();
+    assert!(!lost().await);
+}
+
+/// A journal that outlives its process, and the moment at which that is lost: at the n-th entry (from 1), before or after
+/// it is durable.
+#[derive(Default)]
+struct Book {
+    entries: Arc<Mutex<Vec<JournalEntry>>>,
+    appended: AtomicUsize,
+    lost_at: Option<(usize, bool)>,
+}
+
+impl Book {
+    fn answered(&self) -> BTreeMap<String, RewardAnswer> {
+        let entries = self.entries.lock().unwrap();
+        let answers = entries.iter().filter_map(|entry| match entry {
+            JournalEntry::Answer { id, answer, .. } => Some((id.clone(), answer.clone())),
+            _ => None,
+        });
+        answers.collect()
+    }
+}
+
+impl Journal for Book {
+    fn find(&self, wanted: &str) -> Option<Journalled> {
+        let mut found = None;
+        for entry in self.entries.lock().unwrap().iter() {
+            match entry {
+                JournalEntry::Request { key, id, body, .. } if key == wanted => {
+                    found = Some(Journalled::Sent { id: id.clone(), body: body.clone() });
+                }
+                JournalEntry::Answer { key, id, answer, .. } if key == wanted => {
+                    found = Some(Journalled::Answered { id: id.clone(), answer: answer.clone() });
+                }
+                _ => {}
+            }
+        }
+        found
+    }
+
+    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>> {
+        let number = self.appended.fetch_add(1, Ordering::SeqCst) + 1;
+        let (at, durable) = self.lost_at.unwrap_or((usize::MAX, false));
+        if number < at || (number == at && durable) {
+            self.entries.lock().unwrap().push(entry);
+        }
+        let result = if number < at { Ok(()) } else { Err(Unrecorded) };
+        async move { result }.boxed()
+    }
+}
+
+/// Five groups of two; batches of four; what is larger than three samples is too large; sample 5 has no result at first,
+/// sample 7 an error that goes away; now and then the service is busy.
+fn awkward(request: &Value, tries: usize) -> axum::http::Response<axum::body::Body> {
+    let asked = request["samples"].as_array().unwrap();
+    if tries == 1 && asked[0]["sample_id"] == "s_8" {
+        return text(503, "busy");
+    }
+    if asked.len() > 3 {
+        return text(413, "");
+    }
+    let mut answer = truth(request);
+    let results = answer["results"].as_array_mut().unwrap();
+    if asked.len() > 1 {
+        results.retain(|result| result["sample_id"] != "s_5");
+        for result in results.iter_mut().filter(|result| result["sample_id"] == "s_7") {
+            *result =
+                json!({"sample_id": "s_7", "reward": null, "error": {"code": "judge_timeout", "retryable": true}});
+        }
+    }
+    ok(&answer)
+}
+
+/// Everything asked: id, samples, body.
+type Ledger = Vec<(String, Vec<String>, Vec<u8>)>;
+
+fn ledger(service: &Service) -> Ledger {
+    let row = |(headers, body): &(axum::http::HeaderMap, Vec<u8>)| {
+        let request: Value = serde_json::from_slice(body).unwrap();
+        let samples = request["samples"].as_array().unwrap().iter();
+        let samples = samples.map(|sample| sample["sample_id"].as_str().unwrap().to_owned()).collect();
+        assert_eq!(headers["webhook-id"], request["id"].as_str().unwrap());
+        assert_eq!(headers["idempotency-key"], request["id"].as_str().unwrap());
+        (request["id"].as_str().unwrap().to_owned(), samples, body.clone())
+    };
+    service.seen.lock().unwrap().iter().map(row).collect()
+}
+
+async fn start() -> Service {
+    let tries: Mutex<BTreeMap<String, usize>> = Mutex::default();
+    Service::start(move |_, request| {
+        let mut tries = tries.lock().unwrap();
+        let tries = tries.entry(request["id"].as_str().unwrap().to_owned()).or_default();
+        *tries += 1;
+        awkward(request, *tries)
+    })
+    .await
+}
+
+async fn score(service: &Service, book: Book, job: JobId) -> Result<Vec<RewardValue>, RewardFailure> {
+    let plans = [plan("r", &service.url(), json!({"max_batch_samples": 4, "max_concurrency": 2}))];
+    let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
+    let rewards = Rewards::journalled(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
+    let scored =
+        rewards.score(&JobContext { job, rollout: RolloutId::train(4), probe: false }, &samples(10, 2)).await?;
+    Ok(scored.scores.iter().map(|score| score.values[0]).collect())
+}
+
+/// No sample under two ids unless the service itself left it open, one body an id.
+fn check(what: &str, ledger: &Ledger) {
+    let (mut bodies, mut ids) = (BTreeMap::new(), BTreeMap::new());
+    for (id, samples, body) in ledger {
+        assert_eq!(bodies.entry(id).or_insert(body), &body, "{what}: {id} has two bodies");
+        assert_eq!(ids.entry(samples).or_insert(id), &id, "{what}: {samples:?} are asked under two ids");
+    }
+}
+
+#[tokio::test]
+async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
+    let truth: Vec<RewardValue> = (0..10).map(|index| RewardValue::Number(f64::from(index))).collect();
+    let whole = start().await;
+    let book = Book::default();
+    let entries = book.entries.clone();
+    assert_eq!(score(&whole, book, JobId::new()).await.unwrap(), truth);
+    let asked = ledger(&whole);
+    check("undisturbed", &asked);
+    // A request and an answer each: 3 batches, 4 halves, 2 samples asked again.
+    let appended = entries.lock().unwrap().len();
+    assert_eq!(appended, 18);
+
+    let losses = (1..=appended).flat_map(|at| [(at, false), (at, true)]);
+    let attempts = losses.map(|lost_at| {
+        let truth = truth.clone();
+        async move {
+            let what = format!("{lost_at:?}");
+            let service = start().await;
+            let job = JobId::new();
+            let first = Book { lost_at: Some(lost_at), ..Book::default() };
+            let entries = first.entries.clone();
+            let lost = score(&service, first, job).await;
+            assert!(matches!(lost, Err(RewardFailure::Unrecorded { .. })), "{what}: {lost:?}");
+            let second = Book { entries: entries.clone(), ..Book::default() };
+            let answered = second.answered();
+            let before = ledger(&service).len();
+            assert_eq!(score(&service, second, job).await.unwrap(), truth, "{what}");
+            let ledger = ledger(&service);
+            check(&what, &ledger);
+            for (id, ..) in &ledger[before..] {
+                assert!(!answered.contains_key(id), "{what}: {id} was answered and is asked again");
+            }
+            // And once more: nothing is asked at all.
+            let third = Book { entries, ..Book::default() };
+            assert_eq!(score(&service, third, job).await.unwrap(), truth, "{what}");
+            assert_eq!(self::ledger(&service).len(), ledger.len(), "{what}");
+        }
+    });
+    futures::future::join_all(attempts).await;
+}
+
+#[tokio::test]
+async fn a_process_lost_at_any_time_asks_nothing_twice_that_was_answered() {
+    let truth: Vec<RewardValue> = (0..10).map(|index| RewardValue::Number(f64::from(index))).collect();
+    let attempts = (0..40u64).map(|number| {
+        let truth = truth.clone();
+        async move {
+            let service = start().await;
+            let job = JobId::new();
+            let entries = Arc::default();
+            let book = |entries: &Arc<Mutex<Vec<JournalEntry>>>| Book { entries: entries.clone(), ..Book::default() };
+            for life in 1..4 {
+                let patience = Duration::from_millis(number * 7 * life);
+                let _ = tokio::time::timeout(patience, score(&service, book(&entries), job)).await;
+            }
+            let last = book(&entries);
+            let (answered, before) = (last.answered(), ledger(&service).len());
+            assert_eq!(score(&service, last, job).await.unwrap(), truth);
+            let ledger = ledger(&service);
+            check(&format!("number {number}"), &ledger);
+            assert!(ledger[before..].iter().all(|(id, ..)| !answered.contains_key(id)), "number {number}");
+        }
+    });
+    futures::future::join_all(attempts).await;
+}
+
+#[tokio::test]
+async fn answers_that_paused_the_job_are_asked_for_anew_when_the_service_is_mended() {
+    let mended = Arc::new(AtomicUsize::new(0));
+    let is_mended = mended.clone();
+    let service = Service::start(move |_, request| match is_mended.load(Ordering::SeqCst) {
+        0 => text(401, "wrong key"),
+        _ => ok(&truth(request)),
+    })
+    .await;
+    let (job, book) = (JobId::new(), Book::default());
+    let entries = book.entries.clone();
+    let failure = score(&service, book, job).await.unwrap_err();
+    assert_eq!(failure.pause_reason(), Some("reward_invalid"), "{failure}");
+    let rollout = RolloutId::train(4);
+    let mut written = entries.lock().unwrap();
+    let last = written.pop().unwrap();
+    assert_eq!(last, JournalEntry::Forget { rollout, reward: "r".into() });
+    // As the store does it.
+    written.clear();
+    drop(written);
+    mended.store(1, Ordering::SeqCst);
+    let values = score(&service, Book { entries, ..Book::default() }, job).await.unwrap();
+    assert!(values.iter().all(|value| value.number().is_some()), "{values:?}");
+}
