@@ -84,14 +84,11 @@ fn judge(case: &Case<'_>) -> Option<(TrainingPhase, Vec<Observation>)> {
     else {
         return Some((TrainingPhase::Exploration, evidence));
     };
-    // Two means of five rollouts differ by less than this, twice the standard error, by chance.
-    let groups = case.settings.prompts_per_rollout.max(1.0) * RECENT as f64;
-    let chance = 2.0 * stds.map_or(0.0, |stds| stds.mean()) * (2.0 / groups).sqrt();
-    let flat = (0.02 * (high - low)).max(chance);
+    let flat = case.chance().unwrap_or(0.0);
     let trend = recent.mean() - before.mean();
     let gain = recent.mean() - first.mean();
     evidence.push(recent.observe("change from the five before", trend, Some(flat)));
-    evidence.push(recent.observe("change from the first five", gain, Some(0.05 * (high - low))));
+    evidence.push(recent.observe("change from the first five", gain, Some(flat.max(0.05 * (high - low)))));
     let stable_kl = match (history.last("kl", RECENT), history.before("kl", RECENT, RECENT)) {
         (Some(kl), Some(kl_before)) => {
             let change = kl.mean() - kl_before.mean();
@@ -100,7 +97,7 @@ fn judge(case: &Case<'_>) -> Option<(TrainingPhase, Vec<Observation>)> {
         }
         _ => true, // No reference, no KL.
     };
-    let risen = gain > 0.05 * (high - low);
+    let risen = gain > flat.max(0.05 * (high - low));
     let phase = match () {
         () if trend > flat => TrainingPhase::Exploitation,
         () if risen && trend.abs() <= flat && stable_kl => TrainingPhase::Convergence,

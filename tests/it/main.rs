@@ -6,6 +6,7 @@ mod algorithm;
 mod artifacts;
 mod datasets;
 mod demo;
+mod doctor;
 mod exact;
 mod fork;
 mod golden;
