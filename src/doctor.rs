@@ -18,7 +18,7 @@
 //! |---|---|---|---|---|
 //! | `high_variance` | 20 | 3 gradient norms > 5 × the median and > max_grad_norm, one of them in the last 5; or (10) the mean reward jumps by > 3 × what sampling explains, reward_std/√prompts | no such norm; jumps < 2 × | standard error of a mean of independent groups |
 //! | `kl_explosion` | 3 | `kl` > 1 nat a token and > 3 × the ten before, or > 3 nats | < 0.5 | recorded runs |
-//! | `reward_collapse` | 5 | > 60 % of the groups tied before KL, position < 0.9, not rising | ≤ 50 %, or position ≥ 0.9 | rloo.md (60 %) |
+//! | `reward_collapse` | 5 | > 60 % of the groups tied before KL, and more than halfway from what independent draws of 0 or 1 tie (pᴳ + (1−p)ᴳ) to all, position < 0.9, not rising | 10 points below, or position ≥ 0.9 | rloo.md (60 %) |
 //! | `length_explosion` | 5 | ≥ 50 % of the completions cut, 25 points more than in the first five, ≥ 1.25 × as long | < 35 % cut | recorded runs |
 //! | `empty_output` | 5 | ≤ 1.2 tokens a completion (its end included), fewer than half cut | > 1.5 tokens | an empty completion is one token |
 //! | `reward_hacking` | 5 | the reward rose and an evaluation or a reward of weight 0 fell by > 0.05 of its range, beyond twice its standard error; the gap between them grew by > 0.10 | grew by < 0.05 | rloo.md (0.10) |

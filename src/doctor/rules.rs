@@ -158,11 +158,16 @@ fn reward_collapse(case: &Case<'_>) -> Option<Verdict> {
     let tied = case.history.last("frac_reward_zero_std_pre_kl", RECENT)?;
     let rewards = case.history.last("reward", RECENT)?;
     let share = tied.mean();
-    if share <= 0.5 || case.near_the_top() {
+    // Completions of two or three a group tie by chance: two independent draws of 0 or 1 do every other time.
+    let position = case.position(rewards.mean()).unwrap_or(0.5).clamp(0.0, 1.0);
+    let group = f64::from(case.settings.num_generations);
+    let by_chance = position.powf(group) + (1.0 - position).powf(group);
+    let limit = f64::max(0.6, (1.0 + by_chance) / 2.0);
+    if share <= limit - 0.1 || case.near_the_top() {
         return Some(Verdict::Clear);
     }
     // A model that never earned anything has its own rule.
-    if share <= 0.6 || case.is_rising() || case.never_left_the_floor() {
+    if share <= limit || case.is_rising() || case.never_left_the_floor() {
         return Some(Verdict::Hold);
     }
     let message = format!(
@@ -170,10 +175,10 @@ fn reward_collapse(case: &Case<'_>) -> Option<Verdict> {
         100.0 * share,
         rewards.mean()
     );
-    let evidence = vec![tied.observe_mean(Some(0.6)), rewards.observe_mean(None)];
+    let evidence = vec![tied.observe_mean(Some(limit)), rewards.observe_mean(None)];
     let fix = format!(
-        "raise sampling.temperature (now {}), use more diverse or differently hard prompts, and check that the reward tells completions of one prompt apart (POST /rewards/test)",
-        case.settings.temperature
+        "raise sampling.temperature (now {}) or rloo.num_generations (now {}), use more diverse or differently hard prompts, and check that the reward tells completions of one prompt apart (POST /rewards/test)",
+        case.settings.temperature, case.settings.num_generations
     );
     raise(message, evidence, fix)
 }

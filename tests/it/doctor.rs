@@ -78,7 +78,10 @@ async fn alerts_and_phases_are_stored_told_and_rewound_with_their_steps() {
     let told = ["job.created", "job.started", "training_phase", "alert", "alert", "training_phase", "alert_cleared"];
     assert_eq!(setting.history(job).await, told);
     let event = &store.event_page(job, 3, 1).await.unwrap()[0];
-    assert_eq!((&event.data["rule"], &event.data["step"], &event.data["fix"]), (&"kl_explosion".into(), &3.into(), &"raise rloo.beta".into()));
+    assert_eq!(
+        (&event.data["rule"], &event.data["step"], &event.data["fix"]),
+        (&"kl_explosion".into(), &3.into(), &"raise rloo.beta".into())
+    );
     assert_eq!(event.data["evidence"][0]["limit"], 1.0);
 
     let listed = |only_active| async move {

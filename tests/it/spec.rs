@@ -652,7 +652,10 @@ fn a_metric_that_the_job_cannot_produce_is_refused_with_a_suggestion() {
     let plan = accepted(with("/eval", json!({"fraction": 0.1}))).plan;
     assert_eq!(plan.checkpoints.metric_for_best.as_deref(), Some("eval_reward"));
     assert_eq!(plan.checkpoints.greater_is_better, Some(true));
-    assert_eq!(accepted(with("/checkpoints/metric_for_best", json!("kl"))).plan.checkpoints.greater_is_better, Some(false));
+    assert_eq!(
+        accepted(with("/checkpoints/metric_for_best", json!("kl"))).plan.checkpoints.greater_is_better,
+        Some(false)
+    );
 
     let at = "/checkpoints/metric_for_best";
     refused(at, json!("rewrad"), "unknown_metric", &["did you mean 'reward'"]);
