@@ -23,6 +23,9 @@ pub const HEARTBEAT_MS: u64 = 5_000;
 /// Of a claim without heartbeat, ms: six heartbeats.
 pub const LEASE_MS: u64 = 30_000;
 
+/// What the samples of one job may take, bytes.
+pub const SAMPLES_MAX_BYTES: u64 = 1 << 30;
+
 /// RLOO training of language models as an HTTP service.
 #[derive(Debug, Parser)]
 #[command(name = "rlood", version, about, arg_required_else_help = true)]
@@ -69,6 +72,12 @@ pub enum Command {
     Demo(DemoArgs),
     /// Run one worker by hand, for a server on this or another machine.
     Worker(WorkerArgs),
+    /// Translate a run of another trainer into a job: printed to standard output, what is to be said of it to standard
+    /// error. Exit code 1 when something in it is refused or not supported.
+    Convert(ConvertArgs),
+    /// Set up by the server: look at the job on standard input, write a report to standard output.
+    #[command(hide = true)]
+    Probe(ProbeArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi,
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
@@ -122,9 +131,21 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_ISA", default_value = "auto", value_enum)]
     pub isa: Isa,
 
+    /// Bytes that the stored samples of one job may take; beyond them the oldest steps' samples are removed, of training
+    /// first, never the newest (the job's history and `removed` in /jobs/{id}/samples tell). Metrics stay. 0 = no limit.
+    /// Default: 1 GiB, about a million samples of 1,000 characters.
+    #[arg(long, env = "RLOOD_SAMPLES_MAX_BYTES", default_value_t = SAMPLES_MAX_BYTES, value_name = "BYTES")]
+    pub samples_max_bytes: u64,
+
     /// Compute threads of all workers together, split evenly between the cpu devices. Default: the machine's cores.
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
+
+    /// Memory that all cpu workers together may use: bytes, or with a unit (512M, 12G; powers of 1024); 0 = no limit. A job
+    /// whose estimate is larger than a worker's even share is refused at submission. Default: the control group's limit,
+    /// else the machine's memory.
+    #[arg(long, env = "RLOOD_MEMORY_LIMIT", value_name = "SIZE")]
+    pub memory_limit: Option<String>,
 }
 
 /// Instruction sets of the CPU kernels.
@@ -144,6 +165,34 @@ impl Isa {
             Isa::Portable => "portable",
         }
     }
+}
+
+/// Flags of `rlood convert`.
+#[derive(Debug, Clone, Args)]
+pub struct ConvertArgs {
+    /// TRL's RLOOConfig as YAML, JSON or TOML; `-` reads standard input. It may be bare, or the `config` of
+    /// {config, peft_config, model, dataset, eval_dataset, rewards}.
+    #[arg(long, value_name = "FILE")]
+    pub trl: PathBuf,
+
+    /// PEFT's LoraConfig (`adapter_config.json`), when it is a file of its own.
+    #[arg(long, value_name = "FILE")]
+    pub peft: Option<PathBuf>,
+
+    /// The form of the printed job: json, yaml or toml.
+    #[arg(long, default_value = "json", value_enum)]
+    pub format: ConvertFormat,
+}
+
+/// The form of a printed job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ConvertFormat {
+    /// JSON.
+    Json,
+    /// YAML.
+    Yaml,
+    /// TOML.
+    Toml,
 }
 
 /// Flags of `rlood demo`.
@@ -202,6 +251,18 @@ pub struct WorkerArgs {
     /// Set by the server for its own workers: end when standard input ends.
     #[arg(long, hide = true)]
     pub child: bool,
+}
+
+/// Flags of `rlood probe`.
+#[derive(Debug, Clone, Args)]
+pub struct ProbeArgs {
+    /// The one device to measure on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// Compute threads. Default: the machine's cores.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
 }
 
 /// A device to train on.
@@ -283,8 +344,12 @@ pub struct ServeConfig {
     pub isa: Isa,
     /// Of all workers together.
     pub threads: u32,
+    /// Memory of all cpu workers together, bytes; None = unknown or not limited.
+    pub memory_limit_bytes: Option<u64>,
     /// The `rlood` binary that workers are started from; None = this process's own.
     pub worker_program: Option<PathBuf>,
+    /// What the samples of one job may take, bytes; 0 = no limit.
+    pub samples_max_bytes: u64,
     /// Between a worker's heartbeats, ms: the longest a cancel or pause waits to be seen.
     pub heartbeat_ms: u64,
     /// Of a claim without heartbeat, ms.
@@ -325,12 +390,20 @@ impl ServeConfig {
             model_roots: None,
             isa: Isa::Auto,
             threads: machine_threads(),
+            memory_limit_bytes: machine_memory_bytes(),
             worker_program: None,
+            samples_max_bytes: SAMPLES_MAX_BYTES,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,
             log: "warn".to_owned(),
             log_format: LogFormat::Text,
         })
+    }
+
+    /// Memory a job may use: an even share of the limit.
+    pub fn memory_per_worker(&self) -> Option<u64> {
+        let workers = self.devices.iter().filter(|device| **device == Device::Cpu).count() as u64;
+        self.memory_limit_bytes.map(|bytes| bytes / workers.max(1))
     }
 
     /// Compute threads of each cpu worker: an even share, at least 1.
@@ -370,7 +443,12 @@ impl ServeArgs {
             allow_outgoing,
             isa: self.isa,
             threads: self.threads.unwrap_or_else(machine_threads),
+            memory_limit_bytes: match self.memory_limit.as_deref().filter(|size| !size.is_empty()) {
+                Some(size) => parse_size(size)?,
+                None => machine_memory_bytes(),
+            },
             worker_program: None,
+            samples_max_bytes: self.samples_max_bytes,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,
             log: log.to_owned(),
@@ -382,6 +460,40 @@ impl ServeArgs {
 /// The machine's cores, at least 1.
 pub fn machine_threads() -> u32 {
     std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
+}
+
+/// Memory this process may use, bytes: the control group's limit (version 2 or 1), else all of the machine's. None where
+/// the system does not say (not Linux).
+pub fn machine_memory_bytes() -> Option<u64> {
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let group = number("/sys/fs/cgroup/memory.max").or_else(|| number("/sys/fs/cgroup/memory/memory.limit_in_bytes"));
+    let total = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?.trim().strip_suffix("kB")?.trim();
+        line.parse::<u64>().ok().map(|kibibytes| kibibytes * 1024)
+    });
+    match (group, total) {
+        (Some(group), Some(total)) => Some(group.min(total)),
+        (group, total) => group.or(total),
+    }
+}
+
+/// `512M`, `12G`, bytes; None = 0, no limit.
+fn parse_size(text: &str) -> Result<Option<u64>, ConfigError> {
+    let refused =
+        || ConfigError::new(format!("--memory-limit '{text}' is not a size: write bytes, 512M or 12G; 0 = no limit"));
+    let text = text.trim();
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let shift = match text[digits.len()..].trim().to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KIB" => 10,
+        "M" | "MIB" => 20,
+        "G" | "GIB" => 30,
+        "T" | "TIB" => 40,
+        _ => return Err(refused()),
+    };
+    let number: u64 = digits.parse().map_err(|_| refused())?;
+    let bytes = number.checked_mul(1 << shift).ok_or_else(refused)?;
+    Ok((bytes > 0).then_some(bytes))
 }
 
 /// 256 random bits in hexadecimal.

@@ -54,6 +54,7 @@ pub mod advantage;
 pub mod block;
 pub mod checkpoint;
 mod completions;
+pub mod delta;
 pub mod error;
 pub mod generate;
 pub mod host;
@@ -75,6 +76,7 @@ mod start;
 pub mod tensors;
 pub mod text;
 pub mod update;
+pub mod watch;
 
 use std::ops::Range;
 use std::time::Instant;
@@ -84,6 +86,7 @@ use serde_json::json;
 
 use self::block::Block;
 use self::checkpoint::{Snapshot, TrainerState};
+use self::delta::DeltaNorm;
 use self::error::{EngineError, Result};
 use self::host::{Host, HostError, SavedCheckpoint, StepTrace, Stop, TrainInput, TrainOutcome};
 use self::lora::ParameterInfo;
@@ -97,8 +100,9 @@ use self::rollout::{Batching, Cursor};
 use self::start::ReferenceModel;
 use self::text::Text;
 use self::update::{MicroBatching, StepGradient, score_rows, step_gradient};
+use crate::doctor;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
-use crate::spec::Plan;
+use crate::spec::{Plan, held_out_rows};
 
 /// Updates skipped in a row before the run is given up.
 const MAX_SKIPPED_IN_A_ROW: u32 = 3;
@@ -162,6 +166,14 @@ struct Run<'a> {
     block: Option<Block>,
     saved_step: u64,
     last_saved: bool,
+    /// An evaluation or an alert since the last checkpoint.
+    unsaved_verdict: bool,
+    /// Rows of the dataset that train, where some are held out.
+    trained_rows: Option<Vec<u64>>,
+    /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
+    evaluated_rows: Vec<u64>,
+    delta_norm: Option<DeltaNorm>,
+    doctor_settings: doctor::Settings,
     seconds: StepSeconds,
 }
 
@@ -183,11 +195,20 @@ impl<'a> Run<'a> {
         let eval_prompts = prompts::tokenize(&text, eval_rows, &plan.sampling, max_positions)?;
         poll(host)?;
 
-        let batching = Batching::of_plan(plan, prompts.len() as u64);
+        let fraction = plan.eval.as_ref().and_then(|eval| eval.fraction);
+        let (trained_rows, evaluated_rows) = match fraction {
+            None => (None, (0..eval_prompts.len() as u64).collect()),
+            Some(fraction) => {
+                let held_out = held_out_rows(prompts.len() as u64, fraction, plan.training.seed);
+                let trained = (0..prompts.len() as u64).filter(|row| held_out.binary_search(row).is_err());
+                (Some(trained.collect::<Vec<u64>>()), held_out)
+            }
+        };
+        let num_trained = trained_rows.as_ref().map_or(prompts.len(), Vec::len);
+        let batching = Batching::of_plan(plan, num_trained as u64);
         if batching.blocks_per_epoch() == 0 {
             return Err(Halt::Error(EngineError::Prompts(format!(
-                "the dataset has {} prompts, fewer than one generation block of {}; lower prompts_per_step or steps_per_generation, or add prompts",
-                prompts.len(),
+                "the dataset has {num_trained} prompts to train on, fewer than one generation block of {}; lower prompts_per_step or steps_per_generation, or add prompts",
                 batching.prompts_per_block
             ))));
         }
@@ -202,6 +223,8 @@ impl<'a> Run<'a> {
                 (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None)
             }
         };
+        let parameter_info = policy.parameters();
+        let delta_norm = DeltaNorm::load(input.model_dir, policy.card(), policy.lora_config(), &parameter_info)?;
         let mut run = Self {
             host,
             plan,
@@ -216,12 +239,17 @@ impl<'a> Run<'a> {
                 dropout: None,
             },
             reward_names: plan.rewards.iter().map(|reward| reward.name.clone()).collect(),
-            parameter_info: policy.parameters(),
+            parameter_info,
             policy,
             reference,
             adam,
             saved_step: state.step,
             last_saved: false,
+            unsaved_verdict: false,
+            trained_rows,
+            evaluated_rows,
+            delta_norm,
+            doctor_settings: doctor::Settings::of_plan(plan),
             state,
             block,
             seconds: StepSeconds::default(),
@@ -253,6 +281,9 @@ impl<'a> Run<'a> {
             if self.state.step >= self.plan.training.max_steps {
                 return Ok(());
             }
+            if self.state.evaluations.stopped {
+                return self.tell_early_stopping();
+            }
             self.step()?;
         }
     }
@@ -264,13 +295,16 @@ impl<'a> Run<'a> {
             0 => eval.before_start,
             _ => step.is_multiple_of(eval.every_steps.max(1)) || step == self.plan.training.max_steps,
         };
-        due && !self.eval_prompts.is_empty() && self.state.evaluated_step != Some(step)
+        due && !self.evaluated_rows.is_empty() && self.state.evaluated_step != Some(step)
     }
 
     fn checkpoint_is_due(&self) -> bool {
         let step = self.state.step;
-        if step == self.plan.training.max_steps {
+        if step == self.plan.training.max_steps || self.state.evaluations.stopped {
             return !self.last_saved;
+        }
+        if self.best_is_unsaved() {
+            return true;
         }
         let wanted = || self.host.wants_checkpoint();
         step > self.saved_step && (step.is_multiple_of(self.plan.checkpoints.every_steps.max(1)) || wanted())
@@ -429,7 +463,7 @@ impl<'a> Run<'a> {
         self.state.skipped_in_a_row = if finite { 0 } else { self.state.skipped_in_a_row + 1 };
         self.state.skipped_updates += u64::from(!finite);
 
-        let metrics = report::step_metrics(&report::StepReport {
+        let mut metrics = report::step_metrics(&report::StepReport {
             plan: self.plan,
             reward_names: &self.reward_names,
             block,
@@ -438,6 +472,10 @@ impl<'a> Run<'a> {
             first_use: cursor.use_index == 0,
             seconds: &self.seconds,
         });
+        let delta_norm = self.delta_norm.as_ref().map(|delta| delta.of(self.policy.flat()));
+        if let Some(delta_norm) = delta_norm.filter(|norm| norm.is_finite()) {
+            metrics.insert("adapter/delta_norm".into(), Some(delta_norm));
+        }
         let samples = match cursor.use_index {
             0 => Some(report::train_samples(step, block, &self.prompts, &self.text, &self.reward_names)?),
             _ => None,
@@ -446,7 +484,7 @@ impl<'a> Run<'a> {
         self.seconds = StepSeconds::default();
         self.state.step_metrics = report::without_times(&metrics);
         self.observe(step, &update);
-        self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics })?;
+        self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics: metrics.clone() })?;
         if let Some(samples) = samples {
             let warnings = [report::unscorable_warning(step, &samples), refills];
             self.host.event(Event::Samples { samples })?;
@@ -461,7 +499,7 @@ impl<'a> Run<'a> {
             let updates = self.state.skipped_in_a_row;
             return Err(Halt::Error(EngineError::Diverged { updates, step }));
         }
-        Ok(())
+        self.consult_doctor(step, &metrics)
     }
 
     /// Passes over the dataset: where refills move the cursor, by the cursor.
@@ -498,7 +536,7 @@ impl<'a> Run<'a> {
         self.phase(Phase::Checkpoint)?;
         let started = Instant::now();
         let step = self.state.step;
-        let last = step == self.plan.training.max_steps;
+        let last = step == self.plan.training.max_steps || self.state.evaluations.stopped;
         let inside_block = !step.is_multiple_of(self.batching.uses_per_block().max(1));
         let snapshot = Snapshot {
             policy: &self.policy,
@@ -510,13 +548,17 @@ impl<'a> Run<'a> {
         };
         let (dir, files) = checkpoint::write(self.input.scratch_dir, &snapshot)?;
         let mut metrics: Metrics = self.state.step_metrics.clone();
-        metrics.extend(self.state.eval_metrics.clone());
+        // An earlier evaluation was of other weights.
+        if self.state.evaluated_step == Some(step) {
+            metrics.extend(self.state.eval_metrics.clone());
+        }
         let published = self.host.saved(&SavedCheckpoint { dir: &dir, step, files: &files, metrics: &metrics, last });
         let removed = std::fs::remove_dir_all(&dir).map_err(|source| EngineError::Io { path: dir, source });
         published?;
         removed?;
         self.saved_step = step;
         self.last_saved = last;
+        self.unsaved_verdict = false;
         self.seconds.checkpoint += started.elapsed().as_secs_f64();
         Ok(())
     }
@@ -525,7 +567,9 @@ impl<'a> Run<'a> {
     fn stopped(&mut self, stop: Stop) -> Result<TrainOutcome> {
         let wanted = match stop {
             Stop::Cancel | Stop::LeaseLost => false,
-            Stop::Pause { .. } | Stop::Shutdown => self.state.step > self.saved_step,
+            Stop::Pause { .. } | Stop::Shutdown => {
+                self.state.step > self.saved_step || (self.unsaved_verdict && self.state.step > 0)
+            }
         };
         if wanted {
             match self.save() {

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::doctor::{Alert, PhaseChange, Rule};
+
 /// Which part of the loop a running job is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
@@ -108,5 +110,37 @@ pub enum Event {
         message: String,
         /// Evidence.
         data: serde_json::Value,
+    },
+    /// The doctor raised an alert.
+    Alert {
+        /// Rule, evidence, fix.
+        alert: Alert,
+    },
+    /// An alert is over.
+    AlertCleared {
+        /// Its rule.
+        rule: Rule,
+        /// The step it had been raised at.
+        raised_step: u64,
+        /// The step it was over at.
+        step: u64,
+    },
+    /// The run entered another training phase.
+    TrainingPhase {
+        /// Which, and why.
+        change: PhaseChange,
+    },
+    /// The run ends before its last step, because its evaluations do not get better.
+    EarlyStopping {
+        /// Optimizer steps done.
+        step: u64,
+        /// The metric that did not get better.
+        metric: String,
+        /// Its best value.
+        best: Option<f64>,
+        /// Where it was best.
+        best_step: Option<u64>,
+        /// Evaluations in a row without a new best.
+        evaluations: u32,
     },
 }

@@ -4,8 +4,10 @@
 //! puts the layers around. What a request passes, from the outside in: request id and access log, panic guard, host and
 //! origin check, key, body time-out, decompression, body limit, the handler. Every failure on the way is a [`error::Problem`].
 
+pub mod alerts;
 pub mod artifacts;
 pub mod auth;
+mod compare;
 mod contract;
 pub mod datasets;
 pub mod download;
@@ -20,6 +22,7 @@ mod lookup;
 pub mod metrics;
 pub mod models;
 pub mod openapi;
+pub mod probe;
 pub mod rewards;
 pub mod samples;
 pub mod submit;
@@ -72,6 +75,8 @@ pub struct AppState {
     pub started: Instant,
     /// Counts of answered requests, for `/metrics`.
     pub requests: Arc<system::RequestCounts>,
+    /// Runs preflights; None = this server starts no processes.
+    pub prober: Option<Arc<dyn probe::Prober>>,
 }
 
 impl AppState {
@@ -84,6 +89,7 @@ impl AppState {
             dataset_limit_bytes: datasets::DEFAULT_LIMIT_BYTES,
             started: Instant::now(),
             requests: Arc::default(),
+            prober: None,
         }
     }
 }
@@ -92,6 +98,7 @@ impl AppState {
 pub(crate) fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::with_openapi(openapi::head())
         .merge(jobs::routes())
+        .merge(compare::routes())
         .merge(events::routes())
         .merge(artifacts::routes())
         .merge(datasets::routes())
@@ -203,10 +210,13 @@ fn into_problem(response: Response) -> Response {
         StatusCode::UNSUPPORTED_MEDIA_TYPE => {
             "send the body plain or with 'content-encoding: gzip', in a content type this route reads"
         }
-        StatusCode::PAYLOAD_TOO_LARGE => "the body (after decompression) is larger than this route accepts",
         _ => Code::of_status(status).title(),
     };
-    let mut problem = Problem::new(Code::of_status(status), detail).into_response();
+    let problem = match status {
+        StatusCode::PAYLOAD_TOO_LARGE => extract::too_large(),
+        _ => Problem::new(Code::of_status(status), detail),
+    };
+    let mut problem = problem.into_response();
     *problem.status_mut() = status;
     for name in [header::ALLOW, header::RETRY_AFTER, header::WWW_AUTHENTICATE, header::ACCEPT_ENCODING] {
         if let Some(value) = response.headers().get(&name) {

@@ -10,6 +10,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::doctor::Rule;
+
 /// Where a job stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
@@ -52,7 +54,7 @@ impl State {
     pub fn actions(self) -> &'static [Action] {
         match self {
             State::Queued | State::Running => &[Action::Cancel, Action::Pause],
-            State::Paused => &[Action::Cancel, Action::Resume],
+            State::Paused => &[Action::Cancel, Action::Pause, Action::Resume],
             State::Succeeded | State::Failed => &[Action::Retry, Action::Delete],
             State::Cancelled => &[Action::Cancel, Action::Retry, Action::Delete],
         }
@@ -148,6 +150,38 @@ pub struct Failure {
     /// What to change.
     #[serde(default)]
     pub suggestion: Option<String>,
+}
+
+/// Why a run ended before its last step without an error of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum EndingCode {
+    /// Its evaluations did not get better: succeeded, the best checkpoint is its result.
+    EarlyStopping,
+    /// An alert of the doctor ended it (`on_alert: stop`): failed, the newest checkpoint from before the alert's evidence is
+    /// its result.
+    Alert,
+}
+
+/// Why a run ended before its last step, and which checkpoint is its result.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Ending {
+    /// What ended it.
+    pub code: EndingCode,
+    /// For people.
+    pub message: String,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// The doctor's rule.
+    pub rule: Option<Rule>,
+    /// Early stopping's metric.
+    pub metric: Option<String>,
+    /// The metric's best value.
+    pub best: Option<f64>,
+    /// Where it was best.
+    pub best_step: Option<u64>,
+    /// The alert's evidence begins at this step: checkpoints of earlier steps are not touched by it.
+    pub good_before_step: Option<u64>,
 }
 
 #[cfg(test)]

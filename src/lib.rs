@@ -4,11 +4,11 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`id`] [`dataset`] [`spec`] [`job`] [`modelcard`] [`outgoing`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
-//! | processes | [`worker`] [`http`] [`supervisor`] [`serve`] [`demo`] |
+//! | processes | [`worker`] [`prober`] [`http`] [`supervisor`] [`serve`] [`demo`] [`convert`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
 //!
@@ -24,11 +24,13 @@
 pub mod config;
 
 pub mod dataset;
+pub mod doctor;
 pub mod event;
 pub mod id;
 pub mod job;
 pub mod modelcard;
 pub mod outgoing;
+pub mod probe;
 pub mod protocol;
 pub mod sample;
 pub mod spec;
@@ -40,8 +42,10 @@ pub mod reward;
 
 pub mod engine;
 
+pub mod convert;
 pub mod demo;
 pub mod http;
+pub mod prober;
 pub mod serve;
 pub mod supervisor;
 pub mod worker;

@@ -4,8 +4,8 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::Parser;
-use rlood::config::{Cli, Command, LogFormat, WorkerArgs};
-use rlood::{demo, http, serve, worker};
+use rlood::config::{Cli, Command, LogFormat};
+use rlood::{convert, demo, http, prober, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
 const EXIT_USAGE: u8 = 2;
@@ -35,10 +35,15 @@ fn main() -> ExitCode {
             }
             Err(error) => fail(&error),
         },
+        Command::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(&error)),
         Command::Demo(args) => on_runtime(None, demo::run(args)),
         Command::Worker(args) => {
-            limit_threads(&args);
+            limit_threads(args.threads);
             on_runtime(Some(2), worker::run(args))
+        }
+        Command::Probe(args) => {
+            limit_threads(args.threads);
+            on_runtime(Some(2), prober::run(args))
         }
     }
 }
@@ -64,8 +69,8 @@ fn on_runtime<E: std::error::Error>(
 }
 
 /// Before any other thread exists, so that every pool of the process has the size asked for.
-fn limit_threads(args: &WorkerArgs) {
-    if let Some(threads) = args.threads {
+fn limit_threads(threads: Option<u32>) {
+    if let Some(threads) = threads {
         #[expect(unsafe_code, reason = "candle and rayon take their thread count from this variable only")]
         // SAFETY: `main` calls this before it starts the runtime: no other thread reads the environment.
         unsafe {

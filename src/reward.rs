@@ -305,7 +305,27 @@ impl Rewards {
         journal: Option<Arc<dyn Journal>>,
     ) -> Result<Self, BuildError> {
         let (status, notices) = Status::new();
-        let status = Arc::new(status);
+        Self::with_status(plans, secrets, outgoing, Arc::new(status), Some(notices), journal)
+    }
+
+    /// Other rewards of the same job, an evaluation's say: what they tell and write down goes where these do.
+    pub fn beside(
+        &self,
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+        outgoing: &OutgoingPolicy,
+    ) -> Result<Self, BuildError> {
+        Self::with_status(plans, secrets, outgoing, self.status.clone(), None, self.journal.clone())
+    }
+
+    fn with_status(
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+        outgoing: &OutgoingPolicy,
+        status: Arc<Status>,
+        notices: Option<mpsc::UnboundedReceiver<Event>>,
+        journal: Option<Arc<dyn Journal>>,
+    ) -> Result<Self, BuildError> {
         let mut entries = Vec::with_capacity(plans.len());
         for plan in plans {
             let none = RewardSecrets::default();
@@ -328,7 +348,7 @@ impl Rewards {
                 health: Mutex::new(Health::default()),
             });
         }
-        Ok(Self { entries, status, notices: Mutex::new(Some(notices)), journal })
+        Ok(Self { entries, status, notices: Mutex::new(notices), journal })
     }
 
     /// True while a service fails and is being retried, or takes its time: the job's `status_reason` is then

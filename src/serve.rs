@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
@@ -21,9 +22,12 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::config::ServeConfig;
 use crate::files::{DataDir, FilesError};
+use crate::http::probe::{Prober, Unprobed};
 use crate::http::{self, AppState};
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
+use crate::probe::{ProbeReport, ProbeTask};
 use crate::store::{Store, StoreError, clock_ms};
+use crate::supervisor::probe::{NoReport, Probes};
 use crate::supervisor::{Children, Lost, Supervisor};
 
 /// What workers have to checkpoint and requeue; with what follows the whole drain stays below 30 s.
@@ -153,14 +157,30 @@ pub async fn start(config: ServeConfig) -> Result<Running, ServeError> {
     let listener = TcpListener::bind(config.listen).await.map_err(refused)?;
     let addr = listener.local_addr().map_err(refused)?;
     let stop_http = CancellationToken::new();
-    let router = http::router(AppState::new(store.clone(), files.clone(), config.clone()));
+    let children = children(&config, files.scratch(), addr)?;
+    let mut state = AppState::new(store.clone(), files.clone(), config.clone());
+    state.prober = Some(Arc::new(Probes::new(&children)));
+    let router = http::router(state);
     let http = tokio::spawn(listen::serve(listener, router, stop_http.clone()));
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
     let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone())));
-    let supervisor = Supervisor::start(children(&config, files.scratch(), addr)?, &lost);
+    let supervisor = Supervisor::start(children, &lost);
     Ok(Running { addr, stop_http, http, supervisor, tick, deaths, store })
+}
+
+impl Prober for Probes {
+    fn probe(&self, task: ProbeTask) -> BoxFuture<'static, Result<ProbeReport, Unprobed>> {
+        let (probes, retry_after_s) = (self.clone(), task.limit_ms.div_ceil(1000));
+        let run = async move {
+            probes.run(task).await.map_err(|none| match none {
+                NoReport::Busy => Unprobed::Busy { retry_after_s },
+                NoReport::Failed(error) => Unprobed::Failed(error),
+            })
+        };
+        Box::pin(run)
+    }
 }
 
 /// What a server that was killed left behind.

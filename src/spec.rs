@@ -7,8 +7,12 @@
 
 mod document;
 mod estimate;
+mod evaluation;
+pub mod footprint;
 mod foreign;
 mod fork;
+pub mod format;
+mod oversight;
 pub mod plan;
 mod prompts;
 mod reader;
@@ -17,11 +21,14 @@ mod rewards;
 mod rloo;
 mod schema;
 mod sections;
+pub mod trl;
 mod warm;
 
-pub use document::{DatasetSource, EvalSpec, JobSpec, Labels, TrainingSpec, read_labels, submittable};
+pub use document::{DatasetSource, JobSpec, Labels, TrainingSpec, read_labels, submittable};
 pub use estimate::Estimate;
+pub use evaluation::{EvalSpec, held_out_count, held_out_rows};
 pub use fork::{continues, forked_document, resume_identity};
+pub use oversight::{EarlyStoppingSpec, greater_is_better, metric_names};
 pub use plan::*;
 pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;

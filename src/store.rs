@@ -7,6 +7,7 @@
 pub mod artifacts;
 pub mod claims;
 pub mod datasets;
+pub mod doctor;
 pub mod events;
 pub mod fork;
 pub mod jobs;
@@ -14,6 +15,7 @@ pub mod journal;
 pub mod keys;
 pub mod models;
 pub mod moves;
+pub mod samples;
 pub mod workers;
 
 use std::collections::HashMap;
@@ -40,11 +42,13 @@ use crate::job::{Action, State};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
 pub use claims::{Beat, Claimed};
 pub use datasets::{DatasetRow, NewDataset};
-pub use events::{EventRow, LogRow, SampleQuery, SampleRow, SampleSort, StepRow};
+pub use doctor::AlertRow;
+pub use events::{EventRow, LogRow, StepRow};
 pub use fork::Fork;
 pub use jobs::{JobFilter, JobPatch, JobRow, NewJob};
 pub use keys::KeyBegin;
 pub use models::{ModelRow, NewModel};
+pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use workers::WorkerRow;
 
 /// The database of one server. Cheap to clone.

@@ -64,6 +64,7 @@ pub fn plan(rloo: &Value, steps: u64, seed: u64) -> Result<Plan, Failure> {
         }),
         dataset: Some(train),
         eval_dataset: Some(held_out),
+        ..Context::default()
     };
     let problems = |errors: Vec<rlood::spec::FieldError>| -> Failure {
         let lines: Vec<String> = errors.iter().map(|error| format!("{}: {}", error.pointer, error.detail)).collect();

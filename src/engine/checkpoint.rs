@@ -28,6 +28,8 @@ use super::model::{Policy, full};
 use super::optim::blockwise::{BLOCK, Map, Quantized};
 use super::optim::{AdamW, Moments};
 use super::tensors::{self, Data};
+use super::watch::Evaluations;
+use crate::doctor::Doctor;
 use crate::event::Metrics;
 use crate::protocol::FileEntry;
 use crate::spec::{OptimizerKind, Plan, resume_identity};
@@ -61,6 +63,12 @@ pub struct TrainerState {
     pub step_metrics: Metrics,
     /// Metrics of the last evaluation, times left out.
     pub eval_metrics: Metrics,
+    /// What the doctor remembers.
+    #[serde(default)]
+    pub doctor: Doctor,
+    /// The best evaluation, and how long ago it was.
+    #[serde(default)]
+    pub evaluations: Evaluations,
     /// SHA-256 over the parts of the plan that a resumed run must share.
     pub plan_sha256: String,
     /// The cursor behind the last block's prompts, counted in prompts over all epochs; None = it follows from the step.

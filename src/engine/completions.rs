@@ -21,11 +21,20 @@ impl Run<'_> {
     pub(super) fn roll_out(&mut self, step: u64, index: u64) -> Result<Rollout, Halt> {
         let position = self.state.next_prompt.unwrap_or_else(|| self.batching.position_of_block(index));
         let (rows, next_prompt) = self.batching.block_at(position);
+        let rows = self.dataset_rows(rows);
         let key = Key::new(self.plan.training.seed, Stream::Train).with(index);
         let groups = self.sample_groups(RolloutId::train(step), &rows, key)?;
         let mut rollout = Rollout { groups, drawn: Drawn { next_prompt: Some(next_prompt), ..Drawn::default() } };
         self.refill(step, index, next_prompt, &mut rollout)?;
         Ok(rollout)
+    }
+
+    /// The dataset's rows behind places in the order of training, which leaves out what is held out.
+    pub(super) fn dataset_rows(&self, places: Vec<u64>) -> Vec<u64> {
+        match &self.trained_rows {
+            Some(trained) => places.into_iter().map(|place| trained[place as usize]).collect(),
+            None => places,
+        }
     }
 
     /// Groups of these rows, scored, with the greedy completions that remax compares them with.
@@ -154,26 +163,33 @@ impl Run<'_> {
         self.poll()?;
         self.phase(Phase::Eval)?;
         let started = Instant::now();
-        let rows: Vec<u64> = (0..self.eval_prompts.len() as u64).collect();
+        let rows = self.evaluated_rows.clone();
         let key = Key::new(self.plan.training.seed, Stream::Eval).with(step);
-        let sampler = Sampler::new(&self.plan.sampling, eval.temperature);
+        let sampler = Sampler::for_evaluation(&self.plan.sampling, eval);
         let id = RolloutId::eval(step);
         let completions = self.generate(id, &rows, key, sampler)?;
         let rollout = self.score(id, &rows, completions)?;
-        let (metrics, samples) =
-            report::evaluation(step, &rollout, self.plan, &self.eval_prompts, &self.text, &self.reward_names)?;
+        let (mut metrics, samples) =
+            report::evaluation(step, &rollout, self.plan, self.prompts_of(SamplePhase::Eval), &self.text)?;
+        if let Some(trained) = self.state.doctor.recent_reward().filter(|_| eval.rewards.is_none())
+            && let Some(Some(reward)) = metrics.get("eval_reward")
+        {
+            metrics.insert("eval_gap".into(), Some(trained - reward));
+        }
         self.state.eval_metrics = metrics.clone();
         self.state.evaluated_step = Some(step);
-        let mut metrics = metrics;
+        self.judge_evaluation(&metrics);
         metrics.insert("eval_step_time".into(), Some(started.elapsed().as_secs_f64()));
-        self.host.event(Event::Step { step, kind: SamplePhase::Eval, metrics })?;
+        self.host.event(Event::Step { step, kind: SamplePhase::Eval, metrics: metrics.clone() })?;
         self.host.event(Event::Samples { samples })?;
-        Ok(())
+        self.consult_doctor(step, &metrics)
     }
 
     fn prompts_of(&self, phase: SamplePhase) -> &[TokenizedPrompt] {
         match phase {
             SamplePhase::Train => &self.prompts,
+            // Held-out rows are rows of the training dataset.
+            SamplePhase::Eval if self.trained_rows.is_some() => &self.prompts,
             SamplePhase::Eval => &self.eval_prompts,
         }
     }

@@ -58,6 +58,18 @@ pub enum EngineError {
         /// The last of them.
         step: u64,
     },
+    /// The doctor raised an alert that ends the run.
+    #[error("{message}")]
+    Alert {
+        /// Its rule.
+        rule: crate::doctor::Rule,
+        /// The step it was raised at.
+        step: u64,
+        /// What is wrong.
+        message: String,
+        /// What to change.
+        fix: String,
+    },
     /// A checkpoint is damaged, or belongs to another run.
     #[error("the checkpoint cannot be used: {0}")]
     Checkpoint(String),
@@ -86,6 +98,7 @@ impl EngineError {
             | EngineError::Prompts(_)
             | EngineError::Diverged { .. }
             | EngineError::ModelNotFinite { .. }
+            | EngineError::Alert { .. }
             | EngineError::NonFinite { .. } => FailureClass::User,
             EngineError::Host(failure) => match failure.class {
                 job::FailureClass::User => FailureClass::User,

@@ -1,12 +1,11 @@
 //! How much work is done at once, so that memory is bounded whatever the batch. None of it changes a number but by the
-//! rounding of sums; the limits are constants, because a resumed run must split as the undisturbed one did.
+//! rounding of sums; the limits are constants or part of the plan, because a resumed run must split as the undisturbed
+//! one did. [`footprint`] counts with the same ones.
 
 use std::ops::Range;
 
 use crate::modelcard::ModelCard;
-
-/// Bytes of KV cache that generation may hold, at least one group.
-pub const KV_CACHE_BYTES: usize = 1 << 30;
+use crate::spec::footprint;
 
 /// Cut rows into micro-batches of whole groups with at most `max_tokens` tokens each, or one group.
 ///
@@ -31,11 +30,7 @@ pub fn micro_batches(tokens: &[usize], num_generations: usize, max_tokens: usize
 
 /// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
 pub fn generation_rows(card: &ModelCard, tokens_per_row: usize) -> usize {
-    let config = &card.config;
-    // Keys and values, f32.
-    let bytes_per_token =
-        config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * size_of::<f32>();
-    (KV_CACHE_BYTES / bytes_per_token.saturating_mul(tokens_per_row).max(1)).max(1)
+    footprint::generation_rows(&card.config.shape(), tokens_per_row as u64) as usize
 }
 
 /// The largest resident size of this process so far, in bytes, where the system tells it (Linux).

@@ -20,7 +20,7 @@ pub struct RolloutRows<'a> {
     pub finish_reasons: &'a [FinishReason],
 }
 
-/// reward, reward_std, rewards/{name}/…, completions/…
+/// reward, reward_std, reward_min, reward_max, rewards/{name}/…, completions/…
 pub fn rollout_metrics(rows: &RolloutRows<'_>) -> Metrics {
     let RolloutRows { reward_names, scores, weighted, lengths, finish_reasons } = *rows;
     let mut metrics = Metrics::new();
@@ -36,6 +36,8 @@ pub fn rollout_metrics(rows: &RolloutRows<'_>) -> Metrics {
     let scorable: Vec<f64> = weighted.iter().flatten().copied().collect();
     metrics.insert("reward".into(), mean(&scorable));
     metrics.insert("reward_std".into(), sample_std(&scorable));
+    metrics.insert("reward_min".into(), scorable.iter().copied().reduce(f64::min));
+    metrics.insert("reward_max".into(), scorable.iter().copied().reduce(f64::max));
     length_metrics(&mut metrics, "length", lengths.iter().copied());
     let terminated = lengths.iter().zip(finish_reasons).filter(|(_, reason)| **reason == FinishReason::Stop);
     length_metrics(&mut metrics, "terminated_length", terminated.map(|(length, _)| *length));

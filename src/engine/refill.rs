@@ -28,6 +28,7 @@ impl Run<'_> {
             drawn.refills += 1;
             let (rows, after) = self.batching.prompts_at(next, places.len() as u64);
             next = after;
+            let rows = self.dataset_rows(rows);
             let key = Key::new(plan.training.seed, Stream::Refill).with(index).with(u64::from(drawn.refills));
             let fresh = self.sample_groups(RolloutId::train(step).round(drawn.refills), &rows, key)?;
             drawn.sampled_groups += fresh.len() as u64;

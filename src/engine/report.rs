@@ -218,9 +218,10 @@ pub(super) fn evaluation(
     plan: &Plan,
     prompts: &[TokenizedPrompt],
     text: &Text,
-    reward_names: &[String],
 ) -> Result<(Metrics, Vec<Sample>)> {
-    let weights = RewardWeight::of_plan(&plan.rewards);
+    let rewards = plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()).unwrap_or(&plan.rewards);
+    let reward_names: &[String] = &rewards.iter().map(|reward| reward.name.clone()).collect::<Vec<_>>();
+    let weights = RewardWeight::of_plan(rewards);
     let scores = rollout.scores();
     let combine = |values| combine_rewards(values, &weights, plan.rloo.combine);
     let weighted: Vec<Option<f64>> = scores.iter().map(|score| combine(&score.values)).collect();

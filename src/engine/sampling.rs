@@ -5,7 +5,7 @@
 
 use std::collections::HashSet;
 
-use crate::spec::SamplingPlan;
+use crate::spec::{EvalPlan, SamplingPlan};
 
 /// How one token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -31,6 +31,17 @@ impl Sampler {
             top_k: plan.top_k,
             min_p: plan.min_p,
             repetition_penalty: plan.repetition_penalty,
+        }
+    }
+
+    /// The evaluation's sampler; what it does not say is as in training.
+    pub fn for_evaluation(plan: &SamplingPlan, eval: &EvalPlan) -> Self {
+        Self {
+            temperature: eval.temperature,
+            top_p: eval.top_p.unwrap_or(plan.top_p),
+            top_k: eval.top_k.unwrap_or(plan.top_k),
+            min_p: eval.min_p.unwrap_or(plan.min_p),
+            repetition_penalty: eval.repetition_penalty.unwrap_or(plan.repetition_penalty),
         }
     }
 

@@ -16,7 +16,7 @@ use super::list::{List, PageQuery, Time};
 use crate::event::Metrics;
 use crate::id::{CheckpointId, JobId};
 use crate::protocol::FileEntry;
-use crate::store::{CheckpointRow, StoreError};
+use crate::store::{CheckpointRow, StoreError, clock_ms};
 
 /// What PEFT and vLLM load: the order in the archive.
 const ADAPTER_FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
@@ -31,6 +31,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(get_file))
         .routes(routes!(get_manifest))
         .routes(routes!(get_archive))
+        .routes(routes!(pin_checkpoint, unpin_checkpoint))
 }
 
 /// A published checkpoint.
@@ -44,7 +45,7 @@ pub struct Checkpoint {
     pub step: u64,
     /// Its files.
     pub files: Vec<FileEntry>,
-    /// Of its step, and of the last evaluation (prefixed `eval_`); null = undefined.
+    /// Of its step, and of the evaluation of its weights, if there was one (prefixed `eval_`); null = undefined.
     #[schema(value_type = std::collections::BTreeMap<String, Option<f64>>)]
     pub metrics: Metrics,
     /// The best one so far.
@@ -95,6 +96,28 @@ async fn get_checkpoint(
     Path(id): Path<CheckpointId>,
 ) -> Result<Json<Checkpoint>, Problem> {
     Ok(Json(state.store.checkpoint_get(id).await?.into()))
+}
+
+/// Keep a checkpoint: rotation passes it over, whatever `keep_last` and `keep_best` say. Idempotent.
+#[utoipa::path(post, path = "/checkpoints/{id}/pin", tag = "Artifacts",
+    params(("id" = CheckpointId, Path, description = "The checkpoint")),
+    responses((status = 200, description = "The checkpoint", body = Checkpoint)))]
+async fn pin_checkpoint(
+    State(state): State<AppState>,
+    Path(id): Path<CheckpointId>,
+) -> Result<Json<Checkpoint>, Problem> {
+    Ok(Json(state.store.checkpoint_pin(id, true, clock_ms()).await?.into()))
+}
+
+/// Give a checkpoint back to rotation, which looks at it when the next one is published. Idempotent.
+#[utoipa::path(delete, path = "/checkpoints/{id}/pin", tag = "Artifacts",
+    params(("id" = CheckpointId, Path, description = "The checkpoint")),
+    responses((status = 200, description = "The checkpoint", body = Checkpoint)))]
+async fn unpin_checkpoint(
+    State(state): State<AppState>,
+    Path(id): Path<CheckpointId>,
+) -> Result<Json<Checkpoint>, Problem> {
+    Ok(Json(state.store.checkpoint_pin(id, false, clock_ms()).await?.into()))
 }
 
 /// Download a file of a checkpoint.
@@ -161,18 +184,17 @@ async fn get_archive(
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct AdapterQuery {
-    /// The newest checkpoint, or the best one.
-    #[serde(default)]
+    /// The newest checkpoint, or the best one. Default: the job's result, which is the newest one unless the job ended early
+    /// (see the job's `ending`).
     #[param(inline)]
-    which: Which,
+    which: Option<Which>,
 }
 
 /// Which checkpoint.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum Which {
     /// The newest.
-    #[default]
     Last,
     /// The best by the job's measure.
     Best,
@@ -193,15 +215,21 @@ async fn get_adapter(
     Query(AdapterQuery { which }): Query<AdapterQuery>,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
-    state.store.job_get(id).await?;
+    let job = state.store.job_get(id).await?;
     let row = match which {
-        Which::Last => state.store.checkpoint_latest(id).await?,
-        Which::Best => state.store.checkpoint_best(id).await?,
+        None => state.store.checkpoint_result(id, job.ending.as_ref()).await?,
+        Some(Which::Last) => state.store.checkpoint_latest(id).await?,
+        Some(Which::Best) => state.store.checkpoint_best(id).await?,
     };
     let Some(row) = row else {
         let detail = match which {
-            Which::Last => "the job has not published a checkpoint yet; its 'checkpoint' events tell when it does",
-            Which::Best => "the job has no best checkpoint yet; ask for which=last",
+            None if job.ending.is_some() => {
+                "no checkpoint from before the alert that ended the job is kept; ask for which=last or which=best"
+            }
+            None | Some(Which::Last) => {
+                "the job has not published a checkpoint yet; its 'checkpoint' events tell when it does"
+            }
+            Some(Which::Best) => "the job has no best checkpoint yet; ask for which=last",
         };
         return Err(Problem::new(Code::NoCheckpoint, detail));
     };

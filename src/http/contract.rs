@@ -7,7 +7,7 @@ use utoipa::openapi::{Components, OpenApi};
 use utoipa::{OpenApi as _, ToSchema};
 
 use super::list::Time;
-use crate::event::{FinishReason, SamplePhase};
+use crate::event::FinishReason;
 use crate::id::{JobId, RewardRequestId};
 
 /// Score these completions.

@@ -44,6 +44,7 @@ macro_rules! codes {
 // code, HTTP status, whether the same request may succeed later, title
 codes! {
     InvalidJson = "invalid_json", 400, false, "The body is not JSON";
+    InvalidDocument = "invalid_document", 400, false, "The body cannot be parsed";
     InvalidRequest = "invalid_request", 400, false, "The request cannot be read";
     InvalidQuery = "invalid_query", 400, false, "A query parameter is not valid";
     InvalidCursor = "invalid_cursor", 400, false, "The cursor is not valid";

@@ -13,10 +13,13 @@ use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 use tokio::sync::Semaphore;
 use tower_http::timeout::TimeoutError;
 
+use super::JSON_LIMIT_BYTES;
 use super::error::{Code, Item, Problem, chain, shortened};
+use crate::spec::format::Format;
 
 /// A JSON body, in and out. In: 415 without a JSON content type, 413 over the route's limit, 400 for broken JSON (with line
 /// and column), 422 with a pointer for JSON of another shape.
@@ -59,13 +62,46 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
                 let text = text.rsplit_once("query string: ").map_or(text.as_str(), |(_, reason)| reason);
                 let (name, reason) = text.split_once(": ").unwrap_or(("", text));
                 let reason = if name.is_empty() { text } else { reason };
-                Err(Problem::new(Code::InvalidQuery, shortened(text)).item(
+                let reason = in_words(reason, given(parts.uri.query(), name).as_deref());
+                let detail = if name.is_empty() { reason.clone() } else { format!("{name}: {reason}") };
+                Err(Problem::new(Code::InvalidQuery, shortened(&detail)).item(
                     format!("?{name}"),
                     "invalid",
-                    shortened(reason),
+                    shortened(&reason),
                 ))
             }
         }
+    }
+}
+
+/// The value a query gives to a parameter.
+fn given(query: Option<&str>, name: &str) -> Option<String> {
+    pairs_of(query?).into_iter().find(|(key, _)| key == name).map(|(_, value)| value)
+}
+
+fn pairs_of(query: &str) -> Vec<(String, String)> {
+    let uri = format!("/?{query}").parse::<axum::http::Uri>();
+    let pairs = uri.ok().and_then(|uri| axum::extract::Query::<Vec<(String, String)>>::try_from_uri(&uri).ok());
+    pairs.map(|pairs| pairs.0).unwrap_or_default()
+}
+
+/// What a parser of the standard library says of a value, as a rule and the value.
+fn in_words(reason: &str, given: Option<&str>) -> String {
+    let rule = match reason {
+        "invalid digit found in string"
+        | "cannot parse integer from empty string"
+        | "number too large to fit in target type"
+        | "number too small to fit in target type" => "must be a whole number",
+        "invalid float literal" | "cannot parse float from empty string" => "must be a number",
+        "provided string was not `true` or `false`" => "must be true or false",
+        other => return other.to_owned(),
+    };
+    match given {
+        Some(value) if reason.starts_with("number too large") => {
+            format!("{rule}; '{}' is too large", shortened(value))
+        }
+        Some(value) => format!("{rule}, not '{}'", shortened(value)),
+        None => rule.to_owned(),
     }
 }
 
@@ -107,6 +143,31 @@ pub fn expect_json(headers: &HeaderMap) -> Result<(), Problem> {
         .header(header::ACCEPT, "application/json"))
 }
 
+/// The form of a document by its content type: JSON, YAML or TOML; 415 for any other.
+pub fn expect_document(headers: &HeaderMap) -> Result<Format, Problem> {
+    let given = media_type(headers);
+    Format::of_media_type(&given).ok_or_else(|| {
+        let found =
+            if given.is_empty() { "none was sent".to_owned() } else { format!("'{}' was sent", shortened(&given)) };
+        let detail = format!("send 'content-type: application/json', application/yaml or application/toml ({found})");
+        Problem::new(Code::UnsupportedMediaType, detail)
+            .header(header::ACCEPT, "application/json, application/yaml, application/toml")
+    })
+}
+
+/// Parses a document; 400 with line and column where it is broken.
+pub fn parse_document(bytes: &[u8], format: Format) -> Result<Value, Problem> {
+    if format == Format::Json {
+        return parse_json(bytes);
+    }
+    let broken = |detail: String| {
+        Problem::new(Code::InvalidDocument, format!("broken {}: {detail}", format.as_str().to_uppercase()))
+            .item("", "syntax", detail)
+    };
+    let text = std::str::from_utf8(bytes).map_err(|error| broken(format!("not UTF-8: {error}")))?;
+    format.read(text).map_err(|error| broken(error.message))
+}
+
 /// The media type of the body in lower case without its parameters; empty when there is none.
 pub fn media_type(headers: &HeaderMap) -> String {
     let text = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
@@ -143,6 +204,12 @@ async fn collect(request: Request) -> Result<Bytes, Problem> {
     Ok(bytes.into())
 }
 
+/// The limit of every route that holds its body in memory; routes that stream name their own.
+pub fn too_large() -> Problem {
+    let detail = format!("the body may have {JSON_LIMIT_BYTES} bytes (after decompression), not more");
+    Problem::new(Code::BodyTooLarge, detail)
+}
+
 fn too_slow() -> Problem {
     Problem::new(Code::RequestTimeout, "the body took too long to arrive")
 }
@@ -159,8 +226,7 @@ pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> 
     let mut next = Some(error);
     while let Some(error) = next {
         if error.is::<http_body_util::LengthLimitError>() {
-            let detail = "the body (after decompression) is larger than this route accepts";
-            return Some(Problem::new(Code::BodyTooLarge, detail));
+            return Some(too_large());
         }
         if error.is::<TimeoutError>() {
             return Some(too_slow());

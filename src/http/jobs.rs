@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode};
-use axum::response::Response;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -14,15 +14,18 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::alerts::{self, AlertView, EndingView};
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::list::{self, List, Time};
 use super::submit;
 use super::{fork, warm_start};
+use crate::doctor::PhaseChange;
 use crate::event::Phase;
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State as JobState};
+use crate::spec::format::{Format, write_job};
 use crate::spec::{FieldError, Plan, read_labels, submittable};
 use crate::store::{JobFilter, JobPatch, JobRow, clock_ms};
 
@@ -31,6 +34,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .merge(submit::routes())
         .merge(fork::routes())
+        .merge(alerts::routes())
         .routes(routes!(list_jobs))
         .routes(routes!(get_job, patch_job, delete_job))
         .routes(routes!(cancel_job))
@@ -68,6 +72,12 @@ pub struct JobView {
     queue_position: Option<u64>,
     /// Why it failed.
     failure: Option<Failure>,
+    /// Why it ended before its last step, and which checkpoint is then its result; null otherwise.
+    ending: Option<EndingView>,
+    /// The doctor's alerts that are on, latest first; `/jobs/{id}/alerts` lists all.
+    alerts: Vec<AlertView>,
+    /// Exploration, exploitation or convergence, and by which numbers; null before the first rollouts.
+    training_phase: Option<PhaseChange>,
     /// What it does, with every default applied.
     #[schema(value_type = Plan)]
     plan: Value,
@@ -90,7 +100,15 @@ impl JobView {
             JobState::Queued => state.store.job_queue_position(row.id).await?,
             JobState::Running | JobState::Paused | JobState::Succeeded | JobState::Failed | JobState::Cancelled => None,
         };
+        let ending = match row.ending {
+            Some(ending) => Some(EndingView::of(state, row.id, ending).await?),
+            None => None,
+        };
+        let alerts = state.store.alert_list(row.id, true).await?;
         Ok(Self {
+            ending,
+            alerts: alerts.into_iter().map(AlertView::from).collect(),
+            training_phase: state.store.training_phase(row.id).await?,
             id: row.id,
             name: row.name,
             state: row.state,
@@ -344,30 +362,43 @@ async fn move_job(
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct ConfigQuery {
-    /// Only `json` so far.
+    /// `json` (default), `yaml` or `toml`.
     format: Option<String>,
 }
 
 /// The resolved configuration, in the form in which it can be submitted again. Secrets and header values are left out;
 /// `retry` copies them inside the server.
 #[utoipa::path(get, path = "/jobs/{id}/config", tag = "Jobs", params(("id" = JobId, Path), ConfigQuery), responses(
-    (status = 200, description = "A body for POST /jobs", body = crate::spec::JobDocument), (status = 404, description = "No such job", body = ProblemBody)))]
+    (status = 200, description = "A body for POST /jobs",
+        content((crate::spec::JobDocument = "application/json"), (crate::spec::JobDocument = "application/yaml"), (crate::spec::JobDocument = "application/toml"))),
+    (status = 400, description = "The format is not one of json, yaml, toml, or TOML cannot hold it", body = ProblemBody),
+    (status = 404, description = "No such job", body = ProblemBody)))]
 async fn get_config(
     State(state): State<AppState>,
     Path(id): Path<JobId>,
     Query(query): Query<ConfigQuery>,
-) -> Result<Json<Value>, Problem> {
-    if let Some(format) = query.format.filter(|format| format != "json") {
-        let detail = format!("'{}' is not supported: only json is", super::error::shortened(&format));
-        return Err(bad_query("format", "unsupported", detail));
+) -> Result<Response, Problem> {
+    let word = query.format.as_deref().unwrap_or("json");
+    let format = Format::parse(word).ok_or_else(|| {
+        let detail = format!("must be json, yaml or toml, not '{}'", super::error::shortened(word));
+        bad_query("format", "invalid_value", detail)
+    })?;
+    let document = resolved_config(&state.store.job_get(id).await?)?;
+    if format == Format::Json {
+        return Ok(Json(document).into_response());
     }
-    let row = state.store.job_get(id).await?;
+    let text = write_job(&document, format).map_err(|error| bad_query("format", "unsupported", error.message))?;
+    Ok(([(header::CONTENT_TYPE, format.media_type())], text).into_response())
+}
+
+/// A job's configuration as it is now, ready to be submitted again.
+pub(super) fn resolved_config(row: &JobRow) -> Result<Value, Problem> {
     let mut plan = row.plan()?;
-    plan.name = row.name;
-    plan.metadata = row.metadata;
+    plan.name = row.name.clone();
+    plan.metadata = row.metadata.clone();
     let mut document = submittable(&plan);
     if row.priority != 0 {
         document["priority"] = row.priority.into();
     }
-    Ok(Json(document))
+    Ok(document)
 }

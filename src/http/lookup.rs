@@ -15,7 +15,7 @@ use crate::id::DatasetId;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
-use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, ModelShape, PromptLengths};
+use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths};
 use crate::store::{DatasetRow, ModelRow, StoreError};
 
 /// Above this many rows the worker counts the tokens of prompts, in its loading phase.
@@ -81,6 +81,32 @@ impl Prompts {
         }
     }
 
+    /// The rows of these numbers (ascending), with their numbers. Blocking.
+    pub(super) fn rows(&self, numbers: &[u64]) -> std::io::Result<Vec<(u64, Map<String, Value>)>> {
+        let path = match &self.source {
+            Source::Records(records) => {
+                let chosen = numbers.iter().filter_map(|&number| Some((number, records.get(number as usize)?)));
+                return Ok(chosen.filter_map(|(number, row)| Some((number, row.as_object()?.clone()))).collect());
+            }
+            Source::Stored(path) => path,
+            Source::Uploaded(_, staged) => staged.path(),
+        };
+        let mut wanted = numbers.iter().copied().peekable();
+        let mut rows = Vec::with_capacity(numbers.len());
+        for (number, line) in (0..).zip(BufReader::new(std::fs::File::open(path)?).lines()) {
+            let line = line?;
+            match wanted.peek() {
+                None => break,
+                Some(next) if *next == number => {
+                    wanted.next();
+                    rows.push((number, serde_json::from_str(&line)?));
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(rows)
+    }
+
     /// Calls `look` with each prompt and its row number, until it says no.
     fn each_prompt(&self, mut look: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
         let path = match &self.source {
@@ -134,6 +160,7 @@ pub(super) async fn prepare(
     };
     let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
     let eval = Prompts::find(state, eval, "/eval/dataset", &mut errors).await?;
+    let memory_limit_bytes = state.config.memory_per_worker();
     let warm_start = warm_start::find(state, spec, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let inspection = move || {
@@ -144,7 +171,13 @@ pub(super) async fn prepare(
             None => None,
         };
         let facts_of = |prompts: &Option<Prompts>| prompts.as_ref().map(|prompts| prompts.facts.clone());
-        let context = Context { model: facts, dataset: facts_of(&train), eval_dataset: facts_of(&eval), warm_start };
+        let context = Context {
+            model: facts,
+            dataset: facts_of(&train),
+            eval_dataset: facts_of(&eval),
+            warm_start,
+            memory_limit_bytes,
+        };
         Ok(Prepared { context, errors, train, eval })
     };
     tokio::task::spawn_blocking(inspection).await.map_err(Problem::internal)?
@@ -279,13 +312,6 @@ fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {
         num_parameters: card.num_parameters,
         size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
         has_chat_template: card.chat_template.is_some(),
-        shape: Some(ModelShape {
-            hidden_size: config.hidden_size as u64,
-            intermediate_size: config.intermediate_size as u64,
-            num_hidden_layers: config.num_hidden_layers as u64,
-            num_attention_heads: config.num_attention_heads as u64,
-            num_key_value_heads: config.num_key_value_heads as u64,
-            head_dim: config.head_dim as u64,
-        }),
+        shape: Some(config.shape()),
     }
 }

@@ -12,10 +12,9 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
-use super::error::{Problem, ProblemBody};
+use super::error::{Problem, ProblemBody, shortened};
 use super::extract::{Json, Path, Query};
 use super::jobs::bad_query;
-use super::list::List;
 use crate::event::Metrics;
 use crate::id::JobId;
 use crate::store::StepRow;
@@ -76,10 +75,23 @@ pub struct MetricsRow {
     metrics: Metrics,
 }
 
-/// A job's metrics by step.
+/// A page of metrics.
+#[derive(Debug, Serialize, ToSchema)]
+struct MetricsPage {
+    /// Steps in order; training and evaluation of a step in one row.
+    data: Vec<MetricsRow>,
+    /// What to send as `after` for the next page; null on the last one.
+    next: Option<String>,
+    /// What was asked for and does not exist, and what does; left out when there is nothing to say.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
+}
+
+/// A job's metrics by step. A key that no step has is no error, since it may come with a later step: `warnings` says so and lists
+/// the keys there are.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), MetricsQuery), responses(
     (status = 200, description = "Steps in order; training and evaluation of a step in one row",
-        content((List<MetricsRow> = "application/json"), (String = "text/csv"), (String = "application/x-ndjson"))),
+        content((MetricsPage = "application/json"), (String = "text/csv"), (String = "application/x-ndjson"))),
     (status = 400, description = "A parameter is not valid", body = ProblemBody), (status = 404, description = "No such job", body = ProblemBody)))]
 async fn get_metrics(
     State(state): State<AppState>,
@@ -105,14 +117,23 @@ async fn get_metrics(
     let steps = state.store.step_page(id, None, min, query.max_step.unwrap_or(i64::MAX as u64)).await?;
     let (max_points, form) = (query.max_points, query.format);
     let work = move || {
+        let warnings = keys.as_deref().map(|keys| unknown_keys(&steps, keys)).unwrap_or_default();
         let rows = merged(steps, keys.as_deref());
         let (rows, next) = match max_points {
             Some(points) => (thinned(rows, keys, points), None),
             None => page(rows),
         };
-        written(rows, next, form)
+        written(rows, next, warnings, form)
     };
     tokio::task::spawn_blocking(work).await.map_err(Problem::internal)?
+}
+
+/// What to say of keys that no step has; nothing while there are no steps.
+fn unknown_keys(steps: &[StepRow], keys: &[String]) -> Vec<String> {
+    let known: BTreeSet<&str> = steps.iter().flat_map(|step| step.metrics.keys().map(String::as_str)).collect();
+    let unknown = keys.iter().filter(|key| !known.is_empty() && !known.contains(key.as_str()));
+    let list = || known.iter().copied().collect::<Vec<_>>().join(", ");
+    unknown.map(|key| format!("no step so far has '{}'; there are: {}", shortened(key), list())).collect()
 }
 
 /// One row a step, with the wanted keys; steps that have none of them are left out.
@@ -161,7 +182,7 @@ fn leading(rows: &[MetricsRow]) -> Vec<String> {
 
 /// Which of `len` rows to keep, at most `max_points`: first and last, and the lowest and highest of every column in each of as
 /// many equal stretches as fit.
-fn kept_rows(columns: &[Vec<Option<f64>>], len: usize, max_points: usize) -> BTreeSet<usize> {
+pub(super) fn kept_rows(columns: &[Vec<Option<f64>>], len: usize, max_points: usize) -> BTreeSet<usize> {
     let mut stretches = max_points / 2;
     while stretches > 0 {
         let mut kept = BTreeSet::from([0, len - 1]);
@@ -192,9 +213,14 @@ fn extremes(column: &[Option<f64>], range: std::ops::Range<usize>) -> impl Itera
     lowest.into_iter().chain(highest).map(|(index, _)| index)
 }
 
-fn written(rows: Vec<MetricsRow>, next: Option<String>, form: Form) -> Result<Response, Problem> {
+fn written(
+    rows: Vec<MetricsRow>,
+    next: Option<String>,
+    warnings: Vec<String>,
+    form: Form,
+) -> Result<Response, Problem> {
     match form {
-        Form::Json => Ok(Json(List { data: rows, next }).into_response()),
+        Form::Json => Ok(Json(MetricsPage { data: rows, next, warnings }).into_response()),
         Form::Ndjson => {
             let mut text = String::new();
             for row in &rows {

@@ -1,19 +1,26 @@
-//! A job's completions, with rewards and advantages.
+//! A job's completions, with rewards and advantages: pages, search, and downloads as NDJSON or CSV.
 
+use axum::body::{Body, Bytes};
 use axum::extract::State;
-use serde::Deserialize;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use futures::stream;
+use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
-use super::error::{Problem, ProblemBody};
+use super::error::{Problem, ProblemBody, chain};
 use super::extract::{Json, Path, Query};
 use super::jobs::bad_query;
-use super::list::{self, List};
-use crate::event::{Sample, SamplePhase};
+use super::list;
+use crate::event::{FinishReason, Sample, SamplePhase};
 use crate::id::JobId;
-use crate::store::{self, SampleQuery};
+use crate::store::{self, SampleQuery, SamplesRemoved, Store};
+
+/// Rows that a download reads at once: what it holds in memory.
+const DOWNLOAD_ROWS: u32 = 500;
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -33,55 +40,259 @@ enum SampleSort {
     Worst,
 }
 
-/// Which samples, in which order.
+/// The form of the answer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum Form {
+    /// A page: `{data, next}`.
+    #[default]
+    Json,
+    /// Every sample that fits the query, one object a line, exactly as stored.
+    Ndjson,
+    /// Every sample that fits the query, a line each, for spreadsheets: a text that a spreadsheet would take for a formula (it
+    /// begins with `=`, `+`, `-`, `@`, a tab or a carriage return) gets an apostrophe before it.
+    Csv,
+}
+
+/// Which samples, in which order, in which form.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct SamplesQuery {
     /// Of this optimizer step; 0 = before the start.
     step: Option<u64>,
+    /// From this step.
+    min_step: Option<u64>,
+    /// To this step.
+    max_step: Option<u64>,
     /// Training or evaluation.
     #[param(inline)]
     phase: Option<SamplePhase>,
+    /// Of this dataset row: `row_N`, N counted from 0.
+    prompt_id: Option<String>,
+    /// Of this group.
+    group_id: Option<String>,
+    /// Why the completion ended.
+    #[param(inline)]
+    finish_reason: Option<FinishReason>,
+    /// At least this reward; unscorable samples are left out.
+    min_reward: Option<f64>,
+    /// At most this reward; unscorable samples are left out.
+    max_reward: Option<f64>,
     /// The order.
     #[serde(default)]
     #[param(inline)]
     sort: SampleSort,
-    /// Prompt or completion contains this (case ignored).
+    /// Prompt or completion contains this text, whatever the case.
     q: Option<String>,
+    /// The form of the answer; ndjson and csv are whole downloads.
+    #[serde(default)]
+    #[param(inline)]
+    format: Form,
     /// The cursor `next` of the page before.
     after: Option<String>,
-    /// Items on a page, 1 to 100.
-    #[param(minimum = 1, maximum = 100, default = 20)]
-    limit: Option<u32>,
+    /// Items on a page, 1 to 100. Of a download: its most rows; without it all.
+    #[param(minimum = 1, default = 20)]
+    limit: Option<u64>,
+}
+
+/// A page of samples.
+#[derive(Debug, Serialize, ToSchema)]
+struct SamplePage {
+    /// The samples.
+    data: Vec<Sample>,
+    /// What to send as `after` for the next page; null on the last one.
+    next: Option<String>,
+    /// What was removed to keep a job's samples within the server's limit; left out while all are there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    removed: Option<RemovedSamples>,
+}
+
+/// Samples that had to make room for newer ones.
+#[derive(Debug, Serialize, ToSchema)]
+struct RemovedSamples {
+    /// How many.
+    samples: u64,
+    /// What they took, bytes.
+    size_bytes: u64,
+    /// Up to this training step (inclusive) they are gone.
+    to_step: Option<u64>,
 }
 
 /// Every completion of a job, with its rewards and its advantage.
 #[utoipa::path(get, path = "/jobs/{id}/samples", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), SamplesQuery), responses(
-    (status = 200, description = "A page", body = List<Sample>), (status = 400, description = "A parameter is not valid", body = ProblemBody),
+    (status = 200, description = "A page, or a download",
+        content((SamplePage = "application/json"), (String = "application/x-ndjson"), (String = "text/csv"))),
+    (status = 400, description = "A parameter is not valid", body = ProblemBody),
     (status = 404, description = "No such job", body = ProblemBody)))]
 async fn list_samples(
     State(state): State<AppState>,
     Path(id): Path<JobId>,
     Query(query): Query<SamplesQuery>,
-) -> Result<Json<List<Sample>>, Problem> {
+) -> Result<Response, Problem> {
+    let (form, limit) = (query.format, query.limit);
+    let wanted = wanted(query)?;
+    let row = state.store.job_get(id).await?;
+    if form != Form::Json {
+        let names = row.plan()?.rewards.into_iter().map(|reward| reward.name).collect();
+        return download(state.store, id, Download { wanted, form, left: limit.unwrap_or(u64::MAX), names }).await;
+    }
+    let limit = limit.map(|limit| u32::try_from(limit).unwrap_or(u32::MAX));
+    let page = state.store.sample_page(id, &SampleQuery { limit: list::limit(limit)?, ..wanted }).await?;
+    let removed = state.store.samples_removed(id).await?;
+    let data = page.data.into_iter().map(|row| row.sample).collect();
+    let removed =
+        removed.map(|SamplesRemoved { samples, size_bytes, to_step }| RemovedSamples { samples, size_bytes, to_step });
+    Ok(Json(SamplePage { data, next: page.next, removed }).into_response())
+}
+
+/// The query in the store's words.
+fn wanted(query: SamplesQuery) -> Result<SampleQuery, Problem> {
     if query.q.as_ref().is_some_and(|text| text.chars().count() > 1000) {
         return Err(bad_query("q", "out_of_range", "must be at most 1000 characters long"));
     }
-    state.store.job_get(id).await?;
-    let sort = match query.sort {
-        SampleSort::Recent => store::SampleSort::Recent,
-        SampleSort::Best => store::SampleSort::Best,
-        SampleSort::Worst => store::SampleSort::Worst,
-    };
-    let query = SampleQuery {
-        step: query.step,
+    if let (Some(_), Some(_)) = (query.step, query.min_step.or(query.max_step)) {
+        return Err(bad_query("step", "conflict", "give either step, or min_step and max_step"));
+    }
+    for (name, reward) in [("min_reward", query.min_reward), ("max_reward", query.max_reward)] {
+        if reward.is_some_and(|reward| !reward.is_finite()) {
+            return Err(bad_query(name, "out_of_range", "must be a finite number"));
+        }
+    }
+    if query.limit == Some(0) {
+        return Err(bad_query("limit", "out_of_range", "must be at least 1"));
+    }
+    Ok(SampleQuery {
+        min_step: query.step.or(query.min_step),
+        max_step: query.step.or(query.max_step),
         phase: query.phase,
-        sort,
+        prompt_id: query.prompt_id,
+        group_id: query.group_id,
+        finish_reason: query.finish_reason,
+        min_reward: query.min_reward,
+        max_reward: query.max_reward,
+        sort: match query.sort {
+            SampleSort::Recent => store::SampleSort::Recent,
+            SampleSort::Best => store::SampleSort::Best,
+            SampleSort::Worst => store::SampleSort::Worst,
+        },
         contains: query.q.filter(|text| !text.is_empty()),
         after: query.after,
-        limit: list::limit(query.limit)?,
+        limit: 0,
+    })
+}
+
+struct Download {
+    wanted: SampleQuery,
+    form: Form,
+    left: u64,
+    /// Of the rewards, in the plan's order.
+    names: Vec<String>,
+}
+
+/// Streams page after page; a page is read when the client has taken the one before.
+async fn download(store: Store, id: JobId, download: Download) -> Result<Response, Problem> {
+    let (kind, extension) = match download.form {
+        Form::Csv => ("text/csv; charset=utf-8", "csv"),
+        Form::Ndjson | Form::Json => ("application/x-ndjson", "ndjson"),
     };
-    let page = state.store.sample_page(id, &query).await?;
-    Ok(Json(List::of(page, |row| row.sample)))
+    // The first page before the status is sent: a wrong cursor is still a problem.
+    let first = piece(&store, id, download).await?;
+    let pieces = stream::try_unfold(Some(first), move |state: Option<(Bytes, Option<Download>)>| {
+        let store = store.clone();
+        async move {
+            let Some((bytes, rest)) = state else { return Ok(None) };
+            let next = match rest {
+                None => None,
+                Some(rest) => Some(piece(&store, id, rest).await.map_err(|problem| {
+                    tracing::warn!(job = %id, detail = problem.detail(), "a download of samples ended early");
+                    std::io::Error::other("the samples could not be read")
+                })?),
+            };
+            Ok::<_, std::io::Error>(Some((bytes, next)))
+        }
+    });
+    let disposition = format!("attachment; filename=\"{id}-samples.{extension}\"");
+    let headers = [(header::CONTENT_TYPE, kind.to_owned()), (header::CONTENT_DISPOSITION, disposition)];
+    Ok((headers, Body::from_stream(pieces)).into_response())
+}
+
+/// The next rows as bytes, and what is left; the first piece of a CSV begins with its header line.
+async fn piece(store: &Store, id: JobId, mut download: Download) -> Result<(Bytes, Option<Download>), Problem> {
+    let first = download.wanted.limit == 0;
+    download.wanted.limit = DOWNLOAD_ROWS.min(u32::try_from(download.left).unwrap_or(u32::MAX));
+    let page = store.sample_page(id, &download.wanted).await?;
+    download.left -= page.data.len() as u64;
+    let samples = page.data.iter().map(|row| &row.sample);
+    let bytes = match download.form {
+        Form::Csv => csv_of(samples, &download.names, first).map_err(|error| Problem::internal(chain(&*error)))?,
+        Form::Ndjson | Form::Json => {
+            let mut lines = Vec::new();
+            for sample in samples {
+                serde_json::to_writer(&mut lines, sample).map_err(Problem::internal)?;
+                lines.push(b'\n');
+            }
+            lines
+        }
+    };
+    let more = page.next.is_some() && download.left > 0;
+    download.wanted.after = page.next;
+    Ok((bytes.into(), more.then_some(download)))
+}
+
+fn csv_of<'s>(
+    samples: impl Iterator<Item = &'s Sample>,
+    names: &[String],
+    with_header: bool,
+) -> Result<Vec<u8>, Box<dyn std::error::Error + Send + Sync>> {
+    let mut writer = csv::Writer::from_writer(Vec::new());
+    if with_header {
+        let rewards = names.iter().map(|name| format!("rewards/{name}"));
+        let head = ["step", "phase", "group_id", "prompt_id", "prompt", "completion", "reward"].map(str::to_owned);
+        let tail = ["kl", "advantage", "finish_reason", "num_tokens"].map(str::to_owned);
+        writer.write_record(head.into_iter().chain(rewards).chain(tail))?;
+    }
+    // serde_json writes the shortest digits that read back as the same number; a value that is not there is empty.
+    let number = |value: Option<f64>| value.map(|value| serde_json::Value::from(value).to_string()).unwrap_or_default();
+    for sample in samples {
+        let Sample {
+            step,
+            phase,
+            group_id,
+            prompt_id,
+            prompt,
+            completion,
+            rewards,
+            reward,
+            kl,
+            advantage,
+            finish_reason,
+            num_tokens,
+        } = sample;
+        let head = [
+            step.to_string(),
+            match phase {
+                SamplePhase::Train => "train".to_owned(),
+                SamplePhase::Eval => "eval".to_owned(),
+            },
+            harmless(group_id),
+            harmless(prompt_id),
+            harmless(prompt),
+            harmless(completion),
+            number(*reward),
+        ];
+        let values = names.iter().map(|name| number(rewards.get(name).copied().flatten()));
+        let reason = match finish_reason {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+        };
+        let tail = [number(*kl), number(*advantage), reason.to_owned(), num_tokens.to_string()];
+        writer.write_record(head.into_iter().chain(values).chain(tail))?;
+    }
+    Ok(writer.into_inner()?)
+}
+
+/// A text that a spreadsheet does not take for a formula (OWASP, CSV injection).
+fn harmless(text: &str) -> String {
+    if text.starts_with(['=', '+', '-', '@', '\t', '\r']) { format!("'{text}") } else { text.to_owned() }
 }

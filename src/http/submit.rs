@@ -16,14 +16,16 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::datasets::{bad_form, broken_form, format_of_part, keep_rows, read_rows};
 use super::error::{Code, Problem, ProblemBody, shortened};
-use super::extract::{Json, Query, expect_json, media_type, parse_json, read_body};
+use super::extract::{Json, Query, expect_document, media_type, parse_document, parse_json, read_body};
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, Prompts, Source, prepare, unknown_dataset};
-use super::warm_start;
+use super::{probe, warm_start};
 use crate::dataset::{Format, Summary};
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
+use crate::probe::ProbeReport;
+use crate::spec::trl::{self, Remark};
 use crate::spec::{DatasetPlan, Estimate, FieldError, JobDocument, JobSpec, Plan, Warning, resolve};
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
@@ -48,11 +50,11 @@ struct JobForm {
 
 /// Submit a job.
 ///
-/// As JSON with inline records or the id of a dataset, or as a form with the parts `spec` and `dataset`. Everything that is wrong is
+/// As JSON (or YAML or TOML) with inline records or the id of a dataset, or as a form with the parts `spec` and `dataset`. Everything that is wrong is
 /// reported at once, each error with a JSON pointer.
 #[utoipa::path(post, path = "/jobs", tag = "Jobs",
     params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
-    request_body(description = "The job", content((JobDocument = "application/json"), (JobForm = "multipart/form-data"))),
+    request_body(description = "The job", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (JobDocument = "application/toml"), (JobForm = "multipart/form-data"))),
     responses(
         (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
         (status = 409, description = "A request with this key is being answered", body = ProblemBody),
@@ -73,9 +75,9 @@ async fn create_job(State(state): State<AppState>, mut request: Request) -> Resu
 }
 
 async fn read_document(headers: &HeaderMap, request: Request) -> Result<(Value, String), Problem> {
-    expect_json(headers)?;
+    let format = expect_document(headers)?;
     let bytes = read_body(request).await?;
-    Ok((parse_json(&bytes)?, hex(&Sha256::digest(&bytes))))
+    Ok((parse_document(&bytes, format)?, hex(&Sha256::digest(&bytes))))
 }
 
 pub(super) fn hex(bytes: &[u8]) -> String {
@@ -141,6 +143,9 @@ async fn submit(state: AppState, mut document: Value, rows: Option<UploadedRows>
     if let Some(row) = keep(&state, train).await? {
         spec.redacted["dataset"] = json!({"id": row.id});
         plan.dataset = plan_of(&row);
+        if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
+            eval.dataset = plan_of(&row);
+        }
     }
     if let (Some(row), Some(eval)) = (keep(&state, eval).await?, &mut plan.eval) {
         spec.redacted["eval"]["dataset"] = json!({"id": row.id});
@@ -197,11 +202,17 @@ pub(super) async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<O
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct ValidateQuery {
-    /// Translate a configuration of another trainer. Not supported yet.
+    /// `trl`: the body is an RLOOConfig of TRL, to be translated.
     from: Option<String>,
-    /// Sample the model and call the rewards. Not supported yet.
+    /// Sample the base model on some prompts, call the rewards, time a step: up to a minute. Only of a job that is valid.
     #[serde(default)]
     probe: bool,
+    /// Prompts to sample, spread over the dataset, 1 to 64.
+    #[param(minimum = 1, maximum = 64, example = 8)]
+    probe_prompts: Option<u32>,
+    /// Time limit, s, 1 to 600; what was measured by then is reported.
+    #[param(minimum = 1, maximum = 600, example = 60)]
+    probe_timeout_s: Option<u32>,
 }
 
 /// What would become of a job.
@@ -218,14 +229,40 @@ pub struct Validation {
     warnings: Vec<Warning>,
     /// Memory and tokens; null when not valid.
     estimate: Option<Estimate>,
+    /// What a look at the model, the prompts and the rewards found; null unless asked for, and when not valid.
+    probe: Option<ProbeReport>,
+    /// `from=trl`: the job, to be submitted as it is once nothing is wrong with it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<JobDocument>)]
+    spec: Option<Value>,
+    /// `from=trl`: keys that ask for something that is not done; with any, the job is not valid.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unsupported: Option<Vec<Remark>>,
+    /// `from=trl`: keys that make no difference here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ignored: Option<Vec<Remark>>,
 }
 
 /// Check a job without submitting it.
 ///
 /// All errors at once, the resolved plan, warnings, and an estimate. Nothing is stored.
-#[utoipa::path(post, path = "/jobs/validate", tag = "Jobs", params(ValidateQuery), request_body = JobDocument, responses(
+///
+/// With `probe=true` the base model is sampled on some prompts and the rewards are called (their requests carry the phase
+/// `probe`): `probe` then says whether the job is worth its time, and how long it will take.
+///
+/// With `from=trl` the body is a run of TRL: an RLOOConfig (its keys as TRL writes them, or as YAML), bare or as
+/// `{config, peft_config, model, dataset, eval_dataset, rewards, name, metadata}`; `model`, `dataset`, `rewards` and the others may
+/// also stand beside the keys of a bare one. `peft_config` is a PEFT LoraConfig; it may lie inside the config, and TRL's flat
+/// `lora_*` keys do as well. The answer has the job as `spec` (what is missing, a model say, is among `errors` with the code
+/// `required`), the keys that are not supported with what to use instead, and those that make no difference. Pointers lead to
+/// the key that was sent, where a setting came from one, else into `spec`.
+#[utoipa::path(post, path = "/jobs/validate", tag = "Jobs", params(ValidateQuery),
+    request_body(description = "The job, or with from=trl TRL's configuration", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (JobDocument = "application/toml"))),
+    responses(
     (status = 200, description = "What would become of it, also when it is not valid", body = Validation),
-    (status = 422, description = "The kind of check is not supported yet", body = ProblemBody)))]
+    (status = 422, description = "The kind of check is not supported yet", body = ProblemBody),
+    (status = 429, description = "Another job is being probed", body = ProblemBody),
+    (status = 501, description = "This server cannot probe", body = ProblemBody)))]
 async fn validate_job(
     State(state): State<AppState>,
     Query(query): Query<ValidateQuery>,
@@ -233,33 +270,45 @@ async fn validate_job(
 ) -> Result<Json<Validation>, Problem> {
     let unsupported =
         |name: &str, text: &str| Problem::new(Code::Unsupported, text).item(format!("?{name}"), "unsupported", text);
-    if query.from.is_some() {
-        return Err(unsupported(
-            "from",
-            "translating other trainers' configurations is not supported yet: write the job in this API's terms",
-        ));
+    if query.from.as_ref().is_some_and(|from| from != "trl") {
+        return Err(unsupported("from", "only configurations of trl can be translated: from=trl"));
     }
-    if query.probe {
-        return Err(unsupported(
-            "probe",
-            "probing the model and the rewards is not supported yet: validate without it",
-        ));
-    }
+    let look = query.probe.then_some(probe::Size::read(query.probe_prompts, query.probe_timeout_s)?);
     let headers = request.headers().clone();
     let (document, _) = read_document(&headers, request).await?;
-    let (mut spec, mut errors) = JobSpec::read(document);
-    let prepared = prepare(&state, &mut spec, None).await?;
+    if query.from.is_none() {
+        return validated(&state, document, Vec::new(), look).await.map(Json);
+    }
+    translated(&state, &document, look).await.map(Json)
+}
+
+/// What would become of a document; `errors` are those found before. A valid one is looked at, if so wished.
+async fn validated(
+    state: &AppState,
+    document: Value,
+    mut errors: Vec<FieldError>,
+    look: Option<probe::Size>,
+) -> Result<Validation, Problem> {
+    let (mut spec, found) = JobSpec::read(document);
+    errors.extend(found);
+    let prepared = prepare(state, &mut spec, None).await?;
     errors.extend(prepared.errors);
     let resolved = resolve(&spec, &prepared.context);
+    let mut report = None;
     let (plan, warnings, estimate) = match resolved {
         Ok(resolution) if errors.is_empty() => {
             let mut plan = serde_json::to_value(&resolution.plan).map_err(Problem::internal)?;
-            for (prompts, at) in [(&prepared.train, "/dataset"), (&prepared.eval, "/eval/dataset")] {
+            let held_out = resolution.plan.eval.as_ref().is_some_and(|eval| eval.fraction.is_some());
+            let eval = if held_out { &prepared.train } else { &prepared.eval };
+            for (prompts, at) in [(&prepared.train, "/dataset"), (eval, "/eval/dataset")] {
                 let stored = prompts.as_ref().is_some_and(|prompts| matches!(prompts.source, Source::Stored(_)));
                 if let Some(dataset) = plan.pointer_mut(at).and_then(Value::as_object_mut).filter(|_| !stored) {
                     dataset.insert("id".to_owned(), Value::Null);
                     dataset.insert("sha256".to_owned(), Value::Null);
                 }
+            }
+            if let (Some(size), Some(train)) = (look, prepared.train) {
+                report = Some(probe::probe(state, spec, &resolution, train, size).await?);
             }
             (Some(plan), resolution.warnings, Some(resolution.estimate))
         }
@@ -269,5 +318,38 @@ async fn validate_job(
             (None, Vec::new(), None)
         }
     };
-    Ok(Json(Validation { valid: errors.is_empty(), plan, errors, warnings, estimate }))
+    let valid = errors.is_empty();
+    let (spec, unsupported, ignored) = (None, None, None);
+    Ok(Validation { valid, plan, errors, warnings, estimate, probe: report, spec, unsupported, ignored })
+}
+
+/// As [`validated`], of a run of TRL.
+async fn translated(state: &AppState, document: &Value, look: Option<probe::Size>) -> Result<Validation, Problem> {
+    let conversion = trl::convert(document, rows_of_named(state, document).await?);
+    // Without batches a plan would be one of defaults that nobody asked for.
+    let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
+    let look = look.filter(|_| complete && conversion.unsupported.is_empty());
+    let mut validation = validated(state, conversion.spec.clone(), conversion.errors.clone(), look).await?;
+    let told = |error: FieldError| conversion.told_by_key(error);
+    let too_small = |error: &FieldError| !complete && error.code == "dataset_too_small";
+    validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(told).collect();
+    if !complete {
+        (validation.plan, validation.estimate) = (None, None);
+    }
+    validation.warnings.splice(0..0, conversion.warnings);
+    validation.valid = validation.errors.is_empty() && conversion.unsupported.is_empty();
+    validation.spec = Some(conversion.spec);
+    validation.unsupported = Some(conversion.unsupported);
+    validation.ignored = Some(conversion.ignored);
+    Ok(validation)
+}
+
+/// Rows of the uploaded dataset that a run names; None when it names none, or an unknown one (reported later).
+async fn rows_of_named(state: &AppState, document: &Value) -> Result<Option<u64>, Problem> {
+    let Some(id) = trl::named_dataset(document).and_then(|id| id.parse().ok()) else { return Ok(None) };
+    match state.store.dataset_get(id).await {
+        Ok(row) => Ok(Some(row.num_rows)),
+        Err(StoreError::NotFound { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }

@@ -7,13 +7,15 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::alerts::{AlertView, EndingView, Marked};
 use super::error::{Problem, ProblemBody};
 use super::extract::{Json, Path};
+use crate::doctor::PhaseChange;
 use crate::event::SamplePhase;
-use crate::id::{CheckpointId, JobId};
+use crate::id::JobId;
 use crate::job::State as JobState;
 use crate::spec::Totals;
-use crate::store::{CheckpointRow, JobRow, StepRow, clock_ms};
+use crate::store::{JobRow, StepRow, clock_ms};
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -45,6 +47,14 @@ struct Summary {
     durations: Durations,
     /// What can be downloaded.
     checkpoints: Checkpoints,
+    /// The latest training reward less the evaluation's; null without evaluation or with rewards of its own.
+    eval_gap: Option<f64>,
+    /// Why it ended before its last step.
+    ending: Option<EndingView>,
+    /// Every alert of the doctor, latest first.
+    alerts: Vec<AlertView>,
+    /// Exploration, exploitation or convergence.
+    training_phase: Option<PhaseChange>,
 }
 
 /// How a metric went.
@@ -80,17 +90,8 @@ struct Checkpoints {
     count: usize,
     /// The newest.
     last: Option<Marked>,
-    /// The best by evaluation reward (by training reward without evaluation).
+    /// The best by the plan's `metric_for_best`.
     best: Option<Marked>,
-}
-
-/// A checkpoint and its step.
-#[derive(Debug, Serialize, ToSchema)]
-struct Marked {
-    /// Its id.
-    id: CheckpointId,
-    /// Optimizer steps done.
-    step: u64,
 }
 
 /// A job in a few numbers: rewards, change in evaluation, totals, durations, checkpoints.
@@ -100,11 +101,10 @@ async fn get_summary(State(state): State<AppState>, Path(id): Path<JobId>) -> Re
     let row = state.store.job_get(id).await?;
     let plan = row.plan()?;
     let steps = state.store.step_page(id, None, 0, i64::MAX as u64).await?;
-    let marked = |row: CheckpointRow| Marked { id: row.id, step: row.step };
     let checkpoints = Checkpoints {
         count: state.store.checkpoint_list(id).await?.len(),
-        last: state.store.checkpoint_latest(id).await?.map(marked),
-        best: state.store.checkpoint_best(id).await?.map(marked),
+        last: state.store.checkpoint_latest(id).await?.map(Marked::from),
+        best: state.store.checkpoint_best(id).await?.map(Marked::from),
     };
     let latest = |key: &str| steps.iter().rev().find_map(|step| step.metrics.get(key).copied().flatten());
     Ok(Json(Summary {
@@ -119,6 +119,13 @@ async fn get_summary(State(state): State<AppState>, Path(id): Path<JobId>) -> Re
         totals: plan.totals,
         durations: durations(&row, &steps, clock_ms()),
         checkpoints,
+        eval_gap: latest("eval_gap"),
+        ending: match row.ending {
+            Some(ending) => Some(EndingView::of(&state, id, ending).await?),
+            None => None,
+        },
+        alerts: state.store.alert_list(id, false).await?.into_iter().map(AlertView::from).collect(),
+        training_phase: state.store.training_phase(id).await?,
     }))
 }
 

@@ -20,6 +20,7 @@ use utoipa_axum::router::OpenApiRouter;
 use super::AppState;
 use super::error::{Code, Problem, chain};
 use super::extract::{Json, Path, Query, body_problem};
+use crate::event::Event;
 use crate::files::FilesError;
 use crate::id::{DatasetId, JobId};
 use crate::job::{Failure, FailureClass};
@@ -261,7 +262,11 @@ async fn append_events(
     Path(job): Path<JobId>,
     Json(body): Json<EventBatch>,
 ) -> Result<StatusCode, Problem> {
-    state.store.events_append(job, &body, clock_ms()).await?;
+    let now = clock_ms();
+    state.store.events_append(job, &body, now).await?;
+    if body.events.iter().any(|event| matches!(event, Event::Samples { .. })) {
+        state.store.samples_retain(job, state.config.samples_max_bytes, now).await?;
+    }
     Ok(StatusCode::NO_CONTENT)
 }
 

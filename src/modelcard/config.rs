@@ -2,6 +2,7 @@
 //!
 //! Keys that would change the result and are not supported are refused here, with their value; never deep in a forward.
 
+use crate::spec::ModelShape;
 use serde_json::Value;
 
 use super::{ModelCardError, brief};
@@ -259,6 +260,19 @@ impl ModelConfig {
     /// Query heads a key-value head serves.
     pub fn group_size(&self) -> usize {
         self.num_attention_heads / self.num_key_value_heads
+    }
+
+    /// The sizes that memory depends on.
+    pub fn shape(&self) -> ModelShape {
+        ModelShape {
+            hidden_size: self.hidden_size as u64,
+            intermediate_size: self.intermediate_size as u64,
+            num_hidden_layers: self.num_hidden_layers as u64,
+            num_attention_heads: self.num_attention_heads as u64,
+            num_key_value_heads: self.num_key_value_heads as u64,
+            head_dim: self.head_dim as u64,
+            vocab_size: self.vocab_size as u64,
+        }
     }
 
     /// Every tensor the decoder needs, with its shape.

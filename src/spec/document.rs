@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
+use super::evaluation::{EvalSpec, read_eval};
 use super::foreign::advice;
-use super::reader::{Errors, Field, FieldError, Reader, shown};
+use super::oversight::{EarlyStoppingSpec, read_doctor, read_early_stopping};
+use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
 use super::rewards::read_rewards;
 use super::rloo::read_rloo;
-use super::sections::{
-    MAX_STEPS, read_checkpoints, read_lora, read_optimizer, read_sampling, read_training, read_warm_start,
-};
+use super::sections::{read_checkpoints, read_lora, read_optimizer, read_sampling, read_training, read_warm_start};
 use super::{
-    CheckpointPlan, ComputeDtype, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan, SamplingPlan,
-    WarmStartPlan,
+    CheckpointPlan, ComputeDtype, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan,
+    SamplingPlan, WarmStartPlan,
 };
 use crate::id::DatasetId;
 
@@ -32,7 +32,7 @@ pub struct JobSpec {
     pub eval: Option<EvalSpec>,
     /// Names are unique.
     pub rewards: Vec<RewardPlan>,
-    /// By reward name; only rewards that have some.
+    /// By reward name (those of evaluation's own rewards by `eval_secret_name`); only rewards that have some.
     pub secrets: BTreeMap<String, RewardSecrets>,
     /// The algorithm.
     pub rloo: RlooPlan,
@@ -48,6 +48,10 @@ pub struct JobSpec {
     pub training: TrainingSpec,
     /// When to save and what to keep.
     pub checkpoints: CheckpointPlan,
+    /// When to end before the last step, if asked for.
+    pub early_stopping: Option<EarlyStoppingSpec>,
+    /// What alerts do.
+    pub doctor: DoctorPlan,
     /// The client's own labels.
     pub metadata: BTreeMap<String, String>,
     /// What may be stored and shown: the document without secrets, header values and inline records.
@@ -61,21 +65,6 @@ pub enum DatasetSource {
     Id(DatasetId),
     /// Sent along, one object a row.
     Records(Vec<Value>),
-}
-
-/// Evaluation, as asked for.
-#[derive(Debug, Clone)]
-pub struct EvalSpec {
-    /// The evaluation prompts; None when missing or refused.
-    pub dataset: Option<DatasetSource>,
-    /// Optimizer steps between evaluations.
-    pub every_steps: u64,
-    /// Evaluate before the first step too.
-    pub before_start: bool,
-    /// Completions a prompt.
-    pub num_generations: u32,
-    /// 0 = greedy.
-    pub temperature: f64,
 }
 
 /// Batches, length and seed, as asked for.
@@ -100,6 +89,11 @@ pub struct TrainingSpec {
 impl JobSpec {
     /// Reads a document; the errors are all there are, and the job may be used only when there are none.
     pub fn read(mut document: Value) -> (JobSpec, Vec<FieldError>) {
+        if !document.is_object() {
+            let example = "{\"model\": …, \"dataset\": …, \"rewards\": […]}";
+            let detail = format!("a job is an object, {example}, not {}", kind_of(&document));
+            return (Self::read(json!({})).0, vec![FieldError::new("", "invalid_type", detail)]);
+        }
         let train_records = detach_records(&mut document, "/dataset/records");
         let eval_records = detach_records(&mut document, "/eval/dataset/records");
         let errors = Errors::default();
@@ -128,7 +122,7 @@ impl JobSpec {
         });
         let sections = json!({
             "rloo": spec.rloo, "sampling": spec.sampling, "lora": spec.lora, "optimizer": spec.optimizer,
-            "training": training, "checkpoints": spec.checkpoints,
+            "training": training, "checkpoints": spec.checkpoints, "doctor": spec.doctor,
         });
         match sections {
             Value::Object(sections) => sections,
@@ -153,16 +147,20 @@ pub fn submittable(plan: &Plan) -> Value {
         optimizer,
         training,
         checkpoints,
+        early_stopping,
+        doctor,
         metadata,
         totals: _,
     } = plan;
     let mut document = json!({
         "name": name, "model": model.id, "dataset": {"id": dataset.id}, "eval": eval, "rewards": rewards, "rloo": rloo,
         "sampling": sampling, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
-        "metadata": metadata,
+        "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if let Some(eval) = eval {
-        document["eval"]["dataset"] = json!({"id": eval.dataset.id});
+        // With a fraction the rows are the training dataset's, and how many follows from it.
+        document["eval"]["dataset"] = eval.fraction.map_or_else(|| json!({"id": eval.dataset.id}), |_| Value::Null);
+        document["eval"]["held_out_rows"] = Value::Null;
     }
     without_nulls(&mut document);
     if lora.is_none() {
@@ -192,10 +190,12 @@ fn detach_records(document: &mut Value, pointer: &str) -> Option<Vec<Value>> {
 
 /// The document without what must not be shown again.
 fn redacted(mut document: Value) -> Value {
-    for reward in document.get_mut("rewards").and_then(Value::as_array_mut).into_iter().flatten() {
-        if let Some(reward) = reward.as_object_mut() {
-            reward.shift_remove("secret");
-            reward.shift_remove("headers");
+    for at in ["/rewards", "/eval/rewards"] {
+        for reward in document.pointer_mut(at).and_then(Value::as_array_mut).into_iter().flatten() {
+            if let Some(reward) = reward.as_object_mut() {
+                reward.shift_remove("secret");
+                reward.shift_remove("headers");
+            }
         }
     }
     document
@@ -203,9 +203,13 @@ fn redacted(mut document: Value) -> Value {
 
 fn read_job(document: &Reader<'_>) -> JobSpec {
     let lora = read_lora(document);
-    let (rewards, secrets) = read_rewards(
+    let (rewards, mut secrets) = read_rewards(
         &document.required("rewards", "give at least one reward, {\"type\": \"length\"} say, or a webhook of your own"),
     );
+    let eval = document.field("eval").object().map(read_eval).map(|(eval, own_secrets)| {
+        secrets.extend(own_secrets);
+        eval
+    });
     let spec = JobSpec {
         name: document.field("name").nonempty(200).map(str::to_owned),
         priority: read_priority(&document.field("priority")).unwrap_or(0),
@@ -218,7 +222,7 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
             "dataset",
             "give {\"id\": \"ds_…\"} of an uploaded dataset, or {\"records\": [{\"prompt\": \"…\"}]}",
         )),
-        eval: document.field("eval").object().map(read_eval),
+        eval,
         rewards,
         secrets,
         rloo: read_rloo(document.section("rloo")),
@@ -228,6 +232,8 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         lora,
         training: read_training(document.section("training")),
         checkpoints: read_checkpoints(document.section("checkpoints")),
+        early_stopping: document.field("early_stopping").object().map(read_early_stopping),
+        doctor: read_doctor(document.section("doctor")),
         metadata: read_metadata(&document.field("metadata")).unwrap_or_default(),
         redacted: Value::Null,
     };
@@ -277,7 +283,7 @@ fn read_metadata(field: &Field<'_>) -> Option<BTreeMap<String, String>> {
     Some(labels)
 }
 
-fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
+pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     let reader = field.object()?;
     let id = reader.field("id");
     let records = reader.field("records");
@@ -301,21 +307,4 @@ fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     };
     reader.finish(advice);
     source
-}
-
-fn read_eval(reader: Reader<'_>) -> EvalSpec {
-    let eval = EvalSpec {
-        dataset: read_dataset(
-            &reader.required("dataset", "evaluation needs prompts of its own: {\"id\": …} or {\"records\": […]}"),
-        ),
-        every_steps: reader.field("every_steps").whole(1..=MAX_STEPS).unwrap_or(20),
-        before_start: reader.field("before_start").bool().unwrap_or(true),
-        num_generations: reader.field("num_generations").whole(1..=1024).unwrap_or(1),
-        temperature: reader
-            .field("temperature")
-            .number("at least 0 (0 = greedy) and at most 100", |value| (0.0..=100.0).contains(&value))
-            .unwrap_or(0.0),
-    };
-    reader.finish(advice);
-    eval
 }

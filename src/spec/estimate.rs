@@ -1,25 +1,43 @@
-//! What a job will need, by simple arithmetic.
+//! What a job will need, by the engine's own arithmetic ([`super::footprint`]), and whether the machine has it.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{ModelFacts, Plan, PromptLengths};
-use crate::spec::resolve::ModelShape;
+use super::footprint::{Footprint, trainable_parameters};
+use super::{FieldError, MICRO_BATCH_TOKENS, ModelFacts, Plan, PromptLengths};
 
-/// Memory and tokens of a run: upper bounds by arithmetic, nothing measured.
+/// Memory and tokens of a run, by arithmetic: nothing is measured. Null where the model's sizes are not known.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Estimate {
     /// Weights of the base model.
     pub num_parameters: u64,
-    /// Weights of the adapter; null when the model's sizes are not known.
+    /// Weights that are trained: the adapter's, or all.
     pub trainable_parameters: Option<u64>,
     /// The base model as stored, bytes.
     pub model_bytes: u64,
-    /// The adapter with gradient and both AdamW moments in 32 bits, bytes.
-    pub training_state_bytes: Option<u64>,
-    /// Keys and values of one step's completions at full length in 32 bits, bytes; the worker samples in smaller batches when it must.
+    /// The program itself, bytes.
+    pub process_bytes: u64,
+    /// The model's weights in memory, bytes.
+    pub weights_bytes: Option<u64>,
+    /// The frozen copy that the KL penalty needs in full fine-tuning or after a warm start, bytes; else 0.
+    pub reference_bytes: Option<u64>,
+    /// The adapter, or in full fine-tuning the buffer of all weights, bytes.
+    pub adapter_bytes: Option<u64>,
+    /// The gradient of what is trained, bytes.
+    pub gradient_bytes: Option<u64>,
+    /// Both moments, bytes.
+    pub optimizer_bytes: Option<u64>,
+    /// Keys and values of the completions sampled together, at full length, bytes.
     pub kv_cache_bytes: Option<u64>,
-    /// One checkpoint on disk: adapter and moments, bytes.
+    /// Logits alive together, bytes.
+    pub logits_bytes: Option<u64>,
+    /// Activations of a micro-batch at full length, bytes.
+    pub activation_bytes: Option<u64>,
+    /// The peak of the worker's resident memory, bytes. Less than the sum: rollout and training do not overlap.
+    pub total_bytes: Option<u64>,
+    /// What a worker may use, bytes; null when unknown. A job that needs more is refused.
+    pub memory_limit_bytes: Option<u64>,
+    /// One checkpoint on disk, bytes.
     pub checkpoint_bytes: Option<u64>,
     /// Tokens of the longest prompt; null when they were not counted.
     pub longest_prompt_tokens: Option<u64>,
@@ -27,38 +45,116 @@ pub struct Estimate {
     pub max_completion_tokens: u64,
 }
 
-impl Estimate {
-    pub(super) fn of(plan: &Plan, model: &ModelFacts, lengths: Option<PromptLengths>) -> Self {
-        let trainable = model.shape.map(|shape| {
-            plan.lora.as_ref().map_or(model.num_parameters, |lora| {
-                let per_layer: u64 = lora.target_modules.iter().map(|name| in_plus_out(shape, name)).sum();
-                per_layer * shape.num_hidden_layers * u64::from(lora.r)
-            })
-        });
-        let longest = lengths.map(|lengths| lengths.longest);
-        let sequence = u64::from(plan.sampling.max_completion_length) + longest.unwrap_or(0);
-        let kv_cache = |shape: ModelShape| {
-            let token_bytes = 2 * 4 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim;
-            token_bytes.saturating_mul(sequence).saturating_mul(plan.totals.completions_per_step)
-        };
-        Self {
-            num_parameters: model.num_parameters,
-            trainable_parameters: trainable,
-            model_bytes: model.size_bytes,
-            training_state_bytes: trainable.map(|count| count * 16),
-            kv_cache_bytes: model.shape.map(kv_cache),
-            checkpoint_bytes: trainable.map(|count| count * 12),
-            longest_prompt_tokens: longest,
-            max_completion_tokens: plan.totals.max_completion_tokens,
-        }
-    }
+/// Prompts of training and evaluation, and what a worker may use.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    /// Of the longest prompts.
+    pub lengths: Option<PromptLengths>,
+    /// What a worker may use; None = unknown.
+    pub memory_bytes: Option<u64>,
+    /// Asked for by the job; None = as memory allows.
+    pub micro_batch_tokens: Option<u32>,
 }
 
-fn in_plus_out(shape: ModelShape, module: &str) -> u64 {
-    let (queries, keys) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-    match module {
-        "q_proj" | "o_proj" => shape.hidden_size + queries,
-        "k_proj" | "v_proj" => shape.hidden_size + keys,
-        _ => shape.hidden_size + shape.intermediate_size,
+/// Micro-batches are not made smaller than this for memory's sake.
+const MIN_MICRO_BATCH_TOKENS: u32 = 256;
+
+/// Chooses the micro-batch and says what the run needs; an error when that is more than there is.
+pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result<Estimate, FieldError> {
+    let longest = limits.lengths.map(|lengths| lengths.longest);
+    let needs = |plan: &Plan, tokens: u32| {
+        model.shape.map(|shape| Footprint::of(plan, model.num_parameters, &shape, longest, u64::from(tokens)))
+    };
+    let fits = |plan: &Plan, tokens: u32| match (needs(plan, tokens), limits.memory_bytes) {
+        (Some(needs), Some(limit)) => needs.total <= limit,
+        (_, _) => true,
+    };
+    let mut tokens = limits.micro_batch_tokens.unwrap_or(MICRO_BATCH_TOKENS);
+    while limits.micro_batch_tokens.is_none() && tokens > MIN_MICRO_BATCH_TOKENS && !fits(plan, tokens) {
+        tokens /= 2;
     }
+    plan.training.micro_batch_tokens = tokens;
+    let footprint = needs(plan, tokens);
+    if let (Some(needs), Some(limit), false) = (footprint, limits.memory_bytes, fits(plan, tokens)) {
+        return Err(too_large(plan, &needs, limit, |plan| fits(plan, tokens)));
+    }
+    let trainable = model.shape.map(|shape| trainable_parameters(plan, model.num_parameters, &shape));
+    let part = |part: fn(&Footprint) -> u64| footprint.as_ref().map(part);
+    Ok(Estimate {
+        num_parameters: model.num_parameters,
+        trainable_parameters: trainable,
+        model_bytes: model.size_bytes,
+        process_bytes: part(|needs| needs.process).unwrap_or(0),
+        weights_bytes: part(|needs| needs.weights),
+        reference_bytes: part(|needs| needs.reference),
+        adapter_bytes: part(|needs| needs.trained),
+        gradient_bytes: part(|needs| needs.gradient),
+        optimizer_bytes: part(|needs| needs.optimizer),
+        kv_cache_bytes: part(|needs| needs.kv_cache),
+        logits_bytes: part(|needs| needs.logits),
+        activation_bytes: part(|needs| needs.activations),
+        total_bytes: part(|needs| needs.total),
+        memory_limit_bytes: limits.memory_bytes,
+        checkpoint_bytes: trainable.zip(part(|needs| needs.optimizer)).map(|(count, moments)| 4 * count + moments),
+        longest_prompt_tokens: longest,
+        max_completion_tokens: plan.totals.max_completion_tokens,
+    })
+}
+
+/// The refusal: the numbers, and the knobs that would make it fit.
+fn too_large(plan: &Plan, needs: &Footprint, limit: u64, fits: impl Fn(&Plan) -> bool) -> FieldError {
+    let changed = |change: fn(&mut Plan)| {
+        let mut plan = plan.clone();
+        change(&mut plan);
+        fits(&plan)
+    };
+    let mut knobs = Vec::new();
+    let completion = u64::from(plan.sampling.max_completion_length);
+    let halvings = (1..20).map(|halvings| completion >> halvings).take_while(|length| *length > 0);
+    let shorter = halvings.into_iter().find(|length| {
+        let mut plan = plan.clone();
+        plan.sampling.max_completion_length = *length as u32;
+        fits(&plan)
+    });
+    if let Some(length) = shorter {
+        knobs.push(format!("sampling.max_completion_length {completion} → {length}"));
+    }
+    if changed(|plan| plan.training.prompts_per_step = 1) {
+        knobs.push("fewer training.prompts_per_step".to_owned());
+    }
+    if changed(|plan| plan.rloo.num_generations = 2) {
+        knobs.push("fewer rloo.num_generations".to_owned());
+    }
+    if changed(|plan| plan.optimizer.kind = super::OptimizerKind::Adamw8bit) {
+        knobs.push("optimizer.kind adamw_8bit".to_owned());
+    }
+    if plan.lora.is_none() {
+        if changed(|plan| plan.rloo.beta = 0.0) {
+            knobs.push("rloo.beta 0 (no frozen copy as reference)".to_owned());
+        }
+        knobs.push("lora instead of full fine-tuning".to_owned());
+    }
+    let (pointer, advice) = match (shorter, knobs.is_empty()) {
+        (_, true) => ("/model", "use a smaller model or a larger machine".to_owned()),
+        (Some(_), false) => {
+            ("/sampling/max_completion_length", format!("any of these makes it fit: {}", knobs.join("; ")))
+        }
+        (None, false) if plan.lora.is_none() => ("/lora", format!("what would help: {}", knobs.join("; "))),
+        (None, false) => ("/training/prompts_per_step", format!("any of these makes it fit: {}", knobs.join("; "))),
+    };
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    let detail = format!(
+        "the job needs about {} MiB (weights {}, reference {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}) and a worker may use {} MiB (--memory-limit): {advice}",
+        mib(needs.total),
+        mib(needs.weights),
+        mib(needs.reference),
+        mib(needs.trained),
+        mib(needs.gradient),
+        mib(needs.optimizer),
+        mib(needs.kv_cache),
+        mib(needs.logits),
+        mib(needs.activations),
+        mib(limit),
+    );
+    FieldError::new(pointer, "not_enough_memory", detail)
 }

@@ -34,8 +34,9 @@ const QUANTIZED: &str = "quantized base models are not supported; register the u
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove it";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
 const BATCH: &str = "batches are counted in prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); micro-batches are the worker's own business";
-const SAVING: &str = "use checkpoints {every_steps, keep_last, keep_best}";
-const EVALUATING: &str = "use eval {dataset, every_steps, before_start, num_generations, temperature}";
+const SAVING: &str = "use checkpoints {every_steps, keep_last, keep_best, metric_for_best}";
+const EARLY: &str = "use early_stopping {metric, patience, min_delta}";
+const EVALUATING: &str = "use eval {dataset or fraction, every_steps, before_start, num_generations, temperature}";
 const LOGGING: &str =
     "every step's metrics and every completion are kept: read /jobs/{id}/metrics and /jobs/{id}/samples; remove it";
 const REWARDS: &str = "use rewards: a list of {type, name, weight, …}";
@@ -254,7 +255,10 @@ const KEYS: &[Entry] = &[
         FOREIGN,
         "use rloo.estimator (grpo divides by the group's std, dr_grpo does not) and rloo.loss (token_mean, seq_mean_token_mean, dr_grpo, gspo)",
     ),
-    (&["early_stopping", "alerts"], LATER, "not built yet; watch /jobs/{id}/metrics and POST /jobs/{id}/cancel"),
+    (&["early_stopping_patience", "early_stopping_threshold", "early_stop"], FOREIGN, EARLY),
+    (&["metric_for_best_model"], FOREIGN, "use checkpoints.metric_for_best"),
+    (&["alerts", "on_alerts", "monitors"], FOREIGN, "use doctor {on_alert: note, pause or stop, rules}"),
+    (&["validation_split", "eval_split", "test_size", "validation_fraction"], FOREIGN, "use eval {fraction: 0.1}"),
     (&["generation_kwargs"], FOREIGN, "use sampling {temperature, top_p, top_k, min_p, repetition_penalty, stop}"),
     (
         &["api_key", "authorization", "token"],

@@ -26,6 +26,9 @@ pub fn resume_identity(plan: &Plan) -> Value {
     if plan.training.dtype != ComputeDtype::F32 {
         shared["dtype"] = json!(plan.training.dtype);
     }
+    if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) {
+        shared["eval_fraction"] = json!(fraction);
+    }
     if let Some(warm_start) = &plan.warm_start {
         shared["warm_start"] = json!(warm_start);
     }

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::doctor::{OnAlert, Rule};
 use crate::id::{CheckpointId, DatasetId};
 
 /// Everything a run needs to know, with no default left open.
@@ -35,6 +36,12 @@ pub struct Plan {
     pub training: TrainingPlan,
     /// When to save and what to keep.
     pub checkpoints: CheckpointPlan,
+    /// When to end before the last step, if asked for.
+    #[serde(default)]
+    pub early_stopping: Option<EarlyStoppingPlan>,
+    /// What alerts do.
+    #[serde(default)]
+    pub doctor: DoctorPlan,
     /// The client's own labels.
     pub metadata: BTreeMap<String, String>,
     /// What all this amounts to.
@@ -61,11 +68,17 @@ pub struct DatasetPlan {
     pub num_rows: u64,
 }
 
-/// Evaluation on prompts of its own.
+/// Evaluation on prompts of its own, or on rows held out of the training dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EvalPlan {
-    /// The evaluation prompts.
+    /// The evaluation prompts; with `fraction` the training dataset.
     pub dataset: DatasetPlan,
+    /// The share of the training dataset that is held out; null with a dataset of its own.
+    #[serde(default)]
+    pub fraction: Option<f64>,
+    /// With `fraction`: rows that are evaluated and never trained.
+    #[serde(default)]
+    pub held_out_rows: Option<u64>,
     /// Optimizer steps between evaluations; the last step is always evaluated.
     pub every_steps: u64,
     /// Evaluate before the first step too.
@@ -74,6 +87,51 @@ pub struct EvalPlan {
     pub num_generations: u32,
     /// 0 = greedy.
     pub temperature: f64,
+    /// (0, 1]; null = as in training.
+    #[serde(default)]
+    pub top_p: Option<f64>,
+    /// 0 = off; null = as in training.
+    #[serde(default)]
+    pub top_k: Option<u32>,
+    /// 0 = off; null = as in training.
+    #[serde(default)]
+    pub min_p: Option<f64>,
+    /// 1 = off; null = as in training.
+    #[serde(default)]
+    pub repetition_penalty: Option<f64>,
+    /// Rewards of its own; null = the job's.
+    #[serde(default)]
+    pub rewards: Option<Vec<RewardPlan>>,
+}
+
+impl EvalPlan {
+    /// Greedy, one completion a prompt, the job's rewards, before the start and every `every_steps`.
+    pub fn of_dataset(dataset: DatasetPlan, every_steps: u64) -> Self {
+        Self {
+            dataset,
+            fraction: None,
+            held_out_rows: None,
+            every_steps,
+            before_start: true,
+            num_generations: 1,
+            temperature: 0.0,
+            top_p: None,
+            top_k: None,
+            min_p: None,
+            repetition_penalty: None,
+            rewards: None,
+        }
+    }
+
+    /// Prompts of one evaluation.
+    pub fn num_prompts(&self) -> u64 {
+        self.held_out_rows.unwrap_or(self.dataset.num_rows)
+    }
+}
+
+/// Under which name the secrets of an evaluation's own reward are kept, beside those of the job's rewards.
+pub fn eval_secret_name(reward: &str) -> String {
+    format!("eval:{reward}")
 }
 
 /// One reward: what to call and how it weighs.
@@ -531,14 +589,55 @@ fn default_micro_batch_tokens() -> u32 {
 }
 
 /// When to save and what to keep.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CheckpointPlan {
-    /// Optimizer steps between checkpoints; the last step is always saved.
+    /// Optimizer steps between checkpoints; the last step is always saved, and so is an evaluation that is the best so far
+    /// by `metric_for_best` (unless `keep_best` is 0).
     pub every_steps: u64,
     /// The newest N stay.
     pub keep_last: u32,
     /// The best N by `metric_for_best` stay.
     pub keep_best: u32,
+    /// The metric that says which checkpoint is best; default `eval_reward` with evaluation, else `reward`.
+    #[serde(default)]
+    pub metric_for_best: Option<String>,
+    /// Higher is better; default by the metric's name: losses, KL, gradient norms, spreads, fractions of missing, cut or
+    /// tied are better low, all others high.
+    #[serde(default)]
+    pub greater_is_better: Option<bool>,
+}
+
+/// Ends a run that does not get better.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct EarlyStoppingPlan {
+    /// Looked at after each evaluation; default: `checkpoints.metric_for_best`.
+    pub metric: String,
+    /// Higher is better; default by the metric's name, as for checkpoints.
+    pub greater_is_better: bool,
+    /// Evaluations in a row without a new best that end the run.
+    pub patience: u32,
+    /// A new best is better by more than this.
+    pub min_delta: f64,
+}
+
+/// What alerts do.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DoctorPlan {
+    /// `note`: told, the run goes on; `pause`: the job pauses; `stop`: the job ends, its last good checkpoint is its result.
+    pub on_alert: OnAlert,
+    /// Rules that differ, by name.
+    #[serde(default)]
+    pub rules: BTreeMap<Rule, RulePlan>,
+}
+
+/// One rule's own settings.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RulePlan {
+    /// false = the rule is switched off.
+    pub enabled: bool,
+    /// null = as `doctor.on_alert` says.
+    #[serde(default)]
+    pub on_alert: Option<OnAlert>,
 }
 
 /// The arithmetic of a run, echoed so that nobody is surprised.

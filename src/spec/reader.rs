@@ -174,14 +174,7 @@ impl<'v> Field<'v> {
     }
 
     fn mistyped<T>(&self, expected: &str) -> Option<T> {
-        let found = match self.value? {
-            Value::Null => "null",
-            Value::Bool(_) => "a boolean",
-            Value::Number(_) => "a number",
-            Value::String(_) => "a string",
-            Value::Array(_) => "a list",
-            Value::Object(_) => "an object",
-        };
+        let found = kind_of(self.value?);
         self.fail_value("invalid_type", format!("must be {expected}, not {found}"));
         None
     }
@@ -297,8 +290,20 @@ impl<'v> Field<'v> {
     }
 }
 
+/// What a value is, in words.
+pub(super) fn kind_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
 /// The known word a misspelt one was meant to be.
-fn nearest<'n>(given: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+pub(super) fn nearest<'n>(given: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     known
         .filter(|_| given.len() <= MAX_MISSPELT_BYTES)
         .map(|name| (strsim::jaro_winkler(given, name), name))

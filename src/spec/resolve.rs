@@ -4,13 +4,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
-use super::estimate::Estimate;
+use super::estimate::{Estimate, Limits, fit};
+use super::evaluation::held_out_count;
+use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
 use super::rloo;
 use super::warm::{self, WarmStartFacts};
 use super::{
     DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan,
-    PromptLengths, RewardKind, SamplingPlan, Totals, TrainingPlan,
+    PromptLengths, RewardKind, RewardPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use crate::id::DatasetId;
 
@@ -25,6 +27,8 @@ pub struct Context {
     pub eval_dataset: Option<DatasetFacts>,
     /// The checkpoint of a warm start, where asked for.
     pub warm_start: Option<WarmStartFacts>,
+    /// What a worker may use, bytes; None = unknown, and nothing is refused for it.
+    pub memory_limit_bytes: Option<u64>,
 }
 
 /// A model, as far as a plan depends on it.
@@ -61,6 +65,8 @@ pub struct ModelShape {
     pub num_key_value_heads: u64,
     /// Width of a head.
     pub head_dim: u64,
+    /// Tokens the model knows.
+    pub vocab_size: u64,
 }
 
 /// A dataset, as far as a plan depends on it.
@@ -133,8 +139,12 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     }
     let sampling = fit_completions(spec, context, &mut errors);
     rloo::check(spec, &sampling, &mut errors);
+    let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
-    if let Some(error) = smaller_than_a_block(spec, dataset.num_rows) {
+    let fraction = spec.eval.as_ref().and_then(|eval| eval.fraction);
+    let held_out = fraction.map(|fraction| held_out_count(dataset.num_rows, fraction));
+    let trained_rows = dataset.num_rows - held_out.unwrap_or(0).min(dataset.num_rows);
+    if let Some(error) = smaller_than_a_block(spec, trained_rows, held_out.unwrap_or(0)) {
         errors.push(error);
         return Err(errors);
     }
@@ -146,14 +156,15 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     };
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
-        (Some(eval), Some(facts)) => Some(plan_eval(eval, facts)),
+        (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, held_out)),
+        (Some(eval), Some(facts)) => Some(plan_eval(eval, facts, None)),
         (Some(_), None) => return Err(errors),
     };
     if !errors.is_empty() {
         return Err(errors);
     }
-    let (training, totals) = plan_training(spec, &sampling, dataset.num_rows);
-    let plan = Plan {
+    let (training, totals) = plan_training(spec, &sampling, trained_rows);
+    let mut plan = Plan {
         name: spec.name.clone(),
         model: ModelPlan { id: model.id.clone(), sha256: model.sha256.clone() },
         dataset: plan_dataset(dataset),
@@ -165,11 +176,19 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         warm_start: spec.warm_start.clone(),
         optimizer: spec.optimizer.clone(),
         training,
-        checkpoints: spec.checkpoints.clone(),
+        checkpoints,
+        early_stopping,
+        doctor: spec.doctor.clone(),
         metadata: spec.metadata.clone(),
         totals,
     };
-    let estimate = Estimate::of(&plan, model, dataset.prompt_lengths);
+    let eval_lengths = context.eval_dataset.as_ref().and_then(|facts| facts.prompt_lengths);
+    let limits = Limits {
+        lengths: dataset.prompt_lengths.into_iter().chain(eval_lengths).max_by_key(|lengths| lengths.longest),
+        memory_bytes: context.memory_limit_bytes,
+        micro_batch_tokens: spec.training.micro_batch_tokens,
+    };
+    let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
     Ok(Resolution { warnings: warnings(spec, &plan), plan, estimate })
 }
 
@@ -177,9 +196,16 @@ fn plan_dataset(facts: &DatasetFacts) -> DatasetPlan {
     DatasetPlan { id: facts.id, sha256: facts.sha256.clone(), num_rows: facts.num_rows }
 }
 
-fn plan_eval(eval: &EvalSpec, facts: &DatasetFacts) -> EvalPlan {
+fn plan_eval(eval: &EvalSpec, facts: &DatasetFacts, held_out_rows: Option<u64>) -> EvalPlan {
     EvalPlan {
         dataset: plan_dataset(facts),
+        fraction: eval.fraction,
+        held_out_rows,
+        top_p: eval.top_p,
+        top_k: eval.top_k,
+        min_p: eval.min_p,
+        repetition_penalty: eval.repetition_penalty,
+        rewards: eval.rewards.clone(),
         every_steps: eval.every_steps,
         before_start: eval.before_start,
         num_generations: eval.num_generations,
@@ -213,7 +239,16 @@ fn check_dataset(
         );
         errors.push(FieldError::new(at, "no_chat_template", detail));
     }
-    for (index, reward) in spec.rewards.iter().enumerate() {
+    // Evaluation's own rewards look at the rows that are evaluated, the job's at all others.
+    let own = spec.eval.as_ref().and_then(|eval| Some((eval.rewards.as_deref()?, eval.fraction.is_some())));
+    let job = (spec.rewards.as_slice(), "/rewards");
+    let judged: Vec<(&[RewardPlan], &str)> = match own {
+        Some((own, false)) if at == "/eval/dataset" => vec![(own, "/eval/rewards")],
+        Some((own, true)) => vec![job, (own, "/eval/rewards")],
+        Some(_) | None => vec![job],
+    };
+    let judged = judged.into_iter().flat_map(|(rewards, at)| rewards.iter().enumerate().map(move |pair| (at, pair)));
+    for (rewards_at, (index, reward)) in judged {
         let column = match &reward.kind {
             RewardKind::ExactMatch(plan) => Some(&plan.column),
             RewardKind::NumberMatch(plan) => Some(&plan.column),
@@ -223,7 +258,7 @@ fn check_dataset(
         if let Some(column) = column.filter(|column| !column.is_empty() && !facts.columns.contains(column)) {
             let which = if at == "/dataset" { "dataset" } else { "evaluation dataset" };
             let detail = format!("the {which} has no column '{column}', only: {}", facts.columns.join(", "));
-            errors.push(FieldError::new(format!("/rewards/{index}/column"), "missing_column", detail));
+            errors.push(FieldError::new(format!("{rewards_at}/{index}/column"), "missing_column", detail));
         }
     }
 }
@@ -284,7 +319,8 @@ fn prompts_per_block(spec: &JobSpec) -> u64 {
     u64::from(spec.training.prompts_per_step) * u64::from(spec.rloo.steps_per_generation)
 }
 
-fn smaller_than_a_block(spec: &JobSpec, num_rows: u64) -> Option<FieldError> {
+/// `num_rows` are those that train, beside those that evaluation holds out.
+fn smaller_than_a_block(spec: &JobSpec, num_rows: u64, held_out: u64) -> Option<FieldError> {
     let block = prompts_per_block(spec);
     if num_rows >= block || num_rows == 0 {
         return None;
@@ -298,7 +334,11 @@ fn smaller_than_a_block(spec: &JobSpec, num_rows: u64) -> Option<FieldError> {
         0 => format!("the nearest valid values are prompts_per_step 1 with rloo.steps_per_generation {num_rows}"),
         nearest => format!("the nearest valid value is {nearest}"),
     };
-    let detail = format!("the dataset has {num_rows} rows but {block_text}: {fix}, or add rows");
+    let rows_text = match held_out {
+        0 => format!("the dataset has {num_rows} rows"),
+        _ => format!("the dataset has {num_rows} rows to train on (eval.fraction holds out {held_out})"),
+    };
+    let detail = format!("{rows_text} but {block_text}: {fix}, or add rows");
     Some(FieldError::new("/training/prompts_per_step", "dataset_too_small", detail))
 }
 
@@ -364,7 +404,9 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
     if totals.dropped_rows_per_epoch > 0 {
         let detail = format!(
             "{} of {} rows are left out of each epoch: they do not fill a block of {} prompts",
-            totals.dropped_rows_per_epoch, plan.dataset.num_rows, totals.prompts_per_block
+            totals.dropped_rows_per_epoch,
+            plan.dataset.num_rows - plan.eval.as_ref().and_then(|eval| eval.held_out_rows).unwrap_or(0),
+            totals.prompts_per_block
         );
         warn("/training/prompts_per_step".to_owned(), "incomplete_block_dropped", detail);
     }
@@ -403,7 +445,8 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
     if plan
         .eval
         .as_ref()
-        .is_some_and(|eval| !eval.dataset.sha256.is_empty() && eval.dataset.sha256 == plan.dataset.sha256)
+        .filter(|eval| eval.fraction.is_none() && !eval.dataset.sha256.is_empty())
+        .is_some_and(|eval| eval.dataset.sha256 == plan.dataset.sha256)
     {
         let detail = "evaluation uses the training prompts: it cannot show whether the model learned more than these";
         warn("/eval/dataset".to_owned(), "eval_on_training_data", detail.to_owned());

@@ -10,6 +10,7 @@ use super::{
     CheckpointPlan, ContainsPlan, JobSpec, LengthPlan, LoraPlan, MatchPlan, NumberMatchPlan, OptimizerPlan, RegexPlan,
     RlooPlan, SamplingPlan, TrainingPlan, WebhookPlan,
 };
+use crate::doctor::Rule;
 
 /// A job as clients write it; [`JobSpec::read`] is the law, this describes it.
 #[derive(Debug)]
@@ -51,6 +52,8 @@ impl PartialSchema for JobDocument {
             .property("optimizer", section("optimizer", object(optimizer), "The optimizer and its schedule."))
             .property("training", section("training", object(training), "Batches, length, seed."))
             .property("checkpoints", section("checkpoints", CheckpointPlan::schema(), "When to save and what to keep."))
+            .property("early_stopping", early_stopping())
+            .property("doctor", doctor())
             .property("metadata", texts("The client's own labels."))
             .property("priority", integer("Higher runs first.", json!(0)))
             .examples([json!({"model": "org/name", "dataset": {"records": [{"prompt": "…"}]}, "rewards": [{"type": "length"}]})])
@@ -111,9 +114,39 @@ fn dataset(text: &str) -> RefOr<Schema> {
         .into()
 }
 
+fn early_stopping() -> RefOr<Schema> {
+    closed(&[])
+        .property("metric", string("Looked at after each evaluation; default: checkpoints.metric_for_best."))
+        .property("greater_is_better", plain(Type::Boolean, "Default: by the metric's name."))
+        .property("patience", integer("Evaluations in a row without a new best that end the run.", json!(3)))
+        .property("min_delta", defaulted(number("A new best is better by more than this."), json!(0.0)))
+        .description(Some("Ends a run that does not get better, as succeeded; its best checkpoint is its result."))
+        .build()
+        .into()
+}
+
+fn doctor() -> RefOr<Schema> {
+    let on_alert = |text: &str| words(text, &["note", "pause", "stop"]);
+    let rules = Rule::ALL.into_iter().fold(closed(&[]), |rules, rule| {
+        let own = closed(&[])
+            .property("enabled", flag("false = switched off.", true))
+            .property("on_alert", on_alert("Default: doctor.on_alert."))
+            .build();
+        let off = ObjectBuilder::new().schema_type(Type::Boolean).build();
+        rules.property(rule.as_str(), OneOfBuilder::new().item(own).item(off))
+    });
+    closed(&[])
+        .property("on_alert", defaulted(on_alert("What an alert does to the run."), json!("note")))
+        .property("rules", rules.description(Some("Rules that differ, by name; false switches one off.")))
+        .description(Some("What the doctor's alerts do."))
+        .build()
+        .into()
+}
+
 fn eval() -> RefOr<Schema> {
-    closed(&["dataset"])
+    closed(&[])
         .property("dataset", dataset("The evaluation prompts."))
+        .property("fraction", number("Instead of a dataset: the share of the training dataset to hold out, by seed."))
         .property(
             "every_steps",
             integer("Optimizer steps between evaluations; the last step is always evaluated.", json!(20)),
@@ -121,7 +154,12 @@ fn eval() -> RefOr<Schema> {
         .property("before_start", flag("Evaluate before the first step too.", true))
         .property("num_generations", integer("Completions a prompt.", json!(1)))
         .property("temperature", defaulted(number("0 = greedy."), json!(0.0)))
-        .description(Some("Evaluation on prompts of its own."))
+        .property("top_p", number("Default: sampling.top_p."))
+        .property("top_k", plain(Type::Integer, "Default: sampling.top_k."))
+        .property("min_p", number("Default: sampling.min_p."))
+        .property("repetition_penalty", number("Default: sampling.repetition_penalty."))
+        .property("rewards", rewards())
+        .description(Some("Evaluation on prompts of its own, or on held-out rows; by the job's rewards or by its own."))
         .build()
         .into()
 }

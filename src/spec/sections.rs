@@ -186,6 +186,8 @@ pub(super) fn read_checkpoints(reader: Reader<'_>) -> CheckpointPlan {
             .whole(1..=1000)
             .unwrap_or(3),
         keep_best: reader.field("keep_best").whole(0..=1000).unwrap_or(1),
+        metric_for_best: reader.field("metric_for_best").nonempty(200).map(str::to_owned),
+        greater_is_better: reader.field("greater_is_better").bool(),
     };
     reader.finish(advice);
     checkpoints

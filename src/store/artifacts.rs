@@ -10,6 +10,7 @@ use super::{Doing, Store, StoreError, column, count_column, id_column, int, json
 use crate::event::Metrics;
 use crate::id::{CheckpointId, JobId};
 use crate::protocol::FileEntry;
+use crate::spec::CheckpointPlan;
 
 /// A published checkpoint; its files lie in `DataDir::checkpoint_dir(job, step, attempt)`.
 #[derive(Debug, Clone, PartialEq)]
@@ -82,7 +83,8 @@ impl Store {
         delete_rows(&mut tx, &removed).await?;
         let id = CheckpointId::new();
         sqlx::query(
-            "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, created_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, pinned, created_at) \
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         )
         .bind(id.to_string())
         .bind(job.to_string())
@@ -90,12 +92,14 @@ impl Store {
         .bind(int(attempt))
         .bind(to_json("files", &files)?)
         .bind(to_json("metrics", metrics)?)
+        // A checkpoint written again (after a rewind) is the same one: its pin stays.
+        .bind(removed.iter().any(|old| old.pinned))
         .bind(now)
         .execute(&mut *tx)
         .await
         .doing(doing)?;
         let rows = checkpoints(&mut tx, job).await?;
-        let ranked = ranked(&rows);
+        let ranked = ranked(&rows, &keep);
         let best = ranked.first().map(|row| row.id);
         let keep_best = keep.keep_best as usize;
         let surplus: Vec<CheckpointRow> = rows
@@ -153,7 +157,7 @@ impl Store {
         latest_checkpoint(&mut reader, job).await
     }
 
-    /// The best by evaluation reward (by training reward without evaluation); the newest when none has either.
+    /// The best by the plan's `metric_for_best`; the newest when none has a value.
     pub async fn checkpoint_best(&self, job: JobId) -> Result<Option<CheckpointRow>, StoreError> {
         sqlx::query("SELECT * FROM checkpoints WHERE job_id = ? ORDER BY best DESC, step DESC LIMIT 1")
             .bind(job.to_string())
@@ -163,6 +167,32 @@ impl Store {
             .as_ref()
             .map(CheckpointRow::read)
             .transpose()
+    }
+
+    /// Keeps a checkpoint from rotation, or gives it back to it (at the next publication). Idempotent.
+    pub async fn checkpoint_pin(&self, id: CheckpointId, pinned: bool, now: i64) -> Result<CheckpointRow, StoreError> {
+        let doing = "pin a checkpoint";
+        let mut tx = self.begin(doing).await?;
+        let changed = sqlx::query("UPDATE checkpoints SET pinned = ?1 WHERE id = ?2 AND pinned <> ?1")
+            .bind(pinned)
+            .bind(id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        let row = sqlx::query("SELECT * FROM checkpoints WHERE id = ?")
+            .bind(id.to_string())
+            .fetch_optional(&mut *tx)
+            .await
+            .doing(doing)?
+            .ok_or_else(|| StoreError::NotFound { kind: "checkpoint", id: id.to_string() })?;
+        let row = CheckpointRow::read(&row)?;
+        if changed.rows_affected() > 0 {
+            let kind = if pinned { "checkpoint.pinned" } else { "checkpoint.unpinned" };
+            event_insert(&mut tx, row.job, kind, now, json!({ "checkpoint": id, "step": row.step })).await?;
+        }
+        tx.commit().await.doing(doing)?;
+        self.wake_job(row.job);
+        Ok(row)
     }
 
     /// `(job, step, attempt)` of every published checkpoint: what the sweep of the data directory must keep.
@@ -214,14 +244,16 @@ async fn delete_rows(tx: &mut SqliteConnection, rows: &[CheckpointRow]) -> Resul
     Ok(())
 }
 
-/// Best first: by `eval_reward` as soon as one has it, else by `reward`; of equals the earlier one. Those without the number are left out.
-fn ranked(rows: &[CheckpointRow]) -> Vec<&CheckpointRow> {
+/// Best first by the plan's metric; of equals the earlier one; those without the number are left out. A plan from before
+/// `metric_for_best` was kept says `eval_reward` as soon as one has it, else `reward`.
+fn ranked<'r>(rows: &'r [CheckpointRow], plan: &CheckpointPlan) -> Vec<&'r CheckpointRow> {
     let score =
         |row: &CheckpointRow, key: &str| row.metrics.get(key).copied().flatten().filter(|score| !score.is_nan());
     let evaluated = rows.iter().any(|row| score(row, "eval_reward").is_some());
-    let key = if evaluated { "eval_reward" } else { "reward" };
+    let key = plan.metric_for_best.as_deref().unwrap_or(if evaluated { "eval_reward" } else { "reward" });
+    let sign = if plan.greater_is_better.unwrap_or(true) { 1.0 } else { -1.0 };
     let mut scored: Vec<(f64, &CheckpointRow)> =
-        rows.iter().filter_map(|row| score(row, key).map(|score| (score, row))).collect();
+        rows.iter().filter_map(|row| score(row, key).map(|score| (sign * score, row))).collect();
     scored.sort_by(|(a, row_a), (b, row_b)| b.total_cmp(a).then(row_a.step.cmp(&row_b.step)));
     scored.into_iter().map(|(_, row)| row).collect()
 }

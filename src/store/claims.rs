@@ -6,6 +6,7 @@ use serde_json::json;
 use sqlx::sqlite::SqliteConnection;
 
 use super::artifacts::latest_checkpoint;
+use super::doctor::doctor_rewind;
 use super::events::event_insert;
 use super::moves::{Leave, job_leave};
 use super::workers::{worker_mark_lost, worker_touch};
@@ -178,8 +179,17 @@ impl Store {
         let pause = row.requested == Some(Requested::Pause);
         match outcome {
             Outcome::Succeeded => {
-                let data = json!({ "step": row.step });
-                job_leave(&mut tx, &row, Leave::to(State::Succeeded), "job.succeeded", data, now).await?;
+                let data = json!({ "step": row.step, "ending": row.ending });
+                let status_reason = row.ending.as_ref().map(|_| "early_stopping".to_owned());
+                job_leave(
+                    &mut tx,
+                    &row,
+                    Leave { status_reason, ..Leave::to(State::Succeeded) },
+                    "job.succeeded",
+                    data,
+                    now,
+                )
+                .await?;
             }
             Outcome::Failed { failure } => job_fail(&mut tx, &row, failure, now).await?,
             Outcome::Paused { reason: Some(reason) } if !cancel => {
@@ -286,6 +296,7 @@ async fn rewind(tx: &mut SqliteConnection, job: JobId, to: Option<&CheckpointRow
         let query = sqlx::query(table).bind(job.to_string()).bind(last_kept).bind(writer);
         deleted += query.execute(&mut *tx).await.doing(doing)?.rows_affected();
     }
+    doctor_rewind(tx, job, last_kept).await?;
     sqlx::query("UPDATE jobs SET step = ? WHERE id = ?")
         .bind(step)
         .bind(job.to_string())

@@ -1,16 +1,17 @@
-//! What a run said: events (history, SSE feed and outbox in one), steps, samples, logs.
+//! What a run said: events (history, SSE feed and outbox in one), steps, samples as they come, logs.
 
 use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
-use sqlx::{QueryBuilder, Sqlite};
 
 use super::claims::owned_row;
+use super::doctor::{alert_clear, alert_store, ending_store, phase_store};
 use super::{
     Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, int, json_column, page,
     parse_cursor, to_json, word, word_column,
 };
 use crate::event::{Event, Metrics, Phase, Sample, SamplePhase};
 use crate::id::JobId;
+use crate::job::{Ending, EndingCode};
 use crate::protocol::EventBatch;
 
 /// One event of a job.
@@ -41,15 +42,6 @@ pub struct StepRow {
     pub metrics: Metrics,
 }
 
-/// One stored sample.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SampleRow {
-    /// Ascending in the order they came.
-    pub id: i64,
-    /// The sample.
-    pub sample: Sample,
-}
-
 /// One line a worker logged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogRow {
@@ -61,35 +53,6 @@ pub struct LogRow {
     pub time: i64,
     /// The line.
     pub line: String,
-}
-
-/// The order of samples.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum SampleSort {
-    /// Latest first.
-    #[default]
-    Recent,
-    /// Highest reward first; unscorable ones last.
-    Best,
-    /// Lowest reward first; unscorable ones last.
-    Worst,
-}
-
-/// Which samples, in which order.
-#[derive(Debug, Clone, Default)]
-pub struct SampleQuery {
-    /// Of this step.
-    pub step: Option<u64>,
-    /// Training or evaluation.
-    pub phase: Option<SamplePhase>,
-    /// The order.
-    pub sort: SampleSort,
-    /// Prompt or completion contains this (ASCII case ignored).
-    pub contains: Option<String>,
-    /// Cursor.
-    pub after: Option<String>,
-    /// Rows a page.
-    pub limit: u32,
 }
 
 /// Metrics that a `step` event carries, so that a watcher sees progress without asking; the others are in the step's row.
@@ -186,48 +149,6 @@ impl Store {
         .collect()
     }
 
-    /// A page of samples.
-    pub async fn sample_page(&self, job: JobId, query: &SampleQuery) -> Result<Page<SampleRow>, StoreError> {
-        let SampleQuery { step, phase, sort, contains, after, limit } = query;
-        // Every order is ascending in (rank, id); a sample without a reward ranks last.
-        let (rank, id) = match sort {
-            SampleSort::Recent => ("0.0", "-id"),
-            SampleSort::Best => ("COALESCE(-reward, 9e999)", "id"),
-            SampleSort::Worst => ("COALESCE(reward, 9e999)", "id"),
-        };
-        let mut sql = QueryBuilder::<Sqlite>::new("SELECT id, sample, ");
-        sql.push(rank).push(" AS rank FROM samples WHERE job_id = ").push_bind(job.to_string());
-        if let Some(step) = step {
-            sql.push(" AND step = ").push_bind(int(*step));
-        }
-        if let Some(phase) = phase {
-            sql.push(" AND phase = ").push_bind(word(phase)?);
-        }
-        if let Some(text) = contains {
-            sql.push(" AND (instr(lower(json_extract(sample, '$.completion')), lower(").push_bind(text);
-            sql.push(")) OR instr(lower(json_extract(sample, '$.prompt')), lower(").push_bind(text).push(")))");
-        }
-        let list = format!("samples {sort:?}");
-        if let Some(after) = after {
-            let [rank_bits, last] = parse_cursor(&list, after)?;
-            let last_rank = f64::from_bits(cursor_key(&rank_bits)?);
-            let last_id: i64 = cursor_key(&last)?;
-            let last_id = if *sort == SampleSort::Recent { last_id.saturating_neg() } else { last_id };
-            sql.push(" AND (").push(rank).push(", ").push(id).push(") > (");
-            sql.push_bind(last_rank).push(", ").push_bind(last_id).push(")");
-        }
-        let limit = (*limit).clamp(1, 1000);
-        sql.push(" ORDER BY ").push(rank).push(", ").push(id).push(" LIMIT ").push_bind(i64::from(limit) + 1);
-        let rows = sql.build().fetch_all(&self.readers).await.doing("read samples")?;
-        let mut data = Vec::with_capacity(rows.len());
-        for row in &rows {
-            let sample = SampleRow { id: column(row, "id")?, sample: json_column(row, "sample")? };
-            data.push((column::<f64>(row, "rank")?, sample));
-        }
-        let page = page(data, limit, |(rank, row)| cursor(&list, [&rank.to_bits().to_string(), &row.id.to_string()]));
-        Ok(Page { data: page.data.into_iter().map(|(_, row)| row).collect(), next: page.next })
-    }
-
     /// A page of log lines, in order.
     pub async fn log_page(&self, job: JobId, after: Option<&str>, limit: u32) -> Result<Page<LogRow>, StoreError> {
         let after = match after {
@@ -299,6 +220,32 @@ async fn event_store(
         Event::Warning { code, message, data } => {
             let data = json!({ "code": code, "message": message, "data": data });
             event_insert(tx, job, "warning", now, data).await?;
+        }
+        Event::Alert { alert } => alert_store(tx, job, alert, now).await?,
+        Event::AlertCleared { rule, raised_step, step } => {
+            alert_clear(tx, job, *rule, *raised_step, *step, now).await?;
+        }
+        Event::TrainingPhase { change } => phase_store(tx, job, change, now).await?,
+        Event::EarlyStopping { step, metric, best, best_step, evaluations } => {
+            let message = format!(
+                "ended after step {step}: {metric} has had no new best for {evaluations} evaluations{}",
+                best.zip(*best_step)
+                    .map_or_else(String::new, |(best, at)| format!("; its best is {best:.4} at step {at}"))
+            );
+            let ending = Ending {
+                code: EndingCode::EarlyStopping,
+                message: message.clone(),
+                step: *step,
+                rule: None,
+                metric: Some(metric.clone()),
+                best: *best,
+                best_step: *best_step,
+                good_before_step: None,
+            };
+            ending_store(tx, job, &ending).await?;
+            let data = json!({ "step": step, "metric": metric, "best": best, "best_step": best_step,
+                "evaluations": evaluations, "message": message });
+            event_insert(tx, job, "early_stopping", now, data).await?;
         }
     }
     Ok(())

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::event::Phase;
 use crate::id::{IdError, JobId, WorkerId};
-use crate::job::{Action, Failure, Requested, State};
+use crate::job::{Action, Ending, Failure, Requested, State};
 use crate::spec::{Plan, RewardSecrets};
 
 /// A job to create; name, model, metadata, datasets and length are read from the plan.
@@ -76,6 +76,8 @@ pub struct JobRow {
     pub metadata: BTreeMap<String, String>,
     /// Why it failed.
     pub failure: Option<Failure>,
+    /// Why it ended before its last step.
+    pub ending: Option<Ending>,
     /// The job it was made from.
     pub parent: Option<JobId>,
     /// Unix ms.
@@ -138,6 +140,10 @@ impl JobRow {
                 .map(serde_json::from_str)
                 .transpose()
                 .map_err(corrupt("failure"))?,
+            ending: column::<Option<&str>>(row, "ending")?
+                .map(serde_json::from_str)
+                .transpose()
+                .map_err(corrupt("ending"))?,
             parent: optional_id(row, "parent")?,
             created_at: column(row, "created_at")?,
             started_at: column(row, "started_at")?,

@@ -16,7 +16,7 @@ impl Store {
         self.job_act(id, Action::Cancel, now).await
     }
 
-    /// Pauses a job: at once when queued, by a mark its worker honours when running.
+    /// Pauses a job: at once when queued, by a mark its worker honours when running. Idempotent.
     pub async fn job_pause(&self, id: JobId, now: i64) -> Result<JobRow, StoreError> {
         self.job_act(id, Action::Pause, now).await
     }
@@ -34,6 +34,7 @@ impl Store {
             // Nothing to do: it is so already, or asked for already.
             (Action::Cancel, State::Cancelled, _)
             | (Action::Cancel, State::Running, Some(Requested::Cancel))
+            | (Action::Pause, State::Paused, _)
             | (Action::Pause, State::Running, Some(Requested::Pause)) => return Ok(row),
             (Action::Cancel, State::Queued | State::Paused, _) => {
                 job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await?;
@@ -56,7 +57,7 @@ impl Store {
             }
             (Action::Cancel, State::Succeeded | State::Failed, _)
             | (Action::Pause, State::Running, Some(Requested::Cancel))
-            | (Action::Pause, State::Paused | State::Succeeded | State::Failed | State::Cancelled, _)
+            | (Action::Pause, State::Succeeded | State::Failed | State::Cancelled, _)
             | (Action::Resume, State::Queued | State::Succeeded | State::Failed | State::Cancelled, _)
             | (Action::Resume, State::Running, None | Some(Requested::Cancel))
             | (Action::Retry | Action::Delete, _, _) => {

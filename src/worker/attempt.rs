@@ -23,7 +23,7 @@ use crate::modelcard;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::Rewards;
-use crate::spec::DatasetPlan;
+use crate::spec::{DatasetPlan, eval_secret_name};
 
 /// Between two heartbeats, however much there is to tell.
 const SOONEST_BEAT: Duration = Duration::from_secs(1);
@@ -175,6 +175,7 @@ impl Attempt {
         let rewards = Arc::new(rewards.map_err(|error| error.to_failure())?);
         // The first to ask gets them.
         let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
+        let eval_rewards = build_eval_rewards(&claim, &rewards, &policy)?.map(Arc::new);
         let beats = beat(
             self.client.clone(),
             self.held,
@@ -208,6 +209,7 @@ impl Attempt {
             rewards,
             notices,
             journal: journal.clone(),
+            eval_rewards,
             reward_metrics: Default::default(),
             failure: None,
         };
@@ -260,6 +262,8 @@ impl Attempt {
         }
         let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
         let eval_rows = match &claim.plan.eval {
+            // The engine holds them out of the training rows.
+            Some(eval) if eval.fraction.is_some() => Vec::new(),
             Some(eval) if eval.dataset.id == claim.plan.dataset.id => rows.clone(),
             Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
             None => Vec::new(),
@@ -334,6 +338,14 @@ impl Attempt {
             }
         })
     }
+}
+
+/// The evaluation's own rewards, if it has some; their secrets lie under names of their own.
+fn build_eval_rewards(claim: &Claim, rewards: &Rewards, policy: &OutgoingPolicy) -> Result<Option<Rewards>, Failure> {
+    let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
+    let secret_of = |name: &String| Some((name.clone(), claim.secrets.get(&eval_secret_name(name))?.clone()));
+    let secrets = plans.iter().filter_map(|plan| secret_of(&plan.name)).collect();
+    rewards.beside(plans, &secrets, policy).map(Some).map_err(|error| error.to_failure())
 }
 
 /// What moves to the engine's thread.

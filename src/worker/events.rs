@@ -158,6 +158,9 @@ fn size_of_event(event: &Event) -> usize {
         Event::Step { metrics, .. } => 64 + 64 * metrics.len(),
         Event::Phase { .. } => 64,
         Event::Warning { message, .. } => 512 + message.len(),
+        Event::Alert { alert } => 1024 + alert.message.len() + alert.fix.len(),
+        Event::AlertCleared { .. } | Event::EarlyStopping { .. } => 256,
+        Event::TrainingPhase { .. } => 1024,
     }
 }
 

@@ -43,6 +43,7 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
             "model_not_finite",
             Some("the model's files are damaged: download it again, register it, then submit again"),
         ),
+        EngineError::Alert { fix, .. } => ("alert_stop", Some(fix.as_str())),
         EngineError::Checkpoint(_) => ("checkpoint_invalid", Some("resume from an older checkpoint, or submit again")),
         EngineError::Host(_) => ("host", None),
         EngineError::Tensor(_) => {
@@ -53,6 +54,9 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
     let message = match error {
         // Its own text names a path of the worker's.
         EngineError::Io { source, .. } => format!("the worker cannot access one of its files: {source}"),
+        EngineError::Alert { rule, step, message, .. } => {
+            format!("the doctor's alert {} of step {step} ended the job: {message}", rule.as_str())
+        }
         other => with_causes(other),
     };
     failure(class, code, message, position, suggestion)

@@ -30,6 +30,8 @@ pub(super) struct JobHost {
     /// What the rewards tell while they are asked.
     pub(super) notices: mpsc::UnboundedReceiver<Event>,
     pub(super) journal: Journal,
+    /// The evaluation's own, if it has some.
+    pub(super) eval_rewards: Option<Arc<Rewards>>,
     /// Metrics of the rewards, until the step they belong to is done: training, evaluation.
     pub(super) reward_metrics: [Metrics; 2],
     /// Why the job failed, once the host has said so: the engine hands it back in its own words.
@@ -101,7 +103,11 @@ impl JobHost {
 impl Host for JobHost {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
         let job = JobContext { job: self.held.job, rollout: request.id, probe: false };
-        let rewards = self.rewards.clone();
+        let rewards = match request.id.phase {
+            SamplePhase::Train => &self.rewards,
+            SamplePhase::Eval => self.eval_rewards.as_ref().unwrap_or(&self.rewards),
+        };
+        let rewards = rewards.clone();
         let runtime = self.runtime.clone();
         let scored = runtime.block_on(async {
             let mut scoring = std::pin::pin!(rewards.score(&job, request.samples));
@@ -151,6 +157,16 @@ impl Host for JobHost {
             }
             Event::Samples { .. } => {}
             Event::Warning { .. } => self.log_warning(&event),
+            Event::Alert { alert } => {
+                self.events.log(format!("alert {}: {}; to do: {}", alert.rule.as_str(), alert.message, alert.fix));
+            }
+            Event::AlertCleared { rule, raised_step, step } => {
+                self.events.log(format!("alert {} of step {raised_step} is over at step {step}", rule.as_str()));
+            }
+            Event::TrainingPhase { change } => self.events.log(format!("training phase: {:?}", change.phase)),
+            Event::EarlyStopping { step, metric, evaluations, .. } => self.events.log(format!(
+                "early stopping after step {step}: {metric} has had no new best for {evaluations} evaluations"
+            )),
         }
         self.send(event)
     }

@@ -21,13 +21,7 @@ fn runs() -> Vec<(&'static str, Plan)> {
         let mut plan = plan();
         plan.training.max_steps = 6;
         plan.checkpoints.every_steps = CHECKPOINT_EVERY;
-        plan.eval = Some(EvalPlan {
-            dataset: plan.dataset.clone(),
-            every_steps: 2,
-            before_start: true,
-            num_generations: 1,
-            temperature: 1.0,
-        });
+        plan.eval = Some(EvalPlan { temperature: 1.0, ..EvalPlan::of_dataset(plan.dataset.clone(), 2) });
         change(&mut plan);
         plan
     };
@@ -143,7 +137,12 @@ impl Host for Machine {
                 let key = (samples[0].step, samples[0].phase);
                 assert!(self.samples.insert(key, samples).is_none(), "samples of {key:?} come twice");
             }
-            Event::Phase { .. } | Event::Warning { .. } => {}
+            Event::Phase { .. }
+            | Event::Warning { .. }
+            | Event::Alert { .. }
+            | Event::AlertCleared { .. }
+            | Event::TrainingPhase { .. }
+            | Event::EarlyStopping { .. } => {}
         }
         self.alive()
     }

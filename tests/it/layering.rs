@@ -4,8 +4,20 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Plain types, imported by everyone.
-const WORDS: &[&str] =
-    &["config", "dataset", "event", "id", "job", "modelcard", "outgoing", "protocol", "sample", "spec"];
+const WORDS: &[&str] = &[
+    "config",
+    "dataset",
+    "doctor",
+    "event",
+    "id",
+    "job",
+    "modelcard",
+    "outgoing",
+    "probe",
+    "protocol",
+    "sample",
+    "spec",
+];
 
 /// Module, and what it may import besides the words and itself.
 const ALLOWED: &[(&str, &[&str])] = &[
@@ -16,7 +28,9 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("supervisor", &[]),
     ("http", &["files", "store"]),
     ("worker", &["engine", "files", "reward"]),
+    ("prober", &["engine", "reward"]),
     ("serve", &["files", "http", "reward", "store", "supervisor"]),
+    ("convert", &[]),
     ("demo", &["files", "reward", "serve"]),
 ];
 
@@ -35,7 +49,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("axum", &["demo", "http", "reward", "serve"]),
     ("reqwest", &["config", "demo", "outgoing", "reward", "spec", "worker"]),
     ("sqlx", &["store", "serve"]),
-    ("tokio", &["demo", "files", "http", "reward", "serve", "store", "supervisor", "worker"]),
+    ("tokio", &["demo", "files", "http", "prober", "reward", "serve", "store", "supervisor", "worker"]),
     ("tokenizers", &["engine", "modelcard"]),
     ("candle_core", &["config", "engine"]),
 ];

@@ -57,7 +57,7 @@ fn a_pause_in_any_phase_saves_the_last_step_and_loses_nothing() {
     let mut plan = off_policy();
     plan.checkpoints.every_steps = 100;
     let dataset = plan.dataset.clone();
-    plan.eval = Some(EvalPlan { dataset, every_steps: 5, before_start: false, num_generations: 1, temperature: 0.0 });
+    plan.eval = Some(EvalPlan { before_start: false, ..EvalPlan::of_dataset(dataset, 5) });
     let start = |resume| Start { resume, eval_rows: rows()[..2].to_vec(), ..Start::default() };
     let mut whole = TestHost::default();
     train(&plan, rows(), start(None), &mut whole).expect("trains");

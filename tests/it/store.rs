@@ -217,7 +217,10 @@ async fn samples_are_sorted_searched_and_paged() {
     assert_eq!(found("BETA 100%").await, ["Beta 100%"]);
     assert_eq!(found("\"it\"\n").await.len(), 5);
     assert_eq!(found("%").await, ["Beta 100%"]);
-    assert_eq!(walk(SampleQuery { step: Some(1), ..Default::default() }).await, ["Beta 100%", "alpha"]);
+    assert_eq!(
+        walk(SampleQuery { min_step: Some(1), max_step: Some(1), ..Default::default() }).await,
+        ["Beta 100%", "alpha"]
+    );
     assert_eq!(walk(SampleQuery { phase: Some(SamplePhase::Eval), ..Default::default() }).await, ["epsilon"]);
 
     let page = setting.store.sample_page(job, &SampleQuery { limit: 1, ..Default::default() }).await.unwrap();

@@ -7,16 +7,16 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 use rlood::engine::error::EngineError;
 use rlood::engine::host::{
-    Host, HostError, PromptRow, Rollout, RolloutCompletion, RolloutGroup, SavedCheckpoint, Score, ScoreRequest,
-    StepTrace, Stop, TrainInput, TrainOutcome,
+    Host, HostError, PromptRow, Rollout, RolloutCompletion, RolloutGroup, RolloutId, SavedCheckpoint, Score,
+    ScoreRequest, StepTrace, Stop, TrainInput, TrainOutcome,
 };
 use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::Policy;
 use rlood::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
 use rlood::sample::{RewardSample, RewardValue};
 use rlood::spec::{
-    CheckpointPlan, Combine, ComputeDtype, DatasetPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan, LoraPlan,
-    Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan, RewardKind,
+    CheckpointPlan, Combine, ComputeDtype, DatasetPlan, DoctorPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan,
+    LoraPlan, Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan, RewardKind,
     RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use serde_json::{Map, json};
@@ -100,7 +100,9 @@ pub fn plan() -> Plan {
             dtype: ComputeDtype::F32,
             micro_batch_tokens: MICRO_BATCH_TOKENS,
         },
-        checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0 },
+        checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0, ..CheckpointPlan::default() },
+        early_stopping: None,
+        doctor: DoctorPlan::default(),
         metadata: BTreeMap::new(),
         totals: Totals {
             optimizer_steps: 3,
@@ -159,6 +161,8 @@ pub struct TestHost {
     pub events: Vec<Event>,
     pub saved: Vec<Saved>,
     pub traces: Vec<Trace>,
+    /// What was asked of the rewards.
+    pub requests: Vec<(RolloutId, Vec<RewardSample>)>,
     at: (Phase, u64),
     polls: Cell<u32>,
     stopped: Cell<bool>,
@@ -177,6 +181,7 @@ impl Default for TestHost {
             events: Vec::new(),
             saved: Vec::new(),
             traces: Vec::new(),
+            requests: Vec::new(),
             at: (Phase::Loading, 0),
             polls: Cell::new(0),
             stopped: Cell::new(false),
@@ -190,6 +195,7 @@ impl Host for TestHost {
         if let Some(stop) = self.stop() {
             return Err(HostError::Stopped(stop));
         }
+        self.requests.push((request.id, request.samples.to_vec()));
         let scores = request.samples.iter().map(|sample| Score { values: vec![(self.score)(sample)] });
         Ok(scores.collect())
     }
@@ -249,6 +255,11 @@ impl TestHost {
     /// Feeds recorded rollouts instead of sampling.
     pub fn with_rollouts(recorded: impl FnMut(u64) -> Option<Rollout> + 'static) -> Self {
         Self { recorded: Box::new(recorded), ..Self::default() }
+    }
+
+    /// Scores by this function.
+    pub fn scoring(score: impl FnMut(&RewardSample) -> RewardValue + 'static) -> Self {
+        Self { score: Box::new(score), ..Self::default() }
     }
 
     /// Stops at the n-th poll (from 1) inside a phase that began after so many steps.
@@ -339,7 +350,7 @@ pub fn run(plan: &Plan, host: &mut TestHost) {
     assert_eq!(train(plan, rows(), Start::default(), host).expect("trains"), TrainOutcome::Finished);
 }
 
-fn value(metrics: &[(u64, Metrics)], step: u64, name: &str) -> f64 {
+pub fn value(metrics: &[(u64, Metrics)], step: u64, name: &str) -> f64 {
     let (_, metrics) = metrics.iter().find(|(at, _)| *at == step).expect("the step's metrics");
     metrics.get(name).copied().flatten().unwrap_or_else(|| panic!("{name} of step {step}"))
 }
@@ -605,7 +616,7 @@ fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
 fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
     let mut plan = plan();
     let dataset = plan.dataset.clone();
-    plan.eval = Some(EvalPlan { dataset, every_steps: 2, before_start: true, num_generations: 1, temperature: 0.0 });
+    plan.eval = Some(EvalPlan::of_dataset(dataset, 2));
     let mut host = TestHost::default();
     let start = Start { eval_rows: rows()[..3].to_vec(), ..Start::default() };
     train(&plan, rows(), start, &mut host).expect("trains");

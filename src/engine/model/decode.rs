@@ -12,6 +12,7 @@ use super::{Adapter, Logits, Policy};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::ops;
 use crate::engine::ops::slices::{self, Cache, Heads};
+use crate::spec::footprint::PREFILL_TOKENS;
 
 /// Sequences in the middle of generation: their KV cache and lengths.
 #[derive(Debug)]
@@ -54,9 +55,6 @@ impl DecodeState {
     }
 }
 
-/// Prompt tokens computed at once; bounds memory.
-const PREFILL_TOKENS: usize = 8192;
-
 /// Tokens for which a row's cache has room at first.
 const FIRST_TOKENS: usize = 32;
 
@@ -87,7 +85,7 @@ impl Policy {
             let mut tokens = 0;
             let fits = rest.iter().take_while(|p| {
                 tokens += p.len();
-                tokens <= PREFILL_TOKENS
+                tokens <= PREFILL_TOKENS as usize
             });
             let (chunk, after) = rest.split_at(fits.count().max(1));
             let (chunk_caches, chunk_logits) = self.prefill_chunk(chunk, adapter)?;

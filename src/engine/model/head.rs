@@ -7,9 +7,7 @@ use super::packing::{Packing, Target};
 use crate::engine::error::Result;
 use crate::engine::ops;
 use crate::engine::ops::slices::TokenScore;
-
-/// Logits alive at once, in elements.
-const MAX_LOGITS: usize = 1 << 24;
+use crate::spec::footprint::{MAX_LOGITS, MIN_LOGIT_ROWS};
 
 /// The final norm and the head.
 #[derive(Clone, Debug)]
@@ -61,7 +59,7 @@ impl Head {
     }
 
     fn chunk_rows(&self) -> usize {
-        (MAX_LOGITS / self.vocab_size()).max(16)
+        (MAX_LOGITS as usize / self.vocab_size()).max(MIN_LOGIT_ROWS as usize)
     }
 
     /// Log-probs and entropies of the targets; `x` `[T, hidden]` is the residual stream after the last layer.

@@ -9,7 +9,7 @@
 use std::sync::LazyLock;
 
 /// Values that share a scale.
-pub const BLOCK: usize = 256;
+pub const BLOCK: usize = crate::spec::footprint::OPTIMIZER_BLOCK as usize;
 
 /// The levels of a map, ascending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,130 @@
+//! `rlood convert`: a run of TRL as a job, without a server.
+//!
+//! Standard output gets the job and nothing else, so that it can be piped; standard error says what was refused, what makes
+//! no difference and what is still to be added.
+
+use std::io::{IsTerminal, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use serde_json::{Value, json};
+
+use crate::config::{ConvertArgs, ConvertFormat};
+use crate::spec::JobSpec;
+use crate::spec::format::{Format, FormatError, write_job};
+use crate::spec::trl::{Conversion, convert};
+
+/// Why a run could not even be looked at.
+#[derive(Debug, thiserror::Error)]
+pub enum ConvertError {
+    /// The file cannot be read.
+    #[error("could not read {}", .path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The file is neither YAML nor JSON nor TOML.
+    #[error("could not parse {}", .path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        #[source]
+        source: FormatError,
+    },
+    /// The job cannot be written in the form asked for.
+    #[error("could not print the job")]
+    Print(#[source] FormatError),
+    /// Standard output is closed.
+    #[error("could not write to standard output")]
+    Output(#[source] std::io::Error),
+}
+
+/// Runs the command; exit code 1 when something of the run is refused or not supported.
+///
+/// # Errors
+/// When a file cannot be read or parsed, or the job cannot be printed.
+pub fn run(args: &ConvertArgs) -> Result<ExitCode, ConvertError> {
+    let mut document = read(&args.trl)?;
+    if let Some(path) = &args.peft {
+        let peft = read(path)?;
+        if let Some(object) = document.as_object_mut() {
+            object.insert("peft_config".to_owned(), peft);
+        }
+    }
+    let conversion = convert(&document, None);
+    let format = match args.format {
+        ConvertFormat::Json => Format::Json,
+        ConvertFormat::Yaml => Format::Yaml,
+        ConvertFormat::Toml => Format::Toml,
+    };
+    let text = write_job(&conversion.spec, format).map_err(ConvertError::Print)?;
+    let (remarks, refused) = remarks(&conversion);
+    std::io::stdout().write_all(text.as_bytes()).map_err(ConvertError::Output)?;
+    for line in remarks {
+        eprintln!("{line}");
+    }
+    Ok(if refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// What is to be said, a line each, and whether the run is refused.
+fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
+    let mut spec = conversion.spec.clone();
+    let mut missing = Vec::new();
+    for (key, what) in [
+        ("model", "the id of a registered model"),
+        ("dataset", "{\"id\": \"ds_…\"} of an uploaded dataset, or {\"records\": […]}"),
+        ("rewards", "a list of rewards, [{\"type\": \"length\"}] say"),
+    ] {
+        if spec.get(key).is_none_or(Value::is_null) {
+            missing.push(format!("to be added: {key}, {what}"));
+        }
+    }
+    // Stand-ins, so that only what was sent is judged.
+    for (key, value) in [
+        ("model", json!("model")),
+        ("dataset", json!({"records": [{"prompt": "x"}]})),
+        ("rewards", json!([{"type": "length"}])),
+    ] {
+        if spec.get(key).is_none_or(Value::is_null) {
+            spec[key] = value;
+        }
+    }
+    let eval_dataset_missing = spec.get("eval").is_some_and(|eval| eval.get("dataset").is_none());
+    if eval_dataset_missing {
+        missing.push("to be added: eval.dataset, the evaluation prompts".to_owned());
+        spec["eval"]["dataset"] = json!({"records": [{"prompt": "x"}]});
+    }
+    let wrong: Vec<_> = conversion.errors.iter().cloned().chain(JobSpec::read(spec).1).collect();
+    let refused = !wrong.is_empty() || !conversion.unsupported.is_empty();
+    let wrong = wrong.into_iter().map(|error| {
+        let error = conversion.told_by_key(error);
+        format!("refused: {}: {}", error.pointer, error.detail)
+    });
+    let unsupported = conversion.unsupported.iter().map(|key| format!("not supported: {}: {}", key.key, key.reason));
+    let warnings =
+        conversion.warnings.iter().map(|warning| format!("warning: {}: {}", warning.pointer, warning.detail));
+    let ignored = conversion.ignored.iter().map(|key| format!("makes no difference: {}: {}", key.key, key.reason));
+    (wrong.chain(unsupported).chain(warnings).chain(ignored).chain(missing).collect(), refused)
+}
+
+/// A file, or standard input for `-`.
+fn read(path: &Path) -> Result<Value, ConvertError> {
+    let unreadable = |source| ConvertError::Read { path: path.to_owned(), source };
+    let text = if path == Path::new("-") {
+        let mut text = String::new();
+        let mut input = std::io::stdin();
+        if input.is_terminal() {
+            eprintln!("reading standard input");
+        }
+        input.read_to_string(&mut text).map_err(unreadable)?;
+        text
+    } else {
+        std::fs::read_to_string(path).map_err(unreadable)?
+    };
+    let format = Format::of_file_name(&path.to_string_lossy());
+    format.read(&text).map_err(|source| ConvertError::Parse { path: path.to_owned(), source })
+}

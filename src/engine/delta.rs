@@ -1,0 +1,106 @@
+//! How far the adapter has moved the weights: ‖s·B·A‖ / ‖W‖ over the adapted layers, Frobenius norms.
+
+use std::path::Path;
+
+use rayon::prelude::*;
+
+use super::error::Result;
+use super::load::Weights;
+use super::lora::{LoraConfig, ParameterInfo};
+use crate::modelcard::ModelCard;
+
+/// What the base model says of [`DeltaNorm::of`]; made once a run.
+#[derive(Debug)]
+pub struct DeltaNorm {
+    /// A and B of each adapted layer.
+    pairs: Vec<(ParameterInfo, ParameterInfo)>,
+    scaling: f64,
+    /// Frobenius, over all adapted layers.
+    base_norm: f64,
+}
+
+impl DeltaNorm {
+    /// Reads the adapted layers' weights once; `None` when the parameters are no LoRA adapter.
+    pub fn load(
+        model_dir: &Path,
+        card: &ModelCard,
+        config: Option<&LoraConfig>,
+        parameters: &[ParameterInfo],
+    ) -> Result<Option<Self>> {
+        let Some(config) = config else { return Ok(None) };
+        let mut pairs = Vec::new();
+        for a in parameters.iter().filter(|info| info.name.ends_with(".lora_A.weight")) {
+            let name = a.name.replace(".lora_A.", ".lora_B.");
+            pairs.extend(parameters.iter().find(|info| info.name == name).map(|b| (a.clone(), b.clone())));
+        }
+        let mut weights = Weights::open(model_dir, card);
+        let mut squares = 0.0;
+        for (a, _) in &pairs {
+            let layer = a.name.trim_start_matches("base_model.model.").trim_end_matches(".lora_A.weight");
+            let (values, _) = weights.values(&format!("{layer}.weight"))?;
+            squares += values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>();
+        }
+        let known = !pairs.is_empty() && squares > 0.0;
+        Ok(known.then(|| Self { pairs, scaling: config.scaling(), base_norm: squares.sqrt() }))
+    }
+
+    /// The norm of the flat parameters' change of the weights, as a share of the weights' own.
+    ///
+    /// ‖BA‖² = tr(BᵀB·AAᵀ): r × r matrices, the product itself is never made.
+    pub fn of(&self, parameters: &[f32]) -> f64 {
+        let squares: Vec<f64> = self.pairs.par_iter().map(|(a, b)| product_square(parameters, a, b)).collect();
+        // Rounding can leave a tiny negative trace.
+        self.scaling * squares.iter().sum::<f64>().max(0.0).sqrt() / self.base_norm
+    }
+}
+
+/// ‖BA‖² of one layer; A is `[r, in]`, B is `[out, r]`.
+fn product_square(parameters: &[f32], a: &ParameterInfo, b: &ParameterInfo) -> f64 {
+    let values = |info: &ParameterInfo| {
+        let length = info.shape.iter().product::<usize>();
+        parameters.get(info.offset..info.offset + length).unwrap_or_default()
+    };
+    let rank = a.shape.first().copied().unwrap_or(0);
+    if rank == 0 {
+        return 0.0;
+    }
+    let rows: Vec<&[f32]> = values(a).chunks_exact((values(a).len() / rank).max(1)).collect();
+    let mut b_gram = vec![0.0f64; rank * rank];
+    for row in values(b).chunks_exact(rank) {
+        for (k, &left) in row.iter().enumerate() {
+            for (l, &right) in row.iter().enumerate() {
+                b_gram[k * rank + l] += f64::from(left) * f64::from(right);
+            }
+        }
+    }
+    let dot = |left: &[f32], right: &[f32]| -> f64 {
+        left.iter().zip(right).map(|(left, right)| f64::from(*left) * f64::from(*right)).sum()
+    };
+    let mut trace = 0.0;
+    for (k, left) in rows.iter().enumerate() {
+        for (l, right) in rows.iter().enumerate() {
+            trace += b_gram[k * rank + l] * dot(left, right);
+        }
+    }
+    trace
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_trace_is_the_norm_of_the_product() {
+        // A = [[1, 2, 3], [0, 1, -1]], B = [[1, 0], [2, 1]]: BA = [[1, 2, 3], [2, 5, 5]].
+        let parameters = [1.0, 2.0, 3.0, 0.0, 1.0, -1.0, 1.0, 0.0, 2.0, 1.0];
+        let info = |name: &str, shape: &[usize], offset| ParameterInfo {
+            name: name.to_owned(),
+            shape: shape.to_vec(),
+            offset,
+        };
+        let pairs = vec![(info("x.lora_A.weight", &[2, 3], 0), info("x.lora_B.weight", &[2, 2], 6))];
+        let delta = DeltaNorm { pairs, scaling: 2.0, base_norm: 4.0 };
+        assert!((delta.of(&parameters) - 2.0 * 68f64.sqrt() / 4.0).abs() < 1e-12);
+        assert_eq!(delta.of(&[0.0; 10]), 0.0);
+    }
+}

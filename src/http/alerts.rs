@@ -1,0 +1,100 @@
+//! What the doctor said of a job, and how it ended early.
+
+use axum::extract::State;
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::error::{Problem, ProblemBody};
+use super::extract::{Json, Path, Query};
+use super::list::{List, Time};
+use crate::doctor::Alert;
+use crate::id::{CheckpointId, JobId};
+use crate::job::Ending;
+use crate::store::{AlertRow, CheckpointRow};
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new().routes(routes!(list_alerts))
+}
+
+/// An alert of a job, one episode.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+#[schema(as = JobAlert)]
+pub struct AlertView {
+    /// Rule, evidence, fix.
+    #[serde(flatten)]
+    alert: Alert,
+    /// When it was stored.
+    time: Time,
+    /// The step it was over at; null while it is on.
+    cleared_step: Option<u64>,
+}
+
+impl From<AlertRow> for AlertView {
+    fn from(AlertRow { alert, time, cleared_step }: AlertRow) -> Self {
+        Self { alert, time: Time(time), cleared_step }
+    }
+}
+
+/// A checkpoint and its step.
+#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
+pub struct Marked {
+    /// Its id.
+    id: CheckpointId,
+    /// Optimizer steps done.
+    step: u64,
+}
+
+impl From<CheckpointRow> for Marked {
+    fn from(row: CheckpointRow) -> Self {
+        Self { id: row.id, step: row.step }
+    }
+}
+
+/// Why a job ended before its last step.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = JobEnding)]
+pub struct EndingView {
+    /// The reason.
+    #[serde(flatten)]
+    ending: Ending,
+    /// The checkpoint that is the job's result: the best one after early stopping, the newest from before its evidence after
+    /// an alert; null when none is kept.
+    checkpoint: Option<Marked>,
+}
+
+impl EndingView {
+    /// An ending as clients see it.
+    pub(super) async fn of(state: &AppState, job: JobId, ending: Ending) -> Result<Self, Problem> {
+        let checkpoint = state.store.checkpoint_result(job, Some(&ending)).await?.map(Marked::from);
+        Ok(Self { ending, checkpoint })
+    }
+}
+
+/// Which alerts.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct AlertQuery {
+    /// Only those that are on.
+    #[serde(default)]
+    active: bool,
+}
+
+/// What the doctor said of a job: every alert with its evidence and what to change, latest first.
+#[utoipa::path(get, path = "/jobs/{id}/alerts", tag = "Jobs",
+    params(("id" = JobId, Path, description = "The job"), AlertQuery),
+    responses((status = 200, description = "All of them", body = List<AlertView>),
+        (status = 404, description = "No such job", body = ProblemBody)))]
+async fn list_alerts(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Query(AlertQuery { active }): Query<AlertQuery>,
+) -> Result<Json<List<AlertView>>, Problem> {
+    state.store.job_get(id).await?;
+    let data = state.store.alert_list(id, active).await?.into_iter().map(AlertView::from).collect();
+    Ok(Json(List { data, next: None }))
+}

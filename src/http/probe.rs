@@ -1,0 +1,146 @@
+//! Preflight: what is handed to a probe, and what becomes of its answer. The probe itself is a process of its own.
+
+use futures::future::BoxFuture;
+
+use super::AppState;
+use super::error::{Code, Problem};
+use super::lookup::Prompts;
+use crate::probe::verdict::verdict;
+use crate::probe::{ProbeError, ProbeReport, ProbeTask};
+use crate::spec::{JobSpec, Resolution};
+
+/// Prompts of a probe unless it says otherwise.
+pub(super) const DEFAULT_PROMPTS: u32 = 8;
+/// Most prompts of a probe.
+pub(super) const MAX_PROMPTS: u32 = 64;
+/// Seconds of a probe unless it says otherwise.
+pub(super) const DEFAULT_TIMEOUT_S: u32 = 60;
+/// Most seconds of a probe.
+pub(super) const MAX_TIMEOUT_S: u32 = 600;
+
+/// Whoever runs probes: the seam between the API and the processes.
+pub trait Prober: Send + Sync {
+    /// Runs one; dropping the future ends it.
+    fn probe(&self, task: ProbeTask) -> BoxFuture<'static, Result<ProbeReport, Unprobed>>;
+}
+
+/// Why there is no report.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Unprobed {
+    /// As many probes as may run at once do.
+    Busy {
+        /// Until one of them is over at the latest, s.
+        retry_after_s: u64,
+    },
+    /// Its process could not be started, or ended without a report.
+    Failed(ProbeError),
+}
+
+/// How much to look at.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Size {
+    pub prompts: u32,
+    pub timeout_s: u32,
+}
+
+impl Size {
+    pub(super) fn read(prompts: Option<u32>, timeout_s: Option<u32>) -> Result<Self, Problem> {
+        let within = |name: &str, given: Option<u32>, default: u32, most: u32| match given {
+            None => Ok(default),
+            Some(given) if (1..=most).contains(&given) => Ok(given),
+            Some(given) => {
+                let detail = format!("must be between 1 and {most}, not {given}");
+                Err(Problem::new(Code::InvalidQuery, format!("{name} {detail}")).item(
+                    format!("?{name}"),
+                    "out_of_range",
+                    detail,
+                ))
+            }
+        };
+        Ok(Self {
+            prompts: within("probe_prompts", prompts, DEFAULT_PROMPTS, MAX_PROMPTS)?,
+            timeout_s: within("probe_timeout_s", timeout_s, DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S)?,
+        })
+    }
+}
+
+/// Looks at a job that is valid.
+pub(super) async fn probe(
+    state: &AppState,
+    spec: JobSpec,
+    resolution: &Resolution,
+    train: Prompts,
+    size: Size,
+) -> Result<ProbeReport, Problem> {
+    let Some(prober) = &state.prober else {
+        let detail = "this server starts no processes of its own, so it cannot probe: validate without probe";
+        return Err(Problem::new(Code::NotImplemented, detail));
+    };
+    let plan = &resolution.plan;
+    let model = state.store.model_get(&plan.model.id).await?;
+    let initial = match &plan.warm_start {
+        None => None,
+        Some(warm) => {
+            let row = state.store.checkpoint_get(warm.checkpoint).await?;
+            Some(state.files.checkpoint_dir(row.job, row.step, row.attempt))
+        }
+    };
+    let numbers = spread(u64::from(size.prompts), plan.dataset.num_rows);
+    let rows = tokio::task::spawn_blocking(move || train.rows(&numbers))
+        .await
+        .map_err(Problem::internal)?
+        .map_err(|error| Problem::internal(format!("the rows of a dataset cannot be read: {error}")))?;
+    let task = ProbeTask {
+        plan: plan.clone(),
+        secrets: spec.secrets,
+        allow_outgoing: state.config.allow_outgoing.clone(),
+        model_dir: model.source.into(),
+        initial,
+        rows,
+        limit_ms: u64::from(size.timeout_s) * 1000,
+    };
+    let mut report = match prober.probe(task).await {
+        Ok(report) => report,
+        Err(Unprobed::Busy { retry_after_s }) => {
+            let detail = "another job is being probed; try again when it is done, or validate without probe";
+            return Err(Problem::new(Code::TooManyRequests, detail).retry_after(retry_after_s));
+        }
+        Err(Unprobed::Failed(error)) => {
+            let mut report = ProbeReport { error: Some(error), ..ProbeReport::default() };
+            report.verdict = verdict(&report, plan);
+            report
+        }
+    };
+    let kept = u64::from(plan.checkpoints.keep_last) + u64::from(plan.checkpoints.keep_best);
+    report.checkpoints_bytes = resolution.estimate.checkpoint_bytes.map(|bytes| bytes.saturating_mul(kept.max(1)));
+    report.free_disk_bytes = state.files.free_bytes().ok();
+    Ok(report)
+}
+
+/// `count` rows at even distances, all of them where there are not more.
+fn spread(count: u64, num_rows: u64) -> Vec<u64> {
+    let count = count.min(num_rows);
+    (0..count).map(|index| index * num_rows / count).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_spread_over_the_dataset_without_repeats() {
+        assert_eq!(spread(4, 100), [0, 25, 50, 75]);
+        assert_eq!(spread(8, 3), [0, 1, 2]);
+        assert_eq!(spread(3, 4), [0, 1, 2]);
+        assert!(spread(8, 0).is_empty());
+    }
+
+    #[test]
+    fn sizes_have_defaults_and_bounds() {
+        let size = Size::read(None, Some(5)).unwrap();
+        assert_eq!((size.prompts, size.timeout_s), (8, 5));
+        for (prompts, timeout_s) in [(Some(0), None), (Some(65), None), (None, Some(0)), (None, Some(601))] {
+            assert_eq!(Size::read(prompts, timeout_s).unwrap_err().code(), Code::InvalidQuery);
+        }
+    }
+}

@@ -1,0 +1,533 @@
+//! `rlood probe`: one preflight in a process of its own. A task on standard input (one line of JSON), a report on
+//! standard output, then the end; standard input stays open as long as the server wants the answer.
+//!
+//! The probe runs the engine's own loop with a learning rate of 0, so that what it measures is what the job will do: first
+//! one prompt, to learn how long it takes, then as many at once as a step of the job has and as the time limit permits.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tokio::runtime::Handle;
+
+use crate::config::ProbeArgs;
+use crate::engine;
+use crate::engine::advantage::{RewardWeight, combine_rewards};
+use crate::engine::error::EngineError;
+use crate::engine::host::{Host, HostError, PromptRow, SavedCheckpoint, ScoreRequest, Stop, TrainInput};
+use crate::engine::memory::peak_resident_bytes;
+use crate::engine::random::{Key, Stream};
+use crate::event::{Event, Metrics, Phase};
+use crate::id::JobId;
+use crate::job::Failure;
+use crate::outgoing::OutgoingPolicy;
+use crate::probe::verdict::{combined_range, range_of, verdict};
+use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, StepSeconds, median};
+use crate::reward::webhook::Webhook;
+use crate::reward::{JobContext, Rewards};
+use crate::sample::{RewardSample, RolloutPart, Score};
+use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets, WebhookPlan};
+
+/// The code of a process whose server is gone, or wants no answer any more.
+const EXIT_ORPHAN: i32 = 3;
+/// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
+const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
+/// Completions shown in a report.
+const MAX_SAMPLES: usize = 8;
+/// Characters of a prompt or a completion in a report.
+const MAX_SAMPLE_CHARS: usize = 4_000;
+/// Warnings of rewards in a report.
+const MAX_WARNINGS: usize = 8;
+/// Part of the time left that a run may be expected to take.
+const HEADROOM: f64 = 0.8;
+/// Longest wait for `reward.ping`; less where the time limit is short.
+const PING_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Why there is no report at all.
+#[derive(Debug, thiserror::Error)]
+pub enum ProberError {
+    /// Standard input or output is gone.
+    #[error("cannot {doing}")]
+    Pipe {
+        /// What was being done.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// What came is no task.
+    #[error("the task cannot be read")]
+    Task(#[source] serde_json::Error),
+}
+
+/// `rlood probe`: reads a task, measures, writes the report; code 0 also when the report says that nothing could be measured.
+///
+/// # Errors
+/// When there is no task to read, or nobody to write to.
+pub async fn run(args: ProbeArgs) -> Result<ExitCode, ProberError> {
+    let begun = Instant::now();
+    let pipe = |doing| move |source| ProberError::Pipe { doing, source };
+    // The first to go when memory runs out: not the server, not a worker with a job. Elsewhere there is no such file.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+    let task: ProbeTask =
+        serde_json::from_str(&read_line().map_err(pipe("read the task"))?).map_err(ProberError::Task)?;
+    leave_with_server().map_err(pipe("watch for the server's end"))?;
+    let plan = task.plan.clone();
+    let deadline = begun + Duration::from_millis(task.limit_ms);
+    let mut report = match measure(task, &args.device.to_string(), deadline).await {
+        Ok(report) => report,
+        Err(error) => ProbeReport { error: Some(error), ..ProbeReport::default() },
+    };
+    report.peak_memory_bytes = peak_resident_bytes();
+    report.verdict = verdict(&report, &plan);
+    let text = serde_json::to_string(&report).map_err(ProberError::Task)?;
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{text}").and_then(|()| stdout.flush()).map_err(pipe("write the report"))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn read_line() -> std::io::Result<String> {
+    let mut line = String::new();
+    std::io::stdin().lock().read_line(&mut line)?;
+    Ok(line)
+}
+
+/// Ends the process at once when standard input ends: nobody wants the answer.
+fn leave_with_server() -> std::io::Result<()> {
+    let watch = || {
+        while read_line().is_ok_and(|line| !line.is_empty()) {}
+        std::process::exit(EXIT_ORPHAN);
+    };
+    std::thread::Builder::new().name("orphan-watch".to_owned()).spawn(watch).map(drop)
+}
+
+fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {
+    ProbeError { code: code.to_owned(), message: message.to_string() }
+}
+
+async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<ProbeReport, ProbeError> {
+    let ProbeTask { plan, secrets, allow_outgoing, model_dir, initial, mut rows, limit_ms: _ } = task;
+    // In no order of theirs: what fits into the time limit then speaks for the whole dataset.
+    let order = Key::new(plan.training.seed, Stream::Probe);
+    rows.sort_by_key(|(row, _)| order.with(*row).bits());
+    let policy = OutgoingPolicy::parse(&allow_outgoing).map_err(|error| failed("setting", error))?;
+    let hasty: Vec<RewardPlan> = plan.rewards.iter().map(|reward| hasty_reward(reward, deadline)).collect();
+    let rewards = Rewards::build(&hasty, &secrets, &policy).map_err(|error| failed("reward_not_usable", error))?;
+    let scratch = tempfile::tempdir().map_err(|error| failed("scratch_error", error))?;
+    let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
+    let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row has no prompt"))?;
+    let patience = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
+    let ranges = ranges(&hasty, &secrets, &policy, patience).await;
+    let probe = Probe {
+        runtime: Handle::current(),
+        plan,
+        rewards,
+        numbers: rows.iter().map(|(row, _)| *row).collect(),
+        prompts,
+        model_dir,
+        initial,
+        device: device.to_owned(),
+        scratch: scratch.path().to_owned(),
+        deadline,
+    };
+    let (sender, receiver) = tokio::sync::oneshot::channel();
+    std::thread::Builder::new()
+        .name("engine".to_owned())
+        .stack_size(ENGINE_STACK_BYTES)
+        .spawn(move || {
+            // The receiver is gone only when the process ends.
+            let _ = sender.send(probe.run());
+        })
+        .map_err(|error| failed("thread", error))?;
+    let mut report = receiver.await.map_err(|_| failed("panicked", "the engine panicked; see the server's log"))?;
+    report.reward_range = combined_range(&hasty, &ranges);
+    Ok(report)
+}
+
+/// The reward as a probe asks it: one try, no long waits, and no failure that stops the other rewards.
+fn hasty_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
+    // A service that hangs is told from one that is slow while there is time left to say so.
+    let left = deadline.saturating_duration_since(Instant::now()) / 2;
+    let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1);
+    let kind = match &reward.kind {
+        RewardKind::Webhook(webhook) => RewardKind::Webhook(WebhookPlan {
+            max_tries: 1,
+            max_invalid_tries: 0,
+            max_outage_s: 0,
+            on_invalid: OnInvalid::Mask,
+            timeout_ms: webhook.timeout_ms.min(left_ms),
+            deadline_ms: webhook.deadline_ms.min(left_ms),
+            ..webhook.clone()
+        }),
+        other => other.clone(),
+    };
+    RewardPlan { required: false, kind, ..reward.clone() }
+}
+
+fn prompt_row(row: &serde_json::Map<String, Value>) -> Option<PromptRow> {
+    let mut columns = row.clone();
+    let prompt = columns.shift_remove("prompt")?;
+    Some(PromptRow { prompt, columns })
+}
+
+/// What each reward says of its smallest and largest value; services are asked by `reward.ping`, all at once.
+async fn ranges(
+    rewards: &[RewardPlan],
+    secrets: &BTreeMap<String, RewardSecrets>,
+    policy: &OutgoingPolicy,
+    patience: Duration,
+) -> Vec<Option<(f64, f64)>> {
+    let none = RewardSecrets::default();
+    let asked = rewards.iter().map(|reward| async {
+        let RewardKind::Webhook(webhook) = &reward.kind else { return range_of(reward) };
+        let secrets = secrets.get(&reward.name).unwrap_or(&none);
+        let webhook = Webhook::new(&reward.name, webhook, secrets, policy).ok()?;
+        let ping = tokio::time::timeout(patience, webhook.ping()).await.ok()?;
+        match ping.reply?.range?.as_slice() {
+            [low, high] if low.is_finite() && high.is_finite() && low < high => Some((*low, *high)),
+            _ => None,
+        }
+    });
+    futures::future::join_all(asked).await
+}
+
+/// Everything that the engine's thread needs.
+struct Probe {
+    runtime: Handle,
+    plan: Plan,
+    rewards: Rewards,
+    /// Of the rows, in the dataset.
+    numbers: Vec<u64>,
+    prompts: Vec<PromptRow>,
+    model_dir: PathBuf,
+    initial: Option<PathBuf>,
+    device: String,
+    scratch: PathBuf,
+    deadline: Instant,
+}
+
+impl Probe {
+    /// A look at one prompt, then at all of them in batches of the job's size, or of what the time permits.
+    fn run(&self) -> ProbeReport {
+        let asked = self.prompts.len();
+        let batch = (self.plan.training.prompts_per_step as usize).clamp(1, asked.max(1));
+        let first = self.look(1, 1);
+        let left = self.deadline.saturating_duration_since(Instant::now()).as_secs_f64() - first.loading_s();
+        let affordable = (left * HEADROOM / first.step_s.max(1e-3)) as usize;
+        let batch = batch.min(affordable);
+        // Rewards that had no value for the first prompt are not asked for the others.
+        let scored = first.observed.iter().any(|one| one.sample.reward.is_some());
+        let go_on = first.error.is_none() && first.is_whole() && scored && batch > 0 && asked > 1;
+        let (seen, error) = if go_on {
+            let second = self.look(batch, asked / batch);
+            let error = second.error.clone();
+            // A second look that saw less (the limit came first) is worth less than the first.
+            (if second.observed.len() >= first.observed.len() { second } else { first }, error)
+        } else {
+            let error = first.error.clone();
+            (first, error)
+        };
+        let mut report = self.report(&seen, error);
+        report.complete = report.error.is_none() && seen.is_whole() && (go_on || asked == 1);
+        report
+    }
+
+    /// `steps` steps of `prompts_per_step` prompts each, of the loop that the job will run, without learning.
+    fn look(&self, prompts_per_step: usize, steps: usize) -> Look<'_> {
+        let plan = self.plan_of_look(prompts_per_step, steps);
+        let used = (prompts_per_step * steps).min(self.prompts.len());
+        let mut look = Look::new(self, prompts_per_step, steps);
+        let input = TrainInput {
+            plan: &plan,
+            model_dir: &self.model_dir,
+            model_name: &self.plan.model.id,
+            rows: self.prompts[..used].to_vec(),
+            eval_rows: Vec::new(),
+            resume: None,
+            initial_adapter: self.initial.clone(),
+            scratch_dir: &self.scratch,
+            device: &self.device,
+        };
+        if let Err(error) = engine::train(input, &mut look) {
+            look.error = Some(explained(&error));
+        }
+        look
+    }
+
+    fn plan_of_look(&self, prompts_per_step: usize, steps: usize) -> Plan {
+        let mut plan = self.plan.clone();
+        plan.eval = None;
+        plan.rloo.steps_per_generation = 1;
+        plan.rloo.num_iterations = 1;
+        // A refill would ask for the same few prompts again.
+        plan.rloo.min_informative_groups = 0;
+        plan.training.prompts_per_step = u32::try_from(prompts_per_step).unwrap_or(u32::MAX);
+        plan.training.max_steps = steps as u64;
+        // The loop samples from its training stream: a seed from the stream `probe` keeps the two apart.
+        plan.training.seed = Key::new(plan.training.seed, Stream::Probe).bits();
+        plan.training.shuffle_dataset = false;
+        plan.optimizer.learning_rate = 0.0;
+        plan.optimizer.weight_decay = 0.0;
+        plan.checkpoints.every_steps = u64::MAX;
+        plan
+    }
+
+    fn report(&self, seen: &Look<'_>, error: Option<ProbeError>) -> ProbeReport {
+        let names: Vec<String> = self.plan.rewards.iter().map(|reward| reward.name.clone()).collect();
+        let mut report = ProbeReport { error, warnings: seen.warnings.clone(), ..ProbeReport::default() };
+        report.observe(&names, self.plan.rloo.num_generations as usize, &seen.observed);
+        for (name, latencies) in &seen.latencies {
+            let reward = report.rewards.entry(name.clone()).or_default();
+            reward.latency_p50_s = median(latencies.clone());
+            reward.latency_max_s = latencies.iter().copied().reduce(f64::max);
+        }
+        report.step_seconds = seen.step_seconds();
+        let total = report.step_seconds.and_then(|seconds| seconds.total);
+        report.eta_s = total.map(|total| total * self.plan.training.max_steps as f64);
+        report.samples = pick(&seen.observed, MAX_SAMPLES);
+        report
+    }
+}
+
+/// Some completions, spread evenly, with long texts cut.
+fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
+    let count = count.min(observed.len());
+    let cut = |text: &str| match text.char_indices().nth(MAX_SAMPLE_CHARS) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    };
+    let sample = |index: usize| {
+        let sample = &observed[index * observed.len() / count].sample;
+        ProbedSample { prompt: cut(&sample.prompt), completion: cut(&sample.completion), ..sample.clone() }
+    };
+    (0..count).map(sample).collect()
+}
+
+/// The engine's error without paths of this machine.
+fn explained(error: &EngineError) -> ProbeError {
+    let code = match error {
+        EngineError::Host(failure) => failure.code.as_str(),
+        EngineError::ModelNotFinite { .. } => "model_not_finite",
+        EngineError::Model(_) => "model_invalid",
+        EngineError::Prompts(_) => "prompts_invalid",
+        _ => "engine",
+    };
+    let mut message = match error {
+        EngineError::Io { source, .. } => return failed(code, format!("a file cannot be read: {source}")),
+        other => other.to_string(),
+    };
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        let next = error.to_string();
+        if !message.ends_with(&next) {
+            message.push_str(": ");
+            message.push_str(&next);
+        }
+        cause = error.source();
+    }
+    failed(code, message)
+}
+
+/// One run of the loop, watched.
+struct Look<'p> {
+    probe: &'p Probe,
+    prompts_per_step: usize,
+    steps: usize,
+    begun: Instant,
+    rollout_began: Option<Instant>,
+    first_rollout: Option<Instant>,
+    /// Scored completions, in the order of the prompts.
+    observed: Vec<Observed>,
+    /// By reward, one a step, s.
+    latencies: BTreeMap<String, Vec<f64>>,
+    generate_s: f64,
+    reward_s: f64,
+    scored_steps: usize,
+    /// Log-probs without gradient, and forward to optimizer.
+    reference_s: f64,
+    train_s: f64,
+    /// Of the last whole step.
+    step_s: f64,
+    trained_steps: usize,
+    warnings: Vec<String>,
+    error: Option<ProbeError>,
+}
+
+impl<'p> Look<'p> {
+    fn new(probe: &'p Probe, prompts_per_step: usize, steps: usize) -> Self {
+        Self {
+            probe,
+            prompts_per_step,
+            steps,
+            begun: Instant::now(),
+            rollout_began: None,
+            first_rollout: None,
+            observed: Vec::new(),
+            latencies: BTreeMap::new(),
+            generate_s: 0.0,
+            reward_s: 0.0,
+            scored_steps: 0,
+            reference_s: 0.0,
+            train_s: 0.0,
+            step_s: 0.0,
+            trained_steps: 0,
+            warnings: Vec::new(),
+            error: None,
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        self.trained_steps == self.steps
+    }
+
+    /// Reading the model, once a look.
+    fn loading_s(&self) -> f64 {
+        self.first_rollout.map_or(0.0, |at| at.duration_since(self.begun).as_secs_f64())
+    }
+
+    /// One optimizer step of the job: a block of P·S prompts is sampled once and trained μ·S times.
+    fn step_seconds(&self) -> Option<StepSeconds> {
+        if self.scored_steps == 0 {
+            return None;
+        }
+        let plan = &self.probe.plan;
+        let growth = f64::from(plan.training.prompts_per_step) / self.prompts_per_step as f64;
+        let iterations = f64::from(plan.rloo.num_iterations.max(1));
+        let (scored, trained) = (self.scored_steps as f64, self.trained_steps as f64);
+        let generate = self.generate_s / scored * growth / iterations;
+        let reward = self.reward_s / scored * growth / iterations;
+        let train = (self.trained_steps > 0).then(|| {
+            let (reference, train) = (self.reference_s / trained, self.train_s / trained);
+            let reused = plan.rloo.num_iterations > 1 || plan.rloo.steps_per_generation > 1;
+            // A block that is used again needs its old log-probs: one forward pass, about a third of a training pass.
+            let old = if reused { train / 3.0 } else { 0.0 };
+            ((reference + old) / iterations + train) * growth
+        });
+        Some(StepSeconds { generate, reward, train, total: train.map(|train| generate + reward + train) })
+    }
+
+    /// The run knows rows by their place among the chosen ones, everybody else by their number in the dataset.
+    fn numbered(&self, sample: &RewardSample) -> RewardSample {
+        let row = sample.prompt_id.strip_prefix("row_").and_then(|row| row.parse::<usize>().ok());
+        let number = row.and_then(|row| self.probe.numbers.get(row)).copied().unwrap_or_default();
+        RewardSample { prompt_id: format!("row_{number}"), ..sample.clone() }
+    }
+
+    fn observe(&mut self, samples: Vec<RewardSample>, scores: &[Score]) {
+        let plan = &self.probe.plan;
+        let weights = RewardWeight::of_plan(&plan.rewards);
+        for (sample, score) in samples.into_iter().zip(scores) {
+            let named = plan.rewards.iter().zip(&score.values);
+            let sample = ProbedSample {
+                prompt_id: sample.prompt_id,
+                prompt: sample.prompt,
+                completion: sample.completion,
+                reward: combine_rewards(&score.values, &weights, plan.rloo.combine),
+                rewards: named.map(|(reward, value)| (reward.name.clone(), value.number())).collect(),
+                finish_reason: sample.finish_reason,
+                num_tokens: sample.num_tokens,
+            };
+            self.observed.push(Observed { values: score.values.clone(), sample });
+        }
+    }
+
+    fn warn(&mut self, warning: String) {
+        if self.warnings.len() < MAX_WARNINGS && !self.warnings.contains(&warning) {
+            self.warnings.push(warning);
+        }
+    }
+
+    fn time(&mut self, metrics: &Metrics) {
+        let seconds = |name: &str| metrics.get(name).copied().flatten().unwrap_or(0.0);
+        self.reference_s += seconds("step_time/reference");
+        self.train_s += seconds("step_time/train");
+        self.step_s = seconds("step_time");
+        self.trained_steps += 1;
+    }
+}
+
+impl Host for Look<'_> {
+    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
+        let asked = Instant::now();
+        let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.numbered(sample)).collect();
+        let generate_s = self.rollout_began.map_or(0.0, |began| asked.duration_since(began).as_secs_f64());
+        let job = JobContext { job: JobId::new(), rollout: request.id, probe: true };
+        // A built-in reward answers though the limit is over.
+        let left = self.probe.deadline.saturating_duration_since(asked).max(Duration::from_millis(100));
+        let scored = self
+            .probe
+            .runtime
+            .block_on(async { tokio::time::timeout(left, self.probe.rewards.score(&job, &samples)).await });
+        let scored = match scored {
+            Ok(Ok(scored)) => scored,
+            Ok(Err(failure)) => return Err(HostError::Failed(failure.to_failure(request.id.step))),
+            Err(_) => {
+                let rewards = "a reward does not answer within the time limit of the probe";
+                return Err(HostError::Failed(unanswered(rewards)));
+            }
+        };
+        self.rollout_began = Some(Instant::now());
+        self.generate_s += generate_s;
+        self.reward_s += asked.elapsed().as_secs_f64();
+        if request.id.part == RolloutPart::Greedy {
+            // A baseline of remax: its time counts, its completions are not what the job trains on.
+            return Ok(scored.scores);
+        }
+        self.scored_steps += 1;
+        for (name, latency) in &scored.metrics {
+            let reward = name.strip_prefix("rewards/").and_then(|name| name.strip_suffix("/latency"));
+            if let (Some(reward), Some(latency)) = (reward, latency) {
+                self.latencies.entry(reward.to_owned()).or_default().push(*latency);
+            }
+        }
+        for warning in scored.warnings {
+            if let Event::Warning { message, .. } = warning {
+                self.warn(message);
+            }
+        }
+        self.observe(samples, &scored.scores);
+        Ok(scored.scores)
+    }
+
+    fn event(&mut self, event: Event) -> Result<(), HostError> {
+        match event {
+            Event::Phase { phase: Phase::Rollout, .. } => {
+                self.rollout_began = Some(Instant::now());
+                self.first_rollout.get_or_insert_with(Instant::now);
+            }
+            // Nothing of a probe is kept.
+            Event::Phase { phase: Phase::Checkpoint, .. } => return Err(HostError::Stopped(Stop::Cancel)),
+            Event::Step { metrics, .. } => self.time(&metrics),
+            Event::Phase { .. }
+            | Event::Samples { .. }
+            | Event::Warning { .. }
+            | Event::Alert { .. }
+            | Event::AlertCleared { .. }
+            | Event::TrainingPhase { .. }
+            | Event::EarlyStopping { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn saved(&mut self, _: &SavedCheckpoint<'_>) -> Result<(), HostError> {
+        Err(HostError::Stopped(Stop::Cancel))
+    }
+
+    fn stop(&self) -> Option<Stop> {
+        (Instant::now() >= self.probe.deadline).then_some(Stop::Cancel)
+    }
+}
+
+fn unanswered(message: &str) -> Failure {
+    Failure {
+        class: crate::job::FailureClass::Reward,
+        code: "reward_timeout".to_owned(),
+        message: message.to_owned(),
+        phase: Some(Phase::Reward),
+        step: None,
+        suggestion: None,
+    }
+}

@@ -1,0 +1,198 @@
+//! How much memory a run takes on the CPU, by the arithmetic of the engine that will run it: what it allocates, in which
+//! phase, and how it cuts its work. `tests/it/memory.rs` holds it against the measured peak.
+//!
+//! Everything is f32 in this backend, also with `training.dtype` bf16, which rounds values and not their storage.
+
+use super::{ModelShape, OptimizerKind, Plan, Reference};
+
+/// Bytes of KV cache that generation may hold, at least one group.
+pub const KV_CACHE_BYTES: u64 = 1 << 30;
+
+/// Prompt tokens that a prefill computes at once.
+pub const PREFILL_TOKENS: u64 = 8192;
+
+/// Logits alive in one chunk of scored positions, in elements.
+pub const MAX_LOGITS: u64 = 1 << 24;
+
+/// The fewest positions of such a chunk.
+pub const MIN_LOGIT_ROWS: u64 = 16;
+
+/// Values that share a scale in 8-bit optimizer states.
+pub const OPTIMIZER_BLOCK: u64 = 256;
+
+/// The program itself: code, threads, tokenizer, HTTP client.
+const PROCESS_BYTES: u64 = 24 << 20;
+
+/// Prompt tokens assumed where they were not counted.
+const UNCOUNTED_PROMPT_TOKENS: u64 = 512;
+
+const F32: u64 = 4;
+
+/// Memory of a run in bytes, part by part. `total` is the peak over its phases, not the sum: a rollout's KV cache and a
+/// training step's activations are not alive together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Footprint {
+    /// The program itself.
+    pub process: u64,
+    /// Weights of the model.
+    pub weights: u64,
+    /// The frozen copy that the KL penalty needs, where it is one.
+    pub reference: u64,
+    /// The adapter, or in full fine-tuning the buffer of all weights.
+    pub trained: u64,
+    /// Its gradient.
+    pub gradient: u64,
+    /// Moments.
+    pub optimizer: u64,
+    /// Keys and values of a rollout.
+    pub kv_cache: u64,
+    /// Logits alive at once: next-token logits of a rollout or a chunk of scored positions, whichever is more.
+    pub logits: u64,
+    /// A micro-batch's activations, layer by layer.
+    pub activations: u64,
+    /// The peak.
+    pub total: u64,
+}
+
+/// Weights that are trained.
+pub fn trainable_parameters(plan: &Plan, num_parameters: u64, shape: &ModelShape) -> u64 {
+    plan.lora.as_ref().map_or(num_parameters, |lora| {
+        let per_layer: u64 = lora.target_modules.iter().map(|name| in_plus_out(shape, name)).sum();
+        per_layer * shape.num_hidden_layers * u64::from(lora.r)
+    })
+}
+
+fn in_plus_out(shape: &ModelShape, module: &str) -> u64 {
+    let (queries, keys) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    match module {
+        "q_proj" | "o_proj" => shape.hidden_size + queries,
+        "k_proj" | "v_proj" => shape.hidden_size + keys,
+        _ => shape.hidden_size + shape.intermediate_size,
+    }
+}
+
+/// Bytes of both moments.
+pub fn optimizer_bytes(kind: OptimizerKind, parameters: u64) -> u64 {
+    match kind {
+        OptimizerKind::Adamw => 2 * F32 * parameters,
+        OptimizerKind::Adamw8bit => 2 * (parameters + F32 * parameters.div_ceil(OPTIMIZER_BLOCK)),
+    }
+}
+
+/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
+pub fn generation_rows(shape: &ModelShape, tokens_per_row: u64) -> u64 {
+    (KV_CACHE_BYTES / kv_token_bytes(shape).saturating_mul(tokens_per_row).max(1)).max(1)
+}
+
+/// Keys and values of a token in all layers.
+fn kv_token_bytes(shape: &ModelShape) -> u64 {
+    2 * F32 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+}
+
+impl Footprint {
+    /// Of a run whose longest prompt has so many tokens (`None` = not counted) and whose micro-batches hold so many.
+    pub fn of(
+        plan: &Plan,
+        num_parameters: u64,
+        shape: &ModelShape,
+        longest_prompt: Option<u64>,
+        micro_batch_tokens: u64,
+    ) -> Footprint {
+        let prompt = longest_prompt.unwrap_or(UNCOUNTED_PROMPT_TOKENS).max(1);
+        let completion = u64::from(plan.sampling.max_completion_length);
+        let group = u64::from(plan.rloo.num_generations);
+        let per_step = u64::from(plan.training.prompts_per_step);
+        let full = plan.lora.is_none();
+        let with_reference = plan.rloo.beta != 0.0;
+        let initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
+
+        let parameters = trainable_parameters(plan, num_parameters, shape);
+        let weights = F32 * num_parameters;
+        let adapter_tensors = if full { 0 } else { adapter_tensor_bytes(plan, shape) };
+        let trained = F32 * parameters + adapter_tensors;
+        let reference = match (with_reference, full, initial) {
+            (true, true, _) => weights,
+            (true, false, true) => adapter_tensors,
+            (true, false, false) | (false, _, _) => 0,
+        };
+        let gradient = F32 * parameters;
+        let optimizer = optimizer_bytes(plan.optimizer.kind, parameters);
+
+        // Rollout: prompts with their completions until the cache is full.
+        let prompts_per_block = per_step * u64::from(plan.rloo.steps_per_generation);
+        let prompts = (generation_rows(shape, prompt + completion) / group).clamp(1, prompts_per_block);
+        let rows = prompts * group;
+        let kv_cache = kv_token_bytes(shape) * (prompts * prompt + rows * completion);
+        // The logits sampled from, and the next ones as tensor and on the host.
+        let rollout_logits = 3 * F32 * rows * shape.vocab_size;
+        let prefill_tokens = (prompts * prompt).min(PREFILL_TOKENS.max(prompt));
+        let prefill = F32 * prefill_tokens * forward_width(shape);
+        let rollout = kv_cache + rollout_logits.max(prefill);
+
+        // Training: whole groups of one step until the micro-batch is full; their prompts are computed once.
+        let group_tokens = group * (prompt + completion);
+        let groups = (micro_batch_tokens / group_tokens).clamp(1, per_step);
+        let tokens = groups * (prompt + group * completion.saturating_sub(1));
+        let targets = groups * group * completion;
+        let chunk = targets.min((MAX_LOGITS / shape.vocab_size).max(MIN_LOGIT_ROWS));
+        // The chunk's logits and their gradient.
+        let training_logits = 2 * F32 * chunk * shape.vocab_size;
+        let head = training_logits
+            + F32 * (targets + tokens) * shape.hidden_size
+            + if full { F32 * shape.vocab_size * shape.hidden_size } else { 0 };
+        let inputs = F32 * tokens * (shape.num_hidden_layers + 1) * shape.hidden_size;
+        let layer = F32 * tokens * backward_width(shape) + if full { 2 * F32 * widest_matrix(shape) } else { 0 };
+        let activations = inputs + layer;
+        let training = gradient + (inputs + head).max(activations);
+        // New weights beside the old ones, the largest matrix at a time.
+        let update = gradient + if full { 2 * F32 * shape.vocab_size * shape.hidden_size } else { adapter_tensors };
+
+        let resident = PROCESS_BYTES + weights + reference + trained + optimizer;
+        let phases = [rollout, training, update];
+        Footprint {
+            process: PROCESS_BYTES,
+            weights,
+            reference,
+            trained,
+            gradient,
+            optimizer,
+            kv_cache,
+            logits: rollout_logits.max(training_logits),
+            activations,
+            total: resident + phases.into_iter().max().unwrap_or(0),
+        }
+    }
+}
+
+/// The tensors that compute an adapter: A stacked, and B block-diagonal over the modules that read the same input.
+fn adapter_tensor_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
+    let Some(lora) = &plan.lora else { return 0 };
+    let (hidden, inter) = (shape.hidden_size, shape.intermediate_size);
+    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    let has = |name: &str| u64::from(lora.target_modules.iter().any(|module| module == name));
+    let fused = [
+        (has("q_proj") + has("k_proj") + has("v_proj"), hidden, q + 2 * kv),
+        (has("o_proj"), q, hidden),
+        (has("gate_proj") + has("up_proj"), hidden, 2 * inter),
+        (has("down_proj"), inter, hidden),
+    ];
+    let per_layer: u64 = fused.iter().map(|(blocks, input, out)| blocks * (input + out)).sum();
+    F32 * u64::from(lora.r) * per_layer * shape.num_hidden_layers
+}
+
+/// Widths of the rows alive together at the end of a layer's vector-Jacobian product, which recomputes its forward.
+fn backward_width(shape: &ModelShape) -> u64 {
+    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    11 * shape.hidden_size + 4 * (q + 2 * kv) + 2 * q + 6 * shape.intermediate_size
+}
+
+/// The same of a forward pass.
+fn forward_width(shape: &ModelShape) -> u64 {
+    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    4 * shape.hidden_size + (q + 2 * kv) + q + 6 * shape.intermediate_size
+}
+
+fn widest_matrix(shape: &ModelShape) -> u64 {
+    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    shape.hidden_size * (2 * shape.intermediate_size).max(q + 2 * kv)
+}

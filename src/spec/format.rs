@@ -1,0 +1,326 @@
+//! The forms in which a document is read and written: JSON, YAML, TOML.
+//!
+//! Reading gives the same [`Value`] from all three. A document is the client's, so reading is bounded: depth, nodes and
+//! what aliases may expand to (YAML), depth (TOML, JSON); numbers that are not finite are refused, since JSON has none.
+
+use serde_json::{Map, Value};
+
+/// A form of a document.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// RFC 8259.
+    Json,
+    /// YAML 1.2 (`1e-6` is a number); YAML 1.1's `yes` and `no` stay words.
+    Yaml,
+    /// TOML 1.0, which has no null.
+    Toml,
+}
+
+/// A document that cannot be read or written in this form: where, and why.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct FormatError {
+    /// For people; names line and column where they are known.
+    pub message: String,
+}
+
+impl FormatError {
+    fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into() }
+    }
+}
+
+impl Format {
+    /// Every form.
+    pub const ALL: [Format; 3] = [Format::Json, Format::Yaml, Format::Toml];
+
+    /// The word of a flag or query parameter.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Format::Json => "json",
+            Format::Yaml => "yaml",
+            Format::Toml => "toml",
+        }
+    }
+
+    /// The form a word stands for.
+    pub fn parse(word: &str) -> Option<Format> {
+        Self::ALL.into_iter().find(|format| format.as_str() == word)
+    }
+
+    /// The media type it is sent as (YAML: RFC 9512).
+    pub fn media_type(self) -> &'static str {
+        match self {
+            Format::Json => "application/json",
+            Format::Yaml => "application/yaml",
+            Format::Toml => "application/toml",
+        }
+    }
+
+    /// The form of a media type in lower case without parameters; `application/…+json` and `…+yaml` count.
+    pub fn of_media_type(media_type: &str) -> Option<Format> {
+        match media_type {
+            "application/json" => Some(Format::Json),
+            "application/yaml" | "application/x-yaml" | "text/yaml" | "text/x-yaml" => Some(Format::Yaml),
+            "application/toml" => Some(Format::Toml),
+            other => match other.strip_prefix("application/")?.rsplit_once('+')?.1 {
+                "json" => Some(Format::Json),
+                "yaml" => Some(Format::Yaml),
+                _ => None,
+            },
+        }
+    }
+
+    /// The form of a file by the end of its name: .json, .toml, else YAML (of which JSON is a part).
+    pub fn of_file_name(name: &str) -> Format {
+        match name.rsplit_once('.').map(|(_, end)| end.to_ascii_lowercase()).as_deref() {
+            Some("json") => Format::Json,
+            Some("toml") => Format::Toml,
+            Some(_) | None => Format::Yaml,
+        }
+    }
+
+    /// Reads a document.
+    ///
+    /// # Errors
+    /// Where it is not of this form (with line and column), goes beyond the bounds, or holds a number that is not finite.
+    pub fn read(self, text: &str) -> Result<Value, FormatError> {
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+        if text.trim().is_empty() {
+            return Err(FormatError::new(format!("the document is empty: {} is needed", self.as_str().to_uppercase())));
+        }
+        match self {
+            Format::Json => serde_json::from_str(text).map_err(|error| FormatError::new(error.to_string())),
+            Format::Yaml => {
+                let options = serde_saphyr::options! { with_snippet: false };
+                serde_saphyr::from_str_with_options(text, options)
+                    .map_err(|error| FormatError::new(one_line(&error.to_string())))
+            }
+            Format::Toml => {
+                let table: toml::Table =
+                    toml::from_str(text).map_err(|error| FormatError::new(one_line(&error.to_string())))?;
+                from_toml(toml::Value::Table(table))
+            }
+        }
+    }
+
+    /// Writes a document; ends with a line feed.
+    ///
+    /// # Errors
+    /// TOML: when the document is not an object, or holds null or a number beyond 64 signed bits.
+    pub fn write(self, document: &Value) -> Result<String, FormatError> {
+        match self {
+            Format::Json => serde_json::to_string_pretty(document)
+                .map(|text| text + "\n")
+                .map_err(|error| FormatError::new(error.to_string())),
+            Format::Yaml => {
+                // Strings on one line, quoted where needed: what is read again is what was written.
+                let options = serde_saphyr::ser_options! { prefer_block_scalars: false };
+                let text = serde_saphyr::to_string_with_options(document, options)
+                    .map_err(|error| FormatError::new(error.to_string()))?;
+                Ok(if text.ends_with('\n') { text } else { text + "\n" })
+            }
+            Format::Toml => {
+                if let Some(pointer) = first_null(document, String::new()) {
+                    return Err(FormatError::new(format!(
+                        "{pointer} is null, which TOML does not have: take yaml or json"
+                    )));
+                }
+                toml::to_string(document).map_err(|error| FormatError::new(one_line(&error.to_string())))
+            }
+        }
+    }
+}
+
+/// Writes a job. TOML has no null: there `lora: null` (no adapter) becomes `lora = false`, which is read as the same.
+///
+/// # Errors
+/// As [`Format::write`].
+pub fn write_job(document: &Value, format: Format) -> Result<String, FormatError> {
+    if format == Format::Toml && document.get("lora").is_some_and(Value::is_null) {
+        let mut document = document.clone();
+        document["lora"] = Value::Bool(false);
+        return format.write(&document);
+    }
+    format.write(document)
+}
+
+/// Parsers draw the faulty line over several lines of their own.
+fn one_line(text: &str) -> String {
+    const LONGEST: usize = 300;
+    let line = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
+    match line.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line,
+    }
+}
+
+fn first_null(value: &Value, pointer: String) -> Option<String> {
+    match value {
+        Value::Null => Some(pointer),
+        Value::Object(map) => map.iter().find_map(|(name, value)| first_null(value, format!("{pointer}/{name}"))),
+        Value::Array(items) => {
+            items.iter().enumerate().find_map(|(index, value)| first_null(value, format!("{pointer}/{index}")))
+        }
+        Value::Bool(_) | Value::Number(_) | Value::String(_) => None,
+    }
+}
+
+fn from_toml(value: toml::Value) -> Result<Value, FormatError> {
+    Ok(match value {
+        toml::Value::String(text) => Value::String(text),
+        toml::Value::Integer(number) => number.into(),
+        toml::Value::Float(number) => match serde_json::Number::from_f64(number) {
+            Some(number) => Value::Number(number),
+            None => return Err(FormatError::new(format!("{number} is not a finite number"))),
+        },
+        toml::Value::Boolean(flag) => Value::Bool(flag),
+        toml::Value::Datetime(time) => Value::String(time.to_string()),
+        toml::Value::Array(items) => Value::Array(items.into_iter().map(from_toml).collect::<Result<_, _>>()?),
+        toml::Value::Table(table) => {
+            let entry = |(name, value)| Ok((name, from_toml(value)?));
+            Value::Object(table.into_iter().map(entry).collect::<Result<Map<_, _>, FormatError>>()?)
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_three_forms_say_the_same() {
+        let yaml = "a: 1e-6\nb: [1, true, no]\nc: {d: 'x'}\n";
+        let toml = "a = 1e-6\nb = [1, true, \"no\"]\n[c]\nd = \"x\"\n";
+        let expected = json!({"a": 1e-6, "b": [1, true, "no"], "c": {"d": "x"}});
+        assert_eq!(Format::Yaml.read(yaml).unwrap(), expected);
+        assert_eq!(Format::Toml.read(toml).unwrap(), expected);
+        assert_eq!(Format::Json.read(&expected.to_string()).unwrap(), expected);
+    }
+
+    #[test]
+    fn what_is_broken_says_where() {
+        assert!(Format::Yaml.read("a: 1\nb: [1, 2\n").unwrap_err().message.contains("line"));
+        assert!(Format::Toml.read("a = \n").unwrap_err().message.contains("line 1"));
+        assert!(Format::Json.read("{\"a\": }").unwrap_err().message.contains("line 1"));
+        for format in Format::ALL {
+            assert!(format.read(" \n").unwrap_err().message.contains("empty"));
+        }
+        assert!(Format::Yaml.read("a: 1\na: 2\n").unwrap_err().message.to_lowercase().contains("duplicate"));
+    }
+
+    #[test]
+    fn numbers_that_are_not_finite_are_refused() {
+        for text in ["a: .nan", "a: .inf", "a: -.inf"] {
+            assert!(Format::Yaml.read(text).is_err(), "{text}");
+        }
+        for text in ["a = nan", "a = inf", "a = [1.0, -inf]"] {
+            assert!(Format::Toml.read(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn aliases_cannot_blow_a_document_up() {
+        let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
+        for level in 1..12 {
+            let before = format!("*a{}", level - 1);
+            bomb.push_str(&format!("a{level}: &a{level} [{}]\n", [before.as_str(); 10].join(", ")));
+        }
+        let begun = std::time::Instant::now();
+        assert!(Format::Yaml.read(&bomb).is_err());
+        assert!(begun.elapsed().as_secs() < 10);
+        assert!(Format::Yaml.read(&"[".repeat(100_000)).is_err());
+        assert!(Format::Toml.read(&format!("a = {}", "[".repeat(100_000))).is_err());
+        assert!(Format::Json.read(&"[".repeat(100_000)).is_err());
+    }
+
+    #[test]
+    fn toml_says_what_it_cannot_hold() {
+        let error = Format::Toml.write(&json!({"a": {"b": [1, null]}})).unwrap_err();
+        assert!(error.message.starts_with("/a/b/1 is null"), "{}", error.message);
+    }
+
+    fn text() -> impl Strategy<Value = String> {
+        prop_oneof![
+            any::<String>(),
+            "[ \n\t#:&*!|>'\"%@`{}\\[\\],?~=-]{0,12}",
+            "[a-z \n]{60,140}",
+            prop::sample::select(vec![
+                "no",
+                "yes",
+                "on",
+                "off",
+                "y",
+                "null",
+                "~",
+                "",
+                "1e5",
+                "0x1f",
+                "0o7",
+                "017",
+                "1_000",
+                ".nan",
+                ".inf",
+                "-",
+                "---",
+                "...",
+                "<<",
+                "=",
+                "true",
+                "True",
+                "2020-01-01",
+                "12:30:45",
+                "+1",
+                "1.",
+                ".5",
+                "\u{feff}x",
+                "a\u{85}b",
+                "\u{2028}",
+                "\r",
+                "x\r\ny",
+                " lead",
+                "trail ",
+                "trail\n",
+                "\n\n",
+            ])
+            .prop_map(str::to_owned),
+        ]
+    }
+
+    fn document() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            prop::num::f64::NORMAL.prop_map(Value::from),
+            text().prop_map(Value::from),
+        ];
+        let inner = leaf.prop_recursive(4, 32, 6, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                prop::collection::vec((text(), inner), 0..4)
+                    .prop_map(|entries| Value::Object(entries.into_iter().collect())),
+            ]
+        });
+        prop::collection::vec((text(), inner), 0..5).prop_map(|entries| Value::Object(entries.into_iter().collect()))
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_reads_back_the_same(document in document()) {
+            for format in Format::ALL {
+                let text = format.write(&document).unwrap();
+                prop_assert_eq!(&format.read(&text).unwrap_or(Value::Null), if text.trim().is_empty() { &Value::Null } else { &document }, "{}:\n{}", format.as_str(), text);
+            }
+        }
+
+        #[test]
+        fn no_text_makes_reading_panic(text in any::<String>()) {
+            for format in Format::ALL {
+                let _ = format.read(&text);
+            }
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! A job's completions: searched and paged; and the oldest removed where they take too much room.
+//!
+//! One sample is one row with its JSON. Ids and reasons are found in the text of that JSON, which is always compact as serde
+//! writes it; a search first narrows by a LIKE over the text (a superset: ASCII case, other letters as wildcards) and then
+//! compares prompt and completion exactly. Every order walks an index, so a page costs what it reads.
+
+use futures::TryStreamExt;
+use serde_json::json;
+use sqlx::sqlite::SqliteRow;
+use sqlx::{QueryBuilder, Sqlite};
+
+use super::events::event_insert;
+use super::{
+    Doing, Page, Store, StoreError, column, count_column, cursor, cursor_key, int, json_column, parse_cursor, to_json,
+    word,
+};
+use crate::event::{FinishReason, Sample, SamplePhase};
+use crate::id::JobId;
+
+/// One stored sample.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SampleRow {
+    /// Ascending in the order they came.
+    pub id: i64,
+    /// The sample.
+    pub sample: Sample,
+}
+
+/// The order of samples.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SampleSort {
+    /// Latest first.
+    #[default]
+    Recent,
+    /// Highest reward first; unscorable ones last.
+    Best,
+    /// Lowest reward first; unscorable ones last.
+    Worst,
+}
+
+/// Which samples, in which order; `None` = any.
+#[derive(Debug, Clone, Default)]
+pub struct SampleQuery {
+    /// From this step.
+    pub min_step: Option<u64>,
+    /// To this step.
+    pub max_step: Option<u64>,
+    /// Training or evaluation.
+    pub phase: Option<SamplePhase>,
+    /// Of this dataset row: `row_N`.
+    pub prompt_id: Option<String>,
+    /// Of this group.
+    pub group_id: Option<String>,
+    /// Why it ended.
+    pub finish_reason: Option<FinishReason>,
+    /// At least this reward; leaves unscorable ones out.
+    pub min_reward: Option<f64>,
+    /// At most this reward; leaves unscorable ones out.
+    pub max_reward: Option<f64>,
+    /// The order.
+    pub sort: SampleSort,
+    /// Prompt or completion contains this, whatever the case.
+    pub contains: Option<String>,
+    /// Cursor.
+    pub after: Option<String>,
+    /// Rows a page.
+    pub limit: u32,
+}
+
+/// Samples that had to make room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SamplesRemoved {
+    /// How many.
+    pub samples: u64,
+    /// What they took, bytes.
+    pub size_bytes: u64,
+    /// Up to this training step (inclusive) they are gone.
+    pub to_step: Option<u64>,
+}
+
+/// Steps of one removal: a longer transaction would keep other writers waiting.
+const MAX_REMOVED_STEPS: usize = 64;
+/// A range of so few steps is read by step and sorted; a longer one is filtered in the order asked for.
+const FEW_STEPS: u64 = 64;
+
+/// Where a page goes on: the last row's reward (by its bits) and id.
+enum After {
+    Start,
+    Scored(f64, i64),
+    Unscored(i64),
+}
+
+impl Store {
+    /// A page of samples. Ties of rewards are broken by age, so that no sample is missed or shown twice while nothing is
+    /// removed.
+    pub async fn sample_page(&self, job: JobId, query: &SampleQuery) -> Result<Page<SampleRow>, StoreError> {
+        let list = format!("samples {:?}", query.sort);
+        let after = match &query.after {
+            None => After::Start,
+            Some(after) => {
+                let [reward, id] = parse_cursor(&list, after)?;
+                let id = cursor_key(&id)?;
+                match reward.as_str() {
+                    "" => After::Unscored(id),
+                    bits => After::Scored(f64::from_bits(cursor_key(bits)?), id),
+                }
+            }
+        };
+        let limit = query.limit.clamp(1, 1000) as usize;
+        let mut found: Vec<(Option<f64>, SampleRow)> = Vec::new();
+        // Scored first, unscorable ones after them; the latest first knows no difference.
+        let by_reward = query.sort != SampleSort::Recent;
+        let bounded = query.min_reward.is_some() || query.max_reward.is_some();
+        if !matches!((by_reward, &after), (true, After::Unscored(_))) {
+            self.sample_scan(job, query, by_reward.then_some(true), &after, limit + 1, &mut found).await?;
+        }
+        if by_reward && !bounded && found.len() <= limit {
+            let after = if matches!(after, After::Scored(..)) { After::Start } else { after };
+            self.sample_scan(job, query, Some(false), &after, limit + 1, &mut found).await?;
+        }
+        let more = found.len() > limit;
+        found.truncate(limit);
+        let next = found.last().filter(|_| more).map(|(reward, row)| {
+            let bits = reward.filter(|_| by_reward).map(|reward| reward.to_bits().to_string()).unwrap_or_default();
+            cursor(&list, [&bits, &row.id.to_string()])
+        });
+        Ok(Page { data: found.into_iter().map(|(_, row)| row).collect(), next })
+    }
+
+    /// Appends rows in order until `found` has `enough`; `scored`: only those with a reward, only those without, or both.
+    async fn sample_scan(
+        &self,
+        job: JobId,
+        query: &SampleQuery,
+        scored: Option<bool>,
+        after: &After,
+        enough: usize,
+        found: &mut Vec<(Option<f64>, SampleRow)>,
+    ) -> Result<(), StoreError> {
+        let doing = "read samples";
+        let mut sql = scan(job, query, scored, after)?;
+        let wanted = query.contains.as_deref().map(str::to_lowercase);
+        if wanted.is_none() {
+            sql.push(" LIMIT ").push_bind(int((enough - found.len()) as u64));
+        }
+        let mut rows = sql.build().fetch(&self.readers);
+        while found.len() < enough {
+            let Some(row) = rows.try_next().await.doing(doing)? else { break };
+            let sample: Sample = json_column(&row, "sample")?;
+            let holds = |wanted: &String| {
+                sample.completion.to_lowercase().contains(wanted) || sample.prompt.to_lowercase().contains(wanted)
+            };
+            if wanted.as_ref().is_none_or(holds) {
+                found.push((column(&row, "reward")?, SampleRow { id: column(&row, "id")?, sample }));
+            }
+        }
+        Ok(())
+    }
+
+    /// What has been removed of a job's samples to keep within the limit; None = all are there.
+    pub async fn samples_removed(&self, job: JobId) -> Result<Option<SamplesRemoved>, StoreError> {
+        sqlx::query(
+            "SELECT removed_samples, removed_bytes, removed_to_step FROM sample_usage WHERE job_id = ? AND removed_samples > 0",
+        )
+        .bind(job.to_string())
+        .fetch_optional(&self.readers)
+        .await
+        .doing("read what was removed of samples")?
+        .as_ref()
+        .map(SamplesRemoved::read)
+        .transpose()
+    }
+
+    /// Removes the oldest samples, whole steps at a time, until they take at most `max_bytes` less a 64th: of training first,
+    /// then of evaluations; the newest step of either is never touched. The event `samples.removed` tells of it. `None` when
+    /// nothing had to go. 0 = no limit.
+    pub async fn samples_retain(
+        &self,
+        job: JobId,
+        max_bytes: u64,
+        now: i64,
+    ) -> Result<Option<SamplesRemoved>, StoreError> {
+        let doing = "remove old samples";
+        let size = "SELECT COALESCE(MAX(size_bytes), 0) FROM sample_usage WHERE job_id = ?";
+        let used: i64 = sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&self.readers).await.doing(doing)?;
+        if max_bytes == 0 || used <= int(max_bytes) {
+            return Ok(None);
+        }
+        let goal = int(max_bytes - max_bytes / 64);
+        let mut tx = self.begin(doing).await?;
+        let (mut samples, mut to_step, mut left) = (0, None, MAX_REMOVED_STEPS);
+        let before: i64 = sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&mut *tx).await.doing(doing)?;
+        let mut used = before;
+        for phase in [SamplePhase::Train, SamplePhase::Eval] {
+            while used > goal && left > 0 {
+                let oldest: Option<i64> = sqlx::query_scalar(
+                    "SELECT MIN(step) FROM samples WHERE job_id = ?1 AND phase = ?2 \
+                     AND step < (SELECT MAX(step) FROM samples WHERE job_id = ?1 AND phase = ?2)",
+                )
+                .bind(job.to_string())
+                .bind(word(&phase)?)
+                .fetch_one(&mut *tx)
+                .await
+                .doing(doing)?;
+                let Some(oldest) = oldest else { break };
+                let done = sqlx::query("DELETE FROM samples WHERE job_id = ? AND phase = ? AND step = ?")
+                    .bind(job.to_string())
+                    .bind(word(&phase)?)
+                    .bind(oldest)
+                    .execute(&mut *tx)
+                    .await
+                    .doing(doing)?;
+                samples += done.rows_affected();
+                left -= 1;
+                if phase == SamplePhase::Train {
+                    to_step = Some(oldest);
+                }
+                used = sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&mut *tx).await.doing(doing)?;
+            }
+        }
+        if samples == 0 {
+            return Ok(None);
+        }
+        let size_bytes = before - used;
+        sqlx::query(
+            "UPDATE sample_usage SET removed_samples = removed_samples + ?, removed_bytes = removed_bytes + ?, \
+             removed_to_step = COALESCE(?, removed_to_step) WHERE job_id = ?",
+        )
+        .bind(int(samples))
+        .bind(size_bytes)
+        .bind(to_step)
+        .bind(job.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        let data =
+            json!({ "samples": samples, "size_bytes": size_bytes, "to_step": to_step, "limit_bytes": max_bytes });
+        event_insert(&mut tx, job, "samples.removed", now, data).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_job(job);
+        let to_step = to_step.map(i64::unsigned_abs);
+        Ok(Some(SamplesRemoved { samples, size_bytes: size_bytes.unsigned_abs(), to_step }))
+    }
+}
+
+fn scan(
+    job: JobId,
+    query: &SampleQuery,
+    scored: Option<bool>,
+    after: &After,
+) -> Result<QueryBuilder<Sqlite>, StoreError> {
+    let (min, max) = (query.min_step.unwrap_or(0), query.max_step.unwrap_or(i64::MAX as u64));
+    let few_steps = max.saturating_sub(min) < FEW_STEPS;
+    let index = match (few_steps, query.sort) {
+        (true, _) => "samples_step",
+        (false, SampleSort::Recent) => "samples_job",
+        (false, SampleSort::Best | SampleSort::Worst) => "samples_reward",
+    };
+    let mut sql = QueryBuilder::<Sqlite>::new("SELECT id, reward, sample FROM samples INDEXED BY ");
+    sql.push(index).push(" WHERE job_id = ").push_bind(job.to_string());
+    match query.phase {
+        Some(phase) => sql.push(" AND phase = ").push_bind(word(&phase)?),
+        None => sql.push(" AND phase IN ('train', 'eval')"),
+    };
+    if query.min_step.is_some() || query.max_step.is_some() {
+        sql.push(" AND step BETWEEN ").push_bind(int(min)).push(" AND ").push_bind(int(max));
+    }
+    match scored {
+        Some(true) => sql.push(" AND reward IS NOT NULL"),
+        Some(false) => sql.push(" AND reward IS NULL"),
+        None => &mut sql,
+    };
+    if let Some(least) = query.min_reward {
+        sql.push(" AND reward >= ").push_bind(least);
+    }
+    if let Some(most) = query.max_reward {
+        sql.push(" AND reward <= ").push_bind(most);
+    }
+    for (name, value) in [("prompt_id", &query.prompt_id), ("group_id", &query.group_id)] {
+        if let Some(value) = value {
+            sql.push(" AND instr(sample, ").push_bind(format!("\"{name}\":{}", to_json(name, value)?)).push(") > 0");
+        }
+    }
+    if let Some(reason) = query.finish_reason {
+        sql.push(" AND instr(sample, ").push_bind(format!("\"finish_reason\":\"{}\"", word(&reason)?)).push(") > 0");
+    }
+    if let Some(text) = &query.contains {
+        sql.push(" AND sample LIKE ").push_bind(superset(text)?).push(" ESCAPE '~'");
+    }
+    let newest_first = " ORDER BY id DESC";
+    let oldest_first = " ORDER BY id";
+    match (query.sort, scored) {
+        (SampleSort::Best, Some(true)) => {
+            if let After::Scored(reward, id) = *after {
+                sql.push(" AND reward <= ").push_bind(reward).push(" AND (reward < ").push_bind(reward);
+                sql.push(" OR id > ").push_bind(id).push(")");
+            }
+            sql.push(" ORDER BY reward DESC, id");
+        }
+        (SampleSort::Worst, Some(true)) => {
+            if let After::Scored(reward, id) = *after {
+                sql.push(" AND reward >= ").push_bind(reward).push(" AND (reward > ").push_bind(reward);
+                sql.push(" OR id < ").push_bind(id).push(")");
+            }
+            sql.push(" ORDER BY reward, id DESC");
+        }
+        (SampleSort::Best, _) => {
+            if let After::Unscored(id) = *after {
+                sql.push(" AND id > ").push_bind(id);
+            }
+            sql.push(oldest_first);
+        }
+        (SampleSort::Worst | SampleSort::Recent, _) => {
+            if let After::Unscored(id) = *after {
+                sql.push(" AND id < ").push_bind(id);
+            }
+            sql.push(newest_first);
+        }
+    }
+    Ok(sql)
+}
+
+/// A LIKE pattern that every sample with this text matches: as JSON writes it, any character for letters that are not ASCII
+/// (SQLite knows the case of ASCII only; a letter of another case may even have another length).
+fn superset(text: &str) -> Result<String, StoreError> {
+    let quoted = to_json("search", &text)?;
+    let mut pattern = "%".to_owned();
+    for character in quoted[1..quoted.len() - 1].chars() {
+        match character {
+            '%' | '_' | '~' => pattern.extend(['~', character]),
+            ascii if ascii.is_ascii() => pattern.push(ascii),
+            _ => pattern.push('%'),
+        }
+    }
+    pattern.push('%');
+    Ok(pattern)
+}
+
+impl SamplesRemoved {
+    fn read(row: &SqliteRow) -> Result<Self, StoreError> {
+        Ok(Self {
+            samples: count_column(row, "removed_samples")?,
+            size_bytes: count_column(row, "removed_bytes")?,
+            to_step: column::<Option<i64>>(row, "removed_to_step")?.map(i64::unsigned_abs),
+        })
+    }
+}
