@@ -1,7 +1,7 @@
 //! The RLOO loop: [`train`], top to bottom.
 //!
-//! Synchronous; knows token ids, not jobs or HTTP. Whoever runs it implements [`host::Host`]. Long because the loop, the
-//! update and the save are one thing to be read once; what has a name of its own lies in the modules below.
+//! Synchronous; knows token ids, not jobs or HTTP. Whoever runs it implements [`host::Host`]. The loop is here; what has a
+//! name of its own lies in the modules below.
 //!
 //! # The implementation details, and where they stand
 //!
@@ -73,16 +73,15 @@ mod report;
 pub mod rollout;
 pub mod sampling;
 mod start;
+mod step;
 pub mod tensors;
 pub mod text;
 pub mod update;
 pub mod watch;
 
-use std::ops::Range;
 use std::time::Instant;
 
 use candle_core::Device;
-use serde_json::json;
 
 use self::block::Block;
 use self::checkpoint::{Snapshot, TrainerState};
@@ -90,16 +89,15 @@ use self::delta::DeltaNorm;
 use self::error::{EngineError, Result};
 use self::host::{Host, HostError, SavedCheckpoint, StepTrace, Stop, TrainInput, TrainOutcome};
 use self::lora::ParameterInfo;
-use self::loss::{LossConfig, LossRow, RowLoss, row_loss, total_loss};
-use self::model::{Adapter, Policy, Row, RowScore};
-use self::optim::{AdamW, clip_gradient_norm, learning_rate};
+use self::model::Policy;
+use self::optim::AdamW;
 use self::prompts::TokenizedPrompt;
-use self::random::{Key, Stream};
 use self::report::StepSeconds;
 use self::rollout::{Batching, Cursor};
 use self::start::ReferenceModel;
+use self::step::Update;
 use self::text::Text;
-use self::update::{MicroBatching, StepGradient, score_rows, step_gradient};
+use self::update::MicroBatching;
 use crate::doctor;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::spec::{Plan, held_out_rows};
@@ -269,7 +267,7 @@ impl<'a> Run<'a> {
 
     fn all_steps(&mut self) -> Result<(), Halt> {
         if self.batching.dropped_rows_per_epoch() > 0 && self.state.step == 0 {
-            self.warn_of_dropped_rows()?;
+            self.host.event(report::dropped_rows_warning(&self.batching))?;
         }
         loop {
             if self.evaluation_is_due() {
@@ -344,111 +342,6 @@ impl<'a> Run<'a> {
         Ok(block)
     }
 
-    /// Whether the old log-probs must be known before training: the block is trained more than once, or its advantages
-    /// are whitened together and hold a KL penalty, or the training forward drops what sampling did not. Otherwise the training forward itself gives them: old = new, ratio 1.
-    fn needs_old_pass(&self) -> bool {
-        let rloo = &self.plan.rloo;
-        let drops = self.plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
-        drops || self.batching.uses_per_block() > 1 || (rloo.penalizes_reward() && rloo.whitens_advantages())
-    }
-
-    /// The passes without gradient: the sampling policy's log-probs if need be, and the reference's unless beta = 0. Cut
-    /// slice by slice, as training will be, so that equal weights give equal bits.
-    fn score_block(&mut self, block: &mut Block) -> Result<(), Halt> {
-        let needs_reference = self.plan.rloo.beta != 0.0;
-        if !self.needs_old_pass() && !needs_reference {
-            return Ok(());
-        }
-        self.phase(Phase::Train)?;
-        let started = Instant::now();
-        let rows: Vec<Row<'_>> = block.rollout.rows().collect();
-        let stop = || self.host.stop().is_some();
-        let pass = |policy: &Policy, adapter: Adapter| -> Result<Option<Vec<Vec<f32>>>> {
-            let mut logps = Vec::with_capacity(rows.len());
-            for slice in rows.chunks(self.completions_per_step()) {
-                match score_rows(policy, slice, &self.micro_batching, adapter, &stop)? {
-                    Some(scores) => logps.extend(scores.into_iter().map(|score| score.logps)),
-                    None => return Ok(None),
-                }
-            }
-            Ok(Some(logps))
-        };
-        let old_logps = if self.needs_old_pass() { pass(&self.policy, Adapter::On)? } else { Some(Vec::new()) };
-        let (reference, adapter) = self.reference.of(&self.policy);
-        let ref_logps = if needs_reference { pass(reference, adapter)? } else { Some(Vec::new()) };
-        let (Some(old_logps), Some(ref_logps)) = (old_logps, ref_logps) else { return Err(self.halt()) };
-        block.values.old_logps = old_logps;
-        block.values.ref_logps = ref_logps;
-        self.seconds.reference += started.elapsed().as_secs_f64();
-        Ok(())
-    }
-
-    /// Forward, backward, clip, AdamW over one slice of the block.
-    fn update(&mut self, block: &mut Block, step: u64, cursor: Cursor) -> Result<Update, Halt> {
-        self.poll()?;
-        self.phase(Phase::Train)?;
-        let started = Instant::now();
-        let slice = self.slice(cursor);
-        let (plan, loss_config) = (self.plan, LossConfig::of_plan(self.plan));
-        let denominators = block.values.denominators(slice.clone(), plan);
-        let Block { rollout, values, .. } = block;
-        let rows: Vec<Row<'_>> = rollout.rows().skip(slice.start).take(slice.len()).collect();
-        let mut losses = |batch: Range<usize>, scores: &[RowScore]| -> Vec<RowLoss> {
-            let batch = slice.start + batch.start..slice.start + batch.end;
-            if values.old_logps.len() < batch.end {
-                // The only use of these completions: the policy that trains is the one that sampled.
-                values.old_logps.extend(scores.iter().map(|score| score.logps.clone()));
-            }
-            if values.results.advantages.len() < batch.end {
-                values.fill_advantages(batch.clone(), plan);
-            }
-            let rows = batch.zip(scores).map(|(row, score)| LossRow {
-                new_logps: &score.logps,
-                old_logps: &values.old_logps[row],
-                ref_logps: values.ref_logps.get(row).map_or(&[], Vec::as_slice),
-                included: values.included[row] && !values.dropped[row],
-                advantage: values.advantage(row),
-            });
-            rows.map(|row| row_loss(&row, &loss_config, &denominators)).collect()
-        };
-        let host = &*self.host;
-        let stop = || host.stop().is_some();
-        let dropout = Some(Key::new(plan.training.seed, Stream::Dropout).with(step));
-        let micro_batching = MicroBatching { dropout, ..self.micro_batching };
-        let step_gradient = match step_gradient(&self.policy, &rows, &micro_batching, &mut losses, &stop) {
-            Ok(Some(step_gradient)) => Some(step_gradient),
-            Ok(None) => return Err(self.halt()),
-            Err(EngineError::NonFinite { .. }) => None,
-            Err(error) => return Err(Halt::Error(error)),
-        };
-        if let Some(step_gradient) = &step_gradient {
-            self.check_first_scores(&step_gradient.scores)?;
-        }
-        let learning_rate = learning_rate(&plan.optimizer, step - 1, plan.training.max_steps);
-        let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
-        if let Some(step_gradient) = &mut update.step_gradient {
-            update.loss = total_loss(&step_gradient.losses);
-            update.grad_norm = clip_gradient_norm(&mut step_gradient.gradient, plan.optimizer.max_grad_norm);
-        }
-        if let Some(step_gradient) = update.step_gradient.as_ref().filter(|_| update.is_finite()) {
-            let gradient = &step_gradient.gradient;
-            let adam = &mut self.adam;
-            self.policy.update_parameters(|flat| adam.update(flat, gradient, learning_rate, &plan.optimizer))?;
-        }
-        self.seconds.train += started.elapsed().as_secs_f64();
-        Ok(update)
-    }
-
-    /// Log-probs of weights that were never updated are the model's own: if they are not finite, no step can help.
-    fn check_first_scores(&self, scores: &[RowScore]) -> Result<()> {
-        let fresh = self.adam.updates == 0 && self.input.initial_adapter.is_none();
-        if !fresh || scores.iter().flat_map(|score| &score.logps).all(|logp| logp.is_finite()) {
-            return Ok(());
-        }
-        let what = "its log-probs of its own completions are NaN or infinite".to_owned();
-        Err(EngineError::ModelNotFinite { what })
-    }
-
     /// The step is done: count it, say so, and give up if too many in a row could not be used.
     fn finish_step(&mut self, step: u64, cursor: Cursor, update: Update) -> Result<(), Halt> {
         let Some(block) = &self.block else { return Ok(()) };
@@ -493,7 +386,7 @@ impl<'a> Run<'a> {
             }
         }
         if !finite {
-            self.warn_of_skipped_update(step, &update)?;
+            self.host.event(report::skipped_update_warning(step, &update, &self.state))?;
         }
         if self.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW {
             let updates = self.state.skipped_in_a_row;
@@ -582,15 +475,6 @@ impl<'a> Run<'a> {
         Ok(TrainOutcome::Stopped(stop))
     }
 
-    fn slice(&self, cursor: Cursor) -> Range<usize> {
-        let start = cursor.slice as usize * self.completions_per_step();
-        start..start + self.completions_per_step()
-    }
-
-    fn completions_per_step(&self) -> usize {
-        self.plan.training.prompts_per_step as usize * self.plan.rloo.num_generations as usize
-    }
-
     fn phase(&mut self, phase: Phase) -> Result<(), Halt> {
         Ok(self.host.event(Event::Phase { phase, step: self.state.step })?)
     }
@@ -602,48 +486,6 @@ impl<'a> Run<'a> {
     /// A stop was seen a moment ago; if the host took it back, the run is put down as for a shutdown: saved, to go on later.
     fn halt(&self) -> Halt {
         Halt::Stop(self.host.stop().unwrap_or(Stop::Shutdown))
-    }
-
-    fn warn_of_dropped_rows(&mut self) -> Result<(), Halt> {
-        let dropped = self.batching.dropped_rows_per_epoch();
-        let message = format!(
-            "{dropped} of {} prompts are left out of each epoch, because the last block of {} would be incomplete",
-            self.batching.num_rows, self.batching.prompts_per_block
-        );
-        let data = json!({ "dropped_rows_per_epoch": dropped, "prompts_per_block": self.batching.prompts_per_block });
-        Ok(self.host.event(Event::Warning { code: "rows_dropped".into(), message, data })?)
-    }
-
-    fn warn_of_skipped_update(&mut self, step: u64, update: &Update) -> Result<(), Halt> {
-        let message = format!(
-            "the update of step {step} was skipped, because its loss or gradient is not finite; {} in a row end the job",
-            MAX_SKIPPED_IN_A_ROW
-        );
-        let data = json!({
-            "step": step,
-            "skipped_in_a_row": self.state.skipped_in_a_row,
-            "loss": update.loss.to_string(),
-            "grad_norm": update.grad_norm.to_string(),
-        });
-        Ok(self.host.event(Event::Warning { code: "non_finite".into(), message, data })?)
-    }
-}
-
-/// What an optimizer step came to.
-struct Update {
-    /// Its completions in the block.
-    slice: Range<usize>,
-    learning_rate: f64,
-    /// Before clipping.
-    grad_norm: f64,
-    loss: f64,
-    /// Clipped; `None` when the forward pass was not finite.
-    step_gradient: Option<StepGradient>,
-}
-
-impl Update {
-    fn is_finite(&self) -> bool {
-        self.loss.is_finite() && self.grad_norm.is_finite()
     }
 }
 

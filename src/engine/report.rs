@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::Update;
+use super::MAX_SKIPPED_IN_A_ROW;
 use super::advantage::{RewardWeight, TIED_STD, combine_rewards, group_std, mean};
 use super::block::Block;
 use super::checkpoint::TrainerState;
@@ -11,6 +11,8 @@ use super::host::{Rollout, RolloutCompletion, RolloutGroup};
 use super::memory::peak_resident_bytes;
 use super::metrics::{KlRow, RolloutRows, advantage_metrics, entropy, kl_metrics, loss_metrics, rollout_metrics};
 use super::prompts::TokenizedPrompt;
+use super::rollout::Batching;
+use super::step::Update;
 use super::text::Text;
 use crate::event::{Event, Metrics, Sample, SamplePhase};
 use crate::spec::{Estimator, Plan, RewardNormalization};
@@ -175,6 +177,31 @@ pub(super) fn train_samples(
         })
     })
     .collect()
+}
+
+/// The warning when rows do not fill a block.
+pub(super) fn dropped_rows_warning(batching: &Batching) -> Event {
+    let dropped = batching.dropped_rows_per_epoch();
+    let message = format!(
+        "{dropped} of {} prompts are left out of each epoch, because the last block of {} would be incomplete",
+        batching.num_rows, batching.prompts_per_block
+    );
+    let data = json!({ "dropped_rows_per_epoch": dropped, "prompts_per_block": batching.prompts_per_block });
+    Event::Warning { code: "rows_dropped".into(), message, data }
+}
+
+/// The warning when an update could not be used.
+pub(super) fn skipped_update_warning(step: u64, update: &Update, state: &TrainerState) -> Event {
+    let message = format!(
+        "the update of step {step} was skipped, because its loss or gradient is not finite; {MAX_SKIPPED_IN_A_ROW} in a row end the job"
+    );
+    let data = json!({
+        "step": step,
+        "skipped_in_a_row": state.skipped_in_a_row,
+        "loss": update.loss.to_string(),
+        "grad_norm": update.grad_norm.to_string(),
+    });
+    Event::Warning { code: "non_finite".into(), message, data }
 }
 
 /// The warning when no completion of a rollout has a reward: its steps train nothing, whatever else looks well.
