@@ -3,14 +3,15 @@
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::http::Request;
+use axum::http::{Request, header};
 use http_body_util::BodyExt;
-use rlood::event::{Event, SamplePhase};
+use rlood::event::Event;
 use rlood::protocol::Outcome;
 use rlood::store::clock_ms;
 use serde_json::{Value, json};
+use tower::ServiceExt;
 
-use crate::server::{Server, job, step};
+use crate::server::{Server, job};
 
 /// Reads a stream of server-sent events piece by piece.
 struct Stream {

@@ -2,13 +2,15 @@
 
 use std::time::Duration;
 
-use axum::http::header;
+use axum::body::{Body, to_bytes};
+use axum::http::{Request, header};
 use rlood::event::Phase;
 use rlood::protocol::Outcome;
 use rlood::store::{Beat, clock_ms};
 use serde_json::{Value, json};
+use tower::ServiceExt;
 
-use crate::server::{Answer, Server, job, with};
+use crate::server::{Answer, Server, job, pointers, with};
 
 #[tokio::test]
 async fn jobs_are_listed_newest_first_and_filtered() {
@@ -66,6 +68,7 @@ async fn illegal_moves_say_where_the_job_stands_and_what_it_allows() {
     refused(&act("retry").await, &["queued"]);
     refused(&server.call("DELETE", &format!("/jobs/{id}"), None, None).await, &["queued"]);
     assert_eq!(act("pause").await.body["state"], "paused");
+    assert_eq!(act("pause").await.body["state"], "paused", "a second pause changes nothing");
     assert_eq!(act("resume").await.body["state"], "queued");
     assert_eq!(act("cancel").await.body["state"], "cancelled");
     assert_eq!(act("cancel").await.status, 200);

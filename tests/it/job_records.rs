@@ -146,7 +146,10 @@ async fn parameters_that_are_no_numbers_say_so_in_words() {
         ("metrics?min_step=x", "min_step: must be a whole number, not 'x'"),
         ("metrics?min_step=", "min_step: must be a whole number, not ''"),
         ("metrics?max_step=-1", "max_step: must be a whole number, not '-1'"),
-        ("metrics?max_step=99999999999999999999", "max_step: must be a whole number; '99999999999999999999' is too large"),
+        (
+            "metrics?max_step=99999999999999999999",
+            "max_step: must be a whole number; '99999999999999999999' is too large",
+        ),
         ("samples?min_reward=high", "min_reward: must be a number, not 'high'"),
         ("samples?min_reward=inf", "min_reward: must be a finite number"),
         ("samples?step=1&max_step=2", "step: give either step, or min_step and max_step"),
@@ -160,8 +163,12 @@ async fn parameters_that_are_no_numbers_say_so_in_words() {
 fn several() -> Vec<Sample> {
     let texts = ["=1+1", "Grüße", "line\nbreak, \"quoted\"", "-0.5", "plain", "100% sure_thing"];
     let rewards = [Some(1.0), Some(0.5), Some(0.5), None, Some(0.5), Some(-2.5)];
-    let mut samples: Vec<Sample> =
-        texts.iter().zip(rewards).enumerate().map(|(index, (text, reward))| sample(index as u64 / 2 + 1, text, reward)).collect();
+    let mut samples: Vec<Sample> = texts
+        .iter()
+        .zip(rewards)
+        .enumerate()
+        .map(|(index, (text, reward))| sample(index as u64 / 2 + 1, text, reward))
+        .collect();
     for (index, sample) in samples.iter_mut().enumerate() {
         sample.prompt_id = format!("row_{index}");
         sample.group_id = format!("g_{}", index / 2);
@@ -213,7 +220,11 @@ async fn samples_are_found_by_every_filter_and_paged_without_gap_under_ties() {
             let (mut paged, mut after) = (Vec::new(), String::new());
             loop {
                 let answer = server.get(&format!("/jobs/{id}/samples?sort={sort}&limit={limit}{after}")).await;
-                let ids = answer.body["data"].as_array().unwrap().iter().map(|one| one["prompt_id"].as_str().unwrap().to_owned());
+                let ids = answer.body["data"]
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .map(|one| one["prompt_id"].as_str().unwrap().to_owned());
                 paged.extend(ids);
                 match answer.body["next"].as_str() {
                     Some(next) => after = format!("&after={next}"),

@@ -1,12 +1,13 @@
 //! Jobs over HTTP, through the router: submission, dry runs, configurations.
 
+use std::path::PathBuf;
+
 use axum::body::Body;
-use axum::http::{Request, header};
+use axum::http::{Request, StatusCode, header};
 use rlood::id::DatasetId;
-use rlood::store::clock_ms;
 use serde_json::{Value, json};
 
-use crate::server::{Answer, SECRET, Server, copy, job, pointers, records, with};
+use crate::server::{SECRET, Server, copy, job, pointers, records, with};
 
 #[tokio::test]
 async fn a_job_with_inline_records_is_queued_and_shown() {
@@ -281,7 +282,7 @@ async fn a_dry_run_resolves_the_plan_and_stores_nothing() {
     assert!(answer.body["estimate"]["trainable_parameters"].as_u64().unwrap() > 0);
     assert_eq!(server.get("/datasets").await.body["data"], json!([]));
     for (query, status, code) in [
-        ("from=trl", 422, "unsupported"),
+        ("from=verl", 422, "unsupported"),
         // This server starts no processes.
         ("probe=true", 501, "not_implemented"),
         ("probe=true&probe_prompts=65", 400, "invalid_query"),
@@ -342,6 +343,86 @@ async fn the_same_idempotency_key_makes_one_job() {
     let bad = server.call("POST", "/jobs", Some(json!({})), Some("k2")).await;
     assert_eq!(bad.status, 422);
     assert_eq!(server.call("POST", "/jobs", Some(job()), Some("k2")).await.status, 201);
+}
+
+#[tokio::test]
+async fn the_configuration_comes_in_three_forms_and_each_can_be_submitted_again() {
+    let server = Server::start().await;
+    let mut document = with(job(), "lora", Value::Null);
+    document["name"] = json!("no: \"quotes\"\n# yes");
+    let id = server.create(document).await;
+    let whole = server.get(&format!("/jobs/{id}/config")).await.body;
+    assert_eq!(whole["lora"], Value::Null);
+    for format in ["json", "yaml", "toml"] {
+        let answer = server.get(&format!("/jobs/{id}/config?format={format}")).await;
+        let kind = format!("application/{format}");
+        assert_eq!(
+            (answer.status.as_u16(), answer.headers[header::CONTENT_TYPE].to_str().unwrap()),
+            (200, kind.as_str())
+        );
+        let request = Request::post("/jobs").header(header::CONTENT_TYPE, kind).body(Body::from(answer.text)).unwrap();
+        let again = server.send(request).await;
+        assert_eq!(again.status, 201, "{format}: {}", again.text);
+        let id = again.body["id"].as_str().unwrap();
+        assert_eq!(server.get(&format!("/jobs/{id}/config")).await.body, whole, "{format}");
+    }
+    let answer = server.get(&format!("/jobs/{id}/config?format=xml")).await;
+    assert_eq!(
+        (answer.status.as_u16(), &answer.body["detail"]),
+        (400, &json!("format: must be json, yaml or toml, not 'xml'"))
+    );
+    let broken = Request::post("/jobs")
+        .header(header::CONTENT_TYPE, "application/yaml")
+        .body(Body::from("a: [1\nb: 2"))
+        .unwrap();
+    let answer = server.send(broken).await;
+    assert_eq!((answer.status.as_u16(), &answer.body["code"]), (400, &json!("invalid_document")), "{}", answer.text);
+}
+
+#[tokio::test]
+async fn a_run_of_trl_is_checked_as_a_job() {
+    let server = Server::start().await;
+    let yaml = "learning_rate: 1e-5\nnum_generations: 4\nper_device_train_batch_size: 8\nmax_steps: 20\nkl_coef: 0.1\nmax_completion_length: 8\n\
+                lora_r: 4\nuse_peft: true\nlora_dropout: 0\nlora_alpha: 8\noutput_dir: out\n";
+    let send = async |kind: &str, body: String| {
+        let request =
+            Request::post("/jobs/validate?from=trl").header(header::CONTENT_TYPE, kind).body(Body::from(body)).unwrap();
+        let answer = server.send(request).await;
+        assert_eq!(answer.status, 200, "{}", answer.text);
+        answer.body
+    };
+    // Bare: the job, and what is to be added.
+    let answer = send("application/yaml", yaml.to_owned()).await;
+    assert_eq!((&answer["valid"], &answer["plan"]), (&json!(false), &Value::Null));
+    let missing: Vec<_> = answer["errors"].as_array().unwrap().iter().map(|e| (&e["pointer"], &e["code"])).collect();
+    let required = json!("required");
+    assert_eq!(
+        missing,
+        [(&json!("/rewards"), &required), (&json!("/model"), &required), (&json!("/dataset"), &required)]
+    );
+    assert_eq!(answer["spec"]["rloo"]["beta"], 0.1);
+    assert_eq!(answer["ignored"][0]["key"], "output_dir");
+    // With the rest beside it, it is a job, and the job is what `spec` says.
+    let whole = format!(
+        "{yaml}model: plain\ndataset: [{{prompt: a, answer: '1'}}, {{prompt: b, answer: '2'}}]\nrewards: [{{type: length}}]\n"
+    );
+    let answer = send("application/yaml", whole).await;
+    assert_eq!(
+        (&answer["valid"], &answer["errors"], &answer["unsupported"]),
+        (&json!(true), &json!([]), &json!([])),
+        "{answer}"
+    );
+    assert_eq!(answer["plan"]["training"]["prompts_per_step"], 2);
+    assert_eq!(server.post("/jobs", answer["spec"].clone()).await.status, 201);
+    // What is refused, and where; a key that is not supported keeps the job from being valid.
+    let config = json!({"config": {"num_generations": 3, "use_vllm": true, "temperature": -1}, "model": "plain"});
+    let answer = send("application/json", config.to_string()).await;
+    assert_eq!((&answer["valid"], &answer["unsupported"][0]["key"]), (&json!(false), &json!("use_vllm")));
+    let pointers: Vec<_> =
+        answer["errors"].as_array().unwrap().iter().map(|error| error["pointer"].as_str().unwrap()).collect();
+    assert!(pointers.contains(&"/config/num_generations") && pointers.contains(&"/config/temperature"), "{pointers:?}");
+    let answer = server.post("/jobs/validate?from=verl", json!({})).await;
+    assert_eq!((answer.status.as_u16(), &answer.body["code"]), (422, &json!("unsupported")));
 }
 
 #[tokio::test]
