@@ -2,10 +2,13 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod algorithm;
 mod artifacts;
 mod datasets;
 mod demo;
+mod doctor;
 mod exact;
+mod fork;
 mod golden;
 mod gradients;
 mod http;
@@ -33,6 +36,7 @@ mod spec;
 mod store;
 mod train;
 mod trl;
+mod variants;
 mod vectors;
 mod watch;
 mod worker_protocol;

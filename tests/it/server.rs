@@ -35,11 +35,17 @@ pub struct Answer {
 impl Server {
     /// A server without workers; the models `chat` (with a chat template) and `plain` (without) are registered.
     pub async fn start() -> Server {
+        Self::start_with(|_| {}).await
+    }
+
+    /// The same, with other settings.
+    pub async fn start_with(change: impl FnOnce(&mut ServeConfig)) -> Server {
         let dir = tempfile::tempdir().unwrap();
         let data = dir.path().join("data");
         let files = DataDir::open(&data).unwrap();
         let store = Store::open(&files.database()).await.unwrap();
-        let config = ServeConfig::loopback(&data).unwrap();
+        let mut config = ServeConfig::loopback(&data).unwrap();
+        change(&mut config);
         let state = AppState::new(store, files, Arc::new(config));
         let server = Server { router: router(state.clone()), state, dir };
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
