@@ -507,6 +507,7 @@ impl Host for Look<'_> {
             | Event::Alert { .. }
             | Event::AlertCleared { .. }
             | Event::TrainingPhase { .. }
+            | Event::Diverged { .. }
             | Event::EarlyStopping { .. } => {}
         }
         Ok(())

@@ -244,7 +244,7 @@ fn check_dataset(
     let job = (spec.rewards.as_slice(), "/rewards");
     let judged: Vec<(&[RewardPlan], &str)> = match own {
         Some((own, false)) if at == "/eval/dataset" => vec![(own, "/eval/rewards")],
-        Some((own, true)) => vec![job, (own, "/eval/rewards")],
+        Some((own, true)) if at == "/dataset" => vec![job, (own, "/eval/rewards")],
         Some(_) | None => vec![job],
     };
     let judged = judged.into_iter().flat_map(|(rewards, at)| rewards.iter().enumerate().map(move |pair| (at, pair)));
