@@ -16,15 +16,15 @@
 //!
 //! | rule | window | raises when | clears when | source of the number |
 //! |---|---|---|---|---|
-//! | `high_variance` | 20 | 3 gradient norms > 5 × the median and > max_grad_norm; or (10) the mean reward jumps by > 3 × what sampling explains, reward_std/√prompts | no such norm; jumps < 2 × | standard error of a mean of independent groups |
+//! | `high_variance` | 20 | 3 gradient norms > 5 × the median and > max_grad_norm, one of them in the last 5; or (10) the mean reward jumps by > 3 × what sampling explains, reward_std/√prompts | no such norm; jumps < 2 × | standard error of a mean of independent groups |
 //! | `kl_explosion` | 3 | `kl` > 1 nat a token and > 3 × the ten before, or > 3 nats | < 0.5 | recorded runs |
-//! | `reward_collapse` | 5 | > 60 % of the groups tied before KL, position < 0.9, not rising | ≤ 50 %, or position ≥ 0.9 | rloo.md (60 %) |
+//! | `reward_collapse` | 5 | > 60 % of the groups tied before KL, and more than halfway from what independent draws of 0 or 1 tie (pᴳ + (1−p)ᴳ) to all, position < 0.9, not rising | 10 points below, or position ≥ 0.9 | rloo.md (60 %) |
 //! | `length_explosion` | 5 | ≥ 50 % of the completions cut, 25 points more than in the first five, ≥ 1.25 × as long | < 35 % cut | recorded runs |
 //! | `empty_output` | 5 | ≤ 1.2 tokens a completion (its end included), fewer than half cut | > 1.5 tokens | an empty completion is one token |
 //! | `reward_hacking` | 5 | the reward rose and an evaluation or a reward of weight 0 fell by > 0.05 of its range, beyond twice its standard error; the gap between them grew by > 0.10 | grew by < 0.05 | rloo.md (0.10) |
 //! | `cold_start` | first 10 | position never above 0.05 | > 0.10 (3) | the seeds: near-zero probability of a reward |
 //! | `nothing_to_learn` | first 5 | position > 0.95 | < 0.9 (5) | rloo.md (95 %) |
-//! | `adapter_unchanged` | 20 steps after warm-up | `adapter/delta_norm` < 1e-3 and the reward not above the first five | ≥ 2e-3 | recorded runs; rloo.md (LoRA at 1e-6) |
+//! | `adapter_unchanged` | 20 steps after warm-up | `adapter/delta_norm` < 5e-5 and the reward not above the first five, but by chance (twice the standard error) | ≥ 1e-4 | recorded runs; rloo.md (LoRA at 1e-6) |
 //! | `entropy_collapse` | 5 | `entropy` < 0.02 nats, or < 0.1 and a tenth of the first five; position < 0.9, not rising | ≥ 0.05, or position ≥ 0.9 | recorded runs |
 //! | `slow_reward` | 5 | rewards take > half of the step and > 1 s | < 30 % | rloo.md |
 //! | `non_finite` | 1 | an update was skipped | 10 steps without | rloo.md |
@@ -122,6 +122,23 @@ impl Rule {
             | Rule::AdapterUnchanged
             | Rule::EntropyCollapse => Severity::Warning,
             Rule::NothingToLearn | Rule::SlowReward => Severity::Info,
+        }
+    }
+}
+
+impl Rule {
+    /// Whether weights from the time of its evidence are suspect: a run that it ends has an earlier checkpoint as its result.
+    pub fn damages_weights(self) -> bool {
+        match self {
+            Rule::HighVariance
+            | Rule::KlExplosion
+            | Rule::RewardCollapse
+            | Rule::LengthExplosion
+            | Rule::EmptyOutput
+            | Rule::RewardHacking
+            | Rule::EntropyCollapse
+            | Rule::NonFinite => true,
+            Rule::ColdStart | Rule::NothingToLearn | Rule::AdapterUnchanged | Rule::SlowReward => false,
         }
     }
 }

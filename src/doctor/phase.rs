@@ -54,7 +54,7 @@ impl Current {
             return None;
         }
         self.judged = rollouts;
-        let (phase, evidence) = judge(case)?;
+        let (phase, evidence) = judge(case, self.phase)?;
         if self.phase == Some(phase) {
             self.candidate = None;
             return None;
@@ -70,7 +70,7 @@ impl Current {
     }
 }
 
-fn judge(case: &Case<'_>) -> Option<(TrainingPhase, Vec<Observation>)> {
+fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPhase, Vec<Observation>)> {
     let history = case.history;
     let recent = history.last("reward", RECENT)?;
     let stds = history.last("reward_std", RECENT);
@@ -84,23 +84,23 @@ fn judge(case: &Case<'_>) -> Option<(TrainingPhase, Vec<Observation>)> {
     else {
         return Some((TrainingPhase::Exploration, evidence));
     };
-    // Two means of five rollouts differ by less than this, twice the standard error, by chance.
-    let groups = case.settings.prompts_per_rollout.max(1.0) * RECENT as f64;
-    let chance = 2.0 * stds.map_or(0.0, |stds| stds.mean()) * (2.0 / groups).sqrt();
-    let flat = (0.02 * (high - low)).max(chance);
+    // A run at rest must be pushed twice as hard to leave it.
+    let slack = if current == Some(TrainingPhase::Convergence) { 2.0 } else { 1.0 };
+    let flat = slack * case.chance().unwrap_or(0.0);
     let trend = recent.mean() - before.mean();
     let gain = recent.mean() - first.mean();
     evidence.push(recent.observe("change from the five before", trend, Some(flat)));
-    evidence.push(recent.observe("change from the first five", gain, Some(0.05 * (high - low))));
+    evidence.push(recent.observe("change from the first five", gain, Some((flat / slack).max(0.05 * (high - low)))));
     let stable_kl = match (history.last("kl", RECENT), history.before("kl", RECENT, RECENT)) {
         (Some(kl), Some(kl_before)) => {
             let change = kl.mean() - kl_before.mean();
-            evidence.push(kl.observe("change from the five before", change, Some(0.25 * kl_before.mean().max(0.02))));
-            change.abs() <= 0.25 * kl_before.mean().max(0.02)
+            let limit = slack * 0.25 * kl_before.mean().max(0.02);
+            evidence.push(kl.observe("change from the five before", change, Some(limit)));
+            change.abs() <= limit
         }
         _ => true, // No reference, no KL.
     };
-    let risen = gain > 0.05 * (high - low);
+    let risen = gain > (flat / slack).max(0.05 * (high - low));
     let phase = match () {
         () if trend > flat => TrainingPhase::Exploitation,
         () if risen && trend.abs() <= flat && stable_kl => TrainingPhase::Convergence,

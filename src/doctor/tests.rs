@@ -103,7 +103,36 @@ fn healthy_runs_raise_nothing_and_go_through_the_three_phases() {
 }
 
 /// What each ill run raises, in order. What is not listed must not be raised.
-const ILL: &[(&str, &[(&str, u64)])] = &[];
+const ILL: &[(&str, &[(&str, u64)])] = &[
+    (
+        "kl_explosion",
+        &[
+            ("kl_explosion", 5),
+            ("reward_collapse", 7),
+            ("high_variance", 12),
+            ("empty_output", 14),
+            ("entropy_collapse", 15),
+        ],
+    ),
+    ("tied_groups", &[("reward_collapse", 5), ("entropy_collapse", 5), ("kl_explosion", 14), ("high_variance", 21)]),
+    (
+        "small_batches",
+        &[
+            ("kl_explosion", 8),
+            ("reward_collapse", 9),
+            ("high_variance", 17),
+            ("high_variance", 30),
+            ("length_explosion", 37),
+        ],
+    ),
+    ("length_explosion", &[("reward_collapse", 5), ("high_variance", 12), ("length_explosion", 14)]),
+    ("reward_hacking", &[("reward_collapse", 5), ("reward_hacking", 10)]),
+    ("cold_start", &[("cold_start", 10)]),
+    ("nothing_to_learn", &[("nothing_to_learn", 5)]),
+    ("adapter_unchanged", &[("adapter_unchanged", 25)]),
+    ("slow_reward", &[("slow_reward", 5)]),
+    ("non_finite", &[("non_finite", 2)]),
+];
 
 #[test]
 fn ill_runs_raise_what_is_wrong_with_them_and_nothing_else() {
@@ -190,8 +219,8 @@ fn an_alert_is_raised_once_an_episode_and_again_after_it_cleared() {
             });
         }
     }
-    // 0.8 lies between the thresholds: it changes nothing.
-    assert_eq!(told, ["4 raised kl_explosion", "11 cleared kl_explosion of 4", "14 raised kl_explosion"]);
+    // 0.8 lies between the thresholds: it changes nothing. The ten before still hold the first episode at step 14.
+    assert_eq!(told, ["4 raised kl_explosion", "11 cleared kl_explosion of 4", "15 raised kl_explosion"]);
 }
 
 #[test]

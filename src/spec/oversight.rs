@@ -127,6 +127,9 @@ pub(super) fn resolve_metrics(
     if eval.is_some_and(|eval| eval.rewards.is_some()) {
         known.retain(|name| name != "eval_gap"); // Two different rewards have no gap.
     }
+    if spec.lora.is_none() {
+        known.retain(|name| !name.starts_with("adapter/"));
+    }
     let mut check = |metric: &str, pointer: &str| {
         if known.iter().any(|name| name == metric) {
             return;

@@ -242,3 +242,20 @@ async fn a_job_without_a_checkpoint_says_so() {
     assert!(problem["detail"].as_str().unwrap().contains(&job), "{problem}");
     server.delete("/models/tiny").await.problem(409, "in_use");
 }
+
+#[tokio::test]
+async fn a_checkpoint_is_pinned_and_given_back_over_http() {
+    let server = server().await;
+    let (job, id) = job_with_checkpoint(&server, &[("manifest.json", b"{}")]).await;
+    let pin = format!("/checkpoints/{id}/pin");
+    let pinned = server.post(&pin, "application/json", String::new()).await;
+    assert_eq!((pinned.status.as_u16(), &pinned.json()["pinned"]), (200, &json!(true)));
+    assert_eq!(server.get(&format!("/jobs/{job}/checkpoints")).await.json()["data"][0]["pinned"], true);
+    let given_back = server.delete(&pin).await;
+    assert_eq!((given_back.status.as_u16(), &given_back.json()["pinned"]), (200, &json!(false)));
+    let unknown = rlood::id::CheckpointId::new();
+    server.delete(&format!("/checkpoints/{unknown}/pin")).await.problem(404, "not_found");
+    // A job without alerts has an empty list.
+    assert_eq!(server.get(&format!("/jobs/{job}/alerts")).await.json(), json!({"data": [], "next": null}));
+    assert_eq!(server.get(&format!("/jobs/{job}")).await.json()["alerts"], json!([]));
+}

@@ -609,3 +609,97 @@ fn a_flood_of_errors_is_cut() {
     assert_eq!(errors.len(), 1001);
     assert!(errors.iter().any(|error| error.code == "more_errors"));
 }
+
+#[test]
+fn evaluation_may_hold_out_a_fraction_and_have_rewards_of_its_own() {
+    let plan = accepted(with("/eval", json!({"fraction": 0.1}))).plan;
+    let eval = plan.eval.clone().unwrap();
+    assert_eq!((eval.fraction, eval.held_out_rows, eval.num_prompts()), (Some(0.1), Some(6), 6));
+    assert_eq!(eval.dataset, plan.dataset);
+    // 58 of 64 rows train: seven blocks of eight, two rows left over.
+    assert_eq!((plan.training.max_steps, plan.totals.dropped_rows_per_epoch), (7, 2));
+    let again = rlood::spec::submittable(&plan);
+    assert_eq!(again["eval"]["fraction"], json!(0.1));
+    assert!(again["eval"].get("dataset").is_none() && again["eval"].get("held_out_rows").is_none(), "{again}");
+
+    refused_at("/eval", json!({}), "/eval/dataset", "required", &["fraction"]);
+    refused_at("/eval", json!({"fraction": 1.5}), "/eval/fraction", "out_of_range", &["less than 1"]);
+    let both = json!({"fraction": 0.1, "dataset": {"id": rlood::id::DatasetId::new()}});
+    refused_at("/eval", both, "/eval/fraction", "conflict", &["not both"]);
+    let document = with("/eval", json!({"fraction": 0.95}));
+    let found = errors(document);
+    assert!(found[0].detail.contains("holds out 61"), "{found:?}");
+
+    let own = json!({"fraction": 0.2, "top_p": 0.9, "temperature": 1.0, "rewards": [
+        {"type": "webhook", "name": "judge", "url": "https://rm.example/score", "secret": SECRET, "headers": {"x-key": "k"}}]});
+    let (spec, found) = JobSpec::read(with("/eval", own.clone()));
+    assert_eq!(found, []);
+    assert_eq!(spec.secrets.keys().collect::<Vec<_>>(), ["eval:judge"]);
+    assert!(!spec.redacted.to_string().contains("whsec_") && !spec.redacted.to_string().contains("x-key"));
+    let plan = accepted(with("/eval", own)).plan;
+    let eval = plan.eval.as_ref().unwrap();
+    assert_eq!((eval.top_p, eval.top_k), (Some(0.9), None));
+    assert_eq!(eval.rewards.as_ref().unwrap()[0].name, "judge");
+    assert_eq!(rlood::spec::submittable(&plan)["eval"]["rewards"][0]["name"], "judge");
+    let column = json!({"fraction": 0.2, "rewards": [{"type": "exact_match", "column": "reply"}]});
+    refused_at("/eval", column, "/eval/rewards/0/column", "missing_column", &["reply", "answer"]);
+}
+
+#[test]
+fn a_metric_that_the_job_cannot_produce_is_refused_with_a_suggestion() {
+    let plan = accepted(minimal()).plan;
+    assert_eq!(plan.checkpoints.metric_for_best.as_deref(), Some("reward"));
+    let plan = accepted(with("/eval", json!({"fraction": 0.1}))).plan;
+    assert_eq!(plan.checkpoints.metric_for_best.as_deref(), Some("eval_reward"));
+    assert_eq!(plan.checkpoints.greater_is_better, Some(true));
+    assert_eq!(
+        accepted(with("/checkpoints/metric_for_best", json!("kl"))).plan.checkpoints.greater_is_better,
+        Some(false)
+    );
+
+    let at = "/checkpoints/metric_for_best";
+    refused(at, json!("rewrad"), "unknown_metric", &["did you mean 'reward'"]);
+    refused(at, json!("eval_reward"), "unknown_metric", &["no evaluation", "eval {fraction}"]);
+    refused(at, json!("rewards/lenght/mean"), "unknown_metric", &["rewards/length/mean"]);
+    // Times are the machine's: two runs cannot be compared by them.
+    refused(at, json!("step_time"), "unknown_metric", &[]);
+    let mut document = with(at, json!("kl"));
+    document["rloo"] = json!({"beta": 0});
+    assert!(errors(document)[0].detail.contains("rloo.beta is 0"));
+}
+
+#[test]
+fn early_stopping_needs_evaluations() {
+    let mut document = with("/early_stopping", json!({"patience": 2, "min_delta": 0.01}));
+    let found = errors(document.clone());
+    assert_eq!((found[0].pointer.as_str(), found[0].code.as_str()), ("/early_stopping", "needs_eval"));
+    document["eval"] = json!({"fraction": 0.1});
+    let plan = accepted(document.clone()).plan;
+    let stopping = plan.early_stopping.clone().unwrap();
+    assert_eq!((stopping.metric.as_str(), stopping.greater_is_better), ("eval_reward", true));
+    assert_eq!((stopping.patience, stopping.min_delta), (2, 0.01));
+    assert_eq!(rlood::spec::submittable(&plan)["early_stopping"]["metric"], "eval_reward");
+    document["early_stopping"]["metric"] = json!("eval_rewards/length/std");
+    assert!(!accepted(document.clone()).plan.early_stopping.unwrap().greater_is_better);
+    document["early_stopping"]["metric"] = json!("eval_rewrd");
+    let found = errors(document);
+    assert_eq!((found[0].pointer.as_str(), found[0].code.as_str()), ("/early_stopping/metric", "unknown_metric"));
+    assert!(found[0].detail.contains("'eval_reward'"), "{found:?}");
+}
+
+#[test]
+fn the_doctor_s_rules_are_set_by_name() {
+    use rlood::doctor::{OnAlert, Rule};
+    let doctor = json!({"on_alert": "pause", "rules": {
+        "kl_explosion": {"on_alert": "stop"}, "slow_reward": false, "cold_start": {"enabled": false}}});
+    let plan = accepted(with("/doctor", doctor)).plan;
+    assert_eq!(plan.doctor.on_alert, OnAlert::Pause);
+    let rule = |rule: Rule| plan.doctor.rules.get(&rule).map(|set| (set.enabled, set.on_alert));
+    assert_eq!(rule(Rule::KlExplosion), Some((true, Some(OnAlert::Stop))));
+    assert_eq!((rule(Rule::SlowReward), rule(Rule::ColdStart)), (Some((false, None)), Some((false, None))));
+    assert_eq!(rule(Rule::NonFinite), None);
+    let again = rlood::spec::submittable(&plan);
+    assert_eq!(again["doctor"]["rules"]["kl_explosion"]["on_alert"], "stop");
+    refused("/doctor/on_alert", json!("explode"), "invalid_value", &["note", "pause", "stop"]);
+    refused("/doctor/rules/kl_explosoin", json!({}), "unknown_field", &["kl_explosion"]);
+}
