@@ -28,7 +28,7 @@
 //! | 17 | schedules as transformers'; `learning_rate` is the one used in the step | [`optim::learning_rate`] | golden; `schedules_warm_up_and_decay_as_in_transformers` | transformers |
 //! | 18 | a loss or gradient that is not finite skips the update; three in a row end the run | `Run::update` | `updates_that_are_not_finite_are_skipped_and_three_end_the_run` | rloo.md |
 //! | 19 | reward, KL and completions metrics only on the step that first uses a block | `Run::step_metrics` | golden; `a_reused_rollout_reports_no_reward` | TRL |
-//! | 20 | randomness is counted, not drawn in sequence, and a checkpoint inside a block holds its rollout: a resumed run is the same run | [`random`], [`checkpoint`] | `tests/it/resume.rs` | – |
+//! | 20 | randomness is counted, not drawn in sequence, and a checkpoint inside a block holds its rollout, and the host's journal what was sampled since: a resumed run is the same run | [`random`], [`checkpoint`], [`host::Host::recorded`] | `tests/it/{resume,interrupt,exact}.rs` | – |
 //! | 21 | prompts are templated and tokenised once; completions are never re-tokenised | [`prompts`] | golden | TRL #5224 |
 //! | 22 | `grpo`: over the group's std + 1e-4 | [`advantage::estimator::grpo`] | vectors `estimators` | Shao et al. 2024 (arXiv 2402.03300); TRL |
 //! | 23 | `dr_grpo`: minus the group's mean, no std | [`advantage::estimator::dr_grpo`] | vectors `estimators` | Liu et al. 2025 (arXiv 2503.20783) |

@@ -31,6 +31,8 @@ pub struct ProbeTask {
     pub allow_outgoing: Vec<String>,
     /// The model's directory.
     pub model_dir: PathBuf,
+    /// The checkpoint that the job starts from, if it is a warm start.
+    pub initial: Option<PathBuf>,
     /// The chosen rows, with their numbers in the dataset.
     pub rows: Vec<(u64, Map<String, Value>)>,
     /// From the start of the process on, ms.

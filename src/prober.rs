@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -27,7 +28,7 @@ use crate::probe::verdict::{combined_range, range_of, verdict};
 use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, StepSeconds, median};
 use crate::reward::webhook::Webhook;
 use crate::reward::{JobContext, Rewards};
-use crate::sample::{RewardSample, Score};
+use crate::sample::{RewardSample, RolloutPart, Score};
 use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets, WebhookPlan};
 
 /// The code of a process whose server is gone, or wants no answer any more.
@@ -108,7 +109,7 @@ fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {
 }
 
 async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<ProbeReport, ProbeError> {
-    let ProbeTask { plan, secrets, allow_outgoing, model_dir, mut rows, limit_ms: _ } = task;
+    let ProbeTask { plan, secrets, allow_outgoing, model_dir, initial, mut rows, limit_ms: _ } = task;
     // In no order of theirs: what fits into the time limit then speaks for the whole dataset.
     let order = Key::new(plan.training.seed, Stream::Probe);
     rows.sort_by_key(|(row, _)| order.with(*row).bits());
@@ -127,6 +128,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
         numbers: rows.iter().map(|(row, _)| *row).collect(),
         prompts,
         model_dir,
+        initial,
         device: device.to_owned(),
         scratch: scratch.path().to_owned(),
         deadline,
@@ -200,9 +202,10 @@ struct Probe {
     /// Of the rows, in the dataset.
     numbers: Vec<u64>,
     prompts: Vec<PromptRow>,
-    model_dir: std::path::PathBuf,
+    model_dir: PathBuf,
+    initial: Option<PathBuf>,
     device: String,
-    scratch: std::path::PathBuf,
+    scratch: PathBuf,
     deadline: Instant,
 }
 
@@ -244,7 +247,7 @@ impl Probe {
             rows: self.prompts[..used].to_vec(),
             eval_rows: Vec::new(),
             resume: None,
-            initial_adapter: None,
+            initial_adapter: self.initial.clone(),
             scratch_dir: &self.scratch,
             device: &self.device,
         };
@@ -259,6 +262,8 @@ impl Probe {
         plan.eval = None;
         plan.rloo.steps_per_generation = 1;
         plan.rloo.num_iterations = 1;
+        // A refill would ask for the same few prompts again.
+        plan.rloo.min_informative_groups = 0;
         plan.training.prompts_per_step = u32::try_from(prompts_per_step).unwrap_or(u32::MAX);
         plan.training.max_steps = steps as u64;
         // The loop samples from its training stream: a seed from the stream `probe` keeps the two apart.
@@ -464,8 +469,13 @@ impl Host for Look<'_> {
                 return Err(HostError::Failed(unanswered(rewards)));
             }
         };
+        self.rollout_began = Some(Instant::now());
         self.generate_s += generate_s;
         self.reward_s += asked.elapsed().as_secs_f64();
+        if request.id.part == RolloutPart::Greedy {
+            // A baseline of remax: its time counts, its completions are not what the job trains on.
+            return Ok(scored.scores);
+        }
         self.scored_steps += 1;
         for (name, latency) in &scored.metrics {
             let reward = name.strip_prefix("rewards/").and_then(|name| name.strip_suffix("/latency"));

@@ -2,26 +2,27 @@
 
 use std::fmt::Write;
 
-use rlood::engine::host::{
-    Host, HostError, SavedCheckpoint, Score, ScoreRequest, StepTrace, Stop, TrainInput, TrainOutcome,
-};
+use rlood::engine::host::{Host, HostError, SavedCheckpoint, Score, ScoreRequest, Stop, TrainInput, TrainOutcome};
 use rlood::engine::train;
 use rlood::event::{Event, SamplePhase};
 use rlood::sample::RewardValue;
+use rlood::spec::Estimator;
 use serde_json::{Value, json};
 
+use crate::variance::{Baseline, Setting, of_estimator, spreads};
 use crate::{Failure, mean, std, task};
 
-/// Name and settings; all else is equal.
-fn estimators() -> Vec<(&'static str, Value)> {
-    let of = |estimator: &str| json!({"num_generations": 4, "beta": 0.0, "estimator": estimator});
-    vec![
-        ("RLOO", of("rloo")),
-        ("GRPO", of("grpo")),
-        ("REINFORCE++", of("reinforce_pp")),
-        ("REINFORCE", of("reinforce")),
-    ]
-}
+/// Name, `rloo.estimator`, and its advantages; all else is equal.
+const ESTIMATORS: [(&str, &str, Baseline); 4] = [
+    ("RLOO", "rloo", |rewards, _| of_estimator(rewards, Estimator::Rloo)),
+    ("GRPO", "grpo", |rewards, _| of_estimator(rewards, Estimator::Grpo)),
+    ("REINFORCE++", "reinforce_pp", |rewards, _| of_estimator(rewards, Estimator::ReinforcePp)),
+    ("REINFORCE", "reinforce", |rewards, _| of_estimator(rewards, Estimator::Reinforce)),
+];
+
+/// Prompts a step, of so many that were drawn from the job's, where the gradient's noise is measured.
+const PROMPTS_PER_STEP: usize = 16;
+const POOL: usize = 64;
 
 /// Scores by the task's reward and keeps what the table needs.
 #[derive(Default)]
@@ -32,8 +33,6 @@ struct Ledger {
     /// Of the rewards of a step.
     reward_variance: Vec<f64>,
     grad_norm: Vec<f64>,
-    /// Σ of the clipped gradient over the last steps, and Σ of its squared norm.
-    gradients: Vec<Vec<f32>>,
 }
 
 impl Host for Ledger {
@@ -63,62 +62,34 @@ impl Host for Ledger {
     fn stop(&self) -> Option<Stop> {
         None
     }
-
-    fn observe(&mut self, trace: &StepTrace<'_>) {
-        self.gradients.push(trace.gradient.to_vec());
-    }
-}
-
-impl Ledger {
-    /// Summed variance of the gradient over the run's steps (clipped, as the optimizer gets it), relative to its mean
-    /// squared norm: 1 = pure noise around no direction.
-    fn relative_gradient_variance(&self) -> f64 {
-        let count = self.gradients.len() as f64;
-        let dimensions = self.gradients.first().map_or(0, Vec::len);
-        let (mut of_mean, mut squares) = (0.0, 0.0);
-        for index in 0..dimensions {
-            let mut sum = 0.0;
-            for gradient in &self.gradients {
-                let value = f64::from(gradient[index]);
-                sum += value;
-                squares += value * value;
-            }
-            of_mean += (sum / count).powi(2);
-        }
-        let mean_square = squares / count;
-        (mean_square - of_mean) / mean_square * count / (count - 1.0)
-    }
 }
 
 /// The table, as Markdown.
-pub fn measure(seeds: u64, steps: u64) -> Result<String, Failure> {
+pub fn measure(seeds: u64, steps: u64, rollouts: usize) -> Result<String, Failure> {
+    let setting = Setting::load()?;
+    let baselines: Vec<Baseline> = ESTIMATORS.iter().map(|(_, _, baseline)| *baseline).collect();
+    let (_, spreads) = spreads(&setting, &setting.some_rows(POOL), PROMPTS_PER_STEP, rollouts, &baselines)?;
     let mut report = format!(
-        "\n## Learning\n\n{seeds} seeds, {steps} steps of 16 prompts × 4 completions, AdamW 1.5e-3 constant, LoRA r 16 all-linear, beta 0, the same settings for all (chosen for none of them). Held-out accuracy: 256 greedy completions, exact match. Mean ± sample std over the seeds. Reward variance: of the rewards within a step, mean over the steps. Gradient variance: summed variance of the clipped gradient over the run's steps as a share of its mean squared norm.\n\n| estimator | held-out before | held-out after | mean train reward | reward variance | gradient variance | grad_norm |\n|---|---|---|---|---|---|---|\n"
+        "\n## Learning\n\n{seeds} seeds, {steps} steps of {PROMPTS_PER_STEP} prompts × 4 completions, AdamW 1.5e-3 constant, LoRA r 16 all-linear, beta 0, each estimator with its default loss, the same settings for all (chosen for none of them). Held-out accuracy: 256 greedy completions, exact match. Mean ± sample std over the seeds. Reward variance: of the rewards within a step, mean over the steps. Gradient variance: tr Cov / ‖mean‖² of the first step's gradient at the initial weights, over {rollouts} independent rollouts of {PROMPTS_PER_STEP} prompts out of {POOL} (the choice of prompts is part of it), the same completions for all.\n\n| estimator | held-out before | held-out after | mean train reward | reward variance | gradient variance | grad_norm |\n|---|---|---|---|---|---|---|\n"
     );
-    for (name, rloo) in estimators() {
-        let mut columns: [Vec<f64>; 6] = Default::default();
+    for ((name, estimator, _), spread) in ESTIMATORS.iter().zip(&spreads) {
+        let rloo = json!({"num_generations": 4, "beta": 0.0, "estimator": estimator});
+        let mut columns: [Vec<f64>; 5] = Default::default();
         for seed in 1..=seeds {
             let ledger = run(&rloo, steps, seed)?;
             let (Some(before), Some(after)) = (ledger.held_out.first(), ledger.held_out.last()) else {
                 return Err("the run was not evaluated".into());
             };
-            let values = [
-                *before,
-                *after,
-                mean(&ledger.reward),
-                mean(&ledger.reward_variance),
-                ledger.relative_gradient_variance(),
-                mean(&ledger.grad_norm),
-            ];
+            let of_steps = [&ledger.reward, &ledger.reward_variance, &ledger.grad_norm].map(|values| mean(values));
+            let values = [*before, *after].into_iter().chain(of_steps);
             for (column, value) in columns.iter_mut().zip(values) {
                 column.push(value);
             }
         }
-        write!(report, "| {name} |")?;
-        for column in &columns {
-            write!(report, " {:.3} ± {:.3} |", mean(column), std(column))?;
-        }
-        report.push('\n');
+        let [before, after, reward, variance, grad_norm] =
+            columns.each_ref().map(|column| format!("{:.3} ± {:.3}", mean(column), std(column)));
+        let noise = spread.noise();
+        writeln!(report, "| {name} | {before} | {after} | {reward} | {variance} | {noise:.3} | {grad_norm} |")?;
     }
     Ok(report)
 }

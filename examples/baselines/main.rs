@@ -60,7 +60,7 @@ fn main() -> Result<(), Failure> {
         report.push_str(&variance::measure(args.rollouts)?);
     }
     if args.part != Part::Variance {
-        report.push_str(&learning::measure(args.seeds, args.steps)?);
+        report.push_str(&learning::measure(args.seeds, args.steps, args.rollouts)?);
     }
     println!("{report}");
     if args.part == Part::All {

@@ -78,6 +78,13 @@ pub(super) async fn probe(
     };
     let plan = &resolution.plan;
     let model = state.store.model_get(&plan.model.id).await?;
+    let initial = match &plan.warm_start {
+        None => None,
+        Some(warm) => {
+            let row = state.store.checkpoint_get(warm.checkpoint).await?;
+            Some(state.files.checkpoint_dir(row.job, row.step, row.attempt))
+        }
+    };
     let numbers = spread(u64::from(size.prompts), plan.dataset.num_rows);
     let rows = tokio::task::spawn_blocking(move || train.rows(&numbers))
         .await
@@ -88,6 +95,7 @@ pub(super) async fn probe(
         secrets: spec.secrets,
         allow_outgoing: state.config.allow_outgoing.clone(),
         model_dir: model.source.into(),
+        initial,
         rows,
         limit_ms: u64::from(size.timeout_s) * 1000,
     };

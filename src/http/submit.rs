@@ -229,6 +229,8 @@ pub struct Validation {
     warnings: Vec<Warning>,
     /// Memory and tokens; null when not valid.
     estimate: Option<Estimate>,
+    /// What a look at the model, the prompts and the rewards found; null unless asked for, and when not valid.
+    probe: Option<ProbeReport>,
     /// `from=trl`: the job, to be submitted as it is once nothing is wrong with it.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<JobDocument>)]
@@ -239,8 +241,6 @@ pub struct Validation {
     /// `from=trl`: keys that make no difference here.
     #[serde(skip_serializing_if = "Option::is_none")]
     ignored: Option<Vec<Remark>>,
-    /// What a look at the model, the prompts and the rewards found; null unless asked for, and when not valid.
-    probe: Option<ProbeReport>,
 }
 
 /// Check a job without submitting it.
@@ -273,22 +273,21 @@ async fn validate_job(
     if query.from.as_ref().is_some_and(|from| from != "trl") {
         return Err(unsupported("from", "only configurations of trl can be translated: from=trl"));
     }
-    let size = probe::Size::read(query.probe_prompts, query.probe_timeout_s)?;
-    let size = query.probe.then_some(size);
+    let look = query.probe.then_some(probe::Size::read(query.probe_prompts, query.probe_timeout_s)?);
     let headers = request.headers().clone();
     let (document, _) = read_document(&headers, request).await?;
     if query.from.is_none() {
-        return validated(&state, document, Vec::new(), size).await.map(Json);
+        return validated(&state, document, Vec::new(), look).await.map(Json);
     }
-    translated(&state, &document, size).await.map(Json)
+    translated(&state, &document, look).await.map(Json)
 }
 
-/// What would become of a document; `errors` are those found before.
+/// What would become of a document; `errors` are those found before. A valid one is looked at, if so wished.
 async fn validated(
     state: &AppState,
     document: Value,
     mut errors: Vec<FieldError>,
-    probe: Option<probe::Size>,
+    look: Option<probe::Size>,
 ) -> Result<Validation, Problem> {
     let (mut spec, found) = JobSpec::read(document);
     errors.extend(found);
@@ -308,7 +307,7 @@ async fn validated(
                     dataset.insert("sha256".to_owned(), Value::Null);
                 }
             }
-            if let (Some(size), Some(train)) = (probe, prepared.train) {
+            if let (Some(size), Some(train)) = (look, prepared.train) {
                 report = Some(probe::probe(state, spec, &resolution, train, size).await?);
             }
             (Some(plan), resolution.warnings, Some(resolution.estimate))
@@ -320,26 +319,17 @@ async fn validated(
         }
     };
     let valid = errors.is_empty();
-    Ok(Validation {
-        valid,
-        plan,
-        errors,
-        warnings,
-        estimate,
-        probe: report,
-        spec: None,
-        unsupported: None,
-        ignored: None,
-    })
+    let (spec, unsupported, ignored) = (None, None, None);
+    Ok(Validation { valid, plan, errors, warnings, estimate, probe: report, spec, unsupported, ignored })
 }
 
 /// As [`validated`], of a run of TRL.
-async fn translated(state: &AppState, document: &Value, probe: Option<probe::Size>) -> Result<Validation, Problem> {
+async fn translated(state: &AppState, document: &Value, look: Option<probe::Size>) -> Result<Validation, Problem> {
     let conversion = trl::convert(document, rows_of_named(state, document).await?);
     // Without batches a plan would be one of defaults that nobody asked for.
     let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
-    let probe = probe.filter(|_| complete && conversion.unsupported.is_empty());
-    let mut validation = validated(state, conversion.spec.clone(), conversion.errors.clone(), probe).await?;
+    let look = look.filter(|_| complete && conversion.unsupported.is_empty());
+    let mut validation = validated(state, conversion.spec.clone(), conversion.errors.clone(), look).await?;
     let told = |error: FieldError| conversion.told_by_key(error);
     let too_small = |error: &FieldError| !complete && error.code == "dataset_too_small";
     validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(told).collect();

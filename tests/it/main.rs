@@ -2,15 +2,20 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod algorithm;
 mod artifacts;
 mod datasets;
 mod demo;
 mod doctor;
 mod exact;
+mod fork;
 mod golden;
 mod gradients;
 mod http;
 mod interrupt;
+mod job_events;
+mod job_moves;
+mod job_records;
 mod jobs_api;
 mod journal;
 mod kill;
@@ -25,11 +30,13 @@ mod processes;
 mod queue;
 mod resume;
 mod rewards;
+mod server;
 mod setting;
 mod spec;
 mod store;
 mod train;
 mod trl;
+mod variants;
 mod vectors;
 mod watch;
 mod worker_protocol;

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 use rlood::engine::error::EngineError;
 use rlood::engine::host::{
-    Host, HostError, PromptRow, Rollout, RolloutCompletion, RolloutGroup, SavedCheckpoint, Score, ScoreRequest,
-    StepTrace, Stop, TrainInput, TrainOutcome,
+    Host, HostError, PromptRow, Rollout, RolloutCompletion, RolloutGroup, RolloutId, SavedCheckpoint, Score,
+    ScoreRequest, StepTrace, Stop, TrainInput, TrainOutcome,
 };
 use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::Policy;
@@ -161,6 +161,8 @@ pub struct TestHost {
     pub events: Vec<Event>,
     pub saved: Vec<Saved>,
     pub traces: Vec<Trace>,
+    /// What was asked of the rewards.
+    pub requests: Vec<(RolloutId, Vec<RewardSample>)>,
     at: (Phase, u64),
     polls: Cell<u32>,
     stopped: Cell<bool>,
@@ -179,6 +181,7 @@ impl Default for TestHost {
             events: Vec::new(),
             saved: Vec::new(),
             traces: Vec::new(),
+            requests: Vec::new(),
             at: (Phase::Loading, 0),
             polls: Cell::new(0),
             stopped: Cell::new(false),
@@ -192,6 +195,7 @@ impl Host for TestHost {
         if let Some(stop) = self.stop() {
             return Err(HostError::Stopped(stop));
         }
+        self.requests.push((request.id, request.samples.to_vec()));
         let scores = request.samples.iter().map(|sample| Score { values: vec![(self.score)(sample)] });
         Ok(scores.collect())
     }
@@ -251,6 +255,11 @@ impl TestHost {
     /// Feeds recorded rollouts instead of sampling.
     pub fn with_rollouts(recorded: impl FnMut(u64) -> Option<Rollout> + 'static) -> Self {
         Self { recorded: Box::new(recorded), ..Self::default() }
+    }
+
+    /// Scores by this function.
+    pub fn scoring(score: impl FnMut(&RewardSample) -> RewardValue + 'static) -> Self {
+        Self { score: Box::new(score), ..Self::default() }
     }
 
     /// Stops at the n-th poll (from 1) inside a phase that began after so many steps.
@@ -341,7 +350,7 @@ pub fn run(plan: &Plan, host: &mut TestHost) {
     assert_eq!(train(plan, rows(), Start::default(), host).expect("trains"), TrainOutcome::Finished);
 }
 
-fn value(metrics: &[(u64, Metrics)], step: u64, name: &str) -> f64 {
+pub fn value(metrics: &[(u64, Metrics)], step: u64, name: &str) -> f64 {
     let (_, metrics) = metrics.iter().find(|(at, _)| *at == step).expect("the step's metrics");
     metrics.get(name).copied().flatten().unwrap_or_else(|| panic!("{name} of step {step}"))
 }
