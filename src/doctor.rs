@@ -126,6 +126,23 @@ impl Rule {
     }
 }
 
+impl Rule {
+    /// Whether weights from the time of its evidence are suspect: a run that it ends has an earlier checkpoint as its result.
+    pub fn damages_weights(self) -> bool {
+        match self {
+            Rule::HighVariance
+            | Rule::KlExplosion
+            | Rule::RewardCollapse
+            | Rule::LengthExplosion
+            | Rule::EmptyOutput
+            | Rule::RewardHacking
+            | Rule::EntropyCollapse
+            | Rule::NonFinite => true,
+            Rule::ColdStart | Rule::NothingToLearn | Rule::AdapterUnchanged | Rule::SlowReward => false,
+        }
+    }
+}
+
 /// How bad an alert is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]

@@ -305,7 +305,9 @@ impl<'a> Run<'a> {
             return true;
         }
         let wanted = || self.host.wants_checkpoint();
-        step > self.saved_step && (step.is_multiple_of(self.plan.checkpoints.every_steps.max(1)) || wanted())
+        // Weights whose loss is not finite make no good checkpoint.
+        let good = self.state.skipped_in_a_row == 0;
+        good && step > self.saved_step && (step.is_multiple_of(self.plan.checkpoints.every_steps.max(1)) || wanted())
     }
 
     /// One optimizer step: roll out if the block is new, then train one slice of it.
@@ -390,6 +392,7 @@ impl<'a> Run<'a> {
         }
         if self.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW {
             let updates = self.state.skipped_in_a_row;
+            self.host.event(Event::Diverged { first_step: step + 1 - u64::from(updates), step })?;
             return Err(Halt::Error(EngineError::Diverged { updates, step }));
         }
         self.consult_doctor(step, &metrics)

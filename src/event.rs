@@ -130,6 +130,13 @@ pub enum Event {
         /// Which, and why.
         change: PhaseChange,
     },
+    /// The run ends, because too many updates in a row had a loss or gradient that was not finite.
+    Diverged {
+        /// The first of them.
+        first_step: u64,
+        /// The last of them.
+        step: u64,
+    },
     /// The run ends before its last step, because its evaluations do not get better.
     EarlyStopping {
         /// Optimizer steps done.

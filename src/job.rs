@@ -161,6 +161,9 @@ pub enum EndingCode {
     /// An alert of the doctor ended it (`on_alert: stop`): failed, the newest checkpoint from before the alert's evidence is
     /// its result.
     Alert,
+    /// Three updates in a row could not be used: failed, the newest checkpoint from before the weights that did it is its
+    /// result.
+    Diverged,
 }
 
 /// Why a run ended before its last step, and which checkpoint is its result.

@@ -14,6 +14,7 @@ use serde_json::Value;
 use tokio::runtime::Handle;
 
 use crate::config::ProbeArgs;
+use crate::doctor::OnAlert;
 use crate::engine;
 use crate::engine::advantage::{RewardWeight, combine_rewards};
 use crate::engine::error::EngineError;
@@ -264,6 +265,10 @@ impl Probe {
         plan.rloo.num_iterations = 1;
         // A refill would ask for the same few prompts again.
         plan.rloo.min_informative_groups = 0;
+        // A look is too short for a diagnosis, and must not be ended by one.
+        plan.early_stopping = None;
+        plan.doctor.on_alert = OnAlert::Note;
+        plan.doctor.rules.clear();
         plan.training.prompts_per_step = u32::try_from(prompts_per_step).unwrap_or(u32::MAX);
         plan.training.max_steps = steps as u64;
         // The loop samples from its training stream: a seed from the stream `probe` keeps the two apart.
@@ -507,6 +512,7 @@ impl Host for Look<'_> {
             | Event::Alert { .. }
             | Event::AlertCleared { .. }
             | Event::TrainingPhase { .. }
+            | Event::Diverged { .. }
             | Event::EarlyStopping { .. } => {}
         }
         Ok(())

@@ -349,6 +349,13 @@ fn parse_cursor<const N: usize>(list: &str, text: &str) -> Result<[String; N], S
     parts.collect::<Vec<_>>().try_into().map_err(|_| StoreError::BadCursor)
 }
 
+/// Where a list that shows the newest first goes on: the time and the id of the last row of the page before.
+fn newest_after(list: &str, after: Option<&str>) -> Result<(i64, String), StoreError> {
+    let Some(after) = after else { return Ok((i64::MAX, String::new())) };
+    let [created_at, id] = parse_cursor(list, after)?;
+    Ok((cursor_key(&created_at)?, id))
+}
+
 /// A key of a cursor as its type.
 fn cursor_key<T: FromStr>(text: &str) -> Result<T, StoreError> {
     text.parse().map_err(|_| StoreError::BadCursor)

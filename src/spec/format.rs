@@ -92,7 +92,7 @@ impl Format {
         match self {
             Format::Json => serde_json::from_str(text).map_err(|error| FormatError::new(error.to_string())),
             Format::Yaml => {
-                let options = serde_saphyr::options! { with_snippet: false };
+                let options = serde_saphyr::options! { with_snippet: false, strict_booleans: true };
                 serde_saphyr::from_str_with_options(text, options)
                     .map_err(|error| FormatError::new(one_line(&error.to_string())))
             }

@@ -244,7 +244,7 @@ fn check_dataset(
     let job = (spec.rewards.as_slice(), "/rewards");
     let judged: Vec<(&[RewardPlan], &str)> = match own {
         Some((own, false)) if at == "/eval/dataset" => vec![(own, "/eval/rewards")],
-        Some((own, true)) => vec![job, (own, "/eval/rewards")],
+        Some((own, true)) if at == "/dataset" => vec![job, (own, "/eval/rewards")],
         Some(_) | None => vec![job],
     };
     let judged = judged.into_iter().flat_map(|(rewards, at)| rewards.iter().enumerate().map(move |pair| (at, pair)));
@@ -349,7 +349,8 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
     let steps_per_epoch = (num_rows / block) * steps_per_block;
     let by_epochs = || {
         let steps = training.num_train_epochs.unwrap_or(1.0) * steps_per_epoch as f64;
-        (steps.round() as u64).max(1)
+        // As transformers: a begun step is a step.
+        (steps.ceil() as u64).max(1)
     };
     let max_steps = training.max_steps.unwrap_or_else(by_epochs);
     let generation_blocks = max_steps.div_ceil(steps_per_block);

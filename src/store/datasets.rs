@@ -3,8 +3,8 @@
 use sqlx::sqlite::SqliteRow;
 
 use super::{
-    Doing, Page, Store, StoreError, column, count_column, cursor, cursor_key, id_column, int, json_column, page,
-    parse_cursor, to_json,
+    Doing, Page, Store, StoreError, column, count_column, cursor, id_column, int, json_column, newest_after, page,
+    to_json,
 };
 use crate::id::DatasetId;
 
@@ -98,13 +98,7 @@ impl Store {
 
     /// Newest first.
     pub async fn dataset_list(&self, after: Option<&str>, limit: u32) -> Result<Page<DatasetRow>, StoreError> {
-        let (before, id) = match after {
-            Some(after) => {
-                let [created_at, id] = parse_cursor("datasets", after)?;
-                (cursor_key(&created_at)?, id)
-            }
-            None => (i64::MAX, String::new()),
-        };
+        let (before, id) = newest_after("datasets", after)?;
         let limit = limit.clamp(1, 1000);
         let rows = sqlx::query(
             "SELECT * FROM datasets WHERE (created_at, id) < (?, ?) ORDER BY created_at DESC, id DESC LIMIT ?",

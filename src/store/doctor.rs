@@ -49,7 +49,7 @@ impl Store {
     }
 
     /// The checkpoint that is the job's result: the newest; the best after early stopping; the newest from before the evidence
-    /// after an alert that ended the job. `None` when there is no such checkpoint (any more).
+    /// after an alert that ended the job, or from before the weights that diverged. `None` when there is no such checkpoint (any more).
     pub async fn checkpoint_result(
         &self,
         job: JobId,
@@ -58,10 +58,14 @@ impl Store {
         let Some(Ending { code, good_before_step, .. }) = ending else { return self.checkpoint_latest(job).await };
         match code {
             EndingCode::EarlyStopping => self.checkpoint_best(job).await,
-            EndingCode::Alert => {
+            EndingCode::Alert | EndingCode::Diverged => {
                 let before = good_before_step.unwrap_or(u64::MAX);
                 // Newest first.
-                Ok(self.checkpoint_list(job).await?.into_iter().find(|row| row.step < before))
+                let rows = self.checkpoint_list(job).await?;
+                let good = rows.iter().find(|row| row.step < before);
+                // The weights that gave a loss which is not finite may still be good: a reward can be at fault.
+                let perhaps = rows.iter().find(|row| *code == EndingCode::Diverged && row.step == before);
+                Ok(good.or(perhaps).cloned())
             }
         }
     }
@@ -92,7 +96,7 @@ pub(super) async fn alert_store(
             metric: None,
             best: None,
             best_step: None,
-            good_before_step: Some(alert.since_step),
+            good_before_step: alert.rule.damages_weights().then_some(alert.since_step),
         };
         ending_store(tx, job, &ending).await?;
     }
@@ -138,6 +142,33 @@ pub(super) async fn phase_store(
         .doing("store a training phase")?;
     let data = serde_json::to_value(change).unwrap_or(Value::Null);
     event_insert(tx, job, "training_phase", now, data).await.map(drop)
+}
+
+/// The run could not use its updates; `job_finish` follows. The weights before the first skipped update gave the first loss
+/// that was not finite, so the ones before them are the last good ones.
+pub(super) async fn diverged_store(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    first_step: u64,
+    step: u64,
+    now: i64,
+) -> Result<(), StoreError> {
+    let message = format!(
+        "the updates of steps {first_step} to {step} were skipped, because their loss or gradient was not finite"
+    );
+    let ending = Ending {
+        code: EndingCode::Diverged,
+        message: message.clone(),
+        step,
+        rule: None,
+        metric: None,
+        best: None,
+        best_step: None,
+        good_before_step: Some(first_step.saturating_sub(1)),
+    };
+    ending_store(tx, job, &ending).await?;
+    let data = json!({ "first_step": first_step, "step": step, "message": message });
+    event_insert(tx, job, "diverged", now, data).await.map(drop)
 }
 
 /// The run ends early; `job_finish` follows.

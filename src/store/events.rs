@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::claims::owned_row;
-use super::doctor::{alert_clear, alert_store, ending_store, phase_store};
+use super::doctor::{alert_clear, alert_store, diverged_store, ending_store, phase_store};
 use super::{
     Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, int, json_column, page,
     parse_cursor, to_json, word, word_column,
@@ -226,6 +226,7 @@ async fn event_store(
             alert_clear(tx, job, *rule, *raised_step, *step, now).await?;
         }
         Event::TrainingPhase { change } => phase_store(tx, job, change, now).await?,
+        Event::Diverged { first_step, step } => diverged_store(tx, job, *first_step, *step, now).await?,
         Event::EarlyStopping { step, metric, best, best_step, evaluations } => {
             let message = format!(
                 "ended after step {step}: {metric} has had no new best for {evaluations} evaluations{}",

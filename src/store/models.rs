@@ -3,7 +3,7 @@
 use serde_json::Value;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{Doing, Page, Store, StoreError, column, cursor, cursor_key, id_column, json_column, page, parse_cursor};
+use super::{Doing, Page, Store, StoreError, column, cursor, id_column, json_column, newest_after, page};
 
 /// A registered model.
 #[derive(Debug, Clone, PartialEq)]
@@ -71,13 +71,7 @@ impl Store {
 
     /// Newest first.
     pub async fn model_list(&self, after: Option<&str>, limit: u32) -> Result<Page<ModelRow>, StoreError> {
-        let (before, id) = match after {
-            Some(after) => {
-                let [created_at, id] = parse_cursor("models", after)?;
-                (cursor_key(&created_at)?, id)
-            }
-            None => (i64::MAX, String::new()),
-        };
+        let (before, id) = newest_after("models", after)?;
         let limit = limit.clamp(1, 1000);
         let rows = sqlx::query(
             "SELECT * FROM models WHERE (created_at, id) < (?, ?) ORDER BY created_at DESC, id DESC LIMIT ?",

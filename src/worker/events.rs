@@ -159,7 +159,7 @@ fn size_of_event(event: &Event) -> usize {
         Event::Phase { .. } => 64,
         Event::Warning { message, .. } => 512 + message.len(),
         Event::Alert { alert } => 1024 + alert.message.len() + alert.fix.len(),
-        Event::AlertCleared { .. } | Event::EarlyStopping { .. } => 256,
+        Event::AlertCleared { .. } | Event::EarlyStopping { .. } | Event::Diverged { .. } => 256,
         Event::TrainingPhase { .. } => 1024,
     }
 }

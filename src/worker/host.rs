@@ -164,6 +164,9 @@ impl Host for JobHost {
                 self.events.log(format!("alert {} of step {raised_step} is over at step {step}", rule.as_str()));
             }
             Event::TrainingPhase { change } => self.events.log(format!("training phase: {:?}", change.phase)),
+            Event::Diverged { first_step, step } => {
+                self.events.log(format!("diverged: no update of the steps {first_step} to {step} could be used"));
+            }
             Event::EarlyStopping { step, metric, evaluations, .. } => self.events.log(format!(
                 "early stopping after step {step}: {metric} has had no new best for {evaluations} evaluations"
             )),

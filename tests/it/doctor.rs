@@ -120,6 +120,38 @@ async fn a_job_that_an_alert_ended_has_the_checkpoint_from_before_as_its_result(
 }
 
 #[tokio::test]
+async fn a_hopeless_run_that_an_alert_ended_keeps_its_newest_checkpoint() {
+    // Nothing to reinforce has damaged nothing.
+    let setting = Setting::new().await;
+    let claimed = claimed(&setting, keeps(3, 0, "reward", true)).await;
+    let (job, store) = (claimed.job, &setting.store);
+    setting.publish(&claimed, 6, &Metrics::new()).await.unwrap();
+    store.events_append(job, &batch(1, 0, vec![alert(Rule::ColdStart, 10, 1, OnAlert::Stop)]), T0).await.unwrap();
+    store.job_finish(job, 1, Outcome::Failed { failure: failure("alert_stop") }, T0).await.unwrap();
+    let ending = store.job_get(job).await.unwrap().ending.unwrap();
+    assert_eq!(ending.good_before_step, None);
+    assert_eq!(store.checkpoint_result(job, Some(&ending)).await.unwrap().unwrap().step, 6);
+}
+
+#[tokio::test]
+async fn a_job_that_diverged_has_the_checkpoint_before_the_bad_weights_as_its_result() {
+    let setting = Setting::new().await;
+    let claimed = claimed(&setting, keeps(5, 0, "reward", true)).await;
+    let (job, store) = (claimed.job, &setting.store);
+    for step in [1, 2, 3] {
+        setting.publish(&claimed, step, &Metrics::new()).await.unwrap();
+    }
+    // The weights of step 3 gave the first loss, that of step 4, that was not finite.
+    store.events_append(job, &batch(1, 0, vec![Event::Diverged { first_step: 4, step: 6 }]), T0).await.unwrap();
+    store.job_finish(job, 1, Outcome::Failed { failure: failure("diverged") }, T0).await.unwrap();
+    let ending = store.job_get(job).await.unwrap().ending.unwrap();
+    assert_eq!(ending.code, EndingCode::Diverged);
+    assert_eq!(store.checkpoint_result(job, Some(&ending)).await.unwrap().unwrap().step, 2);
+    let history = setting.history(job).await;
+    assert_eq!(history[history.len() - 2..], ["diverged", "job.failed"]);
+}
+
+#[tokio::test]
 async fn a_job_that_ended_early_succeeded_with_a_reason_and_its_best_checkpoint() {
     let setting = Setting::new().await;
     let claimed = claimed(&setting, keeps(2, 1, "eval_reward", true)).await;

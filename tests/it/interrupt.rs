@@ -142,6 +142,7 @@ impl Host for Machine {
             | Event::Alert { .. }
             | Event::AlertCleared { .. }
             | Event::TrainingPhase { .. }
+            | Event::Diverged { .. }
             | Event::EarlyStopping { .. } => {}
         }
         self.alive()

@@ -563,6 +563,7 @@ fn updates_that_are_not_finite_are_skipped_and_three_end_the_run() {
     let mut plan = plan();
     plan.rloo.beta = 0.0;
     plan.training.max_steps = 10;
+    plan.checkpoints.every_steps = 1;
     // 1e300 is a number, but the gradient it makes is not an f32.
     let mut host = TestHost::default();
     let mut calls = 0;
@@ -573,6 +574,9 @@ fn updates_that_are_not_finite_are_skipped_and_three_end_the_run() {
     let error = train(&plan, rows(), Start::default(), &mut host).expect_err("diverges");
     assert!(matches!(error, EngineError::Diverged { updates: 3, step: 5 }), "{error:?}");
     assert_eq!(host.warnings(), ["non_finite"; 3]);
+    assert_eq!(host.events.last(), Some(&Event::Diverged { first_step: 3, step: 5 }));
+    // Weights whose loss is not finite are not saved.
+    assert_eq!(host.saved.iter().map(|saved| saved.step).collect::<Vec<_>>(), [1, 2]);
     let metrics = host.metrics(SamplePhase::Train);
     assert_eq!(metrics.len(), 5);
     assert_eq!(value(&metrics, 5, "skipped_updates"), 3.0);

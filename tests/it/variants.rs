@@ -87,7 +87,7 @@ fn every_variant_resumes_from_every_step() {
         for (num_iterations, steps_per_generation) in [(1, 1), (2, 2)] {
             plan.rloo.num_iterations = num_iterations;
             plan.rloo.steps_per_generation = steps_per_generation;
-            plan.training.max_steps = if num_iterations == 1 { 3 } else { 6 };
+            plan.training.max_steps = if num_iterations == 1 { 3 } else { 5 };
             plan.checkpoints.every_steps = 1;
             let mut whole = TestHost::scoring(odd_rows_teach);
             run(&plan, &mut whole);
@@ -379,24 +379,46 @@ fn a_running_normaliser_counts_every_reward_so_far() {
     }
 }
 
+/// Two prompts with two completions each, of other lengths and with equal rewards.
+fn equal_rewards(_step: u64) -> Option<Rollout> {
+    let completion = |length: u32| RolloutCompletion {
+        ids: (10..10 + length).collect(),
+        finish_reason: FinishReason::Length,
+        score: Score { values: vec![RewardValue::Number(1.0)] },
+    };
+    let group = |row: u64, lengths: [u32; 2]| RolloutGroup {
+        row,
+        prompt_ids: vec![3, 4],
+        completions: lengths.map(completion).to_vec(),
+        greedy: None,
+    };
+    Some(Rollout { groups: vec![group(0, [1, 4]), group(1, [6, 5])], ..Rollout::default() })
+}
+
 #[test]
-fn a_length_penalty_prefers_the_shorter_of_equal_completions() {
+fn length_terms_prefer_the_shorter_of_equal_completions() {
     let mut plan = plan();
     plan.rloo.beta = 0.0;
-    plan.rloo.length_penalty = 0.6;
     plan.training.max_steps = 1;
-    let mut host = TestHost::scoring(|_| RewardValue::Number(1.0));
-    run(&plan, &mut host);
-    let samples = host.samples();
-    let mut differ = false;
-    for pair in samples.chunks(2) {
-        let difference = f64::from(pair[1].num_tokens) - f64::from(pair[0].num_tokens);
-        differ |= difference != 0.0;
-        assert!((pair[0].advantage.expect("an advantage") - 0.1 * difference).abs() < 1e-12);
+    let advantages = |plan: &Plan| {
+        let mut host = TestHost::with_rollouts(equal_rewards);
+        run(plan, &mut host);
+        // What is judged is the task: such groups are tied.
+        assert_eq!(value(&host.metrics(SamplePhase::Train), 1, "frac_reward_zero_std_pre_kl"), 1.0);
+        host.traces[0].advantages.clone()
+    };
+    assert_eq!(advantages(&plan), [0.0; 4]);
+    // 0.1 a token: the limit is 6.
+    plan.rloo.length_penalty = 0.6;
+    for (actual, expected) in advantages(&plan).iter().zip([0.3, -0.3, -0.1, 0.1]) {
+        assert!((actual - expected).abs() < 1e-12, "{actual} instead of {expected}");
     }
-    assert!(differ, "all completions have the same length");
-    // What is judged is the task: such groups are tied.
-    assert_eq!(value(&host.metrics(SamplePhase::Train), 1, "frac_reward_zero_std_pre_kl"), 1.0);
+    // Free up to 4 tokens, −1 at 6.
+    plan.rloo.length_penalty = 0.0;
+    plan.rloo.soft_overlong = Some(2);
+    for (actual, expected) in advantages(&plan).iter().zip([0.0, 0.0, -0.5, 0.5]) {
+        assert!((actual - expected).abs() < 1e-12, "{actual} instead of {expected}");
+    }
 }
 
 #[test]

@@ -34,11 +34,13 @@ impl Refused {
     }
 }
 
-/// null, false, "" and empty lists and objects.
+/// null, false (also as a word), "" and empty lists and objects.
 pub(super) fn says_nothing(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
-        Value::String(text) => text.is_empty() || text.eq_ignore_ascii_case("none"),
+        Value::String(text) => {
+            text.is_empty() || ["none", "no", "off", "false"].iter().any(|off| text.eq_ignore_ascii_case(off))
+        }
         Value::Array(items) => items.is_empty(),
         Value::Object(map) => map.is_empty(),
         Value::Bool(true) | Value::Number(_) => false,
