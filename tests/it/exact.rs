@@ -156,9 +156,15 @@ fn check_ledger(what: &str, desk: &Desk) {
 
 /// Rewinds in the history take back what watchers saw: what is left is every step, once.
 async fn check_history(what: &str, server: &Server, job: &str) {
-    let events = server.get(&format!("/jobs/{job}/events?limit=1000")).await;
+    let mut events = Vec::new();
+    let mut next = Some("0".to_owned());
+    while let Some(after) = next {
+        let page = server.get(&format!("/jobs/{job}/events?limit=100&after={after}")).await;
+        events.extend(page["data"].as_array().unwrap().iter().cloned());
+        next = page["next"].as_str().map(str::to_owned);
+    }
     let mut steps: Vec<u64> = Vec::new();
-    for event in events["data"].as_array().unwrap() {
+    for event in &events {
         let step = event["data"]["step"].as_u64();
         match (event["type"].as_str().unwrap(), step) {
             ("step", Some(step)) if event["data"]["kind"] == "train" => steps.push(step),
@@ -166,7 +172,7 @@ async fn check_history(what: &str, server: &Server, job: &str) {
             _ => {}
         }
     }
-    assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>(), "{what}: {events}");
+    assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>(), "{what}: {events:?}");
 }
 
 /// Ids of the requests whose answer stands in the journal.
