@@ -151,7 +151,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
 /// The reward as a probe asks it: one try, no long waits, and no failure that stops the other rewards.
 fn hasty_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
     // A service that hangs is told from one that is slow while there is time left to say so.
-    let left = deadline.saturating_duration_since(Instant::now()) / 2;
+    let left = deadline.saturating_duration_since(Instant::now()) / 3;
     let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1);
     let kind = match &reward.kind {
         RewardKind::Webhook(webhook) => RewardKind::Webhook(WebhookPlan {

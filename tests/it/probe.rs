@@ -169,10 +169,13 @@ async fn the_verdict_names_what_stands_against_a_job() {
     assert_eq!(found["truncated_fraction"], 1.0, "{found}");
     assert!(codes(&found).contains(&"raise_max_completion_length"), "{found}");
 
-    let slow = Grader::start(Duration::from_millis(1500)).await;
-    let found = probe(&server, "&probe_prompts=2", &job(webhook(&slow.url))).await;
+    // Far longer than the rest of a step on a busy machine.
+    let slow = Grader::start(Duration::from_secs(6)).await;
+    let mut slowly = job(webhook(&slow.url));
+    slowly["training"]["prompts_per_step"] = json!(2);
+    let found = probe(&server, "&probe_prompts=2", &slowly).await;
     assert!(codes(&found).contains(&"reward_is_the_bottleneck"), "{found}");
-    assert!(found["rewards"]["grader"]["latency_p50_s"].as_f64().unwrap() >= 1.5);
+    assert!(found["rewards"]["grader"]["latency_p50_s"].as_f64().unwrap() >= 6.0);
 }
 
 #[tokio::test]
@@ -187,8 +190,8 @@ async fn a_reward_service_that_is_down_or_hangs_is_the_verdict_and_ends_in_time(
     let hanging = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/score", hanging.local_addr().unwrap());
     let begun = Instant::now();
-    let found = probe(&server, "&probe_timeout_s=4", &job(webhook(&url))).await;
-    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+    let found = probe(&server, "&probe_timeout_s=20", &job(webhook(&url))).await;
+    assert!(begun.elapsed() < Duration::from_secs(40), "{:?}", begun.elapsed());
     assert_eq!((codes(&found), &found["complete"]), (vec!["reward_not_usable"], &json!(false)), "{found}");
     assert!(found["verdict"][0]["detail"].as_str().unwrap().contains("no answer within"), "{found}");
 }
