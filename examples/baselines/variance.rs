@@ -5,6 +5,7 @@
 //! weighs them anew.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt::Write;
 
 use candle_core::Device;
@@ -234,14 +235,14 @@ pub fn spreads(
         for (&row, group) in chosen.iter().zip(&groups) {
             rewards.push(group.iter().map(|ids| reward(row, ids)).collect::<Result<Vec<f64>, Failure>>()?);
             for ids in group {
-                if !gradients.contains_key(&(row, ids.clone())) {
+                if let Entry::Vacant(unknown) = gradients.entry((row, ids.clone())) {
                     let row_of = Row { prompt: &prompts[row].ids, completion: ids };
                     let mut gradient = vec![0f32; num_parameters];
                     let mut loss = |scores: &[rlood::engine::model::RowScore]| {
                         Ok(scores.iter().map(|score| vec![1.0; score.logps.len()]).collect())
                     };
                     policy.forward_backward(&[row_of], 1.0, &mut loss, &mut gradient)?;
-                    gradients.insert((row, ids.clone()), gradient);
+                    unknown.insert(gradient);
                 }
             }
         }

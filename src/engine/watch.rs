@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn a_gain_must_exceed_min_delta_in_the_right_direction() {
         assert!(is_better(0.52, 0.5, 0.0, true) && !is_better(0.5, 0.5, 0.0, true));
-        assert!(!is_better(0.52, 0.5, 0.02, true) && is_better(0.53, 0.5, 0.02, true));
+        assert!(!is_better(0.75, 0.5, 0.25, true) && is_better(0.76, 0.5, 0.25, true));
         assert!(is_better(0.4, 0.5, 0.0, false) && !is_better(0.6, 0.5, 0.0, false));
     }
 }

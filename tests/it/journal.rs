@@ -331,12 +331,9 @@ async fn answers_that_paused_the_job_are_asked_for_anew_when_the_service_is_mend
     let failure = score(&service, book, job).await.unwrap_err();
     assert_eq!(failure.pause_reason(), Some("reward_invalid"), "{failure}");
     let rollout = RolloutId::train(4);
-    let mut written = entries.lock().unwrap();
-    let last = written.pop().unwrap();
-    assert_eq!(last, JournalEntry::Forget { rollout, reward: "r".into() });
     // As the store does it.
-    written.clear();
-    drop(written);
+    let written = std::mem::take(&mut *entries.lock().unwrap());
+    assert_eq!(written.last(), Some(&JournalEntry::Forget { rollout, reward: "r".into() }));
     mended.store(1, Ordering::SeqCst);
     let values = score(&service, Book { entries, ..Book::default() }, job).await.unwrap();
     assert!(values.iter().all(|value| value.number().is_some()), "{values:?}");

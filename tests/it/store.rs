@@ -212,7 +212,7 @@ async fn samples_are_sorted_searched_and_paged() {
     let sorted = |sort| walk(SampleQuery { sort, ..Default::default() });
     assert_eq!(sorted(SampleSort::Recent).await, ["epsilon", "delta", "gamma", "Beta 100%", "alpha"]);
     assert_eq!(sorted(SampleSort::Best).await, ["epsilon", "alpha", "delta", "Beta 100%", "gamma"]);
-    assert_eq!(sorted(SampleSort::Worst).await, ["Beta 100%", "alpha", "delta", "epsilon", "gamma"]);
+    assert_eq!(sorted(SampleSort::Worst).await, ["Beta 100%", "delta", "alpha", "epsilon", "gamma"]);
     let found = |text: &str| walk(SampleQuery { contains: Some(text.to_owned()), ..Default::default() });
     assert_eq!(found("BETA 100%").await, ["Beta 100%"]);
     assert_eq!(found("\"it\"\n").await.len(), 5);

@@ -111,7 +111,7 @@ fn check_eval(keys: &Keys<'_>, generations: u64, world: u64) {
     let Some(batch) = keys.count("per_device_eval_batch_size", 1).or(Some(8)) else { return };
     let generations_eval = keys.count("num_generations_eval", 1).unwrap_or(generations);
     let whole = batch * world;
-    if whole % generations_eval != 0 {
+    if !whole.is_multiple_of(generations_eval) {
         let detail = format!(
             "the evaluation batch has {whole} completions (per_device_eval_batch_size {batch} · devices {world}), which is no multiple of {generations_eval}: the nearest valid values are num_generations_eval {}, or per_device_eval_batch_size {}",
             divisors_near(whole, generations_eval),

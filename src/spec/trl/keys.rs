@@ -30,7 +30,7 @@ impl Refused {
                 _ => off == *value,
             })
         };
-        says_nothing(value) || self.off.iter().any(|off| listed(&off))
+        says_nothing(value) || self.off.iter().any(listed)
     }
 }
 

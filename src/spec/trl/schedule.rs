@@ -59,10 +59,8 @@ pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> 
         optimizer.insert(key.to_owned(), json!(keys.number(key).unwrap_or(default)));
         keys.origin(&format!("/optimizer/{key}"), key);
     }
-    if let Some(kind) = optimizer_kind(keys) {
-        optimizer.insert("kind".to_owned(), json!(kind));
-        keys.origin("/optimizer/kind", "optim");
-    }
+    optimizer.insert("kind".to_owned(), json!(optimizer_kind(keys)));
+    keys.origin("/optimizer/kind", "optim");
     let schedule = keys.word("lr_scheduler_type").unwrap_or_else(|| "linear".to_owned());
     let (name, warms) = match schedule.as_str() {
         "linear" => ("linear", true),
@@ -94,8 +92,8 @@ pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> 
     optimizer
 }
 
-fn optimizer_kind(keys: &Keys<'_>) -> Option<&'static str> {
-    let name = keys.word("optim")?;
+fn optimizer_kind(keys: &Keys<'_>) -> &'static str {
+    let Some(name) = keys.word("optim") else { return "adamw" };
     match name.as_str() {
         "adamw_torch"
         | "adamw_torch_fused"
@@ -106,15 +104,15 @@ fn optimizer_kind(keys: &Keys<'_>) -> Option<&'static str> {
         | "adamw_torch_npu_fused"
         | "adamw_anyprecision"
         | "paged_adamw"
-        | "paged_adamw_32bit" => Some("adamw"),
-        "adamw_8bit" | "adamw_bnb_8bit" | "paged_adamw_8bit" | "adamw_torch_8bit" => Some("adamw_8bit"),
+        | "paged_adamw_32bit" => "adamw",
+        "adamw_8bit" | "adamw_bnb_8bit" | "paged_adamw_8bit" | "adamw_torch_8bit" => "adamw_8bit",
         other => {
             let reason = format!(
                 "'{}' is not built: use adamw_torch (AdamW with moments in 32 bits) or adamw_8bit",
                 crate::spec::reader::shown(other)
             );
             keys.refuse("optim", reason);
-            None
+            "adamw"
         }
     }
 }
