@@ -21,7 +21,7 @@ use crate::engine::host::{PromptRow, Stop, TrainInput, TrainOutcome};
 use crate::job::Failure;
 use crate::modelcard;
 use crate::outgoing::OutgoingPolicy;
-use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
+use crate::protocol::{Claim, FileEntry, Finish, Heartbeat, Outcome};
 use crate::reward::Rewards;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
@@ -285,21 +285,7 @@ impl Attempt {
 
     async fn fetch_checkpoint(&self, claim: &Claim, scratch: &Path) -> Result<Option<PathBuf>, Failure> {
         let Some(resume) = &claim.resume else { return Ok(None) };
-        let dir = scratch.join(format!("resume-{}", resume.step));
-        std::fs::create_dir(&dir)
-            .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
-            .map_err(|error| failure::of_client(&error, self.progress.get()))?;
-        for file in &resume.files {
-            let named = crate::files::check_name(&file.name).map_err(|error| ClientError::Refused {
-                status: 0,
-                code: "file_name".to_owned(),
-                detail: error.to_string(),
-            });
-            self.fetched(named)?;
-            let to = dir.join(&file.name);
-            self.fetched(fetch(|| self.client.resume_file(self.held, file, &to)).await)?;
-        }
-        Ok(Some(dir))
+        self.fetch_files("resume", &resume.files, scratch.join(format!("resume-{}", resume.step))).await.map(Some)
     }
 
     /// What a warm start begins with.
@@ -307,11 +293,15 @@ impl Attempt {
         if claim.initial.is_empty() {
             return Ok(None);
         }
-        let dir = scratch.join("initial");
+        self.fetch_files("initial", &claim.initial, scratch.join("initial")).await.map(Some)
+    }
+
+    /// Files of a checkpoint into a new directory.
+    async fn fetch_files(&self, route: &str, files: &[FileEntry], dir: PathBuf) -> Result<PathBuf, Failure> {
         std::fs::create_dir(&dir)
             .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
             .map_err(|error| failure::of_client(&error, self.progress.get()))?;
-        for file in &claim.initial {
+        for file in files {
             let named = crate::files::check_name(&file.name).map_err(|error| ClientError::Refused {
                 status: 0,
                 code: "file_name".to_owned(),
@@ -319,9 +309,9 @@ impl Attempt {
             });
             self.fetched(named)?;
             let to = dir.join(&file.name);
-            self.fetched(fetch(|| self.client.initial_file(self.held, file, &to)).await)?;
+            self.fetched(fetch(|| self.client.checkpoint_file(self.held, route, file, &to)).await)?;
         }
-        Ok(Some(dir))
+        Ok(dir)
     }
 
     /// A failed transfer as a failure; a lost claim only raises the stop, which ends the preparation.

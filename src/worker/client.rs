@@ -227,13 +227,15 @@ impl Client {
         download(request, "the dataset", sha256, to).await
     }
 
-    pub(super) async fn resume_file(&self, held: Held, file: &FileEntry, to: &Path) -> Result<(), ClientError> {
-        let request = self.fenced(Method::GET, held, &["resume", &file.name]);
-        download(request, &file.name, &file.sha256, to).await
-    }
-
-    pub(super) async fn initial_file(&self, held: Held, file: &FileEntry, to: &Path) -> Result<(), ClientError> {
-        let request = self.fenced(Method::GET, held, &["initial", &file.name]);
+    /// A file of the checkpoint to go on from (`resume`) or to begin with (`initial`).
+    pub(super) async fn checkpoint_file(
+        &self,
+        held: Held,
+        route: &str,
+        file: &FileEntry,
+        to: &Path,
+    ) -> Result<(), ClientError> {
+        let request = self.fenced(Method::GET, held, &[route, &file.name]);
         download(request, &file.name, &file.sha256, to).await
     }
 
