@@ -33,6 +33,8 @@ pub struct Estimate {
     pub logits_bytes: Option<u64>,
     /// Activations of a micro-batch at full length, bytes.
     pub activation_bytes: Option<u64>,
+    /// What the C library's allocator keeps of freed buffers, bytes.
+    pub allocator_bytes: Option<u64>,
     /// The peak of the worker's resident memory, bytes. Less than the sum: rollout and training do not overlap.
     pub total_bytes: Option<u64>,
     /// What a worker may use, bytes; null when unknown. A job that needs more is refused.
@@ -93,6 +95,7 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result
         kv_cache_bytes: part(|needs| needs.kv_cache),
         logits_bytes: part(|needs| needs.logits),
         activation_bytes: part(|needs| needs.activations),
+        allocator_bytes: part(|needs| needs.allocator),
         total_bytes: part(|needs| needs.total),
         memory_limit_bytes: limits.memory_bytes,
         checkpoint_bytes: trainable.zip(part(|needs| needs.optimizer)).map(|(count, moments)| 4 * count + moments),
@@ -144,7 +147,7 @@ fn too_large(plan: &Plan, needs: &Footprint, limit: u64, fits: impl Fn(&Plan) ->
     };
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let detail = format!(
-        "the job needs about {} MiB (weights {}, reference {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}) and a worker may use {} MiB (--memory-limit): {advice}",
+        "the job needs about {} MiB (weights {}, reference {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and a worker may use {} MiB (--memory-limit): {advice}",
         mib(needs.total),
         mib(needs.weights),
         mib(needs.reference),
@@ -154,6 +157,7 @@ fn too_large(plan: &Plan, needs: &Footprint, limit: u64, fits: impl Fn(&Plan) ->
         mib(needs.kv_cache),
         mib(needs.logits),
         mib(needs.activations),
+        mib(needs.allocator),
         mib(limit),
     );
     FieldError::new(pointer, "not_enough_memory", detail)

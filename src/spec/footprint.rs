@@ -26,6 +26,11 @@ const PROCESS_BYTES: u64 = 24 << 20;
 /// Prompt tokens assumed where they were not counted.
 const UNCOUNTED_PROMPT_TOKENS: u64 = 512;
 
+/// Of the largest phase's buffers: glibc's malloc gives little of what is freed in between back to the system, or to other
+/// threads. Measured (`benches/results/memory.md`); with `MALLOC_MMAP_THRESHOLD_=65536` in the worker's environment it is
+/// next to nothing, and steps of a small model take a fifth longer.
+const ALLOCATOR_PERCENT: u64 = 55;
+
 const F32: u64 = 4;
 
 /// Memory of a run in bytes, part by part. `total` is the peak over its phases, not the sum: a rollout's KV cache and a
@@ -50,6 +55,8 @@ pub struct Footprint {
     pub logits: u64,
     /// A micro-batch's activations, layer by layer.
     pub activations: u64,
+    /// What the C library's allocator keeps of buffers that were freed.
+    pub allocator: u64,
     /// The peak.
     pub total: u64,
 }
@@ -148,7 +155,8 @@ impl Footprint {
         let update = gradient + if full { 2 * F32 * shape.vocab_size * shape.hidden_size } else { adapter_tensors };
 
         let resident = PROCESS_BYTES + weights + reference + trained + optimizer;
-        let phases = [rollout, training, update];
+        let phase = rollout.max(training).max(update);
+        let allocator = phase * ALLOCATOR_PERCENT / 100;
         Footprint {
             process: PROCESS_BYTES,
             weights,
@@ -159,7 +167,8 @@ impl Footprint {
             kv_cache,
             logits: rollout_logits.max(training_logits),
             activations,
-            total: resident + phases.into_iter().max().unwrap_or(0),
+            allocator,
+            total: resident + phase + allocator,
         }
     }
 }
