@@ -4,32 +4,30 @@
 //! The probe runs the engine's own loop with a learning rate of 0, so that what it measures is what the job will do: first
 //! one prompt, to learn how long it takes, then as many at once as a step of the job has and as the time limit permits.
 
+mod look;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use self::look::Look;
 use serde_json::Value;
 use tokio::runtime::Handle;
 
 use crate::config::ProbeArgs;
 use crate::doctor::OnAlert;
 use crate::engine;
-use crate::engine::advantage::{RewardWeight, combine_rewards};
 use crate::engine::error::EngineError;
-use crate::engine::host::{Host, HostError, PromptRow, SavedCheckpoint, ScoreRequest, Stop, TrainInput};
+use crate::engine::host::{PromptRow, TrainInput};
 use crate::engine::memory::peak_resident_bytes;
 use crate::engine::random::{Key, Stream};
-use crate::event::{Event, Metrics, Phase};
-use crate::id::JobId;
-use crate::job::Failure;
 use crate::outgoing::OutgoingPolicy;
 use crate::probe::verdict::{combined_range, range_of, verdict};
-use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, StepSeconds, median};
+use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, median};
+use crate::reward::Rewards;
 use crate::reward::webhook::Webhook;
-use crate::reward::{JobContext, Rewards};
-use crate::sample::{RewardSample, RolloutPart, Score};
 use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets, WebhookPlan};
 
 /// The code of a process whose server is gone, or wants no answer any more.
@@ -334,206 +332,4 @@ fn explained(error: &EngineError) -> ProbeError {
         cause = error.source();
     }
     failed(code, message)
-}
-
-/// One run of the loop, watched.
-struct Look<'p> {
-    probe: &'p Probe,
-    prompts_per_step: usize,
-    steps: usize,
-    begun: Instant,
-    rollout_began: Option<Instant>,
-    first_rollout: Option<Instant>,
-    /// Scored completions, in the order of the prompts.
-    observed: Vec<Observed>,
-    /// By reward, one a step, s.
-    latencies: BTreeMap<String, Vec<f64>>,
-    generate_s: f64,
-    reward_s: f64,
-    scored_steps: usize,
-    /// Log-probs without gradient, and forward to optimizer.
-    reference_s: f64,
-    train_s: f64,
-    /// Of the last whole step.
-    step_s: f64,
-    trained_steps: usize,
-    warnings: Vec<String>,
-    error: Option<ProbeError>,
-}
-
-impl<'p> Look<'p> {
-    fn new(probe: &'p Probe, prompts_per_step: usize, steps: usize) -> Self {
-        Self {
-            probe,
-            prompts_per_step,
-            steps,
-            begun: Instant::now(),
-            rollout_began: None,
-            first_rollout: None,
-            observed: Vec::new(),
-            latencies: BTreeMap::new(),
-            generate_s: 0.0,
-            reward_s: 0.0,
-            scored_steps: 0,
-            reference_s: 0.0,
-            train_s: 0.0,
-            step_s: 0.0,
-            trained_steps: 0,
-            warnings: Vec::new(),
-            error: None,
-        }
-    }
-
-    fn is_whole(&self) -> bool {
-        self.trained_steps == self.steps
-    }
-
-    /// Reading the model, once a look.
-    fn loading_s(&self) -> f64 {
-        self.first_rollout.map_or(0.0, |at| at.duration_since(self.begun).as_secs_f64())
-    }
-
-    /// One optimizer step of the job: a block of P·S prompts is sampled once and trained μ·S times.
-    fn step_seconds(&self) -> Option<StepSeconds> {
-        if self.scored_steps == 0 {
-            return None;
-        }
-        let plan = &self.probe.plan;
-        let growth = f64::from(plan.training.prompts_per_step) / self.prompts_per_step as f64;
-        let iterations = f64::from(plan.rloo.num_iterations.max(1));
-        let (scored, trained) = (self.scored_steps as f64, self.trained_steps as f64);
-        let generate = self.generate_s / scored * growth / iterations;
-        let reward = self.reward_s / scored * growth / iterations;
-        let train = (self.trained_steps > 0).then(|| {
-            let (reference, train) = (self.reference_s / trained, self.train_s / trained);
-            let reused = plan.rloo.num_iterations > 1 || plan.rloo.steps_per_generation > 1;
-            // A block that is used again needs its old log-probs: one forward pass, about a third of a training pass.
-            let old = if reused { train / 3.0 } else { 0.0 };
-            ((reference + old) / iterations + train) * growth
-        });
-        Some(StepSeconds { generate, reward, train, total: train.map(|train| generate + reward + train) })
-    }
-
-    /// The run knows rows by their place among the chosen ones, everybody else by their number in the dataset.
-    fn numbered(&self, sample: &RewardSample) -> RewardSample {
-        let row = sample.prompt_id.strip_prefix("row_").and_then(|row| row.parse::<usize>().ok());
-        let number = row.and_then(|row| self.probe.numbers.get(row)).copied().unwrap_or_default();
-        RewardSample { prompt_id: format!("row_{number}"), ..sample.clone() }
-    }
-
-    fn observe(&mut self, samples: Vec<RewardSample>, scores: &[Score]) {
-        let plan = &self.probe.plan;
-        let weights = RewardWeight::of_plan(&plan.rewards);
-        for (sample, score) in samples.into_iter().zip(scores) {
-            let named = plan.rewards.iter().zip(&score.values);
-            let sample = ProbedSample {
-                prompt_id: sample.prompt_id,
-                prompt: sample.prompt,
-                completion: sample.completion,
-                reward: combine_rewards(&score.values, &weights, plan.rloo.combine),
-                rewards: named.map(|(reward, value)| (reward.name.clone(), value.number())).collect(),
-                finish_reason: sample.finish_reason,
-                num_tokens: sample.num_tokens,
-            };
-            self.observed.push(Observed { values: score.values.clone(), sample });
-        }
-    }
-
-    fn warn(&mut self, warning: String) {
-        if self.warnings.len() < MAX_WARNINGS && !self.warnings.contains(&warning) {
-            self.warnings.push(warning);
-        }
-    }
-
-    fn time(&mut self, metrics: &Metrics) {
-        let seconds = |name: &str| metrics.get(name).copied().flatten().unwrap_or(0.0);
-        self.reference_s += seconds("step_time/reference");
-        self.train_s += seconds("step_time/train");
-        self.step_s = seconds("step_time");
-        self.trained_steps += 1;
-    }
-}
-
-impl Host for Look<'_> {
-    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
-        let asked = Instant::now();
-        let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.numbered(sample)).collect();
-        let generate_s = self.rollout_began.map_or(0.0, |began| asked.duration_since(began).as_secs_f64());
-        let job = JobContext { job: JobId::new(), rollout: request.id, probe: true };
-        // A built-in reward answers though the limit is over.
-        let left = self.probe.deadline.saturating_duration_since(asked).max(Duration::from_millis(100));
-        let scored = self
-            .probe
-            .runtime
-            .block_on(async { tokio::time::timeout(left, self.probe.rewards.score(&job, &samples)).await });
-        let scored = match scored {
-            Ok(Ok(scored)) => scored,
-            Ok(Err(failure)) => return Err(HostError::Failed(failure.to_failure(request.id.step))),
-            Err(_) => {
-                let rewards = "a reward does not answer within the time limit of the probe";
-                return Err(HostError::Failed(unanswered(rewards)));
-            }
-        };
-        self.rollout_began = Some(Instant::now());
-        self.generate_s += generate_s;
-        self.reward_s += asked.elapsed().as_secs_f64();
-        if request.id.part == RolloutPart::Greedy {
-            // A baseline of remax: its time counts, its completions are not what the job trains on.
-            return Ok(scored.scores);
-        }
-        self.scored_steps += 1;
-        for (name, latency) in &scored.metrics {
-            let reward = name.strip_prefix("rewards/").and_then(|name| name.strip_suffix("/latency"));
-            if let (Some(reward), Some(latency)) = (reward, latency) {
-                self.latencies.entry(reward.to_owned()).or_default().push(*latency);
-            }
-        }
-        for warning in scored.warnings {
-            if let Event::Warning { message, .. } = warning {
-                self.warn(message);
-            }
-        }
-        self.observe(samples, &scored.scores);
-        Ok(scored.scores)
-    }
-
-    fn event(&mut self, event: Event) -> Result<(), HostError> {
-        match event {
-            Event::Phase { phase: Phase::Rollout, .. } => {
-                self.rollout_began = Some(Instant::now());
-                self.first_rollout.get_or_insert_with(Instant::now);
-            }
-            // Nothing of a probe is kept.
-            Event::Phase { phase: Phase::Checkpoint, .. } => return Err(HostError::Stopped(Stop::Cancel)),
-            Event::Step { metrics, .. } => self.time(&metrics),
-            Event::Phase { .. }
-            | Event::Samples { .. }
-            | Event::Warning { .. }
-            | Event::Alert { .. }
-            | Event::AlertCleared { .. }
-            | Event::TrainingPhase { .. }
-            | Event::Diverged { .. }
-            | Event::EarlyStopping { .. } => {}
-        }
-        Ok(())
-    }
-
-    fn saved(&mut self, _: &SavedCheckpoint<'_>) -> Result<(), HostError> {
-        Err(HostError::Stopped(Stop::Cancel))
-    }
-
-    fn stop(&self) -> Option<Stop> {
-        (Instant::now() >= self.probe.deadline).then_some(Stop::Cancel)
-    }
-}
-
-fn unanswered(message: &str) -> Failure {
-    Failure {
-        class: crate::job::FailureClass::Reward,
-        code: "reward_timeout".to_owned(),
-        message: message.to_owned(),
-        phase: Some(Phase::Reward),
-        step: None,
-        suggestion: None,
-    }
 }

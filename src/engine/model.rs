@@ -8,6 +8,7 @@ pub mod linear;
 pub mod packing;
 pub mod pass;
 pub mod rope;
+mod trained;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,9 +17,8 @@ use candle_core::{Device, Tensor};
 
 use super::error::{EngineError, Result};
 use super::load::Weights;
-use super::lora::LoraConfig;
+use super::lora::Lora;
 pub use super::lora::ParameterInfo;
-use super::lora::{self, Lora};
 use super::ops::{self, slices::Heads};
 use crate::modelcard::{self, ModelCard};
 use crate::spec::ComputeDtype;
@@ -152,171 +152,6 @@ impl Policy {
     /// What is known of the model without its tensors.
     pub fn card(&self) -> &ModelCard {
         &self.card
-    }
-
-    /// Add a fresh adapter: A Kaiming-uniform with a = √5, B zero; the same values from the same seed.
-    pub fn add_lora(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
-        self.set_lora(Lora::fresh(config, &self.card.config, seed)?)
-    }
-
-    /// Load a PEFT adapter directory.
-    pub fn load_lora(&mut self, dir: &Path) -> Result<()> {
-        let config = lora::read_config(dir)?;
-        self.set_lora(Lora::read(&config, &self.card.config, &dir.join(lora::WEIGHTS))?)
-    }
-
-    /// Load the tensors of a PEFT adapter file, whose config is known.
-    pub fn load_lora_tensors(&mut self, config: &LoraConfig, file: &Path) -> Result<()> {
-        self.set_lora(Lora::read(config, &self.card.config, file)?)
-    }
-
-    /// Write `adapter_config.json` and `adapter_model.safetensors` into a directory, as PEFT does.
-    pub fn save_lora(&self, dir: &Path, base_model_name_or_path: &str) -> Result<()> {
-        let lora = self.lora.as_ref().ok_or_else(no_adapter)?;
-        lora.write(dir, base_model_name_or_path)
-    }
-
-    /// The adapter's config, if there is one.
-    pub fn lora_config(&self) -> Option<&LoraConfig> {
-        self.lora.as_ref().map(|lora| &lora.config)
-    }
-
-    /// Change the dropout of the adapter, which is no part of its weights.
-    pub fn set_lora_dropout(&mut self, dropout: f64) {
-        if let Some(lora) = &mut self.lora {
-            lora.config.dropout = dropout;
-        }
-    }
-
-    /// Train every weight, beginning with the model's own; `dir` is the directory it was loaded from.
-    pub fn train_all(&mut self, dir: &Path) -> Result<()> {
-        self.set_full(Full::of_model(dir, &self.card)?)
-    }
-
-    /// Train every weight, beginning with those of a checkpoint that [`Policy::save_full`] made.
-    pub fn load_full(&mut self, dir: &Path) -> Result<()> {
-        self.set_full(Full::read(dir, &self.card)?)
-    }
-
-    /// Write `model.safetensors` into a directory: all weights in f32, under transformers' names.
-    pub fn save_full(&self, dir: &Path) -> Result<()> {
-        let full = self.full.as_ref().ok_or_else(|| EngineError::Input("not every weight is trained".to_owned()))?;
-        full.write(dir)
-    }
-
-    /// Whether every weight is trained.
-    pub fn trains_all(&self) -> bool {
-        self.full.is_some()
-    }
-
-    /// The policy as it computes now, to keep as a reference: score it with [`Adapter::On`]. Frozen weights are shared,
-    /// not copied.
-    pub fn frozen_copy(&self) -> Policy {
-        Policy {
-            card: self.card.clone(),
-            device: self.device.clone(),
-            embedding: self.embedding.clone(),
-            layers: self.layers.clone(),
-            windows: self.windows.clone(),
-            head: self.head.clone(),
-            rope: self.rope.clone(),
-            lora: None,
-            full: None,
-        }
-    }
-
-    /// The trainable tensors, in the order of the flat buffer.
-    pub fn parameters(&self) -> Vec<ParameterInfo> {
-        match (&self.lora, &self.full) {
-            (_, Some(full)) => full.parameters.clone(),
-            (Some(lora), None) => lora.parameters.iter().map(|p| p.info.clone()).collect(),
-            (None, None) => Vec::new(),
-        }
-    }
-
-    /// The flat buffer of what is trained.
-    pub fn flat(&self) -> &[f32] {
-        match (&self.lora, &self.full) {
-            (_, Some(full)) => &full.values,
-            (Some(lora), None) => &lora.values,
-            (None, None) => &[],
-        }
-    }
-
-    /// A copy of [`Policy::flat`].
-    pub fn parameter_values(&self) -> Result<Vec<f32>> {
-        Ok(self.flat().to_vec())
-    }
-
-    /// Replace the flat buffer.
-    pub fn set_parameter_values(&mut self, values: &[f32]) -> Result<()> {
-        self.update_parameters(|flat| {
-            if values.len() != flat.len() {
-                let detail = format!("{} values for {} trainable parameters", values.len(), flat.len());
-                return Err(EngineError::Input(detail));
-            }
-            flat.copy_from_slice(values);
-            Ok(())
-        })
-    }
-
-    /// Change the flat buffer in place, and with it what computes.
-    pub fn update_parameters(&mut self, change: impl FnOnce(&mut [f32]) -> Result<()>) -> Result<()> {
-        match (self.lora.take(), self.full.take()) {
-            (_, Some(mut full)) => {
-                let changed = change(&mut full.values);
-                changed.and(self.set_full(full))
-            }
-            (Some(mut lora), None) => {
-                let changed = change(&mut lora.values);
-                changed.and(self.set_lora(lora))
-            }
-            (None, None) => Err(no_adapter()),
-        }
-    }
-
-    /// Compute with these weights.
-    fn set_full(&mut self, full: Full) -> Result<()> {
-        let config = &self.card.config;
-        // One matrix at a time, so that no second copy of the model is alive.
-        let matrix = |name: &str, device: &Device| -> Result<Tensor> {
-            let mut values = full.get(name)?.to_vec();
-            if self.head.bf16 {
-                ops::slices::round_bf16(&mut values);
-            }
-            Ok(Tensor::from_vec(values, (config.vocab_size, config.hidden_size), device)?)
-        };
-        let embedding = matrix(EMBEDDING, &self.device)?;
-        let head_weight = if config.tie_word_embeddings { embedding.clone() } else { matrix(HEAD, &self.device)? };
-        self.embedding = embedding;
-        self.head.weight = head_weight;
-        self.head.norm.copy_from_slice(full.get(NORM)?);
-        for (index, layer) in self.layers.iter_mut().enumerate() {
-            let name = |inside: &str| format!("model.layers.{index}.{inside}");
-            layer.set_norms(|inside| full.get(&name(inside)))?;
-            for linear in layer.linears_mut() {
-                linear.set_weights(|module| {
-                    let weight = full.get(&name(&format!("{}.weight", module.path())))?;
-                    Ok((weight, full.get(&name(&format!("{}.bias", module.path()))).ok()))
-                })?;
-                linear.clear_lora();
-            }
-        }
-        self.lora = None;
-        self.full = Some(full);
-        Ok(())
-    }
-
-    fn set_lora(&mut self, lora: Lora) -> Result<()> {
-        let (r, scaling) = (lora.config.r, lora.config.scaling());
-        for (index, layer) in self.layers.iter_mut().enumerate() {
-            for linear in layer.linears_mut() {
-                linear.set_lora(r, scaling, |module| lora.pair(index, module))?;
-            }
-        }
-        self.lora = Some(lora);
-        self.full = None;
-        Ok(())
     }
 
     /// Log-probs and entropies of the completions; no gradient.

@@ -26,10 +26,11 @@ const PROCESS_BYTES: u64 = 24 << 20;
 /// Prompt tokens assumed where they were not counted.
 const UNCOUNTED_PROMPT_TOKENS: u64 = 512;
 
-/// Of the largest phase's buffers: glibc's malloc gives little of what is freed in between back to the system, or to other
-/// threads. Measured (`benches/results/memory.md`); with `MALLOC_MMAP_THRESHOLD_=65536` in the worker's environment it is
-/// next to nothing, and steps of a small model take a fifth longer.
-const ALLOCATOR_PERCENT: u64 = 55;
+/// Of a rollout's or a training pass's buffers: glibc's malloc does not give all that is freed back to the system, nor to
+/// other threads. Measured (`benches/results/memory.md`): 10 to 50 %, more on a busy machine. With
+/// `MALLOC_MMAP_THRESHOLD_=65536` in the worker's environment it is next to nothing, and steps of a small model take a
+/// fifth longer.
+const ALLOCATOR_PERCENT: u64 = 30;
 
 const F32: u64 = 4;
 
@@ -156,7 +157,7 @@ impl Footprint {
 
         let resident = PROCESS_BYTES + weights + reference + trained + optimizer;
         let phase = rollout.max(training).max(update);
-        let allocator = phase * ALLOCATOR_PERCENT / 100;
+        let allocator = rollout.max(training - gradient) * ALLOCATOR_PERCENT / 100;
         Footprint {
             process: PROCESS_BYTES,
             weights,

@@ -224,12 +224,12 @@ async fn a_job_of_full_fine_tuning_has_a_model_instead_of_an_adapter() {
 
 #[tokio::test]
 async fn a_job_that_cannot_fit_is_refused_with_the_numbers_and_the_knobs() {
-    let server = Server::start_with(|config| config.memory_limit_bytes = Some(48 << 20)).await;
+    let server = Server::start_with(|config| config.memory_limit_bytes = Some(64 << 20)).await;
     let body = server.post("/jobs/validate", job()).await.body;
     assert_eq!(body["valid"], true, "{body}");
-    assert_eq!(body["estimate"]["memory_limit_bytes"], 48 << 20);
+    assert_eq!(body["estimate"]["memory_limit_bytes"], 64 << 20);
     let parts =
-        ["weights", "reference", "adapter", "gradient", "optimizer", "kv_cache", "logits", "activation", "total"];
+        ["weights", "adapter", "gradient", "optimizer", "kv_cache", "logits", "activation", "allocator", "total"];
     for part in parts {
         assert!(body["estimate"][format!("{part}_bytes")].is_u64(), "{part}: {body}");
     }
@@ -243,13 +243,18 @@ async fn a_job_that_cannot_fit_is_refused_with_the_numbers_and_the_knobs() {
     let error = &body["errors"][0];
     assert_eq!((error["code"].as_str(), body["valid"].as_bool()), (Some("not_enough_memory"), Some(false)), "{body}");
     assert_eq!(error["pointer"], "/sampling/max_completion_length");
-    for word in ["48 MiB", "KV cache", "max_completion_length 200 →", "num_generations"] {
+    for word in ["64 MiB", "KV cache", "max_completion_length 200 →", "num_generations"] {
         assert!(error["detail"].as_str().unwrap().contains(word), "{word}: {error}");
     }
     assert_eq!(server.post("/jobs", document).await.status, 422);
     // Less memory, smaller micro-batches; they are part of the plan.
-    let tight = Server::start_with(|config| config.memory_limit_bytes = Some(33 << 20)).await;
-    let body = tight.post("/jobs/validate", job()).await.body;
-    let tokens = body["plan"]["training"]["micro_batch_tokens"].as_u64();
-    assert!(tokens.is_none_or(|tokens| tokens <= 4096), "{body}");
+    let short = with(job(), "sampling", json!({"max_completion_length": 16}));
+    let roomy = server.post("/jobs/validate", short.clone()).await.body;
+    let total = roomy["estimate"]["total_bytes"].as_u64().unwrap();
+    let tight = Server::start_with(move |config| config.memory_limit_bytes = Some(total - 1)).await;
+    let body = tight.post("/jobs/validate", short).await.body;
+    let tokens =
+        |body: &Value| body["plan"]["training"]["micro_batch_tokens"].as_u64().unwrap_or_else(|| panic!("{body}"));
+    assert!(tokens(&body) < tokens(&roomy), "{body}");
+    assert!(body["estimate"]["total_bytes"].as_u64().unwrap() < total);
 }
