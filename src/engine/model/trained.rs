@@ -66,8 +66,8 @@ impl Policy {
         self.full.is_some()
     }
 
-    /// The policy as it computes now, to keep as a reference: score it with [`Adapter::On`]. Frozen weights are shared,
-    /// not copied.
+    /// The policy as it computes now, to keep as a reference: score it with [`Adapter::On`](super::Adapter::On). Frozen
+    /// weights are shared, not copied.
     pub fn frozen_copy(&self) -> Policy {
         Policy {
             card: self.card.clone(),
