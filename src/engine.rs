@@ -1,7 +1,7 @@
 //! The RLOO loop: [`train`], top to bottom.
 //!
 //! Synchronous; knows token ids, not jobs or HTTP. Whoever runs it implements [`host::Host`]. The loop is here; what has a
-//! name of its own lies in the modules below.
+//! name of its own lies in the modules below. Long because of the table.
 //!
 //! # The implementation details, and where they stand
 //!
