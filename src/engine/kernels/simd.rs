@@ -25,14 +25,44 @@ pub unsafe trait Simd: Copy {
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     /// a·b.
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// a − b.
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     /// The larger of each lane.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// To the nearest whole number, ties to even.
+    unsafe fn round(a: Self::V) -> Self::V;
+    /// a·2ⁿ for whole n in [−126, 127].
+    unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V;
     /// LANES pairs of bf16: the first of each pair, and the second.
     unsafe fn load_pairs(from: *const u32) -> (Self::V, Self::V);
     /// The sum of all lanes, in a fixed order.
     unsafe fn sum(value: Self::V) -> f32;
     /// The first lane.
     unsafe fn first(value: Self::V) -> f32;
+}
+
+/// eˣ for x ≤ 88, within 2 units in the last place; e⁻⁸⁷ below −87. Cody and Waite's reduction, Taylor's polynomial.
+///
+/// # Safety
+/// As for the methods of [`Simd`].
+#[inline(always)]
+pub unsafe fn exp<S: Simd>(x: S::V) -> S::V {
+    const LOWEST: f32 = -87.0;
+    // ln 2 in two parts, the first with zeros at its end, so that n·LN_2_HIGH is exact.
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    const TERMS: [f32; 6] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0];
+    unsafe {
+        let x = S::max(x, S::splat(LOWEST));
+        let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
+        let r = S::fma(n, S::splat(-LN_2_HIGH), x);
+        let r = S::fma(n, S::splat(-LN_2_LOW), r);
+        let mut sum = S::splat(TERMS[0]);
+        for term in &TERMS[1..] {
+            sum = S::fma(sum, r, S::splat(*term));
+        }
+        S::scale_by_power(S::fma(sum, r, S::splat(1.0)), n)
+    }
 }
 
 /// Plain arrays.
@@ -95,8 +125,25 @@ unsafe impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] - b[i])
+    }
+
+    #[inline(always)]
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
         lanes(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    unsafe fn round(a: Self::V) -> Self::V {
+        // Adding and taking off 1.5·2²³ leaves no room for a fraction; a library call would be slow without SSE 4.1.
+        const MAGIC: f32 = 12_582_912.0;
+        lanes(|i| (a[i] + MAGIC) - MAGIC)
+    }
+
+    #[inline(always)]
+    unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V {
+        lanes(|i| a[i] * f32::from_bits(((n[i] as i32 + 127) << 23) as u32))
     }
 
     #[inline(always)]
@@ -170,8 +217,26 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_sub_ps(a, b) }
+        }
+
+        #[inline(always)]
         unsafe fn max(a: __m256, b: __m256) -> __m256 {
             unsafe { _mm256_max_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn round(a: __m256) -> __m256 {
+            unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+        }
+
+        #[inline(always)]
+        unsafe fn scale_by_power(a: __m256, n: __m256) -> __m256 {
+            unsafe {
+                let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+                _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent)))
+            }
         }
 
         #[inline(always)]
@@ -242,8 +307,23 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_sub_ps(a, b) }
+        }
+
+        #[inline(always)]
         unsafe fn max(a: __m512, b: __m512) -> __m512 {
             unsafe { _mm512_max_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn round(a: __m512) -> __m512 {
+            unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+        }
+
+        #[inline(always)]
+        unsafe fn scale_by_power(a: __m512, n: __m512) -> __m512 {
+            unsafe { _mm512_scalef_ps(a, n) }
         }
 
         #[inline(always)]
