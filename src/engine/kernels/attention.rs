@@ -5,7 +5,11 @@
 //! the prompt's segment and a range of its completion's. Its scores are chains over the head's width; its softmax sums
 //! lane by lane over the blocks, the prompt's first; its output is a chain over the positions.
 
+mod backward;
+
 use std::ops::Range;
+
+pub use backward::{Backward, attend_backward};
 
 use super::isa::Isa;
 use super::simd::{self, Portable, Simd};
@@ -50,6 +54,11 @@ impl Heads {
         (self.head_dim as f32).powf(-0.5)
     }
 
+    /// The sizes of one key head alone.
+    fn of_one(&self) -> Heads {
+        Heads { num_heads: 1, num_kv_heads: 1, head_dim: self.head_dim }
+    }
+
     /// A head's width in whole vectors.
     fn padded(&self) -> usize {
         self.head_dim.div_ceil(BLOCK) * BLOCK
@@ -87,6 +96,10 @@ impl Segment {
     /// Append the key and value heads of one row of `qkv`.
     pub fn push(&mut self, heads: &Heads, qkv: &[f32]) {
         let (keys, values) = qkv[heads.q_width()..heads.width()].split_at(heads.kv_width());
+        self.push_heads(heads, keys, values);
+    }
+
+    fn push_heads(&mut self, heads: &Heads, keys: &[f32], values: &[f32]) {
         let (block, lane) = (self.len / BLOCK, self.len % BLOCK);
         if lane == 0 {
             self.keys.resize((block + 1) * heads.kv_width() * BLOCK, 0.0);
@@ -248,15 +261,15 @@ unsafe fn tile<S: Simd, const NV: usize, const WIDE: usize, const NQ: usize>(
             std::array::from_fn(|i| queries[ones[i].token].qkv.as_ptr().add(ones[i].head * heads.head_dim));
         let shared = ones.iter().all(|one| std::ptr::eq(queries[one.token].own, queries[ones[0].token].own));
 
-        scores::<S, NV, NQ>(heads, prompt, prompt_blocks.clone(), kv_head, q, std::array::from_fn(|i| p.add(i * stride)));
+        score_blocks_of::<S, NV, NQ>(heads, prompt, prompt_blocks.clone(), kv_head, q, std::array::from_fn(|i| p.add(i * stride)));
         if shared {
             let to = std::array::from_fn(|i| p.add(i * stride + own_at));
-            scores::<S, NV, NQ>(heads, queries[ones[0].token].own, own_blocks.clone(), kv_head, q, to);
+            score_blocks_of::<S, NV, NQ>(heads, queries[ones[0].token].own, own_blocks.clone(), kv_head, q, to);
         } else {
             for (i, one) in ones.iter().enumerate() {
                 let query = &queries[one.token];
                 let to = p.add(i * stride + own_at + (blocks(&query.visible.own).start - own_blocks.start) * BLOCK);
-                scores::<S, NV, 1>(heads, query.own, blocks(&query.visible.own), kv_head, [q[i]], [to]);
+                score_blocks_of::<S, NV, 1>(heads, query.own, blocks(&query.visible.own), kv_head, [q[i]], [to]);
             }
         }
         let mut rest: [f32; NQ] = [0.0; NQ];
@@ -339,7 +352,7 @@ unsafe fn outputs<S: Simd, const NV: usize, const NQ: usize>(
 
 /// Unscaled dot products of queries with the keys of some blocks.
 #[inline(always)]
-unsafe fn scores<S: Simd, const NV: usize, const NQ: usize>(
+unsafe fn score_blocks_of<S: Simd, const NV: usize, const NQ: usize>(
     heads: &Heads,
     segment: &Segment,
     range: Range<usize>,
