@@ -1,0 +1,348 @@
+//! Vectors of f32, one implementation a rung. A kernel is written once over [`Simd`] and compiled once a rung.
+
+/// The operations the kernels are made of. Everything is inlined into a function that enables the rung's instructions.
+///
+/// # Safety
+/// The methods may only run on a machine that has the rung's instructions; pointers must be valid for [`Simd::LANES`]
+/// elements.
+pub unsafe trait Simd: Copy {
+    /// f32 values in a vector.
+    const LANES: usize;
+    /// The register.
+    type V: Copy;
+
+    /// All zero.
+    unsafe fn zero() -> Self::V;
+    /// The same value in every lane.
+    unsafe fn splat(value: f32) -> Self::V;
+    /// Unaligned.
+    unsafe fn load(from: *const f32) -> Self::V;
+    /// Unaligned.
+    unsafe fn store(to: *mut f32, value: Self::V);
+    /// a·b + c, rounded once where the machine can.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// a + b.
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    /// a·b.
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// a − b.
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    /// The larger of each lane.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// To the nearest whole number, ties to even.
+    unsafe fn round(a: Self::V) -> Self::V;
+    /// a·2ⁿ for whole n in [−126, 127].
+    unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V;
+    /// LANES pairs of bf16: the first of each pair, and the second.
+    unsafe fn load_pairs(from: *const u32) -> (Self::V, Self::V);
+    /// The sum of all lanes, in a fixed order.
+    unsafe fn sum(value: Self::V) -> f32;
+    /// The first lane.
+    unsafe fn first(value: Self::V) -> f32;
+}
+
+/// eˣ for x ≤ 88, within 2 units in the last place; e⁻⁸⁷ below −87. Cody and Waite's reduction, Taylor's polynomial.
+///
+/// # Safety
+/// As for the methods of [`Simd`].
+#[inline(always)]
+pub unsafe fn exp<S: Simd>(x: S::V) -> S::V {
+    const LOWEST: f32 = -87.0;
+    // ln 2 in two parts, the first with zeros at its end, so that n·LN_2_HIGH is exact.
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    const TERMS: [f32; 6] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0];
+    unsafe {
+        let x = S::max(x, S::splat(LOWEST));
+        let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
+        let r = S::fma(n, S::splat(-LN_2_HIGH), x);
+        let r = S::fma(n, S::splat(-LN_2_LOW), r);
+        let mut sum = S::splat(TERMS[0]);
+        for term in &TERMS[1..] {
+            sum = S::fma(sum, r, S::splat(*term));
+        }
+        S::scale_by_power(S::fma(sum, r, S::splat(1.0)), n)
+    }
+}
+
+/// Plain arrays.
+#[derive(Clone, Copy)]
+pub struct Portable;
+
+const PORTABLE: usize = 8;
+
+#[inline(always)]
+fn lanes(f: impl Fn(usize) -> f32) -> [f32; PORTABLE] {
+    let mut out = [0.0; PORTABLE];
+    for (lane, out) in out.iter_mut().enumerate() {
+        *out = f(lane);
+    }
+    out
+}
+
+unsafe impl Simd for Portable {
+    const LANES: usize = PORTABLE;
+    type V = [f32; PORTABLE];
+
+    #[inline(always)]
+    unsafe fn zero() -> Self::V {
+        [0.0; PORTABLE]
+    }
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self::V {
+        [value; PORTABLE]
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self::V {
+        unsafe { from.cast::<Self::V>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, value: Self::V) {
+        unsafe { to.cast::<Self::V>().write_unaligned(value) }
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // A fused product without the instruction is a slow library call.
+        if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+            lanes(|i| a[i].mul_add(b[i], c[i]))
+        } else {
+            lanes(|i| a[i] * b[i] + c[i])
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] * b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] - b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    unsafe fn round(a: Self::V) -> Self::V {
+        // Adding and taking off 1.5·2²³ leaves no room for a fraction; a library call would be slow without SSE 4.1.
+        const MAGIC: f32 = 12_582_912.0;
+        lanes(|i| (a[i] + MAGIC) - MAGIC)
+    }
+
+    #[inline(always)]
+    unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V {
+        lanes(|i| a[i] * f32::from_bits(((n[i] as i32 + 127) << 23) as u32))
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs(from: *const u32) -> (Self::V, Self::V) {
+        let pairs = unsafe { from.cast::<[u32; PORTABLE]>().read_unaligned() };
+        (lanes(|i| f32::from_bits(pairs[i] << 16)), lanes(|i| f32::from_bits(pairs[i] & 0xffff_0000)))
+    }
+
+    #[inline(always)]
+    unsafe fn sum(value: Self::V) -> f32 {
+        let [a, b, c, d, e, f, g, h] = value;
+        ((a + e) + (c + g)) + ((b + f) + (d + h))
+    }
+
+    #[inline(always)]
+    unsafe fn first(value: Self::V) -> f32 {
+        value[0]
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::Simd;
+
+    /// 8 lanes.
+    #[derive(Clone, Copy)]
+    pub struct Avx2;
+
+    unsafe impl Simd for Avx2 {
+        const LANES: usize = 8;
+        type V = __m256;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m256 {
+            unsafe { _mm256_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(value: f32) -> __m256 {
+            unsafe { _mm256_set1_ps(value) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> __m256 {
+            unsafe { _mm256_loadu_ps(from) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(to: *mut f32, value: __m256) {
+            unsafe { _mm256_storeu_ps(to, value) }
+        }
+
+        #[inline(always)]
+        unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+            unsafe { _mm256_fmadd_ps(a, b, c) }
+        }
+
+        #[inline(always)]
+        unsafe fn add(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_add_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_mul_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_sub_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn max(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_max_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn round(a: __m256) -> __m256 {
+            unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+        }
+
+        #[inline(always)]
+        unsafe fn scale_by_power(a: __m256, n: __m256) -> __m256 {
+            unsafe {
+                let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+                _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_pairs(from: *const u32) -> (__m256, __m256) {
+            unsafe {
+                let pairs = _mm256_loadu_si256(from.cast());
+                let odd = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+                (_mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)), _mm256_castsi256_ps(odd))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn sum(value: __m256) -> f32 {
+            unsafe {
+                let four = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps::<1>(value));
+                let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+                _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn first(value: __m256) -> f32 {
+            unsafe { _mm256_cvtss_f32(value) }
+        }
+    }
+
+    /// 16 lanes.
+    #[derive(Clone, Copy)]
+    pub struct Avx512;
+
+    unsafe impl Simd for Avx512 {
+        const LANES: usize = 16;
+        type V = __m512;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m512 {
+            unsafe { _mm512_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(value: f32) -> __m512 {
+            unsafe { _mm512_set1_ps(value) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> __m512 {
+            unsafe { _mm512_loadu_ps(from) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(to: *mut f32, value: __m512) {
+            unsafe { _mm512_storeu_ps(to, value) }
+        }
+
+        #[inline(always)]
+        unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+            unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+
+        #[inline(always)]
+        unsafe fn add(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_add_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_sub_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn max(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_max_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn round(a: __m512) -> __m512 {
+            unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+        }
+
+        #[inline(always)]
+        unsafe fn scale_by_power(a: __m512, n: __m512) -> __m512 {
+            unsafe { _mm512_scalef_ps(a, n) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_pairs(from: *const u32) -> (__m512, __m512) {
+            unsafe {
+                let pairs = _mm512_loadu_si512(from.cast());
+                let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+                (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(odd))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn sum(value: __m512) -> f32 {
+            unsafe { _mm512_reduce_add_ps(value) }
+        }
+
+        #[inline(always)]
+        unsafe fn first(value: __m512) -> f32 {
+            unsafe { _mm512_cvtss_f32(value) }
+        }
+    }
+}
