@@ -58,6 +58,8 @@ pub mod delta;
 pub mod error;
 pub mod generate;
 pub mod host;
+#[expect(unsafe_code, reason = "vector instructions and threads that share buffers")]
+pub mod kernels;
 pub mod load;
 pub mod lora;
 pub mod loss;

@@ -261,7 +261,14 @@ unsafe fn tile<S: Simd, const NV: usize, const WIDE: usize, const NQ: usize>(
             std::array::from_fn(|i| queries[ones[i].token].qkv.as_ptr().add(ones[i].head * heads.head_dim));
         let shared = ones.iter().all(|one| std::ptr::eq(queries[one.token].own, queries[ones[0].token].own));
 
-        score_blocks_of::<S, NV, NQ>(heads, prompt, prompt_blocks.clone(), kv_head, q, std::array::from_fn(|i| p.add(i * stride)));
+        score_blocks_of::<S, NV, NQ>(
+            heads,
+            prompt,
+            prompt_blocks.clone(),
+            kv_head,
+            q,
+            std::array::from_fn(|i| p.add(i * stride)),
+        );
         if shared {
             let to = std::array::from_fn(|i| p.add(i * stride + own_at));
             score_blocks_of::<S, NV, NQ>(heads, queries[ones[0].token].own, own_blocks.clone(), kv_head, q, to);

@@ -96,7 +96,12 @@ pub struct Rows<'a> {
     pub stride: usize,
 }
 
-fn check(terms: &[Term<'_>], rows: usize, width: impl Fn(&PackedMatrix) -> usize, fits: impl Fn(&PackedMatrix) -> bool) {
+fn check(
+    terms: &[Term<'_>],
+    rows: usize,
+    width: impl Fn(&PackedMatrix) -> usize,
+    fits: impl Fn(&PackedMatrix) -> bool,
+) {
     for term in terms {
         let width = width(term.weight);
         assert!(fits(term.weight), "the weights of one product have different shapes");
@@ -202,7 +207,8 @@ unsafe fn product<S: Simd, const NV: usize>(
             let chunk = begin..(begin + rows_at_once).min(rows.end);
             begin = chunk.end;
             for first in (0..depth).step_by(depth_at_once) {
-                let block = Block { term, depth: first..(first + depth_at_once).min(depth), fresh: index == 0 && first == 0 };
+                let block =
+                    Block { term, depth: first..(first + depth_at_once).min(depth), fresh: index == 0 && first == 0 };
                 // Safety: the caller's.
                 unsafe { product_block::<S, NV>(job, scratch, tile_rows, &block, chunk.clone(), panels.clone()) };
             }

@@ -143,10 +143,11 @@ impl PackedMatrix {
 
     /// 32-bit words of a panel.
     pub(super) fn panel_words(&self) -> usize {
-        PANEL * match self.dtype {
-            PackDtype::F32 => self.k,
-            PackDtype::Bf16 => self.k.div_ceil(2),
-        }
+        PANEL
+            * match self.dtype {
+                PackDtype::F32 => self.k,
+                PackDtype::Bf16 => self.k.div_ceil(2),
+            }
     }
 
     /// The first word.

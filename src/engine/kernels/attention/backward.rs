@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
+use super::super::isa::Isa;
+use super::super::simd::{self, Portable, Simd};
+use super::super::threads::Shared;
 use super::{BLOCK, Heads, Place, Segment, Visible, blocks, score_blocks_of, softmax, union, weigh};
-use crate::kernels::isa::Isa;
-use crate::kernels::simd::{self, Portable, Simd};
-use crate::kernels::threads::Shared;
 
 /// One prompt with its completions, side by side: prompt tokens, then each completion's.
 #[derive(Debug)]
