@@ -31,6 +31,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("prober", &["engine", "reward"]),
     ("serve", &["files", "http", "reward", "store", "supervisor"]),
     ("convert", &[]),
+    ("bench", &["engine"]),
     ("demo", &["files", "reward", "serve"]),
 ];
 
@@ -51,7 +52,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("sqlx", &["store", "serve"]),
     ("tokio", &["demo", "files", "http", "prober", "reward", "serve", "store", "supervisor", "worker"]),
     ("tokenizers", &["engine", "modelcard"]),
-    ("candle_core", &["config", "engine"]),
+    ("candle_core", &["bench", "config", "engine"]),
 ];
 
 #[test]

@@ -1,0 +1,147 @@
+//! Matrix products at the model's sizes: as decode uses them (few rows: bound by reading the weights) and as training does
+//! (many rows, forward and dX).
+
+use serde::{Deserialize, Serialize};
+
+use super::shape::linear_shapes;
+use super::timing::repeat;
+use super::{BenchError, Setting};
+use crate::config::Precision;
+use crate::engine::kernels::gemm::{Output, Term, backward, forward};
+use crate::engine::kernels::isa::Isa;
+use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
+use crate::engine::kernels::threads::Threads;
+use crate::engine::random::{Key, Stream};
+
+/// Rows of a decode step.
+pub const DECODE_ROWS: [usize; 3] = [1, 4, 16];
+
+/// Rows of a training product.
+pub const TRAINING_ROWS: usize = 1024;
+
+/// Bytes of copies of one matrix that a measurement goes round: a layer's weights are not in the cache when their turn
+/// comes again, unless the model is small.
+const COPIES_BYTES: usize = 256 << 20;
+
+/// Most inputs or outputs of a product at once: the engine never holds the logits of a whole batch either.
+const MAX_ACTIVATIONS: usize = 1 << 25;
+
+/// Shortest measurement of a product, seconds.
+const MIN_SECONDS: f64 = 0.2;
+
+/// All products.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct KernelFigures {
+    /// One a matrix of a layer, the head last.
+    pub products: Vec<Product>,
+    /// Forward and dX of the layers' matrices with [`TRAINING_ROWS`] rows, by FLOPs, 1e12 a second.
+    pub gemm_tflop_s: f64,
+    /// Of a decode step of 1, 4 and 16 rows: all matrices, 1e9 bytes a second.
+    pub decode_gb_s: Vec<f64>,
+}
+
+/// One matrix.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Product {
+    /// As in the checkpoint.
+    pub name: String,
+    /// Outputs.
+    pub n: usize,
+    /// Inputs.
+    pub k: usize,
+    /// Packed weights read by 1, 4 and 16 rows, 1e9 bytes a second.
+    pub gb_s: Vec<f64>,
+    /// Forward over [`TRAINING_ROWS`] rows (the head over fewer), 1e9 FLOPs a second.
+    pub forward_gflop_s: f64,
+    /// dX over as many.
+    pub backward_gflop_s: f64,
+}
+
+/// Measures the seven matrices of a layer and the head.
+///
+/// # Errors
+/// None at present.
+pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
+    let config = &setting.card.config;
+    let threads = Threads::new(setting.threads());
+    let dtype = match setting.args.dtype {
+        Precision::Bf16 => PackDtype::Bf16,
+        Precision::F32 => PackDtype::F32,
+    };
+    let layers = config.num_hidden_layers;
+    let mut totals = Totals::default();
+    let mut products = Vec::new();
+    for (name, n, k) in linear_shapes(config) {
+        products.push(product(&threads, dtype, (name, n, k), layers, &mut totals)?);
+    }
+    let gemm_tflop_s = totals.flops / totals.training_s / 1e12;
+    products.push(product(&threads, dtype, ("head", config.vocab_size, config.hidden_size), 1, &mut totals)?);
+    let decode_gb_s = totals.decode_s.iter().map(|seconds| totals.bytes / seconds / 1e9).collect();
+    Ok(KernelFigures { products, gemm_tflop_s, decode_gb_s })
+}
+
+/// Over all layers.
+#[derive(Default)]
+struct Totals {
+    flops: f64,
+    training_s: f64,
+    bytes: f64,
+    decode_s: [f64; DECODE_ROWS.len()],
+}
+
+fn product(
+    threads: &Threads,
+    dtype: PackDtype,
+    (name, n, k): (&str, usize, usize),
+    layers: usize,
+    totals: &mut Totals,
+) -> Result<Product, BenchError> {
+    let isa = Isa::best();
+    let key = Key::new(0, Stream::Init).with(n as u64).with(k as u64);
+    let values = |count: usize, scale: f64| -> Vec<f32> {
+        (0..count as u64).map(|at| ((key.with(at).uniform() - 0.5) * scale) as f32).collect()
+    };
+    let weight = values(n * k, 0.07);
+    let first = PackedMatrix::new(&weight, k, dtype);
+    drop(weight);
+    let bytes = first.size_bytes();
+    let copies = layers.min(COPIES_BYTES / bytes.max(1) + 1);
+    let matrices: Vec<PackedMatrix> = std::iter::repeat_n(first, copies).collect();
+    let training_rows = (MAX_ACTIVATIONS / n.max(k)).clamp(DECODE_ROWS[2], TRAINING_ROWS);
+    let x = values(training_rows * n.max(k), 2.0);
+    let mut y = vec![0.0; training_rows * n.max(k)];
+    let mut turn = 0;
+    let mut seconds = |rows: usize, towards_inputs: bool| {
+        let timing = repeat(2, MIN_SECONDS, || -> Result<(), BenchError> {
+            turn = (turn + 1) % matrices.len();
+            let (input, output) = if towards_inputs { (n, k) } else { (k, n) };
+            let term = Term { x: &x[..rows * input], stride: input, weight: &matrices[turn] };
+            let out = Output { y: &mut y[..rows * output], stride: output, rows, add: false };
+            match towards_inputs {
+                false => forward(threads, isa, &[term], None, out),
+                true => backward(threads, isa, &[term], out),
+            }
+            Ok(())
+        });
+        timing.map(|timing| timing.min_s)
+    };
+    let mut gb_s = Vec::new();
+    for (rows, total) in DECODE_ROWS.into_iter().zip(&mut totals.decode_s) {
+        let taken = seconds(rows, false)?;
+        *total += taken * layers as f64;
+        gb_s.push(bytes as f64 / taken / 1e9);
+    }
+    totals.bytes += (bytes * layers) as f64;
+    let flops = 2.0 * (n * k * training_rows) as f64;
+    let (forward_s, backward_s) = (seconds(training_rows, false)?, seconds(training_rows, true)?);
+    totals.flops += 2.0 * flops * layers as f64;
+    totals.training_s += (forward_s + backward_s) * layers as f64;
+    Ok(Product {
+        name: name.to_owned(),
+        n,
+        k,
+        gb_s,
+        forward_gflop_s: flops / forward_s / 1e9,
+        backward_gflop_s: flops / backward_s / 1e9,
+    })
+}
