@@ -13,11 +13,13 @@ pub enum Isa {
     Avx2,
     /// 512-bit vectors.
     Avx512,
+    /// Tiles of bf16 multiplied at once; packs of f32 as on the rung below.
+    Amx,
 }
 
 impl Isa {
     /// Every rung, the slowest first.
-    pub const ALL: [Isa; 3] = [Isa::Portable, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
     /// The name in `--isa`.
     pub fn name(self) -> &'static str {
@@ -25,6 +27,7 @@ impl Isa {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
         }
     }
 
@@ -36,6 +39,7 @@ impl Isa {
             Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => Isa::Avx2.is_available() && is_x86_feature_detected!("avx512f"),
+            Isa::Amx => false,
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::Avx512 => false,
         }
