@@ -22,8 +22,8 @@ const BATCHES: [(usize, usize); 3] = [(1, 1), (1, 4), (4, 4)];
 /// Tokens of a completion in those.
 const SHORT_COMPLETION: usize = 32;
 
-/// Shortest measurement of a batch, seconds.
-const MIN_SECONDS: f64 = 0.5;
+/// Shortest measurement of a batch, seconds for each of `--steps`.
+const MIN_SECONDS: f64 = 0.1;
 
 /// How long a busy process runs before anything is measured beside it.
 const SETTLE: Duration = Duration::from_millis(300);
@@ -161,8 +161,9 @@ impl<'a> Generation<'a> {
             };
             generate(&self.policy, &self.text, &request, &|| false).map(drop)
         };
-        let all = repeat(times, MIN_SECONDS, || generate_tokens(completion))?;
-        let first = repeat(times, MIN_SECONDS / 5.0, || generate_tokens(1))?;
+        let seconds = MIN_SECONDS * f64::from(self.setting.args.steps);
+        let all = repeat(times, seconds, || generate_tokens(completion))?;
+        let first = repeat(times, seconds / 5.0, || generate_tokens(1))?;
         let tokens = (prompts * generations * completion) as f64;
         // At least a nanosecond: noise on a tiny model must not divide by zero.
         let decode_step_s = ((all.min_s - first.min_s) / completion.saturating_sub(1).max(1) as f64).max(1e-9);

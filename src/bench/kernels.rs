@@ -26,8 +26,8 @@ const COPIES_BYTES: usize = 256 << 20;
 /// Most inputs or outputs of a product at once: the engine never holds the logits of a whole batch either.
 const MAX_ACTIVATIONS: usize = 1 << 25;
 
-/// Shortest measurement of a product, seconds.
-const MIN_SECONDS: f64 = 0.2;
+/// Shortest measurement of a product, seconds for each of `--steps`.
+const MIN_SECONDS: f64 = 0.04;
 
 /// All products.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -63,19 +63,20 @@ pub struct Product {
 /// None at present.
 pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
     let config = &setting.card.config;
-    let threads = Threads::new(setting.threads());
     let dtype = match setting.args.dtype {
         Precision::Bf16 => PackDtype::Bf16,
         Precision::F32 => PackDtype::F32,
     };
+    let team =
+        Team { threads: Threads::new(setting.threads()), dtype, seconds: MIN_SECONDS * f64::from(setting.args.steps) };
     let layers = config.num_hidden_layers;
     let mut totals = Totals::default();
     let mut products = Vec::new();
     for (name, n, k) in linear_shapes(config) {
-        products.push(product(&threads, dtype, (name, n, k), layers, &mut totals)?);
+        products.push(product(&team, (name, n, k), layers, &mut totals)?);
     }
     let gemm_tflop_s = totals.flops / totals.training_s / 1e12;
-    products.push(product(&threads, dtype, ("head", config.vocab_size, config.hidden_size), 1, &mut totals)?);
+    products.push(product(&team, ("head", config.vocab_size, config.hidden_size), 1, &mut totals)?);
     let decode_gb_s = totals.decode_s.iter().map(|seconds| totals.bytes / seconds / 1e9).collect();
     Ok(KernelFigures { products, gemm_tflop_s, decode_gb_s })
 }
@@ -89,9 +90,15 @@ struct Totals {
     decode_s: [f64; DECODE_ROWS.len()],
 }
 
-fn product(
-    threads: &Threads,
+/// Who computes a product, in what precision, for how long at least.
+struct Team {
+    threads: Threads,
     dtype: PackDtype,
+    seconds: f64,
+}
+
+fn product(
+    team: &Team,
     (name, n, k): (&str, usize, usize),
     layers: usize,
     totals: &mut Totals,
@@ -102,7 +109,7 @@ fn product(
         (0..count as u64).map(|at| ((key.with(at).uniform() - 0.5) * scale) as f32).collect()
     };
     let weight = values(n * k, 0.07);
-    let first = PackedMatrix::new(&weight, k, dtype);
+    let first = PackedMatrix::new_on(&team.threads, &weight, k, team.dtype);
     drop(weight);
     let bytes = first.size_bytes();
     let copies = layers.min(COPIES_BYTES / bytes.max(1) + 1);
@@ -112,14 +119,14 @@ fn product(
     let mut y = vec![0.0; training_rows * n.max(k)];
     let mut turn = 0;
     let mut seconds = |rows: usize, towards_inputs: bool| {
-        let timing = repeat(2, MIN_SECONDS, || -> Result<(), BenchError> {
+        let timing = repeat(2, team.seconds, || -> Result<(), BenchError> {
             turn = (turn + 1) % matrices.len();
             let (input, output) = if towards_inputs { (n, k) } else { (k, n) };
             let term = Term { x: &x[..rows * input], stride: input, weight: &matrices[turn] };
             let out = Output { y: &mut y[..rows * output], stride: output, rows, add: false };
             match towards_inputs {
-                false => forward(threads, isa, &[term], None, out),
-                true => backward(threads, isa, &[term], out),
+                false => forward(&team.threads, isa, &[term], None, out),
+                true => backward(&team.threads, isa, &[term], out),
             }
             Ok(())
         });

@@ -9,8 +9,8 @@ use crate::engine::memory::micro_batches;
 use crate::engine::model::{Adapter, Row, RowScore};
 use crate::spec::MICRO_BATCH_TOKENS;
 
-/// Shortest measurement, seconds.
-const MIN_SECONDS: f64 = 0.5;
+/// Shortest measurement, seconds for each of `--steps`.
+const MIN_SECONDS: f64 = 0.1;
 
 /// What training reached.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -62,13 +62,13 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
         };
         Ok(scores.iter().enumerate().map(of_row).collect())
     };
-    let times = args.steps as usize;
-    let trained = repeat(times, MIN_SECONDS, || {
+    let (times, seconds) = (args.steps as usize, MIN_SECONDS * f64::from(args.steps));
+    let trained = repeat(times, seconds, || {
         batches.iter().try_for_each(|batch| {
             policy.forward_backward(&rows[batch.clone()], 1.0, &mut loss, &mut gradient).map(drop)
         })
     })?;
-    let scored = repeat(times, MIN_SECONDS, || {
+    let scored = repeat(times, seconds, || {
         batches.iter().try_for_each(|batch| policy.score(&rows[batch.clone()], 1.0, Adapter::Off).map(drop))
     })?;
     let tokens = (rows.len() * (prompt_len + completion)) as u64;

@@ -391,7 +391,20 @@ impl<'a> Job<'a> {
     ) -> Job<'a> {
         let sum = 0..if side == Side::Forward { weight.k() } else { weight.n() };
         let Target { y, stride, first_row, ref columns, add: _ } = *target;
-        Job { side, weight, inputs, sum, parts: &[], start, y, stride, first_row, columns: columns.clone(), call, slot: 0 }
+        Job {
+            side,
+            weight,
+            inputs,
+            sum,
+            parts: &[],
+            start,
+            y,
+            stride,
+            first_row,
+            columns: columns.clone(),
+            call,
+            slot: 0,
+        }
     }
 
     /// The part of the sum that a panel needs. Begins at a multiple of what AMX sums at once.

@@ -167,10 +167,12 @@ mod x86 {
             }
             let mut out = b;
             for j in 0..4 {
-                let (p, q) = (_mm512_shuffle_i32x4::<0x88>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0x88>(b[8 + j], b[12 + j]));
+                let (p, q) =
+                    (_mm512_shuffle_i32x4::<0x88>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0x88>(b[8 + j], b[12 + j]));
                 out[j] = _mm512_shuffle_i32x4::<0x88>(p, q);
                 out[8 + j] = _mm512_shuffle_i32x4::<0xdd>(p, q);
-                let (p, q) = (_mm512_shuffle_i32x4::<0xdd>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0xdd>(b[8 + j], b[12 + j]));
+                let (p, q) =
+                    (_mm512_shuffle_i32x4::<0xdd>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0xdd>(b[8 + j], b[12 + j]));
                 out[4 + j] = _mm512_shuffle_i32x4::<0x88>(p, q);
                 out[12 + j] = _mm512_shuffle_i32x4::<0xdd>(p, q);
             }
