@@ -167,10 +167,12 @@ mod x86 {
             }
             let mut out = b;
             for j in 0..4 {
-                let (p, q) = (_mm512_shuffle_i32x4::<0x88>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0x88>(b[8 + j], b[12 + j]));
+                let (p, q) =
+                    (_mm512_shuffle_i32x4::<0x88>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0x88>(b[8 + j], b[12 + j]));
                 out[j] = _mm512_shuffle_i32x4::<0x88>(p, q);
                 out[8 + j] = _mm512_shuffle_i32x4::<0xdd>(p, q);
-                let (p, q) = (_mm512_shuffle_i32x4::<0xdd>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0xdd>(b[8 + j], b[12 + j]));
+                let (p, q) =
+                    (_mm512_shuffle_i32x4::<0xdd>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0xdd>(b[8 + j], b[12 + j]));
                 out[4 + j] = _mm512_shuffle_i32x4::<0x88>(p, q);
                 out[12 + j] = _mm512_shuffle_i32x4::<0xdd>(p, q);
             }
@@ -180,7 +182,6 @@ mod x86 {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[expect(unused_imports)]
 pub(in super::super) use x86::transpose;
 
 unsafe fn turn_f32(words: *const u32, inputs: usize, out: *mut f32) {
