@@ -132,6 +132,7 @@ pub fn forward_panels(isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, panels
     let Some(first) = terms.first() else { return };
     let n = first.weight.n();
     assert!(terms.iter().all(|term| term.weight.n() == n), "the weights of one product have different shapes");
+    assert!(isa.runs(), "{isa} does not run on this machine");
     let rows = out.rows;
     let target = Target::new(out, outputs_of(&panels, n));
     let start = target.start(bias);
@@ -150,6 +151,7 @@ pub fn forward_panels(isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, panels
 /// dx `[rows, k]` (+)= dy · weight over the outputs of some panels, on the calling thread. Column 0 of `dy` is output
 /// `panels.start * PANEL`. A chain over the outputs in order: adding consecutive ranges gives the same bits as one call.
 pub fn backward_panels(isa: Isa, weight: &PackedMatrix, panels: Range<usize>, dy: Rows<'_>, out: Output<'_>) {
+    assert!(isa.runs(), "{isa} does not run on this machine");
     let outputs = outputs_of(&panels, weight.n());
     assert_eq!(dy.width, outputs.len(), "dy has other outputs");
     let inputs = Inputs { values: dy.values, stride: dy.stride, first_row: 0, first: outputs.start };
@@ -238,7 +240,7 @@ pub fn outer_here(isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]
 }
 
 fn check_outer(isa: Isa, rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &mut [f32]) -> Option<Target> {
-    assert!(isa.is_available(), "{isa} does not run on this machine");
+    assert!(isa.runs(), "{isa} does not run on this machine");
     assert_eq!(c.len(), a.width * b.width);
     if rows == 0 || c.is_empty() {
         return None;
@@ -276,7 +278,7 @@ fn cut(
     if rows == 0 || panels == 0 {
         return;
     }
-    assert!(isa.is_available(), "{isa} does not run on this machine");
+    assert!(isa.runs(), "{isa} does not run on this machine");
     if rows.saturating_mul(size) <= ALONE {
         return f(0..rows, 0..panels);
     }
@@ -427,7 +429,7 @@ impl<'a> Job<'a> {
         unsafe { self.y.at((row - self.first_row) * self.stride + output - self.columns.start) }
     }
 
-    /// On the calling thread.
+    /// On the calling thread, whose machine must have the rung.
     fn run(&self, isa: Isa, scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
         if rows.is_empty() || panels.is_empty() {
             return;
@@ -435,9 +437,14 @@ impl<'a> Job<'a> {
         if self.sum.is_empty() {
             return self.empty(rows, panels);
         }
-        assert!(isa.is_available(), "{isa} does not run on this machine");
         // Safety: the rung is available, and the bounds were checked where the job was made.
-        unsafe { product::product(tile::rung(isa), self, scratch, rows, panels) }
+        unsafe {
+            match (isa, self.weight.dtype()) {
+                #[cfg(target_arch = "x86_64")]
+                (Isa::Amx, PackDtype::Bf16) => super::amx::product(self, scratch, rows, panels),
+                _ => product::product(tile::rung(isa), self, scratch, rows, panels),
+            }
+        }
     }
 
     /// Sums of nothing.
@@ -454,6 +461,32 @@ impl<'a> Job<'a> {
             }
         }
     }
+}
+
+/// How far the products of two rungs of one small odd shape, forward and back, are apart at most.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn apart(one: Isa, other: Isa, (rows, n, k): (usize, usize, usize)) -> f32 {
+    let values = |len: usize, step: usize| -> Vec<f32> {
+        // Exact in bf16.
+        (0..len).map(|index| (index * step % 255) as f32 / 128.0 - 1.0).collect()
+    };
+    let weight = PackedMatrix::new(&values(n * k, 37), k, PackDtype::Bf16);
+    let of = |isa, side, width: usize, depth: usize| {
+        let (x, mut y) = (values(rows * depth, 91), values(rows * width, 53));
+        let target = Target::new(Output { y: &mut y, stride: width, rows, add: true }, 0..width);
+        let inputs = Inputs { values: &x, stride: depth, first_row: 0, first: 0 };
+        let job = Job::new(side, &weight, inputs, Start::Add, &target, next_call());
+        SCRATCH.with_borrow_mut(|scratch| job.run(isa, scratch, 0..rows, 0..width.div_ceil(PANEL)));
+        y
+    };
+    let mut apart = 0f32;
+    for (side, width, depth) in [(Side::Forward, n, k), (Side::Backward, k, n)] {
+        for (a, b) in of(one, side, width, depth).iter().zip(of(other, side, width, depth)) {
+            // What is no number is as far away as can be.
+            apart = if (a - b).abs() <= apart { apart } else { (a - b).abs() };
+        }
+    }
+    apart
 }
 
 /// Every public call has its own number.

@@ -11,7 +11,7 @@ const DEPTH_BF16: usize = 256;
 /// Depth of a block of f32 weights.
 const DEPTH_F32: usize = 160;
 /// Rows for which a block of weights is turned once, and streamed once from memory.
-const ROWS: usize = 384;
+const ROWS: usize = 192;
 /// Elements of packed inputs that stay in the second-level cache.
 const INPUTS: usize = 100 << 10;
 
@@ -43,12 +43,14 @@ struct PackedOf {
     x: *const f32,
     rows: Range<usize>,
     sum: Range<usize>,
+    layout: usize,
 }
 
 impl Packed {
-    /// Whether it holds these inputs of this call already; from now on it does.
-    pub fn holds(&mut self, job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>) -> bool {
-        let of = PackedOf { call: job.call, x: job.inputs.values.as_ptr(), rows: rows.clone(), sum: sum.clone() };
+    /// Whether it holds these inputs of this call in this layout already; from now on it does.
+    pub fn holds(&mut self, job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, layout: usize) -> bool {
+        let x = job.inputs.values.as_ptr();
+        let of = PackedOf { call: job.call, x, rows: rows.clone(), sum: sum.clone(), layout };
         self.of.replace(of).is_some_and(|before| Some(before) == self.of)
     }
 }
@@ -93,7 +95,7 @@ pub(super) unsafe fn product(
     for rows in balanced(rows, ROWS) {
         let deeper = (INPUTS / rows.len() / deep).max(1) * deep;
         for sum in pieces(job.sum.clone(), deeper) {
-            if !inputs.holds(job, &rows, &sum) {
+            if !inputs.holds(job, &rows, &sum, deep) {
                 pack_inputs(job, &rows, &sum, deep, &mut inputs.lines);
             }
             let packed = inputs.lines.as_ptr().cast::<f32>();
@@ -130,7 +132,7 @@ fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, deep: usi
     let size = rows.len() * INPUT_STRIDE;
     let out = room(lines, sum.len().div_ceil(deep) * size);
     for (index, block) in pieces(sum.clone(), deep).enumerate() {
-        for (row, number) in rows.clone().enumerate().map(|(number, row)| (row, number)) {
+        for (number, row) in rows.clone().enumerate() {
             let x = job.inputs.row(row, &block);
             // Safety: there is room, and a block is less deep than the stride.
             unsafe {
@@ -243,7 +245,7 @@ pub(super) unsafe fn outer(
     panels: Range<usize>,
 ) {
     let Scratch { inputs: [inputs, _], turned, edge, .. } = scratch;
-    inputs.holds(job, &(0..0), &(0..0));
+    inputs.holds(job, &(0..0), &(0..0), 0);
     let edge = room(edge, MOST_ROWS * PANEL);
     for i in balanced(i, ROWS) {
         for block in pieces(0..rows, DEPTH_F32) {

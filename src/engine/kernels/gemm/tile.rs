@@ -182,7 +182,6 @@ mod x86 {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[expect(unused_imports)]
 pub(in super::super) use x86::transpose;
 
 unsafe fn turn_f32(words: *const u32, inputs: usize, out: *mut f32) {
