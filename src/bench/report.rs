@@ -55,7 +55,7 @@ impl<'a> Report<'a> {
         let Some(limits) = &self.limits else { return };
         println!("\nlimits ({}, {} threads)", limits.isa, limits.threads);
         println!("  {:<42} {:>10.1} GB/s", "sequential read of 1 GiB", limits.read_gb_s);
-        let rates = [("multiply-adds, f32", limits.fma_gflop_s), ("tile products, bf16", limits.amx_gflop_s)];
+        let rates = [("multiply-adds, f32", Some(limits.fma_gflop_s)), ("tile products, bf16", limits.amx_gflop_s)];
         for (name, rate) in rates.into_iter().filter_map(|(name, rate)| Some((name, rate?))) {
             println!("  {name:<42} {rate:>10.0} GFLOP/s");
         }
@@ -158,8 +158,8 @@ impl<'a> Report<'a> {
     fn peak_gflop_s(&self) -> Option<f64> {
         let limits = self.limits.as_ref()?;
         match self.args.dtype {
-            crate::config::Precision::Bf16 => limits.amx_gflop_s.or(limits.fma_gflop_s),
-            crate::config::Precision::F32 => limits.fma_gflop_s,
+            crate::config::Precision::Bf16 => Some(limits.amx_gflop_s.unwrap_or(limits.fma_gflop_s)),
+            crate::config::Precision::F32 => Some(limits.fma_gflop_s),
         }
     }
 
@@ -175,7 +175,7 @@ impl<'a> Report<'a> {
             ("peak_mib", self.peak_mib()),
             ("read_gb_s", self.read_gb_s()),
             ("gemm_tflop_s", self.kernels.as_ref().map(|kernels| kernels.gemm_tflop_s)),
-            ("fma_gflop_s", self.limits.as_ref().and_then(|limits| limits.fma_gflop_s)),
+            ("fma_gflop_s", self.limits.as_ref().map(|limits| limits.fma_gflop_s)),
             ("amx_gflop_s", self.limits.as_ref().and_then(|limits| limits.amx_gflop_s)),
             ("busy_ratio", self.busy.as_ref().map(|busy| busy.ratio)),
         ];
