@@ -104,18 +104,14 @@ fn product(
     totals: &mut Totals,
 ) -> Result<Product, BenchError> {
     let isa = Isa::best();
-    let key = Key::new(0, Stream::Init).with(n as u64).with(k as u64);
-    let values = |count: usize, scale: f64| -> Vec<f32> {
-        (0..count as u64).map(|at| ((key.with(at).uniform() - 0.5) * scale) as f32).collect()
-    };
-    let weight = values(n * k, 0.07);
+    let weight = random_values(0, n * k, 0.07);
     let first = PackedMatrix::new_on(&team.threads, &weight, k, team.dtype);
     drop(weight);
     let bytes = first.size_bytes();
     let copies = layers.min(COPIES_BYTES / bytes.max(1) + 1);
     let matrices: Vec<PackedMatrix> = std::iter::repeat_n(first, copies).collect();
     let training_rows = (MAX_ACTIVATIONS / n.max(k)).clamp(DECODE_ROWS[2], TRAINING_ROWS);
-    let x = values(training_rows * n.max(k), 2.0);
+    let x = random_values(1, training_rows * n.max(k), 2.0);
     let mut y = vec![0.0; training_rows * n.max(k)];
     let mut turn = 0;
     let mut seconds = |rows: usize, towards_inputs: bool| {
@@ -151,4 +147,10 @@ fn product(
         forward_gflop_s: flops / forward_s / 1e9,
         backward_gflop_s: flops / backward_s / 1e9,
     })
+}
+
+/// Uniform values of mean 0 within half of `width`; other ones for every seed.
+fn random_values(seed: usize, count: usize, width: f64) -> Vec<f32> {
+    let key = Key::new(0, Stream::Init).with(seed as u64);
+    (0..count as u64).map(|at| ((key.with(at).uniform() - 0.5) * width) as f32).collect()
 }
