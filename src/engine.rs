@@ -51,6 +51,7 @@
 //! | 40 | full fine-tuning: the reference is a frozen copy of the first weights, none when beta = 0 | `start::begin` | `tests/it/params.rs` | rloo.md |
 
 pub mod advantage;
+pub mod backend;
 pub mod block;
 pub mod checkpoint;
 mod completions;

@@ -23,6 +23,9 @@ pub struct Sampler {
 }
 
 impl Sampler {
+    /// The model's own distribution.
+    pub const PLAIN: Self = Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
+
     /// The plan's sampler, at another temperature where evaluation asks for one.
     pub fn new(plan: &SamplingPlan, temperature: f64) -> Self {
         Self {
@@ -132,7 +135,7 @@ fn invert(weights: impl Iterator<Item = f64> + Clone, uniform: f64) -> u32 {
 mod tests {
     use super::*;
 
-    const PLAIN: Sampler = Sampler { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
+    const PLAIN: Sampler = Sampler::PLAIN;
 
     fn tokens(sampler: Sampler, logits: &[f32]) -> Vec<u32> {
         let mut seen: Vec<u32> =

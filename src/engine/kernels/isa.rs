@@ -46,6 +46,14 @@ impl Isa {
         Isa::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
+    /// The one that `RLOOD_ISA` names, or the best.
+    pub fn chosen() -> Result<Isa, String> {
+        match std::env::var("RLOOD_ISA") {
+            Ok(name) if name != "auto" && !name.is_empty() => name.parse(),
+            _ => Ok(Isa::best()),
+        }
+    }
+
     /// The fastest one this machine can run.
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
