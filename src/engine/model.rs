@@ -23,7 +23,7 @@ use super::ops::{self, slices::Heads};
 use crate::modelcard::{self, ModelCard};
 use crate::spec::ComputeDtype;
 
-pub use decode::DecodeState;
+pub use decode::{Chosen, DecodeState, Pick};
 use full::Full;
 use head::{Head, HeadSlots, Scored};
 use layer::{Layer, LayerGradient};
