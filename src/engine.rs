@@ -20,8 +20,8 @@
 //! | 9 | per epoch one permutation, blocks of U prompts, the incomplete last one dropped, each block used μ·S times | [`rollout::Batching`] | vectors `sampler`; `all_slices_are_trained_once_and_then_again` | TRL's RepeatSampler |
 //! | 10 | a completion ends with its first EOS, which it keeps; masks come from lengths, never from token values | [`rollout::cut_completion`], [`generate`] | vectors `eos_handling` | TRL #7039 |
 //! | 11 | log-probs of logits / temperature over the full vocabulary in f32; no top-p, top-k, penalty | [`ops::token_scores`] | vectors `logprob_from_logits`; golden (temperature 0.7) | TRL |
-//! | 12 | old log-probs come from the training kernels, cut alike: the first ratio is exactly 1 | `Run::score_block` | `the_first_ratio_of_a_block_is_exactly_one` | rloo.md |
-//! | 13 | no separate pass for old log-probs where the block is used once and no advantage needs the whole block first | `Run::needs_old_pass` | golden; `skipping_the_old_pass_changes_nothing` | – |
+//! | 12 | old log-probs are those recorded at sampling where sampler and training agree bit for bit, else the training kernels', cut alike: the first ratio is exactly 1 | `Run::score_block`, [`model::Policy::samples_exactly`] | `the_first_ratio_of_a_block_is_exactly_one`; `recorded_log_probs_are_the_old_ones_where_the_sampler_is_exact` | rloo.md |
+//! | 13 | no separate pass for old log-probs where they were recorded, or the block is used once and no advantage needs the whole block first | `Run::needs_old_pass` | golden; `skipping_the_old_pass_changes_nothing` | – |
 //! | 14 | the reference is the same weights with the adapter off: KL exactly 0 at step 1; no pass at all when beta = 0 | `Run::score_block` | `the_reference_kl_is_exactly_zero_at_the_first_step` | TRL |
 //! | 15 | AdamW as torch's: decoupled decay, bias correction, epsilon outside the root | [`optim::AdamW::update`] | golden; parity `adamw` | Loshchilov & Hutter 2019 |
 //! | 16 | global-norm clip with max_norm/(norm + 1e-6), grad_norm reported before it | [`optim::clip_gradient_norm`] | golden | torch |
@@ -174,6 +174,8 @@ struct Run<'a> {
     /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
     evaluated_rows: Vec<u64>,
     delta_norm: Option<DeltaNorm>,
+    /// The log-probs recorded at sampling are the old ones.
+    samples_exactly: bool,
     doctor_settings: doctor::Settings,
     seconds: StepSeconds,
 }
@@ -241,6 +243,7 @@ impl<'a> Run<'a> {
             },
             reward_names: plan.rewards.iter().map(|reward| reward.name.clone()).collect(),
             parameter_info,
+            samples_exactly: policy.samples_exactly(),
             policy,
             reference,
             adam,

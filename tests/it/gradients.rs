@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::pass::RowDropout;
-use rlood::engine::model::{Adapter, DecodeState, Logits, Policy, Row};
+use rlood::engine::model::{Adapter, Policy, Row};
 use rlood::engine::random::{Key, Stream};
 
 const ARCHITECTURES: [&str; 6] = ["qwen3", "qwen2", "llama", "llama3rope", "llama_bias", "mistral"];
@@ -312,7 +312,9 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
         // Longer than Mistral's window of 8; the first and third are the same prompt.
         let prompts = [random_ids(10, 11), random_ids(11, 2), random_ids(10, 11), random_ids(12, 19)];
         let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
-        let (mut state, mut logits): (DecodeState, Logits) = policy.prefill(&prompts, 3, 40, Adapter::On).unwrap();
+        let mut state = policy.begin(Adapter::On);
+        policy.join(&mut state, &prompts, 3, 40).unwrap();
+        let mut logits = policy.next_logits(&state).unwrap();
         assert_eq!((state.len(), logits.len()), (12, 12));
         let mut sequences: Vec<Vec<u32>> = (0..12).map(|row| prompts[row / 3].to_vec()).collect();
         for step in 0..40u64 {
@@ -333,16 +335,19 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
             for (sequence, token) in sequences.iter_mut().zip(&tokens) {
                 sequence.push(*token);
             }
-            logits = policy.decode(&mut state, &tokens).unwrap();
+            policy.append(&mut state, &tokens).unwrap();
+            logits = policy.next_logits(&state).unwrap();
         }
         assert_eq!(sequences.len(), 3);
         // One row alone gives what it gave among others.
         let (prompt, rest) = sequences[0].split_at(prompts[0].len());
-        let (mut state, mut alone) = policy.prefill(&[prompt], 1, 40, Adapter::On).unwrap();
+        let mut state = policy.begin(Adapter::On);
+        policy.join(&mut state, &[prompt], 1, 40).unwrap();
         for token in rest {
-            alone = policy.decode(&mut state, &[*token]).unwrap();
+            policy.append(&mut state, &[*token]).unwrap();
         }
+        let alone = policy.next_logits(&state).unwrap();
         assert_rows_agree(name, alone.row(0), logits.row(0), 1e-5);
-        assert!(policy.decode(&mut state, &[1, 2]).is_err());
+        assert!(policy.append(&mut state, &[1, 2]).is_err());
     }
 }

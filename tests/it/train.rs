@@ -480,6 +480,7 @@ fn truncated_rollout(_step: u64) -> Option<Rollout> {
         ids: vec![10, 11, 12],
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(reward)] },
+        logps: None,
     };
     let group = |row: u64| RolloutGroup {
         row,

@@ -278,6 +278,7 @@ fn half_tied(_step: u64) -> Option<Rollout> {
         ids: vec![first, 11, 12],
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(reward)] },
+        logps: None,
     };
     let group = |row: u64, rewards: [f64; 2]| RolloutGroup {
         row,
@@ -385,6 +386,7 @@ fn equal_rewards(_step: u64) -> Option<Rollout> {
         ids: (10..10 + length).collect(),
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(1.0)] },
+        logps: None,
     };
     let group = |row: u64, lengths: [u32; 2]| RolloutGroup {
         row,
