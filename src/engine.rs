@@ -84,8 +84,7 @@ pub mod watch;
 
 use std::time::Instant;
 
-use candle_core::Device;
-
+use self::backend::BackendKind;
 use self::block::Block;
 use self::checkpoint::{Snapshot, TrainerState};
 use self::delta::DeltaNorm;
@@ -184,9 +183,9 @@ impl<'a> Run<'a> {
     fn load(mut input: TrainInput<'a>, host: &'a mut dyn Host) -> Result<Self, Halt> {
         let plan = input.plan;
         host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
-        let device = device(input.device)?;
+        let backend = BackendKind::of_device(input.device)?;
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
-        let mut policy = Policy::load_dtype(input.model_dir, &device, plan.training.dtype)?;
+        let mut policy = Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?;
         if let Some(warning) = start::rounding_warning(&policy, plan.training.dtype) {
             host.event(warning)?;
         }
@@ -502,16 +501,5 @@ fn poll(host: &dyn Host) -> Result<(), Halt> {
     match host.stop() {
         None => Ok(()),
         Some(stop) => Err(Halt::Stop(stop)),
-    }
-}
-
-/// `cpu`, `cuda:0`.
-fn device(name: &str) -> Result<Device> {
-    match name.split_once(':') {
-        None if name == "cpu" => Ok(Device::Cpu),
-        Some(("cuda", index)) if index.parse::<usize>().is_ok() => {
-            Ok(Device::new_cuda(index.parse().unwrap_or_default())?)
-        }
-        _ => Err(EngineError::Input(format!("device {name:?} is unknown; use cpu or cuda:N"))),
     }
 }

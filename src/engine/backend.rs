@@ -13,7 +13,7 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::error::Result;
+use super::error::{EngineError, Result};
 use super::model::packing::Packing;
 use super::model::pass::Mask;
 use super::ops::RopeTable;
@@ -27,6 +27,17 @@ pub enum BackendKind {
     Cpu,
     /// The oracle: slow.
     Reference,
+}
+
+impl BackendKind {
+    /// What runs on a device of the pool: `cpu`; there, `RLOOD_BACKEND=reference` asks for the oracle.
+    pub fn of_device(name: &str) -> Result<Self> {
+        match name {
+            "cpu" if std::env::var("RLOOD_BACKEND").is_ok_and(|backend| backend == "reference") => Ok(Self::Reference),
+            "cpu" => Ok(Self::Cpu),
+            _ => Err(EngineError::Input(format!("device {name:?} is not supported by this build; use cpu"))),
+        }
+    }
 }
 
 /// Operations on `[rows, width]` tensors of f32 and on frozen or trained weights.
@@ -151,7 +162,7 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     ) -> Result<Self::Tensor>;
 
     /// An empty cache.
-    fn cache(&self, heads: &Heads, num_layers: usize) -> Result<Self::Cache>;
+    fn cache(&self, heads: &Heads, num_layers: usize) -> Self::Cache;
     /// Announce prompts of these lengths; returns the first one's number.
     fn cache_prompts(&self, cache: &mut Self::Cache, lengths: &[usize]) -> Result<usize>;
     /// Keep a layer's keys and values of the prompts from `first` on: `qkv` holds their tokens, one after the other.
@@ -173,8 +184,6 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     fn advance(&self, cache: &mut Self::Cache);
     /// Keep the rows marked true.
     fn retain(&self, cache: &mut Self::Cache, keep: &[bool]);
-    /// Tokens of each row, prompt included.
-    fn lengths(&self, cache: &Self::Cache) -> Vec<usize>;
 
     /// Rows of `[gate | up]` → silu(gate) ∘ up.
     fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;

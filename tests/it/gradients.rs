@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::Device;
+use rlood::engine::backend::BackendKind;
 use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::pass::RowDropout;
 use rlood::engine::model::{Adapter, Policy, Row};
@@ -18,7 +18,7 @@ fn fixture(name: &str) -> PathBuf {
 /// A model with an adapter whose A and B are both non-zero.
 fn policy(name: &str) -> Policy {
     let dir = fixture(name);
-    let mut policy = Policy::load(&dir, &Device::Cpu).unwrap();
+    let mut policy = Policy::load(&dir, BackendKind::Cpu).unwrap();
     policy.load_lora(&dir.join("lora")).unwrap();
     policy
 }
@@ -53,7 +53,7 @@ fn loss(policy: &Policy, rows: &[Row]) -> f64 {
     pairs.map(|(p, w)| f64::from(p) * f64::from(w)).sum()
 }
 
-fn gradient(policy: &Policy, rows: &[Row], offset: usize, into: &mut [f32]) {
+fn gradient(policy: &Policy, rows: &[Row], offset: usize, into: &mut Vec<f32>) {
     let g = weights(rows, offset);
     let scores = policy.forward_backward(rows, 0.8, &mut |_| Ok(g.clone()), into).unwrap();
     assert_eq!(scores, policy.score(rows, 0.8, Adapter::On).unwrap());
@@ -115,7 +115,7 @@ fn every_weight_gets_the_gradient_of_finite_differences() {
     let mut kinds = std::collections::BTreeSet::new();
     for name in ARCHITECTURES {
         let dir = fixture(name);
-        let mut policy = Policy::load(&dir, &Device::Cpu).unwrap();
+        let mut policy = Policy::load(&dir, BackendKind::Cpu).unwrap();
         let base = policy.score(&as_rows(&rows_of(1)), 0.8, Adapter::On).unwrap();
         policy.train_all(&dir).unwrap();
         assert_eq!(policy.score(&as_rows(&rows_of(1)), 0.8, Adapter::On).unwrap(), base);
@@ -159,7 +159,7 @@ fn the_gradient_through_dropout_is_that_of_what_is_left() {
         let dropout = Some(RowDropout { key: Key::new(5, Stream::Dropout).with(1), first_row: 0 });
         let start = policy.parameter_values().unwrap();
         let g = weights(&rows, 0);
-        let run = |policy: &Policy, into: &mut [f32]| -> f64 {
+        let run = |policy: &Policy, into: &mut Vec<f32>| -> f64 {
             let scores = policy.forward_backward_dropped(&rows, 0.8, dropout, &mut |_| Ok(g.clone()), into).unwrap();
             let pairs = scores.iter().zip(&g).flat_map(|(s, w)| s.logps.clone().into_iter().zip(w.clone()));
             pairs.map(|(p, w)| f64::from(p) * f64::from(w)).sum()
@@ -271,7 +271,7 @@ fn empty_completions_and_zero_gradients_are_harmless() {
 
 #[test]
 fn a_fresh_adapter_is_the_base_model_and_follows_its_seed() {
-    let mut policy = Policy::load(&fixture("qwen2"), &Device::Cpu).unwrap();
+    let mut policy = Policy::load(&fixture("qwen2"), BackendKind::Cpu).unwrap();
     let owned = rows_of(3);
     let base = policy.score(&as_rows(&owned), 1.0, Adapter::Off).unwrap();
     policy.add_lora(&LoraConfig::all_linear(4, 8.0), 42).unwrap();

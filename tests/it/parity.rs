@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
+use rlood::engine::backend::BackendKind;
 use rlood::engine::model::{Adapter, Pick, Policy, Row};
 use rlood::engine::optim::{AdamW, clip_gradient_norm};
 use rlood::engine::text::Text;
@@ -51,7 +52,7 @@ fn every_case_agrees_with_transformers_and_peft() {
 
 fn check_case(dir: &Path) -> Checked<String> {
     let expected: Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
-    let mut policy = Policy::load(dir, &Device::Cpu).map_err(chain)?;
+    let mut policy = Policy::load(dir, BackendKind::Cpu).map_err(chain)?;
     let mut worst: BTreeMap<&str, f64> = BTreeMap::new();
     let mut note = |what: &'static str, error: f64| {
         let entry = worst.entry(what).or_default();
@@ -304,7 +305,7 @@ fn check_round_trip(policy: &Policy, model: &Path, adapter: &Path) -> Checked {
         config
     };
     same("adapter_config.json", config(dir.path()), config(adapter))?;
-    let mut again = Policy::load(model, &Device::Cpu).map_err(chain)?;
+    let mut again = Policy::load(model, BackendKind::Cpu).map_err(chain)?;
     again.load_lora(dir.path()).map_err(chain)?;
     same("adapter read again", again.parameter_values().map_err(chain)?, policy.parameter_values().map_err(chain)?)
 }

@@ -165,14 +165,7 @@ impl Backend for Cpu {
         Ok(self.norm_vjp(x, weight, eps, dy, residual))
     }
 
-    fn rms_norm_weight_vjp(
-        &self,
-        x: &Matrix,
-        eps: f32,
-        dy: &Matrix,
-        gradient: &mut Vec<f32>,
-        at: usize,
-    ) -> Result<()> {
+    fn rms_norm_weight_vjp(&self, x: &Matrix, eps: f32, dy: &Matrix, gradient: &mut Vec<f32>, at: usize) -> Result<()> {
         self.norm_weight_vjp(x, eps, dy, &mut gradient[at..at + x.width()]);
         Ok(())
     }
@@ -230,8 +223,8 @@ impl Backend for Cpu {
         Ok(self.attend_packed_vjp(heads, packing, window, qkv, dy))
     }
 
-    fn cache(&self, heads: &Heads, num_layers: usize) -> Result<Cache> {
-        Ok(Cache::new(heads, num_layers))
+    fn cache(&self, heads: &Heads, num_layers: usize) -> Cache {
+        Cache::new(heads, num_layers)
     }
 
     fn cache_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
@@ -263,16 +256,10 @@ impl Backend for Cpu {
         Ok(self.attend_rows(cache, layer, window, qkv))
     }
 
-    fn advance(&self, cache: &mut Cache) {
-        cache.advance();
-    }
+    fn advance(&self, _: &mut Cache) {}
 
     fn retain(&self, cache: &mut Cache, keep: &[bool]) {
         cache.retain(keep);
-    }
-
-    fn lengths(&self, cache: &Cache) -> Vec<usize> {
-        cache.lengths()
     }
 
     fn silu_mul(&self, gate_up: &Matrix) -> Result<Matrix> {

@@ -70,7 +70,6 @@ struct Prompt {
 #[derive(Debug)]
 struct CacheRow {
     prompt: Arc<Prompt>,
-    len: usize,
     layers: Vec<Vec<f32>>,
 }
 
@@ -257,14 +256,7 @@ impl Backend for Reference {
         })
     }
 
-    fn rms_norm_weight_vjp(
-        &self,
-        x: &Tensor,
-        eps: f32,
-        dy: &Tensor,
-        gradient: &mut Vec<f32>,
-        at: usize,
-    ) -> Result<()> {
+    fn rms_norm_weight_vjp(&self, x: &Tensor, eps: f32, dy: &Tensor, gradient: &mut Vec<f32>, at: usize) -> Result<()> {
         add(gradient, at, &ops::rms_norm_weight_vjp(x, eps, dy)?);
         Ok(())
     }
@@ -362,8 +354,8 @@ impl Backend for Reference {
         Ok(ops::attention_vjp(heads, &packing.groups, packing.visible(window), qkv, dy)?)
     }
 
-    fn cache(&self, heads: &Heads, num_layers: usize) -> Result<Cache> {
-        Ok(Cache { heads: *heads, num_layers, prompts: Vec::new(), rows: Vec::new() })
+    fn cache(&self, heads: &Heads, num_layers: usize) -> Cache {
+        Cache { heads: *heads, num_layers, prompts: Vec::new(), rows: Vec::new() }
     }
 
     fn cache_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
@@ -388,7 +380,7 @@ impl Backend for Reference {
     fn cache_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, _: usize) -> Result<()> {
         for _ in 0..copies {
             let layers = vec![Vec::new(); cache.num_layers];
-            cache.rows.push(CacheRow { prompt: cache.prompts[prompt].clone(), len: 0, layers });
+            cache.rows.push(CacheRow { prompt: cache.prompts[prompt].clone(), layers });
         }
         Ok(())
     }
@@ -423,17 +415,11 @@ impl Backend for Reference {
         self.tensor(out, heads.q_width())
     }
 
-    fn advance(&self, cache: &mut Cache) {
-        cache.rows.iter_mut().for_each(|row| row.len += 1);
-    }
+    fn advance(&self, _: &mut Cache) {}
 
     fn retain(&self, cache: &mut Cache, keep: &[bool]) {
         let mut keep = keep.iter();
         cache.rows.retain(|_| keep.next().copied().unwrap_or(false));
-    }
-
-    fn lengths(&self, cache: &Cache) -> Vec<usize> {
-        cache.rows.iter().map(|row| row.prompt.len + row.len).collect()
     }
 
     fn silu_mul(&self, gate_up: &Tensor) -> Result<Tensor> {

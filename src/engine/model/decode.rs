@@ -24,6 +24,8 @@ pub struct Rows<B: Backend> {
     pub cache: B::Cache,
     /// `[rows, hidden]` after the last layer; None without rows.
     pub hidden: Option<B::Tensor>,
+    /// Tokens of each row, prompt included.
+    pub lengths: Vec<usize>,
 }
 
 /// Run `$body` with the decoder and its rows.
@@ -41,11 +43,11 @@ macro_rules! with_rows {
 
 impl Policy {
     /// A batch without rows.
-    pub fn begin(&self, adapter: Adapter) -> Result<DecodeState> {
-        Ok(DecodeState(match &self.network {
-            Network::Cpu(decoder) => OnBackend::Cpu(decoder.begin(adapter)?),
-            Network::Reference(decoder) => OnBackend::Reference(decoder.begin(adapter)?),
-        }))
+    pub fn begin(&self, adapter: Adapter) -> DecodeState {
+        DecodeState(match &self.network {
+            Network::Cpu(decoder) => OnBackend::Cpu(decoder.begin(adapter)),
+            Network::Reference(decoder) => OnBackend::Reference(decoder.begin(adapter)),
+        })
     }
 
     /// Compute the prompts, each distinct one once, and append `num_copies` rows for each, prompt-major; they await
@@ -71,32 +73,46 @@ impl Policy {
 
     /// The next token of every live row, chosen by the head itself: no logits leave the backend.
     pub fn choose(&self, state: &DecodeState, picks: &[Pick]) -> Result<Vec<Chosen>> {
-        self.check(state, picks.len(), "picks")?;
+        state.check(picks.len(), "picks")?;
         with_rows!(self, &state.0, |decoder, rows| decoder.choose(rows, picks))
     }
 
     /// Append one token to every live row.
     pub fn append(&self, state: &mut DecodeState, tokens: &[u32]) -> Result<()> {
-        self.check(state, tokens.len(), "tokens")?;
+        state.check(tokens.len(), "tokens")?;
         with_rows!(self, &mut state.0, |decoder, rows| decoder.append(rows, tokens))
     }
 
     /// Keep the rows marked true; the others leave the batch.
     pub fn retain(&self, state: &mut DecodeState, keep: &[bool]) -> Result<()> {
-        self.check(state, keep.len(), "marks")?;
+        state.check(keep.len(), "marks")?;
         with_rows!(self, &mut state.0, |decoder, rows| decoder.retain(rows, keep))
+    }
+}
+
+impl DecodeState {
+    /// How many rows are live.
+    pub fn len(&self) -> usize {
+        self.lengths().len()
+    }
+
+    /// Whether no row is live.
+    pub fn is_empty(&self) -> bool {
+        self.lengths().is_empty()
     }
 
     /// Each live row's length in tokens, prompt included.
-    pub fn lengths(&self, state: &DecodeState) -> Result<Vec<usize>> {
-        with_rows!(self, &state.0, |decoder, rows| Ok(decoder.lengths(rows)))
+    pub fn lengths(&self) -> &[usize] {
+        match &self.0 {
+            OnBackend::Cpu(rows) => &rows.lengths,
+            OnBackend::Reference(rows) => &rows.lengths,
+        }
     }
 
-    fn check(&self, state: &DecodeState, given: usize, what: &str) -> Result<()> {
-        let live = self.lengths(state)?.len();
-        if given == live {
-            return Ok(());
+    fn check(&self, given: usize, what: &str) -> Result<()> {
+        match self.len() {
+            live if live == given => Ok(()),
+            live => Err(EngineError::Input(format!("{given} {what} for {live} live rows"))),
         }
-        Err(EngineError::Input(format!("{given} {what} for {live} live rows")))
     }
 }

@@ -40,9 +40,8 @@ pub type TargetLoss<'l> = dyn FnMut(&[TokenScore]) -> Result<Vec<f32>> + 'l;
 impl<B: Backend> Decoder<B> {
     /// Load a checkpoint's weights.
     pub fn load(backend: B, weights: &mut Weights, config: &ModelConfig) -> Result<Self> {
-        let mut matrix = |name: &str| -> Result<B::Weight> {
-            backend.weight(weights.values(name)?.0, config.hidden_size, None)
-        };
+        let mut matrix =
+            |name: &str| -> Result<B::Weight> { backend.weight(weights.values(name)?.0, config.hidden_size, None) };
         let embedding = matrix(EMBEDDING)?;
         let head = if config.tie_word_embeddings { embedding.clone() } else { matrix(HEAD)? };
         let layers = (0..config.num_hidden_layers)
@@ -89,7 +88,8 @@ impl<B: Backend> Decoder<B> {
             layer.set_norms(&backend, |inside| Ok((full.get(&name(inside))?, full.at(&name(inside))?)))?;
             for linear in layer.linears_mut() {
                 linear.set_weights(&backend, |module| {
-                    let (weight, bias) = (name(&format!("{}.weight", module.path())), name(&format!("{}.bias", module.path())));
+                    let (weight, bias) =
+                        (name(&format!("{}.weight", module.path())), name(&format!("{}.bias", module.path())));
                     Ok(FullValues {
                         weight: full.get(&weight)?,
                         bias: full.get(&bias).ok(),
@@ -259,9 +259,9 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// No rows yet.
-    pub fn begin(&self, adapter: Adapter) -> Result<Rows<B>> {
-        let cache = self.backend.cache(&layer::heads(&self.config), self.layers.len())?;
-        Ok(Rows { adapter, cache, hidden: None })
+    pub fn begin(&self, adapter: Adapter) -> Rows<B> {
+        let cache = self.backend.cache(&layer::heads(&self.config), self.layers.len());
+        Rows { adapter, cache, hidden: None, lengths: Vec::new() }
     }
 
     /// Compute each distinct prompt once and append `num_copies` rows for each, prompt-major.
@@ -298,6 +298,7 @@ impl<B: Backend> Decoder<B> {
         for prompt in prompts {
             let index = number[prompt];
             copies.extend(std::iter::repeat_n(index as u32, num_copies));
+            rows.lengths.extend(std::iter::repeat_n(prompt.len(), num_copies));
             self.backend.cache_rows(&mut rows.cache, known[index], num_copies, max_new_tokens)?;
         }
         self.backend.close_prompts(&mut rows.cache);
@@ -347,9 +348,8 @@ impl<B: Backend> Decoder<B> {
             return Ok(());
         }
         let backend = &self.backend;
-        let positions = backend.lengths(&rows.cache);
-        let table = self.rope.table(positions.iter().max().map_or(1, |p| p + 1));
-        let angles = backend.angles(&table, &positions)?;
+        let table = self.rope.table(rows.lengths.iter().max().map_or(1, |length| length + 1));
+        let angles = backend.angles(&table, &rows.lengths)?;
         let pass = Pass::inference(rows.adapter);
         let mut x = self.embed(tokens)?;
         for (index, layer) in self.layers.iter().enumerate() {
@@ -358,6 +358,7 @@ impl<B: Backend> Decoder<B> {
             x = layer.finish(backend, &x, &attended, pass)?;
         }
         backend.advance(&mut rows.cache);
+        rows.lengths.iter_mut().for_each(|length| *length += 1);
         rows.hidden = Some(x);
         Ok(())
     }
@@ -370,12 +371,8 @@ impl<B: Backend> Decoder<B> {
             Some(hidden) if !kept.is_empty() => Some(self.backend.select(&hidden, &kept)?),
             Some(_) | None => None,
         };
+        rows.lengths = kept.iter().map(|row| rows.lengths[*row as usize]).collect();
         Ok(())
-    }
-
-    /// Tokens of each row, prompt included.
-    pub fn lengths(&self, rows: &Rows<B>) -> Vec<usize> {
-        self.backend.lengths(&rows.cache)
     }
 }
 

@@ -93,11 +93,7 @@ impl<B: Backend> Layer<B> {
     }
 
     /// Replace the norms' weights: `values` gives them, and where their gradients begin, by their names inside the layer.
-    pub fn set_norms<'v>(
-        &mut self,
-        backend: &B,
-        values: impl Fn(&str) -> Result<(&'v [f32], usize)>,
-    ) -> Result<()> {
+    pub fn set_norms<'v>(&mut self, backend: &B, values: impl Fn(&str) -> Result<(&'v [f32], usize)>) -> Result<()> {
         let norm = |name: &str| -> Result<Norm<B>> {
             let (weight, slot) = values(name)?;
             Ok(Norm { weight: backend.vector(weight.to_vec())?, slot: Some(slot) })
@@ -134,7 +130,13 @@ impl<B: Backend> Layer<B> {
     }
 
     /// A packed batch through the layer; also returns `[q | k | v]` after qk-norm and rope, for a KV cache.
-    pub fn forward(&self, backend: &B, x: &B::Tensor, batch: &Batch<'_, B>, pass: Pass<'_>) -> Result<(B::Tensor, B::Tensor)> {
+    pub fn forward(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        batch: &Batch<'_, B>,
+        pass: Pass<'_>,
+    ) -> Result<(B::Tensor, B::Tensor)> {
         let qkv = self.project(backend, x, &batch.angles, pass)?;
         let attended = backend.attend(&self.heads, batch.packing, self.window, &qkv)?;
         Ok((self.finish(backend, x, &attended, pass)?, qkv))

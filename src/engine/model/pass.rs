@@ -16,7 +16,7 @@ pub struct Pass<'a> {
     pub layer: usize,
 }
 
-impl Pass<'_> {
+impl<'a> Pass<'a> {
     /// Sampling, old and reference log-probs: nothing is dropped.
     pub fn inference(adapter: Adapter) -> Self {
         Self { adapter: adapter == Adapter::On, dropout: None, layer: 0 }
@@ -28,7 +28,7 @@ impl Pass<'_> {
     }
 
     /// The mask of a module's input in this layer.
-    pub fn mask(&self, module: Module) -> Option<Mask<'_>> {
+    pub fn mask(&self, module: Module) -> Option<Mask<'a>> {
         self.dropout.map(|dropout| Mask { dropout, layer: self.layer as u64, module: module as u64 })
     }
 }

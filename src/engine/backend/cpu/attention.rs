@@ -26,7 +26,6 @@ struct Prompt {
 #[derive(Debug)]
 struct Row {
     prompt: Arc<Prompt>,
-    len: usize,
     max_new_tokens: usize,
     layers: Vec<Segment>,
 }
@@ -65,7 +64,7 @@ impl Cache {
     pub(super) fn add_rows(&mut self, prompt: usize, copies: usize, max_new_tokens: usize) {
         for _ in 0..copies {
             let layers = vec![Segment::default(); self.num_layers];
-            self.rows.push(Row { prompt: self.prompts[prompt].clone(), len: 0, max_new_tokens, layers });
+            self.rows.push(Row { prompt: self.prompts[prompt].clone(), max_new_tokens, layers });
         }
     }
 
@@ -73,17 +72,9 @@ impl Cache {
         self.prompts.clear();
     }
 
-    pub(super) fn advance(&mut self) {
-        self.rows.iter_mut().for_each(|row| row.len += 1);
-    }
-
     pub(super) fn retain(&mut self, keep: &[bool]) {
         let mut keep = keep.iter();
         self.rows.retain(|_| keep.next().copied().unwrap_or(false));
-    }
-
-    pub(super) fn lengths(&self) -> Vec<usize> {
-        self.rows.iter().map(|row| row.prompt.len + row.len).collect()
     }
 }
 
