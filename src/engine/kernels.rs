@@ -4,6 +4,10 @@
 pub mod attention;
 pub mod gemm;
 pub mod isa;
+pub mod mlp;
+pub mod norm;
 pub mod pack;
+pub mod rope;
+mod rows;
 pub mod simd;
 pub mod threads;

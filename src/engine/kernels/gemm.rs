@@ -3,6 +3,9 @@
 //! Every output is one chain of multiply-adds in order, whatever the number of rows, the threads or the cut: the same row
 //! gives the same bits in decode, prefill and training.
 
+#[cfg(test)]
+mod tests;
+
 use std::cell::RefCell;
 use std::ops::Range;
 
@@ -62,27 +65,73 @@ fn run(
     width: usize,
     out: Output<'_>,
 ) {
-    assert!(out.stride >= width || out.rows <= 1, "rows overlap");
-    assert!(out.rows == 0 || out.y.len() >= (out.rows - 1) * out.stride + width, "too few outputs");
-    let job = Job { side, terms, bias, width, y: Shared::new(out.y), stride: out.stride, add: out.add };
-    threads.grid(out.rows, 48, width.div_ceil(PANEL), 1, |rows, panels| job.run(isa, rows, panels));
+    let rows = out.rows;
+    let job = Job::new(side, terms, bias, 0..width, out);
+    threads.grid(rows, 48, width.div_ceil(PANEL), 1, |rows, panels| job.run(isa, rows, panels));
+}
+
+/// [`forward`] for the outputs of some panels, on the calling thread: the streamed head. Column 0 of y is output
+/// `panels.start * PANEL`; `bias` is that of all outputs. The same bits as the whole product.
+pub fn forward_panels(isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, panels: Range<usize>, out: Output<'_>) {
+    let Some(first) = terms.first() else { return };
+    let n = first.weight.n();
+    check(terms, out.rows, |weight| weight.k(), |weight| weight.n() == n);
+    assert!(bias.is_none_or(|bias| bias.len() == n && !out.add));
+    let columns = outputs_of(&panels, n);
+    let rows = out.rows;
+    if rows > 0 && !columns.is_empty() {
+        Job::new(Side::Forward, terms, bias, columns, out).run(isa, 0..rows, panels);
+    }
+}
+
+/// dx `[rows, k]` (+)= dy · weight over the outputs of some panels, on the calling thread. Column 0 of `dy` is output
+/// `panels.start * PANEL`. A chain over the outputs in order: adding consecutive ranges gives the same bits as one call.
+pub fn backward_panels(isa: Isa, weight: &PackedMatrix, panels: Range<usize>, dy: Rows<'_>, out: Output<'_>) {
+    let outputs = outputs_of(&panels, weight.n());
+    let (k, rows) = (weight.k(), out.rows);
+    assert_eq!(dy.width, outputs.len(), "dy has other outputs");
+    assert!(rows == 0 || dy.values.len() >= (rows - 1) * dy.stride + dy.width, "too few inputs");
+    let terms = [Term { x: dy.values, stride: dy.stride, weight }];
+    let mut job = Job::new(Side::Backward, &terms, None, 0..k, out);
+    job.sum = Some(outputs);
+    if rows > 0 && k > 0 {
+        job.run(isa, 0..rows, 0..k.div_ceil(PANEL));
+    }
+}
+
+/// The outputs of some panels.
+fn outputs_of(panels: &Range<usize>, n: usize) -> Range<usize> {
+    assert!(panels.start <= panels.end && panels.end <= n.div_ceil(PANEL), "no such panels");
+    (panels.start * PANEL).min(n)..(panels.end * PANEL).min(n)
 }
 
 /// c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]`, the rows in order: the gradient of a weight.
 pub fn outer(threads: &Threads, isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]) {
-    if rows == 0 || a.width == 0 || b.width == 0 {
-        return;
-    }
-    for side in [&a, &b] {
-        assert!(side.values.len() >= (rows - 1) * side.stride + side.width);
-    }
-    assert_eq!(c.len(), a.width * b.width);
-    let c = Shared::new(c);
+    let Some(c) = check_outer(isa, rows, &a, &b, c) else { return };
     threads.grid(a.width, 6, b.width.div_ceil(64), 1, |i, j| {
         let j = j.start * 64..(j.end * 64).min(b.width);
-        // Safety: the grid's cells are disjoint, and the asserts above hold the bounds.
+        // Safety: the grid's cells are disjoint, and the bounds were checked.
         unsafe { outer_range(isa, rows, &a, &b, &c, i, j) };
     });
+}
+
+/// [`outer`] on the calling thread: the gradient of a part of the outputs. The same bits.
+pub fn outer_here(isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]) {
+    let Some(c) = check_outer(isa, rows, &a, &b, c) else { return };
+    // Safety: the bounds were checked.
+    unsafe { outer_range(isa, rows, &a, &b, &c, 0..a.width, 0..b.width) };
+}
+
+fn check_outer(isa: Isa, rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &mut [f32]) -> Option<Shared<f32>> {
+    assert!(isa.is_available(), "{isa} does not run on this machine");
+    assert_eq!(c.len(), a.width * b.width);
+    if rows == 0 || c.is_empty() {
+        return None;
+    }
+    for side in [a, b] {
+        assert!(side.values.len() >= (rows - 1) * side.stride + side.width);
+    }
+    Some(Shared::new(c))
 }
 
 /// Rows of a matrix inside a wider one.
@@ -122,23 +171,51 @@ struct Job<'a> {
     side: Side,
     terms: &'a [Term<'a>],
     bias: Option<&'a [f32]>,
-    /// Outputs of a row.
-    width: usize,
+    /// Outputs of a row, the first of which is column 0 of y.
+    columns: Range<usize>,
+    /// The part of each sum that counts, the first of which is column 0 of the inputs; all of it where there is none.
+    sum: Option<Range<usize>>,
     y: Shared<f32>,
     stride: usize,
     add: bool,
 }
 
-impl Job<'_> {
-    /// The length of the sums over one term.
-    fn depth(&self, term: &Term<'_>) -> usize {
-        match self.side {
-            Side::Forward => term.weight.k(),
-            Side::Backward => term.weight.n(),
+impl<'a> Job<'a> {
+    fn new(
+        side: Side,
+        terms: &'a [Term<'a>],
+        bias: Option<&'a [f32]>,
+        columns: Range<usize>,
+        out: Output<'_>,
+    ) -> Job<'a> {
+        let (width, Output { y, stride, rows, add }) = (columns.len(), out);
+        assert!(stride >= width || rows <= 1, "rows overlap");
+        assert!(rows == 0 || y.len() >= (rows - 1) * stride + width, "too few outputs");
+        Job { side, terms, bias, columns, sum: None, y: Shared::new(y), stride, add }
+    }
+
+    /// What the sums over one term go over.
+    fn depth(&self, term: &Term<'_>) -> Range<usize> {
+        match (self.side, &self.sum) {
+            (_, Some(sum)) => sum.clone(),
+            (Side::Forward, None) => 0..term.weight.k(),
+            (Side::Backward, None) => 0..term.weight.n(),
         }
     }
 
+    /// One output.
+    ///
+    /// # Safety
+    /// It is one of the job's.
+    unsafe fn y(&self, row: usize, output: usize) -> *mut f32 {
+        unsafe { self.y.at(row * self.stride + output - self.columns.start) }
+    }
+
+    /// On the calling thread.
     fn run(&self, isa: Isa, rows: Range<usize>, panels: Range<usize>) {
+        if self.terms.iter().all(|term| self.depth(term).is_empty()) {
+            return self.empty(rows, panels);
+        }
         assert!(isa.is_available(), "{isa} does not run on this machine");
         SCRATCH.with_borrow_mut(|scratch| {
             // Safety: the rung is available, and the bounds were checked where the job was made.
@@ -152,6 +229,21 @@ impl Job<'_> {
                 }
             }
         });
+    }
+}
+
+impl Job<'_> {
+    /// Sums of nothing.
+    fn empty(&self, rows: Range<usize>, panels: Range<usize>) {
+        if self.add {
+            return;
+        }
+        for row in rows {
+            for output in panels.start * PANEL..(panels.end * PANEL).min(self.columns.end) {
+                // Safety: the bounds were checked where the job was made.
+                unsafe { *self.y(row, output) = self.bias.map_or(0.0, |bias| bias[output]) };
+            }
+        }
     }
 }
 
@@ -201,14 +293,19 @@ unsafe fn product<S: Simd, const NV: usize>(
         let depth = job.depth(term);
         // Even, as pairs of inputs lie together.
         let depth_at_once = CACHED_WEIGHTS / bytes / PANEL;
-        let rows_at_once = (CACHED_INPUTS / depth_at_once.min(depth).max(1)).max(tile_rows) / tile_rows * tile_rows;
+        let rows_at_once =
+            (CACHED_INPUTS / depth_at_once.min(depth.len()).max(1)).max(tile_rows) / tile_rows * tile_rows;
         let mut begin = rows.start;
         while begin < rows.end {
             let chunk = begin..(begin + rows_at_once).min(rows.end);
             begin = chunk.end;
-            for first in (0..depth).step_by(depth_at_once) {
-                let block =
-                    Block { term, depth: first..(first + depth_at_once).min(depth), fresh: index == 0 && first == 0 };
+            for first in depth.clone().step_by(depth_at_once) {
+                let block = Block {
+                    term,
+                    depth: first..(first + depth_at_once).min(depth.end),
+                    inputs: first - job.sum.as_ref().map_or(0, |sum| sum.start),
+                    fresh: index == 0 && first == depth.start,
+                };
                 // Safety: the caller's.
                 unsafe { product_block::<S, NV>(job, scratch, tile_rows, &block, chunk.clone(), panels.clone()) };
             }
@@ -220,6 +317,8 @@ unsafe fn product<S: Simd, const NV: usize>(
 struct Block<'a> {
     term: &'a Term<'a>,
     depth: Range<usize>,
+    /// The column of the inputs at which it begins.
+    inputs: usize,
     /// Nothing has been summed before it.
     fresh: bool,
 }
@@ -255,12 +354,12 @@ unsafe fn product_block<S: Simd, const NV: usize>(
 /// `[tile][depth][width]`; rows fewer than a tile has are packed as narrow as they are.
 #[inline(always)]
 fn pack_rows(block: &Block<'_>, rows: Range<usize>, width: usize, packed: &mut Vec<f32>) {
-    let Block { term, depth, .. } = block;
+    let Block { term, depth, inputs, fresh: _ } = block;
     packed.clear();
     packed.resize(rows.len().div_ceil(width) * width * depth.len(), 0.0);
     for (tile, out) in rows.clone().step_by(width).zip(packed.chunks_exact_mut(width * depth.len())) {
         for m in 0..width.min(rows.end - tile) {
-            let x = &term.x[(tile + m) * term.stride..][depth.clone()];
+            let x = &term.x[(tile + m) * term.stride + inputs..][..depth.len()];
             for (out, x) in out[m..].iter_mut().step_by(width).zip(x) {
                 *out = *x;
             }
@@ -297,12 +396,15 @@ unsafe fn tile_of<S: Simd, const NV: usize>(job: &Job<'_>, block: &Block<'_>, at
 unsafe fn tile<S: Simd, const MR: usize, const NV: usize>(job: &Job<'_>, block: &Block<'_>, at: &Tile<'_>) {
     unsafe {
         let first = at.panel * PANEL + at.column;
-        let valid = job.width.saturating_sub(first).min(NV * S::LANES);
+        let valid = job.columns.end.saturating_sub(first).min(NV * S::LANES);
+        if valid == 0 {
+            return;
+        }
         let whole = valid == NV * S::LANES;
         let fresh = block.fresh && !job.add;
         let mut acc = [[S::zero(); NV]; MR];
         for (m, acc) in acc.iter_mut().enumerate() {
-            let mut from = job.y.at((at.row + m) * job.stride + first).cast_const();
+            let mut from = job.y(at.row + m, first).cast_const();
             if fresh {
                 let Some(bias) = job.bias else { continue };
                 from = bias.as_ptr().add(first);
@@ -332,7 +434,7 @@ unsafe fn tile<S: Simd, const MR: usize, const NV: usize>(job: &Job<'_>, block: 
             }
         }
         for (m, acc) in acc.iter().enumerate() {
-            let y = job.y.at((at.row + m) * job.stride + first);
+            let y = job.y(at.row + m, first);
             let mut values = [0f32; PANEL];
             let to = if whole { y } else { values.as_mut_ptr() };
             for (v, acc) in acc.iter().enumerate() {

@@ -1,0 +1,263 @@
+//! Products against loops in f64, on every rung of this machine.
+
+use super::*;
+
+/// Values in [−½, ½).
+fn random(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    std::iter::repeat_with(next).take(len).collect()
+}
+
+/// A weight `[n, k]` as the kernels see it, and its pack.
+struct Weight {
+    values: Vec<f32>,
+    packed: PackedMatrix,
+}
+
+impl Weight {
+    fn random(n: usize, k: usize, dtype: PackDtype, seed: u64) -> Weight {
+        Weight::of(&random(n * k, seed), n, k, dtype)
+    }
+
+    fn of(values: &[f32], n: usize, k: usize, dtype: PackDtype) -> Weight {
+        let packed = PackedMatrix::new(values, k, dtype);
+        let mut values = vec![0.0; n * k];
+        for (output, row) in values.chunks_exact_mut(k).enumerate() {
+            packed.row(output, row);
+        }
+        Weight { values, packed }
+    }
+
+    fn k(&self) -> usize {
+        self.packed.k()
+    }
+
+    /// What `row` · weightᵀ is.
+    fn forward(&self, row: &[f32]) -> Vec<f64> {
+        self.values.chunks_exact(self.k()).map(|weight| dot(row, weight)).collect()
+    }
+
+    /// What `row` · weight is.
+    fn backward(&self, row: &[f32]) -> Vec<f64> {
+        let mut sums = vec![0.0; self.k()];
+        for (weight, value) in self.values.chunks_exact(self.k()).zip(row) {
+            for (sum, weight) in sums.iter_mut().zip(weight) {
+                *sum += f64::from(*weight) * f64::from(*value);
+            }
+        }
+        sums
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+/// Rung, dtype and how far a sum over `k` values of [`random`] may be off.
+fn rungs() -> Vec<(Isa, PackDtype, f64)> {
+    let both = |isa| [(isa, PackDtype::F32, 1e-6), (isa, PackDtype::Bf16, 1e-6)];
+    Isa::available().flat_map(both).collect()
+}
+
+fn near(found: &[f32], expected: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(found.len(), expected.len());
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let off = (f64::from(*found) - expected).abs();
+        assert!(off <= tolerance, "{what}: {index} is {found}, not {expected}, {off:e} off");
+    }
+}
+
+fn tolerance(one: f64, terms: usize) -> f64 {
+    one * (terms as f64).sqrt().max(1.0)
+}
+
+/// Rows, outputs, inputs: none a multiple of what the kernels work in, one of each, more than a block of each.
+const SHAPES: [(usize, usize, usize); 12] = [
+    (1, 1, 1),
+    (1, 33, 7),
+    (2, 31, 1),
+    (5, 64, 16),
+    (13, 96, 33),
+    (16, 40, 65),
+    (17, 32, 64),
+    (50, 40, 130),
+    (31, 70, 431),
+    (100, 31, 64),
+    (7, 530, 5),
+    (1, 100, 1030),
+];
+
+fn teams() -> [Threads; 3] {
+    [1, 2, 3].map(Threads::new)
+}
+
+#[test]
+fn a_product_is_what_loops_give() {
+    for (isa, dtype, one) in rungs() {
+        for (rows, n, k) in SHAPES {
+            let (weight, second) = (Weight::random(n, k, dtype, 3), Weight::random(n, 5, dtype, 9));
+            let (x, h, bias) = (random(rows * (k + 3), 5), random(rows * 5, 11), random(n, 13));
+            let terms = [
+                Term { x: &x, stride: k + 3, weight: &weight.packed },
+                Term { x: &h, stride: 5, weight: &second.packed },
+            ];
+            for threads in &teams() {
+                for add in [false, true] {
+                    let mut y = random(rows * (n + 2), 17);
+                    let before = y.clone();
+                    let out = Output { y: &mut y, stride: n + 2, rows, add };
+                    forward(threads, isa, &terms, (!add).then_some(&bias), out);
+                    for row in 0..rows {
+                        let (a, b) = (weight.forward(&x[row * (k + 3)..][..k]), second.forward(&h[row * 5..][..5]));
+                        let start = if add { &before[row * (n + 2)..][..n] } else { &bias };
+                        let expected: Vec<f64> = start
+                            .iter()
+                            .zip(a.iter().zip(&b))
+                            .map(|(start, (a, b))| f64::from(*start) + a + b)
+                            .collect();
+                        let found = &y[row * (n + 2)..];
+                        let what = format!("{isa} {dtype:?} {rows}x{n}x{k} row {row}");
+                        near(&found[..n], &expected, tolerance(one, k + 5), &what);
+                        assert_eq!(found[n..n + 2], before[row * (n + 2)..][n..n + 2], "{what}: beyond the row");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_way_back_is_what_loops_give() {
+    for (isa, dtype, one) in rungs() {
+        for (rows, n, k) in SHAPES {
+            let weight = Weight::random(n, k, dtype, 3);
+            let dy = random(rows * n, 5);
+            for threads in &teams() {
+                for add in [false, true] {
+                    let mut dx = random(rows * (k + 1), 17);
+                    let before = dx.clone();
+                    let out = Output { y: &mut dx, stride: k + 1, rows, add };
+                    backward(threads, isa, &[Term { x: &dy, stride: n, weight: &weight.packed }], out);
+                    for row in 0..rows {
+                        let mut expected = weight.backward(&dy[row * n..][..n]);
+                        if add {
+                            expected.iter_mut().zip(&before[row * (k + 1)..]).for_each(|(e, b)| *e += f64::from(*b));
+                        }
+                        let what = format!("{isa} {dtype:?} {rows}x{n}x{k} row {row}");
+                        near(&dx[row * (k + 1)..][..k], &expected, tolerance(one, n), &what);
+                        assert_eq!(dx[row * (k + 1) + k], before[row * (k + 1) + k], "{what}: beyond the row");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_gradient_of_a_weight_is_what_loops_give() {
+    for isa in Isa::available() {
+        for (rows, n, k) in SHAPES {
+            let (dy, x) = (random(rows * (n + 1), 3), random(rows * (k + 2), 5));
+            let (a, b) = (Rows { values: &dy, width: n, stride: n + 1 }, Rows { values: &x, width: k, stride: k + 2 });
+            let mut expected = vec![0.0; n * k];
+            for (dy, x) in dy.chunks_exact(n + 1).zip(x.chunks_exact(k + 2)) {
+                for (index, sum) in expected.iter_mut().enumerate() {
+                    *sum += f64::from(dy[index / k]) * f64::from(x[index % k]);
+                }
+            }
+            let start = random(n * k, 7);
+            expected.iter_mut().zip(&start).for_each(|(sum, start)| *sum += f64::from(*start));
+            let mut here = start.clone();
+            outer_here(isa, rows, a, b, &mut here);
+            near(&here, &expected, tolerance(1e-6, rows), &format!("{isa} {rows}x{n}x{k}"));
+            for threads in &teams() {
+                let mut c = start.clone();
+                outer(threads, isa, rows, a, b, &mut c);
+                assert!(c == here, "{isa} {rows}x{n}x{k}: other bits with {} threads", threads.count());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_in_any_company() {
+    for (isa, dtype, _) in rungs() {
+        let (rows, n, k) = (133, 100, 700);
+        let weight = Weight::random(n, k, dtype, 3);
+        let (x, dy) = (random(rows * k, 5), random(rows * n, 7));
+        let product = |threads: &Threads, rows: Range<usize>| {
+            let (x, dy) = (&x[rows.start * k..rows.end * k], &dy[rows.start * n..rows.end * n]);
+            let (mut y, mut dx) = (vec![0.0; rows.len() * n], vec![0.0; rows.len() * k]);
+            let out = Output { y: &mut y, stride: n, rows: rows.len(), add: false };
+            forward(threads, isa, &[Term { x, stride: k, weight: &weight.packed }], None, out);
+            let out = Output { y: &mut dx, stride: k, rows: rows.len(), add: false };
+            backward(threads, isa, &[Term { x: dy, stride: n, weight: &weight.packed }], out);
+            (y, dx)
+        };
+        let teams = teams();
+        let all = product(&teams[0], 0..rows);
+        for threads in &teams {
+            for part in [0..1, 77..78, 3..20, 0..49, 50..133, 0..rows] {
+                let (y, dx) = product(threads, part.clone());
+                assert!(y == all.0[part.start * n..part.end * n], "{isa} {dtype:?} {part:?}");
+                assert!(dx == all.1[part.start * k..part.end * k], "{isa} {dtype:?} {part:?} back");
+            }
+        }
+    }
+}
+
+#[test]
+fn parts_of_the_outputs_give_the_bits_of_the_whole() {
+    for (isa, dtype, _) in rungs() {
+        for (rows, n, k) in [(1, 1, 1), (19, 333, 70), (3, 1000, 33)] {
+            let weight = Weight::random(n, k, dtype, 3);
+            let (x, dy, bias) = (random(rows * k, 5), random(rows * n, 7), random(n, 11));
+            let (mut y, mut dx) = (vec![0.0; rows * n], vec![0.0; rows * k]);
+            let threads = Threads::new(1);
+            let terms = [Term { x: &x, stride: k, weight: &weight.packed }];
+            forward(&threads, isa, &terms, Some(&bias), Output { y: &mut y, stride: n, rows, add: false });
+            let back = [Term { x: &dy, stride: n, weight: &weight.packed }];
+            backward(&threads, isa, &back, Output { y: &mut dx, stride: k, rows, add: false });
+
+            let (mut begin, panels) = (0, weight.packed.panels());
+            let mut chained = vec![f32::NAN; rows * k];
+            while begin < panels {
+                let part = begin..(begin + 3).min(panels);
+                let columns = part.start * PANEL..(part.end * PANEL).min(n);
+                let width = columns.len();
+                let mut found = vec![f32::NAN; rows * width];
+                let out = Output { y: &mut found, stride: width, rows, add: false };
+                forward_panels(isa, &terms, Some(&bias), part.clone(), out);
+                let local: Vec<f32> = dy.chunks_exact(n).flat_map(|row| &row[columns.clone()]).copied().collect();
+                let local = Rows { values: &local, width, stride: width };
+                let out = Output { y: &mut chained, stride: k, rows, add: begin > 0 };
+                backward_panels(isa, &weight.packed, part.clone(), local, out);
+                for row in 0..rows {
+                    assert!(found[row * width..][..width] == y[row * n..][columns.clone()], "{isa} {dtype:?} {part:?}");
+                }
+                begin = part.end;
+            }
+            assert!(chained == dx, "{isa} {dtype:?} {rows}x{n}x{k}");
+        }
+    }
+}
+
+#[test]
+fn a_sum_of_nothing_is_the_bias_or_what_was_there() {
+    let weight = Weight::random(40, 3, PackDtype::F32, 3);
+    let mut dx = vec![7.0; 6];
+    let nothing = Rows { values: &[], width: 0, stride: 0 };
+    let mut back = |add| {
+        let out = Output { y: &mut dx, stride: 3, rows: 2, add };
+        backward_panels(Isa::Portable, &weight.packed, 1..1, nothing, out);
+        dx.clone()
+    };
+    assert_eq!(back(true), [7.0; 6]);
+    assert_eq!(back(false), [0.0; 6]);
+}
