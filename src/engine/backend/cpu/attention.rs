@@ -33,7 +33,7 @@ struct Row {
 /// Tokens for which a row's cache has room at first.
 const FIRST_TOKENS: usize = 32;
 
-fn sizes(heads: &Heads) -> attention::Heads {
+pub(super) fn sizes(heads: &Heads) -> attention::Heads {
     attention::Heads { num_heads: heads.num_heads, num_kv_heads: heads.num_kv_heads, head_dim: heads.head_dim }
 }
 

@@ -1,42 +1,36 @@
 //! Operations of rows: lookups, norms, rotation, activation.
 
-use std::ops::Range;
-
 use super::{Cpu, Matrix, Rotation};
+use crate::engine::kernels::attention::Heads;
 use crate::engine::kernels::pack::PackedMatrix;
-use crate::engine::kernels::threads::Shared;
-use crate::engine::ops::{self, slices};
+use crate::engine::kernels::rope::{self, QkNorm, Rope};
+use crate::engine::kernels::{mlp, norm};
 
 /// values[at..] += row
 pub fn add(values: &mut [f32], at: usize, row: &[f32]) {
-    slices::add_scaled(&mut values[at..at + row.len()], 1.0, row);
+    for (value, more) in values[at..at + row.len()].iter_mut().zip(row) {
+        *value += more;
+    }
+}
+
+fn rope<'a>(heads: &'a Heads, rotation: &'a Rotation<'a, Cpu>) -> Rope<'a> {
+    let qk_norm = rotation.qk_norm.map(|(q, k, eps)| QkNorm { q, k, eps });
+    Rope { heads, qk_norm, cos: &rotation.angles.table.cos, sin: &rotation.angles.table.sin }
 }
 
 impl Cpu {
     /// Rows of a packed table.
     pub(super) fn lookup(&self, table: &PackedMatrix, ids: &[u32]) -> Matrix {
         let mut out = self.pool.matrix(ids.len(), table.k());
-        self.by_rows(&mut out, |row, out| table.row(ids[row] as usize, out));
-        out
-    }
-
-    /// `f` fills each row.
-    fn by_rows(&self, out: &mut Matrix, f: impl Fn(usize, &mut [f32]) + Sync) {
-        let (rows, width) = (out.rows(), out.width());
-        if rows * width < 1 << 15 {
-            return out.values_mut().chunks_exact_mut(width.max(1)).enumerate().for_each(|(row, out)| f(row, out));
+        for (row, id) in ids.iter().enumerate() {
+            table.row(*id as usize, out.rows_mut(row..row + 1));
         }
-        let shared = Shared::new(out.values_mut());
-        self.threads.split(rows, |part: Range<usize>| {
-            for row in part {
-                shared.with(row * width..(row + 1) * width, |out| f(row, out));
-            }
-        });
+        out
     }
 
     pub(super) fn norm(&self, x: &Matrix, weight: &[f32], eps: f32) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
-        self.by_rows(&mut out, |row, out| slices::rms_norm(x.row(row), weight, eps, out));
+        norm::rms_norm(&self.threads, self.isa, x.values(), weight, eps, out.values_mut());
         out
     }
 
@@ -48,48 +42,32 @@ impl Cpu {
         dy: &Matrix,
         residual: Option<&Matrix>,
     ) -> Matrix {
-        let mut out = self.pool.matrix(x.rows(), x.width());
-        self.by_rows(&mut out, |row, out| {
-            slices::rms_norm_vjp(x.row(row), weight, eps, dy.row(row), out);
-            if let Some(residual) = residual {
-                slices::add_scaled(out, 1.0, residual.row(row));
-            }
-        });
-        out
+        let mut dx = self.pool.matrix(x.rows(), x.width());
+        let residual = residual.map(Matrix::values);
+        let (x, dy) = (x.values(), dy.values());
+        norm::rms_norm_vjp(&self.threads, self.isa, x, weight, eps, dy, residual, dx.values_mut());
+        dx
     }
 
     pub(super) fn norm_weight_vjp(&self, x: &Matrix, eps: f32, dy: &Matrix, dw: &mut [f32]) {
-        for row in 0..x.rows() {
-            slices::rms_norm_weight_vjp(x.row(row), eps, dy.row(row), dw);
-        }
-    }
-
-    fn rotation<'a>(rotation: &'a Rotation<'a, Self>) -> ops::Rotation<'a> {
-        ops::Rotation {
-            heads: rotation.heads,
-            qk_norm: rotation.qk_norm.map(|(q, k, eps)| (q.as_slice(), k.as_slice(), eps)),
-            table: &rotation.angles.table,
-            positions: &rotation.angles.positions,
-        }
+        norm::rms_norm_weight_vjp(&self.threads, self.isa, x.values(), eps, dy.values(), dw);
     }
 
     pub(super) fn turn(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Matrix {
-        let rotation = Self::rotation(rotation);
+        let heads = super::attention::sizes(rotation.heads);
         let mut out = self.pool.matrix(qkv.rows(), qkv.width());
-        self.by_rows(&mut out, |row, out| {
-            out.copy_from_slice(qkv.row(row));
-            rotation.row(rotation.positions[row], out);
-        });
+        out.values_mut().copy_from_slice(qkv.values());
+        let positions = &rotation.angles.positions;
+        rope::rotate(&self.threads, self.isa, &rope(&heads, rotation), positions, out.values_mut());
         out
     }
 
     pub(super) fn turn_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Matrix {
-        let rotation = Self::rotation(rotation);
-        let before = qkv.unwrap_or(dy);
+        let heads = super::attention::sizes(rotation.heads);
         let mut out = self.pool.matrix(dy.rows(), dy.width());
-        self.by_rows(&mut out, |row, out| {
-            rotation.row_vjp(rotation.positions[row], before.row(row), dy.row(row), out);
-        });
+        out.values_mut().copy_from_slice(dy.values());
+        let (positions, before) = (&rotation.angles.positions, qkv.map_or(&[][..], Matrix::values));
+        rope::rotate_vjp(&self.threads, self.isa, &rope(&heads, rotation), positions, before, out.values_mut());
         out
     }
 
@@ -101,20 +79,27 @@ impl Cpu {
         gradient: &mut [f32],
         at: (usize, usize),
     ) {
-        let Some((q, k)) = Self::rotation(rotation).weight_vjp(qkv.values(), dy.values()) else { return };
-        add(gradient, at.0, &q);
-        add(gradient, at.1, &k);
+        let heads = super::attention::sizes(rotation.heads);
+        let (mut dq, mut dk) = (vec![0f32; heads.head_dim], vec![0f32; heads.head_dim]);
+        let rope = rope(&heads, rotation);
+        let positions = &rotation.angles.positions;
+        let (qkv, dy) = (qkv.values(), dy.values());
+        rope::rotate_weight_vjp(&self.threads, self.isa, &rope, positions, qkv, dy, &mut dq, &mut dk);
+        add(gradient, at.0, &dq);
+        add(gradient, at.1, &dk);
     }
 
     pub(super) fn activate(&self, gate_up: &Matrix) -> Matrix {
-        let mut out = self.pool.matrix(gate_up.rows(), gate_up.width() / 2);
-        self.by_rows(&mut out, |row, out| slices::silu_mul(gate_up.row(row), out));
+        let width = gate_up.width() / 2;
+        let mut out = self.pool.matrix(gate_up.rows(), width);
+        mlp::silu_mul(&self.threads, self.isa, gate_up.values(), width, out.values_mut());
         out
     }
 
     pub(super) fn activate_vjp(&self, gate_up: &Matrix, dy: &Matrix) -> Matrix {
-        let mut out = self.pool.matrix(gate_up.rows(), gate_up.width());
-        self.by_rows(&mut out, |row, out| slices::silu_mul_vjp(gate_up.row(row), dy.row(row), out));
-        out
+        let mut d_gate_up = self.pool.matrix(gate_up.rows(), gate_up.width());
+        let (values, dy) = (gate_up.values(), dy.values());
+        mlp::silu_mul_vjp(&self.threads, self.isa, values, gate_up.width() / 2, dy, d_gate_up.values_mut());
+        d_gate_up
     }
 }
