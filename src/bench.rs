@@ -181,7 +181,7 @@ fn measure_part(args: &BenchArgs) -> Result<ExitCode, BenchError> {
 fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
     let part = args.only.unwrap_or(BenchPart::Limits);
     if part == BenchPart::Limits {
-        return json(&limits::measure(threads(args) as usize));
+        return json(&limits::measure(threads(args) as usize)?);
     }
     let setting = Setting::of(args)?;
     match part {

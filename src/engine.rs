@@ -20,8 +20,8 @@
 //! | 9 | per epoch one permutation, blocks of U prompts, the incomplete last one dropped, each block used μ·S times | [`rollout::Batching`] | vectors `sampler`; `all_slices_are_trained_once_and_then_again` | TRL's RepeatSampler |
 //! | 10 | a completion ends with its first EOS, which it keeps; masks come from lengths, never from token values | [`rollout::cut_completion`], [`generate`] | vectors `eos_handling` | TRL #7039 |
 //! | 11 | log-probs of logits / temperature over the full vocabulary in f32; no top-p, top-k, penalty | [`ops::token_scores`] | vectors `logprob_from_logits`; golden (temperature 0.7) | TRL |
-//! | 12 | old log-probs come from the training kernels, cut alike: the first ratio is exactly 1 | `Run::score_block` | `the_first_ratio_of_a_block_is_exactly_one` | rloo.md |
-//! | 13 | no separate pass for old log-probs where the block is used once and no advantage needs the whole block first | `Run::needs_old_pass` | golden; `skipping_the_old_pass_changes_nothing` | – |
+//! | 12 | old log-probs are those recorded at sampling where sampler and training agree bit for bit, else the training kernels', cut alike: the first ratio is exactly 1 | `Run::score_block`, [`model::Policy::samples_exactly`] | `the_first_ratio_of_a_block_is_exactly_one`; `recorded_log_probs_are_the_old_ones_where_the_sampler_is_exact` | rloo.md |
+//! | 13 | no separate pass for old log-probs where they were recorded, or the block is used once and no advantage needs the whole block first | `Run::needs_old_pass` | golden; `skipping_the_old_pass_changes_nothing` | – |
 //! | 14 | the reference is the same weights with the adapter off: KL exactly 0 at step 1; no pass at all when beta = 0 | `Run::score_block` | `the_reference_kl_is_exactly_zero_at_the_first_step` | TRL |
 //! | 15 | AdamW as torch's: decoupled decay, bias correction, epsilon outside the root | [`optim::AdamW::update`] | golden; parity `adamw` | Loshchilov & Hutter 2019 |
 //! | 16 | global-norm clip with max_norm/(norm + 1e-6), grad_norm reported before it | [`optim::clip_gradient_norm`] | golden | torch |
@@ -51,6 +51,7 @@
 //! | 40 | full fine-tuning: the reference is a frozen copy of the first weights, none when beta = 0 | `start::begin` | `tests/it/params.rs` | rloo.md |
 
 pub mod advantage;
+pub mod backend;
 pub mod block;
 pub mod checkpoint;
 mod completions;
@@ -83,8 +84,7 @@ pub mod watch;
 
 use std::time::Instant;
 
-use candle_core::Device;
-
+use self::backend::BackendKind;
 use self::block::Block;
 use self::checkpoint::{Snapshot, TrainerState};
 use self::delta::DeltaNorm;
@@ -173,6 +173,8 @@ struct Run<'a> {
     /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
     evaluated_rows: Vec<u64>,
     delta_norm: Option<DeltaNorm>,
+    /// The log-probs recorded at sampling are the old ones.
+    samples_exactly: bool,
     doctor_settings: doctor::Settings,
     seconds: StepSeconds,
 }
@@ -181,9 +183,9 @@ impl<'a> Run<'a> {
     fn load(mut input: TrainInput<'a>, host: &'a mut dyn Host) -> Result<Self, Halt> {
         let plan = input.plan;
         host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
-        let device = device(input.device)?;
+        let backend = BackendKind::of_device(input.device)?;
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
-        let mut policy = Policy::load_dtype(input.model_dir, &device, plan.training.dtype)?;
+        let mut policy = Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?;
         if let Some(warning) = start::rounding_warning(&policy, plan.training.dtype) {
             host.event(warning)?;
         }
@@ -240,6 +242,7 @@ impl<'a> Run<'a> {
             },
             reward_names: plan.rewards.iter().map(|reward| reward.name.clone()).collect(),
             parameter_info,
+            samples_exactly: policy.samples_exactly(),
             policy,
             reference,
             adam,
@@ -498,16 +501,5 @@ fn poll(host: &dyn Host) -> Result<(), Halt> {
     match host.stop() {
         None => Ok(()),
         Some(stop) => Err(Halt::Stop(stop)),
-    }
-}
-
-/// `cpu`, `cuda:0`.
-fn device(name: &str) -> Result<Device> {
-    match name.split_once(':') {
-        None if name == "cpu" => Ok(Device::Cpu),
-        Some(("cuda", index)) if index.parse::<usize>().is_ok() => {
-            Ok(Device::new_cuda(index.parse().unwrap_or_default())?)
-        }
-        _ => Err(EngineError::Input(format!("device {name:?} is unknown; use cpu or cuda:N"))),
     }
 }

@@ -42,6 +42,11 @@ impl RolloutId {
         Self { phase: SamplePhase::Eval, ..Self::train(step) }
     }
 
+    /// Whether its completions are trained.
+    pub fn is_trained(self) -> bool {
+        self.phase == SamplePhase::Train && self.part == RolloutPart::Sampled
+    }
+
     /// The same step, another round.
     #[must_use]
     pub fn round(self, round: u32) -> Self {
@@ -56,16 +61,52 @@ impl RolloutId {
 }
 
 /// One completion as it was sampled.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Generated {
     /// Token ids, up to and including the first end-of-sequence token.
     pub ids: Vec<u32>,
     /// Why it ended.
     pub finish_reason: FinishReason,
+    /// Log-probs of its tokens in nats, of logits / temperature over the full vocabulary, as the sampler saw them; `None`
+    /// where they were not recorded, or say nothing because the sampler filtered.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "exact_f32s")]
+    pub logps: Option<Vec<f32>>,
+}
+
+impl Generated {
+    /// Bytes of its JSON, about.
+    pub fn json_bytes(&self) -> usize {
+        48 + 6 * self.ids.len() + self.logps.as_ref().map_or(0, |logps| 12 + logps.len() * 16 / 3)
+    }
+}
+
+/// `f32`s in base64, 4 little-endian bytes each: short, and the same bits come back, those that are not finite included.
+pub(crate) mod exact_f32s {
+    use base64::Engine as _;
+    use base64::engine::general_purpose::STANDARD;
+    use serde::de::Error as _;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(crate) fn serialize<S: Serializer>(values: &Option<Vec<f32>>, serializer: S) -> Result<S::Ok, S::Error> {
+        let encode = |values: &Vec<f32>| {
+            STANDARD.encode(values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>())
+        };
+        values.as_ref().map(encode).serialize(serializer)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<f32>>, D::Error> {
+        let Some(text) = Option::<String>::deserialize(deserializer)? else { return Ok(None) };
+        let bytes = STANDARD.decode(text).map_err(D::Error::custom)?;
+        let (values, rest) = bytes.as_chunks::<4>();
+        match rest {
+            [] => Ok(Some(values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())),
+            rest => Err(D::Error::custom(format!("{} bytes too many for numbers of 4", rest.len()))),
+        }
+    }
 }
 
 /// The completions of one prompt, sampled and not scored yet.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SampledGroup {
     /// Dataset row, from 0.
     pub row: u64,
@@ -121,6 +162,31 @@ impl RewardValue {
         match self {
             RewardValue::Number(value) => Some(value),
             RewardValue::NotApplicable | RewardValue::Missing => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn log_probs_survive_json_bit_for_bit_and_may_be_absent() {
+        // Among them one whose shortest decimal form is no f32 once it was an f64, and those that JSON has no number for.
+        let logps = [-0.0, -1.1754944e-38, -7.038531e-26, 1e-45, -0.1, f32::NAN, f32::NEG_INFINITY, -16_777_217.0];
+        let generated = Generated { ids: vec![1; 8], finish_reason: FinishReason::Stop, logps: Some(logps.to_vec()) };
+        let text = serde_json::to_string(&generated).unwrap();
+        assert!(text.len() <= generated.json_bytes() + 48, "{text}");
+        let back: Generated = serde_json::from_str(&text).unwrap();
+        let bits = |logps: &[f32]| logps.iter().map(|logp| logp.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&back.logps.unwrap()), bits(&logps));
+
+        let old: Generated = serde_json::from_str(r#"{"ids":[5],"finish_reason":"stop"}"#).unwrap();
+        assert_eq!(old, Generated { ids: vec![5], finish_reason: FinishReason::Stop, logps: None });
+        assert_eq!(serde_json::to_string(&old).unwrap(), r#"{"ids":[5],"finish_reason":"stop"}"#);
+        for damaged in ["AAAA", "!"] {
+            let text = format!(r#"{{"ids":[5],"finish_reason":"stop","logps":"{damaged}"}}"#);
+            assert!(serde_json::from_str::<Generated>(&text).is_err(), "{damaged}");
         }
     }
 }

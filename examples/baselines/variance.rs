@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt::Write;
 
-use candle_core::Device;
 use rlood::engine::advantage::{AdvantageConfig, AdvantageRows, advantages, mean, sample_std};
+use rlood::engine::backend::BackendKind;
 use rlood::engine::generate::{GeneratePrompt, GenerateRequest, generate};
 use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::{Adapter, Policy, Row};
@@ -119,7 +119,7 @@ pub struct Setting {
 
 impl Setting {
     pub fn load() -> Result<Setting, Failure> {
-        let mut policy = Policy::load(&task::model_dir(), &Device::Cpu)?;
+        let mut policy = Policy::load(&task::model_dir(), BackendKind::Cpu)?;
         policy.add_lora(&LoraConfig::all_linear(16, 32.0), 1)?;
         let text = Text::load(&task::model_dir())?;
         let plan = task::plan(&json!({}), 1, 1)?;

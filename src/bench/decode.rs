@@ -3,11 +3,11 @@
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use super::timing::repeat;
 use super::{BenchError, Setting, io};
+use crate::engine::backend::BackendKind;
 use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
 use crate::engine::lora::LoraConfig;
 use crate::engine::memory::peak_resident_bytes;
@@ -185,7 +185,7 @@ impl<'a> Generation<'a> {
 
 /// The model with a fresh adapter on every linear layer.
 pub(super) fn policy(setting: &Setting<'_>) -> Result<Policy, BenchError> {
-    let mut policy = Policy::load_dtype(&setting.model_dir, &Device::Cpu, setting.dtype())?;
+    let mut policy = Policy::load_dtype(&setting.model_dir, BackendKind::of_device("cpu")?, setting.dtype())?;
     let rank = setting.args.lora_r;
     policy.add_lora(&LoraConfig::all_linear(rank as usize, f64::from(rank)), 0)?;
     Ok(policy)

@@ -7,6 +7,7 @@ use super::shape::linear_shapes;
 use super::timing::repeat;
 use super::{BenchError, Setting};
 use crate::config::Precision;
+use crate::engine::error::EngineError;
 use crate::engine::kernels::gemm::{Output, Term, backward, forward};
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
@@ -60,15 +61,19 @@ pub struct Product {
 /// Measures the seven matrices of a layer and the head.
 ///
 /// # Errors
-/// None at present.
+/// When `RLOOD_ISA` names no rung of this machine.
 pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
     let config = &setting.card.config;
     let dtype = match setting.args.dtype {
         Precision::Bf16 => PackDtype::Bf16,
         Precision::F32 => PackDtype::F32,
     };
-    let team =
-        Team { threads: Threads::new(setting.threads()), dtype, seconds: MIN_SECONDS * f64::from(setting.args.steps) };
+    let team = Team {
+        isa: Isa::chosen().map_err(EngineError::Input)?,
+        threads: Threads::new(setting.threads()),
+        dtype,
+        seconds: MIN_SECONDS * f64::from(setting.args.steps),
+    };
     let layers = config.num_hidden_layers;
     let mut totals = Totals::default();
     let mut products = Vec::new();
@@ -92,6 +97,7 @@ struct Totals {
 
 /// Who computes a product, in what precision, for how long at least.
 struct Team {
+    isa: Isa,
     threads: Threads,
     dtype: PackDtype,
     seconds: f64,
@@ -103,7 +109,7 @@ fn product(
     layers: usize,
     totals: &mut Totals,
 ) -> Result<Product, BenchError> {
-    let isa = Isa::best();
+    let isa = team.isa;
     let weight = random_values(0, n * k, 0.07);
     let first = PackedMatrix::new_on(&team.threads, &weight, k, team.dtype);
     drop(weight);

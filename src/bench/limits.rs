@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::BenchError;
+use crate::engine::error::EngineError;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::limits::{peak_gflops, read_gb_s};
 use crate::engine::kernels::threads::Threads;
@@ -25,14 +27,17 @@ pub struct Limits {
 }
 
 /// Measures all of them.
-pub fn measure(threads: usize) -> Limits {
+///
+/// # Errors
+/// When `RLOOD_ISA` names no rung of this machine.
+pub fn measure(threads: usize) -> Result<Limits, BenchError> {
     let team = Threads::new(threads);
-    let best = Isa::best();
-    Limits {
-        isa: best.name().to_owned(),
+    let isa = Isa::chosen().map_err(EngineError::Input)?;
+    Ok(Limits {
+        isa: isa.name().to_owned(),
         threads,
         read_gb_s: read_gb_s(&team, READ_BYTES),
-        fma_gflop_s: peak_gflops(best.vectors(), &team),
-        amx_gflop_s: Isa::Amx.is_available().then(|| peak_gflops(Isa::Amx, &team)),
-    }
+        fma_gflop_s: peak_gflops(isa.vectors(), &team),
+        amx_gflop_s: (isa == Isa::Amx).then(|| peak_gflops(Isa::Amx, &team)),
+    })
 }

@@ -199,6 +199,17 @@ impl Rollout {
         self.groups.iter().flat_map(|group| group.completions.iter().map(move |completion| (group, completion)))
     }
 
+    /// Per-token log-probs as the sampler saw them, in block order; `None` unless they are known of every token.
+    pub fn recorded_logps(&self) -> Option<Vec<&[f32]>> {
+        let known = |completion: &'_ RolloutCompletion| {
+            completion.logps.as_ref().is_some_and(|l| l.len() == completion.ids.len())
+        };
+        if !self.completions().all(|(_, completion)| known(completion)) {
+            return None;
+        }
+        Some(self.completions().filter_map(|(_, completion)| completion.logps.as_deref()).collect())
+    }
+
     /// Scores, in block order.
     pub fn scores(&self) -> Vec<Score> {
         self.completions().map(|(_, completion)| completion.score.clone()).collect()

@@ -86,7 +86,11 @@ impl Run<'_> {
         if let Some(groups) = self.host.recorded(id)?.filter(|groups| fits(groups)) {
             return Ok(groups.into_iter().map(|group| group.completions).collect());
         }
-        let completions = self.sample(id, rows, key, sampler)?;
+        let mut completions = self.sample(id, rows, key, sampler)?;
+        if !id.is_trained() {
+            // Nobody asks how likely these were.
+            completions.iter_mut().flatten().for_each(|completion| completion.logps = None);
+        }
         let groups = rows.iter().zip(completions).map(|(&row, completions)| SampledGroup { row, completions });
         let groups: Vec<SampledGroup> = groups.collect();
         self.host.sampled(id, &groups)?;
@@ -149,7 +153,12 @@ impl Run<'_> {
             completions: completions
                 .into_iter()
                 .zip(scores.by_ref())
-                .map(|(Generated { ids, finish_reason }, score)| RolloutCompletion { ids, finish_reason, score })
+                .map(|(Generated { ids, finish_reason, logps }, score)| RolloutCompletion {
+                    ids,
+                    finish_reason,
+                    score,
+                    logps,
+                })
                 .collect(),
             greedy: None,
         });

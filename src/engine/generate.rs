@@ -1,10 +1,10 @@
-//! Batched decoding with a KV cache: every prompt is prefilled once for its G completions, every row ends by itself and
-//! then leaves the batch.
+//! Continuous batching: every prompt is computed once for its G completions, a row that ends leaves the batch, and the next
+//! prompts' rows join as soon as a whole group fits.
 
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 
 use super::error::Result;
-use super::model::{Adapter, DecodeState, Logits, Policy};
+use super::model::{Adapter, DecodeState, Pick, Policy};
 use super::random::Key;
 use super::sampling::Sampler;
 use super::text::Text;
@@ -29,7 +29,7 @@ pub struct GenerateRequest<'a> {
     pub eos_token_ids: &'a [u32],
     /// The policy or the reference.
     pub adapter: Adapter,
-    /// Sequences decoded at once; at least one prompt's G are.
+    /// Sequences decoded at once, at the most; but at least one prompt's G.
     pub max_rows: usize,
 }
 
@@ -45,95 +45,129 @@ pub struct GeneratePrompt<'a> {
 /// G completions for each prompt, `[P][G]`; `None` when `stop` said so between two tokens.
 ///
 /// A completion is a function of (key, row, generation, weights): it does not depend on which other prompts are in the
-/// request, nor on `max_rows`, but for the rounding of the backend's matrix products.
+/// request, nor on `max_rows`, but for the rounding of the backend's matrix products. Its log-probs are recorded where the
+/// sampler draws from the whole distribution ([`Sampler::is_unfiltered`]).
 pub fn generate(
     policy: &Policy,
     text: &Text,
     request: &GenerateRequest<'_>,
     stop: &dyn Fn() -> bool,
 ) -> Result<Option<Vec<Vec<Generated>>>> {
-    let prompts_at_once = (request.max_rows / request.num_generations.max(1)).max(1);
-    let mut completions = Vec::with_capacity(request.prompts.len());
-    for prompts in request.prompts.chunks(prompts_at_once) {
-        match generate_batch(policy, text, request, prompts, stop)? {
-            Some(batch) => completions.extend(batch),
-            None => return Ok(None),
-        }
-    }
-    Ok(Some(completions))
-}
-
-/// A sequence that still grows.
-struct LiveRow {
-    /// Index in the batch's output: prompt-major.
-    index: usize,
-    key: Key,
-    ids: Vec<u32>,
-    /// Tokens of prompt and completion; kept only for the repetition penalty.
-    seen: HashSet<u32>,
-}
-
-fn generate_batch(
-    policy: &Policy,
-    text: &Text,
-    request: &GenerateRequest<'_>,
-    prompts: &[GeneratePrompt<'_>],
-    stop: &dyn Fn() -> bool,
-) -> Result<Option<Vec<Vec<Generated>>>> {
     let num_generations = request.num_generations;
-    let ids: Vec<&[u32]> = prompts.iter().map(|prompt| prompt.ids).collect();
-    let penalised = request.sampler.repetition_penalty != 1.0;
-    let mut live: Vec<LiveRow> = Vec::with_capacity(prompts.len() * num_generations);
-    for prompt in prompts {
-        for generation in 0..num_generations {
-            live.push(LiveRow {
-                index: live.len(),
-                key: request.key.with(prompt.row).with(generation as u64),
-                ids: Vec::new(),
-                seen: if penalised { prompt.ids.iter().copied().collect() } else { HashSet::new() },
-            });
-        }
-    }
-    let mut done: Vec<Option<Generated>> = vec![None; live.len()];
-    if stop() {
-        return Ok(None);
-    }
-    let (mut state, mut logits): (DecodeState, Logits) =
-        policy.prefill(&ids, num_generations, request.max_completion_length, request.adapter)?;
+    let mut batch = Batch {
+        request,
+        state: policy.begin(request.adapter),
+        live: Vec::new(),
+        waiting: request.prompts.iter().enumerate().collect(),
+        picks: Vec::new(),
+    };
+    let mut done: Vec<Option<Generated>> = vec![None; request.prompts.len() * num_generations];
+    // Of the live rows, reused: their tokens, and whether they go on.
+    let (mut tokens, mut keep) = (Vec::new(), Vec::new());
     loop {
-        let mut tokens = Vec::with_capacity(live.len());
-        let mut keep = Vec::with_capacity(live.len());
-        for (position, row) in live.iter_mut().enumerate() {
-            let uniform = row.key.with(row.ids.len() as u64).uniform();
-            let token = request.sampler.choose(logits.row_mut(position), &row.seen, uniform);
-            row.ids.push(token);
-            if penalised {
-                row.seen.insert(token);
-            }
+        if stop() {
+            return Ok(None);
+        }
+        batch.join(policy)?;
+        if batch.live.is_empty() {
+            break;
+        }
+        batch.choose(policy)?;
+        tokens.clear();
+        keep.clear();
+        for row in &mut batch.live {
             let finish_reason = finish_reason(text, request, &row.ids)?;
             keep.push(finish_reason.is_none());
             match finish_reason {
                 Some(finish_reason) => {
-                    done[row.index] = Some(Generated { ids: std::mem::take(&mut row.ids), finish_reason });
+                    let (ids, logps) = (std::mem::take(&mut row.ids), row.logps.take());
+                    done[row.index] = Some(Generated { ids, finish_reason, logps });
                 }
-                None => tokens.push(token),
+                None => tokens.extend(row.ids.last()),
             }
         }
-        if tokens.is_empty() {
-            break;
-        }
-        if stop() {
-            return Ok(None);
-        }
-        if tokens.len() < live.len() {
-            policy.retain(&mut state, &keep)?;
+        if tokens.len() < batch.live.len() {
+            policy.retain(&mut batch.state, &keep)?;
             let mut kept = keep.iter().copied();
-            live.retain(|_| kept.next().unwrap_or(false));
+            batch.live.retain(|_| kept.next().unwrap_or(false));
         }
-        logits = policy.decode(&mut state, &tokens)?;
+        policy.append(&mut batch.state, &tokens)?;
     }
     let mut done = done.into_iter().flatten();
-    Ok(Some(prompts.iter().map(|_| done.by_ref().take(num_generations).collect()).collect()))
+    Ok(Some(request.prompts.iter().map(|_| done.by_ref().take(num_generations).collect()).collect()))
+}
+
+/// A sequence that still grows.
+struct LiveRow {
+    /// Index in the output: prompt-major.
+    index: usize,
+    key: Key,
+    ids: Vec<u32>,
+    /// Of `ids`; `None` when the sampler filters.
+    logps: Option<Vec<f32>>,
+    /// Tokens of prompt and completion; kept only for the repetition penalty.
+    seen: HashSet<u32>,
+}
+
+/// What grows, and the prompts that wait for room, with their indices.
+struct Batch<'a> {
+    request: &'a GenerateRequest<'a>,
+    state: DecodeState,
+    /// One a row of the state.
+    live: Vec<LiveRow>,
+    waiting: VecDeque<(usize, &'a GeneratePrompt<'a>)>,
+    picks: Vec<Pick>,
+}
+
+impl Batch<'_> {
+    /// Take in as many waiting prompts as have room with all their rows; one when nothing is live.
+    fn join(&mut self, policy: &Policy) -> Result<()> {
+        let GenerateRequest { num_generations, sampler, max_completion_length, key, max_rows, .. } = *self.request;
+        let room = max_rows.saturating_sub(self.live.len()) / num_generations.max(1);
+        let room = if self.live.is_empty() { room.max(1) } else { room };
+        let (penalised, unfiltered) = (sampler.repetition_penalty != 1.0, sampler.is_unfiltered());
+        let mut prompts = Vec::new();
+        for (index, prompt) in self.waiting.drain(..room.min(self.waiting.len())) {
+            prompts.push(prompt.ids);
+            self.live.extend((0..num_generations).map(|generation| LiveRow {
+                index: index * num_generations + generation,
+                key: key.with(prompt.row).with(generation as u64),
+                ids: Vec::new(),
+                logps: unfiltered.then(Vec::new),
+                seen: if penalised { prompt.ids.iter().copied().collect() } else { HashSet::new() },
+            }));
+        }
+        if prompts.is_empty() {
+            return Ok(());
+        }
+        policy.join(&mut self.state, &prompts, num_generations, max_completion_length)
+    }
+
+    /// Every live row gets its next token.
+    fn choose(&mut self, policy: &Policy) -> Result<()> {
+        let sampler = self.request.sampler;
+        let uniform = |row: &LiveRow| row.key.with(row.ids.len() as u64).uniform();
+        if sampler.is_unfiltered() {
+            let pick = |row| Pick { temperature: sampler.temperature, uniform: uniform(row) };
+            self.picks.clear();
+            self.picks.extend(self.live.iter().map(pick));
+            let chosen = policy.choose(&self.state, &self.picks)?;
+            for (row, chosen) in self.live.iter_mut().zip(chosen) {
+                row.ids.push(chosen.token);
+                row.logps.get_or_insert_default().push(chosen.logp);
+            }
+            return Ok(());
+        }
+        let mut logits = policy.next_logits(&self.state)?;
+        for (position, row) in self.live.iter_mut().enumerate() {
+            let token = sampler.choose(logits.row_mut(position), &row.seen, uniform(row));
+            row.ids.push(token);
+            if sampler.repetition_penalty != 1.0 {
+                row.seen.insert(token);
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Why a completion that just got its last token ends, if it does.

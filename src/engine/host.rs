@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::event::{Event, FinishReason, Metrics};
 use crate::protocol::FileEntry;
+use crate::sample::exact_f32s;
 pub use crate::sample::{RewardSample, RewardValue, RolloutId, RolloutPart, SampledGroup, Score};
 
 /// What a run asks of its surroundings. Calls come from the engine's thread, one at a time, in order.
@@ -151,6 +152,9 @@ pub struct RolloutCompletion {
     pub finish_reason: FinishReason,
     /// What the rewards said, in the plan's order.
     pub score: Score,
+    /// Log-probs of its tokens as the sampler saw them, in nats; `None` where they are not known.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "exact_f32s")]
+    pub logps: Option<Vec<f32>>,
 }
 
 /// The inside of one optimizer step; rows in block order.

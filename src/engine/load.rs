@@ -5,13 +5,10 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use candle_core::{Device, Tensor};
 use half::{bf16, f16};
 
 use super::error::{EngineError, Result};
-use super::ops::slices;
 use crate::modelcard::{ModelCard, TensorDtype, TensorLocation};
-use crate::spec::ComputeDtype;
 
 /// Reads tensors by name.
 #[derive(Debug)]
@@ -19,34 +16,13 @@ pub struct Weights {
     dir: PathBuf,
     locations: HashMap<String, TensorLocation>,
     files: HashMap<String, File>,
-    dtype: ComputeDtype,
 }
 
 impl Weights {
     /// The weights that a card found.
     pub fn open(dir: &Path, card: &ModelCard) -> Weights {
         let locations = card.tensors.iter().map(|t| (t.name.clone(), t.clone())).collect();
-        Weights { dir: dir.to_owned(), locations, files: HashMap::new(), dtype: ComputeDtype::F32 }
-    }
-
-    /// Matrices are rounded to this precision as they are read.
-    pub fn with_dtype(mut self, dtype: ComputeDtype) -> Weights {
-        self.dtype = dtype;
-        self
-    }
-
-    /// Whether matrices are rounded to bf16.
-    pub fn bf16(&self) -> bool {
-        self.dtype == ComputeDtype::Bf16
-    }
-
-    /// One matrix's values in the precision it computes in, row-major.
-    pub fn compute_values(&mut self, name: &str) -> Result<(Vec<f32>, Vec<usize>)> {
-        let (mut values, shape) = self.values(name)?;
-        if self.bf16() {
-            slices::round_bf16(&mut values);
-        }
-        Ok((values, shape))
+        Weights { dir: dir.to_owned(), locations, files: HashMap::new() }
     }
 
     /// One tensor's values, row-major; all of them finite.
@@ -64,12 +40,6 @@ impl Weights {
             return Err(EngineError::ModelNotFinite { what });
         }
         Ok((values, location.shape.clone()))
-    }
-
-    /// One matrix.
-    pub fn tensor(&mut self, name: &str, device: &Device) -> Result<Tensor> {
-        let (values, shape) = self.compute_values(name)?;
-        Ok(Tensor::from_vec(values, shape, device)?)
     }
 }
 

@@ -260,17 +260,9 @@ impl Lora {
         self.ranges(layer, module).map(|(a, b)| (&self.values[a], &self.values[b]))
     }
 
-    /// The places of A and B of one module in a flat buffer.
-    pub fn pair_mut<'f>(
-        &self,
-        layer: usize,
-        module: Module,
-        flat: &'f mut [f32],
-    ) -> Option<(&'f mut [f32], &'f mut [f32])> {
-        let (a, b) = self.ranges(layer, module)?;
-        // B follows A.
-        let (left, right) = flat.split_at_mut(b.start);
-        Some((&mut left[a], &mut right[..b.len()]))
+    /// Where A and B of one module begin in the flat buffer, if it is adapted.
+    pub fn slots(&self, layer: usize, module: Module) -> Option<(usize, usize)> {
+        self.ranges(layer, module).map(|(a, b)| (a.start, b.start))
     }
 
     /// Write PEFT's two files.

@@ -120,6 +120,24 @@ pub fn loss_metrics(rows: &[RowLoss]) -> Metrics {
     ])
 }
 
+/// sampling/sampling_logp_difference/mean and /max: how far the sampler's log-probs (first) are from training's, over the
+/// tokens of completions that are not masked; 0 when all are.
+pub fn sampling_metrics<'a>(rows: impl Iterator<Item = (&'a [f32], &'a [f32])>) -> Metrics {
+    let (mut sum, mut largest, mut tokens) = (0.0, 0.0f64, 0u64);
+    for (sampled, trained) in rows {
+        for (&sampled, &trained) in sampled.iter().zip(trained) {
+            let difference = (f64::from(sampled) - f64::from(trained)).abs();
+            sum += difference;
+            largest = largest.max(difference);
+            tokens += 1;
+        }
+    }
+    Metrics::from([
+        ("sampling/sampling_logp_difference/mean".into(), Some(sum / tokens.max(1) as f64)),
+        ("sampling/sampling_logp_difference/max".into(), Some(largest)),
+    ])
+}
+
 /// Token mean of the entropies of the completions that are not masked, in nats; 0 when all are.
 pub fn entropy<'a>(rows: impl Iterator<Item = (&'a [f32], bool)>) -> f64 {
     let (mut sum, mut tokens) = (0.0, 0u64);

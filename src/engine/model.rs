@@ -1,8 +1,9 @@
-//! The decoder: one description, per-layer recomputation, log-probs by chunks.
+//! A language model and what of it is trained. The decoder is written once, over the operations of a
+//! [`backend`](super::backend).
 
 pub mod decode;
+mod decoder;
 pub mod full;
-pub mod head;
 pub mod layer;
 pub mod linear;
 pub mod packing;
@@ -11,26 +12,22 @@ pub mod rope;
 mod trained;
 
 use std::path::Path;
-use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
-
+use super::backend::{BackendKind, cpu::Cpu, reference::Reference};
+pub use super::backend::{Chosen, Pick};
 use super::error::{EngineError, Result};
 use super::load::Weights;
 use super::lora::Lora;
 pub use super::lora::ParameterInfo;
-use super::ops::{self, slices::Heads};
+use super::ops::slices::TokenScore;
 use crate::modelcard::{self, ModelCard};
 use crate::spec::ComputeDtype;
 
 pub use decode::DecodeState;
+use decoder::Decoder;
 use full::Full;
-use head::{Head, HeadSlots, Scored};
-use layer::{Layer, LayerGradient};
-use linear::LinearGradient;
 use packing::Packing;
 use pass::{Pass, RowDropout, TokenDropout};
-use rope::RopeTables;
 
 /// One sequence: a prompt and its completion, both as token ids.
 #[derive(Clone, Copy, Debug)]
@@ -93,65 +90,65 @@ impl Logits {
 /// From the new scores to dL/dlogp, `[row][token]`.
 pub type LossGradient<'l> = dyn FnMut(&[RowScore]) -> Result<Vec<Vec<f32>>> + 'l;
 
-/// A language model on the CPU. Trained is a LoRA adapter over frozen weights ([`Policy::add_lora`]), or everything
+/// A language model. Trained is a LoRA adapter over frozen weights ([`Policy::add_lora`]), or everything
 /// ([`Policy::train_all`]), or nothing.
 #[derive(Debug)]
 pub struct Policy {
     card: ModelCard,
-    device: Device,
-    /// `[vocab, hidden]`
-    embedding: Tensor,
-    layers: Vec<Layer>,
-    windows: Vec<Option<usize>>,
-    head: Head,
-    rope: Arc<RopeTables>,
+    network: Network,
     lora: Option<Lora>,
     full: Option<Full>,
 }
 
+/// The decoder on its backend.
+#[derive(Clone, Debug)]
+enum Network {
+    Cpu(Decoder<Cpu>),
+    Reference(Decoder<Reference>),
+}
+
+/// Run `$body` with the decoder, whatever its backend.
+macro_rules! with_decoder {
+    ($network:expr, |$decoder:ident| $body:expr) => {
+        match $network {
+            Network::Cpu($decoder) => $body,
+            Network::Reference($decoder) => $body,
+        }
+    };
+}
+use with_decoder;
+
 impl Policy {
     /// Load a model directory; f32 compute.
-    pub fn load(dir: &Path, device: &Device) -> Result<Policy> {
-        Policy::load_card(dir, modelcard::read(dir)?, device)
+    pub fn load(dir: &Path, kind: BackendKind) -> Result<Policy> {
+        Policy::load_dtype(dir, kind, ComputeDtype::F32)
     }
 
-    /// As [`Policy::load`], with matrices and the inputs of matrix products in this precision; sums are f32.
-    pub fn load_dtype(dir: &Path, device: &Device, dtype: ComputeDtype) -> Result<Policy> {
-        Policy::load_weights(dir, modelcard::read(dir)?, device, dtype)
+    /// As [`Policy::load`], with matrices in this precision; sums are f32.
+    pub fn load_dtype(dir: &Path, kind: BackendKind, dtype: ComputeDtype) -> Result<Policy> {
+        Policy::load_card(dir, modelcard::read(dir)?, kind, dtype)
     }
 
-    /// As [`Policy::load`], with a card that was read before.
-    pub fn load_card(dir: &Path, card: ModelCard, device: &Device) -> Result<Policy> {
-        Policy::load_weights(dir, card, device, ComputeDtype::F32)
-    }
-
-    fn load_weights(dir: &Path, card: ModelCard, device: &Device, dtype: ComputeDtype) -> Result<Policy> {
-        if !device.is_cpu() {
-            return Err(EngineError::Input(format!("device {device:?} is not supported by this build; use cpu")));
-        }
-        let config = card.config.clone();
-        let mut weights = Weights::open(dir, &card).with_dtype(dtype);
-        let embedding = weights.tensor(EMBEDDING, device)?;
-        let layers = (0..config.num_hidden_layers)
-            .map(|index| Layer::load(&mut weights, &config, index, device))
-            .collect::<Result<Vec<Layer>>>()?;
-        let head = Head {
-            norm: weights.values(NORM)?.0,
-            eps: config.rms_norm_eps as f32,
-            weight: match config.tie_word_embeddings {
-                true => embedding.clone(),
-                false => weights.tensor(HEAD, device)?,
-            },
-            bf16: weights.bf16(),
+    /// As [`Policy::load_dtype`], with a card that was read before.
+    pub fn load_card(dir: &Path, card: ModelCard, kind: BackendKind, dtype: ComputeDtype) -> Result<Policy> {
+        let mut weights = Weights::open(dir, &card);
+        let network = match kind {
+            BackendKind::Cpu => Network::Cpu(Decoder::load(Cpu::new(dtype)?, &mut weights, &card.config)?),
+            BackendKind::Reference => {
+                Network::Reference(Decoder::load(Reference::new(dtype), &mut weights, &card.config)?)
+            }
         };
-        let rope = Arc::new(RopeTables::new(&config));
-        let windows = config.windows;
-        Ok(Policy { card, device: device.clone(), embedding, layers, windows, head, rope, lora: None, full: None })
+        Ok(Policy { card, network, lora: None, full: None })
     }
 
     /// What is known of the model without its tensors.
     pub fn card(&self) -> &ModelCard {
         &self.card
+    }
+
+    /// Whether sampling gives a token the same log-prob, bit for bit, as [`Policy::score`] and the training forward.
+    pub fn samples_exactly(&self) -> bool {
+        with_decoder!(&self.network, |decoder| decoder.samples_exactly())
     }
 
     /// Log-probs and entropies of the completions; no gradient.
@@ -160,11 +157,8 @@ impl Policy {
         if packing.targets.is_empty() {
             return Ok(vec![RowScore::default(); rows.len()]);
         }
-        let mut x = self.embed(&packing.ids)?;
-        for layer in &self.layers {
-            x = layer.forward(&x, &packing, Pass::inference(adapter))?.0;
-        }
-        Ok(by_row(rows, &self.head.score(&x, &packing.targets, temperature)?))
+        let scores = with_decoder!(&self.network, |decoder| decoder.score(&packing, temperature, adapter))?;
+        Ok(by_row(rows, &scores))
     }
 
     /// One forward over the rows, then `loss` gets the new scores and returns dL/dlogp per row and
@@ -175,7 +169,7 @@ impl Policy {
         rows: &[Row],
         temperature: f64,
         loss: &mut LossGradient<'_>,
-        gradient: &mut [f32],
+        gradient: &mut Vec<f32>,
     ) -> Result<Vec<RowScore>> {
         self.forward_backward_dropped(rows, temperature, None, loss, gradient)
     }
@@ -188,7 +182,7 @@ impl Policy {
         temperature: f64,
         dropout: Option<RowDropout>,
         loss: &mut LossGradient<'_>,
-        gradient: &mut [f32],
+        gradient: &mut Vec<f32>,
     ) -> Result<Vec<RowScore>> {
         if self.flat().is_empty() {
             return Err(no_adapter());
@@ -205,102 +199,20 @@ impl Policy {
         }
         let p = self.lora_config().map_or(0.0, |lora| lora.dropout);
         let dropout = dropout.filter(|_| p > 0.0).map(|dropout| TokenDropout::new(p, dropout, rows, &packing));
-        let pass = Pass { adapter: true, full: self.full.is_some(), dropout: dropout.as_ref(), layer: 0 };
-        // Forward, keeping each layer's input only.
-        let mut inputs = Vec::with_capacity(self.layers.len());
-        let mut x = self.embed(&packing.ids)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            let y = layer.forward(&x, &packing, pass.in_layer(index))?.0;
-            inputs.push(std::mem::replace(&mut x, y));
-        }
-        let scored = self.head.score(&x, &packing.targets, temperature)?;
-        let scores = by_row(rows, &scored);
-        let g = loss(&scores)?;
-        if g.len() != rows.len() || g.iter().zip(rows).any(|(g, row)| g.len() != row.completion.len()) {
-            return Err(EngineError::Input("the loss gave gradients of the wrong shape".to_owned()));
-        }
-        let g = g.concat();
-        if g.iter().all(|g| *g == 0.0) {
-            return Ok(scores);
-        }
-        // Backward from the top, one layer's activations at a time.
-        let mut dx = self.head_vjp(&scored, &packing, temperature, &g, gradient)?;
-        drop((scored, x));
-        for (index, layer) in self.layers.iter().enumerate().rev() {
-            let Some(input) = inputs.pop() else { break };
-            let (below, gradients) = layer.vjp(&input, &packing, &dx, pass.in_layer(index))?;
-            dx = below;
-            self.add_gradients(index, gradients, gradient)?;
-        }
-        if let Some(full) = &self.full {
-            let (slot, width) = (full.slot(EMBEDDING, gradient)?, self.card.config.hidden_size);
-            ops::with_values(&dx, |dx| {
-                for (id, dx) in packing.ids.iter().zip(dx.chunks_exact(width)) {
-                    ops::slices::add_scaled(&mut slot[*id as usize * width..][..width], 1.0, dx);
-                }
-            })?;
-        }
+        let pass = Pass { adapter: true, dropout: dropout.as_ref(), layer: 0 };
+        let mut scores = Vec::new();
+        let mut by_target = |new: &[TokenScore]| -> Result<Vec<f32>> {
+            scores = by_row(rows, new);
+            let g = loss(&scores)?;
+            if g.len() != rows.len() || g.iter().zip(rows).any(|(g, row)| g.len() != row.completion.len()) {
+                return Err(EngineError::Input("the loss gave gradients of the wrong shape".to_owned()));
+            }
+            Ok(g.concat())
+        };
+        with_decoder!(&self.network, |decoder| {
+            decoder.forward_backward(&packing, temperature, pass, &mut by_target, gradient)
+        })?;
         Ok(scores)
-    }
-
-    fn head_vjp(
-        &self,
-        scored: &Scored,
-        packing: &Packing,
-        temperature: f64,
-        g: &[f32],
-        gradient: &mut [f32],
-    ) -> Result<Tensor> {
-        let Some(full) = &self.full else { return self.head.vjp(scored, packing, temperature, g, None) };
-        let name = if self.card.config.tie_word_embeddings { EMBEDDING } else { HEAD };
-        let mut norm = vec![0f32; self.head.norm.len()];
-        let slots = HeadSlots { norm: &mut norm, weight: full.slot(name, gradient)? };
-        let dx = self.head.vjp(scored, packing, temperature, g, Some(slots))?;
-        ops::slices::add_scaled(full.slot(NORM, gradient)?, 1.0, &norm);
-        Ok(dx)
-    }
-
-    /// Add a layer's gradients to the flat one.
-    fn add_gradients(&self, index: usize, gradients: LayerGradient, flat: &mut [f32]) -> Result<()> {
-        let LayerGradient { linears, norms } = gradients;
-        let name = |inside: &str| format!("model.layers.{index}.{inside}");
-        for (linear, gradient) in self.layers[index].linears().into_iter().zip(linears) {
-            match (gradient, &self.lora, &self.full) {
-                (LinearGradient::Lora(gradient), Some(lora), _) => {
-                    for block in linear.blocks() {
-                        if let Some((a, b)) = lora.pair_mut(index, block.part.module, flat) {
-                            linear.add_gradient(block, &gradient, a, b);
-                        }
-                    }
-                }
-                (LinearGradient::Full { weight, bias }, _, Some(full)) => {
-                    for part in &linear.parts {
-                        let module = part.module.path();
-                        let slot = full.slot(&name(&format!("{module}.weight")), flat)?;
-                        let rows = weight.narrow(0, part.begin, part.out)?;
-                        ops::with_values(&rows, |values| ops::slices::add_scaled(slot, 1.0, values))?;
-                        if let Some(bias) = &bias {
-                            let slot = full.slot(&name(&format!("{module}.bias")), flat)?;
-                            ops::slices::add_scaled(slot, 1.0, &bias[part.begin..part.begin + part.out]);
-                        }
-                    }
-                }
-                (LinearGradient::None | LinearGradient::Lora(_) | LinearGradient::Full { .. }, _, _) => {}
-            }
-        }
-        if let (Some(norms), Some(full)) = (norms, &self.full) {
-            let mut add = |inside: &str, values: &[f32]| -> Result<()> {
-                ops::slices::add_scaled(full.slot(&name(inside), flat)?, 1.0, values);
-                Ok(())
-            };
-            add("input_layernorm.weight", &norms.input)?;
-            add("post_attention_layernorm.weight", &norms.post)?;
-            if let Some((q, k)) = &norms.qk {
-                add("self_attn.q_norm.weight", q)?;
-                add("self_attn.k_norm.weight", k)?;
-            }
-        }
-        Ok(())
     }
 
     /// The full logits at some positions of one sequence.
@@ -308,38 +220,12 @@ impl Policy {
         if ids.is_empty() || positions.iter().any(|p| *p >= ids.len()) {
             return Err(EngineError::Input(format!("positions {positions:?} of a sequence of {} tokens", ids.len())));
         }
-        let packing = Packing::sequences(&[ids], &self.windows, |n| self.rope.table(n));
-        let mut x = self.embed(&packing.ids)?;
-        for layer in &self.layers {
-            x = layer.forward(&x, &packing, Pass::inference(adapter))?.0;
-        }
-        let at = positions.iter().map(|p| *p as u32).collect::<Vec<u32>>();
-        let x = x.index_select(&Tensor::from_vec(at, positions.len(), &self.device)?, 0)?;
-        Ok(self.head.logits(&x)?.to_vec2()?)
+        let values = with_decoder!(&self.network, |decoder| decoder.logits(ids, positions, adapter))?;
+        Ok(values.chunks_exact(self.card.config.vocab_size).map(<[f32]>::to_vec).collect())
     }
 
     fn pack(&self, rows: &[Row]) -> Result<Packing> {
-        let vocab_size = self.head.vocab_size() as u32;
-        for row in rows {
-            if let Some(id) = row.completion.iter().find(|id| **id >= vocab_size) {
-                return Err(EngineError::Input(unknown_token(*id, vocab_size)));
-            }
-        }
-        Packing::rows(rows, &self.windows, |n| self.rope.table(n))
-    }
-
-    /// `[T]` ids → `[T, hidden]`.
-    fn embed(&self, ids: &[u32]) -> Result<Tensor> {
-        let vocab_size = self.head.vocab_size() as u32;
-        if let Some(id) = ids.iter().find(|id| **id >= vocab_size) {
-            return Err(EngineError::Input(unknown_token(*id, vocab_size)));
-        }
-        let ids = Tensor::from_vec(ids.to_vec(), ids.len(), &self.device)?;
-        Ok(self.embedding.index_select(&ids, 0)?)
-    }
-
-    fn heads(&self) -> Heads {
-        layer::heads(&self.card.config)
+        with_decoder!(&self.network, |decoder| decoder.pack(rows))
     }
 }
 
@@ -355,8 +241,8 @@ fn unknown_token(id: u32, vocab_size: u32) -> String {
     format!("token id {id} is not below vocab_size {vocab_size}; the tokenizer does not belong to this model")
 }
 
-fn by_row(rows: &[Row], scored: &Scored) -> Vec<RowScore> {
-    let mut scores = scored.scores.iter();
+fn by_row(rows: &[Row], scores: &[TokenScore]) -> Vec<RowScore> {
+    let mut scores = scores.iter();
     let rows = rows.iter().map(|row| {
         let (logps, entropies) = scores.by_ref().take(row.completion.len()).map(|s| (s.logp, s.entropy)).unzip();
         RowScore { logps, entropies }

@@ -156,7 +156,8 @@ impl Rotation<'_> {
         }
     }
 
-    fn row_vjp(&self, position: usize, before: &[f32], dy: &[f32], dx: &mut [f32]) {
+    /// dL/dqkv of one row; `before` is read with qk-norm only.
+    pub fn row_vjp(&self, position: usize, before: &[f32], dy: &[f32], dx: &mut [f32]) {
         let (cos, sin) = self.table.at(position);
         let (dim, rotated) = (self.heads.head_dim, self.heads.num_heads + self.heads.num_kv_heads);
         let mut turned = vec![0f32; dim];
@@ -174,6 +175,24 @@ impl Rotation<'_> {
                 None => dx.copy_from_slice(&turned),
             }
         }
+    }
+
+    /// dL/dweight of the qk-norms, of query and key heads, summed over the rows in order; None without qk-norm.
+    pub fn weight_vjp(&self, qkv: &[f32], dy: &[f32]) -> Option<(Vec<f32>, Vec<f32>)> {
+        let (_, _, eps) = self.qk_norm?;
+        let (width, dim) = (self.heads.width(), self.heads.head_dim);
+        let (num_heads, rotated) = (self.heads.num_heads, self.heads.num_heads + self.heads.num_kv_heads);
+        let (mut dq, mut dk) = (vec![0f32; dim], vec![0f32; dim]);
+        let mut turned = vec![0f32; dim];
+        for ((position, x), dy) in self.positions.iter().zip(qkv.chunks_exact(width)).zip(dy.chunks_exact(width)) {
+            let (cos, sin) = self.table.at(*position);
+            for (head, (x, dy)) in x.chunks_exact(dim).zip(dy.chunks_exact(dim)).take(rotated).enumerate() {
+                turned.copy_from_slice(dy);
+                slices::rotate_back(&mut turned, cos, sin);
+                slices::rms_norm_weight_vjp(x, eps, &turned, if head < num_heads { &mut dq } else { &mut dk });
+            }
+        }
+        Some((dq, dk))
     }
 }
 
@@ -196,27 +215,7 @@ pub fn rotate_vjp(rotation: &Rotation, qkv: &Tensor, dy: &Tensor) -> Result<Tens
 
 /// dL/dweight of the qk-norms in [`rotate`], of query and key heads; None without qk-norm. `qkv` is its input.
 pub fn rotate_weight_vjp(rotation: &Rotation, qkv: &Tensor, dy: &Tensor) -> Result<Option<(Vec<f32>, Vec<f32>)>> {
-    let Some((_, _, eps)) = rotation.qk_norm else { return Ok(None) };
-    let (width, dim) = (rotation.heads.width(), rotation.heads.head_dim);
-    let (num_heads, rotated) = (rotation.heads.num_heads, rotation.heads.num_heads + rotation.heads.num_kv_heads);
-    let (mut dq, mut dk) = (vec![0f32; dim], vec![0f32; dim]);
-    let mut turned = vec![0f32; dim];
-    with_values(qkv, |qkv| {
-        with_values(dy, |dy| {
-            for ((position, x), dy) in
-                rotation.positions.iter().zip(qkv.chunks_exact(width)).zip(dy.chunks_exact(width))
-            {
-                let (cos, sin) = rotation.table.at(*position);
-                for (head, (x, dy)) in x.chunks_exact(dim).zip(dy.chunks_exact(dim)).take(rotated).enumerate() {
-                    turned.copy_from_slice(dy);
-                    slices::rotate_back(&mut turned, cos, sin);
-                    let dw = if head < num_heads { &mut dq } else { &mut dk };
-                    slices::rms_norm_weight_vjp(x, eps, &turned, dw);
-                }
-            }
-        })
-    })??;
-    Ok(Some((dq, dk)))
+    with_values(qkv, |qkv| with_values(dy, |dy| rotation.weight_vjp(qkv, dy)))?
 }
 
 /// Causal attention inside each group of a packed batch; `visible` is [`Group::visible`] of each.

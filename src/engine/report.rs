@@ -9,7 +9,9 @@ use super::checkpoint::TrainerState;
 use super::error::{EngineError, Result};
 use super::host::{Rollout, RolloutCompletion, RolloutGroup};
 use super::memory::peak_resident_bytes;
-use super::metrics::{KlRow, RolloutRows, advantage_metrics, entropy, kl_metrics, loss_metrics, rollout_metrics};
+use super::metrics::{
+    KlRow, RolloutRows, advantage_metrics, entropy, kl_metrics, loss_metrics, rollout_metrics, sampling_metrics,
+};
 use super::prompts::TokenizedPrompt;
 use super::rollout::Batching;
 use super::step::Update;
@@ -68,6 +70,12 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
         if first_use {
             let log_ratio_max = step.losses.iter().map(|row| (row.new_logp - row.old_logp).abs()).fold(0.0, f64::max);
             metrics.insert("sampling/log_ratio_max".into(), Some(log_ratio_max));
+            if let Some(recorded) = block.rollout.recorded_logps() {
+                let rows = recorded[update.slice.clone()].iter().zip(&step.scores).zip(included);
+                let rows = rows.filter(|(_, included)| **included);
+                metrics
+                    .extend(sampling_metrics(rows.map(|((recorded, score), _)| (*recorded, score.logps.as_slice()))));
+            }
         }
     }
     if first_use {

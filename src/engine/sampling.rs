@@ -23,6 +23,9 @@ pub struct Sampler {
 }
 
 impl Sampler {
+    /// The model's own distribution.
+    pub const PLAIN: Self = Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
+
     /// The plan's sampler, at another temperature where evaluation asks for one.
     pub fn new(plan: &SamplingPlan, temperature: f64) -> Self {
         Self {
@@ -45,6 +48,13 @@ impl Sampler {
         }
     }
 
+    /// Whether it draws from the whole distribution, or greedily from the unchanged one: then the token's log-prob says how
+    /// likely it was, and the head can choose by itself ([`super::model::Pick`]).
+    pub fn is_unfiltered(&self) -> bool {
+        let keeps_all = self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0;
+        self.repetition_penalty == 1.0 && (keeps_all || self.temperature == 0.0)
+    }
+
     /// One token. `logits` (V) are changed in place; `uniform` is in [0, 1); `seen` holds the tokens of prompt and
     /// completion (only read when the repetition penalty is on). Ties go to the lowest id.
     pub fn choose(&self, logits: &mut [f32], seen: &HashSet<u32>, uniform: f64) -> u32 {
@@ -56,14 +66,10 @@ impl Sampler {
                 }
             }
         }
-        if self.temperature == 0.0 {
-            return argmax(logits);
+        if self.temperature == 0.0 || (self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0) {
+            return draw(logits, self.temperature, uniform);
         }
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let weight = |logit: f32| (f64::from(logit - max) / self.temperature).exp();
-        if self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0 {
-            return invert(logits.iter().map(|&logit| weight(logit)), uniform);
-        }
+        let weight = weight(logits, self.temperature);
         let weights: Vec<f64> = logits.iter().map(|&logit| weight(logit)).collect();
         let kept = self.kept(&weights);
         let index = invert(kept.iter().map(|&token| weights[token]), uniform);
@@ -99,6 +105,22 @@ impl Sampler {
     }
 }
 
+/// A token of the softmax of `logits` (V) / `temperature`, by inversion at `uniform` in [0, 1); the first of the largest when
+/// `temperature` is 0.
+pub fn draw(logits: &[f32], temperature: f64, uniform: f64) -> u32 {
+    if temperature == 0.0 {
+        return argmax(logits);
+    }
+    let weight = weight(logits, temperature);
+    invert(logits.iter().map(|&logit| weight(logit)), uniform)
+}
+
+/// From a logit to its probability, up to a factor.
+fn weight(logits: &[f32], temperature: f64) -> impl Fn(f32) -> f64 + Copy + use<> {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    move |logit| (f64::from(logit - max) / temperature).exp()
+}
+
 /// The first of the largest; NaN never wins.
 fn argmax(logits: &[f32]) -> u32 {
     let mut best = (0, f32::NEG_INFINITY);
@@ -132,7 +154,7 @@ fn invert(weights: impl Iterator<Item = f64> + Clone, uniform: f64) -> u32 {
 mod tests {
     use super::*;
 
-    const PLAIN: Sampler = Sampler { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
+    const PLAIN: Sampler = Sampler::PLAIN;
 
     fn tokens(sampler: Sampler, logits: &[f32]) -> Vec<u32> {
         let mut seen: Vec<u32> =

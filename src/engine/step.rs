@@ -36,19 +36,27 @@ impl Update {
 }
 
 impl Run<'_> {
-    /// Whether the old log-probs must be known before training: the block is trained more than once, or its advantages
-    /// are whitened together and hold a KL penalty, or the training forward drops what sampling did not. Otherwise the training forward itself gives them: old = new, ratio 1.
+    /// Whether the old log-probs, not recorded at sampling, must be known before training: the block is trained more than
+    /// once, or its advantages are whitened together and hold a KL penalty, or the training forward drops what sampling did
+    /// not. Otherwise the training forward itself gives them: old = new, ratio 1.
     pub(super) fn needs_old_pass(&self) -> bool {
         let rloo = &self.plan.rloo;
         let drops = self.plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         drops || self.batching.uses_per_block() > 1 || (rloo.penalizes_reward() && rloo.whitens_advantages())
     }
 
-    /// The passes without gradient: the sampling policy's log-probs if need be, and the reference's unless beta = 0. Cut
-    /// slice by slice, as training will be, so that equal weights give equal bits.
+    /// The old log-probs: those recorded at sampling where sampler and training agree bit for bit, else by a pass without
+    /// gradient if need be; and the reference's unless beta = 0. Passes are cut slice by slice, as training will be, so that
+    /// equal weights give equal bits.
     pub(super) fn score_block(&mut self, block: &mut Block) -> Result<(), Halt> {
+        if self.samples_exactly
+            && let Some(recorded) = block.rollout.recorded_logps()
+        {
+            block.values.old_logps = recorded.into_iter().map(<[f32]>::to_vec).collect();
+        }
+        let needs_old = block.values.old_logps.is_empty() && self.needs_old_pass();
         let needs_reference = self.plan.rloo.beta != 0.0;
-        if !self.needs_old_pass() && !needs_reference {
+        if !needs_old && !needs_reference {
             return Ok(());
         }
         self.phase(Phase::Train)?;
@@ -65,11 +73,13 @@ impl Run<'_> {
             }
             Ok(Some(logps))
         };
-        let old_logps = if self.needs_old_pass() { pass(&self.policy, Adapter::On)? } else { Some(Vec::new()) };
+        let old_logps = if needs_old { pass(&self.policy, Adapter::On)? } else { Some(Vec::new()) };
         let (reference, adapter) = self.reference.of(&self.policy);
         let ref_logps = if needs_reference { pass(reference, adapter)? } else { Some(Vec::new()) };
         let (Some(old_logps), Some(ref_logps)) = (old_logps, ref_logps) else { return Err(self.halt()) };
-        block.values.old_logps = old_logps;
+        if needs_old {
+            block.values.old_logps = old_logps;
+        }
         block.values.ref_logps = ref_logps;
         self.seconds.reference += started.elapsed().as_secs_f64();
         Ok(())
@@ -88,7 +98,7 @@ impl Run<'_> {
         let mut losses = |batch: Range<usize>, scores: &[RowScore]| -> Vec<RowLoss> {
             let batch = slice.start + batch.start..slice.start + batch.end;
             if values.old_logps.len() < batch.end {
-                // The only use of these completions: the policy that trains is the one that sampled.
+                // Not recorded, and their only use: the policy that trains is the one that sampled.
                 values.old_logps.extend(scores.iter().map(|score| score.logps.clone()));
             }
             if values.results.advantages.len() < batch.end {

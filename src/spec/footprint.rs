@@ -17,6 +17,9 @@ pub const MAX_LOGITS: u64 = 1 << 24;
 /// The fewest positions of such a chunk.
 pub const MIN_LOGIT_ROWS: u64 = 16;
 
+/// Activations that a training forward may keep for its backward instead of computing them again.
+pub const SAVED_BYTES: u64 = 512 << 20;
+
 /// Values that share a scale in 8-bit optimizer states.
 pub const OPTIMIZER_BLOCK: u64 = 256;
 
@@ -90,6 +93,19 @@ pub fn optimizer_bytes(kind: OptimizerKind, parameters: u64) -> u64 {
 /// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
 pub fn generation_rows(shape: &ModelShape, tokens_per_row: u64) -> u64 {
     (KV_CACHE_BYTES / kv_token_bytes(shape).saturating_mul(tokens_per_row).max(1)).max(1)
+}
+
+/// The last layers whose activations a training forward keeps for the backward, of a micro-batch of so many tokens; the
+/// others' are computed again.
+pub fn saved_layers(shape: &ModelShape, tokens: u64) -> u64 {
+    let per_layer = F32 * tokens.max(1) * saved_width(shape);
+    (SAVED_BYTES / per_layer.max(1)).min(shape.num_hidden_layers)
+}
+
+/// Widths of the rows that a layer keeps for its backward.
+fn saved_width(shape: &ModelShape) -> u64 {
+    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    2 * (q + 2 * kv) + q + shape.hidden_size + 2 * shape.intermediate_size
 }
 
 /// Keys and values of a token in all layers.

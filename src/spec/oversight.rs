@@ -67,7 +67,7 @@ pub fn greater_is_better(metric: &str) -> bool {
 /// The metrics that a job's checkpoints can be compared by: all of its steps and evaluations but times and memory, which
 /// are the machine's.
 pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>, beta: f64) -> Vec<String> {
-    const OF_A_STEP: [&str; 15] = [
+    const OF_A_STEP: [&str; 17] = [
         "loss",
         "grad_norm",
         "learning_rate",
@@ -77,6 +77,8 @@ pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>,
         "entropy",
         "adapter/delta_norm",
         "sampling/log_ratio_max",
+        "sampling/sampling_logp_difference/mean",
+        "sampling/sampling_logp_difference/max",
         "clip_ratio/low_mean",
         "clip_ratio/low_min",
         "clip_ratio/high_mean",

@@ -14,7 +14,7 @@ use crate::engine::host::Stop;
 use crate::event::SamplePhase;
 use crate::protocol::{JournalBatch, JournalEntry, RewardAnswer};
 use crate::reward::journal::{Journalled, Unrecorded};
-use crate::sample::{RolloutId, SampledGroup};
+use crate::sample::{Generated, RolloutId, SampledGroup};
 
 /// About the most bytes of a call.
 const MAX_BYTES: usize = 4 << 20;
@@ -189,7 +189,7 @@ fn sent_bytes(entry: &JournalEntry) -> usize {
 fn kept_bytes(entry: &JournalEntry) -> u64 {
     let bytes = match entry {
         JournalEntry::Rollout { groups, .. } => {
-            groups.iter().flat_map(|group| &group.completions).map(|completion| 48 + 6 * completion.ids.len()).sum()
+            groups.iter().flat_map(|group| &group.completions).map(Generated::json_bytes).sum()
         }
         JournalEntry::Request { .. } => 256,
         JournalEntry::Answer { answer: RewardAnswer::Body { body }, .. } => body.len(),

@@ -299,7 +299,7 @@ impl RecordedBlock {
                 mask,
             };
             rows.insert((row, group.completions.len()), recorded_row);
-            group.completions.push(RolloutCompletion { ids: completion, finish_reason, score });
+            group.completions.push(RolloutCompletion { ids: completion, finish_reason, score, logps: None });
         }
         Self { rollout: Rollout { groups, ..Rollout::default() }, rows }
     }

@@ -3,10 +3,10 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::Device;
+use rlood::engine::backend::BackendKind;
 use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::pass::RowDropout;
-use rlood::engine::model::{Adapter, DecodeState, Logits, Policy, Row};
+use rlood::engine::model::{Adapter, Policy, Row};
 use rlood::engine::random::{Key, Stream};
 
 const ARCHITECTURES: [&str; 6] = ["qwen3", "qwen2", "llama", "llama3rope", "llama_bias", "mistral"];
@@ -18,7 +18,7 @@ fn fixture(name: &str) -> PathBuf {
 /// A model with an adapter whose A and B are both non-zero.
 fn policy(name: &str) -> Policy {
     let dir = fixture(name);
-    let mut policy = Policy::load(&dir, &Device::Cpu).unwrap();
+    let mut policy = Policy::load(&dir, BackendKind::Cpu).unwrap();
     policy.load_lora(&dir.join("lora")).unwrap();
     policy
 }
@@ -53,7 +53,7 @@ fn loss(policy: &Policy, rows: &[Row]) -> f64 {
     pairs.map(|(p, w)| f64::from(p) * f64::from(w)).sum()
 }
 
-fn gradient(policy: &Policy, rows: &[Row], offset: usize, into: &mut [f32]) {
+fn gradient(policy: &Policy, rows: &[Row], offset: usize, into: &mut Vec<f32>) {
     let g = weights(rows, offset);
     let scores = policy.forward_backward(rows, 0.8, &mut |_| Ok(g.clone()), into).unwrap();
     assert_eq!(scores, policy.score(rows, 0.8, Adapter::On).unwrap());
@@ -115,7 +115,7 @@ fn every_weight_gets_the_gradient_of_finite_differences() {
     let mut kinds = std::collections::BTreeSet::new();
     for name in ARCHITECTURES {
         let dir = fixture(name);
-        let mut policy = Policy::load(&dir, &Device::Cpu).unwrap();
+        let mut policy = Policy::load(&dir, BackendKind::Cpu).unwrap();
         let base = policy.score(&as_rows(&rows_of(1)), 0.8, Adapter::On).unwrap();
         policy.train_all(&dir).unwrap();
         assert_eq!(policy.score(&as_rows(&rows_of(1)), 0.8, Adapter::On).unwrap(), base);
@@ -159,7 +159,7 @@ fn the_gradient_through_dropout_is_that_of_what_is_left() {
         let dropout = Some(RowDropout { key: Key::new(5, Stream::Dropout).with(1), first_row: 0 });
         let start = policy.parameter_values().unwrap();
         let g = weights(&rows, 0);
-        let run = |policy: &Policy, into: &mut [f32]| -> f64 {
+        let run = |policy: &Policy, into: &mut Vec<f32>| -> f64 {
             let scores = policy.forward_backward_dropped(&rows, 0.8, dropout, &mut |_| Ok(g.clone()), into).unwrap();
             let pairs = scores.iter().zip(&g).flat_map(|(s, w)| s.logps.clone().into_iter().zip(w.clone()));
             pairs.map(|(p, w)| f64::from(p) * f64::from(w)).sum()
@@ -271,7 +271,7 @@ fn empty_completions_and_zero_gradients_are_harmless() {
 
 #[test]
 fn a_fresh_adapter_is_the_base_model_and_follows_its_seed() {
-    let mut policy = Policy::load(&fixture("qwen2"), &Device::Cpu).unwrap();
+    let mut policy = Policy::load(&fixture("qwen2"), BackendKind::Cpu).unwrap();
     let owned = rows_of(3);
     let base = policy.score(&as_rows(&owned), 1.0, Adapter::Off).unwrap();
     policy.add_lora(&LoraConfig::all_linear(4, 8.0), 42).unwrap();
@@ -312,7 +312,9 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
         // Longer than Mistral's window of 8; the first and third are the same prompt.
         let prompts = [random_ids(10, 11), random_ids(11, 2), random_ids(10, 11), random_ids(12, 19)];
         let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
-        let (mut state, mut logits): (DecodeState, Logits) = policy.prefill(&prompts, 3, 40, Adapter::On).unwrap();
+        let mut state = policy.begin(Adapter::On);
+        policy.join(&mut state, &prompts, 3, 40).unwrap();
+        let mut logits = policy.next_logits(&state).unwrap();
         assert_eq!((state.len(), logits.len()), (12, 12));
         let mut sequences: Vec<Vec<u32>> = (0..12).map(|row| prompts[row / 3].to_vec()).collect();
         for step in 0..40u64 {
@@ -333,16 +335,19 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
             for (sequence, token) in sequences.iter_mut().zip(&tokens) {
                 sequence.push(*token);
             }
-            logits = policy.decode(&mut state, &tokens).unwrap();
+            policy.append(&mut state, &tokens).unwrap();
+            logits = policy.next_logits(&state).unwrap();
         }
         assert_eq!(sequences.len(), 3);
         // One row alone gives what it gave among others.
         let (prompt, rest) = sequences[0].split_at(prompts[0].len());
-        let (mut state, mut alone) = policy.prefill(&[prompt], 1, 40, Adapter::On).unwrap();
+        let mut state = policy.begin(Adapter::On);
+        policy.join(&mut state, &[prompt], 1, 40).unwrap();
         for token in rest {
-            alone = policy.decode(&mut state, &[*token]).unwrap();
+            policy.append(&mut state, &[*token]).unwrap();
         }
+        let alone = policy.next_logits(&state).unwrap();
         assert_rows_agree(name, alone.row(0), logits.row(0), 1e-5);
-        assert!(policy.decode(&mut state, &[1, 2]).is_err());
+        assert!(policy.append(&mut state, &[1, 2]).is_err());
     }
 }

@@ -22,7 +22,8 @@ use crate::rewards::{Service, ok, plan, samples, text, truth};
 use crate::setting::{LEASE, Setting, T0};
 
 fn rollout(rollout: RolloutId) -> JournalEntry {
-    let completions = vec![Generated { ids: vec![5, 6, 7], finish_reason: FinishReason::Stop }];
+    let logps = Some(vec![-0.1, f32::MIN_POSITIVE, -16_777_217.0]);
+    let completions = vec![Generated { ids: vec![5, 6, 7], finish_reason: FinishReason::Stop, logps }];
     JournalEntry::Rollout { rollout, groups: vec![SampledGroup { row: 2, completions }] }
 }
 

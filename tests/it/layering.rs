@@ -52,7 +52,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("sqlx", &["store", "serve"]),
     ("tokio", &["demo", "files", "http", "prober", "reward", "serve", "store", "supervisor", "worker"]),
     ("tokenizers", &["engine", "modelcard"]),
-    ("candle_core", &["bench", "config", "engine"]),
+    ("candle_core", &["config", "engine"]),
 ];
 
 #[test]

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{llama, qwen3};
+use rlood::engine::backend::BackendKind;
 use rlood::engine::model::{Adapter, Policy};
 use rlood::engine::random::{Key, Stream};
 use serde::de::DeserializeOwned;
@@ -35,7 +36,7 @@ fn sequence(length: usize) -> Vec<u32> {
 }
 
 fn assert_same_logits(name: &str, mut theirs: impl FnMut(&Tensor) -> Tensor) {
-    let policy = Policy::load(&fixture(name), &Device::Cpu).unwrap();
+    let policy = Policy::load(&fixture(name), BackendKind::Cpu).unwrap();
     for length in [1, 2, 17, 60] {
         let ids = sequence(length);
         let ours = policy.logits(&ids, &[length - 1], Adapter::Off).unwrap();

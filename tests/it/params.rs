@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::Device;
+use rlood::engine::backend::BackendKind;
 use rlood::engine::error::EngineError;
 use rlood::engine::host::TrainOutcome;
 use rlood::engine::model::{Adapter, Policy, Row};
@@ -135,10 +135,10 @@ fn a_checkpoint_of_full_fine_tuning_is_a_model() {
         assert!(config.get(key).is_none_or(|dtype| dtype == "float32"), "{config}");
     }
     // What it computes is what the run's last step left.
-    let policy = Policy::load(dir, &Device::Cpu).unwrap();
+    let policy = Policy::load(dir, BackendKind::Cpu).unwrap();
     let row = Row { prompt: &[5, 6, 7], completion: &[8, 9] };
     let loaded = policy.score(&[row], 1.0, Adapter::Off).unwrap();
-    let mut trained = Policy::load(&model_dir(), &Device::Cpu).unwrap();
+    let mut trained = Policy::load(&model_dir(), BackendKind::Cpu).unwrap();
     let first = trained.score(&[row], 1.0, Adapter::Off).unwrap();
     trained.train_all(&model_dir()).unwrap();
     trained.set_parameter_values(&host.traces.last().unwrap().parameters).unwrap();
@@ -187,8 +187,8 @@ fn the_first_ratio_is_one_without_dropout_and_not_with_it() {
 fn bf16_rounds_what_it_says_and_little_else() {
     let ids: Vec<u32> = (4..24).collect();
     let row = Row { prompt: &ids[..10], completion: &ids[10..] };
-    let exact = Policy::load(&model_dir(), &Device::Cpu).unwrap().score(&[row], 1.0, Adapter::Off).unwrap();
-    let policy = Policy::load_dtype(&model_dir(), &Device::Cpu, ComputeDtype::Bf16).unwrap();
+    let exact = Policy::load(&model_dir(), BackendKind::Cpu).unwrap().score(&[row], 1.0, Adapter::Off).unwrap();
+    let policy = Policy::load_dtype(&model_dir(), BackendKind::Cpu, ComputeDtype::Bf16).unwrap();
     let rounded = policy.score(&[row], 1.0, Adapter::Off).unwrap();
     assert_ne!(exact, rounded);
     for (a, b) in exact[0].logps.iter().zip(&rounded[0].logps) {

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
-use rlood::engine::model::{Adapter, Policy, Row};
+use rlood::engine::backend::BackendKind;
+use rlood::engine::model::{Adapter, Pick, Policy, Row};
 use rlood::engine::optim::{AdamW, clip_gradient_norm};
 use rlood::engine::text::Text;
 use rlood::modelcard;
@@ -51,7 +52,7 @@ fn every_case_agrees_with_transformers_and_peft() {
 
 fn check_case(dir: &Path) -> Checked<String> {
     let expected: Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
-    let mut policy = Policy::load(dir, &Device::Cpu).map_err(chain)?;
+    let mut policy = Policy::load(dir, BackendKind::Cpu).map_err(chain)?;
     let mut worst: BTreeMap<&str, f64> = BTreeMap::new();
     let mut note = |what: &'static str, error: f64| {
         let entry = worst.entry(what).or_default();
@@ -263,17 +264,21 @@ fn check_greedy(policy: &Policy, text: &Text, section: &Value) -> Checked {
     let encoded = text.encode(section["prompt"].as_str().unwrap(), true).map_err(chain)?;
     same("greedy prompt", &encoded, &prompt)?;
     let want = ids(&section["new_ids"]);
-    let (mut state, mut logits) = policy.prefill(&[&prompt], 2, want.len(), Adapter::On).map_err(chain)?;
+    let mut state = policy.begin(Adapter::On);
+    policy.join(&mut state, &[&prompt], 2, want.len()).map_err(chain)?;
     let mut sequence = prompt;
     for (step, want) in want.iter().enumerate() {
+        let logits = policy.next_logits(&state).map_err(chain)?;
         same(&format!("greedy token {step}"), argmax(logits.row(1)), *want)?;
+        let greedy = [Pick { temperature: 0.0, uniform: 0.5 }; 2];
+        same(&format!("chosen token {step}"), policy.choose(&state, &greedy).map_err(chain)?[1].token, *want)?;
         // What the cache gives is what a forward over everything gives.
         let full = policy.logits(&sequence, &[sequence.len() - 1], Adapter::On).map_err(chain)?;
         for (cached, full) in logits.row(1).iter().zip(&full[0]) {
             close(&format!("cached logits {step}"), f64::from(*cached), f64::from(*full), 1e-4)?;
         }
         sequence.push(*want);
-        logits = policy.decode(&mut state, &[0, *want]).map_err(chain)?;
+        policy.append(&mut state, &[0, *want]).map_err(chain)?;
     }
     Ok(())
 }
@@ -300,7 +305,7 @@ fn check_round_trip(policy: &Policy, model: &Path, adapter: &Path) -> Checked {
         config
     };
     same("adapter_config.json", config(dir.path()), config(adapter))?;
-    let mut again = Policy::load(model, &Device::Cpu).map_err(chain)?;
+    let mut again = Policy::load(model, BackendKind::Cpu).map_err(chain)?;
     again.load_lora(dir.path()).map_err(chain)?;
     same("adapter read again", again.parameter_values().map_err(chain)?, policy.parameter_values().map_err(chain)?)
 }

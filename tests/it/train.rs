@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-use candle_core::Device;
+use rlood::engine::backend::BackendKind;
 use rlood::engine::error::EngineError;
 use rlood::engine::host::{
     Host, HostError, PromptRow, Rollout, RolloutCompletion, RolloutGroup, RolloutId, SavedCheckpoint, Score,
@@ -480,6 +480,7 @@ fn truncated_rollout(_step: u64) -> Option<Rollout> {
         ids: vec![10, 11, 12],
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(reward)] },
+        logps: None,
     };
     let group = |row: u64| RolloutGroup {
         row,
@@ -498,7 +499,7 @@ fn all_truncated_and_masked_changes_no_weight() {
     plan.rloo.mask_truncated_completions = true;
     let mut masked = TestHost::with_rollouts(truncated_rollout);
     run(&plan, &mut masked);
-    let mut policy = Policy::load(&model_dir(), &Device::Cpu).expect("the model");
+    let mut policy = Policy::load(&model_dir(), BackendKind::Cpu).expect("the model");
     policy
         .add_lora(&LoraConfig::from_plan(plan.lora.as_ref().expect("lora")).expect("a config"), plan.training.seed)
         .expect("an adapter");

@@ -1,7 +1,7 @@
 //! The variants of the algorithm through the loop: estimators, losses, KL in the loss, shaped rewards, refills.
 
-use candle_core::Device;
 use rlood::engine::advantage::mean;
+use rlood::engine::backend::BackendKind;
 use rlood::engine::host::{Rollout, RolloutCompletion, RolloutGroup, RolloutId, TrainOutcome};
 use rlood::engine::lora::LoraConfig;
 use rlood::engine::loss::kl::KlPenalty;
@@ -110,7 +110,7 @@ fn every_variant_resumes_from_every_step() {
 
 /// A policy whose log-probs differ from the recorded ones, so that ratios are not 1.
 fn moved_policy() -> Policy {
-    let mut policy = Policy::load(&model_dir(), &Device::Cpu).expect("the model");
+    let mut policy = Policy::load(&model_dir(), BackendKind::Cpu).expect("the model");
     policy.add_lora(&LoraConfig::all_linear(4, 8.0), 7).expect("an adapter");
     let values = policy.parameter_values().expect("values");
     let moved: Vec<f32> = values.iter().enumerate().map(|(i, v)| v + (i % 11) as f32 * 0.01).collect();
@@ -278,6 +278,7 @@ fn half_tied(_step: u64) -> Option<Rollout> {
         ids: vec![first, 11, 12],
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(reward)] },
+        logps: None,
     };
     let group = |row: u64, rewards: [f64; 2]| RolloutGroup {
         row,
@@ -385,6 +386,7 @@ fn equal_rewards(_step: u64) -> Option<Rollout> {
         ids: (10..10 + length).collect(),
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(1.0)] },
+        logps: None,
     };
     let group = |row: u64, lengths: [u32; 2]| RolloutGroup {
         row,

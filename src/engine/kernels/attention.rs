@@ -86,6 +86,14 @@ impl Segment {
         self.len == 0
     }
 
+    /// Positions for which there is memory.
+    pub fn room(&self) -> usize {
+        match self.values.len().checked_div(self.len) {
+            Some(width) => self.values.capacity() / width.max(1),
+            None => 0,
+        }
+    }
+
     /// Make room for so many more positions.
     pub fn reserve(&mut self, heads: &Heads, positions: usize) {
         let blocks = (self.len + positions).div_ceil(BLOCK);

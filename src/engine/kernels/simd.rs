@@ -27,7 +27,9 @@ pub unsafe trait Simd: Copy {
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     /// a − b.
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
-    /// The larger of each lane.
+    /// a / b.
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// The larger of each lane; `b` where either is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     /// To the nearest whole number, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
@@ -37,11 +39,48 @@ pub unsafe trait Simd: Copy {
     unsafe fn load_pairs(from: *const u32) -> (Self::V, Self::V);
     /// The sum of all lanes, in a fixed order.
     unsafe fn sum(value: Self::V) -> f32;
+    /// The largest of all lanes.
+    unsafe fn largest(value: Self::V) -> f32;
     /// The first lane.
     unsafe fn first(value: Self::V) -> f32;
 }
 
-/// eˣ for x ≤ 88, within 2 units in the last place; e⁻⁸⁷ below −87. Cody and Waite's reduction, Taylor's polynomial.
+/// The first `count` elements, zeros after them; whole vectors are loaded as they are.
+///
+/// # Safety
+/// As for the methods of [`Simd`], but `from` needs only `count` valid elements where that is less than a vector.
+#[inline(always)]
+pub unsafe fn load_some<S: Simd>(from: *const f32, count: usize) -> S::V {
+    unsafe {
+        if count >= S::LANES {
+            return S::load(from);
+        }
+        let mut values = [0f32; MAX_LANES];
+        std::ptr::copy_nonoverlapping(from, values.as_mut_ptr(), count);
+        S::load(values.as_ptr())
+    }
+}
+
+/// Store the first `count` elements, at most a vector.
+///
+/// # Safety
+/// As for [`load_some`].
+#[inline(always)]
+pub unsafe fn store_some<S: Simd>(to: *mut f32, value: S::V, count: usize) {
+    unsafe {
+        if count >= S::LANES {
+            return S::store(to, value);
+        }
+        let mut values = [0f32; MAX_LANES];
+        S::store(values.as_mut_ptr(), value);
+        std::ptr::copy_nonoverlapping(values.as_ptr(), to, count);
+    }
+}
+
+/// The most f32 values a vector of any rung has.
+const MAX_LANES: usize = 16;
+
+/// eˣ for x ≤ 88, within 2 units in the last place; e⁻⁸⁷ below −87; NaN for NaN. Cody and Waite's reduction, Taylor's polynomial.
 ///
 /// # Safety
 /// As for the methods of [`Simd`].
@@ -53,7 +92,8 @@ pub unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     const LN_2_LOW: f32 = -2.121_944_4e-4;
     const TERMS: [f32; 6] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0];
     unsafe {
-        let x = S::max(x, S::splat(LOWEST));
+        // NaN stays NaN.
+        let x = S::max(S::splat(LOWEST), x);
         let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
         let r = S::fma(n, S::splat(-LN_2_HIGH), x);
         let r = S::fma(n, S::splat(-LN_2_LOW), r);
@@ -130,6 +170,11 @@ unsafe impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] / b[i])
+    }
+
+    #[inline(always)]
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
         lanes(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
@@ -156,6 +201,11 @@ unsafe impl Simd for Portable {
     unsafe fn sum(value: Self::V) -> f32 {
         let [a, b, c, d, e, f, g, h] = value;
         ((a + e) + (c + g)) + ((b + f) + (d + h))
+    }
+
+    #[inline(always)]
+    unsafe fn largest(value: Self::V) -> f32 {
+        value.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
 
     #[inline(always)]
@@ -222,6 +272,11 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn div(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_div_ps(a, b) }
+        }
+
+        #[inline(always)]
         unsafe fn max(a: __m256, b: __m256) -> __m256 {
             unsafe { _mm256_max_ps(a, b) }
         }
@@ -254,6 +309,15 @@ mod x86 {
                 let four = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps::<1>(value));
                 let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
                 _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn largest(value: __m256) -> f32 {
+            unsafe {
+                let four = _mm_max_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps::<1>(value));
+                let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+                _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
             }
         }
 
@@ -312,6 +376,11 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn div(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_div_ps(a, b) }
+        }
+
+        #[inline(always)]
         unsafe fn max(a: __m512, b: __m512) -> __m512 {
             unsafe { _mm512_max_ps(a, b) }
         }
@@ -338,6 +407,11 @@ mod x86 {
         #[inline(always)]
         unsafe fn sum(value: __m512) -> f32 {
             unsafe { _mm512_reduce_add_ps(value) }
+        }
+
+        #[inline(always)]
+        unsafe fn largest(value: __m512) -> f32 {
+            unsafe { _mm512_reduce_max_ps(value) }
         }
 
         #[inline(always)]

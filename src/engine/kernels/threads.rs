@@ -302,6 +302,14 @@ impl<T> Shared<T> {
         Shared(values.as_mut_ptr())
     }
 
+    /// Let `f` write some elements.
+    ///
+    /// Not marked unsafe, but no two threads may ask for overlapping ranges at a time.
+    pub fn with<R>(&self, range: Range<usize>, f: impl FnOnce(&mut [T]) -> R) -> R {
+        // Safety: the caller's.
+        f(unsafe { self.part(range) })
+    }
+
     /// One element.
     ///
     /// # Safety

@@ -70,9 +70,9 @@ impl Full {
         Ok(&self.values[self.range(name)?])
     }
 
-    /// Its place in a buffer of the same layout.
-    pub fn slot<'f>(&self, name: &str, flat: &'f mut [f32]) -> Result<&'f mut [f32]> {
-        Ok(&mut flat[self.range(name)?])
+    /// Where it begins in a buffer of the same layout.
+    pub fn at(&self, name: &str) -> Result<usize> {
+        Ok(self.range(name)?.start)
     }
 
     fn range(&self, name: &str) -> Result<Range<usize>> {

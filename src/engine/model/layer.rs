@@ -1,166 +1,224 @@
-//! One decoder layer, forward and vector-Jacobian product. The backward pass gets the layer's input and computes
-//! everything else again, so that activations of one layer at a time are alive.
+//! One decoder layer, forward and vector-Jacobian product. The backward pass needs what the forward saved; where that
+//! would take too much memory it is computed again from the layer's input.
 
-use candle_core::{Device, Tensor};
-
-use super::linear::{Linear, LinearGradient};
+use super::linear::Linear;
 use super::packing::Packing;
 use super::pass::Pass;
+use crate::engine::backend::{Backend, Rotation};
 use crate::engine::error::Result;
 use crate::engine::load::Weights;
 use crate::engine::lora::Module;
 use crate::engine::ops::slices::Heads;
-use crate::engine::ops::{self, RopeTable, Rotation};
 use crate::modelcard::ModelConfig;
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
-pub struct Layer {
+pub struct Layer<B: Backend> {
     /// Sizes of attention.
     pub heads: Heads,
     /// How many positions a token sees; None = all.
     pub window: Option<usize>,
     eps: f32,
-    input_norm: Vec<f32>,
-    qk_norm: Option<(Vec<f32>, Vec<f32>)>,
-    qkv: Linear,
-    o: Linear,
-    post_norm: Vec<f32>,
-    gate_up: Linear,
-    down: Linear,
+    input_norm: Norm<B>,
+    qk_norm: Option<(Norm<B>, Norm<B>)>,
+    qkv: Linear<B>,
+    o: Linear<B>,
+    post_norm: Norm<B>,
+    gate_up: Linear<B>,
+    down: Linear<B>,
 }
 
-/// The gradients of a layer.
+/// A norm's weight, and where its gradient begins where it is trained.
+#[derive(Clone, Debug)]
+pub struct Norm<B: Backend> {
+    /// `[width]`
+    pub weight: B::Vector,
+    /// In the flat gradient.
+    pub slot: Option<usize>,
+}
+
+/// What a layer's backward reads besides its input.
 #[derive(Debug)]
-pub struct LayerGradient {
-    /// In the order of [`Layer::linears`].
-    pub linears: [LinearGradient; 4],
-    /// In full fine-tuning.
-    pub norms: Option<NormGradient>,
+pub struct Saved<B: Backend> {
+    /// Before qk-norm and rope; only with qk-norm.
+    qkv: Option<B::Tensor>,
+    rotated: B::Tensor,
+    attended: B::Tensor,
+    middle: B::Tensor,
+    gate_up: B::Tensor,
 }
 
-/// The gradients of a layer's norm weights.
-#[derive(Debug)]
-pub struct NormGradient {
-    /// Before attention.
-    pub input: Vec<f32>,
-    /// Of query and key heads.
-    pub qk: Option<(Vec<f32>, Vec<f32>)>,
-    /// Before the MLP.
-    pub post: Vec<f32>,
+impl<B: Backend> Norm<B> {
+    /// A frozen one.
+    pub fn new(backend: &B, values: Vec<f32>) -> Result<Self> {
+        Ok(Norm { weight: backend.vector(values)?, slot: None })
+    }
+
+    fn add_gradient(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        eps: f32,
+        dy: &B::Tensor,
+        gradient: &mut B::Gradient,
+    ) -> Result<()> {
+        self.slot.map_or(Ok(()), |at| backend.rms_norm_weight_vjp(x, eps, dy, gradient, at))
+    }
 }
 
-impl Layer {
+impl<B: Backend> Layer<B> {
     /// Load layer `index`.
-    pub fn load(weights: &mut Weights, config: &ModelConfig, index: usize, device: &Device) -> Result<Layer> {
+    pub fn load(backend: &B, weights: &mut Weights, config: &ModelConfig, index: usize) -> Result<Self> {
         let prefix = format!("model.layers.{index}");
+        let mut norm = |name: &str| Norm::new(backend, weights.values(&format!("{prefix}.{name}.weight"))?.0);
+        let input_norm = norm("input_layernorm")?;
+        let post_norm = norm("post_attention_layernorm")?;
         let qk_norm = match config.qk_norm {
-            true => Some((
-                weights.values(&format!("{prefix}.self_attn.q_norm.weight"))?.0,
-                weights.values(&format!("{prefix}.self_attn.k_norm.weight"))?.0,
-            )),
+            true => Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?)),
             false => None,
         };
-        let mut linear = |modules: &[Module], bias| Linear::load(weights, &prefix, modules, bias, device);
+        let mut linear = |modules: &[Module], bias| Linear::load(backend, weights, &prefix, modules, bias);
         let qkv = linear(&[Module::Q, Module::K, Module::V], config.qkv_bias)?;
         let o = linear(&[Module::O], config.o_bias)?;
         let gate_up = linear(&[Module::Gate, Module::Up], config.mlp_bias)?;
         let down = linear(&[Module::Down], config.mlp_bias)?;
-        Ok(Layer {
-            heads: heads(config),
-            window: config.windows[index],
-            eps: config.rms_norm_eps as f32,
-            input_norm: weights.values(&format!("{prefix}.input_layernorm.weight"))?.0,
-            qk_norm,
-            qkv,
-            o,
-            post_norm: weights.values(&format!("{prefix}.post_attention_layernorm.weight"))?.0,
-            gate_up,
-            down,
-        })
+        let (heads, window) = (heads(config), config.windows[index]);
+        let eps = config.rms_norm_eps as f32;
+        Ok(Layer { heads, window, eps, input_norm, qk_norm, qkv, o, post_norm, gate_up, down })
     }
 
     /// The fused linear layers: qkv, o, gate-up, down.
-    pub fn linears(&self) -> [&Linear; 4] {
-        [&self.qkv, &self.o, &self.gate_up, &self.down]
-    }
-
-    /// The same, to set adapters.
-    pub fn linears_mut(&mut self) -> [&mut Linear; 4] {
+    pub fn linears_mut(&mut self) -> [&mut Linear<B>; 4] {
         [&mut self.qkv, &mut self.o, &mut self.gate_up, &mut self.down]
     }
 
-    /// Replace the norms' weights: `values` gives them by their names inside the layer.
-    pub fn set_norms<'v>(&mut self, values: impl Fn(&str) -> Result<&'v [f32]>) -> Result<()> {
-        self.input_norm.copy_from_slice(values("input_layernorm.weight")?);
-        self.post_norm.copy_from_slice(values("post_attention_layernorm.weight")?);
-        if let Some((q, k)) = &mut self.qk_norm {
-            q.copy_from_slice(values("self_attn.q_norm.weight")?);
-            k.copy_from_slice(values("self_attn.k_norm.weight")?);
+    /// Replace the norms' weights: `values` gives them, and where their gradients begin, by their names inside the layer.
+    pub fn set_norms<'v>(&mut self, backend: &B, values: impl Fn(&str) -> Result<(&'v [f32], usize)>) -> Result<()> {
+        let norm = |name: &str| -> Result<Norm<B>> {
+            let (weight, slot) = values(name)?;
+            Ok(Norm { weight: backend.vector(weight.to_vec())?, slot: Some(slot) })
+        };
+        self.input_norm = norm("input_layernorm.weight")?;
+        self.post_norm = norm("post_attention_layernorm.weight")?;
+        if self.qk_norm.is_some() {
+            self.qk_norm = Some((norm("self_attn.q_norm.weight")?, norm("self_attn.k_norm.weight")?));
         }
         Ok(())
     }
 
-    /// qk-norm and rope at these positions.
-    pub fn rotation<'a>(&'a self, table: &'a RopeTable, positions: &'a [usize]) -> Rotation<'a> {
-        let qk_norm = self.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), self.eps));
-        Rotation { heads: &self.heads, qk_norm, table, positions }
+    fn rotation<'a>(&'a self, angles: &'a B::Angles) -> Rotation<'a, B> {
+        let qk_norm = self.qk_norm.as_ref().map(|(q, k)| (&q.weight, &k.weight, self.eps));
+        Rotation { heads: &self.heads, qk_norm, angles }
     }
 
     /// The residual stream → `[q | k | v]` after qk-norm and rope.
-    pub fn project(&self, x: &Tensor, table: &RopeTable, positions: &[usize], pass: Pass<'_>) -> Result<Tensor> {
-        let normed = ops::rms_norm(x, &self.input_norm, self.eps)?;
-        let qkv = self.qkv.forward(&normed, pass)?;
-        Ok(ops::rotate(&self.rotation(table, positions), &qkv)?)
+    pub fn project(&self, backend: &B, x: &B::Tensor, angles: &B::Angles, pass: Pass<'_>) -> Result<B::Tensor> {
+        let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
+        let qkv = self.qkv.forward(backend, &normed, None, pass)?;
+        backend.rotate(&self.rotation(angles), &qkv)
     }
 
     /// What follows attention: output projection, residual, MLP, residual.
-    pub fn finish(&self, x: &Tensor, attended: &Tensor, pass: Pass<'_>) -> Result<Tensor> {
-        let x = (x + self.o.forward(attended, pass)?)?;
-        let normed = ops::rms_norm(&x, &self.post_norm, self.eps)?;
-        let gate_up = self.gate_up.forward(&normed, pass)?;
-        Ok((x + self.down.forward(&ops::silu_mul(&gate_up)?, pass)?)?)
+    pub fn finish(&self, backend: &B, x: &B::Tensor, attended: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
+        let middle = self.o.forward(backend, attended, Some(x), pass)?;
+        let normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
+        let gate_up = self.gate_up.forward(backend, &normed, None, pass)?;
+        drop(normed);
+        let activated = backend.silu_mul(&gate_up)?;
+        drop(gate_up);
+        self.down.forward(backend, &activated, Some(&middle), pass)
     }
 
     /// A packed batch through the layer; also returns `[q | k | v]` after qk-norm and rope, for a KV cache.
-    pub fn forward(&self, x: &Tensor, packing: &Packing, pass: Pass<'_>) -> Result<(Tensor, Tensor)> {
-        let qkv = self.project(x, &packing.table, &packing.positions, pass)?;
-        let attended = ops::attention(&self.heads, &packing.groups, packing.visible(self.window), &qkv)?;
-        Ok((self.finish(x, &attended, pass)?, qkv))
+    pub fn forward(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        batch: &Batch<'_, B>,
+        pass: Pass<'_>,
+    ) -> Result<(B::Tensor, B::Tensor)> {
+        let qkv = self.project(backend, x, &batch.angles, pass)?;
+        let attended = backend.attend(&self.heads, batch.packing, self.window, &qkv)?;
+        Ok((self.finish(backend, x, &attended, pass)?, qkv))
     }
 
-    /// dL/dx and the gradients of what is trained from dL/dy; `x` is the layer's input.
-    pub fn vjp(&self, x: &Tensor, packing: &Packing, dy: &Tensor, pass: Pass<'_>) -> Result<(Tensor, LayerGradient)> {
-        let (rotation, visible) = (self.rotation(&packing.table, &packing.positions), packing.visible(self.window));
-        // Forward again, keeping what the products below need.
-        let normed = ops::rms_norm(x, &self.input_norm, self.eps)?;
-        let qkv_before = self.qkv.forward(&normed, pass)?;
-        let rotated = ops::rotate(&rotation, &qkv_before)?;
-        let attended = ops::attention(&self.heads, &packing.groups, visible, &rotated)?;
-        let middle = (x + self.o.forward(&attended, pass)?)?;
-        let post_normed = ops::rms_norm(&middle, &self.post_norm, self.eps)?;
-        let gate_up = self.gate_up.forward(&post_normed, pass)?;
-        let activated = ops::silu_mul(&gate_up)?;
-
-        let (d_activated, down) = self.down.vjp(&activated, dy, pass)?;
-        let d_gate_up = ops::silu_mul_vjp(&gate_up, &d_activated)?;
-        let (d_post_normed, gate_up) = self.gate_up.vjp(&post_normed, &d_gate_up, pass)?;
-        let d_middle = (dy + ops::rms_norm_vjp(&middle, &self.post_norm, self.eps, &d_post_normed)?)?;
-        let (d_attended, o) = self.o.vjp(&attended, &d_middle, pass)?;
-        let d_rotated = ops::attention_vjp(&self.heads, &packing.groups, visible, &rotated, &d_attended)?;
-        let d_qkv = ops::rotate_vjp(&rotation, &qkv_before, &d_rotated)?;
-        let (d_normed, qkv) = self.qkv.vjp(&normed, &d_qkv, pass)?;
-        let dx = (d_middle + ops::rms_norm_vjp(x, &self.input_norm, self.eps, &d_normed)?)?;
-        let norms = match pass.full {
+    /// The same, keeping what the backward reads; without `output` only that, for a layer whose output is known.
+    pub fn forward_saving(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        batch: &Batch<'_, B>,
+        pass: Pass<'_>,
+        output: bool,
+    ) -> Result<(Option<B::Tensor>, Saved<B>)> {
+        let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
+        let qkv = self.qkv.forward(backend, &normed, None, pass)?;
+        drop(normed);
+        let rotated = backend.rotate(&self.rotation(&batch.angles), &qkv)?;
+        let qkv = self.qk_norm.is_some().then_some(qkv);
+        let attended = backend.attend(&self.heads, batch.packing, self.window, &rotated)?;
+        let middle = self.o.forward(backend, &attended, Some(x), pass)?;
+        let normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
+        let gate_up = self.gate_up.forward(backend, &normed, None, pass)?;
+        drop(normed);
+        let y = match output {
+            true => Some(self.down.forward(backend, &backend.silu_mul(&gate_up)?, Some(&middle), pass)?),
             false => None,
-            true => Some(NormGradient {
-                input: ops::rms_norm_weight_vjp(x, self.eps, &d_normed)?,
-                qk: ops::rotate_weight_vjp(&rotation, &qkv_before, &d_rotated)?,
-                post: ops::rms_norm_weight_vjp(&middle, self.eps, &d_post_normed)?,
-            }),
         };
-        Ok((dx, LayerGradient { linears: [qkv, o, gate_up, down], norms }))
+        Ok((y, Saved { qkv, rotated, attended, middle, gate_up }))
     }
+
+    /// dL/dx from dL/dy, and the gradients of what is trained; `x` is the layer's input.
+    pub fn vjp(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        saved: Saved<B>,
+        batch: &Batch<'_, B>,
+        dy: &B::Tensor,
+        pass: Pass<'_>,
+        gradient: &mut B::Gradient,
+    ) -> Result<B::Tensor> {
+        let rotation = self.rotation(&batch.angles);
+        let Saved { qkv, rotated, attended, middle, gate_up } = saved;
+        let activated = backend.silu_mul(&gate_up)?;
+        let d_activated = self.down.vjp(backend, &activated, dy, pass, gradient)?;
+        drop(activated);
+        let d_gate_up = backend.silu_mul_vjp(&gate_up, &d_activated)?;
+        drop((gate_up, d_activated));
+        let post_normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
+        let d_post_normed = self.gate_up.vjp(backend, &post_normed, &d_gate_up, pass, gradient)?;
+        drop((post_normed, d_gate_up));
+        let d_middle = backend.rms_norm_vjp(&middle, &self.post_norm.weight, self.eps, &d_post_normed, Some(dy))?;
+        self.post_norm.add_gradient(backend, &middle, self.eps, &d_post_normed, gradient)?;
+        drop((middle, d_post_normed));
+        let d_attended = self.o.vjp(backend, &attended, &d_middle, pass, gradient)?;
+        drop(attended);
+        let d_rotated = backend.attend_vjp(&self.heads, batch.packing, self.window, &rotated, &d_attended)?;
+        drop((rotated, d_attended));
+        let d_qkv = backend.rotate_vjp(&rotation, qkv.as_ref(), &d_rotated)?;
+        if let (Some(qkv), Some((q, k))) = (&qkv, &self.qk_norm)
+            && let (Some(q), Some(k)) = (q.slot, k.slot)
+        {
+            backend.rotate_weight_vjp(&rotation, qkv, &d_rotated, gradient, (q, k))?;
+        }
+        drop((qkv, d_rotated));
+        let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
+        let d_normed = self.qkv.vjp(backend, &normed, &d_qkv, pass, gradient)?;
+        drop((normed, d_qkv));
+        let dx = backend.rms_norm_vjp(x, &self.input_norm.weight, self.eps, &d_normed, Some(&d_middle))?;
+        self.input_norm.add_gradient(backend, x, self.eps, &d_normed, gradient)?;
+        Ok(dx)
+    }
+}
+
+/// A packed batch and its angles.
+#[derive(Debug)]
+pub struct Batch<'p, B: Backend> {
+    /// Ids, groups and targets.
+    pub packing: &'p Packing,
+    /// Of each token.
+    pub angles: B::Angles,
 }
 
 /// Sizes of attention.

@@ -1,4 +1,4 @@
-//! What a forward pass is for: with or without the adapter, with dropout, and which gradients its backward gives.
+//! What a forward pass is for: with or without the adapter, with dropout.
 
 use super::packing::Packing;
 use super::{Adapter, Row};
@@ -10,18 +10,16 @@ use crate::engine::random::Key;
 pub struct Pass<'a> {
     /// The adapter takes part.
     pub adapter: bool,
-    /// The backward gives gradients of all weights, not of the adapter.
-    pub full: bool,
     /// What the adapter's inputs lose.
     pub dropout: Option<&'a TokenDropout>,
     /// The decoder layer, from 0: part of what is drawn for.
     pub layer: usize,
 }
 
-impl Pass<'_> {
+impl<'a> Pass<'a> {
     /// Sampling, old and reference log-probs: nothing is dropped.
     pub fn inference(adapter: Adapter) -> Self {
-        Self { adapter: adapter == Adapter::On, full: false, dropout: None, layer: 0 }
+        Self { adapter: adapter == Adapter::On, dropout: None, layer: 0 }
     }
 
     /// The same pass in a layer.
@@ -30,7 +28,7 @@ impl Pass<'_> {
     }
 
     /// The mask of a module's input in this layer.
-    pub fn mask(&self, module: Module) -> Option<Mask<'_>> {
+    pub fn mask(&self, module: Module) -> Option<Mask<'a>> {
         self.dropout.map(|dropout| Mask { dropout, layer: self.layer as u64, module: module as u64 })
     }
 }

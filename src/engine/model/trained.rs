@@ -2,13 +2,10 @@
 
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
-
 use super::full::Full;
-use super::{EMBEDDING, HEAD, NORM, ParameterInfo, Policy, no_adapter};
+use super::{Network, ParameterInfo, Policy, no_adapter, with_decoder};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::lora::{self, Lora, LoraConfig};
-use crate::engine::ops;
 
 impl Policy {
     /// Add a fresh adapter: A Kaiming-uniform with a = √5, B zero; the same values from the same seed.
@@ -69,17 +66,7 @@ impl Policy {
     /// The policy as it computes now, to keep as a reference: score it with [`Adapter::On`](super::Adapter::On). Frozen
     /// weights are shared, not copied.
     pub fn frozen_copy(&self) -> Policy {
-        Policy {
-            card: self.card.clone(),
-            device: self.device.clone(),
-            embedding: self.embedding.clone(),
-            layers: self.layers.clone(),
-            windows: self.windows.clone(),
-            head: self.head.clone(),
-            rope: self.rope.clone(),
-            lora: None,
-            full: None,
-        }
+        Policy { card: self.card.clone(), network: self.network.clone(), lora: None, full: None }
     }
 
     /// The trainable tensors, in the order of the flat buffer.
@@ -134,43 +121,14 @@ impl Policy {
 
     /// Compute with these weights.
     fn set_full(&mut self, full: Full) -> Result<()> {
-        let config = &self.card.config;
-        // One matrix at a time, so that no second copy of the model is alive.
-        let matrix = |name: &str, device: &Device| -> Result<Tensor> {
-            let mut values = full.get(name)?.to_vec();
-            if self.head.bf16 {
-                ops::slices::round_bf16(&mut values);
-            }
-            Ok(Tensor::from_vec(values, (config.vocab_size, config.hidden_size), device)?)
-        };
-        let embedding = matrix(EMBEDDING, &self.device)?;
-        let head_weight = if config.tie_word_embeddings { embedding.clone() } else { matrix(HEAD, &self.device)? };
-        self.embedding = embedding;
-        self.head.weight = head_weight;
-        self.head.norm.copy_from_slice(full.get(NORM)?);
-        for (index, layer) in self.layers.iter_mut().enumerate() {
-            let name = |inside: &str| format!("model.layers.{index}.{inside}");
-            layer.set_norms(|inside| full.get(&name(inside)))?;
-            for linear in layer.linears_mut() {
-                linear.set_weights(|module| {
-                    let weight = full.get(&name(&format!("{}.weight", module.path())))?;
-                    Ok((weight, full.get(&name(&format!("{}.bias", module.path()))).ok()))
-                })?;
-                linear.clear_lora();
-            }
-        }
+        with_decoder!(&mut self.network, |decoder| decoder.set_full(&full))?;
         self.lora = None;
         self.full = Some(full);
         Ok(())
     }
 
     fn set_lora(&mut self, lora: Lora) -> Result<()> {
-        let (r, scaling) = (lora.config.r, lora.config.scaling());
-        for (index, layer) in self.layers.iter_mut().enumerate() {
-            for linear in layer.linears_mut() {
-                linear.set_lora(r, scaling, |module| lora.pair(index, module))?;
-            }
-        }
+        with_decoder!(&mut self.network, |decoder| decoder.set_lora(&lora))?;
         self.lora = Some(lora);
         self.full = None;
         Ok(())

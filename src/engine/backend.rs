@@ -1,0 +1,305 @@
+//! The seam between the decoder and what computes it: a narrow set of fused operations, each with its vector-Jacobian
+//! product. [`reference`] computes them with plain loops over candle tensors and is the oracle; [`cpu`] with packed
+//! weights and the machine's vector instructions.
+//!
+//! A backend owns its buffers: the decoder never sees their values, so that a device may keep them and run behind.
+//! Whatever must wait for a result says so by returning host values: [`Backend::score`], [`Backend::choose`],
+//! [`Backend::values`].
+
+pub mod cpu;
+pub mod reference;
+
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::error::{EngineError, Result};
+use super::model::packing::Packing;
+use super::model::pass::Mask;
+use super::ops::RopeTable;
+use super::ops::slices::{Heads, TokenScore};
+
+/// Which set of operations a model runs on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackendKind {
+    /// Own kernels on packed weights.
+    #[default]
+    Cpu,
+    /// The oracle: slow.
+    Reference,
+}
+
+impl BackendKind {
+    /// What runs on a device of the pool: `cpu`; there, `RLOOD_BACKEND=reference` asks for the oracle.
+    pub fn of_device(name: &str) -> Result<Self> {
+        match name {
+            "cpu" if std::env::var("RLOOD_BACKEND").is_ok_and(|backend| backend == "reference") => Ok(Self::Reference),
+            "cpu" => Ok(Self::Cpu),
+            _ => Err(EngineError::Input(format!("device {name:?} is not supported by this build; use cpu"))),
+        }
+    }
+}
+
+/// Operations on `[rows, width]` tensors of f32 and on frozen or trained weights.
+///
+/// Unless it says otherwise an operation gives a row's result from that row alone, whatever the other rows.
+pub trait Backend: Clone + Debug + Send + Sync + 'static {
+    /// f32 `[rows, width]`.
+    type Tensor: Debug + Send + Sync;
+    /// f32 `[width]`: a norm's weight.
+    type Vector: Clone + Debug + Send + Sync;
+    /// A matrix `[out, in]`, and its bias `[out]` where there is one, in the layout that products read.
+    type Weight: Clone + Debug + Send + Sync;
+    /// The LoRA factors of a weight.
+    type Adapter: Clone + Debug + Send + Sync;
+    /// Cosines and sines, one row a token.
+    type Angles: Debug + Send + Sync;
+    /// Keys and values of growing sequences in all layers.
+    type Cache: Debug + Send + Sync;
+    /// A flat gradient.
+    type Gradient: Debug + Send;
+
+    /// Whether sampling gives a token the same log-prob, bit for bit, as a training forward.
+    fn samples_exactly(&self) -> bool;
+    /// A step's phase is over: buffers kept for reuse may go.
+    fn release(&self);
+
+    /// Row-major values, `width` a row.
+    fn tensor(&self, values: Vec<f32>, width: usize) -> Result<Self::Tensor>;
+    /// A norm's weight.
+    fn vector(&self, values: Vec<f32>) -> Result<Self::Vector>;
+    /// Row-major `[out, inputs]`.
+    fn weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Self::Weight>;
+    /// LoRA factors as the products read them.
+    fn adapter(&self, values: &AdapterValues<'_>) -> Result<Self::Adapter>;
+    /// A flat gradient with these values so far.
+    fn gradient(&self, values: Vec<f32>) -> Result<Self::Gradient>;
+    /// What it came to.
+    fn gradient_values(&self, gradient: Self::Gradient) -> Result<Vec<f32>>;
+    /// Wait for a tensor's values, row-major.
+    fn values(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
+
+    /// Rows of the table, one an id.
+    fn embed(&self, table: &Self::Weight, ids: &[u32]) -> Result<Self::Tensor>;
+    /// Add dL/dtable, which begins at `at` in the gradient.
+    fn embed_vjp(&self, ids: &[u32], dy: &Self::Tensor, gradient: &mut Self::Gradient, at: usize) -> Result<()>;
+    /// Some rows, in this order.
+    fn select(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor>;
+    /// The transpose of [`Backend::select`]: each row of x is added to its row of `count` rows of zeros, in order.
+    fn spread(&self, x: &Self::Tensor, rows: &[u32], count: usize) -> Result<Self::Tensor>;
+    /// The rows of some tensors, one after the other.
+    fn stack(&self, parts: &[&Self::Tensor]) -> Result<Self::Tensor>;
+
+    /// RMSNorm of each row.
+    fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Vector, eps: f32) -> Result<Self::Tensor>;
+    /// `residual` + dL/dx of [`Backend::rms_norm`].
+    fn rms_norm_vjp(
+        &self,
+        x: &Self::Tensor,
+        weight: &Self::Vector,
+        eps: f32,
+        dy: &Self::Tensor,
+        residual: Option<&Self::Tensor>,
+    ) -> Result<Self::Tensor>;
+    /// Add dL/dweight of [`Backend::rms_norm`], summed over the rows in order.
+    fn rms_norm_weight_vjp(
+        &self,
+        x: &Self::Tensor,
+        eps: f32,
+        dy: &Self::Tensor,
+        gradient: &mut Self::Gradient,
+        at: usize,
+    ) -> Result<()>;
+
+    /// `residual` + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ.
+    fn linear(
+        &self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        adapter: Option<AdapterPass<'_, Self>>,
+        residual: Option<&Self::Tensor>,
+    ) -> Result<Self::Tensor>;
+    /// dL/dx of [`Backend::linear`] (without the residual's), and the gradients of what is trained.
+    fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Self::Gradient) -> Result<Self::Tensor>;
+
+    /// The angles of tokens at these positions.
+    fn angles(&self, table: &Arc<RopeTable>, positions: &[usize]) -> Result<Self::Angles>;
+    /// qk-norm and rope of rows `[q | k | v]`.
+    fn rotate(&self, rotation: &Rotation<'_, Self>, qkv: &Self::Tensor) -> Result<Self::Tensor>;
+    /// dL/dqkv of [`Backend::rotate`]; `qkv` is its input, needed with qk-norm only.
+    fn rotate_vjp(
+        &self,
+        rotation: &Rotation<'_, Self>,
+        qkv: Option<&Self::Tensor>,
+        dy: &Self::Tensor,
+    ) -> Result<Self::Tensor>;
+    /// Add dL/dweight of the qk-norms (of query and of key heads), where there are any.
+    fn rotate_weight_vjp(
+        &self,
+        rotation: &Rotation<'_, Self>,
+        qkv: &Self::Tensor,
+        dy: &Self::Tensor,
+        gradient: &mut Self::Gradient,
+        at: (usize, usize),
+    ) -> Result<()>;
+
+    /// Causal attention inside each group of a packed batch; `qkv` is after [`Backend::rotate`].
+    fn attend(
+        &self,
+        heads: &Heads,
+        packing: &Packing,
+        window: Option<usize>,
+        qkv: &Self::Tensor,
+    ) -> Result<Self::Tensor>;
+    /// dL/dqkv of [`Backend::attend`].
+    fn attend_vjp(
+        &self,
+        heads: &Heads,
+        packing: &Packing,
+        window: Option<usize>,
+        qkv: &Self::Tensor,
+        dy: &Self::Tensor,
+    ) -> Result<Self::Tensor>;
+
+    /// An empty cache.
+    fn cache(&self, heads: &Heads, num_layers: usize) -> Self::Cache;
+    /// Announce prompts of these lengths; returns the first one's number.
+    fn cache_prompts(&self, cache: &mut Self::Cache, lengths: &[usize]) -> Result<usize>;
+    /// Keep a layer's keys and values of the prompts from `first` on: `qkv` holds their tokens, one after the other.
+    fn fill_prompts(&self, cache: &mut Self::Cache, first: usize, layer: usize, qkv: &Self::Tensor) -> Result<()>;
+    /// Append rows that continue a prompt, each by at most `max_new_tokens`.
+    fn cache_rows(&self, cache: &mut Self::Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()>;
+    /// No more rows will continue the prompts announced so far: each lives as long as its rows.
+    fn close_prompts(&self, cache: &mut Self::Cache);
+    /// Append one token a row in a layer, and attend: `[rows, q_width]`.
+    fn attend_cached(
+        &self,
+        heads: &Heads,
+        cache: &mut Self::Cache,
+        layer: usize,
+        window: Option<usize>,
+        qkv: &Self::Tensor,
+    ) -> Result<Self::Tensor>;
+    /// The token is appended in all layers.
+    fn advance(&self, cache: &mut Self::Cache);
+    /// Keep the rows marked true.
+    fn retain(&self, cache: &mut Self::Cache, keep: &[bool]);
+
+    /// Rows of `[gate | up]` → silu(gate) ∘ up.
+    fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
+    /// dL/d`[gate | up]` of [`Backend::silu_mul`].
+    fn silu_mul_vjp(&self, gate_up: &Self::Tensor, dy: &Self::Tensor) -> Result<Self::Tensor>;
+
+    /// Log-prob and entropy of a target a row under softmax(x·headᵀ / temperature), never `[rows, vocab]` at once.
+    fn score(
+        &self,
+        x: &Self::Tensor,
+        head: &Self::Weight,
+        targets: &[u32],
+        temperature: f64,
+    ) -> Result<Vec<TokenScore>>;
+    /// dL/dx from dL/dlogp (`g`) of [`Backend::score`]; with `at` also dL/dhead is added.
+    fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::Gradient) -> Result<Self::Tensor>;
+    /// One token a row, and its log-prob.
+    fn choose(&self, x: &Self::Tensor, head: &Self::Weight, picks: &[Pick]) -> Result<Vec<Chosen>>;
+    /// x·headᵀ `[rows, vocab]`.
+    fn logits(&self, x: &Self::Tensor, head: &Self::Weight) -> Result<Self::Tensor>;
+}
+
+/// The LoRA factors of a fused weight, module by module.
+#[derive(Debug)]
+pub struct AdapterValues<'a> {
+    /// Inputs of A.
+    pub inputs: usize,
+    /// Outputs of the fused weight.
+    pub outputs: usize,
+    /// The rank.
+    pub r: usize,
+    /// `s` in s·B·A.
+    pub scaling: f64,
+    /// The adapted modules, in order of their outputs.
+    pub blocks: Vec<AdapterBlock<'a>>,
+}
+
+/// One module's factors.
+#[derive(Debug)]
+pub struct AdapterBlock<'a> {
+    /// Its outputs in the fused weight.
+    pub outputs: Range<usize>,
+    /// `[r, in]`
+    pub a: &'a [f32],
+    /// `[out, r]`
+    pub b: &'a [f32],
+}
+
+/// The adapter's part in a product.
+#[derive(Debug)]
+pub struct AdapterPass<'a, B: Backend> {
+    /// The factors.
+    pub adapter: &'a B::Adapter,
+    /// What each module's input loses to dropout; empty without.
+    pub masks: &'a [Mask<'a>],
+}
+
+/// What the backward of a product reads.
+#[derive(Debug)]
+pub struct LinearBackward<'a, B: Backend> {
+    /// The product's input.
+    pub x: &'a B::Tensor,
+    /// dL/dy
+    pub dy: &'a B::Tensor,
+    /// The weight.
+    pub weight: &'a B::Weight,
+    /// The adapter, and where the gradients of each module's A and B begin.
+    pub adapter: Option<(AdapterPass<'a, B>, &'a [(usize, usize)])>,
+    /// In full fine-tuning: outputs of each module, and where the gradients of its W and b begin.
+    pub full: &'a [(Range<usize>, usize, Option<usize>)],
+}
+
+/// What the backward of the head reads.
+#[derive(Debug)]
+pub struct HeadBackward<'a, B: Backend> {
+    /// Normed rows.
+    pub x: &'a B::Tensor,
+    /// `[vocab, hidden]`
+    pub head: &'a B::Weight,
+    /// One a row.
+    pub targets: &'a [u32],
+    /// Divides the logits.
+    pub temperature: f64,
+    /// What [`Backend::score`] gave.
+    pub scores: &'a [TokenScore],
+    /// dL/dlogp, one a row.
+    pub g: &'a [f32],
+    /// Where the head's own gradient begins, where it is trained.
+    pub at: Option<usize>,
+}
+
+/// qk-norm and rope of some tokens.
+#[derive(Debug)]
+pub struct Rotation<'a, B: Backend> {
+    /// Sizes.
+    pub heads: &'a Heads,
+    /// qk-norm weights of query and key heads, and epsilon.
+    pub qk_norm: Option<(&'a B::Vector, &'a B::Vector, f32)>,
+    /// One row a token.
+    pub angles: &'a B::Angles,
+}
+
+/// How a row's next token is chosen by the head itself.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pick {
+    /// Divides the logits; 0 = the most probable token, the lowest id among equals.
+    pub temperature: f64,
+    /// In [0, 1): where the cumulated distribution is cut.
+    pub uniform: f64,
+}
+
+/// A token and what the model says of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Chosen {
+    /// Its id.
+    pub token: u32,
+    /// Log-prob of logits / temperature over the full vocabulary, in nats; at temperature 1 where the pick is greedy.
+    pub logp: f32,
+}

@@ -1,0 +1,288 @@
+//! The machine's own kernels: weights packed once, every operation spread over a team of threads, the same bits for a
+//! row whatever the other rows, the threads or the pass.
+
+mod attention;
+mod head;
+mod linear;
+mod matrix;
+mod rows;
+
+use std::sync::{Arc, OnceLock};
+
+use super::{AdapterPass, AdapterValues, Backend, Chosen, HeadBackward, LinearBackward, Pick, Rotation};
+use crate::engine::error::{EngineError, Result};
+use crate::engine::kernels::isa::Isa;
+use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
+use crate::engine::kernels::threads::Threads;
+use crate::engine::model::packing::Packing;
+use crate::engine::ops::RopeTable;
+use crate::engine::ops::slices::{Heads, TokenScore};
+use crate::spec::ComputeDtype;
+
+pub use attention::Cache;
+pub use linear::Adapter;
+pub use matrix::Matrix;
+use matrix::Pool;
+
+/// The process's CPU. Policies share its threads; each keeps its own buffers.
+#[derive(Clone, Debug)]
+pub struct Cpu {
+    dtype: PackDtype,
+    isa: Isa,
+    threads: Arc<Threads>,
+    pool: Arc<Pool>,
+}
+
+/// A packed matrix `[out, in]` and its bias.
+#[derive(Clone, Debug)]
+pub struct Weight {
+    matrix: Arc<PackedMatrix>,
+    bias: Option<Arc<Vec<f32>>>,
+}
+
+/// Angles by position.
+#[derive(Debug)]
+pub struct Angles {
+    table: Arc<RopeTable>,
+    positions: Vec<usize>,
+}
+
+impl Cpu {
+    /// With the best instructions the machine has, or those that `RLOOD_ISA` names.
+    pub fn new(dtype: ComputeDtype) -> Result<Cpu> {
+        static THREADS: OnceLock<Arc<Threads>> = OnceLock::new();
+        let isa = Isa::chosen().map_err(EngineError::Input)?;
+        let threads = THREADS.get_or_init(|| Arc::new(Threads::new(rayon::current_num_threads())));
+        Ok(Cpu::with(dtype, isa, threads.clone()))
+    }
+
+    /// With these instructions and threads.
+    pub fn with(dtype: ComputeDtype, isa: Isa, threads: Arc<Threads>) -> Cpu {
+        let dtype = match dtype {
+            ComputeDtype::F32 => PackDtype::F32,
+            ComputeDtype::Bf16 => PackDtype::Bf16,
+        };
+        Cpu { dtype, isa, threads, pool: Arc::default() }
+    }
+}
+
+impl Backend for Cpu {
+    type Tensor = Matrix;
+    type Vector = Arc<Vec<f32>>;
+    type Weight = Weight;
+    type Adapter = Arc<Adapter>;
+    type Angles = Angles;
+    type Cache = Cache;
+    type Gradient = Vec<f32>;
+
+    fn samples_exactly(&self) -> bool {
+        true
+    }
+
+    fn release(&self) {
+        self.pool.clear();
+    }
+
+    fn tensor(&self, values: Vec<f32>, width: usize) -> Result<Matrix> {
+        Ok(self.pool.holding(values, width))
+    }
+
+    fn vector(&self, values: Vec<f32>) -> Result<Arc<Vec<f32>>> {
+        Ok(Arc::new(values))
+    }
+
+    fn weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Weight> {
+        let matrix = Arc::new(PackedMatrix::new(&values, inputs, self.dtype));
+        Ok(Weight { matrix, bias: bias.map(Arc::new) })
+    }
+
+    fn adapter(&self, values: &AdapterValues<'_>) -> Result<Arc<Adapter>> {
+        Ok(Arc::new(Adapter::new(values, self.dtype, self.isa)))
+    }
+
+    fn gradient(&self, values: Vec<f32>) -> Result<Vec<f32>> {
+        Ok(values)
+    }
+
+    fn gradient_values(&self, gradient: Vec<f32>) -> Result<Vec<f32>> {
+        Ok(gradient)
+    }
+
+    fn values(&self, x: &Matrix) -> Result<Vec<f32>> {
+        Ok(x.values().to_vec())
+    }
+
+    fn embed(&self, table: &Weight, ids: &[u32]) -> Result<Matrix> {
+        Ok(self.lookup(&table.matrix, ids))
+    }
+
+    fn embed_vjp(&self, ids: &[u32], dy: &Matrix, gradient: &mut Vec<f32>, at: usize) -> Result<()> {
+        for (index, id) in ids.iter().enumerate() {
+            rows::add(gradient, at + *id as usize * dy.width(), dy.row(index));
+        }
+        Ok(())
+    }
+
+    fn select(&self, x: &Matrix, rows: &[u32]) -> Result<Matrix> {
+        let mut out = self.pool.matrix(rows.len(), x.width());
+        for (index, row) in rows.iter().enumerate() {
+            out.rows_mut(index..index + 1).copy_from_slice(x.row(*row as usize));
+        }
+        Ok(out)
+    }
+
+    fn spread(&self, x: &Matrix, rows: &[u32], count: usize) -> Result<Matrix> {
+        let mut out = self.pool.zeros(count, x.width());
+        for (index, row) in rows.iter().enumerate() {
+            rows::add(out.values_mut(), *row as usize * x.width(), x.row(index));
+        }
+        Ok(out)
+    }
+
+    fn stack(&self, parts: &[&Matrix]) -> Result<Matrix> {
+        let width = parts.first().map_or(0, |part| part.width());
+        let mut out = self.pool.matrix(parts.iter().map(|part| part.rows()).sum(), width);
+        let mut begin = 0;
+        for part in parts {
+            out.rows_mut(begin..begin + part.rows()).copy_from_slice(part.values());
+            begin += part.rows();
+        }
+        Ok(out)
+    }
+
+    fn rms_norm(&self, x: &Matrix, weight: &Arc<Vec<f32>>, eps: f32) -> Result<Matrix> {
+        Ok(self.norm(x, weight, eps))
+    }
+
+    fn rms_norm_vjp(
+        &self,
+        x: &Matrix,
+        weight: &Arc<Vec<f32>>,
+        eps: f32,
+        dy: &Matrix,
+        residual: Option<&Matrix>,
+    ) -> Result<Matrix> {
+        Ok(self.norm_vjp(x, weight, eps, dy, residual))
+    }
+
+    fn rms_norm_weight_vjp(&self, x: &Matrix, eps: f32, dy: &Matrix, gradient: &mut Vec<f32>, at: usize) -> Result<()> {
+        self.norm_weight_vjp(x, eps, dy, &mut gradient[at..at + x.width()]);
+        Ok(())
+    }
+
+    fn linear(
+        &self,
+        x: &Matrix,
+        weight: &Weight,
+        adapter: Option<AdapterPass<'_, Self>>,
+        residual: Option<&Matrix>,
+    ) -> Result<Matrix> {
+        Ok(self.product(x, weight, adapter.as_ref(), residual))
+    }
+
+    fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Matrix> {
+        Ok(self.product_vjp(linear, gradient))
+    }
+
+    fn angles(&self, table: &Arc<RopeTable>, positions: &[usize]) -> Result<Angles> {
+        Ok(Angles { table: table.clone(), positions: positions.to_vec() })
+    }
+
+    fn rotate(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Result<Matrix> {
+        Ok(self.turn(rotation, qkv))
+    }
+
+    fn rotate_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Result<Matrix> {
+        Ok(self.turn_vjp(rotation, qkv, dy))
+    }
+
+    fn rotate_weight_vjp(
+        &self,
+        rotation: &Rotation<'_, Self>,
+        qkv: &Matrix,
+        dy: &Matrix,
+        gradient: &mut Vec<f32>,
+        at: (usize, usize),
+    ) -> Result<()> {
+        self.turn_weight_vjp(rotation, qkv, dy, gradient, at);
+        Ok(())
+    }
+
+    fn attend(&self, heads: &Heads, packing: &Packing, window: Option<usize>, qkv: &Matrix) -> Result<Matrix> {
+        Ok(self.attend_packed(heads, packing, window, qkv))
+    }
+
+    fn attend_vjp(
+        &self,
+        heads: &Heads,
+        packing: &Packing,
+        window: Option<usize>,
+        qkv: &Matrix,
+        dy: &Matrix,
+    ) -> Result<Matrix> {
+        Ok(self.attend_packed_vjp(heads, packing, window, qkv, dy))
+    }
+
+    fn cache(&self, heads: &Heads, num_layers: usize) -> Cache {
+        Cache::new(heads, num_layers)
+    }
+
+    fn cache_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
+        Ok(cache.announce(lengths))
+    }
+
+    fn fill_prompts(&self, cache: &mut Cache, first: usize, layer: usize, qkv: &Matrix) -> Result<()> {
+        cache.fill(first, layer, qkv);
+        Ok(())
+    }
+
+    fn cache_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()> {
+        cache.add_rows(prompt, copies, max_new_tokens);
+        Ok(())
+    }
+
+    fn close_prompts(&self, cache: &mut Cache) {
+        cache.close();
+    }
+
+    fn attend_cached(
+        &self,
+        _: &Heads,
+        cache: &mut Cache,
+        layer: usize,
+        window: Option<usize>,
+        qkv: &Matrix,
+    ) -> Result<Matrix> {
+        Ok(self.attend_rows(cache, layer, window, qkv))
+    }
+
+    fn advance(&self, _: &mut Cache) {}
+
+    fn retain(&self, cache: &mut Cache, keep: &[bool]) {
+        cache.retain(keep);
+    }
+
+    fn silu_mul(&self, gate_up: &Matrix) -> Result<Matrix> {
+        Ok(self.activate(gate_up))
+    }
+
+    fn silu_mul_vjp(&self, gate_up: &Matrix, dy: &Matrix) -> Result<Matrix> {
+        Ok(self.activate_vjp(gate_up, dy))
+    }
+
+    fn score(&self, x: &Matrix, head: &Weight, targets: &[u32], temperature: f64) -> Result<Vec<TokenScore>> {
+        Ok(self.token_scores(x, head, targets, temperature))
+    }
+
+    fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Matrix> {
+        Ok(self.token_scores_vjp(backward, gradient))
+    }
+
+    fn choose(&self, x: &Matrix, head: &Weight, picks: &[Pick]) -> Result<Vec<Chosen>> {
+        Ok(self.choose_tokens(x, head, picks))
+    }
+
+    fn logits(&self, x: &Matrix, head: &Weight) -> Result<Matrix> {
+        Ok(self.all_logits(x, head))
+    }
+}

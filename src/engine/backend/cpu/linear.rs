@@ -1,0 +1,179 @@
+//! Products with packed weights and their adapters.
+
+use std::ops::Range;
+
+use super::{AdapterPass, AdapterValues, Cpu, Matrix, Weight, rows};
+use crate::engine::backend::LinearBackward;
+use crate::engine::kernels::gemm::{self, Output, Rows, Term};
+use crate::engine::kernels::isa::Isa;
+use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
+use crate::engine::model::pass::Mask;
+
+/// LoRA factors of a fused weight: A stacked, B block-diagonal.
+#[derive(Debug)]
+pub struct Adapter {
+    /// `[blocks · r, in]`
+    a: PackedMatrix,
+    /// `[out, blocks · r]`, scaled by s.
+    b: PackedMatrix,
+    r: usize,
+    scaling: f32,
+    /// Each module's outputs.
+    outputs: Vec<Range<usize>>,
+}
+
+impl Adapter {
+    pub(super) fn new(values: &AdapterValues<'_>, dtype: PackDtype, _: Isa) -> Adapter {
+        let AdapterValues { inputs, outputs, r, scaling, blocks } = values;
+        let rank = blocks.len() * r;
+        let scaling = *scaling as f32;
+        let (mut a, mut b) = (Vec::with_capacity(rank * inputs), vec![0f32; outputs * rank]);
+        for (index, block) in blocks.iter().enumerate() {
+            a.extend_from_slice(block.a);
+            for (row, values) in block.outputs.clone().zip(block.b.chunks_exact(*r)) {
+                for (out, value) in b[row * rank + index * r..][..*r].iter_mut().zip(values) {
+                    *out = value * scaling;
+                }
+            }
+        }
+        let _ = dtype;
+        Adapter {
+            a: PackedMatrix::new(&a, *inputs, PackDtype::F32),
+            b: PackedMatrix::new(&b, rank, PackDtype::F32),
+            r: *r,
+            scaling,
+            outputs: blocks.iter().map(|block| block.outputs.clone()).collect(),
+        }
+    }
+
+    fn rank(&self) -> usize {
+        self.outputs.len() * self.r
+    }
+}
+
+fn term<'a>(x: &'a Matrix, weight: &'a PackedMatrix) -> Term<'a> {
+    Term { x: x.values(), stride: x.width(), weight }
+}
+
+/// Some columns of a matrix.
+fn columns(x: &Matrix, columns: Range<usize>) -> Rows<'_> {
+    Rows { values: &x.values()[columns.start..], width: columns.len(), stride: x.width() }
+}
+
+impl Cpu {
+    pub(super) fn product(
+        &self,
+        x: &Matrix,
+        weight: &Weight,
+        adapter: Option<&AdapterPass<'_, Self>>,
+        residual: Option<&Matrix>,
+    ) -> Matrix {
+        let mut y = self.pool.matrix(x.rows(), weight.matrix.n());
+        let mut bias = weight.bias.as_ref().map(|bias| bias.as_slice());
+        if let Some(residual) = residual {
+            y.values_mut().copy_from_slice(residual.values());
+            if let Some(bias) = bias.take() {
+                y.values_mut().chunks_exact_mut(bias.len()).for_each(|y| rows::add(y, 0, bias));
+            }
+        }
+        let hidden = adapter.map(|pass| (self.hidden(pass, x), &pass.adapter.b));
+        let mut terms = vec![term(x, &weight.matrix)];
+        terms.extend(hidden.as_ref().map(|(hidden, b)| term(hidden, b)));
+        let (rows, stride) = (x.rows(), y.width());
+        let out = Output { y: y.values_mut(), stride, rows, add: residual.is_some() };
+        gemm::forward(&self.threads, self.isa, &terms, bias, out);
+        y
+    }
+
+    /// x·Aᵀ `[rows, blocks · r]`, each block with what its module's dropout leaves of x.
+    fn hidden(&self, pass: &AdapterPass<'_, Self>, x: &Matrix) -> Matrix {
+        let AdapterPass { adapter, masks } = pass;
+        let mut hidden = self.pool.matrix(x.rows(), adapter.rank());
+        let (rows, stride) = (x.rows(), adapter.rank());
+        let whole = |x: &Matrix, out: &mut Matrix| {
+            let out = Output { y: out.values_mut(), stride, rows, add: false };
+            gemm::forward(&self.threads, self.isa, &[term(x, &adapter.a)], None, out);
+        };
+        if masks.is_empty() {
+            whole(x, &mut hidden);
+            return hidden;
+        }
+        let mut of_block = self.pool.matrix(rows, stride);
+        for (block, mask) in masks.iter().enumerate() {
+            whole(&self.dropped(x, mask), &mut of_block);
+            let columns = block * adapter.r..(block + 1) * adapter.r;
+            for row in 0..rows {
+                hidden.rows_mut(row..row + 1)[columns.clone()].copy_from_slice(&of_block.row(row)[columns.clone()]);
+            }
+        }
+        hidden
+    }
+
+    /// What a dropout mask leaves of x.
+    fn dropped(&self, x: &Matrix, mask: &Mask<'_>) -> Matrix {
+        let mut out = self.pool.matrix(x.rows(), x.width());
+        out.values_mut().copy_from_slice(x.values());
+        for row in 0..x.rows() {
+            mask.apply(row, out.rows_mut(row..row + 1));
+        }
+        out
+    }
+
+    pub(super) fn product_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut [f32]) -> Matrix {
+        let LinearBackward { x, dy, weight, adapter, full } = linear;
+        let (rows, inputs) = (x.rows(), x.width());
+        for (outputs, weight_at, bias_at) in *full {
+            let slot = &mut gradient[*weight_at..weight_at + outputs.len() * inputs];
+            gemm::outer(&self.threads, self.isa, rows, columns(dy, outputs.clone()), columns(x, 0..inputs), slot);
+            if let Some(at) = bias_at {
+                for row in 0..rows {
+                    rows::add(gradient, *at, &dy.row(row)[outputs.clone()]);
+                }
+            }
+        }
+        let mut dx = self.pool.matrix(rows, inputs);
+        let Some((pass, slots)) = adapter else {
+            let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
+            gemm::backward(&self.threads, self.isa, &[term(dy, &weight.matrix)], out);
+            return dx;
+        };
+        let adapter = pass.adapter;
+        let (r, rank) = (adapter.r, adapter.rank());
+        let mut dh = self.pool.matrix(rows, rank);
+        let out = Output { y: dh.values_mut(), stride: rank, rows, add: false };
+        gemm::backward(&self.threads, self.isa, &[term(dy, &adapter.b)], out);
+        // L depends on B through s·B: dB = s·dyᵀ·h.
+        let mut h = self.hidden(pass, x);
+        h.values_mut().iter_mut().for_each(|value| *value *= adapter.scaling);
+        let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
+        let masks = pass.masks;
+        match masks.is_empty() {
+            true => gemm::backward(&self.threads, self.isa, &[term(dy, &weight.matrix), term(&dh, &adapter.a)], out),
+            false => gemm::backward(&self.threads, self.isa, &[term(dy, &weight.matrix)], out),
+        }
+        for (block, (outputs, (a_at, b_at))) in adapter.outputs.iter().zip(*slots).enumerate() {
+            let of_block = block * r..(block + 1) * r;
+            let slot = &mut gradient[*b_at..b_at + outputs.len() * r];
+            let (dy, h) = (columns(dy, outputs.clone()), columns(&h, of_block.clone()));
+            gemm::outer(&self.threads, self.isa, rows, dy, h, slot);
+            let slot = &mut gradient[*a_at..a_at + r * inputs];
+            let dropped = masks.get(block).map(|mask| self.dropped(x, mask));
+            let x = columns(dropped.as_ref().unwrap_or(x), 0..inputs);
+            gemm::outer(&self.threads, self.isa, rows, columns(&dh, of_block.clone()), x, slot);
+            if let Some(mask) = masks.get(block) {
+                let mut alone = self.pool.zeros(rows, rank);
+                for row in 0..rows {
+                    alone.rows_mut(row..row + 1)[of_block.clone()].copy_from_slice(&dh.row(row)[of_block.clone()]);
+                }
+                let mut through = self.pool.matrix(rows, inputs);
+                let out = Output { y: through.values_mut(), stride: inputs, rows, add: false };
+                gemm::backward(&self.threads, self.isa, &[term(&alone, &adapter.a)], out);
+                for row in 0..rows {
+                    mask.apply(row, through.rows_mut(row..row + 1));
+                }
+                rows::add(dx.values_mut(), 0, through.values());
+            }
+        }
+        dx
+    }
+}

@@ -1,0 +1,111 @@
+//! Row-major values whose memory is used again.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// `[rows, width]` of f32.
+#[derive(Debug)]
+pub struct Matrix {
+    values: Vec<f32>,
+    width: usize,
+    pool: Arc<Pool>,
+}
+
+impl Matrix {
+    /// Row by row.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// The same, to write.
+    pub fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.values
+    }
+
+    /// Values of a row.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// How many rows.
+    pub fn rows(&self) -> usize {
+        self.values.len().checked_div(self.width).unwrap_or(0)
+    }
+
+    /// One row.
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.values[row * self.width..(row + 1) * self.width]
+    }
+
+    /// Some rows, to write.
+    pub fn rows_mut(&mut self, rows: Range<usize>) -> &mut [f32] {
+        &mut self.values[rows.start * self.width..rows.end * self.width]
+    }
+}
+
+impl Drop for Matrix {
+    fn drop(&mut self) {
+        self.pool.give(std::mem::take(&mut self.values));
+    }
+}
+
+/// Memory of matrices that are gone.
+#[derive(Debug, Default)]
+pub struct Pool {
+    free: Mutex<Vec<Vec<f32>>>,
+}
+
+/// Buffers kept; a decoder needs far fewer at a time.
+const MAX_FREE: usize = 32;
+
+impl Pool {
+    /// A matrix with whatever was in its memory.
+    pub fn matrix(self: &Arc<Self>, rows: usize, width: usize) -> Matrix {
+        let len = rows * width;
+        let mut values = self.take(len);
+        if values.len() < len {
+            values.resize(len, 0.0);
+        } else {
+            values.truncate(len);
+        }
+        Matrix { values, width, pool: self.clone() }
+    }
+
+    /// A matrix of zeros.
+    pub fn zeros(self: &Arc<Self>, rows: usize, width: usize) -> Matrix {
+        let mut matrix = self.matrix(rows, width);
+        matrix.values.fill(0.0);
+        matrix
+    }
+
+    /// These values.
+    pub fn holding(self: &Arc<Self>, values: Vec<f32>, width: usize) -> Matrix {
+        Matrix { values, width, pool: self.clone() }
+    }
+
+    /// The smallest buffer that is large enough, unless it is far too large.
+    fn take(&self, len: usize) -> Vec<f32> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |buffer: &Vec<f32>| (len..=4 * len.max(256)).contains(&buffer.capacity());
+        let best = (0..free.len()).filter(|index| fits(&free[*index])).min_by_key(|index| free[*index].capacity());
+        match best {
+            Some(index) => free.swap_remove(index),
+            None => Vec::with_capacity(len),
+        }
+    }
+
+    fn give(&self, values: Vec<f32>) {
+        if values.capacity() == 0 {
+            return;
+        }
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if free.len() < MAX_FREE {
+            free.push(values);
+        }
+    }
+
+    /// Give everything back to the system.
+    pub fn clear(&self) {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+}

@@ -1,0 +1,381 @@
+//! The decoder over any backend: packed forward, backward layer by layer, prefill and decode.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::decode::Rows;
+use super::layer::{self, Batch, Layer, Norm, Saved};
+use super::linear::{Factors, FullValues};
+use super::packing::{Packing, Target};
+use super::pass::Pass;
+use super::rope::RopeTables;
+use super::{Adapter, EMBEDDING, HEAD, NORM, Row, unknown_token};
+use crate::engine::backend::{Backend, Chosen, HeadBackward, Pick};
+use crate::engine::error::{EngineError, Result};
+use crate::engine::load::Weights;
+use crate::engine::lora::Lora;
+use crate::engine::model::full::Full;
+use crate::engine::ops::slices::TokenScore;
+use crate::modelcard::ModelConfig;
+use crate::spec::footprint::{PREFILL_TOKENS, saved_layers};
+
+/// A model's weights on a backend.
+#[derive(Clone, Debug)]
+pub struct Decoder<B: Backend> {
+    backend: B,
+    config: Arc<ModelConfig>,
+    embedding: B::Weight,
+    layers: Vec<Layer<B>>,
+    norm: Norm<B>,
+    /// The embedding itself where tied.
+    head: B::Weight,
+    /// Where the gradients of embedding and head begin, where they are trained.
+    slots: Option<(usize, usize)>,
+    rope: Arc<RopeTables>,
+}
+
+/// From the new scores to dL/dlogp, one a target.
+pub type TargetLoss<'l> = dyn FnMut(&[TokenScore]) -> Result<Vec<f32>> + 'l;
+
+impl<B: Backend> Decoder<B> {
+    /// Load a checkpoint's weights.
+    pub fn load(backend: B, weights: &mut Weights, config: &ModelConfig) -> Result<Self> {
+        let mut matrix =
+            |name: &str| -> Result<B::Weight> { backend.weight(weights.values(name)?.0, config.hidden_size, None) };
+        let embedding = matrix(EMBEDDING)?;
+        let head = if config.tie_word_embeddings { embedding.clone() } else { matrix(HEAD)? };
+        let layers = (0..config.num_hidden_layers)
+            .map(|index| Layer::load(&backend, weights, config, index))
+            .collect::<Result<Vec<Layer<B>>>>()?;
+        let norm = Norm::new(&backend, weights.values(NORM)?.0)?;
+        let rope = Arc::new(RopeTables::new(config));
+        Ok(Decoder { backend, config: Arc::new(config.clone()), embedding, layers, norm, head, slots: None, rope })
+    }
+
+    /// Whether sampling gives the log-probs of a training forward, bit for bit.
+    pub fn samples_exactly(&self) -> bool {
+        self.backend.samples_exactly()
+    }
+
+    /// Train an adapter with these values.
+    pub fn set_lora(&mut self, lora: &Lora) -> Result<()> {
+        let (r, scaling) = (lora.config.r, lora.config.scaling());
+        for (index, layer) in self.layers.iter_mut().enumerate() {
+            for linear in layer.linears_mut() {
+                linear.set_lora(&self.backend, r, scaling, |module| {
+                    let (a, b) = lora.pair(index, module)?;
+                    Some(Factors { a, b, slots: lora.slots(index, module)? })
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Train all weights, beginning with these values.
+    pub fn set_full(&mut self, full: &Full) -> Result<()> {
+        let backend = self.backend.clone();
+        // One matrix at a time, so that no second copy of the model is alive.
+        let matrix = |name: &str| -> Result<B::Weight> {
+            backend.weight(full.get(name)?.to_vec(), self.config.hidden_size, None)
+        };
+        self.embedding = matrix(EMBEDDING)?;
+        let tied = self.config.tie_word_embeddings;
+        self.head = if tied { self.embedding.clone() } else { matrix(HEAD)? };
+        self.slots = Some((full.at(EMBEDDING)?, full.at(if tied { EMBEDDING } else { HEAD })?));
+        self.norm = Norm { weight: backend.vector(full.get(NORM)?.to_vec())?, slot: Some(full.at(NORM)?) };
+        for (index, layer) in self.layers.iter_mut().enumerate() {
+            let name = |inside: &str| format!("model.layers.{index}.{inside}");
+            layer.set_norms(&backend, |inside| Ok((full.get(&name(inside))?, full.at(&name(inside))?)))?;
+            for linear in layer.linears_mut() {
+                linear.set_weights(&backend, |module| {
+                    let (weight, bias) =
+                        (name(&format!("{}.weight", module.path())), name(&format!("{}.bias", module.path())));
+                    Ok(FullValues {
+                        weight: full.get(&weight)?,
+                        bias: full.get(&bias).ok(),
+                        slots: (full.at(&weight)?, full.at(&bias).ok()),
+                    })
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows of the vocabulary.
+    fn vocab_size(&self) -> usize {
+        self.config.vocab_size
+    }
+
+    fn windows(&self) -> &[Option<usize>] {
+        &self.config.windows
+    }
+
+    /// Pack rows to be scored.
+    pub fn pack(&self, rows: &[Row<'_>]) -> Result<Packing> {
+        for row in rows {
+            self.check_ids(row.completion)?;
+        }
+        Packing::rows(rows, self.windows(), |n| self.rope.table(n))
+    }
+
+    fn check_ids(&self, ids: &[u32]) -> Result<()> {
+        match ids.iter().find(|id| **id as usize >= self.vocab_size()) {
+            Some(id) => Err(EngineError::Input(unknown_token(*id, self.vocab_size() as u32))),
+            None => Ok(()),
+        }
+    }
+
+    fn embed(&self, ids: &[u32]) -> Result<B::Tensor> {
+        self.check_ids(ids)?;
+        self.backend.embed(&self.embedding, ids)
+    }
+
+    fn batch<'p>(&self, packing: &'p Packing) -> Result<Batch<'p, B>> {
+        Ok(Batch { packing, angles: self.backend.angles(&packing.table, &packing.positions)? })
+    }
+
+    /// The residual stream after the last layer.
+    fn hidden(&self, packing: &Packing, adapter: Adapter) -> Result<B::Tensor> {
+        let batch = self.batch(packing)?;
+        let mut x = self.embed(&packing.ids)?;
+        for layer in &self.layers {
+            x = layer.forward(&self.backend, &x, &batch, Pass::inference(adapter))?.0;
+        }
+        Ok(x)
+    }
+
+    fn normed(&self, x: &B::Tensor) -> Result<B::Tensor> {
+        self.backend.rms_norm(x, &self.norm.weight, self.eps())
+    }
+
+    fn eps(&self) -> f32 {
+        self.config.rms_norm_eps as f32
+    }
+
+    /// Log-probs and entropies of the packing's targets; no gradient.
+    pub fn score(&self, packing: &Packing, temperature: f64, adapter: Adapter) -> Result<Vec<TokenScore>> {
+        let x = self.hidden(packing, adapter)?;
+        let (from, ids) = split(&packing.targets);
+        let normed = self.normed(&self.backend.select(&x, &from)?)?;
+        drop(x);
+        let scores = self.backend.score(&normed, &self.head, &ids, temperature)?;
+        drop(normed);
+        self.backend.release();
+        Ok(scores)
+    }
+
+    /// Forward, loss, backward.
+    pub fn forward_backward(
+        &self,
+        packing: &Packing,
+        temperature: f64,
+        pass: Pass<'_>,
+        loss: &mut TargetLoss<'_>,
+        gradient: &mut Vec<f32>,
+    ) -> Result<()> {
+        let mut flat = self.backend.gradient(std::mem::take(gradient))?;
+        let done = self.forward_backward_flat(packing, temperature, pass, loss, &mut flat);
+        *gradient = self.backend.gradient_values(flat)?;
+        self.backend.release();
+        done
+    }
+
+    fn forward_backward_flat(
+        &self,
+        packing: &Packing,
+        temperature: f64,
+        pass: Pass<'_>,
+        loss: &mut TargetLoss<'_>,
+        gradient: &mut B::Gradient,
+    ) -> Result<()> {
+        let backend = &self.backend;
+        let batch = self.batch(packing)?;
+        // Forward, keeping each layer's input, and of the last layers what their backward reads.
+        let first_saved = self.layers.len() - saved_layers(&self.config.shape(), packing.ids.len() as u64) as usize;
+        let mut inputs: Vec<(B::Tensor, Option<Saved<B>>)> = Vec::with_capacity(self.layers.len());
+        let mut x = self.embed(&packing.ids)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let pass = pass.in_layer(index);
+            let (y, saved) = if index < first_saved {
+                (layer.forward(backend, &x, &batch, pass)?.0, None)
+            } else {
+                match layer.forward_saving(backend, &x, &batch, pass, true)? {
+                    (Some(y), saved) => (y, Some(saved)),
+                    (None, _) => return Err(EngineError::Input("a layer gave no output".to_owned())),
+                }
+            };
+            inputs.push((std::mem::replace(&mut x, y), saved));
+        }
+        let (from, ids) = split(&packing.targets);
+        let hidden = backend.select(&x, &from)?;
+        drop(x);
+        let normed = self.normed(&hidden)?;
+        let scores = backend.score(&normed, &self.head, &ids, temperature)?;
+        let g = loss(&scores)?;
+        if g.iter().all(|g| *g == 0.0) {
+            return Ok(());
+        }
+        // Backward from the top, one layer's activations at a time.
+        let head = HeadBackward {
+            x: &normed,
+            head: &self.head,
+            targets: &ids,
+            temperature,
+            scores: &scores,
+            g: &g,
+            at: self.slots.map(|(_, head)| head),
+        };
+        let d_normed = backend.score_vjp(&head, gradient)?;
+        drop(normed);
+        let d_hidden = backend.rms_norm_vjp(&hidden, &self.norm.weight, self.eps(), &d_normed, None)?;
+        if let Some(at) = self.norm.slot {
+            backend.rms_norm_weight_vjp(&hidden, self.eps(), &d_normed, gradient, at)?;
+        }
+        drop((hidden, d_normed));
+        let mut dx = backend.spread(&d_hidden, &from, packing.ids.len())?;
+        drop(d_hidden);
+        for (index, layer) in self.layers.iter().enumerate().rev() {
+            let Some((input, saved)) = inputs.pop() else { break };
+            let pass = pass.in_layer(index);
+            let saved = match saved {
+                Some(saved) => saved,
+                None => layer.forward_saving(backend, &input, &batch, pass, false)?.1,
+            };
+            dx = layer.vjp(backend, &input, saved, &batch, &dx, pass, gradient)?;
+        }
+        match self.slots {
+            Some((at, _)) => backend.embed_vjp(&packing.ids, &dx, gradient, at),
+            None => Ok(()),
+        }
+    }
+
+    /// The full logits at some positions of one sequence.
+    pub fn logits(&self, ids: &[u32], positions: &[usize], adapter: Adapter) -> Result<Vec<f32>> {
+        let packing = Packing::sequences(&[ids], self.windows(), |n| self.rope.table(n));
+        let x = self.hidden(&packing, adapter)?;
+        let at: Vec<u32> = positions.iter().map(|p| *p as u32).collect();
+        let normed = self.normed(&self.backend.select(&x, &at)?)?;
+        self.backend.values(&self.backend.logits(&normed, &self.head)?)
+    }
+
+    /// No rows yet.
+    pub fn begin(&self, adapter: Adapter) -> Rows<B> {
+        let cache = self.backend.cache(&layer::heads(&self.config), self.layers.len());
+        Rows { adapter, cache, hidden: None, lengths: Vec::new() }
+    }
+
+    /// Compute each distinct prompt once and append `num_copies` rows for each, prompt-major.
+    pub fn join(&self, rows: &mut Rows<B>, prompts: &[&[u32]], num_copies: usize, max_new_tokens: usize) -> Result<()> {
+        let mut number: HashMap<&[u32], usize> = HashMap::new();
+        let mut distinct: Vec<&[u32]> = Vec::new();
+        for (index, prompt) in prompts.iter().enumerate() {
+            if prompt.is_empty() {
+                return Err(EngineError::Input(format!("prompt {index} is empty; at least one token is needed")));
+            }
+            number.entry(prompt).or_insert_with(|| {
+                distinct.push(prompt);
+                distinct.len() - 1
+            });
+        }
+        // (number in the cache, last hidden row) of each distinct prompt.
+        let mut known: Vec<usize> = Vec::with_capacity(distinct.len());
+        let mut lasts: Vec<B::Tensor> = Vec::new();
+        let mut rest = distinct.as_slice();
+        while !rest.is_empty() {
+            let mut tokens = 0;
+            let fits = rest.iter().take_while(|p| {
+                tokens += p.len();
+                tokens <= PREFILL_TOKENS as usize
+            });
+            let (chunk, after) = rest.split_at(fits.count().max(1));
+            let (first, last) = self.prefill(rows, chunk)?;
+            known.extend(first..first + chunk.len());
+            lasts.push(last);
+            rest = after;
+        }
+        let last = self.backend.stack(&lasts.iter().collect::<Vec<_>>())?;
+        let mut copies: Vec<u32> = Vec::with_capacity(prompts.len() * num_copies);
+        for prompt in prompts {
+            let index = number[prompt];
+            copies.extend(std::iter::repeat_n(index as u32, num_copies));
+            rows.lengths.extend(std::iter::repeat_n(prompt.len(), num_copies));
+            self.backend.cache_rows(&mut rows.cache, known[index], num_copies, max_new_tokens)?;
+        }
+        self.backend.close_prompts(&mut rows.cache);
+        let joined = self.backend.select(&last, &copies)?;
+        rows.hidden = Some(match rows.hidden.take() {
+            Some(hidden) => self.backend.stack(&[&hidden, &joined])?,
+            None => joined,
+        });
+        Ok(())
+    }
+
+    /// The first prompt's number in the cache, and the last token's hidden row of each.
+    fn prefill(&self, rows: &mut Rows<B>, prompts: &[&[u32]]) -> Result<(usize, B::Tensor)> {
+        let packing = Packing::sequences(prompts, self.windows(), |n| self.rope.table(n));
+        let batch = self.batch(&packing)?;
+        let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.len()).collect();
+        let mut x = self.embed(&packing.ids)?;
+        let first = self.backend.cache_prompts(&mut rows.cache, &lengths)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let (y, qkv) = layer.forward(&self.backend, &x, &batch, Pass::inference(rows.adapter))?;
+            x = y;
+            self.backend.fill_prompts(&mut rows.cache, first, index, &qkv)?;
+        }
+        let mut end = 0;
+        let last = lengths.iter().map(|length| {
+            end += *length as u32;
+            end - 1
+        });
+        Ok((first, self.backend.select(&x, &last.collect::<Vec<u32>>())?))
+    }
+
+    /// Next-token logits of every row.
+    pub fn next_logits(&self, rows: &Rows<B>) -> Result<Vec<f32>> {
+        let Some(hidden) = &rows.hidden else { return Ok(Vec::new()) };
+        self.backend.values(&self.backend.logits(&self.normed(hidden)?, &self.head)?)
+    }
+
+    /// The next token of every row, one pick each.
+    pub fn choose(&self, rows: &Rows<B>, picks: &[Pick]) -> Result<Vec<Chosen>> {
+        let Some(hidden) = &rows.hidden else { return Ok(Vec::new()) };
+        self.backend.choose(&self.normed(hidden)?, &self.head, picks)
+    }
+
+    /// Append one token to every row.
+    pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32]) -> Result<()> {
+        if tokens.is_empty() {
+            return Ok(());
+        }
+        let backend = &self.backend;
+        let table = self.rope.table(rows.lengths.iter().max().map_or(1, |length| length + 1));
+        let angles = backend.angles(&table, &rows.lengths)?;
+        let pass = Pass::inference(rows.adapter);
+        let mut x = self.embed(tokens)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let qkv = layer.project(backend, &x, &angles, pass)?;
+            let attended = backend.attend_cached(&layer.heads, &mut rows.cache, index, layer.window, &qkv)?;
+            x = layer.finish(backend, &x, &attended, pass)?;
+        }
+        backend.advance(&mut rows.cache);
+        rows.lengths.iter_mut().for_each(|length| *length += 1);
+        rows.hidden = Some(x);
+        Ok(())
+    }
+
+    /// Keep the rows marked true; the others leave.
+    pub fn retain(&self, rows: &mut Rows<B>, keep: &[bool]) -> Result<()> {
+        self.backend.retain(&mut rows.cache, keep);
+        let kept: Vec<u32> = (0..keep.len()).filter(|row| keep[*row]).map(|row| row as u32).collect();
+        rows.hidden = match rows.hidden.take() {
+            Some(hidden) if !kept.is_empty() => Some(self.backend.select(&hidden, &kept)?),
+            Some(_) | None => None,
+        };
+        rows.lengths = kept.iter().map(|row| rows.lengths[*row as usize]).collect();
+        Ok(())
+    }
+}
+
+fn split(targets: &[Target]) -> (Vec<u32>, Vec<u32>) {
+    targets.iter().map(|target| (target.from as u32, target.id)).unzip()
+}
