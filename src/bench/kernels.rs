@@ -1,6 +1,9 @@
 //! Matrix products at the model's sizes: as decode uses them (few rows: bound by reading the weights) and as training does
 //! (many rows, forward and dX).
 
+mod attention;
+mod head;
+
 use serde::{Deserialize, Serialize};
 
 use super::shape::linear_shapes;
@@ -39,6 +42,10 @@ pub struct KernelFigures {
     pub gemm_tflop_s: f64,
     /// Of a decode step of 1, 4 and 16 rows: all matrices, 1e9 bytes a second.
     pub decode_gb_s: Vec<f64>,
+    /// One layer's.
+    pub attention: attention::AttentionFigures,
+    /// Streamed over the vocabulary.
+    pub head: head::HeadFigures,
 }
 
 /// One matrix.
@@ -83,7 +90,8 @@ pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
     let gemm_tflop_s = totals.flops / totals.training_s / 1e12;
     products.push(product(&team, ("head", config.vocab_size, config.hidden_size), 1, &mut totals)?);
     let decode_gb_s = totals.decode_s.iter().map(|seconds| totals.bytes / seconds / 1e9).collect();
-    Ok(KernelFigures { products, gemm_tflop_s, decode_gb_s })
+    let (attention, head) = (attention::measure(setting, &team)?, head::measure(setting, &team)?);
+    Ok(KernelFigures { products, gemm_tflop_s, decode_gb_s, attention, head })
 }
 
 /// Over all layers.

@@ -84,6 +84,23 @@ impl<'a> Report<'a> {
                 .map_or(String::new(), |peak| format!("{:>15.0}%", 100.0 * kernels.gemm_tflop_s * 1e3 / peak));
             println!("  {:<26}{shares}{peak}", "of the limit");
         }
+        let (attention, head) = (&kernels.attention, &kernels.head);
+        println!(
+            "  attention of a layer: step {:.2} ms forward, {:.2} ms backward; decode {:.3} ms",
+            attention.forward_s * 1e3,
+            attention.backward_s * 1e3,
+            attention.decode_s * 1e3,
+        );
+        println!(
+            "  head of {} positions: log-probs {:.1} ms ({:.0} GFLOP/s), dX {:.1} ms ({:.0}); choosing {:.2} ms ({:.1} GB/s)",
+            head.rows,
+            head.score_s * 1e3,
+            head.score_gflop_s,
+            head.backward_s * 1e3,
+            head.backward_gflop_s,
+            head.choose_s * 1e3,
+            head.choose_gb_s,
+        );
     }
 
     pub fn print_decode(&self) {
