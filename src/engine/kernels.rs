@@ -1,11 +1,14 @@
 //! The CPU's kernels: packed weights, one arithmetic whatever the number of rows and threads, a ladder of instruction
 //! sets chosen at run time. All of the engine's `unsafe` lies here; each kernel stands beside a naive twin in its tests.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 pub mod attention;
 pub mod gemm;
 pub mod isa;
 pub mod mlp;
 pub mod norm;
+pub mod limits;
 pub mod pack;
 pub mod rope;
 mod rows;

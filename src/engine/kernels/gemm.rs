@@ -1,18 +1,21 @@
 //! Matrix products with packed weights, for every number of rows by the same arithmetic.
 //!
 //! Every output is one chain of multiply-adds in order, whatever the number of rows, the threads or the cut: the same row
-//! gives the same bits in decode, prefill and training.
+//! gives the same bits in decode, prefill and training. AMX sums blocks of 32 and chains those.
 
+pub(super) mod product;
 #[cfg(test)]
 mod tests;
+pub(super) mod tile;
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::isa::Isa;
 use super::pack::{PANEL, PackDtype, PackedMatrix};
-use super::simd::{Portable, Simd};
 use super::threads::{Shared, Threads};
+use product::Scratch;
 
 /// One summand of a product: rows of inputs and the weight that they meet.
 #[derive(Clone, Copy, Debug)]
@@ -38,13 +41,52 @@ pub struct Output<'a> {
     pub add: bool,
 }
 
+/// Rows of a matrix inside a wider one.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// From the first element of the first row on.
+    pub values: &'a [f32],
+    /// Elements of a row that count.
+    pub width: usize,
+    /// Elements from one row to the next.
+    pub stride: usize,
+}
+
+/// A linear layer, with an adapter of low rank or without.
+#[derive(Debug)]
+pub struct Linear<'a> {
+    /// Inputs, `stride` apart, as many rows as the output has.
+    pub x: &'a [f32],
+    /// Elements from one row to the next.
+    pub stride: usize,
+    /// `[n, k]`
+    pub weight: &'a PackedMatrix,
+    /// `[n]`; none where the product adds to what is there.
+    pub bias: Option<&'a [f32]>,
+    /// The adapter.
+    pub lora: Option<Lora<'a>>,
+}
+
+/// An adapter: y += (x·Aᵀ)·Bᵀ.
+#[derive(Debug)]
+pub struct Lora<'a> {
+    /// `[rank, k]`, every layer's that is fused here one below the other.
+    pub a: &'a PackedMatrix,
+    /// `[n, rank]`, scaled. Zero outside of `parts`.
+    pub b: &'a PackedMatrix,
+    /// B is block-diagonal: which outputs read which ranks. Outputs in no part read none; where there are no parts at
+    /// all, every output reads every rank.
+    pub parts: &'a [(Range<usize>, Range<usize>)],
+    /// x·Aᵀ `[rows, rank]` for the way back.
+    pub hidden: Option<&'a mut [f32]>,
+}
+
 /// y `[rows, n]` = bias `[n]` + Σ over terms x `[rows, k]` · weightᵀ, or y += the sum. All weights have the same n; what
 /// adds to y has no bias.
 pub fn forward(threads: &Threads, isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, out: Output<'_>) {
     let Some(first) = terms.first() else { return };
     let n = first.weight.n();
-    check(terms, out.rows, |weight| weight.k(), |weight| weight.n() == n);
-    assert!(bias.is_none_or(|bias| bias.len() == n && !out.add));
+    assert!(terms.iter().all(|term| term.weight.n() == n), "the weights of one product have different shapes");
     run(threads, isa, Side::Forward, terms, bias, n, out);
 }
 
@@ -52,7 +94,7 @@ pub fn forward(threads: &Threads, isa: Isa, terms: &[Term<'_>], bias: Option<&[f
 pub fn backward(threads: &Threads, isa: Isa, terms: &[Term<'_>], out: Output<'_>) {
     let Some(first) = terms.first() else { return };
     let k = first.weight.k();
-    check(terms, out.rows, |weight| weight.n(), |weight| weight.k() == k);
+    assert!(terms.iter().all(|term| term.weight.k() == k), "the weights of one product have different shapes");
     run(threads, isa, Side::Backward, terms, None, k, out);
 }
 
@@ -66,8 +108,22 @@ fn run(
     out: Output<'_>,
 ) {
     let rows = out.rows;
-    let job = Job::new(side, terms, bias, 0..width, out);
-    threads.grid(rows, 48, width.div_ceil(PANEL), 1, |rows, panels| job.run(isa, rows, panels));
+    let target = Target::new(out, 0..width);
+    let start = target.start(bias);
+    let call = next_call();
+    let size = terms.iter().map(|term| term.weight.n() * term.weight.k()).sum();
+    for term in terms {
+        Inputs::of(term, 0).check(rows, if side == Side::Forward { term.weight.k() } else { term.weight.n() });
+    }
+    cut(threads, isa, side, rows, width, size, |rows, panels| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            for (index, term) in terms.iter().enumerate() {
+                let start = if index == 0 { start } else { Start::Add };
+                let job = Job::new(side, term.weight, Inputs::of(term, 0), start, &target, call);
+                job.run(isa, scratch, rows.clone(), panels.clone());
+            }
+        });
+    });
 }
 
 /// [`forward`] for the outputs of some panels, on the calling thread: the streamed head. Column 0 of y is output
@@ -75,28 +131,36 @@ fn run(
 pub fn forward_panels(isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, panels: Range<usize>, out: Output<'_>) {
     let Some(first) = terms.first() else { return };
     let n = first.weight.n();
-    check(terms, out.rows, |weight| weight.k(), |weight| weight.n() == n);
-    assert!(bias.is_none_or(|bias| bias.len() == n && !out.add));
-    let columns = outputs_of(&panels, n);
+    assert!(terms.iter().all(|term| term.weight.n() == n), "the weights of one product have different shapes");
+    assert!(isa.runs(), "{isa} does not run on this machine");
     let rows = out.rows;
-    if rows > 0 && !columns.is_empty() {
-        Job::new(Side::Forward, terms, bias, columns, out).run(isa, 0..rows, panels);
-    }
+    let target = Target::new(out, outputs_of(&panels, n));
+    let start = target.start(bias);
+    let call = next_call();
+    SCRATCH.with_borrow_mut(|scratch| {
+        for (index, term) in terms.iter().enumerate() {
+            let inputs = Inputs::of(term, 0);
+            inputs.check(rows, term.weight.k());
+            let start = if index == 0 { start } else { Start::Add };
+            let job = Job::new(Side::Forward, term.weight, inputs, start, &target, call);
+            job.run(isa, scratch, 0..rows, panels.clone());
+        }
+    });
 }
 
 /// dx `[rows, k]` (+)= dy · weight over the outputs of some panels, on the calling thread. Column 0 of `dy` is output
 /// `panels.start * PANEL`. A chain over the outputs in order: adding consecutive ranges gives the same bits as one call.
 pub fn backward_panels(isa: Isa, weight: &PackedMatrix, panels: Range<usize>, dy: Rows<'_>, out: Output<'_>) {
+    assert!(isa.runs(), "{isa} does not run on this machine");
     let outputs = outputs_of(&panels, weight.n());
-    let (k, rows) = (weight.k(), out.rows);
     assert_eq!(dy.width, outputs.len(), "dy has other outputs");
-    assert!(rows == 0 || dy.values.len() >= (rows - 1) * dy.stride + dy.width, "too few inputs");
-    let terms = [Term { x: dy.values, stride: dy.stride, weight }];
-    let mut job = Job::new(Side::Backward, &terms, None, 0..k, out);
-    job.sum = Some(outputs);
-    if rows > 0 && k > 0 {
-        job.run(isa, 0..rows, 0..k.div_ceil(PANEL));
-    }
+    let inputs = Inputs { values: dy.values, stride: dy.stride, first_row: 0, first: outputs.start };
+    let rows = out.rows;
+    inputs.check(rows, dy.width);
+    let target = Target::new(out, 0..weight.k());
+    let mut job = Job::new(Side::Backward, weight, inputs, target.start(None), &target, next_call());
+    job.sum = outputs;
+    SCRATCH.with_borrow_mut(|scratch| job.run(isa, scratch, 0..rows, 0..weight.k().div_ceil(PANEL)));
 }
 
 /// The outputs of some panels.
@@ -105,25 +169,78 @@ fn outputs_of(panels: &Range<usize>, n: usize) -> Range<usize> {
     (panels.start * PANEL).min(n)..(panels.end * PANEL).min(n)
 }
 
+/// y `[rows, n]` = bias + x·Wᵀ + (x·Aᵀ)·Bᵀ, or y += the products: one piece of work for all. Where threads share rows
+/// each of them computes x·Aᵀ for itself.
+pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) {
+    let Linear { x, stride, weight, bias, lora } = linear;
+    let (n, k, rows) = (weight.n(), weight.k(), out.rows);
+    let x = Inputs { values: x, stride, first_row: 0, first: 0 };
+    x.check(rows, k);
+    let target = Target::new(out, 0..n);
+    let start = target.start(bias);
+    let call = next_call();
+    let mut size = n * k;
+    let mut hidden_out = None;
+    let adapter = lora.map(|lora| {
+        let Lora { a, b, parts, hidden } = lora;
+        let rank = a.n();
+        assert!(a.k() == k && b.n() == n && b.k() == rank, "an adapter of another shape");
+        assert!(parts.iter().all(|(outputs, ranks)| outputs.end <= n && ranks.end <= rank), "parts beyond the adapter");
+        if let Some(hidden) = hidden {
+            assert!(hidden.len() >= rows * rank, "too few hidden values");
+            hidden_out = Some(Shared::new(hidden));
+        }
+        size += rank * (n + k);
+        (a, b, parts)
+    });
+    cut(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            Job::new(Side::Forward, weight, x, start, &target, call).run(isa, scratch, rows.clone(), panels.clone());
+            let Some((a, b, parts)) = adapter else { return };
+            let rank = a.n();
+            let of = Some((call, rows.clone()));
+            let mut hidden = std::mem::take(&mut scratch.hidden);
+            if scratch.hidden_of != of {
+                hidden.resize(hidden.len().max(rows.len() * rank), 0.0);
+                let out = Output { y: &mut hidden, stride: rank, rows: rows.len(), add: false };
+                let target = Target { first_row: rows.start, ..Target::new(out, 0..rank) };
+                let job = Job::new(Side::Forward, a, x, Start::Zero, &target, call);
+                job.run(isa, scratch, rows.clone(), 0..a.panels());
+                scratch.hidden_of = of;
+            }
+            let inputs = Inputs { values: &hidden, stride: rank, first_row: rows.start, first: 0 };
+            let mut job = Job::new(Side::Forward, b, inputs, Start::Add, &target, call);
+            (job.parts, job.slot) = (parts, 1);
+            job.run(isa, scratch, rows.clone(), panels.clone());
+            if let Some(out) = hidden_out
+                && panels.start == 0
+            {
+                // Safety: one cell has these rows and panel 0, and the length was checked.
+                let out = unsafe { out.part(rows.start * rank..rows.end * rank) };
+                out.copy_from_slice(&hidden[..rows.len() * rank]);
+            }
+            scratch.hidden = hidden;
+        });
+    });
+}
+
 /// c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]`, the rows in order: the gradient of a weight.
 pub fn outer(threads: &Threads, isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]) {
-    let Some(c) = check_outer(isa, rows, &a, &b, c) else { return };
-    threads.grid(a.width, 6, b.width.div_ceil(64), 1, |i, j| {
-        let j = j.start * 64..(j.end * 64).min(b.width);
-        // Safety: the grid's cells are disjoint, and the bounds were checked.
-        unsafe { outer_range(isa, rows, &a, &b, &c, i, j) };
+    let Some(target) = check_outer(isa, rows, &a, &b, c) else { return };
+    let size = a.width * b.width;
+    cut(threads, isa, Side::Forward, a.width, b.width, size.div_ceil(a.width) * rows, |i, panels| {
+        outer_range(isa, (rows, &a, &b), &target, i, panels);
     });
 }
 
 /// [`outer`] on the calling thread: the gradient of a part of the outputs. The same bits.
 pub fn outer_here(isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]) {
-    let Some(c) = check_outer(isa, rows, &a, &b, c) else { return };
-    // Safety: the bounds were checked.
-    unsafe { outer_range(isa, rows, &a, &b, &c, 0..a.width, 0..b.width) };
+    let Some(target) = check_outer(isa, rows, &a, &b, c) else { return };
+    outer_range(isa, (rows, &a, &b), &target, 0..a.width, 0..b.width.div_ceil(PANEL));
 }
 
-fn check_outer(isa: Isa, rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &mut [f32]) -> Option<Shared<f32>> {
-    assert!(isa.is_available(), "{isa} does not run on this machine");
+fn check_outer(isa: Isa, rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &mut [f32]) -> Option<Target> {
+    assert!(isa.runs(), "{isa} does not run on this machine");
     assert_eq!(c.len(), a.width * b.width);
     if rows == 0 || c.is_empty() {
         return None;
@@ -131,489 +248,253 @@ fn check_outer(isa: Isa, rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &mut [f32])
     for side in [a, b] {
         assert!(side.values.len() >= (rows - 1) * side.stride + side.width);
     }
-    Some(Shared::new(c))
+    Some(Target::new(Output { y: c, stride: b.width, rows: a.width, add: true }, 0..b.width))
 }
 
-/// Rows of a matrix inside a wider one.
-#[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
-    /// From the first element of the first row on.
-    pub values: &'a [f32],
-    /// Elements of a row that count.
-    pub width: usize,
-    /// Elements from one row to the next.
-    pub stride: usize,
+fn outer_range(isa: Isa, sides: (usize, &Rows<'_>, &Rows<'_>), target: &Target, i: Range<usize>, panels: Range<usize>) {
+    // The weight is not used: blocks of b take its place.
+    let nothing = PackedMatrix::new(&[], 0, PackDtype::F32);
+    let job = Job::new(Side::Forward, &nothing, Inputs::default(), Start::Add, target, next_call());
+    SCRATCH.with_borrow_mut(|scratch| {
+        // Safety: the rung is available and the bounds were checked.
+        unsafe { product::outer(tile::rung(isa), &job, scratch, sides, i, panels) };
+    });
 }
 
-fn check(
-    terms: &[Term<'_>],
+/// Multiply-adds that one thread does sooner than two, a few microseconds.
+const ALONE: usize = 1 << 18;
+
+/// Share a product of so many rows and outputs, each row `size` multiply-adds.
+fn cut(
+    threads: &Threads,
+    isa: Isa,
+    side: Side,
     rows: usize,
-    width: impl Fn(&PackedMatrix) -> usize,
-    fits: impl Fn(&PackedMatrix) -> bool,
+    width: usize,
+    size: usize,
+    f: impl Fn(Range<usize>, Range<usize>) + Sync,
 ) {
-    for term in terms {
-        let width = width(term.weight);
-        assert!(fits(term.weight), "the weights of one product have different shapes");
-        assert!(rows == 0 || term.x.len() >= (rows - 1) * term.stride + width, "too few inputs");
+    let panels = width.div_ceil(PANEL);
+    if rows == 0 || panels == 0 {
+        return;
     }
+    assert!(isa.runs(), "{isa} does not run on this machine");
+    if rows.saturating_mul(size) <= ALONE {
+        return f(0..rows, 0..panels);
+    }
+    // For many rows the weights are turned once.
+    let row_multiple = match (isa, side) {
+        (Isa::Amx, Side::Forward) => 256,
+        (Isa::Amx, Side::Backward) => 512,
+        _ => 48,
+    };
+    threads.grid(rows, row_multiple, panels, 1, f);
 }
 
 /// Which way a weight is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Side {
+pub(super) enum Side {
     /// Over its inputs.
     Forward,
     /// Over its outputs: blocks of 32 inputs are turned as they are needed, once for many rows.
     Backward,
 }
 
-struct Job<'a> {
-    side: Side,
-    terms: &'a [Term<'a>],
-    bias: Option<&'a [f32]>,
-    /// Outputs of a row, the first of which is column 0 of y.
-    columns: Range<usize>,
-    /// The part of each sum that counts, the first of which is column 0 of the inputs; all of it where there is none.
-    sum: Option<Range<usize>>,
+/// What a sum begins with.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Start<'a> {
+    Zero,
+    Bias(&'a [f32]),
+    /// What is there.
+    Add,
+}
+
+/// Checked outputs.
+struct Target {
     y: Shared<f32>,
     stride: usize,
+    /// The row that lies first in y.
+    first_row: usize,
+    /// Outputs of a row, the first of which is column 0 of y.
+    columns: Range<usize>,
     add: bool,
+}
+
+impl Target {
+    fn new(out: Output<'_>, columns: Range<usize>) -> Target {
+        let Output { y, stride, rows, add } = out;
+        assert!(stride >= columns.len() || rows <= 1, "rows overlap");
+        assert!(rows == 0 || y.len() >= (rows - 1) * stride + columns.len(), "too few outputs");
+        Target { y: Shared::new(y), stride, first_row: 0, columns, add }
+    }
+
+    fn start<'a>(&self, bias: Option<&'a [f32]>) -> Start<'a> {
+        let Some(bias) = bias else { return if self.add { Start::Add } else { Start::Zero } };
+        assert!(bias.len() >= self.columns.end && !self.add, "a bias of another shape, or added twice");
+        Start::Bias(bias)
+    }
+}
+
+/// Rows of inputs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Inputs<'a> {
+    values: &'a [f32],
+    stride: usize,
+    /// The row that lies first.
+    first_row: usize,
+    /// The step of the sum that column 0 is.
+    first: usize,
+}
+
+impl<'a> Inputs<'a> {
+    fn of(term: &Term<'a>, first: usize) -> Inputs<'a> {
+        Inputs { values: term.x, stride: term.stride, first_row: 0, first }
+    }
+
+    fn check(&self, rows: usize, width: usize) {
+        assert!(rows == 0 || self.values.len() >= (rows - 1) * self.stride + width, "too few inputs");
+    }
+
+    /// Some steps of a row.
+    pub(super) fn row(&self, row: usize, steps: &Range<usize>) -> &'a [f32] {
+        &self.values[(row - self.first_row) * self.stride..][steps.start - self.first..steps.end - self.first]
+    }
+}
+
+/// A product with one weight.
+pub(super) struct Job<'a> {
+    pub side: Side,
+    pub weight: &'a PackedMatrix,
+    pub inputs: Inputs<'a>,
+    /// What the sums go over.
+    pub sum: Range<usize>,
+    /// Which outputs need which part of the sum; all of it where there are none.
+    parts: &'a [(Range<usize>, Range<usize>)],
+    pub start: Start<'a>,
+    y: Shared<f32>,
+    pub stride: usize,
+    first_row: usize,
+    /// Outputs of a row, the first of which is column 0 of y.
+    pub columns: Range<usize>,
+    /// Of which public call: inputs packed for it are packed for all its cells.
+    pub call: u64,
+    /// Which packed inputs it may replace.
+    pub slot: usize,
 }
 
 impl<'a> Job<'a> {
     fn new(
         side: Side,
-        terms: &'a [Term<'a>],
-        bias: Option<&'a [f32]>,
-        columns: Range<usize>,
-        out: Output<'_>,
+        weight: &'a PackedMatrix,
+        inputs: Inputs<'a>,
+        start: Start<'a>,
+        target: &Target,
+        call: u64,
     ) -> Job<'a> {
-        let (width, Output { y, stride, rows, add }) = (columns.len(), out);
-        assert!(stride >= width || rows <= 1, "rows overlap");
-        assert!(rows == 0 || y.len() >= (rows - 1) * stride + width, "too few outputs");
-        Job { side, terms, bias, columns, sum: None, y: Shared::new(y), stride, add }
+        let sum = 0..if side == Side::Forward { weight.k() } else { weight.n() };
+        let Target { y, stride, first_row, ref columns, add: _ } = *target;
+        Job {
+            side,
+            weight,
+            inputs,
+            sum,
+            parts: &[],
+            start,
+            y,
+            stride,
+            first_row,
+            columns: columns.clone(),
+            call,
+            slot: 0,
+        }
     }
 
-    /// What the sums over one term go over.
-    fn depth(&self, term: &Term<'_>) -> Range<usize> {
-        match (self.side, &self.sum) {
-            (_, Some(sum)) => sum.clone(),
-            (Side::Forward, None) => 0..term.weight.k(),
-            (Side::Backward, None) => 0..term.weight.n(),
+    /// The part of the sum that a panel needs. Begins at a multiple of what AMX sums at once.
+    pub(super) fn depth(&self, panel: usize) -> Range<usize> {
+        if self.parts.is_empty() {
+            return self.sum.clone();
         }
+        let outputs = panel * PANEL..(panel + 1) * PANEL;
+        let meets = |part: &&(Range<usize>, Range<usize>)| part.0.start < outputs.end && outputs.start < part.0.end;
+        let all = self.parts.iter().filter(meets).map(|part| part.1.clone());
+        let all = all.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+        all.start / PANEL * PANEL..all.end.next_multiple_of(PANEL).min(self.sum.end)
     }
 
     /// One output.
     ///
     /// # Safety
     /// It is one of the job's.
-    unsafe fn y(&self, row: usize, output: usize) -> *mut f32 {
-        unsafe { self.y.at(row * self.stride + output - self.columns.start) }
+    pub(super) unsafe fn y(&self, row: usize, output: usize) -> *mut f32 {
+        unsafe { self.y.at((row - self.first_row) * self.stride + output - self.columns.start) }
     }
 
-    /// On the calling thread.
-    fn run(&self, isa: Isa, rows: Range<usize>, panels: Range<usize>) {
-        if self.terms.iter().all(|term| self.depth(term).is_empty()) {
+    /// On the calling thread, whose machine must have the rung.
+    fn run(&self, isa: Isa, scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
+        if rows.is_empty() || panels.is_empty() {
+            return;
+        }
+        if self.sum.is_empty() {
             return self.empty(rows, panels);
         }
-        assert!(isa.is_available(), "{isa} does not run on this machine");
-        SCRATCH.with_borrow_mut(|scratch| {
-            // Safety: the rung is available, and the bounds were checked where the job was made.
-            unsafe {
-                match isa {
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => product_avx512(self, scratch, rows, panels),
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2 => product_avx2(self, scratch, rows, panels),
-                    _ => product::<Portable, 2>(self, scratch, 4, rows, panels),
-                }
+        // Safety: the rung is available, and the bounds were checked where the job was made.
+        unsafe {
+            match (isa, self.weight.dtype()) {
+                #[cfg(target_arch = "x86_64")]
+                (Isa::Amx, PackDtype::Bf16) => super::amx::product(self, scratch, rows, panels),
+                _ => product::product(tile::rung(isa), self, scratch, rows, panels),
             }
-        });
+        }
+    }
+
+    /// Sums of nothing.
+    fn empty(&self, rows: Range<usize>, panels: Range<usize>) {
+        for row in rows {
+            for output in panels.start * PANEL..(panels.end * PANEL).min(self.columns.end) {
+                let value = match self.start {
+                    Start::Zero => 0.0,
+                    Start::Bias(bias) => bias[output],
+                    Start::Add => return,
+                };
+                // Safety: the bounds were checked where the job was made.
+                unsafe { *self.y(row, output) = value };
+            }
+        }
     }
 }
 
-impl Job<'_> {
-    /// Sums of nothing.
-    fn empty(&self, rows: Range<usize>, panels: Range<usize>) {
-        if self.add {
-            return;
-        }
-        for row in rows {
-            for output in panels.start * PANEL..(panels.end * PANEL).min(self.columns.end) {
-                // Safety: the bounds were checked where the job was made.
-                unsafe { *self.y(row, output) = self.bias.map_or(0.0, |bias| bias[output]) };
-            }
+/// How far the products of two rungs of one small odd shape, forward and back, are apart at most.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn apart(one: Isa, other: Isa, (rows, n, k): (usize, usize, usize)) -> f32 {
+    let values = |len: usize, step: usize| -> Vec<f32> {
+        // Exact in bf16.
+        (0..len).map(|index| (index * step % 255) as f32 / 128.0 - 1.0).collect()
+    };
+    let weight = PackedMatrix::new(&values(n * k, 37), k, PackDtype::Bf16);
+    let of = |isa, side, width: usize, depth: usize| {
+        let (x, mut y) = (values(rows * depth, 91), values(rows * width, 53));
+        let target = Target::new(Output { y: &mut y, stride: width, rows, add: true }, 0..width);
+        let inputs = Inputs { values: &x, stride: depth, first_row: 0, first: 0 };
+        let job = Job::new(side, &weight, inputs, Start::Add, &target, next_call());
+        SCRATCH.with_borrow_mut(|scratch| job.run(isa, scratch, 0..rows, 0..width.div_ceil(PANEL)));
+        y
+    };
+    let mut apart = 0f32;
+    for (side, width, depth) in [(Side::Forward, n, k), (Side::Backward, k, n)] {
+        for (a, b) in of(one, side, width, depth).iter().zip(of(other, side, width, depth)) {
+            // What is no number is as far away as can be.
+            apart = if (a - b).abs() <= apart { apart } else { (a - b).abs() };
         }
     }
+    apart
+}
+
+/// Every public call has its own number.
+fn next_call() -> u64 {
+    static CALLS: AtomicU64 = AtomicU64::new(1);
+    CALLS.fetch_add(1, Ordering::Relaxed)
 }
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch { rows: Vec::new(), panel: Vec::new() }) };
-}
-
-/// What a thread needs for a while.
-struct Scratch {
-    /// The inputs of some rows, `[tile][depth][width]`.
-    rows: Vec<f32>,
-    /// A turned block of the weights, `[depth][32]`.
-    panel: Vec<f32>,
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-unsafe fn product_avx512(job: &Job<'_>, scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
-    unsafe { product::<super::simd::Avx512, 2>(job, scratch, 12, rows, panels) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn product_avx2(job: &Job<'_>, scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
-    unsafe { product::<super::simd::Avx2, 2>(job, scratch, 6, rows, panels) }
-}
-
-/// Elements of inputs that stay in the second-level cache while the weights stream by.
-const CACHED_INPUTS: usize = 96 << 10;
-/// Bytes of a panel's weights that stay in the first-level cache while the rows stream by.
-const CACHED_WEIGHTS: usize = 24 << 10;
-
-/// Tiles of `tile_rows` rows and `NV` vectors of outputs. Sums wait in the output between two blocks of their depth.
-#[inline(always)]
-unsafe fn product<S: Simd, const NV: usize>(
-    job: &Job<'_>,
-    scratch: &mut Scratch,
-    tile_rows: usize,
-    rows: Range<usize>,
-    panels: Range<usize>,
-) {
-    for (index, term) in job.terms.iter().enumerate() {
-        let bytes = match (job.side, term.weight.dtype()) {
-            (Side::Forward, PackDtype::Bf16) => 2,
-            (Side::Forward, PackDtype::F32) | (Side::Backward, _) => 4,
-        };
-        let depth = job.depth(term);
-        // Even, as pairs of inputs lie together.
-        let depth_at_once = CACHED_WEIGHTS / bytes / PANEL;
-        let rows_at_once =
-            (CACHED_INPUTS / depth_at_once.min(depth.len()).max(1)).max(tile_rows) / tile_rows * tile_rows;
-        let mut begin = rows.start;
-        while begin < rows.end {
-            let chunk = begin..(begin + rows_at_once).min(rows.end);
-            begin = chunk.end;
-            for first in depth.clone().step_by(depth_at_once) {
-                let block = Block {
-                    term,
-                    depth: first..(first + depth_at_once).min(depth.end),
-                    inputs: first - job.sum.as_ref().map_or(0, |sum| sum.start),
-                    fresh: index == 0 && first == depth.start,
-                };
-                // Safety: the caller's.
-                unsafe { product_block::<S, NV>(job, scratch, tile_rows, &block, chunk.clone(), panels.clone()) };
-            }
-        }
-    }
-}
-
-/// A part of the sums of one term.
-struct Block<'a> {
-    term: &'a Term<'a>,
-    depth: Range<usize>,
-    /// The column of the inputs at which it begins.
-    inputs: usize,
-    /// Nothing has been summed before it.
-    fresh: bool,
-}
-
-#[inline(always)]
-unsafe fn product_block<S: Simd, const NV: usize>(
-    job: &Job<'_>,
-    scratch: &mut Scratch,
-    tile_rows: usize,
-    block: &Block<'_>,
-    rows: Range<usize>,
-    panels: Range<usize>,
-) {
-    let Scratch { rows: packed, panel: turned } = scratch;
-    let width = tile_rows.min(rows.len());
-    pack_rows(block, rows.clone(), width, packed);
-    for panel in panels {
-        if job.side == Side::Backward {
-            block.term.weight.turn(panel, block.depth.clone(), turned);
-        }
-        for column in (0..PANEL).step_by(NV * S::LANES) {
-            for (tile, row) in rows.clone().step_by(tile_rows).enumerate() {
-                let inputs = &packed[tile * width * block.depth.len()..];
-                let at = Tile { row, panel, column, inputs, width, turned };
-                let count = (rows.end - row).min(tile_rows);
-                // Safety: the caller's.
-                unsafe { tile_of::<S, NV>(job, block, &at, count) };
-            }
-        }
-    }
-}
-
-/// `[tile][depth][width]`; rows fewer than a tile has are packed as narrow as they are.
-#[inline(always)]
-fn pack_rows(block: &Block<'_>, rows: Range<usize>, width: usize, packed: &mut Vec<f32>) {
-    let Block { term, depth, inputs, fresh: _ } = block;
-    packed.clear();
-    packed.resize(rows.len().div_ceil(width) * width * depth.len(), 0.0);
-    for (tile, out) in rows.clone().step_by(width).zip(packed.chunks_exact_mut(width * depth.len())) {
-        for m in 0..width.min(rows.end - tile) {
-            let x = &term.x[(tile + m) * term.stride + inputs..][..depth.len()];
-            for (out, x) in out[m..].iter_mut().step_by(width).zip(x) {
-                *out = *x;
-            }
-        }
-    }
-}
-
-/// Where a tile lies.
-struct Tile<'a> {
-    row: usize,
-    panel: usize,
-    column: usize,
-    /// `[depth][width]`
-    inputs: &'a [f32],
-    width: usize,
-    /// `[depth][32]`, for the way back.
-    turned: &'a [f32],
-}
-
-#[inline(always)]
-unsafe fn tile_of<S: Simd, const NV: usize>(job: &Job<'_>, block: &Block<'_>, at: &Tile<'_>, count: usize) {
-    macro_rules! tiles {
-        ($($rows:literal)*) => {
-            match count {
-                $($rows => unsafe { tile::<S, $rows, NV>(job, block, at) },)*
-                _ => unreachable!("more rows than a tile has"),
-            }
-        };
-    }
-    tiles!(1 2 3 4 5 6 7 8 9 10 11 12)
-}
-
-#[inline(always)]
-unsafe fn tile<S: Simd, const MR: usize, const NV: usize>(job: &Job<'_>, block: &Block<'_>, at: &Tile<'_>) {
-    unsafe {
-        let first = at.panel * PANEL + at.column;
-        let valid = job.columns.end.saturating_sub(first).min(NV * S::LANES);
-        if valid == 0 {
-            return;
-        }
-        let whole = valid == NV * S::LANES;
-        let fresh = block.fresh && !job.add;
-        let mut acc = [[S::zero(); NV]; MR];
-        for (m, acc) in acc.iter_mut().enumerate() {
-            let mut from = job.y(at.row + m, first).cast_const();
-            if fresh {
-                let Some(bias) = job.bias else { continue };
-                from = bias.as_ptr().add(first);
-            }
-            let mut values = [0f32; PANEL];
-            if !whole {
-                std::ptr::copy_nonoverlapping(from, values.as_mut_ptr(), valid);
-                from = values.as_ptr();
-            }
-            for (v, acc) in acc.iter_mut().enumerate() {
-                *acc = S::load(from.add(v * S::LANES));
-            }
-        }
-        let (weight, depth) = (block.term.weight, &block.depth);
-        let (x, width) = (at.inputs.as_ptr(), at.width);
-        let words = weight.words().add(at.panel * weight.panel_words() + at.column);
-        match (job.side, weight.dtype()) {
-            (Side::Backward, _) => {
-                multiply_f32::<S, MR, NV>(&mut acc, x, width, at.turned.as_ptr().add(at.column), depth.len());
-            }
-            (Side::Forward, PackDtype::F32) => {
-                let words = words.add(depth.start * PANEL).cast();
-                multiply_f32::<S, MR, NV>(&mut acc, x, width, words, depth.len());
-            }
-            (Side::Forward, PackDtype::Bf16) => {
-                multiply_bf16::<S, MR, NV>(&mut acc, x, width, words.add(depth.start / 2 * PANEL), depth.len());
-            }
-        }
-        for (m, acc) in acc.iter().enumerate() {
-            let y = job.y(at.row + m, first);
-            let mut values = [0f32; PANEL];
-            let to = if whole { y } else { values.as_mut_ptr() };
-            for (v, acc) in acc.iter().enumerate() {
-                S::store(to.add(v * S::LANES), *acc);
-            }
-            if !whole {
-                std::ptr::copy_nonoverlapping(values.as_ptr(), y, valid);
-            }
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn multiply_f32<S: Simd, const MR: usize, const NV: usize>(
-    acc: &mut [[S::V; NV]; MR],
-    x: *const f32,
-    width: usize,
-    w: *const f32,
-    depth: usize,
-) {
-    unsafe {
-        for i in 0..depth {
-            let mut weights = [S::zero(); NV];
-            for (v, weight) in weights.iter_mut().enumerate() {
-                *weight = S::load(w.add(i * PANEL + v * S::LANES));
-            }
-            for (m, acc) in acc.iter_mut().enumerate() {
-                let x = S::splat(*x.add(i * width + m));
-                for (acc, weight) in acc.iter_mut().zip(&weights) {
-                    *acc = S::fma(x, *weight, *acc);
-                }
-            }
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn multiply_bf16<S: Simd, const MR: usize, const NV: usize>(
-    acc: &mut [[S::V; NV]; MR],
-    x: *const f32,
-    width: usize,
-    w: *const u32,
-    depth: usize,
-) {
-    unsafe {
-        for i in 0..depth / 2 {
-            let (mut even, mut odd) = ([S::zero(); NV], [S::zero(); NV]);
-            for v in 0..NV {
-                (even[v], odd[v]) = S::load_pairs(w.add(i * PANEL + v * S::LANES));
-            }
-            let x = x.add(2 * i * width);
-            for (m, acc) in acc.iter_mut().enumerate() {
-                let (a, b) = (S::splat(*x.add(m)), S::splat(*x.add(width + m)));
-                for v in 0..NV {
-                    acc[v] = S::fma(b, odd[v], S::fma(a, even[v], acc[v]));
-                }
-            }
-        }
-        if depth % 2 == 1 {
-            for v in 0..NV {
-                let (even, _) = S::load_pairs(w.add(depth / 2 * PANEL + v * S::LANES));
-                for (m, acc) in acc.iter_mut().enumerate() {
-                    acc[v] = S::fma(S::splat(*x.add((depth - 1) * width + m)), even, acc[v]);
-                }
-            }
-        }
-    }
-}
-
-unsafe fn outer_range(
-    isa: Isa,
-    rows: usize,
-    a: &Rows<'_>,
-    b: &Rows<'_>,
-    c: &Shared<f32>,
-    i: Range<usize>,
-    j: Range<usize>,
-) {
-    unsafe {
-        match isa {
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => outer_avx512(rows, a, b, c, i, j),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => outer_avx2(rows, a, b, c, i, j),
-            _ => outer_simd::<Portable>(rows, a, b, c, i, j),
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-unsafe fn outer_avx512(rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &Shared<f32>, i: Range<usize>, j: Range<usize>) {
-    unsafe { outer_simd::<super::simd::Avx512>(rows, a, b, c, i, j) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn outer_avx2(rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &Shared<f32>, i: Range<usize>, j: Range<usize>) {
-    unsafe { outer_simd::<super::simd::Avx2>(rows, a, b, c, i, j) }
-}
-
-#[inline(always)]
-unsafe fn outer_simd<S: Simd>(
-    rows: usize,
-    a: &Rows<'_>,
-    b: &Rows<'_>,
-    c: &Shared<f32>,
-    i: Range<usize>,
-    j: Range<usize>,
-) {
-    unsafe {
-        let mut at = i.start;
-        while at < i.end {
-            let count = (i.end - at).min(6);
-            let mut column = j.start;
-            while column < j.end {
-                if count == 6 && j.end - column >= 2 * S::LANES {
-                    outer_tile::<S, 6, 2>(rows, a, b, c, at, column);
-                    column += 2 * S::LANES;
-                } else if j.end - column >= S::LANES {
-                    for i in at..at + count {
-                        outer_tile::<S, 1, 1>(rows, a, b, c, i, column);
-                    }
-                    column += S::LANES;
-                } else {
-                    for i in at..at + count {
-                        let c = c.at(i * b.width + column);
-                        for t in 0..rows {
-                            // The same fused steps as in a whole vector, so that the cut changes no bit.
-                            let value = *a.values.as_ptr().add(t * a.stride + i);
-                            *c = S::first(S::fma(
-                                S::splat(value),
-                                S::splat(*b.values.as_ptr().add(t * b.stride + column)),
-                                S::splat(*c),
-                            ));
-                        }
-                    }
-                    column += 1;
-                }
-            }
-            at += count;
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn outer_tile<S: Simd, const MR: usize, const NV: usize>(
-    rows: usize,
-    a: &Rows<'_>,
-    b: &Rows<'_>,
-    c: &Shared<f32>,
-    i: usize,
-    column: usize,
-) {
-    unsafe {
-        let mut acc = [[S::zero(); NV]; MR];
-        for (m, acc) in acc.iter_mut().enumerate() {
-            for (v, acc) in acc.iter_mut().enumerate() {
-                *acc = S::load(c.at((i + m) * b.width + column + v * S::LANES));
-            }
-        }
-        for t in 0..rows {
-            let b = b.values.as_ptr().add(t * b.stride + column);
-            let mut values = [S::zero(); NV];
-            for (v, value) in values.iter_mut().enumerate() {
-                *value = S::load(b.add(v * S::LANES));
-            }
-            let a = a.values.as_ptr().add(t * a.stride + i);
-            for (m, acc) in acc.iter_mut().enumerate() {
-                let a = S::splat(*a.add(m));
-                for (acc, value) in acc.iter_mut().zip(&values) {
-                    *acc = S::fma(a, *value, *acc);
-                }
-            }
-        }
-        for (m, acc) in acc.iter().enumerate() {
-            for (v, acc) in acc.iter().enumerate() {
-                S::store(c.at((i + m) * b.width + column + v * S::LANES), *acc);
-            }
-        }
-    }
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
 }

@@ -13,11 +13,13 @@ pub enum Isa {
     Avx2,
     /// 512-bit vectors.
     Avx512,
+    /// Tiles of bf16 multiplied at once; packs of f32 as on the rung below.
+    Amx,
 }
 
 impl Isa {
     /// Every rung, the slowest first.
-    pub const ALL: [Isa; 3] = [Isa::Portable, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
     /// The name in `--isa`.
     pub fn name(self) -> &'static str {
@@ -25,6 +27,7 @@ impl Isa {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
         }
     }
 
@@ -36,22 +39,68 @@ impl Isa {
             Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => Isa::Avx2.is_available() && is_x86_feature_detected!("avx512f"),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => super::amx::refused().is_none(),
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 => false,
+            Isa::Avx2 | Isa::Avx512 | Isa::Amx => false,
         }
+    }
+
+    /// [`Isa::is_available`], or emulated in tests.
+    pub(super) fn runs(self) -> bool {
+        #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+        if self == Isa::Amx && super::amx::emulator::is_installed() {
+            return true;
+        }
+        self.is_available()
+    }
+
+    /// Why the machine's fastest rung is not used, where it has AMX and something is wrong with it, or why it has none.
+    pub fn refused() -> Option<&'static str> {
+        #[cfg(target_arch = "x86_64")]
+        return super::amx::refused();
+        #[cfg(not(target_arch = "x86_64"))]
+        Some("AMX is a feature of x86-64")
+    }
+
+    /// The rung for kernels that multiply no packs of bf16: AMX does nothing else.
+    pub fn vectors(self) -> Isa {
+        self.min(Isa::Avx512)
+    }
+
+    /// The rung of a name, `auto` for the fastest.
+    ///
+    /// # Errors
+    /// No such rung, or one that this machine cannot run: the message names those that it can.
+    pub fn choose(name: &str) -> Result<Isa, String> {
+        if name == "auto" {
+            return Ok(Isa::best());
+        }
+        let isa: Isa = name.parse()?;
+        if isa.is_available() {
+            return Ok(isa);
+        }
+        let available: Vec<&str> = Isa::available().map(Isa::name).collect();
+        let why = match Isa::refused() {
+            Some(why) if isa == Isa::Amx => format!(" ({why})"),
+            _ => String::new(),
+        };
+        Err(format!("{name} does not run on this machine{why}: use auto or one of {}", available.join(", ")))
+    }
+
+    /// What `RLOOD_ISA` asks for; the fastest where it is not set. Read once.
+    ///
+    /// # Errors
+    /// As [`Isa::choose`].
+    pub fn chosen() -> Result<Isa, String> {
+        static CHOSEN: OnceLock<Result<Isa, String>> = OnceLock::new();
+        let choose = || Isa::choose(&std::env::var("RLOOD_ISA").unwrap_or_else(|_| "auto".to_owned()));
+        CHOSEN.get_or_init(choose).clone()
     }
 
     /// The rungs this machine can run, the slowest first.
     pub fn available() -> impl Iterator<Item = Isa> {
         Isa::ALL.into_iter().filter(|isa| isa.is_available())
-    }
-
-    /// The one that `RLOOD_ISA` names, or the best.
-    pub fn chosen() -> Result<Isa, String> {
-        match std::env::var("RLOOD_ISA") {
-            Ok(name) if name != "auto" && !name.is_empty() => name.parse(),
-            _ => Ok(Isa::best()),
-        }
     }
 
     /// The fastest one this machine can run.
@@ -72,6 +121,28 @@ impl FromStr for Isa {
 
     fn from_str(name: &str) -> Result<Isa, String> {
         let known = Isa::ALL.map(Isa::name).join(", ");
-        Isa::ALL.into_iter().find(|isa| isa.name() == name).ok_or(format!("{name:?} is none of {known}"))
+        Isa::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| format!("{name:?} is none of auto, {known}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rung_is_chosen_by_its_name() {
+        assert_eq!(Isa::choose("auto"), Ok(Isa::best()));
+        for isa in Isa::ALL {
+            match Isa::choose(isa.name()) {
+                Ok(chosen) => assert_eq!(chosen, isa),
+                Err(message) => assert!(!isa.is_available() && message.contains("portable"), "{message}"),
+            }
+        }
+        assert!(Isa::choose("sse9").is_err_and(|message| message.contains("avx512")));
+    }
+
+    #[test]
+    fn amx_is_refused_with_a_reason() {
+        assert_eq!(Isa::Amx.is_available(), Isa::refused().is_none());
     }
 }

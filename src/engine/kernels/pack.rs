@@ -1,11 +1,17 @@
 //! Weight matrices in the order in which the kernels read them. One pack serves decode, forward and dX.
 
-use std::ops::Range;
-
 use half::bf16;
+
+use super::threads::{Shared, Threads};
 
 /// Outputs side by side in a panel.
 pub const PANEL: usize = 32;
+
+/// Inputs of a bf16 pack come in so many, the depth of an AMX tile, padded with zeros.
+const DEPTH: usize = 32;
+
+/// Lines of 16 words, half a panel wide.
+const LANES: usize = 16;
 
 /// How the values of a pack are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,14 +25,14 @@ pub enum PackDtype {
 /// One cache line.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
-struct Line([u32; 16]);
+pub(super) struct Line(pub(super) [u32; LANES]);
 
 /// A weight `[n, k]` (n outputs, k inputs), in panels of [`PANEL`] outputs, padded with zeros.
 ///
 /// | dtype | layout |
 /// |---|---|
 /// | f32 | `[n / 32][k][32]` f32 |
-/// | bf16 | `[n / 32][k / 2][32][2]` bf16: pairs of inputs side by side, which is what AMX multiplies (VNNI) |
+/// | bf16 | `[n / 32][k / 2][32][2]` bf16, k padded to a multiple of 32: pairs of inputs side by side, which is what AMX multiplies (VNNI) |
 #[derive(Clone, Debug)]
 pub struct PackedMatrix {
     n: usize,
@@ -38,39 +44,51 @@ pub struct PackedMatrix {
 impl PackedMatrix {
     /// Pack `weight`, row-major `[n, k]`, n = weight.len() / k.
     pub fn new(weight: &[f32], k: usize, dtype: PackDtype) -> PackedMatrix {
-        let n = weight.len().checked_div(k).unwrap_or(0);
-        let mut packed = PackedMatrix { n, k, dtype, lines: vec![] };
-        packed.lines = vec![Line::default(); packed.panels() * packed.panel_words() / 16];
+        let mut packed = PackedMatrix::zeros(weight.len().checked_div(k).unwrap_or(0), k, dtype);
         packed.set(weight);
+        packed
+    }
+
+    /// [`PackedMatrix::new`], the panels shared out.
+    pub fn new_on(threads: &Threads, weight: &[f32], k: usize, dtype: PackDtype) -> PackedMatrix {
+        let mut packed = PackedMatrix::zeros(weight.len().checked_div(k).unwrap_or(0), k, dtype);
+        packed.set_on(threads, weight);
+        packed
+    }
+
+    fn zeros(n: usize, k: usize, dtype: PackDtype) -> PackedMatrix {
+        let mut packed = PackedMatrix { n, k, dtype, lines: vec![] };
+        packed.lines = vec![Line::default(); packed.panels() * packed.panel_words() / LANES];
         packed
     }
 
     /// Replace the values; the shape stays.
     pub fn set(&mut self, weight: &[f32]) {
-        let (k, words) = (self.k, self.panel_words());
+        assert_eq!(weight.len(), self.n * self.k, "another shape");
         if weight.is_empty() {
             return;
         }
-        for (panel, lines) in self.lines.chunks_exact_mut(words / 16).enumerate() {
-            let rows = weight.chunks_exact(k).skip(panel * PANEL).take(PANEL);
-            for (column, row) in rows.enumerate() {
-                let (half, lane) = (column / 16, column % 16);
-                match self.dtype {
-                    PackDtype::F32 => {
-                        for (index, value) in row.iter().enumerate() {
-                            lines[index * 2 + half].0[lane] = value.to_bits();
-                        }
-                    }
-                    PackDtype::Bf16 => {
-                        for (index, pair) in row.chunks(2).enumerate() {
-                            let low = u32::from(bf16::from_f32(pair[0]).to_bits());
-                            let high = pair.get(1).map_or(0, |value| u32::from(bf16::from_f32(*value).to_bits()));
-                            lines[index * 2 + half].0[lane] = low | (high << 16);
-                        }
-                    }
-                }
-            }
+        let (k, dtype, lines) = (self.k, self.dtype, self.panel_words() / LANES);
+        for (panel, weight) in self.lines.chunks_exact_mut(lines).zip(weight.chunks(PANEL * k)) {
+            pack_panel(panel, weight, k, dtype);
         }
+    }
+
+    /// [`PackedMatrix::set`], the panels shared out.
+    pub fn set_on(&mut self, threads: &Threads, weight: &[f32]) {
+        assert_eq!(weight.len(), self.n * self.k, "another shape");
+        if weight.is_empty() {
+            return;
+        }
+        let (n, k, dtype, lines) = (self.n, self.k, self.dtype, self.panel_words() / LANES);
+        let all = Shared::new(&mut self.lines);
+        threads.split(n.div_ceil(PANEL), |panels| {
+            for panel in panels {
+                let weight = &weight[panel * PANEL * k..n.min((panel + 1) * PANEL) * k];
+                // Safety: panels are disjoint, and `lines` long each.
+                pack_panel(unsafe { all.part(panel * lines..(panel + 1) * lines) }, weight, k, dtype);
+            }
+        });
     }
 
     /// Outputs.
@@ -100,41 +118,17 @@ impl PackedMatrix {
 
     /// One row (the weights of one output), as the kernels see it.
     pub fn row(&self, output: usize, out: &mut [f32]) {
-        let (half, lane) = (output % PANEL / 16, output % 16);
-        let lines = &self.lines[output / PANEL * self.panel_words() / 16..];
-        for (index, out) in out.iter_mut().enumerate().take(self.k) {
-            *out = f32::from_bits(match self.dtype {
-                PackDtype::F32 => lines[index * 2 + half].0[lane],
-                PackDtype::Bf16 => {
-                    let pair = lines[index / 2 * 2 + half].0[lane];
-                    if index % 2 == 0 { pair << 16 } else { pair & 0xffff_0000 }
-                }
-            });
-        }
-    }
-
-    /// The inputs `block·32 …` of some outputs: `[outputs][32]`, zeros where there are fewer inputs. `outputs` begins at
-    /// a panel.
-    pub(super) fn turn(&self, block: usize, outputs: Range<usize>, out: &mut Vec<f32>) {
-        let first = block * PANEL;
-        let count = (self.k - first).min(PANEL);
-        out.clear();
-        out.resize(outputs.len() * PANEL, 0.0);
-        for (output, out) in outputs.zip(out.chunks_exact_mut(PANEL)) {
-            let (panel, half, lane) = (output / PANEL, output % PANEL / 16, output % 16);
-            let lines = &self.lines[panel * self.panel_words() / 16..][..self.panel_words() / 16];
-            match self.dtype {
-                PackDtype::F32 => {
-                    let lines = lines[first * 2..][..count * 2].chunks_exact(2);
-                    for (out, pair) in out.iter_mut().zip(lines) {
-                        *out = f32::from_bits(pair[half].0[lane]);
-                    }
-                }
-                PackDtype::Bf16 => {
-                    let lines = lines[first..][..count.div_ceil(2) * 2].chunks_exact(2);
-                    for (out, pair) in out.chunks_exact_mut(2).zip(lines) {
-                        out[0] = f32::from_bits(pair[half].0[lane] << 16);
-                        out[1] = f32::from_bits(pair[half].0[lane] & 0xffff_0000);
+        let (half, lane) = (output % PANEL / LANES, output % LANES);
+        let lines = self.panel_words() / LANES;
+        let lines = self.lines[output / PANEL * lines..][..lines].chunks_exact(2).map(|pair| pair[half].0[lane]);
+        let out = &mut out[..self.k];
+        match self.dtype {
+            PackDtype::F32 => out.iter_mut().zip(lines).for_each(|(out, word)| *out = f32::from_bits(word)),
+            PackDtype::Bf16 => {
+                for (out, word) in out.chunks_mut(2).zip(lines) {
+                    out[0] = f32::from_bits(word << 16);
+                    if let Some(out) = out.get_mut(1) {
+                        *out = f32::from_bits(word & 0xffff_0000);
                     }
                 }
             }
@@ -146,12 +140,75 @@ impl PackedMatrix {
         PANEL
             * match self.dtype {
                 PackDtype::F32 => self.k,
-                PackDtype::Bf16 => self.k.div_ceil(2),
+                PackDtype::Bf16 => self.k.div_ceil(DEPTH) * (DEPTH / 2),
             }
     }
 
-    /// The first word.
-    pub(super) fn words(&self) -> *const u32 {
-        self.lines.as_ptr().cast()
+    /// The first word of a panel.
+    pub(super) fn panel(&self, panel: usize) -> *const u32 {
+        let lines = self.panel_words() / LANES;
+        self.lines[panel * lines..(panel + 1) * lines].as_ptr().cast()
+    }
+}
+
+/// A panel from up to 32 rows of `k` values, some inputs at a time so that their lines stay in the first-level cache.
+fn pack_panel(lines: &mut [Line], weight: &[f32], k: usize, dtype: PackDtype) {
+    let words = match dtype {
+        PackDtype::F32 => 1,
+        PackDtype::Bf16 => 2,
+    };
+    for (block, lines) in lines.chunks_mut(2 * LANES).enumerate() {
+        let first = block * LANES * words;
+        for (column, row) in weight.chunks_exact(k).enumerate() {
+            let row = &row[first.min(k)..(first + LANES * words).min(k)];
+            let (half, lane) = (column / LANES, column % LANES);
+            match dtype {
+                PackDtype::F32 => {
+                    for (pair, value) in lines.chunks_exact_mut(2).zip(row) {
+                        pair[half].0[lane] = value.to_bits();
+                    }
+                }
+                PackDtype::Bf16 => {
+                    for (pair, values) in lines.chunks_exact_mut(2).zip(row.chunks(2)) {
+                        let low = u32::from(bf16::from_f32(values[0]).to_bits());
+                        let high = values.get(1).map_or(0, |value| u32::from(bf16::from_f32(*value).to_bits()));
+                        pair[half].0[lane] = low | (high << 16);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pack_gives_back_its_rows() {
+        for dtype in [PackDtype::F32, PackDtype::Bf16] {
+            for (n, k) in [(1, 1), (31, 33), (33, 31), (70, 64), (5, 129)] {
+                // bf16 holds these exactly.
+                let weight: Vec<f32> = (0..n * k).map(|index| (index * 37 % 255) as f32 - 127.0).collect();
+                let packed = PackedMatrix::new(&weight, k, dtype);
+                let shared = PackedMatrix::new_on(&Threads::new(2), &weight, k, dtype);
+                let mut row = vec![0.0; k];
+                for (output, expected) in weight.chunks_exact(k).enumerate() {
+                    packed.row(output, &mut row);
+                    assert_eq!(row, expected);
+                    shared.row(output, &mut row);
+                    assert_eq!(row, expected);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn values_are_rounded_to_the_nearest_bf16() {
+        let packed = PackedMatrix::new(&[1.003_906_25, 1.011_718_75, f32::INFINITY], 3, PackDtype::Bf16);
+        let mut row = [0.0; 3];
+        packed.row(0, &mut row);
+        // Ties go to even.
+        assert_eq!(row, [1.0, 1.015_625, f32::INFINITY]);
     }
 }

@@ -1,21 +1,31 @@
 //! Threads that wait for the next piece of work by spinning for a moment, then parked: a product of a small model takes
 //! microseconds, and waking a thread takes as long.
+//!
+//! Work is cut into cells that the threads claim one after another, each from its own region first. A thread that another
+//! process keeps off its core holds up at most the cell that it is in, and a round that it never entered not at all.
 
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
 use std::num::NonZero;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{JoinHandle, Thread};
 
 /// Polls before a thread that waits gives its core away. A spinning thread whose partner was put to sleep by another
 /// process would otherwise burn the time its partner needs.
 const SPINS: u32 = 4000;
-/// Yields before a worker parks.
-const YIELDS: u32 = 64;
+/// Yields before a thread parks.
+const YIELDS: u32 = 16;
+/// Cells a thread, so that an early one can take from a late one.
+const CELLS: usize = 4;
 
 type Work<'a> = dyn Fn(usize) + Sync + 'a;
+
+thread_local! {
+    /// Whether this thread is inside a piece of work.
+    static WORKING: Cell<bool> = const { Cell::new(false) };
+}
 
 /// A team: the calling thread is number 0, the workers are 1, 2, …
 #[derive(Debug)]
@@ -27,38 +37,59 @@ pub struct Threads {
 }
 
 struct Team {
-    /// Counts pieces of work; a worker starts when it changes.
-    round: AtomicUsize,
-    /// Workers not done yet.
-    busy: AtomicUsize,
+    /// `round << 32 | OPEN? | workers inside`
+    state: AtomicU64,
     leaving: AtomicBool,
     panicked: AtomicBool,
-    /// Written before `round` changes, read after.
-    work: UnsafeCell<Option<*const Work<'static>>>,
+    /// Written while no worker is inside and the round is closed, published by `state`.
+    piece: UnsafeCell<Option<Piece>>,
+    /// For each thread, the next cell of its region.
+    next: Vec<Next>,
+    /// The caller waits parked for the last worker to leave.
+    waiting: AtomicBool,
+    caller: Mutex<Option<Thread>>,
 }
 
-// Safety: `work` is written only by the one thread that holds `Threads::running`, while no worker is busy, and published
-// by `round`.
+#[derive(Clone, Copy)]
+struct Piece {
+    work: *const Work<'static>,
+    cells: usize,
+}
+
+/// On a cache line of its own.
+#[repr(align(128))]
+struct Next(AtomicUsize);
+
+/// Workers may enter.
+const OPEN: u64 = 1 << 31;
+/// Workers inside.
+const INSIDE: u64 = OPEN - 1;
+
+// Safety: `piece` is written only by the one thread that holds `Threads::running`, while the round is closed and no worker
+// is inside, and read only by workers inside.
 unsafe impl Sync for Team {}
 unsafe impl Send for Team {}
 
 impl std::fmt::Debug for Team {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Team").field("round", &self.round).field("busy", &self.busy).finish_non_exhaustive()
+        f.debug_struct("Team").field("state", &self.state).finish_non_exhaustive()
     }
 }
 
 impl Threads {
     /// A team of so many, the caller included. Fewer where the system gives no more threads.
     pub fn new(count: usize) -> Threads {
+        let count = count.max(1);
         let team = Arc::new(Team {
-            round: AtomicUsize::new(0),
-            busy: AtomicUsize::new(0),
+            state: AtomicU64::new(0),
             leaving: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
-            work: UnsafeCell::new(None),
+            piece: UnsafeCell::new(None),
+            next: std::iter::repeat_with(|| Next(AtomicUsize::new(0))).take(count).collect(),
+            waiting: AtomicBool::new(false),
+            caller: Mutex::new(None),
         });
-        let workers = (1..count.max(1)).map_while(|number| {
+        let workers = (1..count).map_while(|number| {
             let team = team.clone();
             std::thread::Builder::new().name(format!("kernel-{number}")).spawn(move || team.worker(number)).ok()
         });
@@ -76,38 +107,47 @@ impl Threads {
         self.workers.len() + 1
     }
 
-    /// Run `f(number)` once on every thread; returns when all are done. A panic in any of them is raised here.
+    /// Run `f(number)` once for every number below [`Threads::count`]; returns when all are done. Mostly each on its own
+    /// thread, but a number whose thread is late falls to another. A panic in any of them is raised here.
     pub fn run(&self, f: &Work<'_>) {
-        if self.workers.is_empty() {
-            return f(0);
+        self.cells(self.count(), f);
+    }
+
+    /// Run `f(cell)` once for every cell below `cells`, in no order; returns when all are done. A panic in any of them is
+    /// raised here. Inside a piece of work everything runs on the calling thread.
+    pub fn cells(&self, cells: usize, f: &Work<'_>) {
+        if self.workers.is_empty() || cells < 2 || WORKING.get() {
+            return (0..cells).for_each(f);
         }
-        let running = self.running.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // Safety: the pointer is used only until all workers are done, which is before this call returns.
+        let team = &*self.team;
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        // Safety: the round is closed and nobody is inside; the pointer is used only inside, which ends before this call
+        // returns.
         unsafe {
-            let f = std::mem::transmute::<*const Work<'_>, *const Work<'static>>(std::ptr::from_ref(f));
-            *self.team.work.get() = Some(f);
+            let work = std::mem::transmute::<*const Work<'_>, *const Work<'static>>(std::ptr::from_ref(f));
+            *team.piece.get() = Some(Piece { work, cells });
         }
-        self.team.busy.store(self.workers.len(), Ordering::Relaxed);
-        self.team.round.fetch_add(1, Ordering::SeqCst);
+        for (number, next) in team.next.iter().enumerate() {
+            next.0.store(region(cells, number, team.next.len()).start, Ordering::Relaxed);
+        }
+        let round = (team.state.load(Ordering::Relaxed) >> 32).wrapping_add(1);
+        team.state.store(round << 32 | OPEN, Ordering::SeqCst);
         for worker in &self.workers {
             // Cheap where the worker spins.
             worker.thread().unpark();
         }
-        let mine = catch_unwind(AssertUnwindSafe(|| f(0)));
-        let mut spins = 0;
-        while self.team.busy.load(Ordering::Acquire) > 0 {
-            spins += 1;
-            if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
-        }
+        let mine = catch_unwind(AssertUnwindSafe(|| team.work_through(0, cells, f)));
+        team.close();
+        let panicked = team.panicked.swap(false, Ordering::Relaxed);
         drop(running);
         if let Err(panic) = mine {
             resume_unwind(panic);
         }
-        assert!(!self.team.panicked.swap(false, Ordering::Relaxed), "a kernel panicked on another thread");
+        assert!(!panicked, "a kernel panicked on another thread");
     }
 
-    /// Cut a grid of rows and columns into one part a thread, along the rows where there are enough for all, otherwise
-    /// along the columns; parts begin at multiples. Every cell falls to exactly one call.
+    /// Cut a grid of rows and columns into cells, along the rows where there are enough for all, otherwise along the
+    /// columns too; cells begin at multiples. Every element falls to exactly one call.
     pub fn grid(
         &self,
         rows: usize,
@@ -119,29 +159,27 @@ impl Threads {
         if rows == 0 || columns == 0 {
             return;
         }
-        let count = self.count();
-        let by_rows = rows >= count * row_multiple;
-        if count == 1 || (!by_rows && columns < 2 * column_multiple) {
-            return f(0..rows, 0..columns);
-        }
-        self.run(&|number| {
-            let (rows, columns) = match by_rows {
-                true => (part(rows, row_multiple, number, count), 0..columns),
-                false => (0..rows, part(columns, column_multiple, number, count)),
-            };
-            if !rows.is_empty() && !columns.is_empty() {
-                f(rows, columns);
-            }
+        let wanted = if self.count() == 1 { 1 } else { self.count() * CELLS };
+        let row_cells = rows.div_ceil(row_multiple).min(wanted);
+        let column_cells = columns.div_ceil(column_multiple).min(wanted.div_ceil(row_cells));
+        self.cells(row_cells * column_cells, &|cell| {
+            let rows = part(rows, row_multiple, cell / column_cells, row_cells);
+            f(rows, part(columns, column_multiple, cell % column_cells, column_cells));
         });
     }
 
-    /// Cut `0..items` into one part a thread.
+    /// Cut `0..items` into parts, a few for each thread.
     pub fn split(&self, items: usize, f: impl Fn(Range<usize>) + Sync) {
         self.grid(items, 1, 1, 1, |items, _| f(items));
     }
 }
 
-/// The part of thread `number` of `count`.
+/// The cells that are first a thread's own.
+fn region(cells: usize, number: usize, count: usize) -> Range<usize> {
+    cells * number / count..cells * (number + 1) / count
+}
+
+/// Part `number` of `count`; none is empty where there are as many blocks.
 fn part(items: usize, multiple: usize, number: usize, count: usize) -> Range<usize> {
     let blocks = items.div_ceil(multiple);
     let at = |number: usize| (blocks * number / count * multiple).min(items);
@@ -151,7 +189,6 @@ fn part(items: usize, multiple: usize, number: usize, count: usize) -> Range<usi
 impl Drop for Threads {
     fn drop(&mut self) {
         self.team.leaving.store(true, Ordering::SeqCst);
-        self.team.round.fetch_add(1, Ordering::SeqCst);
         for worker in self.workers.drain(..) {
             worker.thread().unpark();
             // It catches its panics.
@@ -161,36 +198,93 @@ impl Drop for Threads {
 }
 
 impl Team {
-    fn worker(&self, number: usize) {
-        let mut seen = 0;
-        loop {
-            let mut waits = 0;
+    /// Claim cells until there are none: those of the own region, then those of the others.
+    fn work_through(&self, number: usize, cells: usize, work: &Work<'_>) {
+        let count = self.next.len();
+        let _inside = Inside::enter();
+        for number in (number..count).chain(0..number) {
+            let end = region(cells, number, count).end;
             loop {
-                let round = self.round.load(Ordering::Acquire);
-                if round != seen {
-                    seen = round;
+                let cell = self.next[number].0.fetch_add(1, Ordering::Relaxed);
+                if cell >= end {
                     break;
                 }
-                waits += 1;
+                work(cell);
+            }
+        }
+    }
+
+    /// Nobody enters this round any more, and those inside have left.
+    fn close(&self) {
+        let mut state = self.state.fetch_and(!OPEN, Ordering::SeqCst);
+        let mut waits = 0u32;
+        while state & INSIDE > 0 {
+            waits = waits.saturating_add(1);
+            match waits {
+                ..SPINS => std::hint::spin_loop(),
+                w if w < SPINS + YIELDS => std::thread::yield_now(),
+                _ => {
+                    *self.caller.lock().unwrap_or_else(PoisonError::into_inner) = Some(std::thread::current());
+                    self.waiting.store(true, Ordering::SeqCst);
+                    if self.state.load(Ordering::SeqCst) & INSIDE > 0 {
+                        std::thread::park();
+                    }
+                    self.waiting.store(false, Ordering::SeqCst);
+                }
+            }
+            state = self.state.load(Ordering::SeqCst);
+        }
+    }
+
+    fn worker(&self, number: usize) {
+        let mut seen = 0;
+        let mut waits = 0u32;
+        while !self.leaving.load(Ordering::Relaxed) {
+            let state = self.state.load(Ordering::Acquire);
+            if state >> 32 == seen || state & OPEN == 0 {
+                waits = waits.saturating_add(1);
                 match waits {
                     ..SPINS => std::hint::spin_loop(),
                     w if w < SPINS + YIELDS => std::thread::yield_now(),
                     // An unpark that came before is not lost.
                     _ => std::thread::park(),
                 }
+                continue;
             }
-            if self.leaving.load(Ordering::SeqCst) {
-                return;
+            if self.state.compare_exchange(state, state + 1, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+                continue;
             }
-            // Safety: written before `round` changed, and alive until `busy` is counted down.
-            let work = unsafe { (*self.work.get()).map(|work| &*work) };
-            if let Some(work) = work
-                && catch_unwind(AssertUnwindSafe(|| work(number))).is_err()
+            (seen, waits) = (state >> 32, 0);
+            // Safety: inside. The work lives until everyone has left.
+            if let Some((piece, work)) = unsafe { (*self.piece.get()).map(|piece| (piece, &*piece.work)) }
+                && catch_unwind(AssertUnwindSafe(|| self.work_through(number, piece.cells, work))).is_err()
             {
                 self.panicked.store(true, Ordering::Relaxed);
             }
-            self.busy.fetch_sub(1, Ordering::Release);
+            let before = self.state.fetch_sub(1, Ordering::SeqCst);
+            if before & INSIDE == 1
+                && self.waiting.load(Ordering::SeqCst)
+                && let Some(caller) = &*self.caller.lock().unwrap_or_else(PoisonError::into_inner)
+            {
+                caller.unpark();
+            }
         }
+    }
+}
+
+/// While it lives, this thread is inside a piece of work.
+struct Inside;
+
+impl Inside {
+    fn enter() -> Inside {
+        WORKING.set(true);
+        Inside
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        WORKING.set(false);
     }
 }
 
@@ -231,5 +325,73 @@ impl<T> Shared<T> {
     #[expect(clippy::mut_from_ref, reason = "the parts are disjoint, as the caller holds")]
     pub unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
         unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_cell_is_done_once_in_every_round() {
+        for count in [1, 2, 3, 7] {
+            let threads = Threads::new(count);
+            for round in 0..3000 {
+                let cells = round % 23;
+                let done: Vec<AtomicUsize> = (0..cells).map(|_| AtomicUsize::new(0)).collect();
+                threads.cells(cells, &|cell| {
+                    done[cell].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(done.iter().all(|done| done.load(Ordering::Relaxed) == 1), "{count} threads, {cells} cells");
+            }
+        }
+    }
+
+    #[test]
+    fn the_cells_of_a_grid_are_disjoint_and_cover_it() {
+        for count in [1, 2, 5] {
+            let threads = Threads::new(count);
+            for (rows, row_multiple, columns, column_multiple) in
+                [(1, 1, 1, 1), (1, 48, 97, 1), (100, 48, 33, 2), (1000, 12, 3, 1), (7, 3, 1, 4), (0, 1, 5, 1)]
+            {
+                let done: Vec<AtomicUsize> = (0..rows * columns).map(|_| AtomicUsize::new(0)).collect();
+                threads.grid(rows, row_multiple, columns, column_multiple, |rows, range| {
+                    assert!(rows.start % row_multiple == 0 && range.start % column_multiple == 0);
+                    assert!(!rows.is_empty() && !range.is_empty());
+                    for row in rows {
+                        for column in range.clone() {
+                            done[row * columns + column].fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                });
+                assert!(done.iter().all(|done| done.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn a_piece_of_work_inside_another_runs_where_it_is() {
+        let threads = Threads::new(3);
+        let sum = AtomicUsize::new(0);
+        threads.cells(5, &|outer| {
+            threads.cells(4, &|inner| {
+                sum.fetch_add(outer * 4 + inner, Ordering::Relaxed);
+            });
+        });
+        assert_eq!(sum.into_inner(), 190);
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_team_works_on() {
+        let threads = Threads::new(2);
+        for bad in 0..8 {
+            let failed = catch_unwind(AssertUnwindSafe(|| threads.cells(8, &|cell| assert_ne!(cell, bad))));
+            assert!(failed.is_err());
+            let sum = AtomicUsize::new(0);
+            threads.cells(8, &|cell| {
+                sum.fetch_add(cell, Ordering::Relaxed);
+            });
+            assert_eq!(sum.into_inner(), 28);
+        }
     }
 }

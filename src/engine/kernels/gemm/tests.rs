@@ -59,10 +59,12 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Rung, dtype and how far a sum over `k` values of [`random`] may be off.
+/// Rung, dtype and how far a sum over `k` values of [`random`] may be off for every √k. Includes AMX, emulated if need be.
 fn rungs() -> Vec<(Isa, PackDtype, f64)> {
-    let both = |isa| [(isa, PackDtype::F32, 1e-6), (isa, PackDtype::Bf16, 1e-6)];
-    Isa::available().flat_map(both).collect()
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    super::super::amx::emulator::install();
+    let both = |isa| [(isa, PackDtype::F32, 1e-6), (isa, PackDtype::Bf16, if isa == Isa::Amx { 2e-3 } else { 1e-6 })];
+    Isa::ALL.into_iter().filter(|isa| isa.runs()).flat_map(both).collect()
 }
 
 fn near(found: &[f32], expected: &[f64], tolerance: f64, what: &str) {
@@ -244,6 +246,82 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
                 begin = part.end;
             }
             assert!(chained == dx, "{isa} {dtype:?} {rows}x{n}x{k}");
+        }
+    }
+}
+
+/// Rows, inputs, ranks, parts of outputs and their ranks.
+type Fused = (usize, usize, usize, &'static [(Range<usize>, Range<usize>)]);
+
+/// Parts that begin inside panels and inside blocks of ranks, with a gap, and none at all.
+const FUSED: [Fused; 5] = [
+    (1, 33, 7, &[(0..40, 0..3), (40..50, 3..7)]),
+    (3, 70, 48, &[(0..45, 0..16), (45..61, 16..32), (70..99, 32..48)]),
+    (19, 64, 5, &[]),
+    (70, 300, 80, &[(0..32, 0..40), (32..96, 40..80)]),
+    (130, 40, 33, &[(5..130, 0..33)]),
+];
+
+#[test]
+fn a_linear_layer_with_its_adapter_is_what_loops_give() {
+    for (isa, dtype, one) in rungs() {
+        for (rows, k, rank, parts) in FUSED {
+            let n = parts.last().map_or(50, |part| part.0.end);
+            let weight = Weight::random(n, k, dtype, 3);
+            let a = Weight::random(rank, k, dtype, 5);
+            let mut b = random(n * rank, 7);
+            let reads = |output: usize, rank: usize| {
+                parts.is_empty() || parts.iter().any(|part| part.0.contains(&output) && part.1.contains(&rank))
+            };
+            for (index, value) in b.iter_mut().enumerate() {
+                if !reads(index / rank, index % rank) {
+                    *value = 0.0;
+                }
+            }
+            let b = Weight::of(&b, n, rank, dtype);
+            let (x, bias, start) = (random(rows * (k + 1), 9), random(n, 11), random(rows * n, 13));
+            let product = |threads: &Threads, rows: Range<usize>, add: bool, hidden: Option<&mut [f32]>| {
+                let mut y = start[rows.start * n..rows.end * n].to_vec();
+                let lora = Lora { a: &a.packed, b: &b.packed, parts, hidden };
+                let layer = Linear {
+                    x: &x[rows.start * (k + 1)..],
+                    stride: k + 1,
+                    weight: &weight.packed,
+                    bias: (!add).then_some(&bias),
+                    lora: Some(lora),
+                };
+                linear(threads, isa, layer, Output { y: &mut y, stride: n, rows: rows.len(), add });
+                y
+            };
+            let teams = teams();
+            for add in [false, true] {
+                let all = product(&teams[0], 0..rows, add, None);
+                for row in 0..rows {
+                    let x = &x[row * (k + 1)..][..k];
+                    let h: Vec<f32> = a.forward(x).iter().map(|h| *h as f32).collect();
+                    let begin = if add { &start[row * n..][..n] } else { &bias };
+                    let (main, low) = (weight.forward(x), b.forward(&h));
+                    let sums = main.iter().zip(&low).zip(begin);
+                    let expected: Vec<f64> = sums.map(|((a, b), begin)| a + b + f64::from(*begin)).collect();
+                    // The adapter's sums are sums of sums.
+                    let tolerance = 4.0 * tolerance(one, k * rank);
+                    near(
+                        &all[row * n..][..n],
+                        &expected,
+                        tolerance,
+                        &format!("{isa} {dtype:?} {rows}x{n}x{k} row {row}"),
+                    );
+                }
+                for threads in &teams {
+                    let mut hidden = vec![f32::NAN; rows * rank];
+                    assert!(product(threads, 0..rows, add, Some(&mut hidden)) == all, "{isa} {dtype:?}: other bits");
+                    for (hidden, x) in hidden.chunks_exact(rank).zip(x.chunks_exact(k + 1)) {
+                        near(hidden, &a.forward(&x[..k]), tolerance(one, k), &format!("{isa} {dtype:?} hidden"));
+                    }
+                    let part = rows / 2..rows;
+                    assert!(product(threads, part.clone(), add, None) == all[part.start * n..], "{isa} {dtype:?}");
+                }
+            }
         }
     }
 }

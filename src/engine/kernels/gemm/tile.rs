@@ -1,0 +1,292 @@
+//! The innermost loops: a few rows by half a panel or a whole one, the sums in registers.
+
+use super::super::isa::Isa;
+use super::super::pack::PANEL;
+use super::super::simd::{Portable, Simd};
+
+/// Elements from one packed row of inputs to the next: a constant, so that one register addresses all rows, and odd in
+/// cache lines, so that they fall into different sets.
+pub(in super::super) const INPUT_STRIDE: usize = 272;
+
+/// Most rows of any tile.
+pub(in super::super) const MOST_ROWS: usize = 12;
+
+/// One tile.
+pub(in super::super) struct Tile {
+    /// `[rows][INPUT_STRIDE]`
+    pub x: *const f32,
+    /// `[depth][32]` f32 or `[depth / 2][32][2]` bf16, from the tile's first column on.
+    pub w: *const u32,
+    /// Steps; for bf16 rounded up to pairs.
+    pub depth: usize,
+    /// Where the sums begin, `from_stride` apart.
+    pub from: *const f32,
+    pub from_stride: usize,
+    /// Where they end.
+    pub y: *mut f32,
+    pub y_stride: usize,
+    /// The rows of the next tile's outputs.
+    pub next: *const f32,
+}
+
+/// How a rung multiplies.
+pub(in super::super) struct Rung {
+    /// Rows of a tile at most.
+    pub rows: usize,
+    /// Columns of a tile.
+    pub columns: usize,
+    /// By rows − 1.
+    pub f32: &'static [Kernel],
+    pub bf16: &'static [Kernel],
+    /// A block of 32 × 32 weights turned: `[inputs][32]` (so many inputs) or `[16][32][2]` to `[32 outputs][32]`.
+    pub turn_f32: unsafe fn(*const u32, usize, *mut f32),
+    pub turn_bf16: unsafe fn(*const u32, usize, *mut f32),
+}
+
+pub(in super::super) type Kernel = unsafe fn(&Tile);
+
+/// The rung that multiplies packs of f32, and of bf16 where there is no AMX.
+pub(in super::super) fn rung(isa: Isa) -> &'static Rung {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx | Isa::Avx512 => &x86::AVX512,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => &x86::AVX2,
+        _ => &PORTABLE,
+    }
+}
+
+/// The kernels of 1, 2, … rows.
+macro_rules! kernels {
+    ($tile:ident, $bf16:literal, $($rows:literal)*) => {
+        &[$($tile::<$rows, $bf16>,)*]
+    };
+}
+
+const PORTABLE: Rung = Rung {
+    rows: 4,
+    columns: 16,
+    f32: kernels!(tile_portable, false, 1 2 3 4),
+    bf16: kernels!(tile_portable, true, 1 2 3 4),
+    turn_f32,
+    turn_bf16,
+};
+
+unsafe fn tile_portable<const MR: usize, const BF16: bool>(tile: &Tile) {
+    unsafe { multiply::<Portable, MR, 2, BF16>(tile) }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::super::super::simd::{Avx2, Avx512};
+    use super::*;
+
+    pub(super) const AVX2: Rung = Rung {
+        rows: 6,
+        columns: 16,
+        f32: kernels!(tile_avx2, false, 1 2 3 4 5 6),
+        bf16: kernels!(tile_avx2, true, 1 2 3 4 5 6),
+        turn_f32,
+        turn_bf16,
+    };
+
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn tile_avx2<const MR: usize, const BF16: bool>(tile: &Tile) {
+        unsafe { multiply::<Avx2, MR, 2, BF16>(tile) }
+    }
+
+    pub(super) const AVX512: Rung = Rung {
+        rows: 12,
+        columns: 32,
+        f32: kernels!(tile_avx512, false, 1 2 3 4 5 6 7 8 9 10 11 12),
+        bf16: kernels!(tile_avx512, true, 1 2 3 4 5 6 7 8 9 10 11 12),
+        turn_f32: turn_f32_avx512,
+        turn_bf16: turn_bf16_avx512,
+    };
+
+    #[target_feature(enable = "avx512f")]
+    unsafe fn tile_avx512<const MR: usize, const BF16: bool>(tile: &Tile) {
+        unsafe { multiply::<Avx512, MR, 2, BF16>(tile) }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    unsafe fn turn_f32_avx512(words: *const u32, inputs: usize, out: *mut f32) {
+        unsafe {
+            for (half, first) in [(0, 0), (0, 16), (1, 0), (1, 16)] {
+                let mut rows = [_mm512_setzero_si512(); 16];
+                for (row, index) in rows.iter_mut().zip(first..inputs) {
+                    *row = _mm512_loadu_si512(words.add(index * PANEL + half * 16).cast());
+                }
+                for (output, row) in transpose(rows).into_iter().enumerate() {
+                    _mm512_storeu_si512(out.add((half * 16 + output) * PANEL + first).cast(), row);
+                }
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    unsafe fn turn_bf16_avx512(words: *const u32, _inputs: usize, out: *mut f32) {
+        unsafe {
+            let low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+            let high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+            let mask = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            for half in 0..2 {
+                let mut rows = [_mm512_setzero_si512(); 16];
+                for (pair, row) in rows.iter_mut().enumerate() {
+                    *row = _mm512_loadu_si512(words.add(pair * PANEL + half * 16).cast());
+                }
+                for (output, row) in transpose(rows).into_iter().enumerate() {
+                    let (even, odd) = (_mm512_slli_epi32::<16>(row), _mm512_and_si512(row, mask));
+                    let out = out.add((half * 16 + output) * PANEL);
+                    _mm512_storeu_si512(out.cast(), _mm512_permutex2var_epi32(even, low, odd));
+                    _mm512_storeu_si512(out.add(16).cast(), _mm512_permutex2var_epi32(even, high, odd));
+                }
+            }
+        }
+    }
+
+    /// 16 × 16 words.
+    #[inline(always)]
+    pub(in super::super::super) unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
+        unsafe {
+            let mut a = r;
+            for i in 0..8 {
+                a[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+                a[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+            }
+            // b[4·i + j]: column j of each group of four columns, rows 4·i …
+            let mut b = a;
+            for i in 0..4 {
+                let (p, q, r, s) = (a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+                b[4 * i] = _mm512_unpacklo_epi64(p, r);
+                b[4 * i + 1] = _mm512_unpackhi_epi64(p, r);
+                b[4 * i + 2] = _mm512_unpacklo_epi64(q, s);
+                b[4 * i + 3] = _mm512_unpackhi_epi64(q, s);
+            }
+            let mut out = b;
+            for j in 0..4 {
+                let (p, q) =
+                    (_mm512_shuffle_i32x4::<0x88>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0x88>(b[8 + j], b[12 + j]));
+                out[j] = _mm512_shuffle_i32x4::<0x88>(p, q);
+                out[8 + j] = _mm512_shuffle_i32x4::<0xdd>(p, q);
+                let (p, q) =
+                    (_mm512_shuffle_i32x4::<0xdd>(b[j], b[4 + j]), _mm512_shuffle_i32x4::<0xdd>(b[8 + j], b[12 + j]));
+                out[4 + j] = _mm512_shuffle_i32x4::<0x88>(p, q);
+                out[12 + j] = _mm512_shuffle_i32x4::<0xdd>(p, q);
+            }
+            out
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(in super::super) use x86::transpose;
+
+unsafe fn turn_f32(words: *const u32, inputs: usize, out: *mut f32) {
+    for input in 0..PANEL {
+        for output in 0..PANEL {
+            // Safety: the caller's.
+            unsafe {
+                let word = if input < inputs { *words.add(input * PANEL + output) } else { 0 };
+                *out.add(output * PANEL + input) = f32::from_bits(word);
+            }
+        }
+    }
+}
+
+unsafe fn turn_bf16(words: *const u32, _inputs: usize, out: *mut f32) {
+    for pair in 0..PANEL / 2 {
+        for output in 0..PANEL {
+            // Safety: the caller's.
+            unsafe {
+                let word = *words.add(pair * PANEL + output);
+                *out.add(output * PANEL + 2 * pair) = f32::from_bits(word << 16);
+                *out.add(output * PANEL + 2 * pair + 1) = f32::from_bits(word & 0xffff_0000);
+            }
+        }
+    }
+}
+
+/// Bring a line near.
+#[inline(always)]
+pub(in super::super) fn prefetch<T>(at: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // Safety: a prefetch touches nothing; SSE is part of the architecture.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
+/// Words by which the stream of weights is fetched ahead.
+const AHEAD: usize = 768;
+
+#[inline(always)]
+unsafe fn multiply<S: Simd, const MR: usize, const NV: usize, const BF16: bool>(tile: &Tile) {
+    unsafe {
+        let mut acc = [[S::zero(); NV]; MR];
+        for (m, acc) in acc.iter_mut().enumerate() {
+            for (v, acc) in acc.iter_mut().enumerate() {
+                *acc = S::load(tile.from.add(m * tile.from_stride + v * S::LANES));
+            }
+        }
+        for m in 0..MR {
+            let next = tile.next.wrapping_add(m * tile.y_stride);
+            prefetch(next);
+            prefetch(next.wrapping_add(NV * S::LANES - 1));
+        }
+        let (mut x, mut w) = (tile.x, tile.w);
+        if BF16 {
+            for _ in 0..tile.depth.div_ceil(2) {
+                // The odd halves are loaded again: a register fewer.
+                for v in 0..NV {
+                    prefetch(w.wrapping_add(AHEAD + v * S::LANES));
+                }
+                let mut weights = [S::zero(); NV];
+                for (v, weight) in weights.iter_mut().enumerate() {
+                    *weight = S::load_pairs(w.add(v * S::LANES)).0;
+                }
+                step::<S, MR, NV>(&mut acc, x, &weights);
+                for (v, weight) in weights.iter_mut().enumerate() {
+                    *weight = S::load_pairs(w.add(v * S::LANES)).1;
+                }
+                step::<S, MR, NV>(&mut acc, x.add(1), &weights);
+                (x, w) = (x.add(2), w.add(PANEL));
+            }
+        } else {
+            for _ in 0..tile.depth {
+                let mut weights = [S::zero(); NV];
+                for (v, weight) in weights.iter_mut().enumerate() {
+                    prefetch(w.wrapping_add(AHEAD + v * S::LANES));
+                    *weight = S::load(w.add(v * S::LANES).cast());
+                }
+                step::<S, MR, NV>(&mut acc, x, &weights);
+                (x, w) = (x.add(1), w.add(PANEL));
+            }
+        }
+        for (m, acc) in acc.iter().enumerate() {
+            for (v, acc) in acc.iter().enumerate() {
+                S::store(tile.y.add(m * tile.y_stride + v * S::LANES), *acc);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn step<S: Simd, const MR: usize, const NV: usize>(
+    acc: &mut [[S::V; NV]; MR],
+    x: *const f32,
+    weights: &[S::V; NV],
+) {
+    unsafe {
+        for (m, acc) in acc.iter_mut().enumerate() {
+            let x = S::splat(*x.add(m * INPUT_STRIDE));
+            for (acc, weight) in acc.iter_mut().zip(weights) {
+                *acc = S::fma(x, *weight, *acc);
+            }
+        }
+    }
+}
