@@ -3,6 +3,7 @@
 
 pub mod attention;
 pub mod gemm;
+pub mod head;
 pub mod isa;
 pub mod mlp;
 pub mod norm;
