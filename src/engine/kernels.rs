@@ -2,6 +2,7 @@
 //! sets chosen at run time. All of the engine's `unsafe` lies here; each kernel stands beside a naive twin in its tests.
 
 pub mod attention;
+mod floats;
 pub mod gemm;
 pub mod head;
 pub mod isa;

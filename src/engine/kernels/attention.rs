@@ -19,6 +19,7 @@ pub use backward::{Backward, attend_groups_backward};
 pub use forward::{Batch, Query, Scratch, attend, attend_batches};
 pub use groups::{Forward, Group, Segments, attend_groups};
 
+use super::floats::Floats;
 use tile::Blocks;
 
 /// Positions in a block.
@@ -117,9 +118,9 @@ fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 pub struct Segment {
     len: usize,
     /// `[block][k head][head_dim][16]`
-    keys: Vec<f32>,
+    keys: Floats,
     /// `[block][v head][16][padded head_dim]`
-    values: Vec<f32>,
+    values: Floats,
 }
 
 impl Segment {
@@ -143,9 +144,8 @@ impl Segment {
     /// Make room for so many more positions.
     pub fn reserve(&mut self, heads: &Heads, positions: usize) {
         let blocks = (self.len + positions).div_ceil(BLOCK);
-        let more = |wanted: usize, values: &Vec<f32>| wanted.saturating_sub(values.len());
-        self.keys.reserve_exact(more(blocks * Self::key_stride(heads), &self.keys));
-        self.values.reserve_exact(more(blocks * Self::value_stride(heads), &self.values));
+        self.keys.reserve(blocks * Self::key_stride(heads));
+        self.values.reserve(blocks * Self::value_stride(heads));
     }
 
     /// Append the key and value heads of one row of `qkv`.
@@ -166,8 +166,8 @@ impl Segment {
     /// So many positions; new ones hold zeros.
     fn grow(&mut self, heads: &Heads, len: usize) {
         let blocks = len.div_ceil(BLOCK);
-        self.keys.resize(blocks * Self::key_stride(heads), 0.0);
-        self.values.resize(blocks * Self::value_stride(heads), 0.0);
+        self.keys.resize(blocks * Self::key_stride(heads));
+        self.values.resize(blocks * Self::value_stride(heads));
         self.len = len;
     }
 

@@ -8,6 +8,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use super::super::floats::Floats;
 use super::super::isa::Isa;
 use super::super::rows::take_turns;
 use super::super::simd::{self, Portable, Simd};
@@ -72,6 +73,7 @@ pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'
         at_once,
         turns: &turns,
         has_panicked: AtomicBool::new(false),
+        scale: heads.scale(),
         d_qkv: Shared::new(d_qkv),
     };
     // In the order of the chunks, so that a task waits only for tasks that have begun.
@@ -117,6 +119,7 @@ struct Job<'a> {
     /// `[block][kv head]`: how many chunks have added to the queries' gradient.
     turns: &'a [AtomicU32],
     has_panicked: AtomicBool,
+    scale: f32,
     d_qkv: Shared<f32>,
 }
 
@@ -136,19 +139,19 @@ thread_local! {
 #[derive(Default)]
 struct Scratch {
     /// `[block][head_dim][16]`
-    keys_in_blocks: Vec<f32>,
-    values_in_blocks: Vec<f32>,
+    keys_in_blocks: Floats,
+    values_in_blocks: Floats,
     /// `[position][padded]`
-    keys: Vec<f32>,
-    d_keys: Vec<f32>,
-    d_values: Vec<f32>,
+    keys: Floats,
+    d_keys: Floats,
+    d_values: Floats,
     /// `[query][padded]`
-    q: Vec<f32>,
-    d_out: Vec<f32>,
-    d_q: Vec<f32>,
+    q: Floats,
+    d_out: Floats,
+    d_q: Floats,
     /// `[query][CHUNK]`
-    p: Vec<f32>,
-    ds: Vec<f32>,
+    p: Floats,
+    ds: Floats,
 }
 
 impl Scratch {
@@ -157,19 +160,16 @@ impl Scratch {
         let (dim, padded) = (heads.head_dim, heads.padded());
         let Scratch { keys_in_blocks, values_in_blocks, keys, d_keys, d_values, q, d_out, d_q, p, ds } = self;
         for values in [keys_in_blocks, values_in_blocks] {
-            values.clear();
-            values.resize(positions * dim, 0.0);
+            values.zeros(positions * dim);
         }
         for values in [keys, d_keys, d_values] {
-            values.clear();
-            values.resize(positions * padded, 0.0);
+            values.zeros(positions * padded);
         }
         for values in [q, d_out, d_q] {
-            values.clear();
-            values.resize(queries * padded, 0.0);
+            values.zeros(queries * padded);
         }
         for values in [p, ds] {
-            values.resize(queries * CHUNK, 0.0);
+            values.resize(queries * CHUNK);
         }
     }
 }
@@ -290,7 +290,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
     let Backward { heads, window, qkv, out, softmax, d_out, .. } = job.backward;
     let part = queries.part();
     let (dim, padded, per_token) = (heads.head_dim, heads.padded(), heads.group_size());
-    let (count, first_head, scale) = (tokens.len() * per_token, kv_head * per_token, heads.scale());
+    let (count, first_head, scale) = (tokens.len() * per_token, kv_head * per_token, job.scale);
     let whole = positions.len().div_ceil(BLOCK);
     // Safety: the caller's, here and below.
     unsafe {
@@ -303,7 +303,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
                 scratch.d_out[to..to + dim].copy_from_slice(&d_out[row * heads.q_width() + column..][..dim]);
             }
         }
-        let in_blocks = |values: &Vec<f32>| Blocks { first: values.as_ptr(), stride: dim * BLOCK };
+        let in_blocks = |values: &Floats| Blocks { first: values.as_ptr(), stride: dim * BLOCK };
         let (keys, values) = (in_blocks(&scratch.keys_in_blocks), in_blocks(&scratch.values_in_blocks));
         let q = Lines { first: scratch.q.as_ptr(), stride: padded };
         let d = Lines { first: scratch.d_out.as_ptr(), stride: padded };

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
+use super::super::floats::Floats;
 use super::super::isa::Isa;
 use super::super::rows::take_turns;
 use super::super::simd::{self, Portable, Simd};
@@ -41,15 +42,15 @@ pub struct Batch<'a, 'b> {
 #[derive(Debug, Default)]
 pub struct Scratch {
     /// `[query][position]` of a tile and a chunk.
-    probabilities: Vec<f32>,
+    probabilities: Floats,
     /// `[query][padded]`
-    outputs: Vec<f32>,
+    outputs: Floats,
     /// `[query][16]`
-    sums: Vec<f32>,
+    sums: Floats,
     /// `[query]`
     largest: Vec<f32>,
     /// `[query][padded]`
-    inputs: Vec<f32>,
+    inputs: Floats,
 }
 
 thread_local! {
@@ -138,7 +139,7 @@ unsafe fn attend_head(
     scratch: &mut Scratch,
 ) {
     assert!(isa.is_available(), "{isa} does not run on this machine");
-    let job = Job { heads, prompt, kv_head };
+    let job = Job { heads, scale: heads.scale(), prompt, kv_head };
     for tokens in tokens.chunks((QUERIES_AT_ONCE / heads.group_size()).max(1)) {
         // Safety: the rung is available; the rest is the caller's.
         unsafe {
@@ -171,6 +172,7 @@ unsafe fn attend_avx2(job: &Job<'_>, tokens: &[Token<'_>], scratch: &mut Scratch
 
 struct Job<'a> {
     heads: &'a Heads,
+    scale: f32,
     prompt: &'a Segment,
     kv_head: usize,
 }
@@ -185,12 +187,10 @@ unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
     let heads = job.heads;
     let (per_token, dim, padded) = (heads.group_size(), heads.head_dim, heads.padded());
     let count = tokens.len() * per_token;
-    scratch.probabilities.resize(TILE * CHUNK * BLOCK, 0.0);
-    scratch.inputs.resize((count * padded).max(scratch.inputs.len()), 0.0);
-    for (values, len) in [(&mut scratch.outputs, count * padded), (&mut scratch.sums, count * BLOCK)] {
-        values.clear();
-        values.resize(len, 0.0);
-    }
+    scratch.probabilities.resize(TILE * CHUNK * BLOCK);
+    scratch.inputs.zeros(count * padded);
+    scratch.outputs.zeros(count * padded);
+    scratch.sums.zeros(count * BLOCK);
     scratch.largest.clear();
     scratch.largest.resize(count, f32::NEG_INFINITY);
     let first_head = job.kv_head * per_token;
@@ -222,7 +222,7 @@ unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
                 let head = first_head + head;
                 std::ptr::copy_nonoverlapping(from.cast_const(), token.out.add(head * dim), dim);
                 if !token.softmax.is_null() {
-                    *token.softmax.add(2 * head) = -scratch.largest[query] * heads.scale();
+                    *token.softmax.add(2 * head) = -scratch.largest[query] * job.scale;
                     *token.softmax.add(2 * head + 1) = rest;
                 }
             }
@@ -289,7 +289,7 @@ unsafe fn chunk_with<'a, S: Simd, const NQ: usize, const ACC: usize>(
             let here = here.start - positions.start..here.end - positions.start;
             let query = first + i;
             let sums = scratch.sums.as_mut_ptr().add(query * BLOCK);
-            *alpha = soften::<S>(row, &here, heads.scale(), &mut scratch.largest[query], sums);
+            *alpha = soften::<S>(row, &here, job.scale, &mut scratch.largest[query], sums);
         }
         let values = segment.values(heads, job.kv_head, blocks.start);
         let acc = Lines { first: scratch.outputs.as_mut_ptr(), stride: padded }.from(first);
@@ -331,6 +331,11 @@ unsafe fn soften<S: Simd>(row: &mut [f32], seen: &Range<usize>, scale: f32, larg
             }
         }
         let (shift, scale) = (S::splat(-*largest * scale), S::splat(scale));
+        // At most two vectors make a block.
+        let mut sum = [S::zero(); 2];
+        for (v, sum) in sum.iter_mut().enumerate().take(BLOCK / S::LANES) {
+            *sum = S::load(sums.add(v * S::LANES));
+        }
         for block in blocks {
             let p = p.add(block * BLOCK);
             for at in (0..BLOCK).step_by(S::LANES) {
@@ -340,9 +345,12 @@ unsafe fn soften<S: Simd>(row: &mut [f32], seen: &Range<usize>, scale: f32, larg
             if begin > 0 || end < BLOCK {
                 clear::<S>(p, begin, end);
             }
-            for at in (0..BLOCK).step_by(S::LANES) {
-                S::store(sums.add(at), S::add(S::load(sums.add(at)), S::load(p.add(at))));
+            for (v, sum) in sum.iter_mut().enumerate().take(BLOCK / S::LANES) {
+                *sum = S::add(*sum, S::load(p.add(v * S::LANES)));
             }
+        }
+        for (v, sum) in sum.iter().enumerate().take(BLOCK / S::LANES) {
+            S::store(sums.add(v * S::LANES), *sum);
         }
         alpha
     }
