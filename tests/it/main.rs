@@ -9,6 +9,7 @@ mod demo;
 mod doctor;
 mod exact;
 mod fork;
+mod generate;
 mod golden;
 mod gradients;
 mod http;
