@@ -4,13 +4,13 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
+use rlood::engine::backend::BackendKind;
 use rlood::engine::error::EngineError;
 use rlood::engine::host::{
     Host, HostError, PromptRow, Rollout, RolloutCompletion, RolloutGroup, RolloutId, SavedCheckpoint, Score,
     ScoreRequest, StepTrace, Stop, TrainInput, TrainOutcome,
 };
 use rlood::engine::lora::LoraConfig;
-use rlood::engine::backend::BackendKind;
 use rlood::engine::model::Policy;
 use rlood::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
 use rlood::sample::{RewardSample, RewardValue};

@@ -90,7 +90,8 @@ impl Visible {
     }
 }
 
-fn first_seen(position: usize, window: Option<usize>) -> usize {
+/// The first position that the one at `position` sees; `window`: how many it sees, its own included.
+pub fn first_seen(position: usize, window: Option<usize>) -> usize {
     window.map_or(0, |window| (position + 1).saturating_sub(window.max(1)))
 }
 
@@ -132,14 +133,6 @@ impl Segment {
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
-    }
-
-    /// Positions for which there is memory.
-    pub fn room(&self) -> usize {
-        match self.values.len().checked_div(self.len) {
-            Some(width) => self.values.capacity() / width.max(1),
-            None => 0,
-        }
     }
 
     /// Forget all positions; the memory stays.
