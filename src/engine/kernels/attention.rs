@@ -102,11 +102,8 @@ fn blocks(positions: &Range<usize>) -> Range<usize> {
 
 /// The smallest range that holds all that are not empty.
 fn union(ranges: impl Iterator<Item = Range<usize>>) -> Range<usize> {
-    let mut all = usize::MAX..0;
-    for range in ranges.filter(|range| !range.is_empty()) {
-        all = all.start.min(range.start)..all.end.max(range.end);
-    }
-    if all.start >= all.end { 0..0 } else { all }
+    let seen = ranges.filter(|range| !range.is_empty());
+    seen.reduce(|all, range| all.start.min(range.start)..all.end.max(range.end)).unwrap_or(0..0)
 }
 
 fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
