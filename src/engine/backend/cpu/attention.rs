@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use super::{Attention, AttentionBackward, Cpu, Matrix};
 use crate::engine::kernels::attention::{self, Backward, Forward, Heads, Query, Scratch, Segment, Segments, Visible};
-use crate::engine::kernels::threads::Shared;
 
 /// Keys and values of rows, each behind a prompt that others may share.
 #[derive(Debug)]
@@ -81,7 +80,8 @@ impl Row {
         if len < self.room {
             return;
         }
-        let more = len.clamp(FIRST_TOKENS, self.max_new_tokens.max(FIRST_TOKENS));
+        // Twice as much, but no more than it may grow to.
+        let more = len.max(FIRST_TOKENS).min(self.max_new_tokens.saturating_sub(len).max(attention::BLOCK));
         self.room = len + more;
         for segment in &mut self.layers {
             segment.reserve(heads, more);
@@ -122,34 +122,23 @@ impl Cpu {
         let mut out = self.pool.matrix(rows.len(), width);
         let seen: usize = rows.iter().map(|row| row.prompt.len + row.layers[layer].len() + 1).sum();
         let cells = pieces(rows, self.threads.count());
-        let (outs, shared) = (Shared::new(out.values_mut()), Shared::new(rows));
-        let one = |cell: usize| {
-            let cell = &cells[cell];
-            let begin = cell.start;
-            // Cells are disjoint.
-            shared.with(cell.clone(), |rows| {
-                for (row, index) in rows.iter_mut().zip(cell.clone()) {
-                    row.layers[layer].push(heads, qkv.row(index));
-                }
-                let Some(first) = rows.first() else { return };
-                outs.with(begin * width..cell.end * width, |out| {
-                    let mut queries: Vec<Query<'_>> = (rows.iter().zip(out.chunks_exact_mut(width)).enumerate())
-                        .map(|(index, (row, out))| {
-                            let own = &row.layers[layer];
-                            let visible = Visible::of_completion(row.prompt.len, own.len() - 1, window);
-                            Query { qkv: qkv.row(begin + index), own, visible, out }
-                        })
-                        .collect();
-                    SCRATCH.with_borrow_mut(|scratch| {
-                        attention::attend(self.isa, heads, &first.prompt.layers[layer], &mut queries, scratch);
-                    });
-                });
+        let small = seen * width < MIN_PARALLEL;
+        self.threads.over(&cells, rows, (out.values_mut(), width), small, |cell, rows, out| {
+            for (row, index) in rows.iter_mut().zip(cell.clone()) {
+                row.layers[layer].push(heads, qkv.row(index));
+            }
+            let Some(first) = rows.first() else { return };
+            let mut queries: Vec<Query<'_>> = (rows.iter().zip(out.chunks_exact_mut(width)).zip(cell))
+                .map(|((row, out), index)| {
+                    let own = &row.layers[layer];
+                    let visible = Visible::of_completion(row.prompt.len, own.len() - 1, window);
+                    Query { qkv: qkv.row(index), own, visible, out }
+                })
+                .collect();
+            SCRATCH.with_borrow_mut(|scratch| {
+                attention::attend(self.isa, heads, &first.prompt.layers[layer], &mut queries, scratch);
             });
-        };
-        match seen * width < MIN_PARALLEL {
-            true => (0..cells.len()).for_each(one),
-            false => self.threads.cells(cells.len(), &one),
-        }
+        });
         out
     }
 
