@@ -129,7 +129,7 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_MODEL_ROOT", value_delimiter = ',', value_name = "DIR,…")]
     pub model_root: Option<Vec<PathBuf>>,
 
-    /// Instruction set of the CPU kernels: auto or portable.
+    /// Instruction set of the CPU kernels: auto (the best one the machine has), portable, avx2, avx512 or amx.
     #[arg(long, env = "RLOOD_ISA", default_value = "auto", value_enum)]
     pub isa: Isa,
 
@@ -157,6 +157,12 @@ pub enum Isa {
     Auto,
     /// The one every machine has.
     Portable,
+    /// 256-bit vectors with fused multiply-add.
+    Avx2,
+    /// 512-bit vectors.
+    Avx512,
+    /// Tiles of bf16.
+    Amx,
 }
 
 impl Isa {
@@ -165,6 +171,9 @@ impl Isa {
         match self {
             Isa::Auto => "auto",
             Isa::Portable => "portable",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
         }
     }
 }

@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::error::{EngineError, Result};
+pub use super::kernels::head::{Chosen, Pick};
 use super::model::packing::Packing;
 use super::model::pass::Mask;
 use super::ops::RopeTable;
@@ -58,6 +59,10 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     type Cache: Debug + Send + Sync;
     /// A flat gradient.
     type Gradient: Debug + Send;
+    /// What the backward of attention wants to know of the forward's softmax.
+    type Softmax: Debug + Send + Sync;
+    /// What the backward of the head wants to know of each row's softmax.
+    type Normalizers: Debug + Send + Sync;
 
     /// Whether sampling gives a token the same log-prob, bit for bit, as a training forward.
     fn samples_exactly(&self) -> bool;
@@ -144,22 +149,9 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     ) -> Result<()>;
 
     /// Causal attention inside each group of a packed batch; `qkv` is after [`Backend::rotate`].
-    fn attend(
-        &self,
-        heads: &Heads,
-        packing: &Packing,
-        window: Option<usize>,
-        qkv: &Self::Tensor,
-    ) -> Result<Self::Tensor>;
+    fn attend(&self, attention: &Attention<'_>, qkv: &Self::Tensor) -> Result<(Self::Tensor, Self::Softmax)>;
     /// dL/dqkv of [`Backend::attend`].
-    fn attend_vjp(
-        &self,
-        heads: &Heads,
-        packing: &Packing,
-        window: Option<usize>,
-        qkv: &Self::Tensor,
-        dy: &Self::Tensor,
-    ) -> Result<Self::Tensor>;
+    fn attend_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Result<Self::Tensor>;
 
     /// An empty cache.
     fn cache(&self, heads: &Heads, num_layers: usize) -> Self::Cache;
@@ -197,7 +189,7 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         head: &Self::Weight,
         targets: &[u32],
         temperature: f64,
-    ) -> Result<Vec<TokenScore>>;
+    ) -> Result<(Vec<TokenScore>, Self::Normalizers)>;
     /// dL/dx from dL/dlogp (`g`) of [`Backend::score`]; with `at` also dL/dhead is added.
     fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::Gradient) -> Result<Self::Tensor>;
     /// One token a row, and its log-prob.
@@ -256,6 +248,32 @@ pub struct LinearBackward<'a, B: Backend> {
     pub full: &'a [(Range<usize>, usize, Option<usize>)],
 }
 
+/// Attention in a packed batch.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// Sizes.
+    pub heads: &'a Heads,
+    /// Who is whose prompt.
+    pub packing: &'a Packing,
+    /// How many positions a token sees, its own included; None = all.
+    pub window: Option<usize>,
+}
+
+/// What the backward of attention reads.
+#[derive(Debug)]
+pub struct AttentionBackward<'a, B: Backend> {
+    /// As in the forward.
+    pub attention: Attention<'a>,
+    /// The forward's input.
+    pub qkv: &'a B::Tensor,
+    /// The forward's output.
+    pub out: &'a B::Tensor,
+    /// From [`Backend::attend`].
+    pub softmax: &'a B::Softmax,
+    /// dL/dout
+    pub dy: &'a B::Tensor,
+}
+
 /// What the backward of the head reads.
 #[derive(Debug)]
 pub struct HeadBackward<'a, B: Backend> {
@@ -267,8 +285,8 @@ pub struct HeadBackward<'a, B: Backend> {
     pub targets: &'a [u32],
     /// Divides the logits.
     pub temperature: f64,
-    /// What [`Backend::score`] gave.
-    pub scores: &'a [TokenScore],
+    /// From [`Backend::score`].
+    pub normalizers: &'a B::Normalizers,
     /// dL/dlogp, one a row.
     pub g: &'a [f32],
     /// Where the head's own gradient begins, where it is trained.
@@ -284,22 +302,4 @@ pub struct Rotation<'a, B: Backend> {
     pub qk_norm: Option<(&'a B::Vector, &'a B::Vector, f32)>,
     /// One row a token.
     pub angles: &'a B::Angles,
-}
-
-/// How a row's next token is chosen by the head itself.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pick {
-    /// Divides the logits; 0 = the most probable token, the lowest id among equals.
-    pub temperature: f64,
-    /// In [0, 1): where the cumulated distribution is cut.
-    pub uniform: f64,
-}
-
-/// A token and what the model says of it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Chosen {
-    /// Its id.
-    pub token: u32,
-    /// Log-prob of logits / temperature over the full vocabulary, in nats; at temperature 1 where the pick is greedy.
-    pub logp: f32,
 }

@@ -4,7 +4,9 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 pub mod attention;
+mod floats;
 pub mod gemm;
+pub mod head;
 pub mod isa;
 pub mod limits;
 pub mod mlp;

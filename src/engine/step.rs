@@ -160,3 +160,6 @@ impl Run<'_> {
         self.plan.training.prompts_per_step as usize * self.plan.rloo.num_generations as usize
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -142,10 +142,11 @@ impl Footprint {
         let gradient = F32 * parameters;
         let optimizer = optimizer_bytes(plan.optimizer.kind, parameters);
 
-        // Rollout: prompts with their completions until the cache is full.
+        // Rollout: prompts with their completions until the cache is full. A prompt stays until its last row ends, so where
+        // rows leave and others join, each may be of a prompt of its own.
         let prompts_per_block = per_step * u64::from(plan.rloo.steps_per_generation);
-        let prompts = (generation_rows(shape, prompt + completion) / group).clamp(1, prompts_per_block);
-        let rows = prompts * group;
+        let rows = generation_rows(shape, prompt + completion).min(prompts_per_block * group).max(group);
+        let prompts = prompts_per_block.min(rows);
         let kv_cache = kv_token_bytes(shape) * (prompts * prompt + rows * completion);
         // The logits sampled from, and the next ones as tensor and on the host.
         let rollout_logits = 3 * F32 * rows * shape.vocab_size;

@@ -10,6 +10,7 @@ mod demo;
 mod doctor;
 mod exact;
 mod fork;
+mod generate;
 mod golden;
 mod gradients;
 mod http;

@@ -394,6 +394,8 @@ fn a_run_reports_every_step_and_saves_the_last() {
         "tokens_per_second/rollout",
         "tokens_per_second/train",
         "sampling/log_ratio_max",
+        "sampling/sampling_logp_difference/mean",
+        "sampling/sampling_logp_difference/max",
     ] {
         value(&metrics, 2, name);
     }
@@ -425,9 +427,14 @@ fn the_first_ratio_of_a_block_is_exactly_one() {
     let mut host = TestHost::default();
     run(&plan, &mut host);
     let metrics = host.metrics(SamplePhase::Train);
+    let exact = Policy::load(&model_dir(), &Device::Cpu).expect("loads").samples_exactly();
     for step in [1, 5] {
         assert_eq!(value(&metrics, step, "sampling/log_ratio_max"), 0.0, "step {step}");
+        let difference = value(&metrics, step, "sampling/sampling_logp_difference/max");
+        assert!(difference <= if exact { 0.0 } else { 1e-5 }, "step {step}: {difference}");
+        assert!(value(&metrics, step, "sampling/sampling_logp_difference/mean") <= difference);
     }
+    assert!(!metrics[1].1.contains_key("sampling/sampling_logp_difference/max"), "only where a block is new");
     assert_eq!(host.traces[4].old_logps, host.traces[4].new_logps);
     // The later uses of a block are off-policy.
     assert_ne!(host.traces[2].old_logps, host.traces[2].new_logps);

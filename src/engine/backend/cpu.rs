@@ -2,19 +2,21 @@
 //! row whatever the other rows, the threads or the pass.
 
 mod attention;
-mod head;
 mod linear;
 mod matrix;
 mod rows;
 
 use std::sync::{Arc, OnceLock};
 
-use super::{AdapterPass, AdapterValues, Backend, Chosen, HeadBackward, LinearBackward, Pick, Rotation};
+use super::{
+    AdapterPass, AdapterValues, Attention, AttentionBackward, Backend, Chosen, HeadBackward, LinearBackward, Pick,
+    Rotation,
+};
 use crate::engine::error::{EngineError, Result};
+use crate::engine::kernels::head::{self, Normalizer};
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
 use crate::engine::kernels::threads::Threads;
-use crate::engine::model::packing::Packing;
 use crate::engine::ops::RopeTable;
 use crate::engine::ops::slices::{Heads, TokenScore};
 use crate::spec::ComputeDtype;
@@ -74,6 +76,9 @@ impl Backend for Cpu {
     type Angles = Angles;
     type Cache = Cache;
     type Gradient = Vec<f32>;
+    /// Largest score and sum, `[tokens, num_heads · 2]`.
+    type Softmax = Matrix;
+    type Normalizers = Vec<Normalizer>;
 
     fn samples_exactly(&self) -> bool {
         true
@@ -92,12 +97,12 @@ impl Backend for Cpu {
     }
 
     fn weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Weight> {
-        let matrix = Arc::new(PackedMatrix::new(&values, inputs, self.dtype));
+        let matrix = Arc::new(PackedMatrix::new_on(&self.threads, &values, inputs, self.dtype));
         Ok(Weight { matrix, bias: bias.map(Arc::new) })
     }
 
     fn adapter(&self, values: &AdapterValues<'_>) -> Result<Arc<Adapter>> {
-        Ok(Arc::new(Adapter::new(values, self.dtype, self.isa)))
+        Ok(Arc::new(Adapter::new(values, self)))
     }
 
     fn gradient(&self, values: Vec<f32>) -> Result<Vec<f32>> {
@@ -208,19 +213,12 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn attend(&self, heads: &Heads, packing: &Packing, window: Option<usize>, qkv: &Matrix) -> Result<Matrix> {
-        Ok(self.attend_packed(heads, packing, window, qkv))
+    fn attend(&self, attention: &Attention<'_>, qkv: &Matrix) -> Result<(Matrix, Matrix)> {
+        Ok(self.attend_packed(attention, qkv))
     }
 
-    fn attend_vjp(
-        &self,
-        heads: &Heads,
-        packing: &Packing,
-        window: Option<usize>,
-        qkv: &Matrix,
-        dy: &Matrix,
-    ) -> Result<Matrix> {
-        Ok(self.attend_packed_vjp(heads, packing, window, qkv, dy))
+    fn attend_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Result<Matrix> {
+        Ok(self.attend_packed_vjp(backward))
     }
 
     fn cache(&self, heads: &Heads, num_layers: usize) -> Cache {
@@ -270,19 +268,34 @@ impl Backend for Cpu {
         Ok(self.activate_vjp(gate_up, dy))
     }
 
-    fn score(&self, x: &Matrix, head: &Weight, targets: &[u32], temperature: f64) -> Result<Vec<TokenScore>> {
-        Ok(self.token_scores(x, head, targets, temperature))
+    fn score(
+        &self,
+        x: &Matrix,
+        head: &Weight,
+        targets: &[u32],
+        temperature: f64,
+    ) -> Result<(Vec<TokenScore>, Vec<Normalizer>)> {
+        let scores = head::score(&self.threads, self.isa, x.values(), &head.matrix, targets, temperature);
+        Ok((scores.tokens, scores.normalizers))
     }
 
     fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Matrix> {
-        Ok(self.token_scores_vjp(backward, gradient))
+        let HeadBackward { x, head, targets, temperature, normalizers, g, at } = *backward;
+        let weight = &*head.matrix;
+        let mut dx = self.pool.matrix(x.rows(), x.width());
+        let slot = at.map(|at| &mut gradient[at..at + weight.n() * weight.k()]);
+        let given = head::Gradient { x: x.values(), weight, targets, temperature, normalizers, g };
+        head::score_vjp(&self.threads, self.isa, &given, dx.values_mut(), slot);
+        Ok(dx)
     }
 
     fn choose(&self, x: &Matrix, head: &Weight, picks: &[Pick]) -> Result<Vec<Chosen>> {
-        Ok(self.choose_tokens(x, head, picks))
+        Ok(head::choose(&self.threads, self.isa, x.values(), &head.matrix, picks))
     }
 
     fn logits(&self, x: &Matrix, head: &Weight) -> Result<Matrix> {
-        Ok(self.all_logits(x, head))
+        let mut logits = self.pool.matrix(x.rows(), head.matrix.n());
+        head::logits(&self.threads, self.isa, x.values(), &head.matrix, logits.values_mut());
+        Ok(logits)
     }
 }

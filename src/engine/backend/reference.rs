@@ -7,9 +7,11 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use super::{AdapterPass, AdapterValues, Backend, Chosen, HeadBackward, LinearBackward, Pick, Rotation};
+use super::{
+    AdapterPass, AdapterValues, Attention, AttentionBackward, Backend, Chosen, HeadBackward, LinearBackward, Pick,
+    Rotation,
+};
 use crate::engine::error::Result;
-use crate::engine::model::packing::Packing;
 use crate::engine::model::pass::Mask;
 use crate::engine::ops::slices::{self, Cache as Seen, Heads, TokenScore, add_scaled};
 use crate::engine::ops::{self, RopeTable};
@@ -153,6 +155,8 @@ impl Backend for Reference {
     type Angles = Angles;
     type Cache = Cache;
     type Gradient = Vec<f32>;
+    type Softmax = ();
+    type Normalizers = ();
 
     /// candle's products differ in the last bits with the number of rows.
     fn samples_exactly(&self) -> bool {
@@ -339,19 +343,15 @@ impl Backend for Reference {
         Ok(())
     }
 
-    fn attend(&self, heads: &Heads, packing: &Packing, window: Option<usize>, qkv: &Tensor) -> Result<Tensor> {
-        Ok(ops::attention(heads, &packing.groups, packing.visible(window), qkv)?)
+    fn attend(&self, attention: &Attention<'_>, qkv: &Tensor) -> Result<(Tensor, ())> {
+        let Attention { heads, packing, window } = *attention;
+        Ok((ops::attention(heads, &packing.groups, packing.visible(window), qkv)?, ()))
     }
 
-    fn attend_vjp(
-        &self,
-        heads: &Heads,
-        packing: &Packing,
-        window: Option<usize>,
-        qkv: &Tensor,
-        dy: &Tensor,
-    ) -> Result<Tensor> {
-        Ok(ops::attention_vjp(heads, &packing.groups, packing.visible(window), qkv, dy)?)
+    fn attend_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Result<Tensor> {
+        let Attention { heads, packing, window } = backward.attention;
+        let visible = packing.visible(window);
+        Ok(ops::attention_vjp(heads, &packing.groups, visible, backward.qkv, backward.dy)?)
     }
 
     fn cache(&self, heads: &Heads, num_layers: usize) -> Cache {
@@ -430,17 +430,17 @@ impl Backend for Reference {
         Ok(ops::silu_mul_vjp(gate_up, dy)?)
     }
 
-    fn score(&self, x: &Tensor, head: &Weight, targets: &[u32], temperature: f64) -> Result<Vec<TokenScore>> {
+    fn score(&self, x: &Tensor, head: &Weight, targets: &[u32], temperature: f64) -> Result<(Vec<TokenScore>, ())> {
         let mut scores = Vec::with_capacity(targets.len());
         for (begin, ids) in Self::chunks(head, targets)? {
             let logits = self.logits(&x.narrow(0, begin, ids.len())?, head)?;
             scores.extend(ops::token_scores(&logits, ids, temperature)?);
         }
-        Ok(scores)
+        Ok((scores, ()))
     }
 
     fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Tensor> {
-        let HeadBackward { x, head, targets, temperature, scores: _, g, at } = backward;
+        let HeadBackward { x, head, targets, temperature, normalizers: (), g, at } = backward;
         let mut parts = Vec::new();
         for (begin, ids) in Self::chunks(head, targets)? {
             let x = x.narrow(0, begin, ids.len())?;
@@ -470,7 +470,7 @@ impl Backend for Reference {
     }
 }
 
-pub(super) fn choose(logits: &[f32], pick: Pick) -> Chosen {
+fn choose(logits: &[f32], pick: Pick) -> Chosen {
     let sampler = Sampler { temperature: pick.temperature, ..Sampler::PLAIN };
     let token = sampler.choose(&mut logits.to_vec(), &Default::default(), pick.uniform);
     let temperature = if pick.temperature == 0.0 { 1.0 } else { pick.temperature };

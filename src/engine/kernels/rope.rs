@@ -118,10 +118,11 @@ pub fn rotate_weight_vjp(
         for chunk in range {
             // Safety: one part a chunk.
             let sums = unsafe { shared.part(chunk * 2 * dim..(chunk + 1) * 2 * dim) };
-            for row in chunk * ROWS_AT_ONCE..((chunk + 1) * ROWS_AT_ONCE).min(positions.len()) {
+            let of_chunk = positions.iter().enumerate().skip(chunk * ROWS_AT_ONCE).take(ROWS_AT_ONCE);
+            for (row, position) in of_chunk {
                 let span = row * width..(row + 1) * width;
                 // Safety: the sizes were checked above.
-                unsafe { weight_row(isa, rope, positions[row], &before[span.clone()], &dy[span], sums) };
+                unsafe { weight_row(isa, rope, *position, &before[span.clone()], &dy[span], sums) };
             }
         }
     });

@@ -1,6 +1,7 @@
 //! What kernels that work row by row share: one body for every rung, and rows spread over threads where that pays.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::threads::Threads;
 
@@ -13,6 +14,24 @@ pub(super) fn over_rows(threads: &Threads, rows: usize, elements: usize, f: impl
         return;
     }
     if rows * elements < WORTH_A_DISPATCH { f(0..rows) } else { threads.split(rows, f) }
+}
+
+/// Run `f` on every number of `0..count`, each thread taking the next one when it is done with one; `elements` are what
+/// all of them are worth.
+pub(super) fn take_turns(threads: &Threads, count: usize, elements: usize, f: impl Fn(usize) + Sync) {
+    if count <= 1 || elements < WORTH_A_DISPATCH || threads.count() == 1 {
+        return (0..count).for_each(f);
+    }
+    let next = AtomicUsize::new(0);
+    threads.run(&|_| {
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            if index >= count {
+                return;
+            }
+            f(index);
+        }
+    });
 }
 
 /// A function that runs a kernel generic over [`Simd`](super::simd::Simd) with the instructions of a rung.

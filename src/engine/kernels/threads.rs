@@ -168,6 +168,33 @@ impl Threads {
         });
     }
 
+    /// Run `f(part, items, values)` once for every part: the items in its range, and `width` values for each of them.
+    /// Parts are in order and do not overlap. On the calling thread alone where the work is `small`.
+    pub fn over<T: Send, U: Send>(
+        &self,
+        parts: &[Range<usize>],
+        items: &mut [T],
+        (values, width): (&mut [U], usize),
+        small: bool,
+        f: impl Fn(Range<usize>, &mut [T], &mut [U]) + Sync,
+    ) {
+        let ordered = parts.windows(2).all(|pair| pair[0].end <= pair[1].start);
+        assert!(ordered && parts.iter().all(|part| part.start <= part.end), "parts overlap");
+        let end = parts.last().map_or(0, |part| part.end);
+        assert!(end <= items.len() && end * width <= values.len(), "parts of more than there is");
+        let (items, values) = (Shared::new(items), Shared::new(values));
+        let one = |cell: usize| {
+            let part = parts[cell].clone();
+            // Safety: parts are inside the buffers and disjoint.
+            let (items, values) = unsafe { (items.part(part.clone()), values.part(part.start * width..part.end * width)) };
+            f(part, items, values);
+        };
+        match small {
+            true => (0..parts.len()).for_each(one),
+            false => self.cells(parts.len(), &one),
+        }
+    }
+
     /// Cut `0..items` into parts, a few for each thread.
     pub fn split(&self, items: usize, f: impl Fn(Range<usize>) + Sync) {
         self.grid(items, 1, 1, 1, |items, _| f(items));
@@ -300,14 +327,6 @@ impl<T> Shared<T> {
     /// The whole buffer, borrowed for as long as the threads work.
     pub fn new(values: &mut [T]) -> Shared<T> {
         Shared(values.as_mut_ptr())
-    }
-
-    /// Let `f` write some elements.
-    ///
-    /// Not marked unsafe, but no two threads may ask for overlapping ranges at a time.
-    pub fn with<R>(&self, range: Range<usize>, f: impl FnOnce(&mut [T]) -> R) -> R {
-        // Safety: the caller's.
-        f(unsafe { self.part(range) })
     }
 
     /// One element.

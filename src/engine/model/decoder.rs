@@ -158,7 +158,7 @@ impl<B: Backend> Decoder<B> {
         let (from, ids) = split(&packing.targets);
         let normed = self.normed(&self.backend.select(&x, &from)?)?;
         drop(x);
-        let scores = self.backend.score(&normed, &self.head, &ids, temperature)?;
+        let (scores, _) = self.backend.score(&normed, &self.head, &ids, temperature)?;
         drop(normed);
         self.backend.release();
         Ok(scores)
@@ -210,7 +210,7 @@ impl<B: Backend> Decoder<B> {
         let hidden = backend.select(&x, &from)?;
         drop(x);
         let normed = self.normed(&hidden)?;
-        let scores = backend.score(&normed, &self.head, &ids, temperature)?;
+        let (scores, normalizers) = backend.score(&normed, &self.head, &ids, temperature)?;
         let g = loss(&scores)?;
         if g.iter().all(|g| *g == 0.0) {
             return Ok(());
@@ -221,7 +221,7 @@ impl<B: Backend> Decoder<B> {
             head: &self.head,
             targets: &ids,
             temperature,
-            scores: &scores,
+            normalizers: &normalizers,
             g: &g,
             at: self.slots.map(|(_, head)| head),
         };

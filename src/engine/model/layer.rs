@@ -4,7 +4,7 @@
 use super::linear::Linear;
 use super::packing::Packing;
 use super::pass::Pass;
-use crate::engine::backend::{Backend, Rotation};
+use crate::engine::backend::{Attention, AttentionBackward, Backend, Rotation};
 use crate::engine::error::Result;
 use crate::engine::load::Weights;
 use crate::engine::lora::Module;
@@ -44,6 +44,7 @@ pub struct Saved<B: Backend> {
     qkv: Option<B::Tensor>,
     rotated: B::Tensor,
     attended: B::Tensor,
+    softmax: B::Softmax,
     middle: B::Tensor,
     gate_up: B::Tensor,
 }
@@ -111,6 +112,10 @@ impl<B: Backend> Layer<B> {
         Rotation { heads: &self.heads, qk_norm, angles }
     }
 
+    fn attention<'a>(&'a self, batch: &Batch<'a, B>) -> Attention<'a> {
+        Attention { heads: &self.heads, packing: batch.packing, window: self.window }
+    }
+
     /// The residual stream → `[q | k | v]` after qk-norm and rope.
     pub fn project(&self, backend: &B, x: &B::Tensor, angles: &B::Angles, pass: Pass<'_>) -> Result<B::Tensor> {
         let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
@@ -138,7 +143,7 @@ impl<B: Backend> Layer<B> {
         pass: Pass<'_>,
     ) -> Result<(B::Tensor, B::Tensor)> {
         let qkv = self.project(backend, x, &batch.angles, pass)?;
-        let attended = backend.attend(&self.heads, batch.packing, self.window, &qkv)?;
+        let attended = backend.attend(&self.attention(batch), &qkv)?.0;
         Ok((self.finish(backend, x, &attended, pass)?, qkv))
     }
 
@@ -156,7 +161,7 @@ impl<B: Backend> Layer<B> {
         drop(normed);
         let rotated = backend.rotate(&self.rotation(&batch.angles), &qkv)?;
         let qkv = self.qk_norm.is_some().then_some(qkv);
-        let attended = backend.attend(&self.heads, batch.packing, self.window, &rotated)?;
+        let (attended, softmax) = backend.attend(&self.attention(batch), &rotated)?;
         let middle = self.o.forward(backend, &attended, Some(x), pass)?;
         let normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
         let gate_up = self.gate_up.forward(backend, &normed, None, pass)?;
@@ -165,7 +170,7 @@ impl<B: Backend> Layer<B> {
             true => Some(self.down.forward(backend, &backend.silu_mul(&gate_up)?, Some(&middle), pass)?),
             false => None,
         };
-        Ok((y, Saved { qkv, rotated, attended, middle, gate_up }))
+        Ok((y, Saved { qkv, rotated, attended, softmax, middle, gate_up }))
     }
 
     /// dL/dx from dL/dy, and the gradients of what is trained; `x` is the layer's input.
@@ -180,7 +185,7 @@ impl<B: Backend> Layer<B> {
         gradient: &mut B::Gradient,
     ) -> Result<B::Tensor> {
         let rotation = self.rotation(&batch.angles);
-        let Saved { qkv, rotated, attended, middle, gate_up } = saved;
+        let Saved { qkv, rotated, attended, softmax, middle, gate_up } = saved;
         let activated = backend.silu_mul(&gate_up)?;
         let d_activated = self.down.vjp(backend, &activated, dy, pass, gradient)?;
         drop(activated);
@@ -193,9 +198,14 @@ impl<B: Backend> Layer<B> {
         self.post_norm.add_gradient(backend, &middle, self.eps, &d_post_normed, gradient)?;
         drop((middle, d_post_normed));
         let d_attended = self.o.vjp(backend, &attended, &d_middle, pass, gradient)?;
-        drop(attended);
-        let d_rotated = backend.attend_vjp(&self.heads, batch.packing, self.window, &rotated, &d_attended)?;
-        drop((rotated, d_attended));
+        let d_rotated = backend.attend_vjp(&AttentionBackward {
+            attention: self.attention(batch),
+            qkv: &rotated,
+            out: &attended,
+            softmax: &softmax,
+            dy: &d_attended,
+        })?;
+        drop((rotated, attended, softmax, d_attended));
         let d_qkv = backend.rotate_vjp(&rotation, qkv.as_ref(), &d_rotated)?;
         if let (Some(qkv), Some((q, k))) = (&qkv, &self.qk_norm)
             && let (Some(q), Some(k)) = (q.slot, k.slot)

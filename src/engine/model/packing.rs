@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Row;
 use crate::engine::error::{EngineError, Result};
 use crate::engine::ops::RopeTable;
-use crate::engine::ops::slices::{Group, Visible};
+use crate::engine::ops::slices::{self, Group, Visible};
 
 /// One batch of token ids, and where everything lies in it.
 #[derive(Debug)]
@@ -86,12 +86,12 @@ impl Packing {
         windows: &[Option<usize>],
         table: impl FnOnce(usize) -> Arc<RopeTable>,
     ) -> Packing {
-        let positions: Vec<usize> = groups.iter().flat_map(Group::positions).collect();
+        let positions: Vec<usize> = groups.iter().flat_map(positions).collect();
         let table = table(positions.iter().max().map_or(1, |p| p + 1));
         let mut visible: Vec<(Option<usize>, Vec<Vec<Visible>>)> = Vec::new();
         for window in windows {
             if visible.iter().all(|(known, _)| known != window) {
-                visible.push((*window, groups.iter().map(|g| g.visible(*window)).collect()));
+                visible.push((*window, groups.iter().map(|g| slices::visible(g, *window)).collect()));
             }
         }
         Packing { ids, positions, groups, table, visible, targets }
@@ -101,4 +101,10 @@ impl Packing {
     pub fn visible(&self, window: Option<usize>) -> &[Vec<Visible>] {
         self.visible.iter().find(|(known, _)| *known == window).map_or(&[], |(_, visible)| visible)
     }
+}
+
+/// Each token's position in its own sequence.
+fn positions(group: &Group) -> impl Iterator<Item = usize> + '_ {
+    let Group { prompt_len, completion_lens } = group;
+    (0..*prompt_len).chain(completion_lens.iter().flat_map(move |len| *prompt_len..prompt_len + len))
 }

@@ -3,7 +3,7 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
-use super::slices::{Group, Heads};
+use super::slices::{Group, Heads, visible};
 
 /// RMSNorm over the last dimension.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
@@ -46,7 +46,7 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
 pub fn attention(heads: &Heads, group: &Group, window: Option<usize>, qkv: &Tensor) -> Result<Tensor> {
     let len = qkv.dim(0)?;
     let mut mask = vec![f32::NEG_INFINITY; len * len];
-    for (row, visible) in group.visible(window).into_iter().enumerate() {
+    for (row, visible) in visible(group, window).into_iter().enumerate() {
         for column in visible.prompt.chain(visible.own) {
             mask[row * len + column] = 0.0;
         }

@@ -1,43 +1,9 @@
 //! The arithmetic of the decoder on rows of f32, forward and vector-Jacobian products. Each function has a twin made of
 //! plain tensor operations in [`super::plain`], and a test compares the two.
 
-/// Sizes of attention. A row of `qkv` is `[q heads | k heads | v heads]`, each head `head_dim` wide.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Heads {
-    /// Query heads.
-    pub num_heads: usize,
-    /// Key and value heads.
-    pub num_kv_heads: usize,
-    /// Width of a head.
-    pub head_dim: usize,
-}
-
-impl Heads {
-    /// Width of all query heads.
-    pub fn q_width(&self) -> usize {
-        self.num_heads * self.head_dim
-    }
-
-    /// Width of all key heads.
-    pub fn kv_width(&self) -> usize {
-        self.num_kv_heads * self.head_dim
-    }
-
-    /// Width of a row of `qkv`.
-    pub fn width(&self) -> usize {
-        self.q_width() + 2 * self.kv_width()
-    }
-
-    /// Query heads a key head serves.
-    pub fn group_size(&self) -> usize {
-        self.num_heads / self.num_kv_heads
-    }
-
-    /// Dot products are multiplied by this.
-    pub fn scale(&self) -> f32 {
-        (self.head_dim as f32).powf(-0.5)
-    }
-}
+use crate::engine::kernels::attention::first_seen;
+pub use crate::engine::kernels::attention::{Group, Heads};
+pub use crate::engine::kernels::head::TokenScore;
 
 const LANES: usize = 16;
 
@@ -192,51 +158,21 @@ impl Visible {
     }
 }
 
-/// A prompt and the completions that continue it, side by side in a packed batch: prompt tokens, then each completion's.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Group {
-    /// Tokens of the prompt.
-    pub prompt_len: usize,
-    /// Tokens of each completion.
-    pub completion_lens: Vec<usize>,
-}
-
-impl Group {
-    /// Tokens in all.
-    pub fn len(&self) -> usize {
-        self.prompt_len + self.completion_lens.iter().sum::<usize>()
-    }
-
-    /// Whether there are no tokens.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// What each token sees, row by row. `window`: how many positions, its own included.
-    pub fn visible(&self, window: Option<usize>) -> Vec<Visible> {
-        let first = |position: usize| window.map_or(0, |w| (position + 1).saturating_sub(w));
-        let mut list: Vec<Visible> =
-            (0..self.prompt_len).map(|i| Visible { prompt: first(i)..i + 1, own: 0..0 }).collect();
-        let mut start = self.prompt_len;
-        for len in &self.completion_lens {
-            for j in 0..*len {
-                let first = first(self.prompt_len + j);
-                let own_first = start + first.saturating_sub(self.prompt_len);
-                list.push(Visible {
-                    prompt: first.min(self.prompt_len)..self.prompt_len,
-                    own: own_first..start + j + 1,
-                });
-            }
-            start += len;
+/// What each token of a group sees, row by row. `window`: how many positions, its own included.
+pub fn visible(group: &Group, window: Option<usize>) -> Vec<Visible> {
+    let Group { prompt_len, completion_lens } = group;
+    let mut list: Vec<Visible> =
+        (0..*prompt_len).map(|i| Visible { prompt: first_seen(i, window)..i + 1, own: 0..0 }).collect();
+    let mut start = *prompt_len;
+    for len in completion_lens {
+        for j in 0..*len {
+            let first = first_seen(prompt_len + j, window);
+            let own_first = start + first.saturating_sub(*prompt_len);
+            list.push(Visible { prompt: first.min(*prompt_len)..*prompt_len, own: own_first..start + j + 1 });
         }
-        list
+        start += len;
     }
-
-    /// Each token's position in its own sequence.
-    pub fn positions(&self) -> impl Iterator<Item = usize> + '_ {
-        let completions = self.completion_lens.iter().flat_map(|len| self.prompt_len..self.prompt_len + len);
-        (0..self.prompt_len).chain(completions)
-    }
+    list
 }
 
 /// Causal attention inside one group. `qkv` holds its rows after qk-norm and rope, `out` `[rows][q_width]`.
@@ -324,15 +260,6 @@ pub fn attention_vjp(heads: &Heads, visible: &[Visible], qkv: &[f32], d_out: &[f
             }
         }
     }
-}
-
-/// What the temperature-scaled distribution of one row of logits says of a token.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TokenScore {
-    /// Log-probability of the token, in nats.
-    pub logp: f32,
-    /// Entropy of the distribution, in nats.
-    pub entropy: f32,
 }
 
 /// log-softmax(logits / temperature) at `target`, and the entropy.

@@ -1,17 +1,16 @@
 //! Attention over packed batches and over the cache of a generation.
 
+use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Cpu, Matrix};
-use crate::engine::kernels::attention::{self, Backward, Query, Scratch, Segment, Visible, attend_backward};
-use crate::engine::kernels::threads::Shared;
-use crate::engine::model::packing::Packing;
-use crate::engine::ops::slices::{Group, Heads};
+use super::{Attention, AttentionBackward, Cpu, Matrix};
+use crate::engine::kernels::attention::{self, Backward, Forward, Heads, Query, Scratch, Segment, Segments, Visible};
 
 /// Keys and values of rows, each behind a prompt that others may share.
 #[derive(Debug)]
 pub struct Cache {
-    heads: attention::Heads,
+    heads: Heads,
     num_layers: usize,
     prompts: Vec<Arc<Prompt>>,
     rows: Vec<Row>,
@@ -27,19 +26,17 @@ struct Prompt {
 struct Row {
     prompt: Arc<Prompt>,
     max_new_tokens: usize,
+    /// Tokens for which its segments have memory.
+    room: usize,
     layers: Vec<Segment>,
 }
 
 /// Tokens for which a row's cache has room at first.
 const FIRST_TOKENS: usize = 32;
 
-pub(super) fn sizes(heads: &Heads) -> attention::Heads {
-    attention::Heads { num_heads: heads.num_heads, num_kv_heads: heads.num_kv_heads, head_dim: heads.head_dim }
-}
-
 impl Cache {
     pub(super) fn new(heads: &Heads, num_layers: usize) -> Cache {
-        Cache { heads: sizes(heads), num_layers, prompts: Vec::new(), rows: Vec::new() }
+        Cache { heads: *heads, num_layers, prompts: Vec::new(), rows: Vec::new() }
     }
 
     pub(super) fn announce(&mut self, lengths: &[usize]) -> usize {
@@ -54,17 +51,15 @@ impl Cache {
         for prompt in self.prompts[first..].iter_mut().filter_map(Arc::get_mut) {
             let segment = &mut prompt.layers[layer];
             segment.reserve(&self.heads, prompt.len);
-            for _ in 0..prompt.len {
-                segment.push(&self.heads, qkv.row(row));
-                row += 1;
-            }
+            segment.extend(&self.heads, &qkv.values()[row * qkv.width()..(row + prompt.len) * qkv.width()]);
+            row += prompt.len;
         }
     }
 
     pub(super) fn add_rows(&mut self, prompt: usize, copies: usize, max_new_tokens: usize) {
         for _ in 0..copies {
             let layers = vec![Segment::default(); self.num_layers];
-            self.rows.push(Row { prompt: self.prompts[prompt].clone(), max_new_tokens, layers });
+            self.rows.push(Row { prompt: self.prompts[prompt].clone(), max_new_tokens, room: 0, layers });
         }
     }
 
@@ -79,157 +74,100 @@ impl Cache {
 }
 
 impl Row {
-    /// Append a token's key and value.
-    fn push(&mut self, heads: &attention::Heads, layer: usize, qkv: &[f32]) {
-        let segment = &mut self.layers[layer];
-        if segment.len() == segment.room() {
-            let more = segment.len().clamp(FIRST_TOKENS, self.max_new_tokens.max(FIRST_TOKENS));
+    /// Before a token is appended in all layers.
+    fn make_room(&mut self, heads: &Heads) {
+        let len = self.layers.first().map_or(0, Segment::len);
+        if len < self.room {
+            return;
+        }
+        // Twice as much, but no more than it may grow to.
+        let more = len.max(FIRST_TOKENS).min(self.max_new_tokens.saturating_sub(len).max(attention::BLOCK));
+        self.room = len + more;
+        for segment in &mut self.layers {
             segment.reserve(heads, more);
         }
-        segment.push(heads, qkv);
     }
 }
 
-/// What the token at the end of a sequence sees, by segment.
-fn visible(window: Option<usize>, prompt: usize, own: usize) -> Visible {
-    let first = window.map_or(0, |window| (prompt + own).saturating_sub(window));
-    Visible { prompt: first.min(prompt)..prompt, own: first.saturating_sub(prompt)..own }
+/// Work below which one thread is faster.
+const MIN_PARALLEL: usize = 1 << 14;
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Rows of the batch that continue the same prompt, side by side.
-fn runs(rows: &[Row]) -> Vec<std::ops::Range<usize>> {
-    let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
+/// Rows of the batch that continue the same prompt, side by side; several pieces of a long run, so that all threads work.
+fn pieces(rows: &[Row], threads: usize) -> Vec<Range<usize>> {
+    let longest = rows.len().div_ceil(2 * threads).max(2);
+    let mut pieces: Vec<Range<usize>> = Vec::new();
     for (index, row) in rows.iter().enumerate() {
-        match runs.last_mut() {
-            Some(run) if Arc::ptr_eq(&rows[run.start].prompt, &row.prompt) => run.end = index + 1,
-            _ => runs.push(index..index + 1),
+        match pieces.last_mut() {
+            Some(piece) if piece.len() < longest && Arc::ptr_eq(&rows[piece.start].prompt, &row.prompt) => {
+                piece.end = index + 1;
+            }
+            Some(_) | None => pieces.push(index..index + 1),
         }
     }
-    runs
+    pieces
 }
 
 impl Cpu {
+    /// Append a token to each row, and attend.
     pub(super) fn attend_rows(&self, cache: &mut Cache, layer: usize, window: Option<usize>, qkv: &Matrix) -> Matrix {
         let Cache { heads, rows, .. } = cache;
-        for (index, row) in rows.iter_mut().enumerate() {
-            row.push(heads, layer, qkv.row(index));
+        for row in rows.iter_mut().filter(|_| layer == 0) {
+            row.make_room(heads);
         }
-        let mut out = self.pool.matrix(rows.len(), heads.q_width());
         let width = heads.q_width();
-        let shared = Shared::new(out.values_mut());
-        let runs = runs(rows);
-        self.threads.split(runs.len(), |part| {
-            let mut scratch = Scratch::default();
-            for run in &runs[part] {
-                shared.with(run.start * width..run.end * width, |out| {
-                    let mut outs = out.chunks_exact_mut(width);
-                    let mut queries: Vec<Query<'_>> = run
-                        .clone()
-                        .filter_map(|index| {
-                            let own = &rows[index].layers[layer];
-                            let visible = visible(window, rows[index].prompt.len, own.len());
-                            Some(Query { qkv: qkv.row(index), own, visible, out: outs.next()? })
-                        })
-                        .collect();
-                    let prompt = &rows[run.start].prompt.layers[layer];
-                    attention::attend(self.isa, heads, prompt, &mut queries, &mut scratch);
-                });
+        let mut out = self.pool.matrix(rows.len(), width);
+        let seen: usize = rows.iter().map(|row| row.prompt.len + row.layers[layer].len() + 1).sum();
+        let cells = pieces(rows, self.threads.count());
+        let small = seen * width < MIN_PARALLEL;
+        self.threads.over(&cells, rows, (out.values_mut(), width), small, |cell, rows, out| {
+            for (row, index) in rows.iter_mut().zip(cell.clone()) {
+                row.layers[layer].push(heads, qkv.row(index));
             }
+            let Some(first) = rows.first() else { return };
+            let mut queries: Vec<Query<'_>> = (rows.iter().zip(out.chunks_exact_mut(width)).zip(cell))
+                .map(|((row, out), index)| {
+                    let own = &row.layers[layer];
+                    let visible = Visible::of_completion(row.prompt.len, own.len() - 1, window);
+                    Query { qkv: qkv.row(index), own, visible, out }
+                })
+                .collect();
+            SCRATCH.with_borrow_mut(|scratch| {
+                attention::attend(self.isa, heads, &first.prompt.layers[layer], &mut queries, scratch);
+            });
         });
         out
     }
 
-    pub(super) fn attend_packed(
-        &self,
-        heads: &Heads,
-        packing: &Packing,
-        window: Option<usize>,
-        qkv: &Matrix,
-    ) -> Matrix {
-        let heads = sizes(heads);
-        let width = heads.q_width();
-        let mut out = self.pool.matrix(qkv.rows(), width);
-        let begins = begins(&packing.groups);
-        let shared = Shared::new(out.values_mut());
-        self.threads.split(packing.groups.len(), |part| {
-            let mut scratch = Scratch::default();
-            for index in part {
-                let group = &packing.groups[index];
-                let begin = begins[index];
-                let segment = |rows: std::ops::Range<usize>| {
-                    let mut segment = Segment::default();
-                    segment.reserve(&heads, rows.len());
-                    rows.for_each(|row| segment.push(&heads, qkv.row(row)));
-                    segment
-                };
-                let prompt = segment(begin..begin + group.prompt_len);
-                let nothing = Segment::default();
-                let mut at = begin;
-                shared.with(begin * width..(begin + group.len()) * width, |out| {
-                    let mut outs = out.chunks_exact_mut(width);
-                    let lens = std::iter::once(None).chain(group.completion_lens.iter().map(|len| Some(*len)));
-                    for len in lens {
-                        let own = len.map_or(Segment::default(), |len| segment(at..at + len));
-                        let mut queries: Vec<Query<'_>> = (0..len.unwrap_or(group.prompt_len))
-                            .filter_map(|token| {
-                                let visible = match len {
-                                    None => visible(window, token + 1, 0),
-                                    Some(_) => visible(window, group.prompt_len, token + 1),
-                                };
-                                let own = if len.is_some() { &own } else { &nothing };
-                                Some(Query { qkv: qkv.row(at + token), own, visible, out: outs.next()? })
-                            })
-                            .collect();
-                        attention::attend(self.isa, &heads, &prompt, &mut queries, &mut scratch);
-                        at += len.unwrap_or(group.prompt_len);
-                    }
-                });
-            }
-        });
-        out
+    /// Attention in a packed batch, and of each token and head the softmax's largest score and sum.
+    pub(super) fn attend_packed(&self, attention: &Attention<'_>, qkv: &Matrix) -> (Matrix, Matrix) {
+        let Attention { heads, packing, window } = *attention;
+        let mut out = self.pool.matrix(qkv.rows(), heads.q_width());
+        let mut softmax = self.pool.matrix(qkv.rows(), 2 * heads.num_heads);
+        let forward = Forward { heads, groups: &packing.groups, window, qkv: qkv.values() };
+        let mut segments = Segments::default();
+        let kept = Some(softmax.values_mut());
+        attention::attend_groups(&self.threads, self.isa, &forward, &mut segments, out.values_mut(), kept);
+        (out, softmax)
     }
 
-    pub(super) fn attend_packed_vjp(
-        &self,
-        heads: &Heads,
-        packing: &Packing,
-        window: Option<usize>,
-        qkv: &Matrix,
-        dy: &Matrix,
-    ) -> Matrix {
-        let heads = sizes(heads);
-        let mut out = self.pool.matrix(qkv.rows(), qkv.width());
-        let begins = begins(&packing.groups);
-        let (width, q_width) = (heads.width(), heads.q_width());
-        for (group, begin) in packing.groups.iter().zip(begins) {
-            let mut seen: Vec<Visible> = (0..group.prompt_len).map(|token| visible(window, token + 1, 0)).collect();
-            for len in &group.completion_lens {
-                seen.extend((0..*len).map(|token| visible(window, group.prompt_len, token + 1)));
-            }
-            let rows = begin..begin + group.len();
-            let backward = Backward {
-                heads: &heads,
-                prompt_len: group.prompt_len,
-                completion_lens: &group.completion_lens,
-                visible: &seen,
-                qkv: &qkv.values()[rows.start * width..rows.end * width],
-                d_out: &dy.values()[rows.start * q_width..rows.end * q_width],
-            };
-            let shared = Shared::new(out.rows_mut(rows));
-            self.threads.split(heads.num_kv_heads, |kv_heads| attend_backward(self.isa, &backward, kv_heads, &shared));
-        }
-        out
+    /// dL/dqkv of [`Cpu::attend_packed`].
+    pub(super) fn attend_packed_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Matrix {
+        let Attention { heads, packing, window } = backward.attention;
+        let mut d_qkv = self.pool.matrix(backward.qkv.rows(), heads.width());
+        let given = Backward {
+            heads,
+            groups: &packing.groups,
+            window,
+            qkv: backward.qkv.values(),
+            out: backward.out.values(),
+            softmax: backward.softmax.values(),
+            d_out: backward.dy.values(),
+        };
+        attention::attend_groups_backward(&self.threads, self.isa, &given, d_qkv.values_mut());
+        d_qkv
     }
-}
-
-/// The first token of each group.
-fn begins(groups: &[Group]) -> Vec<usize> {
-    groups
-        .iter()
-        .scan(0, |begin, group| {
-            let at = *begin;
-            *begin += group.len();
-            Some(at)
-        })
-        .collect()
 }

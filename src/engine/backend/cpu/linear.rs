@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{AdapterPass, AdapterValues, Cpu, Matrix, Weight, rows};
 use crate::engine::backend::LinearBackward;
-use crate::engine::kernels::gemm::{self, Output, Rows, Term};
+use crate::engine::kernels::gemm::{self, Linear, Lora, Output, Rows, Term};
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
 use crate::engine::model::pass::Mask;
@@ -18,12 +18,12 @@ pub struct Adapter {
     b: PackedMatrix,
     r: usize,
     scaling: f32,
-    /// Each module's outputs.
-    outputs: Vec<Range<usize>>,
+    /// Each module's outputs and ranks.
+    parts: Vec<(Range<usize>, Range<usize>)>,
 }
 
 impl Adapter {
-    pub(super) fn new(values: &AdapterValues<'_>, dtype: PackDtype, _: Isa) -> Adapter {
+    pub(super) fn new(values: &AdapterValues<'_>, cpu: &Cpu) -> Adapter {
         let AdapterValues { inputs, outputs, r, scaling, blocks } = values;
         let rank = blocks.len() * r;
         let scaling = *scaling as f32;
@@ -36,18 +36,20 @@ impl Adapter {
                 }
             }
         }
-        let _ = dtype;
+        // Tiles multiply bf16 with bf16 only.
+        let dtype = if cpu.isa == Isa::Amx { cpu.dtype } else { PackDtype::F32 };
+        let pack = |values: &[f32], inputs| PackedMatrix::new_on(&cpu.threads, values, inputs, dtype);
         Adapter {
-            a: PackedMatrix::new(&a, *inputs, PackDtype::F32),
-            b: PackedMatrix::new(&b, rank, PackDtype::F32),
+            a: pack(&a, *inputs),
+            b: pack(&b, rank),
             r: *r,
             scaling,
-            outputs: blocks.iter().map(|block| block.outputs.clone()).collect(),
+            parts: blocks.iter().enumerate().map(|(i, block)| (block.outputs.clone(), i * r..(i + 1) * r)).collect(),
         }
     }
 
     fn rank(&self) -> usize {
-        self.outputs.len() * self.r
+        self.parts.len() * self.r
     }
 }
 
@@ -76,12 +78,23 @@ impl Cpu {
                 y.values_mut().chunks_exact_mut(bias.len()).for_each(|y| rows::add(y, 0, bias));
             }
         }
-        let hidden = adapter.map(|pass| (self.hidden(pass, x), &pass.adapter.b));
-        let mut terms = vec![term(x, &weight.matrix)];
-        terms.extend(hidden.as_ref().map(|(hidden, b)| term(hidden, b)));
         let (rows, stride) = (x.rows(), y.width());
         let out = Output { y: y.values_mut(), stride, rows, add: residual.is_some() };
-        gemm::forward(&self.threads, self.isa, &terms, bias, out);
+        match adapter {
+            Some(pass) if !pass.masks.is_empty() => {
+                let hidden = self.hidden(pass, x);
+                let terms = [term(x, &weight.matrix), term(&hidden, &pass.adapter.b)];
+                gemm::forward(&self.threads, self.isa, &terms, bias, out);
+            }
+            Some(_) | None => {
+                let lora = adapter.map(|pass| {
+                    let Adapter { a, b, parts, .. } = &**pass.adapter;
+                    Lora { a, b, parts, hidden: None }
+                });
+                let linear = Linear { x: x.values(), stride: x.width(), weight: &weight.matrix, bias, lora };
+                gemm::linear(&self.threads, self.isa, linear, out);
+            }
+        }
         y
     }
 
@@ -151,8 +164,7 @@ impl Cpu {
             true => gemm::backward(&self.threads, self.isa, &[term(dy, &weight.matrix), term(&dh, &adapter.a)], out),
             false => gemm::backward(&self.threads, self.isa, &[term(dy, &weight.matrix)], out),
         }
-        for (block, (outputs, (a_at, b_at))) in adapter.outputs.iter().zip(*slots).enumerate() {
-            let of_block = block * r..(block + 1) * r;
+        for (block, ((outputs, of_block), (a_at, b_at))) in adapter.parts.iter().zip(*slots).enumerate() {
             let slot = &mut gradient[*b_at..b_at + outputs.len() * r];
             let (dy, h) = (columns(dy, outputs.clone()), columns(&h, of_block.clone()));
             gemm::outer(&self.threads, self.isa, rows, dy, h, slot);

@@ -1,7 +1,6 @@
 //! Operations of rows: lookups, norms, rotation, activation.
 
 use super::{Cpu, Matrix, Rotation};
-use crate::engine::kernels::attention::Heads;
 use crate::engine::kernels::pack::PackedMatrix;
 use crate::engine::kernels::rope::{self, QkNorm, Rope};
 use crate::engine::kernels::{mlp, norm};
@@ -13,9 +12,9 @@ pub fn add(values: &mut [f32], at: usize, row: &[f32]) {
     }
 }
 
-fn rope<'a>(heads: &'a Heads, rotation: &'a Rotation<'a, Cpu>) -> Rope<'a> {
+fn rope<'a>(rotation: &'a Rotation<'a, Cpu>) -> Rope<'a> {
     let qk_norm = rotation.qk_norm.map(|(q, k, eps)| QkNorm { q, k, eps });
-    Rope { heads, qk_norm, cos: &rotation.angles.table.cos, sin: &rotation.angles.table.sin }
+    Rope { heads: rotation.heads, qk_norm, cos: &rotation.angles.table.cos, sin: &rotation.angles.table.sin }
 }
 
 impl Cpu {
@@ -54,20 +53,18 @@ impl Cpu {
     }
 
     pub(super) fn turn(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Matrix {
-        let heads = super::attention::sizes(rotation.heads);
         let mut out = self.pool.matrix(qkv.rows(), qkv.width());
         out.values_mut().copy_from_slice(qkv.values());
         let positions = &rotation.angles.positions;
-        rope::rotate(&self.threads, self.isa, &rope(&heads, rotation), positions, out.values_mut());
+        rope::rotate(&self.threads, self.isa, &rope(rotation), positions, out.values_mut());
         out
     }
 
     pub(super) fn turn_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Matrix {
-        let heads = super::attention::sizes(rotation.heads);
         let mut out = self.pool.matrix(dy.rows(), dy.width());
         out.values_mut().copy_from_slice(dy.values());
         let (positions, before) = (&rotation.angles.positions, qkv.map_or(&[][..], Matrix::values));
-        rope::rotate_vjp(&self.threads, self.isa, &rope(&heads, rotation), positions, before, out.values_mut());
+        rope::rotate_vjp(&self.threads, self.isa, &rope(rotation), positions, before, out.values_mut());
         out
     }
 
@@ -79,9 +76,8 @@ impl Cpu {
         gradient: &mut [f32],
         at: (usize, usize),
     ) {
-        let heads = super::attention::sizes(rotation.heads);
-        let (mut dq, mut dk) = (vec![0f32; heads.head_dim], vec![0f32; heads.head_dim]);
-        let rope = rope(&heads, rotation);
+        let (mut dq, mut dk) = (vec![0f32; rotation.heads.head_dim], vec![0f32; rotation.heads.head_dim]);
+        let rope = rope(rotation);
         let positions = &rotation.angles.positions;
         let (qkv, dy) = (qkv.values(), dy.values());
         rope::rotate_weight_vjp(&self.threads, self.isa, &rope, positions, qkv, dy, &mut dq, &mut dk);

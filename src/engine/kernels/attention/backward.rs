@@ -1,271 +1,417 @@
-//! The vector-Jacobian product of attention over one prompt and the completions that share it.
+//! The vector-Jacobian product of attention in a packed batch.
+//!
+//! A task owns the keys and values of one key head and one chunk of positions, and goes through the queries that see it,
+//! in order: their gradients are sums in that order. What it adds to the gradient of a block of queries waits until the
+//! chunks before it have added theirs. So no sum depends on the threads, and a single long sequence keeps them all busy.
 
+use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use super::super::floats::Floats;
 use super::super::isa::Isa;
+use super::super::rows::take_turns;
 use super::super::simd::{self, Portable, Simd};
-use super::super::threads::Shared;
-use super::{BLOCK, Heads, Place, Segment, Visible, blocks, score_blocks_of, softmax, union, weigh};
+use super::super::threads::{Shared, Threads};
+use super::groups::{Part, parts};
+use super::tile::{Blocks, Lines, by_queries, clear, scores, spread, weigh};
+use super::{BLOCK, Group, Heads, blocks, intersection};
 
-/// One prompt with its completions, side by side: prompt tokens, then each completion's.
-#[derive(Debug)]
+/// Positions of a chunk.
+const CHUNK: usize = 128;
+/// Query heads of a block, where a key head serves no more.
+const QUERIES_AT_ONCE: usize = 32;
+
+/// What [`attend_groups_backward`] goes by: the arguments and the results of [`attend_groups`](super::attend_groups).
+#[derive(Clone, Copy, Debug)]
 pub struct Backward<'a> {
     /// Sizes.
     pub heads: &'a Heads,
-    /// Tokens of the prompt.
-    pub prompt_len: usize,
-    /// Tokens of each completion.
-    pub completion_lens: &'a [usize],
-    /// What each token sees; own positions are counted from the completion's first.
-    pub visible: &'a [Visible],
+    /// Side by side.
+    pub groups: &'a [Group],
+    /// Positions a token sees, its own included.
+    pub window: Option<usize>,
     /// `[tokens][width]`, after qk-norm and rope.
     pub qkv: &'a [f32],
-    /// dL/dout `[tokens][q_width]`.
+    /// `[tokens][q_width]`
+    pub out: &'a [f32],
+    /// `[tokens][num_heads][2]`
+    pub softmax: &'a [f32],
+    /// dL/dout `[tokens][q_width]`
     pub d_out: &'a [f32],
 }
 
-/// dL/dqkv `[tokens][width]` for the queries, keys and values of some key heads; other columns are left alone.
-pub fn attend_backward(isa: Isa, group: &Backward<'_>, kv_heads: Range<usize>, d_qkv: &Shared<f32>) {
-    let Backward { heads, prompt_len, completion_lens, visible, qkv, d_out } = group;
-    let tokens = prompt_len + completion_lens.iter().sum::<usize>();
+/// d_qkv `[tokens][width]` = dL/dqkv.
+pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'_>, d_qkv: &mut [f32]) {
+    let Backward { heads, groups, window, qkv, out, softmax, d_out } = *backward;
     assert!(isa.is_available(), "{isa} does not run on this machine");
-    assert!(qkv.len() == tokens * heads.width() && d_out.len() == tokens * heads.q_width() && visible.len() == tokens);
-    assert!(kv_heads.end <= heads.num_kv_heads);
-    // Safety: the rung is available, and the asserts hold the bounds.
-    unsafe {
-        match isa {
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => backward_avx512(group, kv_heads, d_qkv),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => backward_avx2(group, kv_heads, d_qkv),
-            _ => backward::<Portable, 2>(group, kv_heads, d_qkv),
+    let parts = parts(groups);
+    let tokens: usize = parts.iter().map(|part| part.len).sum();
+    assert!(qkv.len() == tokens * heads.width() && d_qkv.len() == qkv.len(), "rows do not fit the groups");
+    assert!(out.len() == tokens * heads.q_width() && d_out.len() == out.len(), "rows do not fit the groups");
+    assert_eq!(softmax.len(), tokens * heads.num_heads * 2, "rows do not fit the groups");
+    let at_once = (QUERIES_AT_ONCE / heads.group_size()).max(1);
+    let (mut chunks, mut blocks, mut work) = (Vec::new(), 0, 0);
+    let first_block: Vec<usize> = parts
+        .iter()
+        .map(|part| {
+            let first = blocks;
+            blocks += part.len.div_ceil(at_once);
+            first
+        })
+        .collect();
+    for (index, part) in parts.iter().enumerate() {
+        chunks.extend((0..part.len.div_ceil(CHUNK)).map(|chunk| (index, chunk)));
+        let seen = part.len / 2 + if part.is_prompt { 0 } else { part.prompt_len };
+        work += part.len * seen.min(window.unwrap_or(usize::MAX)) * heads.q_width() / 4;
+    }
+    let turns: Vec<AtomicU32> = (0..blocks * heads.num_kv_heads).map(|_| AtomicU32::new(0)).collect();
+    let job = Job {
+        backward,
+        parts: &parts,
+        first_block: &first_block,
+        at_once,
+        turns: &turns,
+        has_panicked: AtomicBool::new(false),
+        scale: heads.scale(),
+        d_qkv: Shared::new(d_qkv),
+    };
+    // In the order of the chunks, so that a task waits only for tasks that have begun.
+    take_turns(threads, chunks.len() * heads.num_kv_heads, work, |index| {
+        let (part, chunk) = chunks[index / heads.num_kv_heads];
+        let task = Task { job: &job, part, chunk, kv_head: index % heads.num_kv_heads };
+        let _watch = Watch(&job.has_panicked);
+        SCRATCH.with_borrow_mut(|scratch| {
+            // Safety: the rung is available, and the lengths were checked.
+            unsafe {
+                #[cfg(target_arch = "x86_64")]
+                if isa >= Isa::Avx512 {
+                    return chunk_avx512(&task, scratch);
+                }
+                #[cfg(target_arch = "x86_64")]
+                if isa >= Isa::Avx2 {
+                    return chunk_avx2(&task, scratch);
+                }
+                chunk_with::<Portable, 2, 4, 2>(&task, scratch);
+            }
+        });
+    });
+}
+
+/// Tells the threads that wait that one of them will never be done.
+struct Watch<'a>(&'a AtomicBool);
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+struct Job<'a> {
+    backward: &'a Backward<'a>,
+    parts: &'a [Part],
+    /// Of each part: the number of its first block of queries.
+    first_block: &'a [usize],
+    /// Tokens of a block of queries.
+    at_once: usize,
+    /// `[block][kv head]`: how many chunks have added to the queries' gradient.
+    turns: &'a [AtomicU32],
+    has_panicked: AtomicBool,
+    scale: f32,
+    d_qkv: Shared<f32>,
+}
+
+/// One chunk and one key head.
+struct Task<'a> {
+    job: &'a Job<'a>,
+    part: usize,
+    chunk: usize,
+    kv_head: usize,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
+}
+
+/// Of a chunk; then of a block of queries.
+#[derive(Default)]
+struct Scratch {
+    /// `[block][head_dim][16]`
+    keys_in_blocks: Floats,
+    values_in_blocks: Floats,
+    /// `[position][padded]`
+    keys: Floats,
+    d_keys: Floats,
+    d_values: Floats,
+    /// `[query][padded]`
+    q: Floats,
+    d_out: Floats,
+    d_q: Floats,
+    /// `[query][CHUNK]`
+    p: Floats,
+    ds: Floats,
+}
+
+impl Scratch {
+    /// Zeros everywhere.
+    fn reset(&mut self, heads: &Heads, positions: usize, queries: usize) {
+        let (dim, padded) = (heads.head_dim, heads.padded());
+        let Scratch { keys_in_blocks, values_in_blocks, keys, d_keys, d_values, q, d_out, d_q, p, ds } = self;
+        for values in [keys_in_blocks, values_in_blocks] {
+            values.zeros(positions * dim);
+        }
+        for values in [keys, d_keys, d_values] {
+            values.zeros(positions * padded);
+        }
+        for values in [q, d_out, d_q] {
+            values.zeros(queries * padded);
+        }
+        for values in [p, ds] {
+            values.resize(queries * CHUNK);
         }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn backward_avx512(group: &Backward<'_>, kv_heads: Range<usize>, d_qkv: &Shared<f32>) {
-    unsafe { backward::<simd::Avx512, 1>(group, kv_heads, d_qkv) }
+unsafe fn chunk_avx512(task: &Task<'_>, scratch: &mut Scratch) {
+    unsafe { chunk_with::<simd::Avx512, 8, 16, 8>(task, scratch) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn backward_avx2(group: &Backward<'_>, kv_heads: Range<usize>, d_qkv: &Shared<f32>) {
-    unsafe { backward::<simd::Avx2, 2>(group, kv_heads, d_qkv) }
-}
-
-/// Keys and values of a segment for one key head, in both layouts, and their gradients.
-struct Side {
-    /// Keys in blocks, values in rows.
-    forward: Segment,
-    /// Values in blocks, keys in rows.
-    turned: Segment,
-    /// `[position][padded]`
-    d_keys: Vec<f32>,
-    d_values: Vec<f32>,
-}
-
-impl Side {
-    fn new(heads: &Heads, kv_head: usize, rows: &[f32]) -> Side {
-        let one = heads.of_one();
-        let mut side =
-            Side { forward: Segment::default(), turned: Segment::default(), d_keys: Vec::new(), d_values: Vec::new() };
-        for row in rows.chunks_exact(heads.width()) {
-            let key = &row[heads.q_width() + kv_head * heads.head_dim..][..heads.head_dim];
-            let value = &row[heads.q_width() + heads.kv_width() + kv_head * heads.head_dim..][..heads.head_dim];
-            side.forward.push_heads(&one, key, value);
-            side.turned.push_heads(&one, value, key);
-        }
-        side.d_keys = vec![0.0; side.forward.len() * heads.padded()];
-        side.d_values = side.d_keys.clone();
-        side
-    }
-
-    /// Add the gradients of keys and values to the rows they belong to.
-    unsafe fn write(&self, heads: &Heads, kv_head: usize, first_row: usize, d_qkv: &Shared<f32>) {
-        let rows = self.d_keys.chunks_exact(heads.padded()).zip(self.d_values.chunks_exact(heads.padded()));
-        for (index, (key, value)) in rows.enumerate() {
-            let at = (first_row + index) * heads.width() + heads.q_width() + kv_head * heads.head_dim;
-            for (begin, values) in [(at, key), (at + heads.kv_width(), value)] {
-                // Safety: the caller's; these columns are this call's own.
-                let to = unsafe { d_qkv.part(begin..begin + heads.head_dim) };
-                to.copy_from_slice(&values[..heads.head_dim]);
-            }
-        }
-    }
-}
-
-/// Query heads of tokens that are computed together.
-const TILE: usize = 4;
-
-#[inline(always)]
-unsafe fn backward<S: Simd, const NV: usize>(group: &Backward<'_>, kv_heads: Range<usize>, d_qkv: &Shared<f32>) {
-    let Backward { heads, prompt_len, completion_lens, .. } = group;
-    let width = heads.width();
-    let mut scratch = Vec::new();
-    for kv_head in kv_heads {
-        let mut prompt = Side::new(heads, kv_head, &group.qkv[..prompt_len * width]);
-        let mut nothing = Side::new(heads, kv_head, &[]);
-        // Safety: the caller's, here and below.
-        unsafe { tokens::<S, NV>(group, kv_head, 0..*prompt_len, &mut prompt, &mut nothing, d_qkv, &mut scratch) };
-        let mut begin = *prompt_len;
-        for length in *completion_lens {
-            let rows = begin..begin + length;
-            let mut own = Side::new(heads, kv_head, &group.qkv[rows.start * width..rows.end * width]);
-            unsafe {
-                tokens::<S, NV>(group, kv_head, rows, &mut prompt, &mut own, d_qkv, &mut scratch);
-                own.write(heads, kv_head, begin, d_qkv);
-            }
-            begin += length;
-        }
-        unsafe { prompt.write(heads, kv_head, 0, d_qkv) };
-    }
+unsafe fn chunk_avx2(task: &Task<'_>, scratch: &mut Scratch) {
+    unsafe { chunk_with::<simd::Avx2, 4, 8, 4>(task, scratch) }
 }
 
 #[inline(always)]
-unsafe fn tokens<S: Simd, const NV: usize>(
-    group: &Backward<'_>,
-    kv_head: usize,
-    rows: Range<usize>,
-    prompt: &mut Side,
-    own: &mut Side,
-    d_qkv: &Shared<f32>,
-    scratch: &mut Vec<f32>,
+unsafe fn chunk_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usize>(
+    task: &Task<'_>,
+    scratch: &mut Scratch,
 ) {
-    let per_token = group.heads.group_size();
-    let total = rows.len() * per_token;
-    let mut first = 0;
-    while first < total {
-        let count = (total - first).min(TILE);
-        let one = |i: usize| (rows.start + (first + i) / per_token, kv_head * per_token + (first + i) % per_token);
-        // Safety: the caller's.
-        unsafe {
-            match count {
-                1 => tile::<S, NV, 1>(group, std::array::from_fn(one), prompt, own, d_qkv, scratch),
-                2 => tile::<S, NV, 2>(group, std::array::from_fn(one), prompt, own, d_qkv, scratch),
-                3 => tile::<S, NV, 3>(group, std::array::from_fn(one), prompt, own, d_qkv, scratch),
-                _ => tile::<S, NV, 4>(group, std::array::from_fn(one), prompt, own, d_qkv, scratch),
-            }
+    let Task { job, part, chunk, kv_head } = task;
+    let Backward { heads, window, qkv, .. } = job.backward;
+    let (dim, padded, width) = (heads.head_dim, heads.padded(), heads.width());
+    let own = &job.parts[*part];
+    let positions = chunk * CHUNK..((chunk + 1) * CHUNK).min(own.len);
+    let whole = positions.len().next_multiple_of(BLOCK);
+    scratch.reset(heads, whole, job.at_once * heads.group_size());
+    let key_column = heads.q_width() + kv_head * dim;
+    for (index, position) in positions.clone().enumerate() {
+        let row = &qkv[(own.row + position) * width..(own.row + position + 1) * width];
+        let (key, value) = (&row[key_column..][..dim], &row[key_column + heads.kv_width()..][..dim]);
+        let in_blocks = index / BLOCK * BLOCK * dim + index % BLOCK;
+        for d in 0..dim {
+            scratch.keys_in_blocks[in_blocks + d * BLOCK] = key[d];
+            scratch.values_in_blocks[in_blocks + d * BLOCK] = value[d];
         }
-        first += count;
+        scratch.keys[index * padded..][..dim].copy_from_slice(key);
+    }
+    // A prompt's positions are seen by its own tokens and by its completions.
+    let parts = if own.is_prompt {
+        *part..job.parts.iter().rposition(|other| other.group == own.group).map_or(*part, |last| last) + 1
+    } else {
+        *part..part + 1
+    };
+    for index in parts {
+        let of_queries = &job.parts[index];
+        let is_own = index == *part;
+        let from = if is_own { positions.start } else { 0 };
+        // In positions of the sequence, the last of the chunk is seen by so many.
+        let end = match (window, is_own) {
+            (None, _) => of_queries.len,
+            (Some(window), true) => (positions.end - 1).saturating_add(*window).min(of_queries.len),
+            (Some(window), false) => {
+                (positions.end - 1).saturating_add(*window).saturating_sub(own.len).min(of_queries.len)
+            }
+        };
+        for block in from / job.at_once..end.div_ceil(job.at_once) {
+            let tokens = block * job.at_once..((block + 1) * job.at_once).min(of_queries.len);
+            let queries = Queries { task, index, block, tokens, is_own, positions: &positions };
+            // Safety: the caller's.
+            unsafe { queries_with::<S, TILE, ACC, NP>(&queries, scratch) };
+        }
+    }
+    for (index, position) in positions.clone().enumerate() {
+        let at = (own.row + position) * width + key_column;
+        for (at, values) in [(at, &scratch.d_keys), (at + heads.kv_width(), &scratch.d_values)] {
+            // Safety: these columns of these rows are this task's own.
+            unsafe { job.d_qkv.part(at..at + dim) }.copy_from_slice(&values[index * padded..][..dim]);
+        }
+    }
+}
+
+/// A block of queries that sees a chunk.
+struct Queries<'a> {
+    task: &'a Task<'a>,
+    /// The part of the queries.
+    index: usize,
+    /// Number of the block in its part.
+    block: usize,
+    tokens: Range<usize>,
+    /// Whether the chunk is in the queries' own part.
+    is_own: bool,
+    /// Of the chunk.
+    positions: &'a Range<usize>,
+}
+
+impl Queries<'_> {
+    fn part(&self) -> &Part {
+        &self.task.job.parts[self.index]
+    }
+
+    /// How many chunks come before this one for these queries.
+    fn turn(&self) -> usize {
+        let job = self.task.job;
+        let window = job.backward.window;
+        // The first of them sees the farthest back.
+        let first = self.part().visible(self.tokens.start, window);
+        let prompt_len = self.part().prompt_len;
+        if self.part().is_prompt {
+            return self.task.chunk - first.prompt.start / CHUNK;
+        }
+        let of_prompt = prompt_len.div_ceil(CHUNK) - (first.prompt.start / CHUNK).min(prompt_len.div_ceil(CHUNK));
+        let of_prompt = if first.prompt.is_empty() { 0 } else { of_prompt };
+        match self.is_own {
+            true => of_prompt + self.task.chunk - first.own.start / CHUNK,
+            false => self.task.chunk - first.prompt.start / CHUNK,
+        }
     }
 }
 
 #[inline(always)]
-unsafe fn tile<S: Simd, const NV: usize, const NQ: usize>(
-    group: &Backward<'_>,
-    ones: [(usize, usize); NQ],
-    prompt: &mut Side,
-    own: &mut Side,
-    d_qkv: &Shared<f32>,
-    scratch: &mut Vec<f32>,
+unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usize>(
+    queries: &Queries<'_>,
+    scratch: &mut Scratch,
 ) {
+    let Queries { task: Task { job, kv_head, .. }, index, block, tokens, is_own, positions } = queries;
+    let Backward { heads, window, qkv, out, softmax, d_out, .. } = job.backward;
+    let part = queries.part();
+    let (dim, padded, per_token) = (heads.head_dim, heads.padded(), heads.group_size());
+    let (count, first_head, scale) = (tokens.len() * per_token, kv_head * per_token, job.scale);
+    let whole = positions.len().div_ceil(BLOCK);
+    // Safety: the caller's, here and below.
     unsafe {
-        let heads = group.heads;
-        let (one_head, dim, padded) = (heads.of_one(), heads.head_dim, heads.padded());
-        let seen = |one: &(usize, usize)| &group.visible[one.0];
-        let prompt_blocks = blocks(&union(ones.iter().map(|one| seen(one).prompt.clone())));
-        let own_blocks = blocks(&union(ones.iter().map(|one| seen(one).own.clone())));
-        let own_at = prompt_blocks.len() * BLOCK;
-        let stride = own_at + own_blocks.len() * BLOCK;
-        // Probabilities, dP (then dS), and the queries' and outputs' rows padded to whole vectors.
-        scratch.clear();
-        scratch.resize(2 * NQ * stride + 2 * NQ * padded, 0.0);
-        let p = scratch.as_mut_ptr();
-        let dp = p.add(NQ * stride);
-        let q_rows = dp.add(NQ * stride);
-        let d_rows = q_rows.add(NQ * padded);
-        for (i, (token, head)) in ones.iter().enumerate() {
-            let q = &group.qkv[token * heads.width() + head * dim..][..dim];
-            let d = &group.d_out[token * heads.q_width() + head * dim..][..dim];
-            std::ptr::copy_nonoverlapping(q.as_ptr(), q_rows.add(i * padded), dim);
-            std::ptr::copy_nonoverlapping(d.as_ptr(), d_rows.add(i * padded), dim);
-        }
-        let q: [*const f32; NQ] = std::array::from_fn(|i| q_rows.add(i * padded).cast_const());
-        let d: [*const f32; NQ] = std::array::from_fn(|i| d_rows.add(i * padded).cast_const());
-        let parts = [(prompt_blocks.clone(), 0), (own_blocks.clone(), own_at)];
-        for ((range, at), side) in parts.iter().zip([&*prompt, &*own]) {
-            let to = std::array::from_fn(|i| p.add(i * stride + at));
-            score_blocks_of::<S, NV, NQ>(&one_head, &side.forward, range.clone(), 0, q, to);
-            let to = std::array::from_fn(|i| dp.add(i * stride + at));
-            score_blocks_of::<S, NV, NQ>(&one_head, &side.turned, range.clone(), 0, d, to);
-        }
-        let scale = heads.scale();
-        for (i, one) in ones.iter().enumerate() {
-            let (p, dp) = (p.add(i * stride), dp.add(i * stride));
-            let parts = [
-                (seen(one).prompt.clone(), prompt_blocks.start, p, prompt_blocks.len()),
-                (seen(one).own.clone(), own_blocks.start, p.add(own_at), own_blocks.len()),
-            ];
-            let rest = S::splat(softmax::<S, NV>(scale, &parts));
-            let mut mean = S::zero();
-            for at in (0..stride).step_by(S::LANES) {
-                let probability = S::mul(S::load(p.add(at)), rest);
-                S::store(p.add(at), probability);
-                mean = S::fma(probability, S::load(dp.add(at)), mean);
-            }
-            let mean = S::splat(S::sum(mean));
-            for at in (0..stride).step_by(S::LANES) {
-                let ds = S::mul(S::load(p.add(at)), S::sub(S::load(dp.add(at)), mean));
-                S::store(dp.add(at), S::mul(ds, S::splat(scale)));
+        for (number, token) in tokens.clone().enumerate() {
+            let row = part.row + token;
+            for head in 0..per_token {
+                let to = (number * per_token + head) * padded;
+                let column = (first_head + head) * dim;
+                scratch.q[to..to + dim].copy_from_slice(&qkv[row * heads.width() + column..][..dim]);
+                scratch.d_out[to..to + dim].copy_from_slice(&d_out[row * heads.q_width() + column..][..dim]);
             }
         }
-        for column in (0..padded).step_by(BLOCK) {
-            let place = Place { heads: &one_head, kv_head: 0, column };
-            let mut acc = [[S::zero(); NV]; NQ];
-            for ((range, at), side) in parts.iter().zip([&*prompt, &*own]) {
-                let ds = std::array::from_fn(|i| dp.add(i * stride + at).cast_const());
-                weigh::<S, NV, NQ>(&place, &side.turned, range, ds, &mut acc);
-            }
-            for (i, (token, head)) in ones.iter().enumerate() {
-                let mut values = [0f32; BLOCK];
-                for (v, acc) in acc[i].iter().enumerate() {
-                    S::store(values.as_mut_ptr().add(v * S::LANES), *acc);
+        let in_blocks = |values: &Floats| Blocks { first: values.as_ptr(), stride: dim * BLOCK };
+        let (keys, values) = (in_blocks(&scratch.keys_in_blocks), in_blocks(&scratch.values_in_blocks));
+        let q = Lines { first: scratch.q.as_ptr(), stride: padded };
+        let d = Lines { first: scratch.d_out.as_ptr(), stride: padded };
+        let p = Lines { first: scratch.p.as_mut_ptr(), stride: CHUNK };
+        let ds = Lines { first: scratch.ds.as_mut_ptr(), stride: CHUNK };
+        by_queries!(count, TILE, |at, NQ| {
+            scores::<S, NQ, ACC>(dim, keys, whole, q.from(at), p.from(at));
+            scores::<S, NQ, ACC>(dim, values, whole, d.from(at), ds.from(at));
+        });
+        for (number, token) in tokens.clone().enumerate() {
+            let visible = part.visible(token, *window);
+            let seen = if *is_own && !part.is_prompt { &visible.own } else { &visible.prompt };
+            let here = intersection(seen, positions);
+            let here = here.start - positions.start..here.end - positions.start;
+            for head in 0..per_token {
+                let query = number * per_token + head;
+                let row = part.row + token;
+                let column = row * heads.q_width() + (first_head + head) * dim;
+                let mut mean = S::zero();
+                for at in (0..dim).step_by(S::LANES) {
+                    let out = simd::load_some::<S>(out.as_ptr().add(column + at), dim - at);
+                    mean = S::fma(out, S::load(d.from(query).first.add(at)), mean);
                 }
-                let width = (dim - column).min(BLOCK);
-                let begin = token * heads.width() + head * dim + column;
-                d_qkv.part(begin..begin + width).copy_from_slice(&values[..width]);
-            }
-            for ((range, at), side) in parts.iter().zip([&mut *prompt, &mut *own]) {
-                let length = side.forward.len();
-                let from = |base: *mut f32| std::array::from_fn(|i| base.add(i * stride + at).cast_const());
-                let rows = |rows: [*const f32; NQ]| rows.map(|row| row.add(column));
-                spread::<S, NV, NQ>(range, length, padded, from(p), rows(d), side.d_values.as_mut_ptr().add(column));
-                spread::<S, NV, NQ>(range, length, padded, from(dp), rows(q), side.d_keys.as_mut_ptr().add(column));
+                let at = (row * heads.num_heads + first_head + head) * 2;
+                let of_row = OfRow { shift: softmax[at], rest: softmax[at + 1], mean: S::sum(mean), scale };
+                slopes::<S>(&of_row, &here, whole, p.from(query).first, ds.from(query).first);
             }
         }
+        spread::<S, NP>(padded, whole * BLOCK, count, p.read(), d, scratch.d_values.as_mut_ptr());
+        spread::<S, NP>(padded, whole * BLOCK, count, ds.read(), q, scratch.d_keys.as_mut_ptr());
+
+        let turn = queries.turn() as u32;
+        let turns = &job.turns[(job.first_block[*index] + block) * heads.num_kv_heads + kv_head];
+        wait(turns, turn, &job.has_panicked);
+        let place = |number: usize, head: usize| (part.row + number) * heads.width() + (first_head + head) * dim;
+        for (number, token) in tokens.clone().enumerate() {
+            for head in 0..per_token {
+                let to = &mut scratch.d_q[(number * per_token + head) * padded..][..dim];
+                let at = place(token, head);
+                if turn == 0 {
+                    to.fill(0.0);
+                } else {
+                    to.copy_from_slice(job.d_qkv.part(at..at + dim));
+                }
+            }
+        }
+        let keys = Blocks { first: scratch.keys.as_ptr(), stride: BLOCK * padded };
+        let d_q = Lines { first: scratch.d_q.as_mut_ptr(), stride: padded };
+        by_queries!(count, TILE, |at, NQ| {
+            weigh::<S, NQ, ACC>(padded, keys, whole, ds.read().from(at), &[1.0; NQ], d_q.from(at));
+        });
+        for (number, token) in tokens.clone().enumerate() {
+            for head in 0..per_token {
+                let at = place(token, head);
+                let from = &scratch.d_q[(number * per_token + head) * padded..][..dim];
+                job.d_qkv.part(at..at + dim).copy_from_slice(from);
+            }
+        }
+        turns.store(turn + 1, Ordering::Release);
     }
 }
 
-/// to[position] += Σ over queries weight·row, for `NV` vectors of each position of some blocks.
+/// Until the chunks before have had their turn.
+fn wait(turns: &AtomicU32, turn: u32, has_panicked: &AtomicBool) {
+    let mut spins = 0;
+    while turns.load(Ordering::Acquire) != turn {
+        assert!(!has_panicked.load(Ordering::Relaxed), "a kernel panicked on another thread");
+        spins += 1;
+        if spins < 1000 { std::hint::spin_loop() } else { std::thread::yield_now() }
+    }
+}
+
+/// What is known of one query head.
+struct OfRow {
+    /// p = rest·exp(scale·score + shift)
+    shift: f32,
+    rest: f32,
+    /// Σ p·dp = out · d_out
+    mean: f32,
+    scale: f32,
+}
+
+/// Scores → p, and dp → ds = scale·p·(dp − mean), 0 where a position is not seen.
 #[inline(always)]
-unsafe fn spread<S: Simd, const NV: usize, const NQ: usize>(
-    range: &Range<usize>,
-    length: usize,
-    stride: usize,
-    weights: [*const f32; NQ],
-    rows: [*const f32; NQ],
-    to: *mut f32,
-) {
+unsafe fn slopes<S: Simd>(row: &OfRow, seen: &Range<usize>, whole: usize, p: *mut f32, ds: *mut f32) {
     unsafe {
-        let mut values = [[S::zero(); NV]; NQ];
-        for (i, values) in values.iter_mut().enumerate() {
-            for (v, value) in values.iter_mut().enumerate() {
-                *value = S::load(rows[i].add(v * S::LANES));
-            }
+        let range = blocks(seen);
+        for block in (0..whole).filter(|block| !range.contains(block)) {
+            std::slice::from_raw_parts_mut(p.add(block * BLOCK), BLOCK).fill(0.0);
+            std::slice::from_raw_parts_mut(ds.add(block * BLOCK), BLOCK).fill(0.0);
         }
-        let begin = range.start * BLOCK;
-        for position in begin..(range.end * BLOCK).min(length) {
-            let to = to.add(position * stride);
-            let weights: [S::V; NQ] = std::array::from_fn(|i| S::splat(*weights[i].add(position - begin)));
-            for v in 0..NV {
-                let to = to.add(v * S::LANES);
-                let mut sum = S::load(to);
-                for i in 0..NQ {
-                    sum = S::fma(weights[i], values[i][v], sum);
-                }
-                S::store(to, sum);
+        let (scale, shift, rest) = (S::splat(row.scale), S::splat(row.shift), S::splat(row.rest));
+        let mean = S::splat(row.mean);
+        for block in range {
+            let (p, ds) = (p.add(block * BLOCK), ds.add(block * BLOCK));
+            for at in (0..BLOCK).step_by(S::LANES) {
+                // No more than e⁰ where it is seen; what is not may be larger, and is cleared.
+                let x = S::fma(S::load(p.add(at)), scale, shift);
+                let x = S::sub(S::zero(), S::max(S::splat(-1.0), S::sub(S::zero(), x)));
+                let weight = S::mul(simd::exp::<S>(x), rest);
+                S::store(p.add(at), weight);
+                S::store(ds.add(at), S::mul(S::mul(weight, S::sub(S::load(ds.add(at)), mean)), scale));
+            }
+            let first = block * BLOCK;
+            let (begin, end) = (seen.start.saturating_sub(first), (seen.end - first).min(BLOCK));
+            if begin > 0 || end < BLOCK {
+                clear::<S>(p, begin, end);
+                clear::<S>(ds, begin, end);
             }
         }
     }

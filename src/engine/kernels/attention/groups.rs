@@ -1,0 +1,202 @@
+//! Attention inside each group of a packed batch: a prompt and the completions that continue it, side by side.
+
+use super::super::isa::Isa;
+use super::super::rows::take_turns;
+use super::super::threads::{Shared, Threads};
+use super::forward::{Token, attend_head_here};
+use super::{BLOCK, Heads, Segment, Visible};
+
+/// A prompt and the completions that continue it: prompt tokens, then each completion's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Group {
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
+    /// Tokens of each completion.
+    pub completion_lens: Vec<usize>,
+}
+
+impl Group {
+    /// Tokens in all.
+    pub fn len(&self) -> usize {
+        self.prompt_len + self.completion_lens.iter().sum::<usize>()
+    }
+
+    /// Whether there are no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A prompt or a completion in a packed batch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    /// Number of the group.
+    pub group: usize,
+    /// Number of the prompt's part; its own where it is one.
+    pub prompt: usize,
+    /// Row of its first token.
+    pub row: usize,
+    /// Its tokens.
+    pub len: usize,
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
+    /// Whether it is a prompt.
+    pub is_prompt: bool,
+}
+
+impl Part {
+    /// What one of its tokens sees.
+    pub fn visible(&self, index: usize, window: Option<usize>) -> Visible {
+        match self.is_prompt {
+            true => Visible::of_prompt(index, window),
+            false => Visible::of_completion(self.prompt_len, index, window),
+        }
+    }
+}
+
+/// Prompts and completions in the order of their rows.
+pub(super) fn parts(groups: &[Group]) -> Vec<Part> {
+    let (mut parts, mut row) = (Vec::new(), 0);
+    for (group, Group { prompt_len, completion_lens }) in groups.iter().enumerate() {
+        let (prompt, prompt_len) = (parts.len(), *prompt_len);
+        parts.push(Part { group, prompt, row, len: prompt_len, prompt_len, is_prompt: true });
+        row += prompt_len;
+        for len in completion_lens {
+            parts.push(Part { group, prompt, row, len: *len, prompt_len, is_prompt: false });
+            row += len;
+        }
+    }
+    parts
+}
+
+/// Keys and values of a packed batch, kept between calls for their memory.
+#[derive(Debug, Default)]
+pub struct Segments {
+    segments: Vec<Segment>,
+    empty: Segment,
+    /// What they were laid out for.
+    heads: Option<Heads>,
+}
+
+/// Attention of a packed batch.
+#[derive(Clone, Copy, Debug)]
+pub struct Forward<'a> {
+    /// Sizes.
+    pub heads: &'a Heads,
+    /// Side by side.
+    pub groups: &'a [Group],
+    /// Positions a token sees, its own included.
+    pub window: Option<usize>,
+    /// `[tokens][width]`, after qk-norm and rope.
+    pub qkv: &'a [f32],
+}
+
+/// Tokens of a task.
+const TOKENS_AT_ONCE: usize = 32;
+/// Rows that one task lays out.
+const ROWS_AT_ONCE: usize = 8 * BLOCK;
+
+/// out `[tokens][q_width]`, and where it is asked for what
+/// [`attend_groups_backward`](super::attend_groups_backward) wants of the softmax, `[tokens][num_heads][2]`.
+pub fn attend_groups(
+    threads: &Threads,
+    isa: Isa,
+    forward: &Forward<'_>,
+    segments: &mut Segments,
+    out: &mut [f32],
+    softmax: Option<&mut [f32]>,
+) {
+    let Forward { heads, groups, window, qkv } = *forward;
+    let parts = parts(groups);
+    let tokens: usize = parts.iter().map(|part| part.len).sum();
+    assert!(qkv.len() == tokens * heads.width() && out.len() == tokens * heads.q_width(), "rows do not fit the groups");
+    assert!(softmax.as_ref().is_none_or(|softmax| softmax.len() == tokens * heads.num_heads * 2));
+    segments.fill(threads, heads, &parts, qkv);
+    let Segments { segments, empty, heads: _ } = &*segments;
+    let mut tasks: Vec<(usize, usize)> = Vec::new();
+    let mut work = 0;
+    for (index, part) in parts.iter().enumerate() {
+        tasks.extend((0..part.len).step_by(TOKENS_AT_ONCE).map(|first| (index, first)));
+        let seen = part.len / 2 + if part.is_prompt { 0 } else { part.prompt_len };
+        work += part.len * seen.min(window.unwrap_or(usize::MAX)) * heads.q_width() / 8;
+    }
+    // The last tokens of a sequence see the most: they come first.
+    tasks.reverse();
+    let out = Shared::new(out);
+    let softmax = softmax.map(Shared::new);
+    take_turns(threads, tasks.len() * heads.num_kv_heads, work, |index| {
+        let (part_index, first) = tasks[index / heads.num_kv_heads];
+        let part = &parts[part_index];
+        let tokens: Vec<Token<'_>> = (first..(first + TOKENS_AT_ONCE).min(part.len))
+            .map(|index| {
+                let row = part.row + index;
+                // Safety: the lengths were checked above.
+                let (out, softmax) = unsafe {
+                    let softmax = softmax.as_ref().map(|softmax| softmax.at(row * heads.num_heads * 2));
+                    (out.at(row * heads.q_width()), softmax.unwrap_or(std::ptr::null_mut()))
+                };
+                let own = if part.is_prompt { empty } else { &segments[part_index] };
+                Token {
+                    q: qkv[row * heads.width()..].as_ptr(),
+                    own,
+                    visible: part.visible(index, window),
+                    out,
+                    softmax,
+                }
+            })
+            .collect();
+        // Safety: a token sees no more than its prompt and its completion up to itself; a token's head is one task's.
+        unsafe {
+            attend_head_here(isa, heads, &segments[part.prompt], &tokens, index % heads.num_kv_heads);
+        }
+    });
+}
+
+impl Segments {
+    /// One segment a part.
+    fn fill(&mut self, threads: &Threads, heads: &Heads, parts: &[Part], qkv: &[f32]) {
+        if self.heads.replace(*heads) != Some(*heads) {
+            self.segments.clear();
+        }
+        self.segments.truncate(parts.len());
+        self.segments.resize_with(parts.len(), Segment::default);
+        let mut tasks = Vec::new();
+        for (index, (segment, part)) in self.segments.iter_mut().zip(parts).enumerate() {
+            // The rest of the last block must hold zeros.
+            let stale = (part.len / BLOCK).min(segment.len().div_ceil(BLOCK));
+            segment.grow(heads, stale * BLOCK);
+            segment.grow(heads, part.len);
+            tasks.extend((0..part.len).step_by(ROWS_AT_ONCE).map(|first| (index, first)));
+        }
+        let segments: Vec<(Shared<f32>, Shared<f32>)> = self
+            .segments
+            .iter_mut()
+            .map(|segment| (Shared::new(&mut segment.keys), Shared::new(&mut segment.values)))
+            .collect();
+        take_turns(
+            threads,
+            tasks.len(),
+            parts.iter().map(|part| part.len).sum::<usize>() * heads.kv_width(),
+            |index| {
+                let (part, first) = tasks[index];
+                let (keys, values) = &segments[part];
+                let (dim, padded, kv_width) = (heads.head_dim, heads.padded(), heads.kv_width());
+                for position in first..(first + ROWS_AT_ONCE).min(parts[part].len) {
+                    let row = &qkv[(parts[part].row + position) * heads.width()..][heads.q_width()..heads.width()];
+                    let (block, lane) = (position / BLOCK, position % BLOCK);
+                    // Safety: the segment was grown to the part's length, and a block is one task's.
+                    unsafe {
+                        let to = keys.at(block * Segment::key_stride(heads) + lane);
+                        for (column, key) in row[..kv_width].iter().enumerate() {
+                            *to.add(column * BLOCK) = *key;
+                        }
+                        let to = values.at(block * Segment::value_stride(heads) + lane * padded);
+                        for (head, value) in row[kv_width..].chunks_exact(dim).enumerate() {
+                            std::ptr::copy_nonoverlapping(value.as_ptr(), to.add(head * BLOCK * padded), dim);
+                        }
+                    }
+                }
+            },
+        );
+    }
+}

@@ -1,0 +1,164 @@
+//! The next token of each row, by argmax or by one draw.
+
+use super::super::gemm::{Output, Term, forward_panels};
+use super::super::isa::Isa;
+use super::super::pack::{PANEL, PackedMatrix};
+use super::super::rows::{on_every_rung, over_rows};
+use super::super::simd::Simd;
+use super::super::threads::{Shared, Threads};
+use super::{CHUNK, CHUNK_PANELS, Cell, PAD, Total, check, exponential, factor, stream, summary};
+
+/// How the token of a row is chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pick {
+    /// Divides the logits; 0 takes the largest.
+    pub temperature: f64,
+    /// Where the draw falls, in [0, 1).
+    pub uniform: f64,
+}
+
+/// The choice of a row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Chosen {
+    /// The token.
+    pub token: u32,
+    /// Its log-probability at the temperature of the choice, in nats; at temperature 1 where that is 0.
+    pub logp: f32,
+}
+
+/// One token a row of x `[rows, hidden]`, normed already. Temperature 0 takes the largest logit, the lowest id of several,
+/// never a NaN; otherwise the first token whose probability and those of all lower ids sum to more than `uniform`.
+/// `logp` is, to the bit, what [`score`](super::score) gives for the token at that temperature.
+pub fn choose(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, picks: &[Pick]) -> Vec<Chosen> {
+    let (rows, chunks, panels) = (picks.len(), weight.n().div_ceil(CHUNK), weight.panels());
+    check(x, weight, rows);
+    assert!(weight.n() > 0, "there is no token to choose");
+    let mut table = vec![Cell::default(); rows * chunks];
+    let mut sums = vec![0f32; rows * panels];
+    let (cells, panel_sums) = (Shared::new(&mut table), Shared::new(&mut sums));
+    stream(threads, isa, x, weight, rows, &|part| {
+        let of_chunk = part.chunk * CHUNK_PANELS..((part.chunk + 1) * CHUNK_PANELS).min(panels);
+        for (row, values) in part.rows.clone().zip(part.logits.chunks(part.stride)) {
+            let t = factor(picks[row].temperature);
+            // Safety: a row's chunk is one part's.
+            unsafe {
+                let sums = panel_sums.part(row * panels + of_chunk.start..row * panels + of_chunk.end);
+                *cells.at(row * chunks + part.chunk) = summary(isa, part.padded(values), t, sums);
+            }
+        }
+    });
+    let mut chosen = vec![Chosen { token: 0, logp: 0.0 }; rows];
+    let shared = Shared::new(&mut chosen);
+    over_rows(threads, rows, PANEL * weight.k(), |range| {
+        for row in range {
+            let of_row = Row {
+                isa,
+                x: &x[row * weight.k()..(row + 1) * weight.k()],
+                weight,
+                cells: &table[row * chunks..(row + 1) * chunks],
+                panels: &sums[row * panels..(row + 1) * panels],
+            };
+            // Safety: one element a row.
+            unsafe { *shared.at(row) = of_row.choose(picks[row]) };
+        }
+    });
+    chosen
+}
+
+/// What is known of a row.
+struct Row<'a> {
+    isa: Isa,
+    x: &'a [f32],
+    weight: &'a PackedMatrix,
+    cells: &'a [Cell],
+    panels: &'a [f32],
+}
+
+impl Row<'_> {
+    fn choose(&self, pick: Pick) -> Chosen {
+        let total = Total::new(self.cells, factor(pick.temperature));
+        let (token, logit) = if pick.temperature == 0.0 { self.largest() } else { self.draw(&total, pick.uniform) };
+        Chosen { token: token as u32, logp: total.logp(logit) }
+    }
+
+    /// The logits of a panel, −∞ after the last; the same bits as before.
+    fn logits(&self, panel: usize) -> [f32; PANEL] {
+        let mut logits = [f32::NEG_INFINITY; PANEL];
+        let terms = [Term { x: self.x, stride: self.weight.k(), weight: self.weight }];
+        let out = Output { y: &mut logits, stride: PANEL, rows: 1, add: false };
+        forward_panels(self.isa, &terms, None, panel..panel + 1, out);
+        logits
+    }
+
+    /// The first of the largest logits.
+    fn largest(&self) -> (usize, f32) {
+        let mut best = 0;
+        for (chunk, cell) in self.cells.iter().enumerate() {
+            if cell.largest > self.cells[best].largest {
+                best = chunk;
+            }
+        }
+        let largest = self.cells[best].largest;
+        for panel in best * CHUNK_PANELS..((best + 1) * CHUNK_PANELS).min(self.panels.len()) {
+            let logits = self.logits(panel);
+            let valid = (self.weight.n() - panel * PANEL).min(PANEL);
+            if let Some(index) = logits[..valid].iter().position(|logit| *logit == largest) {
+                return (panel * PANEL + index, largest);
+            }
+        }
+        // Every logit is NaN.
+        (0, f32::NAN)
+    }
+
+    /// By chunks, then by panels of the chunk, then by tokens of the panel.
+    fn draw(&self, total: &Total, uniform: f64) -> (usize, f32) {
+        let shares = self.cells.iter().map(|cell| total.share(cell).0 * f64::from(cell.sum));
+        let (chunk, before) = invert(shares, uniform * total.sum);
+        let cell = &self.cells[chunk];
+        let rest = (uniform * total.sum - before) / total.share(cell).0;
+        let first = chunk * CHUNK_PANELS;
+        let of_chunk = &self.panels[first..(first + CHUNK_PANELS).min(self.panels.len())];
+        let (panel, before) = invert(of_chunk.iter().map(|sum| f64::from(*sum)), rest);
+        let (panel, rest) = (first + panel, rest - before);
+        let logits = self.logits(panel);
+        let mut weights = [0f32; PANEL];
+        // Safety: a panel is whole vectors.
+        unsafe { exponentials(self.isa, &logits, total.t, cell.scaled(total.t), &mut weights) };
+        let valid = (self.weight.n() - panel * PANEL).min(PANEL);
+        let (index, _) = invert(weights[..valid].iter().map(|weight| f64::from(*weight)), rest);
+        (panel * PANEL + index, logits[index])
+    }
+}
+
+on_every_rung! {
+    /// e^(logit·t − shift), as in the sums; a panel of them.
+    unsafe fn exponentials(logits: &[f32; PANEL], t: f32, shift: f32, out: &mut [f32; PANEL]) = exponentials_with
+}
+
+#[inline(always)]
+unsafe fn exponentials_with<S: Simd>(logits: &[f32; PANEL], t: f32, shift: f32, out: &mut [f32; PANEL]) {
+    const { assert!(PANEL.is_multiple_of(PAD)) };
+    unsafe {
+        for at in (0..PANEL).step_by(S::LANES) {
+            let (e, _) = exponential::<S>(logits.as_ptr().add(at), S::splat(t), S::splat(shift));
+            S::store(out.as_mut_ptr().add(at), e);
+        }
+    }
+}
+
+/// The first index whose weight and those before it sum to more than `target`, and the sum before it; where rounding
+/// leaves none, the last that added to the sum.
+fn invert(weights: impl Iterator<Item = f64>, target: f64) -> (usize, f64) {
+    let (mut sum, mut last) = (0.0, (0, 0.0));
+    for (index, weight) in weights.enumerate() {
+        let next = sum + weight;
+        if next > target {
+            return (index, sum);
+        }
+        if next > sum {
+            last = (index, sum);
+        }
+        sum = next;
+    }
+    last
+}

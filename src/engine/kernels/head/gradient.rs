@@ -1,0 +1,178 @@
+//! The vector-Jacobian product of the scores: d logits = g·(onehot − softmax) / temperature, chunk by chunk.
+
+use std::cell::RefCell;
+
+use super::super::gemm::{Output, Rows, backward_panels, outer_here};
+use super::super::isa::Isa;
+use super::super::pack::PackedMatrix;
+use super::super::rows::{on_every_rung, take_turns};
+use super::super::simd::Simd;
+use super::super::threads::{Shared, Threads};
+use super::{CHUNK, CHUNK_PANELS, Normalizer, PAD, ROWS_AT_ONCE, check, compute, exponential, factor};
+
+/// What [`score_vjp`] goes by: the arguments of [`score`](super::score) and what it kept, one element a row.
+#[derive(Clone, Copy, Debug)]
+pub struct Gradient<'a> {
+    /// `[rows, hidden]`
+    pub x: &'a [f32],
+    /// `[vocab, hidden]`
+    pub weight: &'a PackedMatrix,
+    /// Tokens.
+    pub targets: &'a [u32],
+    /// Divides the logits; above 0.
+    pub temperature: f64,
+    /// From [`score`](super::score).
+    pub normalizers: &'a [Normalizer],
+    /// dL/dlogp; rows where it is 0 cost nothing.
+    pub g: &'a [f32],
+}
+
+/// d_x `[rows, hidden]` = dL/dx, and d_weight `[vocab, hidden]` += dL/dweight where it is asked for. The sums are chains
+/// over the vocabulary and over the rows, in order.
+pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut [f32], d_weight: Option<&mut [f32]>) {
+    let Gradient { x, weight, targets, temperature, normalizers, g } = *gradient;
+    let (rows, k) = (targets.len(), weight.k());
+    check(x, weight, rows);
+    check(d_x, weight, rows);
+    assert!(normalizers.len() == rows && g.len() == rows, "one normalizer and one gradient a row");
+    assert!(targets.iter().all(|target| (*target as usize) < weight.n()), "a target is no token");
+    d_x.fill(0.0);
+    let live: Vec<usize> = (0..rows).filter(|row| g[*row] != 0.0).collect();
+    if live.is_empty() || k == 0 {
+        return;
+    }
+    let gathered: Vec<f32>;
+    let x = if live.len() == rows {
+        x
+    } else {
+        gathered = live.iter().flat_map(|row| &x[row * k..(row + 1) * k]).copied().collect();
+        &gathered
+    };
+    let t = factor(temperature);
+    let lines: Vec<Line> = live
+        .iter()
+        .map(|row| Line {
+            row: *row,
+            target: targets[*row] as usize,
+            largest: normalizers[*row].largest,
+            c: (-f64::from(g[*row]) * f64::from(t) / normalizers[*row].sum) as f32,
+            at_target: g[*row] * t,
+        })
+        .collect();
+    let job = Job { isa, x, weight, lines: &lines, t };
+    job.inputs(threads, d_x);
+    if let Some(d_weight) = d_weight {
+        assert_eq!(d_weight.len(), weight.n() * k, "the weight and its gradient differ in shape");
+        job.weights(threads, d_weight);
+    }
+}
+
+/// A row whose gradient is not 0.
+struct Line {
+    row: usize,
+    target: usize,
+    largest: f32,
+    /// Σ over the vocabulary of the softmax times this is −g / temperature.
+    c: f32,
+    /// g / temperature
+    at_target: f32,
+}
+
+struct Job<'a> {
+    isa: Isa,
+    /// `[lines, hidden]`
+    x: &'a [f32],
+    weight: &'a PackedMatrix,
+    lines: &'a [Line],
+    t: f32,
+}
+
+thread_local! {
+    /// Logits, and dL/dx of some rows.
+    static SCRATCH: RefCell<(Vec<f32>, Vec<f32>)> = const { RefCell::new((Vec::new(), Vec::new())) };
+}
+
+impl Job<'_> {
+    fn chunks(&self) -> usize {
+        self.weight.n().div_ceil(CHUNK)
+    }
+
+    /// Multiply-adds of one product, in vectors.
+    fn work(&self) -> usize {
+        self.lines.len() * self.weight.n() * self.weight.k() / 16
+    }
+
+    fn inputs(&self, threads: &Threads, d_x: &mut [f32]) {
+        let (k, lines) = (self.weight.k(), self.lines);
+        // The cut does not show in the sums.
+        let at_once = lines.len().div_ceil(threads.count()).next_multiple_of(12).min(ROWS_AT_ONCE);
+        let d_x = Shared::new(d_x);
+        take_turns(threads, lines.len().div_ceil(at_once), 2 * self.work(), |block| {
+            let first = block * at_once;
+            let block = &lines[first..(first + at_once).min(lines.len())];
+            SCRATCH.with_borrow_mut(|(logits, sums)| {
+                sums.clear();
+                sums.resize(block.len() * k, 0.0);
+                for chunk in 0..self.chunks() {
+                    let dy = self.d_logits(first, block, chunk, logits);
+                    let out = Output { y: sums, stride: k, rows: block.len(), add: true };
+                    let panels = chunk * CHUNK_PANELS..((chunk + 1) * CHUNK_PANELS).min(self.weight.panels());
+                    backward_panels(self.isa, self.weight, panels, dy, out);
+                }
+                for (line, sums) in block.iter().zip(sums.chunks_exact(k)) {
+                    // Safety: each row is one block's.
+                    unsafe { d_x.part(line.row * k..(line.row + 1) * k) }.copy_from_slice(sums);
+                }
+            });
+        });
+    }
+
+    fn weights(&self, threads: &Threads, d_weight: &mut [f32]) {
+        let k = self.weight.k();
+        let d_weight = Shared::new(d_weight);
+        take_turns(threads, self.chunks(), 2 * self.work(), |chunk| {
+            SCRATCH.with_borrow_mut(|(logits, _)| {
+                for (index, block) in self.lines.chunks(ROWS_AT_ONCE).enumerate() {
+                    let first = index * ROWS_AT_ONCE;
+                    let dy = self.d_logits(first, block, chunk, logits);
+                    let begin = chunk * CHUNK * k;
+                    // Safety: each chunk is one call's.
+                    let to = unsafe { d_weight.part(begin..begin + dy.width * k) };
+                    let x = Rows { values: &self.x[first * k..], width: k, stride: k };
+                    outer_here(self.isa, block.len(), dy, x, to);
+                }
+            });
+        });
+    }
+
+    /// dL/dlogits of some rows and a chunk.
+    fn d_logits<'a>(&self, first: usize, block: &[Line], chunk: usize, logits: &'a mut Vec<f32>) -> Rows<'a> {
+        let k = self.weight.k();
+        let width = (self.weight.n() - chunk * CHUNK).min(CHUNK);
+        compute(self.isa, &self.x[first * k..], self.weight, chunk..chunk + 1, block.len(), logits);
+        for (line, values) in block.iter().zip(logits.chunks_exact_mut(CHUNK)) {
+            // Safety: whole vectors.
+            unsafe { soften(self.isa, &mut values[..width.next_multiple_of(PAD)], self.t, line.largest, line.c) };
+            if line.target / CHUNK == chunk {
+                values[line.target % CHUNK] += line.at_target;
+            }
+        }
+        Rows { values: logits, width, stride: CHUNK }
+    }
+}
+
+on_every_rung! {
+    /// In place: logit → c·e^(logit·t − largest).
+    unsafe fn soften(logits: &mut [f32], t: f32, largest: f32, c: f32) = soften_with
+}
+
+#[inline(always)]
+unsafe fn soften_with<S: Simd>(logits: &mut [f32], t: f32, largest: f32, c: f32) {
+    unsafe {
+        for at in (0..logits.len()).step_by(S::LANES) {
+            let at = logits.as_mut_ptr().add(at);
+            let (e, _) = exponential::<S>(at, S::splat(t), S::splat(largest));
+            S::store(at, S::mul(e, S::splat(c)));
+        }
+    }
+}
