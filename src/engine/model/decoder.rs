@@ -159,8 +159,6 @@ impl<B: Backend> Decoder<B> {
         let normed = self.normed(&self.backend.select(&x, &from)?)?;
         drop(x);
         let (scores, _) = self.backend.score(&normed, &self.head, &ids, temperature)?;
-        drop(normed);
-        self.backend.release();
         Ok(scores)
     }
 
@@ -176,7 +174,6 @@ impl<B: Backend> Decoder<B> {
         let mut flat = self.backend.gradient(std::mem::take(gradient))?;
         let done = self.forward_backward_flat(packing, temperature, pass, loss, &mut flat);
         *gradient = self.backend.gradient_values(flat)?;
-        self.backend.release();
         done
     }
 
@@ -260,6 +257,7 @@ impl<B: Backend> Decoder<B> {
 
     /// No rows yet.
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
+        self.backend.release();
         let cache = self.backend.cache(&layer::heads(&self.config), self.layers.len());
         Rows { adapter, cache, hidden: None, lengths: Vec::new() }
     }
