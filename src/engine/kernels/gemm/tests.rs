@@ -80,7 +80,9 @@ fn tolerance(one: f64, terms: usize) -> f64 {
 }
 
 /// Rows, outputs, inputs: none a multiple of what the kernels work in, one of each, more than a block of each.
-const SHAPES: [(usize, usize, usize); 12] = [
+const SHAPES: [(usize, usize, usize); 14] = [
+    (99, 34, 1101),
+    (20, 1101, 34),
     (1, 1, 1),
     (1, 33, 7),
     (2, 31, 1),
@@ -190,7 +192,7 @@ fn the_gradient_of_a_weight_is_what_loops_give() {
 #[test]
 fn a_row_has_the_same_bits_in_any_company() {
     for (isa, dtype, _) in rungs() {
-        let (rows, n, k) = (133, 100, 700);
+        let (rows, n, k) = (133, 1060, 1100);
         let weight = Weight::random(n, k, dtype, 3);
         let (x, dy) = (random(rows * k, 5), random(rows * n, 7));
         let product = |threads: &Threads, rows: Range<usize>| {
