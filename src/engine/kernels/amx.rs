@@ -324,7 +324,7 @@ mod tests {
             return;
         }
         let one = super::super::pack::PackedMatrix::new(&[1.0], 1, super::super::pack::PackDtype::Bf16);
-        let given = [1.003_906_25, 1.011_718_75, -3.0, f32::INFINITY, f32::from_bits(0x7fff_ffff)];
+        let given = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, -3.0, f32::INFINITY, f32::from_bits(0x7fff_ffff)];
         let mut y = [0.0; 5];
         let terms = [super::super::gemm::Term { x: &given, stride: 1, weight: &one }];
         let out = super::super::gemm::Output { y: &mut y, stride: 1, rows: 5, add: false };

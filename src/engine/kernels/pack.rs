@@ -222,7 +222,7 @@ mod tests {
 
     #[test]
     fn values_are_rounded_to_the_nearest_bf16() {
-        let packed = PackedMatrix::new(&[1.003_906_25, 1.011_718_75, f32::INFINITY], 3, PackDtype::Bf16);
+        let packed = PackedMatrix::new(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, f32::INFINITY], 3, PackDtype::Bf16);
         let mut row = [0.0; 3];
         packed.row(0, &mut row);
         // Ties go to even.
