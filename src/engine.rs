@@ -186,6 +186,7 @@ impl<'a> Run<'a> {
         let backend = BackendKind::of_device(input.device)?;
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
         let mut policy = Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?;
+        policy.set_gradient_checkpointing(plan.training.gradient_checkpointing);
         if let Some(warning) = start::rounding_warning(&policy, plan.training.dtype) {
             host.event(warning)?;
         }

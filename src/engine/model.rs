@@ -146,6 +146,11 @@ impl Policy {
         &self.card
     }
 
+    /// Compute activations again in the backward instead of keeping them; changes no number. At first they are kept.
+    pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
+        with_decoder!(&mut self.network, |decoder| decoder.set_gradient_checkpointing(gradient_checkpointing));
+    }
+
     /// Whether sampling gives a token the same log-prob, bit for bit, as [`Policy::score`] and the training forward.
     pub fn samples_exactly(&self) -> bool {
         with_decoder!(&self.network, |decoder| decoder.samples_exactly())

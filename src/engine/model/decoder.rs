@@ -17,7 +17,7 @@ use crate::engine::lora::Lora;
 use crate::engine::model::full::Full;
 use crate::engine::ops::slices::TokenScore;
 use crate::modelcard::ModelConfig;
-use crate::spec::footprint::{PREFILL_TOKENS, saved_layers};
+use crate::spec::footprint::PREFILL_TOKENS;
 
 /// A model's weights on a backend.
 #[derive(Clone, Debug)]
@@ -32,6 +32,7 @@ pub struct Decoder<B: Backend> {
     /// Where the gradients of embedding and head begin, where they are trained.
     slots: Option<(usize, usize)>,
     rope: Arc<RopeTables>,
+    gradient_checkpointing: bool,
 }
 
 /// From the new scores to dL/dlogp, one a target.
@@ -49,12 +50,27 @@ impl<B: Backend> Decoder<B> {
             .collect::<Result<Vec<Layer<B>>>>()?;
         let norm = Norm::new(&backend, weights.values(NORM)?.0)?;
         let rope = Arc::new(RopeTables::new(config));
-        Ok(Decoder { backend, config: Arc::new(config.clone()), embedding, layers, norm, head, slots: None, rope })
+        Ok(Decoder {
+            backend,
+            config: Arc::new(config.clone()),
+            embedding,
+            layers,
+            norm,
+            head,
+            slots: None,
+            rope,
+            gradient_checkpointing: false,
+        })
     }
 
     /// Whether sampling gives the log-probs of a training forward, bit for bit.
     pub fn samples_exactly(&self) -> bool {
         self.backend.samples_exactly()
+    }
+
+    /// Compute a layer's activations again in the backward instead of keeping them; changes no number.
+    pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
+        self.gradient_checkpointing = gradient_checkpointing;
     }
 
     /// Train an adapter with these values.
@@ -187,13 +203,12 @@ impl<B: Backend> Decoder<B> {
     ) -> Result<()> {
         let backend = &self.backend;
         let batch = self.batch(packing)?;
-        // Forward, keeping each layer's input, and of the last layers what their backward reads.
-        let first_saved = self.layers.len() - saved_layers(&self.config.shape(), packing.ids.len() as u64) as usize;
+        // Forward, keeping each layer's input, and what its backward reads unless that is to be computed again.
         let mut inputs: Vec<(B::Tensor, Option<Saved<B>>)> = Vec::with_capacity(self.layers.len());
         let mut x = self.embed(&packing.ids)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let pass = pass.in_layer(index);
-            let (y, saved) = if index < first_saved {
+            let (y, saved) = if self.gradient_checkpointing {
                 (layer.forward(backend, &x, &batch, pass)?.0, None)
             } else {
                 match layer.forward_saving(backend, &x, &batch, pass, true)? {
