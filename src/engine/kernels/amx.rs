@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::gemm::product::{Scratch, pieces, room, turn};
+use super::gemm::product::{Scratch, copy, pieces, room, turn};
 use super::gemm::tile::rung;
 use super::gemm::{Job, Side, Start};
 use super::isa::Isa;
@@ -280,17 +280,6 @@ unsafe fn end(job: &Job<'_>, rows: &Range<usize>, panel: usize, sums: *const f32
     for (number, row) in rows.clone().enumerate() {
         // Safety: the caller's.
         unsafe { copy(sums.add(number * PANEL), job.y(row, column), valid) };
-    }
-}
-
-unsafe fn copy(from: *const f32, to: *mut f32, count: usize) {
-    // Safety: the caller's.
-    unsafe {
-        match count {
-            // A few instructions instead of a call.
-            PANEL => *to.cast::<[u32; PANEL]>() = *from.cast(),
-            _ => std::ptr::copy_nonoverlapping(from, to, count),
-        }
     }
 }
 

@@ -227,16 +227,17 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
 /// c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]`, the rows in order: the gradient of a weight.
 pub fn outer(threads: &Threads, isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]) {
     let Some(target) = check_outer(isa, rows, &a, &b, c) else { return };
-    let size = a.width * b.width;
-    cut(threads, isa, Side::Forward, a.width, b.width, size.div_ceil(a.width) * rows, |i, panels| {
-        outer_range(isa, (rows, &a, &b), &target, i, panels);
+    let (wide, narrow) = (a.width.max(b.width), a.width.min(b.width));
+    let call = next_call();
+    cut(threads, isa, Side::Forward, 1, wide, rows * narrow * wide, |_, panels| {
+        outer_range(isa, (rows, &a, &b), &target, panels, call);
     });
 }
 
 /// [`outer`] on the calling thread: the gradient of a part of the outputs. The same bits.
 pub fn outer_here(isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]) {
     let Some(target) = check_outer(isa, rows, &a, &b, c) else { return };
-    outer_range(isa, (rows, &a, &b), &target, 0..a.width, 0..b.width.div_ceil(PANEL));
+    outer_range(isa, (rows, &a, &b), &target, 0..a.width.max(b.width).div_ceil(PANEL), next_call());
 }
 
 fn check_outer(isa: Isa, rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &mut [f32]) -> Option<Target> {
@@ -251,13 +252,14 @@ fn check_outer(isa: Isa, rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &mut [f32])
     Some(Target::new(Output { y: c, stride: b.width, rows: a.width, add: true }, 0..b.width))
 }
 
-fn outer_range(isa: Isa, sides: (usize, &Rows<'_>, &Rows<'_>), target: &Target, i: Range<usize>, panels: Range<usize>) {
-    // The weight is not used: blocks of b take its place.
+/// Some panels of the wider side.
+fn outer_range(isa: Isa, sides: (usize, &Rows<'_>, &Rows<'_>), target: &Target, panels: Range<usize>, call: u64) {
+    // The weight is not used: blocks of the wider side take its place.
     let nothing = PackedMatrix::new(&[], 0, PackDtype::F32);
-    let job = Job::new(Side::Forward, &nothing, Inputs::default(), Start::Add, target, next_call());
+    let job = Job::new(Side::Forward, &nothing, Inputs::default(), Start::Add, target, call);
     SCRATCH.with_borrow_mut(|scratch| {
         // Safety: the rung is available and the bounds were checked.
-        unsafe { product::outer(tile::rung(isa), &job, scratch, sides, i, panels) };
+        unsafe { product::outer(tile::rung(isa), &job, scratch, sides, panels) };
     });
 }
 

@@ -12,7 +12,7 @@ const FORWARD: (usize, usize) = (96, 1024);
 /// The same for the way back: more rows, as a block is turned for them once.
 const BACKWARD: (usize, usize) = (96, 1024);
 /// The same for the gradients of weights, whose inputs are turned.
-const OUTER: (usize, usize) = (192, 256);
+const OUTER: (usize, usize) = (96, 1024);
 /// Elements of packed inputs that stay in the second-level cache.
 const INPUTS: usize = 96 << 10;
 
@@ -268,41 +268,88 @@ fn turn_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
     }
 }
 
-/// c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]` in a range of i and of panels of j.
+/// c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]` in a range of panels of the wider side, whose blocks are used
+/// like weights. Where that is a, c is turned on the way.
 ///
 /// # Safety
-/// The machine has the rung's instructions; the ranges are inside the matrices, which have so many rows.
+/// The machine has the rung's instructions; the panels are inside the wider side, and both have so many rows.
 pub(super) unsafe fn outer(
     rung: &Rung,
     job: &Job<'_>,
     scratch: &mut Scratch,
     (rows, a, b): (usize, &Rows<'_>, &Rows<'_>),
-    i: Range<usize>,
     panels: Range<usize>,
 ) {
+    let flipped = a.width > b.width;
+    let (narrow, wide) = if flipped { (b, a) } else { (a, b) };
     let Scratch { inputs: [inputs, _], turned, edge, .. } = scratch;
-    inputs.holds(job, &(0..0), &(0..0), 0);
-    let edge = room(edge, MOST_ROWS * PANEL);
-    for i in balanced(i, OUTER.0) {
+    let edge = room(edge, OUTER.0 * PANEL);
+    for i in balanced(0..narrow.width, OUTER.0) {
         for block in pieces(0..rows, OUTER.1) {
-            let x = room(&mut inputs.lines, i.len() * INPUT_STRIDE);
-            for steps in pieces(block.clone(), 16) {
-                let first = steps.start - block.start;
-                let rows = steps.map(|row| &a.values[row * a.stride..][i.clone()]);
-                turn_rows(rows, x.wrapping_add(first));
+            if !inputs.holds(job, &i, &block, 0) {
+                let x = room(&mut inputs.lines, i.len() * INPUT_STRIDE);
+                for steps in pieces(block.clone(), 16) {
+                    let first = steps.start - block.start;
+                    turn_rows(steps.map(|row| &narrow.values[row * narrow.stride..][i.clone()]), x.wrapping_add(first));
+                }
             }
+            let x = inputs.lines.as_ptr().cast();
             for panel in panels.clone() {
-                let columns = panel * PANEL..((panel + 1) * PANEL).min(b.width);
+                let columns = panel * PANEL..((panel + 1) * PANEL).min(wide.width);
                 let w = room(turned, block.len() * PANEL);
                 for (step, row) in block.clone().enumerate() {
-                    let b = &b.values[row * b.stride..][columns.clone()];
+                    let from = &wide.values[row * wide.stride..][columns.clone()];
                     // Safety: there is room.
-                    unsafe { std::ptr::copy_nonoverlapping(b.as_ptr(), w.add(step * PANEL), b.len()) };
+                    unsafe { copy(from.as_ptr(), w.add(step * PANEL), from.len()) };
                 }
                 let at = Block { panel, x, w: w.cast(), depth: block.len(), fresh: false };
-                // Safety: the caller's.
-                unsafe { tiles(rung, rung.f32, job, &at, &i, edge) };
+                // Safety: the caller's; the edge has room for all of i.
+                unsafe {
+                    if !flipped {
+                        tiles(rung, rung.f32, job, &at, &i, edge);
+                        continue;
+                    }
+                    for (m, j) in i.clone().enumerate() {
+                        for (column, i) in columns.clone().enumerate() {
+                            *edge.add(m * PANEL + column) = *job.y(i, j);
+                        }
+                    }
+                    for tile in balanced(0..i.len(), rung.rows) {
+                        for column in (0..PANEL).step_by(rung.columns) {
+                            let y = edge.add(tile.start * PANEL + column);
+                            rung.f32[tile.len() - 1](&Tile {
+                                x: at.x.add(tile.start * INPUT_STRIDE),
+                                w: at.w.add(column),
+                                depth: at.depth,
+                                from: y,
+                                from_stride: PANEL,
+                                y,
+                                y_stride: PANEL,
+                                next: y,
+                            });
+                        }
+                    }
+                    for (m, j) in i.clone().enumerate() {
+                        for (column, i) in columns.clone().enumerate() {
+                            *job.y(i, j) = *edge.add(m * PANEL + column);
+                        }
+                    }
+                }
             }
+        }
+    }
+}
+
+/// A few instructions where it is a whole panel.
+///
+/// # Safety
+/// Both are so long.
+pub(in super::super) unsafe fn copy(from: *const f32, to: *mut f32, count: usize) {
+    // Safety: the caller's.
+    unsafe {
+        match count {
+            PANEL => to.cast::<[u32; PANEL]>().write_unaligned(from.cast::<[u32; PANEL]>().read_unaligned()),
+            _ => std::ptr::copy_nonoverlapping(from, to, count),
         }
     }
 }
