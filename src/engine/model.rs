@@ -141,6 +141,20 @@ impl Policy {
         Ok(Policy { card, network, lora: None, full: None })
     }
 
+    /// As [`Policy::load`], with this CPU's precision, instructions and threads.
+    pub fn on_cpu(dir: &Path, cpu: Cpu) -> Result<Policy> {
+        let card = modelcard::read(dir)?;
+        let mut weights = Weights::open(dir, &card);
+        let network = Network::Cpu(Decoder::load(cpu, &mut weights, &card.config)?);
+        Ok(Policy { card, network, lora: None, full: None })
+    }
+
+    /// Keep the activations of so many of the last layers for the backward, and compute the others' again; None = as many
+    /// as [`saved_layers`](crate::spec::footprint::saved_layers) allows. No result depends on it.
+    pub fn keep_layers(&mut self, layers: Option<usize>) {
+        with_decoder!(&mut self.network, |decoder| decoder.keep_layers(layers));
+    }
+
     /// What is known of the model without its tensors.
     pub fn card(&self) -> &ModelCard {
         &self.card

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
-use candle_core::Device;
+use rlood::engine::backend::BackendKind;
 use rlood::engine::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
 use rlood::engine::model::{Adapter, Chosen, Pick, Policy, Row};
 use rlood::engine::random::{Key, Stream};
@@ -31,7 +31,7 @@ fn fixture(name: &str) -> PathBuf {
 /// A model with an adapter whose A and B are both non-zero.
 fn model(name: &str) -> Model {
     let dir = fixture(name);
-    let mut policy = Policy::load(&dir, &Device::Cpu).unwrap();
+    let mut policy = Policy::load(&dir, BackendKind::Cpu).unwrap();
     policy.load_lora(&dir.join("lora")).unwrap();
     Model { policy, text: Text::load(&dir).unwrap() }
 }

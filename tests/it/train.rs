@@ -310,6 +310,7 @@ pub struct Start {
     pub resume: Option<PathBuf>,
     pub initial_adapter: Option<PathBuf>,
     pub eval_rows: Vec<PromptRow>,
+    pub backend: Option<BackendKind>,
 }
 
 pub fn train(
@@ -339,6 +340,7 @@ pub fn train_model(
         initial_adapter: start.initial_adapter,
         scratch_dir: scratch.path(),
         device: "cpu",
+        backend: start.backend,
     };
     let outcome = rlood::engine::train(input, host);
     let left: Vec<_> = std::fs::read_dir(scratch.path()).expect("the directory").collect();
@@ -427,7 +429,7 @@ fn the_first_ratio_of_a_block_is_exactly_one() {
     let mut host = TestHost::default();
     run(&plan, &mut host);
     let metrics = host.metrics(SamplePhase::Train);
-    let exact = Policy::load(&model_dir(), &Device::Cpu).expect("loads").samples_exactly();
+    let exact = Policy::load(&model_dir(), BackendKind::default()).expect("loads").samples_exactly();
     for step in [1, 5] {
         assert_eq!(value(&metrics, step, "sampling/log_ratio_max"), 0.0, "step {step}");
         let difference = value(&metrics, step, "sampling/sampling_logp_difference/max");
@@ -618,6 +620,7 @@ fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
         initial_adapter: None,
         scratch_dir: dir.path(),
         device: "cpu",
+        backend: None,
     };
     let error = rlood::engine::train(input, &mut TestHost::default()).expect_err("it cannot be trained");
     assert!(matches!(&error, EngineError::ModelNotFinite { what } if what.contains("tensor ")), "{error:?}");

@@ -32,6 +32,8 @@ pub struct Decoder<B: Backend> {
     /// Where the gradients of embedding and head begin, where they are trained.
     slots: Option<(usize, usize)>,
     rope: Arc<RopeTables>,
+    /// The last layers whose activations a training forward keeps; None = what the footprint allows.
+    kept_layers: Option<usize>,
 }
 
 /// From the new scores to dL/dlogp, one a target.
@@ -49,12 +51,24 @@ impl<B: Backend> Decoder<B> {
             .collect::<Result<Vec<Layer<B>>>>()?;
         let norm = Norm::new(&backend, weights.values(NORM)?.0)?;
         let rope = Arc::new(RopeTables::new(config));
-        Ok(Decoder { backend, config: Arc::new(config.clone()), embedding, layers, norm, head, slots: None, rope })
+        let config = Arc::new(config.clone());
+        Ok(Decoder { backend, config, embedding, layers, norm, head, slots: None, rope, kept_layers: None })
     }
 
     /// Whether sampling gives the log-probs of a training forward, bit for bit.
     pub fn samples_exactly(&self) -> bool {
         self.backend.samples_exactly()
+    }
+
+    /// Keep the activations of so many of the last layers; None = what the footprint allows.
+    pub fn keep_layers(&mut self, layers: Option<usize>) {
+        self.kept_layers = layers;
+    }
+
+    /// The first layer whose activations a training forward of so many tokens keeps.
+    fn first_kept(&self, tokens: usize) -> usize {
+        let allowed = || saved_layers(&self.config.shape(), tokens as u64) as usize;
+        self.layers.len().saturating_sub(self.kept_layers.unwrap_or_else(allowed))
     }
 
     /// Train an adapter with these values.
@@ -191,7 +205,7 @@ impl<B: Backend> Decoder<B> {
         let backend = &self.backend;
         let batch = self.batch(packing)?;
         // Forward, keeping each layer's input, and of the last layers what their backward reads.
-        let first_saved = self.layers.len() - saved_layers(&self.config.shape(), packing.ids.len() as u64) as usize;
+        let first_saved = self.first_kept(packing.ids.len());
         let mut inputs: Vec<(B::Tensor, Option<Saved<B>>)> = Vec::with_capacity(self.layers.len());
         let mut x = self.embed(&packing.ids)?;
         for (index, layer) in self.layers.iter().enumerate() {
