@@ -78,6 +78,8 @@ pub enum Command {
     /// Set up by the server: look at the job on standard input, write a report to standard output.
     #[command(hide = true)]
     Probe(ProbeArgs),
+    /// Measure kernels, decode, training and whole RLOO steps on random weights, against the limits of this machine.
+    Bench(BenchArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi,
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
@@ -272,6 +274,122 @@ pub struct ProbeArgs {
     /// Compute threads. Default: the machine's cores.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
+}
+
+/// Flags of `rlood bench`.
+#[derive(Debug, Clone, Args)]
+pub struct BenchArgs {
+    /// Dimensions of the random model: tiny, small, qwen3-0.6b or qwen3-4b, with changes if wanted, as in
+    /// `small,layers=2,vocab=4096` (hidden, layers, heads, kv, head_dim, inter, vocab, pos, tie).
+    #[arg(long, default_value = "tiny", value_name = "NAME[,KEY=N…]")]
+    pub shape: String,
+
+    /// A model directory to measure, instead of random weights. Its completions may end early in whole steps.
+    #[arg(long, value_name = "DIR", conflicts_with = "shape")]
+    pub model: Option<PathBuf>,
+
+    /// Prompts a step.
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub prompts: u32,
+
+    /// Completions a prompt.
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
+    pub generations: u32,
+
+    /// Tokens of a prompt.
+    #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub prompt_len: u32,
+
+    /// Tokens of a completion, exactly: no end of sequence is sampled.
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
+    pub completion: u32,
+
+    /// Precision of weights and of the inputs of matrix products.
+    #[arg(long, default_value = "bf16", value_enum)]
+    pub dtype: Precision,
+
+    /// Measured steps, after one to warm up; the other parts repeat as often at least.
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub steps: u32,
+
+    /// Weight of the KL penalty; 0 = no reference pass.
+    #[arg(long, default_value_t = 0.05, value_name = "BETA")]
+    pub beta: f64,
+
+    /// Rank of the adapter, which sits on every linear layer.
+    #[arg(long, default_value_t = 16, value_name = "R", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub lora_r: u32,
+
+    /// Compute threads. Default: the machine's cores.
+    #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+
+    /// Measure this part only (and the machine's limits, which everything is compared with). Default: kernels, decode,
+    /// training and step.
+    #[arg(long, value_enum)]
+    pub only: Option<BenchPart>,
+
+    /// Write the figures to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+
+    /// Write the random model to this directory and keep it. Default: a temporary directory.
+    #[arg(long, value_name = "DIR", conflicts_with = "model")]
+    pub save_model: Option<PathBuf>,
+
+    /// Set by the command for its own processes: measure one part, print its figures to standard output.
+    #[arg(long, hide = true, requires = "only")]
+    pub child: bool,
+}
+
+/// Precision of weights and of the inputs of matrix products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Precision {
+    /// bfloat16; sums in 32 bits.
+    Bf16,
+    /// 32 bits throughout.
+    F32,
+}
+
+impl Precision {
+    /// The word of the flag.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Precision::Bf16 => "bf16",
+            Precision::F32 => "f32",
+        }
+    }
+}
+
+/// What `rlood bench` measures, each in a process of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BenchPart {
+    /// The machine: memory reads and multiply-adds.
+    Limits,
+    /// Matrix products and attention at the model's sizes.
+    Kernels,
+    /// Generation, by batch.
+    Decode,
+    /// Forward and backward, and log-probs without gradient.
+    Training,
+    /// Whole RLOO steps of the engine's own loop.
+    Step,
+    /// Generation beside one other busy process, against generation alone.
+    Busy,
+}
+
+impl BenchPart {
+    /// The word of the flag.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            BenchPart::Limits => "limits",
+            BenchPart::Kernels => "kernels",
+            BenchPart::Decode => "decode",
+            BenchPart::Training => "training",
+            BenchPart::Step => "step",
+            BenchPart::Busy => "busy",
+        }
+    }
 }
 
 /// A device to train on.

@@ -8,7 +8,7 @@
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
-//! | processes | [`worker`] [`prober`] [`http`] [`supervisor`] [`serve`] [`demo`] [`convert`] |
+//! | processes | [`worker`] [`prober`] [`http`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`bench`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
 //!
@@ -42,6 +42,7 @@ pub mod reward;
 
 pub mod engine;
 
+pub mod bench;
 pub mod convert;
 pub mod demo;
 pub mod http;

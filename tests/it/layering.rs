@@ -31,6 +31,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("prober", &["engine", "reward"]),
     ("serve", &["files", "http", "reward", "store", "supervisor"]),
     ("convert", &[]),
+    ("bench", &["engine"]),
     ("demo", &["files", "reward", "serve"]),
 ];
 

@@ -4,6 +4,7 @@
 
 mod algorithm;
 mod artifacts;
+mod bench;
 mod datasets;
 mod demo;
 mod doctor;

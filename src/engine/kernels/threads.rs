@@ -186,7 +186,8 @@ impl Threads {
         let one = |cell: usize| {
             let part = parts[cell].clone();
             // Safety: parts are inside the buffers and disjoint.
-            let (items, values) = unsafe { (items.part(part.clone()), values.part(part.start * width..part.end * width)) };
+            let (items, values) =
+                unsafe { (items.part(part.clone()), values.part(part.start * width..part.end * width)) };
             f(part, items, values);
         };
         match small {

@@ -113,7 +113,7 @@ fn attention_and_its_vjp_equal_the_plain_twin() {
     ];
     let rows: usize = groups.iter().map(Group::len).sum();
     for window in [None, Some(1), Some(3), Some(6), Some(100)] {
-        let visible: Vec<Vec<Visible>> = groups.iter().map(|g| g.visible(window)).collect();
+        let visible: Vec<Vec<Visible>> = groups.iter().map(|g| slices::visible(g, window)).collect();
         compare(
             "attention",
             &random(7, rows, HEADS.width()),

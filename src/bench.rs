@@ -1,0 +1,256 @@
+//! `rlood bench`: what the engine reaches on this machine, against the machine's own limits.
+//!
+//! Every part runs in a process of its own, so that its peak of memory is its own, and loads the model as a job would:
+//!
+//! | part | what |
+//! |---|---|
+//! | [`limits`] | sequential reads, multiply-adds |
+//! | [`kernels`] | matrix products and attention at the model's sizes |
+//! | [`decode`] | generation by batch, alone or beside a busy process |
+//! | [`training`] | forward and backward, log-probs without gradient |
+//! | [`step`] | whole steps of [`crate::engine::train`], with a cheap reward |
+//!
+//! The weights are random ([`random_model`]); speed does not depend on their values.
+
+pub mod decode;
+pub mod kernels;
+pub mod limits;
+pub mod random_model;
+mod report;
+pub mod shape;
+pub mod step;
+mod timing;
+pub mod training;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use self::report::Report;
+use self::shape::{Shape, Weights};
+use crate::config::{BenchArgs, BenchPart, Precision, machine_threads};
+use crate::engine::error::EngineError;
+use crate::engine::random::{Key, Stream};
+use crate::modelcard::{self, ModelCard, ModelCardError};
+use crate::spec::ComputeDtype;
+
+/// The engine's thread has room for recursion over long sequences; only what is touched is ever backed by memory.
+const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
+
+/// Why nothing was measured.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// `--shape` cannot be used.
+    #[error("{0}")]
+    Shape(String),
+    /// The model directory cannot be used.
+    #[error("the model cannot be used")]
+    Model(#[from] ModelCardError),
+    /// The engine refused.
+    #[error("the engine failed")]
+    Engine(#[from] EngineError),
+    /// A setting that the job's own reader refuses.
+    #[error("the job cannot run: {0}")]
+    Job(String),
+    /// Files and processes.
+    #[error("cannot {doing}")]
+    Io {
+        /// What was being done.
+        doing: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A part did not say what it measured.
+    #[error("the part {part} failed: {detail}")]
+    Part {
+        /// Which.
+        part: &'static str,
+        /// How it ended.
+        detail: String,
+    },
+}
+
+fn io(doing: impl Into<String>) -> impl FnOnce(std::io::Error) -> BenchError {
+    let doing = doing.into();
+    move |source| BenchError::Io { doing, source }
+}
+
+/// `rlood bench`: measures, prints a table, writes JSON if asked to.
+///
+/// # Errors
+/// When the shape or the model cannot be used, the engine fails, or a file cannot be written.
+pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
+    if args.child {
+        return measure_part(args);
+    }
+    let temporary = tempfile::tempdir().map_err(io("make a temporary directory"))?;
+    let model_dir = match (&args.model, &args.save_model) {
+        (Some(given), _) => given.clone(),
+        (None, Some(kept)) => make_model(args, kept)?,
+        (None, None) => make_model(args, temporary.path())?,
+    };
+    let card = modelcard::read(&model_dir)?;
+    let mut report = Report::new(args, &card);
+    report.print_head();
+    report.limits = Some(ask(args, BenchPart::Limits, &model_dir)?);
+    report.print_limits();
+    let wanted = |part| match args.only {
+        Some(only) => only == part,
+        None => part != BenchPart::Busy,
+    };
+    if wanted(BenchPart::Kernels) {
+        report.kernels = Some(ask(args, BenchPart::Kernels, &model_dir)?);
+        report.print_kernels();
+    }
+    if wanted(BenchPart::Decode) {
+        report.decode = Some(ask(args, BenchPart::Decode, &model_dir)?);
+        report.print_decode();
+    }
+    if wanted(BenchPart::Training) {
+        report.training = Some(ask(args, BenchPart::Training, &model_dir)?);
+        report.print_training();
+    }
+    if wanted(BenchPart::Step) {
+        report.step = Some(ask(args, BenchPart::Step, &model_dir)?);
+        report.print_step();
+    }
+    if wanted(BenchPart::Busy) {
+        report.busy = Some(ask(args, BenchPart::Busy, &model_dir)?);
+        report.print_busy();
+    }
+    if let Some(path) = &args.json {
+        let text = format!("{:#}\n", report.json());
+        std::fs::write(path, text).map_err(io(format!("write {}", path.display())))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Writes the random model, and says where.
+fn make_model(args: &BenchArgs, dir: &Path) -> Result<PathBuf, BenchError> {
+    let shape = Shape::parse(&args.shape, (args.prompt_len + args.completion) as usize)?;
+    std::fs::create_dir_all(dir).map_err(io(format!("make {}", dir.display())))?;
+    random_model::write(dir, &shape, args.dtype)?;
+    Ok(dir.to_owned())
+}
+
+/// Measures a part in a process of its own.
+fn ask<T: DeserializeOwned>(args: &BenchArgs, part: BenchPart, model_dir: &Path) -> Result<T, BenchError> {
+    let program = std::env::current_exe().map_err(io("find this program"))?;
+    let mut command = Command::new(program);
+    command.arg("bench").arg("--child").arg("--only").arg(part.as_str()).arg("--model").arg(model_dir);
+    let numbers = [
+        ("--prompts", args.prompts),
+        ("--generations", args.generations),
+        ("--prompt-len", args.prompt_len),
+        ("--completion", args.completion),
+        ("--steps", args.steps),
+        ("--lora-r", args.lora_r),
+        ("--threads", threads(args)),
+    ];
+    for (flag, number) in numbers {
+        command.arg(flag).arg(number.to_string());
+    }
+    command.arg("--beta").arg(args.beta.to_string()).arg("--dtype").arg(args.dtype.as_str());
+    let output = command.stderr(Stdio::inherit()).output().map_err(io("start a process to measure in"))?;
+    let failed = |detail: String| BenchError::Part { part: part.as_str(), detail };
+    if !output.status.success() {
+        return Err(failed(output.status.to_string()));
+    }
+    serde_json::from_slice(&output.stdout).map_err(|error| failed(error.to_string()))
+}
+
+/// Compute threads of every part.
+fn threads(args: &BenchArgs) -> u32 {
+    args.threads.unwrap_or_else(machine_threads)
+}
+
+/// In the part's own process: measure, print.
+fn measure_part(args: &BenchArgs) -> Result<ExitCode, BenchError> {
+    let figures = std::thread::scope(|scope| {
+        let worker = std::thread::Builder::new().name("engine".to_owned()).stack_size(ENGINE_STACK_BYTES);
+        let worker = worker.spawn_scoped(scope, || figures_of_part(args)).map_err(io("start a thread"))?;
+        worker.join().map_err(|_| BenchError::Part { part: "thread", detail: "it panicked".to_owned() })?
+    })?;
+    println!("{figures}");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
+    let part = args.only.unwrap_or(BenchPart::Limits);
+    if part == BenchPart::Limits {
+        return json(&limits::measure(threads(args) as usize)?);
+    }
+    let setting = Setting::of(args)?;
+    match part {
+        BenchPart::Limits | BenchPart::Kernels => json(&kernels::measure(&setting)?),
+        BenchPart::Decode => json(&decode::measure(&setting)?),
+        BenchPart::Busy => json(&decode::beside_a_busy_process(&setting)?),
+        BenchPart::Training => json(&training::measure(&setting)?),
+        BenchPart::Step => json(&step::measure(&setting)?),
+    }
+}
+
+fn json(figures: &impl Serialize) -> Result<String, BenchError> {
+    serde_json::to_string(figures).map_err(|error| BenchError::Part { part: "figures", detail: error.to_string() })
+}
+
+/// What a part measures.
+pub struct Setting<'a> {
+    /// The flags.
+    pub args: &'a BenchArgs,
+    /// Where the model lies.
+    pub model_dir: PathBuf,
+    /// What is known of it.
+    pub card: ModelCard,
+    /// What its weights amount to.
+    pub weights: Weights,
+}
+
+impl<'a> Setting<'a> {
+    fn of(args: &'a BenchArgs) -> Result<Setting<'a>, BenchError> {
+        let model_dir = args.model.clone().unwrap_or_default();
+        let card = modelcard::read(&model_dir)?;
+        let weights = Weights::of(&card.config, args.lora_r);
+        Ok(Setting { args, model_dir, card, weights })
+    }
+
+    /// Precision of the matrices, in the engine's word.
+    pub fn dtype(&self) -> ComputeDtype {
+        match self.args.dtype {
+            Precision::Bf16 => ComputeDtype::Bf16,
+            Precision::F32 => ComputeDtype::F32,
+        }
+    }
+
+    /// Bytes of a weight as the matrix products read it.
+    pub fn value_bytes(&self) -> u64 {
+        value_bytes(self.args.dtype)
+    }
+
+    /// Compute threads.
+    pub fn threads(&self) -> usize {
+        threads(self.args) as usize
+    }
+
+    /// `count` random tokens, none of which ends a sequence; other ones for every `sequence`.
+    pub fn tokens(&self, sequence: u64, count: usize) -> Vec<u32> {
+        let key = Key::new(0, Stream::Probe).with(sequence);
+        let last = self.card.config.vocab_size as u64 - 1;
+        (0..count as u64).map(|position| key.with(position).below(last) as u32).collect()
+    }
+
+    /// The prompts of one step, as tokens.
+    pub fn prompts(&self, count: usize) -> Vec<Vec<u32>> {
+        (0..count as u64).map(|prompt| self.tokens(prompt, self.args.prompt_len as usize)).collect()
+    }
+}
+
+fn value_bytes(dtype: Precision) -> u64 {
+    match dtype {
+        Precision::Bf16 => 2,
+        Precision::F32 => 4,
+    }
+}

@@ -1,0 +1,192 @@
+//! Generation: prompts are prefilled, then every completion gets a token at a time until all have their length.
+
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::timing::repeat;
+use super::{BenchError, Setting, io};
+use crate::engine::backend::BackendKind;
+use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
+use crate::engine::lora::LoraConfig;
+use crate::engine::memory::peak_resident_bytes;
+use crate::engine::model::{Adapter, Policy};
+use crate::engine::random::{Key, Stream};
+use crate::engine::sampling::Sampler;
+use crate::engine::text::Text;
+
+/// Batches that are measured beside the step's own, as (prompts, completions a prompt).
+const BATCHES: [(usize, usize); 3] = [(1, 1), (1, 4), (4, 4)];
+
+/// Tokens of a completion in those.
+const SHORT_COMPLETION: usize = 32;
+
+/// Shortest measurement of a batch, seconds for each of `--steps`.
+const MIN_SECONDS: f64 = 0.1;
+
+/// How long a busy process runs before anything is measured beside it.
+const SETTLE: Duration = Duration::from_millis(300);
+
+/// What generation reached.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct DecodeFigures {
+    /// The step's own batch last.
+    pub batches: Vec<Batch>,
+    /// The process's peak, MiB.
+    pub peak_mib: f64,
+}
+
+/// One batch.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Batch {
+    /// Prompts.
+    pub prompts: usize,
+    /// Completions a prompt.
+    pub generations: usize,
+    /// Tokens of a completion.
+    pub completion: usize,
+    /// Seconds of the whole, prefill included: the fastest.
+    pub seconds: f64,
+    /// The median.
+    pub median_seconds: f64,
+    /// Completion tokens over the fastest seconds.
+    pub tok_s: f64,
+    /// Seconds of prefill and one token.
+    pub prefill_s: f64,
+    /// Seconds of one decode step without prefill.
+    pub decode_step_s: f64,
+    /// Tokens a second without prefill.
+    pub pure_tok_s: f64,
+    /// Weights read a second, without prefill, 1e9 bytes: every matrix once a step, KV not counted.
+    pub gb_s: f64,
+}
+
+/// Generation beside a process that takes all of a core it can get.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct BusyFigures {
+    /// Tokens a second, alone.
+    pub idle_tok_s: f64,
+    /// Beside the busy process.
+    pub busy_tok_s: f64,
+    /// Busy over idle.
+    pub ratio: f64,
+}
+
+/// All batches.
+///
+/// # Errors
+/// When the engine fails.
+pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
+    let bench = Generation::load(setting)?;
+    let own = (setting.args.prompts as usize, setting.args.generations as usize);
+    let mut batches = Vec::new();
+    for (prompts, generations) in BATCHES.into_iter().filter(|batch| *batch != own) {
+        let completion = SHORT_COMPLETION.min(setting.args.completion as usize);
+        batches.push(bench.batch(prompts, generations, completion, 2)?);
+    }
+    let times = setting.args.steps as usize;
+    batches.push(bench.batch(own.0, own.1, setting.args.completion as usize, times)?);
+    Ok(DecodeFigures { batches, peak_mib: peak_mib() })
+}
+
+/// The step's own batch, alone and beside a busy process.
+///
+/// # Errors
+/// When the engine fails, or no process can be started.
+pub fn beside_a_busy_process(setting: &Setting<'_>) -> Result<BusyFigures, BenchError> {
+    let bench = Generation::load(setting)?;
+    let (prompts, generations) = (setting.args.prompts as usize, setting.args.generations as usize);
+    let (completion, times) = (setting.args.completion as usize, setting.args.steps as usize);
+    // Medians: the fastest beside a busy process is the one that met it least.
+    let tokens = (prompts * generations * completion) as f64;
+    let idle_tok_s = tokens / bench.batch(prompts, generations, completion, times)?.median_seconds;
+    let busy = BusyProcess::start()?;
+    std::thread::sleep(SETTLE);
+    let busy_tok_s = tokens / bench.batch(prompts, generations, completion, times)?.median_seconds;
+    drop(busy);
+    Ok(BusyFigures { idle_tok_s, busy_tok_s, ratio: busy_tok_s / idle_tok_s })
+}
+
+/// The process's peak of resident memory so far, MiB; 0 where the system does not tell.
+pub(super) fn peak_mib() -> f64 {
+    peak_resident_bytes().unwrap_or(0) as f64 / (1 << 20) as f64
+}
+
+/// A loop in a shell, ended when dropped.
+struct BusyProcess(Child);
+
+impl BusyProcess {
+    fn start() -> Result<Self, BenchError> {
+        let child = Command::new("sh").args(["-c", "while :; do :; done"]).spawn();
+        child.map(BusyProcess).map_err(io("start a busy process"))
+    }
+}
+
+impl Drop for BusyProcess {
+    fn drop(&mut self) {
+        // It is gone already when this fails.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+struct Generation<'a> {
+    setting: &'a Setting<'a>,
+    policy: Policy,
+    text: Text,
+}
+
+impl<'a> Generation<'a> {
+    fn load(setting: &'a Setting<'a>) -> Result<Generation<'a>, BenchError> {
+        let text = Text::load(&setting.model_dir).map_err(crate::engine::error::EngineError::from)?;
+        Ok(Generation { setting, policy: policy(setting)?, text })
+    }
+
+    fn batch(&self, prompts: usize, generations: usize, completion: usize, times: usize) -> Result<Batch, BenchError> {
+        let ids = self.setting.prompts(prompts);
+        let prompts_of_request: Vec<GeneratePrompt<'_>> =
+            ids.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids }).collect();
+        let generate_tokens = |tokens: usize| {
+            let request = GenerateRequest {
+                prompts: &prompts_of_request,
+                num_generations: generations,
+                sampler: Sampler { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 },
+                max_completion_length: tokens,
+                stop: &[],
+                key: Key::new(0, Stream::Train),
+                eos_token_ids: &[],
+                adapter: Adapter::On,
+                max_rows: prompts * generations,
+            };
+            generate(&self.policy, &self.text, &request, &|| false).map(drop)
+        };
+        let seconds = MIN_SECONDS * f64::from(self.setting.args.steps);
+        let all = repeat(times, seconds, || generate_tokens(completion))?;
+        let first = repeat(times, seconds / 5.0, || generate_tokens(1))?;
+        let tokens = (prompts * generations * completion) as f64;
+        // At least a nanosecond: noise on a tiny model must not divide by zero.
+        let decode_step_s = ((all.min_s - first.min_s) / completion.saturating_sub(1).max(1) as f64).max(1e-9);
+        let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes());
+        Ok(Batch {
+            prompts,
+            generations,
+            completion,
+            seconds: all.min_s,
+            median_seconds: all.median_s,
+            tok_s: tokens / all.min_s,
+            prefill_s: first.min_s,
+            decode_step_s,
+            pure_tok_s: (prompts * generations) as f64 / decode_step_s,
+            gb_s: bytes as f64 / decode_step_s / 1e9,
+        })
+    }
+}
+
+/// The model with a fresh adapter on every linear layer.
+pub(super) fn policy(setting: &Setting<'_>) -> Result<Policy, BenchError> {
+    let mut policy = Policy::load_dtype(&setting.model_dir, BackendKind::of_device("cpu")?, setting.dtype())?;
+    let rank = setting.args.lora_r;
+    policy.add_lora(&LoraConfig::all_linear(rank as usize, f64::from(rank)), 0)?;
+    Ok(policy)
+}

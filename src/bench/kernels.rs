@@ -1,0 +1,170 @@
+//! Matrix products at the model's sizes: as decode uses them (few rows: bound by reading the weights) and as training does
+//! (many rows, forward and dX).
+
+mod attention;
+mod head;
+
+use serde::{Deserialize, Serialize};
+
+use super::shape::linear_shapes;
+use super::timing::repeat;
+use super::{BenchError, Setting};
+use crate::config::Precision;
+use crate::engine::error::EngineError;
+use crate::engine::kernels::gemm::{Output, Term, backward, forward};
+use crate::engine::kernels::isa::Isa;
+use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
+use crate::engine::kernels::threads::Threads;
+use crate::engine::random::{Key, Stream};
+
+/// Rows of a decode step.
+pub const DECODE_ROWS: [usize; 3] = [1, 4, 16];
+
+/// Rows of a training product.
+pub const TRAINING_ROWS: usize = 1024;
+
+/// Bytes of copies of one matrix that a measurement goes round: a layer's weights are not in the cache when their turn
+/// comes again, unless the model is small.
+const COPIES_BYTES: usize = 256 << 20;
+
+/// Most inputs or outputs of a product at once: the engine never holds the logits of a whole batch either.
+const MAX_ACTIVATIONS: usize = 1 << 25;
+
+/// Shortest measurement of a product, seconds for each of `--steps`.
+const MIN_SECONDS: f64 = 0.04;
+
+/// All products.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct KernelFigures {
+    /// One a matrix of a layer, the head last.
+    pub products: Vec<Product>,
+    /// Forward and dX of the layers' matrices with [`TRAINING_ROWS`] rows, by FLOPs, 1e12 a second.
+    pub gemm_tflop_s: f64,
+    /// Of a decode step of 1, 4 and 16 rows: all matrices, 1e9 bytes a second.
+    pub decode_gb_s: Vec<f64>,
+    /// One layer's.
+    pub attention: attention::AttentionFigures,
+    /// Streamed over the vocabulary.
+    pub head: head::HeadFigures,
+}
+
+/// One matrix.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Product {
+    /// As in the checkpoint.
+    pub name: String,
+    /// Outputs.
+    pub n: usize,
+    /// Inputs.
+    pub k: usize,
+    /// Packed weights read by 1, 4 and 16 rows, 1e9 bytes a second.
+    pub gb_s: Vec<f64>,
+    /// Forward over [`TRAINING_ROWS`] rows (the head over fewer), 1e9 FLOPs a second.
+    pub forward_gflop_s: f64,
+    /// dX over as many.
+    pub backward_gflop_s: f64,
+}
+
+/// Measures the seven matrices of a layer and the head.
+///
+/// # Errors
+/// When `RLOOD_ISA` names no rung of this machine.
+pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
+    let config = &setting.card.config;
+    let dtype = match setting.args.dtype {
+        Precision::Bf16 => PackDtype::Bf16,
+        Precision::F32 => PackDtype::F32,
+    };
+    let team = Team {
+        isa: Isa::chosen().map_err(EngineError::Input)?,
+        threads: Threads::new(setting.threads()),
+        dtype,
+        seconds: MIN_SECONDS * f64::from(setting.args.steps),
+    };
+    let layers = config.num_hidden_layers;
+    let mut totals = Totals::default();
+    let mut products = Vec::new();
+    for (name, n, k) in linear_shapes(config) {
+        products.push(product(&team, (name, n, k), layers, &mut totals)?);
+    }
+    let gemm_tflop_s = totals.flops / totals.training_s / 1e12;
+    products.push(product(&team, ("head", config.vocab_size, config.hidden_size), 1, &mut totals)?);
+    let decode_gb_s = totals.decode_s.iter().map(|seconds| totals.bytes / seconds / 1e9).collect();
+    let (attention, head) = (attention::measure(setting, &team)?, head::measure(setting, &team)?);
+    Ok(KernelFigures { products, gemm_tflop_s, decode_gb_s, attention, head })
+}
+
+/// Over all layers.
+#[derive(Default)]
+struct Totals {
+    flops: f64,
+    training_s: f64,
+    bytes: f64,
+    decode_s: [f64; DECODE_ROWS.len()],
+}
+
+/// Who computes a product, in what precision, for how long at least.
+struct Team {
+    isa: Isa,
+    threads: Threads,
+    dtype: PackDtype,
+    seconds: f64,
+}
+
+fn product(
+    team: &Team,
+    (name, n, k): (&str, usize, usize),
+    layers: usize,
+    totals: &mut Totals,
+) -> Result<Product, BenchError> {
+    let isa = team.isa;
+    let weight = random_values(0, n * k, 0.07);
+    let first = PackedMatrix::new_on(&team.threads, &weight, k, team.dtype);
+    drop(weight);
+    let bytes = first.size_bytes();
+    let copies = layers.min(COPIES_BYTES / bytes.max(1) + 1);
+    let matrices: Vec<PackedMatrix> = std::iter::repeat_n(first, copies).collect();
+    let training_rows = (MAX_ACTIVATIONS / n.max(k)).clamp(DECODE_ROWS[2], TRAINING_ROWS);
+    let x = random_values(1, training_rows * n.max(k), 2.0);
+    let mut y = vec![0.0; training_rows * n.max(k)];
+    let mut turn = 0;
+    let mut seconds = |rows: usize, towards_inputs: bool| {
+        let timing = repeat(2, team.seconds, || -> Result<(), BenchError> {
+            turn = (turn + 1) % matrices.len();
+            let (input, output) = if towards_inputs { (n, k) } else { (k, n) };
+            let term = Term { x: &x[..rows * input], stride: input, weight: &matrices[turn] };
+            let out = Output { y: &mut y[..rows * output], stride: output, rows, add: false };
+            match towards_inputs {
+                false => forward(&team.threads, isa, &[term], None, out),
+                true => backward(&team.threads, isa, &[term], out),
+            }
+            Ok(())
+        });
+        timing.map(|timing| timing.min_s)
+    };
+    let mut gb_s = Vec::new();
+    for (rows, total) in DECODE_ROWS.into_iter().zip(&mut totals.decode_s) {
+        let taken = seconds(rows, false)?;
+        *total += taken * layers as f64;
+        gb_s.push(bytes as f64 / taken / 1e9);
+    }
+    totals.bytes += (bytes * layers) as f64;
+    let flops = 2.0 * (n * k * training_rows) as f64;
+    let (forward_s, backward_s) = (seconds(training_rows, false)?, seconds(training_rows, true)?);
+    totals.flops += 2.0 * flops * layers as f64;
+    totals.training_s += (forward_s + backward_s) * layers as f64;
+    Ok(Product {
+        name: name.to_owned(),
+        n,
+        k,
+        gb_s,
+        forward_gflop_s: flops / forward_s / 1e9,
+        backward_gflop_s: flops / backward_s / 1e9,
+    })
+}
+
+/// Uniform values of mean 0 within half of `width`; other ones for every seed.
+fn random_values(seed: usize, count: usize, width: f64) -> Vec<f32> {
+    let key = Key::new(0, Stream::Init).with(seed as u64);
+    (0..count as u64).map(|at| ((key.with(at).uniform() - 0.5) * width) as f32).collect()
+}

@@ -1,0 +1,77 @@
+//! The streamed head: log-probs, their gradient, choosing tokens.
+
+use serde::{Deserialize, Serialize};
+
+use super::super::timing::repeat;
+use super::super::{BenchError, Setting};
+use super::{Team, random_values};
+use crate::engine::kernels::head::{Gradient, Pick, choose, score, score_vjp};
+use crate::engine::kernels::pack::PackedMatrix;
+
+/// Most positions that are scored: the rest would take as long.
+const MAX_ROWS: usize = 1024;
+
+/// What the head reached.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct HeadFigures {
+    /// Scored positions.
+    pub rows: usize,
+    /// Log-probs and entropies, seconds.
+    pub score_s: f64,
+    /// The same by the FLOPs of the product alone, 1e9 a second.
+    pub score_gflop_s: f64,
+    /// dX, the logits computed again, seconds.
+    pub backward_s: f64,
+    /// The same by the FLOPs of both products, 1e9 a second.
+    pub backward_gflop_s: f64,
+    /// Choosing a token for every completion of a step, seconds.
+    pub choose_s: f64,
+    /// The same by the packed weights that it reads, 1e9 bytes a second.
+    pub choose_gb_s: f64,
+}
+
+/// Measures it with as many positions as a step scores.
+pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures, BenchError> {
+    let (args, config) = (setting.args, &setting.card.config);
+    let (vocab, hidden) = (config.vocab_size, config.hidden_size);
+    let completions = (args.prompts * args.generations) as usize;
+    let rows = (completions * args.completion as usize).min(MAX_ROWS);
+    let values = random_values(4, vocab * hidden, 0.07);
+    let weight = PackedMatrix::new_on(&team.threads, &values, hidden, team.dtype);
+    drop(values);
+    let x = random_values(5, rows.max(completions) * hidden, 2.0);
+    let targets = setting.tokens(0, rows);
+    let mut scores = score(&team.threads, team.isa, &x[..rows * hidden], &weight, &targets, 1.0);
+    let scored = repeat(2, team.seconds, || -> Result<(), BenchError> {
+        scores = score(&team.threads, team.isa, &x[..rows * hidden], &weight, &targets, 1.0);
+        Ok(())
+    })?;
+    let gradient = Gradient {
+        x: &x[..rows * hidden],
+        weight: &weight,
+        targets: &targets,
+        temperature: 1.0,
+        normalizers: &scores.normalizers,
+        g: &vec![1e-3; rows],
+    };
+    let mut d_x = vec![0.0; rows * hidden];
+    let back = repeat(2, team.seconds, || -> Result<(), BenchError> {
+        score_vjp(&team.threads, team.isa, &gradient, &mut d_x, None);
+        Ok(())
+    })?;
+    let picks = vec![Pick { temperature: 1.0, uniform: 0.5 }; completions];
+    let chosen = repeat(2, team.seconds, || -> Result<(), BenchError> {
+        choose(&team.threads, team.isa, &x[..completions * hidden], &weight, &picks);
+        Ok(())
+    })?;
+    let flops = 2.0 * (rows * vocab * hidden) as f64;
+    Ok(HeadFigures {
+        rows,
+        score_s: scored.min_s,
+        score_gflop_s: flops / scored.min_s / 1e9,
+        backward_s: back.min_s,
+        backward_gflop_s: 2.0 * flops / back.min_s / 1e9,
+        choose_s: chosen.min_s,
+        choose_gb_s: weight.size_bytes() as f64 / chosen.min_s / 1e9,
+    })
+}

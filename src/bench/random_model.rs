@@ -1,0 +1,144 @@
+//! A model directory of random weights, written in one pass, to be loaded by the ordinary loader.
+//!
+//! Its end-of-sequence token is never sampled, so that every completion has as many tokens as it may: channel 0 of the
+//! residual stream is 1 from the embedding to the last norm (no layer reads it, none writes to it), every token has weight
+//! 1 there in the head, and the end of sequence −1000. All other logits are raised alike, which changes no probability.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+use half::bf16;
+use serde_json::{Map, Value, json};
+
+use super::BenchError;
+use super::shape::Shape;
+use crate::config::Precision;
+
+/// Standard deviation of the matrices, as transformers initialises them.
+const STD: f64 = 0.02;
+
+/// The end of sequence's weight for the channel that is always 1.
+const NEVER: f32 = -1000.0;
+
+/// Write config.json, model.safetensors and tokenizer.json into a directory that exists.
+///
+/// # Errors
+/// When a file cannot be written.
+pub fn write(dir: &Path, shape: &Shape, dtype: Precision) -> Result<(), BenchError> {
+    let written = |name: &'static str| {
+        move |source: io::Error| BenchError::Io { doing: format!("write {name} of the random model"), source }
+    };
+    let save = |name: &str, value: &Value| std::fs::write(dir.join(name), value.to_string());
+    save("config.json", &shape.config_json()).map_err(written("config.json"))?;
+    save("tokenizer.json", &tokenizer(shape.vocab)).map_err(written("tokenizer.json"))?;
+    weights(&dir.join("model.safetensors"), shape, dtype)?.map_err(written("model.safetensors"))
+}
+
+/// The text of a token.
+pub fn word(token: usize) -> String {
+    format!("w{token}")
+}
+
+/// One word a token, separated by spaces.
+fn tokenizer(vocab: usize) -> Value {
+    let words: Map<String, Value> = (0..vocab).map(|token| (word(token), json!(token))).collect();
+    json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [],
+        "normalizer": null,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": null,
+        "decoder": null,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": word(0)},
+    })
+}
+
+/// Tensor by tensor, row by row; the outer error is the shape's.
+fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()>, BenchError> {
+    let tensors = shape.model_config()?.tensors();
+    let size = match dtype {
+        Precision::Bf16 => 2,
+        Precision::F32 => 4,
+    };
+    let mut header = Map::new();
+    let mut begin = 0;
+    for (name, dims) in &tensors {
+        let end = begin + dims.iter().product::<usize>() * size;
+        let dtype = dtype.as_str().to_uppercase();
+        header.insert(name.clone(), json!({"dtype": dtype, "shape": dims, "data_offsets": [begin, end]}));
+        begin = end;
+    }
+    let mut header = Value::Object(header).to_string();
+    // So that the data begins at a multiple of 8.
+    header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+    let mut random = Random::new();
+    let mut write = || -> io::Result<()> {
+        let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(header.as_bytes())?;
+        let (mut values, mut bytes) = (Vec::new(), Vec::new());
+        for (name, dims) in &tensors {
+            let (rows, columns) = if let [rows, columns] = dims[..] { (rows, columns) } else { (1, dims[0]) };
+            for row in 0..rows {
+                values.clear();
+                fill(&mut values, name, row, columns, shape.eos(), &mut random);
+                bytes.clear();
+                match dtype {
+                    Precision::Bf16 => bytes.extend(values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes())),
+                    Precision::F32 => bytes.extend(values.iter().flat_map(|v| v.to_le_bytes())),
+                }
+                file.write_all(&bytes)?;
+            }
+        }
+        file.flush()
+    };
+    Ok(write())
+}
+
+/// One row of a tensor, or a vector.
+fn fill(values: &mut Vec<f32>, name: &str, row: usize, columns: usize, eos: usize, random: &mut Random) {
+    if name.ends_with("norm.weight") {
+        values.resize(columns, 1.0);
+        if name.ends_with("layernorm.weight") {
+            values[0] = 0.0;
+        }
+    } else if row == 0 && (name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight")) {
+        values.resize(columns, 0.0);
+    } else {
+        random.extend(values, columns);
+        if name.ends_with("embed_tokens.weight") || name.ends_with("lm_head.weight") {
+            values[0] = if row == eos { NEVER } else { 1.0 };
+        }
+    }
+}
+
+/// Values of mean 0 and standard deviation [`STD`], uniform, always the same: a table indexed by 16 bits of xorshift64*
+/// (Vigna 2016, "An experimental exploration of Marsaglia's xorshift generators, scrambled").
+struct Random {
+    state: u64,
+    table: Vec<f32>,
+}
+
+impl Random {
+    fn new() -> Random {
+        let bound = STD * 3f64.sqrt();
+        let table = (0..1 << 16).map(|i| ((f64::from(i) + 0.5) / 32768.0 - 1.0) * bound);
+        Random { state: 0x9e37_79b9_7f4a_7c15, table: table.map(|value| value as f32).collect() }
+    }
+
+    fn extend(&mut self, values: &mut Vec<f32>, count: usize) {
+        let end = values.len() + count;
+        while values.len() < end {
+            self.state ^= self.state >> 12;
+            self.state ^= self.state << 25;
+            self.state ^= self.state >> 27;
+            let bits = self.state.wrapping_mul(0x2545_f491_4f6c_dd1d);
+            for shift in [0, 16, 32, 48].into_iter().take(end - values.len()) {
+                values.push(self.table[(bits >> shift & 0xffff) as usize]);
+            }
+        }
+    }
+}

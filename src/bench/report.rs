@@ -1,0 +1,269 @@
+//! The figures of all parts: a table for people, JSON for programs.
+
+use serde_json::{Map, Value, json};
+
+use super::decode::{BusyFigures, DecodeFigures};
+use super::kernels::{DECODE_ROWS, KernelFigures, TRAINING_ROWS};
+use super::limits::Limits;
+use super::shape::Weights;
+use super::step::{StepFigures, StepTimes};
+use super::training::TrainingFigures;
+use super::value_bytes;
+use crate::config::BenchArgs;
+use crate::modelcard::ModelCard;
+
+/// What was measured so far.
+pub(super) struct Report<'a> {
+    args: &'a BenchArgs,
+    card: &'a ModelCard,
+    pub limits: Option<Limits>,
+    pub kernels: Option<KernelFigures>,
+    pub decode: Option<DecodeFigures>,
+    pub training: Option<TrainingFigures>,
+    pub step: Option<StepFigures>,
+    pub busy: Option<BusyFigures>,
+}
+
+impl<'a> Report<'a> {
+    pub fn new(args: &'a BenchArgs, card: &'a ModelCard) -> Self {
+        Self { args, card, limits: None, kernels: None, decode: None, training: None, step: None, busy: None }
+    }
+
+    /// What is measured.
+    pub fn print_head(&self) {
+        let (args, config) = (self.args, &self.card.config);
+        let name = if args.model.is_some() { "model" } else { &args.shape };
+        println!(
+            "{name}: {:.1}M parameters, {} layers of {} ({} + {} heads of {}, MLP {}), vocabulary {}, {}",
+            self.card.num_parameters as f64 / 1e6,
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.intermediate_size,
+            config.vocab_size,
+            args.dtype.as_str(),
+        );
+        println!(
+            "{} prompts × {} completions, {} + {} tokens, LoRA r {} on all linear layers, beta {}",
+            args.prompts, args.generations, args.prompt_len, args.completion, args.lora_r, args.beta,
+        );
+    }
+
+    pub fn print_limits(&self) {
+        let Some(limits) = &self.limits else { return };
+        println!("\nlimits ({}, {} threads)", limits.isa, limits.threads);
+        println!("  {:<42} {:>10.1} GB/s", "sequential read of 1 GiB", limits.read_gb_s);
+        let rates = [("multiply-adds, f32", Some(limits.fma_gflop_s)), ("tile products, bf16", limits.amx_gflop_s)];
+        for (name, rate) in rates.into_iter().filter_map(|(name, rate)| Some((name, rate?))) {
+            println!("  {name:<42} {rate:>10.0} GFLOP/s");
+        }
+    }
+
+    pub fn print_kernels(&self) {
+        let Some(kernels) = &self.kernels else { return };
+        let rows = DECODE_ROWS.map(|rows| format!("M={rows} GB/s"));
+        let training = [format!("M={TRAINING_ROWS} GFLOP/s"), "dX GFLOP/s".to_owned()];
+        println!(
+            "\n{:<28}{:>11}{:>11}{:>11}{:>16}{:>12}",
+            "matrix products", rows[0], rows[1], rows[2], training[0], training[1]
+        );
+        for product in &kernels.products {
+            let name = format!("{} [{}, {}]", product.name, product.n, product.k);
+            let decode: String = product.gb_s.iter().map(|rate| format!("{rate:>11.1}")).collect();
+            println!("  {name:<26}{decode}{:>16.0}{:>12.0}", product.forward_gflop_s, product.backward_gflop_s);
+        }
+        let decode: String = kernels.decode_gb_s.iter().map(|rate| format!("{rate:>11.1}")).collect();
+        println!("  {:<26}{decode}{:>16.0}  (forward + dX by FLOPs, without head)", "all", kernels.gemm_tflop_s * 1e3);
+        if let Some(read) = self.read_gb_s() {
+            let shares: String =
+                kernels.decode_gb_s.iter().map(|rate| format!("{:>10.0}%", 100.0 * rate / read)).collect();
+            let peak = self
+                .peak_gflop_s()
+                .map_or(String::new(), |peak| format!("{:>15.0}%", 100.0 * kernels.gemm_tflop_s * 1e3 / peak));
+            println!("  {:<26}{shares}{peak}", "of the limit");
+        }
+        let (attention, head) = (&kernels.attention, &kernels.head);
+        println!(
+            "  attention of a layer: step {:.2} ms forward, {:.2} ms backward; decode {:.3} ms",
+            attention.forward_s * 1e3,
+            attention.backward_s * 1e3,
+            attention.decode_s * 1e3,
+        );
+        println!(
+            "  head of {} positions: log-probs {:.1} ms ({:.0} GFLOP/s), dX {:.1} ms ({:.0}); choosing {:.2} ms ({:.1} GB/s)",
+            head.rows,
+            head.score_s * 1e3,
+            head.score_gflop_s,
+            head.backward_s * 1e3,
+            head.backward_gflop_s,
+            head.choose_s * 1e3,
+            head.choose_gb_s,
+        );
+    }
+
+    pub fn print_decode(&self) {
+        let Some(decode) = &self.decode else { return };
+        println!(
+            "\n{:<28}{:>12}{:>14}{:>12}{:>10}{:>10}{:>10}",
+            "decode", "tok/s", "pure tok/s", "prefill ms", "step ms", "GB/s", "of limit"
+        );
+        for batch in &decode.batches {
+            let name = format!("{} × {}, {} tokens", batch.prompts, batch.generations, batch.completion);
+            let share = self.read_gb_s().map_or(String::new(), |read| format!("{:.0}%", 100.0 * batch.gb_s / read));
+            println!(
+                "  {name:<26}{:>12.1}{:>14.1}{:>12.1}{:>10.2}{:>10.1}{share:>10}",
+                batch.tok_s,
+                batch.pure_tok_s,
+                batch.prefill_s * 1e3,
+                batch.decode_step_s * 1e3,
+                batch.gb_s,
+            );
+        }
+        println!("  {:<26}{:>12.0} MiB", "peak memory", decode.peak_mib);
+    }
+
+    pub fn print_training(&self) {
+        let Some(training) = &self.training else { return };
+        println!("\ntraining ({} tokens, {} without repeated prompts)", training.tokens, training.shared_tokens);
+        let share = self
+            .peak_gflop_s()
+            .map_or(String::new(), |peak| format!(", {:.0} % of the peak", 100.0 * training.gflop_s / peak));
+        println!(
+            "  {:<26}{:>12.1} tok/s {:>10.3} s {:>10.0} GFLOP/s (nothing recomputed counted{share})",
+            "forward + backward", training.tok_s, training.seconds, training.gflop_s
+        );
+        println!("  {:<26}{:>12.1} tok/s {:>10.3} s", "log-probs", training.score_tok_s, training.score_seconds);
+        println!("  {:<26}{:>12.0} MiB", "peak memory", training.peak_mib);
+    }
+
+    pub fn print_step(&self) {
+        let Some(step) = &self.step else { return };
+        println!(
+            "\n{:<12}{:>10}{:>10}{:>10}{:>10}{:>10}{:>15}{:>13}",
+            "RLOO step", "s", "generate", "reward", "reference", "train", "decode tok/s", "train tok/s"
+        );
+        for (name, times) in [("fastest", &step.fastest), ("median", &step.median)] {
+            println!(
+                "  {name:<10}{:>10.4}{:>10.4}{:>10.4}{:>10.4}{:>10.4}{:>15.1}{:>13.1}",
+                times.step_s,
+                times.generate_s,
+                times.reward_s,
+                times.reference_s,
+                times.train_s,
+                times.decode_tok_s,
+                times.train_tok_s,
+            );
+        }
+        println!("  {} steps; peak memory {:.0} MiB; loaded in {:.1} s", step.steps, step.peak_mib, step.load_s);
+    }
+
+    pub fn print_busy(&self) {
+        let Some(busy) = &self.busy else { return };
+        println!(
+            "\ndecode beside a busy process: {:.1} tok/s, {:.1} alone: {:.2}",
+            busy.busy_tok_s, busy.idle_tok_s, busy.ratio
+        );
+    }
+
+    fn read_gb_s(&self) -> Option<f64> {
+        self.limits.as_ref().map(|limits| limits.read_gb_s)
+    }
+
+    /// What the matrix products of this precision are bound by.
+    fn peak_gflop_s(&self) -> Option<f64> {
+        let limits = self.limits.as_ref()?;
+        match self.args.dtype {
+            crate::config::Precision::Bf16 => Some(limits.amx_gflop_s.unwrap_or(limits.fma_gflop_s)),
+            crate::config::Precision::F32 => Some(limits.fma_gflop_s),
+        }
+    }
+
+    /// The main figures at the top, everything below.
+    pub fn json(&self) -> Value {
+        let (args, config) = (self.args, &self.card.config);
+        let mut all = Map::new();
+        all.insert("rlood".into(), json!(env!("CARGO_PKG_VERSION")));
+        let headline = [
+            ("step_s", self.step_times(|times| times.step_s)),
+            ("decode_tok_s", self.decode_tok_s()),
+            ("train_tok_s", self.train_tok_s()),
+            ("peak_mib", self.peak_mib()),
+            ("read_gb_s", self.read_gb_s()),
+            ("gemm_tflop_s", self.kernels.as_ref().map(|kernels| kernels.gemm_tflop_s)),
+            ("fma_gflop_s", self.limits.as_ref().map(|limits| limits.fma_gflop_s)),
+            ("amx_gflop_s", self.limits.as_ref().and_then(|limits| limits.amx_gflop_s)),
+            ("busy_ratio", self.busy.as_ref().map(|busy| busy.ratio)),
+        ];
+        all.extend(headline.into_iter().filter_map(|(name, value)| Some((name.to_owned(), json!(value?)))));
+        let weights = Weights::of(config, args.lora_r);
+        all.insert(
+            "model".into(),
+            json!({
+                "shape": if args.model.is_some() { Value::Null } else { json!(args.shape) },
+                "num_parameters": self.card.num_parameters,
+                "adapter_parameters": weights.lora,
+                "hidden_size": config.hidden_size,
+                "num_hidden_layers": config.num_hidden_layers,
+                "num_attention_heads": config.num_attention_heads,
+                "num_key_value_heads": config.num_key_value_heads,
+                "head_dim": config.head_dim,
+                "intermediate_size": config.intermediate_size,
+                "vocab_size": config.vocab_size,
+                "decode_bytes_per_step": weights.bytes_per_step(value_bytes(args.dtype)),
+            }),
+        );
+        all.insert(
+            "settings".into(),
+            json!({
+                "prompts": args.prompts,
+                "generations": args.generations,
+                "prompt_len": args.prompt_len,
+                "completion": args.completion,
+                "dtype": args.dtype.as_str(),
+                "beta": args.beta,
+                "lora_r": args.lora_r,
+                "steps": args.steps,
+            }),
+        );
+        let parts = [
+            ("limits", json!(self.limits)),
+            ("kernels", json!(self.kernels)),
+            ("decode", json!(self.decode)),
+            ("training", json!(self.training)),
+            ("step", json!(self.step)),
+            ("busy", json!(self.busy)),
+        ];
+        all.extend(
+            parts
+                .into_iter()
+                .filter(|(_, figures)| !figures.is_null())
+                .map(|(name, figures)| (name.to_owned(), figures)),
+        );
+        Value::Object(all)
+    }
+
+    fn step_times(&self, of: impl Fn(&StepTimes) -> f64) -> Option<f64> {
+        self.step.as_ref().map(|step| of(&step.fastest))
+    }
+
+    /// Of whole steps where they were measured, else of generation alone.
+    fn decode_tok_s(&self) -> Option<f64> {
+        let alone = || self.decode.as_ref().and_then(|decode| decode.batches.last()).map(|batch| batch.tok_s);
+        self.step_times(|times| times.decode_tok_s).or_else(alone)
+    }
+
+    /// Of whole steps where they were measured, else of training alone.
+    fn train_tok_s(&self) -> Option<f64> {
+        self.step_times(|times| times.train_tok_s).or_else(|| self.training.as_ref().map(|training| training.tok_s))
+    }
+
+    /// Of whole steps where they were measured, else the largest of the parts.
+    fn peak_mib(&self) -> Option<f64> {
+        let decode = self.decode.as_ref().map(|decode| decode.peak_mib);
+        let training = self.training.as_ref().map(|training| training.peak_mib);
+        let parts = || decode.into_iter().chain(training).reduce(f64::max);
+        self.step.as_ref().map(|step| step.peak_mib).or_else(parts)
+    }
+}

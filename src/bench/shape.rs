@@ -1,0 +1,216 @@
+//! Dimensions of the models that are measured.
+
+use serde_json::{Value, json};
+
+use super::BenchError;
+use crate::modelcard::ModelConfig;
+
+/// The dimensions of a Qwen3 decoder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Width inside the MLP.
+    pub inter: usize,
+    /// Tokens.
+    pub vocab: usize,
+    /// Longest sequence.
+    pub pos: usize,
+    /// The head is the embedding.
+    pub tie: bool,
+}
+
+const TINY: Shape =
+    Shape { hidden: 128, layers: 4, heads: 4, kv: 2, head_dim: 32, inter: 384, vocab: 512, pos: 1024, tie: true };
+const SMALL: Shape =
+    Shape { hidden: 512, layers: 8, heads: 8, kv: 4, head_dim: 64, inter: 1536, vocab: 8192, pos: 2048, tie: true };
+const QWEN3_06B: Shape = Shape {
+    hidden: 1024,
+    layers: 28,
+    heads: 16,
+    kv: 8,
+    head_dim: 128,
+    inter: 3072,
+    vocab: 151_936,
+    pos: 40_960,
+    tie: true,
+};
+const QWEN3_4B: Shape = Shape { hidden: 2560, layers: 36, heads: 32, inter: 9728, ..QWEN3_06B };
+
+impl Shape {
+    /// `small`, or `small,layers=2,vocab=4096`; the context grows to `tokens` where it is shorter.
+    ///
+    /// # Errors
+    /// When the name or a key is unknown, or a dimension cannot be used.
+    pub fn parse(text: &str, tokens: usize) -> Result<Shape, BenchError> {
+        let refused = |detail: String| BenchError::Shape(format!("--shape {text}: {detail}"));
+        let mut parts = text.split(',').map(str::trim);
+        let mut shape = match parts.next().unwrap_or_default() {
+            "tiny" => TINY,
+            "small" => SMALL,
+            "qwen3-0.6b" | "0.6b" => QWEN3_06B,
+            "qwen3-4b" | "4b" => QWEN3_4B,
+            other => return Err(refused(format!("'{other}' is none of tiny, small, qwen3-0.6b, qwen3-4b"))),
+        };
+        for part in parts {
+            let (key, value) = part.split_once('=').ok_or_else(|| refused(format!("'{part}' is not KEY=N")))?;
+            if key == "tie" {
+                shape.tie = value.parse().map_err(|_| refused("tie is true or false".to_owned()))?;
+                continue;
+            }
+            let number = value.parse().ok().filter(|number| (1..=1 << 24).contains(number));
+            let number = number.ok_or_else(|| refused(format!("{key} must be a whole number from 1 to 2^24")))?;
+            let slot = match key {
+                "hidden" => &mut shape.hidden,
+                "layers" => &mut shape.layers,
+                "heads" => &mut shape.heads,
+                "kv" => &mut shape.kv,
+                "head_dim" => &mut shape.head_dim,
+                "inter" => &mut shape.inter,
+                "vocab" => &mut shape.vocab,
+                "pos" => &mut shape.pos,
+                _ => {
+                    let known = "hidden, layers, heads, kv, head_dim, inter, vocab, pos, tie";
+                    return Err(refused(format!("'{key}' is none of {known}")));
+                }
+            };
+            *slot = number;
+        }
+        if shape.vocab < 2 {
+            return Err(refused("vocab must be at least 2: one token is the end of sequence".to_owned()));
+        }
+        shape.pos = shape.pos.max(tokens);
+        shape.model_config()?;
+        Ok(shape)
+    }
+
+    /// config.json, as transformers writes it.
+    pub fn config_json(&self) -> Value {
+        json!({
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.inter,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.pos,
+            "tie_word_embeddings": self.tie,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "eos_token_id": self.eos(),
+        })
+    }
+
+    /// What the loader makes of it.
+    ///
+    /// # Errors
+    /// When the loader would refuse it.
+    pub fn model_config(&self) -> Result<ModelConfig, BenchError> {
+        ModelConfig::from_json("config.json", &self.config_json())
+            .map_err(|error| BenchError::Shape(format!("--shape: {error}")))
+    }
+
+    /// The token that ends a sequence: the last one.
+    pub fn eos(&self) -> usize {
+        self.vocab - 1
+    }
+}
+
+/// Weights that a token meets, by the dimensions of a model: what FLOPs and bytes are counted by.
+#[derive(Debug, Clone, Copy)]
+pub struct Weights {
+    /// Of the linear layers.
+    pub linear: u64,
+    /// Of the head.
+    pub head: u64,
+    /// Of the adapter on every linear layer.
+    pub lora: u64,
+}
+
+impl Weights {
+    /// Of a model, with an adapter of this rank.
+    pub fn of(config: &ModelConfig, lora_r: u32) -> Weights {
+        let matrices = linear_shapes(config).map(|(_, outputs, inputs)| (outputs * inputs, outputs + inputs));
+        let (linear, sides) = matrices.into_iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+        Weights {
+            linear: (linear * config.num_hidden_layers) as u64,
+            head: (config.vocab_size * config.hidden_size) as u64,
+            lora: (sides * config.num_hidden_layers) as u64 * u64::from(lora_r),
+        }
+    }
+
+    /// Bytes that one decode step reads of them at least: matrices of so many bytes a value, an adapter of 32 bits.
+    pub fn bytes_per_step(&self, value_bytes: u64) -> u64 {
+        (self.linear + self.head) * value_bytes + self.lora * 4
+    }
+
+    /// Floating-point operations of forward and dX (the weights are frozen) over so many tokens, of which the head sees
+    /// `scored`; recomputation is not counted.
+    pub fn training_flops(&self, tokens: u64, scored: u64) -> f64 {
+        // The adapter's own gradient is a third product.
+        let body = 4 * self.linear + 6 * self.lora;
+        body as f64 * tokens as f64 + (4 * self.head) as f64 * scored as f64
+    }
+}
+
+/// Name, outputs and inputs of a layer's matrices.
+pub fn linear_shapes(config: &ModelConfig) -> [(&'static str, usize, usize); 7] {
+    let (hidden, inter) = (config.hidden_size, config.intermediate_size);
+    let (q, kv) = (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim);
+    [
+        ("q_proj", q, hidden),
+        ("k_proj", kv, hidden),
+        ("v_proj", kv, hidden),
+        ("o_proj", hidden, q),
+        ("gate_proj", inter, hidden),
+        ("up_proj", inter, hidden),
+        ("down_proj", hidden, inter),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_presets_have_the_parameters_of_their_names() {
+        let parameters = |name: &str| {
+            let config = Shape::parse(name, 0).unwrap().model_config().unwrap();
+            config.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum::<usize>()
+        };
+        assert_eq!(parameters("tiny"), 853_376);
+        assert_eq!(parameters("small"), 29_369_856);
+        assert_eq!(parameters("qwen3-0.6b"), 596_049_920);
+        assert_eq!(parameters("qwen3-4b"), 4_022_468_096);
+    }
+
+    #[test]
+    fn a_preset_can_be_changed_and_says_what_is_wrong() {
+        let shape = Shape::parse("small,layers=2,tie=false", 4096).unwrap();
+        assert_eq!(shape, Shape { layers: 2, tie: false, pos: 4096, ..SMALL });
+        for (given, part) in [("huge", "none of"), ("tiny,depth=2", "none of"), ("tiny,layers=0", "whole number")] {
+            let error = Shape::parse(given, 0).unwrap_err().to_string();
+            assert!(error.contains(part), "{given}: {error}");
+        }
+        assert!(Shape::parse("tiny,heads=3", 0).unwrap_err().to_string().contains("num_key_value_heads"));
+    }
+
+    #[test]
+    fn a_decode_step_reads_every_matrix_once() {
+        let weights = Weights::of(&QWEN3_06B.model_config().unwrap(), 16);
+        assert_eq!(weights.linear + weights.head, 595_984_384);
+        assert_eq!(weights.lora, 10_092_544);
+    }
+}

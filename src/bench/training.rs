@@ -1,0 +1,88 @@
+//! Forward and backward over the completions of a step, and log-probs without gradient, cut as a job cuts them.
+
+use serde::{Deserialize, Serialize};
+
+use super::decode::{peak_mib, policy};
+use super::timing::repeat;
+use super::{BenchError, Setting};
+use crate::engine::memory::micro_batches;
+use crate::engine::model::{Adapter, Row, RowScore};
+use crate::spec::MICRO_BATCH_TOKENS;
+
+/// Shortest measurement, seconds for each of `--steps`.
+const MIN_SECONDS: f64 = 0.1;
+
+/// What training reached.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct TrainingFigures {
+    /// Tokens as TRL counts them: completions · (prompt + completion).
+    pub tokens: u64,
+    /// Tokens without repetition: prompts · prompt + completions · completion.
+    pub shared_tokens: u64,
+    /// Forward and backward: the fastest.
+    pub seconds: f64,
+    /// The median.
+    pub median_seconds: f64,
+    /// `tokens` over the fastest seconds.
+    pub tok_s: f64,
+    /// Forward and dX of the unrepeated tokens, the head at completions only, nothing recomputed, over the fastest seconds.
+    pub gflop_s: f64,
+    /// Log-probs without gradient, adapter off: the fastest.
+    pub score_seconds: f64,
+    /// `tokens` over that.
+    pub score_tok_s: f64,
+    /// The process's peak, MiB.
+    pub peak_mib: f64,
+}
+
+/// Forward and backward, then log-probs.
+///
+/// # Errors
+/// When the engine fails.
+pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
+    let policy = policy(setting)?;
+    let args = setting.args;
+    let (prompts, generations) = (args.prompts as usize, args.generations as usize);
+    let (prompt_len, completion) = (args.prompt_len as usize, args.completion as usize);
+    let prompt_ids = setting.prompts(prompts);
+    let completion_ids: Vec<Vec<u32>> =
+        (0..prompts * generations).map(|row| setting.tokens((1 << 32) + row as u64, completion)).collect();
+    let rows: Vec<Row<'_>> = completion_ids
+        .iter()
+        .enumerate()
+        .map(|(row, completion)| Row { prompt: &prompt_ids[row / generations], completion })
+        .collect();
+    let lengths = vec![prompt_len + completion; rows.len()];
+    let batches = micro_batches(&lengths, generations, MICRO_BATCH_TOKENS as usize);
+    let mut gradient = vec![0.0; policy.flat().len()];
+    // Both signs, as advantages have: a backward pass of nothing could be skipped.
+    let mut loss = |scores: &[RowScore]| {
+        let of_row = |(row, score): (usize, &RowScore)| {
+            vec![if row.is_multiple_of(2) { 1e-3 } else { -1e-3 }; score.logps.len()]
+        };
+        Ok(scores.iter().enumerate().map(of_row).collect())
+    };
+    let (times, seconds) = (args.steps as usize, MIN_SECONDS * f64::from(args.steps));
+    let trained = repeat(times, seconds, || {
+        batches.iter().try_for_each(|batch| {
+            policy.forward_backward(&rows[batch.clone()], 1.0, &mut loss, &mut gradient).map(drop)
+        })
+    })?;
+    let scored = repeat(times, seconds, || {
+        batches.iter().try_for_each(|batch| policy.score(&rows[batch.clone()], 1.0, Adapter::Off).map(drop))
+    })?;
+    let tokens = (rows.len() * (prompt_len + completion)) as u64;
+    let scored_tokens = (rows.len() * completion) as u64;
+    let shared_tokens = (prompts * prompt_len) as u64 + scored_tokens;
+    Ok(TrainingFigures {
+        tokens,
+        shared_tokens,
+        seconds: trained.min_s,
+        median_seconds: trained.median_s,
+        tok_s: tokens as f64 / trained.min_s,
+        gflop_s: setting.weights.training_flops(shared_tokens, scored_tokens) / trained.min_s / 1e9,
+        score_seconds: scored.min_s,
+        score_tok_s: tokens as f64 / scored.min_s,
+        peak_mib: peak_mib(),
+    })
+}

@@ -1,0 +1,60 @@
+//! `rlood bench`: the figures it writes, on a model so small that it takes seconds.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn bench(extra: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
+    command.args(["--log", "warn", "bench", "--steps", "1", "--threads", "2"]);
+    command.args(["--prompts", "2", "--generations", "3", "--prompt-len", "5", "--completion", "7"]);
+    command.args(extra).output().unwrap()
+}
+
+#[test]
+fn it_writes_its_figures_as_finite_positive_numbers() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("figures.json");
+    let output = bench(&["--shape", "tiny,layers=2,vocab=64", "--json", file.to_str().unwrap()]);
+    let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{said}\n{errors}");
+    let figures: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    for key in ["decode_tok_s", "train_tok_s", "step_s", "peak_mib", "read_gb_s", "gemm_tflop_s"] {
+        let value = figures[key].as_f64().unwrap_or_else(|| panic!("{key} is missing: {figures:#}"));
+        assert!(value.is_finite() && value > 0.0, "{key} is {value}");
+    }
+    // No completion ended early: 2 prompts × 3 completions of 7 tokens, behind 5.
+    assert_eq!(figures["step"]["completion_tokens"], 42.0);
+    assert_eq!(figures["step"]["tokens"], 72.0);
+    assert_eq!(figures["training"]["tokens"], 72);
+    assert_eq!(figures["training"]["shared_tokens"], 52);
+    let fastest = &figures["step"]["fastest"];
+    let part = |name: &str| fastest[name].as_f64().unwrap();
+    assert!(part("generate_s") + part("train_s") <= 1.01 * figures["step"]["median"]["step_s"].as_f64().unwrap());
+    for title in ["limits", "matrix products", "decode", "training", "RLOO step"] {
+        assert!(said.contains(title), "no {title}:\n{said}");
+    }
+}
+
+#[test]
+fn it_measures_one_part_of_a_model_it_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, file) = (dir.path().join("model"), dir.path().join("figures.json"));
+    let (model, file) = (model.to_str().unwrap(), file.to_str().unwrap());
+    let kept = bench(&["--shape", "tiny,vocab=64", "--dtype", "f32", "--save-model", model, "--only", "limits"]);
+    assert!(kept.status.success(), "{}", String::from_utf8_lossy(&kept.stderr));
+    let output = bench(&["--model", model, "--dtype", "f32", "--only", "decode", "--json", file]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let figures: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    assert!(figures["decode_tok_s"].as_f64().unwrap() > 0.0);
+    assert_eq!(figures["model"]["vocab_size"], 64);
+    assert!(figures.get("step_s").is_none() && figures.get("training").is_none(), "{figures:#}");
+}
+
+#[test]
+fn a_shape_that_cannot_be_used_is_refused_by_name() {
+    let output = bench(&["--shape", "tiny,heads=3"]);
+    assert!(!output.status.success());
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("num_key_value_heads"), "{said}");
+}
