@@ -183,7 +183,7 @@ impl<'a> Run<'a> {
     fn load(mut input: TrainInput<'a>, host: &'a mut dyn Host) -> Result<Self, Halt> {
         let plan = input.plan;
         host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
-        let backend = BackendKind::of_device(input.device)?;
+        let backend = input.backend.map_or_else(|| BackendKind::of_device(input.device), Ok)?;
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
         let mut policy = Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?;
         policy.set_gradient_checkpointing(plan.training.gradient_checkpointing);

@@ -249,6 +249,7 @@ impl Probe {
             initial_adapter: self.initial.clone(),
             scratch_dir: &self.scratch,
             device: &self.device,
+            backend: None,
         };
         if let Err(error) = engine::train(input, &mut look) {
             look.error = Some(explained(&error));

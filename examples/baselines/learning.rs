@@ -108,6 +108,7 @@ fn run(rloo: &Value, steps: u64, seed: u64) -> Result<Ledger, Failure> {
         initial_adapter: None,
         scratch_dir: scratch.path(),
         device: "cpu",
+        backend: None,
     };
     match train(input, &mut ledger)? {
         TrainOutcome::Finished => Ok(ledger),

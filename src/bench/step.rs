@@ -86,6 +86,7 @@ fn input<'a>(setting: &'a Setting<'_>, plan: &'a Plan, rows: Vec<PromptRow>, scr
         initial_adapter: None,
         scratch_dir,
         device: "cpu",
+        backend: None,
     }
 }
 

@@ -203,6 +203,8 @@ pub struct TrainInput<'a> {
     pub scratch_dir: &'a Path,
     /// `cpu`, `cuda:0`.
     pub device: &'a str,
+    /// What computes; None = what the device runs.
+    pub backend: Option<super::backend::BackendKind>,
 }
 
 /// One row of a dataset.

@@ -141,6 +141,14 @@ impl Policy {
         Ok(Policy { card, network, lora: None, full: None })
     }
 
+    /// As [`Policy::load`], with this CPU's precision, instructions and threads.
+    pub fn on_cpu(dir: &Path, cpu: Cpu) -> Result<Policy> {
+        let card = modelcard::read(dir)?;
+        let mut weights = Weights::open(dir, &card);
+        let network = Network::Cpu(Decoder::load(cpu, &mut weights, &card.config)?);
+        Ok(Policy { card, network, lora: None, full: None })
+    }
+
     /// What is known of the model without its tensors.
     pub fn card(&self) -> &ModelCard {
         &self.card

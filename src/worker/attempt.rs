@@ -365,6 +365,7 @@ impl EngineRun {
                     initial_adapter: prepared.initial,
                     scratch_dir: &scratch_dir,
                     device: &device,
+                    backend: None,
                 };
                 let result = train(input, &mut host);
                 // Nobody waits any more only when the process leaves.

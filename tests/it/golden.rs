@@ -1,10 +1,11 @@
-//! Real TRL runs, end to end: recorded prompts, completions and rewards through `engine::train`.
+//! Real TRL runs, end to end: recorded prompts, completions and rewards through `engine::train`, on both backends.
 //!
 //! `tests/fixtures/README.md` explains the files. Nothing is computed here: what the engine reports is compared.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
+use rlood::engine::backend::BackendKind;
 use rlood::engine::host::{PromptRow, Rollout, RolloutCompletion, RolloutGroup, TrainOutcome};
 use rlood::engine::rollout::cut_completion;
 use rlood::engine::text::Text;
@@ -41,20 +42,27 @@ fn golden() {
     let mut failed = Vec::new();
     for dir in &cases {
         let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        match std::panic::catch_unwind(|| compare(dir)) {
-            Ok(report) if report.failures.is_empty() => println!("golden {name}: ok ({})", report.summary()),
-            Ok(report) => {
-                let shown = report.failures.iter().take(20).cloned().collect::<Vec<_>>().join("\n  ");
-                println!("golden {name}: FAILED, {} differences\n  {shown}", report.failures.len());
-                failed.push(name);
-            }
-            Err(_) => {
-                println!("golden {name}: FAILED, panicked");
-                failed.push(name);
+        let mut summaries = Vec::new();
+        for kind in [BackendKind::Cpu, BackendKind::Reference] {
+            let on = format!("{kind:?}").to_lowercase();
+            match std::panic::catch_unwind(|| compare(dir, kind)) {
+                Ok(report) if report.failures.is_empty() => summaries.push(format!("{on}: {}", report.summary())),
+                Ok(report) => {
+                    let shown = report.failures.iter().take(20).cloned().collect::<Vec<_>>().join("\n  ");
+                    println!("golden {name}: FAILED on {on}, {} differences\n  {shown}", report.failures.len());
+                    failed.push(format!("{name} on {on}"));
+                }
+                Err(_) => {
+                    println!("golden {name}: FAILED on {on}, panicked");
+                    failed.push(format!("{name} on {on}"));
+                }
             }
         }
+        if summaries.len() == 2 {
+            println!("golden {name}: ok ({})", summaries.join("; "));
+        }
     }
-    assert!(failed.is_empty(), "{} of {} runs differ: {failed:?}", failed.len(), cases.len());
+    assert!(failed.is_empty(), "of {} runs these differ: {failed:?}", cases.len());
 }
 
 #[derive(Default)]
@@ -312,7 +320,7 @@ fn is_padded(padded: &[u32], ids: &[u32], left: bool) -> bool {
     rest == ids && pad.iter().all(|id| Some(id) == pad.first())
 }
 
-fn compare(dir: &Path) -> Report {
+fn compare(dir: &Path, kind: BackendKind) -> Report {
     let recorded = Recorded::read(dir);
     let (run, plan) = (&recorded.run, &recorded.plan);
     // A PEFT directory around the bare file of the first adapter.
@@ -338,7 +346,8 @@ fn compare(dir: &Path) -> Report {
     let mut host = TestHost::with_rollouts(move |step| rollouts.get(((step - 1) / uses) as usize).cloned());
     let prompts = array(&run["prompts"]).iter();
     let rows = prompts.map(|prompt| PromptRow { prompt: prompt.clone(), columns: Map::new() }).collect();
-    let start = Start { initial_adapter: Some(initial.path().to_path_buf()), ..Start::default() };
+    let initial_adapter = Some(initial.path().to_path_buf());
+    let start = Start { initial_adapter, backend: Some(kind), ..Start::default() };
     let outcome = train_model(dir, plan, rows, start, &mut host)
         .unwrap_or_else(|error| panic!("{error}: {:?}", std::error::Error::source(&error)));
     assert_eq!(outcome, TrainOutcome::Finished);

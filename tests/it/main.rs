@@ -4,6 +4,7 @@
 
 mod algorithm;
 mod artifacts;
+mod bits;
 mod bench;
 mod datasets;
 mod demo;
@@ -22,11 +23,13 @@ mod jobs_api;
 mod journal;
 mod kill;
 mod layering;
+mod long;
 mod memory;
 mod openapi;
 mod oracle;
 mod params;
 mod parity;
+mod precision;
 mod probe;
 mod processes;
 mod queue;

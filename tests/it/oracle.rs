@@ -36,15 +36,18 @@ fn sequence(length: usize) -> Vec<u32> {
 }
 
 fn assert_same_logits(name: &str, mut theirs: impl FnMut(&Tensor) -> Tensor) {
-    let policy = Policy::load(&fixture(name), BackendKind::Cpu).unwrap();
+    let kinds = [BackendKind::Cpu, BackendKind::Reference];
+    let policies = kinds.map(|kind| (kind, Policy::load(&fixture(name), kind).unwrap()));
     for length in [1, 2, 17, 60] {
         let ids = sequence(length);
-        let ours = policy.logits(&ids, &[length - 1], Adapter::Off).unwrap();
         let input = Tensor::new(ids.as_slice(), &Device::Cpu).unwrap().unsqueeze(0).unwrap();
         let theirs = theirs(&input).flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        assert_eq!(ours[0].len(), theirs.len());
-        for (ours, theirs) in ours[0].iter().zip(theirs) {
-            assert!((ours - theirs).abs() < 2e-4, "{name}, {length} tokens: {ours} and {theirs}");
+        for (kind, policy) in &policies {
+            let ours = policy.logits(&ids, &[length - 1], Adapter::Off).unwrap();
+            assert_eq!(ours[0].len(), theirs.len());
+            for (ours, theirs) in ours[0].iter().zip(&theirs) {
+                assert!((ours - theirs).abs() < 2e-4, "{name}, {kind:?}, {length} tokens: {ours} and {theirs}");
+            }
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Tiny random models with the numbers of transformers and PEFT: `tests/fixtures/README.md` explains the fields.
+//! Tiny random models with the numbers of transformers and PEFT, on both backends in f32, with the same tolerances:
+//! `tests/fixtures/README.md` explains the fields. bf16 is in `precision.rs`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -37,9 +38,16 @@ fn every_case_agrees_with_transformers_and_peft() {
     let mut failed = Vec::new();
     for case in &cases {
         let name = case.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        // A case that panics does not hide the others.
-        let checked = std::panic::catch_unwind(|| check_case(case)).unwrap_or_else(|_| Err("panicked".to_owned()));
-        match checked {
+        let on_both = [BackendKind::Cpu, BackendKind::Reference].map(|kind| {
+            // A case that panics does not hide the others.
+            let checked = std::panic::catch_unwind(|| check_case(case, kind));
+            let kind = format!("{kind:?}").to_lowercase();
+            match checked.unwrap_or_else(|_| Err("panicked".to_owned())) {
+                Ok(summary) => Ok(format!("{kind}: {summary}")),
+                Err(why) => Err(format!("{kind}: {why}")),
+            }
+        });
+        match on_both.into_iter().collect::<Result<Vec<String>, String>>().map(|summaries| summaries.join("; ")) {
             Ok(summary) => println!("parity {name}: ok ({summary})"),
             Err(why) => {
                 println!("parity {name}: FAILED: {why}");
@@ -50,9 +58,9 @@ fn every_case_agrees_with_transformers_and_peft() {
     assert!(failed.is_empty(), "{} of {} cases failed:\n{}", failed.len(), cases.len(), failed.join("\n"));
 }
 
-fn check_case(dir: &Path) -> Checked<String> {
+fn check_case(dir: &Path, kind: BackendKind) -> Checked<String> {
     let expected: Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
-    let mut policy = Policy::load(dir, BackendKind::Cpu).map_err(chain)?;
+    let mut policy = Policy::load(dir, kind).map_err(chain)?;
     let mut worst: BTreeMap<&str, f64> = BTreeMap::new();
     let mut note = |what: &'static str, error: f64| {
         let entry = worst.entry(what).or_default();

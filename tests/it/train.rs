@@ -311,6 +311,7 @@ pub struct Start {
     pub resume: Option<PathBuf>,
     pub initial_adapter: Option<PathBuf>,
     pub eval_rows: Vec<PromptRow>,
+    pub backend: Option<BackendKind>,
 }
 
 pub fn train(
@@ -340,6 +341,7 @@ pub fn train_model(
         initial_adapter: start.initial_adapter,
         scratch_dir: scratch.path(),
         device: "cpu",
+        backend: start.backend,
     };
     let outcome = rlood::engine::train(input, host);
     let left: Vec<_> = std::fs::read_dir(scratch.path()).expect("the directory").collect();
@@ -619,6 +621,7 @@ fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
         initial_adapter: None,
         scratch_dir: dir.path(),
         device: "cpu",
+        backend: None,
     };
     let error = rlood::engine::train(input, &mut TestHost::default()).expect_err("it cannot be trained");
     assert!(matches!(&error, EngineError::ModelNotFinite { what } if what.contains("tensor ")), "{error:?}");

@@ -95,6 +95,7 @@ impl Machine {
             initial_adapter: None,
             scratch_dir: scratch.path(),
             device: "cpu",
+            backend: None,
         };
         let mut run = Run::load(input, self)?;
         run.samples_exactly = exact;

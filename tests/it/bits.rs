@@ -1,0 +1,338 @@
+//! What is equal bit for bit on the CPU's own kernels, in f32 and in bf16: sampling and training, whatever the other rows,
+//! the micro-batches, the threads, and what is computed again.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use rlood::engine::backend::BackendKind;
+use rlood::engine::backend::cpu::Cpu;
+use rlood::engine::host::TrainOutcome;
+use rlood::engine::kernels::isa::Isa;
+use rlood::engine::kernels::threads::Threads;
+use rlood::engine::model::pass::RowDropout;
+use rlood::engine::model::{Adapter, Pick, Policy, Row, RowScore};
+use rlood::engine::random::{Key, Stream};
+use rlood::event::SamplePhase;
+use rlood::spec::ComputeDtype;
+
+use crate::gradients::{ARCHITECTURES, as_rows, fixture, random_ids, weights};
+use crate::train::{Start, TestHost, plan, rows, train, value};
+
+const DTYPES: [ComputeDtype; 2] = [ComputeDtype::F32, ComputeDtype::Bf16];
+const TEMPERATURE: f64 = 0.7;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Trained {
+    Lora,
+    Everything,
+}
+
+/// Every architecture in every precision: with sliding windows, qk-norm, biases, tied and untied heads.
+fn each() -> impl Iterator<Item = (&'static str, ComputeDtype)> {
+    ARCHITECTURES.into_iter().flat_map(|name| DTYPES.into_iter().map(move |dtype| (name, dtype)))
+}
+
+fn trained(name: &str, mut policy: Policy, trained: Trained) -> Policy {
+    match trained {
+        Trained::Lora => policy.load_lora(&fixture(name).join("lora")).unwrap(),
+        Trained::Everything => policy.train_all(&fixture(name)).unwrap(),
+    }
+    policy
+}
+
+fn policy(name: &str, dtype: ComputeDtype, what: Trained) -> Policy {
+    trained(name, Policy::load_dtype(&fixture(name), BackendKind::Cpu, dtype).unwrap(), what)
+}
+
+/// Four prompts, the second longer than a block of attention and than Mistral's window; completions of 1 to 70 tokens.
+/// The groups begin at rows 0, 3, 5 and 6.
+fn groups() -> Vec<(Vec<u32>, Vec<u32>)> {
+    [(0, 7, 9), (0, 7, 4), (0, 7, 20), (1, 70, 40), (1, 70, 33), (2, 1, 12), (3, 11, 1), (3, 11, 6)]
+        .iter()
+        .enumerate()
+        .map(|(i, (prompt, p, c))| (random_ids(40 + prompt, *p), random_ids(140 + i as u64, *c)))
+        .collect()
+}
+
+fn assert_same(what: &str, ours: &[f32], theirs: &[f32]) {
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    let differ = |(a, b): &(&f32, &f32)| a.to_bits() != b.to_bits();
+    let count = ours.iter().zip(theirs).filter(differ).count();
+    let worst = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert_eq!(count, 0, "{what}: {count} of {} values differ, by up to {worst:e}", ours.len());
+}
+
+fn assert_same_scores(what: &str, ours: &[RowScore], theirs: &[RowScore]) {
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    for (row, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+        assert_same(&format!("{what}, log-probs of row {row}"), &ours.logps, &theirs.logps);
+        assert_same(&format!("{what}, entropies of row {row}"), &ours.entropies, &theirs.entropies);
+    }
+}
+
+/// A row in the middle of generation, and what was recorded of it.
+struct Live {
+    number: u64,
+    prompt: Vec<u32>,
+    completion: Vec<u32>,
+    logps: Vec<f32>,
+    length: usize,
+}
+
+/// Sample in a batch that rows of shared prompts join late and leave early.
+fn sample(policy: &Policy, adapter: Adapter) -> Vec<Live> {
+    const LENGTHS: [usize; 6] = [1, 33, 5, 48, 17, 40];
+    let prompts = [random_ids(20, 11), random_ids(21, 2), random_ids(22, 67), random_ids(23, 1)];
+    // After so many tokens: these prompts, each so many times.
+    let joins: [(usize, &[usize], usize); 4] = [(0, &[0, 1], 3), (4, &[2, 0], 2), (9, &[3, 1, 1], 1), (20, &[2], 4)];
+    let key = Key::new(3, Stream::Probe);
+    let mut state = policy.begin(adapter);
+    let (mut live, mut done): (Vec<Live>, Vec<Live>) = Default::default();
+    for step in 0.. {
+        for (_, which, copies) in joins.iter().filter(|(at, ..)| *at == step) {
+            let joining: Vec<&[u32]> = which.iter().map(|prompt| prompts[*prompt].as_slice()).collect();
+            policy.join(&mut state, &joining, *copies, 48).unwrap();
+            for prompt in joining.iter().flat_map(|prompt| std::iter::repeat_n(prompt, *copies)) {
+                let number = live.len() + done.len();
+                live.push(Live {
+                    number: number as u64,
+                    prompt: prompt.to_vec(),
+                    completion: Vec::new(),
+                    logps: Vec::new(),
+                    length: LENGTHS[number % LENGTHS.len()],
+                });
+            }
+        }
+        if live.is_empty() {
+            break;
+        }
+        let uniform = |row: &Live| key.with(row.number).with(row.completion.len() as u64).uniform();
+        let picks: Vec<Pick> =
+            live.iter().map(|row| Pick { temperature: TEMPERATURE, uniform: uniform(row) }).collect();
+        let chosen = policy.choose(&state, &picks).unwrap();
+        for (row, chosen) in live.iter_mut().zip(&chosen) {
+            row.completion.push(chosen.token);
+            row.logps.push(chosen.logp);
+        }
+        let keep: Vec<bool> = live.iter().map(|row| row.completion.len() < row.length).collect();
+        let mut tokens: Vec<u32> = chosen.iter().map(|chosen| chosen.token).collect();
+        if step % 2 == 0 {
+            let mut kept = keep.iter();
+            tokens.retain(|_| *kept.next().unwrap());
+            policy.retain(&mut state, &keep).unwrap();
+            policy.append(&mut state, &tokens).unwrap();
+        } else {
+            policy.append(&mut state, &tokens).unwrap();
+            policy.retain(&mut state, &keep).unwrap();
+        }
+        let (stay, leave): (Vec<Live>, Vec<Live>) = live.into_iter().partition(|row| row.completion.len() < row.length);
+        live = stay;
+        done.extend(leave);
+    }
+    assert_eq!(done.len(), 17);
+    done
+}
+
+#[test]
+fn the_log_probs_of_sampling_are_those_of_scoring() {
+    for (name, dtype) in each() {
+        let policy = policy(name, dtype, Trained::Lora);
+        assert!(policy.samples_exactly());
+        for adapter in [Adapter::On, Adapter::Off] {
+            let mut done = sample(&policy, adapter);
+            // In the order in which they ended, then side by side with the others of their prompts.
+            for order in ["as they ended", "by prompt"] {
+                let what = format!("{name}, {dtype:?}, {adapter:?}, {order}");
+                let rows: Vec<Row<'_>> =
+                    done.iter().map(|row| Row { prompt: &row.prompt, completion: &row.completion }).collect();
+                let scores = policy.score(&rows, TEMPERATURE, adapter).unwrap();
+                for (row, score) in done.iter().zip(&scores) {
+                    assert_same(&format!("{what}, row {}", row.number), &row.logps, &score.logps);
+                }
+                done.sort_by(|a, b| a.prompt.cmp(&b.prompt));
+            }
+        }
+    }
+}
+
+#[test]
+fn scores_depend_neither_on_the_other_rows_nor_on_the_micro_batches() {
+    for (name, dtype) in each() {
+        let policy = policy(name, dtype, Trained::Lora);
+        let owned = groups();
+        let rows = as_rows(&owned);
+        let score = |rows: &[Row<'_>]| policy.score(rows, TEMPERATURE, Adapter::On).unwrap();
+        let whole = score(&rows);
+        for row in 0..rows.len() {
+            let alone = score(&rows[row..=row]);
+            assert_same_scores(&format!("{name}, {dtype:?}, row {row} alone"), &alone, &whole[row..=row]);
+        }
+        let reversed: Vec<Row<'_>> = rows.iter().rev().copied().collect();
+        let mut again = score(&reversed);
+        again.reverse();
+        assert_same_scores(&format!("{name}, {dtype:?}, reversed"), &again, &whole);
+        // Cuts inside and between the groups that share a prompt.
+        for cut in 1..rows.len() {
+            let (first, second) = rows.split_at(cut);
+            let split = [score(first), score(second)].concat();
+            assert_same_scores(&format!("{name}, {dtype:?}, cut at {cut}"), &split, &whole);
+        }
+    }
+}
+
+#[test]
+fn prompts_and_cached_tokens_give_the_logits_of_a_forward() {
+    for (name, dtype) in each() {
+        let policy = policy(name, dtype, Trained::Lora);
+        let sequences = [(1, 30), (5, 31), (67, 32)].map(|(prompt, seed)| (prompt, random_ids(seed, prompt + 40)));
+        let mut state = policy.begin(Adapter::On);
+        let prompts: Vec<&[u32]> = sequences.iter().map(|(prompt, ids)| &ids[..*prompt]).collect();
+        policy.join(&mut state, &prompts, 1, 40).unwrap();
+        let full: Vec<Vec<Vec<f32>>> = sequences
+            .iter()
+            .map(|(_, ids)| policy.logits(ids, &(0..ids.len()).collect::<Vec<usize>>(), Adapter::On).unwrap())
+            .collect();
+        for step in 0..40 {
+            let logits = policy.next_logits(&state).unwrap();
+            for (row, (prompt, _)) in sequences.iter().enumerate() {
+                let what = format!("{name}, {dtype:?}, row {row}, {step} tokens");
+                assert_same(&what, logits.row(row), &full[row][prompt + step - 1]);
+            }
+            let tokens: Vec<u32> = sequences.iter().map(|(prompt, ids)| ids[prompt + step]).collect();
+            policy.append(&mut state, &tokens).unwrap();
+        }
+    }
+}
+
+fn backward(policy: &Policy, rows: &[Row<'_>], first_row: usize, gradient: &mut Vec<f32>) -> Vec<RowScore> {
+    let g = weights(rows, first_row);
+    let dropout = Some(RowDropout { key: Key::new(5, Stream::Dropout).with(1), first_row });
+    policy.forward_backward_dropped(rows, 0.8, dropout, &mut |_| Ok(g.clone()), gradient).unwrap()
+}
+
+fn gradient(policy: &Policy, rows: &[Row<'_>], cuts: &[usize]) -> (Vec<f32>, Vec<RowScore>) {
+    let (mut gradient, mut scores) = (vec![0f32; policy.flat().len()], Vec::new());
+    let mut begin = 0;
+    for end in cuts.iter().copied().chain([rows.len()]) {
+        scores.extend(backward(policy, &rows[begin..end], begin, &mut gradient));
+        begin = end;
+    }
+    assert!(gradient.iter().any(|g| *g != 0.0));
+    (gradient, scores)
+}
+
+/// A step is cut between groups only ([`rlood::engine::update::MicroBatching`]): inside, a prompt's own gradient would be
+/// the sum of two computations instead of one.
+#[test]
+fn gradients_do_not_depend_on_the_micro_batches() {
+    for (name, dtype) in each() {
+        for what in [Trained::Lora, Trained::Everything] {
+            let mut policy = policy(name, dtype, what);
+            for dropout in [0.0, 0.25] {
+                policy.set_lora_dropout(dropout);
+                let owned = groups();
+                let rows = as_rows(&owned);
+                let (whole, scores) = gradient(&policy, &rows, &[]);
+                for cuts in [&[3][..], &[5], &[6], &[3, 5, 6]] {
+                    let (split, split_scores) = gradient(&policy, &rows, cuts);
+                    let what = format!("{name}, {dtype:?}, {what:?}, dropout {dropout}, cut at {cuts:?}");
+                    assert_same_scores(&what, &split_scores, &scores);
+                    assert_same(&what, &split, &whole);
+                }
+                if what == Trained::Everything {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_depends_on_the_number_of_threads() {
+    let isa = Isa::chosen().unwrap();
+    for (name, dtype) in each() {
+        for what in [Trained::Lora, Trained::Everything] {
+            let owned = groups();
+            let rows = as_rows(&owned);
+            let run = |threads: usize| {
+                let cpu = Cpu::with(dtype, isa, Arc::new(Threads::new(threads)));
+                let policy = trained(name, Policy::on_cpu(&fixture(name), cpu).unwrap(), what);
+                let sampled: Vec<f32> = sample(&policy, Adapter::On).into_iter().flat_map(|row| row.logps).collect();
+                (gradient(&policy, &rows, &[]), sampled)
+            };
+            let ((first_gradient, first_scores), first_sampled) = run(1);
+            for threads in [2, 3] {
+                let what = format!("{name}, {dtype:?}, {what:?}, {threads} threads");
+                let ((gradient, scores), sampled) = run(threads);
+                assert_same_scores(&what, &scores, &first_scores);
+                assert_same(&what, &gradient, &first_gradient);
+                assert_same(&what, &sampled, &first_sampled);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_computed_again_for_the_backward_is_what_it_was() {
+    for (name, dtype) in each() {
+        for kind in [BackendKind::Cpu, BackendKind::Reference] {
+            let mut policy = Policy::load_dtype(&fixture(name), kind, dtype).unwrap();
+            policy.load_lora(&fixture(name).join("lora")).unwrap();
+            for dropout in [0.0, 0.25] {
+                policy.set_lora_dropout(dropout);
+                let owned = groups();
+                let rows = as_rows(&owned);
+                let (kept, scores) = gradient(&policy, &rows, &[]);
+                policy.set_gradient_checkpointing(true);
+                let what = format!("{name}, {kind:?}, {dtype:?}, dropout {dropout}, activations computed again");
+                let (again, again_scores) = gradient(&policy, &rows, &[]);
+                assert_same_scores(&what, &again_scores, &scores);
+                assert_same(&what, &again, &kept);
+                policy.set_gradient_checkpointing(false);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_first_use_of_every_block_is_exactly_on_policy() {
+    for dtype in DTYPES {
+        for (num_iterations, steps_per_generation) in [(1, 1), (2, 2)] {
+            let mut plan = plan();
+            plan.training.dtype = dtype;
+            plan.training.max_steps = 4 * u64::from(num_iterations * steps_per_generation);
+            plan.rloo.num_generations = 4;
+            plan.rloo.num_iterations = num_iterations;
+            plan.rloo.steps_per_generation = steps_per_generation;
+            plan.sampling.max_completion_length = 24;
+            plan.sampling.temperature = TEMPERATURE;
+            let mut host = TestHost::default();
+            let start = Start { backend: Some(BackendKind::Cpu), ..Start::default() };
+            assert_eq!(train(&plan, rows(), start, &mut host).unwrap(), TrainOutcome::Finished);
+            let metrics = host.metrics(SamplePhase::Train);
+            let uses = u64::from(num_iterations * steps_per_generation);
+            let mut exact = BTreeSet::new();
+            for step in 1..=plan.training.max_steps {
+                let ratio = value(&metrics, step, "sampling/log_ratio_max");
+                if (step - 1) % uses == 0 {
+                    assert_eq!(ratio, 0.0, "{dtype:?}, step {step}");
+                    let difference = value(&metrics, step, "sampling/sampling_logp_difference/max");
+                    assert_eq!(difference, 0.0, "{dtype:?}, step {step}");
+                    let trace = &host.traces[step as usize - 1];
+                    // Of the block, the step trains the first slice.
+                    for (new, old) in trace.new_logps.iter().zip(&trace.old_logps) {
+                        assert_same(&format!("{dtype:?}, step {step}"), new, old);
+                    }
+                    exact.insert(step);
+                } else {
+                    assert!(ratio > 0.0, "{dtype:?}, step {step}: the policy has moved");
+                }
+            }
+            assert_eq!(exact.len(), 4);
+            for name in ["kl", "kl_sequence", "kl_k3"] {
+                assert_eq!(value(&metrics, 1, name), 0.0, "{dtype:?}: {name} of a fresh adapter");
+            }
+            assert!(value(&metrics, 1 + uses, "kl_k3") > 0.0, "{dtype:?}: the adapter has moved");
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! How far results may differ where they are not equal: bf16 from f32, the CPU's kernels from the oracle, and one rung of
+//! the ladder of instructions from another.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rlood::engine::backend::BackendKind;
+use rlood::engine::backend::cpu::Cpu;
+use rlood::engine::kernels::isa::Isa;
+use rlood::engine::kernels::threads::Threads;
+use rlood::engine::lora::LoraConfig;
+use rlood::engine::model::{Policy, RowScore};
+use rlood::spec::ComputeDtype;
+
+use crate::gradients::{as_rows, fixture, norm, rows_of, weights};
+
+/// Log-probs in nats, relative to those beyond 1 nat: the largest difference of any token.
+#[derive(Clone, Copy, Debug)]
+struct Tolerance {
+    logps: f64,
+    /// The norm of the difference of the whole gradient, relative to the gradient's.
+    gradient: f64,
+}
+
+/// bf16 on the CPU from bf16 in the oracle: the weights are the same, the inputs of products are rounded there and only
+/// on tiles here.
+const BF16: Tolerance = Tolerance { logps: 2e-2, gradient: 3e-2 };
+/// bf16 from f32: weights lose 16 bits.
+const BF16_F32: Tolerance = Tolerance { logps: 3e-2, gradient: 5e-2 };
+/// f32 from f32: orders of summation.
+const F32: Tolerance = Tolerance { logps: 1e-5, gradient: 1e-5 };
+
+/// Scores and gradient of some rows.
+struct Results {
+    scores: Vec<RowScore>,
+    gradient: Vec<f32>,
+}
+
+/// With the fixture's adapter, both of whose factors are not zero.
+fn results(dir: &Path, mut policy: Policy) -> Results {
+    match dir.join("lora").exists() {
+        true => policy.load_lora(&dir.join("lora")).unwrap(),
+        false => policy.add_lora(&LoraConfig::all_linear(4, 8.0), 42).unwrap(),
+    }
+    let owned = rows_of(1);
+    let rows = as_rows(&owned);
+    let g = weights(&rows, 0);
+    let mut gradient = vec![0f32; policy.flat().len()];
+    let scores = policy.forward_backward(&rows, 0.8, &mut |_| Ok(g.clone()), &mut gradient).unwrap();
+    Results { scores, gradient }
+}
+
+impl Results {
+    /// How far from others.
+    fn from(&self, others: &Results) -> Tolerance {
+        let logps = |results: &Results| -> Vec<f32> { results.scores.iter().flat_map(|s| s.logps.clone()).collect() };
+        let pairs = logps(self).into_iter().zip(logps(others));
+        let error = |(a, b): (f32, f32)| f64::from((a - b).abs()) / f64::from(b.abs()).max(1.0);
+        let difference: Vec<f32> = self.gradient.iter().zip(&others.gradient).map(|(a, b)| a - b).collect();
+        let logps = pairs.map(error).fold(0.0, |worst, error| if error.is_nan() { f64::NAN } else { worst.max(error) });
+        Tolerance { logps, gradient: norm(&difference) / norm(&others.gradient) }
+    }
+}
+
+impl Tolerance {
+    fn holds(self, what: &str, measured: Tolerance) {
+        let holds = measured.logps <= self.logps && measured.gradient <= self.gradient;
+        assert!(holds, "{what}: {measured:?}, allowed {self:?}");
+    }
+}
+
+fn models() -> Vec<(String, PathBuf)> {
+    let mut models: Vec<(String, PathBuf)> = std::fs::read_dir(fixture(""))
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.path().join("config.json").exists())
+        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), entry.path()))
+        .collect();
+    models.sort();
+    assert!(models.len() >= 10);
+    models
+}
+
+#[test]
+fn bf16_is_near_the_oracles_bf16_and_near_f32() {
+    for (name, dir) in models() {
+        let load = |kind, dtype| results(&dir, Policy::load_dtype(&dir, kind, dtype).unwrap());
+        let exact = load(BackendKind::Reference, ComputeDtype::F32);
+        let oracle = load(BackendKind::Reference, ComputeDtype::Bf16);
+        let ours = load(BackendKind::Cpu, ComputeDtype::Bf16);
+        let (from_oracle, from_exact, oracles) = (ours.from(&oracle), ours.from(&exact), oracle.from(&exact));
+        println!("bf16 {name}: from bf16 {from_oracle:.1e?}, from f32 {from_exact:.1e?}; the oracle's {oracles:.1e?}");
+        BF16.holds(&format!("{name}, from the oracle"), from_oracle);
+        BF16_F32.holds(&format!("{name}, from f32"), from_exact);
+        // Never worse than what rounds more.
+        let allowed = Tolerance { logps: 1.5 * oracles.logps + 1e-5, gradient: 1.5 * oracles.gradient + 1e-5 };
+        allowed.holds(&format!("{name}, from f32 as the oracle"), from_exact);
+        // It does round, unless there is nothing to lose.
+        assert!(name.contains("bf16") || from_exact.logps > 1e-6, "{name}: {from_exact:?}");
+    }
+}
+
+#[test]
+fn every_rung_that_this_machine_has_agrees_with_the_oracle() {
+    let rungs: Vec<Isa> = Isa::available().collect();
+    assert!(rungs.contains(&Isa::Portable) && rungs.contains(&Isa::best()));
+    // With qk-norm, with a window, with biases everywhere and an odd number of threads.
+    for (name, threads) in [("qwen3", 1), ("mistral", 2), ("llama_bias", 3)] {
+        let dir = fixture(name);
+        let oracle = |dtype| results(&dir, Policy::load_dtype(&dir, BackendKind::Reference, dtype).unwrap());
+        let (exact, rounded) = (oracle(ComputeDtype::F32), oracle(ComputeDtype::Bf16));
+        let threads = Arc::new(Threads::new(threads));
+        for isa in &rungs {
+            let ours = |dtype| results(&dir, Policy::on_cpu(&dir, Cpu::with(dtype, *isa, threads.clone())).unwrap());
+            let f32 = ours(ComputeDtype::F32).from(&exact);
+            let bf16 = ours(ComputeDtype::Bf16).from(&rounded);
+            println!("rung {isa} {name}: f32 {f32:.1e?}, bf16 {bf16:.1e?}");
+            F32.holds(&format!("{name} on {isa}, f32"), f32);
+            BF16.holds(&format!("{name} on {isa}, bf16"), bf16);
+        }
+    }
+}
