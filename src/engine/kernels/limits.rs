@@ -10,7 +10,7 @@ use super::threads::Threads;
 /// Measurements, of which the best counts.
 const TRIES: usize = 5;
 
-/// 10⁹ multiply-adds counted as two operations a second, on registers alone, in f32 or, for AMX, in bf16 tiles.
+/// 10⁹ operations a second of all threads, a multiply-add being two, on registers alone: in f32 or, for AMX, in bf16 tiles.
 pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
     assert!(isa.is_available(), "{isa} does not run on this machine");
     const STEPS: usize = 2_000_000;
@@ -87,7 +87,7 @@ pub fn read_gb_s(threads: &Threads, bytes: usize) -> f64 {
     (values.len() * 8) as f64 / best / 1e9
 }
 
-/// Eight sums, so that the loads and not the additions limit.
+/// Many sums, so that the loads and not the additions limit.
 fn total(values: &[u64]) -> u64 {
     let mut sums = [0u64; 32];
     let (chunks, rest) = values.as_chunks::<32>();
