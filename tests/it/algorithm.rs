@@ -166,3 +166,16 @@ fn odd_but_legal_choices_are_warned_of() {
     let warnings = accepted(with("/rloo", quiet)).warnings;
     assert!(warnings.iter().all(|warning| !warning.pointer.starts_with("/rloo")), "{warnings:#?}");
 }
+
+#[test]
+fn dropout_is_accepted_with_what_it_does_to_the_ratio() {
+    let warnings = |dropout: f64| accepted(with("/lora", json!({"dropout": dropout}))).warnings;
+    let code = "dropout_moves_the_ratio";
+    let dropped = warnings(0.1);
+    let warning = dropped.iter().find(|warning| warning.code == code).unwrap();
+    assert_eq!(warning.pointer, "/lora/dropout");
+    // Which holds whether the log-probs of sampling were recorded or come from a pass of their own.
+    assert!(warning.detail.contains("log-probs of sampling") && warning.detail.contains("sampling/log_ratio_max"));
+    assert!(!warning.detail.contains("pass"), "{}", warning.detail);
+    assert!(warnings(0.0).iter().all(|warning| warning.code != code));
+}
