@@ -89,7 +89,7 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
         let oracle = load(BackendKind::Reference, ComputeDtype::Bf16);
         let ours = load(BackendKind::Cpu, ComputeDtype::Bf16);
         let (from_oracle, from_exact, oracles) = (ours.from(&oracle), ours.from(&exact), oracle.from(&exact));
-        println!("bf16 {name}: from bf16 {from_oracle:.1e?}, from f32 {from_exact:.1e?}; the oracle's {oracles:.1e?}");
+        println!("bf16 {name}: from bf16 {from_oracle:?}, from f32 {from_exact:?}; the oracle's {oracles:?}");
         BF16.holds(&format!("{name}, from the oracle"), from_oracle);
         BF16_F32.holds(&format!("{name}, from f32"), from_exact);
         // Never worse than what rounds more.
@@ -114,7 +114,7 @@ fn every_rung_that_this_machine_has_agrees_with_the_oracle() {
             let ours = |dtype| results(&dir, Policy::on_cpu(&dir, Cpu::with(dtype, *isa, threads.clone())).unwrap());
             let f32 = ours(ComputeDtype::F32).from(&exact);
             let bf16 = ours(ComputeDtype::Bf16).from(&rounded);
-            println!("rung {isa} {name}: f32 {f32:.1e?}, bf16 {bf16:.1e?}");
+            println!("rung {isa} {name}: f32 {f32:?}, bf16 {bf16:?}");
             F32.holds(&format!("{name} on {isa}, f32"), f32);
             BF16.holds(&format!("{name} on {isa}, bf16"), bf16);
         }
