@@ -55,8 +55,8 @@ pub struct Pool {
     free: Mutex<Vec<Vec<f32>>>,
 }
 
-/// Buffers kept; a decoder needs far fewer at a time.
-const MAX_FREE: usize = 32;
+/// Buffers kept: what a training pass over a deep model holds at a time.
+const MAX_FREE: usize = 1024;
 
 impl Pool {
     /// A matrix with whatever was in its memory.
