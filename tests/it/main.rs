@@ -4,8 +4,8 @@
 
 mod algorithm;
 mod artifacts;
-mod bits;
 mod bench;
+mod bits;
 mod datasets;
 mod demo;
 mod doctor;
