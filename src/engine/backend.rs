@@ -66,7 +66,7 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
 
     /// Whether sampling gives a token the same log-prob, bit for bit, as a training forward.
     fn samples_exactly(&self) -> bool;
-    /// A step's phase is over: buffers kept for reuse may go.
+    /// Another phase begins, with buffers of other sizes: those kept for reuse may go.
     fn release(&self);
 
     /// Row-major values, `width` a row.

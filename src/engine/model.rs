@@ -149,15 +149,14 @@ impl Policy {
         Ok(Policy { card, network, lora: None, full: None })
     }
 
-    /// Keep the activations of so many of the last layers for the backward, and compute the others' again; None = as many
-    /// as [`saved_layers`](crate::spec::footprint::saved_layers) allows. No result depends on it.
-    pub fn keep_layers(&mut self, layers: Option<usize>) {
-        with_decoder!(&mut self.network, |decoder| decoder.keep_layers(layers));
-    }
-
     /// What is known of the model without its tensors.
     pub fn card(&self) -> &ModelCard {
         &self.card
+    }
+
+    /// Compute activations again in the backward instead of keeping them; changes no number. At first they are kept.
+    pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
+        with_decoder!(&mut self.network, |decoder| decoder.set_gradient_checkpointing(gradient_checkpointing));
     }
 
     /// Whether sampling gives a token the same log-prob, bit for bit, as [`Policy::score`] and the training forward.

@@ -84,6 +84,8 @@ pub struct TrainingSpec {
     pub dtype: ComputeDtype,
     /// Tokens of a micro-batch; None = as memory allows.
     pub micro_batch_tokens: Option<u32>,
+    /// Compute a layer's activations again in the backward; None = as memory asks for.
+    pub gradient_checkpointing: Option<bool>,
 }
 
 impl JobSpec {
@@ -118,7 +120,7 @@ impl JobSpec {
         let training = json!({
             "prompts_per_step": spec.training.prompts_per_step, "max_steps": null, "num_train_epochs": null,
             "seed": spec.training.seed, "shuffle_dataset": spec.training.shuffle_dataset, "dtype": spec.training.dtype,
-            "micro_batch_tokens": null,
+            "micro_batch_tokens": null, "gradient_checkpointing": null,
         });
         let sections = json!({
             "rloo": spec.rloo, "sampling": spec.sampling, "lora": spec.lora, "optimizer": spec.optimizer,

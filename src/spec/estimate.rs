@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::footprint::{Footprint, trainable_parameters};
+use super::footprint::{Footprint, SAVED_BYTES, trainable_parameters};
 use super::{FieldError, MICRO_BATCH_TOKENS, ModelFacts, Plan, PromptLengths};
 
 /// Memory and tokens of a run, by arithmetic: nothing is measured. Null where the model's sizes are not known.
@@ -56,6 +56,8 @@ pub(super) struct Limits {
     pub memory_bytes: Option<u64>,
     /// Asked for by the job; None = as memory allows.
     pub micro_batch_tokens: Option<u32>,
+    /// Asked for by the job; None = as memory asks for.
+    pub gradient_checkpointing: Option<bool>,
 }
 
 /// Micro-batches are not made smaller than this for memory's sake.
@@ -71,10 +73,27 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result
         (Some(needs), Some(limit)) => needs.total <= limit,
         (_, _) => true,
     };
-    let mut tokens = limits.micro_batch_tokens.unwrap_or(MICRO_BATCH_TOKENS);
-    while limits.micro_batch_tokens.is_none() && tokens > MIN_MICRO_BATCH_TOKENS && !fits(plan, tokens) {
-        tokens /= 2;
-    }
+    let sizes: Vec<u32> = match limits.micro_batch_tokens {
+        Some(tokens) => vec![tokens],
+        None => {
+            (0..).map(|halvings| MICRO_BATCH_TOKENS >> halvings).take_while(|t| *t >= MIN_MICRO_BATCH_TOKENS).collect()
+        }
+    };
+    // Small batches whose activations are kept cost less than large ones whose activations are computed again; but what
+    // is kept shall not be most of the memory that a run takes.
+    let modest = |plan: &Plan, tokens: u32| needs(plan, tokens).is_none_or(|needs| needs.saved <= SAVED_BYTES);
+    let (keeps, recomputes) = match limits.gradient_checkpointing {
+        None => (true, true),
+        Some(checkpointing) => (!checkpointing, checkpointing),
+    };
+    let asked = limits.gradient_checkpointing == Some(false);
+    plan.training.gradient_checkpointing = false;
+    let kept = sizes.iter().copied().filter(|_| keeps).find(|t| fits(plan, *t) && (asked || modest(plan, *t)));
+    let tokens = kept.unwrap_or_else(|| {
+        plan.training.gradient_checkpointing = recomputes;
+        let smallest = sizes.last().copied().unwrap_or(MIN_MICRO_BATCH_TOKENS);
+        sizes.iter().copied().find(|tokens| fits(plan, *tokens)).unwrap_or(smallest)
+    });
     plan.training.micro_batch_tokens = tokens;
     let footprint = needs(plan, tokens);
     if let (Some(needs), Some(limit), false) = (footprint, limits.memory_bytes, fits(plan, tokens)) {

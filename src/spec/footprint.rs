@@ -1,9 +1,9 @@
 //! How much memory a run takes on the CPU, by the arithmetic of the engine that will run it: what it allocates, in which
 //! phase, and how it cuts its work. `tests/it/memory.rs` holds it against the measured peak.
 //!
-//! Everything is f32 in this backend, also with `training.dtype` bf16, which rounds values and not their storage.
+//! Weights are held in `training.dtype`; everything else is f32.
 
-use super::{ModelShape, OptimizerKind, Plan, Reference};
+use super::{ComputeDtype, ModelShape, OptimizerKind, Plan, Reference};
 
 /// Bytes of KV cache that generation may hold, at least one group.
 pub const KV_CACHE_BYTES: u64 = 1 << 30;
@@ -17,8 +17,18 @@ pub const MAX_LOGITS: u64 = 1 << 24;
 /// The fewest positions of such a chunk.
 pub const MIN_LOGIT_ROWS: u64 = 16;
 
-/// Activations that a training forward may keep for its backward instead of computing them again.
-pub const SAVED_BYTES: u64 = 512 << 20;
+/// Activations that a training forward keeps for its backward instead of computing them again, where nothing is asked.
+pub const SAVED_BYTES: u64 = 1 << 30;
+
+/// Positions of a sequence's keys and values that are allocated together.
+const KV_BLOCK: u64 = 16;
+
+/// Outputs of a packed weight side by side.
+const PANEL: u64 = 32;
+
+/// Words of 32 bits that the head keeps of each position and chunk of the vocabulary, and the length of a chunk.
+const HEAD_TABLE: u64 = 4;
+const HEAD_CHUNK: u64 = 512;
 
 /// Values that share a scale in 8-bit optimizer states.
 pub const OPTIMIZER_BLOCK: u64 = 256;
@@ -57,8 +67,10 @@ pub struct Footprint {
     pub kv_cache: u64,
     /// Logits alive at once: next-token logits of a rollout or a chunk of scored positions, whichever is more.
     pub logits: u64,
-    /// A micro-batch's activations, layer by layer.
+    /// A micro-batch's activations: what each layer began with, what its backward reads, and what it takes.
     pub activations: u64,
+    /// Of these, what the backward of all layers reads: it could be computed again.
+    pub saved: u64,
     /// What the C library's allocator keeps of buffers that were freed.
     pub allocator: u64,
     /// The peak.
@@ -95,19 +107,6 @@ pub fn generation_rows(shape: &ModelShape, tokens_per_row: u64) -> u64 {
     (KV_CACHE_BYTES / kv_token_bytes(shape).saturating_mul(tokens_per_row).max(1)).max(1)
 }
 
-/// The last layers whose activations a training forward keeps for the backward, of a micro-batch of so many tokens; the
-/// others' are computed again.
-pub fn saved_layers(shape: &ModelShape, tokens: u64) -> u64 {
-    let per_layer = F32 * tokens.max(1) * saved_width(shape);
-    (SAVED_BYTES / per_layer.max(1)).min(shape.num_hidden_layers)
-}
-
-/// Widths of the rows that a layer keeps for its backward.
-fn saved_width(shape: &ModelShape) -> u64 {
-    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-    2 * (q + 2 * kv) + q + shape.hidden_size + 2 * shape.intermediate_size
-}
-
 /// Keys and values of a token in all layers.
 fn kv_token_bytes(shape: &ModelShape) -> u64 {
     2 * F32 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
@@ -131,12 +130,16 @@ impl Footprint {
         let initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
 
         let parameters = trainable_parameters(plan, num_parameters, shape);
-        let weights = F32 * num_parameters;
-        let adapter_tensors = if full { 0 } else { adapter_tensor_bytes(plan, shape) };
-        let trained = F32 * parameters + adapter_tensors;
+        let weight_bytes = match plan.training.dtype {
+            ComputeDtype::F32 => F32,
+            ComputeDtype::Bf16 => F32 / 2,
+        };
+        let weights = weight_bytes * num_parameters;
+        let packed_adapter = if full { 0 } else { packed_adapter_bytes(plan, shape) };
+        let trained = F32 * parameters + packed_adapter;
         let reference = match (with_reference, full, initial) {
             (true, true, _) => weights,
-            (true, false, true) => adapter_tensors,
+            (true, false, true) => packed_adapter,
             (true, false, false) | (false, _, _) => 0,
         };
         let gradient = F32 * parameters;
@@ -147,30 +150,28 @@ impl Footprint {
         let prompts_per_block = per_step * u64::from(plan.rloo.steps_per_generation);
         let rows = generation_rows(shape, prompt + completion).min(prompts_per_block * group).max(group);
         let prompts = prompts_per_block.min(rows);
-        let kv_cache = kv_token_bytes(shape) * (prompts * prompt + rows * completion);
-        // The logits sampled from, and the next ones as tensor and on the host.
-        let rollout_logits = 3 * F32 * rows * shape.vocab_size;
+        let blocks = |tokens: u64| tokens.next_multiple_of(KV_BLOCK);
+        let kv_cache = kv_token_bytes(shape) * (prompts * blocks(prompt) + rows * blocks(completion));
+        // Logits leave the head only for samplers that look at all of them: as tensor and on the host.
+        let logits = if filters(plan) { 2 * F32 * rows * shape.vocab_size } else { 0 };
         let prefill_tokens = (prompts * prompt).min(PREFILL_TOKENS.max(prompt));
         let prefill = F32 * prefill_tokens * forward_width(shape);
-        let rollout = kv_cache + rollout_logits.max(prefill);
+        let rollout = kv_cache + logits.max(prefill);
 
         // Training: whole groups of one step until the micro-batch is full; their prompts are computed once.
         let group_tokens = group * (prompt + completion);
         let groups = (micro_batch_tokens / group_tokens).clamp(1, per_step);
         let tokens = groups * (prompt + group * completion.saturating_sub(1));
         let targets = groups * group * completion;
-        let chunk = targets.min((MAX_LOGITS / shape.vocab_size).max(MIN_LOGIT_ROWS));
-        // The chunk's logits and their gradient.
-        let training_logits = 2 * F32 * chunk * shape.vocab_size;
-        let head = training_logits
-            + F32 * (targets + tokens) * shape.hidden_size
-            + if full { F32 * shape.vocab_size * shape.hidden_size } else { 0 };
+        let head = F32 * targets * (4 * shape.hidden_size + HEAD_TABLE * shape.vocab_size.div_ceil(HEAD_CHUNK));
         let inputs = F32 * tokens * (shape.num_hidden_layers + 1) * shape.hidden_size;
-        let layer = F32 * tokens * backward_width(shape) + if full { 2 * F32 * widest_matrix(shape) } else { 0 };
-        let activations = inputs + layer;
-        let training = gradient + (inputs + head).max(activations);
-        // New weights beside the old ones, the largest matrix at a time.
-        let update = gradient + if full { 2 * F32 * shape.vocab_size * shape.hidden_size } else { adapter_tensors };
+        let layer = F32 * tokens * saved_width(shape);
+        let saved = layer * if plan.training.gradient_checkpointing { 1 } else { shape.num_hidden_layers };
+        let backward = F32 * tokens * backward_width(shape);
+        let activations = inputs + saved + backward.max(head);
+        let training = gradient + activations;
+        // New weights beside the old ones, the largest matrix at a time, as they come and packed.
+        let update = gradient + if full { (F32 + weight_bytes) * shape.vocab_size * shape.hidden_size } else { 0 };
 
         let resident = PROCESS_BYTES + weights + reference + trained + optimizer;
         let phase = rollout.max(training).max(update);
@@ -183,16 +184,18 @@ impl Footprint {
             gradient,
             optimizer,
             kv_cache,
-            logits: rollout_logits.max(training_logits),
+            logits,
             activations,
+            saved,
             allocator,
             total: resident + phase + allocator,
         }
     }
 }
 
-/// The tensors that compute an adapter: A stacked, and B block-diagonal over the modules that read the same input.
-fn adapter_tensor_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
+/// The factors that compute an adapter, packed in panels: A stacked, and B block-diagonal over the modules that read the
+/// same input.
+fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     let Some(lora) = &plan.lora else { return 0 };
     let (hidden, inter) = (shape.hidden_size, shape.intermediate_size);
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
@@ -203,23 +206,33 @@ fn adapter_tensor_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
         (has("gate_proj") + has("up_proj"), hidden, 2 * inter),
         (has("down_proj"), inter, hidden),
     ];
-    let per_layer: u64 = fused.iter().map(|(blocks, input, out)| blocks * (input + out)).sum();
-    F32 * u64::from(lora.r) * per_layer * shape.num_hidden_layers
+    let rank = |blocks: u64| blocks * u64::from(lora.r);
+    let panels = |outputs: u64| outputs.next_multiple_of(PANEL);
+    let per_layer: u64 =
+        fused.iter().map(|(blocks, input, out)| panels(rank(*blocks)) * input + panels(*out) * rank(*blocks)).sum();
+    F32 * per_layer * shape.num_hidden_layers
 }
 
-/// Widths of the rows alive together at the end of a layer's vector-Jacobian product, which recomputes its forward.
+/// Whether sampling needs all logits of a row.
+fn filters(plan: &Plan) -> bool {
+    let sampling = &plan.sampling;
+    sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0 || sampling.repetition_penalty != 1.0
+}
+
+/// Widths of the rows alive together in a layer's vector-Jacobian product, besides what the forward saved.
 fn backward_width(shape: &ModelShape) -> u64 {
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-    11 * shape.hidden_size + 4 * (q + 2 * kv) + 2 * q + 6 * shape.intermediate_size
+    6 * shape.hidden_size + (q + 2 * kv) + q + 4 * shape.intermediate_size + 2 * kv
 }
 
-/// The same of a forward pass.
+/// The same of a forward pass without gradient.
 fn forward_width(shape: &ModelShape) -> u64 {
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-    4 * shape.hidden_size + (q + 2 * kv) + q + 6 * shape.intermediate_size
+    4 * shape.hidden_size + 2 * (q + 2 * kv) + q + 3 * shape.intermediate_size + 2 * kv
 }
 
-fn widest_matrix(shape: &ModelShape) -> u64 {
+/// Widths of the rows that a layer keeps for its backward.
+fn saved_width(shape: &ModelShape) -> u64 {
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-    shape.hidden_size * (2 * shape.intermediate_size).max(q + 2 * kv)
+    2 * (q + 2 * kv) + q + shape.hidden_size + 2 * shape.intermediate_size + 2 * shape.num_attention_heads
 }

@@ -164,9 +164,9 @@ const KEYS: &[Entry] = &[
     (&["grad_clip", "clip_grad_norm", "gradient_clipping"], FOREIGN, "use optimizer.max_grad_norm"),
     (&["lr_scheduler", "scheduler"], FOREIGN, "use optimizer.lr_scheduler_type: constant, linear or cosine"),
     (
-        &["gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"],
+        &["gradient_checkpointing_kwargs", "use_gradient_checkpointing"],
         FOREIGN,
-        "activations are always recomputed layer by layer; remove it",
+        "use training.gradient_checkpointing, or leave it out: it follows from the memory there is",
     ),
     (
         &[

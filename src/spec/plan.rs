@@ -272,10 +272,18 @@ pub struct TrainingPlan {
     /// the plan, because a resumed run must split as the undisturbed one did.
     #[serde(default = "default_micro_batch_tokens")]
     pub micro_batch_tokens: u32,
+    /// Each layer's activations are computed again in the backward instead of being kept: slower, and less memory. It
+    /// changes no number.
+    #[serde(default = "default_gradient_checkpointing")]
+    pub gradient_checkpointing: bool,
 }
 
 /// Tokens of a micro-batch where memory does not ask for fewer.
 pub const MICRO_BATCH_TOKENS: u32 = 4096;
+
+fn default_gradient_checkpointing() -> bool {
+    true
+}
 
 fn default_micro_batch_tokens() -> u32 {
     MICRO_BATCH_TOKENS

@@ -187,6 +187,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         lengths: dataset.prompt_lengths.into_iter().chain(eval_lengths).max_by_key(|lengths| lengths.longest),
         memory_bytes: context.memory_limit_bytes,
         micro_batch_tokens: spec.training.micro_batch_tokens,
+        gradient_checkpointing: spec.training.gradient_checkpointing,
     };
     let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
     Ok(Resolution { warnings: warnings(spec, &plan), plan, estimate })
@@ -380,6 +381,7 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
         shuffle_dataset: training.shuffle_dataset,
         dtype: training.dtype,
         micro_batch_tokens: training.micro_batch_tokens.unwrap_or(super::MICRO_BATCH_TOKENS),
+        gradient_checkpointing: training.gradient_checkpointing.unwrap_or(false),
     };
     (plan, totals)
 }
@@ -419,7 +421,7 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         warn("/training/max_steps".to_owned(), "few_steps", detail);
     }
     if plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0) {
-        let detail = "only the training forward drops, so the ratio of the first update to the log-probs that the sampler recorded is not 1 (TRL's is not either): sampling/log_ratio_max shows how far";
+        let detail = "only the training forward drops, so the ratio of the first update to the log-probs of sampling is not 1 (TRL's is not either): sampling/log_ratio_max shows how far";
         warn("/lora/dropout".to_owned(), "dropout_moves_the_ratio", detail.to_owned());
     }
     if plan.lora.is_some() && plan.optimizer.learning_rate <= 2e-6 {

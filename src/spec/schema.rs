@@ -36,6 +36,10 @@ impl PartialSchema for JobDocument {
             "micro_batch_tokens".to_owned(),
             integer_of("Tokens of a micro-batch, at least one group; default: as memory allows."),
         );
+        training.properties.insert(
+            "gradient_checkpointing".to_owned(),
+            plain(Type::Boolean, "Compute activations again in the backward instead of keeping them; changes no number. Default: only where memory asks for it.").into(),
+        );
         let optimizer =
             with_property(OptimizerPlan::schema(), "kind", words("How moments are kept.", &["adamw", "adamw_8bit"]));
         let rloo = with_property(RlooPlan::schema(), "kl_coef", number("Another spelling of beta."));

@@ -169,6 +169,7 @@ pub(super) fn read_training(reader: Reader<'_>) -> TrainingSpec {
             .field("micro_batch_tokens")
             .hint("leave it out: it follows from the memory there is, and changes no result but by rounding")
             .whole(16..=1_000_000),
+        gradient_checkpointing: reader.field("gradient_checkpointing").bool(),
     };
     if training.max_steps.is_some() && training.num_train_epochs.is_some() {
         epochs.fail("conflict", "max_steps and num_train_epochs both say how long to train: give one of them");

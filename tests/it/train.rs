@@ -93,6 +93,7 @@ pub fn plan() -> Plan {
             warmup_steps: 0,
         },
         training: TrainingPlan {
+            gradient_checkpointing: false,
             prompts_per_step: 2,
             max_steps: 3,
             seed: 42,

@@ -6,13 +6,14 @@ mod linear;
 mod matrix;
 mod rows;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::{
     AdapterPass, AdapterValues, Attention, AttentionBackward, Backend, Chosen, HeadBackward, LinearBackward, Pick,
     Rotation,
 };
 use crate::engine::error::{EngineError, Result};
+use crate::engine::kernels::attention::Segments;
 use crate::engine::kernels::head::{self, Normalizer};
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
@@ -33,6 +34,8 @@ pub struct Cpu {
     isa: Isa,
     threads: Arc<Threads>,
     pool: Arc<Pool>,
+    /// Keys and values of a packed batch, for their memory.
+    segments: Arc<Mutex<Segments>>,
 }
 
 /// A packed matrix `[out, in]` and its bias.
@@ -64,7 +67,7 @@ impl Cpu {
             ComputeDtype::F32 => PackDtype::F32,
             ComputeDtype::Bf16 => PackDtype::Bf16,
         };
-        Cpu { dtype, isa, threads, pool: Arc::default() }
+        Cpu { dtype, isa, threads, pool: Arc::default(), segments: Arc::default() }
     }
 }
 
@@ -86,6 +89,7 @@ impl Backend for Cpu {
 
     fn release(&self) {
         self.pool.clear();
+        *self.segments.lock().unwrap_or_else(PoisonError::into_inner) = Segments::default();
     }
 
     fn tensor(&self, values: Vec<f32>, width: usize) -> Result<Matrix> {

@@ -10,7 +10,8 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::gemm::product::{Scratch, pieces, room};
+use super::gemm::product::{Scratch, pieces, room, turn};
+use super::gemm::tile::rung;
 use super::gemm::{Job, Side, Start};
 use super::isa::Isa;
 use super::pack::{Line, PANEL};
@@ -122,6 +123,7 @@ fn configure() {
 /// The machine has AMX and AVX-512; rows and panels are the job's, the weight is a pack of bf16.
 pub(super) unsafe fn product(job: &Job<'_>, scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
     configure();
+    let rung = rung(Isa::Avx512);
     let Scratch { inputs, turned, edge, .. } = scratch;
     let inputs = &mut inputs[job.slot];
     for rows in pieces(rows, ROWS_AT_ONCE) {
@@ -152,7 +154,7 @@ pub(super) unsafe fn product(job: &Job<'_>, scratch: &mut Scratch, rows: Range<u
                     for block in pieces(depth.clone(), deep) {
                         let weights = match job.side {
                             Side::Forward => job.weight.panel(panel).add(block.start / 2 * PANEL),
-                            Side::Backward => turn(job, panel, &block, turned),
+                            Side::Backward => turn(rung, job.weight, panel, &block, turned),
                         };
                         let at = tiles::Block {
                             inputs: packed.add((block.start - sum.start) / STEPS * tiles::BYTES),
@@ -252,40 +254,6 @@ unsafe fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, li
     }
 }
 
-/// 32 inputs of some outputs as pairs of outputs, `[outputs / 2][32][2]`. The outputs begin at a panel.
-#[target_feature(enable = "avx512f")]
-unsafe fn turn(job: &Job<'_>, block: usize, outputs: &Range<usize>, turned: &mut Vec<Line>) -> *const u32 {
-    use std::arch::x86_64::*;
-    let panels = outputs.start / PANEL..outputs.end.div_ceil(PANEL);
-    let out = room(turned, panels.len() * PANEL / 2 * PANEL).cast::<u32>();
-    let low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    let high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
-    let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-    for (number, panel) in panels.enumerate() {
-        // Safety: the block lies inside the panel, whose inputs are padded, and there is room.
-        unsafe {
-            let words = job.weight.panel(panel).add(block * PANEL / 2 * PANEL);
-            let out = out.add(number * PANEL / 2 * PANEL);
-            for half in 0..2 {
-                let mut rows = [_mm512_setzero_si512(); 16];
-                for (pair, row) in rows.iter_mut().enumerate() {
-                    *row = _mm512_loadu_si512(words.add(pair * PANEL + half * 16).cast());
-                }
-                let rows = super::gemm::tile::transpose(rows);
-                for (pair, [a, b]) in rows.as_chunks().0.iter().enumerate() {
-                    // One output's inputs lie in pairs: the even ones of two outputs together, and the odd ones.
-                    let even = _mm512_or_si512(_mm512_andnot_si512(upper, *a), _mm512_slli_epi32::<16>(*b));
-                    let odd = _mm512_or_si512(_mm512_srli_epi32::<16>(*a), _mm512_and_si512(upper, *b));
-                    let out = out.add((half * 8 + pair) * PANEL);
-                    _mm512_storeu_si512(out.cast(), _mm512_permutex2var_epi32(even, low, odd));
-                    _mm512_storeu_si512(out.add(16).cast(), _mm512_permutex2var_epi32(even, high, odd));
-                }
-            }
-        }
-    }
-    out
-}
-
 /// Outputs of a panel.
 fn valid(job: &Job<'_>, panel: usize) -> usize {
     job.columns.end.saturating_sub(panel * PANEL).min(PANEL)
@@ -356,7 +324,7 @@ mod tests {
             return;
         }
         let one = super::super::pack::PackedMatrix::new(&[1.0], 1, super::super::pack::PackDtype::Bf16);
-        let given = [1.003_906_25, 1.011_718_75, -3.0, f32::INFINITY, f32::from_bits(0x7fff_ffff)];
+        let given = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, -3.0, f32::INFINITY, f32::from_bits(0x7fff_ffff)];
         let mut y = [0.0; 5];
         let terms = [super::super::gemm::Term { x: &given, stride: 1, weight: &one }];
         let out = super::super::gemm::Output { y: &mut y, stride: 1, rows: 5, add: false };

@@ -1,7 +1,5 @@
 //! Weight matrices in the order in which the kernels read them. One pack serves decode, forward and dX.
 
-use half::bf16;
-
 use super::threads::{Shared, Threads};
 
 /// Outputs side by side in a panel.
@@ -153,31 +151,50 @@ impl PackedMatrix {
 
 /// A panel from up to 32 rows of `k` values, some inputs at a time so that their lines stay in the first-level cache.
 fn pack_panel(lines: &mut [Line], weight: &[f32], k: usize, dtype: PackDtype) {
-    let words = match dtype {
-        PackDtype::F32 => 1,
-        PackDtype::Bf16 => 2,
+    let values = match dtype {
+        PackDtype::F32 => LANES,
+        PackDtype::Bf16 => 2 * LANES,
     };
     for (block, lines) in lines.chunks_mut(2 * LANES).enumerate() {
-        let first = block * LANES * words;
-        for (column, row) in weight.chunks_exact(k).enumerate() {
-            let row = &row[first.min(k)..(first + LANES * words).min(k)];
-            let (half, lane) = (column / LANES, column % LANES);
-            match dtype {
-                PackDtype::F32 => {
-                    for (pair, value) in lines.chunks_exact_mut(2).zip(row) {
-                        pair[half].0[lane] = value.to_bits();
-                    }
+        let inputs = (block * values).min(k)..((block + 1) * values).min(k);
+        for half in 0..2 {
+            // `[column][word]`, then turned.
+            let mut words = [[0u32; LANES]; LANES];
+            for (words, row) in words.iter_mut().zip(weight.chunks_exact(k).skip(half * LANES)) {
+                let row = &row[inputs.clone()];
+                match dtype {
+                    PackDtype::F32 => words.iter_mut().zip(row).for_each(|(word, value)| *word = value.to_bits()),
+                    PackDtype::Bf16 => pairs(words, row),
                 }
-                PackDtype::Bf16 => {
-                    for (pair, values) in lines.chunks_exact_mut(2).zip(row.chunks(2)) {
-                        let low = u32::from(bf16::from_f32(values[0]).to_bits());
-                        let high = values.get(1).map_or(0, |value| u32::from(bf16::from_f32(*value).to_bits()));
-                        pair[half].0[lane] = low | (high << 16);
-                    }
+            }
+            for (index, pair) in lines.chunks_exact_mut(2).enumerate() {
+                for (lane, word) in pair[half].0.iter_mut().enumerate() {
+                    *word = words[lane][index];
                 }
             }
         }
     }
+}
+
+/// Pairs of bf16, as many as there are.
+fn pairs(words: &mut [u32; LANES], row: &[f32]) {
+    let mut padded = [0.0; 2 * LANES];
+    let whole = row.first_chunk().unwrap_or_else(|| {
+        padded[..row.len()].copy_from_slice(row);
+        &padded
+    });
+    for (word, pair) in words.iter_mut().zip(whole.as_chunks().0) {
+        let [low, high]: [f32; 2] = *pair;
+        *word = bf16_bits(low) | bf16_bits(high) << 16;
+    }
+}
+
+/// The nearest bf16, ties to even. Without a branch, so that several go at once.
+fn bf16_bits(value: f32) -> u32 {
+    let bits = value.to_bits();
+    let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    // What is no number stays none.
+    (if value.is_nan() { bits | 0x0040_0000 } else { nearest }) >> 16
 }
 
 #[cfg(test)]
@@ -205,10 +222,14 @@ mod tests {
 
     #[test]
     fn values_are_rounded_to_the_nearest_bf16() {
-        let packed = PackedMatrix::new(&[1.003_906_25, 1.011_718_75, f32::INFINITY], 3, PackDtype::Bf16);
+        let packed = PackedMatrix::new(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, f32::INFINITY], 3, PackDtype::Bf16);
         let mut row = [0.0; 3];
         packed.row(0, &mut row);
         // Ties go to even.
         assert_eq!(row, [1.0, 1.015_625, f32::INFINITY]);
+        for index in 0..1 << 16 {
+            let value = f32::from_bits(index * 0x1_0003);
+            assert_eq!(bf16_bits(value), u32::from(half::bf16::from_f32(value).to_bits()), "{value}");
+        }
     }
 }

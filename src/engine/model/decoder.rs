@@ -17,7 +17,7 @@ use crate::engine::lora::Lora;
 use crate::engine::model::full::Full;
 use crate::engine::ops::slices::TokenScore;
 use crate::modelcard::ModelConfig;
-use crate::spec::footprint::{PREFILL_TOKENS, saved_layers};
+use crate::spec::footprint::PREFILL_TOKENS;
 
 /// A model's weights on a backend.
 #[derive(Clone, Debug)]
@@ -32,8 +32,7 @@ pub struct Decoder<B: Backend> {
     /// Where the gradients of embedding and head begin, where they are trained.
     slots: Option<(usize, usize)>,
     rope: Arc<RopeTables>,
-    /// The last layers whose activations a training forward keeps; None = what the footprint allows.
-    kept_layers: Option<usize>,
+    gradient_checkpointing: bool,
 }
 
 /// From the new scores to dL/dlogp, one a target.
@@ -51,8 +50,17 @@ impl<B: Backend> Decoder<B> {
             .collect::<Result<Vec<Layer<B>>>>()?;
         let norm = Norm::new(&backend, weights.values(NORM)?.0)?;
         let rope = Arc::new(RopeTables::new(config));
-        let config = Arc::new(config.clone());
-        Ok(Decoder { backend, config, embedding, layers, norm, head, slots: None, rope, kept_layers: None })
+        Ok(Decoder {
+            backend,
+            config: Arc::new(config.clone()),
+            embedding,
+            layers,
+            norm,
+            head,
+            slots: None,
+            rope,
+            gradient_checkpointing: false,
+        })
     }
 
     /// Whether sampling gives the log-probs of a training forward, bit for bit.
@@ -60,15 +68,9 @@ impl<B: Backend> Decoder<B> {
         self.backend.samples_exactly()
     }
 
-    /// Keep the activations of so many of the last layers; None = what the footprint allows.
-    pub fn keep_layers(&mut self, layers: Option<usize>) {
-        self.kept_layers = layers;
-    }
-
-    /// The first layer whose activations a training forward of so many tokens keeps.
-    fn first_kept(&self, tokens: usize) -> usize {
-        let allowed = || saved_layers(&self.config.shape(), tokens as u64) as usize;
-        self.layers.len().saturating_sub(self.kept_layers.unwrap_or_else(allowed))
+    /// Compute a layer's activations again in the backward instead of keeping them; changes no number.
+    pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
+        self.gradient_checkpointing = gradient_checkpointing;
     }
 
     /// Train an adapter with these values.
@@ -173,8 +175,6 @@ impl<B: Backend> Decoder<B> {
         let normed = self.normed(&self.backend.select(&x, &from)?)?;
         drop(x);
         let (scores, _) = self.backend.score(&normed, &self.head, &ids, temperature)?;
-        drop(normed);
-        self.backend.release();
         Ok(scores)
     }
 
@@ -190,7 +190,6 @@ impl<B: Backend> Decoder<B> {
         let mut flat = self.backend.gradient(std::mem::take(gradient))?;
         let done = self.forward_backward_flat(packing, temperature, pass, loss, &mut flat);
         *gradient = self.backend.gradient_values(flat)?;
-        self.backend.release();
         done
     }
 
@@ -204,13 +203,12 @@ impl<B: Backend> Decoder<B> {
     ) -> Result<()> {
         let backend = &self.backend;
         let batch = self.batch(packing)?;
-        // Forward, keeping each layer's input, and of the last layers what their backward reads.
-        let first_saved = self.first_kept(packing.ids.len());
+        // Forward, keeping each layer's input, and what its backward reads unless that is to be computed again.
         let mut inputs: Vec<(B::Tensor, Option<Saved<B>>)> = Vec::with_capacity(self.layers.len());
         let mut x = self.embed(&packing.ids)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let pass = pass.in_layer(index);
-            let (y, saved) = if index < first_saved {
+            let (y, saved) = if self.gradient_checkpointing {
                 (layer.forward(backend, &x, &batch, pass)?.0, None)
             } else {
                 match layer.forward_saving(backend, &x, &batch, pass, true)? {
@@ -274,6 +272,7 @@ impl<B: Backend> Decoder<B> {
 
     /// No rows yet.
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
+        self.backend.release();
         let cache = self.backend.cache(&layer::heads(&self.config), self.layers.len());
         Rows { adapter, cache, hidden: None, lengths: Vec::new() }
     }

@@ -2,10 +2,10 @@
 
 use std::cell::RefCell;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use super::{Attention, AttentionBackward, Cpu, Matrix};
-use crate::engine::kernels::attention::{self, Backward, Forward, Heads, Query, Scratch, Segment, Segments, Visible};
+use crate::engine::kernels::attention::{self, Backward, Forward, Heads, Query, Scratch, Segment, Visible};
 
 /// Keys and values of rows, each behind a prompt that others may share.
 #[derive(Debug)]
@@ -148,7 +148,7 @@ impl Cpu {
         let mut out = self.pool.matrix(qkv.rows(), heads.q_width());
         let mut softmax = self.pool.matrix(qkv.rows(), 2 * heads.num_heads);
         let forward = Forward { heads, groups: &packing.groups, window, qkv: qkv.values() };
-        let mut segments = Segments::default();
+        let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
         let kept = Some(softmax.values_mut());
         attention::attend_groups(&self.threads, self.isa, &forward, &mut segments, out.values_mut(), kept);
         (out, softmax)

@@ -2,18 +2,19 @@
 
 use std::ops::Range;
 
-use super::super::pack::{Line, PANEL, PackDtype};
-use super::tile::{INPUT_STRIDE, MOST_ROWS, Rung, Tile};
+use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
+use super::tile::{INPUT_STRIDE, MOST_ROWS, Rung, Tile, prefetch};
 use super::{Job, Rows, Side, Start};
 
-/// Depth of a block of bf16 weights: with the inputs that they meet they stay in the first-level cache.
-const DEPTH_BF16: usize = 256;
-/// Depth of a block of f32 weights.
-const DEPTH_F32: usize = 160;
-/// Rows for which a block of weights is turned once, and streamed once from memory.
-const ROWS: usize = 192;
+/// Rows for which a block of weights is streamed once from memory, and steps of it: with the inputs that they meet they
+/// stay in the second-level cache. Deep, as sums wait in memory between two blocks.
+const FORWARD: (usize, usize) = (96, 1024);
+/// The same for the way back: more rows, as a block is turned for them once.
+const BACKWARD: (usize, usize) = (96, 1024);
+/// The same for the gradients of weights, whose inputs are turned.
+const OUTER: (usize, usize) = (192, 256);
 /// Elements of packed inputs that stay in the second-level cache.
-const INPUTS: usize = 100 << 10;
+const INPUTS: usize = 96 << 10;
 
 /// What a thread needs for a while. Buffers grow and are never cleared.
 #[derive(Default)]
@@ -87,12 +88,12 @@ pub(super) unsafe fn product(
     rows: Range<usize>,
     panels: Range<usize>,
 ) {
-    let pairs = job.side == Side::Forward && job.weight.dtype() == PackDtype::Bf16;
-    let deep = if pairs { DEPTH_BF16 } else { DEPTH_F32 };
+    let pairs = job.weight.dtype() == PackDtype::Bf16;
+    let (rows_at_once, deep) = if job.side == Side::Forward { FORWARD } else { BACKWARD };
     let Scratch { inputs, turned, edge, .. } = scratch;
     let inputs = &mut inputs[job.slot];
     let edge = room(edge, MOST_ROWS * PANEL);
-    for rows in balanced(rows, ROWS) {
+    for rows in balanced(rows, rows_at_once) {
         let deeper = (INPUTS / rows.len() / deep).max(1) * deep;
         for sum in pieces(job.sum.clone(), deeper) {
             if !inputs.holds(job, &rows, &sum, deep) {
@@ -111,7 +112,7 @@ pub(super) unsafe fn product(
                     // Safety: the block lies inside the weight.
                     let w = unsafe {
                         match job.side {
-                            Side::Backward => turn(rung, job, panel, &block, turned),
+                            Side::Backward => turn(rung, job.weight, panel, &block, turned),
                             Side::Forward if pairs => job.weight.panel(panel).add(block.start / 2 * PANEL),
                             Side::Forward => job.weight.panel(panel).add(block.start * PANEL),
                         }
@@ -144,19 +145,37 @@ fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, deep: usi
     }
 }
 
-/// 32 inputs of some outputs, `[outputs][32]`. The outputs begin at a panel.
-unsafe fn turn(rung: &Rung, job: &Job<'_>, block: usize, outputs: &Range<usize>, turned: &mut Vec<Line>) -> *const u32 {
-    let weight = job.weight;
+/// 32 inputs of some outputs, `[outputs][32]` or in pairs `[outputs / 2][32][2]`. The outputs begin at a panel.
+///
+/// # Safety
+/// The machine has the rung's instructions.
+pub(in super::super) unsafe fn turn(
+    rung: &Rung,
+    weight: &PackedMatrix,
+    block: usize,
+    outputs: &Range<usize>,
+    turned: &mut Vec<Line>,
+) -> *const u32 {
     let panels = outputs.start / PANEL..outputs.end.div_ceil(PANEL);
-    let out = room(turned, panels.len() * PANEL * PANEL);
+    let words = match weight.dtype() {
+        PackDtype::F32 => PANEL * PANEL,
+        PackDtype::Bf16 => PANEL * PANEL / 2,
+    };
+    let out = room(turned, panels.len() * words);
     let inputs = (weight.k() - block * PANEL).min(PANEL);
-    for (number, panel) in panels.enumerate() {
-        // Safety: the block lies inside the panel, and there is room.
+    for (number, panel) in panels.clone().enumerate() {
+        // The blocks lie far apart: fetch one of them two turns ahead.
+        let (next, block_of_next) = if panel + 2 < panels.end { (panel + 2, block) } else { (panels.start, block + 1) };
+        let next = weight.panel(next).wrapping_add(block_of_next * words);
+        for line in (0..words).step_by(16) {
+            prefetch(next.wrapping_add(line));
+        }
+        // Safety: the block lies inside the panel, whose pairs are padded, and there is room.
         unsafe {
-            let out = out.add(number * PANEL * PANEL);
+            let (from, out) = (weight.panel(panel).add(block * words), out.add(number * words));
             match weight.dtype() {
-                PackDtype::F32 => (rung.turn_f32)(weight.panel(panel).add(block * PANEL * PANEL), inputs, out),
-                PackDtype::Bf16 => (rung.turn_bf16)(weight.panel(panel).add(block * PANEL / 2 * PANEL), inputs, out),
+                PackDtype::F32 => (rung.turn_f32)(from, inputs, out),
+                PackDtype::Bf16 => (rung.turn_bf16)(from, out.cast()),
             }
         }
     }
@@ -232,6 +251,23 @@ unsafe fn tiles(
     }
 }
 
+/// Up to 16 rows side by side: `[width][INPUT_STRIDE]`.
+fn turn_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
+    let mut all: [&[f32]; 16] = [&[]; 16];
+    let mut count = 0;
+    for (slot, row) in all.iter_mut().zip(rows) {
+        *slot = row;
+        count += 1;
+    }
+    let width = all[0].len();
+    for index in 0..width {
+        for (step, row) in all[..count].iter().enumerate() {
+            // Safety: the caller made room for so many rows, which are all as wide.
+            unsafe { *out.add(index * INPUT_STRIDE + step) = *row.get_unchecked(index) };
+        }
+    }
+}
+
 /// c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]` in a range of i and of panels of j.
 ///
 /// # Safety
@@ -247,15 +283,13 @@ pub(super) unsafe fn outer(
     let Scratch { inputs: [inputs, _], turned, edge, .. } = scratch;
     inputs.holds(job, &(0..0), &(0..0), 0);
     let edge = room(edge, MOST_ROWS * PANEL);
-    for i in balanced(i, ROWS) {
-        for block in pieces(0..rows, DEPTH_F32) {
+    for i in balanced(i, OUTER.0) {
+        for block in pieces(0..rows, OUTER.1) {
             let x = room(&mut inputs.lines, i.len() * INPUT_STRIDE);
-            for (step, row) in block.clone().enumerate() {
-                let a = &a.values[row * a.stride..][i.clone()];
-                for (index, value) in a.iter().enumerate() {
-                    // Safety: there is room.
-                    unsafe { *x.add(index * INPUT_STRIDE + step) = *value };
-                }
+            for steps in pieces(block.clone(), 16) {
+                let first = steps.start - block.start;
+                let rows = steps.map(|row| &a.values[row * a.stride..][i.clone()]);
+                turn_rows(rows, x.wrapping_add(first));
             }
             for panel in panels.clone() {
                 let columns = panel * PANEL..((panel + 1) * PANEL).min(b.width);

@@ -5,8 +5,8 @@ use super::super::pack::PANEL;
 use super::super::simd::{Portable, Simd};
 
 /// Elements from one packed row of inputs to the next: a constant, so that one register addresses all rows, and odd in
-/// cache lines, so that they fall into different sets.
-pub(in super::super) const INPUT_STRIDE: usize = 272;
+/// cache lines, so that they fall into different sets. More than a block is deep.
+pub(in super::super) const INPUT_STRIDE: usize = 1040;
 
 /// Most rows of any tile.
 pub(in super::super) const MOST_ROWS: usize = 12;
@@ -38,9 +38,10 @@ pub(in super::super) struct Rung {
     /// By rows − 1.
     pub f32: &'static [Kernel],
     pub bf16: &'static [Kernel],
-    /// A block of 32 × 32 weights turned: `[inputs][32]` (so many inputs) or `[16][32][2]` to `[32 outputs][32]`.
+    /// A block of 32 × 32 weights turned: so many inputs `[inputs][32]` to `[32 outputs][32 inputs]`.
     pub turn_f32: unsafe fn(*const u32, usize, *mut f32),
-    pub turn_bf16: unsafe fn(*const u32, usize, *mut f32),
+    /// Pairs of inputs `[16][32][2]` to pairs of outputs `[16][32 inputs][2]`.
+    pub turn_bf16: unsafe fn(*const u32, *mut u32),
 }
 
 pub(in super::super) type Kernel = unsafe fn(&Tile);
@@ -127,19 +128,21 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn turn_bf16_avx512(words: *const u32, _inputs: usize, out: *mut f32) {
+    unsafe fn turn_bf16_avx512(words: *const u32, out: *mut u32) {
         unsafe {
             let low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
             let high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
-            let mask = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
             for half in 0..2 {
                 let mut rows = [_mm512_setzero_si512(); 16];
                 for (pair, row) in rows.iter_mut().enumerate() {
                     *row = _mm512_loadu_si512(words.add(pair * PANEL + half * 16).cast());
                 }
-                for (output, row) in transpose(rows).into_iter().enumerate() {
-                    let (even, odd) = (_mm512_slli_epi32::<16>(row), _mm512_and_si512(row, mask));
-                    let out = out.add((half * 16 + output) * PANEL);
+                for (pair, [a, b]) in transpose(rows).as_chunks().0.iter().enumerate() {
+                    // One output's inputs lie in pairs: the even ones of two outputs together, and the odd ones.
+                    let even = _mm512_or_si512(_mm512_andnot_si512(upper, *a), _mm512_slli_epi32::<16>(*b));
+                    let odd = _mm512_or_si512(_mm512_srli_epi32::<16>(*a), _mm512_and_si512(upper, *b));
+                    let out = out.add((half * 8 + pair) * PANEL);
                     _mm512_storeu_si512(out.cast(), _mm512_permutex2var_epi32(even, low, odd));
                     _mm512_storeu_si512(out.add(16).cast(), _mm512_permutex2var_epi32(even, high, odd));
                 }
@@ -149,7 +152,7 @@ mod x86 {
 
     /// 16 × 16 words.
     #[inline(always)]
-    pub(in super::super::super) unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
+    unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
         unsafe {
             let mut a = r;
             for i in 0..8 {
@@ -181,9 +184,6 @@ mod x86 {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-pub(in super::super) use x86::transpose;
-
 unsafe fn turn_f32(words: *const u32, inputs: usize, out: *mut f32) {
     for input in 0..PANEL {
         for output in 0..PANEL {
@@ -196,14 +196,15 @@ unsafe fn turn_f32(words: *const u32, inputs: usize, out: *mut f32) {
     }
 }
 
-unsafe fn turn_bf16(words: *const u32, _inputs: usize, out: *mut f32) {
+unsafe fn turn_bf16(words: *const u32, out: *mut u32) {
     for pair in 0..PANEL / 2 {
-        for output in 0..PANEL {
+        for half in 0..PANEL / 2 {
             // Safety: the caller's.
             unsafe {
-                let word = *words.add(pair * PANEL + output);
-                *out.add(output * PANEL + 2 * pair) = f32::from_bits(word << 16);
-                *out.add(output * PANEL + 2 * pair + 1) = f32::from_bits(word & 0xffff_0000);
+                let (a, b) = (*words.add(pair * PANEL + 2 * half), *words.add(pair * PANEL + 2 * half + 1));
+                let out = out.add(half * PANEL + 2 * pair);
+                *out = a & 0xffff | b << 16;
+                *out.add(1) = a >> 16 | b & 0xffff_0000;
             }
         }
     }
