@@ -1,7 +1,8 @@
 //! The RLOO loop: [`train`], top to bottom.
 //!
 //! Synchronous; knows token ids, not jobs or HTTP. Whoever runs it implements [`host::Host`]. The loop is here; what has a
-//! name of its own lies in the modules below. Long because of the table.
+//! name of its own lies in the modules below. Long because of the table. What computes is a [`backend`]: `cpu` with its own
+//! [`kernels`], or `reference`, the oracle; `model` is the decoder over either.
 //!
 //! # The implementation details, and where they stand
 //!
@@ -19,10 +20,10 @@
 //! | 8 | truncated and masked: KL 0, ratio 1, no gradient; still in siblings' baseline and in 1/B | [`rollout::is_included`], [`loss::row_loss`] | vectors 16; `all_truncated_and_masked_changes_no_weight` | TRL |
 //! | 9 | per epoch one permutation, blocks of U prompts, the incomplete last one dropped, each block used μ·S times | [`rollout::Batching`] | vectors `sampler`; `all_slices_are_trained_once_and_then_again` | TRL's RepeatSampler |
 //! | 10 | a completion ends with its first EOS, which it keeps; masks come from lengths, never from token values | [`rollout::cut_completion`], [`generate`] | vectors `eos_handling` | TRL #7039 |
-//! | 11 | log-probs of logits / temperature over the full vocabulary in f32; no top-p, top-k, penalty | [`ops::token_scores`] | vectors `logprob_from_logits`; golden (temperature 0.7) | TRL |
-//! | 12 | old log-probs are those recorded at sampling where sampler and training agree bit for bit, else the training kernels', cut alike: the first ratio is exactly 1 | `Run::score_block`, [`model::Policy::samples_exactly`] | `the_first_ratio_of_a_block_is_exactly_one`; `recorded_log_probs_are_the_old_ones_where_the_sampler_is_exact` | rloo.md |
+//! | 11 | log-probs of logits / temperature over the full vocabulary in f32; no top-p, top-k, penalty | [`backend::Backend::score`], by [`kernels::head::score`] or [`ops::token_scores`] | vectors `logprob_from_logits`; golden (temperature 0.7) | TRL |
+//! | 12 | old log-probs are those recorded at sampling where sampler and training agree bit for bit (`cpu`), else the training forward's, cut alike (`reference`): the first ratio is exactly 1 | `Run::score_block`, [`backend::Backend::samples_exactly`] | `the_first_ratio_of_a_block_is_exactly_one`; `recorded_log_probs_are_the_old_ones_where_the_sampler_is_exact`; `tests/it/bits.rs` | rloo.md |
 //! | 13 | no separate pass for old log-probs where they were recorded, or the block is used once and no advantage needs the whole block first | `Run::needs_old_pass` | golden; `skipping_the_old_pass_changes_nothing` | – |
-//! | 14 | the reference is the same weights with the adapter off: KL exactly 0 at step 1; no pass at all when beta = 0 | `Run::score_block` | `the_reference_kl_is_exactly_zero_at_the_first_step` | TRL |
+//! | 14 | the reference is the same weights with the adapter off: KL exactly 0 at step 1, on both backends; no pass at all when beta = 0 | `Run::score_block` | `the_reference_kl_is_exactly_zero_at_the_first_step` | TRL |
 //! | 15 | AdamW as torch's: decoupled decay, bias correction, epsilon outside the root | [`optim::AdamW::update`] | golden; parity `adamw` | Loshchilov & Hutter 2019 |
 //! | 16 | global-norm clip with max_norm/(norm + 1e-6), grad_norm reported before it | [`optim::clip_gradient_norm`] | golden | torch |
 //! | 17 | schedules as transformers'; `learning_rate` is the one used in the step | [`optim::learning_rate`] | golden; `schedules_warm_up_and_decay_as_in_transformers` | transformers |

@@ -421,7 +421,7 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         warn("/training/max_steps".to_owned(), "few_steps", detail);
     }
     if plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0) {
-        let detail = "only the training forward drops, so the ratio of the first update to the log-probs that the sampler recorded is not 1 (TRL's is not either): sampling/log_ratio_max shows how far";
+        let detail = "only the training forward drops, so the ratio of the first update to the log-probs of sampling is not 1 (TRL's is not either): sampling/log_ratio_max shows how far";
         warn("/lora/dropout".to_owned(), "dropout_moves_the_ratio", detail.to_owned());
     }
     if plan.lora.is_some() && plan.optimizer.learning_rate <= 2e-6 {

@@ -51,14 +51,24 @@ fn results(dir: &Path, mut policy: Policy) -> Results {
 }
 
 impl Results {
+    fn logps(&self) -> Vec<f32> {
+        self.scores.iter().flat_map(|score| score.logps.clone()).collect()
+    }
+
     /// How far from others.
-    fn from(&self, others: &Results) -> Tolerance {
-        let logps = |results: &Results| -> Vec<f32> { results.scores.iter().flat_map(|s| s.logps.clone()).collect() };
-        let pairs = logps(self).into_iter().zip(logps(others));
-        let error = |(a, b): (f32, f32)| f64::from((a - b).abs()) / f64::from(b.abs()).max(1.0);
+    fn distance(&self, others: &Results) -> Tolerance {
+        let (ours, theirs) = (self.logps(), others.logps());
+        assert!(ours.len() == theirs.len() && ours.iter().chain(&theirs).all(|logp| logp.is_finite()));
+        let error = |(a, b): (&f32, &f32)| f64::from((a - b).abs()) / f64::from(b.abs()).max(1.0);
+        let logps = ours.iter().zip(&theirs).map(error).fold(0.0, f64::max);
         let difference: Vec<f32> = self.gradient.iter().zip(&others.gradient).map(|(a, b)| a - b).collect();
-        let logps = pairs.map(error).fold(0.0, |worst, error| if error.is_nan() { f64::NAN } else { worst.max(error) });
         Tolerance { logps, gradient: norm(&difference) / norm(&others.gradient) }
+    }
+}
+
+impl std::fmt::Display for Tolerance {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "log-probs {:.1e}, gradient {:.1e}", self.logps, self.gradient)
     }
 }
 
@@ -88,8 +98,9 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
         let exact = load(BackendKind::Reference, ComputeDtype::F32);
         let oracle = load(BackendKind::Reference, ComputeDtype::Bf16);
         let ours = load(BackendKind::Cpu, ComputeDtype::Bf16);
-        let (from_oracle, from_exact, oracles) = (ours.from(&oracle), ours.from(&exact), oracle.from(&exact));
-        println!("bf16 {name}: from bf16 {from_oracle:?}, from f32 {from_exact:?}; the oracle's {oracles:?}");
+        let (from_oracle, from_exact, oracles) =
+            (ours.distance(&oracle), ours.distance(&exact), oracle.distance(&exact));
+        println!("bf16 {name}: from bf16 {from_oracle}; from f32 {from_exact}; the oracle's {oracles}");
         BF16.holds(&format!("{name}, from the oracle"), from_oracle);
         BF16_F32.holds(&format!("{name}, from f32"), from_exact);
         // Never worse than what rounds more.
@@ -112,9 +123,9 @@ fn every_rung_that_this_machine_has_agrees_with_the_oracle() {
         let threads = Arc::new(Threads::new(threads));
         for isa in &rungs {
             let ours = |dtype| results(&dir, Policy::on_cpu(&dir, Cpu::with(dtype, *isa, threads.clone())).unwrap());
-            let f32 = ours(ComputeDtype::F32).from(&exact);
-            let bf16 = ours(ComputeDtype::Bf16).from(&rounded);
-            println!("rung {isa} {name}: f32 {f32:?}, bf16 {bf16:?}");
+            let f32 = ours(ComputeDtype::F32).distance(&exact);
+            let bf16 = ours(ComputeDtype::Bf16).distance(&rounded);
+            println!("rung {isa} {name}: f32 {f32}; bf16 {bf16}");
             F32.holds(&format!("{name} on {isa}, f32"), f32);
             BF16.holds(&format!("{name} on {isa}, bf16"), bf16);
         }
