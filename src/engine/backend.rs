@@ -233,6 +233,26 @@ pub struct AdapterPass<'a, B: Backend> {
     pub masks: &'a [Mask<'a>],
 }
 
+/// The adapter's part in the backward of a product.
+#[derive(Debug)]
+pub struct AdapterBackward<'a, B: Backend> {
+    /// As in the forward.
+    pub pass: AdapterPass<'a, B>,
+    /// Where the gradients of each module's A and B begin.
+    pub slots: &'a [(usize, usize)],
+}
+
+/// A module of a weight that is trained in full.
+#[derive(Clone, Debug)]
+pub struct FullSlot {
+    /// Its outputs.
+    pub outputs: Range<usize>,
+    /// Where the gradient of its W begins.
+    pub weight: usize,
+    /// Where that of its b begins, where it has one.
+    pub bias: Option<usize>,
+}
+
 /// What the backward of a product reads.
 #[derive(Debug)]
 pub struct LinearBackward<'a, B: Backend> {
@@ -242,10 +262,10 @@ pub struct LinearBackward<'a, B: Backend> {
     pub dy: &'a B::Tensor,
     /// The weight.
     pub weight: &'a B::Weight,
-    /// The adapter, and where the gradients of each module's A and B begin.
-    pub adapter: Option<(AdapterPass<'a, B>, &'a [(usize, usize)])>,
-    /// In full fine-tuning: outputs of each module, and where the gradients of its W and b begin.
-    pub full: &'a [(Range<usize>, usize, Option<usize>)],
+    /// The adapter, where one is trained.
+    pub adapter: Option<AdapterBackward<'a, B>>,
+    /// In full fine-tuning, module by module.
+    pub full: &'a [FullSlot],
 }
 
 /// Attention in a packed batch.

@@ -8,8 +8,8 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::{
-    AdapterPass, AdapterValues, Attention, AttentionBackward, Backend, Chosen, HeadBackward, LinearBackward, Pick,
-    Rotation,
+    AdapterBackward, AdapterPass, AdapterValues, Attention, AttentionBackward, Backend, Chosen, FullSlot, HeadBackward,
+    LinearBackward, Pick, Rotation,
 };
 use crate::engine::error::Result;
 use crate::engine::model::pass::Mask;
@@ -289,7 +289,7 @@ impl Backend for Reference {
     fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Tensor> {
         let (x, dy) = (self.rounded(linear.x)?, self.rounded(linear.dy)?);
         let dx = dy.matmul(&linear.weight.matrix)?;
-        for (outputs, weight_at, bias_at) in linear.full {
+        for FullSlot { outputs, weight: weight_at, bias: bias_at } in linear.full {
             let dy = dy.narrow(1, outputs.start, outputs.len())?.contiguous()?;
             add_tensor(gradient, *weight_at, &dy.t()?.matmul(&x)?)?;
             if let Some(at) = bias_at {
@@ -297,7 +297,7 @@ impl Backend for Reference {
                 add(gradient, *at, &ops::column_sums(&dy.contiguous()?)?);
             }
         }
-        let Some((pass, slots)) = &linear.adapter else { return Ok(dx) };
+        let Some(AdapterBackward { pass, slots }) = &linear.adapter else { return Ok(dx) };
         let Adapter { a, b, r, scaling, outputs } = pass.adapter;
         let h = self.hidden(pass, &x)?;
         let dh = dy.matmul(b)?;

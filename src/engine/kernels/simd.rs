@@ -5,6 +5,7 @@
 /// # Safety
 /// The methods may only run on a machine that has the rung's instructions; pointers must be valid for [`Simd::LANES`]
 /// elements.
+#[expect(clippy::missing_safety_doc, reason = "said once, for all methods, above")]
 pub unsafe trait Simd: Copy {
     /// f32 values in a vector.
     const LANES: usize;

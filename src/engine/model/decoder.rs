@@ -253,7 +253,7 @@ impl<B: Backend> Decoder<B> {
                 Some(saved) => saved,
                 None => layer.forward_saving(backend, &input, &batch, pass, false)?.1,
             };
-            dx = layer.vjp(backend, &input, saved, &batch, &dx, pass, gradient)?;
+            dx = layer.vjp(backend, (&input, saved), &batch, &dx, pass, gradient)?;
         }
         match self.slots {
             Some((at, _)) => backend.embed_vjp(&packing.ids, &dx, gradient, at),

@@ -173,12 +173,11 @@ impl<B: Backend> Layer<B> {
         Ok((y, Saved { qkv, rotated, attended, softmax, middle, gate_up }))
     }
 
-    /// dL/dx from dL/dy, and the gradients of what is trained; `x` is the layer's input.
+    /// dL/dx from dL/dy, and the gradients of what is trained, of the layer's input and what was saved.
     pub fn vjp(
         &self,
         backend: &B,
-        x: &B::Tensor,
-        saved: Saved<B>,
+        (x, saved): (&B::Tensor, Saved<B>),
         batch: &Batch<'_, B>,
         dy: &B::Tensor,
         pass: Pass<'_>,

@@ -4,7 +4,9 @@
 use std::ops::Range;
 
 use super::pass::{Mask, Pass};
-use crate::engine::backend::{AdapterBlock, AdapterPass, AdapterValues, Backend, LinearBackward};
+use crate::engine::backend::{
+    AdapterBackward, AdapterBlock, AdapterPass, AdapterValues, Backend, FullSlot, LinearBackward,
+};
 use crate::engine::error::Result;
 use crate::engine::load::Weights;
 use crate::engine::lora::Module;
@@ -35,8 +37,8 @@ pub struct Linear<B: Backend> {
     has_bias: bool,
     weight: B::Weight,
     lora: Option<Lora<B>>,
-    /// In full fine-tuning: a module's outputs, and where the gradients of its W and b begin.
-    full: Vec<(Range<usize>, usize, Option<usize>)>,
+    /// In full fine-tuning, module by module.
+    full: Vec<FullSlot>,
 }
 
 /// The adapters of a fused layer.
@@ -108,7 +110,8 @@ impl<B: Backend> Linear<B> {
             let module = values(part.module)?;
             weight.extend_from_slice(module.weight);
             bias.extend_from_slice(module.bias.unwrap_or_default());
-            self.full.push((part.outputs(), module.slots.0, module.slots.1));
+            let slots = module.slots;
+            self.full.push(FullSlot { outputs: part.outputs(), weight: slots.0, bias: slots.1 });
         }
         self.weight = backend.weight(weight, self.inputs, self.has_bias.then_some(bias))?;
         Ok(())
@@ -163,10 +166,10 @@ impl<B: Backend> Linear<B> {
         gradient: &mut B::Gradient,
     ) -> Result<B::Tensor> {
         let masks = self.lora.as_ref().map_or(Vec::new(), |lora| lora.masks(pass));
-        let adapter = self
-            .lora
-            .as_ref()
-            .map(|lora| (AdapterPass { adapter: &lora.adapter, masks: &masks }, lora.slots.as_slice()));
+        let adapter = self.lora.as_ref().map(|lora| AdapterBackward {
+            pass: AdapterPass { adapter: &lora.adapter, masks: &masks },
+            slots: &lora.slots,
+        });
         backend.linear_vjp(&LinearBackward { x, dy, weight: &self.weight, adapter, full: &self.full }, gradient)
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{AdapterPass, AdapterValues, Cpu, Matrix, Weight, rows};
-use crate::engine::backend::LinearBackward;
+use crate::engine::backend::{AdapterBackward, FullSlot, LinearBackward};
 use crate::engine::kernels::gemm::{self, Linear, Lora, Output, Rows, Term};
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
@@ -135,7 +135,7 @@ impl Cpu {
     pub(super) fn product_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut [f32]) -> Matrix {
         let LinearBackward { x, dy, weight, adapter, full } = linear;
         let (rows, inputs) = (x.rows(), x.width());
-        for (outputs, weight_at, bias_at) in *full {
+        for FullSlot { outputs, weight: weight_at, bias: bias_at } in *full {
             let slot = &mut gradient[*weight_at..weight_at + outputs.len() * inputs];
             gemm::outer(&self.threads, self.isa, rows, columns(dy, outputs.clone()), columns(x, 0..inputs), slot);
             if let Some(at) = bias_at {
@@ -145,7 +145,7 @@ impl Cpu {
             }
         }
         let mut dx = self.pool.matrix(rows, inputs);
-        let Some((pass, slots)) = adapter else {
+        let Some(AdapterBackward { pass, slots }) = adapter else {
             let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
             gemm::backward(&self.threads, self.isa, &[term(dy, &weight.matrix)], out);
             return dx;
