@@ -23,11 +23,11 @@ struct Tolerance {
 }
 
 /// bf16 on the CPU from bf16 in the oracle: the weights are the same, the inputs of products are rounded there and only
-/// on tiles here.
+/// on tiles here. Measured on AVX-512: up to 1.5e-2 and 1.8e-2.
 const BF16: Tolerance = Tolerance { logps: 2e-2, gradient: 3e-2 };
-/// bf16 from f32: weights lose 16 bits.
-const BF16_F32: Tolerance = Tolerance { logps: 3e-2, gradient: 5e-2 };
-/// f32 from f32: orders of summation.
+/// bf16 from f32: weights lose 16 bits. Measured: up to 1.3e-2 and 1.7e-2, the oracle's 2.8e-2 and 2.7e-2.
+const BF16_F32: Tolerance = Tolerance { logps: 3e-2, gradient: 4e-2 };
+/// f32 from f32: orders of summation. Measured: up to 2.5e-6 and 2.1e-6.
 const F32: Tolerance = Tolerance { logps: 1e-5, gradient: 1e-5 };
 
 /// Scores and gradient of some rows.
