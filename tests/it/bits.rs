@@ -10,7 +10,7 @@ use rlood::engine::host::TrainOutcome;
 use rlood::engine::kernels::isa::Isa;
 use rlood::engine::kernels::threads::Threads;
 use rlood::engine::model::pass::RowDropout;
-use rlood::engine::model::{Adapter, Pick, Policy, Row, RowScore};
+use rlood::engine::model::{Adapter, Logits, Pick, Policy, Row, RowScore};
 use rlood::engine::random::{Key, Stream};
 use rlood::event::SamplePhase;
 use rlood::spec::ComputeDtype;
@@ -180,35 +180,36 @@ fn scores_depend_neither_on_the_other_rows_nor_on_the_micro_batches() {
     }
 }
 
+/// A prompt is one sum of attention, and what follows it another: only for prompts are these the logits of a forward over
+/// the whole sequence; the tokens of a completion have the log-probs of scoring (above), which cuts alike.
 #[test]
-fn prompts_and_cached_tokens_give_the_logits_of_a_forward() {
+fn logits_do_not_depend_on_the_other_rows_and_after_a_prompt_are_those_of_a_forward() {
     for (name, dtype) in each() {
         let policy = policy(name, dtype, Trained::Lora);
         let sequences = [(1, 30), (5, 31), (67, 32)].map(|(prompt, seed)| (prompt, random_ids(seed, prompt + 40)));
-        let mut state = policy.begin(Adapter::On);
-        let prompts: Vec<&[u32]> = sequences.iter().map(|(prompt, ids)| &ids[..*prompt]).collect();
-        policy.join(&mut state, &prompts, 1, 40).unwrap();
-        let full: Vec<Vec<Vec<f32>>> = sequences
-            .iter()
-            .map(|(_, ids)| policy.logits(ids, &(0..ids.len()).collect::<Vec<usize>>(), Adapter::On).unwrap())
-            .collect();
-        for step in 0..40 {
-            let logits = policy.next_logits(&state).unwrap();
-            for (row, (prompt, _)) in sequences.iter().enumerate() {
-                let what = format!("{name}, {dtype:?}, row {row}, {step} tokens");
-                let whole = &full[row][prompt + step - 1];
-                match step {
-                    0 => assert_same(&what, logits.row(row), whole),
-                    // A forward over one sequence is a prompt's: its attention sums are not cut where the completion begins.
-                    _ => {
-                        for (cached, whole) in logits.row(row).iter().zip(whole) {
-                            assert!((cached - whole).abs() < 1e-4 * whole.abs().max(1.0), "{what}: {cached} and {whole}");
-                        }
-                    }
-                }
+        let cached = |sequences: &[(usize, Vec<u32>)]| -> Vec<Logits> {
+            let mut state = policy.begin(Adapter::On);
+            let prompts: Vec<&[u32]> = sequences.iter().map(|(prompt, ids)| &ids[..*prompt]).collect();
+            policy.join(&mut state, &prompts, 1, 40).unwrap();
+            let mut steps = vec![policy.next_logits(&state).unwrap()];
+            for step in 0..40 {
+                let tokens: Vec<u32> = sequences.iter().map(|(prompt, ids)| ids[prompt + step]).collect();
+                policy.append(&mut state, &tokens).unwrap();
+                steps.push(policy.next_logits(&state).unwrap());
             }
-            let tokens: Vec<u32> = sequences.iter().map(|(prompt, ids)| ids[prompt + step]).collect();
-            policy.append(&mut state, &tokens).unwrap();
+            steps
+        };
+        let together = cached(&sequences);
+        for (row, (prompt, ids)) in sequences.iter().enumerate() {
+            let full = policy.logits(ids, &[prompt - 1, prompt + 39], Adapter::On).unwrap();
+            let what = format!("{name}, {dtype:?}, row {row}");
+            assert_same(&what, together[0].row(row), &full[0]);
+            for (ours, full) in together[40].row(row).iter().zip(&full[1]) {
+                assert!((ours - full).abs() <= 5e-5 * full.abs().max(1.0), "{what}: {ours} and {full}");
+            }
+            for (step, (alone, together)) in cached(&sequences[row..=row]).iter().zip(&together).enumerate() {
+                assert_same(&format!("{what} alone, {step} tokens"), alone.row(0), together.row(row));
+            }
         }
     }
 }

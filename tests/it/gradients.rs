@@ -79,6 +79,9 @@ fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut 
     assert!(gradient_all.iter().all(|g| g.is_finite()), "{name}");
     let mut worst = 0f64;
     let oracle = kind == BackendKind::Reference;
+    // Losses of the CPU's kernels, whose sums are single chains of f32, are noisier: by up to 1.7e-2 where a difference is
+    // small. `precision.rs` holds the same gradients to 1e-5 of the oracle's.
+    let tolerance = if oracle { 2e-2 } else { 4e-2 };
     for info in policy.parameters() {
         if oracle && [".layers.1.", ".layers.2."].iter().any(|layer| info.name.contains(layer)) {
             continue;
@@ -105,7 +108,7 @@ fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut 
             let difference = (at(1.0) - at(-1.0)) / (2.0 * step);
             let analytic: f64 = part.iter().zip(&direction).map(|(g, d)| f64::from(*g) * d).sum();
             let error = (difference - analytic).abs() / analytic.abs().max(0.5);
-            assert!(error < 2e-2, "{name}: {}: {analytic} but differences give {difference}", info.name);
+            assert!(error < tolerance, "{name}: {}: {analytic} but differences give {difference}", info.name);
             worst = worst.max(error);
         }
     }

@@ -8,7 +8,6 @@ use rlood::engine::backend::BackendKind;
 use rlood::engine::backend::cpu::Cpu;
 use rlood::engine::kernels::isa::Isa;
 use rlood::engine::kernels::threads::Threads;
-use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::{Policy, RowScore};
 use rlood::spec::ComputeDtype;
 
@@ -23,11 +22,11 @@ struct Tolerance {
 }
 
 /// bf16 on the CPU from bf16 in the oracle: the weights are the same, the inputs of products are rounded there and only
-/// on tiles here.
+/// on tiles here. Measured on AVX-512: up to 1.5e-2 and 1.8e-2.
 const BF16: Tolerance = Tolerance { logps: 2e-2, gradient: 3e-2 };
-/// bf16 from f32: weights lose 16 bits.
-const BF16_F32: Tolerance = Tolerance { logps: 3e-2, gradient: 5e-2 };
-/// f32 from f32: orders of summation.
+/// bf16 from f32: weights lose 16 bits. Measured: up to 1.3e-2 and 1.7e-2, the oracle's 2.8e-2 and 2.7e-2.
+const BF16_F32: Tolerance = Tolerance { logps: 3e-2, gradient: 4e-2 };
+/// f32 from f32: orders of summation. Measured: up to 2.5e-6 and 2.1e-6.
 const F32: Tolerance = Tolerance { logps: 1e-5, gradient: 1e-5 };
 
 /// Scores and gradient of some rows.
@@ -38,10 +37,17 @@ struct Results {
 
 /// With the fixture's adapter, both of whose factors are not zero.
 fn results(dir: &Path, mut policy: Policy) -> Results {
-    match dir.join("lora").exists() {
-        true => policy.load_lora(&dir.join("lora")).unwrap(),
-        false => policy.add_lora(&LoraConfig::all_linear(4, 8.0), 42).unwrap(),
-    }
+    policy.load_lora(&dir.join("lora")).unwrap();
+    of_trained(&policy)
+}
+
+/// With every weight trained.
+fn results_of_all(dir: &Path, mut policy: Policy) -> Results {
+    policy.train_all(dir).unwrap();
+    of_trained(&policy)
+}
+
+fn of_trained(policy: &Policy) -> Results {
     let owned = rows_of(1);
     let rows = as_rows(&owned);
     let g = weights(&rows, 0);
@@ -118,15 +124,19 @@ fn every_rung_that_this_machine_has_agrees_with_the_oracle() {
     // With qk-norm, with a window, with biases everywhere and an odd number of threads.
     for (name, threads) in [("qwen3", 1), ("mistral", 2), ("llama_bias", 3)] {
         let dir = fixture(name);
-        let oracle = |dtype| results(&dir, Policy::load_dtype(&dir, BackendKind::Reference, dtype).unwrap());
-        let (exact, rounded) = (oracle(ComputeDtype::F32), oracle(ComputeDtype::Bf16));
+        let oracle = |dtype| Policy::load_dtype(&dir, BackendKind::Reference, dtype).unwrap();
+        let exact = results(&dir, oracle(ComputeDtype::F32));
+        let exact_of_all = results_of_all(&dir, oracle(ComputeDtype::F32));
+        let rounded = results(&dir, oracle(ComputeDtype::Bf16));
         let threads = Arc::new(Threads::new(threads));
         for isa in &rungs {
-            let ours = |dtype| results(&dir, Policy::on_cpu(&dir, Cpu::with(dtype, *isa, threads.clone())).unwrap());
-            let f32 = ours(ComputeDtype::F32).distance(&exact);
-            let bf16 = ours(ComputeDtype::Bf16).distance(&rounded);
-            println!("rung {isa} {name}: f32 {f32}; bf16 {bf16}");
+            let ours = |dtype| Policy::on_cpu(&dir, Cpu::with(dtype, *isa, threads.clone())).unwrap();
+            let f32 = results(&dir, ours(ComputeDtype::F32)).distance(&exact);
+            let all = results_of_all(&dir, ours(ComputeDtype::F32)).distance(&exact_of_all);
+            let bf16 = results(&dir, ours(ComputeDtype::Bf16)).distance(&rounded);
+            println!("rung {isa} {name}: f32 {f32}; all weights {all}; bf16 {bf16}");
             F32.holds(&format!("{name} on {isa}, f32"), f32);
+            F32.holds(&format!("{name} on {isa}, f32, all weights"), all);
             BF16.holds(&format!("{name} on {isa}, bf16"), bf16);
         }
     }
