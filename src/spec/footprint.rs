@@ -39,11 +39,9 @@ const PROCESS_BYTES: u64 = 24 << 20;
 /// Prompt tokens assumed where they were not counted.
 const UNCOUNTED_PROMPT_TOKENS: u64 = 512;
 
-/// Of a rollout's or a training pass's buffers: glibc's malloc does not give all that is freed back to the system, nor to
-/// other threads. Measured (`benches/results/memory.md`): 10 to 50 %, more on a busy machine. With
-/// `MALLOC_MMAP_THRESHOLD_=65536` in the worker's environment it is next to nothing, and steps of a small model take a
-/// fifth longer.
-const ALLOCATOR_PERCENT: u64 = 30;
+/// Of a rollout's or a training pass's buffers: what the C library's allocator keeps of those that were freed. Most are
+/// used again by the engine itself. Measured: `benches/results/memory.md`.
+const ALLOCATOR_PERCENT: u64 = 5;
 
 const F32: u64 = 4;
 

@@ -90,6 +90,8 @@ impl<B: Backend> Decoder<B> {
     /// Train all weights, beginning with these values.
     pub fn set_full(&mut self, full: &Full) -> Result<()> {
         let backend = self.backend.clone();
+        // New weights come while the old ones are there: what a training pass took makes room.
+        backend.release();
         // One matrix at a time, so that no second copy of the model is alive.
         let matrix = |name: &str| -> Result<B::Weight> {
             backend.weight(full.get(name)?.to_vec(), self.config.hidden_size, None)
