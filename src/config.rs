@@ -288,15 +288,15 @@ pub struct BenchArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "shape")]
     pub model: Option<PathBuf>,
 
-    /// Prompts a step.
+    /// Prompts of a step, each a group of completions.
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub prompts: u32,
 
-    /// Completions a prompt.
+    /// Completions of a prompt (G), sampled together.
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
     pub generations: u32,
 
-    /// Tokens of a prompt.
+    /// Tokens of a prompt, the same for all.
     #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub prompt_len: u32,
 

@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::config::ServeConfig;
+use crate::engine::kernels::isa::Isa;
 use crate::files::{DataDir, FilesError};
 use crate::http::probe::{Prober, Unprobed};
 use crate::http::{self, AppState};
@@ -52,6 +53,9 @@ pub enum ServeError {
     /// A list of addresses is not understood.
     #[error("--allow-outgoing cannot be used")]
     Outgoing(#[source] OutgoingError),
+    /// The instruction set asked for is not this machine's.
+    #[error("--isa: {0}")]
+    Isa(String),
     /// The address is taken or not ours.
     #[error("cannot listen on {address}; choose another --listen address (port 0 takes a free one)")]
     Listen {
@@ -148,6 +152,7 @@ pub async fn start(config: ServeConfig) -> Result<Running, ServeError> {
     // A second installation is no error; without one no TLS client can be made.
     let _ = rustls::crypto::ring::default_provider().install_default();
     OutgoingPolicy::parse(&config.allow_outgoing).map_err(ServeError::Outgoing)?;
+    Isa::choose(config.isa.as_str()).map_err(ServeError::Isa)?;
     let config = Arc::new(config);
     let files = DataDir::open(&config.data_dir)?;
     let store = Store::open(&files.database()).await?;

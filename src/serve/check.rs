@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use super::ServeError;
 use crate::config::ServeConfig;
+use crate::engine::kernels::isa::Isa;
 use crate::files::DataDir;
 use crate::outgoing::OutgoingPolicy;
 use crate::store;
@@ -17,11 +18,12 @@ type Finding = (&'static str, Result<String, String>);
 /// # Errors
 /// None: what is wrong is printed.
 pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
-    let findings: [Finding; 6] = [
+    let findings: [Finding; 7] = [
         ("rlood", Ok(env!("CARGO_PKG_VERSION").to_owned())),
         ("sqlite", store::sqlite_version().await.map_err(|error| error.to_string())),
         ("data", look_at_data(&config.data_dir)),
         ("devices", Ok(describe_devices(&config))),
+        ("kernels", look_at_kernels(&config)),
         ("outgoing", look_at_outgoing(&config)),
         ("listen", look_at_address(&config).await),
     ];
@@ -61,6 +63,14 @@ fn describe_devices(config: &ServeConfig) -> String {
     }
     let names: Vec<String> = config.devices.iter().map(ToString::to_string).collect();
     format!("{}, {} compute threads each", names.join(", "), config.threads_per_worker())
+}
+
+/// The rung of the CPU's kernels.
+fn look_at_kernels(config: &ServeConfig) -> Result<String, String> {
+    let isa = Isa::choose(config.isa.as_str()).map_err(|error| format!("--isa: {error}"))?;
+    let available: Vec<&str> = Isa::available().map(Isa::name).collect();
+    let refused = Isa::refused().map_or(String::new(), |why| format!("; no amx: {why}"));
+    Ok(format!("{isa}; this machine has {}{refused}", available.join(", ")))
 }
 
 fn look_at_outgoing(config: &ServeConfig) -> Result<String, String> {

@@ -29,7 +29,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("http", &["files", "store"]),
     ("worker", &["engine", "files", "reward"]),
     ("prober", &["engine", "reward"]),
-    ("serve", &["files", "http", "reward", "store", "supervisor"]),
+    // Of the engine only which kernels the machine can run.
+    ("serve", &["engine", "files", "http", "reward", "store", "supervisor"]),
     ("convert", &[]),
     ("bench", &["engine"]),
     ("demo", &["files", "reward", "serve"]),
