@@ -1,5 +1,5 @@
 //! The seam between the decoder and what computes it: a narrow set of fused operations, each with its vector-Jacobian
-//! product. [`reference`] computes them with plain loops over candle tensors and is the oracle; [`cpu`] with packed
+//! product. [`mod@reference`] computes them with plain loops over candle tensors and is the oracle; [`cpu`] with packed
 //! weights and the machine's vector instructions.
 //!
 //! A backend owns its buffers: the decoder never sees their values, so that a device may keep them and run behind.

@@ -218,7 +218,7 @@ pub fn rotate_weight_vjp(rotation: &Rotation, qkv: &Tensor, dy: &Tensor) -> Resu
     with_values(qkv, |qkv| with_values(dy, |dy| rotation.weight_vjp(qkv, dy)))?
 }
 
-/// Causal attention inside each group of a packed batch; `visible` is [`Group::visible`] of each.
+/// Causal attention inside each group of a packed batch; `visible` is [`slices::visible`] of each.
 pub fn attention(heads: &Heads, groups: &[Group], visible: &[Vec<Visible>], qkv: &Tensor) -> Result<Tensor> {
     let op = Map1 {
         name: "attention",
