@@ -107,6 +107,8 @@ def main():
         connection, job = submit(address, model, args)
         wait_for_a_step(connection, job)
         taken = measure(address, job, args.seconds)
+        # A new connection: the server has closed the idle one.
+        connection = http.client.HTTPConnection(address, timeout=60)
         steps = len(call(connection, "GET", f"/jobs/{job}/metrics?keys=step_time")["data"])
     finally:
         if server is not None:
