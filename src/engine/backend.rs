@@ -172,8 +172,6 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         window: Option<usize>,
         qkv: &Self::Tensor,
     ) -> Result<Self::Tensor>;
-    /// The token is appended in all layers.
-    fn advance(&self, cache: &mut Self::Cache);
     /// Keep the rows marked true.
     fn retain(&self, cache: &mut Self::Cache, keep: &[bool]);
 

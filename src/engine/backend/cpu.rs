@@ -258,8 +258,6 @@ impl Backend for Cpu {
         Ok(self.attend_rows(cache, layer, window, qkv))
     }
 
-    fn advance(&self, _: &mut Cache) {}
-
     fn retain(&self, cache: &mut Cache, keep: &[bool]) {
         cache.retain(keep);
     }

@@ -415,8 +415,6 @@ impl Backend for Reference {
         self.tensor(out, heads.q_width())
     }
 
-    fn advance(&self, _: &mut Cache) {}
-
     fn retain(&self, cache: &mut Cache, keep: &[bool]) {
         let mut keep = keep.iter();
         cache.rows.retain(|_| keep.next().copied().unwrap_or(false));

@@ -372,7 +372,6 @@ impl<B: Backend> Decoder<B> {
             let attended = backend.attend_cached(&layer.heads, &mut rows.cache, index, layer.window, &qkv)?;
             x = layer.finish(backend, &x, &attended, pass)?;
         }
-        backend.advance(&mut rows.cache);
         rows.lengths.iter_mut().for_each(|length| *length += 1);
         rows.hidden = Some(x);
         Ok(())
