@@ -69,8 +69,6 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     /// Another phase begins, with buffers of other sizes: those kept for reuse may go.
     fn release(&self);
 
-    /// Row-major values, `width` a row.
-    fn tensor(&self, values: Vec<f32>, width: usize) -> Result<Self::Tensor>;
     /// A norm's weight.
     fn vector(&self, values: Vec<f32>) -> Result<Self::Vector>;
     /// Row-major `[out, inputs]`.

@@ -92,10 +92,6 @@ impl Backend for Cpu {
         *self.segments.lock().unwrap_or_else(PoisonError::into_inner) = Segments::default();
     }
 
-    fn tensor(&self, values: Vec<f32>, width: usize) -> Result<Matrix> {
-        Ok(self.pool.holding(values, width))
-    }
-
     fn vector(&self, values: Vec<f32>) -> Result<Arc<Vec<f32>>> {
         Ok(Arc::new(values))
     }

@@ -81,6 +81,12 @@ impl Reference {
         Self { bf16: dtype == ComputeDtype::Bf16 }
     }
 
+    /// Row-major values, `width` a row.
+    fn tensor(&self, values: Vec<f32>, width: usize) -> Result<Tensor> {
+        let rows = values.len() / width.max(1);
+        Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
+    }
+
     fn rounded(&self, x: &Tensor) -> Result<Tensor> {
         if self.bf16 { Ok(ops::round_bf16(x)?) } else { Ok(x.clone()) }
     }
@@ -164,11 +170,6 @@ impl Backend for Reference {
     }
 
     fn release(&self) {}
-
-    fn tensor(&self, values: Vec<f32>, width: usize) -> Result<Tensor> {
-        let rows = values.len() / width.max(1);
-        Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
-    }
 
     fn vector(&self, values: Vec<f32>) -> Result<Arc<Vec<f32>>> {
         Ok(Arc::new(values))

@@ -78,11 +78,6 @@ impl Pool {
         matrix
     }
 
-    /// These values.
-    pub fn holding(self: &Arc<Self>, values: Vec<f32>, width: usize) -> Matrix {
-        Matrix { values, width, pool: self.clone() }
-    }
-
     /// The smallest buffer that is large enough, unless it is far too large.
     fn take(&self, len: usize) -> Vec<f32> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
