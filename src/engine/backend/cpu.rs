@@ -129,11 +129,7 @@ impl Backend for Cpu {
     }
 
     fn select(&self, x: &Matrix, rows: &[u32]) -> Result<Matrix> {
-        let mut out = self.pool.matrix(rows.len(), x.width());
-        for (index, row) in rows.iter().enumerate() {
-            out.rows_mut(index..index + 1).copy_from_slice(x.row(*row as usize));
-        }
-        Ok(out)
+        Ok(self.gather(x, rows))
     }
 
     fn spread(&self, x: &Matrix, rows: &[u32], count: usize) -> Result<Matrix> {

@@ -267,7 +267,8 @@ unsafe fn begin(job: &Job<'_>, rows: &Range<usize>, panel: usize, first: bool, s
         unsafe {
             let from = match job.start {
                 Start::Bias(bias) if first => bias[column..column + valid].as_ptr(),
-                _ => job.y(row, column).cast_const(),
+                Start::Rows(rows) if first => rows.at(row, column),
+                Start::Zero | Start::Bias(_) | Start::Rows(_) | Start::Add => job.y(row, column).cast_const(),
             };
             copy(from, sums.add(number * PANEL), valid);
         }

@@ -6,6 +6,7 @@
 pub(super) mod product;
 #[cfg(test)]
 mod tests;
+mod thin;
 pub(super) mod tile;
 
 use std::cell::RefCell;
@@ -63,6 +64,8 @@ pub struct Linear<'a> {
     pub weight: &'a PackedMatrix,
     /// `[n]`; none where the product adds to what is there.
     pub bias: Option<&'a [f32]>,
+    /// Rows, as wide as the output, that the product is added to; none with a bias.
+    pub residual: Option<&'a [f32]>,
     /// The adapter.
     pub lora: Option<Lora<'a>>,
 }
@@ -110,20 +113,24 @@ fn run(
     let rows = out.rows;
     let target = Target::new(out, 0..width);
     let start = target.start(bias);
-    let call = next_call();
     let size = terms.iter().map(|term| term.weight.n() * term.weight.k()).sum();
     for term in terms {
         Inputs::of(term, 0).check(rows, if side == Side::Forward { term.weight.k() } else { term.weight.n() });
     }
+    let jobs = of_terms(side, terms, start, &target);
     cut(threads, isa, side, rows, width, size, |rows, panels| {
-        SCRATCH.with_borrow_mut(|scratch| {
-            for (index, term) in terms.iter().enumerate() {
-                let start = if index == 0 { start } else { Start::Add };
-                let job = Job::new(side, term.weight, Inputs::of(term, 0), start, &target, call);
-                job.run(isa, scratch, rows.clone(), panels.clone());
-            }
-        });
+        SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &jobs, scratch, rows, panels));
     });
+}
+
+/// The products of a sum.
+fn of_terms<'a>(side: Side, terms: &[Term<'a>], start: Start<'a>, target: &Target) -> Vec<Job<'a>> {
+    let call = next_call();
+    let of_term = |(index, term): (usize, &Term<'a>)| {
+        let start = if index == 0 { start } else { Start::Add };
+        Job { slot: index.min(1), ..Job::new(side, term.weight, Inputs::of(term, 0), start, target, call) }
+    };
+    terms.iter().enumerate().map(of_term).collect()
 }
 
 /// [`forward`] for the outputs of some panels, on the calling thread: the streamed head. Column 0 of y is output
@@ -135,17 +142,11 @@ pub fn forward_panels(isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, panels
     assert!(isa.runs(), "{isa} does not run on this machine");
     let rows = out.rows;
     let target = Target::new(out, outputs_of(&panels, n));
-    let start = target.start(bias);
-    let call = next_call();
-    SCRATCH.with_borrow_mut(|scratch| {
-        for (index, term) in terms.iter().enumerate() {
-            let inputs = Inputs::of(term, 0);
-            inputs.check(rows, term.weight.k());
-            let start = if index == 0 { start } else { Start::Add };
-            let job = Job::new(Side::Forward, term.weight, inputs, start, &target, call);
-            job.run(isa, scratch, 0..rows, panels.clone());
-        }
-    });
+    for term in terms {
+        Inputs::of(term, 0).check(rows, term.weight.k());
+    }
+    let jobs = of_terms(Side::Forward, terms, target.start(bias), &target);
+    SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &jobs, scratch, 0..rows, panels));
 }
 
 /// dx `[rows, k]` (+)= dy · weight over the outputs of some panels, on the calling thread. Column 0 of `dy` is output
@@ -160,7 +161,7 @@ pub fn backward_panels(isa: Isa, weight: &PackedMatrix, panels: Range<usize>, dy
     let target = Target::new(out, 0..weight.k());
     let mut job = Job::new(Side::Backward, weight, inputs, target.start(None), &target, next_call());
     job.sum = outputs;
-    SCRATCH.with_borrow_mut(|scratch| job.run(isa, scratch, 0..rows, 0..weight.k().div_ceil(PANEL)));
+    SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &[job], scratch, 0..rows, 0..weight.k().div_ceil(PANEL)));
 }
 
 /// The outputs of some panels.
@@ -172,12 +173,21 @@ fn outputs_of(panels: &Range<usize>, n: usize) -> Range<usize> {
 /// y `[rows, n]` = bias + x·Wᵀ + (x·Aᵀ)·Bᵀ, or y += the products: one piece of work for all. Where threads share rows
 /// each of them computes x·Aᵀ for itself.
 pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) {
-    let Linear { x, stride, weight, bias, lora } = linear;
+    let Linear { x, stride, weight, bias, residual, lora } = linear;
     let (n, k, rows) = (weight.n(), weight.k(), out.rows);
     let x = Inputs { values: x, stride, first_row: 0, first: 0 };
     x.check(rows, k);
     let target = Target::new(out, 0..n);
-    let start = target.start(bias);
+    let start = match residual {
+        Some(values) => {
+            assert!(
+                bias.is_none() && !target.add && values.len() >= rows * n,
+                "a residual of another shape, or two starts"
+            );
+            Start::Rows(StartRows { values, stride: n })
+        }
+        None => target.start(bias),
+    };
     let call = next_call();
     let mut size = n * k;
     let mut hidden_out = None;
@@ -195,31 +205,34 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
     });
     cut(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
         SCRATCH.with_borrow_mut(|scratch| {
-            Job::new(Side::Forward, weight, x, start, &target, call).run(isa, scratch, rows.clone(), panels.clone());
-            let Some((a, b, parts)) = adapter else { return };
+            let base = Job::new(Side::Forward, weight, x, start, &target, call);
+            let Some((a, b, parts)) = adapter else { return run_jobs(isa, &[base], scratch, rows, panels) };
             let rank = a.n();
-            let of = Some((call, rows.clone()));
-            let mut hidden = std::mem::take(&mut scratch.hidden);
-            if scratch.hidden_of != of {
-                hidden.resize(hidden.len().max(rows.len() * rank), 0.0);
-                let out = Output { y: &mut hidden, stride: rank, rows: rows.len(), add: false };
-                let target = Target { first_row: rows.start, ..Target::new(out, 0..rank) };
-                let job = Job::new(Side::Forward, a, x, Start::Zero, &target, call);
-                job.run(isa, scratch, rows.clone(), 0..a.panels());
-                scratch.hidden_of = of;
+            // The inputs of so many rows are packed once for both.
+            let at_once = if isa == Isa::Amx { rows.len() } else { product::ROWS };
+            for rows in product::balanced(rows, at_once) {
+                let of = Some((call, rows.clone()));
+                let mut hidden = std::mem::take(&mut scratch.hidden);
+                if scratch.hidden_of != of {
+                    hidden.resize(hidden.len().max(rows.len() * rank), 0.0);
+                    let out = Output { y: &mut hidden, stride: rank, rows: rows.len(), add: false };
+                    let target = Target { first_row: rows.start, ..Target::new(out, 0..rank) };
+                    let job = Job::new(Side::Forward, a, x, Start::Zero, &target, call);
+                    run_jobs(isa, &[job], scratch, rows.clone(), 0..a.panels());
+                    scratch.hidden_of = of;
+                }
+                let inputs = Inputs { values: &hidden, stride: rank, first_row: rows.start, first: 0 };
+                let low_rank = Job { parts, slot: 1, ..Job::new(Side::Forward, b, inputs, Start::Add, &target, call) };
+                run_jobs(isa, &[base.clone(), low_rank], scratch, rows.clone(), panels.clone());
+                if let Some(out) = hidden_out
+                    && panels.start == 0
+                {
+                    // Safety: one cell has these rows and panel 0, and the length was checked.
+                    let out = unsafe { out.part(rows.start * rank..rows.end * rank) };
+                    out.copy_from_slice(&hidden[..rows.len() * rank]);
+                }
+                scratch.hidden = hidden;
             }
-            let inputs = Inputs { values: &hidden, stride: rank, first_row: rows.start, first: 0 };
-            let mut job = Job::new(Side::Forward, b, inputs, Start::Add, &target, call);
-            (job.parts, job.slot) = (parts, 1);
-            job.run(isa, scratch, rows.clone(), panels.clone());
-            if let Some(out) = hidden_out
-                && panels.start == 0
-            {
-                // Safety: one cell has these rows and panel 0, and the length was checked.
-                let out = unsafe { out.part(rows.start * rank..rows.end * rank) };
-                out.copy_from_slice(&hidden[..rows.len() * rank]);
-            }
-            scratch.hidden = hidden;
         });
     });
 }
@@ -254,12 +267,50 @@ fn check_outer(isa: Isa, rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &mut [f32])
 
 /// Some panels of the wider side.
 fn outer_range(isa: Isa, sides: (usize, &Rows<'_>, &Rows<'_>), target: &Target, panels: Range<usize>, call: u64) {
+    let (rows, a, b) = sides;
+    if a.width.min(b.width) <= thin::WIDEST {
+        return outer_thin(isa, rows, (a, b), target, panels);
+    }
     // The weight is not used: blocks of the wider side take its place.
     let nothing = PackedMatrix::new(&[], 0, PackDtype::F32);
     let job = Job::new(Side::Forward, &nothing, Inputs::default(), Start::Add, target, call);
     SCRATCH.with_borrow_mut(|scratch| {
         // Safety: the rung is available and the bounds were checked.
         unsafe { product::outer(tile::rung(isa), &job, scratch, sides, panels) };
+    });
+}
+
+/// The same where one side is thin.
+fn outer_thin(isa: Isa, rows: usize, (a, b): (&Rows<'_>, &Rows<'_>), target: &Target, panels: Range<usize>) {
+    // What emulated tiles accompany is there.
+    let isa = isa.min(Isa::Avx512);
+    let flipped = a.width > b.width;
+    let (thin, wide) = if flipped { (b, a) } else { (a, b) };
+    // Safety: these outputs are this call's, and the bounds were checked.
+    let at = |m: usize, column: usize| unsafe {
+        target.y.at(if flipped { column * target.stride + m } else { m * target.stride + column })
+    };
+    SCRATCH.with_borrow_mut(|scratch| {
+        let sums = &mut scratch.hidden;
+        scratch.hidden_of = None;
+        sums.resize(sums.len().max(thin::scratch_len(thin.width)), 0.0);
+        let stride = thin::scratch_len(1);
+        for columns in thin::pieces(panels.start * PANEL..(panels.end * PANEL).min(wide.width)) {
+            for m in 0..thin.width {
+                for (sum, column) in sums[m * stride..].iter_mut().zip(columns.clone()) {
+                    // Safety: as above.
+                    *sum = unsafe { *at(m, column) };
+                }
+            }
+            // Safety: the rung is available; both sides have so many rows, and there is room.
+            unsafe { thin::add(isa, &mut thin::Sums { rows, thin, wide, columns: columns.clone(), sums, stride }) };
+            for m in 0..thin.width {
+                for (sum, column) in sums[m * stride..].iter().zip(columns.clone()) {
+                    // Safety: as above.
+                    unsafe { *at(m, column) = *sum };
+                }
+            }
+        }
     });
 }
 
@@ -307,8 +358,23 @@ pub(super) enum Side {
 pub(super) enum Start<'a> {
     Zero,
     Bias(&'a [f32]),
+    Rows(StartRows<'a>),
     /// What is there.
     Add,
+}
+
+/// Rows of other values, row 0 and output 0 first.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StartRows<'a> {
+    values: &'a [f32],
+    pub stride: usize,
+}
+
+impl StartRows<'_> {
+    /// From one output on.
+    pub fn at(&self, row: usize, output: usize) -> *const f32 {
+        self.values[row * self.stride + output..(row + 1) * self.stride].as_ptr()
+    }
 }
 
 /// Checked outputs.
@@ -364,6 +430,7 @@ impl<'a> Inputs<'a> {
 }
 
 /// A product with one weight.
+#[derive(Clone)]
 pub(super) struct Job<'a> {
     pub side: Side,
     pub weight: &'a PackedMatrix,
@@ -431,24 +498,6 @@ impl<'a> Job<'a> {
         unsafe { self.y.at((row - self.first_row) * self.stride + output - self.columns.start) }
     }
 
-    /// On the calling thread, whose machine must have the rung.
-    fn run(&self, isa: Isa, scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
-        if rows.is_empty() || panels.is_empty() {
-            return;
-        }
-        if self.sum.is_empty() {
-            return self.empty(rows, panels);
-        }
-        // Safety: the rung is available, and the bounds were checked where the job was made.
-        unsafe {
-            match (isa, self.weight.dtype()) {
-                #[cfg(target_arch = "x86_64")]
-                (Isa::Amx, PackDtype::Bf16) => super::amx::product(self, scratch, rows, panels),
-                _ => product::product(tile::rung(isa), self, scratch, rows, panels),
-            }
-        }
-    }
-
     /// Sums of nothing.
     fn empty(&self, rows: Range<usize>, panels: Range<usize>) {
         for row in rows {
@@ -456,6 +505,7 @@ impl<'a> Job<'a> {
                 let value = match self.start {
                     Start::Zero => 0.0,
                     Start::Bias(bias) => bias[output],
+                    Start::Rows(rows) => rows.values[row * rows.stride + output],
                     Start::Add => return,
                 };
                 // Safety: the bounds were checked where the job was made.
@@ -463,6 +513,41 @@ impl<'a> Job<'a> {
             }
         }
     }
+}
+
+/// Products on the calling thread, whose machine must have the rung, the sum of all in the outputs of all.
+fn run_jobs(isa: Isa, jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
+    if rows.is_empty() || panels.is_empty() {
+        return;
+    }
+    let tiled = |job: &Job<'_>| isa == Isa::Amx && job.weight.dtype() == PackDtype::Bf16;
+    if jobs.iter().any(|job| job.sum.is_empty() || tiled(job)) {
+        for job in jobs {
+            if job.sum.is_empty() {
+                job.empty(rows.clone(), panels.clone());
+                continue;
+            }
+            // Safety: the rung is available, and the bounds were checked where the job was made.
+            unsafe {
+                match tiled(job) {
+                    #[cfg(target_arch = "x86_64")]
+                    true => super::amx::product(job, scratch, rows.clone(), panels.clone()),
+                    _ => {
+                        product::product(
+                            tile::rung(isa),
+                            std::slice::from_ref(job),
+                            scratch,
+                            rows.clone(),
+                            panels.clone(),
+                        );
+                    }
+                }
+            }
+        }
+        return;
+    }
+    // Safety: as above.
+    unsafe { product::product(tile::rung(isa), jobs, scratch, rows, panels) };
 }
 
 /// How far the products of two rungs of one small odd shape, forward and back, are apart at most.
@@ -478,7 +563,7 @@ pub(super) fn apart(one: Isa, other: Isa, (rows, n, k): (usize, usize, usize)) -
         let target = Target::new(Output { y: &mut y, stride: width, rows, add: true }, 0..width);
         let inputs = Inputs { values: &x, stride: depth, first_row: 0, first: 0 };
         let job = Job::new(side, &weight, inputs, Start::Add, &target, next_call());
-        SCRATCH.with_borrow_mut(|scratch| job.run(isa, scratch, 0..rows, 0..width.div_ceil(PANEL)));
+        SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &[job], scratch, 0..rows, 0..width.div_ceil(PANEL)));
         y
     };
     let mut apart = 0f32;

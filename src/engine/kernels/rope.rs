@@ -61,30 +61,49 @@ impl<'a> Rope<'a> {
     }
 }
 
-/// qk-norm and rope of every row of `qkv` `[rows, width]`, each at its position, in place.
-pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize], qkv: &mut [f32]) {
+/// out `[rows, width]` = qk-norm and rope of every row of `qkv`, each at its position.
+pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize], qkv: &[f32], out: &mut [f32]) {
     rope.check(positions, qkv);
-    let (width, qkv) = (rope.heads.width(), Shared::new(qkv));
+    assert_eq!(qkv.len(), out.len(), "qkv and out differ in length");
+    let (width, out) = (rope.heads.width(), Shared::new(out));
     over_rows(threads, positions.len(), width, |range| {
         for row in range {
+            let span = row * width..(row + 1) * width;
             // Safety: rows are disjoint and inside the buffer; positions are inside the table.
-            unsafe { rotate_row(isa, rope, positions[row], qkv.part(row * width..(row + 1) * width)) };
+            unsafe {
+                let out = out.part(span.clone());
+                out.copy_from_slice(&qkv[span]);
+                rotate_row(isa, rope, positions[row], out);
+            }
         }
     });
 }
 
-/// The vector-Jacobian product of [`rotate`], in place: `d` holds dL/dqkv after it and becomes that before it. `before`
-/// is the input of [`rotate`]; it is read only where there is a qk-norm, and may be empty where there is none.
-pub fn rotate_vjp(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize], before: &[f32], d: &mut [f32]) {
-    rope.check(positions, d);
-    assert!(rope.qk_norm.is_none() || before.len() == d.len(), "the input and its gradient differ in length");
-    let (width, d) = (rope.heads.width(), Shared::new(d));
+/// The vector-Jacobian product of [`rotate`]: `out` = dL/dqkv before it from `dy`, that after it. `before` is the input of
+/// [`rotate`]; it is read only where there is a qk-norm, and may be empty where there is none.
+pub fn rotate_vjp(
+    threads: &Threads,
+    isa: Isa,
+    rope: &Rope<'_>,
+    positions: &[usize],
+    before: &[f32],
+    dy: &[f32],
+    out: &mut [f32],
+) {
+    rope.check(positions, dy);
+    assert!(rope.qk_norm.is_none() || before.len() == dy.len(), "the input and its gradient differ in length");
+    assert_eq!(dy.len(), out.len(), "dy and out differ in length");
+    let (width, out) = (rope.heads.width(), Shared::new(out));
     over_rows(threads, positions.len(), width, |range| {
         for row in range {
             let span = row * width..(row + 1) * width;
             let before = if rope.qk_norm.is_some() { &before[span.clone()] } else { &[] };
             // Safety: rows are disjoint and inside the buffer; positions are inside the table.
-            unsafe { vjp_row(isa, rope, positions[row], before, d.part(span)) };
+            unsafe {
+                let out = out.part(span.clone());
+                out.copy_from_slice(&dy[span]);
+                vjp_row(isa, rope, positions[row], before, out);
+            }
         }
     });
 }
@@ -350,9 +369,9 @@ mod tests {
                     for count in [1, 3] {
                         let (threads, rope) = (Threads::new(count), case.rope(norm));
                         let what = format!("{isa}, {h} and {kv} heads of {dim}, norm {norm}, {count} threads");
-                        let (mut out, mut d) = (case.x.clone(), case.dy.clone());
-                        rotate(&threads, isa, &rope, &case.positions, &mut out);
-                        rotate_vjp(&threads, isa, &rope, &case.positions, &case.x, &mut d);
+                        let (mut out, mut d) = (vec![0f32; case.x.len()], vec![0f32; case.x.len()]);
+                        rotate(&threads, isa, &rope, &case.positions, &case.x, &mut out);
+                        rotate_vjp(&threads, isa, &rope, &case.positions, &case.x, &case.dy, &mut d);
                         let (mut dq, mut dk) = (vec![0f32; dim], vec![0f32; dim]);
                         rotate_weight_vjp(&threads, isa, &rope, &case.positions, &case.x, &case.dy, &mut dq, &mut dk);
                         assert_close(&out, &expected.out, 1e-5, &what);
@@ -375,11 +394,12 @@ mod tests {
         let width = case.heads.width();
         for isa in Isa::available() {
             let threads = Threads::new(2);
-            let mut all = case.x.clone();
-            rotate(&threads, isa, &case.rope(true), &case.positions, &mut all);
+            let mut all = vec![0f32; case.x.len()];
+            rotate(&threads, isa, &case.rope(true), &case.positions, &case.x, &mut all);
             for (row, position) in case.positions.iter().enumerate() {
-                let mut alone = case.x[row * width..(row + 1) * width].to_vec();
-                rotate(&threads, isa, &case.rope(true), &[*position], &mut alone);
+                let mut alone = vec![0f32; width];
+                let given = &case.x[row * width..(row + 1) * width];
+                rotate(&threads, isa, &case.rope(true), &[*position], given, &mut alone);
                 assert_same(&alone, &all[row * width..(row + 1) * width], "a row");
             }
         }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{AdapterPass, AdapterValues, Cpu, Matrix, Weight, rows};
-use crate::engine::backend::{AdapterBackward, FullSlot, LinearBackward};
+use crate::engine::backend::{AdapterBackward, AdapterBlock, FullSlot, LinearBackward};
 use crate::engine::kernels::gemm::{self, Linear, Lora, Output, Rows, Term};
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
@@ -16,6 +16,8 @@ pub struct Adapter {
     a: PackedMatrix,
     /// `[out, blocks · r]`, scaled by s.
     b: PackedMatrix,
+    /// Of each block Bᵀ `[r, out]`, scaled by s.
+    b_transposed: Vec<PackedMatrix>,
     r: usize,
     scaling: f32,
     /// Each module's outputs and ranks.
@@ -39,9 +41,16 @@ impl Adapter {
         // Tiles multiply bf16 with bf16 only.
         let dtype = if cpu.isa == Isa::Amx { cpu.dtype } else { PackDtype::F32 };
         let pack = |values: &[f32], inputs| PackedMatrix::new_on(&cpu.threads, values, inputs, dtype);
+        let transposed = |block: &AdapterBlock<'_>| {
+            let outputs = block.outputs.len();
+            let values: Vec<f32> =
+                (0..r * outputs).map(|at| block.b[at % outputs * r + at / outputs] * scaling).collect();
+            pack(&values, outputs)
+        };
         Adapter {
             a: pack(&a, *inputs),
             b: pack(&b, rank),
+            b_transposed: blocks.iter().map(transposed).collect(),
             r: *r,
             scaling,
             parts: blocks.iter().enumerate().map(|(i, block)| (block.outputs.clone(), i * r..(i + 1) * r)).collect(),
@@ -72,16 +81,19 @@ impl Cpu {
     ) -> Matrix {
         let mut y = self.pool.matrix(x.rows(), weight.matrix.n());
         let mut bias = weight.bias.as_ref().map(|bias| bias.as_slice());
-        if let Some(residual) = residual {
-            y.values_mut().copy_from_slice(residual.values());
+        let mut residual = residual.map(Matrix::values);
+        let masked = adapter.is_some_and(|pass| !pass.masks.is_empty());
+        let add = residual.is_some() && (bias.is_some() || masked);
+        if let Some(residual) = residual.take_if(|_| add) {
+            y.values_mut().copy_from_slice(residual);
             if let Some(bias) = bias.take() {
                 y.values_mut().chunks_exact_mut(bias.len()).for_each(|y| rows::add(y, 0, bias));
             }
         }
         let (rows, stride) = (x.rows(), y.width());
-        let out = Output { y: y.values_mut(), stride, rows, add: residual.is_some() };
+        let out = Output { y: y.values_mut(), stride, rows, add };
         match adapter {
-            Some(pass) if !pass.masks.is_empty() => {
+            Some(pass) if masked => {
                 let hidden = self.hidden(pass, x);
                 let terms = [term(x, &weight.matrix), term(&hidden, &pass.adapter.b)];
                 gemm::forward(&self.threads, self.isa, &terms, bias, out);
@@ -91,7 +103,7 @@ impl Cpu {
                     let Adapter { a, b, parts, .. } = &**pass.adapter;
                     Lora { a, b, parts, hidden: None }
                 });
-                let linear = Linear { x: x.values(), stride: x.width(), weight: &weight.matrix, bias, lora };
+                let linear = Linear { x: x.values(), stride: x.width(), weight: &weight.matrix, bias, residual, lora };
                 gemm::linear(&self.threads, self.isa, linear, out);
             }
         }
@@ -153,11 +165,14 @@ impl Cpu {
         let adapter = pass.adapter;
         let (r, rank) = (adapter.r, adapter.rank());
         let mut dh = self.pool.matrix(rows, rank);
-        let out = Output { y: dh.values_mut(), stride: rank, rows, add: false };
-        gemm::backward(&self.threads, self.isa, &[term(dy, &adapter.b)], out);
+        for ((outputs, of_block), b) in adapter.parts.iter().zip(&adapter.b_transposed) {
+            let dy = Term { x: &dy.values()[outputs.start..], stride: dy.width(), weight: b };
+            let out = Output { y: &mut dh.values_mut()[of_block.start..], stride: rank, rows, add: false };
+            gemm::forward(&self.threads, self.isa, &[dy], None, out);
+        }
         // L depends on B through s·B: dB = s·dyᵀ·h.
         let mut h = self.hidden(pass, x);
-        h.values_mut().iter_mut().for_each(|value| *value *= adapter.scaling);
+        self.scale(&mut h, adapter.scaling);
         let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
         let masks = pass.masks;
         match masks.is_empty() {

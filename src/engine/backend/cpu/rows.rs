@@ -21,10 +21,37 @@ impl Cpu {
     /// Rows of a packed table.
     pub(super) fn lookup(&self, table: &PackedMatrix, ids: &[u32]) -> Matrix {
         let mut out = self.pool.matrix(ids.len(), table.k());
-        for (row, id) in ids.iter().enumerate() {
-            table.row(*id as usize, out.rows_mut(row..row + 1));
-        }
+        self.each_row(ids, &mut out, |id, row| table.row(id, row));
         out
+    }
+
+    /// Some rows, in this order.
+    pub(super) fn gather(&self, x: &Matrix, rows: &[u32]) -> Matrix {
+        let mut out = self.pool.matrix(rows.len(), x.width());
+        self.each_row(rows, &mut out, |from, row| row.copy_from_slice(x.row(from)));
+        out
+    }
+
+    /// x *= factor
+    pub(super) fn scale(&self, x: &mut Matrix, factor: f32) {
+        let rows: Vec<u32> = (0..x.rows() as u32).collect();
+        self.each_row(&rows, x, |_, row| row.iter_mut().for_each(|value| *value *= factor));
+    }
+
+    /// Write row after row, each by its number.
+    fn each_row(&self, numbers: &[u32], out: &mut Matrix, f: impl Fn(usize, &mut [f32]) + Sync) {
+        /// Elements that one thread moves as fast as two.
+        const FEW: usize = 1 << 14;
+        let (width, mut numbers) = (out.width(), numbers.to_vec());
+        let per_part = numbers.len().div_ceil(4 * self.threads.count()).max(1);
+        let parts: Vec<_> =
+            (0..numbers.len()).step_by(per_part).map(|at| at..(at + per_part).min(numbers.len())).collect();
+        let few = numbers.len() * width < FEW;
+        self.threads.over(&parts, &mut numbers, (out.values_mut(), width), few, |_, numbers, out| {
+            for (number, row) in numbers.iter().zip(out.chunks_exact_mut(width.max(1))) {
+                f(*number as usize, row);
+            }
+        });
     }
 
     pub(super) fn norm(&self, x: &Matrix, weight: &[f32], eps: f32) -> Matrix {
@@ -54,17 +81,16 @@ impl Cpu {
 
     pub(super) fn turn(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Matrix {
         let mut out = self.pool.matrix(qkv.rows(), qkv.width());
-        out.values_mut().copy_from_slice(qkv.values());
         let positions = &rotation.angles.positions;
-        rope::rotate(&self.threads, self.isa, &rope(rotation), positions, out.values_mut());
+        rope::rotate(&self.threads, self.isa, &rope(rotation), positions, qkv.values(), out.values_mut());
         out
     }
 
     pub(super) fn turn_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Matrix {
         let mut out = self.pool.matrix(dy.rows(), dy.width());
-        out.values_mut().copy_from_slice(dy.values());
         let (positions, before) = (&rotation.angles.positions, qkv.map_or(&[][..], Matrix::values));
-        rope::rotate_vjp(&self.threads, self.isa, &rope(rotation), positions, before, out.values_mut());
+        let (rope, dy) = (rope(rotation), dy.values());
+        rope::rotate_vjp(&self.threads, self.isa, &rope, positions, before, dy, out.values_mut());
         out
     }
 

@@ -3,16 +3,13 @@
 use std::ops::Range;
 
 use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
-use super::tile::{INPUT_STRIDE, MOST_ROWS, Rung, Tile, prefetch};
+use super::tile::{INPUT_STRIDE, Kernels, MOST_ROWS, Rung, Tile, prefetch};
 use super::{Job, Rows, Side, Start};
 
 /// Rows for which a block of weights is streamed once from memory, and steps of it: with the inputs that they meet they
 /// stay in the second-level cache. Deep, as sums wait in memory between two blocks.
-const FORWARD: (usize, usize) = (96, 1024);
-/// The same for the way back: more rows, as a block is turned for them once.
-const BACKWARD: (usize, usize) = (96, 1024);
-/// The same for the gradients of weights, whose inputs are turned.
-const OUTER: (usize, usize) = (96, 1024);
+pub(super) const ROWS: usize = 96;
+const DEEP: usize = 1024;
 /// Elements of packed inputs that stay in the second-level cache.
 const INPUTS: usize = 96 << 10;
 
@@ -71,68 +68,95 @@ pub(in super::super) fn pieces(range: Range<usize>, most: usize) -> impl Iterato
 }
 
 /// Cut a range into the fewest pieces of at most so many, all alike but for one.
-fn balanced(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn balanced(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     let count = range.len().div_ceil(most);
     let at = move |piece: usize| range.start + range.len() * piece / count;
     (0..count).map(move |piece| at(piece)..at(piece + 1))
 }
 
-/// The part of a product that lies in these rows and panels.
+/// The part of a sum of products that lies in these rows and panels.
 ///
 /// # Safety
-/// The machine has the rung's instructions; rows and panels are the job's.
+/// The machine has the rung's instructions; rows and panels are the jobs'.
 pub(super) unsafe fn product(
     rung: &Rung,
-    job: &Job<'_>,
+    jobs: &[Job<'_>],
     scratch: &mut Scratch,
     rows: Range<usize>,
     panels: Range<usize>,
 ) {
-    let pairs = job.weight.dtype() == PackDtype::Bf16;
-    let (rows_at_once, deep) = if job.side == Side::Forward { FORWARD } else { BACKWARD };
     let Scratch { inputs, turned, edge, .. } = scratch;
-    let inputs = &mut inputs[job.slot];
     let edge = room(edge, MOST_ROWS * PANEL);
-    for rows in balanced(rows, rows_at_once) {
-        let deeper = (INPUTS / rows.len() / deep).max(1) * deep;
-        for sum in pieces(job.sum.clone(), deeper) {
-            if !inputs.holds(job, &rows, &sum, deep) {
-                pack_inputs(job, &rows, &sum, deep, &mut inputs.lines);
-            }
-            let packed = inputs.lines.as_ptr().cast::<f32>();
-            for panel in panels.clone() {
-                let depth = job.depth(panel);
-                for (index, block) in pieces(sum.clone(), deep).enumerate() {
-                    let first = block.start;
-                    let block = block.start.max(depth.start)..block.end.min(depth.end);
-                    if block.is_empty() {
-                        continue;
+    for rows in balanced(rows, ROWS) {
+        let deeper = (INPUTS / rows.len() / DEEP).max(1) * DEEP;
+        // One job after the other for each panel, whose outputs are still near, where all their inputs are packed.
+        let together =
+            jobs.len() == 2 && jobs[0].slot != jobs[1].slot && jobs.iter().all(|job| job.sum.len() <= deeper);
+        let at_once = if together { 2 } else { 1 };
+        for jobs in jobs.chunks(at_once) {
+            let pieces = |job: &Job<'_>| pieces(job.sum.clone(), deeper);
+            for sum in pieces(&jobs[0]) {
+                let mut sums = [sum, 0..0];
+                if let Some(second) = jobs.get(1) {
+                    sums[1] = second.sum.clone();
+                }
+                for (job, sum) in jobs.iter().zip(&sums) {
+                    let inputs = &mut inputs[job.slot];
+                    if !inputs.holds(job, &rows, sum, DEEP) {
+                        pack_inputs(job, &rows, sum, &mut inputs.lines);
                     }
-                    let x = packed.wrapping_add(index * rows.len() * INPUT_STRIDE + block.start - first);
-                    // Safety: the block lies inside the weight.
-                    let w = unsafe {
-                        match job.side {
-                            Side::Backward => turn(rung, job.weight, panel, &block, turned),
-                            Side::Forward if pairs => job.weight.panel(panel).add(block.start / 2 * PANEL),
-                            Side::Forward => job.weight.panel(panel).add(block.start * PANEL),
-                        }
-                    };
-                    let kernels = if pairs { rung.bf16 } else { rung.f32 };
-                    let fresh = block.start == depth.start;
-                    let at = Block { panel, x, w, depth: block.len(), fresh };
-                    // Safety: the caller's.
-                    unsafe { tiles(rung, kernels, job, &at, &rows, edge) };
+                }
+                for panel in panels.clone() {
+                    for (job, sum) in jobs.iter().zip(&sums) {
+                        let packed = inputs[job.slot].lines.as_ptr().cast::<f32>();
+                        // Safety: the caller's.
+                        unsafe { one_panel(rung, job, (packed, sum), panel, &rows, (turned, edge)) };
+                    }
                 }
             }
         }
     }
 }
 
+/// A panel's outputs for some rows, whose packed inputs are those of a part of the sum.
+unsafe fn one_panel(
+    rung: &Rung,
+    job: &Job<'_>,
+    (packed, sum): (*const f32, &Range<usize>),
+    panel: usize,
+    rows: &Range<usize>,
+    (turned, edge): (&mut Vec<Line>, *mut f32),
+) {
+    let pairs = job.weight.dtype() == PackDtype::Bf16;
+    let kernels = if pairs { rung.bf16 } else { rung.f32 };
+    let depth = job.depth(panel);
+    for (index, block) in pieces(sum.clone(), DEEP).enumerate() {
+        let first = block.start;
+        let block = block.start.max(depth.start)..block.end.min(depth.end);
+        if block.is_empty() {
+            continue;
+        }
+        let x = packed.wrapping_add(index * rows.len() * INPUT_STRIDE + block.start - first);
+        // Safety: the block lies inside the weight.
+        let w = unsafe {
+            match job.side {
+                Side::Backward => turn(rung, job.weight, panel, &block, turned),
+                Side::Forward if pairs => job.weight.panel(panel).add(block.start / 2 * PANEL),
+                Side::Forward => job.weight.panel(panel).add(block.start * PANEL),
+            }
+        };
+        let fresh = block.start == depth.start;
+        let at = Block { panel, x, w, depth: block.len(), fresh };
+        // Safety: the caller's.
+        unsafe { tiles(rung, kernels, job, &at, rows, edge) };
+    }
+}
+
 /// `[block][row][INPUT_STRIDE]`, a zero after each row for pairs.
-fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, deep: usize, lines: &mut Vec<Line>) {
+fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &mut Vec<Line>) {
     let size = rows.len() * INPUT_STRIDE;
-    let out = room(lines, sum.len().div_ceil(deep) * size);
-    for (index, block) in pieces(sum.clone(), deep).enumerate() {
+    let out = room(lines, sum.len().div_ceil(DEEP) * size);
+    for (index, block) in pieces(sum.clone(), DEEP).enumerate() {
         for (number, row) in rows.clone().enumerate() {
             let x = job.inputs.row(row, &block);
             // Safety: there is room, and a block is less deep than the stride.
@@ -193,44 +217,48 @@ struct Block {
 }
 
 /// A panel's outputs for some rows.
-unsafe fn tiles(
-    rung: &Rung,
-    kernels: &[super::tile::Kernel],
-    job: &Job<'_>,
-    block: &Block,
-    rows: &Range<usize>,
-    edge: *mut f32,
-) {
+unsafe fn tiles(rung: &Rung, kernels: Kernels, job: &Job<'_>, block: &Block, rows: &Range<usize>, edge: *mut f32) {
     for column in (0..PANEL).step_by(rung.columns) {
         let first = block.panel * PANEL + column;
         let valid = job.columns.end.saturating_sub(first).min(rung.columns);
         if valid == 0 {
             return;
         }
+        let (kernels, width) = match valid <= rung.columns / 2 {
+            true => (kernels.half, rung.columns / 2),
+            false => (kernels.whole, rung.columns),
+        };
         let mut begin = [0.0; PANEL];
         let mut from = begin.as_ptr();
         if let Start::Bias(bias) = job.start {
-            if valid == rung.columns {
+            if valid == width {
                 from = bias[first..first + valid].as_ptr();
             } else {
                 begin[..valid].copy_from_slice(&bias[first..first + valid]);
                 from = begin.as_ptr();
             }
         }
-        let adds = !block.fresh || matches!(job.start, Start::Add);
         for tile in balanced(rows.clone(), rung.rows) {
             let count = tile.len();
             // Safety: the caller's; the edge has room for a tile.
             unsafe {
                 let y = job.y(tile.start, first);
-                let at_edge = valid < rung.columns;
+                let at_edge = valid < width;
                 let (to, to_stride) = if at_edge { (edge, PANEL) } else { (y, job.stride) };
-                if at_edge && adds {
-                    for row in 0..count {
-                        std::ptr::copy_nonoverlapping(y.add(row * job.stride), edge.add(row * PANEL), valid);
+                let (from, from_stride) = match job.start {
+                    Start::Rows(rows) if block.fresh => (rows.at(tile.start, first), rows.stride),
+                    Start::Zero | Start::Bias(_) if block.fresh => (from, 0),
+                    Start::Zero | Start::Bias(_) | Start::Rows(_) | Start::Add => (y.cast_const(), job.stride),
+                };
+                let (from, from_stride) = match at_edge && from_stride > 0 {
+                    true => {
+                        for row in 0..count {
+                            std::ptr::copy_nonoverlapping(from.add(row * from_stride), edge.add(row * PANEL), valid);
+                        }
+                        (edge.cast_const(), PANEL)
                     }
-                }
-                let (from, from_stride) = if adds { (to.cast_const(), to_stride) } else { (from, 0) };
+                    false => (from, from_stride),
+                };
                 kernels[count - 1](&Tile {
                     x: block.x.add((tile.start - rows.start) * INPUT_STRIDE),
                     w: block.w.add(column),
@@ -283,9 +311,9 @@ pub(super) unsafe fn outer(
     let flipped = a.width > b.width;
     let (narrow, wide) = if flipped { (b, a) } else { (a, b) };
     let Scratch { inputs: [inputs, _], turned, edge, .. } = scratch;
-    let edge = room(edge, OUTER.0 * PANEL);
-    for i in balanced(0..narrow.width, OUTER.0) {
-        for block in pieces(0..rows, OUTER.1) {
+    let edge = room(edge, ROWS * PANEL);
+    for i in balanced(0..narrow.width, ROWS) {
+        for block in pieces(0..rows, DEEP) {
             if !inputs.holds(job, &i, &block, 0) {
                 let x = room(&mut inputs.lines, i.len() * INPUT_STRIDE);
                 for steps in pieces(block.clone(), 16) {
@@ -317,7 +345,7 @@ pub(super) unsafe fn outer(
                     for tile in balanced(0..i.len(), rung.rows) {
                         for column in (0..PANEL).step_by(rung.columns) {
                             let y = edge.add(tile.start * PANEL + column);
-                            rung.f32[tile.len() - 1](&Tile {
+                            rung.f32.whole[tile.len() - 1](&Tile {
                                 x: at.x.add(tile.start * INPUT_STRIDE),
                                 w: at.w.add(column),
                                 depth: at.depth,

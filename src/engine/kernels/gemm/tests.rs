@@ -180,6 +180,12 @@ fn the_gradient_of_a_weight_is_what_loops_give() {
             let mut here = start.clone();
             outer_here(isa, rows, a, b, &mut here);
             near(&here, &expected, tolerance(1e-6, rows), &format!("{isa} {rows}x{n}x{k}"));
+            let mut halves = start.clone();
+            let (first, rest) = (rows / 2, rows - rows / 2);
+            outer_here(isa, first, a, b, &mut halves);
+            let after = [a, b].map(|side| Rows { values: &side.values[first * side.stride..], ..side });
+            outer_here(isa, rest, after[0], after[1], &mut halves);
+            assert!(halves == here, "{isa} {rows}x{n}x{k}: other bits in two halves");
             for threads in &teams() {
                 let mut c = start.clone();
                 outer(threads, isa, rows, a, b, &mut c);
@@ -267,6 +273,14 @@ const FUSED: [Fused; 5] = [
     (130, 40, 33, &[(5..130, 0..33)]),
 ];
 
+/// What a product begins with.
+#[derive(Clone, Copy, PartialEq)]
+enum How {
+    Bias,
+    Add,
+    Residual,
+}
+
 #[test]
 fn a_linear_layer_with_its_adapter_is_what_loops_give() {
     for (isa, dtype, one) in rungs() {
@@ -285,26 +299,29 @@ fn a_linear_layer_with_its_adapter_is_what_loops_give() {
             }
             let b = Weight::of(&b, n, rank, dtype);
             let (x, bias, start) = (random(rows * (k + 1), 9), random(n, 11), random(rows * n, 13));
-            let product = |threads: &Threads, rows: Range<usize>, add: bool, hidden: Option<&mut [f32]>| {
-                let mut y = start[rows.start * n..rows.end * n].to_vec();
+            let product = |threads: &Threads, rows: Range<usize>, how: How, hidden: Option<&mut [f32]>| {
+                let given = &start[rows.start * n..rows.end * n];
+                let mut y = if how == How::Add { given.to_vec() } else { vec![f32::NAN; given.len()] };
                 let lora = Lora { a: &a.packed, b: &b.packed, parts, hidden };
                 let layer = Linear {
                     x: &x[rows.start * (k + 1)..],
                     stride: k + 1,
                     weight: &weight.packed,
-                    bias: (!add).then_some(&bias),
+                    bias: (how == How::Bias).then_some(&bias),
+                    residual: (how == How::Residual).then_some(given),
                     lora: Some(lora),
                 };
+                let add = how == How::Add;
                 linear(threads, isa, layer, Output { y: &mut y, stride: n, rows: rows.len(), add });
                 y
             };
             let teams = teams();
-            for add in [false, true] {
-                let all = product(&teams[0], 0..rows, add, None);
+            for how in [How::Bias, How::Add, How::Residual] {
+                let all = product(&teams[0], 0..rows, how, None);
                 for row in 0..rows {
                     let x = &x[row * (k + 1)..][..k];
                     let h: Vec<f32> = a.forward(x).iter().map(|h| *h as f32).collect();
-                    let begin = if add { &start[row * n..][..n] } else { &bias };
+                    let begin = if how == How::Bias { &bias } else { &start[row * n..][..n] };
                     let (main, low) = (weight.forward(x), b.forward(&h));
                     let sums = main.iter().zip(&low).zip(begin);
                     let expected: Vec<f64> = sums.map(|((a, b), begin)| a + b + f64::from(*begin)).collect();
@@ -319,12 +336,12 @@ fn a_linear_layer_with_its_adapter_is_what_loops_give() {
                 }
                 for threads in &teams {
                     let mut hidden = vec![f32::NAN; rows * rank];
-                    assert!(product(threads, 0..rows, add, Some(&mut hidden)) == all, "{isa} {dtype:?}: other bits");
+                    assert!(product(threads, 0..rows, how, Some(&mut hidden)) == all, "{isa} {dtype:?}: other bits");
                     for (hidden, x) in hidden.chunks_exact(rank).zip(x.chunks_exact(k + 1)) {
                         near(hidden, &a.forward(&x[..k]), tolerance(one, k), &format!("{isa} {dtype:?} hidden"));
                     }
                     let part = rows / 2..rows;
-                    assert!(product(threads, part.clone(), add, None) == all[part.start * n..], "{isa} {dtype:?}");
+                    assert!(product(threads, part.clone(), how, None) == all[part.start * n..], "{isa} {dtype:?}");
                 }
             }
         }

@@ -35,13 +35,21 @@ pub(in super::super) struct Rung {
     pub rows: usize,
     /// Columns of a tile.
     pub columns: usize,
-    /// By rows − 1.
-    pub f32: &'static [Kernel],
-    pub bf16: &'static [Kernel],
+    /// For packs of f32 and of bf16.
+    pub f32: Kernels,
+    pub bf16: Kernels,
     /// A block of 32 × 32 weights turned: so many inputs `[inputs][32]` to `[32 outputs][32 inputs]`.
     pub turn_f32: unsafe fn(*const u32, usize, *mut f32),
     /// Pairs of inputs `[16][32][2]` to pairs of outputs `[16][32 inputs][2]`.
     pub turn_bf16: unsafe fn(*const u32, *mut u32),
+}
+
+/// The kernels of tiles by their rows − 1.
+#[derive(Clone, Copy)]
+pub(in super::super) struct Kernels {
+    pub whole: &'static [Kernel],
+    /// Of half the columns, for edges that need no more.
+    pub half: &'static [Kernel],
 }
 
 pub(in super::super) type Kernel = unsafe fn(&Tile);
@@ -57,10 +65,10 @@ pub(in super::super) fn rung(isa: Isa) -> &'static Rung {
     }
 }
 
-/// The kernels of 1, 2, … rows.
+/// The kernels of 1, 2, … rows, of two vectors and of one.
 macro_rules! kernels {
     ($tile:ident, $bf16:literal, $($rows:literal)*) => {
-        &[$($tile::<$rows, $bf16>,)*]
+        Kernels { whole: &[$($tile::<$rows, 2, $bf16>,)*], half: &[$($tile::<$rows, 1, $bf16>,)*] }
     };
 }
 
@@ -73,8 +81,8 @@ const PORTABLE: Rung = Rung {
     turn_bf16,
 };
 
-unsafe fn tile_portable<const MR: usize, const BF16: bool>(tile: &Tile) {
-    unsafe { multiply::<Portable, MR, 2, BF16>(tile) }
+unsafe fn tile_portable<const MR: usize, const NV: usize, const BF16: bool>(tile: &Tile) {
+    unsafe { multiply::<Portable, MR, NV, BF16>(tile) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -94,8 +102,8 @@ mod x86 {
     };
 
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn tile_avx2<const MR: usize, const BF16: bool>(tile: &Tile) {
-        unsafe { multiply::<Avx2, MR, 2, BF16>(tile) }
+    unsafe fn tile_avx2<const MR: usize, const NV: usize, const BF16: bool>(tile: &Tile) {
+        unsafe { multiply::<Avx2, MR, NV, BF16>(tile) }
     }
 
     pub(super) const AVX512: Rung = Rung {
@@ -108,8 +116,8 @@ mod x86 {
     };
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn tile_avx512<const MR: usize, const BF16: bool>(tile: &Tile) {
-        unsafe { multiply::<Avx512, MR, 2, BF16>(tile) }
+    unsafe fn tile_avx512<const MR: usize, const NV: usize, const BF16: bool>(tile: &Tile) {
+        unsafe { multiply::<Avx512, MR, NV, BF16>(tile) }
     }
 
     #[target_feature(enable = "avx512f")]
