@@ -78,6 +78,9 @@ pub enum Command {
     /// Set up by the server: look at the job on standard input, write a report to standard output.
     #[command(hide = true)]
     Probe(ProbeArgs),
+    /// Serve a reward model (a sequence-classification checkpoint) over HTTP: the reward contract v1, and OpenRLHF's remote
+    /// reward model on the same address.
+    RewardServer(RewardServerArgs),
     /// Measure kernels, decode, training and whole RLOO steps on random weights, against the limits of this machine.
     Bench(BenchArgs),
     /// Print the OpenAPI document (JSON) to standard output.
@@ -274,6 +277,62 @@ pub struct ProbeArgs {
     /// Compute threads. Default: the machine's cores.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
+}
+
+/// Flags of `rlood reward-server`.
+#[derive(Debug, Clone, Args)]
+pub struct RewardServerArgs {
+    /// Directory of a …ForSequenceClassification checkpoint: Qwen2, Qwen3, Llama, Mistral, DeBERTa-v2 and v3, RoBERTa,
+    /// XLM-RoBERTa, ModernBERT.
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+
+    /// Address to listen on, HOST:PORT; port 0 takes a free one (printed on the first line of standard output).
+    #[arg(long, env = "RLOOD_REWARD_LISTEN", default_value = "127.0.0.1:8090", value_name = "HOST:PORT")]
+    pub listen: String,
+
+    /// `whsec_…`, the same as the job's reward has: only requests signed with it are answered. Without it everybody who
+    /// reaches the address is. OpenRLHF does not sign. Prefer the variable: flags are visible to other users.
+    #[arg(long, env = "RLOOD_REWARD_SECRET", hide_env_values = true, value_name = "SECRET")]
+    pub secret: Option<String>,
+
+    /// The one device to compute on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// Which score is the reward, by its name in config.json or its number; needed where the model gives several.
+    #[arg(long, value_name = "LABEL")]
+    pub label: Option<String>,
+
+    /// What the model reads of a prompt and its completion. auto = chat for messages where the model has a chat template,
+    /// else pair for encoders and text for decoders.
+    #[arg(long, default_value = "auto", value_enum)]
+    pub format: RewardFormat,
+
+    /// Tokens; longer texts lose their beginning. Default: as many as the model takes.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    pub max_length: Option<u32>,
+
+    /// Precision of a decoder's matrices; encoders compute in f32.
+    #[arg(long, default_value = "f32", value_enum)]
+    pub dtype: Precision,
+
+    /// Compute threads. Default: the machine's cores.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+}
+
+/// What a reward model reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum RewardFormat {
+    /// By prompt and model.
+    Auto,
+    /// The conversation through the model's chat template.
+    Chat,
+    /// Prompt and completion as one text.
+    Text,
+    /// Prompt and completion as a pair of texts.
+    Pair,
 }
 
 /// Flags of `rlood bench`.

@@ -74,6 +74,7 @@ pub mod prompts;
 pub mod random;
 mod refill;
 mod report;
+pub mod reward_model;
 pub mod rollout;
 pub mod sampling;
 mod start;

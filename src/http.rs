@@ -23,6 +23,7 @@ pub mod metrics;
 pub mod models;
 pub mod openapi;
 pub mod probe;
+mod reward_models;
 pub mod rewards;
 pub mod samples;
 pub mod submit;

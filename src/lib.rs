@@ -8,7 +8,8 @@
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
-//! | processes | [`worker`] [`prober`] [`http`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] |
+//! | a reward model with its text | [`reward_model`] |
+//! | processes | [`worker`] [`prober`] [`http`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
 //!
@@ -43,11 +44,14 @@ pub mod reward;
 
 pub mod engine;
 
+pub mod reward_model;
+
 pub mod bench;
 pub mod convert;
 pub mod demo;
 pub mod http;
 pub mod prober;
+pub mod reward_server;
 pub mod serve;
 pub mod supervisor;
 pub mod worker;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use rlood::config::{Cli, Command, LogFormat};
-use rlood::{bench, convert, demo, http, prober, serve, worker};
+use rlood::{bench, convert, demo, http, prober, reward_server, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
 const EXIT_USAGE: u8 = 2;
@@ -44,6 +44,10 @@ fn main() -> ExitCode {
         Command::Probe(args) => {
             limit_threads(args.threads);
             on_runtime(Some(2), prober::run(args))
+        }
+        Command::RewardServer(args) => {
+            limit_threads(args.threads);
+            on_runtime(None, reward_server::run(args))
         }
         Command::Bench(args) => {
             limit_threads(args.threads);

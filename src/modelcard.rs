@@ -3,6 +3,7 @@
 //! Used at submission by the server and by the engine's loader. Reading never panics, whatever the files hold; every
 //! error names the file, the key, its value and what to do.
 
+pub mod classifier;
 pub mod config;
 pub mod template;
 #[cfg(test)]
@@ -16,6 +17,7 @@ use std::path::Path;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+pub use classifier::{Backbone, ClassifierCard};
 pub use config::{Arch, ModelConfig, Rope, RopeKind};
 pub use weights::{TensorDtype, TensorLocation};
 
@@ -84,17 +86,7 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
     let tokenizer = text::TokenizerInfo::read(dir)?;
     let eos_token_ids = eos_token_ids(dir, config_file, &value, &config, &tokenizer)?;
 
-    let mut names: Vec<String> = tensors.iter().map(|t| t.file.clone()).collect();
-    names.extend(OTHER_FILES.iter().map(|n| (*n).to_owned()));
-    names.push(config_file.to_owned());
-    names.sort();
-    names.dedup();
-    let mut files = Vec::new();
-    for name in names {
-        if let Ok(metadata) = std::fs::metadata(dir.join(&name)) {
-            files.push(ModelFile { name, size_bytes: metadata.len() });
-        }
-    }
+    let files = model_files(dir, config_file, &tensors);
     Ok(ModelCard {
         arch: config.arch,
         max_position_embeddings: config.max_position_embeddings,
@@ -107,13 +99,31 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
     })
 }
 
+/// The files that make a model, by name.
+fn model_files(dir: &Path, config_file: &str, tensors: &[TensorLocation]) -> Vec<ModelFile> {
+    let mut names: Vec<String> = tensors.iter().map(|t| t.file.clone()).collect();
+    names.extend(OTHER_FILES.iter().map(|n| (*n).to_owned()));
+    names.push(config_file.to_owned());
+    names.sort();
+    names.dedup();
+    let sized = names.into_iter().filter_map(|name| {
+        let size_bytes = std::fs::metadata(dir.join(&name)).ok()?.len();
+        Some(ModelFile { name, size_bytes })
+    });
+    sized.collect()
+}
+
 /// SHA-256 in hex over the files that matter: config, weights, tokenizer, chat template. Another value means that the
 /// model changed. Reads every byte: seconds for gigabytes.
 pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
-    let card = read(dir)?;
+    fingerprint_files(dir, &read(dir)?.files)
+}
+
+/// As [`fingerprint`], over these files.
+pub fn fingerprint_files(dir: &Path, files: &[ModelFile]) -> Result<String, ModelCardError> {
     let mut all = Sha256::new();
     let mut buffer = vec![0u8; 1 << 20];
-    for file in &card.files {
+    for file in files {
         let mut one = Sha256::new();
         let mut reader = std::fs::File::open(dir.join(&file.name)).map_err(|e| io_error(&file.name, &e))?;
         loop {
@@ -132,9 +142,9 @@ pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
 
 /// SHA-256 in hex over names, sizes and modification times of the files that matter: cheap, and another one whenever a
 /// file was written. The same bytes may have several.
-pub fn stamp(dir: &Path, card: &ModelCard) -> String {
+pub fn stamp(dir: &Path, files: &[ModelFile]) -> String {
     let mut all = Sha256::new();
-    for file in &card.files {
+    for file in files {
         let modified = std::fs::metadata(dir.join(&file.name)).and_then(|metadata| metadata.modified()).ok();
         let nanoseconds = modified
             .and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok())

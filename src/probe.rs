@@ -31,6 +31,9 @@ pub struct ProbeTask {
     pub allow_outgoing: Vec<String>,
     /// The model's directory.
     pub model_dir: PathBuf,
+    /// Where reward models lie, by their ids.
+    #[serde(default)]
+    pub reward_models: BTreeMap<String, String>,
     /// The checkpoint that the job starts from, if it is a warm start.
     pub initial: Option<PathBuf>,
     /// The chosen rows, with their numbers in the dataset.

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::look::Look;
@@ -28,6 +29,7 @@ use crate::probe::verdict::{combined_range, range_of, verdict};
 use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, median};
 use crate::reward::Rewards;
 use crate::reward::webhook::Webhook;
+use crate::reward_model::LocalRewardModels;
 use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets, WebhookPlan};
 
 /// The code of a process whose server is gone, or wants no answer any more.
@@ -108,13 +110,16 @@ fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {
 }
 
 async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<ProbeReport, ProbeError> {
-    let ProbeTask { plan, secrets, allow_outgoing, model_dir, initial, mut rows, limit_ms: _ } = task;
+    let ProbeTask { plan, secrets, allow_outgoing, model_dir, reward_models, initial, mut rows, limit_ms: _ } = task;
     // In no order of theirs: what fits into the time limit then speaks for the whole dataset.
     let order = Key::new(plan.training.seed, Stream::Probe);
     rows.sort_by_key(|(row, _)| order.with(*row).bits());
     let policy = OutgoingPolicy::parse(&allow_outgoing).map_err(|error| failed("setting", error))?;
     let hasty: Vec<RewardPlan> = plan.rewards.iter().map(|reward| hasty_reward(reward, deadline)).collect();
-    let rewards = Rewards::build(&hasty, &secrets, &policy).map_err(|error| failed("reward_not_usable", error))?;
+    let models = LocalRewardModels::new(device, reward_models, plan.reward_models.clone());
+    let rewards = Rewards::with_models(&hasty, &secrets, &policy, None, Some(Arc::new(models)))
+        .map_err(|error| failed("reward_not_usable", error))?;
+    rewards.prepare().await.map_err(|error| failed("reward_not_usable", error))?;
     let scratch = tempfile::tempdir().map_err(|error| failed("scratch_error", error))?;
     let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
     let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row has no prompt"))?;

@@ -81,6 +81,9 @@ pub struct Claim {
     pub model_path: String,
     /// `base_model_name_or_path` of the adapter.
     pub model_name: String,
+    /// Where reward models lie, on the worker's machine, by their ids.
+    #[serde(default)]
+    pub reward_models: BTreeMap<String, String>,
     /// Newest published checkpoint, if any.
     pub resume: Option<ResumePoint>,
     /// What the job begins with, when its plan has a warm start.

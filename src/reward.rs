@@ -26,6 +26,7 @@ pub mod builtin;
 pub mod example;
 pub mod health;
 pub mod journal;
+pub mod local;
 pub mod outgoing;
 pub mod signature;
 mod status;
@@ -33,6 +34,7 @@ pub mod webhook;
 
 use health::{Health, Verdict};
 use journal::Journal;
+use local::LocalModels;
 use status::Status;
 
 /// One reward: samples in, one [`Judgement`] each out, in order.
@@ -43,6 +45,11 @@ pub trait Reward: Send + Sync {
         job: &'a JobContext,
         samples: &'a [RewardSample],
     ) -> BoxFuture<'a, Result<Judged, RewardFailure>>;
+
+    /// Gets ready before the first samples come (loads a model, say); not needed for [`Reward::judge`] to work.
+    fn prepare(&self) -> BoxFuture<'_, Result<(), RewardFailure>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
 }
 
 /// For which run samples are scored; sent to services as it is.
@@ -173,6 +180,14 @@ pub enum RewardFailure {
         /// Which address, and what to do.
         detail: String,
     },
+    /// It cannot be computed on this machine.
+    #[error("reward '{reward}': {detail}")]
+    Unusable {
+        /// Its name.
+        reward: String,
+        /// Why, and what to do.
+        detail: String,
+    },
     /// Its requests cannot be written down: whoever keeps the journal knows why.
     #[error("reward '{reward}': its requests cannot be written down in the journal")]
     Unrecorded {
@@ -192,7 +207,10 @@ impl RewardFailure {
             RewardFailure::Outage { .. } => Some("reward_outage"),
             RewardFailure::Gone { .. } => Some("reward_gone"),
             RewardFailure::TooManyInvalid { .. } => Some("reward_invalid"),
-            RewardFailure::Invalid { .. } | RewardFailure::Refused { .. } | RewardFailure::Unrecorded { .. } => None,
+            RewardFailure::Invalid { .. }
+            | RewardFailure::Refused { .. }
+            | RewardFailure::Unusable { .. }
+            | RewardFailure::Unrecorded { .. } => None,
         }
     }
 
@@ -222,6 +240,9 @@ impl RewardFailure {
                 "reward_address_refused",
                 "use another url, or ask the operator to add the address to --allow-outgoing",
             ),
+            RewardFailure::Unusable { .. } => {
+                (FailureClass::User, "reward_not_usable", "correct what the message names, then submit a new job")
+            }
             RewardFailure::Unrecorded { .. } => {
                 (FailureClass::Infra, "journal_refused", "see the server's and the worker's log, then retry the job")
             }
@@ -267,6 +288,14 @@ pub struct Rewards {
     status: Arc<Status>,
     notices: Mutex<Option<mpsc::UnboundedReceiver<Event>>>,
     journal: Option<Arc<dyn Journal>>,
+    models: Option<Arc<dyn LocalModels>>,
+}
+
+/// What the rewards of one job share.
+struct Around {
+    status: Arc<Status>,
+    journal: Option<Arc<dyn Journal>>,
+    models: Option<Arc<dyn LocalModels>>,
 }
 
 struct Entry {
@@ -304,8 +333,20 @@ impl Rewards {
         outgoing: &OutgoingPolicy,
         journal: Option<Arc<dyn Journal>>,
     ) -> Result<Self, BuildError> {
+        Self::with_models(plans, secrets, outgoing, journal, None)
+    }
+
+    /// As [`Rewards::journalled`], where reward models can be run.
+    pub fn with_models(
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+        outgoing: &OutgoingPolicy,
+        journal: Option<Arc<dyn Journal>>,
+        models: Option<Arc<dyn LocalModels>>,
+    ) -> Result<Self, BuildError> {
         let (status, notices) = Status::new();
-        Self::with_status(plans, secrets, outgoing, Arc::new(status), Some(notices), journal)
+        let around = Around { status: Arc::new(status), journal, models };
+        Self::with_status(plans, secrets, outgoing, around, Some(notices))
     }
 
     /// Other rewards of the same job, an evaluation's say: what they tell and write down goes where these do.
@@ -315,17 +356,19 @@ impl Rewards {
         secrets: &BTreeMap<String, RewardSecrets>,
         outgoing: &OutgoingPolicy,
     ) -> Result<Self, BuildError> {
-        Self::with_status(plans, secrets, outgoing, self.status.clone(), None, self.journal.clone())
+        let Self { status, journal, models, .. } = self;
+        let around = Around { status: status.clone(), journal: journal.clone(), models: models.clone() };
+        Self::with_status(plans, secrets, outgoing, around, None)
     }
 
     fn with_status(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
         outgoing: &OutgoingPolicy,
-        status: Arc<Status>,
+        around: Around,
         notices: Option<mpsc::UnboundedReceiver<Event>>,
-        journal: Option<Arc<dyn Journal>>,
     ) -> Result<Self, BuildError> {
+        let Around { status, journal, models } = around;
         let mut entries = Vec::with_capacity(plans.len());
         for plan in plans {
             let none = RewardSecrets::default();
@@ -340,6 +383,7 @@ impl Rewards {
                 | RewardKind::Contains(_)
                 | RewardKind::NumberMatch(_)
                 | RewardKind::Regex(_) => Box::new(builtin::Builtin::new(&plan.name, &plan.kind)?),
+                RewardKind::RewardModel(model) => Box::new(local::Local::new(&plan.name, model, models.clone())?),
             };
             entries.push(Entry {
                 name: plan.name.clone(),
@@ -348,7 +392,15 @@ impl Rewards {
                 health: Mutex::new(Health::default()),
             });
         }
-        Ok(Self { entries, status, notices: Mutex::new(notices), journal })
+        Ok(Self { entries, status, notices: Mutex::new(notices), journal, models })
+    }
+
+    /// Gets every reward ready; what one of them cannot do is found before anything is sampled.
+    pub async fn prepare(&self) -> Result<(), RewardFailure> {
+        for entry in &self.entries {
+            entry.reward.prepare().await?;
+        }
+        Ok(())
     }
 
     /// True while a service fails and is being retried, or takes its time: the job's `status_reason` is then

@@ -32,7 +32,7 @@ pub use oversight::{EarlyStoppingSpec, greater_is_better, metric_names};
 pub use plan::*;
 pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;
-pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, Warning, resolve};
+pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, RewardModelFacts, Warning, resolve};
 pub use rewards::read_single_reward;
 pub use schema::JobDocument;
 pub use warm::WarmStartFacts;

@@ -93,6 +93,7 @@ fn range_of(rewards: &[RewardPlan]) -> Option<(f64, f64)> {
 fn bounds(kind: &RewardKind) -> Option<(f64, f64)> {
     match kind {
         RewardKind::Webhook(_) => None,
+        RewardKind::RewardModel(_) => None,
         RewardKind::Length(plan) => Some((-0.5 + plan.sentence_bonus.min(0.0), 1.0 + plan.sentence_bonus.max(0.0))),
         RewardKind::ExactMatch(_) | RewardKind::Contains(_) | RewardKind::NumberMatch(_) | RewardKind::Regex(_) => {
             Some((0.0, 1.0))

@@ -21,8 +21,18 @@ pub struct Weights {
 impl Weights {
     /// The weights that a card found.
     pub fn open(dir: &Path, card: &ModelCard) -> Weights {
-        let locations = card.tensors.iter().map(|t| (t.name.clone(), t.clone())).collect();
+        Weights::of(dir, &card.tensors)
+    }
+
+    /// These tensors of a model directory.
+    pub fn of(dir: &Path, tensors: &[TensorLocation]) -> Weights {
+        let locations = tensors.iter().map(|t| (t.name.clone(), t.clone())).collect();
         Weights { dir: dir.to_owned(), locations, files: HashMap::new() }
+    }
+
+    /// Every tensor's name.
+    pub fn names(&self) -> Vec<String> {
+        self.locations.keys().cloned().collect()
     }
 
     /// One tensor's values, row-major; all of them finite.

@@ -237,6 +237,17 @@ impl Policy {
         Ok(values.chunks_exact(self.card.config.vocab_size).map(<[f32]>::to_vec).collect())
     }
 
+    /// The normed hidden state of each sequence's last token, without the adapter: `[sequences][hidden_size]`.
+    pub fn last_hidden(&self, sequences: &[&[u32]]) -> Result<Vec<f32>> {
+        if sequences.iter().any(|sequence| sequence.is_empty()) {
+            return Err(EngineError::Input("a sequence is empty; at least one token is needed".to_owned()));
+        }
+        if sequences.is_empty() {
+            return Ok(Vec::new());
+        }
+        with_decoder!(&self.network, |decoder| decoder.last_hidden(sequences))
+    }
+
     fn pack(&self, rows: &[Row]) -> Result<Packing> {
         with_decoder!(&self.network, |decoder| decoder.pack(rows))
     }

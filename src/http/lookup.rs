@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::AppState;
 use super::error::{Problem, chain, shortened};
 use super::models::is_as_registered;
+use super::reward_models;
 use super::warm_start;
 use crate::dataset::Summary;
 use crate::files::StagedDone;
@@ -160,6 +161,7 @@ pub(super) async fn prepare(
     };
     let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
     let eval = Prompts::find(state, eval, "/eval/dataset", &mut errors).await?;
+    let reward_models = reward_models::find(state, spec, &mut errors).await?;
     let memory_limit_bytes = state.config.memory_per_worker();
     let warm_start = warm_start::find(state, spec, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
@@ -170,12 +172,14 @@ pub(super) async fn prepare(
             Some(model) => inspect(&model, prompts, &kwargs, &mut errors)?,
             None => None,
         };
+        let reward_models = reward_models::inspect(reward_models, &mut errors);
         let facts_of = |prompts: &Option<Prompts>| prompts.as_ref().map(|prompts| prompts.facts.clone());
         let context = Context {
             model: facts,
             dataset: facts_of(&train),
             eval_dataset: facts_of(&eval),
             warm_start,
+            reward_models,
             memory_limit_bytes,
         };
         Ok(Prepared { context, errors, train, eval })
@@ -237,7 +241,7 @@ fn inspect<'p>(
             return Ok(None);
         }
     };
-    match is_as_registered(model, &card) {
+    match is_as_registered(model, &card.files) {
         Ok(true) => {}
         Ok(false) => {
             let detail = format!(

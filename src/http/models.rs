@@ -16,8 +16,9 @@ use super::error::{Code, Problem, shortened};
 use super::extract::{Json, Path, Query};
 use super::idempotency::Answer;
 use super::list::{List, PageQuery, Time};
+use crate::modelcard::classifier::is_classifier;
 use crate::modelcard::text::{Text, TextError};
-use crate::modelcard::{self, Arch, ModelCard, ModelCardError};
+use crate::modelcard::{self, Arch, Backbone, ClassifierCard, ModelCard, ModelCardError, ModelFile};
 use crate::store::{ModelRow, NewModel, clock_ms};
 
 const LONGEST_ID: usize = 200;
@@ -67,11 +68,17 @@ pub struct Model {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[schema(as = ModelCard)]
 pub struct Card {
-    /// `qwen3`, `qwen2`, `llama`, `mistral`.
+    /// `qwen3`, `qwen2`, `llama`, `mistral`; of reward models also `deberta-v2`, `xlm-roberta`, `roberta`, `modernbert`.
     pub architecture: String,
+    /// What it can be used for.
+    #[serde(default)]
+    pub task: ModelTask,
+    /// The names of a reward model's scores; else empty.
+    #[serde(default)]
+    pub labels: Vec<String>,
     /// Weights, each counted once.
     pub num_parameters: u64,
-    /// Decoder layers.
+    /// Layers.
     pub num_hidden_layers: u64,
     /// Width of the residual stream.
     pub hidden_size: u64,
@@ -87,7 +94,38 @@ pub struct Card {
     pub size_bytes: u64,
 }
 
+/// What a model can be used for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ModelTask {
+    /// It writes: a job's `model`.
+    #[default]
+    CausalLm,
+    /// It scores: the `model` of a reward of type `reward_model`.
+    SequenceClassification,
+}
+
 impl Card {
+    fn of_classifier(card: &ClassifierCard) -> Self {
+        let (num_hidden_layers, hidden_size, vocab_size) = match &card.backbone {
+            Backbone::Decoder(config) => (config.num_hidden_layers, config.hidden_size, config.vocab_size),
+            Backbone::Encoder(config) => (config.num_hidden_layers, config.hidden_size, config.vocab_size),
+        };
+        Self {
+            architecture: card.model_type.clone(),
+            task: ModelTask::SequenceClassification,
+            labels: card.labels.clone(),
+            num_parameters: card.num_parameters,
+            num_hidden_layers: num_hidden_layers as u64,
+            hidden_size: hidden_size as u64,
+            vocab_size: vocab_size as u64,
+            max_position_embeddings: card.max_tokens as u64,
+            eos_token_ids: Vec::new(),
+            has_chat_template: card.chat_template.is_some(),
+            size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
+        }
+    }
+
     fn of(card: &ModelCard) -> Self {
         let architecture = match card.arch {
             Arch::Qwen3 => "qwen3",
@@ -97,6 +135,8 @@ impl Card {
         };
         Self {
             architecture: architecture.to_owned(),
+            task: ModelTask::CausalLm,
+            labels: Vec::new(),
             num_parameters: card.num_parameters,
             num_hidden_layers: card.config.num_hidden_layers as u64,
             hidden_size: card.config.hidden_size as u64,
@@ -118,6 +158,7 @@ impl From<ModelRow> for Model {
 
 /// Register a model.
 ///
+/// A causal language model, to be trained, or a sequence-classification checkpoint, to score as a `reward_model`.
 /// The directory is read and checked at once: config, the headers of the weights, tokenizer, chat template; every byte is hashed.
 /// The same id and source again read it anew (200).
 #[utoipa::path(post, path = "/models", tag = "Models", request_body = CreateModel,
@@ -134,11 +175,22 @@ async fn create_model(
     let path = source.clone();
     let read = move || -> Result<(Value, String), Problem> {
         let path = locate(&path, roots.as_deref())?;
-        let card = modelcard::read(&path).map_err(unusable)?;
+        let is_classifier = is_classifier(&path);
+        let (card, files) = match is_classifier {
+            true => {
+                let card = ClassifierCard::read(&path).map_err(unusable)?;
+                (Card::of_classifier(&card), card.files)
+            }
+            false => {
+                let card = modelcard::read(&path).map_err(unusable)?;
+                (Card::of(&card), card.files)
+            }
+        };
         // Before the bytes are read: whoever changes a file meanwhile is noticed later.
-        let stamp = modelcard::stamp(&path, &card);
-        Text::load(&path).map_err(unusable_text)?;
-        let sha256 = modelcard::fingerprint(&path).map_err(unusable)?;
+        let stamp = modelcard::stamp(&path, &files);
+        let text = if is_classifier { Text::load_classifier(&path) } else { Text::load(&path) };
+        text.map_err(unusable_text)?;
+        let sha256 = modelcard::fingerprint_files(&path, &files).map_err(unusable)?;
         Ok((record(&card, &stamp)?, sha256))
     };
     let (card, sha256) = tokio::task::spawn_blocking(read).await.map_err(Problem::internal)??;
@@ -214,8 +266,8 @@ fn refused(detail: String) -> Problem {
 }
 
 /// What the store keeps of a model: the card that clients see, and the stamp of its files, which they do not.
-fn record(card: &ModelCard, stamp: &str) -> Result<Value, Problem> {
-    let mut record = serde_json::to_value(Card::of(card)).map_err(Problem::internal)?;
+fn record(card: &Card, stamp: &str) -> Result<Value, Problem> {
+    let mut record = serde_json::to_value(card).map_err(Problem::internal)?;
     record[STAMP] = stamp.into();
     Ok(record)
 }
@@ -225,10 +277,10 @@ fn record(card: &ModelCard, stamp: &str) -> Result<Value, Problem> {
 ///
 /// # Errors
 /// When they cannot be read.
-pub(super) fn is_as_registered(row: &ModelRow, card: &ModelCard) -> Result<bool, ModelCardError> {
+pub(super) fn is_as_registered(row: &ModelRow, files: &[ModelFile]) -> Result<bool, ModelCardError> {
     let dir = FsPath::new(&row.source);
     let known = row.card.get(STAMP).and_then(Value::as_str);
-    Ok(known == Some(modelcard::stamp(dir, card).as_str()) || modelcard::fingerprint(dir)? == row.sha256)
+    Ok(known == Some(modelcard::stamp(dir, files).as_str()) || modelcard::fingerprint_files(dir, files)? == row.sha256)
 }
 
 /// List models, newest first.

@@ -78,6 +78,10 @@ pub(super) async fn probe(
     };
     let plan = &resolution.plan;
     let model = state.store.model_get(&plan.model.id).await?;
+    let mut reward_models = std::collections::BTreeMap::new();
+    for id in plan.reward_models.keys() {
+        reward_models.insert(id.clone(), state.store.model_get(id).await?.source);
+    }
     let initial = match &plan.warm_start {
         None => None,
         Some(warm) => {
@@ -95,6 +99,7 @@ pub(super) async fn probe(
         secrets: spec.secrets,
         allow_outgoing: state.config.allow_outgoing.clone(),
         model_dir: model.source.into(),
+        reward_models,
         initial,
         rows,
         limit_ms: u64::from(size.timeout_s) * 1000,

@@ -16,6 +16,7 @@ use crate::event::FinishReason;
 use crate::id::JobId;
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::builtin::Builtin;
+use crate::reward::local::Local;
 use crate::reward::webhook::{Exchange, Ping, Webhook};
 use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, SampleError};
 use crate::sample::{RewardSample, RewardValue, RolloutId};
@@ -139,6 +140,12 @@ async fn try_reward(
             let builtin = Builtin::new(&plan.name, &plan.kind)?;
             start = Instant::now();
             judged = builtin.judge(&job, samples).await;
+        }
+        // Says where to try it instead.
+        RewardKind::RewardModel(model) => {
+            let local = Local::new(&plan.name, model, None)?;
+            start = Instant::now();
+            judged = local.judge(&job, samples).await;
         }
     }
     let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;

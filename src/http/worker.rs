@@ -112,6 +112,15 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         unless_lost(state.store.job_finish(job, attempt, Outcome::Failed { failure }, clock_ms()).await)?;
         return Ok(None);
     };
+    let mut reward_models = std::collections::BTreeMap::new();
+    for id in plan.reward_models.keys() {
+        match state.store.model_get(id).await {
+            Ok(model) => drop(reward_models.insert(id.clone(), model.source)),
+            // The worker says which reward it was for.
+            Err(StoreError::NotFound { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
     blocking(state, move |files| files.staged_remove(job, attempt)).await?;
     let Some(resume) = unless_lost(verified_resume(state, job, attempt, resume).await)? else { return Ok(None) };
     let resume = resume.map(|checkpoint| ResumePoint { step: checkpoint.step, files: checkpoint.files });
@@ -125,6 +134,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         plan,
         secrets,
         model_path,
+        reward_models,
         resume,
         initial,
         lease_ms: state.config.lease_ms,

@@ -139,21 +139,22 @@ const UNSUPPORTED: [(&str, Option<f64>); 26] = [
 /// The largest dimension, number of rows, or context that can be meant.
 const MAX_SIZE: u64 = 1 << 28;
 
-struct Keys<'a> {
-    file: &'a str,
-    value: &'a Value,
+/// The keys of a JSON object, read with errors that name the file, the key and its value.
+pub(super) struct Keys<'a> {
+    pub(super) file: &'a str,
+    pub(super) value: &'a Value,
 }
 
 impl Keys<'_> {
-    fn refuse<T>(&self, key: &str, value: &Value, advice: &str) -> Result<T, ModelCardError> {
+    pub(super) fn refuse<T>(&self, key: &str, value: &Value, advice: &str) -> Result<T, ModelCardError> {
         Err(ModelCardError::new(self.file, format!("{key} is {}; {advice}", brief(value))))
     }
 
-    fn get(&self, key: &str) -> Option<&Value> {
+    pub(super) fn get(&self, key: &str) -> Option<&Value> {
         self.value.get(key).filter(|v| !v.is_null())
     }
 
-    fn size(&self, key: &str, default: Option<usize>) -> Result<usize, ModelCardError> {
+    pub(super) fn size(&self, key: &str, default: Option<usize>) -> Result<usize, ModelCardError> {
         let Some(value) = self.get(key) else {
             return default.ok_or_else(|| ModelCardError::new(self.file, format!("{key} is missing; it must be set")));
         };
@@ -163,7 +164,7 @@ impl Keys<'_> {
         }
     }
 
-    fn number(&self, key: &str, default: Option<f64>) -> Result<f64, ModelCardError> {
+    pub(super) fn number(&self, key: &str, default: Option<f64>) -> Result<f64, ModelCardError> {
         let Some(value) = self.get(key) else {
             return default.ok_or_else(|| ModelCardError::new(self.file, format!("{key} is missing; it must be set")));
         };
@@ -173,7 +174,7 @@ impl Keys<'_> {
         }
     }
 
-    fn flag(&self, key: &str, default: bool) -> Result<bool, ModelCardError> {
+    pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool, ModelCardError> {
         match self.get(key) {
             None => Ok(default),
             Some(Value::Bool(b)) => Ok(*b),
@@ -187,6 +188,25 @@ impl ModelConfig {
     pub fn from_json(file: &str, value: &Value) -> Result<ModelConfig, ModelCardError> {
         let keys = Keys { file, value };
         let arch = architecture(&keys)?;
+        if let Some(value) = keys.get("architectures") {
+            let causal = value.as_array().is_some_and(|list| {
+                list.is_empty() || list.iter().any(|a| a.as_str().is_some_and(|a| a.ends_with("ForCausalLM")))
+            });
+            if !causal {
+                return keys.refuse("architectures", value, "a …ForCausalLM model is needed");
+            }
+        }
+        ModelConfig::of_family(&keys, arch)
+    }
+
+    /// The decoder under a …ForSequenceClassification head; it has no language-model head.
+    pub(super) fn of_backbone(keys: &Keys) -> Result<ModelConfig, ModelCardError> {
+        let config = ModelConfig::of_family(keys, architecture(keys)?)?;
+        Ok(ModelConfig { tie_word_embeddings: true, ..config })
+    }
+
+    fn of_family(keys: &Keys, arch: Arch) -> Result<ModelConfig, ModelCardError> {
+        let file = keys.file;
         for (key, neutral) in UNSUPPORTED {
             if let Some(found) = keys.get(key) {
                 let harmless = match found {
@@ -251,8 +271,8 @@ impl ModelConfig {
             qkv_bias: arch == Arch::Qwen2 || attention_bias,
             o_bias: attention_bias,
             mlp_bias: arch == Arch::Llama && keys.flag("mlp_bias", false)?,
-            rope: rope(&keys, max_position_embeddings)?,
-            windows: windows(&keys, arch, num_hidden_layers)?,
+            rope: rope(keys, max_position_embeddings)?,
+            windows: windows(keys, arch, num_hidden_layers)?,
             max_position_embeddings,
         })
     }
@@ -323,14 +343,6 @@ fn architecture(keys: &Keys) -> Result<Arch, ModelCardError> {
             _ => return keys.refuse("model_type", value, advice),
         },
     };
-    if let Some(value) = keys.get("architectures") {
-        let causal = value.as_array().is_some_and(|list| {
-            list.is_empty() || list.iter().any(|a| a.as_str().is_some_and(|a| a.ends_with("ForCausalLM")))
-        });
-        if !causal {
-            return keys.refuse("architectures", value, "a …ForCausalLM model is needed");
-        }
-    }
     Ok(arch)
 }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use tokenizers::Tokenizer;
+use tokenizers::{EncodeInput, Tokenizer, TruncationDirection, TruncationParams, TruncationStrategy};
 
 use super::template::ChatTemplate;
 use super::{ModelCardError, read_json, read_text};
@@ -66,6 +66,11 @@ impl Text {
     /// Load from a model directory. Reads the tokenizer whole: up to a second for a large vocabulary.
     pub fn load(dir: &Path) -> Result<Text, TextError> {
         let card = super::read(dir)?;
+        Ok(Text { eos_token_ids: card.eos_token_ids, ..Text::load_classifier(dir)? })
+    }
+
+    /// As [`Text::load`], of a sequence-classification model: nothing it could say ends.
+    pub fn load_classifier(dir: &Path) -> Result<Text, TextError> {
         let bytes = read_text(dir, TOKENIZER, MAX_TOKENIZER_BYTES)?;
         let mut tokenizer = Tokenizer::from_bytes(bytes)
             .map_err(|e| ModelCardError::new(TOKENIZER, format!("is not a tokenizer ({e}); copy the file again")))?;
@@ -77,7 +82,7 @@ impl Text {
             Some(source) => Some(ChatTemplate::new(source, info.special_tokens)?),
             None => None,
         };
-        Ok(Text { tokenizer, template, eos_token_ids: card.eos_token_ids })
+        Ok(Text { tokenizer, template, eos_token_ids: Vec::new() })
     }
 
     /// Text to ids. `add_special_tokens`: those that the tokenizer itself puts around a text (a BOS, say).
@@ -85,6 +90,40 @@ impl Text {
         let encoding =
             self.tokenizer.encode_fast(text, add_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// From now on every text is cut to so many tokens, special ones included: what stands first is dropped, of a pair the
+    /// longer text's.
+    pub fn truncate_left(&mut self, max_tokens: usize) -> Result<(), TextError> {
+        let params = TruncationParams {
+            direction: TruncationDirection::Left,
+            max_length: max_tokens,
+            strategy: TruncationStrategy::LongestFirst,
+            stride: 0,
+        };
+        self.tokenizer.with_truncation(Some(params)).map_err(|e| TextError::Tokenizer(e.to_string()))?;
+        Ok(())
+    }
+
+    /// A text, or a pair of them, to ids; and whether [`Text::truncate_left`] took some away.
+    pub fn encode_cut(
+        &self,
+        text: &str,
+        pair: Option<&str>,
+        add_special_tokens: bool,
+    ) -> Result<(Vec<u32>, bool), TextError> {
+        let input: EncodeInput<'_> = match pair {
+            Some(pair) => (text, pair).into(),
+            None => text.into(),
+        };
+        let encoding =
+            self.tokenizer.encode_fast(input, add_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))?;
+        Ok((encoding.get_ids().to_vec(), !encoding.get_overflowing().is_empty()))
+    }
+
+    /// Whether there is a chat template.
+    pub fn has_chat_template(&self) -> bool {
+        self.template.is_some()
     }
 
     /// Ids to text.

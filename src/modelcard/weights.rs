@@ -69,10 +69,18 @@ struct HeaderEntry {
 
 /// Find every tensor that the architecture needs.
 pub(super) fn locate(dir: &Path, config: &ModelConfig) -> Result<Vec<TensorLocation>, ModelCardError> {
+    locate_named(dir, config.tensors())
+}
+
+/// Find these tensors, which must have these shapes.
+pub(super) fn locate_named(
+    dir: &Path,
+    needed: Vec<(String, Vec<usize>)>,
+) -> Result<Vec<TensorLocation>, ModelCardError> {
     let files = weight_files(dir)?;
     let mut headers: BTreeMap<&str, Header> = BTreeMap::new();
     let mut found = Vec::new();
-    for (name, shape) in config.tensors() {
+    for (name, shape) in needed {
         let file = match &files {
             WeightFiles::Single(file) => file,
             WeightFiles::Sharded(map) => map.get(&name).ok_or_else(|| missing(INDEX, &name))?,

@@ -25,6 +25,7 @@ pub const REWARD_SECONDS: f64 = 0.5;
 pub fn range_of(reward: &RewardPlan) -> Option<(f64, f64)> {
     match &reward.kind {
         RewardKind::Webhook(_) => None,
+        RewardKind::RewardModel(_) => None,
         // −0.5, 0 or 1, and the bonus on top.
         RewardKind::Length(plan) => Some((-0.5 + plan.sentence_bonus.min(0.0), 1.0 + plan.sentence_bonus.max(0.0))),
         RewardKind::ExactMatch(_) | RewardKind::Contains(_) | RewardKind::NumberMatch(_) | RewardKind::Regex(_) => {

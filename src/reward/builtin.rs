@@ -59,6 +59,7 @@ impl Builtin {
                     .map_err(|why| error(format!("the pattern is not valid: {why}")))?,
             ),
             RewardKind::Webhook(_) => return Err(error("a webhook is not built in".to_owned())),
+            RewardKind::RewardModel(_) => return Err(error("a reward model is not built in".to_owned())),
         };
         Ok(Self { check })
     }

@@ -142,6 +142,7 @@ pub fn submittable(plan: &Plan) -> Value {
         dataset,
         eval,
         rewards,
+        reward_models: _,
         rloo,
         sampling,
         lora,

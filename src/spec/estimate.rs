@@ -21,6 +21,9 @@ pub struct Estimate {
     pub weights_bytes: Option<u64>,
     /// The frozen copy that the KL penalty needs in full fine-tuning or after a warm start, bytes; else 0.
     pub reference_bytes: Option<u64>,
+    /// The weights of reward models that the worker runs, bytes.
+    #[serde(default)]
+    pub reward_models_bytes: u64,
     /// The adapter, or in full fine-tuning the buffer of all weights, bytes.
     pub adapter_bytes: Option<u64>,
     /// The gradient of what is trained, bytes.
@@ -54,6 +57,8 @@ pub(super) struct Limits {
     pub lengths: Option<PromptLengths>,
     /// What a worker may use; None = unknown.
     pub memory_bytes: Option<u64>,
+    /// Taken by reward models.
+    pub reward_model_bytes: u64,
     /// Asked for by the job; None = as memory allows.
     pub micro_batch_tokens: Option<u32>,
     /// Asked for by the job; None = as memory asks for.
@@ -67,7 +72,10 @@ const MIN_MICRO_BATCH_TOKENS: u32 = 256;
 pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result<Estimate, FieldError> {
     let longest = limits.lengths.map(|lengths| lengths.longest);
     let needs = |plan: &Plan, tokens: u32| {
-        model.shape.map(|shape| Footprint::of(plan, model.num_parameters, &shape, longest, u64::from(tokens)))
+        let shape = model.shape?;
+        let mut needs = Footprint::of(plan, model.num_parameters, &shape, longest, u64::from(tokens));
+        needs.total += limits.reward_model_bytes;
+        Some(needs)
     };
     let fits = |plan: &Plan, tokens: u32| match (needs(plan, tokens), limits.memory_bytes) {
         (Some(needs), Some(limit)) => needs.total <= limit,
@@ -97,7 +105,7 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result
     plan.training.micro_batch_tokens = tokens;
     let footprint = needs(plan, tokens);
     if let (Some(needs), Some(limit), false) = (footprint, limits.memory_bytes, fits(plan, tokens)) {
-        return Err(too_large(plan, &needs, limit, |plan| fits(plan, tokens)));
+        return Err(too_large(plan, &needs, (limit, limits.reward_model_bytes), |plan| fits(plan, tokens)));
     }
     let trainable = model.shape.map(|shape| trainable_parameters(plan, model.num_parameters, &shape));
     let part = |part: fn(&Footprint) -> u64| footprint.as_ref().map(part);
@@ -108,6 +116,7 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result
         process_bytes: part(|needs| needs.process).unwrap_or(0),
         weights_bytes: part(|needs| needs.weights),
         reference_bytes: part(|needs| needs.reference),
+        reward_models_bytes: limits.reward_model_bytes,
         adapter_bytes: part(|needs| needs.trained),
         gradient_bytes: part(|needs| needs.gradient),
         optimizer_bytes: part(|needs| needs.optimizer),
@@ -124,7 +133,12 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result
 }
 
 /// The refusal: the numbers, and the knobs that would make it fit.
-fn too_large(plan: &Plan, needs: &Footprint, limit: u64, fits: impl Fn(&Plan) -> bool) -> FieldError {
+fn too_large(
+    plan: &Plan,
+    needs: &Footprint,
+    (limit, reward_models): (u64, u64),
+    fits: impl Fn(&Plan) -> bool,
+) -> FieldError {
     let changed = |change: fn(&mut Plan)| {
         let mut plan = plan.clone();
         change(&mut plan);
@@ -166,10 +180,11 @@ fn too_large(plan: &Plan, needs: &Footprint, limit: u64, fits: impl Fn(&Plan) ->
     };
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let detail = format!(
-        "the job needs about {} MiB (weights {}, reference {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and a worker may use {} MiB (--memory-limit): {advice}",
+        "the job needs about {} MiB (weights {}, reference {}, reward models {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and a worker may use {} MiB (--memory-limit): {advice}",
         mib(needs.total),
         mib(needs.weights),
         mib(needs.reference),
+        mib(reward_models),
         mib(needs.trained),
         mib(needs.gradient),
         mib(needs.optimizer),

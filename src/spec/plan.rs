@@ -27,6 +27,9 @@ pub struct Plan {
     pub eval: Option<EvalPlan>,
     /// At least one of weight ≠ 0; names are unique.
     pub rewards: Vec<RewardPlan>,
+    /// Of the registered models that score as `reward_model`, by id: SHA-256 when the job was accepted.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub reward_models: BTreeMap<String, String>,
     /// The algorithm.
     pub rloo: RlooPlan,
     /// Rollouts.

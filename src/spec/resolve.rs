@@ -1,5 +1,7 @@
 //! From a [`JobSpec`] to a [`Plan`]: what only the model and the data can tell.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
@@ -11,8 +13,8 @@ use super::prompts::{image_column, image_detail};
 use super::rloo;
 use super::warm::{self, WarmStartFacts};
 use super::{
-    DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid, Plan,
-    PromptLengths, RewardKind, RewardPlan, SamplingPlan, Totals, TrainingPlan,
+    ComputeDtype, DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid,
+    Plan, PromptLengths, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use crate::id::DatasetId;
 
@@ -27,6 +29,8 @@ pub struct Context {
     pub eval_dataset: Option<DatasetFacts>,
     /// The checkpoint of a warm start, where asked for.
     pub warm_start: Option<WarmStartFacts>,
+    /// The registered models that score as `reward_model`, by id.
+    pub reward_models: BTreeMap<String, RewardModelFacts>,
     /// What a worker may use, bytes; None = unknown, and nothing is refused for it.
     pub memory_limit_bytes: Option<u64>,
 }
@@ -48,6 +52,17 @@ pub struct ModelFacts {
     pub has_chat_template: bool,
     /// Sizes of its matrices; None = no adapter estimate.
     pub shape: Option<ModelShape>,
+}
+
+/// A reward model, as far as a plan depends on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RewardModelFacts {
+    /// SHA-256 over the files that matter.
+    pub sha256: String,
+    /// Weights, each counted once.
+    pub num_parameters: u64,
+    /// Computed in f32 whatever is asked for.
+    pub is_encoder: bool,
 }
 
 /// Sizes of a decoder's matrices.
@@ -170,6 +185,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         dataset: plan_dataset(dataset),
         eval,
         rewards: spec.rewards.clone(),
+        reward_models: context.reward_models.iter().map(|(id, facts)| (id.clone(), facts.sha256.clone())).collect(),
         rloo: spec.rloo.clone(),
         sampling,
         lora,
@@ -186,11 +202,30 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     let limits = Limits {
         lengths: dataset.prompt_lengths.into_iter().chain(eval_lengths).max_by_key(|lengths| lengths.longest),
         memory_bytes: context.memory_limit_bytes,
+        reward_model_bytes: reward_model_bytes(spec, context),
         micro_batch_tokens: spec.training.micro_batch_tokens,
         gradient_checkpointing: spec.training.gradient_checkpointing,
     };
     let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
     Ok(Resolution { warnings: warnings(spec, &plan), plan, estimate })
+}
+
+/// Weights of reward models in memory; several rewards of the same settings share one.
+fn reward_model_bytes(spec: &JobSpec, context: &Context) -> u64 {
+    let eval = spec.eval.as_ref().and_then(|eval| eval.rewards.as_deref()).unwrap_or_default();
+    let mut counted: Vec<&RewardModelPlan> = Vec::new();
+    for reward in spec.rewards.iter().chain(eval) {
+        let RewardKind::RewardModel(model) = &reward.kind else { continue };
+        if !counted.contains(&model) {
+            counted.push(model);
+        }
+    }
+    let bytes = counted.into_iter().filter_map(|plan| {
+        let facts = context.reward_models.get(&plan.model)?;
+        let each = if plan.dtype == ComputeDtype::Bf16 && !facts.is_encoder { 2 } else { 4 };
+        Some(each * facts.num_parameters)
+    });
+    bytes.sum()
 }
 
 fn plan_dataset(facts: &DatasetFacts) -> DatasetPlan {
@@ -254,7 +289,7 @@ fn check_dataset(
             RewardKind::ExactMatch(plan) => Some(&plan.column),
             RewardKind::NumberMatch(plan) => Some(&plan.column),
             RewardKind::Contains(plan) => plan.column.as_ref(),
-            RewardKind::Webhook(_) | RewardKind::Length(_) | RewardKind::Regex(_) => None,
+            RewardKind::Webhook(_) | RewardKind::Length(_) | RewardKind::Regex(_) | RewardKind::RewardModel(_) => None,
         };
         if let Some(column) = column.filter(|column| !column.is_empty() && !facts.columns.contains(column)) {
             let which = if at == "/dataset" { "dataset" } else { "evaluation dataset" };

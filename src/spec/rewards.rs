@@ -6,6 +6,8 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
+mod reward_model;
+
 use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader, shown};
 use super::{
@@ -24,19 +26,21 @@ enum Kind {
     Contains,
     NumberMatch,
     Regex,
+    RewardModel,
 }
 
-const KINDS: [(&str, Kind); 6] = [
+const KINDS: [(&str, Kind); 7] = [
     ("webhook", Kind::Webhook),
     ("length", Kind::Length),
     ("exact_match", Kind::ExactMatch),
     ("contains", Kind::Contains),
     ("number_match", Kind::NumberMatch),
     ("regex", Kind::Regex),
+    ("reward_model", Kind::RewardModel),
 ];
 
 /// Types of the reward contract that are not built yet.
-const LATER: [&str; 20] = [
+const LATER: [&str; 19] = [
     "openrlhf",
     "slime",
     "llamafactory",
@@ -55,7 +59,6 @@ const LATER: [&str; 20] = [
     "soft_overlong",
     "format",
     "multi",
-    "reward_model",
     "judge",
 ];
 
@@ -131,8 +134,10 @@ pub fn read_single_reward(document: &Value) -> Result<(RewardPlan, RewardSecrets
 }
 
 fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
-    let kind_field = reader
-        .required("type", "name the reward's type: webhook, length, exact_match, contains, number_match or regex");
+    let kind_field = reader.required(
+        "type",
+        "name the reward's type: webhook, length, exact_match, contains, number_match, regex or reward_model",
+    );
     let type_name = kind_field.value().and_then(|value| value.as_str()).unwrap_or_default();
     if LATER.contains(&type_name) {
         kind_field.fail("unsupported", format!("'{type_name}' is not built yet; a webhook can compute any reward"));
@@ -163,6 +168,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
             tolerance: reader.field("tolerance").number("at least 0", |value| value >= 0.0).unwrap_or(1e-9),
         }),
         Kind::Regex => RewardKind::Regex(read_regex(reader)),
+        Kind::RewardModel => RewardKind::RewardModel(reward_model::read_reward_model(reader)),
     };
     reader.finish(advice);
     Some((RewardPlan { name, weight, required, kind }, secrets))

@@ -8,7 +8,7 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::{
     CheckpointPlan, ContainsPlan, JobSpec, LengthPlan, LoraPlan, MatchPlan, NumberMatchPlan, OptimizerPlan, RegexPlan,
-    RlooPlan, SamplingPlan, TrainingPlan, WebhookPlan,
+    RewardModelPlan, RlooPlan, SamplingPlan, TrainingPlan, WebhookPlan,
 };
 use crate::doctor::Rule;
 
@@ -169,13 +169,14 @@ fn eval() -> RefOr<Schema> {
 }
 
 fn rewards() -> RefOr<Schema> {
-    let kinds: [(&str, RefOr<Schema>, &[&str], Value); 6] = [
+    let kinds: [(&str, RefOr<Schema>, &[&str], Value); 7] = [
         ("webhook", WebhookPlan::schema(), &["url"], json!({"url": "https://rm.example/score"})),
         ("length", LengthPlan::schema(), &[], json!({})),
         ("exact_match", MatchPlan::schema(), &["column"], json!({"column": "answer"})),
         ("contains", ContainsPlan::schema(), &[], json!({"text": "…"})),
         ("number_match", NumberMatchPlan::schema(), &["column"], json!({"column": "answer"})),
         ("regex", RegexPlan::schema(), &["pattern"], json!({"pattern": "."})),
+        ("reward_model", RewardModelPlan::schema(), &["model"], json!({"model": "org/reward-model"})),
     ];
     let mut one_of = OneOfBuilder::new();
     for (kind, schema, required, mut minimal) in kinds {

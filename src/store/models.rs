@@ -91,8 +91,12 @@ impl Store {
         let doing = "delete a model";
         let mut tx = self.begin(doing).await?;
         let jobs = sqlx::query(
-            "SELECT id FROM jobs WHERE model = ? AND state IN ('queued', 'running', 'paused') ORDER BY id LIMIT 20",
+            "SELECT id FROM jobs
+             WHERE state IN ('queued', 'running', 'paused')
+               AND (model = ? OR EXISTS (SELECT 1 FROM json_each(jobs.plan, '$.reward_models') WHERE key = ?))
+             ORDER BY id LIMIT 20",
         )
+        .bind(id)
         .bind(id)
         .fetch_all(&mut *tx)
         .await

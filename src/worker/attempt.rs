@@ -18,11 +18,13 @@ use super::signals::{Progress, StopSignal, drops_work};
 use super::{TrainFn, Worker};
 use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, Stop, TrainInput, TrainOutcome};
+use crate::event::Phase;
 use crate::job::Failure;
 use crate::modelcard;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, FileEntry, Finish, Heartbeat, Outcome};
 use crate::reward::Rewards;
+use crate::reward_model::LocalRewardModels;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
 /// Between two heartbeats, however much there is to tell.
@@ -171,7 +173,10 @@ impl Attempt {
         })?;
         let journal = Journal::start(self.client.clone(), self.held, self.stop.clone());
         let written = Arc::new(journal.clone());
-        let rewards = Rewards::journalled(&claim.plan.rewards, &claim.secrets, &policy, Some(written));
+        let models =
+            LocalRewardModels::new(&worker.device, claim.reward_models.clone(), claim.plan.reward_models.clone());
+        let rewards =
+            Rewards::with_models(&claim.plan.rewards, &claim.secrets, &policy, Some(written), Some(Arc::new(models)));
         let rewards = Arc::new(rewards.map_err(|error| error.to_failure())?);
         // The first to ask gets them.
         let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
@@ -195,6 +200,17 @@ impl Attempt {
             prepared = self.prepare(&claim, &journal, scratch.path()) => prepared?,
             stop = self.stop.wait_for(|_| true) => return Err(Cut::Stopped(stop)),
         };
+        let ready = async {
+            rewards.prepare().await?;
+            match &eval_rewards {
+                Some(eval_rewards) => eval_rewards.prepare().await,
+                None => Ok(()),
+            }
+        };
+        tokio::select! {
+            ready = ready => ready.map_err(|failure| Failure { phase: Some(Phase::Loading), step: None, ..failure.to_failure(0) })?,
+            stop = self.stop.wait_for(|_| true) => return Err(Cut::Stopped(stop)),
+        }
         match claim.resume.as_ref() {
             Some(resume) => self.events.log(format!("resumes after step {}", resume.step)),
             None => self.events.log("starts from the beginning"),

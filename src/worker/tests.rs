@@ -152,6 +152,7 @@ fn claim() -> Claim {
         secrets: BTreeMap::new(),
         model_path: model_dir().to_string_lossy().into_owned(),
         model_name: "tiny".to_owned(),
+        reward_models: BTreeMap::new(),
         resume: None,
         initial: Vec::new(),
         lease_ms: 1000,

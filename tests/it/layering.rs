@@ -25,10 +25,13 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("store", &[]),
     ("reward", &[]),
     ("engine", &["files"]),
+    // A reward model with its text, for whoever runs it.
+    ("reward_model", &["engine", "reward"]),
     ("supervisor", &[]),
     ("http", &["files", "store"]),
-    ("worker", &["engine", "files", "reward"]),
-    ("prober", &["engine", "reward"]),
+    ("worker", &["engine", "files", "reward", "reward_model"]),
+    ("prober", &["engine", "reward", "reward_model"]),
+    ("reward_server", &["engine", "reward", "reward_model"]),
     // Of the engine only which kernels the machine can run.
     ("serve", &["engine", "files", "http", "reward", "store", "supervisor"]),
     ("convert", &[]),
@@ -48,12 +51,17 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 
 /// Crates that belong to some modules only.
 const CRATES: &[(&str, &[&str])] = &[
-    ("axum", &["demo", "http", "reward", "serve"]),
+    ("axum", &["demo", "http", "reward", "reward_server", "serve"]),
     ("reqwest", &["config", "demo", "outgoing", "reward", "spec", "worker"]),
     ("sqlx", &["store", "serve"]),
-    ("tokio", &["demo", "files", "http", "prober", "reward", "serve", "store", "supervisor", "worker"]),
+    (
+        "tokio",
+        &["demo", "files", "http", "prober", "reward", "reward_server", "serve", "store", "supervisor", "worker"],
+    ),
     ("tokenizers", &["engine", "modelcard"]),
     ("candle_core", &["config", "engine"]),
+    ("candle_nn", &["engine"]),
+    ("candle_transformers", &["engine"]),
 ];
 
 #[test]

@@ -34,6 +34,8 @@ mod probe;
 mod processes;
 mod queue;
 mod resume;
+mod reward_model;
+mod reward_server;
 mod rewards;
 mod server;
 mod setting;

@@ -41,6 +41,7 @@ pub fn plan() -> Plan {
         dataset,
         eval: None,
         rewards: vec![reward("score")],
+        reward_models: Default::default(),
         rloo: RlooPlan {
             num_generations: 2,
             beta: 0.05,

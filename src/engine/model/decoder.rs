@@ -272,6 +272,21 @@ impl<B: Backend> Decoder<B> {
         self.backend.values(&self.backend.logits(&normed, &self.head)?)
     }
 
+    /// The normed hidden state of each sequence's last token, `[sequences][hidden_size]`: what a score head reads.
+    pub fn last_hidden(&self, sequences: &[&[u32]]) -> Result<Vec<f32>> {
+        let packing = Packing::sequences(sequences, self.windows(), |n| self.rope.table(n));
+        let x = self.hidden(&packing, Adapter::Off)?;
+        let mut end = 0;
+        let last: Vec<u32> = sequences
+            .iter()
+            .map(|sequence| {
+                end += sequence.len() as u32;
+                end - 1
+            })
+            .collect();
+        self.backend.values(&self.normed(&self.backend.select(&x, &last)?)?)
+    }
+
     /// No rows yet.
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
         self.backend.release();

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::ComputeDtype;
+
 /// One reward: what to call and how it weighs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RewardPlan {
@@ -35,6 +37,8 @@ pub enum RewardKind {
     NumberMatch(NumberMatchPlan),
     /// 1 if the pattern is found in the completion, else 0.
     Regex(RegexPlan),
+    /// A registered sequence-classification model on the worker's device: its raw logit.
+    RewardModel(RewardModelPlan),
 }
 
 /// A reward service that speaks contract v1.
@@ -122,6 +126,35 @@ pub struct NumberMatchPlan {
 pub struct RegexPlan {
     /// The pattern.
     pub pattern: String,
+}
+
+/// A registered sequence-classification model, run by the worker.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RewardModelPlan {
+    /// As registered (`POST /models`).
+    pub model: String,
+    /// Which of its scores is the reward, by name or number; null where there is one.
+    pub label: Option<String>,
+    /// What the model reads.
+    pub format: RewardTextFormat,
+    /// Tokens; longer texts lose their beginning, and `truncated` is among the metrics. Null = as long as the model takes.
+    pub max_length: Option<u32>,
+    /// Precision of a decoder's matrices; encoders compute in f32.
+    pub dtype: ComputeDtype,
+}
+
+/// What a reward model reads of a prompt and its completion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RewardTextFormat {
+    /// `chat` for prompts of messages where the reward model has a chat template; else `pair` for encoders, `text` for decoders.
+    Auto,
+    /// The conversation through the reward model's own chat template; a string prompt is one message of a user.
+    Chat,
+    /// Prompt and completion as one text, without special tokens (with the tokenizer's for encoders).
+    Text,
+    /// Prompt and completion as a pair of texts, with the tokenizer's special tokens.
+    Pair,
 }
 
 /// What must not be shown: kept apart from the plan, sent only to the worker that holds the claim.

@@ -1,0 +1,98 @@
+//! The registered models that a job's rewards of type `reward_model` name: looked up, read, checked against the rewards.
+
+use std::collections::BTreeMap;
+use std::path::Path as FilePath;
+
+use super::AppState;
+use super::error::{Problem, shortened};
+use super::models::is_as_registered;
+use crate::modelcard::{Backbone, ClassifierCard};
+use crate::spec::{FieldError, JobSpec, RewardKind, RewardModelFacts, RewardModelPlan, RewardTextFormat};
+use crate::store::{ModelRow, StoreError};
+
+/// A reward, where it stands in the job, and the model it names.
+pub(super) struct Named {
+    at: String,
+    plan: RewardModelPlan,
+    row: ModelRow,
+}
+
+/// The rows of all models that rewards name.
+pub(super) async fn find(
+    state: &AppState,
+    spec: &JobSpec,
+    errors: &mut Vec<FieldError>,
+) -> Result<Vec<Named>, Problem> {
+    let eval = spec.eval.as_ref().and_then(|eval| eval.rewards.as_deref()).unwrap_or_default();
+    let mut wanted: Vec<(String, RewardModelPlan)> = Vec::new();
+    for (rewards, at) in [(spec.rewards.as_slice(), "/rewards"), (eval, "/eval/rewards")] {
+        for (index, reward) in rewards.iter().enumerate() {
+            if let RewardKind::RewardModel(plan) = &reward.kind {
+                wanted.push((format!("{at}/{index}"), plan.clone()));
+            }
+        }
+    }
+    let mut found = Vec::with_capacity(wanted.len());
+    for (at, plan) in wanted {
+        if plan.model.is_empty() {
+            continue; // Reported by the reader.
+        }
+        match state.store.model_get(&plan.model).await {
+            Ok(row) => found.push(Named { at, plan, row }),
+            Err(StoreError::NotFound { .. }) => {
+                let detail = format!(
+                    "no model '{}' is registered: register the reward model with POST /models \
+                     {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
+                    shortened(&plan.model)
+                );
+                errors.push(FieldError::new(format!("{at}/model"), "unknown_model", detail));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(found)
+}
+
+/// Reads their cards. Blocking.
+pub(super) fn inspect(named: Vec<Named>, errors: &mut Vec<FieldError>) -> BTreeMap<String, RewardModelFacts> {
+    let mut facts = BTreeMap::new();
+    for Named { at, plan, row } in named {
+        match inspect_one(&plan, &row) {
+            Ok(found) => drop(facts.insert(plan.model, found)),
+            Err((field, code, detail)) => errors.push(FieldError::new(format!("{at}/{field}"), code, detail)),
+        }
+    }
+    facts
+}
+
+/// What a plan depends on; or the field at fault, a code, and what to do.
+fn inspect_one(
+    plan: &RewardModelPlan,
+    row: &ModelRow,
+) -> Result<RewardModelFacts, (&'static str, &'static str, String)> {
+    let id = &row.id;
+    let unusable =
+        |detail: String| ("model", "invalid_model", format!("model '{id}' cannot be used as a reward model: {detail}"));
+    let card = ClassifierCard::read(FilePath::new(&row.source)).map_err(|error| unusable(error.to_string()))?;
+    if !is_as_registered(row, &card.files).map_err(|error| unusable(error.to_string()))? {
+        let detail = format!(
+            "the files of model '{id}' have changed since it was registered: register it again (POST /models with the \
+             same id and source), then submit again"
+        );
+        return Err(("model", "model_changed", detail));
+    }
+    card.label_index(plan.label.as_deref()).map_err(|detail| ("label", "invalid_value", detail))?;
+    if let Some(max) = plan.max_length.filter(|max| *max as usize > card.max_tokens) {
+        let detail = format!("model '{id}' reads at most {} tokens, not {max}", card.max_tokens);
+        return Err(("max_length", "out_of_range", detail));
+    }
+    if plan.format == RewardTextFormat::Chat && card.chat_template.is_none() {
+        let detail = format!("model '{id}' has no chat template: use another format, or add chat_template.jinja to it");
+        return Err(("format", "no_chat_template", detail));
+    }
+    Ok(RewardModelFacts {
+        sha256: row.sha256.clone(),
+        num_parameters: card.num_parameters,
+        is_encoder: matches!(card.backbone, Backbone::Encoder(_)),
+    })
+}

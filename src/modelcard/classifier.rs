@@ -1,0 +1,180 @@
+//! A sequence-classification checkpoint, known without its tensors: which backbone, which labels, which heads.
+//!
+//! What a reward model is made of. Decoders (Qwen3, Qwen2, Llama, Mistral) score their last token; encoders (DeBERTa-v2 and
+//! v3, RoBERTa and XLM-RoBERTa, ModernBERT) score through a head of their own. Keys of transformers 4 and 5 are read alike.
+
+mod encoder;
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::config::Keys;
+use super::{
+    MAX_CONFIG_BYTES, ModelCardError, ModelConfig, ModelFile, TensorLocation, fingerprint_files, model_files,
+    read_json, text, weights,
+};
+
+pub use encoder::{Activation, DebertaV2, EncoderConfig, EncoderKind, ModernBert, Pooling};
+
+const CONFIG: &str = "config.json";
+/// The most labels that can be meant.
+const MAX_LABELS: usize = 1 << 16;
+
+/// What is known of a sequence-classification checkpoint without its tensors.
+#[derive(Clone, Debug)]
+pub struct ClassifierCard {
+    /// `qwen3`, `deberta-v2`, …: config.json's `model_type`.
+    pub model_type: String,
+    /// What computes the hidden states.
+    pub backbone: Backbone,
+    /// A score each, in order.
+    pub labels: Vec<String>,
+    /// What transformers takes for padding.
+    pub pad_token_id: Option<u32>,
+    /// Where each tensor lies, the head's included.
+    pub tensors: Vec<TensorLocation>,
+    /// The files that make the model, by name.
+    pub files: Vec<ModelFile>,
+    /// The longest sequence, in tokens.
+    pub max_tokens: usize,
+    /// Weights, each counted once.
+    pub num_parameters: u64,
+    /// The chat template's source.
+    pub chat_template: Option<String>,
+}
+
+/// What computes the hidden states that the head scores.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Backbone {
+    /// Our own decoder.
+    Decoder(ModelConfig),
+    /// A bidirectional encoder.
+    Encoder(EncoderConfig),
+}
+
+impl ClassifierCard {
+    /// Read and validate a model directory.
+    ///
+    /// # Errors
+    /// Naming the file, the key, its value and what to do.
+    pub fn read(dir: &Path) -> Result<ClassifierCard, ModelCardError> {
+        if !dir.is_dir() {
+            let detail = "is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
+            return Err(ModelCardError::new(dir.display().to_string(), detail));
+        }
+        let value = read_json(dir, CONFIG, MAX_CONFIG_BYTES)?;
+        let keys = Keys { file: CONFIG, value: &value };
+        if !names_classifier(&value) {
+            return keys.refuse(
+                "architectures",
+                value.get("architectures").unwrap_or(&Value::Null),
+                "a reward model is a …ForSequenceClassification checkpoint",
+            );
+        }
+        let labels = labels(&keys)?;
+        let model_type = keys.get("model_type").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let (backbone, mut needed, max_tokens) = match EncoderConfig::read(&keys, &model_type)? {
+            Some(config) => {
+                let (tensors, max_tokens) = (config.tensors(labels.len()), config.max_tokens());
+                (Backbone::Encoder(config), tensors, max_tokens)
+            }
+            None => {
+                let config = ModelConfig::of_backbone(&keys)?;
+                let mut tensors = config.tensors();
+                tensors.push((SCORE.to_owned(), vec![labels.len(), config.hidden_size]));
+                let max_tokens = config.max_position_embeddings;
+                (Backbone::Decoder(config), tensors, max_tokens)
+            }
+        };
+        needed.sort();
+        let tensors = weights::locate_named(dir, needed)?;
+        let tokenizer = text::TokenizerInfo::read(dir)?;
+        Ok(ClassifierCard {
+            model_type,
+            backbone,
+            labels,
+            pad_token_id: pad_token_id(&keys)?,
+            files: model_files(dir, CONFIG, &tensors),
+            num_parameters: tensors.iter().map(|t| t.num_elements() as u64).sum(),
+            tensors,
+            max_tokens,
+            chat_template: tokenizer.chat_template,
+        })
+    }
+
+    /// As [`super::fingerprint`].
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    pub fn fingerprint(&self, dir: &Path) -> Result<String, ModelCardError> {
+        fingerprint_files(dir, &self.files)
+    }
+
+    /// Which score a label's name or number means; without one, the only score.
+    ///
+    /// # Errors
+    /// In words, naming the labels there are.
+    pub fn label_index(&self, label: Option<&str>) -> Result<usize, String> {
+        let Some(label) = label else {
+            return match self.labels.len() {
+                1 => Ok(0),
+                n => Err(format!("the model gives {n} scores ({}): say which one in 'label'", self.labels.join(", "))),
+            };
+        };
+        let by_name = self.labels.iter().position(|known| known == label);
+        let by_number = || label.parse::<usize>().ok().filter(|index| *index < self.labels.len());
+        by_name
+            .or_else(by_number)
+            .ok_or_else(|| format!("the model has no label '{label}', only: {}", self.labels.join(", ")))
+    }
+}
+
+/// The head of a decoder.
+pub const SCORE: &str = "score.weight";
+
+/// Whether config.json in this directory names a sequence-classification architecture; false where it cannot be read.
+pub fn is_classifier(dir: &Path) -> bool {
+    read_json(dir, CONFIG, MAX_CONFIG_BYTES).is_ok_and(|value| names_classifier(&value))
+}
+
+fn names_classifier(config: &Value) -> bool {
+    let list = config.get("architectures").and_then(Value::as_array);
+    list.is_some_and(|list| {
+        list.iter().any(|name| name.as_str().is_some_and(|name| name.ends_with("ForSequenceClassification")))
+    })
+}
+
+/// transformers leaves `id2label` out where it has its default: two labels.
+fn labels(keys: &Keys) -> Result<Vec<String>, ModelCardError> {
+    let numbered = |n: usize| (0..n).map(|index| format!("LABEL_{index}")).collect();
+    let Some(value) = keys.get("id2label") else {
+        return match keys.size("num_labels", Some(2))? {
+            n if n <= MAX_LABELS => Ok(numbered(n)),
+            n => keys.refuse("num_labels", &n.into(), "that cannot be meant"),
+        };
+    };
+    let Some(map) = value.as_object().filter(|map| (1..=MAX_LABELS).contains(&map.len())) else {
+        return keys.refuse("id2label", value, "it must be an object from label numbers to names");
+    };
+    let mut labels = Vec::with_capacity(map.len());
+    for index in 0..map.len() {
+        match map.get(&index.to_string()) {
+            Some(Value::String(name)) => labels.push(name.clone()),
+            Some(other) => labels.push(other.to_string()),
+            None => return keys.refuse("id2label", value, "its keys must be the numbers from 0 on"),
+        }
+    }
+    Ok(labels)
+}
+
+fn pad_token_id(keys: &Keys) -> Result<Option<u32>, ModelCardError> {
+    match keys.get("pad_token_id") {
+        None => Ok(None),
+        Some(value) => match value.as_i64() {
+            Some(id) if id < 0 => Ok(None),
+            Some(id) if u32::try_from(id).is_ok() => Ok(u32::try_from(id).ok()),
+            _ => keys.refuse("pad_token_id", value, "it must be a token id"),
+        },
+    }
+}

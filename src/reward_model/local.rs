@@ -1,0 +1,106 @@
+//! A job's own reward models: found by the ids that the server registered, loaded once an attempt, on the worker's device.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde_json::Value;
+
+use super::{Conversation, Scorer, ScorerOptions};
+use crate::engine::backend::BackendKind;
+use crate::modelcard::ClassifierCard;
+use crate::reward::Judgement;
+use crate::reward::local::{LocalModel, LocalModels};
+use crate::sample::{RewardSample, RewardValue};
+use crate::spec::RewardModelPlan;
+
+/// The reward models of one attempt. Two rewards of the same plan share one.
+#[derive(Debug)]
+pub struct LocalRewardModels {
+    device: String,
+    /// By id: where each lies on this machine.
+    paths: BTreeMap<String, String>,
+    /// By id: SHA-256 when the job was accepted.
+    fingerprints: BTreeMap<String, String>,
+    loaded: Mutex<HashMap<String, Arc<Scorer>>>,
+}
+
+impl LocalRewardModels {
+    /// For a device of the pool (`cpu`, `cuda:0`), with directories and fingerprints of registered models by their ids.
+    pub fn new(device: &str, paths: BTreeMap<String, String>, fingerprints: BTreeMap<String, String>) -> Self {
+        Self { device: device.to_owned(), paths, fingerprints, loaded: Mutex::default() }
+    }
+
+    fn scorer(&self, plan: &RewardModelPlan) -> Result<Arc<Scorer>, String> {
+        let RewardModelPlan { model, label, format, max_length, dtype } = plan;
+        let dir = self.paths.get(model).map(PathBuf::from);
+        let dir = dir.ok_or_else(|| format!("the reward model '{model}' is not registered any more"))?;
+        // Held while loading: whoever wants the same model waits for it.
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = format!("{plan:?}");
+        if let Some(scorer) = loaded.get(&key) {
+            return Ok(scorer.clone());
+        }
+        let card = ClassifierCard::read(&dir).map_err(|error| error.to_string())?;
+        if let Some(sha256) = self.fingerprints.get(model)
+            && card.fingerprint(&dir).map_err(|error| error.to_string())? != *sha256
+        {
+            return Err(format!(
+                "the files of the reward model '{model}' have changed since the job was submitted: restore them, or \
+                 register the model again and submit a new job"
+            ));
+        }
+        let options = ScorerOptions {
+            dir,
+            backend: BackendKind::of_device(&self.device).map_err(|error| error.to_string())?,
+            dtype: *dtype,
+            label: label.clone(),
+            format: *format,
+            max_length: *max_length,
+        };
+        let scorer = Arc::new(Scorer::load(&options).map_err(|error| with_causes(&error))?);
+        loaded.insert(key, scorer.clone());
+        Ok(scorer)
+    }
+}
+
+impl LocalModels for LocalRewardModels {
+    fn load(&self, plan: &RewardModelPlan) -> Result<Arc<dyn LocalModel>, String> {
+        Ok(self.scorer(plan)?)
+    }
+}
+
+impl LocalModel for Scorer {
+    fn judge(&self, samples: &[RewardSample]) -> Result<Vec<Judgement>, String> {
+        let conversations: Vec<Conversation<'_>> = samples
+            .iter()
+            .map(|sample| Conversation {
+                messages: sample.messages.as_ref().and_then(Value::as_array).map(Vec::as_slice),
+                prompt: &sample.prompt,
+                completion: &sample.completion,
+            })
+            .collect();
+        let scored = self.score(&conversations).map_err(|error| with_causes(&error))?;
+        let judgements = scored.into_iter().map(|scored| match scored {
+            Ok(scored) => {
+                Judgement { metrics: scored.metrics(), ..Judgement::value(RewardValue::Number(scored.reward)) }
+            }
+            Err(error) => Judgement::missing("not_scorable", with_causes(&error)),
+        });
+        Ok(judgements.collect())
+    }
+}
+
+/// An error and its causes, each once.
+pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let next = error.to_string();
+        if !text.ends_with(&next) {
+            text = format!("{text}: {next}");
+        }
+        cause = error.source();
+    }
+    text
+}

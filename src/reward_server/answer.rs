@@ -1,0 +1,178 @@
+//! Requests in either of the two forms, and their answers.
+
+use axum::http::StatusCode;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::reward_model::{Conversation, Scorer, with_causes};
+
+/// Why a request is not answered.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub(super) status: StatusCode,
+    pub(super) code: &'static str,
+    pub(super) detail: String,
+}
+
+impl Refusal {
+    pub(super) fn new(status: StatusCode, code: &'static str, detail: impl Into<String>) -> Self {
+        Self { status, code, detail: detail.into() }
+    }
+}
+
+/// What is to be scored.
+#[derive(Debug)]
+pub(super) enum Asked {
+    /// The reward contract v1.
+    Contract { id: Option<String>, samples: Vec<Sample> },
+    /// OpenRLHF's remote reward model; the answer has one number a query.
+    OpenRlhf(Vec<Sample>),
+}
+
+/// A sample of the contract; what else it has is not looked at.
+#[derive(Debug, Deserialize)]
+pub(super) struct Sample {
+    sample_id: String,
+    messages: Option<Vec<Value>>,
+    prompt: Option<String>,
+    completion: String,
+}
+
+#[derive(Deserialize)]
+struct ContractRequest {
+    version: String,
+    id: Option<String>,
+    samples: Vec<Sample>,
+}
+
+/// `{query: [prompt + completion], prompts, labels}`
+#[derive(Deserialize)]
+struct OpenRlhfRequest {
+    query: Texts,
+    #[serde(default)]
+    prompts: Vec<Option<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Texts {
+    One(String),
+    Several(Vec<String>),
+}
+
+/// What a request asks for; None = nothing but whether we are there.
+pub(super) fn read(body: &Value, max_samples: usize) -> Result<Option<Asked>, Refusal> {
+    let asked = match body.get("type").map(|kind| (kind, kind.as_str())) {
+        Some((_, Some("reward.ping"))) => return Ok(None),
+        Some((_, Some("reward.score.request"))) => read_contract(body)?,
+        Some((kind, _)) => {
+            let detail = format!("the type {kind} is not known here: reward.score.request or reward.ping");
+            return Err(unprocessable("unknown_type", detail));
+        }
+        None if body.get("query").is_some() => read_openrlhf(body)?,
+        None => {
+            let detail = "neither a reward.score.request of the reward contract v1 (no 'type') nor OpenRLHF's form (no \
+                          'query')";
+            return Err(unprocessable("unknown_form", detail));
+        }
+    };
+    let count = match &asked {
+        Asked::Contract { samples, .. } | Asked::OpenRlhf(samples) => samples.len(),
+    };
+    if count > max_samples {
+        let detail = format!("{count} samples; at most {max_samples} in one request");
+        return Err(Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_many_samples", detail));
+    }
+    Ok(Some(asked))
+}
+
+fn unprocessable(code: &'static str, detail: impl Into<String>) -> Refusal {
+    Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, code, detail)
+}
+
+fn parsed<'b, T: Deserialize<'b>>(body: &'b Value) -> Result<T, Refusal> {
+    serde_path_to_error::deserialize(body).map_err(|error| {
+        let at = error.path().to_string();
+        unprocessable("invalid_body", format!("{at}: {}", error.into_inner()))
+    })
+}
+
+fn read_contract(body: &Value) -> Result<Asked, Refusal> {
+    let ContractRequest { version, id, samples } = parsed(body)?;
+    if version != "1" {
+        return Err(unprocessable("unknown_version", format!("version '{version}' of the contract; 1 is spoken here")));
+    }
+    if let Some(sample) = samples.iter().find(|sample| sample.prompt.is_none() && sample.messages.is_none()) {
+        let detail = format!("sample '{}' has neither prompt nor messages", sample.sample_id);
+        return Err(unprocessable("invalid_body", detail));
+    }
+    Ok(Asked::Contract { id, samples })
+}
+
+fn read_openrlhf(body: &Value) -> Result<Asked, Refusal> {
+    let OpenRlhfRequest { query, prompts } = parsed(body)?;
+    let queries = match query {
+        Texts::One(query) => vec![query],
+        Texts::Several(queries) => queries,
+    };
+    if !prompts.is_empty() && prompts.len() != queries.len() {
+        let detail = format!("{} prompts for {} queries", prompts.len(), queries.len());
+        return Err(unprocessable("invalid_body", detail));
+    }
+    let mut prompts = prompts.into_iter();
+    let samples = queries.into_iter().enumerate().map(|(index, query)| {
+        // A query begins with its prompt; where it does not, it is scored as it is.
+        let prompt = prompts.next().flatten().filter(|prompt| query.starts_with(prompt)).unwrap_or_default();
+        let completion = query[prompt.len()..].to_owned();
+        Sample { sample_id: format!("query {index}"), messages: None, prompt: Some(prompt), completion }
+    });
+    Ok(Asked::OpenRlhf(samples.collect()))
+}
+
+/// The answer to `reward.ping`.
+pub(super) fn pong(max_samples: usize) -> Value {
+    json!({"max_batch_samples": max_samples, "modes": ["sync"]})
+}
+
+/// Scores what was asked for. Blocks.
+pub(super) fn answer(asked: &Asked, scorer: &Scorer) -> Result<Value, Refusal> {
+    let samples = match asked {
+        Asked::Contract { samples, .. } | Asked::OpenRlhf(samples) => samples,
+    };
+    let conversations: Vec<Conversation<'_>> = samples
+        .iter()
+        .map(|sample| Conversation {
+            messages: sample.messages.as_deref(),
+            prompt: sample.prompt.as_deref().unwrap_or_default(),
+            completion: &sample.completion,
+        })
+        .collect();
+    let scored = scorer.score(&conversations).map_err(|error| {
+        let detail = with_causes(&error);
+        tracing::error!(detail, "scoring failed");
+        Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "model_failed", detail)
+    })?;
+    let scored = samples.iter().zip(scored);
+    match asked {
+        Asked::Contract { id, .. } => {
+            let results = scored.map(|(sample, scored)| match scored {
+                Ok(scored) => {
+                    json!({"sample_id": sample.sample_id, "reward": scored.reward, "metrics": scored.metrics()})
+                }
+                Err(error) => json!({
+                    "sample_id": sample.sample_id, "reward": null, "reason": with_causes(&error),
+                    "error": {"code": "not_scorable", "retryable": false},
+                }),
+            });
+            Ok(json!({"version": "1", "id": id, "results": results.collect::<Vec<Value>>()}))
+        }
+        Asked::OpenRlhf(_) => {
+            let rewards = scored.map(|(sample, scored)| {
+                scored.map(|scored| scored.reward).map_err(|error| {
+                    unprocessable("not_scorable", format!("{}: {}", sample.sample_id, with_causes(&error)))
+                })
+            });
+            Ok(json!({"rewards": rewards.collect::<Result<Vec<f64>, Refusal>>()?}))
+        }
+    }
+}
