@@ -20,6 +20,9 @@ pub const MIN_LOGIT_ROWS: u64 = 16;
 /// Activations that a training forward keeps for its backward instead of computing them again, where nothing is asked.
 pub const SAVED_BYTES: u64 = 1 << 30;
 
+/// Buffers of a training pass that stay for the next one while a rollout is generated, at most.
+pub const KEPT_BYTES: u64 = 256 << 20;
+
 /// Positions of a sequence's keys and values that are allocated together.
 const KV_BLOCK: u64 = 16;
 
@@ -168,11 +171,12 @@ impl Footprint {
         let backward = F32 * tokens * backward_width(shape);
         let activations = inputs + saved + backward.max(head);
         let training = gradient + activations;
+        let kept = activations.min(KEPT_BYTES);
         // New weights beside the old ones, the largest matrix at a time, as they come and packed.
         let update = gradient + if full { (F32 + weight_bytes) * shape.vocab_size * shape.hidden_size } else { 0 };
 
         let resident = PROCESS_BYTES + weights + reference + trained + optimizer;
-        let phase = rollout.max(training).max(update);
+        let phase = (rollout + kept).max(training).max(update);
         let allocator = rollout.max(training - gradient) * ALLOCATOR_PERCENT / 100;
         Footprint {
             process: PROCESS_BYTES,
@@ -191,8 +195,8 @@ impl Footprint {
     }
 }
 
-/// The factors that compute an adapter, packed in panels: A stacked, and B block-diagonal over the modules that read the
-/// same input.
+/// The factors that compute an adapter, packed in panels: A stacked, B block-diagonal over the modules that read the same
+/// input, and each module's Bᵀ.
 fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     let Some(lora) = &plan.lora else { return 0 };
     let (hidden, inter) = (shape.hidden_size, shape.intermediate_size);
@@ -206,8 +210,12 @@ fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     ];
     let rank = |blocks: u64| blocks * u64::from(lora.r);
     let panels = |outputs: u64| outputs.next_multiple_of(PANEL);
-    let per_layer: u64 =
-        fused.iter().map(|(blocks, input, out)| panels(rank(*blocks)) * input + panels(*out) * rank(*blocks)).sum();
+    // A, B, and Bᵀ of each module.
+    let of_fused = |(blocks, input, out): &(u64, u64, u64)| {
+        let transposed = if *blocks > 0 { panels(u64::from(lora.r)) * out } else { 0 };
+        panels(rank(*blocks)) * input + panels(*out) * rank(*blocks) + transposed
+    };
+    let per_layer: u64 = fused.iter().map(of_fused).sum();
     F32 * per_layer * shape.num_hidden_layers
 }
 

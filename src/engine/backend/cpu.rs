@@ -20,7 +20,7 @@ use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
 use crate::engine::kernels::threads::Threads;
 use crate::engine::ops::RopeTable;
 use crate::engine::ops::slices::{Heads, TokenScore};
-use crate::spec::ComputeDtype;
+use crate::spec::{ComputeDtype, footprint};
 
 pub use attention::Cache;
 pub use linear::Adapter;
@@ -88,7 +88,7 @@ impl Backend for Cpu {
     }
 
     fn release(&self) {
-        self.pool.clear();
+        self.pool.trim(footprint::KEPT_BYTES);
         *self.segments.lock().unwrap_or_else(PoisonError::into_inner) = Segments::default();
     }
 
