@@ -424,7 +424,7 @@ impl FromStr for Device {
                     return Err(unknown());
                 }
                 let device = Device::Cuda(index.parse().map_err(|_| unknown())?);
-                if candle_core::utils::cuda_is_available() {
+                if cfg!(feature = "cuda") {
                     Ok(device)
                 } else {
                     Err(ConfigError::new(format!(
@@ -689,7 +689,7 @@ fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
 
 /// Every GPU the driver lists when this build can use one, else the processor.
 fn detect_devices() -> Vec<Device> {
-    let gpus = if candle_core::utils::cuda_is_available() {
+    let gpus = if cfg!(feature = "cuda") {
         std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count())
     } else {
         0
@@ -788,7 +788,7 @@ mod tests {
             let error = resolve(&["--devices", given]).unwrap_err().to_string();
             assert!(error.contains(part), "{given}: {error}");
         }
-        if !candle_core::utils::cuda_is_available() {
+        if !cfg!(feature = "cuda") {
             let error = resolve(&["--devices", "cuda:0"]).unwrap_err().to_string();
             assert!(error.contains("built without CUDA"), "{error}");
         }
