@@ -59,6 +59,7 @@ mod completions;
 pub mod delta;
 pub mod error;
 pub mod generate;
+pub mod gpu;
 pub mod host;
 #[expect(unsafe_code, reason = "vector instructions and threads that share buffers")]
 pub mod kernels;

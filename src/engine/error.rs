@@ -48,8 +48,8 @@ pub enum EngineError {
     /// A GPU's memory does not hold what a computation takes. The device is well, and smaller pieces may fit.
     #[error("the memory of the GPU is full: {0}")]
     OutOfMemory(String),
-    /// A GPU or its driver failed: nothing that this process has on it can be used any more.
-    #[error("the GPU failed: {0}")]
+    /// A GPU or its driver is not there, or failed: nothing that this process has on it can be used any more.
+    #[error("the GPU cannot be used: {0}")]
     Device(String),
     /// Prompts do not fit the model.
     #[error("{0}")]

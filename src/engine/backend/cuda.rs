@@ -9,7 +9,6 @@
 mod decode;
 mod tensor;
 
-use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
@@ -34,7 +33,7 @@ use crate::spec::footprint::CUDA_MAX_LOGITS;
 
 pub use decode::Cache;
 pub use tensor::{Angles, Gradient, Tensor, Vector, Weight};
-use tensor::{Table, flat};
+use tensor::Table;
 
 /// Layouts of packed batches that are kept: one for each window of a batch.
 const MAX_LAYOUTS: usize = 4;
@@ -60,8 +59,12 @@ impl From<CudaError> for EngineError {
     fn from(error: CudaError) -> Self {
         match error {
             CudaError::Input(why) => EngineError::Input(why),
-            CudaError::OutOfMemory { .. } => EngineError::OutOfMemory(error.to_string()),
-            CudaError::Unavailable(_) | CudaError::Failed(_) => EngineError::Device(error.to_string()),
+            CudaError::OutOfMemory { requested, used, total } => {
+                let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+                let what = format!("{} MiB more than the {} in use of {} MiB", mib(requested), mib(used), mib(total));
+                EngineError::OutOfMemory(what)
+            }
+            CudaError::Unavailable(why) | CudaError::Failed(why) => EngineError::Device(why),
         }
     }
 }
