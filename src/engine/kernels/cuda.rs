@@ -5,4 +5,11 @@
 pub mod driver;
 #[cfg(feature = "cuda-emulator")]
 mod emulated;
+pub mod gemm;
+pub mod lora;
+pub mod mlp;
+pub mod norm;
 mod nvidia;
+pub mod optim;
+pub mod rope;
+pub mod rows;
