@@ -2,7 +2,7 @@
 // One kernel goes over the keys of each query and gives dq, one over the queries of each key and gives dk and dv: nothing is
 // added by two blocks of threads, so the sums have one order.
 #pragma once
-#include "attention.cuh"
+#include "attention_packed.cuh"
 
 struct AttendDelta {
     const void* out;
