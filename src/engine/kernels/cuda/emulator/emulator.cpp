@@ -495,3 +495,4 @@ extern "C" const char* rlood_emulator_launch(int32_t kernel, const void* params,
 }
 
 #include "../device/kernels.cu"
+#include "wrong.cuh"
