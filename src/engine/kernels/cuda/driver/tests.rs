@@ -49,6 +49,21 @@ fn what_is_uploaded_comes_back() {
 }
 
 #[test]
+fn uploads_of_many_pieces_keep_their_order() {
+    let Some(device) = device() else { return };
+    let values: Vec<Vec<u32>> = (0..6_u32).map(|i| (0..2_300_000).map(|j| i << 28 | j).collect()).collect();
+    let large: Vec<Buffer> = values.iter().map(|values| device.upload(values).unwrap()).collect();
+    let small = device.zeros(4 * 1000).unwrap();
+    for i in 0..1000_u32 {
+        device.write(&small, i as usize, &[i]).unwrap();
+    }
+    for (buffer, values) in large.iter().zip(&values) {
+        assert!(device.download::<u32>(buffer, 0, values.len()).unwrap() == *values);
+    }
+    assert_eq!(device.download::<u32>(&small, 0, 1000).unwrap(), (0..1000).collect::<Vec<_>>());
+}
+
+#[test]
 fn zeros_are_zero_also_where_memory_is_used_again() {
     let Some(device) = device() else { return };
     drop(device.upload(&[1_u8; 1000]).unwrap());
