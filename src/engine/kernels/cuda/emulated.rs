@@ -158,6 +158,13 @@ impl Emulator {
         release(staging.start as u64, staging.bytes);
     }
 
+    pub(super) fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
+        assert!(bytes <= staging.bytes, "a download lies within its staging memory");
+        // SAFETY: from a range of a live buffer to the staging memory.
+        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, staging.start, bytes) };
+        Ok(())
+    }
+
     pub(super) fn reserve(&mut self, bytes: u64) -> Result<Option<u64>, CudaError> {
         Ok(Some(reserve(bytes as usize)).filter(|&start| start != 0))
     }
@@ -214,7 +221,7 @@ fn check(at: u64, block: u64, bytes: u64) -> Result<(), String> {
     let block = unsafe { std::slice::from_raw_parts(at as *const u8, block as usize) };
     let (front, rest) = block.split_at(GUARD as usize);
     let back = &rest[bytes as usize..];
-    if let Some(place) = front.iter().rposition(|&byte| byte != UNWRITTEN) {
+    if let Some(place) = front.iter().position(|&byte| byte != UNWRITTEN) {
         return Err(format!("{} bytes before a buffer of {bytes}", GUARD as usize - place));
     }
     if let Some(place) = back.iter().position(|&byte| byte != UNWRITTEN) {
