@@ -244,6 +244,93 @@ GEMM_BF16(gemm_nn_bf16_f32, NN, float)
 GEMM_BF16(gemm_nn_bf16_bf16, NN, bf16)
 GEMM_BF16(gemm_tn_bf16_f32, TN, float)
 
+// For few columns, a · bᵀ only: step j of 16 values belongs to chain j mod 8, a warp each, so that eight short chains
+// stand for a long one; they are added in order. The chains depend on k alone.
+template <int BM, int STAGES> struct ThinTile {
+    static constexpr int CHAINS = 8, BN = 32, BK = 16 * CHAINS, THREADS = 32 * CHAINS, STAGE = (BM + BN) * BK;
+};
+
+template <int BM, int STAGES>
+DEVICE void fetch_thin(const Gemm &p, bf16 *tiles, TilePlace place, uint32_t step) {
+    using T = ThinTile<BM, STAGES>;
+    bf16 *a_tile = tiles + step % STAGES * T::STAGE, *b_tile = a_tile + BM * T::BK;
+    uint32_t k0 = step * T::BK;
+    fetch_lines<BM, T::BK / 8, T::THREADS>(a_tile, (const bf16 *)p.a, p.a_stride, place.m0, p.m, k0, p.k, p.aligned & 1);
+    fetch_lines<T::BN, T::BK / 8, T::THREADS>(b_tile, (const bf16 *)p.b, p.b_stride, place.n0, p.n, k0, p.k,
+                                              p.aligned & 2);
+}
+
+template <int BM, int STAGES, class Out> DEVICE void gemm_thin(const Gemm &p) {
+    using T = ThinTile<BM, STAGES>;
+    constexpr int MI = BM / 16, NI = T::BN / 8, LINE = T::BN + 8;
+    SHARED(shared);
+    bf16 *tiles = (bf16 *)shared;
+    TilePlace place = tile_place(p.m, p.n, BM, T::BN);
+    uint32_t lane = lane_id(), chain = warp_id(), steps = (p.k + T::BK - 1) / T::BK;
+    float sums[MI][NI][4];
+    for (int i = 0; i < MI; i++) {
+        for (int j = 0; j < NI; j++) {
+            for (int e = 0; e < 4; e++) sums[i][j][e] = 0.0f;
+        }
+    }
+    _Pragma("unroll 1")
+    for (uint32_t step = 0; step < STAGES - 1; step++) {
+        if (step < steps) fetch_thin<BM, STAGES>(p, tiles, place, step);
+        cp_async_commit();
+    }
+    for (uint32_t step = 0; step < steps; step++) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < steps) fetch_thin<BM, STAGES>(p, tiles, place, step + STAGES - 1);
+        cp_async_commit();
+        if (step * T::BK + 16 * chain < p.k) {
+            const bf16 *a_tile = tiles + step % STAGES * T::STAGE, *b_tile = a_tile + BM * T::BK;
+            uint32_t a[4], b[NI][2];
+            _Pragma("unroll")
+            for (int j = 0; j < NI; j += 2) {
+                int line = 8 * j + (lane & 7) + 8 * (lane >> 4), at = 2 * chain + (lane >> 3 & 1);
+                ldmatrix_x4(b[j], b_tile + chunk_place<T::BK / 8>(line, at));
+            }
+            _Pragma("unroll")
+            for (int i = 0; i < MI; i++) {
+                ldmatrix_x4(a, a_tile + chunk_place<T::BK / 8>(16 * i + (lane & 15), 2 * chain + (lane >> 4)));
+                _Pragma("unroll")
+                for (int j = 0; j < NI; j++) mma_m16n8k16_bf16(sums[i][j], a, b[j]);
+            }
+        }
+    }
+    cp_async_wait<0>();
+    // Sixteen rows at a time: [chain][row][column].
+    float *slabs = (float *)shared, *slab = slabs + chain * 16 * LINE;
+    _Pragma("unroll")
+    for (int i = 0; i < MI; i++) {
+        __syncthreads();
+        _Pragma("unroll")
+        for (int j = 0; j < NI; j++) {
+            _Pragma("unroll")
+            for (int e = 0; e < 4; e++) {
+                slab[(lane / 4 + e / 2 * 8) * LINE + 8 * j + lane % 4 * 2 + e % 2] = sums[i][j][e];
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < 16 * T::BN / 4) {
+            uint32_t row = threadIdx.x / (T::BN / 4), column = threadIdx.x % (T::BN / 4) * 4;
+            float all[4], more[4];
+            load4(slabs + row * LINE + column, all);
+            for (int other = 1; other < T::CHAINS; other++) {
+                load4(slabs + (other * 16 + row) * LINE + column, more);
+                for (int e = 0; e < 4; e++) all[e] += more[e];
+            }
+            store_sums<Out>(p, place.m0 + 16 * i + row, place.n0 + column, all);
+        }
+    }
+}
+
+KERNEL_BOUNDS(gemm_nt_bf16_f32_thin, Gemm, 256, 2) { gemm_thin<16, 4, float>(p); }
+KERNEL_BOUNDS(gemm_nt_bf16_bf16_thin, Gemm, 256, 2) { gemm_thin<16, 4, bf16>(p); }
+KERNEL_BOUNDS(gemm_nt_bf16_f32_thin_tall, Gemm, 256, 2) { gemm_thin<64, 2, float>(p); }
+KERNEL_BOUNDS(gemm_nt_bf16_bf16_thin_tall, Gemm, 256, 2) { gemm_thin<64, 2, bf16>(p); }
+
 // ----------------------------------------------------------------------------------------------------------- f32
 
 // A block's tile, and a thread's part of it.
