@@ -14,6 +14,18 @@
 #define KEYS 64u
 #define QUERIES 16u
 
+// 2^x; 0 where it would be denormal.
+DEVICE float exp2_of(float x) {
+#ifdef RLOOD_EMULATOR
+    float y = exp2f(x);
+    return y < 1.17549435e-38f ? 0.0f : y;
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // Where keys and values of a sequence lie: packed rows, or pages of 64 positions.
 template <typename T> struct Segment {
     const T* k;            // of position 0, where packed
@@ -64,8 +76,8 @@ struct Shares {
 DEVICE Shares fold_max(float& m, float block) {
     float largest = fmaxf(m, block);
     Shares shares;
-    shares.before = m == -INFINITY ? 0.0f : exp2f(m - largest);
-    shares.now = block == -INFINITY ? 0.0f : exp2f(block - largest);
+    shares.before = m == -INFINITY ? 0.0f : exp2_of(m - largest);
+    shares.now = block == -INFINITY ? 0.0f : exp2_of(block - largest);
     m = largest;
     return shares;
 }
@@ -247,8 +259,8 @@ template <int DIM> struct Fold<bf16, DIM> {
         float shift[2] = {largest[0] == -INFINITY ? 0.0f : -largest[0], largest[1] == -INFINITY ? 0.0f : -largest[1]};
 #pragma unroll
         for (int n = 0; n < int(KEYS / 8); n++) {
-            float e0 = exp2f(fmaf(s[n][0], scale, shift[0])), e1 = exp2f(fmaf(s[n][1], scale, shift[0]));
-            float e2 = exp2f(fmaf(s[n][2], scale, shift[1])), e3 = exp2f(fmaf(s[n][3], scale, shift[1]));
+            float e0 = exp2_of(fmaf(s[n][0], scale, shift[0])), e1 = exp2_of(fmaf(s[n][1], scale, shift[0]));
+            float e2 = exp2_of(fmaf(s[n][2], scale, shift[1])), e3 = exp2_of(fmaf(s[n][3], scale, shift[1]));
             p[n / 2][n % 2 * 2] = pack_bf16(e0, e1);
             p[n / 2][n % 2 * 2 + 1] = pack_bf16(e2, e3);
         }
@@ -387,7 +399,7 @@ template <int DIM> struct Fold<float, DIM> {
                 for (int r = 0; r < 4; r++) {
                     largest[r] = warp_max(fmaxf(p[r][0], p[r][1])) * scale;
                     float shift = largest[r] == -INFINITY ? 0.0f : -largest[r];
-                    for (int half = 0; half < 2; half++) p[r][half] = exp2f(fmaf(p[r][half], scale, shift));
+                    for (int half = 0; half < 2; half++) p[r][half] = exp2_of(fmaf(p[r][half], scale, shift));
                 }
                 float now[4][DIM / 32];
                 for (int r = 0; r < 4; r++)
