@@ -185,3 +185,11 @@ fn steps_of_a_bucket_run_as_one_graph_while_rows_grow_and_leave() {
     assert!(after.mismatches - before.mismatches <= 1, "{after:?}");
     assert!(after.replays - before.replays >= 9, "{after:?}");
 }
+
+#[test]
+fn many_partial_results_are_folded_in_order() {
+    // Prompts of five and six blocks, folded four at a time.
+    let groups = vec![group(330, &[2, 2]), group(64 * 6, &[1])];
+    for_all_plans(&Case { heads: heads(10, 1, 32), groups: groups.clone(), window: Some(200) });
+    for_all_plans(&Case { heads: heads(2, 1, 64), groups, window: None });
+}

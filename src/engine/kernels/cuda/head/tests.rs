@@ -216,8 +216,7 @@ fn other_shapes_and_tokens_are_refused() {
 /// What `engine::sampling::Sampler` keeps: tokens and their weights, ascending.
 fn kept(logits: &[f32], pick: &FilteredPick) -> Vec<(usize, f64)> {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weights: Vec<f64> =
-        logits.iter().map(|logit| (f64::from(logit - largest) / pick.temperature).exp()).collect();
+    let weights: Vec<f64> = logits.iter().map(|logit| (f64::from(logit - largest) / pick.temperature).exp()).collect();
     let mut order: Vec<usize> = (0..weights.len()).collect();
     order.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
     if pick.top_k > 0 {
@@ -243,14 +242,10 @@ fn assert_filters(device: &Device, logits: &[f32], pick: FilteredPick) {
     const DRAWS: usize = 24;
     let weight = device.upload(logits).unwrap();
     let x = device.upload(&[1.0_f32; DRAWS]).unwrap();
-    let head = Head {
-        weight: Rows::new(&weight, logits.len(), 1, Dtype::F32),
-        gemm: Gemm::Exact,
-        max_logits: MAX_LOGITS,
-    };
+    let head =
+        Head { weight: Rows::new(&weight, logits.len(), 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
     let uniform = |draw: usize| (draw as f64 + 0.003) / DRAWS as f64;
-    let picks: Vec<FilteredPick> =
-        (0..DRAWS).map(|draw| FilteredPick { uniform: uniform(draw), ..pick }).collect();
+    let picks: Vec<FilteredPick> = (0..DRAWS).map(|draw| FilteredPick { uniform: uniform(draw), ..pick }).collect();
     let chosen = choose_filtered(device, &head, Rows::new(&x, DRAWS, 1, Dtype::F32), &picks).unwrap();
     let kept = kept(logits, &pick);
     let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
