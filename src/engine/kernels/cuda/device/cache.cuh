@@ -202,19 +202,14 @@ template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached
     CachedFold<T, DIM> cached;
     cached.begin(queries, shared);
     uint32_t rows = p.heads_at_once;
-    for (int32_t i = 0; i < row.prompt_parts; i++) {
-        uint64_t part = uint64_t(row.prompt_part) + uint64_t(i) * row.prompt_step +
-                        uint64_t(blockIdx.y) * row.prompt_rows + row.prompt_place;
-        cached.fold.take(p.ml + 2 * part, p.parts + part * DIM, rows);
-    }
+    uint64_t part = uint64_t(row.prompt_part) + uint64_t(blockIdx.y) * row.prompt_rows + row.prompt_place;
+    cached.fold.take(p.ml + 2 * part, p.parts + part * DIM, rows, row.prompt_parts, row.prompt_step);
     if (row.prompt_len > 0) {
         cached.run(queries, cached_segment<T>(p, row, false, heads.kv), row.prompt_block,
                    (uint32_t(row.prompt_len) + KEYS - 1) / KEYS, false);
     }
-    for (int32_t i = 0; i < row.own_parts; i++) {
-        uint64_t part = uint64_t(row.own_part) + uint64_t(i) * row.own_step + uint64_t(blockIdx.y) * rows;
-        cached.fold.take(p.ml + 2 * part, p.parts + part * DIM, rows);
-    }
+    part = uint64_t(row.own_part) + uint64_t(blockIdx.y) * rows;
+    cached.fold.take(p.ml + 2 * part, p.parts + part * DIM, rows, row.own_parts, row.own_step);
     cached.run(queries, own, row.own_block, position / KEYS + 1, true);
     auto out_at = [&](uint32_t index) -> T* {
         QueryRow query = queries.at(index);
