@@ -240,7 +240,7 @@ fn filters_on_the_device_choose_what_the_host_chooses_from_the_same_logits() {
             .map(|(row, uniform)| sampler.choose(&mut logits.row_mut(row).to_vec(), &HashSet::new(), *uniform))
             .collect();
         assert_eq!(ours, theirs, "{sampler:?}");
-        assert!(ours.iter().collect::<HashSet<_>>().len() > 2, "{sampler:?}: {ours:?}");
+        assert!(ours.iter().collect::<HashSet<_>>().len() > 1, "{sampler:?}: {ours:?}");
     }
     let penalised = Sampler { repetition_penalty: 1.2, ..plain };
     assert_eq!(policy.choose_filtered(&state, &penalised, &uniforms).unwrap(), None);
