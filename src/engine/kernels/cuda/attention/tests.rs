@@ -50,7 +50,8 @@ pub(in super::super) fn assert_close(actual: &[f32], expected: &[f64], tolerance
     let mut worst = (0.0, 0);
     for (at, (actual, expected)) in actual.iter().zip(expected).enumerate() {
         let distance = (f64::from(*actual) - expected).abs() / unit;
-        if !(distance <= worst.0) {
+        // A NaN is the worst.
+        if distance.is_nan() || distance > worst.0 {
             worst = (distance, at);
         }
     }
