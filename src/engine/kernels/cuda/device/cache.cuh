@@ -229,15 +229,16 @@ template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached
     CachedFold<T, DIM> cached;
     cached.begin(queries, shared);
     uint32_t rows = p.heads_at_once;
-    uint64_t part = uint64_t(row.prompt_part) + uint64_t(blockIdx.y) * row.prompt_rows + row.prompt_place;
-    cached.take(p.ml + 2 * part, p.parts + part * DIM, rows, row.prompt_parts, row.prompt_step);
-    if (row.prompt_len > 0) {
-        cached.run(queries, cached_segment<T>(p, row, false, heads.kv), row.prompt_block,
-                   (uint32_t(row.prompt_len) + KEYS - 1) / KEYS, false);
+#pragma unroll 1
+    for (int of_own = 0; of_own < 2; of_own++) {
+        uint64_t part = of_own ? uint64_t(row.own_part) + uint64_t(blockIdx.y) * rows
+                               : uint64_t(row.prompt_part) + uint64_t(blockIdx.y) * row.prompt_rows + row.prompt_place;
+        cached.take(p.ml + 2 * part, p.parts + part * DIM, rows, of_own ? row.own_parts : row.prompt_parts,
+                    of_own ? row.own_step : row.prompt_step);
+        uint32_t end = of_own ? position / KEYS + 1 : (uint32_t(row.prompt_len) + KEYS - 1) / KEYS;
+        cached.run(queries, cached_segment<T>(p, row, of_own, heads.kv), of_own ? row.own_block : row.prompt_block, end,
+                   of_own);
     }
-    part = uint64_t(row.own_part) + uint64_t(blockIdx.y) * rows;
-    cached.take(p.ml + 2 * part, p.parts + part * DIM, rows, row.own_parts, row.own_step);
-    cached.run(queries, own, row.own_block, position / KEYS + 1, true);
     auto out_at = [&](uint32_t index) -> T* {
         QueryRow query = queries.at(index);
         return query.valid ? out + query.head * p.dim : nullptr;
