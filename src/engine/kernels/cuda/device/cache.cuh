@@ -215,7 +215,7 @@ template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached
         }
         return;
     }
-    PlanRow row = plan_rows(p)[row_index];
+    const PlanRow& row = plan_rows(p)[row_index];
     Segment<T> own = cached_segment<T>(p, row, true, heads.kv);
     // Append. Several head tiles of a key head write the same.
     uint32_t position = uint32_t(row.own_len) - 1;
