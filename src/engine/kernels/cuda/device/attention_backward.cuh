@@ -165,11 +165,8 @@ template <int DIM> DEVICE void attend_queries_bf16(const AttendQueries& p) {
     gather_tile<DIM, 64>(d_out, d_out_at, p.dim, p.vector);
     uint32_t first = warp_id() * QUERIES;
     QueryGradient<DIM> gradient;
-    Seen of_prompt[2], of_own[2];
     for (int e = 0; e < 2; e++) {
         QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
-        of_prompt[e] = seen_or_none(query.valid, false, tile, query.token, p.window);
-        of_own[e] = seen_or_none(query.valid, true, tile, query.token, p.window);
         uint64_t at = uint64_t(tile.row + query.token) * p.num_heads + query.head;
         gradient.lse[e] = query.valid ? p.lse[at] : 0.0f;
         gradient.delta[e] = query.valid ? p.delta[at] : 0.0f;
@@ -179,14 +176,18 @@ template <int DIM> DEVICE void attend_queries_bf16(const AttendQueries& p) {
         for (int e = 0; e < 4; e++) gradient.dq[c][e] = 0.0f;
     const bf16* own_q = q + first * TILE_STRIDE(DIM);
     const bf16* own_d = d_out + first * TILE_STRIDE(DIM);
-    Blocks blocks = blocks_of_prompt(tile, p.window);
-    gradient.run(own_q, own_d, keys, packed_segment<bf16>(p.qkv, tile.prompt_row, tile.prompt_len, heads.kv,
-                                                          p.num_heads, p.num_kv_heads, p.dim, p.stride, p.vector),
-                 blocks.first, blocks.end, of_prompt, p.scale);
-    blocks = blocks_of_own(tile, p.window);
-    gradient.run(own_q, own_d, keys, packed_segment<bf16>(p.qkv, tile.segment_row, tile.segment_len, heads.kv,
-                                                          p.num_heads, p.num_kv_heads, p.dim, p.stride, p.vector),
-                 blocks.first, blocks.end, of_own, p.scale);
+#pragma unroll 1
+    for (int own = 0; own < 2; own++) {
+        Seen seen[2];
+        for (int e = 0; e < 2; e++) {
+            QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
+            seen[e] = seen_or_none(query.valid, own, tile, query.token, p.window);
+        }
+        Blocks blocks = tile_blocks(own, tile, p.window);
+        gradient.run(own_q, own_d, keys, tile_segment<bf16>(p.qkv, own, tile, heads.kv, p.num_heads, p.num_kv_heads,
+                                                            p.dim, p.stride, p.vector),
+                     blocks.first, blocks.end, seen, p.scale);
+    }
     for (int e = 0; e < 2; e++) {
         QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
         if (!query.valid) continue;

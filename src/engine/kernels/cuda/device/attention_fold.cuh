@@ -296,46 +296,23 @@ template <int DIM> struct Fold<bf16, DIM> {
     }
 
     // Take in `count` folds of `rows` queries, in order: m and l side by side in `ml`, o `[rows][DIM]`, the folds `step`
-    // rows apart. Four are read at a time, by columns.
+    // rows apart.
     DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
-        constexpr int COLUMNS = DIM / 8 < 8 ? DIM / 8 : 8;
         uint32_t g = lane_id() / 4, column = lane_id() % 4 * 2;
+        for (uint32_t i = 0; i < count; i++, ml += 2 * step, from += step * DIM) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            uint32_t row = g + 8 * e;
-            if (row >= rows) continue;
-            float largest = m[e], sum = l[e];
+            for (int e = 0; e < 2; e++) {
+                uint32_t row = g + 8 * e;
+                if (row >= rows) continue;
+                Shares shares = fold_max(m[e], ml[2 * row]);
+                l[e] = folded(l[e], ml[2 * row + 1], shares);
 #pragma unroll
-            for (int chunk = 0; chunk < DIM / 8; chunk += COLUMNS) {
-                largest = m[e], sum = l[e];
-                for (uint32_t i = 0; i < count; i += 4) {
-                    Words2 now[4][COLUMNS];
-                    float of_max[4], of_sum[4];
-#pragma unroll
-                    for (uint32_t j = 0; j < 4; j++) {
-                        if (i + j >= count) continue;
-                        uint64_t at = (i + j) * step + row;
-                        of_max[j] = ml[2 * at], of_sum[j] = ml[2 * at + 1];
-#pragma unroll
-                        for (int c = 0; c < COLUMNS; c++) {
-                            now[j][c] = load_words2(from + at * DIM + (chunk + c) * 8 + column);
-                        }
-                    }
-#pragma unroll
-                    for (uint32_t j = 0; j < 4; j++) {
-                        if (i + j >= count) continue;
-                        Shares shares = fold_max(largest, of_max[j]);
-                        sum = folded(sum, of_sum[j], shares);
-#pragma unroll
-                        for (int c = 0; c < COLUMNS; c++) {
-                            float* to = &o[chunk + c][2 * e];
-                            to[0] = folded(to[0], __uint_as_float(now[j][c].at[0]), shares);
-                            to[1] = folded(to[1], __uint_as_float(now[j][c].at[1]), shares);
-                        }
-                    }
+                for (int c = 0; c < DIM / 8; c++) {
+                    Words2 now = load_words2(from + row * DIM + c * 8 + column);
+                    o[c][2 * e] = folded(o[c][2 * e], __uint_as_float(now.at[0]), shares);
+                    o[c][2 * e + 1] = folded(o[c][2 * e + 1], __uint_as_float(now.at[1]), shares);
                 }
             }
-            m[e] = largest, l[e] = sum;
         }
     }
     // Put the fold of `rows` queries away.
