@@ -46,6 +46,16 @@ pub struct ProcessorLimits {
 pub struct GpuLimits {
     /// `cuda:N`.
     pub device: String,
+    /// As the driver names it.
+    pub name: String,
+    /// As in 9.0.
+    pub compute_capability: String,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Of CUDA that the driver supports, as 1000 major + 10 minor.
+    pub driver_version: u32,
+    /// These are not a GPU's figures: the CPU emulates one, for tests.
+    pub emulated: bool,
     /// Its memory, bytes.
     pub memory_bytes: u64,
     /// Bytes that were copied in one go.

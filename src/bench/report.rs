@@ -79,7 +79,7 @@ impl<'a> Report<'a> {
                 }
             }
             Some(Limits::Gpu(limits)) => {
-                println!("\nlimits ({}, {} MiB)", limits.device, limits.memory_bytes >> 20);
+                println!("\nlimits ({}, {}, {} MiB)", limits.device, limits.name, limits.memory_bytes >> 20);
                 let copied = format!("copy of {} MiB, read and written", limits.copy_bytes >> 20);
                 println!("  {copied:<42} {:>10.1} GB/s", limits.copy_gb_s);
                 for (name, peak) in [("bf16", limits.bf16), ("f32", limits.f32)] {
