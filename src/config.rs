@@ -12,6 +12,7 @@ use std::str::FromStr;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::id::WorkerId;
+use crate::spec::footprint::Place;
 
 /// Fewest characters of an API key or a worker token.
 pub const MIN_SECRET_CHARS: usize = 16;
@@ -443,7 +444,7 @@ impl FromStr for Device {
                     return Err(unknown());
                 }
                 let device = Device::Cuda(index.parse().map_err(|_| unknown())?);
-                if candle_core::utils::cuda_is_available() {
+                if cfg!(feature = "cuda") {
                     Ok(device)
                 } else {
                     Err(ConfigError::new(format!(
@@ -492,6 +493,8 @@ pub struct ServeConfig {
     pub threads: u32,
     /// Memory of all cpu workers together, bytes; None = unknown or not limited.
     pub memory_limit_bytes: Option<u64>,
+    /// Memory of the smallest GPU of the pool, bytes; None = no GPU, or not known before the server starts.
+    pub gpu_memory_bytes: Option<u64>,
     /// The `rlood` binary that workers are started from; None = this process's own.
     pub worker_program: Option<PathBuf>,
     /// What the samples of one job may take, bytes; 0 = no limit.
@@ -537,6 +540,7 @@ impl ServeConfig {
             isa: Isa::Auto,
             threads: machine_threads(),
             memory_limit_bytes: machine_memory_bytes(),
+            gpu_memory_bytes: None,
             worker_program: None,
             samples_max_bytes: SAMPLES_MAX_BYTES,
             heartbeat_ms: HEARTBEAT_MS,
@@ -550,6 +554,29 @@ impl ServeConfig {
     pub fn memory_per_worker(&self) -> Option<u64> {
         let workers = self.devices.iter().filter(|device| **device == Device::Cpu).count() as u64;
         self.memory_limit_bytes.map(|bytes| bytes / workers.max(1))
+    }
+
+    /// What jobs may be computed on: the kinds of devices of the pool, the first one first.
+    pub fn places(&self) -> Vec<Place> {
+        let mut places: Vec<Place> = Vec::new();
+        for device in &self.devices {
+            let place = match device {
+                Device::Cpu => Place::Cpu,
+                Device::Cuda(_) => Place::Cuda { memory_bytes: self.gpu_memory_bytes },
+            };
+            if !places.contains(&place) {
+                places.push(place);
+            }
+        }
+        places
+    }
+
+    /// The numbers of the GPUs of the pool.
+    pub fn gpus(&self) -> impl Iterator<Item = u32> {
+        self.devices.iter().filter_map(|device| match device {
+            Device::Cpu => None,
+            Device::Cuda(index) => Some(*index),
+        })
     }
 
     /// Compute threads of each cpu worker: an even share, at least 1.
@@ -593,6 +620,7 @@ impl ServeArgs {
                 Some(size) => parse_size(size)?,
                 None => machine_memory_bytes(),
             },
+            gpu_memory_bytes: None,
             worker_program: None,
             samples_max_bytes: self.samples_max_bytes,
             heartbeat_ms: HEARTBEAT_MS,
@@ -708,7 +736,7 @@ fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
 
 /// Every GPU the driver lists when this build can use one, else the processor.
 fn detect_devices() -> Vec<Device> {
-    let gpus = if candle_core::utils::cuda_is_available() {
+    let gpus = if cfg!(feature = "cuda") {
         std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count())
     } else {
         0
@@ -807,7 +835,7 @@ mod tests {
             let error = resolve(&["--devices", given]).unwrap_err().to_string();
             assert!(error.contains(part), "{given}: {error}");
         }
-        if !candle_core::utils::cuda_is_available() {
+        if !cfg!(feature = "cuda") {
             let error = resolve(&["--devices", "cuda:0"]).unwrap_err().to_string();
             assert!(error.contains("built without CUDA"), "{error}");
         }

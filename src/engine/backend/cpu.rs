@@ -69,6 +69,14 @@ impl Cpu {
         };
         Cpu { dtype, isa, threads, pool: Arc::default(), segments: Arc::default() }
     }
+
+    /// The precision of its matrices.
+    pub fn dtype(&self) -> ComputeDtype {
+        match self.dtype {
+            PackDtype::F32 => ComputeDtype::F32,
+            PackDtype::Bf16 => ComputeDtype::Bf16,
+        }
+    }
 }
 
 impl Backend for Cpu {

@@ -2,6 +2,8 @@
 //! leave.
 
 use super::{Adapter, Logits, Network, Policy};
+#[cfg(feature = "cuda")]
+use crate::engine::backend::cuda::Cuda;
 use crate::engine::backend::{Backend, Chosen, Pick, cpu::Cpu, reference::Reference};
 use crate::engine::error::{EngineError, Result};
 
@@ -13,6 +15,8 @@ pub struct DecodeState(OnBackend);
 enum OnBackend {
     Cpu(Rows<Cpu>),
     Reference(Rows<Reference>),
+    #[cfg(feature = "cuda")]
+    Cuda(Rows<Cuda>),
 }
 
 /// Live rows: their KV cache, and the residual stream that each one's next token is chosen from.
@@ -34,9 +38,11 @@ macro_rules! with_rows {
         match (&$policy.network, $state) {
             (Network::Cpu($decoder), OnBackend::Cpu($rows)) => $body,
             (Network::Reference($decoder), OnBackend::Reference($rows)) => $body,
-            (Network::Cpu(_), OnBackend::Reference(_)) | (Network::Reference(_), OnBackend::Cpu(_)) => {
-                Err(EngineError::Input("the rows belong to another policy".to_owned()))
-            }
+            #[cfg(feature = "cuda")]
+            (Network::Cuda($decoder), OnBackend::Cuda($rows)) => $body,
+            (Network::Cpu(_) | Network::Reference(_), _) => Err(other_policy()),
+            #[cfg(feature = "cuda")]
+            (Network::Cuda(_), _) => Err(other_policy()),
         }
     };
 }
@@ -47,6 +53,8 @@ impl Policy {
         DecodeState(match &self.network {
             Network::Cpu(decoder) => OnBackend::Cpu(decoder.begin(adapter)),
             Network::Reference(decoder) => OnBackend::Reference(decoder.begin(adapter)),
+            #[cfg(feature = "cuda")]
+            Network::Cuda(decoder) => OnBackend::Cuda(decoder.begin(adapter)),
         })
     }
 
@@ -90,6 +98,10 @@ impl Policy {
     }
 }
 
+fn other_policy() -> EngineError {
+    EngineError::Input("the rows belong to another policy".to_owned())
+}
+
 impl DecodeState {
     /// How many rows are live.
     pub fn len(&self) -> usize {
@@ -106,6 +118,8 @@ impl DecodeState {
         match &self.0 {
             OnBackend::Cpu(rows) => &rows.lengths,
             OnBackend::Reference(rows) => &rows.lengths,
+            #[cfg(feature = "cuda")]
+            OnBackend::Cuda(rows) => &rows.lengths,
         }
     }
 

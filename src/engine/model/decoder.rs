@@ -10,7 +10,7 @@ use super::packing::{Packing, Target};
 use super::pass::Pass;
 use super::rope::RopeTables;
 use super::{Adapter, EMBEDDING, HEAD, NORM, Row, unknown_token};
-use crate::engine::backend::{Backend, Chosen, HeadBackward, Pick};
+use crate::engine::backend::{Backend, Chosen, HeadBackward, Pick, Step};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::load::Weights;
 use crate::engine::lora::Lora;
@@ -61,6 +61,17 @@ impl<B: Backend> Decoder<B> {
             rope,
             gradient_checkpointing: false,
         })
+    }
+
+    /// What computes.
+    #[cfg(feature = "cuda")]
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// Another phase begins, or memory is short.
+    pub fn release(&self) {
+        self.backend.release();
     }
 
     /// Whether sampling gives the log-probs of a training forward, bit for bit.
@@ -362,16 +373,23 @@ impl<B: Backend> Decoder<B> {
         if tokens.is_empty() {
             return Ok(());
         }
+        self.check_ids(tokens)?;
         let backend = &self.backend;
         let table = self.rope.table(rows.lengths.iter().max().map_or(1, |length| length + 1));
-        let angles = backend.angles(&table, &rows.lengths)?;
         let pass = Pass::inference(rows.adapter);
-        let mut x = self.embed(tokens)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            let qkv = layer.project(backend, &x, &angles, pass)?;
-            let attended = backend.attend_cached(&layer.heads, &mut rows.cache, index, layer.window, &qkv)?;
-            x = layer.finish(backend, &x, &attended, pass)?;
-        }
+        // Its memory is used again.
+        rows.hidden = None;
+        let step = Step { table: &table, tokens, positions: &rows.lengths };
+        let x = backend.step(&mut rows.cache, &step, |cache, step| {
+            let angles = backend.angles(step.table, step.positions)?;
+            let mut x = backend.embed(&self.embedding, step.tokens)?;
+            for (index, layer) in self.layers.iter().enumerate() {
+                let qkv = layer.project(backend, &x, &angles, pass)?;
+                let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
+                x = layer.finish(backend, &x, &attended, pass)?;
+            }
+            Ok(x)
+        })?;
         rows.lengths.iter_mut().for_each(|length| *length += 1);
         rows.hidden = Some(x);
         Ok(())
