@@ -132,6 +132,18 @@ impl Device {
         super::nvidia::count()
     }
 
+    /// What the driver tells of a device, without opening it.
+    ///
+    /// # Errors
+    /// [`CudaError::Unavailable`]: no driver, or no such device.
+    pub fn describe(ordinal: usize) -> Result<Properties, CudaError> {
+        #[cfg(feature = "cuda-emulator")]
+        if emulate() {
+            return super::emulated::Emulator::open(ordinal).map(|(_, properties)| properties);
+        }
+        super::nvidia::describe(ordinal)
+    }
+
     /// Open a device: its context, one stream, the kernels, cuBLAS. Takes from milliseconds to seconds, the more where
     /// the driver compiles the kernels for the first time. With the feature `cuda-emulator` it is the emulator, unless
     /// `RLOOD_CUDA_EMULATOR=0`.

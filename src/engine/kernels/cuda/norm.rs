@@ -1,11 +1,54 @@
 //! RMSNorm of rows of f32 and its vector-Jacobian products. A row's result depends on the row alone.
 
-use super::driver::Device;
-use super::rows::{Result, Rows};
+use super::driver::{Device, Launch, params};
+use super::rows::{Dtype, Parts, Result, Rows, bits, check_rows, parts_of, size};
+
+params! {
+    struct Norm {
+        x: u64,
+        weight: u64,
+        out: u64,
+        width: u32,
+        x_stride: u32,
+        out_stride: u32,
+        aligned: u32,
+        eps: f32,
+        pad: u32,
+    }
+}
+
+/// A block a row, with threads by its width alone.
+fn row_by_row(rows: usize, width: usize) -> Result<Launch> {
+    let block = width.div_ceil(4).next_multiple_of(32).clamp(32, 256);
+    Ok(Launch { grid: [size(rows)?, 1, 1], block: block as u32, shared: 0 })
+}
+
+fn is_weight(weight: &Rows<'_>, x: &Rows<'_>) -> bool {
+    weight.rows == 1 && weight.width == x.width && weight.dtype == Dtype::F32
+}
 
 /// out (f32 or bf16) = x / √(mean(x²) + eps) ∘ weight; x and weight (one row) are f32.
+///
+/// # Errors
+/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
 pub fn rms_norm(device: &Device, x: Rows<'_>, weight: Rows<'_>, eps: f32, out: Rows<'_>) -> Result<()> {
-    todo!()
+    let fits = x.dtype == Dtype::F32 && is_weight(&weight, &x) && (out.rows, out.width) == (x.rows, x.width);
+    check_rows(fits, "rms_norm", &[x, weight, out])?;
+    if x.rows == 0 || x.width == 0 {
+        return Ok(());
+    }
+    let params = Norm {
+        x: x.address()?,
+        weight: weight.address()?,
+        out: out.address()?,
+        width: size(x.width)?,
+        x_stride: size(x.stride)?,
+        out_stride: size(out.stride)?,
+        aligned: bits(&[x.by_fours(), weight.by_fours(), out.by_fours()]),
+        eps,
+        pad: 0,
+    };
+    device.launch(&format!("rms_norm_{}", out.dtype.name()), row_by_row(x.rows, x.width)?, &params)
 }
 
 /// The operands of [`rms_norm_vjp`].
@@ -23,12 +66,112 @@ pub struct NormBackward<'a> {
     pub residual: Option<Rows<'a>>,
 }
 
+params! {
+    struct NormVjp {
+        x: u64,
+        weight: u64,
+        dy: u64,
+        residual: u64,
+        dx: u64,
+        width: u32,
+        x_stride: u32,
+        dy_stride: u32,
+        residual_stride: u32,
+        dx_stride: u32,
+        aligned: u32,
+        eps: f32,
+        pad: u32,
+    }
+}
+
 /// dx (f32) = residual + dL/dx of [`rms_norm`].
+///
+/// # Errors
+/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
 pub fn rms_norm_vjp(device: &Device, backward: NormBackward<'_>, dx: Rows<'_>) -> Result<()> {
-    todo!()
+    let NormBackward { x, weight, eps, dy, residual } = backward;
+    let other = residual.unwrap_or(dx);
+    let same = |rows: &Rows<'_>| (rows.rows, rows.width) == (x.rows, x.width);
+    let fits = same(&dy) && same(&other) && same(&dx) && is_weight(&weight, &x);
+    let typed = [x, other, dx].iter().all(|rows| rows.dtype == Dtype::F32);
+    check_rows(fits && typed, "rms_norm_vjp", &[x, weight, dy, other, dx])?;
+    if x.rows == 0 || x.width == 0 {
+        return Ok(());
+    }
+    let params = NormVjp {
+        x: x.address()?,
+        weight: weight.address()?,
+        dy: dy.address()?,
+        residual: residual.map_or(Ok(0), |residual| residual.address())?,
+        dx: dx.address()?,
+        width: size(x.width)?,
+        x_stride: size(x.stride)?,
+        dy_stride: size(dy.stride)?,
+        residual_stride: size(other.stride)?,
+        dx_stride: size(dx.stride)?,
+        aligned: bits(&[x, weight, dy, other, dx].map(|rows| rows.by_fours())),
+        eps,
+        pad: 0,
+    };
+    device.launch(&format!("rms_norm_vjp_{}", dy.dtype.name()), row_by_row(x.rows, x.width)?, &params)
+}
+
+params! {
+    struct NormScales {
+        x: u64,
+        scales: u64,
+        width: u32,
+        stride: u32,
+        aligned: u32,
+        eps: f32,
+    }
+}
+
+params! {
+    struct NormWeightParts {
+        x: u64,
+        dy: u64,
+        scales: u64,
+        parts: u64,
+        rows: u32,
+        width: u32,
+        x_stride: u32,
+        dy_stride: u32,
+    }
 }
 
 /// dw (one row of f32) += dL/dweight of [`rms_norm`], summed over the rows in a fixed order; dy is f32 or bf16.
+///
+/// # Errors
+/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
 pub fn rms_norm_weight_vjp(device: &Device, x: Rows<'_>, eps: f32, dy: Rows<'_>, dw: Rows<'_>) -> Result<()> {
-    todo!()
+    let fits = (dy.rows, dy.width) == (x.rows, x.width) && x.dtype == Dtype::F32 && is_weight(&dw, &x);
+    check_rows(fits, "rms_norm_weight_vjp", &[x, dy, dw])?;
+    if x.rows == 0 || x.width == 0 {
+        return Ok(());
+    }
+    let scales = device.alloc(x.rows * size_of::<f32>())?;
+    let params = NormScales {
+        x: x.address()?,
+        scales: scales.at::<f32>(0, x.rows)?,
+        width: size(x.width)?,
+        stride: size(x.stride)?,
+        aligned: bits(&[x.by_fours()]),
+        eps,
+    };
+    device.launch("rms_norm_scales", row_by_row(x.rows, x.width)?, &params)?;
+    let (launch, count) = parts_of(x.rows, x.width)?;
+    let parts = device.alloc(count * x.width * size_of::<f32>())?;
+    let params = NormWeightParts {
+        x: x.address()?,
+        dy: dy.address()?,
+        scales: scales.at::<f32>(0, x.rows)?,
+        parts: parts.at::<f32>(0, count * x.width)?,
+        rows: size(x.rows)?,
+        width: size(x.width)?,
+        x_stride: size(x.stride)?,
+        dy_stride: size(dy.stride)?,
+    };
+    device.launch(&format!("rms_norm_weight_parts_{}", dy.dtype.name()), launch, &params)?;
+    Parts { parts: &parts, count, rows: 1 }.add(device, 0, 1.0, dw)
 }

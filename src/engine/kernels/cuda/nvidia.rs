@@ -119,6 +119,13 @@ pub(super) fn count() -> Result<usize, CudaError> {
     Ok(count as usize)
 }
 
+/// What the driver tells of a GPU that is not in use.
+pub(super) fn describe(ordinal: usize) -> Result<Properties, CudaError> {
+    let version = driver()?;
+    let device = unavailable("the GPU was not found", result::device::get(ordinal as c_int))?;
+    Ok(Properties { driver_version: version as u32, ..properties(device)? })
+}
+
 impl Gpu {
     pub(super) fn open(ordinal: usize) -> Result<(Gpu, Properties), CudaError> {
         let version = driver()?;

@@ -17,7 +17,7 @@ struct Gemm {
     uint32_t a_stride, b_stride, a2_stride, b2_stride, add_stride, out_stride;
     // Of k, summed by one block: blockIdx.z's part goes to out + z·m·n, where out_stride is n.
     uint32_t k_of_part;
-    // Bits 0 to 3: lines of a, b, a2, b2 can be read 16 bytes at a time.
+    // Bits 0 to 3: lines of a, b, a2, b2 can be read 16 bytes at a time; 4 and 5: of add and out, four values.
     uint32_t aligned;
     float alpha;
     uint32_t unused;
@@ -37,15 +37,21 @@ DEVICE TilePlace tile_place(uint32_t m, uint32_t n, uint32_t tile_m, uint32_t ti
     return TilePlace{(first + inside % height) * tile_m, inside / height * tile_n};
 }
 
-// alpha·sum + bias + add, rounded after each step, so that all kernels agree.
-template <class Out>
-DEVICE void store_sum(const Gemm &p, uint32_t row, uint32_t column, float sum) {
+// Four neighbouring elements: alpha·sum + bias + add, rounded after each step, so that all kernels agree.
+template <class Out> DEVICE void store_sums(const Gemm &p, uint32_t row, uint32_t column, const float sums[4]) {
     if (row >= p.m || column >= p.n) return;
-    float value = p.alpha == 1.0f ? sum : mul_rn(p.alpha, sum);
-    if (p.bias) value = add_rn(value, p.bias[column]);
-    if (p.add) value = add_rn(value, p.add[(size_t)row * p.add_stride + column]);
+    float values[4], more[4];
+    for (int e = 0; e < 4; e++) values[e] = p.alpha == 1.0f ? sums[e] : mul_rn(p.alpha, sums[e]);
+    if (p.bias) {
+        read4(p.bias, column, p.n, false, more);
+        for (int e = 0; e < 4; e++) values[e] = add_rn(values[e], more[e]);
+    }
+    if (p.add) {
+        read4(p.add + (size_t)row * p.add_stride, column, p.n, p.aligned & 16, more);
+        for (int e = 0; e < 4; e++) values[e] = add_rn(values[e], more[e]);
+    }
     Out *out = (Out *)p.out + (size_t)blockIdx.z * p.m * p.n;
-    out[(size_t)row * p.out_stride + column] = from_f32<Out>(value);
+    write4(out + (size_t)row * p.out_stride, column, p.n, p.aligned & 32, values);
 }
 
 // ---------------------------------------------------------------------------------------------------------- bf16
@@ -77,6 +83,7 @@ DEVICE void fetch_lines(bf16 *tile, const bf16 *from, uint32_t stride, uint32_t 
         if (aligned && (at + 8 <= values || at_line >= lines)) {
             cp_async16(to, source, at_line < lines);
         } else {
+            _Pragma("unroll 1")
             for (uint32_t e = 0; e < 8; e++) {
                 to[e] = at_line < lines && at + e < values ? source[e] : from_f32<bf16>(0.0f);
             }
@@ -159,6 +166,7 @@ DEVICE void gemm_bf16(const Gemm &p) {
             for (int e = 0; e < 4; e++) sums[i][j][e] = 0.0f;
         }
     }
+    _Pragma("unroll 1")
     for (uint32_t step = 0; step < T::STAGES - 1; step++) {
         if (step < all) fetch_step<FORM, T>(p, tiles + step * T::STAGE, place, step, steps, k_begin, k_end);
         cp_async_commit();
@@ -194,18 +202,30 @@ DEVICE void gemm_bf16(const Gemm &p) {
             }
         }
     }
-    int lane = threadIdx.x % 32;
+    // Through shared memory, sixteen rows at a time, so that a warp writes lines.
+    constexpr int LINE = T::WN + 8;
+    cp_async_wait<0>();
+    __syncthreads();
+    float *slab = (float *)shared + warp * 16 * LINE;
+    uint32_t lane = lane_id();
     _Pragma("unroll")
     for (int i = 0; i < MI; i++) {
         _Pragma("unroll")
         for (int j = 0; j < NI; j++) {
             _Pragma("unroll")
             for (int e = 0; e < 4; e++) {
-                uint32_t row = place.m0 + warp_m + 16 * i + lane / 4 + e / 2 * 8;
-                uint32_t column = place.n0 + warp_n + 8 * j + lane % 4 * 2 + e % 2;
-                store_sum<Out>(p, row, column, sums[i][j][e]);
+                slab[(lane / 4 + e / 2 * 8) * LINE + 8 * j + lane % 4 * 2 + e % 2] = sums[i][j][e];
             }
         }
+        __syncwarp();
+        _Pragma("unroll 1")
+        for (uint32_t index = lane; index < 16 * T::WN / 4; index += WARP) {
+            uint32_t row = index / (T::WN / 4), column = index % (T::WN / 4) * 4;
+            float values[4];
+            load4(slab + row * LINE + column, values);
+            store_sums<Out>(p, place.m0 + warp_m + 16 * i + row, place.n0 + warp_n + column, values);
+        }
+        __syncwarp();
     }
 }
 
@@ -214,9 +234,9 @@ typedef Tile<64, 64, 32, 32, 32, 4> MiddleTile;
 typedef Tile<128, 128, 32, 64, 64, 3> LargeTile;
 
 #define GEMM_BF16(name, FORM, OUT)                                                                                       \
-    KERNEL(name##_small, Gemm) { gemm_bf16<FORM, SmallTile, OUT>(p); }                                                   \
-    KERNEL(name##_middle, Gemm) { gemm_bf16<FORM, MiddleTile, OUT>(p); }                                                 \
-    KERNEL(name##_large, Gemm) { gemm_bf16<FORM, LargeTile, OUT>(p); }
+    KERNEL_BOUNDS(name##_small, Gemm, 128, 4) { gemm_bf16<FORM, SmallTile, OUT>(p); }                                                   \
+    KERNEL_BOUNDS(name##_middle, Gemm, 128, 4) { gemm_bf16<FORM, MiddleTile, OUT>(p); }                                                 \
+    KERNEL_BOUNDS(name##_large, Gemm, 128, 2) { gemm_bf16<FORM, LargeTile, OUT>(p); }
 
 GEMM_BF16(gemm_nt_bf16_f32, NT, float)
 GEMM_BF16(gemm_nt_bf16_bf16, NT, bf16)
@@ -290,7 +310,7 @@ DEVICE void gemm_f32(const Gemm &p) {
         if (step > 0) {
             const float *a_tile = a_tiles + (step - 1) % 2 * T::BK * T::A_LINE;
             const float *b_tile = b_tiles + (step - 1) % 2 * T::BK * T::B_LINE;
-            _Pragma("unroll")
+            _Pragma("unroll 4")
             for (int k = 0; k < T::BK; k++) {
                 float a[T::TM], b[T::TN_];
                 _Pragma("unroll")
@@ -315,7 +335,7 @@ DEVICE void gemm_f32(const Gemm &p) {
     _Pragma("unroll")
     for (int i = 0; i < T::TM; i++) {
         _Pragma("unroll")
-        for (int j = 0; j < T::TN_; j++) store_sum<float>(p, place.m0 + row0 + i, place.n0 + column0 + j, sums[i][j]);
+        for (int j = 0; j < T::TN_; j += 4) store_sums<float>(p, place.m0 + row0 + i, place.n0 + column0 + j, sums[i] + j);
     }
 }
 
@@ -324,9 +344,9 @@ typedef FloatTile<64, 64, 4, 4> MiddleFloatTile;
 typedef FloatTile<128, 128, 8, 8> LargeFloatTile;
 
 #define GEMM_F32(name, FORM)                                                                                             \
-    KERNEL(name##_small, Gemm) { gemm_f32<FORM, SmallFloatTile>(p); }                                                    \
-    KERNEL(name##_middle, Gemm) { gemm_f32<FORM, MiddleFloatTile>(p); }                                                  \
-    KERNEL(name##_large, Gemm) { gemm_f32<FORM, LargeFloatTile>(p); }
+    KERNEL_BOUNDS(name##_small, Gemm, 64, 4) { gemm_f32<FORM, SmallFloatTile>(p); }                                                    \
+    KERNEL_BOUNDS(name##_middle, Gemm, 256, 2) { gemm_f32<FORM, MiddleFloatTile>(p); }                                                  \
+    KERNEL_BOUNDS(name##_large, Gemm, 256, 2) { gemm_f32<FORM, LargeFloatTile>(p); }
 
 GEMM_F32(gemm_nt_f32_f32, NT)
 GEMM_F32(gemm_nn_f32_f32, NN)

@@ -44,14 +44,14 @@ KERNEL(squares, Squares) {
     if (threadIdx.x == 0) p.sums[blockIdx.x] = sums[0];
 }
 
-struct Scale {
+struct ScaleFlat {
     float *x;
     uint64_t count;
     float factor;
     uint32_t unused;
 };
 
-KERNEL(scale, Scale) {
+KERNEL(scale_flat, ScaleFlat) {
     uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < p.count) p.x[i] *= p.factor;
 }

@@ -17,15 +17,15 @@ struct Rope {
 };
 
 // A warp's head, and its row's angles.
-struct Head {
+struct RotatedHead {
     uint32_t row, head;
     const float *cos, *sin, *weight;
     // There are no angles for this position.
     bool unknown;
 };
 
-DEVICE Head head_of(const Rope &p, uint32_t index) {
-    Head head;
+DEVICE RotatedHead head_of(const Rope &p, uint32_t index) {
+    RotatedHead head;
     head.row = index / p.heads, head.head = index % p.heads;
     uint32_t position = p.positions[head.row];
     head.unknown = position >= p.positions_known;
@@ -49,7 +49,7 @@ template <typename T> DEVICE float head_scale(const Rope &p, const T *x) {
 template <typename T> DEVICE void rotate_heads(const Rope &p) {
     uint32_t index = blockIdx.x * (blockDim.x / WARP) + warp_id(), half = p.head_dim / 2;
     if (index >= p.rows * p.heads) return;
-    Head head = head_of(p, index);
+    RotatedHead head = head_of(p, index);
     const T *x = (const T *)p.qkv + (size_t)head.row * p.qkv_stride + head.head * p.head_dim;
     T *out = (T *)p.out + (size_t)head.row * p.out_stride + head.head * p.head_dim;
     if (head.head >= p.rotated) {
@@ -69,7 +69,7 @@ KERNEL(rotate_f32, Rope) { rotate_heads<float>(p); }
 KERNEL(rotate_bf16, Rope) { rotate_heads<bf16>(p); }
 
 // A pair of dL/dout turned back.
-template <typename T> DEVICE void turned_back(const Head &head, const T *dy, uint32_t i, uint32_t half, float &a, float &b) {
+template <typename T> DEVICE void turned_back(const RotatedHead &head, const T *dy, uint32_t i, uint32_t half, float &a, float &b) {
     float da = to_f32(dy[i]), db = to_f32(dy[half + i]), c = head.unknown ? NAN : head.cos[i], s = head.sin[i];
     a = fmaf(da, c, db * s);
     b = fmaf(db, c, -(da * s));
@@ -78,7 +78,7 @@ template <typename T> DEVICE void turned_back(const Head &head, const T *dy, uin
 template <typename T> DEVICE void rotate_heads_vjp(const Rope &p) {
     uint32_t index = blockIdx.x * (blockDim.x / WARP) + warp_id(), half = p.head_dim / 2;
     if (index >= p.rows * p.heads) return;
-    Head head = head_of(p, index);
+    RotatedHead head = head_of(p, index);
     const T *dy = (const T *)p.dy + (size_t)head.row * p.dy_stride + head.head * p.head_dim;
     T *dx = (T *)p.out + (size_t)head.row * p.out_stride + head.head * p.head_dim;
     if (head.head >= p.rotated) {
@@ -123,7 +123,7 @@ template <typename T> DEVICE void rotate_weight_parts(const Rope &p) {
     uint32_t heads = (blockIdx.y == 0 ? p.q_heads : p.rotated) - head0;
     for (uint32_t i = lane_id(); i < half; i += WARP) sums[i] = 0.0f, sums[half + i] = 0.0f;
     for (uint32_t index = warp_id(); index < rows * heads; index += warps) {
-        Head head = head_of(p, (first + index / heads) * p.heads + head0 + index % heads);
+        RotatedHead head = head_of(p, (first + index / heads) * p.heads + head0 + index % heads);
         const T *x = (const T *)p.qkv + (size_t)head.row * p.qkv_stride + head.head * p.head_dim;
         const T *dy = (const T *)p.dy + (size_t)head.row * p.dy_stride + head.head * p.head_dim;
         float r = head_scale(p, x), a, b;
