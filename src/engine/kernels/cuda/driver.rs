@@ -99,7 +99,8 @@ impl Buffer {
     /// # Errors
     /// [`CudaError::Input`]: they do not.
     pub fn at<T: Plain>(&self, element: usize, count: usize) -> Result<u64, CudaError> {
-        self.range(element as u64 * size_of::<T>() as u64, count as u64 * size_of::<T>() as u64)
+        let bytes = |elements: usize| (elements as u64).saturating_mul(size_of::<T>() as u64);
+        self.range(bytes(element), bytes(count))
     }
 
     fn range(&self, from: u64, bytes: u64) -> Result<u64, CudaError> {

@@ -214,7 +214,7 @@ fn check(at: u64, block: u64, bytes: u64) -> Result<(), String> {
     let block = unsafe { std::slice::from_raw_parts(at as *const u8, block as usize) };
     let (front, rest) = block.split_at(GUARD as usize);
     let back = &rest[bytes as usize..];
-    if let Some(place) = front.iter().rposition(|&byte| byte != UNWRITTEN) {
+    if let Some(place) = front.iter().position(|&byte| byte != UNWRITTEN) {
         return Err(format!("{} bytes before a buffer of {bytes}", GUARD as usize - place));
     }
     if let Some(place) = back.iter().position(|&byte| byte != UNWRITTEN) {

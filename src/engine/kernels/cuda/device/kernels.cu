@@ -1,7 +1,7 @@
 // The one translation unit of the device code.
 #include "prelude.cuh"
 
-#include "example.cuh"
+#include "probe.cuh"
 #if __has_include("rows.cuh")
 #include "rows.cuh"
 #endif

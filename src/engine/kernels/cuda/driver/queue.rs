@@ -107,7 +107,13 @@ impl Queue {
 
     /// Carry out what was held back, and note the rest.
     fn catch_up(&mut self) -> Result<(), CudaError> {
-        let Mode::Comparing { body, next, .. } = mem::take(&mut self.mode) else { return Ok(()) };
+        let (body, next) = match mem::take(&mut self.mode) {
+            Mode::Comparing { body, next, .. } => (body, next),
+            other => {
+                self.mode = other;
+                return Ok(());
+            }
+        };
         self.counters.mismatches += 1;
         let Body { mut list, mut staging, .. } = *body;
         list.truncate(next);

@@ -32,7 +32,8 @@ rlood_emulator_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    ret
+    popq %rcx
+    jmpq *%rcx
 .size rlood_emulator_switch, .-rlood_emulator_switch
 )");
 #elif defined(__aarch64__)
@@ -174,8 +175,14 @@ struct Machine {
     }
 };
 
-Machine& machine() {
+// The one of this thread, made at its first launch.
+thread_local Machine* entered = nullptr;
+
+Machine& machine() { return *entered; }
+
+Machine& enter() {
     static thread_local Machine own;
+    entered = &own;
     return own;
 }
 
@@ -220,22 +227,35 @@ float widened(uint32_t word, bool upper) {
 
 // D += A B of a warp. A row is summed along k from the first to the last product, in f32.
 void multiply(Fiber* lanes) {
-    float a[16][16], b[16][8];
+    using Four = float __attribute__((vector_size(16)));
+    float a[16][16];
+    alignas(16) float b[16][8];
     for (uint32_t lane = 0; lane < WARP_LANES; lane++) {
         const Slot& slot = lanes[lane].slot;
-        uint32_t g = lane / 4, t = lane % 4;
-        for (uint32_t i = 0; i < 4; i++)
-            for (uint32_t half = 0; half < 2; half++)
-                a[g + 8 * (i & 1)][2 * t + 8 * (i >> 1) + half] = widened(slot.a[i], half);
-        for (uint32_t i = 0; i < 2; i++)
-            for (uint32_t half = 0; half < 2; half++) b[2 * t + 8 * i + half][g] = widened(slot.b[i], half);
+        uint32_t g = lane / 4, t = 2 * (lane % 4);
+        float* rows[2] = {&a[g][t], &a[g + 8][t]};
+        for (uint32_t i = 0; i < 4; i++) {
+            rows[i & 1][8 * (i >> 1)] = widened(slot.a[i], false);
+            rows[i & 1][8 * (i >> 1) + 1] = widened(slot.a[i], true);
+        }
+        for (uint32_t i = 0; i < 2; i++) {
+            b[t + 8 * i][g] = widened(slot.b[i], false);
+            b[t + 8 * i + 1][g] = widened(slot.b[i], true);
+        }
     }
     for (uint32_t row = 0; row < 16; row++) {
-        float sum[8] = {};
-        for (uint32_t k = 0; k < 16; k++)
-            for (uint32_t column = 0; column < 8; column++) sum[column] += a[row][k] * b[k][column];
-        for (uint32_t column = 0; column < 8; column++)
-            lanes[(row % 8) * 4 + column / 2].slot.d[(row / 8) * 2 + column % 2] += sum[column];
+        Four low = {}, high = {};
+        for (uint32_t k = 0; k < 16; k++) {
+            float x = a[row][k];
+            low += x * *reinterpret_cast<const Four*>(&b[k][0]);
+            high += x * *reinterpret_cast<const Four*>(&b[k][4]);
+        }
+        for (uint32_t pair = 0; pair < 4; pair++) {
+            float* d = &lanes[(row % 8) * 4 + pair].slot.d[row / 8 * 2];
+            const Four& sums = pair < 2 ? low : high;
+            d[0] += sums[pair % 2 * 2];
+            d[1] += sums[pair % 2 * 2 + 1];
+        }
     }
 }
 
@@ -454,7 +474,7 @@ extern "C" int32_t rlood_emulator_find(const char* name, size_t name_bytes, size
 // Run a kernel to its end. `params` is aligned to 16 bytes. Returns null, or what went wrong, until the next launch.
 extern "C" const char* rlood_emulator_launch(int32_t kernel, const void* params, const uint32_t* grid, uint32_t block,
                                              uint32_t shared) {
-    emulator::Machine& m = emulator::machine();
+    emulator::Machine& m = emulator::enter();
     m.failed = false;
     if (block == 0 || block % emulator::WARP_LANES != 0 || block > emulator::MOST_THREADS) {
         m.fail("a block of %u threads: not a multiple of 32 up to 1024", block);
@@ -495,3 +515,4 @@ extern "C" const char* rlood_emulator_launch(int32_t kernel, const void* params,
 }
 
 #include "../device/kernels.cu"
+#include "wrong.cuh"
