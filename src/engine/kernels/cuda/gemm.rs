@@ -345,3 +345,6 @@ fn matrix(rows: Rows<'_>) -> Matrix<'_> {
     let Rows { buffer, at, rows, width, stride, dtype } = rows;
     Matrix { buffer, dtype, at, rows, columns: width, stride }
 }
+
+#[cfg(test)]
+mod tests;

@@ -276,3 +276,6 @@ fn dropped_vjp(
     }
     copy(device, sum, dx)
 }
+
+#[cfg(test)]
+mod tests;

@@ -175,3 +175,92 @@ pub fn rms_norm_weight_vjp(device: &Device, x: Rows<'_>, eps: f32, dy: Rows<'_>,
     device.launch(&format!("rms_norm_weight_parts_{}", dy.dtype.name()), launch, &params)?;
     Parts { parts: &parts, count, rows: 1 }.add(device, 0, 1.0, dw)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::rows::tests::{DTYPES, Given, assert_near, device};
+    use super::*;
+    use crate::engine::kernels::rows::tests::assert_same;
+
+    const EPS: f32 = 1e-5;
+
+    #[derive(Default)]
+    struct Naive {
+        out: Vec<f64>,
+        dx: Vec<f64>,
+        dw: Vec<f64>,
+    }
+
+    fn naive(x: &[f64], w: &[f64], dy: &[f64]) -> Naive {
+        let n = w.len();
+        let mut all = Naive { dw: vec![0.0; n], ..Naive::default() };
+        for (x, dy) in x.chunks(n).zip(dy.chunks(n)) {
+            let r = (x.iter().map(|v| v * v).sum::<f64>() / n as f64 + f64::from(EPS)).sqrt().recip();
+            let inner: f64 = (0..n).map(|i| x[i] * w[i] * dy[i]).sum();
+            for i in 0..n {
+                all.out.push(x[i] * r * w[i]);
+                all.dx.push(r * (w[i] * dy[i] - inner * r * r / n as f64 * x[i]));
+                all.dw[i] += dy[i] * x[i] * r;
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn norms_and_their_gradients_are_the_naive_ones() {
+        let Some(device) = device() else { return };
+        for dtype in DTYPES {
+            for (rows, width) in [(1, 1), (3, 5), (2, 16), (5, 29), (4, 64), (70, 100), (3, 1024), (130, 777)] {
+                let what = format!("{rows} rows of {width}, {dtype:?}");
+                let x = Given::odd(&device, rows, width, 1, Dtype::F32);
+                let weight = Given::placed(&device, (1, width), (1, width), 2, Dtype::F32);
+                let dy = Given::odd(&device, rows, width, 3, dtype);
+                let residual = Given::new(&device, rows, width, 4, Dtype::F32);
+                let expected = naive(&x.wide(), &weight.wide(), &dy.wide());
+
+                let out = Given::odd(&device, rows, width, 5, dtype);
+                rms_norm(&device, x.rows(), weight.rows(), EPS, out.rows()).expect("a norm");
+                assert_near(&out.now(&device), &expected.out, dtype, 1e-6, &what);
+
+                let dx = Given::odd(&device, rows, width, 6, Dtype::F32);
+                let plain =
+                    NormBackward { x: x.rows(), weight: weight.rows(), eps: EPS, dy: dy.rows(), residual: None };
+                rms_norm_vjp(&device, plain, dx.rows()).expect("a gradient");
+                assert_near(&dx.now(&device), &expected.dx, Dtype::F32, 2e-6, &what);
+                let with = NormBackward { residual: Some(residual.rows()), ..plain };
+                rms_norm_vjp(&device, with, dx.rows()).expect("a gradient");
+                let sums: Vec<f64> = expected.dx.iter().zip(residual.wide()).map(|(d, r)| d + r).collect();
+                assert_near(&dx.now(&device), &sums, Dtype::F32, 2e-6, &what);
+
+                let dw = Given::placed(&device, (1, width), (2, width), 7, Dtype::F32);
+                rms_norm_weight_vjp(&device, x.rows(), EPS, dy.rows(), dw.rows()).expect("a gradient");
+                let sums: Vec<f64> = expected.dw.iter().zip(dw.wide()).map(|(d, before)| d + before).collect();
+                assert_near(&dw.now(&device), &sums, Dtype::F32, 2e-6, &what);
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_has_the_same_bits_alone_and_wherever_it_lies() {
+        let Some(device) = device() else { return };
+        for width in [5, 64, 1030] {
+            let x = Given::new(&device, 9, width, 1, Dtype::F32);
+            let (weight, dy) = (Given::new(&device, 1, width, 2, Dtype::F32), Given::new(&device, 9, width, 3, Dtype::Bf16));
+            let run = |x: Rows<'_>, dy: Rows<'_>, out: &Given, dx: &Given| {
+                rms_norm(&device, x, weight.rows(), EPS, out.rows()).expect("a norm");
+                let backward = NormBackward { x, weight: weight.rows(), eps: EPS, dy, residual: None };
+                rms_norm_vjp(&device, backward, dx.rows()).expect("a gradient");
+                (out.now(&device), dx.now(&device))
+            };
+            let all = (Given::new(&device, 9, width, 4, Dtype::F32), Given::new(&device, 9, width, 5, Dtype::F32));
+            let (out, dx) = run(x.rows(), dy.rows(), &all.0, &all.1);
+            for row in 0..9 {
+                let one = (Given::odd(&device, 1, width, 4, Dtype::F32), Given::odd(&device, 1, width, 5, Dtype::F32));
+                let (x, dy) = (x.rows().part(row..row + 1), dy.rows().part(row..row + 1));
+                let (out_alone, dx_alone) = run(x, dy, &one.0, &one.1);
+                assert_same(&out[row * width..][..width], &out_alone, "out");
+                assert_same(&dx[row * width..][..width], &dx_alone, "dx");
+            }
+        }
+    }
+}

@@ -136,3 +136,64 @@ pub fn scale(device: &Device, gradient: Rows<'_>, factor: f32) -> Result<()> {
     let params = ScaleFlat { x: gradient.address()?, count: count as u64, factor, pad: 0 };
     device.launch("scale_flat", one_each(count)?, &params)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::rows::tests::{Given, device};
+    use super::*;
+    use crate::engine::kernels::rows::tests::assert_same;
+
+    #[test]
+    fn an_update_has_the_bits_of_the_hosts() {
+        let Some(device) = device() else { return };
+        for count in [1, 37, 256, 3000] {
+            let given = |seed| Given::placed(&device, (1, count), (5, count), seed, Dtype::F32);
+            let (parameters, gradient, first) = (given(1), given(2), given(3));
+            let squares: Vec<f32> = given(4).values().iter().map(|value| value * value).collect();
+            let second = Given::of(&device, &squares, count, Dtype::F32);
+            let update = Update {
+                step_size: 3e-3,
+                keep: 1.0 - 1e-4,
+                beta2: 0.999,
+                one_minus_beta1: 0.1,
+                one_minus_beta2: 0.001,
+                correction: 0.17,
+                epsilon: 1e-8,
+            };
+            let [mut p, mut m, mut v] = [&parameters, &first, &second].map(Given::values);
+            for _ in 0..3 {
+                let state = State {
+                    parameters: parameters.rows(),
+                    gradient: gradient.rows(),
+                    first: first.rows(),
+                    second: second.rows(),
+                };
+                adamw(&device, &update, state).expect("an update");
+                // As engine::optim has it.
+                for (i, g) in gradient.values().into_iter().enumerate() {
+                    m[i] += (g - m[i]) * update.one_minus_beta1;
+                    v[i] = v[i] * update.beta2 + g * g * update.one_minus_beta2;
+                    p[i] = p[i] * update.keep
+                        - update.step_size * (m[i] / (v[i].sqrt() / update.correction + update.epsilon));
+                }
+            }
+            assert_same(&parameters.now(&device), &p, "parameters");
+            assert_same(&first.now(&device), &m, "first moments");
+            assert_same(&second.now(&device), &v, "second moments");
+        }
+    }
+
+    #[test]
+    fn a_gradient_is_measured_and_scaled() {
+        let Some(device) = device() else { return };
+        for count in [1, 255, 16384, 40_001] {
+            let gradient = Given::placed(&device, (1, count), (3, count), 1, Dtype::F32);
+            let expected = gradient.wide().iter().map(|value| value * value).sum::<f64>().sqrt();
+            let actual = norm(&device, gradient.rows()).expect("a norm");
+            assert!((actual - expected).abs() <= 1e-12 * expected, "{actual} for {expected}");
+            scale(&device, gradient.rows(), 0.3).expect("a product");
+            let scaled: Vec<f32> = gradient.values().iter().map(|value| value * 0.3).collect();
+            assert_same(&gradient.now(&device), &scaled, "scaled");
+        }
+    }
+}

@@ -185,3 +185,160 @@ pub fn rotate_weight_vjp(
     parts.add(device, 0, 1.0, dq)?;
     parts.add(device, 1, 1.0, dk)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::rows::tests::{DTYPES, Given, assert_near, device};
+    use super::*;
+    use crate::engine::kernels::rows::tests::{assert_same, noise};
+
+    const EPS: f32 = 1e-6;
+    const POSITIONS: usize = 50;
+
+    struct Case {
+        heads: Heads,
+        cos: Given,
+        sin: Given,
+        q: Given,
+        k: Given,
+        positions: Vec<u32>,
+        on_device: Buffer,
+    }
+
+    impl Case {
+        fn new(device: &Device, (num_heads, num_kv_heads, head_dim): (usize, usize, usize), rows: usize) -> Case {
+            let angles: Vec<f32> = noise(POSITIONS * head_dim / 2, 5).iter().map(|v| v * 9.0).collect();
+            let table = |f: fn(f32) -> f32| {
+                let values: Vec<f32> = angles.iter().map(|angle| f(*angle)).collect();
+                Given::of(device, &values, head_dim / 2, Dtype::F32)
+            };
+            let positions: Vec<u32> = (0..rows as u32).map(|row| row * 31 % POSITIONS as u32).collect();
+            Case {
+                heads: Heads { num_heads, num_kv_heads, head_dim },
+                cos: table(f32::cos),
+                sin: table(f32::sin),
+                q: Given::placed(device, (1, head_dim), (1, head_dim), 6, Dtype::F32),
+                k: Given::new(device, 1, head_dim, 7, Dtype::F32),
+                on_device: device.upload(&positions).expect("a buffer"),
+                positions,
+            }
+        }
+
+        fn rope(&self, norm: bool) -> Rope<'_> {
+            let qk_norm = norm.then(|| QkNorm { q: self.q.rows(), k: self.k.rows(), eps: EPS });
+            let (cos, sin) = (self.cos.rows(), self.sin.rows());
+            Rope { heads: &self.heads, qk_norm, cos, sin, positions: &self.on_device }
+        }
+    }
+
+    #[derive(Default)]
+    struct Naive {
+        out: Vec<f64>,
+        dx: Vec<f64>,
+        dq: Vec<f64>,
+        dk: Vec<f64>,
+    }
+
+    fn naive(case: &Case, norm: bool, x: &[f64], dy: &[f64]) -> Naive {
+        let (dim, width) = (case.heads.head_dim, case.heads.width());
+        let half = dim / 2;
+        let (cos, sin, q, k) = (case.cos.wide(), case.sin.wide(), case.q.wide(), case.k.wide());
+        let mut all = Naive { dq: vec![0.0; dim], dk: vec![0.0; dim], ..Naive::default() };
+        for (row, position) in case.positions.iter().enumerate() {
+            for head in 0..width / dim {
+                let at = row * width + head * dim;
+                let (x, dy) = (&x[at..at + dim], &dy[at..at + dim]);
+                if head >= case.heads.num_heads + case.heads.num_kv_heads {
+                    all.out.extend(x);
+                    all.dx.extend(dy);
+                    continue;
+                }
+                let is_query = head < case.heads.num_heads;
+                let w = if is_query { &q } else { &k };
+                let r = (x.iter().map(|v| v * v).sum::<f64>() / dim as f64 + f64::from(EPS)).sqrt().recip();
+                let y: Vec<f64> = (0..dim).map(|i| if norm { x[i] * r * w[i] } else { x[i] }).collect();
+                let mut turned = vec![0.0; dim];
+                for i in 0..dim {
+                    let angle = *position as usize * half + i % half;
+                    let (c, s) = (cos[angle], sin[angle]);
+                    all.out.push(if i < half { y[i] * c - y[i + half] * s } else { y[i] * c + y[i - half] * s });
+                    turned[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
+                }
+                let inner: f64 = (0..dim).map(|i| x[i] * w[i] * turned[i]).sum();
+                for i in 0..dim {
+                    let normed = r * (w[i] * turned[i] - inner * r * r / dim as f64 * x[i]);
+                    all.dx.push(if norm { normed } else { turned[i] });
+                    let dw = if is_query { &mut all.dq } else { &mut all.dk };
+                    dw[i] += if norm { turned[i] * x[i] * r } else { 0.0 };
+                }
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn rotations_and_their_gradients_are_the_naive_ones() {
+        let Some(device) = device() else { return };
+        for (sizes, rows) in
+            [((1, 1, 2), 1), ((4, 2, 6), 3), ((3, 3, 40), 70), ((4, 1, 64), 130), ((2, 1, 128), 2), ((2, 2, 256), 5)]
+        {
+            let case = Case::new(&device, sizes, rows);
+            let (width, dim) = (case.heads.width(), case.heads.head_dim);
+            for (dtype, norm) in DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+                let what = format!("{sizes:?}, {rows} rows, norm {norm}, {dtype:?}");
+                let (x, dy) = (Given::odd(&device, rows, width, 8, dtype), Given::odd(&device, rows, width, 9, dtype));
+                let expected = naive(&case, norm, &x.wide(), &dy.wide());
+                let rope = case.rope(norm);
+
+                let out = Given::odd(&device, rows, width, 1, dtype);
+                rotate(&device, &rope, x.rows(), out.rows()).expect("a rotation");
+                assert_near(&out.now(&device), &expected.out, dtype, 2e-6, &what);
+
+                let dx = Given::odd(&device, rows, width, 2, dtype);
+                let before = norm.then(|| x.rows());
+                rotate_vjp(&device, &rope, before, dy.rows(), dx.rows()).expect("a gradient");
+                let apart = dx.now(&device);
+                assert_near(&apart, &expected.dx, dtype, 2e-6, &what);
+
+                let dq = Given::placed(&device, (1, dim), (1, dim), 3, Dtype::F32);
+                let dk = Given::placed(&device, (1, dim), (3, dim), 4, Dtype::F32);
+                rotate_weight_vjp(&device, &rope, x.rows(), dy.rows(), (dq.rows(), dk.rows())).expect("a gradient");
+                for (d, expected) in [(&dq, &expected.dq), (&dk, &expected.dk)] {
+                    let sums: Vec<f64> = expected.iter().zip(d.wide()).map(|(d, before)| d + before).collect();
+                    assert_near(&d.now(&device), &sums, Dtype::F32, 5e-6, &what);
+                }
+
+                // In place, the same bits.
+                let rotated = out.now(&device);
+                rotate_vjp(&device, &rope, before, dy.rows(), dy.rows()).expect("a gradient");
+                assert_same(&dy.now(&device), &apart, &what);
+                rotate(&device, &rope, x.rows(), x.rows()).expect("a rotation");
+                assert_same(&x.now(&device), &rotated, &what);
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_is_rotated_the_same_alone_and_a_position_without_angles_gives_nan() {
+        let Some(device) = device() else { return };
+        let mut case = Case::new(&device, (3, 1, 64), 7);
+        let width = case.heads.width();
+        let x = Given::new(&device, 7, width, 1, Dtype::Bf16);
+        let out = Given::new(&device, 7, width, 2, Dtype::Bf16);
+        rotate(&device, &case.rope(true), x.rows(), out.rows()).expect("a rotation");
+        let all = out.now(&device);
+        for row in 0..7 {
+            case.on_device = device.upload(&case.positions[row..=row]).expect("a buffer");
+            let alone = Given::odd(&device, 1, width, 3, Dtype::Bf16);
+            rotate(&device, &case.rope(true), x.rows().part(row..row + 1), alone.rows()).expect("a rotation");
+            assert_same(&alone.now(&device), &all[row * width..][..width], "a row");
+        }
+        case.on_device = device.upload(&[POSITIONS as u32; 7]).expect("a buffer");
+        rotate(&device, &case.rope(true), x.rows(), out.rows()).expect("a rotation");
+        let rotated = case.heads.q_width() + case.heads.kv_width();
+        for row in out.now(&device).chunks(width) {
+            assert!(row[..rotated].iter().all(|value| value.is_nan()));
+            assert!(row[rotated..].iter().all(|value| value.is_finite()));
+        }
+    }
+}

@@ -461,3 +461,6 @@ pub fn drop_out(device: &Device, x: Rows<'_>, dropout: Dropout<'_>, add: bool, o
     };
     device.launch(&format!("drop_{}_{}", x.dtype.name(), out.dtype.name()), by_fours(x.rows, x.width)?, &params)
 }
+
+#[cfg(test)]
+pub(super) mod tests;
