@@ -105,7 +105,7 @@ pub struct Layout {
     window: Option<usize>,
     geometry: Geometry,
     tokens: usize,
-    /// `[tiles][8]`, see `Tile` in the device code.
+    /// `[tiles][8]`, see `QueryTile` in the device code.
     tiles: Buffer,
     num_tiles: usize,
     /// `[key tiles][6]`, see `KeyTile`.

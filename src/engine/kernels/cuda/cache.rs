@@ -31,6 +31,8 @@ pub struct Cache {
     rows: Vec<Row>,
     filling: Option<Filling>,
     tables: Tables,
+    /// As many warps keep the device busy.
+    wanted: usize,
     /// Between the first and the last layer of a step.
     in_step: bool,
 }
@@ -112,6 +114,7 @@ impl Cache {
             rows: Vec::new(),
             filling: None,
             tables: Tables::default(),
+            wanted: 4 * (device.properties().multiprocessors as usize).max(32),
             in_step: false,
         })
     }
@@ -274,8 +277,7 @@ impl Cache {
             self.tables.row_capacity = rows.len().next_power_of_two();
         }
         let head_tiles = self.heads.num_kv_heads * self.geometry.head_tiles;
-        let wanted = 4 * (self.device.properties().multiprocessors as usize).max(32);
-        let plan = Plan::new(&rows, window, self.geometry.heads_at_once, head_tiles, wanted);
+        let plan = Plan::new(&rows, window, self.geometry.heads_at_once, head_tiles, self.wanted);
         let words = plan.words(self.tables.row_capacity)?;
         let (at, old) = match self.tables.plans.iter().position(|(known, _)| *known == window) {
             Some(at) => (at, Some(self.tables.plans.remove(at).1)),

@@ -4,7 +4,7 @@
 use super::super::attention::{BLOCK, QUERIES};
 use super::super::driver::CudaError;
 use super::super::rows::Result;
-use crate::engine::kernels::attention::first_seen;
+use super::super::super::attention::first_seen;
 
 /// Words of the header, of a row and of a task: see the device code.
 pub(super) const HEADER: usize = 4;

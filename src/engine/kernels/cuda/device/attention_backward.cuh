@@ -33,7 +33,7 @@ struct AttendQueries {
     const float* lse;
     const float* delta;
     void* d_qkv;
-    const Tile* tiles;
+    const QueryTile* tiles;
     uint32_t stride, d_out_stride, d_stride;
     uint32_t num_heads, num_kv_heads, dim;
     uint32_t heads_at_once, head_tiles;
@@ -127,7 +127,7 @@ template <int DIM> DEVICE void attend_queries_bf16(const AttendQueries& p) {
     bf16* q = reinterpret_cast<bf16*>(shared);
     bf16* d_out = q + 64 * TILE_STRIDE(DIM);
     bf16* keys = d_out + 64 * TILE_STRIDE(DIM);
-    Tile tile = p.tiles[blockIdx.x];
+    QueryTile tile = p.tiles[blockIdx.x];
     HeadTile heads = head_tile(blockIdx.y, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
     auto query_at = [&](uint32_t row) -> const bf16* {
         QueryRow query = query_row(row, tile.tokens, heads, p.heads_at_once);
@@ -212,7 +212,7 @@ DEVICE void query_gradient_f32(const float* q, const float* d_out, const Segment
 }
 
 template <int DIM> DEVICE void attend_queries_f32(const AttendQueries& p) {
-    Tile tile = p.tiles[blockIdx.x];
+    QueryTile tile = p.tiles[blockIdx.x];
     HeadTile heads = head_tile(blockIdx.y, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
     Segment<float> prompt = packed_segment<float>(p.qkv, tile.prompt_row, tile.prompt_len, heads.kv, p.num_heads,
                                                   p.num_kv_heads, p.dim, p.stride, p.vector);

@@ -51,7 +51,7 @@ DEVICE Seen seen_of_prompt(uint32_t prompt_len, uint32_t index, uint32_t window)
     Seen seen = {lo, int32_t(prompt_len)};
     return seen;
 }
-DEVICE Seen seen_of_own(uint32_t prompt_len, uint32_t index, uint32_t window) {
+DEVICE Seen seen_of_own(uint32_t index, uint32_t window) {
     int64_t first = int64_t(index) + 1 - window;
     Seen seen = {first > 0 ? int32_t(first) : 0, int32_t(index) + 1};
     return seen;

@@ -4,7 +4,7 @@
 #include "attention_fold.cuh"
 
 // Some tokens of a prompt or a completion.
-struct Tile {
+struct QueryTile {
     int32_t row;         // of its first token, in the batch
     int32_t tokens;
     int32_t index;       // of its first token, in its own segment
@@ -19,7 +19,7 @@ struct Attend {
     const void* qkv;
     void* out;
     float* lse; // [tokens][num_heads]
-    const Tile* tiles;
+    const QueryTile* tiles;
     uint32_t stride, out_stride; // of qkv's and out's rows
     uint32_t num_heads, num_kv_heads, dim;
     uint32_t heads_at_once, head_tiles; // query heads of a tile; tiles of those that share a key head
@@ -68,10 +68,10 @@ DEVICE Segment<T> packed_segment(const void* qkv, uint32_t row, uint32_t len, ui
     return segment;
 }
 
-DEVICE Seen seen_or_none(bool valid, bool own, const Tile& tile, uint32_t token, uint32_t window) {
+DEVICE Seen seen_or_none(bool valid, bool own, const QueryTile& tile, uint32_t token, uint32_t window) {
     Seen none = {0x7fffffff, 0};
     if (!valid) return none;
-    return own ? seen_of_own(tile.prompt_len, tile.index + token, window)
+    return own ? seen_of_own(tile.index + token, window)
                : seen_of_prompt(tile.prompt_len, tile.index + token, window);
 }
 
@@ -79,15 +79,15 @@ DEVICE Seen seen_or_none(bool valid, bool own, const Tile& tile, uint32_t token,
 struct Blocks {
     uint32_t first, end;
 };
-DEVICE Blocks blocks_of_prompt(const Tile& tile, uint32_t window) {
+DEVICE Blocks blocks_of_prompt(const QueryTile& tile, uint32_t window) {
     Blocks blocks;
     blocks.first = uint32_t(seen_of_prompt(tile.prompt_len, tile.index, window).lo) / KEYS;
     blocks.end = (uint32_t(tile.prompt_len) + KEYS - 1) / KEYS;
     return blocks;
 }
-DEVICE Blocks blocks_of_own(const Tile& tile, uint32_t window) {
+DEVICE Blocks blocks_of_own(const QueryTile& tile, uint32_t window) {
     Blocks blocks;
-    blocks.first = uint32_t(seen_of_own(tile.prompt_len, tile.index, window).lo) / KEYS;
+    blocks.first = uint32_t(seen_of_own(tile.index, window).lo) / KEYS;
     blocks.end = (uint32_t(tile.index + tile.tokens) + KEYS - 1) / KEYS;
     return blocks;
 }
@@ -96,7 +96,7 @@ template <int DIM> DEVICE void attend_bf16(const Attend& p) {
     SHARED(shared);
     bf16* q = reinterpret_cast<bf16*>(shared);
     bf16* keys = q + 64 * TILE_STRIDE(DIM);
-    Tile tile = p.tiles[blockIdx.x];
+    QueryTile tile = p.tiles[blockIdx.x];
     HeadTile heads = head_tile(blockIdx.y, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
     const bf16* qkv = static_cast<const bf16*>(p.qkv);
     auto query_at = [&](uint32_t row) -> const bf16* {
@@ -146,7 +146,7 @@ template <int DIM, typename Row> DEVICE void gather_queries(float* q, const Row&
 template <int DIM> DEVICE void attend_f32(const Attend& p) {
     SHARED(shared);
     float* q = reinterpret_cast<float*>(shared) + warp_id() * QUERIES * DIM;
-    Tile tile = p.tiles[blockIdx.x];
+    QueryTile tile = p.tiles[blockIdx.x];
     HeadTile heads = head_tile(blockIdx.y, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
     uint32_t first = warp_id() * QUERIES;
     auto row_of = [&](uint32_t row) { return query_row(first + row, tile.tokens, heads, p.heads_at_once); };

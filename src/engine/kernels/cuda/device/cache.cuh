@@ -93,7 +93,7 @@ DEVICE Segment<T> cached_segment(const AttendCached& p, const PlanRow& row, bool
 }
 
 DEVICE Seen cached_seen(const PlanRow& row, bool own, uint32_t window) {
-    return own ? seen_of_own(row.prompt_len, row.own_len - 1, window)
+    return own ? seen_of_own(row.own_len - 1, window)
                : seen_of_prompt(row.prompt_len, row.own_len - 1, window);
 }
 
