@@ -180,6 +180,9 @@ fn ask<T: DeserializeOwned>(args: &BenchArgs, part: BenchPart, model_dir: &Path)
     if args.gradient_checkpointing {
         command.arg("--gradient-checkpointing");
     }
+    if let Some(tokens) = args.micro_batch_tokens {
+        command.arg("--micro-batch-tokens").arg(tokens.to_string());
+    }
     if let Some(requests) = &args.requests {
         command.arg("--requests").arg(requests);
     }

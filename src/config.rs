@@ -329,6 +329,10 @@ pub struct BenchArgs {
     #[arg(long)]
     pub gradient_checkpointing: bool,
 
+    /// Tokens of a forward and backward, at most, but for one group. Default: as a job would have them.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
+    pub micro_batch_tokens: Option<u32>,
+
     /// Lengths for the part requests: a JSON array of [prompt tokens, completion tokens], one pair a request; all of them
     /// are decoded together, each until it has its length.
     #[arg(long, value_name = "FILE")]

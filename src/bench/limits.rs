@@ -56,6 +56,8 @@ pub struct GpuLimits {
     pub driver_version: u32,
     /// These are not a GPU's figures: the CPU emulates one, for tests.
     pub emulated: bool,
+    /// Seconds until it was ready: long where the driver had to compile the kernels.
+    pub open_s: f64,
     /// Its memory, bytes.
     pub memory_bytes: u64,
     /// Bytes that were copied in one go.

@@ -277,6 +277,7 @@ impl<'a> Report<'a> {
                 "lora_r": args.lora_r,
                 "steps": args.steps,
                 "gradient_checkpointing": args.gradient_checkpointing,
+                "micro_batch_tokens": args.micro_batch_tokens,
             }),
         );
         let parts = [

@@ -10,13 +10,14 @@ use super::decode::peak_mib;
 use super::random_model::word;
 use super::timing::Timing;
 use super::{BenchError, Setting, io};
-use crate::config::machine_memory_bytes;
+use crate::config::{Device, machine_memory_bytes};
 use crate::engine;
 use crate::engine::host::{
     Host, HostError, PromptRow, RewardValue, SavedCheckpoint, Score, ScoreRequest, Stop, TrainInput, TrainOutcome,
 };
 use crate::engine::text::Text;
 use crate::event::{Event, Metrics, SamplePhase};
+use crate::spec::footprint::Place;
 use crate::spec::{Context, DatasetFacts, FieldError, JobSpec, ModelFacts, Plan, resolve};
 
 /// What whole steps took.
@@ -129,7 +130,8 @@ fn plan(setting: &Setting<'_>, rows: &[PromptRow], steps: u64) -> Result<Plan, B
         "lora": {"r": args.lora_r, "alpha": args.lora_r, "target_modules": "all-linear"},
         "optimizer": {"learning_rate": 1e-4, "lr_scheduler_type": "constant"},
         "training": {"prompts_per_step": args.prompts, "max_steps": steps, "dtype": args.dtype.as_str(),
-                     "gradient_checkpointing": args.gradient_checkpointing.then_some(true)},
+                     "gradient_checkpointing": args.gradient_checkpointing.then_some(true),
+                     "micro_batch_tokens": args.micro_batch_tokens},
         "checkpoints": {"every_steps": steps},
     }));
     let refused = |errors: Vec<FieldError>| {
@@ -153,9 +155,18 @@ fn plan(setting: &Setting<'_>, rows: &[PromptRow], steps: u64) -> Result<Plan, B
         }),
         dataset: Some(DatasetFacts::of_records(&records)),
         memory_limit_bytes: machine_memory_bytes(),
+        places: vec![place(args.device)],
         ..Context::default()
     };
     Ok(resolve(&spec, &context).map_err(refused)?.plan)
+}
+
+/// What the job must fit.
+fn place(device: Device) -> Place {
+    match device {
+        Device::Cpu => Place::Cpu,
+        Device::Cuda(ordinal) => Place::Cuda { memory_bytes: engine::gpu::smallest(&[ordinal]).ok() },
+    }
 }
 
 /// The host: rewards by a formula, and the time of every step's end.

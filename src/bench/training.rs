@@ -55,7 +55,8 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
         .map(|(row, completion)| Row { prompt: &prompt_ids[row / generations], completion })
         .collect();
     let lengths = vec![prompt_len + completion; rows.len()];
-    let batches = micro_batches(&lengths, generations, MICRO_BATCH_TOKENS as usize);
+    let most = args.micro_batch_tokens.unwrap_or(MICRO_BATCH_TOKENS) as usize;
+    let batches = micro_batches(&lengths, generations, most);
     let mut gradient = vec![0.0; policy.flat().len()];
     // Both signs, as advantages have: a backward pass of nothing could be skipped.
     let mut loss = |scores: &[RowScore]| {

@@ -83,6 +83,30 @@ fn requests_get_the_tokens_they_asked_for_and_sampling_agrees_with_training() {
     assert_eq!((mismatch["samples_exactly"].as_bool(), mismatch["max"].as_f64()), (Some(true), Some(0.0)));
 }
 
+/// Every part of a GPU's, so small that the emulator is done in seconds.
+#[cfg(feature = "cuda-emulator")]
+#[test]
+fn a_gpu_is_measured_with_its_own_limits_and_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("figures.json");
+    let file = file.to_str().unwrap();
+    let output = bench(&["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--json", file]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let figures: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    assert_eq!(figures["limits"]["emulated"], true);
+    for key in ["decode_tok_s", "train_tok_s", "step_s", "copy_gb_s", "bf16_gflop_s", "device_peak_mib"] {
+        let value = figures[key].as_f64().unwrap_or_else(|| panic!("{key} is missing: {figures:#}"));
+        assert!(value.is_finite() && value > 0.0, "{key} is {value}");
+    }
+    for part in ["decode", "training", "step"] {
+        assert!(figures[part]["device_peak_mib"].as_f64().unwrap() > 0.0, "{part}: {figures:#}");
+    }
+    assert!(figures.get("kernels").is_none() && figures.get("read_gb_s").is_none(), "{figures:#}");
+    let refused = bench(&["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--only", "kernels"]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("the processor's kernels"), "{said}");
+}
+
 #[cfg(not(feature = "cuda"))]
 #[test]
 fn a_build_without_cuda_says_so_when_it_is_asked_for_a_gpu() {

@@ -1,13 +1,16 @@
 //! A GPU's limits, through its driver and cuBLAS: copies within its memory, and products of matrices of random values
 //! (of zeros they would be faster, because they take less power).
 
+use std::time::Instant;
+
+use half::bf16;
+
 use super::{GemmPeak, GpuLimits};
 use crate::bench::BenchError;
 use crate::bench::timing::repeat;
 use crate::engine::error::EngineError;
 use crate::engine::kernels::cuda::driver::{Buffer, CudaError, DType, Device, Gemm, Matrix, Plain};
 use crate::engine::random::{Key, Stream};
-use half::bf16;
 
 /// Bytes of a copy: far more than any cache holds.
 const COPY_BYTES: u64 = 1 << 30;
@@ -37,7 +40,9 @@ pub fn measure(ordinal: u32) -> Result<GpuLimits, BenchError> {
 }
 
 fn limits(ordinal: u32) -> Result<GpuLimits, CudaError> {
+    let begun = Instant::now();
     let device = Device::open(ordinal as usize)?;
+    let open_s = begun.elapsed().as_secs_f64();
     let properties = device.properties();
     let (major, minor) = properties.compute_capability;
     let (bytes, sides) = match properties.emulated {
@@ -52,6 +57,7 @@ fn limits(ordinal: u32) -> Result<GpuLimits, CudaError> {
         multiprocessors: properties.multiprocessors,
         driver_version: properties.driver_version,
         emulated: properties.emulated,
+        open_s,
         memory_bytes: properties.memory_bytes,
         copy_bytes: bytes,
         copy_gb_s: copy_gb_s(&device, bytes as usize)?,
