@@ -70,7 +70,11 @@ pub fn try_open(ordinal: u32) -> Result<String, String> {
     let device = Device::open(ordinal as usize).map_err(|error| format!("cuda:{ordinal}: {error}"))?;
     let properties = device.properties();
     let (major, minor) = properties.compute_capability;
-    Ok(format!("cuda:{ordinal} {}, {} MiB, compute capability {major}.{minor}", properties.name, properties.memory_bytes >> 20))
+    Ok(format!(
+        "cuda:{ordinal} {}, {} MiB, compute capability {major}.{minor}",
+        properties.name,
+        properties.memory_bytes >> 20
+    ))
 }
 
 /// Never: this build has no CUDA.

@@ -91,7 +91,11 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Re
     // Small batches whose activations are kept cost less than large ones whose activations are computed again; but what
     // is kept shall not be most of the memory that a run takes. A GPU's is there for one run.
     let modest = |plan: &Plan, tokens: u32| {
-        places.contains(&Place::Cpu).then(|| needs(plan, tokens, Place::Cpu)).flatten().is_none_or(|needs| needs.saved <= SAVED_BYTES)
+        places
+            .contains(&Place::Cpu)
+            .then(|| needs(plan, tokens, Place::Cpu))
+            .flatten()
+            .is_none_or(|needs| needs.saved <= SAVED_BYTES)
     };
     let (keeps, recomputes) = match limits.gradient_checkpointing {
         None => (true, true),
@@ -138,12 +142,7 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Re
 }
 
 /// The refusal: the numbers, and the knobs that would make it fit.
-fn too_large(
-    plan: &Plan,
-    place: Place,
-    (needs, limit): (&Footprint, u64),
-    fits: impl Fn(&Plan) -> bool,
-) -> FieldError {
+fn too_large(plan: &Plan, place: Place, (needs, limit): (&Footprint, u64), fits: impl Fn(&Plan) -> bool) -> FieldError {
     let changed = |change: fn(&mut Plan)| {
         let mut plan = plan.clone();
         change(&mut plan);

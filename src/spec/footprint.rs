@@ -154,7 +154,9 @@ impl Footprint {
     ) -> Footprint {
         match place {
             Place::Cpu => Footprint::of(plan, num_parameters, shape, longest_prompt, micro_batch_tokens),
-            Place::Cuda { .. } => device::footprint(place, plan, num_parameters, shape, longest_prompt, micro_batch_tokens),
+            Place::Cuda { .. } => {
+                device::footprint(place, plan, num_parameters, shape, longest_prompt, micro_batch_tokens)
+            }
         }
     }
 
@@ -192,7 +194,8 @@ impl Footprint {
         let prompts_per_block = per_step * u64::from(plan.rloo.steps_per_generation);
         let model = (num_parameters, shape);
         let rows = generation_rows(Place::Cpu, plan.training.dtype, model, prompt + completion)
-            .min(prompts_per_block * group).max(group);
+            .min(prompts_per_block * group)
+            .max(group);
         let prompts = prompts_per_block.min(rows);
         let blocks = |tokens: u64| tokens.next_multiple_of(KV_BLOCK);
         let kv_cache = kv_token_bytes(shape, F32) * (prompts * blocks(prompt) + rows * blocks(completion));

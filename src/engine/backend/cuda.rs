@@ -9,6 +9,7 @@
 mod decode;
 mod tensor;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
@@ -21,10 +22,10 @@ use crate::engine::kernels::cuda::driver::{Buffer, CudaError, Device};
 use crate::engine::kernels::cuda::gemm::Gemm;
 use crate::engine::kernels::cuda::head::{self, Head, Normalizers};
 use crate::engine::kernels::cuda::lora::{self, Factors, Linear, Trained};
+use crate::engine::kernels::cuda::mlp;
 use crate::engine::kernels::cuda::norm::{self, NormBackward};
 use crate::engine::kernels::cuda::rope::{self, QkNorm, Rope};
-use crate::engine::kernels::cuda::rows::{self, Dropout, Dtype, Rows};
-use crate::engine::kernels::cuda::mlp;
+use crate::engine::kernels::cuda::rows::{self, Dropout, Dtype};
 use crate::engine::model::pass::Mask;
 use crate::engine::ops::RopeTable;
 use crate::engine::ops::slices::{Heads, TokenScore};
@@ -32,11 +33,19 @@ use crate::spec::ComputeDtype;
 use crate::spec::footprint::CUDA_MAX_LOGITS;
 
 pub use decode::Cache;
-pub use tensor::{Angles, Gradient, Tensor, Vector, Weight};
 use tensor::Table;
+pub use tensor::{Angles, Gradient, Tensor, Vector, Weight};
 
 /// Layouts of packed batches that are kept: one for each window of a batch.
 const MAX_LAYOUTS: usize = 4;
+
+/// The most that any GPU's buffers have taken so far, of those that are no longer in use.
+static PEAK_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// The most that the buffers of a GPU took, of all that this process has used and left, in bytes.
+pub fn peak_bytes() -> u64 {
+    PEAK_BYTES.load(Ordering::Relaxed)
+}
 
 /// A GPU and how it is used. Clones share the device and what is kept on it.
 #[derive(Clone, Debug)]
@@ -44,7 +53,21 @@ pub struct Cuda {
     device: Device,
     dtype: ComputeDtype,
     gemm: Gemm,
-    kept: Arc<Mutex<Kept>>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    device: Device,
+    /// What may be used of its memory, in bytes.
+    memory_bytes: u64,
+    kept: Mutex<Kept>,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        PEAK_BYTES.fetch_max(self.device.memory().peak, Ordering::Relaxed);
+    }
 }
 
 /// What several layers read.
@@ -71,7 +94,7 @@ impl From<CudaError> for EngineError {
 
 impl Cuda {
     /// The GPU of this number. f32 is exact; bf16 is fast, unless `RLOOD_CUDA_EXACT=1` asks for exact products
-    /// (`RLOOD_CUDA_EXACT=0`: fast ones in f32 as well).
+    /// (`RLOOD_CUDA_EXACT=0`: fast ones in f32 as well). `RLOOD_CUDA_MEMORY` bounds the bytes that its buffers may take.
     ///
     /// # Errors
     /// When there is no such device, or this build holds no kernels.
@@ -83,12 +106,25 @@ impl Cuda {
                 return Err(EngineError::Input(format!("RLOOD_CUDA_EXACT={other:?}: use 1 (exact) or 0 (fast)")));
             }
         };
-        Ok(Cuda::with(Device::open(ordinal as usize)?, dtype, gemm))
+        let device = Device::open(ordinal as usize)?;
+        let limit = std::env::var("RLOOD_CUDA_MEMORY").ok().map(|limit| match limit.parse() {
+            Ok(bytes) => Ok(bytes),
+            Err(_) => Err(EngineError::Input(format!("RLOOD_CUDA_MEMORY={limit:?} is no number of bytes"))),
+        });
+        Ok(Cuda::limited(device, dtype, gemm, limit.transpose()?))
     }
 
     /// This device, with this precision and these products.
     pub fn with(device: Device, dtype: ComputeDtype, gemm: Gemm) -> Cuda {
-        Cuda { device, dtype, gemm, kept: Arc::default() }
+        Cuda::limited(device, dtype, gemm, None)
+    }
+
+    fn limited(device: Device, dtype: ComputeDtype, gemm: Gemm, limit: Option<u64>) -> Cuda {
+        let total = device.memory().total;
+        device.set_memory_limit(limit);
+        let memory_bytes = limit.map_or(total, |limit| limit.min(total));
+        let shared = Shared { device: device.clone(), memory_bytes, kept: Mutex::default() };
+        Cuda { device, dtype, gemm, shared: Arc::new(shared) }
     }
 
     /// The device.
@@ -101,9 +137,9 @@ impl Cuda {
         self.dtype
     }
 
-    /// Its memory, in bytes.
+    /// What may be used of its memory, in bytes.
     pub fn memory_bytes(&self) -> u64 {
-        self.device.memory().total as u64
+        self.shared.memory_bytes
     }
 
     /// Of weights, and of what flows between products.
@@ -115,7 +151,7 @@ impl Cuda {
     }
 
     fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The table of angles on the device.

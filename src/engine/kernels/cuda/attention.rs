@@ -38,7 +38,9 @@ impl Geometry {
     pub fn new(heads: &Heads) -> Result<Geometry> {
         let Heads { num_heads, num_kv_heads, head_dim } = *heads;
         if num_kv_heads == 0 || num_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
-            return Err(CudaError::Input(format!("{num_heads} query heads do not divide among {num_kv_heads} key heads")));
+            return Err(CudaError::Input(format!(
+                "{num_heads} query heads do not divide among {num_kv_heads} key heads"
+            )));
         }
         let padded = [32, 64, 128, MAX_HEAD_DIM].into_iter().find(|padded| *padded >= head_dim);
         let Some(padded) = padded.filter(|_| head_dim > 0) else {
@@ -228,7 +230,12 @@ fn softmax_address(layout: &Layout, softmax: &Rows<'_>) -> Result<u64> {
 }
 
 /// Launch what may need more shared memory than the device has.
-pub(super) fn launch<P: super::driver::Params>(device: &Device, kernel: &str, launch: Launch, params: &P) -> Result<()> {
+pub(super) fn launch<P: super::driver::Params>(
+    device: &Device,
+    kernel: &str,
+    launch: Launch,
+    params: &P,
+) -> Result<()> {
     let most = device.properties().shared_bytes;
     if launch.shared > most {
         return Err(CudaError::Input(format!(

@@ -167,7 +167,12 @@ impl Cache {
             pad: 0,
         };
         let grid = [filling.rows as u32, 1, 1];
-        launch(&self.device, &format!("fill_pages_{}", self.dtype.name()), Launch { grid, block: 128, shared: 0 }, &params)
+        launch(
+            &self.device,
+            &format!("fill_pages_{}", self.dtype.name()),
+            Launch { grid, block: 128, shared: 0 },
+            &params,
+        )
     }
 
     fn begin_filling(&self, first: usize) -> Result<Filling> {

@@ -9,11 +9,13 @@ pub(super) mod list;
 pub(super) mod machine;
 pub(super) mod plain;
 mod pool;
+mod profile;
 mod queue;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use error::CudaError;
@@ -22,10 +24,11 @@ pub use list::Launch;
 pub(super) use plain::params;
 pub use plain::{Params, Plain};
 pub use pool::Memory;
+pub use profile::Timing;
 pub use queue::Counters;
 
 use list::Op;
-use machine::Machine;
+use machine::{Machine, Staging};
 use queue::Queue;
 
 /// What is known about a device.
@@ -117,6 +120,40 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         self.device.queue().drop_buffer(self.pointer, self.block, self.bytes);
+    }
+}
+
+/// Elements on their way from the device.
+#[derive(Debug)]
+pub struct Fetch<T: Plain> {
+    device: Device,
+    staging: Option<Staging>,
+    count: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Plain> Fetch<T> {
+    /// Wait until they are there; later work may go on.
+    ///
+    /// # Errors
+    /// [`CudaError::Failed`]: work asked for before failed.
+    pub fn wait(mut self) -> Result<Vec<T>, CudaError> {
+        let mut values = vec![T::default(); self.count];
+        if let Some(staging) = self.staging.take() {
+            self.device.enter()?.land(staging, Some(plain::bytes_mut(&mut values)))?;
+        }
+        Ok(values)
+    }
+}
+
+impl<T: Plain> Drop for Fetch<T> {
+    fn drop(&mut self) {
+        if let Some(staging) = self.staging.take()
+            && let Ok(mut queue) = self.device.enter()
+        {
+            // An error shows with the next call.
+            let _ = queue.land(staging, None);
+        }
     }
 }
 
@@ -254,6 +291,21 @@ impl Device {
         Ok(values)
     }
 
+    /// Begin to read `count` elements from `at` on: as they are after all work asked for so far, whatever is asked for
+    /// later. The host may do something else before it waits for them.
+    ///
+    /// # Errors
+    /// [`CudaError::Input`]: there are not as many.
+    pub fn fetch<T: Plain>(&self, buffer: &Buffer, at: usize, count: usize) -> Result<Fetch<T>, CudaError> {
+        self.own(buffer)?;
+        let from = buffer.at::<T>(at, count)?;
+        let staging = match count {
+            0 => None,
+            _ => Some(self.enter()?.fetch(from, count * size_of::<T>())?),
+        };
+        Ok(Fetch { device: self.clone(), staging, count, element: PhantomData })
+    }
+
     /// Copy bytes from one buffer to another, or within one where the ranges do not overlap.
     ///
     /// # Errors
@@ -360,6 +412,20 @@ impl Device {
         if let Ok(mut queue) = self.enter() {
             queue.trim();
         }
+    }
+
+    /// From now on, note how long each kernel takes on the device. Bodies run without graphs meanwhile, and the host's
+    /// time between launches is not counted.
+    pub fn start_profile(&self) {
+        self.queue().start_profile();
+    }
+
+    /// What kernels took since [`start_profile`](Self::start_profile), the longest first; ends the profile.
+    ///
+    /// # Errors
+    /// [`CudaError::Failed`]: some work failed.
+    pub fn take_profile(&self) -> Result<Vec<Timing>, CudaError> {
+        self.enter()?.take_profile()
     }
 
     /// How much was asked of it so far.

@@ -158,6 +158,13 @@ impl Emulator {
         release(staging.start as u64, staging.bytes);
     }
 
+    pub(super) fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
+        assert!(bytes <= staging.bytes, "a download lies within its staging memory");
+        // SAFETY: from a range of a live buffer to the staging memory.
+        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, staging.start, bytes) };
+        Ok(())
+    }
+
     pub(super) fn reserve(&mut self, bytes: u64) -> Result<Option<u64>, CudaError> {
         Ok(Some(reserve(bytes as usize)).filter(|&start| start != 0))
     }

@@ -6,8 +6,8 @@ use super::rows::{Dtype, Parts, Result, Rows, bits, check, check_rows, copy, fin
 /// Who multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gemm {
-    /// Our own kernels: each element is one chain over k (bf16: in steps of 16), whatever the tile, so that a row's bits
-    /// do not depend on the other rows.
+    /// Our own kernels: each element is one chain over k (bf16: in steps of 16; eight chains where there are few columns),
+    /// whatever the tile, so that a row's bits do not depend on the other rows.
     Exact,
     /// cuBLAS: fast, the order of sums its own.
     Fast,
@@ -181,16 +181,33 @@ enum Tile {
     Small,
     Middle,
     Large,
+    /// Eight chains over k.
+    Thin,
+    /// The same for many rows.
+    ThinTall,
 }
 
 impl Tile {
+    /// By rows and columns, of those with one chain.
     fn of(m: usize, n: usize) -> Tile {
         // Multiprocessors to keep busy.
         const BUSY: usize = 120;
         match () {
-            () if m > 64 && Tile::Large.count(m, n) >= BUSY => Tile::Large,
+            () if m > 64 && n > 64 && Tile::Large.count(m, n) >= BUSY => Tile::Large,
             () if m > 16 && Tile::Middle.count(m, n) >= BUSY => Tile::Middle,
             () => Tile::Small,
+        }
+    }
+
+    /// A product's. Few columns, of which a short kernel is made (LoRA's A), have eight chains: a matter of form, type
+    /// and columns, never of rows.
+    fn of_product(product: &Product<'_>, m: usize, n: usize) -> Tile {
+        const MOST_COLUMNS: usize = 256;
+        let has_kernel = product.form == Form::Nt && product.a.dtype == Dtype::Bf16 && product.more.is_none();
+        match () {
+            () if !has_kernel || n > MOST_COLUMNS => Tile::of(m, n),
+            () if m > 2048 => Tile::ThinTall,
+            () => Tile::Thin,
         }
     }
 
@@ -201,7 +218,8 @@ impl Tile {
 
     fn shape(self) -> (usize, usize) {
         match self {
-            Tile::Small => (16, 32),
+            Tile::Small | Tile::Thin => (16, 32),
+            Tile::ThinTall => (64, 32),
             Tile::Middle => (64, 64),
             Tile::Large => (128, 128),
         }
@@ -212,6 +230,8 @@ impl Tile {
             Tile::Small => "small",
             Tile::Middle => "middle",
             Tile::Large => "large",
+            Tile::Thin => "thin",
+            Tile::ThinTall => "thin_tall",
         }
     }
 
@@ -222,8 +242,10 @@ impl Tile {
             (Dtype::Bf16, Tile::Small) => (128, 6 * (16 + 32) * 64 * 2),
             (Dtype::Bf16, Tile::Middle) => (128, 4 * (64 + 64) * 32 * 2),
             (Dtype::Bf16, Tile::Large) => (128, 3 * (128 + 128) * 32 * 2),
+            (Dtype::Bf16, Tile::Thin) => (256, 4 * (16 + 32) * 128 * 2),
+            (Dtype::Bf16, Tile::ThinTall) => (256, 2 * (64 + 32) * 128 * 2),
             (Dtype::F32, Tile::Small) => (64, 0),
-            (Dtype::F32, Tile::Middle | Tile::Large) => (256, 0),
+            (Dtype::F32, _) => (256, 0),
         }
     }
 }
@@ -254,8 +276,14 @@ params! {
     }
 }
 
-fn exact(device: &Device, product: &Product<'_>, cut: Cut, parts: Option<&driver::Buffer>, out: Rows<'_>) -> Result<()> {
-    exact_by(device, Tile::of(out.rows, out.width), product, cut, parts, out)
+fn exact(
+    device: &Device,
+    product: &Product<'_>,
+    cut: Cut,
+    parts: Option<&driver::Buffer>,
+    out: Rows<'_>,
+) -> Result<()> {
+    exact_by(device, Tile::of_product(product, out.rows, out.width), product, cut, parts, out)
 }
 
 fn exact_by(

@@ -214,7 +214,11 @@ pub fn score_vjp(device: &Device, head: &Head<'_>, backward: &Backward<'_>, dx: 
     check_targets(head, targets)?;
     address(&dx, rows, head.weight.width, "dL/dx of the head")?;
     if normalizers.rows != rows || g.len() != rows {
-        return Err(CudaError::Input(format!("{} normalizers and {} gradients for {rows} rows", normalizers.rows, g.len())));
+        return Err(CudaError::Input(format!(
+            "{} normalizers and {} gradients for {rows} rows",
+            normalizers.rows,
+            g.len()
+        )));
     }
     if rows == 0 {
         return Ok(());

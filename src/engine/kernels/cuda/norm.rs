@@ -245,7 +245,8 @@ mod tests {
         let Some(device) = device() else { return };
         for width in [5, 64, 1030] {
             let x = Given::new(&device, 9, width, 1, Dtype::F32);
-            let (weight, dy) = (Given::new(&device, 1, width, 2, Dtype::F32), Given::new(&device, 9, width, 3, Dtype::Bf16));
+            let (weight, dy) =
+                (Given::new(&device, 1, width, 2, Dtype::F32), Given::new(&device, 9, width, 3, Dtype::Bf16));
             let run = |x: Rows<'_>, dy: Rows<'_>, out: &Given, dx: &Given| {
                 rms_norm(&device, x, weight.rows(), EPS, out.rows()).expect("a norm");
                 let backward = NormBackward { x, weight: weight.rows(), eps: EPS, dy, residual: None };

@@ -66,10 +66,24 @@ impl Drop for Graph {
     }
 }
 
+/// A moment in the stream.
+#[derive(Debug)]
+pub(super) struct Stamp(sys::CUevent);
+
+// SAFETY: handles of the driver belong to no thread.
+unsafe impl Send for Stamp {}
+
+impl Drop for Stamp {
+    fn drop(&mut self) {
+        // SAFETY: made by `stamp` and destroyed once.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
+}
+
 /// The device.
 #[derive(Debug)]
 pub(super) struct Gpu {
-    device: sys::CUdevice,
+    /// Retained until the process ends: threads go on having it as their current one.
     context: sys::CUcontext,
     stream: sys::CUstream,
     pool: sys::CUmemoryPool,
@@ -181,7 +195,6 @@ impl Gpu {
                 .result()
                 .map_err(|error| failed("cublasSetWorkspace", error))?;
             Gpu {
-                device,
                 context,
                 stream,
                 pool,
@@ -362,6 +375,34 @@ impl Gpu {
         did("cuEventSynchronize", unsafe { result::event::synchronize(staging.event.cast()) })
     }
 
+    /// Start copying to pinned memory, which is to be settled before it is read.
+    pub(super) fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
+        assert!(bytes <= staging.bytes, "a download lies within its staging memory");
+        // SAFETY: from a range of a live buffer to pinned memory that is read after its event.
+        did("cuMemcpyDtoHAsync", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(staging.start.cast(), from, bytes, self.stream).result()
+        })?;
+        self.used(staging)
+    }
+
+    /// An event that tells when it is reached.
+    pub(super) fn stamp(&mut self) -> Result<Stamp, CudaError> {
+        let event = did("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
+        let stamp = Stamp(event);
+        // SAFETY: an event and the stream of this device.
+        did("cuEventRecord", unsafe { result::event::record(event, self.stream) })?;
+        Ok(stamp)
+    }
+
+    /// Seconds from one to the other, once both were reached.
+    pub(super) fn elapsed(&mut self, from: &Stamp, to: &Stamp) -> Result<f64, CudaError> {
+        // SAFETY: events of this device.
+        let milliseconds = did("cuEventElapsedTime", unsafe {
+            result::event::synchronize(to.0).and_then(|()| result::event::elapsed(from.0, to.0))
+        })?;
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+
     pub(super) fn reserve(&mut self, bytes: u64) -> Result<Option<u64>, CudaError> {
         // SAFETY: the memory is used on this stream only.
         match unsafe { result::malloc_async(self.stream, bytes as usize) } {
@@ -465,8 +506,6 @@ impl Drop for Gpu {
             let _ = result::mem_pool::trim_to(self.pool, 0);
             let _ = result::module::unload(self.module);
             let _ = result::stream::destroy(self.stream);
-            CURRENT.set(ptr::null_mut());
-            let _ = result::primary_ctx::release(self.device);
         }
     }
 }

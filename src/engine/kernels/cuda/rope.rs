@@ -123,13 +123,7 @@ pub fn rotate(device: &Device, rope: &Rope<'_>, qkv: Rows<'_>, out: Rows<'_>) ->
 ///
 /// # Errors
 /// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
-pub fn rotate_vjp(
-    device: &Device,
-    rope: &Rope<'_>,
-    qkv: Option<Rows<'_>>,
-    dy: Rows<'_>,
-    dx: Rows<'_>,
-) -> Result<()> {
+pub fn rotate_vjp(device: &Device, rope: &Rope<'_>, qkv: Option<Rows<'_>>, dy: Rows<'_>, dx: Rows<'_>) -> Result<()> {
     let before = match rope.qk_norm {
         Some(_) => qkv,
         None => Some(dy),

@@ -32,9 +32,7 @@ pub(in super::super) fn rounded(values: Vec<f32>, dtype: Dtype) -> Vec<f32> {
 pub(in super::super) fn upload(device: &Device, values: &[f32], dtype: Dtype) -> Buffer {
     match dtype {
         Dtype::F32 => device.upload(values).unwrap(),
-        Dtype::Bf16 => {
-            device.upload(&values.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<_>>()).unwrap()
-        }
+        Dtype::Bf16 => device.upload(&values.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<_>>()).unwrap(),
     }
 }
 

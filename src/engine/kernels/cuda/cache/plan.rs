@@ -1,10 +1,10 @@
 //! How the attention of a step is spread over the device. The result does not depend on it, to the bit: a task covers one
 //! block of keys, or begins with the first that its queries see.
 
+use super::super::super::attention::first_seen;
 use super::super::attention::{BLOCK, QUERIES};
 use super::super::driver::CudaError;
 use super::super::rows::Result;
-use super::super::super::attention::first_seen;
 
 /// Words of the header, of a row and of a task: see the device code.
 pub(super) const HEADER: usize = 4;
@@ -30,8 +30,7 @@ impl PlannedRow {
     /// The first block that it sees of its prompt, and of its own; the prompt's end where it sees nothing of it.
     fn first_blocks(&self, window: Option<usize>) -> (usize, usize) {
         let first = first_seen(self.prompt_len + self.own_len - 1, window);
-        let of_prompt =
-            if first >= self.prompt_len { self.prompt_len.div_ceil(BLOCK) } else { first / BLOCK };
+        let of_prompt = if first >= self.prompt_len { self.prompt_len.div_ceil(BLOCK) } else { first / BLOCK };
         (of_prompt, first.saturating_sub(self.prompt_len) / BLOCK)
     }
 }
@@ -112,14 +111,7 @@ impl Plan {
     }
 
     /// Tasks of `at_once` blocks each, one after the other.
-    fn tasks(
-        &mut self,
-        row: usize,
-        tokens: usize,
-        own: bool,
-        blocks: std::ops::Range<usize>,
-        at_once: usize,
-    ) -> Parts {
+    fn tasks(&mut self, row: usize, tokens: usize, own: bool, blocks: std::ops::Range<usize>, at_once: usize) -> Parts {
         let rows = tokens * self.heads_at_once;
         let mut parts = Parts { count: 0, first: self.parts, step: rows * self.head_tiles, rows, place: 0 };
         for first in blocks.clone().step_by(at_once.max(1)) {

@@ -24,9 +24,8 @@ fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, wanted: usize) {
     let (heads, width, q_width) = (case.heads, case.heads.width(), case.heads.q_width());
     let qkv = rounded(case.qkv(dtype), dtype);
     let windows = [case.window, None];
-    let expected = windows.map(|window| {
-        packed(&device, &Case { heads, groups: case.groups.clone(), window }, &qkv, dtype)
-    });
+    let expected =
+        windows.map(|window| packed(&device, &Case { heads, groups: case.groups.clone(), window }, &qkv, dtype));
     let mut cache = Cache::new(&device, &heads, 2, dtype).unwrap();
     cache.wanted = wanted;
     let lengths: Vec<usize> = case.groups.iter().map(|group| group.prompt_len).collect();
@@ -59,8 +58,11 @@ fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, wanted: usize) {
         }
         // More rows than are live, as in a bucket.
         let bucket = live.len() + step % 2;
-        let mut rows: Vec<f32> =
-            live.iter().flat_map(|(begin, _)| &qkv[(begin + step) * width..(begin + step + 1) * width]).copied().collect();
+        let mut rows: Vec<f32> = live
+            .iter()
+            .flat_map(|(begin, _)| &qkv[(begin + step) * width..(begin + step + 1) * width])
+            .copied()
+            .collect();
         rows.resize(bucket * width, f32::NAN);
         let rows = upload(&device, &rows, dtype);
         let out = device.alloc(bucket * q_width * dtype.bytes()).unwrap();

@@ -71,10 +71,11 @@ DEVICE int chunk_place(int line, int chunk) {
     return (line * CHUNKS + (chunk ^ turn)) * 8;
 }
 
-// LINES lines of CHUNKS chunks, with zeros beyond `lines` and `values`.
+// LINES lines of CHUNKS chunks, with zeros beyond `lines` and `values`: wherever they lie.
 template <int LINES, int CHUNKS, int THREADS>
 DEVICE void fetch_lines(bf16 *tile, const bf16 *from, uint32_t stride, uint32_t line0, uint32_t lines, uint32_t value0,
                         uint32_t values, bool aligned) {
+    _Pragma("unroll 1")
     for (int i = threadIdx.x; i < LINES * CHUNKS; i += THREADS) {
         int line = i / CHUNKS, chunk = i % CHUNKS;
         bf16 *to = tile + chunk_place<CHUNKS>(line, chunk);
@@ -91,26 +92,55 @@ DEVICE void fetch_lines(bf16 *tile, const bf16 *from, uint32_t stride, uint32_t 
     }
 }
 
-template <Form FORM, class T>
-DEVICE void fetch_step(const Gemm &p, bf16 *a_tile, TilePlace place, uint32_t step, uint32_t steps, uint32_t k_begin,
-                       uint32_t k_end) {
-    bool second = step >= steps;
-    const bf16 *a = (const bf16 *)(second ? p.a2 : p.a), *b = (const bf16 *)(second ? p.b2 : p.b);
-    uint32_t a_stride = second ? p.a2_stride : p.a_stride, b_stride = second ? p.b2_stride : p.b_stride;
-    uint32_t k0 = second ? (step - steps) * T::BK : k_begin + step * T::BK, k = second ? p.k2 : k_end;
-    bool a_aligned = p.aligned >> (second ? 2 : 0) & 1, b_aligned = p.aligned >> (second ? 3 : 1) & 1;
-    bf16 *b_tile = a_tile + T::BM * T::BK;
-    if (FORM == TN) {
-        fetch_lines<T::BK, T::BM / 8, T::THREADS>(a_tile, a, a_stride, k0, k, place.m0, p.m, a_aligned);
-    } else {
-        fetch_lines<T::BM, T::BK / 8, T::THREADS>(a_tile, a, a_stride, place.m0, p.m, k0, k, a_aligned);
+// An operand of a product, and a thread's chunks of the step that is fetched next. The values of k run along the lines,
+// or (ACROSS) from line to line.
+template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
+    static constexpr int LINES = ACROSS ? BK : WIDTH, CHUNKS = (ACROSS ? WIDTH : BK) / 8;
+    static constexpr int EACH = LINES * CHUNKS / THREADS, APART = THREADS / CHUNKS;
+    static_assert(LINES * CHUNKS % THREADS == 0 && APART % 8 == 0, "a thread's chunks are turned alike");
+
+    const bf16 *from, *at;
+    uint32_t stride, first, count, place;
+    // Whether chunk i is there.
+    uint32_t there;
+    // Chunks are whole.
+    bool whole, aligned;
+
+    // Columns (or rows) first.. of the product, out of `count`, from k0 on.
+    DEVICE_SPECIAL void begin(const void *operand, uint32_t operand_stride, uint32_t operand_first,
+                              uint32_t operand_count, uint32_t k0, bool is_aligned) {
+        from = (const bf16 *)operand, stride = operand_stride, first = operand_first, count = operand_count;
+        aligned = is_aligned;
+        uint32_t line = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+        place = chunk_place<CHUNKS>(line, chunk);
+        there = 0;
+        if (ACROSS) {
+            at = from + (size_t)(k0 + line) * stride + first + 8 * chunk;
+            whole = aligned && (count % 8 == 0 || count - first >= WIDTH);
+            there = first + 8 * chunk < count ? ~0u : 0u;
+        } else {
+            at = from + (size_t)(first + line) * stride + k0 + 8 * chunk;
+            whole = aligned;
+            for (int i = 0; i < EACH; i++) there |= (first + line + i * APART < count ? 1u : 0u) << i;
+        }
     }
-    if (FORM == NT) {
-        fetch_lines<T::BN, T::BK / 8, T::THREADS>(b_tile, b, b_stride, place.n0, p.n, k0, k, b_aligned);
-    } else {
-        fetch_lines<T::BK, T::BN / 8, T::THREADS>(b_tile, b, b_stride, k0, k, place.n0, p.n, b_aligned);
+
+    // The step from k0 on; steps follow each other.
+    DEVICE_SPECIAL void fetch(bf16 *tile, uint32_t k0, uint32_t k) {
+        if (whole && k - k0 >= BK) {
+            bf16 *to = tile + place;
+            _Pragma("unroll")
+            for (int i = 0; i < EACH; i++) {
+                cp_async16(to + i * THREADS * 8, at + (size_t)(i * APART) * stride, there >> i & 1);
+            }
+            at += ACROSS ? (size_t)BK * stride : BK;
+        } else if (ACROSS) {
+            fetch_lines<LINES, CHUNKS, THREADS>(tile, from, stride, k0, k, first, count, aligned);
+        } else {
+            fetch_lines<LINES, CHUNKS, THREADS>(tile, from, stride, first, count, k0, k, aligned);
+        }
     }
-}
+};
 
 // Rows m0.. of a, k16 values from `k` on, as a tensor core's left operand.
 template <Form FORM, class T>
@@ -150,6 +180,27 @@ DEVICE void right_fragment(uint32_t b[2], const bf16 *tile, int n0, int k) {
     }
 }
 
+// A warp's 16 values of k.
+template <Form FORM, class T>
+DEVICE void multiply(float (&sums)[T::WM / 16][T::WN / 8][4], const bf16 *a_tile, const bf16 *b_tile, int m0, int n0,
+                     int k) {
+    constexpr int MI = T::WM / 16, NI = T::WN / 8;
+    uint32_t a[MI][4], b[2 * NI];
+    _Pragma("unroll")
+    for (int i = 0; i < MI; i++) left_fragment<FORM, T>(a[i], a_tile, m0 + 16 * i, k);
+    if constexpr (NI == 1) {
+        right_fragment<FORM, T>(b, b_tile, n0, k);
+    } else {
+        _Pragma("unroll")
+        for (int j = 0; j < NI; j += 2) right_fragments<FORM, T>(b + 2 * j, b_tile, n0 + 8 * j, k);
+    }
+    _Pragma("unroll")
+    for (int i = 0; i < MI; i++) {
+        _Pragma("unroll")
+        for (int j = 0; j < NI; j++) mma_m16n8k16_bf16(sums[i][j], a[i], b + 2 * j);
+    }
+}
+
 template <Form FORM, class T, class Out>
 DEVICE void gemm_bf16(const Gemm &p) {
     constexpr int MI = T::WM / 16, NI = T::WN / 8, WARPS_N = T::BN / T::WN;
@@ -166,40 +217,41 @@ DEVICE void gemm_bf16(const Gemm &p) {
             for (int e = 0; e < 4; e++) sums[i][j][e] = 0.0f;
         }
     }
+    Operand<T::BM, T::BK, FORM == TN, T::THREADS> a;
+    Operand<T::BN, T::BK, FORM != NT, T::THREADS> b;
+    auto fetch = [&](uint32_t step) {
+        bool second = step >= steps;
+        uint32_t k0 = second ? (step - steps) * T::BK : k_begin + step * T::BK, k = second ? p.k2 : k_end;
+        if (step == 0 || step == steps) {
+            a.begin(second ? p.a2 : p.a, second ? p.a2_stride : p.a_stride, place.m0, p.m, k0,
+                    p.aligned >> (second ? 2 : 0) & 1);
+            b.begin(second ? p.b2 : p.b, second ? p.b2_stride : p.b_stride, place.n0, p.n, k0,
+                    p.aligned >> (second ? 3 : 1) & 1);
+        }
+        bf16 *tile = tiles + step % T::STAGES * T::STAGE;
+        a.fetch(tile, k0, k);
+        b.fetch(tile + T::BM * T::BK, k0, k);
+    };
     _Pragma("unroll 1")
     for (uint32_t step = 0; step < T::STAGES - 1; step++) {
-        if (step < all) fetch_step<FORM, T>(p, tiles + step * T::STAGE, place, step, steps, k_begin, k_end);
+        if (step < all) fetch(step);
         cp_async_commit();
     }
+    _Pragma("unroll 1")
     for (uint32_t step = 0; step < all; step++) {
         cp_async_wait<T::STAGES - 2>();
         __syncthreads();
-        uint32_t next = step + T::STAGES - 1;
-        if (next < all) {
-            bf16 *to = tiles + next % T::STAGES * T::STAGE;
-            fetch_step<FORM, T>(p, to, place, next, steps, k_begin, k_end);
-        }
+        if (step + T::STAGES - 1 < all) fetch(step + T::STAGES - 1);
         cp_async_commit();
         const bf16 *a_tile = tiles + step % T::STAGES * T::STAGE, *b_tile = a_tile + T::BM * T::BK;
         uint32_t left = step < steps ? k_end - k_begin - step * T::BK : p.k2 - (step - steps) * T::BK;
-        _Pragma("unroll")
-        for (int k = 0; k < T::BK; k += 16) {
-            // Beyond the last value there are no steps, so that their number does not depend on the tile.
-            if ((uint32_t)k >= left) break;
-            uint32_t a[MI][4], b[NI][2];
+        // Beyond the last value there are no steps, so that their number does not depend on the tile.
+        if (left >= T::BK) {
             _Pragma("unroll")
-            for (int i = 0; i < MI; i++) left_fragment<FORM, T>(a[i], a_tile, warp_m + 16 * i, k);
-            if constexpr (NI == 1) {
-                right_fragment<FORM, T>(b[0], b_tile, warp_n, k);
-            } else {
-                _Pragma("unroll")
-                for (int j = 0; j < NI; j += 2) right_fragments<FORM, T>(b[j], b_tile, warp_n + 8 * j, k);
-            }
-            _Pragma("unroll")
-            for (int i = 0; i < MI; i++) {
-                _Pragma("unroll")
-                for (int j = 0; j < NI; j++) mma_m16n8k16_bf16(sums[i][j], a[i], b[j]);
-            }
+            for (int k = 0; k < T::BK; k += 16) multiply<FORM, T>(sums, a_tile, b_tile, warp_m, warp_n, k);
+        } else {
+            _Pragma("unroll 1")
+            for (int k = 0; k < (int)left; k += 16) multiply<FORM, T>(sums, a_tile, b_tile, warp_m, warp_n, k);
         }
     }
     // Through shared memory, sixteen rows at a time, so that a warp writes lines.
@@ -243,6 +295,93 @@ GEMM_BF16(gemm_nt_bf16_bf16, NT, bf16)
 GEMM_BF16(gemm_nn_bf16_f32, NN, float)
 GEMM_BF16(gemm_nn_bf16_bf16, NN, bf16)
 GEMM_BF16(gemm_tn_bf16_f32, TN, float)
+
+// For few columns, a · bᵀ only: step j of 16 values belongs to chain j mod 8, a warp each, so that eight short chains
+// stand for a long one; they are added in order. The chains depend on k alone.
+template <int BM, int STAGES> struct ThinTile {
+    static constexpr int CHAINS = 8, BN = 32, BK = 16 * CHAINS, THREADS = 32 * CHAINS, STAGE = (BM + BN) * BK;
+};
+
+template <int BM, int STAGES, class Out> DEVICE void gemm_thin(const Gemm &p) {
+    using T = ThinTile<BM, STAGES>;
+    constexpr int MI = BM / 16, NI = T::BN / 8, LINE = T::BN + 8;
+    SHARED(shared);
+    bf16 *tiles = (bf16 *)shared;
+    TilePlace place = tile_place(p.m, p.n, BM, T::BN);
+    uint32_t lane = lane_id(), chain = warp_id(), steps = (p.k + T::BK - 1) / T::BK;
+    float sums[MI][NI][4];
+    for (int i = 0; i < MI; i++) {
+        for (int j = 0; j < NI; j++) {
+            for (int e = 0; e < 4; e++) sums[i][j][e] = 0.0f;
+        }
+    }
+    Operand<BM, T::BK, false, T::THREADS> a;
+    Operand<T::BN, T::BK, false, T::THREADS> b;
+    a.begin(p.a, p.a_stride, place.m0, p.m, 0, p.aligned & 1);
+    b.begin(p.b, p.b_stride, place.n0, p.n, 0, p.aligned & 2);
+    auto fetch = [&](uint32_t step) {
+        bf16 *tile = tiles + step % STAGES * T::STAGE;
+        a.fetch(tile, step * T::BK, p.k);
+        b.fetch(tile + BM * T::BK, step * T::BK, p.k);
+    };
+    _Pragma("unroll 1")
+    for (uint32_t step = 0; step < STAGES - 1; step++) {
+        if (step < steps) fetch(step);
+        cp_async_commit();
+    }
+    _Pragma("unroll 1")
+    for (uint32_t step = 0; step < steps; step++) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < steps) fetch(step + STAGES - 1);
+        cp_async_commit();
+        if (step * T::BK + 16 * chain < p.k) {
+            const bf16 *a_tile = tiles + step % STAGES * T::STAGE, *b_tile = a_tile + BM * T::BK;
+            uint32_t left[4], right[2 * NI];
+            _Pragma("unroll")
+            for (int j = 0; j < NI; j += 2) {
+                int line = 8 * j + (lane & 7) + 8 * (lane >> 4), at = 2 * chain + (lane >> 3 & 1);
+                ldmatrix_x4(right + 2 * j, b_tile + chunk_place<T::BK / 8>(line, at));
+            }
+            _Pragma("unroll")
+            for (int i = 0; i < MI; i++) {
+                ldmatrix_x4(left, a_tile + chunk_place<T::BK / 8>(16 * i + (lane & 15), 2 * chain + (lane >> 4)));
+                _Pragma("unroll")
+                for (int j = 0; j < NI; j++) mma_m16n8k16_bf16(sums[i][j], left, right + 2 * j);
+            }
+        }
+    }
+    cp_async_wait<0>();
+    // Sixteen rows at a time: [chain][row][column].
+    float *slabs = (float *)shared, *slab = slabs + chain * 16 * LINE;
+    _Pragma("unroll")
+    for (int i = 0; i < MI; i++) {
+        __syncthreads();
+        _Pragma("unroll")
+        for (int j = 0; j < NI; j++) {
+            _Pragma("unroll")
+            for (int e = 0; e < 4; e++) {
+                slab[(lane / 4 + e / 2 * 8) * LINE + 8 * j + lane % 4 * 2 + e % 2] = sums[i][j][e];
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < 16 * T::BN / 4) {
+            uint32_t row = threadIdx.x / (T::BN / 4), column = threadIdx.x % (T::BN / 4) * 4;
+            float all[4], more[4];
+            load4(slabs + row * LINE + column, all);
+            for (int other = 1; other < T::CHAINS; other++) {
+                load4(slabs + (other * 16 + row) * LINE + column, more);
+                for (int e = 0; e < 4; e++) all[e] += more[e];
+            }
+            store_sums<Out>(p, place.m0 + 16 * i + row, place.n0 + column, all);
+        }
+    }
+}
+
+KERNEL_BOUNDS(gemm_nt_bf16_f32_thin, Gemm, 256, 2) { gemm_thin<16, 4, float>(p); }
+KERNEL_BOUNDS(gemm_nt_bf16_bf16_thin, Gemm, 256, 2) { gemm_thin<16, 4, bf16>(p); }
+KERNEL_BOUNDS(gemm_nt_bf16_f32_thin_tall, Gemm, 256, 2) { gemm_thin<64, 2, float>(p); }
+KERNEL_BOUNDS(gemm_nt_bf16_bf16_thin_tall, Gemm, 256, 2) { gemm_thin<64, 2, bf16>(p); }
 
 // ----------------------------------------------------------------------------------------------------------- f32
 

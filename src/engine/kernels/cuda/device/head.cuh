@@ -100,7 +100,7 @@ DEVICE HeadTotal head_total(const HeadCell* cells, uint32_t count, float t) {
 }
 
 DEVICE float head_logp(const HeadTotal& total, float logit) {
-    return float(fma(double(logit), double(total.t), -double(total.largest)) - log(total.sum));
+    return float(double(logit * total.t) - double(total.largest) - log(total.sum));
 }
 
 struct HeadScores {

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda-emulator")]
 use super::super::emulated::Emulator;
-use super::super::nvidia::{Gpu, Graph};
+use super::super::nvidia::{Gpu, Graph, Stamp};
 use super::CudaError;
 use super::list::{List, Op};
 use super::pool::Source;
@@ -31,12 +31,27 @@ pub(in super::super) struct Staging {
 unsafe impl Send for Staging {}
 
 impl Staging {
+    /// The first `to.len()` bytes. Nothing may be copying to it.
+    pub fn read(&self, to: &mut [u8]) {
+        assert!(to.len() <= self.bytes, "a download lies within its staging memory");
+        // SAFETY: within the memory that this value owns, as just checked.
+        unsafe { std::ptr::copy_nonoverlapping(self.start, to.as_mut_ptr(), to.len()) }
+    }
+
     /// Overwrite a part of it. Nothing may be copying from it.
     pub fn fill(&mut self, at: usize, bytes: &[u8]) {
         assert!(at + bytes.len() <= self.bytes, "an upload lies within its staging memory");
         // SAFETY: within the memory that this value owns, as just checked.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) }
     }
+}
+
+/// A moment in a device's work.
+#[derive(Debug)]
+pub(in super::super) enum Moment {
+    Nvidia(Stamp),
+    #[cfg(feature = "cuda-emulator")]
+    Emulated(std::time::Instant),
 }
 
 /// A GPU or the emulator.
@@ -122,6 +137,31 @@ impl Machine {
     /// Wait for all that was asked, and copy from the device.
     pub(super) fn download(&mut self, from: u64, to: &mut [u8]) -> Result<(), CudaError> {
         either!(self, m => m.download(from, to))
+    }
+
+    /// Copy from the device to staging memory, to be settled before it is read.
+    pub(super) fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
+        either!(self, m => m.fetch(from, staging, bytes))
+    }
+
+    /// The end of what was asked so far.
+    pub(super) fn moment(&mut self) -> Result<Moment, CudaError> {
+        match self {
+            Machine::Nvidia(gpu) => gpu.stamp().map(Moment::Nvidia),
+            #[cfg(feature = "cuda-emulator")]
+            Machine::Emulated(_) => Ok(Moment::Emulated(std::time::Instant::now())),
+        }
+    }
+
+    /// Seconds between two moments.
+    pub(super) fn seconds(&mut self, from: &Moment, to: &Moment) -> Result<f64, CudaError> {
+        match (self, from, to) {
+            (Machine::Nvidia(gpu), Moment::Nvidia(from), Moment::Nvidia(to)) => gpu.elapsed(from, to),
+            #[cfg(feature = "cuda-emulator")]
+            (_, Moment::Emulated(from), Moment::Emulated(to)) => Ok(to.duration_since(*from).as_secs_f64()),
+            #[cfg(feature = "cuda-emulator")]
+            _ => Err(CudaError::Failed("moments of another device".to_owned())),
+        }
     }
 
     pub(super) fn synchronize(&mut self) -> Result<(), CudaError> {

@@ -8,6 +8,7 @@ use super::CudaError;
 use super::list::{Launch, List, Op};
 use super::machine::{Found, Machine, Staging};
 use super::pool::{Memory, Pool};
+use super::profile::{Profile, Timing};
 
 /// Bodies remembered, the one not run for the longest time is forgotten first.
 const MOST_BODIES: usize = 256;
@@ -70,7 +71,13 @@ pub(super) struct Queue {
     /// What went wrong where nobody could be told.
     failure: Option<CudaError>,
     counters: Counters,
+    profile: Option<Profile>,
+    /// Memory for downloads that are waited for later.
+    landings: Vec<Staging>,
 }
+
+/// Downloads up to this size use the same memory again.
+const LANDING_BYTES: usize = 1 << 20;
 
 impl Queue {
     pub(super) fn new(machine: Machine, memory_bytes: u64) -> Queue {
@@ -85,6 +92,8 @@ impl Queue {
             refuse_after: None,
             failure: None,
             counters: Counters::default(),
+            profile: None,
+            landings: Vec::new(),
         }
     }
 
@@ -134,7 +143,12 @@ impl Queue {
         if self.elided(|list, next| list.ops.get(next) == Some(&op))? {
             return Ok(());
         }
-        self.machine.simple(&op)?;
+        let label = match op {
+            Op::Product(_) => "cublas",
+            Op::Zero { .. } => "zero",
+            _ => "copy",
+        };
+        Profile::timed(&mut self.profile, &mut self.machine, label, |machine| machine.simple(&op))?;
         self.counters.products += u64::from(matches!(op, Op::Product(_)));
         self.note(|list| list.ops.push(op));
         Ok(())
@@ -170,7 +184,9 @@ impl Queue {
         if self.elided(|list, next| list.is_launch(next, found.kernel, launch, params))? {
             return Ok(());
         }
-        self.machine.launch(found.kernel, launch, params)?;
+        Profile::timed(&mut self.profile, &mut self.machine, kernel, |machine| {
+            machine.launch(found.kernel, launch, params)
+        })?;
         self.counters.launches += 1;
         self.note(|list| list.launch(found.kernel, launch, params));
         Ok(())
@@ -191,7 +207,7 @@ impl Queue {
             return Ok(());
         }
         self.catch_up()?;
-        self.machine.upload(to, bytes)?;
+        Profile::timed(&mut self.profile, &mut self.machine, "upload", |machine| machine.upload(to, bytes))?;
         self.counters.uploads += 1;
         self.note(|list| list.upload(to, size));
         Ok(())
@@ -248,6 +264,44 @@ impl Queue {
         self.machine.download(from, to)
     }
 
+    /// Start a download. What it copies to comes back by `land`.
+    pub(super) fn fetch(&mut self, from: u64, bytes: usize) -> Result<Staging, CudaError> {
+        self.wait()?;
+        let mut staging = match bytes > LANDING_BYTES {
+            true => self.machine.stage(bytes)?,
+            false => match self.landings.pop() {
+                Some(staging) => staging,
+                None => self.machine.stage(LANDING_BYTES)?,
+            },
+        };
+        self.machine.fetch(from, &mut staging, bytes)?;
+        Ok(staging)
+    }
+
+    /// Wait for a download that was started, and read it unless nobody wants it any more.
+    pub(super) fn land(&mut self, staging: Staging, to: Option<&mut [u8]>) -> Result<(), CudaError> {
+        self.machine.settle(&staging)?;
+        if let Some(to) = to {
+            staging.read(to);
+        }
+        match staging.bytes > LANDING_BYTES {
+            true => self.machine.unstage(staging),
+            false => self.landings.push(staging),
+        }
+        Ok(())
+    }
+
+    pub(super) fn start_profile(&mut self) {
+        self.profile = Some(Profile::default());
+    }
+
+    pub(super) fn take_profile(&mut self) -> Result<Vec<Timing>, CudaError> {
+        match self.profile.take() {
+            Some(profile) => profile.timings(&mut self.machine),
+            None => Ok(Vec::new()),
+        }
+    }
+
     pub(super) fn synchronize(&mut self) -> Result<(), CudaError> {
         self.wait()?;
         self.machine.synchronize()
@@ -264,7 +318,7 @@ impl Queue {
         if !matches!(self.mode, Mode::Direct) {
             return Err(CudaError::Input("a body is run within another".to_owned()));
         }
-        if !self.graphs {
+        if !self.graphs || self.profile.is_some() {
             return Ok(());
         }
         self.mode = match self.bodies.remove(&key) {
@@ -400,6 +454,10 @@ impl Drop for Queue {
         // Errors have nobody left to be told to; the machine ends with its process or is already lost.
         if self.machine.enter().is_ok() {
             let _ = self.machine.synchronize();
+            self.profile = None;
+            for staging in self.landings.drain(..) {
+                self.machine.unstage(staging);
+            }
             self.trim();
         }
     }

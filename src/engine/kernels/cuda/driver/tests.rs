@@ -64,6 +64,42 @@ fn uploads_of_many_pieces_keep_their_order() {
 }
 
 #[test]
+fn a_fetch_holds_what_was_there_when_it_began() {
+    let Some(device) = device() else { return };
+    let buffer = device.upload(&[1_u32, 2, 3]).unwrap();
+    let large = device.upload(&vec![9_u8; 3 << 20]).unwrap();
+    let first = device.fetch::<u32>(&buffer, 1, 2).unwrap();
+    let all = device.fetch::<u8>(&large, 0, 3 << 20).unwrap();
+    drop(device.fetch::<u32>(&buffer, 0, 1).unwrap());
+    device.write(&buffer, 0, &[7_u32, 8, 9]).unwrap();
+    let second = device.fetch::<u32>(&buffer, 0, 3).unwrap();
+    device.clear(&buffer).unwrap();
+    assert_eq!(second.wait().unwrap(), [7, 8, 9]);
+    assert_eq!(first.wait().unwrap(), [2, 3]);
+    assert!(all.wait().unwrap().iter().all(|&x| x == 9));
+    assert_eq!(device.fetch::<u32>(&buffer, 3, 0).unwrap().wait().unwrap(), [0; 0]);
+    assert!(matches!(device.fetch::<u32>(&buffer, 2, 2), Err(CudaError::Input(_))));
+}
+
+#[test]
+fn a_profile_names_each_kernel_and_how_often_it_ran() {
+    let Some(device) = device() else { return };
+    let (x, y) = (device.upload(&[1.0_f32; 64]).unwrap(), device.zeros(256).unwrap());
+    device.start_profile();
+    for _ in 0..3 {
+        device.graph(1, || scale(&device, &x, &y, 2.0)).unwrap();
+    }
+    device.clear(&y).unwrap();
+    let timings = device.take_profile().unwrap();
+    let mut counts: Vec<(&str, u64)> = timings.iter().map(|timing| (timing.name.as_str(), timing.count)).collect();
+    counts.sort_unstable();
+    assert_eq!(counts, [("probe_scale", 3), ("zero", 1)]);
+    assert!(timings.iter().all(|timing| timing.seconds >= 0.0) && timings[0].seconds >= timings[1].seconds);
+    scale(&device, &x, &y, 2.0).unwrap();
+    assert_eq!(device.take_profile().unwrap(), []);
+}
+
+#[test]
 fn zeros_are_zero_also_where_memory_is_used_again() {
     let Some(device) = device() else { return };
     drop(device.upload(&[1_u8; 1000]).unwrap());

@@ -6,6 +6,7 @@ use crate::engine::kernels::rows::tests::assert_same;
 
 const FORMS: [Form; 3] = [Form::Nt, Form::Nn, Form::Tn];
 const TILES: [Tile; 3] = [Tile::Small, Tile::Middle, Tile::Large];
+const THIN: [Tile; 2] = [Tile::Thin, Tile::ThinTall];
 
 /// Operands of a product; `odd` ones cannot be read 16 bytes at a time.
 fn operands(
@@ -50,7 +51,9 @@ fn types(form: Form) -> Vec<(Dtype, Dtype)> {
 #[test]
 fn products_are_the_naive_ones_in_every_tile() {
     let Some(device) = device() else { return };
-    for sizes in [(1, 1, 1), (3, 5, 7), (16, 32, 64), (17, 40, 33), (70, 65, 100), (130, 140, 48), (9, 129, 130)] {
+    for sizes in
+        [(1, 1, 1), (3, 5, 7), (16, 32, 64), (17, 40, 33), (70, 65, 100), (130, 140, 48), (9, 129, 130), (67, 9, 700)]
+    {
         for form in FORMS {
             for ((dtype, out_type), odd) in types(form).into_iter().flat_map(|types| [(types, false), (types, true)]) {
                 let (m, n, k) = sizes;
@@ -58,13 +61,16 @@ fn products_are_the_naive_ones_in_every_tile() {
                 let expected = naive(form, sizes, &a, &b);
                 let plain = Product::new(form, a.rows(), b.rows());
                 let mut first: Option<Vec<f32>> = None;
-                for tile in TILES {
+                let mut first_thin: Option<Vec<f32>> = None;
+                let thin = if (form, dtype) == (Form::Nt, Dtype::Bf16) { &THIN[..] } else { &[] };
+                for tile in TILES.iter().chain(thin).copied() {
                     let what = format!("{sizes:?} {form:?} {dtype:?} to {out_type:?}, odd {odd}, {tile:?}");
                     let out = Given::odd(&device, m, n, 5, out_type);
                     let cut = Cut { parts: 1, k_of_part: k };
                     exact_by(&device, tile, &plain, cut, None, out.rows()).expect("a product");
                     let now = out.now(&device);
                     assert_near(&now, &expected, out_type, 2e-6, &what);
+                    let first = if THIN.contains(&tile) { &mut first_thin } else { &mut first };
                     assert_same(&now, first.get_or_insert(now.clone()), &what);
                 }
                 let out = Given::placed(&device, (m, n), (0, n), 6, out_type);
@@ -118,7 +124,7 @@ fn a_second_product_a_bias_and_a_residual_are_added() {
 #[test]
 fn a_row_has_the_same_bits_whatever_the_other_rows() {
     let Some(device) = device() else { return };
-    let (m, n, k) = (200, 70, 136);
+    let (m, n, k) = (200, 270, 136);
     for dtype in DTYPES {
         let (a, b) = operands(&device, Form::Nt, (m, n, k), 1, dtype, false);
         let (a2, b2) = operands(&device, Form::Nt, (m, n, 24), 3, dtype, false);
@@ -139,11 +145,29 @@ fn a_row_has_the_same_bits_whatever_the_other_rows() {
 }
 
 #[test]
+fn a_row_of_few_columns_has_the_same_bits_whatever_the_other_rows() {
+    let Some(device) = device() else { return };
+    let (m, n, k) = (2100, 12, 150);
+    let (a, b) = operands(&device, Form::Nt, (m, n, k), 1, Dtype::Bf16, false);
+    let run = |rows: std::ops::Range<usize>| {
+        let plain = Product::new(Form::Nt, a.rows().part(rows.clone()), b.rows());
+        let out = Given::new(&device, rows.len(), n, 5, Dtype::F32);
+        product(&device, Gemm::Exact, &plain, out.rows()).expect("a product");
+        out.now(&device)
+    };
+    let all = run(0..m);
+    for rows in [0..1, 2099..2100, 30..100] {
+        assert_same(&run(rows.clone()), &all[rows.start * n..rows.end * n], "some of the rows");
+    }
+}
+
+#[test]
 fn tiles_are_larger_where_there_are_enough_of_them() {
     assert_eq!(Tile::of(1, 100_000), Tile::Small);
     assert_eq!(Tile::of(64, 3072), Tile::Small);
     assert_eq!(Tile::of(512, 1024), Tile::Middle);
     assert_eq!(Tile::of(16384, 1024), Tile::Large);
+    assert_eq!(Tile::of(16384, 48), Tile::Middle);
 }
 
 #[test]

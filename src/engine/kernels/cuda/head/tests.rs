@@ -182,8 +182,7 @@ fn greedy_takes_the_first_of_the_largest_and_never_a_nan() {
     (weight[700], weight[701], weight[3], weight[1199]) = (5.0, 5.0, f32::NAN, 5.0);
     let weight = device.upload(&weight).unwrap();
     let x = device.upload(&[1.0_f32]).unwrap();
-    let head =
-        Head { weight: Rows::new(&weight, 1200, 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
+    let head = Head { weight: Rows::new(&weight, 1200, 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
     let x = Rows::new(&x, 1, 1, Dtype::F32);
     let chosen = choose(&device, &head, x, &[Pick { temperature: 0.0, uniform: 0.5 }]).unwrap();
     assert_eq!(chosen[0].token, 700);

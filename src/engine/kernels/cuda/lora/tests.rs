@@ -27,10 +27,7 @@ impl Case {
     fn new(device: &Device, dtype: Dtype, rows: usize, inputs: usize, r: usize, residual: bool) -> Case {
         let (parts, outputs) = ([0..10, 16..21], 21);
         let factor = |count, seed| noise(count, seed).iter().map(|v| rounded(*v, dtype)).collect::<Vec<f32>>();
-        let factors = vec![
-            (factor(r * inputs, 1), factor(10 * r, 2)),
-            (factor(r * inputs, 3), factor(5 * r, 4)),
-        ];
+        let factors = vec![(factor(r * inputs, 1), factor(10 * r, 2)), (factor(r * inputs, 3), factor(5 * r, 4))];
         // With a residual the stream's gradient comes in f32.
         let dy_type = if residual { Dtype::F32 } else { dtype };
         Case {
@@ -91,9 +88,9 @@ fn naive(case: &Case, adapter: bool, dropout: bool) -> Naive {
         let mut y: Vec<f64> =
             (0..outputs).map(|o| bias[o] + (0..inputs).map(|i| x[i] * w[o * inputs + i]).sum::<f64>()).collect();
         let mut dx: Vec<f64> = (0..inputs).map(|i| (0..outputs).map(|o| dy[o] * w[o * inputs + i]).sum()).collect();
-        for o in 0..outputs {
-            all.dbias[o] += dy[o];
-            (0..inputs).for_each(|i| all.dw[o * inputs + i] += dy[o] * x[i]);
+        for ((dbias, dy), dw) in all.dbias.iter_mut().zip(dy).zip(all.dw.chunks_mut(inputs)) {
+            *dbias += dy;
+            dw.iter_mut().zip(x).for_each(|(dw, x)| *dw += dy * x);
         }
         for (block, (a, b)) in case.factors.iter().enumerate().filter(|_| adapter) {
             let x: Vec<f64> = (0..inputs).map(|i| x[i] * case.mask(dropout, block, row, i)).collect();
