@@ -31,14 +31,6 @@ impl Form {
         let (n, b_k) = if self == Form::Nt { (b.rows, b.width) } else { (b.width, b.rows) };
         (k == b_k && a.dtype == b.dtype).then_some((m, n, k))
     }
-
-    fn name(self) -> &'static str {
-        match self {
-            Form::Nt => "nt",
-            Form::Nn => "nn",
-            Form::Tn => "tn",
-        }
-    }
 }
 
 /// A product and what is added to it. a and b have one type; so have the operands of `more`.
@@ -225,16 +217,6 @@ impl Tile {
         }
     }
 
-    fn name(self) -> &'static str {
-        match self {
-            Tile::Small => "small",
-            Tile::Middle => "middle",
-            Tile::Large => "large",
-            Tile::Thin => "thin",
-            Tile::ThinTall => "thin_tall",
-        }
-    }
-
     /// Threads, and bytes of dynamic shared memory.
     fn block(self, dtype: Dtype) -> (u32, u32) {
         match (dtype, self) {
@@ -247,6 +229,31 @@ impl Tile {
             (Dtype::F32, Tile::Small) => (64, 0),
             (Dtype::F32, _) => (256, 0),
         }
+    }
+}
+
+/// The kernel's name; those that there are not are refused before.
+fn kernel(form: Form, operands: Dtype, out: Dtype, tile: Tile) -> &'static str {
+    macro_rules! of_tile {
+        ($name:literal) => {
+            match tile {
+                Tile::Small => concat!($name, "_small"),
+                Tile::Middle => concat!($name, "_middle"),
+                Tile::Large => concat!($name, "_large"),
+                Tile::Thin => concat!($name, "_thin"),
+                Tile::ThinTall => concat!($name, "_thin_tall"),
+            }
+        };
+    }
+    match (form, operands, out) {
+        (Form::Nt, Dtype::F32, _) => of_tile!("gemm_nt_f32_f32"),
+        (Form::Nn, Dtype::F32, _) => of_tile!("gemm_nn_f32_f32"),
+        (Form::Tn, Dtype::F32, _) => of_tile!("gemm_tn_f32_f32"),
+        (Form::Nt, Dtype::Bf16, Dtype::F32) => of_tile!("gemm_nt_bf16_f32"),
+        (Form::Nn, Dtype::Bf16, Dtype::F32) => of_tile!("gemm_nn_bf16_f32"),
+        (Form::Tn, Dtype::Bf16, _) => of_tile!("gemm_tn_bf16_f32"),
+        (Form::Nt, Dtype::Bf16, Dtype::Bf16) => of_tile!("gemm_nt_bf16_bf16"),
+        (Form::Nn, Dtype::Bf16, Dtype::Bf16) => of_tile!("gemm_nn_bf16_bf16"),
     }
 }
 
@@ -337,8 +344,8 @@ fn exact_by(
         alpha,
         pad: 0,
     };
-    let kernel = format!("gemm_{}_{}_{}_{}", form.name(), a.dtype.name(), out.dtype.name(), tile.name());
-    device.launch(&kernel, Launch { grid: [tiles as u32, 1, cut.parts as u32], block, shared }, &params)
+    let launch = Launch { grid: [tiles as u32, 1, cut.parts as u32], block, shared };
+    device.launch(kernel(form, a.dtype, out.dtype, tile), launch, &params)
 }
 
 fn fast(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {

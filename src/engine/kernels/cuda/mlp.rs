@@ -40,7 +40,7 @@ pub fn silu_mul(device: &Device, gate_up: Rows<'_>, out: Rows<'_>) -> Result<()>
         out_stride: size(out.stride)?,
         aligned: bits(&[gate.by_fours(), up.by_fours(), false, out.by_fours()]),
     };
-    device.launch(&format!("silu_mul_{}", out.dtype.name()), by_fours(out.rows, width)?, &params)
+    device.launch(out.dtype.of(["silu_mul_f32", "silu_mul_bf16"]), by_fours(out.rows, width)?, &params)
 }
 
 /// d_gate_up = dL/d`[gate | up]` of [`silu_mul`] from dL/dout = `dy`; all of one type; d_gate_up may be gate_up.
@@ -67,7 +67,7 @@ pub fn silu_mul_vjp(device: &Device, gate_up: Rows<'_>, dy: Rows<'_>, d_gate_up:
         out_stride: size(d_gate_up.stride)?,
         aligned: bits(&[gate, up, dy.by_fours(), d_gate, d_up]),
     };
-    device.launch(&format!("silu_mul_vjp_{}", dy.dtype.name()), by_fours(dy.rows, width)?, &params)
+    device.launch(dy.dtype.of(["silu_mul_vjp_f32", "silu_mul_vjp_bf16"]), by_fours(dy.rows, width)?, &params)
 }
 
 #[cfg(test)]

@@ -48,7 +48,7 @@ pub fn rms_norm(device: &Device, x: Rows<'_>, weight: Rows<'_>, eps: f32, out: R
         eps,
         pad: 0,
     };
-    device.launch(&format!("rms_norm_{}", out.dtype.name()), row_by_row(x.rows, x.width)?, &params)
+    device.launch(out.dtype.of(["rms_norm_f32", "rms_norm_bf16"]), row_by_row(x.rows, x.width)?, &params)
 }
 
 /// The operands of [`rms_norm_vjp`].
@@ -113,7 +113,7 @@ pub fn rms_norm_vjp(device: &Device, backward: NormBackward<'_>, dx: Rows<'_>) -
         eps,
         pad: 0,
     };
-    device.launch(&format!("rms_norm_vjp_{}", dy.dtype.name()), row_by_row(x.rows, x.width)?, &params)
+    device.launch(dy.dtype.of(["rms_norm_vjp_f32", "rms_norm_vjp_bf16"]), row_by_row(x.rows, x.width)?, &params)
 }
 
 params! {
@@ -172,7 +172,7 @@ pub fn rms_norm_weight_vjp(device: &Device, x: Rows<'_>, eps: f32, dy: Rows<'_>,
         x_stride: size(x.stride)?,
         dy_stride: size(dy.stride)?,
     };
-    device.launch(&format!("rms_norm_weight_parts_{}", dy.dtype.name()), launch, &params)?;
+    device.launch(dy.dtype.of(["rms_norm_weight_parts_f32", "rms_norm_weight_parts_bf16"]), launch, &params)?;
     Parts { parts: &parts, count, rows: 1 }.add(device, 0, 1.0, dw)
 }
 

@@ -115,7 +115,7 @@ pub fn rotate(device: &Device, rope: &Rope<'_>, qkv: Rows<'_>, out: Rows<'_>) ->
         out_stride: size(out.stride)?,
         ..rotation
     };
-    device.launch(&format!("rotate_{}", qkv.dtype.name()), rope.launch(qkv.rows)?, &params)
+    device.launch(qkv.dtype.of(["rotate_f32", "rotate_bf16"]), rope.launch(qkv.rows)?, &params)
 }
 
 /// dx = dL/dqkv of [`rotate`] from dL/dout = `dy`; `qkv` is its input, read with qk-norm only. All of one type; dx may be
@@ -140,7 +140,7 @@ pub fn rotate_vjp(device: &Device, rope: &Rope<'_>, qkv: Option<Rows<'_>>, dy: R
         out_stride: size(dx.stride)?,
         ..rotation
     };
-    device.launch(&format!("rotate_vjp_{}", dy.dtype.name()), rope.launch(dy.rows)?, &params)
+    device.launch(dy.dtype.of(["rotate_vjp_f32", "rotate_vjp_bf16"]), rope.launch(dy.rows)?, &params)
 }
 
 /// dq and dk (f32, one row of `head_dim` each) += dL/dweight of the qk-norms, summed in a fixed order; nothing without
@@ -174,7 +174,7 @@ pub fn rotate_weight_vjp(
     };
     let shared = size(WARPS * dim * size_of::<f32>())?;
     let launch = Launch { grid: [size(count)?, 2, 1], block: 32 * WARPS as u32, shared };
-    device.launch(&format!("rotate_weight_parts_{}", qkv.dtype.name()), launch, &params)?;
+    device.launch(qkv.dtype.of(["rotate_weight_parts_f32", "rotate_weight_parts_bf16"]), launch, &params)?;
     let parts = Parts { parts: &parts, count, rows: 2 };
     parts.add(device, 0, 1.0, dq)?;
     parts.add(device, 1, 1.0, dk)

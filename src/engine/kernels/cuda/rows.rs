@@ -10,11 +10,16 @@ pub use super::driver::DType as Dtype;
 pub type Result<T> = std::result::Result<T, CudaError>;
 
 impl Dtype {
-    /// How names of kernels end.
+    /// As names of kernels have it.
     pub fn name(self) -> &'static str {
+        self.of(["f32", "bf16"])
+    }
+
+    /// What belongs to this type, of something for f32 and for bf16.
+    pub(super) fn of<T>(self, [f32s, bf16s]: [T; 2]) -> T {
         match self {
-            Dtype::F32 => "f32",
-            Dtype::Bf16 => "bf16",
+            Dtype::F32 => f32s,
+            Dtype::Bf16 => bf16s,
         }
     }
 }
@@ -176,8 +181,9 @@ pub fn select_by(device: &Device, x: Rows<'_>, rows: &Buffer, out: Rows<'_>) -> 
         out_stride: size(out.stride)?,
         aligned: bits(&[x.by_fours(), out.by_fours()]),
     };
-    let kernel = format!("select_{}_{}", x.dtype.name(), out.dtype.name());
-    device.launch(&kernel, by_fours(out.rows, out.width)?, &params)
+    let kernel =
+        out.dtype.of(x.dtype.of([["select_f32_f32", "select_f32_bf16"], ["select_bf16_f32", "select_bf16_bf16"]]));
+    device.launch(kernel, by_fours(out.rows, out.width)?, &params)
 }
 
 params! {
@@ -236,7 +242,7 @@ pub fn scatter_add(device: &Device, x: Rows<'_>, rows: &[u32], out: Rows<'_>) ->
         aligned: bits(&[x.by_fours(), out.by_fours()]),
         pad: 0,
     };
-    device.launch(&format!("scatter_{}", x.dtype.name()), by_fours(count, x.width)?, &params)
+    device.launch(x.dtype.of(["scatter_f32", "scatter_bf16"]), by_fours(count, x.width)?, &params)
 }
 
 params! {
@@ -283,7 +289,11 @@ fn copy_or_add(device: &Device, x: Rows<'_>, out: Rows<'_>, add: bool) -> Result
         aligned: bits(&[x.by_fours(), out.by_fours()]),
         add: u32::from(add),
     };
-    device.launch(&format!("copy_{}_{}", x.dtype.name(), out.dtype.name()), by_fours(x.rows, x.width)?, &params)
+    device.launch(
+        out.dtype.of(x.dtype.of([["copy_f32_f32", "copy_f32_bf16"], ["copy_bf16_f32", "copy_bf16_bf16"]])),
+        by_fours(x.rows, x.width)?,
+        &params,
+    )
 }
 
 params! {
@@ -321,7 +331,7 @@ pub(super) fn finish(device: &Device, bias: Option<Rows<'_>>, add: Option<Rows<'
         ]),
         pad: 0,
     };
-    device.launch(&format!("finish_{}", out.dtype.name()), by_fours(out.rows, out.width)?, &params)
+    device.launch(out.dtype.of(["finish_f32", "finish_bf16"]), by_fours(out.rows, out.width)?, &params)
 }
 
 params! {
@@ -364,7 +374,7 @@ pub fn column_sums(device: &Device, x: Rows<'_>, sums: Rows<'_>) -> Result<()> {
         stride: size(x.stride)?,
         pad: 0,
     };
-    device.launch(&format!("column_parts_{}", x.dtype.name()), launch, &params)?;
+    device.launch(x.dtype.of(["column_parts_f32", "column_parts_bf16"]), launch, &params)?;
     Parts { parts: &parts, count, rows: 1 }.add(device, 0, 1.0, sums)
 }
 
@@ -459,7 +469,11 @@ pub fn drop_out(device: &Device, x: Rows<'_>, dropout: Dropout<'_>, add: bool, o
         scale: dropout.scale,
         add: u32::from(add),
     };
-    device.launch(&format!("drop_{}_{}", x.dtype.name(), out.dtype.name()), by_fours(x.rows, x.width)?, &params)
+    device.launch(
+        out.dtype.of(x.dtype.of([["drop_f32_f32", "drop_f32_bf16"], ["drop_bf16_f32", "drop_bf16_bf16"]])),
+        by_fours(x.rows, x.width)?,
+        &params,
+    )
 }
 
 #[cfg(test)]

@@ -103,8 +103,7 @@ template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
     uint32_t stride, first, count, place;
     // Whether chunk i is there.
     uint32_t there;
-    // Chunks are whole.
-    bool whole, aligned;
+    bool aligned;
 
     // Columns (or rows) first.. of the product, out of `count`, from k0 on.
     DEVICE_SPECIAL void begin(const void *operand, uint32_t operand_stride, uint32_t operand_first,
@@ -116,18 +115,17 @@ template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
         there = 0;
         if (ACROSS) {
             at = from + (size_t)(k0 + line) * stride + first + 8 * chunk;
-            whole = aligned && (count % 8 == 0 || count - first >= WIDTH);
+            // Of a line's last chunk, what is beyond the line goes to columns that are not stored.
             there = first + 8 * chunk < count ? ~0u : 0u;
         } else {
             at = from + (size_t)(first + line) * stride + k0 + 8 * chunk;
-            whole = aligned;
             for (int i = 0; i < EACH; i++) there |= (first + line + i * APART < count ? 1u : 0u) << i;
         }
     }
 
     // The step from k0 on; steps follow each other.
     DEVICE_SPECIAL void fetch(bf16 *tile, uint32_t k0, uint32_t k) {
-        if (whole && k - k0 >= BK) {
+        if (aligned && k - k0 >= BK) {
             bf16 *to = tile + place;
             _Pragma("unroll")
             for (int i = 0; i < EACH; i++) {
