@@ -208,8 +208,8 @@ suites() {
         filters=(cuda)
         [[ $program == tests-unit ]] || filters=("${SUITES[@]}")
         set +e
-        # The tests take the first GPU that they see.
-        CUDA_VISIBLE_DEVICES=${device#cuda:} timeout 1200 "$from/$program" --test-threads=1 "${filters[@]}" >"$work/$program.log" 2>&1 </dev/null
+        # The tests take the first GPU that they see, and nothing else: the processor passes them elsewhere.
+        RLOOD_TEST_BACKEND=${device%:*} CUDA_VISIBLE_DEVICES=${device#cuda:} timeout 1200 "$from/$program" --test-threads=1 "${filters[@]}" >"$work/$program.log" 2>&1 </dev/null
         local status=$?
         set -e
         ((status == 0)) || failures=$((failures + 1))
@@ -225,7 +225,7 @@ suites() {
 }
 
 # Suites of tests/it that run on the device.
-SUITES=(parity:: gradients:: golden:: bits:: oracle::)
+SUITES=(parity:: gradients:: golden:: bits:: oracle:: gpu::)
 
 # ---- the work of each part
 
