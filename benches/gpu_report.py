@@ -279,6 +279,8 @@ def bar(name, parts, status, judged):
         return {**one, "status": row["status"] if row["status"] != "ok" else "failed", "reason": row["reason"] or "no figures"}
     try:
         value, limit = value_and_limit(name, figures)
+        if value is None:
+            raise TypeError("it was not a finite number")
     except (KeyError, IndexError, TypeError, ZeroDivisionError) as error:
         return {**one, "status": "failed", "reason": f"a figure is missing: {error!r}"}
     one.update(status="ok", reason=None, value=value, limit=limit)
