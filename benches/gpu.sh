@@ -153,7 +153,7 @@ find_cublas() {
             export LD_LIBRARY_PATH=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
             return
         fi
-    done < <("$python" - <<'PY'
+    done < <("$python" - 2>/dev/null <<'PY'
 import glob
 try:
     import nvidia

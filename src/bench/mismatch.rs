@@ -80,8 +80,8 @@ impl Differences {
         self.tokens += 1;
         self.unequal += usize::from(sampled.to_bits() != trained.to_bits());
         self.sum += difference.abs();
-        // A NaN must not pass for the smaller one.
-        self.max = if difference.abs() <= self.max { self.max } else { difference.abs() };
+        // A NaN is the largest, and stays it.
+        self.max = if self.max.is_nan() || difference.abs() <= self.max { self.max } else { difference.abs() };
         self.k3 += difference.exp_m1() - difference;
     }
 
