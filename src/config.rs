@@ -280,7 +280,11 @@ pub struct ProbeArgs {
 /// Flags of `rlood bench`.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
-    /// Dimensions of the random model: tiny, small, qwen3-0.6b or qwen3-4b, with changes if wanted, as in
+    /// What to measure on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// Dimensions of the random model: tiny, small, qwen3-0.6b, qwen3-4b or qwen3-8b, with changes if wanted, as in
     /// `small,layers=2,vocab=4096` (hidden, layers, heads, kv, head_dim, inter, vocab, pos, tie).
     #[arg(long, default_value = "tiny", value_name = "NAME[,KEY=N…]")]
     pub shape: String,
@@ -293,8 +297,8 @@ pub struct BenchArgs {
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub prompts: u32,
 
-    /// Completions of a prompt (G), sampled together.
-    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
+    /// Completions of a prompt (G), sampled together; whole steps need two at least.
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub generations: u32,
 
     /// Tokens of a prompt, the same for all.
@@ -321,12 +325,25 @@ pub struct BenchArgs {
     #[arg(long, default_value_t = 16, value_name = "R", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub lora_r: u32,
 
+    /// Compute activations again in the backward instead of keeping them, in training and step.
+    #[arg(long)]
+    pub gradient_checkpointing: bool,
+
+    /// Tokens of a forward and backward, at most, but for one group. Default: as a job would have them.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
+    pub micro_batch_tokens: Option<u32>,
+
+    /// Lengths for the part requests: a JSON array of [prompt tokens, completion tokens], one pair a request; all of them
+    /// are decoded together, each until it has its length.
+    #[arg(long, value_name = "FILE")]
+    pub requests: Option<PathBuf>,
+
     /// Compute threads. Default: the machine's cores.
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 
-    /// Measure this part only (and the machine's limits, which everything is compared with). Default: kernels, decode,
-    /// training and step.
+    /// Measure this part only (and the machine's limits, which everything is compared with). Default: kernels (of the
+    /// processor), decode, training and step.
     #[arg(long, value_enum)]
     pub only: Option<BenchPart>,
 
@@ -375,6 +392,10 @@ pub enum BenchPart {
     Training,
     /// Whole RLOO steps of the engine's own loop.
     Step,
+    /// Generation of the lengths in --requests.
+    Requests,
+    /// How far the log-probs recorded in sampling are from those of the training forward.
+    Mismatch,
     /// Generation beside one other busy process, against generation alone.
     Busy,
 }
@@ -388,6 +409,8 @@ impl BenchPart {
             BenchPart::Decode => "decode",
             BenchPart::Training => "training",
             BenchPart::Step => "step",
+            BenchPart::Requests => "requests",
+            BenchPart::Mismatch => "mismatch",
             BenchPart::Busy => "busy",
         }
     }

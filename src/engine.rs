@@ -379,6 +379,9 @@ impl<'a> Run<'a> {
             first_use: cursor.use_index == 0,
             seconds: &self.seconds,
         });
+        if let Some(bytes) = self.policy.device_peak_bytes() {
+            metrics.insert("memory/peak_device_bytes".into(), Some(bytes as f64));
+        }
         let delta_norm = self.delta_norm.as_ref().map(|delta| delta.of(self.policy.flat()));
         if let Some(delta_norm) = delta_norm.filter(|norm| norm.is_finite()) {
             metrics.insert("adapter/delta_norm".into(), Some(delta_norm));

@@ -200,6 +200,16 @@ impl Policy {
         with_decoder!(&self.network, |decoder| decoder.release());
     }
 
+    /// The most bytes of a device's memory that this process has taken so far; None on the processor, whose memory is the
+    /// process's own.
+    pub fn device_peak_bytes(&self) -> Option<u64> {
+        match &self.network {
+            Network::Cpu(_) | Network::Reference(_) => None,
+            #[cfg(feature = "cuda")]
+            Network::Cuda(decoder) => Some(decoder.backend().device().memory().reserved_peak),
+        }
+    }
+
     /// Compute activations again in the backward instead of keeping them; changes no number. At first they are kept.
     pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
         with_decoder!(&mut self.network, |decoder| decoder.set_gradient_checkpointing(gradient_checkpointing));
