@@ -21,6 +21,7 @@ use super::model::packing::Packing;
 use super::model::pass::Mask;
 use super::ops::RopeTable;
 use super::ops::slices::{Heads, TokenScore};
+use super::sampling::Sampler;
 
 /// Which set of operations a model runs on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -217,6 +218,17 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::Gradient) -> Result<Self::Tensor>;
     /// One token a row, and its log-prob.
     fn choose(&self, x: &Self::Tensor, head: &Self::Weight, picks: &[Pick]) -> Result<Vec<Chosen>>;
+    /// One token a row by a sampler that filters, `uniforms` saying where each draw falls; None where the backend leaves
+    /// that to whoever reads [`Backend::logits`].
+    fn choose_filtered(
+        &self,
+        _x: &Self::Tensor,
+        _head: &Self::Weight,
+        _sampler: &Sampler,
+        _uniforms: &[f64],
+    ) -> Result<Option<Vec<u32>>> {
+        Ok(None)
+    }
     /// x·headᵀ `[rows, vocab]`.
     fn logits(&self, x: &Self::Tensor, head: &Self::Weight) -> Result<Self::Tensor>;
 }

@@ -225,8 +225,13 @@ fn logits_do_not_depend_on_the_other_rows_and_after_a_prompt_are_those_of_a_forw
             let full = policy.logits(ids, &[prompt - 1, prompt + 39], Adapter::On).unwrap();
             let what = format!("{case}, row {row}");
             assert_same(&what, together[0].row(row), &full[0]);
+            // On a GPU in bf16 also what flows between products is rounded: other sums, other roundings.
+            let tolerance = match (case.kind, case.dtype) {
+                (BackendKind::Cuda { .. }, ComputeDtype::Bf16) => 0.1,
+                (_, ComputeDtype::F32 | ComputeDtype::Bf16) => 5e-5,
+            };
             for (ours, full) in together[40].row(row).iter().zip(&full[1]) {
-                assert!((ours - full).abs() <= 5e-5 * full.abs().max(1.0), "{what}: {ours} and {full}");
+                assert!((ours - full).abs() <= tolerance * full.abs().max(1.0), "{what}: {ours} and {full}");
             }
             for (step, (alone, together)) in cached(&sequences[row..=row]).iter().zip(&together).enumerate() {
                 assert_same(&format!("{what} alone, {step} tokens"), alone.row(0), together.row(row));

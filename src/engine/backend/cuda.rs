@@ -20,7 +20,7 @@ use crate::engine::error::{EngineError, Result};
 use crate::engine::kernels::cuda::attention::{self, Layout};
 use crate::engine::kernels::cuda::driver::{Buffer, CudaError, Device};
 use crate::engine::kernels::cuda::gemm::Gemm;
-use crate::engine::kernels::cuda::head::{self, Head, Normalizers};
+use crate::engine::kernels::cuda::head::{self, FilteredPick, Head, Normalizers};
 use crate::engine::kernels::cuda::lora::{self, Factors, Linear, Trained};
 use crate::engine::kernels::cuda::mlp;
 use crate::engine::kernels::cuda::norm::{self, NormBackward};
@@ -29,6 +29,7 @@ use crate::engine::kernels::cuda::rows::{self, Dropout, Dtype};
 use crate::engine::model::pass::Mask;
 use crate::engine::ops::RopeTable;
 use crate::engine::ops::slices::{Heads, TokenScore};
+use crate::engine::sampling::Sampler;
 use crate::spec::ComputeDtype;
 use crate::spec::footprint::CUDA_MAX_LOGITS;
 
@@ -493,6 +494,23 @@ impl Backend for Cuda {
 
     fn choose(&self, x: &Tensor, head: &Weight, picks: &[Pick]) -> Result<Vec<Chosen>> {
         Ok(head::choose(&self.device, &self.head(head), x.rows(), picks)?)
+    }
+
+    fn choose_filtered(
+        &self,
+        x: &Tensor,
+        head: &Weight,
+        sampler: &Sampler,
+        uniforms: &[f64],
+    ) -> Result<Option<Vec<u32>>> {
+        let Sampler { temperature, top_p, top_k, min_p, repetition_penalty } = *sampler;
+        if temperature <= 0.0 || repetition_penalty != 1.0 {
+            return Ok(None);
+        }
+        let pick = |uniform: &f64| FilteredPick { temperature, uniform: *uniform, top_k, top_p, min_p };
+        let picks: Vec<FilteredPick> = uniforms.iter().map(pick).collect();
+        let chosen = head::choose_filtered(&self.device, &self.head(head), x.rows(), &picks)?;
+        Ok(Some(chosen.into_iter().map(|chosen| chosen.token).collect()))
     }
 
     fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {

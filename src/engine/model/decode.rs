@@ -6,6 +6,7 @@ use super::{Adapter, Logits, Network, Policy};
 use crate::engine::backend::cuda::Cuda;
 use crate::engine::backend::{Backend, Chosen, Pick, cpu::Cpu, reference::Reference};
 use crate::engine::error::{EngineError, Result};
+use crate::engine::sampling::Sampler;
 
 /// Sequences in the middle of generation.
 #[derive(Debug)]
@@ -83,6 +84,18 @@ impl Policy {
     pub fn choose(&self, state: &DecodeState, picks: &[Pick]) -> Result<Vec<Chosen>> {
         state.check(picks.len(), "picks")?;
         with_rows!(self, &state.0, |decoder, rows| decoder.choose(rows, picks))
+    }
+
+    /// The next token of every live row by a sampler that filters, one draw each; None where the backend leaves that to
+    /// whoever reads [`Policy::next_logits`].
+    pub fn choose_filtered(
+        &self,
+        state: &DecodeState,
+        sampler: &Sampler,
+        uniforms: &[f64],
+    ) -> Result<Option<Vec<u32>>> {
+        state.check(uniforms.len(), "draws")?;
+        with_rows!(self, &state.0, |decoder, rows| decoder.choose_filtered(rows, sampler, uniforms))
     }
 
     /// Append one token to every live row.

@@ -16,6 +16,7 @@ use crate::engine::load::Weights;
 use crate::engine::lora::Lora;
 use crate::engine::model::full::Full;
 use crate::engine::ops::slices::TokenScore;
+use crate::engine::sampling::Sampler;
 use crate::modelcard::ModelConfig;
 use crate::spec::footprint::PREFILL_TOKENS;
 
@@ -366,6 +367,12 @@ impl<B: Backend> Decoder<B> {
     pub fn choose(&self, rows: &Rows<B>, picks: &[Pick]) -> Result<Vec<Chosen>> {
         let Some(hidden) = &rows.hidden else { return Ok(Vec::new()) };
         self.backend.choose(&self.normed(hidden)?, &self.head, picks)
+    }
+
+    /// The next token of every row by a sampler that filters, where the backend can choose itself.
+    pub fn choose_filtered(&self, rows: &Rows<B>, sampler: &Sampler, uniforms: &[f64]) -> Result<Option<Vec<u32>>> {
+        let Some(hidden) = &rows.hidden else { return Ok(Some(Vec::new())) };
+        self.backend.choose_filtered(&self.normed(hidden)?, &self.head, sampler, uniforms)
     }
 
     /// Append one token to every row.

@@ -3,7 +3,7 @@
 
 use super::{
     CUDA_MAX_LOGITS, ComputeDtype, F32, Footprint, MIN_LOGIT_ROWS, ModelShape, PREFILL_TOKENS, Place, Plan,
-    UNCOUNTED_PROMPT_TOKENS, filters, generation_rows, trainable_parameters, value_bytes,
+    UNCOUNTED_PROMPT_TOKENS, generation_rows, trainable_parameters, value_bytes,
 };
 use crate::spec::Reference;
 
@@ -183,7 +183,8 @@ pub(super) fn footprint(
         pages_held(pages, page_bytes) * page_bytes
     };
     let kv_cache = held(rows);
-    let logits = match filters(plan) {
+    // All at once leave the head only where the repetition penalty changes them on the host.
+    let logits = match plan.sampling.repetition_penalty != 1.0 {
         true => F32 * rows * shape.vocab_size,
         false => logit_bytes(shape, rows, F32),
     };

@@ -330,9 +330,11 @@ pub fn attend_vjp(device: &Device, backward: &Backward<'_>, d_qkv: Rows<'_>) -> 
         scale: scale(heads),
         natural: heads.scale(),
     };
+    // As in the device code.
+    let stages = if geometry.padded <= 128 { 2 } else { 1 };
     let shared = |rows| if dtype == Dtype::Bf16 { geometry.tile_bytes(rows) } else { 0 };
     let grid = [layout.num_tiles as u32, layout.head_tiles(), 1];
-    let geometry_of = Launch { grid, block: THREADS, shared: shared(2 * TILE + 2 * BLOCK) };
+    let geometry_of = Launch { grid, block: THREADS, shared: shared(2 * TILE + stages * 2 * BLOCK) };
     launch(device, &geometry.kernel("attend_queries", dtype), geometry_of, &queries)?;
     let AttendQueries { qkv, d_out, lse, delta, d_qkv, stride, d_out_stride, d_stride, .. } = queries;
     let AttendQueries { num_heads, num_kv_heads, dim, window, vector, scale, natural, .. } = queries;
@@ -357,6 +359,6 @@ pub fn attend_vjp(device: &Device, backward: &Backward<'_>, d_qkv: Rows<'_>) -> 
         natural,
     };
     let grid = [layout.num_key_tiles as u32, num_kv_heads, 1];
-    let geometry_of = Launch { grid, block: THREADS, shared: shared(2 * BLOCK + TILE) };
+    let geometry_of = Launch { grid, block: THREADS, shared: shared(2 * BLOCK + stages * TILE) };
     launch(device, &geometry.kernel("attend_keys", dtype), geometry_of, &keys)
 }

@@ -312,6 +312,71 @@ pub fn choose_into(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &Buffer
     Ok(())
 }
 
+/// How the token of a row is chosen where filters are on: see `engine::sampling::Sampler`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FilteredPick {
+    /// Divides the logits; above 0.
+    pub temperature: f64,
+    /// Where the draw falls, in [0, 1).
+    pub uniform: f64,
+    /// Keep the K most probable; 0 = off.
+    pub top_k: u32,
+    /// Keep the most probable tokens whose mass reaches it; 1 = off.
+    pub top_p: f64,
+    /// Drop tokens below min_p times the most probable one's probability; 0 = off.
+    pub min_p: f64,
+}
+
+params! {
+    struct HeadFilter {
+        logits: u64, cells: u64, picks: u64, chosen: u64, stride: u64,
+        rows: u32, vocab: u32, cells_of_row: u32, pad: u32,
+    }
+}
+
+/// One token a row among those that top-k, top-p and min-p leave, in this order; ties go to the lowest id. `logp` is that
+/// of the unfiltered distribution.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types, a temperature that is not above 0.
+pub fn choose_filtered(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[FilteredPick]) -> Result<Vec<Chosen>> {
+    let rows = picks.len();
+    check(head, &x, rows)?;
+    if picks.iter().any(|pick| pick.temperature <= 0.0) {
+        return Err(CudaError::Input("filters need a temperature above 0".to_owned()));
+    }
+    let chosen = device.alloc(rows * 2 * 4)?;
+    if rows > 0 {
+        let logits = Logits::new(device, head, rows)?;
+        let plain: Vec<f64> = picks.iter().flat_map(|pick| [pick.temperature, pick.uniform]).collect();
+        let of_pick = |pick: &FilteredPick| {
+            let FilteredPick { temperature, uniform, top_k, top_p, min_p } = *pick;
+            [temperature, uniform, top_p, min_p, f64::from(top_k)]
+        };
+        let filters: Vec<f64> = picks.iter().flat_map(of_pick).collect();
+        let (plain, filters) = (device.upload(&plain)?, device.upload(&filters)?);
+        for first in (0..rows).step_by(logits.at_once) {
+            let count = logits.at_once.min(rows - first);
+            logits.compute(device, head, some(x, first, count))?;
+            logits.summarize(device, count, 1.0, plain.at::<f64>(2 * first, 2 * count)?)?;
+            let params = HeadFilter {
+                logits: logits.buffer.pointer(),
+                cells: logits.cells.pointer(),
+                picks: filters.at::<f64>(5 * first, 5 * count)?,
+                chosen: chosen.at::<u32>(2 * first, 2 * count)?,
+                stride: logits.stride as u64,
+                rows: count as u32,
+                vocab: logits.vocab as u32,
+                cells_of_row: logits.cells_of_row as u32,
+                pad: 0,
+            };
+            let geometry = Launch { grid: [count as u32, 1, 1], block: 512, shared: 0 };
+            device.launch("head_choose_filtered", geometry, &params)?;
+        }
+    }
+    read_chosen(device, &chosen, rows)
+}
+
 /// out `[rows, vocab]` (f32) = x · weightᵀ.
 ///
 /// # Errors

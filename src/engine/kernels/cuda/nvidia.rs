@@ -27,8 +27,8 @@ const PINNED_DOWNLOAD_BYTES: usize = 1 << 20;
 const WORKSPACE_BYTES: usize = 32 << 20;
 /// Dynamic shared memory that a kernel may have without asking.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
-/// The driver that is needed: CUDA 12.4, which tells the size of a kernel's parameter.
-const OLDEST_DRIVER: c_int = 12040;
+/// The driver that is needed, CUDA 12.8: the oldest that has all functions called here (cuEventElapsedTime_v2 is its).
+const OLDEST_DRIVER: c_int = 12080;
 
 thread_local! {
     /// The context that this thread's calls go to.

@@ -140,3 +140,46 @@ impl Plan {
         words.into_iter().map(word).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Blocks of a row's prompt and own segment in the order in which they are folded.
+    fn folded(plan: &Plan, row: usize) -> (Vec<usize>, Vec<usize>) {
+        let (planned, prompt, prompt_block, own, own_block) = &plan.rows[row];
+        let blocks = |parts: &Parts, then: std::ops::Range<usize>| -> Vec<usize> {
+            let of_parts = (0..parts.count).flat_map(|index| {
+                let part = parts.first + index * parts.step;
+                let task = plan.tasks.iter().find(|task| task.part == part).expect("a part is a task's");
+                assert!(task.end - task.first == 1 || index == 0, "only what begins the fold may be long");
+                task.first..task.end
+            });
+            of_parts.chain(then).collect()
+        };
+        let of_prompt = blocks(prompt, *prompt_block..planned.prompt_len.div_ceil(BLOCK));
+        (of_prompt, blocks(own, *own_block..planned.own_len.div_ceil(BLOCK)))
+    }
+
+    #[test]
+    fn every_row_folds_the_blocks_that_it_sees_in_order() {
+        let row =
+            |shares, prompt_len, own_len| PlannedRow { shares, prompt_pages: 0, own_pages: 0, prompt_len, own_len };
+        let rows = [row(false, 300, 5), row(true, 300, 200), row(true, 300, 1), row(false, 1, 64), row(false, 64, 65)];
+        for window in [None, Some(1), Some(70), Some(250)] {
+            for (heads_at_once, wanted) in [(1, 0), (1, usize::MAX), (8, 0), (8, usize::MAX), (16, 0)] {
+                let plan = Plan::new(&rows, window, heads_at_once, 2, wanted);
+                for (index, row) in rows.iter().enumerate() {
+                    let (of_prompt, own) = folded(&plan, index);
+                    let (first_prompt, first_own) = row.first_blocks(window);
+                    let seen: Vec<usize> = (first_prompt..row.prompt_len.div_ceil(BLOCK)).collect();
+                    // A row may pass through blocks that only others see: they leave it as it is.
+                    assert!(of_prompt.ends_with(&seen), "{of_prompt:?} for {seen:?}");
+                    assert!(of_prompt.is_sorted() && of_prompt.windows(2).all(|pair| pair[0] + 1 == pair[1]));
+                    assert_eq!(own, (first_own..row.own_len.div_ceil(BLOCK)).collect::<Vec<_>>());
+                }
+                assert!(plan.words(8).is_ok());
+            }
+        }
+    }
+}

@@ -144,3 +144,52 @@ fn steps_out_of_order_are_refused() {
     assert!(cache.attend(0, None, qkv.part(0..1), out.part(0..1)).is_err());
     assert!(cache.attend(0, None, qkv, Rows::new(&buffer, 2, 31, Dtype::F32)).is_err());
 }
+
+#[test]
+fn steps_of_a_bucket_run_as_one_graph_while_rows_grow_and_leave() {
+    let Some(device) = device() else { return };
+    let (heads, dtype) = (heads(4, 2, 32), Dtype::Bf16);
+    let (width, q_width) = (heads.width(), heads.q_width());
+    let case = Case { heads, groups: vec![group(66, &[12, 12, 7])], window: None };
+    let qkv = case.qkv(dtype);
+    let expected = packed(&device, &case, &qkv, dtype);
+    let mut cache = Cache::new(&device, &heads, 1, dtype).unwrap();
+    cache.announce(&[66]).unwrap();
+    let prompt = upload(&device, &qkv[..66 * width], dtype);
+    cache.fill(0, 0, Rows::new(&prompt, 66, width, dtype)).unwrap();
+    cache.add_rows(0, 3, 12).unwrap();
+    cache.close();
+    let mut live = vec![66, 78, 90];
+    let rows = device.zeros(4 * width * 2).unwrap();
+    let out = device.zeros(4 * q_width * 2).unwrap();
+    let before = device.counters();
+    for step in 0..12 {
+        if step == 7 {
+            cache.retain(&[true, true, false]);
+            live.pop();
+        }
+        cache.begin_step().unwrap();
+        let new = live.iter().flat_map(|begin| &qkv[(begin + step) * width..(begin + step + 1) * width]);
+        let values: Vec<half::bf16> = new.map(|value| half::bf16::from_f32(*value)).collect();
+        device.write(&rows, 0, &values).unwrap();
+        let (of_rows, of_out) = (Rows::new(&rows, 4, width, dtype), Rows::new(&out, 4, q_width, dtype));
+        device.graph(1, || cache.attend(0, None, of_rows, of_out)).unwrap();
+        let actual = download(&device, &out, 4 * q_width, dtype);
+        for (row, begin) in live.iter().enumerate() {
+            let expected = &expected[(begin + step) * q_width..(begin + step + 1) * q_width];
+            assert_eq!(&actual[row * q_width..(row + 1) * q_width], expected, "row {row}, step {step}");
+        }
+    }
+    let after = device.counters();
+    // The first step alone uploads its plan in the body.
+    assert!(after.mismatches - before.mismatches <= 1, "{after:?}");
+    assert!(after.replays - before.replays >= 9, "{after:?}");
+}
+
+#[test]
+fn many_partial_results_are_folded_in_order() {
+    // Prompts of five and six blocks, folded four at a time.
+    let groups = vec![group(330, &[2, 2]), group(64 * 6, &[1])];
+    for_all_plans(&Case { heads: heads(10, 1, 32), groups: groups.clone(), window: Some(200) });
+    for_all_plans(&Case { heads: heads(2, 1, 64), groups, window: None });
+}

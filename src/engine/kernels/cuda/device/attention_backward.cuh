@@ -42,6 +42,9 @@ struct AttendQueries {
     float natural; // of scores
 };
 
+// How many tiles are loaded or in use at a time: the next one comes while this one is computed with, where there is room.
+#define STAGES(DIM) ((DIM) <= 128 ? 2 : 1)
+
 // dq of a warp's 16 queries over some blocks of a segment.
 template <int DIM> struct QueryGradient {
     float dq[DIM / 8][4];
@@ -49,29 +52,48 @@ template <int DIM> struct QueryGradient {
 
     DEVICE_SPECIAL void run(const bf16* q, const bf16* d_out, bf16* tiles, const Segment<bf16>& segment, uint32_t first,
                             uint32_t end, const Seen seen[2], float scale) {
-        bf16* keys = tiles;
-        bf16* values = tiles + KEYS * TILE_STRIDE(DIM);
+        if (first >= end) return;
         int32_t hi = seen[0].hi > seen[1].hi ? seen[0].hi : seen[1].hi;
         for (int step = 16; step > 0; step >>= 1) {
             int32_t other = __shfl_xor_sync(FULL, hi, step);
             hi = hi > other ? hi : other;
         }
-        for (uint32_t block = first; block < end; block++) {
-            __syncthreads();
+        auto load = [&](uint32_t block, bf16* to) {
             uint32_t count = positions_of(segment, block);
-            load_tile<DIM, KEYS>(keys, keys_of(segment, block), segment.stride, count, segment.dim, segment.vector);
-            load_tile<DIM, KEYS>(values, values_of(segment, block), segment.stride, count, segment.dim, segment.vector);
-            cp_async_commit();
-            cp_async_wait<0>();
+            load_tile<DIM, KEYS>(to, keys_of(segment, block), segment.stride, count, segment.dim, segment.vector);
+            load_tile<DIM, KEYS>(to + KEYS * TILE_STRIDE(DIM), values_of(segment, block), segment.stride, count,
+                                 segment.dim, segment.vector);
+        };
+        __syncthreads();
+        load(first, tiles);
+        cp_async_commit();
+        for (uint32_t block = first; block < end; block++) {
+            bf16* keys = tiles + (block - first) % STAGES(DIM) * 2 * KEYS * TILE_STRIDE(DIM);
+            bool more = block + 1 < end;
+            if (STAGES(DIM) == 2) {
+                if (more) load(block + 1, tiles + (block + 1 - first) % 2 * 2 * KEYS * TILE_STRIDE(DIM));
+                cp_async_commit();
+                cp_async_wait<1>();
+            } else {
+                cp_async_wait<0>();
+            }
             __syncthreads();
             int32_t base = int32_t(block * KEYS);
-            if (hi <= base) continue;
+            if (hi > base) {
+                const bf16* values = keys + KEYS * TILE_STRIDE(DIM);
 #pragma unroll 1
-            for (int half = 0; half < 2; half++) {
-                part(q, d_out, keys + half * 32 * TILE_STRIDE(DIM), values + half * 32 * TILE_STRIDE(DIM),
-                     base + half * 32, seen, scale);
+                for (int half = 0; half < 2; half++) {
+                    part(q, d_out, keys + half * 32 * TILE_STRIDE(DIM), values + half * 32 * TILE_STRIDE(DIM),
+                         base + half * 32, seen, scale);
+                }
+            }
+            __syncthreads();
+            if (STAGES(DIM) == 1 && more) {
+                load(block + 1, tiles);
+                cp_async_commit();
             }
         }
+        cp_async_wait<0>();
     }
 
     // 32 keys.
@@ -103,7 +125,7 @@ template <int DIM> struct QueryGradient {
             for (int e = 0; e < 4; e++) {
                 int32_t position = column + n * 8 + e % 2;
                 bool visible = position >= seen[e / 2].lo && position < seen[e / 2].hi;
-                float weight = visible ? exp2f(fmaf(s[n][e], scale, -lse[e / 2])) : 0.0f;
+                float weight = visible ? exp2_of(fmaf(s[n][e], scale, -lse[e / 2])) : 0.0f;
                 s[n][e] = weight * (dp[n][e] - delta[e / 2]);
             }
             ds[n / 2][n % 2 * 2] = pack_bf16(s[n][0], s[n][1]);
@@ -143,11 +165,8 @@ template <int DIM> DEVICE void attend_queries_bf16(const AttendQueries& p) {
     gather_tile<DIM, 64>(d_out, d_out_at, p.dim, p.vector);
     uint32_t first = warp_id() * QUERIES;
     QueryGradient<DIM> gradient;
-    Seen of_prompt[2], of_own[2];
     for (int e = 0; e < 2; e++) {
         QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
-        of_prompt[e] = seen_or_none(query.valid, false, tile, query.token, p.window);
-        of_own[e] = seen_or_none(query.valid, true, tile, query.token, p.window);
         uint64_t at = uint64_t(tile.row + query.token) * p.num_heads + query.head;
         gradient.lse[e] = query.valid ? p.lse[at] : 0.0f;
         gradient.delta[e] = query.valid ? p.delta[at] : 0.0f;
@@ -157,14 +176,18 @@ template <int DIM> DEVICE void attend_queries_bf16(const AttendQueries& p) {
         for (int e = 0; e < 4; e++) gradient.dq[c][e] = 0.0f;
     const bf16* own_q = q + first * TILE_STRIDE(DIM);
     const bf16* own_d = d_out + first * TILE_STRIDE(DIM);
-    Blocks blocks = blocks_of_prompt(tile, p.window);
-    gradient.run(own_q, own_d, keys, packed_segment<bf16>(p.qkv, tile.prompt_row, tile.prompt_len, heads.kv,
-                                                          p.num_heads, p.num_kv_heads, p.dim, p.stride, p.vector),
-                 blocks.first, blocks.end, of_prompt, p.scale);
-    blocks = blocks_of_own(tile, p.window);
-    gradient.run(own_q, own_d, keys, packed_segment<bf16>(p.qkv, tile.segment_row, tile.segment_len, heads.kv,
-                                                          p.num_heads, p.num_kv_heads, p.dim, p.stride, p.vector),
-                 blocks.first, blocks.end, of_own, p.scale);
+#pragma unroll 1
+    for (int own = 0; own < 2; own++) {
+        Seen seen[2];
+        for (int e = 0; e < 2; e++) {
+            QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
+            seen[e] = seen_or_none(query.valid, own, tile, query.token, p.window);
+        }
+        Blocks blocks = tile_blocks(own, tile, p.window);
+        gradient.run(own_q, own_d, keys, tile_segment<bf16>(p.qkv, own, tile, heads.kv, p.num_heads, p.num_kv_heads,
+                                                            p.dim, p.stride, p.vector),
+                     blocks.first, blocks.end, seen, p.scale);
+    }
     for (int e = 0; e < 2; e++) {
         QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
         if (!query.valid) continue;
@@ -197,7 +220,7 @@ DEVICE void query_gradient_f32(const float* q, const float* d_out, const Segment
                     s = fmaf(q[d], keys[uint64_t(key) * segment.stride + d], s);
                     dp = fmaf(d_out[d], values[uint64_t(key) * segment.stride + d], dp);
                 }
-                ds = exp2f(fmaf(s, scale, -lse)) * (dp - delta);
+                ds = exp2_of(fmaf(s, scale, -lse)) * (dp - delta);
             }
             for (uint32_t i = 0; i < WARP && half + i < count; i++) {
                 float weight = __shfl_sync(FULL, ds, int(i));
@@ -270,15 +293,20 @@ DEVICE bool sees_key(int32_t position, int32_t key, uint32_t window) {
     return key <= position && int64_t(key) + window > int64_t(position);
 }
 
+// Some rows of queries with one head.
+struct KeyStep {
+    int32_t begin;
+    uint32_t head; // of those that share the key head
+};
+
 template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     SHARED(shared);
-    SHARED_ARRAY(float, lse, QUERY_ROWS);
-    SHARED_ARRAY(float, delta, QUERY_ROWS);
-    SHARED_ARRAY(int32_t, positions, QUERY_ROWS);
+    SHARED_ARRAY(float, kept_lse, 2 * QUERY_ROWS);
+    SHARED_ARRAY(float, kept_delta, 2 * QUERY_ROWS);
+    SHARED_ARRAY(int32_t, kept_positions, 2 * QUERY_ROWS);
     bf16* keys = reinterpret_cast<bf16*>(shared);
     bf16* values = keys + KEYS * TILE_STRIDE(DIM);
-    bf16* q = values + KEYS * TILE_STRIDE(DIM);
-    bf16* d_out = q + QUERY_ROWS * TILE_STRIDE(DIM);
+    bf16* tiles = values + KEYS * TILE_STRIDE(DIM);
     KeyTile tile = p.tiles[blockIdx.x];
     uint32_t kv = blockIdx.y, group = p.num_heads / p.num_kv_heads;
     const bf16* qkv = static_cast<const bf16*>(p.qkv);
@@ -294,84 +322,115 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     const bf16* own_keys = keys + warp_id() * QUERIES * TILE_STRIDE(DIM);
     const bf16* own_values = values + warp_id() * QUERIES * TILE_STRIDE(DIM);
     int32_t key = tile.position + int32_t(warp_id() * QUERIES + lane_id() / 4);
-    for (int32_t begin = tile.begin; begin < tile.end; begin += int32_t(QUERY_ROWS)) {
-        int32_t rows = min(tile.end - begin, int32_t(QUERY_ROWS));
-        // Whether any of them sees any of the keys: the same in all warps.
-        bool valid = int32_t(lane_id()) < rows;
-        int32_t position = valid ? p.positions[begin + int32_t(lane_id())] : 0;
-        bool sees = valid && tile.position <= position &&
-                    int64_t(tile.position) + tile.count - 1 + p.window > int64_t(position);
-        if (!__any_sync(FULL, sees)) continue;
-        for (uint32_t h = 0; h < group; h++) {
-            uint32_t head = kv * group + h;
-            __syncthreads();
-            load_tile<DIM, QUERY_ROWS>(q, qkv + uint64_t(begin) * p.stride + head * p.dim, p.stride, rows, p.dim,
-                                       p.vector);
-            load_tile<DIM, QUERY_ROWS>(d_out,
-                                       static_cast<const bf16*>(p.d_out) + uint64_t(begin) * p.d_out_stride +
-                                           head * p.dim,
-                                       p.d_out_stride, rows, p.dim, p.vector);
+    // The first rows from `begin` on of which any sees any of the keys: the same in all warps.
+    auto find = [&](int32_t begin) -> int32_t {
+        for (; begin < tile.end; begin += int32_t(QUERY_ROWS)) {
+            int32_t row = begin + int32_t(lane_id());
+            int32_t position = row < tile.end ? p.positions[row] : -1;
+            bool sees = position >= tile.position &&
+                        int64_t(tile.position) + tile.count - 1 + p.window > int64_t(position);
+            if (__any_sync(FULL, sees)) break;
+        }
+        return begin;
+    };
+    auto load = [&](KeyStep step, uint32_t stage) {
+        bf16* q = tiles + stage * 2 * QUERY_ROWS * TILE_STRIDE(DIM);
+        uint32_t head = kv * group + step.head;
+        uint32_t rows = uint32_t(min(tile.end - step.begin, int32_t(QUERY_ROWS)));
+        const bf16* d_out = static_cast<const bf16*>(p.d_out);
+        load_tile<DIM, QUERY_ROWS>(q, qkv + uint64_t(step.begin) * p.stride + head * p.dim, p.stride, rows, p.dim,
+                                   p.vector);
+        load_tile<DIM, QUERY_ROWS>(q + QUERY_ROWS * TILE_STRIDE(DIM),
+                                   d_out + uint64_t(step.begin) * p.d_out_stride + head * p.dim, p.d_out_stride, rows,
+                                   p.dim, p.vector);
+        if (threadIdx.x < QUERY_ROWS) {
+            uint64_t row = uint64_t(step.begin) + threadIdx.x;
+            bool valid = threadIdx.x < rows;
+            uint32_t at = stage * QUERY_ROWS + threadIdx.x;
+            kept_lse[at] = valid ? p.lse[row * p.num_heads + head] : 0.0f;
+            kept_delta[at] = valid ? p.delta[row * p.num_heads + head] : 0.0f;
+            kept_positions[at] = valid ? p.positions[row] : -1;
+        }
+    };
+    KeyStep step = {find(tile.begin), 0};
+    uint32_t stage = 0;
+    if (step.begin < tile.end) load(step, 0);
+    cp_async_commit();
+    while (step.begin < tile.end) {
+        KeyStep next = {step.begin, step.head + 1};
+        if (next.head == group) next.head = 0, next.begin = find(step.begin + int32_t(QUERY_ROWS));
+        bool more = next.begin < tile.end;
+        if (STAGES(DIM) == 2) {
+            if (more) load(next, stage ^ 1);
             cp_async_commit();
-            if (threadIdx.x < QUERY_ROWS) {
-                uint64_t at = (uint64_t(begin) + threadIdx.x) * p.num_heads + head;
-                lse[threadIdx.x] = valid ? p.lse[at] : 0.0f;
-                delta[threadIdx.x] = valid ? p.delta[at] : 0.0f;
-                positions[threadIdx.x] = valid ? position : -1;
-            }
+            cp_async_wait<1>();
+        } else {
             cp_async_wait<0>();
-            __syncthreads();
-            float s[4][4], dp[4][4];
-            for (int n = 0; n < 4; n++)
-                for (int e = 0; e < 4; e++) s[n][e] = dp[n][e] = 0.0f;
+        }
+        __syncthreads();
+        const bf16* q = tiles + stage * 2 * QUERY_ROWS * TILE_STRIDE(DIM);
+        const bf16* d_out = q + QUERY_ROWS * TILE_STRIDE(DIM);
+        const float* lse = kept_lse + stage * QUERY_ROWS;
+        const float* delta = kept_delta + stage * QUERY_ROWS;
+        const int32_t* positions = kept_positions + stage * QUERY_ROWS;
+        float s[4][4], dp[4][4];
+        for (int n = 0; n < 4; n++)
+            for (int e = 0; e < 4; e++) s[n][e] = dp[n][e] = 0.0f;
 #pragma unroll
-            for (int k = 0; k < DIM; k += 16) {
-                uint32_t a[4], b[4];
-                load_a<DIM>(a, own_keys, k);
+        for (int k = 0; k < DIM; k += 16) {
+            uint32_t a[4], b[4];
+            load_a<DIM>(a, own_keys, k);
 #pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    load_b<DIM>(b, q + n * 16 * TILE_STRIDE(DIM), k);
-                    mma_m16n8k16_bf16(s[2 * n], a, b);
-                    mma_m16n8k16_bf16(s[2 * n + 1], a, b + 2);
-                }
-                load_a<DIM>(a, own_values, k);
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    load_b<DIM>(b, d_out + n * 16 * TILE_STRIDE(DIM), k);
-                    mma_m16n8k16_bf16(dp[2 * n], a, b);
-                    mma_m16n8k16_bf16(dp[2 * n + 1], a, b + 2);
-                }
+            for (int n = 0; n < 2; n++) {
+                load_b<DIM>(b, q + n * 16 * TILE_STRIDE(DIM), k);
+                mma_m16n8k16_bf16(s[2 * n], a, b);
+                mma_m16n8k16_bf16(s[2 * n + 1], a, b + 2);
             }
-            uint32_t weights[2][4], ds[2][4];
+            load_a<DIM>(a, own_values, k);
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    uint32_t column = n * 8 + lane_id() % 4 * 2 + e % 2;
-                    int32_t at = positions[column];
-                    bool visible = at >= 0 && sees_key(at, key + e / 2 * 8, p.window);
-                    float weight = visible ? exp2f(fmaf(s[n][e], p.scale, -lse[column])) : 0.0f;
-                    s[n][e] = weight;
-                    dp[n][e] = weight * (dp[n][e] - delta[column]);
-                }
-                weights[n / 2][n % 2 * 2] = pack_bf16(s[n][0], s[n][1]);
-                weights[n / 2][n % 2 * 2 + 1] = pack_bf16(s[n][2], s[n][3]);
-                ds[n / 2][n % 2 * 2] = pack_bf16(dp[n][0], dp[n][1]);
-                ds[n / 2][n % 2 * 2 + 1] = pack_bf16(dp[n][2], dp[n][3]);
-            }
-#pragma unroll
-            for (int n = 0; n < DIM / 16; n++) {
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    uint32_t b[4];
-                    load_b_trans<DIM>(b, d_out + k * 16 * TILE_STRIDE(DIM), n * 16);
-                    mma_m16n8k16_bf16(dv[2 * n], weights[k], b);
-                    mma_m16n8k16_bf16(dv[2 * n + 1], weights[k], b + 2);
-                    load_b_trans<DIM>(b, q + k * 16 * TILE_STRIDE(DIM), n * 16);
-                    mma_m16n8k16_bf16(dk[2 * n], ds[k], b);
-                    mma_m16n8k16_bf16(dk[2 * n + 1], ds[k], b + 2);
-                }
+            for (int n = 0; n < 2; n++) {
+                load_b<DIM>(b, d_out + n * 16 * TILE_STRIDE(DIM), k);
+                mma_m16n8k16_bf16(dp[2 * n], a, b);
+                mma_m16n8k16_bf16(dp[2 * n + 1], a, b + 2);
             }
         }
+        uint32_t weights[2][4], ds[2][4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                uint32_t column = n * 8 + lane_id() % 4 * 2 + e % 2;
+                int32_t at = positions[column];
+                bool visible = at >= 0 && sees_key(at, key + e / 2 * 8, p.window);
+                float weight = visible ? exp2_of(fmaf(s[n][e], p.scale, -lse[column])) : 0.0f;
+                s[n][e] = weight;
+                dp[n][e] = weight * (dp[n][e] - delta[column]);
+            }
+            weights[n / 2][n % 2 * 2] = pack_bf16(s[n][0], s[n][1]);
+            weights[n / 2][n % 2 * 2 + 1] = pack_bf16(s[n][2], s[n][3]);
+            ds[n / 2][n % 2 * 2] = pack_bf16(dp[n][0], dp[n][1]);
+            ds[n / 2][n % 2 * 2 + 1] = pack_bf16(dp[n][2], dp[n][3]);
+        }
+#pragma unroll
+        for (int n = 0; n < DIM / 16; n++) {
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                uint32_t b[4];
+                load_b_trans<DIM>(b, d_out + k * 16 * TILE_STRIDE(DIM), n * 16);
+                mma_m16n8k16_bf16(dv[2 * n], weights[k], b);
+                mma_m16n8k16_bf16(dv[2 * n + 1], weights[k], b + 2);
+                load_b_trans<DIM>(b, q + k * 16 * TILE_STRIDE(DIM), n * 16);
+                mma_m16n8k16_bf16(dk[2 * n], ds[k], b);
+                mma_m16n8k16_bf16(dk[2 * n + 1], ds[k], b + 2);
+            }
+        }
+        __syncthreads();
+        if (STAGES(DIM) == 1 && more) {
+            load(next, 0);
+            cp_async_commit();
+        }
+        step = next;
+        stage ^= STAGES(DIM) - 1;
     }
     cp_async_wait<0>();
     for (int e = 0; e < 2; e++) {
@@ -418,7 +477,7 @@ template <int DIM> DEVICE void attend_keys_f32(const AttendKeys& p) {
                         dp = fmaf(d_out[d], value[d], dp);
                     }
                     uint64_t at = uint64_t(query) * p.num_heads + head;
-                    weight = exp2f(fmaf(s, p.scale, -p.lse[at]));
+                    weight = exp2_of(fmaf(s, p.scale, -p.lse[at]));
                     ds = weight * (dp - p.delta[at]);
                 }
                 for (int32_t i = 0; i < int32_t(WARP) && begin + i < tile.end; i++) {

@@ -14,6 +14,18 @@
 #define KEYS 64u
 #define QUERIES 16u
 
+// 2^x; 0 where it would be denormal.
+DEVICE float exp2_of(float x) {
+#ifdef RLOOD_EMULATOR
+    float y = exp2f(x);
+    return y < 1.17549435e-38f ? 0.0f : y;
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // Where keys and values of a sequence lie: packed rows, or pages of 64 positions.
 template <typename T> struct Segment {
     const T* k;            // of position 0, where packed
@@ -64,8 +76,8 @@ struct Shares {
 DEVICE Shares fold_max(float& m, float block) {
     float largest = fmaxf(m, block);
     Shares shares;
-    shares.before = m == -INFINITY ? 0.0f : exp2f(m - largest);
-    shares.now = block == -INFINITY ? 0.0f : exp2f(block - largest);
+    shares.before = m == -INFINITY ? 0.0f : exp2_of(m - largest);
+    shares.now = block == -INFINITY ? 0.0f : exp2_of(block - largest);
     m = largest;
     return shares;
 }
@@ -247,8 +259,8 @@ template <int DIM> struct Fold<bf16, DIM> {
         float shift[2] = {largest[0] == -INFINITY ? 0.0f : -largest[0], largest[1] == -INFINITY ? 0.0f : -largest[1]};
 #pragma unroll
         for (int n = 0; n < int(KEYS / 8); n++) {
-            float e0 = exp2f(fmaf(s[n][0], scale, shift[0])), e1 = exp2f(fmaf(s[n][1], scale, shift[0]));
-            float e2 = exp2f(fmaf(s[n][2], scale, shift[1])), e3 = exp2f(fmaf(s[n][3], scale, shift[1]));
+            float e0 = exp2_of(fmaf(s[n][0], scale, shift[0])), e1 = exp2_of(fmaf(s[n][1], scale, shift[0]));
+            float e2 = exp2_of(fmaf(s[n][2], scale, shift[1])), e3 = exp2_of(fmaf(s[n][3], scale, shift[1]));
             p[n / 2][n % 2 * 2] = pack_bf16(e0, e1);
             p[n / 2][n % 2 * 2 + 1] = pack_bf16(e2, e3);
         }
@@ -283,23 +295,27 @@ template <int DIM> struct Fold<bf16, DIM> {
         }
     }
 
-    // Take in or put away the folds of `rows` queries: m and l side by side in `ml`, o `[rows][DIM]`.
-    DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows) {
+    // Take in `count` folds of `rows` queries, in order: m and l side by side in `ml`, o `[rows][DIM]`, the folds `step`
+    // rows apart.
+    DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
         uint32_t g = lane_id() / 4, column = lane_id() % 4 * 2;
+        for (uint32_t i = 0; i < count; i++, ml += 2 * step, from += step * DIM) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            uint32_t row = g + 8 * e;
-            if (row >= rows) continue;
-            Shares shares = fold_max(m[e], ml[2 * row]);
-            l[e] = folded(l[e], ml[2 * row + 1], shares);
+            for (int e = 0; e < 2; e++) {
+                uint32_t row = g + 8 * e;
+                if (row >= rows) continue;
+                Shares shares = fold_max(m[e], ml[2 * row]);
+                l[e] = folded(l[e], ml[2 * row + 1], shares);
 #pragma unroll
-            for (int c = 0; c < DIM / 8; c++) {
-                Words2 now = load_words2(from + row * DIM + c * 8 + column);
-                o[c][2 * e] = folded(o[c][2 * e], __uint_as_float(now.at[0]), shares);
-                o[c][2 * e + 1] = folded(o[c][2 * e + 1], __uint_as_float(now.at[1]), shares);
+                for (int c = 0; c < DIM / 8; c++) {
+                    Words2 now = load_words2(from + row * DIM + c * 8 + column);
+                    o[c][2 * e] = folded(o[c][2 * e], __uint_as_float(now.at[0]), shares);
+                    o[c][2 * e + 1] = folded(o[c][2 * e + 1], __uint_as_float(now.at[1]), shares);
+                }
             }
         }
     }
+    // Put the fold of `rows` queries away.
     DEVICE_SPECIAL void put(float* ml, float* to, uint32_t rows) const {
         uint32_t g = lane_id() / 4, column = lane_id() % 4 * 2;
 #pragma unroll
@@ -387,7 +403,7 @@ template <int DIM> struct Fold<float, DIM> {
                 for (int r = 0; r < 4; r++) {
                     largest[r] = warp_max(fmaxf(p[r][0], p[r][1])) * scale;
                     float shift = largest[r] == -INFINITY ? 0.0f : -largest[r];
-                    for (int half = 0; half < 2; half++) p[r][half] = exp2f(fmaf(p[r][half], scale, shift));
+                    for (int half = 0; half < 2; half++) p[r][half] = exp2_of(fmaf(p[r][half], scale, shift));
                 }
                 float now[4][DIM / 32];
                 for (int r = 0; r < 4; r++)
@@ -414,13 +430,17 @@ template <int DIM> struct Fold<float, DIM> {
         }
     }
 
-    DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows) {
+    DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
+        for (uint32_t i = 0; i < count; i++, ml += 2 * step, from += step * DIM) {
 #pragma unroll
-        for (int r = 0; r < int(QUERIES); r++) {
-            if (uint32_t(r) >= rows) continue;
-            Shares shares = fold_max(m[r], ml[2 * r]);
-            l[r] = folded(l[r], ml[2 * r + 1], shares);
-            for (int c = 0; c < DIM / 32; c++) o[r][c] = folded(o[r][c], from[r * DIM + c * 32 + lane_id()], shares);
+            for (int r = 0; r < int(QUERIES); r++) {
+                if (uint32_t(r) >= rows) continue;
+                Shares shares = fold_max(m[r], ml[2 * r]);
+                l[r] = folded(l[r], ml[2 * r + 1], shares);
+                for (int c = 0; c < DIM / 32; c++) {
+                    o[r][c] = folded(o[r][c], from[r * DIM + c * 32 + lane_id()], shares);
+                }
+            }
         }
     }
     DEVICE_SPECIAL void put(float* ml, float* to, uint32_t rows) const {

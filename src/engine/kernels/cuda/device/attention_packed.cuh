@@ -92,6 +92,17 @@ DEVICE Blocks blocks_of_own(const QueryTile& tile, uint32_t window) {
     return blocks;
 }
 
+// Of a tile: the prompt before it, or its own segment.
+template <typename T>
+DEVICE Segment<T> tile_segment(const void* qkv, bool own, const QueryTile& tile, uint32_t kv, uint32_t num_heads,
+                               uint32_t num_kv_heads, uint32_t dim, uint32_t stride, uint32_t vector) {
+    return packed_segment<T>(qkv, own ? tile.segment_row : tile.prompt_row, own ? tile.segment_len : tile.prompt_len, kv,
+                             num_heads, num_kv_heads, dim, stride, vector);
+}
+DEVICE Blocks tile_blocks(bool own, const QueryTile& tile, uint32_t window) {
+    return own ? blocks_of_own(tile, window) : blocks_of_prompt(tile, window);
+}
+
 template <int DIM> DEVICE void attend_bf16(const Attend& p) {
     SHARED(shared);
     bf16* q = reinterpret_cast<bf16*>(shared);
@@ -105,23 +116,21 @@ template <int DIM> DEVICE void attend_bf16(const Attend& p) {
     };
     gather_tile<DIM, 64>(q, query_at, p.dim, p.vector);
     uint32_t first = warp_id() * QUERIES;
-    Seen of_prompt[2], of_own[2];
-    for (int e = 0; e < 2; e++) {
-        QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
-        of_prompt[e] = seen_or_none(query.valid, false, tile, query.token, p.window);
-        of_own[e] = seen_or_none(query.valid, true, tile, query.token, p.window);
-    }
     Fold<bf16, DIM> fold;
     fold.clear();
     const bf16* own_q = q + first * TILE_STRIDE(DIM);
-    Blocks blocks = blocks_of_prompt(tile, p.window);
-    fold.run(own_q, keys, packed_segment<bf16>(p.qkv, tile.prompt_row, tile.prompt_len, heads.kv, p.num_heads,
-                                               p.num_kv_heads, p.dim, p.stride, p.vector),
-             blocks.first, blocks.end, of_prompt, p.scale);
-    blocks = blocks_of_own(tile, p.window);
-    fold.run(own_q, keys, packed_segment<bf16>(p.qkv, tile.segment_row, tile.segment_len, heads.kv, p.num_heads,
-                                               p.num_kv_heads, p.dim, p.stride, p.vector),
-             blocks.first, blocks.end, of_own, p.scale);
+#pragma unroll 1
+    for (int own = 0; own < 2; own++) {
+        Seen seen[2];
+        for (int e = 0; e < 2; e++) {
+            QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
+            seen[e] = seen_or_none(query.valid, own, tile, query.token, p.window);
+        }
+        Blocks blocks = tile_blocks(own, tile, p.window);
+        fold.run(own_q, keys, tile_segment<bf16>(p.qkv, own, tile, heads.kv, p.num_heads, p.num_kv_heads, p.dim,
+                                                 p.stride, p.vector),
+                 blocks.first, blocks.end, seen, p.scale);
+    }
     auto out_at = [&](uint32_t row) -> bf16* {
         QueryRow query = query_row(first + row, tile.tokens, heads, p.heads_at_once);
         bf16* out = static_cast<bf16*>(p.out);
@@ -158,23 +167,18 @@ template <int DIM> DEVICE void attend_f32(const Attend& p) {
     gather_queries<DIM>(q, query_at, p.dim);
     Fold<float, DIM> fold;
     fold.clear();
-    Seen seen[QUERIES];
-    for (uint32_t row = 0; row < QUERIES; row++) {
-        QueryRow query = row_of(row);
-        seen[row] = seen_or_none(query.valid, false, tile, query.token, p.window);
+#pragma unroll 1
+    for (int own = 0; own < 2; own++) {
+        Seen seen[QUERIES];
+        for (uint32_t row = 0; row < QUERIES; row++) {
+            QueryRow query = row_of(row);
+            seen[row] = seen_or_none(query.valid, own, tile, query.token, p.window);
+        }
+        Blocks blocks = tile_blocks(own, tile, p.window);
+        fold.run(q, tile_segment<float>(p.qkv, own, tile, heads.kv, p.num_heads, p.num_kv_heads, p.dim, p.stride,
+                                        p.vector),
+                 blocks.first, blocks.end, seen, p.scale);
     }
-    Blocks blocks = blocks_of_prompt(tile, p.window);
-    fold.run(q, packed_segment<float>(p.qkv, tile.prompt_row, tile.prompt_len, heads.kv, p.num_heads, p.num_kv_heads,
-                                      p.dim, p.stride, p.vector),
-             blocks.first, blocks.end, seen, p.scale);
-    for (uint32_t row = 0; row < QUERIES; row++) {
-        QueryRow query = row_of(row);
-        seen[row] = seen_or_none(query.valid, true, tile, query.token, p.window);
-    }
-    blocks = blocks_of_own(tile, p.window);
-    fold.run(q, packed_segment<float>(p.qkv, tile.segment_row, tile.segment_len, heads.kv, p.num_heads, p.num_kv_heads,
-                                      p.dim, p.stride, p.vector),
-             blocks.first, blocks.end, seen, p.scale);
     auto out_at = [&](uint32_t row) -> float* {
         QueryRow query = row_of(row);
         float* out = static_cast<float*>(p.out);

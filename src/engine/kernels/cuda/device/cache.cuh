@@ -134,6 +134,30 @@ template <int DIM> struct CachedFold<bf16, DIM> {
         Seen seen[2] = {queries.seen(lane_id() / 4, own), queries.seen(lane_id() / 4 + 8, own)};
         fold.run(shared, shared + QUERIES * TILE_STRIDE(DIM), segment, first, end, seen, queries.p.scale);
     }
+    // As many partial results at a time as fit where keys and values lie otherwise.
+    DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
+        constexpr uint32_t ROOM = 2 * KEYS * TILE_STRIDE(DIM) * sizeof(bf16) / sizeof(float);
+        float* parts = reinterpret_cast<float*>(shared + QUERIES * TILE_STRIDE(DIM));
+        uint32_t at_once = ROOM / (rows * (DIM + 2));
+        float* kept = parts + at_once * rows * DIM;
+        for (uint32_t first = 0; first < count; first += at_once) {
+            uint32_t here = min(at_once, count - first);
+            __syncthreads();
+            for (uint32_t i = threadIdx.x; i < here * rows * (DIM / 4); i += blockDim.x) {
+                uint32_t row = i / (DIM / 4), part = row / rows;
+                uint64_t at = (first + part) * step + row % rows;
+                cp_async16(parts + i * 4, from + at * DIM + i % (DIM / 4) * 4);
+            }
+            cp_async_commit();
+            for (uint32_t i = threadIdx.x; i < here * rows * 2; i += blockDim.x) {
+                uint32_t part = i / (2 * rows);
+                kept[i] = ml[(first + part) * step * 2 + i % (2 * rows)];
+            }
+            cp_async_wait<0>();
+            __syncthreads();
+            fold.take(kept, parts, rows, here, rows);
+        }
+    }
 };
 
 template <int DIM> struct CachedFold<float, DIM> {
@@ -151,6 +175,9 @@ template <int DIM> struct CachedFold<float, DIM> {
         Seen seen[QUERIES];
         for (uint32_t row = 0; row < QUERIES; row++) seen[row] = queries.seen(row, own);
         fold.run(shared, segment, first, end, seen, queries.p.scale);
+    }
+    DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
+        fold.take(ml, from, rows, count, step);
     }
 };
 
@@ -188,7 +215,7 @@ template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached
         }
         return;
     }
-    PlanRow row = plan_rows(p)[row_index];
+    const PlanRow& row = plan_rows(p)[row_index];
     Segment<T> own = cached_segment<T>(p, row, true, heads.kv);
     // Append. Several head tiles of a key head write the same.
     uint32_t position = uint32_t(row.own_len) - 1;
@@ -202,20 +229,16 @@ template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached
     CachedFold<T, DIM> cached;
     cached.begin(queries, shared);
     uint32_t rows = p.heads_at_once;
-    for (int32_t i = 0; i < row.prompt_parts; i++) {
-        uint64_t part = uint64_t(row.prompt_part) + uint64_t(i) * row.prompt_step +
-                        uint64_t(blockIdx.y) * row.prompt_rows + row.prompt_place;
-        cached.fold.take(p.ml + 2 * part, p.parts + part * DIM, rows);
+#pragma unroll 1
+    for (int of_own = 0; of_own < 2; of_own++) {
+        uint64_t part = of_own ? uint64_t(row.own_part) + uint64_t(blockIdx.y) * rows
+                               : uint64_t(row.prompt_part) + uint64_t(blockIdx.y) * row.prompt_rows + row.prompt_place;
+        cached.take(p.ml + 2 * part, p.parts + part * DIM, rows, of_own ? row.own_parts : row.prompt_parts,
+                    of_own ? row.own_step : row.prompt_step);
+        uint32_t end = of_own ? position / KEYS + 1 : (uint32_t(row.prompt_len) + KEYS - 1) / KEYS;
+        cached.run(queries, cached_segment<T>(p, row, of_own, heads.kv), of_own ? row.own_block : row.prompt_block, end,
+                   of_own);
     }
-    if (row.prompt_len > 0) {
-        cached.run(queries, cached_segment<T>(p, row, false, heads.kv), row.prompt_block,
-                   (uint32_t(row.prompt_len) + KEYS - 1) / KEYS, false);
-    }
-    for (int32_t i = 0; i < row.own_parts; i++) {
-        uint64_t part = uint64_t(row.own_part) + uint64_t(i) * row.own_step + uint64_t(blockIdx.y) * rows;
-        cached.fold.take(p.ml + 2 * part, p.parts + part * DIM, rows);
-    }
-    cached.run(queries, own, row.own_block, position / KEYS + 1, true);
     auto out_at = [&](uint32_t index) -> T* {
         QueryRow query = queries.at(index);
         return query.valid ? out + query.head * p.dim : nullptr;

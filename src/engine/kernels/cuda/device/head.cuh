@@ -20,12 +20,23 @@ struct HeadPick {
 
 DEVICE float head_factor(double temperature) { return temperature == 0.0 ? 1.0f : float(1.0 / temperature); }
 
+// A product that is rounded before anything is added to it, so that the largest logit has z = 0.
+DEVICE float rounded_product(float a, float b) {
+#ifdef RLOOD_EMULATOR
+    return a * b;
+#else
+    return __fmul_rn(a, b);
+#endif
+}
+
 // The largest logit of a cell, scaled and finite.
-DEVICE float head_scaled(const HeadCell& cell, float t) { return fmaxf(cell.largest * t, -3.402823466e38f); }
+DEVICE float head_scaled(const HeadCell& cell, float t) {
+    return fmaxf(rounded_product(cell.largest, t), -3.402823466e38f);
+}
 
 // z of a logit, no lower than -87; NaN stays NaN.
 DEVICE float head_z(float logit, float t, float shift) {
-    float z = fmaf(logit, t, -shift);
+    float z = rounded_product(logit, t) - shift;
     return z < -87.0f ? -87.0f : z;
 }
 
@@ -100,7 +111,7 @@ DEVICE HeadTotal head_total(const HeadCell* cells, uint32_t count, float t) {
 }
 
 DEVICE float head_logp(const HeadTotal& total, float logit) {
-    return float(double(logit * total.t) - double(total.largest) - log(total.sum));
+    return float(double(rounded_product(logit, total.t)) - double(total.largest) - log(total.sum));
 }
 
 struct HeadScores {
@@ -245,3 +256,4 @@ KERNEL(head_choose, HeadChoose) {
         p.chosen[2 * row + 1] = __float_as_uint(head_logp(total, found ? logits[token] : NAN));
     }
 }
+#include "head_filter.cuh"

@@ -169,7 +169,7 @@ impl Queue {
             let given = params.len();
             return Err(CudaError::Input(format!("{kernel}: a parameter of {given} bytes, the kernel takes {bytes}")));
         }
-        if launch.block == 0 || launch.block % 32 != 0 || launch.block > 1024 {
+        if launch.block == 0 || !launch.block.is_multiple_of(32) || launch.block > 1024 {
             return Err(CudaError::Input(format!(
                 "{kernel}: {} threads are not a multiple of 32 up to 1024",
                 launch.block

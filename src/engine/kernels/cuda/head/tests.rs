@@ -212,3 +212,76 @@ fn other_shapes_and_tokens_are_refused() {
     assert!(choose(&device, &head, x, &[]).is_err());
     assert!(logits(&device, &head, x, Rows::new(&there.x, 3, 28, Dtype::F32)).is_err());
 }
+
+/// What `engine::sampling::Sampler` keeps: tokens and their weights, ascending.
+fn kept(logits: &[f32], pick: &FilteredPick) -> Vec<(usize, f64)> {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weights: Vec<f64> = logits.iter().map(|logit| (f64::from(logit - largest) / pick.temperature).exp()).collect();
+    let mut order: Vec<usize> = (0..weights.len()).collect();
+    order.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
+    if pick.top_k > 0 {
+        order.truncate(pick.top_k as usize);
+    }
+    if pick.top_p < 1.0 {
+        let total: f64 = order.iter().map(|token| weights[*token]).sum();
+        let mut mass = 0.0;
+        let reached = order.iter().position(|token| {
+            mass += weights[*token];
+            mass >= pick.top_p * total
+        });
+        order.truncate(reached.map_or(order.len(), |rank| rank + 1));
+    }
+    let floor = pick.min_p * weights[order[0]];
+    order.retain(|token| weights[*token] >= floor);
+    order.sort_unstable();
+    order.into_iter().map(|token| (token, weights[token])).collect()
+}
+
+/// All draws of a distribution on the device, and those expected.
+fn assert_filters(device: &Device, logits: &[f32], pick: FilteredPick) {
+    const DRAWS: usize = 24;
+    let weight = device.upload(logits).unwrap();
+    let x = device.upload(&[1.0_f32; DRAWS]).unwrap();
+    let head =
+        Head { weight: Rows::new(&weight, logits.len(), 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
+    let uniform = |draw: usize| (draw as f64 + 0.003) / DRAWS as f64;
+    let picks: Vec<FilteredPick> = (0..DRAWS).map(|draw| FilteredPick { uniform: uniform(draw), ..pick }).collect();
+    let chosen = choose_filtered(device, &head, Rows::new(&x, DRAWS, 1, Dtype::F32), &picks).unwrap();
+    let kept = kept(logits, &pick);
+    let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
+    for (draw, chosen) in chosen.iter().enumerate() {
+        let mut sum = 0.0;
+        let near = kept.iter().any(|(token, weight)| {
+            let before = sum;
+            sum += weight;
+            let (before, after) = (before / total - 1e-6, sum / total + 1e-6);
+            *token == chosen.token as usize && before <= uniform(draw) && uniform(draw) <= after
+        });
+        assert!(near, "{pick:?} gave {} at {}, kept {kept:?}", chosen.token, uniform(draw));
+    }
+}
+
+#[test]
+fn filtered_choices_are_those_of_the_host() {
+    let Some(device) = device() else { return };
+    let off = FilteredPick { temperature: 1.0, uniform: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+    let picks = [
+        off,
+        FilteredPick { top_k: 1, ..off },
+        FilteredPick { top_k: 7, temperature: 2.0, ..off },
+        FilteredPick { top_k: 5000, ..off },
+        FilteredPick { top_p: 0.5, ..off },
+        FilteredPick { top_p: 1e-9, ..off },
+        FilteredPick { top_p: 0.93, temperature: 3.0, ..off },
+        FilteredPick { min_p: 0.3, ..off },
+        FilteredPick { top_k: 20, top_p: 0.8, min_p: 0.02, temperature: 1.5, ..off },
+    ];
+    let spread = |count, factor: f32| noise(count, 9).iter().map(|v| v * factor).collect::<Vec<_>>();
+    // Ties: few distinct values.
+    let tied: Vec<f32> = noise(700, 4).iter().map(|v| (v * 3.0).round()).collect();
+    for logits in [spread(5, 3.0), spread(1000, 6.0), tied, vec![-2.5; 40]] {
+        for pick in picks {
+            assert_filters(&device, &logits, pick);
+        }
+    }
+}
