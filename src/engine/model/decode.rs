@@ -17,7 +17,7 @@ enum OnBackend {
     Cpu(Rows<Cpu>),
     Reference(Rows<Reference>),
     #[cfg(feature = "cuda")]
-    Cuda(Rows<Cuda>),
+    Cuda(Box<Rows<Cuda>>),
 }
 
 /// Live rows: their KV cache, and the residual stream that each one's next token is chosen from.
@@ -55,7 +55,7 @@ impl Policy {
             Network::Cpu(decoder) => OnBackend::Cpu(decoder.begin(adapter)),
             Network::Reference(decoder) => OnBackend::Reference(decoder.begin(adapter)),
             #[cfg(feature = "cuda")]
-            Network::Cuda(decoder) => OnBackend::Cuda(decoder.begin(adapter)),
+            Network::Cuda(decoder) => OnBackend::Cuda(Box::new(decoder.begin(adapter))),
         })
     }
 
