@@ -8,6 +8,7 @@ use utoipa::ToSchema;
 
 use super::estimate::{Estimate, Limits, fit};
 use super::evaluation::held_out_count;
+use super::footprint::Place;
 use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
 use super::rloo;
@@ -33,6 +34,8 @@ pub struct Context {
     pub reward_models: BTreeMap<String, RewardModelFacts>,
     /// What a worker may use, bytes; None = unknown, and nothing is refused for it.
     pub memory_limit_bytes: Option<u64>,
+    /// What the job may be computed on: it must fit each of these. Empty = the processor.
+    pub places: Vec<Place>,
 }
 
 /// A model, as far as a plan depends on it.
@@ -203,6 +206,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         lengths: dataset.prompt_lengths.into_iter().chain(eval_lengths).max_by_key(|lengths| lengths.longest),
         memory_bytes: context.memory_limit_bytes,
         reward_model_bytes: reward_model_bytes(spec, context),
+        places: &context.places,
         micro_batch_tokens: spec.training.micro_batch_tokens,
         gradient_checkpointing: spec.training.gradient_checkpointing,
     };

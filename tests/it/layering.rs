@@ -59,7 +59,7 @@ const CRATES: &[(&str, &[&str])] = &[
         &["demo", "files", "http", "prober", "reward", "reward_server", "serve", "store", "supervisor", "worker"],
     ),
     ("tokenizers", &["engine", "modelcard"]),
-    ("candle_core", &["config", "engine"]),
+    ("candle_core", &["engine"]),
     ("candle_nn", &["engine"]),
     ("candle_transformers", &["engine"]),
 ];

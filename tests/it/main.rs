@@ -13,6 +13,8 @@ mod exact;
 mod fork;
 mod generate;
 mod golden;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod gradients;
 mod http;
 mod interrupt;
@@ -22,6 +24,7 @@ mod job_records;
 mod jobs_api;
 mod journal;
 mod kill;
+mod kinds;
 mod layering;
 mod long;
 mod memory;
