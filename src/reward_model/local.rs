@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::Value;
 
-use super::{Conversation, Scorer, ScorerOptions};
+use super::{Conversation, Scorer, ScorerError, ScorerOptions};
 use crate::engine::backend::BackendKind;
+use crate::engine::error::EngineError;
 use crate::modelcard::ClassifierCard;
 use crate::reward::Judgement;
 use crate::reward::local::{LocalModel, LocalModels};
@@ -35,6 +36,9 @@ impl LocalRewardModels {
         let RewardModelPlan { model, label, format, max_length, dtype } = plan;
         let dir = self.paths.get(model).map(PathBuf::from);
         let dir = dir.ok_or_else(|| format!("the reward model '{model}' is not registered any more"))?;
+        if !dir.is_dir() {
+            return Err(format!("the directory of the reward model '{model}' is not on this machine"));
+        }
         // Held while loading: whoever wants the same model waits for it.
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         let key = format!("{plan:?}");
@@ -58,7 +62,7 @@ impl LocalRewardModels {
             format: *format,
             max_length: *max_length,
         };
-        let scorer = Arc::new(Scorer::load(&options).map_err(|error| with_causes(&error))?);
+        let scorer = Arc::new(Scorer::load(&options).map_err(|error| without_paths(&error))?);
         loaded.insert(key, scorer.clone());
         Ok(scorer)
     }
@@ -88,6 +92,16 @@ impl LocalModel for Scorer {
             Err(error) => Judgement::missing("not_scorable", with_causes(&error)),
         });
         Ok(judgements.collect())
+    }
+}
+
+/// A job's user sees it: no paths of this machine.
+fn without_paths(error: &ScorerError) -> String {
+    match error {
+        ScorerError::Model(EngineError::Io { source, .. }) => {
+            format!("a file of the reward model cannot be read: {source}")
+        }
+        other => with_causes(other),
     }
 }
 

@@ -300,7 +300,7 @@ pub(super) const REFUSED: &[Refused] = &[
             "reward_model",
         ],
         off: &[],
-        reason: "Python functions and models cannot be sent: give rewards, a list of built-in types (length, exact_match, contains, number_match, regex) or webhooks that call your code",
+        reason: "Python functions and models cannot be sent: give rewards, a list of built-in types (length, exact_match, contains, number_match, regex), of reward_model for a registered sequence-classification model, or webhooks that call your code",
     },
     Refused {
         keys: &["dataset_mixture", "datasets"],
