@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod adapters;
 mod algorithm;
 mod artifacts;
 mod bench;
@@ -21,6 +22,7 @@ mod job_moves;
 mod job_records;
 mod jobs_api;
 mod journal;
+mod judge;
 mod kill;
 mod layering;
 mod long;
