@@ -9,14 +9,19 @@
 //! | [`decode`] | generation by batch, alone or beside a busy process |
 //! | [`training`] | forward and backward, log-probs without gradient |
 //! | [`step`] | whole steps of [`crate::engine::train`], with a cheap reward |
+//! | [`requests`] | generation of given lengths, as inference servers are measured |
+//! | [`mismatch`] | the sampler's log-probs against the training forward's |
 //!
+//! On a GPU the limits are the device's, and the processor's kernels are left out.
 //! The weights are random ([`random_model`]); speed does not depend on their values.
 
 pub mod decode;
 pub mod kernels;
 pub mod limits;
+pub mod mismatch;
 pub mod random_model;
 mod report;
+pub mod requests;
 pub mod shape;
 pub mod step;
 mod timing;
@@ -30,7 +35,7 @@ use serde::de::DeserializeOwned;
 
 use self::report::Report;
 use self::shape::{Shape, Weights};
-use crate::config::{BenchArgs, BenchPart, Precision, machine_threads};
+use crate::config::{BenchArgs, BenchPart, Device, Precision, machine_threads};
 use crate::engine::error::EngineError;
 use crate::engine::random::{Key, Stream};
 use crate::modelcard::{self, ModelCard, ModelCardError};
@@ -99,7 +104,7 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     report.print_limits();
     let wanted = |part| match args.only {
         Some(only) => only == part,
-        None => part != BenchPart::Busy,
+        None => usual(part, args.device),
     };
     if wanted(BenchPart::Kernels) {
         report.kernels = Some(ask(args, BenchPart::Kernels, &model_dir)?);
@@ -117,6 +122,14 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
         report.step = Some(ask(args, BenchPart::Step, &model_dir)?);
         report.print_step();
     }
+    if wanted(BenchPart::Requests) {
+        report.requests = Some(ask(args, BenchPart::Requests, &model_dir)?);
+        report.print_requests();
+    }
+    if wanted(BenchPart::Mismatch) {
+        report.mismatch = Some(ask(args, BenchPart::Mismatch, &model_dir)?);
+        report.print_mismatch();
+    }
     if wanted(BenchPart::Busy) {
         report.busy = Some(ask(args, BenchPart::Busy, &model_dir)?);
         report.print_busy();
@@ -126,6 +139,15 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
         std::fs::write(path, text).map_err(io(format!("write {}", path.display())))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether a part is measured when none is named.
+fn usual(part: BenchPart, device: Device) -> bool {
+    match part {
+        BenchPart::Limits | BenchPart::Decode | BenchPart::Training | BenchPart::Step => true,
+        BenchPart::Kernels => device == Device::Cpu,
+        BenchPart::Requests | BenchPart::Mismatch | BenchPart::Busy => false,
+    }
 }
 
 /// Writes the random model, and says where.
@@ -154,6 +176,16 @@ fn ask<T: DeserializeOwned>(args: &BenchArgs, part: BenchPart, model_dir: &Path)
         command.arg(flag).arg(number.to_string());
     }
     command.arg("--beta").arg(args.beta.to_string()).arg("--dtype").arg(args.dtype.as_str());
+    command.arg("--device").arg(args.device.to_string());
+    if args.gradient_checkpointing {
+        command.arg("--gradient-checkpointing");
+    }
+    if let Some(tokens) = args.micro_batch_tokens {
+        command.arg("--micro-batch-tokens").arg(tokens.to_string());
+    }
+    if let Some(requests) = &args.requests {
+        command.arg("--requests").arg(requests);
+    }
     let output = command.stderr(Stdio::inherit()).output().map_err(io("start a process to measure in"))?;
     let failed = |detail: String| BenchError::Part { part: part.as_str(), detail };
     if !output.status.success() {
@@ -181,15 +213,20 @@ fn measure_part(args: &BenchArgs) -> Result<ExitCode, BenchError> {
 fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
     let part = args.only.unwrap_or(BenchPart::Limits);
     if part == BenchPart::Limits {
-        return json(&limits::measure(threads(args) as usize)?);
+        return json(&limits::measure(args.device, threads(args) as usize)?);
     }
     let setting = Setting::of(args)?;
     match part {
+        BenchPart::Limits | BenchPart::Kernels if args.device != Device::Cpu => {
+            Err(BenchError::Job(format!("the part kernels measures the processor's kernels, not {}", args.device)))
+        }
         BenchPart::Limits | BenchPart::Kernels => json(&kernels::measure(&setting)?),
         BenchPart::Decode => json(&decode::measure(&setting)?),
         BenchPart::Busy => json(&decode::beside_a_busy_process(&setting)?),
         BenchPart::Training => json(&training::measure(&setting)?),
         BenchPart::Step => json(&step::measure(&setting)?),
+        BenchPart::Requests => json(&requests::measure(&setting)?),
+        BenchPart::Mismatch => json(&mismatch::measure(&setting)?),
     }
 }
 

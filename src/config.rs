@@ -12,6 +12,7 @@ use std::str::FromStr;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::id::WorkerId;
+use crate::spec::footprint::Place;
 
 /// Fewest characters of an API key or a worker token.
 pub const MIN_SECRET_CHARS: usize = 16;
@@ -279,7 +280,11 @@ pub struct ProbeArgs {
 /// Flags of `rlood bench`.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
-    /// Dimensions of the random model: tiny, small, qwen3-0.6b or qwen3-4b, with changes if wanted, as in
+    /// What to measure on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// Dimensions of the random model: tiny, small, qwen3-0.6b, qwen3-4b or qwen3-8b, with changes if wanted, as in
     /// `small,layers=2,vocab=4096` (hidden, layers, heads, kv, head_dim, inter, vocab, pos, tie).
     #[arg(long, default_value = "tiny", value_name = "NAME[,KEY=N…]")]
     pub shape: String,
@@ -292,8 +297,8 @@ pub struct BenchArgs {
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub prompts: u32,
 
-    /// Completions of a prompt (G), sampled together.
-    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
+    /// Completions of a prompt (G), sampled together; whole steps need two at least.
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub generations: u32,
 
     /// Tokens of a prompt, the same for all.
@@ -320,12 +325,25 @@ pub struct BenchArgs {
     #[arg(long, default_value_t = 16, value_name = "R", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub lora_r: u32,
 
+    /// Compute activations again in the backward instead of keeping them, in training and step.
+    #[arg(long)]
+    pub gradient_checkpointing: bool,
+
+    /// Tokens of a forward and backward, at most, but for one group. Default: as a job would have them.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
+    pub micro_batch_tokens: Option<u32>,
+
+    /// Lengths for the part requests: a JSON array of [prompt tokens, completion tokens], one pair a request; all of them
+    /// are decoded together, each until it has its length.
+    #[arg(long, value_name = "FILE")]
+    pub requests: Option<PathBuf>,
+
     /// Compute threads. Default: the machine's cores.
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 
-    /// Measure this part only (and the machine's limits, which everything is compared with). Default: kernels, decode,
-    /// training and step.
+    /// Measure this part only (and the machine's limits, which everything is compared with). Default: kernels (of the
+    /// processor), decode, training and step.
     #[arg(long, value_enum)]
     pub only: Option<BenchPart>,
 
@@ -374,6 +392,10 @@ pub enum BenchPart {
     Training,
     /// Whole RLOO steps of the engine's own loop.
     Step,
+    /// Generation of the lengths in --requests.
+    Requests,
+    /// How far the log-probs recorded in sampling are from those of the training forward.
+    Mismatch,
     /// Generation beside one other busy process, against generation alone.
     Busy,
 }
@@ -387,6 +409,8 @@ impl BenchPart {
             BenchPart::Decode => "decode",
             BenchPart::Training => "training",
             BenchPart::Step => "step",
+            BenchPart::Requests => "requests",
+            BenchPart::Mismatch => "mismatch",
             BenchPart::Busy => "busy",
         }
     }
@@ -424,7 +448,7 @@ impl FromStr for Device {
                     return Err(unknown());
                 }
                 let device = Device::Cuda(index.parse().map_err(|_| unknown())?);
-                if candle_core::utils::cuda_is_available() {
+                if cfg!(feature = "cuda") {
                     Ok(device)
                 } else {
                     Err(ConfigError::new(format!(
@@ -473,6 +497,8 @@ pub struct ServeConfig {
     pub threads: u32,
     /// Memory of all cpu workers together, bytes; None = unknown or not limited.
     pub memory_limit_bytes: Option<u64>,
+    /// Memory of the smallest GPU of the pool, bytes; None = no GPU, or not known before the server starts.
+    pub gpu_memory_bytes: Option<u64>,
     /// The `rlood` binary that workers are started from; None = this process's own.
     pub worker_program: Option<PathBuf>,
     /// What the samples of one job may take, bytes; 0 = no limit.
@@ -518,6 +544,7 @@ impl ServeConfig {
             isa: Isa::Auto,
             threads: machine_threads(),
             memory_limit_bytes: machine_memory_bytes(),
+            gpu_memory_bytes: None,
             worker_program: None,
             samples_max_bytes: SAMPLES_MAX_BYTES,
             heartbeat_ms: HEARTBEAT_MS,
@@ -531,6 +558,29 @@ impl ServeConfig {
     pub fn memory_per_worker(&self) -> Option<u64> {
         let workers = self.devices.iter().filter(|device| **device == Device::Cpu).count() as u64;
         self.memory_limit_bytes.map(|bytes| bytes / workers.max(1))
+    }
+
+    /// What jobs may be computed on: the kinds of devices of the pool, the first one first.
+    pub fn places(&self) -> Vec<Place> {
+        let mut places: Vec<Place> = Vec::new();
+        for device in &self.devices {
+            let place = match device {
+                Device::Cpu => Place::Cpu,
+                Device::Cuda(_) => Place::Cuda { memory_bytes: self.gpu_memory_bytes },
+            };
+            if !places.contains(&place) {
+                places.push(place);
+            }
+        }
+        places
+    }
+
+    /// The numbers of the GPUs of the pool.
+    pub fn gpus(&self) -> impl Iterator<Item = u32> {
+        self.devices.iter().filter_map(|device| match device {
+            Device::Cpu => None,
+            Device::Cuda(index) => Some(*index),
+        })
     }
 
     /// Compute threads of each cpu worker: an even share, at least 1.
@@ -574,6 +624,7 @@ impl ServeArgs {
                 Some(size) => parse_size(size)?,
                 None => machine_memory_bytes(),
             },
+            gpu_memory_bytes: None,
             worker_program: None,
             samples_max_bytes: self.samples_max_bytes,
             heartbeat_ms: HEARTBEAT_MS,
@@ -689,7 +740,7 @@ fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
 
 /// Every GPU the driver lists when this build can use one, else the processor.
 fn detect_devices() -> Vec<Device> {
-    let gpus = if candle_core::utils::cuda_is_available() {
+    let gpus = if cfg!(feature = "cuda") {
         std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count())
     } else {
         0
@@ -788,7 +839,7 @@ mod tests {
             let error = resolve(&["--devices", given]).unwrap_err().to_string();
             assert!(error.contains(part), "{given}: {error}");
         }
-        if !candle_core::utils::cuda_is_available() {
+        if !cfg!(feature = "cuda") {
             let error = resolve(&["--devices", "cuda:0"]).unwrap_err().to_string();
             assert!(error.contains("built without CUDA"), "{error}");
         }

@@ -59,6 +59,7 @@ mod completions;
 pub mod delta;
 pub mod error;
 pub mod generate;
+pub mod gpu;
 pub mod host;
 #[expect(unsafe_code, reason = "vector instructions and threads that share buffers")]
 pub mod kernels;
@@ -73,6 +74,7 @@ pub mod optim;
 pub mod prompts;
 pub mod random;
 mod refill;
+mod relief;
 mod report;
 pub mod rollout;
 pub mod sampling;
@@ -159,6 +161,8 @@ struct Run<'a> {
     eval_prompts: Vec<TokenizedPrompt>,
     batching: Batching,
     micro_batching: MicroBatching,
+    /// The memory of the GPU was full once, and what is computed at once was halved.
+    halved: bool,
     reward_names: Vec<String>,
     parameter_info: Vec<ParameterInfo>,
     adam: AdamW,
@@ -242,6 +246,7 @@ impl<'a> Run<'a> {
                 temperature: plan.sampling.temperature,
                 dropout: None,
             },
+            halved: false,
             reward_names: plan.rewards.iter().map(|reward| reward.name.clone()).collect(),
             parameter_info,
             samples_exactly: policy.samples_exactly(),
@@ -374,6 +379,9 @@ impl<'a> Run<'a> {
             first_use: cursor.use_index == 0,
             seconds: &self.seconds,
         });
+        if let Some(bytes) = self.policy.device_peak_bytes() {
+            metrics.insert("memory/peak_device_bytes".into(), Some(bytes as f64));
+        }
         let delta_norm = self.delta_norm.as_ref().map(|delta| delta.of(self.policy.flat()));
         if let Some(delta_norm) = delta_norm.filter(|norm| norm.is_finite()) {
             metrics.insert("adapter/delta_norm".into(), Some(delta_norm));

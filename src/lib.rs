@@ -16,7 +16,7 @@
 //!
 //! `POST /jobs` → `http::jobs` → [`spec`] (JobSpec → Plan) → `store::jobs` (row and event in one transaction) → queue →
 //! [`worker`] claims over `http::worker` → [`engine::train`] on its own thread: load, text → per step:
-//! rollout ← generate ← model (over a backend, the CPU's over its kernels) → `Host::score` → [`reward`] → advantage →
+//! rollout ← generate ← model (over a backend, the CPU's or a GPU's over its kernels) → `Host::score` → [`reward`] → advantage →
 //! loss → optim → `Host::event` → `store::events` →
 //! before anything is asked or used, the journal (`worker::journal` → `http::worker` → `store::journal`) →
 //! every k steps a checkpoint → `Host::saved` → `http::worker` → [`files`] → `store::artifacts` → finish →

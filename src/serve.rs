@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::config::ServeConfig;
+use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
 use crate::files::{DataDir, FilesError};
 use crate::http::probe::{Prober, Unprobed};
@@ -56,6 +57,9 @@ pub enum ServeError {
     /// The instruction set asked for is not this machine's.
     #[error("--isa: {0}")]
     Isa(String),
+    /// A GPU of the pool cannot be used.
+    #[error("--devices: {0}")]
+    Gpu(String),
     /// The address is taken or not ours.
     #[error("cannot listen on {address}; choose another --listen address (port 0 takes a free one)")]
     Listen {
@@ -148,11 +152,15 @@ pub fn announce(addr: SocketAddr) -> std::io::Result<()> {
 ///
 /// # Errors
 /// When the data directory, the database or the address cannot be used.
-pub async fn start(config: ServeConfig) -> Result<Running, ServeError> {
+pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     // A second installation is no error; without one no TLS client can be made.
     let _ = rustls::crypto::ring::default_provider().install_default();
     OutgoingPolicy::parse(&config.allow_outgoing).map_err(ServeError::Outgoing)?;
     Isa::choose(config.isa.as_str()).map_err(ServeError::Isa)?;
+    let gpus: Vec<u32> = config.gpus().collect();
+    if !gpus.is_empty() {
+        config.gpu_memory_bytes = Some(gpu::smallest(&gpus).map_err(ServeError::Gpu)?);
+    }
     let config = Arc::new(config);
     let files = DataDir::open(&config.data_dir)?;
     let store = Store::open(&files.database()).await?;

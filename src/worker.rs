@@ -40,6 +40,8 @@ const LEAVE_WITHIN: Duration = Duration::from_secs(24);
 const EXIT_ORPHAN: i32 = 3;
 /// The code of a process whose engine panicked: a panic's own.
 const EXIT_PANIC: u8 = 101;
+/// The code of a process whose GPU failed.
+const EXIT_DEVICE: u8 = 4;
 
 /// The engine, as the worker calls it: the seam where tests put another one.
 type TrainFn = fn(TrainInput<'_>, &mut dyn Host) -> Result<TrainOutcome, EngineError>;
@@ -130,6 +132,7 @@ impl Worker {
                     match attempt::run(self, claim).await {
                         Ended::Settled => {}
                         Ended::Panicked => return Ok(ExitCode::from(EXIT_PANIC)),
+                        Ended::DeviceFailed => return Ok(ExitCode::from(EXIT_DEVICE)),
                     }
                 }
                 Ok(None) => registered = true,

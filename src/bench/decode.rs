@@ -35,6 +35,8 @@ pub struct DecodeFigures {
     pub batches: Vec<Batch>,
     /// The process's peak, MiB.
     pub peak_mib: f64,
+    /// The device's peak, MiB, where it is not the processor.
+    pub device_peak_mib: Option<f64>,
 }
 
 /// One batch.
@@ -87,7 +89,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
     }
     let times = setting.args.steps as usize;
     batches.push(bench.batch(own.0, own.1, setting.args.completion as usize, times)?);
-    Ok(DecodeFigures { batches, peak_mib: peak_mib() })
+    Ok(DecodeFigures { batches, peak_mib: peak_mib(), device_peak_mib: device_peak_mib(&bench.policy) })
 }
 
 /// The step's own batch, alone and beside a busy process.
@@ -111,6 +113,11 @@ pub fn beside_a_busy_process(setting: &Setting<'_>) -> Result<BusyFigures, Bench
 /// The process's peak of resident memory so far, MiB; 0 where the system does not tell.
 pub(super) fn peak_mib() -> f64 {
     peak_resident_bytes().unwrap_or(0) as f64 / (1 << 20) as f64
+}
+
+/// The device's peak of memory so far, MiB; None where the policy computes on the processor.
+pub(super) fn device_peak_mib(policy: &Policy) -> Option<f64> {
+    policy.device_peak_bytes().map(|bytes| bytes as f64 / (1 << 20) as f64)
 }
 
 /// A loop in a shell, ended when dropped.
@@ -185,7 +192,9 @@ impl<'a> Generation<'a> {
 
 /// The model with a fresh adapter on every linear layer.
 pub(super) fn policy(setting: &Setting<'_>) -> Result<Policy, BenchError> {
-    let mut policy = Policy::load_dtype(&setting.model_dir, BackendKind::of_device("cpu")?, setting.dtype())?;
+    let kind = BackendKind::of_device(&setting.args.device.to_string())?;
+    let mut policy = Policy::load_dtype(&setting.model_dir, kind, setting.dtype())?;
+    policy.set_gradient_checkpointing(setting.args.gradient_checkpointing);
     let rank = setting.args.lora_r;
     policy.add_lora(&LoraConfig::all_linear(rank as usize, f64::from(rank)), 0)?;
     Ok(policy)

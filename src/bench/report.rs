@@ -4,7 +4,9 @@ use serde_json::{Map, Value, json};
 
 use super::decode::{BusyFigures, DecodeFigures};
 use super::kernels::{DECODE_ROWS, KernelFigures, TRAINING_ROWS};
-use super::limits::Limits;
+use super::limits::{GpuLimits, Limits, ProcessorLimits};
+use super::mismatch::MismatchFigures;
+use super::requests::RequestFigures;
 use super::shape::Weights;
 use super::step::{StepFigures, StepTimes};
 use super::training::TrainingFigures;
@@ -21,12 +23,25 @@ pub(super) struct Report<'a> {
     pub decode: Option<DecodeFigures>,
     pub training: Option<TrainingFigures>,
     pub step: Option<StepFigures>,
+    pub requests: Option<RequestFigures>,
+    pub mismatch: Option<MismatchFigures>,
     pub busy: Option<BusyFigures>,
 }
 
 impl<'a> Report<'a> {
     pub fn new(args: &'a BenchArgs, card: &'a ModelCard) -> Self {
-        Self { args, card, limits: None, kernels: None, decode: None, training: None, step: None, busy: None }
+        Self {
+            args,
+            card,
+            limits: None,
+            kernels: None,
+            decode: None,
+            training: None,
+            step: None,
+            requests: None,
+            mismatch: None,
+            busy: None,
+        }
     }
 
     /// What is measured.
@@ -52,12 +67,25 @@ impl<'a> Report<'a> {
     }
 
     pub fn print_limits(&self) {
-        let Some(limits) = &self.limits else { return };
-        println!("\nlimits ({}, {} threads)", limits.isa, limits.threads);
-        println!("  {:<42} {:>10.1} GB/s", "sequential read of 1 GiB", limits.read_gb_s);
-        let rates = [("multiply-adds, f32", Some(limits.fma_gflop_s)), ("tile products, bf16", limits.amx_gflop_s)];
-        for (name, rate) in rates.into_iter().filter_map(|(name, rate)| Some((name, rate?))) {
-            println!("  {name:<42} {rate:>10.0} GFLOP/s");
+        let rate = |name: &str, rate: f64, unit: &str| println!("  {name:<42} {rate:>10.0} {unit}");
+        match &self.limits {
+            None => {}
+            Some(Limits::Processor(limits)) => {
+                println!("\nlimits ({}, {} threads)", limits.isa, limits.threads);
+                println!("  {:<42} {:>10.1} GB/s", "sequential read of 1 GiB", limits.read_gb_s);
+                rate("multiply-adds, f32", limits.fma_gflop_s, "GFLOP/s");
+                if let Some(amx) = limits.amx_gflop_s {
+                    rate("tile products, bf16", amx, "GFLOP/s");
+                }
+            }
+            Some(Limits::Gpu(limits)) => {
+                println!("\nlimits ({}, {}, {} MiB)", limits.device, limits.name, limits.memory_bytes >> 20);
+                let copied = format!("copy of {} MiB, read and written", limits.copy_bytes >> 20);
+                println!("  {copied:<42} {:>10.1} GB/s", limits.copy_gb_s);
+                for (name, peak) in [("bf16", limits.bf16), ("f32", limits.f32)] {
+                    rate(&format!("product of {name} matrices of side {}", peak.n), peak.gflop_s, "GFLOP/s");
+                }
+            }
         }
     }
 
@@ -121,7 +149,7 @@ impl<'a> Report<'a> {
                 batch.gb_s,
             );
         }
-        println!("  {:<26}{:>12.0} MiB", "peak memory", decode.peak_mib);
+        print_peak(decode.peak_mib, decode.device_peak_mib);
     }
 
     pub fn print_training(&self) {
@@ -135,7 +163,7 @@ impl<'a> Report<'a> {
             "forward + backward", training.tok_s, training.seconds, training.gflop_s
         );
         println!("  {:<26}{:>12.1} tok/s {:>10.3} s", "log-probs", training.score_tok_s, training.score_seconds);
-        println!("  {:<26}{:>12.0} MiB", "peak memory", training.peak_mib);
+        print_peak(training.peak_mib, training.device_peak_mib);
     }
 
     pub fn print_step(&self) {
@@ -156,7 +184,30 @@ impl<'a> Report<'a> {
                 times.train_tok_s,
             );
         }
-        println!("  {} steps; peak memory {:.0} MiB; loaded in {:.1} s", step.steps, step.peak_mib, step.load_s);
+        println!("  {} steps; loaded in {:.1} s", step.steps, step.load_s);
+        print_peak(step.peak_mib, step.device_peak_mib);
+    }
+
+    pub fn print_requests(&self) {
+        let Some(requests) = &self.requests else { return };
+        println!(
+            "\n{} requests at once, {} + {} tokens: {:.1} tok/s, {:.2} s (median {:.2} s)",
+            requests.requests,
+            requests.prompt_tokens,
+            requests.completion_tokens,
+            requests.tok_s,
+            requests.seconds,
+            requests.median_seconds,
+        );
+        print_peak(requests.peak_mib, requests.device_peak_mib);
+    }
+
+    pub fn print_mismatch(&self) {
+        let Some(mismatch) = &self.mismatch else { return };
+        println!(
+            "\nlog-probs, sampled against trained: {} of {} tokens differ, by {:.3e} on average and {:.3e} at most, k3 {:.3e}",
+            mismatch.unequal_tokens, mismatch.tokens, mismatch.mean, mismatch.max, mismatch.k3,
+        );
     }
 
     pub fn print_busy(&self) {
@@ -168,16 +219,12 @@ impl<'a> Report<'a> {
     }
 
     fn read_gb_s(&self) -> Option<f64> {
-        self.limits.as_ref().map(|limits| limits.read_gb_s)
+        self.limits.as_ref().map(Limits::memory_gb_s)
     }
 
     /// What the matrix products of this precision are bound by.
     fn peak_gflop_s(&self) -> Option<f64> {
-        let limits = self.limits.as_ref()?;
-        match self.args.dtype {
-            crate::config::Precision::Bf16 => Some(limits.amx_gflop_s.unwrap_or(limits.fma_gflop_s)),
-            crate::config::Precision::F32 => Some(limits.fma_gflop_s),
-        }
+        self.limits.as_ref().map(|limits| limits.peak_gflop_s(self.args.dtype))
     }
 
     /// The main figures at the top, everything below.
@@ -190,10 +237,13 @@ impl<'a> Report<'a> {
             ("decode_tok_s", self.decode_tok_s()),
             ("train_tok_s", self.train_tok_s()),
             ("peak_mib", self.peak_mib()),
-            ("read_gb_s", self.read_gb_s()),
+            ("device_peak_mib", self.device_peak_mib()),
+            ("read_gb_s", self.processor(|limits| Some(limits.read_gb_s))),
+            ("copy_gb_s", self.gpu(|limits| limits.copy_gb_s)),
+            ("bf16_gflop_s", self.gpu(|limits| limits.bf16.gflop_s)),
             ("gemm_tflop_s", self.kernels.as_ref().map(|kernels| kernels.gemm_tflop_s)),
-            ("fma_gflop_s", self.limits.as_ref().map(|limits| limits.fma_gflop_s)),
-            ("amx_gflop_s", self.limits.as_ref().and_then(|limits| limits.amx_gflop_s)),
+            ("fma_gflop_s", self.processor(|limits| Some(limits.fma_gflop_s))),
+            ("amx_gflop_s", self.processor(|limits| limits.amx_gflop_s)),
             ("busy_ratio", self.busy.as_ref().map(|busy| busy.ratio)),
         ];
         all.extend(headline.into_iter().filter_map(|(name, value)| Some((name.to_owned(), json!(value?)))));
@@ -217,6 +267,7 @@ impl<'a> Report<'a> {
         all.insert(
             "settings".into(),
             json!({
+                "device": args.device.to_string(),
                 "prompts": args.prompts,
                 "generations": args.generations,
                 "prompt_len": args.prompt_len,
@@ -225,6 +276,8 @@ impl<'a> Report<'a> {
                 "beta": args.beta,
                 "lora_r": args.lora_r,
                 "steps": args.steps,
+                "gradient_checkpointing": args.gradient_checkpointing,
+                "micro_batch_tokens": args.micro_batch_tokens,
             }),
         );
         let parts = [
@@ -233,6 +286,8 @@ impl<'a> Report<'a> {
             ("decode", json!(self.decode)),
             ("training", json!(self.training)),
             ("step", json!(self.step)),
+            ("requests", json!(self.requests)),
+            ("mismatch", json!(self.mismatch)),
             ("busy", json!(self.busy)),
         ];
         all.extend(
@@ -244,14 +299,23 @@ impl<'a> Report<'a> {
         Value::Object(all)
     }
 
+    fn processor(&self, of: impl Fn(&ProcessorLimits) -> Option<f64>) -> Option<f64> {
+        self.limits.as_ref().and_then(Limits::processor).and_then(of)
+    }
+
+    fn gpu(&self, of: impl Fn(&GpuLimits) -> f64) -> Option<f64> {
+        self.limits.as_ref().and_then(Limits::gpu).map(of)
+    }
+
     fn step_times(&self, of: impl Fn(&StepTimes) -> f64) -> Option<f64> {
         self.step.as_ref().map(|step| of(&step.fastest))
     }
 
-    /// Of whole steps where they were measured, else of generation alone.
+    /// Of whole steps where they were measured, else of generation alone, else of the requests.
     fn decode_tok_s(&self) -> Option<f64> {
         let alone = || self.decode.as_ref().and_then(|decode| decode.batches.last()).map(|batch| batch.tok_s);
-        self.step_times(|times| times.decode_tok_s).or_else(alone)
+        let requests = || self.requests.as_ref().map(|requests| requests.tok_s);
+        self.step_times(|times| times.decode_tok_s).or_else(alone).or_else(requests)
     }
 
     /// Of whole steps where they were measured, else of training alone.
@@ -263,7 +327,22 @@ impl<'a> Report<'a> {
     fn peak_mib(&self) -> Option<f64> {
         let decode = self.decode.as_ref().map(|decode| decode.peak_mib);
         let training = self.training.as_ref().map(|training| training.peak_mib);
-        let parts = || decode.into_iter().chain(training).reduce(f64::max);
+        let requests = self.requests.as_ref().map(|requests| requests.peak_mib);
+        let parts = || decode.into_iter().chain(training).chain(requests).reduce(f64::max);
         self.step.as_ref().map(|step| step.peak_mib).or_else(parts)
     }
+
+    /// The same of the device's memory.
+    fn device_peak_mib(&self) -> Option<f64> {
+        let decode = self.decode.as_ref().and_then(|decode| decode.device_peak_mib);
+        let training = self.training.as_ref().and_then(|training| training.device_peak_mib);
+        let requests = self.requests.as_ref().and_then(|requests| requests.device_peak_mib);
+        let parts = || decode.into_iter().chain(training).chain(requests).reduce(f64::max);
+        self.step.as_ref().and_then(|step| step.device_peak_mib).or_else(parts)
+    }
+}
+
+fn print_peak(peak_mib: f64, device_peak_mib: Option<f64>) {
+    let device = device_peak_mib.map_or(String::new(), |mib| format!(", {mib:.0} MiB of the device's"));
+    println!("  {:<26}{peak_mib:>12.0} MiB{device}", "peak memory");
 }

@@ -44,6 +44,7 @@ const QWEN3_06B: Shape = Shape {
     tie: true,
 };
 const QWEN3_4B: Shape = Shape { hidden: 2560, layers: 36, heads: 32, inter: 9728, ..QWEN3_06B };
+const QWEN3_8B: Shape = Shape { hidden: 4096, inter: 12288, tie: false, ..QWEN3_4B };
 
 impl Shape {
     /// `small`, or `small,layers=2,vocab=4096`; the context grows to `tokens` where it is shorter.
@@ -58,7 +59,8 @@ impl Shape {
             "small" => SMALL,
             "qwen3-0.6b" | "0.6b" => QWEN3_06B,
             "qwen3-4b" | "4b" => QWEN3_4B,
-            other => return Err(refused(format!("'{other}' is none of tiny, small, qwen3-0.6b, qwen3-4b"))),
+            "qwen3-8b" | "8b" => QWEN3_8B,
+            other => return Err(refused(format!("'{other}' is none of tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b"))),
         };
         for part in parts {
             let (key, value) = part.split_once('=').ok_or_else(|| refused(format!("'{part}' is not KEY=N")))?;
@@ -194,6 +196,7 @@ mod tests {
         assert_eq!(parameters("small"), 29_369_856);
         assert_eq!(parameters("qwen3-0.6b"), 596_049_920);
         assert_eq!(parameters("qwen3-4b"), 4_022_468_096);
+        assert_eq!(parameters("qwen3-8b"), 8_190_735_360);
     }
 
     #[test]

@@ -10,13 +10,14 @@ use super::decode::peak_mib;
 use super::random_model::word;
 use super::timing::Timing;
 use super::{BenchError, Setting, io};
-use crate::config::machine_memory_bytes;
+use crate::config::{Device, machine_memory_bytes};
 use crate::engine;
 use crate::engine::host::{
     Host, HostError, PromptRow, RewardValue, SavedCheckpoint, Score, ScoreRequest, Stop, TrainInput, TrainOutcome,
 };
 use crate::engine::text::Text;
 use crate::event::{Event, Metrics, SamplePhase};
+use crate::spec::footprint::Place;
 use crate::spec::{Context, DatasetFacts, FieldError, JobSpec, ModelFacts, Plan, resolve};
 
 /// What whole steps took.
@@ -36,6 +37,11 @@ pub struct StepFigures {
     pub load_s: f64,
     /// The process's peak, MiB.
     pub peak_mib: f64,
+    /// The device's peak, MiB, where it is not the processor.
+    pub device_peak_mib: Option<f64>,
+    /// Of the measured steps, the largest difference between the sampler's log-prob of a token and training's, nats;
+    /// None where both are the same by construction.
+    pub logp_difference_max: Option<f64>,
 }
 
 /// Seconds of a step.
@@ -68,14 +74,21 @@ pub fn measure(setting: &Setting<'_>) -> Result<StepFigures, BenchError> {
     let plan = plan(setting, &rows, steps)?;
     let scratch = tempfile::tempdir().map_err(io("make a temporary directory"))?;
     let mut clock = Clock { begun: Instant::now(), phase_begun: None, ends: Vec::new(), completion_tokens: Vec::new() };
-    let outcome = engine::train(input(setting, &plan, rows, scratch.path()), &mut clock)?;
+    let device = args.device.to_string();
+    let outcome = engine::train(input(setting, &plan, rows, scratch.path(), &device), &mut clock)?;
     if outcome != TrainOutcome::Finished {
         return Err(BenchError::Job(format!("it ended early: {outcome:?}")));
     }
     Ok(clock.figures(setting))
 }
 
-fn input<'a>(setting: &'a Setting<'_>, plan: &'a Plan, rows: Vec<PromptRow>, scratch_dir: &'a Path) -> TrainInput<'a> {
+fn input<'a>(
+    setting: &'a Setting<'_>,
+    plan: &'a Plan,
+    rows: Vec<PromptRow>,
+    scratch_dir: &'a Path,
+    device: &'a str,
+) -> TrainInput<'a> {
     TrainInput {
         plan,
         model_dir: &setting.model_dir,
@@ -85,7 +98,7 @@ fn input<'a>(setting: &'a Setting<'_>, plan: &'a Plan, rows: Vec<PromptRow>, scr
         resume: None,
         initial_adapter: None,
         scratch_dir,
-        device: "cpu",
+        device,
         backend: None,
     }
 }
@@ -116,7 +129,9 @@ fn plan(setting: &Setting<'_>, rows: &[PromptRow], steps: u64) -> Result<Plan, B
         "sampling": {"max_completion_length": args.completion, "temperature": 1.0},
         "lora": {"r": args.lora_r, "alpha": args.lora_r, "target_modules": "all-linear"},
         "optimizer": {"learning_rate": 1e-4, "lr_scheduler_type": "constant"},
-        "training": {"prompts_per_step": args.prompts, "max_steps": steps, "dtype": args.dtype.as_str()},
+        "training": {"prompts_per_step": args.prompts, "max_steps": steps, "dtype": args.dtype.as_str(),
+                     "gradient_checkpointing": args.gradient_checkpointing.then_some(true),
+                     "micro_batch_tokens": args.micro_batch_tokens},
         "checkpoints": {"every_steps": steps},
     }));
     let refused = |errors: Vec<FieldError>| {
@@ -140,9 +155,18 @@ fn plan(setting: &Setting<'_>, rows: &[PromptRow], steps: u64) -> Result<Plan, B
         }),
         dataset: Some(DatasetFacts::of_records(&records)),
         memory_limit_bytes: machine_memory_bytes(),
+        places: vec![place(args.device)],
         ..Context::default()
     };
     Ok(resolve(&spec, &context).map_err(refused)?.plan)
+}
+
+/// What the job must fit.
+fn place(device: Device) -> Place {
+    match device {
+        Device::Cpu => Place::Cpu,
+        Device::Cuda(ordinal) => Place::Cuda { memory_bytes: engine::gpu::smallest(&[ordinal]).ok() },
+    }
 }
 
 /// The host: rewards by a formula, and the time of every step's end.
@@ -195,6 +219,9 @@ impl Clock {
             let seconds = measured.iter().filter_map(|(_, metrics)| metrics.get(name).copied().flatten());
             Timing::of(seconds.collect())
         };
+        let part_max = |name: &str| {
+            measured.iter().filter_map(|(_, metrics)| metrics.get(name).copied().flatten()).reduce(f64::max)
+        };
         let counted = &self.completion_tokens[1.min(self.completion_tokens.len())..];
         let completion_tokens = counted.iter().sum::<f64>() / counted.len().max(1) as f64;
         let args = setting.args;
@@ -219,6 +246,8 @@ impl Clock {
             steps: measured.len(),
             load_s: self.phase_begun.map_or(0.0, |begun| begun.duration_since(self.begun).as_secs_f64()),
             peak_mib: peak_mib(),
+            device_peak_mib: part_max("memory/peak_device_bytes").map(|bytes| bytes / (1 << 20) as f64),
+            logp_difference_max: part_max("sampling/sampling_logp_difference/max"),
         }
     }
 }

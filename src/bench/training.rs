@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::decode::{peak_mib, policy};
+use super::decode::{device_peak_mib, peak_mib, policy};
 use super::timing::repeat;
 use super::{BenchError, Setting};
 use crate::engine::memory::micro_batches;
@@ -33,6 +33,8 @@ pub struct TrainingFigures {
     pub score_tok_s: f64,
     /// The process's peak, MiB.
     pub peak_mib: f64,
+    /// The device's peak, MiB, where it is not the processor.
+    pub device_peak_mib: Option<f64>,
 }
 
 /// Forward and backward, then log-probs.
@@ -53,7 +55,8 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
         .map(|(row, completion)| Row { prompt: &prompt_ids[row / generations], completion })
         .collect();
     let lengths = vec![prompt_len + completion; rows.len()];
-    let batches = micro_batches(&lengths, generations, MICRO_BATCH_TOKENS as usize);
+    let most = args.micro_batch_tokens.unwrap_or(MICRO_BATCH_TOKENS) as usize;
+    let batches = micro_batches(&lengths, generations, most);
     let mut gradient = vec![0.0; policy.flat().len()];
     // Both signs, as advantages have: a backward pass of nothing could be skipped.
     let mut loss = |scores: &[RowScore]| {
@@ -84,5 +87,6 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
         score_seconds: scored.min_s,
         score_tok_s: tokens as f64 / scored.min_s,
         peak_mib: peak_mib(),
+        device_peak_mib: device_peak_mib(&policy),
     })
 }

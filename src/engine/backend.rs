@@ -1,12 +1,14 @@
 //! The seam between the decoder and what computes it: a narrow set of fused operations, each with its vector-Jacobian
 //! product. [`mod@reference`] computes them with plain loops over candle tensors and is the oracle; [`cpu`] with packed
-//! weights and the machine's vector instructions.
+//! weights and the machine's vector instructions; `cuda`, in builds that have it, on an NVIDIA GPU.
 //!
 //! A backend owns its buffers: the decoder never sees their values, so that a device may keep them and run behind.
 //! Whatever must wait for a result says so by returning host values: [`Backend::score`], [`Backend::choose`],
 //! [`Backend::values`].
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod reference;
 
 use std::fmt::Debug;
@@ -19,6 +21,7 @@ use super::model::packing::Packing;
 use super::model::pass::Mask;
 use super::ops::RopeTable;
 use super::ops::slices::{Heads, TokenScore};
+use super::sampling::Sampler;
 
 /// Which set of operations a model runs on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,15 +31,30 @@ pub enum BackendKind {
     Cpu,
     /// The oracle: slow.
     Reference,
+    /// An NVIDIA GPU, in a build with CUDA.
+    Cuda {
+        /// Which, from 0.
+        ordinal: u32,
+    },
 }
 
 impl BackendKind {
-    /// What runs on a device of the pool: `cpu`; there, `RLOOD_BACKEND=reference` asks for the oracle.
+    /// What runs on a device of the pool: `cpu` (there, `RLOOD_BACKEND=reference` asks for the oracle), or `cuda:N` in a
+    /// build with CUDA.
+    ///
+    /// # Errors
+    /// When this build has no such device.
     pub fn of_device(name: &str) -> Result<Self> {
-        match name {
-            "cpu" if std::env::var("RLOOD_BACKEND").is_ok_and(|backend| backend == "reference") => Ok(Self::Reference),
-            "cpu" => Ok(Self::Cpu),
-            _ => Err(EngineError::Input(format!("device {name:?} is not supported by this build; use cpu"))),
+        if name == "cpu" {
+            let oracle = std::env::var("RLOOD_BACKEND").is_ok_and(|backend| backend == "reference");
+            return Ok(if oracle { Self::Reference } else { Self::Cpu });
+        }
+        match name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok()) {
+            Some(ordinal) if cfg!(feature = "cuda") => Ok(Self::Cuda { ordinal }),
+            Some(_) => Err(EngineError::Input(format!(
+                "device {name:?} is not supported by this build, which has no CUDA; use cpu, or a build with CUDA"
+            ))),
+            None => Err(EngineError::Input(format!("device {name:?} is unknown; use cpu or cuda:N"))),
         }
     }
 }
@@ -170,6 +188,16 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         window: Option<usize>,
         qkv: &Self::Tensor,
     ) -> Result<Self::Tensor>;
+    /// Run `body`, which appends one token to each row of the cache in all layers and gives the rows' residual stream. The
+    /// backend may fill the batch up with rows whose results it drops, and may record what `body` asks for and repeat it.
+    fn step(
+        &self,
+        cache: &mut Self::Cache,
+        step: &Step<'_>,
+        mut body: impl FnMut(&mut Self::Cache, &Step<'_>) -> Result<Self::Tensor>,
+    ) -> Result<Self::Tensor> {
+        body(cache, step)
+    }
     /// Keep the rows marked true.
     fn retain(&self, cache: &mut Self::Cache, keep: &[bool]);
 
@@ -190,8 +218,30 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::Gradient) -> Result<Self::Tensor>;
     /// One token a row, and its log-prob.
     fn choose(&self, x: &Self::Tensor, head: &Self::Weight, picks: &[Pick]) -> Result<Vec<Chosen>>;
+    /// One token a row by a sampler that filters, `uniforms` saying where each draw falls; None where the backend leaves
+    /// that to whoever reads [`Backend::logits`].
+    fn choose_filtered(
+        &self,
+        _x: &Self::Tensor,
+        _head: &Self::Weight,
+        _sampler: &Sampler,
+        _uniforms: &[f64],
+    ) -> Result<Option<Vec<u32>>> {
+        Ok(None)
+    }
     /// x·headᵀ `[rows, vocab]`.
     fn logits(&self, x: &Self::Tensor, head: &Self::Weight) -> Result<Self::Tensor>;
+}
+
+/// One token of each row.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// Angles for every position.
+    pub table: &'a Arc<RopeTable>,
+    /// Ids, one a row.
+    pub tokens: &'a [u32],
+    /// Each in its own sequence.
+    pub positions: &'a [usize],
 }
 
 /// The LoRA factors of a fused weight, module by module.

@@ -11,7 +11,7 @@ use super::model::Adapter;
 use super::prompts::TokenizedPrompt;
 use super::random::{Key, Stream};
 use super::sampling::Sampler;
-use super::{Halt, Run, memory, report};
+use super::{Halt, Run, report};
 use crate::event::{Event, Phase, SamplePhase};
 use crate::sample::RewardSample;
 use crate::spec::Estimator;
@@ -86,7 +86,12 @@ impl Run<'_> {
         if let Some(groups) = self.host.recorded(id)?.filter(|groups| fits(groups)) {
             return Ok(groups.into_iter().map(|group| group.completions).collect());
         }
-        let mut completions = self.sample(id, rows, key, sampler)?;
+        let mut completions = loop {
+            match self.sample(id, rows, key, sampler) {
+                Err(Halt::Error(error)) => self.relieve(error)?,
+                sampled => break sampled?,
+            }
+        };
         if !id.is_trained() {
             // Nobody asks how likely these were.
             completions.iter_mut().flatten().for_each(|completion| completion.logps = None);
@@ -97,7 +102,7 @@ impl Run<'_> {
         Ok(groups.into_iter().map(|group| group.completions).collect())
     }
 
-    fn sample(&mut self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<Vec<Generated>>, Halt> {
+    fn sample(&self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<Vec<Generated>>, Halt> {
         let prompts = self.prompts_of(id.phase);
         let num_generations = self.num_generations(id);
         let prompts: Vec<GeneratePrompt<'_>> =
@@ -113,7 +118,7 @@ impl Run<'_> {
             key,
             eos_token_ids: self.text.eos_token_ids(),
             adapter: Adapter::On,
-            max_rows: memory::generation_rows(self.policy.card(), longest + max_completion_length),
+            max_rows: self.generation_rows(longest + max_completion_length),
         };
         let stop = || self.host.stop().is_some();
         match generate(&self.policy, &self.text, &request, &stop)? {

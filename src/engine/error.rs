@@ -45,6 +45,12 @@ pub enum EngineError {
     /// A tensor operation failed.
     #[error("a tensor operation failed")]
     Tensor(#[from] candle_core::Error),
+    /// A GPU's memory does not hold what a computation takes. The device is well, and smaller pieces may fit.
+    #[error("the memory of the GPU is full: {0}")]
+    OutOfMemory(String),
+    /// A GPU or its driver is not there, or failed: nothing that this process has on it can be used any more.
+    #[error("the GPU cannot be used: {0}")]
+    Device(String),
     /// Prompts do not fit the model.
     #[error("{0}")]
     Prompts(String),
@@ -104,7 +110,11 @@ impl EngineError {
                 job::FailureClass::User => FailureClass::User,
                 job::FailureClass::Reward | job::FailureClass::Infra => FailureClass::Infra,
             },
-            EngineError::Checkpoint(_) | EngineError::Tensor(_) | EngineError::Io { .. } => FailureClass::Infra,
+            EngineError::Checkpoint(_)
+            | EngineError::Tensor(_)
+            | EngineError::OutOfMemory(_)
+            | EngineError::Device(_)
+            | EngineError::Io { .. } => FailureClass::Infra,
         }
     }
 }

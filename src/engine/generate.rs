@@ -158,6 +158,11 @@ impl Batch<'_> {
             }
             return Ok(());
         }
+        let uniforms: Vec<f64> = self.live.iter().map(uniform).collect();
+        if let Some(tokens) = policy.choose_filtered(&self.state, &sampler, &uniforms)? {
+            self.live.iter_mut().zip(tokens).for_each(|(row, token)| row.ids.push(token));
+            return Ok(());
+        }
         let mut logits = policy.next_logits(&self.state)?;
         for (position, row) in self.live.iter_mut().enumerate() {
             let token = sampler.choose(logits.row_mut(position), &row.seen, uniform(row));

@@ -4,6 +4,8 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 pub mod attention;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod floats;
 pub mod gemm;
 pub mod head;

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use crate::modelcard::ModelCard;
+use super::model::Policy;
 use crate::spec::footprint;
 
 /// Cut rows into micro-batches of whole groups with at most `max_tokens` tokens each, or one group.
@@ -29,8 +29,10 @@ pub fn micro_batches(tokens: &[usize], num_generations: usize, max_tokens: usize
 }
 
 /// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
-pub fn generation_rows(card: &ModelCard, tokens_per_row: usize) -> usize {
-    footprint::generation_rows(&card.config.shape(), tokens_per_row as u64) as usize
+pub fn generation_rows(policy: &Policy, tokens_per_row: usize) -> usize {
+    let card = policy.card();
+    let model = (card.num_parameters, &card.config.shape());
+    footprint::generation_rows(policy.place(), policy.dtype(), model, tokens_per_row as u64) as usize
 }
 
 /// The largest resident size of this process so far, in bytes, where the system tells it (Linux).

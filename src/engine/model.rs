@@ -13,6 +13,8 @@ mod trained;
 
 use std::path::Path;
 
+#[cfg(feature = "cuda")]
+use super::backend::cuda::Cuda;
 use super::backend::{BackendKind, cpu::Cpu, reference::Reference};
 pub use super::backend::{Chosen, Pick};
 use super::error::{EngineError, Result};
@@ -22,6 +24,7 @@ pub use super::lora::ParameterInfo;
 use super::ops::slices::TokenScore;
 use crate::modelcard::{self, ModelCard};
 use crate::spec::ComputeDtype;
+use crate::spec::footprint::Place;
 
 pub use decode::DecodeState;
 use decoder::Decoder;
@@ -95,6 +98,7 @@ pub type LossGradient<'l> = dyn FnMut(&[RowScore]) -> Result<Vec<Vec<f32>>> + 'l
 #[derive(Debug)]
 pub struct Policy {
     card: ModelCard,
+    dtype: ComputeDtype,
     network: Network,
     lora: Option<Lora>,
     full: Option<Full>,
@@ -105,6 +109,8 @@ pub struct Policy {
 enum Network {
     Cpu(Decoder<Cpu>),
     Reference(Decoder<Reference>),
+    #[cfg(feature = "cuda")]
+    Cuda(Decoder<Cuda>),
 }
 
 /// Run `$body` with the decoder, whatever its backend.
@@ -113,6 +119,8 @@ macro_rules! with_decoder {
         match $network {
             Network::Cpu($decoder) => $body,
             Network::Reference($decoder) => $body,
+            #[cfg(feature = "cuda")]
+            Network::Cuda($decoder) => $body,
         }
     };
 }
@@ -137,21 +145,69 @@ impl Policy {
             BackendKind::Reference => {
                 Network::Reference(Decoder::load(Reference::new(dtype), &mut weights, &card.config)?)
             }
+            #[cfg(feature = "cuda")]
+            BackendKind::Cuda { ordinal } => {
+                Network::Cuda(Decoder::load(Cuda::open(ordinal, dtype)?, &mut weights, &card.config)?)
+            }
+            #[cfg(not(feature = "cuda"))]
+            BackendKind::Cuda { ordinal } => {
+                return Err(EngineError::Input(format!("cuda:{ordinal} needs a build with CUDA, which this is not")));
+            }
         };
-        Ok(Policy { card, network, lora: None, full: None })
+        Ok(Policy { card, dtype, network, lora: None, full: None })
     }
 
     /// As [`Policy::load`], with this CPU's precision, instructions and threads.
     pub fn on_cpu(dir: &Path, cpu: Cpu) -> Result<Policy> {
         let card = modelcard::read(dir)?;
         let mut weights = Weights::open(dir, &card);
+        let dtype = cpu.dtype();
         let network = Network::Cpu(Decoder::load(cpu, &mut weights, &card.config)?);
-        Ok(Policy { card, network, lora: None, full: None })
+        Ok(Policy { card, dtype, network, lora: None, full: None })
+    }
+
+    /// As [`Policy::load`], with this GPU, its precision and its way to multiply.
+    #[cfg(feature = "cuda")]
+    pub fn on_cuda(dir: &Path, cuda: Cuda) -> Result<Policy> {
+        let card = modelcard::read(dir)?;
+        let mut weights = Weights::open(dir, &card);
+        let dtype = cuda.dtype();
+        let network = Network::Cuda(Decoder::load(cuda, &mut weights, &card.config)?);
+        Ok(Policy { card, dtype, network, lora: None, full: None })
     }
 
     /// What is known of the model without its tensors.
     pub fn card(&self) -> &ModelCard {
         &self.card
+    }
+
+    /// The precision of its matrices.
+    pub fn dtype(&self) -> ComputeDtype {
+        self.dtype
+    }
+
+    /// What it computes on.
+    pub fn place(&self) -> Place {
+        match &self.network {
+            Network::Cpu(_) | Network::Reference(_) => Place::Cpu,
+            #[cfg(feature = "cuda")]
+            Network::Cuda(decoder) => Place::Cuda { memory_bytes: Some(decoder.backend().memory_bytes()) },
+        }
+    }
+
+    /// Give back what is kept for reuse.
+    pub fn release(&self) {
+        with_decoder!(&self.network, |decoder| decoder.release());
+    }
+
+    /// The most bytes of a device's memory that this process has taken so far; None on the processor, whose memory is the
+    /// process's own.
+    pub fn device_peak_bytes(&self) -> Option<u64> {
+        match &self.network {
+            Network::Cpu(_) | Network::Reference(_) => None,
+            #[cfg(feature = "cuda")]
+            Network::Cuda(decoder) => Some(decoder.backend().device().memory().reserved_peak),
+        }
     }
 
     /// Compute activations again in the backward instead of keeping them; changes no number. At first they are kept.

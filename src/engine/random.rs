@@ -56,6 +56,11 @@ impl Key {
         Self(mix(self.0.wrapping_mul(3).wrapping_add(mix(word.wrapping_add(GOLDEN_GAMMA)))))
     }
 
+    /// The key itself, for code elsewhere that draws the same numbers.
+    pub fn word(self) -> u64 {
+        self.0
+    }
+
     /// 64 random bits.
     pub fn bits(self) -> u64 {
         mix(self.0 ^ GOLDEN_GAMMA)

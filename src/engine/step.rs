@@ -62,21 +62,9 @@ impl Run<'_> {
         self.phase(Phase::Train)?;
         let started = Instant::now();
         let rows: Vec<Row<'_>> = block.rollout.rows().collect();
-        let stop = || self.host.stop().is_some();
-        let pass = |policy: &Policy, adapter: Adapter| -> Result<Option<Vec<Vec<f32>>>> {
-            let mut logps = Vec::with_capacity(rows.len());
-            for slice in rows.chunks(self.completions_per_step()) {
-                match score_rows(policy, slice, &self.micro_batching, adapter, &stop)? {
-                    Some(scores) => logps.extend(scores.into_iter().map(|score| score.logps)),
-                    None => return Ok(None),
-                }
-            }
-            Ok(Some(logps))
-        };
-        let old_logps = if needs_old { pass(&self.policy, Adapter::On)? } else { Some(Vec::new()) };
-        let (reference, adapter) = self.reference.of(&self.policy);
-        let ref_logps = if needs_reference { pass(reference, adapter)? } else { Some(Vec::new()) };
-        let (Some(old_logps), Some(ref_logps)) = (old_logps, ref_logps) else { return Err(self.halt()) };
+        let old_logps = if needs_old { self.logps(&rows, |run| (&run.policy, Adapter::On))? } else { Vec::new() };
+        let ref_logps =
+            if needs_reference { self.logps(&rows, |run| run.reference.of(&run.policy))? } else { Vec::new() };
         if needs_old {
             block.values.old_logps = old_logps;
         }
@@ -85,12 +73,63 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Log-probs of every completion by one of the run's models.
+    fn logps(&mut self, rows: &[Row<'_>], of: fn(&Self) -> (&Policy, Adapter)) -> Result<Vec<Vec<f32>>, Halt> {
+        loop {
+            let (policy, adapter) = of(self);
+            let stop = || self.host.stop().is_some();
+            let slices = rows.chunks(self.completions_per_step());
+            let scores: Result<Option<Vec<Vec<RowScore>>>> =
+                slices.map(|slice| score_rows(policy, slice, &self.micro_batching, adapter, &stop)).collect();
+            match scores {
+                Ok(Some(scores)) => return Ok(scores.into_iter().flatten().map(|score| score.logps).collect()),
+                Ok(None) => return Err(self.halt()),
+                Err(error) => self.relieve(error)?,
+            }
+        }
+    }
+
     /// Forward, backward, clip, AdamW over one slice of the block.
     pub(super) fn update(&mut self, block: &mut Block, step: u64, cursor: Cursor) -> Result<Update, Halt> {
         self.poll()?;
         self.phase(Phase::Train)?;
         let started = Instant::now();
         let slice = self.slice(cursor);
+        let known = (block.values.old_logps.len(), block.values.results.clone());
+        let step_gradient = loop {
+            match self.gradient(block, step, slice.clone()) {
+                Ok(Some(step_gradient)) => break Some(step_gradient),
+                Ok(None) => return Err(self.halt()),
+                Err(EngineError::NonFinite { .. }) => break None,
+                Err(error) => {
+                    self.relieve(error)?;
+                    block.values.old_logps.truncate(known.0);
+                    block.values.results = known.1.clone();
+                }
+            }
+        };
+        if let Some(step_gradient) = &step_gradient {
+            self.check_first_scores(&step_gradient.scores)?;
+        }
+        let plan = self.plan;
+        let learning_rate = learning_rate(&plan.optimizer, step - 1, plan.training.max_steps);
+        let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
+        if let Some(step_gradient) = &mut update.step_gradient {
+            update.loss = total_loss(&step_gradient.losses);
+            update.grad_norm = clip_gradient_norm(&mut step_gradient.gradient, plan.optimizer.max_grad_norm);
+        }
+        if let Some(step_gradient) = update.step_gradient.as_ref().filter(|_| update.is_finite()) {
+            let gradient = &step_gradient.gradient;
+            let adam = &mut self.adam;
+            self.policy.update_parameters(|flat| adam.update(flat, gradient, learning_rate, &plan.optimizer))?;
+        }
+        self.seconds.train += started.elapsed().as_secs_f64();
+        Ok(update)
+    }
+
+    /// The gradient of a slice of the block, not yet clipped; `None` when the host said stop. What the block did not know
+    /// of its completions before, it learns.
+    fn gradient(&self, block: &mut Block, step: u64, slice: Range<usize>) -> Result<Option<StepGradient>> {
         let (plan, loss_config) = (self.plan, LossConfig::of_plan(self.plan));
         let denominators = block.values.denominators(slice.clone(), plan);
         let Block { rollout, values, .. } = block;
@@ -117,28 +156,7 @@ impl Run<'_> {
         let stop = || host.stop().is_some();
         let dropout = Some(Key::new(plan.training.seed, Stream::Dropout).with(step));
         let micro_batching = MicroBatching { dropout, ..self.micro_batching };
-        let step_gradient = match step_gradient(&self.policy, &rows, &micro_batching, &mut losses, &stop) {
-            Ok(Some(step_gradient)) => Some(step_gradient),
-            Ok(None) => return Err(self.halt()),
-            Err(EngineError::NonFinite { .. }) => None,
-            Err(error) => return Err(Halt::Error(error)),
-        };
-        if let Some(step_gradient) = &step_gradient {
-            self.check_first_scores(&step_gradient.scores)?;
-        }
-        let learning_rate = learning_rate(&plan.optimizer, step - 1, plan.training.max_steps);
-        let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
-        if let Some(step_gradient) = &mut update.step_gradient {
-            update.loss = total_loss(&step_gradient.losses);
-            update.grad_norm = clip_gradient_norm(&mut step_gradient.gradient, plan.optimizer.max_grad_norm);
-        }
-        if let Some(step_gradient) = update.step_gradient.as_ref().filter(|_| update.is_finite()) {
-            let gradient = &step_gradient.gradient;
-            let adam = &mut self.adam;
-            self.policy.update_parameters(|flat| adam.update(flat, gradient, learning_rate, &plan.optimizer))?;
-        }
-        self.seconds.train += started.elapsed().as_secs_f64();
-        Ok(update)
+        step_gradient(&self.policy, &rows, &micro_batching, &mut losses, &stop)
     }
 
     /// Log-probs of weights that were never updated are the model's own: if they are not finite, no step can help.

@@ -160,7 +160,7 @@ pub(super) async fn prepare(
     };
     let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
     let eval = Prompts::find(state, eval, "/eval/dataset", &mut errors).await?;
-    let memory_limit_bytes = state.config.memory_per_worker();
+    let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, spec, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let inspection = move || {
@@ -177,6 +177,7 @@ pub(super) async fn prepare(
             eval_dataset: facts_of(&eval),
             warm_start,
             memory_limit_bytes,
+            places,
         };
         Ok(Prepared { context, errors, train, eval })
     };

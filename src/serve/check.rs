@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use super::ServeError;
 use crate::config::ServeConfig;
+use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
 use crate::files::DataDir;
 use crate::outgoing::OutgoingPolicy;
@@ -18,12 +19,13 @@ type Finding = (&'static str, Result<String, String>);
 /// # Errors
 /// None: what is wrong is printed.
 pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
-    let findings: [Finding; 7] = [
+    let findings: [Finding; 8] = [
         ("rlood", Ok(env!("CARGO_PKG_VERSION").to_owned())),
         ("sqlite", store::sqlite_version().await.map_err(|error| error.to_string())),
         ("data", look_at_data(&config.data_dir)),
         ("devices", Ok(describe_devices(&config))),
         ("kernels", look_at_kernels(&config)),
+        ("gpus", look_at_gpus(&config)),
         ("outgoing", look_at_outgoing(&config)),
         ("listen", look_at_address(&config).await),
     ];
@@ -71,6 +73,22 @@ fn look_at_kernels(config: &ServeConfig) -> Result<String, String> {
     let available: Vec<&str> = Isa::available().map(Isa::name).collect();
     let refused = Isa::refused().map_or(String::new(), |why| format!("; no amx: {why}"));
     Ok(format!("{isa}; this machine has {}{refused}", available.join(", ")))
+}
+
+/// Those of the pool are opened, so that their kernels are loaded; others are listed.
+fn look_at_gpus(config: &ServeConfig) -> Result<String, String> {
+    let mut asked = config.gpus().peekable();
+    if asked.peek().is_some() {
+        return asked.map(gpu::try_open).collect::<Result<Vec<String>, String>>().map(|gpus| gpus.join("; "));
+    }
+    match gpu::list() {
+        Ok(gpus) if gpus.is_empty() => Ok("none used; the driver lists none".to_owned()),
+        Ok(gpus) => {
+            let names: Vec<String> = gpus.iter().map(ToString::to_string).collect();
+            Ok(format!("none used; there is {}", names.join("; ")))
+        }
+        Err(why) => Ok(format!("none used; {why}")),
+    }
 }
 
 fn look_at_outgoing(config: &ServeConfig) -> Result<String, String> {

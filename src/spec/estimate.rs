@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::footprint::{Footprint, SAVED_BYTES, trainable_parameters};
+use super::footprint::{Footprint, Place, SAVED_BYTES, trainable_parameters};
 use super::{FieldError, MICRO_BATCH_TOKENS, ModelFacts, Plan, PromptLengths};
 
 /// Memory and tokens of a run, by arithmetic: nothing is measured. Null where the model's sizes are not known.
@@ -15,7 +15,7 @@ pub struct Estimate {
     pub trainable_parameters: Option<u64>,
     /// The base model as stored, bytes.
     pub model_bytes: u64,
-    /// The program itself, bytes.
+    /// The program itself, or what the GPU's driver takes, bytes.
     pub process_bytes: u64,
     /// The model's weights in memory, bytes.
     pub weights_bytes: Option<u64>,
@@ -33,11 +33,11 @@ pub struct Estimate {
     pub logits_bytes: Option<u64>,
     /// Activations of a micro-batch at full length, bytes.
     pub activation_bytes: Option<u64>,
-    /// What the C library's allocator keeps of freed buffers, bytes.
+    /// What the allocator keeps of freed buffers, bytes.
     pub allocator_bytes: Option<u64>,
-    /// The peak of the worker's resident memory, bytes. Less than the sum: rollout and training do not overlap.
+    /// The peak of the worker's resident memory, or of the GPU's, bytes. Less than the sum: rollout and training do not overlap.
     pub total_bytes: Option<u64>,
-    /// What a worker may use, bytes; null when unknown. A job that needs more is refused.
+    /// What a worker may use, or what its GPU has, bytes; null when unknown. A job that needs more is refused.
     pub memory_limit_bytes: Option<u64>,
     /// One checkpoint on disk, bytes.
     pub checkpoint_bytes: Option<u64>,
@@ -49,11 +49,13 @@ pub struct Estimate {
 
 /// Prompts of training and evaluation, and what a worker may use.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Limits {
+pub(super) struct Limits<'a> {
     /// Of the longest prompts.
     pub lengths: Option<PromptLengths>,
-    /// What a worker may use; None = unknown.
+    /// What a worker on the processor may use; None = unknown.
     pub memory_bytes: Option<u64>,
+    /// What the job may be computed on; empty = the processor.
+    pub places: &'a [Place],
     /// Asked for by the job; None = as memory allows.
     pub micro_batch_tokens: Option<u32>,
     /// Asked for by the job; None = as memory asks for.
@@ -63,16 +65,23 @@ pub(super) struct Limits {
 /// Micro-batches are not made smaller than this for memory's sake.
 const MIN_MICRO_BATCH_TOKENS: u32 = 256;
 
-/// Chooses the micro-batch and says what the run needs; an error when that is more than there is.
-pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result<Estimate, FieldError> {
+/// Chooses the micro-batch and says what the run needs (at the first of the places); an error when that is more than there
+/// is.
+pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Result<Estimate, FieldError> {
     let longest = limits.lengths.map(|lengths| lengths.longest);
-    let needs = |plan: &Plan, tokens: u32| {
-        model.shape.map(|shape| Footprint::of(plan, model.num_parameters, &shape, longest, u64::from(tokens)))
+    let places = if limits.places.is_empty() { &[Place::Cpu] } else { limits.places };
+    let limit = |place: Place| match place {
+        Place::Cpu => limits.memory_bytes,
+        Place::Cuda { memory_bytes } => memory_bytes,
     };
-    let fits = |plan: &Plan, tokens: u32| match (needs(plan, tokens), limits.memory_bytes) {
+    let needs = |plan: &Plan, tokens: u32, place: Place| {
+        model.shape.map(|shape| Footprint::on(place, plan, model.num_parameters, &shape, longest, u64::from(tokens)))
+    };
+    let fits_at = |plan: &Plan, tokens: u32, place: Place| match (needs(plan, tokens, place), limit(place)) {
         (Some(needs), Some(limit)) => needs.total <= limit,
         (_, _) => true,
     };
+    let fits = |plan: &Plan, tokens: u32| places.iter().all(|place| fits_at(plan, tokens, *place));
     let sizes: Vec<u32> = match limits.micro_batch_tokens {
         Some(tokens) => vec![tokens],
         None => {
@@ -80,8 +89,14 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result
         }
     };
     // Small batches whose activations are kept cost less than large ones whose activations are computed again; but what
-    // is kept shall not be most of the memory that a run takes.
-    let modest = |plan: &Plan, tokens: u32| needs(plan, tokens).is_none_or(|needs| needs.saved <= SAVED_BYTES);
+    // is kept shall not be most of the memory that a run takes. A GPU's is there for one run.
+    let modest = |plan: &Plan, tokens: u32| {
+        places
+            .contains(&Place::Cpu)
+            .then(|| needs(plan, tokens, Place::Cpu))
+            .flatten()
+            .is_none_or(|needs| needs.saved <= SAVED_BYTES)
+    };
     let (keeps, recomputes) = match limits.gradient_checkpointing {
         None => (true, true),
         Some(checkpointing) => (!checkpointing, checkpointing),
@@ -95,10 +110,13 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result
         sizes.iter().copied().find(|tokens| fits(plan, *tokens)).unwrap_or(smallest)
     });
     plan.training.micro_batch_tokens = tokens;
-    let footprint = needs(plan, tokens);
-    if let (Some(needs), Some(limit), false) = (footprint, limits.memory_bytes, fits(plan, tokens)) {
-        return Err(too_large(plan, &needs, limit, |plan| fits(plan, tokens)));
+    for place in places.iter().copied().filter(|place| !fits_at(plan, tokens, *place)) {
+        if let (Some(needs), Some(limit)) = (needs(plan, tokens, place), limit(place)) {
+            return Err(too_large(plan, place, (&needs, limit), |plan| fits(plan, tokens)));
+        }
     }
+    let place = places[0];
+    let footprint = needs(plan, tokens, place);
     let trainable = model.shape.map(|shape| trainable_parameters(plan, model.num_parameters, &shape));
     let part = |part: fn(&Footprint) -> u64| footprint.as_ref().map(part);
     Ok(Estimate {
@@ -116,7 +134,7 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result
         activation_bytes: part(|needs| needs.activations),
         allocator_bytes: part(|needs| needs.allocator),
         total_bytes: part(|needs| needs.total),
-        memory_limit_bytes: limits.memory_bytes,
+        memory_limit_bytes: limit(place),
         checkpoint_bytes: trainable.zip(part(|needs| needs.optimizer)).map(|(count, moments)| 4 * count + moments),
         longest_prompt_tokens: longest,
         max_completion_tokens: plan.totals.max_completion_tokens,
@@ -124,7 +142,7 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits) -> Result
 }
 
 /// The refusal: the numbers, and the knobs that would make it fit.
-fn too_large(plan: &Plan, needs: &Footprint, limit: u64, fits: impl Fn(&Plan) -> bool) -> FieldError {
+fn too_large(plan: &Plan, place: Place, (needs, limit): (&Footprint, u64), fits: impl Fn(&Plan) -> bool) -> FieldError {
     let changed = |change: fn(&mut Plan)| {
         let mut plan = plan.clone();
         change(&mut plan);
@@ -165,8 +183,12 @@ fn too_large(plan: &Plan, needs: &Footprint, limit: u64, fits: impl Fn(&Plan) ->
         (None, false) => ("/training/prompts_per_step", format!("any of these makes it fit: {}", knobs.join("; "))),
     };
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    let has = match place {
+        Place::Cpu => format!("a worker may use {} MiB (--memory-limit)", mib(limit)),
+        Place::Cuda { .. } => format!("the GPU has {} MiB", mib(limit)),
+    };
     let detail = format!(
-        "the job needs about {} MiB (weights {}, reference {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and a worker may use {} MiB (--memory-limit): {advice}",
+        "the job needs about {} MiB (weights {}, reference {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and {has}: {advice}",
         mib(needs.total),
         mib(needs.weights),
         mib(needs.reference),
@@ -177,7 +199,6 @@ fn too_large(plan: &Plan, needs: &Footprint, limit: u64, fits: impl Fn(&Plan) ->
         mib(needs.logits),
         mib(needs.activations),
         mib(needs.allocator),
-        mib(limit),
     );
     FieldError::new(pointer, "not_enough_memory", detail)
 }

@@ -1,11 +1,25 @@
-//! How much memory a run takes on the CPU, by the arithmetic of the engine that will run it: what it allocates, in which
-//! phase, and how it cuts its work. `tests/it/memory.rs` holds it against the measured peak.
+//! How much memory a run takes, by the arithmetic of the engine that will run it: what it allocates, in which phase, and
+//! how it cuts its work. `tests/it/memory.rs` holds it against the measured peak.
 //!
-//! Weights are held in `training.dtype`; everything else is f32.
+//! Weights are held in `training.dtype`; everything else on the CPU is f32. What a GPU holds is in [`device`].
+
+mod device;
 
 use super::{ComputeDtype, ModelShape, OptimizerKind, Plan, Reference};
 
-/// Bytes of KV cache that generation may hold, at least one group.
+/// What a run computes on, and how much memory of that there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// The processor; its memory is the machine's.
+    Cpu,
+    /// A GPU.
+    Cuda {
+        /// Its memory, bytes; None = unknown.
+        memory_bytes: Option<u64>,
+    },
+}
+
+/// Bytes of KV cache that generation may hold on the CPU, at least one group.
 pub const KV_CACHE_BYTES: u64 = 1 << 30;
 
 /// Prompt tokens that a prefill computes at once.
@@ -14,11 +28,17 @@ pub const PREFILL_TOKENS: u64 = 8192;
 /// Logits alive in one chunk of scored positions, in elements.
 pub const MAX_LOGITS: u64 = 1 << 24;
 
+/// The same on a GPU.
+pub const CUDA_MAX_LOGITS: u64 = 1 << 27;
+
 /// The fewest positions of such a chunk.
 pub const MIN_LOGIT_ROWS: u64 = 16;
 
 /// Activations that a training forward keeps for its backward instead of computing them again, where nothing is asked.
 pub const SAVED_BYTES: u64 = 1 << 30;
+
+/// Buffers of a training pass that stay for the next one while a rollout is generated, at most.
+pub const KEPT_BYTES: u64 = 256 << 20;
 
 /// Positions of a sequence's keys and values that are allocated together.
 const KV_BLOCK: u64 = 16;
@@ -100,18 +120,50 @@ pub fn optimizer_bytes(kind: OptimizerKind, parameters: u64) -> u64 {
     }
 }
 
-/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
-pub fn generation_rows(shape: &ModelShape, tokens_per_row: u64) -> u64 {
-    (KV_CACHE_BYTES / kv_token_bytes(shape).saturating_mul(tokens_per_row).max(1)).max(1)
+/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included), of a
+/// model of so many parameters and this shape.
+pub fn generation_rows(place: Place, dtype: ComputeDtype, model: (u64, &ModelShape), tokens_per_row: u64) -> u64 {
+    let (num_parameters, shape) = model;
+    let (budget, value) = match place {
+        Place::Cpu => (KV_CACHE_BYTES, F32),
+        Place::Cuda { memory_bytes } => (device::kv_budget(memory_bytes, dtype, num_parameters), value_bytes(dtype)),
+    };
+    (budget / kv_token_bytes(shape, value).saturating_mul(tokens_per_row).max(1)).max(1)
 }
 
 /// Keys and values of a token in all layers.
-fn kv_token_bytes(shape: &ModelShape) -> u64 {
-    2 * F32 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+fn kv_token_bytes(shape: &ModelShape, value_bytes: u64) -> u64 {
+    2 * value_bytes * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+}
+
+/// Of a weight.
+fn value_bytes(dtype: ComputeDtype) -> u64 {
+    match dtype {
+        ComputeDtype::F32 => F32,
+        ComputeDtype::Bf16 => F32 / 2,
+    }
 }
 
 impl Footprint {
-    /// Of a run whose longest prompt has so many tokens (`None` = not counted) and whose micro-batches hold so many.
+    /// Of a run at this place, whose longest prompt has so many tokens (`None` = not counted) and whose micro-batches hold
+    /// so many: the process's memory on the CPU, the GPU's on a GPU.
+    pub fn on(
+        place: Place,
+        plan: &Plan,
+        num_parameters: u64,
+        shape: &ModelShape,
+        longest_prompt: Option<u64>,
+        micro_batch_tokens: u64,
+    ) -> Footprint {
+        match place {
+            Place::Cpu => Footprint::of(plan, num_parameters, shape, longest_prompt, micro_batch_tokens),
+            Place::Cuda { .. } => {
+                device::footprint(place, plan, num_parameters, shape, longest_prompt, micro_batch_tokens)
+            }
+        }
+    }
+
+    /// Of a run on the CPU.
     pub fn of(
         plan: &Plan,
         num_parameters: u64,
@@ -128,10 +180,7 @@ impl Footprint {
         let initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
 
         let parameters = trainable_parameters(plan, num_parameters, shape);
-        let weight_bytes = match plan.training.dtype {
-            ComputeDtype::F32 => F32,
-            ComputeDtype::Bf16 => F32 / 2,
-        };
+        let weight_bytes = value_bytes(plan.training.dtype);
         let weights = weight_bytes * num_parameters;
         let packed_adapter = if full { 0 } else { packed_adapter_bytes(plan, shape) };
         let trained = F32 * parameters + packed_adapter;
@@ -146,10 +195,13 @@ impl Footprint {
         // Rollout: prompts with their completions until the cache is full. A prompt stays until its last row ends, so where
         // rows leave and others join, each may be of a prompt of its own.
         let prompts_per_block = per_step * u64::from(plan.rloo.steps_per_generation);
-        let rows = generation_rows(shape, prompt + completion).min(prompts_per_block * group).max(group);
+        let model = (num_parameters, shape);
+        let rows = generation_rows(Place::Cpu, plan.training.dtype, model, prompt + completion)
+            .min(prompts_per_block * group)
+            .max(group);
         let prompts = prompts_per_block.min(rows);
         let blocks = |tokens: u64| tokens.next_multiple_of(KV_BLOCK);
-        let kv_cache = kv_token_bytes(shape) * (prompts * blocks(prompt) + rows * blocks(completion));
+        let kv_cache = kv_token_bytes(shape, F32) * (prompts * blocks(prompt) + rows * blocks(completion));
         // Logits leave the head only for samplers that look at all of them: as tensor and on the host.
         let logits = if filters(plan) { 2 * F32 * rows * shape.vocab_size } else { 0 };
         let prefill_tokens = (prompts * prompt).min(PREFILL_TOKENS.max(prompt));
@@ -168,11 +220,12 @@ impl Footprint {
         let backward = F32 * tokens * backward_width(shape);
         let activations = inputs + saved + backward.max(head);
         let training = gradient + activations;
+        let kept = activations.min(KEPT_BYTES);
         // New weights beside the old ones, the largest matrix at a time, as they come and packed.
         let update = gradient + if full { (F32 + weight_bytes) * shape.vocab_size * shape.hidden_size } else { 0 };
 
         let resident = PROCESS_BYTES + weights + reference + trained + optimizer;
-        let phase = rollout.max(training).max(update);
+        let phase = (rollout + kept).max(training).max(update);
         let allocator = rollout.max(training - gradient) * ALLOCATOR_PERCENT / 100;
         Footprint {
             process: PROCESS_BYTES,
@@ -191,8 +244,8 @@ impl Footprint {
     }
 }
 
-/// The factors that compute an adapter, packed in panels: A stacked, and B block-diagonal over the modules that read the
-/// same input.
+/// The factors that compute an adapter, packed in panels: A stacked, B block-diagonal over the modules that read the same
+/// input, and each module's Bᵀ.
 fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     let Some(lora) = &plan.lora else { return 0 };
     let (hidden, inter) = (shape.hidden_size, shape.intermediate_size);
@@ -206,8 +259,12 @@ fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     ];
     let rank = |blocks: u64| blocks * u64::from(lora.r);
     let panels = |outputs: u64| outputs.next_multiple_of(PANEL);
-    let per_layer: u64 =
-        fused.iter().map(|(blocks, input, out)| panels(rank(*blocks)) * input + panels(*out) * rank(*blocks)).sum();
+    // A, B, and Bᵀ of each module.
+    let of_fused = |(blocks, input, out): &(u64, u64, u64)| {
+        let transposed = if *blocks > 0 { panels(u64::from(lora.r)) * out } else { 0 };
+        panels(rank(*blocks)) * input + panels(*out) * rank(*blocks) + transposed
+    };
+    let per_layer: u64 = fused.iter().map(of_fused).sum();
     F32 * per_layer * shape.num_hidden_layers
 }
 

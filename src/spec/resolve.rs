@@ -6,6 +6,7 @@ use utoipa::ToSchema;
 
 use super::estimate::{Estimate, Limits, fit};
 use super::evaluation::held_out_count;
+use super::footprint::Place;
 use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
 use super::rloo;
@@ -29,6 +30,8 @@ pub struct Context {
     pub warm_start: Option<WarmStartFacts>,
     /// What a worker may use, bytes; None = unknown, and nothing is refused for it.
     pub memory_limit_bytes: Option<u64>,
+    /// What the job may be computed on: it must fit each of these. Empty = the processor.
+    pub places: Vec<Place>,
 }
 
 /// A model, as far as a plan depends on it.
@@ -186,6 +189,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     let limits = Limits {
         lengths: dataset.prompt_lengths.into_iter().chain(eval_lengths).max_by_key(|lengths| lengths.longest),
         memory_bytes: context.memory_limit_bytes,
+        places: &context.places,
         micro_batch_tokens: spec.training.micro_batch_tokens,
         gradient_checkpointing: spec.training.gradient_checkpointing,
     };

@@ -39,6 +39,8 @@ pub(super) enum Ended {
     Settled,
     /// The engine panicked: this process is not to be trusted with another job.
     Panicked,
+    /// The GPU failed: this process cannot use it any more.
+    DeviceFailed,
 }
 
 /// Why an attempt ends without an outcome of its own.
@@ -46,6 +48,8 @@ enum Cut {
     Stopped(Stop),
     Failed(Failure),
     Panicked,
+    /// Why.
+    DeviceFailed(String),
 }
 
 impl From<Failure> for Cut {
@@ -126,6 +130,13 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Ended {
             attempt.events.log("the engine panicked; the worker restarts");
             let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
             return Ended::Panicked;
+        }
+        Err(Cut::DeviceFailed(why)) => {
+            // The supervisor keeps the last lines of standard error for its report of this process's end.
+            tracing::error!(job = %held.job, attempt = held.attempt, why, "the GPU failed; this process ends");
+            attempt.events.log(format!("{why}; the worker restarts, and the job goes on from its last checkpoint"));
+            let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
+            return Ended::DeviceFailed;
         }
     };
     attempt.events.log(last_line(&outcome));
@@ -236,6 +247,7 @@ impl Attempt {
                     (Some(failure), _) => Cut::Failed(failure),
                     // Whatever it says, its work is not wanted any more.
                     (None, Some(stop)) if drops_work(&stop) => Cut::Stopped(stop),
+                    (None, _) if matches!(error, EngineError::Device(_)) => Cut::DeviceFailed(error.to_string()),
                     (None, _) => Cut::Failed(failure::of_engine(&error, position())),
                 })
             }

@@ -49,6 +49,13 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
         EngineError::Tensor(_) => {
             ("tensor_error", Some("see the job's log; retry, with smaller batches if memory was short"))
         }
+        EngineError::OutOfMemory(_) => (
+            "out_of_memory",
+            Some(
+                "lower training.micro_batch_tokens, sampling.max_completion_length or rloo.num_generations, or use training.gradient_checkpointing",
+            ),
+        ),
+        EngineError::Device(_) => ("device_failed", Some("see the worker's log and the machine's; retry the job")),
         EngineError::Io { .. } => ("file_error", Some("see the worker's log; check its disk, then retry")),
     };
     let message = match error {

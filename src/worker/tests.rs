@@ -373,6 +373,16 @@ async fn a_panic_of_the_engine_reports_no_outcome_and_ends_the_process() {
 }
 
 #[tokio::test]
+async fn a_failed_gpu_reports_no_outcome_and_ends_the_process_so_that_the_job_is_queued_again() {
+    fn train(_: TrainInput<'_>, _: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+        Err(EngineError::Device("an illegal address of the test's own".to_owned()))
+    }
+    let (ended, seen) = attempt_with(Seen::default(), train, |_| {}).await;
+    assert_eq!(ended, Ended::DeviceFailed);
+    assert!(!seen.story().iter().any(|call| call.starts_with("finish")), "{:?}", seen.story());
+}
+
+#[tokio::test]
 async fn errors_of_the_engine_and_a_changed_model_fail_the_job_with_their_code() {
     fn train(_: TrainInput<'_>, _: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
         Err(EngineError::Prompts("a prompt is longer than the context".to_owned()))

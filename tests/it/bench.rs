@@ -58,3 +58,60 @@ fn a_shape_that_cannot_be_used_is_refused_by_name() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("num_key_value_heads"), "{said}");
 }
+
+#[test]
+fn requests_get_the_tokens_they_asked_for_and_sampling_agrees_with_training() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, file) = (dir.path().join("model"), dir.path().join("figures.json"));
+    let (model, file) = (model.to_str().unwrap(), file.to_str().unwrap());
+    let lengths = dir.path().join("lengths.json");
+    std::fs::write(&lengths, "[[3, 4], [5, 1], [2, 6]]").unwrap();
+    let kept = bench(&["--shape", "tiny,layers=2,vocab=64", "--save-model", model, "--only", "limits"]);
+    assert!(kept.status.success(), "{}", String::from_utf8_lossy(&kept.stderr));
+    let part = |extra: &[&str]| -> Value {
+        let output = bench(&[&["--model", model, "--json", file], extra].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap()
+    };
+    let requests = part(&["--only", "requests", "--requests", lengths.to_str().unwrap()])["requests"].clone();
+    assert_eq!((&requests["prompt_tokens"], &requests["completion_tokens"]), (&10.into(), &11.into()));
+    // 3 steps over 4, 5 and 6 tokens; none; 5 steps over 3 to 7.
+    assert_eq!((&requests["decode_steps"], &requests["attended_tokens"]), (&6.into(), &40.into()));
+    assert!(requests["tok_s"].as_f64().unwrap() > 0.0);
+    let mismatch = part(&["--only", "mismatch"])["mismatch"].clone();
+    assert_eq!((&mismatch["tokens"], &mismatch["unequal_tokens"]), (&42.into(), &0.into()));
+    assert_eq!((mismatch["samples_exactly"].as_bool(), mismatch["max"].as_f64()), (Some(true), Some(0.0)));
+}
+
+/// Every part of a GPU's, so small that the emulator is done in seconds.
+#[cfg(feature = "cuda-emulator")]
+#[test]
+fn a_gpu_is_measured_with_its_own_limits_and_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("figures.json");
+    let file = file.to_str().unwrap();
+    let output = bench(&["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--json", file]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let figures: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    assert_eq!(figures["limits"]["emulated"], true);
+    for key in ["decode_tok_s", "train_tok_s", "step_s", "copy_gb_s", "bf16_gflop_s", "device_peak_mib"] {
+        let value = figures[key].as_f64().unwrap_or_else(|| panic!("{key} is missing: {figures:#}"));
+        assert!(value.is_finite() && value > 0.0, "{key} is {value}");
+    }
+    for part in ["decode", "training", "step"] {
+        assert!(figures[part]["device_peak_mib"].as_f64().unwrap() > 0.0, "{part}: {figures:#}");
+    }
+    assert!(figures.get("kernels").is_none() && figures.get("read_gb_s").is_none(), "{figures:#}");
+    let refused = bench(&["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--only", "kernels"]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("the processor's kernels"), "{said}");
+}
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_build_without_cuda_says_so_when_it_is_asked_for_a_gpu() {
+    let output = bench(&["--device", "cuda:0"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("built without CUDA"), "{said}");
+}

@@ -1,4 +1,4 @@
-//! Real TRL runs, end to end: recorded prompts, completions and rewards through `engine::train`, on both backends.
+//! Real TRL runs, end to end: recorded prompts, completions and rewards through `engine::train`, on every backend.
 //!
 //! `tests/fixtures/README.md` explains the files. Nothing is computed here: what the engine reports is compared.
 
@@ -15,6 +15,7 @@ use rlood::spec::{Combine, LrSchedulerType, Plan};
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
+use crate::kinds::kinds;
 use crate::train::{Start, TestHost, Trace, plan, reward, train_model};
 
 /// Log-probs, advantages, and metrics of the first step: absolute or relative.
@@ -43,7 +44,7 @@ fn golden() {
     for dir in &cases {
         let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let mut summaries = Vec::new();
-        for kind in [BackendKind::Cpu, BackendKind::Reference] {
+        for kind in kinds() {
             let on = format!("{kind:?}").to_lowercase();
             match std::panic::catch_unwind(|| compare(dir, kind)) {
                 Ok(report) if report.failures.is_empty() => summaries.push(format!("{on}: {}", report.summary())),
@@ -58,7 +59,7 @@ fn golden() {
                 }
             }
         }
-        if summaries.len() == 2 {
+        if summaries.len() == kinds().len() {
             println!("golden {name}: ok ({})", summaries.join("; "));
         }
     }

@@ -1,5 +1,5 @@
 //! Gradients against finite differences, and what must not depend on how work is cut: micro-batches, shared prompts,
-//! the KV cache, the other rows of a batch. On both backends; what is equal bit for bit is in `bits.rs`.
+//! the KV cache, the other rows of a batch. On every backend; what is equal bit for bit is in `bits.rs`.
 
 use std::path::{Path, PathBuf};
 
@@ -9,9 +9,9 @@ use rlood::engine::model::pass::RowDropout;
 use rlood::engine::model::{Adapter, Policy, Row};
 use rlood::engine::random::{Key, Stream};
 
-pub const ARCHITECTURES: [&str; 6] = ["qwen3", "qwen2", "llama", "llama3rope", "llama_bias", "mistral"];
+use crate::kinds::kinds;
 
-pub const KINDS: [BackendKind; 2] = [BackendKind::Cpu, BackendKind::Reference];
+pub const ARCHITECTURES: [&str; 6] = ["qwen3", "qwen2", "llama", "llama3rope", "llama_bias", "mistral"];
 
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity").join(name)
@@ -67,8 +67,9 @@ pub fn norm(values: &[f32]) -> f64 {
 
 /// The gradient of every parameter against central differences, along the gradient and along its largest entry alone.
 ///
-/// On the oracle, whose operations have been compared with autograd (`ops/tests.rs`): along the gradient, in the first and
-/// the last layer. Its forwards are most of the time that this takes.
+/// On the oracle, whose operations have been compared with autograd (`ops/tests.rs`), and on a GPU, which is emulated where
+/// there is none: along the gradient, in the first and the last layer. Their forwards are most of the time that this
+/// takes.
 fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut Policy, step: f64) {
     let name = &format!("{name}, {kind:?}");
     let owned = rows_of(1);
@@ -78,12 +79,12 @@ fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut 
     gradient(policy, &rows, 0, &mut gradient_all);
     assert!(gradient_all.iter().all(|g| g.is_finite()), "{name}");
     let mut worst = 0f64;
-    let oracle = kind == BackendKind::Reference;
+    let (oracle, slow) = (kind == BackendKind::Reference, kind != BackendKind::Cpu);
     // Losses of the CPU's kernels, whose sums are single chains of f32, are noisier: by up to 1.7e-2 where a difference is
     // small. `precision.rs` holds the same gradients to 1e-5 of the oracle's.
     let tolerance = if oracle { 2e-2 } else { 4e-2 };
     for info in policy.parameters() {
-        if oracle && [".layers.1.", ".layers.2."].iter().any(|layer| info.name.contains(layer)) {
+        if slow && [".layers.1.", ".layers.2."].iter().any(|layer| info.name.contains(layer)) {
             continue;
         }
         let range = info.offset..info.offset + info.shape.iter().product::<usize>();
@@ -96,7 +97,7 @@ fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut 
         let mut one = vec![0f64; part.len()];
         one[largest] = 1.0;
         let along = part.iter().map(|g| f64::from(*g) / size).collect::<Vec<f64>>();
-        for direction in [along, one].into_iter().take(if oracle { 1 } else { 2 }) {
+        for direction in [along, one].into_iter().take(if slow { 1 } else { 2 }) {
             let mut at = |sign: f64| {
                 let mut values = start.clone();
                 for (value, d) in values[range.clone()].iter_mut().zip(&direction) {
@@ -118,7 +119,7 @@ fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut 
 
 /// Every architecture on every backend.
 fn each() -> impl Iterator<Item = (&'static str, BackendKind)> {
-    KINDS.into_iter().flat_map(|kind| ARCHITECTURES.into_iter().map(move |name| (name, kind)))
+    kinds().into_iter().flat_map(|kind| ARCHITECTURES.into_iter().map(move |name| (name, kind)))
 }
 
 #[test]
@@ -209,7 +210,7 @@ fn the_gradient_through_dropout_is_that_of_what_is_left() {
 
 #[test]
 fn dropout_does_not_depend_on_the_micro_batches() {
-    for kind in KINDS {
+    for kind in kinds() {
         assert_dropout_does_not_depend_on_the_micro_batches(kind);
     }
 }
@@ -278,7 +279,7 @@ fn the_micro_batch_split_changes_no_gradient() {
 
 #[test]
 fn empty_completions_and_zero_gradients_are_harmless() {
-    for kind in KINDS {
+    for kind in kinds() {
         assert_empty_completions_and_zero_gradients_are_harmless(kind);
     }
 }
@@ -302,7 +303,7 @@ fn assert_empty_completions_and_zero_gradients_are_harmless(kind: BackendKind) {
 
 #[test]
 fn a_fresh_adapter_is_the_base_model_and_follows_its_seed() {
-    for kind in KINDS {
+    for kind in kinds() {
         assert_a_fresh_adapter_is_the_base_model_and_follows_its_seed(kind);
     }
 }

@@ -53,7 +53,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("sqlx", &["store", "serve"]),
     ("tokio", &["demo", "files", "http", "prober", "reward", "serve", "store", "supervisor", "worker"]),
     ("tokenizers", &["engine", "modelcard"]),
-    ("candle_core", &["config", "engine"]),
+    ("candle_core", &["engine"]),
 ];
 
 #[test]

@@ -14,6 +14,8 @@ mod exact;
 mod fork;
 mod generate;
 mod golden;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod gradients;
 mod http;
 mod interrupt;
@@ -24,6 +26,7 @@ mod jobs_api;
 mod journal;
 mod judge;
 mod kill;
+mod kinds;
 mod layering;
 mod long;
 mod memory;

@@ -24,14 +24,14 @@ use crate::train::{Start, model_dir, plan, train_model};
 const TOLERANCE: f64 = 0.15;
 
 #[derive(Clone, Copy, Debug)]
-struct Size {
-    name: &'static str,
-    hidden: usize,
-    inter: usize,
-    layers: usize,
-    heads: usize,
-    kv_heads: usize,
-    vocab: usize,
+pub struct Size {
+    pub name: &'static str,
+    pub hidden: usize,
+    pub inter: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub vocab: usize,
 }
 
 const SMALL: Size = Size { name: "6M", hidden: 256, inter: 768, layers: 6, heads: 4, kv_heads: 2, vocab: 4096 };
@@ -39,14 +39,14 @@ const MEDIUM: Size = Size { name: "19M", hidden: 384, inter: 1024, layers: 8, he
 const LARGE: Size = Size { name: "88M", hidden: 768, inter: 2048, layers: 10, heads: 12, kv_heads: 4, vocab: 32768 };
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
+pub enum Kind {
     Lora,
     Full,
     Full8bit,
 }
 
 impl Kind {
-    fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Kind::Lora => "lora",
             Kind::Full => "full",
@@ -54,13 +54,13 @@ impl Kind {
         }
     }
 
-    fn parse(name: &str) -> Kind {
+    pub fn parse(name: &str) -> Kind {
         [Kind::Lora, Kind::Full, Kind::Full8bit].into_iter().find(|kind| kind.name() == name).unwrap()
     }
 }
 
 /// A model of random weights, with the tokenizer of a small one.
-fn make(size: Size, dir: &Path) {
+pub fn make(size: Size, dir: &Path) {
     for file in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
         if model_dir().join(file).exists() {
             std::fs::copy(model_dir().join(file), dir.join(file)).unwrap();
@@ -109,7 +109,7 @@ fn make(size: Size, dir: &Path) {
 
 const PROMPT_TOKENS: u64 = 24;
 
-fn plan_of(kind: Kind) -> Plan {
+pub fn plan_of(kind: Kind) -> Plan {
     let mut plan = plan();
     plan.rloo.num_generations = 4;
     plan.training.prompts_per_step = 4;

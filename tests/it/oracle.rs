@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{llama, qwen3};
-use rlood::engine::backend::BackendKind;
 use rlood::engine::model::{Adapter, Policy};
 use rlood::engine::random::{Key, Stream};
 use serde::de::DeserializeOwned;
+
+use crate::kinds::kinds;
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity").join(name)
@@ -36,8 +37,8 @@ fn sequence(length: usize) -> Vec<u32> {
 }
 
 fn assert_same_logits(name: &str, mut theirs: impl FnMut(&Tensor) -> Tensor) {
-    let kinds = [BackendKind::Cpu, BackendKind::Reference];
-    let policies = kinds.map(|kind| (kind, Policy::load(&fixture(name), kind).unwrap()));
+    let policies = kinds().into_iter().map(|kind| (kind, Policy::load(&fixture(name), kind).unwrap()));
+    let policies: Vec<_> = policies.collect();
     for length in [1, 2, 17, 60] {
         let ids = sequence(length);
         let input = Tensor::new(ids.as_slice(), &Device::Cpu).unwrap().unsqueeze(0).unwrap();

@@ -1,4 +1,4 @@
-//! Tiny random models with the numbers of transformers and PEFT, on both backends in f32, with the same tolerances:
+//! Tiny random models with the numbers of transformers and PEFT, on every backend in f32, with the same tolerances:
 //! `tests/fixtures/README.md` explains the fields. bf16 is in `precision.rs`.
 
 use std::collections::BTreeMap;
@@ -12,6 +12,8 @@ use rlood::engine::text::Text;
 use rlood::modelcard;
 use rlood::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
 use serde_json::Value;
+
+use crate::kinds::kinds;
 
 /// In f32: logits, and what follows from them.
 const LOGITS: f64 = 2e-4;
@@ -38,7 +40,7 @@ fn every_case_agrees_with_transformers_and_peft() {
     let mut failed = Vec::new();
     for case in &cases {
         let name = case.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let on_both = [BackendKind::Cpu, BackendKind::Reference].map(|kind| {
+        let on_each = kinds().into_iter().map(|kind| {
             // A case that panics does not hide the others.
             let checked = std::panic::catch_unwind(|| check_case(case, kind));
             let kind = format!("{kind:?}").to_lowercase();
@@ -47,7 +49,7 @@ fn every_case_agrees_with_transformers_and_peft() {
                 Err(why) => Err(format!("{kind}: {why}")),
             }
         });
-        match on_both.into_iter().collect::<Result<Vec<String>, String>>().map(|summaries| summaries.join("; ")) {
+        match on_each.collect::<Result<Vec<String>, String>>().map(|summaries| summaries.join("; ")) {
             Ok(summary) => println!("parity {name}: ok ({summary})"),
             Err(why) => {
                 println!("parity {name}: FAILED: {why}");

@@ -20,7 +20,7 @@ use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
 use crate::engine::kernels::threads::Threads;
 use crate::engine::ops::RopeTable;
 use crate::engine::ops::slices::{Heads, TokenScore};
-use crate::spec::ComputeDtype;
+use crate::spec::{ComputeDtype, footprint};
 
 pub use attention::Cache;
 pub use linear::Adapter;
@@ -69,6 +69,14 @@ impl Cpu {
         };
         Cpu { dtype, isa, threads, pool: Arc::default(), segments: Arc::default() }
     }
+
+    /// The precision of its matrices.
+    pub fn dtype(&self) -> ComputeDtype {
+        match self.dtype {
+            PackDtype::F32 => ComputeDtype::F32,
+            PackDtype::Bf16 => ComputeDtype::Bf16,
+        }
+    }
 }
 
 impl Backend for Cpu {
@@ -88,7 +96,7 @@ impl Backend for Cpu {
     }
 
     fn release(&self) {
-        self.pool.clear();
+        self.pool.trim(footprint::KEPT_BYTES);
         *self.segments.lock().unwrap_or_else(PoisonError::into_inner) = Segments::default();
     }
 

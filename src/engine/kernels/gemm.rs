@@ -145,8 +145,15 @@ pub fn forward_panels(isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, panels
     for term in terms {
         Inputs::of(term, 0).check(rows, term.weight.k());
     }
-    let jobs = of_terms(Side::Forward, terms, target.start(bias), &target);
-    SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &jobs, scratch, 0..rows, panels));
+    let start = target.start(bias);
+    let call = next_call();
+    SCRATCH.with_borrow_mut(|scratch| {
+        for (index, term) in terms.iter().enumerate() {
+            let start = if index == 0 { start } else { Start::Add };
+            let job = Job::new(Side::Forward, term.weight, Inputs::of(term, 0), start, &target, call);
+            run_jobs(isa, &[job], scratch, 0..rows, panels.clone());
+        }
+    });
 }
 
 /// dx `[rows, k]` (+)= dy · weight over the outputs of some panels, on the calling thread. Column 0 of `dy` is output
@@ -317,6 +324,9 @@ fn outer_thin(isa: Isa, rows: usize, (a, b): (&Rows<'_>, &Rows<'_>), target: &Ta
 /// Multiply-adds that one thread does sooner than two, a few microseconds.
 const ALONE: usize = 1 << 18;
 
+/// Rows that are not cut: the weights are read once.
+const ONE_CELL: usize = 96;
+
 /// Share a product of so many rows and outputs, each row `size` multiply-adds.
 fn cut(
     threads: &Threads,
@@ -339,6 +349,7 @@ fn cut(
     let row_multiple = match (isa, side) {
         (Isa::Amx, Side::Forward) => 256,
         (Isa::Amx, Side::Backward) => 512,
+        _ if rows <= ONE_CELL => rows,
         _ => 48,
     };
     threads.grid(rows, row_multiple, panels, 1, f);

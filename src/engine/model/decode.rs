@@ -2,8 +2,11 @@
 //! leave.
 
 use super::{Adapter, Logits, Network, Policy};
+#[cfg(feature = "cuda")]
+use crate::engine::backend::cuda::Cuda;
 use crate::engine::backend::{Backend, Chosen, Pick, cpu::Cpu, reference::Reference};
 use crate::engine::error::{EngineError, Result};
+use crate::engine::sampling::Sampler;
 
 /// Sequences in the middle of generation.
 #[derive(Debug)]
@@ -13,6 +16,8 @@ pub struct DecodeState(OnBackend);
 enum OnBackend {
     Cpu(Rows<Cpu>),
     Reference(Rows<Reference>),
+    #[cfg(feature = "cuda")]
+    Cuda(Rows<Cuda>),
 }
 
 /// Live rows: their KV cache, and the residual stream that each one's next token is chosen from.
@@ -34,9 +39,11 @@ macro_rules! with_rows {
         match (&$policy.network, $state) {
             (Network::Cpu($decoder), OnBackend::Cpu($rows)) => $body,
             (Network::Reference($decoder), OnBackend::Reference($rows)) => $body,
-            (Network::Cpu(_), OnBackend::Reference(_)) | (Network::Reference(_), OnBackend::Cpu(_)) => {
-                Err(EngineError::Input("the rows belong to another policy".to_owned()))
-            }
+            #[cfg(feature = "cuda")]
+            (Network::Cuda($decoder), OnBackend::Cuda($rows)) => $body,
+            (Network::Cpu(_) | Network::Reference(_), _) => Err(other_policy()),
+            #[cfg(feature = "cuda")]
+            (Network::Cuda(_), _) => Err(other_policy()),
         }
     };
 }
@@ -47,6 +54,8 @@ impl Policy {
         DecodeState(match &self.network {
             Network::Cpu(decoder) => OnBackend::Cpu(decoder.begin(adapter)),
             Network::Reference(decoder) => OnBackend::Reference(decoder.begin(adapter)),
+            #[cfg(feature = "cuda")]
+            Network::Cuda(decoder) => OnBackend::Cuda(decoder.begin(adapter)),
         })
     }
 
@@ -77,6 +86,18 @@ impl Policy {
         with_rows!(self, &state.0, |decoder, rows| decoder.choose(rows, picks))
     }
 
+    /// The next token of every live row by a sampler that filters, one draw each; None where the backend leaves that to
+    /// whoever reads [`Policy::next_logits`].
+    pub fn choose_filtered(
+        &self,
+        state: &DecodeState,
+        sampler: &Sampler,
+        uniforms: &[f64],
+    ) -> Result<Option<Vec<u32>>> {
+        state.check(uniforms.len(), "draws")?;
+        with_rows!(self, &state.0, |decoder, rows| decoder.choose_filtered(rows, sampler, uniforms))
+    }
+
     /// Append one token to every live row.
     pub fn append(&self, state: &mut DecodeState, tokens: &[u32]) -> Result<()> {
         state.check(tokens.len(), "tokens")?;
@@ -88,6 +109,10 @@ impl Policy {
         state.check(keep.len(), "marks")?;
         with_rows!(self, &mut state.0, |decoder, rows| decoder.retain(rows, keep))
     }
+}
+
+fn other_policy() -> EngineError {
+    EngineError::Input("the rows belong to another policy".to_owned())
 }
 
 impl DecodeState {
@@ -106,6 +131,8 @@ impl DecodeState {
         match &self.0 {
             OnBackend::Cpu(rows) => &rows.lengths,
             OnBackend::Reference(rows) => &rows.lengths,
+            #[cfg(feature = "cuda")]
+            OnBackend::Cuda(rows) => &rows.lengths,
         }
     }
 

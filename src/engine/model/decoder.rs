@@ -10,12 +10,13 @@ use super::packing::{Packing, Target};
 use super::pass::Pass;
 use super::rope::RopeTables;
 use super::{Adapter, EMBEDDING, HEAD, NORM, Row, unknown_token};
-use crate::engine::backend::{Backend, Chosen, HeadBackward, Pick};
+use crate::engine::backend::{Backend, Chosen, HeadBackward, Pick, Step};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::load::Weights;
 use crate::engine::lora::Lora;
 use crate::engine::model::full::Full;
 use crate::engine::ops::slices::TokenScore;
+use crate::engine::sampling::Sampler;
 use crate::modelcard::ModelConfig;
 use crate::spec::footprint::PREFILL_TOKENS;
 
@@ -61,6 +62,17 @@ impl<B: Backend> Decoder<B> {
             rope,
             gradient_checkpointing: false,
         })
+    }
+
+    /// What computes.
+    #[cfg(feature = "cuda")]
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// Another phase begins, or memory is short.
+    pub fn release(&self) {
+        self.backend.release();
     }
 
     /// Whether sampling gives the log-probs of a training forward, bit for bit.
@@ -357,21 +369,34 @@ impl<B: Backend> Decoder<B> {
         self.backend.choose(&self.normed(hidden)?, &self.head, picks)
     }
 
+    /// The next token of every row by a sampler that filters, where the backend can choose itself.
+    pub fn choose_filtered(&self, rows: &Rows<B>, sampler: &Sampler, uniforms: &[f64]) -> Result<Option<Vec<u32>>> {
+        let Some(hidden) = &rows.hidden else { return Ok(Some(Vec::new())) };
+        self.backend.choose_filtered(&self.normed(hidden)?, &self.head, sampler, uniforms)
+    }
+
     /// Append one token to every row.
     pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32]) -> Result<()> {
         if tokens.is_empty() {
             return Ok(());
         }
+        self.check_ids(tokens)?;
         let backend = &self.backend;
         let table = self.rope.table(rows.lengths.iter().max().map_or(1, |length| length + 1));
-        let angles = backend.angles(&table, &rows.lengths)?;
         let pass = Pass::inference(rows.adapter);
-        let mut x = self.embed(tokens)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            let qkv = layer.project(backend, &x, &angles, pass)?;
-            let attended = backend.attend_cached(&layer.heads, &mut rows.cache, index, layer.window, &qkv)?;
-            x = layer.finish(backend, &x, &attended, pass)?;
-        }
+        // Its memory is used again.
+        rows.hidden = None;
+        let step = Step { table: &table, tokens, positions: &rows.lengths };
+        let x = backend.step(&mut rows.cache, &step, |cache, step| {
+            let angles = backend.angles(step.table, step.positions)?;
+            let mut x = backend.embed(&self.embedding, step.tokens)?;
+            for (index, layer) in self.layers.iter().enumerate() {
+                let qkv = layer.project(backend, &x, &angles, pass)?;
+                let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
+                x = layer.finish(backend, &x, &attended, pass)?;
+            }
+            Ok(x)
+        })?;
         rows.lengths.iter_mut().for_each(|length| *length += 1);
         rows.hidden = Some(x);
         Ok(())

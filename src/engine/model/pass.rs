@@ -90,6 +90,16 @@ pub struct Mask<'a> {
 }
 
 impl Mask<'_> {
+    /// What each token's draws are keyed by, for a device that applies the mask itself.
+    pub fn words(&self) -> Vec<u64> {
+        self.dropout.keys.iter().map(|key| key.with(self.layer).with(self.module).word()).collect()
+    }
+
+    /// Draws of 32 bits below the first are dropped, the values of others multiplied by the second.
+    pub fn law(&self) -> (u64, f32) {
+        (self.dropout.threshold, self.dropout.scale)
+    }
+
     /// Apply it to the values of a token; tokens beyond the batch (padding) are left alone.
     pub fn apply(&self, token: usize, values: &mut [f32]) {
         let Some(key) = self.dropout.keys.get(token) else { return };

@@ -66,7 +66,7 @@ impl Policy {
     /// The policy as it computes now, to keep as a reference: score it with [`Adapter::On`](super::Adapter::On). Frozen
     /// weights are shared, not copied.
     pub fn frozen_copy(&self) -> Policy {
-        Policy { card: self.card.clone(), network: self.network.clone(), lora: None, full: None }
+        Policy { card: self.card.clone(), dtype: self.dtype, network: self.network.clone(), lora: None, full: None }
     }
 
     /// The trainable tensors, in the order of the flat buffer.

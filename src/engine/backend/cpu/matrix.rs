@@ -62,7 +62,7 @@ impl Pool {
     /// A matrix with whatever was in its memory.
     pub fn matrix(self: &Arc<Self>, rows: usize, width: usize) -> Matrix {
         let len = rows * width;
-        let mut values = self.take(len);
+        let mut values = self.take(len).unwrap_or_else(|| vec![0.0; len]);
         if values.len() < len {
             values.resize(len, 0.0);
         } else {
@@ -79,14 +79,11 @@ impl Pool {
     }
 
     /// The smallest buffer that is large enough, unless it is far too large.
-    fn take(&self, len: usize) -> Vec<f32> {
+    fn take(&self, len: usize) -> Option<Vec<f32>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |buffer: &Vec<f32>| (len..=4 * len.max(256)).contains(&buffer.capacity());
         let best = (0..free.len()).filter(|index| fits(&free[*index])).min_by_key(|index| free[*index].capacity());
-        match best {
-            Some(index) => free.swap_remove(index),
-            None => Vec::with_capacity(len),
-        }
+        best.map(|index| free.swap_remove(index))
     }
 
     fn give(&self, values: Vec<f32>) {
@@ -99,8 +96,16 @@ impl Pool {
         }
     }
 
-    /// Give everything back to the system.
-    pub fn clear(&self) {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    /// Give back to the system what goes beyond so many bytes, the largest buffers first.
+    pub fn trim(&self, bytes: u64) {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let size = |buffer: &Vec<f32>| (size_of::<f32>() * buffer.capacity()) as u64;
+        free.sort_by_key(Vec::capacity);
+        let mut held: u64 = free.iter().map(size).sum();
+        while held > bytes
+            && let Some(largest) = free.pop()
+        {
+            held -= size(&largest);
+        }
     }
 }

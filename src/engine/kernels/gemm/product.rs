@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
-use super::tile::{INPUT_STRIDE, Kernels, MOST_ROWS, Rung, Tile, prefetch};
+use super::tile::{AHEAD, INPUT_STRIDE, Kernels, LINE, MOST_ROWS, Rung, Tile, prefetch};
 use super::{Job, Rows, Side, Start};
 
 /// Rows for which a block of weights is streamed once from memory, and steps of it: with the inputs that they meet they
@@ -146,7 +146,13 @@ unsafe fn one_panel(
             }
         };
         let fresh = block.start == depth.start;
-        let at = Block { panel, x, w, depth: block.len(), fresh };
+        let next = match job.side {
+            Side::Backward => w,
+            // The panels lie one after the other.
+            Side::Forward if block.end < sum.end => w.wrapping_add(block.len() / 2 * PANEL),
+            Side::Forward => w.wrapping_add((job.weight.k().div_ceil(2) + block.len() / 2 - sum.len() / 2) * PANEL),
+        };
+        let at = Block { panel, x, w, next, depth: block.len(), fresh };
         // Safety: the caller's.
         unsafe { tiles(rung, kernels, job, &at, rows, edge) };
     }
@@ -211,6 +217,8 @@ struct Block {
     panel: usize,
     x: *const f32,
     w: *const u32,
+    /// The weights after these, in pairs.
+    next: *const u32,
     depth: usize,
     /// Nothing has been summed before it.
     fresh: bool,
@@ -238,8 +246,16 @@ unsafe fn tiles(rung: &Rung, kernels: Kernels, job: &Job<'_>, block: &Block, row
                 from = begin.as_ptr();
             }
         }
-        for tile in balanced(rows.clone(), rung.rows) {
+        let tiles = rows.len().div_ceil(rung.rows);
+        for (number, tile) in balanced(rows.clone(), rung.rows).enumerate() {
             let count = tile.len();
+            // One tile fetches its own weights, a little ahead. Where there are several, what follows is fetched meanwhile,
+            // half of it by each of the first two.
+            let (fetch, fetch_step) = match (tiles, number) {
+                (1, _) => (block.w.wrapping_add(AHEAD), 2 * LINE),
+                (_, 0 | 1) => (block.next.wrapping_add(number * block.depth / 2 * LINE), LINE),
+                _ => (block.w, LINE),
+            };
             // Safety: the caller's; the edge has room for a tile.
             unsafe {
                 let y = job.y(tile.start, first);
@@ -268,6 +284,8 @@ unsafe fn tiles(rung: &Rung, kernels: Kernels, job: &Job<'_>, block: &Block, row
                     y: to,
                     y_stride: to_stride,
                     next: y.wrapping_add(count * job.stride),
+                    fetch,
+                    fetch_step,
                 });
                 if at_edge {
                     for row in 0..count {
@@ -330,7 +348,7 @@ pub(super) unsafe fn outer(
                     // Safety: there is room.
                     unsafe { copy(from.as_ptr(), w.add(step * PANEL), from.len()) };
                 }
-                let at = Block { panel, x, w: w.cast(), depth: block.len(), fresh: false };
+                let at = Block { panel, x, w: w.cast(), next: w.cast(), depth: block.len(), fresh: false };
                 // Safety: the caller's; the edge has room for all of i.
                 unsafe {
                     if !flipped {
@@ -354,6 +372,8 @@ pub(super) unsafe fn outer(
                                 y,
                                 y_stride: PANEL,
                                 next: y,
+                                fetch: at.w,
+                                fetch_step: LINE,
                             });
                         }
                     }

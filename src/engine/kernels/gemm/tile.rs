@@ -27,7 +27,13 @@ pub(in super::super) struct Tile {
     pub y_stride: usize,
     /// The rows of the next tile's outputs.
     pub next: *const f32,
+    /// Weights in pairs that will be wanted: fetched `fetch_step` words a pair of steps, a line or two.
+    pub fetch: *const u32,
+    pub fetch_step: usize,
 }
+
+/// Words of a cache line.
+pub(in super::super) const LINE: usize = 16;
 
 /// How a rung multiplies.
 pub(in super::super) struct Rung {
@@ -231,7 +237,7 @@ pub(in super::super) fn prefetch<T>(at: *const T) {
 }
 
 /// Words by which the stream of weights is fetched ahead.
-const AHEAD: usize = 768;
+pub(in super::super) const AHEAD: usize = 768;
 
 #[inline(always)]
 unsafe fn multiply<S: Simd, const MR: usize, const NV: usize, const BF16: bool>(tile: &Tile) {
@@ -249,11 +255,13 @@ unsafe fn multiply<S: Simd, const MR: usize, const NV: usize, const BF16: bool>(
         }
         let (mut x, mut w) = (tile.x, tile.w);
         if BF16 {
+            let mut fetch = tile.fetch;
+            let second = tile.fetch_step - LINE;
             for _ in 0..tile.depth.div_ceil(2) {
+                prefetch(fetch);
+                prefetch(fetch.wrapping_add(second));
+                fetch = fetch.wrapping_add(tile.fetch_step);
                 // The odd halves are loaded again: a register fewer.
-                for v in 0..NV {
-                    prefetch(w.wrapping_add(AHEAD + v * S::LANES));
-                }
                 let mut weights = [S::zero(); NV];
                 for (v, weight) in weights.iter_mut().enumerate() {
                     *weight = S::load_pairs(w.add(v * S::LANES)).0;

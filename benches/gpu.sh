@@ -1,0 +1,327 @@
+#!/usr/bin/env bash
+# Proves the CUDA backend on a GPU, in one go: what the GPU is and reaches, the test suites on it, then the bars of decode,
+# rollout, training, whole steps, memory and exactness, with transformers and PEFT beside them. Writes one JSON; what could
+# not be measured stands in it as "not run" with the reason.
+#
+#   benches/gpu.sh pack FOLDER            where Rust and nvcc are (scripts/cuda-toolkit.sh); no GPU needed
+#   benches/gpu.sh [run] [OPTION…]        on the machine with the GPU, in the repository's root
+#
+#   --from FOLDER     what `pack` made; default: target/gpu
+#   --device cuda:N   default: cuda:0
+#   --parts A,B,…     only these; default: all, in this order (see `--list`)
+#   --work FOLDER     keeps models and raw figures: a second call with other parts adds to the first's. Default: a temporary
+#                     folder, removed at the end. 30 GB are needed for all models, of which the largest comes last
+#   --out FILE        default: benches/results/gpu_NAME.json, NAME the GPU's
+#   --seconds N       begin no part after so many seconds; it is then not run, for that reason
+#   --python PROGRAM  a Python 3; with torch, transformers and peft the peers run too. Default: python3
+#   --small           tiny models and lengths, to try this script itself (cpu and the emulator will do): no bar is judged
+#
+# The machine needs the NVIDIA driver (580 or later) and cuBLAS 12 or 13 (the toolkit's, or the one that PyTorch brings), and
+# no compiler. Nothing else should use the GPU meanwhile. Figures are the fastest of several repetitions.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+ALL=(facts limits peer-limits suites
+    requests-0.6b step-0.6b single-0.6b train-0.6b-768 train-0.6b-16k mismatch-fast mismatch-exact
+    peer-requests-0.6b peer-rollout-0.6b peer-single-0.6b peer-train-0.6b-768 peer-train-0.6b-16k
+    requests-4b step-4b train-4b-16k peer-requests-4b peer-train-4b-16k
+    memory-8b peer-memory-8b)
+
+fail() { echo "gpu.sh: $*" >&2; exit "${code:-1}"; }
+usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
+
+pack() {
+    local folder=${1:?usage: benches/gpu.sh pack FOLDER} built
+    mkdir -p "$folder"
+    cargo build --release --locked --features cuda --bin rlood
+    # One line a test program: the target's name, the file.
+    built=$(cargo test --release --locked --features cuda --no-run --lib --test it --message-format=json \
+        | sed -n 's/.*"target":{"kind":\["\([a-z]*\)"\].*"executable":"\([^"]*\)".*/\1 \2/p')
+    install -m 0755 "${CARGO_TARGET_DIR:-target}/release/rlood" "$folder/rlood"
+    install -m 0755 "$(sed -n 's/^lib //p' <<<"$built")" "$folder/tests-unit"
+    install -m 0755 "$(sed -n 's/^test //p' <<<"$built")" "$folder/tests-it"
+    strip "$folder"/{rlood,tests-unit,tests-it}
+    # The test programs look for fixtures where they were built.
+    pwd -P >"$folder/built-in"
+    git rev-parse HEAD >"$folder/commit" 2>/dev/null || true
+    ls -l "$folder"
+}
+
+from=target/gpu device=cuda:0 parts='' work='' out='' budget='' python=python3 small=''
+case ${1:-run} in
+    pack) shift; pack "$@"; exit ;;
+    run) shift || true ;;
+esac
+while (($#)); do
+    case $1 in
+        --from) from=$2; shift 2 ;;
+        --device) device=$2; shift 2 ;;
+        --parts) parts=$2; shift 2 ;;
+        --work) work=$2; shift 2 ;;
+        --out) out=$2; shift 2 ;;
+        --seconds) budget=$2; shift 2 ;;
+        --python) python=$2; shift 2 ;;
+        --small) small=1; shift ;;
+        --list) printf '%s\n' "${ALL[@]}"; exit ;;
+        -h | --help) usage; exit ;;
+        *) code=2 fail "unknown argument: $1 (see --help)" ;;
+    esac
+done
+rlood=$from/rlood
+[[ -x $rlood ]] || fail "$rlood is missing: benches/gpu.sh pack $from, where Rust is"
+command -v "$python" >/dev/null || fail "$python is missing: a Python 3 puts the figures together (--python)"
+wanted=("${ALL[@]}")
+[[ -z $parts ]] || IFS=, read -ra wanted <<<"$parts"
+for part in "${wanted[@]}"; do
+    [[ " ${ALL[*]} " == *" $part "* ]] || code=2 fail "unknown part: $part (see --list)"
+done
+if [[ -z $work ]]; then
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+fi
+mkdir -p "$work"
+
+# ---- what runs, and what becomes of it
+
+# note PART STATUS SECONDS REASON: replaces what an earlier call said of the part.
+note() {
+    local table=$work/status.tsv
+    touch "$table"
+    grep -v "^$1	" "$table" >"$table.new" || true
+    printf '%s\t%s\t%s\t%s\n' "$1" "$2" "$3" "$(tr '\t\n' '  ' <<<"${4:-}" | cut -c1-600)" >>"$table.new"
+    mv "$table.new" "$table"
+    echo "   $2${4:+: $4}"
+}
+
+# measured PART LIMIT_SECONDS COMMAND…: run with its output in PART.log; failing is a result too.
+measured() {
+    local part=$1 limit=$2 begun=$SECONDS status
+    shift 2
+    set +e
+    timeout "$limit" "$@" >"$work/$part.log" 2>&1 </dev/null
+    status=$?
+    set -e
+    case $status in
+        0) note "$part" ok $((SECONDS - begun)) ;;
+        124) note "$part" failed $((SECONDS - begun)) "not done after $limit s" ;;
+        *) note "$part" failed $((SECONDS - begun)) "exit code $status: $(grep -v '^[[:space:]]*$' "$work/$part.log" | tail -3)" ;;
+    esac
+    return $status
+}
+
+# ours PART LIMIT ARGUMENT…: a part of `rlood bench` on the device.
+ours() {
+    local part=$1 limit=$2
+    shift 2
+    rm -f "$work/$part.json"
+    measured "$part" "$limit" env ${exact:+RLOOD_CUDA_EXACT=$exact} "$rlood" --log warn bench --device "$device" --json "$work/$part.json" "$@"
+}
+
+# peer PART LIMIT ARGUMENT…: the same by transformers and PEFT.
+peer() {
+    local part=$1 limit=$2
+    shift 2
+    if [[ -n $no_peers ]]; then
+        note "$part" "not run" 0 "$no_peers"
+        return
+    fi
+    rm -f "$work/$part.json"
+    measured "$part" "$limit" "$python" -W ignore benches/gpu_peers.py "$@" --device "$torch_device" --out "$work/$part.json" || return 0
+    local failed
+    failed=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1])).get("failed", ""))' "$work/$part.json")
+    [[ -z $failed ]] || note "$part" failed 0 "$failed"
+}
+
+# model SHAPE: a folder of random weights, made once.
+model() {
+    local folder=$work/model-$1 shape=$1
+    [[ -z $small ]] || shape=tiny,layers=2,vocab=64
+    if [[ ! -f $folder/complete ]]; then
+        mkdir -p "$folder"
+        "$rlood" --log error bench --device cpu --shape "$shape" --save-model "$folder" --only limits \
+            --prompt-len 1 --completion "$longest" >/dev/null && touch "$folder/complete"
+    fi
+    echo "$folder"
+}
+
+# cuBLAS, where the loader does not find one: PyTorch's Python packages hold it.
+find_cublas() {
+    ldconfig -p 2>/dev/null | grep -q 'libcublas\.so' && return
+    local folder
+    while read -r folder; do
+        if compgen -G "$folder/libcublas.so*" >/dev/null; then
+            export LD_LIBRARY_PATH=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+            return
+        fi
+    done < <("$python" - 2>/dev/null <<'PY'
+import glob
+try:
+    import nvidia
+    for path in nvidia.__path__:
+        print(*glob.glob(path + "/*/lib"), sep="\n")
+except ImportError:
+    pass
+print(*glob.glob("/usr/local/cuda*/lib64"), "/usr/local/lib/cuda", sep="\n")
+PY
+    )
+}
+
+facts() {
+    {
+        echo "date=$(date -u +%Y-%m-%dT%H:%M:%SZ)"
+        echo "rlood=$("$rlood" --version)"
+        echo "commit=$(cat "$from/commit" 2>/dev/null || git rev-parse HEAD 2>/dev/null || echo unknown)"
+        echo "kernel=$(uname -sr)"
+        echo "processors=$(nproc)"
+        echo "memory_kib=$(awk '/MemTotal/ {print $2}' /proc/meminfo)"
+        if command -v nvidia-smi >/dev/null; then
+            local query=name,driver_version,vbios_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,ecc.mode.current,mig.mode.current,temperature.gpu,utilization.gpu,memory.used
+            local names values
+            values=$(nvidia-smi --id="${device#cuda:}" --query-gpu=$query --format=csv,noheader 2>/dev/null || true)
+            IFS=, read -ra names <<<"$query"
+            IFS=, read -ra values <<<"$values"
+            for i in "${!values[@]}"; do echo "gpu.${names[$i]}=${values[$i]# }"; done
+        fi
+    } >"$work/facts.txt"
+    note facts ok 0
+}
+
+# The suites, one test at a time: they share the device. Prints "program passed failed ignored seconds" lines.
+suites() {
+    local begun=$SECONDS failures=0 program filters root
+    # A test that cannot open a device passes without it.
+    if ! grep -q '^limits	ok' "$work/status.tsv" 2>/dev/null && [[ $device != cpu ]]; then
+        note suites "not run" 0 "the part limits, which shows that the device can be opened, did not run well before"
+        return
+    fi
+    root=$(cat "$from/built-in" 2>/dev/null || pwd -P)
+    if [[ ! -d $root ]]; then
+        # The fixtures' paths are in the program.
+        mkdir -p "$(dirname "$root")" && ln -s "$(pwd -P)" "$root"
+    fi
+    : >"$work/suites.tsv"
+    for program in tests-unit tests-it; do
+        if [[ ! -x $from/$program ]]; then
+            note suites "not run" 0 "$from/$program is missing"
+            return
+        fi
+        filters=(cuda)
+        [[ $program == tests-unit ]] || filters=("${SUITES[@]}")
+        set +e
+        # The tests take the first GPU that they see, and nothing else: the processor passes them elsewhere.
+        RLOOD_TEST_BACKEND=${device%:*} CUDA_VISIBLE_DEVICES=${device#cuda:} timeout 1200 "$from/$program" --test-threads=1 "${filters[@]}" >"$work/$program.log" 2>&1 </dev/null
+        local status=$?
+        set -e
+        ((status == 0)) || failures=$((failures + 1))
+        sed -n 's/^test result: .* \([0-9]*\) passed; \([0-9]*\) failed; \([0-9]*\) ignored;.* finished in \([0-9.]*\)s.*/\1\t\2\t\3\t\4/p' \
+            "$work/$program.log" | sed "s/^/$program	/" >>"$work/suites.tsv"
+        sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$work/$program.log" | sed "s/^/$program	failed	/" >>"$work/suites.tsv"
+    done
+    if ((failures)); then
+        note suites failed $((SECONDS - begun)) "$(grep '	failed	' "$work/suites.tsv" | cut -f3 | head -8 | paste -sd' ')"
+    else
+        note suites ok $((SECONDS - begun))
+    fi
+}
+
+# Suites of tests/it that run on the device.
+SUITES=(parity:: gradients:: golden:: bits:: oracle:: gpu::)
+
+# ---- the work of each part
+
+if [[ -n $small ]]; then
+    longest=64
+    group=(--prompts 2 --generations 3 --prompt-len 8 --completion 12)
+    few=(--prompts 2 --generations 3 --prompt-len 8 --completion 12)
+    one=(--prompts 1 --generations 1 --prompt-len 8 --completion 12)
+    packed=(--prompts 4 --generations 1 --prompt-len 8 --completion 12)
+    long=(--prompts 1 --generations 1 --prompt-len 1 --completion 31)
+    fit=(--prompts 1 --generations 1 --prompt-len 1 --completion 31)
+    lengths=4,12
+    few_requests=6
+    repeat=1
+else
+    longest=20000
+    # RLOO rollout: 64 prompts of 256 tokens, 8 completions of 512.
+    group=(--prompts 64 --generations 8 --prompt-len 256 --completion 512)
+    few=(--prompts 8 --generations 8 --prompt-len 256 --completion 256)
+    one=(--prompts 1 --generations 1 --prompt-len 128 --completion 256)
+    # 32 sequences of 768 tokens, no prompt shared; one of 16,384, every position scored; 2,048 tokens for the memory.
+    packed=(--prompts 32 --generations 1 --prompt-len 256 --completion 512)
+    long=(--prompts 1 --generations 1 --prompt-len 1 --completion 16383)
+    fit=(--prompts 1 --generations 1 --prompt-len 1 --completion 2047)
+    lengths=100,1024
+    few_requests=256
+    repeat=3
+fi
+bf16=(--dtype bf16)
+peer_dtype=bfloat16
+torch_device=cuda:${device#cuda:}
+[[ $device != cpu ]] || torch_device=cpu
+
+# 256 requests of 100 to 1,024 tokens in and out, as nano-vllm's bench.py draws them with seed 0.
+"$python" - "$work/lengths.json" "$few_requests" "$lengths" <<'PY'
+import json, sys
+from random import randint, seed
+path, count, (least, most) = sys.argv[1], int(sys.argv[2]), map(int, sys.argv[3].split(","))
+seed(0)
+prompts = [len([randint(0, 10000) for _ in range(randint(least, most))]) for _ in range(count)]
+completions = [randint(least, most) for _ in range(count)]
+json.dump(list(zip(prompts, completions)), open(path, "w"))
+PY
+
+run_part() {
+    local part=$1 exact='' at
+    case $part in
+        facts) facts; return ;;
+        suites) suites; return ;;
+        limits) ours limits 300 --shape tiny --only limits; return ;;
+        peer-limits) peer "$part" 300 limits --dtype $peer_dtype; return ;;
+    esac
+    # The shape is the last word but lengths: requests-0.6b, train-4b-16k.
+    case $part in *0.6b* | mismatch-*) at=qwen3-0.6b ;; *4b*) at=qwen3-4b ;; *) at=qwen3-8b ;; esac
+    if ! at=$(model $at 2>"$work/$part.log"); then
+        note "$part" failed 0 "no model: $(tail -1 "$work/$part.log")"
+        return
+    fi
+    local model=(--model "$at") checkpointing=(--gradient-checkpointing)
+    case $part in
+        requests-*) ours "$part" 600 "${model[@]}" "${bf16[@]}" --only requests --requests "$work/lengths.json" --steps $repeat ;;
+        step-*) ours "$part" 900 "${model[@]}" "${bf16[@]}" "${group[@]}" --only step --steps 2 ;;
+        single-*) ours "$part" 300 "${model[@]}" "${bf16[@]}" "${one[@]}" --only decode --steps $repeat ;;
+        train-*-768) ours "$part" 300 "${model[@]}" "${bf16[@]}" "${packed[@]}" --only training --steps $repeat ;;
+        train-*-16k) ours "$part" 600 "${model[@]}" "${bf16[@]}" "${long[@]}" "${checkpointing[@]}" --only training --steps $repeat ;;
+        memory-*) ours "$part" 600 "${model[@]}" "${bf16[@]}" "${fit[@]}" "${checkpointing[@]}" --only training --steps 1 ;;
+        mismatch-fast) exact=0; ours "$part" 300 "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
+        mismatch-exact) exact=1; ours "$part" 300 "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
+        peer-requests-*) peer "$part" 600 requests "${model[@]}" --dtype $peer_dtype --requests "$work/lengths.json" --repeat 1 ;;
+        peer-rollout-*) peer "$part" 900 rollout "${model[@]}" --dtype $peer_dtype "${group[@]}" --repeat 1 ;;
+        peer-single-*) peer "$part" 300 rollout "${model[@]}" --dtype $peer_dtype "${one[@]}" --repeat $repeat ;;
+        peer-train-*-768) peer "$part" 300 train "${model[@]}" --dtype $peer_dtype "${packed[@]}" --micro-batch 16 --repeat $repeat ;;
+        peer-train-*-16k) peer "$part" 600 train "${model[@]}" --dtype $peer_dtype "${long[@]}" "${checkpointing[@]}" --repeat $repeat ;;
+        peer-memory-*) peer "$part" 600 train "${model[@]}" --dtype $peer_dtype "${fit[@]}" "${checkpointing[@]}" --repeat 1 ;;
+    esac
+}
+
+find_cublas
+# The driver compiles the kernels when it first sees them; every part is a process of its own.
+export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$work/cuda-cache} CUDA_CACHE_MAXSIZE=${CUDA_CACHE_MAXSIZE:-1073741824}
+no_peers=$("$python" -c '
+try:
+    import torch, transformers, peft
+except ImportError as error:
+    print(f"this Python cannot import the peers: {error}")
+' 2>/dev/null) || no_peers="this Python cannot import the peers"
+no_device=''
+for part in "${wanted[@]}"; do
+    echo "== $part (${SECONDS} s)"
+    if [[ -n $budget ]] && ((SECONDS > budget)); then
+        note "$part" "not run" 0 "the $budget s of --seconds had passed"
+    elif [[ -n $no_device && $part != facts && $part != peer-* ]]; then
+        note "$part" "not run" 0 "$no_device"
+    elif ! run_part "$part" && [[ $part == limits ]]; then
+        no_device="$device cannot be used: $(grep -v '^[[:space:]]*$' "$work/limits.log" | tail -1)"
+    fi
+done
+
+"$python" benches/gpu_report.py "$work" "$device" "${small:-0}" "$out"

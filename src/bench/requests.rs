@@ -1,0 +1,138 @@
+//! Generation of many requests of different lengths at once: what an inference server is measured by.
+
+use serde::{Deserialize, Serialize};
+
+use super::decode::{device_peak_mib, peak_mib, policy};
+use super::timing::repeat;
+use super::{BenchError, Setting};
+use crate::engine::model::{Adapter, Pick, Policy};
+use crate::engine::random::{Key, Stream};
+
+/// What the requests took.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RequestFigures {
+    /// How many.
+    pub requests: usize,
+    /// Prompt tokens, all together.
+    pub prompt_tokens: u64,
+    /// Completion tokens, all together.
+    pub completion_tokens: u64,
+    /// Decode steps: the longest completion.
+    pub decode_steps: u64,
+    /// Cached tokens that the decode steps attend to, all together: their keys and values are read once each.
+    pub attended_tokens: u64,
+    /// Seconds from the first prefill to the last token: the fastest.
+    pub seconds: f64,
+    /// The median.
+    pub median_seconds: f64,
+    /// Completion tokens over the fastest seconds.
+    pub tok_s: f64,
+    /// The process's peak, MiB.
+    pub peak_mib: f64,
+    /// The device's peak, MiB, where it is not the processor.
+    pub device_peak_mib: Option<f64>,
+}
+
+/// One request: how many tokens it brings and how many it wants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct Lengths(usize, usize);
+
+/// The lengths of a file: a JSON array of [prompt, completion].
+///
+/// # Errors
+/// When there is no such file, it holds something else, or a length is 0.
+pub fn read(setting: &Setting<'_>) -> Result<Vec<Lengths>, BenchError> {
+    let path = setting.args.requests.as_ref();
+    let path = path.ok_or_else(|| BenchError::Job("the part requests needs --requests FILE".to_owned()))?;
+    let text = std::fs::read_to_string(path).map_err(super::io(format!("read {}", path.display())))?;
+    parse(&text).map_err(|detail| BenchError::Job(format!("--requests {}: {detail}", path.display())))
+}
+
+fn parse(text: &str) -> Result<Vec<Lengths>, String> {
+    let lengths: Vec<Lengths> = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    match lengths.iter().position(|Lengths(prompt, completion)| *prompt == 0 || *completion == 0) {
+        Some(index) => Err(format!("request {index} has a length of 0")),
+        None if lengths.is_empty() => Err("there is no request".to_owned()),
+        None => Ok(lengths),
+    }
+}
+
+/// All requests, `--steps` times.
+///
+/// # Errors
+/// When there are no lengths, or the engine fails.
+pub fn measure(setting: &Setting<'_>) -> Result<RequestFigures, BenchError> {
+    let lengths = read(setting)?;
+    let policy = policy(setting)?;
+    let prompts: Vec<Vec<u32>> =
+        lengths.iter().zip(0..).map(|(Lengths(prompt, _), request)| setting.tokens(request, *prompt)).collect();
+    let timing = repeat(setting.args.steps as usize, 0.0, || decode_all(&policy, &prompts, &lengths))?;
+    let completion_tokens: usize = lengths.iter().map(|Lengths(_, completion)| completion).sum();
+    Ok(RequestFigures {
+        requests: lengths.len(),
+        prompt_tokens: lengths.iter().map(|Lengths(prompt, _)| *prompt as u64).sum(),
+        completion_tokens: completion_tokens as u64,
+        decode_steps: lengths.iter().map(|Lengths(_, completion)| *completion as u64).max().unwrap_or(0),
+        attended_tokens: lengths.iter().map(|lengths| attended(*lengths)).sum(),
+        seconds: timing.min_s,
+        median_seconds: timing.median_s,
+        tok_s: completion_tokens as f64 / timing.min_s,
+        peak_mib: peak_mib(),
+        device_peak_mib: device_peak_mib(&policy),
+    })
+}
+
+/// Tokens that a request's steps attend to: its prompt gives the first token, every later one a step over all before it.
+fn attended(Lengths(prompt, completion): Lengths) -> u64 {
+    let steps = completion as u64 - 1;
+    steps * prompt as u64 + steps * (steps + 1) / 2
+}
+
+/// Prefill, then a token a step for every request that has not got its length yet.
+fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Result<(), BenchError> {
+    let mut state = policy.begin(Adapter::On);
+    let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+    let longest = lengths.iter().map(|Lengths(_, completion)| *completion).max().unwrap_or(1);
+    policy.join(&mut state, &prompts, 1, longest)?;
+    let key = Key::new(0, Stream::Train);
+    // Of the live rows: request, tokens still to come.
+    let mut live: Vec<(u64, usize)> =
+        lengths.iter().zip(0..).map(|(Lengths(_, completion), request)| (request, *completion)).collect();
+    while !live.is_empty() {
+        let uniform = |&(request, left): &(u64, usize)| key.with(request).with(left as u64).uniform();
+        let picks: Vec<Pick> = live.iter().map(|row| Pick { temperature: 1.0, uniform: uniform(row) }).collect();
+        let chosen = policy.choose(&state, &picks)?;
+        let keep: Vec<bool> = live.iter().map(|(_, left)| *left > 1).collect();
+        let kept = |index: &usize| keep[*index];
+        let tokens: Vec<u32> = (0..live.len()).filter(kept).map(|index| chosen[index].token).collect();
+        let next: Vec<(u64, usize)> =
+            (0..live.len()).filter(kept).map(|index| (live[index].0, live[index].1 - 1)).collect();
+        if next.len() < live.len() {
+            policy.retain(&mut state, &keep)?;
+        }
+        policy.append(&mut state, &tokens)?;
+        live = next;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_attends_to_what_came_before_each_of_its_later_tokens() {
+        // Three tokens behind five: the second sees 5 + 1, the third 5 + 2.
+        assert_eq!(attended(Lengths(5, 3)), 13);
+        assert_eq!(attended(Lengths(9, 1)), 0);
+    }
+
+    #[test]
+    fn lengths_are_pairs_above_zero() {
+        assert_eq!(parse("[[3, 4], [1, 1]]").unwrap(), [Lengths(3, 4), Lengths(1, 1)]);
+        for (text, part) in [("[]", "no request"), ("[[3, 0]]", "request 0"), ("[[3]]", "invalid"), ("{}", "invalid")] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Kernels for NVIDIA GPUs: one source (`cuda/device/`) that nvcc compiles to PTX and, for tests without a GPU, the C++
+//! compiler behind an emulator (`cuda/emulator/`). Beside each kernel stands a safe function that checks its shapes and
+//! launches it; all of the backend's `unsafe` lies here.
+
+pub mod attention;
+pub mod cache;
+pub mod driver;
+#[cfg(feature = "cuda-emulator")]
+mod emulated;
+pub mod gemm;
+pub mod head;
+pub mod lora;
+pub mod mlp;
+pub mod norm;
+mod nvidia;
+pub mod optim;
+pub mod rope;
+pub mod rows;

@@ -1,0 +1,185 @@
+//! How the attention of a step is spread over the device. The result does not depend on it, to the bit: a task covers one
+//! block of keys, or begins with the first that its queries see.
+
+use super::super::super::attention::first_seen;
+use super::super::attention::{BLOCK, QUERIES};
+use super::super::driver::CudaError;
+use super::super::rows::Result;
+
+/// Words of the header, of a row and of a task: see the device code.
+pub(super) const HEADER: usize = 4;
+pub(super) const PLAN_ROW: usize = 16;
+const PLAN_TASK: usize = 8;
+
+/// A row at the time of a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct PlannedRow {
+    /// It continues the same prompt as the row before it.
+    pub shares: bool,
+    /// Where its prompt's pages begin in the list.
+    pub prompt_pages: usize,
+    /// Where its own begin.
+    pub own_pages: usize,
+    /// Tokens of its prompt.
+    pub prompt_len: usize,
+    /// Its own, the new one included.
+    pub own_len: usize,
+}
+
+impl PlannedRow {
+    /// The first block that it sees of its prompt, and of its own; the prompt's end where it sees nothing of it.
+    fn first_blocks(&self, window: Option<usize>) -> (usize, usize) {
+        let first = first_seen(self.prompt_len + self.own_len - 1, window);
+        let of_prompt = if first >= self.prompt_len { self.prompt_len.div_ceil(BLOCK) } else { first / BLOCK };
+        (of_prompt, first.saturating_sub(self.prompt_len) / BLOCK)
+    }
+}
+
+/// Partial results of a row.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Parts {
+    count: usize,
+    first: usize,
+    step: usize,
+    /// Rows of a head tile, and this row's place among them.
+    rows: usize,
+    place: usize,
+}
+
+/// A range of blocks to be folded beforehand.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Task {
+    row: usize,
+    tokens: usize,
+    own: bool,
+    first: usize,
+    end: usize,
+    part: usize,
+}
+
+/// Who folds what.
+#[derive(Debug)]
+pub(super) struct Plan {
+    rows: Vec<(PlannedRow, Parts, usize, Parts, usize)>,
+    tasks: Vec<Task>,
+    /// Rows of partial results.
+    pub parts: usize,
+    heads_at_once: usize,
+    head_tiles: usize,
+}
+
+impl Plan {
+    /// `wanted`: as many warps keep the device busy.
+    pub fn new(
+        rows: &[PlannedRow],
+        window: Option<usize>,
+        heads_at_once: usize,
+        head_tiles: usize,
+        wanted: usize,
+    ) -> Plan {
+        let mut plan = Plan { rows: Vec::new(), tasks: Vec::new(), parts: 0, heads_at_once, head_tiles };
+        // With few rows every block is a task, but the last.
+        let spread = rows.len() * head_tiles < wanted;
+        let at_once = QUERIES / heads_at_once;
+        let mut begin = 0;
+        while begin < rows.len() {
+            let same = 1 + rows[begin + 1..].iter().take(at_once - 1).take_while(|row| row.shares).count();
+            plan.chunk(begin, &rows[begin..begin + same], window, spread);
+            begin += same;
+        }
+        plan
+    }
+
+    /// Rows that share a prompt and fit a tile.
+    fn chunk(&mut self, begin: usize, rows: &[PlannedRow], window: Option<usize>, spread: bool) {
+        let tokens = rows.len();
+        let end = rows[0].prompt_len.div_ceil(BLOCK);
+        let first = rows.iter().map(|row| row.first_blocks(window).0).min().unwrap_or(end);
+        let prompt = match (spread, tokens > 1) {
+            (true, _) => self.tasks(begin, tokens, false, first..end, 1),
+            (false, true) => self.tasks(begin, tokens, false, first..end, end - first),
+            (false, false) => Parts::default(),
+        };
+        for (place, row) in rows.iter().enumerate() {
+            let (first_prompt, first_own) = row.first_blocks(window);
+            let last = (row.own_len - 1) / BLOCK;
+            let own = if spread { self.tasks(begin + place, 1, true, first_own..last, 1) } else { Parts::default() };
+            let prompt_block = if spread || tokens > 1 { end } else { first_prompt };
+            let of_prompt = Parts { place: place * self.heads_at_once, ..prompt };
+            self.rows.push((*row, of_prompt, prompt_block, own, if spread { last } else { first_own }));
+        }
+    }
+
+    /// Tasks of `at_once` blocks each, one after the other.
+    fn tasks(&mut self, row: usize, tokens: usize, own: bool, blocks: std::ops::Range<usize>, at_once: usize) -> Parts {
+        let rows = tokens * self.heads_at_once;
+        let mut parts = Parts { count: 0, first: self.parts, step: rows * self.head_tiles, rows, place: 0 };
+        for first in blocks.clone().step_by(at_once.max(1)) {
+            let end = (first + at_once).min(blocks.end);
+            self.tasks.push(Task { row, tokens, own, first, end, part: self.parts });
+            self.parts += parts.step;
+            parts.count += 1;
+        }
+        parts
+    }
+
+    /// As the kernels read it.
+    pub fn words(&self, row_capacity: usize) -> Result<Vec<i32>> {
+        let mut words = Vec::with_capacity(HEADER + row_capacity * PLAN_ROW + self.tasks.len() * PLAN_TASK);
+        words.extend([self.rows.len(), self.tasks.len(), 0, 0]);
+        for (row, prompt, prompt_block, own, own_block) in &self.rows {
+            words.extend([row.prompt_pages, row.own_pages, row.prompt_len, row.own_len]);
+            words.extend([prompt.count, prompt.first, prompt.step, prompt.rows, prompt.place, *prompt_block]);
+            words.extend([own.count, own.first, own.step, *own_block, 0, 0]);
+        }
+        words.resize(HEADER + row_capacity * PLAN_ROW, 0);
+        for Task { row, tokens, own, first, end, part } in &self.tasks {
+            words.extend([*row, *tokens, usize::from(*own), *first, *end, *part, 0, 0]);
+        }
+        let word = |word| i32::try_from(word).map_err(|_| CudaError::Input("the cache is too large".to_owned()));
+        words.into_iter().map(word).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Blocks of a row's prompt and own segment in the order in which they are folded.
+    fn folded(plan: &Plan, row: usize) -> (Vec<usize>, Vec<usize>) {
+        let (planned, prompt, prompt_block, own, own_block) = &plan.rows[row];
+        let blocks = |parts: &Parts, then: std::ops::Range<usize>| -> Vec<usize> {
+            let of_parts = (0..parts.count).flat_map(|index| {
+                let part = parts.first + index * parts.step;
+                let task = plan.tasks.iter().find(|task| task.part == part).expect("a part is a task's");
+                assert!(task.end - task.first == 1 || index == 0, "only what begins the fold may be long");
+                task.first..task.end
+            });
+            of_parts.chain(then).collect()
+        };
+        let of_prompt = blocks(prompt, *prompt_block..planned.prompt_len.div_ceil(BLOCK));
+        (of_prompt, blocks(own, *own_block..planned.own_len.div_ceil(BLOCK)))
+    }
+
+    #[test]
+    fn every_row_folds_the_blocks_that_it_sees_in_order() {
+        let row =
+            |shares, prompt_len, own_len| PlannedRow { shares, prompt_pages: 0, own_pages: 0, prompt_len, own_len };
+        let rows = [row(false, 300, 5), row(true, 300, 200), row(true, 300, 1), row(false, 1, 64), row(false, 64, 65)];
+        for window in [None, Some(1), Some(70), Some(250)] {
+            for (heads_at_once, wanted) in [(1, 0), (1, usize::MAX), (8, 0), (8, usize::MAX), (16, 0)] {
+                let plan = Plan::new(&rows, window, heads_at_once, 2, wanted);
+                for (index, row) in rows.iter().enumerate() {
+                    let (of_prompt, own) = folded(&plan, index);
+                    let (first_prompt, first_own) = row.first_blocks(window);
+                    let seen: Vec<usize> = (first_prompt..row.prompt_len.div_ceil(BLOCK)).collect();
+                    // A row may pass through blocks that only others see: they leave it as it is.
+                    assert!(of_prompt.ends_with(&seen), "{of_prompt:?} for {seen:?}");
+                    assert!(of_prompt.is_sorted() && of_prompt.windows(2).all(|pair| pair[0] + 1 == pair[1]));
+                    assert_eq!(own, (first_own..row.own_len.div_ceil(BLOCK)).collect::<Vec<_>>());
+                }
+                assert!(plan.words(8).is_ok());
+            }
+        }
+    }
+}

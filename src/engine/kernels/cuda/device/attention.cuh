@@ -1,0 +1,5 @@
+// Attention: the fold over blocks of keys, packed batches, and their backward.
+#pragma once
+#include "attention_fold.cuh"
+#include "attention_packed.cuh"
+#include "attention_backward.cuh"

@@ -1,0 +1,260 @@
+// Keys and values of growing sequences, and the attention of one new token a row.
+//
+// A page holds 64 positions of all layers: of each layer and key head its keys `[64][dim]`, then its values. A step's
+// attention is two launches. In the first, tasks fold ranges of blocks for up to 16 queries that share their keys (the
+// rows of a prompt, the query heads of a key head) into partial results. The second takes a row and a key head: it
+// appends the new key and value, folds the partial results in order and goes on with the blocks that remain, the last one
+// at least. A task covers one block, or begins where its queries begin: then the bits do not depend on the tasks.
+#pragma once
+#include "attention_packed.cuh"
+
+struct FillPages {
+    const void* qkv;
+    const uint64_t* pages; // addresses, one after the other
+    const int32_t* slots;  // of each row of qkv: its page's number · 64 + its place there
+    uint64_t at;           // in a page, to the layer
+    uint32_t stride, rows;
+    uint32_t num_heads, num_kv_heads, dim, pad;
+};
+
+// A block a row.
+template <typename T> DEVICE void fill_pages(const FillPages& p) {
+    uint32_t row = blockIdx.x, width = p.num_kv_heads * p.dim;
+    if (row >= p.rows) return;
+    int32_t slot = p.slots[row];
+    T* page = reinterpret_cast<T*>(p.pages[slot / int32_t(KEYS)] + p.at);
+    uint32_t place = uint32_t(slot) % KEYS;
+    const T* from = static_cast<const T*>(p.qkv) + uint64_t(row) * p.stride + p.num_heads * p.dim;
+    for (uint32_t i = threadIdx.x; i < 2 * width; i += blockDim.x) {
+        bool value = i >= width;
+        uint32_t column = value ? i - width : i;
+        uint32_t head = column / p.dim, d = column % p.dim;
+        page[((head * 2 + value) * KEYS + place) * p.dim + d] = from[i];
+    }
+}
+KERNEL(fill_pages_f32, FillPages) { fill_pages<float>(p); }
+KERNEL(fill_pages_bf16, FillPages) { fill_pages<bf16>(p); }
+
+// The plan of a step, in words of 32 bits: a header, the rows, the tasks.
+struct PlanHeader {
+    int32_t rows, tasks, pad[2];
+};
+struct PlanRow {
+    int32_t prompt_pages, own_pages; // in the list of pages
+    int32_t prompt_len, own_len;     // the new token included
+    // Partial results of the prompt: number, the first one's index, from one to the next, of one head tile, and this row's place
+    // there.
+    int32_t prompt_parts, prompt_part, prompt_step, prompt_rows, prompt_place;
+    int32_t prompt_block; // the first that is not in them
+    int32_t own_parts, own_part, own_step;
+    int32_t own_block;
+    int32_t pad[2];
+};
+struct PlanTask {
+    int32_t row, tokens; // queries are those of these rows
+    int32_t own;         // of the row's own segment; else of the prompt's
+    int32_t first, end;  // blocks
+    int32_t part;        // index of its first partial result
+    int32_t pad[2];
+};
+
+struct AttendCached {
+    const void* qkv;
+    void* out;
+    const uint64_t* pages;
+    const int32_t* plan;
+    float* ml;    // of partial results: m, l
+    float* parts; // of partial results: o, [DIM]
+    uint64_t at;  // in a page, to the layer
+    uint32_t stride, out_stride, rows; // rows of qkv, those without a place in the plan included
+    uint32_t row_capacity;             // of the plan
+    uint32_t num_heads, num_kv_heads, dim;
+    uint32_t heads_at_once, head_tiles;
+    uint32_t window, vector;
+    float scale;
+};
+
+DEVICE const PlanRow* plan_rows(const AttendCached& p) { return reinterpret_cast<const PlanRow*>(p.plan + 4); }
+DEVICE const PlanTask* plan_tasks(const AttendCached& p) {
+    return reinterpret_cast<const PlanTask*>(p.plan + 4 + uint64_t(p.row_capacity) * (sizeof(PlanRow) / 4));
+}
+
+template <typename T>
+DEVICE Segment<T> cached_segment(const AttendCached& p, const PlanRow& row, bool own, uint32_t kv) {
+    Segment<T> segment;
+    segment.k = segment.v = nullptr;
+    segment.pages = p.pages + (own ? row.own_pages : row.prompt_pages);
+    segment.at = p.at + uint64_t(kv) * 2 * KEYS * p.dim * sizeof(T);
+    segment.stride = p.dim;
+    segment.len = own ? row.own_len : row.prompt_len;
+    segment.dim = p.dim;
+    segment.vector = p.vector;
+    return segment;
+}
+
+DEVICE Seen cached_seen(const PlanRow& row, bool own, uint32_t window) {
+    return own ? seen_of_own(row.own_len - 1, window)
+               : seen_of_prompt(row.prompt_len, row.own_len - 1, window);
+}
+
+// The queries of a warp: those of some rows, token-major.
+template <typename T> struct CachedQueries {
+    const AttendCached& p;
+    uint32_t row, tokens;
+    HeadTile heads;
+
+    DEVICE_SPECIAL QueryRow at(uint32_t index) const { return query_row(index, tokens, heads, p.heads_at_once); }
+    DEVICE_SPECIAL const T* operator()(uint32_t index) const {
+        QueryRow query = at(index);
+        const T* qkv = static_cast<const T*>(p.qkv);
+        return query.valid ? qkv + uint64_t(row + query.token) * p.stride + query.head * p.dim : nullptr;
+    }
+    DEVICE_SPECIAL Seen seen(uint32_t index, bool own) const {
+        QueryRow query = at(index);
+        Seen none = {0x7fffffff, 0};
+        return query.valid ? cached_seen(plan_rows(p)[row + query.token], own, p.window) : none;
+    }
+};
+
+// The fold of a warp over ranges of blocks, whatever the type.
+template <typename T, int DIM> struct CachedFold;
+
+template <int DIM> struct CachedFold<bf16, DIM> {
+    Fold<bf16, DIM> fold;
+    bf16* shared;
+
+    DEVICE_SPECIAL void begin(const CachedQueries<bf16>& queries, unsigned char* memory) {
+        shared = reinterpret_cast<bf16*>(memory);
+        __syncthreads();
+        gather_tile<DIM, QUERIES>(shared, queries, queries.p.dim, queries.p.vector);
+        fold.clear();
+    }
+    DEVICE_SPECIAL void run(const CachedQueries<bf16>& queries, const Segment<bf16>& segment, uint32_t first,
+                            uint32_t end, bool own) {
+        Seen seen[2] = {queries.seen(lane_id() / 4, own), queries.seen(lane_id() / 4 + 8, own)};
+        fold.run(shared, shared + QUERIES * TILE_STRIDE(DIM), segment, first, end, seen, queries.p.scale);
+    }
+    // As many partial results at a time as fit where keys and values lie otherwise.
+    DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
+        constexpr uint32_t ROOM = 2 * KEYS * TILE_STRIDE(DIM) * sizeof(bf16) / sizeof(float);
+        float* parts = reinterpret_cast<float*>(shared + QUERIES * TILE_STRIDE(DIM));
+        uint32_t at_once = ROOM / (rows * (DIM + 2));
+        float* kept = parts + at_once * rows * DIM;
+        for (uint32_t first = 0; first < count; first += at_once) {
+            uint32_t here = min(at_once, count - first);
+            __syncthreads();
+            for (uint32_t i = threadIdx.x; i < here * rows * (DIM / 4); i += blockDim.x) {
+                uint32_t row = i / (DIM / 4), part = row / rows;
+                uint64_t at = (first + part) * step + row % rows;
+                cp_async16(parts + i * 4, from + at * DIM + i % (DIM / 4) * 4);
+            }
+            cp_async_commit();
+            for (uint32_t i = threadIdx.x; i < here * rows * 2; i += blockDim.x) {
+                uint32_t part = i / (2 * rows);
+                kept[i] = ml[(first + part) * step * 2 + i % (2 * rows)];
+            }
+            cp_async_wait<0>();
+            __syncthreads();
+            fold.take(kept, parts, rows, here, rows);
+        }
+    }
+};
+
+template <int DIM> struct CachedFold<float, DIM> {
+    Fold<float, DIM> fold;
+    float* shared;
+
+    DEVICE_SPECIAL void begin(const CachedQueries<float>& queries, unsigned char* memory) {
+        shared = reinterpret_cast<float*>(memory);
+        __syncthreads();
+        gather_queries<DIM>(shared, queries, queries.p.dim);
+        fold.clear();
+    }
+    DEVICE_SPECIAL void run(const CachedQueries<float>& queries, const Segment<float>& segment, uint32_t first,
+                            uint32_t end, bool own) {
+        Seen seen[QUERIES];
+        for (uint32_t row = 0; row < QUERIES; row++) seen[row] = queries.seen(row, own);
+        fold.run(shared, segment, first, end, seen, queries.p.scale);
+    }
+    DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
+        fold.take(ml, from, rows, count, step);
+    }
+};
+
+// Blocks of one warp, as many as the device likes; each takes every so manieth task and head tile.
+template <typename T, int DIM> DEVICE void attend_cached_tasks(const AttendCached& p) {
+    SHARED(shared);
+    const PlanHeader& header = *reinterpret_cast<const PlanHeader*>(p.plan);
+    uint32_t head_tiles = p.num_kv_heads * p.head_tiles;
+    for (uint32_t index = blockIdx.x; index < uint32_t(header.tasks) * head_tiles; index += gridDim.x) {
+        PlanTask task = plan_tasks(p)[index / head_tiles];
+        HeadTile heads =
+            head_tile(index % head_tiles, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
+        CachedQueries<T> queries = {p, uint32_t(task.row), uint32_t(task.tokens), heads};
+        const PlanRow& row = plan_rows(p)[task.row];
+        CachedFold<T, DIM> cached;
+        cached.begin(queries, shared);
+        cached.run(queries, cached_segment<T>(p, row, task.own, heads.kv), task.first, task.end, task.own);
+        // Rows of partial results are [head tile][token][head of the tile].
+        uint32_t rows = task.tokens * p.heads_at_once;
+        uint64_t part = uint64_t(task.part) + uint64_t(index % head_tiles) * rows;
+        cached.fold.put(p.ml + 2 * part, p.parts + part * DIM, rows);
+    }
+}
+
+// A block of one warp a row and head tile.
+template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached& p) {
+    SHARED(shared);
+    const PlanHeader& header = *reinterpret_cast<const PlanHeader*>(p.plan);
+    uint32_t row_index = blockIdx.x;
+    HeadTile heads = head_tile(blockIdx.y, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
+    T* out = static_cast<T*>(p.out) + uint64_t(row_index) * p.out_stride;
+    if (row_index >= uint32_t(header.rows)) {
+        for (uint32_t i = threadIdx.x; i < heads.count * p.dim; i += blockDim.x) {
+            out[heads.first * p.dim + i] = from_f32<T>(0.0f);
+        }
+        return;
+    }
+    const PlanRow& row = plan_rows(p)[row_index];
+    Segment<T> own = cached_segment<T>(p, row, true, heads.kv);
+    // Append. Several head tiles of a key head write the same.
+    uint32_t position = uint32_t(row.own_len) - 1;
+    const T* new_key = static_cast<const T*>(p.qkv) + uint64_t(row_index) * p.stride + (p.num_heads + heads.kv) * p.dim;
+    T* key = reinterpret_cast<T*>(own.pages[position / KEYS] + own.at) + position % KEYS * p.dim;
+    for (uint32_t d = threadIdx.x; d < p.dim; d += blockDim.x) {
+        key[d] = new_key[d];
+        key[KEYS * p.dim + d] = new_key[p.num_kv_heads * p.dim + d];
+    }
+    CachedQueries<T> queries = {p, row_index, 1, heads};
+    CachedFold<T, DIM> cached;
+    cached.begin(queries, shared);
+    uint32_t rows = p.heads_at_once;
+#pragma unroll 1
+    for (int of_own = 0; of_own < 2; of_own++) {
+        uint64_t part = of_own ? uint64_t(row.own_part) + uint64_t(blockIdx.y) * rows
+                               : uint64_t(row.prompt_part) + uint64_t(blockIdx.y) * row.prompt_rows + row.prompt_place;
+        cached.take(p.ml + 2 * part, p.parts + part * DIM, rows, of_own ? row.own_parts : row.prompt_parts,
+                    of_own ? row.own_step : row.prompt_step);
+        uint32_t end = of_own ? position / KEYS + 1 : (uint32_t(row.prompt_len) + KEYS - 1) / KEYS;
+        cached.run(queries, cached_segment<T>(p, row, of_own, heads.kv), of_own ? row.own_block : row.prompt_block, end,
+                   of_own);
+    }
+    auto out_at = [&](uint32_t index) -> T* {
+        QueryRow query = queries.at(index);
+        return query.valid ? out + query.head * p.dim : nullptr;
+    };
+    auto no_lse = [](uint32_t) -> float* { return nullptr; };
+    cached.fold.finish(out_at, no_lse, p.dim);
+}
+
+#define ATTEND_CACHED(name, T, DIM)                                                                                    \
+    KERNEL_BOUNDS(attend_cached_tasks_##name##_##DIM, AttendCached, 32, 1) { attend_cached_tasks<T, DIM>(p); }         \
+    KERNEL_BOUNDS(attend_cached_rows_##name##_##DIM, AttendCached, 32, 1) { attend_cached_rows<T, DIM>(p); }
+ATTEND_CACHED(bf16, bf16, 32)
+ATTEND_CACHED(bf16, bf16, 64)
+ATTEND_CACHED(bf16, bf16, 128)
+ATTEND_CACHED(bf16, bf16, 256)
+ATTEND_CACHED(f32, float, 32)
+ATTEND_CACHED(f32, float, 64)
+ATTEND_CACHED(f32, float, 128)
+ATTEND_CACHED(f32, float, 256)

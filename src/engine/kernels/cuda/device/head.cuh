@@ -1,0 +1,259 @@
+// From the logits of some rows to scores, choices and gradients. Of each row and 512 tokens a cell keeps the largest logit,
+// sum e^z and sum e^z z, with z = logit t less the cell's largest; the cells of a row are combined in one order by
+// whoever needs them, so that a choice and a score of the same token have the same log-prob.
+#pragma once
+#include "prelude.cuh"
+
+#define CELL 512u
+
+struct HeadCell {
+    float largest; // of the logits; NaN left out
+    float sum;
+    float weighted;
+};
+
+// How a token is picked: the seam's Pick.
+struct HeadPick {
+    double temperature;
+    double uniform;
+};
+
+DEVICE float head_factor(double temperature) { return temperature == 0.0 ? 1.0f : float(1.0 / temperature); }
+
+// A product that is rounded before anything is added to it, so that the largest logit has z = 0.
+DEVICE float rounded_product(float a, float b) {
+#ifdef RLOOD_EMULATOR
+    return a * b;
+#else
+    return __fmul_rn(a, b);
+#endif
+}
+
+// The largest logit of a cell, scaled and finite.
+DEVICE float head_scaled(const HeadCell& cell, float t) {
+    return fmaxf(rounded_product(cell.largest, t), -3.402823466e38f);
+}
+
+// z of a logit, no lower than -87; NaN stays NaN.
+DEVICE float head_z(float logit, float t, float shift) {
+    float z = rounded_product(logit, t) - shift;
+    return z < -87.0f ? -87.0f : z;
+}
+
+struct HeadCells {
+    const float* logits;
+    HeadCell* cells;       // [rows][cells of a row]
+    const HeadPick* picks; // one a row, or null: all rows have `t`
+    uint64_t stride;
+    uint32_t rows, vocab;
+    uint32_t cells_of_row;
+    float t;
+};
+
+// A warp a cell; rows along y and z.
+KERNEL(head_cells, HeadCells) {
+    uint32_t cell = blockIdx.x * (blockDim.x / WARP) + warp_id(), row = blockIdx.z * gridDim.y + blockIdx.y;
+    if (cell >= p.cells_of_row || row >= p.rows) return;
+    float t = p.picks ? head_factor(p.picks[row].temperature) : p.t;
+    const float* logits = p.logits + uint64_t(row) * p.stride;
+    float at[CELL / WARP];
+    HeadCell kept = {-INFINITY, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < int(CELL / WARP); i++) {
+        uint32_t token = cell * CELL + i * WARP + lane_id();
+        at[i] = token < p.vocab ? logits[token] : -INFINITY;
+        kept.largest = fmaxf(kept.largest, at[i]);
+    }
+    kept.largest = warp_max(kept.largest);
+    float shift = head_scaled(kept, t);
+#pragma unroll
+    for (int i = 0; i < int(CELL / WARP); i++) {
+        uint32_t token = cell * CELL + i * WARP + lane_id();
+        float z = head_z(at[i], t, shift);
+        float e = token < p.vocab ? expf(z) : 0.0f;
+        kept.sum += e;
+        kept.weighted = fmaf(e, z, kept.weighted);
+    }
+    kept.sum = warp_sum(kept.sum);
+    kept.weighted = warp_sum(kept.weighted);
+    if (lane_id() == 0) p.cells[uint64_t(row) * p.cells_of_row + cell] = kept;
+}
+
+// The cells of a row together.
+struct HeadTotal {
+    float largest, t;
+    double sum, weighted;
+};
+
+DEVICE double head_shift(const HeadTotal& total, const HeadCell& cell) {
+    return double(head_scaled(cell, total.t)) - double(total.largest);
+}
+
+DEVICE double warp_sum_f64(double x) {
+    for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(FULL, x, step);
+    return x;
+}
+
+// By a warp, in every lane.
+DEVICE HeadTotal head_total(const HeadCell* cells, uint32_t count, float t) {
+    HeadTotal total = {-3.402823466e38f, t, 0.0, 0.0};
+    for (uint32_t i = lane_id(); i < count; i += WARP) total.largest = fmaxf(total.largest, head_scaled(cells[i], t));
+    total.largest = warp_max(total.largest);
+    for (uint32_t i = lane_id(); i < count; i += WARP) {
+        double shift = head_shift(total, cells[i]);
+        double share = exp(shift);
+        total.sum = fma(share, double(cells[i].sum), total.sum);
+        total.weighted = fma(share, fma(shift, double(cells[i].sum), double(cells[i].weighted)), total.weighted);
+    }
+    total.sum = warp_sum_f64(total.sum);
+    total.weighted = warp_sum_f64(total.weighted);
+    return total;
+}
+
+DEVICE float head_logp(const HeadTotal& total, float logit) {
+    return float(double(rounded_product(logit, total.t)) - double(total.largest) - log(total.sum));
+}
+
+struct HeadScores {
+    const float* logits;
+    const HeadCell* cells;
+    const uint32_t* targets;
+    float* scores;       // [rows][2]: log-prob of the target, entropy
+    double* normalizers; // [rows][2]: the largest logit times t, sum of e^(logit t - largest)
+    uint64_t stride;
+    uint32_t rows, cells_of_row;
+    float t;
+    uint32_t pad;
+};
+
+// A warp a row.
+KERNEL(head_scores, HeadScores) {
+    uint32_t row = blockIdx.x * (blockDim.x / WARP) + warp_id();
+    if (row >= p.rows) return;
+    HeadTotal total = head_total(p.cells + uint64_t(row) * p.cells_of_row, p.cells_of_row, p.t);
+    if (lane_id() == 0) {
+        p.scores[2 * row] = head_logp(total, p.logits[uint64_t(row) * p.stride + p.targets[row]]);
+        p.scores[2 * row + 1] = float(log(total.sum) - total.weighted / total.sum);
+        p.normalizers[2 * row] = double(total.largest);
+        p.normalizers[2 * row + 1] = total.sum;
+    }
+}
+
+struct HeadGradient {
+    const float* logits;
+    void* d_logits;
+    const double* normalizers;
+    const uint32_t* targets;
+    const float* g; // dL/dlogp
+    uint64_t stride, d_stride;
+    uint32_t rows, vocab;
+    uint32_t columns; // of d_logits: zeros after the vocabulary
+    float t;
+};
+
+// d_logits = g t (onehot - softmax); tokens along x, rows along y and z.
+template <typename T> DEVICE void head_gradient(const HeadGradient& p) {
+    uint32_t row = blockIdx.z * gridDim.y + blockIdx.y;
+    if (row >= p.rows) return;
+    float g = p.g[row], largest = float(p.normalizers[2 * row]);
+    float c = float(-double(g) * double(p.t) / p.normalizers[2 * row + 1]);
+    const float* logits = p.logits + uint64_t(row) * p.stride;
+    T* to = static_cast<T*>(p.d_logits) + uint64_t(row) * p.d_stride;
+    for (uint32_t i = 0; i < 4; i++) {
+        uint32_t token = (blockIdx.x * 4 + i) * blockDim.x + threadIdx.x;
+        if (token >= p.columns) continue;
+        float d = 0.0f;
+        if (token < p.vocab && g != 0.0f) {
+            d = c * expf(head_z(logits[token], p.t, largest));
+            if (token == p.targets[row]) d = fmaf(g, p.t, d);
+        }
+        to[token] = from_f32<T>(d);
+    }
+}
+KERNEL(head_gradient_f32, HeadGradient) { head_gradient<float>(p); }
+KERNEL(head_gradient_bf16, HeadGradient) { head_gradient<bf16>(p); }
+
+// The first of `count` weights with which those so far sum to more than `target`; where rounding leaves none, the last
+// that added to the sum. `weight_at` gives a lane's weight in f64. By a warp, in every lane.
+struct Found {
+    uint32_t index;
+    double before; // the sum of those before it
+};
+template <typename Weight> DEVICE Found head_invert(const Weight& weight_at, uint32_t count, double target) {
+    Found last = {0, 0.0};
+    double sum = 0.0;
+    for (uint32_t base = 0; base < count; base += WARP) {
+        uint32_t index = base + lane_id();
+        double weight = index < count ? weight_at(index) : 0.0;
+        double scan = weight;
+        for (uint32_t step = 1; step < WARP; step <<= 1) {
+            double below = __shfl_up_sync(FULL, scan, step);
+            if (lane_id() >= step) scan += below;
+        }
+        double next = sum + scan;
+        double previous = __shfl_up_sync(FULL, next, 1);
+        if (lane_id() == 0) previous = sum;
+        uint32_t above = __ballot_sync(FULL, next > target), grows = __ballot_sync(FULL, next > previous);
+        uint32_t chosen = above ? uint32_t(__ffs(int(above)) - 1) : grows ? 31u - uint32_t(__clz(int(grows))) : 0u;
+        double before = __shfl_sync(FULL, previous, int(chosen));
+        if (above || grows) last.index = base + chosen, last.before = before;
+        if (above) return last;
+        sum = __shfl_sync(FULL, next, 31);
+    }
+    return last;
+}
+
+struct HeadChoose {
+    const float* logits;
+    const HeadCell* cells;
+    const HeadPick* picks;
+    uint32_t* chosen; // [rows][2]: token, bits of its log-prob
+    uint64_t stride;
+    uint32_t rows, vocab;
+    uint32_t cells_of_row, pad;
+};
+
+// A warp a row.
+KERNEL(head_choose, HeadChoose) {
+    uint32_t row = blockIdx.x * (blockDim.x / WARP) + warp_id();
+    if (row >= p.rows) return;
+    const HeadCell* cells = p.cells + uint64_t(row) * p.cells_of_row;
+    const float* logits = p.logits + uint64_t(row) * p.stride;
+    HeadPick pick = p.picks[row];
+    HeadTotal total = head_total(cells, p.cells_of_row, head_factor(pick.temperature));
+    uint32_t token = 0;
+    bool found = true;
+    if (pick.temperature == 0.0) {
+        float largest = -INFINITY;
+        for (uint32_t i = lane_id(); i < p.cells_of_row; i += WARP) largest = fmaxf(largest, cells[i].largest);
+        largest = warp_max(largest);
+        // The first cell that has it, then the first token.
+        uint32_t cell = p.cells_of_row;
+        for (uint32_t i = lane_id(); i < p.cells_of_row; i += WARP) {
+            if (cells[i].largest == largest && i < cell) cell = i;
+        }
+        for (int step = 16; step > 0; step >>= 1) cell = min(cell, __shfl_xor_sync(FULL, cell, step));
+        uint32_t first = p.vocab;
+        for (uint32_t i = lane_id(); i < CELL; i += WARP) {
+            uint32_t at = cell * CELL + i;
+            if (at < p.vocab && logits[at] == largest && at < first) first = at;
+        }
+        for (int step = 16; step > 0; step >>= 1) first = min(first, __shfl_xor_sync(FULL, first, step));
+        found = first < p.vocab;
+        token = found ? first : 0;
+    } else {
+        double target = pick.uniform * total.sum;
+        auto of_cell = [&](uint32_t i) -> double { return exp(head_shift(total, cells[i])) * double(cells[i].sum); };
+        Found cell = head_invert(of_cell, p.cells_of_row, target);
+        double rest = (target - cell.before) / exp(head_shift(total, cells[cell.index]));
+        float shift = head_scaled(cells[cell.index], total.t);
+        uint32_t base = cell.index * CELL, count = min(CELL, p.vocab - base);
+        auto of_token = [&](uint32_t i) -> double { return double(expf(head_z(logits[base + i], total.t, shift))); };
+        token = base + head_invert(of_token, count, rest).index;
+    }
+    if (lane_id() == 0) {
+        p.chosen[2 * row] = token;
+        p.chosen[2 * row + 1] = __float_as_uint(head_logp(total, found ? logits[token] : NAN));
+    }
+}
+#include "head_filter.cuh"

@@ -1,0 +1,90 @@
+//! What was asked of a device, in order: recorded once, compared with the next run, and carried out as one graph.
+
+use super::gemm::Product;
+
+/// The threads of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Blocks in x, y and z. A launch without blocks does nothing.
+    pub grid: [u32; 3],
+    /// Threads of a block: a multiple of 32, at most 1024.
+    pub block: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared: u32,
+}
+
+/// One thing for the device to do, by addresses. Bytes of parameters and uploads lie beside the list.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in super::super) enum Op {
+    /// Run a kernel with the parameter at `at` of [`List::params`].
+    Launch { kernel: u32, launch: Launch, at: u32, bytes: u32 },
+    /// Copy from the staging memory.
+    Upload { to: u64, bytes: u64, at: u64 },
+    /// Fill with zeros.
+    Zero { to: u64, bytes: u64 },
+    /// Copy within the device; the ranges do not overlap.
+    Copy { from: u64, to: u64, bytes: u64 },
+    /// cuBLAS.
+    Product(Product),
+    /// A buffer came to be. Work for the emulator only, which guards what lies around it.
+    Born { at: u64, block: u64, bytes: u64 },
+    /// A buffer was dropped; recorded only where it is work.
+    Dropped { at: u64, block: u64, bytes: u64 },
+}
+
+/// What a run of a body asked for.
+#[derive(Clone, Debug, Default)]
+pub(in super::super) struct List {
+    pub ops: Vec<Op>,
+    /// Parameters of launches, each aligned to 8 bytes.
+    pub params: Vec<u8>,
+    /// Bytes of the uploads, each aligned to 16.
+    pub staged: u64,
+    /// The body waited for the device, so that it cannot run as one graph.
+    pub waited: bool,
+}
+
+const STAGED: u64 = 16;
+
+impl List {
+    pub(super) fn launch(&mut self, kernel: u32, launch: Launch, params: &[u8]) {
+        let at = self.params.len();
+        self.params.extend_from_slice(params);
+        self.params.resize(self.params.len().next_multiple_of(8), 0);
+        self.ops.push(Op::Launch { kernel, launch, at: at as u32, bytes: params.len() as u32 });
+    }
+
+    pub(super) fn upload(&mut self, to: u64, bytes: u64) {
+        self.ops.push(Op::Upload { to, bytes, at: self.staged });
+        self.staged += bytes.next_multiple_of(STAGED);
+    }
+
+    /// Keep the first `count` ops.
+    pub(super) fn truncate(&mut self, count: usize) {
+        for op in self.ops.drain(count..).rev() {
+            match op {
+                Op::Launch { at, .. } => self.params.truncate(at as usize),
+                Op::Upload { at, .. } => self.staged = at,
+                Op::Zero { .. } | Op::Copy { .. } | Op::Product(_) | Op::Born { .. } | Op::Dropped { .. } => {}
+            }
+        }
+    }
+
+    /// Whether the op with this number is this launch.
+    pub(super) fn is_launch(&self, number: usize, kernel: u32, launch: Launch, params: &[u8]) -> bool {
+        match self.ops.get(number) {
+            Some(&Op::Launch { kernel: k, launch: l, at, bytes }) => {
+                k == kernel && l == launch && self.params[at as usize..][..bytes as usize] == *params
+            }
+            _ => false,
+        }
+    }
+
+    /// Where the staging memory holds this upload, if the op with this number is it.
+    pub(super) fn is_upload(&self, number: usize, to: u64, bytes: u64) -> Option<u64> {
+        match self.ops.get(number) {
+            Some(&Op::Upload { to: t, bytes: b, at }) if (t, b) == (to, bytes) => Some(at),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,464 @@
+//! What is asked of a device, carried out at once, noted down, or compared with what was noted.
+
+use std::collections::HashMap;
+use std::mem;
+
+use super::super::nvidia::Graph;
+use super::CudaError;
+use super::list::{Launch, List, Op};
+use super::machine::{Found, Machine, Staging};
+use super::pool::{Memory, Pool};
+use super::profile::{Profile, Timing};
+
+/// Bodies remembered, the one not run for the longest time is forgotten first.
+const MOST_BODIES: usize = 256;
+
+/// How much was asked of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Kernels started one by one.
+    pub launches: u64,
+    /// Products by cuBLAS started one by one.
+    pub products: u64,
+    /// Copies from the host started one by one.
+    pub uploads: u64,
+    /// Times that the host waited for the device.
+    pub waits: u64,
+    /// Graphs made.
+    pub captures: u64,
+    /// Bodies run as a graph.
+    pub replays: u64,
+    /// Bodies that differed from their last run.
+    pub mismatches: u64,
+    /// Graphs that could not be made: their work is then started one by one.
+    pub capture_failures: u64,
+    /// Buffers made.
+    pub allocations: u64,
+}
+
+/// A body that was run.
+#[derive(Debug)]
+struct Body {
+    list: List,
+    staging: Option<Staging>,
+    /// Nothing yet, or the graph (`None`: to be carried out one by one).
+    graph: Option<Option<Graph>>,
+    last_run: u64,
+}
+
+#[derive(Debug, Default)]
+enum Mode {
+    #[default]
+    Direct,
+    /// Carry out, and note.
+    Noting { list: List, staging: Option<Staging> },
+    /// Compare; `next` ops were as noted. `settled`: the staging memory may be overwritten.
+    Comparing { body: Box<Body>, next: usize, settled: bool },
+}
+
+/// The one stream of a device.
+#[derive(Debug)]
+pub(super) struct Queue {
+    machine: Machine,
+    pool: Pool,
+    kernels: HashMap<String, Found>,
+    mode: Mode,
+    bodies: HashMap<u64, Body>,
+    graphs: bool,
+    runs: u64,
+    /// Allocations until one is refused.
+    refuse_after: Option<u64>,
+    /// What went wrong where nobody could be told.
+    failure: Option<CudaError>,
+    counters: Counters,
+    profile: Option<Profile>,
+    /// Memory for downloads that are waited for later.
+    landings: Vec<Staging>,
+}
+
+/// Downloads up to this size use the same memory again.
+const LANDING_BYTES: usize = 1 << 20;
+
+impl Queue {
+    pub(super) fn new(machine: Machine, memory_bytes: u64) -> Queue {
+        Queue {
+            machine,
+            pool: Pool::new(memory_bytes),
+            kernels: HashMap::new(),
+            mode: Mode::Direct,
+            bodies: HashMap::new(),
+            graphs: std::env::var_os("RLOOD_CUDA_GRAPHS").is_none_or(|value| value != "0"),
+            runs: 0,
+            refuse_after: None,
+            failure: None,
+            counters: Counters::default(),
+            profile: None,
+            landings: Vec::new(),
+        }
+    }
+
+    /// Before each call: bind the device to the thread, and tell what failed since the last one.
+    pub(super) fn enter(&mut self) -> Result<(), CudaError> {
+        self.machine.enter()?;
+        self.failure.take().map_or(Ok(()), Err)
+    }
+
+    /// Whether the op is the next one of a body that is compared. If it is another one, the body is compared no longer.
+    fn elided(&mut self, same: impl FnOnce(&List, usize) -> bool) -> Result<bool, CudaError> {
+        let Mode::Comparing { body, next, .. } = &mut self.mode else { return Ok(false) };
+        if same(&body.list, *next) {
+            *next += 1;
+            return Ok(true);
+        }
+        self.catch_up()?;
+        Ok(false)
+    }
+
+    /// Carry out what was held back, and note the rest.
+    fn catch_up(&mut self) -> Result<(), CudaError> {
+        let (body, next) = match mem::take(&mut self.mode) {
+            Mode::Comparing { body, next, .. } => (body, next),
+            other => {
+                self.mode = other;
+                return Ok(());
+            }
+        };
+        self.counters.mismatches += 1;
+        let Body { mut list, mut staging, .. } = *body;
+        list.truncate(next);
+        let issued = self.machine.issue_all(&list, staging.as_ref());
+        let used = staging.as_mut().map_or(Ok(()), |staging| self.machine.used(staging));
+        self.mode = Mode::Noting { list, staging };
+        issued.and(used)
+    }
+
+    fn note(&mut self, write: impl FnOnce(&mut List)) {
+        if let Mode::Noting { list, .. } = &mut self.mode {
+            write(list);
+        }
+    }
+
+    /// An op without bytes of its own.
+    pub(super) fn ask(&mut self, op: Op) -> Result<(), CudaError> {
+        if self.elided(|list, next| list.ops.get(next) == Some(&op))? {
+            return Ok(());
+        }
+        let label = match op {
+            Op::Product(_) => "cublas",
+            Op::Zero { .. } => "zero",
+            _ => "copy",
+        };
+        Profile::timed(&mut self.profile, &mut self.machine, label, |machine| machine.simple(&op))?;
+        self.counters.products += u64::from(matches!(op, Op::Product(_)));
+        self.note(|list| list.ops.push(op));
+        Ok(())
+    }
+
+    pub(super) fn launch(&mut self, kernel: &str, launch: Launch, params: &[u8]) -> Result<(), CudaError> {
+        let found = match self.kernels.get(kernel) {
+            Some(found) => *found,
+            None => {
+                let found = self.machine.find(kernel)?;
+                self.kernels.insert(kernel.to_owned(), found);
+                found
+            }
+        };
+        if let Some(bytes) = found.param_bytes
+            && bytes != params.len()
+        {
+            let given = params.len();
+            return Err(CudaError::Input(format!("{kernel}: a parameter of {given} bytes, the kernel takes {bytes}")));
+        }
+        if launch.block == 0 || !launch.block.is_multiple_of(32) || launch.block > 1024 {
+            return Err(CudaError::Input(format!(
+                "{kernel}: {} threads are not a multiple of 32 up to 1024",
+                launch.block
+            )));
+        }
+        if launch.grid.contains(&0) {
+            return Ok(());
+        }
+        if launch.grid[1] > 65535 || launch.grid[2] > 65535 || launch.grid[0] > i32::MAX as u32 {
+            return Err(CudaError::Input(format!("{kernel}: a grid of {:?} blocks", launch.grid)));
+        }
+        if self.elided(|list, next| list.is_launch(next, found.kernel, launch, params))? {
+            return Ok(());
+        }
+        Profile::timed(&mut self.profile, &mut self.machine, kernel, |machine| {
+            machine.launch(found.kernel, launch, params)
+        })?;
+        self.counters.launches += 1;
+        self.note(|list| list.launch(found.kernel, launch, params));
+        Ok(())
+    }
+
+    pub(super) fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
+        let size = bytes.len() as u64;
+        if let Mode::Comparing { body, next, settled } = &mut self.mode
+            && let Some(at) = body.list.is_upload(*next, to, size)
+            && let Some(staging) = &mut body.staging
+        {
+            if !*settled {
+                self.machine.settle(staging)?;
+                *settled = true;
+            }
+            staging.fill(at as usize, bytes);
+            *next += 1;
+            return Ok(());
+        }
+        self.catch_up()?;
+        Profile::timed(&mut self.profile, &mut self.machine, "upload", |machine| machine.upload(to, bytes))?;
+        self.counters.uploads += 1;
+        self.note(|list| list.upload(to, size));
+        Ok(())
+    }
+
+    /// The addresses of a buffer, and the size of its block.
+    pub(super) fn alloc(&mut self, bytes: u64) -> Result<(u64, u64), CudaError> {
+        let guard = self.machine.guard();
+        let block = bytes.checked_add(2 * guard).and_then(Pool::block).ok_or_else(|| {
+            let Memory { used, total, .. } = self.pool.memory();
+            CudaError::OutOfMemory { requested: bytes, used, total }
+        })?;
+        if let Some(left) = &mut self.refuse_after {
+            if *left == 0 {
+                self.refuse_after = None;
+                let Memory { used, total, .. } = self.pool.memory();
+                return Err(CudaError::OutOfMemory { requested: block, used, total });
+            }
+            *left -= 1;
+        }
+        self.counters.allocations += 1;
+        if let Mode::Comparing { body, next, .. } = &mut self.mode
+            && let Some(&Op::Born { at, block: noted, bytes: size }) = body.list.ops.get(*next)
+            && (noted, size) == (block, bytes)
+            && self.pool.take_at(at, block)
+        {
+            *next += 1;
+            return Ok((at + guard, block));
+        }
+        self.catch_up()?;
+        let at = self.pool.take(block, &mut self.machine)?;
+        let op = Op::Born { at, block, bytes };
+        if let Err(error) = self.machine.simple(&op) {
+            self.pool.give(at, block);
+            return Err(error);
+        }
+        self.note(|list| list.ops.push(op));
+        Ok((at + guard, block))
+    }
+
+    pub(super) fn drop_buffer(&mut self, pointer: u64, block: u64, bytes: u64) {
+        let guard = self.machine.guard();
+        let at = pointer - guard;
+        if guard > 0
+            && let Err(error) = self.ask(Op::Dropped { at, block, bytes })
+        {
+            self.failure.get_or_insert(error);
+        }
+        self.pool.give(at, block);
+    }
+
+    pub(super) fn download(&mut self, from: u64, to: &mut [u8]) -> Result<(), CudaError> {
+        self.wait()?;
+        self.machine.download(from, to)
+    }
+
+    /// Start a download. What it copies to comes back by `land`.
+    pub(super) fn fetch(&mut self, from: u64, bytes: usize) -> Result<Staging, CudaError> {
+        self.wait()?;
+        let mut staging = match bytes > LANDING_BYTES {
+            true => self.machine.stage(bytes)?,
+            false => match self.landings.pop() {
+                Some(staging) => staging,
+                None => self.machine.stage(LANDING_BYTES)?,
+            },
+        };
+        self.machine.fetch(from, &mut staging, bytes)?;
+        Ok(staging)
+    }
+
+    /// Wait for a download that was started, and read it unless nobody wants it any more.
+    pub(super) fn land(&mut self, staging: Staging, to: Option<&mut [u8]>) -> Result<(), CudaError> {
+        self.machine.settle(&staging)?;
+        if let Some(to) = to {
+            staging.read(to);
+        }
+        match staging.bytes > LANDING_BYTES {
+            true => self.machine.unstage(staging),
+            false => self.landings.push(staging),
+        }
+        Ok(())
+    }
+
+    pub(super) fn start_profile(&mut self) {
+        self.profile = Some(Profile::default());
+    }
+
+    pub(super) fn take_profile(&mut self) -> Result<Vec<Timing>, CudaError> {
+        match self.profile.take() {
+            Some(profile) => profile.timings(&mut self.machine),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    pub(super) fn synchronize(&mut self) -> Result<(), CudaError> {
+        self.wait()?;
+        self.machine.synchronize()
+    }
+
+    fn wait(&mut self) -> Result<(), CudaError> {
+        self.catch_up()?;
+        self.note(|list| list.waited = true);
+        self.counters.waits += 1;
+        Ok(())
+    }
+
+    pub(super) fn begin(&mut self, key: u64) -> Result<(), CudaError> {
+        if !matches!(self.mode, Mode::Direct) {
+            return Err(CudaError::Input("a body is run within another".to_owned()));
+        }
+        if !self.graphs || self.profile.is_some() {
+            return Ok(());
+        }
+        self.mode = match self.bodies.remove(&key) {
+            Some(body) => Mode::Comparing { body: Box::new(body), next: 0, settled: false },
+            None => Mode::Noting { list: List::default(), staging: None },
+        };
+        Ok(())
+    }
+
+    pub(super) fn finish(&mut self, key: u64) -> Result<(), CudaError> {
+        if let Mode::Comparing { body, next, .. } = &self.mode
+            && *next < body.list.ops.len()
+        {
+            self.catch_up()?;
+        }
+        self.runs += 1;
+        let body = match mem::take(&mut self.mode) {
+            Mode::Direct => return Ok(()),
+            Mode::Noting { list, staging } => match self.remember(list, staging)? {
+                Some(body) => body,
+                None => return Ok(()),
+            },
+            Mode::Comparing { body, .. } => self.start(*body)?,
+        };
+        if self.bodies.len() >= MOST_BODIES
+            && let Some(oldest) = self.bodies.iter().min_by_key(|(_, body)| body.last_run).map(|(key, _)| *key)
+            && let Some(forgotten) = self.bodies.remove(&oldest)
+        {
+            self.forget(forgotten.staging)?;
+        }
+        self.bodies.insert(key, body);
+        Ok(())
+    }
+
+    /// A noted body, with staging memory for its next run.
+    fn remember(&mut self, list: List, staging: Option<Staging>) -> Result<Option<Body>, CudaError> {
+        if list.waited {
+            self.forget(staging)?;
+            return Ok(None);
+        }
+        let needed = list.staged as usize;
+        let staging = match staging {
+            Some(staging) if staging.bytes >= needed => Some(staging),
+            staging => {
+                self.forget(staging)?;
+                if needed > 0 { Some(self.machine.stage(needed)?) } else { None }
+            }
+        };
+        Ok(Some(Body { list, staging, graph: None, last_run: self.runs }))
+    }
+
+    /// Run a body that was as noted.
+    fn start(&mut self, mut body: Body) -> Result<Body, CudaError> {
+        let graph = match body.graph.take() {
+            Some(graph) => graph,
+            None => match self.machine.capture(&body.list, body.staging.as_ref()) {
+                Ok(graph) => {
+                    self.counters.captures += 1;
+                    graph
+                }
+                Err(_) => {
+                    self.counters.capture_failures += 1;
+                    None
+                }
+            },
+        };
+        self.machine.replay(graph.as_ref(), &body.list, body.staging.as_ref())?;
+        if let Some(staging) = &mut body.staging {
+            self.machine.used(staging)?;
+        }
+        self.counters.replays += 1;
+        body.graph = Some(graph);
+        body.last_run = self.runs;
+        Ok(body)
+    }
+
+    /// Carry out what a body asked for that will not end.
+    pub(super) fn abandon(&mut self) {
+        if let Err(error) = self.catch_up() {
+            self.failure.get_or_insert(error);
+        }
+        if let Mode::Noting { staging, .. } = mem::take(&mut self.mode)
+            && let Err(error) = self.forget(staging)
+        {
+            self.failure.get_or_insert(error);
+        }
+    }
+
+    fn forget(&mut self, staging: Option<Staging>) -> Result<(), CudaError> {
+        if let Some(staging) = staging {
+            self.machine.settle(&staging)?;
+            self.machine.unstage(staging);
+        }
+        Ok(())
+    }
+
+    pub(super) fn trim(&mut self) {
+        for (_, body) in mem::take(&mut self.bodies) {
+            if let Err(error) = self.forget(body.staging) {
+                self.failure.get_or_insert(error);
+            }
+        }
+        self.pool.trim(&mut self.machine);
+    }
+
+    pub(super) fn set_graphs(&mut self, on: bool) {
+        self.graphs = on;
+    }
+
+    pub(super) fn memory(&self) -> Memory {
+        self.pool.memory()
+    }
+
+    pub(super) fn reset_peak(&mut self) {
+        self.pool.reset_peak();
+    }
+
+    pub(super) fn set_memory_limit(&mut self, bytes: Option<u64>) {
+        self.pool.set_limit(bytes);
+    }
+
+    pub(super) fn inject_out_of_memory(&mut self, allocations: u64) {
+        self.refuse_after = Some(allocations);
+    }
+
+    pub(super) fn counters(&self) -> Counters {
+        self.counters
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // Errors have nobody left to be told to; the machine ends with its process or is already lost.
+        if self.machine.enter().is_ok() {
+            let _ = self.machine.synchronize();
+            self.profile = None;
+            for staging in self.landings.drain(..) {
+                self.machine.unstage(staging);
+            }
+            self.trim();
+        }
+    }
+}

@@ -1,0 +1,385 @@
+//! Matrix products: our own, whose rows have the same bits whatever the other rows, and cuBLAS's.
+
+use super::driver::{self, Device, Launch, Matrix, params};
+use super::rows::{Dtype, Parts, Result, Rows, bits, check, check_rows, copy, finish, size};
+
+/// Who multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gemm {
+    /// Our own kernels: each element is one chain over k (bf16: in steps of 16; eight chains where there are few columns),
+    /// whatever the tile, so that a row's bits do not depend on the other rows.
+    Exact,
+    /// cuBLAS: fast, the order of sums its own.
+    Fast,
+}
+
+/// Which operand lies transposed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// a `[m, k]` · b `[n, k]`ᵀ: x·Wᵀ
+    Nt,
+    /// a `[m, k]` · b `[k, n]`: dy·W
+    Nn,
+    /// a `[k, m]`ᵀ · b `[k, n]`: dyᵀ·x; gives f32.
+    Tn,
+}
+
+impl Form {
+    /// m, n and k of operands that fit together.
+    fn sizes(self, a: &Rows<'_>, b: &Rows<'_>) -> Option<(usize, usize, usize)> {
+        let (m, k) = if self == Form::Tn { (a.width, a.rows) } else { (a.rows, a.width) };
+        let (n, b_k) = if self == Form::Nt { (b.rows, b.width) } else { (b.width, b.rows) };
+        (k == b_k && a.dtype == b.dtype).then_some((m, n, k))
+    }
+}
+
+/// A product and what is added to it. a and b have one type; so have the operands of `more`.
+#[derive(Clone, Copy, Debug)]
+pub struct Product<'a> {
+    /// Of a and b, and of `more`.
+    pub form: Form,
+    /// The left operand.
+    pub a: Rows<'a>,
+    /// The right operand, of the same type.
+    pub b: Rows<'a>,
+    /// Another product, of the same form, type, rows and columns, whose sums go on from the first's.
+    pub more: Option<(Rows<'a>, Rows<'a>)>,
+    /// Factor of the products.
+    pub alpha: f32,
+    /// Added to every row; one row of f32.
+    pub bias: Option<Rows<'a>>,
+    /// Added; f32, may be `out`.
+    pub add: Option<Rows<'a>>,
+}
+
+impl<'a> Product<'a> {
+    /// The product alone.
+    pub fn new(form: Form, a: Rows<'a>, b: Rows<'a>) -> Product<'a> {
+        Product { form, a, b, more: None, alpha: 1.0, bias: None, add: None }
+    }
+
+    /// m, n, k and the k of `more`, where everything fits together.
+    fn sizes(&self, out: &Rows<'_>) -> Result<(usize, usize, usize, usize)> {
+        let Product { form, a, b, more, alpha: _, bias, add } = self;
+        let sizes = form.sizes(a, b);
+        let of_more = more.as_ref().map_or(sizes.map(|(m, n, _)| (m, n, 0)), |(a2, b2)| form.sizes(a2, b2));
+        let typed = more.is_none_or(|(a2, _)| a2.dtype == a.dtype)
+            && (out.dtype == Dtype::F32 || (a.dtype == Dtype::Bf16 && *form != Form::Tn))
+            && [bias, add].into_iter().flatten().all(|rows| rows.dtype == Dtype::F32);
+        let fits = matches!((sizes, of_more), (Some((m, n, _)), Some((m2, n2, _)))
+            if (m, n) == (m2, n2)
+                && (m, n) == (out.rows, out.width)
+                && bias.is_none_or(|bias| (bias.rows, bias.width) == (1, n))
+                && add.is_none_or(|add| (add.rows, add.width) == (m, n)));
+        let operands: Vec<Rows<'_>> =
+            [Some(*a), Some(*b), more.map(|(a2, _)| a2), more.map(|(_, b2)| b2), *bias, *add, Some(*out)]
+                .into_iter()
+                .flatten()
+                .collect();
+        check_rows(typed && fits, "a product", &operands)?;
+        let (m, n, k) = sizes.unwrap_or_default();
+        Ok((m, n, k, of_more.unwrap_or_default().2))
+    }
+}
+
+/// out `[m, n]` (f32, or bf16 where the operands are) = alpha·(a·b + …) + bias + add.
+///
+/// # Errors
+/// [`CudaError::Input`](driver::CudaError::Input): the shapes or types do not fit.
+pub fn product(device: &Device, gemm: Gemm, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
+    let (m, n, k, _) = product.sizes(&out)?;
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    match gemm {
+        Gemm::Exact => exact(device, product, Cut { parts: 1, k_of_part: k }, None, out),
+        Gemm::Fast => fast(device, product, out),
+    }
+}
+
+/// gradient `[m, n]` (f32) += alpha · aᵀ·b, for a `[k, m]` and b `[k, n]` of one type: the gradient of a weight, summed over
+/// the rows in a fixed order.
+///
+/// # Errors
+/// [`CudaError::Input`](driver::CudaError::Input): the shapes or types do not fit.
+pub fn outer(device: &Device, gemm: Gemm, a: Rows<'_>, b: Rows<'_>, alpha: f32, gradient: Rows<'_>) -> Result<()> {
+    outer_parts(device, gemm, a, b, alpha, &[gradient])
+}
+
+/// [`outer`] for a gradient whose rows lie in several places, one after the other.
+///
+/// # Errors
+/// [`CudaError::Input`](driver::CudaError::Input): the shapes or types do not fit.
+pub fn outer_parts(
+    device: &Device,
+    gemm: Gemm,
+    a: Rows<'_>,
+    b: Rows<'_>,
+    alpha: f32,
+    gradients: &[Rows<'_>],
+) -> Result<()> {
+    let (m, n, k) = (a.width, b.width, a.rows);
+    let rows: usize = gradients.iter().map(|gradient| gradient.rows).sum();
+    check_rows(rows == m && gradients.iter().all(|gradient| gradient.width == n), "outer", gradients)?;
+    if m == 0 || n == 0 || k == 0 {
+        return Ok(());
+    }
+    let cut = match gemm {
+        Gemm::Exact => Cut::of(m, n, k),
+        Gemm::Fast => Cut { parts: 1, k_of_part: k },
+    };
+    let plain = Product::new(Form::Tn, a, b);
+    if let ([gradient], 1) = (gradients, cut.parts) {
+        return product(device, gemm, &Product { alpha, add: Some(*gradient), ..plain }, *gradient);
+    }
+    let parts = device.alloc(cut.parts * m * n * size_of::<f32>())?;
+    let first = Rows::new(&parts, m, n, Dtype::F32);
+    plain.sizes(&first)?;
+    match gemm {
+        Gemm::Exact => exact(device, &plain, cut, Some(&parts), first)?,
+        Gemm::Fast => fast(device, &plain, first)?,
+    }
+    let parts = Parts { parts: &parts, count: cut.parts, rows: m };
+    let mut begin = 0;
+    for gradient in gradients.iter().filter(|gradient| gradient.rows > 0) {
+        parts.add(device, begin, alpha, *gradient)?;
+        begin += gradient.rows;
+    }
+    Ok(())
+}
+
+/// A sum over k in parts, by blocks of their own.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Cut {
+    parts: usize,
+    k_of_part: usize,
+}
+
+impl Cut {
+    /// By the shape alone, so that every device sums in the same order: parts of 256 rows and more, while a GPU has
+    /// multiprocessors for them.
+    fn of(m: usize, n: usize, k: usize) -> Cut {
+        const BUSY: usize = 264;
+        let tiles = Tile::of(m, n).count(m, n);
+        let parts = BUSY.div_ceil(tiles).min(k.div_ceil(256)).max(1);
+        let k_of_part = k.div_ceil(parts).next_multiple_of(64);
+        Cut { parts: k.div_ceil(k_of_part), k_of_part }
+    }
+}
+
+/// The tile of a block. It changes no bit of a product, only how many blocks share the work.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Tile {
+    Small,
+    Middle,
+    Large,
+    /// Eight chains over k.
+    Thin,
+    /// The same for many rows.
+    ThinTall,
+}
+
+impl Tile {
+    /// By rows and columns, of those with one chain.
+    fn of(m: usize, n: usize) -> Tile {
+        // Multiprocessors to keep busy.
+        const BUSY: usize = 120;
+        match () {
+            () if m > 64 && n > 64 && Tile::Large.count(m, n) >= BUSY => Tile::Large,
+            () if m > 16 && Tile::Middle.count(m, n) >= BUSY => Tile::Middle,
+            () => Tile::Small,
+        }
+    }
+
+    /// A product's. Few columns, of which a short kernel is made (LoRA's A), have eight chains: a matter of form, type
+    /// and columns, never of rows.
+    fn of_product(product: &Product<'_>, m: usize, n: usize) -> Tile {
+        const MOST_COLUMNS: usize = 256;
+        let has_kernel = product.form == Form::Nt && product.a.dtype == Dtype::Bf16 && product.more.is_none();
+        match () {
+            () if !has_kernel || n > MOST_COLUMNS => Tile::of(m, n),
+            () if m > 2048 => Tile::ThinTall,
+            () => Tile::Thin,
+        }
+    }
+
+    fn count(self, m: usize, n: usize) -> usize {
+        let (tile_m, tile_n) = self.shape();
+        m.div_ceil(tile_m) * n.div_ceil(tile_n)
+    }
+
+    fn shape(self) -> (usize, usize) {
+        match self {
+            Tile::Small | Tile::Thin => (16, 32),
+            Tile::ThinTall => (64, 32),
+            Tile::Middle => (64, 64),
+            Tile::Large => (128, 128),
+        }
+    }
+
+    /// Threads, and bytes of dynamic shared memory.
+    fn block(self, dtype: Dtype) -> (u32, u32) {
+        match (dtype, self) {
+            // Steps of shared memory × their values × 2 bytes.
+            (Dtype::Bf16, Tile::Small) => (128, 6 * (16 + 32) * 64 * 2),
+            (Dtype::Bf16, Tile::Middle) => (128, 4 * (64 + 64) * 32 * 2),
+            (Dtype::Bf16, Tile::Large) => (128, 3 * (128 + 128) * 32 * 2),
+            (Dtype::Bf16, Tile::Thin) => (256, 4 * (16 + 32) * 128 * 2),
+            (Dtype::Bf16, Tile::ThinTall) => (256, 2 * (64 + 32) * 128 * 2),
+            (Dtype::F32, Tile::Small) => (64, 0),
+            (Dtype::F32, _) => (256, 0),
+        }
+    }
+}
+
+/// The kernel's name; those that there are not are refused before.
+fn kernel(form: Form, operands: Dtype, out: Dtype, tile: Tile) -> &'static str {
+    macro_rules! of_tile {
+        ($name:literal) => {
+            match tile {
+                Tile::Small => concat!($name, "_small"),
+                Tile::Middle => concat!($name, "_middle"),
+                Tile::Large => concat!($name, "_large"),
+                Tile::Thin => concat!($name, "_thin"),
+                Tile::ThinTall => concat!($name, "_thin_tall"),
+            }
+        };
+    }
+    match (form, operands, out) {
+        (Form::Nt, Dtype::F32, _) => of_tile!("gemm_nt_f32_f32"),
+        (Form::Nn, Dtype::F32, _) => of_tile!("gemm_nn_f32_f32"),
+        (Form::Tn, Dtype::F32, _) => of_tile!("gemm_tn_f32_f32"),
+        (Form::Nt, Dtype::Bf16, Dtype::F32) => of_tile!("gemm_nt_bf16_f32"),
+        (Form::Nn, Dtype::Bf16, Dtype::F32) => of_tile!("gemm_nn_bf16_f32"),
+        (Form::Tn, Dtype::Bf16, _) => of_tile!("gemm_tn_bf16_f32"),
+        (Form::Nt, Dtype::Bf16, Dtype::Bf16) => of_tile!("gemm_nt_bf16_bf16"),
+        (Form::Nn, Dtype::Bf16, Dtype::Bf16) => of_tile!("gemm_nn_bf16_bf16"),
+    }
+}
+
+params! {
+    struct Params {
+        a: u64,
+        b: u64,
+        a2: u64,
+        b2: u64,
+        bias: u64,
+        add: u64,
+        out: u64,
+        m: u32,
+        n: u32,
+        k: u32,
+        k2: u32,
+        a_stride: u32,
+        b_stride: u32,
+        a2_stride: u32,
+        b2_stride: u32,
+        add_stride: u32,
+        out_stride: u32,
+        k_of_part: u32,
+        aligned: u32,
+        alpha: f32,
+        pad: u32,
+    }
+}
+
+fn exact(
+    device: &Device,
+    product: &Product<'_>,
+    cut: Cut,
+    parts: Option<&driver::Buffer>,
+    out: Rows<'_>,
+) -> Result<()> {
+    exact_by(device, Tile::of_product(product, out.rows, out.width), product, cut, parts, out)
+}
+
+fn exact_by(
+    device: &Device,
+    tile: Tile,
+    product: &Product<'_>,
+    cut: Cut,
+    parts: Option<&driver::Buffer>,
+    out: Rows<'_>,
+) -> Result<()> {
+    let Product { form, a, b, more, alpha, bias, add } = *product;
+    let (m, n, k, k2) = product.sizes(&out)?;
+    if let Some(parts) = parts {
+        parts.at::<f32>(0, cut.parts * m * n)?;
+    }
+    let tiles = tile.count(m, n);
+    check(tiles < 1 << 31 && cut.parts < 1 << 16, || format!("a product of {m} x {n} has too many tiles"))?;
+    let (block, shared) = tile.block(a.dtype);
+    let address = |rows: Option<Rows<'_>>| rows.map_or(Ok(0), |rows| rows.address());
+    let stride = |rows: Option<Rows<'_>>| size(rows.map_or(0, |rows| rows.stride));
+    let (a2, b2) = more.unzip();
+    let by_16 = |rows: Option<Rows<'_>>| rows.is_some_and(|rows| rows.is_aligned(16));
+    let params = Params {
+        a: a.address()?,
+        b: b.address()?,
+        a2: address(a2)?,
+        b2: address(b2)?,
+        bias: address(bias)?,
+        add: address(add)?,
+        out: out.address()?,
+        m: size(m)?,
+        n: size(n)?,
+        k: size(k)?,
+        k2: size(k2)?,
+        a_stride: size(a.stride)?,
+        b_stride: size(b.stride)?,
+        a2_stride: stride(a2)?,
+        b2_stride: stride(b2)?,
+        add_stride: stride(add)?,
+        out_stride: size(out.stride)?,
+        k_of_part: size(cut.k_of_part)?,
+        aligned: bits(&[
+            by_16(Some(a)),
+            by_16(Some(b)),
+            by_16(a2),
+            by_16(b2),
+            add.is_some_and(|add| add.by_fours()),
+            // Parts follow each other without a gap.
+            out.by_fours() && (cut.parts == 1 || (m * n).is_multiple_of(4)),
+        ]),
+        alpha,
+        pad: 0,
+    };
+    let launch = Launch { grid: [tiles as u32, 1, cut.parts as u32], block, shared };
+    device.launch(kernel(form, a.dtype, out.dtype, tile), launch, &params)
+}
+
+fn fast(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
+    let Product { form, a, b, more, alpha, bias, mut add } = *product;
+    let mut beta = 0.0;
+    if let (Some(begin), Dtype::F32) = (add, out.dtype) {
+        if (begin.address()?, begin.stride) != (out.address()?, out.stride) {
+            copy(device, begin, out)?;
+        }
+        (beta, add) = (1.0, None);
+    }
+    let mut multiply = |a: Rows<'_>, b: Rows<'_>| -> Result<()> {
+        let (transpose_a, transpose_b) = (form == Form::Tn, form == Form::Nt);
+        device.gemm(&driver::Gemm {
+            a: matrix(a),
+            transpose_a,
+            b: matrix(b),
+            transpose_b,
+            c: matrix(out),
+            alpha,
+            beta: std::mem::replace(&mut beta, 1.0),
+        })
+    };
+    multiply(a, b)?;
+    if let Some((a2, b2)) = more {
+        multiply(a2, b2)?;
+    }
+    finish(device, bias, add, out)
+}
+
+fn matrix(rows: Rows<'_>) -> Matrix<'_> {
+    let Rows { buffer, at, rows, width, stride, dtype } = rows;
+    Matrix { buffer, dtype, at, rows, columns: width, stride }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,388 @@
+//! The language-model head `[vocab, hidden]`, streamed: the logits of some rows lie in a bounded buffer, `[rows, vocab]` is
+//! never held.
+//!
+//! Of each row and 512 tokens the largest logit, Σ eᶻ and Σ eᶻ·z are kept and combined in a fixed order, so that with
+//! [`Gemm::Exact`] what [`choose`] reports is what [`score`] gives, to the bit.
+
+#[cfg(test)]
+mod tests;
+
+use super::super::head::{Chosen, Pick, TokenScore};
+use super::attention::address;
+use super::driver::{Buffer, CudaError, Device, Launch, params};
+use super::gemm::{Form, Gemm, Product, outer, product};
+use super::rows::{Dtype, Result, Rows};
+
+/// Tokens of a cell.
+const CELL: usize = 512;
+/// Rows whose logits are held at a time, at least.
+const MIN_ROWS: usize = 16;
+/// Blocks in y.
+const GRID_Y: usize = 1 << 14;
+
+/// The head, and how it is multiplied with.
+#[derive(Clone, Copy, Debug)]
+pub struct Head<'a> {
+    /// `[vocab, hidden]`, of the type of the rows that it meets.
+    pub weight: Rows<'a>,
+    /// Who multiplies.
+    pub gemm: Gemm,
+    /// f32 logits held at a time; at least 16 rows' are.
+    pub max_logits: usize,
+}
+
+/// What makes the probabilities of each row sum to 1, on the device: `[rows][2]` of f64.
+#[derive(Debug)]
+pub struct Normalizers {
+    buffer: Buffer,
+    rows: usize,
+}
+
+params! {
+    struct HeadCells {
+        logits: u64, cells: u64, picks: u64, stride: u64,
+        rows: u32, vocab: u32, cells_of_row: u32, t: f32,
+    }
+}
+
+params! {
+    struct HeadScores {
+        logits: u64, cells: u64, targets: u64, scores: u64, normalizers: u64, stride: u64,
+        rows: u32, cells_of_row: u32, t: f32, pad: u32,
+    }
+}
+
+params! {
+    struct HeadGradient {
+        logits: u64, d_logits: u64, normalizers: u64, targets: u64, g: u64, stride: u64, d_stride: u64,
+        rows: u32, vocab: u32, columns: u32, t: f32,
+    }
+}
+
+params! {
+    struct HeadChoose {
+        logits: u64, cells: u64, picks: u64, chosen: u64, stride: u64,
+        rows: u32, vocab: u32, cells_of_row: u32, pad: u32,
+    }
+}
+
+/// The logits of some rows, and a cell for each 512.
+struct Logits {
+    buffer: Buffer,
+    cells: Buffer,
+    vocab: usize,
+    stride: usize,
+    cells_of_row: usize,
+    /// Rows that fit.
+    at_once: usize,
+}
+
+impl Logits {
+    fn new(device: &Device, head: &Head<'_>, rows: usize) -> Result<Logits> {
+        let vocab = head.weight.rows;
+        if vocab == 0 || head.weight.width == 0 {
+            return Err(CudaError::Input("the head has no tokens".to_owned()));
+        }
+        let stride = vocab.next_multiple_of(64);
+        let at_once = (head.max_logits / stride).max(MIN_ROWS).min(rows.max(1));
+        let cells_of_row = vocab.div_ceil(CELL);
+        let buffer = device.alloc(at_once * stride * 4)?;
+        let cells = device.alloc(at_once * cells_of_row * 3 * 4)?;
+        Ok(Logits { buffer, cells, vocab, stride, cells_of_row, at_once })
+    }
+
+    fn rows(&self, rows: usize) -> Rows<'_> {
+        Rows { buffer: &self.buffer, at: 0, rows, width: self.vocab, stride: self.stride, dtype: Dtype::F32 }
+    }
+
+    /// Those of some rows.
+    fn compute(&self, device: &Device, head: &Head<'_>, x: Rows<'_>) -> Result<()> {
+        product(device, head.gemm, &Product::new(Form::Nt, x, head.weight), self.rows(x.rows))
+    }
+
+    /// The cells of `rows` rows, at 1 / temperature `t` or each at its pick's.
+    fn summarize(&self, device: &Device, rows: usize, t: f32, picks: u64) -> Result<()> {
+        let params = HeadCells {
+            logits: self.buffer.pointer(),
+            cells: self.cells.pointer(),
+            picks,
+            stride: self.stride as u64,
+            rows: rows as u32,
+            vocab: self.vocab as u32,
+            cells_of_row: self.cells_of_row as u32,
+            t,
+        };
+        let grid = [self.cells_of_row.div_ceil(4) as u32, rows.min(GRID_Y) as u32, rows.div_ceil(GRID_Y) as u32];
+        device.launch("head_cells", Launch { grid, block: 128, shared: 0 }, &params)
+    }
+}
+
+/// 1 / temperature; 1 where the temperature is 0.
+fn factor(temperature: f64) -> f32 {
+    if temperature == 0.0 { 1.0 } else { (1.0 / temperature) as f32 }
+}
+
+/// The same row of several, from `first` on.
+fn some<'a>(x: Rows<'a>, first: usize, rows: usize) -> Rows<'a> {
+    Rows { at: x.at + first * x.stride, rows, ..x }
+}
+
+fn check(head: &Head<'_>, x: &Rows<'_>, rows: usize) -> Result<()> {
+    address(x, rows, head.weight.width, "the input of the head")?;
+    if x.dtype == head.weight.dtype {
+        Ok(())
+    } else {
+        Err(CudaError::Input(format!("rows of {:?} meet a head of {:?}", x.dtype, head.weight.dtype)))
+    }
+}
+
+fn check_targets(head: &Head<'_>, targets: &[u32]) -> Result<()> {
+    match targets.iter().find(|target| **target as usize >= head.weight.rows) {
+        Some(target) => Err(CudaError::Input(format!("token {target} is not among {}", head.weight.rows))),
+        None => Ok(()),
+    }
+}
+
+/// log-softmax(x · weightᵀ / temperature) at each row's target, and the entropy. x `[rows, hidden]` is normed already.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types, a target that is no token.
+pub fn score(
+    device: &Device,
+    head: &Head<'_>,
+    x: Rows<'_>,
+    targets: &[u32],
+    temperature: f64,
+) -> Result<(Vec<TokenScore>, Normalizers)> {
+    let rows = targets.len();
+    check(head, &x, rows)?;
+    check_targets(head, targets)?;
+    let (scores, buffer) = (device.alloc(rows * 2 * 4)?, device.alloc(rows * 2 * 8)?);
+    if rows > 0 {
+        let (logits, targets) = (Logits::new(device, head, rows)?, device.upload(targets)?);
+        let t = factor(temperature);
+        for first in (0..rows).step_by(logits.at_once) {
+            let count = logits.at_once.min(rows - first);
+            logits.compute(device, head, some(x, first, count))?;
+            logits.summarize(device, count, t, 0)?;
+            let params = HeadScores {
+                logits: logits.buffer.pointer(),
+                cells: logits.cells.pointer(),
+                targets: targets.at::<u32>(first, count)?,
+                scores: scores.at::<f32>(2 * first, 2 * count)?,
+                normalizers: buffer.at::<f64>(2 * first, 2 * count)?,
+                stride: logits.stride as u64,
+                rows: count as u32,
+                cells_of_row: logits.cells_of_row as u32,
+                t,
+                pad: 0,
+            };
+            let grid = [count.div_ceil(4) as u32, 1, 1];
+            device.launch("head_scores", Launch { grid, block: 128, shared: 0 }, &params)?;
+        }
+    }
+    let scores = device.download::<f32>(&scores, 0, 2 * rows)?;
+    let scores = scores.chunks_exact(2).map(|pair| TokenScore { logp: pair[0], entropy: pair[1] });
+    Ok((scores.collect(), Normalizers { buffer, rows }))
+}
+
+/// What [`score_vjp`] goes by.
+#[derive(Clone, Copy, Debug)]
+pub struct Backward<'a> {
+    /// As in [`score`].
+    pub x: Rows<'a>,
+    /// As in [`score`].
+    pub targets: &'a [u32],
+    /// As in [`score`].
+    pub temperature: f64,
+    /// From [`score`].
+    pub normalizers: &'a Normalizers,
+    /// dL/dlogp, one a row.
+    pub g: &'a [f32],
+    /// `[vocab, hidden]` of f32, to which dL/dweight is added where it is asked for.
+    pub d_weight: Option<Rows<'a>>,
+}
+
+/// dx `[rows, hidden]` (f32, or bf16 where x is) = dL/dx of the log-probs.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types, a target that is no token.
+pub fn score_vjp(device: &Device, head: &Head<'_>, backward: &Backward<'_>, dx: Rows<'_>) -> Result<()> {
+    let Backward { x, targets, temperature, normalizers, g, d_weight } = *backward;
+    let rows = targets.len();
+    check(head, &x, rows)?;
+    check_targets(head, targets)?;
+    address(&dx, rows, head.weight.width, "dL/dx of the head")?;
+    if normalizers.rows != rows || g.len() != rows {
+        return Err(CudaError::Input(format!(
+            "{} normalizers and {} gradients for {rows} rows",
+            normalizers.rows,
+            g.len()
+        )));
+    }
+    if rows == 0 {
+        return Ok(());
+    }
+    let logits = Logits::new(device, head, rows)?;
+    let (targets, g) = (device.upload(targets)?, device.upload(g)?);
+    let d_logits = device.alloc(logits.at_once * logits.stride * x.dtype.bytes())?;
+    for first in (0..rows).step_by(logits.at_once) {
+        let count = logits.at_once.min(rows - first);
+        let x = some(x, first, count);
+        logits.compute(device, head, x)?;
+        let params = HeadGradient {
+            logits: logits.buffer.pointer(),
+            d_logits: d_logits.pointer(),
+            normalizers: normalizers.buffer.at::<f64>(2 * first, 2 * count)?,
+            targets: targets.at::<u32>(first, count)?,
+            g: g.at::<f32>(first, count)?,
+            stride: logits.stride as u64,
+            d_stride: logits.stride as u64,
+            rows: count as u32,
+            vocab: logits.vocab as u32,
+            columns: logits.stride as u32,
+            t: factor(temperature),
+        };
+        let blocks = logits.stride.div_ceil(4 * 256) as u32;
+        let grid = [blocks, count.min(GRID_Y) as u32, count.div_ceil(GRID_Y) as u32];
+        let name = format!("head_gradient_{}", x.dtype.name());
+        device.launch(&name, Launch { grid, block: 256, shared: 0 }, &params)?;
+        let dy = Rows { buffer: &d_logits, dtype: x.dtype, ..logits.rows(count) };
+        product(device, head.gemm, &Product::new(Form::Nn, dy, head.weight), some(dx, first, count))?;
+        if let Some(d_weight) = d_weight {
+            outer(device, head.gemm, dy, x, 1.0, d_weight)?;
+        }
+    }
+    Ok(())
+}
+
+/// One token a row: at temperature 0 the first of the largest logits, else the first token whose probability and those of
+/// all lower ids sum to more than `uniform`. `logp` is, with [`Gemm::Exact`] to the bit, what [`score`] gives.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types.
+pub fn choose(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[Pick]) -> Result<Vec<Chosen>> {
+    let values: Vec<f64> = picks.iter().flat_map(|pick| [pick.temperature, pick.uniform]).collect();
+    let (values, chosen) = (device.upload(&values)?, device.alloc(picks.len() * 2 * 4)?);
+    check(head, &x, picks.len())?;
+    choose_into(device, head, x, &values, &chosen)?;
+    read_chosen(device, &chosen, picks.len())
+}
+
+/// Wait for what [`choose_into`] chose for the first `rows` rows.
+///
+/// # Errors
+/// [`CudaError::Failed`]: work asked for earlier failed.
+pub fn read_chosen(device: &Device, chosen: &Buffer, rows: usize) -> Result<Vec<Chosen>> {
+    let words = device.download::<u32>(chosen, 0, 2 * rows)?;
+    let chosen = words.chunks_exact(2).map(|pair| Chosen { token: pair[0], logp: f32::from_bits(pair[1]) });
+    Ok(chosen.collect())
+}
+
+/// The kernels of [`choose`] alone, for graphs: `picks` holds `[temperature, uniform]` in f64 a row of x; `chosen` gets
+/// a token (u32) and its log-prob (f32) a row.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types, buffers that are too small.
+pub fn choose_into(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &Buffer, chosen: &Buffer) -> Result<()> {
+    let rows = x.rows;
+    check(head, &x, rows)?;
+    if rows == 0 {
+        return Ok(());
+    }
+    let logits = Logits::new(device, head, rows)?;
+    for first in (0..rows).step_by(logits.at_once) {
+        let count = logits.at_once.min(rows - first);
+        logits.compute(device, head, some(x, first, count))?;
+        let picks = picks.at::<f64>(2 * first, 2 * count)?;
+        logits.summarize(device, count, 1.0, picks)?;
+        let params = HeadChoose {
+            logits: logits.buffer.pointer(),
+            cells: logits.cells.pointer(),
+            picks,
+            chosen: chosen.at::<u32>(2 * first, 2 * count)?,
+            stride: logits.stride as u64,
+            rows: count as u32,
+            vocab: logits.vocab as u32,
+            cells_of_row: logits.cells_of_row as u32,
+            pad: 0,
+        };
+        device.launch("head_choose", Launch { grid: [count as u32, 1, 1], block: 32, shared: 0 }, &params)?;
+    }
+    Ok(())
+}
+
+/// How the token of a row is chosen where filters are on: see `engine::sampling::Sampler`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FilteredPick {
+    /// Divides the logits; above 0.
+    pub temperature: f64,
+    /// Where the draw falls, in [0, 1).
+    pub uniform: f64,
+    /// Keep the K most probable; 0 = off.
+    pub top_k: u32,
+    /// Keep the most probable tokens whose mass reaches it; 1 = off.
+    pub top_p: f64,
+    /// Drop tokens below min_p times the most probable one's probability; 0 = off.
+    pub min_p: f64,
+}
+
+params! {
+    struct HeadFilter {
+        logits: u64, cells: u64, picks: u64, chosen: u64, stride: u64,
+        rows: u32, vocab: u32, cells_of_row: u32, pad: u32,
+    }
+}
+
+/// One token a row among those that top-k, top-p and min-p leave, in this order; ties go to the lowest id. `logp` is that
+/// of the unfiltered distribution.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types, a temperature that is not above 0.
+pub fn choose_filtered(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[FilteredPick]) -> Result<Vec<Chosen>> {
+    let rows = picks.len();
+    check(head, &x, rows)?;
+    if picks.iter().any(|pick| pick.temperature <= 0.0) {
+        return Err(CudaError::Input("filters need a temperature above 0".to_owned()));
+    }
+    let chosen = device.alloc(rows * 2 * 4)?;
+    if rows > 0 {
+        let logits = Logits::new(device, head, rows)?;
+        let plain: Vec<f64> = picks.iter().flat_map(|pick| [pick.temperature, pick.uniform]).collect();
+        let of_pick = |pick: &FilteredPick| {
+            let FilteredPick { temperature, uniform, top_k, top_p, min_p } = *pick;
+            [temperature, uniform, top_p, min_p, f64::from(top_k)]
+        };
+        let filters: Vec<f64> = picks.iter().flat_map(of_pick).collect();
+        let (plain, filters) = (device.upload(&plain)?, device.upload(&filters)?);
+        for first in (0..rows).step_by(logits.at_once) {
+            let count = logits.at_once.min(rows - first);
+            logits.compute(device, head, some(x, first, count))?;
+            logits.summarize(device, count, 1.0, plain.at::<f64>(2 * first, 2 * count)?)?;
+            let params = HeadFilter {
+                logits: logits.buffer.pointer(),
+                cells: logits.cells.pointer(),
+                picks: filters.at::<f64>(5 * first, 5 * count)?,
+                chosen: chosen.at::<u32>(2 * first, 2 * count)?,
+                stride: logits.stride as u64,
+                rows: count as u32,
+                vocab: logits.vocab as u32,
+                cells_of_row: logits.cells_of_row as u32,
+                pad: 0,
+            };
+            let geometry = Launch { grid: [count as u32, 1, 1], block: 512, shared: 0 };
+            device.launch("head_choose_filtered", geometry, &params)?;
+        }
+    }
+    read_chosen(device, &chosen, rows)
+}
+
+/// out `[rows, vocab]` (f32) = x · weightᵀ.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types.
+pub fn logits(device: &Device, head: &Head<'_>, x: Rows<'_>, out: Rows<'_>) -> Result<()> {
+    check(head, &x, x.rows)?;
+    address(&out, x.rows, head.weight.rows, "the logits")?;
+    if x.rows == 0 { Ok(()) } else { product(device, head.gemm, &Product::new(Form::Nt, x, head.weight), out) }
+}

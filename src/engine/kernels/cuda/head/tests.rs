@@ -1,0 +1,287 @@
+//! Run on the emulator under its feature, else on a GPU where there is one.
+
+use super::super::attention::tests::{assert_close, device, download, noise, rounded, upload};
+use super::*;
+
+struct Case {
+    rows: usize,
+    vocab: usize,
+    hidden: usize,
+    dtype: Dtype,
+    x: Vec<f32>,
+    weight: Vec<f32>,
+    /// `[rows][vocab]`
+    logits: Vec<f64>,
+    targets: Vec<u32>,
+}
+
+/// Some shapes; logits are held for few rows at a time.
+const SHAPES: [(usize, usize, usize); 5] = [(1, 1, 16), (3, 29, 16), (18, 513, 32), (40, 100, 24), (2, 2100, 64)];
+const MAX_LOGITS: usize = 2048;
+
+impl Case {
+    fn new((rows, vocab, hidden): (usize, usize, usize), dtype: Dtype) -> Case {
+        let x = rounded(noise(rows * hidden, 1).iter().map(|v| v * 4.0).collect(), dtype);
+        let weight = rounded(noise(vocab * hidden, 2), dtype);
+        let dot = |x: &[f32], w: &[f32]| x.iter().zip(w).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+        let logits =
+            x.chunks(hidden).flat_map(|x| weight.chunks(hidden).map(move |w| dot(x, w)).collect::<Vec<_>>()).collect();
+        let targets = (0..rows).map(|row| (row * 7919 % vocab) as u32).collect();
+        Case { rows, vocab, hidden, dtype, x, weight, logits, targets }
+    }
+
+    fn all() -> impl Iterator<Item = Case> {
+        SHAPES.into_iter().flat_map(|shape| [Dtype::F32, Dtype::Bf16].map(|dtype| Case::new(shape, dtype)))
+    }
+
+    fn what(&self) -> String {
+        format!("{} rows, {} tokens, {} inputs, {:?}", self.rows, self.vocab, self.hidden, self.dtype)
+    }
+
+    fn softmax(&self, row: usize, temperature: f64) -> Vec<f64> {
+        let logits = &self.logits[row * self.vocab..(row + 1) * self.vocab];
+        let largest = logits.iter().fold(f64::MIN, |a, b| a.max(*b));
+        let weights: Vec<f64> = logits.iter().map(|logit| ((logit - largest) / temperature).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        weights.iter().map(|weight| weight / sum).collect()
+    }
+}
+
+/// A case on the device.
+struct There {
+    x: Buffer,
+    weight: Buffer,
+}
+
+impl There {
+    fn new(device: &Device, case: &Case) -> There {
+        There { x: upload(device, &case.x, case.dtype), weight: upload(device, &case.weight, case.dtype) }
+    }
+
+    fn head(&self, case: &Case) -> Head<'_> {
+        let weight = Rows::new(&self.weight, case.vocab, case.hidden, case.dtype);
+        Head { weight, gemm: Gemm::Exact, max_logits: MAX_LOGITS }
+    }
+
+    fn x(&self, case: &Case) -> Rows<'_> {
+        Rows::new(&self.x, case.rows, case.hidden, case.dtype)
+    }
+}
+
+#[test]
+fn scores_are_the_naive_ones() {
+    let Some(device) = device() else { return };
+    for case in Case::all() {
+        let there = There::new(&device, &case);
+        for temperature in [1.0, 0.7, 3.0] {
+            let (mut logp, mut entropy) = (vec![], vec![]);
+            for row in 0..case.rows {
+                let p = case.softmax(row, temperature);
+                logp.push(p[case.targets[row] as usize].ln());
+                entropy.push(-p.iter().map(|p| if *p > 0.0 { p * p.ln() } else { 0.0 }).sum::<f64>());
+            }
+            let head = there.head(&case);
+            let (scores, _) = score(&device, &head, there.x(&case), &case.targets, temperature).unwrap();
+            let actual: Vec<f32> = scores.iter().map(|score| score.logp).collect();
+            assert_close(&actual, &logp, 3e-6, &case.what());
+            let actual: Vec<f32> = scores.iter().map(|score| score.entropy).collect();
+            assert_close(&actual, &entropy, 1e-5, &case.what());
+        }
+    }
+}
+
+#[test]
+fn the_gradient_of_scores_is_the_naive_one() {
+    let Some(device) = device() else { return };
+    for case in Case::all() {
+        let (there, temperature) = (There::new(&device, &case), 0.8);
+        let mut g = noise(case.rows, 5);
+        if case.rows > 2 {
+            g[1] = 0.0;
+        }
+        let (mut dx, mut dw) = (vec![0.0; case.rows * case.hidden], vec![1.0; case.vocab * case.hidden]);
+        for row in 0..case.rows {
+            for (token, p) in case.softmax(row, temperature).into_iter().enumerate() {
+                let hit = if token == case.targets[row] as usize { 1.0 } else { 0.0 };
+                let d = f64::from(g[row]) / temperature * (hit - p);
+                for i in 0..case.hidden {
+                    dx[row * case.hidden + i] += d * f64::from(case.weight[token * case.hidden + i]);
+                    dw[token * case.hidden + i] += d * f64::from(case.x[row * case.hidden + i]);
+                }
+            }
+        }
+        let (head, x) = (there.head(&case), there.x(&case));
+        let (_, normalizers) = score(&device, &head, x, &case.targets, temperature).unwrap();
+        let d_weight = device.upload(&vec![1.0_f32; dw.len()]).unwrap();
+        let out = device.alloc(dx.len() * 4).unwrap();
+        let backward = Backward {
+            x,
+            targets: &case.targets,
+            temperature,
+            normalizers: &normalizers,
+            g: &g,
+            d_weight: Some(Rows::new(&d_weight, case.vocab, case.hidden, Dtype::F32)),
+        };
+        score_vjp(&device, &head, &backward, Rows::new(&out, case.rows, case.hidden, Dtype::F32)).unwrap();
+        let tolerance = if case.dtype == Dtype::F32 { 1e-5 } else { 8e-3 };
+        assert_close(&download(&device, &out, dx.len(), Dtype::F32), &dx, tolerance, &case.what());
+        assert_close(&download(&device, &d_weight, dw.len(), Dtype::F32), &dw, tolerance, &case.what());
+    }
+}
+
+#[test]
+fn choices_invert_the_cumulated_softmax() {
+    let Some(device) = device() else { return };
+    for case in Case::all() {
+        let there = There::new(&device, &case);
+        for (temperature, uniform) in [(1.0, 0.0), (1.0, 0.37), (0.5, 0.999_999_9), (4.0, 0.62)] {
+            let picks = vec![Pick { temperature, uniform }; case.rows];
+            let chosen = choose(&device, &there.head(&case), there.x(&case), &picks).unwrap();
+            for (row, chosen) in chosen.iter().enumerate() {
+                let p = case.softmax(row, temperature);
+                let before: f64 = p[..chosen.token as usize].iter().sum();
+                let after = before + p[chosen.token as usize];
+                // Rounding may move a bound by a little.
+                let near = before - 1e-5 <= uniform && uniform <= after + 1e-5;
+                assert!(near, "row {row}: {uniform} not in {before}..{after}, {}", case.what());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_choice_has_the_log_prob_of_its_score_to_the_bit() {
+    let Some(device) = device() else { return };
+    for case in Case::all() {
+        let there = There::new(&device, &case);
+        for temperature in [0.0, 1.0, 0.6] {
+            let picks: Vec<Pick> =
+                (0..case.rows).map(|row| Pick { temperature, uniform: row as f64 / case.rows as f64 }).collect();
+            let chosen = choose(&device, &there.head(&case), there.x(&case), &picks).unwrap();
+            let tokens: Vec<u32> = chosen.iter().map(|chosen| chosen.token).collect();
+            let scored = if temperature == 0.0 { 1.0 } else { temperature };
+            // Alone and with other rows, in other blocks.
+            for row in 0..case.rows {
+                let x = there.x(&case).part(row..row + 1);
+                let (scores, _) = score(&device, &there.head(&case), x, &tokens[row..row + 1], scored).unwrap();
+                assert_eq!(chosen[row].logp.to_bits(), scores[0].logp.to_bits(), "row {row}, {}", case.what());
+            }
+            let (scores, _) = score(&device, &there.head(&case), there.x(&case), &tokens, scored).unwrap();
+            for (chosen, score) in chosen.iter().zip(&scores) {
+                assert_eq!(chosen.logp.to_bits(), score.logp.to_bits(), "{}", case.what());
+            }
+        }
+    }
+}
+
+#[test]
+fn greedy_takes_the_first_of_the_largest_and_never_a_nan() {
+    let Some(device) = device() else { return };
+    // One input: the weights are the logits.
+    let mut weight = vec![0.0_f32; 1200];
+    (weight[700], weight[701], weight[3], weight[1199]) = (5.0, 5.0, f32::NAN, 5.0);
+    let weight = device.upload(&weight).unwrap();
+    let x = device.upload(&[1.0_f32]).unwrap();
+    let head = Head { weight: Rows::new(&weight, 1200, 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
+    let x = Rows::new(&x, 1, 1, Dtype::F32);
+    let chosen = choose(&device, &head, x, &[Pick { temperature: 0.0, uniform: 0.5 }]).unwrap();
+    assert_eq!(chosen[0].token, 700);
+}
+
+#[test]
+fn logits_are_the_products() {
+    let Some(device) = device() else { return };
+    for case in Case::all() {
+        let there = There::new(&device, &case);
+        let out = device.alloc(case.logits.len() * 4).unwrap();
+        let rows = Rows::new(&out, case.rows, case.vocab, Dtype::F32);
+        logits(&device, &there.head(&case), there.x(&case), rows).unwrap();
+        let actual = download(&device, &out, case.logits.len(), Dtype::F32);
+        assert_close(&actual, &case.logits, 1e-6, &case.what());
+    }
+}
+
+#[test]
+fn other_shapes_and_tokens_are_refused() {
+    let Some(device) = device() else { return };
+    let case = Case::new((3, 29, 16), Dtype::F32);
+    let there = There::new(&device, &case);
+    let (head, x) = (there.head(&case), there.x(&case));
+    assert!(score(&device, &head, x, &[0, 1], 1.0).is_err());
+    assert!(score(&device, &head, x, &[0, 1, 29], 1.0).is_err());
+    assert!(choose(&device, &head, x, &[]).is_err());
+    assert!(logits(&device, &head, x, Rows::new(&there.x, 3, 28, Dtype::F32)).is_err());
+}
+
+/// What `engine::sampling::Sampler` keeps: tokens and their weights, ascending.
+fn kept(logits: &[f32], pick: &FilteredPick) -> Vec<(usize, f64)> {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weights: Vec<f64> = logits.iter().map(|logit| (f64::from(logit - largest) / pick.temperature).exp()).collect();
+    let mut order: Vec<usize> = (0..weights.len()).collect();
+    order.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
+    if pick.top_k > 0 {
+        order.truncate(pick.top_k as usize);
+    }
+    if pick.top_p < 1.0 {
+        let total: f64 = order.iter().map(|token| weights[*token]).sum();
+        let mut mass = 0.0;
+        let reached = order.iter().position(|token| {
+            mass += weights[*token];
+            mass >= pick.top_p * total
+        });
+        order.truncate(reached.map_or(order.len(), |rank| rank + 1));
+    }
+    let floor = pick.min_p * weights[order[0]];
+    order.retain(|token| weights[*token] >= floor);
+    order.sort_unstable();
+    order.into_iter().map(|token| (token, weights[token])).collect()
+}
+
+/// All draws of a distribution on the device, and those expected.
+fn assert_filters(device: &Device, logits: &[f32], pick: FilteredPick) {
+    const DRAWS: usize = 24;
+    let weight = device.upload(logits).unwrap();
+    let x = device.upload(&[1.0_f32; DRAWS]).unwrap();
+    let head =
+        Head { weight: Rows::new(&weight, logits.len(), 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
+    let uniform = |draw: usize| (draw as f64 + 0.003) / DRAWS as f64;
+    let picks: Vec<FilteredPick> = (0..DRAWS).map(|draw| FilteredPick { uniform: uniform(draw), ..pick }).collect();
+    let chosen = choose_filtered(device, &head, Rows::new(&x, DRAWS, 1, Dtype::F32), &picks).unwrap();
+    let kept = kept(logits, &pick);
+    let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
+    for (draw, chosen) in chosen.iter().enumerate() {
+        let mut sum = 0.0;
+        let near = kept.iter().any(|(token, weight)| {
+            let before = sum;
+            sum += weight;
+            let (before, after) = (before / total - 1e-6, sum / total + 1e-6);
+            *token == chosen.token as usize && before <= uniform(draw) && uniform(draw) <= after
+        });
+        assert!(near, "{pick:?} gave {} at {}, kept {kept:?}", chosen.token, uniform(draw));
+    }
+}
+
+#[test]
+fn filtered_choices_are_those_of_the_host() {
+    let Some(device) = device() else { return };
+    let off = FilteredPick { temperature: 1.0, uniform: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+    let picks = [
+        off,
+        FilteredPick { top_k: 1, ..off },
+        FilteredPick { top_k: 7, temperature: 2.0, ..off },
+        FilteredPick { top_k: 5000, ..off },
+        FilteredPick { top_p: 0.5, ..off },
+        FilteredPick { top_p: 1e-9, ..off },
+        FilteredPick { top_p: 0.93, temperature: 3.0, ..off },
+        FilteredPick { min_p: 0.3, ..off },
+        FilteredPick { top_k: 20, top_p: 0.8, min_p: 0.02, temperature: 1.5, ..off },
+    ];
+    let spread = |count, factor: f32| noise(count, 9).iter().map(|v| v * factor).collect::<Vec<_>>();
+    // Ties: few distinct values.
+    let tied: Vec<f32> = noise(700, 4).iter().map(|v| (v * 3.0).round()).collect();
+    for logits in [spread(5, 3.0), spread(1000, 6.0), tied, vec![-2.5; 40]] {
+        for pick in picks {
+            assert_filters(&device, &logits, pick);
+        }
+    }
+}

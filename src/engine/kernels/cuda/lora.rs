@@ -1,0 +1,281 @@
+//! Products with frozen or trained weights and their adapters: y = residual + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ, and its
+//! vector-Jacobian product.
+
+use std::ops::Range;
+
+use half::bf16;
+
+use super::driver::{Buffer, Device};
+use super::gemm::{Form, Gemm, Product, outer, outer_parts, product};
+use super::rows::{Dropout, Dtype, Result, Rows, check, check_rows, column_sums, copy, drop_out};
+
+/// LoRA factors of a fused weight on the device: A stacked, B block-diagonal and scaled by s.
+#[derive(Debug)]
+pub struct Adapter {
+    /// `[blocks · r, in]`
+    a: Buffer,
+    /// `[out, blocks · r]`
+    b: Buffer,
+    dtype: Dtype,
+    inputs: usize,
+    outputs: usize,
+    r: usize,
+    scaling: f32,
+    /// Each module's outputs.
+    parts: Vec<Range<usize>>,
+}
+
+/// The factors as the host has them, f32; see `engine::backend::AdapterValues`.
+#[derive(Clone, Debug)]
+pub struct Factors<'a> {
+    /// Inputs of A.
+    pub inputs: usize,
+    /// Outputs of the fused weight.
+    pub outputs: usize,
+    /// The rank.
+    pub r: usize,
+    /// `s` in s·B·A.
+    pub scaling: f64,
+    /// By module: its outputs, A `[r, in]`, B `[out, r]`.
+    pub blocks: Vec<(Range<usize>, &'a [f32], &'a [f32])>,
+}
+
+impl Adapter {
+    /// Upload the factors as products of this type read them.
+    ///
+    /// # Errors
+    /// [`CudaError::Input`](super::driver::CudaError::Input): a factor has another size.
+    pub fn new(device: &Device, dtype: Dtype, factors: &Factors<'_>) -> Result<Adapter> {
+        let Factors { inputs, outputs, r, scaling, blocks } = factors;
+        let scaling = *scaling as f32;
+        let rank = blocks.len() * r;
+        let (mut a, mut b) = (Vec::with_capacity(rank * inputs), vec![0f32; outputs * rank]);
+        for (index, (range, block_a, block_b)) in blocks.iter().enumerate() {
+            let fits = block_a.len() == r * inputs && block_b.len() == range.len() * r && range.end <= *outputs;
+            check(fits, || format!("an adapter of rank {r} does not fit a weight of {outputs} x {inputs}"))?;
+            a.extend_from_slice(block_a);
+            for (row, values) in range.clone().zip(block_b.chunks_exact(*r)) {
+                for (out, value) in b[row * rank + index * r..][..*r].iter_mut().zip(values) {
+                    *out = value * scaling;
+                }
+            }
+        }
+        let upload = |values: &[f32]| match dtype {
+            Dtype::F32 => device.upload(values),
+            Dtype::Bf16 => device.upload(&values.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<bf16>>()),
+        };
+        Ok(Adapter {
+            a: upload(&a)?,
+            b: upload(&b)?,
+            dtype,
+            inputs: *inputs,
+            outputs: *outputs,
+            r: *r,
+            scaling,
+            parts: blocks.iter().map(|(range, ..)| range.clone()).collect(),
+        })
+    }
+
+    /// Ranks of all modules.
+    pub fn rank(&self) -> usize {
+        self.parts.len() * self.r
+    }
+
+    fn a(&self) -> Rows<'_> {
+        Rows::new(&self.a, self.rank(), self.inputs, self.dtype)
+    }
+
+    fn b(&self) -> Rows<'_> {
+        Rows::new(&self.b, self.outputs, self.rank(), self.dtype)
+    }
+
+    /// The ranks of a module.
+    fn ranks(&self, block: usize) -> Range<usize> {
+        block * self.r..(block + 1) * self.r
+    }
+
+    /// x·Aᵀ `[rows, rank]` in x's type, each block with what its module's dropout leaves of x.
+    fn hidden(&self, device: &Device, gemm: Gemm, x: Rows<'_>, dropout: &[Dropout<'_>]) -> Result<Buffer> {
+        let hidden = device.alloc(x.rows * self.rank() * self.dtype.bytes())?;
+        let all = Rows::new(&hidden, x.rows, self.rank(), self.dtype);
+        if dropout.is_empty() {
+            product(device, gemm, &Product::new(Form::Nt, x, self.a()), all)?;
+        }
+        for (block, dropout) in dropout.iter().enumerate() {
+            let left = dropped(device, x, *dropout)?;
+            let left = Rows::new(&left, x.rows, x.width, x.dtype);
+            let a = self.a().part(self.ranks(block));
+            product(device, gemm, &Product::new(Form::Nt, left, a), all.columns(self.ranks(block)))?;
+        }
+        Ok(hidden)
+    }
+}
+
+/// What dropout leaves of x, in its type.
+fn dropped(device: &Device, x: Rows<'_>, dropout: Dropout<'_>) -> Result<Buffer> {
+    let left = device.alloc(x.rows * x.width * x.dtype.bytes())?;
+    drop_out(device, x, dropout, false, Rows::new(&left, x.rows, x.width, x.dtype))?;
+    Ok(left)
+}
+
+/// A product and what takes part in it.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear<'a> {
+    /// `[out, in]`, of the compute type.
+    pub weight: Rows<'a>,
+    /// f32, one row.
+    pub bias: Option<Rows<'a>>,
+    /// The adapter.
+    pub adapter: Option<&'a Adapter>,
+    /// What each module's input loses; empty without dropout.
+    pub dropout: &'a [Dropout<'a>],
+}
+
+impl Linear<'_> {
+    fn check(&self) -> Result<()> {
+        let Linear { weight, bias: _, adapter, dropout } = self;
+        let Some(adapter) = adapter else { return Ok(()) };
+        let fits = (adapter.outputs, adapter.inputs, adapter.dtype) == (weight.rows, weight.width, weight.dtype);
+        let masked = dropout.is_empty() || dropout.len() == adapter.parts.len();
+        check_rows(fits && masked, "a weight and its adapter", &[*weight, adapter.a(), adapter.b()])
+    }
+}
+
+/// out = residual + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. x has the compute type; the residual is f32; out is f32 or of the compute type.
+///
+/// # Errors
+/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes or types do not fit.
+pub fn linear(
+    device: &Device,
+    gemm: Gemm,
+    linear: &Linear<'_>,
+    x: Rows<'_>,
+    residual: Option<Rows<'_>>,
+    out: Rows<'_>,
+) -> Result<()> {
+    linear.check()?;
+    let Linear { weight, bias, adapter, dropout } = *linear;
+    let plain = Product { bias, add: residual, ..Product::new(Form::Nt, x, weight) };
+    let Some(adapter) = adapter else { return product(device, gemm, &plain, out) };
+    let hidden = adapter.hidden(device, gemm, x, dropout)?;
+    let hidden = Rows::new(&hidden, x.rows, adapter.rank(), adapter.dtype);
+    product(device, gemm, &Product { more: Some((hidden, adapter.b())), ..plain }, out)
+}
+
+/// A module of a weight that is trained in full: its outputs, and where the gradients of its W and b begin.
+#[derive(Clone, Debug)]
+pub struct Trained {
+    /// In the fused weight.
+    pub outputs: Range<usize>,
+    /// Of W, row-major.
+    pub weight: usize,
+    /// Of b.
+    pub bias: Option<usize>,
+}
+
+/// What the backward of [`linear`] reads, and where it adds gradients.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearBackward<'a> {
+    /// As in the forward.
+    pub linear: Linear<'a>,
+    /// The input, of the compute type.
+    pub x: Rows<'a>,
+    /// dL/dout, f32 or of the compute type.
+    pub dy: Rows<'a>,
+    /// Where the gradients of each module's A and B begin; empty where no adapter is trained.
+    pub slots: &'a [(usize, usize)],
+    /// In full fine-tuning, module by module.
+    pub full: &'a [Trained],
+    /// Flat, f32: gradients are added.
+    pub gradient: &'a Buffer,
+}
+
+/// dx (f32 or of the compute type) = dL/dx of [`linear`] without the residual's part.
+///
+/// # Errors
+/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes or types do not fit.
+pub fn linear_vjp(device: &Device, gemm: Gemm, backward: &LinearBackward<'_>, dx: Rows<'_>) -> Result<()> {
+    let LinearBackward { linear, x, dy, slots, full, gradient } = *backward;
+    linear.check()?;
+    let Linear { weight, bias: _, adapter, dropout } = linear;
+    // Products round what they read, as in the forward.
+    let rounded = if dy.dtype == weight.dtype {
+        None
+    } else {
+        let rounded = device.alloc(dy.rows * dy.width * weight.dtype.bytes())?;
+        copy(device, dy, Rows::new(&rounded, dy.rows, dy.width, weight.dtype))?;
+        Some(rounded)
+    };
+    let dy_read = rounded.as_ref().map_or(dy, |rounded| Rows::new(rounded, dy.rows, dy.width, weight.dtype));
+    for Trained { outputs, weight: weight_at, bias: bias_at } in full {
+        let slot = Rows::within(gradient, *weight_at, outputs.len(), x.width);
+        outer(device, gemm, dy_read.columns(outputs.clone()), x, 1.0, slot)?;
+        if let Some(at) = bias_at {
+            let slot = Rows::flat(gradient, *at, outputs.len(), Dtype::F32);
+            column_sums(device, dy.columns(outputs.clone()), slot)?;
+        }
+    }
+    let plain = Product::new(Form::Nn, dy_read, weight);
+    let Some(adapter) = adapter else { return product(device, gemm, &plain, dx) };
+    let rank = adapter.rank();
+    let dh = device.alloc(x.rows * rank * adapter.dtype.bytes())?;
+    let dh = Rows::new(&dh, x.rows, rank, adapter.dtype);
+    product(device, gemm, &Product::new(Form::Nn, dy_read, adapter.b()), dh)?;
+    let a_slot = |(at, _): &(usize, usize)| Rows::within(gradient, *at, adapter.r, x.width);
+    check(slots.is_empty() || slots.len() == adapter.parts.len(), || {
+        format!("{} modules of an adapter have {} places in the gradient", adapter.parts.len(), slots.len())
+    })?;
+    if dropout.is_empty() {
+        product(device, gemm, &Product { more: Some((dh, adapter.a())), ..plain }, dx)?;
+        if !slots.is_empty() {
+            let slots: Vec<Rows<'_>> = slots.iter().map(a_slot).collect();
+            outer_parts(device, gemm, dh, x, 1.0, &slots)?;
+        }
+    } else {
+        dropped_vjp(device, gemm, &LinearBackward { dy: dy_read, ..*backward }, adapter, dh, dx)?;
+    }
+    if slots.is_empty() {
+        return Ok(());
+    }
+    let hidden = adapter.hidden(device, gemm, x, dropout)?;
+    let hidden = Rows::new(&hidden, x.rows, rank, adapter.dtype);
+    for (block, (outputs, (_, at))) in adapter.parts.iter().zip(slots).enumerate() {
+        // L depends on B through s·B: dB = s·dyᵀ·h.
+        let slot = Rows::within(gradient, *at, outputs.len(), adapter.r);
+        let (dy, hidden) = (dy_read.columns(outputs.clone()), hidden.columns(adapter.ranks(block)));
+        outer(device, gemm, dy, hidden, adapter.scaling, slot)?;
+    }
+    Ok(())
+}
+
+/// dL/dx, and dL/dA, where each module's input lost something else: summed in f32 before dx is rounded.
+fn dropped_vjp(
+    device: &Device,
+    gemm: Gemm,
+    backward: &LinearBackward<'_>,
+    adapter: &Adapter,
+    dh: Rows<'_>,
+    dx: Rows<'_>,
+) -> Result<()> {
+    let LinearBackward { linear, x, dy, slots, full: _, gradient } = *backward;
+    let sums = |device: &Device| device.alloc(x.rows * x.width * size_of::<f32>());
+    let (sum, through) = (sums(device)?, sums(device)?);
+    let sum = Rows::new(&sum, x.rows, x.width, Dtype::F32);
+    let through = Rows::new(&through, x.rows, x.width, Dtype::F32);
+    product(device, gemm, &Product::new(Form::Nn, dy, linear.weight), sum)?;
+    for (block, dropout) in linear.dropout.iter().enumerate() {
+        let ranks = adapter.ranks(block);
+        let dh = dh.columns(ranks.clone());
+        product(device, gemm, &Product::new(Form::Nn, dh, adapter.a().part(ranks)), through)?;
+        drop_out(device, through, *dropout, true, sum)?;
+        if let Some((at, _)) = slots.get(block) {
+            let left = dropped(device, x, *dropout)?;
+            let left = Rows::new(&left, x.rows, x.width, x.dtype);
+            outer(device, gemm, dh, left, 1.0, Rows::within(gradient, *at, adapter.r, x.width))?;
+        }
+    }
+    copy(device, sum, dx)
+}
+
+#[cfg(test)]
+mod tests;
