@@ -118,7 +118,7 @@ fn same_length(found: usize, samples: usize) -> Result<(), String> {
 }
 
 /// Puts entries in the order of the request by their `index`: servers sort, or answer as they finish.
-fn by_index<'a>(entries: &'a [Value], samples: usize) -> Result<Vec<&'a Value>, String> {
+fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
     same_length(entries.len(), samples)?;
     let mut places: Vec<Option<&Value>> = vec![None; samples];
     for entry in entries {

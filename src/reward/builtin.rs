@@ -35,7 +35,7 @@ enum Check {
     Contains { needle: Needle, ignore_case: bool },
     NumberMatch { column: String, tolerance: f64 },
     Regex(Regex),
-    StringCheck { texts: Texts, operation: StringOperation },
+    Compare { texts: Texts, operation: StringOperation },
     TextSimilarity { texts: Texts, metric: SimilarityMetric },
     MathEqual(MathEqualPlan),
     JsonSchema(json::JsonCheck),
@@ -99,7 +99,7 @@ impl Builtin {
                     .build()
                     .map_err(|why| error(format!("the pattern is not valid: {why}")))?,
             ),
-            RewardKind::StringCheck(plan) => Check::StringCheck {
+            RewardKind::StringCheck(plan) => Check::Compare {
                 texts: Texts::new(&plan.input, &plan.reference).map_err(error)?,
                 operation: plan.operation,
             },
@@ -169,7 +169,7 @@ impl Builtin {
                 Ok(yes_no(number.is_some_and(|number| (number - reference).abs() <= *tolerance)))
             }),
             Check::Regex(regex) => Ok(yes_no(regex.is_match(completion))),
-            Check::StringCheck { texts, operation } => {
+            Check::Compare { texts, operation } => {
                 let (input, reference) = texts.of(sample)?;
                 Ok(yes_no(match operation {
                     StringOperation::Eq => input == reference,

@@ -18,7 +18,7 @@ pub(super) struct HttpTemplate {
 /// A body with its strings compiled.
 enum Node {
     Plain(Value),
-    Text(SampleTemplate),
+    Text(Box<SampleTemplate>),
     List(Vec<Node>),
     Object(Vec<(String, Node)>),
 }
@@ -32,7 +32,7 @@ impl HttpTemplate {
 impl Node {
     fn new(value: &Value) -> Result<Self, String> {
         Ok(match value {
-            Value::String(text) => Node::Text(SampleTemplate::new(text)?),
+            Value::String(text) => Node::Text(Box::new(SampleTemplate::new(text)?)),
             Value::Array(items) => Node::List(items.iter().map(Node::new).collect::<Result<_, _>>()?),
             Value::Object(fields) => {
                 let field = |(name, value): (&String, &Value)| Ok::<_, String>((name.clone(), Node::new(value)?));

@@ -39,7 +39,7 @@ fn rouge_words(text: &str) -> Vec<String> {
     words.filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }
 
-fn counts<'a, T: Eq + std::hash::Hash>(words: &'a [T], order: usize) -> HashMap<&'a [T], usize> {
+fn counts<T: Eq + std::hash::Hash>(words: &[T], order: usize) -> HashMap<&[T], usize> {
     let mut counts = HashMap::new();
     for ngram in words.windows(order) {
         *counts.entry(ngram).or_insert(0) += 1;

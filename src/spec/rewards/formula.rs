@@ -10,6 +10,9 @@ const FUNCTIONS: [&str; 8] = ["min", "max", "abs", "floor", "ceil", "exp", "sqrt
 const WORDS: [&str; 14] =
     ["and", "or", "not", "in", "is", "if", "else", "true", "false", "none", "True", "False", "None", "loop"];
 
+type OfOne = fn(f64) -> f64;
+type OfTwo = fn(f64, f64) -> f64;
+
 /// A parsed formula.
 #[derive(Debug)]
 pub struct Formula {
@@ -23,7 +26,7 @@ impl Formula {
         let mut environment = Environment::empty();
         environment.set_fuel(Some(FUEL));
         environment.set_undefined_behavior(UndefinedBehavior::Strict);
-        let one: [(&'static str, fn(f64) -> f64); 6] = [
+        let one: [(&'static str, OfOne); 6] = [
             ("abs", f64::abs),
             ("floor", f64::floor),
             ("ceil", f64::ceil),
@@ -34,7 +37,7 @@ impl Formula {
         for (name, function) in one {
             environment.add_function(name, function);
         }
-        let many: [(&'static str, fn(f64, f64) -> f64); 2] = [("min", f64::min), ("max", f64::max)];
+        let many: [(&'static str, OfTwo); 2] = [("min", f64::min), ("max", f64::max)];
         for (name, function) in many {
             environment.add_function(name, move |values: minijinja::value::Rest<f64>| {
                 let best = values.iter().copied().reduce(function);

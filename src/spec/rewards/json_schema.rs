@@ -18,13 +18,13 @@ impl JsonSchema {
         let mut compiler = Compiler::new();
         compiler.use_loader(Box::new(Nothing));
         let mut schemas = Schemas::new();
-        let added = compiler.add_resource(HOME, schema.clone());
-        let compiled = added.and_then(|()| compiler.compile(HOME, &mut schemas));
-        let index = compiled.map_err(|error| {
+        let told = |error: boon::CompileError| {
             let text = format!("{error:#}");
             let first: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).take(3).collect();
             format!("not a JSON Schema that can be used: {}", first.join(" ").replace(HOME, ""))
-        })?;
+        };
+        compiler.add_resource(HOME, schema.clone()).map_err(told)?;
+        let index = compiler.compile(HOME, &mut schemas).map_err(told)?;
         Ok(Self { schemas, index })
     }
 
