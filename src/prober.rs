@@ -30,7 +30,7 @@ use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, m
 use crate::reward::Rewards;
 use crate::reward::webhook::Webhook;
 use crate::reward_model::LocalRewardModels;
-use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets, WebhookPlan};
+use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets};
 
 /// The code of a process whose server is gone, or wants no answer any more.
 const EXIT_ORPHAN: i32 = 3;
@@ -156,18 +156,14 @@ fn hasty_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
     // A service that hangs is told from one that is slow while there is time left to say so.
     let left = deadline.saturating_duration_since(Instant::now()) / 3;
     let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1);
-    let kind = match &reward.kind {
-        RewardKind::Webhook(webhook) => RewardKind::Webhook(WebhookPlan {
-            max_tries: 1,
-            max_invalid_tries: 0,
-            max_outage_s: 0,
-            on_invalid: OnInvalid::Mask,
-            timeout_ms: webhook.timeout_ms.min(left_ms),
-            deadline_ms: webhook.deadline_ms.min(left_ms),
-            ..webhook.clone()
-        }),
-        other => other.clone(),
-    };
+    let kind = reward.kind.with_service(|service| {
+        service.max_tries = 1;
+        service.max_invalid_tries = 0;
+        service.max_outage_s = 0;
+        service.on_invalid = OnInvalid::Mask;
+        service.timeout_ms = service.timeout_ms.min(left_ms);
+        service.deadline_ms = service.deadline_ms.min(left_ms);
+    });
     RewardPlan { required: false, kind, ..reward.clone() }
 }
 

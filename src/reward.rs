@@ -22,6 +22,7 @@ use crate::protocol::JournalEntry;
 use crate::sample::{RewardSample, RewardValue, RolloutId, Score};
 use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
 
+mod adapters;
 pub mod builtin;
 pub mod example;
 pub mod health;
@@ -373,17 +374,13 @@ impl Rewards {
         for plan in plans {
             let none = RewardSecrets::default();
             let reward: Box<dyn Reward> = match &plan.kind {
-                RewardKind::Webhook(webhook) => {
+                kind if kind.service().is_some() => {
                     let secrets = secrets.get(&plan.name).unwrap_or(&none);
-                    let webhook = webhook::Webhook::new(&plan.name, webhook, secrets, outgoing)?;
+                    let webhook = webhook::Webhook::of_kind(&plan.name, kind, secrets, outgoing)?;
                     Box::new(webhook.with_status(status.clone()).with_journal(journal.clone()))
                 }
-                RewardKind::Length(_)
-                | RewardKind::ExactMatch(_)
-                | RewardKind::Contains(_)
-                | RewardKind::NumberMatch(_)
-                | RewardKind::Regex(_) => Box::new(builtin::Builtin::new(&plan.name, &plan.kind)?),
                 RewardKind::RewardModel(model) => Box::new(local::Local::new(&plan.name, model, models.clone())?),
+                kind => Box::new(builtin::Builtin::new(&plan.name, kind)?),
             };
             entries.push(Entry {
                 name: plan.name.clone(),

@@ -33,6 +33,6 @@ pub use plan::*;
 pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;
 pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, RewardModelFacts, Warning, resolve};
-pub use rewards::read_single_reward;
+pub use rewards::{Formula, JsonSchema, SampleTemplate, read_single_reward};
 pub use schema::JobDocument;
 pub use warm::WarmStartFacts;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{OnAlert, Rule};
-use crate::spec::{Plan, RewardKind, RewardPlan};
+use crate::spec::{Plan, RewardPlan};
 
 /// The facts of a job that the rules depend on.
 #[derive(Debug, Clone, PartialEq)]
@@ -63,7 +63,7 @@ impl Settings {
             eval_range: range_of(eval_rewards),
             eval_completions: eval.map_or(0.0, |eval| eval.num_prompts() as f64 * f64::from(eval.num_generations)),
             independent: independent
-                .map(|reward| (reward.name.clone(), bounds(&reward.kind).map(|(low, high)| high - low)))
+                .map(|reward| (reward.name.clone(), reward.kind.bounds().map(|(low, high)| high - low)))
                 .collect(),
             default_on_alert: plan.doctor.on_alert,
             on_alert: plan.doctor.rules.iter().filter_map(|(rule, set)| Some((*rule, set.on_alert?))).collect(),
@@ -82,21 +82,9 @@ impl Settings {
 fn range_of(rewards: &[RewardPlan]) -> Option<(f64, f64)> {
     let mut range = (0.0, 0.0);
     for reward in rewards.iter().filter(|reward| reward.weight != 0.0) {
-        let (low, high) = bounds(&reward.kind)?;
+        let (low, high) = reward.kind.bounds()?;
         let (a, b) = (reward.weight * low, reward.weight * high);
         range = (range.0 + a.min(b), range.1 + a.max(b));
     }
     (range.1 > range.0).then_some(range)
-}
-
-/// Lowest and highest value of a reward.
-fn bounds(kind: &RewardKind) -> Option<(f64, f64)> {
-    match kind {
-        RewardKind::Webhook(_) => None,
-        RewardKind::RewardModel(_) => None,
-        RewardKind::Length(plan) => Some((-0.5 + plan.sentence_bonus.min(0.0), 1.0 + plan.sentence_bonus.max(0.0))),
-        RewardKind::ExactMatch(_) | RewardKind::Contains(_) | RewardKind::NumberMatch(_) | RewardKind::Regex(_) => {
-            Some((0.0, 1.0))
-        }
-    }
 }

@@ -19,9 +19,7 @@ use super::lookup::{Prepared, prepare};
 use super::submit::{hex, keep, plan_of};
 use super::warm_start;
 use crate::id::JobId;
-use crate::spec::{
-    FieldError, JobSpec, Plan, Reference, RewardKind, WarmStartPlan, continues, forked_document, resolve,
-};
+use crate::spec::{FieldError, JobSpec, Plan, Reference, WarmStartPlan, continues, forked_document, resolve};
 use crate::store::{CheckpointRow, Fork, NewJob, clock_ms};
 
 /// The routes of this module.
@@ -217,10 +215,8 @@ fn copy_secrets(
 ) {
     for (name, secret) in secrets {
         let url = |rewards: &[crate::spec::RewardPlan]| {
-            rewards.iter().find(|reward| reward.name == name).and_then(|reward| match &reward.kind {
-                RewardKind::Webhook(webhook) => Some(webhook.url.clone()),
-                _ => None,
-            })
+            let reward = rewards.iter().find(|reward| reward.name == name);
+            reward.and_then(|reward| reward.kind.service()).map(|service| service.url.clone())
         };
         if url(&spec.rewards).is_some() && url(&spec.rewards) == url(&parent.rewards) {
             spec.secrets.entry(name).or_insert(secret);

@@ -20,7 +20,7 @@ use crate::reward::local::Local;
 use crate::reward::webhook::{Exchange, Ping, Webhook};
 use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, SampleError};
 use crate::sample::{RewardSample, RewardValue, RolloutId};
-use crate::spec::{OnInvalid, RewardKind, RewardPlan, RewardSecrets, WebhookPlan, read_single_reward};
+use crate::spec::{OnInvalid, RewardKind, RewardPlan, RewardSecrets, ServicePlan, read_single_reward};
 
 /// Most samples of one test.
 const MAX_SAMPLES: usize = 256;
@@ -119,34 +119,35 @@ async fn try_reward(
     let (mut ping, mut exchanges, mut warnings) = (None, Vec::new(), Vec::new());
     let judged;
     let start;
-    match &plan.kind {
-        RewardKind::Webhook(webhook) => {
-            if secrets.secret.is_none() {
-                warnings.push(
-                    "without 'secret' requests are not signed: the service cannot know who sends them".to_owned(),
-                );
-            }
-            let webhook = Webhook::new(&plan.name, &patient_once(webhook), secrets, outgoing)?.recording();
-            ping = Some(webhook.ping().await);
-            start = Instant::now();
-            judged = webhook.judge(&job, samples).await;
-            exchanges = webhook.exchanges();
+    if plan.kind.service().is_some() {
+        if matches!(plan.kind, RewardKind::Webhook(_)) && secrets.secret.is_none() {
+            warnings
+                .push("without 'secret' requests are not signed: the service cannot know who sends them".to_owned());
         }
-        RewardKind::Length(_)
-        | RewardKind::ExactMatch(_)
-        | RewardKind::Contains(_)
-        | RewardKind::NumberMatch(_)
-        | RewardKind::Regex(_) => {
-            let builtin = Builtin::new(&plan.name, &plan.kind)?;
-            start = Instant::now();
-            judged = builtin.judge(&job, samples).await;
-        }
+        let webhook = Webhook::of_kind(&plan.name, &plan.kind.with_service(once), secrets, outgoing)?.recording();
+        ping = webhook.greet().await;
+        start = Instant::now();
+        judged = webhook.judge(&job, samples).await;
+        exchanges = webhook.exchanges();
+        warnings.extend(webhook.remarks());
+    } else if let RewardKind::RewardModel(model) = &plan.kind {
         // Says where to try it instead.
-        RewardKind::RewardModel(model) => {
-            let local = Local::new(&plan.name, model, None)?;
-            start = Instant::now();
-            judged = local.judge(&job, samples).await;
-        }
+        let local = Local::new(&plan.name, model, None)?;
+        start = Instant::now();
+        judged = local.judge(&job, samples).await;
+    } else {
+        let builtin = Builtin::new(&plan.name, &plan.kind)?;
+        start = Instant::now();
+        judged = builtin.judge(&job, samples).await;
+    }
+    if let Some((most, service)) =
+        ping.as_ref().and_then(|ping: &Ping| ping.reply.as_ref()?.max_batch_samples).zip(plan.kind.service())
+        && most < service.max_batch_samples
+    {
+        warnings.push(format!(
+            "the service takes {most} samples in one request, less than max_batch_samples ({}): set it to {most}",
+            service.max_batch_samples
+        ));
     }
     let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
     let judged = judged.unwrap_or_else(|failure| {
@@ -169,15 +170,12 @@ async fn try_reward(
 }
 
 /// The plan of a test: one try, whatever comes of it.
-fn patient_once(plan: &WebhookPlan) -> WebhookPlan {
-    WebhookPlan {
-        max_tries: 1,
-        max_invalid_tries: 0,
-        max_outage_s: 0,
-        on_invalid: OnInvalid::Mask,
-        timeout_ms: plan.timeout_ms.min(MAX_TIMEOUT_MS),
-        ..plan.clone()
-    }
+fn once(service: &mut ServicePlan) {
+    service.max_tries = 1;
+    service.max_invalid_tries = 0;
+    service.max_outage_s = 0;
+    service.on_invalid = OnInvalid::Mask;
+    service.timeout_ms = service.timeout_ms.min(MAX_TIMEOUT_MS);
 }
 
 fn test_result((sample, judgement): (&RewardSample, Judgement)) -> TestResult {

@@ -2,7 +2,7 @@
 //! usually wastes its time.
 
 use super::{Finding, FindingCode, ProbeReport};
-use crate::spec::{Plan, RewardKind, RewardPlan};
+use crate::spec::{Plan, RewardPlan};
 
 /// Missing values of a required reward beyond which it cannot be trained on: a job warns at the same fraction.
 pub const MISSING_FRACTION: f64 = 0.2;
@@ -23,15 +23,7 @@ pub const REWARD_SECONDS: f64 = 0.5;
 
 /// Smallest and largest value of a reward that says so by what it is; None for services.
 pub fn range_of(reward: &RewardPlan) -> Option<(f64, f64)> {
-    match &reward.kind {
-        RewardKind::Webhook(_) => None,
-        RewardKind::RewardModel(_) => None,
-        // −0.5, 0 or 1, and the bonus on top.
-        RewardKind::Length(plan) => Some((-0.5 + plan.sentence_bonus.min(0.0), 1.0 + plan.sentence_bonus.max(0.0))),
-        RewardKind::ExactMatch(_) | RewardKind::Contains(_) | RewardKind::NumberMatch(_) | RewardKind::Regex(_) => {
-            Some((0.0, 1.0))
-        }
-    }
+    reward.kind.bounds()
 }
 
 /// The range of the weighted sum; `ranges` in the plan's order. None when a reward that counts does not say.
@@ -209,10 +201,8 @@ fn bottleneck(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
         .iter()
         .max_by(|(_, a), (_, b)| a.latency_p50_s.unwrap_or(0.0).total_cmp(&b.latency_p50_s.unwrap_or(0.0)));
     let name = slowest.map_or_else(String::new, |(name, _)| format!(", '{name}' the slowest"));
-    let concurrency = plan.rewards.iter().filter_map(|reward| match &reward.kind {
-        RewardKind::Webhook(webhook) => Some(webhook.max_concurrency),
-        _ => None,
-    });
+    let services = plan.rewards.iter().filter_map(|reward| reward.kind.service());
+    let concurrency = services.map(|service| service.max_concurrency);
     let fix = match concurrency.max() {
         Some(most) => format!(
             "make the reward service faster or run more of it, then raise max_concurrency (now {most}) and max_batch_samples"

@@ -1,12 +1,23 @@
 //! Built-in rewards: pure functions of the completion and the row's other columns.
 
+use std::collections::BTreeMap;
+
 use futures::future::BoxFuture;
 use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
 use crate::sample::{RewardSample, RewardValue};
-use crate::spec::{LengthPlan, RewardKind};
+use crate::spec::{
+    FormatPlan, Formula, LengthPlan, MathEqualPlan, RepetitionPlan, RewardKind, SampleTemplate, SimilarityMetric,
+    SoftOverlongPlan, StringOperation,
+};
+
+mod json;
+mod length;
+mod math;
+mod similarity;
+mod tags;
 
 /// Largest compiled size of a user's pattern, bytes.
 const REGEX_SIZE_LIMIT: usize = 1 << 20;
@@ -24,12 +35,42 @@ enum Check {
     Contains { needle: Needle, ignore_case: bool },
     NumberMatch { column: String, tolerance: f64 },
     Regex(Regex),
+    Compare { texts: Texts, operation: StringOperation },
+    TextSimilarity { texts: Texts, metric: SimilarityMetric },
+    MathEqual(MathEqualPlan),
+    JsonSchema(json::JsonCheck),
+    Repetition(RepetitionPlan),
+    SoftOverlong(SoftOverlongPlan),
+    Format(FormatPlan),
+    Multi { graders: BTreeMap<String, Builtin>, formula: Formula },
 }
 
 #[derive(Debug)]
 enum Needle {
     Column(String),
     Text(String),
+}
+
+/// What a grader compares.
+#[derive(Debug)]
+struct Texts {
+    input: SampleTemplate,
+    reference: SampleTemplate,
+}
+
+impl Texts {
+    fn new(input: &str, reference: &str) -> Result<Self, String> {
+        Ok(Self { input: SampleTemplate::new(input)?, reference: SampleTemplate::new(reference)? })
+    }
+
+    fn of(&self, sample: &RewardSample) -> Result<(String, String), SampleError> {
+        let variables = SampleTemplate::variables(sample);
+        let render = |template: &SampleTemplate| {
+            let failed = |why| no_value("template_failed", format!("the template does not fit this row: {why}"));
+            template.render(&variables).map_err(failed)
+        };
+        Ok((render(&self.input)?, render(&self.reference)?))
+    }
 }
 
 impl Builtin {
@@ -58,48 +99,102 @@ impl Builtin {
                     .build()
                     .map_err(|why| error(format!("the pattern is not valid: {why}")))?,
             ),
-            RewardKind::Webhook(_) => return Err(error("a webhook is not built in".to_owned())),
             RewardKind::RewardModel(_) => return Err(error("a reward model is not built in".to_owned())),
+            RewardKind::StringCheck(plan) => Check::Compare {
+                texts: Texts::new(&plan.input, &plan.reference).map_err(error)?,
+                operation: plan.operation,
+            },
+            RewardKind::TextSimilarity(plan) => Check::TextSimilarity {
+                texts: Texts::new(&plan.input, &plan.reference).map_err(error)?,
+                metric: plan.evaluation_metric,
+            },
+            RewardKind::MathEqual(plan) => Check::MathEqual(plan.clone()),
+            RewardKind::JsonSchema(plan) => Check::JsonSchema(json::JsonCheck::new(plan).map_err(error)?),
+            RewardKind::Repetition(plan) => Check::Repetition(plan.clone()),
+            RewardKind::SoftOverlong(plan) => Check::SoftOverlong(plan.clone()),
+            RewardKind::Format(plan) => Check::Format(plan.clone()),
+            RewardKind::Multi(plan) => {
+                let grader = |(name, kind): (&String, &RewardKind)| Ok((name.clone(), Builtin::new(name, kind)?));
+                Check::Multi {
+                    graders: plan.graders.iter().map(grader).collect::<Result<_, BuildError>>()?,
+                    formula: Formula::parse(&plan.calculate_output).map_err(error)?,
+                }
+            }
+            RewardKind::Webhook(_)
+            | RewardKind::Openrlhf(_)
+            | RewardKind::Slime(_)
+            | RewardKind::Llamafactory(_)
+            | RewardKind::TeiPredict(_)
+            | RewardKind::TeiRerank(_)
+            | RewardKind::VllmClassify(_)
+            | RewardKind::VllmScore(_)
+            | RewardKind::VllmPooling(_)
+            | RewardKind::SglangClassify(_)
+            | RewardKind::HfTextClassification(_)
+            | RewardKind::OpenaiJudge(_)
+            | RewardKind::HttpTemplate(_) => return Err(error("a service is not built in".to_owned())),
         };
         Ok(Self { check })
     }
 
     /// Judges one completion.
-    pub fn judge_one(&self, completion: &str, columns: &Map<String, Value>) -> Judgement {
-        let value = match &self.check {
-            Check::Length(plan) => Ok(RewardValue::Number(length(completion, plan))),
-            Check::ExactMatch { column, ignore_case } => text_column(columns, column).map(|reference| {
-                reference.map_or(RewardValue::NotApplicable, |reference| {
-                    yes_no(folded(completion.trim(), *ignore_case) == folded(reference.trim(), *ignore_case))
-                })
+    pub fn judge_one(&self, sample: &RewardSample) -> Judgement {
+        if let Check::Multi { graders, formula } = &self.check {
+            return multi(graders, formula, sample);
+        }
+        let value = self.value(sample);
+        value.map_or_else(|error| Judgement::missing(error.code, error.message), Judgement::value)
+    }
+
+    fn value(&self, sample: &RewardSample) -> Result<RewardValue, SampleError> {
+        let RewardSample { completion, columns, .. } = sample;
+        match &self.check {
+            Check::Length(plan) => Ok(RewardValue::Number(length::length(sample, plan))),
+            Check::ExactMatch { column, ignore_case } => with_column(columns, column, |reference| {
+                Ok(yes_no(folded(completion.trim(), *ignore_case) == folded(reference.trim(), *ignore_case)))
             }),
             Check::Contains { needle, ignore_case } => {
-                let needle = match needle {
-                    Needle::Column(column) => text_column(columns, column),
-                    Needle::Text(text) => Ok(Some(text.clone())),
+                let contains = |needle: &str| {
+                    Ok(yes_no(folded(completion, *ignore_case).contains(&folded(needle.trim(), *ignore_case))))
                 };
-                needle.map(|needle| {
-                    needle.map_or(RewardValue::NotApplicable, |needle| {
-                        yes_no(folded(completion, *ignore_case).contains(&folded(needle.trim(), *ignore_case)))
-                    })
-                })
+                match needle {
+                    Needle::Column(column) => with_column(columns, column, contains),
+                    Needle::Text(text) => contains(text),
+                }
             }
-            Check::NumberMatch { column, tolerance } => match text_column(columns, column) {
-                Err(missing) => Err(missing),
-                Ok(None) => Ok(RewardValue::NotApplicable),
-                Ok(Some(reference)) => match last_number(&reference) {
-                    None => Err(no_value(
-                        "column_not_a_number",
-                        format!("the column '{column}' of this row contains no number"),
-                    )),
-                    Some(reference) => Ok(yes_no(
-                        last_number(completion).is_some_and(|number| (number - reference).abs() <= *tolerance),
-                    )),
-                },
-            },
+            Check::NumberMatch { column, tolerance } => with_column(columns, column, |reference| {
+                let reference = last_number(reference).ok_or_else(|| {
+                    no_value("column_not_a_number", format!("the column '{column}' of this row contains no number"))
+                })?;
+                let number = last_number(completion);
+                Ok(yes_no(number.is_some_and(|number| (number - reference).abs() <= *tolerance)))
+            }),
             Check::Regex(regex) => Ok(yes_no(regex.is_match(completion))),
-        };
-        value.map_or_else(|error| Judgement::missing(error.code, error.message), Judgement::value)
+            Check::Compare { texts, operation } => {
+                let (input, reference) = texts.of(sample)?;
+                Ok(yes_no(match operation {
+                    StringOperation::Eq => input == reference,
+                    StringOperation::Ne => input != reference,
+                    StringOperation::Like => input.contains(&reference),
+                    StringOperation::Ilike => input.to_lowercase().contains(&reference.to_lowercase()),
+                }))
+            }
+            Check::TextSimilarity { texts, metric } => {
+                let (input, reference) = texts.of(sample)?;
+                Ok(RewardValue::Number(similarity::similarity(&input, &reference, *metric)))
+            }
+            Check::MathEqual(plan) => with_column(columns, &plan.column, |reference| {
+                let reference = math::reference_answer(reference);
+                let answer = math::final_answer(completion, plan.answer);
+                Ok(yes_no(answer.is_some_and(|answer| math::equal(&answer, &reference, plan.tolerance))))
+            }),
+            Check::JsonSchema(check) => check.value(completion, columns),
+            Check::Repetition(plan) => Ok(RewardValue::Number(length::repetition(completion, plan))),
+            Check::SoftOverlong(plan) => Ok(RewardValue::Number(length::soft_overlong(sample.num_tokens, plan))),
+            Check::Format(plan) => Ok(RewardValue::Number(tags::format(completion, plan))),
+            // Judged before; its values come from here.
+            Check::Multi { graders, formula } => Ok(multi(graders, formula, sample).value),
+        }
     }
 }
 
@@ -109,23 +204,27 @@ impl Reward for Builtin {
         _: &'a JobContext,
         samples: &'a [RewardSample],
     ) -> BoxFuture<'a, Result<Judged, RewardFailure>> {
-        let judgements = samples.iter().map(|sample| self.judge_one(&sample.completion, &sample.columns)).collect();
+        let judgements = samples.iter().map(|sample| self.judge_one(sample)).collect();
         Box::pin(std::future::ready(Ok(Judged { judgements, counts: Counts::default() })))
     }
 }
 
-/// The seeds' band of words: 1 inside, −0.5 below, 0 above; the bonus for a sentence's end.
-fn length(completion: &str, plan: &LengthPlan) -> f64 {
-    let words = completion.split_whitespace().count() as u64;
-    let band = if words < u64::from(plan.min_words) {
-        -0.5
-    } else if words <= u64::from(plan.max_words) {
-        1.0
-    } else {
-        0.0
+/// A formula over other graders. One that is missing, or does not apply, makes the whole so.
+fn multi(graders: &BTreeMap<String, Builtin>, formula: &Formula, sample: &RewardSample) -> Judgement {
+    let mut scores = BTreeMap::new();
+    for (name, grader) in graders {
+        let judgement = grader.judge_one(sample);
+        match judgement.value {
+            RewardValue::Number(score) => scores.insert(name.as_str(), score),
+            RewardValue::NotApplicable | RewardValue::Missing => return judgement,
+        };
+    }
+    let mut judgement = match formula.value(&scores) {
+        Ok(value) => Judgement::value(RewardValue::Number(value)),
+        Err(why) => Judgement::missing("formula_without_value", why),
     };
-    let is_sentence = completion.trim_end().ends_with(['.', '!', '?']);
-    band + if is_sentence { plan.sentence_bonus } else { 0.0 }
+    judgement.metrics = scores.into_iter().map(|(name, score)| (name.to_owned(), score.into())).collect();
+    judgement
 }
 
 fn no_value(code: &str, message: String) -> SampleError {
@@ -138,6 +237,18 @@ fn yes_no(yes: bool) -> RewardValue {
 
 fn folded(text: &str, ignore_case: bool) -> String {
     if ignore_case { text.to_lowercase() } else { text.to_owned() }
+}
+
+/// The value by a column's text; where the column is null, the reward does not apply to the row.
+fn with_column(
+    columns: &Map<String, Value>,
+    column: &str,
+    value: impl FnOnce(&str) -> Result<RewardValue, SampleError>,
+) -> Result<RewardValue, SampleError> {
+    match text_column(columns, column)? {
+        Some(text) => value(&text),
+        None => Ok(RewardValue::NotApplicable),
+    }
 }
 
 /// The column as text; `None` where it is null (the reward does not apply to this row).
@@ -186,9 +297,28 @@ mod tests {
     use super::*;
     use crate::spec::{ContainsPlan, MatchPlan, NumberMatchPlan, RegexPlan};
 
+    pub(super) fn sample(completion: &str) -> RewardSample {
+        RewardSample {
+            sample_id: "s_0".into(),
+            group_id: "g_0".into(),
+            prompt_id: "row_0".into(),
+            prompt: "What?".into(),
+            messages: None,
+            completion: completion.into(),
+            finish_reason: crate::event::FinishReason::Stop,
+            num_tokens: 3,
+            columns: Map::new(),
+        }
+    }
+
     fn value(kind: RewardKind, completion: &str, columns: Value) -> Judgement {
         let Value::Object(columns) = columns else { panic!("columns are an object") };
-        Builtin::new("r", &kind).unwrap().judge_one(completion, &columns)
+        Builtin::new("r", &kind).unwrap().judge_one(&RewardSample { columns, ..sample(completion) })
+    }
+
+    /// As a job has it.
+    fn read(reward: Value) -> RewardKind {
+        crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0.kind
     }
 
     fn number(kind: RewardKind, completion: &str, columns: Value) -> f64 {
@@ -197,10 +327,8 @@ mod tests {
 
     #[test]
     fn length_is_the_seeds_band_and_sentence_end() {
-        let score = |text: &str| {
-            let plan = LengthPlan { min_words: 3, max_words: 5, sentence_bonus: 0.5 };
-            number(RewardKind::Length(plan), text, json!({}))
-        };
+        let score =
+            |text: &str| number(read(json!({"type": "length", "min_words": 3, "max_words": 5})), text, json!({}));
         assert_eq!(score("one two"), -0.5);
         assert_eq!(score("one two."), 0.0);
         assert_eq!(score("one two three"), 1.0);
@@ -278,5 +406,66 @@ mod tests {
         assert_eq!(number(kind(r"^\d+$"), "12a", json!({})), 0.0);
         assert!(Builtin::new("r", &kind("(")).unwrap_err().detail.contains("pattern"));
         assert!(Builtin::new("r", &kind(r"\w{1000}{1000}")).is_err());
+    }
+
+    #[test]
+    fn string_check_compares_templated_texts() {
+        let check = |operation: &str, completion: &str, columns: Value| {
+            let reference = "{{ item.answer }}";
+            value(
+                read(json!({"type": "string_check", "reference": reference, "operation": operation})),
+                completion,
+                columns,
+            )
+        };
+        for (operation, completion, answer, expected) in [
+            ("eq", "Paris", "Paris", 1.0),
+            ("eq", "Paris ", "Paris", 0.0),
+            ("ne", "Paris", "Rome", 1.0),
+            ("ne", "Paris", "Paris", 0.0),
+            ("like", "It is Paris.", "Paris", 1.0),
+            ("like", "It is paris.", "Paris", 0.0),
+            ("ilike", "It is paris.", "PARIS", 1.0),
+            ("ilike", "It is Rome.", "PARIS", 0.0),
+        ] {
+            let judgement = check(operation, completion, json!({"answer": answer}));
+            assert_eq!(judgement.value.number(), Some(expected), "{operation} {completion} {answer}");
+        }
+        assert_eq!(check("eq", "x", json!({})).error.unwrap().code, "template_failed");
+    }
+
+    #[test]
+    fn math_equal_reads_the_final_answer_and_the_columns() {
+        let kind = || read(json!({"type": "math_equal", "column": "answer"}));
+        assert_eq!(number(kind(), r"So it is \boxed{\frac{1}{2}}.", json!({"answer": "0.5"})), 1.0);
+        assert_eq!(number(kind(), "So it is 7", json!({"answer": "3 + 4\n#### 7"})), 1.0);
+        assert_eq!(number(kind(), "I do not know", json!({"answer": 7})), 0.0);
+        assert_eq!(value(kind(), "7", json!({"answer": null})).value, RewardValue::NotApplicable);
+        assert_eq!(value(kind(), "7", json!({})).error.unwrap().code, "column_missing");
+    }
+
+    #[test]
+    fn multi_is_a_formula_over_graders() {
+        let kind = |formula: &str| {
+            read(json!({"type": "multi", "calculate_output": formula, "graders": {
+                "right": {"type": "string_check", "name": "right", "reference": "{{ item.answer }}", "operation": "like"},
+                "short": {"type": "length", "min_words": 1, "max_words": 3, "sentence_bonus": 0}
+            }}))
+        };
+        let judgement = value(kind("0.8 * right + 0.2 * short"), "it is 7 I think", json!({"answer": "7"}));
+        assert_eq!(judgement.value.number(), Some(0.8));
+        assert_eq!(judgement.metrics, *json!({"right": 1.0, "short": 0.0}).as_object().unwrap());
+        assert_eq!(
+            value(kind("right / short"), "it is 7 I think", json!({"answer": "7"})).error.unwrap().code,
+            "formula_without_value"
+        );
+        assert_eq!(value(kind("right"), "7", json!({})).error.unwrap().code, "template_failed");
+    }
+
+    #[test]
+    fn text_similarity_grades_templates() {
+        let reward =
+            json!({"type": "text_similarity", "reference": "{{ item.answer }}", "evaluation_metric": "rouge_l"});
+        assert_eq!(number(read(reward), "the cat sat", json!({"answer": "The cat sat."})), 1.0);
     }
 }

@@ -24,6 +24,11 @@ impl Status {
         (Self { waiting: watch::Sender::new(0), notices }, receiver)
     }
 
+    /// Tells the job's history. Nobody listens in a test of a single reward.
+    pub(super) fn tell(&self, event: Event) {
+        let _ = self.notices.send(event);
+    }
+
     /// Requests that wait for a service that fails or takes its time.
     pub(super) fn waiting(&self) -> watch::Receiver<usize> {
         self.waiting.subscribe()
@@ -70,8 +75,7 @@ impl Outage {
             "reward '{reward}': {why}; the same request is tried again for up to {max_outage_s} s, then the job pauses"
         );
         let data = json!({ "reward": reward, "cause": why, "max_outage_s": max_outage_s });
-        // Nobody listens in a test of a single reward.
-        let _ = status.notices.send(Event::Warning { code: "reward_unanswered".to_owned(), message, data });
+        status.tell(Event::Warning { code: "reward_unanswered".to_owned(), message, data });
     }
 
     /// The service answered.

@@ -1,5 +1,6 @@
-//! Contract v1 over HTTP, the client's side: samples are packed into signed requests, requests are delivered with retries
-//! (`delivery`), answers are read with suspicion (`answer`), and what is left open is asked again.
+//! Rewards over HTTP, the client's side: samples are packed into requests, requests are delivered with retries
+//! (`delivery`), answers are read with suspicion (`answer`), and what is left open is asked again. How a service is spoken
+//! to is its `dialect`: contract v1, or one of `reward::adapters`.
 //!
 //! Two promises: a sample only gets a number that the service gave to it, and a service that hangs never hangs us.
 
@@ -10,33 +11,39 @@ use std::time::{Duration, Instant};
 use futures::future::{BoxFuture, try_join_all};
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Client, Url};
+use serde_json::Value;
 use tokio::sync::Semaphore;
 
 use super::journal::{Journal, Journalled, key};
 use super::signature::Key;
 use super::status::{Outage, Status};
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
+use crate::event::Event;
+use crate::id::RewardRequestId;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::sample::{RewardSample, RewardValue};
-use crate::spec::{OnInvalid, RewardSecrets, WebhookPlan};
+use crate::spec::{OnInvalid, RewardKind, RewardSecrets, ServicePlan, WebhookPlan};
 
-mod answer;
+pub(super) mod answer;
 mod delivery;
+pub(super) mod dialect;
 mod record;
 mod request;
 
 pub use delivery::{Ping, PingReply};
 pub use record::{Exchange, Received, Sent};
 
-use answer::Found;
+use answer::{Answer, Found};
 use delivery::{Delivered, jitter};
-use request::{Envelope, Request};
+use dialect::{Ask, Contract, Dialect};
+use request::{Request, Room};
 
 /// A reward service.
 pub struct Webhook {
     name: String,
-    plan: WebhookPlan,
+    plan: ServicePlan,
+    dialect: Box<dyn Dialect>,
     url: Url,
     key: Option<Key>,
     headers: HeaderMap,
@@ -49,13 +56,44 @@ pub struct Webhook {
     status: Arc<Status>,
     journal: Option<Arc<dyn Journal>>,
     exchanges: Option<Mutex<Vec<Exchange>>>,
+    /// What the answers showed that whoever set the reward up should know, once each.
+    remarks: Mutex<Vec<String>>,
 }
 
 impl Webhook {
-    /// Makes a client for one service. The URL and a literal address in it are checked here, names when they resolve.
+    /// Makes a client for a service that speaks contract v1. The URL and a literal address in it are checked here, names
+    /// when they resolve.
     pub fn new(
         name: &str,
         plan: &WebhookPlan,
+        secrets: &RewardSecrets,
+        outgoing: &OutgoingPolicy,
+    ) -> Result<Self, BuildError> {
+        Self::speaking(Box::new(Contract(plan.clone())), name, &plan.service, secrets, outgoing)
+    }
+
+    /// Makes a client for any reward over HTTP, as [`Webhook::new`].
+    pub fn of_kind(
+        name: &str,
+        kind: &RewardKind,
+        secrets: &RewardSecrets,
+        outgoing: &OutgoingPolicy,
+    ) -> Result<Self, BuildError> {
+        let error = |detail: String| BuildError { reward: name.to_owned(), detail };
+        match (kind, kind.service()) {
+            (RewardKind::Webhook(plan), _) => Self::new(name, plan, secrets, outgoing),
+            (_, Some(service)) => {
+                let dialect = super::adapters::dialect(kind).map_err(error)?;
+                Self::speaking(dialect, name, service, secrets, outgoing)
+            }
+            (_, None) => Err(error("a built-in reward is not asked over HTTP".to_owned())),
+        }
+    }
+
+    fn speaking(
+        dialect: Box<dyn Dialect>,
+        name: &str,
+        plan: &ServicePlan,
         secrets: &RewardSecrets,
         outgoing: &OutgoingPolicy,
     ) -> Result<Self, BuildError> {
@@ -86,11 +124,13 @@ impl Webhook {
             client,
             permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
             plan: plan.clone(),
+            dialect,
             down: AtomicBool::new(false),
             outage: Outage::default(),
             status: Arc::new(Status::new().0),
             journal: None,
             exchanges: None,
+            remarks: Mutex::default(),
         })
     }
 
@@ -120,6 +160,24 @@ impl Webhook {
         let Some(exchanges) = &self.exchanges else { return Vec::new() };
         std::mem::take(&mut exchanges.lock().unwrap_or_else(PoisonError::into_inner))
     }
+
+    /// What the answers showed so far that whoever set the reward up should know.
+    pub fn remarks(&self) -> Vec<String> {
+        self.remarks.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Tells of a remark, once.
+    fn remark(&self, remark: String) {
+        let mut remarks = self.remarks.lock().unwrap_or_else(PoisonError::into_inner);
+        if !remarks.contains(&remark) {
+            self.status.tell(Event::Warning {
+                code: "reward_remark".to_owned(),
+                message: format!("reward '{}': {remark}", self.name),
+                data: serde_json::json!({"reward": self.name}),
+            });
+            remarks.push(remark);
+        }
+    }
 }
 
 impl Reward for Webhook {
@@ -129,17 +187,30 @@ impl Reward for Webhook {
         samples: &'a [RewardSample],
     ) -> BoxFuture<'a, Result<Judged, RewardFailure>> {
         Box::pin(async move {
-            let asking = Asking {
-                webhook: self,
-                job,
-                samples,
-                wire: samples.iter().map(request::sample_json).collect(),
-                counts: Mutex::default(),
-            };
-            let room = (self.plan.max_batch_samples, self.plan.max_batch_bytes);
-            let batches = request::pack(samples, &asking.wire, room);
-            let answers = try_join_all(batches.into_iter().map(|batch| asking.ask(batch, 0))).await?;
             let mut judgements: Vec<Option<Judgement>> = vec![None; samples.len()];
+            let mut indices = Vec::with_capacity(samples.len());
+            let mut pieces = Vec::with_capacity(samples.len());
+            for (index, sample) in samples.iter().enumerate() {
+                match self.dialect.piece(sample) {
+                    Ok(piece) => {
+                        indices.push(index);
+                        pieces.push(piece);
+                    }
+                    Err(error) => {
+                        judgements[index] = Some(Judgement::missing(error.code, error.message));
+                        pieces.push(Value::Null);
+                    }
+                }
+            }
+            let wire = pieces.iter().map(Value::to_string).collect();
+            let asking = Asking { webhook: self, job, samples, pieces, wire, counts: Mutex::default() };
+            let room = Room {
+                batching: self.dialect.batching(),
+                max_samples: self.plan.max_batch_samples,
+                max_bytes: self.plan.max_batch_bytes,
+            };
+            let batches = request::pack(&indices, samples, &asking.wire, room);
+            let answers = try_join_all(batches.into_iter().map(|batch| asking.ask(batch, 0))).await?;
             for (index, judgement) in answers.into_iter().flatten() {
                 judgements[index] = Some(judgement);
             }
@@ -156,7 +227,9 @@ struct Asking<'a> {
     webhook: &'a Webhook,
     job: &'a JobContext,
     samples: &'a [RewardSample],
-    /// Each sample as JSON.
+    /// What the dialect says of each sample.
+    pieces: Vec<Value>,
+    /// The same as text.
     wire: Vec<String>,
     counts: Mutex<Counts>,
 }
@@ -180,8 +253,7 @@ impl Asking<'_> {
                     let request = match known {
                         Some(Journalled::Sent { id, body }) => Request { id, body },
                         _ => {
-                            let envelope = Envelope { reward: &webhook.name, plan: &webhook.plan, job: self.job };
-                            let request = Request::score(&envelope, samples());
+                            let request = self.written(&indices);
                             self.write_down(key.as_deref(), |key| self.entry_of(key, &request)).await?;
                             request
                         }
@@ -210,8 +282,11 @@ impl Asking<'_> {
                     return Ok(try_join_all(halves).await?.concat());
                 }
             };
-            match answer::read(body.as_bytes(), &id, &self.ids(&indices)) {
+            match self.read(body.as_bytes(), &id, &indices) {
                 Ok(answer) => {
+                    if let Some(remark) = answer.remark {
+                        webhook.remark(remark);
+                    }
                     let counts =
                         Counts { unknown_ids: answer.unknown, duplicate_ids: answer.duplicates, ..Counts::default() };
                     self.count(counts);
@@ -233,7 +308,7 @@ impl Asking<'_> {
             let (delivered, counts) = webhook.deliver(request).await?;
             self.count(counts);
             let problem = match delivered {
-                Delivered::Body(body) => match answer::read(&body, &request.id, &self.ids(indices)) {
+                Delivered::Body(body) => match self.read(&body, &request.id, indices) {
                     // What can be read is UTF-8.
                     Ok(_) => return Ok(RewardAnswer::Body { body: String::from_utf8_lossy(&body).into_owned() }),
                     Err(problem) => problem,
@@ -251,8 +326,18 @@ impl Asking<'_> {
         }
     }
 
-    fn ids(&self, indices: &[usize]) -> Vec<&str> {
-        indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect()
+    /// A new request about the samples at `indices`.
+    fn written(&self, indices: &[usize]) -> Request {
+        let id = RewardRequestId::new().to_string();
+        let pieces: Vec<&Value> = indices.iter().map(|&index| &self.pieces[index]).collect();
+        let ask = Ask { id: &id, reward: &self.webhook.name, job: self.job, pieces: &pieces };
+        let body = self.webhook.dialect.body(&ask);
+        Request { id, body }
+    }
+
+    fn read(&self, body: &[u8], id: &str, indices: &[usize]) -> Result<Answer, String> {
+        let samples: Vec<&RewardSample> = indices.iter().map(|&index| &self.samples[index]).collect();
+        self.webhook.dialect.read(body, id, &samples)
     }
 
     fn journalled(&self, key: Option<&str>) -> Option<Journalled> {

@@ -82,6 +82,12 @@ impl<'v> Reader<'v> {
         Field { value, pointer: self.pointer_to(name), hint: "", errors: self.errors }
     }
 
+    /// A field with a name of the client's own.
+    pub(super) fn entry(&self, name: &str) -> Field<'v> {
+        let value = self.object.get(name).filter(|value| !value.is_null());
+        Field { value, pointer: self.pointer_to(name), hint: "", errors: self.errors }
+    }
+
     /// A field that has several spellings; two at once are an error.
     pub(super) fn field_of(&self, names: &[&'static str]) -> Field<'v> {
         let given: Vec<_> = names.iter().map(|name| self.field(name)).filter(|field| field.value.is_some()).collect();

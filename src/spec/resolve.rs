@@ -289,16 +289,13 @@ fn check_dataset(
     };
     let judged = judged.into_iter().flat_map(|(rewards, at)| rewards.iter().enumerate().map(move |pair| (at, pair)));
     for (rewards_at, (index, reward)) in judged {
-        let column = match &reward.kind {
-            RewardKind::ExactMatch(plan) => Some(&plan.column),
-            RewardKind::NumberMatch(plan) => Some(&plan.column),
-            RewardKind::Contains(plan) => plan.column.as_ref(),
-            RewardKind::Webhook(_) | RewardKind::Length(_) | RewardKind::Regex(_) | RewardKind::RewardModel(_) => None,
-        };
-        if let Some(column) = column.filter(|column| !column.is_empty() && !facts.columns.contains(column)) {
+        for (field, column) in reward.kind.columns() {
+            if column.is_empty() || facts.columns.iter().any(|known| known == column) {
+                continue;
+            }
             let which = if at == "/dataset" { "dataset" } else { "evaluation dataset" };
             let detail = format!("the {which} has no column '{column}', only: {}", facts.columns.join(", "));
-            errors.push(FieldError::new(format!("{rewards_at}/{index}/column"), "missing_column", detail));
+            errors.push(FieldError::new(format!("{rewards_at}/{index}/{field}"), "missing_column", detail));
         }
     }
 }
@@ -431,13 +428,21 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
         warnings.push(Warning { pointer, code: code.to_owned(), detail });
     };
     for (index, reward) in plan.rewards.iter().enumerate() {
-        let RewardKind::Webhook(webhook) = &reward.kind else { continue };
-        if spec.secrets.get(&reward.name).is_none_or(|secrets| secrets.secret.is_none()) {
+        let Some(service) = reward.kind.service() else { continue };
+        let signed = spec.secrets.get(&reward.name).is_some_and(|secrets| secrets.secret.is_some());
+        if matches!(reward.kind, RewardKind::Webhook(_)) && !signed {
             let detail =
                 "requests go unsigned, so the service cannot tell them from forged ones: give a whsec_… secret";
             warn(format!("/rewards/{index}/secret"), "unsigned_webhook", detail.to_owned());
         }
-        if webhook.on_invalid == OnInvalid::Zero {
+        if let RewardKind::OpenaiJudge(judge) = &reward.kind
+            && judge.votes > 1
+            && judge.temperature == 0.0
+        {
+            let detail = "at temperature 0 the votes are all alike: give the judge a temperature, or one vote";
+            warn(format!("/rewards/{index}/votes"), "votes_alike", detail.to_owned());
+        }
+        if service.on_invalid == OnInvalid::Zero {
             let detail = "an invalid answer will count as reward 0, which teaches the model from the service's faults; mask leaves it out";
             warn(format!("/rewards/{index}/on_invalid"), "invalid_counts_as_zero", detail.to_owned());
         }

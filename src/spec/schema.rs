@@ -7,8 +7,11 @@ use utoipa::openapi::{Object, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::{
-    CheckpointPlan, ContainsPlan, JobSpec, LengthPlan, LoraPlan, MatchPlan, NumberMatchPlan, OptimizerPlan, RegexPlan,
-    RewardModelPlan, RlooPlan, SamplingPlan, TrainingPlan, WebhookPlan,
+    AnswerPlace, CheckpointPlan, ContainsPlan, FormatPlan, HttpTemplatePlan, JobSpec, JsonSchemaPlan, LabelPlan,
+    LengthPlan, LengthUnit, LoraPlan, MatchPlan, MathEqualPlan, MultiPlan, NumberMatchPlan, OpenaiJudgePlan,
+    OpenrlhfPlan, OptimizerPlan, PairPlan, RegexPlan, RepetitionPlan, RewardModelPlan, RlooPlan, SamplingPlan,
+    ServicePlan, SimilarityMetric, SlimePlan, SoftOverlongPlan, StringCheckPlan, StringOperation, TextPlan,
+    TextSimilarityPlan, TrainingPlan, VllmPoolingPlan, WebhookPlan,
 };
 use crate::doctor::Rule;
 
@@ -85,6 +88,10 @@ impl ToSchema for JobDocument {
             ("RewardNormalization", super::RewardNormalization::schema()),
             ("LrSchedulerType", super::LrSchedulerType::schema()),
             ("OnInvalid", super::OnInvalid::schema()),
+            ("AnswerPlace", AnswerPlace::schema()),
+            ("LengthUnit", LengthUnit::schema()),
+            ("SimilarityMetric", SimilarityMetric::schema()),
+            ("StringOperation", StringOperation::schema()),
         ] {
             schemas.push((name.to_owned(), schema));
         }
@@ -169,21 +176,21 @@ fn eval() -> RefOr<Schema> {
 }
 
 fn rewards() -> RefOr<Schema> {
-    let kinds: [(&str, RefOr<Schema>, &[&str], Value); 7] = [
-        ("webhook", WebhookPlan::schema(), &["url"], json!({"url": "https://rm.example/score"})),
-        ("length", LengthPlan::schema(), &[], json!({})),
-        ("exact_match", MatchPlan::schema(), &["column"], json!({"column": "answer"})),
-        ("contains", ContainsPlan::schema(), &[], json!({"text": "…"})),
-        ("number_match", NumberMatchPlan::schema(), &["column"], json!({"column": "answer"})),
-        ("regex", RegexPlan::schema(), &["pattern"], json!({"pattern": "."})),
-        ("reward_model", RewardModelPlan::schema(), &["model"], json!({"model": "org/reward-model"})),
-    ];
     let mut one_of = OneOfBuilder::new();
-    for (kind, schema, required, mut minimal) in kinds {
+    for RewardType { name: kind, schema, required, mut minimal } in reward_types() {
         minimal["type"] = json!(kind);
         let (spec, _) = JobSpec::read(json!({"rewards": [minimal]}));
-        let defaults = spec.rewards.first().and_then(|reward| serde_json::to_value(reward).ok());
-        let mut object = into_object(optional(schema, defaults.as_ref(), required));
+        let reward = spec.rewards.first();
+        let is_service = reward.is_some_and(|reward| reward.kind.service().is_some());
+        let defaults = reward.and_then(|reward| serde_json::to_value(reward).ok());
+        let mut own = Object::new();
+        if is_service {
+            own.properties.extend(into_object(ServicePlan::schema()).properties);
+        }
+        own.description = into_object(schema.clone()).description;
+        own.properties.extend(into_object(schema).properties);
+        own.schema_type = Type::Object.into();
+        let mut object = into_object(optional(own.into(), defaults.as_ref(), required));
         for name in required.iter().chain(&["text"]) {
             forget_default(&mut object, name);
         }
@@ -197,6 +204,8 @@ fn rewards() -> RefOr<Schema> {
                 "secret".to_owned(),
                 write_only(string("`whsec_…`; never shown again. Without it requests go unsigned.")),
             );
+        }
+        if is_service {
             object
                 .properties
                 .insert("headers".to_owned(), write_only(texts("Sent with every request; never shown again.")));
@@ -204,6 +213,84 @@ fn rewards() -> RefOr<Schema> {
         one_of = one_of.item(object);
     }
     RefOr::T(Schema::Array(Array::new(RefOr::T(Schema::OneOf(one_of.build())))))
+}
+
+/// A reward's type: its plan's schema, what must be given, and a reward that gives no more.
+struct RewardType {
+    name: &'static str,
+    schema: RefOr<Schema>,
+    required: &'static [&'static str],
+    minimal: Value,
+}
+
+fn reward_types() -> Vec<RewardType> {
+    const AT: &str = "https://rm.example/score";
+    let kind = |name, schema, required: &'static [&'static str], minimal: Value| RewardType {
+        name,
+        schema,
+        required,
+        minimal,
+    };
+    let at = |name, schema| kind(name, schema, &["url"], json!({"url": AT}));
+    vec![
+        at("webhook", WebhookPlan::schema()),
+        at("openrlhf", OpenrlhfPlan::schema()),
+        at("slime", SlimePlan::schema()),
+        at("llamafactory", TextPlan::schema()),
+        at("tei_predict", LabelPlan::schema()),
+        at("tei_rerank", PairPlan::schema()),
+        at("vllm_classify", LabelPlan::schema()),
+        at("vllm_score", PairPlan::schema()),
+        at("vllm_pooling", VllmPoolingPlan::schema()),
+        at("sglang_classify", LabelPlan::schema()),
+        at("hf_text_classification", LabelPlan::schema()),
+        kind(
+            "openai_judge",
+            OpenaiJudgePlan::schema(),
+            &["url", "model", "rubric"],
+            json!({"url": AT, "model": "m", "rubric": "r"}),
+        ),
+        kind(
+            "http_template",
+            HttpTemplatePlan::schema(),
+            &["url", "body", "pointer"],
+            json!({"url": AT, "body": {}, "pointer": "/score"}),
+        ),
+        kind("length", LengthPlan::schema(), &[], json!({})),
+        kind("exact_match", MatchPlan::schema(), &["column"], json!({"column": "answer"})),
+        kind("contains", ContainsPlan::schema(), &[], json!({"text": "…"})),
+        kind("number_match", NumberMatchPlan::schema(), &["column"], json!({"column": "answer"})),
+        kind("regex", RegexPlan::schema(), &["pattern"], json!({"pattern": "."})),
+        kind("reward_model", RewardModelPlan::schema(), &["model"], json!({"model": "org/reward-model"})),
+        kind(
+            "string_check",
+            StringCheckPlan::schema(),
+            &["reference", "operation"],
+            json!({"reference": "x", "operation": "eq"}),
+        ),
+        kind(
+            "text_similarity",
+            TextSimilarityPlan::schema(),
+            &["reference", "evaluation_metric"],
+            json!({"reference": "x", "evaluation_metric": "bleu"}),
+        ),
+        kind("math_equal", MathEqualPlan::schema(), &["column"], json!({"column": "answer"})),
+        kind("json_schema", JsonSchemaPlan::schema(), &[], json!({})),
+        kind("repetition", RepetitionPlan::schema(), &[], json!({})),
+        kind(
+            "soft_overlong",
+            SoftOverlongPlan::schema(),
+            &["max_tokens", "cache_tokens"],
+            json!({"max_tokens": 2, "cache_tokens": 1}),
+        ),
+        kind("format", FormatPlan::schema(), &[], json!({})),
+        kind(
+            "multi",
+            MultiPlan::schema(),
+            &["graders", "calculate_output"],
+            json!({"graders": {"a": {"type": "length"}}, "calculate_output": "a"}),
+        ),
+    ]
 }
 
 fn target_modules() -> RefOr<Schema> {
@@ -230,9 +317,19 @@ fn optional(schema: RefOr<Schema>, defaults: Option<&Value>, required: &[&str]) 
     object.into()
 }
 
+/// The object that a schema is; of one that adds to others, its own part.
 fn into_object(schema: RefOr<Schema>) -> Object {
     match schema {
         RefOr::T(Schema::Object(object)) => object,
+        RefOr::T(Schema::AllOf(all)) => {
+            let description = all.description;
+            let mut merged = all.items.into_iter().map(into_object).fold(Object::new(), |mut merged, part| {
+                merged.properties.extend(part.properties);
+                merged
+            });
+            merged.description = description;
+            merged
+        }
         RefOr::T(_) | RefOr::Ref(_) => Object::new(),
     }
 }

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod adapters;
 mod algorithm;
 mod artifacts;
 mod bench;
@@ -23,6 +24,7 @@ mod job_moves;
 mod job_records;
 mod jobs_api;
 mod journal;
+mod judge;
 mod kill;
 mod kinds;
 mod layering;

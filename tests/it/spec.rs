@@ -148,7 +148,7 @@ fn the_example_of_the_api_page_is_accepted() {
     let eval = plan.eval.unwrap();
     assert_eq!((eval.every_steps, eval.before_start, eval.num_generations, eval.temperature), (20, true, 1, 0.0));
     assert!(
-        matches!(&plan.rewards[0].kind, RewardKind::Webhook(webhook) if webhook.max_concurrency == 8 && webhook.deadline_ms == 300_000)
+        matches!(&plan.rewards[0].kind, RewardKind::Webhook(webhook) if webhook.service.max_concurrency == 8 && webhook.service.deadline_ms == 300_000)
     );
 }
 
@@ -247,7 +247,7 @@ fn keys_of_other_trainers_are_refused_by_name() {
 
 #[test]
 fn what_comes_later_is_refused_as_unsupported() {
-    refused_at("/rewards/0", json!({"type": "openai_judge"}), "/rewards/0/type", "unsupported", &["not built yet"]);
+    refused_at("/rewards/0", json!({"type": "reward_model"}), "/rewards/0/type", "unsupported", &["not built yet"]);
 }
 
 #[test]

@@ -123,7 +123,15 @@ pub fn plan() -> Plan {
 
 /// A reward of weight 1; what it says is up to the host.
 pub fn reward(name: &str) -> RewardPlan {
-    let kind = RewardKind::Length(LengthPlan { min_words: 1, max_words: 2, sentence_bonus: 0.0 });
+    let kind = RewardKind::Length(LengthPlan {
+        min_words: 1,
+        max_words: 2,
+        sentence_bonus: 0.0,
+        unit: rlood::spec::LengthUnit::Words,
+        soft_margin: 0,
+        below: -0.5,
+        above: 0.0,
+    });
     RewardPlan { name: name.into(), weight: 1.0, required: true, kind }
 }
 

@@ -7,18 +7,27 @@ use crate::sample::RewardValue;
 
 /// An answer, sample by sample.
 #[derive(Debug, PartialEq)]
-pub(super) struct Answer {
+pub(in crate::reward) struct Answer {
     /// In the order of the request.
     pub found: Vec<Found>,
     /// Results for ids that were not asked for.
     pub unknown: u64,
     /// Further results for an id: the first one wins.
     pub duplicates: u64,
+    /// What whoever set the reward up should know.
+    pub remark: Option<String>,
+}
+
+impl Answer {
+    /// An answer without oddities.
+    pub fn of(found: Vec<Found>) -> Self {
+        Self { found, unknown: 0, duplicates: 0, remark: None }
+    }
 }
 
 /// What an answer says of one sample.
 #[derive(Debug, PartialEq)]
-pub(super) enum Found {
+pub(in crate::reward) enum Found {
     /// A number, not applicable, or an error that is not worth another try.
     Judged(Judgement),
     /// An error of the service's that may go away.
@@ -30,7 +39,7 @@ pub(super) enum Found {
 }
 
 /// Reads an answer to the request `id` for the samples `ids`; `Err` says why the whole is not one.
-pub(super) fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
+pub(in crate::reward) fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
     let value = parse(body)?;
     let object = match value {
         Value::Array(rewards) => return in_order(&rewards, ids),
@@ -61,7 +70,7 @@ pub(super) fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String
         if ids.len() != 1 {
             return Err(format!("one 'reward' for {} samples", ids.len()));
         }
-        return Ok(Answer { found: vec![result(&object)], unknown: 0, duplicates: 0 });
+        return Ok(Answer::of(vec![result(&object)]));
     }
     Err("the answer has none of 'results', 'rewards', 'scores', 'reward'".to_owned())
 }
@@ -70,7 +79,7 @@ fn in_order(rewards: &[Value], ids: &[&str]) -> Result<Answer, String> {
     if rewards.len() != ids.len() {
         return Err(format!("{} rewards for {} samples", rewards.len(), ids.len()));
     }
-    Ok(Answer { found: rewards.iter().map(reward).collect(), unknown: 0, duplicates: 0 })
+    Ok(Answer::of(rewards.iter().map(reward).collect()))
 }
 
 fn by_id(results: &[Value], ids: &[&str]) -> Result<Answer, String> {
@@ -90,7 +99,8 @@ fn by_id(results: &[Value], ids: &[&str]) -> Result<Answer, String> {
             Some(&at) => found[at] = Some(result(entry)),
         }
     }
-    Ok(Answer { found: found.into_iter().map(|found| found.unwrap_or(Found::Absent)).collect(), unknown, duplicates })
+    let found = found.into_iter().map(|found| found.unwrap_or(Found::Absent)).collect();
+    Ok(Answer { found, unknown, duplicates, remark: None })
 }
 
 /// One `{reward, metrics?, reason?, error?}`. An error outweighs a number beside it: such a number is often a stand-in.
@@ -128,6 +138,14 @@ fn result(entry: &Map<String, Value>) -> Found {
     found
 }
 
+/// A finite number, and nothing else: null is what many a serializer makes of NaN.
+pub(in crate::reward) fn number(value: &Value) -> Found {
+    match value {
+        Value::Null => Found::Invalid("the score is null, not a finite number".to_owned()),
+        value => reward(value),
+    }
+}
+
 /// A finite number, or null for "does not apply".
 fn reward(value: &Value) -> Found {
     match value {
@@ -144,7 +162,8 @@ fn reward(value: &Value) -> Found {
     }
 }
 
-fn name(value: &Value) -> &'static str {
+/// What a value is, in words.
+pub(in crate::reward) fn name(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a boolean",
@@ -157,7 +176,7 @@ fn name(value: &Value) -> &'static str {
 
 /// Parses JSON; where only numbers that JSON does not have stand in the way (NaN, Infinity, 1e999, as Python's `json`
 /// writes them), they become strings, so that the error can name their index and spare the other samples.
-fn parse(body: &[u8]) -> Result<Value, String> {
+pub(in crate::reward) fn parse(body: &[u8]) -> Result<Value, String> {
     let text = std::str::from_utf8(body).map_err(|_| "the answer is not UTF-8".to_owned())?;
     let text = text.trim_start_matches('\u{feff}');
     serde_json::from_str(text).or_else(|why| serde_json::from_str(&quote_non_finite(text)).map_err(|_| why)).map_err(
@@ -269,7 +288,8 @@ mod tests {
         let body = r#"{"results": [{"sample_id": "a", "reward": 1}, {"sample_id": "x", "reward": 9},
                        {"sample_id": "a", "reward": 2}]}"#;
         let answer = read(body.as_bytes(), "rwr_1", &["a", "b"]).unwrap();
-        assert_eq!(answer, Answer { found: vec![number(1.0), Found::Absent], unknown: 1, duplicates: 1 });
+        let expected = Answer { unknown: 1, duplicates: 1, ..Answer::of(vec![number(1.0), Found::Absent]) };
+        assert_eq!(answer, expected);
     }
 
     #[test]

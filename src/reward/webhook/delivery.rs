@@ -6,14 +6,16 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
-use reqwest::{Response, StatusCode};
+use reqwest::{Response, StatusCode, Url};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use utoipa::ToSchema;
 
+use super::dialect::{Greeting, ReadGreeting};
 use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
-use super::request::Request;
+use super::request::{Request, ping_body};
 use super::{Counts, RewardFailure, Webhook};
+use crate::id::RewardRequestId;
 use crate::reward::outgoing;
 use crate::reward::status::Waiting;
 
@@ -131,9 +133,25 @@ impl Webhook {
 
     /// Sends one `reward.ping`, once.
     pub async fn ping(&self) -> Ping {
+        let id = RewardRequestId::new().to_string();
+        let body = ping_body(&id);
+        self.greeted(Request { id, body }, None, |body| serde_json::from_slice(body).ok()).await
+    }
+
+    /// Asks once whether the service is there, in its own way; `None` where it has none.
+    pub async fn greet(&self) -> Option<Ping> {
+        let id = RewardRequestId::new().to_string();
+        let (body, get, read): (String, Option<Url>, ReadGreeting) = match self.dialect.greeting(&self.url, &id) {
+            Greeting::None => return None,
+            Greeting::Post(body) => (body, None, |body| serde_json::from_slice(body).ok()),
+            Greeting::Get(url, read) => (String::new(), Some(url), read),
+        };
+        Some(self.greeted(Request { id, body }, get, read).await)
+    }
+
+    async fn greeted(&self, request: Request, get: Option<Url>, read: ReadGreeting) -> Ping {
         let start = Instant::now();
-        let request = Request::ping();
-        let (status, outcome) = match self.send(&request).await {
+        let (status, outcome) = match self.send(&request, get).await {
             Ok((status, _, body)) => (Some(status), body),
             Err(failed) => (None, Err(failed.0)),
         };
@@ -142,7 +160,7 @@ impl Webhook {
             ok,
             status: status.map(|status| status.as_u16()),
             latency_ms: milliseconds(start),
-            reply: outcome.as_ref().ok().filter(|_| ok).and_then(|body| serde_json::from_slice(body).ok()),
+            reply: outcome.as_ref().ok().filter(|_| ok).and_then(|body| read(body)),
             error: match (status, outcome) {
                 (Some(_), _) if ok => None,
                 (_, Err(why)) => Some(why),
@@ -153,7 +171,7 @@ impl Webhook {
     }
 
     async fn try_once(&self, request: &Request) -> Try {
-        let (status, retry_after, body) = match self.send(request).await {
+        let (status, retry_after, body) = match self.send(request, None).await {
             Ok(answered) => answered,
             Err(NotSent(why, true)) => return Try::Refused(why),
             Err(NotSent(why, false)) => return Try::Failed { why, retry_after: None },
@@ -165,6 +183,9 @@ impl Webhook {
             _ => String::new(),
         };
         match status.as_u16() {
+            other if self.dialect.is_transient(other) => {
+                Try::Failed { why: format!("the service answered {status}{}", said()), retry_after }
+            }
             200 | 201 | 203 => match body {
                 Ok(body) => Try::Done(Delivered::Body(body)),
                 Err(why) if why == OVERSIZE => Try::Done(Delivered::Unusable(why)),
@@ -176,6 +197,8 @@ impl Webhook {
             410 => Try::Gone,
             413 => Try::Done(Delivered::TooLarge),
             408 | 425 | 429 | 500..=599 => {
+                let hint = || self.dialect.wait_hint(body.as_deref().unwrap_or_default());
+                let retry_after = retry_after.or_else(hint);
                 Try::Failed { why: format!("the service answered {status}{}", said()), retry_after }
             }
             300..=399 => {
@@ -187,24 +210,21 @@ impl Webhook {
     }
 
     /// One try on the wire, bounded in time. The body is an error where it broke off or was too large.
-    async fn send(&self, request: &Request) -> Result<Answered, NotSent> {
+    async fn send(&self, request: &Request, get: Option<Url>) -> Result<Answered, NotSent> {
         let start = Instant::now();
         let headers = self.request_headers(request);
         let sent = self.exchanges.as_ref().map(|_| Sent {
-            url: self.url.to_string(),
+            url: get.as_ref().unwrap_or(&self.url).to_string(),
             headers: readable_headers(&headers),
             body: readable_body(request.body.as_bytes()),
         });
         let limit = Duration::from_millis(self.plan.timeout_ms.min(self.plan.deadline_ms).max(1));
         let exchange = async {
-            let response = self
-                .client
-                .post(self.url.clone())
-                .headers(headers)
-                .body(request.body.clone())
-                .send()
-                .await
-                .map_err(not_sent)?;
+            let builder = match get {
+                Some(url) => self.client.get(url),
+                None => self.client.post(self.url.clone()).body(request.body.clone()),
+            };
+            let response = builder.headers(headers).send().await.map_err(not_sent)?;
             let (status, headers) = (response.status(), response.headers().clone());
             Ok((status, headers, read_bounded(response).await))
         };
@@ -233,11 +253,13 @@ impl Webhook {
                 headers.insert(HeaderName::from_static(name), value);
             }
         };
-        let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        set("webhook-id", &request.id);
-        set("webhook-timestamp", &now_s.to_string());
-        if let Some(key) = &self.key {
-            set("webhook-signature", &key.sign(&request.id, now_s, request.body.as_bytes()));
+        if self.dialect.is_signed() {
+            let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+            set("webhook-id", &request.id);
+            set("webhook-timestamp", &now_s.to_string());
+            if let Some(key) = &self.key {
+                set("webhook-signature", &key.sign(&request.id, now_s, request.body.as_bytes()));
+            }
         }
         set("idempotency-key", &request.id);
         set("traceparent", &traceparent(&request.id));

@@ -1,11 +1,11 @@
-//! What is sent: packing samples into requests, and their bytes.
+//! What is sent: packing samples into requests, and the bytes of contract v1.
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::event::FinishReason;
-use crate::id::RewardRequestId;
 use crate::reward::JobContext;
+use crate::reward::webhook::dialect::Batching;
 use crate::sample::RewardSample;
 use crate::spec::WebhookPlan;
 
@@ -20,45 +20,31 @@ pub(super) struct Request {
     pub body: String,
 }
 
-/// What all requests of a rollout have in common.
+/// What all requests of a rollout have in common in contract v1.
 pub(super) struct Envelope<'a> {
     pub reward: &'a str,
     pub plan: &'a WebhookPlan,
     pub job: &'a JobContext,
 }
 
-impl Request {
-    /// A `reward.score.request` for samples that are JSON already.
-    pub fn score<'a>(envelope: &Envelope<'_>, samples: impl Iterator<Item = &'a str>) -> Self {
-        let Envelope { reward, plan, job } = envelope;
-        let id = RewardRequestId::new().to_string();
-        let phase = if job.probe { "probe".into() } else { json!(job.rollout.phase) };
-        let head = json!({
-            "type": "reward.score.request", "version": "1", "id": id, "timestamp": now_rfc3339(),
-            "job": {"id": job.job, "step": job.rollout.step, "phase": phase},
-            "reward": {"name": reward, "params": plan.params},
-            "deadline_ms": plan.deadline_ms,
-            "reply": {"modes": ["sync"]},
-        });
-        let mut body = head.to_string();
-        body.pop();
-        body.push_str(",\"samples\":[");
-        for (position, sample) in samples.enumerate() {
-            if position > 0 {
-                body.push(',');
-            }
-            body.push_str(sample);
-        }
-        body.push_str("]}");
-        Self { id, body }
-    }
+/// A `reward.score.request` for samples that are JSON already.
+pub(super) fn score_body(envelope: &Envelope<'_>, id: &str, samples: &[&Value]) -> String {
+    let Envelope { reward, plan, job } = envelope;
+    let phase = if job.probe { "probe".into() } else { json!(job.rollout.phase) };
+    let body = json!({
+        "type": "reward.score.request", "version": "1", "id": id, "timestamp": now_rfc3339(),
+        "job": {"id": job.job, "step": job.rollout.step, "phase": phase},
+        "reward": {"name": reward, "params": plan.params},
+        "deadline_ms": plan.service.deadline_ms,
+        "reply": {"modes": ["sync"]},
+        "samples": samples,
+    });
+    body.to_string()
+}
 
-    /// A `reward.ping`.
-    pub fn ping() -> Self {
-        let id = RewardRequestId::new().to_string();
-        let body = json!({"type": "reward.ping", "version": "1", "id": id}).to_string();
-        Self { id, body }
-    }
+/// A `reward.ping`.
+pub(super) fn ping_body(id: &str) -> String {
+    json!({"type": "reward.ping", "version": "1", "id": id}).to_string()
 }
 
 fn now_rfc3339() -> String {
@@ -71,7 +57,7 @@ fn whole_seconds(time: jiff::Timestamp) -> String {
 }
 
 /// A sample as the contract writes it.
-pub(super) fn sample_json(sample: &RewardSample) -> String {
+pub(super) fn sample_json(sample: &RewardSample) -> Value {
     #[derive(Serialize)]
     struct Wire<'a> {
         sample_id: &'a str,
@@ -107,28 +93,40 @@ pub(super) fn sample_json(sample: &RewardSample) -> String {
         num_tokens: *num_tokens,
         columns,
     };
-    serde_json::to_string(&wire).expect("strings and JSON values have a JSON form")
+    serde_json::to_value(&wire).expect("strings and JSON values have a JSON form")
 }
 
-/// Cuts samples into batches of at most `max_samples` and `max_bytes`. Groups stay whole unless one alone is too large.
-/// A single sample that is too large goes alone: the service decides.
-pub(super) fn pack(samples: &[RewardSample], wire: &[String], (max_samples, max_bytes): (u32, u64)) -> Vec<Vec<usize>> {
-    let max_samples = max_samples.max(1) as usize;
+/// What one request has room for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Room {
+    pub batching: Batching,
+    pub max_samples: u32,
+    pub max_bytes: u64,
+}
+
+/// Cuts the samples at `indices` into batches of at most `max_samples` and `max_bytes`. Groups stay whole unless one alone
+/// is too large. A single sample that is too large goes alone: the service decides.
+pub(super) fn pack(indices: &[usize], samples: &[RewardSample], wire: &[String], room: Room) -> Vec<Vec<usize>> {
+    let Room { batching, max_samples, max_bytes } = room;
+    let max_samples = if batching == Batching::One { 1 } else { max_samples.max(1) as usize };
     let max_bytes = usize::try_from(max_bytes).unwrap_or(usize::MAX).saturating_sub(HEAD_BYTES);
     let size = |indices: &[usize]| indices.iter().map(|&index| wire[index].len() + 1).sum::<usize>();
     let fits = |count: usize, bytes: usize| count <= max_samples && bytes <= max_bytes;
 
-    let all: Vec<usize> = (0..samples.len()).collect();
-    let groups = all.chunk_by(|&left, &right| samples[left].group_id == samples[right].group_id);
+    let same_group = |left: usize, right: usize| samples[left].group_id == samples[right].group_id;
+    let same_prompt =
+        |left: usize, right: usize| same_group(left, right) && samples[left].prompt == samples[right].prompt;
+    let groups = indices.chunk_by(|&left, &right| same_group(left, right));
     let mut batches: Vec<Vec<usize>> = Vec::new();
     let mut open: Vec<usize> = Vec::new();
     let mut open_bytes = 0;
     for group in groups {
         let whole = fits(group.len(), size(group));
         // A group that fits nowhere as a whole is taken sample by sample.
-        for piece in group.chunks(if whole { group.len() } else { 1 }) {
+        for piece in group.chunks(if whole && batching == Batching::Groups { group.len() } else { 1 }) {
             let bytes = size(piece);
-            if !open.is_empty() && !fits(open.len() + piece.len(), open_bytes + bytes) {
+            let alien = |&index: &usize| batching == Batching::OnePrompt && !same_prompt(index, piece[0]);
+            if !open.is_empty() && (!fits(open.len() + piece.len(), open_bytes + bytes) || open.iter().any(alien)) {
                 batches.push(std::mem::take(&mut open));
                 open_bytes = 0;
             }
@@ -167,9 +165,14 @@ mod tests {
     }
 
     fn packed(groups: &[usize], room: (u32, u64)) -> Vec<Vec<usize>> {
+        packed_by(Batching::Groups, groups, room)
+    }
+
+    fn packed_by(batching: Batching, groups: &[usize], room: (u32, u64)) -> Vec<Vec<usize>> {
         let samples = samples(groups);
-        let wire: Vec<_> = samples.iter().map(sample_json).collect();
-        pack(&samples, &wire, room)
+        let wire: Vec<_> = samples.iter().map(|sample| sample_json(sample).to_string()).collect();
+        let all: Vec<usize> = (0..samples.len()).collect();
+        pack(&all, &samples, &wire, Room { batching, max_samples: room.0, max_bytes: room.1 })
     }
 
     #[test]
@@ -186,9 +189,15 @@ mod tests {
 
     #[test]
     fn bytes_are_bounded_and_a_huge_sample_goes_alone() {
-        let one = sample_json(&samples(&[1])[0]).len() as u64 + 1;
+        let one = sample_json(&samples(&[1])[0]).to_string().len() as u64 + 1;
         assert_eq!(packed(&[2, 2], (32, HEAD_BYTES as u64 + 3 * one)), [vec![0, 1], vec![2, 3]]);
         assert_eq!(packed(&[2], (32, 10)), [vec![0], vec![1]]);
+    }
+
+    #[test]
+    fn a_request_may_be_held_to_one_prompt_or_one_sample() {
+        assert_eq!(packed_by(Batching::OnePrompt, &[2, 3], (2, 1 << 20)), [vec![0, 1], vec![2, 3], vec![4]]);
+        assert_eq!(packed_by(Batching::One, &[2, 1], (32, 1 << 20)), [vec![0], vec![1], vec![2]]);
     }
 
     #[test]
@@ -202,9 +211,9 @@ mod tests {
             JobContext { job: crate::id::JobId::new(), rollout: crate::sample::RolloutId::train(12), probe: false };
         let wire: Vec<_> = samples(&[2]).iter().map(sample_json).collect();
         let envelope = Envelope { reward: "helpful", plan: &plan, job: &job };
-        let request = Request::score(&envelope, wire.iter().map(String::as_str));
-        let body: Value = serde_json::from_str(&request.body).unwrap();
-        assert_eq!(body["id"], request.id);
+        let body = score_body(&envelope, "rwr_1", &wire.iter().collect::<Vec<_>>());
+        let body: Value = serde_json::from_str(&body).unwrap();
+        assert_eq!(body["id"], "rwr_1");
         assert_eq!(body["job"], json!({"id": job.job, "step": 12, "phase": "train"}));
         assert_eq!(body["reward"], json!({"name": "helpful", "params": {"k": 1}}));
         assert_eq!(body["reply"]["modes"], json!(["sync"]));

@@ -7,6 +7,12 @@ use utoipa::ToSchema;
 
 use super::ComputeDtype;
 
+mod adapters;
+mod builtins;
+
+pub use adapters::*;
+pub use builtins::*;
+
 /// One reward: what to call and how it weighs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RewardPlan {
@@ -27,7 +33,31 @@ pub struct RewardPlan {
 pub enum RewardKind {
     /// Contract v1 over HTTP.
     Webhook(WebhookPlan),
-    /// The seeds' word band and sentence end.
+    /// OpenRLHF's remote reward model (`/get_reward`).
+    Openrlhf(OpenrlhfPlan),
+    /// slime's and miles' remote reward model.
+    Slime(SlimePlan),
+    /// LLaMA-Factory's reward API.
+    Llamafactory(TextPlan),
+    /// text-embeddings-inference, `/predict`.
+    TeiPredict(LabelPlan),
+    /// text-embeddings-inference, `/rerank`.
+    TeiRerank(PairPlan),
+    /// vLLM, `/classify`.
+    VllmClassify(LabelPlan),
+    /// vLLM, `/score`.
+    VllmScore(PairPlan),
+    /// vLLM, `/pooling`.
+    VllmPooling(VllmPoolingPlan),
+    /// SGLang's native `/classify`.
+    SglangClassify(LabelPlan),
+    /// Text classification as Hugging Face's endpoints speak it.
+    HfTextClassification(LabelPlan),
+    /// A language model behind chat/completions that marks by a rubric.
+    OpenaiJudge(OpenaiJudgePlan),
+    /// Any JSON over HTTP: a body with templates, and where the reward stands in the answer.
+    HttpTemplate(HttpTemplatePlan),
+    /// A band of words or tokens, and sentence ends.
     Length(LengthPlan),
     /// 1 if the trimmed completion equals the trimmed column, else 0.
     ExactMatch(MatchPlan),
@@ -39,16 +69,183 @@ pub enum RewardKind {
     Regex(RegexPlan),
     /// A registered sequence-classification model on the worker's device: its raw logit.
     RewardModel(RewardModelPlan),
+    /// OpenAI's grader: 1 if two templated texts are equal (or one is in the other), else 0.
+    StringCheck(StringCheckPlan),
+    /// OpenAI's grader: how alike two templated texts are, 0 to 1.
+    TextSimilarity(TextSimilarityPlan),
+    /// 1 if the final answer is mathematically the column's, else 0.
+    MathEqual(MathEqualPlan),
+    /// 1 if the completion is JSON that a schema accepts, else 0.
+    JsonSchema(JsonSchemaPlan),
+    /// 0 without repetition, down to `max_penalty` (negative) the more n-grams repeat.
+    Repetition(RepetitionPlan),
+    /// DAPO's soft overlong punishment: 0, then linearly down to −1 at `max_tokens`.
+    SoftOverlong(SoftOverlongPlan),
+    /// 1 if the completion is laid out in the given tags, else 0 (or the share of what is right).
+    Format(FormatPlan),
+    /// OpenAI's grader: a formula over other built-ins.
+    Multi(MultiPlan),
+}
+
+impl RewardKind {
+    /// The service it asks; `None` for what is computed here.
+    pub fn service(&self) -> Option<&ServicePlan> {
+        match self {
+            RewardKind::Webhook(plan) => Some(&plan.service),
+            RewardKind::Openrlhf(plan) => Some(&plan.service),
+            RewardKind::Slime(plan) => Some(&plan.service),
+            RewardKind::Llamafactory(plan) => Some(&plan.service),
+            RewardKind::TeiPredict(plan)
+            | RewardKind::VllmClassify(plan)
+            | RewardKind::SglangClassify(plan)
+            | RewardKind::HfTextClassification(plan) => Some(&plan.service),
+            RewardKind::TeiRerank(plan) | RewardKind::VllmScore(plan) => Some(&plan.service),
+            RewardKind::VllmPooling(plan) => Some(&plan.service),
+            RewardKind::OpenaiJudge(plan) => Some(&plan.service),
+            RewardKind::HttpTemplate(plan) => Some(&plan.service),
+            RewardKind::Length(_)
+            | RewardKind::ExactMatch(_)
+            | RewardKind::Contains(_)
+            | RewardKind::NumberMatch(_)
+            | RewardKind::Regex(_)
+            | RewardKind::StringCheck(_)
+            | RewardKind::TextSimilarity(_)
+            | RewardKind::MathEqual(_)
+            | RewardKind::JsonSchema(_)
+            | RewardKind::Repetition(_)
+            | RewardKind::SoftOverlong(_)
+            | RewardKind::Format(_)
+            | RewardKind::Multi(_)
+            | RewardKind::RewardModel(_) => None,
+        }
+    }
+
+    /// The same reward with its service's settings changed.
+    #[must_use]
+    pub fn with_service(&self, change: impl FnOnce(&mut ServicePlan)) -> Self {
+        let mut kind = self.clone();
+        match &mut kind {
+            RewardKind::Webhook(plan) => change(&mut plan.service),
+            RewardKind::Openrlhf(plan) => change(&mut plan.service),
+            RewardKind::Slime(plan) => change(&mut plan.service),
+            RewardKind::Llamafactory(plan) => change(&mut plan.service),
+            RewardKind::TeiPredict(plan)
+            | RewardKind::VllmClassify(plan)
+            | RewardKind::SglangClassify(plan)
+            | RewardKind::HfTextClassification(plan) => change(&mut plan.service),
+            RewardKind::TeiRerank(plan) | RewardKind::VllmScore(plan) => change(&mut plan.service),
+            RewardKind::VllmPooling(plan) => change(&mut plan.service),
+            RewardKind::OpenaiJudge(plan) => change(&mut plan.service),
+            RewardKind::HttpTemplate(plan) => change(&mut plan.service),
+            RewardKind::Length(_)
+            | RewardKind::ExactMatch(_)
+            | RewardKind::Contains(_)
+            | RewardKind::NumberMatch(_)
+            | RewardKind::Regex(_)
+            | RewardKind::StringCheck(_)
+            | RewardKind::TextSimilarity(_)
+            | RewardKind::MathEqual(_)
+            | RewardKind::JsonSchema(_)
+            | RewardKind::Repetition(_)
+            | RewardKind::SoftOverlong(_)
+            | RewardKind::Format(_)
+            | RewardKind::Multi(_)
+            | RewardKind::RewardModel(_) => {}
+        }
+        kind
+    }
+
+    /// The dataset columns that it cannot do without, each with the field that names it.
+    pub fn columns(&self) -> Vec<(String, &str)> {
+        let (field, column) = match self {
+            RewardKind::ExactMatch(plan) => ("column", Some(&plan.column)),
+            RewardKind::NumberMatch(plan) => ("column", Some(&plan.column)),
+            RewardKind::MathEqual(plan) => ("column", Some(&plan.column)),
+            RewardKind::Contains(plan) => ("column", plan.column.as_ref()),
+            RewardKind::JsonSchema(plan) => ("column", plan.column.as_ref()),
+            RewardKind::Openrlhf(plan) => ("label_column", plan.label_column.as_ref()),
+            RewardKind::Slime(plan) => ("label_column", plan.label_column.as_ref()),
+            RewardKind::Multi(plan) => {
+                let mut columns = Vec::new();
+                for (name, kind) in &plan.graders {
+                    let inside = |(field, column)| (format!("graders/{name}/{field}"), column);
+                    columns.extend(kind.columns().into_iter().map(inside));
+                }
+                return columns;
+            }
+            RewardKind::Webhook(_)
+            | RewardKind::Llamafactory(_)
+            | RewardKind::TeiPredict(_)
+            | RewardKind::TeiRerank(_)
+            | RewardKind::VllmClassify(_)
+            | RewardKind::VllmScore(_)
+            | RewardKind::VllmPooling(_)
+            | RewardKind::SglangClassify(_)
+            | RewardKind::HfTextClassification(_)
+            | RewardKind::OpenaiJudge(_)
+            | RewardKind::HttpTemplate(_)
+            | RewardKind::Length(_)
+            | RewardKind::Regex(_)
+            | RewardKind::StringCheck(_)
+            | RewardKind::TextSimilarity(_)
+            | RewardKind::Repetition(_)
+            | RewardKind::SoftOverlong(_)
+            | RewardKind::Format(_)
+            | RewardKind::RewardModel(_) => return Vec::new(),
+        };
+        column.map(|column| (field.to_owned(), column.as_str())).into_iter().collect()
+    }
+
+    /// Lowest and highest value, where the type says so; `None` for most services.
+    pub fn bounds(&self) -> Option<(f64, f64)> {
+        match self {
+            RewardKind::Webhook(_)
+            | RewardKind::Openrlhf(_)
+            | RewardKind::Slime(_)
+            | RewardKind::Llamafactory(_)
+            | RewardKind::TeiPredict(_)
+            | RewardKind::TeiRerank(_)
+            | RewardKind::VllmClassify(_)
+            | RewardKind::VllmScore(_)
+            | RewardKind::VllmPooling(_)
+            | RewardKind::SglangClassify(_)
+            | RewardKind::HfTextClassification(_)
+            | RewardKind::HttpTemplate(_)
+            | RewardKind::Multi(_)
+            | RewardKind::RewardModel(_) => None,
+            RewardKind::Length(plan) => Some(plan.bounds()),
+            RewardKind::Repetition(plan) => Some((plan.max_penalty.min(0.0), 0.0)),
+            RewardKind::SoftOverlong(_) => Some((-1.0, 0.0)),
+            RewardKind::OpenaiJudge(_)
+            | RewardKind::ExactMatch(_)
+            | RewardKind::Contains(_)
+            | RewardKind::NumberMatch(_)
+            | RewardKind::Regex(_)
+            | RewardKind::StringCheck(_)
+            | RewardKind::TextSimilarity(_)
+            | RewardKind::MathEqual(_)
+            | RewardKind::JsonSchema(_)
+            | RewardKind::Format(_) => Some((0.0, 1.0)),
+        }
+    }
 }
 
 /// A reward service that speaks contract v1.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct WebhookPlan {
-    /// http or https.
-    pub url: String,
+    /// Where it is, and how it is asked.
+    #[serde(flatten)]
+    pub service: ServicePlan,
     /// Given to the service as it is.
     #[serde(default)]
     pub params: serde_json::Map<String, serde_json::Value>,
+}
+
+/// Where a service is, and how it is asked: the same for every reward over HTTP.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ServicePlan {
+    /// http or https.
+    pub url: String,
     /// Requests in flight at once.
     pub max_concurrency: u32,
     /// Samples in one request; a larger group is split.
@@ -57,7 +254,7 @@ pub struct WebhookPlan {
     pub max_batch_bytes: u64,
     /// Of one try, ms.
     pub timeout_ms: u64,
-    /// Of one request with all its tries, ms; sent in the body.
+    /// Of one request with all its tries, ms; contract v1 sends it in the body.
     pub deadline_ms: u64,
     /// Tries in a row for transport errors, 408, 425, 429 and 5xx.
     pub max_tries: u32,
@@ -79,53 +276,6 @@ pub enum OnInvalid {
     Zero,
     /// The job fails.
     Fail,
-}
-
-/// Band of lengths, after the seeds: 1 inside, −0.5 below, 0 above; +0.5 for a sentence's end.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct LengthPlan {
-    /// Words (whitespace-separated), inclusive.
-    pub min_words: u32,
-    /// Words, inclusive.
-    pub max_words: u32,
-    /// Added when the completion ends with `.`, `!` or `?`.
-    pub sentence_bonus: f64,
-}
-
-/// Compare with a column.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct MatchPlan {
-    /// The dataset column that holds the reference.
-    pub column: String,
-    /// Compare without regard to case.
-    pub ignore_case: bool,
-}
-
-/// Search for text.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct ContainsPlan {
-    /// The dataset column that holds the text; exclusive with `text`.
-    pub column: Option<String>,
-    /// The text itself.
-    pub text: Option<String>,
-    /// Compare without regard to case.
-    pub ignore_case: bool,
-}
-
-/// Compare the last number.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct NumberMatchPlan {
-    /// The dataset column that holds the reference.
-    pub column: String,
-    /// Largest absolute difference that still counts.
-    pub tolerance: f64,
-}
-
-/// Search for a pattern (Rust's regex syntax: linear time).
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct RegexPlan {
-    /// The pattern.
-    pub pattern: String,
 }
 
 /// A registered sequence-classification model, run by the worker.

@@ -1,0 +1,312 @@
+//! Reads arithmetic as people and LaTeX write it, and computes it.
+
+use std::collections::BTreeSet;
+
+/// Deepest nesting.
+const MAX_DEPTH: u32 = 60;
+const FUNCTIONS: [&str; 9] = ["sin", "cos", "tan", "ln", "log", "exp", "arcsin", "arccos", "arctan"];
+
+/// An expression.
+#[derive(Debug)]
+pub(super) enum Expression {
+    Number(f64),
+    Variable(char),
+    Negative(Box<Expression>),
+    Binary(Operation, Box<Expression>, Box<Expression>),
+    Function(&'static str, Box<Expression>),
+    Factorial(Box<Expression>),
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Operation {
+    Add,
+    Subtract,
+    Multiply,
+    Divide,
+    Power,
+    /// Of the left, the right one-th.
+    Root,
+}
+
+impl Expression {
+    /// `None`: it is not arithmetic.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let mut parser = Parser { rest: text.trim(), depth: 0 };
+        let parsed = parser.sum()?;
+        parser.skip();
+        parser.rest.is_empty().then_some(parsed)
+    }
+
+    /// A finite value, given those of the variables.
+    pub(super) fn value(&self, variable: &dyn Fn(char) -> Option<f64>) -> Option<f64> {
+        let value = match self {
+            Expression::Number(number) => *number,
+            Expression::Variable(name) => variable(*name)?,
+            Expression::Negative(inner) => -inner.value(variable)?,
+            Expression::Binary(operation, left, right) => {
+                let (left, right) = (left.value(variable)?, right.value(variable)?);
+                match operation {
+                    Operation::Add => left + right,
+                    Operation::Subtract => left - right,
+                    Operation::Multiply => left * right,
+                    Operation::Divide => left / right,
+                    Operation::Power => left.powf(right),
+                    Operation::Root if right == 2.0 => left.sqrt(),
+                    Operation::Root if right == 3.0 => left.cbrt(),
+                    Operation::Root => left.powf(1.0 / right),
+                }
+            }
+            Expression::Function(name, inner) => {
+                let inner = inner.value(variable)?;
+                match *name {
+                    "sin" => inner.sin(),
+                    "cos" => inner.cos(),
+                    "tan" => inner.tan(),
+                    "ln" => inner.ln(),
+                    "log" => inner.log10(),
+                    "exp" => inner.exp(),
+                    "arcsin" => inner.asin(),
+                    "arccos" => inner.acos(),
+                    "arctan" => inner.atan(),
+                    "abs" => inner.abs(),
+                    _ => return None,
+                }
+            }
+            Expression::Factorial(inner) => {
+                let inner = inner.value(variable)?;
+                if inner.fract() != 0.0 || !(0.0..=170.0).contains(&inner) {
+                    return None;
+                }
+                (1..=inner as u32).map(f64::from).product()
+            }
+        };
+        value.is_finite().then_some(value)
+    }
+
+    /// Its variables.
+    pub(super) fn variables(&self) -> BTreeSet<char> {
+        match self {
+            Expression::Number(_) => BTreeSet::new(),
+            Expression::Variable(name) => BTreeSet::from([*name]),
+            Expression::Negative(inner) | Expression::Function(_, inner) | Expression::Factorial(inner) => {
+                inner.variables()
+            }
+            Expression::Binary(_, left, right) => &left.variables() | &right.variables(),
+        }
+    }
+}
+
+fn binary(operation: Operation, left: Expression, right: Expression) -> Expression {
+    Expression::Binary(operation, Box::new(left), Box::new(right))
+}
+
+struct Parser<'a> {
+    rest: &'a str,
+    depth: u32,
+}
+
+impl Parser<'_> {
+    fn skip(&mut self) {
+        self.rest = self.rest.trim_start();
+    }
+
+    /// Takes one of some words, if the text goes on with it.
+    fn take(&mut self, words: &[&str]) -> bool {
+        self.skip();
+        for word in words {
+            let Some(rest) = self.rest.strip_prefix(word) else { continue };
+            // \pi is not the beginning of \pink.
+            let is_command = word.len() > 2 && word.starts_with('\\');
+            if is_command && rest.starts_with(|c: char| c.is_ascii_alphabetic()) {
+                continue;
+            }
+            self.rest = rest;
+            return true;
+        }
+        false
+    }
+
+    fn next(&mut self) -> Option<char> {
+        self.skip();
+        self.rest.chars().next()
+    }
+
+    fn sum(&mut self) -> Option<Expression> {
+        self.depth += 1;
+        if self.depth > MAX_DEPTH {
+            return None;
+        }
+        let mut left = self.product()?;
+        loop {
+            if self.take(&["+"]) {
+                left = binary(Operation::Add, left, self.product()?);
+            } else if self.take(&["-"]) {
+                left = binary(Operation::Subtract, left, self.product()?);
+            } else {
+                self.depth -= 1;
+                return Some(left);
+            }
+        }
+    }
+
+    fn product(&mut self) -> Option<Expression> {
+        let mut left = self.signed()?;
+        loop {
+            if self.take(&["*", "\\cdot", "\\times", "×", "·"]) {
+                left = binary(Operation::Multiply, left, self.signed()?);
+            } else if self.take(&["/", "\\div", "÷"]) {
+                left = binary(Operation::Divide, left, self.signed()?);
+            } else if self.next().is_some_and(|c| c.is_ascii_alphabetic() || matches!(c, '(' | '\\' | '√' | 'π')) {
+                // 2x, 2(x + 1), 2\sqrt{3}
+                left = binary(Operation::Multiply, left, self.power()?);
+            } else {
+                return Some(left);
+            }
+        }
+    }
+
+    fn signed(&mut self) -> Option<Expression> {
+        self.depth += 1;
+        if self.depth > MAX_DEPTH {
+            return None;
+        }
+        let signed = if self.take(&["-"]) {
+            Some(Expression::Negative(Box::new(self.signed()?)))
+        } else if self.take(&["+"]) {
+            self.signed()
+        } else {
+            self.power()
+        };
+        self.depth -= 1;
+        signed
+    }
+
+    fn power(&mut self) -> Option<Expression> {
+        let mut base = self.atom()?;
+        loop {
+            if self.rest.starts_with('!') {
+                self.rest = &self.rest[1..];
+                base = Expression::Factorial(Box::new(base));
+            } else if self.take(&["%"]) {
+                base = binary(Operation::Divide, base, Expression::Number(100.0));
+            } else if self.take(&["^", "**"]) {
+                let exponent = if self.next() == Some('{') { self.argument()? } else { self.signed()? };
+                return Some(binary(Operation::Power, base, exponent));
+            } else {
+                return Some(base);
+            }
+        }
+    }
+
+    fn atom(&mut self) -> Option<Expression> {
+        let first = self.next()?;
+        if first.is_ascii_digit() || first == '.' {
+            return self.number();
+        }
+        for (open, close) in [("(", ")"), ("{", "}"), ("[", "]")] {
+            if self.take(&[open]) {
+                let inner = self.sum()?;
+                return self.take(&[close]).then_some(inner);
+            }
+        }
+        if self.take(&["|"]) {
+            let inner = self.sum()?;
+            return self.take(&["|"]).then(|| Expression::Function("abs", Box::new(inner)));
+        }
+        if self.take(&["\\pi", "π"]) {
+            return Some(Expression::Number(std::f64::consts::PI));
+        }
+        if self.rest.starts_with("\\frac") {
+            self.rest = &self.rest["\\frac".len()..];
+            let (above, below) = (self.argument()?, self.argument()?);
+            return Some(binary(Operation::Divide, above, below));
+        }
+        if self.rest.starts_with("\\sqrt") || self.take(&["√"]) {
+            self.rest = self.rest.strip_prefix("\\sqrt").unwrap_or(self.rest);
+            let mut degree = Expression::Number(2.0);
+            if self.take(&["["]) {
+                degree = self.sum()?;
+                if !self.take(&["]"]) {
+                    return None;
+                }
+            }
+            return Some(binary(Operation::Root, self.argument()?, degree));
+        }
+        if let Some(command) = self.rest.strip_prefix('\\') {
+            let name = FUNCTIONS.into_iter().find(|name| {
+                command.strip_prefix(name).is_some_and(|after| !after.starts_with(|c: char| c.is_ascii_alphabetic()))
+            })?;
+            self.rest = &command[name.len()..];
+            let inner = self.power()?;
+            return Some(Expression::Function(name, Box::new(inner)));
+        }
+        if first.is_ascii_alphabetic() {
+            self.rest = &self.rest[1..];
+            return Some(if first == 'e' {
+                Expression::Number(std::f64::consts::E)
+            } else {
+                Expression::Variable(first)
+            });
+        }
+        None
+    }
+
+    /// `{…}`, or one character as TeX takes it.
+    fn argument(&mut self) -> Option<Expression> {
+        if self.take(&["{"]) {
+            let inner = self.sum()?;
+            return self.take(&["}"]).then_some(inner);
+        }
+        let first = self.next()?;
+        if let Some(digit) = first.to_digit(10) {
+            self.rest = &self.rest[1..];
+            return Some(Expression::Number(f64::from(digit)));
+        }
+        self.atom()
+    }
+
+    /// A number with its thousands' commas, an exponent, and a fraction behind it (a mixed number).
+    fn number(&mut self) -> Option<Expression> {
+        let is_digit = |c: char| c.is_ascii_digit();
+        let mut length = self.rest.find(|c| !is_digit(c)).unwrap_or(self.rest.len());
+        while length > 0 && self.rest[length..].starts_with(',') {
+            let group = &self.rest[length + 1..];
+            let digits = group.find(|c| !is_digit(c)).unwrap_or(group.len());
+            if digits != 3 {
+                break;
+            }
+            length += 4;
+        }
+        let is_whole = !self.rest[length..].starts_with('.');
+        if !is_whole {
+            let decimals = &self.rest[length + 1..];
+            length += 1 + decimals.find(|c| !is_digit(c)).unwrap_or(decimals.len());
+        }
+        let exponent = self.rest[length..].strip_prefix(['e', 'E']).map(|rest| {
+            let digits = rest.strip_prefix(['+', '-']).unwrap_or(rest);
+            let count = digits.find(|c| !is_digit(c)).unwrap_or(digits.len());
+            if count == 0 { 0 } else { 1 + rest.len() - digits.len() + count }
+        });
+        length += exponent.unwrap_or(0);
+        let value: f64 = self.rest[..length].replace(',', "").parse().ok()?;
+        self.rest = &self.rest[length..];
+        let number = Expression::Number(value);
+        if !is_whole || exponent.is_some_and(|length| length > 0) {
+            return Some(number);
+        }
+        if self.rest.trim_start().starts_with("\\frac") {
+            return Some(binary(Operation::Add, number, self.atom()?));
+        }
+        // "1 1/2"
+        let after = self.rest.trim_start();
+        let above = after.find(|c| !is_digit(c)).unwrap_or(0);
+        if self.rest.starts_with(' ') && above > 0 && after[above..].starts_with('/') {
+            let below = &after[above + 1..];
+            let digits = below.find(|c| !is_digit(c)).unwrap_or(below.len());
+            let (above, divisor): (f64, f64) = (after[..above].parse().ok()?, below[..digits].parse().ok()?);
+            self.rest = &below[digits..];
+            return Some(binary(Operation::Add, number, Expression::Number(above / divisor)));
+        }
+        Some(number)
+    }
+}

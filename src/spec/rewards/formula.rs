@@ -1,0 +1,137 @@
+//! The formula of a `multi` grader: arithmetic over the graders' names, with the functions that OpenAI's has.
+
+use std::collections::BTreeMap;
+
+use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
+
+/// Steps one evaluation may take.
+const FUEL: u64 = 10_000;
+const FUNCTIONS: [&str; 8] = ["min", "max", "abs", "floor", "ceil", "exp", "sqrt", "log"];
+const WORDS: [&str; 14] =
+    ["and", "or", "not", "in", "is", "if", "else", "true", "false", "none", "True", "False", "None", "loop"];
+
+type OfOne = fn(f64) -> f64;
+type OfTwo = fn(f64, f64) -> f64;
+
+/// A parsed formula.
+#[derive(Debug)]
+pub struct Formula {
+    environment: Environment<'static>,
+    text: String,
+}
+
+impl Formula {
+    /// Parses `text`; the error is for the one who wrote it.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let mut environment = Environment::empty();
+        environment.set_fuel(Some(FUEL));
+        environment.set_undefined_behavior(UndefinedBehavior::Strict);
+        let one: [(&'static str, OfOne); 6] = [
+            ("abs", f64::abs),
+            ("floor", f64::floor),
+            ("ceil", f64::ceil),
+            ("exp", f64::exp),
+            ("sqrt", f64::sqrt),
+            ("log", f64::ln),
+        ];
+        for (name, function) in one {
+            environment.add_function(name, function);
+        }
+        let many: [(&'static str, OfTwo); 2] = [("min", f64::min), ("max", f64::max)];
+        for (name, function) in many {
+            environment.add_function(name, move |values: minijinja::value::Rest<f64>| {
+                let best = values.iter().copied().reduce(function);
+                best.ok_or_else(|| Error::new(ErrorKind::MissingArgument, format!("{name}() needs numbers")))
+            });
+        }
+        if let Err(error) = environment.compile_expression(text) {
+            let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+            return Err(format!("not a formula ({why}): + - * / ** ( ) and {} are there", FUNCTIONS.join(", ")));
+        }
+        Ok(Self { environment, text: text.to_owned() })
+    }
+
+    /// Whether a grader may be called so.
+    pub fn is_name(name: &str) -> bool {
+        let mut chars = name.chars();
+        chars.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_')
+            && chars.all(|c| c.is_ascii_alphanumeric() || c == '_')
+            && name.len() <= 64
+            && !FUNCTIONS.contains(&name)
+            && !WORDS.contains(&name)
+    }
+
+    /// The graders that it speaks of.
+    pub fn names(&self) -> Vec<String> {
+        let Ok(compiled) = self.environment.compile_expression(&self.text) else { return Vec::new() };
+        let mut names: Vec<String> = compiled.undeclared_variables(false).into_iter().collect();
+        names.retain(|name| !FUNCTIONS.contains(&name.as_str()));
+        names.sort_unstable();
+        names
+    }
+
+    /// Its value, a finite number.
+    pub fn value(&self, scores: &BTreeMap<&str, f64>) -> Result<f64, String> {
+        let compiled = self.environment.compile_expression(&self.text).map_err(|error| error.to_string())?;
+        let value =
+            compiled.eval(Value::from_pairs(scores.iter().map(|(name, score)| (*name, *score)))).map_err(|error| {
+                let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+                format!("the formula has no value: {why}")
+            })?;
+        let number = match value.kind() {
+            minijinja::value::ValueKind::Bool => Some(f64::from(u8::from(value.is_true()))),
+            minijinja::value::ValueKind::Number => f64::try_from(value).ok(),
+            _ => None,
+        };
+        match number {
+            Some(number) if number.is_finite() => Ok(number),
+            Some(number) => Err(format!("the formula gives {number}")),
+            None => Err("the formula gives no number".to_owned()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn value(text: &str) -> Result<f64, String> {
+        Formula::parse(text)?.value(&BTreeMap::from([("a", 0.5), ("b", 2.0), ("none_of", 0.0)]))
+    }
+
+    #[test]
+    fn arithmetic_is_pythons() {
+        for (text, expected) in [
+            ("a", 0.5),
+            ("0.8 * a + 0.2 * b", 0.8),
+            ("(a + b) / 2", 1.25),
+            ("1 / 4", 0.25),
+            ("b ** 3 - 1", 7.0),
+            ("-a", -0.5),
+            ("min(a, b, 1)", 0.5),
+            ("max(a, b)", 2.0),
+            ("abs(-b) + floor(1.7) + ceil(1.2)", 5.0),
+            ("sqrt(4) * exp(0) + log(1)", 2.0),
+            ("a if b > 1 else 0", 0.5),
+            ("b > 1", 1.0),
+        ] {
+            assert_eq!(value(text), Ok(expected), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_has_no_finite_value_is_an_error() {
+        for text in
+            ["a / none_of", "log(none_of)", "'x'", "c", "a +", "import os", "a.b", "range(3)", "max()", "exp(10000)"]
+        {
+            assert!(value(text).is_err(), "{text}: {:?}", value(text));
+        }
+    }
+
+    #[test]
+    fn names_are_those_of_graders() {
+        assert_eq!(Formula::parse("max(a, 0.5 * short) + a").unwrap().names(), ["a", "short"]);
+        assert!(Formula::is_name("right_1") && Formula::is_name("_x"));
+        assert!(["", "1a", "a-b", "min", "if", "ä"].iter().all(|name| !Formula::is_name(name)));
+    }
+}

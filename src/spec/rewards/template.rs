@@ -1,0 +1,251 @@
+//! Templates over one sample, for what is sent to services and what graders compare: Jinja in a sandbox (no files,
+//! bounded work and output). A variable that does not exist is an error, never an empty text.
+
+use std::sync::Arc;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Enumerator, Object, ObjectRepr};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
+use serde_json::{Map, json};
+
+use crate::sample::RewardSample;
+
+/// Instructions that one rendering may take; a usual one takes tens.
+const FUEL: u64 = 1_000_000;
+/// Longest text that a template may make, bytes.
+const MAX_OUTPUT_BYTES: usize = 4 << 20;
+const NAME: &str = "template";
+
+/// A compiled template.
+///
+/// Its variables: `prompt`, `completion`, `question` (the last user message, or the prompt), `messages` (the chat with the
+/// completion as its last message), `columns` (also `item`), `sample` (`output_text`, and `output_json` where it is JSON, as
+/// OpenAI's graders have them), `finish_reason`, `num_tokens`.
+#[derive(Debug)]
+pub struct SampleTemplate {
+    environment: Environment<'static>,
+    /// The inside of a template that is one `{{ expression }}`.
+    expression: Option<String>,
+}
+
+impl SampleTemplate {
+    /// Compiles. The error is for the one who wrote it.
+    pub fn new(source: &str) -> Result<Self, String> {
+        let mut environment = Environment::new();
+        environment.set_fuel(Some(FUEL));
+        environment.set_undefined_behavior(UndefinedBehavior::Strict);
+        environment.set_auto_escape_callback(|_| AutoEscape::None);
+        environment.set_formatter(write);
+        let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build().map_err(|error| told(&error))?;
+        environment.set_syntax(syntax);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_template_owned(NAME, source.to_owned()).map_err(|error| told(&error))?;
+        let inside = source.trim().strip_prefix("{{").and_then(|rest| rest.strip_suffix("}}"));
+        let expression = inside.filter(|inside| environment.compile_expression(inside).is_ok()).map(str::to_owned);
+        Ok(Self { environment, expression })
+    }
+
+    /// The text for these variables.
+    pub fn render(&self, variables: &Value) -> Result<String, String> {
+        let mut bounded = Bounded(Vec::new());
+        let template = self.environment.get_template(NAME).map_err(|error| told(&error))?;
+        template.render_captured_to(variables.clone(), &mut bounded).map_err(|error| told(&error))?;
+        String::from_utf8(bounded.0).map_err(|error| error.to_string())
+    }
+
+    /// The value, where the template is one `{{ expression }}`; else the text.
+    pub fn value(&self, variables: &Value) -> Result<serde_json::Value, String> {
+        let Some(expression) = &self.expression else { return Ok(self.render(variables)?.into()) };
+        let compiled = self.environment.compile_expression(expression).map_err(|error| told(&error))?;
+        let value = compiled.eval(variables.clone()).map_err(|error| told(&error))?;
+        if value.is_undefined() {
+            return Err(format!("'{}' is undefined", expression.trim()));
+        }
+        serde_json::to_value(&value).map_err(|error| error.to_string())
+    }
+
+    /// What a template sees of a sample.
+    pub fn variables(sample: &RewardSample) -> Value {
+        let mut messages = match &sample.messages {
+            Some(serde_json::Value::Array(messages)) => messages.clone(),
+            _ => vec![json!({"role": "user", "content": sample.prompt})],
+        };
+        let question = messages.iter().rev().find(|message| message["role"] == "user");
+        let question = question.and_then(|message| message["content"].as_str()).unwrap_or(&sample.prompt).to_owned();
+        messages.push(json!({"role": "assistant", "content": sample.completion}));
+        let columns = json_value(&serde_json::Value::Object(sample.columns.clone()));
+        let mut output = Map::new();
+        output.insert("output_text".to_owned(), json!(sample.completion));
+        if let Ok(parsed) = serde_json::from_str(sample.completion.trim()) {
+            output.insert("output_json".to_owned(), parsed);
+        }
+        Value::from_object(Fields(vec![
+            ("prompt".to_owned(), Value::from(sample.prompt.as_str())),
+            ("completion".to_owned(), Value::from(sample.completion.as_str())),
+            ("question".to_owned(), Value::from(question)),
+            ("messages".to_owned(), messages.iter().map(json_value).collect()),
+            ("item".to_owned(), columns.clone()),
+            ("columns".to_owned(), columns),
+            ("sample".to_owned(), json_value(&output.into())),
+            ("finish_reason".to_owned(), json_value(&json!(sample.finish_reason))),
+            ("num_tokens".to_owned(), Value::from(sample.num_tokens)),
+        ]))
+    }
+
+    /// Variables that were JSON in between.
+    pub fn json_variables(json: &serde_json::Value) -> Value {
+        json_value(json)
+    }
+
+    /// What a template of a batch sees: `samples`.
+    pub fn batch_variables(samples: impl Iterator<Item = Value>) -> Value {
+        Value::from_object(Fields(vec![("samples".to_owned(), samples.collect())]))
+    }
+}
+
+fn told(error: &Error) -> String {
+    let mut text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    if let Some(line) = error.line().filter(|line| *line > 1) {
+        text = format!("{text} (line {line})");
+    }
+    text
+}
+
+/// Texts as they are, everything else as JSON. Null is an error: nobody wants to be asked about "none".
+fn write(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
+    if value.is_undefined() || value.is_none() {
+        return Err(Error::new(ErrorKind::InvalidOperation, "a value that the template writes is null or undefined"));
+    }
+    match value.as_str() {
+        Some(text) => out.write_str(text).map_err(Error::from),
+        None => {
+            let text = serde_json::to_string(value)
+                .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))?;
+            out.write_str(&text).map_err(Error::from)
+        }
+    }
+}
+
+struct Bounded(Vec<u8>);
+
+impl std::io::Write for Bounded {
+    fn write(&mut self, part: &[u8]) -> std::io::Result<usize> {
+        if self.0.len() + part.len() > MAX_OUTPUT_BYTES {
+            return Err(std::io::Error::other("the rendered text is too long"));
+        }
+        self.0.extend_from_slice(part);
+        Ok(part.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Named values in order.
+#[derive(Debug)]
+struct Fields(Vec<(String, Value)>);
+
+impl Object for Fields {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Map
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        let key = key.as_str()?;
+        self.0.iter().find(|(name, _)| name == key).map(|(_, value)| value.clone())
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Values(self.0.iter().map(|(name, _)| Value::from(name.as_str())).collect())
+    }
+}
+
+fn json_value(json: &serde_json::Value) -> Value {
+    match json {
+        serde_json::Value::Object(map) => {
+            Value::from_object(Fields(map.iter().map(|(key, value)| (key.clone(), json_value(value))).collect()))
+        }
+        serde_json::Value::Array(list) => list.iter().map(json_value).collect(),
+        serde_json::Value::Null => Value::from(()),
+        serde_json::Value::Bool(value) => Value::from(*value),
+        serde_json::Value::String(text) => Value::from(text.as_str()),
+        serde_json::Value::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
+            (Some(number), _, _) => Value::from(number),
+            (_, Some(number), _) => Value::from(number),
+            (_, _, number) => Value::from(number.unwrap_or(f64::NAN)),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::event::FinishReason;
+
+    fn sample() -> RewardSample {
+        RewardSample {
+            sample_id: "s_0".into(),
+            group_id: "g_0".into(),
+            prompt_id: "row_0".into(),
+            prompt: "<user>2+2?<assistant>".into(),
+            messages: Some(json!([{"role": "system", "content": "Sum."}, {"role": "user", "content": "2+2?"}])),
+            completion: "{\"sum\": 4}".into(),
+            finish_reason: FinishReason::Stop,
+            num_tokens: 6,
+            columns: Map::from_iter([
+                ("answer".to_owned(), json!(4)),
+                ("none".to_owned(), json!(null)),
+                ("tags".to_owned(), json!(["a", {"b": 1}])),
+            ]),
+        }
+    }
+
+    fn rendered(source: &str) -> Result<String, String> {
+        SampleTemplate::new(source)?.render(&SampleTemplate::variables(&sample()))
+    }
+
+    #[test]
+    fn templates_see_the_sample_as_graders_and_chat_templates_do() {
+        for (source, expected) in [
+            ("{{ prompt }}{{ completion }}", "<user>2+2?<assistant>{\"sum\": 4}"),
+            ("{{ question }}|{{ item.answer }}|{{ columns.answer + 1 }}", "2+2?|4|5"),
+            ("{{ sample.output_text }}|{{ sample.output_json.sum }}", "{\"sum\": 4}|4"),
+            (
+                "{% for m in messages %}[{{ m['role'] }}:{{ m.content.strip() }}]{% endfor %}",
+                "[system:Sum.][user:2+2?][assistant:{\"sum\": 4}]",
+            ),
+            ("{{ item.tags }} {{ finish_reason }} {{ num_tokens }}\n", "[\"a\",{\"b\":1}] stop 6\n"),
+            ("no variables", "no variables"),
+        ] {
+            assert_eq!(rendered(source).unwrap(), expected, "{source}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_is_an_error_and_never_an_empty_text() {
+        for source in [
+            "{{ item.other }}",
+            "{{ item.none }}",
+            "{{ nothing }}",
+            "{{ 'a' * 9999999999 }}",
+            "{% for i in range(10000000) %}x{% endfor %}",
+        ] {
+            assert!(rendered(source).is_err(), "{source}");
+        }
+        for source in ["{{ prompt", "{% if %}", "{{ 1 + }}"] {
+            assert!(SampleTemplate::new(source).is_err(), "{source}");
+        }
+    }
+
+    #[test]
+    fn a_single_expression_keeps_its_type() {
+        let value = |source: &str| SampleTemplate::new(source).unwrap().value(&SampleTemplate::variables(&sample()));
+        assert_eq!(value("{{ item.answer }}").unwrap(), json!(4));
+        assert_eq!(value("{{ item.tags }}").unwrap(), json!(["a", {"b": 1}]));
+        assert_eq!(value("{{ item.none }}").unwrap(), json!(null));
+        assert_eq!(value(" {{ prompt }} ").unwrap(), json!("<user>2+2?<assistant>"));
+        assert_eq!(value("{{ prompt }}: {{ item.answer }}").unwrap(), json!("<user>2+2?<assistant>: 4"));
+        assert!(value("{{ item.other }}").is_err());
+    }
+}
