@@ -247,7 +247,7 @@ fn keys_of_other_trainers_are_refused_by_name() {
 
 #[test]
 fn what_comes_later_is_refused_as_unsupported() {
-    refused_at("/rewards/0", json!({"type": "reward_model"}), "/rewards/0/type", "unsupported", &["not built yet"]);
+    refused_at("/rewards/0", json!({"type": "judge"}), "/rewards/0/type", "unsupported", &["not built yet"]);
 }
 
 #[test]
