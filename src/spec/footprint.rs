@@ -1,7 +1,7 @@
 //! How much memory a run takes, by the arithmetic of the engine that will run it: what it allocates, in which phase, and
 //! how it cuts its work. `tests/it/memory.rs` holds it against the measured peak.
 //!
-//! Weights are held in `training.dtype`; everything else on the CPU is f32. What a GPU holds is in [`device`].
+//! Weights are held in `training.dtype`; everything else on the CPU is f32. What a GPU holds is in `device`.
 
 mod device;
 
