@@ -5,6 +5,8 @@
 //! statistics of norms and softmax, logits and the gradients of parameters are f32. With [`Gemm::Exact`] the products are
 //! our own and a row's bits do not depend on the other rows: sampling and training agree to the bit. With [`Gemm::Fast`]
 //! cuBLAS multiplies, and the old log-probs are computed again by the training forward.
+//!
+//! Longer than other files: one trait is implemented in one block.
 
 mod decode;
 mod tensor;

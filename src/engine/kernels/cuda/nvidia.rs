@@ -2,6 +2,8 @@
 //!
 //! One stream of its own, no events but those of staging memory, and the driver's pool keeps what it once had. Calls of
 //! the driver may come from any thread after [`Gpu::enter`], from one at a time.
+//!
+//! Longer than other files: all calls of the driver and of cuBLAS, and with them their `unsafe`, stand in this one place.
 
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
