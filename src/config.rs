@@ -143,6 +143,11 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_SAMPLES_MAX_BYTES", default_value_t = SAMPLES_MAX_BYTES, value_name = "BYTES")]
     pub samples_max_bytes: u64,
 
+    /// Factor, above 0 and at most 1, on the waits that rlood chooses itself when a reward service fails: between tries,
+    /// while its breaker is open, between the server's pings. For tests: services need their rest.
+    #[arg(long, env = "RLOOD_REWARD_PACE", default_value_t = 1.0, hide = true, value_name = "FACTOR")]
+    pub reward_pace: f64,
+
     /// Compute threads of all workers together, split evenly between the cpu devices. Default: the machine's cores.
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
@@ -258,6 +263,10 @@ pub struct WorkerArgs {
     /// Directory for downloads and unpublished checkpoints. Default: a folder under the system's temporary directory.
     #[arg(long, env = "RLOOD_SCRATCH_DIR", value_name = "DIR")]
     pub scratch_dir: Option<PathBuf>,
+
+    /// Factor on the waits of reward requests; see `rlood serve`.
+    #[arg(long, env = "RLOOD_REWARD_PACE", default_value_t = 1.0, hide = true, value_name = "FACTOR")]
+    pub reward_pace: f64,
 
     /// Set by the server for its own workers: the id to register with.
     #[arg(long, hide = true)]
@@ -562,6 +571,8 @@ pub struct ServeConfig {
     pub worker_program: Option<PathBuf>,
     /// What the samples of one job may take, bytes; 0 = no limit.
     pub samples_max_bytes: u64,
+    /// Factor on the waits for reward services; 1 but in tests. Passed on to the workers.
+    pub reward_pace: f64,
     /// Between a worker's heartbeats, ms: the longest a cancel or pause waits to be seen.
     pub heartbeat_ms: u64,
     /// Of a claim without heartbeat, ms.
@@ -606,6 +617,7 @@ impl ServeConfig {
             gpu_memory_bytes: None,
             worker_program: None,
             samples_max_bytes: SAMPLES_MAX_BYTES,
+            reward_pace: 1.0,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,
             log: "warn".to_owned(),
@@ -686,6 +698,7 @@ impl ServeArgs {
             gpu_memory_bytes: None,
             worker_program: None,
             samples_max_bytes: self.samples_max_bytes,
+            reward_pace: parse_pace(self.reward_pace)?,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,
             log: log.to_owned(),
@@ -731,6 +744,14 @@ fn parse_size(text: &str) -> Result<Option<u64>, ConfigError> {
     let number: u64 = digits.parse().map_err(|_| refused())?;
     let bytes = number.checked_mul(1 << shift).ok_or_else(refused)?;
     Ok((bytes > 0).then_some(bytes))
+}
+
+/// A factor on waits.
+fn parse_pace(factor: f64) -> Result<f64, ConfigError> {
+    if factor > 0.0 && factor <= 1.0 {
+        return Ok(factor);
+    }
+    Err(ConfigError::new(format!("--reward-pace {factor}: must be above 0 and at most 1")))
 }
 
 /// 256 random bits in hexadecimal.

@@ -77,6 +77,32 @@ pub struct Sample {
     pub num_tokens: u32,
 }
 
+/// What changed about a reward's service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RewardChange {
+    /// Too many tries bring nothing usable.
+    Degraded,
+    /// They go well again.
+    Recovered,
+    /// No requests for a while: it failed too often.
+    BreakerOpened,
+    /// It answers again.
+    BreakerClosed,
+}
+
+impl RewardChange {
+    /// The type of the event that tells of it.
+    pub fn event(self) -> &'static str {
+        match self {
+            RewardChange::Degraded => "reward.degraded",
+            RewardChange::Recovered => "reward.recovered",
+            RewardChange::BreakerOpened => "reward.breaker_opened",
+            RewardChange::BreakerClosed => "reward.breaker_closed",
+        }
+    }
+}
+
 /// What the engine tells its host, in order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -106,6 +132,17 @@ pub enum Event {
     Warning {
         /// Stable, snake_case.
         code: String,
+        /// For people.
+        message: String,
+        /// Evidence.
+        data: serde_json::Value,
+    },
+    /// A reward's service does worse or better.
+    Reward {
+        /// Its name.
+        reward: String,
+        /// What changed.
+        change: RewardChange,
         /// For people.
         message: String,
         /// Evidence.

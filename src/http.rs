@@ -23,6 +23,7 @@ pub mod metrics;
 pub mod models;
 pub mod openapi;
 pub mod probe;
+mod reward_health;
 mod reward_models;
 pub mod rewards;
 pub mod samples;
@@ -105,6 +106,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(datasets::routes())
         .merge(models::routes())
         .merge(rewards::routes())
+        .merge(reward_health::routes())
         .merge(system::routes())
 }
 

@@ -15,6 +15,7 @@
 //! POST /worker/jobs/{id}/checkpoints/{step}               Publish       → Published
 //! GET  /worker/jobs/{id}/journal/{after}?attempt=N        → JournalPage
 //! POST /worker/jobs/{id}/journal                          JournalBatch  → 204, durable
+//! POST /worker/jobs/{id}/rewards                          RewardReports → 204
 //! POST /worker/jobs/{id}/finish                           Finish        → 204
 //! ```
 
@@ -27,6 +28,10 @@ use crate::id::{CheckpointId, JobId, WorkerId};
 use crate::job::{Failure, Requested};
 use crate::sample::{RolloutId, SampledGroup};
 use crate::spec::{Plan, RewardSecrets};
+
+mod rewards;
+
+pub use rewards::*;
 
 /// A worker introduces itself.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -93,6 +98,9 @@ pub struct Claim {
     pub lease_ms: u64,
     /// Which addresses outgoing requests may reach.
     pub allow_outgoing: Vec<String>,
+    /// What former attempts told of the rewards: the counts go on from there.
+    #[serde(default)]
+    pub reward_reports: Vec<RewardReport>,
 }
 
 /// A checkpoint to go on from.

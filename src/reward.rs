@@ -18,25 +18,32 @@ use crate::event::{Event, Metrics};
 use crate::id::JobId;
 use crate::job::{Failure, FailureClass};
 use crate::outgoing::OutgoingPolicy;
-use crate::protocol::JournalEntry;
+use crate::protocol::{JournalEntry, RewardReport};
 use crate::sample::{RewardSample, RewardValue, RolloutId, Score};
 use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
 
 mod adapters;
 pub mod builtin;
+pub mod cache;
+pub mod client;
 pub mod example;
 pub mod health;
 pub mod journal;
 pub mod local;
+mod meter;
 pub mod outgoing;
+mod redact;
 pub mod signature;
 mod status;
 pub mod webhook;
 
+use client::RewardClient;
 use health::{Health, Verdict};
 use journal::Journal;
 use local::LocalModels;
+use meter::Meter;
 use status::Status;
+use webhook::endpoint::{Endpoint, Endpoints};
 
 /// One reward: samples in, one [`Judgement`] each out, in order.
 pub trait Reward: Send + Sync {
@@ -121,16 +128,19 @@ pub struct Counts {
     pub duplicate_ids: u64,
     /// Requests whose answer stood in the journal.
     pub replayed: u64,
+    /// Samples whose value was known, so that nobody was asked.
+    pub cached: u64,
 }
 
 impl std::ops::AddAssign for Counts {
     fn add_assign(&mut self, other: Self) {
-        let Counts { requests, retries, unknown_ids, duplicate_ids, replayed } = other;
+        let Counts { requests, retries, unknown_ids, duplicate_ids, replayed, cached } = other;
         self.requests += requests;
         self.retries += retries;
         self.unknown_ids += unknown_ids;
         self.duplicate_ids += duplicate_ids;
         self.replayed += replayed;
+        self.cached += cached;
     }
 }
 
@@ -286,17 +296,34 @@ impl BuildError {
 /// All rewards of one job. Built once an attempt; asked once a rollout.
 pub struct Rewards {
     entries: Vec<Entry>,
-    status: Arc<Status>,
     notices: Mutex<Option<mpsc::UnboundedReceiver<Event>>>,
-    journal: Option<Arc<dyn Journal>>,
-    models: Option<Arc<dyn LocalModels>>,
+    around: Around,
+    /// These are the evaluation's own.
+    evaluation: bool,
 }
 
 /// What the rewards of one job share.
+#[derive(Clone)]
 struct Around {
+    client: RewardClient,
     status: Arc<Status>,
     journal: Option<Arc<dyn Journal>>,
     models: Option<Arc<dyn LocalModels>>,
+    endpoints: Arc<Endpoints>,
+    /// What former attempts told.
+    former: Arc<[RewardReport]>,
+}
+
+/// What a job's worker gives to its rewards.
+pub struct Surroundings {
+    /// Connections, the rules on addresses, the cache.
+    pub client: RewardClient,
+    /// Where requests and answers are written down.
+    pub journal: Option<Arc<dyn Journal>>,
+    /// Runs reward models.
+    pub models: Option<Arc<dyn LocalModels>>,
+    /// What former attempts told of the rewards: counts go on from there.
+    pub former: Vec<RewardReport>,
 }
 
 struct Entry {
@@ -304,6 +331,9 @@ struct Entry {
     required: bool,
     reward: Box<dyn Reward>,
     health: Mutex<Health>,
+    meter: Arc<Meter>,
+    /// Of a reward over HTTP.
+    endpoint: Option<Arc<Endpoint>>,
 }
 
 /// What all rewards said of one rollout.
@@ -345,51 +375,87 @@ impl Rewards {
         journal: Option<Arc<dyn Journal>>,
         models: Option<Arc<dyn LocalModels>>,
     ) -> Result<Self, BuildError> {
+        let first = || plans.first().map(|plan| plan.name.clone()).unwrap_or_default();
+        let refused = |detail| BuildError { reward: first(), detail };
+        let client = RewardClient::new(outgoing).map_err(refused)?;
+        Self::within(plans, secrets, Surroundings { client, journal, models, former: Vec::new() })
+    }
+
+    /// The rewards of a job in its worker.
+    pub fn within(
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+        surroundings: Surroundings,
+    ) -> Result<Self, BuildError> {
+        let Surroundings { client, journal, models, former } = surroundings;
         let (status, notices) = Status::new();
-        let around = Around { status: Arc::new(status), journal, models };
-        Self::with_status(plans, secrets, outgoing, around, Some(notices))
+        let endpoints = Arc::new(Endpoints::new(client.pace));
+        let around = Around { client, status: Arc::new(status), journal, models, endpoints, former: former.into() };
+        let rewards = Self::around(plans, secrets, around, false)?;
+        Ok(Self { notices: Mutex::new(Some(notices)), ..rewards })
     }
 
-    /// Other rewards of the same job, an evaluation's say: what they tell and write down goes where these do.
-    pub fn beside(
-        &self,
-        plans: &[RewardPlan],
-        secrets: &BTreeMap<String, RewardSecrets>,
-        outgoing: &OutgoingPolicy,
-    ) -> Result<Self, BuildError> {
-        let Self { status, journal, models, .. } = self;
-        let around = Around { status: status.clone(), journal: journal.clone(), models: models.clone() };
-        Self::with_status(plans, secrets, outgoing, around, None)
+    /// The evaluation's own rewards of the same job: what they tell and write down goes where these do.
+    pub fn beside(&self, plans: &[RewardPlan], secrets: &BTreeMap<String, RewardSecrets>) -> Result<Self, BuildError> {
+        Self::around(plans, secrets, self.around.clone(), true)
     }
 
-    fn with_status(
+    fn around(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
-        outgoing: &OutgoingPolicy,
         around: Around,
-        notices: Option<mpsc::UnboundedReceiver<Event>>,
+        evaluation: bool,
     ) -> Result<Self, BuildError> {
-        let Around { status, journal, models } = around;
         let mut entries = Vec::with_capacity(plans.len());
         for plan in plans {
+            let former =
+                around.former.iter().find(|former| former.name == plan.name && former.evaluation == evaluation);
+            let meter = Arc::new(Meter::new(former.map(|former| former.health.clone())));
+            let mut endpoint = None;
             let none = RewardSecrets::default();
-            let reward: Box<dyn Reward> = match &plan.kind {
-                kind if kind.service().is_some() => {
+            let reward: Box<dyn Reward> = match (&plan.kind, plan.kind.service()) {
+                (kind, Some(service)) => {
                     let secrets = secrets.get(&plan.name).unwrap_or(&none);
-                    let webhook = webhook::Webhook::of_kind(&plan.name, kind, secrets, outgoing)?;
-                    Box::new(webhook.with_status(status.clone()).with_journal(journal.clone()))
+                    let webhook = webhook::Webhook::sharing(&plan.name, kind, secrets, &around.client)?;
+                    let shared = around.endpoints.at(&service.url, service.max_concurrency);
+                    endpoint = Some(shared.clone());
+                    Box::new(
+                        webhook
+                            .with_status(around.status.clone())
+                            .with_endpoint(shared, meter.clone())
+                            .with_journal(around.journal.clone()),
+                    )
                 }
-                RewardKind::RewardModel(model) => Box::new(local::Local::new(&plan.name, model, models.clone())?),
-                kind => Box::new(builtin::Builtin::new(&plan.name, kind)?),
+                (RewardKind::RewardModel(model), None) => {
+                    Box::new(local::Local::new(&plan.name, model, around.models.clone())?)
+                }
+                (kind, None) => Box::new(builtin::Builtin::new(&plan.name, kind)?),
             };
             entries.push(Entry {
                 name: plan.name.clone(),
                 required: plan.required,
                 reward,
                 health: Mutex::new(Health::default()),
+                meter,
+                endpoint,
             });
         }
-        Ok(Self { entries, status, notices: Mutex::new(notices), journal, models })
+        Ok(Self { entries, notices: Mutex::new(None), around, evaluation })
+    }
+
+    /// How each of them does.
+    pub fn reports(&self) -> Vec<RewardReport> {
+        let report = |entry: &Entry| {
+            let mut health = entry.meter.health();
+            if let Some(endpoint) = &entry.endpoint {
+                let (mut breaker, concurrency) = endpoint.report();
+                breaker.opened += entry.meter.opened_before();
+                health.breaker = Some(breaker);
+                health.concurrency = Some(concurrency);
+            }
+            RewardReport { name: entry.name.clone(), evaluation: self.evaluation, health }
+        };
+        self.entries.iter().map(report).collect()
     }
 
     /// Gets every reward ready; what one of them cannot do is found before anything is sampled.
@@ -403,12 +469,12 @@ impl Rewards {
     /// True while a service fails and is being retried, or takes its time: the job's `status_reason` is then
     /// `waiting_for_reward`.
     pub fn waiting(&self) -> bool {
-        *self.status.waiting().borrow() > 0
+        *self.around.status.waiting().borrow() > 0
     }
 
     /// How many requests wait so; changes wake.
     pub fn waiting_changes(&self) -> watch::Receiver<usize> {
-        self.status.waiting()
+        self.around.status.waiting()
     }
 
     /// Warnings that cannot wait until a rollout is scored (a service that does not answer). The first call gets them.
@@ -437,6 +503,7 @@ impl Rewards {
             ..Scored::default()
         };
         for (entry, judged, latency) in answers {
+            entry.meter.judged(&judged, entry.endpoint.is_none().then_some(latency));
             scored.metrics.insert(format!("rewards/{}/latency", entry.name), Some(latency.as_secs_f64()));
             // What stood in the journal was weighed by the attempt that got it.
             let verdict = match judged.counts.replayed {
@@ -448,7 +515,7 @@ impl Rewards {
                 Verdict::Warn(warning) => scored.warnings.push(warning),
                 Verdict::Stop(failure) if entry.required => {
                     // These answers are not used: when the user has seen to the service, it is asked anew.
-                    if let Some(journal) = &self.journal {
+                    if let Some(journal) = &self.around.journal {
                         let (rollout, reward) = (job.rollout, entry.name.clone());
                         let forgotten = journal.append(JournalEntry::Forget { rollout, reward }).await;
                         forgotten.map_err(|unrecorded| unrecorded.of(&entry.name))?;

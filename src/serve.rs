@@ -1,9 +1,10 @@
-//! Compose store, http, supervisor and the requeue tick; drain on SIGTERM.
+//! Compose store, http, supervisor, the requeue tick and the look after outages; drain on SIGTERM.
 //!
 //! [`run`] is `rlood serve`; [`start`] brings a server up inside this process, for the demo and for tests.
 
 pub mod check;
 mod listen;
+mod outage;
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -28,6 +29,7 @@ use crate::http::probe::{Prober, Unprobed};
 use crate::http::{self, AppState};
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::probe::{ProbeReport, ProbeTask};
+use crate::reward::client::{Pace, RewardClient};
 use crate::store::{Store, StoreError, clock_ms};
 use crate::supervisor::probe::{NoReport, Probes};
 use crate::supervisor::{Children, Lost, Supervisor};
@@ -54,6 +56,9 @@ pub enum ServeError {
     /// A list of addresses is not understood.
     #[error("--allow-outgoing cannot be used")]
     Outgoing(#[source] OutgoingError),
+    /// No reward service can be asked from here.
+    #[error("reward services cannot be asked: {0}")]
+    RewardClient(String),
     /// The instruction set asked for is not this machine's.
     #[error("--isa: {0}")]
     Isa(String),
@@ -87,6 +92,7 @@ pub struct Running {
     http: JoinHandle<()>,
     supervisor: Supervisor,
     tick: AbortOnDropHandle<()>,
+    outages: AbortOnDropHandle<()>,
     deaths: AbortOnDropHandle<()>,
     store: Store,
 }
@@ -105,9 +111,9 @@ impl Running {
     /// Drains: workers checkpoint and requeue their jobs while the API still answers, then streams end and connections
     /// close. Takes less than 30 s.
     pub async fn stop(self) {
-        let Self { addr: _, stop_http, http, supervisor, tick, deaths, store } = self;
+        let Self { addr: _, stop_http, http, supervisor, tick, outages, deaths, store } = self;
         supervisor.stop(WORKERS_STOP).await;
-        drop((tick, deaths));
+        drop((tick, outages, deaths));
         stop_http.cancel();
         if let Err(error) = http.await {
             tracing::error!(%error, "the listener ended badly");
@@ -155,7 +161,9 @@ pub fn announce(addr: SocketAddr) -> std::io::Result<()> {
 pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     // A second installation is no error; without one no TLS client can be made.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    OutgoingPolicy::parse(&config.allow_outgoing).map_err(ServeError::Outgoing)?;
+    let outgoing = OutgoingPolicy::parse(&config.allow_outgoing).map_err(ServeError::Outgoing)?;
+    let pace = Pace::new(config.reward_pace).map_err(ServeError::RewardClient)?;
+    let rewards = RewardClient::new(&outgoing).map_err(ServeError::RewardClient)?.with_pace(pace);
     Isa::choose(config.isa.as_str()).map_err(ServeError::Isa)?;
     let gpus: Vec<u32> = config.gpus().collect();
     if !gpus.is_empty() {
@@ -179,8 +187,9 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
     let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone())));
+    let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
-    Ok(Running { addr, stop_http, http, supervisor, tick, deaths, store })
+    Ok(Running { addr, stop_http, http, supervisor, tick, outages, deaths, store })
 }
 
 impl Prober for Probes {
@@ -253,6 +262,7 @@ fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Res
         devices: config.devices.clone(),
         threads: config.threads_per_worker(),
         scratch_dir,
+        reward_pace: config.reward_pace,
         isa: config.isa,
         log: config.log.clone(),
         log_format: config.log_format,

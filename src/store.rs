@@ -15,6 +15,7 @@ pub mod journal;
 pub mod keys;
 pub mod models;
 pub mod moves;
+pub mod rewards;
 pub mod samples;
 pub mod workers;
 
@@ -48,6 +49,7 @@ pub use fork::Fork;
 pub use jobs::{JobFilter, JobPatch, JobRow, NewJob};
 pub use keys::KeyBegin;
 pub use models::{ModelRow, NewModel};
+pub use rewards::RewardHealthRow;
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use workers::WorkerRow;
 

@@ -49,6 +49,8 @@ pub struct Children {
     /// Each child works in a folder of its own below.
     pub scratch_dir: PathBuf,
     /// Passed on.
+    pub reward_pace: f64,
+    /// Passed on.
     pub isa: Isa,
     /// Passed on.
     pub log: String,
@@ -148,6 +150,7 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
         .arg("--scratch-dir")
         .arg(scratch_dir)
         .env("RLOOD_WORKER_TOKEN", &children.token)
+        .env("RLOOD_REWARD_PACE", children.reward_pace.to_string())
         .env("RLOOD_ISA", children.isa.as_str())
         .env_remove("RLOOD_API_KEY")
         .stdin(Stdio::piped())
@@ -246,6 +249,7 @@ mod tests {
             devices: vec![Device::Cpu],
             threads: 1,
             scratch_dir: dir.join("scratch"),
+            reward_pace: 1.0,
             isa: Isa::Auto,
             log: "info".into(),
             log_format: LogFormat::Text,

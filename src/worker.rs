@@ -10,6 +10,7 @@ mod events;
 mod failure;
 mod host;
 mod journal;
+mod reports;
 mod signals;
 #[cfg(test)]
 mod tests;
@@ -17,6 +18,7 @@ mod tests;
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
@@ -26,7 +28,9 @@ use crate::config::{WorkerArgs, machine_threads};
 use crate::engine::error::EngineError;
 use crate::engine::host::{Host, TrainInput, TrainOutcome};
 use crate::id::WorkerId;
+use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{ClaimRequest, Register, Registered};
+use crate::reward::client::{Pace, RewardClient};
 use attempt::Ended;
 use client::{Client, ClientError, persist};
 
@@ -84,6 +88,10 @@ struct Worker {
     leave_within: Duration,
     heartbeat_ms: std::sync::atomic::AtomicU64,
     train: TrainFn,
+    /// Of the factor on its waits for rewards.
+    reward_pace: Pace,
+    /// Kept from job to job, while the rules on addresses stay the same.
+    reward_client: Mutex<Option<RewardClient>>,
 }
 
 /// `rlood worker`: works until SIGTERM or SIGINT; code 0 then.
@@ -107,6 +115,8 @@ pub async fn run(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
         leave_within: LEAVE_WITHIN,
         heartbeat_ms: crate::config::HEARTBEAT_MS.into(),
         train: crate::engine::train,
+        reward_pace: Pace::new(args.reward_pace).map_err(|why| WorkerError::Setting(format!("--reward-pace {why}")))?,
+        reward_client: Mutex::default(),
     };
     worker.work().await.map_err(|source| WorkerError::Server { server: args.server, source })
 }
@@ -166,6 +176,15 @@ impl Worker {
         self.heartbeat_ms.store(heartbeat_ms, std::sync::atomic::Ordering::Relaxed);
         tracing::info!(worker = %self.id, device = self.device, threads = self.threads, "registered");
         Ok(())
+    }
+
+    /// The connections of all its rewards.
+    fn reward_client(&self, policy: &OutgoingPolicy) -> Result<RewardClient, String> {
+        let mut kept = self.reward_client.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*kept {
+            Some(client) if client.policy() == policy => Ok(client.clone()),
+            _ => Ok(kept.insert(RewardClient::new(policy)?.with_pace(self.reward_pace)).clone()),
+        }
     }
 
     fn heartbeat(&self) -> Duration {

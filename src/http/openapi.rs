@@ -23,7 +23,7 @@ const TAGS: [(&str, &str); 7] = [
     ("Datasets", "Prompts with whatever the rewards need; immutable."),
     ("Models", "Directories in Hugging Face's layout that jobs train on."),
     ("Artifacts", "Checkpoints and adapters."),
-    ("Rewards", "Try a reward before a job depends on it."),
+    ("Rewards", "Try a reward before a job depends on it; see how those of a job do."),
     ("System", "Health, measurements, workers."),
     ("Reward contract", "What a reward service is asked, and how it answers."),
 ];

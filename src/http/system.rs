@@ -118,16 +118,17 @@ async fn metrics(State(state): State<AppState>) -> Result<impl IntoResponse, Pro
         family(&mut text, "rlood_disk_free_bytes", "gauge", "On the file system of the data directory.");
         line(&mut text, "rlood_disk_free_bytes", free);
     }
+    super::reward_health::write_metrics(&state, &mut text).await?;
     state.requests.write(&mut text);
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
 }
 
-fn family(text: &mut String, name: &str, kind: &str, help: &str) {
+pub(super) fn family(text: &mut String, name: &str, kind: &str, help: &str) {
     // Writing to a String cannot fail.
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }
 
-fn line(text: &mut String, name: &str, value: impl std::fmt::Display) {
+pub(super) fn line(text: &mut String, name: &str, value: impl std::fmt::Display) {
     let _ = writeln!(text, "{name} {value}");
 }
 

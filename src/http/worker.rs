@@ -26,7 +26,7 @@ use crate::id::{DatasetId, JobId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
     Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage, Outcome, Publish,
-    Published, Register, Registered, ResumePoint,
+    Published, Register, Registered, ResumePoint, RewardReports,
 };
 use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, StoreError, clock_ms};
 
@@ -55,6 +55,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .route("/worker/jobs/{id}/checkpoints/{step}", post(publish_checkpoint))
         .route("/worker/jobs/{id}/journal/{after}", get(send_journal))
         .route("/worker/jobs/{id}/journal", post(append_journal).layer(DefaultBodyLimit::max(JOURNAL_LIMIT_BYTES)))
+        .route("/worker/jobs/{id}/rewards", post(store_rewards))
         .route("/worker/jobs/{id}/finish", post(finish_job))
 }
 
@@ -125,6 +126,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
     let Some(resume) = unless_lost(verified_resume(state, job, attempt, resume).await)? else { return Ok(None) };
     let resume = resume.map(|checkpoint| ResumePoint { step: checkpoint.step, files: checkpoint.files });
     let initial = blocking(state, move |files| files.initial_files(job)).await?.unwrap_or_default();
+    let reward_reports = state.store.reward_health(job).await?.into_iter().map(|row| row.report).collect();
     tracing::info!(%job, attempt, worker = %asked.worker, resume = resume.as_ref().map(|r| r.step), "claimed");
     Ok(Some(Claim {
         job,
@@ -139,6 +141,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         initial,
         lease_ms: state.config.lease_ms,
         allow_outgoing: state.config.allow_outgoing.clone(),
+        reward_reports,
     }))
 }
 
@@ -343,6 +346,15 @@ async fn publish_checkpoint(
         tracing::warn!(%job, ?problem, "a rotated checkpoint could not be removed");
     }
     Ok(Json(Published { checkpoint: publication.id }))
+}
+
+async fn store_rewards(
+    State(state): State<AppState>,
+    Path(job): Path<JobId>,
+    Json(body): Json<RewardReports>,
+) -> Result<StatusCode, Problem> {
+    state.store.reward_reports_store(job, &body, clock_ms()).await?;
+    Ok(StatusCode::NO_CONTENT)
 }
 
 async fn finish_job(

@@ -190,6 +190,7 @@ impl Host for Look<'_> {
             | Event::AlertCleared { .. }
             | Event::TrainingPhase { .. }
             | Event::Diverged { .. }
+            | Event::Reward { .. }
             | Event::EarlyStopping { .. } => {}
         }
         Ok(())

@@ -9,7 +9,7 @@ use tokio::sync::{mpsc, watch};
 use crate::event::Event;
 
 /// Between two notices of one reward: a service that fails every other time does not fill the job's history.
-const NOTICE_EVERY: Duration = Duration::from_secs(60);
+pub(super) const NOTICE_EVERY: Duration = Duration::from_secs(60);
 
 /// Shared by all rewards of a job.
 #[derive(Debug)]

@@ -4,17 +4,20 @@
 //!
 //! Two promises: a sample only gets a number that the service gave to it, and a service that hangs never hangs us.
 
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::future::{BoxFuture, try_join_all};
+use reqwest::Url;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
-use reqwest::{Client, Url};
 use serde_json::Value;
 use tokio::sync::Semaphore;
 
+use super::cache::{self, CacheKey};
+use super::client::RewardClient;
 use super::journal::{Journal, Journalled, key};
+use super::meter::{About, Meter};
+use super::redact::Redactor;
 use super::signature::Key;
 use super::status::{Outage, Status};
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
@@ -25,9 +28,14 @@ use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{OnInvalid, RewardKind, RewardSecrets, ServicePlan, WebhookPlan};
 
+mod account;
 pub(super) mod answer;
+mod breaker;
+mod concurrency;
 mod delivery;
 pub(super) mod dialect;
+pub(super) mod endpoint;
+mod known;
 mod record;
 mod request;
 
@@ -37,6 +45,7 @@ pub use record::{Exchange, Received, Sent};
 use answer::{Answer, Found};
 use delivery::{Delivered, jitter};
 use dialect::{Ask, Contract, Dialect};
+use endpoint::{Endpoint, Endpoints};
 use request::{Request, Room};
 
 /// A reward service.
@@ -47,10 +56,14 @@ pub struct Webhook {
     url: Url,
     key: Option<Key>,
     headers: HeaderMap,
-    client: Client,
+    client: RewardClient,
     permits: Semaphore,
-    /// It was down for `max_outage_s` and has not answered since.
-    down: AtomicBool,
+    /// Shared by all that asks there.
+    endpoint: Arc<Endpoint>,
+    meter: Arc<Meter>,
+    redactor: Redactor,
+    /// For the cache; `None`: it is not used.
+    revision: Option<CacheKey>,
     /// Told of since it answered last.
     outage: Outage,
     status: Arc<Status>,
@@ -61,7 +74,7 @@ pub struct Webhook {
 }
 
 impl Webhook {
-    /// Makes a client for a service that speaks contract v1. The URL and a literal address in it are checked here, names
+    /// Makes a client for a service that speaks contract v1, with connections of its own. The URL and a literal address in it are checked here, names
     /// when they resolve.
     pub fn new(
         name: &str,
@@ -69,7 +82,7 @@ impl Webhook {
         secrets: &RewardSecrets,
         outgoing: &OutgoingPolicy,
     ) -> Result<Self, BuildError> {
-        Self::speaking(Box::new(Contract(plan.clone())), name, &plan.service, secrets, outgoing)
+        Self::of_kind(name, &RewardKind::Webhook(plan.clone()), secrets, outgoing)
     }
 
     /// Makes a client for any reward over HTTP, as [`Webhook::new`].
@@ -80,14 +93,26 @@ impl Webhook {
         outgoing: &OutgoingPolicy,
     ) -> Result<Self, BuildError> {
         let error = |detail: String| BuildError { reward: name.to_owned(), detail };
-        match (kind, kind.service()) {
-            (RewardKind::Webhook(plan), _) => Self::new(name, plan, secrets, outgoing),
-            (_, Some(service)) => {
-                let dialect = super::adapters::dialect(kind).map_err(error)?;
-                Self::speaking(dialect, name, service, secrets, outgoing)
-            }
-            (_, None) => Err(error("a built-in reward is not asked over HTTP".to_owned())),
-        }
+        Self::sharing(name, kind, secrets, &RewardClient::new(outgoing).map_err(error)?)
+    }
+
+    /// As [`Webhook::of_kind`], with the connections of a worker.
+    pub fn sharing(
+        name: &str,
+        kind: &RewardKind,
+        secrets: &RewardSecrets,
+        client: &RewardClient,
+    ) -> Result<Self, BuildError> {
+        let error = |detail: String| BuildError { reward: name.to_owned(), detail };
+        let Some(service) = kind.service() else {
+            return Err(error("a built-in reward is not asked over HTTP".to_owned()));
+        };
+        let dialect: Box<dyn Dialect> = match kind {
+            RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),
+            kind => super::adapters::dialect(kind).map_err(error)?,
+        };
+        let revision = service.cache.then(|| cache::revision(name, kind));
+        Ok(Self { revision, ..Self::speaking(dialect, name, service, secrets, client)? })
     }
 
     fn speaking(
@@ -95,10 +120,10 @@ impl Webhook {
         name: &str,
         plan: &ServicePlan,
         secrets: &RewardSecrets,
-        outgoing: &OutgoingPolicy,
+        client: &RewardClient,
     ) -> Result<Self, BuildError> {
         let error = |detail: String| BuildError { reward: name.to_owned(), detail };
-        let url = outgoing.check_url(&plan.url).map_err(|why| error(why.to_string()))?;
+        let url = client.policy.check_url(&plan.url).map_err(|why| error(why.to_string()))?;
         let key = secrets.secret.as_deref().map(Key::parse).transpose().map_err(|why| error(why.to_string()))?;
         let mut headers = HeaderMap::new();
         for (header, value) in &secrets.headers {
@@ -110,22 +135,19 @@ impl Webhook {
             value.set_sensitive(true);
             headers.insert(header_name, value);
         }
-        let client = outgoing
-            .client_builder()
-            .http1_only()
-            .connect_timeout(Duration::from_millis(plan.timeout_ms.clamp(1, 10_000)))
-            .build()
-            .map_err(|why| error(format!("no HTTP client: {why}")))?;
         Ok(Self {
             name: name.to_owned(),
             url,
             key,
             headers,
-            client,
             permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
+            endpoint: Endpoints::new(client.pace).at(&plan.url, plan.max_concurrency),
+            meter: Arc::default(),
+            redactor: Redactor::new(secrets),
+            revision: None,
+            client: client.clone(),
             plan: plan.clone(),
             dialect,
-            down: AtomicBool::new(false),
             outage: Outage::default(),
             status: Arc::new(Status::new().0),
             journal: None,
@@ -138,6 +160,14 @@ impl Webhook {
     #[must_use]
     pub(super) fn with_status(mut self, status: Arc<Status>) -> Self {
         self.status = status;
+        self
+    }
+
+    /// Shares its endpoint with the job's other rewards, and counts there.
+    #[must_use]
+    pub(super) fn with_endpoint(mut self, endpoint: Arc<Endpoint>, meter: Arc<Meter>) -> Self {
+        self.endpoint = endpoint;
+        self.meter = meter;
         self
     }
 
@@ -204,6 +234,8 @@ impl Reward for Webhook {
             }
             let wire = pieces.iter().map(Value::to_string).collect();
             let asking = Asking { webhook: self, job, samples, pieces, wire, counts: Mutex::default() };
+            let known = asking.known(&indices).await?;
+            indices.retain(|index| !known.contains(*index));
             let room = Room {
                 batching: self.dialect.batching(),
                 max_samples: self.plan.max_batch_samples,
@@ -214,6 +246,8 @@ impl Reward for Webhook {
             for (index, judgement) in answers.into_iter().flatten() {
                 judgements[index] = Some(judgement);
             }
+            asking.count(Counts { cached: known.number(), ..Counts::default() });
+            known.complete(&self.client.cache, &mut judgements);
             let unasked = || Judgement::missing("not_asked", "this sample was not asked for");
             let judgements = judgements.into_iter().map(|judgement| judgement.unwrap_or_else(unasked)).collect();
             let counts = *asking.counts.lock().unwrap_or_else(PoisonError::into_inner);
@@ -251,7 +285,7 @@ impl Asking<'_> {
                 known => {
                     let permit = webhook.permits.acquire().await;
                     let request = match known {
-                        Some(Journalled::Sent { id, body }) => Request { id, body },
+                        Some(Journalled::Sent { id, body }) => Request { id, body, about: self.about(&indices) },
                         _ => {
                             let request = self.written(&indices);
                             self.write_down(key.as_deref(), |key| self.entry_of(key, &request)).await?;
@@ -311,9 +345,15 @@ impl Asking<'_> {
                 Delivered::Body(body) => match self.read(&body, &request.id, indices) {
                     // What can be read is UTF-8.
                     Ok(_) => return Ok(RewardAnswer::Body { body: String::from_utf8_lossy(&body).into_owned() }),
-                    Err(problem) => problem,
+                    Err(problem) => {
+                        webhook.account_unusable(request, &body, &problem);
+                        problem
+                    }
                 },
-                Delivered::Unusable(problem) => problem,
+                Delivered::Unusable(problem) => {
+                    webhook.account_unusable(request, &[], &problem);
+                    problem
+                }
                 Delivered::Permanent(problem) => return Ok(unusable("refused", problem)),
                 Delivered::TooLarge => return Ok(RewardAnswer::TooLarge),
             };
@@ -322,7 +362,8 @@ impl Asking<'_> {
                 return Ok(unusable("invalid_answer", problem));
             }
             self.count(Counts { retries: 1, ..Counts::default() });
-            tokio::time::sleep(jitter(invalid_answers)).await;
+            webhook.meter.retried();
+            tokio::time::sleep(webhook.client.pace.of(jitter(invalid_answers))).await;
         }
     }
 
@@ -332,7 +373,14 @@ impl Asking<'_> {
         let pieces: Vec<&Value> = indices.iter().map(|&index| &self.pieces[index]).collect();
         let ask = Ask { id: &id, reward: &self.webhook.name, job: self.job, pieces: &pieces };
         let body = self.webhook.dialect.body(&ask);
-        Request { id, body }
+        Request { id, body, about: self.about(indices) }
+    }
+
+    /// Which samples these are, for people.
+    fn about(&self, indices: &[usize]) -> About {
+        let name = |sample: &RewardSample| format!("{}/{}", sample.prompt_id, sample.sample_id);
+        let samples = indices.iter().map(|&index| name(&self.samples[index])).collect();
+        About { step: self.job.rollout.step, samples }
     }
 
     fn read(&self, body: &[u8], id: &str, indices: &[usize]) -> Result<Answer, String> {
@@ -389,7 +437,8 @@ impl Asking<'_> {
         }
         if !again.is_empty() {
             self.count(Counts { retries: 1, ..Counts::default() });
-            tokio::time::sleep(jitter(round + 1)).await;
+            self.webhook.meter.retried();
+            tokio::time::sleep(self.webhook.client.pace.of(jitter(round + 1))).await;
             answers.extend(self.ask(again, round + 1).await?);
         }
         Ok(answers)

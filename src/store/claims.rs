@@ -192,12 +192,13 @@ impl Store {
                 .await?;
             }
             Outcome::Failed { failure } => job_fail(&mut tx, &row, failure, now).await?,
-            Outcome::Paused { reason: Some(reason) } if !cancel => {
+            // A user's pause is the user's, whatever else would have paused the job: nobody but the user takes it back.
+            Outcome::Paused { reason: Some(reason) } if !cancel && !pause => {
                 let data = json!({ "reason": reason });
                 let leave = Leave { status_reason: Some(reason), ..Leave::to(State::Paused) };
                 job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
             }
-            Outcome::Paused { reason: None } | Outcome::Requeued if pause => {
+            Outcome::Paused { .. } | Outcome::Requeued if pause => {
                 job_leave(&mut tx, &row, Leave::to(State::Paused), "job.paused", json!({ "reason": null }), now)
                     .await?;
             }

@@ -221,6 +221,10 @@ async fn event_store(
             let data = json!({ "code": code, "message": message, "data": data });
             event_insert(tx, job, "warning", now, data).await?;
         }
+        Event::Reward { reward, change, message, data } => {
+            let data = json!({ "reward": reward, "message": message, "data": data });
+            event_insert(tx, job, change.event(), now, data).await?;
+        }
         Event::Alert { alert } => alert_store(tx, job, alert, now).await?,
         Event::AlertCleared { rule, raised_step, step } => {
             alert_clear(tx, job, *rule, *raised_step, *step, now).await?;

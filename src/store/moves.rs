@@ -16,7 +16,8 @@ impl Store {
         self.job_act(id, Action::Cancel, now).await
     }
 
-    /// Pauses a job: at once when queued, by a mark its worker honours when running. Idempotent.
+    /// Pauses a job: at once when queued, by a mark its worker honours when running. Idempotent. One that paused over a reward
+    /// outage stays paused from then on.
     pub async fn job_pause(&self, id: JobId, now: i64) -> Result<JobRow, StoreError> {
         self.job_act(id, Action::Pause, now).await
     }
@@ -31,6 +32,15 @@ impl Store {
         let mut tx = self.begin(doing).await?;
         let row = job_row(&mut tx, id).await?;
         match (action, row.state, row.requested) {
+            // It would go on by itself when the service is back: now it does not.
+            (Action::Pause, State::Paused, _) if row.status_reason.as_deref() == Some("reward_outage") => {
+                sqlx::query("UPDATE jobs SET status_reason = NULL WHERE id = ?")
+                    .bind(id.to_string())
+                    .execute(&mut *tx)
+                    .await
+                    .doing(doing)?;
+                event_insert(&mut tx, id, "job.paused", now, json!({ "reason": null })).await?;
+            }
             // Nothing to do: it is so already, or asked for already.
             (Action::Cancel, State::Cancelled, _)
             | (Action::Cancel, State::Running, Some(Requested::Cancel))

@@ -14,6 +14,7 @@ use super::events::Events;
 use super::failure;
 use super::host::JobHost;
 use super::journal::Journal;
+use super::reports::Reports;
 use super::signals::{Progress, StopSignal, drops_work};
 use super::{TrainFn, Worker};
 use crate::engine::error::EngineError;
@@ -23,7 +24,7 @@ use crate::job::Failure;
 use crate::modelcard;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, FileEntry, Finish, Heartbeat, Outcome};
-use crate::reward::Rewards;
+use crate::reward::{Rewards, Surroundings};
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
@@ -186,12 +187,19 @@ impl Attempt {
         let written = Arc::new(journal.clone());
         let models =
             LocalRewardModels::new(&worker.device, claim.reward_models.clone(), claim.plan.reward_models.clone());
-        let rewards =
-            Rewards::with_models(&claim.plan.rewards, &claim.secrets, &policy, Some(written), Some(Arc::new(models)));
+        let client = worker.reward_client(&policy).map_err(|detail| failure::no_reward_client(&detail, position()))?;
+        let surroundings = Surroundings {
+            client,
+            journal: Some(written),
+            models: Some(Arc::new(models)),
+            former: claim.reward_reports.clone(),
+        };
+        let rewards = Rewards::within(&claim.plan.rewards, &claim.secrets, surroundings);
         let rewards = Arc::new(rewards.map_err(|error| error.to_failure())?);
         // The first to ask gets them.
         let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
-        let eval_rewards = build_eval_rewards(&claim, &rewards, &policy)?.map(Arc::new);
+        let eval_rewards = build_eval_rewards(&claim, &rewards)?.map(Arc::new);
+        let reports = Reports::start(self.client.clone(), self.held, rewards.clone(), eval_rewards.clone());
         let beats = beat(
             self.client.clone(),
             self.held,
@@ -254,6 +262,7 @@ impl Attempt {
         drop(scratch);
         // An answer that came with the stop need not be asked for again.
         let _ = tokio::time::timeout(LAST_WORDS, journal.flush()).await;
+        let _ = tokio::time::timeout(LAST_WORDS, reports.last()).await;
         match result {
             Ok(TrainOutcome::Finished) => Ok(()),
             Ok(TrainOutcome::Stopped(stop)) => Err(Cut::Stopped(stop)),
@@ -359,11 +368,11 @@ impl Attempt {
 }
 
 /// The evaluation's own rewards, if it has some; their secrets lie under names of their own.
-fn build_eval_rewards(claim: &Claim, rewards: &Rewards, policy: &OutgoingPolicy) -> Result<Option<Rewards>, Failure> {
+fn build_eval_rewards(claim: &Claim, rewards: &Rewards) -> Result<Option<Rewards>, Failure> {
     let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
     let secret_of = |name: &String| Some((name.clone(), claim.secrets.get(&eval_secret_name(name))?.clone()));
     let secrets = plans.iter().filter_map(|plan| secret_of(&plan.name)).collect();
-    rewards.beside(plans, &secrets, policy).map(Some).map_err(|error| error.to_failure())
+    rewards.beside(plans, &secrets).map(Some).map_err(|error| error.to_failure())
 }
 
 /// What moves to the engine's thread.

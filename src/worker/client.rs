@@ -11,7 +11,7 @@ use tokio::io::AsyncWriteExt;
 use crate::id::{DatasetId, JobId};
 use crate::protocol::{
     Claim, ClaimRequest, EventBatch, FileEntry, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage, Publish,
-    Published, Register, Registered,
+    Published, Register, Registered, RewardReports,
 };
 
 /// How long a worker goes on without an answer from the server.
@@ -196,6 +196,10 @@ impl Client {
 
     pub(super) async fn journal_append(&self, held: Held, batch: &JournalBatch) -> Result<(), ClientError> {
         answer(self.on_job(Method::POST, held, &["journal"]).timeout(STALL).json(batch)).await.map(drop)
+    }
+
+    pub(super) async fn rewards(&self, held: Held, reports: &RewardReports) -> Result<(), ClientError> {
+        answer(self.on_job(Method::POST, held, &["rewards"]).timeout(CALL).json(reports)).await.map(drop)
     }
 
     pub(super) async fn finish(&self, held: Held, finish: &Finish) -> Result<(), ClientError> {

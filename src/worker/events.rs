@@ -157,7 +157,7 @@ fn size_of_event(event: &Event) -> usize {
         Event::Samples { samples } => samples.iter().map(size_of_sample).sum(),
         Event::Step { metrics, .. } => 64 + 64 * metrics.len(),
         Event::Phase { .. } => 64,
-        Event::Warning { message, .. } => 512 + message.len(),
+        Event::Warning { message, .. } | Event::Reward { message, .. } => 512 + message.len(),
         Event::Alert { alert } => 1024 + alert.message.len() + alert.fix.len(),
         Event::AlertCleared { .. } | Event::EarlyStopping { .. } | Event::Diverged { .. } => 256,
         Event::TrainingPhase { .. } => 1024,

@@ -16,6 +16,11 @@ fn failure(class: FailureClass, code: &str, message: String, position: Position,
     }
 }
 
+/// This machine gives no HTTP client.
+pub(super) fn no_reward_client(detail: &str, position: Position) -> Failure {
+    failure(FailureClass::Infra, "reward_client", format!("rewards cannot be asked: {detail}"), position, None)
+}
+
 /// The engine could not go on.
 pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
     if let EngineError::Host(failure) = error {

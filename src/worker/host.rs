@@ -72,8 +72,10 @@ impl JobHost {
     }
 
     fn log_warning(&self, event: &Event) {
-        if let Event::Warning { code, message, .. } = event {
-            self.events.log(format!("warning {code}: {message}"));
+        match event {
+            Event::Warning { code, message, .. } => self.events.log(format!("warning {code}: {message}")),
+            Event::Reward { change, message, .. } => self.events.log(format!("{}: {message}", change.event())),
+            _ => {}
         }
     }
 
@@ -156,7 +158,7 @@ impl Host for JobHost {
                 self.events.log(step_line(*step, *kind, metrics));
             }
             Event::Samples { .. } => {}
-            Event::Warning { .. } => self.log_warning(&event),
+            Event::Warning { .. } | Event::Reward { .. } => self.log_warning(&event),
             Event::Alert { alert } => {
                 self.events.log(format!("alert {}: {}; to do: {}", alert.rule.as_str(), alert.message, alert.fix));
             }

@@ -46,9 +46,15 @@ struct Seen {
 }
 
 impl Seen {
-    /// The calls but heartbeats, which come when they come.
+    /// The calls but heartbeats and reports of rewards, which come when they come.
     fn story(&self) -> Vec<String> {
-        self.calls.lock().unwrap().iter().filter(|call| !call.starts_with("heartbeat")).cloned().collect()
+        self.calls
+            .lock()
+            .unwrap()
+            .iter()
+            .filter(|call| !call.starts_with("heartbeat") && *call != "rewards")
+            .cloned()
+            .collect()
     }
 
     fn heartbeats(&self) -> usize {
@@ -102,6 +108,7 @@ async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
             let kinds: Vec<&str> = entries.map(|entry| entry["entry"].as_str().unwrap()).collect();
             (format!("append {}", kinds.join(" ")), StatusCode::NO_CONTENT.into_response())
         }
+        (&Method::POST, ["rewards"]) => ("rewards".to_owned(), StatusCode::NO_CONTENT.into_response()),
         (&Method::POST, ["finish"]) => {
             let code = body["outcome"]["failure"]["code"].as_str().unwrap_or_default();
             let outcome = body["outcome"]["outcome"].as_str().unwrap();
@@ -157,6 +164,7 @@ fn claim() -> Claim {
         initial: Vec::new(),
         lease_ms: 1000,
         allow_outgoing: Vec::new(),
+        reward_reports: Vec::new(),
     }
 }
 
@@ -184,6 +192,8 @@ async fn attempt_at(seen: Seen, train: TrainFn, claim: Claim, meanwhile: impl Fn
         leave_within: Duration::from_secs(1),
         heartbeat_ms: 20.into(),
         train,
+        reward_pace: crate::reward::client::Pace::default(),
+        reward_client: std::sync::Mutex::default(),
     };
     meanwhile(&worker);
     let ended = attempt::run(&worker, claim).await;

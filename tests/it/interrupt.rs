@@ -143,6 +143,7 @@ impl Host for Machine {
             | Event::AlertCleared { .. }
             | Event::TrainingPhase { .. }
             | Event::Diverged { .. }
+            | Event::Reward { .. }
             | Event::EarlyStopping { .. } => {}
         }
         self.alive()

@@ -189,7 +189,8 @@ async fn every_outcome_meets_every_mark() {
         assert_eq!((row.requested, row.worker, row.lease_until, row.phase), (None, None, None, None));
         assert_eq!(row.finished_at, expected.is_terminal().then_some(T0 + 9));
         assert_eq!(row.failed_attempts, 0, "no outcome is charged");
-        let reason = if outcome == own() && expected == State::Paused { Some("reward_outage") } else { None };
+        // With the user's mark it is the user's pause.
+        let reason = if outcome == own() && requested.is_none() { Some("reward_outage") } else { None };
         assert_eq!(row.status_reason.as_deref(), reason);
         setting.sql("DELETE FROM jobs").await.unwrap();
     }

@@ -2,7 +2,6 @@
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::PoisonError;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
@@ -11,11 +10,14 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use utoipa::ToSchema;
 
+use super::account::Wire;
 use super::dialect::{Greeting, ReadGreeting};
+use super::endpoint::{Failing, Trouble};
 use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
 use super::request::{Request, ping_body};
 use super::{Counts, RewardFailure, Webhook};
 use crate::id::RewardRequestId;
+use crate::reward::meter::About;
 use crate::reward::outgoing;
 use crate::reward::status::Waiting;
 
@@ -47,7 +49,7 @@ enum Try {
     Done(Delivered),
     Gone,
     Refused(String),
-    Failed { why: String, retry_after: Option<Duration> },
+    Failed { why: String, trouble: Trouble, retry_after: Option<Duration> },
 }
 
 /// A service's answer to `reward.ping`.
@@ -81,14 +83,23 @@ pub struct PingReply {
 
 impl Webhook {
     /// Sends a request until something other than a transport failure comes of it. Connect errors, timeouts, 408, 425, 429
-    /// and 5xx are tried again, `max_tries` times quickly, then ever more slowly, until `max_outage_s` is over.
+    /// and 5xx are tried again, `max_tries` times quickly, then ever more slowly, and not while the endpoint's breaker is
+    /// open; until the service has failed for `max_outage_s`.
     pub(super) async fn deliver(&self, request: &Request) -> Result<(Delivered, Counts), RewardFailure> {
-        let start = Instant::now();
-        let patience = if self.down.load(Ordering::Relaxed) { 0 } else { self.plan.max_outage_s };
+        let patience = Duration::from_secs(self.plan.max_outage_s);
         let mut counts = Counts::default();
         let mut failures = 0;
+        let mut since = None;
         let mut waiting = None;
         loop {
+            let pass = match self.endpoint.try_enter() {
+                Some(pass) => pass,
+                None => {
+                    let _waiting = Waiting::new(&self.status);
+                    self.endpoint.enter(patience, since).await.map_err(|failing| self.outage_of(&failing))?
+                }
+            };
+            let start = Instant::now();
             counts.requests += 1;
             let mut attempt = std::pin::pin!(self.try_once(request));
             let outcome = match tokio::time::timeout(SLOW, &mut attempt).await {
@@ -98,44 +109,59 @@ impl Webhook {
                     attempt.await
                 }
             };
-            let (why, retry_after) = match outcome {
+            let (why, trouble, retry_after) = match outcome {
                 Try::Done(delivered) => {
-                    self.down.store(false, Ordering::Relaxed);
+                    self.tell_of_breaker(pass.answered(), "");
                     self.outage.over();
                     return Ok((delivered, counts));
                 }
-                Try::Gone => return Err(RewardFailure::Gone { reward: self.name.clone() }),
+                Try::Gone => {
+                    pass.answered();
+                    return Err(RewardFailure::Gone { reward: self.name.clone() });
+                }
                 Try::Refused(detail) => return Err(RewardFailure::Refused { reward: self.name.clone(), detail }),
-                Try::Failed { why, retry_after } => (why, retry_after),
+                Try::Failed { why, trouble, retry_after } => (why, trouble, retry_after),
             };
             failures += 1;
             waiting.get_or_insert_with(|| Waiting::new(&self.status));
             self.outage.failed(&self.status, &self.name, &why, self.plan.max_outage_s);
-            let left = Duration::from_secs(patience).saturating_sub(start.elapsed());
+            let asked_to_wait = retry_after.map(|wait| wait.min(LONGEST_OUTAGE_WAIT));
+            self.tell_of_breaker(pass.failed(trouble, asked_to_wait, &why), &why);
+            let own = *since.get_or_insert(start);
+            let begun = self.endpoint.failing().map_or(own, |failing| own.min(failing.since));
+            let left = patience.saturating_sub(begun.elapsed());
             if left.is_zero() {
-                self.down.store(true, Ordering::Relaxed);
-                let waited_s = start.elapsed().as_secs();
-                return Err(RewardFailure::Outage { reward: self.name.clone(), waited_s, cause: why });
+                return Err(self.outage_of(&Failing { since: begun, cause: why }));
             }
-            let wait = if failures < self.plan.max_tries {
+            let wait = if self.endpoint.is_open() {
+                // The breaker says when.
+                Duration::ZERO
+            } else if failures < self.plan.max_tries {
                 jitter(failures)
             } else {
-                // Down, as it seems: 30 s doubling to 5 min, each between half and full.
+                // Others are answered, this one is not: 30 s doubling to 5 min, each between half and full.
                 let longest = doubled(LONGEST_WAIT, failures - self.plan.max_tries, LONGEST_OUTAGE_WAIT);
                 longest.mul_f64(0.5 + 0.5 * random_fraction())
             };
-            let wait = wait.max(retry_after.unwrap_or_default().min(LONGEST_OUTAGE_WAIT)).min(left);
+            let wait = self.client.pace.of(wait).max(asked_to_wait.unwrap_or_default()).min(left);
             tracing::info!(reward = %self.name, failures, wait_ms = wait.as_millis() as u64, "reward request failed: {why}");
             counts.retries += 1;
+            self.meter.retried();
             tokio::time::sleep(wait).await;
         }
+    }
+
+    fn outage_of(&self, failing: &Failing) -> RewardFailure {
+        let waited_s = failing.since.elapsed().as_secs();
+        RewardFailure::Outage { reward: self.name.clone(), waited_s, cause: failing.cause.clone() }
     }
 
     /// Sends one `reward.ping`, once.
     pub async fn ping(&self) -> Ping {
         let id = RewardRequestId::new().to_string();
         let body = ping_body(&id);
-        self.greeted(Request { id, body }, None, |body| serde_json::from_slice(body).ok()).await
+        self.greeted(Request { id, body, about: About::default() }, None, |body| serde_json::from_slice(body).ok())
+            .await
     }
 
     /// Asks once whether the service is there, in its own way; `None` where it has none.
@@ -146,7 +172,28 @@ impl Webhook {
             Greeting::Post(body) => (body, None, |body| serde_json::from_slice(body).ok()),
             Greeting::Get(url, read) => (String::new(), Some(url), read),
         };
-        Some(self.greeted(Request { id, body }, get, read).await)
+        Some(self.greeted(Request { id, body, about: About::default() }, get, read).await)
+    }
+
+    /// Asks once whether the service answers again, in its own way; where it has none, by looking at its address.
+    ///
+    /// # Errors
+    /// Why it does not, in words.
+    pub async fn is_there(&self) -> Result<(), String> {
+        let (ping, there): (Ping, fn(u16) -> bool) = match self.greet().await {
+            // One that knows no ping says so.
+            Some(ping) => (ping, |status| matches!(status, 200..=299 | 400 | 405 | 422)),
+            None => {
+                let request =
+                    Request { id: RewardRequestId::new().to_string(), body: String::new(), about: About::default() };
+                let knock = self.greeted(request, Some(self.url.clone()), |_| None).await;
+                (knock, |status| status < 500 && !matches!(status, 408 | 425 | 429))
+            }
+        };
+        match ping.status {
+            Some(status) if there(status) => Ok(()),
+            _ => Err(ping.error.unwrap_or_else(|| "no answer".to_owned())),
+        }
     }
 
     async fn greeted(&self, request: Request, get: Option<Url>, read: ReadGreeting) -> Ping {
@@ -174,7 +221,15 @@ impl Webhook {
         let (status, retry_after, body) = match self.send(request, None).await {
             Ok(answered) => answered,
             Err(NotSent(why, true)) => return Try::Refused(why),
-            Err(NotSent(why, false)) => return Try::Failed { why, retry_after: None },
+            Err(NotSent(why, false)) => {
+                let trouble = if why.starts_with(TIMED_OUT) { Trouble::Overload } else { Trouble::Other };
+                return Try::Failed { why, trouble, retry_after: None };
+            }
+        };
+        let trouble = match status.as_u16() {
+            429 => Trouble::TooMuch,
+            503 => Trouble::Overload,
+            _ => Trouble::Other,
         };
         let said = || match &body {
             Ok(body) if !body.is_empty() => {
@@ -184,12 +239,12 @@ impl Webhook {
         };
         match status.as_u16() {
             other if self.dialect.is_transient(other) => {
-                Try::Failed { why: format!("the service answered {status}{}", said()), retry_after }
+                Try::Failed { why: format!("the service answered {status}{}", said()), trouble, retry_after }
             }
             200 | 201 | 203 => match body {
                 Ok(body) => Try::Done(Delivered::Body(body)),
                 Err(why) if why == OVERSIZE => Try::Done(Delivered::Unusable(why)),
-                Err(why) => Try::Failed { why, retry_after },
+                Err(why) => Try::Failed { why, trouble, retry_after },
             },
             202 => Try::Done(Delivered::Unusable(
                 "the service answered 202, but only synchronous answers were offered".to_owned(),
@@ -199,7 +254,7 @@ impl Webhook {
             408 | 425 | 429 | 500..=599 => {
                 let hint = || self.dialect.wait_hint(body.as_deref().unwrap_or_default());
                 let retry_after = retry_after.or_else(hint);
-                Try::Failed { why: format!("the service answered {status}{}", said()), retry_after }
+                Try::Failed { why: format!("the service answered {status}{}", said()), trouble, retry_after }
             }
             300..=399 => {
                 Try::Done(Delivered::Permanent(format!("the service answered {status}: redirects are not followed")))
@@ -221,15 +276,16 @@ impl Webhook {
         let limit = Duration::from_millis(self.plan.timeout_ms.min(self.plan.deadline_ms).max(1));
         let exchange = async {
             let builder = match get {
-                Some(url) => self.client.get(url),
-                None => self.client.post(self.url.clone()).body(request.body.clone()),
+                Some(url) => self.client.http.get(url),
+                None => self.client.http.post(self.url.clone()).body(request.body.clone()),
             };
-            let response = builder.headers(headers).send().await.map_err(not_sent)?;
+            let response = builder.headers(headers.clone()).send().await.map_err(not_sent)?;
             let (status, headers) = (response.status(), response.headers().clone());
             Ok((status, headers, read_bounded(response).await))
         };
-        let timed_out = || NotSent(format!("no answer within {} ms", limit.as_millis()), false);
+        let timed_out = || NotSent(format!("{TIMED_OUT} {} ms", limit.as_millis()), false);
         let outcome = tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err(timed_out()));
+        self.account(&Wire { request, headers: &headers, outcome: &outcome, took: start.elapsed() });
         if let (Some(exchanges), Some(request)) = (&self.exchanges, sent) {
             let (response, error) = match &outcome {
                 Ok((status, headers, body)) => {
@@ -268,12 +324,15 @@ impl Webhook {
     }
 }
 
+/// How a timeout's words begin.
+pub(super) const TIMED_OUT: &str = "no answer within";
+
 type Answered = (StatusCode, Option<Duration>, Result<Vec<u8>, String>);
 
 /// Why nothing was received, and whether that is because the address is refused.
-struct NotSent(String, bool);
+pub(super) struct NotSent(pub(super) String, pub(super) bool);
 
-const OVERSIZE: &str = "the answer is larger than 8 MiB";
+pub(super) const OVERSIZE: &str = "the answer is larger than 8 MiB";
 
 fn not_sent(error: reqwest::Error) -> NotSent {
     if let Some(refused) = outgoing::refusal(&error) {

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 
 use crate::event::FinishReason;
 use crate::reward::JobContext;
+use crate::reward::meter::About;
 use crate::reward::webhook::dialect::Batching;
 use crate::sample::RewardSample;
 use crate::spec::WebhookPlan;
@@ -18,6 +19,8 @@ pub(super) struct Request {
     pub id: String,
     /// JSON.
     pub body: String,
+    /// Nothing: it is no request for rewards.
+    pub about: About,
 }
 
 /// What all requests of a rollout have in common in contract v1.

@@ -264,6 +264,9 @@ pub struct ServicePlan {
     pub on_invalid: OnInvalid,
     /// How long a service may be down before the job pauses, s.
     pub max_outage_s: u64,
+    /// The same prompt, completion and columns always have the same value: it is asked for once.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub cache: bool,
 }
 
 /// What becomes of samples whose answer is invalid.

@@ -51,6 +51,7 @@ pub(super) fn read_service(reader: &Reader<'_>, batch: u32) -> ServicePlan {
             .choice(&[("mask", OnInvalid::Mask), ("zero", OnInvalid::Zero), ("fail", OnInvalid::Fail)])
             .unwrap_or(OnInvalid::Mask),
         max_outage_s: reader.field("max_outage_s").whole(1..=604_800).unwrap_or(600),
+        cache: reader.field("cache").bool().unwrap_or(false),
     };
     if service.timeout_ms > service.deadline_ms {
         let detail = format!(

@@ -1,0 +1,158 @@
+//! Values that a reward has given before, for rewards that say that the same completion always has the same value
+//! (`cache: true`). One for a worker, over all its jobs: a value is found again by the reward's revision and the sample.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+
+use super::Judgement;
+use crate::sample::{RewardSample, RewardValue};
+
+/// Bytes, about, of each of the two generations.
+const GENERATION_BYTES: usize = 32 << 20;
+/// Bytes of an entry besides its texts, about.
+const ENTRY_BYTES: usize = 192;
+
+/// What a value is found by.
+pub type CacheKey = [u8; 32];
+
+/// See the module. Bounded: when the young half is full it becomes the old one, and what was old and not asked for since goes.
+#[derive(Debug, Default)]
+pub struct Cache(Mutex<Generations>);
+
+#[derive(Debug, Default)]
+struct Generations {
+    young: HashMap<CacheKey, Judgement>,
+    young_bytes: usize,
+    old: HashMap<CacheKey, Judgement>,
+}
+
+impl Cache {
+    /// The value of that sample, if it is known.
+    pub fn get(&self, key: &CacheKey) -> Option<Judgement> {
+        let mut generations = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(judgement) = generations.young.get(key) {
+            return Some(judgement.clone());
+        }
+        let judgement = generations.old.remove(key)?;
+        generations.put(*key, judgement.clone());
+        Some(judgement)
+    }
+
+    /// Keeps a number, or that the reward does not apply. What is missing, or stands for an invalid answer, is not kept.
+    pub fn put(&self, key: CacheKey, judgement: &Judgement) {
+        let lasting = judgement.error.is_none() && judgement.value != RewardValue::Missing;
+        if lasting {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).put(key, judgement.clone());
+        }
+    }
+}
+
+impl Generations {
+    fn put(&mut self, key: CacheKey, judgement: Judgement) {
+        let texts = judgement.reason.as_ref().map_or(0, String::len)
+            + judgement
+                .metrics
+                .iter()
+                .map(|(name, value)| name.len() + 64 + value.as_str().map_or(0, str::len))
+                .sum::<usize>();
+        if self.young_bytes >= GENERATION_BYTES {
+            self.old = std::mem::take(&mut self.young);
+            self.young_bytes = 0;
+        }
+        if self.young.insert(key, judgement).is_none() {
+            self.young_bytes += ENTRY_BYTES + texts;
+        }
+    }
+}
+
+/// Names everything that a reward's values may depend on but the sample: another URL, other parameters, another revision.
+pub fn revision(name: &str, plan: &impl Serialize) -> CacheKey {
+    let plan = serde_json::to_vec(plan).unwrap_or_default();
+    digest(&[name.as_bytes(), &plan])
+}
+
+/// Names a sample for one revision of a reward: its prompt, its completion and its columns, not its place in a rollout.
+pub fn key(revision: &CacheKey, sample: &RewardSample) -> CacheKey {
+    let RewardSample {
+        sample_id: _,
+        group_id: _,
+        prompt_id: _,
+        prompt,
+        messages,
+        completion,
+        finish_reason,
+        num_tokens,
+        columns,
+    } = sample;
+    let rest = serde_json::to_vec(&(messages, finish_reason, num_tokens, columns)).unwrap_or_default();
+    digest(&[revision, prompt.as_bytes(), completion.as_bytes(), &rest])
+}
+
+fn digest(parts: &[&[u8]]) -> CacheKey {
+    let mut hasher = Sha256::new();
+    for part in parts {
+        hasher.update((part.len() as u64).to_le_bytes());
+        hasher.update(part);
+    }
+    hasher.finalize().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::event::FinishReason;
+
+    fn sample(prompt: &str, completion: &str) -> RewardSample {
+        RewardSample {
+            sample_id: "s_0".into(),
+            group_id: "g_0".into(),
+            prompt_id: "row_0".into(),
+            prompt: prompt.into(),
+            messages: None,
+            completion: completion.into(),
+            finish_reason: FinishReason::Stop,
+            num_tokens: 1,
+            columns: serde_json::Map::new(),
+        }
+    }
+
+    #[test]
+    fn a_key_names_the_reward_and_the_sample_and_not_its_place() {
+        let revision = revision("r", &"http://x/");
+        let one = key(&revision, &sample("ab", "c"));
+        assert_eq!(one, key(&revision, &RewardSample { sample_id: "s_9".into(), ..sample("ab", "c") }));
+        let other_column = serde_json::Map::from_iter([("answer".to_owned(), 1.into())]);
+        for other in [
+            key(&revision, &sample("a", "bc")),
+            key(&super::revision("r", &"http://y/"), &sample("ab", "c")),
+            key(&super::revision("s", &"http://x/"), &sample("ab", "c")),
+            key(&revision, &RewardSample { columns: other_column, ..sample("ab", "c") }),
+            key(&revision, &RewardSample { finish_reason: FinishReason::Length, ..sample("ab", "c") }),
+        ] {
+            assert_ne!(one, other);
+        }
+    }
+
+    #[test]
+    fn values_are_kept_errors_are_not_and_the_size_is_bounded() {
+        let cache = Cache::default();
+        cache.put([1; 32], &Judgement::value(RewardValue::NotApplicable));
+        cache.put([2; 32], &Judgement::missing("timeout", "late"));
+        let zero = Judgement { value: RewardValue::Number(0.0), ..Judgement::missing("nan", "NaN") };
+        cache.put([3; 32], &zero);
+        assert_eq!(cache.get(&[1; 32]), Some(Judgement::value(RewardValue::NotApplicable)));
+        assert_eq!((cache.get(&[2; 32]), cache.get(&[3; 32])), (None, None));
+
+        let long = Judgement { reason: Some("x".repeat(1 << 20)), ..Judgement::value(RewardValue::Number(0.5)) };
+        for number in 10..110 {
+            cache.put([number; 32], &long);
+            assert!(cache.get(&[1; 32]).is_some(), "what is used stays");
+        }
+        let kept = (10..110).filter(|number| cache.get(&[*number; 32]).is_some()).count();
+        assert!((31..=70).contains(&kept), "{kept}");
+        assert_eq!(cache.get(&[109; 32]).unwrap().value, RewardValue::Number(0.5));
+    }
+}

@@ -1,0 +1,227 @@
+//! The circuit breaker of an endpoint: when a service has failed often enough, it is left alone for a while, then asked once.
+//!
+//! ```text
+//! closed → open       5 failures in a row, or half of at least 20 tries within 60 s
+//! open → half open    30 s later, doubling to 5 min: one request goes
+//! half open → closed  it is answered
+//! half open → open    it fails
+//! ```
+//! Time is an argument: the rules are tested without waiting.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use crate::protocol::BreakerState;
+
+/// Failures in a row that open it.
+const IN_A_ROW: u32 = 5;
+/// The stretch that a share of failures is counted over.
+const WINDOW: Duration = Duration::from_secs(60);
+/// Fewest tries in the window before their share counts.
+const FEWEST_TRIES: usize = 20;
+/// Most tries that are kept of the window.
+const MOST_TRIES: usize = 1000;
+/// How long it stays open at first, and at most.
+pub(super) const FIRST_OPEN: Duration = Duration::from_secs(30);
+pub(super) const LONGEST_OPEN: Duration = Duration::from_secs(300);
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Breaker {
+    first_open: Duration,
+    longest_open: Duration,
+    in_a_row: u32,
+    /// The tries of the window: when, and whether they were answered.
+    tries: VecDeque<(Instant, bool)>,
+    open: Option<Open>,
+    times_opened: u64,
+}
+
+#[derive(Debug)]
+struct Open {
+    until: Instant,
+    /// How long this time.
+    lasts: Duration,
+    /// The request that decides is under way.
+    probing: bool,
+}
+
+/// Whether a try may go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Admission {
+    /// It may.
+    Go,
+    /// It may, as the one that decides.
+    Probe,
+    /// Not before this time, or, without one, before the probe under way has ended.
+    Wait(Option<Instant>),
+}
+
+/// What a try changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Change {
+    Nothing,
+    /// Open now (again), for so long.
+    Opened(Duration),
+    Closed,
+}
+
+impl Breaker {
+    /// Closed. It opens for `first_open`, doubling up to `longest_open`.
+    pub fn new(first_open: Duration, longest_open: Duration) -> Self {
+        Self { first_open, longest_open, in_a_row: 0, tries: VecDeque::new(), open: None, times_opened: 0 }
+    }
+
+    /// Asks for a try. Whoever gets [`Admission::Probe`] must tell how it ended, or that it was given up.
+    pub fn admit(&mut self, now: Instant) -> Admission {
+        match &mut self.open {
+            None => Admission::Go,
+            Some(Open { probing: true, .. }) => Admission::Wait(None),
+            Some(Open { until, .. }) if now < *until => Admission::Wait(Some(*until)),
+            Some(open) => {
+                open.probing = true;
+                Admission::Probe
+            }
+        }
+    }
+
+    /// The service answered, whatever: it is there.
+    pub fn answered(&mut self, now: Instant) -> Change {
+        self.in_a_row = 0;
+        self.note(now, true);
+        match self.open.take() {
+            Some(_) => Change::Closed,
+            None => Change::Nothing,
+        }
+    }
+
+    /// A try failed. One that had begun before it opened changes nothing any more.
+    pub fn failed(&mut self, now: Instant, probe: bool) -> Change {
+        self.in_a_row = self.in_a_row.saturating_add(1);
+        match &self.open {
+            None => {
+                self.note(now, false);
+                let failed = self.tries.iter().filter(|(_, answered)| !answered).count();
+                let share = self.tries.len() >= FEWEST_TRIES && failed * 2 >= self.tries.len();
+                if self.in_a_row >= IN_A_ROW || share { self.open(now, self.first_open) } else { Change::Nothing }
+            }
+            Some(open) if probe => self.open(now, (open.lasts * 2).min(self.longest_open)),
+            Some(_) => Change::Nothing,
+        }
+    }
+
+    /// The probe was given up before it ended: another one may go.
+    pub fn abandoned(&mut self) {
+        if let Some(open) = &mut self.open {
+            open.probing = false;
+        }
+    }
+
+    /// What it lets through.
+    pub fn state(&self) -> BreakerState {
+        match &self.open {
+            None => BreakerState::Closed,
+            Some(Open { probing: true, .. }) => BreakerState::HalfOpen,
+            Some(Open { probing: false, .. }) => BreakerState::Open,
+        }
+    }
+
+    /// When the next try may go, while it is open.
+    pub fn retry_at(&self) -> Option<Instant> {
+        self.open.as_ref().map(|open| open.until)
+    }
+
+    pub fn failures_in_a_row(&self) -> u32 {
+        self.in_a_row
+    }
+
+    pub fn times_opened(&self) -> u64 {
+        self.times_opened
+    }
+
+    fn open(&mut self, now: Instant, lasts: Duration) -> Change {
+        self.tries.clear();
+        self.times_opened += 1;
+        self.open = Some(Open { until: now + lasts, lasts, probing: false });
+        Change::Opened(lasts)
+    }
+
+    fn note(&mut self, now: Instant, answered: bool) {
+        while self.tries.len() >= MOST_TRIES || self.tries.front().is_some_and(|(at, _)| now - *at > WINDOW) {
+            self.tries.pop_front();
+        }
+        self.tries.push_back((now, answered));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn breaker() -> Breaker {
+        Breaker::new(FIRST_OPEN, LONGEST_OPEN)
+    }
+
+    #[test]
+    fn five_failures_in_a_row_open_it_and_an_answer_among_them_does_not() {
+        let (mut breaker, now) = (breaker(), Instant::now());
+        for _ in 0..4 {
+            assert_eq!(breaker.failed(now, false), Change::Nothing);
+        }
+        breaker.answered(now);
+        for _ in 0..4 {
+            assert_eq!(breaker.failed(now, false), Change::Nothing);
+        }
+        assert_eq!(breaker.admit(now), Admission::Go);
+        assert_eq!(breaker.failed(now, false), Change::Opened(FIRST_OPEN));
+        assert_eq!(breaker.state(), BreakerState::Open);
+        assert_eq!(breaker.admit(now + 29 * SECOND), Admission::Wait(Some(now + FIRST_OPEN)));
+    }
+
+    #[test]
+    fn half_of_twenty_tries_within_a_minute_open_it_and_older_ones_do_not_count() {
+        let (mut breaker, now) = (breaker(), Instant::now());
+        let mut tried = |at: Instant, answered| match answered {
+            true => breaker.answered(at),
+            false => breaker.failed(at, false),
+        };
+        for number in 0..19 {
+            assert_eq!(tried(now, number % 2 == 0), Change::Nothing, "{number}");
+        }
+        // 9 of these 19 failed. A minute and a second later they are forgotten.
+        assert_eq!(tried(now + 61 * SECOND, false), Change::Nothing);
+        for number in 0..18 {
+            assert_eq!(tried(now + 62 * SECOND, number % 2 == 0), Change::Nothing, "{number}");
+        }
+        assert_eq!(tried(now + 63 * SECOND, false), Change::Opened(FIRST_OPEN), "11 of 20 failed");
+    }
+
+    #[test]
+    fn one_request_decides_and_the_wait_doubles_to_five_minutes() {
+        let (mut breaker, mut now) = (breaker(), Instant::now());
+        for _ in 0..5 {
+            breaker.failed(now, false);
+        }
+        for expected in [60, 120, 240, 300, 300] {
+            now = breaker.retry_at().unwrap();
+            assert_eq!(breaker.admit(now), Admission::Probe);
+            assert_eq!(breaker.state(), BreakerState::HalfOpen);
+            assert_eq!(breaker.admit(now), Admission::Wait(None), "only one");
+            assert_eq!(breaker.failed(now, false), Change::Nothing, "it had begun before");
+            assert_eq!(breaker.failed(now, true), Change::Opened(expected * SECOND));
+        }
+        now = breaker.retry_at().unwrap();
+        assert_eq!(breaker.admit(now), Admission::Probe);
+        breaker.abandoned();
+        assert_eq!(breaker.admit(now), Admission::Probe, "the one before was given up");
+        assert_eq!(breaker.answered(now), Change::Closed);
+        assert_eq!(breaker.admit(now), Admission::Go);
+        for _ in 0..4 {
+            breaker.failed(now, false);
+        }
+        assert_eq!(breaker.failed(now, false), Change::Opened(FIRST_OPEN), "from the beginning");
+        assert_eq!(breaker.times_opened(), 7);
+    }
+}

@@ -1,0 +1,70 @@
+//! Tells the server how the rewards do, while they do it and at the end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Mutex;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::client::{Client, ClientError, Held, persist};
+use crate::protocol::{RewardReport, RewardReports};
+use crate::reward::Rewards;
+
+/// Between two reports, when there is something new to tell.
+const EVERY: Duration = Duration::from_secs(2);
+
+/// The reports of one attempt.
+pub(super) struct Reports {
+    teller: Arc<Teller>,
+    _telling: AbortOnDropHandle<()>,
+}
+
+struct Teller {
+    client: Client,
+    held: Held,
+    rewards: Vec<Arc<Rewards>>,
+    /// What the server has.
+    told: Mutex<Vec<RewardReport>>,
+}
+
+impl Reports {
+    /// Tells until it is dropped.
+    pub(super) fn start(client: Client, held: Held, rewards: Arc<Rewards>, of_eval: Option<Arc<Rewards>>) -> Self {
+        let rewards = [Some(rewards), of_eval].into_iter().flatten().collect();
+        let teller = Arc::new(Teller { client, held, rewards, told: Mutex::default() });
+        let telling = tokio::spawn({
+            let teller = teller.clone();
+            async move {
+                loop {
+                    tokio::time::sleep(EVERY).await;
+                    // What could not be told now is told with what comes next.
+                    if let Err(error) = teller.tell().await {
+                        tracing::debug!(%error, "the rewards' reports are not taken");
+                    }
+                }
+            }
+        });
+        Self { teller, _telling: AbortOnDropHandle::new(telling) }
+    }
+
+    /// Tells how it ended, as long as that may take some time.
+    pub(super) async fn last(&self) {
+        if let Err(error) = persist(|| self.teller.tell(), ClientError::is_transient).await {
+            tracing::warn!(%error, "the rewards' last reports are not taken");
+        }
+    }
+}
+
+impl Teller {
+    async fn tell(&self) -> Result<(), ClientError> {
+        let mut told = self.told.lock().await;
+        let rewards: Vec<RewardReport> = self.rewards.iter().flat_map(|rewards| rewards.reports()).collect();
+        if rewards == *told {
+            return Ok(());
+        }
+        let reports = RewardReports { attempt: self.held.attempt, rewards };
+        self.client.rewards(self.held, &reports).await?;
+        *told = reports.rewards;
+        Ok(())
+    }
+}
