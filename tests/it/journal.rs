@@ -140,10 +140,10 @@ async fn a_worker_that_lost_its_lease_is_shown_as_lost_until_it_is_heard_of() {
 /// A journal that outlives its process, and the moment at which that is lost: at the n-th entry (from 1), before or after
 /// it is durable.
 #[derive(Default)]
-struct Book {
-    entries: Arc<Mutex<Vec<JournalEntry>>>,
-    appended: AtomicUsize,
-    lost_at: Option<(usize, bool)>,
+pub struct Book {
+    pub entries: Arc<Mutex<Vec<JournalEntry>>>,
+    pub appended: AtomicUsize,
+    pub lost_at: Option<(usize, bool)>,
 }
 
 impl Book {
