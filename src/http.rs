@@ -7,6 +7,7 @@
 pub mod alerts;
 pub mod artifacts;
 pub mod auth;
+pub mod callbacks;
 mod compare;
 mod contract;
 pub mod datasets;
@@ -105,6 +106,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(datasets::routes())
         .merge(models::routes())
         .merge(rewards::routes())
+        .merge(callbacks::routes())
         .merge(system::routes())
 }
 

@@ -150,7 +150,7 @@ struct RewardResults {
 /// The score of one sample, or why there is none.
 #[derive(Deserialize, ToSchema)]
 #[expect(dead_code, reason = "describes the contract in the document")]
-struct RewardResult {
+pub(super) struct RewardResult {
     /// As in the request.
     sample_id: String,
     /// A finite number. Null without `error`: the reward does not apply to this sample. Null with `error`: it is missing, which is never 0.

@@ -157,6 +157,7 @@ fn claim() -> Claim {
         initial: Vec::new(),
         lease_ms: 1000,
         allow_outgoing: Vec::new(),
+        callbacks: None,
     }
 }
 

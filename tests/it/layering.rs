@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// Plain types, imported by everyone.
 const WORDS: &[&str] = &[
+    "callback",
     "config",
     "dataset",
     "doctor",
