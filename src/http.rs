@@ -25,6 +25,7 @@ pub mod models;
 pub mod openapi;
 pub mod probe;
 mod reward_models;
+mod reward_test_journal;
 pub mod rewards;
 pub mod samples;
 pub mod submit;

@@ -48,7 +48,8 @@ pub struct Webhook {
     plan: ServicePlan,
     dialect: Box<dyn Dialect>,
     url: Url,
-    key: Option<Key>,
+    /// One signature each.
+    keys: Vec<Key>,
     headers: HeaderMap,
     client: Client,
     /// What its status addresses may be.
@@ -104,7 +105,8 @@ impl Webhook {
     ) -> Result<Self, BuildError> {
         let error = |detail: String| BuildError { reward: name.to_owned(), detail };
         let url = outgoing.check_url(&plan.url).map_err(|why| error(why.to_string()))?;
-        let key = secrets.secret.as_deref().map(Key::parse).transpose().map_err(|why| error(why.to_string()))?;
+        let keys = [&secrets.secret, &secrets.previous_secret].into_iter().flatten().map(|secret| Key::parse(secret));
+        let keys = keys.collect::<Result<_, _>>().map_err(|why| error(why.to_string()))?;
         let mut headers = HeaderMap::new();
         for (header, value) in &secrets.headers {
             let header_name =
@@ -124,7 +126,7 @@ impl Webhook {
         Ok(Self {
             name: name.to_owned(),
             url,
-            key,
+            keys,
             headers,
             client,
             outgoing: outgoing.clone(),

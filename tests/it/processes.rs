@@ -22,8 +22,13 @@ pub struct Server {
 impl Server {
     /// On a free port; returns when it says where it listens.
     pub fn start(data_dir: &Path, devices: &str) -> Self {
+        Self::start_with(data_dir, devices, &[])
+    }
+
+    /// The same, with further flags.
+    pub fn start_with(data_dir: &Path, devices: &str, flags: &[&str]) -> Self {
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let mut child = rlood(data_dir, devices).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = rlood(data_dir, devices).args(flags).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let url =

@@ -263,8 +263,11 @@ impl Webhook {
             let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
             set("webhook-id", &request.id);
             set("webhook-timestamp", &now_s.to_string());
-            if let Some(key) = &self.key {
-                set("webhook-signature", &key.sign(&request.id, now_s, request.wire().as_bytes()));
+            let wire = request.wire();
+            let signed = self.keys.iter().map(|key| key.sign(&request.id, now_s, wire.as_bytes()));
+            let signatures: Vec<String> = signed.collect();
+            if !signatures.is_empty() {
+                set("webhook-signature", &signatures.join(" "));
             }
         }
         set("idempotency-key", &request.id);
