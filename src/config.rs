@@ -755,12 +755,13 @@ fn parse_pace(factor: f64) -> Result<f64, ConfigError> {
 }
 
 /// 256 random bits in hexadecimal.
-fn random_token() -> Result<String, ConfigError> {
+/// 32 random bytes in hex.
+pub(crate) fn random_token() -> Result<String, ConfigError> {
     let mut bytes = [0_u8; 32];
     rustls::crypto::ring::default_provider()
         .secure_random
         .fill(&mut bytes)
-        .map_err(|_| ConfigError::new("the system gave no random bytes for a worker token; set RLOOD_WORKER_TOKEN"))?;
+        .map_err(|_| ConfigError::new("the system gave no random bytes for a token; set RLOOD_WORKER_TOKEN"))?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 

@@ -7,6 +7,7 @@
 pub mod alerts;
 pub mod artifacts;
 pub mod auth;
+pub mod callbacks;
 mod compare;
 mod contract;
 pub mod datasets;
@@ -25,6 +26,7 @@ pub mod openapi;
 pub mod probe;
 mod reward_health;
 mod reward_models;
+mod reward_test_journal;
 pub mod rewards;
 pub mod samples;
 pub mod submit;
@@ -107,6 +109,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(models::routes())
         .merge(rewards::routes())
         .merge(reward_health::routes())
+        .merge(callbacks::routes())
         .merge(system::routes())
 }
 

@@ -4,7 +4,7 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`callback`] [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
@@ -25,6 +25,7 @@
 
 pub mod config;
 
+pub mod callback;
 pub mod dataset;
 pub mod doctor;
 pub mod event;

@@ -16,6 +16,7 @@
 //! GET  /worker/jobs/{id}/journal/{after}?attempt=N        → JournalPage
 //! POST /worker/jobs/{id}/journal                          JournalBatch  → 204, durable
 //! POST /worker/jobs/{id}/rewards                          RewardReports → 204
+//! GET  /worker/jobs/{id}/callbacks/{after}?attempt=N      → CallbackNews, held while there are none
 //! POST /worker/jobs/{id}/finish                           Finish        → 204
 //! ```
 
@@ -23,6 +24,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::callback::{Accepted, CallbackTerms, Entry, Later};
 use crate::event::{Event, Phase};
 use crate::id::{CheckpointId, JobId, WorkerId};
 use crate::job::{Failure, Requested};
@@ -101,6 +103,9 @@ pub struct Claim {
     /// What former attempts told of the rewards: the counts go on from there.
     #[serde(default)]
     pub reward_reports: Vec<RewardReport>,
+    /// Where reward services may answer later.
+    #[serde(default)]
+    pub callbacks: Option<CallbackTerms>,
 }
 
 /// A checkpoint to go on from.
@@ -199,8 +204,22 @@ pub enum JournalEntry {
         key: String,
         /// `rwr_…`
         id: String,
-        /// JSON, as sent.
+        /// JSON, as sent, but for the token of its callback.
         body: String,
+        /// Its answer may come later.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        later: Option<Later>,
+    },
+    /// The service took the request and answers later: it is not sent again.
+    Accepted {
+        /// For which sampling.
+        rollout: RolloutId,
+        /// The request's.
+        key: String,
+        /// The request's.
+        id: String,
+        /// What it said.
+        accepted: Accepted,
     },
     /// The request is answered: it is never sent again.
     Answer {
@@ -231,6 +250,11 @@ pub enum RewardAnswer {
         /// JSON.
         body: String,
     },
+    /// What had come by the request's deadline: what is missing is asked for again.
+    Expired {
+        /// JSON, as `Body`.
+        body: String,
+    },
     /// 413: asked for in halves.
     TooLarge,
     /// No answer that can be used.
@@ -258,6 +282,24 @@ pub struct JournalPage {
     pub entries: Vec<JournalEntry>,
     /// `after` of the next page; null = this is the last one.
     pub next: Option<i64>,
+}
+
+/// What reward services sent for requests of a job that are not answered yet.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct CallbackNews {
+    /// In the order they came.
+    pub news: Vec<News>,
+    /// `after` of the next call.
+    pub next: i64,
+}
+
+/// One thing that a service sent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct News {
+    /// For which request.
+    pub request: String,
+    /// What; null = that nothing else comes.
+    pub entry: Option<Entry>,
 }
 
 /// How an attempt ended.

@@ -242,6 +242,7 @@ async fn tick(store: Store) {
         }
         if count % TICKS_A_ROUND == 0 {
             let kept = store.keys_expire(now).await.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
+            let kept = kept.and(store.callbacks_prune(now).await);
             if let Err(error) = kept {
                 tracing::error!(error = &error as &dyn std::error::Error, "housekeeping failed");
             }

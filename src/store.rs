@@ -5,6 +5,7 @@
 //! and the event that tells of it are one transaction; [`Store::changed`] wakes whoever waits for the next event.
 
 pub mod artifacts;
+pub mod callbacks;
 pub mod claims;
 pub mod datasets;
 pub mod doctor;
@@ -41,6 +42,7 @@ use crate::id::{IdError, JobId};
 use crate::job::{Action, State};
 
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
+pub use callbacks::{Counted, Taken};
 pub use claims::{Beat, Claimed};
 pub use datasets::{DatasetRow, NewDataset};
 pub use doctor::AlertRow;
@@ -167,11 +169,12 @@ pub struct Page<T> {
     pub next: Option<String>,
 }
 
-/// Wake-ups: a counter per job that somebody waits for, and one for the queue.
+/// Wake-ups: a counter per job that somebody waits for, one for the queue, one for what reward services send.
 #[derive(Debug)]
 struct Changes {
     jobs: Mutex<HashMap<JobId, watch::Sender<u64>>>,
     queue: watch::Sender<u64>,
+    callbacks: watch::Sender<u64>,
 }
 
 /// The time now, Unix ms: what handlers pass as `now`.
@@ -210,7 +213,11 @@ impl Store {
             .map_err(cannot_open)?;
         sqlx::migrate!().run(&writer).await.map_err(|source| StoreError::Migrate { source })?;
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
-        let changes = Arc::new(Changes { jobs: Mutex::default(), queue: watch::Sender::new(0) });
+        let changes = Arc::new(Changes {
+            jobs: Mutex::default(),
+            queue: watch::Sender::new(0),
+            callbacks: watch::Sender::new(0),
+        });
         Ok(Store { writer, readers, changes })
     }
 

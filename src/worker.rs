@@ -5,6 +5,7 @@
 //! commits nothing until its claim is confirmed. SIGTERM: checkpoint, requeue, leave with code 0.
 
 mod attempt;
+mod callbacks;
 mod client;
 mod events;
 mod failure;

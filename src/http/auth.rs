@@ -19,13 +19,14 @@ use crate::config::ServeConfig;
 
 /// Routes that answer without a key: they show nothing of anybody.
 const OPEN: &[&str] = &["/livez", "/readyz", "/openapi.json", "/docs", "/"];
-/// Paths that carry another credential.
-const WORKER_PREFIX: &str = "/worker/";
+/// Paths that carry another credential: the worker token, or a reward request's own.
+const OTHER_CREDENTIALS: [&str; 2] = ["/worker/", "/reward-callbacks/"];
 
 /// Layer: 401 unless the request carries the API key, if one is set.
 pub async fn require_key(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    let open = OPEN.contains(&path) || path.starts_with("/docs/") || path.starts_with(WORKER_PREFIX);
+    let open = OPEN.contains(&path) || path.starts_with("/docs/");
+    let open = open || OTHER_CREDENTIALS.iter().any(|prefix| path.starts_with(prefix));
     match &state.config.api_key {
         Some(key) if !open => match check_bearer(request.headers(), key) {
             Ok(()) => next.run(request).await,
@@ -43,7 +44,8 @@ pub async fn require_worker(State(state): State<AppState>, request: Request, nex
     }
 }
 
-fn check_bearer(headers: &HeaderMap, expected: &str) -> Result<(), Problem> {
+/// `Ok` when the request carries this bearer token.
+pub(super) fn check_bearer(headers: &HeaderMap, expected: &str) -> Result<(), Problem> {
     let challenge = |problem: Problem| problem.header(header::WWW_AUTHENTICATE, "Bearer realm=\"rlood\"");
     let given = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let Some(given) = given else {

@@ -76,9 +76,15 @@ struct RewardRequestReward {
 /// How to answer.
 #[derive(Serialize, ToSchema)]
 struct RewardRequestReply {
-    /// `sync`: in the answer to this request.
-    #[schema(example = json!(["sync"]))]
+    /// `sync`: in the answer to this request. `async`: with a 202, and later at `callback_url`. Whatever stands here, a 202 with a
+    /// `status_url` is good too.
+    #[schema(example = json!(["sync", "async"]))]
     modes: Vec<String>,
+    /// Where results may be sent later (`POST /reward-callbacks/{id}`); absent where the server has no public address.
+    #[schema(example = "https://rlood.example/reward-callbacks/rwr_01jd0000000000000000000000")]
+    callback_url: Option<String>,
+    /// Goes with them as `Authorization: Bearer TOKEN`; for this request only, until its deadline. Absent without `callback_url`.
+    token: Option<String>,
 }
 
 /// A completion to score.
@@ -135,6 +141,20 @@ enum RewardAnswer {
     },
 }
 
+/// I took it, and answer later.
+#[derive(Deserialize, ToSchema)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+struct RewardAccepted {
+    /// The request's, or the service's own.
+    id: Option<String>,
+    /// When it expects to be done, ms from now; also `Retry-After`.
+    eta_ms: Option<u64>,
+    /// Looked at (GET) from time to time: 200 with `results` (and `done`), as a callback; 202 or 204 = not yet; 404 or 410 = the
+    /// request is not known any more, and is sent again. May be relative. The reward's `headers` go there only if it has the
+    /// scheme, host and port of its `url`.
+    status_url: Option<String>,
+}
+
 /// Scores by sample id. Unknown ids are ignored and counted, of duplicates the first wins, missing samples are asked for again.
 #[derive(Deserialize, ToSchema)]
 #[expect(dead_code, reason = "describes the contract in the document")]
@@ -150,7 +170,7 @@ struct RewardResults {
 /// The score of one sample, or why there is none.
 #[derive(Deserialize, ToSchema)]
 #[expect(dead_code, reason = "describes the contract in the document")]
-struct RewardResult {
+pub(super) struct RewardResult {
     /// As in the request.
     sample_id: String,
     /// A finite number. Null without `error`: the reward does not apply to this sample. Null with `error`: it is missing, which is never 0.
@@ -210,12 +230,16 @@ struct RewardPong {
 /// `id.timestamp.body` under the decoded secret. Connect errors, time-outs, 408, 425, 429 and 5xx are tried again with the same id and
 /// bytes (fresh timestamp and signature), `Retry-After` is honoured; 413 splits the request; a redirect is never followed; 410 pauses the
 /// job. A missing reward is never 0.
+///
+/// A service that needs longer answers 202 and sends the results to `reply.callback_url`, in parts if it likes, or shows them at its
+/// `status_url`, until `deadline_ms` after the request's first try (days, if the job says so). The request is not sent again while
+/// it is waited for, also when this server or the worker restarts. What is missing at the deadline is asked for again.
 #[utoipa::path(
     post, path = "/reward.score.request", tag = "Reward contract", operation_id = "reward_score_request",
     params(
         ("webhook-id" = String, Header, description = "The request's id"),
         ("webhook-timestamp" = String, Header, description = "Unix seconds of this try"),
-        ("webhook-signature" = Option<String>, Header, description = "`v1,BASE64`; several, separated by spaces, while a secret is rotated"),
+        ("webhook-signature" = Option<String>, Header, description = "`v1,BASE64`; two, separated by a space, while a secret is rotated (`previous_secret`): accept the request if one fits"),
         ("idempotency-key" = String, Header, description = "The request's id"),
     ),
     request_body = RewardRequest,
@@ -224,6 +248,8 @@ struct RewardPong {
             example = json!({"version": "1", "id": "rwr_01jd0000000000000000000000", "results": [
                 {"sample_id": "s_0", "reward": 0.73, "reason": "short and right"},
                 {"sample_id": "s_1", "reward": null, "error": {"code": "judge_timeout", "retryable": true}}]})),
+        (status = 202, description = "The scores come later", body = Option<RewardAccepted>,
+            example = json!({"id": "rwr_01jd0000000000000000000000", "eta_ms": 60000, "status_url": "https://rm.example/status/rwr_01jd0000000000000000000000"})),
         (status = 410, description = "This service is gone: the job pauses"),
         (status = 413, description = "Too much at once: the request is split in halves"),
         (status = 429, description = "Too fast: tried again after `Retry-After`"),

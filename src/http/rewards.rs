@@ -1,5 +1,6 @@
 //! The reward test endpoint: try a reward before a job depends on it.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use axum::extract::State;
@@ -12,10 +13,12 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::Json;
+use super::reward_test_journal::TestJournal;
 use crate::event::FinishReason;
 use crate::id::JobId;
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::builtin::Builtin;
+use crate::reward::journal::Journal;
 use crate::reward::local::Local;
 use crate::reward::webhook::{Exchange, Ping, Webhook};
 use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, SampleError};
@@ -24,7 +27,7 @@ use crate::spec::{OnInvalid, RewardKind, RewardPlan, RewardSecrets, ServicePlan,
 
 /// Most samples of one test.
 const MAX_SAMPLES: usize = 256;
-/// Longest wait for a service in a test, ms.
+/// Longest wait for a service in a test, ms: for each try, and for an answer that comes later.
 const MAX_TIMEOUT_MS: u64 = 30_000;
 
 /// The routes of this module.
@@ -72,7 +75,8 @@ struct TestResult {
 /// Try a reward
 ///
 /// Asks once, without retries: what the service answers is what you see. `reward` is as in a job. A sample is
-/// `{prompt, completion, columns}`; other fields of a sample count as columns too.
+/// `{prompt, completion, columns}`; other fields of a sample count as columns too. A service that answers later (202) is waited
+/// for, up to 30 s; a job waits as long as `deadline_ms`.
 #[utoipa::path(
     post, path = "/rewards/test", tag = "Rewards", operation_id = "test_reward",
     request_body(content = Object, example = json!({
@@ -103,7 +107,8 @@ async fn test_reward(State(state): State<AppState>, Json(body): Json<Value>) -> 
         return Err(Problem::new(Code::InvalidBody, "the reward cannot be tested; see 'errors'").items(errors));
     };
     let outgoing = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
-    let report = try_reward(&plan, &secrets, &outgoing, &samples).await.map_err(|error| {
+    let journal: Arc<dyn Journal> = Arc::new(TestJournal::new(&state).await?);
+    let report = try_reward(&plan, &secrets, &outgoing, &samples, Some(journal)).await.map_err(|error| {
         Problem::new(Code::InvalidBody, error.to_string()).item("/reward", "unusable", error.detail)
     })?;
     Ok(Json(report))
@@ -114,6 +119,7 @@ async fn try_reward(
     secrets: &RewardSecrets,
     outgoing: &OutgoingPolicy,
     samples: &[RewardSample],
+    journal: Option<Arc<dyn Journal>>,
 ) -> Result<Report, BuildError> {
     let job = JobContext { job: JobId::new(), rollout: RolloutId::train(0), probe: true };
     let (mut ping, mut exchanges, mut warnings) = (None, Vec::new(), Vec::new());
@@ -124,12 +130,21 @@ async fn try_reward(
             warnings
                 .push("without 'secret' requests are not signed: the service cannot know who sends them".to_owned());
         }
-        let webhook = Webhook::of_kind(&plan.name, &plan.kind.with_service(once), secrets, outgoing)?.recording();
+        let webhook = Webhook::of_kind(&plan.name, &plan.kind.with_service(once), secrets, outgoing)?;
+        let webhook = webhook.with_journal(journal).recording();
         ping = webhook.greet().await;
         start = Instant::now();
         judged = webhook.judge(&job, samples).await;
         exchanges = webhook.exchanges();
         warnings.extend(webhook.remarks());
+        if exchanges.iter().any(|exchange| exchange.response.as_ref().is_some_and(|response| response.status == 202)) {
+            let deadline_ms = plan.kind.service().map_or(0, |service| service.deadline_ms);
+            warnings.push(format!(
+                "the service answers later (202): this test waits {} s for it, a job {} s (deadline_ms)",
+                deadline_ms.min(MAX_TIMEOUT_MS) / 1000,
+                deadline_ms / 1000
+            ));
+        }
     } else if let RewardKind::RewardModel(model) = &plan.kind {
         // Says where to try it instead.
         let local = Local::new(&plan.name, model, None)?;
@@ -176,6 +191,7 @@ fn once(service: &mut ServicePlan) {
     service.max_outage_s = 0;
     service.on_invalid = OnInvalid::Mask;
     service.timeout_ms = service.timeout_ms.min(MAX_TIMEOUT_MS);
+    service.deadline_ms = service.deadline_ms.min(MAX_TIMEOUT_MS);
 }
 
 fn test_result((sample, judgement): (&RewardSample, Judgement)) -> TestResult {
@@ -269,7 +285,7 @@ mod tests {
         let samples = read_samples(&body, &mut errors);
         assert!(errors.is_empty(), "{errors:?}");
         let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
-        try_reward(&plan, &secrets, &outgoing, &samples).await.unwrap()
+        try_reward(&plan, &secrets, &outgoing, &samples, None).await.unwrap()
     }
 
     #[tokio::test]

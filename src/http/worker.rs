@@ -25,13 +25,15 @@ use crate::files::FilesError;
 use crate::id::{DatasetId, JobId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
-    Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage, Outcome, Publish,
-    Published, Register, Registered, ResumePoint, RewardReports,
+    CallbackNews, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
+    Outcome, Publish, Published, Register, Registered, ResumePoint, RewardReports,
 };
 use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, StoreError, clock_ms};
 
 /// The longest a claim is held open.
 const LONGEST_WAIT_MS: u64 = 60_000;
+/// How long a call for what reward services sent is held.
+const CALLBACKS_HELD: Duration = Duration::from_secs(20);
 /// No file of a checkpoint is larger.
 const FILE_LIMIT_BYTES: u64 = 1 << 38;
 /// Uploads leave this much of the disk to the database.
@@ -56,6 +58,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .route("/worker/jobs/{id}/journal/{after}", get(send_journal))
         .route("/worker/jobs/{id}/journal", post(append_journal).layer(DefaultBodyLimit::max(JOURNAL_LIMIT_BYTES)))
         .route("/worker/jobs/{id}/rewards", post(store_rewards))
+        .route("/worker/jobs/{id}/callbacks/{after}", get(send_callbacks))
         .route("/worker/jobs/{id}/finish", post(finish_job))
 }
 
@@ -142,6 +145,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         lease_ms: state.config.lease_ms,
         allow_outgoing: state.config.allow_outgoing.clone(),
         reward_reports,
+        callbacks: Some(super::callbacks::terms(state).await?),
     }))
 }
 
@@ -288,7 +292,26 @@ async fn send_journal(
     Path((job, after)): Path<(JobId, i64)>,
     Query(Fence { attempt }): Query<Fence>,
 ) -> Result<Json<JournalPage>, Problem> {
-    Ok(Json(state.store.journal_page(job, attempt, after).await?))
+    Ok(Json(state.store.journal_page(job, attempt, after, clock_ms()).await?))
+}
+
+/// Held while there is nothing new.
+async fn send_callbacks(
+    State(state): State<AppState>,
+    Path((job, after)): Path<(JobId, i64)>,
+    Query(Fence { attempt }): Query<Fence>,
+) -> Result<Json<CallbackNews>, Problem> {
+    let deadline = Instant::now() + CALLBACKS_HELD;
+    let mut changes = state.store.callbacks_changed();
+    loop {
+        changes.mark_unchanged();
+        let page = state.store.callback_news(job, attempt, after).await?;
+        let woken =
+            page.news.is_empty() && matches!(tokio::time::timeout_at(deadline, changes.changed()).await, Ok(Ok(())));
+        if !woken {
+            return Ok(Json(page));
+        }
+    }
 }
 
 async fn append_journal(

@@ -7,6 +7,7 @@ use futures::future::BoxFuture;
 use sha2::{Digest, Sha256};
 
 use super::{JobContext, RewardFailure};
+use crate::callback::{CallbackTerms, Chunk, Later};
 use crate::protocol::{JournalEntry, RewardAnswer};
 
 /// A journal of reward requests.
@@ -16,6 +17,17 @@ pub trait Journal: Send + Sync {
 
     /// Writes down; returns when it is durable. Entries are kept in the order of the calls.
     fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>>;
+
+    /// Where services may send answers later; `None`: nowhere.
+    fn callbacks(&self) -> Option<&CallbackTerms> {
+        None
+    }
+
+    /// What a service sent for this request beyond the first `seen` entries, as soon as there is something; never, unless
+    /// there is something.
+    fn arrived<'a>(&'a self, _id: &'a str, _seen: usize) -> BoxFuture<'a, Result<Chunk, Unrecorded>> {
+        Box::pin(std::future::pending())
+    }
 }
 
 /// A request of a former attempt.
@@ -25,8 +37,10 @@ pub enum Journalled {
     Sent {
         /// `rwr_…`
         id: String,
-        /// As sent.
+        /// As sent, but for the token of its callback.
         body: String,
+        /// What is known, where its answer may come later.
+        later: Option<Later>,
     },
     /// Answered: never goes again.
     Answered {

@@ -21,6 +21,7 @@ use super::redact::Redactor;
 use super::signature::Key;
 use super::status::{Outage, Status};
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
+use crate::callback::Later;
 use crate::event::Event;
 use crate::id::RewardRequestId;
 use crate::outgoing::OutgoingPolicy;
@@ -36,6 +37,7 @@ mod delivery;
 pub(super) mod dialect;
 pub(super) mod endpoint;
 mod known;
+mod later;
 mod record;
 mod request;
 
@@ -46,6 +48,7 @@ use answer::{Answer, Found};
 use delivery::{Delivered, jitter};
 use dialect::{Ask, Contract, Dialect};
 use endpoint::{Endpoint, Endpoints};
+use later::{Obtained, Timing};
 use request::{Request, Room};
 
 /// A reward service.
@@ -54,7 +57,8 @@ pub struct Webhook {
     plan: ServicePlan,
     dialect: Box<dyn Dialect>,
     url: Url,
-    key: Option<Key>,
+    /// One signature each.
+    keys: Vec<Key>,
     headers: HeaderMap,
     client: RewardClient,
     permits: Semaphore,
@@ -74,8 +78,8 @@ pub struct Webhook {
 }
 
 impl Webhook {
-    /// Makes a client for a service that speaks contract v1, with connections of its own. The URL and a literal address in it are checked here, names
-    /// when they resolve.
+    /// Makes a client for a service that speaks contract v1, with connections of its own. The URL and a literal address in it
+    /// are checked here, names when they resolve.
     pub fn new(
         name: &str,
         plan: &WebhookPlan,
@@ -124,7 +128,8 @@ impl Webhook {
     ) -> Result<Self, BuildError> {
         let error = |detail: String| BuildError { reward: name.to_owned(), detail };
         let url = client.policy.check_url(&plan.url).map_err(|why| error(why.to_string()))?;
-        let key = secrets.secret.as_deref().map(Key::parse).transpose().map_err(|why| error(why.to_string()))?;
+        let keys = [&secrets.secret, &secrets.previous_secret].into_iter().flatten().map(|secret| Key::parse(secret));
+        let keys = keys.collect::<Result<_, _>>().map_err(|why| error(why.to_string()))?;
         let mut headers = HeaderMap::new();
         for (header, value) in &secrets.headers {
             let header_name =
@@ -138,7 +143,7 @@ impl Webhook {
         Ok(Self {
             name: name.to_owned(),
             url,
-            key,
+            keys,
             headers,
             permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
             endpoint: Endpoints::new(client.pace).at(&plan.url, plan.max_concurrency),
@@ -242,7 +247,7 @@ impl Reward for Webhook {
                 max_bytes: self.plan.max_batch_bytes,
             };
             let batches = request::pack(&indices, samples, &asking.wire, room);
-            let answers = try_join_all(batches.into_iter().map(|batch| asking.ask(batch, 0))).await?;
+            let answers = try_join_all(batches.into_iter().map(|batch| asking.ask(batch, 0, 0))).await?;
             for (index, judgement) in answers.into_iter().flatten() {
                 judgements[index] = Some(judgement);
             }
@@ -271,29 +276,39 @@ struct Asking<'a> {
 type Answers = Vec<(usize, Judgement)>;
 
 impl Asking<'_> {
-    /// Asks for the samples at `indices` until each has a judgement. `round` counts how often they were asked before.
-    fn ask(&self, indices: Vec<usize>, round: u32) -> BoxFuture<'_, Result<Answers, RewardFailure>> {
+    /// Asks for the samples at `indices` until each has a judgement. `round` counts how often they were asked before,
+    /// `silent` how many deadlines passed in a row meanwhile without any result.
+    fn ask(&self, indices: Vec<usize>, round: u32, silent: u32) -> BoxFuture<'_, Result<Answers, RewardFailure>> {
         Box::pin(async move {
             let webhook = self.webhook;
             let samples = || indices.iter().map(|&index| self.wire[index].as_str());
             let key = webhook.journal.as_ref().map(|_| key(self.job, &webhook.name, round, samples()));
-            let (id, answer) = match self.journalled(key.as_deref()) {
+            let (id, answer, is_new) = match self.journalled(key.as_deref()) {
                 Some(Journalled::Answered { id, answer }) => {
                     self.count(Counts { replayed: 1, ..Counts::default() });
-                    (id, answer)
+                    (id, answer, false)
                 }
                 known => {
-                    let permit = webhook.permits.acquire().await;
+                    let accepted = match &known {
+                        Some(Journalled::Sent { later: Some(later), .. }) => later.accepted.clone(),
+                        _ => None,
+                    };
+                    // A request that the service has taken is not in flight.
+                    let permit = match &accepted {
+                        Some(_) => None,
+                        None => Some(webhook.permits.acquire().await),
+                    };
                     let request = match known {
-                        Some(Journalled::Sent { id, body }) => Request { id, body, about: self.about(&indices) },
+                        Some(Journalled::Sent { id, body, later }) => {
+                            self.sent_before(id, body, later.as_ref(), &indices)
+                        }
                         _ => {
                             let request = self.written(&indices);
-                            self.write_down(key.as_deref(), |key| self.entry_of(key, &request)).await?;
+                            self.write_down(key.as_deref(), |key| self.entry_of(key, &request, &indices)).await?;
                             request
                         }
                     };
-                    let answer = self.obtain(&request, &indices).await?;
-                    drop(permit);
+                    let answer = self.answered(&request, &indices, key.as_deref(), accepted, permit).await?;
                     let entry = |key| JournalEntry::Answer {
                         rollout: self.job.rollout,
                         key,
@@ -301,18 +316,23 @@ impl Asking<'_> {
                         answer: answer.clone(),
                     };
                     self.write_down(key.as_deref(), entry).await?;
-                    (request.id, answer)
+                    (request.id, answer, true)
                 }
             };
+            let mut timing = Timing::InTime;
             let body = match answer {
                 RewardAnswer::Body { body } => body,
+                RewardAnswer::Expired { body } => {
+                    timing = if is_new { self.expired(&indices, &body, silent)? } else { Timing::Late(0) };
+                    body
+                }
                 RewardAnswer::Unusable { code, detail } => return self.settle(&indices, &code, &detail),
                 RewardAnswer::TooLarge if indices.len() == 1 => {
                     return self.settle(&indices, "too_large", "the service answered 413 to a single sample");
                 }
                 RewardAnswer::TooLarge => {
                     let (left, right) = indices.split_at(indices.len() / 2);
-                    let halves = [self.ask(left.to_vec(), round), self.ask(right.to_vec(), round)];
+                    let halves = [self.ask(left.to_vec(), round, silent), self.ask(right.to_vec(), round, silent)];
                     return Ok(try_join_all(halves).await?.concat());
                 }
             };
@@ -324,7 +344,7 @@ impl Asking<'_> {
                     let counts =
                         Counts { unknown_ids: answer.unknown, duplicate_ids: answer.duplicates, ..Counts::default() };
                     self.count(counts);
-                    self.conclude(indices, answer.found, round).await
+                    self.conclude(indices, answer.found, round, timing).await
                 }
                 // It could be read when it came: another version wrote the journal.
                 Err(problem) => self.settle(&indices, "invalid_answer", &problem),
@@ -332,11 +352,11 @@ impl Asking<'_> {
         })
     }
 
-    /// Sends a request until there is an answer that stays: one that can be read, or the end of the tries.
-    async fn obtain(&self, request: &Request, indices: &[usize]) -> Result<RewardAnswer, RewardFailure> {
+    /// Sends a request until there is an answer that stays: one that can be read, the promise of one, or the end of the tries.
+    async fn obtain(&self, request: &Request, indices: &[usize]) -> Result<Obtained, RewardFailure> {
         let webhook = self.webhook;
         let deadline = Instant::now() + Duration::from_millis(webhook.plan.deadline_ms);
-        let unusable = |code: &str, detail| RewardAnswer::Unusable { code: code.to_owned(), detail };
+        let unusable = |code: &str, detail| Obtained::Answer(RewardAnswer::Unusable { code: code.to_owned(), detail });
         let mut invalid_answers = 0;
         loop {
             let (delivered, counts) = webhook.deliver(request).await?;
@@ -344,7 +364,10 @@ impl Asking<'_> {
             let problem = match delivered {
                 Delivered::Body(body) => match self.read(&body, &request.id, indices) {
                     // What can be read is UTF-8.
-                    Ok(_) => return Ok(RewardAnswer::Body { body: String::from_utf8_lossy(&body).into_owned() }),
+                    Ok(_) => {
+                        let body = String::from_utf8_lossy(&body).into_owned();
+                        return Ok(Obtained::Answer(RewardAnswer::Body { body }));
+                    }
                     Err(problem) => {
                         webhook.account_unusable(request, &body, &problem);
                         problem
@@ -355,7 +378,11 @@ impl Asking<'_> {
                     problem
                 }
                 Delivered::Permanent(problem) => return Ok(unusable("refused", problem)),
-                Delivered::TooLarge => return Ok(RewardAnswer::TooLarge),
+                Delivered::TooLarge => return Ok(Obtained::Answer(RewardAnswer::TooLarge)),
+                Delivered::Accepted(accepted) => match webhook.promised(accepted) {
+                    Ok(accepted) => return Ok(Obtained::Later(accepted)),
+                    Err(problem) => problem,
+                },
             };
             invalid_answers += 1;
             if invalid_answers > webhook.plan.max_invalid_tries || Instant::now() >= deadline {
@@ -371,16 +398,30 @@ impl Asking<'_> {
     fn written(&self, indices: &[usize]) -> Request {
         let id = RewardRequestId::new().to_string();
         let pieces: Vec<&Value> = indices.iter().map(|&index| &self.pieces[index]).collect();
-        let ask = Ask { id: &id, reward: &self.webhook.name, job: self.job, pieces: &pieces };
-        let body = self.webhook.dialect.body(&ask);
-        Request { id, body, about: self.about(indices) }
+        let webhook = self.webhook;
+        let terms = webhook.journal.as_ref().and_then(|journal| journal.callbacks());
+        let callback_url = terms.filter(|_| webhook.dialect.answers_later()).and_then(|terms| terms.address(&id));
+        let callback_url = callback_url.as_deref();
+        let ask = Ask { id: &id, reward: &webhook.name, job: self.job, callback_url, pieces: &pieces };
+        let body = webhook.dialect.body(&ask);
+        self.request(id, body, webhook.plan.deadline_ms, indices)
     }
 
-    /// Which samples these are, for people.
-    fn about(&self, indices: &[usize]) -> About {
+    /// A request of a former attempt.
+    fn sent_before(&self, id: String, body: String, later: Option<&Later>, indices: &[usize]) -> Request {
+        self.request(id, body, later.map_or(self.webhook.plan.deadline_ms, |later| later.left_ms), indices)
+    }
+
+    fn request(&self, id: String, body: String, left_ms: u64, indices: &[usize]) -> Request {
         let name = |sample: &RewardSample| format!("{}/{}", sample.prompt_id, sample.sample_id);
         let samples = indices.iter().map(|&index| name(&self.samples[index])).collect();
-        About { step: self.job.rollout.step, samples }
+        let about = About { step: self.job.rollout.step, samples };
+        let request = Request::new(id, body, Duration::from_millis(left_ms)).about(about);
+        let journal = self.webhook.journal.as_ref().filter(|_| self.webhook.dialect.answers_later());
+        match journal.and_then(|journal| journal.callbacks()) {
+            Some(terms) => request.with_token(|id| terms.token(id)),
+            None => request,
+        }
     }
 
     fn read(&self, body: &[u8], id: &str, indices: &[usize]) -> Result<Answer, String> {
@@ -392,13 +433,14 @@ impl Asking<'_> {
         self.webhook.journal.as_ref()?.find(key?)
     }
 
-    fn entry_of(&self, key: String, request: &Request) -> JournalEntry {
+    fn entry_of(&self, key: String, request: &Request, indices: &[usize]) -> JournalEntry {
         JournalEntry::Request {
             rollout: self.job.rollout,
             reward: self.webhook.name.clone(),
             key,
             id: request.id.clone(),
             body: request.body.clone(),
+            later: self.later(indices),
         }
     }
 
@@ -413,7 +455,13 @@ impl Asking<'_> {
     }
 
     /// Keeps what is answered, asks again for what is open, gives up on what was asked often enough.
-    async fn conclude(&self, indices: Vec<usize>, found: Vec<Found>, round: u32) -> Result<Answers, RewardFailure> {
+    async fn conclude(
+        &self,
+        indices: Vec<usize>,
+        found: Vec<Found>,
+        round: u32,
+        timing: Timing,
+    ) -> Result<Answers, RewardFailure> {
         let plan = &self.webhook.plan;
         let mut answers = Vec::with_capacity(indices.len());
         let mut again = Vec::new();
@@ -425,6 +473,8 @@ impl Asking<'_> {
                 Found::Retryable(SampleError { code, message }) => {
                     answers.push((index, Judgement::missing(code, format!("{message} ({} tries)", round + 1))));
                 }
+                // A deadline that passes is no answer: it masks nothing.
+                Found::Absent if timing != Timing::InTime => again.push(index),
                 Found::Absent | Found::Invalid(_) if round < plan.max_invalid_tries => again.push(index),
                 Found::Absent => {
                     answers.extend(self.settle(&[index], "no_result", "the service gave no result for it")?)
@@ -439,7 +489,11 @@ impl Asking<'_> {
             self.count(Counts { retries: 1, ..Counts::default() });
             self.webhook.meter.retried();
             tokio::time::sleep(self.webhook.client.pace.of(jitter(round + 1))).await;
-            answers.extend(self.ask(again, round + 1).await?);
+            let silent = match timing {
+                Timing::InTime => 0,
+                Timing::Late(silent) => silent,
+            };
+            answers.extend(self.ask(again, round + 1, silent).await?);
         }
         Ok(answers)
     }

@@ -197,6 +197,7 @@ fn redacted(mut document: Value) -> Value {
         for reward in document.pointer_mut(at).and_then(Value::as_array_mut).into_iter().flatten() {
             if let Some(reward) = reward.as_object_mut() {
                 reward.shift_remove("secret");
+                reward.shift_remove("previous_secret");
                 reward.shift_remove("headers");
             }
         }

@@ -133,9 +133,10 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     let kind = read(reader);
     let secrets = match &kind {
         RewardKind::Webhook(_) => service::read_secrets(reader),
-        kind if kind.service().is_some() => {
-            RewardSecrets { secret: None, headers: service::read_headers(&reader.field("headers")).unwrap_or_default() }
-        }
+        kind if kind.service().is_some() => RewardSecrets {
+            headers: service::read_headers(&reader.field("headers")).unwrap_or_default(),
+            ..RewardSecrets::default()
+        },
         _ => RewardSecrets::default(),
     };
     reader.finish(advice);

@@ -204,6 +204,9 @@ fn rewards() -> RefOr<Schema> {
                 "secret".to_owned(),
                 write_only(string("`whsec_…`; never shown again. Without it requests go unsigned.")),
             );
+            let previous =
+                "While the secret is rotated, the one before: requests are signed with both. Never shown again.";
+            object.properties.insert("previous_secret".to_owned(), write_only(string(previous)));
         }
         if is_service {
             object

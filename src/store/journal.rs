@@ -5,8 +5,10 @@ use futures::TryStreamExt;
 use sqlx::Row;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
+use super::callbacks::{CallbackChange, callback_change, callback_insert};
 use super::claims::owned_row;
 use super::{Doing, Store, StoreError, column, int, json_column, to_json, word};
+use crate::callback::{Accepted, Later};
 use crate::event::SamplePhase;
 use crate::id::JobId;
 use crate::protocol::{JournalEntry, JournalPage};
@@ -36,14 +38,25 @@ impl Store {
 
     /// What stands in the journal after `after` (0 = from the start), in the order it came. `LeaseLost` when the attempt does
     /// not own the job.
-    pub async fn journal_page(&self, job: JobId, attempt: u64, after: i64) -> Result<JournalPage, StoreError> {
+    pub async fn journal_page(
+        &self,
+        job: JobId,
+        attempt: u64,
+        after: i64,
+        now: i64,
+    ) -> Result<JournalPage, StoreError> {
         let doing = "read the journal";
         let mut reader = self.readers.acquire().await.doing(doing)?;
         owned_row(&mut reader, job, attempt).await?;
         let mut page = JournalPage { entries: Vec::new(), next: None };
         let mut bytes = 0;
         let mut last = after;
-        let mut rows = sqlx::query("SELECT * FROM journal WHERE job_id = ? AND id > ? ORDER BY id")
+        let mut rows = sqlx::query(
+            "SELECT journal.*, sample_ids, deadline, accepted, \
+             EXISTS (SELECT 1 FROM reward_callback_results AS came WHERE came.request_id = journal.request_id) AS arrived \
+             FROM journal LEFT JOIN reward_callbacks ON journal_id = journal.id \
+             WHERE job_id = ? AND journal.id > ? ORDER BY journal.id",
+        )
             .bind(job.to_string())
             .bind(after)
             .fetch(&mut *reader);
@@ -56,7 +69,7 @@ impl Store {
             for part in ["body", "answer"] {
                 bytes += column::<Option<&str>>(&row, part)?.map_or(0, str::len);
             }
-            page.entries.push(read(&row)?);
+            page.entries.push(read(&row, now)?);
         }
         Ok(page)
     }
@@ -93,7 +106,7 @@ async fn append(
                 .await
                 .doing(doing)?;
         }
-        JournalEntry::Request { rollout, reward, key, id, body } => {
+        JournalEntry::Request { rollout, reward, key, id, body, later } => {
             let (phase, step, named) = put(rollout)?;
             let done = sqlx::query(insert)
                 .bind(job.to_string())
@@ -112,6 +125,15 @@ async fn append(
             if done.rows_affected() == 0 && request_id(tx, job, key).await?.as_ref() != Some(id) {
                 return Err(StoreError::Exists { kind: "reward request", id: id.clone() });
             }
+            if let (1, Some(later)) = (done.rows_affected(), later) {
+                callback_insert(tx, Some(done.last_insert_rowid()), id, later, now).await?;
+            }
+        }
+        JournalEntry::Accepted { key, id, accepted, .. } => {
+            if request_id(tx, job, key).await?.as_ref() != Some(id) {
+                return Err(StoreError::NotFound { kind: "reward request", id: id.clone() });
+            }
+            callback_change(tx, id, CallbackChange::Accepted(accepted)).await?;
         }
         JournalEntry::Answer { key, id, answer, .. } => {
             // The first answer stays: it was acted on.
@@ -129,6 +151,7 @@ async fn append(
             if done.rows_affected() == 0 {
                 return Err(StoreError::NotFound { kind: "reward request", id: id.clone() });
             }
+            callback_change(tx, id, CallbackChange::Closed).await?;
         }
         JournalEntry::Forget { rollout, reward } => {
             sqlx::query("DELETE FROM journal WHERE job_id = ? AND rollout = ? AND reward = ?")
@@ -175,7 +198,7 @@ pub(super) async fn journal_clear(tx: &mut SqliteConnection, job: JobId) -> Resu
     Ok(())
 }
 
-fn read(row: &SqliteRow) -> Result<JournalEntry, StoreError> {
+fn read(row: &SqliteRow, now: i64) -> Result<JournalEntry, StoreError> {
     let rollout: RolloutId = json_column(row, "rollout")?;
     let Some(reward) = column::<Option<String>>(row, "reward")? else {
         return Ok(JournalEntry::Rollout { rollout, groups: json_column(row, "body")? });
@@ -185,6 +208,18 @@ fn read(row: &SqliteRow) -> Result<JournalEntry, StoreError> {
     Ok(if answered {
         JournalEntry::Answer { rollout, key, id, answer: json_column(row, "answer")? }
     } else {
-        JournalEntry::Request { rollout, reward, key, id, body: column(row, "body")? }
+        JournalEntry::Request { rollout, reward, key, id, body: column(row, "body")?, later: later(row, now)? }
     })
+}
+
+/// What is known of a request whose answer may come later.
+fn later(row: &SqliteRow, now: i64) -> Result<Option<Later>, StoreError> {
+    let Some(deadline) = column::<Option<i64>>(row, "deadline")? else { return Ok(None) };
+    let accepted = match column::<Option<&str>>(row, "accepted")? {
+        Some(_) => Some(json_column(row, "accepted")?),
+        // A service that has sent results has taken it, whether its 202 was noted or not.
+        None => column::<bool>(row, "arrived")?.then(Accepted::default),
+    };
+    let left_ms = u64::try_from(deadline.saturating_sub(now)).unwrap_or(0);
+    Ok(Some(Later { left_ms, sample_ids: json_column(row, "sample_ids")?, accepted }))
 }

@@ -183,7 +183,7 @@ impl Attempt {
                 position(),
             )
         })?;
-        let journal = Journal::start(self.client.clone(), self.held, self.stop.clone());
+        let journal = Journal::start(self.client.clone(), self.held, self.stop.clone(), claim.callbacks.clone());
         let written = Arc::new(journal.clone());
         let models =
             LocalRewardModels::new(&worker.device, claim.reward_models.clone(), claim.plan.reward_models.clone());

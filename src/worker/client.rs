@@ -10,8 +10,8 @@ use tokio::io::AsyncWriteExt;
 
 use crate::id::{DatasetId, JobId};
 use crate::protocol::{
-    Claim, ClaimRequest, EventBatch, FileEntry, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage, Publish,
-    Published, Register, Registered, RewardReports,
+    CallbackNews, Claim, ClaimRequest, EventBatch, FileEntry, Finish, Heartbeat, HeartbeatReply, JournalBatch,
+    JournalPage, Publish, Published, Register, Registered, RewardReports,
 };
 
 /// How long a worker goes on without an answer from the server.
@@ -200,6 +200,11 @@ impl Client {
 
     pub(super) async fn rewards(&self, held: Held, reports: &RewardReports) -> Result<(), ClientError> {
         answer(self.on_job(Method::POST, held, &["rewards"]).timeout(CALL).json(reports)).await.map(drop)
+    }
+
+    /// What reward services sent after `after`; the server holds the call while there is nothing.
+    pub(super) async fn callbacks(&self, held: Held, after: i64) -> Result<CallbackNews, ClientError> {
+        json(answer(self.fenced(Method::GET, held, &["callbacks", &after.to_string()]).timeout(STALL)).await?).await
     }
 
     pub(super) async fn finish(&self, held: Held, finish: &Finish) -> Result<(), ClientError> {

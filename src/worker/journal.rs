@@ -8,8 +8,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use futures::future::{BoxFuture, FutureExt};
 use tokio::sync::{mpsc, oneshot};
 
+use super::callbacks::Mailbox;
 use super::client::{Client, ClientError, Held, full_at_once, persist};
 use super::signals::StopSignal;
+use crate::callback::{CallbackTerms, Chunk};
 use crate::engine::host::Stop;
 use crate::event::SamplePhase;
 use crate::protocol::{JournalBatch, JournalEntry, RewardAnswer};
@@ -32,6 +34,9 @@ pub(super) struct Journal {
     /// Bytes that are kept since the last checkpoint, about.
     kept: Arc<AtomicU64>,
     failed: Arc<OnceLock<ClientError>>,
+    /// What services answer later.
+    mailbox: Mailbox,
+    terms: Arc<Option<CallbackTerms>>,
 }
 
 /// What former attempts wrote since the checkpoint this one goes on from.
@@ -44,11 +49,12 @@ struct Known {
 impl Journal {
     /// Starts the delivery of one attempt; it ends when every `Journal` is dropped, or with an error, which also raises the
     /// stop it means.
-    pub(super) fn start(client: Client, held: Held, stop: StopSignal) -> Self {
+    pub(super) fn start(client: Client, held: Held, stop: StopSignal, terms: Option<CallbackTerms>) -> Self {
         let (sender, receiver) = mpsc::unbounded_channel();
         let failed = Arc::new(OnceLock::new());
+        let mailbox = Mailbox::new(client.clone(), held, stop.clone());
         tokio::spawn(deliver(receiver, client, held, stop, failed.clone()));
-        Self { sender, known: Arc::default(), kept: Arc::default(), failed }
+        Self { sender, known: Arc::default(), kept: Arc::default(), failed, mailbox, terms: Arc::new(terms) }
     }
 
     /// Reads what former attempts wrote. Returns the number of rollouts and of answers.
@@ -65,15 +71,15 @@ impl Journal {
                     JournalEntry::Rollout { rollout, groups } => {
                         known.rollouts.insert(rollout, groups);
                     }
-                    JournalEntry::Request { rollout, key, id, body, .. } => {
-                        known.requests.insert(key, (rollout, Journalled::Sent { id, body }));
+                    JournalEntry::Request { rollout, key, id, body, later, .. } => {
+                        known.requests.insert(key, (rollout, Journalled::Sent { id, body, later }));
                     }
                     JournalEntry::Answer { rollout, key, id, answer } => {
                         answers += 1;
                         known.requests.insert(key, (rollout, Journalled::Answered { id, answer }));
                     }
-                    // The server has forgotten it.
-                    JournalEntry::Forget { .. } => {}
+                    // The server has put it where it belongs.
+                    JournalEntry::Accepted { .. } | JournalEntry::Forget { .. } => {}
                 }
             }
         }
@@ -131,8 +137,19 @@ impl crate::reward::journal::Journal for Journal {
     }
 
     fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>> {
+        if let JournalEntry::Answer { id, .. } = &entry {
+            self.mailbox.forget(id);
+        }
         let done = self.push(Some(entry));
         async move { done.await.map_err(|_| Unrecorded) }.boxed()
+    }
+
+    fn callbacks(&self) -> Option<&CallbackTerms> {
+        self.terms.as_ref().as_ref()
+    }
+
+    fn arrived<'a>(&'a self, id: &'a str, seen: usize) -> BoxFuture<'a, Result<Chunk, Unrecorded>> {
+        self.mailbox.arrived(id, seen).boxed()
     }
 }
 
@@ -192,8 +209,8 @@ fn kept_bytes(entry: &JournalEntry) -> u64 {
             groups.iter().flat_map(|group| &group.completions).map(Generated::json_bytes).sum()
         }
         JournalEntry::Request { .. } => 256,
-        JournalEntry::Answer { answer: RewardAnswer::Body { body }, .. } => body.len(),
-        JournalEntry::Answer { .. } | JournalEntry::Forget { .. } => 0,
+        JournalEntry::Answer { answer: RewardAnswer::Body { body } | RewardAnswer::Expired { body }, .. } => body.len(),
+        JournalEntry::Accepted { .. } | JournalEntry::Answer { .. } | JournalEntry::Forget { .. } => 0,
     };
     bytes as u64
 }

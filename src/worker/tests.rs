@@ -165,6 +165,7 @@ fn claim() -> Claim {
         lease_ms: 1000,
         allow_outgoing: Vec::new(),
         reward_reports: Vec::new(),
+        callbacks: None,
     }
 }
 

@@ -1,7 +1,7 @@
 //! A whole job against a service that does everything wrong: no reward is invented, and since every one arrives in the end,
 //! the adapter is that of a calm run, bit for bit.
 //!
-//! The waits that rlood chooses itself are a hundredth of what they are (`RLOOD_REWARD_PACE`), so that all of this takes
+//! The waits that rlood chooses itself are a hundredth of what they are (`--reward-pace`), so that all of this takes
 //! seconds; their course is the same. `RLOOD_TEST_CHAOS=STEPS` asks for a longer run, with an outage every 250 requests.
 
 use std::collections::BTreeSet;
@@ -84,7 +84,7 @@ async fn no_reward_is_invented_whatever_the_service_does_and_the_adapter_is_that
     let secret = rlood::reward::signature::Key::generate().unwrap();
     let service = Service::start(&secret).await;
     let dir = tempfile::tempdir().unwrap();
-    let server = Server::start_with(&dir.path().join("data"), "cpu", &[("RLOOD_REWARD_PACE", "0.01")]);
+    let server = Server::start_with(&dir.path().join("data"), "cpu", &["--reward-pace", "0.01"]);
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
 
     let calm = server.submit(&job(&service, &secret, steps)).await;

@@ -29,7 +29,7 @@ fn rollout(rollout: RolloutId) -> JournalEntry {
 
 fn request(rollout: RolloutId, key: &str, id: &str) -> JournalEntry {
     let body = format!("{{\"id\":\"{id}\"}}");
-    JournalEntry::Request { rollout, reward: "r".into(), key: key.into(), id: id.into(), body }
+    JournalEntry::Request { rollout, reward: "r".into(), key: key.into(), id: id.into(), body, later: None }
 }
 
 fn answer(rollout: RolloutId, key: &str, id: &str) -> JournalEntry {
@@ -59,8 +59,8 @@ async fn the_next_attempt_finds_what_the_last_one_wrote_and_a_late_one_writes_no
     let late = store.journal_append(job, claimed.attempt, &[answer(train, "k2", "rwr_2")], T0).await;
     assert!(matches!(late, Err(StoreError::LeaseLost)), "{late:?}");
     setting.claim(setting.worker().await, T0).await.unwrap();
-    assert!(matches!(store.journal_page(job, 1, 0).await, Err(StoreError::LeaseLost)));
-    let page = store.journal_page(job, 2, 0).await.unwrap();
+    assert!(matches!(store.journal_page(job, 1, 0, T0).await, Err(StoreError::LeaseLost)));
+    let page = store.journal_page(job, 2, 0, T0).await.unwrap();
     assert_eq!(page.next, None);
     // An answered request is never sent again: only its answer is kept.
     let expected =
@@ -75,10 +75,13 @@ async fn a_checkpoint_takes_what_it_covers_and_the_end_of_the_job_the_rest() {
     let job = setting.job().await;
     let claimed = setting.claim(setting.worker().await, T0).await.unwrap();
     let kept = async || {
-        let entries = store.journal_page(job, 1, 0).await.unwrap().entries;
+        let entries = store.journal_page(job, 1, 0, T0).await.unwrap().entries;
         let name = |entry: JournalEntry| match entry {
             JournalEntry::Rollout { rollout, .. } => (rollout.phase, rollout.step),
-            JournalEntry::Request { .. } | JournalEntry::Answer { .. } | JournalEntry::Forget { .. } => {
+            JournalEntry::Request { .. }
+            | JournalEntry::Accepted { .. }
+            | JournalEntry::Answer { .. }
+            | JournalEntry::Forget { .. } => {
                 panic!("{entry:?}")
             }
         };
@@ -95,7 +98,7 @@ async fn a_checkpoint_takes_what_it_covers_and_the_end_of_the_job_the_rest() {
     store.job_finish(job, 1, Outcome::Paused { reason: Some("reward_outage".into()) }, T0).await.unwrap();
     store.job_resume(job, T0).await.unwrap();
     setting.claim(setting.worker().await, T0).await.unwrap();
-    assert_eq!(store.journal_page(job, 2, 0).await.unwrap().entries.len(), 2, "a pause keeps it");
+    assert_eq!(store.journal_page(job, 2, 0, T0).await.unwrap().entries.len(), 2, "a pause keeps it");
     store.job_finish(job, 2, Outcome::Succeeded, T0).await.unwrap();
     assert_eq!(setting.state(job).await, State::Succeeded);
     assert_eq!(setting.sql("DELETE FROM journal").await.unwrap(), 0, "nothing is left");
@@ -109,13 +112,20 @@ async fn a_long_journal_comes_in_pages() {
     let big = |n: u64| {
         let id = RolloutId::train(n);
         let body = "x".repeat(3 << 20);
-        JournalEntry::Request { rollout: id, reward: "r".into(), key: format!("k{n}"), id: format!("rwr_{n}"), body }
+        JournalEntry::Request {
+            rollout: id,
+            reward: "r".into(),
+            key: format!("k{n}"),
+            id: format!("rwr_{n}"),
+            body,
+            later: None,
+        }
     };
     let entries: Vec<JournalEntry> = (1..=5).map(big).collect();
     setting.store.journal_append(job, 1, &entries, T0).await.unwrap();
     let (mut found, mut after, mut pages) = (Vec::new(), Some(0), 0);
     while let Some(from) = after {
-        let page = setting.store.journal_page(job, 1, from).await.unwrap();
+        let page = setting.store.journal_page(job, 1, from, T0).await.unwrap();
         found.extend(page.entries);
         after = page.next;
         pages += 1;
@@ -162,8 +172,8 @@ impl Journal for Book {
         let mut found = None;
         for entry in self.entries.lock().unwrap().iter() {
             match entry {
-                JournalEntry::Request { key, id, body, .. } if key == wanted => {
-                    found = Some(Journalled::Sent { id: id.clone(), body: body.clone() });
+                JournalEntry::Request { key, id, body, later, .. } if key == wanted => {
+                    found = Some(Journalled::Sent { id: id.clone(), body: body.clone(), later: later.clone() });
                 }
                 JournalEntry::Answer { key, id, answer, .. } if key == wanted => {
                     found = Some(Journalled::Answered { id: id.clone(), answer: answer.clone() });

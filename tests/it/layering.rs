@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// Plain types, imported by everyone.
 const WORDS: &[&str] = &[
+    "callback",
     "config",
     "dataset",
     "doctor",
@@ -43,6 +44,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 const EXCEPTIONS: &[(&str, &str)] = &[
     // The test endpoint calls a reward as a worker would.
     ("http/rewards.rs", "reward"),
+    ("http/reward_test_journal.rs", "reward"),
     // Whether the disk is full stands in the database's own error.
     ("http/error.rs", "sqlx"),
     // A server of the test's own.

@@ -28,6 +28,7 @@ mod journal;
 mod judge;
 mod kill;
 mod kinds;
+mod later;
 mod layering;
 mod long;
 mod memory;

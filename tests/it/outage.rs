@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use crate::processes::{Server, model_copy, register, spec};
 
 /// The waits that rlood chooses itself, a fiftieth: the first ping comes after 0.1 s, then every 0.6 s at most.
-const PACE: [(&str, &str); 1] = [("RLOOD_REWARD_PACE", "0.02")];
+const PACE: [&str; 2] = ["--reward-pace", "0.02"];
 
 #[derive(Clone)]
 struct Service {

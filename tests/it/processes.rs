@@ -25,11 +25,10 @@ impl Server {
         Self::start_with(data_dir, devices, &[])
     }
 
-    /// The same, with variables set.
-    pub fn start_with(data_dir: &Path, devices: &str, variables: &[(&str, &str)]) -> Self {
+    /// The same, with further flags.
+    pub fn start_with(data_dir: &Path, devices: &str, flags: &[&str]) -> Self {
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let mut command = rlood(data_dir, devices);
-        let mut child = command.envs(variables.iter().copied()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = rlood(data_dir, devices).args(flags).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let url =

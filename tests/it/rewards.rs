@@ -159,7 +159,10 @@ async fn the_request_is_the_contracts_and_its_signature_fits() {
         ("authorization".to_owned(), "Bearer t".to_owned()),
         ("webhook-id".to_owned(), "mine".to_owned()),
     ]);
-    let secrets = BTreeMap::from([("r".to_owned(), RewardSecrets { secret: Some(secret.clone()), headers })]);
+    let secrets = BTreeMap::from([(
+        "r".to_owned(),
+        RewardSecrets { secret: Some(secret.clone()), headers, ..RewardSecrets::default() },
+    )]);
     let plans = [plan("r", &service.url(), json!({"params": {"k": 1}}))];
     let rewards = Rewards::build(&plans, &secrets, &OutgoingPolicy::parse(&["loopback"]).unwrap()).unwrap();
     let job = job();
@@ -468,7 +471,7 @@ async fn the_example_service_marks_signed_requests_and_refuses_others() {
     let plans = [plan("r", &service.url(), json!({}))];
     let loopback = OutgoingPolicy::parse(&["loopback"]).unwrap();
     let with = |secret: Option<String>| {
-        let secrets = RewardSecrets { secret, headers: BTreeMap::new() };
+        let secrets = RewardSecrets { secret, ..RewardSecrets::default() };
         Rewards::build(&plans, &BTreeMap::from([("r".to_owned(), secrets)]), &loopback).unwrap()
     };
     let scored = with(Some(secret)).score(&job(), &samples).await.unwrap();

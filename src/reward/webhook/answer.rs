@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value};
 
+pub(in crate::reward) use crate::callback::{name, parse};
 use crate::reward::{Judgement, SampleError};
 use crate::sample::RewardValue;
 
@@ -160,69 +161,6 @@ fn reward(value: &Value) -> Found {
         )),
         other => Found::Invalid(format!("the reward is {}, not a finite number", name(other))),
     }
-}
-
-/// What a value is, in words.
-pub(in crate::reward) fn name(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "an array",
-        Value::Object(_) => "an object",
-    }
-}
-
-/// Parses JSON; where only numbers that JSON does not have stand in the way (NaN, Infinity, 1e999, as Python's `json`
-/// writes them), they become strings, so that the error can name their index and spare the other samples.
-pub(in crate::reward) fn parse(body: &[u8]) -> Result<Value, String> {
-    let text = std::str::from_utf8(body).map_err(|_| "the answer is not UTF-8".to_owned())?;
-    let text = text.trim_start_matches('\u{feff}');
-    serde_json::from_str(text).or_else(|why| serde_json::from_str(&quote_non_finite(text)).map_err(|_| why)).map_err(
-        |why| {
-            let start: String = text.trim_start().chars().take(60).collect();
-            format!("the answer is not JSON ({why}); it begins with: {start}")
-        },
-    )
-}
-
-fn quote_non_finite(text: &str) -> String {
-    let mut quoted = String::with_capacity(text.len() + 16);
-    let mut rest = text;
-    while let Some(first) = rest.chars().next() {
-        let length = match first {
-            '"' => string_length(rest),
-            _ if is_word(first) => rest.find(|c| !is_word(c)).unwrap_or(rest.len()),
-            _ => first.len_utf8(),
-        };
-        let (token, after) = rest.split_at(length);
-        if is_word(first) && token.parse::<f64>().is_ok_and(|number| !number.is_finite()) {
-            quoted.push_str(&format!("\"{token}\""));
-        } else {
-            quoted.push_str(token);
-        }
-        rest = after;
-    }
-    quoted
-}
-
-fn is_word(c: char) -> bool {
-    c.is_ascii_alphanumeric() || matches!(c, '+' | '-' | '.')
-}
-
-/// Bytes of the JSON string that `text` begins with, quotes included.
-fn string_length(text: &str) -> usize {
-    let mut escaped = false;
-    for (at, c) in text.char_indices().skip(1) {
-        match c {
-            _ if escaped => escaped = false,
-            '\\' => escaped = true,
-            '"' => return at + 1,
-            _ => {}
-        }
-    }
-    text.len()
 }
 
 #[cfg(test)]

@@ -13,11 +13,12 @@ use utoipa::ToSchema;
 use super::account::Wire;
 use super::dialect::{Greeting, ReadGreeting};
 use super::endpoint::{Failing, Trouble};
+use super::later;
 use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
 use super::request::{Request, ping_body};
 use super::{Counts, RewardFailure, Webhook};
+use crate::callback::Accepted;
 use crate::id::RewardRequestId;
-use crate::reward::meter::About;
 use crate::reward::outgoing;
 use crate::reward::status::Waiting;
 
@@ -42,6 +43,8 @@ pub(super) enum Delivered {
     Permanent(String),
     /// 413.
     TooLarge,
+    /// 202: the answer comes later.
+    Accepted(Accepted),
 }
 
 /// What one try brought.
@@ -160,8 +163,7 @@ impl Webhook {
     pub async fn ping(&self) -> Ping {
         let id = RewardRequestId::new().to_string();
         let body = ping_body(&id);
-        self.greeted(Request { id, body, about: About::default() }, None, |body| serde_json::from_slice(body).ok())
-            .await
+        self.greeted(Request::new(id, body, Duration::ZERO), None, |body| serde_json::from_slice(body).ok()).await
     }
 
     /// Asks once whether the service is there, in its own way; `None` where it has none.
@@ -172,7 +174,7 @@ impl Webhook {
             Greeting::Post(body) => (body, None, |body| serde_json::from_slice(body).ok()),
             Greeting::Get(url, read) => (String::new(), Some(url), read),
         };
-        Some(self.greeted(Request { id, body, about: About::default() }, get, read).await)
+        Some(self.greeted(Request::new(id, body, Duration::ZERO), get, read).await)
     }
 
     /// Asks once whether the service answers again, in its own way; where it has none, by looking at its address.
@@ -184,8 +186,7 @@ impl Webhook {
             // One that knows no ping says so.
             Some(ping) => (ping, |status| matches!(status, 200..=299 | 400 | 405 | 422)),
             None => {
-                let request =
-                    Request { id: RewardRequestId::new().to_string(), body: String::new(), about: About::default() };
+                let request = Request::bare(&RewardRequestId::new().to_string());
                 let knock = self.greeted(request, Some(self.url.clone()), |_| None).await;
                 (knock, |status| status < 500 && !matches!(status, 408 | 425 | 429))
             }
@@ -246,9 +247,7 @@ impl Webhook {
                 Err(why) if why == OVERSIZE => Try::Done(Delivered::Unusable(why)),
                 Err(why) => Try::Failed { why, trouble, retry_after },
             },
-            202 => Try::Done(Delivered::Unusable(
-                "the service answered 202, but only synchronous answers were offered".to_owned(),
-            )),
+            202 => Try::Done(Delivered::Accepted(later::accepted(body.as_deref().unwrap_or_default(), retry_after))),
             410 => Try::Gone,
             413 => Try::Done(Delivered::TooLarge),
             408 | 425 | 429 | 500..=599 => {
@@ -265,9 +264,13 @@ impl Webhook {
     }
 
     /// One try on the wire, bounded in time. The body is an error where it broke off or was too large.
-    async fn send(&self, request: &Request, get: Option<Url>) -> Result<Answered, NotSent> {
+    pub(super) async fn send(&self, request: &Request, get: Option<Url>) -> Result<Answered, NotSent> {
         let start = Instant::now();
-        let headers = self.request_headers(request);
+        let mut headers = self.request_headers(request);
+        if get.as_ref().is_some_and(|url| url.origin() != self.url.origin()) {
+            // They are the service's, and a service may name any address as its status.
+            self.headers.keys().for_each(|name| drop(headers.remove(name)));
+        }
         let sent = self.exchanges.as_ref().map(|_| Sent {
             url: get.as_ref().unwrap_or(&self.url).to_string(),
             headers: readable_headers(&headers),
@@ -277,7 +280,7 @@ impl Webhook {
         let exchange = async {
             let builder = match get {
                 Some(url) => self.client.http.get(url),
-                None => self.client.http.post(self.url.clone()).body(request.body.clone()),
+                None => self.client.http.post(self.url.clone()).body(request.wire().into_owned()),
             };
             let response = builder.headers(headers.clone()).send().await.map_err(not_sent)?;
             let (status, headers) = (response.status(), response.headers().clone());
@@ -313,8 +316,11 @@ impl Webhook {
             let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
             set("webhook-id", &request.id);
             set("webhook-timestamp", &now_s.to_string());
-            if let Some(key) = &self.key {
-                set("webhook-signature", &key.sign(&request.id, now_s, request.body.as_bytes()));
+            let wire = request.wire();
+            let signed = self.keys.iter().map(|key| key.sign(&request.id, now_s, wire.as_bytes()));
+            let signatures: Vec<String> = signed.collect();
+            if !signatures.is_empty() {
+                set("webhook-signature", &signatures.join(" "));
             }
         }
         set("idempotency-key", &request.id);
@@ -327,10 +333,20 @@ impl Webhook {
 /// How a timeout's words begin.
 pub(super) const TIMED_OUT: &str = "no answer within";
 
-type Answered = (StatusCode, Option<Duration>, Result<Vec<u8>, String>);
+pub(super) type Answered = (StatusCode, Option<Duration>, Result<Vec<u8>, String>);
 
 /// Why nothing was received, and whether that is because the address is refused.
 pub(super) struct NotSent(pub(super) String, pub(super) bool);
+
+impl NotSent {
+    pub(super) fn why(&self) -> &str {
+        &self.0
+    }
+
+    pub(super) fn is_refused(&self) -> bool {
+        self.1
+    }
+}
 
 pub(super) const OVERSIZE: &str = "the answer is larger than 8 MiB";
 

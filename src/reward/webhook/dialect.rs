@@ -35,6 +35,11 @@ pub(in crate::reward) trait Dialect: Send + Sync {
         false
     }
 
+    /// Whether a service may take a request (202) and answer later.
+    fn answers_later(&self) -> bool {
+        false
+    }
+
     /// Whether a status besides 408, 425, 429 and 5xx means that the same request may go better later.
     fn is_transient(&self, _status: u16) -> bool {
         false
@@ -59,6 +64,8 @@ pub(in crate::reward) struct Ask<'a> {
     pub reward: &'a str,
     /// For which run.
     pub job: &'a JobContext,
+    /// Where the answer may be sent later.
+    pub callback_url: Option<&'a str>,
     /// Of its samples.
     pub pieces: &'a [&'a Value],
 }
@@ -108,7 +115,8 @@ impl Dialect for Contract {
     }
 
     fn body(&self, ask: &Ask<'_>) -> String {
-        score_body(&Envelope { reward: ask.reward, plan: &self.0, job: ask.job }, ask.id, ask.pieces)
+        let envelope = Envelope { reward: ask.reward, plan: &self.0, job: ask.job, callback_url: ask.callback_url };
+        score_body(&envelope, ask.id, ask.pieces)
     }
 
     fn read(&self, body: &[u8], id: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
@@ -117,6 +125,10 @@ impl Dialect for Contract {
     }
 
     fn is_signed(&self) -> bool {
+        true
+    }
+
+    fn answers_later(&self) -> bool {
         true
     }
 

@@ -9,12 +9,11 @@ use std::collections::{HashMap, HashSet};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{Asking, Request};
+use super::Asking;
 use crate::id::RewardRequestId;
 use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::reward::cache::{Cache, CacheKey, key as cache_key};
 use crate::reward::journal::{Journalled, key};
-use crate::reward::meter::About;
 use crate::reward::{Judgement, RewardFailure};
 use crate::sample::RewardValue;
 
@@ -95,7 +94,7 @@ impl Asking<'_> {
     ) -> Result<HashMap<usize, Judgement>, RewardFailure> {
         let wire = || self.wire.iter().map(String::as_str);
         let entry_key = self.webhook.journal.as_ref().map(|_| key(self.job, &self.webhook.name, ROUND, wire()));
-        let request = match self.journalled(entry_key.as_deref()) {
+        let id = match self.journalled(entry_key.as_deref()) {
             Some(Journalled::Answered { answer: RewardAnswer::Body { body }, .. }) => {
                 let kept: Vec<Kept> = serde_json::from_str(&body).unwrap_or_default();
                 return Ok(kept
@@ -104,24 +103,26 @@ impl Asking<'_> {
                     .map(Kept::judgement)
                     .collect());
             }
-            Some(Journalled::Sent { id, body }) => Some(Request { id, body, about: About::default() }),
+            Some(Journalled::Sent { id, .. }) => Some(id),
             _ => None,
         };
         let cache = &self.webhook.client.cache;
         let values: HashMap<usize, Judgement> =
             indices.into_iter().filter_map(|index| Some((index, cache.get(known.keys.get(&index)?)?))).collect();
-        let request = match request {
-            Some(request) => request,
+        let id = match id {
+            Some(id) => id,
             None => {
+                let id = RewardRequestId::new().to_string();
+                let (rollout, reward) = (self.job.rollout, self.webhook.name.clone());
                 let body = json!({ "type": "cache" }).to_string();
-                let request = Request { id: RewardRequestId::new().to_string(), body, about: About::default() };
-                self.write_down(entry_key.as_deref(), |key| self.entry_of(key, &request)).await?;
-                request
+                let entry = |key| JournalEntry::Request { rollout, reward, key, id: id.clone(), body, later: None };
+                self.write_down(entry_key.as_deref(), entry).await?;
+                id
             }
         };
         let kept: Vec<Kept> = values.iter().map(|(index, judgement)| Kept::of(*index, judgement)).collect();
         let answer = RewardAnswer::Body { body: serde_json::to_string(&kept).unwrap_or_default() };
-        let entry = |key| JournalEntry::Answer { rollout: self.job.rollout, key, id: request.id.clone(), answer };
+        let entry = |key| JournalEntry::Answer { rollout: self.job.rollout, key, id, answer };
         self.write_down(entry_key.as_deref(), entry).await?;
         Ok(values)
     }

@@ -1,5 +1,8 @@
 //! What is sent: packing samples into requests, and the bytes of contract v1.
 
+use std::borrow::Cow;
+use std::time::{Duration, Instant};
+
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
@@ -13,14 +16,63 @@ use crate::spec::WebhookPlan;
 /// Bytes of a body besides its samples, generously.
 const HEAD_BYTES: usize = 1024;
 
+/// In a body of contract v1, before anything that is not ours.
+const REPLY: &str = r#""reply":{"#;
+/// What begins the reply where callbacks are offered.
+const CALLBACK: &str = r#""callback_url":"#;
+
 /// One request. Its id and bytes stay the same over all its tries.
 #[derive(Debug)]
 pub(super) struct Request {
     pub id: String,
-    /// JSON.
+    /// JSON, without the token of its callback: this is what is written down and shown.
     pub body: String,
     /// Nothing: it is no request for rewards.
     pub about: About,
+    /// Of its callback, if it has one.
+    token: Option<String>,
+    /// Later answers are of no use.
+    pub deadline: Instant,
+}
+
+impl Request {
+    /// A request whose answer comes at once.
+    pub fn new(id: String, body: String, left: Duration) -> Self {
+        // Any instant a year from now will do for what is longer.
+        let left = left.min(Duration::from_secs(365 * 86_400));
+        Self { id, body, about: About::default(), token: None, deadline: Instant::now() + left }
+    }
+
+    /// The same request, known to be about these samples.
+    pub fn about(self, about: About) -> Self {
+        Self { about, ..self }
+    }
+
+    /// The same request with the token of its callback, where its body offers one.
+    pub fn with_token(mut self, token: impl FnOnce(&str) -> String) -> Self {
+        let offers = self.body.split_once(REPLY).is_some_and(|(_, reply)| reply.starts_with(CALLBACK));
+        self.token = offers.then(|| token(&self.id));
+        self
+    }
+
+    /// Without a body, for a GET.
+    pub fn bare(id: &str) -> Self {
+        Self::new(id.to_owned(), String::new(), Duration::ZERO)
+    }
+
+    /// Whether its answer may come by callback.
+    pub fn has_callback(&self) -> bool {
+        self.token.is_some()
+    }
+
+    /// The bytes that are sent.
+    pub fn wire(&self) -> Cow<'_, str> {
+        match (&self.token, self.body.split_once(REPLY)) {
+            // base64url: nothing in it needs an escape.
+            (Some(token), Some((head, reply))) => format!(r#"{head}{REPLY}"token":"{token}",{reply}"#).into(),
+            _ => self.body.as_str().into(),
+        }
+    }
 }
 
 /// What all requests of a rollout have in common in contract v1.
@@ -28,18 +80,25 @@ pub(super) struct Envelope<'a> {
     pub reward: &'a str,
     pub plan: &'a WebhookPlan,
     pub job: &'a JobContext,
+    /// Where the answer may be sent later.
+    pub callback_url: Option<&'a str>,
 }
 
 /// A `reward.score.request` for samples that are JSON already.
 pub(super) fn score_body(envelope: &Envelope<'_>, id: &str, samples: &[&Value]) -> String {
-    let Envelope { reward, plan, job } = envelope;
+    let Envelope { reward, plan, job, callback_url } = envelope;
     let phase = if job.probe { "probe".into() } else { json!(job.rollout.phase) };
+    let reply = match callback_url {
+        Some(url) => json!({"callback_url": url, "modes": ["sync", "async"]}),
+        None => json!({"modes": ["sync"]}),
+    };
+    // `Request::wire` finds the reply by its name: nothing of the user's may stand before it.
     let body = json!({
         "type": "reward.score.request", "version": "1", "id": id, "timestamp": now_rfc3339(),
         "job": {"id": job.job, "step": job.rollout.step, "phase": phase},
-        "reward": {"name": reward, "params": plan.params},
         "deadline_ms": plan.service.deadline_ms,
-        "reply": {"modes": ["sync"]},
+        "reply": reply,
+        "reward": {"name": reward, "params": plan.params},
         "samples": samples,
     });
     body.to_string()
@@ -213,7 +272,7 @@ mod tests {
         let job =
             JobContext { job: crate::id::JobId::new(), rollout: crate::sample::RolloutId::train(12), probe: false };
         let wire: Vec<_> = samples(&[2]).iter().map(sample_json).collect();
-        let envelope = Envelope { reward: "helpful", plan: &plan, job: &job };
+        let envelope = Envelope { reward: "helpful", plan: &plan, job: &job, callback_url: None };
         let body = score_body(&envelope, "rwr_1", &wire.iter().collect::<Vec<_>>());
         let body: Value = serde_json::from_str(&body).unwrap();
         assert_eq!(body["id"], "rwr_1");
@@ -223,6 +282,31 @@ mod tests {
         assert_eq!(body["samples"][1]["sample_id"], "s_1");
         assert_eq!(body["samples"][1]["finish_reason"], "stop");
         assert!(body["timestamp"].as_str().unwrap().ends_with('Z'));
+    }
+
+    #[test]
+    fn the_token_of_a_callback_is_sent_and_not_written_down() {
+        let plan: WebhookPlan = serde_json::from_value(json!({
+            "url": "http://x/", "params": {"reply": {"callback_url": "mine"}}, "max_concurrency": 1, "max_batch_samples": 1,
+            "max_batch_bytes": 1, "timeout_ms": 1, "deadline_ms": 300000, "max_tries": 1, "max_invalid_tries": 1,
+            "on_invalid": "mask", "max_outage_s": 1
+        }))
+        .unwrap();
+        let job =
+            JobContext { job: crate::id::JobId::new(), rollout: crate::sample::RolloutId::train(12), probe: false };
+        let wire = |callback_url| {
+            let envelope = Envelope { reward: "helpful", plan: &plan, job: &job, callback_url };
+            let body = score_body(&envelope, "rwr_1", &[&json!({"completion": "\"reply\":{\"callback_url\":\"x\""})]);
+            let request = Request::new("rwr_1".into(), body, Duration::from_secs(1)).with_token(|id| format!("t-{id}"));
+            assert!(!request.body.contains("t-rwr_1"));
+            (request.has_callback(), serde_json::from_str::<Value>(&request.wire()).unwrap())
+        };
+        let (offered, body) = wire(Some("https://r.example/reward-callbacks/rwr_1"));
+        let expected = json!({"token": "t-rwr_1", "callback_url": "https://r.example/reward-callbacks/rwr_1", "modes": ["sync", "async"]});
+        assert!(offered && body["reply"] == expected, "{body}");
+        let (offered, body) = wire(None);
+        assert!(!offered && body["reply"] == json!({"modes": ["sync"]}), "{body}");
+        assert_eq!(body["reward"]["params"], json!({"reply": {"callback_url": "mine"}}));
     }
 
     #[test]

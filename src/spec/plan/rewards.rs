@@ -315,6 +315,9 @@ pub enum RewardTextFormat {
 pub struct RewardSecrets {
     /// `whsec_…`; absent = unsigned.
     pub secret: Option<String>,
+    /// The one before, while the service still checks with it: requests are signed with both.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub previous_secret: Option<String>,
     /// Sent with every request.
     #[serde(default)]
     pub headers: BTreeMap<String, String>,

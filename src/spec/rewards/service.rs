@@ -94,24 +94,32 @@ fn read_url(field: &Field<'_>) -> String {
     text.to_owned()
 }
 
-/// The signing secret and the headers.
+/// The signing secrets and the headers.
 pub(super) fn read_secrets(reader: &Reader<'_>) -> RewardSecrets {
-    let secret = reader.field("secret");
-    let valid = secret.string(200).filter(|text| {
+    let secret = read_secret(&reader.field("secret"));
+    let previous = reader.field("previous_secret");
+    let previous_secret = read_secret(&previous);
+    if previous.value().is_some() && reader.field("secret").value().is_none() {
+        previous.fail("conflict", "give the secret that follows it as 'secret'");
+    } else if secret.is_some() && previous_secret == secret {
+        previous.fail("conflict", "it is the same as 'secret': leave it out");
+    }
+    RewardSecrets { secret, previous_secret, headers: read_headers(&reader.field("headers")).unwrap_or_default() }
+}
+
+fn read_secret(field: &Field<'_>) -> Option<String> {
+    let valid = field.string(200).filter(|text| {
         let key = text.strip_prefix("whsec_").and_then(|key| STANDARD.decode(key).ok());
         let fits = key.is_some_and(|key| (24..=64).contains(&key.len()));
         if !fits {
-            secret.fail(
+            field.fail(
                 "invalid_value",
                 "must be 'whsec_' followed by 24 to 64 random bytes in base64 (the Standard Webhooks form)",
             );
         }
         fits
     });
-    RewardSecrets {
-        secret: valid.map(str::to_owned),
-        headers: read_headers(&reader.field("headers")).unwrap_or_default(),
-    }
+    valid.map(str::to_owned)
 }
 
 /// Headers that go with every request.

@@ -1,0 +1,326 @@
+//! Answers of reward services that come later: the address they are sent to, the token that goes with them, and how they
+//! are read. Words and rules only; `http` receives them, `store` keeps them, `worker` fetches them, `reward` waits for them.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use hmac::{Hmac, KeyInit, Mac};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use sha2::Sha256;
+
+/// Most flaws that are named of one body.
+const MAX_FLAWS: usize = 100;
+
+/// Where services may answer later, and the key of the tokens they do it with.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CallbackTerms {
+    /// The server's public address, without a trailing slash; null = it has none, and services are offered no callback.
+    pub public_url: Option<String>,
+    /// The server's own; tokens are derived from it, so that none is stored.
+    pub key: String,
+}
+
+impl std::fmt::Debug for CallbackTerms {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CallbackTerms").field("public_url", &self.public_url).finish_non_exhaustive()
+    }
+}
+
+impl CallbackTerms {
+    /// Where the answer to the request `id` is to be sent.
+    pub fn address(&self, id: &str) -> Option<String> {
+        self.public_url.as_ref().map(|url| format!("{url}/reward-callbacks/{id}"))
+    }
+
+    /// What must come with it; the same for the same id, whenever it is asked for.
+    pub fn token(&self, id: &str) -> String {
+        let mut mac = Hmac::<Sha256>::new_from_slice(self.key.as_bytes()).expect("HMAC takes keys of any length");
+        mac.update(b"reward-callback.");
+        mac.update(id.as_bytes());
+        URL_SAFE_NO_PAD.encode(mac.finalize().into_bytes())
+    }
+}
+
+/// What is known of a request whose answer may come later.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Later {
+    /// Until its deadline, ms.
+    pub left_ms: u64,
+    /// What is asked for.
+    pub sample_ids: Vec<String>,
+    /// Set once the service has taken it, or has sent results: it need not be sent again.
+    #[serde(default)]
+    pub accepted: Option<Accepted>,
+}
+
+/// A service took a request and answers later (202).
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Accepted {
+    /// Where its results can be looked at, as it said it.
+    #[serde(default)]
+    pub status_url: Option<String>,
+    /// When it expects to be done, ms from the 202.
+    #[serde(default)]
+    pub eta_ms: Option<u64>,
+}
+
+/// A part of an answer.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunk {
+    /// In the order they were given; an id may stand here twice.
+    pub entries: Vec<Entry>,
+    /// Nothing else will come.
+    pub done: bool,
+}
+
+/// What a service said of one sample.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// As in the request.
+    pub sample_id: String,
+    /// The whole `{sample_id, reward, …}` as JSON.
+    pub result: String,
+}
+
+/// What is wrong with a part of an answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Flaw {
+    /// A JSON pointer.
+    pub pointer: String,
+    /// Stable, snake_case.
+    pub code: &'static str,
+    /// What is wrong and what to do.
+    pub detail: String,
+}
+
+impl Chunk {
+    /// Reads a callback's body for the request `id`.
+    ///
+    /// # Errors
+    /// All that is wrong (at most 100 things): nothing of such a body is kept.
+    pub fn read(body: &[u8], id: &str) -> Result<Self, Vec<Flaw>> {
+        let mut flaws = Flaws::default();
+        let value = parse(body).map_err(|why| vec![flaw("", "syntax", format!("the body is not JSON: {why}"))])?;
+        let Value::Object(body) = value else {
+            let detail = format!("an object {{results, done}} is expected, not {}", name(&value));
+            return Err(vec![flaw("", "invalid_type", detail)]);
+        };
+        match body.get("id") {
+            None | Some(Value::Null) => {}
+            Some(Value::String(given)) if given == id => {}
+            Some(_) => flaws.push("/id", "invalid_value", format!("this is the callback address of {id}")),
+        }
+        let done = match body.get("done") {
+            None | Some(Value::Null) => false,
+            Some(Value::Bool(done)) => *done,
+            Some(other) => {
+                flaws.push("/done", "invalid_type", format!("must be true or false, not {}", name(other)));
+                false
+            }
+        };
+        let mut entries = Vec::new();
+        match body.get("results") {
+            Some(Value::Array(results)) => {
+                for (index, result) in results.iter().enumerate() {
+                    entries.extend(read_entry(result, &format!("/results/{index}"), &mut flaws));
+                }
+            }
+            Some(other) => flaws.push("/results", "invalid_type", format!("must be a list, not {}", name(other))),
+            None if done => {}
+            None => {
+                let detail =
+                    "give a list of {sample_id, reward}; the shorthands of a synchronous answer have no sample ids";
+                flaws.push("/results", "required", detail.to_owned());
+            }
+        }
+        if flaws.0.is_empty() { Ok(Self { entries, done }) } else { Err(flaws.0) }
+    }
+}
+
+fn read_entry(value: &Value, pointer: &str, flaws: &mut Flaws) -> Option<Entry> {
+    let Value::Object(entry) = value else {
+        let detail = format!("must be an object with sample_id and reward, not {}", name(value));
+        flaws.push(pointer, "invalid_type", detail);
+        return None;
+    };
+    check_value(entry, pointer, flaws);
+    match entry.get("sample_id") {
+        Some(Value::String(sample_id)) => {
+            Some(Entry { sample_id: sample_id.clone(), result: Value::Object(entry.clone()).to_string() })
+        }
+        Some(other) => {
+            let detail = format!("must be a string as in the request, not {}", name(other));
+            flaws.push(&format!("{pointer}/sample_id"), "invalid_type", detail);
+            None
+        }
+        None => {
+            flaws.push(&format!("{pointer}/sample_id"), "required", "say which sample this is about".to_owned());
+            None
+        }
+    }
+}
+
+/// A finite number, null, or an error.
+fn check_value(entry: &Map<String, Value>, pointer: &str, flaws: &mut Flaws) {
+    match entry.get("error") {
+        None | Some(Value::Null) => {}
+        Some(Value::Object(_) | Value::String(_)) => return,
+        Some(other) => {
+            let detail = format!("must be an object {{code, message, retryable}}, not {}", name(other));
+            return flaws.push(&format!("{pointer}/error"), "invalid_type", detail);
+        }
+    }
+    let at = format!("{pointer}/reward");
+    match entry.get("reward") {
+        Some(Value::Null) => {}
+        Some(Value::Number(number)) if number.as_f64().is_some_and(f64::is_finite) => {}
+        Some(Value::String(text)) => {
+            let text: String = text.chars().take(40).collect();
+            flaws.push(&at, "invalid_value", format!("must be a finite number or null, not \"{text}\""));
+        }
+        Some(other) => {
+            flaws.push(&at, "invalid_value", format!("must be a finite number or null, not {}", name(other)))
+        }
+        None => flaws.push(&at, "required", "give a finite number, null (does not apply), or an error".to_owned()),
+    }
+}
+
+#[derive(Default)]
+struct Flaws(Vec<Flaw>);
+
+impl Flaws {
+    fn push(&mut self, pointer: &str, code: &'static str, detail: String) {
+        if self.0.len() < MAX_FLAWS {
+            self.0.push(flaw(pointer, code, detail));
+        }
+    }
+}
+
+fn flaw(pointer: &str, code: &'static str, detail: String) -> Flaw {
+    Flaw { pointer: pointer.to_owned(), code, detail }
+}
+
+/// What a value is, in words.
+pub fn name(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// Parses JSON; where only numbers that JSON does not have stand in the way (NaN, Infinity, 1e999, as Python's `json`
+/// writes them), they become strings, so that the error can name their index and spare the other samples.
+///
+/// # Errors
+/// Why it is not JSON, and how it begins.
+pub fn parse(body: &[u8]) -> Result<Value, String> {
+    let text = std::str::from_utf8(body).map_err(|_| "the answer is not UTF-8".to_owned())?;
+    let text = text.trim_start_matches('\u{feff}');
+    serde_json::from_str(text).or_else(|why| serde_json::from_str(&quote_non_finite(text)).map_err(|_| why)).map_err(
+        |why| {
+            let start: String = text.trim_start().chars().take(60).collect();
+            format!("the answer is not JSON ({why}); it begins with: {start}")
+        },
+    )
+}
+
+fn quote_non_finite(text: &str) -> String {
+    let mut quoted = String::with_capacity(text.len() + 16);
+    let mut rest = text;
+    while let Some(first) = rest.chars().next() {
+        let length = match first {
+            '"' => string_length(rest),
+            _ if is_word(first) => rest.find(|c| !is_word(c)).unwrap_or(rest.len()),
+            _ => first.len_utf8(),
+        };
+        let (token, after) = rest.split_at(length);
+        if is_word(first) && token.parse::<f64>().is_ok_and(|number| !number.is_finite()) {
+            quoted.push_str(&format!("\"{token}\""));
+        } else {
+            quoted.push_str(token);
+        }
+        rest = after;
+    }
+    quoted
+}
+
+fn is_word(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '+' | '-' | '.')
+}
+
+/// Bytes of the JSON string that `text` begins with, quotes included.
+fn string_length(text: &str) -> usize {
+    let mut escaped = false;
+    for (at, c) in text.char_indices().skip(1) {
+        match c {
+            _ if escaped => escaped = false,
+            '\\' => escaped = true,
+            '"' => return at + 1,
+            _ => {}
+        }
+    }
+    text.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flaws(body: &str) -> Vec<String> {
+        let flaws = Chunk::read(body.as_bytes(), "rwr_1").unwrap_err();
+        flaws.into_iter().map(|flaw| format!("{} {}", flaw.pointer, flaw.code)).collect()
+    }
+
+    #[test]
+    fn a_token_belongs_to_one_request_of_one_server() {
+        let terms = |key: &str| CallbackTerms { public_url: Some("https://r.example".into()), key: key.into() };
+        assert_eq!(terms("k").token("rwr_1"), terms("k").token("rwr_1"));
+        assert_ne!(terms("k").token("rwr_1"), terms("k").token("rwr_2"));
+        assert_ne!(terms("k").token("rwr_1"), terms("l").token("rwr_1"));
+        assert_eq!(terms("k").token("rwr_1").len(), 43);
+        assert_eq!(terms("k").address("rwr_1").unwrap(), "https://r.example/reward-callbacks/rwr_1");
+        assert!(!format!("{:?}", terms("hidden")).contains("hidden"));
+    }
+
+    #[test]
+    fn a_chunk_has_results_or_says_that_it_is_the_last() {
+        let read = |body: &str| Chunk::read(body.as_bytes(), "rwr_1").unwrap();
+        let chunk = read(r#"{"id": "rwr_1", "results": [{"sample_id": "s_1", "reward": 0.1, "reason": "so"}]}"#);
+        assert_eq!(chunk.entries[0].result, r#"{"sample_id":"s_1","reward":0.1,"reason":"so"}"#);
+        assert!(!chunk.done);
+        assert_eq!(read(r#"{"done": true}"#), Chunk { entries: Vec::new(), done: true });
+        let error = r#"{"results": [{"sample_id": "s_1", "reward": null, "error": {"code": "busy", "retryable": true}}, {"sample_id": "s_2", "reward": null}]}"#;
+        assert_eq!(read(error).entries.len(), 2);
+    }
+
+    #[test]
+    fn everything_that_is_wrong_is_named_where_it_stands() {
+        assert_eq!(flaws("nonsense"), [" syntax"]);
+        assert_eq!(flaws("[1, 2]"), [" invalid_type"]);
+        assert_eq!(flaws("{}"), ["/results required"]);
+        assert_eq!(flaws(r#"{"rewards": [1, 2]}"#), ["/results required"]);
+        assert_eq!(
+            flaws(r#"{"results": {}, "done": 1, "id": "rwr_2"}"#),
+            ["/id invalid_value", "/done invalid_type", "/results invalid_type"]
+        );
+        let entries = r#"{"results": [{"sample_id": "a", "reward": NaN}, {"sample_id": "b", "reward": 1e999}, {"sample_id": "c"},
+            {"reward": 1}, {"sample_id": 1, "reward": 1}, 0.5, {"sample_id": "d", "error": 7}, {"sample_id": "e", "reward": "1"}]}"#;
+        assert_eq!(
+            flaws(entries),
+            [
+                "/results/0/reward invalid_value",
+                "/results/1/reward invalid_value",
+                "/results/2/reward required",
+                "/results/3/sample_id required",
+                "/results/4/sample_id invalid_type",
+                "/results/5 invalid_type",
+                "/results/6/error invalid_type",
+                "/results/7/reward invalid_value"
+            ]
+        );
+    }
+}
