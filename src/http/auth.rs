@@ -25,7 +25,10 @@ const WORKER_PREFIX: &str = "/worker/";
 /// Layer: 401 unless the request carries the API key, if one is set.
 pub async fn require_key(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    let open = OPEN.contains(&path) || path.starts_with("/docs/") || path.starts_with(WORKER_PREFIX);
+    let open = OPEN.contains(&path)
+        || path.starts_with("/docs/")
+        || path.starts_with("/web/")
+        || path.starts_with(WORKER_PREFIX);
     match &state.config.api_key {
         Some(key) if !open => match check_bearer(request.headers(), key) {
             Ok(()) => next.run(request).await,
