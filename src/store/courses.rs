@@ -23,11 +23,11 @@ impl Store {
             "WITH ends AS MATERIALIZED (SELECT \
                (SELECT MIN(step) FROM steps WHERE job_id = ?1 AND kind = 'train') AS first, \
                (SELECT MAX(step) FROM steps WHERE job_id = ?1 AND kind = 'train') AS last) \
-             SELECT step, MIN(reward) AS reward FROM steps, ends WHERE job_id = ?1 AND kind = 'train' AND reward IS NOT NULL \
+             SELECT step, MIN(reward) AS reward FROM steps INDEXED BY steps_reward, ends WHERE job_id = ?1 AND kind = 'train' AND reward IS NOT NULL \
                GROUP BY (step - first) * ?2 / (last - first + 1) \
-             UNION SELECT step, MAX(reward) FROM steps, ends WHERE job_id = ?1 AND kind = 'train' AND reward IS NOT NULL \
+             UNION SELECT step, MAX(reward) FROM steps INDEXED BY steps_reward, ends WHERE job_id = ?1 AND kind = 'train' AND reward IS NOT NULL \
                GROUP BY (step - first) * ?2 / (last - first + 1) \
-             UNION SELECT step, reward FROM steps, ends WHERE job_id = ?1 AND kind = 'train' AND step IN (first, last) \
+             UNION SELECT step, reward FROM steps INDEXED BY steps_reward, ends WHERE job_id = ?1 AND kind = 'train' AND step IN (first, last) \
                AND reward IS NOT NULL \
              ORDER BY step",
         )

@@ -13,12 +13,12 @@ export const startBrowser = () =>
   });
 
 /** Runs `look(page)` on a fresh page; then nothing may have been asked of another place, nor may the console have complained. */
-export async function visit(browser, base, hash, look, { scheme = "light", width = 1280, height = 800, allow = /^$/, ...options } = {}) {
+export async function visit(browser, base, hash, look, { scheme = "light", width = 1280, height = 800, allow = /\/session$/, ...options } = {}) {
   const context = await browser.newContext({ viewport: { width, height }, colorScheme: scheme, reducedMotion: "reduce", ...options });
   const page = await context.newPage();
   const complaints = [];
   const foreign = [];
-  page.on("console", (message) => message.type() === "error" && complaints.push(message.text()));
+  page.on("console", (message) => message.type() === "error" && complaints.push(`${message.text()} ${message.location().url}`));
   page.on("pageerror", (error) => complaints.push(error.stack ?? String(error)));
   page.on("request", (request) => {
     const url = request.url();

@@ -8,17 +8,21 @@ let server, browser;
 before(async () => {
   [server, browser] = await Promise.all([startServer({ devices: "cpu" }), startBrowser()]);
   await server.api("POST", "/models", { id: "rlood/tiny", source: `${process.env.RLOOD_ASSETS}/tiny` });
+  await server.api("POST", "/datasets?name=two", { records: [{ prompt: "What is 2 + 2?", answer: "4" }, { prompt: "What is 3 + 4?", answer: "7" }] });
 });
 after(() => Promise.all([server?.stop(), browser?.close()]));
 
 const open = (look, hash = "#/new") => visit(browser, server.url, hash, async (page) => {
   await page.getByRole("heading", { name: /^New job/ }).waitFor();
   await look(page);
-}, { allow: /422|400/ });
+}, { allow: /\/session$|422|400/ });
+
+/** The control of a setting. */
+const field = (page, pointer) => page.locator(`[data-pointer="${pointer}"]:is(input, select, textarea)`);
 
 /** What a field says is wrong, tied to it for screen readers. */
 async function errorAt(page, pointer) {
-  const control = page.locator(`[data-pointer="${pointer}"]:is(input, select, textarea)`);
+  const control = field(page, pointer);
   assert.equal(await control.getAttribute("aria-invalid"), "true", `${pointer} is not marked`);
   const ids = (await control.getAttribute("aria-describedby")).split(" ");
   return page.locator(`[id="${ids.at(-1)}"]`).innerText();
@@ -26,12 +30,12 @@ async function errorAt(page, pointer) {
 
 test("what the server refuses stands at its field, and the first one has the focus", { timeout: 60_000 }, () => open(async (page) => {
   await page.getByLabel("Model *").selectOption("rlood/tiny");
-  await page.getByText("Or paste rows").click();
-  await page.getByLabel("Rows to paste").fill('{"prompt": "What is 2 + 2?", "answer": "4"}\n{"prompt": "What is 3 + 4?", "answer": "7"}');
-  await page.getByRole("button", { name: "Add these rows" }).click();
+  await page.getByText("Or paste rows").first().click();
+  await page.getByLabel("Rows to paste").first().fill('{"prompt": "What is 2 + 2?", "answer": "4"}\n{"prompt": "What is 3 + 4?", "answer": "7"}');
+  await page.getByRole("button", { name: "Add these rows" }).first().click();
   await page.getByText("2 rows; columns prompt, answer").waitFor();
-  await page.getByLabel("Num generations").fill("1");
-  await page.getByLabel("Learning rate").fill("fast");
+  await field(page, "/rloo/num_generations").fill("1");
+  await field(page, "/optimizer/learning_rate").fill("fast");
   await page.getByRole("button", { name: "Submit" }).click();
   await page.getByText(/things are not right yet/).waitFor();
   assert.match(await errorAt(page, "/rloo/num_generations"), /2/);
@@ -40,8 +44,8 @@ test("what the server refuses stands at its field, and the first one has the foc
   assert.ok(["/rloo/num_generations", "/optimizer/learning_rate"].includes(await focused.jsonValue()));
   assert.equal((await server.api("GET", "/jobs")).data.length, 0, "nothing was submitted");
   // Right again: the marks go, the command beside it says the same.
-  await page.getByLabel("Num generations").fill("4");
-  await page.getByLabel("Learning rate").fill("1e-3");
+  await field(page, "/rloo/num_generations").fill("4");
+  await field(page, "/optimizer/learning_rate").fill("1e-3");
   await page.getByRole("button", { name: "Check" }).click();
   await page.getByText("The job is valid").first().waitFor();
   assert.equal(await page.locator("[aria-invalid]").count(), 0);
@@ -50,7 +54,7 @@ test("what the server refuses stands at its field, and the first one has the foc
 
 test("a reward is tried before anything depends on it", { timeout: 60_000 }, () => open(async (page) => {
   await page.getByRole("button", { name: "Test" }).click();
-  await page.getByLabel("Completion").fill("4\n---\n<img src=x onerror=alert(1)>");
+  await page.getByLabel("Completion", { exact: true }).fill("4\n---\n<img src=x onerror=alert(1)>");
   await page.getByLabel("Columns", { exact: true }).fill('{"answer": "4"}');
   await page.getByRole("button", { name: "Score it" }).click();
   await page.getByText("Every completion has a value").waitFor();
@@ -60,7 +64,7 @@ test("a reward is tried before anything depends on it", { timeout: 60_000 }, () 
 }));
 
 test("keyboard alone fills the form, probes and submits a job that runs", { timeout: 180_000 }, () => open(async (page) => {
-  const [dataset] = (await server.api("GET", "/datasets")).data;
+  await page.waitForFunction(() => document.querySelectorAll("select option").length > 5);
   /** Tab until the control has the focus. */
   const tabTo = async (control) => {
     const handle = await control.elementHandle();
@@ -70,18 +74,18 @@ test("keyboard alone fills the form, probes and submits a job that runs", { time
     }
     assert.fail("the control cannot be reached with Tab");
   };
-  await tabTo(page.getByLabel("Name", { exact: true }).first());
+  await tabTo(field(page, "/name"));
   await page.keyboard.type("by keyboard");
   await tabTo(page.getByLabel("Model *"));
   await page.keyboard.type("rlood");
   await tabTo(page.getByLabel("Prompts *"));
   await page.keyboard.press("ArrowDown");
-  await page.getByText(`${dataset.num_rows} rows`, { exact: false }).first().waitFor();
-  await tabTo(page.getByLabel("Max steps"));
+  await page.getByText("2 rows; columns prompt, answer").waitFor();
+  await tabTo(field(page, "/training/max_steps"));
   await page.keyboard.type("2");
   await page.keyboard.press("Tab");
   await page.keyboard.type("2");
-  await tabTo(page.getByLabel("Max completion length"));
+  await tabTo(field(page, "/sampling/max_completion_length"));
   await page.keyboard.type("6");
   await tabTo(page.getByRole("button", { name: "Probe" }));
   await page.keyboard.press("Enter");
@@ -95,8 +99,8 @@ test("keyboard alone fills the form, probes and submits a job that runs", { time
 test("a job can be cloned: its settings are in the form", { timeout: 60_000 }, async () => {
   const job = await makeJob(server, { name: "the old one", total: 1, more: { rloo: { num_generations: 3 } } });
   await open(async (page) => {
-    assert.equal(await page.getByLabel("Name", { exact: true }).first().inputValue(), "the old one");
-    assert.equal(await page.getByLabel("Num generations").inputValue(), "3");
+    assert.equal(await field(page, "/name").inputValue(), "the old one");
+    assert.equal(await field(page, "/rloo/num_generations").inputValue(), "3");
     assert.equal(await page.getByLabel("Model *").inputValue(), "rlood/tiny");
   }, `#/new?from=${job.id}`);
 });

@@ -1,10 +1,11 @@
 // One uPlot, fed with what is to be seen: thinned, smoothed, in the theme's colours. The only file that knows uPlot.
 import uPlot from "../vendor/uplot.js";
 import { number } from "../core/format.js";
+import { lowerBound } from "../core/search.js";
 import { theme } from "../core/theme.js";
 import { colour, dash, frame } from "./palette.js";
 import { smoothed } from "./smooth.js";
-import { kept } from "./thin.js";
+import { extremes, within } from "./thin.js";
 
 const HEIGHT = 190;
 const FONT = "11px system-ui, sans-serif";
@@ -16,7 +17,9 @@ const FONT = "11px system-ui, sans-serif";
 export class Plot {
   #u = null;
   #frame = 0;
-  #smooth = new Map();
+  /** The columns that are drawn, and which of their places, until the data or the zoom change. */
+  #made = null;
+  #thin = null;
   #dirty = true;
   #visible = false;
   #shape = "";
@@ -51,7 +54,6 @@ export class Plot {
   }
 
   set(data, isLog) {
-    if (data.x.length < this.data.x.length) this.#smooth.clear();
     Object.assign(this, { data, isLog });
     const shape = JSON.stringify([isLog, data.series.map(({ label, band, points, right, tint }) => [label, !!band, points, right, tint])]);
     if (shape !== this.#shape) {
@@ -83,10 +85,9 @@ export class Plot {
     this.#dirty = false;
     const { x } = this.data;
     const [min, max] = this.group.shown;
-    const columns = this.#columns();
-    const told = [...new Set(columns.filter(Boolean))];
+    const { columns, told } = this.#columns();
     const buckets = Math.max(50, Math.round(this.#u.bbox.width / (devicePixelRatio || 1)) >> (told.length > 3 ? 1 : 0));
-    const indices = kept(x, told, min, max, buckets);
+    const indices = this.#indices(told, min, max, buckets);
     const pick = (column) => {
       const out = new Array(indices.length).fill(null);
       if (!column) return out;
@@ -103,23 +104,28 @@ export class Plot {
     });
   }
 
-  /** In the order of uPlot's series: of each the raw course beneath a smoothed one, the course, the band's edges. */
+  /** In the order of uPlot's series: of each the raw course beneath a smoothed one, the course, the band's edges. `told`: all of them once. */
   #columns() {
-    const { x, series } = this.data;
     const strength = this.group.smoothing.value;
-    return series.flatMap((one) => {
-      const isSmoothed = strength > 0 && !one.points;
-      const columns = isSmoothed ? [one.values, this.#smoothOf(one, x, strength)] : [null, one.values];
-      return one.band ? [...columns, sum(one.values, one.band, 1), sum(one.values, one.band, -1)] : columns;
+    if (this.#made?.data === this.data && this.#made.strength === strength) return this.#made;
+    const { x, series } = this.data;
+    const columns = series.flatMap(({ values, points, band }) => {
+      const drawn = strength > 0 && !points ? [values, smoothed(x, values, strength)] : [null, values];
+      return band ? [...drawn, sum(values, band, 1), sum(values, band, -1)] : drawn;
     });
+    this.#thin = null;
+    return (this.#made = { data: this.data, strength, columns, told: columns.filter(Boolean) });
   }
 
-  #smoothOf(one, x, strength) {
-    const known = this.#smooth.get(one.label);
-    if (known && known.values === one.values && known.strength === strength && known.length === x.length) return known.result;
-    const result = smoothed(x, one.values, strength);
-    this.#smooth.set(one.label, { values: one.values, strength, length: x.length, result });
-    return result;
+  /** What of `x` is drawn from `min` to `max`: everything, or of each of about `buckets` stretches the extremes. */
+  #indices(told, min, max, buckets) {
+    const { x } = this.data;
+    const [begin, end] = [Math.max(0, lowerBound(x, min) - 1), Math.min(x.length, lowerBound(x, max) + 2)];
+    if (end - begin <= 2 * buckets) return Int32Array.from({ length: end - begin }, (_, index) => begin + index);
+    // A power of two: the stretches stay while the window moves, and while it grows a little.
+    const width = 2 ** Math.round(Math.log2((max - min) / buckets));
+    if (this.#thin?.width !== width) this.#thin = { width, indices: extremes(x, told, width) };
+    return within(this.#thin.indices, x, min, max);
   }
 
   #empty() {

@@ -1,41 +1,40 @@
 // What of a long course is drawn: of every stretch the lowest and the highest value of each series, so that no outlier is lost.
 
-import { lowerBound } from "../core/search.js";
-
 /**
- * Indices to draw of `x` from `min` to `max`, ascending, with a neighbour beyond each end: of each of about `buckets` stretches
- * and of each column where its lowest and its highest value stand. The stretches lie on a fixed grid, so that a moving window
- * chooses the same points again. Everything, if that is not more.
+ * Indices to draw of `x`, ascending: the ends, and of each stretch of `width` steps and of each column where its lowest and its
+ * highest value stand. The stretches lie on a fixed grid: a window that moves over it finds the same points again, so they are
+ * looked for once a width.
  */
-export function kept(x, columns, min, max, buckets) {
-  const begin = Math.max(0, lowerBound(x, min) - 1);
-  const end = Math.min(x.length, lowerBound(x, max) + 2);
-  if (end - begin <= buckets * 2) return Int32Array.from({ length: end - begin }, (_, index) => begin + index);
-  const width = (max - min) / buckets || 1;
-  const marks = new Uint8Array(end - begin);
-  marks[0] = marks[end - begin - 1] = 1;
+export function extremes(x, columns, width) {
+  const marks = new Uint8Array(x.length);
+  marks[0] = marks[x.length - 1] = 1;
   for (const column of columns) {
-    let [bucket, lowest, highest] = [NaN, -1, -1];
-    const flush = () => {
-      if (lowest >= 0) marks[lowest - begin] = marks[highest - begin] = 1;
-      lowest = highest = -1;
-    };
-    for (let index = begin; index < end; index++) {
+    let [end, lowest, highest] = [-Infinity, -1, -1];
+    for (let index = 0; index < x.length; index++) {
       const value = column[index];
       if (value !== value) continue;
-      const here = Math.floor(x[index] / width);
-      if (here !== bucket) {
-        flush();
-        bucket = here;
-      }
-      if (lowest < 0 || value < column[lowest]) lowest = index;
-      if (highest < 0 || value > column[highest]) highest = index;
+      if (x[index] >= end) {
+        if (lowest >= 0) marks[lowest] = marks[highest] = 1;
+        lowest = highest = index;
+        end = (Math.floor(x[index] / width) + 1) * width;
+      } else if (value < column[lowest]) lowest = index;
+      else if (value > column[highest]) highest = index;
     }
-    flush();
+    if (lowest >= 0) marks[lowest] = marks[highest] = 1;
   }
-  let count = 0;
-  for (let index = 0; index < marks.length; index++) count += marks[index];
-  const indices = new Int32Array(count);
-  for (let index = 0, next = 0; index < marks.length; index++) if (marks[index]) indices[next++] = begin + index;
-  return indices;
+  return Int32Array.from(marks.keys()).filter((index) => marks[index]);
+}
+
+/** Of ascending `indices` into `x` those from `min` to `max`, with a neighbour beyond each end. */
+export function within(indices, x, min, max) {
+  const below = (value) => {
+    let [low, high] = [0, indices.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (x[indices[middle]] < value) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  };
+  return indices.subarray(Math.max(0, below(min) - 1), below(max) + 2);
 }

@@ -38,6 +38,8 @@ const hasSecret = (config) => [...(config?.rewards ?? []), ...(config?.eval?.rew
 
 function Form({ schema, old, from }) {
   const [spec, setSpec] = useState(old ?? EMPTY);
+  // A press of a button sends what was typed just before, drawn or not.
+  const latest = useRef(spec);
   const [rows, setRows] = useState([]);
   const [problem, setProblem] = useState(null);
   const [checked, setChecked] = useState(null);
@@ -48,7 +50,7 @@ function Form({ schema, old, from }) {
     schema, spec, rows,
     set: (pointer, value) => {
       setProblem(null);
-      setSpec((spec) => withValue(spec, pointer, value));
+      setSpec((latest.current = withValue(latest.current, pointer, value)));
     },
     /** Of this place and, unless `alone`, of what lies below it. */
     errorsAt: (pointer, alone = false) => errors.filter((item) => item.pointer === pointer || (!alone && item.pointer.startsWith(`${pointer}/`))),
@@ -77,7 +79,7 @@ function Form({ schema, old, from }) {
     setBusy("");
   };
   const check = (isProbed) => run(isProbed ? "probe" : "check", async () => {
-    const answer = await post("/jobs/validate", spec, { query: isProbed ? { probe: true } : {} });
+    const answer = await post("/jobs/validate", latest.current, { query: isProbed ? { probe: true } : {} });
     setChecked(answer);
     if (answer.errors.length) toFirstError(answer.errors);
     else announce("The job is valid");
@@ -85,7 +87,7 @@ function Form({ schema, old, from }) {
   const submit = (event) => {
     event.preventDefault();
     run("submit", async () => {
-      const job = await post("/jobs", spec);
+      const job = await post("/jobs", latest.current);
       announce("Submitted");
       go(`/jobs/${job.id}`);
     });

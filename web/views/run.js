@@ -108,13 +108,13 @@ function layout(table, job) {
   const evalNames = table.keys.filter((key) => /^eval_rewards\/.*\/mean$/.test(key) && !names.includes(key.slice(13, -5))).map((key) => key.slice(13, -5));
   const present = (list) => list.filter(({ key }) => table.has(key));
   return [
-    { title: "Reward", note: "mean ± std, and evaluation", series: [one("reward", "reward", { band: table.column("reward_std") }), ...present([one("eval_reward", "evaluation", { points: true, tint: 1 })])] },
+    { title: "Reward", note: "± std", series: [one("reward", "reward", { band: table.column("reward_std") }), ...present([one("eval_reward", "evaluation", { points: true, tint: 1 })])] },
     { title: "Each reward", note: "mean", series: [...names.map((name, tint) => one(`rewards/${name}/mean`, name, { tint })),
       ...evalNames.map((name, index) => one(`eval_rewards/${name}/mean`, `${name} (evaluation)`, { points: true, tint: names.length + index }))] },
     { title: "KL", note: "nats a token", series: [one("kl", "KL"), ...present([one("kl_k3", "k3")])] },
     { title: "Entropy", note: "nats", series: [one("entropy", "entropy")] },
-    { title: "Completion length", note: "tokens; cut, right", series: [one("completions/mean_length", "mean"), one("completions/max_length", "longest"), one("completions/clipped_ratio", "cut", { right: true, tint: 3 })] },
-    { title: "Tied and missing", note: "share of groups, of completions", series: [one("frac_reward_zero_std", "tied groups"),
+    { title: "Length", note: "cut: right", series: [one("completions/mean_length", "mean"), one("completions/max_length", "longest"), one("completions/clipped_ratio", "cut", { right: true, tint: 3 })] },
+    { title: "Tied, missing", note: "share", series: [one("frac_reward_zero_std", "tied groups"),
       ...names.map((name, index) => one(`rewards/${name}/missing_fraction`, names.length > 1 ? `${name} missing` : "missing", { tint: 1 + index }))] },
     { title: "Gradient norm", series: [one("grad_norm", "norm")] },
     { title: "Time of a step", note: "s", series: [one("step_time", "all", { tint: 6 }), ...present([one("step_time/generate", "sampling", { tint: 0 }), one("step_time/reward", "rewards", { tint: 1 }),
