@@ -1,6 +1,7 @@
 // One job that is followed: the job itself, its metrics, its events. Several components may look at the same run.
 import { all, get } from "./api.js";
 import { EventStream } from "./events.js";
+import { lowerBound } from "./search.js";
 import { Signal, useSignal } from "./signal.js";
 import { MetricTable } from "./table.js";
 import { useEffect, useState } from "./ui.js";
@@ -97,6 +98,21 @@ class Run {
     if (type.startsWith("alert")) pending.alerts = true;
     if (type !== "phase") pending.job = true;
     this.#gather();
+  }
+
+  /** Reads the steps from `min` to `max` closer, if the overview left some out. */
+  async detail(min, max) {
+    const { steps } = this.table;
+    const [begin, end] = [lowerBound(steps, min), lowerBound(steps, max + 1)];
+    const [first, last] = [Math.max(0, Math.floor(min)), Math.ceil(max)];
+    const held = end - begin;
+    if (!steps.length || held >= Math.min(last, steps[steps.length - 1]) - Math.max(first, steps[0]) || held >= OVERVIEW_POINTS) return;
+    try {
+      const { data } = await get(`${this.path}/metrics`, { min_step: first, max_step: last, max_points: OVERVIEW_POINTS });
+      this.#merge(data);
+    } catch {
+      // The overview stays.
+    }
   }
 
   #merge(rows) {

@@ -19,16 +19,15 @@ export async function whoAmI() {
   }
 }
 
-function signedIn(body) {
-  const anyone = body.authentication === "none" || body.open === true;
-  return { state: anyone ? "open" : "in", scopes: body.scopes ?? [], csrf: body.csrf_token ?? null, name: body.name ?? null };
+function signedIn({ keys_required, scopes, csrf_token, key_name, owner }) {
+  return { state: keys_required ? "in" : "open", scopes, csrf: csrf_token ?? null, name: key_name ?? null, owner: owner ?? null };
 }
 
 /** Signs in with a key; throws the server's problem. */
 export async function signIn(key) {
   const { send } = await import("./api.js");
   const response = await send("POST", "/session", { body: { key } });
-  session.set({ ...signedIn(await response.json()), state: "in" });
+  session.set(signedIn(await response.json()));
 }
 
 export async function signOut() {
@@ -42,5 +41,5 @@ export function signedOut() {
   if (session.value.state !== "out") session.set({ ...OUT, expired: session.value.state === "in" });
 }
 
-/** Whether the session may do what needs `scope`. */
+/** Whether the session may do what needs `scope`: `read`, `submit` or `admin`. */
 export const may = (scope) => session.value.scopes.includes(scope) || session.value.scopes.includes("admin");
