@@ -74,7 +74,7 @@ function Completion({ sample, index, count, job, most, isPicked, onPick }) {
     </div>
     <${Long} text=${completion} label="Completion" />
     <dl class="parts">
-      ${Object.entries(rewards).map(([name, value]) => html`<div key=${name}><dt>${name}${weights.has(name) && weights.get(name) !== 1 && html` <span class="small">× ${number(weights.get(name))}</span>`}</dt><dd>${value === null ? "missing" : number(value)}</dd></div>`)}
+      ${Object.entries(rewards).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value === null ? "missing" : number(value)}${weights.has(name) && weights.get(name) !== 1 && html` <span class="dim">× ${number(weights.get(name))}</span>`}</dd></div>`)}
       <div><dt>KL</dt><dd>${number(kl, 3)}</dd></div>
       <div><dt>tokens</dt><dd>${number(num_tokens)}</dd></div>
       <div><dt>end</dt><dd>${finish_reason === "length" ? html`<span class="warn">cut</span>` : finish_reason}</dd></div>

@@ -1,8 +1,7 @@
 // Checkpoints: metrics at the step, hashes, sizes, downloads, and the lines that use one.
-import { del, post } from "../core/api.js";
+import { all, del, post } from "../core/api.js";
 import { bytes, number, plural } from "../core/format.js";
 import { useLoad } from "../core/load.js";
-import { all } from "../core/api.js";
 import { useFilters } from "../core/router.js";
 import { may, session } from "../core/session.js";
 import { cls, html, useEffect, useState } from "../core/ui.js";
@@ -67,7 +66,7 @@ function Pin({ checkpoint, reload }) {
       setError(problem);
     }
   };
-  return html`<button class="mini" aria-pressed=${pinned ? "true" : "false"} aria-label=${`Keep the checkpoint of step ${step}`} title="Kept whatever the rotation says" onClick=${press}>${pinned ? "Unpin" : "Pin"}</button>
+  return html`<button class="mini" aria-pressed=${pinned ? "true" : "false"} aria-label=${`Pin the checkpoint of step ${step}`} title="Kept whatever the rotation says" onClick=${press}>Pin</button>
     <${ProblemBox} error=${error} />`;
 }
 
