@@ -1,7 +1,8 @@
 //! The browser's pages: the dashboard from the files of `web/`, and /docs, which works offline.
 //!
 //! `/` is the page; its files lie under `/web/VERSION/`, where VERSION is a hash of all of them: a browser keeps them for good,
-//! and a new binary is a new address.
+//! and a new binary is a new address. Our own modules and styles go out without their comment lines and indentation, otherwise
+//! as they lie there.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -77,12 +78,13 @@ impl Dashboard {
 
 impl WebFile {
     fn new(name: &str, bytes: &[u8], version: &str) -> Self {
+        let text = String::from_utf8_lossy(bytes);
         let plain = match name {
-            "index.html" => {
-                String::from_utf8_lossy(bytes).replace("\"/web/", &format!("\"/web/{version}/")).into_bytes()
-            }
-            _ => bytes.to_vec(),
+            "index.html" => text.replace("\"/web/", &format!("\"/web/{version}/")),
+            vendored if vendored.starts_with("vendor/") => text.into_owned(),
+            _ => bare(&text),
         };
+        let plain = plain.into_bytes();
         let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
         // Writing to memory cannot fail.
         let gzipped = encoder.write_all(&plain).and_then(|()| encoder.finish()).unwrap_or_default();
@@ -114,6 +116,21 @@ impl WebFile {
         }
         (head, kind, self.plain.clone()).into_response()
     }
+}
+
+/// Without lines that are comments and without indentation; a comment begins its line (`//`, or `/*` to a `*/` that ends one).
+fn bare(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut is_comment = false;
+    for line in text.lines().map(str::trim) {
+        is_comment |= line.starts_with("/*");
+        if !is_comment && !line.starts_with("//") && !line.is_empty() {
+            out.push_str(line);
+            out.push('\n');
+        }
+        is_comment &= !line.ends_with("*/");
+    }
+    out
 }
 
 /// `gzip` or `*`, not with the weight 0.
@@ -177,6 +194,12 @@ mod tests {
         let page = DASHBOARD.files["index.html"].plain.clone();
         let page = String::from_utf8(page).unwrap();
         assert!(!page.contains("<style") && page.matches("<script").count() == page.matches("src=\"/web/").count());
+    }
+
+    #[test]
+    fn what_is_sent_has_no_comments_and_no_indentation() {
+        let text = "// What.\n/**\n * Of `x`.\n */\nfunction f(x) {\n  return x; // why\n}\n/* a */\n";
+        assert_eq!(bare(text), "function f(x) {\nreturn x; // why\n}\n");
     }
 
     #[test]

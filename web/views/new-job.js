@@ -18,6 +18,7 @@ import { Code } from "../parts/text.js";
 
 /** What most jobs say; everything else is below. */
 const FIRST = ["/training/max_steps", "/training/prompts_per_step", "/rloo/num_generations", "/rloo/beta", "/sampling/max_completion_length", "/sampling/temperature", "/optimizer/learning_rate", "/lora/r", "/checkpoints/every_steps"];
+const LABELS = { "/lora/r": "Adapter rank", "/checkpoints/every_steps": "Checkpoint every" };
 const SECTIONS = { training: "Training", rloo: "RLOO", sampling: "Sampling", optimizer: "Optimizer", lora: "Adapter", eval: "Evaluation", checkpoints: "Checkpoints", early_stopping: "Early stopping", doctor: "Doctor", warm_start: "Warm start" };
 const ELSEWHERE = ["/eval/dataset", "/eval/rewards", "/doctor/rules"];
 const EMPTY = { rewards: [{ type: "exact_match", column: "answer" }] };
@@ -101,7 +102,7 @@ function Form({ schema, old, from }) {
         <${DatasetChoice} form=${form} pointer="/dataset" label="Prompts *" onRows=${setRows} />
       </fieldset>
       <${Rewards} form=${form} />
-      <fieldset class="panel"><legend>How</legend><div class="fields">${FIRST.map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} label=${pointer === "/lora/r" ? "Adapter rank" : undefined} />`)}</div></fieldset>
+      <fieldset class="panel"><legend>How</legend><div class="fields">${FIRST.map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} label=${LABELS[pointer]} />`)}</div></fieldset>
       <${More} form=${form} />
       <div class="submit-bar">
         <button type="button" disabled=${!!busy} onClick=${() => check(false)}>${busy === "check" ? "Checking…" : "Check"}</button>
