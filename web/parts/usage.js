@@ -28,22 +28,17 @@ function adapterUsage({ job, model, folder, fetched }) {
   const rank = RANKS.find((rank) => rank >= (job.plan.lora?.r ?? 16)) ?? RANKS.at(-1);
   return [
     ["Download", "The adapter, into a folder.", fetched],
-    ["PEFT", "pip install peft transformers torch", `from peft import PeftModel
+    ["PEFT", "pip install peft transformers torch; merge_and_unload() makes one model of both", `from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(${python(model)})
-model = AutoModelForCausalLM.from_pretrained(${python(model)}, dtype="auto", device_map="auto")
+${base(model)}
 model = PeftModel.from_pretrained(model, ${python(folder)})
 ${generated}`],
     ["transformers", "Its own adapter loading; pip install peft transformers torch", `from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(${python(model)})
-model = AutoModelForCausalLM.from_pretrained(${python(model)}, dtype="auto", device_map="auto")
+${base(model)}
 model.load_adapter(${python(folder)})
 ${generated}`],
-    ["Merge", "One model without an adapter, after the PEFT lines.", `merged = model.merge_and_unload()
-merged.save_pretrained(${python(`${folder}-merged`)})
-tokenizer.save_pretrained(${python(`${folder}-merged`)})`],
     ["vLLM", "pip install vllm", `vllm serve ${shell(model)} --enable-lora --max-lora-rank ${rank} --lora-modules ${folder}=./${folder}
 
 ${asked(folder)}`],
@@ -55,14 +50,16 @@ function modelUsage({ folder, fetched, model }) {
     ["Download", "The whole model, into a folder.", fetched],
     ["transformers", "pip install transformers torch", `from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(${python(model)})
-model = AutoModelForCausalLM.from_pretrained(${python(`./${folder}`)}, dtype="auto", device_map="auto")
+${base(model, `./${folder}`)}
 ${generated}`],
     ["vLLM", "pip install vllm", `vllm serve ./${folder} --tokenizer ${shell(model)} --served-model-name ${folder}
 
 ${asked(folder)}`],
   ];
 }
+
+const base = (model, weights = model) => `tokenizer = AutoTokenizer.from_pretrained(${python(model)})
+model = AutoModelForCausalLM.from_pretrained(${python(weights)}, dtype="auto", device_map="auto")`;
 
 const generated = `
 messages = [{"role": "user", "content": "Hello"}]

@@ -47,7 +47,7 @@ function List({ checkpoints, chosen, onChoose, reload }) {
         ${one.best && html` <span class="tag good">★ best</span>`}${one.pinned && html` <span class="tag">pinned</span>`}</th>
       ${keys.map((key) => html`<td key=${key} class="num">${number(one.metrics[key])}</td>`)}
       <td class="num">${bytes(sizeOf(one))}</td><td><${Ago} time=${one.created_at} /></td>
-      <td class="row end"><a class="button mini" href=${`/checkpoints/${one.id}/archive.tar`} download aria-label=${`Download the checkpoint of step ${one.step}`}>Download</a><${Pin} checkpoint=${one} reload=${reload} /></td>
+      <td><div class="row end"><a class="button mini" href=${`/checkpoints/${one.id}/archive.tar`} download aria-label=${`Download the checkpoint of step ${one.step}`}>Download</a><${Pin} checkpoint=${one} reload=${reload} /></div></td>
     </tr>`)}</tbody></table></div>`;
 }
 
@@ -72,13 +72,17 @@ function Pin({ checkpoint, reload }) {
 
 function One({ job, checkpoint, isResult }) {
   const { id, step, files, metrics } = checkpoint;
-  const parts = usage({ job, checkpoint, origin: location.origin, needsKey: session.value.state === "in" });
+  const [chosen, choose] = useState(null);
+  const [download, ...ways] = usage({ job, checkpoint, origin: location.origin, needsKey: session.value.state === "in" });
+  const way = ways.find(([title]) => title === chosen) ?? ways[0];
   return html`<section class="panel checkpoint" aria-label=${`Checkpoint of step ${step}`}>
     <h2>Step ${step} ${isResult && html`<span class="tag">the job's result</span>`} <code class="id">${id}</code></h2>
     <div class="columns">
       <div class="stack">
         <h3>Use it</h3>
-        ${parts.map(([title, about, lines]) => html`<div key=${title} class="usage"><h4>${title} <span class="dim small">${about}</span></h4><${Code} text=${lines} label=${title} /></div>`)}
+        <${Lines} part=${download} />
+        <span class="switch" role="group" aria-label="With">${ways.map(([title]) => html`<button key=${title} aria-pressed=${title === way[0] ? "true" : "false"} onClick=${() => choose(title)}>${title}</button>`)}</span>
+        <${Lines} part=${way} />
       </div>
       <div class="stack">
         <h3>Files</h3>
@@ -91,3 +95,5 @@ function One({ job, checkpoint, isResult }) {
     </div>
   </section>`;
 }
+
+const Lines = ({ part: [title, about, lines] }) => html`<div class="usage"><h4>${title} <span class="dim small">${about}</span></h4><${Code} text=${lines} label=${title} /></div>`;

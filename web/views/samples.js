@@ -136,7 +136,7 @@ function Followed({ path, phase, prompt }) {
   if (error) return html`<${ProblemBox} error=${error} />`;
   if (!data || course.x.length < 2) return null;
   group.extent = [course.x[0], course.x.at(-1)];
-  return html`<${Chart} title=${`Reward of ${prompt}`} note=${`${plural(course.x.length, "visit")}, mean of its completions`} group=${group} x=${course.x} series=${course.series} version=${data} />`;
+  return html`<h2 class="unseen">Over the steps</h2><${Chart} title=${`Reward of ${prompt}`} note=${`${plural(course.x.length, "visit")}, mean of its completions`} group=${group} x=${course.x} series=${course.series} version=${data} />`;
 }
 
 function courseOf(samples) {
