@@ -29,12 +29,13 @@ export default function Compare() {
 /** Which runs: those in the comparison, and the latest to add. */
 function Chooser({ ids, onChoose }) {
   const [text, setText] = useState("");
+  const [isOpen] = useState(ids.length < 2);
   const { data, error } = useGet("/jobs", { limit: 100 });
   const jobs = data?.data ?? [];
   const fits = (job) => `${job.name ?? ""} ${job.id} ${job.plan.model.id}`.toLowerCase().includes(text.toLowerCase());
   const shown = jobs.filter((job) => ids.includes(job.id) || fits(job));
   const toggle = (id) => onChoose(ids.includes(id) ? ids.filter((other) => other !== id) : [...ids, id]);
-  return html`<details class="panel chooser" open=${ids.length < 2}>
+  return html`<details class="panel chooser" open=${isOpen}>
     <summary>${ids.length ? `${plural(ids.length, "run")} of at most ${MOST}` : `Choose up to ${MOST} runs`}</summary>
     <${ProblemBox} error=${error} />
     <label class="inline">Find <input type="search" value=${text} onInput=${(event) => setText(event.target.value)} /></label>
@@ -98,12 +99,12 @@ function Curves({ data, charts, align, extra, set }) {
     if (key.trim() && !charts.some(([known]) => known === key.trim())) set({ keys: [...extra, key.trim()].join(",") });
     setKey("");
   };
-  const present = charts.filter(([key]) => extra.includes(key) || drawn.columns.get(key).some((column) => column.some((value) => value === value)));
+  const present = charts.filter(([key]) => drawn.columns.get(key)?.some((column) => column.some((value) => value === value)));
   return html`
     <h2 class="unseen">Curves</h2>
     <${ChartControls} group=${group}>
       <label class="inline">Align by <select value=${align} onChange=${(event) => set({ by: event.target.value === "share" ? "share" : "" })}><option value="step">step</option><option value="share">share of the run, %</option></select></label>
-      <form class="row" onSubmit=${add}><label class="inline">Metric <input value=${key} placeholder="rewards/NAME/mean" maxlength="200" onInput=${(event) => setKey(event.target.value)} /></label><button class="mini">Add chart</button></form>
+      <form class="row" onSubmit=${add}><label class="inline">Metric <input value=${key} placeholder="rewards/NAME/mean" class="key" maxlength="200" onInput=${(event) => setKey(event.target.value)} /></label><button class="mini">Add chart</button></form>
     </${ChartControls}>
     ${data.unknown_keys.filter((key) => extra.includes(key)).map((key) => html`<p key=${key} class="warn small">None of these runs has the metric ${key}.</p>`)}
     <div class="charts">${present.map(([key, title]) => html`<${Chart} key=${key} title=${title} note=${align === "share" && "by % of the run"} group=${group} x=${drawn.x} version=${data}
@@ -133,11 +134,12 @@ function curves({ jobs, metrics }, keys, align) {
 function Settings({ data }) {
   const names = labels(data.jobs);
   if (data.jobs.length < 2) return html`<p class="dim">Choose a second run to see which settings differ.</p>`;
-  if (!data.config.length) return html`<h2>Settings</h2><p class="dim">All settings are the same.</p>`;
-  return html`<h2>Settings that differ <span class="dim small">${data.config.length}</span></h2>
+  const config = data.config.filter(({ pointer }) => pointer !== "/name");
+  if (!config.length) return html`<h2>Settings</h2><p class="dim">All settings are the same.</p>`;
+  return html`<h2>Settings that differ <span class="dim small">${config.length}</span></h2>
     <div class="scroll" tabindex="0" role="region" aria-label="Settings that differ"><table class="list settings">
       <thead><tr><th scope="col">Setting</th>${names.map((name, index) => html`<th key=${index} scope="col"><${Line} index=${index} /> ${name}</th>`)}</tr></thead>
-      <tbody>${data.config.map(({ pointer, values }) => html`<tr key=${pointer}><th scope="row"><code>${pointer.slice(1).replaceAll("/", ".")}</code></th>
+      <tbody>${config.map(({ pointer, values }) => html`<tr key=${pointer}><th scope="row"><code>${pointer.slice(1).replaceAll("/", ".")}</code></th>
         ${values.map((value, index) => html`<td key=${index}><code>${value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value)}</code></td>`)}</tr>`)}</tbody>
     </table></div>`;
 }

@@ -1,5 +1,5 @@
 // Events and the workers' log, as they come.
-import { get } from "../core/api.js";
+import { all, get } from "../core/api.js";
 import { clock, number, plural, words } from "../core/format.js";
 import { useFilters } from "../core/router.js";
 import { useSignal } from "../core/signal.js";
@@ -10,6 +10,8 @@ import { isOver } from "../parts/state.js";
 
 /** Lines that are kept. */
 const KEPT = 5000;
+/** Older events that are asked for at once. */
+const OLDER = 500;
 /** Between two looks for new lines, ms. */
 const EVERY_MS = 1500;
 /** Lines that are drawn: the latest that fit the search. */
@@ -22,17 +24,18 @@ export default function Logs({ params }) {
 function Shown({ run, job }) {
   const [query, set] = useFilters();
   const [follows, follow] = useState(true);
+  const { events, earlier } = useEvents(run);
   const isLog = query.of === "log";
   const as = (of, text) => html`<button aria-pressed=${(query.of ?? "") === of ? "true" : "false"} onClick=${() => set({ of, type: "" })}>${text}</button>`;
   return html`
     <form class="filters" role="search" aria-label="Events and logs" onSubmit=${(event) => event.preventDefault()}>
       <span class="switch" role="group" aria-label="Show">${as("", "Events")}${as("log", "Worker's log")}</span>
       <label class="inline">Search <input type="search" value=${query.q ?? ""} onInput=${(event) => set({ q: event.target.value })} /></label>
-      ${!isLog && html`<label class="inline">Events <select value=${query.type ?? ""} onChange=${(event) => set({ type: event.target.value })}>
-        <option value="">all</option><option value="!">without steps and phases</option>${[...new Set(run.events.value.map(({ type }) => type))].sort().map((type) => html`<option key=${type} value=${type}>${words(type)}</option>`)}</select></label>`}
+      ${!isLog && html`<label class="inline">Events <select name="type" value=${query.type ?? ""} onChange=${(event) => set({ type: event.target.value })}>
+        <option value="">all</option><option value="!">without steps and phases</option>${[...new Set(events.map(({ type }) => type))].sort().map((type) => html`<option key=${type} value=${type}>${words(type)}</option>`)}</select></label>`}
       <label class="inline"><input type="checkbox" checked=${follows} onChange=${(event) => follow(event.target.checked)} /> Follow the end</label>
     </form>
-    ${isLog ? html`<${Log} run=${run} job=${job} q=${query.q ?? ""} follows=${follows} />` : html`<${Events} run=${run} q=${query.q ?? ""} type=${query.type} follows=${follows} />`}`;
+    ${isLog ? html`<${Log} run=${run} job=${job} q=${query.q ?? ""} follows=${follows} />` : html`<${Events} events=${events} earlier=${earlier} q=${query.q ?? ""} type=${query.type} follows=${follows} />`}`;
 }
 
 /** Lines `{key, time, attempt, tag, text, level}`, at the end of which the view stays while it follows. */
@@ -61,24 +64,33 @@ function told(type, data) {
   return text === "{}" || text === "null" ? "" : text;
 }
 
-function Events({ run, q, type, follows }) {
+/** The events from the latest back to where somebody stopped asking, and those that come: `{events, earlier}`. */
+function useEvents(run) {
   const live = useSignal(run.events);
+  // What the stream began after, page by page.
+  const first = useRef(live[0]?.seq ?? (run.job.value.last_seq ?? 0) + 1);
+  const seen = useRef([]);
   const [before, setBefore] = useState([]);
-  const first = live[0]?.seq ?? run.job.value.last_seq + 1;
-  // What the stream began after: the page's worth before it.
-  useEffect(() => {
-    if (!(first > 1)) return;
-    let wanted = true;
-    get(`${run.path}/events`, { after: Math.max(0, first - 101), limit: 100 }).then(({ data }) => wanted && setBefore(data), () => {});
-    return () => (wanted = false);
-  }, [run, live.length === 0]);
-  const events = [...before.filter(({ seq }) => seq < first || !live.length), ...live];
+  const last = seen.current.at(-1)?.seq ?? first.current - 1;
+  for (const event of live) if (event.seq > last) seen.current.push(event);
+  const earlier = async () => {
+    const end = before[0]?.seq ?? first.current;
+    const older = await all(`${run.path}/events`, { after: Math.max(0, end - 1 - OLDER) || undefined }, OLDER);
+    setBefore([...older.filter(({ seq }) => seq < end), ...before]);
+  };
+  useEffect(() => void (first.current > 1 && earlier().catch(() => {})), [run]);
+  const events = [...before, ...seen.current];
+  return { events, earlier: events[0]?.seq > 1 ? earlier : null };
+}
+
+function Events({ events, q, type, follows, earlier }) {
   const fits = (line) => !q || `${line.tag} ${line.text}`.toLowerCase().includes(q.toLowerCase());
   const lines = events
     .filter((event) => (type === "!" ? !["step", "phase"].includes(event.type) : !type || event.type === type))
     .map(({ seq, time, attempt, type, data }) => ({ key: seq, time, attempt, tag: words(type), text: told(type, data), level: LEVELS[type] ?? LEVELS[data?.to] }))
     .filter(fits);
-  return html`<${Lines} lines=${lines} label="Events" follows=${follows} empty=${q || type ? "No event fits." : "No events yet."} />`;
+  return html`${earlier && html`<p class="more"><button onClick=${earlier}>Earlier events</button></p>`}
+    <${Lines} lines=${lines} label="Events" follows=${follows} empty=${q || type ? "No event fits." : "No events yet."} />`;
 }
 
 function Log({ run, job, q, follows }) {

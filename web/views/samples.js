@@ -7,7 +7,7 @@ import { useLoad } from "../core/load.js";
 import { usePages } from "../core/pages.js";
 import { go, hrefOf, useFilters } from "../core/router.js";
 import { useSignal } from "../core/signal.js";
-import { cls, html, useEffect, useMemo, useRef, useState } from "../core/ui.js";
+import { cls, html, useMemo, useRef } from "../core/ui.js";
 import { Advantage, Group, groupsOf, reach, spread } from "../parts/group.js";
 import { JobPage } from "../parts/job-page.js";
 import { beginning } from "../parts/long.js";
@@ -82,7 +82,7 @@ function Filters({ run, query, set, wanted, path }) {
   return html`<form class="filters" role="search" aria-label="Samples" onSubmit=${(event) => event.preventDefault()}>
     <span class="switch" role="group" aria-label="Show as">${as("", "Groups")}${as("table", "Table")}</span>
     <${Typed} label="Search" name="q" type="search" maxlength="1000" placeholder="in prompts and completions" query=${query} set=${set} />
-    <${Step} path=${path} query=${query} set=${set} phase=${wanted.phase} />
+    <${Step} run=${run} path=${path} query=${query} set=${set} phase=${wanted.phase} />
     <${Choice} label="Of" name="phase" query=${query} set=${set} first=${wanted.phase ?? "all"} options=${[["all", "everything"], ["train", "training"], ["eval", "evaluation"]]} />
     <${Choice} label="End" name="finish_reason" query=${query} set=${set} options=${[["", "any"], ["stop", "stop"], ["length", "cut"]]} />
     <${Typed} label="Reward from" name="min_reward" type="number" step="any" query=${query} set=${set} />
@@ -95,15 +95,21 @@ function Filters({ run, query, set, wanted, path }) {
 }
 
 /** The step, and the neighbours that have samples. */
-function Step({ path, query, set, phase }) {
+function Step({ run, path, query, set, phase }) {
   const step = query.step === undefined ? null : Number(query.step);
   const near = useLoad(async (signal) => {
     const one = async (more) => (await get(path, { phase, limit: 1, ...more }, signal)).data[0]?.step ?? null;
-    const before = step === null ? await one({}) : step > 0 ? await one({ max_step: step - 1 }) : null;
-    // Rollouts lie a constant number of steps apart.
-    const stride = step === null || before === null ? 1 : Math.max(1, step - before);
-    const after = step === null ? null : ((await one({ min_step: step + stride, max_step: step + stride })) ?? (await one({ min_step: step + 1, max_step: step + stride })));
-    return { before, after };
+    if (step === null) return { before: await one({}), after: null };
+    // Evaluations may lie farther apart than rollouts: the next one within ten.
+    const far = step + stride(run.job.value) * 10;
+    const after = async () => {
+      for (let to = step + 1; to <= far; to += to - step) {
+        const found = await one({ min_step: step + 1, max_step: to });
+        if (found !== null) return found;
+      }
+      return null;
+    };
+    return { before: step > 0 ? await one({ max_step: step - 1 }) : null, after: await after() };
   }, [path, step, phase]);
   const { before = null, after = null } = near.data ?? {};
   return html`<span class="row">
@@ -119,14 +125,13 @@ function Newer({ run, query, rows, reload }) {
   const { steps, size } = run.table;
   const latest = size ? steps[size - 1] : 0;
   const shown = rows.length ? Math.max(...rows.map(({ step }) => step)) : 0;
-  if (query.step || query.sort || !rows.length || latest <= shown + job_stride(run)) return null;
+  const isFiltered = NAMES.some((name) => name !== "phase" && query[name]) || query.phase === "eval";
+  if (isFiltered || !rows.length || latest < shown + stride(run.job.value)) return null;
   return html`<p class="notice"><button onClick=${reload}>Show what is new</button> <span class="num">The run is at step ${count(latest)}, these are up to step ${count(shown)}.</span></p>`;
 }
 
-const job_stride = (run) => {
-  const { num_iterations = 1, steps_per_generation = 1 } = run.job.value?.plan.rloo ?? {};
-  return num_iterations * steps_per_generation - 1;
-};
+/** Steps from one rollout to the next. */
+const stride = ({ plan: { rloo } }) => rloo.num_iterations * rloo.steps_per_generation;
 
 /** How the rewards of one prompt went. */
 function Followed({ path, phase, prompt }) {
