@@ -10,7 +10,6 @@ export const routes = [
   ["/jobs/:id/logs", "Events and logs", () => import("./views/logs.js")],
   ["/jobs/:id/config", "Configuration", () => import("./views/config.js")],
   ["/compare", "Compare runs", () => import("./views/compare.js")],
-  ["/playground", "Playground", () => import("./views/playground.js")],
   ["/system", "System", () => import("./views/system.js")],
   ["/access", "Keys and webhooks", () => import("./views/access.js")],
 ];
@@ -29,7 +28,6 @@ export const jobTabs = [
 export const topLinks = [
   ["/", "Jobs"],
   ["/compare", "Compare"],
-  ["/playground", "Playground"],
   ["/system", "System"],
   ["/access", "Access"],
 ];
