@@ -1,4 +1,4 @@
-//! Compiles the CUDA kernels, where a feature asks for them.
+//! Lists the dashboard's files for `src/http/web.rs`, and compiles the CUDA kernels, where a feature asks for them.
 //!
 //! With `cuda`, nvcc (`NVCC`, else `$CUDA_HOME/bin/nvcc`, else `nvcc` on the path) makes PTX of
 //! `src/engine/kernels/cuda/device/kernels.cu`; with `RLOOD_CUDA_STUB=1` there is none and no nvcc is needed. With
@@ -12,6 +12,7 @@ const KERNELS: &str = "src/engine/kernels/cuda";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
+    list_web_files();
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return;
     }
@@ -21,7 +22,7 @@ fn main() {
     for variable in ["RLOOD_CUDA_STUB", "NVCC", "CUDA_HOME"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let out = out_dir();
     let emulated = env::var_os("CARGO_FEATURE_CUDA_EMULATOR").is_some();
     let stub = env::var("RLOOD_CUDA_STUB").map_or(emulated, |value| value != "0" && !value.is_empty());
     let ptx = out.join("kernels.ptx");
@@ -32,6 +33,35 @@ fn main() {
     }
     #[cfg(feature = "cuda-emulator")]
     emulator();
+}
+
+fn out_dir() -> PathBuf {
+    PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"))
+}
+
+/// `web_files.rs`: the name below `web/` and the bytes of every file a browser asks for, by name.
+fn list_web_files() {
+    println!("cargo::rerun-if-changed=web");
+    let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR")).join("web");
+    let (mut folders, mut files) = (vec![root.clone()], Vec::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).expect("web/ can be read") {
+            let path = entry.expect("web/ can be read").path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|end| ["html", "js", "css", "svg"].iter().any(|known| end == *known))
+            {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    let line = |path: &PathBuf| {
+        let name = path.strip_prefix(&root).expect("listed below it").to_str().expect("plain names");
+        format!("    ({name:?}, include_bytes!({:?})),\n", path.to_str().expect("plain names"))
+    };
+    let list: String = files.iter().map(line).collect();
+    fs::write(out_dir().join("web_files.rs"), format!("&[\n{list}]\n")).expect("OUT_DIR can be written");
 }
 
 /// PTX for every GPU of compute capability 8.0 and later; the driver makes machine code of it.

@@ -14,12 +14,12 @@ use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::{ConfigError, DemoArgs, ServeConfig, resolve_listen};
+use crate::files::bundle;
 use crate::reward::example::ExampleService;
 use crate::reward::signature::Key;
 use crate::serve::{self, ServeError};
 
 mod api;
-mod bundle;
 mod outcome;
 mod progress;
 

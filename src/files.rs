@@ -10,6 +10,7 @@
 //! scratch/…                               of the server's own workers; each empties its part as it starts
 //! ```
 
+pub mod bundle;
 mod initial;
 
 use std::collections::HashSet;

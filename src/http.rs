@@ -10,7 +10,9 @@ pub mod auth;
 pub mod callbacks;
 mod compare;
 mod contract;
+pub mod courses;
 pub mod datasets;
+mod demo;
 pub mod download;
 pub mod error;
 pub mod events;
@@ -103,6 +105,8 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::with_openapi(openapi::head())
         .merge(jobs::routes())
         .merge(compare::routes())
+        .merge(courses::routes())
+        .merge(demo::routes())
         .merge(events::routes())
         .merge(artifacts::routes())
         .merge(datasets::routes())

@@ -7,6 +7,7 @@
 pub mod artifacts;
 pub mod callbacks;
 pub mod claims;
+pub mod courses;
 pub mod datasets;
 pub mod doctor;
 pub mod events;
@@ -36,7 +37,7 @@ use sqlx::sqlite::{
     SqliteSynchronous,
 };
 use sqlx::{Connection, Row, Sqlite, Transaction};
-use tokio::sync::watch;
+use tokio::sync::{broadcast, watch};
 
 use crate::id::{IdError, JobId};
 use crate::job::{Action, State};
@@ -44,6 +45,7 @@ use crate::job::{Action, State};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
 pub use callbacks::{Counted, Taken};
 pub use claims::{Beat, Claimed};
+pub use courses::Course;
 pub use datasets::{DatasetRow, NewDataset};
 pub use doctor::AlertRow;
 pub use events::{EventRow, LogRow, StepRow};
@@ -169,13 +171,18 @@ pub struct Page<T> {
     pub next: Option<String>,
 }
 
-/// Wake-ups: a counter per job that somebody waits for, one for the queue, one for what reward services send.
+/// Wake-ups: a counter per job that somebody waits for, one for the queue, one for what reward services send, and which
+/// jobs changed, for whoever looks at all.
 #[derive(Debug)]
 struct Changes {
     jobs: Mutex<HashMap<JobId, watch::Sender<u64>>>,
     queue: watch::Sender<u64>,
     callbacks: watch::Sender<u64>,
+    all: broadcast::Sender<JobId>,
 }
+
+/// Changed jobs that may wait for whoever looks at all of them.
+const CHANGES: usize = 1024;
 
 /// The time now, Unix ms: what handlers pass as `now`.
 pub fn clock_ms() -> i64 {
@@ -217,6 +224,7 @@ impl Store {
             jobs: Mutex::default(),
             queue: watch::Sender::new(0),
             callbacks: watch::Sender::new(0),
+            all: broadcast::Sender::new(CHANGES),
         });
         Ok(Store { writer, readers, changes })
     }
@@ -246,12 +254,19 @@ impl Store {
         self.changes.queue.subscribe()
     }
 
+    /// Names every job that is new, changed or gone.
+    pub fn changed_jobs(&self) -> broadcast::Receiver<JobId> {
+        self.changes.all.subscribe()
+    }
+
     async fn begin(&self, doing: &'static str) -> Result<Transaction<'static, Sqlite>, StoreError> {
         self.writer.begin_with("BEGIN IMMEDIATE").await.doing(doing)
     }
 
     /// Call after the commit, never before.
     fn wake_job(&self, job: JobId) {
+        // An error says that nobody looks.
+        let _ = self.changes.all.send(job);
         let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(sender) = jobs.get(&job) else { return };
         if sender.receiver_count() == 0 {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::api::Api;
-use super::{DemoError, bundle, system};
-use crate::files;
+use super::{DemoError, system};
+use crate::files::{self, bundle};
 
 /// Held-out accuracy that `--exit` asks for.
 const GOAL_ACCURACY: f64 = 0.9;

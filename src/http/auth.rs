@@ -25,7 +25,7 @@ const OTHER_CREDENTIALS: [&str; 2] = ["/worker/", "/reward-callbacks/"];
 /// Layer: 401 unless the request carries the API key, if one is set.
 pub async fn require_key(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    let open = OPEN.contains(&path) || path.starts_with("/docs/");
+    let open = OPEN.contains(&path) || ["/docs/", "/web/"].iter().any(|prefix| path.starts_with(prefix));
     let open = open || OTHER_CREDENTIALS.iter().any(|prefix| path.starts_with(prefix));
     match &state.config.api_key {
         Some(key) if !open => match check_bearer(request.headers(), key) {

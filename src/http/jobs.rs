@@ -62,6 +62,10 @@ pub struct JobView {
     status_reason: Option<String>,
     /// Claims so far.
     attempt: u64,
+    /// Where it runs: `cpu`, `cuda:0`; null unless it does.
+    device: Option<String>,
+    /// The `seq` of its latest event: `/jobs/{id}/events` after it tells what this does not say yet.
+    last_seq: i64,
     /// Optimizer steps done.
     step: u64,
     /// Optimizer steps in all.
@@ -105,6 +109,10 @@ impl JobView {
             None => None,
         };
         let alerts = state.store.alert_list(row.id, true).await?;
+        let device = match row.worker {
+            Some(worker) => state.store.worker_device(worker).await?,
+            None => None,
+        };
         Ok(Self {
             ending,
             alerts: alerts.into_iter().map(AlertView::from).collect(),
@@ -116,6 +124,8 @@ impl JobView {
             phase: row.phase,
             status_reason: row.status_reason,
             attempt: row.attempt,
+            device,
+            last_seq: row.last_seq,
             step: row.step,
             total_steps: row.total_steps,
             eta_s: row.eta_s,

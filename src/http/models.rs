@@ -171,7 +171,20 @@ async fn create_model(
     Json(CreateModel { id, source }): Json<CreateModel>,
 ) -> Result<Response, Problem> {
     check_id(&id)?;
+    let location = format!("/models/{}", id.replace('/', "%2F"));
     let roots = state.config.model_roots.clone();
+    let (row, is_new) = register(&state, id, source, roots).await?;
+    let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
+    Ok(Answer::new(status, Some(location), &Model::from(row))?.into_response())
+}
+
+/// Reads and checks a directory, below `roots` if there are any, and makes or renews its record: the row, and whether it is new.
+pub(super) async fn register(
+    state: &AppState,
+    id: String,
+    source: String,
+    roots: Option<Vec<PathBuf>>,
+) -> Result<(ModelRow, bool), Problem> {
     let path = source.clone();
     let read = move || -> Result<(Value, String), Problem> {
         let path = locate(&path, roots.as_deref())?;
@@ -194,10 +207,7 @@ async fn create_model(
         Ok((record(&card, &stamp)?, sha256))
     };
     let (card, sha256) = tokio::task::spawn_blocking(read).await.map_err(Problem::internal)??;
-    let location = format!("/models/{}", id.replace('/', "%2F"));
-    let (row, is_new) = state.store.model_create(NewModel { id, source, sha256, card }, clock_ms()).await?;
-    let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
-    Ok(Answer::new(status, Some(location), &Model::from(row))?.into_response())
+    Ok(state.store.model_create(NewModel { id, source, sha256, card }, clock_ms()).await?)
 }
 
 /// `org/name`: nothing that a path, a URL or a log could misread.

@@ -121,7 +121,11 @@ async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
 }
 
 /// From the document to the queued job.
-async fn submit(state: AppState, mut document: Value, rows: Option<UploadedRows>) -> Result<Answer, Problem> {
+pub(super) async fn submit(
+    state: AppState,
+    mut document: Value,
+    rows: Option<UploadedRows>,
+) -> Result<Answer, Problem> {
     let mut errors = Vec::new();
     if rows.is_some() {
         errors.extend(put_placeholder(&mut document));

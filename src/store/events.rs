@@ -193,9 +193,9 @@ async fn event_store(
         }
         Event::Step { step, kind, metrics } => {
             sqlx::query(
-                "INSERT INTO steps (job_id, step, kind, attempt, time, metrics) VALUES (?, ?, ?, ?, ?, ?) \
+                "INSERT INTO steps (job_id, step, kind, attempt, time, metrics, reward) VALUES (?, ?, ?, ?, ?, ?, ?) \
                  ON CONFLICT (job_id, step, kind) DO UPDATE SET attempt = excluded.attempt, time = excluded.time, \
-                 metrics = excluded.metrics",
+                 metrics = excluded.metrics, reward = excluded.reward",
             )
             .bind(job.to_string())
             .bind(int(*step))
@@ -203,6 +203,7 @@ async fn event_store(
             .bind(int(attempt))
             .bind(now)
             .bind(to_json("metrics", metrics)?)
+            .bind(metrics.get("reward").copied().flatten())
             .execute(&mut *tx)
             .await
             .doing("store a step")?;

@@ -52,6 +52,8 @@ pub struct JobRow {
     pub status_reason: Option<String>,
     /// Higher first.
     pub priority: i64,
+    /// The `seq` of its latest event.
+    pub last_seq: i64,
     /// Claims so far.
     pub attempt: u64,
     /// Claims that ended badly since the last checkpoint.
@@ -125,6 +127,7 @@ impl JobRow {
             phase: word_column(row, "phase")?,
             status_reason: column(row, "status_reason")?,
             priority: column(row, "priority")?,
+            last_seq: column::<i64>(row, "next_seq")? - 1,
             attempt: count_column(row, "attempt")?,
             failed_attempts: column(row, "failed_attempts")?,
             worker: optional_id(row, "worker")?,
@@ -163,6 +166,7 @@ impl Store {
         let mut tx = self.begin(doing).await?;
         let row = self.job_insert(&mut tx, new, now).await?;
         tx.commit().await.doing(doing)?;
+        self.wake_job(row.id);
         self.wake_queue();
         Ok(row)
     }
@@ -335,6 +339,7 @@ impl Store {
         .doing(doing)?;
         let row = self.job_created(&mut tx, new_id, Some(id), now).await?;
         tx.commit().await.doing(doing)?;
+        self.wake_job(row.id);
         self.wake_queue();
         Ok(row)
     }

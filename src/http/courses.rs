@@ -1,0 +1,177 @@
+//! What a list of many jobs shows beside their state: how each one's reward went, and what changes, as it changes.
+
+use std::collections::BTreeSet;
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::{HeaderName, header};
+use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tokio::sync::{broadcast, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::error::{Problem, ProblemBody, shortened};
+use super::extract::{Json, Query};
+use super::jobs::{JobView, bad_query};
+use super::list::List;
+use crate::id::JobId;
+use crate::store::{Course, StoreError};
+
+/// The most jobs of one request.
+const MAX_JOBS: usize = 100;
+/// Points of a course when the client does not say.
+const DEFAULT_POINTS: u32 = 48;
+/// The most points of a course.
+const MAX_POINTS: u32 = 1000;
+/// Changes of a job within this time are told once.
+const GATHER: Duration = Duration::from_millis(300);
+/// Messages that may wait for a slow client.
+const BACKLOG: usize = 128;
+/// How long a client may read nothing before it is dropped.
+const SLOW_CLIENT: Duration = Duration::from_secs(30);
+/// Between signs of life on a quiet stream.
+const PING: Duration = Duration::from_secs(15);
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new().routes(routes!(list_courses)).routes(routes!(follow_jobs))
+}
+
+/// Which jobs, how closely.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct CourseQuery {
+    /// Ids, comma-separated, at most 100.
+    ids: Option<String>,
+    /// Points of each course, about.
+    #[param(minimum = 4, maximum = 1000, default = 48)]
+    points: Option<u32>,
+}
+
+/// How the mean reward of a job's training steps went.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = RewardCourse)]
+struct CourseView {
+    /// The job.
+    id: JobId,
+    /// At its first step; null before it.
+    first: Option<f64>,
+    /// At its latest step.
+    last: Option<f64>,
+    /// `[step, reward]` by step: of every stretch the lowest and the highest, and both ends.
+    points: Vec<(u64, f64)>,
+}
+
+impl From<Course> for CourseView {
+    fn from(Course { job, points }: Course) -> Self {
+        let value = |point: Option<&(u64, f64)>| point.map(|(_, reward)| *reward);
+        Self { id: job, first: value(points.first()), last: value(points.last()), points }
+    }
+}
+
+/// How the rewards of several jobs went, each in a few points. A job that there is not is left out.
+#[utoipa::path(get, path = "/jobs/courses", tag = "Jobs", params(CourseQuery), responses(
+    (status = 200, description = "In the order of ids", body = List<CourseView>),
+    (status = 400, description = "A parameter is not valid", body = ProblemBody)))]
+async fn list_courses(
+    State(state): State<AppState>,
+    Query(CourseQuery { ids, points }): Query<CourseQuery>,
+) -> Result<Json<List<CourseView>>, Problem> {
+    let points = points.unwrap_or(DEFAULT_POINTS);
+    if !(4..=MAX_POINTS).contains(&points) {
+        return Err(bad_query("points", "out_of_range", format!("must be between 4 and {MAX_POINTS}, not {points}")));
+    }
+    let ids = ids.unwrap_or_default();
+    let words: Vec<&str> = ids.split(',').map(str::trim).filter(|word| !word.is_empty()).collect();
+    if !(1..=MAX_JOBS).contains(&words.len()) {
+        let detail = format!("name 1 to {MAX_JOBS} jobs, comma-separated, not {}", words.len());
+        return Err(bad_query("ids", "out_of_range", detail));
+    }
+    let mut data = Vec::with_capacity(words.len());
+    for word in words {
+        let id: JobId = word
+            .parse()
+            .map_err(|_| bad_query("ids", "invalid_value", format!("'{}' is not the id of a job", shortened(word))))?;
+        match state.store.job_get(id).await {
+            Ok(row) => data.push(state.store.reward_course(row.id, points / 2).await?.into()),
+            Err(StoreError::NotFound { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(Json(List { data, next: None }))
+}
+
+/// Follow all jobs.
+///
+/// Server-sent events from now on: `job` with a job that is new or changed (several changes within moments are told once), `gone`
+/// with `{id}` of one that was deleted, `reload` when there was more news than could be told. It tells states, not history: ask
+/// for the list once the stream is open, and again whenever it was cut.
+#[utoipa::path(get, path = "/jobs/changes", tag = "Jobs", responses(
+    (status = 200, description = "The stream", body = String, content_type = "text/event-stream")))]
+async fn follow_jobs(State(state): State<AppState>) -> Response {
+    let (sender, receiver) = mpsc::channel(BACKLOG);
+    let changes = state.store.changed_jobs();
+    tokio::spawn(async move {
+        if let Err(problem) = follow(&state, changes, &sender).await {
+            tracing::debug!(detail = problem.detail(), "a stream of jobs ended early");
+        }
+    });
+    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(PING).text("ping"));
+    ([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
+        .into_response()
+}
+
+type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
+
+async fn follow(state: &AppState, mut changes: broadcast::Receiver<JobId>, sender: &Sender) -> Result<(), Problem> {
+    if !send(sender, sse::Event::default().comment("changes of all jobs follow")).await {
+        return Ok(());
+    }
+    loop {
+        let first = tokio::select! {
+            first = changes.recv() => first,
+            () = sender.closed() => return Ok(()),
+        };
+        let mut changed = BTreeSet::new();
+        let mut is_lost = false;
+        match first {
+            Ok(id) => drop(changed.insert(id)),
+            Err(broadcast::error::RecvError::Lagged(_)) => is_lost = true,
+            Err(broadcast::error::RecvError::Closed) => return Ok(()),
+        }
+        tokio::time::sleep(GATHER).await;
+        loop {
+            match changes.try_recv() {
+                Ok(id) => drop(changed.insert(id)),
+                Err(broadcast::error::TryRecvError::Lagged(_)) => is_lost = true,
+                Err(_) => break,
+            }
+        }
+        if is_lost && !send(sender, sse::Event::default().event("reload").data("{}")).await {
+            return Ok(());
+        }
+        for id in changed {
+            let event = match state.store.job_get(id).await {
+                Ok(row) => sse::Event::default().event("job").json_data(JobView::of(state, row).await?),
+                Err(StoreError::NotFound { .. }) => sse::Event::default().event("gone").json_data(json!({"id": id})),
+                Err(error) => return Err(error.into()),
+            };
+            if !send(sender, event.map_err(Problem::internal)?).await {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// False when the client is gone, or reads too slowly.
+async fn send(sender: &Sender, event: sse::Event) -> bool {
+    sender.send_timeout(Ok(event), SLOW_CLIENT).await.is_ok()
+}

@@ -1,0 +1,91 @@
+//! POST /demo: the demonstration job, for whoever looks at an empty server.
+
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::Response;
+use bytes::Bytes;
+use futures::stream;
+use serde_json::{Value, json};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::datasets::{keep_rows, read_rows};
+use super::error::{Problem, ProblemBody};
+use super::idempotency::{Answer, once};
+use super::jobs::JobView;
+use super::models::register;
+use super::submit::submit;
+use crate::dataset::Format;
+use crate::files::bundle;
+use crate::id::DatasetId;
+use crate::store::StoreError;
+
+/// What the bundled model is registered as.
+const MODEL: &str = "rlood/tiny";
+/// Its directory below the data directory.
+const FOLDER: &str = "demo-model";
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new().routes(routes!(create_demo))
+}
+
+/// Submit the demonstration job.
+///
+/// A tiny model that comes with the server learns to add and subtract: 40 steps, less than a minute on a CPU. Registers the model
+/// and its two datasets first, if they are not there.
+#[utoipa::path(post, path = "/demo", tag = "Jobs",
+    params(("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same job for 24 hours")),
+    responses(
+        (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
+        (status = 409, description = "A request with this key is being answered", body = ProblemBody)))]
+async fn create_demo(State(state): State<AppState>, headers: HeaderMap) -> Result<Response, Problem> {
+    once(&state.clone(), &headers, "POST /demo", "", create(state)).await
+}
+
+async fn create(state: AppState) -> Result<Answer, Problem> {
+    match state.store.model_get(MODEL).await {
+        Ok(_) => {}
+        Err(StoreError::NotFound { .. }) => {
+            let directory = state.files.root().join(FOLDER);
+            let source = directory.to_string_lossy().into_owned();
+            tokio::task::spawn_blocking(move || bundle::unpack_model(&directory))
+                .await
+                .map_err(Problem::internal)?
+                .map_err(|error| Problem::internal(format!("write the bundled model: {error}")))?;
+            register(&state, MODEL.to_owned(), source, None).await?;
+        }
+        Err(error) => return Err(error.into()),
+    }
+    let train = keep(&state, "sums", bundle::TRAIN).await?;
+    let held_out = keep(&state, "sums-held-out", bundle::HELD_OUT).await?;
+    submit(state, job(train, held_out), None).await
+}
+
+async fn keep(state: &AppState, name: &str, rows: &'static [u8]) -> Result<DatasetId, Problem> {
+    let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
+    let (summary, staged) = read_rows(state, Format::Ndjson, pieces, |problem| problem).await?;
+    Ok(keep_rows(state, Some(name.to_owned()), summary, staged).await?.0.id)
+}
+
+/// As a user would write it; `rlood demo` does the same with a reward service.
+fn job(train: DatasetId, held_out: DatasetId) -> Value {
+    json!({
+        "name": "demo: sums",
+        "model": MODEL,
+        "dataset": {"id": train},
+        "eval": {"dataset": {"id": held_out}, "every_steps": 10, "before_start": true, "num_generations": 1, "temperature": 0},
+        "rewards": [
+            {"name": "correct", "type": "exact_match", "column": "answer"},
+            // Weight 0: measured beside the reward, without a say in the training.
+            {"name": "digits", "type": "regex", "pattern": "^-?[0-9]+$", "weight": 0},
+        ],
+        "rloo": {"num_generations": 8, "beta": 0.01},
+        "sampling": {"max_completion_length": 6},
+        "lora": {"r": 16, "alpha": 32},
+        "optimizer": {"learning_rate": 1.5e-3, "lr_scheduler_type": "linear", "warmup_steps": 5},
+        "training": {"prompts_per_step": 32, "max_steps": 40},
+        "checkpoints": {"every_steps": 10},
+    })
+}

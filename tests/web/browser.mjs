@@ -1,0 +1,46 @@
+// A browser for a test: it notes every complaint of the console and every request that leaves the server.
+import assert from "node:assert/strict";
+import { mkdirSync } from "node:fs";
+import { chromium } from "playwright-core";
+
+export const SHOTS = process.env.SCREENSHOTS ?? "target/browser";
+mkdirSync(SHOTS, { recursive: true });
+
+export const startBrowser = () =>
+  chromium.launch({
+    executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",
+    args: ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"],
+  });
+
+/** Runs `look(page)` on a fresh page; then nothing may have been asked of another place, nor may the console have complained. */
+export async function visit(browser, base, hash, look, { scheme = "light", width = 1280, height = 800, allow = /\/session$/, ...options } = {}) {
+  const context = await browser.newContext({ viewport: { width, height }, colorScheme: scheme, reducedMotion: "reduce", ...options });
+  const page = await context.newPage();
+  const complaints = [];
+  const foreign = [];
+  page.on("console", (message) => message.type() === "error" && complaints.push(`${message.text()} ${message.location().url}`));
+  page.on("pageerror", (error) => complaints.push(error.stack ?? String(error)));
+  page.on("request", (request) => {
+    const url = request.url();
+    if (!url.startsWith(base) && !url.startsWith("data:") && !url.startsWith("blob:")) foreign.push(url);
+  });
+  try {
+    await page.goto(`${base}/${hash}`);
+    const result = await look(page);
+    assert.deepEqual(foreign, [], "requests to other places");
+    assert.deepEqual(complaints.filter((text) => !allow.test(text)), [], "complaints in the console");
+    return result;
+  } finally {
+    await context.close();
+  }
+}
+
+/** The bundled model, a few prompts, and a job of `total` steps that nobody works on yet. */
+export async function makeJob(server, { name = "a job", total = 100, more = {} } = {}) {
+  const models = await server.api("GET", "/models");
+  if (!models.data.length) await server.api("POST", "/models", { id: "rlood/tiny", source: `${process.env.RLOOD_ASSETS}/tiny` });
+  return server.api("POST", "/jobs", {
+    name, model: "rlood/tiny", dataset: { records: [{ prompt: "What is 2 + 2?", answer: "4" }, { prompt: "What is 3 + 4?", answer: "7" }] },
+    rewards: [{ name: "correct", type: "exact_match", column: "answer" }], training: { max_steps: total, prompts_per_step: 2 }, sampling: { max_completion_length: 8 }, ...more,
+  });
+}

@@ -1,0 +1,77 @@
+// A run that is followed: what comes is drawn once and in order, whatever happens to the connection.
+import assert from "node:assert/strict";
+import { after, before, test } from "node:test";
+import { makeJob, startBrowser, visit } from "./browser.mjs";
+import { startLine, startServer } from "./server.mjs";
+import { step, Worker } from "./worker.mjs";
+
+let server, line, browser, worker;
+before(async () => {
+  [server, browser] = await Promise.all([startServer(), startBrowser()]);
+  line = await startLine(server.url);
+  worker = new Worker(server);
+  await worker.register();
+});
+after(async () => {
+  await browser?.close();
+  await line?.stop();
+  await server?.stop();
+});
+
+/** What the page holds of the reward: steps and values, as its table shows them. */
+async function shown(page) {
+  const chart = page.locator("figure", { has: page.getByRole("heading", { name: /^Reward\b/ }) });
+  if (!(await chart.locator("table").count())) await chart.getByRole("button", { name: "Table" }).click();
+  const rows = await chart.locator("tbody tr").evaluateAll((rows) => rows.map((row) => [...row.children].map((cell) => cell.textContent)));
+  return rows.map(([number, value]) => [Number(number), Number(value)]).reverse();
+}
+
+const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+const value = (number) => Number((number / 1000).toPrecision(6));
+const rows = (from, to) => Array.from({ length: to - from + 1 }, (_, index) => [from + index, value(from + index)]);
+const say = (attempt, from, to) => attempt.events(rows(from, to).map(([number, reward]) => step(number, 200, "train", { reward, kl: 0 })));
+
+test("a connection that is cut again and again leaves no gap and no double point", { timeout: 120_000 }, async () => {
+  await makeJob(server, { name: "cut", total: 200 });
+  const attempt = await worker.claim();
+  await say(attempt, 1, 20);
+  await visit(browser, line.url, `#/jobs/${attempt.job}`, async (page) => {
+    await page.getByRole("heading", { name: "cut", exact: true }).waitFor();
+    await page.waitForFunction(() => document.querySelector("[aria-label^='Reward.']")?.ariaLabel.includes("20 values"));
+    let next = 21;
+    for (let round = 0; round < 12; round++) {
+      const to = next + 4 + (round % 3);
+      await say(attempt, next, to);
+      next = to + 1;
+      if (round % 2) await pause(40 * round);
+      line.cut();
+    }
+    await say(attempt, next, 150);
+    await page.waitForFunction(() => document.querySelector("[aria-label^='Reward.']")?.ariaLabel.includes("to 150,"), null, { timeout: 60_000 });
+    await page.waitForFunction(() => !document.querySelector("[data-connection]"), null, { timeout: 60_000 });
+    assert.deepEqual(await shown(page), rows(1, 150));
+    // The attempt ends without a checkpoint: the next one begins anew, and the old points go.
+    await attempt.finish({ outcome: "requeued" });
+    const second = await worker.claim();
+    line.cut();
+    await say(second, 1, 30);
+    await page.waitForFunction(() => document.querySelectorAll(".values tbody tr").length === 30, null, { timeout: 60_000 });
+    assert.deepEqual(await shown(page), rows(1, 30));
+    await second.finish({ outcome: "cancelled" });
+  }, { allow: /\/session$|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED|ERR_SOCKET/ });
+});
+
+test("the list of jobs changes by itself, also over a cut", { timeout: 60_000 }, () =>
+  visit(browser, line.url, "", async (page) => {
+    await page.getByRole("row", { name: /cut/ }).waitFor();
+    const job = await makeJob(server, { name: "another", total: 10 });
+    await page.getByRole("row", { name: /another.*queued/ }).waitFor();
+    line.cut();
+    const attempt = await worker.claim();
+    assert.equal(attempt.job, job.id);
+    await say(attempt, 1, 3);
+    await page.getByRole("row", { name: /another.*running.*3 \/ 10/ }).waitFor();
+    await attempt.finish({ outcome: "failed", failure: { class: "user", code: "bad_prompt", message: "a prompt is <b>too long</b>", phase: null, step: 3, suggestion: null } });
+    await page.getByRole("row", { name: /another.*failed/ }).waitFor();
+    assert.equal(await page.locator("main b").filter({ hasText: "too long" }).count(), 0, "text became markup");
+  }, { allow: /\/session$|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED|ERR_SOCKET/ }));

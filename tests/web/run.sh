@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Browser tests of a built binary. Needs node (20 or later), npm and Chromium; says so and skips where they are missing.
+# usage: tests/web/run.sh [BINARY] [FILE.test.mjs …]      screenshots go to target/browser
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+RLOOD=$(realpath "${1:-$root/target/release/rlood}")
+shift || true
+export RLOOD SCREENSHOTS="$root/target/browser" RLOOD_ASSETS="$root/assets"
+export CHROMIUM=${CHROMIUM:-$(command -v chromium || command -v chromium-browser || true)}
+if [ -z "$CHROMIUM" ] || ! command -v npm >/dev/null; then
+    echo "skipped: the browser tests need node, npm and chromium"
+    exit 0
+fi
+# Outside the repository, so that nothing of it stays behind.
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cp "$here"/*.mjs "$here/package.json" "$work"
+cd "$work"
+npm install --no-audit --no-fund --no-package-lock --silent
+mkdir -p "$SCREENSHOTS"
+if [ $# -eq 0 ]; then set -- *.test.mjs; fi
+# One after another: they measure.
+for file in "$@"; do
+    node --test --test-reporter=spec "$(basename "$file")"
+done

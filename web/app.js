@@ -1,0 +1,94 @@
+// The page: who is signed in, which view is shown, what stands around it.
+import { announce, LiveRegion } from "./core/announce.js";
+import { hrefOf, matchPath, place } from "./core/router.js";
+import { may, session, signOut, whoAmI } from "./core/session.js";
+import { useSignal } from "./core/signal.js";
+import { choice, choose, theme } from "./core/theme.js";
+import { html, render, useEffect, useRef, useState } from "./core/ui.js";
+import { ProblemBox } from "./parts/problem.js";
+import { routes, topLinks } from "./routes.js";
+import SignIn from "./views/sign-in.js";
+
+function match(path) {
+  for (const [pattern, title, load] of routes) {
+    const params = matchPath(pattern, path);
+    if (params) return { pattern, title, load, params };
+  }
+  return null;
+}
+
+/** The module of the view, once it is here; the old view stays until then. */
+function useView(path) {
+  const [shown, setShown] = useState(null);
+  const found = match(path);
+  useEffect(() => {
+    let wanted = true;
+    const show = (view, error) => wanted && setShown({ ...found, view, error, path });
+    if (!found) show(null, null);
+    else found.load().then((module) => show(module.default), (error) => show(null, error));
+    return () => (wanted = false);
+  }, [path]);
+  return shown;
+}
+
+function Header() {
+  const { path } = useSignal(place);
+  const { state } = useSignal(session);
+  const { value: mode } = choice;
+  useSignal(theme);
+  useSignal(choice);
+  const here = (to) => (to === "/" ? path === "/" || path.startsWith("/jobs/") : path.startsWith(to));
+  const next = { auto: "dark", dark: "light", light: "auto" }[mode];
+  return html`<header class="top">
+    <a class="brand" href="#/"><svg viewBox="0 0 32 32" aria-hidden="true"><path d="M4 24l8-9 5 5 11-14" /></svg>rlood</a>
+    <nav aria-label="Main">
+      ${topLinks.map(([to, name]) => html`<a key=${to} href=${hrefOf(to)} aria-current=${here(to) ? "page" : undefined}>${name}</a>`)}
+    </nav>
+    <div class="tools">
+      ${may("submit") && html`<a class="button primary" href="#/new">New job</a>`}
+      <button class="quiet" title=${`Colours: ${mode}`} aria-label=${`Colours: ${mode}; switch to ${next}`} onClick=${() => choose(next)}>
+        ${{ auto: "◐", dark: "●", light: "○" }[mode]}
+      </button>
+      ${state === "in" && html`<button class="quiet" onClick=${signOut}>Sign out</button>`}
+    </div>
+  </header>`;
+}
+
+function Page() {
+  const { path } = useSignal(place);
+  const shown = useView(path);
+  const main = useRef(null);
+  const isFirst = useRef(true);
+  useEffect(() => {
+    if (!shown) return;
+    const title = shown.title ?? "Not found";
+    document.title = `${title} · rlood`;
+    if (isFirst.current) {
+      isFirst.current = false;
+      return;
+    }
+    // A new page for whoever listens or goes by keyboard.
+    main.current?.focus({ preventScroll: true });
+    scrollTo(0, 0);
+    announce(title);
+  }, [shown?.path]);
+  if (!shown) return html`<main ref=${main} tabindex="-1" aria-busy="true"></main>`;
+  const View = shown.view;
+  return html`<main ref=${main} tabindex="-1" id="main">
+    ${shown.error && html`<${ProblemBox} error=${shown.error} />`}
+    ${View && html`<${View} key=${shown.pattern + JSON.stringify(shown.params)} params=${shown.params} />`}
+    ${!View && !shown.error && html`<h1>There is no such page</h1><p><a href="#/">All jobs</a></p>`}
+  </main>`;
+}
+
+function App() {
+  const { state } = useSignal(session);
+  if (state === "unknown") return html`<main aria-busy="true"></main>`;
+  if (state === "out") return html`<main id="main"><${SignIn} /></main><${LiveRegion} />`;
+  return html`
+    <a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.getElementById("main").focus())}>To the content</a>
+    <${Header} /><${Page} /><${LiveRegion} />`;
+}
+
+whoAmI();
+render(html`<${App} />`, document.getElementById("app"));

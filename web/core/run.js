@@ -1,0 +1,167 @@
+// One job that is followed: the job itself, its metrics, its events. Several components may look at the same run.
+import { all, get } from "./api.js";
+import { EventStream } from "./events.js";
+import { lowerBound } from "./search.js";
+import { Signal, useSignal } from "./signal.js";
+import { MetricTable } from "./table.js";
+import { useEffect, useState } from "./ui.js";
+
+/** Steps of the overview; more are thinned out by the server, which keeps every stretch's lowest and highest values. */
+const OVERVIEW_POINTS = 4000;
+/** Between the first news and the request that asks for all of it, ms. */
+const GATHER_MS = 150;
+/** A run that nobody looks at any more is followed for this long, ms: tabs of one job share it. */
+const LINGER_MS = 5000;
+/** Events that are kept for the logs. */
+const KEPT_EVENTS = 500;
+
+const runs = new Map();
+
+class Run {
+  users = 0;
+  /** The job as the API shows it; null before the first answer. */
+  job = new Signal(null);
+  /** All metrics by step. */
+  table = new MetricTable();
+  /** Changes with the table. */
+  metrics = new Signal(0);
+  /** The latest events, oldest first. */
+  events = new Signal([]);
+  alerts = new Signal([]);
+  error = new Signal(null);
+  connection = new Signal("connecting");
+  #stream = null;
+  #pending = { job: false, alerts: false, fromStep: Infinity, timer: 0 };
+  #stopped = false;
+
+  constructor(id) {
+    this.id = id;
+    this.path = `/jobs/${encodeURIComponent(id)}`;
+    this.#begin();
+  }
+
+  async #begin() {
+    try {
+      const job = await get(this.path);
+      this.job.set(job);
+      // What is read now holds everything up to this event, and perhaps more; the stream goes on after it, and a step that
+      // comes again replaces itself.
+      const after = job.last_seq ?? 0;
+      const [metrics, alerts] = await Promise.all([
+        get(`${this.path}/metrics`, { max_points: OVERVIEW_POINTS }),
+        all(`${this.path}/alerts`, { limit: undefined }),
+      ]);
+      if (this.#stopped) return;
+      this.table.merge(metrics.data);
+      this.alerts.set(alerts);
+      this.metrics.set(this.metrics.value + 1);
+      this.error.set(null);
+      this.#stream = new EventStream(`${this.path}/events`, { after, onEvent: (event) => this.#take(event) });
+      this.#stream.state.watch((state) => this.connection.set(state));
+    } catch (error) {
+      this.error.set(error);
+      if (!this.#stopped && error.retryable) setTimeout(() => this.#stopped || this.#begin(), 2000);
+    }
+  }
+
+  stop() {
+    this.#stopped = true;
+    clearTimeout(this.#pending.timer);
+    this.#stream?.stop();
+  }
+
+  /** Cuts the connection, for tests: it must come back without gap. */
+  cut() {
+    this.#stream?.cut();
+  }
+
+  /** Asks for the job again, after something was done to it. */
+  refresh() {
+    this.#pending.job = true;
+    this.#gather();
+  }
+
+  #take({ type, data: event }) {
+    if (type !== "end") this.events.set([...this.events.value.slice(1 - KEPT_EVENTS), event]);
+    const pending = this.#pending;
+    if (type === "step") {
+      const { step, metrics, kind } = event.data;
+      // The headlines at once, the rest with the next request.
+      if (kind === "train") this.#merge([{ step, ...metrics }]);
+      pending.fromStep = Math.min(pending.fromStep, step);
+    } else if (type === "rewind") {
+      this.table.rewind(event.data.step);
+      this.metrics.set(this.metrics.value + 1);
+    } else if (type === "phase") {
+      this.job.set({ ...this.job.value, phase: event.data.phase });
+    }
+    if (type.startsWith("alert")) pending.alerts = true;
+    if (type !== "phase") pending.job = true;
+    this.#gather();
+  }
+
+  /** Reads the steps from `min` to `max` closer, if the overview left some out. */
+  async detail(min, max) {
+    const { steps } = this.table;
+    const [begin, end] = [lowerBound(steps, min), lowerBound(steps, max + 1)];
+    const [first, last] = [Math.max(0, Math.floor(min)), Math.ceil(max)];
+    const held = end - begin;
+    if (!steps.length || held >= Math.min(last, steps[steps.length - 1]) - Math.max(first, steps[0]) || held >= OVERVIEW_POINTS) return;
+    try {
+      const { data } = await get(`${this.path}/metrics`, { min_step: first, max_step: last, max_points: OVERVIEW_POINTS });
+      this.#merge(data);
+    } catch {
+      // The overview stays.
+    }
+  }
+
+  #merge(rows) {
+    this.table.merge(rows);
+    this.metrics.set(this.metrics.value + 1);
+  }
+
+  #gather() {
+    const pending = this.#pending;
+    if (pending.timer || this.#stopped) return;
+    pending.timer = setTimeout(async () => {
+      const { job, alerts, fromStep } = pending;
+      Object.assign(pending, { job: false, alerts: false, fromStep: Infinity });
+      const wanted = [];
+      if (job) wanted.push(get(this.path).then((job) => this.job.set(job)));
+      if (alerts) wanted.push(all(`${this.path}/alerts`, { limit: undefined }).then((alerts) => this.alerts.set(alerts)));
+      if (fromStep < Infinity) {
+        const query = { min_step: fromStep, max_points: OVERVIEW_POINTS };
+        wanted.push(get(`${this.path}/metrics`, query).then(({ data }) => this.#merge(data)));
+      }
+      const done = await Promise.allSettled(wanted);
+      pending.timer = 0;
+      if (done.some(({ status }) => status === "rejected")) {
+        Object.assign(pending, { job: true, alerts: true, fromStep: Math.min(pending.fromStep, fromStep) });
+        setTimeout(() => this.#gather(), 1000);
+      } else if (pending.job || pending.alerts || pending.fromStep < Infinity) this.#gather();
+    }, GATHER_MS);
+  }
+}
+
+/** The run of a job, followed while a component shows it. */
+export function useRun(id) {
+  const [run] = useState(() => {
+    if (!runs.has(id)) runs.set(id, new Run(id));
+    return runs.get(id);
+  });
+  useEffect(() => {
+    run.users++;
+    return () => {
+      run.users--;
+      setTimeout(() => {
+        if (run.users > 0 || runs.get(id) !== run) return;
+        run.stop();
+        runs.delete(id);
+      }, LINGER_MS);
+    };
+  }, [run]);
+  return run;
+}
+
+/** The job of a run; null before the first answer. */
+export const useJob = (run) => useSignal(run.job);

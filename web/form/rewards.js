@@ -1,0 +1,93 @@
+// The rewards of the job: a row each, its own settings, and a test before anything depends on it.
+import { post } from "../core/api.js";
+import { number, words } from "../core/format.js";
+import { cls, html, useState } from "../core/ui.js";
+import { Field } from "../parts/field.js";
+import { ProblemBox } from "../parts/problem.js";
+import { Setting } from "./setting.js";
+
+const COMMON = ["name", "weight"];
+/** Of the many settings of a type, those that are shown at once, beside what it requires. */
+const SHOWN = ["url", "secret", "column", "text", "pattern", "model", "min_words", "max_words", "tags", "schema", "operation", "reference", "template"];
+
+export const typeOf = (schema) => schema.properties.type.enum?.[0] ?? schema.properties.type.const;
+
+export function Rewards({ form }) {
+  const rewards = form.spec.rewards ?? [];
+  const types = form.schema.rewards.map(typeOf);
+  const add = () => form.set("/rewards", [...rewards, { type: rewards.length ? "length" : "exact_match" }]);
+  return html`<fieldset class="panel" data-pointer="/rewards"><legend>Rewards</legend>
+    <p class="dim">Each completion gets the weighted sum of them. Weight 0 measures beside it.</p>
+    ${form.errorsAt("/rewards", true).map((item) => html`<p key=${item.code} class="bad small">${item.detail}</p>`)}
+    ${rewards.map((reward, index) => html`<${Reward} key=${index} form=${form} index=${index} reward=${reward} types=${types} />`)}
+    <div><button type="button" onClick=${add}>Add a reward</button></div>
+  </fieldset>`;
+}
+
+function Reward({ form, index, reward, types }) {
+  const [isTested, setTested] = useState(false);
+  const at = `/rewards/${index}`;
+  const schema = form.schema.rewards.find((one) => typeOf(one) === reward.type);
+  const names = Object.keys(schema?.properties ?? {}).filter((name) => name !== "type");
+  const required = schema?.required ?? [];
+  const isShown = (name) => !COMMON.includes(name) && (required.includes(name) || SHOWN.includes(name));
+  const order = (list) => list.toSorted((a, b) => required.includes(b) - required.includes(a));
+  const setting = (name) => html`<${Setting} key=${name} form=${form} pointer=${`${at}/${name}`} schema=${schema.properties[name]}
+    label=${`${words(name)}${required.includes(name) ? " *" : ""}`} placeholder=${name === "name" ? reward.type : undefined} />`;
+  return html`<div class="reward" role="group" aria-label=${`Reward ${index + 1}`} data-pointer=${at}>
+    <div class="fields">
+      <${Field} label="Type" hint=${(schema?.description ?? "").split("\n")[0]} errors=${form.errorsAt(`${at}/type`)} pointer=${`${at}/type`}>
+        ${(attributes) => html`<select ...${attributes} value=${reward.type} onChange=${(event) => form.set(at, { type: event.target.value, name: reward.name, weight: reward.weight })}>
+          ${types.map((type) => html`<option key=${type} value=${type}>${type}</option>`)}</select>`}</${Field}>
+      ${schema && COMMON.map(setting)}
+      ${schema && order(names.filter(isShown)).map(setting)}
+    </div>
+    ${form.errorsAt(at, true).map((item) => html`<p key=${item.code} class="bad small">${item.detail}</p>`)}
+    ${schema && html`<details><summary>More settings of this reward</summary><div class="fields">${names.filter((name) => !COMMON.includes(name) && !isShown(name)).map(setting)}</div></details>`}
+    <div class="row"><button type="button" aria-expanded=${isTested ? "true" : "false"} onClick=${() => setTested(!isTested)}>Test</button>
+      <button type="button" class="quiet" aria-label=${`Remove reward ${index + 1}`} onClick=${() => form.set(at, undefined)}>Remove</button></div>
+    ${isTested && html`<${Trial} reward=${reward} rows=${form.rows} />`}
+  </div>`;
+}
+
+const textOf = (prompt) => (typeof prompt === "string" ? prompt : JSON.stringify(prompt));
+
+/** Asks the reward about completions that somebody types. */
+function Trial({ reward, rows }) {
+  const { prompt = "What is 2 + 2?", ...columns } = rows?.[0] ?? { answer: "4" };
+  const [form, setForm] = useState({ prompt: textOf(prompt), completion: typeof columns.answer === "string" ? columns.answer : "4", columns: JSON.stringify(columns) });
+  const [answer, setAnswer] = useState(null);
+  const [error, setError] = useState(null);
+  const [busy, setBusy] = useState(false);
+  const change = (name) => (event) => setForm({ ...form, [name]: event.target.value });
+  const run = async () => {
+    setBusy(true);
+    setError(null);
+    setAnswer(null);
+    try {
+      const sample = { prompt: form.prompt, columns: JSON.parse(form.columns || "{}") };
+      const samples = form.completion.split("\n---\n").map((completion) => ({ ...sample, completion }));
+      setAnswer({ ...(await post("/rewards/test", { reward, samples })), samples });
+    } catch (problem) {
+      setError(problem instanceof SyntaxError ? { title: "The columns are no JSON", message: problem.message } : problem);
+    }
+    setBusy(false);
+  };
+  return html`<div class="trial">
+    <div class="fields">
+      <${Field} label="Prompt">${(a) => html`<textarea ...${a} rows="2" value=${form.prompt} onInput=${change("prompt")}></textarea>`}</${Field}>
+      <${Field} label="Completion" hint="Several: a line --- between them.">${(a) => html`<textarea ...${a} rows="2" value=${form.completion} onInput=${change("completion")}></textarea>`}</${Field}>
+      <${Field} label="Columns" hint="JSON, as in the dataset.">${(a) => html`<textarea ...${a} class="mono" rows="2" value=${form.columns} onInput=${change("columns")}></textarea>`}</${Field}>
+    </div>
+    <div><button type="button" disabled=${busy} onClick=${run}>${busy ? "Asking…" : "Score it"}</button></div>
+    <${ProblemBox} error=${error} />
+    ${answer && html`<div role="status">
+      <p class=${answer.ok ? "good" : "bad"}>${answer.ok ? "Every completion has a value" : "Not every completion has a value"} · ${number(answer.latency_ms, 3)} ms</p>
+      <table class="tight"><thead><tr><th scope="col">Completion</th><th scope="col" class="num">Reward</th><th scope="col">Why</th></tr></thead>
+        <tbody>${answer.results.map((result, index) => html`<tr key=${index}><td class="text">${answer.samples[index].completion}</td><td class="num">${result.not_applicable ? "not applicable" : number(result.reward)}</td>
+          <td class=${cls(result.error && "bad")}>${result.error?.message ?? result.error?.code ?? result.reason ?? ""}</td></tr>`)}</tbody></table>
+      ${answer.warnings.map((text) => html`<p key=${text} class="warn">${text}</p>`)}
+      ${answer.exchanges.length > 0 && html`<details><summary>What went over the wire</summary>${answer.exchanges.map((exchange, index) => html`<pre key=${index} tabindex="0">${JSON.stringify(exchange, null, 2)}</pre>`)}</details>`}
+    </div>`}
+  </div>`;
+}

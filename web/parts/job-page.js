@@ -1,0 +1,40 @@
+// What all pages of a job have at the top: its name, where it stands, what can be done, the tabs.
+import { duration } from "../core/format.js";
+import { hrefOf } from "../core/router.js";
+import { useJob, useRun } from "../core/run.js";
+import { useSignal } from "../core/signal.js";
+import { html } from "../core/ui.js";
+import { jobTabs } from "../routes.js";
+import { Actions } from "./actions.js";
+import { ProblemBox } from "./problem.js";
+import { doing, Progress, State } from "./state.js";
+import { Id } from "./text.js";
+
+const CONNECTION = { lost: "connection lost, trying again", connecting: "connecting", refused: "not followed: the server refused", paused: "paused" };
+
+/** `tab` is the end of the address; `children` is a function of the run: `(run, job) => html`. */
+export function JobPage({ id, tab, children }) {
+  const run = useRun(id);
+  const job = useJob(run);
+  const error = useSignal(run.error);
+  const connection = useSignal(run.connection);
+  if (!job) return error ? html`<h1>Job</h1><${ProblemBox} error=${error} />` : html`<div class="loading" aria-busy="true">Loading…</div>`;
+  return html`
+    <div class="job-head">
+      <p class="crumbs"><a href="#/">Jobs</a> / <${Id} id=${job.id} />${job.parent && html` from <a href=${hrefOf(`/jobs/${job.parent}`)}><${Id} id=${job.parent} /></a>`}</p>
+      <div class="row between wrap">
+        <h1>${job.name ?? job.plan.model?.id ?? job.id}</h1>
+        <${Actions} run=${run} job=${job} />
+      </div>
+      <p class="facts">
+        <${State} job=${job} /> <span>${doing(job)}</span>
+        <${Progress} job=${job} />
+        ${job.state === "running" && job.eta_s !== null && html`<span>about ${duration(job.eta_s)} to go</span>`}
+        ${CONNECTION[connection] && html`<span class="warn" data-connection=${connection}>${CONNECTION[connection]}</span>`}
+      </p>
+      <nav class="tabs" aria-label="Job">
+        ${jobTabs.map(([end, name]) => html`<a key=${end} href=${hrefOf(`/jobs/${id}${end}`)} aria-current=${end === tab ? "page" : undefined}>${name}</a>`)}
+      </nav>
+    </div>
+    ${children(run, job)}`;
+}

@@ -1,0 +1,13 @@
+// An error of the API, with what to do and the request's id.
+import { html } from "../core/ui.js";
+
+export function ProblemBox({ error, retry }) {
+  if (!error) return null;
+  const items = (error.errors ?? []).filter((item) => item.detail !== error.detail);
+  return html`<div class="problem" role="alert">
+    <strong>${error.title ?? "Something went wrong"}</strong>
+    <p>${error.message}</p>
+    ${items.length > 0 && html`<ul>${items.map((item) => html`<li key=${item.pointer + item.code}><code>${item.pointer}</code> ${item.detail}</li>`)}</ul>`}
+    <p class="dim small">${error.code}${error.request_id && ` · ${error.request_id}`} ${retry && html`<button onClick=${retry}>Try again</button>`}</p>
+  </div>`;
+}

@@ -1,0 +1,20 @@
+// A course in the size of a word. The numbers beside it say the same to whoever does not see it.
+import { html } from "../core/ui.js";
+
+const WIDTH = 96;
+const HEIGHT = 22;
+
+/** `points`: [[step, value | null]]. */
+export function Spark({ points, label }) {
+  const known = points.filter(([, value]) => typeof value === "number");
+  if (known.length < 2) return html`<span class="dim">–</span>`;
+  const [first, last] = [known[0][0], known.at(-1)[0]];
+  const values = known.map(([, value]) => value);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const x = (step) => (1 + ((step - first) / (last - first || 1)) * (WIDTH - 4)).toFixed(1);
+  const y = (value) => (HEIGHT - 2 - ((value - low) / (high - low || 1)) * (HEIGHT - 4)).toFixed(1);
+  const path = known.map(([step, value], index) => `${index ? "L" : "M"}${x(step)} ${y(value)}`).join("");
+  return html`<svg class="spark" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${label}>
+    <path d=${path} /><circle cx=${x(last)} cy=${y(values.at(-1))} r="2" />
+  </svg>`;
+}

@@ -1,0 +1,145 @@
+// Runs side by side: where they stand, curves over the same steps, settings that differ. Which ones stands in the address.
+import { Chart } from "../chart/chart.js";
+import { ChartControls } from "../chart/controls.js";
+import { ChartGroup } from "../chart/group.js";
+import { colour, dash } from "../chart/palette.js";
+import { get } from "../core/api.js";
+import { number, plural, signed } from "../core/format.js";
+import { useGet, useLoad } from "../core/load.js";
+import { hrefOf, useFilters } from "../core/router.js";
+import { useSignal } from "../core/signal.js";
+import { theme } from "../core/theme.js";
+import { html, useMemo, useState } from "../core/ui.js";
+import { ProblemBox } from "../parts/problem.js";
+import { State } from "../parts/state.js";
+
+const MOST = 8;
+const CHARTS = [["reward", "Reward"], ["eval_reward", "Evaluation"], ["kl", "KL"], ["entropy", "Entropy"], ["completions/mean_length", "Completion length"], ["loss", "Loss"], ["grad_norm", "Gradient norm"], ["reward_std", "Reward std"]];
+
+export default function Compare() {
+  const [query, set] = useFilters();
+  const ids = (query.ids ?? "").split(",").filter(Boolean);
+  const choose = (chosen) => set({ ids: chosen.join(",") }, { replace: false });
+  return html`
+    <h1>Compare runs</h1>
+    <${Chooser} ids=${ids} onChoose=${choose} />
+    ${ids.length > 0 && html`<${Comparison} key=${ids.join()} ids=${ids} keys=${query.keys} align=${query.by === "share" ? "share" : "step"} set=${set} />`}`;
+}
+
+/** Which runs: those in the comparison, and the latest to add. */
+function Chooser({ ids, onChoose }) {
+  const [text, setText] = useState("");
+  const [isOpen] = useState(ids.length < 2);
+  const { data, error } = useGet("/jobs", { limit: 100 });
+  const jobs = data?.data ?? [];
+  const fits = (job) => `${job.name ?? ""} ${job.id} ${job.plan.model.id}`.toLowerCase().includes(text.toLowerCase());
+  const shown = jobs.filter((job) => ids.includes(job.id) || fits(job));
+  const toggle = (id) => onChoose(ids.includes(id) ? ids.filter((other) => other !== id) : [...ids, id]);
+  return html`<details class="panel chooser" open=${isOpen}>
+    <summary>${ids.length ? `${plural(ids.length, "run")} of at most ${MOST}` : `Choose up to ${MOST} runs`}</summary>
+    <${ProblemBox} error=${error} />
+    <label class="inline">Find <input type="search" value=${text} onInput=${(event) => setText(event.target.value)} /></label>
+    <fieldset><legend class="unseen">Runs</legend>
+      ${shown.slice(0, 60).map((job) => html`<label key=${job.id} class="pick"><input type="checkbox" checked=${ids.includes(job.id)} disabled=${!ids.includes(job.id) && ids.length >= MOST} onChange=${() => toggle(job.id)} />
+        <span>${job.name ?? job.id}</span> <span class="dim small">${job.plan.model.id} · step ${job.step}</span></label>`)}
+      ${data && !shown.length && html`<p class="dim">No run fits.</p>`}
+    </fieldset>
+  </details>`;
+}
+
+function Comparison({ ids, keys, align, set }) {
+  const extra = keys ? keys.split(",").filter(Boolean) : [];
+  const charts = [...CHARTS, ...extra.map((key) => [key, key])];
+  const { data, error, reload } = useLoad((signal) => get("/jobs/compare", { ids: ids.join(","), keys: charts.map(([key]) => key).join(","), max_points: 2000 }, signal), [ids.join(), keys], { every: 10_000 });
+  if (!data) return error ? html`<${ProblemBox} error=${error} retry=${reload} />` : html`<div class="loading" aria-busy="true">Loading…</div>`;
+  return html`
+    <${ProblemBox} error=${error} retry=${reload} />
+    <${Standing} data=${data} />
+    <${Curves} data=${data} charts=${charts} align=${align} extra=${extra} set=${set} />
+    <${Settings} data=${data} />`;
+}
+
+/** Names as they are told apart: two jobs may have the same. */
+function labels(jobs) {
+  const name = (job) => job.name ?? job.model;
+  return jobs.map((job) => (jobs.filter((other) => name(other) === name(job)).length > 1 ? `${name(job)} (${job.id.slice(-6)})` : name(job)));
+}
+
+function Line({ index }) {
+  const mode = useSignal(theme);
+  return html`<svg class="line" viewBox="0 0 22 8" aria-hidden="true"><path d="M0 4H22" stroke=${colour(index, mode)} stroke-width="2.5" stroke-dasharray=${dash(index).join(" ")} /></svg>`;
+}
+
+function Standing({ data }) {
+  const names = labels(data.jobs);
+  const course = (key, index) => data.metrics.map((row) => row[key]?.[index]).filter((value) => typeof value === "number");
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Where the runs stand"><table class="list">
+    <thead><tr><th scope="col">Run</th><th scope="col">State</th><th scope="col" class="num">Step</th><th scope="col" class="num">Reward, first</th><th scope="col" class="num">last</th><th scope="col" class="num">change</th><th scope="col" class="num">Evaluation, last</th><th scope="col">Best checkpoint</th></tr></thead>
+    <tbody>${data.jobs.map((job, index) => {
+      const reward = course("reward", index);
+      const [first, last] = [reward[0], reward.at(-1)];
+      return html`<tr key=${job.id}>
+        <th scope="row"><${Line} index=${index} /> <a href=${hrefOf(`/jobs/${job.id}`)}>${names[index]}</a><div class="dim small">${job.model}</div></th>
+        <td><${State} job=${job} /></td><td class="num">${job.step} / ${job.total_steps}</td>
+        <td class="num">${number(first)}</td><td class="num">${number(last)}</td><td class="num">${signed(last - first)}</td>
+        <td class="num">${number(job.evals.at(-1)?.metrics.eval_reward)}</td>
+        <td>${job.best_checkpoint ? html`<a href=${hrefOf(`/jobs/${job.id}/checkpoints`, { checkpoint: job.best_checkpoint.id })}>step ${job.best_checkpoint.step}</a>` : "–"}</td></tr>`;
+    })}</tbody></table></div>`;
+}
+
+/** By step, or by the share of the run that is done: runs of different length. */
+function Curves({ data, charts, align, extra, set }) {
+  const group = useMemo(() => new ChartGroup(), [align]);
+  const [key, setKey] = useState("");
+  const names = labels(data.jobs);
+  const drawn = useMemo(() => curves(data, charts.map(([key]) => key), align), [data, align]);
+  group.extent = drawn.x.length ? [drawn.x[0], Math.max(drawn.x.at(-1), drawn.x[0] + 1)] : [0, 1];
+  const add = (event) => {
+    event.preventDefault();
+    if (key.trim() && !charts.some(([known]) => known === key.trim())) set({ keys: [...extra, key.trim()].join(",") });
+    setKey("");
+  };
+  const present = charts.filter(([key]) => drawn.columns.get(key)?.some((column) => column.some((value) => value === value)));
+  return html`
+    <h2 class="unseen">Curves</h2>
+    <${ChartControls} group=${group}>
+      <label class="inline">Align by <select value=${align} onChange=${(event) => set({ by: event.target.value === "share" ? "share" : "" })}><option value="step">step</option><option value="share">share of the run, %</option></select></label>
+      <form class="row" onSubmit=${add}><label class="inline">Metric <input value=${key} placeholder="rewards/NAME/mean" class="key" maxlength="200" onInput=${(event) => setKey(event.target.value)} /></label><button class="mini">Add chart</button></form>
+    </${ChartControls}>
+    ${data.unknown_keys.filter((key) => extra.includes(key)).map((key) => html`<p key=${key} class="warn small">None of these runs has the metric ${key}.</p>`)}
+    <div class="charts">${present.map(([key, title]) => html`<${Chart} key=${key} title=${title} note=${align === "share" && "by % of the run"} group=${group} x=${drawn.x} version=${data}
+      series=${drawn.columns.get(key).map((values, index) => ({ label: names[index], key, values, tint: index, points: key.startsWith("eval_") }))} />`)}</div>`;
+}
+
+/** `{x, columns}`: a column a job under each key, NaN where a job has no value. */
+function curves({ jobs, metrics }, keys, align) {
+  const place = (step, job) => (align === "step" ? step : (100 * step) / (job.total_steps || 1));
+  const x = Float64Array.from(new Set(metrics.flatMap(({ step }) => (align === "step" ? [step] : jobs.filter((job) => step <= job.total_steps).map((job) => place(step, job)))))).sort();
+  const at = new Map([...x].map((value, index) => [value, index]));
+  const columns = new Map();
+  for (const key of keys) {
+    columns.set(key, jobs.map((job, index) => {
+      const column = new Float64Array(x.length).fill(NaN);
+      for (const row of metrics) {
+        const value = row[key]?.[index];
+        if (typeof value === "number") column[at.get(place(row.step, job))] = value;
+      }
+      return column;
+    }));
+  }
+  return { x, columns };
+}
+
+/** Settings that differ, a column a run. */
+function Settings({ data }) {
+  const names = labels(data.jobs);
+  if (data.jobs.length < 2) return html`<p class="dim">Choose a second run to see which settings differ.</p>`;
+  const config = data.config.filter(({ pointer }) => pointer !== "/name");
+  if (!config.length) return html`<h2>Settings</h2><p class="dim">All settings are the same.</p>`;
+  return html`<h2>Settings that differ <span class="dim small">${config.length}</span></h2>
+    <div class="scroll" tabindex="0" role="region" aria-label="Settings that differ"><table class="list settings">
+      <thead><tr><th scope="col">Setting</th>${names.map((name, index) => html`<th key=${index} scope="col"><${Line} index=${index} /> ${name}</th>`)}</tr></thead>
+      <tbody>${config.map(({ pointer, values }) => html`<tr key=${pointer}><th scope="row"><code>${pointer.slice(1).replaceAll("/", ".")}</code></th>
+        ${values.map((value, index) => html`<td key=${index}><code>${value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value)}</code></td>`)}</tr>`)}</tbody>
+    </table></div>`;
+}

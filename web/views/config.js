@@ -1,0 +1,38 @@
+// What the job does: the resolved configuration, as it can be submitted again.
+import { send } from "../core/api.js";
+import { useLoad } from "../core/load.js";
+import { hrefOf, useFilters } from "../core/router.js";
+import { html } from "../core/ui.js";
+import { JobPage } from "../parts/job-page.js";
+import { ProblemBox } from "../parts/problem.js";
+import { Code, Id } from "../parts/text.js";
+
+const FORMATS = ["json", "yaml", "toml"];
+
+export default function Config({ params }) {
+  return html`<${JobPage} id=${params.id} tab="/config">${(run, job) => html`<${Shown} run=${run} job=${job} />`}</${JobPage}>`;
+}
+
+function Shown({ run, job }) {
+  const [query, set] = useFilters();
+  const format = FORMATS.includes(query.format) ? query.format : "yaml";
+  const { data, error, reload } = useLoad(async (signal) => (await send("GET", `${run.path}/config`, { query: { format }, signal })).text(), [run, format]);
+  const { parent, metadata } = job;
+  const labels = Object.entries(metadata ?? {});
+  return html`
+    <div class="row between wrap">
+      <span class="switch" role="group" aria-label="Format">${FORMATS.map((one) => html`<button key=${one} aria-pressed=${one === format ? "true" : "false"} onClick=${() => set({ format: one })}>${one.toUpperCase()}</button>`)}</span>
+      <span class="row wrap">${parent && html`<a class="button" href=${hrefOf("/compare", { ids: `${parent},${job.id}` })}>Compare with <${Id} id=${parent} /></a>`}<a class="button" href=${hrefOf("/new", { from: job.id })}>Clone</a></span>
+    </div>
+    <p class="dim small">Every default is applied; it can be submitted again. Secrets are left out.${labels.map(([key, value]) => html` <span key=${key} class="tag">${key}: ${value}</span>`)}</p>
+    <${ProblemBox} error=${error} retry=${reload} />
+    ${data && html`<${Code} text=${format === "json" ? pretty(data) : data} label="Configuration" />`}`;
+}
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}

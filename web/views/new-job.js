@@ -1,0 +1,204 @@
+// A new job: a form made of what the server's document says, checked and probed by the server before it is submitted.
+import { announce } from "../core/announce.js";
+import { get, post } from "../core/api.js";
+import { bytes, count, duration, number, percent, words } from "../core/format.js";
+import { useLoad } from "../core/load.js";
+import { go, useFilters } from "../core/router.js";
+import { session } from "../core/session.js";
+import { html, useEffect, useMemo, useRef, useState } from "../core/ui.js";
+import { curlOf } from "../form/curl.js";
+import { DatasetChoice } from "../form/dataset.js";
+import { jobSchema, withValue } from "../form/document.js";
+import { ModelChoice } from "../form/model.js";
+import { Rewards } from "../form/rewards.js";
+import { Setting } from "../form/setting.js";
+import { Field } from "../parts/field.js";
+import { ProblemBox } from "../parts/problem.js";
+import { Code } from "../parts/text.js";
+
+/** What most jobs say; everything else is below. */
+const FIRST = ["/training/max_steps", "/training/prompts_per_step", "/rloo/num_generations", "/rloo/beta", "/sampling/max_completion_length", "/sampling/temperature", "/optimizer/learning_rate", "/lora/r", "/checkpoints/every_steps"];
+const LABELS = { "/lora/r": "Adapter rank", "/checkpoints/every_steps": "Checkpoint every" };
+const SECTIONS = { training: "Training", rloo: "RLOO", sampling: "Sampling", optimizer: "Optimizer", lora: "Adapter", eval: "Evaluation", checkpoints: "Checkpoints", early_stopping: "Early stopping", doctor: "Doctor", warm_start: "Warm start" };
+const ELSEWHERE = ["/eval/dataset", "/eval/rewards", "/doctor/rules"];
+const EMPTY = { rewards: [{ type: "exact_match", column: "answer" }] };
+const CHECK_MS = 500;
+
+export default function NewJob() {
+  const [{ from }] = useFilters();
+  const { data, error, reload } = useLoad(async (signal) => {
+    const [schema, old] = await Promise.all([jobSchema(), from ? get(`/jobs/${encodeURIComponent(from)}/config`, {}, signal) : null]);
+    return { schema, old };
+  }, [from]);
+  if (!data) return html`<h1>New job</h1>${error ? html`<${ProblemBox} error=${error} retry=${reload} />` : html`<div class="loading" aria-busy="true">Loading…</div>`}`;
+  return html`<${Form} key=${from ?? ""} schema=${data.schema} old=${data.old} from=${from} />`;
+}
+
+const hasSecret = (config) => [...(config?.rewards ?? []), ...(config?.eval?.rewards ?? [])].some(({ url }) => url);
+
+function Form({ schema, old, from }) {
+  const [spec, setSpec] = useState(old ?? EMPTY);
+  // A press of a button sends what was typed just before, drawn or not.
+  const latest = useRef(spec);
+  const [rows, setRows] = useState([]);
+  const [problem, setProblem] = useState(null);
+  const [checked, setChecked] = useState(null);
+  const [busy, setBusy] = useState("");
+  const element = useRef(null);
+  const errors = problem?.errors ?? checked?.errors ?? [];
+  const form = useMemo(() => ({
+    schema, spec, rows,
+    set: (pointer, value) => {
+      setProblem(null);
+      setSpec((latest.current = withValue(latest.current, pointer, value)));
+    },
+    /** Of this place and, unless `alone`, of what lies below it. */
+    errorsAt: (pointer, alone = false) => errors.filter((item) => item.pointer === pointer || (!alone && item.pointer.startsWith(`${pointer}/`))),
+  }), [spec, rows, errors]);
+
+  // Once somebody asked, the answer keeps up with what is typed.
+  useEffect(() => {
+    if (!checked) return;
+    const timer = setTimeout(() => post("/jobs/validate", spec).then((answer) => setChecked((old) => old && { ...answer, probe: undefined }), () => {}), CHECK_MS);
+    return () => clearTimeout(timer);
+  }, [spec]);
+
+  const toFirstError = (items) => setTimeout(() => {
+    announce(`${items.length === 1 ? "One thing is" : `${items.length} things are`} not right yet`);
+    focusAt(element.current, items[0]?.pointer ?? "");
+  }, 50);
+  const run = async (what, work) => {
+    setBusy(what);
+    setProblem(null);
+    try {
+      await work();
+    } catch (error) {
+      setProblem(error);
+      if (error.errors?.length) toFirstError(error.errors);
+    }
+    setBusy("");
+  };
+  const check = (isProbed) => run(isProbed ? "probe" : "check", async () => {
+    const answer = await post("/jobs/validate", latest.current, { query: isProbed ? { probe: true } : {} });
+    setChecked(answer);
+    if (answer.errors.length) toFirstError(answer.errors);
+    else announce("The job is valid");
+  });
+  const submit = (event) => {
+    event.preventDefault();
+    run("submit", async () => {
+      const job = await post("/jobs", latest.current);
+      announce("Submitted");
+      go(`/jobs/${job.id}`);
+    });
+  };
+
+  return html`<div class="new-job">
+    <form ref=${element} onSubmit=${submit} novalidate class="stack">
+      <h1>${from ? "New job from an old one" : "New job"}</h1>
+      ${from && hasSecret(old) && html`<p class="notice">Secrets and headers are never shown again: give them anew where a service needs them.</p>`}
+      <${Errors} problem=${problem} items=${errors} root=${element} />
+      <fieldset class="panel"><legend>What to train</legend>
+        <div class="fields"><${Setting} form=${form} pointer="/name" /></div>
+        <${ModelChoice} form=${form} />
+        <${DatasetChoice} form=${form} pointer="/dataset" label="Prompts *" onRows=${setRows} />
+      </fieldset>
+      <${Rewards} form=${form} />
+      <fieldset class="panel"><legend>How</legend><div class="fields">${FIRST.map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} label=${LABELS[pointer]} />`)}</div></fieldset>
+      <${More} form=${form} />
+      <div class="submit-bar">
+        <button type="button" disabled=${!!busy} onClick=${() => check(false)}>${busy === "check" ? "Checking…" : "Check"}</button>
+        <button type="button" disabled=${!!busy} onClick=${() => check(true)}>${busy === "probe" ? "Probing…" : "Probe"}</button>
+        <button class="primary" disabled=${!!busy}>${busy === "submit" ? "Submitting…" : "Submit"}</button>
+        <span class="dim small">Probe samples the model and asks the rewards, without training.</span>
+      </div>
+    </form>
+    <aside class="stack" aria-label="What will be sent">
+      ${checked && html`<${Verdict} answer=${checked} />`}
+      <section class="panel stack"><h2>The same with curl</h2><${Code} text=${curlOf(spec, location.origin, session.value.state === "in")} label="The curl command" /></section>
+    </aside>
+  </div>`;
+}
+
+/** To the control of a place, or the nearest one around it; what hides it is opened. */
+function focusAt(root, pointer) {
+  for (let at = pointer; at; at = at.slice(0, at.lastIndexOf("/"))) {
+    const place = root.querySelector(`[data-pointer="${CSS.escape(at)}"]`);
+    if (!place) continue;
+    for (let around = place; (around = around.parentElement?.closest("details")); ) around.open = true;
+    const control = place.matches("input, select, textarea") ? place : place.querySelector("input, select, textarea, button");
+    control?.focus();
+    return;
+  }
+}
+
+/** Everything that is wrong, each leading to its place. */
+function Errors({ problem, items, root }) {
+  if (problem && !items.length) return html`<${ProblemBox} error=${problem} />`;
+  if (!items.length) return null;
+  return html`<div class="problem" role="alert"><strong>${items.length === 1 ? "One thing is not right yet" : `${items.length} things are not right yet`}</strong>
+    <ul>${items.map((item) => html`<li key=${item.pointer + item.code}><button type="button" class="link" onClick=${() => focusAt(root.current, item.pointer)}><code>${item.pointer || "the job"}</code> ${item.detail}</button></li>`)}</ul></div>`;
+}
+
+/** Every other setting, by section. */
+function More({ form }) {
+  const { properties } = form.schema.job;
+  return html`<details class="panel more"><summary>All settings</summary>
+    ${Object.entries(SECTIONS).filter(([name]) => properties[name]).map(([name, title]) => {
+      const section = form.schema.resolve(properties[name]);
+      const object = section.properties ? section : (section.oneOf ?? section.anyOf ?? []).map(form.schema.resolve).find((one) => one.properties);
+      const pointers = Object.keys(object?.properties ?? {}).map((key) => `/${name}/${key}`).filter((pointer) => !FIRST.includes(pointer) && !ELSEWHERE.includes(pointer));
+      return html`<section key=${name}><h2>${title}</h2>
+        ${name === "eval" && html`<${DatasetChoice} form=${evalForm(form)} pointer="/dataset" label="Prompts of the evaluation" />`}
+        <div class="fields">${pointers.map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} schema=${object.properties[pointer.split("/")[2]]} />`)}</div></section>`;
+    })}
+    <section><h2>Labels</h2><${Labels} form=${form} /></section>
+  </details>`;
+}
+
+/** The form with `/eval` as its root. */
+const evalForm = (form) => ({ ...form, spec: form.spec.eval ?? {}, set: (pointer, value) => form.set(`/eval${pointer}`, value), errorsAt: (pointer, alone) => form.errorsAt(`/eval${pointer}`, alone) });
+
+function Labels({ form }) {
+  const text = Object.entries(form.spec.metadata ?? {}).map(([key, value]) => `${key}=${value}`).join("\n");
+  const set = (event) => {
+    const pairs = event.target.value.split("\n").map((line) => line.split(/=(.*)/s)).filter(([key]) => key.trim());
+    form.set("/metadata", pairs.length ? Object.fromEntries(pairs.map(([key, value = ""]) => [key.trim(), value.trim()])) : undefined);
+  };
+  return html`<${Field} label="Metadata" hint="One key=value a line." errors=${form.errorsAt("/metadata")} pointer="/metadata">
+    ${(attributes) => html`<textarea ...${attributes} class="mono" rows="2" onChange=${set} value=${text}></textarea>`}</${Field}>`;
+}
+
+/** What the server makes of the job. */
+function Verdict({ answer }) {
+  const { valid, warnings, estimate, plan, probe } = answer;
+  const facts = [
+    ["Steps", plan && count(plan.training.max_steps)],
+    ["Completions a step", plan && count(plan.training.prompts_per_step * plan.rloo.num_generations)],
+    ["Memory", estimate?.memory_bytes && bytes(estimate.memory_bytes)],
+    ["A checkpoint", estimate?.checkpoint_bytes && bytes(estimate.checkpoint_bytes)],
+  ].filter(([, value]) => value);
+  return html`<section class="panel stack" role="status"><h2 class=${valid ? "good" : "bad"}>${valid ? "✓ The job is valid" : "Not valid yet"}</h2>
+    ${facts.length > 0 && html`<dl class="stats">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`}
+    ${warnings.map((warning) => html`<p key=${warning.pointer + warning.code} class="warn"><code>${warning.pointer}</code> ${warning.detail}</p>`)}
+    ${probe && html`<${Probe} report=${probe} />`}</section>`;
+}
+
+function Probe({ report }) {
+  const facts = [
+    ["Reward", report.reward !== null && `${number(report.reward)} ± ${number(report.reward_std)}`],
+    ["Tied groups", report.tied_groups_fraction !== null && percent(report.tied_groups_fraction)],
+    ["Cut off", report.truncated_fraction !== null && percent(report.truncated_fraction)],
+    ["Length", report.mean_completion_length !== null && `${number(report.mean_completion_length, 3)} tokens`],
+    ["A step", report.step_seconds?.total && duration(report.step_seconds.total)],
+    ["The job", report.eta_s && `about ${duration(report.eta_s)}`],
+    ["Memory", report.peak_memory_bytes && bytes(report.peak_memory_bytes)],
+  ].filter(([, value]) => value);
+  return html`<h3>Probe</h3>
+    ${report.error && html`<p class="bad">${report.error.message}</p>`}
+    <ul class="findings">${report.verdict.map((finding) => html`<li key=${finding.code} class=${finding.code === "ready" ? "good" : "warn"}><strong>${words(finding.code)}.</strong> ${finding.detail} ${finding.fix}</li>`)}</ul>
+    <dl class="stats">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    ${report.samples.length > 0 && html`<details><summary>${count(report.samples.length)} completions</summary>
+      ${report.samples.map((sample, index) => html`<div key=${index} class="probed"><p class="dim small">${sample.prompt_id} · reward ${number(sample.reward)} · ${sample.num_tokens} tokens · ${sample.finish_reason}</p>
+        <pre>${sample.prompt}</pre><pre>${sample.completion}</pre></div>`)}</details>`}`;
+}

@@ -1,0 +1,136 @@
+// A run: why it ended, what the doctor says, its eight charts.
+import { Chart } from "../chart/chart.js";
+import { ChartControls } from "../chart/controls.js";
+import { csvField, download } from "../chart/export.js";
+import { ChartGroup } from "../chart/group.js";
+import { get } from "../core/api.js";
+import { duration, number, signed, words } from "../core/format.js";
+import { go, hrefOf, place } from "../core/router.js";
+import { useSignal } from "../core/signal.js";
+import { html, useEffect, useMemo } from "../core/ui.js";
+import { Alerts } from "../parts/alerts.js";
+import { JobPage } from "../parts/job-page.js";
+import { Ago } from "../parts/text.js";
+
+export default function RunView({ params }) {
+  return html`<${JobPage} id=${params.id} tab="">${(run, job) => html`
+    <${Ended} job=${job} />
+    <${Alerts} run=${run} job=${job} />
+    <${Numbers} run=${run} job=${job} />
+    <${Charts} run=${run} job=${job} />`}</${JobPage}>`;
+}
+
+/** Why it failed, or ended before its last step. */
+function Ended({ job }) {
+  const { failure, ending } = job;
+  return html`
+    ${failure && html`<div class="problem" role="alert"><strong>${failure.message}</strong>
+      ${failure.suggestion && html`<p>${failure.suggestion}</p>`}
+      <p class="dim small">${words(failure.code)}${failure.phase && ` · in ${failure.phase}`}${failure.step !== null && ` · at step ${failure.step}`}</p></div>`}
+    ${ending && html`<div class="notice"><strong>${words(ending.code)}.</strong> ${ending.message}
+      ${ending.checkpoint && html` Its result is <a href=${hrefOf(`/jobs/${job.id}/checkpoints`)}>the checkpoint of step ${ending.checkpoint.step}</a>.`}</div>`}`;
+}
+
+function Numbers({ run, job }) {
+  useSignal(run.metrics);
+  const { table } = run;
+  const first = table.column("reward").find((value) => value === value);
+  const reward = table.last("reward");
+  const facts = [
+    ["Reward", number(reward), first !== undefined && reward !== null && `${signed(reward - first)} since step 1`],
+    ["Evaluation", number(table.last("eval_reward")), table.has("eval_gap") && `gap ${signed(table.last("eval_gap"))}`],
+    ["KL", number(table.last("kl")), "nats a token"],
+    ["Entropy", number(table.last("entropy")), "nats"],
+    ["Length", number(table.last("completions/mean_length")), "tokens"],
+    ["Step", duration(table.last("step_time")), job.training_phase && words(job.training_phase.phase ?? "")],
+    ["Learning rate", number(table.last("learning_rate")), ""],
+    ["Started", html`<${Ago} time=${job.started_at} />`, job.finished_at && job.started_at && `took ${duration((new Date(job.finished_at) - new Date(job.started_at)) / 1000)}`],
+  ];
+  return html`<dl class="stats panel">${facts.map(([name, value, note]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd><dd class="dim small">${note || "\u00a0"}</dd></div>`)}</dl>`;
+}
+
+const range = ({ from, to }) => (from && to && Number(to) > Number(from) ? [Number(from), Number(to)] : null);
+
+function Charts({ run, job }) {
+  const version = useSignal(run.metrics);
+  const { table } = run;
+  const group = useMemo(() => new ChartGroup({ range: range(place.value.query), smoothing: Number(place.value.query.smooth) || 0 }), [run]);
+  group.extent = extentOf(table);
+  useAddress(group, job.id);
+  useDetail(run, group);
+  const charts = useMemo(() => layout(table, job), [run, version]);
+  const x = table.steps;
+  return html`<h2 class="unseen">Charts</h2><${ChartControls} group=${group} />
+    <div class="charts">${charts.map(({ title, note, series, logAtFirst }) => html`<${Chart} key=${title} title=${title} note=${note} group=${group} x=${x}
+      series=${series} version=${version} logAtFirst=${logAtFirst} onCsv=${(name) => saveCsv(job, name, series)} />`)}</div>`;
+}
+
+function extentOf(table) {
+  const { steps, size } = table;
+  return size ? [steps[0], Math.max(steps[size - 1], steps[0] + 1)] : [0, 1];
+}
+
+/** What is shown stands in the address, so that a look at a run can be sent to somebody. */
+function useAddress(group, id) {
+  useEffect(() => {
+    let timer;
+    const write = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => {
+        if (place.value.path !== `/jobs/${id}`) return;
+        const [from, to] = group.range.value?.map(Math.round) ?? [];
+        go(place.value.path, { ...place.value.query, from, to, smooth: group.smoothing.value || undefined }, { replace: true });
+      }, 400);
+    };
+    const ends = [group.range.watch(write), group.smoothing.watch(write)];
+    return () => (clearTimeout(timer), ends.forEach((end) => end()));
+  }, [group]);
+}
+
+/** A long run comes thinned out; what is zoomed into is asked for and added. */
+function useDetail(run, group) {
+  useEffect(() => {
+    let timer;
+    const look = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => group.range.value && run.detail(...group.range.value), 250);
+    };
+    look();
+    const end = group.range.watch(look);
+    return () => (clearTimeout(timer), end());
+  }, [run, group]);
+}
+
+/** The eight charts, in an order that does not change. */
+function layout(table, job) {
+  const one = (key, label, more = {}) => ({ key, label, values: table.column(key), ...more });
+  const names = job.plan.rewards.map(({ name }) => name);
+  const evalNames = table.keys.filter((key) => /^eval_rewards\/.*\/mean$/.test(key) && !names.includes(key.slice(13, -5))).map((key) => key.slice(13, -5));
+  const present = (list) => list.filter(({ key }) => table.has(key));
+  return [
+    { title: "Reward", note: "± std", series: [one("reward", "reward", { band: table.column("reward_std") }), ...present([one("eval_reward", "evaluation", { points: true, tint: 1 })])] },
+    { title: "Each reward", note: "mean", series: [...names.map((name, tint) => one(`rewards/${name}/mean`, name, { tint })),
+      ...evalNames.map((name, index) => one(`eval_rewards/${name}/mean`, `${name} (evaluation)`, { points: true, tint: names.length + index }))] },
+    { title: "KL", note: "nats a token", series: [one("kl", "KL"), ...present([one("kl_k3", "k3")])] },
+    { title: "Entropy", note: "nats", series: [one("entropy", "entropy")] },
+    { title: "Length", note: "cut: right", series: [one("completions/mean_length", "mean"), one("completions/max_length", "longest"), one("completions/clipped_ratio", "cut", { right: true, tint: 3 })] },
+    { title: "Tied, missing", note: "share", series: [one("frac_reward_zero_std", "tied groups"),
+      ...names.map((name, index) => one(`rewards/${name}/missing_fraction`, names.length > 1 ? `${name} missing` : "missing", { tint: 1 + index }))] },
+    { title: "Gradient norm", series: [one("grad_norm", "norm")] },
+    { title: "Time of a step", note: "s", series: [one("step_time", "all", { tint: 6 }), ...present([one("step_time/generate", "sampling", { tint: 0 }), one("step_time/reward", "rewards", { tint: 1 }),
+      one("step_time/reference", "reference", { tint: 2 }), one("step_time/train", "training", { tint: 3 }), one("step_time/checkpoint", "checkpoint", { tint: 4 })])] },
+  ];
+}
+
+/** Every step of these keys, from the server: the page may hold only some. */
+async function saveCsv(job, name, series) {
+  const keys = series.flatMap(({ key, band }) => (band ? [key, `${key}_std`] : [key]));
+  const lines = [["step", ...keys.map(csvField)].join(",")];
+  let after;
+  do {
+    const page = await get(`/jobs/${job.id}/metrics`, { keys: keys.join(","), after });
+    for (const row of page.data) lines.push([row.step, ...keys.map((key) => row[key] ?? "")].join(","));
+    after = page.next;
+  } while (after);
+  download(`${(job.name ?? job.id).replace(/[^\w.-]+/g, "-")}-${name}.csv`, `${lines.join("\n")}\n`, "text/csv");
+}
