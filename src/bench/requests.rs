@@ -98,10 +98,11 @@ fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Res
     // Of the live rows: request, tokens still to come.
     let mut live: Vec<(u64, usize)> =
         lengths.iter().zip(0..).map(|(Lengths(_, completion), request)| (request, *completion)).collect();
+    let mut chosen = Vec::new();
     while !live.is_empty() {
         let uniform = |&(request, left): &(u64, usize)| key.with(request).with(left as u64).uniform();
         let picks: Vec<Pick> = live.iter().map(|row| Pick { temperature: 1.0, uniform: uniform(row) }).collect();
-        let chosen = policy.choose(&state, &picks)?;
+        policy.choose_into(&state, &picks, &mut chosen)?;
         let keep: Vec<bool> = live.iter().map(|(_, left)| *left > 1).collect();
         let kept = |index: &usize| keep[*index];
         let tokens: Vec<u32> = (0..live.len()).filter(kept).map(|index| chosen[index].token).collect();

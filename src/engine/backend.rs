@@ -217,7 +217,7 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     /// dL/dx from dL/dlogp (`g`) of [`Backend::score`]; with `at` also dL/dhead is added.
     fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::Gradient) -> Result<Self::Tensor>;
     /// One token a row, and its log-prob.
-    fn choose(&self, x: &Self::Tensor, head: &Self::Weight, picks: &[Pick]) -> Result<Vec<Chosen>>;
+    fn choose(&self, x: &Self::Tensor, head: &Self::Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()>;
     /// One token a row by a sampler that filters, `uniforms` saying where each draw falls; None where the backend leaves
     /// that to whoever reads [`Backend::logits`].
     fn choose_filtered(

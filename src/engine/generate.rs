@@ -4,7 +4,7 @@
 use std::collections::{HashSet, VecDeque};
 
 use super::error::Result;
-use super::model::{Adapter, DecodeState, Pick, Policy};
+use super::model::{Adapter, Chosen, DecodeState, Pick, Policy};
 use super::random::Key;
 use super::sampling::Sampler;
 use super::text::Text;
@@ -60,6 +60,7 @@ pub fn generate(
         live: Vec::new(),
         waiting: request.prompts.iter().enumerate().collect(),
         picks: Vec::new(),
+        chosen: Vec::new(),
     };
     let mut done: Vec<Option<Generated>> = vec![None; request.prompts.len() * num_generations];
     // Of the live rows, reused: their tokens, and whether they go on.
@@ -116,7 +117,9 @@ struct Batch<'a> {
     /// One a row of the state.
     live: Vec<LiveRow>,
     waiting: VecDeque<(usize, &'a GeneratePrompt<'a>)>,
+    /// Of the live rows, reused.
     picks: Vec<Pick>,
+    chosen: Vec<Chosen>,
 }
 
 impl Batch<'_> {
@@ -151,8 +154,8 @@ impl Batch<'_> {
             let pick = |row| Pick { temperature: sampler.temperature, uniform: uniform(row) };
             self.picks.clear();
             self.picks.extend(self.live.iter().map(pick));
-            let chosen = policy.choose(&self.state, &self.picks)?;
-            for (row, chosen) in self.live.iter_mut().zip(chosen) {
+            policy.choose_into(&self.state, &self.picks, &mut self.chosen)?;
+            for (row, chosen) in self.live.iter_mut().zip(&self.chosen) {
                 row.ids.push(chosen.token);
                 row.logps.get_or_insert_default().push(chosen.logp);
             }

@@ -15,6 +15,6 @@ pub mod mlp;
 pub mod norm;
 pub mod pack;
 pub mod rope;
-mod rows;
+pub(super) mod rows;
 pub mod simd;
 pub mod threads;

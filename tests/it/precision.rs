@@ -22,7 +22,7 @@ struct Tolerance {
 }
 
 /// bf16 on the CPU from bf16 in the oracle: the weights are the same, the inputs of products are rounded there and only
-/// on tiles here. Measured on AVX-512: up to 1.5e-2 and 1.8e-2.
+/// on tiles here. Measured on AVX-512: up to 1.5e-2 and 1.8e-2, on AMX 1.7e-2 and 1.5e-2.
 const BF16: Tolerance = Tolerance { logps: 2e-2, gradient: 3e-2 };
 /// bf16 from f32: weights lose 16 bits. Measured: up to 1.3e-2 and 1.7e-2, the oracle's 2.8e-2 and 2.7e-2.
 const BF16_F32: Tolerance = Tolerance { logps: 3e-2, gradient: 4e-2 };
@@ -113,8 +113,10 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
         println!("bf16 {name}: from bf16 {from_oracle}; from f32 {from_exact}; the oracle's {oracles}");
         BF16.holds(&format!("{name}, from the oracle"), from_oracle);
         BF16_F32.holds(&format!("{name}, from f32"), from_exact);
-        // Never worse than what rounds more.
-        let allowed = Tolerance { logps: 1.5 * oracles.logps + 1e-5, gradient: 1.5 * oracles.gradient + 1e-5 };
+        // Never much worse than what rounds more; tiles round the inputs of products too, but for f32 sums of its own. The
+        // largest difference of a few tokens varies: measured on tiles, up to 1.63 times the oracle's.
+        let factor = if Isa::chosen().unwrap() == Isa::Amx { 2.0 } else { 1.5 };
+        let allowed = Tolerance { logps: factor * oracles.logps + 1e-5, gradient: factor * oracles.gradient + 1e-5 };
         allowed.holds(&format!("{name}, from f32 as the oracle"), from_exact);
         // It does round, unless there is nothing to lose.
         assert!(name.contains("bf16") || from_exact.logps > 1e-6, "{name}: {from_exact:?}");

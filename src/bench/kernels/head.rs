@@ -60,8 +60,9 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures,
         Ok(())
     })?;
     let picks = vec![Pick { temperature: 1.0, uniform: 0.5 }; completions];
+    let mut tokens = Vec::new();
     let chosen = repeat(2, team.seconds, || -> Result<(), BenchError> {
-        choose(&team.threads, team.isa, &x[..completions * hidden], &weight, &picks);
+        choose(&team.threads, team.isa, &x[..completions * hidden], &weight, &picks, &mut tokens);
         Ok(())
     })?;
     let flops = 2.0 * (rows * vocab * hidden) as f64;

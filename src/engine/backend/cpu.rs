@@ -50,6 +50,13 @@ pub struct Weight {
 pub struct Angles {
     table: Arc<RopeTable>,
     positions: Vec<usize>,
+    pool: Arc<Pool>,
+}
+
+impl Drop for Angles {
+    fn drop(&mut self) {
+        self.pool.give_positions(std::mem::take(&mut self.positions));
+    }
 }
 
 impl Cpu {
@@ -194,7 +201,7 @@ impl Backend for Cpu {
     }
 
     fn angles(&self, table: &Arc<RopeTable>, positions: &[usize]) -> Result<Angles> {
-        Ok(Angles { table: table.clone(), positions: positions.to_vec() })
+        Ok(Angles { table: table.clone(), positions: self.pool.positions(positions), pool: self.pool.clone() })
     }
 
     fn rotate(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Result<Matrix> {
@@ -291,8 +298,9 @@ impl Backend for Cpu {
         Ok(dx)
     }
 
-    fn choose(&self, x: &Matrix, head: &Weight, picks: &[Pick]) -> Result<Vec<Chosen>> {
-        Ok(head::choose(&self.threads, self.isa, x.values(), &head.matrix, picks))
+    fn choose(&self, x: &Matrix, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
+        head::choose(&self.threads, self.isa, x.values(), &head.matrix, picks, chosen);
+        Ok(())
     }
 
     fn logits(&self, x: &Matrix, head: &Weight) -> Result<Matrix> {

@@ -494,8 +494,9 @@ impl Backend for Cuda {
         Ok(dx)
     }
 
-    fn choose(&self, x: &Tensor, head: &Weight, picks: &[Pick]) -> Result<Vec<Chosen>> {
-        Ok(head::choose(&self.device, &self.head(head), x.rows(), picks)?)
+    fn choose(&self, x: &Tensor, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
+        *chosen = head::choose(&self.device, &self.head(head), x.rows(), picks)?;
+        Ok(())
     }
 
     fn choose_filtered(

@@ -454,14 +454,15 @@ impl Backend for Reference {
         Ok(Tensor::cat(&parts, 0)?)
     }
 
-    fn choose(&self, x: &Tensor, head: &Weight, picks: &[Pick]) -> Result<Vec<Chosen>> {
+    fn choose(&self, x: &Tensor, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
         let logits = self.logits(x, head)?;
         let vocab_size = logits.dim(1)?;
         let choose = |values: &[f32]| {
             let rows = values.chunks_exact(vocab_size).zip(picks);
             rows.map(|(logits, pick)| choose(logits, *pick)).collect()
         };
-        Ok(ops::with_values(&logits, choose)?)
+        *chosen = ops::with_values(&logits, choose)?;
+        Ok(())
     }
 
     fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {

@@ -6,6 +6,7 @@
 pub(super) mod emulator;
 mod tiles;
 
+use std::arch::x86_64::*;
 use std::cell::Cell;
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -14,18 +15,19 @@ use super::gemm::product::{Scratch, copy, pieces, room, turn};
 use super::gemm::tile::rung;
 use super::gemm::{Job, Side, Start};
 use super::isa::Isa;
-use super::pack::{Line, PANEL};
+use super::pack::{Line, PANEL, PackDtype};
+use super::threads::{Shared, Threads};
 
 /// Rows of a tile.
-const ROWS: usize = 16;
+pub(super) const ROWS: usize = 16;
 /// Steps of a sum that a tile holds.
 const STEPS: usize = 32;
 /// Rows for which a block of weights is turned once; with [`DEEPER`] the inputs stay in the second-level cache.
-const ROWS_AT_ONCE: usize = 512;
+pub(super) const ROWS_AT_ONCE: usize = 1024;
 /// Steps of the packed inputs of many rows.
 const DEEPER: usize = 1024;
 /// Elements of packed inputs of fewer rows.
-const INPUTS: usize = ROWS_AT_ONCE * DEEPER;
+const INPUTS: usize = 1024 * DEEPER;
 /// Steps of a block of weights that stays in the first-level cache while the rows stream by.
 const DEEP: usize = 256;
 
@@ -48,7 +50,6 @@ pub(super) fn refused() -> Option<&'static str> {
 
 /// AMX-BF16 and AMX-TILE.
 fn has_tiles() -> bool {
-    use std::arch::x86_64::{__cpuid, __cpuid_count};
     const NEEDED: u32 = 1 << 22 | 1 << 24;
     __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & NEEDED == NEEDED
 }
@@ -117,61 +118,211 @@ fn configure() {
     unsafe { std::arch::asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly)) };
 }
 
-/// The part of a product that lies in these rows and panels.
+/// Inputs of some rows laid out for tiles: `[tile of 16 rows][block of 32 steps][16][32]` bf16, zeros beyond the rows and
+/// the sum.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tiled {
+    data: *const u8,
+    /// Whose rows and steps.
+    rows: (usize, usize),
+    sum: (usize, usize),
+}
+
+// Safety: whoever uses it keeps the memory, which nobody writes meanwhile.
+unsafe impl Send for Tiled {}
+unsafe impl Sync for Tiled {}
+
+impl Tiled {
+    fn blocks(&self) -> usize {
+        (self.sum.1 - self.sum.0).div_ceil(STEPS)
+    }
+
+    /// Of a tile of rows, from a step on.
+    fn at(&self, row: usize, step: usize) -> *const u8 {
+        let (tile, block) = ((row - self.rows.0) / ROWS, (step - self.sum.0) / STEPS);
+        self.data.wrapping_add((tile * self.blocks() + block) * tiles::BYTES)
+    }
+}
+
+/// Rows below which every thread lays out the inputs for itself.
+const FEW: usize = 64;
+/// Elements of shared inputs.
+const SHARED: usize = 4 << 20;
+
+/// Whether the inputs of these products are laid out once for all threads.
+pub(super) fn shares(jobs: &[Job<'_>], rows: usize) -> bool {
+    rows > FEW && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16 && !job.sum.is_empty())
+}
+
+/// For how many rows at a time.
+pub(super) fn rows_shared(jobs: &[Job<'_>]) -> usize {
+    let steps: usize = jobs.iter().map(|job| job.sum.len()).sum();
+    (SHARED / steps.max(1)).max(ROWS_AT_ONCE) / (2 * ROWS) * (2 * ROWS)
+}
+
+/// The inputs of a job for some rows, laid out by all threads.
+pub(super) fn share(threads: &Threads, job: &Job<'_>, rows: &Range<usize>, lines: &mut Vec<Line>) -> Tiled {
+    let (tiles, blocks) = (rows.len().div_ceil(ROWS), job.sum.len().div_ceil(STEPS));
+    let words = blocks * tiles::BYTES / 4;
+    // Safety: there is room for so many.
+    let out = Shared::new(unsafe { std::slice::from_raw_parts_mut(room(lines, tiles * words), tiles * words) });
+    threads.split(tiles, |some| {
+        let rows = rows.start + some.start * ROWS..(rows.start + some.end * ROWS).min(rows.end);
+        // Safety: the machine has AVX-512, and tiles are disjoint.
+        unsafe { pack(job, &rows, &job.sum, out.at(some.start * words).cast()) };
+    });
+    // Safety: the first element.
+    let data = unsafe { out.at(0).cast_const().cast() };
+    Tiled { data, rows: (rows.start, rows.end), sum: (job.sum.start, job.sum.end) }
+}
+
+/// The part of a sum of products that lies in these rows and panels. Every job but the first adds to what is there.
 ///
 /// # Safety
-/// The machine has AMX and AVX-512; rows and panels are the job's, the weight is a pack of bf16.
-pub(super) unsafe fn product(job: &Job<'_>, scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
+/// The machine has AMX and AVX-512; rows and panels are the jobs', the weights are packs of bf16, what is shared of their
+/// inputs begins at a tile of the rows.
+pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
     configure();
-    let rung = rung(Isa::Avx512);
     let Scratch { inputs, turned, edge, .. } = scratch;
-    let inputs = &mut inputs[job.slot];
     for rows in pieces(rows, ROWS_AT_ONCE) {
         let tiles = rows.len().div_ceil(ROWS);
         let sums = room(edge, tiles * ROWS * PANEL);
         let deeper = (INPUTS / (tiles * ROWS)).max(DEEPER) / DEEP * DEEP;
-        for sum in pieces(job.sum.clone(), deeper) {
-            let blocks = sum.len().div_ceil(STEPS);
-            if !inputs.holds(job, &rows, &sum, 0) {
-                // Safety: AVX-512.
-                unsafe { pack_inputs(job, &rows, &sum, &mut inputs.lines) };
-            }
-            let packed = inputs.lines.as_ptr().cast::<u8>();
-            for panel in panels.clone() {
-                let all = job.depth(panel);
-                let depth = sum.start.max(all.start)..sum.end.min(all.end);
-                if depth.is_empty() {
-                    continue;
+        // The second sum is added to a panel's outputs while they are near.
+        let together = jobs.len() == 2 && jobs[0].slot != jobs[1].slot && jobs[1].sum.len() <= deeper;
+        for jobs in jobs.chunks(if together { 2 } else { 1 }) {
+            let whole = &jobs[0].sum;
+            for sum in pieces(whole.clone(), deeper) {
+                let mut parts = [None, None];
+                let second = jobs.get(1).filter(|_| sum.end == whole.end).map(|job| (job, job.sum.clone()));
+                for ((job, sum), part) in [(&jobs[0], sum)].into_iter().chain(second).zip(&mut parts) {
+                    let tiled = job.tiled.unwrap_or_else(|| {
+                        let inputs = &mut inputs[job.slot];
+                        if !inputs.holds(job, &rows, &sum, 0) {
+                            let words = tiles * sum.len().div_ceil(STEPS) * tiles::BYTES / 4;
+                            // Safety: AVX-512; there is room.
+                            unsafe { pack(job, &rows, &sum, room(&mut inputs.lines, words).cast()) };
+                        }
+                        let data = inputs.lines.as_ptr().cast();
+                        Tiled { data, rows: (rows.start, rows.end), sum: (sum.start, sum.end) }
+                    });
+                    *part = Some((job, tiled, sum));
                 }
-                let mut zero = depth.start == all.start && matches!(job.start, Start::Zero);
-                // Safety: the caller's; there is room for the sums, and the blocks lie inside the weight.
-                unsafe {
-                    if !zero {
-                        begin(job, &rows, panel, depth.start == all.start, sums);
-                    }
-                    // Few rows: the weights stream by once.
-                    let deep = if tiles == 1 { depth.len().next_multiple_of(STEPS) } else { DEEP };
-                    for block in pieces(depth.clone(), deep) {
-                        let weights = match job.side {
-                            Side::Forward => job.weight.panel(panel).add(block.start / 2 * PANEL),
-                            Side::Backward => turn(rung, job.weight, panel, &block, turned),
-                        };
-                        let at = tiles::Block {
-                            inputs: packed.add((block.start - sum.start) / STEPS * tiles::BYTES),
-                            inputs_stride: blocks * tiles::BYTES,
-                            weights: weights.cast(),
-                            steps: block.len().div_ceil(STEPS),
-                            sums,
-                            zero,
-                        };
-                        at.multiply(tiles);
-                        zero = false;
-                    }
-                    end(job, &rows, panel, sums);
+                for panel in panels.clone() {
+                    // Safety: the caller's; there is room for the sums.
+                    unsafe { one_panel(parts.iter().flatten(), &rows, panel, turned, sums) };
                 }
             }
         }
     }
+}
+
+/// A panel's outputs for some rows: blocks of weights one after the other, each for all rows. Between two blocks the sums
+/// wait in `sums`; the first begins with what the sum begins with, the last writes the outputs.
+unsafe fn one_panel<'a, 'j: 'a>(
+    parts: impl Iterator<Item = &'a (&'a Job<'j>, Tiled, Range<usize>)> + Clone,
+    rows: &Range<usize>,
+    panel: usize,
+    turned: &mut Vec<Line>,
+    sums: *mut f32,
+) {
+    let tiles = rows.len().div_ceil(ROWS);
+    // Few rows: the weights stream by once.
+    let at_once = if tiles == 1 { usize::MAX / 2 } else { DEEP };
+    let blocks = parts.flat_map(|(job, tiled, sum)| {
+        let depth = job.depth(panel);
+        let begins = sum.start <= depth.start;
+        let depth = sum.start.max(depth.start)..sum.end.min(depth.end);
+        let depth = depth.start..depth.end.max(depth.start);
+        pieces(depth.clone(), at_once).map(move |block| (*job, tiled, begins && block.start == depth.start, block))
+    });
+    let mut blocks = blocks.peekable();
+    let Some((first, ..)) = blocks.peek() else { return };
+    let (valid, column) = (valid(first, panel), panel * PANEL);
+    // Tiles of rows whose outputs are whole tiles.
+    let whole = if valid == PANEL { rows.len() / ROWS } else { 0 };
+    let edge = rows.start + whole * ROWS..rows.end;
+    let mut fresh = true;
+    let mut out = Output { at: sums, stride: PANEL };
+    while let Some((job, tiled, begins, block)) = blocks.next() {
+        // Safety: the caller's.
+        unsafe {
+            let begin = Begin::of(job, begins, rows.start, column);
+            let y = Output { at: job.y(rows.start, column), stride: job.stride };
+            if fresh {
+                begin.copy(edge.clone(), rows.start, valid, sums);
+                out = y;
+            }
+            let weights = match job.side {
+                Side::Forward => job.weight.panel(panel).add(block.start / 2 * PANEL),
+                Side::Backward => turn(rung(Isa::Avx512), job.weight, panel, &block, turned),
+            };
+            let waiting = Output { at: sums, stride: PANEL };
+            tiles::Block {
+                inputs: tiled.at(rows.start, block.start),
+                inputs_stride: tiled.blocks() * tiles::BYTES,
+                weights: weights.cast(),
+                steps: block.len().div_ceil(STEPS),
+                from: if fresh { begin } else { Begin::Rows(waiting.at, PANEL) },
+                to: if blocks.peek().is_none() { y } else { waiting },
+                whole,
+                edge: waiting,
+            }
+            .multiply(tiles);
+        }
+        fresh = false;
+    }
+    for row in edge {
+        // Safety: the caller's.
+        unsafe { copy(sums.add((row - rows.start) * PANEL), out.at.add((row - rows.start) * out.stride), valid) };
+    }
+}
+
+/// What sums of tiles begin with.
+#[derive(Clone, Copy, Debug)]
+enum Begin {
+    Zero,
+    /// For every row the same.
+    Bias(*const f32),
+    /// From the first row of the piece on, and their stride.
+    Rows(*const f32, usize),
+}
+
+impl Begin {
+    /// Of a job's outputs from a row and column on.
+    unsafe fn of(job: &Job<'_>, begins: bool, row: usize, column: usize) -> Begin {
+        match job.start {
+            Start::Zero if begins => Begin::Zero,
+            Start::Bias(bias) if begins => Begin::Bias(bias[column..].as_ptr()),
+            Start::Rows(rows) if begins => Begin::Rows(rows.at(row, column), rows.stride),
+            // Safety: the caller's.
+            Start::Zero | Start::Bias(_) | Start::Rows(_) | Start::Add => unsafe {
+                Begin::Rows(job.y(row, column).cast_const(), job.stride)
+            },
+        }
+    }
+
+    /// Into the sums of some rows, so many columns.
+    unsafe fn copy(self, rows: Range<usize>, first: usize, valid: usize, sums: *mut f32) {
+        for row in rows {
+            // Safety: the caller's.
+            unsafe {
+                let to = sums.add((row - first) * PANEL);
+                match self {
+                    Begin::Zero => to.write_bytes(0, PANEL),
+                    Begin::Bias(bias) => copy(bias, to, valid),
+                    Begin::Rows(from, stride) => copy(from.add((row - first) * stride), to, valid),
+                }
+            }
+        }
+    }
+}
+
+/// Where tiles go.
+#[derive(Clone, Copy, Debug)]
+struct Output {
+    at: *mut f32,
+    stride: usize,
 }
 
 /// Operations of a step of [`peak`].
@@ -207,48 +358,71 @@ pub(super) unsafe fn peak(steps: usize) -> f32 {
 }
 
 /// `[tile][block][16][32]` bf16, zeros beyond the rows and the sum.
+///
+/// # Safety
+/// The machine has AVX-512, and there is room.
+unsafe fn pack(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, out: *mut u8) {
+    // Safety: the caller's.
+    unsafe {
+        match std::arch::is_x86_feature_detected!("avx512bf16") {
+            true => pack_converting(job, rows, sum, out),
+            false => pack_rounding(job, rows, sum, out),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn pack_converting(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, out: *mut u8) {
+    // Safety: 64 bytes both.
+    unsafe { pack_with(job, rows, sum, out, |low, high| std::mem::transmute(_mm512_cvtne2ps_pbh(high, low))) }
+}
+
 #[target_feature(enable = "avx512f")]
-unsafe fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &mut Vec<Line>) {
-    use std::arch::x86_64::*;
-    let (tiles, blocks) = (rows.len().div_ceil(ROWS), sum.len().div_ceil(STEPS));
-    let out = room(lines, tiles * blocks * tiles::BYTES / 4).cast::<u8>();
-    let tail = sum.len() % STEPS;
-    // Values of the last block.
-    let whole = if tail == 0 { blocks } else { blocks - 1 };
-    let (first, second) = ((1u32 << tail.min(16)) - 1, (1u32 << tail.saturating_sub(16)) - 1);
-    let narrow = |value: __m512| -> __m512i {
+unsafe fn pack_rounding(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, out: *mut u8) {
+    let narrow = |value: __m512| -> __m256i {
         let bits = _mm512_castps_si512(value);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
         // What is no number stays none.
         let none = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value);
         let rounded = _mm512_mask_or_epi32(nearest, none, bits, _mm512_set1_epi32(0x0040_0000));
-        _mm512_srli_epi32::<16>(rounded)
+        _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
     };
+    let both = |low, high| _mm512_inserti64x4::<1>(_mm512_castsi256_si512(narrow(low)), narrow(high));
+    // Safety: the caller's.
+    unsafe { pack_with(job, rows, sum, out, both) }
+}
+
+/// `narrow` makes 32 bf16 of 2 × 16 values.
+#[inline(always)]
+unsafe fn pack_with(
+    job: &Job<'_>,
+    rows: &Range<usize>,
+    sum: &Range<usize>,
+    out: *mut u8,
+    narrow: impl Fn(__m512, __m512) -> __m512i,
+) {
+    let (tiles, blocks) = (rows.len().div_ceil(ROWS), sum.len().div_ceil(STEPS));
+    let tail = sum.len() % STEPS;
+    let (first, second) = ((1u32 << tail.min(16)) - 1, (1u32 << tail.saturating_sub(16)) - 1);
     for row in 0..tiles * ROWS {
         // Safety: there is room for the tiles, and the loads of the last block are masked.
         unsafe {
             let out = out.add(row / ROWS * blocks * tiles::BYTES + row % ROWS * 2 * STEPS);
-            let at = |block: usize| out.add(block * tiles::BYTES).cast::<__m256i>();
+            let at = |block: usize| out.add(block * tiles::BYTES).cast::<__m512i>();
             if row >= rows.len() {
-                for block in 0..blocks {
-                    _mm512_storeu_si512(at(block).cast(), _mm512_setzero_si512());
-                }
+                (0..blocks).for_each(|block| at(block).write(_mm512_setzero_si512()));
                 continue;
             }
             let x = job.inputs.row(rows.start + row, sum).as_ptr();
-            let put = |block: usize, low: __m512, high: __m512| {
-                _mm256_storeu_si256(at(block), _mm512_cvtepi32_epi16(narrow(low)));
-                _mm256_storeu_si256(at(block).add(1), _mm512_cvtepi32_epi16(narrow(high)));
-            };
-            for block in 0..whole {
+            for block in 0..sum.len() / STEPS {
                 let x = x.add(block * STEPS);
-                put(block, _mm512_loadu_ps(x), _mm512_loadu_ps(x.add(16)));
+                at(block).write(narrow(_mm512_loadu_ps(x), _mm512_loadu_ps(x.add(16))));
             }
             if tail > 0 {
-                let x = x.wrapping_add(whole * STEPS);
+                let x = x.wrapping_add(sum.len() - tail);
                 let high = _mm512_maskz_loadu_ps(second as u16, x.wrapping_add(16));
-                put(whole, _mm512_maskz_loadu_ps(first as u16, x), high);
+                at(blocks - 1).write(narrow(_mm512_maskz_loadu_ps(first as u16, x), high));
             }
         }
     }
@@ -257,31 +431,6 @@ unsafe fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, li
 /// Outputs of a panel.
 fn valid(job: &Job<'_>, panel: usize) -> usize {
     job.columns.end.saturating_sub(panel * PANEL).min(PANEL)
-}
-
-/// What the sums begin with: the bias, or what is in the output.
-unsafe fn begin(job: &Job<'_>, rows: &Range<usize>, panel: usize, first: bool, sums: *mut f32) {
-    let (valid, column) = (valid(job, panel), panel * PANEL);
-    for (number, row) in rows.clone().enumerate() {
-        // Safety: the caller's.
-        unsafe {
-            let from = match job.start {
-                Start::Bias(bias) if first => bias[column..column + valid].as_ptr(),
-                Start::Rows(rows) if first => rows.at(row, column),
-                Start::Zero | Start::Bias(_) | Start::Rows(_) | Start::Add => job.y(row, column).cast_const(),
-            };
-            copy(from, sums.add(number * PANEL), valid);
-        }
-    }
-}
-
-/// The sums of the rows there are.
-unsafe fn end(job: &Job<'_>, rows: &Range<usize>, panel: usize, sums: *const f32) {
-    let (valid, column) = (valid(job, panel), panel * PANEL);
-    for (number, row) in rows.clone().enumerate() {
-        // Safety: the caller's.
-        unsafe { copy(sums.add(number * PANEL), job.y(row, column), valid) };
-    }
 }
 
 #[cfg(all(test, target_os = "linux"))]

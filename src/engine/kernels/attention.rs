@@ -16,7 +16,7 @@ mod tile;
 use std::ops::Range;
 
 pub use backward::{Backward, attend_groups_backward};
-pub use forward::{Batch, Query, Scratch, attend, attend_batches};
+pub use forward::{Batch, Query, attend, attend_batches};
 pub use groups::{Forward, Group, Segments, attend_groups};
 
 use super::floats::Floats;

@@ -13,6 +13,8 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+#[cfg(target_arch = "x86_64")]
+use super::amx;
 use super::isa::Isa;
 use super::pack::{PANEL, PackDtype, PackedMatrix};
 use super::threads::{Shared, Threads};
@@ -117,20 +119,48 @@ fn run(
     for term in terms {
         Inputs::of(term, 0).check(rows, if side == Side::Forward { term.weight.k() } else { term.weight.n() });
     }
-    let jobs = of_terms(side, terms, start, &target);
-    cut(threads, isa, side, rows, width, size, |rows, panels| {
-        SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &jobs, scratch, rows, panels));
-    });
+    let call = next_call();
+    let job = |index: usize| {
+        let start = if index == 0 { start } else { Start::Add };
+        let inputs = Inputs::of(&terms[index], 0);
+        Job { slot: index.min(1), ..Job::new(side, terms[index].weight, inputs, start, &target, call) }
+    };
+    for first in (0..terms.len()).step_by(2) {
+        let pair = [job(first), job((first + 1).min(terms.len() - 1))];
+        spread(threads, isa, &pair[..(terms.len() - first).min(2)], rows, (width, size));
+    }
 }
 
-/// The products of a sum.
-fn of_terms<'a>(side: Side, terms: &[Term<'a>], start: Start<'a>, target: &Target) -> Vec<Job<'a>> {
-    let call = next_call();
-    let of_term = |(index, term): (usize, &Term<'a>)| {
-        let start = if index == 0 { start } else { Start::Add };
-        Job { slot: index.min(1), ..Job::new(side, term.weight, Inputs::of(term, 0), start, target, call) }
+/// The sum of one or two products, spread over the threads; each row is `size` multiply-adds.
+fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, (width, size): (usize, usize)) {
+    assert!(isa.runs(), "{isa} does not run on this machine");
+    let cell = |jobs: &[Job<'_>], rows: Range<usize>, panels: Range<usize>| {
+        SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, jobs, scratch, rows, panels));
     };
-    terms.iter().enumerate().map(of_term).collect()
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Amx && amx::shares(jobs, rows) {
+        return SHARED.with_borrow_mut(|buffers| {
+            for rows in product::balanced(0..rows, amx::rows_shared(jobs)) {
+                let mut pair = [jobs[0].clone(), jobs[jobs.len() - 1].clone()];
+                let pair = &mut pair[..jobs.len()];
+                for (job, buffer) in pair.iter_mut().zip(buffers.iter_mut()) {
+                    job.tiled = Some(amx::share(threads, job, &rows, buffer));
+                }
+                grid(threads, rows, width, |rows, panels| cell(pair, rows, panels));
+            }
+        });
+    }
+    cut(threads, isa, jobs[0].side, rows, width, size, |rows, panels| cell(jobs, rows, panels));
+}
+
+/// Cells of whole tiles, few enough rows that their inputs stay in the second-level cache.
+#[cfg(target_arch = "x86_64")]
+fn grid(threads: &Threads, rows: Range<usize>, width: usize, f: impl Fn(Range<usize>, Range<usize>) + Sync) {
+    let cells = rows.len().div_ceil(amx::ROWS_AT_ONCE);
+    let multiple = rows.len().div_ceil(cells).next_multiple_of(2 * amx::ROWS);
+    threads.grid(rows.len(), multiple, width.div_ceil(PANEL), 1, |some, panels| {
+        f(rows.start + some.start..rows.start + some.end, panels);
+    });
 }
 
 /// [`forward`] for the outputs of some panels, on the calling thread: the streamed head. Column 0 of y is output
@@ -210,11 +240,19 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
         size += rank * (n + k);
         (a, b, parts)
     });
+    let base = Job::new(Side::Forward, weight, x, start, &target, call);
+    let Some((a, b, parts)) = adapter else { return spread(threads, isa, &[base], rows, (n, size)) };
+    let rank = a.n();
+    assert!(isa.runs(), "{isa} does not run on this machine");
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Amx
+        && amx::shares(std::slice::from_ref(&base), rows)
+        && [a, b].iter().all(|factor| factor.dtype() == PackDtype::Bf16)
+    {
+        return linear_shared(threads, &base, (a, b, parts), hidden_out, rows);
+    }
     cut(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
         SCRATCH.with_borrow_mut(|scratch| {
-            let base = Job::new(Side::Forward, weight, x, start, &target, call);
-            let Some((a, b, parts)) = adapter else { return run_jobs(isa, &[base], scratch, rows, panels) };
-            let rank = a.n();
             // The inputs of so many rows are packed once for both.
             let at_once = if isa == Isa::Amx { rows.len() } else { product::ROWS };
             for rows in product::balanced(rows, at_once) {
@@ -241,6 +279,46 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
                 scratch.hidden = hidden;
             }
         });
+    });
+}
+
+/// [`linear`] of many rows with tiles: their inputs are laid out once for all threads, and so is x·Aᵀ.
+#[cfg(target_arch = "x86_64")]
+fn linear_shared(
+    threads: &Threads,
+    base: &Job<'_>,
+    (a, b, parts): (&PackedMatrix, &PackedMatrix, &[(Range<usize>, Range<usize>)]),
+    hidden_out: Option<Shared<f32>>,
+    rows: usize,
+) {
+    let rank = a.n();
+    SHARED.with_borrow_mut(|[inputs, low_rank_inputs, hidden]| {
+        for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(base))) {
+            let tiled = Some(amx::share(threads, base, &rows, inputs));
+            // Safety: there is room for so many.
+            let hidden = unsafe {
+                let values = product::room(hidden, rows.len() * rank);
+                std::slice::from_raw_parts_mut(values, rows.len() * rank)
+            };
+            let out = Output { y: hidden, stride: rank, rows: rows.len(), add: false };
+            let to_hidden = Target { first_row: rows.start, ..Target::new(out, 0..rank) };
+            let down = Job { tiled, ..Job::new(Side::Forward, a, base.inputs, Start::Zero, &to_hidden, base.call) };
+            grid(threads, rows.clone(), rank, |rows, panels| {
+                SCRATCH
+                    .with_borrow_mut(|scratch| run_jobs(Isa::Amx, std::slice::from_ref(&down), scratch, rows, panels));
+            });
+            if let Some(out) = hidden_out {
+                // Safety: nobody else writes these rows, and the length was checked.
+                unsafe { out.part(rows.start * rank..rows.end * rank) }.copy_from_slice(hidden);
+            }
+            let inputs = Inputs { values: hidden, stride: rank, first_row: rows.start, first: 0 };
+            let mut up = Job { parts, slot: 1, start: Start::Add, inputs, weight: b, sum: 0..rank, ..base.clone() };
+            up.tiled = Some(amx::share(threads, &up, &rows, low_rank_inputs));
+            let jobs = [Job { tiled, ..base.clone() }, up];
+            grid(threads, rows, base.columns.len(), |rows, panels| {
+                SCRATCH.with_borrow_mut(|scratch| run_jobs(Isa::Amx, &jobs, scratch, rows, panels));
+            });
+        }
     });
 }
 
@@ -323,6 +401,8 @@ fn outer_thin(isa: Isa, rows: usize, (a, b): (&Rows<'_>, &Rows<'_>), target: &Ta
 
 /// Multiply-adds that one thread does sooner than two, a few microseconds.
 const ALONE: usize = 1 << 18;
+/// The same with tiles, which always multiply 16 rows.
+const ALONE_WITH_TILES: usize = 3 << 20;
 
 /// Rows that are not cut: the weights are read once.
 const ONE_CELL: usize = 96;
@@ -342,7 +422,8 @@ fn cut(
         return;
     }
     assert!(isa.runs(), "{isa} does not run on this machine");
-    if rows.saturating_mul(size) <= ALONE {
+    let (least_rows, alone) = if isa == Isa::Amx { (16, ALONE_WITH_TILES) } else { (1, ALONE) };
+    if rows.max(least_rows).saturating_mul(size) <= alone {
         return f(0..rows, 0..panels);
     }
     // For many rows the weights are turned once.
@@ -460,6 +541,9 @@ pub(super) struct Job<'a> {
     pub call: u64,
     /// Which packed inputs it may replace.
     pub slot: usize,
+    /// The inputs of all rows, where all threads share them.
+    #[cfg(target_arch = "x86_64")]
+    pub tiled: Option<amx::Tiled>,
 }
 
 impl<'a> Job<'a> {
@@ -486,6 +570,8 @@ impl<'a> Job<'a> {
             columns: columns.clone(),
             call,
             slot: 0,
+            #[cfg(target_arch = "x86_64")]
+            tiled: None,
         }
     }
 
@@ -531,34 +617,23 @@ fn run_jobs(isa: Isa, jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize
     if rows.is_empty() || panels.is_empty() {
         return;
     }
-    let tiled = |job: &Job<'_>| isa == Isa::Amx && job.weight.dtype() == PackDtype::Bf16;
-    if jobs.iter().any(|job| job.sum.is_empty() || tiled(job)) {
+    if jobs.iter().any(|job| job.sum.is_empty()) {
         for job in jobs {
-            if job.sum.is_empty() {
-                job.empty(rows.clone(), panels.clone());
-                continue;
-            }
-            // Safety: the rung is available, and the bounds were checked where the job was made.
-            unsafe {
-                match tiled(job) {
-                    #[cfg(target_arch = "x86_64")]
-                    true => super::amx::product(job, scratch, rows.clone(), panels.clone()),
-                    _ => {
-                        product::product(
-                            tile::rung(isa),
-                            std::slice::from_ref(job),
-                            scratch,
-                            rows.clone(),
-                            panels.clone(),
-                        );
-                    }
-                }
+            match job.sum.is_empty() {
+                true => job.empty(rows.clone(), panels.clone()),
+                false => run_jobs(isa, std::slice::from_ref(job), scratch, rows.clone(), panels.clone()),
             }
         }
         return;
     }
-    // Safety: as above.
-    unsafe { product::product(tile::rung(isa), jobs, scratch, rows, panels) };
+    // Safety: the rung is available, and the bounds were checked where the job was made.
+    unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Amx && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16) {
+            return amx::product(jobs, scratch, rows, panels);
+        }
+        product::product(tile::rung(isa), jobs, scratch, rows, panels);
+    }
 }
 
 /// How far the products of two rungs of one small odd shape, forward and back, are apart at most.
@@ -595,4 +670,7 @@ fn next_call() -> u64 {
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
+    /// What the threads share of a call of this one: inputs laid out for tiles, and x·Aᵀ.
+    #[cfg(target_arch = "x86_64")]
+    static SHARED: RefCell<[Vec<super::pack::Line>; 3]> = RefCell::default();
 }

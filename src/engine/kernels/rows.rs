@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::threads::Threads;
+use super::threads::{Shared, Threads};
 
 /// Elements below which a thread's help costs more than it brings.
 const WORTH_A_DISPATCH: usize = 1 << 14;
@@ -14,6 +14,18 @@ pub(super) fn over_rows(threads: &Threads, rows: usize, elements: usize, f: impl
         return;
     }
     if rows * elements < WORTH_A_DISPATCH { f(0..rows) } else { threads.split(rows, f) }
+}
+
+/// Write the rows of a matrix, each told its index.
+pub fn each_row(threads: &Threads, values: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
+    let rows = values.len().checked_div(width).unwrap_or(0);
+    let values = Shared::new(values);
+    over_rows(threads, rows, width, |range| {
+        for row in range {
+            // Safety: rows are disjoint and inside the buffer.
+            f(row, unsafe { values.part(row * width..(row + 1) * width) });
+        }
+    });
 }
 
 /// Run `f` on every number of `0..count`, each thread taking the next one when it is done with one; `elements` are what

@@ -82,8 +82,15 @@ impl Policy {
 
     /// The next token of every live row, chosen by the head itself: no logits leave the backend.
     pub fn choose(&self, state: &DecodeState, picks: &[Pick]) -> Result<Vec<Chosen>> {
+        let mut chosen = Vec::new();
+        self.choose_into(state, picks, &mut chosen)?;
+        Ok(chosen)
+    }
+
+    /// As [`Policy::choose`]; the tokens replace what is in `chosen`.
+    pub fn choose_into(&self, state: &DecodeState, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
         state.check(picks.len(), "picks")?;
-        with_rows!(self, &state.0, |decoder, rows| decoder.choose(rows, picks))
+        with_rows!(self, &state.0, |decoder, rows| decoder.choose(rows, picks, chosen))
     }
 
     /// The next token of every live row by a sampler that filters, one draw each; None where the backend leaves that to

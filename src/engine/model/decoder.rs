@@ -379,9 +379,10 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// The next token of every row, one pick each.
-    pub fn choose(&self, rows: &Rows<B>, picks: &[Pick]) -> Result<Vec<Chosen>> {
-        let Some(hidden) = &rows.hidden else { return Ok(Vec::new()) };
-        self.backend.choose(&self.normed(hidden)?, &self.head, picks)
+    pub fn choose(&self, rows: &Rows<B>, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
+        chosen.clear();
+        let Some(hidden) = &rows.hidden else { return Ok(()) };
+        self.backend.choose(&self.normed(hidden)?, &self.head, picks, chosen)
     }
 
     /// The next token of every row by a sampler that filters, where the backend can choose itself.

@@ -1,11 +1,10 @@
 //! Attention over packed batches and over the cache of a generation.
 
-use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use super::{Attention, AttentionBackward, Cpu, Matrix};
-use crate::engine::kernels::attention::{self, Backward, Forward, Heads, Query, Scratch, Segment, Visible};
+use crate::engine::kernels::attention::{self, Backward, Forward, Heads, Query, Segment, Visible};
 
 /// Keys and values of rows, each behind a prompt that others may share.
 #[derive(Debug)]
@@ -14,6 +13,8 @@ pub struct Cache {
     num_layers: usize,
     prompts: Vec<Arc<Prompt>>,
     rows: Vec<Row>,
+    /// Rows that are attended together.
+    pieces: Vec<Range<usize>>,
 }
 
 #[derive(Debug)]
@@ -36,7 +37,7 @@ const FIRST_TOKENS: usize = 32;
 
 impl Cache {
     pub(super) fn new(heads: &Heads, num_layers: usize) -> Cache {
-        Cache { heads: *heads, num_layers, prompts: Vec::new(), rows: Vec::new() }
+        Cache { heads: *heads, num_layers, prompts: Vec::new(), rows: Vec::new(), pieces: Vec::new() }
     }
 
     pub(super) fn announce(&mut self, lengths: &[usize]) -> usize {
@@ -92,14 +93,10 @@ impl Row {
 /// Work below which one thread is faster.
 const MIN_PARALLEL: usize = 1 << 14;
 
-thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
-}
-
 /// Rows of the batch that continue the same prompt, side by side; several pieces of a long run, so that all threads work.
-fn pieces(rows: &[Row], threads: usize) -> Vec<Range<usize>> {
+fn cut(rows: &[Row], threads: usize, pieces: &mut Vec<Range<usize>>) {
     let longest = rows.len().div_ceil(2 * threads).max(2);
-    let mut pieces: Vec<Range<usize>> = Vec::new();
+    pieces.clear();
     for (index, row) in rows.iter().enumerate() {
         match pieces.last_mut() {
             Some(piece) if piece.len() < longest && Arc::ptr_eq(&rows[piece.start].prompt, &row.prompt) => {
@@ -108,36 +105,31 @@ fn pieces(rows: &[Row], threads: usize) -> Vec<Range<usize>> {
             Some(_) | None => pieces.push(index..index + 1),
         }
     }
-    pieces
 }
 
 impl Cpu {
     /// Append a token to each row, and attend.
     pub(super) fn attend_rows(&self, cache: &mut Cache, layer: usize, window: Option<usize>, qkv: &Matrix) -> Matrix {
-        let Cache { heads, rows, .. } = cache;
-        for row in rows.iter_mut().filter(|_| layer == 0) {
-            row.make_room(heads);
+        let Cache { heads, rows, pieces, .. } = cache;
+        if layer == 0 {
+            rows.iter_mut().for_each(|row| row.make_room(heads));
+            cut(rows, self.threads.count(), pieces);
         }
         let width = heads.q_width();
         let mut out = self.pool.matrix(rows.len(), width);
         let seen: usize = rows.iter().map(|row| row.prompt.len + row.layers[layer].len() + 1).sum();
-        let cells = pieces(rows, self.threads.count());
         let small = seen * width < MIN_PARALLEL;
-        self.threads.over(&cells, rows, (out.values_mut(), width), small, |cell, rows, out| {
+        self.threads.over(pieces, rows, (out.values_mut(), width), small, |cell, rows, out| {
             for (row, index) in rows.iter_mut().zip(cell.clone()) {
                 row.layers[layer].push(heads, qkv.row(index));
             }
             let Some(first) = rows.first() else { return };
-            let mut queries: Vec<Query<'_>> = (rows.iter().zip(out.chunks_exact_mut(width)).zip(cell))
-                .map(|((row, out), index)| {
-                    let own = &row.layers[layer];
-                    let visible = Visible::of_completion(row.prompt.len, own.len() - 1, window);
-                    Query { qkv: qkv.row(index), own, visible, out }
-                })
-                .collect();
-            SCRATCH.with_borrow_mut(|scratch| {
-                attention::attend(self.isa, heads, &first.prompt.layers[layer], &mut queries, scratch);
+            let queries = rows.iter().zip(out.chunks_exact_mut(width)).zip(cell).map(|((row, out), index)| {
+                let own = &row.layers[layer];
+                let visible = Visible::of_completion(row.prompt.len, own.len() - 1, window);
+                Query { qkv: qkv.row(index), own, visible, out }
             });
+            attention::attend(self.isa, heads, &first.prompt.layers[layer], queries);
         });
         out
     }

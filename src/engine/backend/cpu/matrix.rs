@@ -53,6 +53,7 @@ impl Drop for Matrix {
 #[derive(Debug, Default)]
 pub struct Pool {
     free: Mutex<Vec<Vec<f32>>>,
+    positions: Mutex<Vec<Vec<usize>>>,
 }
 
 /// Buffers kept: what a training pass over a deep model holds at a time.
@@ -76,6 +77,23 @@ impl Pool {
         let mut matrix = self.matrix(rows, width);
         matrix.values.fill(0.0);
         matrix
+    }
+
+    /// A copy of some positions.
+    pub fn positions(&self, positions: &[usize]) -> Vec<usize> {
+        let free = self.positions.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut copy = free.unwrap_or_default();
+        copy.clear();
+        copy.extend_from_slice(positions);
+        copy
+    }
+
+    /// Positions that are not needed any more.
+    pub fn give_positions(&self, positions: Vec<usize>) {
+        let mut free = self.positions.lock().unwrap_or_else(PoisonError::into_inner);
+        if free.len() < MAX_FREE {
+            free.push(positions);
+        }
     }
 
     /// The smallest buffer that is large enough, unless it is far too large.

@@ -3,7 +3,7 @@
 use super::{Cpu, Matrix, Rotation};
 use crate::engine::kernels::pack::PackedMatrix;
 use crate::engine::kernels::rope::{self, QkNorm, Rope};
-use crate::engine::kernels::{mlp, norm};
+use crate::engine::kernels::{self, mlp, norm};
 
 /// values[at..] += row
 pub fn add(values: &mut [f32], at: usize, row: &[f32]) {
@@ -21,37 +21,26 @@ impl Cpu {
     /// Rows of a packed table.
     pub(super) fn lookup(&self, table: &PackedMatrix, ids: &[u32]) -> Matrix {
         let mut out = self.pool.matrix(ids.len(), table.k());
-        self.each_row(ids, &mut out, |id, row| table.row(id, row));
+        self.each_row(&mut out, |at, row| table.row(ids[at] as usize, row));
         out
     }
 
     /// Some rows, in this order.
     pub(super) fn gather(&self, x: &Matrix, rows: &[u32]) -> Matrix {
         let mut out = self.pool.matrix(rows.len(), x.width());
-        self.each_row(rows, &mut out, |from, row| row.copy_from_slice(x.row(from)));
+        self.each_row(&mut out, |at, row| row.copy_from_slice(x.row(rows[at] as usize)));
         out
     }
 
     /// x *= factor
     pub(super) fn scale(&self, x: &mut Matrix, factor: f32) {
-        let rows: Vec<u32> = (0..x.rows() as u32).collect();
-        self.each_row(&rows, x, |_, row| row.iter_mut().for_each(|value| *value *= factor));
+        self.each_row(x, |_, row| row.iter_mut().for_each(|value| *value *= factor));
     }
 
-    /// Write row after row, each by its number.
-    fn each_row(&self, numbers: &[u32], out: &mut Matrix, f: impl Fn(usize, &mut [f32]) + Sync) {
-        /// Elements that one thread moves as fast as two.
-        const FEW: usize = 1 << 14;
-        let (width, mut numbers) = (out.width(), numbers.to_vec());
-        let per_part = numbers.len().div_ceil(4 * self.threads.count()).max(1);
-        let parts: Vec<_> =
-            (0..numbers.len()).step_by(per_part).map(|at| at..(at + per_part).min(numbers.len())).collect();
-        let few = numbers.len() * width < FEW;
-        self.threads.over(&parts, &mut numbers, (out.values_mut(), width), few, |_, numbers, out| {
-            for (number, row) in numbers.iter().zip(out.chunks_exact_mut(width.max(1))) {
-                f(*number as usize, row);
-            }
-        });
+    /// Write row after row, each told its index.
+    fn each_row(&self, out: &mut Matrix, f: impl Fn(usize, &mut [f32]) + Sync) {
+        let width = out.width();
+        kernels::rows::each_row(&self.threads, out.values_mut(), width, f);
     }
 
     pub(super) fn norm(&self, x: &Matrix, weight: &[f32], eps: f32) -> Matrix {

@@ -2,6 +2,8 @@
 
 use std::arch::asm;
 
+use super::{Begin, Output, ROWS};
+
 /// Of a tile.
 pub(super) const BYTES: usize = 1024;
 
@@ -14,147 +16,191 @@ pub(super) struct Block {
     pub weights: *const u8,
     /// Blocks of 32 steps.
     pub steps: usize,
+    /// What the sums of whole tiles begin with, and where they go.
+    pub from: Begin,
+    pub to: Output,
+    /// Tiles of rows that are whole; the rest begin and end in `edge`.
+    pub whole: usize,
     /// `[tiles of rows][16][32]`
-    pub sums: *mut f32,
-    /// The sums begin with zero instead of what is there.
-    pub zero: bool,
+    pub edge: Output,
 }
 
+/// What a tile of 16 rows and 32 outputs begins with, and where it goes. Strides are in bytes.
+#[repr(C)]
+struct Place {
+    /// Null: with zero.
+    from: *const f32,
+    from_stride: usize,
+    to: *mut f32,
+    to_stride: usize,
+}
+
+/// Two tiles of rows by two of outputs, with instructions to fetch ahead among the products.
+macro_rules! two {
+    ($block:expr, $tile:expr, [$($first:literal,)*], [$($second:literal,)*]) => {{
+        let places = [$block.place($tile), $block.place($tile + 1)];
+        asm!(
+            "mov {at}, [{places}]",
+            "test {at}, {at}",
+            "jnz 3f",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "jmp 2f",
+            "3:",
+            "mov {stride}, [{places} + 8]",
+            "tileloadd tmm0, [{at} + {stride}]",
+            "tileloadd tmm1, [{at} + {stride} + 64]",
+            "mov {at}, [{places} + 32]",
+            "mov {stride}, [{places} + 40]",
+            "tileloadd tmm2, [{at} + {stride}]",
+            "tileloadd tmm3, [{at} + {stride} + 64]",
+            "2:",
+            "tileloadd tmm6, [{w} + {long}]",
+            "tileloadd tmm4, [{x} + {short}]",
+            $($first,)*
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{w} + {long} + 64]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            $($second,)*
+            "tileloadd tmm5, [{y} + {short}]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {x}, 1024",
+            "add {y}, 1024",
+            "add {w}, 2048",
+            "dec {steps}",
+            "jnz 2b",
+            "mov {at}, [{places} + 16]",
+            "mov {stride}, [{places} + 24]",
+            "tilestored [{at} + {stride}], tmm0",
+            "tilestored [{at} + {stride} + 64], tmm1",
+            "mov {at}, [{places} + 48]",
+            "mov {stride}, [{places} + 56]",
+            "tilestored [{at} + {stride}], tmm2",
+            "tilestored [{at} + {stride} + 64], tmm3",
+            x = inout(reg) $block.inputs.add($tile * $block.inputs_stride) => _,
+            y = inout(reg) $block.inputs.add(($tile + 1) * $block.inputs_stride) => _,
+            w = inout(reg) $block.weights => _,
+            steps = inout(reg) $block.steps => _,
+            short = in(reg) 64usize,
+            long = in(reg) 128usize,
+            places = in(reg) places.as_ptr(),
+            at = out(reg) _,
+            stride = out(reg) _,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }};
+}
+
+/// Tiles of rows that meet the weights while they come from memory.
+const FEW: usize = 4;
+
 impl Block {
-    /// Add to the sums of so many tiles of rows.
+    /// Add up so many tiles of rows.
     ///
     /// # Safety
     /// The machine has AMX, this thread's tiles are configured, and the pointers reach as far as they must.
     pub unsafe fn multiply(&self, tiles: usize) {
-        let last_pair = tiles.saturating_sub(2) / 2 * 2;
         for tile in (0..tiles).step_by(2) {
             // Safety: the caller's.
             unsafe {
-                if tile + 1 == tiles {
-                    self.one(tile);
-                    continue;
+                match tile {
+                    _ if tile + 1 == tiles => self.one(tile),
+                    0 if tiles <= FEW => self.two_streaming(tile),
+                    _ => self.two(tile),
                 }
-                // What comes next: these weights' continuation, or the inputs of the next rows.
-                let weights = self.weights.wrapping_add(self.steps * 2 * BYTES);
-                let (a, b) = match tile {
-                    0 => (weights, weights.wrapping_add(self.steps * BYTES)),
-                    _ if tile == last_pair => {
-                        let next = self.inputs.wrapping_add(self.steps * BYTES);
-                        (next, next.wrapping_add(self.inputs_stride))
-                    }
-                    _ => {
-                        let next = self.inputs.wrapping_add((tile + 2) * self.inputs_stride);
-                        (next, next.wrapping_add(self.inputs_stride))
-                    }
-                };
-                self.two(tile, a, b);
             }
         }
     }
 
-    /// Two tiles of rows. Fetches ahead from `a` and `b`, as much as there are inputs.
-    unsafe fn two(&self, tile: usize, a: *const u8, b: *const u8) {
+    fn place(&self, tile: usize) -> Place {
+        let (from, to) = match tile < self.whole {
+            true => (self.from, self.to),
+            false => (Begin::Rows(self.edge.at, self.edge.stride), self.edge),
+        };
+        let (from, from_stride) = match from {
+            Begin::Zero => (std::ptr::null(), 0),
+            Begin::Bias(bias) => (bias, 0),
+            Begin::Rows(rows, stride) => (rows.wrapping_add(tile * ROWS * stride), stride),
+        };
+        let to_stride = to.stride * size_of::<f32>();
+        let to = to.at.wrapping_add(tile * ROWS * to.stride);
+        Place { from, from_stride: from_stride * size_of::<f32>(), to, to_stride }
+    }
+
+    /// Two tiles of rows. Where there are many rows the processor fetches ahead by itself: told to, it was slower.
+    unsafe fn two(&self, tile: usize) {
+        // Safety: the caller's.
+        unsafe { two!(self, tile, [], []) }
+    }
+
+    /// Two tiles of rows: the weights stream by, fetched ahead.
+    unsafe fn two_streaming(&self, tile: usize) {
         // Safety: the caller's. Fetching ahead touches nothing.
         unsafe {
-            let sums = self.sums.add(tile * BYTES / 2);
-            asm!(
-                "test {zero}, {zero}",
-                "jz 3f",
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                "jmp 2f",
-                "3:",
-                "tileloadd tmm0, [{sums} + {long}]",
-                "tileloadd tmm1, [{sums} + {long} + 64]",
-                "tileloadd tmm2, [{sums} + {long} + 2048]",
-                "tileloadd tmm3, [{sums} + {long} + 2112]",
-                "2:",
-                "tileloadd tmm6, [{w} + {long}]",
-                "prefetcht0 [{a}]",
-                "prefetcht0 [{a} + 64]",
-                "prefetcht0 [{a} + 128]",
-                "prefetcht0 [{a} + 192]",
-                "prefetcht0 [{a} + 256]",
-                "prefetcht0 [{a} + 320]",
-                "prefetcht0 [{a} + 384]",
-                "prefetcht0 [{a} + 448]",
-                "tileloadd tmm4, [{x} + {short}]",
-                "prefetcht0 [{a} + 512]",
-                "prefetcht0 [{a} + 576]",
-                "prefetcht0 [{a} + 640]",
-                "prefetcht0 [{a} + 704]",
-                "prefetcht0 [{a} + 768]",
-                "prefetcht0 [{a} + 832]",
-                "prefetcht0 [{a} + 896]",
-                "prefetcht0 [{a} + 960]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{w} + {long} + 64]",
-                "prefetcht0 [{b}]",
-                "prefetcht0 [{b} + 64]",
-                "prefetcht0 [{b} + 128]",
-                "prefetcht0 [{b} + 192]",
-                "prefetcht0 [{b} + 256]",
-                "prefetcht0 [{b} + 320]",
-                "prefetcht0 [{b} + 384]",
-                "prefetcht0 [{b} + 448]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tileloadd tmm5, [{y} + {short}]",
-                "prefetcht0 [{b} + 512]",
-                "prefetcht0 [{b} + 576]",
-                "prefetcht0 [{b} + 640]",
-                "prefetcht0 [{b} + 704]",
-                "prefetcht0 [{b} + 768]",
-                "prefetcht0 [{b} + 832]",
-                "prefetcht0 [{b} + 896]",
-                "prefetcht0 [{b} + 960]",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "add {x}, 1024",
-                "add {y}, 1024",
-                "add {a}, 1024",
-                "add {b}, 1024",
-                "add {w}, 2048",
-                "dec {steps}",
-                "jnz 2b",
-                "tilestored [{sums} + {long}], tmm0",
-                "tilestored [{sums} + {long} + 64], tmm1",
-                "tilestored [{sums} + {long} + 2048], tmm2",
-                "tilestored [{sums} + {long} + 2112], tmm3",
-                x = inout(reg) self.inputs.add(tile * self.inputs_stride) => _,
-                y = inout(reg) self.inputs.add((tile + 1) * self.inputs_stride) => _,
-                w = inout(reg) self.weights => _,
-                a = inout(reg) a => _,
-                b = inout(reg) b => _,
-                steps = inout(reg) self.steps => _,
-                short = in(reg) 64usize,
-                long = in(reg) 128usize,
-                sums = in(reg) sums,
-                zero = in(reg) usize::from(self.zero),
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(nostack),
-            );
+            two!(
+                self,
+                tile,
+                [
+                    "prefetcht0 [{w} + 8192]",
+                    "prefetcht0 [{w} + 8256]",
+                    "prefetcht0 [{w} + 8320]",
+                    "prefetcht0 [{w} + 8384]",
+                    "prefetcht0 [{w} + 8448]",
+                    "prefetcht0 [{w} + 8512]",
+                    "prefetcht0 [{w} + 8576]",
+                    "prefetcht0 [{w} + 8640]",
+                    "prefetcht0 [{w} + 8704]",
+                    "prefetcht0 [{w} + 8768]",
+                    "prefetcht0 [{w} + 8832]",
+                    "prefetcht0 [{w} + 8896]",
+                    "prefetcht0 [{w} + 8960]",
+                    "prefetcht0 [{w} + 9024]",
+                    "prefetcht0 [{w} + 9088]",
+                    "prefetcht0 [{w} + 9152]",
+                ],
+                [
+                    "prefetcht0 [{w} + 9216]",
+                    "prefetcht0 [{w} + 9280]",
+                    "prefetcht0 [{w} + 9344]",
+                    "prefetcht0 [{w} + 9408]",
+                    "prefetcht0 [{w} + 9472]",
+                    "prefetcht0 [{w} + 9536]",
+                    "prefetcht0 [{w} + 9600]",
+                    "prefetcht0 [{w} + 9664]",
+                    "prefetcht0 [{w} + 9728]",
+                    "prefetcht0 [{w} + 9792]",
+                    "prefetcht0 [{w} + 9856]",
+                    "prefetcht0 [{w} + 9920]",
+                    "prefetcht0 [{w} + 9984]",
+                    "prefetcht0 [{w} + 10048]",
+                    "prefetcht0 [{w} + 10112]",
+                    "prefetcht0 [{w} + 10176]",
+                ]
+            )
         }
     }
 
     /// One tile of rows: the weights stream by, fetched ahead.
     unsafe fn one(&self, tile: usize) {
         /// Bytes ahead.
-        const AHEAD: usize = 4096;
+        const AHEAD: usize = 8192;
         // Safety: the caller's. Fetching ahead touches nothing.
         unsafe {
-            let sums = self.sums.add(tile * BYTES / 2);
+            let Place { from, from_stride, to, to_stride } = self.place(tile);
             asm!(
-                "test {zero}, {zero}",
-                "jz 3f",
+                "test {from}, {from}",
+                "jnz 3f",
                 "tilezero tmm0",
                 "tilezero tmm1",
                 "jmp 2f",
                 "3:",
-                "tileloadd tmm0, [{sums} + {long}]",
-                "tileloadd tmm1, [{sums} + {long} + 64]",
+                "tileloadd tmm0, [{from} + {from_stride}]",
+                "tileloadd tmm1, [{from} + {from_stride} + 64]",
                 "2:",
                 "tileloadd tmm4, [{x} + {short}]",
                 "tileloadd tmm6, [{w} + {long}]",
@@ -198,16 +244,18 @@ impl Block {
                 "add {w}, 2048",
                 "dec {steps}",
                 "jnz 2b",
-                "tilestored [{sums} + {long}], tmm0",
-                "tilestored [{sums} + {long} + 64], tmm1",
+                "tilestored [{to} + {to_stride}], tmm0",
+                "tilestored [{to} + {to_stride} + 64], tmm1",
                 x = inout(reg) self.inputs.add(tile * self.inputs_stride) => _,
                 w = inout(reg) self.weights => _,
                 a = inout(reg) self.weights.wrapping_add(AHEAD) => _,
                 steps = inout(reg) self.steps => _,
                 short = in(reg) 64usize,
                 long = in(reg) 128usize,
-                sums = in(reg) sums,
-                zero = in(reg) usize::from(self.zero),
+                from = in(reg) from,
+                from_stride = in(reg) from_stride,
+                to = in(reg) to,
+                to_stride = in(reg) to_stride,
                 out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
                 options(nostack),
             );

@@ -40,7 +40,7 @@ pub struct Batch<'a, 'b> {
 
 /// Buffers of a thread.
 #[derive(Debug, Default)]
-pub struct Scratch {
+struct Scratch {
     /// `[query][position]` of a tile and a chunk.
     probabilities: Floats,
     /// `[query][padded]`
@@ -51,6 +51,8 @@ pub struct Scratch {
     largest: Vec<f32>,
     /// `[query][padded]`
     inputs: Floats,
+    /// Of the call; empty between calls.
+    tokens: Vec<Token>,
 }
 
 thread_local! {
@@ -59,9 +61,9 @@ thread_local! {
 
 /// One token, its bounds checked.
 #[derive(Clone, Debug)]
-pub(super) struct Token<'a> {
+pub(super) struct Token {
     pub q: *const f32,
-    pub own: &'a Segment,
+    pub own: *const Segment,
     pub visible: Visible,
     pub out: *mut f32,
     /// Where the largest score (scaled, negative) and 1 / Σ of each query head go; null where they are not wanted.
@@ -69,25 +71,30 @@ pub(super) struct Token<'a> {
 }
 
 // Safety: tokens are handed to threads together with the head that each may write.
-unsafe impl Send for Token<'_> {}
-unsafe impl Sync for Token<'_> {}
+unsafe impl Send for Token {}
+unsafe impl Sync for Token {}
 
-fn token<'a>(heads: &Heads, prompt: &Segment, query: &mut Query<'a>) -> Token<'a> {
+fn token(heads: &Heads, prompt: &Segment, query: &mut Query<'_>) -> Token {
     let Query { qkv, own, visible, out } = query;
     assert!(visible.prompt.end <= prompt.len() && visible.own.end <= own.len(), "a query sees what is not there");
     assert!(!visible.prompt.is_empty() || !visible.own.is_empty(), "a query sees nothing");
     assert!(qkv.len() >= heads.q_width() && out.len() >= heads.q_width());
     let (q, out) = (qkv.as_ptr(), out.as_mut_ptr());
-    Token { q, own, visible: visible.clone(), out, softmax: std::ptr::null_mut() }
+    Token { q, own: *own, visible: visible.clone(), out, softmax: std::ptr::null_mut() }
 }
 
-/// Attention of queries that share a prompt, on the calling thread.
-pub fn attend(isa: Isa, heads: &Heads, prompt: &Segment, queries: &mut [Query<'_>], scratch: &mut Scratch) {
-    let tokens: Vec<Token<'_>> = queries.iter_mut().map(|query| token(heads, prompt, query)).collect();
-    for kv_head in 0..heads.num_kv_heads {
-        // Safety: the bounds were checked with the tokens.
-        unsafe { attend_head(isa, heads, prompt, &tokens, kv_head, scratch) };
-    }
+/// Attention of queries that share a prompt, on the calling thread, with its own buffers.
+pub fn attend<'a>(isa: Isa, heads: &Heads, prompt: &Segment, queries: impl Iterator<Item = Query<'a>>) {
+    SCRATCH.with_borrow_mut(|scratch| {
+        let mut tokens = std::mem::take(&mut scratch.tokens);
+        tokens.extend(queries.map(|mut query| token(heads, prompt, &mut query)));
+        for kv_head in 0..heads.num_kv_heads {
+            // Safety: the bounds were checked with the tokens, whose queries live for 'a.
+            unsafe { attend_head(isa, heads, prompt, &tokens, kv_head, scratch) };
+        }
+        tokens.clear();
+        scratch.tokens = tokens;
+    });
 }
 
 /// Attention of several batches, spread over the threads: a decode step.
@@ -121,7 +128,7 @@ pub fn attend_batches(threads: &Threads, isa: Isa, heads: &Heads, batches: &mut 
 }
 
 /// [`attend_head`] with the thread's own buffers.
-pub(super) unsafe fn attend_head_here(isa: Isa, heads: &Heads, prompt: &Segment, tokens: &[Token<'_>], head: usize) {
+pub(super) unsafe fn attend_head_here(isa: Isa, heads: &Heads, prompt: &Segment, tokens: &[Token], head: usize) {
     // Safety: the caller's.
     SCRATCH.with_borrow_mut(|scratch| unsafe { attend_head(isa, heads, prompt, tokens, head, scratch) });
 }
@@ -134,7 +141,7 @@ unsafe fn attend_head(
     isa: Isa,
     heads: &Heads,
     prompt: &Segment,
-    tokens: &[Token<'_>],
+    tokens: &[Token],
     kv_head: usize,
     scratch: &mut Scratch,
 ) {
@@ -160,13 +167,13 @@ unsafe fn attend_head(
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn attend_avx512(job: &Job<'_>, tokens: &[Token<'_>], scratch: &mut Scratch) {
+unsafe fn attend_avx512(job: &Job<'_>, tokens: &[Token], scratch: &mut Scratch) {
     unsafe { attend_with::<simd::Avx512, 8, 16>(job, tokens, scratch) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn attend_avx2(job: &Job<'_>, tokens: &[Token<'_>], scratch: &mut Scratch) {
+unsafe fn attend_avx2(job: &Job<'_>, tokens: &[Token], scratch: &mut Scratch) {
     unsafe { attend_with::<simd::Avx2, 4, 8>(job, tokens, scratch) }
 }
 
@@ -181,7 +188,7 @@ struct Job<'a> {
 #[inline(always)]
 unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
     job: &Job<'_>,
-    tokens: &[Token<'_>],
+    tokens: &[Token],
     scratch: &mut Scratch,
 ) {
     let heads = job.heads;
@@ -204,7 +211,7 @@ unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
         segment_with::<S, TILE, ACC>(job, tokens, 0, job.prompt, |visible| &visible.prompt, scratch);
         let mut first = 0;
         for run in tokens.chunk_by(|a, b| std::ptr::eq(a.own, b.own)) {
-            segment_with::<S, TILE, ACC>(job, run, first, run[0].own, |visible| &visible.own, scratch);
+            segment_with::<S, TILE, ACC>(job, run, first, &*run[0].own, |visible| &visible.own, scratch);
             first += run.len() * per_token;
         }
         for (index, token) in tokens.iter().enumerate() {
@@ -234,7 +241,7 @@ unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
 #[inline(always)]
 unsafe fn segment_with<S: Simd, const TILE: usize, const ACC: usize>(
     job: &Job<'_>,
-    tokens: &[Token<'_>],
+    tokens: &[Token],
     first: usize,
     segment: &Segment,
     seen: impl Fn(&Visible) -> &Range<usize> + Copy,

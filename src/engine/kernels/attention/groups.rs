@@ -127,7 +127,7 @@ pub fn attend_groups(
     take_turns(threads, tasks.len() * heads.num_kv_heads, work, |index| {
         let (part_index, first) = tasks[index / heads.num_kv_heads];
         let part = &parts[part_index];
-        let tokens: Vec<Token<'_>> = (first..(first + TOKENS_AT_ONCE).min(part.len))
+        let tokens: Vec<Token> = (first..(first + TOKENS_AT_ONCE).min(part.len))
             .map(|index| {
                 let row = part.row + index;
                 // Safety: the lengths were checked above.

@@ -162,7 +162,6 @@ fn a_token_has_the_same_bits_decoded_as_in_the_packed_batch() {
         for isa in Isa::available() {
             let threads = Threads::new(2);
             let (out, _) = case.forward(&threads, isa, &mut Segments::default());
-            let mut scratch = Scratch::default();
             let mut start = 0;
             for group in groups {
                 let mut prompt = Segment::default();
@@ -194,7 +193,7 @@ fn a_token_has_the_same_bits_decoded_as_in_the_packed_batch() {
                         })
                         .collect();
                     if step % 2 == 0 {
-                        attend(isa, heads, &prompt, &mut queries, &mut scratch);
+                        attend(isa, heads, &prompt, queries.into_iter());
                     } else {
                         let batch = Batch { prompt: &prompt, queries: &mut queries };
                         attend_batches(&threads, isa, heads, &mut [batch]);

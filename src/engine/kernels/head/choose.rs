@@ -1,5 +1,7 @@
 //! The next token of each row, by argmax or by one draw.
 
+use std::cell::RefCell;
+
 use super::super::gemm::{Output, Term, forward_panels};
 use super::super::isa::Isa;
 use super::super::pack::{PANEL, PackedMatrix};
@@ -28,14 +30,40 @@ pub struct Chosen {
 
 /// One token a row of x `[rows, hidden]`, normed already. Temperature 0 takes the largest logit, the lowest id of several,
 /// never a NaN; otherwise the first token whose probability and those of all lower ids sum to more than `uniform`.
-/// `logp` is, to the bit, what [`score`](super::score) gives for the token at that temperature.
-pub fn choose(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, picks: &[Pick]) -> Vec<Chosen> {
+/// `logp` is, to the bit, what [`score`](super::score) gives for the token at that temperature. They replace what is in
+/// `chosen`.
+pub fn choose(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, picks: &[Pick], chosen: &mut Vec<Chosen>) {
+    TABLE.with_borrow_mut(|table| choose_with(table, threads, isa, (x, weight), picks, chosen));
+}
+
+thread_local! {
+    static TABLE: RefCell<Table> = RefCell::default();
+}
+
+/// What is kept of every row while its token is chosen; its memory is used again.
+#[derive(Default)]
+struct Table {
+    /// `[rows][chunks]`
+    cells: Vec<Cell>,
+    /// `[rows][panels]`: Σ eᶻ
+    sums: Vec<f32>,
+}
+
+fn choose_with(
+    table: &mut Table,
+    threads: &Threads,
+    isa: Isa,
+    (x, weight): (&[f32], &PackedMatrix),
+    picks: &[Pick],
+    chosen: &mut Vec<Chosen>,
+) {
     let (rows, chunks, panels) = (picks.len(), weight.n().div_ceil(CHUNK), weight.panels());
     check(x, weight, rows);
     assert!(weight.n() > 0, "there is no token to choose");
-    let mut table = vec![Cell::default(); rows * chunks];
-    let mut sums = vec![0f32; rows * panels];
-    let (cells, panel_sums) = (Shared::new(&mut table), Shared::new(&mut sums));
+    let Table { cells: table, sums } = table;
+    table.resize(rows * chunks, Cell::default());
+    sums.resize(rows * panels, 0.0);
+    let (cells, panel_sums) = (Shared::new(table), Shared::new(sums));
     stream(threads, isa, x, weight, rows, &|part| {
         let of_chunk = part.chunk * CHUNK_PANELS..((part.chunk + 1) * CHUNK_PANELS).min(panels);
         for (row, values) in part.rows.clone().zip(part.logits.chunks(part.stride)) {
@@ -47,8 +75,9 @@ pub fn choose(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, pic
             }
         }
     });
-    let mut chosen = vec![Chosen { token: 0, logp: 0.0 }; rows];
-    let shared = Shared::new(&mut chosen);
+    chosen.clear();
+    chosen.resize(rows, Chosen { token: 0, logp: 0.0 });
+    let shared = Shared::new(chosen);
     over_rows(threads, rows, PANEL * weight.k(), |range| {
         for row in range {
             let of_row = Row {
@@ -62,7 +91,6 @@ pub fn choose(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, pic
             unsafe { *shared.at(row) = of_row.choose(picks[row]) };
         }
     });
-    chosen
 }
 
 /// What is known of a row.
