@@ -523,6 +523,34 @@ async fn both_secrets_are_checked_and_never_shown() {
     }
     let secrets = server.state.store.job_secrets(id).await.unwrap();
     assert_eq!(secrets["webhook"].previous_secret.as_ref(), Some(&old));
+
+    // A job that exists gets new ones; its next claim uses them.
+    let patch = async |secrets: Value| {
+        server.call("PATCH", &format!("/jobs/{id}"), Some(json!({"reward_secrets": secrets})), None).await
+    };
+    for (secrets, pointer) in [
+        (json!({"other": {"secret": old}}), "/reward_secrets/other unknown_reward"),
+        (json!({"webhook": {"secret": "x"}}), "/reward_secrets/webhook/secret invalid_value"),
+        (json!({"webhook": {"secrets": old}}), "/reward_secrets/webhook/secrets unknown_field"),
+        (json!({"webhook": old}), "/reward_secrets/webhook invalid_type"),
+    ] {
+        let answer = patch(secrets).await;
+        assert_eq!(server::pointers(&answer), [pointer], "{}", answer.text);
+    }
+    let new = Key::generate().unwrap();
+    let answer = patch(json!({"webhook": {"secret": new, "previous_secret": server::SECRET}})).await;
+    assert!(answer.status == 200 && !answer.text.contains(&new), "{}", answer.text);
+    let events = server.get(&format!("/jobs/{id}/events")).await.text;
+    assert!(events.contains("reward_secrets") && !events.contains(&new), "{events}");
+    let secrets = &server.state.store.job_secrets(id).await.unwrap()["webhook"];
+    assert_eq!(
+        (secrets.secret.as_deref(), secrets.previous_secret.as_deref()),
+        (Some(new.as_str()), Some(server::SECRET))
+    );
+    // The end of the rotation.
+    assert_eq!(patch(json!({"webhook": {"secret": new}})).await.status, 200);
+    let secrets = &server.state.store.job_secrets(id).await.unwrap()["webhook"];
+    assert_eq!((secrets.secret.as_deref(), secrets.previous_secret.as_deref()), (Some(new.as_str()), None));
 }
 
 // ---- real processes

@@ -320,6 +320,19 @@ pub struct RewardSecrets {
     pub headers: BTreeMap<String, String>,
 }
 
+impl RewardSecrets {
+    /// As changed by a user: both secrets if one is given, the headers if some are.
+    #[must_use]
+    pub fn changed(self, change: RewardSecrets) -> RewardSecrets {
+        let (secret, previous_secret) = match change.secret {
+            Some(secret) => (Some(secret), change.previous_secret),
+            None => (self.secret, self.previous_secret),
+        };
+        let headers = if change.headers.is_empty() { self.headers } else { change.headers };
+        RewardSecrets { secret, previous_secret, headers }
+    }
+}
+
 impl std::fmt::Debug for RewardSecrets {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("RewardSecrets(redacted)")
