@@ -390,6 +390,10 @@ impl Asking<'_> {
         let deadline_ms = webhook.plan.deadline_ms;
         let came = answer::parse(body.as_bytes()).ok().and_then(|body| Some(body["results"].as_array()?.len()));
         let came = came.unwrap_or(0);
+        if self.job.probe && came > 0 {
+            // A test asks once: what is missing stays so.
+            return Ok(Timing::InTime);
+        }
         let silent = if came > 0 { 0 } else { silent + 1 };
         let cause = format!(
             "the service took the request (202), and within deadline_ms ({deadline_ms}) {came} of {} results came",

@@ -264,6 +264,22 @@ pub struct ServicePlan {
     pub on_invalid: OnInvalid,
     /// How long a service may be down before the job pauses, s.
     pub max_outage_s: u64,
+    /// A group of a training rollout with fewer values than this is left out as a whole. 2 is what leave-one-out needs anyway.
+    #[serde(default = "min_valid_per_group")]
+    pub min_valid_per_group: u32,
+    /// Part of the samples of the last 5 rollouts without a value at which the job pauses.
+    #[serde(default = "max_invalid_fraction")]
+    pub max_invalid_fraction: f64,
+}
+
+/// Unless the client says otherwise.
+fn min_valid_per_group() -> u32 {
+    2
+}
+
+/// Unless the client says otherwise.
+fn max_invalid_fraction() -> f64 {
+    0.5
 }
 
 /// What becomes of samples whose answer is invalid.
