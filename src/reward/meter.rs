@@ -23,8 +23,6 @@ const TOO_MANY: usize = 4;
 const GOOD_AGAIN: usize = 10;
 /// Samples that a kept try names.
 const NAMED: usize = 64;
-/// Errors of samples that are counted by the request they came with.
-const OF_REQUESTS: [&str; 4] = ["invalid_answer", "refused", "too_large", "reward_outage"];
 
 /// Which samples a request is about.
 #[derive(Debug, Clone, Default)]
@@ -132,7 +130,7 @@ impl Meter {
                 RewardValue::NotApplicable => health.not_applicable += 1,
                 RewardValue::Missing => health.missing += 1,
             }
-            if judgement.error.as_ref().is_some_and(|error| !OF_REQUESTS.contains(&error.code.as_str())) {
+            if judgement.error.is_some() {
                 *health.errors.entry("sample".to_owned()).or_default() += 1;
             }
         }

@@ -381,7 +381,10 @@ impl Asking<'_> {
                 Delivered::TooLarge => return Ok(Obtained::Answer(RewardAnswer::TooLarge)),
                 Delivered::Accepted(accepted) => match webhook.promised(accepted) {
                     Ok(accepted) => return Ok(Obtained::Later(accepted)),
-                    Err(problem) => problem,
+                    Err(problem) => {
+                        webhook.account_unusable(request, &[], &problem);
+                        problem
+                    }
                 },
             };
             invalid_answers += 1;
