@@ -30,7 +30,7 @@ export function Webhooks() {
     ${data?.map((webhook) => html`<${Webhook} key=${webhook.id} webhook=${webhook} reload=${reload} onAsk=${(is) => show({ is, webhook })} />`)}
     ${dialog?.is === "new" && html`<${NewWebhook} onMade=${reload} onClose=${close} />`}
     ${dialog?.is === "delete" && html`<${Confirm} title="Delete this webhook?" action="Delete it" danger onDone=${() => remove(dialog.webhook)} onClose=${close}>
-      <p>${dialog.webhook.url}</p><p>Messages that wait are not sent.</p></${Confirm}>`}
+      <p>${dialog.webhook.url}</p><p>Messages that wait are not sent.</p><//>`}
     ${dialog?.is === "secret" && html`<${NewSecret} webhook=${dialog.webhook} onClose=${() => (close(), reload())} />`}
   </section>`;
 }
@@ -110,19 +110,19 @@ function NewWebhook({ onMade, onClose }) {
   };
   if (made) return html`<${Secret} secret=${made.secret} onClose=${onClose} />`;
   return html`<${Dialog} title="New webhook" onClose=${onClose}><form onSubmit=${submit}>
-    <${Field} label="URL" errors=${at("/url")}>${(a) => html`<input ...${a} type="url" required maxlength="2000" placeholder="https://example.com/rlood" value=${form.url} onInput=${(event) => set({ url: event.target.value })} />`}</${Field}>
-    <${Field} label="Description" optional errors=${at("/description")}>${(a) => html`<input ...${a} maxlength="2000" value=${form.description} onInput=${(event) => set({ description: event.target.value })} />`}</${Field}>
+    <${Field} label="URL" errors=${at("/url")}>${(a) => html`<input ...${a} type="url" required maxlength="2000" placeholder="https://example.com/rlood" value=${form.url} onInput=${(event) => set({ url: event.target.value })} />`}<//>
+    <${Field} label="Description" optional errors=${at("/description")}>${(a) => html`<input ...${a} maxlength="2000" value=${form.description} onInput=${(event) => set({ description: event.target.value })} />`}<//>
     <fieldset class="field"><legend>Tells of</legend>
       ${EVENTS.map((type) => html`<label key=${type} class="pick"><input type="checkbox" checked=${form.events.includes(type)} onChange=${(event) => set({ events: event.target.checked ? [...form.events, type] : form.events.filter((other) => other !== type) })} /> <span>${type}</span></label>`)}
       ${at("/events").map(({ code, detail }) => html`<p key=${code} class="bad small">${detail}</p>`)}</fieldset>
     ${error && !error.errors?.length && html`<${ProblemBox} error=${error} />`}
     <div class="row end"><button type="button" onClick=${onClose}>Close</button><button class="primary">Make the webhook</button></div>
-  </form></${Dialog}>`;
+  </form><//>`;
 }
 
 const Secret = ({ secret, onClose }) => html`<${Dialog} title="Its secret" onClose=${onClose}>
   <p>Messages are signed with it, as Standard Webhooks says. It is shown once.</p><${Code} text=${secret} label="Secret" />
-  <div class="row end"><button class="primary" onClick=${onClose}>I have it</button></div></${Dialog}>`;
+  <div class="row end"><button class="primary" onClick=${onClose}>I have it</button></div><//>`;
 
 function NewSecret({ webhook, onClose }) {
   const [made, setMade] = useState(null);
@@ -131,5 +131,5 @@ function NewSecret({ webhook, onClose }) {
   const rotate = () => post(`/webhooks/${webhook.id}/secret`, {}).then(setMade, setError);
   return html`<${Dialog} title="A new secret?" onClose=${onClose}>
     <p>For a day messages carry both signatures, so that ${webhook.url} can follow.</p><${ProblemBox} error=${error} />
-    <div class="row end"><button onClick=${onClose}>Keep the old one</button><button class="primary" onClick=${rotate}>Make one</button></div></${Dialog}>`;
+    <div class="row end"><button onClick=${onClose}>Keep the old one</button><button class="primary" onClick=${rotate}>Make one</button></div><//>`;
 }

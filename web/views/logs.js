@@ -18,10 +18,10 @@ const EVERY_MS = 1500;
 const DRAWN = 1000;
 
 export default function Logs({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/logs">${(run, job) => html`<${Shown} run=${run} job=${job} />`}</${JobPage}>`;
+  return html`<${JobPage} id=${params.id} tab="/logs">${(run, job) => html`<${LogsOf} run=${run} job=${job} />`}<//>`;
 }
 
-function Shown({ run, job }) {
+function LogsOf({ run, job }) {
   const [query, set] = useFilters();
   const [follows, follow] = useState(true);
   const { events, earlier } = useEvents(run);

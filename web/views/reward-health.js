@@ -4,14 +4,15 @@ import { useGet } from "../core/load.js";
 import { useSignal } from "../core/signal.js";
 import { cls, html } from "../core/ui.js";
 import { JobPage } from "../parts/job-page.js";
+import { Facts } from "../parts/text.js";
 import { ProblemBox } from "../parts/problem.js";
 import { isOver } from "../parts/state.js";
 
 export default function RewardHealth({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/rewards">${(run, job) => html`<${Shown} run=${run} job=${job} />`}</${JobPage}>`;
+  return html`<${JobPage} id=${params.id} tab="/rewards">${(run, job) => html`<${RewardsOf} run=${run} job=${job} />`}<//>`;
 }
 
-function Shown({ run, job }) {
+function RewardsOf({ run, job }) {
   useSignal(run.metrics);
   const { data, error, reload } = useGet(`${run.path}/rewards`, {}, { every: isOver(job) ? 0 : 2000 });
   // An older server does not count; what the metrics say is there all the same.
@@ -20,7 +21,7 @@ function Shown({ run, job }) {
   return html`
     ${!isUnknown && html`<${ProblemBox} error=${error} retry=${reload} />`}
     ${!data && !error && html`<div class="loading" aria-busy="true">Loading…</div>`}
-    ${rewards.map((reward) => html`<${Reward} key=${`${reward.evaluation} ${reward.name}`} reward=${reward} table=${run.table} />`)}`;
+    ${rewards.map((reward) => html`<${RewardPanel} key=${`${reward.evaluation} ${reward.name}`} reward=${reward} table=${run.table} />`)}`;
 }
 
 /** A sign, a word, and what it means. */
@@ -33,7 +34,7 @@ function standing({ breaker, degraded, samples, missing_fraction, updated_at }) 
   return ["good", "✓ well", ""];
 }
 
-function Reward({ reward, table }) {
+function RewardPanel({ reward, table }) {
   const { name, type, weight, required, evaluation, latency_ms, errors = {}, breaker, concurrency, failures = [], slowest, updated_at } = reward;
   const [level, word, meaning] = standing(reward);
   const key = `${evaluation ? "eval_" : ""}rewards/${name}`;
@@ -55,7 +56,7 @@ function Reward({ reward, table }) {
       ${updated_at !== undefined && html`<span class=${cls("tag", level)} title=${meaning}>${word}</span>`}
     </div>
     ${meaning && html`<p class=${level}>${meaning}</p>`}
-    <dl class="stats">${facts.map(([title, value, note]) => html`<div key=${title}><dt>${title}</dt><dd>${value}</dd><dd class="dim small">${note}</dd></div>`)}</dl>
+    <${Facts} facts=${facts} />
     ${wrong.length > 0 && html`<h3>What went wrong</h3><ul class="errors">${wrong.map(([kind, number]) => html`<li key=${kind}><span>${words(kind)}</span> <b class="num">${count(number)}</b></li>`)}</ul>`}
     ${failures.length > 0 && html`<h3>Last failures</h3>${failures.map((failure, index) => html`<${Try} key=${failure.time + index} one=${failure} />`)}`}
     ${slowest && html`<h3>Slowest answer</h3><${Try} one=${slowest} />`}
