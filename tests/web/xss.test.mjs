@@ -82,7 +82,7 @@ async function watch(look, options = {}) {
   });
   page.on("dialog", (dialog) => (wrong.push(`dialog: ${dialog.message()}`), dialog.dismiss()));
   page.on("pageerror", (error) => wrong.push(error.stack ?? String(error)));
-  page.on("request", (request) => /pwned/.test(new URL(request.url()).pathname) && wrong.push(`asked for ${request.url()}`));
+  page.on("request", (request) => /^\/+pwned/.test(new URL(request.url()).pathname) && wrong.push(`asked for ${request.url()}`));
   page.on("framenavigated", (frame) => frame === page.mainFrame() || wrong.push("a frame"));
   try {
     await look(page);
