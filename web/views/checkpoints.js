@@ -21,7 +21,7 @@ export default function Checkpoints({ params }) {
 function CheckpointsOf({ run, job }) {
   const [query, set] = useFilters();
   const { data, error, reload } = useLoad((signal) => all(`${run.path}/checkpoints`, {}, 1000, signal), [run]);
-  const published = run.events.value.findLast(({ type }) => type === "checkpoint")?.seq;
+  const published = run.events.value.findLast(({ type }) => type === "checkpoint.saved")?.seq;
   useEffect(() => void (data && reload()), [published, job.state]);
   if (!data) return error ? html`<${ProblemBox} error=${error} retry=${reload} />` : html`<div class="loading" aria-busy="true">Loading…</div>`;
   if (!data.length) return html`<${Empty} title="No checkpoint yet"><p>This job saves one every ${plural(job.plan.checkpoints.every_steps, "step")}, and its last.</p><//>`;

@@ -42,7 +42,7 @@ function RewardPanel({ reward, table }) {
   const value = (part) => number(table.last(`${key}/${part}`));
   const facts = [
     ["Mean", value("mean"), `± ${value("std")}, latest step`],
-    ["Samples", count(reward.samples), `${count(reward.missing)} missing, ${count(reward.not_applicable)} not applicable`],
+    updated_at !== undefined && ["Samples", count(reward.samples), `${count(reward.missing)} missing, ${count(reward.not_applicable)} not applicable`],
     latency_ms && ["Latency, median", duration(latency_ms.p50 / 1000), `95 % below ${duration(latency_ms.p95 / 1000)}, longest ${duration(latency_ms.max / 1000)}`],
     isHttp && ["Requests", count(reward.requests), `${plural(reward.retries, "retry", "retries")}, ${count(reward.failed)} failed, ${count(reward.replayed)} from the journal`],
     concurrency && ["At once", `${concurrency.limit}`, `of at most ${concurrency.max}`],

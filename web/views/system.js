@@ -1,6 +1,6 @@
 // The server, its devices and workers, and who waits for them.
 import { all, get, send } from "../core/api.js";
-import { ago, bytes, count, duration, plural } from "../core/format.js";
+import { ago, bytes, count, duration } from "../core/format.js";
 import { useLoad } from "../core/load.js";
 import { hrefOf } from "../core/router.js";
 import { cls, html } from "../core/ui.js";
@@ -48,8 +48,8 @@ function Server({ data: { measured, isReady, workers, queued, running } }) {
     ["Up for", duration(measure(measured, "rlood_uptime_seconds")), ""],
     ["Disk free", bytes(measure(measured, "rlood_disk_free_bytes")), "of the data directory"],
     ["Workers", count(workers.filter(({ state }) => state !== "lost").length), `${workers.filter(({ state }) => state === "idle").length} idle`],
-    ["Running", count(running.length), plural(running.length, "job")],
-    ["Queued", queued.length >= MOST_QUEUED ? `${MOST_QUEUED}+` : count(queued.length), plural(queued.length, "job")],
+    ["Running", count(running.length), "jobs"],
+    ["Queued", queued.length >= MOST_QUEUED ? `${MOST_QUEUED}+` : count(queued.length), "jobs"],
   ];
   return html`<${Facts} panel facts=${facts} />
     ${isReady && html`<${ProblemBox} error=${isReady} />`}`;
