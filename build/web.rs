@@ -1,8 +1,8 @@
 // The dashboard as it is sent: its modules one after another as one, its styles as one, vendored files as they are.
 //
 // The modules in `web/` are plain ES modules, and a browser can load them as they lie there. Sent one by one they would take a
-// third more, since each is compressed by itself. So the lines that import and export are left out, as are comment lines and
-// indentation, and nothing else changes. For that a module's top-level names are its own: no other module has the same.
+// third more, since each is compressed by itself. So the lines that import and export are left out, as are comments and spaces that
+// mean nothing; names and strings stay. For that a module's top-level names are its own: no other module has the same.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -30,7 +30,7 @@ pub fn dashboard(root: &Path) -> BTreeMap<String, Vec<u8>> {
         ("index.html".to_owned(), page.into_bytes()),
         ("icon.svg".to_owned(), read("icon.svg").into_bytes()),
         ("app.css".to_owned(), style.into_bytes()),
-        ("app.js".to_owned(), format!("{vendored}{}", joined.body).into_bytes()),
+        ("app.js".to_owned(), format!("{vendored}{}", dense_code(&joined.body)).into_bytes()),
     ]);
     for name in ["preact.js", "hooks.js", "htm.js", "uplot.js"].map(|name| format!("vendor/{name}")) {
         files.insert(name.clone(), read(&name).into_bytes());
@@ -119,6 +119,91 @@ fn resolved(module: &str, path: &str) -> String {
 fn dense(style: &str) -> String {
     let spaced = [(" {\n", "{"), (" { ", "{"), ("; }", "}"), (";\n", ";"), ("; ", ";"), (": ", ":"), (", ", ",")];
     spaced.iter().fold(style.to_owned(), |style, (spaced, dense)| style.replace(spaced, dense))
+}
+
+/// A module without the spaces and the comments behind code that mean nothing. Strings, templates and regular expressions stay.
+fn dense_code(code: &str) -> String {
+    let letters: Vec<char> = code.chars().collect();
+    let mut out = String::with_capacity(code.len());
+    // Of each `${` that is open how many braces are within it.
+    let mut open: Vec<u32> = Vec::new();
+    let mut at = 0;
+    while let Some(&letter) = letters.get(at) {
+        let last = out.chars().next_back().unwrap_or('\n');
+        let next = letters.get(at + 1).copied().unwrap_or('\n');
+        let end = match letter {
+            '"' | '\'' => end_of(&letters, at + 1, letter),
+            '`' => end_of_template(&letters, at + 1),
+            '}' if open.last() == Some(&0) => {
+                open.pop();
+                end_of_template(&letters, at + 1)
+            }
+            '/' if next == '/' => {
+                at += letters[at..].iter().position(|letter| *letter == '\n').unwrap_or(letters.len() - at);
+                continue;
+            }
+            '/' if "(,=:[!&|?{};\n".contains(last) || out.ends_with("return") => end_of(&letters, at + 1, '/'),
+            ' ' | '\n' => {
+                let after = letters[at..].iter().find(|letter| !" \n".contains(**letter)).copied().unwrap_or('\n');
+                let run = letters[at..].iter().take_while(|letter| " \n".contains(**letter));
+                let is_line = run.clone().any(|letter| *letter == '\n');
+                at += run.count();
+                let is_word = |letter: char| letter.is_alphanumeric() || "_$#".contains(letter);
+                let is_needed = if is_line {
+                    !"{([,;".contains(last) && !"})]".contains(after)
+                } else {
+                    (is_word(last) && is_word(after)) || ("+-".contains(last) && last == after)
+                };
+                if is_needed {
+                    out.push(if is_line { '\n' } else { ' ' });
+                }
+                continue;
+            }
+            '{' | '}' => {
+                if let Some(depth) = open.last_mut() {
+                    *depth = if letter == '{' { *depth + 1 } else { *depth - 1 };
+                }
+                at + 1
+            }
+            _ => at + 1,
+        };
+        out.extend(&letters[at..end]);
+        at = end;
+        if letter != '{' && out.ends_with("${") && "`}".contains(letter) {
+            open.push(0);
+        }
+    }
+    out
+}
+
+/// Behind the string or the regular expression that `quote` ends.
+fn end_of(letters: &[char], mut at: usize, quote: char) -> usize {
+    let mut in_class = false;
+    while let Some(&letter) = letters.get(at) {
+        match letter {
+            '\\' => at += 1,
+            '[' if quote == '/' => in_class = true,
+            ']' => in_class = false,
+            letter if letter == quote && !in_class => return at + 1,
+            _ => {}
+        }
+        at += 1;
+    }
+    at
+}
+
+/// Behind the template's end, or behind the next `${`.
+fn end_of_template(letters: &[char], mut at: usize) -> usize {
+    while let Some(&letter) = letters.get(at) {
+        match letter {
+            '\\' => at += 1,
+            '`' => return at + 1,
+            '$' if letters.get(at + 1) == Some(&'{') => return at + 2,
+            _ => {}
+        }
+        at += 1;
+    }
+    at
 }
 
 /// Without lines that are comments and without indentation; a comment begins its line (`//`, or `/*` to a `*/` that ends one).
