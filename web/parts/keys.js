@@ -22,7 +22,7 @@ export function Keys({ isOpen }) {
     announce(`Revoked: ${key.name}`);
     reload();
   };
-  return html`<section aria-label="Keys">
+  return html`<section>
     <div class="row between wrap"><h2>Keys</h2><button onClick=${() => show("new")}>New key…</button></div>
     <${ProblemBox} error=${error} retry=${reload} />
     ${data && !data.length && html`<p class="dim">No keys yet.</p>`}

@@ -23,7 +23,7 @@ export function Webhooks() {
     announce("Webhook deleted");
     reload();
   };
-  return html`<section aria-label="Webhooks">
+  return html`<section>
     <div class="row between wrap"><h2>Webhooks</h2>${may("submit") && html`<button onClick=${() => show({ is: "new" })}>New webhook…</button>`}</div>
     <${ProblemBox} error=${error} retry=${reload} />
     ${data && !data.length && html`<p class="dim">None yet. A webhook tells another program when a job begins, ends, fails, saves a checkpoint.</p>`}

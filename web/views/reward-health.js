@@ -24,6 +24,8 @@ function RewardsOf({ run, job }) {
     ${rewards.map((reward) => html`<${RewardPanel} key=${`${reward.evaluation} ${reward.name}`} reward=${reward} table=${run.table} />`)}`;
 }
 
+const latency = (ms) => (ms < 10 ? `${number(ms, 2)} ms` : duration(ms / 1000));
+
 /** A sign, a word, and what it means. */
 function standing({ breaker, degraded, samples, missing_fraction, updated_at }) {
   if (breaker?.state === "open") return ["bad", "✕ breaker open", breaker.retry_at ? `Nothing is sent until ${clock(breaker.retry_at)}.` : "Nothing is sent for now."];
@@ -43,7 +45,7 @@ function RewardPanel({ reward, table }) {
   const facts = [
     ["Mean", value("mean"), `± ${value("std")}, latest step`],
     updated_at !== undefined && ["Samples", count(reward.samples), `${count(reward.missing)} missing, ${count(reward.not_applicable)} not applicable`],
-    latency_ms && ["Latency, median", duration(latency_ms.p50 / 1000), `95 % below ${duration(latency_ms.p95 / 1000)}, longest ${duration(latency_ms.max / 1000)}`],
+    latency_ms && ["Latency, median", latency(latency_ms.p50), `95 % below ${latency(latency_ms.p95)}, longest ${latency(latency_ms.max)}`],
     isHttp && ["Requests", count(reward.requests), `${plural(reward.retries, "retry", "retries")}, ${count(reward.failed)} failed, ${count(reward.replayed)} from the journal`],
     concurrency && ["At once", `${concurrency.limit}`, `of at most ${concurrency.max}`],
     isHttp && ["Breaker", words(breaker.state), `opened ${plural(breaker.opened, "time")}`],
@@ -66,7 +68,7 @@ function RewardPanel({ reward, table }) {
 
 function Try({ one }) {
   const { time, message, latency_ms, step, samples, request, response } = one;
-  return html`<details class="try"><summary><span class="num">${clock(time)}</span> ${one.class && html`<b>${words(one.class)}</b> `}${message ?? `${duration(latency_ms / 1000)}`} <span class="dim small">step ${step}, ${plural(samples.length, "sample")}, ${duration(latency_ms / 1000)}</span></summary>
+  return html`<details class="try"><summary><span class="num">${clock(time)}</span> ${one.class && html`<b>${words(one.class)}</b> `}${message} <span class="dim small">step ${step}, ${plural(samples.length, "sample")}, ${latency(latency_ms)}</span></summary>
     <div class="columns">
       <${Message} title="Request" message=${request} />
       ${response ? html`<${Message} title="Response" message=${response} />` : html`<p class="dim">No answer came.</p>`}
@@ -77,5 +79,5 @@ function Message({ title, message }) {
   const { url, status, headers, body } = message;
   const head = Object.entries(headers).map(([key, value]) => `${key}: ${value}`).join("\n");
   return html`<div class="grow"><h4>${title} ${status && html`<span class="num">${status}</span>`}</h4>
-    <pre class="wire" tabindex="0" aria-label=${title}>${url ? `${url}\n` : ""}${head}${head && "\n"}\n${body}</pre></div>`;
+    <pre class="wire" tabindex="0" aria-label=${title}>${[url, head, "", body].filter((part) => part !== null).join("\n")}</pre></div>`;
 }
