@@ -171,7 +171,10 @@ mod tests {
             ("if (a) return b; // why\nelse c();\n", "if(a)return b;else c();"),
             ("const s = \"a = b // c\";\n", "const s=\"a = b // c\";"),
             ("const t = `a  b ${f({ x: 1 })} // c`;\n", "const t=`a  b ${f({x:1})} // c`;"),
-            ("const u = html`<p>${a.map((x) => html`<b>${x} y</b>`)} z</p>`;\n", "const u=html`<p>${a.map((x)=>html`<b>${x} y</b>`)} z</p>`;"),
+            (
+                "const u = html`<p>${a.map((x) => html`<b>${x} y</b>`)} z</p>`;\n",
+                "const u=html`<p>${a.map((x)=>html`<b>${x} y</b>`)} z</p>`;",
+            ),
             ("const r = /[/ \"]+ x/.test(s) && a / b;\n", "const r=/[/ \"]+ x/.test(s)&&a/b;"),
             ("a = b + +c;\n", "a=b+ +c;"),
             ("function f() {\n}\nf();\n", "function f(){}\nf();"),

@@ -7,6 +7,7 @@ mod algorithm;
 mod artifacts;
 mod bench;
 mod bits;
+mod dashboard;
 mod datasets;
 mod demo;
 mod doctor;
