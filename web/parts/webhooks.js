@@ -24,18 +24,17 @@ export function Webhooks() {
     reload();
   };
   return html`<section>
-    <div class="row between wrap"><h2>Webhooks</h2>${may("submit") && html`<button onClick=${() => show({ is: "new" })}>New webhook…</button>`}</div>
+    <div class="row between wrap"><h2>Webhooks</h2>${may("submit") && html`<button onClick=${() => show("new")}>New webhook…</button>`}</div>
     <${ProblemBox} error=${error} retry=${reload} />
     ${data && !data.length && html`<p class="dim">None yet. A webhook tells another program when a job begins, ends, fails, saves a checkpoint.</p>`}
-    ${data?.map((webhook) => html`<${Webhook} key=${webhook.id} webhook=${webhook} reload=${reload} onAsk=${(is) => show({ is, webhook })} />`)}
-    ${dialog?.is === "new" && html`<${NewWebhook} onMade=${reload} onClose=${close} />`}
-    ${dialog?.is === "delete" && html`<${Confirm} title="Delete this webhook?" action="Delete it" danger onDone=${() => remove(dialog.webhook)} onClose=${close}>
-      <p>${dialog.webhook.url}</p><p>Messages that wait are not sent.</p><//>`}
-    ${dialog?.is === "secret" && html`<${NewSecret} webhook=${dialog.webhook} onClose=${() => (close(), reload())} />`}
+    ${data?.map((webhook) => html`<${Webhook} key=${webhook.id} webhook=${webhook} reload=${reload} onDelete=${() => show(webhook)} />`)}
+    ${dialog === "new" && html`<${NewWebhook} onMade=${reload} onClose=${close} />`}
+    ${dialog?.id && html`<${Confirm} title="Delete this webhook?" action="Delete it" danger onDone=${() => remove(dialog)} onClose=${close}>
+      <p>${dialog.url}</p><p>Messages that wait are not sent.</p><//>`}
   </section>`;
 }
 
-function Webhook({ webhook, reload, onAsk }) {
+function Webhook({ webhook, reload, onDelete }) {
   const { id, url, description, events, enabled, disabled_reason, created_at, old_secret_until } = webhook;
   const [error, setError] = useState(null);
   const [tested, setTested] = useState(null);
@@ -62,8 +61,7 @@ function Webhook({ webhook, reload, onAsk }) {
     ${may("submit") && html`<p class="row wrap">
       <button class="mini" onClick=${test} disabled=${!enabled}>Send a test</button>
       <button class="mini" onClick=${() => act(async () => (await patch(`/webhooks/${id}`, { enabled: !enabled }), reload()))}>${enabled ? "Switch off" : "Switch on"}</button>
-      <button class="mini" onClick=${() => onAsk("secret")}>New secret…</button>
-      <button class="mini danger" onClick=${() => onAsk("delete")}>Delete…</button></p>`}
+      <button class="mini danger" onClick=${onDelete}>Delete…</button></p>`}
     <${ProblemBox} error=${error} />
     ${tested && html`<ul class="plain"><${Delivery} delivery=${tested} /></ul>`}
     <details onToggle=${(event) => event.target.open && setTested(null)}><summary>Messages</summary><${Deliveries} id=${id} /></details>
@@ -123,13 +121,3 @@ function NewWebhook({ onMade, onClose }) {
 const Secret = ({ secret, onClose }) => html`<${Dialog} title="Its secret" onClose=${onClose}>
   <p>Messages are signed with it, as Standard Webhooks says. It is shown once.</p><${Code} text=${secret} label="Secret" />
   <div class="row end"><button class="primary" onClick=${onClose}>I have it</button></div><//>`;
-
-function NewSecret({ webhook, onClose }) {
-  const [made, setMade] = useState(null);
-  const [error, setError] = useState(null);
-  if (made) return html`<${Secret} secret=${made.secret} onClose=${onClose} />`;
-  const rotate = () => post(`/webhooks/${webhook.id}/secret`, {}).then(setMade, setError);
-  return html`<${Dialog} title="A new secret?" onClose=${onClose}>
-    <p>For a day messages carry both signatures, so that ${webhook.url} can follow.</p><${ProblemBox} error=${error} />
-    <div class="row end"><button onClick=${onClose}>Keep the old one</button><button class="primary" onClick=${rotate}>Make one</button></div><//>`;
-}
