@@ -1,12 +1,16 @@
-//! Lists the dashboard's files for `src/http/web.rs`, and compiles the CUDA kernels, where a feature asks for them.
+//! Joins the dashboard's files for `src/http/web.rs` (`build/web.rs`), and compiles the CUDA kernels, where a feature asks for them.
 //!
 //! With `cuda`, nvcc (`NVCC`, else `$CUDA_HOME/bin/nvcc`, else `nvcc` on the path) makes PTX of
 //! `src/engine/kernels/cuda/device/kernels.cu`; with `RLOOD_CUDA_STUB=1` there is none and no nvcc is needed. With
 //! `cuda-emulator` the C++ compiler makes a library of the same kernels that runs them on the CPU, and no PTX either,
 //! unless `RLOOD_CUDA_STUB=0` asks for it.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::{env, fs};
+
+#[path = "build/web.rs"]
+mod web;
 
 const KERNELS: &str = "src/engine/kernels/cuda";
 
@@ -39,29 +43,33 @@ fn out_dir() -> PathBuf {
     PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"))
 }
 
-/// `web_files.rs`: the name below `web/` and the bytes of every file a browser asks for, by name.
+/// `web_files.rs`: of every file that the dashboard sends its name, its bytes and its bytes compressed; and a name for all of them.
 fn list_web_files() {
     println!("cargo::rerun-if-changed=web");
+    println!("cargo::rerun-if-changed=build/web.rs");
     let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR")).join("web");
-    let (mut folders, mut files) = (vec![root.clone()], Vec::new());
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).expect("web/ can be read") {
-            let path = entry.expect("web/ can be read").path();
-            if path.is_dir() {
-                folders.push(path);
-            } else if path.extension().is_some_and(|end| ["html", "js", "css", "svg"].iter().any(|known| end == *known))
-            {
-                files.push(path);
-            }
+    let mut files = web::dashboard(&root);
+    let mut hasher = DefaultHasher::new();
+    files.hash(&mut hasher);
+    let version = format!("{:016x}", hasher.finish());
+    for (name, bytes) in &mut files {
+        if name.ends_with(".html") {
+            *bytes = String::from_utf8_lossy(bytes).replace("\"/web/", &format!("\"/web/{version}/")).into_bytes();
         }
     }
-    files.sort();
-    let line = |path: &PathBuf| {
-        let name = path.strip_prefix(&root).expect("listed below it").to_str().expect("plain names");
-        format!("    ({name:?}, include_bytes!({:?})),\n", path.to_str().expect("plain names"))
-    };
-    let list: String = files.iter().map(line).collect();
-    fs::write(out_dir().join("web_files.rs"), format!("&[\n{list}]\n")).expect("OUT_DIR can be written");
+    let out = out_dir().join("web");
+    let mut list = String::new();
+    for (name, bytes) in &files {
+        let (plain, gzipped) = (out.join(name), out.join(format!("{name}.gz")));
+        fs::create_dir_all(plain.parent().expect("below OUT_DIR")).expect("OUT_DIR can be written");
+        fs::write(&plain, bytes).expect("OUT_DIR can be written");
+        let target = fs::File::create(&gzipped).expect("OUT_DIR can be written");
+        zopfli::compress(zopfli::Options::default(), zopfli::Format::Gzip, &bytes[..], target)
+            .expect("OUT_DIR can be written");
+        list.push_str(&format!("    ({name:?}, include_bytes!({plain:?}), include_bytes!({gzipped:?})),\n"));
+    }
+    let text = format!("(\n{version:?},\n&[\n{list}],\n)\n");
+    fs::write(out_dir().join("web_files.rs"), text).expect("OUT_DIR can be written");
 }
 
 /// PTX for every GPU of compute capability 8.0 and later; the driver makes machine code of it.

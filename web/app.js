@@ -4,31 +4,16 @@ import { hrefOf, matchPath, place } from "./core/router.js";
 import { may, session, signOut, whoAmI } from "./core/session.js";
 import { useSignal } from "./core/signal.js";
 import { choice, choose, theme } from "./core/theme.js";
-import { html, render, useEffect, useRef, useState } from "./core/ui.js";
-import { ProblemBox } from "./parts/problem.js";
+import { html, render, useEffect, useRef } from "./core/ui.js";
 import { routes, topLinks } from "./routes.js";
 import SignIn from "./views/sign-in.js";
 
 function match(path) {
-  for (const [pattern, title, load] of routes) {
+  for (const [pattern, title, View] of routes) {
     const params = matchPath(pattern, path);
-    if (params) return { pattern, title, load, params };
+    if (params) return { pattern, title, View, params };
   }
   return null;
-}
-
-/** The module of the view, once it is here; the old view stays until then. */
-function useView(path) {
-  const [shown, setShown] = useState(null);
-  const found = match(path);
-  useEffect(() => {
-    let wanted = true;
-    const show = (view, error) => wanted && setShown({ ...found, view, error, path });
-    if (!found) show(null, null);
-    else found.load().then((module) => show(module.default), (error) => show(null, error));
-    return () => (wanted = false);
-  }, [path]);
-  return shown;
 }
 
 function Header() {
@@ -56,28 +41,23 @@ function Header() {
 
 function Page() {
   const { path } = useSignal(place);
-  const shown = useView(path);
+  const found = match(path);
+  const title = found?.title ?? "There is no such page";
   const main = useRef(null);
   const isFirst = useRef(true);
   useEffect(() => {
-    if (!shown) return;
-    const title = shown.title ?? "Not found";
     document.title = `${title} · rlood`;
     if (isFirst.current) {
       isFirst.current = false;
       return;
     }
     // A new page for whoever listens or goes by keyboard.
-    main.current?.focus({ preventScroll: true });
+    main.current.focus({ preventScroll: true });
     scrollTo(0, 0);
     announce(title);
-  }, [shown?.path]);
-  if (!shown) return html`<main ref=${main} tabindex="-1" aria-busy="true"></main>`;
-  const View = shown.view;
+  }, [path]);
   return html`<main ref=${main} tabindex="-1" id="main">
-    ${shown.error && html`<${ProblemBox} error=${shown.error} />`}
-    ${View && html`<${View} key=${shown.pattern + JSON.stringify(shown.params)} params=${shown.params} />`}
-    ${!View && !shown.error && html`<h1>There is no such page</h1><p><a href="#/">All jobs</a></p>`}
+    ${found ? html`<${found.View} key=${found.pattern + JSON.stringify(found.params)} params=${found.params} />` : html`<h1>${title}</h1><p><a href="#/">All jobs</a></p>`}
   </main>`;
 }
 

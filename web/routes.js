@@ -1,27 +1,28 @@
-// Every view: its address, its title, its module (loaded when it is first shown). A view is `export default function View({params})`.
+// Every view: its address, its title, its module. A view is `export default function View({ params })`.
+import Access from "./views/access.js";
+import Checkpoints from "./views/checkpoints.js";
+import Compare from "./views/compare.js";
+import Config from "./views/config.js";
+import Jobs from "./views/jobs.js";
+import Logs from "./views/logs.js";
+import NewJob from "./views/new-job.js";
+import RewardHealth from "./views/reward-health.js";
+import RunView from "./views/run.js";
+import Samples from "./views/samples.js";
+import System from "./views/system.js";
 
 export const routes = [
-  ["/", "Jobs", () => import("./views/jobs.js")],
-  ["/new", "New job", () => import("./views/new-job.js")],
-  ["/jobs/:id", "Run", () => import("./views/run.js")],
-  ["/jobs/:id/samples", "Samples", () => import("./views/samples.js")],
-  ["/jobs/:id/checkpoints", "Checkpoints", () => import("./views/checkpoints.js")],
-  ["/jobs/:id/rewards", "Reward health", () => import("./views/reward-health.js")],
-  ["/jobs/:id/logs", "Events and logs", () => import("./views/logs.js")],
-  ["/jobs/:id/config", "Configuration", () => import("./views/config.js")],
-  ["/compare", "Compare runs", () => import("./views/compare.js")],
-  ["/system", "System", () => import("./views/system.js")],
-  ["/access", "Keys and webhooks", () => import("./views/access.js")],
-];
-
-/** The tabs of a job's pages: the end of the address, and its name. */
-export const jobTabs = [
-  ["", "Charts"],
-  ["/samples", "Samples"],
-  ["/checkpoints", "Checkpoints"],
-  ["/rewards", "Rewards"],
-  ["/logs", "Logs"],
-  ["/config", "Config"],
+  ["/", "Jobs", Jobs],
+  ["/new", "New job", NewJob],
+  ["/jobs/:id", "Run", RunView],
+  ["/jobs/:id/samples", "Samples", Samples],
+  ["/jobs/:id/checkpoints", "Checkpoints", Checkpoints],
+  ["/jobs/:id/rewards", "Reward health", RewardHealth],
+  ["/jobs/:id/logs", "Events and logs", Logs],
+  ["/jobs/:id/config", "Configuration", Config],
+  ["/compare", "Compare runs", Compare],
+  ["/system", "System", System],
+  ["/access", "Keys and webhooks", Access],
 ];
 
 /** The links at the top. */

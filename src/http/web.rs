@@ -1,11 +1,9 @@
 //! The browser's pages: the dashboard from the files of `web/`, and /docs, which works offline.
 //!
 //! `/` is the page; its files lie under `/web/VERSION/`, where VERSION is a hash of all of them: a browser keeps them for good,
-//! and a new binary is a new address. Our own modules and styles go out without their comment lines and indentation, otherwise
-//! as they lie there.
+//! and a new binary is a new address. `build/web.rs` joins the modules into one.
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::sync::LazyLock;
 
 use axum::Router;
@@ -13,8 +11,6 @@ use axum::extract::Path;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use flate2::Compression;
-use flate2::write::GzEncoder;
 use sha2::{Digest, Sha256};
 use tower_http::set_header::SetResponseHeaderLayer;
 use utoipa_swagger_ui::{Config, SwaggerUi};
@@ -33,9 +29,12 @@ const DOCS_POLICY: HeaderValue = HeaderValue::from_static(
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
 );
 
-/// Name below `web/`, bytes.
-static FILES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/web_files.rs"));
-static DASHBOARD: LazyLock<Dashboard> = LazyLock::new(Dashboard::new);
+/// A hash of all files; and of each its name, its bytes, its bytes compressed.
+static SENT: (&str, &[(&str, &[u8], &[u8])]) = include!(concat!(env!("OUT_DIR"), "/web_files.rs"));
+static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
+    let (_, files) = SENT;
+    files.iter().map(|(name, plain, gzipped)| (*name, WebFile::new(name, plain, gzipped))).collect()
+});
 
 /// The routes of this module.
 pub fn routes() -> Router<AppState> {
@@ -50,51 +49,24 @@ pub fn routes() -> Router<AppState> {
     docs.merge(dashboard)
 }
 
-/// The files as they are sent.
-struct Dashboard {
-    version: String,
-    files: BTreeMap<&'static str, WebFile>,
-}
-
+/// A file as it is sent.
 struct WebFile {
     kind: &'static str,
     etag: String,
-    plain: Vec<u8>,
-    gzipped: Vec<u8>,
-}
-
-impl Dashboard {
-    fn new() -> Self {
-        let mut all = Sha256::new();
-        for (name, bytes) in FILES {
-            all.update(name);
-            all.update(bytes);
-        }
-        let version = hex(&all.finalize())[..16].to_owned();
-        let file = |(name, bytes): &(&'static str, &'static [u8])| (*name, WebFile::new(name, bytes, &version));
-        Self { files: FILES.iter().map(file).collect(), version }
-    }
+    plain: &'static [u8],
+    gzipped: &'static [u8],
 }
 
 impl WebFile {
-    fn new(name: &str, bytes: &[u8], version: &str) -> Self {
-        let text = String::from_utf8_lossy(bytes);
-        let plain = match name {
-            "index.html" => text.replace("\"/web/", &format!("\"/web/{version}/")),
-            vendored if vendored.starts_with("vendor/") => text.into_owned(),
-            _ => bare(&text),
-        };
-        let plain = plain.into_bytes();
-        let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
-        // Writing to memory cannot fail.
-        let gzipped = encoder.write_all(&plain).and_then(|()| encoder.finish()).unwrap_or_default();
+    fn new(name: &str, plain: &'static [u8], gzipped: &'static [u8]) -> Self {
         let kind = match name.rsplit('.').next() {
             Some("html") => "text/html; charset=utf-8",
             Some("js") => "text/javascript; charset=utf-8",
             Some("css") => "text/css; charset=utf-8",
             _ => "image/svg+xml",
         };
-        Self { kind, etag: format!("\"{}\"", &hex(&Sha256::digest(&plain))[..32]), plain, gzipped }
+        let sha256: String = Sha256::digest(plain).iter().map(|byte| format!("{byte:02x}")).collect();
+        Self { kind, etag: format!("\"{}\"", &sha256[..32]), plain, gzipped }
     }
 
     fn answer(&self, asked: &HeaderMap, cache: &'static str) -> Response {
@@ -112,25 +84,10 @@ impl WebFile {
         }
         let kind = [(header::CONTENT_TYPE, self.kind)];
         if takes_gzip(text(header::ACCEPT_ENCODING)) {
-            return (head, kind, [(header::CONTENT_ENCODING, "gzip")], self.gzipped.clone()).into_response();
+            return (head, kind, [(header::CONTENT_ENCODING, "gzip")], self.gzipped).into_response();
         }
-        (head, kind, self.plain.clone()).into_response()
+        (head, kind, self.plain).into_response()
     }
-}
-
-/// Without lines that are comments and without indentation; a comment begins its line (`//`, or `/*` to a `*/` that ends one).
-fn bare(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut is_comment = false;
-    for line in text.lines().map(str::trim) {
-        is_comment |= line.starts_with("/*");
-        if !is_comment && !line.starts_with("//") && !line.is_empty() {
-            out.push_str(line);
-            out.push('\n');
-        }
-        is_comment &= !line.ends_with("*/");
-    }
-    out
 }
 
 /// `gzip` or `*`, not with the weight 0.
@@ -142,12 +99,8 @@ fn takes_gzip(accepted: &str) -> bool {
     })
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 async fn get_page(headers: HeaderMap) -> Response {
-    match DASHBOARD.files.get("index.html") {
+    match FILES.get("index.html") {
         Some(page) => page.answer(&headers, "no-cache"),
         None => Problem::not_found("page", "/").into_response(),
     }
@@ -155,8 +108,8 @@ async fn get_page(headers: HeaderMap) -> Response {
 
 /// A file of another version is a page that was loaded before the server was replaced: it gets this version's, unkept.
 async fn get_web_file(Path((version, name)): Path<(String, String)>, headers: HeaderMap) -> Response {
-    match DASHBOARD.files.get(name.as_str()) {
-        Some(file) if version == DASHBOARD.version => file.answer(&headers, "public, max-age=31536000, immutable"),
+    match FILES.get(name.as_str()) {
+        Some(file) if version == SENT.0 => file.answer(&headers, "public, max-age=31536000, immutable"),
         Some(file) => file.answer(&headers, "no-store"),
         None => Problem::not_found("file of the dashboard", name).into_response(),
     }
@@ -164,54 +117,90 @@ async fn get_web_file(Path((version, name)): Path<(String, String)>, headers: He
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+    use std::path::Path;
+
     use super::*;
+
+    mod build {
+        include!(concat!(env!("CARGO_MANIFEST_DIR"), "/build/web.rs"));
+    }
 
     #[test]
     fn the_dashboard_stays_below_80_kb_gzipped() {
-        let total: usize = DASHBOARD.files.values().map(|file| file.gzipped.len()).sum();
+        let total: usize = SENT.1.iter().map(|(_, _, gzipped)| gzipped.len()).sum();
         assert!(total > 30_000, "{total} bytes: something is missing");
         assert!(total <= 80_000, "{total} bytes gzipped");
+        for (name, plain, gzipped) in SENT.1 {
+            let mut read = Vec::new();
+            flate2::read::GzDecoder::new(*gzipped).read_to_end(&mut read).unwrap();
+            assert!(read == *plain, "{name}");
+        }
     }
 
     #[test]
     fn nothing_in_the_dashboard_makes_markup_of_text_or_needs_inline_script_or_style() {
-        for (name, bytes) in FILES.iter().filter(|(name, _)| !name.starts_with("vendor/")) {
-            let text = String::from_utf8_lossy(bytes);
-            for forbidden in [
-                "innerHTML",
-                "outerHTML",
-                "insertAdjacentHTML",
-                "document.write",
-                "eval(",
-                "new Function",
-                "srcdoc",
-                "javascript:",
-                " style=\"",
-            ] {
+        const FORBIDDEN: [&str; 10] = [
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+            "srcdoc",
+            "javascript:",
+            " style=\"",
+            "setAttribute(\"style\"",
+        ];
+        for (name, plain, _) in SENT.1.iter().filter(|(name, ..)| !name.starts_with("vendor/")) {
+            let text = String::from_utf8_lossy(plain);
+            for forbidden in FORBIDDEN {
                 assert!(!text.contains(forbidden), "{name} has {forbidden}");
             }
         }
-        let page = DASHBOARD.files["index.html"].plain.clone();
-        let page = String::from_utf8(page).unwrap();
+        let page = String::from_utf8_lossy(FILES["index.html"].plain);
         assert!(!page.contains("<style") && page.matches("<script").count() == page.matches("src=\"/web/").count());
     }
 
     #[test]
-    fn what_is_sent_has_no_comments_and_no_indentation() {
+    fn what_is_sent_has_every_module_once_and_its_strings_as_they_are() {
         let text = "// What.\n/**\n * Of `x`.\n */\nfunction f(x) {\n  return x; // why\n}\n/* a */\n";
-        assert_eq!(bare(text), "function f(x) {\nreturn x; // why\n}\n");
+        assert_eq!(build::bare(text), "function f(x) {\nreturn x; // why\n}\n");
+        for (code, dense) in [
+            ("const a = { b: 1, c };\n", "const a={b:1,c};"),
+            ("if (a) return b; // why\nelse c();\n", "if(a)return b;else c();"),
+            ("const s = \"a = b // c\";\n", "const s=\"a = b // c\";"),
+            ("const t = `a  b ${f({ x: 1 })} // c`;\n", "const t=`a  b ${f({x:1})} // c`;"),
+            (
+                "const u = html`<p>${a.map((x) => html`<b>${x} y</b>`)} z</p>`;\n",
+                "const u=html`<p>${a.map((x)=>html`<b>${x} y</b>`)} z</p>`;",
+            ),
+            ("const r = /[/ \"]+ x/.test(s) && a / b;\n", "const r=/[/ \"]+ x/.test(s)&&a/b;"),
+            ("a = b + +c;\n", "a=b+ +c;"),
+            ("function f() {\n}\nf();\n", "function f(){}\nf();"),
+        ] {
+            assert_eq!(build::dense_code(code), dense);
+        }
+        let sent = build::dashboard(&Path::new(env!("CARGO_MANIFEST_DIR")).join("web"));
+        let app = String::from_utf8_lossy(&sent["app.js"]);
+        for name in ["function Jobs(", "function NewJob(", "class EventStream{", "function useSignal("] {
+            assert_eq!(app.matches(name).count(), 1, "{name}");
+        }
+        let imports: Vec<&str> = app.lines().filter(|line| line.starts_with("import ")).collect();
+        assert!(imports.len() == 4 && imports.iter().all(|line| line.contains("\"./vendor/")), "{imports:?}");
     }
 
     #[test]
     fn gzip_is_sent_to_those_who_take_it() {
-        for (accepted, takes) in [
+        let cases = [
             ("gzip, br", true),
             ("br;q=1, gzip;q=0.5", true),
             ("*", true),
             ("", false),
             ("br", false),
             ("gzip;q=0", false),
-        ] {
+        ];
+        for (accepted, takes) in cases {
             assert_eq!(takes_gzip(accepted), takes, "{accepted}");
         }
     }

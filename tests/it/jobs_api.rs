@@ -29,6 +29,8 @@ async fn a_job_with_inline_records_is_queued_and_shown() {
             "phase",
             "status_reason",
             "attempt",
+            "device",
+            "last_seq",
             "step",
             "total_steps",
             "eta_s",

@@ -8,6 +8,7 @@ mod artifacts;
 mod bench;
 mod bits;
 mod chaos;
+mod dashboard;
 mod datasets;
 mod demo;
 mod doctor;

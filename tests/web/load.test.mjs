@@ -1,5 +1,7 @@
 // Much of everything: 200 jobs, a million metric points, a run of 100,000 steps. Times are the browser's own.
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { join } from "node:path";
 import { after, before, test } from "node:test";
 import { makeJob, SHOTS, startBrowser, visit } from "./browser.mjs";
 import { startServer } from "./server.mjs";
@@ -72,17 +74,21 @@ test("a run of 100,000 steps shows its outliers and can be looked at closely", {
     const chart = page.locator("figure", { has: page.getByRole("heading", { name: /^Entropy/ }) });
     await page.waitForTimeout(1500);
     const [download] = await Promise.all([page.waitForEvent("download"), chart.getByRole("button", { name: "CSV" }).click()]);
-    const { readFileSync } = await import("node:fs");
     const lines = readFileSync(await download.path(), "utf8").trim().split("\n");
     assert.equal(lines.length, LONG + 1, "the CSV has every step");
     assert.equal(lines[0], "step,entropy");
   }));
 
 test("eight charts of 100,000 points each pan without dropping a frame's time", { timeout: 120_000 }, () =>
-  visit(browser, server.url, `#/jobs/${longest}`, async (page) => {
-    await page.waitForFunction(() => document.querySelector("[aria-label^='Reward.']"), null, { timeout: 60_000 });
+  visit(browser, server.url, "#/system", async (page) => {
+    await page.getByRole("heading", { name: "System" }).waitFor();
+    // The modules as they lie in web/, beside the page.
+    await page.route("**/source/**", async (route) => {
+      const name = new URL(route.request().url()).pathname.replace(/^.*\/source\//, "");
+      await route.fulfill({ contentType: "text/javascript", body: readFileSync(join(process.env.WEB, name), "utf8") });
+    });
     const times = await page.evaluate(async () => {
-      const folder = document.querySelector("script[type=module]").src.replace(/app\.js$/, "");
+      const folder = "/source/";
       const [{ Plot }, { ChartGroup }] = await Promise.all([import(`${folder}chart/plot.js`), import(`${folder}chart/group.js`)]);
       const points = 100_000;
       const x = Float64Array.from({ length: points }, (_, index) => index);

@@ -168,8 +168,8 @@ test("events and the worker's log are all there, and the search narrows them", {
     const { data } = await server.api("GET", `/jobs/${careful.id}/events?limit=100`);
     await page.waitForFunction((count) => document.querySelectorAll(".lines .line").length >= count, data.length);
     assert.equal(await page.locator(".lines .line").count(), data.length, "none twice");
-    await page.locator("select[name=type]").selectOption("checkpoint");
-    assert.equal(await page.locator(".lines .line").count(), data.filter(({ type }) => type === "checkpoint").length);
+    await page.locator("select[name=type]").selectOption("checkpoint.saved");
+    assert.equal(await page.locator(".lines .line").count(), data.filter(({ type }) => type === "checkpoint.saved").length);
     await page.getByRole("button", { name: "Worker's log" }).click();
     await page.locator(".lines .line").filter({ hasText: "attempt 1 begins on cpu" }).waitFor();
     await page.getByLabel("Search").fill("starts from the beginning");

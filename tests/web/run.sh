@@ -6,7 +6,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 RLOOD=$(realpath "${1:-$root/target/release/rlood}")
 shift || true
-export RLOOD SCREENSHOTS="$root/target/browser" RLOOD_ASSETS="$root/assets"
+export RLOOD SCREENSHOTS="$root/target/browser" RLOOD_ASSETS="$root/assets" WEB="$root/web"
 export CHROMIUM=${CHROMIUM:-$(command -v chromium || command -v chromium-browser || true)}
 if [ -z "$CHROMIUM" ] || ! command -v npm >/dev/null; then
     echo "skipped: the browser tests need node, npm and chromium"

@@ -28,7 +28,7 @@ before(async () => {
   // Names and labels: of one job each.
   const rows = CORPUS.map((prompt, index) => ({ prompt: prompt.slice(0, SHORT), answer: at(index + 1), note: at(index + 2) }));
   carried = await submit(server, { name: at(0), rows, steps: CORPUS.length, ...plain, more: { metadata: { [at(3).slice(0, 60)]: at(4) } } });
-  for (let index = 1; index < CORPUS.length; index++) await submit(server, { name: at(index), rows: rows.slice(0, 2), ...plain });
+  for (let index = 1; index < CORPUS.length; index++) await submit(server, { name: at(index), rows: rows.slice(0, 3), ...plain });
   await carry(carried.id);
 }, { timeout: 600_000 });
 after(() => Promise.all([server?.stop(), browser?.close(), rewards?.stop()]));
@@ -82,7 +82,7 @@ async function watch(look, options = {}) {
   });
   page.on("dialog", (dialog) => (wrong.push(`dialog: ${dialog.message()}`), dialog.dismiss()));
   page.on("pageerror", (error) => wrong.push(error.stack ?? String(error)));
-  page.on("request", (request) => /pwned/.test(new URL(request.url()).pathname) && wrong.push(`asked for ${request.url()}`));
+  page.on("request", (request) => /^\/+pwned/.test(new URL(request.url()).pathname) && wrong.push(`asked for ${request.url()}`));
   page.on("framenavigated", (frame) => frame === page.mainFrame() || wrong.push("a frame"));
   try {
     await look(page);

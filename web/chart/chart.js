@@ -70,7 +70,7 @@ function Legend({ x, series, cursor, mode }) {
     ${cursor !== null && x.length > 0 && html`<li class="dim num">step ${x[at]}</li>`}
     ${series.map(({ label, values, tint }, index) => html`<li key=${label}>
       <svg viewBox="0 0 22 8" aria-hidden="true"><path d="M0 4H22" stroke=${colour(tint ?? index, mode)} stroke-width="2.5" stroke-dasharray=${dash(tint ?? index).join(" ")} /></svg>
-      <span>${label}</span> <b class="num">${number(valueAt(values, at))}</b></li>`)}
+      <span>${label}</span> <b class="num">${number(valueBefore(values, at))}</b></li>`)}
   </ul>`;
 }
 
@@ -82,7 +82,7 @@ function nearest(x, value) {
 }
 
 /** The value there, or the last one before. */
-function valueAt(values, at) {
+function valueBefore(values, at) {
   for (let index = at; index >= 0; index--) if (values[index] === values[index]) return values[index];
   return null;
 }

@@ -1,25 +1,21 @@
 // What differs between two texts, word by word.
 
-/** Cells of the table at most; longer texts are compared line by line, or as a whole. */
+/** Cells of the table at most; longer texts are taken as a whole. */
 const MOST_CELLS = 4_000_000;
 
 const wordsOf = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
-const linesOf = (text) => text.match(/[^\n]*\n|[^\n]+/g) ?? [];
 
 /** Pieces `[how, text]` in order: `how` is 0 (in both), −1 (only in `a`) or 1 (only in `b`). */
 export function diff(a, b) {
-  for (const split of [wordsOf, linesOf]) {
-    const [one, other] = [split(a), split(b)];
-    let begin = 0;
-    while (begin < one.length && one[begin] === other[begin]) begin++;
-    let end = 0;
-    while (end < Math.min(one.length, other.length) - begin && one.at(-1 - end) === other.at(-1 - end)) end++;
-    const [left, right] = [one.slice(begin, one.length - end), other.slice(begin, other.length - end)];
-    if (left.length * right.length > MOST_CELLS) continue;
-    const same = (pieces) => pieces.map((piece) => [0, piece]);
-    return joined([...same(one.slice(0, begin)), ...aligned(left, right), ...same(one.slice(one.length - end))]);
-  }
-  return joined([[-1, a], [1, b]]);
+  const [one, other] = [wordsOf(a), wordsOf(b)];
+  let begin = 0;
+  while (begin < one.length && one[begin] === other[begin]) begin++;
+  let end = 0;
+  while (end < Math.min(one.length, other.length) - begin && one.at(-1 - end) === other.at(-1 - end)) end++;
+  const [left, right] = [one.slice(begin, one.length - end), other.slice(begin, other.length - end)];
+  const same = (pieces) => pieces.map((piece) => [0, piece]);
+  const middle = left.length * right.length > MOST_CELLS ? [[-1, left.join("")], [1, right.join("")]] : aligned(left, right);
+  return joined([...same(one.slice(0, begin)), ...middle, ...same(one.slice(one.length - end))]);
 }
 
 /** Along a longest common subsequence. */

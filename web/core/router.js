@@ -1,5 +1,6 @@
 // Where we are: `#/jobs/job_1/samples?step=3`. Filters live in the query, so that a view can be linked and reloaded.
 // The API has the paths of the server's root for itself; the part behind # never leaves the browser.
+import { urlOf } from "./api.js";
 import { Signal, useSignal } from "./signal.js";
 
 /** `{path, query}`; query is an object of strings. */
@@ -13,10 +14,7 @@ function read() {
 addEventListener("hashchange", () => place.set(read()));
 
 /** The address of a view, for `href`. */
-export function hrefOf(path, query = {}) {
-  const set = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
-  return `#${path}${set.length ? `?${new URLSearchParams(set)}` : ""}`;
-}
+export const hrefOf = (path, query) => `#${urlOf(path, query)}`;
 
 /** Goes to a view; `replace` leaves no step in the history. */
 export function go(path, query, { replace = false } = {}) {

@@ -1,4 +1,5 @@
 // Who is signed in. The key is sent once and kept nowhere; the cookie is HttpOnly, so this page never sees it.
+import { send } from "./api.js";
 import { Signal } from "./signal.js";
 
 /** `state`: `unknown` (before the first answer), `open` (a server without keys), `in` or `out`. `scopes`: what may be done. */
@@ -25,13 +26,11 @@ function signedIn({ keys_required, scopes, csrf_token, key_name, owner }) {
 
 /** Signs in with a key; throws the server's problem. */
 export async function signIn(key) {
-  const { send } = await import("./api.js");
   const response = await send("POST", "/session", { body: { key } });
   session.set(signedIn(await response.json()));
 }
 
 export async function signOut() {
-  const { send } = await import("./api.js");
   await send("DELETE", "/session");
   session.set(OUT);
 }

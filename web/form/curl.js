@@ -3,7 +3,7 @@
 const SECRETS = { secret: "whsec_…", headers: "…" };
 
 /** As JSON, secrets left for the reader to fill in. */
-export function shown(spec) {
+export function specText(spec) {
   return JSON.stringify(spec, (key, value) => {
     if (value === undefined || !(key in SECRETS)) return value;
     return typeof value === "object" ? Object.fromEntries(Object.keys(value).map((name) => [name, SECRETS[key]])) : SECRETS[key];
@@ -16,5 +16,5 @@ const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 export function curlOf(spec, origin, needsKey) {
   const lines = [`curl ${origin}/jobs`, "  -H 'content-type: application/json'"];
   if (needsKey) lines.push('  -H "authorization: Bearer $RLOOD_API_KEY"');
-  return [...lines, `  -d ${quoted(shown(spec))}`].join(" \\\n");
+  return [...lines, `  -d ${quoted(specText(spec))}`].join(" \\\n");
 }

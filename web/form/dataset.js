@@ -66,7 +66,7 @@ export function DatasetChoice({ form, pointer, label, onRows }) {
       ${(attributes) => html`<select ...${attributes} value=${id ?? ""} onChange=${(event) => form.set(`${pointer}/id`, event.target.value || undefined)}>
         <option value="">${known.length ? "choose, or add one below" : "none yet: add one below"}</option>
         ${id && !chosen && html`<option value=${id}>${id}</option>`}
-        ${known.map((dataset) => html`<option key=${dataset.id} value=${dataset.id}>${dataset.name ?? dataset.id} · ${count(dataset.num_rows)} rows</option>`)}</select>`}</${Field}>
+        ${known.map((dataset) => html`<option key=${dataset.id} value=${dataset.id}>${dataset.name ?? dataset.id} · ${count(dataset.num_rows)} rows</option>`)}</select>`}<//>
     <div class=${cls("drop", isOver && "over")} onDragOver=${(event) => (event.preventDefault(), setOver(true))} onDragLeave=${() => setOver(false)} onDrop=${drop}>
       <label>Drop a file here (.jsonl, .json, .csv), or choose it: <input type="file" accept=".ndjson,.jsonl,.json,.csv" disabled=${busy} onChange=${({ target }) => target.files[0] && take(target.files[0])} /></label>
       <details><summary>Or paste rows</summary>

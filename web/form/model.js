@@ -15,7 +15,7 @@ export function ModelChoice({ form }) {
       ${(attributes) => html`<select ...${attributes} value=${form.spec.model ?? ""} onChange=${(event) => form.set("/model", event.target.value || undefined)}>
         <option value="">${models.length ? "choose" : "none yet: register one below"}</option>
         ${form.spec.model && !chosen && html`<option value=${form.spec.model}>${form.spec.model}</option>`}
-        ${models.map(({ id }) => html`<option key=${id} value=${id}>${id}</option>`)}</select>`}</${Field}>
+        ${models.map(({ id }) => html`<option key=${id} value=${id}>${id}</option>`)}</select>`}<//>
     <${ProblemBox} error=${error} />
     <details open=${data && !models.length}><summary>Register a model of this server</summary>
       <${Register} onDone=${async (model) => (await reload(), form.set("/model", model.id))} /></details>
@@ -39,8 +39,8 @@ function Register({ onDone }) {
   };
   const at = (pointer) => error?.errors?.filter((item) => item.pointer === pointer) ?? [];
   return html`<div class="fields">
-    <${Field} label="Id" hint="such as Qwen/Qwen3-0.6B" errors=${at("/id")}>${(a) => html`<input ...${a} value=${id} onInput=${(event) => setId(event.target.value)} />`}</${Field}>
-    <${Field} label="Directory on the server" hint="config.json, *.safetensors, tokenizer.json" errors=${at("/source")}>${(a) => html`<input ...${a} value=${source} onInput=${(event) => setSource(event.target.value)} />`}</${Field}>
+    <${Field} label="Id" hint="such as Qwen/Qwen3-0.6B" errors=${at("/id")}>${(a) => html`<input ...${a} value=${id} onInput=${(event) => setId(event.target.value)} />`}<//>
+    <${Field} label="Directory on the server" hint="config.json, *.safetensors, tokenizer.json" errors=${at("/source")}>${(a) => html`<input ...${a} value=${source} onInput=${(event) => setSource(event.target.value)} />`}<//>
     <div class="field"><button type="button" disabled=${busy || !id.trim() || !source.trim()} onClick=${run}>${busy ? "Reading…" : "Register"}</button></div>
     ${error && !error.errors?.length && html`<${ProblemBox} error=${error} />`}
   </div>`;

@@ -38,7 +38,7 @@ function Reward({ form, index, reward, types }) {
     <div class="fields">
       <${Field} label="Type" hint=${(schema?.description ?? "").split("\n")[0]} errors=${form.errorsAt(`${at}/type`)} pointer=${`${at}/type`}>
         ${(attributes) => html`<select ...${attributes} value=${reward.type} onChange=${(event) => form.set(at, { type: event.target.value, name: reward.name, weight: reward.weight })}>
-          ${types.map((type) => html`<option key=${type} value=${type}>${type}</option>`)}</select>`}</${Field}>
+          ${types.map((type) => html`<option key=${type} value=${type}>${type}</option>`)}</select>`}<//>
       ${schema && COMMON.map(setting)}
       ${schema && order(names.filter(isShown)).map(setting)}
     </div>
@@ -75,9 +75,9 @@ function Trial({ reward, rows }) {
   };
   return html`<div class="trial">
     <div class="fields">
-      <${Field} label="Prompt">${(a) => html`<textarea ...${a} rows="2" value=${form.prompt} onInput=${change("prompt")}></textarea>`}</${Field}>
-      <${Field} label="Completion" hint="Several: a line --- between them.">${(a) => html`<textarea ...${a} rows="2" value=${form.completion} onInput=${change("completion")}></textarea>`}</${Field}>
-      <${Field} label="Columns" hint="JSON, as in the dataset.">${(a) => html`<textarea ...${a} class="mono" rows="2" value=${form.columns} onInput=${change("columns")}></textarea>`}</${Field}>
+      <${Field} label="Prompt">${(a) => html`<textarea ...${a} rows="2" value=${form.prompt} onInput=${change("prompt")}></textarea>`}<//>
+      <${Field} label="Completion" hint="Several: a line --- between them.">${(a) => html`<textarea ...${a} rows="2" value=${form.completion} onInput=${change("completion")}></textarea>`}<//>
+      <${Field} label="Columns" hint="JSON, as in the dataset.">${(a) => html`<textarea ...${a} class="mono" rows="2" value=${form.columns} onInput=${change("columns")}></textarea>`}<//>
     </div>
     <div><button type="button" disabled=${busy} onClick=${run}>${busy ? "Asking…" : "Score it"}</button></div>
     <${ProblemBox} error=${error} />

@@ -24,7 +24,7 @@ export function Setting({ form, pointer, schema = schemaAt(form.schema, pointer)
   const { default: usual } = schema;
   const hint = [firstLine(schema.description), limits(resolved)].filter(Boolean).join(" · ");
   return html`<${Field} label=${label ?? words(name)} hint=${hint} errors=${form.errorsAt(pointer)} pointer=${pointer}>
-    ${(attributes) => control({ attributes, resolved, value, usual, set, placeholder, name })}</${Field}>`;
+    ${(attributes) => control({ attributes, resolved, value, usual, set, placeholder, name })}<//>`;
 }
 
 function control({ attributes, resolved, value, usual, set, placeholder, name }) {

@@ -40,5 +40,5 @@ export function Confirm({ title, children, action, danger, onDone, onClose }) {
       <button onClick=${onClose}>Keep it as it is</button>
       <button class=${danger ? "danger" : "primary"} disabled=${busy} onClick=${run}>${action}</button>
     </div>
-  </${Dialog}>`;
+  <//>`;
 }

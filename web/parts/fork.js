@@ -37,11 +37,11 @@ export function ForkDialog({ run, job, onClose }) {
     ${checkpoints.length > 0 && html`<form onSubmit=${submit}>
       <p>A new job that goes on from a checkpoint of <strong>${job.name ?? job.id}</strong>.</p>
       <${Field} label="From step" errors=${at("/from_step")}>${(a) => html`<select ...${a} value=${step ?? checkpoints[0].step} onChange=${(e) => setStep(e.target.value)}>
-        ${checkpoints.map((c) => html`<option key=${c.id} value=${c.step}>step ${c.step}${c.best ? " (best)" : ""}</option>`)}</select>`}</${Field}>
+        ${checkpoints.map((c) => html`<option key=${c.id} value=${c.step}>step ${c.step}${c.best ? " (best)" : ""}</option>`)}</select>`}<//>
       <${Field} label="Changes" errors=${at("/overrides")} hint=${'A partial job, merged over the old one: {"optimizer": {"learning_rate": 1e-5}}'}>
-        ${(a) => html`<textarea ...${a} class="mono" rows="6" spellcheck=${false} value=${text} onInput=${(e) => setText(e.target.value)}></textarea>`}</${Field}>
+        ${(a) => html`<textarea ...${a} class="mono" rows="6" spellcheck=${false} value=${text} onInput=${(e) => setText(e.target.value)}></textarea>`}<//>
       ${refused && !refused.errors?.length && html`<${ProblemBox} error=${refused} />`}
       <div class="row end"><button type="button" onClick=${onClose}>Close</button><button class="primary">Fork</button></div>
     </form>`}
-  </${Dialog}>`;
+  <//>`;
 }

@@ -4,11 +4,20 @@ import { hrefOf } from "../core/router.js";
 import { useJob, useRun } from "../core/run.js";
 import { useSignal } from "../core/signal.js";
 import { html } from "../core/ui.js";
-import { jobTabs } from "../routes.js";
 import { Actions } from "./actions.js";
 import { ProblemBox } from "./problem.js";
 import { doing, Progress, State } from "./state.js";
 import { Id } from "./text.js";
+
+/** The tabs of a job's pages: the end of the address, and its name. */
+const TABS = [
+  ["", "Charts"],
+  ["/samples", "Samples"],
+  ["/checkpoints", "Checkpoints"],
+  ["/rewards", "Rewards"],
+  ["/logs", "Logs"],
+  ["/config", "Config"],
+];
 
 const CONNECTION = { lost: "connection lost, trying again", connecting: "connecting", refused: "not followed: the server refused", paused: "paused" };
 
@@ -33,7 +42,7 @@ export function JobPage({ id, tab, children }) {
         ${CONNECTION[connection] && html`<span class="warn" data-connection=${connection}>${CONNECTION[connection]}</span>`}
       </p>
       <nav class="tabs" aria-label="Job">
-        ${jobTabs.map(([end, name]) => html`<a key=${end} href=${hrefOf(`/jobs/${id}${end}`)} aria-current=${end === tab ? "page" : undefined}>${name}</a>`)}
+        ${TABS.map(([end, name]) => html`<a key=${end} href=${hrefOf(`/jobs/${id}${end}`)} aria-current=${end === tab ? "page" : undefined}>${name}</a>`)}
       </nav>
     </div>
     ${children(run, job)}`;

@@ -22,7 +22,7 @@ export function Keys({ isOpen }) {
     announce(`Revoked: ${key.name}`);
     reload();
   };
-  return html`<section aria-label="Keys">
+  return html`<section>
     <div class="row between wrap"><h2>Keys</h2><button onClick=${() => show("new")}>New key…</button></div>
     <${ProblemBox} error=${error} retry=${reload} />
     ${data && !data.length && html`<p class="dim">No keys yet.</p>`}
@@ -36,7 +36,7 @@ export function Keys({ isOpen }) {
     </table></div>`}
     ${dialog === "new" && html`<${NewKey} isFirst=${isOpen} onMade=${reload} onClose=${() => show(null)} />`}
     ${dialog?.id && html`<${Confirm} title="Revoke this key?" action="Revoke it" danger onDone=${() => revoke(dialog)} onClose=${() => show(null)}>
-      <p><strong>${dialog.name}</strong> and every session opened with it are over at once.</p></${Confirm}>`}
+      <p><strong>${dialog.name}</strong> and every session opened with it are over at once.</p><//>`}
   </section>`;
 }
 
@@ -66,18 +66,18 @@ function NewKey({ isFirst, onMade, onClose }) {
   if (made) {
     return html`<${Dialog} title="The new key" onClose=${close}>
       <p>This is shown once. Keep it where secrets are kept.</p><${Code} text=${made.key} label="Key" />
-      <div class="row end"><button class="primary" onClick=${close}>I have it</button></div></${Dialog}>`;
+      <div class="row end"><button class="primary" onClick=${close}>I have it</button></div><//>`;
   }
   return html`<${Dialog} title="New key" onClose=${onClose}><form onSubmit=${submit}>
     ${isFirst && html`<p class="notice">From now on this server asks everybody for a key. The first needs the scope admin.</p>`}
-    <${Field} label="Name" errors=${at("/name")}>${(a) => html`<input ...${a} required maxlength="100" value=${form.name} onInput=${(event) => set({ name: event.target.value })} />`}</${Field}>
+    <${Field} label="Name" errors=${at("/name")}>${(a) => html`<input ...${a} required maxlength="100" value=${form.name} onInput=${(event) => set({ name: event.target.value })} />`}<//>
     <fieldset class="field"><legend>May</legend>
       ${SCOPES.map(([scope, what]) => html`<label key=${scope} class="pick"><input type="checkbox" checked=${form.scopes.includes(scope)}
         onChange=${(event) => set({ scopes: event.target.checked ? [...form.scopes, scope] : form.scopes.filter((other) => other !== scope) })} /> <span><b>${scope}</b> <span class="dim">${what}</span></span></label>`)}
       ${at("/scopes").map(({ code, detail }) => html`<p key=${code} class="bad small">${detail}</p>`)}</fieldset>
-    <${Field} label="Owner" optional errors=${at("/owner")} hint="Keys with one owner share their jobs. Default: the key's own.">${(a) => html`<input ...${a} maxlength="100" value=${form.owner} onInput=${(event) => set({ owner: event.target.value })} />`}</${Field}>
-    <${Field} label="Ends" errors=${at("/expires_in_s")}>${(a) => html`<select ...${a} value=${form.life} onChange=${(event) => set({ life: event.target.value })}>${LIVES.map(([value, text]) => html`<option key=${value} value=${value}>${text}</option>`)}</select>`}</${Field}>
+    <${Field} label="Owner" optional errors=${at("/owner")} hint="Keys with one owner share their jobs. Default: the key's own.">${(a) => html`<input ...${a} maxlength="100" value=${form.owner} onInput=${(event) => set({ owner: event.target.value })} />`}<//>
+    <${Field} label="Ends" errors=${at("/expires_in_s")}>${(a) => html`<select ...${a} value=${form.life} onChange=${(event) => set({ life: event.target.value })}>${LIVES.map(([value, text]) => html`<option key=${value} value=${value}>${text}</option>`)}</select>`}<//>
     ${error && !error.errors?.length && html`<${ProblemBox} error=${error} />`}
     <div class="row end"><button type="button" onClick=${onClose}>Close</button><button class="primary">Make the key</button></div>
-  </form></${Dialog}>`;
+  </form><//>`;
 }

@@ -3,9 +3,9 @@ import { count } from "../core/format.js";
 import { cls, html, useState } from "../core/ui.js";
 
 /** Characters that are shown at first. */
-const SHOWN = 1200;
+const SHOWN_CHARACTERS = 1200;
 
-export function Long({ text, label, class: name, shown = SHOWN }) {
+export function Long({ text, label, class: name, shown = SHOWN_CHARACTERS }) {
   const [isOpen, open] = useState(false);
   const isLong = text.length > shown * 1.25;
   return html`<div class=${cls("long", name)}>

@@ -1,8 +1,8 @@
 // A course in the size of a word. The numbers beside it say the same to whoever does not see it.
 import { html } from "../core/ui.js";
 
-const WIDTH = 96;
-const HEIGHT = 22;
+const SPARK_WIDTH = 96;
+const SPARK_HEIGHT = 22;
 
 /** `points`: [[step, value | null]]. */
 export function Spark({ points, label }) {
@@ -11,10 +11,10 @@ export function Spark({ points, label }) {
   const [first, last] = [known[0][0], known.at(-1)[0]];
   const values = known.map(([, value]) => value);
   const [low, high] = [Math.min(...values), Math.max(...values)];
-  const x = (step) => (1 + ((step - first) / (last - first || 1)) * (WIDTH - 4)).toFixed(1);
-  const y = (value) => (HEIGHT - 2 - ((value - low) / (high - low || 1)) * (HEIGHT - 4)).toFixed(1);
+  const x = (step) => (1 + ((step - first) / (last - first || 1)) * (SPARK_WIDTH - 4)).toFixed(1);
+  const y = (value) => (SPARK_HEIGHT - 2 - ((value - low) / (high - low || 1)) * (SPARK_HEIGHT - 4)).toFixed(1);
   const path = known.map(([step, value], index) => `${index ? "L" : "M"}${x(step)} ${y(value)}`).join("");
-  return html`<svg class="spark" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${label}>
+  return html`<svg class="spark" viewBox=${`0 0 ${SPARK_WIDTH} ${SPARK_HEIGHT}`} role="img" aria-label=${label}>
     <path d=${path} /><circle cx=${x(last)} cy=${y(values.at(-1))} r="2" />
   </svg>`;
 }

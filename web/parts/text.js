@@ -1,7 +1,7 @@
 // Small pieces of text: copied code, times that grow older, ids.
 import { announce } from "../core/announce.js";
 import { ago, moment, shortId } from "../core/format.js";
-import { html, useEffect, useState } from "../core/ui.js";
+import { cls, html, useEffect, useState } from "../core/ui.js";
 
 /** Copies `text`; says so. */
 export function Copy({ text, label = "Copy" }) {
@@ -33,3 +33,7 @@ export function Ago({ time }) {
 }
 
 export const Id = ({ id }) => html`<code class="id" title=${id}>${shortId(id)}</code>`;
+
+/** `[[name, value, note]]` beside each other; those without a value are left out. */
+export const Facts = ({ facts, panel }) => html`<dl class=${cls("stats", panel && "panel")}>${facts.filter(([, value]) => value).map(([name, value, note]) =>
+  html`<div key=${name}><dt>${name}</dt><dd>${value}</dd>${note && html`<dd class="dim small">${note}</dd>`}</div>`)}</dl>`;

@@ -28,44 +28,32 @@ function adapterUsage({ job, model, folder, fetched }) {
   const rank = RANKS.find((rank) => rank >= (job.plan.lora?.r ?? 16)) ?? RANKS.at(-1);
   return [
     ["Download", "The adapter, into a folder.", fetched],
-    ["PEFT", "pip install peft transformers torch; merge_and_unload() makes one model of both", `from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-${base(model)}
-model = PeftModel.from_pretrained(model, ${python(folder)})
-${generated}`],
-    ["transformers", "Its own adapter loading; pip install peft transformers torch", `from transformers import AutoModelForCausalLM, AutoTokenizer
-
-${base(model)}
-model.load_adapter(${python(folder)})
-${generated}`],
-    ["vLLM", "pip install vllm", `vllm serve ${shell(model)} --enable-lora --max-lora-rank ${rank} --lora-modules ${folder}=./${folder}
-
-${asked(folder)}`],
+    ["PEFT", "pip install peft transformers torch; merge_and_unload() makes one model of both",
+      lines("from peft import PeftModel", imported, "", base(model), `model = PeftModel.from_pretrained(model, ${python(folder)})`, "", generated)],
+    ["transformers", "Its own adapter loading; pip install peft transformers torch",
+      lines(imported, "", base(model), `model.load_adapter(${python(folder)})`, "", generated)],
+    ["vLLM", "pip install vllm", lines(`vllm serve ${shell(model)} --enable-lora --max-lora-rank ${rank} --lora-modules ${folder}=./${folder}`, "", curlFor(folder))],
   ];
 }
 
 function modelUsage({ folder, fetched, model }) {
   return [
     ["Download", "The whole model, into a folder.", fetched],
-    ["transformers", "pip install transformers torch", `from transformers import AutoModelForCausalLM, AutoTokenizer
-
-${base(model, `./${folder}`)}
-${generated}`],
-    ["vLLM", "pip install vllm", `vllm serve ./${folder} --tokenizer ${shell(model)} --served-model-name ${folder}
-
-${asked(folder)}`],
+    ["transformers", "pip install transformers torch", lines(imported, "", base(model, `./${folder}`), "", generated)],
+    ["vLLM", "pip install vllm", lines(`vllm serve ./${folder} --tokenizer ${shell(model)} --served-model-name ${folder}`, "", curlFor(folder))],
   ];
 }
 
-const base = (model, weights = model) => `tokenizer = AutoTokenizer.from_pretrained(${python(model)})
-model = AutoModelForCausalLM.from_pretrained(${python(weights)}, dtype="auto", device_map="auto")`;
-
-const generated = `
-messages = [{"role": "user", "content": "Hello"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(model.device)
-output = model.generate(**inputs, max_new_tokens=256)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))`;
-
-const asked = (name) => `curl http://localhost:8000/v1/chat/completions -H "content-type: application/json" \\
-  -d '{"model": "${name}", "messages": [{"role": "user", "content": "Hello"}]}'`;
+// A list of lines: indentation and empty lines of this file are not sent.
+const lines = (...list) => list.join("\n");
+const imported = "from transformers import AutoModelForCausalLM, AutoTokenizer";
+const base = (model, weights = model) =>
+  lines(`tokenizer = AutoTokenizer.from_pretrained(${python(model)})`, `model = AutoModelForCausalLM.from_pretrained(${python(weights)}, dtype="auto", device_map="auto")`);
+const generated = lines(
+  'messages = [{"role": "user", "content": "Hello"}]',
+  'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(model.device)',
+  "output = model.generate(**inputs, max_new_tokens=256)",
+  'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))',
+);
+const curlFor = (name) =>
+  lines('curl http://localhost:8000/v1/chat/completions -H "content-type: application/json" \\', `  -d '{"model": "${name}", "messages": [{"role": "user", "content": "Hello"}]}'`);

@@ -23,19 +23,18 @@ export function Webhooks() {
     announce("Webhook deleted");
     reload();
   };
-  return html`<section aria-label="Webhooks">
-    <div class="row between wrap"><h2>Webhooks</h2>${may("submit") && html`<button onClick=${() => show({ is: "new" })}>New webhook…</button>`}</div>
+  return html`<section>
+    <div class="row between wrap"><h2>Webhooks</h2>${may("submit") && html`<button onClick=${() => show("new")}>New webhook…</button>`}</div>
     <${ProblemBox} error=${error} retry=${reload} />
     ${data && !data.length && html`<p class="dim">None yet. A webhook tells another program when a job begins, ends, fails, saves a checkpoint.</p>`}
-    ${data?.map((webhook) => html`<${Webhook} key=${webhook.id} webhook=${webhook} reload=${reload} onAsk=${(is) => show({ is, webhook })} />`)}
-    ${dialog?.is === "new" && html`<${NewWebhook} onMade=${reload} onClose=${close} />`}
-    ${dialog?.is === "delete" && html`<${Confirm} title="Delete this webhook?" action="Delete it" danger onDone=${() => remove(dialog.webhook)} onClose=${close}>
-      <p>${dialog.webhook.url}</p><p>Messages that wait are not sent.</p></${Confirm}>`}
-    ${dialog?.is === "secret" && html`<${NewSecret} webhook=${dialog.webhook} onClose=${() => (close(), reload())} />`}
+    ${data?.map((webhook) => html`<${Webhook} key=${webhook.id} webhook=${webhook} reload=${reload} onDelete=${() => show(webhook)} />`)}
+    ${dialog === "new" && html`<${NewWebhook} onMade=${reload} onClose=${close} />`}
+    ${dialog?.id && html`<${Confirm} title="Delete this webhook?" action="Delete it" danger onDone=${() => remove(dialog)} onClose=${close}>
+      <p>${dialog.url}</p><p>Messages that wait are not sent.</p><//>`}
   </section>`;
 }
 
-function Webhook({ webhook, reload, onAsk }) {
+function Webhook({ webhook, reload, onDelete }) {
   const { id, url, description, events, enabled, disabled_reason, created_at, old_secret_until } = webhook;
   const [error, setError] = useState(null);
   const [tested, setTested] = useState(null);
@@ -62,8 +61,7 @@ function Webhook({ webhook, reload, onAsk }) {
     ${may("submit") && html`<p class="row wrap">
       <button class="mini" onClick=${test} disabled=${!enabled}>Send a test</button>
       <button class="mini" onClick=${() => act(async () => (await patch(`/webhooks/${id}`, { enabled: !enabled }), reload()))}>${enabled ? "Switch off" : "Switch on"}</button>
-      <button class="mini" onClick=${() => onAsk("secret")}>New secret…</button>
-      <button class="mini danger" onClick=${() => onAsk("delete")}>Delete…</button></p>`}
+      <button class="mini danger" onClick=${onDelete}>Delete…</button></p>`}
     <${ProblemBox} error=${error} />
     ${tested && html`<ul class="plain"><${Delivery} delivery=${tested} /></ul>`}
     <details onToggle=${(event) => event.target.open && setTested(null)}><summary>Messages</summary><${Deliveries} id=${id} /></details>
@@ -110,26 +108,16 @@ function NewWebhook({ onMade, onClose }) {
   };
   if (made) return html`<${Secret} secret=${made.secret} onClose=${onClose} />`;
   return html`<${Dialog} title="New webhook" onClose=${onClose}><form onSubmit=${submit}>
-    <${Field} label="URL" errors=${at("/url")}>${(a) => html`<input ...${a} type="url" required maxlength="2000" placeholder="https://example.com/rlood" value=${form.url} onInput=${(event) => set({ url: event.target.value })} />`}</${Field}>
-    <${Field} label="Description" optional errors=${at("/description")}>${(a) => html`<input ...${a} maxlength="2000" value=${form.description} onInput=${(event) => set({ description: event.target.value })} />`}</${Field}>
+    <${Field} label="URL" errors=${at("/url")}>${(a) => html`<input ...${a} type="url" required maxlength="2000" placeholder="https://example.com/rlood" value=${form.url} onInput=${(event) => set({ url: event.target.value })} />`}<//>
+    <${Field} label="Description" optional errors=${at("/description")}>${(a) => html`<input ...${a} maxlength="2000" value=${form.description} onInput=${(event) => set({ description: event.target.value })} />`}<//>
     <fieldset class="field"><legend>Tells of</legend>
       ${EVENTS.map((type) => html`<label key=${type} class="pick"><input type="checkbox" checked=${form.events.includes(type)} onChange=${(event) => set({ events: event.target.checked ? [...form.events, type] : form.events.filter((other) => other !== type) })} /> <span>${type}</span></label>`)}
       ${at("/events").map(({ code, detail }) => html`<p key=${code} class="bad small">${detail}</p>`)}</fieldset>
     ${error && !error.errors?.length && html`<${ProblemBox} error=${error} />`}
     <div class="row end"><button type="button" onClick=${onClose}>Close</button><button class="primary">Make the webhook</button></div>
-  </form></${Dialog}>`;
+  </form><//>`;
 }
 
 const Secret = ({ secret, onClose }) => html`<${Dialog} title="Its secret" onClose=${onClose}>
   <p>Messages are signed with it, as Standard Webhooks says. It is shown once.</p><${Code} text=${secret} label="Secret" />
-  <div class="row end"><button class="primary" onClick=${onClose}>I have it</button></div></${Dialog}>`;
-
-function NewSecret({ webhook, onClose }) {
-  const [made, setMade] = useState(null);
-  const [error, setError] = useState(null);
-  if (made) return html`<${Secret} secret=${made.secret} onClose=${onClose} />`;
-  const rotate = () => post(`/webhooks/${webhook.id}/secret`, {}).then(setMade, setError);
-  return html`<${Dialog} title="A new secret?" onClose=${onClose}>
-    <p>For a day messages carry both signatures, so that ${webhook.url} can follow.</p><${ProblemBox} error=${error} />
-    <div class="row end"><button onClick=${onClose}>Keep the old one</button><button class="primary" onClick=${rotate}>Make one</button></div></${Dialog}>`;
-}
+  <div class="row end"><button class="primary" onClick=${onClose}>I have it</button></div><//>`;

@@ -15,16 +15,16 @@ import { usage } from "../parts/usage.js";
 const HEADLINES = ["reward", "eval_reward", "kl", "entropy"];
 
 export default function Checkpoints({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/checkpoints">${(run, job) => html`<${Shown} run=${run} job=${job} />`}</${JobPage}>`;
+  return html`<${JobPage} id=${params.id} tab="/checkpoints">${(run, job) => html`<${CheckpointsOf} run=${run} job=${job} />`}<//>`;
 }
 
-function Shown({ run, job }) {
+function CheckpointsOf({ run, job }) {
   const [query, set] = useFilters();
   const { data, error, reload } = useLoad((signal) => all(`${run.path}/checkpoints`, {}, 1000, signal), [run]);
-  const published = run.events.value.findLast(({ type }) => type === "checkpoint")?.seq;
+  const published = run.events.value.findLast(({ type }) => type === "checkpoint.saved")?.seq;
   useEffect(() => void (data && reload()), [published, job.state]);
   if (!data) return error ? html`<${ProblemBox} error=${error} retry=${reload} />` : html`<div class="loading" aria-busy="true">Loading…</div>`;
-  if (!data.length) return html`<${Empty} title="No checkpoint yet"><p>This job saves one every ${plural(job.plan.checkpoints.every_steps, "step")}, and its last.</p></${Empty}>`;
+  if (!data.length) return html`<${Empty} title="No checkpoint yet"><p>This job saves one every ${plural(job.plan.checkpoints.every_steps, "step")}, and its last.</p><//>`;
   const chosen = data.find(({ id }) => id === query.checkpoint) ?? resultOf(job, data);
   return html`
     <${ProblemBox} error=${error} retry=${reload} />
@@ -80,9 +80,9 @@ function One({ job, checkpoint, isResult }) {
     <div class="columns">
       <div class="stack">
         <h3>Use it</h3>
-        <${Lines} part=${download} />
+        <${Way} part=${download} />
         <span class="switch" role="group" aria-label="With">${ways.map(([title]) => html`<button key=${title} aria-pressed=${title === way[0] ? "true" : "false"} onClick=${() => choose(title)}>${title}</button>`)}</span>
-        <${Lines} part=${way} />
+        <${Way} part=${way} />
       </div>
       <div class="stack">
         <h3>Files</h3>
@@ -96,4 +96,4 @@ function One({ job, checkpoint, isResult }) {
   </section>`;
 }
 
-const Lines = ({ part: [title, about, lines] }) => html`<div class="usage"><h4>${title} <span class="dim small">${about}</span></h4><${Code} text=${lines} label=${title} /></div>`;
+const Way = ({ part: [title, about, lines] }) => html`<div class="usage"><h4>${title} <span class="dim small">${about}</span></h4><${Code} text=${lines} label=${title} /></div>`;

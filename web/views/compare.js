@@ -105,7 +105,7 @@ function Curves({ data, charts, align, extra, set }) {
     <${ChartControls} group=${group}>
       <label class="inline">Align by <select value=${align} onChange=${(event) => set({ by: event.target.value === "share" ? "share" : "" })}><option value="step">step</option><option value="share">share of the run, %</option></select></label>
       <form class="row" onSubmit=${add}><label class="inline">Metric <input value=${key} placeholder="rewards/NAME/mean" class="key" maxlength="200" onInput=${(event) => setKey(event.target.value)} /></label><button class="mini">Add chart</button></form>
-    </${ChartControls}>
+    <//>
     ${data.unknown_keys.filter((key) => extra.includes(key)).map((key) => html`<p key=${key} class="warn small">None of these runs has the metric ${key}.</p>`)}
     <div class="charts">${present.map(([key, title]) => html`<${Chart} key=${key} title=${title} note=${align === "share" && "by % of the run"} group=${group} x=${drawn.x} version=${data}
       series=${drawn.columns.get(key).map((values, index) => ({ label: names[index], key, values, tint: index, points: key.startsWith("eval_") }))} />`)}</div>`;

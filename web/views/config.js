@@ -10,10 +10,10 @@ import { Code, Id } from "../parts/text.js";
 const FORMATS = ["json", "yaml", "toml"];
 
 export default function Config({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/config">${(run, job) => html`<${Shown} run=${run} job=${job} />`}</${JobPage}>`;
+  return html`<${JobPage} id=${params.id} tab="/config">${(run, job) => html`<${ConfigOf} run=${run} job=${job} />`}<//>`;
 }
 
-function Shown({ run, job }) {
+function ConfigOf({ run, job }) {
   const [query, set] = useFilters();
   const format = FORMATS.includes(query.format) ? query.format : "yaml";
   const { data, error, reload } = useLoad(async (signal) => (await send("GET", `${run.path}/config`, { query: { format }, signal })).text(), [run, format]);

@@ -132,11 +132,11 @@ export default function Jobs() {
         <button disabled=${chosen.length < 2} onClick=${() => go("/compare", { ids: chosen.join(",") })}>Compare${chosen.length ? ` ${chosen.length}` : ""}</button>
       </div></div>
     <${ProblemBox} error=${error} />
-    ${shown.length ? html`<${Table} list=${list} jobs=${shown} chosen=${chosen} choose=${choose} setModel=${(model) => set({ model })} />` : html`<p class="dim">None of them.</p>`}
+    ${shown.length ? html`<${JobTable} list=${list} jobs=${shown} chosen=${chosen} choose=${choose} setModel=${(model) => set({ model })} />` : html`<p class="dim">None of them.</p>`}
     ${next && html`<p><button onClick=${() => list.more()}>More jobs</button></p>`}`;
 }
 
-function Table({ list, jobs, chosen, choose, setModel }) {
+function JobTable({ list, jobs, chosen, choose, setModel }) {
   const courses = useSignal(list.courses);
   const toggle = (id) => choose(chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id].slice(-MAX_COMPARED));
   return html`<div class="scroll"><table class="list cards">
@@ -151,7 +151,7 @@ function Row({ job, course, isChosen, toggle, setModel }) {
   const alerts = job.alerts.length;
   const name = job.name ?? job.id;
   return html`<tr>
-    <td class="pick"><input type="checkbox" aria-label=${`Compare ${name}`} checked=${isChosen} onChange=${() => toggle(job.id)} /></td>
+    <td class="tick"><input type="checkbox" aria-label=${`Compare ${name}`} checked=${isChosen} onChange=${() => toggle(job.id)} /></td>
     <th scope="row"><a href=${hrefOf(`/jobs/${job.id}`)}>${name}</a>${alerts > 0 && html` <span class="flag" title=${job.alerts.map(({ rule }) => rule).join(", ")}>! ${plural(alerts, "alert")}</span>`}
       <div><button class="link dim small" title="Only this model" onClick=${() => setModel(job.plan.model.id)}>${job.plan.model.id}</button></div></th>
     <td><${State} job=${job} /><div class="dim small clip" title=${doing(job)}>${doing(job)}</div></td>
@@ -187,8 +187,7 @@ function Welcome() {
       <section class="panel"><h2>See it work</h2><p>A tiny model that comes with the server learns to add and subtract. Less than a minute on a CPU; nothing to prepare.</p>
         ${may("submit") ? html`<button class="primary" disabled=${busy} onClick=${start}>${busy ? "Starting…" : "Run the demo job"}</button>` : html`<p class="dim">Your key may only read.</p>`}</section>
       <section class="panel"><h2>Train your own</h2><p>A model on this server, prompts as a file, and one or more rewards: a web service of yours, or built-in ones.</p>
-        <a class="button" href="#/new">New job</a></section>
-      <section class="panel"><h2>By program</h2><p>Everything this page does goes over the REST API.</p><p class="row"><a class="button" href="/docs/">API pages</a> <a href="/openapi.json">OpenAPI</a></p></section>
+        <p class="row"><a class="button" href="#/new">New job</a> <a href="/docs/">API</a></p></section>
     </div>
     <${ProblemBox} error=${error} />
   </div>`;

@@ -18,10 +18,10 @@ const EVERY_MS = 1500;
 const DRAWN = 1000;
 
 export default function Logs({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/logs">${(run, job) => html`<${Shown} run=${run} job=${job} />`}</${JobPage}>`;
+  return html`<${JobPage} id=${params.id} tab="/logs">${(run, job) => html`<${LogsOf} run=${run} job=${job} />`}<//>`;
 }
 
-function Shown({ run, job }) {
+function LogsOf({ run, job }) {
   const [query, set] = useFilters();
   const [follows, follow] = useState(true);
   const { events, earlier } = useEvents(run);
@@ -32,7 +32,7 @@ function Shown({ run, job }) {
       <span class="switch" role="group" aria-label="Show">${as("", "Events")}${as("log", "Worker's log")}</span>
       <label class="inline">Search <input type="search" value=${query.q ?? ""} onInput=${(event) => set({ q: event.target.value })} /></label>
       ${!isLog && html`<label class="inline">Events <select name="type" value=${query.type ?? ""} onChange=${(event) => set({ type: event.target.value })}>
-        <option value="">all</option><option value="!">without steps and phases</option>${[...new Set(events.map(({ type }) => type))].sort().map((type) => html`<option key=${type} value=${type}>${words(type)}</option>`)}</select></label>`}
+        <option value="">all</option><option value="!">without steps and phases</option>${[...new Set(events.map(({ type }) => type))].sort().map((type) => html`<option key=${type} value=${type}>${eventTitle(type)}</option>`)}</select></label>`}
       <label class="inline"><input type="checkbox" checked=${follows} onChange=${(event) => follow(event.target.checked)} /> Follow the end</label>
     </form>
     ${isLog ? html`<${Log} run=${run} job=${job} q=${query.q ?? ""} follows=${follows} />` : html`<${Events} events=${events} earlier=${earlier} q=${query.q ?? ""} type=${query.type} follows=${follows} />`}`;
@@ -53,16 +53,26 @@ function Lines({ lines, label, follows, empty }) {
   </div>`;
 }
 
-const LEVELS = { warning: "warn", alert: "warn", failed: "bad", diverged: "bad", rewind: "warn" };
+const LEVELS = { warning: "warn", alert: "warn", rewind: "warn", "job.paused": "warn", "job.requeued": "warn", "samples.removed": "warn", "job.failed": "bad", diverged: "bad" };
+/** Of a step's headlines: what is told first. */
+const FIRST_METRICS = ["reward", "eval_reward", "kl", "entropy", "loss"];
 
 /** An event's data in a line. */
 function told(type, data) {
-  if (type === "step") return `step ${data.step}${data.kind === "eval" ? ", evaluation" : ""}: ${Object.entries(data.metrics ?? {}).slice(0, 8).map(([key, value]) => `${key} ${number(value)}`).join(", ")}`;
   if (type === "phase") return `${data.phase}, step ${data.step}`;
-  if (typeof data?.message === "string") return data.message;
-  const text = JSON.stringify(data);
-  return text === "{}" || text === "null" ? "" : text;
+  if (type === "step") {
+    const { step, kind, metrics } = data;
+    const rank = ([key]) => (FIRST_METRICS.indexOf(key) + 1 || 99);
+    const values = Object.entries(metrics).sort((a, b) => rank(a) - rank(b)).map(([key, value]) => `${key} ${number(value)}`);
+    return `${step}${kind === "eval" ? ", evaluation" : ""}: ${values.join(", ")}`;
+  }
+  const message = data?.message ?? data?.alert?.message ?? data?.failure?.message;
+  if (typeof message === "string") return message;
+  return Object.entries(data ?? {}).filter(([, value]) => value !== null).map(([key, value]) => `${key} ${typeof value === "string" ? value : JSON.stringify(value)}`).join(", ");
 }
+
+/** job.paused: "Job paused". */
+const eventTitle = (type) => words(type.replaceAll(".", " "));
 
 /** The events from the latest back to where somebody stopped asking, and those that come: `{events, earlier}`. */
 function useEvents(run) {
@@ -87,7 +97,7 @@ function Events({ events, q, type, follows, earlier }) {
   const fits = (line) => !q || `${line.tag} ${line.text}`.toLowerCase().includes(q.toLowerCase());
   const lines = events
     .filter((event) => (type === "!" ? !["step", "phase"].includes(event.type) : !type || event.type === type))
-    .map(({ seq, time, attempt, type, data }) => ({ key: seq, time, attempt, tag: words(type), text: told(type, data), level: LEVELS[type] ?? LEVELS[data?.to] }))
+    .map(({ seq, time, attempt, type, data }) => ({ key: seq, time, attempt, tag: eventTitle(type), text: told(type, data), level: LEVELS[type] }))
     .filter(fits);
   return html`${earlier && html`<p class="more"><button onClick=${earlier}>Earlier events</button></p>`}
     <${Lines} lines=${lines} label="Events" follows=${follows} empty=${q || type ? "No event fits." : "No events yet."} />`;

@@ -12,9 +12,8 @@ import { jobSchema, withValue } from "../form/document.js";
 import { ModelChoice } from "../form/model.js";
 import { Rewards } from "../form/rewards.js";
 import { Setting } from "../form/setting.js";
-import { Field } from "../parts/field.js";
 import { ProblemBox } from "../parts/problem.js";
-import { Code } from "../parts/text.js";
+import { Code, Facts } from "../parts/text.js";
 
 /** What most jobs say; everything else is below. */
 const FIRST = ["/training/max_steps", "/training/prompts_per_step", "/rloo/num_generations", "/rloo/beta", "/sampling/max_completion_length", "/sampling/temperature", "/optimizer/learning_rate", "/lora/r", "/checkpoints/every_steps"];
@@ -152,22 +151,12 @@ function More({ form }) {
         ${name === "eval" && html`<${DatasetChoice} form=${evalForm(form)} pointer="/dataset" label="Prompts of the evaluation" />`}
         <div class="fields">${pointers.map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} schema=${object.properties[pointer.split("/")[2]]} />`)}</div></section>`;
     })}
-    <section><h2>Labels</h2><${Labels} form=${form} /></section>
+    <section><h2>Labels</h2><div class="fields"><${Setting} form=${form} pointer="/metadata" placeholder=${'{"team": "x"}'} /></div></section>
   </details>`;
 }
 
 /** The form with `/eval` as its root. */
 const evalForm = (form) => ({ ...form, spec: form.spec.eval ?? {}, set: (pointer, value) => form.set(`/eval${pointer}`, value), errorsAt: (pointer, alone) => form.errorsAt(`/eval${pointer}`, alone) });
-
-function Labels({ form }) {
-  const text = Object.entries(form.spec.metadata ?? {}).map(([key, value]) => `${key}=${value}`).join("\n");
-  const set = (event) => {
-    const pairs = event.target.value.split("\n").map((line) => line.split(/=(.*)/s)).filter(([key]) => key.trim());
-    form.set("/metadata", pairs.length ? Object.fromEntries(pairs.map(([key, value = ""]) => [key.trim(), value.trim()])) : undefined);
-  };
-  return html`<${Field} label="Metadata" hint="One key=value a line." errors=${form.errorsAt("/metadata")} pointer="/metadata">
-    ${(attributes) => html`<textarea ...${attributes} class="mono" rows="2" onChange=${set} value=${text}></textarea>`}</${Field}>`;
-}
 
 /** What the server makes of the job. */
 function Verdict({ answer }) {
@@ -177,9 +166,9 @@ function Verdict({ answer }) {
     ["Completions a step", plan && count(plan.training.prompts_per_step * plan.rloo.num_generations)],
     ["Memory", estimate?.memory_bytes && bytes(estimate.memory_bytes)],
     ["A checkpoint", estimate?.checkpoint_bytes && bytes(estimate.checkpoint_bytes)],
-  ].filter(([, value]) => value);
+  ];
   return html`<section class="panel stack" role="status"><h2 class=${valid ? "good" : "bad"}>${valid ? "✓ The job is valid" : "Not valid yet"}</h2>
-    ${facts.length > 0 && html`<dl class="stats">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`}
+    <${Facts} facts=${facts} />
     ${warnings.map((warning) => html`<p key=${warning.pointer + warning.code} class="warn"><code>${warning.pointer}</code> ${warning.detail}</p>`)}
     ${probe && html`<${Probe} report=${probe} />`}</section>`;
 }
@@ -193,11 +182,11 @@ function Probe({ report }) {
     ["A step", report.step_seconds?.total && duration(report.step_seconds.total)],
     ["The job", report.eta_s && `about ${duration(report.eta_s)}`],
     ["Memory", report.peak_memory_bytes && bytes(report.peak_memory_bytes)],
-  ].filter(([, value]) => value);
+  ];
   return html`<h3>Probe</h3>
     ${report.error && html`<p class="bad">${report.error.message}</p>`}
     <ul class="findings">${report.verdict.map((finding) => html`<li key=${finding.code} class=${finding.code === "ready" ? "good" : "warn"}><strong>${words(finding.code)}.</strong> ${finding.detail} ${finding.fix}</li>`)}</ul>
-    <dl class="stats">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    <${Facts} facts=${facts} />
     ${report.samples.length > 0 && html`<details><summary>${count(report.samples.length)} completions</summary>
       ${report.samples.map((sample, index) => html`<div key=${index} class="probed"><p class="dim small">${sample.prompt_id} · reward ${number(sample.reward)} · ${sample.num_tokens} tokens · ${sample.finish_reason}</p>
         <pre>${sample.prompt}</pre><pre>${sample.completion}</pre></div>`)}</details>`}`;

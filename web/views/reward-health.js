@@ -4,14 +4,15 @@ import { useGet } from "../core/load.js";
 import { useSignal } from "../core/signal.js";
 import { cls, html } from "../core/ui.js";
 import { JobPage } from "../parts/job-page.js";
+import { Facts } from "../parts/text.js";
 import { ProblemBox } from "../parts/problem.js";
 import { isOver } from "../parts/state.js";
 
 export default function RewardHealth({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/rewards">${(run, job) => html`<${Shown} run=${run} job=${job} />`}</${JobPage}>`;
+  return html`<${JobPage} id=${params.id} tab="/rewards">${(run, job) => html`<${RewardsOf} run=${run} job=${job} />`}<//>`;
 }
 
-function Shown({ run, job }) {
+function RewardsOf({ run, job }) {
   useSignal(run.metrics);
   const { data, error, reload } = useGet(`${run.path}/rewards`, {}, { every: isOver(job) ? 0 : 2000 });
   // An older server does not count; what the metrics say is there all the same.
@@ -20,8 +21,10 @@ function Shown({ run, job }) {
   return html`
     ${!isUnknown && html`<${ProblemBox} error=${error} retry=${reload} />`}
     ${!data && !error && html`<div class="loading" aria-busy="true">Loading…</div>`}
-    ${rewards.map((reward) => html`<${Reward} key=${`${reward.evaluation} ${reward.name}`} reward=${reward} table=${run.table} />`)}`;
+    ${rewards.map((reward) => html`<${RewardPanel} key=${`${reward.evaluation} ${reward.name}`} reward=${reward} table=${run.table} />`)}`;
 }
+
+const latency = (ms) => (ms < 10 ? `${number(ms, 2)} ms` : duration(ms / 1000));
 
 /** A sign, a word, and what it means. */
 function standing({ breaker, degraded, samples, missing_fraction, updated_at }) {
@@ -33,7 +36,7 @@ function standing({ breaker, degraded, samples, missing_fraction, updated_at }) 
   return ["good", "✓ well", ""];
 }
 
-function Reward({ reward, table }) {
+function RewardPanel({ reward, table }) {
   const { name, type, weight, required, evaluation, latency_ms, errors = {}, breaker, concurrency, failures = [], slowest, updated_at } = reward;
   const [level, word, meaning] = standing(reward);
   const key = `${evaluation ? "eval_" : ""}rewards/${name}`;
@@ -41,8 +44,8 @@ function Reward({ reward, table }) {
   const value = (part) => number(table.last(`${key}/${part}`));
   const facts = [
     ["Mean", value("mean"), `± ${value("std")}, latest step`],
-    ["Samples", count(reward.samples), `${count(reward.missing)} missing, ${count(reward.not_applicable)} not applicable`],
-    latency_ms && ["Latency, median", duration(latency_ms.p50 / 1000), `95 % below ${duration(latency_ms.p95 / 1000)}, longest ${duration(latency_ms.max / 1000)}`],
+    updated_at !== undefined && ["Samples", count(reward.samples), `${count(reward.missing)} missing, ${count(reward.not_applicable)} not applicable`],
+    latency_ms && ["Latency, median", latency(latency_ms.p50), `95 % below ${latency(latency_ms.p95)}, longest ${latency(latency_ms.max)}`],
     isHttp && ["Requests", count(reward.requests), `${plural(reward.retries, "retry", "retries")}, ${count(reward.failed)} failed, ${count(reward.replayed)} from the journal`],
     concurrency && ["At once", `${concurrency.limit}`, `of at most ${concurrency.max}`],
     isHttp && ["Breaker", words(breaker.state), `opened ${plural(breaker.opened, "time")}`],
@@ -55,7 +58,7 @@ function Reward({ reward, table }) {
       ${updated_at !== undefined && html`<span class=${cls("tag", level)} title=${meaning}>${word}</span>`}
     </div>
     ${meaning && html`<p class=${level}>${meaning}</p>`}
-    <dl class="stats">${facts.map(([title, value, note]) => html`<div key=${title}><dt>${title}</dt><dd>${value}</dd><dd class="dim small">${note}</dd></div>`)}</dl>
+    <${Facts} facts=${facts} />
     ${wrong.length > 0 && html`<h3>What went wrong</h3><ul class="errors">${wrong.map(([kind, number]) => html`<li key=${kind}><span>${words(kind)}</span> <b class="num">${count(number)}</b></li>`)}</ul>`}
     ${failures.length > 0 && html`<h3>Last failures</h3>${failures.map((failure, index) => html`<${Try} key=${failure.time + index} one=${failure} />`)}`}
     ${slowest && html`<h3>Slowest answer</h3><${Try} one=${slowest} />`}
@@ -65,7 +68,7 @@ function Reward({ reward, table }) {
 
 function Try({ one }) {
   const { time, message, latency_ms, step, samples, request, response } = one;
-  return html`<details class="try"><summary><span class="num">${clock(time)}</span> ${one.class && html`<b>${words(one.class)}</b> `}${message ?? `${duration(latency_ms / 1000)}`} <span class="dim small">step ${step}, ${plural(samples.length, "sample")}, ${duration(latency_ms / 1000)}</span></summary>
+  return html`<details class="try"><summary><span class="num">${clock(time)}</span> ${one.class && html`<b>${words(one.class)}</b> `}${message} <span class="dim small">step ${step}, ${plural(samples.length, "sample")}, ${latency(latency_ms)}</span></summary>
     <div class="columns">
       <${Message} title="Request" message=${request} />
       ${response ? html`<${Message} title="Response" message=${response} />` : html`<p class="dim">No answer came.</p>`}
@@ -76,5 +79,5 @@ function Message({ title, message }) {
   const { url, status, headers, body } = message;
   const head = Object.entries(headers).map(([key, value]) => `${key}: ${value}`).join("\n");
   return html`<div class="grow"><h4>${title} ${status && html`<span class="num">${status}</span>`}</h4>
-    <pre class="wire" tabindex="0" aria-label=${title}>${url ? `${url}\n` : ""}${head}${head && "\n"}\n${body}</pre></div>`;
+    <pre class="wire" tabindex="0" aria-label=${title}>${[url, head, "", body].filter((part) => part !== null).join("\n")}</pre></div>`;
 }

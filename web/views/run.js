@@ -10,14 +10,14 @@ import { useSignal } from "../core/signal.js";
 import { html, useEffect, useMemo } from "../core/ui.js";
 import { Alerts } from "../parts/alerts.js";
 import { JobPage } from "../parts/job-page.js";
-import { Ago } from "../parts/text.js";
+import { Ago, Facts } from "../parts/text.js";
 
 export default function RunView({ params }) {
   return html`<${JobPage} id=${params.id} tab="">${(run, job) => html`
     <${Ended} job=${job} />
     <${Alerts} run=${run} job=${job} />
     <${Numbers} run=${run} job=${job} />
-    <${Charts} run=${run} job=${job} />`}</${JobPage}>`;
+    <${Charts} run=${run} job=${job} />`}<//>`;
 }
 
 /** Why it failed, or ended before its last step. */
@@ -46,7 +46,7 @@ function Numbers({ run, job }) {
     ["Learning rate", number(table.last("learning_rate")), ""],
     ["Started", html`<${Ago} time=${job.started_at} />`, job.finished_at && job.started_at && `took ${duration((new Date(job.finished_at) - new Date(job.started_at)) / 1000)}`],
   ];
-  return html`<dl class="stats panel">${facts.map(([name, value, note]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd><dd class="dim small">${note || "\u00a0"}</dd></div>`)}</dl>`;
+  return html`<${Facts} panel facts=${facts} />`;
 }
 
 const range = ({ from, to }) => (from && to && Number(to) > Number(from) ? [Number(from), Number(to)] : null);

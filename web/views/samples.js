@@ -18,20 +18,20 @@ const MOST_OF_A_PROMPT = 3000;
 const NAMES = ["step", "phase", "prompt_id", "group_id", "finish_reason", "min_reward", "max_reward", "sort", "q"];
 
 export default function Samples({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/samples">${(run, job) => html`<${Shown} run=${run} job=${job} />`}</${JobPage}>`;
+  return html`<${JobPage} id=${params.id} tab="/samples">${(run, job) => html`<${SamplesOf} run=${run} job=${job} />`}<//>`;
 }
 
 /** The filters as the API takes them. Groups are those of the training unless somebody says otherwise. */
-function asked(query) {
+function filtersOf(query) {
   const out = Object.fromEntries(NAMES.map((name) => [name, query[name]]));
   const phase = query.phase ?? (query.group_id || query.as === "table" ? "all" : "train");
   return { ...out, phase: phase === "all" ? undefined : phase };
 }
 
-function Shown({ run, job }) {
+function SamplesOf({ run, job }) {
   const [query, set] = useFilters();
   const path = `${run.path}/samples`;
-  const wanted = asked(query);
+  const wanted = filtersOf(query);
   const list = usePages(path, { ...wanted, limit: 100 });
   const isTable = query.as === "table";
   const isFollowed = query.prompt_id && !query.step && !query.q && !isTable;
@@ -44,7 +44,7 @@ function Shown({ run, job }) {
     ${isFollowed && html`<${Followed} path=${path} phase=${wanted.phase} prompt=${query.prompt_id} />`}
     <div class=${cls(isOld && "stale")} aria-busy=${loading ? "true" : "false"}>
       ${!rows.length && !loading && !error && html`<p class="empty">${NAMES.some((name) => query[name]) ? "No sample fits these filters." : "No samples yet: they come with the first rollout."}</p>`}
-      ${isTable ? html`<${Table} rows=${rows} job=${job} />` : html`<${Groups} rows=${rows} job=${job} next=${next} />`}
+      ${isTable ? html`<${SampleTable} rows=${rows} job=${job} />` : html`<${Groups} rows=${rows} job=${job} next=${next} />`}
     </div>
     ${next && html`<p class="more"><button disabled=${loading} onClick=${list.more}>More</button></p>`}`;
 }
@@ -158,7 +158,7 @@ function courseOf(samples) {
   return { x: Float64Array.from(steps), series };
 }
 
-function Table({ rows, job }) {
+function SampleTable({ rows, job }) {
   if (!rows.length) return null;
   const names = [...new Set(rows.flatMap(({ rewards }) => Object.keys(rewards)))];
   const most = reach(rows);

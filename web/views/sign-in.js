@@ -24,7 +24,7 @@ export default function SignIn() {
     <p>${expired ? "The session is over. Sign in again." : unreachable ? "The server does not answer. Try again in a moment." : "This server asks for a key."}</p>
     <${Field} label="Key" errors=${error ? [{ pointer: "/key", code: error.code, detail: error.message }] : []} hint="One that begins with rld_, or the server's RLOOD_API_KEY.">
       ${(attributes) => html`<input ...${attributes} type="password" name="key" autocomplete="current-password" autofocus required value=${key} onInput=${(event) => setKey(event.target.value)} />`}
-    </${Field}>
+    <//>
     <button class="primary" disabled=${busy || !key.trim()}>Sign in</button>
   </form>`;
 }

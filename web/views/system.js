@@ -1,18 +1,18 @@
 // The server, its devices and workers, and who waits for them.
 import { all, get, send } from "../core/api.js";
-import { ago, bytes, count, duration, plural } from "../core/format.js";
+import { ago, bytes, count, duration } from "../core/format.js";
 import { useLoad } from "../core/load.js";
 import { hrefOf } from "../core/router.js";
 import { cls, html } from "../core/ui.js";
 import { ProblemBox } from "../parts/problem.js";
 import { doing, Progress, State } from "../parts/state.js";
-import { Ago, Id } from "../parts/text.js";
+import { Ago, Facts, Id } from "../parts/text.js";
 
-const GLYPHS = { idle: "◌", running: "▶", lost: "✕" };
+const WORKER_GLYPHS = { idle: "◌", running: "▶", lost: "✕" };
 const MOST_QUEUED = 500;
 
 export default function System() {
-  const { data, error, reload } = useLoad(read, [], { every: 3000 });
+  const { data, error, reload } = useLoad(readSystem, [], { every: 3000 });
   if (!data) return html`<h1>System</h1>${error ? html`<${ProblemBox} error=${error} retry=${reload} />` : html`<div class="loading" aria-busy="true">Loading…</div>`}`;
   return html`<h1>System</h1>
     <${ProblemBox} error=${error} retry=${reload} />
@@ -21,7 +21,7 @@ export default function System() {
     <${Queue} queued=${data.queued} paused=${data.paused} workers=${data.workers} />`;
 }
 
-async function read(signal) {
+async function readSystem(signal) {
   const of = (state, most) => all("/jobs", { state }, most, signal);
   const [workers, queued, running, paused, measured, isReady] = await Promise.all([
     get("/workers", {}, signal).then(({ data }) => data),
@@ -48,10 +48,10 @@ function Server({ data: { measured, isReady, workers, queued, running } }) {
     ["Up for", duration(measure(measured, "rlood_uptime_seconds")), ""],
     ["Disk free", bytes(measure(measured, "rlood_disk_free_bytes")), "of the data directory"],
     ["Workers", count(workers.filter(({ state }) => state !== "lost").length), `${workers.filter(({ state }) => state === "idle").length} idle`],
-    ["Running", count(running.length), plural(running.length, "job")],
-    ["Queued", queued.length >= MOST_QUEUED ? `${MOST_QUEUED}+` : count(queued.length), plural(queued.length, "job")],
+    ["Running", count(running.length), "jobs"],
+    ["Queued", queued.length >= MOST_QUEUED ? `${MOST_QUEUED}+` : count(queued.length), "jobs"],
   ];
-  return html`<dl class="stats panel">${facts.map(([name, value, note]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd><dd class="dim small">${note || "\u00a0"}</dd></div>`)}</dl>
+  return html`<${Facts} panel facts=${facts} />
     ${isReady && html`<${ProblemBox} error=${isReady} />`}`;
 }
 
@@ -63,7 +63,7 @@ function Workers({ workers, running }) {
       <thead><tr><th scope="col">Device</th><th scope="col">State</th><th scope="col">Job</th><th scope="col">Progress</th><th scope="col" class="num">Threads</th><th scope="col" class="num">Process</th><th scope="col">Version</th><th scope="col">Heard of</th><th scope="col">Worker</th></tr></thead>
       <tbody>${workers.map((worker) => html`<tr key=${worker.id}>
         <th scope="row"><b>${worker.device}</b></th>
-        <td><span class=${cls("state", worker.state === "lost" ? "failed" : worker.state)}><span aria-hidden="true">${GLYPHS[worker.state]}</span> ${worker.state}</span></td>
+        <td><span class=${cls("state", worker.state === "lost" ? "failed" : worker.state)}><span aria-hidden="true">${WORKER_GLYPHS[worker.state]}</span> ${worker.state}</span></td>
         <td>${worker.job_id ? html`<a href=${hrefOf(`/jobs/${worker.job_id}`)}>${job(worker.job_id)?.name ?? worker.job_id}</a>` : "–"}</td>
         <td>${job(worker.job_id) ? html`<${Progress} job=${job(worker.job_id)} />` : ""}</td>
         <td class="num">${worker.threads}</td><td class="num">${worker.pid}</td><td>${worker.version}</td><td>${ago(worker.seen_at)}</td><td><${Id} id=${worker.id} /></td>

@@ -1,0 +1,85 @@
+// Every view in light and dark and at phone width: axe finds nothing serious, nothing leaves the page's width, every chart has
+// words, the page has one first heading. Screenshots of each lie under target/browser.
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { after, before, test } from "node:test";
+import { SHOTS, startBrowser, visit } from "./browser.mjs";
+import { finished, prompts, startRewards, submit } from "./job.mjs";
+import { startServer } from "./server.mjs";
+
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const WIDTHS = [["light", 1280], ["dark", 1280], ["light", 390], ["dark", 390]];
+
+let server, browser, rewards, one, other;
+before(async () => {
+  rewards = await startRewards(({ count }) => (count % 4 === 1 ? { status: 503, body: '{"oops": "busy"}' } : undefined));
+  [server, browser] = await Promise.all([startServer({ devices: "cpu" }), startBrowser()]);
+  const judged = [{ name: "judge", type: "webhook", url: rewards.url }, { type: "length", min_words: 1, max_words: 2, weight: 0.1 }];
+  [one, other] = await Promise.all([submit(server, { name: "Sums, careful", rate: 5e-4, steps: 12, rows: prompts(24) }), submit(server, { name: "Sums, with a judge", rewards: judged, steps: 12, rows: prompts(24) })]);
+  await finished(server, one);
+  await finished(server, other);
+  // One that waits, for the queue: it is paused at once.
+  const waiting = await submit(server, { name: "Sums, later", steps: 900 });
+  await server.api("POST", `/jobs/${waiting.id}/pause`);
+}, { timeout: 300_000 });
+after(() => Promise.all([server?.stop(), browser?.close(), rewards?.stop()]));
+
+const views = {
+  jobs: () => "#/",
+  "new-job": () => `#/new?from=${one.id}`,
+  run: () => `#/jobs/${other.id}`,
+  groups: () => `#/jobs/${one.id}/samples?step=3`,
+  samples: () => `#/jobs/${one.id}/samples?as=table&sort=worst`,
+  prompt: () => `#/jobs/${one.id}/samples?prompt_id=row_1`,
+  checkpoints: () => `#/jobs/${one.id}/checkpoints`,
+  rewards: () => `#/jobs/${other.id}/rewards`,
+  events: () => `#/jobs/${one.id}/logs`,
+  log: () => `#/jobs/${one.id}/logs?of=log`,
+  config: () => `#/jobs/${one.id}/config`,
+  compare: () => `#/compare?ids=${one.id},${other.id}`,
+  system: () => "#/system",
+  access: () => "#/access",
+  nowhere: () => "#/nowhere",
+};
+
+/** What a view shows beyond its first look. */
+const opened = {
+  async groups(page) {
+    const group = page.locator(".group").first();
+    await group.getByRole("button", { name: "Compare completion 1" }).click();
+    await group.getByRole("button", { name: /^Compare completion [2-9]/ }).last().click();
+    await page.locator(".difference").waitFor();
+  },
+  async rewards(page) {
+    const first = page.locator(".try summary").first();
+    if (await first.count()) await first.click();
+  },
+};
+
+for (const [name, hash] of Object.entries(views)) {
+  test(`${name}: nothing serious for axe, nothing too wide, words for every chart`, { timeout: 180_000 }, async () => {
+    for (const [scheme, width] of WIDTHS) {
+      await visit(browser, server.url, hash(), async (page) => {
+        await page.waitForFunction(() => !document.querySelector("[aria-busy=true]") && document.querySelector("main h1"), null, { timeout: 30_000 });
+        await opened[name]?.(page);
+        await page.waitForTimeout(400);
+        const tag = `${name}-${scheme}${width < 500 ? "-phone" : ""}`;
+        await page.screenshot({ path: `${SHOTS}/${tag}.png`, fullPage: !["samples", "log", "new-job"].includes(name) });
+        await page.evaluate(AXE);
+        const { violations } = await page.evaluate(() => axe.run(document, { resultTypes: ["violations"] }));
+        const serious = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
+        assert.deepEqual(serious.map(({ id, nodes }) => `${id}: ${nodes.slice(0, 3).map(({ target, any }) => `${target.join(" ")} (${any[0]?.message ?? ""})`).join("; ")}`), [], tag);
+        const seen = await page.evaluate(() => ({
+          wide: document.documentElement.scrollWidth - innerWidth,
+          firsts: document.querySelectorAll("h1").length,
+          mute: [...document.querySelectorAll(".plot")].filter((plot) => !(plot.getAttribute("aria-label")?.length > 10)).length,
+          title: document.title,
+        }));
+        assert.ok(seen.wide <= 0, `${tag} is ${seen.wide} px too wide`);
+        assert.deepEqual([seen.firsts, seen.mute], [1, 0], tag);
+        assert.match(seen.title, / · rlood$/);
+      }, { scheme, width, height: width < 500 ? 844 : 900, allow: /404/ });
+    }
+  });
+}
