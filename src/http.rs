@@ -26,6 +26,7 @@ pub mod probe;
 mod reward_models;
 pub mod rewards;
 pub mod samples;
+pub mod schemas;
 pub mod submit;
 pub mod summary;
 pub mod system;

@@ -24,6 +24,7 @@ use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
 
 mod adapters;
 pub mod builtin;
+pub mod check;
 pub mod example;
 pub mod health;
 pub mod journal;
@@ -31,6 +32,7 @@ pub mod local;
 pub mod outgoing;
 pub mod signature;
 mod status;
+pub mod trial;
 pub mod webhook;
 
 use health::{Health, Verdict};

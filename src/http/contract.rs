@@ -76,9 +76,17 @@ struct RewardRequestReward {
 /// How to answer.
 #[derive(Serialize, ToSchema)]
 struct RewardRequestReply {
-    /// `sync`: in the answer to this request.
-    #[schema(example = json!(["sync"]))]
+    /// `sync`: in the answer to this request. `async`: 202 now, the scores later; only where the server has a public address.
+    #[schema(example = json!(["sync", "async"]))]
     modes: Vec<String>,
+    /// Where scores may be sent later.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    callback_url: Option<String>,
+    /// Goes with them as `authorization: Bearer TOKEN`; of this request alone, until its deadline.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    token: Option<String>,
 }
 
 /// A completion to score.
@@ -131,6 +139,7 @@ enum RewardAnswer {
     /// For a request of one sample.
     One {
         /// Null = the reward does not apply to this sample.
+        #[schema(required)]
         reward: Option<f64>,
     },
 }
@@ -174,6 +183,42 @@ struct RewardError {
     /// Whether to ask for this sample again.
     #[serde(default)]
     retryable: bool,
+}
+
+/// The scores come later, by callback or at `status_url`.
+#[derive(Deserialize, ToSchema)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+struct RewardAccepted {
+    /// The request's.
+    id: Option<String>,
+    /// When it expects to be done, ms from now.
+    eta_ms: Option<u64>,
+    /// Where its results can be looked at.
+    status_url: Option<String>,
+}
+
+/// A part of the scores, or all of them.
+#[derive(Deserialize, ToSchema)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+struct RewardCallback {
+    /// The request's, if given.
+    id: Option<RewardRequestId>,
+    /// In any order; several calls may bring parts. May be left out with `done`.
+    results: Option<Vec<RewardResult>>,
+    /// Nothing else will come: samples without a result are asked for again.
+    #[serde(default)]
+    done: bool,
+}
+
+/// What became of the results of one call.
+#[derive(Serialize, ToSchema)]
+struct RewardCallbackTaken {
+    /// Kept.
+    accepted: u64,
+    /// For samples that have a result already: the first one stays.
+    duplicate: u64,
+    /// For samples that were not asked for.
+    unknown: u64,
 }
 
 /// Are you there?
@@ -224,6 +269,7 @@ struct RewardPong {
             example = json!({"version": "1", "id": "rwr_01jd0000000000000000000000", "results": [
                 {"sample_id": "s_0", "reward": 0.73, "reason": "short and right"},
                 {"sample_id": "s_1", "reward": null, "error": {"code": "judge_timeout", "retryable": true}}]})),
+        (status = 202, description = "The scores come later; only where `reply.modes` has `async`", body = RewardAccepted),
         (status = 410, description = "This service is gone: the job pauses"),
         (status = 413, description = "Too much at once: the request is split in halves"),
         (status = 429, description = "Too fast: tried again after `Retry-After`"),
@@ -245,7 +291,7 @@ fn reward_score_request() {}
 fn reward_ping() {}
 
 #[derive(utoipa::OpenApi)]
-#[openapi(paths(reward_score_request, reward_ping))]
+#[openapi(paths(reward_score_request, reward_ping), components(schemas(RewardCallback, RewardCallbackTaken)))]
 struct Contract;
 
 /// The contract's webhooks by name, and the schemas they name.
