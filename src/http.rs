@@ -23,6 +23,7 @@ pub mod metrics;
 pub mod models;
 pub mod openapi;
 pub mod probe;
+mod rescore;
 mod reward_models;
 pub mod rewards;
 pub mod samples;
@@ -44,6 +45,7 @@ use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
+use tokio::sync::Semaphore;
 use tower::ServiceBuilder;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::decompression::RequestDecompressionLayer;
@@ -79,6 +81,8 @@ pub struct AppState {
     pub requests: Arc<system::RequestCounts>,
     /// Runs preflights; None = this server starts no processes.
     pub prober: Option<Arc<dyn probe::Prober>>,
+    /// Re-scores that may be under way at a time.
+    pub rescores: Arc<Semaphore>,
 }
 
 impl AppState {
@@ -92,6 +96,7 @@ impl AppState {
             started: Instant::now(),
             requests: Arc::default(),
             prober: None,
+            rescores: Arc::new(Semaphore::new(rescore::PLACES)),
         }
     }
 }
@@ -106,6 +111,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(datasets::routes())
         .merge(models::routes())
         .merge(rewards::routes())
+        .merge(rescore::routes())
         .merge(system::routes())
 }
 

@@ -38,6 +38,7 @@ mod precision;
 mod probe;
 mod processes;
 mod queue;
+mod rescore;
 mod resume;
 mod reward_check;
 mod reward_examples;
