@@ -237,6 +237,7 @@ impl Attempt {
             notices,
             journal: journal.clone(),
             eval_rewards,
+            begun: Default::default(),
             reward_metrics: Default::default(),
             failure: None,
         };

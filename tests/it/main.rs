@@ -32,6 +32,7 @@ mod long;
 mod memory;
 mod openapi;
 mod oracle;
+mod overlap;
 mod params;
 mod parity;
 mod precision;
