@@ -82,10 +82,12 @@ pub enum Command {
     /// Serve a reward model (a sequence-classification checkpoint) over HTTP: the reward contract v1, and OpenRLHF's remote
     /// reward model on the same address.
     RewardServer(RewardServerArgs),
+    /// Reward services of your own: whether they keep the contract.
+    Reward(RewardArgs),
     /// Measure kernels, decode, training and whole RLOO steps on random weights, against the limits of this machine.
     Bench(BenchArgs),
     /// Print the OpenAPI document (JSON) to standard output.
-    Openapi,
+    Openapi(OpenapiArgs),
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
     Check(ServeArgs),
 }
@@ -330,6 +332,83 @@ pub struct RewardServerArgs {
     /// Compute threads. Default: the machine's cores.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
+}
+
+/// Flags of `rlood openapi`.
+#[derive(Debug, Clone, Args)]
+pub struct OpenapiArgs {
+    /// Write the reward contract as JSON Schema files (request, answer, callback, ping, …) into this directory instead.
+    #[arg(long, value_name = "DIR")]
+    pub schemas: Option<PathBuf>,
+}
+
+/// Flags of `rlood reward`.
+#[derive(Debug, Clone, Args)]
+pub struct RewardArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: RewardCommand,
+}
+
+/// What `rlood reward` can do.
+#[derive(Debug, Clone, Subcommand)]
+pub enum RewardCommand {
+    /// Ask a service as a job would, and as a job never would; print what is wrong and what to do. About 60 requests. Exit
+    /// code 0 when it keeps the reward contract v1, 1 when it does not, 2 when a flag cannot be used.
+    Check(RewardCheckArgs),
+}
+
+/// Flags of `rlood reward check`.
+#[derive(Debug, Clone, Args)]
+pub struct RewardCheckArgs {
+    /// Where the service takes its POSTs, path included. Any address may be asked, loopback too.
+    pub url: String,
+
+    /// `whsec_…`, the one the service has: requests are signed, and it is looked at whether signatures are verified. Prefer
+    /// the variable: flags are visible to other users.
+    #[arg(long, env = "RLOOD_REWARD_SECRET", hide_env_values = true, value_name = "SECRET")]
+    pub secret: Option<String>,
+
+    /// Sent with every request, `name: value`; may be repeated. Values are never printed.
+    #[arg(long = "header", value_name = "NAME: VALUE")]
+    pub headers: Vec<String>,
+
+    /// Samples to ask about: a JSON list of {prompt, completion, columns}, or one a line. Default: twelve sums with right
+    /// and wrong answers, the right one in the columns `answer` and `reference`.
+    #[arg(long, value_name = "FILE")]
+    pub samples: Option<PathBuf>,
+
+    /// A column of every default sample, `name=value`; may be repeated.
+    #[arg(long = "column", value_name = "NAME=VALUE")]
+    pub columns: Vec<String>,
+
+    /// `params` of the job's reward, a JSON object.
+    #[arg(long, value_name = "JSON")]
+    pub params: Option<String>,
+
+    /// Most time for one request, ms, and for a later answer.
+    #[arg(long, default_value_t = 30_000, value_name = "MS")]
+    pub timeout_ms: u64,
+
+    /// Samples in one request, as the job will send.
+    #[arg(long, default_value_t = 32, value_name = "N")]
+    pub max_batch_samples: u32,
+
+    /// Where callbacks of asynchronous answers are taken, HOST:PORT.
+    #[arg(long, default_value = "127.0.0.1:0", value_name = "HOST:PORT")]
+    pub callback_listen: String,
+
+    /// How the service reaches that address, when it runs elsewhere (http:// or https://).
+    #[arg(long, value_name = "URL")]
+    pub callback_url: Option<String>,
+
+    /// Print one JSON document instead of lines.
+    #[arg(long)]
+    pub json: bool,
+
+    /// Warnings count as failures.
+    #[arg(long)]
+    pub strict: bool,
 }
 
 /// What a reward model reads.

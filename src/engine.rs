@@ -50,8 +50,10 @@
 //! | 38 | LoRA dropout is drawn per step, token, layer and module, whatever the micro-batches, and only in the training forward | [`model::pass`] | `dropout_does_not_depend_on_the_micro_batches` | PEFT; rloo.md |
 //! | 39 | 8-bit moments: block-wise dynamic quantisation, 256 values a block | [`optim::blockwise`] | `moments_in_8_bits_take_a_quarter_and_follow_those_in_32` | Dettmers et al. 2022 (arXiv 2110.02861) |
 //! | 40 | full fine-tuning: the reference is a frozen copy of the first weights, none when beta = 0 | `start::begin` | `tests/it/params.rs` | rloo.md |
+//! | 41 | overlap: the next block is sampled by the policy before this one is trained, its old log-probs are that policy's | [`ahead`] | `an_overlapped_block_is_sampled_by_the_policy_before_the_last_block`; `tests/it/{resume,interrupt}.rs` | Noukhovitch et al. 2024 (arXiv 2410.18252) |
 
 pub mod advantage;
+pub mod ahead;
 pub mod backend;
 pub mod block;
 pub mod checkpoint;
@@ -86,8 +88,10 @@ pub mod text;
 pub mod update;
 pub mod watch;
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
+use self::ahead::Ahead;
 use self::backend::BackendKind;
 use self::block::Block;
 use self::checkpoint::{Snapshot, TrainerState};
@@ -170,6 +174,8 @@ struct Run<'a> {
     state: TrainerState,
     /// The block of the last step; the next step goes on with it unless it begins a new one.
     block: Option<Block>,
+    /// With overlap: blocks that are sampled and not scored yet, in order.
+    ahead: VecDeque<Ahead>,
     saved_step: u64,
     last_saved: bool,
     /// An evaluation or an alert since the last checkpoint.
@@ -222,14 +228,14 @@ impl<'a> Run<'a> {
             ))));
         }
         let reference = start::begin(&mut policy, &input)?;
-        let (adam, state, block) = match &input.resume {
+        let (adam, state, block, ahead) = match &input.resume {
             Some(dir) => {
                 let restored = checkpoint::read(dir, plan)?;
-                (restored.adam, restored.state, restored.block)
+                (restored.adam, restored.state, restored.block, restored.ahead)
             }
             None => {
                 let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
-                (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None)
+                (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None, None)
             }
         };
         let parameter_info = policy.parameters();
@@ -263,10 +269,15 @@ impl<'a> Run<'a> {
             doctor_settings: doctor::Settings::of_plan(plan),
             state,
             block,
+            ahead: VecDeque::new(),
             seconds: StepSeconds::default(),
             input,
         };
         run.resume_block();
+        if let Some(ahead) = ahead {
+            run.begin_scoring(&ahead)?;
+            run.ahead.push_back(ahead);
+        }
         Ok(run)
     }
 
@@ -343,13 +354,23 @@ impl<'a> Run<'a> {
     /// Completions, rewards, log-probs and (where they can be known before training) advantages of a block.
     fn new_block(&mut self, step: u64, index: u64) -> Result<Block, Halt> {
         self.poll()?;
-        let rollout = match self.host.rollout(step) {
-            Some(rollout) => rollout,
-            None => self.roll_out(step, index)?,
+        let (rollout, ahead) = match self.host.rollout(step) {
+            Some(rollout) => (rollout, None),
+            None if self.plan.rloo.overlap => {
+                let (rollout, ahead) = self.overlapped(step, index)?;
+                (rollout, Some(ahead))
+            }
+            None => (self.roll_out(step, index)?, None),
         };
         let mut block = Block::new(index, rollout, self.plan)?;
         block.shape_rewards(self.state.reward_stats, self.plan);
-        self.score_block(&mut block)?;
+        match ahead {
+            // Of the policy that sampled; it is another one by now.
+            Some(Ahead { old_logps, ref_logps, .. }) => {
+                (block.values.old_logps, block.values.ref_logps) = (old_logps, ref_logps);
+            }
+            None => self.score_block(&mut block)?,
+        }
         let old_known = block.values.old_logps.len() == block.len();
         if old_known || !self.plan.rloo.penalizes_reward() {
             block.values.fill_advantages(0..block.len(), self.plan);
@@ -364,6 +385,7 @@ impl<'a> Run<'a> {
         let finite = update.is_finite();
         self.state.step = step;
         self.state.next_prompt = block.rollout.drawn.next_prompt;
+        self.ahead.retain(|ahead| ahead.index > block.index);
         self.state.reward_stats = block.values.reward_stats;
         self.state.epoch = self.epochs(step);
         self.state.num_tokens += new_tokens;
@@ -457,6 +479,7 @@ impl<'a> Run<'a> {
             adam: &self.adam,
             state: &self.state,
             block: self.block.as_ref().filter(|_| inside_block),
+            ahead: self.ahead.front(),
         };
         let (dir, files) = checkpoint::write(self.input.scratch_dir, &snapshot)?;
         let mut metrics: Metrics = self.state.step_metrics.clone();

@@ -26,11 +26,13 @@ pub mod metrics;
 pub mod models;
 pub mod openapi;
 pub mod probe;
+mod rescore;
 mod reward_health;
 mod reward_models;
 mod reward_test_journal;
 pub mod rewards;
 pub mod samples;
+pub mod schemas;
 pub mod submit;
 pub mod summary;
 pub mod system;
@@ -48,6 +50,7 @@ use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
+use tokio::sync::Semaphore;
 use tower::ServiceBuilder;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::decompression::RequestDecompressionLayer;
@@ -83,6 +86,8 @@ pub struct AppState {
     pub requests: Arc<system::RequestCounts>,
     /// Runs preflights; None = this server starts no processes.
     pub prober: Option<Arc<dyn probe::Prober>>,
+    /// Re-scores that may be under way at a time.
+    pub rescores: Arc<Semaphore>,
 }
 
 impl AppState {
@@ -96,6 +101,7 @@ impl AppState {
             started: Instant::now(),
             requests: Arc::default(),
             prober: None,
+            rescores: Arc::new(Semaphore::new(rescore::PLACES)),
         }
     }
 }
@@ -114,6 +120,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(rewards::routes())
         .merge(reward_health::routes())
         .merge(callbacks::routes())
+        .merge(rescore::routes())
         .merge(system::routes())
 }
 

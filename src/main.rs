@@ -1,10 +1,12 @@
 //! The `rlood` binary: parse the command line, run a role.
 
 use std::io::IsTerminal;
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
-use rlood::config::{Cli, Command, LogFormat};
+use rlood::config::{Cli, Command, LogFormat, RewardCommand};
+use rlood::reward::check;
 use rlood::{bench, convert, demo, http, prober, reward_server, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
@@ -28,13 +30,7 @@ fn main() -> ExitCode {
             Ok(config) => on_runtime(None, serve::check::run(config)),
             Err(error) => refuse(&error),
         },
-        Command::Openapi => match http::openapi().to_pretty_json() {
-            Ok(text) => {
-                println!("{text}");
-                ExitCode::SUCCESS
-            }
-            Err(error) => fail(&error),
-        },
+        Command::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| fail(&*error)),
         Command::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(&error)),
         Command::Demo(args) => on_runtime(None, demo::run(args)),
         Command::Worker(args) => {
@@ -49,11 +45,31 @@ fn main() -> ExitCode {
             limit_threads(args.threads);
             on_runtime(None, reward_server::run(args))
         }
+        Command::Reward(args) => match args.command {
+            // Nothing but a flag that cannot be used is an error here.
+            RewardCommand::Check(args) => on_runtime(None, async {
+                Ok::<_, check::CheckError>(check::run(args).await.unwrap_or_else(|error| refuse(&error)))
+            }),
+        },
         Command::Bench(args) => {
             limit_threads(args.threads);
             bench::run(&args).unwrap_or_else(|error| fail(&error))
         }
     }
+}
+
+/// The document to standard output, or the reward contract's schemas into a directory.
+fn openapi(schemas: Option<&Path>) -> Result<ExitCode, Box<dyn std::error::Error>> {
+    match schemas {
+        None => println!("{}", http::openapi().to_pretty_json()?),
+        Some(dir) => {
+            std::fs::create_dir_all(dir)?;
+            for (name, text) in http::schemas::contract_schemas() {
+                std::fs::write(dir.join(name), text)?;
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Runs a role to its end; `threads` of the async runtime, None = one a core.

@@ -274,6 +274,7 @@ impl Probe {
         plan.rloo.num_iterations = 1;
         // A refill would ask for the same few prompts again.
         plan.rloo.min_informative_groups = 0;
+        plan.rloo.overlap = false;
         // A look is too short for a diagnosis, and must not be ended by one.
         plan.early_stopping = None;
         plan.doctor.on_alert = OnAlert::Note;

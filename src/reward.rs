@@ -25,6 +25,7 @@ use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
 mod adapters;
 pub mod builtin;
 pub mod cache;
+pub mod check;
 pub mod client;
 pub mod example;
 pub mod health;
@@ -35,6 +36,7 @@ pub mod outgoing;
 mod redact;
 pub mod signature;
 mod status;
+pub mod trial;
 pub mod webhook;
 
 use client::RewardClient;

@@ -7,6 +7,7 @@
 //! | `optimizer.safetensors` | AdamW's moments, flat, in parameter order; in 8 bits codes and the scale of each block |
 //! | `trainer_state.json` | steps, tokens, counters, the hash of what must not change |
 //! | `rollout.json`, `rollout.safetensors` | only in the middle of a block: its completions and log-probs |
+//! | `ahead.json`, `ahead.safetensors` | only with overlap: the next block, sampled and not scored, and its log-probs |
 //! | `manifest.json` | size and SHA-256 of each of them; written last |
 
 use std::collections::HashMap;
@@ -20,6 +21,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::advantage::shape::RewardStats;
+use super::ahead::Ahead;
 use super::block::Block;
 use super::error::{EngineError, Result};
 use super::host::Rollout;
@@ -40,6 +42,8 @@ const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const ROLLOUT: &str = "rollout.json";
 const ROLLOUT_LOGPS: &str = "rollout.safetensors";
+const AHEAD: &str = "ahead.json";
+const AHEAD_LOGPS: &str = "ahead.safetensors";
 const FORMAT: &str = "rlood-checkpoint/1";
 
 /// Where a run stands after an optimizer step. Randomness has no state: it is counted, not drawn in sequence.
@@ -94,6 +98,8 @@ pub struct Snapshot<'a> {
     pub state: &'a TrainerState,
     /// The block in use, when the next step goes on with it.
     pub block: Option<&'a Block>,
+    /// With overlap: the block behind it.
+    pub ahead: Option<&'a Ahead>,
 }
 
 /// A checkpoint read back; weights are loaded by [`Policy::load_lora`] or [`Policy::load_full`] from the same directory.
@@ -105,6 +111,8 @@ pub struct Restored {
     pub state: TrainerState,
     /// The block in use, advantages not yet filled.
     pub block: Option<Block>,
+    /// With overlap: the block behind it.
+    pub ahead: Option<Ahead>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -123,7 +131,7 @@ pub fn plan_sha256(plan: &Plan) -> String {
 /// Write a complete checkpoint below `scratch_dir` and return its directory and files, the manifest last. What lies there
 /// under the same name is replaced.
 pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Vec<FileEntry>)> {
-    let Snapshot { policy, model_dir, model_name, adam, state, block } = *snapshot;
+    let Snapshot { policy, model_dir, model_name, adam, state, block, ahead } = *snapshot;
     fs::create_dir_all(scratch_dir).map_err(io(scratch_dir))?;
     let temporary = tempfile::Builder::new().prefix(".checkpoint-").tempdir_in(scratch_dir).map_err(io(scratch_dir))?;
     let dir = temporary.path();
@@ -139,10 +147,11 @@ pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Ve
     if let Some(block) = block {
         let rollout = json!({ "index": block.index, "rollout": block.rollout });
         write_file(&dir.join(ROLLOUT), &to_json(&rollout)?)?;
-        let (old, reference) = (block.values.old_logps.concat(), block.values.ref_logps.concat());
-        let logps = [("old_logps", old.as_slice()), ("ref_logps", reference.as_slice())];
-        let logps = logps.each_ref().map(|(name, values)| flat(name, values));
-        tensors::write(&dir.join(ROLLOUT_LOGPS), &logps.each_ref().map(Flat::tensor))?;
+        write_logps(&dir.join(ROLLOUT_LOGPS), &block.values.old_logps, &block.values.ref_logps)?;
+    }
+    if let Some(ahead) = ahead {
+        write_file(&dir.join(AHEAD), &to_json(ahead)?)?;
+        write_logps(&dir.join(AHEAD_LOGPS), &ahead.old_logps, &ahead.ref_logps)?;
     }
 
     let mut names: Vec<String> = fs::read_dir(dir)
@@ -205,7 +214,14 @@ pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
     let uses = u64::from(plan.rloo.num_iterations) * u64::from(plan.rloo.steps_per_generation);
     let inside_block = !state.step.is_multiple_of(uses.max(1));
     let block = if inside_block { Some(read_block(dir, plan)?) } else { None };
-    Ok(Restored { adam, state, block })
+    let ahead = if plan.rloo.overlap && dir.join(AHEAD).is_file() { Some(read_ahead(dir)?) } else { None };
+    Ok(Restored { adam, state, block, ahead })
+}
+
+fn read_ahead(dir: &Path) -> Result<Ahead> {
+    let mut ahead: Ahead = from_json(dir, AHEAD)?;
+    (ahead.old_logps, ahead.ref_logps) = read_logps(dir, AHEAD_LOGPS, &ahead.lengths())?;
+    Ok(ahead)
 }
 
 fn read_block(dir: &Path, plan: &Plan) -> Result<Block> {
@@ -216,27 +232,37 @@ fn read_block(dir: &Path, plan: &Plan) -> Result<Block> {
     }
     let Stored { index, rollout } = from_json(dir, ROLLOUT)?;
     let mut block = Block::new(index, rollout, plan)?;
-    let logps = from_safetensors(&dir.join(ROLLOUT_LOGPS))?;
     let lengths = block.rollout.lengths();
+    (block.values.old_logps, block.values.ref_logps) = read_logps(dir, ROLLOUT_LOGPS, &lengths)?;
+    Ok(block)
+}
+
+fn write_logps(path: &Path, old: &[Vec<f32>], reference: &[Vec<f32>]) -> Result<()> {
+    let (old, reference) = (old.concat(), reference.concat());
+    let logps = [flat("old_logps", &old), flat("ref_logps", &reference)];
+    tensors::write(path, &logps.each_ref().map(Flat::tensor))
+}
+
+/// Old and reference log-probs, one entry a completion of these lengths; empty where there are none.
+fn read_logps(dir: &Path, file: &str, lengths: &[usize]) -> Result<(Vec<Vec<f32>>, Vec<Vec<f32>>)> {
+    let logps = from_safetensors(&dir.join(file))?;
     let cut = |name: &str| -> Result<Vec<Vec<f32>>> {
         let mut flat = logps.get(name).map_or(&[][..], Vec::as_slice);
         if flat.is_empty() {
             return Ok(Vec::new());
         }
         if flat.len() != lengths.iter().sum::<usize>() {
-            return Err(EngineError::Checkpoint(format!("{ROLLOUT_LOGPS} holds {} {name}", flat.len())));
+            return Err(EngineError::Checkpoint(format!("{file} holds {} {name}", flat.len())));
         }
         let mut rows = Vec::with_capacity(lengths.len());
-        for &length in &lengths {
+        for &length in lengths {
             let (row, rest) = flat.split_at(length);
             rows.push(row.to_vec());
             flat = rest;
         }
         Ok(rows)
     };
-    block.values.old_logps = cut("old_logps")?;
-    block.values.ref_logps = cut("ref_logps")?;
-    Ok(block)
+    Ok((cut("old_logps")?, cut("ref_logps")?))
 }
 
 fn entry(dir: &Path, name: &str) -> Result<FileEntry> {

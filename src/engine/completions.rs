@@ -57,26 +57,37 @@ impl Run<'_> {
         key: Key,
         sampler: Sampler,
     ) -> Result<Vec<RolloutGroup>, Halt> {
-        self.phase(Phase::Rollout)?;
-        let started = Instant::now();
-        let completions = self.generate(id, rows, key, sampler)?;
-        self.seconds.generate += started.elapsed().as_secs_f64();
-        self.phase(Phase::Reward)?;
-        let started = Instant::now();
-        let rollout = self.score(id, rows, completions)?;
-        self.seconds.reward += started.elapsed().as_secs_f64();
-        Ok(rollout.groups)
+        let groups = self.sampled_groups(id, rows, key, sampler)?;
+        self.score_sampled(id, &groups)
     }
 
-    /// G completions for each of these rows, `[P][G]`: recorded ones where the host has them, else sampled and handed to the
-    /// host. `id` must be another one for every sampling of a run, and the same in every attempt at it.
-    fn generate(
+    /// Groups of these rows, not scored.
+    pub(super) fn sampled_groups(
         &mut self,
         id: RolloutId,
         rows: &[u64],
         key: Key,
         sampler: Sampler,
-    ) -> Result<Vec<Vec<Generated>>, Halt> {
+    ) -> Result<Vec<SampledGroup>, Halt> {
+        self.phase(Phase::Rollout)?;
+        let started = Instant::now();
+        let groups = self.generate(id, rows, key, sampler)?;
+        self.seconds.generate += started.elapsed().as_secs_f64();
+        Ok(groups)
+    }
+
+    /// The same groups with what the rewards say of them.
+    pub(super) fn score_sampled(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RolloutGroup>, Halt> {
+        self.phase(Phase::Reward)?;
+        let started = Instant::now();
+        let rollout = self.score(id, groups)?;
+        self.seconds.reward += started.elapsed().as_secs_f64();
+        Ok(rollout.groups)
+    }
+
+    /// G completions for each of these rows: recorded ones where the host has them, else sampled and handed to the
+    /// host. `id` must be another one for every sampling of a run, and the same in every attempt at it.
+    fn generate(&mut self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<SampledGroup>, Halt> {
         let num_generations = self.num_generations(id);
         let fits = |groups: &[SampledGroup]| {
             let whole =
@@ -84,7 +95,7 @@ impl Run<'_> {
             groups.len() == rows.len() && groups.iter().zip(rows).all(whole)
         };
         if let Some(groups) = self.host.recorded(id)?.filter(|groups| fits(groups)) {
-            return Ok(groups.into_iter().map(|group| group.completions).collect());
+            return Ok(groups);
         }
         let mut completions = loop {
             match self.sample(id, rows, key, sampler) {
@@ -99,7 +110,7 @@ impl Run<'_> {
         let groups = rows.iter().zip(completions).map(|(&row, completions)| SampledGroup { row, completions });
         let groups: Vec<SampledGroup> = groups.collect();
         self.host.sampled(id, &groups)?;
-        Ok(groups.into_iter().map(|group| group.completions).collect())
+        Ok(groups)
     }
 
     fn sample(&self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<Vec<Generated>>, Halt> {
@@ -127,15 +138,15 @@ impl Run<'_> {
         }
     }
 
-    /// Completions and what the rewards say of them.
-    fn score(&mut self, id: RolloutId, rows: &[u64], completions: Vec<Vec<Generated>>) -> Result<Rollout, Halt> {
+    /// Completions as rewards see them, in block order.
+    pub(super) fn reward_samples(&self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RewardSample>, Halt> {
         let mut samples = Vec::new();
-        for (group, (&row, completions)) in rows.iter().zip(&completions).enumerate() {
-            let prompt = &self.prompts_of(id.phase)[row as usize];
+        for (index, SampledGroup { row, completions }) in groups.iter().enumerate() {
+            let prompt = &self.prompts_of(id.phase)[*row as usize];
             for completion in completions {
                 samples.push(RewardSample {
                     sample_id: format!("s_{}", samples.len()),
-                    group_id: format!("g_{group}"),
+                    group_id: format!("g_{index}"),
                     prompt_id: format!("row_{row}"),
                     prompt: prompt.text.clone(),
                     messages: prompt.messages.clone(),
@@ -146,17 +157,24 @@ impl Run<'_> {
                 });
             }
         }
+        Ok(samples)
+    }
+
+    /// Completions and what the rewards say of them.
+    fn score(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<Rollout, Halt> {
+        let samples = self.reward_samples(id, groups)?;
         let scores = self.host.score(&ScoreRequest { id, samples: &samples })?;
         if scores.len() != samples.len() {
             let message = format!("the host gave {} scores for {} samples", scores.len(), samples.len());
             return Err(Halt::Error(EngineError::Input(message)));
         }
         let mut scores = scores.into_iter();
-        let groups = rows.iter().zip(completions).map(|(&row, completions)| RolloutGroup {
-            row,
-            prompt_ids: self.prompts_of(id.phase)[row as usize].ids.clone(),
+        let groups = groups.iter().map(|SampledGroup { row, completions }| RolloutGroup {
+            row: *row,
+            prompt_ids: self.prompts_of(id.phase)[*row as usize].ids.clone(),
             completions: completions
-                .into_iter()
+                .iter()
+                .cloned()
                 .zip(scores.by_ref())
                 .map(|(Generated { ids, finish_reason, logps }, score)| RolloutCompletion {
                     ids,
@@ -181,8 +199,8 @@ impl Run<'_> {
         let key = Key::new(self.plan.training.seed, Stream::Eval).with(step);
         let sampler = Sampler::for_evaluation(&self.plan.sampling, eval);
         let id = RolloutId::eval(step);
-        let completions = self.generate(id, &rows, key, sampler)?;
-        let rollout = self.score(id, &rows, completions)?;
+        let groups = self.generate(id, &rows, key, sampler)?;
+        let rollout = self.score(id, &groups)?;
         let (mut metrics, samples) =
             report::evaluation(step, &rollout, self.plan, self.prompts_of(SamplePhase::Eval), &self.text)?;
         if let Some(trained) = self.state.doctor.recent_reward().filter(|_| eval.rewards.is_none())

@@ -16,6 +16,12 @@ pub trait Host {
     /// plan's order. Blocks until all are there; returns [`HostError::Stopped`] when a stop arrived meanwhile.
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError>;
 
+    /// These samples will be asked for by [`Host::score`], under the same id, after other work: a host that can begins now, and
+    /// returns at once.
+    fn begin_score(&mut self, _request: &ScoreRequest<'_>) -> Result<(), HostError> {
+        Ok(())
+    }
+
     /// Something happened. Must not block for long.
     fn event(&mut self, event: Event) -> Result<(), HostError>;
 

@@ -70,7 +70,8 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
         if first_use {
             let log_ratio_max = step.losses.iter().map(|row| (row.new_logp - row.old_logp).abs()).fold(0.0, f64::max);
             metrics.insert("sampling/log_ratio_max".into(), Some(log_ratio_max));
-            if let Some(recorded) = block.rollout.recorded_logps() {
+            // With overlap the policy has moved on since it sampled: the difference says nothing of the sampler.
+            if let Some(recorded) = block.rollout.recorded_logps().filter(|_| !plan.rloo.overlap) {
                 let rows = recorded[update.slice.clone()].iter().zip(&step.scores).zip(included);
                 let rows = rows.filter(|(_, included)| **included);
                 metrics
@@ -149,7 +150,8 @@ fn time_metrics(metrics: &mut Metrics, report: &StepReport<'_>, seconds: &StepSe
         .map(|row| row.prompt.len() + row.completion.len())
         .sum();
     metrics.insert("tokens_per_second/train".into(), Some(trained as f64 / train));
-    if generate > 0.0 {
+    // With overlap what was sampled in this step is the next block.
+    if generate > 0.0 && !report.plan.rloo.overlap {
         let sampled = report.block.num_completion_tokens() as f64;
         metrics.insert("tokens_per_second/rollout".into(), Some(sampled / generate));
     }

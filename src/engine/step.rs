@@ -45,32 +45,43 @@ impl Run<'_> {
         drops || self.batching.uses_per_block() > 1 || (rloo.penalizes_reward() && rloo.whitens_advantages())
     }
 
+    /// The log-probs of a block whose policy is the one that sampled.
+    pub(super) fn score_block(&mut self, block: &mut Block) -> Result<(), Halt> {
+        let recorded = block.rollout.recorded_logps();
+        let recorded = recorded.map(|logps| logps.into_iter().map(<[f32]>::to_vec).collect());
+        let needs_old = self.needs_old_pass();
+        let rows: Vec<Row<'_>> = block.rollout.rows().collect();
+        let (old_logps, ref_logps) = self.logps_of(&rows, recorded, needs_old)?;
+        (block.values.old_logps, block.values.ref_logps) = (old_logps, ref_logps);
+        Ok(())
+    }
+
     /// The old log-probs: those recorded at sampling where sampler and training agree bit for bit, else by a pass without
     /// gradient if need be; and the reference's unless beta = 0. Passes are cut slice by slice, as training will be, so that
     /// equal weights give equal bits.
-    pub(super) fn score_block(&mut self, block: &mut Block) -> Result<(), Halt> {
-        if self.samples_exactly
-            && let Some(recorded) = block.rollout.recorded_logps()
-        {
-            block.values.old_logps = recorded.into_iter().map(<[f32]>::to_vec).collect();
-        }
-        let needs_old = block.values.old_logps.is_empty() && self.needs_old_pass();
+    pub(super) fn logps_of(
+        &mut self,
+        rows: &[Row<'_>],
+        recorded: Option<Vec<Vec<f32>>>,
+        needs_old: bool,
+    ) -> Result<(Vec<Vec<f32>>, Vec<Vec<f32>>), Halt> {
+        let recorded = recorded.filter(|_| self.samples_exactly);
+        let needs_old = needs_old && recorded.is_none();
         let needs_reference = self.plan.rloo.beta != 0.0;
         if !needs_old && !needs_reference {
-            return Ok(());
+            return Ok((recorded.unwrap_or_default(), Vec::new()));
         }
         self.phase(Phase::Train)?;
         let started = Instant::now();
-        let rows: Vec<Row<'_>> = block.rollout.rows().collect();
-        let old_logps = if needs_old { self.logps(&rows, |run| (&run.policy, Adapter::On))? } else { Vec::new() };
+        let old_logps = match recorded {
+            Some(recorded) => recorded,
+            None if needs_old => self.logps(rows, |run| (&run.policy, Adapter::On))?,
+            None => Vec::new(),
+        };
         let ref_logps =
-            if needs_reference { self.logps(&rows, |run| run.reference.of(&run.policy))? } else { Vec::new() };
-        if needs_old {
-            block.values.old_logps = old_logps;
-        }
-        block.values.ref_logps = ref_logps;
+            if needs_reference { self.logps(rows, |run| run.reference.of(&run.policy))? } else { Vec::new() };
         self.seconds.reference += started.elapsed().as_secs_f64();
-        Ok(())
+        Ok((old_logps, ref_logps))
     }
 
     /// Log-probs of every completion by one of the run's models.

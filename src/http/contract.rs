@@ -82,8 +82,12 @@ struct RewardRequestReply {
     modes: Vec<String>,
     /// Where results may be sent later (`POST /reward-callbacks/{id}`); absent where the server has no public address.
     #[schema(example = "https://rlood.example/reward-callbacks/rwr_01jd0000000000000000000000")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
     callback_url: Option<String>,
     /// Goes with them as `Authorization: Bearer TOKEN`; for this request only, until its deadline. Absent without `callback_url`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
     token: Option<String>,
 }
 
@@ -137,6 +141,7 @@ enum RewardAnswer {
     /// For a request of one sample.
     One {
         /// Null = the reward does not apply to this sample.
+        #[schema(required)]
         reward: Option<f64>,
     },
 }
@@ -194,6 +199,30 @@ struct RewardError {
     /// Whether to ask for this sample again.
     #[serde(default)]
     retryable: bool,
+}
+
+/// A part of the scores, or all of them.
+#[derive(Deserialize, ToSchema)]
+#[expect(dead_code, reason = "describes the contract in the document")]
+struct RewardCallback {
+    /// The request's, if given.
+    id: Option<RewardRequestId>,
+    /// In any order; several calls may bring parts. May be left out with `done`.
+    results: Option<Vec<RewardResult>>,
+    /// Nothing else will come: samples without a result are asked for again.
+    #[serde(default)]
+    done: bool,
+}
+
+/// What became of the results of one call.
+#[derive(Serialize, ToSchema)]
+struct RewardCallbackTaken {
+    /// Kept.
+    accepted: u64,
+    /// For samples that have a result already: the first one stays.
+    duplicate: u64,
+    /// For samples that were not asked for.
+    unknown: u64,
 }
 
 /// Are you there?
@@ -271,7 +300,7 @@ fn reward_score_request() {}
 fn reward_ping() {}
 
 #[derive(utoipa::OpenApi)]
-#[openapi(paths(reward_score_request, reward_ping))]
+#[openapi(paths(reward_score_request, reward_ping), components(schemas(RewardCallback, RewardCallbackTaken)))]
 struct Contract;
 
 /// The contract's webhooks by name, and the schemas they name.

@@ -14,19 +14,17 @@ use super::AppState;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::Json;
 use super::reward_test_journal::TestJournal;
-use crate::event::FinishReason;
 use crate::id::JobId;
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::builtin::Builtin;
 use crate::reward::journal::Journal;
 use crate::reward::local::Local;
+use crate::reward::trial::read_samples;
 use crate::reward::webhook::{Exchange, Ping, Webhook};
 use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, SampleError};
 use crate::sample::{RewardSample, RewardValue, RolloutId};
-use crate::spec::{OnInvalid, RewardKind, RewardPlan, RewardSecrets, ServicePlan, read_single_reward};
+use crate::spec::{FieldError, OnInvalid, RewardKind, RewardPlan, RewardSecrets, ServicePlan, read_single_reward};
 
-/// Most samples of one test.
-const MAX_SAMPLES: usize = 256;
 /// Longest wait for a service in a test, ms: for each try, and for an answer that comes later.
 const MAX_TIMEOUT_MS: u64 = 30_000;
 
@@ -90,20 +88,17 @@ struct TestResult {
 )]
 async fn test_reward(State(state): State<AppState>, Json(body): Json<Value>) -> Result<Json<Report>, Problem> {
     let mut errors = Vec::new();
-    let reward = read_single_reward(&body).map_err(|found| {
-        errors.extend(found.into_iter().map(|error| Item {
-            pointer: error.pointer,
-            code: error.code,
-            detail: error.detail,
-        }));
-    });
-    let samples = read_samples(&body, &mut errors);
+    let mut refuse = |found: Vec<FieldError>| {
+        errors.extend(found.into_iter().map(|FieldError { pointer, code, detail }| Item { pointer, code, detail }));
+    };
+    let reward = read_single_reward(&body).map_err(&mut refuse);
+    let samples = read_samples(body.get("samples")).map_err(&mut refuse);
     if let Some(object) = body.as_object() {
         for name in object.keys().filter(|name| !matches!(name.as_str(), "reward" | "samples")) {
             errors.push(item(format!("/{name}"), "unknown_field", "known here: reward, samples"));
         }
     }
-    let (Ok((plan, secrets)), true) = (reward, errors.is_empty()) else {
+    let (Ok((plan, secrets)), Ok(samples), true) = (reward, samples, errors.is_empty()) else {
         return Err(Problem::new(Code::InvalidBody, "the reward cannot be tested; see 'errors'").items(errors));
     };
     let outgoing = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
@@ -206,66 +201,6 @@ fn test_result((sample, judgement): (&RewardSample, Judgement)) -> TestResult {
     }
 }
 
-fn read_samples(body: &Value, errors: &mut Vec<Item>) -> Vec<RewardSample> {
-    let Some(Value::Array(given)) = body.get("samples") else {
-        errors.push(item("/samples".to_owned(), "required", "give a list of {prompt, completion, columns}"));
-        return Vec::new();
-    };
-    if given.is_empty() || given.len() > MAX_SAMPLES {
-        let detail = format!("1 to {MAX_SAMPLES} samples, not {}", given.len());
-        errors.push(item("/samples".to_owned(), "out_of_range", detail));
-        return Vec::new();
-    }
-    let mut samples: Vec<RewardSample> = Vec::with_capacity(given.len());
-    let mut group = 0;
-    for (index, value) in given.iter().enumerate() {
-        match read_sample(index, value) {
-            Err((name, detail)) => errors.push(item(format!("/samples/{index}{name}"), "invalid_type", detail)),
-            Ok(mut sample) => {
-                // Neighbours with the same prompt are a group, as a job would send them.
-                group += usize::from(samples.last().is_some_and(|last| last.prompt != sample.prompt));
-                sample.group_id = format!("g_{group}");
-                sample.prompt_id = format!("row_{group}");
-                samples.push(sample);
-            }
-        }
-    }
-    samples
-}
-
-fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static str, &'static str)> {
-    let Value::Object(fields) = value else { return Err(("", "must be an object with prompt and completion")) };
-    let mut rest = fields.clone();
-    let (prompt, messages) = match rest.shift_remove("prompt") {
-        Some(Value::String(prompt)) => (prompt, None),
-        Some(messages @ Value::Array(_)) => (messages.to_string(), Some(messages)),
-        None => (String::new(), None),
-        Some(_) => return Err(("/prompt", "must be a string or a list of chat messages")),
-    };
-    let Some(Value::String(completion)) = rest.shift_remove("completion") else {
-        return Err(("/completion", "must be there and be a string"));
-    };
-    let mut columns = match rest.shift_remove("columns") {
-        None => Map::new(),
-        Some(Value::Object(columns)) => columns,
-        Some(_) => return Err(("/columns", "must be an object")),
-    };
-    columns.extend(rest);
-    // Words stand in for tokens: there is no tokenizer here.
-    let num_tokens = u32::try_from(completion.split_whitespace().count()).unwrap_or(u32::MAX);
-    Ok(RewardSample {
-        sample_id: format!("s_{index}"),
-        group_id: String::new(),
-        prompt_id: String::new(),
-        prompt,
-        messages,
-        completion,
-        finish_reason: FinishReason::Stop,
-        num_tokens,
-        columns,
-    })
-}
-
 fn item(pointer: String, code: &str, detail: impl Into<String>) -> Item {
     Item { pointer, code: code.to_owned(), detail: detail.into() }
 }
@@ -281,9 +216,7 @@ mod tests {
     async fn report(reward: Value, samples: Value) -> Report {
         let body = json!({"reward": reward, "samples": samples});
         let (plan, secrets) = read_single_reward(&body).unwrap();
-        let mut errors = Vec::new();
-        let samples = read_samples(&body, &mut errors);
-        assert!(errors.is_empty(), "{errors:?}");
+        let samples = read_samples(body.get("samples")).unwrap();
         let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
         try_reward(&plan, &secrets, &outgoing, &samples, None).await.unwrap()
     }

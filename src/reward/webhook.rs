@@ -43,6 +43,7 @@ mod request;
 
 pub use delivery::{Ping, PingReply};
 pub use record::{Exchange, Received, Sent};
+pub(super) use request::sample_json;
 
 use answer::{Answer, Found};
 use delivery::{Delivered, jitter};

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{ComputeDtype, OptimizerKind, Plan, submittable};
+use super::{ComputeDtype, Estimator, OptimizerKind, Plan, submittable};
 
 /// What a run must share with the one whose checkpoint it goes on from: model, data, adapter, optimizer state, batches,
 /// seed. Learning rate, steps, rewards and the rest may differ. The checkpoint holds its hash.
@@ -25,6 +25,10 @@ pub fn resume_identity(plan: &Plan) -> Value {
     }
     if plan.training.dtype != ComputeDtype::F32 {
         shared["dtype"] = json!(plan.training.dtype);
+    }
+    if rloo.overlap {
+        // The checkpoint holds the next block, sampled.
+        shared["overlap"] = json!({"temperature": plan.sampling.temperature, "beta": rloo.beta, "remax": rloo.estimator == Estimator::Remax});
     }
     if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) {
         shared["eval_fraction"] = json!(fraction);

@@ -82,7 +82,9 @@ pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
             .unwrap_or(0),
         max_refills: reader.field("max_refills").whole(1..=64).unwrap_or(MAX_REFILLS),
         reward_normalization: reader.field("reward_normalization").choice(&NORMALIZATIONS).unwrap_or_default(),
+        overlap: reader.field("overlap").bool().unwrap_or(false),
     };
+    check_overlap(&rloo, &reader.field("overlap"));
     if rloo.num_generations == 1 {
         for (name, given) in
             [("drop_tied_groups", rloo.drop_tied_groups), ("min_informative_groups", rloo.min_informative_groups > 0)]
@@ -97,6 +99,21 @@ pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
     }
     reader.finish(advice);
     rloo
+}
+
+/// A block that is sampled before the one ahead of it is trained must be known without its rewards, and be worth the wait.
+fn check_overlap(rloo: &RlooPlan, field: &Field<'_>) {
+    if !rloo.overlap {
+        return;
+    }
+    if rloo.steps_per_generation < 2 {
+        let detail = "overlap samples the next block while this one is scored and trained, so every block is one block late: with steps_per_generation 1 every step would train on the policy before last; set steps_per_generation to 2 or more, or leave overlap out";
+        field.fail("conflict", detail);
+    }
+    if rloo.min_informative_groups > 0 {
+        let detail = "which prompts refill tied groups, and so which ones come next, is known only when the rewards are: leave out either overlap or min_informative_groups";
+        field.fail("conflict", detail);
+    }
 }
 
 /// Estimators of tokens need a loss over tokens; `token_mean` is their default.

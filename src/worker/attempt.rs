@@ -245,6 +245,7 @@ impl Attempt {
             notices,
             journal: journal.clone(),
             eval_rewards,
+            begun: Default::default(),
             reward_metrics: Default::default(),
             failure: None,
         };

@@ -1,10 +1,12 @@
 //! The engine's surroundings while it runs inside a worker: rewards, events, checkpoints over the worker protocol.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use serde_json::json;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{Client, ClientError, Held, full_at_once, persist};
 use super::events::Events;
@@ -15,7 +17,7 @@ use crate::engine::host::{Host, HostError, SavedCheckpoint, Score, ScoreRequest,
 use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::job::Failure;
 use crate::protocol::Publish;
-use crate::reward::{JobContext, RewardFailure, Rewards};
+use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::sample::{RolloutId, SampledGroup};
 
 /// [`Host`] for one attempt. Its methods run on the engine's thread and wait there for the runtime's tasks.
@@ -32,6 +34,8 @@ pub(super) struct JobHost {
     pub(super) journal: Journal,
     /// The evaluation's own, if it has some.
     pub(super) eval_rewards: Option<Arc<Rewards>>,
+    /// What is being scored while the engine does other work; dropped with the host.
+    pub(super) begun: HashMap<RolloutId, AbortOnDropHandle<Result<Scored, RewardFailure>>>,
     /// Metrics of the rewards, until the step they belong to is done: training, evaluation.
     pub(super) reward_metrics: [Metrics; 2],
     /// Why the job failed, once the host has said so: the engine hands it back in its own words.
@@ -104,15 +108,17 @@ impl JobHost {
 
 impl Host for JobHost {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
-        let job = JobContext { job: self.held.job, rollout: request.id, probe: false };
-        let rewards = match request.id.phase {
-            SamplePhase::Train => &self.rewards,
-            SamplePhase::Eval => self.eval_rewards.as_ref().unwrap_or(&self.rewards),
-        };
-        let rewards = rewards.clone();
+        let (job, rewards) = self.asking(request.id);
+        let begun = self.begun.remove(&request.id);
         let runtime = self.runtime.clone();
         let scored = runtime.block_on(async {
-            let mut scoring = std::pin::pin!(rewards.score(&job, request.samples));
+            let mut scoring = std::pin::pin!(async {
+                match begun {
+                    None => rewards.score(&job, request.samples).await,
+                    // As if it had happened here.
+                    Some(task) => task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())),
+                }
+            });
             loop {
                 tokio::select! {
                     biased;
@@ -140,6 +146,14 @@ impl Host for JobHost {
         }
         self.reward_metrics[slot(request.id.phase)].extend(scored.metrics);
         Ok(scored.scores)
+    }
+
+    fn begin_score(&mut self, request: &ScoreRequest<'_>) -> Result<(), HostError> {
+        let (job, rewards) = self.asking(request.id);
+        let samples = request.samples.to_vec();
+        let task = self.runtime.spawn(async move { rewards.score(&job, &samples).await });
+        self.begun.insert(request.id, AbortOnDropHandle::new(task));
+        Ok(())
     }
 
     fn event(&mut self, mut event: Event) -> Result<(), HostError> {
@@ -224,6 +238,15 @@ impl Host for JobHost {
 }
 
 impl JobHost {
+    /// Who asks, and whom.
+    fn asking(&self, id: RolloutId) -> (JobContext, Arc<Rewards>) {
+        let rewards = match id.phase {
+            SamplePhase::Train => &self.rewards,
+            SamplePhase::Eval => self.eval_rewards.as_ref().unwrap_or(&self.rewards),
+        };
+        (JobContext { job: self.held.job, rollout: id, probe: false }, rewards.clone())
+    }
+
     fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> HostError {
         if matches!(failure, RewardFailure::Unrecorded { .. }) {
             return self.unrecorded();

@@ -38,6 +38,15 @@ fn runs() -> Vec<(&'static str, Plan)> {
             }),
         ),
         (
+            "the next block sampled while rewards are outstanding",
+            with(|plan| {
+                plan.rloo.steps_per_generation = 2;
+                plan.rloo.overlap = true;
+                plan.rloo.reward_normalization = RewardNormalization::Running;
+                plan.training.max_steps = 9;
+            }),
+        ),
+        (
             "moments in 8 bits, dropout",
             with(|plan| {
                 plan.rloo.num_iterations = 2;

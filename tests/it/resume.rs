@@ -20,6 +20,13 @@ fn off_policy() -> Plan {
     plan
 }
 
+/// The same, each block sampled before the one ahead of it is trained.
+fn overlapped() -> Plan {
+    let mut plan = off_policy();
+    plan.rloo.overlap = true;
+    plan
+}
+
 fn resumed_from(plan: &Plan, dir: &std::path::Path) -> TestHost {
     let mut host = TestHost::default();
     let start = Start { resume: Some(dir.to_path_buf()), ..Start::default() };
@@ -29,7 +36,7 @@ fn resumed_from(plan: &Plan, dir: &std::path::Path) -> TestHost {
 
 #[test]
 fn resuming_from_every_step_gives_the_same_bytes_and_metrics() {
-    for plan in [off_policy(), {
+    for plan in [off_policy(), overlapped(), {
         let mut plan = plan();
         plan.training.max_steps = 5;
         plan.checkpoints.every_steps = 1;
@@ -54,7 +61,15 @@ fn resuming_from_every_step_gives_the_same_bytes_and_metrics() {
 
 #[test]
 fn a_pause_in_any_phase_saves_the_last_step_and_loses_nothing() {
-    let mut plan = off_policy();
+    pause_in_any_phase(off_policy());
+}
+
+#[test]
+fn a_pause_in_any_phase_of_an_overlapped_run_loses_nothing() {
+    pause_in_any_phase(overlapped());
+}
+
+fn pause_in_any_phase(mut plan: Plan) {
     plan.checkpoints.every_steps = 100;
     let dataset = plan.dataset.clone();
     plan.eval = Some(EvalPlan { before_start: false, ..EvalPlan::of_dataset(dataset, 5) });

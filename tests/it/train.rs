@@ -63,6 +63,7 @@ pub fn plan() -> Plan {
             min_informative_groups: 0,
             max_refills: 4,
             reward_normalization: RewardNormalization::None,
+            overlap: false,
         },
         sampling: SamplingPlan {
             max_completion_length: 6,

@@ -119,7 +119,7 @@ fn whole_seconds(time: jiff::Timestamp) -> String {
 }
 
 /// A sample as the contract writes it.
-pub(super) fn sample_json(sample: &RewardSample) -> Value {
+pub(in crate::reward) fn sample_json(sample: &RewardSample) -> Value {
     #[derive(Serialize)]
     struct Wire<'a> {
         sample_id: &'a str,

@@ -66,6 +66,9 @@ pub struct RlooPlan {
     /// (r − mean)/(std + 1e-4) of the weighted reward, before the clip.
     #[serde(default)]
     pub reward_normalization: RewardNormalization,
+    /// Sample the next block while the rewards of this one are outstanding: off-policy by one block.
+    #[serde(default)]
+    pub overlap: bool,
 }
 
 /// Rounds of refills unless told otherwise.

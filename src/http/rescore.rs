@@ -1,0 +1,347 @@
+//! POST /jobs/{id}/rescore: another reward over a job's stored samples, compared with what the job had. Nothing is trained, and
+//! nothing is kept: the answer is the result. Bounded in samples and in time, and over when the client leaves.
+
+mod figures;
+mod request;
+mod stored;
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use axum::extract::State;
+use serde::Serialize;
+use serde_json::Value;
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::error::{Code, Item, Problem, ProblemBody};
+use super::extract::{Json, Path};
+use crate::event::{Sample, SamplePhase};
+use crate::id::JobId;
+use crate::outgoing::OutgoingPolicy;
+use crate::reward::trial::reward_of;
+use crate::reward::{JobContext, Judgement, Reward, SampleError};
+use crate::sample::{RewardSample, RewardValue, RolloutId};
+use crate::spec::{Combine, Plan, RewardKind, RewardPlan, RewardSecrets, ServicePlan};
+use figures::{AdvantageChange, Correlation, GroupAgreement, Spread, leave_one_out};
+use request::{Wanted, invalid, read, rewards_of};
+use stored::{newest_groups, with_columns};
+
+/// Asked at once: what is answered in time is kept.
+const CHUNK: usize = 256;
+/// Re-scores at a time; further ones are told to come back.
+pub(super) const PLACES: usize = 4;
+/// Different errors in one answer.
+const ERRORS: usize = 10;
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new().routes(routes!(rescore_job))
+}
+
+/// Another reward beside the job's own.
+#[derive(Debug, Serialize, ToSchema)]
+struct Rescore {
+    /// The new reward's name.
+    reward: String,
+    /// The job's reward that it stands for; null: it stands for all of them together.
+    replaces: Option<String>,
+    /// Of which samples.
+    phase: SamplePhase,
+    /// The first step among them.
+    from_step: u64,
+    /// The last.
+    to_step: u64,
+    /// How many were looked at: the newest that fit, whole groups.
+    samples: usize,
+    /// All of them were asked about and answered in time.
+    complete: bool,
+    /// Samples without a value: errors, invalid answers, no answer in time.
+    missing: usize,
+    /// Samples that the new reward does not apply to.
+    not_applicable: usize,
+    /// Why values are missing, the commonest first.
+    errors: Vec<RescoreError>,
+    /// What limits the comparison.
+    warnings: Vec<String>,
+    /// Of asking, ms.
+    latency_ms: f64,
+    /// The old values of these samples.
+    old: Spread,
+    /// The new ones.
+    new: Spread,
+    /// Over all samples that have both.
+    correlation: Correlation,
+    /// Leave-one-out within groups, of the weighted sum (clipped as in the job) less beta · kl, before any normalisation.
+    advantages: AdvantageChange,
+    /// Within groups.
+    groups: GroupAgreement,
+    /// One a sample, oldest first.
+    results: Vec<RescoredSample>,
+}
+
+/// Why values are missing.
+#[derive(Debug, Serialize, ToSchema)]
+struct RescoreError {
+    /// Stable, snake_case; a service's own code is passed on.
+    code: String,
+    /// The first one's words.
+    message: String,
+    /// Samples.
+    count: usize,
+}
+
+/// One sample, old and new.
+#[derive(Debug, Serialize, ToSchema)]
+struct RescoredSample {
+    /// Of the sample.
+    step: u64,
+    /// Of the sample.
+    group_id: String,
+    /// Of the sample.
+    prompt_id: String,
+    /// Which completion of its group among these samples, from 0.
+    index: usize,
+    /// As stored; null = missing or not applicable.
+    old: Option<f64>,
+    /// What the new reward says; null = missing or not applicable.
+    new: Option<f64>,
+    /// With the old value.
+    old_advantage: Option<f64>,
+    /// With the new one.
+    new_advantage: Option<f64>,
+    /// Why there is no new value.
+    error: Option<SampleError>,
+    /// The service's own words.
+    reason: Option<String>,
+}
+
+/// Score stored samples with another reward
+///
+/// `reward` is as in a job, and is not stored. Optional: `replaces` (which of the job's rewards it stands for; by default the one of
+/// its name, or the only one, else all of them together), `phase` (`train` or `eval`), `step` or `min_step` and `max_step`,
+/// `limit` (the newest so many samples, whole groups; 1000), `max_wait_s` (60: what is not answered by then is missing, and
+/// `complete` is false). A reward of the job's at the same url lends its secret and headers if none are given. Services see the
+/// phase `probe`; the columns come from the job's dataset.
+#[utoipa::path(
+    post, path = "/jobs/{id}/rescore", tag = "Jobs", operation_id = "rescore_job", params(("id" = JobId, Path)),
+    request_body(content = Object, example = json!({
+        "reward": {"type": "webhook", "url": "https://rm.example/v2/score", "secret": "whsec_…"}, "replaces": "helpful",
+        "min_step": 100, "limit": 400
+    })),
+    responses(
+        (status = 200, description = "The comparison", body = Rescore),
+        (status = 404, description = "No such job, or no stored samples that fit", body = ProblemBody),
+        (status = 422, description = "The reward or the choice of samples is not valid", body = ProblemBody),
+        (status = 429, description = "Four re-scores are under way", body = ProblemBody),
+    )
+)]
+async fn rescore_job(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Json(body): Json<Value>,
+) -> Result<Json<Rescore>, Problem> {
+    let plan = state.store.job_get(id).await?.plan()?;
+    let mut wanted = read(&body, &plan)?;
+    lend_secrets(&mut wanted, &plan, state.store.job_secrets(id).await?);
+    let outgoing = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+    let kind = wanted.plan.kind.with_service(patient);
+    let reward = reward_of(&RewardPlan { kind, ..wanted.plan.clone() }, &wanted.secrets, &outgoing);
+    let reward = reward.map_err(|error| {
+        let item = Item { pointer: "/reward".to_owned(), code: "unusable".to_owned(), detail: error.detail.clone() };
+        invalid(vec![item])
+    })?;
+    let Ok(_place) = state.rescores.try_acquire() else {
+        return Err(Problem::new(Code::TooManyRequests, "four re-scores are under way; ask again").retry_after(5));
+    };
+    let stored = newest_groups(&state.store, id, &wanted).await?;
+    if stored.is_empty() {
+        let detail = "no stored samples of this job fit: see GET /jobs/{id}/samples for what there is";
+        return Err(Problem::new(Code::NotFound, detail));
+    }
+    let mut warnings = Vec::new();
+    let samples = with_columns(&state, &plan, wanted.phase, &stored, &mut warnings).await?;
+    let start = Instant::now();
+    let job = JobContext { job: id, rollout: RolloutId::train(0), probe: true };
+    let (judged, complete) = judge(&*reward, &job, &samples, start + wanted.wait).await;
+    let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
+    let own = rewards_of(&plan, wanted.phase);
+    let compared = compare(&wanted, &plan, own, &stored, judged);
+    Ok(Json(Rescore { complete, warnings, latency_ms, ..compared }))
+}
+
+/// A reward of the job's at the same address has a secret that nobody can read back.
+fn lend_secrets(wanted: &mut Wanted, plan: &Plan, mut secrets: BTreeMap<String, RewardSecrets>) {
+    let url = |kind: &RewardKind| kind.service().map(|service| service.url.clone());
+    let Some(asked) = url(&wanted.plan.kind).filter(|_| wanted.secrets == RewardSecrets::default()) else { return };
+    let known = plan.rewards.iter().find(|reward| url(&reward.kind).as_ref() == Some(&asked));
+    if let Some(secret) = known.and_then(|reward| secrets.remove(&reward.name)) {
+        wanted.secrets = secret;
+    }
+}
+
+/// As in a job, but nobody waits out an outage here.
+fn patient(service: &mut ServicePlan) {
+    service.max_tries = service.max_tries.min(3);
+    service.max_outage_s = service.max_outage_s.min(10);
+}
+
+/// One judgement a sample, and whether all were asked for in time. Groups stay in one chunk.
+async fn judge(
+    reward: &dyn Reward,
+    job: &JobContext,
+    samples: &[RewardSample],
+    until: Instant,
+) -> (Vec<Judgement>, bool) {
+    let mut judged: Vec<Judgement> = Vec::with_capacity(samples.len());
+    let groups: Vec<&[RewardSample]> = samples.chunk_by(|left, right| left.group_id == right.group_id).collect();
+    let mut at = 0;
+    let mut why = None;
+    while at < groups.len() && why.is_none() {
+        let begin = judged.len();
+        let mut end = begin;
+        while at < groups.len() && (end == begin || end - begin + groups[at].len() <= CHUNK) {
+            end += groups[at].len();
+            at += 1;
+        }
+        match tokio::time::timeout_at(until.into(), reward.judge(job, &samples[begin..end])).await {
+            Ok(Ok(answered)) => judged.extend(answered.judgements),
+            Ok(Err(failure)) => {
+                let failure = failure.to_failure(0);
+                why = Some(Judgement::missing(failure.code, failure.message));
+            }
+            Err(_) => why = Some(Judgement::missing("not_in_time", "no answer within max_wait_s")),
+        }
+        // A built-in computes without a pause.
+        tokio::task::yield_now().await;
+    }
+    let complete = judged.len() == samples.len();
+    judged
+        .resize(samples.len(), why.unwrap_or_else(|| Judgement::missing("not_asked", "this sample was not asked for")));
+    (judged, complete)
+}
+
+fn compare(wanted: &Wanted, plan: &Plan, own: &[RewardPlan], stored: &[Sample], judged: Vec<Judgement>) -> Rescore {
+    let old = |sample: &Sample| match &wanted.replaces {
+        Some(name) => sample.rewards.get(name).copied().flatten(),
+        None => sample.reward,
+    };
+    let penalized = |weighted: Option<f64>, sample: &Sample| {
+        let (low, high) = plan.rloo.reward_clip_range.unwrap_or((f64::NEG_INFINITY, f64::INFINITY));
+        let kl = if plan.rloo.penalizes_reward() { plan.rloo.beta * sample.kl.unwrap_or(0.0) } else { 0.0 };
+        weighted.map(|weighted| weighted.clamp(low, high) - kl)
+    };
+    let mut results: Vec<RescoredSample> = Vec::with_capacity(stored.len());
+    let (mut advantages, mut groups) = (Vec::new(), Vec::new());
+    let mut errors: Vec<RescoreError> = Vec::new();
+    let (mut missing, mut not_applicable) = (0, 0);
+    let mut judged = judged.into_iter();
+    for group in stored.chunk_by(|left, right| (left.step, &left.group_id) == (right.step, &right.group_id)) {
+        let judgements: Vec<Judgement> = judged.by_ref().take(group.len()).collect();
+        let weighted = |(sample, judgement): (&Sample, &Judgement)| {
+            penalized(new_weighted(wanted, plan.rloo.combine, own, sample, judgement.value), sample)
+        };
+        let new: Vec<Option<f64>> = group.iter().zip(&judgements).map(weighted).collect();
+        let before: Vec<Option<f64>> = group.iter().map(|sample| penalized(sample.reward, sample)).collect();
+        let (old_advantages, new_advantages) = (leave_one_out(&before), leave_one_out(&new));
+        if group.len() > 1 {
+            advantages.extend(old_advantages.iter().zip(&new_advantages).filter_map(|(old, new)| old.zip(*new)));
+        }
+        let both = group.iter().zip(&judgements).filter_map(|(sample, new)| old(sample).zip(new.value.number()));
+        groups.push(both.collect::<Vec<(f64, f64)>>());
+        let figures = old_advantages.into_iter().zip(new_advantages);
+        for (index, ((sample, judgement), (old_advantage, new_advantage))) in
+            group.iter().zip(judgements).zip(figures).enumerate()
+        {
+            let Judgement { value, error, reason, metrics: _ } = judgement;
+            not_applicable += usize::from(value == RewardValue::NotApplicable);
+            missing += usize::from(value == RewardValue::Missing);
+            if let Some(error) = &error {
+                match errors.iter_mut().find(|known| known.code == error.code) {
+                    Some(known) => known.count += 1,
+                    None => {
+                        errors.push(RescoreError { code: error.code.clone(), message: error.message.clone(), count: 1 })
+                    }
+                }
+            }
+            results.push(RescoredSample {
+                step: sample.step,
+                group_id: sample.group_id.clone(),
+                prompt_id: sample.prompt_id.clone(),
+                index,
+                old: old(sample),
+                new: value.number(),
+                old_advantage,
+                new_advantage,
+                error,
+                reason,
+            });
+        }
+    }
+    errors.sort_by_key(|error| std::cmp::Reverse(error.count));
+    errors.truncate(ERRORS);
+    let values = |of: fn(&RescoredSample) -> Option<f64>| results.iter().filter_map(of).collect::<Vec<f64>>();
+    let (olds, news) = (values(|result| result.old), values(|result| result.new));
+    Rescore {
+        reward: wanted.plan.name.clone(),
+        replaces: wanted.replaces.clone(),
+        phase: wanted.phase,
+        from_step: stored.iter().map(|sample| sample.step).min().unwrap_or_default(),
+        to_step: stored.iter().map(|sample| sample.step).max().unwrap_or_default(),
+        samples: stored.len(),
+        complete: true,
+        missing,
+        not_applicable,
+        errors,
+        warnings: Vec::new(),
+        latency_ms: 0.0,
+        old: Spread::of(&olds),
+        new: Spread::of(&news),
+        correlation: Correlation::of(&groups.concat()),
+        advantages: AdvantageChange::of(&advantages),
+        groups: GroupAgreement::of(&groups),
+        results,
+    }
+}
+
+/// The weighted sum with the new value in it; `None` = unscorable (rloo.md).
+fn new_weighted(
+    wanted: &Wanted,
+    combine: Combine,
+    own: &[RewardPlan],
+    sample: &Sample,
+    new: RewardValue,
+) -> Option<f64> {
+    let Some(replaced) = &wanted.replaces else {
+        return new.number().map(|value| value * wanted.plan.weight);
+    };
+    let stored = |name: &str| sample.rewards.get(name).copied().flatten();
+    // Unscorable though this one had a value: another one was missing, and still is.
+    if combine == Combine::Renormalize && sample.reward.is_none() && stored(replaced).is_some() {
+        return None;
+    }
+    let (mut sum, mut present, mut all) = (0.0, 0.0, 0.0);
+    let mut any = false;
+    for reward in own {
+        let is_replaced = reward.name == *replaced;
+        let weight = if is_replaced && wanted.weight_given { wanted.plan.weight } else { reward.weight };
+        let value = if is_replaced { new.number() } else { stored(&reward.name) };
+        if is_replaced && new == RewardValue::Missing && reward.required && combine == Combine::Renormalize {
+            return None;
+        }
+        all += weight.abs();
+        if let Some(value) = value {
+            any = true;
+            present += weight.abs();
+            sum += weight * value;
+        }
+    }
+    match combine {
+        Combine::Nansum => any.then_some(sum),
+        Combine::Renormalize if present == 0.0 => None,
+        Combine::Renormalize if present == all => Some(sum),
+        Combine::Renormalize => Some(sum * (all / present)),
+    }
+}

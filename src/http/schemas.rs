@@ -1,0 +1,76 @@
+//! The reward contract as JSON Schema files: cut out of the OpenAPI document, which is the one place where it is written.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value, json};
+
+/// File and schema of the document.
+const FILES: [(&str, &str); 7] = [
+    ("request.schema.json", "RewardRequest"),
+    ("answer.schema.json", "RewardAnswer"),
+    ("accepted.schema.json", "RewardAccepted"),
+    ("callback.schema.json", "RewardCallback"),
+    ("callback-answer.schema.json", "RewardCallbackTaken"),
+    ("ping.schema.json", "RewardPing"),
+    ("ping-answer.schema.json", "RewardPong"),
+];
+const REF: &str = "#/components/schemas/";
+
+/// Each file's name and text, as `rlood openapi --schemas DIR` writes them and `openapi/reward-contract` holds them.
+pub fn contract_schemas() -> Vec<(&'static str, String)> {
+    let document = serde_json::to_value(super::openapi()).unwrap_or_default();
+    let schemas = &document["components"]["schemas"];
+    let file = |(file, name): (&'static str, &str)| (file, format!("{:#}\n", schema(schemas, file, name)));
+    FILES.map(file).into()
+}
+
+/// One schema with everything it refers to.
+fn schema(schemas: &Value, file: &str, name: &str) -> Value {
+    let mut whole = Map::from_iter([
+        ("$schema".to_owned(), json!("https://json-schema.org/draft/2020-12/schema")),
+        ("$id".to_owned(), json!(format!("urn:rlood:reward-contract:1:{file}"))),
+        ("title".to_owned(), json!(name)),
+    ]);
+    let root = within(&schemas[name]);
+    let (mut defs, mut open) = (Map::new(), names(&root));
+    while let Some(next) = open.pop_first() {
+        if !defs.contains_key(&next) {
+            let def = within(&schemas[&next]);
+            open.extend(names(&def));
+            defs.insert(next, def);
+        }
+    }
+    whole.extend(root.as_object().cloned().unwrap_or_default());
+    defs.sort_keys();
+    if !defs.is_empty() {
+        whole.insert("$defs".to_owned(), Value::Object(defs));
+    }
+    Value::Object(whole)
+}
+
+/// The same with references into the file itself.
+fn within(schema: &Value) -> Value {
+    match schema {
+        Value::Object(fields) => fields
+            .iter()
+            .map(|(key, value)| match (key.as_str(), value.as_str().and_then(|target| target.strip_prefix(REF))) {
+                ("$ref", Some(name)) => (key.clone(), json!(format!("#/$defs/{name}"))),
+                _ => (key.clone(), within(value)),
+            })
+            .collect(),
+        Value::Array(items) => items.iter().map(within).collect(),
+        other => other.clone(),
+    }
+}
+
+/// What a schema refers to.
+fn names(schema: &Value) -> BTreeSet<String> {
+    match schema {
+        Value::Object(fields) => {
+            let own = fields.get("$ref").and_then(Value::as_str).and_then(|target| target.strip_prefix("#/$defs/"));
+            fields.values().flat_map(names).chain(own.map(str::to_owned)).collect()
+        }
+        Value::Array(items) => items.iter().flat_map(names).collect(),
+        _ => BTreeSet::new(),
+    }
+}

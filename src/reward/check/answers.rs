@@ -1,0 +1,332 @@
+//! What a job asks: one sample, groups, odd completions, large batches.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value, json};
+
+use super::wire::Signing;
+use super::{Check, Outcome, new_id, numbers, read};
+use crate::event::FinishReason;
+use crate::reward::webhook::answer::{Answer, Found};
+use crate::sample::RewardSample;
+
+/// A larger batch is not tried, whatever the service announces.
+const LARGEST_BATCH: u32 = 1_024;
+/// Of a completion that is very long, characters.
+const LONG: usize = 100_000;
+pub(super) const NO_ANSWER: &str = "answer every request for rewards with 200 and {\"version\": \"1\", \"id\": …, \"results\": \
+    [{\"sample_id\": …, \"reward\": NUMBER}, …]}; a sample that cannot be scored gets \"reward\": null and an \"error\"";
+
+impl Check {
+    /// One sample: whether there are answers at all.
+    pub(super) async fn single(&mut self) -> bool {
+        let one = vec![self.samples[0].clone()];
+        match self.ask(&one).await {
+            Err(why) => {
+                self.find("single_sample", Outcome::Failed, format!("one sample: {why}"), NO_ANSWER);
+                false
+            }
+            Ok(answer) => {
+                let problems = self.problems(&answer, &one);
+                match problems.is_empty() {
+                    true => self.find("single_sample", Outcome::Ok, told(&answer.found[0]), ""),
+                    false => self.find("single_sample", Outcome::Failed, problems.join("; "), NO_ANSWER),
+                }
+                problems.is_empty()
+            }
+        }
+    }
+
+    /// What is around the rewards.
+    pub(super) async fn envelope(&mut self) {
+        let id = new_id();
+        let body = self.request(&id, &self.samples[..1]).to_string();
+        let Ok(got) = self.wire.post(&id, &body, Signing::Right).await else { return };
+        let media_type = got.content_type.clone().unwrap_or_default();
+        if media_type.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json") {
+            self.find("content_type", Outcome::Ok, media_type, "");
+        } else {
+            let shown = if media_type.is_empty() { "none".to_owned() } else { format!("'{media_type}'") };
+            let fix = "send content-type: application/json; proxies and tools go by it";
+            self.find("content_type", Outcome::Warning, format!("the answer's content-type is {shown}"), fix);
+        }
+        let value: Value = serde_json::from_slice(&got.body).unwrap_or_default();
+        let Some(object) = value.as_object() else {
+            let fix = "answer {\"version\": \"1\", \"id\": …, \"results\": [{\"sample_id\", \"reward\"}]}: a bare list is \
+                       taken by position, and carries no reasons and no errors";
+            return self.find("envelope", Outcome::Warning, "the answer is a bare list", fix);
+        };
+        let (version, answered) = (object.get("version"), object.get("id"));
+        let detail = if !object.contains_key("results") {
+            Some("the answer has no 'results': rewards are taken by position, without reasons and errors".to_owned())
+        } else if version.is_some_and(|version| version != "1") {
+            Some(format!("the answer's 'version' is {}, not \"1\"", version.unwrap_or(&Value::Null)))
+        } else if answered.is_none() {
+            Some("the answer does not repeat the request's 'id'".to_owned())
+        } else if answered != Some(&json!(id)) {
+            Some(format!("the answer's 'id' is {}, not the request's", answered.unwrap_or(&Value::Null)))
+        } else {
+            None
+        };
+        match detail {
+            Some(detail) => {
+                let fix = "answer {\"version\": \"1\", \"id\": the request's, \"results\": […]}: answers that were mixed \
+                           up are found by the id";
+                self.find("envelope", Outcome::Warning, detail, fix);
+            }
+            None => self.find("envelope", Outcome::Ok, "version, id and results are there", ""),
+        }
+    }
+
+    /// Several groups, and the same in another order: a reward belongs to its sample_id.
+    pub(super) async fn groups(&mut self) {
+        let samples = self.samples.clone();
+        let answer = match self.ask(&samples).await {
+            Err(why) => {
+                let count = samples.len();
+                return self.find(
+                    "groups",
+                    Outcome::Failed,
+                    format!("{count} samples in several groups: {why}"),
+                    NO_ANSWER,
+                );
+            }
+            Ok(answer) => answer,
+        };
+        let problems = self.problems(&answer, &samples);
+        if problems.is_empty() {
+            self.find("groups", Outcome::Ok, format!("{} samples, a result each", samples.len()), "");
+        } else {
+            self.find("groups", Outcome::Failed, problems.join("; "), NO_ANSWER);
+        }
+        self.ids(&answer);
+        self.values(&answer, &samples);
+        let reversed: Vec<RewardSample> = samples.iter().rev().cloned().collect();
+        let Ok(backwards) = self.ask(&reversed).await else {
+            let fix = "samples may come in any order";
+            return self.find("order", Outcome::Failed, "the same samples in another order are not answered", fix);
+        };
+        let (first, mut second) = (numbers(&answer), numbers(&backwards));
+        let by_position = first == second;
+        second.reverse();
+        let distinct = first.iter().flatten().map(|number| number.to_bits()).collect::<BTreeSet<_>>().len();
+        if first == second {
+            let detail = "rewards stay with their samples when the order changes";
+            self.find("order", Outcome::Ok, detail, "");
+        } else if by_position && distinct > 1 {
+            let fix = "score each sample by what it holds, and answer under its own sample_id: batches differ in order";
+            let detail =
+                "the rewards stayed in place when the samples changed theirs: they do not depend on the sample";
+            self.find("order", Outcome::Failed, detail, fix);
+        } else {
+            let fix = "if this is meant (a sampled judge, say), average over several votes: noise in rewards is noise in training";
+            let detail = "the same samples got other rewards when asked again in another order";
+            self.find("order", Outcome::Warning, detail, fix);
+        }
+    }
+
+    fn ids(&mut self, answer: &Answer) {
+        let Answer { unknown, duplicates, .. } = *answer;
+        if unknown + duplicates == 0 {
+            return self.find("sample_ids", Outcome::Ok, "every sample_id once, no others", "");
+        }
+        let detail =
+            format!("{unknown} results for ids that were not asked for, {duplicates} for ids that had one already");
+        let fix = "answer each sample_id of the request once: unknown ones are dropped, of duplicates the first counts";
+        self.find("sample_ids", Outcome::Warning, detail, fix);
+    }
+
+    fn values(&mut self, answer: &Answer, samples: &[RewardSample]) {
+        let rewards: Vec<f64> = numbers(answer).into_iter().flatten().collect();
+        let (least, most) = rewards.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &r| (a.min(r), b.max(r)));
+        if rewards.is_empty() {
+            let example = answer.found.first().map(told).unwrap_or_default();
+            let fix = "if the service needs columns of the dataset, give them: --column NAME=VALUE, or --samples FILE";
+            let detail = format!("none of {} samples got a number; the first: {example}", samples.len());
+            return self.find("values", Outcome::Failed, detail, fix);
+        }
+        if let Some([low, high]) = self.ping.as_ref().and_then(|ping| ping.range.as_deref())
+            && (least < *low || most > *high)
+        {
+            let detail = format!("rewards from {least} to {most}, but reward.ping says {low} to {high}");
+            return self.find("values", Outcome::Failed, detail, "correct 'range' in the answer to reward.ping");
+        }
+        if least == most {
+            let detail = format!("all {} rewards are {least}", rewards.len());
+            let fix =
+                "equal rewards within a group teach nothing; are these samples (--samples FILE) of the kind it scores?";
+            return self.find("values", Outcome::Warning, detail, fix);
+        }
+        self.find("values", Outcome::Ok, format!("{} numbers from {least} to {most}", rewards.len()), "");
+    }
+
+    /// Completions that jobs do bring.
+    pub(super) async fn edges(&mut self) {
+        let like = |completion: String| {
+            let mut sample = self.samples[0].clone();
+            sample.num_tokens = u32::try_from(completion.chars().count()).unwrap_or(u32::MAX);
+            sample.completion = completion;
+            sample
+        };
+        let text = "naïve 😀 漢字 العربية \u{202e}abc\u{202c} \u{0}\u{1}\u{7f} \u{2028} e\u{301} \\u0041 \"quoted\" </script> {{x}} \r\n\t";
+        let mut plain = like("4".to_owned());
+        (plain.messages, plain.columns) = (None, Map::new());
+        let mut columns = like("4".to_owned());
+        columns.columns.extend(Map::from_iter([
+            ("a list".to_owned(), json!([1, 2.5, null, "x"])),
+            ("an object".to_owned(), json!({"k": {"deep": [true]}})),
+            ("null".to_owned(), Value::Null),
+            ("number".to_owned(), json!(-1.5e-7)),
+        ]));
+        let mut cut = like("The answer is".to_owned());
+        cut.finish_reason = FinishReason::Length;
+        let mut lone = like("4".to_owned());
+        (lone.sample_id, lone.group_id) = ("s_1234567".to_owned(), "g_99".to_owned());
+        let cases: [(&'static str, &str, RewardSample); 7] = [
+            ("empty_completion", "an empty completion", like(String::new())),
+            ("unicode", "a completion with other scripts, control characters and quotes", like(text.repeat(3))),
+            ("long_completion", "a completion of 100,000 characters", like("word and number 4. ".repeat(LONG / 19))),
+            ("cut_completion", "a completion that was cut (finish_reason \"length\")", cut),
+            ("no_columns", "a row without messages and other columns", plain),
+            ("odd_columns", "a row with columns of every JSON type", columns),
+            ("other_ids", "a sample that is neither s_0 nor in g_0", lone),
+        ];
+        for (check, what, sample) in cases {
+            let one = vec![sample];
+            let outcome = self.ask(&one).await;
+            let problems = match &outcome {
+                Ok(answer) => self.problems(answer, &one),
+                Err(why) => vec![why.clone()],
+            };
+            match (outcome, problems.is_empty()) {
+                (Ok(answer), true) => self.find(check, Outcome::Ok, format!("{what}: {}", told(&answer.found[0])), ""),
+                _ => {
+                    let fix = "jobs bring such samples: give a number, or \"reward\": null with an \"error\" for this \
+                               sample alone, with status 200";
+                    self.find(check, Outcome::Failed, format!("{what}: {}", problems.join("; ")), fix);
+                }
+            }
+        }
+    }
+
+    /// As many samples as announced (or as a job sends by default), and one more.
+    pub(super) async fn batch(&mut self) {
+        let announced = self.ping.as_ref().and_then(|ping| ping.max_batch_samples);
+        let usual = self.max_batch_samples;
+        let most = announced.unwrap_or(usual);
+        if most > LARGEST_BATCH {
+            let detail = format!("{most} samples are announced; {LARGEST_BATCH} were tried");
+            self.find("announced_batch", Outcome::Skipped, detail, "");
+        }
+        let most = most.min(LARGEST_BATCH);
+        let source = if announced.is_some() { "as it announces" } else { "what a job sends by default" };
+        let samples = self.many(most as usize);
+        let first = self.ask(&samples).await;
+        match (&first, announced) {
+            (Ok(answer), _) => {
+                let problems = self.problems(answer, &samples);
+                match problems.is_empty() {
+                    true => self.find("batch", Outcome::Ok, format!("{most} samples in one request, {source}"), ""),
+                    false => self.find(
+                        "batch",
+                        Outcome::Failed,
+                        format!("{most} samples: {}", problems.join("; ")),
+                        NO_ANSWER,
+                    ),
+                }
+            }
+            (Err(why), None) if why.contains("413") => {
+                let fix =
+                    "say max_batch_samples in the answer to reward.ping: each larger request costs a 413 and is split";
+                self.find("batch", Outcome::Warning, format!("{most} samples ({source}): {why}"), fix);
+            }
+            (Err(why), _) => {
+                let fix =
+                    "take as many as reward.ping announces; answer 413 to more than can be taken, and it is split";
+                self.find("batch", Outcome::Failed, format!("{most} samples ({source}): {why}"), fix);
+            }
+        }
+        let Some(announced) = announced.filter(|announced| *announced <= LARGEST_BATCH) else { return };
+        let samples = self.many(announced as usize + 1);
+        let id = new_id();
+        let body = self.request(&id, &samples).to_string();
+        let one_more = format!("{} samples, one more than announced", samples.len());
+        match self.wire.post(&id, &body, Signing::Right).await {
+            Ok(got) if got.status == 413 => {
+                self.find("over_the_limit", Outcome::Ok, format!("{one_more}: 413"), "");
+            }
+            Ok(got) => match read(&got, &id, &samples) {
+                Ok(answer) if self.problems(&answer, &samples).is_empty() => {
+                    self.find("over_the_limit", Outcome::Ok, format!("{one_more}: answered all the same"), "");
+                }
+                Ok(answer) => {
+                    let problems = self.problems(&answer, &samples).join("; ");
+                    let fix = "answer all samples, or none and 413";
+                    self.find("over_the_limit", Outcome::Failed, format!("{one_more}: {problems}"), fix);
+                }
+                Err(why) => {
+                    let fix =
+                        "answer 413 to what is too large: it is split and comes again; other errors lose the samples";
+                    self.find("over_the_limit", Outcome::Failed, format!("{one_more}: {why}"), fix);
+                }
+            },
+            Err(why) => {
+                let fix = "answer 413 to what is too large: it is split and comes again";
+                self.find("over_the_limit", Outcome::Failed, format!("{one_more}: {why}"), fix);
+            }
+        }
+        if announced < usual {
+            let detail = format!("it takes {announced} samples in one request; a job sends up to {usual} by default");
+            let fix = format!(
+                "set \"max_batch_samples\": {announced} in the job's reward: else larger requests cost a 413 each"
+            );
+            self.find("announced_batch", Outcome::Warning, detail, &fix);
+        }
+    }
+
+    /// The given samples over and over, under ids and groups of their own.
+    fn many(&self, count: usize) -> Vec<RewardSample> {
+        let rounds = self.samples.len().max(1);
+        let sample = |(index, sample): (usize, &RewardSample)| RewardSample {
+            sample_id: format!("s_{index}"),
+            group_id: format!("{}_{}", sample.group_id, index / rounds),
+            ..sample.clone()
+        };
+        self.samples.iter().cycle().take(count).enumerate().map(sample).collect()
+    }
+
+    /// What is wrong with an answer, sample by sample.
+    pub(super) fn problems(&self, answer: &Answer, samples: &[RewardSample]) -> Vec<String> {
+        let mut problems = Vec::new();
+        let absent: Vec<&str> = samples
+            .iter()
+            .zip(&answer.found)
+            .filter(|(_, found)| **found == Found::Absent)
+            .map(|(sample, _)| sample.sample_id.as_str())
+            .collect();
+        if !absent.is_empty() {
+            let shown = absent.iter().take(5).copied().collect::<Vec<_>>().join(", ");
+            problems.push(format!("no result for {} of {} samples ({shown})", absent.len(), samples.len()));
+        }
+        let invalid = samples.iter().zip(&answer.found).enumerate().filter_map(|(at, (sample, found))| match found {
+            Found::Invalid(what) => Some(format!("{what} at index {at} ({})", sample.sample_id)),
+            Found::Judged(_) | Found::Retryable(_) | Found::Absent => None,
+        });
+        problems.extend(invalid.take(3));
+        problems
+    }
+}
+
+/// What was said of one sample.
+fn told(found: &Found) -> String {
+    match found {
+        Found::Judged(judgement) => match (&judgement.error, judgement.value.number()) {
+            (Some(error), _) => format!("no reward ({}: {})", error.code, error.message),
+            (None, Some(number)) => format!("reward {number}"),
+            (None, None) => "does not apply (null)".to_owned(),
+        },
+        Found::Retryable(error) => format!("no reward for now ({}: {})", error.code, error.message),
+        Found::Invalid(what) => what.clone(),
+        Found::Absent => "no result".to_owned(),
+    }
+}

@@ -1,0 +1,121 @@
+//! The same again, several at once, and how long it takes.
+
+use futures::future::join_all;
+
+use super::answers::NO_ANSWER;
+use super::report::Latency;
+use super::wire::Signing;
+use super::{Check, Outcome, new_id, numbers, read};
+use crate::sample::RewardSample;
+
+/// Requests at once.
+const AT_ONCE: usize = 8;
+/// Requests whose latency is taken.
+const TIMED: usize = 12;
+
+impl Check {
+    /// The same request twice, as after an answer that was lost; and the same samples under another id.
+    pub(super) async fn repeat(&mut self) {
+        let samples = self.samples.clone();
+        let id = new_id();
+        let body = self.request(&id, &samples).to_string();
+        let [first, second] = [self.ask_with(&id, &body, &samples).await, self.ask_with(&id, &body, &samples).await];
+        match (first, second) {
+            (Ok(first), Ok(second)) if numbers(&first) == numbers(&second) => {
+                self.find("idempotency", Outcome::Ok, "the same request (same id) again got the same rewards", "");
+            }
+            (Ok(_), Ok(_)) => {
+                let fix = "a request is repeated with the same id and bytes when its answer was lost: keep the answer by \
+                           id until its deadline_ms is over, and give it again";
+                let detail = "the same request (same id, same bytes) again got other rewards";
+                self.find("idempotency", Outcome::Failed, detail, fix);
+            }
+            (_, Err(why)) | (Err(why), _) => {
+                let fix = "a request is repeated with the same id when its answer was lost: answer it again";
+                self.find("idempotency", Outcome::Failed, format!("the same request again: {why}"), fix);
+            }
+        }
+    }
+
+    /// Several requests under way at once, each about other samples.
+    pub(super) async fn concurrency(&mut self) {
+        let requests: Vec<(String, Vec<RewardSample>, String)> = (0..AT_ONCE)
+            .map(|at| {
+                let mut samples = self.samples.clone();
+                // Equal ids and other completions: an answer to another request would show.
+                samples.rotate_left(at % self.samples.len().max(1));
+                for (index, sample) in samples.iter_mut().enumerate() {
+                    sample.sample_id = format!("s_{index}");
+                }
+                let id = new_id();
+                let body = self.request(&id, &samples).to_string();
+                (id, samples, body)
+            })
+            .collect();
+        let this = &*self;
+        let posts = requests.iter().map(|(id, samples, body)| async move {
+            let got = this.wire.post(id, body, Signing::Right).await?;
+            read(&got, id, samples).map(|answer| (numbers(&answer), this.problems(&answer, samples)))
+        });
+        let answers = join_all(posts).await;
+        let mut wrong: Vec<String> = Vec::new();
+        let mut mixed = false;
+        let expected = answers.first().and_then(|first| first.as_ref().ok()).map(|(numbers, _)| numbers.clone());
+        for (at, answer) in answers.iter().enumerate() {
+            match answer {
+                Err(why) => wrong.push(why.clone()),
+                Ok((_, problems)) if !problems.is_empty() => wrong.extend(problems.iter().take(1).cloned()),
+                Ok((numbers, _)) => {
+                    let mut alone = expected.clone().unwrap_or_default();
+                    let by = at % alone.len().max(1);
+                    alone.rotate_left(by);
+                    mixed |= *numbers != alone;
+                }
+            }
+        }
+        let steady = !self.findings.iter().any(|finding| finding.check == "order" && finding.outcome != Outcome::Ok);
+        if let Some(example) = wrong.first() {
+            let detail = format!("{AT_ONCE} requests at once: {} not answered; for example: {example}", wrong.len());
+            let fix =
+                "a job has up to max_concurrency (8) requests under way: answer them all, or 429 with Retry-After";
+            self.find("concurrency", Outcome::Failed, detail, fix);
+        } else if mixed && steady {
+            let detail = format!("{AT_ONCE} requests at once: samples got other rewards than alone");
+            let fix = "keep what belongs to a request apart: sample ids (s_0, s_1, …) repeat from request to request";
+            self.find("concurrency", Outcome::Failed, detail, fix);
+        } else {
+            self.find("concurrency", Outcome::Ok, format!("{AT_ONCE} requests at once, all answered"), "");
+        }
+    }
+
+    /// How long one group takes.
+    pub(super) async fn latency(&mut self) {
+        let first = self.samples[0].group_id.clone();
+        let group: Vec<RewardSample> = self.samples.iter().filter(|sample| sample.group_id == first).cloned().collect();
+        self.latencies.clear();
+        let mut failed = Vec::new();
+        for _ in 0..TIMED {
+            failed.extend(self.ask(&group).await.err());
+        }
+        let limit_ms = self.wire.timeout.as_secs_f64() * 1e3;
+        let Some(Latency { p50, p95, max, .. }) = Latency::of(&self.latencies) else {
+            let why = failed.first().cloned().unwrap_or_default();
+            return self.find(
+                "latency",
+                Outcome::Failed,
+                format!("none of {TIMED} requests was answered: {why}"),
+                NO_ANSWER,
+            );
+        };
+        let detail = format!("{TIMED} requests of one group: p50 {p50} ms, p95 {p95} ms, slowest {max} ms");
+        if let Some(why) = failed.first() {
+            let detail = format!("{detail}; {} not answered: {why}", failed.len());
+            self.find("latency", Outcome::Failed, detail, NO_ANSWER);
+        } else if p95 > limit_ms / 2.0 {
+            let fix = "raise timeout_ms in the job's reward, send smaller batches (max_batch_samples), or answer 202 and call back";
+            self.find("latency", Outcome::Warning, format!("{detail}; a try ends after {limit_ms} ms"), fix);
+        } else {
+            self.find("latency", Outcome::Ok, detail, "");
+        }
+    }
+}

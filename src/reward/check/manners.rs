@@ -1,0 +1,177 @@
+//! What a job never sends: requests that nobody signed, bodies that are none; and what later versions may send.
+
+use serde_json::json;
+
+use super::wire::{Got, Signing};
+use super::{Check, Outcome, new_id, read};
+
+impl Check {
+    /// Who does not know the secret must not be answered; during a rotation two signatures come.
+    pub(super) async fn signatures(&mut self, answers: bool) {
+        if self.wire.key.is_none() {
+            return;
+        }
+        let cases: [(&'static str, &str, Signing, &str); 5] = [
+            (
+                "unsigned",
+                "a request without a signature",
+                Signing::Missing,
+                "refuse (401) what has no webhook-signature",
+            ),
+            (
+                "wrong_signature",
+                "a request signed with another secret",
+                Signing::Stranger,
+                "compare webhook-signature with your own (in constant time) and refuse (401) what differs",
+            ),
+            (
+                "tampered_body",
+                "a request whose signature is of another body",
+                Signing::Tampered,
+                "compute the signature over the bytes of the body as they came, before parsing them",
+            ),
+            (
+                "stale_timestamp",
+                "a well-signed request that is ten minutes old",
+                Signing::Aged(600),
+                "refuse (401) a webhook-timestamp more than five minutes from your clock: else a recorded request can be replayed",
+            ),
+            (
+                "future_timestamp",
+                "a well-signed request from ten minutes ahead",
+                Signing::Aged(-600),
+                "refuse (401) a webhook-timestamp more than five minutes from your clock",
+            ),
+        ];
+        for (check, what, signing, fix) in cases {
+            match self.signed(signing).await {
+                Err(why) => {
+                    self.find(check, Outcome::Failed, format!("{what}: {why}"), "answer 401, rather than hanging up");
+                }
+                Ok(got) if got.is_success() => {
+                    self.find(check, Outcome::Warning, format!("{what} was accepted ({})", got.status), fix);
+                }
+                Ok(got) if got.status >= 500 => {
+                    let detail = format!("{what} was answered {}{}", got.status, got.said());
+                    self.find(
+                        check,
+                        Outcome::Warning,
+                        detail,
+                        "answer 401: a 5xx means that the same may go better later",
+                    );
+                }
+                Ok(got) => self.find(check, Outcome::Ok, format!("{what} was refused ({})", got.status), ""),
+            }
+        }
+        if !answers {
+            return;
+        }
+        let what = "two signatures, the second one right (as while a secret is rotated)";
+        match self.signed(Signing::Rotating).await {
+            Ok(got) if got.is_success() => self.find("rotation", Outcome::Ok, format!("{what}: accepted"), ""),
+            Ok(got) => {
+                let fix = "webhook-signature may hold several, separated by spaces: one that fits is enough";
+                self.find("rotation", Outcome::Failed, format!("{what}: refused ({})", got.status), fix);
+            }
+            Err(why) => self.find("rotation", Outcome::Failed, format!("{what}: {why}"), ""),
+        }
+    }
+
+    async fn signed(&self, signing: Signing) -> Result<Got, String> {
+        let id = new_id();
+        let body = self.request(&id, &self.samples[..1]).to_string();
+        self.wire.post(&id, &body, signing).await
+    }
+
+    /// Bodies that are no requests are refused, not crashed on.
+    pub(super) async fn malformed(&mut self) {
+        let id = new_id();
+        let request = self.request(&id, &self.samples[..1]);
+        let (mut no_samples, mut not_samples, mut unknown) = (request.clone(), request.clone(), request.clone());
+        if let Some(object) = no_samples.as_object_mut() {
+            object.shift_remove("samples");
+        }
+        not_samples["samples"] = json!("all of them");
+        unknown["type"] = json!("reward.something.else");
+        let text = request.to_string();
+        let cut: String = text.chars().take(text.chars().count() / 2).collect();
+        let cases = [
+            ("a body that is not JSON", "{\"type\": \"reward.score.request\", oops".to_owned()),
+            ("a request cut in the middle", cut),
+            ("an empty body", String::new()),
+            ("a JSON list", "[1, 2, 3]".to_owned()),
+            ("a request without samples", no_samples.to_string()),
+            ("a request whose samples are a text", not_samples.to_string()),
+            ("an unknown type", unknown.to_string()),
+        ];
+        let (mut crashed, mut accepted, mut refused) = (Vec::new(), Vec::new(), 0);
+        for (what, body) in cases {
+            match self.wire.post(&new_id(), &body, Signing::Right).await {
+                Err(why) => crashed.push(format!("{what} ({why})")),
+                Ok(got) if got.status >= 500 => crashed.push(format!("{what} ({})", got.status)),
+                Ok(got) if got.is_success() => accepted.push(format!("{what} ({})", got.status)),
+                Ok(_) => refused += 1,
+            }
+        }
+        if !crashed.is_empty() {
+            let fix = "answer 400 or 422 with the reason: a 5xx or a broken connection means 'later', and the same \
+                       request would come again and again";
+            let detail = format!("answered with a failure of its own: {}", crashed.join(", "));
+            self.find("malformed", Outcome::Failed, detail, fix);
+        }
+        if !accepted.is_empty() {
+            let fix = "answer 400 or 422 with the reason: whoever sends such a thing should learn of it";
+            self.find("malformed", Outcome::Warning, format!("accepted: {}", accepted.join(", ")), fix);
+        }
+        if crashed.is_empty() && accepted.is_empty() {
+            self.find(
+                "malformed",
+                Outcome::Ok,
+                format!("{refused} bodies that are no requests, all refused with 4xx"),
+                "",
+            );
+        }
+    }
+
+    /// Fields of a later minor version, and a version that does not exist yet.
+    pub(super) async fn tolerance(&mut self) {
+        let id = new_id();
+        let samples = self.samples[..1].to_vec();
+        let mut request = self.request(&id, &samples);
+        request["from_the_future"] = json!({"a": [1, 2]});
+        request["job"]["project"] = json!("p");
+        request["reward"]["revision"] = json!(7);
+        request["samples"][0]["logprob"] = json!(-1.25);
+        let what = "fields that the contract does not have yet";
+        let fix = "ignore unknown fields: the contract grows by fields, without another version";
+        match self.ask_with(&id, &request.to_string(), &samples).await {
+            Ok(answer) => match self.problems(&answer, &samples).first() {
+                None => self.find("unknown_fields", Outcome::Ok, format!("{what} are ignored"), ""),
+                Some(problem) => self.find("unknown_fields", Outcome::Failed, format!("{what}: {problem}"), fix),
+            },
+            Err(why) => self.find("unknown_fields", Outcome::Failed, format!("{what}: {why}"), fix),
+        }
+        let id = new_id();
+        let mut request = self.request(&id, &samples);
+        request["version"] = json!("2");
+        let what = "a request of version \"2\"";
+        match self.wire.post(&id, &request.to_string(), Signing::Right).await {
+            Ok(got) if got.status >= 500 => {
+                let fix = "answer 4xx to a version that is not spoken (or answer it as \"1\"): a 5xx is tried again for minutes";
+                self.find("unknown_version", Outcome::Failed, format!("{what}: {}{}", got.status, got.said()), fix);
+            }
+            Ok(got) if got.is_success() => match read(&got, &id, &samples) {
+                Ok(_) => self.find("unknown_version", Outcome::Ok, format!("{what} is answered all the same"), ""),
+                Err(why) => {
+                    let fix = "answer it as \"1\", or with 4xx";
+                    self.find("unknown_version", Outcome::Warning, format!("{what}: {why}"), fix);
+                }
+            },
+            Ok(got) => self.find("unknown_version", Outcome::Ok, format!("{what} is refused ({})", got.status), ""),
+            Err(why) => {
+                let fix = "answer 4xx to a version that is not spoken";
+                self.find("unknown_version", Outcome::Failed, format!("{what}: {why}"), fix);
+            }
+        }
+    }
+}

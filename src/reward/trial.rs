@@ -1,0 +1,96 @@
+//! Rewards outside of a job: one made from its plan, and the samples that a person gives to try it with
+//! (`[{prompt, completion, columns}]`, as `POST /rewards/test` and `rlood reward check` take them).
+
+use serde_json::{Map, Value};
+
+use super::builtin::Builtin;
+use super::local::Local;
+use super::webhook::Webhook;
+use super::{BuildError, Reward};
+use crate::event::FinishReason;
+use crate::outgoing::OutgoingPolicy;
+use crate::sample::RewardSample;
+use crate::spec::{FieldError, RewardKind, RewardPlan, RewardSecrets};
+
+/// Most samples of one try.
+pub const MAX_SAMPLES: usize = 256;
+
+/// A reward on its own; addresses are held to `outgoing`. Reward models are told to be tried elsewhere.
+///
+/// # Errors
+/// When it cannot be made from its plan.
+pub fn reward_of(
+    plan: &RewardPlan,
+    secrets: &RewardSecrets,
+    outgoing: &OutgoingPolicy,
+) -> Result<Box<dyn Reward>, BuildError> {
+    Ok(match &plan.kind {
+        kind if kind.service().is_some() => Box::new(Webhook::of_kind(&plan.name, kind, secrets, outgoing)?),
+        RewardKind::RewardModel(model) => Box::new(Local::new(&plan.name, model, None)?),
+        kind => Box::new(Builtin::new(&plan.name, kind)?),
+    })
+}
+
+/// Reads a list of samples; neighbours with the same prompt are a group, as a job would send them.
+///
+/// # Errors
+/// Everything that is wrong with it, with pointers below `/samples`.
+pub fn read_samples(samples: Option<&Value>) -> Result<Vec<RewardSample>, Vec<FieldError>> {
+    let Some(Value::Array(given)) = samples else {
+        return Err(vec![FieldError::new("/samples", "required", "give a list of {prompt, completion, columns}")]);
+    };
+    if given.is_empty() || given.len() > MAX_SAMPLES {
+        let detail = format!("1 to {MAX_SAMPLES} samples, not {}", given.len());
+        return Err(vec![FieldError::new("/samples", "out_of_range", detail)]);
+    }
+    let mut samples: Vec<RewardSample> = Vec::with_capacity(given.len());
+    let mut errors = Vec::new();
+    let mut group = 0;
+    for (index, value) in given.iter().enumerate() {
+        match read_sample(index, value) {
+            Err((name, detail)) => {
+                errors.push(FieldError::new(format!("/samples/{index}{name}"), "invalid_type", detail));
+            }
+            Ok(mut sample) => {
+                group += usize::from(samples.last().is_some_and(|last| last.prompt != sample.prompt));
+                sample.group_id = format!("g_{group}");
+                sample.prompt_id = format!("row_{group}");
+                samples.push(sample);
+            }
+        }
+    }
+    if errors.is_empty() { Ok(samples) } else { Err(errors) }
+}
+
+fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static str, &'static str)> {
+    let Value::Object(fields) = value else { return Err(("", "must be an object with prompt and completion")) };
+    let mut rest = fields.clone();
+    let (prompt, messages) = match rest.shift_remove("prompt") {
+        Some(Value::String(prompt)) => (prompt, None),
+        Some(messages @ Value::Array(_)) => (messages.to_string(), Some(messages)),
+        None => (String::new(), None),
+        Some(_) => return Err(("/prompt", "must be a string or a list of chat messages")),
+    };
+    let Some(Value::String(completion)) = rest.shift_remove("completion") else {
+        return Err(("/completion", "must be there and be a string"));
+    };
+    let mut columns = match rest.shift_remove("columns") {
+        None => Map::new(),
+        Some(Value::Object(columns)) => columns,
+        Some(_) => return Err(("/columns", "must be an object")),
+    };
+    columns.extend(rest);
+    // Words stand in for tokens: there is no tokenizer here.
+    let num_tokens = u32::try_from(completion.split_whitespace().count()).unwrap_or(u32::MAX);
+    Ok(RewardSample {
+        sample_id: format!("s_{index}"),
+        group_id: String::new(),
+        prompt_id: String::new(),
+        prompt,
+        messages,
+        completion,
+        finish_reason: FinishReason::Stop,
+        num_tokens,
+        columns,
+    })
+}
