@@ -162,7 +162,7 @@ impl Store {
         let doing = "create a job";
         let mut tx = self.begin(doing).await?;
         let row = self.job_insert(&mut tx, new, now).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_queue();
         Ok(row)
     }
@@ -286,7 +286,7 @@ impl Store {
             .doing(doing)?;
         let data = json!({ "name": row.name, "metadata": row.metadata, "priority": row.priority });
         event_insert(&mut tx, id, "job.updated", now, data).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(id);
         Ok(row)
     }
@@ -300,7 +300,7 @@ impl Store {
             return Err(StoreError::IllegalMove { state: row.state, action: Action::Delete });
         }
         sqlx::query("DELETE FROM jobs WHERE id = ?").bind(id.to_string()).execute(&mut *tx).await.doing(doing)?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(id);
         Ok(())
     }
@@ -334,7 +334,7 @@ impl Store {
         .await
         .doing(doing)?;
         let row = self.job_created(&mut tx, new_id, Some(id), now).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_queue();
         Ok(row)
     }
