@@ -27,6 +27,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 
+use crate::failpoint::fail_point;
 use crate::id::{DatasetId, JobId};
 use crate::protocol::FileEntry;
 
@@ -211,10 +212,12 @@ impl DataDir {
         }
         verify(&from, files)?;
         sync_dir(&from)?;
+        fail_point!("files.verified").map_err(cannot("move a checkpoint to", &to))?;
         let parent = self.checkpoints().join(job.to_string());
         create_private_dir(&parent)?;
         sync_dir(&self.checkpoints())?;
         fs::rename(&from, &to).map_err(cannot("move a checkpoint to", &to))?;
+        fail_point!("files.renamed").map_err(cannot("sync", &parent))?;
         sync_dir(&parent)
     }
 
@@ -321,6 +324,7 @@ impl StagedFile {
             return Err(FilesError::TooLarge { limit_bytes: self.limit_bytes });
         }
         self.hasher.update(bytes);
+        fail_point!("files.write").map_err(cannot("write to", self.path.path()))?;
         self.file.write_all(bytes).await.map_err(cannot("write to", self.path.path()))
     }
 
@@ -328,6 +332,7 @@ impl StagedFile {
     pub async fn finish(mut self) -> Result<StagedDone, FilesError> {
         self.file.flush().await.map_err(cannot("write to", self.path.path()))?;
         self.file.sync_all().await.map_err(cannot("sync", self.path.path()))?;
+        fail_point!("files.synced").map_err(cannot("sync", self.path.path()))?;
         let sha256 = hex(&self.hasher.finalize());
         Ok(StagedDone { path: self.path, size_bytes: self.size_bytes, sha256 })
     }

@@ -152,6 +152,14 @@ pub struct Failure {
     pub suggestion: Option<String>,
 }
 
+impl Failure {
+    /// A fault of the machine that another attempt may not meet: its code, for the history.
+    pub fn may_pass(&self) -> Option<&'static str> {
+        let passing = ["file_error", "scratch_error", "transfer_damaged"];
+        passing.into_iter().find(|code| self.class == FailureClass::Infra && *code == self.code)
+    }
+}
+
 /// Why a run ended before its last step without an error of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]

@@ -23,6 +23,11 @@
 //! every k steps a checkpoint → `Host::saved` → `http::worker` → [`files`] → `store::artifacts` → finish →
 //! `http::events` (SSE) and `http::artifacts` (download).
 
+#[cfg(any(test, feature = "failpoints"))]
+pub mod failpoint;
+#[cfg(not(any(test, feature = "failpoints")))]
+mod failpoint;
+
 pub mod config;
 
 pub mod callback;

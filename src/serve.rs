@@ -3,15 +3,18 @@
 //! [`run`] is `rlood serve`; [`start`] brings a server up inside this process, for the demo and for tests.
 
 pub mod check;
+mod leases;
 mod listen;
 mod outage;
+#[cfg(test)]
+mod queue_model;
 
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use tokio::net::TcpListener;
@@ -33,6 +36,7 @@ use crate::reward::client::{Pace, RewardClient};
 use crate::store::{Store, StoreError, clock_ms};
 use crate::supervisor::probe::{NoReport, Probes};
 use crate::supervisor::{Children, Lost, Supervisor};
+use leases::LeaseWatch;
 
 /// What workers have to checkpoint and requeue; with what follows the whole drain stays below 30 s.
 const WORKERS_STOP: Duration = Duration::from_secs(25);
@@ -172,7 +176,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let config = Arc::new(config);
     let files = DataDir::open(&config.data_dir)?;
     let store = Store::open(&files.database()).await?;
-    recover(&store, &files, &config).await?;
+    recover(&store, &files, &config, clock_ms()).await?;
 
     let refused = |source| ServeError::Listen { address: config.listen, source };
     let listener = TcpListener::bind(config.listen).await.map_err(refused)?;
@@ -186,7 +190,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
-    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone())));
+    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), lease_ms(&config))));
     let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
     Ok(Running { addr, stop_http, http, supervisor, tick, outages, deaths, store })
@@ -206,14 +210,13 @@ impl Prober for Probes {
 }
 
 /// What a server that was killed left behind.
-async fn recover(store: &Store, files: &DataDir, config: &ServeConfig) -> Result<(), ServeError> {
-    let now = clock_ms();
+async fn recover(store: &Store, files: &DataDir, config: &ServeConfig, now: i64) -> Result<(), ServeError> {
     store.keys_free_in_flight().await?;
     for job in store.workers_forget_children(now).await? {
         tracing::warn!(%job, "the job's worker died with the former server; it is queued again");
     }
     // Workers started by hand may still be at work: give them the time to come back.
-    store.leases_extend(now, i64::try_from(config.lease_ms).unwrap_or(i64::MAX)).await?;
+    store.leases_renew(now, lease_ms(config)).await?;
     let mut datasets = Vec::new();
     let mut after = None;
     loop {
@@ -230,13 +233,16 @@ async fn recover(store: &Store, files: &DataDir, config: &ServeConfig) -> Result
 }
 
 /// Requeues the jobs of workers that fell silent; once a minute, housekeeping.
-async fn tick(store: Store) {
+async fn tick(store: Store, lease_ms: i64) {
+    let begun = Instant::now();
+    let steady_ms = move || i64::try_from(begun.elapsed().as_millis()).unwrap_or(i64::MAX);
+    let mut watch = LeaseWatch::new(clock_ms(), steady_ms(), lease_ms);
     let mut interval = tokio::time::interval(TICK);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     for count in 0_u32.. {
         interval.tick().await;
         let now = clock_ms();
-        match store.leases_reap(now).await {
+        match watch.tick(&store, now, steady_ms()).await {
             Ok(jobs) => jobs.iter().for_each(|job| tracing::warn!(%job, "its worker fell silent; it is queued again")),
             Err(error) => tracing::error!(error = &error as &dyn std::error::Error, "lapsed leases stay"),
         }
@@ -248,6 +254,10 @@ async fn tick(store: Store) {
             }
         }
     }
+}
+
+fn lease_ms(config: &ServeConfig) -> i64 {
+    i64::try_from(config.lease_ms).unwrap_or(i64::MAX)
 }
 
 fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Result<Children, ServeError> {

@@ -39,6 +39,7 @@ use sqlx::sqlite::{
 use sqlx::{Connection, Row, Sqlite, Transaction};
 use tokio::sync::{broadcast, watch};
 
+use crate::failpoint::{fail_point, without};
 use crate::id::{IdError, JobId};
 use crate::job::{Action, State};
 
@@ -155,10 +156,13 @@ fn count_of_jobs(jobs: &[JobId]) -> String {
 }
 
 impl StoreError {
-    /// SQLite could not write for want of space (SQLITE_FULL).
+    /// There was no space to write to (SQLITE_FULL).
     pub fn is_disk_full(&self) -> bool {
         let StoreError::Database { source, .. } = self else { return false };
-        source.as_database_error().and_then(|error| error.code()).is_some_and(|code| code == "13")
+        match source {
+            sqlx::Error::Io(error) => error.kind() == std::io::ErrorKind::StorageFull,
+            other => other.as_database_error().and_then(|error| error.code()).is_some_and(|code| code == "13"),
+        }
     }
 }
 
@@ -260,7 +264,14 @@ impl Store {
     }
 
     async fn begin(&self, doing: &'static str) -> Result<Transaction<'static, Sqlite>, StoreError> {
-        self.writer.begin_with("BEGIN IMMEDIATE").await.doing(doing)
+        let begin = if without!(Immediate) { "BEGIN" } else { "BEGIN IMMEDIATE" };
+        self.writer.begin_with(begin).await.doing(doing)
+    }
+
+    async fn commit(&self, tx: Transaction<'static, Sqlite>, doing: &'static str) -> Result<(), StoreError> {
+        fail_point!("store.before_commit", doing).map_err(sqlx::Error::Io).doing(doing)?;
+        tx.commit().await.doing(doing)?;
+        fail_point!("store.after_commit", doing).map_err(sqlx::Error::Io).doing(doing)
     }
 
     /// Call after the commit, never before.

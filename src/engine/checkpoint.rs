@@ -33,6 +33,7 @@ use super::tensors::{self, Data};
 use super::watch::Evaluations;
 use crate::doctor::Doctor;
 use crate::event::Metrics;
+use crate::failpoint::fail_point;
 use crate::protocol::FileEntry;
 use crate::spec::{OptimizerKind, Plan, resume_identity};
 
@@ -164,6 +165,7 @@ pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Ve
     let manifest = Manifest { format: FORMAT.into(), step: state.step, files: files.clone() };
     write_file(&dir.join(MANIFEST), &to_json(&manifest)?)?;
     files.push(entry(dir, MANIFEST)?);
+    fail_point!("checkpoint.manifest").map_err(io(dir))?;
     sync(dir)?;
 
     let target = scratch_dir.join(format!("checkpoint-{}", state.step));
@@ -173,6 +175,7 @@ pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Ve
     }
     let dir = temporary.keep();
     fs::rename(&dir, &target).map_err(io(&target))?;
+    fail_point!("checkpoint.renamed").map_err(io(&target))?;
     sync(scratch_dir)?;
     Ok((target, files))
 }
@@ -268,6 +271,7 @@ fn read_logps(dir: &Path, file: &str, lengths: &[usize]) -> Result<(Vec<Vec<f32>
 fn entry(dir: &Path, name: &str) -> Result<FileEntry> {
     let path = dir.join(name);
     let mut file = File::open(&path).map_err(io(&path))?;
+    fail_point!("checkpoint.file", name).map_err(io(&path))?;
     // Durable before the manifest says so.
     file.sync_all().map_err(io(&path))?;
     let (mut hasher, mut size_bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 16]);

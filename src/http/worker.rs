@@ -3,7 +3,6 @@
 //! Every call on a job names its attempt; the store refuses what comes from an attempt that no longer owns the job. Files
 //! are uploaded before they are published, and published before anybody can see them.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -21,14 +20,15 @@ use super::AppState;
 use super::error::{Code, Problem, chain};
 use super::extract::{Json, Path, Query, body_problem};
 use crate::event::Event;
-use crate::files::FilesError;
-use crate::id::{DatasetId, JobId};
+use crate::failpoint::{fail_point, without};
+use crate::files::{DataDir, FilesError};
+use crate::id::{CheckpointId, DatasetId, JobId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
     CallbackNews, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
     Outcome, Publish, Published, Register, Registered, ResumePoint, RewardReports,
 };
-use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, StoreError, clock_ms};
+use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, Store, StoreError, clock_ms};
 
 /// The longest a claim is held open.
 const LONGEST_WAIT_MS: u64 = 60_000;
@@ -351,24 +351,44 @@ async fn publish_checkpoint(
     Json(body): Json<Publish>,
 ) -> Result<Json<Published>, Problem> {
     let Publish { attempt, files, metrics } = body;
-    state.store.claim_check(job, attempt).await?;
     if !files.iter().any(|file| file.name == "manifest.json") {
         return Err(Problem::new(Code::InvalidBody, "a checkpoint has a manifest.json: upload and list it too"));
     }
-    let files = Arc::new(files);
-    let listed = files.clone();
-    blocking(&state, move |data| data.checkpoint_commit(job, step, attempt, &listed)).await?;
     let checkpoint = PublishCheckpoint { job, attempt, step, files: &files, metrics: &metrics };
-    let publication = state.store.checkpoint_publish(checkpoint, clock_ms()).await?;
+    let checkpoint = make_public(&state.store, &state.files, checkpoint, clock_ms()).await?;
+    Ok(Json(Published { checkpoint }))
+}
+
+/// The bytes to their place first, then the row that names them; what that replaces goes last.
+pub(crate) async fn make_public(
+    store: &Store,
+    data: &DataDir,
+    checkpoint: PublishCheckpoint<'_>,
+    now: i64,
+) -> Result<CheckpointId, Problem> {
+    let PublishCheckpoint { job, attempt, step, files, .. } = checkpoint;
+    store.claim_check(job, attempt).await?;
+    let listed = files.to_vec();
+    let place = in_background(data, move |data| data.checkpoint_commit(job, step, attempt, &listed));
+    let publication = if without!(ManifestLast) {
+        let publication = store.checkpoint_publish(checkpoint, now).await?;
+        place.await?;
+        publication
+    } else {
+        place.await?;
+        fail_point!("publish.placed").map_err(Problem::internal)?;
+        store.checkpoint_publish(checkpoint, now).await?
+    };
+    fail_point!("publish.published").map_err(Problem::internal)?;
     let removed = publication.removed;
     // The new one is published: a directory that cannot be removed now is swept at the next start.
-    let swept = blocking(&state, move |data| {
+    let swept = in_background(data, move |data| {
         removed.iter().try_for_each(|old| data.checkpoint_remove(old.job, old.step, old.attempt))
     });
-    if let Err(problem) = swept.await {
-        tracing::warn!(%job, ?problem, "a rotated checkpoint could not be removed");
+    if let Err(error) = swept.await {
+        tracing::warn!(%job, error = chain(&error), "a rotated checkpoint could not be removed");
     }
-    Ok(Json(Published { checkpoint: publication.id }))
+    Ok(publication.id)
 }
 
 async fn store_rewards(
@@ -409,11 +429,18 @@ async fn blocking_raw<T: Send + 'static>(
     state: &AppState,
     work: impl FnOnce(&crate::files::DataDir) -> Result<T, FilesError> + Send + 'static,
 ) -> Result<T, FilesError> {
-    let files = state.files.clone();
+    in_background(&state.files, work).await
+}
+
+async fn in_background<T: Send + 'static>(
+    data: &DataDir,
+    work: impl FnOnce(&DataDir) -> Result<T, FilesError> + Send + 'static,
+) -> Result<T, FilesError> {
+    let files = data.clone();
     tokio::task::spawn_blocking(move || work(&files)).await.unwrap_or_else(|error| {
         Err(FilesError::Io {
             doing: "work on files in the background, under",
-            path: state.files.root().to_owned(),
+            path: data.root().to_owned(),
             source: std::io::Error::other(error),
         })
     })

@@ -129,7 +129,7 @@ impl Store {
         journal_trim(&mut tx, job, step).await?;
         let data = json!({ "checkpoint": id, "step": step, "best": best == Some(id) });
         event_insert(&mut tx, job, "checkpoint.saved", now, data).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(job);
         Ok(Publication { id, removed })
     }
@@ -190,7 +190,7 @@ impl Store {
             let kind = if pinned { "checkpoint.pinned" } else { "checkpoint.unpinned" };
             event_insert(&mut tx, row.job, kind, now, json!({ "checkpoint": id, "step": row.step })).await?;
         }
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(row.job);
         Ok(row)
     }

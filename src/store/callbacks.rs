@@ -131,7 +131,7 @@ impl Store {
                 .await
                 .doing(doing)?;
         }
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.changes.callbacks.send_modify(|count| *count += 1);
         Ok(Taken::Counted(counted))
     }

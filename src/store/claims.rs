@@ -12,6 +12,7 @@ use super::moves::{Leave, job_leave};
 use super::workers::{worker_mark_lost, worker_touch};
 use super::{CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, word, word_column};
 use crate::event::Phase;
+use crate::failpoint::without;
 use crate::id::{CheckpointId, JobId, WorkerId};
 use crate::job::{Failure, FailureClass, Requested, State};
 use crate::protocol::Outcome;
@@ -92,7 +93,7 @@ impl Store {
                 }
             }
         };
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         changed.into_iter().for_each(|job| self.wake_job(job));
         Ok(claimed)
     }
@@ -125,7 +126,7 @@ impl Store {
         }
         let resume = latest_checkpoint(&mut tx, job).await?;
         rewind(&mut tx, job, resume.as_ref(), now).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(job);
         Ok(resume)
     }
@@ -142,24 +143,24 @@ impl Store {
         let doing = "take a heartbeat";
         let Beat { phase, status_reason, step, eta_s } = beat;
         let mut tx = self.begin(doing).await?;
+        owned_row(&mut tx, job, attempt).await?;
         let row = sqlx::query(
             "UPDATE jobs SET phase = ?, status_reason = ?, step = MAX(step, ?), eta_s = ?, lease_until = ? \
-             WHERE id = ? AND state = 'running' AND attempt = ? RETURNING requested, worker",
+             WHERE id = ? AND state = 'running' RETURNING requested, worker",
         )
         .bind(word(&phase)?)
         .bind(status_reason)
         .bind(int(step))
         .bind(eta_s)
-        .bind(now.saturating_add(lease_ms))
+        .bind(lease_end(now, lease_ms))
         .bind(job.to_string())
-        .bind(int(attempt))
         .fetch_optional(&mut *tx)
         .await
         .doing(doing)?
         .ok_or(StoreError::LeaseLost)?;
         worker_touch(&mut tx, id_column(&row, "worker")?, now).await?;
         let requested = word_column(&row, "requested")?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         Ok(requested)
     }
 
@@ -191,7 +192,13 @@ impl Store {
                 )
                 .await?;
             }
-            Outcome::Failed { failure } => job_fail(&mut tx, &row, failure, now).await?,
+            Outcome::Failed { failure } => match failure.may_pass() {
+                // Counted like a lost worker; the last one says what it was.
+                Some(code) if row.failed_attempts + 1 < MAX_FAILED_ATTEMPTS => {
+                    job_release(&mut tx, &row, Charge::Failed(code), now).await?;
+                }
+                Some(_) | None => job_fail(&mut tx, &row, failure, now).await?,
+            },
             // A user's pause is the user's, whatever else would have paused the job: nobody but the user takes it back.
             Outcome::Paused { reason: Some(reason) } if !cancel && !pause => {
                 let data = json!({ "reason": reason });
@@ -211,7 +218,7 @@ impl Store {
             Outcome::Paused { .. } => job_release(&mut tx, &row, Charge::Free("pause_taken_back"), now).await?,
             Outcome::Requeued => job_release(&mut tx, &row, Charge::Free("worker_shutdown"), now).await?,
         }
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(job);
         self.wake_queue();
         Ok(())
@@ -235,21 +242,31 @@ impl Store {
             }
             reaped.push(row.id);
         }
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         reaped.iter().for_each(|job| self.wake_job(*job));
         self.wake_queue();
         Ok(reaped)
     }
 
-    /// At boot, before the first reap: every lease lasts at least `by_ms` from now, so that workers can come back.
-    pub async fn leases_extend(&self, now: i64, by_ms: i64) -> Result<(), StoreError> {
-        sqlx::query("UPDATE jobs SET lease_until = MAX(lease_until, ?) WHERE state = 'running'")
-            .bind(now.saturating_add(by_ms))
+    /// After this server was away, or its clock was set, and before the next reap: every lease ends `lease_ms` from now, so that
+    /// workers have the time to come back, and none that is gone keeps its job for longer.
+    pub async fn leases_renew(&self, now: i64, lease_ms: i64) -> Result<(), StoreError> {
+        if without!(BootMargin) {
+            return Ok(());
+        }
+        sqlx::query("UPDATE jobs SET lease_until = ? WHERE state = 'running'")
+            .bind(lease_end(now, lease_ms))
             .execute(&self.writer)
             .await
             .doing("extend claims")?;
         Ok(())
     }
+}
+
+/// When a claim lapses if nothing more is heard of its worker, which sends several heartbeats in that time.
+fn lease_end(now: i64, lease_ms: i64) -> i64 {
+    let lease_ms = if without!(LeaseMargin) { lease_ms / 6 } else { lease_ms };
+    now.saturating_add(lease_ms)
 }
 
 async fn claim_row(
@@ -267,7 +284,7 @@ async fn claim_row(
          WHERE id = ? AND state = 'queued' RETURNING attempt",
     )
     .bind(worker.to_string())
-    .bind(now.saturating_add(lease_ms))
+    .bind(lease_end(now, lease_ms))
     .bind(now)
     .bind(row.id.to_string())
     .fetch_optional(&mut *tx)
@@ -316,7 +333,12 @@ pub(super) async fn owned_row(
     job: JobId,
     attempt: u64,
 ) -> Result<JobRow, StoreError> {
-    let row = sqlx::query("SELECT * FROM jobs WHERE id = ? AND state = 'running' AND attempt = ?")
+    let owned = if without!(Fence) {
+        "SELECT * FROM jobs WHERE id = ?1 AND state = 'running' AND ?2 = ?2"
+    } else {
+        "SELECT * FROM jobs WHERE id = ?1 AND state = 'running' AND attempt = ?2"
+    };
+    let row = sqlx::query(owned)
         .bind(job.to_string())
         .bind(int(attempt))
         .fetch_optional(connection)
@@ -354,9 +376,9 @@ pub(super) async fn job_release(
     charge: Charge,
     now: i64,
 ) -> Result<(), StoreError> {
-    let (reason, failed_attempts) = match charge {
-        Charge::Failed(reason) => (reason, row.failed_attempts + 1),
-        Charge::Free(reason) => (reason, row.failed_attempts),
+    let (reason, failed_attempts, charged) = match charge {
+        Charge::Failed(reason) => (reason, row.failed_attempts + 1, true),
+        Charge::Free(reason) => (reason, row.failed_attempts, false),
     };
     match row.requested {
         Some(Requested::Cancel) => {
@@ -366,7 +388,7 @@ pub(super) async fn job_release(
             let leave = Leave { failed_attempts: Some(failed_attempts), ..Leave::to(State::Paused) };
             job_leave(tx, row, leave, "job.paused", json!({ "reason": null }), now).await
         }
-        None if failed_attempts >= MAX_FAILED_ATTEMPTS => {
+        None if charged && failed_attempts >= MAX_FAILED_ATTEMPTS => {
             let failure = Failure {
                 class: FailureClass::Infra,
                 code: "worker_lost".to_owned(),

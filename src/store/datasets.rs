@@ -69,7 +69,7 @@ impl Store {
             .fetch_one(&mut *tx)
             .await
             .doing(doing)?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         Ok((DatasetRow::read(&row)?, created.rows_affected() == 1))
     }
 
@@ -150,7 +150,7 @@ impl Store {
         if done.rows_affected() == 0 {
             return Err(StoreError::NotFound { kind: "dataset", id: id.to_string() });
         }
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         Ok(())
     }
 }

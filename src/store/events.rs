@@ -10,6 +10,7 @@ use super::{
     parse_cursor, to_json, word, word_column,
 };
 use crate::event::{Event, Metrics, Phase, Sample, SamplePhase};
+use crate::failpoint::{fail_point, without};
 use crate::id::JobId;
 use crate::job::{Ending, EndingCode};
 use crate::protocol::EventBatch;
@@ -95,7 +96,7 @@ impl Store {
         for line in log {
             log_insert(&mut tx, job, *attempt, line, now).await?;
         }
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(job);
         Ok(true)
     }
@@ -316,6 +317,12 @@ pub(super) async fn event_insert(
     data: Value,
 ) -> Result<i64, StoreError> {
     let doing = "append an event";
+    if without!(SameTransaction) {
+        for apart in ["COMMIT", "BEGIN IMMEDIATE"] {
+            sqlx::query(apart).execute(&mut *tx).await.doing(doing)?;
+        }
+    }
+    fail_point!("store.event", kind).map_err(sqlx::Error::Io).doing(doing)?;
     let (seq, attempt): (i64, i64) =
         sqlx::query_as("UPDATE jobs SET next_seq = next_seq + 1 WHERE id = ? RETURNING next_seq - 1, attempt")
             .bind(job.to_string())

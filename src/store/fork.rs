@@ -50,7 +50,7 @@ impl Store {
         });
         event_insert(&mut tx, id, "job.forked", now, data).await?;
         let row = job_row(&mut tx, id).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(row.id);
         self.wake_queue();
         Ok(row)

@@ -167,7 +167,7 @@ impl Store {
         let doing = "create a job";
         let mut tx = self.begin(doing).await?;
         let row = self.job_insert(&mut tx, new, now).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(row.id);
         self.wake_queue();
         Ok(row)
@@ -311,7 +311,7 @@ impl Store {
             data["reward_secrets"] = renewed.into();
         }
         event_insert(&mut tx, id, "job.updated", now, data).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(id);
         Ok(row)
     }
@@ -325,7 +325,7 @@ impl Store {
             return Err(StoreError::IllegalMove { state: row.state, action: Action::Delete });
         }
         sqlx::query("DELETE FROM jobs WHERE id = ?").bind(id.to_string()).execute(&mut *tx).await.doing(doing)?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(id);
         Ok(())
     }
@@ -359,7 +359,7 @@ impl Store {
         .await
         .doing(doing)?;
         let row = self.job_created(&mut tx, new_id, Some(id), now).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(row.id);
         self.wake_queue();
         Ok(row)

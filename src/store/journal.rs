@@ -33,7 +33,7 @@ impl Store {
         for entry in entries {
             append(&mut tx, job, attempt, entry, now).await?;
         }
-        tx.commit().await.doing(doing)
+        self.commit(tx, doing).await
     }
 
     /// What stands in the journal after `after` (0 = from the start), in the order it came. `LeaseLost` when the attempt does

@@ -66,7 +66,7 @@ impl Store {
             .execute(&mut *tx)
             .await
             .doing(doing)?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         Ok(KeyBegin::New)
     }
 

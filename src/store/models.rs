@@ -59,7 +59,7 @@ impl Store {
         .await
         .doing(doing)?;
         let row = ModelRow::read(&row)?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         Ok((row, known.is_none()))
     }
 
@@ -111,7 +111,7 @@ impl Store {
         if done.rows_affected() == 0 {
             return Err(StoreError::NotFound { kind: "model", id: id.to_owned() });
         }
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         Ok(())
     }
 }

@@ -75,7 +75,7 @@ impl Store {
             }
         }
         let row = job_row(&mut tx, id).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(id);
         if row.state == State::Queued {
             self.wake_queue();

@@ -60,7 +60,7 @@ impl Store {
             .await
             .doing(doing)?;
         }
-        tx.commit().await.doing(doing)
+        self.commit(tx, doing).await
     }
 
     /// What is known of a job's rewards.
@@ -109,7 +109,7 @@ impl Store {
         }
         let data = json!({ "by": "server", "reason": "reward_outage" });
         job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", data, now).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(id);
         self.wake_queue();
         Ok(true)

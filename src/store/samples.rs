@@ -236,7 +236,7 @@ impl Store {
         let data =
             json!({ "samples": samples, "size_bytes": size_bytes, "to_step": to_step, "limit_bytes": max_bytes });
         event_insert(&mut tx, job, "samples.removed", now, data).await?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         self.wake_job(job);
         let to_step = to_step.map(i64::unsigned_abs);
         Ok(Some(SamplesRemoved { samples, size_bytes: size_bytes.unsigned_abs(), to_step }))

@@ -149,7 +149,7 @@ impl Store {
             .execute(&mut *tx)
             .await
             .doing(doing)?;
-        tx.commit().await.doing(doing)?;
+        self.commit(tx, doing).await?;
         held.iter().for_each(|job| self.wake_job(job.id));
         self.wake_queue();
         // A worker holds one job; the claim sees to that.

@@ -10,6 +10,8 @@ const WORDS: &[&str] = &[
     "dataset",
     "doctor",
     "event",
+    // Words of the tests: nothing in any other build.
+    "failpoint",
     "id",
     "job",
     "modelcard",

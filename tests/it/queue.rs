@@ -289,7 +289,7 @@ async fn a_lease_lasts_from_the_last_heartbeat_and_a_restart_extends_it() {
     assert_eq!((row.phase, row.step, row.eta_s), (Some(Phase::Train), 1, Some(3.0)));
     // The server was down for an hour.
     let boot = T0 + 3_600_000;
-    store.leases_extend(boot, LEASE).await.unwrap();
+    store.leases_renew(boot, LEASE).await.unwrap();
     assert_eq!(store.leases_reap(boot + LEASE).await.unwrap(), []);
     assert_eq!(store.leases_reap(boot + LEASE + 1).await.unwrap(), [job]);
     let row = store.job_get(job).await.unwrap();
@@ -365,7 +365,7 @@ async fn a_restart_frees_the_children_and_waits_for_the_others() {
     assert_eq!(setting.claim(guest, T0).await.unwrap().job, of_guest);
     let boot = T0 + 3_600_000;
     assert_eq!(store.workers_forget_children(boot).await.unwrap(), [of_child]);
-    store.leases_extend(boot, LEASE).await.unwrap();
+    store.leases_renew(boot, LEASE).await.unwrap();
     assert_eq!(store.leases_reap(boot).await.unwrap(), []);
     let row = store.job_get(of_child).await.unwrap();
     assert_eq!((row.state, row.failed_attempts), (State::Queued, 0));
