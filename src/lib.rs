@@ -4,12 +4,12 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`id`] [`access`] [`dataset`] [`spec`] [`doctor`] [`job`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
 //! | a reward model with its text | [`reward_model`] |
-//! | processes | [`worker`] [`prober`] [`http`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
+//! | processes | [`worker`] [`prober`] [`http`] [`keys`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
 //!
@@ -25,6 +25,7 @@
 
 pub mod config;
 
+pub mod access;
 pub mod dataset;
 pub mod doctor;
 pub mod event;
@@ -50,6 +51,7 @@ pub mod bench;
 pub mod convert;
 pub mod demo;
 pub mod http;
+pub mod keys;
 pub mod prober;
 pub mod reward_server;
 pub mod serve;

@@ -20,7 +20,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::config::ServeConfig;
+use crate::config::{ConfigError, ServeConfig, no_key_for};
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
 use crate::files::{DataDir, FilesError};
@@ -60,6 +60,9 @@ pub enum ServeError {
     /// A GPU of the pool cannot be used.
     #[error("--devices: {0}")]
     Gpu(String),
+    /// An open address, and no usable key.
+    #[error(transparent)]
+    NoKey(ConfigError),
     /// The address is taken or not ours.
     #[error("cannot listen on {address}; choose another --listen address (port 0 takes a free one)")]
     Listen {
@@ -161,9 +164,17 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     if !gpus.is_empty() {
         config.gpu_memory_bytes = Some(gpu::smallest(&gpus).map_err(ServeError::Gpu)?);
     }
-    let config = Arc::new(config);
     let files = DataDir::open(&config.data_dir)?;
     let store = Store::open(&files.database()).await?;
+    if config.api_key.is_none() {
+        if !config.listen.ip().is_loopback() && store.api_keys_usable(clock_ms()).await? == 0 {
+            return Err(ServeError::NoKey(no_key_for(config.listen)));
+        }
+        if store.api_keys_exist().await? {
+            config.narrow();
+        }
+    }
+    let config = Arc::new(config);
     recover(&store, &files, &config).await?;
 
     let refused = |source| ServeError::Listen { address: config.listen, source };
@@ -208,7 +219,7 @@ async fn recover(store: &Store, files: &DataDir, config: &ServeConfig) -> Result
     let mut datasets = Vec::new();
     let mut after = None;
     loop {
-        let page = store.dataset_list(after.as_deref(), 100).await?;
+        let page = store.dataset_list(None, after.as_deref(), 100).await?;
         datasets.extend(page.data.into_iter().map(|dataset| dataset.id));
         match page.next {
             Some(next) => after = Some(next),
@@ -232,7 +243,8 @@ async fn tick(store: Store) {
             Err(error) => tracing::error!(error = &error as &dyn std::error::Error, "lapsed leases stay"),
         }
         if count % TICKS_A_ROUND == 0 {
-            let kept = store.keys_expire(now).await.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
+            let kept = store.keys_expire(now).await.and(store.sessions_expire(now).await);
+            let kept = kept.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
             if let Err(error) = kept {
                 tracing::error!(error = &error as &dyn std::error::Error, "housekeeping failed");
             }

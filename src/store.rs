@@ -4,7 +4,9 @@
 //! `synchronous = FULL`) and a few readers. `now` (Unix ms) is an argument of every query that needs the time. A change of state
 //! and the event that tells of it are one transaction; [`Store::changed`] wakes whoever waits for the next event.
 
+pub mod api_keys;
 pub mod artifacts;
+pub mod audit;
 pub mod claims;
 pub mod datasets;
 pub mod doctor;
@@ -15,7 +17,9 @@ pub mod journal;
 pub mod keys;
 pub mod models;
 pub mod moves;
+pub mod owners;
 pub mod samples;
+pub mod sessions;
 pub mod workers;
 
 use std::collections::HashMap;
@@ -39,7 +43,9 @@ use tokio::sync::watch;
 use crate::id::{IdError, JobId};
 use crate::job::{Action, State};
 
+pub use api_keys::{KeyRow, NewKey};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
+pub use audit::{AuditRow, NewAudit};
 pub use claims::{Beat, Claimed};
 pub use datasets::{DatasetRow, NewDataset};
 pub use doctor::AlertRow;
@@ -49,6 +55,7 @@ pub use jobs::{JobFilter, JobPatch, JobRow, NewJob};
 pub use keys::KeyBegin;
 pub use models::{ModelRow, NewModel};
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
+pub use sessions::{SessionKey, SessionRow};
 pub use workers::WorkerRow;
 
 /// The database of one server. Cheap to clone.
@@ -210,6 +217,34 @@ impl Store {
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
         let changes = Arc::new(Changes { jobs: Mutex::default(), queue: watch::Sender::new(0) });
         Ok(Store { writer, readers, changes })
+    }
+
+    /// Opens the database of a server that is running, for a command of a few statements. `Corrupt` when the server is of
+    /// another version; `Open` when there is no database.
+    pub async fn open_beside(database: &Path) -> Result<Store, StoreError> {
+        sqlite_version().await?;
+        let options = SqliteConnectOptions::new()
+            .filename(database)
+            .foreign_keys(true)
+            .busy_timeout(Duration::from_secs(10))
+            .pragma("trusted_schema", "OFF");
+        let one = SqlitePoolOptions::new()
+            .max_connections(1)
+            .connect_with(options)
+            .await
+            .map_err(|source| StoreError::Open { path: database.to_owned(), source })?;
+        let applied: i64 = sqlx::query_scalar("SELECT MAX(version) FROM _sqlx_migrations")
+            .fetch_one(&one)
+            .await
+            .doing("read the database's version")?;
+        let latest = sqlx::migrate!().iter().map(|migration| migration.version).max();
+        if latest != Some(applied) {
+            return Err(corrupt("schema: the server is of another version than this command")(format!(
+                "the database has migration {applied}"
+            )));
+        }
+        let changes = Arc::new(Changes { jobs: Mutex::default(), queue: watch::Sender::new(0) });
+        Ok(Store { writer: one.clone(), readers: one, changes })
     }
 
     /// Closes every connection; the WAL is folded into the file.

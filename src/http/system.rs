@@ -14,6 +14,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Problem, chain};
 use super::extract::Json;
 use super::list::{List, Time};
@@ -173,7 +174,7 @@ pub struct Worker {
     pub pid: u32,
     /// What it does.
     pub state: WorkerState,
-    /// What it runs.
+    /// What it runs; null also when the job is another owner's.
     pub job_id: Option<JobId>,
     /// Compute threads.
     pub threads: u32,
@@ -186,14 +187,21 @@ pub struct Worker {
 /// List the workers, oldest first.
 #[utoipa::path(get, path = "/workers", tag = "System",
     responses((status = 200, description = "All workers", body = List<Worker>)))]
-async fn list_workers(State(state): State<AppState>) -> Result<Json<List<Worker>>, Problem> {
+async fn list_workers(State(state): State<AppState>, caller: Caller) -> Result<Json<List<Worker>>, Problem> {
     let lost_before = clock_ms() - lease_ms(&state);
     let word = |row: WorkerRow| {
         let state = WorkerState::of(&row, lost_before);
         let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, lost: _, job } = row;
         Worker { id, device, pid, state, job_id: job, threads, version, seen_at: Time(seen_at) }
     };
-    let data = state.store.worker_list().await?.into_iter().map(word).collect();
+    let mut data: Vec<Worker> = state.store.worker_list().await?.into_iter().map(word).collect();
+    for worker in &mut data {
+        if let (Some(job), Some(_)) = (worker.job_id, caller.sees())
+            && !state.store.job_owner(job).await?.is_some_and(|owner| caller.may_see(&owner))
+        {
+            worker.job_id = None;
+        }
+    }
     Ok(Json(List { data, next: None }))
 }
 

@@ -33,6 +33,8 @@ pub struct NewJob<'a> {
     pub parent: Option<JobId>,
     /// Higher first; 0 is usual.
     pub priority: i64,
+    /// Whose it is; empty = the operator's.
+    pub owner: &'a str,
 }
 
 /// A job's row.
@@ -80,6 +82,8 @@ pub struct JobRow {
     pub ending: Option<Ending>,
     /// The job it was made from.
     pub parent: Option<JobId>,
+    /// Whose it is; empty = the operator's.
+    pub owner: String,
     /// Unix ms.
     pub created_at: i64,
     /// First claim, Unix ms.
@@ -97,6 +101,8 @@ pub struct JobFilter {
     pub model: Option<String>,
     /// With all these labels.
     pub metadata: BTreeMap<String, String>,
+    /// Of this owner; None = of all.
+    pub owner: Option<String>,
 }
 
 /// What a patch changes; `None` = leave it.
@@ -145,6 +151,7 @@ impl JobRow {
                 .transpose()
                 .map_err(corrupt("ending"))?,
             parent: optional_id(row, "parent")?,
+            owner: column(row, "owner")?,
             created_at: column(row, "created_at")?,
             started_at: column(row, "started_at")?,
             finished_at: column(row, "finished_at")?,
@@ -175,11 +182,11 @@ impl Store {
         now: i64,
     ) -> Result<JobRow, StoreError> {
         let doing = "create a job";
-        let NewJob { id, spec, plan, secrets, parent, priority } = new;
+        let NewJob { id, spec, plan, secrets, parent, priority, owner } = new;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
-             parent, created_at) \
-             VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?)",
+             parent, owner, created_at) \
+             VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         )
         .bind(id.to_string())
         .bind(&plan.name)
@@ -191,6 +198,7 @@ impl Store {
         .bind(to_json("secrets", secrets)?)
         .bind(to_json("metadata", &plan.metadata)?)
         .bind(parent.map(|parent| parent.to_string()))
+        .bind(owner)
         .bind(now)
         .execute(&mut *tx)
         .await
@@ -243,13 +251,16 @@ impl Store {
         after: Option<&str>,
         limit: u32,
     ) -> Result<Page<JobRow>, StoreError> {
-        let JobFilter { state, model, metadata } = filter;
+        let JobFilter { state, model, metadata, owner } = filter;
         let mut query = QueryBuilder::<Sqlite>::new("SELECT * FROM jobs WHERE 1");
         if let Some(state) = state {
             query.push(" AND state = ").push_bind(state.as_str());
         }
         if let Some(model) = model {
             query.push(" AND model = ").push_bind(model.as_str());
+        }
+        if let Some(owner) = owner {
+            query.push(" AND owner = ").push_bind(owner.as_str());
         }
         for (key, value) in metadata {
             query.push(" AND EXISTS (SELECT 1 FROM json_each(jobs.metadata) AS label WHERE label.key = ");
@@ -315,9 +326,9 @@ impl Store {
         }
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
-             parent, created_at) \
+             parent, owner, created_at) \
              SELECT ?, name, 'queued', priority, (SELECT MAX(queue_order) + 1 FROM jobs), total_steps, model, spec, plan, \
-             secrets, metadata, id, ? FROM jobs WHERE id = ?",
+             secrets, metadata, id, owner, ? FROM jobs WHERE id = ?",
         )
         .bind(new_id.to_string())
         .bind(now)

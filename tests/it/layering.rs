@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// Plain types, imported by everyone.
 const WORDS: &[&str] = &[
+    "access",
     "config",
     "dataset",
     "doctor",
@@ -35,6 +36,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Of the engine only which kernels the machine can run.
     ("serve", &["engine", "files", "http", "reward", "store", "supervisor"]),
     ("convert", &[]),
+    // Beside a running server, with the same tables.
+    ("keys", &["files", "store"]),
     ("bench", &["engine"]),
     ("demo", &["files", "reward", "serve"]),
 ];

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod access;
 mod adapters;
 mod algorithm;
 mod artifacts;
@@ -10,6 +11,7 @@ mod bits;
 mod datasets;
 mod demo;
 mod doctor;
+mod edge;
 mod exact;
 mod fork;
 mod generate;
