@@ -82,6 +82,8 @@ pub struct AppState {
     pub requests: Arc<system::RequestCounts>,
     /// Runs preflights; None = this server starts no processes.
     pub prober: Option<Arc<dyn probe::Prober>>,
+    /// Counts of connections, for `/metrics`.
+    pub connections: Arc<system::Connections>,
     /// A key was seen in the database: from then on every request needs one.
     pub keyed: Arc<AtomicBool>,
 }
@@ -97,6 +99,7 @@ impl AppState {
             started: Instant::now(),
             requests: Arc::default(),
             prober: None,
+            connections: Arc::default(),
             keyed: Arc::default(),
         }
     }

@@ -3,6 +3,7 @@
 //! [`run`] is `rlood serve`; [`start`] brings a server up inside this process, for the demo and for tests.
 
 pub mod check;
+pub mod disk;
 mod listen;
 
 use std::io::Write;
@@ -30,6 +31,8 @@ use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::probe::{ProbeReport, ProbeTask};
 use crate::store::{Store, StoreError, clock_ms};
 use crate::supervisor::probe::{NoReport, Probes};
+use disk::DiskWatch;
+
 use crate::supervisor::{Children, Lost, Supervisor};
 
 /// What workers have to checkpoint and requeue; with what follows the whole drain stays below 30 s.
@@ -184,12 +187,15 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let children = children(&config, files.scratch(), addr)?;
     let mut state = AppState::new(store.clone(), files.clone(), config.clone());
     state.prober = Some(Arc::new(Probes::new(&children)));
+    let connections = state.connections.clone();
     let router = http::router(state);
-    let http = tokio::spawn(listen::serve(listener, router, stop_http.clone()));
+    let http =
+        tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop_http.clone()));
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
-    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone())));
+    let disk = DiskWatch::new(config.edge.disk_reserve_bytes);
+    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), disk)));
     let supervisor = Supervisor::start(children, &lost);
     Ok(Running { addr, stop_http, http, supervisor, tick, deaths, store })
 }
@@ -231,8 +237,8 @@ async fn recover(store: &Store, files: &DataDir, config: &ServeConfig) -> Result
     Ok(())
 }
 
-/// Requeues the jobs of workers that fell silent; once a minute, housekeeping.
-async fn tick(store: Store) {
+/// Requeues the jobs of workers that fell silent, looks at the disk; once a minute, housekeeping.
+async fn tick(store: Store, files: DataDir, mut disk: DiskWatch) {
     let mut interval = tokio::time::interval(TICK);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     for count in 0_u32.. {
@@ -242,6 +248,7 @@ async fn tick(store: Store) {
             Ok(jobs) => jobs.iter().for_each(|job| tracing::warn!(%job, "its worker fell silent; it is queued again")),
             Err(error) => tracing::error!(error = &error as &dyn std::error::Error, "lapsed leases stay"),
         }
+        disk.look(&store, &files, now).await;
         if count % TICKS_A_ROUND == 0 {
             let kept = store.keys_expire(now).await.and(store.sessions_expire(now).await);
             let kept = kept.and(store.workers_prune(now - WORKER_SILENCE_MS).await);

@@ -9,6 +9,7 @@ pub mod artifacts;
 pub mod audit;
 pub mod claims;
 pub mod datasets;
+pub mod disk;
 pub mod doctor;
 pub mod events;
 pub mod fork;

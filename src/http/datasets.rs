@@ -257,6 +257,7 @@ pub(super) async fn read_rows<E>(
         }
         reader.push(&piece, &mut out);
         if out.len() >= WRITE_BYTES {
+            check_disk(state)?;
             staged.write(&out).await?;
             out.clear();
         }
@@ -264,6 +265,14 @@ pub(super) async fn read_rows<E>(
     let summary = reader.finish(&mut out).map_err(rejected)?;
     staged.write(&out).await?;
     Ok((summary, staged.finish().await?))
+}
+
+/// Endless uploads must not take the space that jobs and the database need.
+fn check_disk(state: &AppState) -> Result<(), Problem> {
+    if state.files.free_bytes()? < state.config.edge.disk_reserve_bytes {
+        return Err(Problem::new(Code::StorageFull, "the server's disk is nearly full: free some space, then try again"));
+    }
+    Ok(())
 }
 
 fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {

@@ -48,6 +48,8 @@ pub struct JobRow {
     pub state: State,
     /// A mark its owner has still to honour; only while running.
     pub requested: Option<Requested>,
+    /// Why the server asked for a pause; `None` = a user did, or nobody.
+    pub requested_reason: Option<String>,
     /// Where the loop is (or was, when it stopped).
     pub phase: Option<Phase>,
     /// Why it waits or paused: `waiting_for_reward`, `reward_outage`, ….
@@ -128,6 +130,7 @@ impl JobRow {
             name: column(row, "name")?,
             state: word_column(row, "state")?.ok_or_else(|| corrupt("state")("NULL"))?,
             requested: word_column(row, "requested")?,
+            requested_reason: column(row, "requested_reason")?,
             phase: word_column(row, "phase")?,
             status_reason: column(row, "status_reason")?,
             priority: column(row, "priority")?,

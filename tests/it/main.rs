@@ -10,6 +10,7 @@ mod bench;
 mod bits;
 mod datasets;
 mod demo;
+mod disk;
 mod doctor;
 mod edge;
 mod exact;
