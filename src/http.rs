@@ -36,6 +36,7 @@ pub mod summary;
 pub mod system;
 mod warm_start;
 pub mod web;
+pub mod webhooks;
 pub mod worker;
 
 use std::any::Any;
@@ -119,6 +120,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(session::routes())
         .merge(keys::routes())
         .merge(audit::routes())
+        .merge(webhooks::routes())
 }
 
 /// The whole service: serve it, or call it in a test with `tower::ServiceExt::oneshot`.

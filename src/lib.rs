@@ -4,12 +4,12 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`id`] [`access`] [`dataset`] [`spec`] [`doctor`] [`job`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`id`] [`access`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
 //! | a reward model with its text | [`reward_model`] |
-//! | processes | [`worker`] [`prober`] [`http`] [`keys`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
+//! | processes | [`worker`] [`prober`] [`http`] [`courier`] [`keys`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
 //!
@@ -31,6 +31,7 @@ pub mod doctor;
 pub mod event;
 pub mod id;
 pub mod job;
+pub mod lifecycle;
 pub mod modelcard;
 pub mod outgoing;
 pub mod probe;
@@ -49,6 +50,7 @@ pub mod reward_model;
 
 pub mod bench;
 pub mod convert;
+pub mod courier;
 pub mod demo;
 pub mod http;
 pub mod keys;

@@ -22,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::config::{ConfigError, ServeConfig, no_key_for};
+use crate::courier::{Courier, CourierError};
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
 use crate::files::{DataDir, FilesError};
@@ -63,6 +64,9 @@ pub enum ServeError {
     /// A GPU of the pool cannot be used.
     #[error("--devices: {0}")]
     Gpu(String),
+    /// Lifecycle messages cannot be sent.
+    #[error(transparent)]
+    Courier(#[from] CourierError),
     /// An open address, and no usable key.
     #[error(transparent)]
     NoKey(ConfigError),
@@ -94,6 +98,7 @@ pub struct Running {
     supervisor: Supervisor,
     tick: AbortOnDropHandle<()>,
     deaths: AbortOnDropHandle<()>,
+    courier: AbortOnDropHandle<()>,
     store: Store,
 }
 
@@ -111,9 +116,9 @@ impl Running {
     /// Drains: workers checkpoint and requeue their jobs while the API still answers, then streams end and connections
     /// close. Takes less than 30 s.
     pub async fn stop(self) {
-        let Self { addr: _, stop_http, http, supervisor, tick, deaths, store } = self;
+        let Self { addr: _, stop_http, http, supervisor, tick, deaths, courier, store } = self;
         supervisor.stop(WORKERS_STOP).await;
-        drop((tick, deaths));
+        drop((tick, deaths, courier));
         stop_http.cancel();
         if let Err(error) = http.await {
             tracing::error!(%error, "the listener ended badly");
@@ -177,6 +182,8 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
             config.narrow();
         }
     }
+    let policy = OutgoingPolicy::parse(&config.allow_outgoing).map_err(ServeError::Outgoing)?;
+    let courier = Courier::new(store.clone(), policy)?;
     let config = Arc::new(config);
     recover(&store, &files, &config).await?;
 
@@ -197,7 +204,8 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let disk = DiskWatch::new(config.edge.disk_reserve_bytes);
     let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), disk)));
     let supervisor = Supervisor::start(children, &lost);
-    Ok(Running { addr, stop_http, http, supervisor, tick, deaths, store })
+    let courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
+    Ok(Running { addr, stop_http, http, supervisor, tick, deaths, courier, store })
 }
 
 impl Prober for Probes {

@@ -21,6 +21,7 @@ pub mod moves;
 pub mod owners;
 pub mod samples;
 pub mod sessions;
+pub mod webhooks;
 pub mod workers;
 
 use std::collections::HashMap;

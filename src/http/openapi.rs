@@ -20,7 +20,7 @@ const DESCRIPTION: &str = "RLOO (REINFORCE Leave-One-Out) training of language m
     A job needs a model, a dataset and a reward. Errors are `application/problem+json` (RFC 9457): look at `code`. \
     Lists are `{data, next}`: send `next` as `after`. Times are RFC 3339 in UTC. \
     Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or made, and returned.";
-const TAGS: [(&str, &str); 8] = [
+const TAGS: [(&str, &str); 9] = [
     ("Jobs", "Training jobs: submit, watch, steer."),
     ("Datasets", "Prompts with whatever the rewards need; immutable."),
     ("Models", "Directories in Hugging Face's layout that jobs train on."),
@@ -28,6 +28,7 @@ const TAGS: [(&str, &str); 8] = [
     ("Rewards", "Try a reward before a job depends on it."),
     ("System", "Health, measurements, workers, signing in."),
     ("Keys", "Who may do what; who changed what."),
+    ("Webhooks", "Be told of what happens to jobs."),
     ("Reward contract", "What a reward service is asked, and how it answers."),
 ];
 

@@ -12,6 +12,7 @@ const WORDS: &[&str] = &[
     "event",
     "id",
     "job",
+    "lifecycle",
     "modelcard",
     "outgoing",
     "probe",
@@ -34,10 +35,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("prober", &["engine", "reward", "reward_model"]),
     ("reward_server", &["engine", "reward", "reward_model"]),
     // Of the engine only which kernels the machine can run.
-    ("serve", &["engine", "files", "http", "reward", "store", "supervisor"]),
+    ("serve", &["courier", "engine", "files", "http", "reward", "store", "supervisor"]),
     ("convert", &[]),
     // Beside a running server, with the same tables.
     ("keys", &["files", "store"]),
+    // Lifecycle messages are signed and sent as rewards are asked.
+    ("courier", &["reward", "store"]),
     ("bench", &["engine"]),
     ("demo", &["files", "reward", "serve"]),
 ];
@@ -46,6 +49,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
 const EXCEPTIONS: &[(&str, &str)] = &[
     // The test endpoint calls a reward as a worker would.
     ("http/rewards.rs", "reward"),
+    // The secrets of webhooks are those of rewards.
+    ("http/webhooks.rs", "reward"),
     // Whether the disk is full stands in the database's own error.
     ("http/error.rs", "sqlx"),
     // A server of the test's own.
@@ -55,11 +60,11 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 /// Crates that belong to some modules only.
 const CRATES: &[(&str, &[&str])] = &[
     ("axum", &["demo", "http", "reward", "reward_server", "serve"]),
-    ("reqwest", &["config", "demo", "outgoing", "reward", "spec", "worker"]),
+    ("reqwest", &["config", "courier", "demo", "outgoing", "reward", "spec", "worker"]),
     ("sqlx", &["store", "serve"]),
     (
         "tokio",
-        &["demo", "files", "http", "prober", "reward", "reward_server", "serve", "store", "supervisor", "worker"],
+        &["courier", "demo", "files", "http", "prober", "reward", "reward_server", "serve", "store", "supervisor", "worker"],
     ),
     ("tokenizers", &["engine", "modelcard"]),
     ("candle_core", &["engine"]),

@@ -31,6 +31,7 @@ mod judge;
 mod kill;
 mod kinds;
 mod layering;
+mod lifecycle;
 mod long;
 mod memory;
 mod openapi;
