@@ -14,11 +14,14 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::id::WorkerId;
 use crate::spec::footprint::Place;
 
+pub mod backup;
 pub mod edge;
 pub mod keys;
+pub mod retention;
 
 pub use edge::{Edge, EdgeArgs};
 pub use keys::KeysArgs;
+pub use retention::{Retention, RetentionArgs};
 
 /// Fewest characters of an API key or a worker token.
 pub const MIN_SECRET_CHARS: usize = 16;
@@ -90,6 +93,10 @@ pub enum Command {
     RewardServer(RewardServerArgs),
     /// Measure kernels, decode, training and whole RLOO steps on random weights, against the limits of this machine.
     Bench(BenchArgs),
+    /// Copy the data directory of a server, which may be running, with hashes of every file.
+    Backup(backup::BackupArgs),
+    /// Make a data directory of a backup, every byte of it verified.
+    Restore(backup::RestoreArgs),
     /// Make, list and revoke API keys of a server's data directory.
     Keys(KeysArgs),
     /// Print the OpenAPI document (JSON) to standard output.
@@ -165,6 +172,10 @@ pub struct ServeArgs {
     /// Of the edge.
     #[command(flatten)]
     pub edge: EdgeArgs,
+
+    /// Of what is kept.
+    #[command(flatten)]
+    pub retention: RetentionArgs,
 }
 
 /// Instruction sets of the CPU kernels.
@@ -585,6 +596,8 @@ pub struct ServeConfig {
     pub log_format: LogFormat,
     /// Names, origins, connections, time limits, disk.
     pub edge: Edge,
+    /// How long things are kept.
+    pub retention: Retention,
     /// `allow_outgoing` was left to its default, which a key of the database narrows.
     pub default_outgoing: bool,
 }
@@ -628,6 +641,7 @@ impl ServeConfig {
             log: "warn".to_owned(),
             log_format: LogFormat::Text,
             edge: Edge::default(),
+            retention: Retention::default(),
             default_outgoing: true,
         })
     }
@@ -720,6 +734,7 @@ impl ServeArgs {
             log: log.to_owned(),
             log_format,
             edge: self.edge.resolve()?,
+            retention: self.retention.resolve(),
             default_outgoing: self.allow_outgoing.is_none(),
         })
     }

@@ -23,6 +23,7 @@ pub mod jobs;
 pub mod keys;
 pub mod list;
 mod lookup;
+mod measures;
 pub mod metrics;
 pub mod models;
 pub mod openapi;

@@ -9,7 +9,7 @@
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
 //! | a reward model with its text | [`reward_model`] |
-//! | processes | [`worker`] [`prober`] [`http`] [`courier`] [`keys`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
+//! | processes | [`worker`] [`prober`] [`http`] [`courier`] [`keys`] [`backup`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
 //!
@@ -48,6 +48,7 @@ pub mod engine;
 
 pub mod reward_model;
 
+pub mod backup;
 pub mod bench;
 pub mod convert;
 pub mod courier;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use rlood::config::{Cli, Command, LogFormat};
-use rlood::{bench, convert, demo, http, keys, prober, reward_server, serve, worker};
+use rlood::{backup, bench, convert, demo, http, keys, prober, reward_server, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
 const EXIT_USAGE: u8 = 2;
@@ -28,6 +28,8 @@ fn main() -> ExitCode {
             Ok(config) => on_runtime(None, serve::check::run(config)),
             Err(error) => refuse(&error),
         },
+        Command::Backup(args) => on_runtime(None, backup::backup(args)),
+        Command::Restore(args) => on_runtime(None, backup::restore(args)),
         Command::Keys(args) => on_runtime(None, keys::run(args)),
         Command::Openapi => match http::openapi().to_pretty_json() {
             Ok(text) => {

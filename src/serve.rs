@@ -5,6 +5,7 @@
 pub mod check;
 pub mod disk;
 mod listen;
+pub mod retention;
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -99,6 +100,7 @@ pub struct Running {
     tick: AbortOnDropHandle<()>,
     deaths: AbortOnDropHandle<()>,
     courier: AbortOnDropHandle<()>,
+    house: AbortOnDropHandle<()>,
     store: Store,
 }
 
@@ -116,9 +118,9 @@ impl Running {
     /// Drains: workers checkpoint and requeue their jobs while the API still answers, then streams end and connections
     /// close. Takes less than 30 s.
     pub async fn stop(self) {
-        let Self { addr: _, stop_http, http, supervisor, tick, deaths, courier, store } = self;
+        let Self { addr: _, stop_http, http, supervisor, tick, deaths, courier, house, store } = self;
         supervisor.stop(WORKERS_STOP).await;
-        drop((tick, deaths, courier));
+        drop((tick, deaths, courier, house));
         stop_http.cancel();
         if let Err(error) = http.await {
             tracing::error!(%error, "the listener ended badly");
@@ -196,8 +198,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     state.prober = Some(Arc::new(Probes::new(&children)));
     let connections = state.connections.clone();
     let router = http::router(state);
-    let http =
-        tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop_http.clone()));
+    let http = tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop_http.clone()));
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
@@ -205,7 +206,9 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), disk)));
     let supervisor = Supervisor::start(children, &lost);
     let courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
-    Ok(Running { addr, stop_http, http, supervisor, tick, deaths, courier, store })
+    let house = retention::keep_house(store.clone(), files, config.retention);
+    let house = AbortOnDropHandle::new(tokio::spawn(house));
+    Ok(Running { addr, stop_http, http, supervisor, tick, deaths, courier, house, store })
 }
 
 impl Prober for Probes {

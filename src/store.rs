@@ -16,11 +16,14 @@ pub mod fork;
 pub mod jobs;
 pub mod journal;
 pub mod keys;
+pub mod measures;
 pub mod models;
 pub mod moves;
 pub mod owners;
+pub mod retention;
 pub mod samples;
 pub mod sessions;
+pub mod snapshot;
 pub mod webhooks;
 pub mod workers;
 

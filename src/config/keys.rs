@@ -66,7 +66,7 @@ pub struct Life {
     pub seconds: i64,
 }
 
-fn parse_life(text: &str) -> Result<Life, String> {
+pub(super) fn parse_life(text: &str) -> Result<Life, String> {
     let refused = || format!("'{text}' is not a time span: write 3600s, 90m, 12h or 90d, at most ten years");
     let (number, unit) = text.split_at(text.len() - text.chars().last().map_or(0, char::len_utf8));
     let each = match unit {

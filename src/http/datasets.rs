@@ -270,7 +270,10 @@ pub(super) async fn read_rows<E>(
 /// Endless uploads must not take the space that jobs and the database need.
 fn check_disk(state: &AppState) -> Result<(), Problem> {
     if state.files.free_bytes()? < state.config.edge.disk_reserve_bytes {
-        return Err(Problem::new(Code::StorageFull, "the server's disk is nearly full: free some space, then try again"));
+        return Err(Problem::new(
+            Code::StorageFull,
+            "the server's disk is nearly full: free some space, then try again",
+        ));
     }
     Ok(())
 }

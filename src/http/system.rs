@@ -38,7 +38,19 @@ pub fn routes() -> OpenApiRouter<AppState> {
 
 /// Answered requests by method, route and status: how many, and how long in all.
 #[derive(Debug, Default)]
-pub struct RequestCounts(Mutex<BTreeMap<Answered, (u64, Duration)>>);
+pub struct RequestCounts(Mutex<BTreeMap<Answered, Times>>);
+
+/// Upper bounds of the histogram, s.
+const BUCKETS_S: [f64; 11] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0];
+
+/// How long requests took.
+#[derive(Debug, Clone, Default)]
+struct Times {
+    number: u64,
+    time: Duration,
+    /// Those within each bound and not the one before.
+    buckets: [u64; BUCKETS_S.len()],
+}
 
 /// Method, route, status.
 type Answered = (String, String, u16);
@@ -52,16 +64,26 @@ impl RequestCounts {
         };
         let key = (method.to_owned(), route.to_owned(), status.as_u16());
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (number, time) = counts.entry(key).or_default();
-        *number += 1;
-        *time += took;
+        let times = counts.entry(key).or_default();
+        times.number += 1;
+        times.time += took;
+        if let Some(bucket) = BUCKETS_S.iter().position(|bound| took.as_secs_f64() <= *bound) {
+            times.buckets[bucket] += 1;
+        }
     }
 
     fn write(&self, text: &mut String) {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        family(text, "rlood_http_request_duration_seconds", "summary", "Time to the head of the answer.");
-        for ((method, route, status), (number, time)) in counts {
-            let labels = format!("{{method=\"{method}\",route=\"{route}\",status=\"{status}\"}}");
+        family(text, "rlood_http_request_duration_seconds", "histogram", "Time to the head of the answer.");
+        for ((method, route, status), Times { number, time, buckets }) in counts {
+            let labels = format!("method=\"{method}\",route=\"{route}\",status=\"{status}\"");
+            let mut within = 0;
+            for (bound, count) in BUCKETS_S.iter().zip(buckets) {
+                within += count;
+                line(text, &format!("rlood_http_request_duration_seconds_bucket{{{labels},le=\"{bound}\"}}"), within);
+            }
+            line(text, &format!("rlood_http_request_duration_seconds_bucket{{{labels},le=\"+Inf\"}}"), number);
+            let labels = format!("{{{labels}}}");
             line(text, &format!("rlood_http_request_duration_seconds_sum{labels}"), time.as_secs_f64());
             line(text, &format!("rlood_http_request_duration_seconds_count{labels}"), number);
         }
@@ -134,15 +156,16 @@ async fn metrics(State(state): State<AppState>) -> Result<impl IntoResponse, Pro
         line(&mut text, "rlood_disk_free_bytes", free);
     }
     state.requests.write(&mut text);
+    super::measures::write(&state, &mut text).await?;
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
 }
 
-fn family(text: &mut String, name: &str, kind: &str, help: &str) {
+pub(super) fn family(text: &mut String, name: &str, kind: &str, help: &str) {
     // Writing to a String cannot fail.
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }
 
-fn line(text: &mut String, name: &str, value: impl std::fmt::Display) {
+pub(super) fn line(text: &mut String, name: &str, value: impl std::fmt::Display) {
     let _ = writeln!(text, "{name} {value}");
 }
 

@@ -39,6 +39,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("convert", &[]),
     // Beside a running server, with the same tables.
     ("keys", &["files", "store"]),
+    ("backup", &["files", "store"]),
     // Lifecycle messages are signed and sent as rewards are asked.
     ("courier", &["reward", "store"]),
     ("bench", &["engine"]),
@@ -64,7 +65,19 @@ const CRATES: &[(&str, &[&str])] = &[
     ("sqlx", &["store", "serve"]),
     (
         "tokio",
-        &["courier", "demo", "files", "http", "prober", "reward", "reward_server", "serve", "store", "supervisor", "worker"],
+        &[
+            "courier",
+            "demo",
+            "files",
+            "http",
+            "prober",
+            "reward",
+            "reward_server",
+            "serve",
+            "store",
+            "supervisor",
+            "worker",
+        ],
     ),
     ("tokenizers", &["engine", "modelcard"]),
     ("candle_core", &["engine"]),
