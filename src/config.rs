@@ -14,6 +14,15 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::id::WorkerId;
 use crate::spec::footprint::Place;
 
+pub mod backup;
+pub mod edge;
+pub mod keys;
+pub mod retention;
+
+pub use edge::{Edge, EdgeArgs};
+pub use keys::KeysArgs;
+pub use retention::{Retention, RetentionArgs};
+
 /// Fewest characters of an API key or a worker token.
 pub const MIN_SECRET_CHARS: usize = 16;
 
@@ -86,6 +95,12 @@ pub enum Command {
     Reward(RewardArgs),
     /// Measure kernels, decode, training and whole RLOO steps on random weights, against the limits of this machine.
     Bench(BenchArgs),
+    /// Copy the data directory of a server, which may be running, with hashes of every file.
+    Backup(backup::BackupArgs),
+    /// Make a data directory of a backup, every byte of it verified.
+    Restore(backup::RestoreArgs),
+    /// Make, list and revoke API keys of a server's data directory.
+    Keys(KeysArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi(OpenapiArgs),
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
@@ -109,8 +124,9 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_DEVICES", default_value = "auto", value_name = "LIST")]
     pub devices: String,
 
-    /// Admin key, at least 16 characters. With it every request needs `Authorization: Bearer KEY`; without it the
-    /// server listens on loopback only and asks for no key. Prefer the variable: flags are visible to other users.
+    /// Admin key, at least 16 characters. With it, or with a key of `rlood keys create`, every request needs
+    /// `Authorization: Bearer KEY`; without any the server listens on loopback only and asks for none. Prefer the variable:
+    /// flags are visible to other users.
     #[arg(long, env = "RLOOD_API_KEY", hide_env_values = true, value_name = "KEY")]
     pub api_key: Option<String>,
 
@@ -159,6 +175,14 @@ pub struct ServeArgs {
     /// else the machine's memory.
     #[arg(long, env = "RLOOD_MEMORY_LIMIT", value_name = "SIZE")]
     pub memory_limit: Option<String>,
+
+    /// Of the edge.
+    #[command(flatten)]
+    pub edge: EdgeArgs,
+
+    /// Of what is kept.
+    #[command(flatten)]
+    pub retention: RetentionArgs,
 }
 
 /// Instruction sets of the CPU kernels.
@@ -660,6 +684,12 @@ pub struct ServeConfig {
     pub log: String,
     /// Passed on to the workers.
     pub log_format: LogFormat,
+    /// Names, origins, connections, time limits, disk.
+    pub edge: Edge,
+    /// How long things are kept.
+    pub retention: Retention,
+    /// `allow_outgoing` was left to its default, which a key of the database narrows.
+    pub default_outgoing: bool,
 }
 
 impl fmt::Debug for ServeConfig {
@@ -701,7 +731,18 @@ impl ServeConfig {
             lease_ms: LEASE_MS,
             log: "warn".to_owned(),
             log_format: LogFormat::Text,
+            edge: Edge::default(),
+            retention: Retention::default(),
+            default_outgoing: true,
         })
+    }
+
+    /// Keys are on: what was left to its default becomes what it is with a key.
+    pub fn narrow(&mut self) {
+        if self.default_outgoing {
+            self.allow_outgoing.clear();
+        }
+        self.model_roots.get_or_insert_default();
     }
 
     /// Memory a job may use: an even share of the limit.
@@ -747,7 +788,9 @@ impl ServeArgs {
     /// The first setting that cannot be used.
     pub fn resolve(&self, log: &str, log_format: LogFormat) -> Result<ServeConfig, ConfigError> {
         let api_key = checked_secret(self.api_key.as_deref(), "RLOOD_API_KEY (--api-key)")?;
-        let listen = resolve_listen(&self.listen, api_key.is_some())?;
+        // A database may hold keys; whether it does is known when the server opens it.
+        let may_have_key = api_key.is_some() || self.data_dir.join("rlood.db").exists();
+        let listen = resolve_listen(&self.listen, may_have_key)?;
         let worker_token = match checked_secret(self.worker_token.as_deref(), "RLOOD_WORKER_TOKEN (--worker-token)")? {
             Some(token) => token,
             None => random_token()?,
@@ -782,6 +825,9 @@ impl ServeArgs {
             lease_ms: LEASE_MS,
             log: log.to_owned(),
             log_format,
+            edge: self.edge.resolve()?,
+            retention: self.retention.resolve(),
+            default_outgoing: self.allow_outgoing.is_none(),
         })
     }
 }
@@ -808,8 +854,11 @@ pub fn machine_memory_bytes() -> Option<u64> {
 
 /// `512M`, `12G`, bytes; None = 0, no limit.
 fn parse_size(text: &str) -> Result<Option<u64>, ConfigError> {
-    let refused =
-        || ConfigError::new(format!("--memory-limit '{text}' is not a size: write bytes, 512M or 12G; 0 = no limit"));
+    parse_size_of("--memory-limit", text)
+}
+
+fn parse_size_of(flag: &str, text: &str) -> Result<Option<u64>, ConfigError> {
+    let refused = || ConfigError::new(format!("{flag} '{text}' is not a size: write bytes, 512M or 12G; 0 = no limit"));
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
     let shift = match text[digits.len()..].trim().to_ascii_uppercase().as_str() {
@@ -875,10 +924,15 @@ pub fn resolve_listen(listen: &str, has_key: bool) -> Result<SocketAddr, ConfigE
     if address.ip().is_loopback() || has_key {
         return Ok(address);
     }
-    Err(ConfigError::new(format!(
+    Err(no_key_for(listen))
+}
+
+/// Why an open address is refused.
+pub fn no_key_for(listen: impl fmt::Display) -> ConfigError {
+    ConfigError::new(format!(
         "--listen {listen} would be reachable by others, and no API key is set: set RLOOD_API_KEY (at least \
-         {MIN_SECRET_CHARS} characters) to require one, or listen on 127.0.0.1"
-    )))
+         {MIN_SECRET_CHARS} characters) or make a key with `rlood keys create` to require one, or listen on 127.0.0.1"
+    ))
 }
 
 fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {

@@ -11,6 +11,7 @@
 //! ```
 
 pub mod bundle;
+pub mod copy;
 mod initial;
 
 use std::collections::HashSet;
@@ -169,6 +170,11 @@ impl DataDir {
     pub fn checkpoint_file(&self, job: JobId, step: u64, attempt: u64, name: &str) -> Result<PathBuf, FilesError> {
         check_name(name)?;
         Ok(self.checkpoint_dir(job, step, attempt).join(name))
+    }
+
+    /// What a job with a warm start begins with.
+    pub fn initial_of(&self, job: JobId) -> PathBuf {
+        self.initial_dir(job)
     }
 
     /// Bytes that can still be written to the directory's file system.

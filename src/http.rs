@@ -2,11 +2,14 @@
 //!
 //! Every module below registers its routes with `pub fn routes() -> OpenApiRouter<AppState>`; [`router`] composes them and
 //! puts the layers around. What a request passes, from the outside in: request id and access log, panic guard, host and
-//! origin check, key, body time-out, decompression, body limit, the handler. Every failure on the way is a [`error::Problem`].
+//! origin check, body time-out, decompression, body limit, key
+//! and owner, the handler. Every failure on the way is a [`error::Problem`].
 
 pub mod alerts;
 pub mod artifacts;
+pub mod audit;
 pub mod auth;
+pub mod browser;
 pub mod callbacks;
 mod compare;
 mod contract;
@@ -20,8 +23,10 @@ pub mod extract;
 pub mod fork;
 pub mod idempotency;
 pub mod jobs;
+pub mod keys;
 pub mod list;
 mod lookup;
+mod measures;
 pub mod metrics;
 pub mod models;
 pub mod openapi;
@@ -33,16 +38,19 @@ mod reward_test_journal;
 pub mod rewards;
 pub mod samples;
 pub mod schemas;
+pub mod session;
 pub mod submit;
 pub mod summary;
 pub mod system;
 mod warm_start;
 pub mod web;
+pub mod webhooks;
 pub mod worker;
 
 use std::any::Any;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
 use axum::Router;
 use axum::body::Body;
@@ -66,8 +74,6 @@ pub use openapi::openapi;
 
 /// The longest JSON body, in bytes; routes that stream set their own limit.
 pub const JSON_LIMIT_BYTES: usize = 16 * 1024 * 1024;
-/// The longest pause between two pieces of a request's body.
-const BODY_PAUSE: Duration = Duration::from_secs(30);
 
 /// What handlers share. Cheap to clone.
 #[derive(Clone)]
@@ -88,6 +94,10 @@ pub struct AppState {
     pub prober: Option<Arc<dyn probe::Prober>>,
     /// Re-scores that may be under way at a time.
     pub rescores: Arc<Semaphore>,
+    /// Counts of connections, for `/metrics`.
+    pub connections: Arc<system::Connections>,
+    /// A key was seen in the database: from then on every request needs one.
+    pub keyed: Arc<AtomicBool>,
 }
 
 impl AppState {
@@ -102,6 +112,8 @@ impl AppState {
             requests: Arc::default(),
             prober: None,
             rescores: Arc::new(Semaphore::new(rescore::PLACES)),
+            connections: Arc::default(),
+            keyed: Arc::default(),
         }
     }
 }
@@ -122,6 +134,10 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(callbacks::routes())
         .merge(rescore::routes())
         .merge(system::routes())
+        .merge(session::routes())
+        .merge(keys::routes())
+        .merge(audit::routes())
+        .merge(webhooks::routes())
 }
 
 /// The whole service: serve it, or call it in a test with `tower::ServiceExt::oneshot`.
@@ -129,20 +145,23 @@ pub fn router(state: AppState) -> Router {
     let worker =
         worker::routes().split_for_parts().0.layer(middleware::from_fn_with_state(state.clone(), auth::require_worker));
     let body = ServiceBuilder::new()
-        .layer(RequestBodyTimeoutLayer::new(BODY_PAUSE))
+        .layer(RequestBodyTimeoutLayer::new(state.config.edge.body_pause))
         .layer(RequestDecompressionLayer::new())
         .map_request(|request: axum::http::Request<_>| request.map(Body::new));
-    routes()
+    // The layer is around the fallbacks too: what does not exist is not told to somebody without a key.
+    let guarded = routes()
         .split_for_parts()
         .0
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(state.clone(), auth::require_access));
+    guarded
         .merge(web::routes())
         .merge(worker)
-        .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(JSON_LIMIT_BYTES))
         .layer(body)
-        .layer(middleware::from_fn_with_state(state.clone(), auth::require_key))
-        .layer(middleware::from_fn_with_state(state.clone(), auth::guard_browser))
+        .layer(middleware::from_fn_with_state(state.clone(), browser::guard_browser))
         .layer(CatchPanicLayer::custom(panicked))
         .layer(middleware::from_fn_with_state(state.clone(), around))
         .with_state(state)
@@ -194,6 +213,17 @@ async fn around(State(state): State<AppState>, request: Request, next: Next) -> 
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.insert(header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY"));
     headers.insert(header::REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+    headers.insert("cross-origin-opener-policy", HeaderValue::from_static("same-origin"));
+    headers.insert(
+        "permissions-policy",
+        HeaderValue::from_static("camera=(), geolocation=(), microphone=(), payment=(), usb=()"),
+    );
+    let foreign_readers = !state.config.edge.cors_origins.is_empty();
+    let readers = if foreign_readers { "cross-origin" } else { "same-origin" };
+    headers.insert("cross-origin-resource-policy", HeaderValue::from_static(readers));
+    if state.config.public_url.as_deref().is_some_and(|url| url.starts_with("https:")) {
+        headers.insert(header::STRICT_TRANSPORT_SECURITY, HeaderValue::from_static("max-age=31536000"));
+    }
     headers
         .entry(header::CONTENT_SECURITY_POLICY)
         .or_insert(HeaderValue::from_static("default-src 'none'; frame-ancestors 'none'; sandbox"));

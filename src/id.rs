@@ -82,6 +82,10 @@ id_type!(/// A published checkpoint of a job.
     CheckpointId, "checkpoint", "ckpt_");
 id_type!(/// A running worker process.
     WorkerId, "worker", "wrk_");
+id_type!(/// An API key; not its secret text, which begins with `rld_`.
+    KeyId, "key", "key_");
+id_type!(/// A subscription to lifecycle messages.
+    WebhookId, "webhook", "whk_");
 id_type!(/// One request to a reward service; constant over its retries.
     RewardRequestId, "reward request", "rwr_");
 

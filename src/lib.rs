@@ -4,12 +4,12 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`callback`] [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`access`] [`callback`] [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
 //! | a reward model with its text | [`reward_model`] |
-//! | processes | [`worker`] [`prober`] [`http`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
+//! | processes | [`worker`] [`prober`] [`http`] [`courier`] [`keys`] [`backup`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
 //!
@@ -30,12 +30,14 @@ mod failpoint;
 
 pub mod config;
 
+pub mod access;
 pub mod callback;
 pub mod dataset;
 pub mod doctor;
 pub mod event;
 pub mod id;
 pub mod job;
+pub mod lifecycle;
 pub mod modelcard;
 pub mod outgoing;
 pub mod probe;
@@ -52,10 +54,13 @@ pub mod engine;
 
 pub mod reward_model;
 
+pub mod backup;
 pub mod bench;
 pub mod convert;
+pub mod courier;
 pub mod demo;
 pub mod http;
+pub mod keys;
 pub mod prober;
 pub mod reward_server;
 pub mod serve;

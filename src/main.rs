@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use rlood::config::{Cli, Command, LogFormat, RewardCommand};
 use rlood::reward::check;
-use rlood::{bench, convert, demo, http, prober, reward_server, serve, worker};
+use rlood::{backup, bench, convert, demo, http, keys, prober, reward_server, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
 const EXIT_USAGE: u8 = 2;
@@ -30,6 +30,9 @@ fn main() -> ExitCode {
             Ok(config) => on_runtime(None, serve::check::run(config)),
             Err(error) => refuse(&error),
         },
+        Command::Backup(args) => on_runtime(None, backup::backup(args)),
+        Command::Restore(args) => on_runtime(None, backup::restore(args)),
+        Command::Keys(args) => on_runtime(None, keys::run(args)),
         Command::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| fail(&*error)),
         Command::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(&error)),
         Command::Demo(args) => on_runtime(None, demo::run(args)),

@@ -3,11 +3,13 @@
 //! [`run`] is `rlood serve`; [`start`] brings a server up inside this process, for the demo and for tests.
 
 pub mod check;
+pub mod disk;
 mod leases;
 mod listen;
 mod outage;
 #[cfg(test)]
 mod queue_model;
+pub mod retention;
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -24,7 +26,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::config::ServeConfig;
+use crate::config::{ConfigError, ServeConfig, no_key_for};
+use crate::courier::{Courier, CourierError};
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
 use crate::files::{DataDir, FilesError};
@@ -35,6 +38,8 @@ use crate::probe::{ProbeReport, ProbeTask};
 use crate::reward::client::{Pace, RewardClient};
 use crate::store::{Store, StoreError, clock_ms};
 use crate::supervisor::probe::{NoReport, Probes};
+use disk::DiskWatch;
+
 use crate::supervisor::{Children, Lost, Supervisor};
 use leases::LeaseWatch;
 
@@ -69,6 +74,12 @@ pub enum ServeError {
     /// A GPU of the pool cannot be used.
     #[error("--devices: {0}")]
     Gpu(String),
+    /// Lifecycle messages cannot be sent.
+    #[error(transparent)]
+    Courier(#[from] CourierError),
+    /// An open address, and no usable key.
+    #[error(transparent)]
+    NoKey(ConfigError),
     /// The address is taken or not ours.
     #[error("cannot listen on {address}; choose another --listen address (port 0 takes a free one)")]
     Listen {
@@ -98,6 +109,8 @@ pub struct Running {
     tick: AbortOnDropHandle<()>,
     outages: AbortOnDropHandle<()>,
     deaths: AbortOnDropHandle<()>,
+    courier: AbortOnDropHandle<()>,
+    house: AbortOnDropHandle<()>,
     store: Store,
 }
 
@@ -115,9 +128,9 @@ impl Running {
     /// Drains: workers checkpoint and requeue their jobs while the API still answers, then streams end and connections
     /// close. Takes less than 30 s.
     pub async fn stop(self) {
-        let Self { addr: _, stop_http, http, supervisor, tick, outages, deaths, store } = self;
+        let Self { addr: _, stop_http, http, supervisor, tick, outages, deaths, courier, house, store } = self;
         supervisor.stop(WORKERS_STOP).await;
-        drop((tick, outages, deaths));
+        drop((tick, outages, deaths, courier, house));
         stop_http.cancel();
         if let Err(error) = http.await {
             tracing::error!(%error, "the listener ended badly");
@@ -173,9 +186,18 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     if !gpus.is_empty() {
         config.gpu_memory_bytes = Some(gpu::smallest(&gpus).map_err(ServeError::Gpu)?);
     }
-    let config = Arc::new(config);
     let files = DataDir::open(&config.data_dir)?;
     let store = Store::open(&files.database()).await?;
+    if config.api_key.is_none() {
+        if !config.listen.ip().is_loopback() && store.api_keys_usable(clock_ms()).await? == 0 {
+            return Err(ServeError::NoKey(no_key_for(config.listen)));
+        }
+        if store.api_keys_exist().await? {
+            config.narrow();
+        }
+    }
+    let courier = Courier::new(store.clone(), outgoing)?;
+    let config = Arc::new(config);
     recover(&store, &files, &config, clock_ms()).await?;
 
     let refused = |source| ServeError::Listen { address: config.listen, source };
@@ -185,15 +207,20 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let children = children(&config, files.scratch(), addr)?;
     let mut state = AppState::new(store.clone(), files.clone(), config.clone());
     state.prober = Some(Arc::new(Probes::new(&children)));
+    let connections = state.connections.clone();
     let router = http::router(state);
-    let http = tokio::spawn(listen::serve(listener, router, stop_http.clone()));
+    let http = tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop_http.clone()));
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
-    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), lease_ms(&config))));
+    let disk = DiskWatch::new(config.edge.disk_reserve_bytes);
+    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), lease_ms(&config), disk)));
     let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
-    Ok(Running { addr, stop_http, http, supervisor, tick, outages, deaths, store })
+    let courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
+    let house = retention::keep_house(store.clone(), files, config.retention);
+    let house = AbortOnDropHandle::new(tokio::spawn(house));
+    Ok(Running { addr, stop_http, http, supervisor, tick, outages, deaths, courier, house, store })
 }
 
 impl Prober for Probes {
@@ -220,7 +247,7 @@ async fn recover(store: &Store, files: &DataDir, config: &ServeConfig, now: i64)
     let mut datasets = Vec::new();
     let mut after = None;
     loop {
-        let page = store.dataset_list(after.as_deref(), 100).await?;
+        let page = store.dataset_list(None, after.as_deref(), 100).await?;
         datasets.extend(page.data.into_iter().map(|dataset| dataset.id));
         match page.next {
             Some(next) => after = Some(next),
@@ -232,8 +259,8 @@ async fn recover(store: &Store, files: &DataDir, config: &ServeConfig, now: i64)
     Ok(())
 }
 
-/// Requeues the jobs of workers that fell silent; once a minute, housekeeping.
-async fn tick(store: Store, lease_ms: i64) {
+/// Requeues the jobs of workers that fell silent, looks at the disk; once a minute, housekeeping.
+async fn tick(store: Store, files: DataDir, lease_ms: i64, mut disk: DiskWatch) {
     let begun = Instant::now();
     let steady_ms = move || i64::try_from(begun.elapsed().as_millis()).unwrap_or(i64::MAX);
     let mut watch = LeaseWatch::new(clock_ms(), steady_ms(), lease_ms);
@@ -246,8 +273,10 @@ async fn tick(store: Store, lease_ms: i64) {
             Ok(jobs) => jobs.iter().for_each(|job| tracing::warn!(%job, "its worker fell silent; it is queued again")),
             Err(error) => tracing::error!(error = &error as &dyn std::error::Error, "lapsed leases stay"),
         }
+        disk.look(&store, &files, now).await;
         if count % TICKS_A_ROUND == 0 {
-            let kept = store.keys_expire(now).await.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
+            let kept = store.keys_expire(now).await.and(store.sessions_expire(now).await);
+            let kept = kept.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
             let kept = kept.and(store.callbacks_prune(now).await);
             if let Err(error) = kept {
                 tracing::error!(error = &error as &dyn std::error::Error, "housekeeping failed");

@@ -4,21 +4,30 @@
 //! `synchronous = FULL`) and a few readers. `now` (Unix ms) is an argument of every query that needs the time. A change of state
 //! and the event that tells of it are one transaction; [`Store::changed`] wakes whoever waits for the next event.
 
+pub mod api_keys;
 pub mod artifacts;
+pub mod audit;
 pub mod callbacks;
 pub mod claims;
 pub mod courses;
 pub mod datasets;
+pub mod disk;
 pub mod doctor;
 pub mod events;
 pub mod fork;
 pub mod jobs;
 pub mod journal;
 pub mod keys;
+pub mod measures;
 pub mod models;
 pub mod moves;
+pub mod owners;
+pub mod retention;
 pub mod rewards;
 pub mod samples;
+pub mod sessions;
+pub mod snapshot;
+pub mod webhooks;
 pub mod workers;
 
 use std::collections::HashMap;
@@ -43,7 +52,9 @@ use crate::failpoint::{fail_point, without};
 use crate::id::{IdError, JobId};
 use crate::job::{Action, State};
 
+pub use api_keys::{KeyRow, NewKey};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
+pub use audit::{AuditRow, NewAudit};
 pub use callbacks::{Counted, Taken};
 pub use claims::{Beat, Claimed};
 pub use courses::Course;
@@ -56,6 +67,7 @@ pub use keys::KeyBegin;
 pub use models::{ModelRow, NewModel};
 pub use rewards::RewardHealthRow;
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
+pub use sessions::{SessionKey, SessionRow};
 pub use workers::WorkerRow;
 
 /// The database of one server. Cheap to clone.
@@ -185,6 +197,17 @@ struct Changes {
     all: broadcast::Sender<JobId>,
 }
 
+impl Default for Changes {
+    fn default() -> Self {
+        Self {
+            jobs: Mutex::default(),
+            queue: watch::Sender::default(),
+            callbacks: watch::Sender::default(),
+            all: broadcast::Sender::new(CHANGES),
+        }
+    }
+}
+
 /// Changed jobs that may wait for whoever looks at all of them.
 const CHANGES: usize = 1024;
 
@@ -224,13 +247,36 @@ impl Store {
             .map_err(cannot_open)?;
         sqlx::migrate!().run(&writer).await.map_err(|source| StoreError::Migrate { source })?;
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
-        let changes = Arc::new(Changes {
-            jobs: Mutex::default(),
-            queue: watch::Sender::new(0),
-            callbacks: watch::Sender::new(0),
-            all: broadcast::Sender::new(CHANGES),
-        });
+        let changes = Arc::default();
         Ok(Store { writer, readers, changes })
+    }
+
+    /// Opens the database of a server that is running, for a command of a few statements. `Corrupt` when the server is of
+    /// another version; `Open` when there is no database.
+    pub async fn open_beside(database: &Path) -> Result<Store, StoreError> {
+        sqlite_version().await?;
+        let options = SqliteConnectOptions::new()
+            .filename(database)
+            .foreign_keys(true)
+            .busy_timeout(Duration::from_secs(10))
+            .pragma("trusted_schema", "OFF");
+        let one = SqlitePoolOptions::new()
+            .max_connections(1)
+            .connect_with(options)
+            .await
+            .map_err(|source| StoreError::Open { path: database.to_owned(), source })?;
+        let applied: i64 = sqlx::query_scalar("SELECT MAX(version) FROM _sqlx_migrations")
+            .fetch_one(&one)
+            .await
+            .doing("read the database's version")?;
+        let latest = sqlx::migrate!().iter().map(|migration| migration.version).max();
+        if latest != Some(applied) {
+            return Err(corrupt("schema: the server is of another version than this command")(format!(
+                "the database has migration {applied}"
+            )));
+        }
+        let changes = Arc::default();
+        Ok(Store { writer: one.clone(), readers: one, changes })
     }
 
     /// Closes every connection; the WAL is folded into the file.

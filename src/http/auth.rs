@@ -1,44 +1,387 @@
-//! Who may call what.
+//! Who asks, and whether they may.
 //!
-//! With `RLOOD_API_KEY` every route but the open ones needs `Authorization: Bearer KEY`. Without a key the server listens on
-//! loopback only, and a browser's requests are checked instead: the `Host` must be ours (DNS rebinding), and a request that
-//! changes something must not come from another site's page. Worker routes need the worker token, never the key.
+//! A request carries a key (`Authorization: Bearer KEY`), or the cookie of a session that was opened with one
+//! ([`super::session`]). `RLOOD_API_KEY` is one key with every scope; others are in the database. Without any key the server
+//! listens on loopback only, and everybody may do everything; as soon as a key was made, nobody comes in without one. What a
+//! route asks for stands in [`crate::access`]; whose things a key sees is checked here for every path with an id, and by the
+//! handlers for lists and for what a body names. Worker routes need the worker token, or a key with the scope `worker`.
 
-use std::net::IpAddr;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use axum::extract::{Request, State};
-use axum::http::{HeaderMap, Method, Uri, header};
+use axum::body::Body;
+use axum::extract::{ConnectInfo, FromRequestParts, MatchedPath, Request, State};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::AppState;
-use super::error::{Code, Problem, shortened};
-use crate::config::ServeConfig;
+use super::error::{Code, Problem, REQUEST_ID};
+use super::session::{self, CSRF_HEADER, Cookie};
+use crate::access::{self, Access, Scope, Scopes};
+use crate::id::KeyId;
+use crate::store::{KeyRow, NewAudit, StoreError, clock_ms};
 
-/// Routes that answer without a key: they show nothing of anybody.
-const OPEN: &[&str] = &["/livez", "/readyz", "/openapi.json", "/docs", "/"];
-/// Paths that carry another credential: the worker token, or a reward request's own.
-const OTHER_CREDENTIALS: [&str; 2] = ["/worker/", "/reward-callbacks/"];
+/// Between two looks whether the key behind an open event stream is still good.
+const STREAM_CHECK: Duration = Duration::from_secs(15);
+/// A key's last use is noted this often at most, ms.
+const USE_NOTED_MS: i64 = 60_000;
 
-/// Layer: 401 unless the request carries the API key, if one is set.
-pub async fn require_key(State(state): State<AppState>, request: Request, next: Next) -> Response {
-    let path = request.uri().path();
-    let open = OPEN.contains(&path) || ["/docs/", "/web/"].iter().any(|prefix| path.starts_with(prefix));
-    let open = open || OTHER_CREDENTIALS.iter().any(|prefix| path.starts_with(prefix));
-    match &state.config.api_key {
-        Some(key) if !open => match check_bearer(request.headers(), key) {
-            Ok(()) => next.run(request).await,
-            Err(problem) => problem.into_response(),
-        },
-        Some(_) | None => next.run(request).await,
+/// Who asks. Handlers take it as an argument.
+#[derive(Debug, Clone)]
+pub struct Caller(Arc<Who>);
+
+#[derive(Debug)]
+struct Who {
+    actor: Actor,
+    owner: String,
+    scopes: Scopes,
+}
+
+/// What kind of credential came.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Actor {
+    /// None, on a server without keys.
+    Anonymous,
+    /// `RLOOD_API_KEY`.
+    Operator,
+    /// A key of the database.
+    Key {
+        /// Its id.
+        id: KeyId,
+        /// Its name.
+        name: String,
+    },
+}
+
+impl Caller {
+    fn new(actor: Actor, owner: String, scopes: Scopes) -> Self {
+        Self(Arc::new(Who { actor, owner, scopes }))
+    }
+
+    fn everything(actor: Actor) -> Self {
+        Self::new(actor, String::new(), Scopes::of([Scope::Admin]))
+    }
+
+    fn of_key(key: &KeyRow) -> Self {
+        Self::new(Actor::Key { id: key.id, name: key.name.clone() }, key.owner.clone(), key.scopes)
+    }
+
+    /// The credential.
+    pub fn actor(&self) -> &Actor {
+        &self.0.actor
+    }
+
+    /// What it permits.
+    pub fn scopes(&self) -> Scopes {
+        self.0.scopes
+    }
+
+    /// Whose things it makes; empty = the operator's.
+    pub fn owner(&self) -> &str {
+        &self.0.owner
+    }
+
+    /// Whose things it sees; None = everybody's.
+    pub fn sees(&self) -> Option<&str> {
+        (!self.0.scopes.has(Scope::Admin)).then_some(self.0.owner.as_str())
+    }
+
+    /// Whether it sees a thing of this owner.
+    pub fn may_see(&self, owner: &str) -> bool {
+        self.sees().is_none_or(|own| own == owner)
+    }
+
+    /// Whether it sees a model of this owner: those of nobody in particular are for everybody.
+    pub fn may_use_model(&self, owner: &str) -> bool {
+        owner.is_empty() || self.may_see(owner)
+    }
+
+    /// The credential's word for the record of changes.
+    pub fn word(&self) -> String {
+        match self.actor() {
+            Actor::Anonymous => "anonymous".to_owned(),
+            Actor::Operator => "operator".to_owned(),
+            Actor::Key { id, .. } => id.to_string(),
+        }
     }
 }
 
-/// Layer of the worker routes: 401 unless the request carries the worker token.
+impl<S: Send + Sync> FromRequestParts<S> for Caller {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
+        let caller = parts.extensions.get::<Caller>().cloned();
+        caller.ok_or_else(|| Problem::internal("a route that asks who calls lies outside the layer that knows"))
+    }
+}
+
+/// How a caller showed who they are; enough to look again later.
+#[derive(Debug, Clone)]
+pub(super) enum Credential {
+    None,
+    Bearer(String),
+    Cookie(Cookie),
+}
+
+impl Credential {
+    fn of(headers: &HeaderMap) -> Self {
+        if let Some(given) = headers.get(header::AUTHORIZATION) {
+            let token = match given.to_str().unwrap_or("").split_once(' ') {
+                Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim(),
+                Some(_) | None => "",
+            };
+            return Credential::Bearer(token.to_owned());
+        }
+        Cookie::of(headers).map_or(Credential::None, Credential::Cookie)
+    }
+
+    /// Whose it is; None = nobody's (any more).
+    async fn caller(&self, state: &AppState) -> Result<Option<Caller>, StoreError> {
+        let caller = match self {
+            Credential::None => None,
+            Credential::Bearer(text) => of_key_text(state, text).await?,
+            Credential::Cookie(cookie) => session::find(state, cookie).await?.map(|session| match &session.key {
+                Some(key) => Caller::of_key(key),
+                None => Caller::everything(Actor::Operator),
+            }),
+        };
+        // On a server without keys no credential is needed, and one that is left from elsewhere does no harm.
+        Ok(match caller {
+            None if !keys_are_on(state).await? => Some(Caller::everything(Actor::Anonymous)),
+            caller => caller,
+        })
+    }
+}
+
+/// Whether a request needs a key. From the first key on it always does, whether that key is still good or not.
+pub(super) async fn keys_are_on(state: &AppState) -> Result<bool, StoreError> {
+    if state.config.api_key.is_some() || state.keyed.load(Ordering::Relaxed) {
+        return Ok(true);
+    }
+    let exist = state.store.api_keys_exist().await?;
+    state.keyed.fetch_or(exist, Ordering::Relaxed);
+    Ok(exist)
+}
+
+/// Whose key this is.
+pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<Caller>, StoreError> {
+    if state.config.api_key.as_deref().is_some_and(|key| same(text, key)) {
+        return Ok(Some(Caller::everything(Actor::Operator)));
+    }
+    let now = clock_ms();
+    let Some(key) = state.store.api_key_find(text, now).await? else { return Ok(None) };
+    if key.used_at.is_none_or(|used_at| now - used_at >= USE_NOTED_MS) {
+        let (store, id) = (state.store.clone(), key.id);
+        tokio::spawn(async move {
+            if let Err(error) = store.api_key_used(id, now).await {
+                tracing::warn!(error = &error as &dyn std::error::Error, "a key's use is not noted");
+            }
+        });
+    }
+    Ok(Some(Caller::of_key(&key)))
+}
+
+/// Digests have one length, so that the comparison takes the same time for every input.
+fn same(given: &str, expected: &str) -> bool {
+    !expected.is_empty() && bool::from(Sha256::digest(given).ct_eq(&Sha256::digest(expected)))
+}
+
+fn challenge(detail: &str) -> Problem {
+    Problem::new(Code::Unauthorized, detail).header(header::WWW_AUTHENTICATE, "Bearer realm=\"rlood\"")
+}
+
+/// Layer of all routes but pages and the worker's: 401 without a good credential, 403 without the scope, 404 for what is
+/// somebody else's; notes what was changed.
+pub async fn require_access(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
+    let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
+    let method = request.method().clone();
+    let access = match &route {
+        Some(route) => access::of_route(method.as_str(), route).unwrap_or(Access::Needs(Scope::Admin)),
+        // What does not exist: nobody without a key learns which routes there are.
+        None => Access::Needs(Scope::Read),
+    };
+    let Access::Needs(scope) = access else { return next.run(request).await };
+    let headers = request.headers().clone();
+    let scope = route.is_some().then_some(scope);
+    let (caller, credential) = match admit(&state, &method, &headers, scope).await {
+        Ok(admitted) => admitted,
+        Err(problem) => return problem.into_response(),
+    };
+    let path = request.uri().path().to_owned();
+    if let Some(route) = &route
+        && let Err(problem) = check_owner(&state, &caller, &method, route, &path).await
+    {
+        return problem.into_response();
+    }
+    let note = route.filter(|route| access::changes(method.as_str(), route)).map(|route| {
+        let address = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|info| info.0.ip().to_string());
+        (format!("{method} {route}"), path, address)
+    });
+    request.extensions_mut().insert(caller.clone());
+    let response = next.run(request).await;
+    if let Some((action, target, address)) = note.filter(|_| !response.status().is_client_error()) {
+        // What was made, where something was.
+        let made = response.headers().get(header::LOCATION).and_then(|value| value.to_str().ok());
+        let target = made.map_or(target, str::to_owned);
+        note_change(&state, &caller, Noted { action, target, address, status: response.status() }).await;
+    }
+    end_with_credential(state, credential, response)
+}
+
+/// `scope` is None for what does not exist: any key will do to be told so.
+async fn admit(
+    state: &AppState,
+    method: &Method,
+    headers: &HeaderMap,
+    scope: Option<Scope>,
+) -> Result<(Caller, Credential), Problem> {
+    let credential = Credential::of(headers);
+    let Some(caller) = credential.caller(state).await? else {
+        return Err(match credential {
+            Credential::None => challenge("send 'authorization: Bearer KEY', or sign in with POST /session"),
+            Credential::Bearer(_) => challenge("the bearer token is not a valid key"),
+            Credential::Cookie(_) => challenge("the session is over; sign in again with POST /session"),
+        });
+    };
+    if let (Credential::Cookie(cookie), Actor::Operator | Actor::Key { .. }) = (&credential, caller.actor()) {
+        cookie.check_csrf(method, headers.get(CSRF_HEADER))?;
+    }
+    if let Some(scope) = scope
+        && !caller.scopes().has(scope)
+    {
+        let detail = format!("this needs a key with the scope '{scope}'; yours has: {}", caller.scopes());
+        return Err(Problem::new(Code::Forbidden, detail));
+    }
+    Ok((caller, credential))
+}
+
+/// 404 when the path names something of another owner, in the words for what does not exist.
+async fn check_owner(
+    state: &AppState,
+    caller: &Caller,
+    method: &Method,
+    route: &str,
+    path: &str,
+) -> Result<(), Problem> {
+    if caller.sees().is_none() {
+        return Ok(());
+    }
+    let mut pattern = route.trim_start_matches('/').split('/');
+    let (kind, Some("{id}")) = (pattern.next().unwrap_or(""), pattern.next()) else { return Ok(()) };
+    let Some(id) = path.trim_start_matches('/').split('/').nth(1).and_then(percent_decoded) else { return Ok(()) };
+    let store = &state.store;
+    // An id of another form does not exist: the handler says so.
+    let owner = match kind {
+        "jobs" => match id.parse() {
+            Ok(id) => store.job_owner(id).await?,
+            Err(_) => return Ok(()),
+        },
+        "datasets" => match id.parse() {
+            Ok(id) => store.dataset_owner(id).await?,
+            Err(_) => return Ok(()),
+        },
+        "checkpoints" => match id.parse() {
+            Ok(id) => store.checkpoint_owner(id).await?,
+            Err(_) => return Ok(()),
+        },
+        "webhooks" => match id.parse() {
+            Ok(id) => store.webhook_owner(id).await?,
+            Err(_) => return Ok(()),
+        },
+        "models" => match store.model_owner(&id).await? {
+            Some(owner) if owner.is_empty() && !matches!(*method, Method::GET | Method::HEAD) => {
+                return Err(Problem::new(Code::Forbidden, "this model is everybody's: only an admin may change it"));
+            }
+            Some(owner) if caller.may_use_model(&owner) => return Ok(()),
+            other => other,
+        },
+        _ => {
+            let detail = format!("{route} has an id of which nobody said whose it is");
+            return Err(Problem::internal(detail));
+        }
+    };
+    match owner {
+        Some(owner) if !caller.may_see(&owner) => Err(Problem::not_found(kind.trim_end_matches('s'), id)),
+        Some(_) | None => Ok(()),
+    }
+}
+
+fn percent_decoded(segment: &str) -> Option<String> {
+    let bytes = segment.as_bytes();
+    let mut decoded = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        if bytes[at] == b'%' {
+            decoded.push(u8::from_str_radix(segment.get(at + 1..at + 3)?, 16).ok()?);
+            at += 3;
+        } else {
+            decoded.push(bytes[at]);
+            at += 1;
+        }
+    }
+    String::from_utf8(decoded).ok()
+}
+
+/// A change, as the request and its answer tell of it.
+struct Noted {
+    action: String,
+    target: String,
+    address: Option<String>,
+    status: StatusCode,
+}
+
+async fn note_change(state: &AppState, caller: &Caller, noted: Noted) {
+    let Noted { action, target, address, status } = noted;
+    let change = NewAudit {
+        actor: caller.word(),
+        actor_name: match caller.actor() {
+            Actor::Key { name, .. } => Some(name.clone()),
+            Actor::Anonymous | Actor::Operator => None,
+        },
+        owner: caller.owner().to_owned(),
+        action,
+        target,
+        status: Some(status.as_u16()),
+        request_id: REQUEST_ID.try_with(String::clone).ok(),
+        address,
+    };
+    if let Err(error) = state.store.audit_add(change, clock_ms()).await {
+        tracing::error!(error = &error as &dyn std::error::Error, "a change is not in the record of changes");
+    }
+}
+
+/// An event stream ends when its key is revoked or its session is over.
+fn end_with_credential(state: AppState, credential: Credential, response: Response) -> Response {
+    let streams = response
+        .headers()
+        .get(header::CONTENT_TYPE)
+        .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+    if !streams {
+        return response;
+    }
+    let over = async move {
+        loop {
+            tokio::time::sleep(STREAM_CHECK).await;
+            // A database that does not answer is no reason to cut a stream.
+            if matches!(credential.caller(&state).await, Ok(None)) {
+                return;
+            }
+        }
+    };
+    response.map(|body| Body::from_stream(body.into_data_stream().take_until(Box::pin(over))))
+}
+
+/// Layer of the worker routes: 401 unless the request carries the worker token or a key with the scope `worker`.
 pub async fn require_worker(State(state): State<AppState>, request: Request, next: Next) -> Response {
-    match check_bearer(request.headers(), &state.config.worker_token) {
+    let headers = request.headers().clone();
+    match check_worker(&state, &headers).await {
         Ok(()) => next.run(request).await,
         Err(problem) => problem.into_response(),
     }
@@ -46,68 +389,42 @@ pub async fn require_worker(State(state): State<AppState>, request: Request, nex
 
 /// `Ok` when the request carries this bearer token.
 pub(super) fn check_bearer(headers: &HeaderMap, expected: &str) -> Result<(), Problem> {
-    let challenge = |problem: Problem| problem.header(header::WWW_AUTHENTICATE, "Bearer realm=\"rlood\"");
-    let given = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let Some(given) = given else {
-        return Err(challenge(Problem::new(Code::Unauthorized, "send 'authorization: Bearer KEY'")));
+    match Credential::of(headers) {
+        Credential::Bearer(token) if same(&token, expected) => Ok(()),
+        Credential::Bearer(_) => Err(challenge("the bearer token is not valid here")),
+        Credential::None | Credential::Cookie(_) => Err(challenge("send 'authorization: Bearer TOKEN'")),
+    }
+}
+
+async fn check_worker(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
+    let refused = match check_bearer(headers, &state.config.worker_token) {
+        Ok(()) => return Ok(()),
+        Err(refused) => refused,
     };
-    let token = match given.split_once(' ') {
-        Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim(),
-        Some(_) | None => "",
-    };
-    // Digests have one length, so that the comparison takes the same time for every input.
-    let same: bool = Sha256::digest(token).ct_eq(&Sha256::digest(expected)).into();
-    if same && !expected.is_empty() {
-        return Ok(());
-    }
-    Err(challenge(Problem::new(Code::Unauthorized, "the bearer token is not a valid key")))
-}
-
-/// Layer: refuses what only a hostile web page would send.
-pub async fn guard_browser(State(state): State<AppState>, request: Request, next: Next) -> Response {
-    match check_browser(&state.config, request.method(), request.uri(), request.headers()) {
-        Ok(()) => next.run(request).await,
-        Err(problem) => problem.into_response(),
+    let Credential::Bearer(token) = Credential::of(headers) else { return Err(refused) };
+    match state.store.api_key_find(&token, clock_ms()).await? {
+        Some(key) if key.scopes.has(Scope::Worker) => Ok(()),
+        Some(_) | None => {
+            Err(challenge("the bearer token is neither the worker token nor a key with the scope 'worker'"))
+        }
     }
 }
 
-fn check_browser(config: &ServeConfig, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), Problem> {
-    if config.api_key.is_some() {
-        return Ok(()); // A page of another site does not know the key, and no cookie carries it.
-    }
-    let text = |name| headers.get(name).and_then(|value: &axum::http::HeaderValue| value.to_str().ok());
-    let host = uri.authority().map(|authority| authority.as_str()).or_else(|| text(header::HOST));
-    if let Some(host) = host
-        && !is_ours(config, host)
-    {
-        let detail = format!("'{}' is not a name of this server; use localhost or its listen address", shortened(host));
-        return Err(Problem::new(Code::WrongHost, detail));
-    }
-    let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
-    let foreign_site = text(header::HeaderName::from_static("sec-fetch-site"))
-        .is_some_and(|site| !["same-origin", "none"].contains(&site));
-    let foreign_origin = text(header::ORIGIN)
-        .is_some_and(|origin| origin.split_once("://").is_none_or(|(_, authority)| Some(authority) != host));
-    if !safe && (foreign_site || foreign_origin) {
-        return Err(Problem::new(Code::Forbidden, "a page of another origin may not change anything here"));
-    }
-    Ok(())
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn is_ours(config: &ServeConfig, authority: &str) -> bool {
-    let host = host_of(authority);
-    let loopback = host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
-    let public = config.public_url.as_deref().and_then(|url| url.parse::<Uri>().ok());
-    loopback
-        || host.eq_ignore_ascii_case("localhost")
-        || host == config.listen.ip().to_string()
-        || public.as_ref().and_then(Uri::host).is_some_and(|ours| ours.eq_ignore_ascii_case(host))
-}
+    #[test]
+    fn a_segment_is_decoded_once() {
+        assert_eq!(percent_decoded("Qwen%2FQwen3"), Some("Qwen/Qwen3".to_owned()));
+        assert_eq!(percent_decoded("a%252F"), Some("a%2F".to_owned()));
+        for broken in ["%", "%2", "%zz", "%ff"] {
+            assert_eq!(percent_decoded(broken), None, "{broken}");
+        }
+    }
 
-/// The host of `host`, `host:port`, `[v6]` or `[v6]:port`, without brackets.
-fn host_of(authority: &str) -> &str {
-    match authority.strip_prefix('[') {
-        Some(rest) => rest.split(']').next().unwrap_or(rest),
-        None => authority.rsplit_once(':').map_or(authority, |(host, _)| host),
+    #[test]
+    fn an_empty_key_is_no_key() {
+        assert!(!same("", "") && same("a", "a") && !same("a", "b"));
     }
 }

@@ -10,6 +10,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query};
 use super::jobs::{bad_query, resolved_config};
@@ -134,6 +135,7 @@ struct ComparedStep {
     (status = 404, description = "Some of the jobs do not exist; errors names each", body = ProblemBody)))]
 async fn compare_jobs(
     State(state): State<AppState>,
+    caller: Caller,
     Query(query): Query<CompareQuery>,
 ) -> Result<Json<Comparison>, Problem> {
     let max_points = query.max_points.unwrap_or(DEFAULT_POINTS);
@@ -141,7 +143,7 @@ async fn compare_jobs(
         let detail = format!("must be between 2 and {MAX_POINTS}, not {max_points}");
         return Err(bad_query("max_points", "out_of_range", detail));
     }
-    let rows = find(&state, &ids(query.ids.as_deref().unwrap_or(""))?).await?;
+    let rows = find(&state, &caller, &ids(query.ids.as_deref().unwrap_or(""))?).await?;
     let keys = match &query.keys {
         Some(keys) => keys.split(',').map(str::trim).filter(|key| !key.is_empty()).map(str::to_owned).collect(),
         None => DEFAULT_KEYS.map(str::to_owned).to_vec(),
@@ -209,12 +211,12 @@ fn ids(text: &str) -> Result<Vec<JobId>, Problem> {
 }
 
 /// The jobs, or a 404 that names every one there is not.
-async fn find(state: &AppState, ids: &[JobId]) -> Result<Vec<JobRow>, Problem> {
+async fn find(state: &AppState, caller: &Caller, ids: &[JobId]) -> Result<Vec<JobRow>, Problem> {
     let (mut rows, mut missing) = (Vec::new(), Vec::new());
     for id in ids {
         match state.store.job_get(*id).await {
-            Ok(row) => rows.push(row),
-            Err(StoreError::NotFound { .. }) => missing.push(id.to_string()),
+            Ok(row) if caller.may_see(&row.owner) => rows.push(row),
+            Ok(_) | Err(StoreError::NotFound { .. }) => missing.push(id.to_string()),
             Err(error) => return Err(error.into()),
         }
     }

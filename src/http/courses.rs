@@ -17,6 +17,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Problem, ProblemBody, shortened};
 use super::extract::{Json, Query};
 use super::jobs::{JobView, bad_query};
@@ -83,6 +84,7 @@ impl From<Course> for CourseView {
     (status = 400, description = "A parameter is not valid", body = ProblemBody)))]
 async fn list_courses(
     State(state): State<AppState>,
+    caller: Caller,
     Query(CourseQuery { ids, points }): Query<CourseQuery>,
 ) -> Result<Json<List<CourseView>>, Problem> {
     let points = points.unwrap_or(DEFAULT_POINTS);
@@ -101,8 +103,10 @@ async fn list_courses(
             .parse()
             .map_err(|_| bad_query("ids", "invalid_value", format!("'{}' is not the id of a job", shortened(word))))?;
         match state.store.job_get(id).await {
-            Ok(row) => data.push(state.store.reward_course(row.id, points / 2).await?.into()),
-            Err(StoreError::NotFound { .. }) => {}
+            Ok(row) if caller.may_see(&row.owner) => {
+                data.push(state.store.reward_course(row.id, points / 2).await?.into());
+            }
+            Ok(_) | Err(StoreError::NotFound { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
@@ -116,11 +120,11 @@ async fn list_courses(
 /// for the list once the stream is open, and again whenever it was cut.
 #[utoipa::path(get, path = "/jobs/changes", tag = "Jobs", responses(
     (status = 200, description = "The stream", body = String, content_type = "text/event-stream")))]
-async fn follow_jobs(State(state): State<AppState>) -> Response {
+async fn follow_jobs(State(state): State<AppState>, caller: Caller) -> Response {
     let (sender, receiver) = mpsc::channel(BACKLOG);
     let changes = state.store.changed_jobs();
     tokio::spawn(async move {
-        if let Err(problem) = follow(&state, changes, &sender).await {
+        if let Err(problem) = follow(&state, &caller, changes, &sender).await {
             tracing::debug!(detail = problem.detail(), "a stream of jobs ended early");
         }
     });
@@ -131,7 +135,14 @@ async fn follow_jobs(State(state): State<AppState>) -> Response {
 
 type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
 
-async fn follow(state: &AppState, mut changes: broadcast::Receiver<JobId>, sender: &Sender) -> Result<(), Problem> {
+async fn follow(
+    state: &AppState,
+    caller: &Caller,
+    mut changes: broadcast::Receiver<JobId>,
+    sender: &Sender,
+) -> Result<(), Problem> {
+    // Jobs of others are not told of, nor that they are gone.
+    let mut told = BTreeSet::new();
     if !send(sender, sse::Event::default().comment("changes of all jobs follow")).await {
         return Ok(());
     }
@@ -160,8 +171,14 @@ async fn follow(state: &AppState, mut changes: broadcast::Receiver<JobId>, sende
         }
         for id in changed {
             let event = match state.store.job_get(id).await {
-                Ok(row) => sse::Event::default().event("job").json_data(JobView::of(state, row).await?),
-                Err(StoreError::NotFound { .. }) => sse::Event::default().event("gone").json_data(json!({"id": id})),
+                Ok(row) if caller.may_see(&row.owner) => {
+                    told.insert(id);
+                    sse::Event::default().event("job").json_data(JobView::of(state, row).await?)
+                }
+                Err(StoreError::NotFound { .. }) if told.remove(&id) || caller.sees().is_none() => {
+                    sse::Event::default().event("gone").json_data(json!({"id": id}))
+                }
+                Ok(_) | Err(StoreError::NotFound { .. }) => continue,
                 Err(error) => return Err(error.into()),
             };
             if !send(sender, event.map_err(Problem::internal)?).await {

@@ -19,6 +19,7 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouterExt};
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Item, Problem, shortened};
 use super::extract::{Json, Path, Query, body_fault, body_problem, media_type};
 use super::idempotency::{Answer, once};
@@ -63,14 +64,16 @@ pub struct Dataset {
     pub sha256: String,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
+    /// The owner of the key that uploaded it; empty = the operator.
+    pub owner: String,
     /// When it was uploaded first.
     pub created_at: Time,
 }
 
 impl From<DatasetRow> for Dataset {
     fn from(row: DatasetRow) -> Self {
-        let DatasetRow { id, name, sha256, num_rows, size_bytes, columns, created_at } = row;
-        Self { id, name, num_rows, size_bytes, sha256, columns, created_at: Time(created_at) }
+        let DatasetRow { id, name, sha256, num_rows, size_bytes, columns, owner, created_at } = row;
+        Self { id, name, num_rows, size_bytes, sha256, columns, owner, created_at: Time(created_at) }
     }
 }
 
@@ -119,6 +122,7 @@ struct DatasetForm {
 )]
 async fn create_dataset(
     State(state): State<AppState>,
+    caller: Caller,
     Query(CreateQuery { name }): Query<CreateQuery>,
     request: Request,
 ) -> Result<Response, Problem> {
@@ -139,32 +143,36 @@ async fn create_dataset(
 
     let identity = Sha256::new().chain_update(&staged.sha256).chain_update(name.as_deref().unwrap_or("")).finalize();
     let identity: String = identity.iter().map(|byte| format!("{byte:02x}")).collect();
-    once(&state.clone(), &headers, "POST /datasets", &identity, store_dataset(state, name, summary, staged)).await
+    let work = store_dataset(state.clone(), caller.clone(), name, summary, staged);
+    once(&state, &caller, &headers, "POST /datasets", &identity, work).await
 }
 
 async fn store_dataset(
     state: AppState,
+    caller: Caller,
     name: Option<String>,
     summary: Summary,
     staged: StagedDone,
 ) -> Result<Answer, Problem> {
-    let (row, is_new) = keep_rows(&state, name, summary, staged).await?;
+    let (row, is_new) = keep_rows(&state, caller.owner(), name, summary, staged).await?;
     let location = format!("/datasets/{}", row.id);
     Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &Dataset::from(row))
 }
 
-/// Bytes first, then the row; the same bytes are one dataset: the row, and whether it is new.
+/// Bytes first, then the row; the same bytes are one dataset of an owner: the row, and whether it is new.
 pub(super) async fn keep_rows(
     state: &AppState,
+    owner: &str,
     name: Option<String>,
     summary: Summary,
     staged: StagedDone,
 ) -> Result<(DatasetRow, bool), Problem> {
-    if let Some(row) = state.store.dataset_by_sha256(&staged.sha256).await? {
+    if let Some(row) = state.store.dataset_by_sha256(owner, &staged.sha256).await? {
         return Ok((row, false));
     }
     let (id, Summary { num_rows, columns }) = (DatasetId::new(), summary);
-    let new = NewDataset { id, name, sha256: staged.sha256.clone(), num_rows, size_bytes: staged.size_bytes, columns };
+    let (sha256, size_bytes, owner) = (staged.sha256.clone(), staged.size_bytes, owner.to_owned());
+    let new = NewDataset { id, name, sha256, num_rows, size_bytes, columns, owner };
     staged.publish(&state.files.dataset(id)).await?;
     let created = state.store.dataset_create(new, clock_ms()).await;
     if !matches!(created, Ok((_, true))) {
@@ -249,6 +257,7 @@ pub(super) async fn read_rows<E>(
         }
         reader.push(&piece, &mut out);
         if out.len() >= WRITE_BYTES {
+            check_disk(state)?;
             staged.write(&out).await?;
             out.clear();
         }
@@ -256,6 +265,17 @@ pub(super) async fn read_rows<E>(
     let summary = reader.finish(&mut out).map_err(rejected)?;
     staged.write(&out).await?;
     Ok((summary, staged.finish().await?))
+}
+
+/// Endless uploads must not take the space that jobs and the database need.
+fn check_disk(state: &AppState) -> Result<(), Problem> {
+    if state.files.free_bytes()? < state.config.edge.disk_reserve_bytes {
+        return Err(Problem::new(
+            Code::StorageFull,
+            "the server's disk is nearly full: free some space, then try again",
+        ));
+    }
+    Ok(())
 }
 
 fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
@@ -328,9 +348,10 @@ fn bad_name() -> Problem {
     responses((status = 200, description = "A page", body = List<Dataset>)))]
 async fn list_datasets(
     State(state): State<AppState>,
+    caller: Caller,
     Query(query): Query<PageQuery>,
 ) -> Result<Json<List<Dataset>>, Problem> {
-    let page = state.store.dataset_list(query.after.as_deref(), query.limit()?).await?;
+    let page = state.store.dataset_list(caller.sees(), query.after.as_deref(), query.limit()?).await?;
     Ok(Json(List::of(page, Dataset::from)))
 }
 

@@ -10,6 +10,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::datasets::{keep_rows, read_rows};
 use super::error::{Problem, ProblemBody};
 use super::idempotency::{Answer, once};
@@ -40,11 +41,11 @@ pub fn routes() -> OpenApiRouter<AppState> {
     responses(
         (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
         (status = 409, description = "A request with this key is being answered", body = ProblemBody)))]
-async fn create_demo(State(state): State<AppState>, headers: HeaderMap) -> Result<Response, Problem> {
-    once(&state.clone(), &headers, "POST /demo", "", create(state)).await
+async fn create_demo(State(state): State<AppState>, caller: Caller, headers: HeaderMap) -> Result<Response, Problem> {
+    once(&state.clone(), &caller.clone(), &headers, "POST /demo", "", create(state, caller)).await
 }
 
-async fn create(state: AppState) -> Result<Answer, Problem> {
+async fn create(state: AppState, caller: Caller) -> Result<Answer, Problem> {
     match state.store.model_get(MODEL).await {
         Ok(_) => {}
         Err(StoreError::NotFound { .. }) => {
@@ -54,19 +55,20 @@ async fn create(state: AppState) -> Result<Answer, Problem> {
                 .await
                 .map_err(Problem::internal)?
                 .map_err(|error| Problem::internal(format!("write the bundled model: {error}")))?;
-            register(&state, MODEL.to_owned(), source, None).await?;
+            // For everybody, whoever asked first.
+            register(&state, String::new(), MODEL.to_owned(), source, None).await?;
         }
         Err(error) => return Err(error.into()),
     }
-    let train = keep(&state, "sums", bundle::TRAIN).await?;
-    let held_out = keep(&state, "sums-held-out", bundle::HELD_OUT).await?;
-    submit(state, job(train, held_out), None).await
+    let train = keep(&state, &caller, "sums", bundle::TRAIN).await?;
+    let held_out = keep(&state, &caller, "sums-held-out", bundle::HELD_OUT).await?;
+    submit(state, caller, job(train, held_out), None).await
 }
 
-async fn keep(state: &AppState, name: &str, rows: &'static [u8]) -> Result<DatasetId, Problem> {
+async fn keep(state: &AppState, caller: &Caller, name: &str, rows: &'static [u8]) -> Result<DatasetId, Problem> {
     let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
     let (summary, staged) = read_rows(state, Format::Ndjson, pieces, |problem| problem).await?;
-    Ok(keep_rows(state, Some(name.to_owned()), summary, staged).await?.0.id)
+    Ok(keep_rows(state, caller.owner(), Some(name.to_owned()), summary, staged).await?.0.id)
 }
 
 /// As a user would write it; `rlood demo` does the same with a reward service.

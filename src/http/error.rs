@@ -52,6 +52,7 @@ codes! {
     BodyInterrupted = "body_interrupted", 400, true, "The body ended early";
     Unauthorized = "unauthorized", 401, false, "A valid API key is needed";
     Forbidden = "forbidden", 403, false, "This is not permitted";
+    InvalidCsrfToken = "invalid_csrf_token", 403, false, "The session's token is missing or not the right one";
     NotFound = "not_found", 404, false, "Not found";
     NoCheckpoint = "no_checkpoint", 404, true, "There is no checkpoint yet";
     MethodNotAllowed = "method_not_allowed", 405, false, "The method is not allowed here";

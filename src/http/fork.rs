@@ -11,6 +11,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path};
 use super::idempotency::{Answer, once};
@@ -52,16 +53,17 @@ pub struct ForkRequest {
     (status = 422, description = "The new job is not valid", body = ProblemBody)))]
 async fn fork_job(
     State(state): State<AppState>,
+    caller: Caller,
     headers: HeaderMap,
     Path(id): Path<JobId>,
     Json(request): Json<ForkRequest>,
 ) -> Result<Response, Problem> {
     let identity = format!("{id} {}", serde_json::to_string(&request).map_err(Problem::internal)?);
-    let work = fork(state.clone(), id, request);
-    once(&state, &headers, "POST /jobs/{id}/fork", &hex(&Sha256::digest(identity)), work).await
+    let work = fork(state.clone(), caller.clone(), id, request);
+    once(&state, &caller, &headers, "POST /jobs/{id}/fork", &hex(&Sha256::digest(identity)), work).await
 }
 
-async fn fork(state: AppState, id: JobId, request: ForkRequest) -> Result<Answer, Problem> {
+async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) -> Result<Answer, Problem> {
     let ForkRequest { from_step, overrides } = request;
     let mut overrides = overrides.unwrap_or_else(|| json!({}));
     if !overrides.is_object() {
@@ -69,6 +71,8 @@ async fn fork(state: AppState, id: JobId, request: ForkRequest) -> Result<Answer
         return Err(invalid(Code::InvalidBody, vec![error]));
     }
     let row = state.store.job_get(id).await?;
+    // Its secrets are copied, so it stays with who has them.
+    let owner = row.owner.clone();
     let mut parent = row.plan()?;
     parent.name = row.name;
     parent.metadata = row.metadata;
@@ -81,7 +85,7 @@ async fn fork(state: AppState, id: JobId, request: ForkRequest) -> Result<Answer
     let document = forked_document(&parent, &overrides);
     let (mut spec, mut errors) = JobSpec::read(document);
     copy_secrets(&mut spec, &parent, state.store.job_secrets(id).await?);
-    let prepared = prepare(&state, &mut spec, None).await?;
+    let prepared = prepare(&state, &caller, &mut spec, None).await?;
     let Prepared { mut context, errors: found, train, eval } = prepared;
     errors.extend(found);
     let resolved =
@@ -125,21 +129,21 @@ async fn fork(state: AppState, id: JobId, request: ForkRequest) -> Result<Answer
     if !errors.is_empty() {
         return Err(refused(errors));
     }
-    if let Some(row) = keep(&state, train).await? {
+    if let Some(row) = keep(&state, &owner, train).await? {
         spec.redacted["dataset"] = json!({"id": row.id});
         plan.dataset = plan_of(&row);
     }
-    if let (Some(row), Some(eval)) = (keep(&state, eval).await?, &mut plan.eval) {
+    if let (Some(row), Some(eval)) = (keep(&state, &owner, eval).await?, &mut plan.eval) {
         spec.redacted["eval"]["dataset"] = json!({"id": row.id});
         eval.dataset = plan_of(&row);
     }
-    create(&state, id, checkpoint, continues, spec, plan).await
+    create(&state, (id, &owner), checkpoint, continues, spec, plan).await
 }
 
 /// Keeps the files first, then makes the row: what is left of a failure is removed, at the latest at the next start.
 async fn create(
     state: &AppState,
-    parent: JobId,
+    (parent, owner): (JobId, &str),
     checkpoint: &CheckpointRow,
     continues: bool,
     spec: JobSpec,
@@ -164,6 +168,7 @@ async fn create(
                 secrets: &spec.secrets,
                 parent: Some(parent),
                 priority: spec.priority,
+                owner,
             };
             let fork = Fork { checkpoint, continues };
             state.store.job_fork(new, fork, clock_ms()).await.map_err(Problem::from)

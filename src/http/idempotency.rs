@@ -8,6 +8,7 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Problem, REQUEST_ID};
 use crate::store::{KeyBegin, clock_ms};
 
@@ -43,13 +44,14 @@ impl IntoResponse for Answer {
 }
 
 /// Does `work` at most once for an `Idempotency-Key`. Without the header it just does it. `route` is method and path
-/// (`POST /jobs`); `body_sha256` covers everything that makes the request what it is. Once begun, the work goes on even when the
+/// (`POST /jobs`); keys of two owners are never the same one; `body_sha256` covers everything that makes the request what it is. Once begun, the work goes on even when the
 /// client leaves, so that a repetition finds its end. A failed request frees the key.
 ///
 /// # Errors
 /// 409 while the first request is at work, 422 when the key came with another body, and whatever `work` fails with.
 pub async fn once<F>(
     state: &AppState,
+    caller: &Caller,
     headers: &HeaderMap,
     route: &'static str,
     body_sha256: &str,
@@ -59,7 +61,12 @@ where
     F: Future<Output = Result<Answer, Problem>> + Send + 'static,
 {
     let Some(key) = key_of(headers)? else { return work.await.map(IntoResponse::into_response) };
-    match state.store.key_begin(route, &key, body_sha256, clock_ms()).await? {
+    // The operator's are as they were before there were owners.
+    let route = match caller.owner() {
+        "" => route.to_owned(),
+        owner => format!("{route} {owner}"),
+    };
+    match state.store.key_begin(&route, &key, body_sha256, clock_ms()).await? {
         KeyBegin::New => {}
         KeyBegin::Replay { status, location, response } => {
             let status = StatusCode::from_u16(status).map_err(Problem::internal)?;
@@ -88,9 +95,9 @@ where
         };
         match &result {
             Ok(Answer { status, location, body }) => {
-                store.key_complete(route, &key, status.as_u16(), location.as_deref(), body).await?;
+                store.key_complete(&route, &key, status.as_u16(), location.as_deref(), body).await?;
             }
-            Err(_) => store.key_abandon(route, &key).await?,
+            Err(_) => store.key_abandon(&route, &key).await?,
         }
         result
     }));

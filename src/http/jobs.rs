@@ -15,6 +15,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::alerts::{self, AlertView, EndingView};
+use super::auth::Caller;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, once};
@@ -95,6 +96,8 @@ pub struct JobView {
     finished_at: Option<Time>,
     /// The client's own labels.
     metadata: BTreeMap<String, String>,
+    /// The owner of the key that made it; empty = the operator.
+    owner: String,
 }
 
 impl JobView {
@@ -137,6 +140,7 @@ impl JobView {
             started_at: row.started_at.map(Time),
             finished_at: row.finished_at.map(Time),
             metadata: row.metadata,
+            owner: row.owner,
         })
     }
 }
@@ -169,6 +173,7 @@ pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
 ), responses((status = 200, description = "A page of jobs", body = List<JobView>), (status = 400, description = "A parameter is not valid", body = ProblemBody)))]
 async fn list_jobs(
     State(state): State<AppState>,
+    caller: Caller,
     Query(query): Query<Vec<(String, String)>>,
 ) -> Result<Json<List<JobView>>, Problem> {
     let (mut filter, mut after, mut limit) = (JobFilter::default(), None, None);
@@ -198,6 +203,7 @@ async fn list_jobs(
             },
         }
     }
+    filter.owner = caller.sees().map(str::to_owned);
     let page = state.store.job_list(&filter, after.as_deref(), list::limit(limit)?).await?;
     let mut data = Vec::with_capacity(page.data.len());
     for row in page.data {
@@ -332,10 +338,11 @@ async fn delete_job(State(state): State<AppState>, Path(id): Path<JobId>) -> Res
     (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
 async fn cancel_job(
     State(state): State<AppState>,
+    caller: Caller,
     headers: HeaderMap,
     Path(id): Path<JobId>,
 ) -> Result<Response, Problem> {
-    move_job(state, headers, id, Action::Cancel, "POST /jobs/{id}/cancel").await
+    move_job(state, caller, headers, id, Action::Cancel, "POST /jobs/{id}/cancel").await
 }
 
 /// Stops a job at a checkpoint; `resume` goes on from there.
@@ -344,10 +351,11 @@ async fn cancel_job(
     (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
 async fn pause_job(
     State(state): State<AppState>,
+    caller: Caller,
     headers: HeaderMap,
     Path(id): Path<JobId>,
 ) -> Result<Response, Problem> {
-    move_job(state, headers, id, Action::Pause, "POST /jobs/{id}/pause").await
+    move_job(state, caller, headers, id, Action::Pause, "POST /jobs/{id}/pause").await
 }
 
 /// Queues a paused job again.
@@ -356,10 +364,11 @@ async fn pause_job(
     (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
 async fn resume_job(
     State(state): State<AppState>,
+    caller: Caller,
     headers: HeaderMap,
     Path(id): Path<JobId>,
 ) -> Result<Response, Problem> {
-    move_job(state, headers, id, Action::Resume, "POST /jobs/{id}/resume").await
+    move_job(state, caller, headers, id, Action::Resume, "POST /jobs/{id}/resume").await
 }
 
 /// Makes a new job of the same plan and secrets from one that is over.
@@ -368,14 +377,16 @@ async fn resume_job(
     (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "It is not over", body = ProblemBody)))]
 async fn retry_job(
     State(state): State<AppState>,
+    caller: Caller,
     headers: HeaderMap,
     Path(id): Path<JobId>,
 ) -> Result<Response, Problem> {
-    move_job(state, headers, id, Action::Retry, "POST /jobs/{id}/retry").await
+    move_job(state, caller, headers, id, Action::Retry, "POST /jobs/{id}/retry").await
 }
 
 async fn move_job(
     state: AppState,
+    caller: Caller,
     headers: HeaderMap,
     id: JobId,
     action: Action,
@@ -407,7 +418,7 @@ async fn move_job(
         };
         Answer::new(status, location, &JobView::of(&state, row).await?)
     };
-    once(&of, &headers, route, &submit::hex(&Sha256::digest(id.to_string())), work).await
+    once(&of, &caller, &headers, route, &submit::hex(&Sha256::digest(id.to_string())), work).await
 }
 
 /// The form of a job's configuration.

@@ -6,6 +6,7 @@ use std::path::{Path as FilePath, PathBuf};
 use serde_json::{Map, Value};
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Problem, chain, shortened};
 use super::models::is_as_registered;
 use super::reward_models;
@@ -56,6 +57,7 @@ impl Prompts {
 
     async fn find(
         state: &AppState,
+        caller: &Caller,
         source: Option<&mut DatasetSource>,
         at: &'static str,
         errors: &mut Vec<FieldError>,
@@ -68,12 +70,12 @@ impl Prompts {
                 Ok(Some(Self { at, source: Source::Records(std::mem::take(records)), facts }))
             }
             Some(&mut DatasetSource::Id(id)) => match state.store.dataset_get(id).await {
-                Ok(DatasetRow { sha256, num_rows, columns, .. }) => {
+                Ok(DatasetRow { sha256, num_rows, columns, owner, .. }) if caller.may_see(&owner) => {
                     let facts =
                         DatasetFacts { id, sha256, num_rows, columns, has_chat_prompts: false, prompt_lengths: None };
                     Ok(Some(Self { at, source: Source::Stored(state.files.dataset(id)), facts }))
                 }
-                Err(StoreError::NotFound { .. }) => {
+                Ok(_) | Err(StoreError::NotFound { .. }) => {
                     errors.push(unknown_dataset(&format!("{at}/id"), &id.to_string()));
                     Ok(None)
                 }
@@ -150,20 +152,21 @@ pub(super) struct Prepared {
 /// Looks up what a job names. Inline records are taken out of it.
 pub(super) async fn prepare(
     state: &AppState,
+    caller: &Caller,
     spec: &mut JobSpec,
     uploaded: Option<Prompts>,
 ) -> Result<Prepared, Problem> {
     let mut errors = unreachable_rewards(state, spec)?;
-    let model = find_model(state, &spec.model, &mut errors).await?;
+    let model = find_model(state, caller, &spec.model, &mut errors).await?;
     let train = match uploaded {
         Some(prompts) => Some(prompts),
-        None => Prompts::find(state, spec.dataset.as_mut(), "/dataset", &mut errors).await?,
+        None => Prompts::find(state, caller, spec.dataset.as_mut(), "/dataset", &mut errors).await?,
     };
     let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
-    let eval = Prompts::find(state, eval, "/eval/dataset", &mut errors).await?;
-    let reward_models = reward_models::find(state, spec, &mut errors).await?;
+    let eval = Prompts::find(state, caller, eval, "/eval/dataset", &mut errors).await?;
+    let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
-    let warm_start = warm_start::find(state, spec, &mut errors).await?;
+    let warm_start = warm_start::find(state, caller, spec, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let inspection = move || {
         let (mut train, mut eval) = (train, eval);
@@ -202,14 +205,19 @@ fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldErro
     Ok(rewards.iter().enumerate().filter_map(refused).collect())
 }
 
-async fn find_model(state: &AppState, id: &str, errors: &mut Vec<FieldError>) -> Result<Option<ModelRow>, Problem> {
+async fn find_model(
+    state: &AppState,
+    caller: &Caller,
+    id: &str,
+    errors: &mut Vec<FieldError>,
+) -> Result<Option<ModelRow>, Problem> {
     if id.is_empty() {
         return Ok(None); // Reported by the reader.
     }
     match state.store.model_get(id).await {
-        Ok(row) => Ok(Some(row)),
-        Err(StoreError::NotFound { .. }) => {
-            let some = state.store.model_list(None, 5).await?;
+        Ok(row) if caller.may_use_model(&row.owner) => Ok(Some(row)),
+        Ok(_) | Err(StoreError::NotFound { .. }) => {
+            let some = state.store.model_list(caller.sees(), None, 5).await?;
             let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
             let known =
                 if known.is_empty() { "none is".to_owned() } else { format!("registered are {}", known.join(", ")) };

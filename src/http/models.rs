@@ -12,6 +12,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Problem, shortened};
 use super::extract::{Json, Path, Query};
 use super::idempotency::Answer;
@@ -60,6 +61,8 @@ pub struct Model {
     pub sha256: String,
     /// What is known of it; null when the server's record cannot be read.
     pub card: Option<Card>,
+    /// The owner of the key that registered it; empty = it is for everybody.
+    pub owner: String,
     /// When it was registered first.
     pub created_at: Time,
 }
@@ -151,8 +154,9 @@ impl Card {
 
 impl From<ModelRow> for Model {
     fn from(row: ModelRow) -> Self {
-        let ModelRow { id, source, state, sha256, card, created_at } = row;
-        Self { id, state, source, sha256, card: serde_json::from_value(card).ok(), created_at: Time(created_at) }
+        let ModelRow { id, source, state, sha256, card, owner, created_at } = row;
+        let card = serde_json::from_value(card).ok();
+        Self { id, state, source, sha256, card, owner, created_at: Time(created_at) }
     }
 }
 
@@ -160,7 +164,7 @@ impl From<ModelRow> for Model {
 ///
 /// A causal language model, to be trained, or a sequence-classification checkpoint, to score as a `reward_model`.
 /// The directory is read and checked at once: config, the headers of the weights, tokenizer, chat template; every byte is hashed.
-/// The same id and source again read it anew (200).
+/// The same id and source again read it anew (200). What an admin registers is for everybody, else it is the key's owner's.
 #[utoipa::path(post, path = "/models", tag = "Models", request_body = CreateModel,
     responses(
         (status = 201, description = "Registered", body = Model, headers(("Location" = String, description = "Its path"))),
@@ -168,12 +172,15 @@ impl From<ModelRow> for Model {
     ))]
 async fn create_model(
     State(state): State<AppState>,
+    caller: Caller,
     Json(CreateModel { id, source }): Json<CreateModel>,
 ) -> Result<Response, Problem> {
     check_id(&id)?;
     let location = format!("/models/{}", id.replace('/', "%2F"));
     let roots = state.config.model_roots.clone();
-    let (row, is_new) = register(&state, id, source, roots).await?;
+    // What an admin registers is for everybody.
+    let owner = caller.sees().unwrap_or_default().to_owned();
+    let (row, is_new) = register(&state, owner, id, source, roots).await?;
     let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
     Ok(Answer::new(status, Some(location), &Model::from(row))?.into_response())
 }
@@ -181,6 +188,7 @@ async fn create_model(
 /// Reads and checks a directory, below `roots` if there are any, and makes or renews its record: the row, and whether it is new.
 pub(super) async fn register(
     state: &AppState,
+    owner: String,
     id: String,
     source: String,
     roots: Option<Vec<PathBuf>>,
@@ -207,7 +215,7 @@ pub(super) async fn register(
         Ok((record(&card, &stamp)?, sha256))
     };
     let (card, sha256) = tokio::task::spawn_blocking(read).await.map_err(Problem::internal)??;
-    Ok(state.store.model_create(NewModel { id, source, sha256, card }, clock_ms()).await?)
+    Ok(state.store.model_create(NewModel { id, source, sha256, card, owner }, clock_ms()).await?)
 }
 
 /// `org/name`: nothing that a path, a URL or a log could misread.
@@ -298,9 +306,10 @@ pub(super) fn is_as_registered(row: &ModelRow, files: &[ModelFile]) -> Result<bo
     responses((status = 200, description = "A page", body = List<Model>)))]
 async fn list_models(
     State(state): State<AppState>,
+    caller: Caller,
     Query(query): Query<PageQuery>,
 ) -> Result<Json<List<Model>>, Problem> {
-    let page = state.store.model_list(query.after.as_deref(), query.limit()?).await?;
+    let page = state.store.model_list(caller.sees(), query.after.as_deref(), query.limit()?).await?;
     Ok(Json(List::of(page, Model::from)))
 }
 

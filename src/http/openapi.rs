@@ -2,7 +2,7 @@
 
 use utoipa::openapi::path::{Operation, PathItem};
 use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
-use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
+use utoipa::openapi::security::{ApiKey, ApiKeyValue, Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::tag::TagBuilder;
 use utoipa::openapi::{
     ComponentsBuilder, ContentBuilder, InfoBuilder, LicenseBuilder, OpenApi, OpenApiBuilder, Ref, RefOr,
@@ -11,20 +11,24 @@ use utoipa::openapi::{
 
 use super::contract;
 use super::error::ProblemBody;
+use crate::access::{self, Access, Scope};
 
 const BEARER: &str = "bearer";
+const SESSION: &str = "session";
 const PROBLEM: &str = "Problem";
 const DESCRIPTION: &str = "RLOO (REINFORCE Leave-One-Out) training of language models as an HTTP service.\n\n\
     A job needs a model, a dataset and a reward. Errors are `application/problem+json` (RFC 9457): look at `code`. \
     Lists are `{data, next}`: send `next` as `after`. Times are RFC 3339 in UTC. \
     Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or made, and returned.";
-const TAGS: [(&str, &str); 7] = [
+const TAGS: [(&str, &str); 9] = [
     ("Jobs", "Training jobs: submit, watch, steer."),
     ("Datasets", "Prompts with whatever the rewards need; immutable."),
     ("Models", "Directories in Hugging Face's layout that jobs train on."),
     ("Artifacts", "Checkpoints and adapters."),
     ("Rewards", "Try a reward before a job depends on it; see how those of a job do."),
-    ("System", "Health, measurements, workers."),
+    ("System", "Health, measurements, workers, signing in."),
+    ("Keys", "Who may do what; who changed what."),
+    ("Webhooks", "Be told of what happens to jobs."),
     ("Reward contract", "What a reward service is asked, and how it answers."),
 ];
 
@@ -42,31 +46,45 @@ pub(super) fn head() -> OpenApi {
     let bearer = Http::builder()
         .scheme(HttpAuthScheme::Bearer)
         .description(Some(
-            "The server's RLOOD_API_KEY. A server without one listens on loopback only and needs no header.",
+            "A key: the server's RLOOD_API_KEY, or one of `rlood keys create` or POST /keys; the scope it needs stands \
+             with each operation. A server without any key listens on loopback only and needs no header.",
         ))
         .build();
+    let session = ApiKeyValue::with_description(
+        "rlood_session",
+        "The cookie of POST /session; everything but GET also needs 'x-csrf-token'.",
+    );
     let components = ComponentsBuilder::new()
         .schema_from::<ProblemBody>()
         .response(PROBLEM, problem)
-        .security_scheme(BEARER, SecurityScheme::Http(bearer));
-    OpenApiBuilder::new()
-        .info(info)
-        .tags(Some(tags))
-        .components(Some(components.build()))
-        // Either a key, or none on a server without keys.
-        .security(Some([SecurityRequirement::new::<_, [&str; 0], &str>(BEARER, []), SecurityRequirement::default()]))
-        .build()
+        .security_scheme(BEARER, SecurityScheme::Http(bearer))
+        .security_scheme(SESSION, SecurityScheme::ApiKey(ApiKey::Cookie(session)));
+    OpenApiBuilder::new().info(info).tags(Some(tags)).components(Some(components.build())).build()
+}
+
+/// A key or a session with the scope that the route asks for; or none, on a server without keys.
+fn security(access: Option<Access>) -> Vec<SecurityRequirement> {
+    match access {
+        Some(Access::Open) => vec![SecurityRequirement::default()],
+        None => security(Some(Access::Needs(Scope::Admin))),
+        Some(Access::Needs(scope)) => vec![
+            SecurityRequirement::new(BEARER, [scope.as_str()]),
+            SecurityRequirement::new(SESSION, [scope.as_str()]),
+            SecurityRequirement::default(),
+        ],
+    }
 }
 
 /// The document served at `/openapi.json`, printed by `rlood openapi` and committed as `openapi/openapi.json`.
 pub fn openapi() -> OpenApi {
     let mut document = super::routes().split_for_parts().1;
-    for item in document.paths.paths.values_mut() {
+    for (path, item) in &mut document.paths.paths {
         // One handler answers both; ids are unique.
         if let Some(id) = item.head.as_mut().and_then(|operation| operation.operation_id.as_mut()) {
             id.push_str("_head");
         }
-        for operation in operations(item) {
+        for (method, operation) in operations(item) {
+            operation.security = Some(security(access::of_route(method, path)));
             for parameter in operation.parameters.iter_mut().flatten() {
                 if let RefOr::T(parameter) = parameter
                     && parameter.name.eq_ignore_ascii_case("idempotency-key")
@@ -105,7 +123,17 @@ fn idempotency_key() -> RefOr<Schema> {
         .into()
 }
 
-fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
+fn operations(item: &mut PathItem) -> impl Iterator<Item = (&'static str, &mut Operation)> {
     let PathItem { get, put, post, delete, options, head, patch, trace, .. } = item;
-    [get, put, post, delete, options, head, patch, trace].into_iter().flatten()
+    let named = [
+        ("GET", get),
+        ("PUT", put),
+        ("POST", post),
+        ("DELETE", delete),
+        ("OPTIONS", options),
+        ("HEAD", head),
+        ("PATCH", patch),
+        ("TRACE", trace),
+    ];
+    named.into_iter().filter_map(|(method, operation)| operation.as_mut().map(|operation| (method, operation)))
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path as FilePath;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Problem, shortened};
 use super::models::is_as_registered;
 use crate::modelcard::{Backbone, ClassifierCard};
@@ -20,6 +21,7 @@ pub(super) struct Named {
 /// The rows of all models that rewards name.
 pub(super) async fn find(
     state: &AppState,
+    caller: &Caller,
     spec: &JobSpec,
     errors: &mut Vec<FieldError>,
 ) -> Result<Vec<Named>, Problem> {
@@ -38,8 +40,8 @@ pub(super) async fn find(
             continue; // Reported by the reader.
         }
         match state.store.model_get(&plan.model).await {
-            Ok(row) => found.push(Named { at, plan, row }),
-            Err(StoreError::NotFound { .. }) => {
+            Ok(row) if caller.may_use_model(&row.owner) => found.push(Named { at, plan, row }),
+            Ok(_) | Err(StoreError::NotFound { .. }) => {
                 let detail = format!(
                     "no model '{}' is registered: register the reward model with POST /models \
                      {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",

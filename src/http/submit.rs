@@ -14,6 +14,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::datasets::{bad_form, broken_form, format_of_part, keep_rows, read_rows};
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query, expect_document, media_type, parse_document, parse_json, read_body};
@@ -60,7 +61,7 @@ struct JobForm {
         (status = 409, description = "A request with this key is being answered", body = ProblemBody),
         (status = 422, description = "The job is not valid", body = ProblemBody),
     ))]
-async fn create_job(State(state): State<AppState>, mut request: Request) -> Result<Response, Problem> {
+async fn create_job(State(state): State<AppState>, caller: Caller, mut request: Request) -> Result<Response, Problem> {
     let headers = request.headers().clone();
     if media_type(&headers) == "multipart/form-data" {
         // The rows are streamed to disk and counted there; the other part is bounded below.
@@ -68,10 +69,12 @@ async fn create_job(State(state): State<AppState>, mut request: Request) -> Resu
         let form = Multipart::from_request(request, &()).await.map_err(|error| bad_form(error.body_text()))?;
         let (document, rows) = read_form(&state, form).await?;
         let identity = hex(&Sha256::new().chain_update(document.to_string()).chain_update(&rows.1.sha256).finalize());
-        return once(&state.clone(), &headers, "POST /jobs", &identity, submit(state, document, Some(rows))).await;
+        let work = submit(state.clone(), caller.clone(), document, Some(rows));
+        return once(&state, &caller, &headers, "POST /jobs", &identity, work).await;
     }
     let (document, identity) = read_document(&headers, request).await?;
-    once(&state.clone(), &headers, "POST /jobs", &identity, submit(state, document, None)).await
+    let work = submit(state.clone(), caller.clone(), document, None);
+    once(&state, &caller, &headers, "POST /jobs", &identity, work).await
 }
 
 async fn read_document(headers: &HeaderMap, request: Request) -> Result<(Value, String), Problem> {
@@ -123,6 +126,7 @@ async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
 /// From the document to the queued job.
 pub(super) async fn submit(
     state: AppState,
+    caller: Caller,
     mut document: Value,
     rows: Option<UploadedRows>,
 ) -> Result<Answer, Problem> {
@@ -133,7 +137,7 @@ pub(super) async fn submit(
     let (mut spec, spec_errors) = JobSpec::read(document);
     errors.extend(spec_errors);
     let train = rows.map(|(summary, staged)| Prompts::of_upload(summary, staged));
-    let Prepared { context, errors: found, train, eval } = prepare(&state, &mut spec, train).await?;
+    let Prepared { context, errors: found, train, eval } = prepare(&state, &caller, &mut spec, train).await?;
     errors.extend(found);
     let resolved = resolve(&spec, &context);
     let mut plan = match resolved {
@@ -144,21 +148,21 @@ pub(super) async fn submit(
             return Err(invalid(Code::InvalidSpec, errors));
         }
     };
-    if let Some(row) = keep(&state, train).await? {
+    if let Some(row) = keep(&state, caller.owner(), train).await? {
         spec.redacted["dataset"] = json!({"id": row.id});
         plan.dataset = plan_of(&row);
         if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
             eval.dataset = plan_of(&row);
         }
     }
-    if let (Some(row), Some(eval)) = (keep(&state, eval).await?, &mut plan.eval) {
+    if let (Some(row), Some(eval)) = (keep(&state, caller.owner(), eval).await?, &mut plan.eval) {
         spec.redacted["eval"]["dataset"] = json!({"id": row.id});
         eval.dataset = plan_of(&row);
     }
     let id = JobId::new();
     warm_start::keep(&state, id, &plan).await?;
-    let new =
-        NewJob { id, spec: &spec.redacted, plan: &plan, secrets: &spec.secrets, parent: None, priority: spec.priority };
+    let (secrets, priority) = (&spec.secrets, spec.priority);
+    let new = NewJob { id, spec: &spec.redacted, plan: &plan, secrets, parent: None, priority, owner: caller.owner() };
     let created = state.store.job_create(new, clock_ms()).await;
     if created.is_err() {
         warm_start::forget(&state, id).await;
@@ -189,7 +193,11 @@ pub(super) fn plan_of(row: &DatasetRow) -> DatasetPlan {
 }
 
 /// Makes a dataset of rows that came with the job; None when they were one already.
-pub(super) async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
+pub(super) async fn keep(
+    state: &AppState,
+    owner: &str,
+    prompts: Option<Prompts>,
+) -> Result<Option<DatasetRow>, Problem> {
     let (summary, staged) = match prompts.map(|prompts| prompts.source) {
         None | Some(Source::Stored(_)) => return Ok(None),
         Some(Source::Uploaded(summary, staged)) => (summary, staged),
@@ -198,7 +206,7 @@ pub(super) async fn keep(state: &AppState, prompts: Option<Prompts>) -> Result<O
             read_rows(state, Format::Ndjson, stream::iter(lines), |problem| problem).await?
         }
     };
-    Ok(Some(keep_rows(state, None, summary, staged).await?.0))
+    Ok(Some(keep_rows(state, owner, None, summary, staged).await?.0))
 }
 
 /// What to check beside the job.
@@ -269,6 +277,7 @@ pub struct Validation {
     (status = 501, description = "This server cannot probe", body = ProblemBody)))]
 async fn validate_job(
     State(state): State<AppState>,
+    caller: Caller,
     Query(query): Query<ValidateQuery>,
     request: Request,
 ) -> Result<Json<Validation>, Problem> {
@@ -281,21 +290,22 @@ async fn validate_job(
     let headers = request.headers().clone();
     let (document, _) = read_document(&headers, request).await?;
     if query.from.is_none() {
-        return validated(&state, document, Vec::new(), look).await.map(Json);
+        return validated(&state, &caller, document, Vec::new(), look).await.map(Json);
     }
-    translated(&state, &document, look).await.map(Json)
+    translated(&state, &caller, &document, look).await.map(Json)
 }
 
 /// What would become of a document; `errors` are those found before. A valid one is looked at, if so wished.
 async fn validated(
     state: &AppState,
+    caller: &Caller,
     document: Value,
     mut errors: Vec<FieldError>,
     look: Option<probe::Size>,
 ) -> Result<Validation, Problem> {
     let (mut spec, found) = JobSpec::read(document);
     errors.extend(found);
-    let prepared = prepare(state, &mut spec, None).await?;
+    let prepared = prepare(state, caller, &mut spec, None).await?;
     errors.extend(prepared.errors);
     let resolved = resolve(&spec, &prepared.context);
     let mut report = None;
@@ -328,12 +338,17 @@ async fn validated(
 }
 
 /// As [`validated`], of a run of TRL.
-async fn translated(state: &AppState, document: &Value, look: Option<probe::Size>) -> Result<Validation, Problem> {
-    let conversion = trl::convert(document, rows_of_named(state, document).await?);
+async fn translated(
+    state: &AppState,
+    caller: &Caller,
+    document: &Value,
+    look: Option<probe::Size>,
+) -> Result<Validation, Problem> {
+    let conversion = trl::convert(document, rows_of_named(state, caller, document).await?);
     // Without batches a plan would be one of defaults that nobody asked for.
     let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
     let look = look.filter(|_| complete && conversion.unsupported.is_empty());
-    let mut validation = validated(state, conversion.spec.clone(), conversion.errors.clone(), look).await?;
+    let mut validation = validated(state, caller, conversion.spec.clone(), conversion.errors.clone(), look).await?;
     let told = |error: FieldError| conversion.told_by_key(error);
     let too_small = |error: &FieldError| !complete && error.code == "dataset_too_small";
     validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(told).collect();
@@ -349,11 +364,11 @@ async fn translated(state: &AppState, document: &Value, look: Option<probe::Size
 }
 
 /// Rows of the uploaded dataset that a run names; None when it names none, or an unknown one (reported later).
-async fn rows_of_named(state: &AppState, document: &Value) -> Result<Option<u64>, Problem> {
+async fn rows_of_named(state: &AppState, caller: &Caller, document: &Value) -> Result<Option<u64>, Problem> {
     let Some(id) = trl::named_dataset(document).and_then(|id| id.parse().ok()) else { return Ok(None) };
     match state.store.dataset_get(id).await {
-        Ok(row) => Ok(Some(row.num_rows)),
-        Err(StoreError::NotFound { .. }) => Ok(None),
+        Ok(row) if caller.may_see(&row.owner) => Ok(Some(row.num_rows)),
+        Ok(_) | Err(StoreError::NotFound { .. }) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::sync::atomic::AtomicU64;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Problem, chain};
 use super::extract::Json;
 use super::list::{List, Time};
@@ -36,7 +38,19 @@ pub fn routes() -> OpenApiRouter<AppState> {
 
 /// Answered requests by method, route and status: how many, and how long in all.
 #[derive(Debug, Default)]
-pub struct RequestCounts(Mutex<BTreeMap<Answered, (u64, Duration)>>);
+pub struct RequestCounts(Mutex<BTreeMap<Answered, Times>>);
+
+/// Upper bounds of the histogram, s.
+const BUCKETS_S: [f64; 11] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0];
+
+/// How long requests took.
+#[derive(Debug, Clone, Default)]
+struct Times {
+    number: u64,
+    time: Duration,
+    /// Those within each bound and not the one before.
+    buckets: [u64; BUCKETS_S.len()],
+}
 
 /// Method, route, status.
 type Answered = (String, String, u16);
@@ -50,20 +64,43 @@ impl RequestCounts {
         };
         let key = (method.to_owned(), route.to_owned(), status.as_u16());
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (number, time) = counts.entry(key).or_default();
-        *number += 1;
-        *time += took;
+        let times = counts.entry(key).or_default();
+        times.number += 1;
+        times.time += took;
+        if let Some(bucket) = BUCKETS_S.iter().position(|bound| took.as_secs_f64() <= *bound) {
+            times.buckets[bucket] += 1;
+        }
     }
 
     fn write(&self, text: &mut String) {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        family(text, "rlood_http_request_duration_seconds", "summary", "Time to the head of the answer.");
-        for ((method, route, status), (number, time)) in counts {
-            let labels = format!("{{method=\"{method}\",route=\"{route}\",status=\"{status}\"}}");
+        family(text, "rlood_http_request_duration_seconds", "histogram", "Time to the head of the answer.");
+        for ((method, route, status), Times { number, time, buckets }) in counts {
+            let labels = format!("method=\"{method}\",route=\"{route}\",status=\"{status}\"");
+            let mut within = 0;
+            for (bound, count) in BUCKETS_S.iter().zip(buckets) {
+                within += count;
+                line(text, &format!("rlood_http_request_duration_seconds_bucket{{{labels},le=\"{bound}\"}}"), within);
+            }
+            line(text, &format!("rlood_http_request_duration_seconds_bucket{{{labels},le=\"+Inf\"}}"), number);
+            let labels = format!("{{{labels}}}");
             line(text, &format!("rlood_http_request_duration_seconds_sum{labels}"), time.as_secs_f64());
             line(text, &format!("rlood_http_request_duration_seconds_count{labels}"), number);
         }
     }
+}
+
+/// Connections, for `/metrics`; the accept loop counts.
+#[derive(Debug, Default)]
+pub struct Connections {
+    /// Open now.
+    pub open: AtomicU64,
+    /// Accepted in all.
+    pub accepted: AtomicU64,
+    /// Idle ones that were closed to make room.
+    pub evicted: AtomicU64,
+    /// New ones that were closed for want of room.
+    pub refused: AtomicU64,
 }
 
 /// The process answers.
@@ -120,6 +157,7 @@ async fn metrics(State(state): State<AppState>) -> Result<impl IntoResponse, Pro
     }
     super::reward_health::write_metrics(&state, &mut text).await?;
     state.requests.write(&mut text);
+    super::measures::write(&state, &mut text).await?;
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
 }
 
@@ -174,7 +212,7 @@ pub struct Worker {
     pub pid: u32,
     /// What it does.
     pub state: WorkerState,
-    /// What it runs.
+    /// What it runs; null also when the job is another owner's.
     pub job_id: Option<JobId>,
     /// Compute threads.
     pub threads: u32,
@@ -187,14 +225,21 @@ pub struct Worker {
 /// List the workers, oldest first.
 #[utoipa::path(get, path = "/workers", tag = "System",
     responses((status = 200, description = "All workers", body = List<Worker>)))]
-async fn list_workers(State(state): State<AppState>) -> Result<Json<List<Worker>>, Problem> {
+async fn list_workers(State(state): State<AppState>, caller: Caller) -> Result<Json<List<Worker>>, Problem> {
     let lost_before = clock_ms() - lease_ms(&state);
     let word = |row: WorkerRow| {
         let state = WorkerState::of(&row, lost_before);
         let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, lost: _, job } = row;
         Worker { id, device, pid, state, job_id: job, threads, version, seen_at: Time(seen_at) }
     };
-    let data = state.store.worker_list().await?.into_iter().map(word).collect();
+    let mut data: Vec<Worker> = state.store.worker_list().await?.into_iter().map(word).collect();
+    for worker in &mut data {
+        if let (Some(job), Some(_)) = (worker.job_id, caller.sees())
+            && !state.store.job_owner(job).await?.is_some_and(|owner| caller.may_see(&owner))
+        {
+            worker.job_id = None;
+        }
+    }
     Ok(Json(List { data, next: None }))
 }
 

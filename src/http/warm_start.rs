@@ -1,6 +1,7 @@
 //! Warm starts: the checkpoint that a job begins with, looked up, and its files kept for the job.
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Problem};
 use crate::files::FilesError;
 use crate::id::JobId;
@@ -16,16 +17,18 @@ const MODEL: [&str; 1] = ["model.safetensors"];
 /// The facts of the checkpoint a job names; an error when there is none.
 pub(super) async fn find(
     state: &AppState,
+    caller: &Caller,
     spec: &JobSpec,
     errors: &mut Vec<FieldError>,
 ) -> Result<Option<WarmStartFacts>, Problem> {
     let Some(warm_start) = &spec.warm_start else { return Ok(None) };
-    match state.store.checkpoint_get(warm_start.checkpoint).await {
-        Ok(row) => {
-            let plan = state.store.job_get(row.job).await?.plan()?;
-            Ok(Some(facts(&plan)))
-        }
-        Err(StoreError::NotFound { .. }) => {
+    let found = match state.store.checkpoint_get(warm_start.checkpoint).await {
+        Ok(row) => Ok(state.store.job_get(row.job).await?),
+        Err(error) => Err(error),
+    };
+    match found {
+        Ok(job) if caller.may_see(&job.owner) => Ok(Some(facts(&job.plan()?))),
+        Ok(_) | Err(StoreError::NotFound { .. }) => {
             let detail = format!(
                 "there is no checkpoint '{}' (any more): GET /jobs/{{id}}/checkpoints lists those of a job; rotated ones are gone",
                 warm_start.checkpoint

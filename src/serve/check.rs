@@ -1,32 +1,42 @@
 //! `rlood check`: would a server start here?
 
+mod machine;
+
 use std::path::Path;
 use std::process::ExitCode;
 
 use super::ServeError;
-use crate::config::ServeConfig;
+use crate::config::{ServeConfig, no_key_for};
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
-use crate::files::DataDir;
+use crate::files::{DataDir, free_bytes};
 use crate::outgoing::OutgoingPolicy;
 use crate::store;
 
 /// A finding: what was looked at, and what is there or what is wrong.
 type Finding = (&'static str, Result<String, String>);
 
-/// Prints versions, data directory, devices and address, one line each; the exit code is 0 when a server would start.
+/// Prints versions, data directory, file system, database, keys, devices, limits and address, one line each; the exit code is 0 when a server would start.
 ///
 /// # Errors
 /// None: what is wrong is printed.
 pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
-    let findings: [Finding; 8] = [
+    let findings: Vec<Finding> = vec![
         ("rlood", Ok(env!("CARGO_PKG_VERSION").to_owned())),
         ("sqlite", store::sqlite_version().await.map_err(|error| error.to_string())),
         ("data", look_at_data(&config.data_dir)),
+        ("files", machine::look_at_file_system(&config.data_dir)),
+        ("fsync", machine::look_at_fsync(&config.data_dir)),
+        ("disk", look_at_disk(&config)),
+        ("database", look_at_database(&config.data_dir).await),
+        ("keys", look_at_keys(&config).await),
         ("devices", Ok(describe_devices(&config))),
         ("kernels", look_at_kernels(&config)),
         ("gpus", look_at_gpus(&config)),
+        ("memory", Ok(describe_memory(&config))),
+        ("sockets", machine::look_at_open_files(config.edge.max_connections)),
         ("outgoing", look_at_outgoing(&config)),
+        ("tls", machine::look_at_certificates()),
         ("listen", look_at_address(&config).await),
     ];
     let mut code = ExitCode::SUCCESS;
@@ -45,9 +55,8 @@ pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
 /// An existing directory is locked for a moment; one that does not exist is not made.
 fn look_at_data(dir: &Path) -> Result<String, String> {
     if dir.exists() {
-        let files = DataDir::open(dir).map_err(|error| with_cause(&error))?;
-        let free_mib = files.free_bytes().map_err(|error| with_cause(&error))? / (1024 * 1024);
-        return Ok(format!("{}, {free_mib} MiB free", dir.display()));
+        DataDir::open(dir).map_err(|error| with_cause(&error))?;
+        return Ok(format!("{}, and no other server uses it", dir.display()));
     }
     let absolute = std::path::absolute(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
     let Some(parent) = absolute.ancestors().find(|ancestor| ancestor.exists()) else {
@@ -56,6 +65,61 @@ fn look_at_data(dir: &Path) -> Result<String, String> {
     match tempfile::tempfile_in(parent) {
         Ok(_) => Ok(format!("{}, to be created", dir.display())),
         Err(error) => Err(format!("{} cannot be created: {error}; choose another --data-dir", dir.display())),
+    }
+}
+
+/// There is room above the watermark.
+fn look_at_disk(config: &ServeConfig) -> Result<String, String> {
+    let dir = machine::nearest(&config.data_dir);
+    let free = free_bytes(&dir).map_err(|error| with_cause(&error))?;
+    let (free_mib, reserve) = (free >> 20, config.edge.disk_reserve_bytes);
+    if free < reserve {
+        return Err(format!("{free_mib} MiB free, less than --disk-reserve ({} MiB): jobs would pause", reserve >> 20));
+    }
+    Ok(format!("{free_mib} MiB free; jobs pause below {} MiB", reserve >> 20))
+}
+
+/// One that exists is opened as it is; it is not brought up to date.
+async fn look_at_database(dir: &Path) -> Result<String, String> {
+    let path = dir.join("rlood.db");
+    if !path.exists() {
+        return Ok("none yet".to_owned());
+    }
+    match store::Store::open_beside(&path).await {
+        Ok(store) => {
+            let checked = store.check_integrity().await.map_err(|error| with_cause(&error));
+            store.close().await;
+            checked.map(|()| "whole, and of this version".to_owned())
+        }
+        Err(store::StoreError::Corrupt { .. }) => {
+            Ok("of another version: the next start brings it up to date".to_owned())
+        }
+        Err(error) => Err(with_cause(&error)),
+    }
+}
+
+/// An open address needs one.
+async fn look_at_keys(config: &ServeConfig) -> Result<String, String> {
+    let path = config.data_dir.join("rlood.db");
+    let mut usable = 0;
+    if path.exists()
+        && let Ok(store) = store::Store::open_beside(&path).await
+    {
+        usable = store.api_keys_usable(store::clock_ms()).await.unwrap_or(0);
+        store.close().await;
+    }
+    match (config.api_key.is_some(), usable) {
+        (false, 0) if !config.listen.ip().is_loopback() => Err(no_key_for(config.listen).to_string()),
+        (false, 0) => Ok("none: loopback only, and everybody there may do everything".to_owned()),
+        (true, usable) => Ok(format!("RLOOD_API_KEY, and {usable} of `rlood keys`")),
+        (false, usable) => Ok(format!("{usable} of `rlood keys`")),
+    }
+}
+
+fn describe_memory(config: &ServeConfig) -> String {
+    match config.memory_per_worker() {
+        Some(bytes) => format!("{} MiB a cpu worker", bytes >> 20),
+        None => "not limited".to_owned(),
     }
 }
 

@@ -1,6 +1,15 @@
-//! The accept loop: time-outs for slow clients, an end for streams, a bounded drain.
+//! The accept loop: a bounded number of connections, time limits for slow clients, an end for streams, a bounded drain.
+//!
+//! A client that is slow in some way meets a limit of its own: no request at all, or a head that does not end
+//! (`header_timeout`); pauses in a body (`body_pause`, a layer of the router); nothing asked for (`idle_timeout`); answers
+//! that are not taken (`write_timeout`). Connections without a request in flight make room for new ones when there are too
+//! many.
+
+mod activity;
+mod stall;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -10,26 +19,45 @@ use axum::middleware::{self, Next};
 use axum::response::Response;
 use futures::StreamExt;
 use hyper::body::Incoming;
+use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::server::graceful::GracefulShutdown;
-use hyper_util::service::TowerToHyperService;
-use tokio::net::TcpListener;
+use socket2::{SockRef, TcpKeepalive};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-/// A client has this long to send a request's head.
-const HEADER_READ: Duration = Duration::from_secs(20);
+use crate::config::Edge;
+use crate::http::system::Connections;
+use activity::{Activity, Registry, Tracked};
+use stall::Stalling;
+
 /// Requests in flight have this long once the server stops.
 const DRAIN: Duration = Duration::from_secs(3);
+/// Of a request's line and headers together, bytes.
+const HEAD_BYTES: u32 = 64 * 1024;
+/// Requests of one HTTP/2 connection at once.
+const STREAMS: u32 = 128;
+/// Streams that an HTTP/2 client may reset before they are looked at; beyond them the connection ends.
+const RESETS: usize = 32;
+/// Files that are no connections: the database, uploads, workers' pipes.
+const OTHER_FILES: u64 = 256;
+/// After this silence a peer is asked whether it is still there.
+const KEEPALIVE: Duration = Duration::from_secs(60);
 
 /// Serves until `stop`, then ends streams, lets requests in flight finish for a few seconds, and returns.
-pub(super) async fn serve(listener: TcpListener, router: Router, stop: CancellationToken) {
+pub(super) async fn serve(
+    listener: TcpListener,
+    router: Router,
+    edge: Edge,
+    counts: Arc<Connections>,
+    stop: CancellationToken,
+) {
     let router = router.layer(middleware::from_fn_with_state(stop.clone(), end_streams));
-    let mut builder = Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_READ);
-    builder.http2().timer(TokioTimer::new()).keep_alive_interval(HEADER_READ);
+    let builder = builder(&edge);
+    let registry = Registry::new(most_connections(edge.max_connections), counts);
     let graceful = GracefulShutdown::new();
     // Cut with this set when the drain takes too long.
     let mut connections = JoinSet::new();
@@ -42,23 +70,39 @@ pub(super) async fn serve(listener: TcpListener, router: Router, stop: Cancellat
                 Err(error) => {
                     // Out of file descriptors, say: connections that end will make room.
                     tracing::warn!(%error, "a connection could not be accepted");
+                    registry.make_room();
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     continue;
                 }
             },
         };
-        // Small answers must not wait for the client's acknowledgement of the last one.
-        let _ = stream.set_nodelay(true);
-        let service =
-            TowerToHyperService::new(router.clone().map_request(move |mut request: hyper::Request<Incoming>| {
-                request.extensions_mut().insert(ConnectInfo::<SocketAddr>(peer));
-                request.map(Body::new)
-            }));
-        let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
+        let Some(place) = registry.admit() else {
+            tracing::debug!(%peer, "too many connections are at work: a new one is closed");
+            continue;
+        };
+        tune(&stream);
+        let activity = place.activity.clone();
+        let (router, of_requests) = (router.clone(), activity.clone());
+        let service = service_fn(move |request: hyper::Request<Incoming>| {
+            // Held until the answer's body is sent, or nobody wants it any more.
+            let at_work = Activity::begin(&of_requests);
+            let mut request = request.map(Body::new);
+            request.extensions_mut().insert(ConnectInfo::<SocketAddr>(peer));
+            let answered = router.clone().oneshot(request);
+            async move { answered.await.map(|response| response.map(|body| Body::new(Tracked::new(body, at_work)))) }
+        });
+        let io = TokioIo::new(Stalling::new(stream, edge.write_timeout));
+        let connection = builder.serve_connection_with_upgrades(io, service).into_owned();
         let connection = graceful.watch(connection);
+        let limits = (edge.header_timeout, edge.idle_timeout);
         connections.spawn(async move {
-            if let Err(error) = connection.await {
-                tracing::debug!(%peer, error, "a connection ended badly");
+            let _place = place;
+            tokio::select! {
+                biased;
+                ended = connection => if let Err(error) = ended {
+                    tracing::debug!(%peer, error, "a connection ended badly");
+                },
+                () = activity.idle(limits.0, limits.1) => tracing::debug!(%peer, "an idle connection is closed"),
             }
         });
     }
@@ -67,6 +111,48 @@ pub(super) async fn serve(listener: TcpListener, router: Router, stop: Cancellat
         tracing::info!("connections that were still busy are cut");
     }
     connections.shutdown().await;
+}
+
+fn builder(edge: &Edge) -> Builder<TokioExecutor> {
+    let mut builder = Builder::new(TokioExecutor::new());
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(edge.header_timeout).max_buf_size(HEAD_BYTES as usize);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(edge.header_timeout)
+        .keep_alive_timeout(edge.header_timeout)
+        .max_concurrent_streams(STREAMS)
+        .max_header_list_size(HEAD_BYTES)
+        .max_pending_accept_reset_streams(RESETS)
+        .max_local_error_reset_streams(RESETS);
+    builder
+}
+
+/// Raises the limit of open files as far as it goes; what is left of it bounds the connections too.
+fn most_connections(asked: u32) -> usize {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    let wanted = u64::from(asked) + OTHER_FILES;
+    let raised = maximum.map_or(wanted, |maximum| maximum.min(wanted));
+    let mut files = current;
+    if current.is_some_and(|current| current < raised)
+        && setrlimit(Resource::Nofile, Rlimit { current: Some(raised), maximum }).is_ok()
+    {
+        files = Some(raised);
+    }
+    let fits = files.map_or(u64::from(asked), |files| files.saturating_sub(OTHER_FILES).max(16));
+    if fits < u64::from(asked) {
+        tracing::info!(connections = fits, "the limit of open files (ulimit -n) bounds the connections");
+    }
+    usize::try_from(fits.min(u64::from(asked))).unwrap_or(usize::MAX)
+}
+
+/// Settings that matter little: without one of them the connection works as well.
+fn tune(stream: &TcpStream) {
+    // Small answers must not wait for the client's acknowledgement of the last one.
+    let _ = stream.set_nodelay(true);
+    let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(Duration::from_secs(15)).with_retries(4);
+    let _ = SockRef::from(stream).set_tcp_keepalive(&keepalive);
 }
 
 /// Ends event streams in good order when the server stops, so that clients reconnect with the last id they saw.

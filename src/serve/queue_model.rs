@@ -51,6 +51,7 @@ impl Template {
             num_rows: 8,
             size_bytes: 80,
             columns: vec!["prompt".to_owned()],
+            owner: String::new(),
         };
         store.dataset_create(new, 0).await.unwrap();
         std::fs::write(files.dataset(dataset), "").unwrap();

@@ -259,7 +259,7 @@ fn ranked<'r>(rows: &'r [CheckpointRow], plan: &CheckpointPlan) -> Vec<&'r Check
 }
 
 impl CheckpointRow {
-    fn read(row: &SqliteRow) -> Result<CheckpointRow, StoreError> {
+    pub(super) fn read(row: &SqliteRow) -> Result<CheckpointRow, StoreError> {
         Ok(CheckpointRow {
             id: id_column(row, "id")?,
             job: id_column(row, "job_id")?,

@@ -206,8 +206,9 @@ impl Store {
                 job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
             }
             Outcome::Paused { .. } | Outcome::Requeued if pause => {
-                job_leave(&mut tx, &row, Leave::to(State::Paused), "job.paused", json!({ "reason": null }), now)
-                    .await?;
+                let data = json!({ "reason": row.requested_reason });
+                let leave = Leave { status_reason: row.requested_reason.clone(), ..Leave::to(State::Paused) };
+                job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
             }
             Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued if cancel => {
                 job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await?;
@@ -385,8 +386,10 @@ pub(super) async fn job_release(
             job_leave(tx, row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await
         }
         Some(Requested::Pause) => {
-            let leave = Leave { failed_attempts: Some(failed_attempts), ..Leave::to(State::Paused) };
-            job_leave(tx, row, leave, "job.paused", json!({ "reason": null }), now).await
+            let status_reason = row.requested_reason.clone();
+            let data = json!({ "reason": status_reason });
+            let leave = Leave { failed_attempts: Some(failed_attempts), status_reason, ..Leave::to(State::Paused) };
+            job_leave(tx, row, leave, "job.paused", data, now).await
         }
         None if charged && failed_attempts >= MAX_FAILED_ATTEMPTS => {
             let failure = Failure {

@@ -23,6 +23,8 @@ pub struct DatasetRow {
     pub size_bytes: u64,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
+    /// Whose it is; empty = the operator's.
+    pub owner: String,
     /// Unix ms.
     pub created_at: i64,
 }
@@ -42,17 +44,19 @@ pub struct NewDataset {
     pub size_bytes: u64,
     /// Column names.
     pub columns: Vec<String>,
+    /// Whose it is; empty = the operator's.
+    pub owner: String,
 }
 
 impl Store {
-    /// The row of a dataset: the new one and `true`, or the one with the same bytes and `false` (the caller then removes its file).
+    /// The row of a dataset: the new one and `true`, or the owner's one with the same bytes and `false` (the caller then removes its file).
     pub async fn dataset_create(&self, new: NewDataset, now: i64) -> Result<(DatasetRow, bool), StoreError> {
         let doing = "create a dataset";
-        let NewDataset { id, name, sha256, num_rows, size_bytes, columns } = new;
+        let NewDataset { id, name, sha256, num_rows, size_bytes, columns, owner } = new;
         let mut tx = self.begin(doing).await?;
         let created = sqlx::query(
-            "INSERT INTO datasets (id, name, sha256, num_rows, size_bytes, columns, created_at) VALUES (?, ?, ?, ?, ?, ?, ?) \
-             ON CONFLICT (sha256) DO NOTHING",
+            "INSERT INTO datasets (id, name, sha256, num_rows, size_bytes, columns, owner, created_at) \
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (owner, sha256) DO NOTHING",
         )
         .bind(id.to_string())
         .bind(name)
@@ -60,12 +64,14 @@ impl Store {
         .bind(int(num_rows))
         .bind(int(size_bytes))
         .bind(to_json("columns", &columns)?)
+        .bind(&owner)
         .bind(now)
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        let row = sqlx::query("SELECT * FROM datasets WHERE sha256 = ?")
+        let row = sqlx::query("SELECT * FROM datasets WHERE sha256 = ? AND owner = ?")
             .bind(sha256)
+            .bind(owner)
             .fetch_one(&mut *tx)
             .await
             .doing(doing)?;
@@ -84,10 +90,11 @@ impl Store {
         DatasetRow::read(&row)
     }
 
-    /// By its bytes.
-    pub async fn dataset_by_sha256(&self, sha256: &str) -> Result<Option<DatasetRow>, StoreError> {
-        sqlx::query("SELECT * FROM datasets WHERE sha256 = ?")
+    /// An owner's, by its bytes.
+    pub async fn dataset_by_sha256(&self, owner: &str, sha256: &str) -> Result<Option<DatasetRow>, StoreError> {
+        sqlx::query("SELECT * FROM datasets WHERE sha256 = ? AND owner = ?")
             .bind(sha256)
+            .bind(owner)
             .fetch_optional(&self.readers)
             .await
             .doing("look for a dataset")?
@@ -96,15 +103,22 @@ impl Store {
             .transpose()
     }
 
-    /// Newest first.
-    pub async fn dataset_list(&self, after: Option<&str>, limit: u32) -> Result<Page<DatasetRow>, StoreError> {
+    /// Newest first; of one owner, or None = of all.
+    pub async fn dataset_list(
+        &self,
+        owner: Option<&str>,
+        after: Option<&str>,
+        limit: u32,
+    ) -> Result<Page<DatasetRow>, StoreError> {
         let (before, id) = newest_after("datasets", after)?;
         let limit = limit.clamp(1, 1000);
         let rows = sqlx::query(
-            "SELECT * FROM datasets WHERE (created_at, id) < (?, ?) ORDER BY created_at DESC, id DESC LIMIT ?",
+            "SELECT * FROM datasets WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
+             ORDER BY created_at DESC, id DESC LIMIT ?4",
         )
         .bind(before)
         .bind(id)
+        .bind(owner)
         .bind(i64::from(limit) + 1)
         .fetch_all(&self.readers)
         .await
@@ -164,6 +178,7 @@ impl DatasetRow {
             num_rows: count_column(row, "num_rows")?,
             size_bytes: count_column(row, "size_bytes")?,
             columns: json_column(row, "columns")?,
+            owner: column(row, "owner")?,
             created_at: column(row, "created_at")?,
         })
     }

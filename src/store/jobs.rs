@@ -33,6 +33,8 @@ pub struct NewJob<'a> {
     pub parent: Option<JobId>,
     /// Higher first; 0 is usual.
     pub priority: i64,
+    /// Whose it is; empty = the operator's.
+    pub owner: &'a str,
 }
 
 /// A job's row.
@@ -46,6 +48,8 @@ pub struct JobRow {
     pub state: State,
     /// A mark its owner has still to honour; only while running.
     pub requested: Option<Requested>,
+    /// Why the server asked for a pause; `None` = a user did, or nobody.
+    pub requested_reason: Option<String>,
     /// Where the loop is (or was, when it stopped).
     pub phase: Option<Phase>,
     /// Why it waits or paused: `waiting_for_reward`, `reward_outage`, ….
@@ -82,6 +86,8 @@ pub struct JobRow {
     pub ending: Option<Ending>,
     /// The job it was made from.
     pub parent: Option<JobId>,
+    /// Whose it is; empty = the operator's.
+    pub owner: String,
     /// Unix ms.
     pub created_at: i64,
     /// First claim, Unix ms.
@@ -99,6 +105,8 @@ pub struct JobFilter {
     pub model: Option<String>,
     /// With all these labels.
     pub metadata: BTreeMap<String, String>,
+    /// Of this owner; None = of all.
+    pub owner: Option<String>,
 }
 
 /// What a patch changes; `None` = leave it.
@@ -126,6 +134,7 @@ impl JobRow {
             name: column(row, "name")?,
             state: word_column(row, "state")?.ok_or_else(|| corrupt("state")("NULL"))?,
             requested: word_column(row, "requested")?,
+            requested_reason: column(row, "requested_reason")?,
             phase: word_column(row, "phase")?,
             status_reason: column(row, "status_reason")?,
             priority: column(row, "priority")?,
@@ -150,6 +159,7 @@ impl JobRow {
                 .transpose()
                 .map_err(corrupt("ending"))?,
             parent: optional_id(row, "parent")?,
+            owner: column(row, "owner")?,
             created_at: column(row, "created_at")?,
             started_at: column(row, "started_at")?,
             finished_at: column(row, "finished_at")?,
@@ -181,11 +191,11 @@ impl Store {
         now: i64,
     ) -> Result<JobRow, StoreError> {
         let doing = "create a job";
-        let NewJob { id, spec, plan, secrets, parent, priority } = new;
+        let NewJob { id, spec, plan, secrets, parent, priority, owner } = new;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
-             parent, created_at) \
-             VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?)",
+             parent, owner, created_at) \
+             VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         )
         .bind(id.to_string())
         .bind(&plan.name)
@@ -197,6 +207,7 @@ impl Store {
         .bind(to_json("secrets", secrets)?)
         .bind(to_json("metadata", &plan.metadata)?)
         .bind(parent.map(|parent| parent.to_string()))
+        .bind(owner)
         .bind(now)
         .execute(&mut *tx)
         .await
@@ -249,13 +260,16 @@ impl Store {
         after: Option<&str>,
         limit: u32,
     ) -> Result<Page<JobRow>, StoreError> {
-        let JobFilter { state, model, metadata } = filter;
+        let JobFilter { state, model, metadata, owner } = filter;
         let mut query = QueryBuilder::<Sqlite>::new("SELECT * FROM jobs WHERE 1");
         if let Some(state) = state {
             query.push(" AND state = ").push_bind(state.as_str());
         }
         if let Some(model) = model {
             query.push(" AND model = ").push_bind(model.as_str());
+        }
+        if let Some(owner) = owner {
+            query.push(" AND owner = ").push_bind(owner.as_str());
         }
         for (key, value) in metadata {
             query.push(" AND EXISTS (SELECT 1 FROM json_each(jobs.metadata) AS label WHERE label.key = ");
@@ -340,9 +354,9 @@ impl Store {
         }
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
-             parent, created_at) \
+             parent, owner, created_at) \
              SELECT ?, name, 'queued', priority, (SELECT MAX(queue_order) + 1 FROM jobs), total_steps, model, spec, plan, \
-             secrets, metadata, id, ? FROM jobs WHERE id = ?",
+             secrets, metadata, id, owner, ? FROM jobs WHERE id = ?",
         )
         .bind(new_id.to_string())
         .bind(now)

@@ -18,6 +18,8 @@ pub struct ModelRow {
     pub sha256: String,
     /// The model card, as JSON.
     pub card: Value,
+    /// Whose it is; empty = everybody's.
+    pub owner: String,
     /// Unix ms.
     pub created_at: i64,
 }
@@ -33,27 +35,30 @@ pub struct NewModel {
     pub sha256: String,
     /// The model card, as JSON.
     pub card: Value,
+    /// Whose it is; empty = everybody's.
+    pub owner: String,
 }
 
 impl Store {
     /// Registers a model: the row and whether it is new. The same id from the same source is updated to the new fingerprint;
-    /// from another source `Exists`.
+    /// from another source, or of another owner, `Exists`.
     pub async fn model_create(&self, new: NewModel, now: i64) -> Result<(ModelRow, bool), StoreError> {
         let doing = "register a model";
-        let NewModel { id, source, sha256, card } = new;
+        let NewModel { id, source, sha256, card, owner } = new;
         let mut tx = self.begin(doing).await?;
         let known = model_row(&mut tx, &id).await?;
-        if known.as_ref().is_some_and(|known| known.source != source) {
+        if known.as_ref().is_some_and(|known| known.source != source || known.owner != owner) {
             return Err(StoreError::Exists { kind: "model", id });
         }
         let row = sqlx::query(
-            "INSERT INTO models (id, source, state, sha256, card, created_at) VALUES (?, ?, 'ready', ?, ?, ?) \
+            "INSERT INTO models (id, source, state, sha256, card, owner, created_at) VALUES (?, ?, 'ready', ?, ?, ?, ?) \
              ON CONFLICT (id) DO UPDATE SET sha256 = excluded.sha256, card = excluded.card RETURNING *",
         )
         .bind(id)
         .bind(source)
         .bind(sha256)
         .bind(card.to_string())
+        .bind(owner)
         .bind(now)
         .fetch_one(&mut *tx)
         .await
@@ -69,15 +74,22 @@ impl Store {
         model_row(&mut reader, id).await?.ok_or_else(|| StoreError::NotFound { kind: "model", id: id.to_owned() })
     }
 
-    /// Newest first.
-    pub async fn model_list(&self, after: Option<&str>, limit: u32) -> Result<Page<ModelRow>, StoreError> {
+    /// Newest first; an owner's and everybody's, or None = all.
+    pub async fn model_list(
+        &self,
+        owner: Option<&str>,
+        after: Option<&str>,
+        limit: u32,
+    ) -> Result<Page<ModelRow>, StoreError> {
         let (before, id) = newest_after("models", after)?;
         let limit = limit.clamp(1, 1000);
         let rows = sqlx::query(
-            "SELECT * FROM models WHERE (created_at, id) < (?, ?) ORDER BY created_at DESC, id DESC LIMIT ?",
+            "SELECT * FROM models WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner IN ('', ?3)) \
+             ORDER BY created_at DESC, id DESC LIMIT ?4",
         )
         .bind(before)
         .bind(id)
+        .bind(owner)
         .bind(i64::from(limit) + 1)
         .fetch_all(&self.readers)
         .await
@@ -135,6 +147,7 @@ impl ModelRow {
             state: column(row, "state")?,
             sha256: column(row, "sha256")?,
             card: json_column(row, "card")?,
+            owner: column(row, "owner")?,
             created_at: column(row, "created_at")?,
         })
     }

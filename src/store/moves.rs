@@ -32,14 +32,17 @@ impl Store {
         let mut tx = self.begin(doing).await?;
         let row = job_row(&mut tx, id).await?;
         match (action, row.state, row.requested) {
-            // It would go on by itself when the service is back: now it does not.
-            (Action::Pause, State::Paused, _) if row.status_reason.as_deref() == Some("reward_outage") => {
+            // What paused by itself would go on by itself: now it is the user's pause, and stays.
+            (Action::Pause, State::Paused, _) if row.status_reason.is_some() => {
                 sqlx::query("UPDATE jobs SET status_reason = NULL WHERE id = ?")
                     .bind(id.to_string())
                     .execute(&mut *tx)
                     .await
                     .doing(doing)?;
                 event_insert(&mut tx, id, "job.paused", now, json!({ "reason": null })).await?;
+            }
+            (Action::Pause, State::Running, Some(Requested::Pause)) if row.requested_reason.is_some() => {
+                job_mark(&mut tx, id, Some("pause"), "job.pause_requested", now).await?;
             }
             // Nothing to do: it is so already, or asked for already.
             (Action::Cancel, State::Cancelled, _)
@@ -110,7 +113,7 @@ pub(super) async fn job_leave(
     let Leave { to, status_reason, failure, failed_attempts } = leave;
     let moved = sqlx::query(
         "UPDATE jobs SET state = ?, status_reason = ?, failure = ?, failed_attempts = COALESCE(?, failed_attempts), \
-         finished_at = ?, requested = NULL, worker = NULL, lease_until = NULL, phase = NULL, eta_s = NULL, last_batch = NULL \
+         finished_at = ?, requested = NULL, requested_reason = NULL, worker = NULL, lease_until = NULL, phase = NULL, eta_s = NULL, last_batch = NULL \
          WHERE id = ? AND state = ? AND attempt = ? RETURNING id",
     )
     .bind(to.as_str())
@@ -141,7 +144,7 @@ async fn job_mark(
     event: &'static str,
     now: i64,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE jobs SET requested = ? WHERE id = ? AND state = 'running'")
+    sqlx::query("UPDATE jobs SET requested = ?, requested_reason = NULL WHERE id = ? AND state = 'running'")
         .bind(mark)
         .bind(id.to_string())
         .execute(&mut *tx)

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// Plain types, imported by everyone.
 const WORDS: &[&str] = &[
+    "access",
     "callback",
     "config",
     "dataset",
@@ -14,6 +15,7 @@ const WORDS: &[&str] = &[
     "failpoint",
     "id",
     "job",
+    "lifecycle",
     "modelcard",
     "outgoing",
     "probe",
@@ -36,8 +38,13 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("prober", &["engine", "reward", "reward_model"]),
     ("reward_server", &["engine", "reward", "reward_model"]),
     // Of the engine only which kernels the machine can run.
-    ("serve", &["engine", "files", "http", "reward", "store", "supervisor"]),
+    ("serve", &["courier", "engine", "files", "http", "reward", "store", "supervisor"]),
     ("convert", &[]),
+    // Beside a running server, with the same tables.
+    ("keys", &["files", "store"]),
+    ("backup", &["files", "store"]),
+    // Lifecycle messages are signed and sent as rewards are asked.
+    ("courier", &["reward", "store"]),
     ("bench", &["engine"]),
     ("demo", &["files", "reward", "serve"]),
 ];
@@ -49,6 +56,8 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("http/reward_test_journal.rs", "reward"),
     // So does a re-score, on stored samples.
     ("http/rescore.rs", "reward"),
+    // The secrets of webhooks are those of rewards.
+    ("http/webhooks.rs", "reward"),
     // Whether the disk is full stands in the database's own error.
     ("http/error.rs", "sqlx"),
     // A server of the test's own.
@@ -58,11 +67,23 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 /// Crates that belong to some modules only.
 const CRATES: &[(&str, &[&str])] = &[
     ("axum", &["demo", "http", "reward", "reward_server", "serve"]),
-    ("reqwest", &["config", "demo", "outgoing", "reward", "spec", "worker"]),
+    ("reqwest", &["config", "courier", "demo", "outgoing", "reward", "spec", "worker"]),
     ("sqlx", &["store", "serve"]),
     (
         "tokio",
-        &["demo", "files", "http", "prober", "reward", "reward_server", "serve", "store", "supervisor", "worker"],
+        &[
+            "courier",
+            "demo",
+            "files",
+            "http",
+            "prober",
+            "reward",
+            "reward_server",
+            "serve",
+            "store",
+            "supervisor",
+            "worker",
+        ],
     ),
     ("tokenizers", &["engine", "modelcard"]),
     ("candle_core", &["engine"]),

@@ -36,6 +36,7 @@ impl Setting {
             num_rows: 8,
             size_bytes: 80,
             columns: vec!["prompt".to_owned()],
+            owner: String::new(),
         };
         store.dataset_create(new, T0).await.unwrap();
         Self { store, files, dataset, dir }
@@ -61,7 +62,7 @@ impl Setting {
         let secrets =
             BTreeMap::from([("helpful".to_owned(), serde_json::from_value(json!({"secret": "whsec_x"})).unwrap())]);
         let spec = json!({"model": plan.model.id});
-        let new = NewJob { id: JobId::new(), spec: &spec, plan, secrets: &secrets, parent: None, priority };
+        let new = NewJob { id: JobId::new(), spec: &spec, plan, secrets: &secrets, parent: None, priority, owner: "" };
         self.store.job_create(new, now).await
     }
 
@@ -106,6 +107,13 @@ impl Setting {
             }
         }
         assert_eq!(self.state(job).await, state);
+        job
+    }
+
+    /// One that its user paused.
+    pub async fn job_in_pause(&self) -> JobId {
+        let job = self.job().await;
+        self.store.job_pause(job, T0).await.unwrap();
         job
     }
 

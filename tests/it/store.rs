@@ -372,17 +372,19 @@ async fn the_same_bytes_are_the_same_dataset_and_a_needed_one_stays() {
         num_rows: 8,
         size_bytes: 80,
         columns: vec!["prompt".to_owned()],
+        owner: String::new(),
     };
     let (row, new) = store.dataset_create(again.clone(), T0).await.unwrap();
     assert_eq!((row.id, row.name, new), (setting.dataset, None, false));
     let other = NewDataset { sha256: "d2".to_owned(), ..again };
     let (row, new) = store.dataset_create(other, T0 + 1).await.unwrap();
     assert!(new);
-    assert_eq!(store.dataset_by_sha256("d2").await.unwrap().as_ref(), Some(&row));
-    assert_eq!(store.dataset_by_sha256("d3").await.unwrap(), None);
-    let page = store.dataset_list(None, 1).await.unwrap();
+    assert_eq!(store.dataset_by_sha256("", "d2").await.unwrap().as_ref(), Some(&row));
+    assert_eq!(store.dataset_by_sha256("", "d3").await.unwrap(), None);
+    assert_eq!(store.dataset_by_sha256("somebody", "d2").await.unwrap(), None);
+    let page = store.dataset_list(None, None, 1).await.unwrap();
     assert_eq!(page.data, [row]);
-    let rest = store.dataset_list(page.next.as_deref(), 1).await.unwrap();
+    let rest = store.dataset_list(None, page.next.as_deref(), 1).await.unwrap();
     assert_eq!((rest.data[0].id, rest.next), (setting.dataset, None));
 
     let job = setting.job().await;
@@ -404,6 +406,7 @@ async fn a_model_id_belongs_to_one_directory() {
         source: "/models/tiny".to_owned(),
         sha256: "aa".to_owned(),
         card: json!({"layers": 2}),
+        owner: String::new(),
     };
     assert!(store.model_create(new.clone(), T0).await.unwrap().1);
     let changed = NewModel { sha256: "bb".to_owned(), ..new.clone() };
@@ -411,7 +414,7 @@ async fn a_model_id_belongs_to_one_directory() {
     assert_eq!((row.sha256.as_str(), row.created_at, is_new), ("bb", T0, false));
     let elsewhere = NewModel { source: "/models/other".to_owned(), ..new };
     assert!(matches!(store.model_create(elsewhere, T0).await, Err(StoreError::Exists { kind: "model", .. })));
-    assert_eq!(store.model_list(None, 5).await.unwrap().data, std::slice::from_ref(&row));
+    assert_eq!(store.model_list(None, None, 5).await.unwrap().data, std::slice::from_ref(&row));
     assert_eq!(store.model_get("org/tiny").await.unwrap(), row);
     let job = setting.job().await;
     assert!(matches!(store.model_delete("org/tiny").await, Err(StoreError::InUse { jobs, .. }) if jobs == [job]));

@@ -36,6 +36,7 @@ impl Server {
             source: "/models/tiny".to_owned(),
             sha256: "aa".to_owned(),
             card: json!({}),
+            owner: String::new(),
         };
         setting.store.model_create(model, T0).await.unwrap();
         std::fs::write(setting.files.dataset(setting.dataset), b"{\"prompt\":\"a\"}\n").unwrap();

@@ -21,7 +21,7 @@ impl World {
         let (store, plan) = (self.store(), self.plan.clone());
         let call = async move {
             let (spec, secrets) = (json!({}), BTreeMap::new());
-            let new = NewJob { id, spec: &spec, plan: &plan, secrets: &secrets, parent: None, priority };
+            let new = NewJob { id, spec: &spec, plan: &plan, secrets: &secrets, parent: None, priority, owner: "" };
             store.job_create(new, now).await
         };
         match self.server.call(&mut self.random, call).await? {

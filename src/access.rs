@@ -1,0 +1,241 @@
+//! Who may do what: the scopes of keys, and what each route asks for.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// What a key permits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, utoipa::ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Scope {
+    /// Look at the jobs, datasets and models of the key's owner, and at models for everybody.
+    Read,
+    /// Submit, steer and delete them too.
+    Submit,
+    /// Everything, of every owner; keys, webhooks and the record of changes among it.
+    Admin,
+    /// Work as `rlood worker`: claim any job and read its secrets. Nothing else.
+    Worker,
+}
+
+impl Scope {
+    /// All of them.
+    pub const ALL: [Scope; 4] = [Scope::Read, Scope::Submit, Scope::Admin, Scope::Worker];
+
+    /// Its word.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Scope::Read => "read",
+            Scope::Submit => "submit",
+            Scope::Admin => "admin",
+            Scope::Worker => "worker",
+        }
+    }
+
+    fn bit(self) -> u8 {
+        match self {
+            Scope::Read => 1,
+            Scope::Submit => 2,
+            Scope::Admin => 4,
+            Scope::Worker => 8,
+        }
+    }
+}
+
+/// A word that is no scope.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is not a scope: use read, submit, admin or worker")]
+pub struct ScopeError(String);
+
+impl FromStr for Scope {
+    type Err = ScopeError;
+
+    fn from_str(text: &str) -> Result<Self, ScopeError> {
+        let text = text.trim();
+        let known = Self::ALL.into_iter().find(|scope| scope.as_str() == text);
+        known.ok_or_else(|| ScopeError(text.chars().take(40).collect()))
+    }
+}
+
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A set of scopes. `admin` holds `submit`, and `submit` holds `read`; `worker` stands alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Scopes(u8);
+
+impl Scopes {
+    /// Of these, and what they hold.
+    pub fn of(scopes: impl IntoIterator<Item = Scope>) -> Self {
+        let mut bits = scopes.into_iter().fold(0, |bits, scope| bits | scope.bit());
+        if bits & Scope::Admin.bit() != 0 {
+            bits |= Scope::Submit.bit();
+        }
+        if bits & Scope::Submit.bit() != 0 {
+            bits |= Scope::Read.bit();
+        }
+        Self(bits)
+    }
+
+    /// Whether it is among them.
+    pub fn has(self, scope: Scope) -> bool {
+        self.0 & scope.bit() != 0
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Each of them.
+    pub fn iter(self) -> impl Iterator<Item = Scope> {
+        Scope::ALL.into_iter().filter(move |scope| self.has(*scope))
+    }
+}
+
+impl fmt::Display for Scopes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let words: Vec<&str> = self.iter().map(Scope::as_str).collect();
+        f.write_str(&words.join(", "))
+    }
+}
+
+impl Serialize for Scopes {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.iter())
+    }
+}
+
+impl<'de> Deserialize<'de> for Scopes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(Scopes::of(Vec::<Scope>::deserialize(deserializer)?))
+    }
+}
+
+/// What a route asks of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Nothing: it shows nothing of anybody, or carries a credential of its own.
+    Open,
+    /// A credential with this scope.
+    Needs(Scope),
+}
+
+/// Every route of the document. `tests/it/access.rs` refuses one that is not here; the server asks for `admin` on it.
+const ROUTES: &[(&str, &str, Access)] = {
+    use Access::{Needs, Open};
+    use Scope::{Admin, Read, Submit};
+    &[
+        ("GET", "/livez", Open),
+        ("GET", "/readyz", Open),
+        ("GET", "/openapi.json", Open),
+        // Signs in: the body carries the key. The others say what the cookie or key is good for.
+        ("POST", "/session", Open),
+        ("GET", "/session", Needs(Read)),
+        ("DELETE", "/session", Needs(Read)),
+        // The answers of reward services, with a token of their own.
+        ("POST", "/reward-callbacks/{id}", Open),
+        ("GET", "/metrics", Needs(Read)),
+        ("GET", "/workers", Needs(Read)),
+        ("GET", "/jobs", Needs(Read)),
+        ("POST", "/jobs", Needs(Submit)),
+        ("POST", "/jobs/validate", Needs(Submit)),
+        ("GET", "/jobs/compare", Needs(Read)),
+        ("GET", "/jobs/courses", Needs(Read)),
+        ("GET", "/jobs/changes", Needs(Read)),
+        ("POST", "/demo", Needs(Submit)),
+        ("GET", "/jobs/{id}", Needs(Read)),
+        ("PATCH", "/jobs/{id}", Needs(Submit)),
+        ("DELETE", "/jobs/{id}", Needs(Submit)),
+        ("POST", "/jobs/{id}/cancel", Needs(Submit)),
+        ("POST", "/jobs/{id}/pause", Needs(Submit)),
+        ("POST", "/jobs/{id}/resume", Needs(Submit)),
+        ("POST", "/jobs/{id}/retry", Needs(Submit)),
+        ("POST", "/jobs/{id}/fork", Needs(Submit)),
+        ("POST", "/jobs/{id}/rescore", Needs(Submit)),
+        ("GET", "/jobs/{id}/config", Needs(Read)),
+        ("GET", "/jobs/{id}/events", Needs(Read)),
+        ("GET", "/jobs/{id}/logs", Needs(Read)),
+        ("GET", "/jobs/{id}/metrics", Needs(Read)),
+        ("GET", "/jobs/{id}/samples", Needs(Read)),
+        ("GET", "/jobs/{id}/summary", Needs(Read)),
+        ("GET", "/jobs/{id}/alerts", Needs(Read)),
+        ("GET", "/jobs/{id}/rewards", Needs(Read)),
+        ("GET", "/jobs/{id}/checkpoints", Needs(Read)),
+        ("GET", "/jobs/{id}/adapter", Needs(Read)),
+        ("GET", "/checkpoints/{id}", Needs(Read)),
+        ("GET", "/checkpoints/{id}/archive.tar", Needs(Read)),
+        ("GET", "/checkpoints/{id}/files/{name}", Needs(Read)),
+        ("GET", "/checkpoints/{id}/manifest.json", Needs(Read)),
+        ("POST", "/checkpoints/{id}/pin", Needs(Submit)),
+        ("DELETE", "/checkpoints/{id}/pin", Needs(Submit)),
+        ("GET", "/datasets", Needs(Read)),
+        ("POST", "/datasets", Needs(Submit)),
+        ("GET", "/datasets/{id}", Needs(Read)),
+        ("DELETE", "/datasets/{id}", Needs(Submit)),
+        ("GET", "/datasets/{id}/content", Needs(Read)),
+        ("GET", "/datasets/{id}/rows", Needs(Read)),
+        ("GET", "/models", Needs(Read)),
+        ("POST", "/models", Needs(Submit)),
+        ("GET", "/models/{id}", Needs(Read)),
+        ("DELETE", "/models/{id}", Needs(Submit)),
+        ("POST", "/rewards/test", Needs(Submit)),
+        ("GET", "/keys", Needs(Admin)),
+        ("POST", "/keys", Needs(Admin)),
+        ("GET", "/keys/{id}", Needs(Admin)),
+        ("DELETE", "/keys/{id}", Needs(Admin)),
+        ("GET", "/audit", Needs(Admin)),
+        ("GET", "/webhooks", Needs(Read)),
+        ("POST", "/webhooks", Needs(Submit)),
+        ("GET", "/webhooks/{id}", Needs(Read)),
+        ("PATCH", "/webhooks/{id}", Needs(Submit)),
+        ("DELETE", "/webhooks/{id}", Needs(Submit)),
+        ("POST", "/webhooks/{id}/secret", Needs(Submit)),
+        ("POST", "/webhooks/{id}/test", Needs(Submit)),
+        ("GET", "/webhooks/{id}/deliveries", Needs(Read)),
+        ("POST", "/webhooks/{id}/deliveries/{delivery}/redeliver", Needs(Submit)),
+    ]
+};
+
+/// Questions asked by POST: they change nothing, so nobody records them.
+const QUESTIONS: &[&str] = &["/jobs/validate", "/rewards/test"];
+
+/// What a route (a pattern as in the document) asks for; None = nobody has said. HEAD is as GET.
+pub fn of_route(method: &str, route: &str) -> Option<Access> {
+    let method = if method == "HEAD" { "GET" } else { method };
+    ROUTES.iter().find(|(known, path, _)| *known == method && *path == route).map(|(_, _, access)| *access)
+}
+
+/// Whether a request of this method to this route changes something.
+pub fn changes(method: &str, route: &str) -> bool {
+    !matches!(method, "GET" | "HEAD" | "OPTIONS" | "TRACE") && !QUESTIONS.contains(&route)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scope_holds_the_lesser_ones() {
+        let admin = Scopes::of([Scope::Admin]);
+        assert!(admin.has(Scope::Read) && admin.has(Scope::Submit) && !admin.has(Scope::Worker));
+        assert!(!Scopes::of([Scope::Read]).has(Scope::Submit));
+        assert_eq!(Scopes::of([Scope::Worker]).to_string(), "worker");
+        assert_eq!(serde_json::to_string(&Scopes::of([Scope::Submit])).unwrap(), r#"["read","submit"]"#);
+        assert!("root".parse::<Scope>().is_err());
+    }
+
+    #[test]
+    fn no_route_stands_there_twice() {
+        let mut seen = std::collections::BTreeSet::new();
+        for (method, route, _) in ROUTES {
+            assert!(seen.insert((method, route)), "{method} {route}");
+        }
+        assert_eq!(of_route("HEAD", "/jobs"), Some(Access::Needs(Scope::Read)));
+        assert_eq!(of_route("PUT", "/jobs"), None);
+    }
+}

@@ -1,0 +1,96 @@
+//! Flags of `rlood keys`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+use crate::access::Scope;
+use crate::id::KeyId;
+
+/// What to do with keys.
+#[derive(Debug, Clone, Args)]
+pub struct KeysArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub action: KeysAction,
+
+    /// The server's data directory. A server may be running on it.
+    #[arg(long, env = "RLOOD_DATA_DIR", default_value = "rlood-data", global = true, value_name = "DIR")]
+    pub data_dir: PathBuf,
+
+    /// Print JSON to standard output.
+    #[arg(long, global = true)]
+    pub json: bool,
+}
+
+/// The actions of `rlood keys`.
+#[derive(Debug, Clone, Subcommand)]
+pub enum KeysAction {
+    /// Make a key and print its text, which is shown this once, to standard output. From the first key on every request
+    /// needs one.
+    Create(CreateKeyArgs),
+    /// List the keys, newest first, without their texts.
+    List,
+    /// End a key, and every session opened with it, at once.
+    Revoke {
+        /// The key's id, key_…, as `rlood keys list` shows it.
+        id: KeyId,
+    },
+}
+
+/// Flags of `rlood keys create`.
+#[derive(Debug, Clone, Args)]
+pub struct CreateKeyArgs {
+    /// For people.
+    #[arg(long, default_value = "unnamed", value_name = "NAME")]
+    pub name: String,
+
+    /// What it permits, comma-separated: read (look), submit (and change), admin (everything of everybody), worker (claim
+    /// jobs, nothing else).
+    #[arg(long, alias = "scope", value_delimiter = ',', required = true, value_name = "SCOPE,…")]
+    pub scopes: Vec<Scope>,
+
+    /// Whose jobs, datasets and models it sees; keys with one owner share them. Default: the key's own.
+    #[arg(long, value_name = "OWNER")]
+    pub owner: Option<String>,
+
+    /// How long it is good: 12h, 90d. Default: until it is revoked.
+    #[arg(long, value_parser = parse_life, value_name = "TIME")]
+    pub expires: Option<Life>,
+}
+
+/// A time span of whole seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Life {
+    /// In all.
+    pub seconds: i64,
+}
+
+pub(super) fn parse_life(text: &str) -> Result<Life, String> {
+    let refused = || format!("'{text}' is not a time span: write 3600s, 90m, 12h or 90d, at most ten years");
+    let (number, unit) = text.split_at(text.len() - text.chars().last().map_or(0, char::len_utf8));
+    let each = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => return Err(refused()),
+    };
+    let number: i64 = number.parse().map_err(|_| refused())?;
+    let seconds = number.checked_mul(each).filter(|seconds| (1..=316_224_000).contains(seconds)).ok_or_else(refused)?;
+    Ok(Life { seconds })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_span_is_a_number_and_a_unit() {
+        assert_eq!(parse_life("90d").unwrap().seconds, 90 * 86_400);
+        assert_eq!(parse_life("15s").unwrap().seconds, 15);
+        for bad in ["", "d", "5", "0d", "-1h", "1.5h", "99999d", "5ü"] {
+            assert!(parse_life(bad).is_err(), "{bad}");
+        }
+    }
+}

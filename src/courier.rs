@@ -1,0 +1,194 @@
+//! Sends lifecycle messages: signed as Standard Webhooks says, to addresses that the operator permits, each try noted.
+//!
+//! The outbox is in the database, so nothing is lost with the process: a message that was on its way is sent again, with the
+//! same `webhook-id`. Each subscription has one message on its way at a time, and none waits for another subscription's.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tokio::sync::Notify;
+
+use crate::id::WebhookId;
+use crate::lifecycle::retry_in_ms;
+use crate::outgoing::OutgoingPolicy;
+use crate::reward::outgoing::refusal;
+use crate::reward::signature::Key;
+use crate::store::webhooks::{DeliveryRow, Next, TryRow, WebhookRow};
+use crate::store::{Store, StoreError, clock_ms};
+
+/// For an endpoint to answer.
+const TIMEOUT: Duration = Duration::from_secs(15);
+/// Between two looks into the outbox.
+const LOOK: Duration = Duration::from_millis(500);
+/// The longest that an endpoint's own Retry-After puts a try off, ms.
+const LONGEST_RETRY_AFTER_MS: i64 = 24 * 60 * 60 * 1000;
+
+/// Why no message can be sent.
+#[derive(Debug, thiserror::Error)]
+#[error("no HTTP client can be made")]
+pub struct CourierError(#[source] reqwest::Error);
+
+/// Sends what is due. Cheap to clone.
+#[derive(Clone)]
+pub struct Courier {
+    store: Store,
+    policy: OutgoingPolicy,
+    client: reqwest::Client,
+    busy: Arc<Mutex<HashSet<WebhookId>>>,
+    free: Arc<Notify>,
+}
+
+impl Courier {
+    /// Over a server's outbox.
+    ///
+    /// # Errors
+    /// When no HTTP client can be made.
+    pub fn new(store: Store, policy: OutgoingPolicy) -> Result<Self, CourierError> {
+        // No connection is kept: every try resolves the name, and its address is checked.
+        let client =
+            policy.client_builder().timeout(TIMEOUT).pool_max_idle_per_host(0).build().map_err(CourierError)?;
+        Ok(Self { store, policy, client, busy: Arc::default(), free: Arc::default() })
+    }
+
+    /// Sends until it is dropped.
+    pub async fn run(self) {
+        loop {
+            if let Err(error) = self.send_due(clock_ms()).await {
+                tracing::error!(error = &error as &dyn std::error::Error, "the outbox cannot be read");
+            }
+            tokio::select! {
+                () = self.free.notified() => {}
+                () = tokio::time::sleep(LOOK) => {}
+            }
+        }
+    }
+
+    /// Begins to send one message of each subscription that has one due and none on its way; returns how many.
+    async fn send_due(&self, now: i64) -> Result<usize, StoreError> {
+        let mut begun = 0;
+        for (hook, message) in self.store.deliveries_due(now).await? {
+            if !self.busy.lock().unwrap_or_else(PoisonError::into_inner).insert(hook.id) {
+                continue;
+            }
+            begun += 1;
+            let courier = self.clone();
+            tokio::spawn(async move {
+                let id = hook.id;
+                if let Err(error) = courier.deliver(&hook, &message).await {
+                    tracing::error!(webhook = %id, error = &error as &dyn std::error::Error, "a try is not noted");
+                    // Without a note it would be sent again at once.
+                    tokio::time::sleep(TIMEOUT).await;
+                }
+                courier.busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+                courier.free.notify_one();
+            });
+        }
+        Ok(begun)
+    }
+
+    /// One try, and its note.
+    async fn deliver(&self, hook: &WebhookRow, message: &DeliveryRow) -> Result<(), StoreError> {
+        let (time, begun) = (clock_ms(), Instant::now());
+        let answered = self.post(hook, message, time).await;
+        let now = clock_ms();
+        let duration_ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let (status, error, asked_ms) = match answered {
+            Ok(Answered { status, retry_after_ms }) => (Some(status), None, retry_after_ms),
+            Err(error) => (None, Some(error), 0),
+        };
+        let taken = status.is_some_and(|status| (200..300).contains(&status));
+        let gone = status == Some(410);
+        let next = match retry_in_ms(message.tries + 1, spread(&message.id)) {
+            _ if taken => Next::Delivered,
+            Some(pause) if !gone => Next::Retry(now + pause.max(asked_ms)),
+            Some(_) | None => Next::GiveUp,
+        };
+        let error = error.or_else(|| status.filter(|_| !taken).map(|status| format!("answered {status}")));
+        if !taken {
+            let error = error.as_deref().unwrap_or("");
+            tracing::info!(webhook = %hook.id, message = message.id, tries = message.tries + 1, error, "not delivered");
+        }
+        if gone {
+            let reason = "the endpoint answered 410 Gone";
+            self.store.webhook_disable(hook.id, reason, now).await?;
+        }
+        self.store.delivery_tried(&message.id, TryRow { time, duration_ms, status, error }, next, now).await
+    }
+
+    async fn post(&self, hook: &WebhookRow, message: &DeliveryRow, now: i64) -> Result<Answered, String> {
+        let url = self.policy.check_url(&hook.url).map_err(|error| error.to_string())?;
+        let body = body_of(message).to_string().into_bytes();
+        let seconds = now.div_euclid(1000).unsigned_abs();
+        let signature = signatures(hook, &message.id, seconds, &body, now)?;
+        let sent = self
+            .client
+            .post(url)
+            .header("content-type", "application/json")
+            .header("webhook-id", &message.id)
+            .header("webhook-timestamp", seconds.to_string())
+            .header("webhook-signature", signature)
+            .body(body)
+            .send()
+            .await
+            .map_err(|error| told(&error))?;
+        let retry_after = sent.headers().get("retry-after").and_then(|value| value.to_str().ok()?.parse::<i64>().ok());
+        let retry_after_ms = retry_after.unwrap_or(0).clamp(0, LONGEST_RETRY_AFTER_MS / 1000) * 1000;
+        Ok(Answered { status: sent.status().as_u16(), retry_after_ms })
+    }
+}
+
+struct Answered {
+    status: u16,
+    retry_after_ms: i64,
+}
+
+/// By each secret that is good: two during a rotation.
+fn signatures(hook: &WebhookRow, id: &str, seconds: u64, body: &[u8], now: i64) -> Result<String, String> {
+    let old = hook.old_secret.as_ref().filter(|(_, until)| now < *until).map(|(secret, _)| secret);
+    let secrets = std::iter::once(&hook.secret).chain(old);
+    let signed = secrets.map(|secret| Key::parse(secret).map(|key| key.sign(id, seconds, body)));
+    let signed: Result<Vec<String>, _> = signed.collect();
+    signed.map(|signed| signed.join(" ")).map_err(|_| "the stored secret cannot be read".to_owned())
+}
+
+/// The same bytes at every try.
+fn body_of(message: &DeliveryRow) -> Value {
+    let time = Timestamp::from_millisecond(message.time).map(|time| format!("{time:.3}")).unwrap_or_default();
+    let data = match &message.event {
+        None => json!({ "webhook_id": message.webhook }),
+        Some(event) => json!({
+            "job_id": event.job, "job_name": event.job_name, "job_state": event.job_state, "model": event.model,
+            "step": event.step, "total_steps": event.total_steps, "metadata": event.metadata,
+            "event": event.event, "seq": event.seq, "attempt": event.attempt, "detail": event.detail,
+        }),
+    };
+    json!({ "type": message.kind, "timestamp": time, "data": data })
+}
+
+/// Why there was no answer, without the URL, which may hold a token.
+fn told(error: &reqwest::Error) -> String {
+    if let Some(refused) = refusal(error) {
+        return refused.to_string();
+    }
+    if error.is_timeout() {
+        return format!("no answer within {} s", TIMEOUT.as_secs());
+    }
+    let mut text = if error.is_connect() { "no connection" } else { "no answer" }.to_owned();
+    let mut cause = std::error::Error::source(error);
+    while let Some(inner) = cause {
+        if inner.source().is_none() {
+            text = format!("{text}: {inner}");
+        }
+        cause = inner.source();
+    }
+    text
+}
+
+/// 0..1 of a message's id, which is random.
+fn spread(id: &str) -> f64 {
+    let last = id.get(id.len().saturating_sub(4)..).and_then(|text| u16::from_str_radix(text, 16).ok());
+    f64::from(last.unwrap_or(0)) / 65_536.0
+}

@@ -1,0 +1,136 @@
+//! What only a hostile web page would send is refused: a name that is not ours (DNS rebinding), a change asked for by
+//! another site's page. Pages of the origins that the operator named may call the API with a key (CORS).
+
+use std::net::IpAddr;
+use std::sync::LazyLock;
+
+use axum::extract::{Request, State};
+use axum::http::header::{
+    ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_METHOD,
+};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+
+use super::AppState;
+use super::auth;
+use super::error::{Code, Problem, shortened};
+use crate::config::ServeConfig;
+
+/// What pages of permitted origins may send.
+const CORS_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PATCH, PUT, DELETE");
+const CORS_HEADERS: HeaderValue = HeaderValue::from_static(
+    "authorization, content-type, content-encoding, idempotency-key, if-match, if-none-match, if-range, last-event-id, \
+     range, x-request-id",
+);
+/// What they may read of an answer's head.
+const CORS_EXPOSED: HeaderValue = HeaderValue::from_static(
+    "accept-ranges, content-disposition, content-range, etag, idempotency-replayed, location, repr-digest, retry-after, \
+     x-request-id",
+);
+
+/// Layer: host and origin.
+pub async fn guard_browser(State(state): State<AppState>, request: Request, next: Next) -> Response {
+    let origin = permitted_origin(&state.config, request.headers());
+    let (method, uri, headers) = (request.method().clone(), request.uri().clone(), request.headers().clone());
+    // Workers are no browsers; they call by whatever name leads here, with a token.
+    if !uri.path().starts_with("/worker/")
+        && let Err(problem) = check_browser(&state, &method, &uri, &headers).await
+    {
+        return problem.into_response();
+    }
+    let Some(origin) = origin else { return next.run(request).await };
+    let preflight = method == Method::OPTIONS && headers.contains_key(ACCESS_CONTROL_REQUEST_METHOD);
+    let mut response = if preflight { StatusCode::NO_CONTENT.into_response() } else { next.run(request).await };
+    let headers = response.headers_mut();
+    headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+    headers.append(header::VARY, HeaderValue::from_static("origin"));
+    if preflight {
+        headers.insert(ACCESS_CONTROL_ALLOW_METHODS, CORS_METHODS);
+        headers.insert(ACCESS_CONTROL_ALLOW_HEADERS, CORS_HEADERS);
+        headers.insert(ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("600"));
+    } else {
+        headers.insert(ACCESS_CONTROL_EXPOSE_HEADERS, CORS_EXPOSED);
+    }
+    response
+}
+
+/// The request's origin, when the operator permits it.
+fn permitted_origin(config: &ServeConfig, headers: &HeaderMap) -> Option<HeaderValue> {
+    let origin = headers.get(header::ORIGIN)?;
+    let text = origin.to_str().ok()?;
+    config.edge.cors_origins.iter().any(|permitted| permitted.eq_ignore_ascii_case(text)).then(|| origin.clone())
+}
+
+async fn check_browser(state: &AppState, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), Problem> {
+    let config = &state.config;
+    let text = |name| headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok());
+    let host = uri.authority().map(|authority| authority.as_str()).or_else(|| text(header::HOST));
+    if let Some(host) = host
+        && !is_ours(config, host)
+        // A literal address cannot be rebound. Without keys only our own will do.
+        && !(host_of(host).parse::<IpAddr>().is_ok() && auth::keys_are_on(state).await?)
+    {
+        let detail = format!(
+            "'{}' is not a name of this server; use its address, or have the operator add the name to --allowed-hosts \
+             (RLOOD_ALLOWED_HOSTS)",
+            shortened(host)
+        );
+        return Err(Problem::new(Code::WrongHost, detail));
+    }
+    if [Method::GET, Method::HEAD, Method::OPTIONS].contains(method) || permitted_origin(config, headers).is_some() {
+        return Ok(());
+    }
+    let foreign_site =
+        text(HeaderName::from_static("sec-fetch-site")).is_some_and(|site| !["same-origin", "none"].contains(&site));
+    let ours = |origin: &str| {
+        let public = config
+            .public_url
+            .as_deref()
+            .is_some_and(|url| reqwest_origin(url).is_some_and(|public| public.eq_ignore_ascii_case(origin)));
+        public || origin.split_once("://").is_some_and(|(_, authority)| Some(authority) == host)
+    };
+    if foreign_site || text(header::ORIGIN).is_some_and(|origin| !ours(origin)) {
+        let detail =
+            "a page of another origin may not change anything here; the operator can permit one with --cors-origins";
+        return Err(Problem::new(Code::Forbidden, detail));
+    }
+    Ok(())
+}
+
+/// Scheme, host and port of a URL that was checked before.
+fn reqwest_origin(url: &str) -> Option<String> {
+    let uri: Uri = url.parse().ok()?;
+    Some(format!("{}://{}", uri.scheme_str()?, uri.authority()?))
+}
+
+fn is_ours(config: &ServeConfig, authority: &str) -> bool {
+    let host = host_of(authority).trim_end_matches('.').to_ascii_lowercase();
+    let loopback = host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    let public = config.public_url.as_deref().and_then(|url| url.parse::<Uri>().ok());
+    let permitted = |allowed: &String| match allowed.strip_prefix('*') {
+        Some(below) => host.ends_with(below) && host.len() > below.len(),
+        None => *allowed == host,
+    };
+    loopback
+        || host == "localhost"
+        || host == config.listen.ip().to_string()
+        || (!host.is_empty() && MACHINE.as_deref() == Some(host.as_str()))
+        || public.as_ref().and_then(Uri::host).is_some_and(|ours| ours.eq_ignore_ascii_case(&host))
+        || config.edge.allowed_hosts.iter().any(permitted)
+}
+
+/// The machine's own name, which nobody else's DNS can give out.
+static MACHINE: LazyLock<Option<String>> = LazyLock::new(|| {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
+    Some(name.trim().to_ascii_lowercase()).filter(|name| !name.is_empty() && !name.contains('.'))
+});
+
+/// The host of `host`, `host:port`, `[v6]` or `[v6]:port`, without brackets.
+fn host_of(authority: &str) -> &str {
+    match authority.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or(rest),
+        None => authority.rsplit_once(':').map_or(authority, |(host, _)| host),
+    }
+}

@@ -1,0 +1,188 @@
+//! API keys over REST, for admins. `rlood keys` does the same on the server's machine.
+
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::auth;
+use super::error::{Code, Item, Problem, ProblemBody};
+use super::extract::{Json, Path, Query};
+use super::list::{List, PageQuery, Time};
+use crate::access::{Scope, Scopes};
+use crate::id::KeyId;
+use crate::store::{KeyRow, NewKey, clock_ms};
+
+/// The longest name of a key or an owner.
+const LONGEST_NAME: usize = 100;
+/// The longest life of a key that has an end: ten years, s.
+const LONGEST_LIFE_S: i64 = 10 * 366 * 24 * 60 * 60;
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new().routes(routes!(create_key, list_keys)).routes(routes!(get_key, revoke_key))
+}
+
+/// An API key, without its text.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = ApiKey)]
+struct KeyView {
+    /// Its id.
+    id: KeyId,
+    /// For people.
+    name: String,
+    /// Whose jobs, datasets and models it sees (all with the scope admin). Keys may share an owner.
+    owner: String,
+    /// What it permits: each scope with those it holds.
+    #[schema(value_type = Vec<Scope>)]
+    scopes: Scopes,
+    /// What its text begins with.
+    #[schema(example = "rld_0a1b2c3d")]
+    prefix: String,
+    /// `active`, `expired` or `revoked`.
+    state: KeyState,
+    /// When it was made.
+    created_at: Time,
+    /// When it ends by itself.
+    expires_at: Option<Time>,
+    /// When it was revoked.
+    revoked_at: Option<Time>,
+    /// When it was used last, to the minute.
+    used_at: Option<Time>,
+}
+
+/// Whether a key is good.
+#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum KeyState {
+    /// It is.
+    Active,
+    /// Its time is over.
+    Expired,
+    /// It was revoked.
+    Revoked,
+}
+
+impl From<KeyRow> for KeyView {
+    fn from(row: KeyRow) -> Self {
+        let state = match row.revoked_at {
+            Some(_) => KeyState::Revoked,
+            None if row.is_usable(clock_ms()) => KeyState::Active,
+            None => KeyState::Expired,
+        };
+        let KeyRow { id, name, owner, scopes, prefix, created_at, expires_at, revoked_at, used_at } = row;
+        Self {
+            id,
+            name,
+            owner,
+            scopes,
+            prefix,
+            state,
+            created_at: Time(created_at),
+            expires_at: expires_at.map(Time),
+            revoked_at: revoked_at.map(Time),
+            used_at: used_at.map(Time),
+        }
+    }
+}
+
+/// A key that was just made.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NewApiKey)]
+struct Made {
+    /// The key's text: shown now and never again.
+    #[schema(example = "rld_…")]
+    key: String,
+    /// The rest.
+    #[serde(flatten)]
+    view: KeyView,
+}
+
+/// A key to make.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+struct CreateKey {
+    /// For people; 1 to 100 characters.
+    #[schema(example = "ci", min_length = 1, max_length = 100)]
+    name: String,
+    /// What it permits.
+    #[schema(min_items = 1)]
+    scopes: Vec<Scope>,
+    /// Whose jobs, datasets and models it sees; keys with one owner share them. Default: the key's own.
+    #[serde(default)]
+    #[schema(min_length = 1, max_length = 100)]
+    owner: Option<String>,
+    /// Seconds until it ends by itself; null = never.
+    #[serde(default)]
+    #[schema(minimum = 1, maximum = 316224000)]
+    expires_in_s: Option<i64>,
+}
+
+/// What is wrong with a name; `what` is its field.
+pub(super) fn check_name(what: &str, name: &str) -> Option<Item> {
+    let good = !name.trim().is_empty() && name.chars().count() <= LONGEST_NAME && !name.chars().any(char::is_control);
+    let detail = format!("must have 1 to {LONGEST_NAME} characters, none of them a control character");
+    (!good).then(|| Item { pointer: format!("/{what}"), code: "invalid".to_owned(), detail })
+}
+
+/// Make an API key. The answer shows its text, once.
+///
+/// From the first key on every request needs one; so the first must have the scope `admin`, where RLOOD_API_KEY is not set.
+#[utoipa::path(post, path = "/keys", tag = "Keys", request_body = CreateKey, responses(
+    (status = 201, description = "Made", body = Made, headers(("Location" = String, description = "Its path"))),
+    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+async fn create_key(State(state): State<AppState>, Json(body): Json<CreateKey>) -> Result<Response, Problem> {
+    let CreateKey { name, scopes, owner, expires_in_s } = body;
+    let mut errors: Vec<Item> = check_name("name", &name).into_iter().collect();
+    errors.extend(owner.as_deref().and_then(|owner| check_name("owner", owner)));
+    let mut wrong = |pointer: &str, code: &str, detail: &str| {
+        errors.push(Item { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.to_owned() });
+    };
+    if scopes.is_empty() {
+        wrong("/scopes", "required", "name at least one of read, submit, admin, worker");
+    } else if !scopes.contains(&Scope::Admin) && !auth::keys_are_on(&state).await? {
+        let detail = "the first key of a server needs the scope admin: from now on nobody could make another one";
+        wrong("/scopes", "first_key_not_admin", detail);
+    }
+    if expires_in_s.is_some_and(|seconds| !(1..=LONGEST_LIFE_S).contains(&seconds)) {
+        wrong("/expires_in_s", "out_of_range", "must be between 1 second and ten years (316224000)");
+    }
+    if !errors.is_empty() {
+        return Err(Problem::new(Code::InvalidBody, "the key cannot be made; see 'errors'").items(errors));
+    }
+    let now = clock_ms();
+    let expires_at = expires_in_s.map(|seconds| now + seconds * 1000);
+    let new = NewKey { name, owner, scopes: Scopes::of(scopes), expires_at };
+    let (row, key) = state.store.api_key_create(new, now).await?;
+    let location = [(header::LOCATION, format!("/keys/{}", row.id))];
+    Ok((StatusCode::CREATED, location, Json(Made { key, view: row.into() })).into_response())
+}
+
+/// List all keys, newest first, revoked ones too.
+#[utoipa::path(get, path = "/keys", tag = "Keys", params(PageQuery),
+    responses((status = 200, description = "A page", body = List<KeyView>)))]
+async fn list_keys(
+    State(state): State<AppState>,
+    Query(query): Query<PageQuery>,
+) -> Result<Json<List<KeyView>>, Problem> {
+    let page = state.store.api_key_list(query.after.as_deref(), query.limit()?).await?;
+    Ok(Json(List::of(page, KeyView::from)))
+}
+
+/// One key.
+#[utoipa::path(get, path = "/keys/{id}", tag = "Keys", params(("id" = KeyId, Path, description = "The key")),
+    responses((status = 200, description = "The key", body = KeyView)))]
+async fn get_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result<Json<KeyView>, Problem> {
+    Ok(Json(state.store.api_key_get(id).await?.into()))
+}
+
+/// Revoke a key: it and every session opened with it are over at once. Its row stays. Idempotent.
+#[utoipa::path(delete, path = "/keys/{id}", tag = "Keys", params(("id" = KeyId, Path, description = "The key")),
+    responses((status = 200, description = "The key, revoked", body = KeyView)))]
+async fn revoke_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result<Json<KeyView>, Problem> {
+    Ok(Json(state.store.api_key_revoke(id, clock_ms()).await?.into()))
+}

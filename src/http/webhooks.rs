@@ -1,0 +1,473 @@
+//! Subscriptions to lifecycle messages: make, change, test, and see what was sent.
+
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::auth::Caller;
+use super::error::{Code, Item, Problem, ProblemBody};
+use super::extract::{Json, Path, Query};
+use super::list::{self, List, PageQuery, Time};
+use crate::access::Scope;
+use crate::id::{JobId, WebhookId};
+use crate::lifecycle::MessageType;
+use crate::outgoing::OutgoingPolicy;
+use crate::reward::signature::Key;
+use crate::store::clock_ms;
+use crate::store::webhooks::{DeliveryRow, DeliveryState, NewWebhook, TryRow, WebhookPatch, WebhookRow};
+
+/// Most subscriptions of an owner.
+const MOST: u64 = 100;
+/// The longest URL and description.
+const LONGEST: usize = 2000;
+/// How long a test waits for the endpoint's answer.
+const TEST_WAIT: Duration = Duration::from_secs(20);
+/// How long an old secret goes on signing, unless asked otherwise, s.
+const OLD_SECRET_S: u32 = 24 * 60 * 60;
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new()
+        .routes(routes!(create_webhook, list_webhooks))
+        .routes(routes!(get_webhook, patch_webhook, delete_webhook))
+        .routes(routes!(rotate_secret))
+        .routes(routes!(test_webhook))
+        .routes(routes!(list_deliveries))
+        .routes(routes!(redeliver))
+}
+
+/// A subscription to lifecycle messages. Its secret is never shown.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Webhook)]
+struct WebhookView {
+    /// Its id.
+    id: WebhookId,
+    /// Where messages go.
+    url: String,
+    /// For people.
+    description: Option<String>,
+    /// Which messages.
+    events: Vec<MessageType>,
+    /// Whether anything is sent; what happens while it is not is not told later.
+    enabled: bool,
+    /// Why the server stopped sending: the endpoint answered 410.
+    disabled_reason: Option<String>,
+    /// Of every owner's jobs; only keys with the scope admin make such.
+    all_jobs: bool,
+    /// The owner of the key that made it; empty = the operator.
+    owner: String,
+    /// Until when the secret before this one signs too.
+    old_secret_until: Option<Time>,
+    /// When it was made.
+    created_at: Time,
+    /// When it was changed last.
+    updated_at: Time,
+}
+
+impl From<WebhookRow> for WebhookView {
+    fn from(row: WebhookRow) -> Self {
+        let WebhookRow {
+            id,
+            owner,
+            all_jobs,
+            url,
+            description,
+            types,
+            secret: _,
+            old_secret,
+            enabled,
+            disabled_reason,
+            created_at,
+            updated_at,
+        } = row;
+        let now = clock_ms();
+        let old_secret_until = old_secret.map(|(_, until)| until).filter(|until| *until > now).map(Time);
+        Self {
+            id,
+            url,
+            description,
+            events: types,
+            enabled,
+            disabled_reason,
+            all_jobs,
+            owner,
+            old_secret_until,
+            created_at: Time(created_at),
+            updated_at: Time(updated_at),
+        }
+    }
+}
+
+/// A subscription with a secret that the server made.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = WebhookWithSecret)]
+struct WithSecret {
+    /// Verify messages with it; shown now and never again. Null when you sent one.
+    secret: Option<String>,
+    /// The rest.
+    #[serde(flatten)]
+    webhook: WebhookView,
+}
+
+/// A subscription to make.
+#[derive(Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+struct CreateWebhook {
+    /// http or https; private addresses only as the operator permits.
+    #[schema(example = "https://example.com/rlood", max_length = 2000)]
+    url: String,
+    /// Which messages. Default: all.
+    #[serde(default)]
+    events: Option<Vec<MessageType>>,
+    /// For people.
+    #[serde(default)]
+    #[schema(max_length = 2000)]
+    description: Option<String>,
+    /// `whsec_` and base64 of 24 to 64 bytes. Default: the server makes one and shows it in the answer.
+    #[serde(default)]
+    #[schema(example = "whsec_…", write_only)]
+    secret: Option<String>,
+    /// Default: true.
+    #[serde(default)]
+    enabled: Option<bool>,
+    /// Of every owner's jobs. Default: with the scope admin true, else false, and nothing else is permitted.
+    #[serde(default)]
+    all_jobs: Option<bool>,
+}
+
+/// What to change; everything is optional.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(as = WebhookPatch)]
+struct PatchWebhook {
+    /// Where messages go.
+    #[serde(default)]
+    #[schema(max_length = 2000)]
+    url: Option<String>,
+    /// Which messages.
+    #[serde(default)]
+    events: Option<Vec<MessageType>>,
+    /// For people; null takes it away.
+    #[serde(default, with = "nullable")]
+    #[schema(value_type = Option<String>, max_length = 2000)]
+    description: Option<Option<String>>,
+    /// Whether anything is sent.
+    #[serde(default)]
+    enabled: Option<bool>,
+}
+
+/// A field that may be absent, null, or a value.
+mod nullable {
+    use serde::{Deserialize, Deserializer};
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<String>>, D::Error> {
+        Option::<String>::deserialize(deserializer).map(Some)
+    }
+}
+
+fn item(pointer: &str, code: &str, detail: impl Into<String>) -> Item {
+    Item { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.into() }
+}
+
+fn check(
+    state: &AppState,
+    url: Option<&str>,
+    events: Option<&[MessageType]>,
+    description: Option<&str>,
+) -> Result<Vec<Item>, Problem> {
+    let mut errors = Vec::new();
+    if let Some(url) = url {
+        let policy = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+        if url.len() > LONGEST {
+            errors.push(item("/url", "too_long", format!("at most {LONGEST} characters")));
+        } else if let Err(error) = policy.check_url(url) {
+            errors.push(item("/url", "invalid", error.to_string()));
+        }
+    }
+    if events.is_some_and(<[MessageType]>::is_empty) {
+        errors.push(item("/events", "required", "name at least one; leave the field out for all"));
+    }
+    if description.is_some_and(|text| text.chars().count() > LONGEST) {
+        errors.push(item("/description", "too_long", format!("at most {LONGEST} characters")));
+    }
+    Ok(errors)
+}
+
+fn refuse(errors: Vec<Item>) -> Result<(), Problem> {
+    match errors.first() {
+        None => Ok(()),
+        Some(first) => {
+            let detail = format!("{}: {}", first.pointer, first.detail);
+            Err(Problem::new(Code::InvalidBody, detail).items(errors))
+        }
+    }
+}
+
+/// A given secret, checked, or one of our own to be shown.
+fn secret_of(given: Option<String>, errors: &mut Vec<Item>) -> Result<(String, Option<String>), Problem> {
+    match given {
+        Some(secret) => {
+            if let Err(error) = Key::parse(&secret) {
+                errors.push(item("/secret", "invalid", error.to_string()));
+            }
+            Ok((secret, None))
+        }
+        None => {
+            let secret = Key::generate().map_err(Problem::internal)?;
+            Ok((secret.clone(), Some(secret)))
+        }
+    }
+}
+
+fn sorted(mut types: Vec<MessageType>) -> Vec<MessageType> {
+    types.sort_unstable();
+    types.dedup();
+    types
+}
+
+/// Subscribe to lifecycle messages.
+///
+/// Messages are POSTed as Standard Webhooks says: `webhook-id`, `webhook-timestamp`, `webhook-signature` (HMAC-SHA256 of
+/// `id.timestamp.body`), and a body `{type, timestamp, data}`. Anything but 2xx is tried again after 5 s, 5 min, 30 min,
+/// 2 h, 5 h, 10 h, 14 h, 20 h and 24 h, with the same `webhook-id`; 410 ends the subscription.
+#[utoipa::path(post, path = "/webhooks", tag = "Webhooks", request_body = CreateWebhook, responses(
+    (status = 201, description = "Made", body = WithSecret, headers(("Location" = String, description = "Its path"))),
+    (status = 403, description = "Only an admin may watch every owner's jobs", body = ProblemBody),
+    (status = 409, description = "The owner has 100 already", body = ProblemBody),
+    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+async fn create_webhook(
+    State(state): State<AppState>,
+    caller: Caller,
+    Json(body): Json<CreateWebhook>,
+) -> Result<Response, Problem> {
+    let CreateWebhook { url, events, description, secret, enabled, all_jobs } = body;
+    let mut errors = check(&state, Some(&url), events.as_deref(), description.as_deref())?;
+    let (secret, shown) = secret_of(secret, &mut errors)?;
+    refuse(errors)?;
+    let is_admin = caller.scopes().has(Scope::Admin);
+    if all_jobs == Some(true) && !is_admin {
+        let detail = "all_jobs needs a key with the scope 'admin'; without it your own jobs are watched";
+        return Err(Problem::new(Code::Forbidden, detail));
+    }
+    if state.store.webhook_count(caller.owner()).await? >= MOST {
+        return Err(Problem::new(Code::Conflict, format!("there are {MOST} webhooks already; delete one first")));
+    }
+    let new = NewWebhook {
+        owner: caller.owner().to_owned(),
+        all_jobs: all_jobs.unwrap_or(is_admin),
+        url,
+        description,
+        types: sorted(events.unwrap_or_else(|| MessageType::ALL.to_vec())),
+        secret,
+        enabled: enabled.unwrap_or(true),
+    };
+    let row = state.store.webhook_create(new, clock_ms()).await?;
+    let location = [(header::LOCATION, format!("/webhooks/{}", row.id))];
+    Ok((StatusCode::CREATED, location, Json(WithSecret { secret: shown, webhook: row.into() })).into_response())
+}
+
+/// List subscriptions, newest first.
+#[utoipa::path(get, path = "/webhooks", tag = "Webhooks", params(PageQuery),
+    responses((status = 200, description = "A page", body = List<WebhookView>)))]
+async fn list_webhooks(
+    State(state): State<AppState>,
+    caller: Caller,
+    Query(query): Query<PageQuery>,
+) -> Result<Json<List<WebhookView>>, Problem> {
+    let page = state.store.webhook_list(caller.sees(), query.after.as_deref(), query.limit()?).await?;
+    Ok(Json(List::of(page, WebhookView::from)))
+}
+
+/// One subscription.
+#[utoipa::path(get, path = "/webhooks/{id}", tag = "Webhooks", params(("id" = WebhookId, Path, description = "The webhook")),
+    responses((status = 200, description = "The subscription", body = WebhookView)))]
+async fn get_webhook(State(state): State<AppState>, Path(id): Path<WebhookId>) -> Result<Json<WebhookView>, Problem> {
+    Ok(Json(state.store.webhook_get(id).await?.into()))
+}
+
+/// Change a subscription. One that is enabled again goes on with what waits for it.
+#[utoipa::path(patch, path = "/webhooks/{id}", tag = "Webhooks", request_body = PatchWebhook,
+    params(("id" = WebhookId, Path, description = "The webhook")), responses(
+    (status = 200, description = "The subscription", body = WebhookView),
+    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+async fn patch_webhook(
+    State(state): State<AppState>,
+    Path(id): Path<WebhookId>,
+    Json(body): Json<PatchWebhook>,
+) -> Result<Json<WebhookView>, Problem> {
+    let PatchWebhook { url, events, description, enabled } = body;
+    refuse(check(&state, url.as_deref(), events.as_deref(), description.as_ref().and_then(Option::as_deref))?)?;
+    let patch = WebhookPatch { url, description, types: events.map(sorted), enabled };
+    Ok(Json(state.store.webhook_patch(id, patch, clock_ms()).await?.into()))
+}
+
+/// End a subscription; messages that wait are not sent.
+#[utoipa::path(delete, path = "/webhooks/{id}", tag = "Webhooks", params(("id" = WebhookId, Path, description = "The webhook")),
+    responses((status = 204, description = "Ended")))]
+async fn delete_webhook(State(state): State<AppState>, Path(id): Path<WebhookId>) -> Result<StatusCode, Problem> {
+    state.store.webhook_delete(id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Another secret.
+#[derive(Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+struct Rotate {
+    /// `whsec_` and base64 of 24 to 64 bytes. Default: the server makes one and shows it in the answer.
+    #[serde(default)]
+    #[schema(example = "whsec_…", write_only)]
+    secret: Option<String>,
+    /// How long the old one signs too, in seconds. Default: a day.
+    #[serde(default)]
+    #[schema(maximum = 604800, example = 86400)]
+    keep_old_s: Option<u32>,
+}
+
+/// Sign with another secret from now on. For a while messages carry two signatures, so that receivers can follow.
+#[utoipa::path(post, path = "/webhooks/{id}/secret", tag = "Webhooks", request_body = Rotate,
+    params(("id" = WebhookId, Path, description = "The webhook")), responses(
+    (status = 200, description = "The subscription", body = WithSecret),
+    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+async fn rotate_secret(
+    State(state): State<AppState>,
+    Path(id): Path<WebhookId>,
+    Json(Rotate { secret, keep_old_s }): Json<Rotate>,
+) -> Result<Json<WithSecret>, Problem> {
+    let mut errors = Vec::new();
+    let (secret, shown) = secret_of(secret, &mut errors)?;
+    let keep = keep_old_s.unwrap_or(OLD_SECRET_S);
+    if keep > 7 * OLD_SECRET_S {
+        errors.push(item("/keep_old_s", "out_of_range", "at most a week: 604800"));
+    }
+    refuse(errors)?;
+    let now = clock_ms();
+    let row = state.store.webhook_rotate(id, &secret, now + i64::from(keep) * 1000, now).await?;
+    Ok(Json(WithSecret { secret: shown, webhook: row.into() }))
+}
+
+/// A message: what it tells, and how its sending went.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = WebhookDelivery)]
+struct Delivery {
+    /// The `webhook-id` of every try.
+    #[schema(example = "msg_0123456789abcdef0123456789abcdef")]
+    id: String,
+    /// What it tells: one of the subscription's events, or `webhook.test`.
+    #[serde(rename = "type")]
+    #[schema(example = "job.succeeded")]
+    kind: String,
+    /// When that happened.
+    time: Time,
+    /// Of which job; null for a test.
+    #[schema(value_type = Option<JobId>)]
+    job_id: Option<String>,
+    /// Where it stands.
+    state: DeliveryState,
+    /// When it is tried next; null when it is not.
+    next_try_at: Option<Time>,
+    /// Every try so far, oldest first.
+    tries: Vec<Try>,
+}
+
+/// One try to send a message.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = WebhookTry)]
+struct Try {
+    /// When it began.
+    time: Time,
+    /// How long it took.
+    duration_ms: u64,
+    /// The endpoint's answer; null when there was none.
+    status: Option<u16>,
+    /// What was wrong; null when it was taken.
+    error: Option<String>,
+}
+
+async fn view(state: &AppState, row: DeliveryRow) -> Result<Delivery, Problem> {
+    let tries = state.store.delivery_tries(&row.id).await?;
+    let one = |TryRow { time, duration_ms, status, error }| Try { time: Time(time), duration_ms, status, error };
+    Ok(Delivery {
+        tries: tries.into_iter().map(one).collect(),
+        id: row.id,
+        kind: row.kind,
+        time: Time(row.time),
+        job_id: row.event.map(|event| event.job),
+        next_try_at: (row.state == DeliveryState::Pending).then_some(Time(row.next_at)),
+        state: row.state,
+    })
+}
+
+/// Send a test message, `webhook.test`, and say how it went (for 20 s at most; it is tried again like any other).
+#[utoipa::path(post, path = "/webhooks/{id}/test", tag = "Webhooks", params(("id" = WebhookId, Path, description = "The webhook")),
+    responses((status = 200, description = "The message and its tries", body = Delivery),
+        (status = 409, description = "The subscription is not enabled", body = ProblemBody)))]
+async fn test_webhook(State(state): State<AppState>, Path(id): Path<WebhookId>) -> Result<Json<Delivery>, Problem> {
+    if !state.store.webhook_get(id).await?.enabled {
+        return Err(Problem::new(
+            Code::Conflict,
+            "the webhook is not enabled: PATCH it with {\"enabled\": true} first",
+        ));
+    }
+    let mut row = state.store.delivery_test(id, clock_ms()).await?;
+    let deadline = tokio::time::Instant::now() + TEST_WAIT;
+    while row.tries == 0 && tokio::time::Instant::now() < deadline {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        row = state.store.delivery_get(id, &row.id).await?;
+    }
+    view(&state, row).await.map(Json)
+}
+
+/// Which messages.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct DeliveryQuery {
+    /// Only those that stand so.
+    #[param(inline)]
+    state: Option<DeliveryState>,
+    /// The cursor `next` of the page before.
+    after: Option<String>,
+    /// Items on a page, 1 to 100.
+    #[param(minimum = 1, maximum = 100, default = 20)]
+    limit: Option<u32>,
+}
+
+/// A subscription's messages with their tries, newest first.
+#[utoipa::path(get, path = "/webhooks/{id}/deliveries", tag = "Webhooks",
+    params(("id" = WebhookId, Path, description = "The webhook"), DeliveryQuery),
+    responses((status = 200, description = "A page", body = List<Delivery>)))]
+async fn list_deliveries(
+    State(state): State<AppState>,
+    Path(id): Path<WebhookId>,
+    Query(query): Query<DeliveryQuery>,
+) -> Result<Json<List<Delivery>>, Problem> {
+    let DeliveryQuery { state: wanted, after, limit } = query;
+    let limit = list::limit(limit)?;
+    state.store.webhook_get(id).await?;
+    let page = state.store.delivery_list(id, wanted, after.as_deref(), limit).await?;
+    let mut data = Vec::with_capacity(page.data.len());
+    for row in page.data {
+        data.push(view(&state, row).await?);
+    }
+    Ok(Json(List { data, next: page.next }))
+}
+
+/// Send a message again, whatever became of it: the same `webhook-id`, with all its tries before it.
+#[utoipa::path(post, path = "/webhooks/{id}/deliveries/{delivery}/redeliver", tag = "Webhooks",
+    params(("id" = WebhookId, Path, description = "The webhook"), ("delivery" = String, Path, description = "The message")),
+    responses((status = 202, description = "It is queued", body = Delivery)))]
+async fn redeliver(
+    State(state): State<AppState>,
+    Path((id, delivery)): Path<(WebhookId, String)>,
+) -> Result<Response, Problem> {
+    state.store.webhook_get(id).await?;
+    let row = state.store.delivery_again(id, &delivery, clock_ms()).await?;
+    Ok((StatusCode::ACCEPTED, Json(view(&state, row).await?)).into_response())
+}

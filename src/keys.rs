@@ -1,0 +1,156 @@
+//! `rlood keys`: make, list and revoke API keys where the server's data directory lies, while it runs or not.
+
+use std::process::ExitCode;
+
+use jiff::Timestamp;
+use serde_json::{Value, json};
+
+use crate::access::Scopes;
+use crate::config::keys::{CreateKeyArgs, KeysAction, KeysArgs};
+use crate::files::{DataDir, FilesError};
+use crate::store::{KeyRow, NewAudit, NewKey, Store, StoreError, clock_ms};
+
+/// Who made or revoked a key here.
+const ACTOR: &str = "command_line";
+
+/// Why a command on keys failed.
+#[derive(Debug, thiserror::Error)]
+pub enum KeysError {
+    /// The data directory cannot be used.
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    /// The database cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A name or owner.
+    #[error("--{0} must have 1 to 100 characters, none of them a control character")]
+    Name(&'static str),
+}
+
+/// `rlood keys …`.
+///
+/// # Errors
+/// When the data directory or the database cannot be used, or there is no such key.
+pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
+    let KeysArgs { action, data_dir, json } = args;
+    // A running server holds the lock; then its database is opened beside it. Dropped last, so that no server starts between.
+    let (store, _lock) = match DataDir::open(&data_dir) {
+        Ok(files) => (Store::open(&files.database()).await?, Some(files)),
+        Err(FilesError::Locked { root, .. }) => (Store::open_beside(&root.join("rlood.db")).await?, None),
+        Err(error) => return Err(error.into()),
+    };
+    let done = act(&store, action, json).await;
+    store.close().await;
+    done?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn act(store: &Store, action: KeysAction, json: bool) -> Result<(), KeysError> {
+    let now = clock_ms();
+    match action {
+        KeysAction::Create(CreateKeyArgs { name, scopes, owner, expires }) => {
+            for (what, text) in [("name", Some(&name)), ("owner", owner.as_ref())] {
+                let bad = |text: &String| {
+                    text.trim().is_empty() || text.chars().count() > 100 || text.chars().any(char::is_control)
+                };
+                if text.is_some_and(bad) {
+                    return Err(KeysError::Name(what));
+                }
+            }
+            let expires_at = expires.map(|life| now + life.seconds * 1000);
+            let new = NewKey { name, owner, scopes: Scopes::of(scopes), expires_at };
+            let (row, key) = store.api_key_create(new, now).await?;
+            note(store, "keys create", &row, now).await?;
+            if json {
+                let mut document = view(&row, now);
+                document["key"] = key.into();
+                println!("{document}");
+            } else {
+                println!("{key}");
+                eprintln!(
+                    "{} '{}' of {}: {}; the text above is not shown again",
+                    row.id, row.name, row.owner, row.scopes
+                );
+            }
+        }
+        KeysAction::List => list(store, json, now).await?,
+        KeysAction::Revoke { id } => {
+            let row = store.api_key_revoke(id, now).await?;
+            note(store, "keys revoke", &row, now).await?;
+            if json {
+                println!("{}", view(&row, now));
+            } else {
+                println!("{} '{}' is revoked", row.id, row.name);
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn list(store: &Store, json: bool, now: i64) -> Result<(), KeysError> {
+    let mut after = None;
+    if !json {
+        println!(
+            "{:<30}  {:<12}  {:<8}  {:<20}  {:<20}  {:<16}  name",
+            "id", "begins with", "state", "scopes", "owner", "used"
+        );
+    }
+    loop {
+        let page = store.api_key_list(after.as_deref(), 100).await?;
+        for row in &page.data {
+            if json {
+                println!("{}", view(row, now));
+                continue;
+            }
+            let used = row.used_at.and_then(minute).unwrap_or_else(|| "never".to_owned());
+            let scopes = row.scopes.to_string();
+            println!(
+                "{}  {:<12}  {:<8}  {scopes:<20}  {:<20}  {used:<16}  {}",
+                row.id,
+                row.prefix,
+                state(row, now),
+                row.owner,
+                row.name
+            );
+        }
+        match page.next {
+            Some(next) => after = Some(next),
+            None => return Ok(()),
+        }
+    }
+}
+
+fn state(row: &KeyRow, now: i64) -> &'static str {
+    match row.revoked_at {
+        Some(_) => "revoked",
+        None if row.is_usable(now) => "active",
+        None => "expired",
+    }
+}
+
+fn minute(ms: i64) -> Option<String> {
+    Some(Timestamp::from_millisecond(ms).ok()?.strftime("%Y-%m-%dT%H:%MZ").to_string())
+}
+
+fn view(row: &KeyRow, now: i64) -> Value {
+    let time = |ms: i64| Timestamp::from_millisecond(ms).ok().map(|time| format!("{time:.3}"));
+    json!({
+        "id": row.id, "name": row.name, "owner": row.owner, "scopes": row.scopes, "prefix": row.prefix,
+        "state": state(row, now), "created_at": time(row.created_at), "expires_at": row.expires_at.and_then(time),
+        "revoked_at": row.revoked_at.and_then(time), "used_at": row.used_at.and_then(time),
+    })
+}
+
+async fn note(store: &Store, action: &str, row: &KeyRow, now: i64) -> Result<(), KeysError> {
+    let change = NewAudit {
+        actor: ACTOR.to_owned(),
+        actor_name: None,
+        owner: String::new(),
+        action: action.to_owned(),
+        target: format!("/keys/{}", row.id),
+        status: None,
+        request_id: None,
+        address: None,
+    };
+    Ok(store.audit_add(change, now).await?)
+}

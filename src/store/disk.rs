@@ -1,0 +1,81 @@
+//! Pauses that the server asks for when the disk is nearly full, and their end.
+
+use serde_json::json;
+
+use super::events::event_insert;
+use super::jobs::job_row;
+use super::moves::{Leave, job_leave};
+use super::{Doing, JobRow, Store, StoreError, id_column};
+use crate::id::JobId;
+use crate::job::State;
+
+/// Why such a job is paused.
+pub const DISK_FULL: &str = "disk_full";
+/// Jobs that one call moves: the writer must not be held for long.
+const AT_ONCE: u32 = 500;
+
+impl Store {
+    /// Pauses what waits, and asks for a pause of what runs; a user's own wishes stay. Returns the jobs; call again for more.
+    pub async fn jobs_pause_disk_full(&self, now: i64) -> Result<Vec<JobId>, StoreError> {
+        let doing = "pause jobs for want of disk space";
+        let wanted = "SELECT * FROM jobs WHERE state = 'queued' OR (state = 'running' AND requested IS NULL) LIMIT ?";
+        if sqlx::query(wanted).bind(1).fetch_optional(&self.readers).await.doing(doing)?.is_none() {
+            return Ok(Vec::new());
+        }
+        let mut tx = self.begin(doing).await?;
+        let rows = sqlx::query(wanted).bind(AT_ONCE).fetch_all(&mut *tx).await.doing(doing)?;
+        let mut paused = Vec::with_capacity(rows.len());
+        for row in &rows {
+            let row = JobRow::read(row)?;
+            let data = json!({ "reason": DISK_FULL });
+            if row.state == State::Queued {
+                let leave = Leave { status_reason: Some(DISK_FULL.to_owned()), ..Leave::to(State::Paused) };
+                job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
+            } else {
+                sqlx::query("UPDATE jobs SET requested = 'pause', requested_reason = ? WHERE id = ?")
+                    .bind(DISK_FULL)
+                    .bind(row.id.to_string())
+                    .execute(&mut *tx)
+                    .await
+                    .doing(doing)?;
+                event_insert(&mut tx, row.id, "job.pause_requested", now, data).await?;
+            }
+            paused.push(row.id);
+        }
+        tx.commit().await.doing(doing)?;
+        paused.iter().for_each(|job| self.wake_job(*job));
+        Ok(paused)
+    }
+
+    /// Jobs that are paused for want of disk space, whoever found that out.
+    pub async fn jobs_waiting_for_disk(&self) -> Result<Vec<JobId>, StoreError> {
+        sqlx::query("SELECT id FROM jobs WHERE state = 'paused' AND status_reason = ? ORDER BY queue_order LIMIT ?")
+            .bind(DISK_FULL)
+            .bind(AT_ONCE)
+            .fetch_all(&self.readers)
+            .await
+            .doing("look for jobs that wait for disk space")?
+            .iter()
+            .map(|row| id_column(row, "id"))
+            .collect()
+    }
+
+    /// Queues such a job again, in its old place; false when it waits for something else by now.
+    pub async fn job_resume_from_disk(&self, id: JobId, now: i64) -> Result<bool, StoreError> {
+        let doing = "resume a job that waited for disk space";
+        let mut tx = self.begin(doing).await?;
+        let row = match job_row(&mut tx, id).await {
+            Ok(row) => row,
+            Err(StoreError::NotFound { .. }) => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        if row.state != State::Paused || row.status_reason.as_deref() != Some(DISK_FULL) {
+            return Ok(false);
+        }
+        job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", json!({ "reason": DISK_FULL }), now).await?;
+        tx.commit().await.doing(doing)?;
+        self.wake_job(id);
+        self.wake_queue();
+        Ok(true)
+    }
+}

@@ -1,0 +1,37 @@
+//! Whose a thing is: what a request is checked against before anything else.
+
+use super::{Doing, Store, StoreError};
+use crate::id::{CheckpointId, DatasetId, JobId, WebhookId};
+
+impl Store {
+    /// The owner of a job; None = there is no such job. The same for the others.
+    pub async fn job_owner(&self, id: JobId) -> Result<Option<String>, StoreError> {
+        self.owner_of("SELECT owner FROM jobs WHERE id = ?", &id.to_string()).await
+    }
+
+    /// Of a dataset.
+    pub async fn dataset_owner(&self, id: DatasetId) -> Result<Option<String>, StoreError> {
+        self.owner_of("SELECT owner FROM datasets WHERE id = ?", &id.to_string()).await
+    }
+
+    /// Of a checkpoint: its job's.
+    pub async fn checkpoint_owner(&self, id: CheckpointId) -> Result<Option<String>, StoreError> {
+        let query =
+            "SELECT jobs.owner FROM checkpoints JOIN jobs ON jobs.id = checkpoints.job_id WHERE checkpoints.id = ?";
+        self.owner_of(query, &id.to_string()).await
+    }
+
+    /// Of a model; empty = everybody's.
+    pub async fn model_owner(&self, id: &str) -> Result<Option<String>, StoreError> {
+        self.owner_of("SELECT owner FROM models WHERE id = ?", id).await
+    }
+
+    /// Of a webhook.
+    pub async fn webhook_owner(&self, id: WebhookId) -> Result<Option<String>, StoreError> {
+        self.owner_of("SELECT owner FROM webhooks WHERE id = ?", &id.to_string()).await
+    }
+
+    async fn owner_of(&self, query: &'static str, id: &str) -> Result<Option<String>, StoreError> {
+        sqlx::query_scalar(query).bind(id).fetch_optional(&self.readers).await.doing("look for an owner")
+    }
+}

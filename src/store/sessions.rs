@@ -1,0 +1,105 @@
+//! Browsers that are signed in. The cookie's value is kept as a hash; a session ends with its key.
+
+use super::api_keys::KeyRow;
+use super::{Doing, Store, StoreError, column};
+use crate::id::KeyId;
+
+/// What a session was opened with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SessionKey {
+    /// A key of the table.
+    Key(KeyId),
+    /// The environment's key, by its hash: another one in its place ends the session.
+    Operator(Vec<u8>),
+}
+
+/// A session that is not over, and whose key is usable.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SessionRow {
+    /// The key; None = the environment's.
+    pub key: Option<KeyRow>,
+    /// The hash of the environment's key at the time.
+    pub operator_sha256: Option<Vec<u8>>,
+    /// Unix ms.
+    pub expires_at: i64,
+}
+
+impl Store {
+    /// Opens a session.
+    pub async fn session_create(
+        &self,
+        sha256: &[u8],
+        key: SessionKey,
+        expires_at: i64,
+        now: i64,
+    ) -> Result<(), StoreError> {
+        let (id, operator) = match key {
+            SessionKey::Key(id) => (Some(id.to_string()), None),
+            SessionKey::Operator(sha256) => (None, Some(sha256)),
+        };
+        sqlx::query(
+            "INSERT INTO sessions (sha256, key_id, operator_sha256, created_at, expires_at) VALUES (?, ?, ?, ?, ?)",
+        )
+        .bind(sha256)
+        .bind(id)
+        .bind(operator)
+        .bind(now)
+        .bind(expires_at)
+        .execute(&self.writer)
+        .await
+        .doing("open a session")?;
+        Ok(())
+    }
+
+    /// The session of this hash, while it lasts.
+    pub async fn session_find(&self, sha256: &[u8], now: i64) -> Result<Option<SessionRow>, StoreError> {
+        let doing = "look for a session";
+        let row =
+            sqlx::query("SELECT key_id, operator_sha256, expires_at FROM sessions WHERE sha256 = ? AND expires_at > ?")
+                .bind(sha256)
+                .bind(now)
+                .fetch_optional(&self.readers)
+                .await
+                .doing(doing)?;
+        let Some(row) = row else { return Ok(None) };
+        let key = match column::<Option<&str>>(&row, "key_id")? {
+            None => None,
+            Some(id) => {
+                let key = sqlx::query("SELECT * FROM api_keys WHERE id = ?")
+                    .bind(id)
+                    .fetch_optional(&self.readers)
+                    .await
+                    .doing(doing)?;
+                match key.as_ref().map(KeyRow::read).transpose()?.filter(|key| key.is_usable(now)) {
+                    Some(key) => Some(key),
+                    None => return Ok(None),
+                }
+            }
+        };
+        Ok(Some(SessionRow {
+            key,
+            operator_sha256: column(&row, "operator_sha256")?,
+            expires_at: column(&row, "expires_at")?,
+        }))
+    }
+
+    /// Ends a session. Idempotent.
+    pub async fn session_delete(&self, sha256: &[u8]) -> Result<(), StoreError> {
+        sqlx::query("DELETE FROM sessions WHERE sha256 = ?")
+            .bind(sha256)
+            .execute(&self.writer)
+            .await
+            .doing("end a session")?;
+        Ok(())
+    }
+
+    /// Removes sessions that are over.
+    pub async fn sessions_expire(&self, now: i64) -> Result<(), StoreError> {
+        sqlx::query("DELETE FROM sessions WHERE expires_at <= ?")
+            .bind(now)
+            .execute(&self.writer)
+            .await
+            .doing("remove old sessions")?;
+        Ok(())
+    }
+}

@@ -1,0 +1,90 @@
+//! The disk's watermark: jobs pause below it and go on by themselves well above it.
+
+use rlood::job::{Requested, State};
+use rlood::protocol::Outcome;
+use rlood::serve::disk::DiskWatch;
+
+use crate::setting::{Setting, T0};
+
+const RESERVE: u64 = 1000;
+const MINUTE: i64 = 60_000;
+
+async fn reason(setting: &Setting, job: rlood::id::JobId) -> Option<String> {
+    setting.store.job_get(job).await.unwrap().status_reason
+}
+
+#[tokio::test]
+async fn a_nearly_full_disk_pauses_jobs_and_room_resumes_them() {
+    let setting = Setting::new().await;
+    let store = &setting.store;
+    let running = setting.job().await;
+    let worker = setting.worker().await;
+    let claimed = setting.claim(worker, T0).await.unwrap();
+    let queued = setting.job().await;
+    let users = setting.job_in_pause().await;
+    let mut watch = DiskWatch::new(RESERVE);
+
+    watch.act(store, RESERVE, T0).await.unwrap();
+    assert_eq!((setting.state(running).await, setting.state(queued).await), (State::Running, State::Queued));
+
+    watch.act(store, RESERVE - 1, T0 + 1).await.unwrap();
+    assert_eq!(setting.state(queued).await, State::Paused);
+    assert_eq!(reason(&setting, queued).await.as_deref(), Some("disk_full"));
+    assert_eq!(store.job_get(running).await.unwrap().requested, Some(Requested::Pause));
+    // Its worker stops at a checkpoint, as for a user's pause.
+    store.job_finish(running, claimed.attempt, Outcome::Paused { reason: None }, T0 + 2).await.unwrap();
+    assert_eq!(setting.state(running).await, State::Paused);
+    assert_eq!(reason(&setting, running).await.as_deref(), Some("disk_full"));
+
+    // A little room is not enough, or it would go back and forth.
+    watch.act(store, RESERVE + 400, T0 + 3).await.unwrap();
+    assert_eq!(setting.state(running).await, State::Paused);
+    watch.act(store, RESERVE + 500, T0 + 4).await.unwrap();
+    assert_eq!((setting.state(running).await, setting.state(queued).await), (State::Queued, State::Queued));
+    assert_eq!(setting.state(users).await, State::Paused, "a user's pause stays");
+    let history = setting.history(running).await;
+    assert_eq!(&history[history.len() - 3..], ["job.pause_requested", "job.paused", "job.resumed"]);
+    // The same place in the queue: it is first again.
+    assert_eq!(setting.claim(worker, T0 + 5).await.unwrap().job, running);
+}
+
+#[tokio::test]
+async fn a_pause_that_a_user_confirms_is_the_users() {
+    let setting = Setting::new().await;
+    let store = &setting.store;
+    let job = setting.job().await;
+    let mut watch = DiskWatch::new(RESERVE);
+    watch.act(store, 0, T0).await.unwrap();
+    assert_eq!(reason(&setting, job).await.as_deref(), Some("disk_full"));
+    store.job_pause(job, T0 + 1).await.unwrap();
+    assert_eq!(reason(&setting, job).await, None);
+    watch.act(store, u64::MAX, T0 + 2).await.unwrap();
+    assert_eq!(setting.state(job).await, State::Paused);
+}
+
+#[tokio::test]
+async fn a_job_that_needs_more_than_there_is_does_not_begin_anew_every_second() {
+    let setting = Setting::new().await;
+    let store = &setting.store;
+    let job = setting.job().await;
+    let worker = setting.worker().await;
+    let mut watch = DiskWatch::new(RESERVE);
+    let mut resumed = Vec::new();
+    let mut claimed = setting.claim(worker, T0).await;
+    for second in 0..600 {
+        let now = T0 + second * 1000;
+        // The server has room, but this job's checkpoint does not fit.
+        if let Some(claim) = claimed.take() {
+            let full = Outcome::Paused { reason: Some("disk_full".to_owned()) };
+            store.job_finish(job, claim.attempt, full, now).await.unwrap();
+        }
+        watch.act(store, 10 * RESERVE, now).await.unwrap();
+        claimed = setting.claim(worker, now).await;
+        if claimed.is_some() {
+            resumed.push(second * 1000);
+        }
+    }
+    assert_eq!(resumed.len(), 4, "{resumed:?}");
+    let pauses: Vec<i64> = resumed.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    assert!(pauses[0] >= MINUTE && pauses[1] >= 2 * MINUTE && pauses[2] >= 4 * MINUTE, "{pauses:?}");
+}

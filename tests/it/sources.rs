@@ -1,0 +1,84 @@
+//! What the sources may hold: `unsafe` only where docs/unsafe.md says why.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(dir).unwrap().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// Whether code (not a comment, not a word in a text) says unsafe.
+fn is_unsafe(code: &str) -> bool {
+    code.lines().filter(|line| !line.trim_start().starts_with("//")).any(|line| {
+        line.match_indices("unsafe").any(|(at, word)| {
+            let alone =
+                !line[..at].ends_with(|before: char| before.is_alphanumeric() || before == '_' || before == '-');
+            let after = line[at + word.len()..].trim_start();
+            let rest = ["{", "fn ", "impl", "trait ", "extern "];
+            alone && rest.iter().any(|start| after.starts_with(start))
+        })
+    })
+}
+
+#[test]
+fn unsafe_code_is_where_the_list_says_why_and_nowhere_else() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut files = vec![root.join("build.rs")];
+    for dir in ["src", "examples"] {
+        sources(&root.join(dir), &mut files);
+    }
+    let uses: BTreeSet<String> = files
+        .into_iter()
+        .filter(|path| is_unsafe(&std::fs::read_to_string(path).unwrap()))
+        .map(|path| path.strip_prefix(root).unwrap().to_string_lossy().into_owned())
+        .collect();
+    let list = std::fs::read_to_string(root.join("docs/unsafe.md")).unwrap();
+    let rows = list.lines().filter_map(|line| line.strip_prefix("| `")?.split_once("` | "));
+    let mut listed = BTreeSet::new();
+    for (file, reason) in rows {
+        assert!(reason.trim_end_matches('|').trim().len() > 20, "docs/unsafe.md gives no reason for {file}");
+        assert!(listed.insert(file.to_owned()), "docs/unsafe.md lists {file} twice");
+    }
+    let missing: Vec<_> = uses.difference(&listed).collect();
+    let stale: Vec<_> = listed.difference(&uses).collect();
+    assert!(
+        missing.is_empty() && stale.is_empty(),
+        "docs/unsafe.md: not listed {missing:?}, not unsafe any more {stale:?}"
+    );
+}
+
+#[test]
+fn outside_the_kernels_each_use_says_why_it_is_sound() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    sources(&root, &mut files);
+    for path in files.into_iter().filter(|path| !path.starts_with(root.join("engine"))) {
+        let code = std::fs::read_to_string(&path).unwrap();
+        let lines: Vec<&str> = code.lines().collect();
+        for at in (0..lines.len()).filter(|at| is_unsafe(lines[*at])) {
+            let before = &lines[at.saturating_sub(4)..at];
+            assert!(before.iter().any(|line| line.contains("// SAFETY:")), "{}:{}", path.display(), at + 1);
+        }
+    }
+}
+
+#[test]
+fn a_word_in_a_text_is_not_unsafe_code() {
+    assert!(
+        is_unsafe("let x = unsafe { f() };")
+            && is_unsafe("pub unsafe fn f() {}")
+            && is_unsafe("unsafe impl Send for A {}")
+    );
+    assert!(
+        !is_unsafe("// unsafe { f() }")
+            && !is_unsafe("style-src 'unsafe-inline' {")
+            && !is_unsafe("#[expect(unsafe_code)]")
+    );
+}
