@@ -124,7 +124,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
     let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
     let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row has no prompt"))?;
     let patience = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
-    let ranges = ranges(&hasty, &secrets, &policy, patience).await;
+    let (ranges, remarks): (Vec<_>, Vec<_>) = greet(&hasty, &secrets, &policy, patience).await.into_iter().unzip();
     let probe = Probe {
         runtime: Handle::current(),
         plan,
@@ -148,6 +148,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
         .map_err(|error| failed("thread", error))?;
     let mut report = receiver.await.map_err(|_| failed("panicked", "the engine panicked; see the server's log"))?;
     report.reward_range = combined_range(&hasty, &ranges);
+    report.warnings.splice(0..0, remarks.into_iter().flatten());
     Ok(report)
 }
 
@@ -173,23 +174,31 @@ fn prompt_row(row: &serde_json::Map<String, Value>) -> Option<PromptRow> {
     Some(PromptRow { prompt, columns })
 }
 
-/// What each reward says of its smallest and largest value; services are asked by `reward.ping`, all at once.
-async fn ranges(
+/// What each reward says of itself: its smallest and largest value, and what is at odds with the plan. Services are asked by
+/// `reward.ping`, all at once.
+async fn greet(
     rewards: &[RewardPlan],
     secrets: &BTreeMap<String, RewardSecrets>,
     policy: &OutgoingPolicy,
     patience: Duration,
-) -> Vec<Option<(f64, f64)>> {
+) -> Vec<(Option<(f64, f64)>, Option<String>)> {
     let none = RewardSecrets::default();
     let asked = rewards.iter().map(|reward| async {
-        let RewardKind::Webhook(webhook) = &reward.kind else { return range_of(reward) };
+        let RewardKind::Webhook(webhook) = &reward.kind else { return (range_of(reward), None) };
+        let most = webhook.service.max_batch_samples;
         let secrets = secrets.get(&reward.name).unwrap_or(&none);
-        let webhook = Webhook::new(&reward.name, webhook, secrets, policy).ok()?;
-        let ping = tokio::time::timeout(patience, webhook.ping()).await.ok()?;
-        match ping.reply?.range?.as_slice() {
-            [low, high] if low.is_finite() && high.is_finite() && low < high => Some((*low, *high)),
+        let Ok(webhook) = Webhook::new(&reward.name, webhook, secrets, policy) else { return (None, None) };
+        let ping = tokio::time::timeout(patience, webhook.ping()).await;
+        let Some(reply) = ping.ok().and_then(|ping| ping.reply) else { return (None, None) };
+        let range = match reply.range.as_deref() {
+            Some([low, high]) if low.is_finite() && high.is_finite() && low < high => Some((*low, *high)),
             _ => None,
-        }
+        };
+        let fewer = reply.max_batch_samples.filter(|takes| *takes < most).map(|takes| {
+            let name = &reward.name;
+            format!("reward '{name}': the service takes {takes} samples in one request, less than max_batch_samples ({most}): set it to {takes}")
+        });
+        (range, fewer)
     });
     futures::future::join_all(asked).await
 }

@@ -334,6 +334,7 @@ struct Entry {
     meter: Arc<Meter>,
     /// Of a reward over HTTP.
     endpoint: Option<Arc<Endpoint>>,
+    min_valid_per_group: usize,
 }
 
 /// What all rewards said of one rollout.
@@ -435,7 +436,8 @@ impl Rewards {
                 name: plan.name.clone(),
                 required: plan.required,
                 reward,
-                health: Mutex::new(Health::default()),
+                health: Mutex::new(Health::pausing_at(plan.kind.service().map(|service| service.max_invalid_fraction))),
+                min_valid_per_group: plan.kind.service().map_or(2, |service| service.min_valid_per_group as usize),
                 meter,
                 endpoint,
             });
@@ -528,10 +530,31 @@ impl Rewards {
                     data: serde_json::json!({"reward": entry.name}),
                 }),
             }
-            for (score, judgement) in scored.scores.iter_mut().zip(judged.judgements) {
-                score.values.push(judgement.value);
+            let mut values: Vec<RewardValue> = judged.judgements.iter().map(|judgement| judgement.value).collect();
+            if job.rollout.is_trained() {
+                leave_out_thin_groups(&mut values, samples, entry.min_valid_per_group);
+            }
+            for (score, value) in scored.scores.iter_mut().zip(values) {
+                score.values.push(value);
             }
         }
         Ok(scored)
+    }
+}
+
+/// A group that lacks values and has fewer than `min_valid` loses them all: the rest says little of its prompt. Up to 2 there
+/// is nothing to do: the estimators leave one alone out by themselves.
+fn leave_out_thin_groups(values: &mut [RewardValue], samples: &[RewardSample], min_valid: usize) {
+    if min_valid <= 2 {
+        return;
+    }
+    let mut rest = values;
+    for group in samples.chunk_by(|left, right| left.group_id == right.group_id) {
+        let (of_group, others) = rest.split_at_mut(group.len().min(rest.len()));
+        rest = others;
+        let missing = of_group.iter().filter(|value| **value == RewardValue::Missing).count();
+        if missing > 0 && of_group.len() - missing < min_valid {
+            of_group.fill(RewardValue::Missing);
+        }
     }
 }

@@ -26,7 +26,7 @@ use crate::event::Phase;
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State as JobState};
 use crate::spec::format::{Format, write_job};
-use crate::spec::{FieldError, Plan, read_labels, submittable};
+use crate::spec::{FieldError, Labels, Plan, RewardKind, RewardSecrets, read_labels, submittable};
 use crate::store::{JobFilter, JobPatch, JobRow, clock_ms};
 
 /// The routes of this module and of submission.
@@ -245,9 +245,27 @@ struct PatchBody {
     metadata: Option<BTreeMap<String, String>>,
     /// Higher runs first; matters while the job is queued.
     priority: Option<i64>,
+    /// New secrets of rewards over HTTP, by name; used from the next claim on: pause and resume a job that runs.
+    reward_secrets: Option<BTreeMap<String, SecretsBody>>,
 }
 
-/// Changes a job's name, labels or priority.
+/// What is renewed; never shown again.
+#[derive(Debug, ToSchema)]
+#[schema(as = RewardSecretsPatch)]
+#[expect(dead_code, reason = "the document's schema; the body is read field by field")]
+struct SecretsBody {
+    /// `whsec_…`: from now on.
+    #[schema(write_only)]
+    secret: Option<String>,
+    /// The one before, while the service still checks with it; left out, requests are signed with `secret` alone.
+    #[schema(write_only)]
+    previous_secret: Option<String>,
+    /// Replaces all headers of the reward.
+    #[schema(write_only)]
+    headers: Option<BTreeMap<String, String>>,
+}
+
+/// Changes a job's name, labels, priority, or secrets of its rewards.
 #[utoipa::path(patch, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path)), request_body = PatchBody, responses(
     (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
     (status = 422, description = "A field is not valid", body = ProblemBody)))]
@@ -257,9 +275,34 @@ async fn patch_job(
     Json(document): Json<Value>,
 ) -> Result<Json<JobView>, Problem> {
     let labels = read_labels(&document).map_err(|errors| invalid(Code::InvalidBody, errors))?;
-    let patch = JobPatch { name: labels.name, metadata: labels.metadata, priority: labels.priority };
+    let Labels { name, metadata, priority, reward_secrets } = labels;
+    check_renewed(&state, id, &reward_secrets).await?;
+    let patch = JobPatch { name, metadata, priority, reward_secrets };
     let row = state.store.job_patch(id, patch, clock_ms()).await?;
     Ok(Json(JobView::of(&state, row).await?))
+}
+
+/// Only rewards over HTTP have headers, and only webhooks sign.
+async fn check_renewed(state: &AppState, id: JobId, secrets: &BTreeMap<String, RewardSecrets>) -> Result<(), Problem> {
+    if secrets.is_empty() {
+        return Ok(());
+    }
+    let plan = state.store.job_get(id).await?.plan()?;
+    let mut errors = Vec::new();
+    for (name, renewed) in secrets {
+        let pointer = format!("/reward_secrets/{}", name.replace('~', "~0").replace('/', "~1"));
+        let reward = plan.rewards.iter().find(|reward| reward.name == *name);
+        match reward.map(|reward| &reward.kind) {
+            None => errors.push(FieldError::new(pointer, "unknown_reward", "the job has no reward of this name")),
+            Some(RewardKind::Webhook(_)) => {}
+            Some(kind) if kind.service().is_some() && renewed.secret.is_none() => {}
+            Some(_) => {
+                let detail = "only webhooks sign with secrets, and only rewards over HTTP have headers";
+                errors.push(FieldError::new(pointer, "conflict", detail));
+            }
+        }
+    }
+    if errors.is_empty() { Ok(()) } else { Err(invalid(Code::InvalidBody, errors)) }
 }
 
 /// Removes a job that is over, with its events, metrics, samples and checkpoints.

@@ -12,7 +12,7 @@ use crate::sample::RewardValue;
 const WINDOW: usize = 5;
 /// Missing fraction over the window that is worth a warning.
 const WARN_FRACTION: f64 = 0.2;
-/// Missing fraction over a full window that pauses the job.
+/// Missing fraction over a full window that pauses the job, unless its plan says another.
 const STOP_FRACTION: f64 = 0.5;
 
 /// Missing values over the last rollouts of one reward.
@@ -20,6 +20,7 @@ const STOP_FRACTION: f64 = 0.5;
 pub struct Health {
     window: VecDeque<(u64, u64)>,
     ever_valid: bool,
+    stop_fraction: Option<f64>,
 }
 
 /// What the window says.
@@ -34,6 +35,11 @@ pub enum Verdict {
 }
 
 impl Health {
+    /// Pauses the job at this missing fraction; `None`: at the usual one.
+    pub fn pausing_at(stop_fraction: Option<f64>) -> Self {
+        Self { stop_fraction, ..Self::default() }
+    }
+
     /// Takes in one rollout's answers. Stops when half of the last five rollouts is missing, or when the very first
     /// rollout got no valid answer at all: such a service never worked.
     pub fn take(&mut self, reward: &str, judged: &Judged) -> Verdict {
@@ -54,7 +60,7 @@ impl Health {
         let invalid: u64 = self.window.iter().map(|(missing, _)| missing).sum();
         let total: u64 = self.window.iter().map(|(_, asked)| asked).sum();
         let fraction = invalid as f64 / (total.max(1)) as f64;
-        let full = self.window.len() == WINDOW && fraction >= STOP_FRACTION;
+        let full = self.window.len() == WINDOW && fraction >= self.stop_fraction.unwrap_or(STOP_FRACTION);
         if asked > 0 && (full || !self.ever_valid) {
             return Verdict::Stop(RewardFailure::TooManyInvalid { reward: reward.to_owned(), invalid, total, example });
         }
@@ -105,6 +111,21 @@ mod tests {
         let Verdict::Stop(failure) = health.take("r", &judged(3, 1)) else { panic!("10 of 20 should stop") };
         assert!(failure.to_string().contains("10 of the last 20"), "{failure}");
         assert!(matches!(Health::default().take("r", &judged(4, 0)), Verdict::Good));
+    }
+
+    #[test]
+    fn the_plan_may_say_at_which_fraction_it_stops() {
+        let verdict = |fraction| {
+            let mut health = Health::pausing_at(Some(fraction));
+            health.take("r", &judged(4, 0));
+            (0..3).for_each(|_| drop(health.take("r", &judged(3, 1))));
+            health.take("r", &judged(3, 1))
+        };
+        assert!(matches!(verdict(0.2), Verdict::Stop(_)), "4 of 20");
+        assert!(matches!(verdict(0.21), Verdict::Warn(_)));
+        let mut health = Health::pausing_at(Some(1.0));
+        health.take("r", &judged(1, 3));
+        assert!((0..9).all(|_| matches!(health.take("r", &judged(1, 3)), Verdict::Warn(_))));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::evaluation::{EvalSpec, read_eval};
 use super::foreign::advice;
 use super::oversight::{EarlyStoppingSpec, read_doctor, read_early_stopping};
 use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
-use super::rewards::read_rewards;
+use super::rewards::{read_reward_secrets, read_rewards};
 use super::rloo::read_rloo;
 use super::sections::{read_checkpoints, read_lora, read_optimizer, read_sampling, read_training, read_warm_start};
 use super::{
@@ -254,6 +254,8 @@ pub struct Labels {
     pub metadata: Option<BTreeMap<String, String>>,
     /// A new priority.
     pub priority: Option<i64>,
+    /// New secrets, by reward name.
+    pub reward_secrets: BTreeMap<String, RewardSecrets>,
 }
 
 /// Reads the body of PATCH /jobs/{id}.
@@ -265,9 +267,13 @@ pub fn read_labels(document: &Value) -> Result<Labels, Vec<FieldError>> {
         name: reader.has("name").then_some(name),
         metadata: read_metadata(&reader.field("metadata")),
         priority: read_priority(&reader.field("priority")),
+        reward_secrets: read_reward_secrets(&reader.field("reward_secrets")),
     };
     reader.finish(|key, _| {
-        Some(("unknown_field", format!("'{}' cannot be changed: only name, metadata and priority can", shown(key))))
+        Some((
+            "unknown_field",
+            format!("'{}' cannot be changed: only name, metadata, priority and reward_secrets can", shown(key)),
+        ))
     });
     let errors = errors.into_vec();
     if errors.is_empty() { Ok(labels) } else { Err(errors) }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::Value;
 
 use super::foreign::advice;
-use super::reader::{Errors, Field, FieldError, Reader};
+use super::reader::{Errors, Field, FieldError, Reader, shown};
 use super::{RewardKind, RewardPlan, RewardSecrets};
 
 mod adapters;
@@ -96,6 +96,23 @@ pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<Stri
         );
     }
     (rewards, secrets)
+}
+
+/// New secrets and headers of rewards over HTTP, by name.
+pub(super) fn read_reward_secrets(field: &Field<'_>) -> BTreeMap<String, RewardSecrets> {
+    let mut secrets = BTreeMap::new();
+    let Some(rewards) = field.object() else { return secrets };
+    for name in field.map().into_iter().flat_map(|rewards| rewards.keys()) {
+        let of_reward = rewards.entry(name);
+        let Some(reader) = of_reward.object() else { continue };
+        secrets.insert(name.clone(), service::read_secrets(&reader));
+        reader.finish(|key, _| {
+            let detail =
+                format!("'{}' is not a secret: known here are secret, previous_secret and headers", shown(key));
+            Some(("unknown_field", detail))
+        });
+    }
+    secrets
 }
 
 /// Reads the one reward in the field `reward` of a document; any weight will do.

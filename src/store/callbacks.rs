@@ -164,8 +164,8 @@ impl Store {
         let mut page = CallbackNews { news: Vec::new(), next: after };
         let mut bytes = 0;
         let mut rows = sqlx::query(
-            "SELECT seq, request_id, sample_id, result FROM reward_callback_results \
-             JOIN reward_callbacks ON reward_callbacks.id = request_id AND closed = 0 \
+            "SELECT came.* FROM reward_callback_results AS came \
+             JOIN reward_callbacks ON reward_callbacks.id = came.request_id AND closed = 0 \
              JOIN journal ON journal.id = journal_id AND job_id = ? WHERE seq > ? ORDER BY seq",
         )
         .bind(job.to_string())

@@ -108,6 +108,8 @@ pub struct JobPatch {
     pub metadata: Option<BTreeMap<String, String>>,
     /// Of the queue.
     pub priority: Option<i64>,
+    /// By reward name; from the next claim on.
+    pub reward_secrets: BTreeMap<String, RewardSecrets>,
 }
 
 impl JobRow {
@@ -272,7 +274,8 @@ impl Store {
         let doing = "change a job";
         let mut tx = self.begin(doing).await?;
         let mut row = job_row(&mut tx, id).await?;
-        let JobPatch { name, metadata, priority } = patch;
+        let JobPatch { name, metadata, priority, reward_secrets } = patch;
+        let renewed: Vec<String> = reward_secrets.keys().cloned().collect();
         row.name = name.unwrap_or(row.name);
         row.metadata = metadata.unwrap_or(row.metadata);
         row.priority = priority.unwrap_or(row.priority);
@@ -284,7 +287,25 @@ impl Store {
             .execute(&mut *tx)
             .await
             .doing(doing)?;
-        let data = json!({ "name": row.name, "metadata": row.metadata, "priority": row.priority });
+        if !reward_secrets.is_empty() {
+            let stored = sqlx::query("SELECT secrets FROM jobs WHERE id = ?").bind(id.to_string());
+            let stored = stored.fetch_one(&mut *tx).await.doing(doing)?;
+            let mut secrets: BTreeMap<String, RewardSecrets> = json_column(&stored, "secrets")?;
+            for (name, change) in reward_secrets {
+                let old = secrets.remove(&name).unwrap_or_default();
+                secrets.insert(name, old.changed(change));
+            }
+            sqlx::query("UPDATE jobs SET secrets = ? WHERE id = ?")
+                .bind(to_json("secrets", &secrets)?)
+                .bind(id.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+        }
+        let mut data = json!({ "name": row.name, "metadata": row.metadata, "priority": row.priority });
+        if !renewed.is_empty() {
+            data["reward_secrets"] = renewed.into();
+        }
         event_insert(&mut tx, id, "job.updated", now, data).await?;
         tx.commit().await.doing(doing)?;
         self.wake_job(id);

@@ -9,7 +9,7 @@ use axum::Router;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, Method, Request, Response, StatusCode, Uri};
-use rlood::callback::{CallbackTerms, Later};
+use rlood::callback::{Accepted, CallbackTerms, Later};
 use rlood::event::Event;
 use rlood::id::{JobId, RewardRequestId};
 use rlood::outgoing::OutgoingPolicy;
@@ -299,6 +299,37 @@ async fn a_service_needs_no_key_and_no_token_is_stored() {
     }
 }
 
+#[tokio::test]
+async fn the_next_attempt_learns_what_was_taken_and_how_long_it_is_waited_for() {
+    let waiting = Waiting::new(60_000).await;
+    let other = waiting.send("k2", 3_600_000).await;
+    waiting.send("k3", 1_000).await;
+    let promise = Accepted { status_url: Some("/s".into()), eta_ms: Some(5) };
+    let (rollout, id) = (RolloutId::train(1), waiting.id.clone());
+    waiting.append(JournalEntry::Accepted { rollout, key: "k1".into(), id, accepted: promise.clone() }).await;
+    let token = waiting.terms().await.token(&other);
+    let body = json!({"results": [result("s_0", 0.5)]}).to_string();
+    assert_eq!(waiting.post_raw(&other, Some(&token), &body).await.status, StatusCode::OK);
+    let now = clock_ms();
+    let page = waiting.server.state.store.journal_page(waiting.job, 1, 0, now + 30_000).await.unwrap();
+    let later: Vec<Later> = page
+        .entries
+        .into_iter()
+        .map(|entry| match entry {
+            JournalEntry::Request { later: Some(later), .. } => later,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    let accepted: Vec<_> = later.iter().map(|later| later.accepted.clone()).collect();
+    assert_eq!(accepted, [Some(promise), Some(Accepted::default()), None], "results are as good as a 202");
+    assert!((20_000..=30_000).contains(&later[0].left_ms), "{later:?}");
+    assert!((3_560_000..=3_570_000).contains(&later[1].left_ms) && later[2].left_ms == 0, "{later:?}");
+    assert_eq!(later[0].sample_ids, ["s_0", "s_1", "s_2"]);
+    let unknown = JournalEntry::Accepted { rollout, key: "k9".into(), id: other, accepted: Accepted::default() };
+    let refused = waiting.server.state.store.journal_append(waiting.job, 1, &[unknown], clock_ms()).await;
+    assert!(matches!(refused, Err(rlood::store::StoreError::NotFound { .. })), "{refused:?}");
+}
+
 // ---- status addresses, without a server
 
 async fn score_with(
@@ -523,6 +554,34 @@ async fn both_secrets_are_checked_and_never_shown() {
     }
     let secrets = server.state.store.job_secrets(id).await.unwrap();
     assert_eq!(secrets["webhook"].previous_secret.as_ref(), Some(&old));
+
+    // A job that exists gets new ones; its next claim uses them.
+    let patch = async |secrets: Value| {
+        server.call("PATCH", &format!("/jobs/{id}"), Some(json!({"reward_secrets": secrets})), None).await
+    };
+    for (secrets, pointer) in [
+        (json!({"other": {"secret": old}}), "/reward_secrets/other unknown_reward"),
+        (json!({"webhook": {"secret": "x"}}), "/reward_secrets/webhook/secret invalid_value"),
+        (json!({"webhook": {"secrets": old}}), "/reward_secrets/webhook/secrets unknown_field"),
+        (json!({"webhook": old}), "/reward_secrets/webhook invalid_type"),
+    ] {
+        let answer = patch(secrets).await;
+        assert_eq!(server::pointers(&answer), [pointer], "{}", answer.text);
+    }
+    let new = Key::generate().unwrap();
+    let answer = patch(json!({"webhook": {"secret": new, "previous_secret": server::SECRET}})).await;
+    assert!(answer.status == 200 && !answer.text.contains(&new), "{}", answer.text);
+    let events = server.get(&format!("/jobs/{id}/events")).await.text;
+    assert!(events.contains("reward_secrets") && !events.contains(&new), "{events}");
+    let secrets = &server.state.store.job_secrets(id).await.unwrap()["webhook"];
+    assert_eq!(
+        (secrets.secret.as_deref(), secrets.previous_secret.as_deref()),
+        (Some(new.as_str()), Some(server::SECRET))
+    );
+    // The end of the rotation.
+    assert_eq!(patch(json!({"webhook": {"secret": new}})).await.status, 200);
+    let secrets = &server.state.store.job_secrets(id).await.unwrap()["webhook"];
+    assert_eq!((secrets.secret.as_deref(), secrets.previous_secret.as_deref()), (Some(new.as_str()), None));
 }
 
 // ---- real processes

@@ -327,6 +327,32 @@ async fn on_invalid_decides_between_missing_zero_and_failure() {
     assert_eq!(asked, [3, 1, 1, 3, 1, 1, 3, 1, 1]);
 }
 
+#[tokio::test]
+async fn a_group_with_fewer_values_than_the_plan_wants_is_left_out_as_a_whole() {
+    let service = Service::start(|_, request| {
+        let mut answer = truth(request);
+        for result in answer["results"].as_array_mut().unwrap() {
+            if result["sample_id"] == "s_1" {
+                *result = json!({"sample_id": "s_1", "reward": null, "error": {"code": "refused"}});
+            } else if result["sample_id"] == "s_5" {
+                result["reward"] = Value::Null;
+            }
+        }
+        ok(&answer)
+    })
+    .await;
+    let (number, missing) = (RewardValue::Number, RewardValue::Missing);
+    let rest = [number(4.0), RewardValue::NotApplicable, number(6.0), number(7.0)];
+    for (min_valid, first) in [
+        (2, [number(0.0), missing, number(2.0), number(3.0)]),
+        (3, [number(0.0), missing, number(2.0), number(3.0)]),
+        (4, [missing; 4]),
+    ] {
+        let scored = score(&service.url(), json!({"min_valid_per_group": min_valid}), &samples(8, 4)).await.unwrap();
+        assert_eq!(values(&scored), [first, rest].concat(), "{min_valid}");
+    }
+}
+
 async fn score_owned(url: String, changes: Value) -> Result<Scored, RewardFailure> {
     score(&url, changes, &samples(3, 3)).await
 }

@@ -324,7 +324,7 @@ async fn a_retry_copies_everything_and_a_patch_changes_labels() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let old = setting.job_in(State::Failed).await;
-    let patch = JobPatch { name: Some(None), metadata: Some(BTreeMap::new()), priority: None };
+    let patch = JobPatch { name: Some(None), metadata: Some(BTreeMap::new()), ..JobPatch::default() };
     let patched = store.job_patch(old, patch, T0).await.unwrap();
     assert_eq!((patched.name, patched.metadata), (None, BTreeMap::new()));
     let new = JobId::new();

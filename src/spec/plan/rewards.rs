@@ -267,6 +267,22 @@ pub struct ServicePlan {
     /// The same prompt, completion and columns always have the same value: it is asked for once.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cache: bool,
+    /// A group of a training rollout with fewer values than this is left out as a whole. 2 is what leave-one-out needs anyway.
+    #[serde(default = "min_valid_per_group")]
+    pub min_valid_per_group: u32,
+    /// Part of the samples of the last 5 rollouts without a value at which the job pauses.
+    #[serde(default = "max_invalid_fraction")]
+    pub max_invalid_fraction: f64,
+}
+
+/// Unless the client says otherwise.
+fn min_valid_per_group() -> u32 {
+    2
+}
+
+/// Unless the client says otherwise.
+fn max_invalid_fraction() -> f64 {
+    0.5
 }
 
 /// What becomes of samples whose answer is invalid.
@@ -321,6 +337,19 @@ pub struct RewardSecrets {
     /// Sent with every request.
     #[serde(default)]
     pub headers: BTreeMap<String, String>,
+}
+
+impl RewardSecrets {
+    /// As changed by a user: both secrets if one is given, the headers if some are.
+    #[must_use]
+    pub fn changed(self, change: RewardSecrets) -> RewardSecrets {
+        let (secret, previous_secret) = match change.secret {
+            Some(secret) => (Some(secret), change.previous_secret),
+            None => (self.secret, self.previous_secret),
+        };
+        let headers = if change.headers.is_empty() { self.headers } else { change.headers };
+        RewardSecrets { secret, previous_secret, headers }
+    }
 }
 
 impl std::fmt::Debug for RewardSecrets {

@@ -52,6 +52,11 @@ pub(super) fn read_service(reader: &Reader<'_>, batch: u32) -> ServicePlan {
             .unwrap_or(OnInvalid::Mask),
         max_outage_s: reader.field("max_outage_s").whole(1..=604_800).unwrap_or(600),
         cache: reader.field("cache").bool().unwrap_or(false),
+        min_valid_per_group: reader.field("min_valid_per_group").whole(1..=10_000).unwrap_or(2),
+        max_invalid_fraction: reader
+            .field("max_invalid_fraction")
+            .number("above 0 and at most 1", |part| part > 0.0 && part <= 1.0)
+            .unwrap_or(0.5),
     };
     if service.timeout_ms > service.deadline_ms {
         let detail = format!(
