@@ -77,7 +77,7 @@ struct HealthView {
     /// Tries and samples that went wrong, by class: `timeout`, `connect`, `connection`, `rate_limited`, `busy`,
     /// `server_error`, `rejected`, `redirect`, `too_large`, `gone`, `address_refused`, `invalid_answer`, `sample`.
     errors: std::collections::BTreeMap<String, u64>,
-    /// At least 4 of the last 20 tries brought nothing usable, and no 10 in a row were well since.
+    /// At least 3 of the last 20 tries brought nothing usable, and no 5 in a row were well since.
     degraded: bool,
     /// Null for rewards computed by the worker.
     breaker: Option<BreakerView>,

@@ -10,7 +10,7 @@ use super::status::NOTICE_EVERY;
 use super::webhook::endpoint::unix_ms;
 use super::{Counts, Judged};
 use crate::event::{Event, RewardChange};
-use crate::protocol::{FailedTry, RawMessage, RewardHealth, RewardLatency, SlowTry};
+use crate::protocol::{BreakerState, FailedTry, RawMessage, RewardHealth, RewardLatency, SlowTry};
 use crate::sample::RewardValue;
 
 /// Latencies that the percentiles are of.
@@ -19,8 +19,8 @@ const LATENCIES: usize = 512;
 const FAILURES: usize = 5;
 /// Tries that say how a service does; so many failures among them are too many, so many good ones in a row make up for it.
 const RECENT: usize = 20;
-const TOO_MANY: usize = 4;
-const GOOD_AGAIN: usize = 10;
+const TOO_MANY: usize = 3;
+const GOOD_AGAIN: usize = 5;
 /// Samples that a kept try names.
 const NAMED: usize = 64;
 
@@ -48,6 +48,8 @@ struct State {
     told_of_this: bool,
     /// What the breaker of former attempts counted.
     opened_before: u64,
+    /// It was open when the last of them ended.
+    open_before: bool,
 }
 
 /// A failure to be kept.
@@ -66,11 +68,12 @@ impl Meter {
     pub fn new(former: Option<RewardHealth>) -> Self {
         let health = former.unwrap_or_default();
         let opened_before = health.breaker.as_ref().map_or(0, |breaker| breaker.opened);
+        let open_before = health.breaker.as_ref().is_some_and(|breaker| breaker.state != BreakerState::Closed);
         let told_of_this = health.degraded;
-        Self(Mutex::new(State { health, opened_before, told_of_this, ..State::default() }))
+        Self(Mutex::new(State { health, opened_before, open_before, told_of_this, ..State::default() }))
     }
 
-    /// A try was answered; `slow` makes the record, if it is the slowest so far. Returns what is to be told.
+    /// A try was answered; `messages` makes the record, if it is the slowest so far. Returns what is to be told.
     pub fn answered(
         &self,
         reward: &str,
@@ -87,7 +90,13 @@ impl Meter {
             let time_ms = unix_ms(SystemTime::now());
             state.health.slowest = Some(SlowTry { time_ms, latency_ms, step: about.step, samples, request, response });
         }
-        state.tried(reward, true, "")
+        let told = state.tried(reward, true, "");
+        if !std::mem::take(&mut state.open_before) {
+            return told;
+        }
+        let message = format!("reward '{reward}': its service answers again");
+        let (reward, change) = (reward.to_owned(), RewardChange::BreakerClosed);
+        Some(Event::Reward { reward, change, message, data: json!({}) })
     }
 
     /// A try brought nothing.
@@ -242,6 +251,7 @@ fn rounded(ms: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::BreakerReport;
     use crate::reward::Judgement;
 
     fn answer(meter: &Meter, ms: u64) -> Option<Event> {
@@ -280,9 +290,9 @@ mod tests {
     fn a_service_is_degraded_and_recovers_and_both_are_told_once() {
         let meter = Meter::default();
         let told: Vec<bool> = (0..6).map(|_| fail(&meter).is_some()).collect();
-        assert_eq!(told, [false, false, false, true, false, false]);
+        assert_eq!(told, [false, false, true, false, false, false]);
         let told: Vec<Option<Event>> = (0..12).map(|_| answer(&meter, 1)).collect();
-        assert!(matches!(&told[9], Some(Event::Reward { change: RewardChange::Recovered, .. })), "{told:?}");
+        assert!(matches!(&told[4], Some(Event::Reward { change: RewardChange::Recovered, .. })), "{told:?}");
         assert_eq!(told.iter().flatten().count(), 1);
         (0..20).for_each(|_| assert!(fail(&meter).is_none(), "within the minute"));
         let health = meter.health();
@@ -297,11 +307,18 @@ mod tests {
         let judgements = vec![Judgement::value(RewardValue::Number(1.0)), Judgement::missing("judge_timeout", "late")];
         let counts = Counts { cached: 1, ..Counts::default() };
         first.judged(&Judged { judgements: judgements.clone(), counts }, None);
-        let second = Meter::new(Some(first.health()));
+        let breaker = BreakerReport { state: BreakerState::Open, opened: 2, ..BreakerReport::default() };
+        let second = Meter::new(Some(RewardHealth { breaker: Some(breaker), ..first.health() }));
+        assert_eq!(second.opened_before(), 2);
         second.judged(&Judged { judgements, counts }, None);
         let health = second.health();
         assert_eq!((health.samples, health.missing, health.cached, health.requests), (4, 2, 2, 1));
         assert_eq!(health.errors["sample"], 2);
         assert_eq!(health.latency_ms.unwrap().p50, 5.0, "until there is a newer one");
+        let closed = [answer(&second, 5), answer(&second, 5)];
+        assert!(
+            matches!(closed, [Some(Event::Reward { change: RewardChange::BreakerClosed, .. }), None]),
+            "{closed:?}"
+        );
     }
 }

@@ -106,7 +106,8 @@ async fn no_reward_is_invented_whatever_the_service_does_and_the_adapter_is_that
     // What was recorded was said.
     let samples = all(&server, &format!("/jobs/{wild}/samples")).await;
     assert_eq!(samples.len() as u64, steps * 8);
-    let (faults, said) = (service.books().faults.clone(), service.books().said.clone());
+    let faults = service.books().faults.clone();
+    let said = service.books().said.clone();
     for sample in &samples {
         let value = sample["rewards"]["wild"].as_f64().unwrap_or_else(|| panic!("no value: {sample}"));
         assert_eq!(sample["reward"].as_f64(), Some(value), "{sample}");

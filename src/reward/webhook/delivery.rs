@@ -234,7 +234,9 @@ impl Webhook {
         };
         let said = || match &body {
             Ok(body) if !body.is_empty() => {
-                format!(": {}", String::from_utf8_lossy(body).trim().chars().take(120).collect::<String>())
+                let said: String = String::from_utf8_lossy(body).trim().chars().take(120).collect();
+                // A service that complains of a credential repeats it.
+                format!(": {}", self.redactor.text(&said))
             }
             _ => String::new(),
         };
