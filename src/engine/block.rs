@@ -16,6 +16,9 @@ use crate::event::FinishReason;
 use crate::sample::Score;
 use crate::spec::{Estimator, Plan};
 
+/// Log-probs of tokens, one entry a completion, in block order.
+pub type Logps = Vec<Vec<f32>>;
+
 /// A scored rollout and what was computed of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Block {

@@ -22,7 +22,7 @@ use sha2::{Digest, Sha256};
 
 use super::advantage::shape::RewardStats;
 use super::ahead::Ahead;
-use super::block::Block;
+use super::block::{Block, Logps};
 use super::error::{EngineError, Result};
 use super::host::Rollout;
 use super::lora;
@@ -247,9 +247,9 @@ fn write_logps(path: &Path, old: &[Vec<f32>], reference: &[Vec<f32>]) -> Result<
 }
 
 /// Old and reference log-probs, one entry a completion of these lengths; empty where there are none.
-fn read_logps(dir: &Path, file: &str, lengths: &[usize]) -> Result<(Vec<Vec<f32>>, Vec<Vec<f32>>)> {
+fn read_logps(dir: &Path, file: &str, lengths: &[usize]) -> Result<(Logps, Logps)> {
     let logps = from_safetensors(&dir.join(file))?;
-    let cut = |name: &str| -> Result<Vec<Vec<f32>>> {
+    let cut = |name: &str| -> Result<Logps> {
         let mut flat = logps.get(name).map_or(&[][..], Vec::as_slice);
         if flat.is_empty() {
             return Ok(Vec::new());

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use super::block::Block;
+use super::block::{Block, Logps};
 use super::error::{EngineError, Result};
 use super::loss::{LossConfig, LossRow, RowLoss, row_loss, total_loss};
 use super::model::{Adapter, Policy, Row, RowScore};
@@ -62,9 +62,9 @@ impl Run<'_> {
     pub(super) fn logps_of(
         &mut self,
         rows: &[Row<'_>],
-        recorded: Option<Vec<Vec<f32>>>,
+        recorded: Option<Logps>,
         needs_old: bool,
-    ) -> Result<(Vec<Vec<f32>>, Vec<Vec<f32>>), Halt> {
+    ) -> Result<(Logps, Logps), Halt> {
         let recorded = recorded.filter(|_| self.samples_exactly);
         let needs_old = needs_old && recorded.is_none();
         let needs_reference = self.plan.rloo.beta != 0.0;

@@ -9,7 +9,7 @@ use rlood::sample::RolloutId;
 use rlood::spec::{Estimator, Plan};
 use serde_json::{Value, json};
 
-use crate::processes::{Server, model_copy, register, spec};
+use crate::processes::{Server, model_copy, register, signal, spec};
 use crate::server::{pointers, with};
 use crate::train::{Start, TestHost, plan, rows, train};
 
@@ -160,13 +160,18 @@ async fn service(delay: impl Fn(u64) -> Duration + Clone + Send + Sync + 'static
     url
 }
 
-/// Runs a job of six blocks; its adapter, and how long it took.
-async fn job(server: &Server, url: &str, overlap: bool) -> (Vec<u8>, Duration) {
+/// A job of six blocks.
+fn six_blocks(url: &str, overlap: bool) -> Value {
     let mut job = spec("tiny", 12);
     job["rewards"] = json!([{"name": "slow", "type": "webhook", "url": url}]);
     job["rloo"] = json!({"num_generations": 2, "beta": 0.02, "steps_per_generation": 2, "overlap": overlap});
     job["training"] = json!({"prompts_per_step": 1, "max_steps": 12, "seed": 7});
-    let job = server.submit(&job).await;
+    job
+}
+
+/// Runs it; its adapter, and how long it took.
+async fn job(server: &Server, url: &str, overlap: bool) -> (Vec<u8>, Duration) {
+    let job = server.submit(&six_blocks(url, overlap)).await;
     let view = server.job_in_state(&job, "succeeded").await;
     let time = |name: &str| view[name].as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
     let took = Duration::try_from(time("finished_at").duration_since(time("started_at"))).unwrap();
@@ -191,5 +196,26 @@ async fn a_slow_reward_costs_less_and_what_is_learnt_does_not_depend_on_its_timi
     let at_once = service(|_| Duration::ZERO).await;
     for url in [jumpy, at_once] {
         assert!(job(&server, &url, true).await.0 == overlapped, "{url}");
+    }
+}
+
+#[tokio::test]
+async fn a_worker_killed_while_rewards_of_two_blocks_are_outstanding_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::start(&dir.path().join("data"), "cpu");
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let url = service(|_| Duration::from_millis(300)).await;
+    let (expected, _) = job(&server, &url, true).await;
+    // Inside a block, at its end, and before anything is saved.
+    for step in [0, 3, 6] {
+        let pid = server.worker_pids(1).await[0];
+        let job = server.submit(&six_blocks(&url, true)).await;
+        let reached = |view: &Value| view["state"] == "running" && view["step"].as_u64() >= Some(step);
+        server.job_when(&job, "that step", reached).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        signal("KILL", pid);
+        let view = server.job_in_state(&job, "succeeded").await;
+        assert!(view["attempt"].as_u64() > Some(1), "step {step}: {view}");
+        assert!(server.bytes(&format!("/jobs/{job}/adapter")).await == expected, "killed after step {step}");
     }
 }

@@ -55,6 +55,15 @@ impl Check {
     pub(super) async fn asynchronous(&mut self) {
         let modes = self.ping.as_ref().and_then(|ping| ping.modes.clone()).unwrap_or_default();
         let offers = modes.iter().any(|mode| mode == "async");
+        let here = self.wire.url.host_str().is_some_and(|host| {
+            let address: Option<std::net::IpAddr> = host.trim_matches(['[', ']']).parse().ok();
+            host == "localhost" || address.is_some_and(|address| address.is_loopback())
+        });
+        if !here && self.callbacks.url.is_none() {
+            let detail = "the service is on another machine, which does not reach this one's loopback";
+            let fix = "give --callback-listen HOST:PORT, and --callback-url as the service reaches it";
+            return self.find("async", Outcome::Skipped, detail, fix);
+        }
         let Ok(listener) = TcpListener::bind(&self.callbacks.on).await else {
             let detail = format!("cannot listen on {} for callbacks", self.callbacks.on);
             return self.find("async", Outcome::Skipped, detail, "give --callback-listen HOST:PORT");
