@@ -11,6 +11,8 @@ mod datasets;
 mod demo;
 mod doctor;
 mod exact;
+#[cfg(feature = "failpoints")]
+mod failpoints;
 mod fork;
 mod generate;
 mod golden;
@@ -26,6 +28,7 @@ mod jobs_api;
 mod journal;
 mod judge;
 mod kill;
+mod kills;
 mod kinds;
 mod layering;
 mod long;
