@@ -45,6 +45,7 @@ mod resume;
 mod reward_model;
 mod reward_server;
 mod rewards;
+mod scale;
 mod server;
 mod setting;
 mod spec;
