@@ -49,6 +49,7 @@ mod scale;
 mod server;
 mod setting;
 mod spec;
+mod ssrf;
 mod store;
 mod train;
 mod trl;
