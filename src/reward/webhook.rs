@@ -28,6 +28,7 @@ use crate::spec::{OnInvalid, RewardKind, RewardSecrets, ServicePlan, WebhookPlan
 pub(super) mod answer;
 mod delivery;
 pub(super) mod dialect;
+mod hidden;
 mod record;
 mod request;
 
@@ -37,6 +38,7 @@ pub use record::{Exchange, Received, Sent};
 use answer::{Answer, Found};
 use delivery::{Delivered, jitter};
 use dialect::{Ask, Contract, Dialect};
+use hidden::Hidden;
 use request::{Request, Room};
 
 /// A reward service.
@@ -47,6 +49,8 @@ pub struct Webhook {
     url: Url,
     key: Option<Key>,
     headers: HeaderMap,
+    /// Taken out of all that a service answers.
+    hidden: Hidden,
     client: Client,
     permits: Semaphore,
     /// It was down for `max_outage_s` and has not answered since.
@@ -120,6 +124,7 @@ impl Webhook {
             name: name.to_owned(),
             url,
             key,
+            hidden: Hidden::new(secrets),
             headers,
             client,
             permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
@@ -220,6 +225,18 @@ impl Reward for Webhook {
             Ok(Judged { judgements, counts })
         })
     }
+}
+
+/// Reads a service's answer as a run does: of how many samples it says something.
+///
+/// # Errors
+/// Why the whole is no answer.
+pub fn read_answer(kind: &RewardKind, body: &[u8], id: &str, samples: &[RewardSample]) -> Result<usize, String> {
+    let dialect: Box<dyn Dialect> = match kind {
+        RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),
+        other => super::adapters::dialect(other)?,
+    };
+    Ok(dialect.read(body, id, &samples.iter().collect::<Vec<_>>())?.found.len())
 }
 
 /// One rollout's samples on their way through a service.

@@ -14,6 +14,7 @@ mod exact;
 #[cfg(feature = "failpoints")]
 mod failpoints;
 mod fork;
+mod fuzz;
 mod generate;
 mod golden;
 #[cfg(feature = "cuda")]

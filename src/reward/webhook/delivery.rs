@@ -230,6 +230,9 @@ impl Webhook {
         };
         let timed_out = || NotSent(format!("no answer within {} ms", limit.as_millis()), false);
         let outcome = tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err(timed_out()));
+        let outcome = outcome.map(|(status, headers, body)| {
+            (status, self.hidden.headers(headers), body.map(|body| self.hidden.bytes(body)))
+        });
         if let (Some(exchanges), Some(request)) = (&self.exchanges, sent) {
             let (response, error) = match &outcome {
                 Ok((status, headers, body)) => {
