@@ -47,6 +47,7 @@ mod reward_model;
 mod reward_server;
 mod rewards;
 mod scale;
+mod secrets;
 mod server;
 mod setting;
 mod spec;
