@@ -279,6 +279,8 @@ async fn ingest(http: &Http) -> f64 {
                 let events: Vec<Value> = (1..=STEPS).map(step).collect();
                 let body = json!({"attempt": 1, "batch": batch, "events": events, "log": ["a line"]});
                 http.post(&format!("/worker/jobs/{job}/events"), &body).await;
+                let beat = json!({"attempt": 1, "phase": "train", "status_reason": null, "step": batch, "eta_s": null});
+                http.post(&format!("/worker/jobs/{job}/heartbeat"), &beat).await;
             }
         }
     });
