@@ -7,6 +7,7 @@
 mod attempt;
 mod callbacks;
 mod client;
+mod clock;
 mod events;
 mod failure;
 mod host;
@@ -103,6 +104,7 @@ pub async fn run(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
     if args.child {
         leave_with_server()?;
     }
+    end_on_panic();
     let leaving = leave_on_signal()?;
     let (scratch_dir, _scratch) = scratch_dir(args.scratch_dir)?;
     let worker = Worker {
@@ -191,6 +193,19 @@ impl Worker {
     fn heartbeat(&self) -> Duration {
         Duration::from_millis(self.heartbeat_ms.load(std::sync::atomic::Ordering::Relaxed))
     }
+}
+
+/// A panic anywhere but on the engine's threads, which report their own, ends the process: a worker whose heartbeats or events
+/// have died without a word would hold its job for nothing.
+fn end_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        let thread = std::thread::current();
+        if thread.name().is_some_and(|name| name == "main" || name.starts_with("tokio")) {
+            std::process::exit(i32::from(EXIT_PANIC));
+        }
+    }));
 }
 
 /// The given directory, or one of our own that goes with us.

@@ -107,6 +107,10 @@ impl JobView {
             JobState::Queued => state.store.job_queue_position(row.id).await?,
             JobState::Running | JobState::Paused | JobState::Succeeded | JobState::Failed | JobState::Cancelled => None,
         };
+        Self::placed(state, row, queue_position).await
+    }
+
+    async fn placed(state: &AppState, row: JobRow, queue_position: Option<u64>) -> Result<Self, Problem> {
         let ending = match row.ending {
             Some(ending) => Some(EndingView::of(state, row.id, ending).await?),
             None => None,
@@ -205,9 +209,12 @@ async fn list_jobs(
     }
     filter.owner = caller.sees().map(str::to_owned);
     let page = state.store.job_list(&filter, after.as_deref(), list::limit(limit)?).await?;
+    let queued = page.data.iter().filter(|row| row.state == JobState::Queued).map(|row| row.id);
+    let positions = state.store.job_queue_positions(&queued.collect::<Vec<_>>()).await?;
     let mut data = Vec::with_capacity(page.data.len());
     for row in page.data {
-        data.push(JobView::of(&state, row).await?);
+        let position = positions.get(&row.id).copied();
+        data.push(JobView::placed(&state, row, position).await?);
     }
     Ok(Json(List { data, next: page.next }))
 }

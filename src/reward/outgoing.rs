@@ -1,19 +1,31 @@
 //! The HTTP client that holds to the operator's rules on addresses ([`crate::outgoing`]): every address is checked after
 //! DNS resolution, and the connection goes to the address that was checked; redirects and proxies are not followed.
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use futures::future::{BoxFuture, FutureExt};
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
+
+/// From a host name to its addresses, whatever the port.
+pub type Lookup = Arc<dyn Fn(String) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> + Send + Sync>;
 
 impl OutgoingPolicy {
     /// A client builder that reaches only what the policy permits: no redirects, no proxy, addresses pinned after the
     /// check. Literal addresses never come by a resolver: pass every URL through [`OutgoingPolicy::check_url`] first.
     pub fn client_builder(&self) -> reqwest::ClientBuilder {
-        client_builder().redirect(reqwest::redirect::Policy::none()).referer(false).dns_resolver(Resolver(self.clone()))
+        let system = |name: String| async move { Ok(tokio::net::lookup_host((name, 0)).await?.collect()) }.boxed();
+        self.client_builder_with(Arc::new(system))
+    }
+
+    /// The same, with names resolved by other means.
+    pub fn client_builder_with(&self, lookup: Lookup) -> reqwest::ClientBuilder {
+        let resolver = Resolver { policy: self.clone(), lookup };
+        client_builder().redirect(reqwest::redirect::Policy::none()).referer(false).dns_resolver(resolver)
     }
 }
 
@@ -63,16 +75,20 @@ pub fn refusal(error: &reqwest::Error) -> Option<&OutgoingError> {
     None
 }
 
-struct Resolver(OutgoingPolicy);
+struct Resolver {
+    policy: OutgoingPolicy,
+    lookup: Lookup,
+}
 
 impl Resolve for Resolver {
     fn resolve(&self, name: Name) -> Resolving {
-        let policy = self.0.clone();
+        let policy = self.policy.clone();
+        let found = (self.lookup)(name.as_str().to_owned());
         Box::pin(async move {
             let host = name.as_str();
             let mut permitted: Vec<SocketAddr> = Vec::new();
             let mut refused = None;
-            for address in tokio::net::lookup_host((host, 0)).await? {
+            for address in found.await? {
                 match policy.check_address(host, address.ip()) {
                     Ok(()) => permitted.push(address),
                     Err(error) => refused = Some(error),

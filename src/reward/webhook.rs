@@ -36,6 +36,7 @@ mod concurrency;
 mod delivery;
 pub(super) mod dialect;
 pub(super) mod endpoint;
+mod hidden;
 mod known;
 mod later;
 mod record;
@@ -49,6 +50,7 @@ use answer::{Answer, Found};
 use delivery::{Delivered, jitter};
 use dialect::{Ask, Contract, Dialect};
 use endpoint::{Endpoint, Endpoints};
+use hidden::Hidden;
 use later::{Obtained, Timing};
 use request::{Request, Room};
 
@@ -62,6 +64,8 @@ pub struct Webhook {
     keys: Vec<Key>,
     headers: HeaderMap,
     client: RewardClient,
+    /// Taken out of all that a service answers.
+    hidden: Hidden,
     permits: Semaphore,
     /// Shared by all that asks there.
     endpoint: Arc<Endpoint>,
@@ -145,6 +149,7 @@ impl Webhook {
             name: name.to_owned(),
             url,
             keys,
+            hidden: Hidden::new(secrets),
             headers,
             permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
             endpoint: Endpoints::new(client.pace).at(&plan.url, plan.max_concurrency),
@@ -260,6 +265,18 @@ impl Reward for Webhook {
             Ok(Judged { judgements, counts })
         })
     }
+}
+
+/// Reads a service's answer as a run does: of how many samples it says something.
+///
+/// # Errors
+/// Why the whole is no answer.
+pub fn read_answer(kind: &RewardKind, body: &[u8], id: &str, samples: &[RewardSample]) -> Result<usize, String> {
+    let dialect: Box<dyn Dialect> = match kind {
+        RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),
+        other => super::adapters::dialect(other)?,
+    };
+    Ok(dialect.read(body, id, &samples.iter().collect::<Vec<_>>())?.found.len())
 }
 
 /// One rollout's samples on their way through a service.

@@ -171,6 +171,12 @@ fn optional_id<T: FromStr<Err = IdError>>(row: &SqliteRow, name: &'static str) -
     column::<Option<&str>>(row, name)?.map(str::parse).transpose().map_err(corrupt(name))
 }
 
+/// Queued jobs of a higher priority. The planner would rather read the rows, so the index is named.
+const HIGHER_IN_QUEUE: &str = "SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' AND priority > ?";
+/// Queued jobs of a priority from one place to another.
+const EQUAL_IN_QUEUE: &str = "SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' AND priority = ? \
+     AND queue_order >= ? AND queue_order < ?";
+
 impl Store {
     /// Queues a job. `NotFound` (dataset) when one of its datasets is gone.
     pub async fn job_create(&self, new: NewJob<'_>, now: i64) -> Result<JobRow, StoreError> {
@@ -381,16 +387,52 @@ impl Store {
 
     /// 1 = next; `None` when the job is not queued.
     pub async fn job_queue_position(&self, id: JobId) -> Result<Option<u64>, StoreError> {
-        let ahead: Option<i64> = sqlx::query_scalar(
-            "SELECT (SELECT COUNT(*) FROM jobs AS other WHERE other.state = 'queued' AND (other.priority > job.priority \
-             OR (other.priority = job.priority AND other.queue_order < job.queue_order))) \
-             FROM jobs AS job WHERE job.id = ? AND job.state = 'queued'",
-        )
-        .bind(id.to_string())
-        .fetch_optional(&self.readers)
-        .await
-        .doing("find a job's place in the queue")?;
-        Ok(ahead.map(|ahead| ahead.unsigned_abs() + 1))
+        Ok(self.job_queue_positions(&[id]).await?.remove(&id))
+    }
+
+    /// The places of those that are queued (1 = next). The queue is counted once for each priority, however many they are.
+    pub async fn job_queue_positions(&self, ids: &[JobId]) -> Result<BTreeMap<JobId, u64>, StoreError> {
+        let doing = "find a job's place in the queue";
+        let mut reader = self.readers.begin().await.doing(doing)?;
+        let mut query = QueryBuilder::<Sqlite>::new(
+            "SELECT id, priority, queue_order FROM jobs WHERE +state = 'queued' AND id IN (",
+        );
+        let mut list = query.separated(", ");
+        for id in ids {
+            list.push_bind(id.to_string());
+        }
+        query.push(")");
+        let mut queued: Vec<(i64, i64, JobId)> = Vec::new();
+        for row in &query.build().fetch_all(&mut *reader).await.doing(doing)? {
+            queued.push((column(row, "priority")?, column(row, "queue_order")?, id_column(row, "id")?));
+        }
+        queued.sort_by_key(|(priority, order, _)| (std::cmp::Reverse(*priority), *order));
+        let mut positions = BTreeMap::new();
+        let mut before: Option<(i64, i64, i64)> = None;
+        for (priority, order, id) in queued {
+            // Counted from the one before it, where that is near.
+            let (start, mut position) = match before {
+                Some((same, order, position)) if same == priority => (order, position),
+                Some(_) | None => (i64::MIN, 1),
+            };
+            if start == i64::MIN {
+                position += sqlx::query_scalar::<_, i64>(HIGHER_IN_QUEUE)
+                    .bind(priority)
+                    .fetch_one(&mut *reader)
+                    .await
+                    .doing(doing)?;
+            }
+            position += sqlx::query_scalar::<_, i64>(EQUAL_IN_QUEUE)
+                .bind(priority)
+                .bind(start)
+                .bind(order)
+                .fetch_one(&mut *reader)
+                .await
+                .doing(doing)?;
+            before = Some((priority, order, position));
+            positions.insert(id, position.unsigned_abs());
+        }
+        Ok(positions)
     }
 
     /// The secrets by reward name: for a worker's claim and for copies of a job.

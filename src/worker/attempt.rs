@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{Client, ClientError, Held, OUTAGE, fetch, persist};
+use super::clock;
 use super::events::Events;
 use super::failure;
 use super::host::JobHost;
@@ -273,6 +274,9 @@ impl Attempt {
                     (Some(failure), _) => Cut::Failed(failure),
                     // Whatever it says, its work is not wanted any more.
                     (None, Some(stop)) if drops_work(&stop) => Cut::Stopped(stop),
+                    (None, _) if is_disk_full(&error) => {
+                        Cut::Stopped(Stop::Pause { reason: Some("disk_full".to_owned()) })
+                    }
                     (None, _) if matches!(error, EngineError::Device(_)) => Cut::DeviceFailed(error.to_string()),
                     (None, _) => Cut::Failed(failure::of_engine(&error, position())),
                 })
@@ -368,6 +372,11 @@ impl Attempt {
     }
 }
 
+/// The worker's own disk has no room, as the server's may have none: there is nothing wrong with the job.
+fn is_disk_full(error: &EngineError) -> bool {
+    matches!(error, EngineError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull)
+}
+
 /// The evaluation's own rewards, if it has some; their secrets lie under names of their own.
 fn build_eval_rewards(claim: &Claim, rewards: &Rewards) -> Result<Option<Rewards>, Failure> {
     let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
@@ -428,7 +437,7 @@ async fn beat(
     rewards: Arc<Rewards>,
     every: Duration,
 ) {
-    let mut answered = tokio::time::Instant::now();
+    let mut answered = clock::now();
     let mut waits = rewards.waiting_changes();
     loop {
         let position = progress.get();
@@ -442,13 +451,13 @@ async fn beat(
         };
         let pause = match client.heartbeat(held, &beat).await {
             Ok(reply) => {
-                answered = tokio::time::Instant::now();
+                answered = clock::now();
                 if let Some(requested) = reply.requested {
                     stop.request(requested);
                 }
                 every
             }
-            Err(error) if error.is_transient() && answered.elapsed() < OUTAGE => {
+            Err(error) if error.is_transient() && clock::now() - answered < OUTAGE => {
                 tracing::warn!(%error, "a heartbeat was not answered");
                 every.min(Duration::from_secs(1))
             }

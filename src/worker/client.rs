@@ -1,13 +1,15 @@
 //! The worker protocol, the worker's side: typed calls, and which errors are worth another try.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use reqwest::{Method, RequestBuilder, Response, StatusCode, Url};
 use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 
+use super::clock;
+use crate::failpoint::fail_point;
 use crate::id::{DatasetId, JobId};
 use crate::protocol::{
     CallbackNews, Claim, ClaimRequest, EventBatch, FileEntry, Finish, Heartbeat, HeartbeatReply, JournalBatch,
@@ -100,11 +102,11 @@ pub(super) async fn persist<T, F>(
 where
     F: Future<Output = Result<T, ClientError>>,
 {
-    let begun = Instant::now();
+    let begun = clock::now();
     let mut delay = FIRST_DELAY;
     loop {
         match call().await {
-            Err(error) if another(&error) && begun.elapsed() < OUTAGE => {
+            Err(error) if another(&error) && clock::now() - begun < OUTAGE => {
                 tracing::debug!(%error, "trying again");
                 tokio::time::sleep(delay).await;
                 delay = (delay * 2).min(LONGEST_DELAY);
@@ -172,30 +174,36 @@ impl Client {
     }
 
     pub(super) async fn register(&self, register: &Register) -> Result<Registered, ClientError> {
-        json(answer(self.request(Method::POST, &["register"], None).timeout(CALL).json(register)).await?).await
+        json(answer("register", self.request(Method::POST, &["register"], None).timeout(CALL).json(register)).await?)
+            .await
     }
 
     /// None = nothing to do.
     pub(super) async fn claim(&self, request: &ClaimRequest) -> Result<Option<Claim>, ClientError> {
         let limit = CALL + Duration::from_millis(request.wait_ms);
-        let response = answer(self.request(Method::POST, &["claim"], None).timeout(limit).json(request)).await?;
+        let response =
+            answer("claim", self.request(Method::POST, &["claim"], None).timeout(limit).json(request)).await?;
         if response.status() == StatusCode::NO_CONTENT { Ok(None) } else { json(response).await.map(Some) }
     }
 
     pub(super) async fn heartbeat(&self, held: Held, beat: &Heartbeat) -> Result<HeartbeatReply, ClientError> {
-        json(answer(self.on_job(Method::POST, held, &["heartbeat"]).timeout(BEAT).json(beat)).await?).await
+        json(answer("heartbeat", self.on_job(Method::POST, held, &["heartbeat"]).timeout(BEAT).json(beat)).await?).await
     }
 
     pub(super) async fn events(&self, held: Held, batch: &EventBatch) -> Result<(), ClientError> {
-        answer(self.on_job(Method::POST, held, &["events"]).timeout(CALL).json(batch)).await.map(drop)
+        answer("events", self.on_job(Method::POST, held, &["events"]).timeout(CALL).json(batch)).await.map(drop)
     }
 
     pub(super) async fn journal(&self, held: Held, after: i64) -> Result<JournalPage, ClientError> {
-        json(answer(self.fenced(Method::GET, held, &["journal", &after.to_string()]).timeout(STALL)).await?).await
+        json(
+            answer("journal_read", self.fenced(Method::GET, held, &["journal", &after.to_string()]).timeout(STALL))
+                .await?,
+        )
+        .await
     }
 
     pub(super) async fn journal_append(&self, held: Held, batch: &JournalBatch) -> Result<(), ClientError> {
-        answer(self.on_job(Method::POST, held, &["journal"]).timeout(STALL).json(batch)).await.map(drop)
+        answer("journal", self.on_job(Method::POST, held, &["journal"]).timeout(STALL).json(batch)).await.map(drop)
     }
 
     pub(super) async fn rewards(&self, held: Held, reports: &RewardReports) -> Result<(), ClientError> {
@@ -208,14 +216,14 @@ impl Client {
     }
 
     pub(super) async fn finish(&self, held: Held, finish: &Finish) -> Result<(), ClientError> {
-        answer(self.on_job(Method::POST, held, &["finish"]).timeout(CALL).json(finish)).await.map(drop)
+        answer("finish", self.on_job(Method::POST, held, &["finish"]).timeout(CALL).json(finish)).await.map(drop)
     }
 
     pub(super) async fn publish(&self, held: Held, step: u64, publish: &Publish) -> Result<Published, ClientError> {
         let path = ["checkpoints", &step.to_string()];
         // The server verifies every hash before it answers: large files take their time.
         let limit = Duration::from_secs(300);
-        json(answer(self.on_job(Method::POST, held, &path).timeout(limit).json(publish)).await?).await
+        json(answer("publish", self.on_job(Method::POST, held, &path).timeout(limit).json(publish)).await?).await
     }
 
     /// Streams one file of a checkpoint to the server.
@@ -228,7 +236,7 @@ impl Client {
             .header(reqwest::header::CONTENT_LENGTH, file.size_bytes)
             .header(reqwest::header::CONTENT_TYPE, "application/octet-stream")
             .body(reqwest::Body::from(bytes));
-        answer(request).await.map(drop)
+        answer("upload", request).await.map(drop)
     }
 
     pub(super) async fn dataset(&self, held: Held, id: DatasetId, sha256: &str, to: &Path) -> Result<(), ClientError> {
@@ -271,14 +279,20 @@ impl Client {
     }
 }
 
-/// Sends; an error status becomes its [`ClientError`].
-async fn answer(request: RequestBuilder) -> Result<Response, ClientError> {
+/// Sends; an error status becomes its [`ClientError`]. `call` is what it is for.
+#[cfg_attr(
+    not(any(test, feature = "failpoints")),
+    expect(unused_variables, reason = "only tests ask which call it is")
+)]
+async fn answer(call: &'static str, request: RequestBuilder) -> Result<Response, ClientError> {
     #[derive(serde::Deserialize)]
     struct Problem {
         code: String,
         detail: String,
     }
+    fail_point!("client.before", call).map_err(|_| ClientError::Unavailable(503))?;
     let response = request.send().await.map_err(ClientError::Unreachable)?;
+    fail_point!("client.after", call).map_err(|_| ClientError::Unavailable(503))?;
     let status = response.status();
     if status.is_success() {
         return Ok(response);
@@ -312,7 +326,7 @@ async fn json<T: DeserializeOwned>(response: Response) -> Result<T, ClientError>
 /// Streams an answer into a file and compares its hash.
 async fn download(request: RequestBuilder, name: &str, sha256: &str, to: &Path) -> Result<(), ClientError> {
     let disk = |source| ClientError::Disk { doing: "write to the scratch directory", source };
-    let mut response = answer(request).await?;
+    let mut response = answer("download", request).await?;
     let mut file = tokio::fs::File::create(to).await.map_err(disk)?;
     let mut hash = Sha256::new();
     while let Some(piece) = response.chunk().await.map_err(ClientError::Unreachable)? {

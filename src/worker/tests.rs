@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::attempt::{self, Ended};
 use super::client::Client;
+use super::clock;
 use super::{TrainFn, Worker};
 use crate::engine::error::EngineError;
 use crate::engine::host::{Host, HostError, SavedCheckpoint, ScoreRequest, Stop, TrainInput, TrainOutcome};
@@ -43,6 +45,8 @@ struct Seen {
     journal: Vec<Value>,
     /// The journal takes nothing: the disk is full.
     journal_full: bool,
+    /// The server is not there.
+    away: AtomicBool,
 }
 
 impl Seen {
@@ -63,6 +67,9 @@ impl Seen {
 }
 
 async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
+    if seen.away.load(Ordering::SeqCst) {
+        return StatusCode::BAD_GATEWAY.into_response();
+    }
     let (parts, body) = request.into_parts();
     let bytes: Bytes = axum::body::to_bytes(body, 1 << 20).await.unwrap();
     let body: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
@@ -174,9 +181,14 @@ async fn attempt_with(seen: Seen, train: TrainFn, meanwhile: impl FnOnce(&Worker
     attempt_at(seen, train, claim(), meanwhile).await
 }
 
-async fn attempt_at(seen: Seen, train: TrainFn, claim: Claim, meanwhile: impl FnOnce(&Worker)) -> (Ended, Arc<Seen>) {
+async fn attempt_at(
+    seen: impl Into<Arc<Seen>>,
+    train: TrainFn,
+    claim: Claim,
+    meanwhile: impl FnOnce(&Worker),
+) -> (Ended, Arc<Seen>) {
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let seen = Arc::new(seen);
+    let seen: Arc<Seen> = seen.into();
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let server = format!("http://{}", listener.local_addr().unwrap());
     let router = axum::Router::new().fallback(answer).with_state(seen.clone());
@@ -479,4 +491,65 @@ async fn nothing_is_asked_that_could_not_be_written_down() {
     assert!(story.contains(&"append refused".to_owned()), "{story:?}");
     assert!(!story.iter().any(|call| call.contains("reward_unanswered")), "no try was made: {story:?}");
     assert_eq!(story.last().unwrap(), "finish paused");
+}
+
+/// Steps for a second or two, then a checkpoint: what a run does without asking anybody.
+fn compute(input: TrainInput<'_>, host: &mut dyn Host) -> Result<TrainOutcome, EngineError> {
+    for number in 1..=60 {
+        if let Some(stop) = host.stop() {
+            return Ok(TrainOutcome::Stopped(stop));
+        }
+        if let Err(HostError::Stopped(stop)) =
+            host.event(Event::Step { step: number, kind: SamplePhase::Train, metrics: Metrics::new() })
+        {
+            return Ok(TrainOutcome::Stopped(stop));
+        }
+        std::thread::sleep(Duration::from_millis(25));
+    }
+    match save(host, input.scratch_dir, 60) {
+        Ok(()) => Ok(TrainOutcome::Finished),
+        Err(HostError::Stopped(stop)) => Ok(TrainOutcome::Stopped(stop)),
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+/// The server goes away after a while, for so long by the worker's clock.
+async fn attempt_through_an_outage(minutes: u64) -> (Ended, Arc<Seen>) {
+    let seen = Arc::new(Seen::default());
+    let server = seen.clone();
+    let outage = async move {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        server.away.store(true, Ordering::SeqCst);
+        for _ in 0..minutes * 6 {
+            clock::advance(Duration::from_secs(10));
+            tokio::time::sleep(Duration::from_millis(15)).await;
+        }
+        server.away.store(false, Ordering::SeqCst);
+    };
+    let (attempt, ()) = tokio::join!(attempt_at(seen, compute, claim(), |_| {}), outage);
+    attempt
+}
+
+#[tokio::test]
+async fn fifteen_minutes_without_the_server_cost_a_worker_nothing() {
+    // Just less than the limit: the calls that began before it count from their first try.
+    let (ended, seen) = attempt_through_an_outage(14).await;
+    assert_eq!(ended, Ended::Settled);
+    let story = seen.story();
+    let mut steps: Vec<u64> = Vec::new();
+    for call in story.iter().filter(|call| call.starts_with("events")) {
+        let told: Vec<Value> = serde_json::from_str(call.splitn(3, ' ').nth(2).unwrap()).unwrap();
+        steps.extend(told.iter().filter_map(Value::as_u64));
+    }
+    assert_eq!(steps, (1..=60).collect::<Vec<_>>(), "each step once, in order: {story:?}");
+    assert!(story.iter().any(|call| call == "publish 60"), "{story:?}");
+    assert_eq!(story.last().unwrap(), "finish succeeded");
+}
+
+#[tokio::test]
+async fn a_worker_gives_up_after_fifteen_minutes_and_commits_nothing_more() {
+    let (ended, seen) = attempt_through_an_outage(16).await;
+    assert_eq!(ended, Ended::Settled);
+    let story = seen.story();
+    assert!(!story.iter().any(|call| call.starts_with("publish") || call.starts_with("finish")), "{story:?}");
 }

@@ -27,13 +27,28 @@ impl Server {
 
     /// The same, with further flags.
     pub fn start_with(data_dir: &Path, devices: &str, flags: &[&str]) -> Self {
+        Self::start_by(rlood(data_dir, devices).args(flags))
+    }
+
+    /// The same, with these variables.
+    pub fn start_in(data_dir: &Path, devices: &str, variables: &[(&str, &str)]) -> Self {
+        Self::start_by(rlood(data_dir, devices).envs(variables.iter().copied()))
+    }
+
+    fn start_by(command: &mut Command) -> Self {
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let mut child = rlood(data_dir, devices).args(flags).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let url =
             line.strip_prefix("listening on ").unwrap_or_else(|| panic!("first line: {line:?}")).trim().to_owned();
         Self { child, url, http: reqwest::Client::builder().no_proxy().build().unwrap() }
+    }
+
+    /// The job, if the server is there to tell.
+    pub async fn try_job(&self, job: &str) -> Option<Value> {
+        let answer = self.http.get(format!("{}/jobs/{job}", self.url)).send().await.ok()?;
+        if answer.status().is_success() { answer.json().await.ok() } else { None }
     }
 
     pub async fn get(&self, path: &str) -> Value {
@@ -132,8 +147,8 @@ fn rlood(data_dir: &Path, devices: &str) -> Command {
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("RLOOD_")) {
         command.env_remove(name);
     }
-    command.args(["serve", "--listen", "127.0.0.1:0", "--log", "error", "--devices", devices, "--data-dir"]);
-    command.arg(data_dir).stdin(Stdio::null());
+    command.args(["serve", "--log", "error", "--devices", devices, "--data-dir"]);
+    command.arg(data_dir).env("RLOOD_LISTEN", "127.0.0.1:0").stdin(Stdio::null());
     command
 }
 

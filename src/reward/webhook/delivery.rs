@@ -290,6 +290,9 @@ impl Webhook {
         };
         let timed_out = || NotSent(format!("{TIMED_OUT} {} ms", limit.as_millis()), false);
         let outcome = tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err(timed_out()));
+        let outcome = outcome.map(|(status, headers, body)| {
+            (status, self.hidden.headers(headers), body.map(|body| self.hidden.bytes(body)))
+        });
         self.account(&Wire { request, headers: &headers, outcome: &outcome, took: start.elapsed() });
         if let (Some(exchanges), Some(request)) = (&self.exchanges, sent) {
             let (response, error) = match &outcome {

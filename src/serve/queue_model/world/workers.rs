@@ -148,7 +148,10 @@ impl World {
         let call = async move { store.job_heartbeat(held.job, held.attempt, beat, now, LEASE).await };
         let answer = match self.server.call(&mut self.random, call).await? {
             Called::Lost { applied } => {
-                self.cut_short("heartbeat", applied);
+                if self.cut_short("heartbeat", applied) && owns {
+                    let job = self.jobs.get_mut(&held.job).ok_or("no job")?;
+                    job.step = job.step.max(held.step);
+                }
                 return self.after_restart("it").await;
             }
             Called::Answered(answer) => answer,
