@@ -67,7 +67,8 @@ async fn a_course_keeps_both_ends_and_every_outlier_in_few_points() {
     server.report(id, attempt, 1, vec![step(400, SamplePhase::Train, &[("reward", Some(0.5))])]).await;
     let answer = server.get(&format!("/jobs/courses?ids={id}")).await;
     assert_eq!(answer.body["data"][0]["last"], 0.5);
-    for (query, code) in [("", "invalid_query"), ("?ids=x", "invalid_query"), ("?ids=job_1&points=3", "invalid_query")] {
+    for (query, code) in [("", "invalid_query"), ("?ids=x", "invalid_query"), ("?ids=job_1&points=3", "invalid_query")]
+    {
         let answer = server.get(&format!("/jobs/courses{query}")).await;
         assert_eq!((answer.status.as_u16(), &answer.body["code"]), (400, &json!(code)), "{query}");
     }

@@ -45,6 +45,7 @@ test("what the server refuses stands at its field, and the first one has the foc
   assert.equal((await server.api("GET", "/jobs")).data.length, 0, "nothing was submitted");
   // Right again: the marks go, the command beside it says the same.
   await field(page, "/rloo/num_generations").fill("4");
+  await field(page, "/training/prompts_per_step").fill("2");
   await field(page, "/optimizer/learning_rate").fill("1e-3");
   await page.getByRole("button", { name: "Check" }).click();
   await page.getByText("The job is valid").first().waitFor();
