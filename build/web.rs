@@ -122,7 +122,7 @@ fn dense(style: &str) -> String {
 }
 
 /// A module without the spaces and the comments behind code that mean nothing. Strings, templates and regular expressions stay.
-pub(crate) fn dense_code(code: &str) -> String {
+pub fn dense_code(code: &str) -> String {
     let letters: Vec<char> = code.chars().collect();
     let mut out = String::with_capacity(code.len());
     // Of each `${` that is open how many braces are within it.

@@ -5,7 +5,7 @@ import { createHash } from "node:crypto";
 import { after, before, test } from "node:test";
 import { startBrowser } from "./browser.mjs";
 import { CORPUS } from "./corpus.mjs";
-import { startRewards, submit } from "./job.mjs";
+import { finished, startRewards, submit } from "./job.mjs";
 import { startServer, WORKER_TOKEN } from "./server.mjs";
 import { step, Worker } from "./worker.mjs";
 
@@ -109,21 +109,36 @@ async function inspect(page, path) {
   assert.deepEqual(found, { strange: [], links: [], app: true }, path);
 }
 
-const views = () => {
-  const job = `#/jobs/${carried.id}`;
-  return ["#/", `#/new`, `#/new?from=${carried.id}`, job, `${job}/samples`, `${job}/samples?as=table`, `${job}/samples?prompt_id=row_1`, `${job}/checkpoints`, `${job}/rewards`, `${job}/logs`, `${job}/logs?of=log`, `${job}/config`, `${job}/config?format=json`, "#/system", "#/access"];
+const views = (id) => {
+  const job = `#/jobs/${id}`;
+  return ["#/", `#/new`, `#/new?from=${id}`, job, `${job}/samples`, `${job}/samples?as=table`, `${job}/samples?prompt_id=row_1`, `${job}/checkpoints`, `${job}/rewards`, `${job}/logs`, `${job}/logs?of=log`, `${job}/config`, `${job}/config?format=json`, "#/system", "#/access"];
 };
+
+async function inspectAll(page, { url }, id) {
+  for (const path of views(id)) {
+    await page.goto("about:blank");
+    await page.goto(`${url}/${path}`);
+    await inspect(page, path);
+  }
+}
 
 for (const colorScheme of ["light", "dark"]) {
   test(`no text of the corpus runs on any view, ${colorScheme}`, { timeout: 300_000 }, () =>
     watch(async (page) => {
-      for (const path of views()) {
-        await page.goto("about:blank");
-        await page.goto(`${server.url}/${path}`);
-        await inspect(page, path);
-      }
+      await inspectAll(page, server, carried.id);
     }, { colorScheme }));
 }
+
+test("a real run on prompts of the corpus, scored by a service that answers with it, runs nothing", { timeout: 300_000 }, async () => {
+  const trained = await startServer({ devices: "cpu" });
+  try {
+    const rows = CORPUS.map((text, index) => ({ prompt: text.slice(0, SHORT), answer: at(index + 1) }));
+    const job = await finished(trained, await submit(trained, { name: at(7), rows, steps: 3, rewards: [{ name: "judge", type: "webhook", url: rewards.url }] }));
+    await watch((page) => inspectAll(page, trained, job.id));
+  } finally {
+    await trained.stop();
+  }
+});
 
 test("the whole corpus stands in the samples as it was written", { timeout: 120_000 }, () =>
   watch(async (page) => {
