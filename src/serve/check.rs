@@ -20,7 +20,11 @@ type Finding = (&'static str, Result<String, String>);
 ///
 /// # Errors
 /// None: what is wrong is printed.
-pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
+pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
+    let usable_keys = usable_keys(&config).await;
+    if usable_keys > 0 {
+        config.narrow();
+    }
     let findings: Vec<Finding> = vec![
         ("rlood", Ok(env!("CARGO_PKG_VERSION").to_owned())),
         ("sqlite", store::sqlite_version().await.map_err(|error| error.to_string())),
@@ -29,7 +33,7 @@ pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
         ("fsync", machine::look_at_fsync(&config.data_dir)),
         ("disk", look_at_disk(&config)),
         ("database", look_at_database(&config.data_dir).await),
-        ("keys", look_at_keys(&config).await),
+        ("keys", look_at_keys(&config, usable_keys)),
         ("devices", Ok(describe_devices(&config))),
         ("kernels", look_at_kernels(&config)),
         ("gpus", look_at_gpus(&config)),
@@ -98,16 +102,20 @@ async fn look_at_database(dir: &Path) -> Result<String, String> {
     }
 }
 
-/// An open address needs one.
-async fn look_at_keys(config: &ServeConfig) -> Result<String, String> {
+/// Of the database; none where there is none.
+async fn usable_keys(config: &ServeConfig) -> u64 {
     let path = config.data_dir.join("rlood.db");
-    let mut usable = 0;
-    if path.exists()
-        && let Ok(store) = store::Store::open_beside(&path).await
-    {
-        usable = store.api_keys_usable(store::clock_ms()).await.unwrap_or(0);
-        store.close().await;
+    if !path.exists() {
+        return 0;
     }
+    let Ok(store) = store::Store::open_beside(&path).await else { return 0 };
+    let usable = store.api_keys_usable(store::clock_ms()).await.unwrap_or(0);
+    store.close().await;
+    usable
+}
+
+/// An open address needs one.
+fn look_at_keys(config: &ServeConfig, usable: u64) -> Result<String, String> {
     match (config.api_key.is_some(), usable) {
         (false, 0) if !config.listen.ip().is_loopback() => Err(no_key_for(config.listen).to_string()),
         (false, 0) => Ok("none: loopback only, and everybody there may do everything".to_owned()),

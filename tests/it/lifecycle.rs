@@ -301,7 +301,7 @@ async fn the_schedule_ends_after_ten_tries() {
             now = at;
         }
     }
-    assert_eq!(now, 271_505_000, "three days and some");
+    assert_eq!(now, 272_105_000, "three days and some");
     let given_up = server.state.store.delivery_get(id, &message.id).await.unwrap();
     assert_eq!((given_up.state, given_up.tries), (DeliveryState::Failed, 10));
     assert_eq!(server.state.store.delivery_tries(&message.id).await.unwrap().len(), 10);
