@@ -29,8 +29,11 @@ const DOCS_POLICY: HeaderValue = HeaderValue::from_static(
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
 );
 
-/// A hash of all files; and of each its name, its bytes, its bytes compressed.
-static SENT: (&str, &[(&str, &[u8], &[u8])]) = include!(concat!(env!("OUT_DIR"), "/web_files.rs"));
+/// A file's name, its bytes, its bytes compressed.
+type Sent = (&'static str, &'static [u8], &'static [u8]);
+
+/// A hash of all files, and each of them.
+static SENT: (&str, &[Sent]) = include!(concat!(env!("OUT_DIR"), "/web_files.rs"));
 static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
     let (_, files) = SENT;
     files.iter().map(|(name, plain, gzipped)| (*name, WebFile::new(name, plain, gzipped))).collect()

@@ -207,12 +207,16 @@ impl Client {
     }
 
     pub(super) async fn rewards(&self, held: Held, reports: &RewardReports) -> Result<(), ClientError> {
-        answer(self.on_job(Method::POST, held, &["rewards"]).timeout(CALL).json(reports)).await.map(drop)
+        answer("rewards", self.on_job(Method::POST, held, &["rewards"]).timeout(CALL).json(reports)).await.map(drop)
     }
 
     /// What reward services sent after `after`; the server holds the call while there is nothing.
     pub(super) async fn callbacks(&self, held: Held, after: i64) -> Result<CallbackNews, ClientError> {
-        json(answer(self.fenced(Method::GET, held, &["callbacks", &after.to_string()]).timeout(STALL)).await?).await
+        json(
+            answer("callbacks", self.fenced(Method::GET, held, &["callbacks", &after.to_string()]).timeout(STALL))
+                .await?,
+        )
+        .await
     }
 
     pub(super) async fn finish(&self, held: Held, finish: &Finish) -> Result<(), ClientError> {

@@ -45,6 +45,7 @@ impl Server {
         Self { child, url, http: reqwest::Client::builder().no_proxy().build().unwrap() }
     }
 
+    #[cfg(feature = "failpoints")]
     /// The job, if the server is there to tell.
     pub async fn try_job(&self, job: &str) -> Option<Value> {
         let answer = self.http.get(format!("{}/jobs/{job}", self.url)).send().await.ok()?;

@@ -280,10 +280,9 @@ async fn crashes_on_malformed_bodies_and_requests_mixed_up_are_found() {
 }
 
 /// A service that answers 202 and does `then` with the request.
-async fn later<F: Future<Output = ()> + Send>(then: impl Fn(Value) -> F + Clone + Send + Sync + 'static) -> String
-where
-    F: 'static,
-{
+async fn later<F: Future<Output = ()> + Send + 'static>(
+    then: impl Fn(Value) -> F + Clone + Send + Sync + 'static,
+) -> String {
     service(json!({"modes": ["async", "sync"]}), move |_, request| {
         if request["reply"]["modes"] == json!(["sync"]) {
             return json_answer(&good(request));

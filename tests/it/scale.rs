@@ -167,6 +167,7 @@ async fn handed_over(setting: Setting) -> tempfile::TempDir {
         source: "/models/tiny".to_owned(),
         sha256: "aa".to_owned(),
         card: json!({}),
+        owner: String::new(),
     };
     setting.store.model_create(model, T0).await.unwrap();
     std::fs::write(setting.files.dataset(setting.dataset), b"{\"prompt\":\"a\"}\n").unwrap();
@@ -197,7 +198,7 @@ async fn a_large_database_is_served_as_quickly_as_a_small_one() {
     http.get("/jobs").await;
     report.at_most("from start to the first page of jobs", begun.elapsed().as_secs_f64(), 2.0, "s", size.slack);
 
-    let jobs = |number: usize| format!("/jobs?limit={}", if number % 2 == 0 { 20 } else { 100 });
+    let jobs = |number: usize| format!("/jobs?limit={}", if number.is_multiple_of(2) { 20 } else { 100 });
     report.at_most("GET /jobs, p99", p99(http.times(300, jobs).await), 50.0, "ms", size.slack);
     let states = |number: usize| format!("/jobs?state={}", ["queued", "cancelled"][number % 2]);
     report.at_most("GET /jobs?state=, p99", p99(http.times(300, states).await), 50.0, "ms", size.slack);

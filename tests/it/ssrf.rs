@@ -278,7 +278,7 @@ async fn a_name_is_checked_at_every_connection_and_the_checked_address_is_the_on
     assert_eq!((welcome.load(Ordering::SeqCst), secret.load(Ordering::SeqCst)), (2, 0));
 
     // Every forbidden address as the answer for an innocent name, also beside its IPv6 forms.
-    let forbidden = FORBIDDEN.map(|octets| IpAddr::from(octets)).into_iter().filter(|ip| *ip != good);
+    let forbidden = FORBIDDEN.map(IpAddr::from).into_iter().filter(|ip| *ip != good);
     for ip in forbidden {
         let IpAddr::V4(v4) = ip else { continue };
         for address in [ip, IpAddr::V6(v4.to_ipv6_mapped()), IpAddr::V6(v4.to_ipv6_compatible())] {

@@ -72,6 +72,9 @@ pub struct Linear<'a> {
     pub lora: Option<Lora<'a>>,
 }
 
+/// Outputs, and the ranks that they read.
+pub type Part = (Range<usize>, Range<usize>);
+
 /// An adapter: y += (x·Aᵀ)·Bᵀ.
 #[derive(Debug)]
 pub struct Lora<'a> {
@@ -81,7 +84,7 @@ pub struct Lora<'a> {
     pub b: &'a PackedMatrix,
     /// B is block-diagonal: which outputs read which ranks. Outputs in no part read none; where there are no parts at
     /// all, every output reads every rank.
-    pub parts: &'a [(Range<usize>, Range<usize>)],
+    pub parts: &'a [Part],
     /// x·Aᵀ `[rows, rank]` for the way back.
     pub hidden: Option<&'a mut [f32]>,
 }
@@ -287,7 +290,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
 fn linear_shared(
     threads: &Threads,
     base: &Job<'_>,
-    (a, b, parts): (&PackedMatrix, &PackedMatrix, &[(Range<usize>, Range<usize>)]),
+    (a, b, parts): (&PackedMatrix, &PackedMatrix, &[Part]),
     hidden_out: Option<Shared<f32>>,
     rows: usize,
 ) {
@@ -530,7 +533,7 @@ pub(super) struct Job<'a> {
     /// What the sums go over.
     pub sum: Range<usize>,
     /// Which outputs need which part of the sum; all of it where there are none.
-    parts: &'a [(Range<usize>, Range<usize>)],
+    parts: &'a [Part],
     pub start: Start<'a>,
     y: Shared<f32>,
     pub stride: usize,

@@ -70,6 +70,7 @@ mod tests {
             headers: [("authorization", "Bearer sk-12345678"), ("x-version", "1")]
                 .map(|(name, value)| (name.to_owned(), value.to_owned()))
                 .into(),
+            previous_secret: None,
         };
         let hidden = Hidden::new(&secrets);
         let clean = |text: &str| String::from_utf8(hidden.bytes(text.as_bytes().to_vec())).unwrap();
