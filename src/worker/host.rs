@@ -20,6 +20,9 @@ use crate::protocol::Publish;
 use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::sample::{RolloutId, SampledGroup};
 
+/// Times that a checkpoint is uploaded before the server's refusal counts.
+const PUBLISH_TRIES: u32 = 5;
+
 /// [`Host`] for one attempt. Its methods run on the engine's thread and wait there for the runtime's tasks.
 pub(super) struct JobHost {
     pub(super) runtime: Handle,
@@ -94,6 +97,20 @@ impl JobHost {
     }
 
     async fn publish(&self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), ClientError> {
+        let mut tries = 1;
+        loop {
+            match self.publish_once(checkpoint).await {
+                // A server that restarted meanwhile swept what had been uploaded to it.
+                Err(error @ ClientError::Refused { status: 422, .. }) if tries < PUBLISH_TRIES => {
+                    tracing::warn!(step = checkpoint.step, %error, "uploading the checkpoint again");
+                    tries += 1;
+                }
+                other => return other,
+            }
+        }
+    }
+
+    async fn publish_once(&self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), ClientError> {
         for file in checkpoint.files {
             persist(|| self.client.upload(self.held, checkpoint.step, checkpoint.dir, file), full_at_once).await?;
         }

@@ -44,7 +44,8 @@ async fn a_job_with_inline_records_is_queued_and_shown() {
             "created_at",
             "started_at",
             "finished_at",
-            "metadata"
+            "metadata",
+            "owner"
         ]
     );
     assert_eq!((&shown.body["state"], &shown.body["queue_position"]), (&json!("queued"), &json!(1)));

@@ -18,7 +18,9 @@ if [[ ! -x $venv/bin/schemathesis ]]; then
 fi
 
 work=$(mktemp -d)
-"$binary" serve --listen 127.0.0.1:0 --devices none --log warn --data-dir "$work/data" >"$work/out" 2>"$work/log" &
+# With a key: on an open server the first key that is made locks everybody else out.
+key=rld_schemathesis
+RLOOD_API_KEY=$key "$binary" serve --listen 127.0.0.1:0 --devices none --log warn --data-dir "$work/data" >"$work/out" 2>"$work/log" &
 server=$!
 trap 'kill $server 2>/dev/null; wait $server 2>/dev/null || true; rm -rf "$work"' EXIT
 for _ in $(seq 100); do
@@ -26,7 +28,7 @@ for _ in $(seq 100); do
     sleep 0.1
 done
 url=$(sed -n 's/^listening on //p' "$work/out")
-post() { curl -sfS -o "$work/answer" -X POST -H 'content-type: application/json' -d "$2" "$url$1" || { cat "$work/answer"; exit 1; }; }
+post() { curl -sfS -o "$work/answer" -X POST -H "authorization: Bearer $key" -H 'content-type: application/json' -d "$2" "$url$1" || { cat "$work/answer"; exit 1; }; }
 # Something to be found: a model, a dataset, jobs.
 post /models "{\"id\": \"tiny\", \"source\": \"$PWD/tests/fixtures/parity/qwen3\"}"
 for _ in 1 2; do
@@ -36,7 +38,7 @@ done
 
 # One check is left out: a document that its schema allows may still name a model that is not there, or ask for more steps
 # than its dataset has; those are 422 by design.
-"$venv/bin/schemathesis" run "$url/openapi.json" --max-examples "$examples" \
+"$venv/bin/schemathesis" run "$url/openapi.json" -H "Authorization: Bearer $key" --max-examples "$examples" \
     --checks all --exclude-checks positive_data_acceptance --phases examples,coverage,fuzzing --continue-on-failure \
     --workers 2 --request-timeout 60 --suppress-health-check all --no-shrink ${SEED:+--seed "$SEED"} >"$work/report" 2>&1 ||
     echo "not everything passed:"

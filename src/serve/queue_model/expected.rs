@@ -22,6 +22,8 @@ pub(super) struct Job {
     pub(super) deadline: i64,
     pub(super) step: u64,
     pub(super) priority: i64,
+    /// Paused by its worker, not by its user: it would go on by itself.
+    pub(super) by_itself: bool,
     /// Its place within a priority.
     pub(super) order: i64,
     pub(super) last_batch: Option<u64>,
@@ -45,6 +47,7 @@ impl Job {
             deadline: 0,
             step: 0,
             priority,
+            by_itself: false,
             order,
             last_batch: None,
             steps: BTreeMap::new(),
@@ -83,6 +86,7 @@ impl Job {
     /// Out of its worker's hands, or of the queue.
     pub(super) fn leave(&mut self, to: State, event: &str) {
         self.state = to;
+        self.by_itself = false;
         self.requested = None;
         self.owner = None;
         self.last_batch = None;
@@ -116,7 +120,11 @@ impl Job {
             (Outcome::Cancelled, _) | (Outcome::Paused { .. } | Outcome::Requeued, Some(Requested::Cancel)) => {
                 self.leave(State::Cancelled, "job.cancelled");
             }
-            (Outcome::Paused { reason: Some(_) }, _) | (Outcome::Paused { .. } | Outcome::Requeued, Some(_)) => {
+            (Outcome::Paused { reason: Some(_) }, None) => {
+                self.leave(State::Paused, "job.paused");
+                self.by_itself = true;
+            }
+            (Outcome::Paused { .. } | Outcome::Requeued, Some(_)) => {
                 self.leave(State::Paused, "job.paused");
             }
             (Outcome::Paused { reason: None } | Outcome::Requeued, None) => self.release(false),

@@ -83,6 +83,12 @@ impl World {
                     job.tell("job.pause_requested");
                     Some(job)
                 }
+                // What paused by itself is the user's pause from now on.
+                "pause" if state == State::Paused && job.by_itself => {
+                    job.by_itself = false;
+                    job.tell("job.paused");
+                    Some(job)
+                }
                 "pause" if state == State::Paused || (running && requested == Some(Requested::Pause)) => Some(job),
                 "resume" if state == State::Paused => {
                     job.leave(State::Queued, "job.resumed");
