@@ -351,6 +351,7 @@ async fn publish_checkpoint(
     Json(body): Json<Publish>,
 ) -> Result<Json<Published>, Problem> {
     let Publish { attempt, files, metrics } = body;
+    state.store.claim_check(job, attempt).await?;
     if !files.iter().any(|file| file.name == "manifest.json") {
         return Err(Problem::new(Code::InvalidBody, "a checkpoint has a manifest.json: upload and list it too"));
     }

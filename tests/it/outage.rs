@@ -45,6 +45,8 @@ async fn answer(State(service): State<Service>, headers: HeaderMap, body: Bytes)
     if is_ping {
         return StatusCode::NO_CONTENT.into_response();
     }
+    // So that a fast machine is not done before the service goes away.
+    tokio::time::sleep(Duration::from_millis(200)).await;
     let samples = request["samples"].as_array().unwrap();
     let rewards: Vec<usize> = samples.iter().map(|sample| sample["completion"].as_str().unwrap().len() % 3).collect();
     axum::Json(json!({ "rewards": rewards })).into_response()

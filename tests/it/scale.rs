@@ -97,7 +97,7 @@ async fn fill_history(setting: &Setting, size: &Size) {
         let count = format!("WITH RECURSIVE n (v) AS (SELECT 1 UNION ALL SELECT v + 1 FROM n WHERE v < {steps})");
         for insert in [
             format!(
-                "{count} INSERT INTO steps SELECT id, v, 'train', 1, {T0} + v, '{{{metrics}}}' FROM jobs, n WHERE {jobs}"
+                "{count} INSERT INTO steps SELECT id, v, 'train', 1, {T0} + v, '{{{metrics}}}', 0.123456789012 FROM jobs, n WHERE {jobs}"
             ),
             format!(
                 "{count} INSERT INTO events SELECT id, v, 'step', 1, {T0} + v, '{headlines}' FROM jobs, n WHERE {jobs}"
