@@ -22,7 +22,7 @@ pub struct EdgeArgs {
     #[arg(long, env = "RLOOD_ALLOWED_HOSTS", value_delimiter = ',', value_name = "HOST,…")]
     pub allowed_hosts: Option<Vec<String>>,
 
-    /// Web pages of other origins that may call the API from a browser with a key, comma-separated: https://app.example.
+    /// Web pages of other origins that may call the API from a browser with a key, comma-separated: `https://app.example`.
     /// Default: none (no CORS headers are sent).
     #[arg(long, env = "RLOOD_CORS_ORIGINS", value_delimiter = ',', value_name = "ORIGIN,…")]
     pub cors_origins: Option<Vec<String>>,
