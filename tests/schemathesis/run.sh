@@ -20,7 +20,7 @@ fi
 work=$(mktemp -d)
 # With a key: on an open server the first key that is made locks everybody else out.
 key=rld_schemathesis
-RLOOD_API_KEY=$key "$binary" serve --listen 127.0.0.1:0 --devices none --log warn --data-dir "$work/data" >"$work/out" 2>"$work/log" &
+RLOOD_API_KEY=$key RLOOD_MODEL_ROOT=$PWD/tests/fixtures "$binary" serve --listen 127.0.0.1:0 --devices none --log warn --data-dir "$work/data" >"$work/out" 2>"$work/log" &
 server=$!
 trap 'kill $server 2>/dev/null; wait $server 2>/dev/null || true; rm -rf "$work"' EXIT
 for _ in $(seq 100); do
@@ -36,11 +36,11 @@ for _ in 1 2; do
                  "training": {"prompts_per_step": 2, "max_steps": 2}, "sampling": {"max_completion_length": 4}}'
 done
 
-# One check is left out: a document that its schema allows may still name a model that is not there, or ask for more steps
+# The stream of all jobs' changes has no end, so it is left out. One check is left out: a document that its schema allows may still name a model that is not there, or ask for more steps
 # than its dataset has; those are 422 by design.
-"$venv/bin/schemathesis" run "$url/openapi.json" -H "Authorization: Bearer $key" --max-examples "$examples" \
+"$venv/bin/schemathesis" run "$url/openapi.json" --exclude-path /jobs/changes -H "Authorization: Bearer $key" --max-examples "$examples" \
     --checks all --exclude-checks positive_data_acceptance --phases examples,coverage,fuzzing --continue-on-failure \
-    --workers 2 --request-timeout 60 --suppress-health-check all --no-shrink ${SEED:+--seed "$SEED"} >"$work/report" 2>&1 ||
+    --workers 2 --request-timeout 20 --suppress-health-check all --no-shrink ${SEED:+--seed "$SEED"} >"$work/report" 2>&1 ||
     echo "not everything passed:"
 # The tool's own troubles (a schema it cannot make examples of) are no failures of the server: they are shown, and do not count.
 cut -c1-300 "$work/report" | sed -n '/= FAILURES =/,/= WARNINGS =/p; /= SUMMARY =/,$p'
