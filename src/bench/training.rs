@@ -5,9 +5,10 @@ use serde::{Deserialize, Serialize};
 use super::decode::{device_peak_mib, peak_mib, policy};
 use super::timing::repeat;
 use super::{BenchError, Setting};
+use crate::config::Device;
 use crate::engine::memory::micro_batches;
 use crate::engine::model::{Adapter, Row, RowScore};
-use crate::spec::MICRO_BATCH_TOKENS;
+use crate::spec::{MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_ON_CPU};
 
 /// Shortest measurement, seconds for each of `--steps`.
 const MIN_SECONDS: f64 = 0.1;
@@ -55,7 +56,11 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
         .map(|(row, completion)| Row { prompt: &prompt_ids[row / generations], completion })
         .collect();
     let lengths = vec![prompt_len + completion; rows.len()];
-    let most = args.micro_batch_tokens.unwrap_or(MICRO_BATCH_TOKENS) as usize;
+    let by_default = match args.device {
+        Device::Cpu => MICRO_BATCH_TOKENS_ON_CPU,
+        Device::Cuda(_) => MICRO_BATCH_TOKENS,
+    };
+    let most = args.micro_batch_tokens.unwrap_or(by_default) as usize;
     let batches = micro_batches(&lengths, generations, most);
     let mut gradient = vec![0.0; policy.flat().len()];
     // Both signs, as advantages have: a backward pass of nothing could be skipped.

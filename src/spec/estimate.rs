@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::footprint::{Footprint, Place, SAVED_BYTES, trainable_parameters};
-use super::{FieldError, MICRO_BATCH_TOKENS, ModelFacts, Plan, PromptLengths};
+use super::{FieldError, MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_ON_CPU, ModelFacts, Plan, PromptLengths};
 
 /// Memory and tokens of a run, by arithmetic: nothing is measured. Null where the model's sizes are not known.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -93,7 +93,8 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Re
     let sizes: Vec<u32> = match limits.micro_batch_tokens {
         Some(tokens) => vec![tokens],
         None => {
-            (0..).map(|halvings| MICRO_BATCH_TOKENS >> halvings).take_while(|t| *t >= MIN_MICRO_BATCH_TOKENS).collect()
+            let most = if places.contains(&Place::Cpu) { MICRO_BATCH_TOKENS_ON_CPU } else { MICRO_BATCH_TOKENS };
+            (0..).map(|halvings| most >> halvings).take_while(|t| *t >= MIN_MICRO_BATCH_TOKENS).collect()
         }
     };
     // Small batches whose activations are kept cost less than large ones whose activations are computed again; but what

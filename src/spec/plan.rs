@@ -283,6 +283,8 @@ pub struct TrainingPlan {
 
 /// Tokens of a micro-batch where memory does not ask for fewer.
 pub const MICRO_BATCH_TOKENS: u32 = 4096;
+/// The same on the CPU: what an operation writes is still in a cache when the next one reads it.
+pub const MICRO_BATCH_TOKENS_ON_CPU: u32 = 1024;
 
 fn default_gradient_checkpointing() -> bool {
     true

@@ -11,11 +11,11 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::gemm::product::{Scratch, copy, pieces, room, turn};
+use super::gemm::product::{Scratch, copy, pieces, room, turn, turned_words};
 use super::gemm::tile::rung;
 use super::gemm::{Job, Side, Start};
 use super::isa::Isa;
-use super::pack::{Line, PANEL, PackDtype};
+use super::pack::{Line, PANEL, PackDtype, PackedMatrix};
 use super::threads::{Shared, Threads};
 
 /// Rows of a tile.
@@ -23,11 +23,11 @@ pub(super) const ROWS: usize = 16;
 /// Steps of a sum that a tile holds.
 const STEPS: usize = 32;
 /// Rows for which a block of weights is turned once; with [`DEEPER`] the inputs stay in the second-level cache.
-pub(super) const ROWS_AT_ONCE: usize = 1024;
+pub(super) const ROWS_AT_ONCE: usize = 288;
 /// Steps of the packed inputs of many rows.
-const DEEPER: usize = 1024;
+const DEEPER: usize = 2048;
 /// Elements of packed inputs of fewer rows.
-const INPUTS: usize = 1024 * DEEPER;
+const INPUTS: usize = ROWS_AT_ONCE * DEEPER;
 /// Steps of a block of weights that stays in the first-level cache while the rows stream by.
 const DEEP: usize = 256;
 
@@ -126,6 +126,8 @@ pub(super) struct Tiled {
     /// Whose rows and steps.
     rows: (usize, usize),
     sum: (usize, usize),
+    /// Blocks from one tile of rows to the next.
+    blocks: usize,
 }
 
 // Safety: whoever uses it keeps the memory, which nobody writes meanwhile.
@@ -133,14 +135,24 @@ unsafe impl Send for Tiled {}
 unsafe impl Sync for Tiled {}
 
 impl Tiled {
-    fn blocks(&self) -> usize {
-        (self.sum.1 - self.sum.0).div_ceil(STEPS)
+    fn new(data: *const u8, rows: &Range<usize>, sum: &Range<usize>) -> Tiled {
+        Tiled { data, rows: (rows.start, rows.end), sum: (sum.start, sum.end), blocks: sum.len().div_ceil(STEPS) }
     }
 
     /// Of a tile of rows, from a step on.
     fn at(&self, row: usize, step: usize) -> *const u8 {
         let (tile, block) = ((row - self.rows.0) / ROWS, (step - self.sum.0) / STEPS);
-        self.data.wrapping_add((tile * self.blocks() + block) * tiles::BYTES)
+        self.data.wrapping_add((tile * self.blocks + block) * tiles::BYTES)
+    }
+
+    /// From a row on, a whole number of tiles after the first: from now on rows count from it.
+    pub fn from_row(&self, row: usize) -> Tiled {
+        Tiled { data: self.at(self.rows.0 + row, self.sum.0), rows: (0, self.rows.1 - self.rows.0 - row), ..*self }
+    }
+
+    /// Some of the steps, which begin with a block: from now on they count from 0.
+    pub fn steps(&self, steps: &Range<usize>) -> Tiled {
+        Tiled { data: self.at(self.rows.0, steps.start), sum: (0, steps.len()), ..*self }
     }
 }
 
@@ -151,7 +163,12 @@ const SHARED: usize = 4 << 20;
 
 /// Whether the inputs of these products are laid out once for all threads.
 pub(super) fn shares(jobs: &[Job<'_>], rows: usize) -> bool {
-    rows > FEW && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16 && !job.sum.is_empty())
+    shares_rows(rows) && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16 && !job.sum.is_empty())
+}
+
+/// Whether so many rows do.
+pub(super) fn shares_rows(rows: usize) -> bool {
+    rows > FEW
 }
 
 /// For how many rows at a time.
@@ -173,7 +190,39 @@ pub(super) fn share(threads: &Threads, job: &Job<'_>, rows: &Range<usize>, lines
     });
     // Safety: the first element.
     let data = unsafe { out.at(0).cast_const().cast() };
-    Tiled { data, rows: (rows.start, rows.end), sum: (job.sum.start, job.sum.end) }
+    Tiled::new(data, rows, &job.sum)
+}
+
+/// A weight turned for dX, `[panel of inputs][block of 32 outputs][16][32][2]` bf16.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Turned(*const u32);
+
+// Safety: whoever uses it keeps the memory, which nobody writes meanwhile.
+unsafe impl Send for Turned {}
+unsafe impl Sync for Turned {}
+
+impl Turned {
+    /// Of a panel of inputs, from an output on.
+    fn at(&self, weight: &PackedMatrix, panel: usize, output: usize) -> *const u32 {
+        let blocks = panel * weight.panels() + output / PANEL;
+        self.0.wrapping_add(blocks * turned_words(PackDtype::Bf16))
+    }
+}
+
+/// A weight turned by all threads, for products whose rows are more than one cell.
+pub(super) fn turn_all(threads: &Threads, weight: &PackedMatrix, lines: &mut Vec<Line>) -> Turned {
+    let words = weight.panels() * turned_words(PackDtype::Bf16);
+    let panels = weight.k().div_ceil(PANEL);
+    // Safety: there is room for so many.
+    let out = Shared::new(unsafe { std::slice::from_raw_parts_mut(room(lines, panels * words), panels * words) });
+    threads.split(panels, |some| {
+        for panel in some {
+            // Safety: the machine has AVX-512, and panels are disjoint.
+            unsafe { turn(rung(Isa::Avx512), weight, panel, &(0..weight.n()), out.at(panel * words)) };
+        }
+    });
+    // Safety: the first element.
+    Turned(unsafe { out.at(0).cast_const().cast() })
 }
 
 /// The part of a sum of products that lies in these rows and panels. Every job but the first adds to what is there.
@@ -204,7 +253,7 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                             unsafe { pack(job, &rows, &sum, room(&mut inputs.lines, words).cast()) };
                         }
                         let data = inputs.lines.as_ptr().cast();
-                        Tiled { data, rows: (rows.start, rows.end), sum: (sum.start, sum.end) }
+                        Tiled::new(data, &rows, &sum)
                     });
                     *part = Some((job, tiled, sum));
                 }
@@ -255,14 +304,24 @@ unsafe fn one_panel<'a, 'j: 'a>(
             }
             let weights = match job.side {
                 Side::Forward => job.weight.panel(panel).add(block.start / 2 * PANEL),
-                Side::Backward => turn(rung(Isa::Avx512), job.weight, panel, &block, turned),
+                Side::Backward => match job.turned {
+                    Some(all) => all.at(job.weight, panel, block.start),
+                    None => {
+                        let out = room(turned, block.len().div_ceil(PANEL) * turned_words(PackDtype::Bf16));
+                        turn(rung(Isa::Avx512), job.weight, panel, &block, out);
+                        out.cast_const().cast()
+                    }
+                },
             };
             let waiting = Output { at: sums, stride: PANEL };
+            let steps = block.len().div_ceil(STEPS);
+            let is_turned_here = job.side == Side::Backward && job.turned.is_none();
             tiles::Block {
                 inputs: tiled.at(rows.start, block.start),
-                inputs_stride: tiled.blocks() * tiles::BYTES,
+                inputs_stride: tiled.blocks * tiles::BYTES,
                 weights: weights.cast(),
-                steps: block.len().div_ceil(STEPS),
+                steps,
+                next: weights.wrapping_add(if is_turned_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
                 from: if fresh { begin } else { Begin::Rows(waiting.at, PANEL) },
                 to: if blocks.peek().is_none() { y } else { waiting },
                 whole,
@@ -465,9 +524,9 @@ mod tests {
         let one = super::super::pack::PackedMatrix::new(&[1.0], 1, super::super::pack::PackDtype::Bf16);
         let given = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, -3.0, f32::INFINITY, f32::from_bits(0x7fff_ffff)];
         let mut y = [0.0; 5];
-        let terms = [super::super::gemm::Term { x: &given, stride: 1, weight: &one }];
+        let term = super::super::gemm::Term { x: &given, stride: 1, weight: &one };
         let out = super::super::gemm::Output { y: &mut y, stride: 1, rows: 5, add: false };
-        super::super::gemm::forward_panels(Isa::Amx, &terms, None, 0..1, out);
+        super::super::gemm::forward_panels(Isa::Amx, &term, Default::default(), None, 0..1, out);
         assert_eq!(y[..4], [1.0, 1.015_625, -3.0, f32::INFINITY]);
         assert!(y[4].is_nan());
     }

@@ -4,6 +4,8 @@
 //! gives the same bits in decode, prefill and training. AMX sums blocks of 32 and chains those.
 
 pub(super) mod product;
+#[cfg(target_arch = "x86_64")]
+mod shared;
 #[cfg(test)]
 mod tests;
 mod thin;
@@ -17,6 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::amx;
 use super::isa::Isa;
 use super::pack::{PANEL, PackDtype, PackedMatrix};
+use super::rows::take_turns;
 use super::threads::{Shared, Threads};
 use product::Scratch;
 
@@ -142,51 +145,67 @@ fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, (width, si
     };
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Amx && amx::shares(jobs, rows) {
-        return SHARED.with_borrow_mut(|buffers| {
-            for rows in product::balanced(0..rows, amx::rows_shared(jobs)) {
-                let mut pair = [jobs[0].clone(), jobs[jobs.len() - 1].clone()];
-                let pair = &mut pair[..jobs.len()];
-                for (job, buffer) in pair.iter_mut().zip(buffers.iter_mut()) {
-                    job.tiled = Some(amx::share(threads, job, &rows, buffer));
-                }
-                grid(threads, rows, width, |rows, panels| cell(pair, rows, panels));
-            }
-        });
+        return shared::spread(threads, jobs, rows, width);
     }
     cut(threads, isa, jobs[0].side, rows, width, size, |rows, panels| cell(jobs, rows, panels));
 }
 
-/// Cells of whole tiles, few enough rows that their inputs stay in the second-level cache.
-#[cfg(target_arch = "x86_64")]
-fn grid(threads: &Threads, rows: Range<usize>, width: usize, f: impl Fn(Range<usize>, Range<usize>) + Sync) {
-    let cells = rows.len().div_ceil(amx::ROWS_AT_ONCE);
-    let multiple = rows.len().div_ceil(cells).next_multiple_of(2 * amx::ROWS);
-    threads.grid(rows.len(), multiple, width.div_ceil(PANEL), 1, |some, panels| {
-        f(rows.start + some.start..rows.start + some.end, panels);
-    });
+/// Inputs that were laid out for many calls of [`forward_panels`]; by default each call lays out its own.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Laid {
+    #[cfg(target_arch = "x86_64")]
+    tiled: Option<amx::Tiled>,
 }
 
-/// [`forward`] for the outputs of some panels, on the calling thread: the streamed head. Column 0 of y is output
-/// `panels.start * PANEL`; `bias` is that of all outputs. The same bits as the whole product.
-pub fn forward_panels(isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, panels: Range<usize>, out: Output<'_>) {
-    let Some(first) = terms.first() else { return };
-    let n = first.weight.n();
-    assert!(terms.iter().all(|term| term.weight.n() == n), "the weights of one product have different shapes");
-    assert!(isa.runs(), "{isa} does not run on this machine");
-    let rows = out.rows;
-    let target = Target::new(out, outputs_of(&panels, n));
-    for term in terms {
-        Inputs::of(term, 0).check(rows, term.weight.k());
-    }
-    let start = target.start(bias);
-    let call = next_call();
-    SCRATCH.with_borrow_mut(|scratch| {
-        for (index, term) in terms.iter().enumerate() {
-            let start = if index == 0 { start } else { Start::Add };
-            let job = Job::new(Side::Forward, term.weight, Inputs::of(term, 0), start, &target, call);
-            run_jobs(isa, &[job], scratch, 0..rows, panels.clone());
+impl Laid {
+    /// From a row on, a multiple of 16.
+    pub fn from_row(self, row: usize) -> Laid {
+        assert!(row.is_multiple_of(16), "rows are laid out by 16");
+        Laid {
+            #[cfg(target_arch = "x86_64")]
+            tiled: self.tiled.map(|tiled| tiled.from_row(row)),
         }
-    });
+    }
+}
+
+/// Lay out x `[rows, k]` for calls with this weight inside `f`, where that pays.
+pub fn with_laid<T>(
+    threads: &Threads,
+    isa: Isa,
+    x: &[f32],
+    rows: usize,
+    weight: &PackedMatrix,
+    f: impl FnOnce(Laid) -> T,
+) -> T {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Amx {
+        let inputs = Inputs { values: x, stride: weight.k(), first_row: 0, first: 0 };
+        inputs.check(rows, weight.k());
+        return shared::with_laid(threads, inputs, rows, weight, |tiled| f(Laid { tiled }));
+    }
+    f(Laid::default())
+}
+
+/// [`forward`] with one weight for the outputs of some panels, on the calling thread: the streamed head. Column 0 of y is
+/// output `panels.start * PANEL`; `bias` is that of all outputs. The same bits as the whole product.
+pub fn forward_panels(
+    isa: Isa,
+    term: &Term<'_>,
+    laid: Laid,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: Output<'_>,
+) {
+    assert!(isa.runs(), "{isa} does not run on this machine");
+    let (rows, inputs) = (out.rows, Inputs::of(term, 0));
+    inputs.check(rows, term.weight.k());
+    let target = Target::new(out, outputs_of(&panels, term.weight.n()));
+    let job = Job {
+        #[cfg(target_arch = "x86_64")]
+        tiled: laid.tiled,
+        ..Job::new(Side::Forward, term.weight, inputs, target.start(bias), &target, next_call())
+    };
+    SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &[job], scratch, 0..rows, panels));
 }
 
 /// dx `[rows, k]` (+)= dy · weight over the outputs of some panels, on the calling thread. Column 0 of `dy` is output
@@ -252,7 +271,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
         && amx::shares(std::slice::from_ref(&base), rows)
         && [a, b].iter().all(|factor| factor.dtype() == PackDtype::Bf16)
     {
-        return linear_shared(threads, &base, (a, b, parts), hidden_out, rows);
+        return shared::linear(threads, &base, (a, b, parts), hidden_out, rows);
     }
     cut(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
         SCRATCH.with_borrow_mut(|scratch| {
@@ -285,44 +304,53 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
     });
 }
 
-/// [`linear`] of many rows with tiles: their inputs are laid out once for all threads, and so is x·Aᵀ.
-#[cfg(target_arch = "x86_64")]
-fn linear_shared(
-    threads: &Threads,
-    base: &Job<'_>,
-    (a, b, parts): (&PackedMatrix, &PackedMatrix, &[Part]),
-    hidden_out: Option<Shared<f32>>,
-    rows: usize,
-) {
-    let rank = a.n();
-    SHARED.with_borrow_mut(|[inputs, low_rank_inputs, hidden]| {
-        for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(base))) {
-            let tiled = Some(amx::share(threads, base, &rows, inputs));
-            // Safety: there is room for so many.
-            let hidden = unsafe {
-                let values = product::room(hidden, rows.len() * rank);
-                std::slice::from_raw_parts_mut(values, rows.len() * rank)
-            };
-            let out = Output { y: hidden, stride: rank, rows: rows.len(), add: false };
-            let to_hidden = Target { first_row: rows.start, ..Target::new(out, 0..rank) };
-            let down = Job { tiled, ..Job::new(Side::Forward, a, base.inputs, Start::Zero, &to_hidden, base.call) };
-            grid(threads, rows.clone(), rank, |rows, panels| {
-                SCRATCH
-                    .with_borrow_mut(|scratch| run_jobs(Isa::Amx, std::slice::from_ref(&down), scratch, rows, panels));
-            });
-            if let Some(out) = hidden_out {
-                // Safety: nobody else writes these rows, and the length was checked.
-                unsafe { out.part(rows.start * rank..rows.end * rank) }.copy_from_slice(hidden);
-            }
-            let inputs = Inputs { values: hidden, stride: rank, first_row: rows.start, first: 0 };
-            let mut up = Job { parts, slot: 1, start: Start::Add, inputs, weight: b, sum: 0..rank, ..base.clone() };
-            up.tiled = Some(amx::share(threads, &up, &rows, low_rank_inputs));
-            let jobs = [Job { tiled, ..base.clone() }, up];
-            grid(threads, rows, base.columns.len(), |rows, panels| {
-                SCRATCH.with_borrow_mut(|scratch| run_jobs(Isa::Amx, &jobs, scratch, rows, panels));
-            });
-        }
-    });
+/// The way back through a linear layer.
+#[derive(Debug)]
+pub struct LinearBack<'a> {
+    /// dL/dy, `stride` apart, as many rows as dx has.
+    pub dy: &'a [f32],
+    /// Elements from one row to the next.
+    pub stride: usize,
+    /// `[n, k]`
+    pub weight: &'a PackedMatrix,
+    /// The adapter.
+    pub lora: Option<LoraBack<'a>>,
+}
+
+/// The way back through an adapter.
+#[derive(Debug)]
+pub struct LoraBack<'a> {
+    /// `[rank, k]`
+    pub a: &'a PackedMatrix,
+    /// Of each part Bᵀ `[its ranks, its outputs]`, scaled.
+    pub b_transposed: &'a [PackedMatrix],
+    /// Which outputs read which ranks.
+    pub parts: &'a [Part],
+    /// dy·B `[rows, rank]`
+    pub dh: &'a mut [f32],
+    /// Whether dx gets dh·A; where dropout lies between, it does not.
+    pub adds: bool,
+}
+
+/// dx `[rows, k]` (+)= dy·W + (dy·B)·A, and dh = dy·B.
+pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBack<'_>, out: Output<'_>) {
+    let LinearBack { dy, stride, weight, lora } = linear;
+    let of_weight = Term { x: dy, stride, weight };
+    let Some(LoraBack { a, b_transposed, parts, dh, adds }) = lora else {
+        return backward(threads, isa, &[of_weight], out);
+    };
+    let (rows, rank) = (out.rows, a.n());
+    assert!(a.k() == weight.k() && dh.len() >= rows * rank && parts.len() == b_transposed.len());
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Amx && shared::goes_back(&of_weight, (a, b_transposed, parts), rows) {
+        return shared::linear_backward(threads, of_weight, (a, b_transposed, parts), (dh, adds), out);
+    }
+    for ((outputs, ranks), b) in parts.iter().zip(b_transposed) {
+        let to = Output { y: &mut dh[ranks.start..], stride: rank, rows, add: false };
+        forward(threads, isa, &[Term { x: &dy[outputs.start..], stride, weight: b }], None, to);
+    }
+    let terms = [of_weight, Term { x: dh, stride: rank, weight: a }];
+    backward(threads, isa, &terms[..if adds { 2 } else { 1 }], out);
 }
 
 /// c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]`, the rows in order: the gradient of a weight.
@@ -370,34 +398,90 @@ fn outer_range(isa: Isa, sides: (usize, &Rows<'_>, &Rows<'_>), target: &Target, 
 
 /// The same where one side is thin.
 fn outer_thin(isa: Isa, rows: usize, (a, b): (&Rows<'_>, &Rows<'_>), target: &Target, panels: Range<usize>) {
-    // What emulated tiles accompany is there.
-    let isa = isa.min(Isa::Avx512);
     let flipped = a.width > b.width;
     let (thin, wide) = if flipped { (b, a) } else { (a, b) };
-    // Safety: these outputs are this call's, and the bounds were checked.
-    let at = |m: usize, column: usize| unsafe {
-        target.y.at(if flipped { column * target.stride + m } else { m * target.stride + column })
-    };
+    for columns in thin::pieces(panels.start * PANEL..(panels.end * PANEL).min(wide.width), usize::MAX) {
+        thin_piece(isa, rows, (thin, wide), columns, |m, column| {
+            // Safety: these outputs are this call's, and the bounds were checked.
+            unsafe { target.y.at(if flipped { column * target.stride + m } else { m * target.stride + column }) }
+        });
+    }
+}
+
+/// Some columns of the wide side; `at(thin, wide)` is where a sum is, which nobody else touches meanwhile.
+fn thin_piece(
+    isa: Isa,
+    rows: usize,
+    (thin, wide): (&Rows<'_>, &Rows<'_>),
+    columns: Range<usize>,
+    at: impl Fn(usize, usize) -> *mut f32,
+) {
+    // What emulated tiles accompany is there.
+    let isa = isa.min(Isa::Avx512);
     SCRATCH.with_borrow_mut(|scratch| {
         let sums = &mut scratch.hidden;
         scratch.hidden_of = None;
         sums.resize(sums.len().max(thin::scratch_len(thin.width)), 0.0);
         let stride = thin::scratch_len(1);
-        for columns in thin::pieces(panels.start * PANEL..(panels.end * PANEL).min(wide.width)) {
-            for m in 0..thin.width {
-                for (sum, column) in sums[m * stride..].iter_mut().zip(columns.clone()) {
-                    // Safety: as above.
-                    *sum = unsafe { *at(m, column) };
-                }
+        for m in 0..thin.width {
+            for (sum, column) in sums[m * stride..].iter_mut().zip(columns.clone()) {
+                // Safety: the caller's.
+                *sum = unsafe { *at(m, column) };
             }
-            // Safety: the rung is available; both sides have so many rows, and there is room.
-            unsafe { thin::add(isa, &mut thin::Sums { rows, thin, wide, columns: columns.clone(), sums, stride }) };
-            for m in 0..thin.width {
-                for (sum, column) in sums[m * stride..].iter().zip(columns.clone()) {
-                    // Safety: as above.
-                    unsafe { *at(m, column) = *sum };
-                }
+        }
+        // Safety: the rung is available; both sides have so many rows, and there is room.
+        unsafe { thin::add(isa, &mut thin::Sums { rows, thin, wide, columns: columns.clone(), sums, stride }) };
+        for m in 0..thin.width {
+            for (sum, column) in sums[m * stride..].iter().zip(columns.clone()) {
+                // Safety: the caller's.
+                unsafe { *at(m, column) = *sum };
             }
+        }
+    });
+}
+
+/// Gradients of factors that share their wide side.
+#[derive(Clone, Debug)]
+pub struct Factors<'a> {
+    /// x for A, dy for B.
+    pub wide: Rows<'a>,
+    /// dh or h, and where in the flat gradient theirs begins: `[thin, wide]`, or `[wide, thin]` where they are turned.
+    pub thin: Vec<(Rows<'a>, usize)>,
+    /// B's are `[out, r]`.
+    pub turned: bool,
+}
+
+/// Columns of the thin side of [`outer_factors`] at most.
+pub const WIDEST_FACTOR: usize = thin::WIDEST;
+
+/// [`outer`] for many thin gradients as one piece of work. They do not overlap; the same bits.
+pub fn outer_factors(threads: &Threads, isa: Isa, rows: usize, all: &[Factors<'_>], gradient: &mut [f32]) {
+    assert!(isa.runs(), "{isa} does not run on this machine");
+    if rows == 0 {
+        return;
+    }
+    let (mut pieces, mut work) = (Vec::new(), 0);
+    for (index, factors) in all.iter().enumerate() {
+        let wide = &factors.wide;
+        for (thin, at) in &factors.thin {
+            assert!(thin.width <= thin::WIDEST && at + thin.width * wide.width <= gradient.len());
+            assert!([thin, wide].iter().all(|side| side.values.len() >= (rows - 1) * side.stride + side.width));
+            work += rows * thin.width * wide.width / 16;
+        }
+        // Enough pieces for all threads, of whole vectors.
+        let most = wide.width.div_ceil(2 * threads.count()).next_multiple_of(PANEL);
+        pieces.extend(thin::pieces(0..wide.width, most).map(|columns| (index, columns)));
+    }
+    let gradient = Shared::new(gradient);
+    take_turns(threads, pieces.len(), work, |number| {
+        let (index, columns) = &pieces[number];
+        let Factors { wide, thin, turned } = &all[*index];
+        // What they share is near from the second on.
+        for (thin, first) in thin {
+            thin_piece(isa, rows, (thin, wide), columns.clone(), |m, column| {
+                // Safety: the bounds were checked, and the columns are this piece's.
+                unsafe { gradient.at(first + if *turned { column * thin.width + m } else { m * wide.width + column }) }
+            });
         }
     });
 }
@@ -547,6 +631,9 @@ pub(super) struct Job<'a> {
     /// The inputs of all rows, where all threads share them.
     #[cfg(target_arch = "x86_64")]
     pub tiled: Option<amx::Tiled>,
+    /// The whole weight turned, where all threads share it.
+    #[cfg(target_arch = "x86_64")]
+    pub turned: Option<amx::Turned>,
 }
 
 impl<'a> Job<'a> {
@@ -575,6 +662,8 @@ impl<'a> Job<'a> {
             slot: 0,
             #[cfg(target_arch = "x86_64")]
             tiled: None,
+            #[cfg(target_arch = "x86_64")]
+            turned: None,
         }
     }
 
@@ -673,7 +762,4 @@ fn next_call() -> u64 {
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
-    /// What the threads share of a call of this one: inputs laid out for tiles, and x·Aᵀ.
-    #[cfg(target_arch = "x86_64")]
-    static SHARED: RefCell<[Vec<super::pack::Line>; 3]> = RefCell::default();
 }

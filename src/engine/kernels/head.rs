@@ -16,7 +16,7 @@ use std::ops::Range;
 pub use choose::{Chosen, Pick, choose};
 pub use gradient::{Gradient, score_vjp};
 
-use super::gemm::{Output, Term, forward, forward_panels};
+use super::gemm::{Laid, Output, Term, forward, forward_panels, with_laid};
 use super::isa::Isa;
 use super::pack::{PANEL, PackedMatrix};
 use super::rows::{on_every_rung, take_turns};
@@ -153,34 +153,44 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, rows: u
     let by_threads = chunks * blocks / (threads.count() * if threads.count() == 1 { 1 } else { 6 });
     let chunks_at_once = by_size.min(by_threads).clamp(1, 16);
     let spans = chunks.div_ceil(chunks_at_once);
-    take_turns(threads, spans * blocks, rows * weight.n() * weight.k() / 16, |index| {
-        // A span's weights meet all rows while they are in the cache.
-        let (span, block) = (index / blocks, index % blocks);
-        let rows = block * ROWS_AT_ONCE..((block + 1) * ROWS_AT_ONCE).min(rows);
-        let span = span * chunks_at_once..((span + 1) * chunks_at_once).min(chunks);
-        LOGITS.with_borrow_mut(|buffer| {
-            let stride = span.len() * CHUNK;
-            compute(isa, &x[rows.start * weight.k()..], weight, span.clone(), rows.len(), buffer);
-            for (at, chunk) in span.enumerate() {
-                let width = (weight.n() - chunk * CHUNK).min(CHUNK);
-                let logits = &buffer[at * CHUNK..];
-                let length = (rows.len() - 1) * stride + CHUNK;
-                f(Part { rows: rows.clone(), chunk, width, logits: &logits[..length], stride });
-            }
+    let work = rows * weight.n() * weight.k() / 16;
+    with_laid(threads, isa, x, rows, weight, |laid| {
+        take_turns(threads, spans * blocks, work, |index| {
+            // A span's weights meet all rows while they are in the cache.
+            let (span, block) = (index / blocks, index % blocks);
+            let rows = block * ROWS_AT_ONCE..((block + 1) * ROWS_AT_ONCE).min(rows);
+            let span = span * chunks_at_once..((span + 1) * chunks_at_once).min(chunks);
+            LOGITS.with_borrow_mut(|buffer| {
+                let stride = span.len() * CHUNK;
+                let inputs = (&x[rows.start * weight.k()..], laid.from_row(rows.start), rows.len());
+                compute(isa, inputs, weight, span.clone(), buffer);
+                for (at, chunk) in span.enumerate() {
+                    let width = (weight.n() - chunk * CHUNK).min(CHUNK);
+                    let logits = &buffer[at * CHUNK..];
+                    let length = (rows.len() - 1) * stride + CHUNK;
+                    f(Part { rows: rows.clone(), chunk, width, logits: &logits[..length], stride });
+                }
+            });
         });
     });
 }
 
-/// The logits of the first `rows` rows of x and some chunks into `buffer`, `[rows][chunks][512]`, padded.
-fn compute(isa: Isa, x: &[f32], weight: &PackedMatrix, chunks: Range<usize>, rows: usize, buffer: &mut Vec<f32>) {
+/// The logits of so many rows of x and some chunks into `buffer`, `[rows][chunks][512]`, padded.
+fn compute(
+    isa: Isa,
+    (x, laid, rows): (&[f32], Laid, usize),
+    weight: &PackedMatrix,
+    chunks: Range<usize>,
+    buffer: &mut Vec<f32>,
+) {
     let stride = chunks.len() * CHUNK;
     let panels = chunks.start * CHUNK_PANELS..(chunks.end * CHUNK_PANELS).min(weight.panels());
     if buffer.len() < rows * stride {
         buffer.resize(rows * stride, 0.0);
     }
     let width = weight.n().min(chunks.end * CHUNK) - chunks.start * CHUNK;
-    let terms = [Term { x, stride: weight.k(), weight }];
-    forward_panels(isa, &terms, None, panels, Output { y: buffer, stride, rows, add: false });
+    let term = Term { x, stride: weight.k(), weight };
+    forward_panels(isa, &term, laid, None, panels, Output { y: buffer, stride, rows, add: false });
     for row in buffer.chunks_exact_mut(stride).take(rows) {
         row[width..width.next_multiple_of(PAD)].fill(f32::NEG_INFINITY);
     }

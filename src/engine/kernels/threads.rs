@@ -161,7 +161,9 @@ impl Threads {
         }
         let wanted = if self.count() == 1 { 1 } else { self.count() * CELLS };
         let row_cells = rows.div_ceil(row_multiple).min(wanted);
-        let column_cells = columns.div_ceil(column_multiple).min(wanted.div_ceil(row_cells));
+        // As many for every thread.
+        let even = (wanted.div_ceil(row_cells)..).find(|cells| (row_cells * cells).is_multiple_of(self.count()));
+        let column_cells = columns.div_ceil(column_multiple).min(even.unwrap_or(wanted));
         self.cells(row_cells * column_cells, &|cell| {
             let rows = part(rows, row_multiple, cell / column_cells, row_cells);
             f(rows, part(columns, column_multiple, cell % column_cells, column_cells));

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{AdapterPass, AdapterValues, Cpu, Matrix, Weight, rows};
 use crate::engine::backend::{AdapterBackward, AdapterBlock, FullSlot, LinearBackward};
-use crate::engine::kernels::gemm::{self, Linear, Lora, Output, Rows, Term};
+use crate::engine::kernels::gemm::{self, Factors, Linear, LinearBack, Lora, LoraBack, Output, Rows, Term};
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
 use crate::engine::model::pass::Mask;
@@ -157,50 +157,76 @@ impl Cpu {
             }
         }
         let mut dx = self.pool.matrix(rows, inputs);
+        let (dy_values, stride, matrix) = (dy.values(), dy.width(), &*weight.matrix);
         let Some(AdapterBackward { pass, slots }) = adapter else {
+            let back = LinearBack { dy: dy_values, stride, weight: matrix, lora: None };
             let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
-            gemm::backward(&self.threads, self.isa, &[term(dy, &weight.matrix)], out);
+            gemm::linear_backward(&self.threads, self.isa, back, out);
             return dx;
         };
-        let adapter = pass.adapter;
-        let (r, rank) = (adapter.r, adapter.rank());
+        let (adapter, masks) = (pass.adapter, pass.masks);
+        let rank = adapter.rank();
         let mut dh = self.pool.matrix(rows, rank);
-        for ((outputs, of_block), b) in adapter.parts.iter().zip(&adapter.b_transposed) {
-            let dy = Term { x: &dy.values()[outputs.start..], stride: dy.width(), weight: b };
-            let out = Output { y: &mut dh.values_mut()[of_block.start..], stride: rank, rows, add: false };
-            gemm::forward(&self.threads, self.isa, &[dy], None, out);
-        }
+        let Adapter { a, b_transposed, parts, .. } = &**adapter;
+        let lora = Some(LoraBack { a, b_transposed, parts, dh: dh.values_mut(), adds: masks.is_empty() });
+        let back = LinearBack { dy: dy_values, stride, weight: matrix, lora };
+        let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
+        gemm::linear_backward(&self.threads, self.isa, back, out);
         // L depends on B through s·B: dB = s·dyᵀ·h.
         let mut h = self.hidden(pass, x);
         self.scale(&mut h, adapter.scaling);
-        let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
-        let masks = pass.masks;
-        match masks.is_empty() {
-            true => gemm::backward(&self.threads, self.isa, &[term(dy, &weight.matrix), term(&dh, &adapter.a)], out),
-            false => gemm::backward(&self.threads, self.isa, &[term(dy, &weight.matrix)], out),
-        }
-        for (block, ((outputs, of_block), (a_at, b_at))) in adapter.parts.iter().zip(*slots).enumerate() {
-            let slot = &mut gradient[*b_at..b_at + outputs.len() * r];
-            let (dy, h) = (columns(dy, outputs.clone()), columns(&h, of_block.clone()));
-            gemm::outer(&self.threads, self.isa, rows, dy, h, slot);
-            let slot = &mut gradient[*a_at..a_at + r * inputs];
-            let dropped = masks.get(block).map(|mask| self.dropped(x, mask));
-            let x = columns(dropped.as_ref().unwrap_or(x), 0..inputs);
-            gemm::outer(&self.threads, self.isa, rows, columns(&dh, of_block.clone()), x, slot);
-            if let Some(mask) = masks.get(block) {
-                let mut alone = self.pool.zeros(rows, rank);
-                for row in 0..rows {
-                    alone.rows_mut(row..row + 1)[of_block.clone()].copy_from_slice(&dh.row(row)[of_block.clone()]);
-                }
-                let mut through = self.pool.matrix(rows, inputs);
-                let out = Output { y: through.values_mut(), stride: inputs, rows, add: false };
-                gemm::backward(&self.threads, self.isa, &[term(&alone, &adapter.a)], out);
-                for row in 0..rows {
-                    mask.apply(row, through.rows_mut(row..row + 1));
-                }
-                rows::add(dx.values_mut(), 0, through.values());
+        let masked: Vec<Matrix> = masks.iter().map(|mask| self.dropped(x, mask)).collect();
+        self.factor_gradients(linear, (&h, &dh), &masked, slots, gradient);
+        for (mask, (_, of_block)) in masks.iter().zip(&adapter.parts) {
+            let mut alone = self.pool.zeros(rows, rank);
+            for row in 0..rows {
+                alone.rows_mut(row..row + 1)[of_block.clone()].copy_from_slice(&dh.row(row)[of_block.clone()]);
             }
+            let mut through = self.pool.matrix(rows, inputs);
+            let out = Output { y: through.values_mut(), stride: inputs, rows, add: false };
+            gemm::backward(&self.threads, self.isa, &[term(&alone, &adapter.a)], out);
+            for row in 0..rows {
+                mask.apply(row, through.rows_mut(row..row + 1));
+            }
+            rows::add(dx.values_mut(), 0, through.values());
         }
         dx
+    }
+
+    /// dA += dhᵀ·x and dB += dyᵀ·h of each module; `masked` holds what dropout left of x for each.
+    fn factor_gradients(
+        &self,
+        linear: &LinearBackward<'_, Self>,
+        (h, dh): (&Matrix, &Matrix),
+        masked: &[Matrix],
+        slots: &[(usize, usize)],
+        gradient: &mut [f32],
+    ) {
+        let LinearBackward { x, dy, adapter, .. } = linear;
+        let Some(AdapterBackward { pass, .. }) = adapter else { return };
+        let Adapter { parts, r, .. } = &**pass.adapter;
+        let whole = |x| columns(x, 0..x.width());
+        let of_b = parts.iter().zip(slots).map(|((outputs, of_block), (_, at))| {
+            let thin = vec![(columns(h, of_block.clone()), *at)];
+            Factors { wide: columns(dy, outputs.clone()), thin, turned: true }
+        });
+        let thin = |((_, of_block), (at, _)): (&(_, Range<usize>), &(usize, _))| (columns(dh, of_block.clone()), *at);
+        let a = parts.iter().zip(slots).map(thin);
+        let mut all: Vec<Factors<'_>> = of_b.collect();
+        match masked.is_empty() {
+            true => all.push(Factors { wide: whole(x), thin: a.collect(), turned: false }),
+            false => {
+                all.extend(a.zip(masked).map(|(thin, x)| Factors { wide: whole(x), thin: vec![thin], turned: false }))
+            }
+        }
+        if *r <= gemm::WIDEST_FACTOR {
+            return gemm::outer_factors(&self.threads, self.isa, x.rows(), &all, gradient);
+        }
+        for Factors { wide, thin, turned } in all {
+            for (thin, at) in thin {
+                let (a, b) = if turned { (wide, thin) } else { (thin, wide) };
+                gemm::outer(&self.threads, self.isa, x.rows(), a, b, &mut gradient[at..at + a.width * b.width]);
+            }
+        }
     }
 }

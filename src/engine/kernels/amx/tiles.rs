@@ -16,6 +16,8 @@ pub(super) struct Block {
     pub weights: *const u8,
     /// Blocks of 32 steps.
     pub steps: usize,
+    /// The weights after these; where they are not known, these.
+    pub next: *const u8,
     /// What the sums of whole tiles begin with, and where they go.
     pub from: Begin,
     pub to: Output,
@@ -57,6 +59,7 @@ macro_rules! two {
             "tileloadd tmm2, [{at} + {stride}]",
             "tileloadd tmm3, [{at} + {stride} + 64]",
             "2:",
+            "# {next}",
             "tileloadd tmm6, [{w} + {long}]",
             "tileloadd tmm4, [{x} + {short}]",
             $($first,)*
@@ -84,6 +87,7 @@ macro_rules! two {
             y = inout(reg) $block.inputs.add(($tile + 1) * $block.inputs_stride) => _,
             w = inout(reg) $block.weights => _,
             steps = inout(reg) $block.steps => _,
+            next = inout(reg) $block.fetched($tile) => _,
             short = in(reg) 64usize,
             long = in(reg) 128usize,
             places = in(reg) places.as_ptr(),
@@ -117,6 +121,12 @@ impl Block {
         }
     }
 
+    /// What two tiles of rows fetch of the weights that come next: each pair a part, until all are there.
+    fn fetched(&self, tile: usize) -> *const u8 {
+        const PAIRS: usize = 8;
+        if tile / 2 < PAIRS { self.next.wrapping_add(tile / 2 * self.steps * 256) } else { self.weights }
+    }
+
     fn place(&self, tile: usize) -> Place {
         let (from, to) = match tile < self.whole {
             true => (self.from, self.to),
@@ -132,10 +142,17 @@ impl Block {
         Place { from, from_stride: from_stride * size_of::<f32>(), to, to_stride }
     }
 
-    /// Two tiles of rows. Where there are many rows the processor fetches ahead by itself: told to, it was slower.
+    /// Two tiles of rows. Where there are many the weights that come next are fetched into the second-level cache.
     unsafe fn two(&self, tile: usize) {
         // Safety: the caller's.
-        unsafe { two!(self, tile, [], []) }
+        unsafe {
+            two!(
+                self,
+                tile,
+                ["prefetcht1 [{next}]", "prefetcht1 [{next} + 64]",],
+                ["prefetcht1 [{next} + 128]", "prefetcht1 [{next} + 192]", "add {next}, 256",]
+            )
+        }
     }
 
     /// Two tiles of rows: the weights stream by, fetched ahead.

@@ -14,8 +14,8 @@ use super::super::rows::take_turns;
 use super::super::simd::{self, Portable, Simd};
 use super::super::threads::{Shared, Threads};
 use super::groups::{Part, parts};
-use super::tile::{Blocks, Lines, by_queries, clear, scores, spread, weigh};
-use super::{BLOCK, Group, Heads, blocks, intersection};
+use super::tile::{Blocks, Lines, by_queries, clear, scores, spread, turn, weigh};
+use super::{BLOCK, Group, Heads, blocks, intersection, union};
 
 /// Positions of a chunk.
 const CHUNK: usize = 128;
@@ -201,13 +201,14 @@ unsafe fn chunk_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usi
     let key_column = heads.q_width() + kv_head * dim;
     for (index, position) in positions.clone().enumerate() {
         let row = &qkv[(own.row + position) * width..(own.row + position + 1) * width];
-        let (key, value) = (&row[key_column..][..dim], &row[key_column + heads.kv_width()..][..dim]);
-        let in_blocks = index / BLOCK * BLOCK * dim + index % BLOCK;
-        for d in 0..dim {
-            scratch.keys_in_blocks[in_blocks + d * BLOCK] = key[d];
-            scratch.values_in_blocks[in_blocks + d * BLOCK] = value[d];
+        scratch.keys[index * padded..][..dim].copy_from_slice(&row[key_column..][..dim]);
+    }
+    for (block, first) in positions.clone().step_by(BLOCK).enumerate() {
+        let Scratch { keys_in_blocks, values_in_blocks, .. } = scratch;
+        for (column, to) in [(key_column, keys_in_blocks), (key_column + heads.kv_width(), values_in_blocks)] {
+            let row = |position: usize| &qkv[(own.row + position) * width + column..][..dim];
+            turn((first..positions.end).map(row), &mut to[block * BLOCK * dim..][..BLOCK * dim]);
         }
-        scratch.keys[index * padded..][..dim].copy_from_slice(key);
     }
     // A prompt's positions are seen by its own tokens and by its completions.
     let parts = if own.is_prompt {
@@ -291,7 +292,15 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
     let part = queries.part();
     let (dim, padded, per_token) = (heads.head_dim, heads.padded(), heads.group_size());
     let (count, first_head, scale) = (tokens.len() * per_token, kv_head * per_token, job.scale);
-    let whole = positions.len().div_ceil(BLOCK);
+    // Of the chunk, what a token sees; and the blocks that some of them see.
+    let here = |token: usize| {
+        let visible = part.visible(token, *window);
+        let seen = if *is_own && !part.is_prompt { &visible.own } else { &visible.prompt };
+        let here = intersection(seen, positions);
+        here.start - positions.start..here.end - positions.start
+    };
+    let seen = blocks(&union(tokens.clone().map(here)));
+    let (first, whole) = (seen.start, seen.len());
     // Safety: the caller's, here and below.
     unsafe {
         for (number, token) in tokens.clone().enumerate() {
@@ -303,21 +312,20 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
                 scratch.d_out[to..to + dim].copy_from_slice(&d_out[row * heads.q_width() + column..][..dim]);
             }
         }
-        let in_blocks = |values: &Floats| Blocks { first: values.as_ptr(), stride: dim * BLOCK };
+        let in_blocks = |values: &Floats| {
+            let stride = dim * BLOCK;
+            Blocks { first: values.as_ptr().add(first * stride), stride }
+        };
         let (keys, values) = (in_blocks(&scratch.keys_in_blocks), in_blocks(&scratch.values_in_blocks));
         let q = Lines { first: scratch.q.as_ptr(), stride: padded };
         let d = Lines { first: scratch.d_out.as_ptr(), stride: padded };
         let p = Lines { first: scratch.p.as_mut_ptr(), stride: CHUNK };
         let ds = Lines { first: scratch.ds.as_mut_ptr(), stride: CHUNK };
-        by_queries!(count, TILE, |at, NQ| {
-            scores::<S, NQ, ACC>(dim, keys, whole, q.from(at), p.from(at));
-            scores::<S, NQ, ACC>(dim, values, whole, d.from(at), ds.from(at));
-        });
+        by_queries!(count, TILE, |at, NQ| scores::<S, NQ, ACC>(dim, keys, whole, q.from(at), p.from(at)));
+        by_queries!(count, TILE, |at, NQ| scores::<S, NQ, ACC>(dim, values, whole, d.from(at), ds.from(at)));
         for (number, token) in tokens.clone().enumerate() {
-            let visible = part.visible(token, *window);
-            let seen = if *is_own && !part.is_prompt { &visible.own } else { &visible.prompt };
-            let here = intersection(seen, positions);
-            let here = here.start - positions.start..here.end - positions.start;
+            let here = here(token);
+            let here = here.start.saturating_sub(first * BLOCK)..here.end.saturating_sub(first * BLOCK);
             for head in 0..per_token {
                 let query = number * per_token + head;
                 let row = part.row + token;
@@ -332,8 +340,9 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
                 slopes::<S>(&of_row, &here, whole, p.from(query).first, ds.from(query).first);
             }
         }
-        spread::<S, NP>(padded, whole * BLOCK, count, p.read(), d, scratch.d_values.as_mut_ptr());
-        spread::<S, NP>(padded, whole * BLOCK, count, ds.read(), q, scratch.d_keys.as_mut_ptr());
+        let row = first * BLOCK * padded;
+        spread::<S, NP>(padded, whole * BLOCK, count, p.read(), d, scratch.d_values.as_mut_ptr().add(row));
+        spread::<S, NP>(padded, whole * BLOCK, count, ds.read(), q, scratch.d_keys.as_mut_ptr().add(row));
 
         let turn = queries.turn() as u32;
         let turns = &job.turns[(job.first_block[*index] + block) * heads.num_kv_heads + kv_head];
@@ -350,7 +359,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
                 }
             }
         }
-        let keys = Blocks { first: scratch.keys.as_ptr(), stride: BLOCK * padded };
+        let keys = Blocks { first: scratch.keys.as_ptr().add(row), stride: BLOCK * padded };
         let d_q = Lines { first: scratch.d_q.as_mut_ptr(), stride: padded };
         by_queries!(count, TILE, |at, NQ| {
             weigh::<S, NQ, ACC>(padded, keys, whole, ds.read().from(at), &[1.0; NQ], d_q.from(at));

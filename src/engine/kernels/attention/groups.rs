@@ -4,6 +4,7 @@ use super::super::isa::Isa;
 use super::super::rows::take_turns;
 use super::super::threads::{Shared, Threads};
 use super::forward::{Token, attend_head_here};
+use super::tile::turn;
 use super::{BLOCK, Heads, Segment, Visible};
 
 /// A prompt and the completions that continue it: prompt tokens, then each completion's.
@@ -181,18 +182,22 @@ impl Segments {
                 let (part, first) = tasks[index];
                 let (keys, values) = &segments[part];
                 let (dim, padded, kv_width) = (heads.head_dim, heads.padded(), heads.kv_width());
-                for position in first..(first + ROWS_AT_ONCE).min(parts[part].len) {
-                    let row = &qkv[(parts[part].row + position) * heads.width()..][heads.q_width()..heads.width()];
-                    let (block, lane) = (position / BLOCK, position % BLOCK);
+                let row = |position: usize| {
+                    &qkv[(parts[part].row + position) * heads.width()..][heads.q_width()..heads.width()]
+                };
+                let end = (first + ROWS_AT_ONCE).min(parts[part].len);
+                for positions in (first..end).step_by(BLOCK).map(|first| first..(first + BLOCK).min(end)) {
+                    let block = positions.start / BLOCK;
                     // Safety: the segment was grown to the part's length, and a block is one task's.
                     unsafe {
-                        let to = keys.at(block * Segment::key_stride(heads) + lane);
-                        for (column, key) in row[..kv_width].iter().enumerate() {
-                            *to.add(column * BLOCK) = *key;
-                        }
-                        let to = values.at(block * Segment::value_stride(heads) + lane * padded);
-                        for (head, value) in row[kv_width..].chunks_exact(dim).enumerate() {
-                            std::ptr::copy_nonoverlapping(value.as_ptr(), to.add(head * BLOCK * padded), dim);
+                        let stride = Segment::key_stride(heads);
+                        let to = keys.part(block * stride..(block + 1) * stride);
+                        turn(positions.clone().map(|position| &row(position)[..kv_width]), to);
+                        for (lane, position) in positions.enumerate() {
+                            let to = values.at(block * Segment::value_stride(heads) + lane * padded);
+                            for (head, value) in row(position)[kv_width..].chunks_exact(dim).enumerate() {
+                                std::ptr::copy_nonoverlapping(value.as_ptr(), to.add(head * BLOCK * padded), dim);
+                            }
                         }
                     }
                 }

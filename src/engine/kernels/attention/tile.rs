@@ -1,5 +1,6 @@
 //! The products of attention for a few queries at once: what both directions are made of.
 
+use super::super::gemm::tile::prefetch;
 use super::super::simd::Simd;
 use super::BLOCK;
 
@@ -10,6 +11,27 @@ pub(super) struct Blocks {
     pub first: *const f32,
     /// Elements from one block to the next.
     pub stride: usize,
+}
+
+/// Queries below which keys and values come from memory faster than they are used: those of the next head, which lie
+/// behind, are fetched ahead.
+const MANY: usize = 8;
+/// Blocks from which on the processor fetches ahead well by itself.
+const LONG: usize = 8;
+
+/// Rows of the first positions of a block → `[column][16]`; lanes without a row stay as they are.
+pub(super) fn turn<'a>(rows: impl Iterator<Item = &'a [f32]>, to: &mut [f32]) {
+    let mut all: [&[f32]; BLOCK] = [&[]; BLOCK];
+    let mut count = 0;
+    for (slot, row) in all.iter_mut().zip(rows) {
+        *slot = row;
+        count += 1;
+    }
+    for (column, to) in to.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+        for (to, row) in to.iter_mut().zip(&all[..count]) {
+            *to = row[column];
+        }
+    }
 }
 
 /// Run `$f` for `$total` vectors, as many at once as `$acc` registers hold for `$nq` queries.
@@ -129,7 +151,11 @@ unsafe fn score<S: Simd, const NQ: usize, const NV: usize>(
         for d in 0..head_dim {
             let mut key = [S::zero(); NV];
             for (key, at) in key.iter_mut().zip(&at) {
-                *key = S::load(at.add(d * BLOCK));
+                let at = at.add(d * BLOCK);
+                *key = S::load(at);
+                if NQ < MANY && NV < LONG {
+                    prefetch(at.wrapping_add(head_dim * BLOCK));
+                }
             }
             for (i, acc) in acc.iter_mut().enumerate() {
                 let q = S::splat(*q.first.add(i * q.stride + d));
@@ -181,13 +207,18 @@ unsafe fn weigh_columns<S: Simd, const NQ: usize, const NV: usize>(
                 *acc = S::mul(S::load(from), S::splat(alpha[i]));
             }
         }
+        let fetches = NQ < MANY && blocks < LONG;
         for block in 0..blocks {
             let mut value = values.first.add(block * values.stride + column);
             let of_block = p.first.add(block * BLOCK);
             for lane in 0..BLOCK {
                 let mut row = [S::zero(); NV];
                 for (v, row) in row.iter_mut().enumerate() {
-                    *row = S::load(value.add(v * S::LANES));
+                    let at = value.add(v * S::LANES);
+                    *row = S::load(at);
+                    if fetches {
+                        prefetch(at.wrapping_add(padded * BLOCK));
+                    }
                 }
                 for (i, acc) in acc.iter_mut().enumerate() {
                     let p = S::splat(*of_block.add(i * p.stride + lane));

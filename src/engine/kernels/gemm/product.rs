@@ -140,7 +140,12 @@ unsafe fn one_panel(
         // Safety: the block lies inside the weight.
         let w = unsafe {
             match job.side {
-                Side::Backward => turn(rung, job.weight, panel, &block, turned),
+                Side::Backward => {
+                    let words = block.len().div_ceil(PANEL) * turned_words(job.weight.dtype());
+                    let out = room(turned, words);
+                    turn(rung, job.weight, panel, &block, out);
+                    out.cast_const().cast()
+                }
                 Side::Forward if pairs => job.weight.panel(panel).add(block.start / 2 * PANEL),
                 Side::Forward => job.weight.panel(panel).add(block.start * PANEL),
             }
@@ -184,14 +189,10 @@ pub(in super::super) unsafe fn turn(
     weight: &PackedMatrix,
     block: usize,
     outputs: &Range<usize>,
-    turned: &mut Vec<Line>,
-) -> *const u32 {
+    out: *mut f32,
+) {
     let panels = outputs.start / PANEL..outputs.end.div_ceil(PANEL);
-    let words = match weight.dtype() {
-        PackDtype::F32 => PANEL * PANEL,
-        PackDtype::Bf16 => PANEL * PANEL / 2,
-    };
-    let out = room(turned, panels.len() * words);
+    let words = turned_words(weight.dtype());
     let inputs = (weight.k() - block * PANEL).min(PANEL);
     for (number, panel) in panels.clone().enumerate() {
         // The blocks lie far apart: fetch one of them two turns ahead.
@@ -209,7 +210,14 @@ pub(in super::super) unsafe fn turn(
             }
         }
     }
-    out.cast()
+}
+
+/// Words of 32 inputs of 32 outputs.
+pub(in super::super) fn turned_words(dtype: PackDtype) -> usize {
+    match dtype {
+        PackDtype::F32 => PANEL * PANEL,
+        PackDtype::Bf16 => PANEL * PANEL / 2,
+    }
 }
 
 /// One block of weights.

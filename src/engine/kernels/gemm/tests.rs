@@ -80,7 +80,8 @@ fn tolerance(one: f64, terms: usize) -> f64 {
 }
 
 /// Rows, outputs, inputs: none a multiple of what the kernels work in, one of each, more than a block of each.
-const SHAPES: [(usize, usize, usize); 14] = [
+const SHAPES: [(usize, usize, usize); 15] = [
+    (413, 75, 90),
     (99, 34, 1101),
     (20, 1101, 34),
     (1, 1, 1),
@@ -228,7 +229,7 @@ fn a_row_has_the_same_bits_in_any_company() {
 #[test]
 fn parts_of_the_outputs_give_the_bits_of_the_whole() {
     for (isa, dtype, _) in rungs() {
-        for (rows, n, k) in [(1, 1, 1), (19, 333, 70), (3, 1000, 33)] {
+        for (rows, n, k) in [(1, 1, 1), (19, 333, 70), (3, 1000, 33), (90, 200, 40)] {
             let weight = Weight::random(n, k, dtype, 3);
             let (x, dy, bias) = (random(rows * k, 5), random(rows * n, 7), random(n, 11));
             let (mut y, mut dx) = (vec![0.0; rows * n], vec![0.0; rows * k]);
@@ -246,7 +247,16 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
                 let width = columns.len();
                 let mut found = vec![f32::NAN; rows * width];
                 let out = Output { y: &mut found, stride: width, rows, add: false };
-                forward_panels(isa, &terms, Some(&bias), part.clone(), out);
+                forward_panels(isa, &terms[0], Laid::default(), Some(&bias), part.clone(), out);
+                // From a row on, with inputs laid out before.
+                let first = rows / 2 / 16 * 16;
+                let mut lower = vec![f32::NAN; (rows - first) * width];
+                let out = Output { y: &mut lower, stride: width, rows: rows - first, add: false };
+                let term = Term { x: &x[first * k..], ..terms[0] };
+                with_laid(&threads, isa, &x, rows, &weight.packed, |laid| {
+                    forward_panels(isa, &term, laid.from_row(first), Some(&bias), part.clone(), out);
+                });
+                assert!(lower == found[first * width..], "{isa} {dtype:?} {part:?} laid out");
                 let local: Vec<f32> = dy.chunks_exact(n).flat_map(|row| &row[columns.clone()]).copied().collect();
                 let local = Rows { values: &local, width, stride: width };
                 let out = Output { y: &mut chained, stride: k, rows, add: begin > 0 };
@@ -360,4 +370,75 @@ fn a_sum_of_nothing_is_the_bias_or_what_was_there() {
     };
     assert_eq!(back(true), [7.0; 6]);
     assert_eq!(back(false), [0.0; 6]);
+}
+
+#[test]
+fn the_way_back_through_an_adapter_is_its_products_one_by_one() {
+    const RANK: usize = 12;
+    let (n, k) = (160, 70);
+    for (isa, dtype, _) in rungs() {
+        let weight = Weight::random(n, k, dtype, 3);
+        let a = Weight::random(2 * RANK, k, dtype, 5);
+        // Parts that begin where tiles do, parts that do not, and outputs without an adapter.
+        for outputs in [[0..96, 96..160], [0..40, 40..160], [0..32, 128..160]] {
+            let b: Vec<Weight> = outputs.iter().map(|o| Weight::random(RANK, o.len(), dtype, 7)).collect();
+            let b: Vec<PackedMatrix> = b.into_iter().map(|b| b.packed).collect();
+            let parts: Vec<Part> = outputs.into_iter().zip([0..RANK, RANK..2 * RANK]).collect();
+            for (rows, adds) in [(1, true), (70, true), (70, false), (500, true)] {
+                let dy = random(rows * (n + 1), 11);
+                for threads in &teams() {
+                    let (mut dh, mut dx) = (vec![0.0; rows * 2 * RANK], random(rows * k, 13));
+                    for ((outputs, ranks), b) in parts.iter().zip(&b) {
+                        let term = Term { x: &dy[outputs.start..], stride: n + 1, weight: b };
+                        let out = Output { y: &mut dh[ranks.start..], stride: 2 * RANK, rows, add: false };
+                        forward(threads, isa, &[term], None, out);
+                    }
+                    let terms = [
+                        Term { x: &dy, stride: n + 1, weight: &weight.packed },
+                        Term { x: &dh, stride: 2 * RANK, weight: &a.packed },
+                    ];
+                    let out = Output { y: &mut dx, stride: k, rows, add: false };
+                    backward(threads, isa, &terms[..if adds { 2 } else { 1 }], out);
+
+                    let (mut dh_here, mut dx_here) = (vec![f32::NAN; dh.len()], vec![f32::NAN; dx.len()]);
+                    let lora = LoraBack { a: &a.packed, b_transposed: &b, parts: &parts, dh: &mut dh_here, adds };
+                    let back = LinearBack { dy: &dy, stride: n + 1, weight: &weight.packed, lora: Some(lora) };
+                    let out = Output { y: &mut dx_here, stride: k, rows, add: false };
+                    linear_backward(threads, isa, back, out);
+                    assert!(dh == dh_here && dx == dx_here, "{isa} {dtype:?}, {rows} rows, {parts:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_of_factors_together_have_the_bits_of_each_alone() {
+    let (rows, widths, wide) = (77, [1, 16, 48], 300);
+    let x = random(rows * (wide + 5), 3);
+    let thin = random(rows * 65, 5);
+    for (isa, _, _) in rungs() {
+        for turned in [false, true] {
+            let mut at = 0;
+            let wide = Rows { values: &x[5..], width: wide, stride: wide + 5 };
+            let thin = widths.map(|width| {
+                let begin = at;
+                at += width;
+                (Rows { values: &thin[begin..], width, stride: 65 }, 2 + begin * wide.width)
+            });
+            let before = random(2 + at * wide.width + 3, 7);
+            let mut expected = before.clone();
+            for (thin, at) in &thin {
+                let slot = &mut expected[*at..at + thin.width * wide.width];
+                let (a, b) = if turned { (wide, *thin) } else { (*thin, wide) };
+                outer(&Threads::new(1), isa, rows, a, b, slot);
+            }
+            for threads in &teams() {
+                let mut found = before.clone();
+                let all = [Factors { wide, thin: thin.to_vec(), turned }];
+                outer_factors(threads, isa, rows, &all, &mut found);
+                assert!(found == expected, "{isa}, turned {turned}");
+            }
+        }
+    }
 }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::super::rows::on_every_rung;
 use super::super::simd::{Simd, load_some, store_some};
 use super::Rows;
+use super::tile::{LINE, prefetch};
 
 /// Columns of the thin side at most: beyond, packing both sides pays.
 pub(super) const WIDEST: usize = 64;
@@ -24,9 +25,9 @@ pub(super) struct Sums<'a> {
     pub stride: usize,
 }
 
-/// Calls `f(columns)` for pieces of wide columns whose sums fit [`scratch_len`] elements.
-pub(super) fn pieces(columns: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    super::product::pieces(columns, COLUMNS)
+/// Wide columns in pieces of at most so many, whose sums fit [`scratch_len`] elements.
+pub(super) fn pieces(columns: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+    super::product::pieces(columns, most.min(COLUMNS))
 }
 
 /// Elements of the sums of a piece.
@@ -87,6 +88,12 @@ unsafe fn tile<S: Simd, const MR: usize>(
         let mut x = sums.thin.values.as_ptr().add(rows.start * sums.thin.stride + m);
         let mut w = sums.wide.values.as_ptr().add(rows.start * sums.wide.stride + sums.columns.start + column);
         for row in rows.clone() {
+            if m == 0 {
+                // The rows that come next lie far apart.
+                let next = w.wrapping_add(ROWS * sums.wide.stride);
+                prefetch(next);
+                prefetch(next.wrapping_add(LINE));
+            }
             let wide = two::<S>(w, whole, counts);
             for (number, acc) in acc.iter_mut().enumerate() {
                 let x = S::splat(*x.add(number));

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use super::super::gemm::{Output, Term, forward_panels};
+use super::super::gemm::{Laid, Output, Term, forward_panels};
 use super::super::isa::Isa;
 use super::super::pack::{PANEL, PackedMatrix};
 use super::super::rows::{on_every_rung, over_rows};
@@ -112,9 +112,9 @@ impl Row<'_> {
     /// The logits of a panel, −∞ after the last; the same bits as before.
     fn logits(&self, panel: usize) -> [f32; PANEL] {
         let mut logits = [f32::NEG_INFINITY; PANEL];
-        let terms = [Term { x: self.x, stride: self.weight.k(), weight: self.weight }];
+        let term = Term { x: self.x, stride: self.weight.k(), weight: self.weight };
         let out = Output { y: &mut logits, stride: PANEL, rows: 1, add: false };
-        forward_panels(self.isa, &terms, None, panel..panel + 1, out);
+        forward_panels(self.isa, &term, Laid::default(), None, panel..panel + 1, out);
         logits
     }
 

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use super::super::gemm::{Output, Rows, backward_panels, outer_here};
+use super::super::gemm::{Laid, Output, Rows, backward_panels, outer_here, with_laid};
 use super::super::isa::Isa;
 use super::super::pack::PackedMatrix;
 use super::super::rows::{on_every_rung, take_turns};
@@ -59,13 +59,18 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
             at_target: g[*row] * t,
         })
         .collect();
-    let job = Job { isa, x, weight, lines: &lines, t };
-    job.inputs(threads, d_x);
-    if let Some(d_weight) = d_weight {
-        assert_eq!(d_weight.len(), weight.n() * k, "the weight and its gradient differ in shape");
-        job.weights(threads, d_weight);
-    }
+    with_laid(threads, isa, x, lines.len(), weight, |laid| {
+        let job = Job { isa, x, laid, weight, lines: &lines, t };
+        job.inputs(threads, d_x);
+        if let Some(d_weight) = d_weight {
+            assert_eq!(d_weight.len(), weight.n() * k, "the weight and its gradient differ in shape");
+            job.weights(threads, d_weight);
+        }
+    });
 }
+
+/// Rows for which the weights are streamed once on the way to d_x.
+const MOST_ROWS: usize = 256;
 
 /// A row whose gradient is not 0.
 struct Line {
@@ -82,6 +87,7 @@ struct Job<'a> {
     isa: Isa,
     /// `[lines, hidden]`
     x: &'a [f32],
+    laid: Laid,
     weight: &'a PackedMatrix,
     lines: &'a [Line],
     t: f32,
@@ -105,7 +111,8 @@ impl Job<'_> {
     fn inputs(&self, threads: &Threads, d_x: &mut [f32]) {
         let (k, lines) = (self.weight.k(), self.lines);
         // The cut does not show in the sums.
-        let at_once = lines.len().div_ceil(threads.count()).next_multiple_of(12).min(ROWS_AT_ONCE);
+        let blocks = lines.len().div_ceil(MOST_ROWS).next_multiple_of(threads.count());
+        let at_once = lines.len().div_ceil(blocks).next_multiple_of(16);
         let d_x = Shared::new(d_x);
         take_turns(threads, lines.len().div_ceil(at_once), 2 * self.work(), |block| {
             let first = block * at_once;
@@ -149,7 +156,8 @@ impl Job<'_> {
     fn d_logits<'a>(&self, first: usize, block: &[Line], chunk: usize, logits: &'a mut Vec<f32>) -> Rows<'a> {
         let k = self.weight.k();
         let width = (self.weight.n() - chunk * CHUNK).min(CHUNK);
-        compute(self.isa, &self.x[first * k..], self.weight, chunk..chunk + 1, block.len(), logits);
+        let inputs = (&self.x[first * k..], self.laid.from_row(first), block.len());
+        compute(self.isa, inputs, self.weight, chunk..chunk + 1, logits);
         for (line, values) in block.iter().zip(logits.chunks_exact_mut(CHUNK)) {
             // Safety: whole vectors.
             unsafe { soften(self.isa, &mut values[..width.next_multiple_of(PAD)], self.t, line.largest, line.c) };
