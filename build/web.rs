@@ -1,12 +1,22 @@
-// The dashboard as it is sent: its modules one after another as one, its styles as one, vendored files as they are.
+// The dashboard as it is sent: its modules and the vendored ones one after another as one, its styles as one.
 //
 // The modules in `web/` are plain ES modules, and a browser can load them as they lie there. Sent one by one they would take a
-// third more, since each is compressed by itself. So the lines that import and export are left out, as are comments and spaces that
-// mean nothing; names and strings stay. For that a module's top-level names are its own: no other module has the same.
+// third more, since each is compressed by itself. So the lines that import and export are left out, each vendored module becomes
+// a function of its own that returns what is asked of it, and what comes of that is minified. For that a module's top-level names
+// are its own: no other module has the same.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
+
+use oxc::allocator::Allocator;
+use oxc::codegen::{Codegen, CodegenOptions, CommentOptions, LegalComment};
+use oxc::minifier::{CompressOptions, MangleOptions, Minifier, MinifierOptions};
+use oxc::parser::Parser;
+use oxc::span::SourceType;
+
+/// In the order in which they stand in the joined module: later ones may import from earlier ones.
+const VENDORED: [&str; 4] = ["preact.js", "hooks.js", "htm.js", "uplot.js"];
 
 /// Name below `/web/`, and content. Panics, so that the build ends, on what cannot be joined.
 pub fn dashboard(root: &Path) -> BTreeMap<String, Vec<u8>> {
@@ -23,26 +33,22 @@ pub fn dashboard(root: &Path) -> BTreeMap<String, Vec<u8>> {
         .flat_map(|line| [line, "\n"])
         .collect();
     let mut joined =
-        Joined { root, seen: BTreeSet::new(), vendored: BTreeSet::new(), names: BTreeMap::new(), body: String::new() };
+        Joined { root, seen: BTreeSet::new(), asked: BTreeMap::new(), names: BTreeMap::new(), body: String::new() };
     joined.add("app.js");
-    let vendored: String = joined.vendored.iter().map(|line| format!("{line}\n")).collect();
-    let mut files = BTreeMap::from([
+    let vendored = joined.vendored();
+    BTreeMap::from([
         ("index.html".to_owned(), page.into_bytes()),
         ("icon.svg".to_owned(), read("icon.svg").into_bytes()),
         ("app.css".to_owned(), style.into_bytes()),
-        ("app.js".to_owned(), format!("{vendored}{}", dense_code(&joined.body)).into_bytes()),
-    ]);
-    for name in ["preact.js", "hooks.js", "htm.js", "uplot.js"].map(|name| format!("vendor/{name}")) {
-        files.insert(name.clone(), read(&name).into_bytes());
-    }
-    files
+        ("app.js".to_owned(), minified(&format!("{vendored}{}", joined.body)).into_bytes()),
+    ])
 }
 
 struct Joined<'a> {
     root: &'a Path,
     seen: BTreeSet<String>,
-    /// Their import lines.
-    vendored: BTreeSet<String>,
+    /// What is imported from each vendored module.
+    asked: BTreeMap<String, BTreeSet<String>>,
     /// Top-level names, and whose they are.
     names: BTreeMap<String, String>,
     body: String,
@@ -61,7 +67,7 @@ impl Joined<'_> {
                 assert!(!names.contains(" as "), "web/{module}: an import is called by its own name: {line}");
                 match resolved(module, from) {
                     vendored if vendored.starts_with("vendor/") => {
-                        self.vendored.insert(format!("import {names} from \"./{vendored}\";"));
+                        self.ask(&vendored["vendor/".len()..], names, module)
                     }
                     own => self.add(&own),
                 }
@@ -84,8 +90,92 @@ impl Joined<'_> {
             kept.push_str(line);
             kept.push('\n');
         }
-        self.body.push_str(&bare(&kept));
+        self.body.push_str(&bare(&kept).replace("\n<", "<").replace(">\n", ">"));
     }
+
+    /// `{ h, render }` or a name for what is exported by default.
+    fn ask(&mut self, vendored: &str, names: &str, module: &str) {
+        for name in names.trim_matches(['{', '}', ' ']).split(", ") {
+            let owner = self.names.insert(name.to_owned(), format!("vendor/{vendored}"));
+            let is_known = owner.as_deref().is_none_or(|owner| owner == format!("vendor/{vendored}"));
+            assert!(is_known, "web/{module}: {name} of vendor/{vendored} is also declared by web/{owner:?}");
+            self.asked.entry(vendored.to_owned()).or_default().insert(name.to_owned());
+        }
+    }
+
+    /// The vendored modules, each in a function of its own: `const { h, render } = (() => { …; return { h: k, render: Q }; })();`.
+    fn vendored(&mut self) -> String {
+        let texts = VENDORED.map(|name| {
+            let path = self.root.join("vendor").join(name);
+            fs::read_to_string(path).unwrap_or_else(|error| panic!("web/vendor/{name}: {error}"))
+        });
+        // What they import of each other: `import{options as n}from"./preact.js";`, at the beginning.
+        let texts =
+            texts.map(|text| match text.strip_prefix("import{").and_then(|rest| rest.split_once("}from\"./")) {
+                Some((names, rest)) => {
+                    let (from, body) = rest.split_once("\";").expect("an import ends");
+                    let aliases: String = names
+                        .split(',')
+                        .map(|name| {
+                            let (name, alias) = name.split_once(" as ").unwrap_or((name, name));
+                            self.ask(from, name, "vendor");
+                            format!("const {alias} = {name};\n")
+                        })
+                        .collect();
+                    format!("{aliases}{body}")
+                }
+                None => text,
+            });
+        let mut out = String::new();
+        for (file, text) in VENDORED.iter().zip(texts) {
+            let asked = self.asked.get(*file).unwrap_or_else(|| panic!("nobody asks for web/vendor/{file}"));
+            let (header, text) = match text.strip_prefix("/*").and_then(|rest| rest.split_once("*/")) {
+                Some((words, rest)) => (format!("/*{words}*/\n"), rest.to_owned()),
+                None => (String::new(), text),
+            };
+            let (body, names) = match text.trim_end().strip_suffix("};").and_then(|text| text.rsplit_once("export{")) {
+                Some((body, exports)) => {
+                    let exported: BTreeMap<&str, &str> = exports
+                        .split(',')
+                        .map(|one| one.split_once(" as ").map_or((one, one), |(own, name)| (name, own)))
+                        .collect();
+                    let returned: Vec<String> = asked
+                        .iter()
+                        .map(|name| {
+                            let own = exported.get(name.as_str());
+                            format!("{name}: {}", own.unwrap_or_else(|| panic!("web/vendor/{file} has no {name}")))
+                        })
+                        .collect();
+                    let names: Vec<&str> = asked.iter().map(String::as_str).collect();
+                    (format!("{body}return {{ {} }};", returned.join(", ")), format!("{{ {} }}", names.join(", ")))
+                }
+                None => {
+                    assert!(asked.len() == 1 && text.contains("export default "), "web/vendor/{file}");
+                    (text.replacen("export default ", "return ", 1), asked.iter().cloned().collect())
+                }
+            };
+            out.push_str(&format!("{header}const {names} = (() => {{\n{body}\n}})();\n"));
+        }
+        out
+    }
+}
+
+/// A module in as few letters as mean the same.
+fn minified(code: &str) -> String {
+    let allocator = Allocator::default();
+    let parsed = Parser::new(&allocator, code, SourceType::mjs()).parse();
+    assert!(parsed.diagnostics.is_empty(), "the dashboard's modules are no JavaScript: {:?}", parsed.diagnostics);
+    let mut program = parsed.program;
+    let options = MinifierOptions {
+        mangle: Some(MangleOptions { top_level: Some(true), ..MangleOptions::default() }),
+        mangle_properties: None,
+        compress: Some(CompressOptions::default()),
+    };
+    let done = Minifier::new(options).minify(&allocator, &mut program);
+    // Of comments those with a licence.
+    let comments = CommentOptions { legal: LegalComment::Inline, ..CommentOptions::disabled() };
+    let options = CodegenOptions { comments, ..CodegenOptions::minify() };
+    Codegen::new().with_options(options).with_scoping(done.scoping).build(&program).code
 }
 
 /// `names` and `path` of `import names from "path";`.
@@ -121,93 +211,8 @@ fn dense(style: &str) -> String {
     spaced.iter().fold(style.to_owned(), |style, (spaced, dense)| style.replace(spaced, dense))
 }
 
-/// A module without the spaces and the comments behind code that mean nothing. Strings, templates and regular expressions stay.
-pub fn dense_code(code: &str) -> String {
-    let letters: Vec<char> = code.chars().collect();
-    let mut out = String::with_capacity(code.len());
-    // Of each `${` that is open how many braces are within it.
-    let mut open: Vec<u32> = Vec::new();
-    let mut at = 0;
-    while let Some(&letter) = letters.get(at) {
-        let last = out.chars().next_back().unwrap_or('\n');
-        let next = letters.get(at + 1).copied().unwrap_or('\n');
-        let end = match letter {
-            '"' | '\'' => end_of(&letters, at + 1, letter),
-            '`' => end_of_template(&letters, at + 1),
-            '}' if open.last() == Some(&0) => {
-                open.pop();
-                end_of_template(&letters, at + 1)
-            }
-            '/' if next == '/' => {
-                at += letters[at..].iter().position(|letter| *letter == '\n').unwrap_or(letters.len() - at);
-                continue;
-            }
-            '/' if "(,=:[!&|?{};\n".contains(last) || out.ends_with("return") => end_of(&letters, at + 1, '/'),
-            ' ' | '\n' => {
-                let after = letters[at..].iter().find(|letter| !" \n".contains(**letter)).copied().unwrap_or('\n');
-                let run = letters[at..].iter().take_while(|letter| " \n".contains(**letter));
-                let is_line = run.clone().any(|letter| *letter == '\n');
-                at += run.count();
-                let is_word = |letter: char| letter.is_alphanumeric() || "_$#".contains(letter);
-                let is_needed = if is_line {
-                    !"{([,;".contains(last) && !"})]".contains(after)
-                } else {
-                    (is_word(last) && is_word(after)) || ("+-".contains(last) && last == after)
-                };
-                if is_needed {
-                    out.push(if is_line { '\n' } else { ' ' });
-                }
-                continue;
-            }
-            '{' | '}' => {
-                if let Some(depth) = open.last_mut() {
-                    *depth = if letter == '{' { *depth + 1 } else { *depth - 1 };
-                }
-                at + 1
-            }
-            _ => at + 1,
-        };
-        out.extend(&letters[at..end]);
-        at = end;
-        if letter != '{' && out.ends_with("${") && "`}".contains(letter) {
-            open.push(0);
-        }
-    }
-    out
-}
-
-/// Behind the string or the regular expression that `quote` ends.
-fn end_of(letters: &[char], mut at: usize, quote: char) -> usize {
-    let mut in_class = false;
-    while let Some(&letter) = letters.get(at) {
-        match letter {
-            '\\' => at += 1,
-            '[' if quote == '/' => in_class = true,
-            ']' => in_class = false,
-            letter if letter == quote && !in_class => return at + 1,
-            _ => {}
-        }
-        at += 1;
-    }
-    at
-}
-
-/// Behind the template's end, or behind the next `${`.
-fn end_of_template(letters: &[char], mut at: usize) -> usize {
-    while let Some(&letter) = letters.get(at) {
-        match letter {
-            '\\' => at += 1,
-            '`' => return at + 1,
-            '$' if letters.get(at + 1) == Some(&'{') => return at + 2,
-            _ => {}
-        }
-        at += 1;
-    }
-    at
-}
-
-/// Without lines that are comments and without indentation; a comment begins its line (`//`, or `/*` to a `*/` that ends one).
-pub fn bare(text: &str) -> String {
+/// Without lines that are comments and without indentation, which templates would keep; a comment begins its line (`//`, or `/*` to a `*/` that ends one).
+fn bare(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut is_comment = false;
     for line in text.lines().map(str::trim) {

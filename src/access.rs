@@ -157,6 +157,7 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("POST", "/jobs/{id}/retry", Needs(Submit)),
         ("POST", "/jobs/{id}/fork", Needs(Submit)),
         ("POST", "/jobs/{id}/rescore", Needs(Submit)),
+        ("POST", "/jobs/{id}/generate", Needs(Submit)),
         ("GET", "/jobs/{id}/config", Needs(Read)),
         ("GET", "/jobs/{id}/events", Needs(Read)),
         ("GET", "/jobs/{id}/logs", Needs(Read)),
@@ -202,7 +203,7 @@ const ROUTES: &[(&str, &str, Access)] = {
 };
 
 /// Questions asked by POST: they change nothing, so nobody records them.
-const QUESTIONS: &[&str] = &["/jobs/validate", "/rewards/test"];
+const QUESTIONS: &[&str] = &["/jobs/validate", "/jobs/{id}/generate", "/rewards/test"];
 
 /// What a route (a pattern as in the document) asks for; None = nobody has said. HEAD is as GET.
 pub fn of_route(method: &str, route: &str) -> Option<Access> {

@@ -88,6 +88,9 @@ pub enum Command {
     /// Set up by the server: look at the job on standard input, write a report to standard output.
     #[command(hide = true)]
     Probe(ProbeArgs),
+    /// Set up by the server: complete the prompt on standard input, write a report to standard output.
+    #[command(hide = true)]
+    Generate(ProbeArgs),
     /// Serve a reward model (a sequence-classification checkpoint) over HTTP: the reward contract v1, and OpenRLHF's remote
     /// reward model on the same address.
     RewardServer(RewardServerArgs),
@@ -303,10 +306,10 @@ pub struct WorkerArgs {
     pub child: bool,
 }
 
-/// Flags of `rlood probe`.
+/// Flags of `rlood probe` and `rlood generate`.
 #[derive(Debug, Clone, Args)]
 pub struct ProbeArgs {
-    /// The one device to measure on: cpu or cuda:N.
+    /// The one device to compute on: cpu or cuda:N.
     #[arg(long, default_value = "cpu", value_name = "DEVICE")]
     pub device: Device,
 

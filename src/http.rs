@@ -21,6 +21,7 @@ pub mod error;
 pub mod events;
 pub mod extract;
 pub mod fork;
+pub mod generate;
 pub mod idempotency;
 pub mod jobs;
 pub mod keys;
@@ -92,6 +93,8 @@ pub struct AppState {
     pub requests: Arc<system::RequestCounts>,
     /// Runs preflights; None = this server starts no processes.
     pub prober: Option<Arc<dyn probe::Prober>>,
+    /// Runs models beside each other; None = this server starts no processes.
+    pub generator: Option<Arc<dyn generate::Generator>>,
     /// Re-scores that may be under way at a time.
     pub rescores: Arc<Semaphore>,
     /// Counts of connections, for `/metrics`.
@@ -111,6 +114,7 @@ impl AppState {
             started: Instant::now(),
             requests: Arc::default(),
             prober: None,
+            generator: None,
             rescores: Arc::new(Semaphore::new(rescore::PLACES)),
             connections: Arc::default(),
             keyed: Arc::default(),
@@ -123,6 +127,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::with_openapi(openapi::head())
         .merge(jobs::routes())
         .merge(compare::routes())
+        .merge(generate::routes())
         .merge(courses::routes())
         .merge(demo::routes())
         .merge(events::routes())

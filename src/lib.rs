@@ -4,12 +4,12 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`access`] [`callback`] [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`access`] [`callback`] [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`generation`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
 //! | a reward model with its text | [`reward_model`] |
-//! | processes | [`worker`] [`prober`] [`http`] [`courier`] [`keys`] [`backup`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
+//! | processes | [`worker`] [`errand`] [`prober`] [`generator`] [`http`] [`courier`] [`keys`] [`backup`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
 //!
@@ -35,6 +35,7 @@ pub mod callback;
 pub mod dataset;
 pub mod doctor;
 pub mod event;
+pub mod generation;
 pub mod id;
 pub mod job;
 pub mod lifecycle;
@@ -59,6 +60,8 @@ pub mod bench;
 pub mod convert;
 pub mod courier;
 pub mod demo;
+pub mod errand;
+pub mod generator;
 pub mod http;
 pub mod keys;
 pub mod prober;

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use rlood::config::{Cli, Command, LogFormat, RewardCommand};
 use rlood::reward::check;
-use rlood::{backup, bench, convert, demo, http, keys, prober, reward_server, serve, worker};
+use rlood::{backup, bench, convert, demo, generator, http, keys, prober, reward_server, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
 const EXIT_USAGE: u8 = 2;
@@ -43,6 +43,10 @@ fn main() -> ExitCode {
         Command::Probe(args) => {
             limit_threads(args.threads);
             on_runtime(Some(2), prober::run(args))
+        }
+        Command::Generate(args) => {
+            limit_threads(args.threads);
+            generator::run(&args).unwrap_or_else(|error| fail(&error))
         }
         Command::RewardServer(args) => {
             limit_threads(args.threads);

@@ -7,7 +7,6 @@
 mod look;
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -24,6 +23,7 @@ use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, TrainInput};
 use crate::engine::memory::peak_resident_bytes;
 use crate::engine::random::{Key, Stream};
+use crate::errand::{self, ErrandError};
 use crate::outgoing::OutgoingPolicy;
 use crate::probe::verdict::{combined_range, range_of, verdict};
 use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, median};
@@ -32,8 +32,6 @@ use crate::reward::webhook::Webhook;
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets};
 
-/// The code of a process whose server is gone, or wants no answer any more.
-const EXIT_ORPHAN: i32 = 3;
 /// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
 /// Completions shown in a report.
@@ -47,35 +45,13 @@ const HEADROOM: f64 = 0.8;
 /// Longest wait for `reward.ping`; less where the time limit is short.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why there is no report at all.
-#[derive(Debug, thiserror::Error)]
-pub enum ProberError {
-    /// Standard input or output is gone.
-    #[error("cannot {doing}")]
-    Pipe {
-        /// What was being done.
-        doing: &'static str,
-        /// Why.
-        #[source]
-        source: std::io::Error,
-    },
-    /// What came is no task.
-    #[error("the task cannot be read")]
-    Task(#[source] serde_json::Error),
-}
-
 /// `rlood probe`: reads a task, measures, writes the report; code 0 also when the report says that nothing could be measured.
 ///
 /// # Errors
 /// When there is no task to read, or nobody to write to.
-pub async fn run(args: ProbeArgs) -> Result<ExitCode, ProberError> {
+pub async fn run(args: ProbeArgs) -> Result<ExitCode, ErrandError> {
     let begun = Instant::now();
-    let pipe = |doing| move |source| ProberError::Pipe { doing, source };
-    // The first to go when memory runs out: not the server, not a worker with a job. Elsewhere there is no such file.
-    let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-    let task: ProbeTask =
-        serde_json::from_str(&read_line().map_err(pipe("read the task"))?).map_err(ProberError::Task)?;
-    leave_with_server().map_err(pipe("watch for the server's end"))?;
+    let task: ProbeTask = errand::take()?;
     let plan = task.plan.clone();
     let deadline = begun + Duration::from_millis(task.limit_ms);
     let mut report = match measure(task, &args.device.to_string(), deadline).await {
@@ -84,25 +60,8 @@ pub async fn run(args: ProbeArgs) -> Result<ExitCode, ProberError> {
     };
     report.peak_memory_bytes = peak_resident_bytes();
     report.verdict = verdict(&report, &plan);
-    let text = serde_json::to_string(&report).map_err(ProberError::Task)?;
-    let mut stdout = std::io::stdout().lock();
-    writeln!(stdout, "{text}").and_then(|()| stdout.flush()).map_err(pipe("write the report"))?;
+    errand::give(&report)?;
     Ok(ExitCode::SUCCESS)
-}
-
-fn read_line() -> std::io::Result<String> {
-    let mut line = String::new();
-    std::io::stdin().lock().read_line(&mut line)?;
-    Ok(line)
-}
-
-/// Ends the process at once when standard input ends: nobody wants the answer.
-fn leave_with_server() -> std::io::Result<()> {
-    let watch = || {
-        while read_line().is_ok_and(|line| !line.is_empty()) {}
-        std::process::exit(EXIT_ORPHAN);
-    };
-    std::thread::Builder::new().name("orphan-watch".to_owned()).spawn(watch).map(drop)
 }
 
 fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {

@@ -31,12 +31,16 @@ use crate::courier::{Courier, CourierError};
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
 use crate::files::{DataDir, FilesError};
+use crate::generation::{GenerationReport, GenerationTask};
+use crate::http::generate::{Generator, Ungenerated};
 use crate::http::probe::{Prober, Unprobed};
 use crate::http::{self, AppState};
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::probe::{ProbeReport, ProbeTask};
 use crate::reward::client::{Pace, RewardClient};
 use crate::store::{Store, StoreError, clock_ms};
+use crate::supervisor::errand;
+use crate::supervisor::generation::{self, Generations};
 use crate::supervisor::probe::{NoReport, Probes};
 use disk::DiskWatch;
 
@@ -103,6 +107,7 @@ pub enum ServeError {
 /// A server in this process. Dropping it without [`Running::stop`] leaves its tasks to the runtime.
 pub struct Running {
     addr: SocketAddr,
+    stop_generations: CancellationToken,
     stop_http: CancellationToken,
     http: JoinHandle<()>,
     supervisor: Supervisor,
@@ -128,7 +133,20 @@ impl Running {
     /// Drains: workers checkpoint and requeue their jobs while the API still answers, then streams end and connections
     /// close. Takes less than 30 s.
     pub async fn stop(self) {
-        let Self { addr: _, stop_http, http, supervisor, tick, outages, deaths, courier, house, store } = self;
+        let Self {
+            addr: _,
+            stop_generations,
+            stop_http,
+            http,
+            supervisor,
+            tick,
+            outages,
+            deaths,
+            courier,
+            house,
+            store,
+        } = self;
+        stop_generations.cancel();
         supervisor.stop(WORKERS_STOP).await;
         drop((tick, outages, deaths, courier, house));
         stop_http.cancel();
@@ -207,6 +225,8 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let children = children(&config, files.scratch(), addr)?;
     let mut state = AppState::new(store.clone(), files.clone(), config.clone());
     state.prober = Some(Arc::new(Probes::new(&children)));
+    let stop_generations = CancellationToken::new();
+    state.generator = Some(Arc::new(Generations::new(&children, stop_generations.clone())));
     let connections = state.connections.clone();
     let router = http::router(state);
     let http = tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop_http.clone()));
@@ -220,7 +240,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
     let house = retention::keep_house(store.clone(), files, config.retention);
     let house = AbortOnDropHandle::new(tokio::spawn(house));
-    Ok(Running { addr, stop_http, http, supervisor, tick, outages, deaths, courier, house, store })
+    Ok(Running { addr, stop_generations, stop_http, http, supervisor, tick, outages, deaths, courier, house, store })
 }
 
 impl Prober for Probes {
@@ -230,6 +250,24 @@ impl Prober for Probes {
             probes.run(task).await.map_err(|none| match none {
                 NoReport::Busy => Unprobed::Busy { retry_after_s },
                 NoReport::Failed(error) => Unprobed::Failed(error),
+            })
+        };
+        Box::pin(run)
+    }
+}
+
+impl Generator for Generations {
+    fn generate(&self, task: GenerationTask) -> BoxFuture<'static, Result<GenerationReport, Ungenerated>> {
+        let generations = self.clone();
+        let run = async move {
+            generations.run(task).await.map_err(|none| match none {
+                generation::Ungenerated::Busy => Ungenerated::Busy,
+                generation::Ungenerated::Stopping => Ungenerated::Stopping,
+                generation::Ungenerated::Lost(errand::Lost::TimedOut) => Ungenerated::TimedOut,
+                generation::Ungenerated::Lost(errand::Lost::Killed(_)) => Ungenerated::Killed,
+                generation::Ungenerated::Lost(errand::Lost::NotRun(why) | errand::Lost::Ended(why)) => {
+                    Ungenerated::Lost(why)
+                }
             })
         };
         Box::pin(run)

@@ -12,6 +12,7 @@ pub mod footprint;
 mod foreign;
 mod fork;
 pub mod format;
+mod generation;
 mod oversight;
 pub mod plan;
 mod prompts;
@@ -28,6 +29,7 @@ pub use document::{DatasetSource, JobSpec, Labels, TrainingSpec, read_labels, su
 pub use estimate::Estimate;
 pub use evaluation::{EvalSpec, held_out_count, held_out_rows};
 pub use fork::{continues, forked_document, resume_identity};
+pub use generation::{CheckpointChoice, GenerationDocument, GenerationSpec};
 pub use oversight::{EarlyStoppingSpec, greater_is_better, metric_names};
 pub use plan::*;
 pub use prompts::{PromptLengths, check_records};

@@ -4,6 +4,8 @@
 //! it dies, and the child ends with it. What a child writes to standard error is passed on, and its last lines are kept
 //! for the report of its death.
 
+pub mod errand;
+pub mod generation;
 pub mod probe;
 
 use std::collections::VecDeque;

@@ -6,6 +6,7 @@ import Config from "./views/config.js";
 import Jobs from "./views/jobs.js";
 import Logs from "./views/logs.js";
 import NewJob from "./views/new-job.js";
+import Playground from "./views/playground.js";
 import RewardHealth from "./views/reward-health.js";
 import RunView from "./views/run.js";
 import Samples from "./views/samples.js";
@@ -17,6 +18,7 @@ export const routes = [
   ["/jobs/:id", "Run", RunView],
   ["/jobs/:id/samples", "Samples", Samples],
   ["/jobs/:id/checkpoints", "Checkpoints", Checkpoints],
+  ["/jobs/:id/playground", "Playground", Playground],
   ["/jobs/:id/rewards", "Reward health", RewardHealth],
   ["/jobs/:id/logs", "Events and logs", Logs],
   ["/jobs/:id/config", "Configuration", Config],

@@ -52,7 +52,8 @@ pub fn tokenize(
     Ok(prompts)
 }
 
-fn tokenize_row(text: &Text, row: PromptRow, sampling: &SamplingPlan) -> Result<TokenizedPrompt> {
+/// One row to a prompt, however long.
+pub fn tokenize_row(text: &Text, row: PromptRow, sampling: &SamplingPlan) -> Result<TokenizedPrompt> {
     let PromptRow { prompt, columns } = row;
     // Special tokens are added once: by the tokenizer to a text, by the template to a chat.
     let (rendered, ids, messages) = match Prompt::from_value(&prompt)? {

@@ -22,6 +22,8 @@ pub enum Stream {
     Dropout,
     /// Sampling of the prompts that replace tied groups.
     Refill,
+    /// Sampling of completions that somebody asks for.
+    Generate,
 }
 
 /// A point in the space of draws; narrow it with [`Key::with`], then draw.
@@ -47,6 +49,7 @@ impl Key {
             Stream::Order => 5,
             Stream::Dropout => 6,
             Stream::Refill => 7,
+            Stream::Generate => 8,
         };
         Self(mix(seed.wrapping_add(GOLDEN_GAMMA))).with(stream)
     }

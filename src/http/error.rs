@@ -81,7 +81,9 @@ codes! {
     Internal = "internal", 500, true, "The server failed";
     NotImplemented = "not_implemented", 501, false, "This is not supported";
     Overloaded = "overloaded", 503, true, "The server is busy";
+    GenerationFailed = "generation_failed", 503, true, "The completions could not be generated";
     NotReady = "not_ready", 503, true, "The server is not ready";
+    GenerationTimeout = "generation_timeout", 504, false, "The completions took too long";
     StorageFull = "storage_full", 507, true, "The disk is full";
 }
 

@@ -163,6 +163,25 @@ impl Footprint {
         }
     }
 
+    /// Peak on the CPU, bytes, of a process that generates and never trains: first with the base model, then with the
+    /// trained weights, `plan.rloo.num_generations` completions of one prompt at once.
+    pub fn of_generation(plan: &Plan, num_parameters: u64, shape: &ModelShape, prompt: u64) -> u64 {
+        let (rows, completion) = (u64::from(plan.rloo.num_generations), u64::from(plan.sampling.max_completion_length));
+        let parameters = trainable_parameters(plan, num_parameters, shape);
+        let weight_bytes = value_bytes(plan.training.dtype);
+        // The largest matrix as it comes and packed, while the weights of full fine-tuning take the base model's place.
+        let trained = match plan.lora {
+            Some(_) => F32 * parameters + packed_adapter_bytes(plan, shape),
+            None => F32 * parameters + (F32 + weight_bytes) * shape.vocab_size * shape.hidden_size,
+        };
+        let blocks = |tokens: u64| tokens.next_multiple_of(KV_BLOCK);
+        let kv_cache = kv_token_bytes(shape, F32) * (blocks(prompt) + rows * blocks(completion));
+        let logits = if filters(plan) { 2 * F32 * rows * shape.vocab_size } else { 0 };
+        let prefill = F32 * prompt.min(PREFILL_TOKENS) * forward_width(shape);
+        let rollout = kv_cache + logits.max(prefill);
+        PROCESS_BYTES + weight_bytes * num_parameters + trained + rollout + rollout * ALLOCATOR_PERCENT / 100
+    }
+
     /// Of a run on the CPU.
     pub fn of(
         plan: &Plan,

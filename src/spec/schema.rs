@@ -307,7 +307,7 @@ fn target_modules() -> RefOr<Schema> {
 }
 
 /// The plan's schema with every field but `required` optional, defaults filled in, and closed.
-fn optional(schema: RefOr<Schema>, defaults: Option<&Value>, required: &[&str]) -> RefOr<Schema> {
+pub(super) fn optional(schema: RefOr<Schema>, defaults: Option<&Value>, required: &[&str]) -> RefOr<Schema> {
     let mut object = into_object(schema);
     object.required = required.iter().map(|&name| name.to_owned()).collect();
     object.additional_properties = Some(Box::new(AdditionalProperties::FreeForm(false)));
@@ -362,7 +362,7 @@ fn defaulted(mut schema: RefOr<Schema>, default: Value) -> RefOr<Schema> {
     schema
 }
 
-fn described(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
+pub(super) fn described(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
     let mut object = into_object(schema);
     object.description = Some(text.to_owned());
     object.into()
@@ -374,7 +374,7 @@ fn write_only(schema: RefOr<Schema>) -> RefOr<Schema> {
     object.into()
 }
 
-fn closed(required: &[&str]) -> ObjectBuilder {
+pub(super) fn closed(required: &[&str]) -> ObjectBuilder {
     let builder = ObjectBuilder::new()
         .schema_type(Type::Object)
         .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(false)));
@@ -394,11 +394,11 @@ fn number(text: &str) -> RefOr<Schema> {
     plain(Type::Number, text).into()
 }
 
-fn integer(text: &str, default: Value) -> RefOr<Schema> {
+pub(super) fn integer(text: &str, default: Value) -> RefOr<Schema> {
     plain(Type::Integer, text).default(Some(default)).into()
 }
 
-fn integer_of(text: &str) -> RefOr<Schema> {
+pub(super) fn integer_of(text: &str) -> RefOr<Schema> {
     plain(Type::Integer, text).into()
 }
 
@@ -406,7 +406,7 @@ fn flag(text: &str, default: bool) -> RefOr<Schema> {
     plain(Type::Boolean, text).default(Some(json!(default))).into()
 }
 
-fn words(text: &str, choices: &[&str]) -> RefOr<Schema> {
+pub(super) fn words(text: &str, choices: &[&str]) -> RefOr<Schema> {
     plain(Type::String, text).enum_values(Some(choices.iter().map(|&word| json!(word)))).into()
 }
 

@@ -13,35 +13,66 @@ use super::{
 /// The most optimizer steps a job may have.
 pub(super) const MAX_STEPS: u64 = 10_000_000;
 /// JSON numbers beyond this lose digits in many clients.
-const MAX_SEED: u64 = (1 << 53) - 1;
+pub(super) const MAX_SEED: u64 = (1 << 53) - 1;
 const ALL_LINEAR: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
 pub(super) fn read_sampling(reader: Reader<'_>) -> SamplingPlan {
+    let defaults = SamplingPlan {
+        max_completion_length: 256,
+        temperature: 1.0,
+        top_p: 1.0,
+        top_k: 0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        stop: Vec::new(),
+        chat_template_kwargs: serde_json::Map::new(),
+    };
+    let temperature = reader
+        .field("temperature")
+        .hint("at 0 all completions of a prompt are equal and every advantage is 0; evaluation may be greedy: eval.temperature 0")
+        .number("greater than 0 and at most 100", |value| value > 0.0 && value <= 100.0);
+    read_sampling_over(reader, &SamplingPlan { temperature: temperature.unwrap_or(defaults.temperature), ..defaults })
+}
+
+/// What is not given is as in `defaults`; the temperature, which has been read, always is.
+fn read_sampling_over(reader: Reader<'_>, defaults: &SamplingPlan) -> SamplingPlan {
     let sampling = SamplingPlan {
-        max_completion_length: reader.field("max_completion_length").whole(1..=1_000_000).unwrap_or(256),
-        temperature: reader
-            .field("temperature")
-            .hint("at 0 all completions of a prompt are equal and every advantage is 0; evaluation may be greedy: eval.temperature 0")
-            .number("greater than 0 and at most 100", |value| value > 0.0 && value <= 100.0)
-            .unwrap_or(1.0),
+        max_completion_length: reader
+            .field("max_completion_length")
+            .whole(1..=1_000_000)
+            .unwrap_or(defaults.max_completion_length),
+        temperature: defaults.temperature,
         top_p: reader
             .field("top_p")
             .number("greater than 0 and at most 1 (1 = off)", |value| value > 0.0 && value <= 1.0)
-            .unwrap_or(1.0),
-        top_k: reader.field("top_k").whole(0..=u64::from(u32::MAX)).unwrap_or(0),
+            .unwrap_or(defaults.top_p),
+        top_k: reader.field("top_k").whole(0..=u64::from(u32::MAX)).unwrap_or(defaults.top_k),
         min_p: reader
             .field("min_p")
             .number("at least 0 (0 = off) and less than 1", |value| (0.0..1.0).contains(&value))
-            .unwrap_or(0.0),
+            .unwrap_or(defaults.min_p),
         repetition_penalty: reader
             .field("repetition_penalty")
             .number("greater than 0 (1 = off) and at most 10", |value| value > 0.0 && value <= 10.0)
-            .unwrap_or(1.0),
-        stop: read_stop(&reader.field("stop")).unwrap_or_default(),
-        chat_template_kwargs: reader.field("chat_template_kwargs").map().cloned().unwrap_or_default(),
+            .unwrap_or(defaults.repetition_penalty),
+        stop: read_stop(&reader.field("stop")).unwrap_or_else(|| defaults.stop.clone()),
+        chat_template_kwargs: reader
+            .field("chat_template_kwargs")
+            .map()
+            .unwrap_or(&defaults.chat_template_kwargs)
+            .clone(),
     };
     reader.finish(advice);
     sampling
+}
+
+/// Sampling that may be greedy: what is not given is as in `defaults`.
+pub(super) fn read_greedy_sampling(reader: Reader<'_>, defaults: &SamplingPlan) -> SamplingPlan {
+    let temperature = reader
+        .field("temperature")
+        .number("at least 0 (0 = greedy) and at most 100", |value| (0.0..=100.0).contains(&value));
+    let temperature = temperature.unwrap_or(defaults.temperature);
+    read_sampling_over(reader, &SamplingPlan { temperature, ..defaults.clone() })
 }
 
 fn read_stop(field: &Field<'_>) -> Option<Vec<String>> {

@@ -13,6 +13,7 @@ const WORDS: &[&str] = &[
     "event",
     // Words of the tests: nothing in any other build.
     "failpoint",
+    "generation",
     "id",
     "job",
     "lifecycle",
@@ -35,7 +36,9 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("supervisor", &[]),
     ("http", &["files", "store"]),
     ("worker", &["engine", "files", "reward", "reward_model"]),
-    ("prober", &["engine", "reward", "reward_model"]),
+    ("errand", &[]),
+    ("prober", &["engine", "errand", "reward", "reward_model"]),
+    ("generator", &["engine", "errand"]),
     ("reward_server", &["engine", "reward", "reward_model"]),
     // Of the engine only which kernels the machine can run.
     ("serve", &["courier", "engine", "files", "http", "reward", "store", "supervisor"]),

@@ -49,6 +49,7 @@ mod outage;
 mod overlap;
 mod params;
 mod parity;
+mod playground;
 mod precision;
 mod probe;
 mod processes;

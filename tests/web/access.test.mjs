@@ -72,6 +72,21 @@ test("a key is made by keyboard, shown once, works, and is revoked", { timeout: 
   assert.equal(refused.status, 401);
 });
 
+test("who changed what stands there for admins, and can be searched", { timeout: 120_000 }, async () => {
+  const { id } = await api("POST", "/keys", { name: "<i>changer</i>", scopes: ["submit"], owner: "somebody" });
+  await open(OPERATOR, async (page) => {
+    const changes = page.getByRole("region", { name: "Changes" });
+    await changes.getByRole("row", { name: new RegExp(`operator POST /keys /keys/${id} 201`) }).waitFor();
+    await page.getByLabel("Of", { exact: true }).fill(`/keys/${id}`);
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => document.querySelectorAll("[aria-label=Changes] tbody tr").length === 1);
+    assert.match(new URL(page.url()).hash, /target=/);
+    await page.getByLabel("By", { exact: true }).fill("nobody");
+    await page.keyboard.press("Enter");
+    await page.getByText("No change fits.").waitFor();
+  });
+});
+
 test("a webhook is made, its test arrives signed, and it is switched off and deleted", { timeout: 120_000 }, async (t) => {
   if (!known["/webhooks"] || !known["/session"]) return t.skip("this server has no webhooks");
   await open(OPERATOR, async (page) => {
@@ -87,6 +102,21 @@ test("a webhook is made, its test arrives signed, and it is switched off and del
     await page.locator(".delivery").filter({ hasText: "✓ Delivered" }).waitFor({ timeout: 30_000 });
     assert.equal(received[0].body.type, "webhook.test");
     assert.match(received[0].headers["webhook-signature"], /^v1,/);
+    // Another secret: shown once, and for an hour the old one signs too.
+    await page.getByRole("button", { name: "New secret…" }).click();
+    await page.getByLabel("The old one signs too").selectOption("3600");
+    await page.getByRole("button", { name: "Make a new secret" }).click();
+    await page.getByRole("heading", { name: "Its secret" }).waitFor();
+    const renewed = (await page.locator("dialog pre").innerText()).trim();
+    assert.match(renewed, /^whsec_/);
+    await page.getByRole("button", { name: "I have it" }).click();
+    await page.getByText("the old secret signs too until").waitFor();
+    assert.ok(!(await page.locator("body").innerText()).includes(renewed), "it is shown once");
+    await page.getByRole("button", { name: "Send a test" }).click();
+    await page.waitForFunction(() => document.querySelectorAll(".delivery").length > 0);
+    for (const end = Date.now() + 20_000; received.length < 2 && Date.now() < end; ) await new Promise((done) => setTimeout(done, 100));
+    const { headers } = received[1];
+    assert.equal(headers["webhook-signature"].split(" ").length, 2, "signed with both");
     await page.getByRole("button", { name: "Switch off" }).click();
     await page.getByText("Ⅱ off").waitFor();
     assert.equal((await api("GET", "/webhooks")).data[0].enabled, false);

@@ -33,6 +33,7 @@ const views = {
   samples: () => `#/jobs/${one.id}/samples?as=table&sort=worst`,
   prompt: () => `#/jobs/${one.id}/samples?prompt_id=row_1`,
   checkpoints: () => `#/jobs/${one.id}/checkpoints`,
+  playground: () => `#/jobs/${one.id}/playground`,
   rewards: () => `#/jobs/${other.id}/rewards`,
   events: () => `#/jobs/${one.id}/logs`,
   log: () => `#/jobs/${one.id}/logs?of=log`,
@@ -50,6 +51,10 @@ const opened = {
     await group.getByRole("button", { name: "Compare completion 1" }).click();
     await group.getByRole("button", { name: /^Compare completion [2-9]/ }).last().click();
     await page.locator(".difference").waitFor();
+  },
+  async playground(page) {
+    await page.getByRole("button", { name: "Ask both" }).click();
+    await page.getByRole("heading", { name: "Answers" }).waitFor({ timeout: 60_000 });
   },
   async rewards(page) {
     const first = page.locator(".try summary").first();

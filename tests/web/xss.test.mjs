@@ -111,7 +111,7 @@ async function inspect(page, path) {
 
 const views = (id) => {
   const job = `#/jobs/${id}`;
-  return ["#/", `#/new`, `#/new?from=${id}`, job, `${job}/samples`, `${job}/samples?as=table`, `${job}/samples?prompt_id=row_1`, `${job}/checkpoints`, `${job}/rewards`, `${job}/logs`, `${job}/logs?of=log`, `${job}/config`, `${job}/config?format=json`, "#/system", "#/access"];
+  return ["#/", `#/new`, `#/new?from=${id}`, job, `${job}/samples`, `${job}/samples?as=table`, `${job}/samples?prompt_id=row_1`, `${job}/checkpoints`, `${job}/playground`, `${job}/rewards`, `${job}/logs`, `${job}/logs?of=log`, `${job}/config`, `${job}/config?format=json`, "#/system", "#/access"];
 };
 
 async function inspectAll(page, { url }, id) {
@@ -160,7 +160,7 @@ test("names, filters and addresses of the corpus run nowhere", { timeout: 300_00
     await inspect(page, "compare");
     for (const [index, text] of CORPUS.entries()) {
       const hostile = encodeURIComponent(text);
-      const paths = [`/jobs/${carried.id}/samples?q=${hostile}`, `/jobs/${hostile}`, `/compare?ids=${carried.id}&keys=${hostile}`, `/jobs/${carried.id}/logs?q=${hostile}&type=${hostile}`, `/new?from=${hostile}`, `/${hostile}`, `/jobs/${carried.id}/checkpoints?checkpoint=${hostile}`, `/?q=${hostile}&model=${hostile}`];
+      const paths = [`/jobs/${carried.id}/samples?q=${hostile}`, `/jobs/${hostile}`, `/compare?ids=${carried.id}&keys=${hostile}`, `/jobs/${carried.id}/logs?q=${hostile}&type=${hostile}`, `/new?from=${hostile}`, `/${hostile}`, `/jobs/${carried.id}/checkpoints?checkpoint=${hostile}`, `/?q=${hostile}&model=${hostile}`, `/jobs/${carried.id}/playground?step=${hostile}`, `/access?actor=${hostile}&target=${hostile}`];
       await page.evaluate((hash) => (location.hash = hash), paths[index % paths.length]);
       await page.waitForTimeout(120);
       if (index % 8 === 7) await inspect(page, text);

@@ -48,8 +48,8 @@ export function Chart({ title, note, group, x, series, version, logAtFirst = fal
     <div class="chart-head">
       <h3 id=${`${id}-title`}>${title}${note && html` <span class="dim small">${note}</span>`}</h3>
       <div class="chart-tools">
-        <button class="mini" aria-pressed=${isLog ? "true" : "false"} onClick=${() => setLog(!isLog)}>Log</button>
-        <button class="mini" aria-pressed=${isTable ? "true" : "false"} onClick=${() => setTable(!isTable)}>Table</button>
+        <button class="mini" aria-pressed=${isLog} onClick=${() => setLog(!isLog)}>Log</button>
+        <button class="mini" aria-pressed=${isTable} onClick=${() => setTable(!isTable)}>Table</button>
         <button class="mini" disabled=${!hasValues} aria-label=${`${title} as CSV`} onClick=${() => (onCsv ? onCsv(name) : download(`${name}.csv`, csvOf(x, series), "text/csv"))}>CSV</button>
         <button class="mini" disabled=${!hasValues || isTable} aria-label=${`${title} as PNG`}
           onClick=${async () => plot.current?.canvas && download(`${name}.png`, await pngOf(plot.current.canvas, title, series, mode))}>PNG</button>

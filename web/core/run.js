@@ -1,6 +1,7 @@
 // One job that is followed: the job itself, its metrics, its events. Several components may look at the same run.
 import { all, get } from "./api.js";
 import { EventStream } from "./events.js";
+import { useLoad } from "./load.js";
 import { lowerBound } from "./search.js";
 import { Signal, useSignal } from "./signal.js";
 import { MetricTable } from "./table.js";
@@ -161,6 +162,12 @@ export function useRun(id) {
     };
   }, [run]);
   return run;
+}
+
+/** The checkpoints of a run, newest first, as `useLoad` gives them; read again when one is published. */
+export function useCheckpoints(run) {
+  const published = run.events.value.findLast(({ type }) => type === "checkpoint.saved")?.seq;
+  return useLoad((signal) => all(`${run.path}/checkpoints`, {}, 1000, signal), [run, run.job.value.state, published]);
 }
 
 /** The job of a run; null before the first answer. */

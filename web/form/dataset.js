@@ -1,10 +1,11 @@
 // The prompts: a dataset that is there, or a file, dropped, chosen or pasted.
 import { announce } from "../core/announce.js";
-import { get, send } from "../core/api.js";
-import { count, plural } from "../core/format.js";
+import { get, Problem, send } from "../core/api.js";
+import { plural } from "../core/format.js";
 import { useGet } from "../core/load.js";
 import { cls, html, useEffect, useState } from "../core/ui.js";
-import { Field } from "../parts/field.js";
+import { useWork } from "../core/work.js";
+import { Input } from "../parts/field.js";
 import { ProblemBox } from "../parts/problem.js";
 
 const KINDS = { ndjson: "application/x-ndjson", jsonl: "application/x-ndjson", json: "application/json", csv: "text/csv" };
@@ -28,32 +29,24 @@ export function DatasetChoice({ form, pointer, label, onRows }) {
   const { data, reload } = useGet("/datasets", { limit: 100 });
   const [text, setText] = useState("");
   const [isOver, setOver] = useState(false);
-  const [busy, setBusy] = useState(false);
-  const [error, setError] = useState(null);
+  const { busy, error, run } = useWork();
   const id = form.spec[pointer.slice(1)]?.id;
   const known = data?.data ?? [];
   const chosen = known.find((dataset) => dataset.id === id);
   const rows = useRows(id, onRows);
 
-  const upload = async (body, kind, name) => {
-    setBusy(true);
-    setError(null);
-    try {
-      const response = await send("POST", "/datasets", { query: { name }, body, headers: { "content-type": kind } });
-      const dataset = await response.json();
-      await reload();
-      form.set(`${pointer}/id`, dataset.id);
-      announce(`Uploaded ${plural(dataset.num_rows, "row")}`);
-      setText("");
-    } catch (problem) {
-      setError(problem);
-    }
-    setBusy(false);
-  };
+  const upload = (body, kind, name) => run(async () => {
+    const response = await send("POST", "/datasets", { query: { name }, body, headers: { "content-type": kind } });
+    const dataset = await response.json();
+    await reload();
+    form.set(`${pointer}/id`, dataset.id);
+    announce(`Uploaded ${plural(dataset.num_rows, "row")}`);
+    setText("");
+  });
   const take = (file) => {
     const kind = KINDS[file.name.split(".").at(-1).toLowerCase()];
-    if (!kind) return setError({ title: "This file is not one of them", message: `${file.name} does not end with .ndjson, .jsonl, .json or .csv.`, code: "file_type" });
-    upload(file, kind, file.name);
+    if (kind) return upload(file, kind, file.name);
+    run(() => Promise.reject(new Problem({ title: "This file is not one of them", detail: `${file.name} does not end with .ndjson, .jsonl, .json or .csv.`, code: "file_type" })));
   };
   const drop = (event) => {
     event.preventDefault();
@@ -61,12 +54,10 @@ export function DatasetChoice({ form, pointer, label, onRows }) {
     const [file] = event.dataTransfer.files;
     if (file) take(file);
   };
+  const options = [["", known.length ? "choose, or add one below" : "none yet: add one below"], ...(id && !chosen ? [[id, id]] : []), ...known.map(({ id, name, num_rows }) => [id, `${name ?? id} · ${plural(num_rows, "row")}`])];
   return html`<div class="stack" data-pointer=${pointer}>
-    <${Field} label=${label} errors=${[...form.errorsAt(pointer, true), ...form.errorsAt(`${pointer}/id`)]} hint=${chosen && `${count(chosen.num_rows)} rows; columns ${chosen.columns.join(", ")}`}>
-      ${(attributes) => html`<select ...${attributes} value=${id ?? ""} onChange=${(event) => form.set(`${pointer}/id`, event.target.value || undefined)}>
-        <option value="">${known.length ? "choose, or add one below" : "none yet: add one below"}</option>
-        ${id && !chosen && html`<option value=${id}>${id}</option>`}
-        ${known.map((dataset) => html`<option key=${dataset.id} value=${dataset.id}>${dataset.name ?? dataset.id} · ${count(dataset.num_rows)} rows</option>`)}</select>`}<//>
+    <${Input} label=${label} errors=${[...form.errorsAt(pointer, true), ...form.errorsAt(`${pointer}/id`)]} hint=${chosen && `${plural(chosen.num_rows, "row")}; columns ${chosen.columns.join(", ")}`}
+      options=${options} value=${id ?? ""} set=${(id) => form.set(`${pointer}/id`, id || undefined)} />
     <div class=${cls("drop", isOver && "over")} onDragOver=${(event) => (event.preventDefault(), setOver(true))} onDragLeave=${() => setOver(false)} onDrop=${drop}>
       <label>Drop a file here (.jsonl, .json, .csv), or choose it: <input type="file" accept=".ndjson,.jsonl,.json,.csv" disabled=${busy} onChange=${({ target }) => target.files[0] && take(target.files[0])} /></label>
       <details><summary>Or paste rows</summary>

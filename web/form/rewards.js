@@ -1,8 +1,9 @@
 // The rewards of the job: a row each, its own settings, and a test before anything depends on it.
-import { post } from "../core/api.js";
+import { post, Problem } from "../core/api.js";
 import { number, words } from "../core/format.js";
 import { cls, html, useState } from "../core/ui.js";
-import { Field } from "../parts/field.js";
+import { useWork } from "../core/work.js";
+import { Input } from "../parts/field.js";
 import { ProblemBox } from "../parts/problem.js";
 import { Setting } from "./setting.js";
 
@@ -36,15 +37,14 @@ function Reward({ form, index, reward, types }) {
     label=${`${words(name)}${required.includes(name) ? " *" : ""}`} placeholder=${name === "name" ? reward.type : undefined} />`;
   return html`<div class="reward" role="group" aria-label=${`Reward ${index + 1}`} data-pointer=${at}>
     <div class="fields">
-      <${Field} label="Type" hint=${(schema?.description ?? "").split("\n")[0]} errors=${form.errorsAt(`${at}/type`)} pointer=${`${at}/type`}>
-        ${(attributes) => html`<select ...${attributes} value=${reward.type} onChange=${(event) => form.set(at, { type: event.target.value, name: reward.name, weight: reward.weight })}>
-          ${types.map((type) => html`<option key=${type} value=${type}>${type}</option>`)}</select>`}<//>
+      <${Input} label="Type" hint=${(schema?.description ?? "").split("\n")[0]} errors=${form.errorsAt(`${at}/type`)} pointer=${`${at}/type`}
+        options=${types.map((type) => [type, type])} value=${reward.type} set=${(type) => form.set(at, { type, name: reward.name, weight: reward.weight })} />
       ${schema && COMMON.map(setting)}
       ${schema && order(names.filter(isShown)).map(setting)}
     </div>
     ${form.errorsAt(at, true).map((item) => html`<p key=${item.code} class="bad small">${item.detail}</p>`)}
     ${schema && html`<details><summary>More settings of this reward</summary><div class="fields">${names.filter((name) => !COMMON.includes(name) && !isShown(name)).map(setting)}</div></details>`}
-    <div class="row"><button type="button" aria-expanded=${isTested ? "true" : "false"} onClick=${() => setTested(!isTested)}>Test</button>
+    <div class="row"><button type="button" aria-expanded=${isTested} onClick=${() => setTested(!isTested)}>Test</button>
       <button type="button" class="quiet" aria-label=${`Remove reward ${index + 1}`} onClick=${() => form.set(at, undefined)}>Remove</button></div>
     ${isTested && html`<${Trial} reward=${reward} rows=${form.rows} />`}
   </div>`;
@@ -57,29 +57,26 @@ function Trial({ reward, rows }) {
   const { prompt = "What is 2 + 2?", ...columns } = rows?.[0] ?? { answer: "4" };
   const [form, setForm] = useState({ prompt: textOf(prompt), completion: typeof columns.answer === "string" ? columns.answer : "4", columns: JSON.stringify(columns) });
   const [answer, setAnswer] = useState(null);
-  const [error, setError] = useState(null);
-  const [busy, setBusy] = useState(false);
-  const change = (name) => (event) => setForm({ ...form, [name]: event.target.value });
-  const run = async () => {
-    setBusy(true);
-    setError(null);
+  const { busy, error, run } = useWork();
+  const text = (name) => ({ rows: 2, value: form[name], set: (value) => setForm({ ...form, [name]: value }) });
+  const score = async () => {
     setAnswer(null);
+    let given;
     try {
-      const sample = { prompt: form.prompt, columns: JSON.parse(form.columns || "{}") };
-      const samples = form.completion.split("\n---\n").map((completion) => ({ ...sample, completion }));
-      setAnswer({ ...(await post("/rewards/test", { reward, samples })), samples });
-    } catch (problem) {
-      setError(problem instanceof SyntaxError ? { title: "The columns are no JSON", message: problem.message } : problem);
+      given = JSON.parse(form.columns || "{}");
+    } catch ({ message }) {
+      throw new Problem({ title: "The columns are no JSON", detail: message });
     }
-    setBusy(false);
+    const samples = form.completion.split("\n---\n").map((completion) => ({ prompt: form.prompt, columns: given, completion }));
+    setAnswer({ ...(await post("/rewards/test", { reward, samples })), samples });
   };
   return html`<div class="trial">
     <div class="fields">
-      <${Field} label="Prompt">${(a) => html`<textarea ...${a} rows="2" value=${form.prompt} onInput=${change("prompt")}></textarea>`}<//>
-      <${Field} label="Completion" hint="Several: a line --- between them.">${(a) => html`<textarea ...${a} rows="2" value=${form.completion} onInput=${change("completion")}></textarea>`}<//>
-      <${Field} label="Columns" hint="JSON, as in the dataset.">${(a) => html`<textarea ...${a} class="mono" rows="2" value=${form.columns} onInput=${change("columns")}></textarea>`}<//>
+      <${Input} label="Prompt" ...${text("prompt")} />
+      <${Input} label="Completion" hint="Several: a line --- between them." ...${text("completion")} />
+      <${Input} label="Columns" hint="JSON, as in the dataset." class="mono" ...${text("columns")} />
     </div>
-    <div><button type="button" disabled=${busy} onClick=${run}>${busy ? "Asking…" : "Score it"}</button></div>
+    <div><button type="button" disabled=${busy} onClick=${() => run(score)}>${busy ? "Asking…" : "Score it"}</button></div>
     <${ProblemBox} error=${error} />
     ${answer && html`<div role="status">
       <p class=${answer.ok ? "good" : "bad"}>${answer.ok ? "Every completion has a value" : "Not every completion has a value"} · ${number(answer.latency_ms, 3)} ms</p>

@@ -2,6 +2,7 @@
 import { words } from "../core/format.js";
 import { html } from "../core/ui.js";
 import { Field } from "../parts/field.js";
+import { Select } from "../parts/switch.js";
 import { schemaAt, valueAt } from "./document.js";
 
 const isType = (schema, type) => [schema.type].flat().includes(type);
@@ -29,16 +30,10 @@ export function Setting({ form, pointer, schema = schemaAt(form.schema, pointer)
 
 function control({ attributes, resolved, value, usual, set, placeholder, name }) {
   const options = resolved.enum ?? resolved.oneOf?.flatMap((one) => one.enum ?? (one.const === undefined ? [] : [one.const]));
-  if (options?.length) {
-    return html`<select ...${attributes} value=${value ?? ""} onChange=${(event) => set(event.target.value || undefined)}>
-      <option value="">${usual === undefined ? "default" : `${usual} (default)`}</option>
-      ${options.filter((option) => option !== usual).map((option) => html`<option key=${option} value=${option}>${option}</option>`)}</select>`;
-  }
-  if (isType(resolved, "boolean")) {
-    const words = { "": usual === undefined ? "default" : `${usual ? "yes" : "no"} (default)`, true: "yes", false: "no" };
-    return html`<select ...${attributes} value=${value === undefined ? "" : String(value)} onChange=${({ target }) => set(target.value === "" ? undefined : target.value === "true")}>
-      ${Object.entries(words).map(([word, text]) => html`<option key=${word} value=${word}>${text}</option>`)}</select>`;
-  }
+  const choice = (list, read) => html`<${Select} ...${attributes} options=${list} value=${value === undefined ? "" : String(value)} set=${(text) => set(text === "" ? undefined : read(text))} />`;
+  const first = (text) => ["", usual === undefined ? "default" : `${text} (default)`];
+  if (options?.length) return choice([first(usual), ...options.filter((option) => option !== usual).map((option) => [option, option])], String);
+  if (isType(resolved, "boolean")) return choice([first(usual ? "yes" : "no"), [true, "yes"], [false, "no"]], (text) => text === "true");
   if (isType(resolved, "integer") || isType(resolved, "number")) {
     return html`<input ...${attributes} inputmode="decimal" autocomplete="off" placeholder=${placeholder ?? (usual === undefined || usual === null ? "" : String(usual))}
       value=${value ?? ""} onChange=${(event) => set(numberOf(event.target.value))} />`;
@@ -54,7 +49,7 @@ function control({ attributes, resolved, value, usual, set, placeholder, name })
 }
 
 /** What is no number goes to the server as it is: it says what is wrong, at this field. */
-function numberOf(text) {
+export function numberOf(text) {
   const trimmed = text.trim();
   if (!trimmed) return undefined;
   const value = Number(trimmed);

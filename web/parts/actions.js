@@ -36,7 +36,7 @@ export function Actions({ run, job }) {
     <button onClick=${() => press("fork")}>Fork…</button>
     <a class="button" href=${hrefOf("/new", { from: job.id })}>Clone</a>
     ${error && html`<${ProblemBox} error=${error} />`}
-    ${ASKED[asked] && html`<${Confirm} title=${ASKED[asked][0]} action=${ASKED[asked][2]} danger onDone=${() => act(asked)} onClose=${() => ask(null)}><p>${ASKED[asked][1]}</p><//>`}
+    ${ASKED[asked] && html`<${Confirm} title=${ASKED[asked][0]} action=${ASKED[asked][2]} onDone=${() => act(asked)} onClose=${() => ask(null)}><p>${ASKED[asked][1]}</p><//>`}
     ${asked === "fork" && html`<${ForkDialog} run=${run} job=${job} onClose=${() => ask(null)} />`}
   </div>`;
 }

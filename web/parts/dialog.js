@@ -1,8 +1,10 @@
 // A modal dialog over the browser's own: it keeps the focus, and Escape closes it.
-import { html, useEffect, useId, useRef, useState } from "../core/ui.js";
+import { html, useEffect, useId, useRef } from "../core/ui.js";
+import { useWork } from "../core/work.js";
 import { ProblemBox } from "./problem.js";
+import { Code } from "./text.js";
 
-export function Dialog({ title, onClose, children, wide }) {
+export function Dialog({ title, onClose, children }) {
   const element = useRef(null);
   const id = useId();
   useEffect(() => {
@@ -10,8 +12,7 @@ export function Dialog({ title, onClose, children, wide }) {
     element.current.showModal();
     return () => before?.focus?.();
   }, []);
-  return html`<dialog ref=${element} class=${wide ? "wide" : ""} aria-labelledby=${id} onClose=${onClose}
-    onClick=${(event) => event.target === element.current && onClose()}>
+  return html`<dialog ref=${element} aria-labelledby=${id} onClose=${onClose} onClick=${(event) => event.target === element.current && onClose()}>
     <div class="dialog">
       <div class="row between"><h2 id=${id}>${title}</h2><button class="quiet" aria-label="Close" onClick=${onClose}>✕</button></div>
       ${children}
@@ -20,25 +21,30 @@ export function Dialog({ title, onClose, children, wide }) {
 }
 
 /** Asks before something is done; shows the server's problem if it is not. */
-export function Confirm({ title, children, action, danger, onDone, onClose }) {
-  const [error, setError] = useState(null);
-  const [busy, setBusy] = useState(false);
-  const run = async () => {
-    setBusy(true);
-    try {
-      await onDone();
-      onClose();
-    } catch (problem) {
-      setError(problem);
-      setBusy(false);
-    }
-  };
+export function Confirm({ title, children, action, onDone, onClose }) {
+  const { busy, error, run } = useWork();
+  const press = () => run(async () => {
+    await onDone();
+    onClose();
+  });
   return html`<${Dialog} title=${title} onClose=${onClose}>
     <div>${children}</div>
     <${ProblemBox} error=${error} />
     <div class="row end">
       <button onClick=${onClose}>Keep it as it is</button>
-      <button class=${danger ? "danger" : "primary"} disabled=${busy} onClick=${run}>${action}</button>
+      <button class="danger" disabled=${busy} onClick=${press}>${action}</button>
     </div>
   <//>`;
 }
+
+/** A form in a dialog; `work` is a `useWork`. */
+export const FormDialog = ({ title, children, action, work: { busy, error, submit }, onSubmit, onClose }) => html`<${Dialog} title=${title} onClose=${onClose}><form onSubmit=${submit(onSubmit)}>
+  ${children}
+  <${ProblemBox} error=${error} hasFields />
+  <div class="row end"><button type="button" onClick=${onClose}>Close</button><button class="primary" disabled=${busy}>${action}</button></div>
+</form><//>`;
+
+/** What is shown once. */
+export const Shown = ({ title, about, text, label, onClose }) => html`<${Dialog} title=${title} onClose=${onClose}>
+  <p>${about}</p><${Code} text=${text} label=${label} />
+  <div class="row end"><button class="primary" onClick=${onClose}>I have it</button></div><//>`;

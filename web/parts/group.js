@@ -70,7 +70,7 @@ function Completion({ sample, index, count, job, most, isPicked, onPick }) {
   return html`<article class=${cls("completion", isPicked && "picked")} aria-label=${`Completion ${index + 1} of ${count}`}>
     <div class="row between">
       <span class="row"><${Advantage} value=${advantage} most=${most} /> <span class="num"><span class="dim">reward</span> <b>${number(reward)}</b></span></span>
-      ${count > 1 && html`<button class="mini" aria-pressed=${isPicked ? "true" : "false"} aria-label=${`Compare completion ${index + 1}`} onClick=${onPick}>Compare</button>`}
+      ${count > 1 && html`<button class="mini" aria-pressed=${isPicked} aria-label=${`Compare completion ${index + 1}`} onClick=${onPick}>Compare</button>`}
     </div>
     <${Long} text=${completion} label="Completion" />
     <dl class="parts">
@@ -92,6 +92,9 @@ function Difference({ picked, samples, onClose }) {
       <h3>${name(0)} → ${name(1)} <span class="dim small">${one.completion === other.completion ? "the same text" : `${plural(gone, "word")} gone, ${plural(came, "word")} new`} · reward ${signed(other.reward === null || one.reward === null ? null : other.reward - one.reward)}</span></h3>
       <button class="mini" onClick=${onClose}>Close</button>
     </div>
-    <p class="text">${pieces.map(([how, text], index) => (how < 0 ? html`<del key=${index}>${text}</del>` : how > 0 ? html`<ins key=${index}>${text}</ins>` : text))}</p>
+    <${Pieces} pieces=${pieces} />
   </section>`;
 }
+
+/** A text with what was changed in it marked: pieces of `diff`. */
+export const Pieces = ({ pieces }) => html`<p class="text">${pieces.map(([how, text], index) => (how < 0 ? html`<del key=${index}>${text}</del>` : how > 0 ? html`<ins key=${index}>${text}</ins>` : text))}</p>`;

@@ -5,7 +5,7 @@ import { useJob, useRun } from "../core/run.js";
 import { useSignal } from "../core/signal.js";
 import { html } from "../core/ui.js";
 import { Actions } from "./actions.js";
-import { ProblemBox } from "./problem.js";
+import { Loading } from "./problem.js";
 import { doing, Progress, State } from "./state.js";
 import { Id } from "./text.js";
 
@@ -14,6 +14,7 @@ const TABS = [
   ["", "Charts"],
   ["/samples", "Samples"],
   ["/checkpoints", "Checkpoints"],
+  ["/playground", "Playground"],
   ["/rewards", "Rewards"],
   ["/logs", "Logs"],
   ["/config", "Config"],
@@ -21,13 +22,15 @@ const TABS = [
 
 const CONNECTION = { lost: "connection lost, trying again", connecting: "connecting", refused: "not followed: the server refused", paused: "paused" };
 
-/** `tab` is the end of the address; `children` is a function of the run: `(run, job) => html`. */
-export function JobPage({ id, tab, children }) {
+/** A view of a job: its part of the page is given `run` and `job`; `tab` is the end of its address. */
+export const jobView = (tab, Part) => ({ params }) => html`<${JobPage} id=${params.id} tab=${tab} Part=${Part} />`;
+
+function JobPage({ id, tab, Part }) {
   const run = useRun(id);
   const job = useJob(run);
   const error = useSignal(run.error);
   const connection = useSignal(run.connection);
-  if (!job) return error ? html`<h1>Job</h1><${ProblemBox} error=${error} />` : html`<div class="loading" aria-busy="true">Loading…</div>`;
+  if (!job) return html`<h1>Job</h1><${Loading} error=${error} />`;
   return html`
     <div class="job-head">
       <p class="crumbs"><a href="#/">Jobs</a> / <${Id} id=${job.id} />${job.parent && html` from <a href=${hrefOf(`/jobs/${job.parent}`)}><${Id} id=${job.parent} /></a>`}</p>
@@ -45,5 +48,5 @@ export function JobPage({ id, tab, children }) {
         ${TABS.map(([end, name]) => html`<a key=${end} href=${hrefOf(`/jobs/${id}${end}`)} aria-current=${end === tab ? "page" : undefined}>${name}</a>`)}
       </nav>
     </div>
-    ${children(run, job)}`;
+    <${Part} run=${run} job=${job} />`;
 }

@@ -10,7 +10,7 @@ export function Long({ text, label, class: name, shown = SHOWN_CHARACTERS }) {
   const isLong = text.length > shown * 1.25;
   return html`<div class=${cls("long", name)}>
     <div class="text" aria-label=${label} role=${label && "group"}>${text === "" ? html`<span class="dim">(empty)</span>` : isLong && !isOpen ? beginning(text, shown) : text}</div>
-    ${isLong && html`<button class="mini" aria-expanded=${isOpen ? "true" : "false"} onClick=${() => open(!isOpen)}>${isOpen ? "Show less" : `Show all ${count(text.length)} characters`}</button>`}
+    ${isLong && html`<button class="mini" aria-expanded=${isOpen} onClick=${() => open(!isOpen)}>${isOpen ? "Show less" : `Show all ${count(text.length)} characters`}</button>`}
   </div>`;
 }
 

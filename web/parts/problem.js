@@ -1,8 +1,9 @@
-// An error of the API, with what to do and the request's id.
+// An error of the API, with what to do and the request's id; and a place whose data is on its way.
 import { html } from "../core/ui.js";
 
-export function ProblemBox({ error, retry }) {
-  if (!error) return null;
+/** `hasFields`: what is wrong at a field is shown there, not here. */
+export function ProblemBox({ error, retry, hasFields }) {
+  if (!error || (hasFields && error.errors?.length)) return null;
   const items = (error.errors ?? []).filter((item) => item.detail !== error.detail);
   return html`<div class="problem" role="alert">
     <strong>${error.title ?? "Something went wrong"}</strong>
@@ -11,3 +12,5 @@ export function ProblemBox({ error, retry }) {
     <p class="dim small">${error.code}${error.request_id && ` · ${error.request_id}`} ${retry && html`<button onClick=${retry}>Try again</button>`}</p>
   </div>`;
 }
+
+export const Loading = ({ error, retry }) => (error ? html`<${ProblemBox} error=${error} retry=${retry} />` : html`<div class="loading" aria-busy="true">Loading…</div>`);

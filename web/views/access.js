@@ -1,7 +1,8 @@
-// Keys and webhooks, for admins.
+// Keys, webhooks and the record of changes, as far as the session's scopes go.
 import { session } from "../core/session.js";
 import { useSignal } from "../core/signal.js";
 import { html } from "../core/ui.js";
+import { Audit } from "../parts/audit.js";
 import { Keys } from "../parts/keys.js";
 import { Webhooks } from "../parts/webhooks.js";
 
@@ -13,5 +14,6 @@ export default function Access() {
       ? "This server has no keys: everybody who reaches it may do everything. With the first key, every request needs one."
       : `Signed in${name ? ` with the key ${name}` : ""}${owner ? ` as ${owner}` : ""}: ${scopes.join(", ")}.`}</p>
     ${isAdmin ? html`<${Keys} isOpen=${state === "open"} />` : html`<p class="notice">Keys are kept by admins: this needs a key with the scope admin.</p>`}
-    <${Webhooks} />`;
+    <${Webhooks} />
+    ${isAdmin && html`<${Audit} />`}`;
 }

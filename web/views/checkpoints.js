@@ -1,29 +1,29 @@
 // Checkpoints: metrics at the step, hashes, sizes, downloads, and the lines that use one.
-import { all, del, post } from "../core/api.js";
+import { del, post } from "../core/api.js";
 import { bytes, number, plural } from "../core/format.js";
-import { useLoad } from "../core/load.js";
-import { useFilters } from "../core/router.js";
+import { hrefOf, useFilters } from "../core/router.js";
+import { useCheckpoints } from "../core/run.js";
 import { may, session } from "../core/session.js";
-import { cls, html, useEffect, useState } from "../core/ui.js";
+import { cls, html, useState } from "../core/ui.js";
+import { useWork } from "../core/work.js";
 import { Empty } from "../parts/empty.js";
-import { JobPage } from "../parts/job-page.js";
-import { ProblemBox } from "../parts/problem.js";
+import { jobView } from "../parts/job-page.js";
+import { Loading, ProblemBox } from "../parts/problem.js";
+import { Switch } from "../parts/switch.js";
+import { Table } from "../parts/table.js";
 import { Ago, Code, Copy } from "../parts/text.js";
 import { usage } from "../parts/usage.js";
 
 /** The metrics of the list; the rest stands with the checkpoint. */
 const HEADLINES = ["reward", "eval_reward", "kl", "entropy"];
 
-export default function Checkpoints({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/checkpoints">${(run, job) => html`<${CheckpointsOf} run=${run} job=${job} />`}<//>`;
-}
+const Checkpoints = jobView("/checkpoints", CheckpointsOf);
+export default Checkpoints;
 
 function CheckpointsOf({ run, job }) {
   const [query, set] = useFilters();
-  const { data, error, reload } = useLoad((signal) => all(`${run.path}/checkpoints`, {}, 1000, signal), [run]);
-  const published = run.events.value.findLast(({ type }) => type === "checkpoint.saved")?.seq;
-  useEffect(() => void (data && reload()), [published, job.state]);
-  if (!data) return error ? html`<${ProblemBox} error=${error} retry=${reload} />` : html`<div class="loading" aria-busy="true">Loading…</div>`;
+  const { data, error, reload } = useCheckpoints(run);
+  if (!data) return html`<${Loading} error=${error} retry=${reload} />`;
   if (!data.length) return html`<${Empty} title="No checkpoint yet"><p>This job saves one every ${plural(job.plan.checkpoints.every_steps, "step")}, and its last.</p><//>`;
   const chosen = data.find(({ id }) => id === query.checkpoint) ?? resultOf(job, data);
   return html`
@@ -40,33 +40,26 @@ function resultOf(job, checkpoints) {
 
 function List({ checkpoints, chosen, onChoose, reload }) {
   const keys = HEADLINES.filter((key) => checkpoints.some(({ metrics }) => key in metrics));
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="list">
-    <thead><tr><th scope="col">Step</th>${keys.map((key) => html`<th key=${key} scope="col" class="num">${key}</th>`)}<th scope="col" class="num">Size</th><th scope="col">Published</th><th scope="col"><span class="unseen">Actions</span></th></tr></thead>
-    <tbody>${checkpoints.map((one) => html`<tr key=${one.id} class=${cls(one === chosen && "chosen")}>
-      <th scope="row"><button class="link" aria-pressed=${one === chosen ? "true" : "false"} onClick=${() => onChoose(one.id)}>step ${one.step}</button>
+  return html`<${Table} label="Checkpoints" head=${["Step", ...keys.map((key) => `#${key}`), "#Size", "Published", "!Actions"]}>${checkpoints.map((one) => html`<tr key=${one.id} class=${cls(one === chosen && "chosen")}>
+      <th scope="row"><button class="link" aria-pressed=${one === chosen} onClick=${() => onChoose(one.id)}>step ${one.step}</button>
         ${one.best && html` <span class="tag good">★ best</span>`}${one.pinned && html` <span class="tag">pinned</span>`}</th>
       ${keys.map((key) => html`<td key=${key} class="num">${number(one.metrics[key])}</td>`)}
       <td class="num">${bytes(sizeOf(one))}</td><td><${Ago} time=${one.created_at} /></td>
       <td><div class="row end"><a class="button mini" href=${`/checkpoints/${one.id}/archive.tar`} download aria-label=${`Download the checkpoint of step ${one.step}`}>Download</a><${Pin} checkpoint=${one} reload=${reload} /></div></td>
-    </tr>`)}</tbody></table></div>`;
+    </tr>`)}<//>`;
 }
 
 const sizeOf = ({ files }) => files.reduce((sum, { size_bytes }) => sum + size_bytes, 0);
 
 function Pin({ checkpoint, reload }) {
-  const [error, setError] = useState(null);
+  const { error, run } = useWork();
   if (!may("submit")) return null;
   const { id, step, pinned } = checkpoint;
-  const press = async () => {
-    setError(null);
-    try {
-      await (pinned ? del(`/checkpoints/${id}/pin`) : post(`/checkpoints/${id}/pin`));
-      reload();
-    } catch (problem) {
-      setError(problem);
-    }
-  };
-  return html`<button class="mini" aria-pressed=${pinned ? "true" : "false"} aria-label=${`Pin the checkpoint of step ${step}`} title="Kept whatever the rotation says" onClick=${press}>Pin</button>
+  const press = () => run(async () => {
+    await (pinned ? del : post)(`/checkpoints/${id}/pin`);
+    reload();
+  });
+  return html`<button class="mini" aria-pressed=${pinned} aria-label=${`Pin the checkpoint of step ${step}`} title="Kept whatever the rotation says" onClick=${press}>Pin</button>
     <${ProblemBox} error=${error} />`;
 }
 
@@ -77,11 +70,12 @@ function One({ job, checkpoint, isResult }) {
   const way = ways.find(([title]) => title === chosen) ?? ways[0];
   return html`<section class="panel checkpoint" aria-label=${`Checkpoint of step ${step}`}>
     <h2>Step ${step} ${isResult && html`<span class="tag">the job's result</span>`} <code class="id">${id}</code></h2>
+    <p><a class="button" href=${hrefOf(`/jobs/${job.id}/playground`, { step })}>Try it beside the base model</a></p>
     <div class="columns">
       <div class="stack">
         <h3>Use it</h3>
         <${Way} part=${download} />
-        <span class="switch" role="group" aria-label="With">${ways.map(([title]) => html`<button key=${title} aria-pressed=${title === way[0] ? "true" : "false"} onClick=${() => choose(title)}>${title}</button>`)}</span>
+        <${Switch} label="With" options=${ways.map(([title]) => [title, title])} value=${way[0]} set=${choose} />
         <${Way} part=${way} />
       </div>
       <div class="stack">

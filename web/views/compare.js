@@ -10,8 +10,10 @@ import { hrefOf, useFilters } from "../core/router.js";
 import { useSignal } from "../core/signal.js";
 import { theme } from "../core/theme.js";
 import { html, useMemo, useState } from "../core/ui.js";
-import { ProblemBox } from "../parts/problem.js";
+import { Loading, ProblemBox } from "../parts/problem.js";
 import { State } from "../parts/state.js";
+import { Select } from "../parts/switch.js";
+import { Table } from "../parts/table.js";
 
 const MOST = 8;
 const CHARTS = [["reward", "Reward"], ["eval_reward", "Evaluation"], ["kl", "KL"], ["entropy", "Entropy"], ["completions/mean_length", "Completion length"], ["loss", "Loss"], ["grad_norm", "Gradient norm"], ["reward_std", "Reward std"]];
@@ -51,7 +53,7 @@ function Comparison({ ids, keys, align, set }) {
   const extra = keys ? keys.split(",").filter(Boolean) : [];
   const charts = [...CHARTS, ...extra.map((key) => [key, key])];
   const { data, error, reload } = useLoad((signal) => get("/jobs/compare", { ids: ids.join(","), keys: charts.map(([key]) => key).join(","), max_points: 2000 }, signal), [ids.join(), keys], { every: 10_000 });
-  if (!data) return error ? html`<${ProblemBox} error=${error} retry=${reload} />` : html`<div class="loading" aria-busy="true">Loading…</div>`;
+  if (!data) return html`<${Loading} error=${error} retry=${reload} />`;
   return html`
     <${ProblemBox} error=${error} retry=${reload} />
     <${Standing} data=${data} />
@@ -73,9 +75,7 @@ function Line({ index }) {
 function Standing({ data }) {
   const names = labels(data.jobs);
   const course = (key, index) => data.metrics.map((row) => row[key]?.[index]).filter((value) => typeof value === "number");
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Where the runs stand"><table class="list">
-    <thead><tr><th scope="col">Run</th><th scope="col">State</th><th scope="col" class="num">Step</th><th scope="col" class="num">Reward, first</th><th scope="col" class="num">last</th><th scope="col" class="num">change</th><th scope="col" class="num">Evaluation, last</th><th scope="col">Best checkpoint</th></tr></thead>
-    <tbody>${data.jobs.map((job, index) => {
+  return html`<${Table} label="Where the runs stand" head=${["Run", "State", "#Step", "#Reward, first", "#last", "#change", "#Evaluation, last", "Best checkpoint"]}>${data.jobs.map((job, index) => {
       const reward = course("reward", index);
       const [first, last] = [reward[0], reward.at(-1)];
       return html`<tr key=${job.id}>
@@ -84,7 +84,7 @@ function Standing({ data }) {
         <td class="num">${number(first)}</td><td class="num">${number(last)}</td><td class="num">${signed(last - first)}</td>
         <td class="num">${number(job.evals.at(-1)?.metrics.eval_reward)}</td>
         <td>${job.best_checkpoint ? html`<a href=${hrefOf(`/jobs/${job.id}/checkpoints`, { checkpoint: job.best_checkpoint.id })}>step ${job.best_checkpoint.step}</a>` : "–"}</td></tr>`;
-    })}</tbody></table></div>`;
+    })}<//>`;
 }
 
 /** By step, or by the share of the run that is done: runs of different length. */
@@ -103,7 +103,7 @@ function Curves({ data, charts, align, extra, set }) {
   return html`
     <h2 class="unseen">Curves</h2>
     <${ChartControls} group=${group}>
-      <label class="inline">Align by <select value=${align} onChange=${(event) => set({ by: event.target.value === "share" ? "share" : "" })}><option value="step">step</option><option value="share">share of the run, %</option></select></label>
+      <label class="inline">Align by <${Select} value=${align} options=${[["step", "step"], ["share", "share of the run, %"]]} set=${(by) => set({ by: by === "share" ? by : "" })} /></label>
       <form class="row" onSubmit=${add}><label class="inline">Metric <input value=${key} placeholder="rewards/NAME/mean" class="key" maxlength="200" onInput=${(event) => setKey(event.target.value)} /></label><button class="mini">Add chart</button></form>
     <//>
     ${data.unknown_keys.filter((key) => extra.includes(key)).map((key) => html`<p key=${key} class="warn small">None of these runs has the metric ${key}.</p>`)}
@@ -137,9 +137,6 @@ function Settings({ data }) {
   const config = data.config.filter(({ pointer }) => pointer !== "/name");
   if (!config.length) return html`<h2>Settings</h2><p class="dim">All settings are the same.</p>`;
   return html`<h2>Settings that differ <span class="dim small">${config.length}</span></h2>
-    <div class="scroll" tabindex="0" role="region" aria-label="Settings that differ"><table class="list settings">
-      <thead><tr><th scope="col">Setting</th>${names.map((name, index) => html`<th key=${index} scope="col"><${Line} index=${index} /> ${name}</th>`)}</tr></thead>
-      <tbody>${config.map(({ pointer, values }) => html`<tr key=${pointer}><th scope="row"><code>${pointer.slice(1).replaceAll("/", ".")}</code></th>
-        ${values.map((value, index) => html`<td key=${index}><code>${value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value)}</code></td>`)}</tr>`)}</tbody>
-    </table></div>`;
+    <${Table} label="Settings that differ" name="settings" head=${["Setting", ...names.map((name, index) => html`<${Line} index=${index} /> ${name}`)]}>${config.map(({ pointer, values }) => html`<tr key=${pointer}><th scope="row"><code>${pointer.slice(1).replaceAll("/", ".")}</code></th>
+        ${values.map((value, index) => html`<td key=${index}><code>${value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value)}</code></td>`)}</tr>`)}<//>`;
 }

@@ -3,15 +3,15 @@ import { send } from "../core/api.js";
 import { useLoad } from "../core/load.js";
 import { hrefOf, useFilters } from "../core/router.js";
 import { html } from "../core/ui.js";
-import { JobPage } from "../parts/job-page.js";
+import { jobView } from "../parts/job-page.js";
 import { ProblemBox } from "../parts/problem.js";
+import { Switch } from "../parts/switch.js";
 import { Code, Id } from "../parts/text.js";
 
 const FORMATS = ["json", "yaml", "toml"];
 
-export default function Config({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/config">${(run, job) => html`<${ConfigOf} run=${run} job=${job} />`}<//>`;
-}
+const Config = jobView("/config", ConfigOf);
+export default Config;
 
 function ConfigOf({ run, job }) {
   const [query, set] = useFilters();
@@ -21,7 +21,7 @@ function ConfigOf({ run, job }) {
   const labels = Object.entries(metadata ?? {});
   return html`
     <div class="row between wrap">
-      <span class="switch" role="group" aria-label="Format">${FORMATS.map((one) => html`<button key=${one} aria-pressed=${one === format ? "true" : "false"} onClick=${() => set({ format: one })}>${one.toUpperCase()}</button>`)}</span>
+      <${Switch} label="Format" options=${FORMATS.map((one) => [one, one.toUpperCase()])} value=${format} set=${(format) => set({ format })} />
       <span class="row wrap">${parent && html`<a class="button" href=${hrefOf("/compare", { ids: `${parent},${job.id}` })}>Compare with <${Id} id=${parent} /></a>`}<a class="button" href=${hrefOf("/new", { from: job.id })}>Clone</a></span>
     </div>
     <p class="dim small">Every default is applied; it can be submitted again. Secrets are left out.${labels.map(([key, value]) => html` <span key=${key} class="tag">${key}: ${value}</span>`)}</p>

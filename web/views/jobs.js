@@ -6,9 +6,11 @@ import { go, hrefOf, useFilters } from "../core/router.js";
 import { may } from "../core/session.js";
 import { Signal, useSignal } from "../core/signal.js";
 import { html, useEffect, useMemo, useState } from "../core/ui.js";
-import { ProblemBox } from "../parts/problem.js";
+import { useWork } from "../core/work.js";
+import { Loading, ProblemBox } from "../parts/problem.js";
 import { Spark } from "../parts/spark.js";
 import { doing, Progress, State } from "../parts/state.js";
+import { Select } from "../parts/switch.js";
 import { Ago } from "../parts/text.js";
 
 const STATES = ["queued", "running", "paused", "succeeded", "failed", "cancelled"];
@@ -119,15 +121,14 @@ export default function Jobs() {
   const error = useSignal(list.error);
   const next = useSignal(list.next);
   const [chosen, choose] = useState([]);
-  if (!jobs) return html`<h1>Jobs</h1>${error ? html`<${ProblemBox} error=${error} retry=${() => list.load()} />` : html`<div class="loading" aria-busy="true">Loading…</div>`}`;
+  if (!jobs) return html`<h1>Jobs</h1><${Loading} error=${error} retry=${() => list.load()} />`;
   if (!jobs.length && !state && !model) return html`<${Welcome} />`;
   const text = (q ?? "").toLowerCase();
   const shown = text ? jobs.filter(({ id, name, plan }) => `${id} ${name ?? ""} ${plan.model.id}`.toLowerCase().includes(text)) : jobs;
   return html`<div class="row between wrap"><h1>Jobs <span class="dim small num">${plural(shown.length, "job")}${next ? " and more" : ""}</span></h1>
       <div class="filters">
         <input type="search" aria-label="Search jobs by name, id or model" placeholder="Name, id, model" value=${q ?? ""} onInput=${(event) => set({ q: event.target.value })} />
-        <label class="inline">State <select value=${state ?? ""} onChange=${(event) => set({ state: event.target.value })}>
-          <option value="">all</option>${STATES.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>
+        <label class="inline">State <${Select} value=${state ?? ""} options=${[["", "all"], ...STATES.map((name) => [name, name])]} set=${(state) => set({ state })} /></label>
         ${model && html`<button onClick=${() => set({ model: null })}>${model} ✕</button>`}
         <button disabled=${chosen.length < 2} onClick=${() => go("/compare", { ids: chosen.join(",") })}>Compare${chosen.length ? ` ${chosen.length}` : ""}</button>
       </div></div>
@@ -167,19 +168,8 @@ function Row({ job, course, isChosen, toggle, setModel }) {
 
 /** Nothing was ever trained here. */
 function Welcome() {
-  const [error, setError] = useState(null);
-  const [busy, setBusy] = useState(false);
-  const start = async () => {
-    setBusy(true);
-    setError(null);
-    try {
-      const job = await post("/demo");
-      go(`/jobs/${job.id}`);
-    } catch (problem) {
-      setError(problem);
-      setBusy(false);
-    }
-  };
+  const { busy, error, run } = useWork();
+  const start = () => run(async () => go(`/jobs/${(await post("/demo")).id}`));
   return html`<div class="welcome">
     <h1>Nothing has been trained here yet</h1>
     <p>rlood samples completions from a model, has them scored by your rewards, and trains an adapter by RLOO: each completion is held against the others of its prompt.</p>

@@ -4,9 +4,10 @@ import { clock, number, plural, words } from "../core/format.js";
 import { useFilters } from "../core/router.js";
 import { useSignal } from "../core/signal.js";
 import { cls, html, useEffect, useLayoutEffect, useRef, useState } from "../core/ui.js";
-import { JobPage } from "../parts/job-page.js";
+import { jobView } from "../parts/job-page.js";
 import { ProblemBox } from "../parts/problem.js";
 import { isOver } from "../parts/state.js";
+import { Select, Switch } from "../parts/switch.js";
 
 /** Lines that are kept. */
 const KEPT = 5000;
@@ -17,22 +18,20 @@ const EVERY_MS = 1500;
 /** Lines that are drawn: the latest that fit the search. */
 const DRAWN = 1000;
 
-export default function Logs({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/logs">${(run, job) => html`<${LogsOf} run=${run} job=${job} />`}<//>`;
-}
+const Logs = jobView("/logs", LogsOf);
+export default Logs;
 
 function LogsOf({ run, job }) {
   const [query, set] = useFilters();
   const [follows, follow] = useState(true);
   const { events, earlier } = useEvents(run);
   const isLog = query.of === "log";
-  const as = (of, text) => html`<button aria-pressed=${(query.of ?? "") === of ? "true" : "false"} onClick=${() => set({ of, type: "" })}>${text}</button>`;
   return html`
     <form class="filters" role="search" aria-label="Events and logs" onSubmit=${(event) => event.preventDefault()}>
-      <span class="switch" role="group" aria-label="Show">${as("", "Events")}${as("log", "Worker's log")}</span>
+      <${Switch} label="Show" options=${[["", "Events"], ["log", "Worker's log"]]} value=${query.of ?? ""} set=${(of) => set({ of, type: "" })} />
       <label class="inline">Search <input type="search" value=${query.q ?? ""} onInput=${(event) => set({ q: event.target.value })} /></label>
-      ${!isLog && html`<label class="inline">Events <select name="type" value=${query.type ?? ""} onChange=${(event) => set({ type: event.target.value })}>
-        <option value="">all</option><option value="!">without steps and phases</option>${[...new Set(events.map(({ type }) => type))].sort().map((type) => html`<option key=${type} value=${type}>${eventTitle(type)}</option>`)}</select></label>`}
+      ${!isLog && html`<label class="inline">Events <${Select} name="type" value=${query.type ?? ""} set=${(type) => set({ type })}
+        options=${[["", "all"], ["!", "without steps and phases"], ...[...new Set(events.map(({ type }) => type))].sort().map((type) => [type, eventTitle(type)])]} /></label>`}
       <label class="inline"><input type="checkbox" checked=${follows} onChange=${(event) => follow(event.target.checked)} /> Follow the end</label>
     </form>
     ${isLog ? html`<${Log} run=${run} job=${job} q=${query.q ?? ""} follows=${follows} />` : html`<${Events} events=${events} earlier=${earlier} q=${query.q ?? ""} type=${query.type} follows=${follows} />`}`;

@@ -12,7 +12,7 @@ import { jobSchema, withValue } from "../form/document.js";
 import { ModelChoice } from "../form/model.js";
 import { Rewards } from "../form/rewards.js";
 import { Setting } from "../form/setting.js";
-import { ProblemBox } from "../parts/problem.js";
+import { Loading, ProblemBox } from "../parts/problem.js";
 import { Code, Facts } from "../parts/text.js";
 
 /** What most jobs say; everything else is below. */
@@ -29,7 +29,7 @@ export default function NewJob() {
     const [schema, old] = await Promise.all([jobSchema(), from ? get(`/jobs/${encodeURIComponent(from)}/config`, {}, signal) : null]);
     return { schema, old };
   }, [from]);
-  if (!data) return html`<h1>New job</h1>${error ? html`<${ProblemBox} error=${error} retry=${reload} />` : html`<div class="loading" aria-busy="true">Loading…</div>`}`;
+  if (!data) return html`<h1>New job</h1><${Loading} error=${error} retry=${reload} />`;
   return html`<${Form} key=${from ?? ""} schema=${data.schema} old=${data.old} from=${from} />`;
 }
 

@@ -3,25 +3,21 @@ import { ago, clock, count, duration, number, percent, plural, words } from "../
 import { useGet } from "../core/load.js";
 import { useSignal } from "../core/signal.js";
 import { cls, html } from "../core/ui.js";
-import { JobPage } from "../parts/job-page.js";
+import { jobView } from "../parts/job-page.js";
 import { Facts } from "../parts/text.js";
-import { ProblemBox } from "../parts/problem.js";
+import { Loading, ProblemBox } from "../parts/problem.js";
 import { isOver } from "../parts/state.js";
 
-export default function RewardHealth({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/rewards">${(run, job) => html`<${RewardsOf} run=${run} job=${job} />`}<//>`;
-}
+const RewardHealth = jobView("/rewards", RewardsOf);
+export default RewardHealth;
 
 function RewardsOf({ run, job }) {
   useSignal(run.metrics);
   const { data, error, reload } = useGet(`${run.path}/rewards`, {}, { every: isOver(job) ? 0 : 2000 });
-  // An older server does not count; what the metrics say is there all the same.
-  const isUnknown = error?.status === 404;
-  const rewards = data?.data ?? (isUnknown ? job.plan.rewards : []);
+  if (!data) return html`<${Loading} error=${error} retry=${reload} />`;
   return html`
-    ${!isUnknown && html`<${ProblemBox} error=${error} retry=${reload} />`}
-    ${!data && !error && html`<div class="loading" aria-busy="true">Loading…</div>`}
-    ${rewards.map((reward) => html`<${RewardPanel} key=${`${reward.evaluation} ${reward.name}`} reward=${reward} table=${run.table} />`)}`;
+    <${ProblemBox} error=${error} retry=${reload} />
+    ${data.data.map((reward) => html`<${RewardPanel} key=${`${reward.evaluation} ${reward.name}`} reward=${reward} table=${run.table} />`)}`;
 }
 
 const latency = (ms) => (ms < 10 ? `${number(ms, 2)} ms` : duration(ms / 1000));

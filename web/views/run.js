@@ -9,16 +9,15 @@ import { go, hrefOf, place } from "../core/router.js";
 import { useSignal } from "../core/signal.js";
 import { html, useEffect, useMemo } from "../core/ui.js";
 import { Alerts } from "../parts/alerts.js";
-import { JobPage } from "../parts/job-page.js";
+import { jobView } from "../parts/job-page.js";
 import { Ago, Facts } from "../parts/text.js";
 
-export default function RunView({ params }) {
-  return html`<${JobPage} id=${params.id} tab="">${(run, job) => html`
-    <${Ended} job=${job} />
-    <${Alerts} run=${run} job=${job} />
-    <${Numbers} run=${run} job=${job} />
-    <${Charts} run=${run} job=${job} />`}<//>`;
-}
+const RunView = jobView("", ({ run, job }) => html`
+  <${Ended} job=${job} />
+  <${Alerts} run=${run} />
+  <${Numbers} run=${run} job=${job} />
+  <${Charts} run=${run} job=${job} />`);
+export default RunView;
 
 /** Why it failed, or ended before its last step. */
 function Ended({ job }) {

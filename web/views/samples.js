@@ -9,17 +9,18 @@ import { go, hrefOf, useFilters } from "../core/router.js";
 import { useSignal } from "../core/signal.js";
 import { cls, html, useMemo, useRef } from "../core/ui.js";
 import { Advantage, Group, groupsOf, reach, spread } from "../parts/group.js";
-import { JobPage } from "../parts/job-page.js";
+import { jobView } from "../parts/job-page.js";
 import { beginning } from "../parts/long.js";
 import { ProblemBox } from "../parts/problem.js";
+import { Select, Switch } from "../parts/switch.js";
+import { Table } from "../parts/table.js";
 
 /** Samples of a prompt that its course is drawn from, at most: the latest. */
 const MOST_OF_A_PROMPT = 3000;
 const NAMES = ["step", "phase", "prompt_id", "group_id", "finish_reason", "min_reward", "max_reward", "sort", "q"];
 
-export default function Samples({ params }) {
-  return html`<${JobPage} id=${params.id} tab="/samples">${(run, job) => html`<${SamplesOf} run=${run} job=${job} />`}<//>`;
-}
+const Samples = jobView("/samples", SamplesOf);
+export default Samples;
 
 /** The filters as the API takes them. Groups are those of the training unless somebody says otherwise. */
 function filtersOf(query) {
@@ -42,7 +43,7 @@ function SamplesOf({ run, job }) {
     <${ProblemBox} error=${error} retry=${list.reload} />
     ${page?.removed && html`<p class="dim small">${plural(page.removed.samples, "older sample")}, up to step ${page.removed.to_step ?? 0}, made room for newer ones.</p>`}
     ${isFollowed && html`<${Followed} path=${path} phase=${wanted.phase} prompt=${query.prompt_id} />`}
-    <div class=${cls(isOld && "stale")} aria-busy=${loading ? "true" : "false"}>
+    <div class=${cls(isOld && "stale")} aria-busy=${loading}>
       ${!rows.length && !loading && !error && html`<p class="empty">${NAMES.some((name) => query[name]) ? "No sample fits these filters." : "No samples yet: they come with the first rollout."}</p>`}
       ${isTable ? html`<${SampleTable} rows=${rows} job=${job} />` : html`<${Groups} rows=${rows} job=${job} next=${next} />`}
     </div>
@@ -70,17 +71,15 @@ function Typed({ label, name, query, set, ...rest }) {
 }
 
 function Choice({ label, name, query, set, options, first = "" }) {
-  return html`<label class="inline">${label} <select name=${name} value=${query[name] ?? first} onChange=${(event) => set({ [name]: event.target.value })}>
-    ${options.map(([value, text]) => html`<option key=${value} value=${value}>${text}</option>`)}</select></label>`;
+  return html`<label class="inline">${label} <${Select} name=${name} value=${query[name] ?? first} options=${options} set=${(value) => set({ [name]: value })} /></label>`;
 }
 
 function Filters({ run, query, set, wanted, path }) {
   const isTable = query.as === "table";
-  const as = (value, text) => html`<button aria-pressed=${(query.as ?? "") === value ? "true" : "false"} onClick=${() => set({ as: value })}>${text}</button>`;
   const isSet = NAMES.some((name) => query[name]);
   const download = (format) => urlOf(path, { ...wanted, format });
   return html`<form class="filters" role="search" aria-label="Samples" onSubmit=${(event) => event.preventDefault()}>
-    <span class="switch" role="group" aria-label="Show as">${as("", "Groups")}${as("table", "Table")}</span>
+    <${Switch} label="Show as" options=${[["", "Groups"], ["table", "Table"]]} value=${query.as ?? ""} set=${(as) => set({ as })} />
     <${Typed} label="Search" name="q" type="search" maxlength="1000" placeholder="in prompts and completions" query=${query} set=${set} />
     <${Step} run=${run} path=${path} query=${query} set=${set} phase=${wanted.phase} />
     <${Choice} label="Of" name="phase" query=${query} set=${set} first=${wanted.phase ?? "all"} options=${[["all", "everything"], ["train", "training"], ["eval", "evaluation"]]} />
@@ -162,16 +161,12 @@ function SampleTable({ rows, job }) {
   if (!rows.length) return null;
   const names = [...new Set(rows.flatMap(({ rewards }) => Object.keys(rewards)))];
   const most = reach(rows);
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Samples"><table class="list samples">
-    <thead><tr><th scope="col">Step</th><th scope="col">Prompt</th><th scope="col">Completion</th><th scope="col" class="num">Reward</th>
-      ${names.map((name) => html`<th key=${name} scope="col" class="num">${name}</th>`)}<th scope="col" class="num">Advantage</th><th scope="col" class="num">KL</th><th scope="col" class="num">Tokens</th><th scope="col">End</th></tr></thead>
-    <tbody>${rows.map((sample, index) => html`<tr key=${index}>
+  return html`<${Table} label="Samples" name="samples" head=${["Step", "Prompt", "Completion", "#Reward", ...names.map((name) => `#${name}`), "#Advantage", "#KL", "#Tokens", "End"]}>${rows.map((sample, index) => html`<tr key=${index}>
       <td class="num"><a href=${hrefOf(`/jobs/${job.id}/samples`, { group_id: sample.group_id, phase: sample.phase })} aria-label=${`Group of ${sample.prompt_id} at step ${sample.step}`}>${sample.step}</a>${sample.phase === "eval" && html`<div class="dim small">evaluation</div>`}</td>
       <td class="words"><a class="small" href=${hrefOf(`/jobs/${job.id}/samples`, { prompt_id: sample.prompt_id, phase: sample.phase })}>${sample.prompt_id}</a> ${beginning(sample.prompt, 160)}</td>
       <td class="words text">${beginning(sample.completion, 240)}</td>
       <td class="num">${number(sample.reward)}</td>
       ${names.map((name) => html`<td key=${name} class="num">${number(sample.rewards[name])}</td>`)}
       <td class="num"><${Advantage} value=${sample.advantage} most=${most} /></td><td class="num">${number(sample.kl, 3)}</td><td class="num">${sample.num_tokens}</td>
-      <td>${sample.finish_reason === "length" ? "cut" : sample.finish_reason}</td></tr>`)}</tbody>
-  </table></div>`;
+      <td>${sample.finish_reason === "length" ? "cut" : sample.finish_reason}</td></tr>`)}<//>`;
 }

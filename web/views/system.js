@@ -4,8 +4,9 @@ import { ago, bytes, count, duration } from "../core/format.js";
 import { useLoad } from "../core/load.js";
 import { hrefOf } from "../core/router.js";
 import { cls, html } from "../core/ui.js";
-import { ProblemBox } from "../parts/problem.js";
+import { Loading, ProblemBox } from "../parts/problem.js";
 import { doing, Progress, State } from "../parts/state.js";
+import { Table } from "../parts/table.js";
 import { Ago, Facts, Id } from "../parts/text.js";
 
 const WORKER_GLYPHS = { idle: "◌", running: "▶", lost: "✕" };
@@ -13,7 +14,7 @@ const MOST_QUEUED = 500;
 
 export default function System() {
   const { data, error, reload } = useLoad(readSystem, [], { every: 3000 });
-  if (!data) return html`<h1>System</h1>${error ? html`<${ProblemBox} error=${error} retry=${reload} />` : html`<div class="loading" aria-busy="true">Loading…</div>`}`;
+  if (!data) return html`<h1>System</h1><${Loading} error=${error} retry=${reload} />`;
   return html`<h1>System</h1>
     <${ProblemBox} error=${error} retry=${reload} />
     <${Server} data=${data} />
@@ -59,15 +60,13 @@ function Workers({ workers, running }) {
   const job = (id) => running.find((job) => job.id === id);
   return html`<h2>Devices and workers</h2>
     ${!workers.length && html`<p class="empty">No worker is connected. Start the server with a device (--devices cpu), or rlood worker by hand.</p>`}
-    ${workers.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Workers"><table class="list">
-      <thead><tr><th scope="col">Device</th><th scope="col">State</th><th scope="col">Job</th><th scope="col">Progress</th><th scope="col" class="num">Threads</th><th scope="col" class="num">Process</th><th scope="col">Version</th><th scope="col">Heard of</th><th scope="col">Worker</th></tr></thead>
-      <tbody>${workers.map((worker) => html`<tr key=${worker.id}>
+    ${workers.length > 0 && html`<${Table} label="Workers" head=${["Device", "State", "Job", "Progress", "#Threads", "#Process", "Version", "Heard of", "Worker"]}>${workers.map((worker) => html`<tr key=${worker.id}>
         <th scope="row"><b>${worker.device}</b></th>
         <td><span class=${cls("state", worker.state === "lost" ? "failed" : worker.state)}><span aria-hidden="true">${WORKER_GLYPHS[worker.state]}</span> ${worker.state}</span></td>
         <td>${worker.job_id ? html`<a href=${hrefOf(`/jobs/${worker.job_id}`)}>${job(worker.job_id)?.name ?? worker.job_id}</a>` : "–"}</td>
         <td>${job(worker.job_id) ? html`<${Progress} job=${job(worker.job_id)} />` : ""}</td>
         <td class="num">${worker.threads}</td><td class="num">${worker.pid}</td><td>${worker.version}</td><td>${ago(worker.seen_at)}</td><td><${Id} id=${worker.id} /></td>
-      </tr>`)}</tbody></table></div>`}`;
+      </tr>`)}<//>`}`;
 }
 
 function Queue({ queued, paused, workers }) {
@@ -75,12 +74,10 @@ function Queue({ queued, paused, workers }) {
   return html`<h2>Queue</h2>
     ${!rows.length && html`<p class="dim">Nobody waits.</p>`}
     ${queued.length > 0 && !workers.some(({ state }) => state !== "lost") && html`<p class="warn">Jobs wait, and there is no worker that could take them.</p>`}
-    ${rows.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Queue"><table class="list">
-      <thead><tr><th scope="col" class="num">Place</th><th scope="col">Job</th><th scope="col">State</th><th scope="col" class="num">Priority</th><th scope="col">Steps</th><th scope="col">Submitted</th></tr></thead>
-      <tbody>${rows.map((job) => html`<tr key=${job.id}>
+    ${rows.length > 0 && html`<${Table} label="Queue" head=${["#Place", "Job", "State", "#Priority", "Steps", "Submitted"]}>${rows.map((job) => html`<tr key=${job.id}>
         <td class="num">${job.queue_position ?? "–"}</td>
         <th scope="row"><a href=${hrefOf(`/jobs/${job.id}`)}>${job.name ?? job.id}</a><div class="dim small">${job.plan.model.id}</div></th>
         <td><${State} job=${job} /> <span class="dim small">${job.state === "paused" && doing(job)}</span></td>
         <td class="num">${job.plan.priority ?? 0}</td><td><${Progress} job=${job} /></td><td><${Ago} time=${job.created_at} /></td>
-      </tr>`)}</tbody></table></div>`}`;
+      </tr>`)}<//>`}`;
 }
