@@ -114,16 +114,16 @@ async fn generate(
     Json(body): Json<Value>,
 ) -> Result<Json<GenerationView>, Problem> {
     let begun = Instant::now();
-    let Some(generator) = &state.generator else {
-        let detail = "this server starts no processes of its own, so it cannot generate: download the adapter instead";
-        return Err(Problem::new(Code::NotImplemented, detail));
-    };
     let job = state.store.job_get(id).await?;
     let mut plan = job.plan()?;
     let spec = GenerationSpec::read(&body, &plan).map_err(|errors| invalid(Code::InvalidBody, errors))?;
     let GenerationSpec { prompt, checkpoint, num_generations, seed, sampling } = spec;
     let row = find(&state, &job, checkpoint).await?;
     let model = find_model(&state, &caller, &plan).await?;
+    let Some(generator) = &state.generator else {
+        let detail = "this server starts no processes of its own, so it cannot generate: download the adapter instead";
+        return Err(Problem::new(Code::NotImplemented, detail));
+    };
     plan.sampling = sampling;
     plan.rloo.num_generations = num_generations;
     let task = GenerationTask {
