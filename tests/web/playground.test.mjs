@@ -1,7 +1,7 @@
 // The playground: a prompt for the base model and a checkpoint, by keyboard, with errors at their fields, and nothing but text.
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
-import { startBrowser, visit } from "./browser.mjs";
+import { makeJob, startBrowser, visit } from "./browser.mjs";
 import { CORPUS } from "./corpus.mjs";
 import { finished, prompts, submit } from "./job.mjs";
 import { startServer } from "./server.mjs";
@@ -119,8 +119,11 @@ test("whatever a model says is text", { timeout: 120_000 }, () =>
   }));
 
 test("a job without a checkpoint says so", { timeout: 60_000 }, async () => {
-  const waiting = await submit(server, { name: "young", steps: 4000 });
-  await server.api("POST", `/jobs/${waiting.id}/cancel`);
-  const { data } = await server.api("GET", `/jobs/${waiting.id}/checkpoints`);
-  if (!data.length) await visit(browser, server.url, `#/jobs/${waiting.id}/playground`, (page) => page.getByRole("heading", { name: "Nothing to compare yet" }).waitFor(), { allow: /404/ });
+  const idle = await startServer();
+  try {
+    const waiting = await makeJob(idle);
+    await visit(browser, idle.url, `#/jobs/${waiting.id}/playground`, (page) => page.getByRole("heading", { name: "Nothing to compare yet" }).waitFor(), { allow: /404/ });
+  } finally {
+    await idle.stop();
+  }
 });
