@@ -177,7 +177,6 @@ struct Run<'a> {
     /// With overlap: blocks that are sampled and not scored yet, in order.
     ahead: VecDeque<Ahead>,
     saved_step: u64,
-    last_saved: bool,
     /// An evaluation or an alert since the last checkpoint.
     unsaved_verdict: bool,
     /// Rows of the dataset that train, where some are held out.
@@ -261,7 +260,6 @@ impl<'a> Run<'a> {
             reference,
             adam,
             saved_step: state.step,
-            last_saved: false,
             unsaved_verdict: false,
             trained_rows,
             evaluated_rows,
@@ -323,7 +321,8 @@ impl<'a> Run<'a> {
     fn checkpoint_is_due(&self) -> bool {
         let step = self.state.step;
         if step == self.plan.training.max_steps || self.state.evaluations.stopped {
-            return !self.last_saved;
+            // An attempt that goes on from its last checkpoint has nothing to add to it but an evaluation.
+            return step > self.saved_step || self.unsaved_verdict;
         }
         if self.best_is_unsaved() {
             return true;
@@ -492,7 +491,6 @@ impl<'a> Run<'a> {
         published?;
         removed?;
         self.saved_step = step;
-        self.last_saved = last;
         self.unsaved_verdict = false;
         self.seconds.checkpoint += started.elapsed().as_secs_f64();
         Ok(())

@@ -312,6 +312,9 @@ async fn tick(store: Store, files: DataDir, lease_ms: i64, mut disk: DiskWatch) 
             Err(error) => tracing::error!(error = &error as &dyn std::error::Error, "lapsed leases stay"),
         }
         disk.look(&store, &files, now).await;
+        if let Err(error) = store.log_fold().await {
+            tracing::warn!(error = &error as &dyn std::error::Error, "the database's log grows");
+        }
         if count % TICKS_A_ROUND == 0 {
             let kept = store.keys_expire(now).await.and(store.sessions_expire(now).await);
             let kept = kept.and(store.workers_prune(now - WORKER_SILENCE_MS).await);

@@ -18,6 +18,7 @@ pub mod fork;
 pub mod jobs;
 pub mod journal;
 pub mod keys;
+pub mod listing;
 pub mod measures;
 pub mod models;
 pub mod moves;
@@ -27,13 +28,14 @@ pub mod rewards;
 pub mod samples;
 pub mod sessions;
 pub mod snapshot;
+pub mod steps;
 pub mod webhooks;
 pub mod workers;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -64,10 +66,12 @@ pub use events::{EventRow, LogRow, StepRow};
 pub use fork::Fork;
 pub use jobs::{JobFilter, JobPatch, JobRow, NewJob};
 pub use keys::KeyBegin;
+pub use listing::JobBeside;
 pub use models::{ModelRow, NewModel};
 pub use rewards::RewardHealthRow;
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use sessions::{SessionKey, SessionRow};
+pub use steps::{StepLine, StepLines};
 pub use workers::WorkerRow;
 
 /// The database of one server. Cheap to clone.
@@ -75,6 +79,8 @@ pub use workers::WorkerRow;
 pub struct Store {
     writer: SqlitePool,
     readers: SqlitePool,
+    /// Folds the log.
+    folder: SqlitePool,
     changes: Arc<Changes>,
 }
 
@@ -216,6 +222,11 @@ pub fn clock_ms() -> i64 {
     jiff::Timestamp::now().as_millisecond()
 }
 
+/// Pages in the log that are worth folding it into the database: 4 MiB.
+const FOLDED_PAGES: i64 = 1000;
+/// Pages in the log at which the writer itself folds it, should nobody else.
+const MOST_PAGES: &str = "16384";
+
 /// Before this version a WAL database can be corrupted when a checkpoint meets a reset of the log.
 const OLDEST_SQLITE: [u32; 3] = [3, 51, 3];
 
@@ -235,20 +246,26 @@ impl Store {
         let writer = pool
             .clone()
             .max_connections(1)
+            // Whatever the one before wanted.
+            .before_acquire(|writer, _| {
+                Box::pin(async move { sqlx::query("PRAGMA synchronous = FULL").execute(writer).await.map(|_| true) })
+            })
             .connect_with(
                 options
                     .clone()
                     .create_if_missing(true)
                     .journal_mode(SqliteJournalMode::Wal)
                     .synchronous(SqliteSynchronous::Full)
+                    .pragma("wal_autocheckpoint", MOST_PAGES)
                     .optimize_on_close(true, 400),
             )
             .await
             .map_err(cannot_open)?;
         sqlx::migrate!().run(&writer).await.map_err(|source| StoreError::Migrate { source })?;
+        let folder = pool.clone().max_connections(1).connect_lazy_with(options.clone());
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
         let changes = Arc::default();
-        Ok(Store { writer, readers, changes })
+        Ok(Store { writer, readers, folder, changes })
     }
 
     /// Opens the database of a server that is running, for a command of a few statements. `Corrupt` when the server is of
@@ -276,12 +293,13 @@ impl Store {
             )));
         }
         let changes = Arc::default();
-        Ok(Store { writer: one.clone(), readers: one, changes })
+        Ok(Store { writer: one.clone(), readers: one.clone(), folder: one, changes })
     }
 
     /// Closes every connection; the WAL is folded into the file.
     pub async fn close(&self) {
         self.readers.close().await;
+        self.folder.close().await;
         self.writer.close().await;
     }
 
@@ -314,6 +332,25 @@ impl Store {
         self.writer.begin_with(begin).await.doing(doing)
     }
 
+    /// For what may be lost with the machine, never with the process: nobody waits for the disk.
+    async fn begin_soon(&self, doing: &'static str) -> Result<Transaction<'static, Sqlite>, StoreError> {
+        if without!(Immediate) {
+            return self.begin(doing).await;
+        }
+        self.writer.begin_with("PRAGMA synchronous = NORMAL; BEGIN IMMEDIATE").await.doing(doing)
+    }
+
+    /// Copies the log into the database when it has grown, beside the writer: otherwise one request in a hundred would have to.
+    pub async fn log_fold(&self) -> Result<(), StoreError> {
+        let doing = "fold the database's log";
+        let (_, pages, folded): (i64, i64, i64) =
+            sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&self.folder).await.doing(doing)?;
+        if pages - folded >= FOLDED_PAGES {
+            sqlx::query("PRAGMA wal_checkpoint(PASSIVE)").execute(&self.folder).await.doing(doing)?;
+        }
+        Ok(())
+    }
+
     async fn commit(&self, tx: Transaction<'static, Sqlite>, doing: &'static str) -> Result<(), StoreError> {
         fail_point!("store.before_commit", doing).map_err(sqlx::Error::Io).doing(doing)?;
         tx.commit().await.doing(doing)?;
@@ -341,10 +378,19 @@ impl Store {
 
 /// The version of the SQLite inside; an error when it is too old to be trusted.
 pub async fn sqlite_version() -> Result<String, StoreError> {
+    // It is linked into this binary.
+    static FOUND: OnceLock<String> = OnceLock::new();
+    if let Some(found) = FOUND.get() {
+        return Ok(found.clone());
+    }
     let doing = "ask SQLite for its version";
     let mut memory = SqliteConnection::connect_with(&SqliteConnectOptions::new().in_memory(true)).await.doing(doing)?;
     let found: String = sqlx::query_scalar("SELECT sqlite_version()").fetch_one(&mut memory).await.doing(doing)?;
-    if is_new_enough(&found) { Ok(found) } else { Err(StoreError::SqliteTooOld { found }) }
+    if is_new_enough(&found) {
+        Ok(FOUND.get_or_init(|| found).clone())
+    } else {
+        Err(StoreError::SqliteTooOld { found })
+    }
 }
 
 fn is_new_enough(version: &str) -> bool {
@@ -454,6 +500,59 @@ fn page<T>(mut data: Vec<T>, limit: u32, key: impl FnOnce(&T) -> String) -> Page
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    async fn synchronous(store: &Store) -> i64 {
+        sqlx::query_scalar("PRAGMA synchronous").fetch_one(&store.writer).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn only_what_may_be_lost_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("a.db")).await.unwrap();
+        let full = 2;
+        assert_eq!(synchronous(&store).await, full);
+        for committed in [true, false] {
+            let mut soon = store.begin_soon("test").await.unwrap();
+            let level: i64 = sqlx::query_scalar("PRAGMA synchronous").fetch_one(&mut *soon).await.unwrap();
+            assert_eq!(level, 1);
+            if committed {
+                store.commit(soon, "test").await.unwrap();
+            } else {
+                drop(soon);
+            }
+            let mut next = store.begin("test").await.unwrap();
+            let level: i64 = sqlx::query_scalar("PRAGMA synchronous").fetch_one(&mut *next).await.unwrap();
+            assert_eq!(level, full);
+            drop(next);
+            assert_eq!(synchronous(&store).await, full);
+        }
+    }
+
+    #[tokio::test]
+    async fn the_log_is_folded_when_it_has_grown() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("a.db")).await.unwrap();
+        let unfolded = async || {
+            let (_, pages, folded): (i64, i64, i64) =
+                sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&store.folder).await.unwrap();
+            pages - folded
+        };
+        let write = async |bytes: u32| {
+            sqlx::query("INSERT INTO server_secrets VALUES (hex(randomblob(9)), hex(zeroblob(?)))")
+                .bind(bytes)
+                .execute(&store.writer)
+                .await
+                .unwrap();
+        };
+        write(100).await;
+        let before = unfolded().await;
+        store.log_fold().await.unwrap();
+        assert_eq!(unfolded().await, before, "a few pages are not worth it");
+        write(4 << 20).await;
+        assert!(unfolded().await > FOLDED_PAGES);
+        store.log_fold().await.unwrap();
+        assert_eq!(unfolded().await, 0);
+    }
 
     #[test]
     fn versions_compare_as_numbers() {

@@ -67,10 +67,9 @@ pub struct EndingView {
 }
 
 impl EndingView {
-    /// An ending as clients see it.
-    pub(super) async fn of(state: &AppState, job: JobId, ending: Ending) -> Result<Self, Problem> {
-        let checkpoint = state.store.checkpoint_result(job, Some(&ending)).await?.map(Marked::from);
-        Ok(Self { ending, checkpoint })
+    /// An ending as clients see it, with the id and the step of the job's result.
+    pub(super) fn new(ending: Ending, result: Option<(CheckpointId, u64)>) -> Self {
+        Self { ending, checkpoint: result.map(|(id, step)| Marked { id, step }) }
     }
 }
 

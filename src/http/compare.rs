@@ -1,6 +1,6 @@
 //! Several jobs side by side: where they stand, how their configurations differ, their metrics by step.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use axum::extract::State;
 use serde::{Deserialize, Serialize};
@@ -294,13 +294,15 @@ fn thinned(rows: Vec<ComparedStep>, keys: &[String], jobs: usize, max_points: us
     if rows.len() <= max_points {
         return rows;
     }
-    let columns: Vec<Vec<Option<f64>>> = keys
+    let value = |row: &ComparedStep, key: &String, job: usize| row.metrics.get(key).and_then(|values| values[job]);
+    let columns: Vec<Vec<f64>> = keys
         .iter()
         .flat_map(|key| (0..jobs).map(move |job| (key, job)))
-        .map(|(key, job)| rows.iter().map(|row| row.metrics.get(key).and_then(|values| values[job])).collect())
+        .map(|(key, job)| rows.iter().map(|row| value(row, key, job).unwrap_or(f64::NAN)).collect())
         .collect();
-    let kept: BTreeSet<usize> = kept_rows(&columns, rows.len(), max_points);
-    rows.into_iter().enumerate().filter(|(index, _)| kept.contains(index)).map(|(_, row)| row).collect()
+    let columns: Vec<&[f64]> = columns.iter().map(Vec::as_slice).collect();
+    let mut kept = kept_rows(&columns, rows.len(), max_points).into_iter().peekable();
+    rows.into_iter().enumerate().filter(|(index, _)| kept.next_if_eq(index).is_some()).map(|(_, row)| row).collect()
 }
 
 #[cfg(test)]

@@ -97,20 +97,13 @@ async fn list_courses(
         let detail = format!("name 1 to {MAX_JOBS} jobs, comma-separated, not {}", words.len());
         return Err(bad_query("ids", "out_of_range", detail));
     }
-    let mut data = Vec::with_capacity(words.len());
-    for word in words {
-        let id: JobId = word
-            .parse()
-            .map_err(|_| bad_query("ids", "invalid_value", format!("'{}' is not the id of a job", shortened(word))))?;
-        match state.store.job_get(id).await {
-            Ok(row) if caller.may_see(&row.owner) => {
-                data.push(state.store.reward_course(row.id, points / 2).await?.into());
-            }
-            Ok(_) | Err(StoreError::NotFound { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(Json(List { data, next: None }))
+    let id = |word: &&str| {
+        word.parse::<JobId>()
+            .map_err(|_| bad_query("ids", "invalid_value", format!("'{}' is not the id of a job", shortened(word))))
+    };
+    let ids = words.iter().map(id).collect::<Result<Vec<_>, _>>()?;
+    let courses = state.store.reward_courses(&ids, caller.sees(), points / 2).await?;
+    Ok(Json(List { data: courses.into_iter().map(CourseView::from).collect(), next: None }))
 }
 
 /// Follow all jobs.

@@ -8,6 +8,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
@@ -28,7 +29,7 @@ use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State as JobState};
 use crate::spec::format::{Format, write_job};
 use crate::spec::{FieldError, Labels, Plan, RewardKind, RewardSecrets, read_labels, submittable};
-use crate::store::{JobFilter, JobPatch, JobRow, clock_ms};
+use crate::store::{JobBeside, JobFilter, JobPatch, JobRow, clock_ms};
 
 /// The routes of this module and of submission.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -85,7 +86,7 @@ pub struct JobView {
     training_phase: Option<PhaseChange>,
     /// What it does, with every default applied.
     #[schema(value_type = Plan)]
-    plan: Value,
+    plan: Box<RawValue>,
     /// The job it was made from.
     parent: Option<JobId>,
     /// When it was submitted.
@@ -103,27 +104,29 @@ pub struct JobView {
 impl JobView {
     /// A row as clients see it.
     pub(super) async fn of(state: &AppState, row: JobRow) -> Result<Self, Problem> {
-        let queue_position = match row.state {
-            JobState::Queued => state.store.job_queue_position(row.id).await?,
-            JobState::Running | JobState::Paused | JobState::Succeeded | JobState::Failed | JobState::Cancelled => None,
-        };
-        Self::placed(state, row, queue_position).await
+        let beside = state.store.jobs_beside(&[row.id]).await?.remove(&row.id);
+        Ok(Self::with(row, beside.unwrap_or_default()))
     }
 
-    async fn placed(state: &AppState, row: JobRow, queue_position: Option<u64>) -> Result<Self, Problem> {
-        let ending = match row.ending {
-            Some(ending) => Some(EndingView::of(state, row.id, ending).await?),
-            None => None,
-        };
-        let alerts = state.store.alert_list(row.id, true).await?;
-        let device = match row.worker {
-            Some(worker) => state.store.worker_device(worker).await?,
-            None => None,
-        };
-        Ok(Self {
-            ending,
+    /// A page of rows as clients see them.
+    async fn all(state: &AppState, rows: Vec<JobRow>) -> Result<Vec<Self>, Problem> {
+        let ids: Vec<JobId> = rows.iter().map(|row| row.id).collect();
+        let mut beside = state.store.jobs_beside(&ids).await?;
+        Ok(rows
+            .into_iter()
+            .map(|row| {
+                let beside = beside.remove(&row.id).unwrap_or_default();
+                Self::with(row, beside)
+            })
+            .collect())
+    }
+
+    fn with(row: JobRow, beside: JobBeside) -> Self {
+        let JobBeside { queue_position, alerts, training_phase, device, result } = beside;
+        Self {
+            ending: row.ending.map(|ending| EndingView::new(ending, result)),
             alerts: alerts.into_iter().map(AlertView::from).collect(),
-            training_phase: state.store.training_phase(row.id).await?,
+            training_phase,
             id: row.id,
             name: row.name,
             state: row.state,
@@ -136,7 +139,7 @@ impl JobView {
             step: row.step,
             total_steps: row.total_steps,
             eta_s: row.eta_s,
-            queue_position,
+            queue_position: queue_position.filter(|_| row.state == JobState::Queued),
             failure: row.failure,
             plan: row.plan_json,
             parent: row.parent,
@@ -145,7 +148,7 @@ impl JobView {
             finished_at: row.finished_at.map(Time),
             metadata: row.metadata,
             owner: row.owner,
-        })
+        }
     }
 }
 
@@ -209,14 +212,7 @@ async fn list_jobs(
     }
     filter.owner = caller.sees().map(str::to_owned);
     let page = state.store.job_list(&filter, after.as_deref(), list::limit(limit)?).await?;
-    let queued = page.data.iter().filter(|row| row.state == JobState::Queued).map(|row| row.id);
-    let positions = state.store.job_queue_positions(&queued.collect::<Vec<_>>()).await?;
-    let mut data = Vec::with_capacity(page.data.len());
-    for row in page.data {
-        let position = positions.get(&row.id).copied();
-        data.push(JobView::placed(&state, row, position).await?);
-    }
-    Ok(Json(List { data, next: page.next }))
+    Ok(Json(List { data: JobView::all(&state, page.data).await?, next: page.next }))
 }
 
 /// How long to wait for a job.

@@ -1,26 +1,35 @@
 //! A job's metrics by step: JSON, CSV or NDJSON, thinned out so that no peak is lost.
 
-use std::collections::BTreeSet;
+mod table;
+mod thin;
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
 use super::error::{Problem, ProblemBody, shortened};
-use super::extract::{Json, Path, Query};
+use super::extract::{Path, Query};
 use super::jobs::bad_query;
 use crate::event::Metrics;
 use crate::id::JobId;
-use crate::store::StepRow;
+use crate::store::StepLines;
+use table::{Broken, Columns, Rows, entries, from_json, in_json};
+
+pub(super) use thin::kept_rows;
 
 /// Rows of one answer.
 const MAX_ROWS: usize = 10_000;
+/// Lines read at once: a little more than a page.
+const LINES: u32 = MAX_ROWS as u32 + 2;
+/// Rows whose text is kept while they are thinned out; of longer runs the chosen ones are read again.
+const MAX_KEPT: usize = 2 * MAX_ROWS;
 /// Whose peaks are kept first when not all fit and the client did not say.
 const LEADING_KEYS: [&str; 6] = ["reward", "eval_reward", "kl", "grad_norm", "loss", "completions/mean_length"];
 
@@ -66,8 +75,8 @@ struct MetricsQuery {
 }
 
 /// The metrics of one step.
-#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
-pub struct MetricsRow {
+#[derive(Debug, Serialize, ToSchema)]
+struct MetricsRow {
     /// Optimizer step; an evaluation stands at the step it follows (0 = before the start).
     step: u64,
     /// By TRL's names, evaluation with the prefix `eval_`; null = undefined. A key that a step does not have is left out.
@@ -114,122 +123,175 @@ async fn get_metrics(
     };
     state.store.job_get(id).await?;
     let min = query.min_step.unwrap_or(0).max(after.map_or(0, |step| step.saturating_add(1)));
-    let steps = state.store.step_page(id, None, min, query.max_step.unwrap_or(i64::MAX as u64)).await?;
-    let (max_points, form) = (query.max_points, query.format);
-    let work = move || {
-        let warnings = keys.as_deref().map(|keys| unknown_keys(&steps, keys)).unwrap_or_default();
-        let rows = merged(steps, keys.as_deref());
-        let (rows, next) = match max_points {
-            Some(points) => (thinned(rows, keys, points), None),
-            None => page(rows),
-        };
-        written(rows, next, warnings, form)
+    let range = (min, query.max_step.unwrap_or(i64::MAX as u64));
+    let wanted: Option<Vec<String>> = keys.as_ref().map(|keys| keys.iter().map(|key| in_json(key)).collect());
+    let (rows, next) = match query.max_points {
+        Some(points) => (thinned(&state, id, range, wanted.clone(), points).await?, None),
+        None => page(&state, id, range, wanted.clone()).await?,
     };
-    tokio::task::spawn_blocking(work).await.map_err(Problem::internal)?
+    let warnings = match &wanted {
+        Some(wanted) => unknown_keys(&state, id, range, wanted, &rows).await?,
+        None => Vec::new(),
+    };
+    let form = query.format;
+    tokio::task::spawn_blocking(move || written(&rows, next, warnings, form)).await.map_err(Problem::internal)?
+}
+
+/// First and last step, both inclusive.
+type Range = (u64, u64);
+
+/// Rows and columns in the making, handed back and forth between the database and a thread that reads text.
+#[derive(Default)]
+struct Gathered {
+    rows: Rows,
+    columns: Option<Columns>,
+}
+
+impl Gathered {
+    async fn take(mut self, lines: StepLines, keys: Option<Vec<String>>) -> Result<Self, Problem> {
+        let work = move || -> Result<Self, Broken> {
+            self.rows.take(&lines, keys.as_deref(), self.columns.as_mut())?;
+            if self.columns.is_some() && self.rows.len() > MAX_KEPT {
+                self.rows.drop_text();
+            }
+            Ok(self)
+        };
+        tokio::task::spawn_blocking(work).await.map_err(Problem::internal)?.map_err(unreadable)
+    }
+}
+
+fn unreadable(what: Broken) -> Problem {
+    Problem::internal(format!("a stored step cannot be read: {what}"))
+}
+
+/// The first [`MAX_ROWS`] steps, and the cursor of the next page.
+async fn page(
+    state: &AppState,
+    id: JobId,
+    (mut min, max): Range,
+    keys: Option<Vec<String>>,
+) -> Result<(Rows, Option<String>), Problem> {
+    let mut gathered = Gathered::default();
+    loop {
+        let (lines, next) = state.store.step_lines(id, min, max, LINES).await?;
+        gathered = gathered.take(lines, keys.clone()).await?;
+        if gathered.rows.len() > MAX_ROWS {
+            gathered.rows.truncate(MAX_ROWS);
+            let next = gathered.rows.step(MAX_ROWS - 1).map(|step| step.to_string());
+            return Ok((gathered.rows, next));
+        }
+        match next {
+            Some(next) => min = next,
+            None => return Ok((gathered.rows, None)),
+        }
+    }
+}
+
+/// At most `max_points` of all steps, with the lowest and highest value of every key in every stretch.
+async fn thinned(
+    state: &AppState,
+    id: JobId,
+    (mut min, max): Range,
+    keys: Option<Vec<String>>,
+    max_points: usize,
+) -> Result<Rows, Problem> {
+    let mut gathered = Gathered { columns: Some(Columns::default()), ..Gathered::default() };
+    loop {
+        let (lines, next) = state.store.step_lines(id, min, max, LINES).await?;
+        gathered = gathered.take(lines, keys.clone()).await?;
+        match next {
+            Some(next) => min = next,
+            None => break,
+        }
+    }
+    let Gathered { rows, columns } = gathered;
+    let Some(mut columns) = columns.filter(|_| rows.len() > max_points) else { return Ok(rows) };
+    let first = keys.clone().unwrap_or_else(|| LEADING_KEYS.map(str::to_owned).to_vec());
+    let choose = move || {
+        let first: Vec<&str> = first.iter().map(String::as_str).collect();
+        let kept = kept_rows(&columns.ordered(&first, rows.len()), rows.len(), max_points);
+        if rows.has_text() {
+            Ok(rows.chosen(&kept))
+        } else {
+            Err(kept.iter().filter_map(|row| rows.step(*row)).collect())
+        }
+    };
+    let chosen: Result<Rows, Vec<u64>> = tokio::task::spawn_blocking(choose).await.map_err(Problem::internal)?;
+    match chosen {
+        Ok(rows) => Ok(rows),
+        Err(steps) => {
+            let lines = state.store.some_step_lines(id, &steps).await?;
+            Ok(Gathered::default().take(lines, keys).await?.rows)
+        }
+    }
 }
 
 /// What to say of keys that no step has; nothing while there are no steps.
-fn unknown_keys(steps: &[StepRow], keys: &[String]) -> Vec<String> {
-    let known: BTreeSet<&str> = steps.iter().flat_map(|step| step.metrics.keys().map(String::as_str)).collect();
-    let unknown = keys.iter().filter(|key| !known.is_empty() && !known.contains(key.as_str()));
-    let list = || known.iter().copied().collect::<Vec<_>>().join(", ");
-    unknown.map(|key| format!("no step so far has '{}'; there are: {}", shortened(key), list())).collect()
-}
-
-/// One row a step, with the wanted keys; steps that have none of them are left out.
-fn merged(steps: Vec<StepRow>, keys: Option<&[String]>) -> Vec<MetricsRow> {
-    let mut rows: Vec<MetricsRow> = Vec::new();
-    for StepRow { step, kind: _, time: _, mut metrics } in steps {
-        if let Some(keys) = keys {
-            metrics.retain(|key, _| keys.contains(key));
+async fn unknown_keys(
+    state: &AppState,
+    id: JobId,
+    (mut min, max): Range,
+    keys: &[String],
+    shown: &Rows,
+) -> Result<Vec<String>, Problem> {
+    // Most often all are there, and a few rows say so.
+    let seen: BTreeSet<&str> =
+        shown.iter().take(8).flat_map(|row| entries(row).flatten()).map(|(key, _)| key).collect();
+    if keys.iter().all(|key| seen.contains(key.as_str())) {
+        return Ok(Vec::new());
+    }
+    let mut known = BTreeSet::new();
+    loop {
+        let (lines, next) = state.store.step_lines(id, min, max, LINES).await?;
+        for line in lines.iter() {
+            for entry in entries(line?.metrics) {
+                let (key, _) = entry.map_err(unreadable)?;
+                if !known.contains(key) {
+                    known.insert(key.to_owned());
+                }
+            }
         }
-        match rows.last_mut() {
-            Some(row) if row.step == step => row.metrics.append(&mut metrics),
-            _ => rows.push(MetricsRow { step, metrics }),
+        match next.filter(|_| !keys.iter().all(|key| known.contains(key))) {
+            Some(next) => min = next,
+            None => break,
         }
     }
-    rows.retain(|row| !row.metrics.is_empty());
-    rows
+    let unknown = keys.iter().filter(|key| !known.is_empty() && !known.contains(*key));
+    let list = || known.iter().map(|key| from_json(key)).collect::<Vec<_>>().join(", ");
+    Ok(unknown
+        .map(|key| format!("no step so far has '{}'; there are: {}", shortened(&from_json(key)), list()))
+        .collect())
 }
 
-fn page(mut rows: Vec<MetricsRow>) -> (Vec<MetricsRow>, Option<String>) {
-    let more = rows.len() > MAX_ROWS;
-    rows.truncate(MAX_ROWS);
-    let next = rows.last().filter(|_| more).map(|row| row.step.to_string());
-    (rows, next)
-}
-
-fn thinned(rows: Vec<MetricsRow>, keys: Option<Vec<String>>, max_points: usize) -> Vec<MetricsRow> {
-    if rows.len() <= max_points {
-        return rows;
-    }
-    let keys = keys.unwrap_or_else(|| leading(&rows));
-    let columns: Vec<Vec<Option<f64>>> =
-        keys.iter().map(|key| rows.iter().map(|row| row.metrics.get(key).copied().flatten()).collect()).collect();
-    let kept = kept_rows(&columns, rows.len(), max_points);
-    rows.into_iter().enumerate().filter(|(index, _)| kept.contains(index)).map(|(_, row)| row).collect()
-}
-
-fn leading(rows: &[MetricsRow]) -> Vec<String> {
-    let all: BTreeSet<&String> = rows.iter().flat_map(|row| row.metrics.keys()).collect();
-    let (first, rest): (Vec<&String>, Vec<&String>) =
-        all.into_iter().partition(|key| LEADING_KEYS.contains(&key.as_str()));
-    let rank = |key: &&String| LEADING_KEYS.iter().position(|leading| leading == key);
-    let mut first = first;
-    first.sort_by_key(rank);
-    first.into_iter().chain(rest).cloned().collect()
-}
-
-/// Which of `len` rows to keep, at most `max_points`: first and last, and the lowest and highest of every column in each of as
-/// many equal stretches as fit.
-pub(super) fn kept_rows(columns: &[Vec<Option<f64>>], len: usize, max_points: usize) -> BTreeSet<usize> {
-    let mut stretches = max_points / 2;
-    while stretches > 0 {
-        let mut kept = BTreeSet::from([0, len - 1]);
-        for stretch in 0..stretches {
-            let range = stretch * len / stretches..(stretch + 1) * len / stretches;
-            columns.iter().for_each(|column| kept.extend(extremes(column, range.clone())));
-        }
-        if kept.len() <= max_points {
-            return kept;
-        }
-        stretches = (stretches * 3 / 4).min(stretches - 1);
-    }
-    // Not even the extremes of the whole fit: those of the first keys do.
-    let mut kept = BTreeSet::new();
-    for index in columns.iter().flat_map(|column| extremes(column, 0..len)) {
-        if kept.len() < max_points {
-            kept.insert(index);
-        }
-    }
-    kept
-}
-
-/// Where the lowest and the highest value stand; nothing where there is no value.
-fn extremes(column: &[Option<f64>], range: std::ops::Range<usize>) -> impl Iterator<Item = usize> {
-    let values = || range.clone().filter_map(|index| column[index].map(|value| (index, value)));
-    let lowest = values().min_by(|a, b| a.1.total_cmp(&b.1));
-    let highest = values().max_by(|a, b| a.1.total_cmp(&b.1));
-    lowest.into_iter().chain(highest).map(|(index, _)| index)
-}
-
-fn written(
-    rows: Vec<MetricsRow>,
-    next: Option<String>,
-    warnings: Vec<String>,
-    form: Form,
-) -> Result<Response, Problem> {
+fn written(rows: &Rows, next: Option<String>, warnings: Vec<String>, form: Form) -> Result<Response, Problem> {
     match form {
-        Form::Json => Ok(Json(MetricsPage { data: rows, next, warnings }).into_response()),
+        Form::Json => {
+            let mut text = String::with_capacity(rows.size_bytes() + rows.len() + 64);
+            text.push_str("{\"data\":[");
+            for (place, row) in rows.iter().enumerate() {
+                if place > 0 {
+                    text.push(',');
+                }
+                text.push_str(row);
+            }
+            text.push_str("],\"next\":");
+            text.push_str(&serde_json::to_string(&next).map_err(Problem::internal)?);
+            if !warnings.is_empty() {
+                text.push_str(",\"warnings\":");
+                text.push_str(&serde_json::to_string(&warnings).map_err(Problem::internal)?);
+            }
+            text.push('}');
+            Ok(([(header::CONTENT_TYPE, "application/json")], text).into_response())
+        }
         Form::Ndjson => {
-            let mut text = String::new();
-            for row in &rows {
-                text.push_str(&serde_json::to_string(row).map_err(Problem::internal)?);
+            let mut text = String::with_capacity(rows.size_bytes() + rows.len());
+            for row in rows.iter() {
+                text.push_str(row);
                 text.push('\n');
             }
             Ok(with_link(text, "application/x-ndjson", next))
         }
-        Form::Csv => Ok(with_link(csv_of(&rows).map_err(Problem::internal)?, "text/csv; charset=utf-8", next)),
+        Form::Csv => Ok(with_link(csv_of(rows).map_err(Problem::internal)?, "text/csv; charset=utf-8", next)),
     }
 }
 
@@ -242,66 +304,40 @@ fn with_link(text: String, kind: &'static str, next: Option<String>) -> Response
     response
 }
 
-fn csv_of(rows: &[MetricsRow]) -> Result<String, Box<dyn std::error::Error + Send + Sync>> {
-    let keys: BTreeSet<&str> = rows.iter().flat_map(|row| row.metrics.keys().map(String::as_str)).collect();
+/// Numbers as they are stored: the shortest digits that read back as the same number.
+fn csv_of(rows: &Rows) -> Result<String, Box<dyn std::error::Error + Send + Sync>> {
+    let mut keys = BTreeSet::new();
+    for row in rows.iter() {
+        for entry in entries(row) {
+            let (key, _) = entry?;
+            if !keys.contains(key) {
+                keys.insert(key);
+            }
+        }
+    }
+    keys.remove("step");
     let mut writer = csv::Writer::from_writer(Vec::new());
-    writer.write_record(std::iter::once("step").chain(keys.iter().copied()))?;
-    for row in rows {
-        let number = |key: &&str| match row.metrics.get(*key).copied().flatten() {
-            // serde_json writes the shortest digits that read back as the same number.
-            Some(value) => Value::from(value).to_string(),
-            None => String::new(),
-        };
-        writer.write_record(std::iter::once(row.step.to_string()).chain(keys.iter().map(number)))?;
+    writer.write_record(std::iter::once("step".to_owned()).chain(keys.iter().map(|key| from_json(key))))?;
+    for row in rows.iter() {
+        let values: BTreeMap<&str, &str> = entries(row).collect::<Result<_, _>>()?;
+        let value = |key: &str| values.get(key).copied().filter(|value| *value != "null").unwrap_or_default();
+        writer.write_record(std::iter::once("step").chain(keys.iter().copied()).map(value))?;
     }
     Ok(String::from_utf8(writer.into_inner()?)?)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
-
-    fn rows(values: impl IntoIterator<Item = f64>) -> Vec<MetricsRow> {
-        let row = |(step, value)| MetricsRow { step, metrics: BTreeMap::from([("reward".to_owned(), Some(value))]) };
-        (1..).zip(values).map(row).collect()
-    }
-
-    #[test]
-    fn a_single_outlier_survives_thinning_in_every_place() {
-        for place in [0, 1, 499, 998, 999] {
-            for outlier in [-50.0, 50.0] {
-                let mut values: Vec<f64> = (0..1000).map(|i| (f64::from(i) * 0.1).sin()).collect();
-                values[place] = outlier;
-                let thin = thinned(rows(values), Some(vec!["reward".to_owned()]), 40);
-                assert!((20..=40).contains(&thin.len()), "{}", thin.len());
-                assert!(thin.iter().any(|row| row.metrics["reward"] == Some(outlier)), "{place} {outlier}");
-                assert_eq!((thin[0].step, thin[thin.len() - 1].step), (1, 1000));
-                assert!(thin.windows(2).all(|pair| pair[0].step < pair[1].step));
-            }
-        }
-    }
-
-    #[test]
-    fn many_keys_keep_the_extremes_of_as_many_as_fit() {
-        let mut rows = rows((0..100).map(f64::from));
-        for (index, row) in rows.iter_mut().enumerate() {
-            for key in 0..20 {
-                row.metrics.insert(format!("key{key:02}"), Some(((index * (key + 7)) % 97) as f64));
-            }
-        }
-        let thin = thinned(rows, None, 5);
-        assert!(thin.len() <= 5);
-        assert!(thin.iter().any(|row| row.metrics["reward"] == Some(0.0)));
-        assert!(thin.iter().any(|row| row.metrics["reward"] == Some(99.0)));
-    }
 
     #[test]
     fn csv_has_a_column_a_key_and_leaves_undefined_values_empty() {
-        let mut rows = rows([0.1, 2.0]);
-        rows[1].metrics.insert("eval_reward".to_owned(), Some(0.30000000000000004));
-        rows[0].metrics.insert("kl".to_owned(), None);
+        let mut rows = Rows::default();
+        for (step, metrics) in
+            [(1, r#"{"kl":null,"reward":0.1}"#), (2, r#"{"eval_reward":0.30000000000000004,"reward":2.0}"#)]
+        {
+            rows.take_row(step, metrics, None, None).unwrap();
+        }
         assert_eq!(csv_of(&rows).unwrap(), "step,eval_reward,kl,reward\n1,,,0.1\n2,0.30000000000000004,,2.0\n");
     }
 }

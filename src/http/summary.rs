@@ -121,7 +121,10 @@ async fn get_summary(State(state): State<AppState>, Path(id): Path<JobId>) -> Re
         checkpoints,
         eval_gap: latest("eval_gap"),
         ending: match row.ending {
-            Some(ending) => Some(EndingView::of(&state, id, ending).await?),
+            Some(ending) => {
+                let result = state.store.checkpoint_result(id, Some(&ending)).await?;
+                Some(EndingView::new(ending, result.map(|row| (row.id, row.step))))
+            }
             None => None,
         },
         alerts: state.store.alert_list(id, false).await?.into_iter().map(AlertView::from).collect(),

@@ -142,7 +142,7 @@ impl Store {
     ) -> Result<Option<Requested>, StoreError> {
         let doing = "take a heartbeat";
         let Beat { phase, status_reason, step, eta_s } = beat;
-        let mut tx = self.begin(doing).await?;
+        let mut tx = self.begin_soon(doing).await?;
         owned_row(&mut tx, job, attempt).await?;
         let row = sqlx::query(
             "UPDATE jobs SET phase = ?, status_reason = ?, step = MAX(step, ?), eta_s = ?, lease_until = ? \

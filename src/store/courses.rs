@@ -1,8 +1,8 @@
-//! How the reward of a job went, in few points: for lists of many jobs.
+//! How the rewards of jobs went, in few points: for lists of many jobs.
 
-use sqlx::Row;
+use serde_json::json;
 
-use super::{Doing, Store, StoreError, corrupt};
+use super::{Doing, Store, StoreError, column, corrupt, id_column};
 use crate::id::JobId;
 
 /// The mean reward of a job's training steps, thinned out.
@@ -14,32 +14,62 @@ pub struct Course {
     pub points: Vec<(u64, f64)>,
 }
 
+/// The courses of the jobs ?1 (of the owner ?3), in the order given, over the ?2 stretches numbered in ?4. Reads an index alone; a
+/// short run's points are told as they are. A stretch is a range of the index, so that nothing is sorted or grouped.
+pub const REWARD_COURSES: &str = "WITH wanted AS MATERIALIZED (\
+       SELECT wanted.key AS place, jobs.id, \
+         (SELECT MIN(step) FROM steps INDEXED BY steps_reward WHERE job_id = jobs.id AND kind = 'train') AS first, \
+         (SELECT MAX(step) FROM steps INDEXED BY steps_reward WHERE job_id = jobs.id AND kind = 'train') AS last \
+       FROM json_each(?1) AS wanted CROSS JOIN jobs ON jobs.id = wanted.value WHERE ?3 IS NULL OR jobs.owner = ?3) \
+     SELECT id, CASE \
+       WHEN first IS NULL THEN '[]' \
+       WHEN last - first < 2 * ?2 THEN (SELECT json_group_array(json_array(step, reward)) FROM steps INDEXED BY steps_reward \
+         WHERE job_id = wanted.id AND kind = 'train' AND reward IS NOT NULL) \
+       ELSE (SELECT json_group_array(json(point)) FROM (\
+         SELECT (SELECT json_array(step, MIN(reward)) FROM steps INDEXED BY steps_reward WHERE job_id = wanted.id \
+           AND kind = 'train' AND step >= first + ((last - first + 1) * stretch.value + ?2 - 1) / ?2 \
+           AND step < first + ((last - first + 1) * (stretch.value + 1) + ?2 - 1) / ?2) AS point FROM json_each(?4) AS stretch \
+         UNION ALL \
+         SELECT (SELECT json_array(step, MAX(reward)) FROM steps INDEXED BY steps_reward WHERE job_id = wanted.id \
+           AND kind = 'train' AND step >= first + ((last - first + 1) * stretch.value + ?2 - 1) / ?2 \
+           AND step < first + ((last - first + 1) * (stretch.value + 1) + ?2 - 1) / ?2) FROM json_each(?4) AS stretch \
+         UNION ALL \
+         SELECT json_array(step, reward) FROM steps INDEXED BY steps_reward WHERE job_id = wanted.id AND kind = 'train' \
+           AND step = first \
+         UNION ALL \
+         SELECT json_array(step, reward) FROM steps INDEXED BY steps_reward WHERE job_id = wanted.id AND kind = 'train' \
+           AND step = last)) \
+       END AS points FROM wanted ORDER BY place";
+
 impl Store {
-    /// The course of a job's reward over about `stretches` equal stretches of its steps; at most 2 · `stretches` + 2 points,
-    /// none before the first step. Reads an index alone.
-    pub async fn reward_course(&self, job: JobId, stretches: u32) -> Result<Course, StoreError> {
-        let doing = "read the course of a reward";
-        let rows = sqlx::query(
-            "WITH ends AS MATERIALIZED (SELECT \
-               (SELECT MIN(step) FROM steps WHERE job_id = ?1 AND kind = 'train') AS first, \
-               (SELECT MAX(step) FROM steps WHERE job_id = ?1 AND kind = 'train') AS last) \
-             SELECT step, MIN(reward) AS reward FROM steps INDEXED BY steps_reward, ends WHERE job_id = ?1 AND kind = 'train' AND reward IS NOT NULL \
-               GROUP BY (step - first) * ?2 / (last - first + 1) \
-             UNION SELECT step, MAX(reward) FROM steps INDEXED BY steps_reward, ends WHERE job_id = ?1 AND kind = 'train' AND reward IS NOT NULL \
-               GROUP BY (step - first) * ?2 / (last - first + 1) \
-             UNION SELECT step, reward FROM steps INDEXED BY steps_reward, ends WHERE job_id = ?1 AND kind = 'train' AND step IN (first, last) \
-               AND reward IS NOT NULL \
-             ORDER BY step",
-        )
-        .bind(job.to_string())
-        .bind(stretches.max(1))
-        .fetch_all(&self.readers)
-        .await
-        .doing(doing)?;
-        let point = |row: &sqlx::sqlite::SqliteRow| -> Result<(u64, f64), sqlx::Error> {
-            Ok((row.try_get::<i64, _>("step")?.unsigned_abs(), row.try_get("reward")?))
-        };
-        let points = rows.iter().map(point).collect::<Result<_, _>>().map_err(corrupt("reward"))?;
-        Ok(Course { job, points })
+    /// The courses of these jobs over about `stretches` equal stretches of their steps: at most 2 · `stretches` + 2 points each,
+    /// none before the first step. A job that there is not, or that is another owner's (None = any owner's), is left out.
+    pub async fn reward_courses(
+        &self,
+        jobs: &[JobId],
+        owner: Option<&str>,
+        stretches: u32,
+    ) -> Result<Vec<Course>, StoreError> {
+        let stretches = stretches.max(1);
+        sqlx::query(REWARD_COURSES)
+            .bind(json!(jobs).to_string())
+            .bind(stretches)
+            .bind(owner)
+            .bind(json!((0..stretches).collect::<Vec<_>>()).to_string())
+            .fetch_all(&self.readers)
+            .await
+            .doing("read the courses of rewards")?
+            .iter()
+            .map(|row| {
+                // A stretch without a value has neither step nor value.
+                let found: Vec<(Option<u64>, Option<f64>)> =
+                    serde_json::from_str(column(row, "points")?).map_err(corrupt("reward"))?;
+                let mut points: Vec<(u64, f64)> =
+                    found.into_iter().filter_map(|(step, reward)| step.zip(reward)).collect();
+                points.sort_unstable_by_key(|(step, _)| *step);
+                points.dedup_by_key(|(step, _)| *step);
+                Ok(Course { job: id_column(row, "id")?, points })
+            })
+            .collect()
     }
 }

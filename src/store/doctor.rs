@@ -55,18 +55,23 @@ impl Store {
         job: JobId,
         ending: Option<&Ending>,
     ) -> Result<Option<CheckpointRow>, StoreError> {
-        let Some(Ending { code, good_before_step, .. }) = ending else { return self.checkpoint_latest(job).await };
-        match code {
-            EndingCode::EarlyStopping => self.checkpoint_best(job).await,
-            EndingCode::Alert | EndingCode::Diverged => {
-                let before = good_before_step.unwrap_or(u64::MAX);
-                // Newest first.
-                let rows = self.checkpoint_list(job).await?;
-                let good = rows.iter().find(|row| row.step < before);
-                // The weights that gave a loss which is not finite may still be good: a reward can be at fault.
-                let perhaps = rows.iter().find(|row| *code == EndingCode::Diverged && row.step == before);
-                Ok(good.or(perhaps).cloned())
-            }
+        let Some(ending) = ending else { return self.checkpoint_latest(job).await };
+        let mut rows = self.checkpoint_list(job).await?;
+        let known: Vec<(u64, bool)> = rows.iter().map(|row| (row.step, row.best)).collect();
+        Ok(result_of(ending, &known).map(|place| rows.swap_remove(place)))
+    }
+}
+
+/// Which of a job's checkpoints, newest first, by step and whether it is the best, is its result.
+pub(super) fn result_of(ending: &Ending, checkpoints: &[(u64, bool)]) -> Option<usize> {
+    let place = |is: &dyn Fn(&(u64, bool)) -> bool| checkpoints.iter().position(is);
+    match ending.code {
+        EndingCode::EarlyStopping => place(&|(_, best)| *best).or_else(|| place(&|_| true)),
+        EndingCode::Alert | EndingCode::Diverged => {
+            let before = ending.good_before_step.unwrap_or(u64::MAX);
+            // The weights that gave a loss which is not finite may still be good: a reward can be at fault.
+            let perhaps = |step: &u64| ending.code == EndingCode::Diverged && *step == before;
+            place(&|(step, _)| *step < before).or_else(|| place(&|(step, _)| perhaps(step)))
         }
     }
 }

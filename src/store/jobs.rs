@@ -1,17 +1,15 @@
-//! Jobs as rows: create, read, list, patch, delete, retry. Moves lie in `moves`, claims in `claims`.
+//! Jobs as rows: create, read, patch, delete, retry. Lists lie in `listing`, moves in `moves`, claims in `claims`.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
-use serde::Deserialize;
+use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
-use sqlx::{QueryBuilder, Sqlite};
 
 use super::events::event_insert;
 use super::{
-    Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, id_column, int, json_column,
-    page, parse_cursor, to_json, word_column,
+    Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, word_column,
 };
 use crate::event::Phase;
 use crate::id::{IdError, JobId, WorkerId};
@@ -74,10 +72,8 @@ pub struct JobRow {
     pub eta_s: Option<f64>,
     /// The base model's id.
     pub model: String,
-    /// As sent, secrets redacted.
-    pub spec: Value,
     /// As resolved, as JSON; [`JobRow::plan`] parses it.
-    pub plan_json: Value,
+    pub plan_json: Box<RawValue>,
     /// The client's labels.
     pub metadata: BTreeMap<String, String>,
     /// Why it failed.
@@ -125,7 +121,7 @@ pub struct JobPatch {
 impl JobRow {
     /// The resolved plan.
     pub fn plan(&self) -> Result<Plan, StoreError> {
-        Plan::deserialize(&self.plan_json).map_err(corrupt("plan"))
+        serde_json::from_str(self.plan_json.get()).map_err(corrupt("plan"))
     }
 
     pub(super) fn read(row: &SqliteRow) -> Result<JobRow, StoreError> {
@@ -147,7 +143,6 @@ impl JobRow {
             total_steps: count_column(row, "total_steps")?,
             eta_s: column(row, "eta_s")?,
             model: column(row, "model")?,
-            spec: json_column(row, "spec")?,
             plan_json: json_column(row, "plan")?,
             metadata: json_column(row, "metadata")?,
             failure: column::<Option<&str>>(row, "failure")?
@@ -170,12 +165,6 @@ impl JobRow {
 fn optional_id<T: FromStr<Err = IdError>>(row: &SqliteRow, name: &'static str) -> Result<Option<T>, StoreError> {
     column::<Option<&str>>(row, name)?.map(str::parse).transpose().map_err(corrupt(name))
 }
-
-/// Queued jobs of a higher priority. The planner would rather read the rows, so the index is named.
-const HIGHER_IN_QUEUE: &str = "SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' AND priority > ?";
-/// Queued jobs of a priority from one place to another.
-const EQUAL_IN_QUEUE: &str = "SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' AND priority = ? \
-     AND queue_order >= ? AND queue_order < ?";
 
 impl Store {
     /// Queues a job. `NotFound` (dataset) when one of its datasets is gone.
@@ -257,40 +246,6 @@ impl Store {
     pub async fn job_get(&self, id: JobId) -> Result<JobRow, StoreError> {
         let mut reader = self.readers.acquire().await.doing("read a job")?;
         job_row(&mut reader, id).await
-    }
-
-    /// Jobs, newest first.
-    pub async fn job_list(
-        &self,
-        filter: &JobFilter,
-        after: Option<&str>,
-        limit: u32,
-    ) -> Result<Page<JobRow>, StoreError> {
-        let JobFilter { state, model, metadata, owner } = filter;
-        let mut query = QueryBuilder::<Sqlite>::new("SELECT * FROM jobs WHERE 1");
-        if let Some(state) = state {
-            query.push(" AND state = ").push_bind(state.as_str());
-        }
-        if let Some(model) = model {
-            query.push(" AND model = ").push_bind(model.as_str());
-        }
-        if let Some(owner) = owner {
-            query.push(" AND owner = ").push_bind(owner.as_str());
-        }
-        for (key, value) in metadata {
-            query.push(" AND EXISTS (SELECT 1 FROM json_each(jobs.metadata) AS label WHERE label.key = ");
-            query.push_bind(key.as_str()).push(" AND label.value = ").push_bind(value.as_str()).push(")");
-        }
-        if let Some(after) = after {
-            let [created_at, id] = parse_cursor("jobs", after)?;
-            query.push(" AND (created_at, id) < (").push_bind(cursor_key::<i64>(&created_at)?);
-            query.push(", ").push_bind(id).push(")");
-        }
-        let limit = limit.clamp(1, 1000);
-        query.push(" ORDER BY created_at DESC, id DESC LIMIT ").push_bind(i64::from(limit) + 1);
-        let rows = query.build().fetch_all(&self.readers).await.doing("list jobs")?;
-        let data = rows.iter().map(JobRow::read).collect::<Result<Vec<_>, _>>()?;
-        Ok(page(data, limit, |job| cursor("jobs", [&job.created_at.to_string(), &job.id.to_string()])))
     }
 
     /// Changes what may be changed at any time. A priority matters only while the job is queued.
@@ -383,56 +338,6 @@ impl Store {
         self.wake_job(row.id);
         self.wake_queue();
         Ok(row)
-    }
-
-    /// 1 = next; `None` when the job is not queued.
-    pub async fn job_queue_position(&self, id: JobId) -> Result<Option<u64>, StoreError> {
-        Ok(self.job_queue_positions(&[id]).await?.remove(&id))
-    }
-
-    /// The places of those that are queued (1 = next). The queue is counted once for each priority, however many they are.
-    pub async fn job_queue_positions(&self, ids: &[JobId]) -> Result<BTreeMap<JobId, u64>, StoreError> {
-        let doing = "find a job's place in the queue";
-        let mut reader = self.readers.begin().await.doing(doing)?;
-        let mut query = QueryBuilder::<Sqlite>::new(
-            "SELECT id, priority, queue_order FROM jobs WHERE +state = 'queued' AND id IN (",
-        );
-        let mut list = query.separated(", ");
-        for id in ids {
-            list.push_bind(id.to_string());
-        }
-        query.push(")");
-        let mut queued: Vec<(i64, i64, JobId)> = Vec::new();
-        for row in &query.build().fetch_all(&mut *reader).await.doing(doing)? {
-            queued.push((column(row, "priority")?, column(row, "queue_order")?, id_column(row, "id")?));
-        }
-        queued.sort_by_key(|(priority, order, _)| (std::cmp::Reverse(*priority), *order));
-        let mut positions = BTreeMap::new();
-        let mut before: Option<(i64, i64, i64)> = None;
-        for (priority, order, id) in queued {
-            // Counted from the one before it, where that is near.
-            let (start, mut position) = match before {
-                Some((same, order, position)) if same == priority => (order, position),
-                Some(_) | None => (i64::MIN, 1),
-            };
-            if start == i64::MIN {
-                position += sqlx::query_scalar::<_, i64>(HIGHER_IN_QUEUE)
-                    .bind(priority)
-                    .fetch_one(&mut *reader)
-                    .await
-                    .doing(doing)?;
-            }
-            position += sqlx::query_scalar::<_, i64>(EQUAL_IN_QUEUE)
-                .bind(priority)
-                .bind(start)
-                .bind(order)
-                .fetch_one(&mut *reader)
-                .await
-                .doing(doing)?;
-            before = Some((priority, order, position));
-            positions.insert(id, position.unsigned_abs());
-        }
-        Ok(positions)
     }
 
     /// The secrets by reward name: for a worker's claim and for copies of a job.

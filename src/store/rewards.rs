@@ -12,8 +12,8 @@ use crate::job::State;
 use crate::protocol::{RewardHealth, RewardReport, RewardReports};
 
 /// Jobs that wait for a reward service.
-pub const OUTAGE_JOBS: &str =
-    "SELECT id FROM jobs INDEXED BY jobs_outage WHERE state = 'paused' AND status_reason = 'reward_outage' ORDER BY id";
+pub const OUTAGE_JOBS: &str = "SELECT id, next_seq - 1 AS last_seq FROM jobs INDEXED BY jobs_outage \
+     WHERE state = 'paused' AND status_reason = 'reward_outage' ORDER BY id";
 /// Bytes of one reward's health; a larger one is kept without its messages.
 const MAX_BYTES: usize = 256 * 1024;
 /// Rewards of a job, the evaluation's own among them.
@@ -37,7 +37,7 @@ impl Store {
     pub async fn reward_reports_store(&self, job: JobId, reports: &RewardReports, now: i64) -> Result<(), StoreError> {
         let doing = "store how rewards do";
         let RewardReports { attempt, rewards } = reports;
-        let mut tx = self.begin(doing).await?;
+        let mut tx = self.begin_soon(doing).await?;
         owned_row(&mut tx, job, *attempt).await?;
         for RewardReport { name, evaluation, health } in rewards.iter().take(MAX_REWARDS) {
             let mut text = to_json("health", health)?;
@@ -87,14 +87,14 @@ impl Store {
             .collect()
     }
 
-    /// The jobs that are paused because a reward service is away.
-    pub async fn jobs_in_outage(&self) -> Result<Vec<JobId>, StoreError> {
+    /// The jobs that are paused because a reward service is away, and the `seq` of the latest event of each.
+    pub async fn jobs_in_outage(&self) -> Result<Vec<(JobId, i64)>, StoreError> {
         sqlx::query(OUTAGE_JOBS)
             .fetch_all(&self.readers)
             .await
             .doing("find jobs that wait for a reward service")?
             .iter()
-            .map(|row| id_column(row, "id"))
+            .map(|row| Ok((id_column(row, "id")?, column(row, "last_seq")?)))
             .collect()
     }
 

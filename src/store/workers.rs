@@ -62,15 +62,6 @@ impl Store {
         worker_touch(&mut writer, worker, now).await
     }
 
-    /// Where a worker computes: `cpu`, `cuda:0`; None when it is forgotten.
-    pub async fn worker_device(&self, worker: WorkerId) -> Result<Option<String>, StoreError> {
-        sqlx::query_scalar("SELECT device FROM workers WHERE id = ?")
-            .bind(worker.to_string())
-            .fetch_optional(&self.readers)
-            .await
-            .doing("read a worker's device")
-    }
-
     /// All workers, oldest first.
     pub async fn worker_list(&self) -> Result<Vec<WorkerRow>, StoreError> {
         sqlx::query(

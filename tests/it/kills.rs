@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::processes::{Server, model_copy, register, signal, spec};
+use super::processes::{Server, binary, model_copy, register, signal, spec};
 use super::rewards::{Service, ok};
 
 /// Steps of a run; a checkpoint comes every second one.
@@ -81,13 +81,9 @@ pub async fn check_history(what: &str, server: &Server, job: &str, steps: u64) {
             }
             "rewind" => {
                 told.retain(|known| *known <= step.unwrap());
-                saved.retain(|(known, _): &(u64, u64)| *known <= step.unwrap());
+                saved.retain(|known| *known <= step.unwrap());
             }
-            // An attempt that finds all steps done writes the last checkpoint again.
-            "checkpoint.saved" => {
-                let attempt = event["attempt"].as_u64().unwrap();
-                assert!(saved.insert((step.unwrap(), attempt)), "{what}: {step:?} is saved twice");
-            }
+            "checkpoint.saved" => assert!(saved.insert(step.unwrap()), "{what}: {step:?} is saved twice"),
             "job.started" => started += 1,
             _ => {}
         }
@@ -193,7 +189,7 @@ struct ByHand(Child);
 
 impl ByHand {
     fn start(server: &Server, scratch: &Path) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
+        let mut command = Command::new(binary());
         command.args(["worker", "--server", &server.url, "--device", "cpu", "--log", "error", "--scratch-dir"]);
         command.arg(scratch).env("RLOOD_WORKER_TOKEN", TOKEN).stdin(Stdio::null());
         Self(command.spawn().unwrap())

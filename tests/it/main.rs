@@ -40,6 +40,7 @@ mod kinds;
 mod later;
 mod layering;
 mod lifecycle;
+mod listing;
 mod load;
 mod long;
 mod memory;

@@ -163,3 +163,53 @@ async fn what_a_user_paused_stays_paused_and_what_a_user_resumes_goes_on() {
     server.post(&format!("/jobs/{users}/resume"), &json!({})).await;
     server.job_in_state(&users, "succeeded").await;
 }
+
+#[tokio::test]
+async fn a_service_is_asked_once_for_all_jobs_that_wait_for_it() {
+    use sqlx::Connection;
+    const JOBS: usize = 30;
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let secret = Key::generate().unwrap();
+    let (service, url) = Service::start(&secret).await;
+    service.be(true);
+    let mut server = Server::start_with(&data, "none", &PACE);
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let mut jobs = Vec::new();
+    for number in 0..JOBS {
+        let mut spec = spec("tiny", 2);
+        spec["rewards"] = json!([{"name": format!("r{number}"), "type": "webhook", "url": url, "secret": secret}]);
+        // With other credentials it may be another service.
+        if number == 0 {
+            spec["rewards"][0]["headers"] = json!({"x-tenant": "b"});
+        }
+        jobs.push(server.submit(&spec).await);
+    }
+    server.child.kill().unwrap();
+    server.child.wait().unwrap();
+    let database = rlood::files::DataDir::open(&data).unwrap().database();
+    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(database);
+    let mut connection = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
+    let pause = "UPDATE jobs SET state = 'paused', status_reason = 'reward_outage' WHERE state = 'queued'";
+    assert_eq!(sqlx::query(pause).execute(&mut connection).await.unwrap().rows_affected(), JOBS as u64);
+    connection.close().await.unwrap();
+
+    let begun = std::time::Instant::now();
+    let server = Server::start_with(&data, "none", &PACE);
+    service.pinged(6).await;
+    // The first after 0.1 s, the next 0.2 s later, then more slowly: two credentials, two pings a round.
+    let rounds = 1 + begun.elapsed().as_millis() / 200;
+    let pings = service.pings.load(Ordering::SeqCst);
+    assert!(pings as u128 <= 2 * rounds, "{pings} pings in {rounds} rounds");
+    // A job with new secrets is asked for with those.
+    let other = Key::generate().unwrap();
+    let renewed = json!({"reward_secrets": {"r1": {"secret": other}}});
+    let patched = reqwest::Client::new().patch(format!("{}/jobs/{}", server.url, jobs[1])).json(&renewed).send().await;
+    assert!(patched.unwrap().status().is_success());
+    service.be(false);
+    for job in jobs.iter().take(1).chain(&jobs[2..]) {
+        server.job_when(job, "the queue", |view| view["state"] == "queued").await;
+    }
+    let refused = server.get(&format!("/jobs/{}", jobs[1])).await;
+    assert_eq!(refused["state"], "paused", "the service knows no such secret: {refused}");
+}

@@ -143,8 +143,13 @@ impl Drop for Server {
     }
 }
 
+/// The binary of these tests, or the one of `RLOOD_BINARY`: figures want one that is built as releases are.
+pub fn binary() -> PathBuf {
+    std::env::var_os("RLOOD_BINARY").map_or_else(|| env!("CARGO_BIN_EXE_rlood").into(), PathBuf::from)
+}
+
 fn rlood(data_dir: &Path, devices: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
+    let mut command = Command::new(binary());
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("RLOOD_")) {
         command.env_remove(name);
     }

@@ -331,7 +331,7 @@ async fn a_retry_copies_everything_and_a_patch_changes_labels() {
     let row = store.job_retry(old, new, T0 + 1).await.unwrap();
     assert_eq!((row.id, row.state, row.parent, row.attempt), (new, State::Queued, Some(old), 0));
     assert_eq!((row.created_at, row.failure, row.started_at), (T0 + 1, None, None));
-    assert_eq!(row.plan_json, store.job_get(old).await.unwrap().plan_json);
+    assert_eq!(row.plan_json.get(), store.job_get(old).await.unwrap().plan_json.get());
     assert_eq!(store.job_secrets(new).await.unwrap()["helpful"].secret.as_deref(), Some("whsec_x"));
     // The copy needs the dataset as the first one did.
     assert!(

@@ -13,7 +13,7 @@ use crate::id::{DatasetId, JobId, WorkerId};
 use crate::job::{Requested, State};
 use crate::protocol::EventBatch;
 use crate::spec::Plan;
-use crate::store::{Store, StoreError};
+use crate::store::{JobFilter, JobRow, Store, StoreError};
 
 const MAX_JOBS: usize = 5;
 const MAX_WORKERS: usize = 4;
@@ -210,8 +210,11 @@ impl World {
     /// Every job's row is as it should be.
     async fn check_rows(&mut self) -> Check {
         let mut owners = BTreeSet::new();
+        let all = self.server.store.job_list(&JobFilter::default(), None, 1000).await;
+        let rows = all.map_err(|error| format!("the list of jobs: {error}"))?.data;
+        let mut rows: BTreeMap<JobId, JobRow> = rows.into_iter().map(|row| (row.id, row)).collect();
         for (id, job) in &self.jobs {
-            let row = self.server.store.job_get(*id).await.map_err(|error| format!("{id}: {error}"))?;
+            let row = rows.remove(id).ok_or_else(|| format!("{id} is gone"))?;
             let found = (row.state, row.requested, row.attempt, row.worker, row.step, row.priority);
             let expected = (job.state, job.requested, job.attempt, job.owner, job.step, job.priority);
             if found != expected {
