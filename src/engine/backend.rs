@@ -83,6 +83,8 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     type Softmax: Debug + Send + Sync;
     /// What the backward of the head wants to know of each row's softmax.
     type Normalizers: Debug + Send + Sync;
+    /// Choices under way.
+    type Picked: Debug + Send + Sync;
 
     /// Whether sampling gives a token the same log-prob, bit for bit, as a training forward.
     fn samples_exactly(&self) -> bool;
@@ -198,14 +200,15 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         window: Option<usize>,
         qkv: &Self::Tensor,
     ) -> Result<Self::Tensor>;
-    /// Run `body`, which appends one token to each row of the cache in all layers and gives the rows' residual stream. The
-    /// backend may fill the batch up with rows whose results it drops, and may record what `body` asks for and repeat it.
+    /// Run `body`, which appends one token to each row of the cache in all layers and gives the rows' residual stream, and
+    /// what [`Backend::pick_ahead`] gave for it. The backend may fill the batch up with rows whose results it drops, and may
+    /// record what `body` asks for and repeat it.
     fn step(
         &self,
         cache: &mut Self::Cache,
         step: &Step<'_>,
-        mut body: impl FnMut(&mut Self::Cache, &Step<'_>) -> Result<Self::Tensor>,
-    ) -> Result<Self::Tensor> {
+        mut body: impl FnMut(&mut Self::Cache, &Step<'_>) -> Result<Stepped<Self>>,
+    ) -> Result<Stepped<Self>> {
         body(cache, step)
     }
     /// Keep the rows marked true.
@@ -228,6 +231,15 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::Flat) -> Result<Self::Tensor>;
     /// One token a row, and its log-prob.
     fn choose(&self, x: &Self::Tensor, head: &Self::Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()>;
+    /// Begin what [`Backend::choose`] does of the rows that `x` gives, within a step; None where nothing is gained by it.
+    fn pick_ahead(
+        &self,
+        x: impl FnOnce() -> Result<Self::Tensor>,
+        head: &Self::Weight,
+        picks: &[Pick],
+    ) -> Result<Option<Self::Picked>>;
+    /// Wait for it.
+    fn picked(&self, picked: &Self::Picked) -> Result<Vec<Chosen>>;
     /// One token a row by a sampler that filters, `uniforms` saying where each draw falls; None where the backend leaves
     /// that to whoever reads [`Backend::logits`].
     fn choose_filtered(
@@ -252,7 +264,12 @@ pub struct Step<'a> {
     pub tokens: &'a [u32],
     /// Each in its own sequence.
     pub positions: &'a [usize],
+    /// How the next tokens are to be chosen, one a row; empty where that is not known yet.
+    pub picks: &'a [Pick],
 }
+
+/// The rows' residual stream after a step, and the choice of their next tokens if it was begun.
+pub type Stepped<B> = (<B as Backend>::Tensor, Option<<B as Backend>::Picked>);
 
 /// The LoRA factors of a fused weight, module by module.
 #[derive(Debug)]

@@ -6,6 +6,7 @@ mod linear;
 mod matrix;
 mod rows;
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -95,6 +96,7 @@ impl Backend for Cpu {
     type Angles = Angles;
     type Cache = Cache;
     type Flat = Vec<f32>;
+    type Picked = Infallible;
     /// Largest score and sum, `[tokens, num_heads · 2]`.
     type Softmax = Matrix;
     type Normalizers = Vec<Normalizer>;
@@ -319,6 +321,19 @@ impl Backend for Cpu {
     fn choose(&self, x: &Matrix, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
         head::choose(&self.threads, self.isa, x.values(), &head.matrix, picks, chosen);
         Ok(())
+    }
+
+    fn pick_ahead(
+        &self,
+        _x: impl FnOnce() -> Result<Matrix>,
+        _head: &Weight,
+        _picks: &[Pick],
+    ) -> Result<Option<Infallible>> {
+        Ok(None)
+    }
+
+    fn picked(&self, picked: &Infallible) -> Result<Vec<Chosen>> {
+        match *picked {}
     }
 
     fn logits(&self, x: &Matrix, head: &Weight) -> Result<Matrix> {

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
     AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Chosen, FullSlot, HeadBackward,
-    LinearBackward, Pick, Rotation, Step, flat::elsewhere,
+    LinearBackward, Pick, Rotation, Step, Stepped, flat::elsewhere,
 };
 use crate::engine::error::{EngineError, Result};
 use crate::engine::kernels::cuda::attention::{self, Layout};
@@ -37,7 +37,7 @@ use crate::engine::sampling::Sampler;
 use crate::spec::ComputeDtype;
 use crate::spec::footprint::CUDA_MAX_LOGITS;
 
-pub use decode::Cache;
+pub use decode::{Cache, Picked};
 pub use flat::{Flat, Moments};
 use tensor::Table;
 pub use tensor::{Angles, Tensor, Vector, Weight};
@@ -223,6 +223,7 @@ impl Backend for Cuda {
     type Flat = Flat;
     type Softmax = Tensor;
     type Normalizers = Normalizers;
+    type Picked = Picked;
 
     fn samples_exactly(&self) -> bool {
         self.gemm == Gemm::Exact
@@ -487,8 +488,8 @@ impl Backend for Cuda {
         &self,
         cache: &mut Cache,
         step: &Step<'_>,
-        body: impl FnMut(&mut Cache, &Step<'_>) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+        body: impl FnMut(&mut Cache, &Step<'_>) -> Result<Stepped<Self>>,
+    ) -> Result<Stepped<Self>> {
         self.recorded_step(cache, step, body)
     }
 
@@ -526,6 +527,14 @@ impl Backend for Cuda {
     fn choose(&self, x: &Tensor, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
         *chosen = head::choose(&self.device, &self.head(head), x.rows(), picks)?;
         Ok(())
+    }
+
+    fn pick_ahead(&self, x: impl FnOnce() -> Result<Tensor>, head: &Weight, picks: &[Pick]) -> Result<Option<Picked>> {
+        Ok(Some(Picked::begin(&self.device, &self.head(head), &x()?, picks)?))
+    }
+
+    fn picked(&self, picked: &Picked) -> Result<Vec<Chosen>> {
+        picked.wait(&self.device)
     }
 
     fn choose_filtered(

@@ -1,6 +1,7 @@
 //! The oracle: every operation as loops over rows ([`ops::slices`]) and candle's matrix products, in f32; slow, and
 //! compared with autograd over plain tensor operations ([`ops::plain`]) in tests.
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -161,6 +162,7 @@ impl Backend for Reference {
     type Angles = Angles;
     type Cache = Cache;
     type Flat = Vec<f32>;
+    type Picked = Infallible;
     type Softmax = ();
     type Normalizers = ();
 
@@ -480,6 +482,19 @@ impl Backend for Reference {
         };
         *chosen = ops::with_values(&logits, choose)?;
         Ok(())
+    }
+
+    fn pick_ahead(
+        &self,
+        _x: impl FnOnce() -> Result<Tensor>,
+        _head: &Weight,
+        _picks: &[Pick],
+    ) -> Result<Option<Infallible>> {
+        Ok(None)
+    }
+
+    fn picked(&self, picked: &Infallible) -> Result<Vec<Chosen>> {
+        match *picked {}
     }
 
     fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {

@@ -285,7 +285,7 @@ impl<B: Backend> Decoder<B> {
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
         self.backend.release();
         let cache = self.backend.cache(&layer::heads(&self.config), self.layers.len());
-        Rows { adapter, cache, hidden: None, lengths: Vec::new() }
+        Rows { adapter, cache, hidden: None, picked: None, lengths: Vec::new() }
     }
 
     /// Compute each distinct prompt once and append `num_copies` rows for each, prompt-major.
@@ -364,7 +364,21 @@ impl<B: Backend> Decoder<B> {
     pub fn choose(&self, rows: &Rows<B>, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
         chosen.clear();
         let Some(hidden) = &rows.hidden else { return Ok(()) };
-        self.backend.choose(&self.normed(hidden)?, &self.head, picks, chosen)
+        match &rows.picked {
+            Some((known, picked)) if picks.starts_with(known) => {
+                let rest = &picks[known.len()..];
+                let mut joined = Vec::new();
+                if !rest.is_empty() {
+                    let which: Vec<u32> = (known.len() as u32..picks.len() as u32).collect();
+                    let hidden = self.backend.select(hidden, &which)?;
+                    self.backend.choose(&self.normed(&hidden)?, &self.head, rest, &mut joined)?;
+                }
+                *chosen = self.backend.picked(picked)?;
+                chosen.append(&mut joined);
+                Ok(())
+            }
+            Some(_) | None => self.backend.choose(&self.normed(hidden)?, &self.head, picks, chosen),
+        }
     }
 
     /// The next token of every row by a sampler that filters, where the backend can choose itself.
@@ -373,8 +387,8 @@ impl<B: Backend> Decoder<B> {
         self.backend.choose_filtered(&self.normed(hidden)?, &self.head, sampler, uniforms)
     }
 
-    /// Append one token to every row.
-    pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32]) -> Result<()> {
+    /// Append one token to every row, and begin to choose the next by these picks if there are any.
+    pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32], picks: &[Pick]) -> Result<()> {
         if tokens.is_empty() {
             return Ok(());
         }
@@ -383,9 +397,9 @@ impl<B: Backend> Decoder<B> {
         let table = self.rope.table(rows.lengths.iter().max().map_or(1, |length| length + 1));
         let pass = Pass::inference(rows.adapter);
         // Its memory is used again.
-        rows.hidden = None;
-        let step = Step { table: &table, tokens, positions: &rows.lengths };
-        let x = backend.step(&mut rows.cache, &step, |cache, step| {
+        (rows.hidden, rows.picked) = (None, None);
+        let step = Step { table: &table, tokens, positions: &rows.lengths, picks };
+        let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
             let angles = backend.angles(step.table, step.positions)?;
             let mut x = backend.embed(&self.embedding, step.tokens)?;
             for (index, layer) in self.layers.iter().enumerate() {
@@ -393,15 +407,22 @@ impl<B: Backend> Decoder<B> {
                 let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
                 x = layer.finish(backend, &x, &attended, pass)?;
             }
-            Ok(x)
+            let picked = match step.picks.is_empty() {
+                true => None,
+                false => backend.pick_ahead(|| self.normed(&x), &self.head, step.picks)?,
+            };
+            Ok((x, picked))
         })?;
         rows.lengths.iter_mut().for_each(|length| *length += 1);
         rows.hidden = Some(x);
+        rows.picked = picked.map(|picked| (picks.to_vec(), picked));
         Ok(())
     }
 
     /// Keep the rows marked true; the others leave.
     pub fn retain(&self, rows: &mut Rows<B>, keep: &[bool]) -> Result<()> {
+        // Of rows in another order.
+        rows.picked = None;
         self.backend.retain(&mut rows.cache, keep);
         let kept: Vec<u32> = (0..keep.len()).filter(|row| keep[*row]).map(|row| row as u32).collect();
         rows.hidden = match rows.hidden.take() {
