@@ -6,7 +6,7 @@ use std::borrow::Cow;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use crate::engine::error::{EngineError, Result};
-use crate::engine::optim::{self, AdamW, Update};
+use crate::engine::optim::{self, AdamW};
 use crate::spec::OptimizerPlan;
 
 /// Parameters, or their gradient, in the order of [`Policy::parameters`](crate::engine::model::Policy::parameters).
@@ -187,10 +187,47 @@ impl Optimizer {
                     return Err(elsewhere());
                 };
                 optim::check_lengths(moments.len(), parameters.len(), gradient.len())?;
-                moments.update(&Update::number(*updates + 1, learning_rate, plan), parameters, gradient)?;
+                moments.update(&optim::Update::number(*updates + 1, learning_rate, plan), parameters, gradient)?;
                 *updates += 1;
                 Ok(())
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::{LrSchedulerType, OptimizerKind};
+
+    #[test]
+    fn values_are_written_where_they_belong_or_refused() {
+        let mut flat = Flat::Host(vec![1.0; 4]);
+        flat.write(2, &[5.0, 6.0]).expect("they fit");
+        assert_eq!(*flat.values().expect("the host's"), [1.0, 1.0, 5.0, 6.0]);
+        assert!(flat.write(3, &[7.0, 8.0]).is_err() && flat.write(5, &[]).is_err());
+        assert_eq!(*flat.zeros_like().expect("zeros").values().expect("the host's"), [0.0; 4]);
+        assert_eq!(flat.clip(0.0).expect("a norm"), 63f64.sqrt());
+    }
+
+    #[test]
+    fn an_optimizer_of_another_adapter_is_refused() {
+        let plan = OptimizerPlan {
+            kind: OptimizerKind::Adamw,
+            learning_rate: 0.1,
+            adam_beta1: 0.9,
+            adam_beta2: 0.999,
+            adam_epsilon: 1e-8,
+            weight_decay: 0.0,
+            max_grad_norm: 1.0,
+            lr_scheduler_type: LrSchedulerType::Constant,
+            warmup_steps: 0,
+        };
+        let mut flat = Flat::Host(vec![1.0; 4]);
+        let mut optimizer = Optimizer::beside(&flat, AdamW::new(3)).expect("on the host");
+        let gradient = flat.zeros_like().expect("zeros");
+        let error = optimizer.update(&mut flat, &gradient, 0.1, &plan).expect_err("lengths differ").to_string();
+        assert!(error.contains("3 moments, 4 parameters"), "{error}");
+        assert_eq!((optimizer.updates(), flat.len()), (0, 4));
     }
 }
