@@ -1,8 +1,9 @@
 //! Joins the dashboard's files for `src/http/web.rs` (`build/web.rs`), and compiles the CUDA kernels, where a feature asks for them.
 //!
-//! With `cuda`, nvcc (`NVCC`, else `$CUDA_HOME/bin/nvcc`, else `nvcc` on the path) makes PTX of
+//! With `cuda`, nvcc (`NVCC`, else `$CUDA_HOME/bin/nvcc`, else `nvcc` on the path) makes machine code for
+//! today's GPUs, and PTX for later ones, of
 //! `src/engine/kernels/cuda/device/kernels.cu`; with `RLOOD_CUDA_STUB=1` there is none and no nvcc is needed. With
-//! `cuda-emulator` the C++ compiler makes a library of the same kernels that runs them on the CPU, and no PTX either,
+//! `cuda-emulator` the C++ compiler makes a library of the same kernels that runs them on the CPU, and no nvcc either,
 //! unless `RLOOD_CUDA_STUB=0` asks for it.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -29,11 +30,11 @@ fn main() {
     let out = out_dir();
     let emulated = env::var_os("CARGO_FEATURE_CUDA_EMULATOR").is_some();
     let stub = env::var("RLOOD_CUDA_STUB").map_or(emulated, |value| value != "0" && !value.is_empty());
-    let ptx = out.join("kernels.ptx");
+    let kernels = out.join("kernels.fatbin");
     if stub {
-        fs::write(&ptx, "").expect("OUT_DIR can be written");
+        fs::write(&kernels, "").expect("OUT_DIR can be written");
     } else {
-        compile(&ptx);
+        compile(&kernels);
     }
     #[cfg(feature = "cuda-emulator")]
     emulator();
@@ -72,21 +73,32 @@ fn list_web_files() {
     fs::write(out_dir().join("web_files.rs"), text).expect("OUT_DIR can be written");
 }
 
-/// PTX for every GPU of compute capability 8.0 and later; the driver makes machine code of it.
-fn compile(ptx: &Path) {
+/// Machine code for compute capabilities 8.x, 9.0 and 10.0, so that a device opens in milliseconds, and PTX, of which the
+/// driver makes machine code for later ones; compressed. What the assembler says of registers goes to `kernels.log`.
+const TARGETS: &str = "arch=compute_80,code=[compute_80,sm_80,sm_90,sm_100]";
+
+fn compile(kernels: &Path) {
     let nvcc = match (env::var_os("NVCC"), env::var_os("CUDA_HOME")) {
         (Some(nvcc), _) => PathBuf::from(nvcc),
         (None, Some(home)) => Path::new(&home).join("bin/nvcc"),
         (None, None) => PathBuf::from("nvcc"),
     };
-    let status = std::process::Command::new(&nvcc)
-        .args(["--ptx", "-arch=compute_80", "-std=c++17", "-O3", "-o"])
-        .arg(ptx)
+    let output = std::process::Command::new(&nvcc)
+        .args(["-fatbin", "-gencode", TARGETS, "-Xfatbin", "--compress-all", "--compress-mode=size"])
+        .args(["--threads", "0", "-Xptxas", "--verbose", "-std=c++17", "-O3", "-o"])
+        .arg(kernels)
         .arg(Path::new(KERNELS).join("device/kernels.cu"))
-        .status();
-    match status {
-        Ok(status) if status.success() => {}
-        Ok(status) => panic!("{} did not compile the CUDA kernels: {status}", nvcc.display()),
+        .output();
+    match output {
+        Ok(output) if output.status.success() => {
+            fs::write(kernels.with_extension("log"), output.stderr).expect("OUT_DIR can be written");
+        }
+        Ok(output) => panic!(
+            "{} did not compile the CUDA kernels: {}\n{}",
+            nvcc.display(),
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        ),
         Err(error) => panic!(
             "{} was not run ({error}): the feature `cuda` needs nvcc, in NVCC, in $CUDA_HOME/bin or on the path; \
              RLOOD_CUDA_STUB=1 builds without kernels, for checks only",

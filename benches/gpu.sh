@@ -3,39 +3,55 @@
 # rollout, training, whole steps, memory and exactness, with transformers and PEFT beside them. Writes one JSON; what could
 # not be measured stands in it as "not run" with the reason.
 #
-#   benches/gpu.sh pack FOLDER            where Rust and nvcc are (scripts/cuda-toolkit.sh); no GPU needed
+#   benches/gpu.sh pack FOLDER            where Rust and nvcc are (scripts/cuda-toolkit.sh); no GPU needed. Beside the folder
+#                                         lies FOLDER.tar.gz, to be carried
 #   benches/gpu.sh [run] [OPTION…]        on the machine with the GPU, in the repository's root
 #
-#   --from FOLDER     what `pack` made; default: target/gpu
+#   --from PLACE      what `pack` made, the folder or the archive; default: target/gpu, else target/gpu.tar.gz
 #   --device cuda:N   default: cuda:0
-#   --parts A,B,…     only these; default: all, in this order (see `--list`)
+#   --parts A,B,…     only these parts, or groups of them: check, decode, train, large, peers (see `--list`); default: all
 #   --work FOLDER     keeps models and raw figures: a second call with other parts adds to the first's. Default: a temporary
 #                     folder, removed at the end. 30 GB are needed for all models, of which the largest comes last
-#   --out FILE        default: benches/results/gpu_NAME.json, NAME the GPU's
-#   --seconds N       begin no part after so many seconds; it is then not run, for that reason
+#   --out FILE        default: benches/results/gpu_NAME.json, NAME the GPU's. Written anew after each part, so that nothing
+#                     is lost with the machine
+#   --seconds N       end within so many seconds: a part gets what is left, or is not run, for that reason
 #   --python PROGRAM  a Python 3; with torch, transformers and peft the peers run too. Default: python3
 #   --small           tiny models and lengths, to try this script itself (cpu and the emulator will do): no bar is judged
 #
 # The machine needs the NVIDIA driver (580 or later) and cuBLAS 12 or 13 (the toolkit's, or the one that PyTorch brings), and
 # no compiler. Nothing else should use the GPU meanwhile. Figures are the fastest of several repetitions.
-set -euo pipefail
-cd "$(dirname "$0")/.."
+#
+# Where the machine is lent for half an hour, ten minutes a command, the most important first:
+#   benches/gpu.sh --work target/gpu-work --parts check --seconds 390
+#   benches/gpu.sh --work target/gpu-work --parts decode,train --seconds 420
+#   benches/gpu.sh --work target/gpu-work --parts large --seconds 420
+#   benches/gpu.sh --work target/gpu-work --parts peers --seconds 270
 
-ALL=(facts limits peer-limits suites
-    requests-0.6b step-0.6b single-0.6b train-0.6b-768 train-0.6b-16k mismatch-fast mismatch-exact
-    peer-requests-0.6b peer-rollout-0.6b peer-single-0.6b peer-train-0.6b-768 peer-train-0.6b-16k
-    requests-4b step-4b train-4b-16k peer-requests-4b peer-train-4b-16k
-    memory-8b peer-memory-8b)
+# Without -e: a part that fails must not take the others with it.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+# Parts by group, each with the most seconds that it may take.
+CHECK=(facts:20 limits:90 suite-kernels:150 suite-parity:120 suite-golden:90 suite-gradients:120 suite-bits:120 suite-gpu:120 suite-oracle:90)
+DECODE=(requests-0.6b:120 single-0.6b:60 step-0.6b:150 mismatch-fast:60 mismatch-exact:60)
+TRAIN=(train-0.6b-768:60 train-0.6b-16k:90)
+LARGE=(memory-8b:180 requests-4b:150 step-4b:240 train-4b-16k:150)
+PEERS=(peer-limits:60 peer-train-0.6b-768:90 peer-train-0.6b-16k:120 peer-single-0.6b:90 peer-requests-0.6b:150 peer-rollout-0.6b:200
+    peer-memory-8b:120 peer-train-4b-16k:150 peer-requests-4b:200)
+# In the order of a call without --parts.
+ALL=("${CHECK[@]}" "${DECODE[@]}" "${TRAIN[@]}" "${PEERS[@]}" "${LARGE[@]}")
 
 fail() { echo "gpu.sh: $*" >&2; exit "${code:-1}"; }
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
 
 pack() {
     local folder=${1:?usage: benches/gpu.sh pack FOLDER} built
+    set -e
+    folder=${folder%/}
     mkdir -p "$folder"
-    cargo build --release --locked --features cuda --bin rlood
+    cargo build --release --locked --features "${features:-cuda}" --bin rlood
     # One line a test program: the target's name, the file.
-    built=$(cargo test --release --locked --features cuda --no-run --lib --test it --message-format=json \
+    built=$(cargo test --release --locked --features "${features:-cuda}" --no-run --lib --test it --message-format=json \
         | sed -n 's/.*"target":{"kind":\["\([a-z]*\)"\].*"executable":"\([^"]*\)".*/\1 \2/p')
     install -m 0755 "${CARGO_TARGET_DIR:-target}/release/rlood" "$folder/rlood"
     install -m 0755 "$(sed -n 's/^lib //p' <<<"$built")" "$folder/tests-unit"
@@ -44,10 +60,11 @@ pack() {
     # The test programs look for fixtures where they were built.
     pwd -P >"$folder/built-in"
     git rev-parse HEAD >"$folder/commit" 2>/dev/null || true
-    ls -l "$folder"
+    tar -C "$folder" -czf "$folder.tar.gz" .
+    ls -l "$folder" "$folder.tar.gz"
 }
 
-from=target/gpu device=cuda:0 parts='' work='' out='' budget='' python=python3 small=''
+from='' device=cuda:0 parts='' work='' out='' budget='' python=python3 small=''
 case ${1:-run} in
     pack) shift; pack "$@"; exit ;;
     run) shift || true ;;
@@ -62,24 +79,48 @@ while (($#)); do
         --seconds) budget=$2; shift 2 ;;
         --python) python=$2; shift 2 ;;
         --small) small=1; shift ;;
-        --list) printf '%s\n' "${ALL[@]}"; exit ;;
+        --list)
+            for group in CHECK DECODE TRAIN LARGE PEERS; do
+                declare -n members=$group
+                echo "${group,,}: ${members[*]%:*}"
+            done
+            exit
+            ;;
         -h | --help) usage; exit ;;
         *) code=2 fail "unknown argument: $1 (see --help)" ;;
     esac
 done
-rlood=$from/rlood
-[[ -x $rlood ]] || fail "$rlood is missing: benches/gpu.sh pack $from, where Rust is"
 command -v "$python" >/dev/null || fail "$python is missing: a Python 3 puts the figures together (--python)"
-wanted=("${ALL[@]}")
-[[ -z $parts ]] || IFS=, read -ra wanted <<<"$parts"
-for part in "${wanted[@]}"; do
-    [[ " ${ALL[*]} " == *" $part "* ]] || code=2 fail "unknown part: $part (see --list)"
+declare -A limit_of
+for part in "${ALL[@]}"; do limit_of[${part%:*}]=${part#*:}; done
+wanted=()
+IFS=, read -ra words <<<"${parts:-all}"
+for word in "${words[@]}"; do
+    case $word in
+        all) wanted+=("${ALL[@]%:*}") ;;
+        check) wanted+=("${CHECK[@]%:*}") ;;
+        decode) wanted+=("${DECODE[@]%:*}") ;;
+        train) wanted+=("${TRAIN[@]%:*}") ;;
+        large) wanted+=("${LARGE[@]%:*}") ;;
+        peers) wanted+=("${PEERS[@]%:*}") ;;
+        *) [[ -n ${limit_of[$word]:-} ]] || code=2 fail "unknown part: $word (see --list)"; wanted+=("$word") ;;
+    esac
 done
 if [[ -z $work ]]; then
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
 fi
-mkdir -p "$work"
+mkdir -p "$work" || fail "$work cannot be made"
+if [[ -z $from ]]; then
+    from=target/gpu
+    [[ -d $from ]] || from=target/gpu.tar.gz
+fi
+if [[ -f $from ]]; then
+    mkdir -p "$work/from" && tar -C "$work/from" -xzf "$from" || fail "$from cannot be unpacked"
+    from=$work/from
+fi
+rlood=$from/rlood
+[[ -x $rlood ]] || fail "$rlood is missing: benches/gpu.sh pack target/gpu, where Rust is"
 
 # ---- what runs, and what becomes of it
 
@@ -93,40 +134,49 @@ note() {
     echo "   $2${4:+: $4}"
 }
 
-# measured PART LIMIT_SECONDS COMMAND…: run with its output in PART.log; failing is a result too.
+# seconds_for PART: its limit, or what is left of --seconds.
+seconds_for() {
+    local limit=${limit_of[$1]} left
+    if [[ -n $budget ]]; then
+        left=$((budget - SECONDS))
+        ((left >= limit)) || limit=$left
+    fi
+    echo $((limit > 1 ? limit : 1))
+}
+
+# measured PART COMMAND…: run with its output in PART.log; failing is a result too.
 measured() {
-    local part=$1 limit=$2 begun=$SECONDS status
-    shift 2
-    set +e
-    timeout "$limit" "$@" >"$work/$part.log" 2>&1 </dev/null
+    local part=$1 limit begun=$SECONDS status
+    limit=$(seconds_for "$part")
+    shift
+    timeout --kill-after=5 "$limit" "$@" >"$work/$part.log" 2>&1 </dev/null
     status=$?
-    set -e
     case $status in
         0) note "$part" ok $((SECONDS - begun)) ;;
-        124) note "$part" failed $((SECONDS - begun)) "not done after $limit s" ;;
+        124 | 137) note "$part" failed $((SECONDS - begun)) "not done after $limit s" ;;
         *) note "$part" failed $((SECONDS - begun)) "exit code $status: $(grep -v '^[[:space:]]*$' "$work/$part.log" | tail -3)" ;;
     esac
     return $status
 }
 
-# ours PART LIMIT ARGUMENT…: a part of `rlood bench` on the device.
+# ours PART ARGUMENT…: a part of `rlood bench` on the device.
 ours() {
-    local part=$1 limit=$2
-    shift 2
+    local part=$1
+    shift
     rm -f "$work/$part.json"
-    measured "$part" "$limit" env ${exact:+RLOOD_CUDA_EXACT=$exact} "$rlood" --log warn bench --device "$device" --json "$work/$part.json" "$@"
+    measured "$part" env ${exact:+RLOOD_CUDA_EXACT=$exact} "$rlood" --log warn bench --device "$device" --json "$work/$part.json" "$@"
 }
 
-# peer PART LIMIT ARGUMENT…: the same by transformers and PEFT.
+# peer PART ARGUMENT…: the same by transformers and PEFT.
 peer() {
-    local part=$1 limit=$2
-    shift 2
+    local part=$1
+    shift
     if [[ -n $no_peers ]]; then
         note "$part" "not run" 0 "$no_peers"
         return
     fi
     rm -f "$work/$part.json"
-    measured "$part" "$limit" "$python" -W ignore benches/gpu_peers.py "$@" --device "$torch_device" --out "$work/$part.json" || return 0
+    measured "$part" "$python" -W ignore benches/gpu_peers.py "$@" --device "$torch_device" --out "$work/$part.json" || return 0
     local failed
     failed=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1])).get("failed", ""))' "$work/$part.json")
     [[ -z $failed ]] || note "$part" failed 0 "$failed"
@@ -138,7 +188,7 @@ model() {
     [[ -z $small ]] || shape=tiny,layers=2,vocab=64
     if [[ ! -f $folder/complete ]]; then
         mkdir -p "$folder"
-        "$rlood" --log error bench --device cpu --shape "$shape" --save-model "$folder" --only limits \
+        timeout "$(seconds_for "$part")" "$rlood" --log error bench --device cpu --shape "$shape" --save-model "$folder" --only limits \
             --prompt-len 1 --completion "$longest" >/dev/null && touch "$folder/complete"
     fi
     echo "$folder"
@@ -186,12 +236,21 @@ facts() {
     note facts ok 0
 }
 
-# The suites, one test at a time: they share the device. Prints "program passed failed ignored seconds" lines.
-suites() {
-    local begun=$SECONDS failures=0 program filters root
+# suite PART: some of the test programs' tests, one at a time: they share the device. A line of suites.tsv a part:
+# part, passed, failed, ignored, seconds; and one a failed test.
+suite() {
+    local part=$1 program filter=${1#suite-}:: root begun=$SECONDS status failed
     # A test that cannot open a device passes without it.
     if ! grep -q '^limits	ok' "$work/status.tsv" 2>/dev/null && [[ $device != cpu ]]; then
-        note suites "not run" 0 "the part limits, which shows that the device can be opened, did not run well before"
+        note "$part" "not run" 0 "the part limits, which shows that the device can be opened, did not run well before"
+        return
+    fi
+    case $part in
+        suite-kernels) program=tests-unit filter=cuda ;;
+        *) program=tests-it ;;
+    esac
+    if [[ ! -x $from/$program ]]; then
+        note "$part" "not run" 0 "$from/$program is missing"
         return
     fi
     root=$(cat "$from/built-in" 2>/dev/null || pwd -P)
@@ -199,33 +258,22 @@ suites() {
         # The fixtures' paths are in the program.
         mkdir -p "$(dirname "$root")" && ln -s "$(pwd -P)" "$root"
     fi
-    : >"$work/suites.tsv"
-    for program in tests-unit tests-it; do
-        if [[ ! -x $from/$program ]]; then
-            note suites "not run" 0 "$from/$program is missing"
-            return
-        fi
-        filters=(cuda)
-        [[ $program == tests-unit ]] || filters=("${SUITES[@]}")
-        set +e
-        # The tests take the first GPU that they see, and nothing else: the processor passes them elsewhere.
-        RLOOD_TEST_BACKEND=${device%:*} CUDA_VISIBLE_DEVICES=${device#cuda:} timeout 1200 "$from/$program" --test-threads=1 "${filters[@]}" >"$work/$program.log" 2>&1 </dev/null
-        local status=$?
-        set -e
-        ((status == 0)) || failures=$((failures + 1))
-        sed -n 's/^test result: .* \([0-9]*\) passed; \([0-9]*\) failed; \([0-9]*\) ignored;.* finished in \([0-9.]*\)s.*/\1\t\2\t\3\t\4/p' \
-            "$work/$program.log" | sed "s/^/$program	/" >>"$work/suites.tsv"
-        sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$work/$program.log" | sed "s/^/$program	failed	/" >>"$work/suites.tsv"
-    done
-    if ((failures)); then
-        note suites failed $((SECONDS - begun)) "$(grep '	failed	' "$work/suites.tsv" | cut -f3 | head -8 | paste -sd' ')"
-    else
-        note suites ok $((SECONDS - begun))
+    touch "$work/suites.tsv"
+    grep -v "^$part	" "$work/suites.tsv" >"$work/suites.new"
+    # The tests take the first GPU that they see, and nothing else: the processor passes them elsewhere.
+    measured "$part" env RLOOD_TEST_BACKEND="${device%:*}" CUDA_VISIBLE_DEVICES="${device#cuda:}" "$from/$program" --test-threads=1 "$filter"
+    status=$?
+    # Counted by its lines: a program that was stopped has no sum.
+    awk -v part="$part" -v seconds=$((SECONDS - begun)) '
+        /^test .* \.\.\. ok$/ {passed++} /^test .* \.\.\. FAILED$/ {failed++} /^test .* \.\.\. ignored/ {ignored++}
+        END {printf "%s\t%d\t%d\t%d\t%d\n", part, passed, failed, ignored, seconds}' "$work/$part.log" >>"$work/suites.new"
+    sed -n "s/^test \(.*\) \.\.\. FAILED$/$part	failed	\1/p" "$work/$part.log" >>"$work/suites.new"
+    mv "$work/suites.new" "$work/suites.tsv"
+    failed=$(sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$work/$part.log" | head -8 | paste -sd' ')
+    if [[ $status != 0 && -n $failed ]]; then
+        note "$part" failed $((SECONDS - begun)) "$failed"
     fi
 }
-
-# Suites of tests/it that run on the device.
-SUITES=(parity:: gradients:: golden:: bits:: oracle:: gpu::)
 
 # ---- the work of each part
 
@@ -260,7 +308,7 @@ torch_device=cuda:${device#cuda:}
 [[ $device != cpu ]] || torch_device=cpu
 
 # 256 requests of 100 to 1,024 tokens in and out, as nano-vllm's bench.py draws them with seed 0.
-"$python" - "$work/lengths.json" "$few_requests" "$lengths" <<'PY'
+"$python" - "$work/lengths.json" "$few_requests" "$lengths" <<'PY' || fail "$python does not run"
 import json, sys
 from random import randint, seed
 path, count, (least, most) = sys.argv[1], int(sys.argv[2]), map(int, sys.argv[3].split(","))
@@ -274,9 +322,9 @@ run_part() {
     local part=$1 exact='' at
     case $part in
         facts) facts; return ;;
-        suites) suites; return ;;
-        limits) ours limits 300 --shape tiny --only limits; return ;;
-        peer-limits) peer "$part" 300 limits --dtype $peer_dtype; return ;;
+        suite-*) suite "$part"; return ;;
+        limits) ours limits --shape tiny --only limits; return ;;
+        peer-limits) peer "$part" limits --dtype $peer_dtype; return ;;
     esac
     # The shape is the last word but lengths: requests-0.6b, train-4b-16k.
     case $part in *0.6b* | mismatch-*) at=qwen3-0.6b ;; *4b*) at=qwen3-4b ;; *) at=qwen3-8b ;; esac
@@ -286,20 +334,20 @@ run_part() {
     fi
     local model=(--model "$at") checkpointing=(--gradient-checkpointing)
     case $part in
-        requests-*) ours "$part" 600 "${model[@]}" "${bf16[@]}" --only requests --requests "$work/lengths.json" --steps $repeat ;;
-        step-*) ours "$part" 900 "${model[@]}" "${bf16[@]}" "${group[@]}" --only step --steps 2 ;;
-        single-*) ours "$part" 300 "${model[@]}" "${bf16[@]}" "${one[@]}" --only decode --steps $repeat ;;
-        train-*-768) ours "$part" 300 "${model[@]}" "${bf16[@]}" "${packed[@]}" --only training --steps $repeat ;;
-        train-*-16k) ours "$part" 600 "${model[@]}" "${bf16[@]}" "${long[@]}" "${checkpointing[@]}" --only training --steps $repeat ;;
-        memory-*) ours "$part" 600 "${model[@]}" "${bf16[@]}" "${fit[@]}" "${checkpointing[@]}" --only training --steps 1 ;;
-        mismatch-fast) exact=0; ours "$part" 300 "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
-        mismatch-exact) exact=1; ours "$part" 300 "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
-        peer-requests-*) peer "$part" 600 requests "${model[@]}" --dtype $peer_dtype --requests "$work/lengths.json" --repeat 1 ;;
-        peer-rollout-*) peer "$part" 900 rollout "${model[@]}" --dtype $peer_dtype "${group[@]}" --repeat 1 ;;
-        peer-single-*) peer "$part" 300 rollout "${model[@]}" --dtype $peer_dtype "${one[@]}" --repeat $repeat ;;
-        peer-train-*-768) peer "$part" 300 train "${model[@]}" --dtype $peer_dtype "${packed[@]}" --micro-batch 16 --repeat $repeat ;;
-        peer-train-*-16k) peer "$part" 600 train "${model[@]}" --dtype $peer_dtype "${long[@]}" "${checkpointing[@]}" --repeat $repeat ;;
-        peer-memory-*) peer "$part" 600 train "${model[@]}" --dtype $peer_dtype "${fit[@]}" "${checkpointing[@]}" --repeat 1 ;;
+        requests-*) ours "$part" "${model[@]}" "${bf16[@]}" --only requests --requests "$work/lengths.json" --steps $repeat ;;
+        step-*) ours "$part" "${model[@]}" "${bf16[@]}" "${group[@]}" --only step --steps 2 ;;
+        single-*) ours "$part" "${model[@]}" "${bf16[@]}" "${one[@]}" --only decode --steps $repeat ;;
+        train-*-768) ours "$part" "${model[@]}" "${bf16[@]}" "${packed[@]}" --only training --steps $repeat ;;
+        train-*-16k) ours "$part" "${model[@]}" "${bf16[@]}" "${long[@]}" "${checkpointing[@]}" --only training --steps $repeat ;;
+        memory-*) ours "$part" "${model[@]}" "${bf16[@]}" "${fit[@]}" "${checkpointing[@]}" --only training --steps 1 ;;
+        mismatch-fast) exact=0; ours "$part" "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
+        mismatch-exact) exact=1; ours "$part" "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
+        peer-requests-*) peer "$part" requests "${model[@]}" --dtype $peer_dtype --requests "$work/lengths.json" --repeat 1 ;;
+        peer-rollout-*) peer "$part" rollout "${model[@]}" --dtype $peer_dtype "${group[@]}" --repeat 1 ;;
+        peer-single-*) peer "$part" rollout "${model[@]}" --dtype $peer_dtype "${one[@]}" --repeat $repeat ;;
+        peer-train-*-768) peer "$part" train "${model[@]}" --dtype $peer_dtype "${packed[@]}" --micro-batch 16 --repeat $repeat ;;
+        peer-train-*-16k) peer "$part" train "${model[@]}" --dtype $peer_dtype "${long[@]}" "${checkpointing[@]}" --repeat $repeat ;;
+        peer-memory-*) peer "$part" train "${model[@]}" --dtype $peer_dtype "${fit[@]}" "${checkpointing[@]}" --repeat 1 ;;
     esac
 }
 
@@ -312,16 +360,20 @@ try:
 except ImportError as error:
     print(f"this Python cannot import the peers: {error}")
 ' 2>/dev/null) || no_peers="this Python cannot import the peers"
+
+# What is known so far, as JSON and as a table.
+report() { "$python" benches/gpu_report.py "$work" "$device" "${small:-0}" "$out"; }
+
 no_device=''
 for part in "${wanted[@]}"; do
-    echo "== $part (${SECONDS} s)"
-    if [[ -n $budget ]] && ((SECONDS > budget)); then
+    echo "== $part ($SECONDS s)"
+    if [[ -n $budget ]] && ((budget - SECONDS < 15)); then
         note "$part" "not run" 0 "the $budget s of --seconds had passed"
     elif [[ -n $no_device && $part != facts && $part != peer-* ]]; then
         note "$part" "not run" 0 "$no_device"
     elif ! run_part "$part" && [[ $part == limits ]]; then
         no_device="$device cannot be used: $(grep -v '^[[:space:]]*$' "$work/limits.log" | tail -1)"
     fi
+    report >"$work/report.txt" 2>&1
 done
-
-"$python" benches/gpu_report.py "$work" "$device" "${small:-0}" "$out"
+report

@@ -56,7 +56,7 @@ def main():
     not_run = {name: row["reason"] for name, row in status.items() if row["status"] != "ok"}
     # A part that was never asked for is missing as well.
     not_run.update({one["part"]: one["reason"] for one in bars if one["status"] != "ok" and one["part"] not in not_run})
-    suites = suites_of(work, status)
+    suites = suites_of(work)
     record = {
         "command": "benches/gpu.sh",
         "device": device,
@@ -120,12 +120,12 @@ def facts(work):
     return found
 
 
-def suites_of(work, status):
-    """Passed, failed and ignored tests of both programs, and the failed ones' names; None where nothing ran."""
+def suites_of(work):
+    """Passed, failed and ignored tests, those of each suite, and the failed ones' names; None where nothing ran."""
     path = os.path.join(work, "suites.tsv")
-    if "suites" not in status or not os.path.exists(path):
+    if not os.path.exists(path):
         return None
-    found = {"passed": 0, "failed": 0, "ignored": 0, "seconds": 0.0, "failed_tests": []}
+    found = {"passed": 0, "failed": 0, "ignored": 0, "seconds": 0.0, "failed_tests": [], "by_part": {}}
     with open(path) as file:
         for line in file:
             cells = line.rstrip("\n").split("\t")
@@ -135,6 +135,7 @@ def suites_of(work, status):
                 for key, cell in zip(["passed", "failed", "ignored"], cells[1:4]):
                     found[key] += int(cell)
                 found["seconds"] += float(cells[4])
+                found["by_part"][cells[0]] = {"passed": int(cells[1]), "failed": int(cells[2])}
     return found
 
 

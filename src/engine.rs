@@ -92,7 +92,7 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use self::ahead::Ahead;
-use self::backend::BackendKind;
+use self::backend::{BackendKind, Optimizer};
 use self::block::Block;
 use self::checkpoint::{Snapshot, TrainerState};
 use self::delta::DeltaNorm;
@@ -170,7 +170,7 @@ struct Run<'a> {
     halved: bool,
     reward_names: Vec<String>,
     parameter_info: Vec<ParameterInfo>,
-    adam: AdamW,
+    optimizer: Optimizer,
     state: TrainerState,
     /// The block of the last step; the next step goes on with it unless it begins a new one.
     block: Option<Block>,
@@ -237,6 +237,7 @@ impl<'a> Run<'a> {
                 (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None, None)
             }
         };
+        let optimizer = Optimizer::beside(policy.flat(), adam)?;
         let parameter_info = policy.parameters();
         let delta_norm = DeltaNorm::load(input.model_dir, policy.card(), policy.lora_config(), &parameter_info)?;
         let mut run = Self {
@@ -258,7 +259,7 @@ impl<'a> Run<'a> {
             samples_exactly: policy.samples_exactly(),
             policy,
             reference,
-            adam,
+            optimizer,
             saved_step: state.step,
             unsaved_verdict: false,
             trained_rows,
@@ -388,7 +389,7 @@ impl<'a> Run<'a> {
         self.state.reward_stats = block.values.reward_stats;
         self.state.epoch = self.epochs(step);
         self.state.num_tokens += new_tokens;
-        self.state.updates = self.adam.updates;
+        self.state.updates = self.optimizer.updates();
         self.state.skipped_in_a_row = if finite { 0 } else { self.state.skipped_in_a_row + 1 };
         self.state.skipped_updates += u64::from(!finite);
 
@@ -404,7 +405,10 @@ impl<'a> Run<'a> {
         if let Some(bytes) = self.policy.device_peak_bytes() {
             metrics.insert("memory/peak_device_bytes".into(), Some(bytes as f64));
         }
-        let delta_norm = self.delta_norm.as_ref().map(|delta| delta.of(self.policy.flat()));
+        let delta_norm = match &self.delta_norm {
+            Some(delta) => Some(delta.of(&self.policy.flat().values()?)),
+            None => None,
+        };
         if let Some(delta_norm) = delta_norm.filter(|norm| norm.is_finite()) {
             metrics.insert("adapter/delta_norm".into(), Some(delta_norm));
         }
@@ -471,11 +475,12 @@ impl<'a> Run<'a> {
         let step = self.state.step;
         let last = step == self.plan.training.max_steps || self.state.evaluations.stopped;
         let inside_block = !step.is_multiple_of(self.batching.uses_per_block().max(1));
+        let adam = self.optimizer.state()?;
         let snapshot = Snapshot {
             policy: &self.policy,
             model_dir: self.input.model_dir,
             model_name: self.input.model_name,
-            adam: &self.adam,
+            adam: &adam,
             state: &self.state,
             block: self.block.as_ref().filter(|_| inside_block),
             ahead: self.ahead.front(),

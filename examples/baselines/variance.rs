@@ -237,12 +237,12 @@ pub fn spreads(
             for ids in group {
                 if let Entry::Vacant(unknown) = gradients.entry((row, ids.clone())) {
                     let row_of = Row { prompt: &prompts[row].ids, completion: ids };
-                    let mut gradient = vec![0f32; num_parameters];
+                    let mut gradient = policy.zero_gradient()?;
                     let mut loss = |scores: &[rlood::engine::model::RowScore]| {
                         Ok(scores.iter().map(|score| vec![1.0; score.logps.len()]).collect())
                     };
                     policy.forward_backward(&[row_of], 1.0, &mut loss, &mut gradient)?;
-                    unknown.insert(gradient);
+                    unknown.insert(gradient.values()?.into_owned());
                 }
             }
         }

@@ -98,10 +98,12 @@ fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Res
     // Of the live rows: request, tokens still to come.
     let mut live: Vec<(u64, usize)> =
         lengths.iter().zip(0..).map(|(Lengths(_, completion), request)| (request, *completion)).collect();
-    let mut chosen = Vec::new();
+    let pick = |&(request, left): &(u64, usize)| Pick {
+        temperature: 1.0,
+        uniform: key.with(request).with(left as u64).uniform(),
+    };
+    let (mut chosen, mut picks) = (Vec::new(), live.iter().map(pick).collect::<Vec<Pick>>());
     while !live.is_empty() {
-        let uniform = |&(request, left): &(u64, usize)| key.with(request).with(left as u64).uniform();
-        let picks: Vec<Pick> = live.iter().map(|row| Pick { temperature: 1.0, uniform: uniform(row) }).collect();
         policy.choose_into(&state, &picks, &mut chosen)?;
         let keep: Vec<bool> = live.iter().map(|(_, left)| *left > 1).collect();
         let kept = |index: &usize| keep[*index];
@@ -111,8 +113,9 @@ fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Res
         if next.len() < live.len() {
             policy.retain(&mut state, &keep)?;
         }
-        policy.append(&mut state, &tokens)?;
         live = next;
+        picks = live.iter().map(pick).collect();
+        policy.append_and_pick(&mut state, &tokens, &picks)?;
     }
     Ok(())
 }

@@ -62,7 +62,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
     };
     let most = args.micro_batch_tokens.unwrap_or(by_default) as usize;
     let batches = micro_batches(&lengths, generations, most);
-    let mut gradient = vec![0.0; policy.flat().len()];
+    let mut gradient = policy.zero_gradient()?;
     // Both signs, as advantages have: a backward pass of nothing could be skipped.
     let mut loss = |scores: &[RowScore]| {
         let of_row = |(row, score): (usize, &RowScore)| {
@@ -74,7 +74,8 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
     let trained = repeat(times, seconds, || {
         batches.iter().try_for_each(|batch| {
             policy.forward_backward(&rows[batch.clone()], 1.0, &mut loss, &mut gradient).map(drop)
-        })
+        })?;
+        gradient.settle()
     })?;
     let scored = repeat(times, seconds, || {
         batches.iter().try_for_each(|batch| policy.score(&rows[batch.clone()], 1.0, Adapter::Off).map(drop))

@@ -9,6 +9,7 @@
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod flat;
 pub mod reference;
 
 use std::fmt::Debug;
@@ -22,6 +23,7 @@ use super::model::pass::Mask;
 use super::ops::RopeTable;
 use super::ops::slices::{Heads, TokenScore};
 use super::sampling::Sampler;
+pub use flat::{Flat, Optimizer};
 
 /// Which set of operations a model runs on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -75,12 +77,14 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     type Angles: Debug + Send + Sync;
     /// Keys and values of growing sequences in all layers.
     type Cache: Debug + Send + Sync;
-    /// A flat gradient.
-    type Gradient: Debug + Send;
+    /// [`Flat`] in this backend's memory.
+    type Flat: Debug + Send + Sync;
     /// What the backward of attention wants to know of the forward's softmax.
     type Softmax: Debug + Send + Sync;
     /// What the backward of the head wants to know of each row's softmax.
     type Normalizers: Debug + Send + Sync;
+    /// Choices under way.
+    type Picked: Debug + Send + Sync;
 
     /// Whether sampling gives a token the same log-prob, bit for bit, as a training forward.
     fn samples_exactly(&self) -> bool;
@@ -91,19 +95,27 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     fn vector(&self, values: Vec<f32>) -> Result<Self::Vector>;
     /// Row-major `[out, inputs]`.
     fn weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Self::Weight>;
-    /// LoRA factors as the products read them.
-    fn adapter(&self, values: &AdapterValues<'_>) -> Result<Self::Adapter>;
-    /// A flat gradient with these values so far.
-    fn gradient(&self, values: Vec<f32>) -> Result<Self::Gradient>;
-    /// What it came to.
-    fn gradient_values(&self, gradient: Self::Gradient) -> Result<Vec<f32>>;
+    /// Some parameters as a norm's weight.
+    fn vector_of(&self, parameters: &Self::Flat, place: Range<usize>) -> Result<Self::Vector>;
+    /// Some parameters as a matrix: of each module in order of its outputs, `[out, inputs]` and its bias.
+    fn weight_of(&self, parameters: &Self::Flat, modules: &[FullSlot], inputs: usize) -> Result<Self::Weight>;
+    /// Some parameters as LoRA factors, as the products read them.
+    fn adapter(&self, parameters: &Self::Flat, shape: &AdapterShape) -> Result<Self::Adapter>;
+    /// So many zeros, where updates are computed.
+    fn zeros(&self, len: usize) -> Result<Flat>;
+    /// These values, moved to where updates are computed.
+    fn hold(&self, values: Flat) -> Result<Flat>;
+    /// What [`Backend::hold`] gave.
+    fn held<'f>(&self, flat: &'f Flat) -> Result<&'f Self::Flat>;
+    /// As [`Backend::held`], to change.
+    fn held_mut<'f>(&self, flat: &'f mut Flat) -> Result<&'f mut Self::Flat>;
     /// Wait for a tensor's values, row-major.
     fn values(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
 
     /// Rows of the table, one an id.
     fn embed(&self, table: &Self::Weight, ids: &[u32]) -> Result<Self::Tensor>;
     /// Add dL/dtable, which begins at `at` in the gradient.
-    fn embed_vjp(&self, ids: &[u32], dy: &Self::Tensor, gradient: &mut Self::Gradient, at: usize) -> Result<()>;
+    fn embed_vjp(&self, ids: &[u32], dy: &Self::Tensor, gradient: &mut Self::Flat, at: usize) -> Result<()>;
     /// Some rows, in this order.
     fn select(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor>;
     /// The transpose of [`Backend::select`]: each row of x is added to its row of `count` rows of zeros, in order.
@@ -128,7 +140,7 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         x: &Self::Tensor,
         eps: f32,
         dy: &Self::Tensor,
-        gradient: &mut Self::Gradient,
+        gradient: &mut Self::Flat,
         at: usize,
     ) -> Result<()>;
 
@@ -141,7 +153,7 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         residual: Option<&Self::Tensor>,
     ) -> Result<Self::Tensor>;
     /// dL/dx of [`Backend::linear`] (without the residual's), and the gradients of what is trained.
-    fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Self::Gradient) -> Result<Self::Tensor>;
+    fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Self::Flat) -> Result<Self::Tensor>;
 
     /// The angles of tokens at these positions.
     fn angles(&self, table: &Arc<RopeTable>, positions: &[usize]) -> Result<Self::Angles>;
@@ -160,7 +172,7 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         rotation: &Rotation<'_, Self>,
         qkv: &Self::Tensor,
         dy: &Self::Tensor,
-        gradient: &mut Self::Gradient,
+        gradient: &mut Self::Flat,
         at: (usize, usize),
     ) -> Result<()>;
 
@@ -188,14 +200,15 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         window: Option<usize>,
         qkv: &Self::Tensor,
     ) -> Result<Self::Tensor>;
-    /// Run `body`, which appends one token to each row of the cache in all layers and gives the rows' residual stream. The
-    /// backend may fill the batch up with rows whose results it drops, and may record what `body` asks for and repeat it.
+    /// Run `body`, which appends one token to each row of the cache in all layers and gives the rows' residual stream, and
+    /// what [`Backend::pick_ahead`] gave for it. The backend may fill the batch up with rows whose results it drops, and may
+    /// record what `body` asks for and repeat it.
     fn step(
         &self,
         cache: &mut Self::Cache,
         step: &Step<'_>,
-        mut body: impl FnMut(&mut Self::Cache, &Step<'_>) -> Result<Self::Tensor>,
-    ) -> Result<Self::Tensor> {
+        mut body: impl FnMut(&mut Self::Cache, &Step<'_>) -> Result<Stepped<Self>>,
+    ) -> Result<Stepped<Self>> {
         body(cache, step)
     }
     /// Keep the rows marked true.
@@ -215,9 +228,18 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         temperature: f64,
     ) -> Result<(Vec<TokenScore>, Self::Normalizers)>;
     /// dL/dx from dL/dlogp (`g`) of [`Backend::score`]; with `at` also dL/dhead is added.
-    fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::Gradient) -> Result<Self::Tensor>;
+    fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::Flat) -> Result<Self::Tensor>;
     /// One token a row, and its log-prob.
     fn choose(&self, x: &Self::Tensor, head: &Self::Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()>;
+    /// Begin what [`Backend::choose`] does of the rows that `x` gives, within a step; None where nothing is gained by it.
+    fn pick_ahead(
+        &self,
+        x: impl FnOnce() -> Result<Self::Tensor>,
+        head: &Self::Weight,
+        picks: &[Pick],
+    ) -> Result<Option<Self::Picked>>;
+    /// Wait for it.
+    fn picked(&self, picked: &Self::Picked) -> Result<Vec<Chosen>>;
     /// One token a row by a sampler that filters, `uniforms` saying where each draw falls; None where the backend leaves
     /// that to whoever reads [`Backend::logits`].
     fn choose_filtered(
@@ -242,11 +264,16 @@ pub struct Step<'a> {
     pub tokens: &'a [u32],
     /// Each in its own sequence.
     pub positions: &'a [usize],
+    /// How the next tokens are to be chosen, one a row; empty where that is not known yet.
+    pub picks: &'a [Pick],
 }
+
+/// The rows' residual stream after a step, and the choice of their next tokens if it was begun.
+pub type Stepped<B> = (<B as Backend>::Tensor, Option<<B as Backend>::Picked>);
 
 /// The LoRA factors of a fused weight, module by module.
 #[derive(Debug)]
-pub struct AdapterValues<'a> {
+pub struct AdapterShape {
     /// Inputs of A.
     pub inputs: usize,
     /// Outputs of the fused weight.
@@ -256,18 +283,30 @@ pub struct AdapterValues<'a> {
     /// `s` in s·B·A.
     pub scaling: f64,
     /// The adapted modules, in order of their outputs.
-    pub blocks: Vec<AdapterBlock<'a>>,
+    pub blocks: Vec<AdapterBlock>,
 }
 
 /// One module's factors.
 #[derive(Debug)]
-pub struct AdapterBlock<'a> {
+pub struct AdapterBlock {
     /// Its outputs in the fused weight.
     pub outputs: Range<usize>,
-    /// `[r, in]`
-    pub a: &'a [f32],
-    /// `[out, r]`
-    pub b: &'a [f32],
+    /// Where its A `[r, in]` begins in the flat parameters.
+    pub a: usize,
+    /// Its B `[out, r]`.
+    pub b: usize,
+}
+
+impl AdapterShape {
+    /// A module's A among the flat parameters.
+    pub fn a<'v>(&self, parameters: &'v [f32], block: &AdapterBlock) -> &'v [f32] {
+        &parameters[block.a..][..self.r * self.inputs]
+    }
+
+    /// Its B.
+    pub fn b<'v>(&self, parameters: &'v [f32], block: &AdapterBlock) -> &'v [f32] {
+        &parameters[block.b..][..block.outputs.len() * self.r]
+    }
 }
 
 /// The adapter's part in a product.
@@ -293,10 +332,24 @@ pub struct AdapterBackward<'a, B: Backend> {
 pub struct FullSlot {
     /// Its outputs.
     pub outputs: Range<usize>,
-    /// Where the gradient of its W begins.
+    /// Where its W begins in the flat parameters, and in their gradient.
     pub weight: usize,
-    /// Where that of its b begins, where it has one.
+    /// Where its b does, where it has one.
     pub bias: Option<usize>,
+}
+
+/// The W and b of some modules one after the other.
+fn gathered(parameters: &[f32], modules: &[FullSlot], inputs: usize) -> (Vec<f32>, Option<Vec<f32>>) {
+    let outputs = modules.last().map_or(0, |module| module.outputs.end);
+    let (mut weight, mut bias) = (Vec::with_capacity(outputs * inputs), Vec::new());
+    for module in modules {
+        weight.extend_from_slice(&parameters[module.weight..][..module.outputs.len() * inputs]);
+        if let Some(at) = module.bias {
+            bias.extend_from_slice(&parameters[at..][..module.outputs.len()]);
+        }
+    }
+    let has_bias = modules.iter().any(|module| module.bias.is_some());
+    (weight, has_bias.then_some(bias))
 }
 
 /// What the backward of a product reads.

@@ -92,7 +92,7 @@ pub fn generate(
             let mut kept = keep.iter().copied();
             batch.live.retain(|_| kept.next().unwrap_or(false));
         }
-        policy.append(&mut batch.state, &tokens)?;
+        batch.append(policy, &tokens)?;
     }
     let mut done = done.into_iter().flatten();
     Ok(Some(request.prompts.iter().map(|_| done.by_ref().take(num_generations).collect()).collect()))
@@ -117,7 +117,7 @@ struct Batch<'a> {
     /// One a row of the state.
     live: Vec<LiveRow>,
     waiting: VecDeque<(usize, &'a GeneratePrompt<'a>)>,
-    /// Of the live rows, reused.
+    /// Of the next tokens of the live rows, as far as they are known; reused.
     picks: Vec<Pick>,
     chosen: Vec<Chosen>,
 }
@@ -146,14 +146,28 @@ impl Batch<'_> {
         policy.join(&mut self.state, &prompts, num_generations, max_completion_length)
     }
 
+    /// Picks of all live rows' next tokens.
+    fn extend_picks(&mut self) {
+        let temperature = self.request.sampler.temperature;
+        let pick = |row: &LiveRow| Pick { temperature, uniform: row.key.with(row.ids.len() as u64).uniform() };
+        self.picks.extend(self.live.iter().skip(self.picks.len()).map(pick));
+    }
+
+    /// Append the last tokens of the live rows; what comes next is known already but for the tokens.
+    fn append(&mut self, policy: &Policy, tokens: &[u32]) -> Result<()> {
+        self.picks.clear();
+        if self.request.sampler.is_unfiltered() {
+            self.extend_picks();
+        }
+        policy.append_and_pick(&mut self.state, tokens, &self.picks)
+    }
+
     /// Every live row gets its next token.
     fn choose(&mut self, policy: &Policy) -> Result<()> {
         let sampler = self.request.sampler;
         let uniform = |row: &LiveRow| row.key.with(row.ids.len() as u64).uniform();
         if sampler.is_unfiltered() {
-            let pick = |row| Pick { temperature: sampler.temperature, uniform: uniform(row) };
-            self.picks.clear();
-            self.picks.extend(self.live.iter().map(pick));
+            self.extend_picks();
             policy.choose_into(&self.state, &self.picks, &mut self.chosen)?;
             for (row, chosen) in self.live.iter_mut().zip(&self.chosen) {
                 row.ids.push(chosen.token);

@@ -180,10 +180,10 @@ pub struct StepTrace<'a> {
     pub new_logps: &'a [Vec<f32>],
     /// Final advantages.
     pub advantages: &'a [f64],
-    /// The flat gradient after clipping, in parameter order.
-    pub gradient: &'a [f32],
-    /// The flat parameters after the update.
-    pub parameters: &'a [f32],
+    /// The gradient after clipping.
+    pub gradient: &'a super::backend::Flat,
+    /// The parameters after the update.
+    pub parameters: &'a super::backend::Flat,
     /// PEFT names, shapes and offsets of the flat buffers.
     pub parameter_info: &'a [super::lora::ParameterInfo],
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use super::backend::Flat;
 use super::error::{EngineError, Result};
 use super::load;
 use super::random::{Key, Stream};
@@ -153,7 +154,7 @@ pub const CONFIG: &str = "adapter_config.json";
 pub(super) struct Lora {
     pub config: LoraConfig,
     pub parameters: Vec<Parameter>,
-    pub values: Vec<f32>,
+    pub values: Flat,
 }
 
 /// One tensor of the flat buffer.
@@ -178,21 +179,22 @@ impl Parameter {
 impl Lora {
     /// PEFT's initialisation: A uniform in ±1/√in (Kaiming with a = √5), B zero.
     pub fn fresh(config: &LoraConfig, model: &ModelConfig, seed: u64) -> Result<Lora> {
-        let mut lora = Lora::zeros(config, model)?;
+        let (mut lora, mut values) = Lora::zeros(config, model)?;
         let key = Key::new(seed, Stream::Init);
         for parameter in lora.parameters.iter().filter(|p| !p.is_b) {
             let bound = (parameter.info.shape[1] as f64).powf(-0.5);
-            for (i, value) in lora.values[parameter.range()].iter_mut().enumerate() {
+            for (i, value) in values[parameter.range()].iter_mut().enumerate() {
                 let u = key.with((parameter.info.offset + i) as u64).uniform();
                 *value = ((2.0 * u - 1.0) * bound) as f32;
             }
         }
+        lora.values = Flat::Host(values);
         Ok(lora)
     }
 
     /// The tensors of a PEFT file.
     pub fn read(config: &LoraConfig, model: &ModelConfig, file: &Path) -> Result<Lora> {
-        let mut lora = Lora::zeros(config, model)?;
+        let (mut lora, mut all) = Lora::zeros(config, model)?;
         let (Some(dir), Some(name)) = (file.parent(), file.file_name().and_then(|n| n.to_str())) else {
             return Err(EngineError::Adapter(format!("{} is not a file", file.display())));
         };
@@ -211,16 +213,18 @@ impl Lora {
                 )));
             }
             let values = load::read_values(&mut reader, &location).map_err(failed)?;
-            lora.values[parameter.range()].copy_from_slice(&values);
+            all[parameter.range()].copy_from_slice(&values);
         }
         if let Some(other) = tensors.keys().next() {
             let detail = format!("{name}: tensor {other} belongs to no module of target_modules in this model");
             return Err(EngineError::Adapter(detail));
         }
+        lora.values = Flat::Host(all);
         Ok(lora)
     }
 
-    fn zeros(config: &LoraConfig, model: &ModelConfig) -> Result<Lora> {
+    /// An adapter without values, and as many zeros as it has.
+    fn zeros(config: &LoraConfig, model: &ModelConfig) -> Result<(Lora, Vec<f32>)> {
         let LoraConfig { r, alpha, use_rslora: _, target_modules, dropout: _ } = config;
         if *r == 0 || target_modules.is_empty() || !alpha.is_finite() {
             let detail =
@@ -243,7 +247,7 @@ impl Lora {
                 }
             }
         }
-        Ok(Lora { config, parameters, values: vec![0.0; offset] })
+        Ok((Lora { config, parameters, values: Flat::Host(Vec::new()) }, vec![0.0; offset]))
     }
 
     fn ranges(&self, layer: usize, module: Module) -> Option<(std::ops::Range<usize>, std::ops::Range<usize>)> {
@@ -255,11 +259,6 @@ impl Lora {
         }
     }
 
-    /// A and B of one module, if it is adapted.
-    pub fn pair(&self, layer: usize, module: Module) -> Option<(&[f32], &[f32])> {
-        self.ranges(layer, module).map(|(a, b)| (&self.values[a], &self.values[b]))
-    }
-
     /// Where A and B of one module begin in the flat buffer, if it is adapted.
     pub fn slots(&self, layer: usize, module: Module) -> Option<(usize, usize)> {
         self.ranges(layer, module).map(|(a, b)| (a.start, b.start))
@@ -267,13 +266,14 @@ impl Lora {
 
     /// Write PEFT's two files.
     pub fn write(&self, dir: &Path, base_model_name_or_path: &str) -> Result<()> {
+        let values = self.values.values()?;
         let tensors: Vec<tensors::Tensor<'_>> = self
             .parameters
             .iter()
             .map(|parameter| tensors::Tensor {
                 name: &parameter.info.name,
                 shape: &parameter.info.shape,
-                data: tensors::Data::F32(&self.values[parameter.range()]),
+                data: tensors::Data::F32(&values[parameter.range()]),
             })
             .collect();
         tensors::write(&dir.join(WEIGHTS), &tensors)?;

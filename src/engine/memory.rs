@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use super::model::Policy;
-use crate::spec::footprint;
+use crate::spec::{OptimizerKind, footprint};
 
 /// Cut rows into micro-batches of whole groups with at most `max_tokens` tokens each, or one group.
 ///
@@ -28,11 +28,12 @@ pub fn micro_batches(tokens: &[usize], num_generations: usize, max_tokens: usize
     batches
 }
 
-/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
-pub fn generation_rows(policy: &Policy, tokens_per_row: usize) -> usize {
-    let card = policy.card();
-    let model = (card.num_parameters, &card.config.shape());
-    footprint::generation_rows(policy.place(), policy.dtype(), model, tokens_per_row as u64) as usize
+/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included), beside
+/// what is trained and its moments.
+pub fn generation_rows(policy: &Policy, optimizer: OptimizerKind, tokens_per_row: usize) -> usize {
+    let (card, dtype) = (policy.card(), policy.dtype());
+    let held = footprint::held_bytes(dtype, card.num_parameters, optimizer, policy.flat().len() as u64);
+    footprint::generation_rows(policy.place(), dtype, &card.config.shape(), held, tokens_per_row as u64) as usize
 }
 
 /// The largest resident size of this process so far, in bytes, where the system tells it (Linux).

@@ -16,7 +16,7 @@ use std::path::Path;
 #[cfg(feature = "cuda")]
 use super::backend::cuda::Cuda;
 use super::backend::{BackendKind, cpu::Cpu, reference::Reference};
-pub use super::backend::{Chosen, Pick};
+pub use super::backend::{Chosen, Flat, Pick};
 use super::error::{EngineError, Result};
 use super::load::Weights;
 use super::lora::Lora;
@@ -238,7 +238,7 @@ impl Policy {
         rows: &[Row],
         temperature: f64,
         loss: &mut LossGradient<'_>,
-        gradient: &mut Vec<f32>,
+        gradient: &mut Flat,
     ) -> Result<Vec<RowScore>> {
         self.forward_backward_dropped(rows, temperature, None, loss, gradient)
     }
@@ -251,7 +251,7 @@ impl Policy {
         temperature: f64,
         dropout: Option<RowDropout>,
         loss: &mut LossGradient<'_>,
-        gradient: &mut Vec<f32>,
+        gradient: &mut Flat,
     ) -> Result<Vec<RowScore>> {
         if self.flat().is_empty() {
             return Err(no_adapter());

@@ -74,17 +74,39 @@ impl Moments {
 
 /// The numbers of one update, in the precision it uses.
 #[derive(Debug, Clone, Copy)]
-struct Update {
-    step_size: f32,
-    keep: f32,
-    beta2: f32,
-    one_minus_beta1: f32,
-    one_minus_beta2: f32,
-    correction: f32,
-    epsilon: f32,
+pub struct Update {
+    /// lr / (1 − β₁ᵗ)
+    pub step_size: f32,
+    /// 1 − lr · weight decay
+    pub keep: f32,
+    /// β₂
+    pub beta2: f32,
+    /// 1 − β₁
+    pub one_minus_beta1: f32,
+    /// 1 − β₂
+    pub one_minus_beta2: f32,
+    /// √(1 − β₂ᵗ)
+    pub correction: f32,
+    /// ε
+    pub epsilon: f32,
 }
 
 impl Update {
+    /// The t-th update, from 1.
+    pub fn number(t: u64, learning_rate: f64, plan: &OptimizerPlan) -> Update {
+        let t = i32::try_from(t).unwrap_or(i32::MAX);
+        let first_correction = 1.0 - plan.adam_beta1.powi(t);
+        Update {
+            step_size: (learning_rate / first_correction) as f32,
+            keep: (1.0 - learning_rate * plan.weight_decay) as f32,
+            beta2: plan.adam_beta2 as f32,
+            one_minus_beta1: (1.0 - plan.adam_beta1) as f32,
+            one_minus_beta2: (1.0 - plan.adam_beta2) as f32,
+            correction: (1.0 - plan.adam_beta2.powi(t)).sqrt() as f32,
+            epsilon: plan.adam_epsilon as f32,
+        }
+    }
+
     fn apply(&self, parameters: &mut [f32], gradient: &[f32], first: &mut [f32], second: &mut [f32]) {
         let moments = first.iter_mut().zip(second);
         for ((parameter, &gradient), (first, second)) in parameters.iter_mut().zip(gradient).zip(moments) {
@@ -120,26 +142,9 @@ impl AdamW {
         learning_rate: f64,
         plan: &OptimizerPlan,
     ) -> Result<()> {
-        if parameters.len() != self.moments.len() || gradient.len() != parameters.len() {
-            return Err(EngineError::Input(format!(
-                "the optimizer has {} moments, {} parameters and {} entries of the gradient; the checkpoint belongs to another adapter",
-                self.moments.len(),
-                parameters.len(),
-                gradient.len()
-            )));
-        }
+        check_lengths(self.moments.len(), parameters.len(), gradient.len())?;
         self.updates += 1;
-        let updates = i32::try_from(self.updates).unwrap_or(i32::MAX);
-        let first_correction = 1.0 - plan.adam_beta1.powi(updates);
-        let update = Update {
-            step_size: (learning_rate / first_correction) as f32,
-            keep: (1.0 - learning_rate * plan.weight_decay) as f32,
-            beta2: plan.adam_beta2 as f32,
-            one_minus_beta1: (1.0 - plan.adam_beta1) as f32,
-            one_minus_beta2: (1.0 - plan.adam_beta2) as f32,
-            correction: (1.0 - plan.adam_beta2.powi(updates)).sqrt() as f32,
-            epsilon: plan.adam_epsilon as f32,
-        };
+        let update = Update::number(self.updates, learning_rate, plan);
         let chunks = parameters.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK));
         match &mut self.moments {
             Moments::F32 { first, second } => {
@@ -173,13 +178,27 @@ impl AdamW {
     }
 }
 
+/// What an update reads and writes is of one length.
+pub fn check_lengths(moments: usize, parameters: usize, gradient: usize) -> Result<()> {
+    if moments == parameters && gradient == parameters {
+        return Ok(());
+    }
+    Err(EngineError::Input(format!(
+        "the optimizer has {moments} moments, {parameters} parameters and {gradient} entries of the gradient; the checkpoint belongs to another adapter"
+    )))
+}
+
+/// What the gradient is to be multiplied by, where it is: see [`clip_gradient_norm`].
+pub fn clip_coefficient(norm: f64, max_norm: f64) -> Option<f32> {
+    let coefficient = max_norm / (norm + 1e-6);
+    (max_norm > 0.0 && norm.is_finite() && coefficient < 1.0).then_some(coefficient as f32)
+}
+
 /// Scale the gradient so that its L2 norm is at most `max_norm` (0 = off), as torch's `clip_grad_norm_`: the coefficient
 /// is max_norm/(norm + 1e-6), at most 1. Returns the norm before; a norm that is not finite scales nothing.
 pub fn clip_gradient_norm(gradient: &mut [f32], max_norm: f64) -> f64 {
     let norm = gradient.iter().map(|&entry| f64::from(entry).powi(2)).sum::<f64>().sqrt();
-    let coefficient = max_norm / (norm + 1e-6);
-    if max_norm > 0.0 && norm.is_finite() && coefficient < 1.0 {
-        let coefficient = coefficient as f32;
+    if let Some(coefficient) = clip_coefficient(norm, max_norm) {
         gradient.iter_mut().for_each(|entry| *entry *= coefficient);
     }
     norm

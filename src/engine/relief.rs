@@ -11,7 +11,7 @@ use crate::spec::footprint::Footprint;
 impl Run<'_> {
     /// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
     pub(super) fn generation_rows(&self, tokens_per_row: usize) -> usize {
-        let rows = memory::generation_rows(&self.policy, tokens_per_row);
+        let rows = memory::generation_rows(&self.policy, self.plan.optimizer.kind, tokens_per_row);
         if self.halved { (rows / 2).max(1) } else { rows }
     }
 

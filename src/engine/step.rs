@@ -7,7 +7,7 @@ use super::block::{Block, Logps};
 use super::error::{EngineError, Result};
 use super::loss::{LossConfig, LossRow, RowLoss, row_loss, total_loss};
 use super::model::{Adapter, Policy, Row, RowScore};
-use super::optim::{clip_gradient_norm, learning_rate};
+use super::optim::learning_rate;
 use super::random::{Key, Stream};
 use super::rollout::Cursor;
 use super::update::{MicroBatching, StepGradient, score_rows, step_gradient};
@@ -127,12 +127,12 @@ impl Run<'_> {
         let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
         if let Some(step_gradient) = &mut update.step_gradient {
             update.loss = total_loss(&step_gradient.losses);
-            update.grad_norm = clip_gradient_norm(&mut step_gradient.gradient, plan.optimizer.max_grad_norm);
+            update.grad_norm = step_gradient.gradient.clip(plan.optimizer.max_grad_norm)?;
         }
         if let Some(step_gradient) = update.step_gradient.as_ref().filter(|_| update.is_finite()) {
             let gradient = &step_gradient.gradient;
-            let adam = &mut self.adam;
-            self.policy.update_parameters(|flat| adam.update(flat, gradient, learning_rate, &plan.optimizer))?;
+            let optimizer = &mut self.optimizer;
+            self.policy.update_parameters(|flat| optimizer.update(flat, gradient, learning_rate, &plan.optimizer))?;
         }
         self.seconds.train += started.elapsed().as_secs_f64();
         Ok(update)
@@ -172,7 +172,7 @@ impl Run<'_> {
 
     /// Log-probs of weights that were never updated are the model's own: if they are not finite, no step can help.
     fn check_first_scores(&self, scores: &[RowScore]) -> Result<()> {
-        let fresh = self.adam.updates == 0 && self.input.initial_adapter.is_none();
+        let fresh = self.optimizer.updates() == 0 && self.input.initial_adapter.is_none();
         if !fresh || scores.iter().flat_map(|score| &score.logps).all(|logp| logp.is_finite()) {
             return Ok(());
         }

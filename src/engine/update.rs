@@ -6,7 +6,7 @@ use super::error::Result;
 use super::loss::RowLoss;
 use super::memory::micro_batches;
 use super::model::pass::RowDropout;
-use super::model::{Adapter, Policy, Row, RowScore};
+use super::model::{Adapter, Flat, Policy, Row, RowScore};
 use super::random::Key;
 
 /// How a step's completions are cut; score and update cut alike, so that equal weights give equal bits.
@@ -48,10 +48,10 @@ pub fn score_rows(
 }
 
 /// What the completions of one optimizer step add up to.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug)]
 pub struct StepGradient {
-    /// dL/dparameter, flat, not yet clipped.
-    pub gradient: Vec<f32>,
+    /// dL/dparameter, not yet clipped.
+    pub gradient: Flat,
     /// One a completion.
     pub losses: Vec<RowLoss>,
     /// The policy's log-probs and entropies, one a completion.
@@ -70,11 +70,8 @@ pub fn step_gradient(
     losses: &mut RowLosses<'_>,
     stop: &dyn Fn() -> bool,
 ) -> Result<Option<StepGradient>> {
-    let mut step = StepGradient {
-        gradient: vec![0.0; policy.flat().len()],
-        losses: Vec::with_capacity(rows.len()),
-        scores: Vec::new(),
-    };
+    let mut step =
+        StepGradient { gradient: policy.zero_gradient()?, losses: Vec::with_capacity(rows.len()), scores: Vec::new() };
     for batch in batching.cut(rows) {
         if stop() {
             return Ok(None);

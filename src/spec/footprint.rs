@@ -120,13 +120,23 @@ pub fn optimizer_bytes(kind: OptimizerKind, parameters: u64) -> u64 {
     }
 }
 
+/// What a GPU holds all the time: the weights, and of what is trained its values in f32 and their moments.
+pub fn held_bytes(dtype: ComputeDtype, num_parameters: u64, kind: OptimizerKind, trained: u64) -> u64 {
+    value_bytes(dtype) * num_parameters + F32 * trained + optimizer_bytes(kind, trained)
+}
+
 /// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included), of a
-/// model of so many parameters and this shape.
-pub fn generation_rows(place: Place, dtype: ComputeDtype, model: (u64, &ModelShape), tokens_per_row: u64) -> u64 {
-    let (num_parameters, shape) = model;
+/// model of this shape; on a GPU beside so many bytes that it holds.
+pub fn generation_rows(
+    place: Place,
+    dtype: ComputeDtype,
+    shape: &ModelShape,
+    held_bytes: u64,
+    tokens_per_row: u64,
+) -> u64 {
     let (budget, value) = match place {
         Place::Cpu => (KV_CACHE_BYTES, F32),
-        Place::Cuda { memory_bytes } => (device::kv_budget(memory_bytes, dtype, num_parameters), value_bytes(dtype)),
+        Place::Cuda { memory_bytes } => (device::kv_budget(memory_bytes, held_bytes), value_bytes(dtype)),
     };
     (budget / kv_token_bytes(shape, value).saturating_mul(tokens_per_row).max(1)).max(1)
 }
@@ -214,8 +224,7 @@ impl Footprint {
         // Rollout: prompts with their completions until the cache is full. A prompt stays until its last row ends, so where
         // rows leave and others join, each may be of a prompt of its own.
         let prompts_per_block = per_step * u64::from(plan.rloo.steps_per_generation);
-        let model = (num_parameters, shape);
-        let rows = generation_rows(Place::Cpu, plan.training.dtype, model, prompt + completion)
+        let rows = generation_rows(Place::Cpu, plan.training.dtype, shape, 0, prompt + completion)
             .min(prompts_per_block * group)
             .max(group);
         let prompts = prompts_per_block.min(rows);

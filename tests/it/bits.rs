@@ -10,7 +10,7 @@ use rlood::engine::host::TrainOutcome;
 use rlood::engine::kernels::isa::Isa;
 use rlood::engine::kernels::threads::Threads;
 use rlood::engine::model::pass::RowDropout;
-use rlood::engine::model::{Adapter, Logits, Pick, Policy, Row, RowScore};
+use rlood::engine::model::{Adapter, Flat, Logits, Pick, Policy, Row, RowScore};
 use rlood::engine::random::{Key, Stream};
 use rlood::event::SamplePhase;
 use rlood::spec::ComputeDtype;
@@ -242,19 +242,20 @@ fn logits_do_not_depend_on_the_other_rows_and_after_a_prompt_are_those_of_a_forw
     }
 }
 
-fn backward(policy: &Policy, rows: &[Row<'_>], first_row: usize, gradient: &mut Vec<f32>) -> Vec<RowScore> {
+fn backward(policy: &Policy, rows: &[Row<'_>], first_row: usize, gradient: &mut Flat) -> Vec<RowScore> {
     let g = weights(rows, first_row);
     let dropout = Some(RowDropout { key: Key::new(5, Stream::Dropout).with(1), first_row });
     policy.forward_backward_dropped(rows, 0.8, dropout, &mut |_| Ok(g.clone()), gradient).unwrap()
 }
 
 fn gradient(policy: &Policy, rows: &[Row<'_>], cuts: &[usize]) -> (Vec<f32>, Vec<RowScore>) {
-    let (mut gradient, mut scores) = (vec![0f32; policy.flat().len()], Vec::new());
+    let (mut gradient, mut scores) = (policy.zero_gradient().unwrap(), Vec::new());
     let mut begin = 0;
     for end in cuts.iter().copied().chain([rows.len()]) {
         scores.extend(backward(policy, &rows[begin..end], begin, &mut gradient));
         begin = end;
     }
+    let gradient = gradient.values().unwrap().into_owned();
     assert!(gradient.iter().any(|g| *g != 0.0));
     (gradient, scores)
 }

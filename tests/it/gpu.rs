@@ -10,6 +10,7 @@ use rlood::engine::backend::cuda::peak_bytes;
 use rlood::engine::error::EngineError;
 use rlood::engine::gpu;
 use rlood::engine::host::PromptRow;
+use rlood::engine::kernels::cuda::driver::Counters;
 use rlood::engine::model::{Adapter, Pick, Policy};
 use rlood::engine::sampling::Sampler;
 use rlood::modelcard;
@@ -216,6 +217,63 @@ fn steps_of_a_generation_run_as_graphs_and_give_what_they_give_without() {
     let ((with, counters), (without, _)) = (run(true), run(false));
     assert_eq!(with, without);
     assert!(counters.replays >= 18, "{counters:?}");
+}
+
+/// Tokens and log-probs of 24 steps in which rows leave and others join, and the counters after each.
+fn generation(ahead: bool) -> (Vec<(u32, u32)>, Vec<Counters>) {
+    let cuda = cuda(0, ComputeDtype::F32, Gemm::Exact);
+    let mut policy = Policy::on_cuda(&fixture("qwen3"), cuda.clone()).unwrap();
+    policy.load_lora(&fixture("qwen3").join("lora")).unwrap();
+    let prompts = [random_ids(1, 9), random_ids(2, 3), random_ids(3, 5)];
+    let mut state = policy.begin(Adapter::On);
+    policy.join(&mut state, &[&prompts[0], &prompts[1]], 3, 40).unwrap();
+    let picks = |step: usize, rows: usize| -> Vec<Pick> {
+        (0..rows).map(|row| Pick { temperature: 1.0, uniform: ((step * 7 + row * 3) % 17) as f64 / 17.0 }).collect()
+    };
+    let (mut chosen, mut counters) = (Vec::new(), Vec::new());
+    for step in 0..24 {
+        let next = policy.choose(&state, &picks(step, state.len())).unwrap();
+        let mut tokens: Vec<u32> = next.iter().map(|chosen| chosen.token).collect();
+        chosen.extend(next.iter().map(|chosen| (chosen.token, chosen.logp.to_bits())));
+        if step == 10 {
+            policy.retain(&mut state, &[true, true, false, true, true, true]).unwrap();
+            tokens.remove(2);
+        }
+        let next = if ahead { picks(step + 1, state.len()) } else { Vec::new() };
+        policy.append_and_pick(&mut state, &tokens, &next).unwrap();
+        if step == 16 {
+            policy.join(&mut state, &[&prompts[2]], 2, 40).unwrap();
+        }
+        counters.push(cuda.device().counters());
+    }
+    (chosen, counters)
+}
+
+#[test]
+fn a_step_of_a_generation_is_one_graph_and_one_wait() {
+    if !is_there() {
+        return;
+    }
+    let (chosen, counters) = generation(true);
+    let (expected, without) = generation(false);
+    assert_eq!(chosen, expected, "what is chosen within the step is what is chosen after it");
+    let difference = |counters: &[Counters], step: usize| {
+        let (a, b) = (counters[step - 1], counters[step]);
+        let copies = b.uploads - a.uploads;
+        (b.waits - a.waits, b.replays - a.replays, b.launches - a.launches, b.products - a.products, copies)
+    };
+    // Steps of the same rows, the first few of which were noted and captured; the copy is of who attends to what.
+    for step in (5..10).chain(14..16).chain(21..24) {
+        assert_eq!(difference(&counters, step), (1, 1, 0, 0, 1), "step {step}");
+    }
+    // Chosen after the step: a wait as well, and launches and copies of their own.
+    let (waits, replays, launches, _, copies) = difference(&without, 8);
+    assert_eq!((waits, replays), (1, 1));
+    assert!(launches >= 4 && copies >= 2, "{launches} launches, {copies} copies");
+    println!(
+        "a step of 6 rows: 1 graph, 1 wait; choosing after it takes {launches} launches and {} copies more",
+        copies - 1
+    );
 }
 
 #[test]

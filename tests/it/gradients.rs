@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use rlood::engine::backend::BackendKind;
 use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::pass::RowDropout;
-use rlood::engine::model::{Adapter, Policy, Row};
+use rlood::engine::model::{Adapter, Flat, Policy, Row};
 use rlood::engine::random::{Key, Stream};
 
 use crate::kinds::kinds;
@@ -55,10 +55,14 @@ fn loss(policy: &Policy, rows: &[Row]) -> f64 {
     pairs.map(|(p, w)| f64::from(p) * f64::from(w)).sum()
 }
 
-fn gradient(policy: &Policy, rows: &[Row], offset: usize, into: &mut Vec<f32>) {
+fn gradient(policy: &Policy, rows: &[Row], offset: usize, into: &mut Flat) {
     let g = weights(rows, offset);
     let scores = policy.forward_backward(rows, 0.8, &mut |_| Ok(g.clone()), into).unwrap();
     assert_eq!(scores, policy.score(rows, 0.8, Adapter::On).unwrap());
+}
+
+fn values(flat: &Flat) -> Vec<f32> {
+    flat.values().unwrap().into_owned()
 }
 
 pub fn norm(values: &[f32]) -> f64 {
@@ -75,8 +79,9 @@ fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut 
     let owned = rows_of(1);
     let rows = as_rows(&owned);
     let start = policy.parameter_values().unwrap();
-    let mut gradient_all = vec![0f32; start.len()];
+    let mut gradient_all = policy.zero_gradient().unwrap();
     gradient(policy, &rows, 0, &mut gradient_all);
+    let gradient_all = values(&gradient_all);
     assert!(gradient_all.iter().all(|g| g.is_finite()), "{name}");
     let mut worst = 0f64;
     let (oracle, slow) = (kind == BackendKind::Reference, kind != BackendKind::Cpu);
@@ -179,19 +184,20 @@ fn the_gradient_through_dropout_is_that_of_what_is_left() {
         let dropout = Some(RowDropout { key: Key::new(5, Stream::Dropout).with(1), first_row: 0 });
         let start = policy.parameter_values().unwrap();
         let g = weights(&rows, 0);
-        let run = |policy: &Policy, into: &mut Vec<f32>| -> f64 {
+        let run = |policy: &Policy, into: &mut Flat| -> f64 {
             let scores = policy.forward_backward_dropped(&rows, 0.8, dropout, &mut |_| Ok(g.clone()), into).unwrap();
             let pairs = scores.iter().zip(&g).flat_map(|(s, w)| s.logps.clone().into_iter().zip(w.clone()));
             pairs.map(|(p, w)| f64::from(p) * f64::from(w)).sum()
         };
-        let mut all = vec![0f32; start.len()];
+        let mut all = policy.zero_gradient().unwrap();
         let dropped = run(&policy, &mut all);
+        let all = values(&all);
         assert!((dropped - loss(&policy, &rows)).abs() > 1e-3, "{name}: something is dropped");
         for info in policy.parameters() {
             let range = info.offset..info.offset + info.shape.iter().product::<usize>();
             let part = &all[range.clone()];
             let (size, step) = (norm(part), 4e-3);
-            let mut scratch = vec![0f32; start.len()];
+            let mut scratch = policy.zero_gradient().unwrap();
             let mut at = |sign: f64| {
                 let mut values = start.clone();
                 for (value, g) in values[range.clone()].iter_mut().zip(part) {
@@ -222,7 +228,7 @@ fn assert_dropout_does_not_depend_on_the_micro_batches(kind: BackendKind) {
     let rows = as_rows(&owned);
     let key = Key::new(7, Stream::Dropout).with(3);
     let run = |key: Key, cuts: &[usize]| {
-        let (mut gradient, mut scores) = (vec![0f32; policy.flat().len()], Vec::new());
+        let (mut gradient, mut scores) = (policy.zero_gradient().unwrap(), Vec::new());
         let mut begin = 0;
         for end in cuts.iter().copied().chain([rows.len()]) {
             let g = weights(&rows[begin..end], begin);
@@ -233,7 +239,7 @@ fn assert_dropout_does_not_depend_on_the_micro_batches(kind: BackendKind) {
             );
             begin = end;
         }
-        (gradient, scores)
+        (values(&gradient), scores)
     };
     let (whole, scores) = run(key, &[]);
     // Cuts inside and between the groups that share a prompt.
@@ -249,7 +255,7 @@ fn assert_dropout_does_not_depend_on_the_micro_batches(kind: BackendKind) {
     let (other, _) = run(Key::new(7, Stream::Dropout).with(4), &[]);
     let difference: Vec<f32> = whole.iter().zip(&other).map(|(a, b)| a - b).collect();
     assert!(norm(&difference) > 0.1 * norm(&whole));
-    let mut plain = vec![0f32; policy.flat().len()];
+    let mut plain = policy.zero_gradient().unwrap();
     gradient(&policy, &rows, 0, &mut plain);
 }
 
@@ -259,18 +265,18 @@ fn the_micro_batch_split_changes_no_gradient() {
         let policy = policy(name, kind);
         let owned = rows_of(2);
         let rows = as_rows(&owned);
-        let size = policy.parameter_values().unwrap().len();
-        let mut whole = vec![0f32; size];
+        let mut whole = policy.zero_gradient().unwrap();
         gradient(&policy, &rows, 0, &mut whole);
+        let whole = values(&whole);
         // Cuts inside and between the groups that share a prompt.
         for cuts in [&[1, 2, 3, 4][..], &[2, 3][..], &[1, 4][..]] {
-            let mut split = vec![0f32; size];
+            let mut split = policy.zero_gradient().unwrap();
             let mut begin = 0;
             for end in cuts.iter().copied().chain([rows.len()]) {
                 gradient(&policy, &rows[begin..end], begin, &mut split);
                 begin = end;
             }
-            let difference: Vec<f32> = whole.iter().zip(&split).map(|(a, b)| a - b).collect();
+            let difference: Vec<f32> = whole.iter().zip(&values(&split)).map(|(a, b)| a - b).collect();
             let error = norm(&difference) / norm(&whole);
             assert!(error < 1e-5, "{name}, {kind:?} cut at {cuts:?}: {error}");
         }
@@ -290,9 +296,9 @@ fn assert_empty_completions_and_zero_gradients_are_harmless(kind: BackendKind) {
     let scores = policy.score(&rows, 1.0, Adapter::On).unwrap();
     assert_eq!(scores[0].logps.len(), 0);
     assert_eq!(scores[1].logps.len(), 1);
-    let mut gradient = vec![0f32; policy.parameter_values().unwrap().len()];
+    let mut gradient = policy.zero_gradient().unwrap();
     policy.forward_backward(&rows, 1.0, &mut |_| Ok(vec![vec![], vec![0.0]]), &mut gradient).unwrap();
-    assert!(gradient.iter().all(|g| *g == 0.0));
+    assert!(values(&gradient).iter().all(|g| *g == 0.0));
     assert!(policy.score(&[], 1.0, Adapter::On).unwrap().is_empty());
     // What cannot be computed is an error.
     assert!(policy.score(&[Row { prompt: &[], completion: &[1] }], 1.0, Adapter::On).is_err());

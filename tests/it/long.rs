@@ -41,12 +41,12 @@ fn decode_and_train(policy: &Policy, length: usize) -> f64 {
     }
     drop(state);
     let row = Row { prompt: &prompt, completion: &completion };
-    let mut gradient = vec![0f32; policy.flat().len()];
+    let mut gradient = policy.zero_gradient().unwrap();
     let g = vec![vec![-1.0 / length as f32; length]];
     let scores = policy.forward_backward(&[row], 1.0, &mut |_| Ok(g.clone()), &mut gradient).unwrap();
     let differ = scores[0].logps.iter().zip(&recorded).position(|(a, b)| a.to_bits() != b.to_bits());
     assert_eq!(differ, None, "the first token whose recorded log-prob is not that of the training forward");
-    gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt()
+    gradient.clip(0.0).unwrap()
 }
 
 /// Only in a process that [`measure`] started.

@@ -25,6 +25,8 @@ mod generate;
 mod golden;
 #[cfg(feature = "cuda")]
 mod gpu;
+#[cfg(feature = "cuda")]
+mod gpu_training;
 mod gradients;
 mod http;
 mod interrupt;

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
-use rlood::engine::backend::BackendKind;
+use rlood::engine::backend::{BackendKind, Flat, Optimizer};
 use rlood::engine::model::{Adapter, Pick, Policy, Row};
-use rlood::engine::optim::{AdamW, clip_gradient_norm};
+use rlood::engine::optim::AdamW;
 use rlood::engine::text::Text;
 use rlood::modelcard;
 use rlood::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
@@ -321,11 +321,11 @@ fn check_round_trip(policy: &Policy, model: &Path, adapter: &Path) -> Checked {
 }
 
 /// The gradient of −Σ A·logp over the completions, and the loss.
-fn reinforce(policy: &Policy, expected: &Value) -> Checked<(f64, Vec<f32>)> {
+fn reinforce(policy: &Policy, expected: &Value) -> Checked<(f64, Flat)> {
     let advantages = numbers(&expected["reinforce"]["advantages"]);
     let cases = completions(&expected["completions"]);
     let rows: Vec<Row> = cases.iter().map(|(prompt, completion, _)| Row { prompt, completion }).collect();
-    let mut gradient = vec![0f32; policy.parameter_values().map_err(chain)?.len()];
+    let mut gradient = policy.zero_gradient().map_err(chain)?;
     let mut loss = 0f64;
     policy
         .forward_backward(
@@ -349,6 +349,7 @@ fn norm(values: &[f32]) -> f64 {
 fn check_reinforce(policy: &Policy, expected: &Value) -> Checked<f64> {
     let section = &expected["reinforce"];
     let (loss, gradient) = reinforce(policy, expected)?;
+    let gradient = gradient.values().map_err(chain)?;
     close("reinforce loss", loss, section["loss"].as_f64().unwrap(), 1e-3)?;
     close("reinforce total_norm", norm(&gradient), section["total_norm"].as_f64().unwrap(), GRADIENT)?;
     let parameters = policy.parameters();
@@ -397,10 +398,12 @@ fn check_adamw(policy: &mut Policy, expected: &Value) -> Checked<f64> {
         warmup_steps: 0,
     };
     let (_, mut gradient) = reinforce(policy, expected)?;
-    clip_gradient_norm(&mut gradient, plan.max_grad_norm);
-    let mut values = policy.parameter_values().map_err(chain)?;
-    AdamW::new(values.len()).update(&mut values, &gradient, plan.learning_rate, &plan).map_err(chain)?;
-    policy.set_parameter_values(&values).map_err(chain)?;
+    gradient.clip(plan.max_grad_norm).map_err(chain)?;
+    let adam = AdamW::new(policy.flat().len());
+    let mut optimizer = Optimizer::beside(policy.flat(), adam).map_err(chain)?;
+    let update = |flat: &mut Flat| optimizer.update(flat, &gradient, plan.learning_rate, &plan);
+    policy.update_parameters(update).map_err(chain)?;
+    let values = policy.parameter_values().map_err(chain)?;
     for info in policy.parameters() {
         let part = &values[info.offset..info.offset + info.shape.iter().product::<usize>()];
         let want = section["param_norms"][&info.name].as_f64();

@@ -55,9 +55,9 @@ fn of_trained(policy: &Policy) -> Results {
     let owned = rows_of(1);
     let rows = as_rows(&owned);
     let g = weights(&rows, 0);
-    let mut gradient = vec![0f32; policy.flat().len()];
+    let mut gradient = policy.zero_gradient().unwrap();
     let scores = policy.forward_backward(&rows, 0.8, &mut |_| Ok(g.clone()), &mut gradient).unwrap();
-    Results { scores, gradient }
+    Results { scores, gradient: gradient.values().unwrap().into_owned() }
 }
 
 impl Results {

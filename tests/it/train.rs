@@ -255,8 +255,8 @@ impl Host for TestHost {
             ref_logps: trace.ref_logps.to_vec(),
             new_logps: trace.new_logps.to_vec(),
             advantages: trace.advantages.to_vec(),
-            gradient: trace.gradient.to_vec(),
-            parameters: trace.parameters.to_vec(),
+            gradient: trace.gradient.values().unwrap().into_owned(),
+            parameters: trace.parameters.values().unwrap().into_owned(),
             parameter_info: trace.parameter_info.to_vec(),
         });
     }

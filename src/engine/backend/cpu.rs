@@ -6,11 +6,13 @@ mod linear;
 mod matrix;
 mod rows;
 
+use std::convert::Infallible;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::{
-    AdapterPass, AdapterValues, Attention, AttentionBackward, Backend, Chosen, HeadBackward, LinearBackward, Pick,
-    Rotation,
+    AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Chosen, Flat, FullSlot, HeadBackward,
+    LinearBackward, Pick, Rotation, gathered,
 };
 use crate::engine::error::{EngineError, Result};
 use crate::engine::kernels::attention::Segments;
@@ -93,7 +95,8 @@ impl Backend for Cpu {
     type Adapter = Arc<Adapter>;
     type Angles = Angles;
     type Cache = Cache;
-    type Gradient = Vec<f32>;
+    type Flat = Vec<f32>;
+    type Picked = Infallible;
     /// Largest score and sum, `[tokens, num_heads · 2]`.
     type Softmax = Matrix;
     type Normalizers = Vec<Normalizer>;
@@ -116,16 +119,33 @@ impl Backend for Cpu {
         Ok(Weight { matrix, bias: bias.map(Arc::new) })
     }
 
-    fn adapter(&self, values: &AdapterValues<'_>) -> Result<Arc<Adapter>> {
-        Ok(Arc::new(Adapter::new(values, self)))
+    fn adapter(&self, parameters: &Vec<f32>, shape: &AdapterShape) -> Result<Arc<Adapter>> {
+        Ok(Arc::new(Adapter::new(parameters, shape, self)))
     }
 
-    fn gradient(&self, values: Vec<f32>) -> Result<Vec<f32>> {
-        Ok(values)
+    fn vector_of(&self, parameters: &Vec<f32>, place: Range<usize>) -> Result<Arc<Vec<f32>>> {
+        self.vector(parameters[place].to_vec())
     }
 
-    fn gradient_values(&self, gradient: Vec<f32>) -> Result<Vec<f32>> {
-        Ok(gradient)
+    fn weight_of(&self, parameters: &Vec<f32>, modules: &[FullSlot], inputs: usize) -> Result<Weight> {
+        let (weight, bias) = gathered(parameters, modules, inputs);
+        self.weight(weight, inputs, bias)
+    }
+
+    fn zeros(&self, len: usize) -> Result<Flat> {
+        Ok(Flat::Host(vec![0.0; len]))
+    }
+
+    fn hold(&self, values: Flat) -> Result<Flat> {
+        values.on_host()
+    }
+
+    fn held<'f>(&self, flat: &'f Flat) -> Result<&'f Vec<f32>> {
+        flat.host()
+    }
+
+    fn held_mut<'f>(&self, flat: &'f mut Flat) -> Result<&'f mut Vec<f32>> {
+        flat.host_mut()
     }
 
     fn values(&self, x: &Matrix) -> Result<Vec<f32>> {
@@ -301,6 +321,19 @@ impl Backend for Cpu {
     fn choose(&self, x: &Matrix, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
         head::choose(&self.threads, self.isa, x.values(), &head.matrix, picks, chosen);
         Ok(())
+    }
+
+    fn pick_ahead(
+        &self,
+        _x: impl FnOnce() -> Result<Matrix>,
+        _head: &Weight,
+        _picks: &[Pick],
+    ) -> Result<Option<Infallible>> {
+        Ok(None)
+    }
+
+    fn picked(&self, picked: &Infallible) -> Result<Vec<Chosen>> {
+        match *picked {}
     }
 
     fn logits(&self, x: &Matrix, head: &Weight) -> Result<Matrix> {

@@ -9,14 +9,16 @@
 //! Longer than other files: one trait is implemented in one block.
 
 mod decode;
+mod flat;
 mod tensor;
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
-    AdapterBackward, AdapterPass, AdapterValues, Attention, AttentionBackward, Backend, Chosen, FullSlot, HeadBackward,
-    LinearBackward, Pick, Rotation, Step,
+    AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Chosen, FullSlot, HeadBackward,
+    LinearBackward, Pick, Rotation, Step, Stepped, flat::elsewhere,
 };
 use crate::engine::error::{EngineError, Result};
 use crate::engine::kernels::cuda::attention::{self, Layout};
@@ -35,9 +37,10 @@ use crate::engine::sampling::Sampler;
 use crate::spec::ComputeDtype;
 use crate::spec::footprint::CUDA_MAX_LOGITS;
 
-pub use decode::Cache;
+pub use decode::{Cache, Picked};
+pub use flat::{Flat, Moments};
 use tensor::Table;
-pub use tensor::{Angles, Gradient, Tensor, Vector, Weight};
+pub use tensor::{Angles, Tensor, Vector, Weight};
 
 /// Layouts of packed batches that are kept: one for each window of a batch.
 const MAX_LAYOUTS: usize = 4;
@@ -217,9 +220,10 @@ impl Backend for Cuda {
     type Adapter = Arc<lora::Adapter>;
     type Angles = Angles;
     type Cache = Cache;
-    type Gradient = Gradient;
+    type Flat = Flat;
     type Softmax = Tensor;
     type Normalizers = Normalizers;
+    type Picked = Picked;
 
     fn samples_exactly(&self) -> bool {
         self.gemm == Gemm::Exact
@@ -238,19 +242,45 @@ impl Backend for Cuda {
         Weight::new(&self.device, self.compute(), values, inputs, bias)
     }
 
-    fn adapter(&self, values: &AdapterValues<'_>) -> Result<Arc<lora::Adapter>> {
-        let AdapterValues { inputs, outputs, r, scaling, blocks } = values;
+    fn vector_of(&self, parameters: &Flat, place: Range<usize>) -> Result<Vector> {
+        Vector::of(&self.device, parameters.vector(place.start, place.len()))
+    }
+
+    fn weight_of(&self, parameters: &Flat, modules: &[FullSlot], inputs: usize) -> Result<Weight> {
+        Weight::of(&self.device, self.compute(), parameters, modules, inputs)
+    }
+
+    fn adapter(&self, parameters: &Flat, shape: &AdapterShape) -> Result<Arc<lora::Adapter>> {
+        let AdapterShape { inputs, outputs, r, scaling, blocks } = shape;
         let blocks = blocks.iter().map(|block| (block.outputs.clone(), block.a, block.b)).collect();
-        let factors = Factors { inputs: *inputs, outputs: *outputs, r: *r, scaling: *scaling, blocks };
+        let values = parameters.buffer();
+        let factors = Factors { values, inputs: *inputs, outputs: *outputs, r: *r, scaling: *scaling, blocks };
         Ok(Arc::new(lora::Adapter::new(&self.device, self.compute(), &factors)?))
     }
 
-    fn gradient(&self, values: Vec<f32>) -> Result<Gradient> {
-        Gradient::new(&self.device, &values)
+    fn zeros(&self, len: usize) -> Result<super::Flat> {
+        Ok(super::Flat::Cuda(Flat::zeros(&self.device, len)?))
     }
 
-    fn gradient_values(&self, gradient: Gradient) -> Result<Vec<f32>> {
-        gradient.values(&self.device)
+    fn hold(&self, values: super::Flat) -> Result<super::Flat> {
+        match values {
+            super::Flat::Host(values) => Ok(super::Flat::Cuda(Flat::new(&self.device, &values)?)),
+            super::Flat::Cuda(flat) => Ok(super::Flat::Cuda(flat)),
+        }
+    }
+
+    fn held<'f>(&self, flat: &'f super::Flat) -> Result<&'f Flat> {
+        match flat {
+            super::Flat::Cuda(flat) => Ok(flat),
+            super::Flat::Host(_) => Err(elsewhere()),
+        }
+    }
+
+    fn held_mut<'f>(&self, flat: &'f mut super::Flat) -> Result<&'f mut Flat> {
+        match flat {
+            super::Flat::Cuda(flat) => Ok(flat),
+            super::Flat::Host(_) => Err(elsewhere()),
+        }
     }
 
     fn values(&self, x: &Tensor) -> Result<Vec<f32>> {
@@ -263,7 +293,7 @@ impl Backend for Cuda {
         Ok(out)
     }
 
-    fn embed_vjp(&self, ids: &[u32], dy: &Tensor, gradient: &mut Gradient, at: usize) -> Result<()> {
+    fn embed_vjp(&self, ids: &[u32], dy: &Tensor, gradient: &mut Flat, at: usize) -> Result<()> {
         let rows = ids.iter().max().map_or(0, |id| *id as usize + 1);
         Ok(rows::scatter_add(&self.device, dy.rows(), ids, gradient.matrix(at, rows, dy.width()))?)
     }
@@ -314,7 +344,7 @@ impl Backend for Cuda {
         Ok(dx)
     }
 
-    fn rms_norm_weight_vjp(&self, x: &Tensor, eps: f32, dy: &Tensor, gradient: &mut Gradient, at: usize) -> Result<()> {
+    fn rms_norm_weight_vjp(&self, x: &Tensor, eps: f32, dy: &Tensor, gradient: &mut Flat, at: usize) -> Result<()> {
         Ok(norm::rms_norm_weight_vjp(&self.device, x.rows(), eps, dy.rows(), gradient.vector(at, x.width()))?)
     }
 
@@ -334,7 +364,7 @@ impl Backend for Cuda {
         Ok(out)
     }
 
-    fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Gradient) -> Result<Tensor> {
+    fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Flat) -> Result<Tensor> {
         let LinearBackward { x, dy, weight, adapter, full } = linear;
         let dx = Tensor::new(&self.device, x.count(), x.width(), self.compute())?;
         let (pass, slots) = match adapter {
@@ -385,7 +415,7 @@ impl Backend for Cuda {
         rotation: &Rotation<'_, Self>,
         qkv: &Tensor,
         dy: &Tensor,
-        gradient: &mut Gradient,
+        gradient: &mut Flat,
         at: (usize, usize),
     ) -> Result<()> {
         let width = rotation.heads.head_dim;
@@ -458,8 +488,8 @@ impl Backend for Cuda {
         &self,
         cache: &mut Cache,
         step: &Step<'_>,
-        body: impl FnMut(&mut Cache, &Step<'_>) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+        body: impl FnMut(&mut Cache, &Step<'_>) -> Result<Stepped<Self>>,
+    ) -> Result<Stepped<Self>> {
         self.recorded_step(cache, step, body)
     }
 
@@ -485,7 +515,7 @@ impl Backend for Cuda {
         Ok(head::score(&self.device, &self.head(head), x.rows(), targets, temperature)?)
     }
 
-    fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Gradient) -> Result<Tensor> {
+    fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Flat) -> Result<Tensor> {
         let HeadBackward { x, head, targets, temperature, normalizers, g, at } = *backward;
         let dx = Tensor::new(&self.device, x.count(), x.width(), x.dtype())?;
         let d_weight = at.map(|at| gradient.matrix(at, head.outputs(), x.width()));
@@ -497,6 +527,14 @@ impl Backend for Cuda {
     fn choose(&self, x: &Tensor, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
         *chosen = head::choose(&self.device, &self.head(head), x.rows(), picks)?;
         Ok(())
+    }
+
+    fn pick_ahead(&self, x: impl FnOnce() -> Result<Tensor>, head: &Weight, picks: &[Pick]) -> Result<Option<Picked>> {
+        Ok(Some(Picked::begin(&self.device, &self.head(head), &x()?, picks)?))
+    }
+
+    fn picked(&self, picked: &Picked) -> Result<Vec<Chosen>> {
+        picked.wait(&self.device)
     }
 
     fn choose_filtered(

@@ -1,6 +1,7 @@
 //! The oracle: every operation as loops over rows ([`ops::slices`]) and candle's matrix products, in f32; slow, and
 //! compared with autograd over plain tensor operations ([`ops::plain`]) in tests.
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -8,8 +9,8 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::{
-    AdapterBackward, AdapterPass, AdapterValues, Attention, AttentionBackward, Backend, Chosen, FullSlot, HeadBackward,
-    LinearBackward, Pick, Rotation,
+    AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Chosen, Flat, FullSlot,
+    HeadBackward, LinearBackward, Pick, Rotation, gathered,
 };
 use crate::engine::error::Result;
 use crate::engine::model::pass::Mask;
@@ -160,7 +161,8 @@ impl Backend for Reference {
     type Adapter = Adapter;
     type Angles = Angles;
     type Cache = Cache;
-    type Gradient = Vec<f32>;
+    type Flat = Vec<f32>;
+    type Picked = Infallible;
     type Softmax = ();
     type Normalizers = ();
 
@@ -183,13 +185,13 @@ impl Backend for Reference {
         Ok(Weight { matrix: self.tensor(values, inputs)?, bias })
     }
 
-    fn adapter(&self, values: &AdapterValues<'_>) -> Result<Adapter> {
-        let AdapterValues { inputs, outputs, r, scaling, blocks } = values;
+    fn adapter(&self, parameters: &Vec<f32>, shape: &AdapterShape) -> Result<Adapter> {
+        let AdapterShape { inputs, outputs, r, scaling, blocks } = shape;
         let rank = blocks.len() * r;
         let (mut a, mut b) = (Vec::with_capacity(rank * inputs), vec![0f32; outputs * rank]);
         for (index, block) in blocks.iter().enumerate() {
-            a.extend_from_slice(block.a);
-            for (row, values) in block.outputs.clone().zip(block.b.chunks_exact(*r)) {
+            a.extend_from_slice(shape.a(parameters, block));
+            for (row, values) in block.outputs.clone().zip(shape.b(parameters, block).chunks_exact(*r)) {
                 let out = &mut b[row * rank + index * r..][..*r];
                 add_scaled(out, *scaling as f32, values);
             }
@@ -198,12 +200,29 @@ impl Backend for Reference {
         Ok(Adapter { a: self.tensor(a, *inputs)?, b: self.tensor(b, rank)?, r: *r, scaling: *scaling, outputs })
     }
 
-    fn gradient(&self, values: Vec<f32>) -> Result<Vec<f32>> {
-        Ok(values)
+    fn vector_of(&self, parameters: &Vec<f32>, place: Range<usize>) -> Result<Arc<Vec<f32>>> {
+        self.vector(parameters[place].to_vec())
     }
 
-    fn gradient_values(&self, gradient: Vec<f32>) -> Result<Vec<f32>> {
-        Ok(gradient)
+    fn weight_of(&self, parameters: &Vec<f32>, modules: &[FullSlot], inputs: usize) -> Result<Weight> {
+        let (weight, bias) = gathered(parameters, modules, inputs);
+        self.weight(weight, inputs, bias)
+    }
+
+    fn zeros(&self, len: usize) -> Result<Flat> {
+        Ok(Flat::Host(vec![0.0; len]))
+    }
+
+    fn hold(&self, values: Flat) -> Result<Flat> {
+        values.on_host()
+    }
+
+    fn held<'f>(&self, flat: &'f Flat) -> Result<&'f Vec<f32>> {
+        flat.host()
+    }
+
+    fn held_mut<'f>(&self, flat: &'f mut Flat) -> Result<&'f mut Vec<f32>> {
+        flat.host_mut()
     }
 
     fn values(&self, x: &Tensor) -> Result<Vec<f32>> {
@@ -463,6 +482,19 @@ impl Backend for Reference {
         };
         *chosen = ops::with_values(&logits, choose)?;
         Ok(())
+    }
+
+    fn pick_ahead(
+        &self,
+        _x: impl FnOnce() -> Result<Tensor>,
+        _head: &Weight,
+        _picks: &[Pick],
+    ) -> Result<Option<Infallible>> {
+        Ok(None)
+    }
+
+    fn picked(&self, picked: &Infallible) -> Result<Vec<Chosen>> {
+        match *picked {}
     }
 
     fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {

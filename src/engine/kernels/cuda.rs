@@ -1,4 +1,4 @@
-//! Kernels for NVIDIA GPUs: one source (`cuda/device/`) that nvcc compiles to PTX and, for tests without a GPU, the C++
+//! Kernels for NVIDIA GPUs: one source (`cuda/device/`) that nvcc compiles and, for tests without a GPU, the C++
 //! compiler behind an emulator (`cuda/emulator/`). Beside each kernel stands a safe function that checks its shapes and
 //! launches it; all of the backend's `unsafe` lies here.
 

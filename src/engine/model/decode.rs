@@ -29,6 +29,8 @@ pub struct Rows<B: Backend> {
     pub cache: B::Cache,
     /// `[rows, hidden]` after the last layer; None without rows.
     pub hidden: Option<B::Tensor>,
+    /// The next tokens of the first rows where their choice was begun, and by which picks.
+    pub picked: Option<(Vec<Pick>, B::Picked)>,
     /// Tokens of each row, prompt included.
     pub lengths: Vec<usize>,
 }
@@ -107,8 +109,17 @@ impl Policy {
 
     /// Append one token to every live row.
     pub fn append(&self, state: &mut DecodeState, tokens: &[u32]) -> Result<()> {
+        self.append_and_pick(state, tokens, &[])
+    }
+
+    /// As [`Policy::append`], and where the backend gains by it begin to choose each row's next token by these picks:
+    /// [`Policy::choose_into`] with the same ones, and those of rows that joined after them, then waits for that.
+    pub fn append_and_pick(&self, state: &mut DecodeState, tokens: &[u32], picks: &[Pick]) -> Result<()> {
         state.check(tokens.len(), "tokens")?;
-        with_rows!(self, &mut state.0, |decoder, rows| decoder.append(rows, tokens))
+        if !picks.is_empty() {
+            state.check(picks.len(), "picks")?;
+        }
+        with_rows!(self, &mut state.0, |decoder, rows| decoder.append(rows, tokens, picks))
     }
 
     /// Keep the rows marked true; the others leave the batch.

@@ -5,12 +5,11 @@ use std::sync::Arc;
 
 use super::decode::Rows;
 use super::layer::{self, Batch, Layer, Norm, Saved};
-use super::linear::{Factors, FullValues};
 use super::packing::{Packing, Target};
 use super::pass::Pass;
 use super::rope::RopeTables;
 use super::{Adapter, EMBEDDING, HEAD, NORM, Row, unknown_token};
-use crate::engine::backend::{Backend, Chosen, HeadBackward, Pick, Step};
+use crate::engine::backend::{Backend, Chosen, Flat, FullSlot, HeadBackward, Pick, Step};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::load::Weights;
 use crate::engine::lora::Lora;
@@ -65,7 +64,6 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// What computes.
-    #[cfg(feature = "cuda")]
     pub fn backend(&self) -> &B {
         &self.backend
     }
@@ -87,13 +85,11 @@ impl<B: Backend> Decoder<B> {
 
     /// Train an adapter with these values.
     pub fn set_lora(&mut self, lora: &Lora) -> Result<()> {
-        let (r, scaling) = (lora.config.r, lora.config.scaling());
+        let parameters = self.backend.held(&lora.values)?;
+        let law = (lora.config.r, lora.config.scaling());
         for (index, layer) in self.layers.iter_mut().enumerate() {
             for linear in layer.linears_mut() {
-                linear.set_lora(&self.backend, r, scaling, |module| {
-                    let (a, b) = lora.pair(index, module)?;
-                    Some(Factors { a, b, slots: lora.slots(index, module)? })
-                })?;
+                linear.set_lora(&self.backend, parameters, law, |module| lora.slots(index, module))?;
             }
         }
         Ok(())
@@ -102,29 +98,28 @@ impl<B: Backend> Decoder<B> {
     /// Train all weights, beginning with these values.
     pub fn set_full(&mut self, full: &Full) -> Result<()> {
         let backend = self.backend.clone();
+        let parameters = backend.held(&full.values)?;
         // New weights come while the old ones are there: what a training pass took makes room.
         backend.release();
         // One matrix at a time, so that no second copy of the model is alive.
+        let (vocab, hidden) = (self.config.vocab_size, self.config.hidden_size);
         let matrix = |name: &str| -> Result<B::Weight> {
-            backend.weight(full.get(name)?.to_vec(), self.config.hidden_size, None)
+            let slot = FullSlot { outputs: 0..vocab, weight: full.place(name)?.start, bias: None };
+            backend.weight_of(parameters, &[slot], hidden)
         };
+        let at = |name: &str| full.place(name).map(|place| place.start);
         self.embedding = matrix(EMBEDDING)?;
         let tied = self.config.tie_word_embeddings;
         self.head = if tied { self.embedding.clone() } else { matrix(HEAD)? };
-        self.slots = Some((full.at(EMBEDDING)?, full.at(if tied { EMBEDDING } else { HEAD })?));
-        self.norm = Norm { weight: backend.vector(full.get(NORM)?.to_vec())?, slot: Some(full.at(NORM)?) };
+        self.slots = Some((at(EMBEDDING)?, at(if tied { EMBEDDING } else { HEAD })?));
+        self.norm = Norm::trained(&backend, parameters, full.place(NORM)?)?;
         for (index, layer) in self.layers.iter_mut().enumerate() {
             let name = |inside: &str| format!("model.layers.{index}.{inside}");
-            layer.set_norms(&backend, |inside| Ok((full.get(&name(inside))?, full.at(&name(inside))?)))?;
+            layer.set_norms(&backend, parameters, |inside| full.place(&name(inside)))?;
             for linear in layer.linears_mut() {
-                linear.set_weights(&backend, |module| {
-                    let (weight, bias) =
-                        (name(&format!("{}.weight", module.path())), name(&format!("{}.bias", module.path())));
-                    Ok(FullValues {
-                        weight: full.get(&weight)?,
-                        bias: full.get(&bias).ok(),
-                        slots: (full.at(&weight)?, full.at(&bias).ok()),
-                    })
+                linear.set_weights(&backend, parameters, |module| {
+                    let path = module.path();
+                    Ok((at(&name(&format!("{path}.weight")))?, at(&name(&format!("{path}.bias"))).ok()))
                 })?;
             }
         }
@@ -192,30 +187,17 @@ impl<B: Backend> Decoder<B> {
         Ok(scores)
     }
 
-    /// Forward, loss, backward.
+    /// Forward, loss, backward: what it adds to the gradient may come later.
     pub fn forward_backward(
         &self,
         packing: &Packing,
         temperature: f64,
         pass: Pass<'_>,
         loss: &mut TargetLoss<'_>,
-        gradient: &mut Vec<f32>,
-    ) -> Result<()> {
-        let mut flat = self.backend.gradient(std::mem::take(gradient))?;
-        let done = self.forward_backward_flat(packing, temperature, pass, loss, &mut flat);
-        *gradient = self.backend.gradient_values(flat)?;
-        done
-    }
-
-    fn forward_backward_flat(
-        &self,
-        packing: &Packing,
-        temperature: f64,
-        pass: Pass<'_>,
-        loss: &mut TargetLoss<'_>,
-        gradient: &mut B::Gradient,
+        gradient: &mut Flat,
     ) -> Result<()> {
         let backend = &self.backend;
+        let gradient = backend.held_mut(gradient)?;
         let batch = self.batch(packing)?;
         // Forward, keeping each layer's input, and what its backward reads unless that is to be computed again.
         let mut inputs: Vec<(B::Tensor, Option<Saved<B>>)> = Vec::with_capacity(self.layers.len());
@@ -303,7 +285,7 @@ impl<B: Backend> Decoder<B> {
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
         self.backend.release();
         let cache = self.backend.cache(&layer::heads(&self.config), self.layers.len());
-        Rows { adapter, cache, hidden: None, lengths: Vec::new() }
+        Rows { adapter, cache, hidden: None, picked: None, lengths: Vec::new() }
     }
 
     /// Compute each distinct prompt once and append `num_copies` rows for each, prompt-major.
@@ -382,7 +364,21 @@ impl<B: Backend> Decoder<B> {
     pub fn choose(&self, rows: &Rows<B>, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
         chosen.clear();
         let Some(hidden) = &rows.hidden else { return Ok(()) };
-        self.backend.choose(&self.normed(hidden)?, &self.head, picks, chosen)
+        match &rows.picked {
+            Some((known, picked)) if picks.starts_with(known) => {
+                let rest = &picks[known.len()..];
+                let mut joined = Vec::new();
+                if !rest.is_empty() {
+                    let which: Vec<u32> = (known.len() as u32..picks.len() as u32).collect();
+                    let hidden = self.backend.select(hidden, &which)?;
+                    self.backend.choose(&self.normed(&hidden)?, &self.head, rest, &mut joined)?;
+                }
+                *chosen = self.backend.picked(picked)?;
+                chosen.append(&mut joined);
+                Ok(())
+            }
+            Some(_) | None => self.backend.choose(&self.normed(hidden)?, &self.head, picks, chosen),
+        }
     }
 
     /// The next token of every row by a sampler that filters, where the backend can choose itself.
@@ -391,8 +387,8 @@ impl<B: Backend> Decoder<B> {
         self.backend.choose_filtered(&self.normed(hidden)?, &self.head, sampler, uniforms)
     }
 
-    /// Append one token to every row.
-    pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32]) -> Result<()> {
+    /// Append one token to every row, and begin to choose the next by these picks if there are any.
+    pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32], picks: &[Pick]) -> Result<()> {
         if tokens.is_empty() {
             return Ok(());
         }
@@ -401,9 +397,9 @@ impl<B: Backend> Decoder<B> {
         let table = self.rope.table(rows.lengths.iter().max().map_or(1, |length| length + 1));
         let pass = Pass::inference(rows.adapter);
         // Its memory is used again.
-        rows.hidden = None;
-        let step = Step { table: &table, tokens, positions: &rows.lengths };
-        let x = backend.step(&mut rows.cache, &step, |cache, step| {
+        (rows.hidden, rows.picked) = (None, None);
+        let step = Step { table: &table, tokens, positions: &rows.lengths, picks };
+        let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
             let angles = backend.angles(step.table, step.positions)?;
             let mut x = backend.embed(&self.embedding, step.tokens)?;
             for (index, layer) in self.layers.iter().enumerate() {
@@ -411,15 +407,22 @@ impl<B: Backend> Decoder<B> {
                 let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
                 x = layer.finish(backend, &x, &attended, pass)?;
             }
-            Ok(x)
+            let picked = match step.picks.is_empty() {
+                true => None,
+                false => backend.pick_ahead(|| self.normed(&x), &self.head, step.picks)?,
+            };
+            Ok((x, picked))
         })?;
         rows.lengths.iter_mut().for_each(|length| *length += 1);
         rows.hidden = Some(x);
+        rows.picked = picked.map(|picked| (picks.to_vec(), picked));
         Ok(())
     }
 
     /// Keep the rows marked true; the others leave.
     pub fn retain(&self, rows: &mut Rows<B>, keep: &[bool]) -> Result<()> {
+        // Of rows in another order.
+        rows.picked = None;
         self.backend.retain(&mut rows.cache, keep);
         let kept: Vec<u32> = (0..keep.len()).filter(|row| keep[*row]).map(|row| row as u32).collect();
         rows.hidden = match rows.hidden.take() {

@@ -1,11 +1,12 @@
 //! Full fine-tuning: every weight of the decoder in one flat buffer, in the order and under the names of the checkpoint
-//! it was loaded from. The buffer holds the weights in f32; the tensors that compute are made from it.
+//! it was loaded from. The buffer holds the weights in f32, where the backend keeps it; what computes is made from it.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 
+use crate::engine::backend::Flat;
 use crate::engine::error::{EngineError, Result};
 use crate::engine::load::{self, Weights};
 use crate::engine::lora::ParameterInfo;
@@ -21,26 +22,26 @@ pub struct Full {
     /// Names of transformers, in the order of the buffer.
     pub parameters: Vec<ParameterInfo>,
     /// The buffer.
-    pub values: Vec<f32>,
+    pub values: Flat,
     ranges: HashMap<String, Range<usize>>,
 }
 
 impl Full {
     /// The weights of a model directory.
-    pub fn of_model(dir: &Path, card: &ModelCard) -> Result<Full> {
+    pub fn of_model(dir: &Path, card: &ModelCard, values: Flat) -> Result<Full> {
         let mut weights = Weights::open(dir, card);
-        Full::fill(card, |name| Ok(weights.values(name)?.0))
+        Full::fill(card, values, |name| Ok(weights.values(name)?.0))
     }
 
     /// The weights of a checkpoint that [`Full::write`] made.
-    pub fn read(dir: &Path, card: &ModelCard) -> Result<Full> {
+    pub fn read(dir: &Path, card: &ModelCard, values: Flat) -> Result<Full> {
         let damaged = |error: String| EngineError::Checkpoint(error);
         let header = weights::read_header(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
         let path = dir.join(WEIGHTS);
         let failed = |source| EngineError::Io { path: path.clone(), source };
         let mut file = File::open(&path).map_err(failed)?;
         let shapes: HashMap<String, Vec<usize>> = card.config.tensors().into_iter().collect();
-        Full::fill(card, |name| {
+        Full::fill(card, values, |name| {
             let location =
                 header.tensors.get(name).ok_or_else(|| damaged(format!("{WEIGHTS}: tensor {name} is missing")))?;
             if Some(&location.shape) != shapes.get(name) {
@@ -50,43 +51,39 @@ impl Full {
         })
     }
 
-    fn fill(card: &ModelCard, mut values_of: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<Full> {
+    /// Tensor by tensor, so that no second copy of the model is alive.
+    fn fill(card: &ModelCard, mut values: Flat, mut values_of: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<Full> {
         let (mut parameters, mut ranges) = (Vec::new(), HashMap::new());
         let mut offset = 0;
-        let tensors = card.config.tensors();
-        let total = tensors.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
-        let mut values = Vec::with_capacity(total);
-        for (name, shape) in tensors {
-            values.extend(values_of(&name)?);
-            ranges.insert(name.clone(), offset..values.len());
+        for (name, shape) in card.config.tensors() {
+            let tensor = values_of(&name)?;
+            values.write(offset, &tensor)?;
+            ranges.insert(name.clone(), offset..offset + tensor.len());
             parameters.push(ParameterInfo { name, shape, offset });
-            offset = values.len();
+            offset += tensor.len();
         }
         Ok(Full { parameters, values, ranges })
     }
 
-    /// One tensor's values.
-    pub fn get(&self, name: &str) -> Result<&[f32]> {
-        Ok(&self.values[self.range(name)?])
+    /// How many values the buffer of a model has.
+    pub fn len_of(card: &ModelCard) -> usize {
+        card.config.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
     }
 
-    /// Where it begins in a buffer of the same layout.
-    pub fn at(&self, name: &str) -> Result<usize> {
-        Ok(self.range(name)?.start)
-    }
-
-    fn range(&self, name: &str) -> Result<Range<usize>> {
+    /// Where a tensor's values lie in the buffer, and in any of the same layout.
+    pub fn place(&self, name: &str) -> Result<Range<usize>> {
         self.ranges.get(name).cloned().ok_or_else(|| EngineError::Input(format!("no weight {name}")))
     }
 
     /// `model.safetensors` in f32.
     pub fn write(&self, dir: &Path) -> Result<()> {
+        let values = self.values.values()?;
         let tensors: Vec<tensors::Tensor<'_>> = self
             .parameters
             .iter()
             .map(|info| {
                 let range = info.offset..info.offset + info.shape.iter().product::<usize>();
-                tensors::Tensor { name: &info.name, shape: &info.shape, data: Data::F32(&self.values[range]) }
+                tensors::Tensor { name: &info.name, shape: &info.shape, data: Data::F32(&values[range]) }
             })
             .collect();
         tensors::write(&dir.join(WEIGHTS), &tensors)

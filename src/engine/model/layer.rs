@@ -1,6 +1,8 @@
 //! One decoder layer, forward and vector-Jacobian product. The backward pass needs what the forward saved; where that
 //! would take too much memory it is computed again from the layer's input.
 
+use std::ops::Range;
+
 use super::linear::Linear;
 use super::packing::Packing;
 use super::pass::Pass;
@@ -55,14 +57,12 @@ impl<B: Backend> Norm<B> {
         Ok(Norm { weight: backend.vector(values)?, slot: None })
     }
 
-    fn add_gradient(
-        &self,
-        backend: &B,
-        x: &B::Tensor,
-        eps: f32,
-        dy: &B::Tensor,
-        gradient: &mut B::Gradient,
-    ) -> Result<()> {
+    /// One of the flat parameters.
+    pub fn trained(backend: &B, parameters: &B::Flat, place: Range<usize>) -> Result<Self> {
+        Ok(Norm { slot: Some(place.start), weight: backend.vector_of(parameters, place)? })
+    }
+
+    fn add_gradient(&self, backend: &B, x: &B::Tensor, eps: f32, dy: &B::Tensor, gradient: &mut B::Flat) -> Result<()> {
         self.slot.map_or(Ok(()), |at| backend.rms_norm_weight_vjp(x, eps, dy, gradient, at))
     }
 }
@@ -93,12 +93,14 @@ impl<B: Backend> Layer<B> {
         [&mut self.qkv, &mut self.o, &mut self.gate_up, &mut self.down]
     }
 
-    /// Replace the norms' weights: `values` gives them, and where their gradients begin, by their names inside the layer.
-    pub fn set_norms<'v>(&mut self, backend: &B, values: impl Fn(&str) -> Result<(&'v [f32], usize)>) -> Result<()> {
-        let norm = |name: &str| -> Result<Norm<B>> {
-            let (weight, slot) = values(name)?;
-            Ok(Norm { weight: backend.vector(weight.to_vec())?, slot: Some(slot) })
-        };
+    /// Replace the norms' weights: `place` says where they lie in the flat parameters, by their names inside the layer.
+    pub fn set_norms(
+        &mut self,
+        backend: &B,
+        parameters: &B::Flat,
+        place: impl Fn(&str) -> Result<Range<usize>>,
+    ) -> Result<()> {
+        let norm = |name: &str| Norm::trained(backend, parameters, place(name)?);
         self.input_norm = norm("input_layernorm.weight")?;
         self.post_norm = norm("post_attention_layernorm.weight")?;
         if self.qk_norm.is_some() {
@@ -181,7 +183,7 @@ impl<B: Backend> Layer<B> {
         batch: &Batch<'_, B>,
         dy: &B::Tensor,
         pass: Pass<'_>,
-        gradient: &mut B::Gradient,
+        gradient: &mut B::Flat,
     ) -> Result<B::Tensor> {
         let rotation = self.rotation(&batch.angles);
         let Saved { qkv, rotated, attended, softmax, middle, gate_up } = saved;

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::pass::{Mask, Pass};
 use crate::engine::backend::{
-    AdapterBackward, AdapterBlock, AdapterPass, AdapterValues, Backend, FullSlot, LinearBackward,
+    AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Backend, FullSlot, LinearBackward,
 };
 use crate::engine::error::Result;
 use crate::engine::load::Weights;
@@ -51,28 +51,6 @@ struct Lora<B: Backend> {
     slots: Vec<(usize, usize)>,
 }
 
-/// A module's factors, and where their gradients begin.
-#[derive(Clone, Copy, Debug)]
-pub struct Factors<'a> {
-    /// `[r, in]`
-    pub a: &'a [f32],
-    /// `[out, r]`
-    pub b: &'a [f32],
-    /// In the flat gradient.
-    pub slots: (usize, usize),
-}
-
-/// A module's weight `[out, in]` and bias, and where their gradients begin.
-#[derive(Clone, Copy, Debug)]
-pub struct FullValues<'a> {
-    /// Row-major.
-    pub weight: &'a [f32],
-    /// Where there is one.
-    pub bias: Option<&'a [f32]>,
-    /// In the flat gradient.
-    pub slots: (usize, Option<usize>),
-}
-
 impl<B: Backend> Linear<B> {
     /// Fuse the weights (and biases) of `modules` under `prefix` (`model.layers.0`).
     pub fn load(backend: &B, weights: &mut Weights, prefix: &str, modules: &[Module], bias: bool) -> Result<Self> {
@@ -101,43 +79,45 @@ impl<B: Backend> Linear<B> {
         self.parts.last().map_or(0, |part| part.outputs().end)
     }
 
-    /// Train the weights (and biases) themselves, and compute with these.
-    pub fn set_weights<'v>(&mut self, backend: &B, values: impl Fn(Module) -> Result<FullValues<'v>>) -> Result<()> {
-        let (mut weight, mut bias) = (Vec::with_capacity(self.outputs() * self.inputs), Vec::new());
-        self.full.clear();
+    /// Train the weights (and biases) themselves, and compute with these: `slots(module)` says where W and b begin in the
+    /// flat parameters.
+    pub fn set_weights(
+        &mut self,
+        backend: &B,
+        parameters: &B::Flat,
+        slots: impl Fn(Module) -> Result<(usize, Option<usize>)>,
+    ) -> Result<()> {
+        let slot = |part: &Part| -> Result<FullSlot> {
+            let (weight, bias) = slots(part.module)?;
+            Ok(FullSlot { outputs: part.outputs(), weight, bias: bias.filter(|_| self.has_bias) })
+        };
+        self.full = self.parts.iter().map(slot).collect::<Result<_>>()?;
         self.lora = None;
-        for part in &self.parts {
-            let module = values(part.module)?;
-            weight.extend_from_slice(module.weight);
-            bias.extend_from_slice(module.bias.unwrap_or_default());
-            let slots = module.slots;
-            self.full.push(FullSlot { outputs: part.outputs(), weight: slots.0, bias: slots.1 });
-        }
-        self.weight = backend.weight(weight, self.inputs, self.has_bias.then_some(bias))?;
+        self.weight = backend.weight_of(parameters, &self.full, self.inputs)?;
         Ok(())
     }
 
-    /// Set the adapters: `factors(module)` gives those of adapted modules.
-    pub fn set_lora<'v>(
+    /// Set the adapters: `slots(module)` says where A and B of adapted modules begin in the flat parameters.
+    pub fn set_lora(
         &mut self,
         backend: &B,
-        r: usize,
-        scaling: f64,
-        factors: impl Fn(Module) -> Option<Factors<'v>>,
+        parameters: &B::Flat,
+        (r, scaling): (usize, f64),
+        slots: impl Fn(Module) -> Option<(usize, usize)>,
     ) -> Result<()> {
-        let adapted: Vec<(Part, Factors<'v>)> =
-            self.parts.iter().filter_map(|part| Some((*part, factors(part.module)?))).collect();
+        let adapted: Vec<(Part, (usize, usize))> =
+            self.parts.iter().filter_map(|part| Some((*part, slots(part.module)?))).collect();
         self.full.clear();
         if adapted.is_empty() {
             self.lora = None;
             return Ok(());
         }
-        let blocks = adapted.iter().map(|(part, f)| AdapterBlock { outputs: part.outputs(), a: f.a, b: f.b }).collect();
-        let values = AdapterValues { inputs: self.inputs, outputs: self.outputs(), r, scaling, blocks };
+        let blocks = adapted.iter().map(|(part, (a, b))| AdapterBlock { outputs: part.outputs(), a: *a, b: *b });
+        let shape = AdapterShape { inputs: self.inputs, outputs: self.outputs(), r, scaling, blocks: blocks.collect() };
         self.lora = Some(Lora {
-            adapter: backend.adapter(&values)?,
+            adapter: backend.adapter(parameters, &shape)?,
             modules: adapted.iter().map(|(part, _)| part.module).collect(),
-            slots: adapted.iter().map(|(_, factors)| factors.slots).collect(),
+            slots: adapted.iter().map(|(_, slots)| *slots).collect(),
         });
         Ok(())
     }
@@ -163,7 +143,7 @@ impl<B: Backend> Linear<B> {
         x: &B::Tensor,
         dy: &B::Tensor,
         pass: Pass<'_>,
-        gradient: &mut B::Gradient,
+        gradient: &mut B::Flat,
     ) -> Result<B::Tensor> {
         let masks = self.lora.as_ref().map_or(Vec::new(), |lora| lora.masks(pass));
         let adapter = self.lora.as_ref().map(|lora| AdapterBackward {

@@ -4,8 +4,12 @@ use std::path::Path;
 
 use super::full::Full;
 use super::{Network, ParameterInfo, Policy, no_adapter, with_decoder};
+use crate::engine::backend::{Backend, Flat};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::lora::{self, Lora, LoraConfig};
+
+/// Of a model of which nothing is trained.
+static NOTHING: Flat = Flat::Host(Vec::new());
 
 impl Policy {
     /// Add a fresh adapter: A Kaiming-uniform with a = √5, B zero; the same values from the same seed.
@@ -44,12 +48,14 @@ impl Policy {
 
     /// Train every weight, beginning with the model's own; `dir` is the directory it was loaded from.
     pub fn train_all(&mut self, dir: &Path) -> Result<()> {
-        self.set_full(Full::of_model(dir, &self.card)?)
+        let zeros = self.zeros(Full::len_of(&self.card))?;
+        self.set_full(Full::of_model(dir, &self.card, zeros)?)
     }
 
     /// Train every weight, beginning with those of a checkpoint that [`Policy::save_full`] made.
     pub fn load_full(&mut self, dir: &Path) -> Result<()> {
-        self.set_full(Full::read(dir, &self.card)?)
+        let zeros = self.zeros(Full::len_of(&self.card))?;
+        self.set_full(Full::read(dir, &self.card, zeros)?)
     }
 
     /// Write `model.safetensors` into a directory: all weights in f32, under transformers' names.
@@ -79,17 +85,22 @@ impl Policy {
     }
 
     /// The flat buffer of what is trained.
-    pub fn flat(&self) -> &[f32] {
+    pub fn flat(&self) -> &Flat {
         match (&self.lora, &self.full) {
             (_, Some(full)) => &full.values,
             (Some(lora), None) => &lora.values,
-            (None, None) => &[],
+            (None, None) => &NOTHING,
         }
+    }
+
+    /// Zeros for a gradient of all that is trained.
+    pub fn zero_gradient(&self) -> Result<Flat> {
+        self.flat().zeros_like()
     }
 
     /// A copy of [`Policy::flat`].
     pub fn parameter_values(&self) -> Result<Vec<f32>> {
-        Ok(self.flat().to_vec())
+        Ok(self.flat().values()?.into_owned())
     }
 
     /// Replace the flat buffer.
@@ -99,13 +110,12 @@ impl Policy {
                 let detail = format!("{} values for {} trainable parameters", values.len(), flat.len());
                 return Err(EngineError::Input(detail));
             }
-            flat.copy_from_slice(values);
-            Ok(())
+            flat.write(0, values)
         })
     }
 
     /// Change the flat buffer in place, and with it what computes.
-    pub fn update_parameters(&mut self, change: impl FnOnce(&mut [f32]) -> Result<()>) -> Result<()> {
+    pub fn update_parameters(&mut self, change: impl FnOnce(&mut Flat) -> Result<()>) -> Result<()> {
         match (self.lora.take(), self.full.take()) {
             (_, Some(mut full)) => {
                 let changed = change(&mut full.values);
@@ -119,6 +129,11 @@ impl Policy {
         }
     }
 
+    /// So many zeros, where updates are computed.
+    fn zeros(&self, len: usize) -> Result<Flat> {
+        with_decoder!(&self.network, |decoder| decoder.backend().zeros(len))
+    }
+
     /// Compute with these weights.
     fn set_full(&mut self, full: Full) -> Result<()> {
         with_decoder!(&mut self.network, |decoder| decoder.set_full(&full))?;
@@ -127,7 +142,8 @@ impl Policy {
         Ok(())
     }
 
-    fn set_lora(&mut self, lora: Lora) -> Result<()> {
+    fn set_lora(&mut self, mut lora: Lora) -> Result<()> {
+        lora.values = with_decoder!(&self.network, |decoder| decoder.backend().hold(lora.values))?;
         with_decoder!(&mut self.network, |decoder| decoder.set_lora(&lora))?;
         self.lora = Some(lora);
         self.full = None;

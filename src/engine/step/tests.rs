@@ -172,7 +172,8 @@ impl Host for Machine {
     }
 
     fn observe(&mut self, trace: &StepTrace<'_>) {
-        let logps = (trace.old_logps.to_vec(), trace.new_logps.to_vec(), trace.parameters.to_vec());
+        let logps =
+            (trace.old_logps.to_vec(), trace.new_logps.to_vec(), trace.parameters.values().unwrap().into_owned());
         self.traces.push((trace.step, logps));
     }
 }

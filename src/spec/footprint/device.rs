@@ -1,9 +1,8 @@
-//! What a run takes of a GPU's memory: everything that the backend for it allocates, stage by stage of a layer. The flat
-//! buffers of what is trained and its moments stay on the host.
+//! What a run takes of a GPU's memory: everything that the backend for it allocates, stage by stage of a layer.
 
 use super::{
-    CUDA_MAX_LOGITS, ComputeDtype, F32, Footprint, MIN_LOGIT_ROWS, ModelShape, PREFILL_TOKENS, Place, Plan,
-    UNCOUNTED_PROMPT_TOKENS, generation_rows, trainable_parameters, value_bytes,
+    CUDA_MAX_LOGITS, F32, Footprint, MIN_LOGIT_ROWS, ModelShape, PREFILL_TOKENS, Place, Plan, UNCOUNTED_PROMPT_TOKENS,
+    generation_rows, held_bytes, optimizer_bytes, trainable_parameters, value_bytes,
 };
 use crate::spec::Reference;
 
@@ -24,9 +23,9 @@ const HEAD_CHUNK: u64 = 512;
 /// Of what a phase uses: what lies between buffers of different sizes.
 const FRAGMENTS_PERCENT: u64 = 6;
 
-/// Bytes of KV cache that generation may hold, at least one group: half of what the weights leave.
-pub(super) fn kv_budget(memory_bytes: Option<u64>, dtype: ComputeDtype, num_parameters: u64) -> u64 {
-    memory_bytes.map_or(UNKNOWN_KV_BYTES, |bytes| bytes.saturating_sub(value_bytes(dtype) * num_parameters) / 2)
+/// Bytes of KV cache that generation may hold, at least one group: half of what is left by what stays.
+pub(super) fn kv_budget(memory_bytes: Option<u64>, held_bytes: u64) -> u64 {
+    memory_bytes.map_or(UNKNOWN_KV_BYTES, |bytes| bytes.saturating_sub(held_bytes) / 2)
 }
 
 /// Widths of a layer's rows in bytes of a token, by what they are.
@@ -168,13 +167,15 @@ pub(super) fn footprint(
         (true, false, true) => adapter,
         (true, false, false) | (false, _, _) => 0,
     };
-    let gradient = F32 * parameters;
+    let (gradient, trained) = (F32 * parameters, F32 * parameters + adapter);
+    let optimizer = optimizer_bytes(plan.optimizer.kind, parameters);
     let table = 2 * F32 * (prompt + completion).next_power_of_two().max(256) * shape.head_dim / 2;
 
     // Rollout: the pages of prompts are there before those of the rows, unless rows wait for others to leave.
     let prompts_per_block = per_step * u64::from(plan.rloo.steps_per_generation);
     let all_rows = prompts_per_block * group;
-    let room = generation_rows(place, dtype, (num_parameters, shape), prompt + completion);
+    let held_always = held_bytes(dtype, num_parameters, plan.optimizer.kind, parameters);
+    let room = generation_rows(place, dtype, shape, held_always, prompt + completion);
     let rows = room.min(all_rows).max(group);
     let prompts = prompts_per_block.min(rows);
     let page_bytes = shape.num_hidden_layers * PAGE * 2 * value * shape.num_key_value_heads * shape.head_dim;
@@ -208,19 +209,19 @@ pub(super) fn footprint(
     let forward = widths.stream * tokens + if checkpointing { widths.forward() * tokens } else { 0 };
     let activations = inputs + saved + backward.max(head).max(forward);
     let training = gradient + activations;
-    // New weights beside the old ones, the largest matrix at a time.
-    let update = if full { value * shape.vocab_size * shape.hidden_size } else { 0 };
+    // New weights beside the old ones, the largest matrix at a time, while the gradient is still there.
+    let update = gradient + if full { value * shape.vocab_size * shape.hidden_size } else { 0 };
 
-    let resident = CONTEXT_BYTES + weights + reference + adapter + table;
+    let resident = CONTEXT_BYTES + weights + reference + trained + optimizer + table;
     let phase = rollout.max(training).max(update);
     let allocator = phase * FRAGMENTS_PERCENT / 100;
     Footprint {
         process: CONTEXT_BYTES,
         weights,
         reference,
-        trained: adapter,
+        trained,
         gradient,
-        optimizer: 0,
+        optimizer,
         kv_cache,
         logits,
         activations,

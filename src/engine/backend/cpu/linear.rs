@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{AdapterPass, AdapterValues, Cpu, Matrix, Weight, rows};
+use super::{AdapterPass, AdapterShape, Cpu, Matrix, Weight, rows};
 use crate::engine::backend::{AdapterBackward, AdapterBlock, FullSlot, LinearBackward};
 use crate::engine::kernels::gemm::{self, Factors, Linear, LinearBack, Lora, LoraBack, Output, Rows, Term};
 use crate::engine::kernels::isa::Isa;
@@ -25,14 +25,14 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    pub(super) fn new(values: &AdapterValues<'_>, cpu: &Cpu) -> Adapter {
-        let AdapterValues { inputs, outputs, r, scaling, blocks } = values;
+    pub(super) fn new(parameters: &[f32], shape: &AdapterShape, cpu: &Cpu) -> Adapter {
+        let AdapterShape { inputs, outputs, r, scaling, blocks } = shape;
         let rank = blocks.len() * r;
         let scaling = *scaling as f32;
         let (mut a, mut b) = (Vec::with_capacity(rank * inputs), vec![0f32; outputs * rank]);
         for (index, block) in blocks.iter().enumerate() {
-            a.extend_from_slice(block.a);
-            for (row, values) in block.outputs.clone().zip(block.b.chunks_exact(*r)) {
+            a.extend_from_slice(shape.a(parameters, block));
+            for (row, values) in block.outputs.clone().zip(shape.b(parameters, block).chunks_exact(*r)) {
                 for (out, value) in b[row * rank + index * r..][..*r].iter_mut().zip(values) {
                     *out = value * scaling;
                 }
@@ -41,10 +41,9 @@ impl Adapter {
         // Tiles multiply bf16 with bf16 only.
         let dtype = if cpu.isa == Isa::Amx { cpu.dtype } else { PackDtype::F32 };
         let pack = |values: &[f32], inputs| PackedMatrix::new_on(&cpu.threads, values, inputs, dtype);
-        let transposed = |block: &AdapterBlock<'_>| {
-            let outputs = block.outputs.len();
-            let values: Vec<f32> =
-                (0..r * outputs).map(|at| block.b[at % outputs * r + at / outputs] * scaling).collect();
+        let transposed = |block: &AdapterBlock| {
+            let (outputs, b) = (block.outputs.len(), shape.b(parameters, block));
+            let values: Vec<f32> = (0..r * outputs).map(|at| b[at % outputs * r + at / outputs] * scaling).collect();
             pack(&values, outputs)
         };
         Adapter {

@@ -1,10 +1,13 @@
-//! Decoding: the cache of a generation, and its steps, which are recorded as graphs. A graph serves all batches of a
-//! bucket: the batch is filled up with rows whose results nobody reads.
+//! Decoding: the cache of a generation, and its steps, which are recorded as graphs, from the look-up of the tokens to the
+//! choice of the next ones. A graph serves all batches of a bucket: the batch is filled up with rows whose results nobody
+//! reads. What was chosen is all that the host waits for.
 
-use super::{Cuda, Step, Tensor};
+use super::{Cuda, Step, Stepped, Tensor};
+use crate::engine::backend::{Chosen, Pick};
 use crate::engine::error::Result;
 use crate::engine::kernels::cuda::cache;
-use crate::engine::kernels::cuda::driver::Device;
+use crate::engine::kernels::cuda::driver::{Buffer, Device};
+use crate::engine::kernels::cuda::head::{self, Head};
 use crate::engine::kernels::cuda::rows::Dtype;
 use crate::engine::ops::slices::Heads;
 
@@ -44,6 +47,27 @@ impl Cache {
     }
 }
 
+/// Tokens chosen on the device.
+#[derive(Debug)]
+pub struct Picked {
+    /// As `head::choose_into` leaves them.
+    chosen: Buffer,
+    rows: usize,
+}
+
+impl Picked {
+    /// Ask for them.
+    pub(super) fn begin(device: &Device, head: &Head<'_>, x: &Tensor, picks: &[Pick]) -> Result<Picked> {
+        let chosen = head::begin_choose(device, head, x.rows(), picks)?;
+        Ok(Picked { chosen, rows: picks.len() })
+    }
+
+    /// Wait for them.
+    pub(super) fn wait(&self, device: &Device) -> Result<Vec<Chosen>> {
+        Ok(head::read_chosen(device, &self.chosen, self.rows)?)
+    }
+}
+
 /// Rows of the graph that serves so many: few enough sizes that each is soon recorded, none much larger than it must be.
 fn bucket(rows: usize) -> usize {
     match rows {
@@ -60,8 +84,8 @@ impl Cuda {
         &self,
         cache: &mut Cache,
         step: &Step<'_>,
-        mut body: impl FnMut(&mut Cache, &Step<'_>) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+        mut body: impl FnMut(&mut Cache, &Step<'_>) -> Result<Stepped<Cuda>>,
+    ) -> Result<Stepped<Cuda>> {
         let rows = step.tokens.len();
         let bucket = bucket(rows);
         let fill = |values: &[u32]| -> Vec<u32> {
@@ -73,8 +97,14 @@ impl Cuda {
         // Neither the table nor the cache's own tables may move while a graph that reads them is recorded.
         self.table(step.table)?;
         cache.made(&self.device)?.begin_step()?;
-        let filled = Step { table: step.table, tokens: &tokens, positions: &positions };
-        let out = self.device.graph(bucket as u64, || body(cache, &filled))?;
-        Ok(out.first(rows))
+        // Nobody draws for the rows that fill up; without picks there is nothing to choose.
+        let mut picks = step.picks.to_vec();
+        if !picks.is_empty() {
+            picks.resize(bucket, Pick { temperature: 0.0, uniform: 0.0 });
+        }
+        let filled = Step { table: step.table, tokens: &tokens, positions: &positions, picks: &picks };
+        let key = 2 * bucket as u64 + u64::from(picks.is_empty());
+        let (out, picked) = self.device.graph(key, || body(cache, &filled))?;
+        Ok((out.first(rows), picked.map(|picked| Picked { rows, ..picked })))
     }
 }

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use half::bf16;
 
+use super::Flat;
+use crate::engine::backend::FullSlot;
 use crate::engine::error::Result;
 use crate::engine::kernels::cuda::driver::{Buffer, Device};
 use crate::engine::kernels::cuda::rows::{self, Dtype, Rows};
@@ -77,6 +79,13 @@ impl Vector {
         Ok(Vector { buffer: Arc::new(device.upload(values)?), width: values.len() })
     }
 
+    /// A copy of these values.
+    pub(super) fn of(device: &Device, values: Rows<'_>) -> Result<Vector> {
+        let buffer = device.alloc(values.width * size_of::<f32>())?;
+        rows::copy(device, values, Rows::new(&buffer, 1, values.width, Dtype::F32))?;
+        Ok(Vector { buffer: Arc::new(buffer), width: values.width })
+    }
+
     /// One row.
     pub(super) fn rows(&self) -> Rows<'_> {
         Rows::new(&self.buffer, 1, self.width, Dtype::F32)
@@ -119,6 +128,30 @@ impl Weight {
         Ok(Weight { matrix: Arc::new(matrix), outputs, inputs, dtype, bias })
     }
 
+    /// Made of the flat parameters, module by module.
+    pub(super) fn of(
+        device: &Device,
+        dtype: Dtype,
+        parameters: &Flat,
+        modules: &[FullSlot],
+        inputs: usize,
+    ) -> Result<Weight> {
+        let outputs = modules.last().map_or(0, |module| module.outputs.end);
+        let matrix = device.alloc(outputs * inputs * dtype.bytes())?;
+        let bias = match modules.iter().any(|module| module.bias.is_some()) {
+            true => Some(Vector { buffer: Arc::new(device.zeros(outputs * size_of::<f32>())?), width: outputs }),
+            false => None,
+        };
+        for FullSlot { outputs: range, weight, bias: bias_at } in modules {
+            let place = Rows::new(&matrix, outputs, inputs, dtype).part(range.clone());
+            rows::copy(device, parameters.matrix(*weight, range.len(), inputs), place)?;
+            if let (Some(at), Some(bias)) = (bias_at, &bias) {
+                rows::copy(device, parameters.vector(*at, range.len()), bias.rows().columns(range.clone()))?;
+            }
+        }
+        Ok(Weight { matrix: Arc::new(matrix), outputs, inputs, dtype, bias })
+    }
+
     /// All of it.
     pub(super) fn rows(&self) -> Rows<'_> {
         Rows::new(&self.matrix, self.outputs, self.inputs, self.dtype)
@@ -130,42 +163,6 @@ impl Weight {
 
     pub(super) fn outputs(&self) -> usize {
         self.outputs
-    }
-}
-
-/// A flat gradient of f32.
-#[derive(Debug)]
-pub struct Gradient {
-    buffer: Buffer,
-    len: usize,
-}
-
-impl Gradient {
-    /// With these values so far.
-    pub(super) fn new(device: &Device, values: &[f32]) -> Result<Gradient> {
-        let buffer = match values.iter().all(|value| value.to_bits() == 0) {
-            true => device.zeros(size_of_val(values))?,
-            false => device.upload(values)?,
-        };
-        Ok(Gradient { buffer, len: values.len() })
-    }
-
-    pub(super) fn values(&self, device: &Device) -> Result<Vec<f32>> {
-        Ok(device.download(&self.buffer, 0, self.len)?)
-    }
-
-    pub(super) fn buffer(&self) -> &Buffer {
-        &self.buffer
-    }
-
-    /// A place in it.
-    pub(super) fn vector(&self, at: usize, width: usize) -> Rows<'_> {
-        Rows::flat(&self.buffer, at, width, Dtype::F32)
-    }
-
-    /// A place of several rows.
-    pub(super) fn matrix(&self, at: usize, rows: usize, width: usize) -> Rows<'_> {
-        Rows { buffer: &self.buffer, at, rows, width, stride: width, dtype: Dtype::F32 }
     }
 }
 

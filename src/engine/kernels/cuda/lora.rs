@@ -3,11 +3,9 @@
 
 use std::ops::Range;
 
-use half::bf16;
-
 use super::driver::{Buffer, Device};
 use super::gemm::{Form, Gemm, Product, outer, outer_parts, product};
-use super::rows::{Dropout, Dtype, Result, Rows, check, check_rows, column_sums, copy, drop_out};
+use super::rows::{Dropout, Dtype, Result, Rows, check, check_rows, column_sums, copy, copy_scaled, drop_out};
 
 /// LoRA factors of a fused weight on the device: A stacked, B block-diagonal and scaled by s.
 #[derive(Debug)]
@@ -25,9 +23,11 @@ pub struct Adapter {
     parts: Vec<Range<usize>>,
 }
 
-/// The factors as the host has them, f32; see `engine::backend::AdapterValues`.
+/// Where the factors lie among the flat parameters; see `engine::backend::AdapterShape`.
 #[derive(Clone, Debug)]
 pub struct Factors<'a> {
+    /// The flat parameters, f32.
+    pub values: &'a Buffer,
     /// Inputs of A.
     pub inputs: usize,
     /// Outputs of the fused weight.
@@ -36,37 +36,36 @@ pub struct Factors<'a> {
     pub r: usize,
     /// `s` in s·B·A.
     pub scaling: f64,
-    /// By module: its outputs, A `[r, in]`, B `[out, r]`.
-    pub blocks: Vec<(Range<usize>, &'a [f32], &'a [f32])>,
+    /// By module: its outputs, and where A `[r, in]` and B `[out, r]` begin.
+    pub blocks: Vec<(Range<usize>, usize, usize)>,
 }
 
 impl Adapter {
-    /// Upload the factors as products of this type read them.
+    /// The factors as products of this type read them.
     ///
     /// # Errors
-    /// [`CudaError::Input`](super::driver::CudaError::Input): a factor has another size.
+    /// [`CudaError::Input`](super::driver::CudaError::Input): a factor does not lie there.
     pub fn new(device: &Device, dtype: Dtype, factors: &Factors<'_>) -> Result<Adapter> {
-        let Factors { inputs, outputs, r, scaling, blocks } = factors;
+        let Factors { values, inputs, outputs, r, scaling, blocks } = factors;
         let scaling = *scaling as f32;
         let rank = blocks.len() * r;
-        let (mut a, mut b) = (Vec::with_capacity(rank * inputs), vec![0f32; outputs * rank]);
-        for (index, (range, block_a, block_b)) in blocks.iter().enumerate() {
-            let fits = block_a.len() == r * inputs && block_b.len() == range.len() * r && range.end <= *outputs;
-            check(fits, || format!("an adapter of rank {r} does not fit a weight of {outputs} x {inputs}"))?;
-            a.extend_from_slice(block_a);
-            for (row, values) in range.clone().zip(block_b.chunks_exact(*r)) {
-                for (out, value) in b[row * rank + index * r..][..*r].iter_mut().zip(values) {
-                    *out = value * scaling;
-                }
-            }
+        let fits = |range: &Range<usize>| range.start <= range.end && range.end <= *outputs;
+        check(blocks.iter().all(|(range, ..)| fits(range)), || {
+            format!("an adapter of rank {r} does not fit a weight of {outputs} x {inputs}")
+        })?;
+        let a = device.alloc(rank * inputs * dtype.bytes())?;
+        // Zero where a row is another module's.
+        let b = device.zeros(outputs * rank * dtype.bytes())?;
+        let (all_a, all_b) = (Rows::new(&a, rank, *inputs, dtype), Rows::new(&b, *outputs, rank, dtype));
+        for (index, (range, at_a, at_b)) in blocks.iter().enumerate() {
+            let ranks = index * r..(index + 1) * r;
+            copy(device, Rows::within(values, *at_a, *r, *inputs), all_a.part(ranks.clone()))?;
+            let block = all_b.part(range.clone()).columns(ranks);
+            copy_scaled(device, Rows::within(values, *at_b, range.len(), *r), scaling, block)?;
         }
-        let upload = |values: &[f32]| match dtype {
-            Dtype::F32 => device.upload(values),
-            Dtype::Bf16 => device.upload(&values.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<bf16>>()),
-        };
         Ok(Adapter {
-            a: upload(&a)?,
-            b: upload(&b)?,
+            a,
+            b,
             dtype,
             inputs: *inputs,
             outputs: *outputs,

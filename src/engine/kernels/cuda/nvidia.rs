@@ -18,8 +18,12 @@ use super::driver::list::Launch;
 use super::driver::machine::{Found, Staging};
 use super::driver::{CudaError, Properties};
 
-/// The kernels, for the driver to compile; empty in a build without nvcc.
-const KERNELS: &str = include_str!(concat!(env!("OUT_DIR"), "/kernels.ptx"));
+/// Bytes where the driver expects a module.
+#[repr(C, align(64))]
+struct Image<T: ?Sized>(T);
+
+/// The kernels for several GPUs, of which the driver takes what fits, or compiles their PTX; empty in a build without nvcc.
+static KERNELS: &Image<[u8]> = &Image(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
 /// Bytes of pinned memory that uploads go through, a piece at a time.
 const PIECE_BYTES: usize = 8 << 20;
 const PIECES: usize = 4;
@@ -165,7 +169,7 @@ impl Gpu {
         if ordinal >= found {
             return Err(CudaError::Unavailable(format!("there is no cuda:{ordinal}: the driver shows {found} GPUs")));
         }
-        if KERNELS.is_empty() {
+        if KERNELS.0.is_empty() {
             return Err(CudaError::Unavailable(
                 "this build holds no CUDA kernels: it was made with RLOOD_CUDA_STUB=1, for checks only".to_owned(),
             ));
@@ -545,20 +549,19 @@ fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
     })
 }
 
-/// Have the driver compile the kernels for its GPU; it keeps the result on disk for the next time.
+/// Load the kernels. For a GPU that the build did not know the driver compiles them; it keeps the result on disk for the
+/// next time.
 fn load(driver: &str) -> Result<sys::CUmodule, CudaError> {
     const LOG_BYTES: usize = 4096;
-    let image =
-        CString::new(KERNELS).map_err(|_| CudaError::Unavailable("the build's PTX holds a zero byte".to_owned()))?;
     let mut log = vec![0_u8; LOG_BYTES];
     let mut options =
         [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
     let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(LOG_BYTES - 1)];
     let mut module = ptr::null_mut();
-    // SAFETY: a terminated image, a place for the result, and as many options as values; the log has one byte more than
-    // the driver may write.
+    // SAFETY: an image that tells its own length, a place for the result, and as many options as values; the log has one
+    // byte more than the driver may write.
     let loaded = unsafe {
-        let (image, count) = (image.as_ptr().cast(), options.len() as c_uint);
+        let (image, count) = (KERNELS.0.as_ptr().cast(), options.len() as c_uint);
         sys::cuModuleLoadDataEx(&raw mut module, image, count, options.as_mut_ptr(), values.as_mut_ptr()).result()
     };
     match loaded {

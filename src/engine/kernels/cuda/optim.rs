@@ -1,7 +1,8 @@
-//! AdamW on flat f32 buffers, as `engine::optim::AdamW` on the host, bit for bit, and the gradient's norm.
+//! AdamW on flat f32 buffers, with moments in f32 or in 8 bits, as `engine::optim::AdamW` on the host, bit for bit; and the
+//! gradient's norm.
 
-use super::driver::{Device, Launch, params};
-use super::rows::{Dtype, Result, Rows, THREADS, check_rows, size};
+use super::driver::{Buffer, Device, Launch, params};
+use super::rows::{Dtype, Result, Rows, THREADS, check, check_rows, size};
 
 /// The numbers of one update, as `engine::optim` computes them.
 #[derive(Clone, Copy, Debug)]
@@ -53,6 +54,50 @@ params! {
     }
 }
 
+params! {
+    struct AdamW8bit {
+        parameters: u64,
+        gradient: u64,
+        first: u64,
+        second: u64,
+        first_scales: u64,
+        second_scales: u64,
+        levels: u64,
+        count: u64,
+        step_size: f32,
+        keep: f32,
+        beta2: f32,
+        one_minus_beta1: f32,
+        one_minus_beta2: f32,
+        correction: f32,
+        epsilon: f32,
+        pad: u32,
+    }
+}
+
+/// Values that share a scale.
+const CODES: usize = crate::spec::footprint::OPTIMIZER_BLOCK as usize;
+
+/// A flat buffer in 8 bits a value, and a scale a block of 256: `engine::optim::blockwise::Quantized`.
+#[derive(Debug)]
+pub struct Codes {
+    /// u8, one a value.
+    pub codes: Buffer,
+    /// f32, one a block.
+    pub scales: Buffer,
+}
+
+impl Codes {
+    /// Wait for those of `count` values, and their scales.
+    ///
+    /// # Errors
+    /// [`CudaError::Input`](super::driver::CudaError::Input): there are not as many.
+    pub fn values(&self, count: usize) -> Result<(Vec<u8>, Vec<f32>)> {
+        let device = self.codes.device();
+        Ok((device.download(&self.codes, 0, count)?, device.download(&self.scales, 0, count.div_ceil(CODES))?))
+    }
+}
+
 fn is_flat(rows: &Rows<'_>, count: usize) -> bool {
     (rows.rows, rows.width, rows.dtype) == (1, count, Dtype::F32)
 }
@@ -90,6 +135,47 @@ pub fn adamw(device: &Device, update: &Update, state: State<'_>) -> Result<()> {
         pad: 0,
     };
     device.launch("adamw", one_each(count)?, &params)
+}
+
+/// As [`adamw`], with first and second moments in 8 bits; `levels` holds both maps, f32 `[2][256]`.
+///
+/// # Errors
+/// [`CudaError::Input`](super::driver::CudaError::Input): the buffers differ in length.
+pub fn adamw_8bit(
+    device: &Device,
+    update: &Update,
+    parameters: Rows<'_>,
+    gradient: Rows<'_>,
+    [first, second]: [&Codes; 2],
+    levels: &Buffer,
+) -> Result<()> {
+    let count = parameters.width;
+    check_rows(is_flat(&parameters, count) && is_flat(&gradient, count), "adamw_8bit", &[parameters, gradient])?;
+    check(levels.count::<f32>() == 2 * CODES, || format!("{} levels of two maps", levels.count::<f32>()))?;
+    if count == 0 {
+        return Ok(());
+    }
+    let blocks = count.div_ceil(CODES);
+    let Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
+    let params = AdamW8bit {
+        parameters: parameters.address()?,
+        gradient: gradient.address()?,
+        first: first.codes.at::<u8>(0, count)?,
+        second: second.codes.at::<u8>(0, count)?,
+        first_scales: first.scales.at::<f32>(0, blocks)?,
+        second_scales: second.scales.at::<f32>(0, blocks)?,
+        levels: levels.pointer(),
+        count: count as u64,
+        step_size,
+        keep,
+        beta2,
+        one_minus_beta1,
+        one_minus_beta2,
+        correction,
+        epsilon,
+        pad: 0,
+    };
+    device.launch("adamw_8bit", Launch { grid: [size(blocks)?, 1, 1], block: CODES as u32, shared: 0 }, &params)
 }
 
 params! {
@@ -141,7 +227,10 @@ pub fn scale(device: &Device, gradient: Rows<'_>, factor: f32) -> Result<()> {
 mod tests {
     use super::super::rows::tests::{Given, device};
     use super::*;
-    use crate::engine::kernels::rows::tests::assert_same;
+    use crate::engine::kernels::rows::tests::{assert_same, noise};
+    use crate::engine::optim::blockwise::{Map, Quantized};
+    use crate::engine::optim::{self as host, AdamW, Moments};
+    use crate::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
 
     #[test]
     fn an_update_has_the_bits_of_the_hosts() {
@@ -180,6 +269,61 @@ mod tests {
             assert_same(&parameters.now(&device), &p, "parameters");
             assert_same(&first.now(&device), &m, "first moments");
             assert_same(&second.now(&device), &v, "second moments");
+        }
+    }
+
+    #[test]
+    fn an_update_of_moments_in_8_bits_has_the_bits_of_the_hosts() {
+        let Some(device) = device() else { return };
+        let plan = OptimizerPlan {
+            kind: OptimizerKind::Adamw8bit,
+            learning_rate: 1e-2,
+            adam_beta1: 0.9,
+            adam_beta2: 0.99,
+            adam_epsilon: 1e-8,
+            weight_decay: 0.1,
+            max_grad_norm: 1.0,
+            lr_scheduler_type: LrSchedulerType::Constant,
+            warmup_steps: 0,
+        };
+        let levels = device.upload(&[*Map::Signed.levels(), *Map::Unsigned.levels()].concat()).expect("levels");
+        for count in [1, 255, 256, 3000] {
+            let mut adam = AdamW::of_kind(plan.kind, count);
+            let Moments::Blockwise { first, second } = &adam.moments else { panic!("{adam:?}") };
+            let codes = |of: &Quantized| Codes {
+                codes: device.upload(&of.codes).expect("codes"),
+                scales: device.upload(&of.absmax).expect("scales"),
+            };
+            let (first, second) = (codes(first), codes(second));
+            let mut values = noise(count, 1);
+            let parameters = Given::of(&device, &values, count, Dtype::F32);
+            for step in 1..6 {
+                let mut gradient = noise(count, 1 + step);
+                // Whole blocks without a gradient, values of many scales, and what no scale can be made of.
+                gradient.iter_mut().enumerate().for_each(|(i, g)| *g *= 10f32.powi(-((i % 9) as i32)));
+                if step < 3 {
+                    gradient.iter_mut().skip(512).take(256).for_each(|g| *g = 0.0);
+                }
+                if step == 5 {
+                    gradient[count / 2] = f32::NAN;
+                }
+                let host::Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } =
+                    host::Update::number(step, plan.learning_rate, &plan);
+                let update = Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon };
+                adam.update(&mut values, &gradient, plan.learning_rate, &plan).expect("an update");
+                let gradient = Given::of(&device, &gradient, count, Dtype::F32);
+                adamw_8bit(&device, &update, parameters.rows(), gradient.rows(), [&first, &second], &levels)
+                    .expect("an update");
+                let Moments::Blockwise { first: m, second: v } = &adam.moments else { panic!("{adam:?}") };
+                for (ours, theirs, name) in [(&first, m, "first"), (&second, v, "second")] {
+                    let (codes, scales) = ours.values(count).expect("codes");
+                    assert!(codes == theirs.codes, "{name} moments of {count} after {step}");
+                    assert_same(&scales, &theirs.absmax, name);
+                }
+                let now = parameters.now(&device);
+                let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+                assert!(now.iter().zip(&values).all(same), "parameters of {count} after {step}");
+            }
         }
     }
 

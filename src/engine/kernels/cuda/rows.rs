@@ -255,6 +255,8 @@ params! {
         out_stride: u32,
         aligned: u32,
         add: u32,
+        scale: f32,
+        pad: u32,
     }
 }
 
@@ -263,7 +265,15 @@ params! {
 /// # Errors
 /// [`CudaError::Input`]: the shapes do not fit.
 pub fn copy(device: &Device, x: Rows<'_>, out: Rows<'_>) -> Result<()> {
-    copy_or_add(device, x, out, false)
+    copy_or_add(device, x, 1.0, out, false)
+}
+
+/// out = scale · x in f32, then rounded.
+///
+/// # Errors
+/// [`CudaError::Input`]: the shapes do not fit.
+pub fn copy_scaled(device: &Device, x: Rows<'_>, scale: f32, out: Rows<'_>) -> Result<()> {
+    copy_or_add(device, x, scale, out, false)
 }
 
 /// y += x; both of f32 or bf16.
@@ -271,10 +281,10 @@ pub fn copy(device: &Device, x: Rows<'_>, out: Rows<'_>) -> Result<()> {
 /// # Errors
 /// [`CudaError::Input`]: the shapes do not fit.
 pub fn add(device: &Device, x: Rows<'_>, y: Rows<'_>) -> Result<()> {
-    copy_or_add(device, x, y, true)
+    copy_or_add(device, x, 1.0, y, true)
 }
 
-fn copy_or_add(device: &Device, x: Rows<'_>, out: Rows<'_>, add: bool) -> Result<()> {
+fn copy_or_add(device: &Device, x: Rows<'_>, scale: f32, out: Rows<'_>, add: bool) -> Result<()> {
     check_rows(x.shape() == out.shape(), "copy", &[x, out])?;
     if x.rows == 0 || x.width == 0 {
         return Ok(());
@@ -288,6 +298,8 @@ fn copy_or_add(device: &Device, x: Rows<'_>, out: Rows<'_>, add: bool) -> Result
         out_stride: size(out.stride)?,
         aligned: bits(&[x.by_fours(), out.by_fours()]),
         add: u32::from(add),
+        scale,
+        pad: 0,
     };
     device.launch(
         out.dtype.of(x.dtype.of([["copy_f32_f32", "copy_f32_bf16"], ["copy_bf16_f32", "copy_bf16_bf16"]])),

@@ -102,7 +102,7 @@ template <int DIM> struct QueryGradient {
         float s[4][4], dp[4][4];
         for (int n = 0; n < 4; n++)
             for (int e = 0; e < 4; e++) s[n][e] = dp[n][e] = 0.0f;
-#pragma unroll
+#pragma unroll (DIM > 128 ? 2 : DIM / 16)
         for (int k = 0; k < DIM; k += 16) {
             uint32_t a[4], d[4], b[4];
             load_a<DIM>(a, q, k);
@@ -376,7 +376,7 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
         float s[4][4], dp[4][4];
         for (int n = 0; n < 4; n++)
             for (int e = 0; e < 4; e++) s[n][e] = dp[n][e] = 0.0f;
-#pragma unroll
+#pragma unroll (DIM > 128 ? 2 : DIM / 16)
         for (int k = 0; k < DIM; k += 16) {
             uint32_t a[4], b[4];
             load_a<DIM>(a, own_keys, k);

@@ -222,7 +222,8 @@ template <int DIM> struct Fold<bf16, DIM> {
 #pragma unroll
         for (int n = 0; n < int(KEYS / 8); n++)
             for (int e = 0; e < 4; e++) s[n][e] = 0.0f;
-#pragma unroll
+// Of wide heads few steps at a time, or their loads take the registers that hold what is summed.
+#pragma unroll (DIM > 128 ? 2 : DIM / 16)
         for (int k = 0; k < DIM; k += 16) {
             uint32_t a[4];
             load_a<DIM>(a, q, k);

@@ -2,25 +2,103 @@
 #pragma once
 #include "rows.cuh"
 
+// The numbers of one update.
+struct AdamWUpdate {
+    float step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon;
+    uint32_t unused;
+};
+
+// One parameter and its moments, in place.
+DEVICE void adamw_value(const AdamWUpdate &u, float gradient, float &parameter, float &first, float &second) {
+    first = add_rn(first, mul_rn(add_rn(gradient, -first), u.one_minus_beta1));
+    second = add_rn(mul_rn(second, u.beta2), mul_rn(mul_rn(gradient, gradient), u.one_minus_beta2));
+    float step = mul_rn(u.step_size, first / add_rn(sqrtf(second) / u.correction, u.epsilon));
+    parameter = add_rn(mul_rn(parameter, u.keep), -step);
+}
+
 struct AdamW {
     float *parameters;
     const float *gradient;
     float *first, *second;
     uint64_t count;
-    float step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon;
-    uint32_t unused;
+    AdamWUpdate update;
 };
 
 KERNEL(adamw, AdamW) {
     uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= p.count) return;
-    float gradient = p.gradient[i], first = p.first[i], second = p.second[i];
-    first = add_rn(first, mul_rn(add_rn(gradient, -first), p.one_minus_beta1));
-    second = add_rn(mul_rn(second, p.beta2), mul_rn(mul_rn(gradient, gradient), p.one_minus_beta2));
-    p.first[i] = first;
-    p.second[i] = second;
-    float step = mul_rn(p.step_size, first / add_rn(sqrtf(second) / p.correction, p.epsilon));
-    p.parameters[i] = add_rn(mul_rn(p.parameters[i], p.keep), -step);
+    if (i < p.count) adamw_value(p.update, p.gradient[i], p.parameters[i], p.first[i], p.second[i]);
+}
+
+// Values that share a scale, and levels of a map.
+#define CODES 256u
+
+struct AdamW8bit {
+    float *parameters;
+    const float *gradient;
+    uint8_t *first, *second;
+    float *first_scales, *second_scales; // one a block of 256
+    const float *levels;                 // [2][256], ascending: of first moments, of second ones
+    uint64_t count;
+    AdamWUpdate update;
+};
+
+// The levels below x.
+DEVICE uint32_t levels_below(const float *levels, float x) {
+    uint32_t first = 0, end = CODES;
+    while (first < end) {
+        uint32_t middle = (first + end) / 2;
+        if (levels[middle] < x) first = middle + 1;
+        else end = middle;
+    }
+    return first;
+}
+
+// The index of the level nearest to value / scale, the lower of two.
+DEVICE uint32_t nearest_level(const float *levels, float value, float scale) {
+    if (!(scale > 0.0f)) return levels_below(levels, 0.0f);
+    float x = value / scale;
+    uint32_t above = min(levels_below(levels, x), CODES - 1);
+    return above > 0 && add_rn(x, -levels[above - 1]) <= add_rn(levels[above], -x) ? above - 1 : above;
+}
+
+// A block of threads a block of values: the moments are widened, updated, and rounded by their new largest magnitude.
+KERNEL(adamw_8bit, AdamW8bit) {
+    SHARED_ARRAY(float, levels, 512);
+    SHARED_ARRAY(float, largest, 512);
+    uint32_t t = threadIdx.x;
+    uint64_t i = (uint64_t)blockIdx.x * CODES + t;
+    bool inside = i < p.count;
+    levels[t] = p.levels[t];
+    levels[CODES + t] = p.levels[CODES + t];
+    __syncthreads();
+    float first = 0.0f, second = 0.0f;
+    if (inside) {
+        first = mul_rn(levels[p.first[i]], p.first_scales[blockIdx.x]);
+        second = mul_rn(levels[CODES + p.second[i]], p.second_scales[blockIdx.x]);
+        adamw_value(p.update, p.gradient[i], p.parameters[i], first, second);
+    }
+    // NaN is no magnitude, as on the host.
+    largest[t] = fmaxf(0.0f, fabsf(first));
+    largest[CODES + t] = fmaxf(0.0f, fabsf(second));
+    for (uint32_t half = CODES / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (t < half) {
+            largest[t] = fmaxf(largest[t], largest[t + half]);
+            largest[CODES + t] = fmaxf(largest[CODES + t], largest[CODES + t + half]);
+        }
+    }
+    __syncthreads();
+    float first_scale = largest[0], second_scale = largest[CODES];
+    if (inside) {
+        p.first[i] = (uint8_t)nearest_level(levels, first, first_scale);
+        uint32_t code = nearest_level(levels + CODES, second, second_scale);
+        // A second moment that is not zero never becomes zero; the first level of its map is zero.
+        p.second[i] = (uint8_t)(code + (code == 0 && second > 0.0f ? 1 : 0));
+    }
+    if (t == 0) {
+        p.first_scales[blockIdx.x] = first_scale;
+        p.second_scales[blockIdx.x] = second_scale;
+    }
 }
 
 struct Squares {

@@ -1,4 +1,4 @@
-// What every kernel may use. The same sources compile twice: with nvcc to PTX, and with the C++ compiler behind
+// What every kernel may use. The same sources compile twice: with nvcc, and with the C++ compiler behind
 // ../emulator/emulator.h, which runs the threads of a block as fibers. Nothing else of CUDA is offered by both.
 //
 //   struct Scale { const float* x; float* y; float factor; uint32_t count; };   // 8-byte members first, no padding

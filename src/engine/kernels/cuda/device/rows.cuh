@@ -70,8 +70,10 @@ struct Copy {
     const void *x;
     void *out;
     uint32_t rows, width, x_stride, out_stride, aligned;
-    // 1: out += x
+    // 1: out += scale x
     uint32_t add;
+    float scale;
+    uint32_t unused;
 };
 
 template <typename X, typename Out> DEVICE void copy_rows(const Copy &p) {
@@ -79,10 +81,11 @@ template <typename X, typename Out> DEVICE void copy_rows(const Copy &p) {
     if (!place.inside) return;
     float values[4], sums[4];
     read4((const X *)p.x + (size_t)place.row * p.x_stride, place.at, p.width, p.aligned & 1, values);
+    for (int e = 0; e < 4; e++) values[e] = mul_rn(values[e], p.scale);
     Out *out = (Out *)p.out + (size_t)place.row * p.out_stride;
     if (p.add) {
         read4(out, place.at, p.width, p.aligned & 2, sums);
-        for (int e = 0; e < 4; e++) values[e] += sums[e];
+        for (int e = 0; e < 4; e++) values[e] = add_rn(values[e], sums[e]);
     }
     write4(out, place.at, p.width, p.aligned & 2, values);
 }

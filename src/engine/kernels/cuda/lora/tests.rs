@@ -46,9 +46,15 @@ impl Case {
     }
 
     fn adapter(&self, device: &Device) -> Adapter {
-        let blocks = self.parts.iter().zip(&self.factors).map(|(part, (a, b))| (part.clone(), &a[..], &b[..]));
+        // As the flat parameters have them: A and B of each module, and something before them.
+        let (mut values, mut blocks) = (vec![f32::NAN; 3], Vec::new());
+        for (part, (a, b)) in self.parts.iter().zip(&self.factors) {
+            blocks.push((part.clone(), values.len(), values.len() + a.len()));
+            values.extend(a.iter().chain(b));
+        }
+        let values = device.upload(&values).expect("values");
         let factors =
-            Factors { inputs: self.inputs, outputs: 21, r: self.r, scaling: SCALING, blocks: blocks.collect() };
+            Factors { values: &values, inputs: self.inputs, outputs: 21, r: self.r, scaling: SCALING, blocks };
         Adapter::new(device, self.dtype, &factors).expect("an adapter")
     }
 
