@@ -146,7 +146,7 @@ impl Tiled {
     }
 
     /// From a row on, a whole number of tiles after the first: from now on rows count from it.
-    pub fn from_row(&self, row: usize) -> Tiled {
+    pub fn starting_at(&self, row: usize) -> Tiled {
         Tiled { data: self.at(self.rows.0 + row, self.sum.0), rows: (0, self.rows.1 - self.rows.0 - row), ..*self }
     }
 

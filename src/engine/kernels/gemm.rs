@@ -159,11 +159,11 @@ pub struct Laid {
 
 impl Laid {
     /// From a row on, a multiple of 16.
-    pub fn from_row(self, row: usize) -> Laid {
+    pub fn starting_at(self, row: usize) -> Laid {
         assert!(row.is_multiple_of(16), "rows are laid out by 16");
         Laid {
             #[cfg(target_arch = "x86_64")]
-            tiled: self.tiled.map(|tiled| tiled.from_row(row)),
+            tiled: self.tiled.map(|tiled| tiled.starting_at(row)),
         }
     }
 }

@@ -162,7 +162,7 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, rows: u
             let span = span * chunks_at_once..((span + 1) * chunks_at_once).min(chunks);
             LOGITS.with_borrow_mut(|buffer| {
                 let stride = span.len() * CHUNK;
-                let inputs = (&x[rows.start * weight.k()..], laid.from_row(rows.start), rows.len());
+                let inputs = (&x[rows.start * weight.k()..], laid.starting_at(rows.start), rows.len());
                 compute(isa, inputs, weight, span.clone(), buffer);
                 for (at, chunk) in span.enumerate() {
                     let width = (weight.n() - chunk * CHUNK).min(CHUNK);

@@ -254,7 +254,7 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
                 let out = Output { y: &mut lower, stride: width, rows: rows - first, add: false };
                 let term = Term { x: &x[first * k..], ..terms[0] };
                 with_laid(&threads, isa, &x, rows, &weight.packed, |laid| {
-                    forward_panels(isa, &term, laid.from_row(first), Some(&bias), part.clone(), out);
+                    forward_panels(isa, &term, laid.starting_at(first), Some(&bias), part.clone(), out);
                 });
                 assert!(lower == found[first * width..], "{isa} {dtype:?} {part:?} laid out");
                 let local: Vec<f32> = dy.chunks_exact(n).flat_map(|row| &row[columns.clone()]).copied().collect();

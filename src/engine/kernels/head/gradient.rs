@@ -156,7 +156,7 @@ impl Job<'_> {
     fn d_logits<'a>(&self, first: usize, block: &[Line], chunk: usize, logits: &'a mut Vec<f32>) -> Rows<'a> {
         let k = self.weight.k();
         let width = (self.weight.n() - chunk * CHUNK).min(CHUNK);
-        let inputs = (&self.x[first * k..], self.laid.from_row(first), block.len());
+        let inputs = (&self.x[first * k..], self.laid.starting_at(first), block.len());
         compute(self.isa, inputs, self.weight, chunk..chunk + 1, logits);
         for (line, values) in block.iter().zip(logits.chunks_exact_mut(CHUNK)) {
             // Safety: whole vectors.
