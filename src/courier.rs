@@ -8,15 +8,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
-use serde_json::{Value, json};
 use tokio::sync::Notify;
 
 use crate::id::WebhookId;
+use crate::lifecycle::message::{LifecycleData, Message, TestData};
 use crate::lifecycle::retry_in_ms;
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::outgoing::refusal;
 use crate::reward::signature::Key;
-use crate::store::webhooks::{DeliveryRow, Next, TryRow, WebhookRow};
+use crate::store::webhooks::{DeliveryRow, MessageEvent, Next, TryRow, WebhookRow};
 use crate::store::{Store, StoreError, clock_ms};
 
 /// For an endpoint to answer.
@@ -120,7 +120,7 @@ impl Courier {
 
     async fn post(&self, hook: &WebhookRow, message: &DeliveryRow, now: i64) -> Result<Answered, String> {
         let url = self.policy.check_url(&hook.url).map_err(|error| error.to_string())?;
-        let body = body_of(message).to_string().into_bytes();
+        let body = body_of(message).map_err(|_| "the message cannot be written".to_owned())?;
         let seconds = now.div_euclid(1000).unsigned_abs();
         let signature = signatures(hook, &message.id, seconds, &body, now)?;
         let sent = self
@@ -155,17 +155,28 @@ fn signatures(hook: &WebhookRow, id: &str, seconds: u64, body: &[u8], now: i64) 
 }
 
 /// The same bytes at every try.
-fn body_of(message: &DeliveryRow) -> Value {
-    let time = Timestamp::from_millisecond(message.time).map(|time| format!("{time:.3}")).unwrap_or_default();
-    let data = match &message.event {
-        None => json!({ "webhook_id": message.webhook }),
-        Some(event) => json!({
-            "job_id": event.job, "job_name": event.job_name, "job_state": event.job_state, "model": event.model,
-            "step": event.step, "total_steps": event.total_steps, "metadata": event.metadata,
-            "event": event.event, "seq": event.seq, "attempt": event.attempt, "detail": event.detail,
-        }),
+fn body_of(message: &DeliveryRow) -> serde_json::Result<Vec<u8>> {
+    let timestamp = Timestamp::from_millisecond(message.time).map(|time| format!("{time:.3}")).unwrap_or_default();
+    let kind = message.kind.as_str();
+    let Some(event) = &message.event else {
+        return serde_json::to_vec(&Message { kind, timestamp, data: TestData { webhook_id: message.webhook } });
     };
-    json!({ "type": message.kind, "timestamp": time, "data": data })
+    let MessageEvent { job, seq, attempt, event, detail, job_name, job_state, model, step, total_steps, metadata } =
+        event.clone();
+    let data = LifecycleData {
+        job_id: job,
+        job_name,
+        job_state,
+        model,
+        step,
+        total_steps,
+        metadata,
+        event,
+        seq,
+        attempt,
+        detail,
+    };
+    serde_json::to_vec(&Message { kind, timestamp, data })
 }
 
 /// Why there was no answer, without the URL, which may hold a token.

@@ -28,6 +28,7 @@ pub mod keys;
 pub mod list;
 mod lookup;
 mod measures;
+mod messages;
 pub mod metrics;
 pub mod models;
 pub mod openapi;
@@ -43,6 +44,7 @@ pub mod session;
 pub mod submit;
 pub mod summary;
 pub mod system;
+pub mod throttle;
 mod warm_start;
 pub mod web;
 pub mod webhooks;
@@ -101,6 +103,8 @@ pub struct AppState {
     pub connections: Arc<system::Connections>,
     /// A key was seen in the database: from then on every request needs one.
     pub keyed: Arc<AtomicBool>,
+    /// Which addresses showed keys that are not valid.
+    pub failures: Arc<throttle::Failures>,
 }
 
 impl AppState {
@@ -118,6 +122,7 @@ impl AppState {
             rescores: Arc::new(Semaphore::new(rescore::PLACES)),
             connections: Arc::default(),
             keyed: Arc::default(),
+            failures: Arc::default(),
         }
     }
 }

@@ -1,10 +1,13 @@
 //! Lifecycle messages: what a subscriber can be told, and when a message is tried again (Standard Webhooks).
 
+pub mod message;
+
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 macro_rules! message_types {
-    ($($(#[$doc:meta])* $variant:ident = $word:literal;)+) => {
+    // The words are `tt`: inside a `literal` utoipa does not see them.
+    ($($(#[$doc:meta])* $variant:ident = $word:tt;)+) => {
         /// What a message tells.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
         pub enum MessageType {

@@ -102,13 +102,14 @@ impl OutgoingPolicy {
 
 /// A block of addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Net {
+pub struct Net {
     address: IpAddr,
     prefix: u8,
 }
 
 impl Net {
-    fn parse(text: &str) -> Option<Self> {
+    /// An address, or a CIDR block: `10.0.0.0/8`.
+    pub fn parse(text: &str) -> Option<Self> {
         let (address, prefix) = match text.split_once('/') {
             Some((address, prefix)) => (address.parse().ok()?, Some(prefix.parse().ok()?)),
             None => (text.trim_start_matches('[').trim_end_matches(']').parse().ok()?, None),
@@ -118,7 +119,8 @@ impl Net {
         (prefix <= bits).then_some(Self { address, prefix })
     }
 
-    fn contains(self, other: IpAddr) -> bool {
+    /// Whether an address lies in it.
+    pub fn contains(self, other: IpAddr) -> bool {
         match (self.address, other) {
             (IpAddr::V4(net), IpAddr::V4(other)) => {
                 let shift = 32 - u32::from(self.prefix);

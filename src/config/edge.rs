@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::{ConfigError, parse_size_of};
+use crate::outgoing::Net;
 
 /// Connections at once, unless set otherwise.
 const MAX_CONNECTIONS: u32 = 10_000;
@@ -27,6 +28,11 @@ pub struct EdgeArgs {
     #[arg(long, env = "RLOOD_CORS_ORIGINS", value_delimiter = ',', value_name = "ORIGIN,…")]
     pub cors_origins: Option<Vec<String>>,
 
+    /// Reverse proxies in front of this server, comma-separated: 127.0.0.1, 10.0.0.0/8. Of them X-Forwarded-For is believed, so
+    /// that failed sign-ins are counted, and changes recorded, for the client and not for the proxy. Default: none.
+    #[arg(long, env = "RLOOD_TRUSTED_PROXIES", value_delimiter = ',', value_name = "CIDR,…")]
+    pub trusted_proxies: Option<Vec<String>>,
+
     /// Connections at once; beyond them the one that was idle longest makes room, else new ones are closed. The limit of open
     /// files (ulimit -n) is raised as far as it goes, and bounds this too.
     #[arg(long, env = "RLOOD_MAX_CONNECTIONS", default_value_t = MAX_CONNECTIONS, value_name = "N", value_parser = clap::value_parser!(u32).range(16..=1_000_000))]
@@ -45,6 +51,8 @@ pub struct Edge {
     pub allowed_hosts: Vec<String>,
     /// As browsers send them: scheme, host, port.
     pub cors_origins: Vec<String>,
+    /// Whose X-Forwarded-For is believed.
+    pub trusted_proxies: Vec<Net>,
     /// Connections at once.
     pub max_connections: u32,
     /// Free disk below which jobs pause, bytes; 0 = never.
@@ -64,6 +72,7 @@ impl Default for Edge {
         Self {
             allowed_hosts: Vec::new(),
             cors_origins: Vec::new(),
+            trusted_proxies: Vec::new(),
             max_connections: MAX_CONNECTIONS,
             disk_reserve_bytes: DISK_RESERVE_BYTES,
             header_timeout: Duration::from_secs(20),
@@ -83,6 +92,7 @@ impl EdgeArgs {
         Ok(Edge {
             allowed_hosts: words(&self.allowed_hosts).into_iter().map(host).collect::<Result<_, _>>()?,
             cors_origins: words(&self.cors_origins).into_iter().map(origin).collect::<Result<_, _>>()?,
+            trusted_proxies: words(&self.trusted_proxies).iter().map(proxy).collect::<Result<_, _>>()?,
             max_connections: self.max_connections,
             disk_reserve_bytes: match self.disk_reserve.as_deref().filter(|size| !size.is_empty()) {
                 Some(size) => parse_size_of("--disk-reserve", size)?.unwrap_or(0),
@@ -121,12 +131,26 @@ fn origin(word: String) -> Result<String, ConfigError> {
     Ok(url.origin().ascii_serialization())
 }
 
+fn proxy(word: &String) -> Result<Net, ConfigError> {
+    Net::parse(word).ok_or_else(|| {
+        ConfigError::new(format!(
+            "--trusted-proxies: '{word}' is neither an address nor a block of addresses (10.0.0.0/8)"
+        ))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn args() -> EdgeArgs {
-        EdgeArgs { allowed_hosts: None, cors_origins: None, max_connections: 100, disk_reserve: None }
+        EdgeArgs {
+            allowed_hosts: None,
+            cors_origins: None,
+            trusted_proxies: None,
+            max_connections: 100,
+            disk_reserve: None,
+        }
     }
 
     #[test]
@@ -134,6 +158,7 @@ mod tests {
         let given = EdgeArgs {
             allowed_hosts: Some(vec![" Rlood.Internal ".into(), "*.example.com".into(), "".into()]),
             cors_origins: Some(vec!["https://App.example:443".into(), "http://a.example:8080/".into()]),
+            trusted_proxies: Some(vec!["127.0.0.1".into(), " 10.0.0.0/8".into()]),
             disk_reserve: Some("1G".into()),
             ..args()
         };
@@ -141,6 +166,11 @@ mod tests {
         assert_eq!(edge.allowed_hosts, ["rlood.internal", "*.example.com"]);
         assert_eq!(edge.cors_origins, ["https://app.example", "http://a.example:8080"]);
         assert_eq!(edge.disk_reserve_bytes, 1 << 30);
+        assert_eq!(edge.trusted_proxies.len(), 2);
+        assert!(edge.trusted_proxies[1].contains("10.9.8.7".parse().unwrap()));
+        for bad in ["proxy.example", "10.0.0.0/33", "*"] {
+            assert!(EdgeArgs { trusted_proxies: Some(vec![bad.into()]), ..args() }.resolve().is_err(), "{bad}");
+        }
         for bad in ["http://x", "a:80", "*", "a b", "*.*"] {
             assert!(EdgeArgs { allowed_hosts: Some(vec![bad.into()]), ..args() }.resolve().is_err(), "{bad}");
         }

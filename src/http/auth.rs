@@ -6,13 +6,12 @@
 //! route asks for stands in [`crate::access`]; whose things a key sees is checked here for every path with an id, and by the
 //! handlers for lists and for what a body names. Worker routes need the worker token, or a key with the scope `worker`.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{ConnectInfo, FromRequestParts, MatchedPath, Request, State};
+use axum::extract::{FromRequestParts, MatchedPath, Request, State};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::middleware::Next;
@@ -24,6 +23,7 @@ use subtle::ConstantTimeEq;
 use super::AppState;
 use super::error::{Code, Problem, REQUEST_ID};
 use super::session::{self, CSRF_HEADER, Cookie};
+use super::throttle::Client;
 use crate::access::{self, Access, Scope, Scopes};
 use crate::id::KeyId;
 use crate::store::{KeyRow, NewAudit, StoreError, clock_ms};
@@ -142,6 +142,15 @@ impl Credential {
         Cookie::of(headers).map_or(Credential::None, Credential::Cookie)
     }
 
+    /// What was shown, if anything.
+    fn text(&self) -> Option<&str> {
+        match self {
+            Credential::None => None,
+            Credential::Bearer(text) => Some(text),
+            Credential::Cookie(cookie) => Some(cookie.text()),
+        }
+    }
+
     /// Whose it is; None = nobody's (any more).
     async fn caller(&self, state: &AppState) -> Result<Option<Caller>, StoreError> {
         let caller = match self {
@@ -209,8 +218,9 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
     };
     let Access::Needs(scope) = access else { return next.run(request).await };
     let headers = request.headers().clone();
+    let client = Client::of(&state, &headers, request.extensions());
     let scope = route.is_some().then_some(scope);
-    let (caller, credential) = match admit(&state, &method, &headers, scope).await {
+    let (caller, credential) = match admit(&state, client, &method, &headers, scope).await {
         Ok(admitted) => admitted,
         Err(problem) => return problem.into_response(),
     };
@@ -220,10 +230,9 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
     {
         return problem.into_response();
     }
-    let note = route.filter(|route| access::changes(method.as_str(), route)).map(|route| {
-        let address = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|info| info.0.ip().to_string());
-        (format!("{method} {route}"), path, address)
-    });
+    let note = route
+        .filter(|route| access::changes(method.as_str(), route))
+        .map(|route| (format!("{method} {route}"), path, client.0.map(|address| address.to_string())));
     request.extensions_mut().insert(caller.clone());
     let response = next.run(request).await;
     if let Some((action, target, address)) = note.filter(|_| !response.status().is_client_error()) {
@@ -238,12 +247,21 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
 /// `scope` is None for what does not exist: any key will do to be told so.
 async fn admit(
     state: &AppState,
+    client: Client,
     method: &Method,
     headers: &HeaderMap,
     scope: Option<Scope>,
 ) -> Result<(Caller, Credential), Problem> {
     let credential = Credential::of(headers);
-    let Some(caller) = credential.caller(state).await? else {
+    let shown = credential.text();
+    if let Some(shown) = shown {
+        state.failures.admit(client, shown)?;
+    }
+    let caller = credential.caller(state).await?;
+    if let Some(shown) = shown {
+        state.failures.note(client, shown, caller.is_some());
+    }
+    let Some(caller) = caller else {
         return Err(match credential {
             Credential::None => challenge("send 'authorization: Bearer KEY', or sign in with POST /session"),
             Credential::Bearer(_) => challenge("the bearer token is not a valid key"),
@@ -381,10 +399,25 @@ fn end_with_credential(state: AppState, credential: Credential, response: Respon
 /// Layer of the worker routes: 401 unless the request carries the worker token or a key with the scope `worker`.
 pub async fn require_worker(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let headers = request.headers().clone();
-    match check_worker(&state, &headers).await {
+    let client = Client::of(&state, &headers, request.extensions());
+    match admit_worker(&state, client, &headers).await {
         Ok(()) => next.run(request).await,
         Err(problem) => problem.into_response(),
     }
+}
+
+async fn admit_worker(state: &AppState, client: Client, headers: &HeaderMap) -> Result<(), Problem> {
+    let credential = Credential::of(headers);
+    let Some(shown) = credential.text() else { return check_worker(state, headers).await };
+    state.failures.admit(client, shown)?;
+    let checked = check_worker(state, headers).await;
+    match &checked {
+        Ok(()) => state.failures.note(client, shown, true),
+        Err(problem) if problem.code() == Code::Unauthorized => state.failures.note(client, shown, false),
+        // Nobody knows.
+        Err(_) => {}
+    }
+    checked
 }
 
 /// `Ok` when the request carries this bearer token.

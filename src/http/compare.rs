@@ -12,7 +12,7 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody, shortened};
-use super::extract::{Json, Query};
+use super::extract::{Json, Query, count};
 use super::jobs::{bad_query, resolved_config};
 use super::metrics::kept_rows;
 use crate::event::{Metrics, SamplePhase};
@@ -41,13 +41,16 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[into_params(parameter_in = Query)]
 struct CompareQuery {
     /// Ids, comma-separated, at most 8.
+    #[param(required = true)]
     ids: Option<String>,
     /// Names of metrics, comma-separated. Default: reward, eval_reward, reward_std, kl, entropy, loss, grad_norm and
     /// completions/mean_length.
     keys: Option<String>,
     /// First step.
+    #[serde(default, deserialize_with = "count")]
     min_step: Option<u64>,
     /// Last step.
+    #[serde(default, deserialize_with = "count")]
     max_step: Option<u64>,
     /// Thin out to at most so many steps, keeping the lowest and highest value of every job and key in every stretch.
     #[param(minimum = 2, maximum = 10000, default = 500)]

@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::http::{HeaderName, header};
+use axum::http::{HeaderMap, HeaderName, header};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
@@ -19,8 +19,9 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Problem, ProblemBody, shortened};
+use super::events::wants_stream;
 use super::extract::{Json, Query};
-use super::jobs::{JobView, bad_query};
+use super::jobs::{JobView, bad_query, newest_jobs};
 use super::list::List;
 use crate::id::JobId;
 use crate::store::{Course, StoreError};
@@ -51,6 +52,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[into_params(parameter_in = Query)]
 struct CourseQuery {
     /// Ids, comma-separated, at most 100.
+    #[param(required = true)]
     ids: Option<String>,
     /// Points of each course, about.
     #[param(minimum = 4, maximum = 1000, default = 48)]
@@ -108,12 +110,17 @@ async fn list_courses(
 
 /// Follow all jobs.
 ///
-/// Server-sent events from now on: `job` with a job that is new or changed (several changes within moments are told once), `gone`
-/// with `{id}` of one that was deleted, `reload` when there was more news than could be told. It tells states, not history: ask
-/// for the list once the stream is open, and again whenever it was cut.
+/// With `Accept: text/event-stream` server-sent events from now on: `job` with a job that is new or changed (several changes
+/// within moments are told once), `gone` with `{id}` of one that was deleted, `reload` when there was more news than could be
+/// told. It tells states, not history: ask for the list once the stream is open, and again whenever it was cut. Without that
+/// header the answer is the first page of `GET /jobs`, at once.
 #[utoipa::path(get, path = "/jobs/changes", tag = "Jobs", responses(
-    (status = 200, description = "The stream", body = String, content_type = "text/event-stream")))]
-async fn follow_jobs(State(state): State<AppState>, caller: Caller) -> Response {
+    (status = 200, description = "The stream, which has no end; or the newest jobs",
+        content((List<JobView> = "application/json"), (String = "text/event-stream")))))]
+async fn follow_jobs(State(state): State<AppState>, caller: Caller, headers: HeaderMap) -> Result<Response, Problem> {
+    if !wants_stream(&headers) {
+        return Ok(Json(newest_jobs(&state, &caller).await?).into_response());
+    }
     let (sender, receiver) = mpsc::channel(BACKLOG);
     let changes = state.store.changed_jobs();
     tokio::spawn(async move {
@@ -122,8 +129,8 @@ async fn follow_jobs(State(state): State<AppState>, caller: Caller) -> Response 
         }
     });
     let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(PING).text("ping"));
-    ([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
-        .into_response()
+    Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
+        .into_response())
 }
 
 type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;

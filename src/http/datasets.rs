@@ -101,7 +101,7 @@ struct DatasetForm {
 /// Upload a dataset.
 ///
 /// Rows are JSON objects with a `prompt` (a non-empty string or a list of chat messages); every other column travels to the rewards.
-/// The body is read as it arrives and checked row by row: all bad rows are reported, the first 100 with their line. The same rows again
+/// As ndjson, one a line: `{"prompt": "What is 2+2?", "answer": "4"}`. The body is read as it arrives and checked row by row: all bad rows are reported, the first 100 with their line. The same rows again
 /// give the old dataset (200).
 #[utoipa::path(
     post, path = "/datasets", tag = "Datasets",
@@ -109,7 +109,7 @@ struct DatasetForm {
     request_body(
         description = "The rows",
         content(
-            (String = "application/x-ndjson", example = "{\"prompt\":\"What is 2+2?\",\"answer\":\"4\"}\n"),
+            (String = "application/x-ndjson"),
             (String = "text/csv", example = "prompt,answer\nWhat is 2+2?,4\n"),
             (Value = "application/json", example = json!({"records": [{"prompt": "What is 2+2?", "answer": "4"}]})),
             (DatasetForm = "multipart/form-data"),

@@ -73,7 +73,7 @@ impl From<EventRow> for Event {
 /// `Last-Event-ID`, then what happens, without gap or duplicate; a comment every 15 s; an event `end` when the job is over.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "Jobs",
     params(("id" = JobId, Path, description = "The job"), PageQuery,
-        ("Last-Event-ID" = Option<i64>, Header, description = "The last `seq` known, for the stream; wins over `after`")),
+        ("Last-Event-ID" = Option<u64>, Header, description = "The last `seq` known; wins over `after`")),
     responses(
         (status = 200, description = "A page, or the stream", content((List<Event> = "application/json"), (String = "text/event-stream"))),
         (status = 400, description = "A parameter is not valid", body = ProblemBody),
@@ -84,19 +84,16 @@ async fn list_events(
     Query(query): Query<PageQuery>,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
-    let accepts = |kind: &str| {
-        headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).any(|value| value.contains(kind))
+    let after = match headers.get(LAST_EVENT_ID) {
+        Some(last) => parse_seq(Some(last.to_str().unwrap_or("?")), "Last-Event-ID")?,
+        None => parse_seq(query.after.as_deref(), "?after")?,
     };
-    let mut after = parse_seq(query.after.as_deref(), "?after")?;
     state.store.job_get(id).await?;
-    if !accepts("text/event-stream") {
+    if !wants_stream(&headers) {
         let limit = query.limit.map_or(Ok(REPLAY_PAGE), |limit| list::limit(Some(limit)))?;
         let rows = state.store.event_page(id, after, limit).await?;
         let next = (rows.len() == limit as usize).then(|| rows.last().map(|row| row.seq.to_string())).flatten();
         return Ok(Json(List { data: rows.into_iter().map(Event::from).collect(), next }).into_response());
-    }
-    if let Some(last) = headers.get(LAST_EVENT_ID).filter(|last| !last.is_empty()) {
-        after = parse_seq(Some(last.to_str().unwrap_or("?")), "Last-Event-ID")?;
     }
     let (sender, receiver) = mpsc::channel(BACKLOG);
     tokio::spawn(async move {
@@ -107,6 +104,12 @@ async fn list_events(
     let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(PING).text("ping"));
     Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
         .into_response())
+}
+
+/// Whether a client asks for server-sent events by name: whoever takes anything gets an answer that ends.
+pub(super) fn wants_stream(headers: &HeaderMap) -> bool {
+    let mut accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    accepted.any(|value| value.contains("text/event-stream"))
 }
 
 fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {

@@ -11,8 +11,9 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use tokio::sync::Semaphore;
 use tower_http::timeout::TimeoutError;
@@ -72,6 +73,12 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
             }
         }
     }
+}
+
+/// A count in a query, as large as the document's int64; for `deserialize_with`.
+pub(super) fn count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    let given = Option::<i64>::deserialize(deserializer)?;
+    given.map(|number| u64::try_from(number).map_err(|_| D::Error::custom("must not be negative"))).transpose()
 }
 
 /// The value a query gives to a parameter.

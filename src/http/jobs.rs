@@ -211,8 +211,23 @@ async fn list_jobs(
         }
     }
     filter.owner = caller.sees().map(str::to_owned);
-    let page = state.store.job_list(&filter, after.as_deref(), list::limit(limit)?).await?;
-    Ok(Json(List { data: JobView::all(&state, page.data).await?, next: page.next }))
+    page_of_jobs(&state, &filter, after.as_deref(), list::limit(limit)?).await.map(Json)
+}
+
+/// The first page of what a caller sees.
+pub(super) async fn newest_jobs(state: &AppState, caller: &Caller) -> Result<List<JobView>, Problem> {
+    let filter = JobFilter { owner: caller.sees().map(str::to_owned), ..JobFilter::default() };
+    page_of_jobs(state, &filter, None, list::limit(None)?).await
+}
+
+async fn page_of_jobs(
+    state: &AppState,
+    filter: &JobFilter,
+    after: Option<&str>,
+    limit: u32,
+) -> Result<List<JobView>, Problem> {
+    let page = state.store.job_list(filter, after, limit).await?;
+    Ok(List { data: JobView::all(state, page.data).await?, next: page.next })
 }
 
 /// How long to wait for a job.
@@ -430,6 +445,7 @@ async fn move_job(
 #[into_params(parameter_in = Query)]
 struct ConfigQuery {
     /// `json` (default), `yaml` or `toml`.
+    #[param(pattern = "^(json|yaml|toml)$")]
     format: Option<String>,
 }
 
@@ -437,7 +453,7 @@ struct ConfigQuery {
 /// `retry` copies them inside the server.
 #[utoipa::path(get, path = "/jobs/{id}/config", tag = "Jobs", params(("id" = JobId, Path), ConfigQuery), responses(
     (status = 200, description = "A body for POST /jobs",
-        content((crate::spec::JobDocument = "application/json"), (crate::spec::JobDocument = "application/yaml"), (crate::spec::JobDocument = "application/toml"))),
+        content((crate::spec::JobDocument = "application/json"), (crate::spec::JobDocument = "application/yaml"), (String = "application/toml"))),
     (status = 400, description = "The format is not one of json, yaml, toml, or TOML cannot hold it", body = ProblemBody),
     (status = 404, description = "No such job", body = ProblemBody)))]
 async fn get_config(

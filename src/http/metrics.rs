@@ -15,7 +15,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::error::{Problem, ProblemBody, shortened};
-use super::extract::{Path, Query};
+use super::extract::{Path, Query, count};
 use super::jobs::bad_query;
 use crate::event::Metrics;
 use crate::id::JobId;
@@ -59,8 +59,10 @@ struct MetricsQuery {
     /// Comma-separated names; default: all.
     keys: Option<String>,
     /// First step.
+    #[serde(default, deserialize_with = "count")]
     min_step: Option<u64>,
     /// Last step.
+    #[serde(default, deserialize_with = "count")]
     max_step: Option<u64>,
     /// Thin out to at most so many steps, keeping the lowest and highest value of every key in every stretch (of as many keys
     /// as fit, in the order given). Default: every step, in pages of 10,000.

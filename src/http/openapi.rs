@@ -1,6 +1,6 @@
 //! The OpenAPI document: made from the handlers, finished here with what is the same for all of them.
 
-use utoipa::openapi::path::{Operation, PathItem};
+use utoipa::openapi::path::{Operation, PathItem, Paths};
 use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
 use utoipa::openapi::security::{ApiKey, ApiKeyValue, Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::tag::TagBuilder;
@@ -9,8 +9,8 @@ use utoipa::openapi::{
     ResponseBuilder,
 };
 
-use super::contract;
 use super::error::ProblemBody;
+use super::{contract, messages};
 use crate::access::{self, Access, Scope};
 
 const BEARER: &str = "bearer";
@@ -104,9 +104,11 @@ pub fn openapi() -> OpenApi {
             }
         }
     }
-    let (webhooks, components) = contract::webhooks();
-    let with_schemas = OpenApiBuilder::new().components(components).build();
-    document.merge(with_schemas);
+    let mut webhooks = Paths::new();
+    for (paths, components) in [contract::webhooks(), messages::webhooks()] {
+        document.merge(OpenApiBuilder::new().components(components).build());
+        webhooks.paths.extend(paths.paths);
+    }
     document.webhooks = Some(webhooks);
     document
 }

@@ -12,7 +12,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::error::{Problem, ProblemBody, chain};
-use super::extract::{Json, Path, Query};
+use super::extract::{Json, Path, Query, count};
 use super::jobs::bad_query;
 use super::list;
 use crate::event::{FinishReason, Sample, SamplePhase};
@@ -60,10 +60,13 @@ enum Form {
 #[into_params(parameter_in = Query)]
 struct SamplesQuery {
     /// Of this optimizer step; 0 = before the start.
+    #[serde(default, deserialize_with = "count")]
     step: Option<u64>,
     /// From this step.
+    #[serde(default, deserialize_with = "count")]
     min_step: Option<u64>,
     /// To this step.
+    #[serde(default, deserialize_with = "count")]
     max_step: Option<u64>,
     /// Training or evaluation.
     #[param(inline)]
@@ -92,6 +95,7 @@ struct SamplesQuery {
     /// The cursor `next` of the page before.
     after: Option<String>,
     /// Items on a page, 1 to 100. Of a download: its most rows; without it all.
+    #[serde(default, deserialize_with = "count")]
     #[param(minimum = 1, default = 20)]
     limit: Option<u64>,
 }

@@ -20,6 +20,7 @@ use super::error::{Code, Problem, ProblemBody};
 use super::extract::Json;
 use super::list::Time;
 use super::submit::hex;
+use super::throttle::Client;
 use crate::access::Scope;
 use crate::id::KeyId;
 use crate::store::{self, NewAudit, SessionKey, SessionRow, StoreError, clock_ms};
@@ -77,8 +78,13 @@ impl Cookie {
         Err(Problem::new(Code::InvalidCsrfToken, detail))
     }
 
+    /// What the browser sent.
+    pub(super) fn text(&self) -> &str {
+        &self.0
+    }
+
     /// For `Set-Cookie`.
-    fn text(&self, state: &AppState, seconds: i64) -> String {
+    fn header(&self, state: &AppState, seconds: i64) -> String {
         let https = state.config.public_url.as_deref().is_some_and(|url| url.starts_with("https:"));
         let secure = if https { "; Secure" } else { "" };
         format!("{COOKIE}={}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{secure}", self.0)
@@ -153,10 +159,18 @@ impl SessionView {
 #[utoipa::path(post, path = "/session", tag = "System", request_body = SignIn, responses(
     (status = 201, description = "Signed in", body = SessionView, headers(("Set-Cookie" = String, description = "The session's cookie"))),
     (status = 401, description = "Not a valid key", body = ProblemBody),
-    (status = 403, description = "A key for workers only", body = ProblemBody)))]
-async fn open_session(State(state): State<AppState>, Json(SignIn { key }): Json<SignIn>) -> Result<Response, Problem> {
+    (status = 403, description = "A key for workers only", body = ProblemBody),
+    (status = 429, description = "Too many keys from this address were not valid; see `Retry-After`", body = ProblemBody)))]
+async fn open_session(
+    State(state): State<AppState>,
+    client: Client,
+    Json(SignIn { key }): Json<SignIn>,
+) -> Result<Response, Problem> {
     let now = clock_ms();
-    let Some(caller) = auth::of_key_text(&state, key.trim()).await? else {
+    state.failures.admit(client, key.trim())?;
+    let caller = auth::of_key_text(&state, key.trim()).await?;
+    state.failures.note(client, key.trim(), caller.is_some());
+    let Some(caller) = caller else {
         return Err(Problem::new(Code::Unauthorized, "this is not a valid key"));
     };
     if !caller.scopes().has(Scope::Read) {
@@ -177,11 +191,11 @@ async fn open_session(State(state): State<AppState>, Json(SignIn { key }): Json<
         target: "/session".to_owned(),
         status: Some(201),
         request_id: None,
-        address: None,
+        address: client.0.map(|address| address.to_string()),
     };
     state.store.audit_add(change, now).await?;
     let view = SessionView::of(&caller, true, Some((&cookie, expires_at)));
-    Ok((StatusCode::CREATED, [(header::SET_COOKIE, cookie.text(&state, SESSION_S))], Json(view)).into_response())
+    Ok((StatusCode::CREATED, [(header::SET_COOKIE, cookie.header(&state, SESSION_S))], Json(view)).into_response())
 }
 
 /// Who is signed in: by cookie, or by the key in the header.
@@ -209,7 +223,7 @@ async fn end_session(State(state): State<AppState>, headers: HeaderMap) -> Resul
     if let Some(cookie) = Cookie::of(&headers) {
         state.store.session_delete(&cookie.sha256()).await?;
     }
-    let gone = Cookie(String::new()).text(&state, 0);
+    let gone = Cookie(String::new()).header(&state, 0);
     Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, gone)]).into_response())
 }
 

@@ -27,7 +27,7 @@ use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
 use crate::probe::ProbeReport;
 use crate::spec::trl::{self, Remark};
-use crate::spec::{DatasetPlan, Estimate, FieldError, JobDocument, JobSpec, Plan, Warning, resolve};
+use crate::spec::{DatasetPlan, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Plan, Warning, resolve};
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
 /// The longest `spec` part of a form.
@@ -43,7 +43,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[expect(dead_code, reason = "describes the multipart body in the document")]
 struct JobForm {
     /// The job without its dataset.
-    spec: JobDocument,
+    spec: FormDocument,
     /// The rows; the part's content type or file name (.ndjson, .jsonl, .csv, .json) says in which form.
     #[schema(value_type = String, format = Binary)]
     dataset: Vec<u8>,
@@ -55,7 +55,7 @@ struct JobForm {
 /// reported at once, each error with a JSON pointer.
 #[utoipa::path(post, path = "/jobs", tag = "Jobs",
     params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
-    request_body(description = "The job", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (JobDocument = "application/toml"), (JobForm = "multipart/form-data"))),
+    request_body(description = "The job", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (String = "application/toml"), (JobForm = "multipart/form-data"))),
     responses(
         (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
         (status = 409, description = "A request with this key is being answered", body = ProblemBody),
@@ -269,7 +269,7 @@ pub struct Validation {
 /// `required`), the keys that are not supported with what to use instead, and those that make no difference. Pointers lead to
 /// the key that was sent, where a setting came from one, else into `spec`.
 #[utoipa::path(post, path = "/jobs/validate", tag = "Jobs", params(ValidateQuery),
-    request_body(description = "The job, or with from=trl TRL's configuration", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (JobDocument = "application/toml"))),
+    request_body(description = "The job, or with from=trl TRL's configuration", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (String = "application/toml"))),
     responses(
     (status = 200, description = "What would become of it, also when it is not valid", body = Validation),
     (status = 422, description = "The kind of check is not supported yet", body = ProblemBody),

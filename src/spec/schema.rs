@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value, json};
 use utoipa::openapi::schema::{AdditionalProperties, Array, ObjectBuilder, OneOfBuilder, Schema, Type};
-use utoipa::openapi::{Object, RefOr};
+use utoipa::openapi::{Object, Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::{
@@ -14,6 +14,9 @@ use super::{
     TextSimilarityPlan, TrainingPlan, VllmPoolingPlan, WebhookPlan,
 };
 use crate::doctor::Rule;
+
+/// The name of a reward in the document.
+const REWARD: &str = "RewardSpec";
 
 /// A job as clients write it; [`JobSpec::read`] is the law, this describes it.
 #[derive(Debug)]
@@ -76,6 +79,7 @@ impl ToSchema for JobDocument {
     }
 
     fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        schemas.extend(reward_schemas());
         RlooPlan::schemas(schemas);
         OptimizerPlan::schemas(schemas);
         WebhookPlan::schemas(schemas);
@@ -95,6 +99,31 @@ impl ToSchema for JobDocument {
         ] {
             schemas.push((name.to_owned(), schema));
         }
+    }
+}
+
+/// The `spec` of a form, whose dataset is another part.
+#[derive(Debug)]
+pub struct FormDocument;
+
+impl PartialSchema for FormDocument {
+    fn schema() -> RefOr<Schema> {
+        let mut job = into_object(JobDocument::schema());
+        job.properties.retain(|name, _| name != "dataset");
+        job.required.retain(|name| name != "dataset");
+        job.examples = vec![json!({"model": "org/name", "rewards": [{"type": "length"}]})];
+        job.description = Some("A job whose dataset comes with it, in another part of the form.".to_owned());
+        job.into()
+    }
+}
+
+impl ToSchema for FormDocument {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "FormJobSpec".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        JobDocument::schemas(schemas);
     }
 }
 
@@ -176,46 +205,51 @@ fn eval() -> RefOr<Schema> {
 }
 
 fn rewards() -> RefOr<Schema> {
-    let mut one_of = OneOfBuilder::new();
-    for RewardType { name: kind, schema, required, mut minimal } in reward_types() {
-        minimal["type"] = json!(kind);
-        let (spec, _) = JobSpec::read(json!({"rewards": [minimal]}));
-        let reward = spec.rewards.first();
-        let is_service = reward.is_some_and(|reward| reward.kind.service().is_some());
-        let defaults = reward.and_then(|reward| serde_json::to_value(reward).ok());
-        let mut own = Object::new();
-        if is_service {
-            own.properties.extend(into_object(ServicePlan::schema()).properties);
-        }
-        own.description = into_object(schema.clone()).description;
-        own.properties.extend(into_object(schema).properties);
-        own.schema_type = Type::Object.into();
-        let mut object = into_object(optional(own.into(), defaults.as_ref(), required));
-        for name in required.iter().chain(&["text"]) {
-            forget_default(&mut object, name);
-        }
-        object.required.insert(0, "type".to_owned());
-        object.properties.insert("type".to_owned(), words("The reward's type.", &[kind]));
-        object.properties.insert("name".to_owned(), string("Unique in the job; default: the type."));
-        object.properties.insert("weight".to_owned(), defaulted(number("0 = metric only."), json!(1.0)));
-        object.properties.insert("required".to_owned(), flag("A missing value makes the sample unscorable.", true));
-        if kind == "webhook" {
-            object.properties.insert(
-                "secret".to_owned(),
-                write_only(string("`whsec_…`; never shown again. Without it requests go unsigned.")),
-            );
-            let previous =
-                "While the secret is rotated, the one before: requests are signed with both. Never shown again.";
-            object.properties.insert("previous_secret".to_owned(), write_only(string(previous)));
-        }
-        if is_service {
-            object
-                .properties
-                .insert("headers".to_owned(), write_only(texts("Sent with every request; never shown again.")));
-        }
-        one_of = one_of.item(object);
+    RefOr::T(Schema::Array(Array::new(Ref::from_schema_name(REWARD))))
+}
+
+/// A reward, and each of its types, by their names in the document.
+fn reward_schemas() -> Vec<(String, RefOr<Schema>)> {
+    let types = reward_types();
+    let any = types.iter().fold(OneOfBuilder::new(), |any, reward| any.item(Ref::from_schema_name(reward.title())));
+    let any = any.description(Some("A reward: `type` says which."));
+    let schemas = types.into_iter().map(|reward| (reward.title(), reward_schema(reward)));
+    std::iter::once((REWARD.to_owned(), any.into())).chain(schemas).collect()
+}
+
+fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: RewardType) -> RefOr<Schema> {
+    minimal["type"] = json!(kind);
+    let (spec, _) = JobSpec::read(json!({"rewards": [minimal]}));
+    let reward = spec.rewards.first();
+    let is_service = reward.is_some_and(|reward| reward.kind.service().is_some());
+    let defaults = reward.and_then(|reward| serde_json::to_value(reward).ok());
+    let mut own = Object::new();
+    if is_service {
+        own.properties.extend(into_object(ServicePlan::schema()).properties);
     }
-    RefOr::T(Schema::Array(Array::new(RefOr::T(Schema::OneOf(one_of.build())))))
+    own.description = into_object(schema.clone()).description;
+    own.properties.extend(into_object(schema).properties);
+    own.schema_type = Type::Object.into();
+    let mut object = into_object(optional(own.into(), defaults.as_ref(), required));
+    for name in required.iter().chain(&["text"]) {
+        forget_default(&mut object, name);
+    }
+    object.required.insert(0, "type".to_owned());
+    object.properties.insert("type".to_owned(), words("The reward's type.", &[kind]));
+    object.properties.insert("name".to_owned(), string("Unique in the job; default: the type."));
+    object.properties.insert("weight".to_owned(), defaulted(number("0 = metric only."), json!(1.0)));
+    object.properties.insert("required".to_owned(), flag("A missing value makes the sample unscorable.", true));
+    if kind == "webhook" {
+        let secret = write_only(string("`whsec_…`; never shown again. Without it requests go unsigned."));
+        object.properties.insert("secret".to_owned(), secret);
+        let previous = "While the secret is rotated, the one before: requests are signed with both. Never shown again.";
+        object.properties.insert("previous_secret".to_owned(), write_only(string(previous)));
+    }
+    if is_service {
+        let headers = write_only(texts("Sent with every request; never shown again."));
+        object.properties.insert("headers".to_owned(), headers);
+    }
+    object.into()
 }
 
 /// A reward's type: its plan's schema, what must be given, and a reward that gives no more.
@@ -224,6 +258,14 @@ struct RewardType {
     schema: RefOr<Schema>,
     required: &'static [&'static str],
     minimal: Value,
+}
+
+impl RewardType {
+    /// `length` is `LengthRewardSpec` in the document.
+    fn title(&self) -> String {
+        let word = |word: &str| word[..1].to_uppercase() + &word[1..];
+        self.name.split('_').map(word).collect::<String>() + REWARD
+    }
 }
 
 fn reward_types() -> Vec<RewardType> {

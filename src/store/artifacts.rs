@@ -9,6 +9,7 @@ use super::journal::journal_trim;
 use super::{Doing, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::event::Metrics;
 use crate::id::{CheckpointId, JobId};
+use crate::lifecycle::message::CheckpointDetail;
 use crate::protocol::FileEntry;
 use crate::spec::CheckpointPlan;
 
@@ -127,7 +128,7 @@ impl Store {
             .await
             .doing(doing)?;
         journal_trim(&mut tx, job, step).await?;
-        let data = json!({ "checkpoint": id, "step": step, "best": best == Some(id) });
+        let data = CheckpointDetail { checkpoint: id, step, best: best == Some(id) };
         event_insert(&mut tx, job, "checkpoint.saved", now, data).await?;
         self.commit(tx, doing).await?;
         self.wake_job(job);

@@ -15,6 +15,9 @@ use crate::event::Phase;
 use crate::failpoint::without;
 use crate::id::{CheckpointId, JobId, WorkerId};
 use crate::job::{Failure, FailureClass, Requested, State};
+use crate::lifecycle::message::{
+    CancelledDetail, FailedDetail, PausedDetail, QueuedDetail, StartedDetail, SucceededDetail,
+};
 use crate::protocol::Outcome;
 use crate::spec::{Plan, RewardSecrets};
 
@@ -180,7 +183,7 @@ impl Store {
         let pause = row.requested == Some(Requested::Pause);
         match outcome {
             Outcome::Succeeded => {
-                let data = json!({ "step": row.step, "ending": row.ending });
+                let data = SucceededDetail { step: row.step, ending: row.ending.clone() };
                 let status_reason = row.ending.as_ref().map(|_| "early_stopping".to_owned());
                 job_leave(
                     &mut tx,
@@ -201,20 +204,20 @@ impl Store {
             },
             // A user's pause is the user's, whatever else would have paused the job: nobody but the user takes it back.
             Outcome::Paused { reason: Some(reason) } if !cancel && !pause => {
-                let data = json!({ "reason": reason });
+                let data = PausedDetail { reason: Some(reason.clone()) };
                 let leave = Leave { status_reason: Some(reason), ..Leave::to(State::Paused) };
                 job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
             }
             Outcome::Paused { .. } | Outcome::Requeued if pause => {
-                let data = json!({ "reason": row.requested_reason });
+                let data = PausedDetail { reason: row.requested_reason.clone() };
                 let leave = Leave { status_reason: row.requested_reason.clone(), ..Leave::to(State::Paused) };
                 job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
             }
             Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued if cancel => {
-                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await?;
+                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
             }
             Outcome::Cancelled => {
-                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await?;
+                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
             }
             Outcome::Paused { .. } => job_release(&mut tx, &row, Charge::Free("pause_taken_back"), now).await?,
             Outcome::Requeued => job_release(&mut tx, &row, Charge::Free("worker_shutdown"), now).await?,
@@ -294,7 +297,7 @@ async fn claim_row(
     .ok_or(StoreError::LeaseLost)?;
     let resume = latest_checkpoint(tx, row.id).await?;
     let step = resume.as_ref().map(|checkpoint| checkpoint.step);
-    let data = json!({ "worker": worker, "attempt": attempt, "resume_step": step });
+    let data = StartedDetail { worker, attempt: attempt.unsigned_abs(), resume_step: step };
     event_insert(tx, row.id, "job.started", now, data).await?;
     rewind(tx, row.id, resume.as_ref(), now).await?;
     Ok(Claimed { job: row.id, attempt: attempt.unsigned_abs(), plan, secrets, resume })
@@ -383,11 +386,11 @@ pub(super) async fn job_release(
     };
     match row.requested {
         Some(Requested::Cancel) => {
-            job_leave(tx, row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await
+            job_leave(tx, row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await
         }
         Some(Requested::Pause) => {
             let status_reason = row.requested_reason.clone();
-            let data = json!({ "reason": status_reason });
+            let data = PausedDetail { reason: status_reason.clone() };
             let leave = Leave { failed_attempts: Some(failed_attempts), status_reason, ..Leave::to(State::Paused) };
             job_leave(tx, row, leave, "job.paused", data, now).await
         }
@@ -408,7 +411,8 @@ pub(super) async fn job_release(
         }
         None => {
             let leave = Leave { failed_attempts: Some(failed_attempts), ..Leave::to(State::Queued) };
-            let data = json!({ "reason": reason, "failed_attempts": failed_attempts });
+            let (reason, failed_attempts) = (Some(reason.to_owned()), Some(failed_attempts));
+            let data = QueuedDetail { reason, failed_attempts, ..QueuedDetail::default() };
             job_leave(tx, row, leave, "job.requeued", data, now).await
         }
     }
@@ -417,7 +421,7 @@ pub(super) async fn job_release(
 async fn job_fail(tx: &mut SqliteConnection, row: &JobRow, mut failure: Failure, now: i64) -> Result<(), StoreError> {
     failure.phase = failure.phase.or(row.phase);
     failure.step = failure.step.or(Some(row.step));
-    let data = json!({ "failure": failure });
+    let data = FailedDetail { failure: failure.clone() };
     let leave = Leave { failure: Some(failure), ..Leave::to(State::Failed) };
     job_leave(tx, row, leave, "job.failed", data, now).await
 }

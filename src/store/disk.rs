@@ -1,13 +1,12 @@
 //! Pauses that the server asks for when the disk is nearly full, and their end.
 
-use serde_json::json;
-
 use super::events::event_insert;
 use super::jobs::job_row;
 use super::moves::{Leave, job_leave};
 use super::{Doing, JobRow, Store, StoreError, id_column};
 use crate::id::JobId;
 use crate::job::State;
+use crate::lifecycle::message::{PausedDetail, QueuedDetail};
 
 /// Why such a job is paused.
 pub const DISK_FULL: &str = "disk_full";
@@ -27,7 +26,7 @@ impl Store {
         let mut paused = Vec::with_capacity(rows.len());
         for row in &rows {
             let row = JobRow::read(row)?;
-            let data = json!({ "reason": DISK_FULL });
+            let data = PausedDetail { reason: Some(DISK_FULL.to_owned()) };
             if row.state == State::Queued {
                 let leave = Leave { status_reason: Some(DISK_FULL.to_owned()), ..Leave::to(State::Paused) };
                 job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
@@ -72,7 +71,8 @@ impl Store {
         if row.state != State::Paused || row.status_reason.as_deref() != Some(DISK_FULL) {
             return Ok(false);
         }
-        job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", json!({ "reason": DISK_FULL }), now).await?;
+        let data = QueuedDetail { reason: Some(DISK_FULL.to_owned()), ..QueuedDetail::default() };
+        job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", data, now).await?;
         tx.commit().await.doing(doing)?;
         self.wake_job(id);
         self.wake_queue();

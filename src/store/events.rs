@@ -1,5 +1,6 @@
 //! What a run said: events (history, SSE feed and outbox in one), steps, samples as they come, logs.
 
+use serde::Serialize;
 use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
@@ -13,6 +14,7 @@ use crate::event::{Event, Metrics, Phase, Sample, SamplePhase};
 use crate::failpoint::{fail_point, without};
 use crate::id::JobId;
 use crate::job::{Ending, EndingCode};
+use crate::lifecycle::message::RewardDetail;
 use crate::protocol::EventBatch;
 
 /// One event of a job.
@@ -224,7 +226,7 @@ async fn event_store(
             event_insert(tx, job, "warning", now, data).await?;
         }
         Event::Reward { reward, change, message, data } => {
-            let data = json!({ "reward": reward, "message": message, "data": data });
+            let data = RewardDetail { reward: reward.clone(), message: message.clone(), data: data.clone() };
             event_insert(tx, job, change.event(), now, data).await?;
         }
         Event::Alert { alert } => alert_store(tx, job, alert, now).await?,
@@ -314,9 +316,10 @@ pub(super) async fn event_insert(
     job: JobId,
     kind: &str,
     now: i64,
-    data: Value,
+    data: impl Serialize + Send,
 ) -> Result<i64, StoreError> {
     let doing = "append an event";
+    let data = to_json("event", &data)?;
     if without!(SameTransaction) {
         for apart in ["COMMIT", "BEGIN IMMEDIATE"] {
             sqlx::query(apart).execute(&mut *tx).await.doing(doing)?;
@@ -335,7 +338,7 @@ pub(super) async fn event_insert(
         .bind(kind)
         .bind(attempt)
         .bind(now)
-        .bind(data.to_string())
+        .bind(data)
         .execute(&mut *tx)
         .await
         .doing(doing)?;

@@ -14,6 +14,7 @@ use super::{
 use crate::event::Phase;
 use crate::id::{IdError, JobId, WorkerId};
 use crate::job::{Action, Ending, Failure, Requested, State};
+use crate::lifecycle::message::QueuedDetail;
 use crate::spec::{Plan, RewardSecrets};
 
 /// A job to create; name, model, metadata, datasets and length are read from the plan.
@@ -238,7 +239,8 @@ impl Store {
             return Err(StoreError::NotFound { kind: "dataset", id });
         }
         let row = job_row(tx, id).await?;
-        event_insert(tx, id, "job.created", now, json!({ "model": row.model, "parent": parent })).await?;
+        let data = QueuedDetail { model: Some(row.model.clone()), parent, ..QueuedDetail::default() };
+        event_insert(tx, id, "job.created", now, data).await?;
         Ok(row)
     }
 

@@ -1,6 +1,7 @@
 //! Moves between states: what a user asks of a job (cancel, pause, resume), and the one statement that leaves a state.
 
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::json;
 use sqlx::sqlite::SqliteConnection;
 
 use super::events::event_insert;
@@ -9,6 +10,7 @@ use super::journal::journal_clear;
 use super::{Doing, JobRow, Store, StoreError, int, to_json};
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State};
+use crate::lifecycle::message::{CancelledDetail, PausedDetail, QueuedDetail};
 
 impl Store {
     /// Ends a job: at once when queued or paused, by a mark its worker honours when running. Idempotent.
@@ -39,7 +41,7 @@ impl Store {
                     .execute(&mut *tx)
                     .await
                     .doing(doing)?;
-                event_insert(&mut tx, id, "job.paused", now, json!({ "reason": null })).await?;
+                event_insert(&mut tx, id, "job.paused", now, PausedDetail { reason: None }).await?;
             }
             (Action::Pause, State::Running, Some(Requested::Pause)) if row.requested_reason.is_some() => {
                 job_mark(&mut tx, id, Some("pause"), "job.pause_requested", now).await?;
@@ -50,20 +52,20 @@ impl Store {
             | (Action::Pause, State::Paused, _)
             | (Action::Pause, State::Running, Some(Requested::Pause)) => return Ok(row),
             (Action::Cancel, State::Queued | State::Paused, _) => {
-                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", json!({}), now).await?;
+                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
             }
             (Action::Cancel, State::Running, _) => {
                 job_mark(&mut tx, id, Some("cancel"), "job.cancel_requested", now).await?;
             }
             (Action::Pause, State::Queued, _) => {
-                let data = json!({ "reason": null });
+                let data = PausedDetail { reason: None };
                 job_leave(&mut tx, &row, Leave::to(State::Paused), "job.paused", data, now).await?;
             }
             (Action::Pause, State::Running, None) => {
                 job_mark(&mut tx, id, Some("pause"), "job.pause_requested", now).await?;
             }
             (Action::Resume, State::Paused, _) => {
-                job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", json!({}), now).await?;
+                job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", QueuedDetail::default(), now).await?;
             }
             (Action::Resume, State::Running, Some(Requested::Pause)) => {
                 job_mark(&mut tx, id, None, "job.resumed", now).await?;
@@ -107,7 +109,7 @@ pub(super) async fn job_leave(
     row: &JobRow,
     leave: Leave,
     event: &'static str,
-    data: Value,
+    data: impl Serialize + Send,
     now: i64,
 ) -> Result<(), StoreError> {
     let Leave { to, status_reason, failure, failed_attempts } = leave;

@@ -1,6 +1,5 @@
 //! How the rewards of jobs do, as their workers tell it; and jobs that wait for a reward service.
 
-use serde_json::json;
 use sqlx::sqlite::SqliteRow;
 
 use super::claims::owned_row;
@@ -9,6 +8,7 @@ use super::moves::{Leave, job_leave};
 use super::{Doing, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::id::JobId;
 use crate::job::State;
+use crate::lifecycle::message::QueuedDetail;
 use crate::protocol::{RewardHealth, RewardReport, RewardReports};
 
 /// Jobs that wait for a reward service.
@@ -107,7 +107,8 @@ impl Store {
         if row.state != State::Paused || row.status_reason.as_deref() != Some("reward_outage") {
             return Ok(false);
         }
-        let data = json!({ "by": "server", "reason": "reward_outage" });
+        let (by, reason) = (Some("server".to_owned()), Some("reward_outage".to_owned()));
+        let data = QueuedDetail { by, reason, ..QueuedDetail::default() };
         job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", data, now).await?;
         self.commit(tx, doing).await?;
         self.wake_job(id);

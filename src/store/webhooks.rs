@@ -327,15 +327,16 @@ impl Store {
     pub async fn delivery_test(&self, webhook: WebhookId, now: i64) -> Result<DeliveryRow, StoreError> {
         let row = sqlx::query(
             "INSERT INTO deliveries (id, webhook_id, type, time, state, next_at) \
-             VALUES ('msg_' || lower(hex(randomblob(16))), ?, ?, ?, 'pending', ?) RETURNING *",
+             SELECT 'msg_' || lower(hex(randomblob(16))), id, ?2, ?3, 'pending', ?3 FROM webhooks WHERE id = ?1 RETURNING *",
         )
         .bind(webhook.to_string())
         .bind(TEST_TYPE)
         .bind(now)
-        .bind(now)
-        .fetch_one(&self.writer)
+        .fetch_optional(&self.writer)
         .await
-        .doing("queue a test message")?;
+        .doing("queue a test message")?
+        // It may have been deleted just now.
+        .ok_or_else(|| StoreError::NotFound { kind: "webhook", id: webhook.to_string() })?;
         DeliveryRow::read(&row)
     }
 

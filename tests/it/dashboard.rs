@@ -1,7 +1,7 @@
 //! What the dashboard asks of the server: its files, the courses and changes of many jobs, the demo job.
 
 use axum::body::{Body, HttpBody};
-use axum::http::{Request, header};
+use axum::http::{Request, StatusCode, header};
 use http_body_util::BodyExt;
 use rlood::event::SamplePhase;
 use serde_json::{Value, json};
@@ -91,7 +91,10 @@ async fn a_job_says_where_it_runs_and_which_event_is_its_latest() {
 #[tokio::test]
 async fn whoever_follows_all_jobs_hears_of_new_changed_and_deleted_ones() {
     let server = Server::start().await;
-    let request = Request::get("/jobs/changes").body(Body::empty()).unwrap();
+    let nobody_streams = server.get("/jobs/changes").await;
+    assert_eq!((nobody_streams.status, nobody_streams.body), (StatusCode::OK, json!({"data": [], "next": null})));
+    let request =
+        Request::get("/jobs/changes").header(header::ACCEPT, "text/event-stream").body(Body::empty()).unwrap();
     let response = server.router.clone().oneshot(request).await.unwrap();
     assert_eq!(response.headers()[header::CONTENT_TYPE], "text/event-stream");
     let mut body = response.into_body();

@@ -63,11 +63,8 @@ impl Server {
     }
 
     pub async fn send(&self, request: Request<Body>) -> Answer {
-        let endless = request.uri().path() == "/jobs/changes";
         let response = self.router.clone().oneshot(request).await.unwrap();
         let (parts, body) = response.into_parts();
-        // This stream has no end: whoever reads it asks the router.
-        let body = if endless && parts.status == 200 { Body::empty() } else { body };
         let bytes = to_bytes(body, usize::MAX).await.unwrap();
         let text = String::from_utf8(bytes.to_vec()).unwrap();
         let body = serde_json::from_str(&text).unwrap_or(Value::Null);
