@@ -93,7 +93,7 @@ fn start(data: &Path) -> Server {
 }
 
 /// What is asked, and its path by the request's number.
-type Page = (&'static str, Box<dyn Fn(usize) -> String>);
+type Page<'a> = (&'static str, Box<dyn Fn(usize) -> String + 'a>);
 
 /// What else goes on: a worker that reports and beats, somebody who looks at jobs. Ends when dropped.
 struct Bustle {
@@ -159,7 +159,7 @@ async fn history(report: &mut Report, size: &Size, data: &Path) {
     let bustle = Bustle::begin(&http, 'a', size.jobs).await;
     let deep: Value = serde_json::from_str(&http.get("/jobs?limit=100").await).unwrap();
     let deep = deep["next"].as_str().unwrap().to_owned();
-    let pages: [Page; 9] = [
+    let pages: [Page<'_>; 9] = [
         ("GET /jobs", Box::new(|_| "/jobs".to_owned())),
         ("GET /jobs?limit=100", Box::new(|_| "/jobs?limit=100".to_owned())),
         ("… after=", Box::new(move |_| format!("/jobs?after={deep}"))),
@@ -198,7 +198,7 @@ async fn history(report: &mut Report, size: &Size, data: &Path) {
     }
     let run = |number: usize| job_id('a', 2 + number % (size.jobs - 1));
     let long = job_id('a', 1);
-    let metrics: [Page; 7] = [
+    let metrics: [Page<'_>; 7] = [
         ("GET a run's metrics", Box::new(|number| format!("/jobs/{}/metrics", run(number)))),
         ("… thinned to 20", Box::new(|number| format!("/jobs/{}/metrics?max_points=20", run(number)))),
         ("… of the long run, all", Box::new(|_| format!("/jobs/{long}/metrics"))),
