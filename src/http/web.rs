@@ -176,13 +176,17 @@ mod tests {
         let app = SENT.1.iter().find(|(name, _, _)| *name == "app.js").unwrap();
         let app = std::str::from_utf8(app.1).unwrap();
         // Of a view each, of the core, of a chart, of the form.
-        for text in
-            ["Nothing has been trained here yet", "Ask both", "text/event-stream", "No values yet", "Or paste rows"]
-        {
+        for text in [
+            "Nothing has been trained here yet",
+            "Ask both",
+            "text/event-stream",
+            "double click for all",
+            "Or paste rows",
+        ] {
             assert_eq!(app.matches(text).count(), 1, "{text}");
         }
         assert!(app.contains("/*! https://github.com/leeoniya/uPlot"));
-        assert!(!app.contains("import ") && !app.contains("export "));
+        assert!(!app.contains("import{") && !app.contains("export{") && !app.contains("export default"));
     }
 
     #[test]
