@@ -201,15 +201,18 @@ async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<Mo
     };
     let sha256 = plan.model.sha256.clone();
     let check = move || {
-        let card = modelcard::read(std::path::Path::new(&row.source))
-            .map_err(|error| format!("the model '{}' cannot be used: {error}", row.id))?;
+        // Where it lies on the server is not for everybody who may ask.
+        let unusable = |error: &dyn std::fmt::Display| {
+            format!("the model '{}' cannot be used: {}", row.id, error.to_string().replace(&row.source, "its folder"))
+        };
+        let card = modelcard::read(std::path::Path::new(&row.source)).map_err(|error| unusable(&error))?;
         match is_as_registered(&row, &card.files) {
             Ok(true) if row.sha256 == sha256 => Ok(row),
             Ok(_) => Err(format!(
                 "the files of model '{}' are not those that the job was trained with: restore them, and register the model again",
                 row.id
             )),
-            Err(error) => Err(format!("the model '{}' cannot be used: {error}", row.id)),
+            Err(error) => Err(unusable(&error)),
         }
     };
     tokio::task::spawn_blocking(check).await.map_err(Problem::internal)?.map_err(refused)

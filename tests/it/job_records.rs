@@ -145,7 +145,7 @@ async fn parameters_that_are_no_numbers_say_so_in_words() {
     for (query, detail) in [
         ("metrics?min_step=x", "min_step: must be a whole number, not 'x'"),
         ("metrics?min_step=", "min_step: must be a whole number, not ''"),
-        ("metrics?max_step=-1", "max_step: must be a whole number, not '-1'"),
+        ("metrics?max_step=-1", "max_step: must not be negative"),
         (
             "metrics?max_step=99999999999999999999",
             "max_step: must be a whole number; '99999999999999999999' is too large",

@@ -465,8 +465,12 @@ fn the_document_describes_a_submitted_job() {
     assert_eq!(spec["additionalProperties"], json!(false));
     assert_eq!(spec["properties"]["rloo"]["properties"]["beta"]["default"], json!(0.05));
     assert_eq!(spec["properties"]["rloo"]["required"], Value::Null);
-    let rewards = spec["properties"]["rewards"]["items"]["oneOf"].as_array().unwrap();
-    let webhook = &rewards[0];
+    let named = |reference: &Value| {
+        let name = reference["$ref"].as_str().and_then(|name| name.strip_prefix("#/components/schemas/"));
+        document["components"]["schemas"][name.unwrap()].clone()
+    };
+    let rewards = named(&spec["properties"]["rewards"]["items"]);
+    let webhook = named(&rewards["oneOf"][0]);
     assert_eq!(webhook["required"], json!(["type", "url"]));
     assert_eq!(
         (&webhook["properties"]["secret"]["writeOnly"], &webhook["properties"]["timeout_ms"]["default"]),

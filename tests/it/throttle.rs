@@ -105,6 +105,6 @@ async fn this_machine_is_not_limited_and_behind_a_proxy_the_client_counts() {
     assert_eq!(through("198.51.100.8", OPERATOR).await.status, 200);
     // Nobody else is believed.
     let request = Request::get("/jobs").header(header::AUTHORIZATION, format!("Bearer {OPERATOR}"));
-    let answer = server.send(from(OFFICE, request.header("x-forwarded-for", "198.51.100.7"), None)).await;
+    let answer = server.send(from(ELSEWHERE, request.header("x-forwarded-for", "198.51.100.7"), None)).await;
     assert_eq!(answer.status, 200);
 }

@@ -58,7 +58,7 @@ wait $validate $submit
 # shown, and do not count.
 status=0
 for report in "$work"/*/report; do
-    cut -c1-300 "$report" | sed -n '/= ERRORS =/,/= WARNINGS =/p; /= SUMMARY =/,$p'
+    cut -c1-300 "$report" | sed -n '/= \(ERRORS\|FAILURES\) =/,/= WARNINGS =/p; /= SUMMARY =/,$p'
     if grep -q '^Failures:' "$report" || ! grep -q '^Test cases:' "$report"; then
         status=1
     fi
