@@ -36,5 +36,5 @@ pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;
 pub use resolve::{Context, DatasetFacts, ModelFacts, ModelShape, Resolution, RewardModelFacts, Warning, resolve};
 pub use rewards::{Formula, JsonSchema, SampleTemplate, read_single_reward};
-pub use schema::{FormDocument, JobDocument};
+pub use schema::{DraftDocument, FormDocument, JobDocument};
 pub use warm::WarmStartFacts;

@@ -27,7 +27,9 @@ use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
 use crate::probe::ProbeReport;
 use crate::spec::trl::{self, Remark};
-use crate::spec::{DatasetPlan, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Plan, Warning, resolve};
+use crate::spec::{
+    DatasetPlan, DraftDocument, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Plan, Warning, resolve,
+};
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
 /// The longest `spec` part of a form.
@@ -269,7 +271,7 @@ pub struct Validation {
 /// `required`), the keys that are not supported with what to use instead, and those that make no difference. Pointers lead to
 /// the key that was sent, where a setting came from one, else into `spec`.
 #[utoipa::path(post, path = "/jobs/validate", tag = "Jobs", params(ValidateQuery),
-    request_body(description = "The job, or with from=trl TRL's configuration", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (String = "application/toml"))),
+    request_body(description = "The job, or with from=trl TRL's configuration", content((DraftDocument = "application/json"), (DraftDocument = "application/yaml"), (String = "application/toml"))),
     responses(
     (status = 200, description = "What would become of it, also when it is not valid", body = Validation),
     (status = 422, description = "The kind of check is not supported yet", body = ProblemBody),

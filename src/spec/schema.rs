@@ -2,7 +2,9 @@
 //! nothing, unknown fields refused.
 
 use serde_json::{Map, Value, json};
-use utoipa::openapi::schema::{AdditionalProperties, Array, ObjectBuilder, OneOfBuilder, Schema, Type};
+use utoipa::openapi::schema::{
+    AdditionalProperties, AnyOf, Array, ObjectBuilder, OneOfBuilder, Schema, SchemaType, Type,
+};
 use utoipa::openapi::{Object, Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
@@ -99,6 +101,32 @@ impl ToSchema for JobDocument {
         ] {
             schemas.push((name.to_owned(), schema));
         }
+    }
+}
+
+/// What is looked at before it is submitted: a job, or anything at all, since what is wrong with it is the answer.
+#[derive(Debug)]
+pub struct DraftDocument;
+
+impl PartialSchema for DraftDocument {
+    fn schema() -> RefOr<Schema> {
+        let anything = ObjectBuilder::new()
+            .schema_type(SchemaType::AnyValue)
+            .description(Some("Anything else is answered too: with what is wrong with it."))
+            .build();
+        Schema::AnyOf(AnyOf { items: vec![Ref::from_schema_name("JobSpec").into(), anything.into()], ..AnyOf::new() })
+            .into()
+    }
+}
+
+impl ToSchema for DraftDocument {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "JobDraft".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        schemas.push((JobDocument::name().into_owned(), JobDocument::schema()));
+        JobDocument::schemas(schemas);
     }
 }
 
