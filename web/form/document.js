@@ -26,7 +26,7 @@ export async function jobSchema() {
     const { $ref, ...beside } = schema;
     return { ...schemas[$ref.split("/").at(-1)], ...beside };
   };
-  return { job: schemas.JobSpec, resolve, rewards: schemas.JobSpec.properties.rewards.items.oneOf.map(resolve) };
+  return { job: schemas.JobSpec, resolve, rewards: resolve(schemas.JobSpec.properties.rewards.items).oneOf.map(resolve) };
 }
 
 /** The schema of a place, references and unions of one thing and null resolved. */
