@@ -24,7 +24,7 @@ pub struct GenerationSpec {
     pub prompt: Value,
     /// Which of the job's checkpoints.
     pub checkpoint: CheckpointChoice,
-    /// Completions of each, 1 to [`MAX_GENERATIONS`].
+    /// Completions of each, 1 to 8.
     pub num_generations: u32,
     /// Of the random numbers.
     pub seed: u64,

@@ -40,7 +40,7 @@ pub const BESIDE_JOBS: &str = "SELECT jobs.id, state = 'queued' AS queued, prior
      CASE WHEN ending IS NOT NULL THEN (SELECT json_group_array(json_array(id, step, best)) FROM \
        (SELECT id, step, best FROM checkpoints WHERE job_id = jobs.id ORDER BY step DESC)) END AS checkpoints \
      FROM json_each(?) AS wanted CROSS JOIN jobs ON jobs.id = wanted.value";
-/// Queued jobs between two places, by [`stretch`]. All of it stands in one index, which is named lest the planner read rows.
+/// Queued jobs between two places, by `stretch`. All of it stands in one index, which is named lest the planner read rows.
 pub const BETWEEN_IN_QUEUE: &str = "SELECT \
      (SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' \
        AND priority = stretch.value ->> 0 AND queue_order > stretch.value ->> 1) + \
