@@ -22,7 +22,7 @@ use super::threads::{Shared, Threads};
 pub(super) const ROWS: usize = 16;
 /// Steps of a sum that a tile holds.
 const STEPS: usize = 32;
-/// Rows for which a block of weights is turned once; with [`DEEPER`] the inputs stay in the second-level cache.
+/// Rows of a cell: a block of weights meets them all, and with [`DEEPER`] the inputs stay in the second-level cache.
 pub(super) const ROWS_AT_ONCE: usize = 288;
 /// Steps of the packed inputs of many rows.
 const DEEPER: usize = 2048;
