@@ -1,0 +1,132 @@
+//! Flags of `rlood reward-server` and `rlood reward check`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueEnum};
+
+use super::{Device, Precision};
+
+/// Flags of `rlood reward-server`.
+#[derive(Debug, Clone, Args)]
+pub struct RewardServerArgs {
+    /// Directory of a …ForSequenceClassification checkpoint: Qwen2, Qwen3, Llama, Mistral, DeBERTa-v2 and v3, RoBERTa,
+    /// XLM-RoBERTa, ModernBERT.
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+
+    /// Address to listen on, HOST:PORT; port 0 takes a free one (printed on the first line of standard output).
+    #[arg(long, env = "RLOOD_REWARD_LISTEN", default_value = "127.0.0.1:8090", value_name = "HOST:PORT")]
+    pub listen: String,
+
+    /// `whsec_…`, the same as the job's reward has: only requests signed with it are answered. Without it everybody who
+    /// reaches the address is. OpenRLHF does not sign. Prefer the variable: flags are visible to other users.
+    #[arg(long, env = "RLOOD_REWARD_SECRET", hide_env_values = true, value_name = "SECRET")]
+    pub secret: Option<String>,
+
+    /// The one device to compute on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// Which score is the reward, by its name in config.json or its number; needed where the model gives several.
+    #[arg(long, value_name = "LABEL")]
+    pub label: Option<String>,
+
+    /// What the model reads of a prompt and its completion. auto = chat for messages where the model has a chat template,
+    /// else pair for encoders and text for decoders.
+    #[arg(long, default_value = "auto", value_enum)]
+    pub format: RewardFormat,
+
+    /// Tokens; longer texts lose their beginning. Default: as many as the model takes.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    pub max_length: Option<u32>,
+
+    /// Precision of a decoder's matrices; encoders compute in f32.
+    #[arg(long, default_value = "f32", value_enum)]
+    pub dtype: Precision,
+
+    /// Compute threads. Default: the machine's cores.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+}
+
+/// What a reward model reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum RewardFormat {
+    /// By prompt and model.
+    Auto,
+    /// The conversation through the model's chat template.
+    Chat,
+    /// Prompt and completion as one text.
+    Text,
+    /// Prompt and completion as a pair of texts.
+    Pair,
+}
+
+/// Flags of `rlood reward`.
+#[derive(Debug, Clone, Args)]
+pub struct RewardArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: RewardCommand,
+}
+
+/// What `rlood reward` can do.
+#[derive(Debug, Clone, Subcommand)]
+pub enum RewardCommand {
+    /// Ask a service as a job would, and as a job never would; print what is wrong and what to do. About 60 requests. Exit
+    /// code 0 when it keeps the reward contract v1, 1 when it does not, 2 when a flag cannot be used.
+    Check(RewardCheckArgs),
+}
+
+/// Flags of `rlood reward check`.
+#[derive(Debug, Clone, Args)]
+pub struct RewardCheckArgs {
+    /// Where the service takes its POSTs, path included. Any address may be asked, loopback too.
+    pub url: String,
+
+    /// `whsec_…`, the one the service has: requests are signed, and it is looked at whether signatures are verified. Prefer
+    /// the variable: flags are visible to other users.
+    #[arg(long, env = "RLOOD_REWARD_SECRET", hide_env_values = true, value_name = "SECRET")]
+    pub secret: Option<String>,
+
+    /// Sent with every request, `name: value`; may be repeated. Values are never printed.
+    #[arg(long = "header", value_name = "NAME: VALUE")]
+    pub headers: Vec<String>,
+
+    /// Samples to ask about: a JSON list of {prompt, completion, columns}, or one a line. Default: twelve sums with right
+    /// and wrong answers, the right one in the columns `answer` and `reference`.
+    #[arg(long, value_name = "FILE")]
+    pub samples: Option<PathBuf>,
+
+    /// A column of every default sample, `name=value`; may be repeated.
+    #[arg(long = "column", value_name = "NAME=VALUE")]
+    pub columns: Vec<String>,
+
+    /// `params` of the job's reward, a JSON object.
+    #[arg(long, value_name = "JSON")]
+    pub params: Option<String>,
+
+    /// Most time for one request, ms, and for a later answer.
+    #[arg(long, default_value_t = 30_000, value_name = "MS")]
+    pub timeout_ms: u64,
+
+    /// Samples in one request, as the job will send.
+    #[arg(long, default_value_t = 32, value_name = "N")]
+    pub max_batch_samples: u32,
+
+    /// Where callbacks of asynchronous answers are taken, HOST:PORT.
+    #[arg(long, default_value = "127.0.0.1:0", value_name = "HOST:PORT")]
+    pub callback_listen: String,
+
+    /// How the service reaches that address, when it runs elsewhere (http:// or https://).
+    #[arg(long, value_name = "URL")]
+    pub callback_url: Option<String>,
+
+    /// Print one JSON document instead of lines.
+    #[arg(long)]
+    pub json: bool,
+
+    /// Warnings count as failures.
+    #[arg(long)]
+    pub strict: bool,
+}

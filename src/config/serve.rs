@@ -1,0 +1,443 @@
+//! Settings of the server: flags as given, and what a server then runs with, every value checked.
+
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use super::device::{machine_memory_bytes, machine_threads, parse_devices};
+use super::{
+    ConfigError, Device, Edge, EdgeArgs, HEARTBEAT_MS, Isa, LEASE_MS, LogFormat, MIN_SECRET_CHARS, Retention,
+    RetentionArgs, SAMPLES_MAX_BYTES, parse_size_of,
+};
+use crate::spec::footprint::Place;
+
+/// Flags of `rlood serve`.
+#[derive(Debug, Clone, Args)]
+pub struct ServeArgs {
+    /// Address to listen on, HOST:PORT; port 0 takes a free one (printed on the first line of standard output). Any
+    /// address that is not loopback needs an API key.
+    #[arg(long, env = "RLOOD_LISTEN", default_value = "127.0.0.1:8080", value_name = "HOST:PORT")]
+    pub listen: String,
+
+    /// Directory for the database, datasets and checkpoints; created if absent. One server at a time may use it.
+    #[arg(long, env = "RLOOD_DATA_DIR", default_value = "rlood-data", value_name = "DIR")]
+    pub data_dir: PathBuf,
+
+    /// Devices to train on, comma-separated: auto, cpu, cuda:N, or none (only workers started by hand). One worker
+    /// process runs per entry, so `cpu,cpu` runs two jobs at once. auto = every GPU this build can use, else one cpu.
+    #[arg(long, env = "RLOOD_DEVICES", default_value = "auto", value_name = "LIST")]
+    pub devices: String,
+
+    /// Admin key, at least 16 characters. With it, or with a key of `rlood keys create`, every request needs
+    /// `Authorization: Bearer KEY`; without any the server listens on loopback only and asks for none. Prefer the variable:
+    /// flags are visible to other users.
+    #[arg(long, env = "RLOOD_API_KEY", hide_env_values = true, value_name = "KEY")]
+    pub api_key: Option<String>,
+
+    /// Token that workers present, at least 16 characters. Default: a random one for each start, known only to the
+    /// server's own workers; set it to let `rlood worker` connect from elsewhere.
+    #[arg(long, env = "RLOOD_WORKER_TOKEN", hide_env_values = true, value_name = "TOKEN")]
+    pub worker_token: Option<String>,
+
+    /// Address at which clients and reward services reach this server (http:// or https://), when it differs from
+    /// --listen: behind a proxy, say. Its host is accepted in the Host header.
+    #[arg(long, env = "RLOOD_PUBLIC_URL", value_name = "URL")]
+    pub public_url: Option<String>,
+
+    /// Private addresses that outgoing requests (rewards) may reach, comma-separated: CIDR blocks, addresses, host names,
+    /// the word loopback. Default: loopback without an API key, nothing private with one. Public addresses are always
+    /// allowed.
+    #[arg(long, env = "RLOOD_ALLOW_OUTGOING", value_delimiter = ',', value_name = "CIDR|HOST,…")]
+    pub allow_outgoing: Option<Vec<String>>,
+
+    /// Directories that hold models, comma-separated. With an API key a model's path must lie under one of them;
+    /// without one, and without this flag, any readable path is accepted.
+    #[arg(long, env = "RLOOD_MODEL_ROOT", value_delimiter = ',', value_name = "DIR,…")]
+    pub model_root: Option<Vec<PathBuf>>,
+
+    /// Instruction set of the CPU kernels: auto (the best one the machine has), portable, avx2, avx512 or amx.
+    #[arg(long, env = "RLOOD_ISA", default_value = "auto", value_enum)]
+    pub isa: Isa,
+
+    /// Bytes that the stored samples of one job may take; beyond them the oldest steps' samples are removed, of training
+    /// first, never the newest (the job's history and `removed` in /jobs/{id}/samples tell). Metrics stay. 0 = no limit.
+    /// Default: 1 GiB, about a million samples of 1,000 characters.
+    #[arg(long, env = "RLOOD_SAMPLES_MAX_BYTES", default_value_t = SAMPLES_MAX_BYTES, value_name = "BYTES")]
+    pub samples_max_bytes: u64,
+
+    /// Factor, above 0 and at most 1, on the waits that rlood chooses itself when a reward service fails: between tries,
+    /// while its breaker is open, between the server's pings. For tests: services need their rest.
+    #[arg(long, env = "RLOOD_REWARD_PACE", default_value_t = 1.0, hide = true, value_name = "FACTOR")]
+    pub reward_pace: f64,
+
+    /// Compute threads of all workers together, split evenly between the cpu devices. Default: the machine's cores.
+    #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+
+    /// Memory that all cpu workers together may use: bytes, or with a unit (512M, 12G; powers of 1024); 0 = no limit. A job
+    /// whose estimate is larger than a worker's even share is refused at submission. Default: the control group's limit,
+    /// else the machine's memory.
+    #[arg(long, env = "RLOOD_MEMORY_LIMIT", value_name = "SIZE")]
+    pub memory_limit: Option<String>,
+
+    /// Of the edge.
+    #[command(flatten)]
+    pub edge: EdgeArgs,
+
+    /// Of what is kept.
+    #[command(flatten)]
+    pub retention: RetentionArgs,
+}
+
+/// What a server runs with; every value checked. Made by [`ServeArgs::resolve`] or [`ServeConfig::loopback`].
+#[derive(Clone)]
+pub struct ServeConfig {
+    /// The address to bind; loopback unless there is a key.
+    pub listen: SocketAddr,
+    /// Where everything durable lies.
+    pub data_dir: PathBuf,
+    /// One worker process each; may be empty.
+    pub devices: Vec<Device>,
+    /// The admin key; None = no authentication, loopback only.
+    pub api_key: Option<String>,
+    /// What workers present.
+    pub worker_token: String,
+    /// Without a trailing slash.
+    pub public_url: Option<String>,
+    /// CIDRs and host names of private addresses that outgoing requests may reach.
+    pub allow_outgoing: Vec<String>,
+    /// Canonical directories models must lie under; None = anywhere.
+    pub model_roots: Option<Vec<PathBuf>>,
+    /// Passed on to the workers.
+    pub isa: Isa,
+    /// Of all workers together.
+    pub threads: u32,
+    /// Memory of all cpu workers together, bytes; None = unknown or not limited.
+    pub memory_limit_bytes: Option<u64>,
+    /// Memory of the smallest GPU of the pool, bytes; None = no GPU, or not known before the server starts.
+    pub gpu_memory_bytes: Option<u64>,
+    /// The `rlood` binary that workers are started from; None = this process's own.
+    pub worker_program: Option<PathBuf>,
+    /// What the samples of one job may take, bytes; 0 = no limit.
+    pub samples_max_bytes: u64,
+    /// Factor on the waits for reward services; 1 but in tests. Passed on to the workers.
+    pub reward_pace: f64,
+    /// Between a worker's heartbeats, ms: the longest a cancel or pause waits to be seen.
+    pub heartbeat_ms: u64,
+    /// Of a claim without heartbeat, ms.
+    pub lease_ms: u64,
+    /// Passed on to the workers.
+    pub log: String,
+    /// Passed on to the workers.
+    pub log_format: LogFormat,
+    /// Names, origins, connections, time limits, disk.
+    pub edge: Edge,
+    /// How long things are kept.
+    pub retention: Retention,
+    /// `allow_outgoing` was left to its default, which a key of the database narrows.
+    pub default_outgoing: bool,
+}
+
+impl fmt::Debug for ServeConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServeConfig")
+            .field("listen", &self.listen)
+            .field("data_dir", &self.data_dir)
+            .field("devices", &self.devices)
+            .field("api_key", &self.api_key.as_ref().map(|_| "redacted"))
+            .field("threads", &self.threads)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ServeConfig {
+    /// A server without keys on a free loopback port with one cpu worker: for the demo and for tests, which then change
+    /// what they need.
+    ///
+    /// # Errors
+    /// When the system gives no random bytes.
+    pub fn loopback(data_dir: &Path) -> Result<Self, ConfigError> {
+        Ok(Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            data_dir: data_dir.to_owned(),
+            devices: vec![Device::Cpu],
+            api_key: None,
+            worker_token: random_token()?,
+            public_url: None,
+            allow_outgoing: vec!["loopback".to_owned()],
+            model_roots: None,
+            isa: Isa::Auto,
+            threads: machine_threads(),
+            memory_limit_bytes: machine_memory_bytes(),
+            gpu_memory_bytes: None,
+            worker_program: None,
+            samples_max_bytes: SAMPLES_MAX_BYTES,
+            reward_pace: 1.0,
+            heartbeat_ms: HEARTBEAT_MS,
+            lease_ms: LEASE_MS,
+            log: "warn".to_owned(),
+            log_format: LogFormat::Text,
+            edge: Edge::default(),
+            retention: Retention::default(),
+            default_outgoing: true,
+        })
+    }
+
+    /// Keys are on: what was left to its default becomes what it is with a key.
+    pub fn narrow(&mut self) {
+        if self.default_outgoing {
+            self.allow_outgoing.clear();
+        }
+        self.model_roots.get_or_insert_default();
+    }
+
+    /// Memory a job may use: an even share of the limit.
+    pub fn memory_per_worker(&self) -> Option<u64> {
+        let workers = self.devices.iter().filter(|device| **device == Device::Cpu).count() as u64;
+        self.memory_limit_bytes.map(|bytes| bytes / workers.max(1))
+    }
+
+    /// What jobs may be computed on: the kinds of devices of the pool, the first one first.
+    pub fn places(&self) -> Vec<Place> {
+        let mut places: Vec<Place> = Vec::new();
+        for device in &self.devices {
+            let place = match device {
+                Device::Cpu => Place::Cpu,
+                Device::Cuda(_) => Place::Cuda { memory_bytes: self.gpu_memory_bytes },
+            };
+            if !places.contains(&place) {
+                places.push(place);
+            }
+        }
+        places
+    }
+
+    /// The numbers of the GPUs of the pool.
+    pub fn gpus(&self) -> impl Iterator<Item = u32> {
+        self.devices.iter().filter_map(|device| match device {
+            Device::Cpu => None,
+            Device::Cuda(index) => Some(*index),
+        })
+    }
+
+    /// Compute threads of each cpu worker: an even share, at least 1.
+    pub fn threads_per_worker(&self) -> u32 {
+        let workers = u32::try_from(self.devices.len()).unwrap_or(u32::MAX).max(1);
+        (self.threads / workers).max(1)
+    }
+}
+
+impl ServeArgs {
+    /// Checks every setting; `cli` gives the log settings the workers inherit.
+    ///
+    /// # Errors
+    /// The first setting that cannot be used.
+    pub fn resolve(&self, log: &str, log_format: LogFormat) -> Result<ServeConfig, ConfigError> {
+        let api_key = checked_secret(self.api_key.as_deref(), "RLOOD_API_KEY (--api-key)")?;
+        // A database may hold keys; whether it does is known when the server opens it.
+        let may_have_key = api_key.is_some() || self.data_dir.join("rlood.db").exists();
+        let listen = resolve_listen(&self.listen, may_have_key)?;
+        let worker_token = match checked_secret(self.worker_token.as_deref(), "RLOOD_WORKER_TOKEN (--worker-token)")? {
+            Some(token) => token,
+            None => random_token()?,
+        };
+        let allow_outgoing = match &self.allow_outgoing {
+            Some(given) => {
+                given.iter().map(|entry| entry.trim().to_owned()).filter(|entry| !entry.is_empty()).collect()
+            }
+            None if api_key.is_none() => vec!["loopback".to_owned()],
+            None => Vec::new(),
+        };
+        Ok(ServeConfig {
+            listen,
+            data_dir: self.data_dir.clone(),
+            devices: parse_devices(&self.devices)?,
+            model_roots: resolve_model_roots(self.model_root.as_deref(), api_key.is_some())?,
+            api_key,
+            worker_token,
+            public_url: self.public_url.as_deref().filter(|url| !url.is_empty()).map(parse_public_url).transpose()?,
+            allow_outgoing,
+            isa: self.isa,
+            threads: self.threads.unwrap_or_else(machine_threads),
+            memory_limit_bytes: match self.memory_limit.as_deref().filter(|size| !size.is_empty()) {
+                Some(size) => parse_size_of("--memory-limit", size)?,
+                None => machine_memory_bytes(),
+            },
+            gpu_memory_bytes: None,
+            worker_program: None,
+            samples_max_bytes: self.samples_max_bytes,
+            reward_pace: parse_pace(self.reward_pace)?,
+            heartbeat_ms: HEARTBEAT_MS,
+            lease_ms: LEASE_MS,
+            log: log.to_owned(),
+            log_format,
+            edge: self.edge.resolve()?,
+            retention: self.retention.resolve(),
+            default_outgoing: self.allow_outgoing.is_none(),
+        })
+    }
+}
+
+/// A factor on waits.
+fn parse_pace(factor: f64) -> Result<f64, ConfigError> {
+    if factor > 0.0 && factor <= 1.0 {
+        return Ok(factor);
+    }
+    Err(ConfigError::new(format!("--reward-pace {factor}: must be above 0 and at most 1")))
+}
+
+/// 256 random bits in hexadecimal.
+pub(crate) fn random_token() -> Result<String, ConfigError> {
+    let mut bytes = [0_u8; 32];
+    rustls::crypto::ring::default_provider()
+        .secure_random
+        .fill(&mut bytes)
+        .map_err(|_| ConfigError::new("the system gave no random bytes for a token; set RLOOD_WORKER_TOKEN"))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// An empty value counts as absent: compose files pass `RLOOD_API_KEY=` for "none".
+fn checked_secret(given: Option<&str>, name: &str) -> Result<Option<String>, ConfigError> {
+    let Some(secret) = given.filter(|secret| !secret.is_empty()) else { return Ok(None) };
+    if secret.chars().count() < MIN_SECRET_CHARS {
+        return Err(ConfigError::new(format!(
+            "{name} has {} characters, at least {MIN_SECRET_CHARS} are needed: make one with `openssl rand -hex 24`",
+            secret.chars().count()
+        )));
+    }
+    if !secret.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(ConfigError::new(format!("{name} may hold only visible ASCII characters, without spaces")));
+    }
+    Ok(Some(secret.to_owned()))
+}
+
+/// A name with several addresses stands for its first IPv4 one.
+///
+/// # Errors
+/// When it is not an address, or not loopback and there is no key.
+pub fn resolve_listen(listen: &str, has_key: bool) -> Result<SocketAddr, ConfigError> {
+    let advice = "write HOST:PORT, 127.0.0.1:8080";
+    let addresses: Vec<SocketAddr> = listen
+        .to_socket_addrs()
+        .map_err(|error| ConfigError::new(format!("--listen '{listen}' is not an address ({error}): {advice}")))?
+        .collect();
+    let Some(address) = addresses.iter().find(|address| address.is_ipv4()).or(addresses.first()).copied() else {
+        return Err(ConfigError::new(format!("--listen '{listen}' names no address: {advice}")));
+    };
+    if address.ip().is_loopback() || has_key {
+        return Ok(address);
+    }
+    Err(no_key_for(listen))
+}
+
+/// Why an open address is refused.
+pub fn no_key_for(listen: impl fmt::Display) -> ConfigError {
+    ConfigError::new(format!(
+        "--listen {listen} would be reachable by others, and no API key is set: set RLOOD_API_KEY (at least \
+         {MIN_SECRET_CHARS} characters) or make a key with `rlood keys create` to require one, or listen on 127.0.0.1"
+    ))
+}
+
+fn resolve_model_roots(given: Option<&[PathBuf]>, has_key: bool) -> Result<Option<Vec<PathBuf>>, ConfigError> {
+    let roots: Vec<&PathBuf> = given.unwrap_or_default().iter().filter(|root| !root.as_os_str().is_empty()).collect();
+    if roots.is_empty() {
+        return Ok(has_key.then(Vec::new));
+    }
+    let canonical = roots.into_iter().map(|root| {
+        root.canonicalize().map_err(|error| {
+            ConfigError::new(format!("--model-root {}: {error}; name an existing directory", root.display()))
+        })
+    });
+    canonical.collect::<Result<_, _>>().map(Some)
+}
+
+fn parse_public_url(url: &str) -> Result<String, ConfigError> {
+    let bad =
+        |why: &str| ConfigError::new(format!("--public-url '{url}' {why}; write https://HOST or https://HOST/PREFIX"));
+    let parsed = reqwest::Url::parse(url).map_err(|error| bad(&format!("is not a URL ({error})")))?;
+    if !matches!(parsed.scheme(), "http" | "https") {
+        return Err(bad("is neither http nor https"));
+    }
+    if parsed.query().is_some() || parsed.fragment().is_some() || !parsed.username().is_empty() {
+        return Err(bad("has a query, a fragment or a user name"));
+    }
+    Ok(url.trim_end_matches('/').to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::config::{Cli, Command};
+
+    fn args(words: &[&str]) -> ServeArgs {
+        match Cli::try_parse_from([&["rlood", "serve"], words].concat()).unwrap().command {
+            Command::Serve(args) => args,
+            _ => unreachable!("serve was parsed"),
+        }
+    }
+
+    fn resolve(words: &[&str]) -> Result<ServeConfig, ConfigError> {
+        args(words).resolve("info", LogFormat::Text)
+    }
+
+    #[test]
+    fn an_open_address_needs_a_key_of_sixteen_characters() {
+        let error = resolve(&["--listen", "0.0.0.0:0"]).unwrap_err().to_string();
+        assert!(error.contains("RLOOD_API_KEY"), "{error}");
+        let error = resolve(&["--listen", "0.0.0.0:0", "--api-key", "fifteen-letters"]).unwrap_err().to_string();
+        assert!(error.contains("15 characters"), "{error}");
+        let config = resolve(&["--listen", "0.0.0.0:0", "--api-key", "sixteen-letters!"]).unwrap();
+        assert!(config.allow_outgoing.is_empty());
+        assert_eq!(config.model_roots, Some(Vec::new()));
+    }
+
+    #[test]
+    fn without_a_key_loopback_is_reachable_and_models_may_lie_anywhere() {
+        let config = resolve(&["--listen", "127.0.0.1:0", "--devices", "cpu,cpu", "--threads", "3"]).unwrap();
+        assert_eq!(config.allow_outgoing, ["loopback"]);
+        assert_eq!(config.model_roots, None);
+        assert_eq!(config.devices, [Device::Cpu, Device::Cpu]);
+        assert_eq!(config.threads_per_worker(), 1);
+        assert_eq!(config.worker_token.len(), 64);
+    }
+
+    #[test]
+    fn bad_devices_say_what_to_write() {
+        for (given, part) in [
+            ("gpu", "use cpu or cuda:N"),
+            ("cuda", "cuda:0"),
+            ("cuda:x", "use cpu or cuda:N"),
+            ("", "empty"),
+            ("cpu,auto", "stands alone"),
+        ] {
+            let error = resolve(&["--devices", given]).unwrap_err().to_string();
+            assert!(error.contains(part), "{given}: {error}");
+        }
+        if !cfg!(feature = "cuda") {
+            let error = resolve(&["--devices", "cuda:0"]).unwrap_err().to_string();
+            assert!(error.contains("built without CUDA"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_public_url_is_http_without_extras() {
+        assert_eq!(
+            resolve(&["--public-url", "https://a.example/x/"]).unwrap().public_url.unwrap(),
+            "https://a.example/x"
+        );
+        for bad in ["a.example", "ftp://a.example", "https://a.example/?q=1"] {
+            assert!(resolve(&["--public-url", bad]).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn debug_output_shows_no_key() {
+        let config = resolve(&["--api-key", "sixteen-letters!", "--worker-token", "seventeen-letters"]).unwrap();
+        let text = format!("{config:?}");
+        assert!(!text.contains("letters"), "{text}");
+    }
+}
