@@ -16,7 +16,8 @@ use crate::lifecycle::retry_in_ms;
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::outgoing::refusal;
 use crate::reward::signature::Key;
-use crate::store::webhooks::{DeliveryRow, MessageEvent, Next, TryRow, WebhookRow};
+use crate::store::webhooks::WebhookRow;
+use crate::store::{DeliveryRow, MessageEvent, Next, TryRow};
 use crate::store::{Store, StoreError, clock_ms};
 
 /// For an endpoint to answer.

@@ -11,6 +11,7 @@ pub mod callbacks;
 pub mod claims;
 pub mod courses;
 pub mod datasets;
+pub mod deliveries;
 pub mod disk;
 pub mod doctor;
 pub mod events;
@@ -23,8 +24,10 @@ pub mod measures;
 pub mod models;
 pub mod moves;
 pub mod owners;
+mod pages;
 pub mod retention;
 pub mod rewards;
+mod rows;
 pub mod samples;
 pub mod sessions;
 pub mod snapshot;
@@ -34,24 +37,17 @@ pub mod workers;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use serde::Serialize;
-use serde::de::{DeserializeOwned, IntoDeserializer};
-use serde_json::Value;
 use sqlx::sqlite::{
-    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteRow,
-    SqliteSynchronous,
+    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
-use sqlx::{Connection, Row, Sqlite, Transaction};
+use sqlx::{Connection, Sqlite, Transaction};
 use tokio::sync::{broadcast, watch};
 
 use crate::failpoint::{fail_point, without};
-use crate::id::{IdError, JobId};
+use crate::id::JobId;
 use crate::job::{Action, State};
 
 pub use api_keys::{KeyRow, NewKey};
@@ -61,6 +57,7 @@ pub use callbacks::{Counted, Taken};
 pub use claims::{Beat, Claimed};
 pub use courses::Course;
 pub use datasets::{DatasetRow, NewDataset};
+pub use deliveries::{DeliveryRow, DeliveryState, MessageEvent, Next, TryRow};
 pub use doctor::AlertRow;
 pub use events::{EventRow, LogRow, StepRow};
 pub use fork::Fork;
@@ -68,7 +65,10 @@ pub use jobs::{JobFilter, JobPatch, JobRow, NewJob};
 pub use keys::KeyBegin;
 pub use listing::JobBeside;
 pub use models::{ModelRow, NewModel};
+pub use pages::Page;
+use pages::{cursor, cursor_key, newest_after, page, parse_cursor};
 pub use rewards::RewardHealthRow;
+use rows::{Doing, column, corrupt, count_column, id_column, int, json_column, to_json, word, word_column};
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use sessions::{SessionKey, SessionRow};
 pub use steps::{StepLine, StepLines};
@@ -182,15 +182,6 @@ impl StoreError {
             other => other.as_database_error().and_then(|error| error.code()).is_some_and(|code| code == "13"),
         }
     }
-}
-
-/// One page of a list.
-#[derive(Debug, Clone)]
-pub struct Page<T> {
-    /// The rows.
-    pub data: Vec<T>,
-    /// Cursor of the next page; `None` = this is the last one.
-    pub next: Option<String>,
 }
 
 /// Wake-ups: a counter per job that somebody waits for, one for the queue, one for what reward services send, and which
@@ -399,104 +390,6 @@ fn is_new_enough(version: &str) -> bool {
     found >= OLDEST_SQLITE
 }
 
-/// Says what a statement was for when it fails.
-trait Doing<T> {
-    fn doing(self, doing: &'static str) -> Result<T, StoreError>;
-}
-
-impl<T> Doing<T> for Result<T, sqlx::Error> {
-    fn doing(self, doing: &'static str) -> Result<T, StoreError> {
-        self.map_err(|source| StoreError::Database { doing, source })
-    }
-}
-
-fn corrupt<E: Into<Box<dyn std::error::Error + Send + Sync>>>(what: &'static str) -> impl FnOnce(E) -> StoreError {
-    move |source| StoreError::Corrupt { what, source: source.into() }
-}
-
-fn column<'r, T>(row: &'r SqliteRow, name: &'static str) -> Result<T, StoreError>
-where
-    T: sqlx::Decode<'r, Sqlite> + sqlx::Type<Sqlite>,
-{
-    row.try_get(name).map_err(corrupt(name))
-}
-
-/// A column that holds JSON.
-fn json_column<T: DeserializeOwned>(row: &SqliteRow, name: &'static str) -> Result<T, StoreError> {
-    serde_json::from_str(column::<&str>(row, name)?).map_err(corrupt(name))
-}
-
-/// A column that holds an id.
-fn id_column<T: FromStr<Err = IdError>>(row: &SqliteRow, name: &'static str) -> Result<T, StoreError> {
-    column::<&str>(row, name)?.parse().map_err(corrupt(name))
-}
-
-/// A column that holds a number that is never negative.
-fn count_column(row: &SqliteRow, name: &'static str) -> Result<u64, StoreError> {
-    u64::try_from(column::<i64>(row, name)?).map_err(corrupt(name))
-}
-
-/// A column that holds the serde name of a plain enum, or NULL.
-fn word_column<T: DeserializeOwned>(row: &SqliteRow, name: &'static str) -> Result<Option<T>, StoreError> {
-    column::<Option<&str>>(row, name)?
-        .map(|word| T::deserialize(IntoDeserializer::<serde::de::value::Error>::into_deserializer(word)))
-        .transpose()
-        .map_err(corrupt(name))
-}
-
-/// The serde name of a plain enum.
-fn word<T: Serialize>(value: &T) -> Result<String, StoreError> {
-    match serde_json::to_value(value).map_err(corrupt("word"))? {
-        Value::String(word) => Ok(word),
-        other => Err(corrupt("word")(format!("{other} is not a word"))),
-    }
-}
-
-fn to_json<T: Serialize>(what: &'static str, value: &T) -> Result<String, StoreError> {
-    serde_json::to_string(value).map_err(corrupt(what))
-}
-
-/// SQLite's integers are signed; no count comes near the limit, and a client's absurd one must only not match.
-fn int(count: u64) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
-}
-
-/// An opaque cursor over the sort keys of a page's last row.
-fn cursor<const N: usize>(list: &str, keys: [&str; N]) -> String {
-    URL_SAFE_NO_PAD.encode(format!("{list}\u{1f}{}", keys.join("\u{1f}")))
-}
-
-fn parse_cursor<const N: usize>(list: &str, text: &str) -> Result<[String; N], StoreError> {
-    let bytes = URL_SAFE_NO_PAD.decode(text).map_err(|_| StoreError::BadCursor)?;
-    let plain = String::from_utf8(bytes).map_err(|_| StoreError::BadCursor)?;
-    let mut parts = plain.split('\u{1f}').map(str::to_owned);
-    if parts.next().as_deref() != Some(list) {
-        return Err(StoreError::BadCursor);
-    }
-    parts.collect::<Vec<_>>().try_into().map_err(|_| StoreError::BadCursor)
-}
-
-/// Where a list that shows the newest first goes on: the time and the id of the last row of the page before.
-fn newest_after(list: &str, after: Option<&str>) -> Result<(i64, String), StoreError> {
-    let Some(after) = after else { return Ok((i64::MAX, String::new())) };
-    let [created_at, id] = parse_cursor(list, after)?;
-    Ok((cursor_key(&created_at)?, id))
-}
-
-/// A key of a cursor as its type.
-fn cursor_key<T: FromStr>(text: &str) -> Result<T, StoreError> {
-    text.parse().map_err(|_| StoreError::BadCursor)
-}
-
-/// Turns `limit + 1` fetched rows into a page of `limit`.
-fn page<T>(mut data: Vec<T>, limit: u32, key: impl FnOnce(&T) -> String) -> Page<T> {
-    let limit = limit as usize;
-    let more = data.len() > limit;
-    data.truncate(limit);
-    let next = if more { data.last().map(key) } else { None };
-    Page { data, next }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -558,14 +451,5 @@ mod tests {
     fn versions_compare_as_numbers() {
         assert!(is_new_enough("3.51.3") && is_new_enough("3.100.0") && is_new_enough("4.0"));
         assert!(!is_new_enough("3.51.2") && !is_new_enough("3.9.9") && !is_new_enough("nonsense"));
-    }
-
-    #[test]
-    fn a_cursor_survives_and_another_lists_is_refused() {
-        let text = cursor("jobs", ["17", "job_x"]);
-        assert_eq!(parse_cursor::<2>("jobs", &text).unwrap(), ["17", "job_x"]);
-        assert!(matches!(parse_cursor::<2>("models", &text), Err(StoreError::BadCursor)));
-        assert!(matches!(parse_cursor::<1>("jobs", &text), Err(StoreError::BadCursor)));
-        assert!(matches!(parse_cursor::<1>("jobs", "ß"), Err(StoreError::BadCursor)));
     }
 }

@@ -21,7 +21,8 @@ use crate::lifecycle::MessageType;
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::signature::Key;
 use crate::store::clock_ms;
-use crate::store::webhooks::{DeliveryRow, DeliveryState, NewWebhook, TryRow, WebhookPatch, WebhookRow};
+use crate::store::webhooks::{NewWebhook, WebhookPatch, WebhookRow};
+use crate::store::{DeliveryRow, DeliveryState, TryRow};
 
 /// Most subscriptions of an owner.
 const MOST: u64 = 100;

@@ -1,129 +1,19 @@
 //! From a [`JobSpec`] to a [`Plan`]: what only the model and the data can tell.
 
-use std::collections::BTreeMap;
-
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use utoipa::ToSchema;
 
 use super::estimate::{Estimate, Limits, fit};
 use super::evaluation::held_out_count;
-use super::footprint::Place;
+use super::facts::{Context, DatasetFacts, ModelFacts};
 use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
 use super::rloo;
-use super::warm::{self, WarmStartFacts};
+use super::warm;
 use super::{
     ComputeDtype, DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid,
-    Plan, PromptLengths, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan,
+    Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan,
 };
-use crate::id::DatasetId;
-
-/// What the server knows of the things a job names. `None` = unknown; whoever looked it up has reported that.
-#[derive(Debug, Clone, Default)]
-pub struct Context {
-    /// The model.
-    pub model: Option<ModelFacts>,
-    /// The training prompts.
-    pub dataset: Option<DatasetFacts>,
-    /// The evaluation prompts, where asked for.
-    pub eval_dataset: Option<DatasetFacts>,
-    /// The checkpoint of a warm start, where asked for.
-    pub warm_start: Option<WarmStartFacts>,
-    /// The registered models that score as `reward_model`, by id.
-    pub reward_models: BTreeMap<String, RewardModelFacts>,
-    /// What a worker may use, bytes; None = unknown, and nothing is refused for it.
-    pub memory_limit_bytes: Option<u64>,
-    /// What the job may be computed on: it must fit each of these. Empty = the processor.
-    pub places: Vec<Place>,
-}
-
-/// A model, as far as a plan depends on it.
-#[derive(Debug, Clone)]
-pub struct ModelFacts {
-    /// As registered.
-    pub id: String,
-    /// SHA-256 over the files that matter.
-    pub sha256: String,
-    /// The longest sequence, tokens.
-    pub max_position_embeddings: u64,
-    /// Weights, each counted once.
-    pub num_parameters: u64,
-    /// Of its files.
-    pub size_bytes: u64,
-    /// Chat messages can be used.
-    pub has_chat_template: bool,
-    /// Sizes of its matrices; None = no adapter estimate.
-    pub shape: Option<ModelShape>,
-}
-
-/// A reward model, as far as a plan depends on it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RewardModelFacts {
-    /// SHA-256 over the files that matter.
-    pub sha256: String,
-    /// Weights, each counted once.
-    pub num_parameters: u64,
-    /// Computed in f32 whatever is asked for.
-    pub is_encoder: bool,
-}
-
-/// Sizes of a decoder's matrices.
-#[derive(Debug, Clone, Copy)]
-pub struct ModelShape {
-    /// Width of the residual stream.
-    pub hidden_size: u64,
-    /// Width inside the MLP.
-    pub intermediate_size: u64,
-    /// Decoder layers.
-    pub num_hidden_layers: u64,
-    /// Query heads.
-    pub num_attention_heads: u64,
-    /// Key and value heads.
-    pub num_key_value_heads: u64,
-    /// Width of a head.
-    pub head_dim: u64,
-    /// Tokens the model knows.
-    pub vocab_size: u64,
-}
-
-/// A dataset, as far as a plan depends on it.
-#[derive(Debug, Clone)]
-pub struct DatasetFacts {
-    /// The dataset.
-    pub id: DatasetId,
-    /// SHA-256 of its canonical bytes.
-    pub sha256: String,
-    /// Rows.
-    pub num_rows: u64,
-    /// Columns of any row.
-    pub columns: Vec<String>,
-    /// Some prompts are chat messages.
-    pub has_chat_prompts: bool,
-    /// Counted by the model's tokenizer; None = left to the worker.
-    pub prompt_lengths: Option<PromptLengths>,
-}
-
-impl DatasetFacts {
-    /// Of rows that came with the job and are not stored yet.
-    pub fn of_records(records: &[Value]) -> Self {
-        let mut columns: Vec<String> = Vec::new();
-        for key in records.iter().filter_map(Value::as_object).flat_map(|row| row.keys()) {
-            if !columns.contains(key) {
-                columns.push(key.clone());
-            }
-        }
-        let has_chat_prompts = records.iter().any(|row| row.get("prompt").is_some_and(Value::is_array));
-        Self {
-            id: DatasetId::new(),
-            sha256: String::new(),
-            num_rows: records.len() as u64,
-            columns,
-            has_chat_prompts,
-            prompt_lengths: None,
-        }
-    }
-}
 
 /// Something legal that is probably not meant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -1,14 +1,10 @@
-//! Subscriptions to lifecycle messages, the messages (an outbox that a trigger fills in the transaction of each event), and
-//! the log of tries.
+//! Subscriptions to lifecycle messages.
 
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{
-    Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, id_column, int, json_column, newest_after,
-    page,
-};
+use super::{Doing, Page, Store, StoreError, column, cursor, id_column, newest_after, page};
 use crate::id::WebhookId;
-use crate::lifecycle::{MessageType, TEST_TYPE};
+use crate::lifecycle::MessageType;
 
 /// A subscription.
 #[derive(Clone)]
@@ -69,109 +65,6 @@ pub struct WebhookPatch {
     pub types: Option<Vec<MessageType>>,
     /// Whether anything is sent.
     pub enabled: Option<bool>,
-}
-
-/// Where a message stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, utoipa::ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum DeliveryState {
-    /// To be tried (again).
-    Pending,
-    /// Taken.
-    Delivered,
-    /// Given up.
-    Failed,
-}
-
-impl DeliveryState {
-    /// Its word.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            DeliveryState::Pending => "pending",
-            DeliveryState::Delivered => "delivered",
-            DeliveryState::Failed => "failed",
-        }
-    }
-
-    fn parse(text: &str) -> Result<Self, StoreError> {
-        let all = [DeliveryState::Pending, DeliveryState::Delivered, DeliveryState::Failed];
-        let known = all.into_iter().find(|state| state.as_str() == text);
-        known.ok_or_else(|| corrupt("state")(format!("'{text}' is no state of a delivery")))
-    }
-}
-
-/// A message.
-#[derive(Debug, Clone)]
-pub struct DeliveryRow {
-    /// The `webhook-id` of every try.
-    pub id: String,
-    /// To whom.
-    pub webhook: WebhookId,
-    /// `job.queued`, …, or `webhook.test`.
-    pub kind: String,
-    /// When what it tells happened, Unix ms.
-    pub time: i64,
-    /// The event, and the job as it was then; None for a test.
-    pub event: Option<MessageEvent>,
-    /// Where it stands.
-    pub state: DeliveryState,
-    /// Tries since it was queued (again).
-    pub tries: u64,
-    /// The next try, Unix ms; matters while it is pending.
-    pub next_at: i64,
-    /// Delivered or given up, Unix ms.
-    pub finished_at: Option<i64>,
-}
-
-/// What a message tells.
-#[derive(Debug, Clone)]
-pub struct MessageEvent {
-    /// The job's id.
-    pub job: String,
-    /// The event's number.
-    pub seq: i64,
-    /// The attempt it belongs to.
-    pub attempt: u64,
-    /// The event's type.
-    pub event: String,
-    /// The event's data.
-    pub detail: serde_json::Value,
-    /// The job's name.
-    pub job_name: Option<String>,
-    /// Its state.
-    pub job_state: String,
-    /// Its model.
-    pub model: String,
-    /// Steps done.
-    pub step: u64,
-    /// Steps in all.
-    pub total_steps: u64,
-    /// Its labels.
-    pub metadata: serde_json::Value,
-}
-
-/// One try.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TryRow {
-    /// When it began, Unix ms.
-    pub time: i64,
-    /// How long it took, ms.
-    pub duration_ms: u64,
-    /// The answer's status.
-    pub status: Option<u16>,
-    /// Why there was no good answer.
-    pub error: Option<String>,
-}
-
-/// What becomes of a message after a try.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Next {
-    /// It was taken.
-    Delivered,
-    /// Try again at this time, Unix ms.
-    Retry(i64),
-    /// No more tries.
-    GiveUp,
 }
 
 fn words_of(types: &[MessageType]) -> String {
@@ -322,175 +215,6 @@ impl Store {
             _ => Ok(()),
         }
     }
-
-    /// Queues a message that tells nothing.
-    pub async fn delivery_test(&self, webhook: WebhookId, now: i64) -> Result<DeliveryRow, StoreError> {
-        let row = sqlx::query(
-            "INSERT INTO deliveries (id, webhook_id, type, time, state, next_at) \
-             SELECT 'msg_' || lower(hex(randomblob(16))), id, ?2, ?3, 'pending', ?3 FROM webhooks WHERE id = ?1 RETURNING *",
-        )
-        .bind(webhook.to_string())
-        .bind(TEST_TYPE)
-        .bind(now)
-        .fetch_optional(&self.writer)
-        .await
-        .doing("queue a test message")?
-        // It may have been deleted just now.
-        .ok_or_else(|| StoreError::NotFound { kind: "webhook", id: webhook.to_string() })?;
-        DeliveryRow::read(&row)
-    }
-
-    /// Queues a message again, with all its tries before it.
-    pub async fn delivery_again(&self, webhook: WebhookId, id: &str, now: i64) -> Result<DeliveryRow, StoreError> {
-        let row = sqlx::query(
-            "UPDATE deliveries SET state = 'pending', tries = 0, next_at = ?, finished_at = NULL \
-             WHERE id = ? AND webhook_id = ? RETURNING *",
-        )
-        .bind(now)
-        .bind(id)
-        .bind(webhook.to_string())
-        .fetch_optional(&self.writer)
-        .await
-        .doing("queue a message again")?
-        .ok_or_else(|| StoreError::NotFound { kind: "delivery", id: id.to_owned() })?;
-        DeliveryRow::read(&row)
-    }
-
-    /// One message, or `NotFound`.
-    pub async fn delivery_get(&self, webhook: WebhookId, id: &str) -> Result<DeliveryRow, StoreError> {
-        let row = sqlx::query("SELECT * FROM deliveries WHERE id = ? AND webhook_id = ?")
-            .bind(id)
-            .bind(webhook.to_string())
-            .fetch_optional(&self.readers)
-            .await
-            .doing("read a message")?
-            .ok_or_else(|| StoreError::NotFound { kind: "delivery", id: id.to_owned() })?;
-        DeliveryRow::read(&row)
-    }
-
-    /// A subscription's messages, newest first.
-    pub async fn delivery_list(
-        &self,
-        webhook: WebhookId,
-        state: Option<DeliveryState>,
-        after: Option<&str>,
-        limit: u32,
-    ) -> Result<Page<DeliveryRow>, StoreError> {
-        let (before, id) = newest_after("deliveries", after)?;
-        let limit = limit.clamp(1, 1000);
-        let rows = sqlx::query(
-            "SELECT * FROM deliveries WHERE webhook_id = ?1 AND (time, id) < (?2, ?3) AND (?4 IS NULL OR state = ?4) \
-             ORDER BY time DESC, id DESC LIMIT ?5",
-        )
-        .bind(webhook.to_string())
-        .bind(before)
-        .bind(id)
-        .bind(state.map(DeliveryState::as_str))
-        .bind(i64::from(limit) + 1)
-        .fetch_all(&self.readers)
-        .await
-        .doing("list messages")?;
-        let data = rows.iter().map(DeliveryRow::read).collect::<Result<Vec<_>, _>>()?;
-        Ok(page(data, limit, |row| cursor("deliveries", [&row.time.to_string(), &row.id])))
-    }
-
-    /// A message's tries, oldest first.
-    pub async fn delivery_tries(&self, id: &str) -> Result<Vec<TryRow>, StoreError> {
-        sqlx::query("SELECT * FROM delivery_tries WHERE delivery_id = ? ORDER BY id")
-            .bind(id)
-            .fetch_all(&self.readers)
-            .await
-            .doing("read a message's tries")?
-            .iter()
-            .map(|row| {
-                Ok(TryRow {
-                    time: column(row, "time")?,
-                    duration_ms: count_column(row, "duration_ms")?,
-                    status: column(row, "status")?,
-                    error: column(row, "error")?,
-                })
-            })
-            .collect()
-    }
-
-    /// The subscriptions that have something to send now, and what: of each the one that is due longest.
-    pub async fn deliveries_due(&self, now: i64) -> Result<Vec<(WebhookRow, DeliveryRow)>, StoreError> {
-        let doing = "look for messages to send";
-        let hooks = sqlx::query(
-            "SELECT * FROM webhooks WHERE enabled = 1 AND EXISTS (SELECT 1 FROM deliveries INDEXED BY deliveries_due \
-             WHERE webhook_id = webhooks.id AND state = 'pending' AND next_at <= ?)",
-        )
-        .bind(now)
-        .fetch_all(&self.readers)
-        .await
-        .doing(doing)?;
-        let mut due = Vec::with_capacity(hooks.len());
-        for hook in &hooks {
-            let hook = WebhookRow::read(hook)?;
-            let row = sqlx::query(
-                "SELECT * FROM deliveries INDEXED BY deliveries_due WHERE webhook_id = ? AND state = 'pending' \
-                 AND next_at <= ? ORDER BY next_at, rowid LIMIT 1",
-            )
-            .bind(hook.id.to_string())
-            .bind(now)
-            .fetch_optional(&self.readers)
-            .await
-            .doing(doing)?;
-            if let Some(row) = row {
-                due.push((hook, DeliveryRow::read(&row)?));
-            }
-        }
-        Ok(due)
-    }
-
-    /// Notes a try, and what becomes of the message, in one transaction.
-    pub async fn delivery_tried(&self, id: &str, attempt: TryRow, next: Next, now: i64) -> Result<(), StoreError> {
-        let doing = "note a try";
-        let TryRow { time, duration_ms, status, error } = attempt;
-        let mut tx = self.begin(doing).await?;
-        let (state, next_at) = match next {
-            Next::Delivered => (DeliveryState::Delivered, None),
-            Next::Retry(at) => (DeliveryState::Pending, Some(at)),
-            Next::GiveUp => (DeliveryState::Failed, None),
-        };
-        let known = sqlx::query(
-            "UPDATE deliveries SET state = ?1, tries = tries + 1, next_at = COALESCE(?2, next_at), \
-             finished_at = CASE WHEN ?1 = 'pending' THEN NULL ELSE ?3 END WHERE id = ?4",
-        )
-        .bind(state.as_str())
-        .bind(next_at)
-        .bind(now)
-        .bind(id)
-        .execute(&mut *tx)
-        .await
-        .doing(doing)?;
-        // Its subscription may have been deleted meanwhile.
-        if known.rows_affected() > 0 {
-            sqlx::query(
-                "INSERT INTO delivery_tries (delivery_id, time, duration_ms, status, error) VALUES (?, ?, ?, ?, ?)",
-            )
-            .bind(id)
-            .bind(time)
-            .bind(int(duration_ms))
-            .bind(status)
-            .bind(error)
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        }
-        tx.commit().await.doing(doing)
-    }
-
-    /// Messages by state, for the measurements.
-    pub async fn delivery_counts(&self) -> Result<Vec<(DeliveryState, u64)>, StoreError> {
-        sqlx::query("SELECT state, COUNT(*) AS messages FROM deliveries GROUP BY state")
-            .fetch_all(&self.readers)
-            .await
-            .doing("count messages")?
-            .iter()
-            .map(|row| Ok((DeliveryState::parse(column(row, "state")?)?, count_column(row, "messages")?)))
-            .collect()
-    }
 }
 
 async fn webhook_row(connection: &mut SqliteConnection, id: WebhookId) -> Result<WebhookRow, StoreError> {
@@ -504,7 +228,7 @@ async fn webhook_row(connection: &mut SqliteConnection, id: WebhookId) -> Result
 }
 
 impl WebhookRow {
-    fn read(row: &SqliteRow) -> Result<WebhookRow, StoreError> {
+    pub(super) fn read(row: &SqliteRow) -> Result<WebhookRow, StoreError> {
         let types: &str = column(row, "types")?;
         let kind = |word: &str| MessageType::ALL.iter().copied().find(|kind| kind.as_str() == word);
         let old_secret: Option<String> = column(row, "old_secret")?;
@@ -522,38 +246,6 @@ impl WebhookRow {
             disabled_reason: column(row, "disabled_reason")?,
             created_at: column(row, "created_at")?,
             updated_at: column(row, "updated_at")?,
-        })
-    }
-}
-
-impl DeliveryRow {
-    fn read(row: &SqliteRow) -> Result<DeliveryRow, StoreError> {
-        let event = match column::<Option<String>>(row, "job_id")? {
-            None => None,
-            Some(job) => Some(MessageEvent {
-                job,
-                seq: column(row, "seq")?,
-                attempt: count_column(row, "attempt")?,
-                event: column(row, "event")?,
-                detail: json_column(row, "detail")?,
-                job_name: column(row, "job_name")?,
-                job_state: column(row, "job_state")?,
-                model: column(row, "model")?,
-                step: count_column(row, "step")?,
-                total_steps: count_column(row, "total_steps")?,
-                metadata: json_column(row, "metadata")?,
-            }),
-        };
-        Ok(DeliveryRow {
-            id: column(row, "id")?,
-            webhook: id_column(row, "webhook_id")?,
-            kind: column(row, "type")?,
-            time: column(row, "time")?,
-            event,
-            state: DeliveryState::parse(column(row, "state")?)?,
-            tries: count_column(row, "tries")?,
-            next_at: column(row, "next_at")?,
-            finished_at: column(row, "finished_at")?,
         })
     }
 }

@@ -12,7 +12,7 @@ use rlood::courier::Courier;
 use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::Outcome;
 use rlood::reward::signature::Key;
-use rlood::store::webhooks::{DeliveryState, Next, TryRow};
+use rlood::store::{DeliveryState, Next, TryRow};
 use rlood::store::{NewKey, StoreError, clock_ms};
 use serde_json::{Value, json};
 use tokio_util::task::AbortOnDropHandle;

@@ -7,7 +7,8 @@ use super::super::amx::{self, ROWS, ROWS_AT_ONCE, Tiled};
 use super::super::isa::Isa;
 use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
 use super::super::threads::{Shared, Threads};
-use super::{Inputs, Job, Output, Part, SCRATCH, Side, Start, Target, Term, next_call, product, run_jobs};
+use super::job::{Inputs, Job, Side, Start, Target};
+use super::{Output, Part, SCRATCH, Term, next_call, product, run_jobs};
 
 thread_local! {
     /// Of a call of this thread.

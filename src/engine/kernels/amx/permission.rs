@@ -1,0 +1,97 @@
+//! Whether this process may use tiles, whether they compute what they should, and their shapes.
+
+use std::arch::x86_64::{__cpuid, __cpuid_count};
+use std::cell::Cell;
+use std::sync::OnceLock;
+
+use super::super::gemm;
+use super::super::isa::Isa;
+use super::ROWS;
+
+/// Why AMX is not used: `None` where it is.
+pub(in super::super) fn refused() -> Option<&'static str> {
+    static REFUSED: OnceLock<Option<&str>> = OnceLock::new();
+    *REFUSED.get_or_init(|| {
+        if !Isa::Avx512.is_available() {
+            return Some("the processor has no AVX-512");
+        }
+        if !has_tiles() {
+            return Some("the processor has no AMX for bf16");
+        }
+        if !is_permitted() {
+            return Some("the system does not permit AMX");
+        }
+        check()
+    })
+}
+
+/// AMX-BF16 and AMX-TILE.
+fn has_tiles() -> bool {
+    const NEEDED: u32 = 1 << 22 | 1 << 24;
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & NEEDED == NEEDED
+}
+
+/// Ask for the state of the tiles, once for the process.
+#[cfg(target_os = "linux")]
+fn is_permitted() -> bool {
+    const ARCH_PRCTL: usize = 158;
+    const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
+    const TILE_DATA: usize = 18;
+    let result: isize;
+    // Safety: the call touches no memory of ours.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            inlateout("rax") ARCH_PRCTL => result,
+            in("rdi") ARCH_REQ_XCOMP_PERM,
+            in("rsi") TILE_DATA,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    result == 0
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_permitted() -> bool {
+    false
+}
+
+/// A few odd shapes against the rung below.
+fn check() -> Option<&'static str> {
+    const SHAPES: [(usize, usize, usize); 4] = [(1, 1, 1), (17, 65, 33), (33, 31, 70), (5, 100, 300)];
+    // Inputs and weights are exact; only the order of the sums differs.
+    const TOLERANCE: f32 = 1e-3;
+    let wrong = SHAPES.iter().any(|shape| gemm::apart(Isa::Amx, Isa::Avx512, *shape) > TOLERANCE);
+    wrong.then_some("AMX gives wrong products on this machine")
+}
+
+thread_local! {
+    /// Whether this thread's tiles have their shapes. Nothing else in the process configures tiles.
+    static CONFIGURED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Shapes of the tiles: 16 rows of 64 bytes all.
+#[repr(C, align(64))]
+struct Configuration {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+/// Give this thread's tiles their shapes, once.
+pub(super) fn configure() {
+    const TILES: usize = 8;
+    if CONFIGURED.replace(true) {
+        return;
+    }
+    let mut configuration =
+        Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+    configuration.row_bytes[..TILES].fill(64);
+    configuration.rows[..TILES].fill(ROWS as u8);
+    // Safety: the machine has tiles.
+    unsafe { std::arch::asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly)) };
+}

@@ -1,0 +1,191 @@
+//! One product as the rungs take it: which way a weight is used, its checked inputs and outputs, and what the sums begin
+//! with.
+
+use std::ops::Range;
+
+#[cfg(target_arch = "x86_64")]
+use super::super::amx;
+use super::super::pack::{PANEL, PackedMatrix};
+use super::super::threads::Shared;
+use super::{Output, Part, Term};
+
+/// Which way a weight is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) enum Side {
+    /// Over its inputs.
+    Forward,
+    /// Over its outputs: blocks of 32 inputs are turned as they are needed, once for many rows.
+    Backward,
+}
+
+/// What a sum begins with.
+#[derive(Clone, Copy, Debug)]
+pub(in super::super) enum Start<'a> {
+    Zero,
+    Bias(&'a [f32]),
+    Rows(StartRows<'a>),
+    /// What is there.
+    Add,
+}
+
+/// Rows of other values, row 0 and output 0 first.
+#[derive(Clone, Copy, Debug)]
+pub(in super::super) struct StartRows<'a> {
+    pub(super) values: &'a [f32],
+    pub stride: usize,
+}
+
+impl StartRows<'_> {
+    /// From one output on.
+    pub fn at(&self, row: usize, output: usize) -> *const f32 {
+        self.values[row * self.stride + output..(row + 1) * self.stride].as_ptr()
+    }
+}
+
+/// Checked outputs.
+pub(super) struct Target {
+    pub y: Shared<f32>,
+    pub stride: usize,
+    /// The row that lies first in y.
+    pub first_row: usize,
+    /// Outputs of a row, the first of which is column 0 of y.
+    pub columns: Range<usize>,
+    pub add: bool,
+}
+
+impl Target {
+    pub(super) fn new(out: Output<'_>, columns: Range<usize>) -> Target {
+        let Output { y, stride, rows, add } = out;
+        assert!(stride >= columns.len() || rows <= 1, "rows overlap");
+        assert!(rows == 0 || y.len() >= (rows - 1) * stride + columns.len(), "too few outputs");
+        Target { y: Shared::new(y), stride, first_row: 0, columns, add }
+    }
+
+    pub(super) fn start<'a>(&self, bias: Option<&'a [f32]>) -> Start<'a> {
+        let Some(bias) = bias else { return if self.add { Start::Add } else { Start::Zero } };
+        assert!(bias.len() >= self.columns.end && !self.add, "a bias of another shape, or added twice");
+        Start::Bias(bias)
+    }
+}
+
+/// Rows of inputs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in super::super) struct Inputs<'a> {
+    pub values: &'a [f32],
+    pub stride: usize,
+    /// The row that lies first.
+    pub first_row: usize,
+    /// The step of the sum that column 0 is.
+    pub first: usize,
+}
+
+impl<'a> Inputs<'a> {
+    pub(super) fn of(term: &Term<'a>, first: usize) -> Inputs<'a> {
+        Inputs { values: term.x, stride: term.stride, first_row: 0, first }
+    }
+
+    pub(super) fn check(&self, rows: usize, width: usize) {
+        assert!(rows == 0 || self.values.len() >= (rows - 1) * self.stride + width, "too few inputs");
+    }
+
+    /// Some steps of a row.
+    pub(in super::super) fn row(&self, row: usize, steps: &Range<usize>) -> &'a [f32] {
+        &self.values[(row - self.first_row) * self.stride..][steps.start - self.first..steps.end - self.first]
+    }
+}
+
+/// A product with one weight.
+#[derive(Clone)]
+pub(in super::super) struct Job<'a> {
+    pub side: Side,
+    pub weight: &'a PackedMatrix,
+    pub inputs: Inputs<'a>,
+    /// What the sums go over.
+    pub sum: Range<usize>,
+    /// Which outputs need which part of the sum; all of it where there are none.
+    pub(super) parts: &'a [Part],
+    pub start: Start<'a>,
+    pub(super) y: Shared<f32>,
+    pub stride: usize,
+    pub(super) first_row: usize,
+    /// Outputs of a row, the first of which is column 0 of y.
+    pub columns: Range<usize>,
+    /// Of which public call: inputs packed for it are packed for all its cells.
+    pub call: u64,
+    /// Which packed inputs it may replace.
+    pub slot: usize,
+    /// The inputs of all rows, where all threads share them.
+    #[cfg(target_arch = "x86_64")]
+    pub tiled: Option<amx::Tiled>,
+    /// The whole weight turned, where all threads share it.
+    #[cfg(target_arch = "x86_64")]
+    pub turned: Option<amx::Turned>,
+}
+
+impl<'a> Job<'a> {
+    pub(super) fn new(
+        side: Side,
+        weight: &'a PackedMatrix,
+        inputs: Inputs<'a>,
+        start: Start<'a>,
+        target: &Target,
+        call: u64,
+    ) -> Job<'a> {
+        let sum = 0..if side == Side::Forward { weight.k() } else { weight.n() };
+        let Target { y, stride, first_row, ref columns, add: _ } = *target;
+        Job {
+            side,
+            weight,
+            inputs,
+            sum,
+            parts: &[],
+            start,
+            y,
+            stride,
+            first_row,
+            columns: columns.clone(),
+            call,
+            slot: 0,
+            #[cfg(target_arch = "x86_64")]
+            tiled: None,
+            #[cfg(target_arch = "x86_64")]
+            turned: None,
+        }
+    }
+
+    /// The part of the sum that a panel needs. Begins at a multiple of what AMX sums at once.
+    pub(in super::super) fn depth(&self, panel: usize) -> Range<usize> {
+        if self.parts.is_empty() {
+            return self.sum.clone();
+        }
+        let outputs = panel * PANEL..(panel + 1) * PANEL;
+        let meets = |part: &&(Range<usize>, Range<usize>)| part.0.start < outputs.end && outputs.start < part.0.end;
+        let all = self.parts.iter().filter(meets).map(|part| part.1.clone());
+        let all = all.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+        all.start / PANEL * PANEL..all.end.next_multiple_of(PANEL).min(self.sum.end)
+    }
+
+    /// One output.
+    ///
+    /// # Safety
+    /// It is one of the job's.
+    pub(in super::super) unsafe fn y(&self, row: usize, output: usize) -> *mut f32 {
+        unsafe { self.y.at((row - self.first_row) * self.stride + output - self.columns.start) }
+    }
+
+    /// Sums of nothing.
+    pub(super) fn empty(&self, rows: Range<usize>, panels: Range<usize>) {
+        for row in rows {
+            for output in panels.start * PANEL..(panels.end * PANEL).min(self.columns.end) {
+                let value = match self.start {
+                    Start::Zero => 0.0,
+                    Start::Bias(bias) => bias[output],
+                    Start::Rows(rows) => rows.values[row * rows.stride + output],
+                    Start::Add => return,
+                };
+                // Safety: the bounds were checked where the job was made.
+                unsafe { *self.y(row, output) = value };
+            }
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Lists in pages: rows, and an opaque cursor to go on from.
+
+use std::str::FromStr;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+
+use super::StoreError;
+
+/// One page of a list.
+#[derive(Debug, Clone)]
+pub struct Page<T> {
+    /// The rows.
+    pub data: Vec<T>,
+    /// Cursor of the next page; `None` = this is the last one.
+    pub next: Option<String>,
+}
+
+/// An opaque cursor over the sort keys of a page's last row.
+pub(super) fn cursor<const N: usize>(list: &str, keys: [&str; N]) -> String {
+    URL_SAFE_NO_PAD.encode(format!("{list}\u{1f}{}", keys.join("\u{1f}")))
+}
+
+/// The keys of a cursor of this list.
+pub(super) fn parse_cursor<const N: usize>(list: &str, text: &str) -> Result<[String; N], StoreError> {
+    let bytes = URL_SAFE_NO_PAD.decode(text).map_err(|_| StoreError::BadCursor)?;
+    let plain = String::from_utf8(bytes).map_err(|_| StoreError::BadCursor)?;
+    let mut parts = plain.split('\u{1f}').map(str::to_owned);
+    if parts.next().as_deref() != Some(list) {
+        return Err(StoreError::BadCursor);
+    }
+    parts.collect::<Vec<_>>().try_into().map_err(|_| StoreError::BadCursor)
+}
+
+/// Where a list that shows the newest first goes on: the time and the id of the last row of the page before.
+pub(super) fn newest_after(list: &str, after: Option<&str>) -> Result<(i64, String), StoreError> {
+    let Some(after) = after else { return Ok((i64::MAX, String::new())) };
+    let [created_at, id] = parse_cursor(list, after)?;
+    Ok((cursor_key(&created_at)?, id))
+}
+
+/// A key of a cursor as its type.
+pub(super) fn cursor_key<T: FromStr>(text: &str) -> Result<T, StoreError> {
+    text.parse().map_err(|_| StoreError::BadCursor)
+}
+
+/// Turns `limit + 1` fetched rows into a page of `limit`.
+pub(super) fn page<T>(mut data: Vec<T>, limit: u32, key: impl FnOnce(&T) -> String) -> Page<T> {
+    let limit = limit as usize;
+    let more = data.len() > limit;
+    data.truncate(limit);
+    let next = if more { data.last().map(key) } else { None };
+    Page { data, next }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cursor_survives_and_another_lists_is_refused() {
+        let text = cursor("jobs", ["17", "job_x"]);
+        assert_eq!(parse_cursor::<2>("jobs", &text).unwrap(), ["17", "job_x"]);
+        assert!(matches!(parse_cursor::<2>("models", &text), Err(StoreError::BadCursor)));
+        assert!(matches!(parse_cursor::<1>("jobs", &text), Err(StoreError::BadCursor)));
+        assert!(matches!(parse_cursor::<1>("jobs", "ß"), Err(StoreError::BadCursor)));
+    }
+}
