@@ -4,7 +4,7 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`access`] [`callback`] [`id`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`generation`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`access`] [`callback`] [`id`] [`jinja`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`generation`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
@@ -37,6 +37,7 @@ pub mod doctor;
 pub mod event;
 pub mod generation;
 pub mod id;
+pub mod jinja;
 pub mod job;
 pub mod lifecycle;
 pub mod modelcard;

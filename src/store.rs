@@ -66,7 +66,7 @@ pub use keys::KeyBegin;
 pub use listing::JobBeside;
 pub use models::{ModelRow, NewModel};
 pub use pages::Page;
-use pages::{cursor, cursor_key, newest_after, page, parse_cursor};
+use pages::{Newest, cursor, cursor_key, newest_after, page, parse_cursor};
 pub use rewards::RewardHealthRow;
 use rows::{Doing, column, corrupt, count_column, id_column, int, json_column, to_json, word, word_column};
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};

@@ -3,14 +3,13 @@
 //! The sandbox bounds instructions, recursion, repetition and output, but not the size of one string that a template
 //! doubles in a variable: a template belongs to a model that the operator chose.
 
-use std::sync::Arc;
-
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Enumerator, Kwargs, Object, ObjectRepr, ValueKind};
+use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value};
 use serde_json::Map;
 
 use super::text::TextError;
+use crate::jinja::{Bounded, Ordered, to_value};
 
 /// Instructions a template may run; a real one needs thousands.
 const FUEL: u64 = 20_000_000;
@@ -63,10 +62,10 @@ impl ChatTemplate {
         // The last one of a name counts.
         variables.extend(kwargs.iter().map(|(name, value)| (name.clone(), to_value(value))));
         variables.reverse();
-        let mut writer = Bounded { bytes: Vec::new() };
+        let mut writer = Bounded::new(MAX_OUTPUT_BYTES);
         let template = self.environment.get_template(NAME).map_err(failed)?;
         template.render_captured_to(Value::from_object(Ordered(variables)), &mut writer).map_err(failed)?;
-        String::from_utf8(writer.bytes).map_err(|e| TextError::Template(e.to_string()))
+        String::from_utf8(writer.into_bytes()).map_err(|e| TextError::Template(e.to_string()))
     }
 }
 
@@ -76,61 +75,6 @@ fn failed(error: Error) -> TextError {
         text = format!("{text} (line {line})");
     }
     TextError::Template(text)
-}
-
-/// An output that cannot grow without end.
-struct Bounded {
-    bytes: Vec<u8>,
-}
-
-impl std::io::Write for Bounded {
-    fn write(&mut self, part: &[u8]) -> std::io::Result<usize> {
-        if self.bytes.len() + part.len() > MAX_OUTPUT_BYTES {
-            return Err(std::io::Error::other("the rendered prompt is too long"));
-        }
-        self.bytes.extend_from_slice(part);
-        Ok(part.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-/// A JSON object that keeps its order.
-#[derive(Debug)]
-struct Ordered(Vec<(String, Value)>);
-
-impl Object for Ordered {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Map
-    }
-
-    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        let key = key.as_str()?;
-        self.0.iter().find(|(name, _)| name == key).map(|(_, value)| value.clone())
-    }
-
-    fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Values(self.0.iter().map(|(name, _)| Value::from(name.as_str())).collect())
-    }
-}
-
-fn to_value(json: &serde_json::Value) -> Value {
-    match json {
-        serde_json::Value::Null => Value::from(()),
-        serde_json::Value::Bool(b) => Value::from(*b),
-        serde_json::Value::Number(n) => match (n.as_i64(), n.as_u64(), n.as_f64()) {
-            (Some(i), _, _) => Value::from(i),
-            (_, Some(u), _) => Value::from(u),
-            (_, _, f) => Value::from(f.unwrap_or(f64::NAN)),
-        },
-        serde_json::Value::String(s) => Value::from(s.as_str()),
-        serde_json::Value::Array(list) => list.iter().map(to_value).collect(),
-        serde_json::Value::Object(map) => {
-            Value::from_object(Ordered(map.iter().map(|(k, v)| (k.clone(), to_value(v))).collect()))
-        }
-    }
 }
 
 /// What Python's `str()` writes, so that `{{ x }}` gives what Jinja gives.

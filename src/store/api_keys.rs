@@ -4,7 +4,7 @@ use sha2::{Digest, Sha256};
 use sqlx::sqlite::SqliteRow;
 use subtle::ConstantTimeEq;
 
-use super::{Doing, Page, Store, StoreError, column, cursor, id_column, json_column, newest_after, page, to_json};
+use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_column, to_json};
 use crate::access::Scopes;
 use crate::id::KeyId;
 
@@ -129,19 +129,9 @@ impl Store {
 
     /// All keys, revoked ones too, newest first.
     pub async fn api_key_list(&self, after: Option<&str>, limit: u32) -> Result<Page<KeyRow>, StoreError> {
-        let (before, id) = newest_after("keys", after)?;
-        let limit = limit.clamp(1, 1000);
-        let rows = sqlx::query(
-            "SELECT * FROM api_keys WHERE (created_at, id) < (?, ?) ORDER BY created_at DESC, id DESC LIMIT ?",
-        )
-        .bind(before)
-        .bind(id)
-        .bind(i64::from(limit) + 1)
-        .fetch_all(&self.readers)
-        .await
-        .doing("list keys")?;
-        let data = rows.iter().map(KeyRow::read).collect::<Result<Vec<_>, _>>()?;
-        Ok(page(data, limit, |row| cursor("keys", [&row.created_at.to_string(), &row.id.to_string()])))
+        let sql = "SELECT * FROM api_keys WHERE (created_at, id) < (?1, ?2) AND ?3 IS NULL \
+                   ORDER BY created_at DESC, id DESC LIMIT ?4";
+        self.newest(Newest { list: "keys", sql, owner: None, after, limit }, KeyRow::read).await
     }
 
     /// Ends a key and every session that was opened with it. Idempotent.

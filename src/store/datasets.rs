@@ -2,10 +2,7 @@
 
 use sqlx::sqlite::SqliteRow;
 
-use super::{
-    Doing, Page, Store, StoreError, column, count_column, cursor, id_column, int, json_column, newest_after, page,
-    to_json,
-};
+use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::id::DatasetId;
 
 /// A dataset.
@@ -110,21 +107,9 @@ impl Store {
         after: Option<&str>,
         limit: u32,
     ) -> Result<Page<DatasetRow>, StoreError> {
-        let (before, id) = newest_after("datasets", after)?;
-        let limit = limit.clamp(1, 1000);
-        let rows = sqlx::query(
-            "SELECT * FROM datasets WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
-             ORDER BY created_at DESC, id DESC LIMIT ?4",
-        )
-        .bind(before)
-        .bind(id)
-        .bind(owner)
-        .bind(i64::from(limit) + 1)
-        .fetch_all(&self.readers)
-        .await
-        .doing("list datasets")?;
-        let data = rows.iter().map(DatasetRow::read).collect::<Result<Vec<_>, _>>()?;
-        Ok(page(data, limit, |row| cursor("datasets", [&row.created_at.to_string(), &row.id.to_string()])))
+        let sql = "SELECT * FROM datasets WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
+                   ORDER BY created_at DESC, id DESC LIMIT ?4";
+        self.newest(Newest { list: "datasets", sql, owner, after, limit }, DatasetRow::read).await
     }
 
     /// Ids of all datasets: what the sweep of the data directory must keep.

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{Doing, Page, Store, StoreError, column, cursor, id_column, json_column, newest_after, page};
+use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_column};
 
 /// A registered model.
 #[derive(Debug, Clone, PartialEq)]
@@ -81,21 +81,9 @@ impl Store {
         after: Option<&str>,
         limit: u32,
     ) -> Result<Page<ModelRow>, StoreError> {
-        let (before, id) = newest_after("models", after)?;
-        let limit = limit.clamp(1, 1000);
-        let rows = sqlx::query(
-            "SELECT * FROM models WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner IN ('', ?3)) \
-             ORDER BY created_at DESC, id DESC LIMIT ?4",
-        )
-        .bind(before)
-        .bind(id)
-        .bind(owner)
-        .bind(i64::from(limit) + 1)
-        .fetch_all(&self.readers)
-        .await
-        .doing("list models")?;
-        let data = rows.iter().map(ModelRow::read).collect::<Result<Vec<_>, _>>()?;
-        Ok(page(data, limit, |row| cursor("models", [&row.created_at.to_string(), &row.id])))
+        let sql = "SELECT * FROM models WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner IN ('', ?3)) \
+                   ORDER BY created_at DESC, id DESC LIMIT ?4";
+        self.newest(Newest { list: "models", sql, owner, after, limit }, ModelRow::read).await
     }
 
     /// Forgets a model (its files stay). `InUse` while a job that is not over needs it.

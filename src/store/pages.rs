@@ -5,7 +5,9 @@ use std::str::FromStr;
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 
-use super::StoreError;
+use sqlx::sqlite::SqliteRow;
+
+use super::{Doing, Store, StoreError, column};
 
 /// One page of a list.
 #[derive(Debug, Clone)]
@@ -30,6 +32,46 @@ pub(super) fn parse_cursor<const N: usize>(list: &str, text: &str) -> Result<[St
         return Err(StoreError::BadCursor);
     }
     parts.collect::<Vec<_>>().try_into().map_err(|_| StoreError::BadCursor)
+}
+
+/// A list that shows the newest first.
+pub(super) struct Newest<'a> {
+    /// Its name, in cursors and in messages.
+    pub list: &'static str,
+    /// Rows with `created_at` and `id`, in the order of both, from before (?1, ?2), an owner's (?3) or, for NULL, all, at
+    /// most ?4.
+    pub sql: &'static str,
+    /// None = all.
+    pub owner: Option<&'a str>,
+    /// The cursor of the page before.
+    pub after: Option<&'a str>,
+    /// Rows of the page, 1 to 1000.
+    pub limit: u32,
+}
+
+impl Store {
+    /// A page of a list.
+    pub(super) async fn newest<T>(
+        &self,
+        newest: Newest<'_>,
+        read: impl Fn(&SqliteRow) -> Result<T, StoreError>,
+    ) -> Result<Page<T>, StoreError> {
+        let Newest { list, sql, owner, after, limit } = newest;
+        let (before, id) = newest_after(list, after)?;
+        let limit = limit.clamp(1, 1000);
+        let rows = sqlx::query(sql)
+            .bind(before)
+            .bind(id)
+            .bind(owner)
+            .bind(i64::from(limit) + 1)
+            .fetch_all(&self.readers)
+            .await
+            .doing("read a page of a list")?;
+        let place = |row: &SqliteRow| Ok((column::<i64>(row, "created_at")?.to_string(), column::<String>(row, "id")?));
+        let data = rows.iter().map(|row| Ok((read(row)?, place(row)?))).collect::<Result<Vec<_>, StoreError>>()?;
+        let page = page(data, limit, |(_, (created_at, id))| cursor(list, [created_at, id]));
+        Ok(Page { data: page.data.into_iter().map(|(row, _)| row).collect(), next: page.next })
+    }
 }
 
 /// Where a list that shows the newest first goes on: the time and the id of the last row of the page before.

@@ -2,7 +2,7 @@
 
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{Doing, Page, Store, StoreError, column, cursor, id_column, newest_after, page};
+use super::{Doing, Newest, Page, Store, StoreError, column, id_column};
 use crate::id::WebhookId;
 use crate::lifecycle::MessageType;
 
@@ -108,21 +108,9 @@ impl Store {
         after: Option<&str>,
         limit: u32,
     ) -> Result<Page<WebhookRow>, StoreError> {
-        let (before, id) = newest_after("webhooks", after)?;
-        let limit = limit.clamp(1, 1000);
-        let rows = sqlx::query(
-            "SELECT * FROM webhooks WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
-             ORDER BY created_at DESC, id DESC LIMIT ?4",
-        )
-        .bind(before)
-        .bind(id)
-        .bind(owner)
-        .bind(i64::from(limit) + 1)
-        .fetch_all(&self.readers)
-        .await
-        .doing("list webhooks")?;
-        let data = rows.iter().map(WebhookRow::read).collect::<Result<Vec<_>, _>>()?;
-        Ok(page(data, limit, |row| cursor("webhooks", [&row.created_at.to_string(), &row.id.to_string()])))
+        let sql = "SELECT * FROM webhooks WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
+                   ORDER BY created_at DESC, id DESC LIMIT ?4";
+        self.newest(Newest { list: "webhooks", sql, owner, after, limit }, WebhookRow::read).await
     }
 
     /// How many an owner has.

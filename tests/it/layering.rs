@@ -17,6 +17,7 @@ const WORDS: &[&str] = &[
     "id",
     "job",
     "lifecycle",
+    "jinja",
     "modelcard",
     "outgoing",
     "probe",

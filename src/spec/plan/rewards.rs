@@ -87,22 +87,22 @@ pub enum RewardKind {
     Multi(MultiPlan),
 }
 
-impl RewardKind {
-    /// The service it asks; `None` for what is computed here.
-    pub fn service(&self) -> Option<&ServicePlan> {
-        match self {
-            RewardKind::Webhook(plan) => Some(&plan.service),
-            RewardKind::Openrlhf(plan) => Some(&plan.service),
-            RewardKind::Slime(plan) => Some(&plan.service),
-            RewardKind::Llamafactory(plan) => Some(&plan.service),
+/// The service of a kind, as `&` or `&mut`.
+macro_rules! service_of {
+    ($kind:expr, $($reference:tt)+) => {
+        match $kind {
+            RewardKind::Webhook(plan) => Some($($reference)+ plan.service),
+            RewardKind::Openrlhf(plan) => Some($($reference)+ plan.service),
+            RewardKind::Slime(plan) => Some($($reference)+ plan.service),
+            RewardKind::Llamafactory(plan) => Some($($reference)+ plan.service),
             RewardKind::TeiPredict(plan)
             | RewardKind::VllmClassify(plan)
             | RewardKind::SglangClassify(plan)
-            | RewardKind::HfTextClassification(plan) => Some(&plan.service),
-            RewardKind::TeiRerank(plan) | RewardKind::VllmScore(plan) => Some(&plan.service),
-            RewardKind::VllmPooling(plan) => Some(&plan.service),
-            RewardKind::OpenaiJudge(plan) => Some(&plan.service),
-            RewardKind::HttpTemplate(plan) => Some(&plan.service),
+            | RewardKind::HfTextClassification(plan) => Some($($reference)+ plan.service),
+            RewardKind::TeiRerank(plan) | RewardKind::VllmScore(plan) => Some($($reference)+ plan.service),
+            RewardKind::VllmPooling(plan) => Some($($reference)+ plan.service),
+            RewardKind::OpenaiJudge(plan) => Some($($reference)+ plan.service),
+            RewardKind::HttpTemplate(plan) => Some($($reference)+ plan.service),
             RewardKind::Length(_)
             | RewardKind::ExactMatch(_)
             | RewardKind::Contains(_)
@@ -118,39 +118,21 @@ impl RewardKind {
             | RewardKind::Multi(_)
             | RewardKind::RewardModel(_) => None,
         }
+    };
+}
+
+impl RewardKind {
+    /// The service it asks; `None` for what is computed here.
+    pub fn service(&self) -> Option<&ServicePlan> {
+        service_of!(self, &)
     }
 
     /// The same reward with its service's settings changed.
     #[must_use]
     pub fn with_service(&self, change: impl FnOnce(&mut ServicePlan)) -> Self {
         let mut kind = self.clone();
-        match &mut kind {
-            RewardKind::Webhook(plan) => change(&mut plan.service),
-            RewardKind::Openrlhf(plan) => change(&mut plan.service),
-            RewardKind::Slime(plan) => change(&mut plan.service),
-            RewardKind::Llamafactory(plan) => change(&mut plan.service),
-            RewardKind::TeiPredict(plan)
-            | RewardKind::VllmClassify(plan)
-            | RewardKind::SglangClassify(plan)
-            | RewardKind::HfTextClassification(plan) => change(&mut plan.service),
-            RewardKind::TeiRerank(plan) | RewardKind::VllmScore(plan) => change(&mut plan.service),
-            RewardKind::VllmPooling(plan) => change(&mut plan.service),
-            RewardKind::OpenaiJudge(plan) => change(&mut plan.service),
-            RewardKind::HttpTemplate(plan) => change(&mut plan.service),
-            RewardKind::Length(_)
-            | RewardKind::ExactMatch(_)
-            | RewardKind::Contains(_)
-            | RewardKind::NumberMatch(_)
-            | RewardKind::Regex(_)
-            | RewardKind::StringCheck(_)
-            | RewardKind::TextSimilarity(_)
-            | RewardKind::MathEqual(_)
-            | RewardKind::JsonSchema(_)
-            | RewardKind::Repetition(_)
-            | RewardKind::SoftOverlong(_)
-            | RewardKind::Format(_)
-            | RewardKind::Multi(_)
-            | RewardKind::RewardModel(_) => {}
+        if let Some(service) = service_of!(&mut kind, &mut) {
+            change(service);
         }
         kind
     }

@@ -1,13 +1,11 @@
 //! Templates over one sample, for what is sent to services and what graders compare: Jinja in a sandbox (no files,
 //! bounded work and output). A variable that does not exist is an error, never an empty text.
 
-use std::sync::Arc;
-
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Enumerator, Object, ObjectRepr};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
 use serde_json::{Map, json};
 
+use crate::jinja::{Bounded, Ordered, to_value};
 use crate::sample::RewardSample;
 
 /// Instructions that one rendering may take; a usual one takes tens.
@@ -47,10 +45,10 @@ impl SampleTemplate {
 
     /// The text for these variables.
     pub fn render(&self, variables: &Value) -> Result<String, String> {
-        let mut bounded = Bounded(Vec::new());
+        let mut bounded = Bounded::new(MAX_OUTPUT_BYTES);
         let template = self.environment.get_template(NAME).map_err(|error| told(&error))?;
         template.render_captured_to(variables.clone(), &mut bounded).map_err(|error| told(&error))?;
-        String::from_utf8(bounded.0).map_err(|error| error.to_string())
+        String::from_utf8(bounded.into_bytes()).map_err(|error| error.to_string())
     }
 
     /// The value, where the template is one `{{ expression }}`; else the text.
@@ -73,33 +71,33 @@ impl SampleTemplate {
         let question = messages.iter().rev().find(|message| message["role"] == "user");
         let question = question.and_then(|message| message["content"].as_str()).unwrap_or(&sample.prompt).to_owned();
         messages.push(json!({"role": "assistant", "content": sample.completion}));
-        let columns = json_value(&serde_json::Value::Object(sample.columns.clone()));
+        let columns = to_value(&serde_json::Value::Object(sample.columns.clone()));
         let mut output = Map::new();
         output.insert("output_text".to_owned(), json!(sample.completion));
         if let Ok(parsed) = serde_json::from_str(sample.completion.trim()) {
             output.insert("output_json".to_owned(), parsed);
         }
-        Value::from_object(Fields(vec![
+        Value::from_object(Ordered(vec![
             ("prompt".to_owned(), Value::from(sample.prompt.as_str())),
             ("completion".to_owned(), Value::from(sample.completion.as_str())),
             ("question".to_owned(), Value::from(question)),
-            ("messages".to_owned(), messages.iter().map(json_value).collect()),
+            ("messages".to_owned(), messages.iter().map(to_value).collect()),
             ("item".to_owned(), columns.clone()),
             ("columns".to_owned(), columns),
-            ("sample".to_owned(), json_value(&output.into())),
-            ("finish_reason".to_owned(), json_value(&json!(sample.finish_reason))),
+            ("sample".to_owned(), to_value(&output.into())),
+            ("finish_reason".to_owned(), to_value(&json!(sample.finish_reason))),
             ("num_tokens".to_owned(), Value::from(sample.num_tokens)),
         ]))
     }
 
     /// Variables that were JSON in between.
     pub fn json_variables(json: &serde_json::Value) -> Value {
-        json_value(json)
+        to_value(json)
     }
 
     /// What a template of a batch sees: `samples`.
     pub fn batch_variables(samples: impl Iterator<Item = Value>) -> Value {
-        Value::from_object(Fields(vec![("samples".to_owned(), samples.collect())]))
+        Value::from_object(Ordered(vec![("samples".to_owned(), samples.collect())]))
     }
 }
 
@@ -123,58 +121,6 @@ fn write(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
                 .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))?;
             out.write_str(&text).map_err(Error::from)
         }
-    }
-}
-
-struct Bounded(Vec<u8>);
-
-impl std::io::Write for Bounded {
-    fn write(&mut self, part: &[u8]) -> std::io::Result<usize> {
-        if self.0.len() + part.len() > MAX_OUTPUT_BYTES {
-            return Err(std::io::Error::other("the rendered text is too long"));
-        }
-        self.0.extend_from_slice(part);
-        Ok(part.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Named values in order.
-#[derive(Debug)]
-struct Fields(Vec<(String, Value)>);
-
-impl Object for Fields {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Map
-    }
-
-    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        let key = key.as_str()?;
-        self.0.iter().find(|(name, _)| name == key).map(|(_, value)| value.clone())
-    }
-
-    fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Values(self.0.iter().map(|(name, _)| Value::from(name.as_str())).collect())
-    }
-}
-
-fn json_value(json: &serde_json::Value) -> Value {
-    match json {
-        serde_json::Value::Object(map) => {
-            Value::from_object(Fields(map.iter().map(|(key, value)| (key.clone(), json_value(value))).collect()))
-        }
-        serde_json::Value::Array(list) => list.iter().map(json_value).collect(),
-        serde_json::Value::Null => Value::from(()),
-        serde_json::Value::Bool(value) => Value::from(*value),
-        serde_json::Value::String(text) => Value::from(text.as_str()),
-        serde_json::Value::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
-            (Some(number), _, _) => Value::from(number),
-            (_, Some(number), _) => Value::from(number),
-            (_, _, number) => Value::from(number.unwrap_or(f64::NAN)),
-        },
     }
 }
 
