@@ -79,10 +79,11 @@ for (const [name, hash] of Object.entries(views)) {
           wide: document.documentElement.scrollWidth - innerWidth,
           firsts: document.querySelectorAll("h1").length,
           mute: [...document.querySelectorAll(".plot")].filter((plot) => !(plot.getAttribute("aria-label")?.length > 10)).length,
+          hidden: [...document.querySelectorAll(".tabs [aria-current]")].filter((tab) => tab.getBoundingClientRect().right > innerWidth || tab.getBoundingClientRect().left < 0).length,
           title: document.title,
         }));
         assert.ok(seen.wide <= 0, `${tag} is ${seen.wide} px too wide`);
-        assert.deepEqual([seen.firsts, seen.mute], [1, 0], tag);
+        assert.deepEqual([seen.firsts, seen.mute, seen.hidden], [1, 0, 0], tag);
         assert.match(seen.title, / · rlood$/);
       }, { scheme, width, height: width < 500 ? 844 : 900, allow: /404/ });
     }

@@ -22,6 +22,12 @@ const TABS = [
 
 const CONNECTION = { lost: "connection lost, trying again", connecting: "connecting", refused: "not followed: the server refused", paused: "paused" };
 
+/** Scrolls a row of tabs that is wider than the page to this one. */
+function center(tab) {
+  const row = tab?.parentElement;
+  if (row) row.scrollLeft = tab.offsetLeft - row.offsetLeft - (row.clientWidth - tab.offsetWidth) / 2;
+}
+
 /** A view of a job: its part of the page is given `run` and `job`; `tab` is the end of its address. */
 export const jobView = (tab, Part) => ({ params }) => html`<${JobPage} id=${params.id} tab=${tab} Part=${Part} />`;
 
@@ -45,7 +51,7 @@ function JobPage({ id, tab, Part }) {
         ${CONNECTION[connection] && html`<span class="warn" data-connection=${connection}>${CONNECTION[connection]}</span>`}
       </p>
       <nav class="tabs" aria-label="Job">
-        ${TABS.map(([end, name]) => html`<a key=${end} href=${hrefOf(`/jobs/${id}${end}`)} aria-current=${end === tab ? "page" : undefined}>${name}</a>`)}
+        ${TABS.map(([end, name]) => html`<a key=${end} href=${hrefOf(`/jobs/${id}${end}`)} aria-current=${end === tab ? "page" : undefined} ref=${end === tab ? center : undefined}>${name}</a>`)}
       </nav>
     </div>
     <${Part} run=${run} job=${job} />`;
