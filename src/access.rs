@@ -211,6 +211,11 @@ pub fn of_route(method: &str, route: &str) -> Option<Access> {
     ROUTES.iter().find(|(known, path, _)| *known == method && *path == route).map(|(_, _, access)| *access)
 }
 
+/// The methods that a route of the document takes, each with what it asks for; empty = the route is not there.
+pub fn methods_of(route: &str) -> Vec<(&'static str, Access)> {
+    ROUTES.iter().filter(|(_, path, _)| *path == route).map(|(method, _, access)| (*method, *access)).collect()
+}
+
 /// Whether a request of this method to this route changes something.
 pub fn changes(method: &str, route: &str) -> bool {
     !matches!(method, "GET" | "HEAD" | "OPTIONS" | "TRACE") && !QUESTIONS.contains(&route)

@@ -211,8 +211,14 @@ fn challenge(detail: &str) -> Problem {
 pub async fn require_access(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let method = request.method().clone();
+    let declared = route.as_ref().and_then(|route| access::of_route(method.as_str(), route));
+    let others =
+        route.as_ref().filter(|_| declared.is_none()).map(|route| access::methods_of(route)).unwrap_or_default();
     let access = match &route {
-        Some(route) => access::of_route(method.as_str(), route).unwrap_or(Access::Needs(Scope::Admin)),
+        // Refused below, to whoever may know of the route: its document is open, its handlers are not reached.
+        Some(_) if others.iter().any(|(_, access)| *access == Access::Open) => return not_taken(&method, &others),
+        Some(_) if !others.is_empty() => Access::Needs(Scope::Read),
+        Some(_) => declared.unwrap_or(Access::Needs(Scope::Admin)),
         // What does not exist: nobody without a key learns which routes there are.
         None => Access::Needs(Scope::Read),
     };
@@ -224,6 +230,9 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
         Ok(admitted) => admitted,
         Err(problem) => return problem.into_response(),
     };
+    if !others.is_empty() {
+        return not_taken(&method, &others);
+    }
     let path = request.uri().path().to_owned();
     if let Some(route) = &route
         && let Err(problem) = check_owner(&state, &caller, &method, route, &path).await
@@ -242,6 +251,17 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
         note_change(&state, &caller, Noted { action, target, address, status: response.status() }).await;
     }
     end_with_credential(state, credential, response)
+}
+
+/// 405 for a method that the document does not have for this route.
+fn not_taken(method: &Method, others: &[(&'static str, Access)]) -> Response {
+    let allowed: Vec<&str> = others
+        .iter()
+        .flat_map(|(method, _)| if *method == "GET" { vec!["GET", "HEAD"] } else { vec![*method] })
+        .collect();
+    let allowed = allowed.join(", ");
+    let detail = format!("{method} is not allowed here; use {allowed}");
+    Problem::new(Code::MethodNotAllowed, detail).header(header::ALLOW, allowed).into_response()
 }
 
 /// `scope` is None for what does not exist: any key will do to be told so.

@@ -131,7 +131,13 @@ async fn every_route_answers_each_credential_as_it_says() {
     // Also what does not exist: nobody learns which routes there are.
     assert_eq!(server.send(request("GET", "/nowhere", None, None)).await.status, 401);
     assert_eq!(server.send(request("PUT", "/jobs", None, None)).await.status, 401);
-    assert_eq!(call(&server, "PUT", "/jobs", &keys[0].1.text, None).await.status, 403);
+    for (method, route) in
+        [("TRACE", "/livez"), ("POST", "/readyz"), ("PUT", "/session"), ("GET", "/reward-callbacks/rwr_1")]
+    {
+        let answer = server.send(request(method, route, None, None)).await;
+        assert_eq!(answer.status, 405, "{method} {route}: open to whoever comes, but not so");
+    }
+    assert_eq!(call(&server, "PUT", "/jobs", &keys[0].1.text, None).await.status, 405);
     assert_eq!(call(&server, "PUT", "/jobs", OPERATOR, None).await.status, 405);
     assert_eq!(call(&server, "GET", "/nowhere", &keys[0].1.text, None).await.status, 404);
 }
