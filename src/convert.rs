@@ -10,9 +10,9 @@ use std::process::ExitCode;
 use serde_json::{Value, json};
 
 use crate::config::{ConvertArgs, ConvertFormat};
-use crate::spec::JobSpec;
 use crate::spec::format::{Format, FormatError, write_job};
 use crate::spec::trl::{Conversion, convert};
+use crate::spec::{JobSpec, check_metrics};
 
 /// Why a run could not even be looked at.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +74,7 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, ConvertError> {
 fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
     let mut spec = conversion.spec.clone();
     let mut missing = Vec::new();
+    let has_rewards = spec.get("rewards").is_some_and(|rewards| !rewards.is_null());
     for (key, what) in [
         ("model", "the id of a registered model"),
         ("dataset", "{\"id\": \"ds_…\"} of an uploaded dataset, or {\"records\": […]}"),
@@ -98,7 +99,11 @@ fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
         missing.push("to be added: eval.dataset, the evaluation prompts".to_owned());
         spec["eval"]["dataset"] = json!({"records": [{"prompt": "x"}]});
     }
-    let wrong: Vec<_> = conversion.errors.iter().cloned().chain(JobSpec::read(spec).1).collect();
+    let (spec, found) = JobSpec::read(spec);
+    let mut metrics = check_metrics(&spec);
+    // Those of rewards that are still to be added are not known.
+    metrics.retain(|error| has_rewards || !error.detail.contains("rewards/"));
+    let wrong: Vec<_> = conversion.errors.iter().cloned().chain(found).chain(metrics).collect();
     let refused = !wrong.is_empty() || !conversion.unsupported.is_empty();
     let wrong = wrong.into_iter().map(|error| {
         let error = conversion.told_by_key(error);

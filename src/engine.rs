@@ -237,7 +237,7 @@ impl<'a> Run<'a> {
                 (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None, None)
             }
         };
-        let optimizer = Optimizer::beside(policy.flat(), adam)?;
+        let optimizer = Optimizer::beside(policy.flat(), AdamW { decayed: policy.decayed(), ..adam })?;
         let parameter_info = policy.parameters();
         let delta_norm = DeltaNorm::load(input.model_dir, policy.card(), policy.lora_config(), &parameter_info)?;
         let mut run = Self {

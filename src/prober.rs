@@ -75,7 +75,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
     rows.sort_by_key(|(row, _)| order.with(*row).bits());
     let policy = OutgoingPolicy::parse(&allow_outgoing).map_err(|error| failed("setting", error))?;
     let hasty: Vec<RewardPlan> = plan.rewards.iter().map(|reward| hasty_reward(reward, deadline)).collect();
-    let models = LocalRewardModels::new(device, reward_models, plan.reward_models.clone());
+    let models = LocalRewardModels::new(device, reward_models, &plan);
     let rewards = Rewards::with_models(&hasty, &secrets, &policy, None, Some(Arc::new(models)))
         .map_err(|error| failed("reward_not_usable", error))?;
     rewards.prepare().await.map_err(|error| failed("reward_not_usable", error))?;

@@ -33,6 +33,8 @@ pub struct ScorerOptions {
     pub format: RewardTextFormat,
     /// Longer texts lose their beginning; None = as long as the model takes.
     pub max_length: Option<u32>,
+    /// Variables of the chat template.
+    pub chat_template_kwargs: Map<String, Value>,
 }
 
 /// Why a reward model cannot be used.
@@ -90,6 +92,7 @@ pub struct Scorer {
     text: Text,
     label: usize,
     format: RewardTextFormat,
+    chat_template_kwargs: Map<String, Value>,
 }
 
 impl Scorer {
@@ -98,7 +101,7 @@ impl Scorer {
     /// # Errors
     /// When the files or the options cannot be used; says which and what to do.
     pub fn load(options: &ScorerOptions) -> Result<Scorer, ScorerError> {
-        let ScorerOptions { dir, backend, dtype, label, format, max_length } = options;
+        let ScorerOptions { dir, backend, dtype, label, format, max_length, chat_template_kwargs } = options;
         let card = ClassifierCard::read(dir).map_err(EngineError::from)?;
         let label = card.label_index(label.as_deref()).map_err(ScorerError::Setting)?;
         let max_tokens = max_length.map_or(card.max_tokens, |max| max as usize);
@@ -112,7 +115,7 @@ impl Scorer {
             return Err(ScorerError::Setting(detail.to_owned()));
         }
         let model = RewardModel::load_card(dir, card, *backend, *dtype)?;
-        Ok(Scorer { model, text, label, format: *format })
+        Ok(Scorer { model, text, label, format: *format, chat_template_kwargs: chat_template_kwargs.clone() })
     }
 
     /// What is known of the model.
@@ -163,7 +166,8 @@ impl Scorer {
         // What a template writes has its special tokens; those of an encoder (its first token is scored) are the tokenizer's.
         let (ids, truncated) = match format {
             RewardTextFormat::Chat => {
-                let said = self.text.render_chat(&chat(messages, prompt, completion), false, &Map::new())?;
+                let said =
+                    self.text.render_chat(&chat(messages, prompt, completion), false, &self.chat_template_kwargs)?;
                 self.text.encode_cut(&said, None, is_encoder)?
             }
             RewardTextFormat::Pair => {
@@ -188,18 +192,12 @@ fn read_text(dir: &Path, max_tokens: usize) -> Result<Text, TextError> {
     Ok(text)
 }
 
-/// The whole conversation. A prompt that ends with the assistant's own words is continued.
+/// The whole conversation. A completion is a message of its own, also where the assistant spoke last: so was the policy asked.
 fn chat(messages: Option<&[Value]>, prompt: &str, completion: &str) -> Vec<Value> {
     let mut all = match messages {
         Some(messages) => messages.to_vec(),
         None => vec![json!({"role": "user", "content": prompt})],
     };
-    if let Some(last) = all.last_mut().filter(|last| last["role"] == "assistant")
-        && let Some(begun) = last["content"].as_str()
-    {
-        last["content"] = format!("{begun}{completion}").into();
-        return all;
-    }
     all.push(json!({"role": "assistant", "content": completion}));
     all
 }
@@ -222,7 +220,7 @@ mod tests {
         assert_eq!(whole[2], json!({"role": "assistant", "content": "4"}));
         let begun = [json!({"role": "user", "content": "2+2?"}), json!({"role": "assistant", "content": "It is "})];
         let whole = chat(Some(&begun), "ignored", "4");
-        assert_eq!((whole.len(), &whole[1]["content"]), (2, &json!("It is 4")));
+        assert_eq!((whole.len(), &whole[2]["content"]), (3, &json!("4")));
         let whole = chat(None, "2+2?", "4");
         assert_eq!((whole.len(), &whole[0]["content"]), (2, &json!("2+2?")));
         assert_eq!(plain(Some(&asked), "ignored"), "be short\n2+2?");

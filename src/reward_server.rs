@@ -71,6 +71,7 @@ pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> 
             RewardFormat::Pair => RewardTextFormat::Pair,
         },
         max_length,
+        chat_template_kwargs: serde_json::Map::new(),
     };
     let scorer = tokio::task::spawn_blocking(move || Scorer::load(&options))
         .await

@@ -32,7 +32,7 @@ pub use evaluation::{EvalSpec, held_out_count, held_out_rows};
 pub use facts::{Context, DatasetFacts, ModelFacts, ModelShape, RewardModelFacts};
 pub use fork::{continues, forked_document, resume_identity};
 pub use generation::{CheckpointChoice, GenerationDocument, GenerationSpec};
-pub use oversight::{EarlyStoppingSpec, greater_is_better, metric_names};
+pub use oversight::{EarlyStoppingSpec, check_metrics, greater_is_better, metric_names};
 pub use plan::*;
 pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;

@@ -213,7 +213,8 @@ pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
             "it was written with another model, dataset, lora, warm start, optimizer, dtype, batch or seed; start a new job instead".into(),
         ));
     }
-    let adam = AdamW { moments: read_moments(&dir.join(OPTIMIZER), plan.optimizer.kind)?, updates: state.updates };
+    let moments = read_moments(&dir.join(OPTIMIZER), plan.optimizer.kind)?;
+    let adam = AdamW { decayed: moments.len(), moments, updates: state.updates };
     let uses = u64::from(plan.rloo.num_iterations) * u64::from(plan.rloo.steps_per_generation);
     let inside_block = !state.step.is_multiple_of(uses.max(1));
     let block = if inside_block { Some(read_block(dir, plan)?) } else { None };

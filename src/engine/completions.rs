@@ -201,8 +201,10 @@ impl Run<'_> {
         let id = RolloutId::eval(step);
         let groups = self.generate(id, &rows, key, sampler)?;
         let rollout = self.score(id, &groups)?;
+        let (scores, reference) = self.score_evaluated(&rollout.rows().collect::<Vec<_>>())?;
+        let evaluation = report::Evaluation { rollout: &rollout, scores: &scores, reference: &reference };
         let (mut metrics, samples) =
-            report::evaluation(step, &rollout, self.plan, self.prompts_of(SamplePhase::Eval), &self.text)?;
+            report::evaluation(step, evaluation, self.plan, self.prompts_of(SamplePhase::Eval), &self.text)?;
         if let Some(trained) = self.state.doctor.recent_reward().filter(|_| eval.rewards.is_none())
             && let Some(Some(reward)) = metrics.get("eval_reward")
         {

@@ -15,6 +15,8 @@ pub struct AdamW {
     pub moments: Moments,
     /// Updates made; skipped steps do not count.
     pub updates: u64,
+    /// Parameters that weight decay is for: the first so many.
+    pub decayed: usize,
 }
 
 /// First and second moments, in parameter order.
@@ -107,13 +109,34 @@ impl Update {
         }
     }
 
-    fn apply(&self, parameters: &mut [f32], gradient: &[f32], first: &mut [f32], second: &mut [f32]) {
+    /// Of some parameters, the first `decayed` of which decay.
+    fn apply(
+        &self,
+        decayed: usize,
+        parameters: &mut [f32],
+        gradient: &[f32],
+        (first, second): (&mut [f32], &mut [f32]),
+    ) {
+        let at = decayed.min(parameters.len());
+        let (parameters, gradient) = (parameters.split_at_mut(at), gradient.split_at(at));
+        let (first, second) = (first.split_at_mut(at), second.split_at_mut(at));
+        self.apply_with(self.keep, parameters.0, gradient.0, (first.0, second.0));
+        self.apply_with(1.0, parameters.1, gradient.1, (first.1, second.1));
+    }
+
+    fn apply_with(
+        &self,
+        keep: f32,
+        parameters: &mut [f32],
+        gradient: &[f32],
+        (first, second): (&mut [f32], &mut [f32]),
+    ) {
         let moments = first.iter_mut().zip(second);
         for ((parameter, &gradient), (first, second)) in parameters.iter_mut().zip(gradient).zip(moments) {
             *first += (gradient - *first) * self.one_minus_beta1;
             *second = *second * self.beta2 + gradient * gradient * self.one_minus_beta2;
             *parameter =
-                *parameter * self.keep - self.step_size * (*first / (second.sqrt() / self.correction + self.epsilon));
+                *parameter * keep - self.step_size * (*first / (second.sqrt() / self.correction + self.epsilon));
         }
     }
 }
@@ -129,10 +152,10 @@ impl AdamW {
 
     /// No update made yet.
     pub fn of_kind(kind: OptimizerKind, num_parameters: usize) -> Self {
-        Self { moments: Moments::zeros(kind, num_parameters), updates: 0 }
+        Self { moments: Moments::zeros(kind, num_parameters), updates: 0, decayed: num_parameters }
     }
 
-    /// One update of `parameters` in place: decoupled weight decay, bias correction, as torch.optim.AdamW
+    /// One update of `parameters` in place: decoupled weight decay of the first `decayed`, bias correction, as torch.optim.AdamW
     /// (Loshchilov & Hutter 2019, arXiv 1711.05101). Moments in 8 bits are widened block by block, updated in 32 bits and
     /// rounded again after the parameters have moved (Dettmers et al. 2022).
     pub fn update(
@@ -145,29 +168,36 @@ impl AdamW {
         check_lengths(self.moments.len(), parameters.len(), gradient.len())?;
         self.updates += 1;
         let update = Update::number(self.updates, learning_rate, plan);
-        let chunks = parameters.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK));
+        let decayed = self.decayed;
+        let left = |chunk: usize| decayed.saturating_sub(chunk * CHUNK);
+        let chunks = parameters.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK)).enumerate();
         match &mut self.moments {
-            Moments::F32 { first, second } => {
-                chunks.zip(first.par_chunks_mut(CHUNK).zip(second.par_chunks_mut(CHUNK))).for_each(
-                    |((parameters, gradient), (first, second))| update.apply(parameters, gradient, first, second),
-                )
-            }
+            Moments::F32 { first, second } => chunks
+                .zip(first.par_chunks_mut(CHUNK).zip(second.par_chunks_mut(CHUNK)))
+                .for_each(|((chunk, (parameters, gradient)), (first, second))| {
+                    update.apply(left(chunk), parameters, gradient, (first, second));
+                }),
             Moments::Blockwise { first, second } => {
                 let maps = (first.map, second.map);
                 let first = first.codes.par_chunks_mut(CHUNK).zip(first.absmax.par_chunks_mut(CHUNK / BLOCK));
                 let second = second.codes.par_chunks_mut(CHUNK).zip(second.absmax.par_chunks_mut(CHUNK / BLOCK));
-                chunks.zip(first.zip(second)).for_each(|((parameters, gradient), (first, second))| {
+                chunks.zip(first.zip(second)).for_each(|((chunk, (parameters, gradient)), (first, second))| {
                     let blocks = parameters.chunks_mut(BLOCK).zip(gradient.chunks(BLOCK));
                     let first = first.0.chunks_mut(BLOCK).zip(first.1);
                     let second = second.0.chunks_mut(BLOCK).zip(second.1);
-                    for ((parameters, gradient), ((m_codes, m_scale), (v_codes, v_scale))) in
-                        blocks.zip(first.zip(second))
+                    for (block, ((parameters, gradient), ((m_codes, m_scale), (v_codes, v_scale)))) in
+                        blocks.zip(first.zip(second)).enumerate()
                     {
                         let (mut m, mut v) = ([0f32; BLOCK], [0f32; BLOCK]);
                         let (m, v) = (&mut m[..m_codes.len()], &mut v[..v_codes.len()]);
                         dequantize(maps.0, m_codes, *m_scale, m);
                         dequantize(maps.1, v_codes, *v_scale, v);
-                        update.apply(parameters, gradient, m, v);
+                        update.apply(
+                            left(chunk).saturating_sub(block * BLOCK),
+                            parameters,
+                            gradient,
+                            (&mut *m, &mut *v),
+                        );
                         *m_scale = quantize(maps.0, m, m_codes);
                         *v_scale = quantize(maps.1, v, v_codes);
                     }
@@ -264,6 +294,22 @@ mod tests {
         let expected = [0.95 - 0.1, -1.9 + 0.1, 2.85];
         for (value, expected) in parameters.iter().zip(expected) {
             assert!((value - expected).abs() < 1e-6, "{parameters:?}");
+        }
+    }
+
+    #[test]
+    fn what_comes_after_the_decayed_parameters_keeps_all_of_itself() {
+        let plan = OptimizerPlan { weight_decay: 0.5, ..plan() };
+        // Across the blocks of 8 bits and the pieces of the threads.
+        let (len, decayed) = (2 * CHUNK + 300, CHUNK + 2 * BLOCK + 7);
+        for kind in [OptimizerKind::Adamw, OptimizerKind::Adamw8bit] {
+            let mut parameters = vec![1.0f32; len];
+            let mut adam = AdamW { decayed, ..AdamW::of_kind(kind, len) };
+            adam.update(&mut parameters, &vec![0.0; len], 0.1, &plan).expect("lengths agree");
+            let kept = parameters.iter().position(|value| *value == 1.0);
+            assert_eq!(kept, Some(decayed), "{kind:?}");
+            assert!(parameters[..decayed].iter().all(|value| (value - 0.95).abs() < 1e-6));
+            assert!(parameters[decayed..].iter().all(|value| *value == 1.0));
         }
     }
 

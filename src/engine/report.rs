@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::MAX_SKIPPED_IN_A_ROW;
-use super::advantage::{RewardWeight, TIED_STD, combine_rewards, group_std, mean};
+use super::advantage::{RewardWeight, TIED_STD, combine_rewards, group_std, mean, sequence_kl};
 use super::block::Block;
 use super::checkpoint::TrainerState;
 use super::error::{EngineError, Result};
@@ -12,6 +12,7 @@ use super::memory::peak_resident_bytes;
 use super::metrics::{
     KlRow, RolloutRows, advantage_metrics, entropy, kl_metrics, loss_metrics, rollout_metrics, sampling_metrics,
 };
+use super::model::RowScore;
 use super::prompts::TokenizedPrompt;
 use super::rollout::Batching;
 use super::step::Update;
@@ -248,33 +249,51 @@ pub(super) fn refill_warning(step: u64, block: &Block, plan: &Plan) -> Option<Ev
     Some(Event::Warning { code: "refills_exhausted".into(), message, data })
 }
 
+/// Completions of an evaluation, and how likely they are.
+#[derive(Clone, Copy)]
+pub(super) struct Evaluation<'a> {
+    pub rollout: &'a Rollout,
+    /// By the policy, at the sampling temperature of training, in block order.
+    pub scores: &'a [RowScore],
+    /// Log-probs by the reference; empty without one.
+    pub reference: &'a [Vec<f32>],
+}
+
 /// Metrics (prefixed `eval_`) and samples of an evaluation.
 pub(super) fn evaluation(
     step: u64,
-    rollout: &Rollout,
+    evaluation: Evaluation<'_>,
     plan: &Plan,
     prompts: &[TokenizedPrompt],
     text: &Text,
 ) -> Result<(Metrics, Vec<Sample>)> {
+    let Evaluation { rollout, scores: likely, reference } = evaluation;
     let rewards = plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()).unwrap_or(&plan.rewards);
     let reward_names: &[String] = &rewards.iter().map(|reward| reward.name.clone()).collect::<Vec<_>>();
     let weights = RewardWeight::of_plan(rewards);
     let scores = rollout.scores();
     let combine = |values| combine_rewards(values, &weights, plan.rloo.combine);
     let weighted: Vec<Option<f64>> = scores.iter().map(|score| combine(&score.values)).collect();
-    let metrics = rollout_metrics(&RolloutRows {
+    let mut metrics = rollout_metrics(&RolloutRows {
         reward_names,
         scores: &scores,
         weighted: &weighted,
         lengths: &rollout.lengths(),
         finish_reasons: &rollout.finish_reasons(),
     });
+    metrics.insert("entropy".into(), Some(entropy(likely.iter().map(|score| (score.entropies.as_slice(), true)))));
+    if !reference.is_empty() {
+        let rows = likely.iter().zip(reference);
+        let rows = rows.map(|(score, ref_logps)| KlRow { old_logps: &score.logps, ref_logps, included: true });
+        metrics.extend(kl_metrics(&rows.collect::<Vec<_>>()));
+    }
     let metrics = metrics.into_iter().map(|(name, value)| (format!("eval_{name}"), value)).collect();
     let rows = rollout.completions().enumerate();
     let samples = rows.map(|(row, (group, completion))| {
         Ok(Sample {
             group_id: format!("e_{step}_{}", group.row),
             reward: weighted[row],
+            kl: reference.get(row).map(|reference| sequence_kl(&likely[row].logps, reference, true)),
             ..sample(step, SamplePhase::Eval, group, completion, prompts, text, reward_names)?
         })
     });

@@ -81,7 +81,9 @@ impl Sampler {
         let mut order: Vec<usize> = (0..weights.len()).collect();
         order.sort_by(|&a, &b| weights[b].total_cmp(&weights[a]).then(a.cmp(&b)));
         if self.top_k > 0 {
-            order.truncate(self.top_k as usize);
+            // Whatever is as probable as the last of them stays too, as in transformers.
+            let last = order.get(self.top_k as usize - 1).map_or(0.0, |&token| weights[token]);
+            order.retain(|&token| weights[token].total_cmp(&last).is_ge());
         }
         if self.top_p < 1.0 {
             let total: f64 = order.iter().map(|&token| weights[token]).sum();
@@ -177,6 +179,15 @@ mod tests {
                 assert!((count - expected).abs() < 1e-3, "{counts:?}");
             }
         }
+    }
+
+    #[test]
+    fn top_k_keeps_all_that_are_as_probable_as_the_last() {
+        let logits = [1.0, 0.5, 2.0, 0.5, 0.5, 0.1];
+        assert_eq!(tokens(Sampler { top_k: 3, ..PLAIN }, &logits), [0, 1, 2, 3, 4]);
+        assert_eq!(tokens(Sampler { top_k: 2, ..PLAIN }, &logits), [0, 2]);
+        assert_eq!(tokens(Sampler { top_k: 1, ..PLAIN }, &[0.7; 5]), [0, 1, 2, 3, 4]);
+        assert_eq!(tokens(Sampler { top_k: 9, ..PLAIN }, &[0.7; 5]), [0, 1, 2, 3, 4]);
     }
 
     #[test]

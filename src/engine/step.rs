@@ -75,17 +75,26 @@ impl Run<'_> {
         let started = Instant::now();
         let old_logps = match recorded {
             Some(recorded) => recorded,
-            None if needs_old => self.logps(rows, |run| (&run.policy, Adapter::On))?,
+            None if needs_old => logps(self.scores(rows, |run| (&run.policy, Adapter::On))?),
             None => Vec::new(),
         };
         let ref_logps =
-            if needs_reference { self.logps(rows, |run| run.reference.of(&run.policy))? } else { Vec::new() };
+            if needs_reference { logps(self.scores(rows, |run| run.reference.of(&run.policy))?) } else { Vec::new() };
         self.seconds.reference += started.elapsed().as_secs_f64();
         Ok((old_logps, ref_logps))
     }
 
-    /// Log-probs of every completion by one of the run's models.
-    fn logps(&mut self, rows: &[Row<'_>], of: fn(&Self) -> (&Policy, Adapter)) -> Result<Vec<Vec<f32>>, Halt> {
+    /// How likely completions of an evaluation are: by the policy as it is, and by the reference unless beta = 0.
+    pub(super) fn score_evaluated(&mut self, rows: &[Row<'_>]) -> Result<(Vec<RowScore>, Logps), Halt> {
+        let scores = self.scores(rows, |run| (&run.policy, Adapter::On))?;
+        let needs_reference = self.plan.rloo.beta != 0.0;
+        let reference =
+            if needs_reference { logps(self.scores(rows, |run| run.reference.of(&run.policy))?) } else { Vec::new() };
+        Ok((scores, reference))
+    }
+
+    /// What one of the run's models says of every completion.
+    fn scores(&mut self, rows: &[Row<'_>], of: fn(&Self) -> (&Policy, Adapter)) -> Result<Vec<RowScore>, Halt> {
         loop {
             let (policy, adapter) = of(self);
             let stop = || self.host.stop().is_some();
@@ -93,7 +102,7 @@ impl Run<'_> {
             let scores: Result<Option<Vec<Vec<RowScore>>>> =
                 slices.map(|slice| score_rows(policy, slice, &self.micro_batching, adapter, &stop)).collect();
             match scores {
-                Ok(Some(scores)) => return Ok(scores.into_iter().flatten().map(|score| score.logps).collect()),
+                Ok(Some(scores)) => return Ok(scores.into_iter().flatten().collect()),
                 Ok(None) => return Err(self.halt()),
                 Err(error) => self.relieve(error)?,
             }
@@ -188,6 +197,10 @@ impl Run<'_> {
     fn completions_per_step(&self) -> usize {
         self.plan.training.prompts_per_step as usize * self.plan.rloo.num_generations as usize
     }
+}
+
+fn logps(scores: Vec<RowScore>) -> Logps {
+    scores.into_iter().map(|score| score.logps).collect()
 }
 
 #[cfg(test)]

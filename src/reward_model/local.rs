@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::{Conversation, Scorer, ScorerError, ScorerOptions};
 use crate::engine::backend::BackendKind;
@@ -13,7 +13,7 @@ use crate::modelcard::ClassifierCard;
 use crate::reward::Judgement;
 use crate::reward::local::{LocalModel, LocalModels};
 use crate::sample::{RewardSample, RewardValue};
-use crate::spec::RewardModelPlan;
+use crate::spec::{Plan, RewardModelPlan};
 
 /// The reward models of one attempt. Two rewards of the same plan share one.
 #[derive(Debug)]
@@ -23,13 +23,21 @@ pub struct LocalRewardModels {
     paths: BTreeMap<String, String>,
     /// By id: SHA-256 when the job was accepted.
     fingerprints: BTreeMap<String, String>,
+    /// Variables of chat templates, the policy's and theirs.
+    chat_template_kwargs: Map<String, Value>,
     loaded: Mutex<HashMap<String, Arc<Scorer>>>,
 }
 
 impl LocalRewardModels {
-    /// For a device of the pool (`cpu`, `cuda:0`), with directories and fingerprints of registered models by their ids.
-    pub fn new(device: &str, paths: BTreeMap<String, String>, fingerprints: BTreeMap<String, String>) -> Self {
-        Self { device: device.to_owned(), paths, fingerprints, loaded: Mutex::default() }
+    /// For a job on a device of the pool (`cpu`, `cuda:0`), with directories of registered models by their ids.
+    pub fn new(device: &str, paths: BTreeMap<String, String>, plan: &Plan) -> Self {
+        Self {
+            device: device.to_owned(),
+            paths,
+            fingerprints: plan.reward_models.clone(),
+            chat_template_kwargs: plan.sampling.chat_template_kwargs.clone(),
+            loaded: Mutex::default(),
+        }
     }
 
     fn scorer(&self, plan: &RewardModelPlan) -> Result<Arc<Scorer>, String> {
@@ -61,6 +69,7 @@ impl LocalRewardModels {
             label: label.clone(),
             format: *format,
             max_length: *max_length,
+            chat_template_kwargs: self.chat_template_kwargs.clone(),
         };
         let scorer = Arc::new(Scorer::load(&options).map_err(|error| without_paths(&error))?);
         loaded.insert(key, scorer.clone());

@@ -23,6 +23,10 @@ pub fn resume_identity(plan: &Plan) -> Value {
     if plan.optimizer.kind != OptimizerKind::Adamw {
         shared["optimizer"] = json!(plan.optimizer.kind);
     }
+    if plan.lora.is_none() {
+        // The order of the moments in a checkpoint.
+        shared["parameters"] = json!("decayed first");
+    }
     if plan.training.dtype != ComputeDtype::F32 {
         shared["dtype"] = json!(plan.training.dtype);
     }

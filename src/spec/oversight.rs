@@ -112,13 +112,24 @@ pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>,
     names.extend(of_rewards("", rewards));
     if let Some(own) = eval_rewards {
         names.extend(OF_A_ROLLOUT.map(|name| format!("eval_{name}")));
-        names.push("eval_gap".to_owned());
+        names.extend(["eval_gap", "eval_entropy"].map(str::to_owned));
+        if beta != 0.0 {
+            names.extend(["eval_kl", "eval_kl_sequence", "eval_kl_k3"].map(str::to_owned));
+        }
         names.extend(of_rewards("eval_", own));
     }
     names
 }
 
 /// The checkpoints' and early stopping's metrics, defaults applied, or what stands against them.
+/// What stands against the metrics that a job names.
+pub fn check_metrics(spec: &JobSpec) -> Vec<FieldError> {
+    let mut errors = Vec::new();
+    resolve_metrics(spec, &mut errors);
+    errors
+}
+
+/// Metrics that a job names, and what follows from them.
 pub(super) fn resolve_metrics(
     spec: &JobSpec,
     errors: &mut Vec<FieldError>,

@@ -403,6 +403,11 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
         let named = format!("generation_kwargs.{key}");
         match key.as_str() {
             _ if value.is_null() => {}
+            // One temperature here is that of sampling and of the log-probs; in TRL this one is sampling's alone.
+            "temperature" if value.as_f64() != sampling["temperature"].as_f64() => keys.refuse(
+                &named,
+                "it would change how completions are sampled and leave their log-probs at 'temperature': give 'temperature' alone",
+            ),
             "temperature" | "top_p" | "top_k" | "min_p" | "repetition_penalty" => {
                 sampling.insert(key, value);
             }
@@ -500,6 +505,10 @@ fn judge_the_rest(keys: &Keys<'_>) {
     if moves_reference {
         let entry = REFUSED.iter().find(|entry| entry.keys.contains(&"sync_ref_model"));
         keys.refuse("sync_ref_model", entry.map_or("not supported", |entry| entry.reason));
+    }
+    if keys.flag("remove_unused_columns") == Some(true) {
+        let detail = "TRL would keep every column but the prompt from the rewards; here all columns travel to them: leave out of the dataset what they shall not see";
+        keys.warn("remove_unused_columns", "columns_travel", detail);
     }
     for (key, value) in keys.rest() {
         let name = key.as_str();

@@ -186,8 +186,7 @@ impl Attempt {
         })?;
         let journal = Journal::start(self.client.clone(), self.held, self.stop.clone(), claim.callbacks.clone());
         let written = Arc::new(journal.clone());
-        let models =
-            LocalRewardModels::new(&worker.device, claim.reward_models.clone(), claim.plan.reward_models.clone());
+        let models = LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan);
         let client = worker.reward_client(&policy).map_err(|detail| failure::no_reward_client(&detail, position()))?;
         let surroundings = Surroundings {
             client,

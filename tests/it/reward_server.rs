@@ -7,14 +7,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use rlood::engine::backend::BackendKind;
-use rlood::id::JobId;
+use rlood::id::{DatasetId, JobId};
 use rlood::outgoing::OutgoingPolicy;
 use rlood::reward::signature::Key;
 use rlood::reward::{JobContext, RewardFailure, Rewards};
 use rlood::reward_model::{Conversation, LocalRewardModels, Scored, Scorer, ScorerOptions};
 use rlood::sample::{RewardSample, RewardValue, RolloutId};
 use rlood::spec::{ComputeDtype, RewardPlan, RewardTextFormat};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::processes::{Server, model_copy, register, spec};
 use crate::rewards::{plan, samples};
@@ -31,12 +31,37 @@ fn options(name: &str) -> ScorerOptions {
         label: None,
         format: RewardTextFormat::Auto,
         max_length: None,
+        chat_template_kwargs: Map::new(),
     }
 }
 
 fn score(options: &ScorerOptions, messages: Option<&[Value]>, prompt: &str, completion: &str) -> Scored {
     let scorer = Scorer::load(options).unwrap();
     scorer.score(&[Conversation { messages, prompt, completion }]).unwrap().remove(0).unwrap()
+}
+
+#[test]
+fn a_template_has_the_variables_of_the_job() {
+    let dir = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(fixture("qwen3")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), dir.path().join(file.file_name())).unwrap();
+    }
+    let template = "{{ tag }}{% for message in messages %}{{ message.content }}{% endfor %}";
+    std::fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+    let kwargs = json!({"tag": "Say nothing but numbers. "}).as_object().unwrap().clone();
+    let chat = ScorerOptions {
+        dir: dir.path().to_owned(),
+        format: RewardTextFormat::Chat,
+        chat_template_kwargs: kwargs,
+        ..options("qwen3")
+    };
+    let text = ScorerOptions { format: RewardTextFormat::Text, ..options("qwen3") };
+    let messages = [json!({"role": "user", "content": "Say 3. "})];
+    let by_template = score(&chat, Some(&messages), "ignored", "three");
+    assert_eq!(by_template, score(&text, None, "Say nothing but numbers. Say 3. ", "three"));
+    let without = ScorerOptions { chat_template_kwargs: Map::new(), ..chat };
+    assert_ne!(by_template.reward, score(&without, Some(&messages), "ignored", "three").reward);
 }
 
 #[test]
@@ -85,8 +110,9 @@ fn reward_model(name: &str, changes: Value) -> RewardPlan {
 
 fn local(plan: RewardPlan, fingerprints: &[(&str, &str)]) -> Rewards {
     let paths = ["qwen3", "modernbert"].map(|name| (name.to_owned(), fixture(name).to_string_lossy().into_owned()));
-    let fingerprints = fingerprints.iter().map(|(id, sha256)| ((*id).to_owned(), (*sha256).to_owned())).collect();
-    let models = LocalRewardModels::new("cpu", BTreeMap::from(paths), fingerprints);
+    let mut job = crate::setting::plan(DatasetId::new());
+    job.reward_models = fingerprints.iter().map(|(id, sha256)| ((*id).to_owned(), (*sha256).to_owned())).collect();
+    let models = LocalRewardModels::new("cpu", BTreeMap::from(paths), &job);
     let policy = OutgoingPolicy::parse(&["loopback"]).unwrap();
     Rewards::with_models(&[plan], &BTreeMap::new(), &policy, None, Some(Arc::new(models))).unwrap()
 }

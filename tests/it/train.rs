@@ -650,9 +650,26 @@ fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
     assert_eq!(metrics.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [0, 2, 3]);
     assert!(metrics.iter().all(|(_, metrics)| metrics.keys().all(|name| name.starts_with("eval_"))));
     value(&metrics, 0, "eval_reward");
+    // Before the first step the policy is the reference; then it is not.
+    assert!(plan.rloo.beta > 0.0);
+    for name in ["eval_kl", "eval_kl_sequence", "eval_kl_k3"] {
+        assert_eq!(value(&metrics, 0, name), 0.0, "{name}");
+        assert_ne!(value(&metrics, 3, name), 0.0, "{name}");
+    }
+    assert!(metrics.iter().all(|(step, _)| value(&metrics, *step, "eval_entropy") > 0.0));
     let samples: Vec<Sample> = host.samples().into_iter().filter(|s| s.phase == SamplePhase::Eval).collect();
     assert_eq!(samples.len(), 9);
     assert!(samples.iter().all(|sample| sample.advantage.is_none() && sample.reward.is_some()));
+    // One completion a prompt: their sums of k1 have the metric's mean.
+    let last: Vec<f64> = samples.iter().filter(|sample| sample.step == 3).filter_map(|sample| sample.kl).collect();
+    assert_eq!(last.len(), 3);
+    assert!((last.iter().sum::<f64>() / 3.0 - value(&metrics, 3, "eval_kl_sequence")).abs() < 1e-9);
+
+    plan.rloo.beta = 0.0;
+    let mut host = TestHost::default();
+    let start = Start { eval_rows: rows()[..3].to_vec(), ..Start::default() };
+    train(&plan, rows(), start, &mut host).expect("trains");
+    assert!(host.metrics(SamplePhase::Eval).iter().all(|(_, metrics)| !metrics.contains_key("eval_kl")));
 }
 
 #[test]

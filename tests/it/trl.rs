@@ -175,6 +175,26 @@ fn what_is_not_done_is_answered_by_name_with_what_to_use() {
     assert!(reason("dataset_name").contains("POST /datasets"));
 }
 
+#[test]
+fn a_temperature_of_sampling_alone_is_refused_and_the_same_one_is_not() {
+    let refused = |given: Value| {
+        let conversion = convert(&json!({"config": given, "model": "m"}), None);
+        refused_keys(&conversion).contains(&"generation_kwargs.temperature")
+    };
+    assert!(refused(json!({"temperature": 1.0, "generation_kwargs": {"temperature": 0.5}})));
+    assert!(refused(json!({"generation_kwargs": {"temperature": 0.5}})));
+    assert!(!refused(json!({"temperature": 0.5, "generation_kwargs": {"temperature": 0.5, "top_k": 5}})));
+}
+
+#[test]
+fn columns_that_trl_would_withhold_from_rewards_are_told_of() {
+    let told = |given: Value| {
+        let conversion = convert(&json!({"config": given, "model": "m"}), None);
+        conversion.warnings.iter().any(|warning| warning.pointer.ends_with("/remove_unused_columns"))
+    };
+    assert!(told(json!({"remove_unused_columns": true})) && !told(json!({"remove_unused_columns": false})));
+}
+
 /// Every field of the released dataclasses with its default.
 fn released() -> Value {
     serde_json::from_str(include_str!("../fixtures/trl/defaults.json")).unwrap()

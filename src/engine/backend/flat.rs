@@ -136,6 +136,8 @@ pub enum Optimizer {
         moments: cuda::Moments,
         /// Updates made.
         updates: u64,
+        /// Parameters that decay: the first so many.
+        decayed: usize,
     },
 }
 
@@ -146,7 +148,8 @@ impl Optimizer {
             Flat::Host(_) => Ok(Optimizer::Host(adam)),
             #[cfg(feature = "cuda")]
             Flat::Cuda(flat) => {
-                Ok(Optimizer::Cuda { moments: cuda::Moments::beside(flat, &adam.moments)?, updates: adam.updates })
+                let AdamW { moments, updates, decayed } = adam;
+                Ok(Optimizer::Cuda { moments: cuda::Moments::beside(flat, &moments)?, updates, decayed })
             }
         }
     }
@@ -165,8 +168,8 @@ impl Optimizer {
         match self {
             Optimizer::Host(adam) => Ok(Cow::Borrowed(adam)),
             #[cfg(feature = "cuda")]
-            Optimizer::Cuda { moments, updates } => {
-                Ok(Cow::Owned(AdamW { moments: moments.values()?, updates: *updates }))
+            Optimizer::Cuda { moments, updates, decayed } => {
+                Ok(Cow::Owned(AdamW { moments: moments.values()?, updates: *updates, decayed: *decayed }))
             }
         }
     }
@@ -182,12 +185,13 @@ impl Optimizer {
         match self {
             Optimizer::Host(adam) => adam.update(parameters.host_mut()?, gradient.host()?, learning_rate, plan),
             #[cfg(feature = "cuda")]
-            Optimizer::Cuda { moments, updates } => {
+            Optimizer::Cuda { moments, updates, decayed } => {
                 let (Flat::Cuda(parameters), Flat::Cuda(gradient)) = (parameters, gradient) else {
                     return Err(elsewhere());
                 };
                 optim::check_lengths(moments.len(), parameters.len(), gradient.len())?;
-                moments.update(&optim::Update::number(*updates + 1, learning_rate, plan), parameters, gradient)?;
+                let update = optim::Update::number(*updates + 1, learning_rate, plan);
+                moments.update(&update, *decayed, parameters, gradient)?;
                 *updates += 1;
                 Ok(())
             }

@@ -1,5 +1,5 @@
-//! Full fine-tuning: every weight of the decoder in one flat buffer, in the order and under the names of the checkpoint
-//! it was loaded from. The buffer holds the weights in f32, where the backend keeps it; what computes is made from it.
+//! Full fine-tuning: every weight of the decoder in one flat buffer, under the names of the checkpoint it was loaded from:
+//! first the matrices, then norms and biases, which weight decay leaves alone. The buffer holds the weights in f32, where the backend keeps it; what computes is made from it.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -21,6 +21,8 @@ pub const WEIGHTS: &str = "model.safetensors";
 pub struct Full {
     /// Names of transformers, in the order of the buffer.
     pub parameters: Vec<ParameterInfo>,
+    /// Values that decay: the first so many.
+    pub decayed: usize,
     /// The buffer.
     pub values: Flat,
     ranges: HashMap<String, Range<usize>>,
@@ -54,15 +56,18 @@ impl Full {
     /// Tensor by tensor, so that no second copy of the model is alive.
     fn fill(card: &ModelCard, mut values: Flat, mut values_of: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<Full> {
         let (mut parameters, mut ranges) = (Vec::new(), HashMap::new());
-        let mut offset = 0;
-        for (name, shape) in card.config.tensors() {
+        let (mut offset, mut decayed) = (0, 0);
+        let (matrices, others): (Vec<_>, Vec<_>) =
+            card.config.tensors().into_iter().partition(|(name, _)| decays(name));
+        for (name, shape) in matrices.into_iter().chain(others) {
             let tensor = values_of(&name)?;
             values.write(offset, &tensor)?;
             ranges.insert(name.clone(), offset..offset + tensor.len());
+            decayed += if decays(&name) { tensor.len() } else { 0 };
             parameters.push(ParameterInfo { name, shape, offset });
             offset += tensor.len();
         }
-        Ok(Full { parameters, values, ranges })
+        Ok(Full { parameters, decayed, values, ranges })
     }
 
     /// How many values the buffer of a model has.
@@ -87,5 +92,31 @@ impl Full {
             })
             .collect();
         tensors::write(&dir.join(WEIGHTS), &tensors)
+    }
+}
+
+/// Whether weight decay is for a tensor of this name: neither norms nor biases, as `Trainer.get_decay_parameter_names` of
+/// transformers has it.
+fn decays(name: &str) -> bool {
+    !name.contains("norm") && !name.ends_with("bias")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matrices_decay_and_nothing_else_does() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
+        let card = crate::modelcard::read(&dir).unwrap();
+        let tensors = card.config.tensors();
+        assert!(tensors.iter().all(|(name, shape)| decays(name) == (shape.len() == 2)), "{tensors:?}");
+        assert!(decays("lm_head.weight") && decays("model.embed_tokens.weight"));
+        assert!(!decays("model.layers.0.self_attn.q_proj.bias") && !decays("model.layers.0.self_attn.q_norm.weight"));
+
+        let full = Full::of_model(&dir, &card, Flat::Host(vec![0.0; Full::len_of(&card)])).unwrap();
+        let (before, after): (Vec<_>, Vec<_>) = full.parameters.iter().partition(|info| info.offset < full.decayed);
+        assert!(before.iter().all(|info| decays(&info.name)) && after.iter().all(|info| !decays(&info.name)));
+        assert!(!before.is_empty() && !after.is_empty());
     }
 }

@@ -93,6 +93,11 @@ impl Policy {
         }
     }
 
+    /// How many values of the flat buffer weight decay is for: the first so many. All of an adapter's.
+    pub fn decayed(&self) -> usize {
+        self.full.as_ref().map_or(self.flat().len(), |full| full.decayed)
+    }
+
     /// Zeros for a gradient of all that is trained.
     pub fn zero_gradient(&self) -> Result<Flat> {
         self.flat().zeros_like()

@@ -157,11 +157,12 @@ impl Moments {
         })
     }
 
-    /// One update of the parameters, and of the moments.
-    pub fn update(&mut self, update: &Update, parameters: &mut Flat, gradient: &Flat) -> Result<()> {
+    /// One update of the parameters, the first `decayed` of which decay, and of the moments.
+    pub fn update(&mut self, update: &Update, decayed: usize, parameters: &mut Flat, gradient: &Flat) -> Result<()> {
         let device = parameters.buffer.device();
         let Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
-        let update = optim::Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon };
+        let update =
+            optim::Update { step_size, keep, decayed, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon };
         let (parameters, gradient) = (parameters.all(), gradient.all());
         match self {
             Moments::F32 { first, second } => {

@@ -11,6 +11,8 @@ pub struct Update {
     pub step_size: f32,
     /// 1 − lr · weight decay
     pub keep: f32,
+    /// Parameters that this is for: the first so many. The others keep all of themselves.
+    pub decayed: usize,
     /// β₂
     pub beta2: f32,
     /// 1 − β₁
@@ -43,6 +45,7 @@ params! {
         first: u64,
         second: u64,
         count: u64,
+        decayed: u64,
         step_size: f32,
         keep: f32,
         beta2: f32,
@@ -64,6 +67,7 @@ params! {
         second_scales: u64,
         levels: u64,
         count: u64,
+        decayed: u64,
         step_size: f32,
         keep: f32,
         beta2: f32,
@@ -118,13 +122,14 @@ pub fn adamw(device: &Device, update: &Update, state: State<'_>) -> Result<()> {
     if count == 0 {
         return Ok(());
     }
-    let Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
+    let Update { step_size, keep, decayed, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
     let params = AdamW {
         parameters: parameters.address()?,
         gradient: gradient.address()?,
         first: first.address()?,
         second: second.address()?,
         count: count as u64,
+        decayed: decayed as u64,
         step_size,
         keep,
         beta2,
@@ -156,7 +161,7 @@ pub fn adamw_8bit(
         return Ok(());
     }
     let blocks = count.div_ceil(CODES);
-    let Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
+    let Update { step_size, keep, decayed, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
     let params = AdamW8bit {
         parameters: parameters.address()?,
         gradient: gradient.address()?,
@@ -166,6 +171,7 @@ pub fn adamw_8bit(
         second_scales: second.scales.at::<f32>(0, blocks)?,
         levels: levels.pointer(),
         count: count as u64,
+        decayed: decayed as u64,
         step_size,
         keep,
         beta2,
@@ -243,6 +249,7 @@ mod tests {
             let update = Update {
                 step_size: 3e-3,
                 keep: 1.0 - 1e-4,
+                decayed: 2 * count / 3,
                 beta2: 0.999,
                 one_minus_beta1: 0.1,
                 one_minus_beta2: 0.001,
@@ -262,8 +269,8 @@ mod tests {
                 for (i, g) in gradient.values().into_iter().enumerate() {
                     m[i] += (g - m[i]) * update.one_minus_beta1;
                     v[i] = v[i] * update.beta2 + g * g * update.one_minus_beta2;
-                    p[i] = p[i] * update.keep
-                        - update.step_size * (m[i] / (v[i].sqrt() / update.correction + update.epsilon));
+                    let keep = if i < update.decayed { update.keep } else { 1.0 };
+                    p[i] = p[i] * keep - update.step_size * (m[i] / (v[i].sqrt() / update.correction + update.epsilon));
                 }
             }
             assert_same(&parameters.now(&device), &p, "parameters");
@@ -288,7 +295,8 @@ mod tests {
         };
         let levels = device.upload(&[*Map::Signed.levels(), *Map::Unsigned.levels()].concat()).expect("levels");
         for count in [1, 255, 256, 3000] {
-            let mut adam = AdamW::of_kind(plan.kind, count);
+            let decayed = 2 * count / 3;
+            let mut adam = AdamW { decayed, ..AdamW::of_kind(plan.kind, count) };
             let Moments::Blockwise { first, second } = &adam.moments else { panic!("{adam:?}") };
             let codes = |of: &Quantized| Codes {
                 codes: device.upload(&of.codes).expect("codes"),
@@ -309,7 +317,8 @@ mod tests {
                 }
                 let host::Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } =
                     host::Update::number(step, plan.learning_rate, &plan);
-                let update = Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon };
+                let update =
+                    Update { step_size, keep, decayed, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon };
                 adam.update(&mut values, &gradient, plan.learning_rate, &plan).expect("an update");
                 let gradient = Given::of(&device, &gradient, count, Dtype::F32);
                 adamw_8bit(&device, &update, parameters.rows(), gradient.rows(), [&first, &second], &levels)

@@ -1,7 +1,7 @@
 // One token a row of those that top-k, top-p and min-p leave: what engine/sampling.rs does on the host, without sorting.
 //
 // Tokens are ordered by their logit, the lowest id first where logits are equal. Top-k and top-p keep a beginning of that
-// order: all tokens above some logit and the first few that have it. That logit is found digit by digit of its bits, as
+// order: all tokens above some logit and, of top-p, the first few that have it; of top-k all that have it. That logit is found digit by digit of its bits, as
 // the largest with which enough tokens, or enough probability, is at least as large.
 #pragma once
 #include "head.cuh"
@@ -145,7 +145,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadFilter, FILTER_THREADS, 1) {
     if (pick.top_k > 0.0 && pick.top_k < double(p.vocab)) {
         key = row.search(pick.top_k, false, sums);
         row.around(key, sums, number, mass, equal);
-        ties = fmin(pick.top_k - number, equal);
+        ties = equal;
     } else {
         row.around(0, sums, number, mass, equal);
     }

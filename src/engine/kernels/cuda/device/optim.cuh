@@ -8,25 +8,25 @@ struct AdamWUpdate {
     uint32_t unused;
 };
 
-// One parameter and its moments, in place.
-DEVICE void adamw_value(const AdamWUpdate &u, float gradient, float &parameter, float &first, float &second) {
+// One parameter and its moments, in place; without decay it keeps all of itself.
+DEVICE void adamw_value(const AdamWUpdate &u, bool decays, float gradient, float &parameter, float &first, float &second) {
     first = add_rn(first, mul_rn(add_rn(gradient, -first), u.one_minus_beta1));
     second = add_rn(mul_rn(second, u.beta2), mul_rn(mul_rn(gradient, gradient), u.one_minus_beta2));
     float step = mul_rn(u.step_size, first / add_rn(sqrtf(second) / u.correction, u.epsilon));
-    parameter = add_rn(mul_rn(parameter, u.keep), -step);
+    parameter = add_rn(mul_rn(parameter, decays ? u.keep : 1.0f), -step);
 }
 
 struct AdamW {
     float *parameters;
     const float *gradient;
     float *first, *second;
-    uint64_t count;
+    uint64_t count, decayed; // the first so many decay
     AdamWUpdate update;
 };
 
 KERNEL(adamw, AdamW) {
     uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < p.count) adamw_value(p.update, p.gradient[i], p.parameters[i], p.first[i], p.second[i]);
+    if (i < p.count) adamw_value(p.update, i < p.decayed, p.gradient[i], p.parameters[i], p.first[i], p.second[i]);
 }
 
 // Values that share a scale, and levels of a map.
@@ -38,7 +38,7 @@ struct AdamW8bit {
     uint8_t *first, *second;
     float *first_scales, *second_scales; // one a block of 256
     const float *levels;                 // [2][256], ascending: of first moments, of second ones
-    uint64_t count;
+    uint64_t count, decayed; // the first so many decay
     AdamWUpdate update;
 };
 
@@ -75,7 +75,7 @@ KERNEL(adamw_8bit, AdamW8bit) {
     if (inside) {
         first = mul_rn(levels[p.first[i]], p.first_scales[blockIdx.x]);
         second = mul_rn(levels[CODES + p.second[i]], p.second_scales[blockIdx.x]);
-        adamw_value(p.update, p.gradient[i], p.parameters[i], first, second);
+        adamw_value(p.update, i < p.decayed, p.gradient[i], p.parameters[i], first, second);
     }
     // NaN is no magnitude, as on the host.
     largest[t] = fmaxf(0.0f, fabsf(first));

@@ -220,7 +220,8 @@ fn kept(logits: &[f32], pick: &FilteredPick) -> Vec<(usize, f64)> {
     let mut order: Vec<usize> = (0..weights.len()).collect();
     order.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
     if pick.top_k > 0 {
-        order.truncate(pick.top_k as usize);
+        let last = order.get(pick.top_k as usize - 1).map_or(0.0, |token| weights[*token]);
+        order.retain(|token| weights[*token] >= last);
     }
     if pick.top_p < 1.0 {
         let total: f64 = order.iter().map(|token| weights[*token]).sum();
