@@ -247,7 +247,7 @@ pub struct OptimizerPlan {
     pub adam_beta2: f64,
     /// Added to √v̂.
     pub adam_epsilon: f64,
-    /// Decoupled.
+    /// Decoupled; norms and biases do not decay, as in transformers.
     pub weight_decay: f64,
     /// Global norm; 0 = off.
     pub max_grad_norm: f64,
