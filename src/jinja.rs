@@ -1,41 +1,99 @@
-//! What the templates of chats and of rewards share: JSON as their values, and an output that has an end.
+//! What the templates of chats and of rewards share: JSON as their values, and a sandbox. A template has no files, and its
+//! work (fuel), depth and everything that it makes (a budget of bytes) have an end.
+
+mod budget;
+mod filters;
+mod operators;
+mod program;
+#[cfg(test)]
+pub(crate) mod tests;
 
 use std::sync::Arc;
 
-use minijinja::Value;
+use minijinja::machinery::{eval, make_string_output};
 use minijinja::value::{Enumerator, Object, ObjectRepr};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
-/// An output that cannot grow without end.
+pub use budget::draw;
+pub use filters::{environment, raise};
+use program::Program;
+
+self_cell::self_cell! {
+    /// The instructions are slices of the source.
+    struct Compiled {
+        owner: String,
+        #[covariant]
+        dependent: Program,
+    }
+
+    impl {Debug}
+}
+
+/// A compiled template or expression.
 #[derive(Debug)]
-pub struct Bounded {
-    bytes: Vec<u8>,
-    most: usize,
-}
+pub struct Template(Compiled);
 
-impl Bounded {
-    /// Of so many bytes at most.
-    pub fn new(most: usize) -> Bounded {
-        Bounded { bytes: Vec::new(), most }
+impl Template {
+    /// Of a text with statements. Its syntax is the environment's, and its name is for errors.
+    pub fn new(environment: &Environment<'static>, name: &'static str, source: String) -> Result<Template, Error> {
+        let compiled = Compiled::try_new(source, |source| Program::template(name, source, environment.syntax()))?;
+        Ok(Template(compiled))
     }
 
-    /// What was written.
-    pub fn into_bytes(self) -> Vec<u8> {
-        self.bytes
+    /// Of an expression alone.
+    pub fn expression(source: String) -> Result<Template, Error> {
+        Ok(Template(Compiled::try_new(source, |source| Program::expression(source))?))
     }
-}
 
-impl std::io::Write for Bounded {
-    fn write(&mut self, part: &[u8]) -> std::io::Result<usize> {
-        if self.bytes.len() + part.len() > self.most {
-            return Err(std::io::Error::other("the rendered text is too long"));
+    /// The text for these variables, of `most` bytes at most, making no more than `budget` bytes on the way.
+    pub fn render(
+        &self,
+        environment: &Environment<'static>,
+        variables: Value,
+        budget: u64,
+        most: usize,
+    ) -> Result<String, Error> {
+        let mut text = String::new();
+        budget::within(budget, || self.run(environment, variables, &mut text))?;
+        if text.len() > most {
+            return Err(Error::new(ErrorKind::InvalidOperation, "the rendered text is too long"));
         }
-        self.bytes.extend_from_slice(part);
-        Ok(part.len())
+        Ok(text)
     }
 
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
+    /// What `finish` makes of the value of an expression, as a part of the same budget.
+    pub fn eval<T>(
+        &self,
+        environment: &Environment<'static>,
+        variables: Value,
+        budget: u64,
+        finish: impl FnOnce(Value) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        budget::within(budget, || finish(self.run(environment, variables, &mut String::new())?.unwrap_or_default()))
     }
+
+    fn run(
+        &self,
+        environment: &Environment<'static>,
+        variables: Value,
+        text: &mut String,
+    ) -> Result<Option<Value>, Error> {
+        let Program { instructions, blocks } = self.0.borrow_dependent();
+        let mut output = make_string_output(text);
+        eval(environment, instructions, variables, blocks, &mut output, AutoEscape::None).map(|(value, _)| value)
+    }
+}
+
+/// A JSON text of a value.
+pub fn to_json(value: &Value) -> Result<String, Error> {
+    draw(budget::size(value)?.written(8))?;
+    serde_json::to_string(value).map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
+}
+
+/// A value as JSON.
+pub fn to_json_value(value: &Value) -> Result<serde_json::Value, Error> {
+    draw(budget::size(value)?.written(budget::ITEM_BYTES))?;
+    serde_json::to_value(value).map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
 /// A JSON object that keeps its order.

@@ -1,48 +1,48 @@
-//! Chat templates: Jinja in a sandbox (no files, bounded work and output), with what transformers gives to templates.
-//!
-//! The sandbox bounds instructions, recursion, repetition and output, but not the size of one string that a template
-//! doubles in a variable: a template belongs to a model that the operator chose.
+//! Chat templates: Jinja in the sandbox of [`crate::jinja`], with what transformers gives to templates.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value};
+use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 use serde_json::Map;
 
 use super::text::TextError;
-use crate::jinja::{Bounded, Ordered, to_value};
+use crate::jinja::{Ordered, Template, draw, environment, raise, to_value};
 
 /// Instructions a template may run; a real one needs thousands.
 const FUEL: u64 = 20_000_000;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
+/// What one rendering may make on the way there, bytes.
+const BUDGET: u64 = 256 << 20;
+/// `strftime_now` pads each field to what its format says.
+const MAX_TIME_FORMAT_BYTES: usize = 1000;
 const NAME: &str = "chat_template";
 
 /// A compiled chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    template: Template,
     special_tokens: Vec<(String, String)>,
 }
 
 impl ChatTemplate {
     /// Compile. `special_tokens` are variables of the template (`bos_token` …).
     pub fn new(source: String, special_tokens: Vec<(String, String)>) -> Result<ChatTemplate, TextError> {
-        let mut environment = Environment::new();
+        let mut environment = environment(FUEL);
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
         environment.set_syntax(syntax);
-        environment.set_fuel(Some(FUEL));
-        environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment.set_formatter(write_python);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_filter("tojson", tojson);
-        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        });
-        environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
-            jiff::fmt::strtime::format(&format, &jiff::Zoned::now())
+        environment.add_function("raise_exception", |message: Value| raise(&message));
+        environment.add_function("strftime_now", |format: &str| -> Result<String, Error> {
+            if format.len() > MAX_TIME_FORMAT_BYTES {
+                return Err(Error::new(ErrorKind::InvalidOperation, "strftime_now: the format is too long"));
+            }
+            jiff::fmt::strtime::format(format, &jiff::Zoned::now())
                 .map_err(|e| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}")))
         });
-        environment.add_template_owned(NAME, source).map_err(failed)?;
-        Ok(ChatTemplate { environment, special_tokens })
+        let template = Template::new(&environment, NAME, source).map_err(failed)?;
+        Ok(ChatTemplate { environment, template, special_tokens })
     }
 
     /// Render messages; `kwargs` are further variables.
@@ -62,10 +62,8 @@ impl ChatTemplate {
         // The last one of a name counts.
         variables.extend(kwargs.iter().map(|(name, value)| (name.clone(), to_value(value))));
         variables.reverse();
-        let mut writer = Bounded::new(MAX_OUTPUT_BYTES);
-        let template = self.environment.get_template(NAME).map_err(failed)?;
-        template.render_captured_to(Value::from_object(Ordered(variables)), &mut writer).map_err(failed)?;
-        String::from_utf8(writer.into_bytes()).map_err(|e| TextError::Template(e.to_string()))
+        let variables = Value::from_object(Ordered(variables));
+        self.template.render(&self.environment, variables, BUDGET, MAX_OUTPUT_BYTES).map_err(failed)
     }
 }
 
@@ -80,10 +78,14 @@ fn failed(error: Error) -> TextError {
 /// What Python's `str()` writes, so that `{{ x }}` gives what Jinja gives.
 fn write_python(out: &mut Output, _state: &mut State, value: &Value) -> Result<(), Error> {
     match value.as_str() {
-        Some(text) => out.write_str(text).map_err(Error::from),
+        Some(text) => {
+            draw(text.len() as u64)?;
+            out.write_str(text).map_err(Error::from)
+        }
         None => {
             let mut text = String::new();
             python_repr(value, &mut text, 0)?;
+            draw(text.len() as u64)?;
             out.write_str(&text).map_err(Error::from)
         }
     }
@@ -162,6 +164,7 @@ fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
     let style = JsonStyle { indent, item, key, sort_keys: sort_keys.unwrap_or(false) };
     let mut out = String::new();
     style.write(value, &mut out, 0)?;
+    draw(out.len() as u64)?;
     Ok(out)
 }
 

@@ -415,3 +415,8 @@ fn a_template_cannot_run_forever_or_read_files() {
         assert!(matches!(render(source, json!({})), Err(TextError::Template(_))), "{source}");
     }
 }
+
+#[test]
+fn no_chat_template_takes_all_memory_stack_or_time() {
+    crate::jinja::tests::every_bomb_is_defused(|source| render(source, json!({})).map_err(|error| error.to_string()));
+}

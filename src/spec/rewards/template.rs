@@ -1,18 +1,30 @@
-//! Templates over one sample, for what is sent to services and what graders compare: Jinja in a sandbox (no files,
-//! bounded work and output). A variable that does not exist is an error, never an empty text.
+//! Templates over one sample, for what is sent to services and what graders compare: Jinja in the sandbox of
+//! [`crate::jinja`]. A variable that does not exist is an error, never an empty text.
+
+use std::sync::LazyLock;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
+use minijinja::{Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
 use serde_json::{Map, json};
 
-use crate::jinja::{Bounded, Ordered, to_value};
+use crate::jinja::{Ordered, Template, draw, environment, to_json, to_json_value, to_value};
 use crate::sample::RewardSample;
 
 /// Instructions that one rendering may take; a usual one takes tens.
 const FUEL: u64 = 1_000_000;
 /// Longest text that a template may make, bytes.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
-const NAME: &str = "template";
+/// What one rendering may make on the way there, bytes.
+const BUDGET: u64 = 64 << 20;
+
+static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
+    let mut environment = environment(FUEL);
+    environment.set_undefined_behavior(UndefinedBehavior::Strict);
+    environment.set_formatter(write);
+    let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build();
+    environment.set_syntax(syntax.expect("the delimiters are Jinja's own"));
+    environment
+});
 
 /// A compiled template.
 ///
@@ -21,45 +33,37 @@ const NAME: &str = "template";
 /// OpenAI's graders have them), `finish_reason`, `num_tokens`.
 #[derive(Debug)]
 pub struct SampleTemplate {
-    environment: Environment<'static>,
-    /// The inside of a template that is one `{{ expression }}`.
-    expression: Option<String>,
+    template: Template,
+    /// The inside of a template that is one `{{ expression }}`, and as it was written.
+    expression: Option<(Template, String)>,
 }
 
 impl SampleTemplate {
     /// Compiles. The error is for the one who wrote it.
     pub fn new(source: &str) -> Result<Self, String> {
-        let mut environment = Environment::new();
-        environment.set_fuel(Some(FUEL));
-        environment.set_undefined_behavior(UndefinedBehavior::Strict);
-        environment.set_auto_escape_callback(|_| AutoEscape::None);
-        environment.set_formatter(write);
-        let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build().map_err(|error| told(&error))?;
-        environment.set_syntax(syntax);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_template_owned(NAME, source.to_owned()).map_err(|error| told(&error))?;
+        let template = Template::new(&ENVIRONMENT, "template", source.to_owned()).map_err(|error| told(&error))?;
         let inside = source.trim().strip_prefix("{{").and_then(|rest| rest.strip_suffix("}}"));
-        let expression = inside.filter(|inside| environment.compile_expression(inside).is_ok()).map(str::to_owned);
-        Ok(Self { environment, expression })
+        let compiled = inside.and_then(|inside| Some((Template::expression(inside.to_owned()).ok()?, inside.to_owned())));
+        Ok(Self { template, expression: compiled })
     }
 
     /// The text for these variables.
     pub fn render(&self, variables: &Value) -> Result<String, String> {
-        let mut bounded = Bounded::new(MAX_OUTPUT_BYTES);
-        let template = self.environment.get_template(NAME).map_err(|error| told(&error))?;
-        template.render_captured_to(variables.clone(), &mut bounded).map_err(|error| told(&error))?;
-        String::from_utf8(bounded.into_bytes()).map_err(|error| error.to_string())
+        let text = self.template.render(&ENVIRONMENT, variables.clone(), BUDGET, MAX_OUTPUT_BYTES);
+        text.map_err(|error| told(&error))
     }
 
     /// The value, where the template is one `{{ expression }}`; else the text.
     pub fn value(&self, variables: &Value) -> Result<serde_json::Value, String> {
-        let Some(expression) = &self.expression else { return Ok(self.render(variables)?.into()) };
-        let compiled = self.environment.compile_expression(expression).map_err(|error| told(&error))?;
-        let value = compiled.eval(variables.clone()).map_err(|error| told(&error))?;
-        if value.is_undefined() {
-            return Err(format!("'{}' is undefined", expression.trim()));
-        }
-        serde_json::to_value(&value).map_err(|error| error.to_string())
+        let Some((expression, written)) = &self.expression else { return Ok(self.render(variables)?.into()) };
+        let value = expression.eval(&ENVIRONMENT, variables.clone(), BUDGET, |value| {
+            if value.is_undefined() {
+                let text = format!("'{}' is undefined", written.trim());
+                return Err(Error::new(ErrorKind::UndefinedError, text));
+            }
+            to_json_value(&value)
+        });
+        value.map_err(|error| told(&error))
     }
 
     /// What a template sees of a sample.
@@ -115,12 +119,11 @@ fn write(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
         return Err(Error::new(ErrorKind::InvalidOperation, "a value that the template writes is null or undefined"));
     }
     match value.as_str() {
-        Some(text) => out.write_str(text).map_err(Error::from),
-        None => {
-            let text = serde_json::to_string(value)
-                .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))?;
-            out.write_str(&text).map_err(Error::from)
+        Some(text) => {
+            draw(text.len() as u64)?;
+            out.write_str(text).map_err(Error::from)
         }
+        None => out.write_str(&to_json(value)?).map_err(Error::from),
     }
 }
 
@@ -193,5 +196,10 @@ mod tests {
         assert_eq!(value(" {{ prompt }} ").unwrap(), json!("<user>2+2?<assistant>"));
         assert_eq!(value("{{ prompt }}: {{ item.answer }}").unwrap(), json!("<user>2+2?<assistant>: 4"));
         assert!(value("{{ item.other }}").is_err());
+    }
+
+    #[test]
+    fn no_template_takes_all_memory_stack_or_time() {
+        crate::jinja::tests::every_bomb_is_defused(rendered);
     }
 }

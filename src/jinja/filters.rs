@@ -1,0 +1,321 @@
+//! The filters, tests, functions and methods that a template has: Jinja's, each behind what it takes from the budget.
+
+use std::borrow::Cow;
+
+use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters, functions, tests};
+use minijinja_contrib::pycompat;
+
+use super::budget::{self, ESCAPED, ITEM_BYTES, draw, look};
+use super::operators::{self, elements, scan};
+
+/// What a call takes from the budget, by its arguments. The first one is the value before the bar or the point.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cost {
+    /// No more than a look at the first argument's outside.
+    Glance,
+    /// Looks through its arguments.
+    Look,
+    /// A text about as long as its arguments.
+    Text,
+    /// A text in which every character may be escaped.
+    Escaped,
+    /// A list as long as the first argument.
+    List,
+    /// A list, or one of its items, after comparing all of them; a copy of every text may be kept.
+    Order,
+    /// All of a list added up.
+    Sum,
+    Join,
+    Replace,
+    /// `%d`.
+    Printf,
+    /// `{:d}`.
+    Format,
+    Indent,
+    /// A list of lists, filled up to a number.
+    Fill,
+    Json,
+    Split,
+    /// Every character of the first argument is looked up in the second.
+    Strip,
+}
+
+/// Longest message of a template's own error.
+const MAX_MESSAGE_CHARS: usize = 2000;
+/// A number as Python's formats write it without a width, in any of their ways.
+const NUMBER_BYTES: u64 = 512;
+
+/// An environment in which nothing is without its price. The formatter that it is given must draw what it writes.
+pub fn environment(fuel: u64) -> Environment<'static> {
+    let mut environment = Environment::empty();
+    environment.set_fuel(Some(fuel));
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(method);
+    operators::install(&mut environment);
+    for (name, cost, filter) in priced_filters() {
+        environment.add_filter(name, priced(cost, filter));
+    }
+    for (name, cost, test) in priced_tests() {
+        environment.add_test(name, priced(cost, test));
+    }
+    plain_tests(&mut environment);
+    // No more than 100 000 numbers, which are made one by one.
+    environment.add_function("range", functions::range);
+    for (name, function) in
+        [("dict", Value::from_function(functions::dict)), ("namespace", Value::from_function(functions::namespace))]
+    {
+        environment.add_function(name, move |state: &mut State, args: Rest<ValueOrKwargs>| -> Result<Value, Error> {
+            let args = args.into_values();
+            for value in flat(&args)? {
+                draw(elements(&value).saturating_mul(2 * ITEM_BYTES))?;
+                budget::nested(&value)?;
+            }
+            function.call(state, &args)
+        });
+    }
+    environment
+}
+
+/// What `raise_exception` does.
+pub fn raise(message: &Value) -> Result<Value, Error> {
+    draw(budget::text(message)?)?;
+    let text: String = message.to_string().chars().take(MAX_MESSAGE_CHARS).collect();
+    Err(Error::new(ErrorKind::InvalidOperation, text))
+}
+
+fn priced(
+    cost: Cost,
+    function: Value,
+) -> impl Fn(&mut State<'_, '_>, Rest<ValueOrKwargs>) -> Result<Value, Error> + Send + Sync + 'static {
+    move |state, args| {
+        let args = args.into_values();
+        pay(state, cost, &args)?;
+        let result = function.call(state, &args)?;
+        if matches!(cost, Cost::Glance | Cost::Look) { Ok(result) } else { budget::whole(result) }
+    }
+}
+
+/// All of them but `chain` and `zip`, which make a list only when it is looked at, and `pprint` and `urlencode`.
+fn priced_filters() -> Vec<(&'static str, Cost, Value)> {
+    let mut all = Vec::new();
+    macro_rules! cost {
+        ($cost:ident: $($name:literal $function:ident),*) => {
+            $(all.push(($name, Cost::$cost, Value::from_function(filters::$function)));)*
+        };
+    }
+    cost!(Glance: "length" length, "count" length, "default" default, "d" default, "first" first, "last" last);
+    cost!(Glance: "abs" abs, "round" round, "int" int, "float" float, "bool" bool, "attr" attr);
+    cost!(Text: "safe" safe, "lower" lower, "upper" upper, "title" title, "capitalize" capitalize);
+    cost!(Text: "string" string, "reverse" reverse);
+    cost!(Escaped: "escape" escape, "e" escape);
+    cost!(List: "list" list, "items" items, "map" map, "select" select, "selectattr" selectattr);
+    cost!(List: "reject" reject, "rejectattr" rejectattr);
+    cost!(Order: "sort" sort, "dictsort" dictsort, "groupby" groupby, "min" min, "max" max, "unique" unique);
+    cost!(Sum: "sum" sum);
+    cost!(Join: "join" join);
+    cost!(Replace: "replace" replace);
+    cost!(Printf: "format" format);
+    cost!(Indent: "indent" indent);
+    cost!(Fill: "batch" batch, "slice" slice);
+    cost!(Json: "tojson" tojson);
+    cost!(Split: "split" split, "lines" lines);
+    cost!(Strip: "trim" trim);
+    all
+}
+
+/// The tests that look through their arguments.
+fn priced_tests() -> Vec<(&'static str, Cost, Value)> {
+    let mut all = Vec::new();
+    macro_rules! cost {
+        ($cost:ident: $($name:literal $function:ident),*) => {
+            $(all.push(($name, Cost::$cost, Value::from_function(tests::$function)));)*
+        };
+    }
+    cost!(Look: "eq" is_eq, "equalto" is_eq, "==" is_eq, "ne" is_ne, "!=" is_ne, "lt" is_lt, "lessthan" is_lt);
+    cost!(Look: "<" is_lt, "le" is_le, "<=" is_le, "gt" is_gt, "greaterthan" is_gt, ">" is_gt, "ge" is_ge);
+    cost!(Look: ">=" is_ge, "lower" is_lower, "upper" is_upper);
+    cost!(Text: "startingwith" is_startingwith, "endingwith" is_endingwith, "in" is_in);
+    all
+}
+
+/// The tests that do not.
+fn plain_tests(environment: &mut Environment<'static>) {
+    environment.add_test("undefined", tests::is_undefined);
+    environment.add_test("defined", tests::is_defined);
+    environment.add_test("none", tests::is_none);
+    environment.add_test("safe", tests::is_safe);
+    environment.add_test("escaped", tests::is_safe);
+    environment.add_test("boolean", tests::is_boolean);
+    environment.add_test("odd", tests::is_odd);
+    environment.add_test("even", tests::is_even);
+    environment.add_test("divisibleby", tests::is_divisibleby);
+    environment.add_test("number", tests::is_number);
+    environment.add_test("integer", tests::is_integer);
+    environment.add_test("int", tests::is_integer);
+    environment.add_test("float", tests::is_float);
+    environment.add_test("string", tests::is_string);
+    environment.add_test("sequence", tests::is_sequence);
+    environment.add_test("iterable", tests::is_iterable);
+    environment.add_test("mapping", tests::is_mapping);
+    environment.add_test("sameas", tests::is_sameas);
+    environment.add_test("true", tests::is_true);
+    environment.add_test("false", tests::is_false);
+    environment.add_test("filter", tests::is_filter);
+    environment.add_test("test", tests::is_test);
+}
+
+/// Python's methods of texts, lists and maps.
+fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    let cost = match (value.kind(), name) {
+        (ValueKind::String, "upper" | "lower" | "title" | "capitalize") => Cost::Text,
+        (ValueKind::String, "strip" | "lstrip" | "rstrip") => Cost::Strip,
+        (ValueKind::String, "replace") => Cost::Replace,
+        (ValueKind::String, "split" | "splitlines") => Cost::Split,
+        (ValueKind::String, "format") => Cost::Format,
+        (ValueKind::String, "join") => Cost::Join,
+        (ValueKind::Map, "keys" | "values" | "items") => Cost::List,
+        (ValueKind::Map, "get") => Cost::Glance,
+        _ => Cost::Look,
+    };
+    let known = !matches!(value.kind(), ValueKind::Map) || cost != Cost::Look;
+    if known {
+        let mut all: Vec<Value> = std::iter::once(value).chain(args).cloned().collect();
+        if cost == Cost::Join {
+            // The text stands between the items here.
+            all.reverse();
+        }
+        pay(state, cost, &all)?;
+    }
+    let result = pycompat::unknown_method_callback(state, value, name, args)?;
+    if matches!(cost, Cost::Glance | Cost::Look) { Ok(result) } else { budget::whole(result) }
+}
+
+/// Arguments, with the values of those that have a name.
+fn flat(args: &[Value]) -> Result<Vec<Value>, Error> {
+    let mut all = Vec::with_capacity(args.len());
+    for arg in args {
+        if arg.is_kwargs() {
+            for name in arg.try_iter()? {
+                all.push(arg.get_item(&name)?);
+            }
+        } else {
+            all.push(arg.clone());
+        }
+    }
+    Ok(all)
+}
+
+fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
+    draw(args.len() as u64)?;
+    let args = flat(args)?;
+    let Some((first, rest)) = args.split_first() else { return Ok(()) };
+    let texts = |values: &[Value]| {
+        values.iter().try_fold(0u64, |sum, value| Ok::<_, Error>(sum.saturating_add(budget::text(value)?)))
+    };
+    let largest = || rest.iter().filter_map(Value::as_usize).max().unwrap_or_default() as u64;
+    let escaping = first.is_safe() || !matches!(state.auto_escape(), AutoEscape::None);
+    let escaped = if escaping { ESCAPED } else { 1 };
+    let count = elements(first);
+    match cost {
+        Cost::Glance => {
+            look(if first.as_str().is_some() { count } else { 0 })?;
+            rest.iter().try_for_each(scan)
+        }
+        Cost::Look => args.iter().try_for_each(scan),
+        Cost::Text => draw(texts(&args)?),
+        Cost::Escaped => draw(texts(&args)?.saturating_mul(ESCAPED)),
+        Cost::List => {
+            draw(count.saturating_mul(ITEM_BYTES))?;
+            look(count.saturating_mul(texts(rest)?))
+        }
+        Cost::Order | Cost::Sum => {
+            let size = budget::size(first)?;
+            let others = texts(rest)?;
+            let times = u64::from(count.max(1).ilog2()) + 1;
+            draw(count.saturating_mul(2 * ITEM_BYTES).saturating_add(size.bytes))?;
+            look((size.nodes * 4 + size.bytes).saturating_mul(times))?;
+            look(count.saturating_mul(others))?;
+            // Texts and lists grow with each one that is added; numbers do not.
+            if cost == Cost::Sum && rest.iter().any(|value| value.as_object().is_some()) {
+                draw(count.saturating_mul(size.nodes).saturating_mul(ITEM_BYTES))
+            } else if cost == Cost::Sum && !rest.is_empty() {
+                draw(count.saturating_mul(size.bytes))
+            } else {
+                Ok(())
+            }
+        }
+        Cost::Join => {
+            let between = texts(rest)?;
+            let Ok(items) = first.try_iter() else { return Ok(()) };
+            for item in items {
+                draw(budget::text(&item)?.saturating_add(between).saturating_mul(escaped))?;
+            }
+            Ok(())
+        }
+        Cost::Replace => {
+            draw(texts(&args)?)?;
+            let [from, to, ..] = rest else { return Ok(()) };
+            let matches = string(first)?.matches(string(from)?.as_ref()).count() as u64;
+            draw(matches.saturating_mul(budget::text(to)?).saturating_mul(escaped))
+        }
+        Cost::Printf | Cost::Format => {
+            let format = string(first)?;
+            let (fields, widths) = fields(&format, cost == Cost::Format);
+            let given = (format.matches('*').count() as u64).saturating_mul(largest());
+            // A fill may be a character of four bytes; a field may be written as often as it is named.
+            let each = texts(rest)?.saturating_mul(escaped).saturating_add(NUMBER_BYTES);
+            let all = widths.saturating_add(given).saturating_mul(4).saturating_add(fields.saturating_mul(each));
+            draw(all.saturating_add(format.len() as u64))
+        }
+        Cost::Indent => {
+            let lines = string(first)?.matches('\n').count() as u64 + 1;
+            // With the indentation itself.
+            draw(texts(&args)?.saturating_add((lines + 1).saturating_mul(largest())))
+        }
+        Cost::Fill => draw(count.saturating_add(largest().saturating_mul(2)).saturating_mul(ITEM_BYTES)),
+        Cost::Json => {
+            let size = budget::size(first)?;
+            draw(size.written(16u64.saturating_add(size.depth.saturating_mul(largest()))))
+        }
+        Cost::Split => {
+            let text = string(first)?;
+            let pieces = match rest.first().and_then(Value::as_str) {
+                Some(separator) => text.matches(separator).count(),
+                None => text.split(char::is_whitespace).count(),
+            };
+            draw(texts(&args)?.saturating_add((pieces as u64 + 1).saturating_mul(ITEM_BYTES)))
+        }
+        Cost::Strip => {
+            draw(texts(&args)?)?;
+            look(count.saturating_mul(texts(rest)?))
+        }
+    }
+}
+
+/// A value as text.
+fn string(value: &Value) -> Result<Cow<'_, str>, Error> {
+    if let Some(text) = value.as_str() {
+        return Ok(Cow::Borrowed(text));
+    }
+    draw(budget::text(value)?)?;
+    Ok(Cow::Owned(value.to_string()))
+}
+
+/// How many fields a format has, and the sum of all numbers in them.
+fn fields(format: &str, braces: bool) -> (u64, u64) {
+    let (mut fields, mut sum) = (0, 0u64);
+    for part in format.split(if braces { '{' } else { '%' }).skip(1) {
+        let field = if braces {
+            part.split('}').next().unwrap_or_default()
+        } else {
+            let named = part.strip_prefix('(').and_then(|part| part.split_once(')'));
+            let part = named.map_or(part, |(_, part)| part);
+            part.split(|c: char| c.is_ascii_alphabetic() || c == '%').next().unwrap_or_default()
+        };
+        let numbers = field.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
+        fields += 1;
+        sum = numbers.fold(sum, |sum, digits| sum.saturating_add(digits.parse().unwrap_or(u64::MAX)));
+    }
+    (fields, sum)
+}

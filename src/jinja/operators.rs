@@ -1,0 +1,189 @@
+//! The questions to the budget that stand between a template's instructions. They are filters, whose names no template
+//! can write.
+
+use minijinja::machinery::Instruction;
+use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, ErrorKind, Value};
+
+use super::budget::{self, ITEM_BYTES, draw, look};
+use super::program::is_number;
+
+type Question = fn(&[Value]) -> Result<(), Error>;
+
+/// Asked about the values on top of the stack, which stay there.
+const QUESTIONS: [(&str, Question); 9] = [
+    ("=add", add),
+    ("=mul", mul),
+    ("=concat", concat),
+    ("=slice", slice),
+    ("=item", item),
+    ("=in", contains),
+    ("=set", set),
+    ("=nested", nested),
+    ("=changed", changed),
+];
+
+/// The filters that [`guard`] puts between the instructions.
+pub fn install(environment: &mut Environment<'static>) {
+    for (name, question) in QUESTIONS {
+        environment.add_filter(name, move |values: Rest<Value>| -> Result<Value, Error> {
+            question(&values)?;
+            // `UnpackList` puts them back.
+            Ok(values.0.into_iter().rev().collect())
+        });
+    }
+    environment.add_filter("=look", |value: Value| -> Result<Value, Error> {
+        scan(&value)?;
+        Ok(value)
+    });
+    environment.add_filter("=each", |value: Value| -> Result<Value, Error> {
+        look(elements(&value).saturating_mul(ITEM_BYTES))?;
+        Ok(value)
+    });
+    environment.add_filter("=count", |value: Value| -> Result<Value, Error> {
+        draw(value.as_usize().unwrap_or_default() as u64)?;
+        Ok(value)
+    });
+    environment.add_filter("=built", |value: ValueOrKwargs| -> Result<Value, Error> {
+        draw(elements(&value).saturating_mul(ITEM_BYTES))?;
+        budget::size(&value)?;
+        Ok(value.into_value())
+    });
+    environment.add_filter("=whole", budget::whole);
+}
+
+/// An instruction with what has to be asked before and after it. `top` is what lies on top of the stack, if it is known.
+pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<Vec<Instruction<'a>>, Error> {
+    let refused = |why: &'static str| Err(Error::new(ErrorKind::SyntaxError, why));
+    let same = instruction.clone();
+    // Nothing of it is ever the cached filter of another name.
+    let one = |name| Instruction::ApplyFilter(name, Some(1), !0);
+    let about = |name, count: u16| [Instruction::ApplyFilter(name, Some(count), !0), Instruction::UnpackList(count.into())];
+    Ok(match instruction {
+        // The formatter asks.
+        Instruction::EmitRaw(text) => vec![Instruction::LoadConst(Value::from(*text)), Instruction::Emit],
+        Instruction::Add | Instruction::Mul if top.is_some_and(is_number) && matches!(instruction, Instruction::Add) => {
+            vec![same]
+        }
+        Instruction::Add => [about("=add", 2).to_vec(), vec![same, one("=whole")]].concat(),
+        Instruction::Mul => [about("=mul", 2).to_vec(), vec![same, one("=whole")]].concat(),
+        Instruction::StringConcat => [about("=concat", 2).to_vec(), vec![same]].concat(),
+        Instruction::Slice => [about("=slice", 4).to_vec(), vec![same, one("=whole")]].concat(),
+        Instruction::GetItem if top.is_some_and(|top| top.as_str().is_some()) => vec![same],
+        Instruction::GetItem => [about("=item", 2).to_vec(), vec![same]].concat(),
+        Instruction::SetAttr(_) => [about("=set", 2).to_vec(), vec![same]].concat(),
+        Instruction::Eq
+        | Instruction::Ne
+        | Instruction::Gt
+        | Instruction::Gte
+        | Instruction::Lt
+        | Instruction::Lte
+        | Instruction::In
+        | Instruction::CompareAndPreserve(_)
+            if top.is_some_and(|top| top.as_object().is_none()) && !matches!(instruction, Instruction::In) =>
+        {
+            vec![same]
+        }
+        Instruction::Eq | Instruction::Ne | Instruction::Gt | Instruction::Gte | Instruction::Lt | Instruction::Lte => {
+            vec![one("=look"), same]
+        }
+        Instruction::In | Instruction::CompareAndPreserve(_) => [about("=in", 2).to_vec(), vec![same]].concat(),
+        Instruction::BuildMap(pairs) => match u16::try_from(pairs * 2) {
+            Ok(0) => vec![same],
+            Ok(count) => [about("=nested", count).to_vec(), vec![same]].concat(),
+            Err(_) => return refused("a map is too long"),
+        },
+        Instruction::BuildList(_) | Instruction::BuildTuple(_) | Instruction::MergeKwargs(_) => {
+            vec![same, one("=built")]
+        }
+        Instruction::UnpackLists(_) => vec![same, one("=count")],
+        Instruction::PushLoop(_) => vec![one("=each"), same],
+        Instruction::CallMethod("changed", Some(count)) => [about("=changed", *count).to_vec(), vec![same]].concat(),
+        Instruction::CallMethod("changed", None) => return refused("changed() takes no *arguments here"),
+        Instruction::Include(_) | Instruction::LoadBlocks => {
+            return refused("a template cannot import, extend or include another one");
+        }
+        _ => vec![same],
+    })
+}
+
+/// Values in a list or a map, bytes in a text.
+pub fn elements(value: &Value) -> u64 {
+    match value.as_str() {
+        Some(text) => text.len() as u64,
+        None => value.len().unwrap_or_default() as u64,
+    }
+}
+
+/// Looks through a value: a comparison does no more than that.
+pub fn scan(value: &Value) -> Result<(), Error> {
+    match value.as_str() {
+        Some(text) => look(text.len() as u64),
+        None if value.as_object().is_some() => budget::size(value).map(|_| ()),
+        None => Ok(()),
+    }
+}
+
+/// Lists are made whole afterwards.
+fn add(values: &[Value]) -> Result<(), Error> {
+    if values.iter().any(Value::is_tuple) {
+        return values.iter().try_for_each(|value| draw(elements(value).saturating_mul(ITEM_BYTES)));
+    }
+    values.iter().try_for_each(|value| draw(value.as_str().unwrap_or_default().len() as u64))
+}
+
+fn mul(values: &[Value]) -> Result<(), Error> {
+    let [left, right] = values else { return Ok(()) };
+    for (many, times) in [(left, right), (right, left)] {
+        let times = times.as_usize().unwrap_or_default() as u64;
+        if let Some(text) = many.as_str() {
+            draw(times.saturating_mul(text.len() as u64))?;
+        } else if many.as_object().is_some() {
+            draw(elements(many).saturating_mul(ITEM_BYTES).saturating_mul(times))?;
+        }
+    }
+    Ok(())
+}
+
+fn concat(values: &[Value]) -> Result<(), Error> {
+    values.iter().try_for_each(|value| draw(budget::text(value)?))
+}
+
+fn slice(values: &[Value]) -> Result<(), Error> {
+    let Some(value) = values.first() else { return Ok(()) };
+    match value.as_str() {
+        Some(text) => draw(text.len() as u64 / 8),
+        None => look(elements(value).saturating_mul(ITEM_BYTES)),
+    }
+}
+
+fn item(values: &[Value]) -> Result<(), Error> {
+    let [value, key] = values else { return Ok(()) };
+    scan(key)?;
+    if value.kind() == ValueKind::Seq || value.kind() == ValueKind::Map {
+        return Ok(());
+    }
+    look(elements(value).saturating_mul(8))
+}
+
+fn contains(values: &[Value]) -> Result<(), Error> {
+    let [value, container] = values else { return Ok(()) };
+    scan(container)?;
+    scan(value)?;
+    // It is looked for as text.
+    if container.as_str().is_some() && value.as_str().is_none() { draw(budget::text(value)?) } else { Ok(()) }
+}
+
+fn set(values: &[Value]) -> Result<(), Error> {
+    values.first().map_or(Ok(()), budget::nested)
+}
+
+fn nested(values: &[Value]) -> Result<(), Error> {
+    draw((values.len() as u64).saturating_mul(ITEM_BYTES))?;
+    values.iter().try_for_each(budget::nested)
+}
+
+/// The loop keeps the arguments.
+fn changed(values: &[Value]) -> Result<(), Error> {
+    values.iter().skip(1).try_for_each(budget::nested)
+}
