@@ -33,6 +33,12 @@ pub enum BackupError {
     /// The target is taken.
     #[error("{} is not empty: name a directory that is new or empty", .0.display())]
     NotEmpty(PathBuf),
+    /// The target is something else.
+    #[error("{} is not a directory: name a directory that is new or empty", .0.display())]
+    NotADirectory(PathBuf),
+    /// What is restored would become a part of the backup.
+    #[error("{} lies inside the backup: name a directory outside of it", .0.display())]
+    Inside(PathBuf),
     /// A server runs on the target.
     #[error("a server is running on {}: stop it, or restore to another --data-dir", .0.display())]
     Live(PathBuf),
@@ -99,7 +105,7 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
         return Err(BackupError::NoDatabase(data_dir));
     }
     if !is_vacant(&to)? {
-        return Err(BackupError::NotEmpty(to));
+        return Err(taken(to));
     }
     make_private_dir(&to)?;
     let (files, store) = match DataDir::open(&data_dir) {
@@ -142,6 +148,10 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     }
     println!("{} files, {bytes} bytes in {}", manifest.files.len(), to.display());
     Ok(ExitCode::SUCCESS)
+}
+
+fn taken(target: PathBuf) -> BackupError {
+    if target.is_dir() { BackupError::NotEmpty(target) } else { BackupError::NotADirectory(target) }
 }
 
 type Taken = (BTreeMap<String, Entry>, BTreeMap<String, String>);
@@ -262,10 +272,15 @@ pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
     if !is_vacant(&data_dir)? {
         let live =
             data_dir.join(DATABASE).is_file() && matches!(DataDir::open(&data_dir), Err(FilesError::Locked { .. }));
-        return Err(if live { BackupError::Live(data_dir) } else { BackupError::NotEmpty(data_dir) });
+        return Err(if live { BackupError::Live(data_dir) } else { taken(data_dir) });
     }
     let manifest = read_manifest(&from)?;
     let target = std::path::absolute(&data_dir).map_err(io("find", &data_dir))?;
+    let backup = from.canonicalize().map_err(io("find", &from))?;
+    let above = target.ancestors().find_map(|dir| dir.canonicalize().ok());
+    if above.is_some_and(|dir| dir.starts_with(&backup)) {
+        return Err(BackupError::Inside(data_dir));
+    }
     let parent = target.parent().unwrap_or(Path::new("/")).to_owned();
     make_private_dir(&parent)?;
     // Beside the target, so that it appears at once and whole; removed when anything fails.

@@ -8,6 +8,7 @@ mod split;
 
 use serde_json::{Map, Value};
 
+use crate::json;
 use split::{CsvSplit, JsonSplit, LineSplit};
 
 /// The column every row needs.
@@ -198,15 +199,22 @@ struct Rows {
 impl Rows {
     fn json(&mut self, line: u64, row: Raw<'_, &[u8]>, out: &mut Vec<u8>) {
         let Some(text) = self.whole(line, row) else { return };
-        match serde_json::from_slice::<Value>(text) {
+        match json::read(text) {
             Ok(value) => self.value(line, &value, out),
             Err(_) if std::str::from_utf8(text).is_err() => {
                 self.error(line, "encoding", "not UTF-8; save the file as UTF-8".to_owned());
             }
             Err(error) => {
-                let text = error.to_string();
-                let what = text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what);
-                self.error(line, "json", format!("broken JSON at column {}: {what}", error.column()));
+                let what = json::words(&error);
+                // A row of a JSON list may have several lines.
+                let at = match error.line() {
+                    0 | 1 => format!("column {}", error.column()),
+                    later => format!("line {}, column {}", line + later as u64 - 1, error.column()),
+                };
+                match error.is_data() {
+                    true => self.error(line, "not_exact", format!("at {at}: {what}")),
+                    false => self.error(line, "json", format!("broken JSON at {at}: {what}")),
+                }
             }
         }
     }
@@ -237,9 +245,17 @@ impl Rows {
     fn csv_header(&mut self, line: u64, names: &[&str]) {
         let mut header: Vec<String> = Vec::with_capacity(names.len());
         for name in names.iter().map(|name| name.trim()) {
-            if name.is_empty() || header.iter().any(|known| known == name) {
-                let detail =
-                    format!("the header holds '{}' twice, or an empty name: every column needs its own", brief(name));
+            let number = header.len() + 1;
+            let wrong = match header.iter().position(|known| known == name) {
+                _ if name.is_empty() => Some(format!("column {number} of the header has no name: give it one")),
+                Some(first) => Some(format!(
+                    "columns {} and {number} of the header are both named '{}': rename one",
+                    first + 1,
+                    brief(name)
+                )),
+                None => None,
+            };
+            if let Some(detail) = wrong {
                 self.error(line, "header", detail);
                 self.stopped = true;
                 return;

@@ -99,6 +99,8 @@ pub struct AppState {
     pub generator: Option<Arc<dyn generate::Generator>>,
     /// Re-scores that may be under way at a time.
     pub rescores: Arc<Semaphore>,
+    /// The disk is nearly full: no job is handed to a worker.
+    pub disk_low: Arc<AtomicBool>,
     /// Counts of connections, for `/metrics`.
     pub connections: Arc<system::Connections>,
     /// A key was seen in the database: from then on every request needs one.
@@ -120,6 +122,7 @@ impl AppState {
             prober: None,
             generator: None,
             rescores: Arc::new(Semaphore::new(rescore::PLACES)),
+            disk_low: Arc::default(),
             connections: Arc::default(),
             keyed: Arc::default(),
             failures: Arc::default(),

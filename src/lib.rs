@@ -4,7 +4,7 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`access`] [`callback`] [`id`] [`jinja`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`generation`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`access`] [`callback`] [`id`] [`jinja`] [`json`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`generation`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
@@ -39,6 +39,7 @@ pub mod generation;
 pub mod id;
 pub mod jinja;
 pub mod job;
+pub mod json;
 pub mod lifecycle;
 pub mod modelcard;
 pub mod outgoing;

@@ -11,6 +11,7 @@ mod tests;
 pub mod text;
 pub mod weights;
 
+use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -125,7 +126,7 @@ pub fn fingerprint_files(dir: &Path, files: &[ModelFile]) -> Result<String, Mode
     let mut buffer = vec![0u8; 1 << 20];
     for file in files {
         let mut one = Sha256::new();
-        let mut reader = std::fs::File::open(dir.join(&file.name)).map_err(|e| io_error(&file.name, &e))?;
+        let mut reader = open(dir, &file.name)?;
         loop {
             let n = reader.read(&mut buffer).map_err(|e| io_error(&file.name, &e))?;
             if n == 0 {
@@ -166,7 +167,8 @@ const OTHER_FILES: [&str; 6] = [
     "tokenizer_config.json",
 ];
 
-/// Every id in generation_config's and config's `eos_token_id`, and the tokenizer's own eos token.
+/// The ids of generation_config.json's `eos_token_id`, and the tokenizer's own eos token. config.json's count only where
+/// there is no generation_config.json: transformers makes one of it then, and TRL adds the tokenizer's (rloo_trainer.py).
 fn eos_token_ids(
     dir: &Path,
     config_file: &str,
@@ -174,28 +176,29 @@ fn eos_token_ids(
     config: &ModelConfig,
     tokenizer: &text::TokenizerInfo,
 ) -> Result<Vec<u32>, ModelCardError> {
-    let mut ids = Vec::new();
-    if dir.join("generation_config.json").exists() {
-        let file = "generation_config.json";
-        ids.extend(token_ids(file, &read_json(dir, file, MAX_CONFIG_BYTES)?)?);
-    }
-    ids.extend(token_ids(config_file, config_json)?);
-    ids.extend(tokenizer.eos_token_id);
+    let file = "generation_config.json";
+    let of_config = token_ids(config_file, config_json, config.vocab_size)?;
+    let mut ids = match dir.join(file).exists() {
+        true => token_ids(file, &read_json(dir, file, MAX_CONFIG_BYTES)?, config.vocab_size)?,
+        false => of_config,
+    };
+    ids.extend(tokenizer.eos_token_id.filter(|id| (*id as usize) < config.vocab_size));
     let mut seen = std::collections::HashSet::new();
-    ids.retain(|id| (*id as usize) < config.vocab_size && seen.insert(*id));
+    ids.retain(|id| seen.insert(*id));
     if ids.is_empty() {
-        let detail = "no eos_token_id here, in config.json or in the tokenizer: completions could never end; \
-                      set eos_token_id to the id (or list of ids) of the end-of-sequence token";
-        return Err(ModelCardError::new("generation_config.json", detail));
+        let detail = "no eos_token_id here (config.json's counts only without this file) or in the tokenizer: completions \
+                      could never end; set eos_token_id to the id (or list of ids) of the end-of-sequence token";
+        return Err(ModelCardError::new(file, detail));
     }
     Ok(ids)
 }
 
-fn token_ids(file: &str, value: &Value) -> Result<Vec<u32>, ModelCardError> {
+fn token_ids(file: &str, value: &Value, vocab_size: usize) -> Result<Vec<u32>, ModelCardError> {
     let one = |v: &Value| {
-        v.as_u64()
-            .and_then(|id| u32::try_from(id).ok())
-            .ok_or_else(|| ModelCardError::new(file, format!("eos_token_id holds {}; it must be token ids", brief(v))))
+        v.as_u64().and_then(|id| u32::try_from(id).ok()).filter(|id| (*id as usize) < vocab_size).ok_or_else(|| {
+            let advice = format!("it must be token ids below vocab_size ({vocab_size})");
+            ModelCardError::new(file, format!("eos_token_id holds {}; {advice}", brief(v)))
+        })
     };
     match value.get("eos_token_id") {
         None | Some(Value::Null) => Ok(Vec::new()),
@@ -213,9 +216,26 @@ pub(crate) fn io_error(file: &str, error: &std::io::Error) -> ModelCardError {
     ModelCardError::new(file, advice)
 }
 
+/// Opens a file of a model. Whatever is no plain file is refused before that: a pipe would hold its reader for ever.
+///
+/// # Errors
+/// When it is not there, may not be read, or is something else.
+pub fn open(dir: &Path, file: &str) -> Result<File, ModelCardError> {
+    let path = dir.join(file);
+    let kind = std::fs::metadata(&path).map_err(|e| io_error(file, &e))?.file_type();
+    if !kind.is_file() {
+        let found = if kind.is_dir() { "a directory" } else { "a pipe, a socket or a device" };
+        return Err(ModelCardError::new(
+            file,
+            format!("is {found}; a model is made of plain files: put one in its place"),
+        ));
+    }
+    File::open(path).map_err(|e| io_error(file, &e))
+}
+
 /// A bounded text file.
 pub(crate) fn read_text(dir: &Path, file: &str, max_bytes: u64) -> Result<String, ModelCardError> {
-    let opened = std::fs::File::open(dir.join(file)).map_err(|e| io_error(file, &e))?;
+    let opened = open(dir, file)?;
     let mut bytes = Vec::new();
     opened.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|e| io_error(file, &e))?;
     if bytes.len() as u64 > max_bytes {

@@ -217,6 +217,9 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let courier = Courier::new(store.clone(), outgoing)?;
     let config = Arc::new(config);
     recover(&store, &files, &config, clock_ms()).await?;
+    // Before any worker can ask for a job.
+    let mut disk = DiskWatch::new(config.edge.disk_reserve_bytes);
+    disk.look(&store, &files, clock_ms()).await;
 
     let refused = |source| ServeError::Listen { address: config.listen, source };
     let listener = TcpListener::bind(config.listen).await.map_err(refused)?;
@@ -224,6 +227,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let stop_http = CancellationToken::new();
     let children = children(&config, files.scratch(), addr)?;
     let mut state = AppState::new(store.clone(), files.clone(), config.clone());
+    state.disk_low = disk.low();
     state.prober = Some(Arc::new(Probes::new(&children)));
     let stop_generations = CancellationToken::new();
     state.generator = Some(Arc::new(Generations::new(&children, stop_generations.clone())));
@@ -233,7 +237,6 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
-    let disk = DiskWatch::new(config.edge.disk_reserve_bytes);
     let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), lease_ms(&config), disk)));
     let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);

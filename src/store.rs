@@ -36,6 +36,7 @@ pub mod webhooks;
 pub mod workers;
 
 use std::collections::HashMap;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -222,11 +223,12 @@ const MOST_PAGES: &str = "16384";
 const OLDEST_SQLITE: [u32; 3] = [3, 51, 3];
 
 impl Store {
-    /// Opens (or creates) the database file and brings its schema up to date. The caller holds the data directory's lock
+    /// Opens (or creates) the database file, for this user only, and brings its schema up to date. The caller holds the data directory's lock
     /// ([`crate::files::DataDir`]): one server a file.
     pub async fn open(database: &Path) -> Result<Store, StoreError> {
         sqlite_version().await?;
         let cannot_open = |source| StoreError::Open { path: database.to_owned(), source };
+        make_private(database).map_err(|error| cannot_open(sqlx::Error::Io(error)))?;
         let options = SqliteConnectOptions::new()
             .filename(database)
             .foreign_keys(true)
@@ -361,10 +363,25 @@ impl Store {
         }
     }
 
-    /// Call after the commit, never before.
-    fn wake_queue(&self) {
+    /// Wakes the workers that wait for a job. Call after the commit, never before.
+    pub fn wake_queue(&self) {
         self.changes.queue.send_modify(|count| *count += 1);
     }
+}
+
+/// Creates the file if need be, and takes it and the files beside it from other users, whatever the directory permits: secrets
+/// stand in them. SQLite gives new files beside it the same mode.
+fn make_private(database: &Path) -> std::io::Result<()> {
+    std::fs::OpenOptions::new().create(true).append(true).mode(0o600).open(database)?;
+    for end in ["", "-wal", "-shm"] {
+        let mut name = database.as_os_str().to_owned();
+        name.push(end);
+        match std::fs::set_permissions(&name, std::fs::Permissions::from_mode(0o600)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// The version of the SQLite inside; an error when it is too old to be trusted.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use half::{bf16, f16};
 
 use super::error::{EngineError, Result};
-use crate::modelcard::{ModelCard, TensorDtype, TensorLocation};
+use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
 
 /// Reads tensors by name.
 #[derive(Debug)]
@@ -42,7 +42,9 @@ impl Weights {
         let failed = |source| EngineError::Io { path: path.clone(), source };
         let file = match self.files.entry(location.file.clone()) {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(File::open(&path).map_err(failed)?),
+            std::collections::hash_map::Entry::Vacant(entry) => {
+                entry.insert(modelcard::open(&self.dir, &location.file)?)
+            }
         };
         let values = read_values(file, location).map_err(failed)?;
         if !values.iter().all(|value| value.is_finite()) {

@@ -1,6 +1,5 @@
 //! LoRA adapters: PEFT's names, layout and initialisation.
 
-use std::fs::File;
 use std::path::Path;
 
 use serde_json::{Value, json};
@@ -200,7 +199,7 @@ impl Lora {
         };
         let mut tensors = weights::read_header(dir, name).map_err(|e| EngineError::Adapter(e.to_string()))?.tensors;
         let failed = |source| EngineError::Io { path: file.to_owned(), source };
-        let mut reader = File::open(file).map_err(failed)?;
+        let mut reader = modelcard::open(dir, name).map_err(|e| EngineError::Adapter(e.to_string()))?;
         for parameter in &lora.parameters {
             let info = &parameter.info;
             let Some(location) = tensors.remove(&info.name) else {

@@ -101,6 +101,7 @@ struct DatasetForm {
 /// Upload a dataset.
 ///
 /// Rows are JSON objects with a `prompt` (a non-empty string or a list of chat messages); every other column travels to the rewards.
+/// A key that stands twice in one object, and an integer beyond 64 bits (write it as a string), are refused.
 /// As ndjson, one a line: `{"prompt": "What is 2+2?", "answer": "4"}`. The body is read as it arrives and checked row by row: all bad rows are reported, the first 100 with their line. The same rows again
 /// give the old dataset (200).
 #[utoipa::path(
@@ -234,12 +235,14 @@ async fn short_text(mut part: Field<'_>) -> Result<String, Problem> {
 }
 
 /// Reads rows as they arrive, checks them, and writes the canonical ones to a staged file. Memory: one row and one piece.
+/// Nothing is read while the disk is nearly full.
 pub(super) async fn read_rows<E>(
     state: &AppState,
     format: Format,
     mut pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
     failed: impl Fn(E) -> Problem,
 ) -> Result<(Summary, StagedDone), Problem> {
+    check_disk(state)?;
     let limit = state.dataset_limit_bytes;
     let mut staged = state.files.stage(limit).await?;
     let mut reader = Reader::new(format);

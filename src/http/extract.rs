@@ -20,6 +20,7 @@ use tower_http::timeout::TimeoutError;
 
 use super::JSON_LIMIT_BYTES;
 use super::error::{Code, Item, Problem, chain, shortened};
+use crate::json::Exact;
 use crate::spec::format::Format;
 
 /// A JSON body, in and out. In: 415 without a JSON content type, 413 over the route's limit, 400 for broken JSON (with line
@@ -162,17 +163,21 @@ pub fn expect_document(headers: &HeaderMap) -> Result<Format, Problem> {
     })
 }
 
-/// Parses a document; 400 with line and column where it is broken.
+/// Parses a document; 400 with line and column where it is broken, 422 where JSON holds a key twice or an integer beyond 64 bits.
 pub fn parse_document(bytes: &[u8], format: Format) -> Result<Value, Problem> {
     if format == Format::Json {
-        return parse_json(bytes);
+        let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+        return parse_json::<Exact>(bytes)?.checked(bytes).map_err(|error| {
+            let text = format!("{} (line {}, column {})", without_position(&error), error.line(), error.column());
+            Problem::new(Code::InvalidBody, text.clone()).item("", "invalid", text)
+        });
     }
-    let broken = |detail: String| {
+    let broken = |pointer: String, detail: String| {
         Problem::new(Code::InvalidDocument, format!("broken {}: {detail}", format.as_str().to_uppercase()))
-            .item("", "syntax", detail)
+            .item(pointer, "syntax", detail)
     };
-    let text = std::str::from_utf8(bytes).map_err(|error| broken(format!("not UTF-8: {error}")))?;
-    format.read(text).map_err(|error| broken(error.message))
+    let text = std::str::from_utf8(bytes).map_err(|error| broken(String::new(), format!("not UTF-8: {error}")))?;
+    format.read(text).map_err(|error| broken(error.pointer, error.message))
 }
 
 /// The media type of the body in lower case without its parameters; empty when there is none.
@@ -242,6 +247,14 @@ pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> 
             && matches!(io.kind(), std::io::ErrorKind::InvalidData | std::io::ErrorKind::InvalidInput)
         {
             let detail = "the body does not decompress as its content-encoding says";
+            return Some(Problem::new(Code::InvalidEncoding, detail).because(error));
+        }
+        // The decoder's own, without a message; one of a connection that broke has a message.
+        if let Some(io) = error.downcast_ref::<std::io::Error>()
+            && io.kind() == std::io::ErrorKind::UnexpectedEof
+            && io.get_ref().is_none()
+        {
+            let detail = "the compressed body ends too early: the file is cut off; compress it again";
             return Some(Problem::new(Code::InvalidEncoding, detail).because(error));
         }
         next = error.source();

@@ -196,6 +196,9 @@ pub(super) async fn register(
     let path = source.clone();
     let read = move || -> Result<(Value, String), Problem> {
         let path = locate(&path, roots.as_deref())?;
+        if let Some(roots) = &roots {
+            check_links(&path, roots)?;
+        }
         let is_classifier = is_classifier(&path);
         let (card, files) = match is_classifier {
             true => {
@@ -263,6 +266,26 @@ fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
         Ok(_) => refuse("not_a_directory", format!("'{}' is not a directory", shortened(source))),
         Err(_) => refuse("not_found", format!("there is no readable directory '{}' on the server", shortened(source))),
     }
+}
+
+/// No file of a model may be a link that leads out of them. One that stays is fine: the caches of Hugging Face
+/// are made of links to `../../blobs`.
+fn check_links(dir: &FsPath, roots: &[PathBuf]) -> Result<(), Problem> {
+    let unreadable = |error: std::io::Error| refused(format!("the directory cannot be read: {error}"));
+    for entry in std::fs::read_dir(dir).map_err(unreadable)? {
+        let entry = entry.map_err(unreadable)?;
+        // A link to nowhere is a file that is missing; nothing is opened in a directory below.
+        let Ok(target) = entry.path().canonicalize() else { continue };
+        if !target.is_dir() && !roots.iter().any(|root| target.starts_with(root)) {
+            let detail = format!(
+                "{} is a link that leads out of every --model-root of the server (RLOOD_MODEL_ROOT): \
+                 put the file itself into the directory",
+                shortened(&entry.file_name().to_string_lossy())
+            );
+            return Err(Problem::new(Code::InvalidModel, detail.clone()).item("/source", "outside_model_root", detail));
+        }
+    }
+    Ok(())
 }
 
 fn unusable(error: ModelCardError) -> Problem {

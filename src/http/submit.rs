@@ -17,7 +17,7 @@ use super::AppState;
 use super::auth::Caller;
 use super::datasets::{bad_form, broken_form, format_of_part, keep_rows, read_rows};
 use super::error::{Code, Problem, ProblemBody, shortened};
-use super::extract::{Json, Query, expect_document, media_type, parse_document, parse_json, read_body};
+use super::extract::{Json, Query, expect_document, media_type, parse_document, read_body};
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, Prompts, Source, prepare, unknown_dataset};
@@ -28,7 +28,7 @@ use crate::id::{DatasetId, JobId};
 use crate::probe::ProbeReport;
 use crate::spec::trl::{self, Remark};
 use crate::spec::{
-    DatasetPlan, DraftDocument, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Plan, Warning, resolve,
+    self, DatasetPlan, DraftDocument, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Plan, Warning, resolve,
 };
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
@@ -96,7 +96,9 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
     let (mut document, mut rows) = (None, None);
     while let Some(part) = form.next_field().await.map_err(broken_form)? {
         match part.name() {
-            Some("spec") if document.is_none() => document = Some(parse_json::<Value>(&read_part(part).await?)?),
+            Some("spec") if document.is_none() => {
+                document = Some(parse_document(&read_part(part).await?, spec::format::Format::Json)?)
+            }
             Some("dataset") if rows.is_none() => {
                 let format = format_of_part(&part)?;
                 rows = Some(read_rows(state, format, part, broken_form).await?);

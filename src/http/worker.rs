@@ -3,6 +3,7 @@
 //! Every call on a job names its attempt; the store refuses what comes from an attempt that no longer owns the job. Files
 //! are uploaded before they are published, and published before anybody can see them.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -22,7 +23,7 @@ use super::extract::{Json, Path, Query, body_problem};
 use crate::event::Event;
 use crate::failpoint::{fail_point, without};
 use crate::files::{DataDir, FilesError};
-use crate::id::{CheckpointId, DatasetId, JobId};
+use crate::id::{CheckpointId, DatasetId, JobId, WorkerId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
     CallbackNews, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
@@ -78,7 +79,7 @@ async fn claim(State(state): State<AppState>, Json(body): Json<ClaimRequest>) ->
     let mut queue = state.store.queue_changed();
     loop {
         queue.mark_unchanged();
-        while let Some(claimed) = state.store.job_claim(body.worker, clock_ms(), lease_ms(&state)).await? {
+        while let Some(claimed) = next_job(&state, body.worker).await? {
             match prepare(&state, &body, claimed).await {
                 Ok(Some(claim)) => return Ok(Json(claim).into_response()),
                 // It failed or was lost on the way: the next one.
@@ -91,6 +92,15 @@ async fn claim(State(state): State<AppState>, Json(body): Json<ClaimRequest>) ->
             return Ok(StatusCode::NO_CONTENT.into_response());
         }
     }
+}
+
+/// The next job for this worker; none while the disk is nearly full: it could not keep what it learns.
+async fn next_job(state: &AppState, worker: WorkerId) -> Result<Option<Claimed>, Problem> {
+    if state.disk_low.load(Ordering::Relaxed) {
+        state.store.worker_seen(worker, clock_ms()).await?;
+        return Ok(None);
+    }
+    Ok(state.store.job_claim(worker, clock_ms(), lease_ms(state)).await?)
 }
 
 /// A claim with all a worker needs; `None` when the job cannot run or is not ours any more.

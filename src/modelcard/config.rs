@@ -347,13 +347,14 @@ fn architecture(keys: &Keys) -> Result<Arch, ModelCardError> {
 }
 
 fn rope(keys: &Keys, max_position_embeddings: usize) -> Result<Rope, ModelCardError> {
-    // transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
+    // transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling. One that is not used must make sense too.
+    let flat_theta = keys.number("rope_theta", Some(10_000.0))?;
     let (name, parameters) = match keys.get("rope_parameters") {
         Some(value) => ("rope_parameters", Some(value)),
         None => ("rope_scaling", keys.get("rope_scaling")),
     };
     let Some(parameters) = parameters else {
-        return Ok(Rope { theta: keys.number("rope_theta", Some(10_000.0))?, kind: RopeKind::Default });
+        return Ok(Rope { theta: flat_theta, kind: RopeKind::Default });
     };
     if !parameters.is_object() {
         return keys.refuse(name, parameters, "it must be an object");
@@ -366,7 +367,7 @@ fn rope(keys: &Keys, max_position_embeddings: usize) -> Result<Rope, ModelCardEr
     let inner = Keys { file: keys.file, value: parameters };
     let theta = match inner.get("rope_theta") {
         Some(_) => inner.number("rope_theta", None)?,
-        None => keys.number("rope_theta", Some(10_000.0))?,
+        None => flat_theta,
     };
     if let Some(factor) = inner.get("partial_rotary_factor")
         && factor.as_f64() != Some(1.0)

@@ -41,7 +41,7 @@ impl ChatTemplate {
             jiff::fmt::strtime::format(format, &jiff::Zoned::now())
                 .map_err(|e| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}")))
         });
-        let template = Template::new(&environment, NAME, source).map_err(failed)?;
+        let template = Template::new(&environment, NAME, without_generation(&source)).map_err(failed)?;
         Ok(ChatTemplate { environment, template, special_tokens })
     }
 
@@ -65,6 +65,23 @@ impl ChatTemplate {
         let variables = Value::from_object(Ordered(variables));
         self.template.render(&self.environment, variables, BUDGET, MAX_OUTPUT_BYTES).map_err(failed)
     }
+}
+
+/// `{% generation %}…{% endgeneration %}` marks for transformers what a model said, and writes nothing of its own. A scope
+/// takes its place, as the mark is one: the tag's dashes, and the line that it stands on, go as in Jinja.
+fn without_generation(source: &str) -> String {
+    let (mut out, mut rest) = (String::with_capacity(source.len()), source);
+    while let Some((before, tag)) = rest.split_once("{%") {
+        let (inner, after) = tag.split_at(tag.find("%}").unwrap_or(tag.len()));
+        let inner = match inner.trim_matches(['-', '+']).trim() {
+            "generation" => inner.replacen("generation", "with", 1),
+            "endgeneration" => inner.replacen("endgeneration", "endwith", 1),
+            _ => inner.to_owned(),
+        };
+        out.extend([before, "{%", inner.as_str()]);
+        rest = after;
+    }
+    out + rest
 }
 
 fn failed(error: Error) -> TextError {

@@ -231,10 +231,17 @@ fn sliding_windows_follow_each_family() {
 
 /// Lets the second tensor of a kind lie where the first one does.
 fn share_the_bytes_of_two_tensors(bytes: &mut Vec<u8>) {
+    in_header(bytes, |header| {
+        let mut header: Value = serde_json::from_str(header).unwrap();
+        header["model.layers.1.mlp.up_proj.weight"] = header["model.layers.0.mlp.up_proj.weight"].clone();
+        header.to_string()
+    });
+}
+
+/// Puts another header before the same data.
+fn in_header(bytes: &mut Vec<u8>, change: impl FnOnce(&str) -> String) {
     let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let mut header: Value = serde_json::from_slice(&bytes[8..data]).unwrap();
-    header["model.layers.1.mlp.up_proj.weight"] = header["model.layers.0.mlp.up_proj.weight"].clone();
-    let header = header.to_string().into_bytes();
+    let header = change(std::str::from_utf8(&bytes[8..data]).unwrap()).into_bytes();
     let length = (header.len() as u64).to_le_bytes();
     bytes.splice(..data, length.into_iter().chain(header));
 }
@@ -262,6 +269,12 @@ fn damaged_weights_are_errors_that_name_the_file_and_the_tensor() {
     assert!(spoil(&|b| b[..8].copy_from_slice(&99_999_999u64.to_le_bytes())).contains("99999999"));
     assert!(spoil(&|b| b[8] = b'x').contains("not JSON"));
     assert!(spoil(&|b| b.extend(b"tail")).contains("4 bytes follow the last tensor"));
+    assert!(
+        spoil(&|b| in_header(b, |h| format!("{{\"lm_head.weight\":1,{}", &h[1..])))
+            .contains("duplicate key 'lm_head.weight'")
+    );
+    let numbered = |h: &str| h.replace("{\"format\":\"pt\"}", "{\"format\":1}");
+    assert!(spoil(&|b| in_header(b, numbered)).contains("__metadata__ of the header must be an object of strings"));
     assert!(spoil(&share_the_bytes_of_two_tensors).contains("tensors overlap"));
     assert!(spoil(&|b| rename(b, "layers.2.mlp.up_proj", "layers.2.mlp.up_proX")).contains("layers.2.mlp.up_proj"));
     assert!(spoil(&|b| rename(b, "\"shape\":[320,64]", "\"shape\":[64,320]")).contains("[64, 320]"));
@@ -329,16 +342,71 @@ fn reading_garbage_never_panics() {
 }
 
 #[test]
-fn every_eos_id_counts_and_a_model_without_one_is_refused() {
+fn the_ids_that_end_a_completion_are_those_of_trl() {
     let dir = copy("qwen3");
-    edit(dir.path(), "generation_config.json", |g| g["eos_token_id"] = json!([7, 2, 7, 100_000]));
+    edit(dir.path(), "generation_config.json", |g| g["eos_token_id"] = json!([7, 2, 7]));
     edit(dir.path(), "config.json", |c| c["eos_token_id"] = json!(9));
     edit(dir.path(), "tokenizer_config.json", |t| t["eos_token"] = json!({"content": "<|endoftext|>"}));
-    assert_eq!(read(dir.path()).unwrap().eos_token_ids, [7, 2, 9, 0]);
+    // config.json's does not count beside generation_config.json, whatever that says.
+    assert_eq!(read(dir.path()).unwrap().eos_token_ids, [7, 2, 0]);
     edit(dir.path(), "generation_config.json", |g| g["eos_token_id"] = Value::Null);
-    edit(dir.path(), "config.json", |c| c["eos_token_id"] = Value::Null);
+    assert_eq!(read(dir.path()).unwrap().eos_token_ids, [0]);
     edit(dir.path(), "tokenizer_config.json", |t| t["eos_token"] = Value::Null);
     assert!(error(dir.path()).contains("eos_token_id"));
+    std::fs::remove_file(dir.path().join("generation_config.json")).unwrap();
+    assert_eq!(read(dir.path()).unwrap().eos_token_ids, [9]);
+    edit(dir.path(), "config.json", |c| c["eos_token_id"] = Value::Null);
+    assert!(error(dir.path()).contains("eos_token_id"));
+}
+
+#[test]
+fn an_eos_id_beyond_the_vocabulary_is_refused_by_its_key() {
+    for file in ["generation_config.json", "config.json"] {
+        let dir = copy("qwen3");
+        edit(dir.path(), file, |g| g["eos_token_id"] = json!([2, 100_000]));
+        let error = error(dir.path());
+        assert!(error.starts_with(&format!("{file}: eos_token_id holds 100000")), "{error}");
+    }
+}
+
+#[test]
+fn a_rope_theta_that_is_not_positive_is_refused_be_it_used_or_not() {
+    for theta in [json!(0), json!(-1e4), json!("x")] {
+        for rope in [json!({"rope_theta": theta}), json!({"rope_theta": theta, "rope_parameters": {"rope_theta": 1e4}})]
+        {
+            let mut all = json!({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
+                "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256});
+            all.as_object_mut().unwrap().extend(rope.as_object().unwrap().clone());
+            let error = ModelConfig::from_json("config.json", &all).unwrap_err().to_string();
+            assert!(error.starts_with("config.json: rope_theta is "), "{error}");
+        }
+    }
+}
+
+#[test]
+fn what_is_no_plain_file_is_refused_before_it_is_opened() {
+    let model = copy("qwen3");
+    let names =
+        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"];
+    let index = ["chat_template.jinja", "special_tokens_map.json"];
+    for name in names.into_iter().chain(index) {
+        let dir = copy("qwen3");
+        let path = dir.path().join(name);
+        let _ = std::fs::remove_file(&path);
+        // Reading it would not end within the test: nobody writes.
+        let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(made.success());
+        let found = error(dir.path());
+        assert!(found.starts_with(&format!("{name}: is a pipe")), "{found}");
+        assert!(!classifier::is_classifier(dir.path()));
+    }
+    // The fingerprint is over files that the card does not need as well.
+    let card = read(model.path()).unwrap();
+    let path = model.path().join("config.json");
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    let found = fingerprint_files(model.path(), &card.files).unwrap_err().to_string();
+    assert!(found.starts_with("config.json: is a directory"), "{found}");
 }
 
 #[test]
@@ -394,6 +462,14 @@ fn templates_render_as_jinja_does_in_transformers() {
         ),
         ("{{ undefined_name }}{{ messages[0].missing }}", ""),
         ("{{ add_generation_prompt }}", "True"),
+        ("a{% generation %}b{{ 1 + 1 }}{% endgeneration %}c", "ab2c"),
+        ("a  {%- generation -%}  b  {%- endgeneration -%}  c", "abc"),
+        ("a\n  {%generation%}\nb\n{%+ endgeneration %}\nc", "a\nb\nc"),
+        ("{% set generation = 'kept' %}{{ generation }} {{ '{%' }} generation", "kept {% generation"),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% if true %}!{% endif %}{% endgeneration %}{% endfor %}",
+            "hi!",
+        ),
     ] {
         assert_eq!(render(source, data.clone()).unwrap(), expected, "{source}");
     }

@@ -150,7 +150,7 @@ impl Text {
         }
     }
 
-    /// Every id that ends a completion: generation_config's, config's and the tokenizer's.
+    /// Every id that ends a completion: the tokenizer's, and generation_config.json's or, without that file, config.json's.
     pub fn eos_token_ids(&self) -> &[u32] {
         &self.eos_token_ids
     }

@@ -5,6 +5,9 @@ use std::io::{Read, Seek};
 use std::path::Path;
 
 use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::json;
 
 use super::{ModelCardError, ModelConfig, check_downloaded, io_error, read_json};
 
@@ -163,7 +166,7 @@ pub(crate) struct Header {
 /// The header of a safetensors file: 8 bytes of length, then JSON.
 pub(crate) fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
     let damaged = |why: String| ModelCardError::new(file, format!("{why}; the file is damaged, copy it again"));
-    let mut reader = std::fs::File::open(dir.join(file)).map_err(|e| io_error(file, &e))?;
+    let mut reader = super::open(dir, file)?;
     let file_bytes = reader.metadata().map_err(|e| io_error(file, &e))?.len();
     if file_bytes < 8 {
         return Err(damaged(format!("has {file_bytes} bytes, too few for a safetensors header")));
@@ -180,13 +183,21 @@ pub(crate) fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardErr
     }
     let mut header = vec![0u8; header_bytes as usize];
     reader.read_exact(&mut header).map_err(|e| io_error(file, &e))?;
-    let entries: BTreeMap<String, serde_json::Value> =
-        serde_json::from_slice(&header).map_err(|e| damaged(format!("the header is not JSON ({e})")))?;
+    let entries = match json::read(&header) {
+        Ok(Value::Object(entries)) => entries,
+        Ok(_) => return Err(damaged("the header is not a JSON object".to_owned())),
+        Err(error) if error.is_data() => return Err(damaged(format!("the header: {}", json::words(&error)))),
+        Err(error) => return Err(damaged(format!("the header is not JSON ({error})"))),
+    };
     let data_bytes = file_bytes - 8 - header_bytes;
     let mut result = Header::default();
     let mut spans = Vec::with_capacity(entries.len());
     for (name, value) in entries {
         if name == "__metadata__" {
+            let all_text = |notes: &Map<String, Value>| notes.values().all(Value::is_string);
+            if !value.is_null() && !value.as_object().is_some_and(all_text) {
+                return Err(damaged("__metadata__ of the header must be an object of strings".to_owned()));
+            }
             continue;
         }
         let entry: HeaderEntry =

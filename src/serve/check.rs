@@ -2,6 +2,7 @@
 
 mod machine;
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -53,6 +54,9 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
             }
         }
     }
+    if let Some(text) = readable_by_others(&config.data_dir) {
+        println!("warn  {:<9} {text}", "data");
+    }
     Ok(code)
 }
 
@@ -70,6 +74,13 @@ fn look_at_data(dir: &Path) -> Result<String, String> {
         Ok(_) => Ok(format!("{}, to be created", dir.display())),
         Err(error) => Err(format!("{} cannot be created: {error}; choose another --data-dir", dir.display())),
     }
+}
+
+/// Prompts, completions and weights lie there; the database protects itself.
+fn readable_by_others(dir: &Path) -> Option<String> {
+    let mode = std::fs::metadata(dir).ok()?.permissions().mode();
+    (mode & 0o077 != 0)
+        .then(|| format!("other users may look into {0}: take that away with 'chmod 700 {0}'", dir.display()))
 }
 
 /// There is room above the watermark.

@@ -1,6 +1,9 @@
-//! The disk's watermark: below it jobs pause, well above it those that paused for want of space go on by themselves.
+//! The disk's watermark: below it jobs pause and none is handed out, well above it those that paused for want of space go on
+//! by themselves.
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::files::DataDir;
 use crate::id::JobId;
@@ -14,7 +17,7 @@ const AGAIN_MOST_MS: i64 = 60 * 60_000;
 /// Looks at the disk once a second.
 pub struct DiskWatch {
     reserve_bytes: u64,
-    low: bool,
+    low: Arc<AtomicBool>,
     /// When a job went on, and how often: one that needs more than there is must not begin anew every second.
     resumed: HashMap<JobId, (i64, u32)>,
 }
@@ -22,7 +25,12 @@ pub struct DiskWatch {
 impl DiskWatch {
     /// Keeps so much free; 0 = only jobs that met a full disk are resumed.
     pub fn new(reserve_bytes: u64) -> Self {
-        Self { reserve_bytes, low: false, resumed: HashMap::new() }
+        Self { reserve_bytes, low: Arc::default(), resumed: HashMap::new() }
+    }
+
+    /// Whether the disk is low, as of the latest look: no job is handed to a worker then.
+    pub fn low(&self) -> Arc<AtomicBool> {
+        self.low.clone()
     }
 
     /// Pauses or resumes what has to be.
@@ -38,8 +46,11 @@ impl DiskWatch {
     /// # Errors
     /// When the database does not answer.
     pub async fn act(&mut self, store: &Store, free: u64, now: i64) -> Result<(), StoreError> {
-        if self.reserve_bytes > 0 && free < self.reserve_bytes {
-            if !std::mem::replace(&mut self.low, true) {
+        let enough = self.reserve_bytes.saturating_add(self.reserve_bytes / 2);
+        // Once it is low it stays so until there is well enough, or jobs would go back and forth.
+        if free < self.reserve_bytes || (free < enough && self.low.load(Ordering::Relaxed)) {
+            // Before the pauses: what is queued meanwhile is not handed out.
+            if !self.low.swap(true, Ordering::Relaxed) {
                 let reserve = self.reserve_bytes;
                 tracing::warn!(free, reserve, "the disk is nearly full: jobs pause until there is room");
             }
@@ -48,10 +59,12 @@ impl DiskWatch {
             }
             return Ok(());
         }
-        if free < self.reserve_bytes.saturating_add(self.reserve_bytes / 2) {
+        if free < enough {
             return Ok(());
         }
-        self.low = false;
+        if self.low.swap(false, Ordering::Relaxed) {
+            store.wake_queue();
+        }
         let waiting = store.jobs_waiting_for_disk().await?;
         self.resumed.retain(|_, (at, _)| now - *at < 6 * AGAIN_MOST_MS);
         for job in waiting {

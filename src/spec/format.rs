@@ -1,9 +1,13 @@
 //! The forms in which a document is read and written: JSON, YAML, TOML.
 //!
 //! Reading gives the same [`Value`] from all three. A document is the client's, so reading is bounded: depth, nodes and
-//! what aliases may expand to (YAML), depth (TOML, JSON); numbers that are not finite are refused, since JSON has none.
+//! what aliases may expand to (YAML), depth (TOML, JSON); numbers that are not finite are refused, since JSON has none, and
+//! keys that stand twice in one object. What is said of a broken document quotes keys, never values: a secret may be there.
 
 use serde_json::{Map, Value};
+
+use super::reader::{escaped, shown};
+use crate::json;
 
 /// A form of a document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,11 +26,13 @@ pub enum Format {
 pub struct FormatError {
     /// For people; names line and column where they are known.
     pub message: String,
+    /// JSON pointer to the field at fault where it is known; else empty.
+    pub pointer: String,
 }
 
 impl FormatError {
     fn new(message: impl Into<String>) -> Self {
-        Self { message: message.into() }
+        Self { message: message.into(), pointer: String::new() }
     }
 }
 
@@ -90,16 +96,17 @@ impl Format {
             return Err(FormatError::new(format!("the document is empty: {} is needed", self.as_str().to_uppercase())));
         }
         match self {
-            Format::Json => serde_json::from_str(text).map_err(|error| FormatError::new(error.to_string())),
+            Format::Json => json::read(text.as_bytes()).map_err(|error| {
+                let (words, line, column) = (json::words(&error), error.line(), error.column());
+                FormatError::new(format!("{words} (line {line}, column {column})"))
+            }),
             Format::Yaml => {
                 let options = serde_saphyr::options! { with_snippet: false, strict_booleans: true };
-                serde_saphyr::from_str_with_options(text, options)
-                    .map_err(|error| FormatError::new(one_line(&error.to_string())))
+                serde_saphyr::from_str_with_options(text, options).map_err(|error| broken_yaml(&error))
             }
             Format::Toml => {
-                let table: toml::Table =
-                    toml::from_str(text).map_err(|error| FormatError::new(one_line(&error.to_string())))?;
-                from_toml(toml::Value::Table(table))
+                let table: toml::Table = toml::from_str(text).map_err(|error| broken_toml(text, &error))?;
+                from_toml(toml::Value::Table(table), "")
             }
         }
     }
@@ -145,7 +152,54 @@ pub fn write_job(document: &Value, format: Format) -> Result<String, FormatError
     format.write(document)
 }
 
-/// Parsers draw the faulty line over several lines of their own.
+/// In our words: the parser's own speak to who builds with it.
+fn broken_yaml(error: &serde_saphyr::Error) -> FormatError {
+    use serde_saphyr::Error;
+    const TOO_LARGE: &str = "the document is too large, too deep, or its aliases stand for too much: \
+                             write it without aliases, and upload many rows as a dataset";
+    let inner = match error.without_snippet() {
+        Error::AliasError { error, .. } => error.without_snippet(),
+        other => other,
+    };
+    let words = match inner {
+        Error::DuplicateMappingKey { key: Some(key), .. } => {
+            format!("duplicate key '{}': give every key of an object once", shown(key))
+        }
+        Error::DuplicateMappingKey { key: None, .. } => "duplicate key: give every key of an object once".to_owned(),
+        Error::MultipleDocuments { .. } => "there is more than one document ('---'): send one".to_owned(),
+        Error::Budget { .. }
+        | Error::AliasReplayCounterOverflow { .. }
+        | Error::AliasReplayLimitExceeded { .. }
+        | Error::AliasExpansionLimitExceeded { .. }
+        | Error::AliasReplayStackDepthExceeded { .. } => TOO_LARGE.to_owned(),
+        Error::NonFiniteFloat { .. } => {
+            "a number is not finite, which JSON does not have: give a finite one".to_owned()
+        }
+        Error::RecursiveReferencesRequireWeakTypes { .. } => {
+            "an alias stands for what it is itself a part of".to_owned()
+        }
+        Error::UnknownAnchor { .. } => "an alias (*name) has no anchor (&name) before it".to_owned(),
+        Error::UnsupportedTag { .. } => "a tag (!name) is not supported: write the value without it".to_owned(),
+        Error::Eof { .. } => "the document ends too early: a bracket or a quote is open".to_owned(),
+        other => return FormatError::new(one_line(&other.render_with_formatter(&serde_saphyr::UserMessageFormatter))),
+    };
+    match inner.location().or_else(|| error.location()) {
+        Some(at) => FormatError::new(format!("{words} (line {}, column {})", at.line(), at.column())),
+        None => FormatError::new(words),
+    }
+}
+
+/// The error's own text would draw the faulty line, with whatever secret stands there.
+fn broken_toml(text: &str, error: &toml::de::Error) -> FormatError {
+    let Some(before) = error.span().and_then(|span| text.get(..span.start)) else {
+        return FormatError::new(one_line(error.message()));
+    };
+    let line = before.matches('\n').count() + 1;
+    let column = before.rsplit('\n').next().unwrap_or("").chars().count() + 1;
+    FormatError::new(format!("{} (line {line}, column {column})", one_line(error.message())))
+}
+
+/// Parsers spread what they say over several lines.
 fn one_line(text: &str) -> String {
     const LONGEST: usize = 300;
     let line = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
@@ -166,19 +220,28 @@ fn first_null(value: &Value, pointer: String) -> Option<String> {
     }
 }
 
-fn from_toml(value: toml::Value) -> Result<Value, FormatError> {
+fn from_toml(value: toml::Value, pointer: &str) -> Result<Value, FormatError> {
     Ok(match value {
         toml::Value::String(text) => Value::String(text),
         toml::Value::Integer(number) => number.into(),
         toml::Value::Float(number) => match serde_json::Number::from_f64(number) {
             Some(number) => Value::Number(number),
-            None => return Err(FormatError::new(format!("{number} is not a finite number"))),
+            None => {
+                let message = format!("{pointer} is {number}, which is not a finite number: give a finite one");
+                return Err(FormatError { message, pointer: pointer.to_owned() });
+            }
         },
         toml::Value::Boolean(flag) => Value::Bool(flag),
         toml::Value::Datetime(time) => Value::String(time.to_string()),
-        toml::Value::Array(items) => Value::Array(items.into_iter().map(from_toml).collect::<Result<_, _>>()?),
+        toml::Value::Array(items) => {
+            let item = |(index, value)| from_toml(value, &format!("{pointer}/{index}"));
+            Value::Array(items.into_iter().enumerate().map(item).collect::<Result<_, _>>()?)
+        }
         toml::Value::Table(table) => {
-            let entry = |(name, value)| Ok((name, from_toml(value)?));
+            let entry = |(name, value): (String, _)| {
+                let value = from_toml(value, &format!("{pointer}/{}", escaped(&name)))?;
+                Ok((name, value))
+            };
             Value::Object(table.into_iter().map(entry).collect::<Result<Map<_, _>, FormatError>>()?)
         }
     })
@@ -219,6 +282,61 @@ mod tests {
         }
         for text in ["a = nan", "a = inf", "a = [1.0, -inf]"] {
             assert!(Format::Toml.read(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_number_of_toml_that_is_not_finite_says_its_field() {
+        let error = Format::Toml.read("[rloo]\nbeta = nan\n").unwrap_err();
+        assert_eq!(error.pointer, "/rloo/beta");
+        assert!(error.message.contains("/rloo/beta is NaN"), "{}", error.message);
+    }
+
+    #[test]
+    fn a_broken_document_is_not_quoted() {
+        let broken = [
+            (Format::Toml, "[[rewards]]\nsecret = \"CANARY\" x\n"),
+            (Format::Toml, "secret = \"CANARY\"\nsecret = \"CANARY\"\n"),
+            (Format::Toml, "secret = \"CANARY\"\n[secret.CANARI]\n"),
+            (Format::Toml, "secret = 'CANARY\n"),
+            (Format::Toml, "secret = CANARY\n"),
+            (Format::Toml, "secret = \"CANARY\\q\"\n"),
+            (Format::Yaml, "secret: \"CANARY\" x\n"),
+            (Format::Yaml, "secret: CANARY\nsecret: CANARY\n"),
+            (Format::Yaml, "secret: 'CANARY\n"),
+            (Format::Yaml, "secret: *CANARY\n"),
+            (Format::Yaml, "secret: [CANARY\n"),
+            (Format::Json, "{\"secret\": \"CANARY\" x}"),
+            (Format::Json, "{\"secret\": \"CANARY\", \"secret\": \"CANARY\"}"),
+            (Format::Json, "{\"secret\": CANARY}"),
+        ];
+        for (format, text) in broken {
+            let message = format.read(text).map(|value| panic!("{text}: {value}")).unwrap_err().message;
+            assert!(!message.contains("CANARY"), "{text}: {message}");
+            assert!(message.contains("line"), "{text}: {message}");
+        }
+    }
+
+    #[test]
+    fn errors_of_yaml_speak_of_the_document_and_not_of_the_parser() {
+        let deep = "[".repeat(100_000);
+        for text in ["a: 1\na: 2\n", "a: 1\n---\nb: 2\n", "a: .nan\n", "a: *b\n", "a: [1\n", deep.as_str()] {
+            let message = Format::Yaml.read(text).unwrap_err().message;
+            for jargon in ["Options", "from_str", "budget", "policy", "Policy", "Nodes", "Depth", "serde"] {
+                assert!(!message.contains(jargon), "{message}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_key_that_stands_twice_is_refused_in_every_form() {
+        for (format, text) in [
+            (Format::Json, "{\"rloo\": {\"beta\": 0, \"beta\": 1}}"),
+            (Format::Yaml, "rloo: {beta: 0, beta: 1}"),
+            (Format::Toml, "[rloo]\nbeta = 0\nbeta = 1"),
+        ] {
+            let message = format.read(text).unwrap_err().message;
+            assert!(message.contains("duplicate key"), "{message}");
         }
     }
 

@@ -318,7 +318,8 @@ pub(super) fn nearest<'n>(given: &str, known: impl Iterator<Item = &'n str>) -> 
         .map(|(_, name)| name)
 }
 
-fn escaped(name: &str) -> String {
+/// A key as a part of a JSON pointer.
+pub(super) fn escaped(name: &str) -> String {
     name.replace('~', "~0").replace('/', "~1")
 }
 

@@ -241,7 +241,8 @@ impl Store {
         let row = job_row(tx, id).await?;
         let data = QueuedDetail { model: Some(row.model.clone()), parent, ..QueuedDetail::default() };
         event_insert(tx, id, "job.created", now, data).await?;
-        Ok(row)
+        // Again, with the event.
+        job_row(tx, id).await
     }
 
     /// One job, or `NotFound`.

@@ -87,6 +87,32 @@ async fn with_a_root_models_must_lie_under_it() {
     }
 }
 
+#[tokio::test]
+async fn with_a_root_no_file_of_a_model_may_lead_out_of_it() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path().canonicalize().unwrap();
+    let configured = root.clone();
+    let server = server_with(|config| config.model_roots = Some(vec![configured]), |_| {}).await;
+    // As a cache has it: every file a link to a blob beside.
+    let (blobs, inside, outside) = (root.join("blobs"), root.join("snapshots"), root.join("outside"));
+    crate::server::copy(std::path::Path::new(MODEL), &blobs);
+    for dir in [&inside, &outside] {
+        std::fs::create_dir(dir).unwrap();
+        for entry in std::fs::read_dir(&blobs).unwrap().map(Result::unwrap) {
+            let target = std::path::Path::new("../blobs").join(entry.file_name());
+            std::os::unix::fs::symlink(target, dir.join(entry.file_name())).unwrap();
+        }
+    }
+    let made = register(&server, json!({"id": "in", "source": inside})).await;
+    assert_eq!(made.status, 201, "{}", made.text());
+    let tokenizer = outside.join("tokenizer.json");
+    std::fs::remove_file(&tokenizer).unwrap();
+    std::os::unix::fs::symlink(std::path::Path::new(MODEL).join("tokenizer.json"), &tokenizer).unwrap();
+    let problem = register(&server, json!({"id": "out", "source": outside})).await.problem(422, "invalid_model");
+    assert_eq!(problem["errors"][0]["code"], "outside_model_root", "{problem}");
+    assert!(problem["detail"].as_str().unwrap().starts_with("tokenizer.json is a link that leads out"), "{problem}");
+}
+
 /// A job with one published checkpoint of these files.
 async fn job_with_checkpoint(server: &Server, files: &[(&str, &[u8])]) -> (JobId, String) {
     register(server, json!({"id": "tiny", "source": MODEL})).await;

@@ -92,6 +92,15 @@ async fn a_damaged_backup_restores_nothing() {
     std::fs::remove_file(&manifest).unwrap();
     assert!(restore().1.contains("no backup, or one that was interrupted"));
     std::fs::write(&manifest, &good).unwrap();
+    // Neither into the backup itself, nor over or below a file.
+    let file = dir.path().join("file");
+    std::fs::write(&file, "x").unwrap();
+    for (target, why) in [(copy.join("data"), "inside the backup"), (file.clone(), "not a directory")] {
+        let refused = run(&["restore", path(&copy), "--data-dir", path(&target)]);
+        assert!(!refused.status.success() && said(&refused).contains(why), "{}", said(&refused));
+    }
+    let refused = run(&["backup", path(&file), "--data-dir", path(&data)]);
+    assert!(!refused.status.success() && said(&refused).contains("not a directory"), "{}", said(&refused));
     assert_eq!(restore().0, Some(0));
     // The key came along.
     let listed = run(&["keys", "list", "--data-dir", path(&restored)]);

@@ -141,6 +141,35 @@ fn broken_json_says_where() {
 }
 
 #[test]
+fn what_would_be_rounded_or_dropped_is_refused_where_it_stands() {
+    let of = |format, text: &str| read(format, text.as_bytes(), usize::MAX).1.unwrap_err().errors.remove(0);
+    let long = "{\"prompt\":\"a\"}\n{\"prompt\":\"b\",\"id\":123456789012345678901234567890}\n";
+    let error = of(Format::Ndjson, long);
+    assert_eq!((error.line, error.code), (2, "not_exact"));
+    assert!(error.detail.starts_with("at column 20: the integer 123456789012345678901234567890"), "{}", error.detail);
+    assert!(error.detail.contains("write it as a string"), "{}", error.detail);
+    for twice in ["{\"prompt\":\"a\",\"prompt\":\"b\"}", "{\"prompt\":\"a\",\"x\":[{\"y\":1,\"y\":1}]}"] {
+        let error = of(Format::Ndjson, twice);
+        assert_eq!((error.line, error.code), (1, "not_exact"));
+        assert!(error.detail.contains("duplicate key"), "{}", error.detail);
+    }
+    let error = of(Format::Json, "[\n{\"prompt\":\"a\",\n  \"n\": -9223372036854775809}]");
+    assert_eq!((error.line, error.code), (2, "not_exact"));
+    assert!(error.detail.starts_with("at line 3, column 8: "), "{}", error.detail);
+    // Fractions are rounded as everywhere, and what 64 bits hold is kept.
+    let kept = "{\"prompt\":\"a\",\"n\":18446744073709551615,\"x\":1e30,\"y\":0.1000000000000000055511151231257827}\n";
+    let expected = [json!({"prompt": "a", "n": u64::MAX, "x": 1e30, "y": 0.1})];
+    assert_eq!(rows(Format::Ndjson, kept.as_bytes()), expected);
+}
+
+#[test]
+fn a_header_of_csv_that_names_a_column_twice_or_not_at_all_says_which() {
+    let detail = |text: &str| read(Format::Csv, text.as_bytes(), 3).1.unwrap_err().errors.remove(0).detail;
+    assert!(detail("prompt,a,prompt\nx,1,2\n").starts_with("columns 1 and 3 of the header are both named 'prompt'"));
+    assert!(detail("prompt,,a\nx,1,2\n").starts_with("column 2 of the header has no name"));
+}
+
+#[test]
 fn utf_16_is_named() {
     let bytes: Vec<u8> = "\u{feff}prompt\na\n".encode_utf16().flat_map(u16::to_le_bytes).collect();
     assert_eq!(errors(Format::Csv, &bytes), [(1, "encoding")]);

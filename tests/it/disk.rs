@@ -1,9 +1,12 @@
 //! The disk's watermark: jobs pause below it and go on by themselves well above it.
 
+use std::sync::atomic::Ordering;
+
 use rlood::job::{Requested, State};
 use rlood::protocol::Outcome;
 use rlood::serve::disk::DiskWatch;
 
+use crate::server::{Server, job};
 use crate::setting::{Setting, T0};
 
 const RESERVE: u64 = 1000;
@@ -87,4 +90,36 @@ async fn a_job_that_needs_more_than_there_is_does_not_begin_anew_every_second() 
     assert_eq!(resumed.len(), 4, "{resumed:?}");
     let pauses: Vec<i64> = resumed.windows(2).map(|pair| pair[1] - pair[0]).collect();
     assert!(pauses[0] >= MINUTE && pauses[1] >= 2 * MINUTE && pauses[2] >= 4 * MINUTE, "{pauses:?}");
+}
+
+#[tokio::test]
+async fn the_disk_is_low_until_there_is_well_enough_and_what_is_queued_meanwhile_pauses_too() {
+    let setting = Setting::new().await;
+    let store = &setting.store;
+    let mut watch = DiskWatch::new(RESERVE);
+    let low = watch.low();
+    watch.act(store, RESERVE + 400, T0).await.unwrap();
+    assert!(!low.load(Ordering::Relaxed));
+    watch.act(store, RESERVE - 1, T0 + 1).await.unwrap();
+    assert!(low.load(Ordering::Relaxed));
+    let late = setting.job().await;
+    watch.act(store, RESERVE + 400, T0 + 2).await.unwrap();
+    assert!(low.load(Ordering::Relaxed));
+    assert_eq!(reason(&setting, late).await.as_deref(), Some("disk_full"));
+    // A user who resumes it does not start it: it waits again at the next look.
+    store.job_resume(late, T0 + 3).await.unwrap();
+    watch.act(store, RESERVE + 400, T0 + 4).await.unwrap();
+    assert_eq!(reason(&setting, late).await.as_deref(), Some("disk_full"));
+    watch.act(store, RESERVE + 500, T0 + 5).await.unwrap();
+    assert!(!low.load(Ordering::Relaxed));
+    assert_eq!(setting.state(late).await, State::Queued);
+}
+
+#[tokio::test]
+async fn uploads_are_refused_on_a_nearly_full_disk_however_small_they_are() {
+    let server = Server::start_with(|config| config.edge.disk_reserve_bytes = u64::MAX).await;
+    let dataset = server.post("/datasets", serde_json::json!({"records": [{"prompt": "a"}]})).await;
+    assert_eq!((dataset.status.as_u16(), &dataset.body["code"]), (507, &"storage_full".into()), "{}", dataset.text);
+    let inline = server.post("/jobs", job()).await;
+    assert_eq!((inline.status.as_u16(), &inline.body["code"]), (507, &"storage_full".into()), "{}", inline.text);
 }

@@ -202,6 +202,19 @@ async fn a_compressed_body_is_read() {
 }
 
 #[tokio::test]
+async fn a_compressed_body_that_is_cut_off_is_no_matter_of_the_connection() {
+    let server = server().await;
+    let whole = gzip("{\"prompt\":\"a\"}\n".repeat(1000).as_bytes());
+    for length in [whole.len() - 1, whole.len() / 2, 11] {
+        let mut request = post("/datasets", "application/x-ndjson", whole[..length].to_vec());
+        request.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
+        let problem = server.send(request).await.problem(400, "invalid_encoding");
+        assert_eq!(problem["retryable"], false, "{problem}");
+        assert!(problem["detail"].as_str().unwrap().contains("cut off"), "{problem}");
+    }
+}
+
+#[tokio::test]
 async fn a_request_id_is_kept_or_made() {
     let server = server().await;
     let request = |id: &str| Request::get("/livez").header("x-request-id", id).body(Body::empty()).unwrap();

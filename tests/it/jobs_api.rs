@@ -16,6 +16,7 @@ async fn a_job_with_inline_records_is_queued_and_shown() {
     assert_eq!(answer.status, 201, "{}", answer.text);
     let id = answer.body["id"].as_str().unwrap();
     assert_eq!(answer.headers[header::LOCATION], format!("/jobs/{id}"));
+    assert_eq!(answer.body["last_seq"], 1, "its first event is there");
     let shown = server.get(&format!("/jobs/{id}")).await;
     assert_eq!(shown.status, 200);
     let keys: Vec<_> = shown.body.as_object().unwrap().keys().map(String::as_str).collect();
@@ -383,6 +384,39 @@ async fn the_configuration_comes_in_three_forms_and_each_can_be_submitted_again(
         .unwrap();
     let answer = server.send(broken).await;
     assert_eq!((answer.status.as_u16(), &answer.body["code"]), (400, &json!("invalid_document")), "{}", answer.text);
+}
+
+#[tokio::test]
+async fn a_broken_document_says_where_and_never_quotes_a_secret() {
+    let server = Server::start().await;
+    let send = async |kind: &str, body: &str| {
+        let request =
+            Request::post("/jobs").header(header::CONTENT_TYPE, kind).body(Body::from(body.to_owned())).unwrap();
+        let answer = server.send(request).await;
+        assert!(!answer.text.contains("CANARY"), "{}", answer.text);
+        let error = answer.body["errors"][0].clone();
+        let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        (answer.status.as_u16(), word(&answer.body["code"]), word(&error["pointer"]), word(&error["detail"]))
+    };
+    let (status, code, _, detail) = send("application/toml", "[[rewards]]\nsecret = \"CANARY\" x\n").await;
+    assert_eq!((status, code.as_str()), (400, "invalid_document"));
+    assert!(detail.contains("line 2"), "{detail}");
+    let (status, code, pointer, _) = send("application/toml", "[rloo]\nbeta = nan\n").await;
+    assert_eq!((status, code.as_str(), pointer.as_str()), (400, "invalid_document", "/rloo/beta"));
+    let (status, code, _, detail) = send("application/yaml", "secret: CANARY\nsecret: CANARY\n").await;
+    assert_eq!((status, code.as_str()), (400, "invalid_document"));
+    assert!(detail.starts_with("duplicate key 'secret'") && detail.contains("line 2"), "{detail}");
+    let (status, code, pointer, detail) = send("application/json", "{\"rloo\": {\"beta\": 0, \"beta\": 1}}").await;
+    assert_eq!((status, code.as_str(), pointer.as_str()), (422, "invalid_body", "/rloo/beta"));
+    assert!(detail.starts_with("duplicate key 'beta'"), "{detail}");
+    let inline = "{\"dataset\": {\"records\": [\n{\"prompt\": \"a\", \"id\": 123456789012345678901234567890}]}}";
+    let (status, code, _, detail) = send("application/json", inline).await;
+    assert_eq!((status, code.as_str()), (422, "invalid_body"));
+    assert!(detail.contains("write it as a string") && detail.contains("line 2, column 23"), "{detail}");
+    for url in ["http://u:CANARY@exa mple/", "http://u:CANARY@rm.example/", "http://[CANARY"] {
+        let answer = server.post("/webhooks", json!({"url": url})).await;
+        assert!(answer.status == 422 && !answer.text.contains("CANARY"), "{}", answer.text);
+    }
 }
 
 #[tokio::test]

@@ -18,6 +18,7 @@ const WORDS: &[&str] = &[
     "job",
     "lifecycle",
     "jinja",
+    "json",
     "modelcard",
     "outgoing",
     "probe",

@@ -1,6 +1,7 @@
 //! Real processes: `rlood serve` with its workers, driven over HTTP like a user would.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -378,6 +379,11 @@ fn check_says_what_is_there_and_what_is_in_the_way() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
+    // Others may look into a directory of the test's own only when it says so.
+    assert!(!text.contains("warn"), "{text}");
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let (code, text) = check("127.0.0.1:0");
+    assert!(code == Some(0) && text.contains("warn  data      other users may look into"), "{text}");
     let server = Server::start(dir.path(), "none");
     let (code, text) = check(server.url.strip_prefix("http://").unwrap());
     assert_eq!(code, Some(1), "{text}");

@@ -1,6 +1,7 @@
 //! What is stored: events, steps, samples, checkpoints, datasets, models, idempotency keys.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
 
 use rlood::event::{Event, FinishReason, Metrics, Sample, SamplePhase};
 use rlood::id::{DatasetId, JobId};
@@ -461,6 +462,23 @@ async fn watchers_wake_after_the_commit_and_only_for_their_job() {
     assert!(!bystander.has_changed().unwrap() && !queue.has_changed().unwrap());
     store.job_resume(job, T0).await.unwrap();
     assert!(queue.has_changed().unwrap());
+}
+
+#[tokio::test]
+async fn the_database_is_its_owners_whatever_the_directory_permits() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let database = dir.path().join("rlood.db");
+    // As a former version left it.
+    std::fs::write(&database, "").unwrap();
+    std::fs::set_permissions(&database, std::fs::Permissions::from_mode(0o644)).unwrap();
+    let store = Store::open(&database).await.unwrap();
+    store.ping().await.unwrap();
+    for name in ["rlood.db", "rlood.db-wal", "rlood.db-shm"] {
+        let mode = std::fs::metadata(dir.path().join(name)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+    store.close().await;
 }
 
 #[tokio::test]

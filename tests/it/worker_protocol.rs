@@ -1,6 +1,7 @@
 //! The worker protocol over the real router: from registration to the downloaded checkpoint.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::Router;
@@ -24,6 +25,7 @@ struct Server {
     router: Router,
     token: String,
     worker: WorkerId,
+    disk_low: Arc<AtomicBool>,
 }
 
 impl Server {
@@ -41,7 +43,8 @@ impl Server {
         setting.store.model_create(model, T0).await.unwrap();
         std::fs::write(setting.files.dataset(setting.dataset), b"{\"prompt\":\"a\"}\n").unwrap();
         let state = AppState::new(setting.store.clone(), setting.files.clone(), Arc::new(config));
-        let server = Self { setting, router: router(state), token, worker: WorkerId::new() };
+        let disk_low = state.disk_low.clone();
+        let server = Self { setting, router: router(state), token, worker: WorkerId::new(), disk_low };
         let register = json!({"worker": server.worker, "device": "cpu", "pid": 1, "threads": 1, "version": "0.1.0"});
         let (status, body) = server.post("/worker/register", register).await;
         assert_eq!((status, &body["lease_ms"]), (StatusCode::OK, &json!(30_000)));
@@ -175,6 +178,21 @@ async fn a_claim_waits_for_work() {
         server.setting.job().await
     });
     assert_eq!(claimed.1["job"], json!(job));
+}
+
+#[tokio::test]
+async fn no_job_is_handed_out_while_the_disk_is_nearly_full() {
+    let server = Server::new().await;
+    let job = server.setting.job().await;
+    server.disk_low.store(true, Ordering::Relaxed);
+    assert_eq!(server.claim(0).await.0, StatusCode::NO_CONTENT);
+    // Nor one that is resumed.
+    server.setting.store.job_pause(job, T0).await.unwrap();
+    server.setting.store.job_resume(job, T0 + 1).await.unwrap();
+    assert_eq!(server.claim(0).await.0, StatusCode::NO_CONTENT);
+    assert_eq!(server.setting.state(job).await, State::Queued);
+    server.disk_low.store(false, Ordering::Relaxed);
+    assert_eq!(server.claim(0).await.1["job"], json!(job));
 }
 
 #[tokio::test]

@@ -2,7 +2,6 @@
 //! first the matrices, then norms and biases, which weight decay leaves alone. The buffer holds the weights in f32, where the backend keeps it; what computes is made from it.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 
@@ -11,7 +10,7 @@ use crate::engine::error::{EngineError, Result};
 use crate::engine::load::{self, Weights};
 use crate::engine::lora::ParameterInfo;
 use crate::engine::tensors::{self, Data};
-use crate::modelcard::{ModelCard, weights};
+use crate::modelcard::{self, ModelCard, weights};
 
 /// The weights in a checkpoint of full fine-tuning.
 pub const WEIGHTS: &str = "model.safetensors";
@@ -41,7 +40,7 @@ impl Full {
         let header = weights::read_header(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
         let path = dir.join(WEIGHTS);
         let failed = |source| EngineError::Io { path: path.clone(), source };
-        let mut file = File::open(&path).map_err(failed)?;
+        let mut file = modelcard::open(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
         let shapes: HashMap<String, Vec<usize>> = card.config.tensors().into_iter().collect();
         Full::fill(card, values, |name| {
             let location =
