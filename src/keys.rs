@@ -1,5 +1,6 @@
 //! `rlood keys`: make, list and revoke API keys where the server's data directory lies, while it runs or not.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use jiff::Timestamp;
@@ -22,6 +23,9 @@ pub enum KeysError {
     /// The database cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// There are no keys to list or to end.
+    #[error("{} holds no database of rlood: name the server's --data-dir", .0.display())]
+    NoDatabase(PathBuf),
     /// A name or owner.
     #[error("--{0} must have 1 to 100 characters, none of them a control character")]
     Name(&'static str),
@@ -30,9 +34,13 @@ pub enum KeysError {
 /// `rlood keys …`.
 ///
 /// # Errors
-/// When the data directory or the database cannot be used, or there is no such key.
+/// When the data directory or the database cannot be used or is not there, or there is no such key.
 pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
     let KeysArgs { action, data_dir, json } = args;
+    // Only a first key may come before the server: elsewhere a misspelt directory would look like one without keys.
+    if !matches!(action, KeysAction::Create(_)) && !data_dir.join("rlood.db").is_file() {
+        return Err(KeysError::NoDatabase(data_dir));
+    }
     // A running server holds the lock; then its database is opened beside it. Dropped last, so that no server starts between.
     let (store, _lock) = match DataDir::open(&data_dir) {
         Ok(files) => (Store::open(&files.database()).await?, Some(files)),

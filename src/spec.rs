@@ -38,5 +38,5 @@ pub use prompts::{PromptLengths, check_records};
 pub use reader::FieldError;
 pub use resolve::{Resolution, Warning, resolve};
 pub use rewards::{Formula, JsonSchema, SampleTemplate, read_single_reward};
-pub use schema::{DraftDocument, FormDocument, JobDocument};
+pub use schema::{DraftDocument, DraftPlan, FormDocument, JobDocument};
 pub use warm::WarmStartFacts;

@@ -230,6 +230,7 @@ impl JsonSplit {
         match self.state {
             JsonState::End | JsonState::Broken => {}
             JsonState::Start => {} // Nothing at all: an empty dataset.
+            JsonState::Key => self.broken(EXPECTED, row),
             _ => self.broken("the JSON ends too early", row),
         }
     }

@@ -1,7 +1,7 @@
 //! Checkpoints and adapters: what a job made, to list and to download.
 
 use axum::extract::State;
-use axum::http::{HeaderMap, Method};
+use axum::http::{HeaderMap, Method, StatusCode};
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -9,14 +9,16 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
-use super::download::{Download, send_file, send_tar};
+use super::auth::Caller;
+use super::download::{Download, RangeHeaders, send_file, send_tar};
 use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
+use super::idempotency::{Answer, identity, once};
 use super::list::{List, PageQuery, Time};
 use crate::event::Metrics;
 use crate::id::{CheckpointId, JobId};
 use crate::protocol::FileEntry;
-use crate::store::{CheckpointRow, StoreError, clock_ms};
+use crate::store::{CheckpointRow, JobRow, StoreError, clock_ms};
 
 /// What PEFT and vLLM load: the order in the archive.
 const ADAPTER_FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
@@ -100,13 +102,20 @@ async fn get_checkpoint(
 
 /// Keep a checkpoint: rotation passes it over, whatever `keep_last` and `keep_best` say. Idempotent.
 #[utoipa::path(post, path = "/checkpoints/{id}/pin", tag = "Artifacts",
-    params(("id" = CheckpointId, Path, description = "The checkpoint")),
+    params(("id" = CheckpointId, Path, description = "The checkpoint"), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
     responses((status = 200, description = "The checkpoint", body = Checkpoint)))]
 async fn pin_checkpoint(
     State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
     Path(id): Path<CheckpointId>,
-) -> Result<Json<Checkpoint>, Problem> {
-    Ok(Json(state.store.checkpoint_pin(id, true, clock_ms()).await?.into()))
+) -> Result<Response, Problem> {
+    let store = state.store.clone();
+    let work = async move {
+        let row = store.checkpoint_pin(id, true, clock_ms()).await?;
+        Answer::new(StatusCode::OK, None, &Checkpoint::from(row))
+    };
+    once(&state, &caller, &headers, "POST /checkpoints/{id}/pin", &identity(id), work).await
 }
 
 /// Give a checkpoint back to rotation, which looks at it when the next one is published. Idempotent.
@@ -127,18 +136,19 @@ async fn unpin_checkpoint(
     params(
         ("id" = CheckpointId, Path, description = "The checkpoint"),
         ("name" = String, Path, description = "The file, as the checkpoint lists it"),
-        ("Range" = Option<String>, Header, description = "`bytes=0-99`, `bytes=100-`, `bytes=-100`"),
-        ("If-Range" = Option<String>, Header, description = "An ETag: the range counts only if it is still this one"),
-        ("If-None-Match" = Option<String>, Header, description = "ETags the client has: 304 if the file is one of them"),
+        RangeHeaders,
     ),
     responses(
-        (status = 200, description = "The file", body = Vec<u8>, content_type = "application/octet-stream", headers(
+        (status = 200, description = "The file; a name that ends with .json is sent as JSON",
+            content((Vec<u8> = "application/octet-stream"), (serde_json::Value = "application/json")), headers(
             ("ETag" = String, description = "The file's SHA-256, quoted"),
             ("Accept-Ranges" = String, description = "bytes"),
             ("Repr-Digest" = String, description = "RFC 9530, of the whole file"),
         )),
-        (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/octet-stream"),
+        (status = 206, description = "A part of it",
+            content((Vec<u8> = "application/octet-stream"), (Vec<u8> = "application/json"))),
         (status = 304, description = "The client has it"),
+        (status = 416, description = "The range lies outside the file", body = ProblemBody),
     ))]
 async fn get_file(
     State(state): State<AppState>,
@@ -152,8 +162,17 @@ async fn get_file(
 
 /// The list of a checkpoint's files with their hashes, as the worker wrote it.
 #[utoipa::path(method(get, head), path = "/checkpoints/{id}/manifest.json", tag = "Artifacts",
-    params(("id" = CheckpointId, Path, description = "The checkpoint")),
-    responses((status = 200, description = "The manifest", body = serde_json::Value)))]
+    params(("id" = CheckpointId, Path, description = "The checkpoint"), RangeHeaders),
+    responses(
+        (status = 200, description = "The manifest", body = serde_json::Value, headers(
+            ("ETag" = String, description = "The file's SHA-256, quoted"),
+            ("Accept-Ranges" = String, description = "bytes"),
+            ("Repr-Digest" = String, description = "RFC 9530, of the whole file"),
+        )),
+        (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/json"),
+        (status = 304, description = "The client has it"),
+        (status = 416, description = "The range lies outside the file", body = ProblemBody),
+    ))]
 async fn get_manifest(
     State(state): State<AppState>,
     Path(id): Path<CheckpointId>,
@@ -165,18 +184,30 @@ async fn get_manifest(
 }
 
 /// Download all files of a checkpoint as one tar.
+///
+/// It is made on the way, the same bytes every time; so ranges and conditions are honoured as of a file, and there is no digest of
+/// the whole: `manifest.json` has that of each file.
 #[utoipa::path(method(get, head), path = "/checkpoints/{id}/archive.tar", tag = "Artifacts",
-    params(("id" = CheckpointId, Path, description = "The checkpoint")),
-    responses((status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar")))]
+    params(("id" = CheckpointId, Path, description = "The checkpoint"), RangeHeaders),
+    responses(
+        (status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar", headers(
+            ("ETag" = String, description = "Of the names and SHA-256 of its files, quoted"),
+            ("Accept-Ranges" = String, description = "bytes"),
+        )),
+        (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/x-tar"),
+        (status = 304, description = "The client has it"),
+        (status = 416, description = "The range lies outside the archive", body = ProblemBody),
+    ))]
 async fn get_archive(
     State(state): State<AppState>,
     Path(id): Path<CheckpointId>,
+    method: Method,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
     let row = state.store.checkpoint_get(id).await?;
     let files: Result<Vec<Download>, Problem> =
         row.files.iter().map(|file| file_of(&state, &row, &file.name)).collect();
-    send_tar(&headers, &format!("{}.tar", row.id), &files?).await
+    send_tar(&method, &headers, &format!("{}.tar", row.id), &files?).await
 }
 
 /// `?which=`.
@@ -206,13 +237,21 @@ enum Which {
 /// `PeftModel.from_pretrained` and vLLM's `--lora-modules` take. A job of full fine-tuning has no adapter (409): its
 /// checkpoints' archives hold the whole model.
 #[utoipa::path(method(get, head), path = "/jobs/{id}/adapter", tag = "Artifacts",
-    params(("id" = JobId, Path, description = "The job"), AdapterQuery),
-    responses((status = 200, description = "The adapter", body = Vec<u8>, content_type = "application/x-tar"),
+    params(("id" = JobId, Path, description = "The job"), AdapterQuery, RangeHeaders),
+    responses(
+        (status = 200, description = "The adapter", body = Vec<u8>, content_type = "application/x-tar", headers(
+            ("ETag" = String, description = "Of the names and SHA-256 of its files, quoted"),
+            ("Accept-Ranges" = String, description = "bytes"),
+        )),
+        (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/x-tar"),
+        (status = 304, description = "The client has it"),
+        (status = 404, description = "No such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = not any more", body = ProblemBody),
         (status = 409, description = "The job trains all weights: its checkpoints hold a model, not an adapter", body = ProblemBody)))]
 async fn get_adapter(
     State(state): State<AppState>,
     Path(id): Path<JobId>,
     Query(AdapterQuery { which }): Query<AdapterQuery>,
+    method: Method,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
     let job = state.store.job_get(id).await?;
@@ -222,16 +261,13 @@ async fn get_adapter(
         Some(Which::Best) => state.store.checkpoint_best(id).await?,
     };
     let Some(row) = row else {
-        let detail = match which {
-            None if job.ending.is_some() => {
-                "no checkpoint from before the alert that ended the job is kept; ask for which=last or which=best"
-            }
-            None | Some(Which::Last) => {
-                "the job has not published a checkpoint yet; its 'checkpoint' events tell when it does"
-            }
-            Some(Which::Best) => "the job has no best checkpoint yet; ask for which=last",
-        };
-        return Err(Problem::new(Code::NoCheckpoint, detail));
+        // Where there is any, one is the newest and one the best: only the result may have gone alone.
+        if state.store.checkpoint_latest(id).await?.is_some() {
+            let detail =
+                "no checkpoint from before the alert that ended the job is kept; ask for which=last or which=best";
+            return Err(Problem::new(Code::NoSuchCheckpoint, detail));
+        }
+        return Err(no_checkpoint(&state, &job));
     };
     if row.files.iter().any(|file| file.name == "model.safetensors") {
         let detail = format!(
@@ -241,7 +277,38 @@ async fn get_adapter(
         return Err(Problem::new(Code::NoAdapter, detail));
     }
     let files: Result<Vec<Download>, Problem> = ADAPTER_FILES.iter().map(|name| file_of(&state, &row, name)).collect();
-    send_tar(&headers, &format!("{id}-step{}-adapter.tar", row.step), &files?).await
+    send_tar(&method, &headers, &format!("{id}-step{}-adapter.tar", row.step), &files?).await
+}
+
+/// A job has no checkpoint at all: one that goes on will have, one that is over never will.
+pub(super) fn no_checkpoint(state: &AppState, job: &JobRow) -> Problem {
+    if !job.state.is_terminal() {
+        let detail = "the job has not saved a checkpoint yet; its 'checkpoint.saved' events tell when it does";
+        return Problem::new(Code::NoCheckpoint, detail);
+    }
+    let kept_ms = state.config.retention.checkpoints_ms;
+    let removed = kept_ms.zip(job.finished_at).filter(|(kept, finished)| finished.saturating_add(*kept) < clock_ms());
+    let why = match removed {
+        Some((kept_ms, _)) => {
+            format!("checkpoints are removed {} after a job's end, but for pinned ones", life(kept_ms))
+        }
+        None => "it ended before it saved one, or they were removed".to_owned(),
+    };
+    let detail = format!(
+        "the job is {} and has no checkpoint: {why}; POST /jobs/{}/retry trains it anew",
+        job.state.as_str(),
+        job.id
+    );
+    Problem::new(Code::NoSuchCheckpoint, detail)
+}
+
+/// A time of the operator's settings as they are written: `90d`, `12h`.
+fn life(ms: i64) -> String {
+    match ms / 1000 {
+        seconds if seconds % 86_400 == 0 => format!("{}d", seconds / 86_400),
+        seconds if seconds % 3600 == 0 => format!("{}h", seconds / 3600),
+        seconds => format!("{seconds}s"),
+    }
 }
 
 /// A file by its name in the checkpoint's list: the client's text never becomes a path.

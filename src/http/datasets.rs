@@ -4,24 +4,24 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::time::{Duration, Instant};
 
 use axum::RequestExt;
-use axum::body::{Body, Bytes};
+use axum::body::Bytes;
 use axum::extract::multipart::{Field, Multipart, MultipartError};
 use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
-use axum::http::{StatusCode, header};
-use axum::response::{IntoResponse, Response};
+use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::response::Response;
 use futures::{Stream, StreamExt};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use tokio_util::io::ReaderStream;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouterExt};
 use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::error::{Code, Item, Problem, shortened};
-use super::extract::{Json, Path, Query, body_fault, body_problem, media_type};
+use super::download::{Download, RangeHeaders, send_file};
+use super::error::{Code, Item, Problem, ProblemBody, shortened};
+use super::extract::{Json, Path, Query, announced_bytes, body_fault, body_problem, media_type};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
 use crate::dataset::{Format, Reader, Rejected, Summary};
@@ -38,6 +38,8 @@ const UPLOAD_DEADLINE: Duration = Duration::from_secs(3600);
 /// A page of rows ends here, however few they are.
 const PAGE_BYTES: usize = 4 * 1024 * 1024;
 const LONGEST_NAME: usize = 200;
+/// What a form may have beside the rows, in bytes.
+const FORM_BYTES: u64 = 64 * 1024;
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -131,13 +133,14 @@ async fn create_dataset(
     let mut name = checked_name(name)?;
     let kind = media_type(&headers);
     let (summary, staged) = if kind == "multipart/form-data" {
+        check_length(&state, &headers, FORM_BYTES)?;
         let form = Multipart::from_request(request, &()).await;
         let (part_name, uploaded) = read_form(&state, form.map_err(|error| bad_form(error.body_text()))?).await?;
         name = name.or(part_name);
         uploaded
     } else {
         let format = Format::of_media_type(&kind).ok_or_else(|| wrong_type(&kind))?;
-        check_length(&state, &request)?;
+        check_length(&state, &headers, 0)?;
         let body = request.into_limited_body().into_data_stream();
         read_rows(&state, format, body, |error| body_problem(&error)).await?
     };
@@ -301,11 +304,12 @@ fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
     Problem::new(Code::InvalidDataset, detail).items(items.collect())
 }
 
-fn check_length(state: &AppState, request: &Request) -> Result<(), Problem> {
-    let length =
-        request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
-    match length {
-        Some(length) if length > state.dataset_limit_bytes => Err(too_large(state.dataset_limit_bytes)),
+/// 413 before the first byte when the client says that there will be too many; `more` = what may come beside the rows.
+fn check_length(state: &AppState, headers: &HeaderMap, more: u64) -> Result<(), Problem> {
+    match announced_bytes(headers) {
+        Some(length) if length > state.dataset_limit_bytes.saturating_add(more) => {
+            Err(too_large(state.dataset_limit_bytes))
+        }
         Some(_) | None => Ok(()),
     }
 }
@@ -460,17 +464,26 @@ fn read_page(path: &std::path::Path, begin: Cursor, limit: u32, num_rows: u64) -
     Ok(Some(RowPage { data, next }))
 }
 
-/// All rows as ndjson, as they are stored: the bytes whose hash is `sha256`.
-#[utoipa::path(get, path = "/datasets/{id}/content", tag = "Datasets", params(("id" = DatasetId, Path, description = "The dataset")),
-    responses((status = 200, description = "The rows", body = String, content_type = "application/x-ndjson")))]
-async fn get_content(State(state): State<AppState>, Path(id): Path<DatasetId>) -> Result<Response, Problem> {
-    let dataset = state.store.dataset_get(id).await?;
-    let file = tokio::fs::File::open(state.files.dataset(id)).await.map_err(Problem::internal)?;
-    let headers = [
-        (header::CONTENT_TYPE, "application/x-ndjson".to_owned()),
-        (header::CONTENT_LENGTH, dataset.size_bytes.to_string()),
-        (header::ETAG, format!("\"{}\"", dataset.sha256)),
-        (header::CONTENT_DISPOSITION, format!("attachment; filename=\"{id}.ndjson\"")),
-    ];
-    Ok((headers, Body::from_stream(ReaderStream::with_capacity(file, 64 * 1024))).into_response())
+/// All rows as ndjson, as they are stored: the bytes whose hash is `sha256`, which is their ETag.
+#[utoipa::path(method(get, head), path = "/datasets/{id}/content", tag = "Datasets",
+    params(("id" = DatasetId, Path, description = "The dataset"), RangeHeaders),
+    responses(
+        (status = 200, description = "The rows", body = String, content_type = "application/x-ndjson", headers(
+            ("ETag" = String, description = "The SHA-256, quoted"),
+            ("Accept-Ranges" = String, description = "bytes"),
+            ("Repr-Digest" = String, description = "RFC 9530, of all rows"),
+        )),
+        (status = 206, description = "A part of them", body = String, content_type = "application/x-ndjson"),
+        (status = 304, description = "The client has them"),
+        (status = 416, description = "The range lies outside", body = ProblemBody),
+    ))]
+async fn get_content(
+    State(state): State<AppState>,
+    Path(id): Path<DatasetId>,
+    method: Method,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
+    let DatasetRow { sha256, size_bytes, .. } = state.store.dataset_get(id).await?;
+    let file = Download { path: state.files.dataset(id), name: format!("{id}.ndjson"), size_bytes, sha256 };
+    send_file(&method, &headers, &file).await
 }

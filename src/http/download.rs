@@ -6,15 +6,33 @@ use axum::body::{Body, Bytes};
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
+use futures::stream::BoxStream;
 use futures::{Stream, StreamExt, stream};
 use sha2::{Digest, Sha256};
 use tokio::io::{AsyncReadExt, AsyncSeekExt, SeekFrom};
 use tokio_util::io::ReaderStream;
+use utoipa::IntoParams;
 
 use super::error::{Code, Problem};
 
 const PIECE_BYTES: usize = 64 * 1024;
 const TAR_BLOCK: u64 = 512;
+
+/// What a client may say about the bytes it wants and has.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Header)]
+#[expect(dead_code, reason = "describes the headers in the document")]
+pub struct RangeHeaders {
+    /// `bytes=0-99`, `bytes=100-`, `bytes=-100`; one range.
+    #[param(rename = "Range")]
+    range: Option<String>,
+    /// An ETag: the range counts only if it is still this one.
+    #[param(rename = "If-Range")]
+    if_range: Option<String>,
+    /// ETags the client has: 304 if it is one of them.
+    #[param(rename = "If-None-Match")]
+    if_none_match: Option<String>,
+}
 
 /// A file to send.
 #[derive(Debug, Clone)]
@@ -34,58 +52,30 @@ pub struct Download {
 /// # Errors
 /// 412, 416, or 500 when the file cannot be opened.
 pub async fn send_file(method: &Method, headers: &HeaderMap, file: &Download) -> Result<Response, Problem> {
-    let size = file.size_bytes;
     let etag = format!("\"{}\"", file.sha256);
     if let Some(response) = answered_by_condition(headers, &etag)? {
         return Ok(response);
     }
-    let range = match text(headers, header::RANGE) {
-        Some(range) if *method == Method::GET && range_applies(headers, &etag) => parse_range(range, size),
-        Some(_) | None => Range::Whole,
-    };
-    let (status, first, length) = match range {
-        Range::Whole => (StatusCode::OK, 0, size),
-        Range::Part { first, last } => (StatusCode::PARTIAL_CONTENT, first, last - first + 1),
-        Range::Unsatisfiable => {
-            let detail = format!("the file has {size} bytes; ask for a range inside them");
-            return Err(Problem::new(Code::RangeNotSatisfiable, detail)
-                .header(header::CONTENT_RANGE, format!("bytes */{size}"))
-                .header(header::ACCEPT_RANGES, "bytes"));
-        }
-    };
-
-    let mut opened = open(file).await?;
-    opened.seek(SeekFrom::Start(first)).await.map_err(Problem::internal)?;
-    let mut response = (
-        status,
-        [
-            (header::CONTENT_TYPE, content_type(&file.name).to_owned()),
-            (header::CONTENT_LENGTH, length.to_string()),
-            (header::ETAG, etag),
-            (header::ACCEPT_RANGES, "bytes".to_owned()),
-            (header::CACHE_CONTROL, "private, no-cache".to_owned()),
-            (header::CONTENT_DISPOSITION, format!("attachment; filename=\"{}\"", file.name)),
-        ],
-        Body::from_stream(exactly(opened, length)),
-    )
-        .into_response();
-    let headers = response.headers_mut();
+    let span = Span::asked(method, headers, &etag, file.size_bytes)?;
+    let body = Body::from_stream(part_of(file, span.first, span.length).await?);
+    let mut response = span.response(content_type(&file.name), &file.name, etag, body);
     if let Some(Ok(digest)) = repr_digest(&file.sha256).map(|text| text.parse()) {
-        headers.insert("repr-digest", digest);
-    }
-    if status == StatusCode::PARTIAL_CONTENT
-        && let Ok(value) = format!("bytes {first}-{}/{size}", first + length - 1).parse()
-    {
-        headers.insert(header::CONTENT_RANGE, value);
+        response.headers_mut().insert("repr-digest", digest);
     }
     Ok(response)
 }
 
-/// Sends files as one tar, made on the way: the same files give the same bytes.
+/// Sends files as one tar, made on the way: the same files give the same bytes. Answers as [`send_file`], but for the digest,
+/// which would take reading all of them first.
 ///
 /// # Errors
-/// 412, or 500 when a file cannot be opened.
-pub async fn send_tar(headers: &HeaderMap, archive_name: &str, files: &[Download]) -> Result<Response, Problem> {
+/// 412, 416, or 500 when a file cannot be opened.
+pub async fn send_tar(
+    method: &Method,
+    headers: &HeaderMap,
+    archive_name: &str,
+    files: &[Download],
+) -> Result<Response, Problem> {
     let mut identity = Sha256::new();
     for file in files {
         identity.update(format!("{}\0{}\n", file.name, file.sha256));
@@ -96,25 +86,114 @@ pub async fn send_tar(headers: &HeaderMap, archive_name: &str, files: &[Download
         return Ok(response);
     }
 
-    // All are opened before the first byte goes out: a file that is missing is an error, not half an archive.
-    let mut parts = Vec::with_capacity(files.len());
-    let mut length = 2 * TAR_BLOCK;
+    let mut pieces = Vec::with_capacity(3 * files.len() + 1);
     for file in files {
-        let header = tar_header(file)?;
         let padding = file.size_bytes.next_multiple_of(TAR_BLOCK) - file.size_bytes;
-        length += TAR_BLOCK + file.size_bytes + padding;
-        let body = exactly(open(file).await?, file.size_bytes);
-        parts.push(stream::once(async { Ok(header) }).chain(body).chain(zeros(padding)).boxed());
+        pieces.extend([Piece::Held(tar_header(file)?), Piece::Stored(file), Piece::zeros(padding)]);
     }
-    parts.push(zeros(2 * TAR_BLOCK).boxed());
-    let headers = [
-        (header::CONTENT_TYPE, "application/x-tar".to_owned()),
-        (header::CONTENT_LENGTH, length.to_string()),
-        (header::ETAG, etag),
-        (header::CACHE_CONTROL, "private, no-cache".to_owned()),
-        (header::CONTENT_DISPOSITION, format!("attachment; filename=\"{archive_name}\"")),
-    ];
-    Ok((headers, Body::from_stream(stream::iter(parts).flatten())).into_response())
+    pieces.push(Piece::zeros(2 * TAR_BLOCK));
+    let span = Span::asked(method, headers, &etag, pieces.iter().map(Piece::length).sum())?;
+
+    // All are opened before the first byte goes out: a file that is missing is an error, not half an archive.
+    let mut parts: Vec<Pieces> = Vec::with_capacity(pieces.len());
+    let mut begin = 0;
+    for piece in &pieces {
+        let end = begin + piece.length();
+        let within = |at: u64| at.clamp(begin, end) - begin;
+        let (first, last) = (within(span.first), within(span.first + span.length));
+        begin = end;
+        match piece {
+            _ if first == last => {}
+            // At most two blocks, so that the numbers fit.
+            Piece::Held(bytes) => {
+                let bytes = bytes.slice(first as usize..last as usize);
+                parts.push(stream::once(async { Ok(bytes) }).boxed());
+            }
+            Piece::Stored(file) => parts.push(part_of(file, first, last - first).await?),
+        }
+    }
+    let body = Body::from_stream(stream::iter(parts).flatten());
+    Ok(span.response("application/x-tar", archive_name, etag, body))
+}
+
+/// A stretch of a tar.
+enum Piece<'f> {
+    /// A header or padding.
+    Held(Bytes),
+    /// A file.
+    Stored(&'f Download),
+}
+
+impl Piece<'_> {
+    fn zeros(length: u64) -> Self {
+        Self::Held(Bytes::from(vec![0; length as usize])) // At most two blocks.
+    }
+
+    fn length(&self) -> u64 {
+        match self {
+            Piece::Held(bytes) => bytes.len() as u64,
+            Piece::Stored(file) => file.size_bytes,
+        }
+    }
+}
+
+/// The bytes that are sent of what there is.
+#[derive(Debug, Clone, Copy)]
+struct Span {
+    status: StatusCode,
+    first: u64,
+    length: u64,
+    /// Of the whole.
+    size: u64,
+}
+
+impl Span {
+    /// As `Range` and `If-Range` say; 416 when nothing lies there.
+    fn asked(method: &Method, headers: &HeaderMap, etag: &str, size: u64) -> Result<Self, Problem> {
+        let range = match text(headers, header::RANGE) {
+            Some(range) if *method == Method::GET && range_applies(headers, etag) => parse_range(range, size),
+            Some(_) | None => Range::Whole,
+        };
+        match range {
+            Range::Whole => Ok(Self { status: StatusCode::OK, first: 0, length: size, size }),
+            Range::Part { first, last } => {
+                Ok(Self { status: StatusCode::PARTIAL_CONTENT, first, length: last - first + 1, size })
+            }
+            Range::Unsatisfiable => {
+                let detail = format!("the file has {size} bytes; ask for a range inside them");
+                Err(Problem::new(Code::RangeNotSatisfiable, detail)
+                    .header(header::CONTENT_RANGE, format!("bytes */{size}"))
+                    .header(header::ACCEPT_RANGES, "bytes"))
+            }
+        }
+    }
+
+    fn response(self, content_type: &str, name: &str, etag: String, body: Body) -> Response {
+        let Self { status, first, length, size } = self;
+        let headers = [
+            (header::CONTENT_TYPE, content_type.to_owned()),
+            (header::CONTENT_LENGTH, length.to_string()),
+            (header::ETAG, etag),
+            (header::ACCEPT_RANGES, "bytes".to_owned()),
+            (header::CACHE_CONTROL, "private, no-cache".to_owned()),
+            (header::CONTENT_DISPOSITION, format!("attachment; filename=\"{name}\"")),
+        ];
+        let mut response = (status, headers, body).into_response();
+        if status == StatusCode::PARTIAL_CONTENT
+            && let Ok(value) = format!("bytes {first}-{}/{size}", first + length - 1).parse()
+        {
+            response.headers_mut().insert(header::CONTENT_RANGE, value);
+        }
+        response
+    }
+}
+
+type Pieces = BoxStream<'static, std::io::Result<Bytes>>;
+
+async fn part_of(file: &Download, first: u64, length: u64) -> Result<Pieces, Problem> {
+    let mut opened = open(file).await?;
+    opened.seek(SeekFrom::Start(first)).await.map_err(Problem::internal)?;
+    Ok(exactly(opened, length).boxed())
 }
 
 async fn open(file: &Download) -> Result<tokio::fs::File, Problem> {
@@ -143,11 +222,6 @@ fn exactly(file: tokio::fs::File, length: u64) -> impl Stream<Item = std::io::Re
         };
         std::future::ready(item)
     })
-}
-
-fn zeros(length: u64) -> impl Stream<Item = std::io::Result<Bytes>> {
-    let length = usize::try_from(length).unwrap_or(0); // At most two blocks.
-    stream::iter((length > 0).then(|| Ok(Bytes::from(vec![0; length]))))
 }
 
 fn tar_header(file: &Download) -> Result<Bytes, Problem> {

@@ -55,6 +55,7 @@ codes! {
     InvalidCsrfToken = "invalid_csrf_token", 403, false, "The session's token is missing or not the right one";
     NotFound = "not_found", 404, false, "Not found";
     NoCheckpoint = "no_checkpoint", 404, true, "There is no checkpoint yet";
+    NoSuchCheckpoint = "no_such_checkpoint", 404, false, "There is no such checkpoint";
     MethodNotAllowed = "method_not_allowed", 405, false, "The method is not allowed here";
     NotAcceptable = "not_acceptable", 406, false, "The asked representation does not exist";
     RequestTimeout = "request_timeout", 408, true, "The request took too long to arrive";

@@ -109,7 +109,7 @@ async fn list_events(
 /// Whether a client asks for server-sent events by name: whoever takes anything gets an answer that ends.
 pub(super) fn wants_stream(headers: &HeaderMap) -> bool {
     let mut accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    accepted.any(|value| value.contains("text/event-stream"))
+    accepted.any(|value| value.to_ascii_lowercase().contains("text/event-stream"))
 }
 
 fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {

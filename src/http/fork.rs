@@ -5,23 +5,23 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::artifacts::no_checkpoint;
 use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path};
-use super::idempotency::{Answer, once};
+use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, prepare};
-use super::submit::{hex, keep, plan_of};
+use super::submit::{keep, plan_of};
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{FieldError, JobSpec, Plan, Reference, WarmStartPlan, continues, forked_document, resolve};
-use crate::store::{CheckpointRow, Fork, NewJob, clock_ms};
+use crate::store::{CheckpointRow, Fork, JobRow, NewJob, clock_ms};
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -49,7 +49,7 @@ pub struct ForkRequest {
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "Jobs", request_body = ForkRequest,
     params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 201, description = "The new job; its `parent` is the old one", body = JobView, headers(("location" = String))),
-    (status = 404, description = "No such job, or no checkpoint of that step", body = ProblemBody),
+    (status = 404, description = "No such job, or no checkpoint of that step: `no_checkpoint` = not yet, `no_such_checkpoint` = not any more, or never", body = ProblemBody),
     (status = 422, description = "The new job is not valid", body = ProblemBody)))]
 async fn fork_job(
     State(state): State<AppState>,
@@ -58,9 +58,9 @@ async fn fork_job(
     Path(id): Path<JobId>,
     Json(request): Json<ForkRequest>,
 ) -> Result<Response, Problem> {
-    let identity = format!("{id} {}", serde_json::to_string(&request).map_err(Problem::internal)?);
+    let identity = identity(format_args!("{id} {}", serde_json::to_string(&request).map_err(Problem::internal)?));
     let work = fork(state.clone(), caller.clone(), id, request);
-    once(&state, &caller, &headers, "POST /jobs/{id}/fork", &hex(&Sha256::digest(identity)), work).await
+    once(&state, &caller, &headers, "POST /jobs/{id}/fork", &identity, work).await
 }
 
 async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) -> Result<Answer, Problem> {
@@ -74,11 +74,11 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     // Its secrets are copied, so it stays with who has them.
     let owner = row.owner.clone();
     let mut parent = row.plan()?;
-    parent.name = row.name;
-    parent.metadata = row.metadata;
+    parent.name = row.name.clone();
+    parent.metadata = row.metadata.clone();
     let checkpoints = state.store.checkpoint_list(id).await?;
     let Some(checkpoint) = checkpoints.iter().find(|checkpoint| checkpoint.step == from_step) else {
-        return Err(no_checkpoint(from_step, &checkpoints));
+        return Err(no_such_step(&state, &row, from_step, &checkpoints));
     };
     let asked_reference = take_reference(&mut overrides)?;
 
@@ -234,15 +234,20 @@ fn refused(errors: Vec<FieldError>) -> Problem {
     invalid(Code::InvalidSpec, errors.into_iter().map(at_overrides).collect())
 }
 
-/// Names the nearest steps that have one.
-fn no_checkpoint(from_step: u64, checkpoints: &[CheckpointRow]) -> Problem {
-    let below = checkpoints.iter().map(|checkpoint| checkpoint.step).filter(|step| *step < from_step).max();
-    let above = checkpoints.iter().map(|checkpoint| checkpoint.step).filter(|step| *step > from_step).min();
-    let nearest = match (below, above) {
-        (Some(below), Some(above)) => format!("the nearest are {below} and {above}"),
-        (Some(step), None) | (None, Some(step)) => format!("the nearest is {step}"),
-        (None, None) => "it has published none yet; POST /jobs/{id}/retry begins anew".to_owned(),
+/// Names the steps that have one.
+fn no_such_step(state: &AppState, job: &JobRow, from_step: u64, checkpoints: &[CheckpointRow]) -> Problem {
+    const SHOWN: usize = 20;
+    // Newest first.
+    let Some(newest) = checkpoints.first().map(|checkpoint| checkpoint.step) else {
+        let problem = no_checkpoint(state, job);
+        let (code, detail) = (problem.code(), problem.detail().to_owned());
+        return problem.item("/from_step", code.as_str(), detail);
     };
-    let detail = format!("the job has no checkpoint of step {from_step}: {nearest}");
-    Problem::new(Code::NoCheckpoint, detail.clone()).item("/from_step", "no_checkpoint", detail)
+    let steps: Vec<String> = checkpoints.iter().take(SHOWN).map(|checkpoint| checkpoint.step.to_string()).collect();
+    let older = if checkpoints.len() > SHOWN { ", and older ones" } else { "" };
+    let detail =
+        format!("the job has no checkpoint of step {from_step}; there are those of {}{older}", steps.join(", "));
+    let may_come = from_step > newest && !job.state.is_terminal();
+    let code = if may_come { Code::NoCheckpoint } else { Code::NoSuchCheckpoint };
+    Problem::new(code, detail.clone()).item("/from_step", code.as_str(), detail)
 }

@@ -12,6 +12,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::artifacts::no_checkpoint;
 use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path};
@@ -101,7 +102,7 @@ struct GenerationView {
     request_body = GenerationDocument,
     responses(
         (status = 200, description = "What both said", body = GenerationView),
-        (status = 404, description = "No such job, or it has no checkpoint yet", body = ProblemBody),
+        (status = 404, description = "No such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = not any more", body = ProblemBody),
         (status = 410, description = "The checkpoint was removed in the meantime", body = ProblemBody),
         (status = 422, description = "The question is not valid, or the model's files cannot be used", body = ProblemBody),
         (status = 429, description = "Another question is being answered; see `Retry-After`", body = ProblemBody),
@@ -180,10 +181,7 @@ async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoice) -> Resul
             found
         }
     };
-    found.ok_or_else(|| {
-        let detail = "the job has not published a checkpoint yet, so there is nothing to compare: its 'checkpoint' events tell when it does";
-        Problem::new(Code::NoCheckpoint, detail)
-    })
+    found.ok_or_else(|| no_checkpoint(state, job))
 }
 
 /// The job's model as it was when the job was accepted.

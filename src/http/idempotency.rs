@@ -1,15 +1,19 @@
-//! `Idempotency-Key`: a repeated POST gets the first answer, byte for byte, for 24 hours.
+//! `Idempotency-Key`: a repeated POST gets the first answer, byte for byte, for 24 hours; only a secret that the server made is
+//! not in it any more, because the database must not hold it.
 
+use std::fmt::Display;
 use std::future::Future;
 
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
+use sha2::{Digest, Sha256};
 
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem, REQUEST_ID};
+use super::submit::hex;
 use crate::store::{KeyBegin, clock_ms};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
@@ -22,13 +26,20 @@ pub struct Answer {
     status: StatusCode,
     location: Option<String>,
     body: String,
+    kept: Option<String>,
 }
 
 impl Answer {
     /// An answer of a JSON body; `location` is the new resource's path.
     pub fn new(status: StatusCode, location: Option<String>, body: &impl Serialize) -> Result<Self, Problem> {
         let body = serde_json::to_string(body).map_err(Problem::internal)?;
-        Ok(Self { status, location, body })
+        Ok(Self { status, location, body, kept: None })
+    }
+
+    /// What repetitions are answered instead: the body without the secret that only the first answer shows.
+    pub fn repeated_as(mut self, body: &impl Serialize) -> Result<Self, Problem> {
+        self.kept = Some(serde_json::to_string(body).map_err(Problem::internal)?);
+        Ok(self)
     }
 }
 
@@ -70,7 +81,7 @@ where
         KeyBegin::New => {}
         KeyBegin::Replay { status, location, response } => {
             let status = StatusCode::from_u16(status).map_err(Problem::internal)?;
-            let mut response = Answer { status, location, body: response }.into_response();
+            let mut response = Answer { status, location, body: response, kept: None }.into_response();
             response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
             return Ok(response);
         }
@@ -94,14 +105,20 @@ where
             Err(error) => Err(Problem::internal(error)),
         };
         match &result {
-            Ok(Answer { status, location, body }) => {
-                store.key_complete(&route, &key, status.as_u16(), location.as_deref(), body).await?;
+            Ok(Answer { status, location, body, kept }) => {
+                let kept = kept.as_ref().unwrap_or(body);
+                store.key_complete(&route, &key, status.as_u16(), location.as_deref(), kept).await?;
             }
             Err(_) => store.key_abandon(&route, &key).await?,
         }
         result
     }));
     done.await.map_err(Problem::internal)?.map(IntoResponse::into_response)
+}
+
+/// What makes a request the same one, for [`once`]: the ids of its path, and the hash of its body where it has one.
+pub fn identity(of: impl Display) -> String {
+    hex(&Sha256::digest(of.to_string()))
 }
 
 fn key_of(headers: &HeaderMap) -> Result<Option<String>, Problem> {

@@ -1,6 +1,6 @@
 //! Jobs: list, read, patch, delete, and the moves a user may ask for. Submission lies in `submit`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use axum::extract::State;
@@ -9,7 +9,6 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::value::RawValue;
-use sha2::{Digest, Sha256};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -19,7 +18,7 @@ use super::alerts::{self, AlertView, EndingView};
 use super::auth::Caller;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
-use super::idempotency::{Answer, once};
+use super::idempotency::{Answer, identity, once};
 use super::list::{self, List, Time};
 use super::submit;
 use super::{fork, warm_start};
@@ -184,7 +183,11 @@ async fn list_jobs(
     Query(query): Query<Vec<(String, String)>>,
 ) -> Result<Json<List<JobView>>, Problem> {
     let (mut filter, mut after, mut limit) = (JobFilter::default(), None, None);
+    let mut seen = BTreeSet::new();
     for (name, value) in query {
+        if !seen.insert(name.clone()) {
+            return Err(bad_query(&super::error::shortened(&name), "duplicate", "is given twice: give it once"));
+        }
         match name.as_str() {
             "state" => {
                 let names = || JobState::ALL.map(JobState::as_str).join(", ");
@@ -273,13 +276,16 @@ async fn get_job(
 #[schema(as = JobPatch)]
 #[expect(dead_code, reason = "the document's schema; the body is read field by field")]
 struct PatchBody {
-    /// null takes the name away.
+    /// 1 to 200 characters, none of them a control character; null takes the name away.
     name: Option<String>,
-    /// Replaces all labels.
+    /// Replaces all labels; {} takes them away.
+    #[schema(value_type = BTreeMap<String, String>, required = false)]
     metadata: Option<BTreeMap<String, String>>,
     /// Higher runs first; matters while the job is queued.
+    #[schema(value_type = i64, required = false)]
     priority: Option<i64>,
     /// New secrets of rewards over HTTP, by name; used from the next claim on: pause and resume a job that runs.
+    #[schema(value_type = BTreeMap<String, SecretsBody>, required = false)]
     reward_secrets: Option<BTreeMap<String, SecretsBody>>,
 }
 
@@ -436,7 +442,7 @@ async fn move_job(
         };
         Answer::new(status, location, &JobView::of(&state, row).await?)
     };
-    once(&of, &caller, &headers, route, &submit::hex(&Sha256::digest(id.to_string())), work).await
+    once(&of, &caller, &headers, route, &identity(id), work).await
 }
 
 /// The form of a job's configuration.

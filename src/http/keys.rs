@@ -1,17 +1,18 @@
 //! API keys over REST, for admins. `rlood keys` does the same on the server's machine.
 
 use axum::extract::State;
-use axum::http::{StatusCode, header};
-use axum::response::{IntoResponse, Response};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
-use super::auth;
+use super::auth::{self, Caller};
 use super::error::{Code, Item, Problem, ProblemBody};
-use super::extract::{Json, Path, Query};
+use super::extract::{HashedJson, Json, Path, Query};
+use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
 use crate::access::{Scope, Scopes};
 use crate::id::KeyId;
@@ -94,9 +95,10 @@ impl From<KeyRow> for KeyView {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NewApiKey)]
 struct Made {
-    /// The key's text: shown now and never again.
+    /// The key's text: shown now and never again. Null in the answer to a repetition with the same `Idempotency-Key`: if the
+    /// first answer was lost, revoke the key and make another.
     #[schema(example = "rld_…")]
-    key: String,
+    key: Option<String>,
     /// The rest.
     #[serde(flatten)]
     view: KeyView,
@@ -132,10 +134,21 @@ pub(super) fn check_name(what: &str, name: &str) -> Option<Item> {
 /// Make an API key. The answer shows its text, once.
 ///
 /// From the first key on every request needs one; so the first must have the scope `admin`, where RLOOD_API_KEY is not set.
-#[utoipa::path(post, path = "/keys", tag = "Keys", request_body = CreateKey, responses(
+#[utoipa::path(post, path = "/keys", tag = "Keys", request_body = CreateKey,
+    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, but for the text: only the first answer shows it")), responses(
     (status = 201, description = "Made", body = Made, headers(("Location" = String, description = "Its path"))),
     (status = 422, description = "A field is not valid", body = ProblemBody)))]
-async fn create_key(State(state): State<AppState>, Json(body): Json<CreateKey>) -> Result<Response, Problem> {
+async fn create_key(
+    State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
+    HashedJson(body, sha256): HashedJson<CreateKey>,
+) -> Result<Response, Problem> {
+    let work = make(state.clone(), body);
+    once(&state, &caller, &headers, "POST /keys", &sha256, work).await
+}
+
+async fn make(state: AppState, body: CreateKey) -> Result<Answer, Problem> {
     let CreateKey { name, scopes, owner, expires_in_s } = body;
     let mut errors: Vec<Item> = check_name("name", &name).into_iter().collect();
     errors.extend(owner.as_deref().and_then(|owner| check_name("owner", owner)));
@@ -158,8 +171,11 @@ async fn create_key(State(state): State<AppState>, Json(body): Json<CreateKey>) 
     let expires_at = expires_in_s.map(|seconds| now + seconds * 1000);
     let new = NewKey { name, owner, scopes: Scopes::of(scopes), expires_at };
     let (row, key) = state.store.api_key_create(new, now).await?;
-    let location = [(header::LOCATION, format!("/keys/{}", row.id))];
-    Ok((StatusCode::CREATED, location, Json(Made { key, view: row.into() })).into_response())
+    let location = format!("/keys/{}", row.id);
+    let mut made = Made { key: Some(key), view: row.into() };
+    let answer = Answer::new(StatusCode::CREATED, Some(location), &made)?;
+    made.key = None;
+    answer.repeated_as(&made)
 }
 
 /// List all keys, newest first, revoked ones too.

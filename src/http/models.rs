@@ -3,8 +3,8 @@
 use std::path::{Path as FsPath, PathBuf};
 
 use axum::extract::State;
-use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
@@ -13,9 +13,9 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::error::{Code, Problem, shortened};
-use super::extract::{Json, Path, Query};
-use super::idempotency::Answer;
+use super::error::{Code, Problem, ProblemBody, shortened};
+use super::extract::{HashedJson, Json, Path, Query};
+use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
 use crate::modelcard::classifier::is_classifier;
 use crate::modelcard::text::{Text, TextError};
@@ -166,23 +166,44 @@ impl From<ModelRow> for Model {
 /// The directory is read and checked at once: config, the headers of the weights, tokenizer, chat template; every byte is hashed.
 /// The same id and source again read it anew (200). What an admin registers is for everybody, else it is the key's owner's.
 #[utoipa::path(post, path = "/models", tag = "Models", request_body = CreateModel,
+    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
     responses(
         (status = 201, description = "Registered", body = Model, headers(("Location" = String, description = "Its path"))),
         (status = 200, description = "Known already; read again", body = Model),
+        (status = 409, description = "The id stands for another model", body = ProblemBody),
+        (status = 422, description = "The model cannot be used", body = ProblemBody),
     ))]
 async fn create_model(
     State(state): State<AppState>,
     caller: Caller,
-    Json(CreateModel { id, source }): Json<CreateModel>,
+    headers: HeaderMap,
+    HashedJson(body, sha256): HashedJson<CreateModel>,
 ) -> Result<Response, Problem> {
+    let work = create(state.clone(), caller.clone(), body);
+    once(&state, &caller, &headers, "POST /models", &sha256, work).await
+}
+
+async fn create(state: AppState, caller: Caller, CreateModel { id, source }: CreateModel) -> Result<Answer, Problem> {
     check_id(&id)?;
     let location = format!("/models/{}", id.replace('/', "%2F"));
     let roots = state.config.model_roots.clone();
     // What an admin registers is for everybody.
     let owner = caller.sees().unwrap_or_default().to_owned();
-    let (row, is_new) = register(&state, owner, id, source, roots).await?;
+    let (row, is_new) = match register(&state, owner, id.clone(), source, roots).await {
+        Err(problem) if problem.code() == Code::Conflict => return Err(taken(&state, &caller, &id, problem).await),
+        registered => registered?,
+    };
     let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
-    Ok(Answer::new(status, Some(location), &Model::from(row))?.into_response())
+    Answer::new(status, Some(location), &Model::from(row))
+}
+
+/// To somebody who cannot see the other model, only that its id is taken.
+async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) -> Problem {
+    if state.store.model_get(id).await.is_ok_and(|row| caller.may_see(&row.owner)) {
+        return problem;
+    }
+    let detail = format!("the id '{}' is taken; choose another one", shortened(id));
+    Problem::new(Code::Conflict, detail.clone()).item("/id", "taken", detail)
 }
 
 /// Reads and checks a directory, below `roots` if there are any, and makes or renews its record: the row, and whether it is new.

@@ -1,5 +1,6 @@
 //! POST /jobs/{id}/rescore: another reward over a job's stored samples, compared with what the job had. Nothing is trained, and
-//! nothing is kept: the answer is the result. Bounded in samples and in time, and over when the client leaves.
+//! nothing is kept: the answer is the result (for a day under its `Idempotency-Key`, if it has one). Bounded in samples and in
+//! time, and over when the client leaves, unless a key may bring it back.
 
 mod figures;
 mod request;
@@ -9,6 +10,8 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
 use serde::Serialize;
 use serde_json::Value;
 use utoipa::ToSchema;
@@ -16,8 +19,10 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Item, Problem, ProblemBody};
-use super::extract::{Json, Path};
+use super::extract::{HashedJson, Path};
+use super::idempotency::{Answer, identity, once};
 use crate::event::{Sample, SamplePhase};
 use crate::id::JobId;
 use crate::outgoing::OutgoingPolicy;
@@ -126,7 +131,8 @@ struct RescoredSample {
 /// `complete` is false). A reward of the job's at the same url lends its secret and headers if none are given. Services see the
 /// phase `probe`; the columns come from the job's dataset.
 #[utoipa::path(
-    post, path = "/jobs/{id}/rescore", tag = "Jobs", operation_id = "rescore_job", params(("id" = JobId, Path)),
+    post, path = "/jobs/{id}/rescore", tag = "Jobs", operation_id = "rescore_job", 
+    params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
     request_body(content = Object, example = json!({
         "reward": {"type": "webhook", "url": "https://rm.example/v2/score", "secret": "whsec_…"}, "replaces": "helpful",
         "min_step": 100, "limit": 400
@@ -140,9 +146,17 @@ struct RescoredSample {
 )]
 async fn rescore_job(
     State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
     Path(id): Path<JobId>,
-    Json(body): Json<Value>,
-) -> Result<Json<Rescore>, Problem> {
+    HashedJson(body, sha256): HashedJson<Value>,
+) -> Result<Response, Problem> {
+    let work = rescore(state.clone(), id, body);
+    let identity = identity(format_args!("{id} {sha256}"));
+    once(&state, &caller, &headers, "POST /jobs/{id}/rescore", &identity, work).await
+}
+
+async fn rescore(state: AppState, id: JobId, body: Value) -> Result<Answer, Problem> {
     let plan = state.store.job_get(id).await?.plan()?;
     let mut wanted = read(&body, &plan)?;
     lend_secrets(&mut wanted, &plan, state.store.job_secrets(id).await?);
@@ -169,7 +183,7 @@ async fn rescore_job(
     let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
     let own = rewards_of(&plan, wanted.phase);
     let compared = compare(&wanted, &plan, own, &stored, judged);
-    Ok(Json(Rescore { complete, warnings, latency_ms, ..compared }))
+    Answer::new(StatusCode::OK, None, &Rescore { complete, warnings, latency_ms, ..compared })
 }
 
 /// A reward of the job's at the same address has a secret that nobody can read back.

@@ -26,9 +26,10 @@ use crate::dataset::{Format, Summary};
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
 use crate::probe::ProbeReport;
+use crate::spec::format::Format as DocumentFormat;
 use crate::spec::trl::{self, Remark};
 use crate::spec::{
-    self, DatasetPlan, DraftDocument, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Plan, Warning, resolve,
+    DatasetPlan, DraftDocument, DraftPlan, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Warning, resolve,
 };
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
@@ -44,7 +45,8 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[derive(ToSchema)]
 #[expect(dead_code, reason = "describes the multipart body in the document")]
 struct JobForm {
-    /// The job without its dataset.
+    /// The job without its dataset: JSON, or what the part's content type (application/yaml, application/toml) or file name
+    /// (.yaml, .yml, .toml) says.
     spec: FormDocument,
     /// The rows; the part's content type or file name (.ndjson, .jsonl, .csv, .json) says in which form.
     #[schema(value_type = String, format = Binary)]
@@ -97,7 +99,8 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
     while let Some(part) = form.next_field().await.map_err(broken_form)? {
         match part.name() {
             Some("spec") if document.is_none() => {
-                document = Some(parse_document(&read_part(part).await?, spec::format::Format::Json)?)
+                let form = form_of_spec(&part);
+                document = Some(parse_document(&read_part(part).await?, form)?);
             }
             Some("dataset") if rows.is_none() => {
                 let format = format_of_part(&part)?;
@@ -106,14 +109,27 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
             Some(name @ ("spec" | "dataset")) => return Err(bad_form(format!("there are two parts '{name}'"))),
             other => {
                 let other = shortened(other.unwrap_or(""));
-                return Err(bad_form(format!("unknown part '{other}': send 'spec' (JSON) and 'dataset' (the rows)")));
+                return Err(bad_form(format!(
+                    "unknown part '{other}': send 'spec' (the job) and 'dataset' (the rows)"
+                )));
             }
         }
     }
-    let document =
-        document.ok_or_else(|| bad_form("there is no part 'spec': put the job there, as JSON".to_owned()))?;
+    let document = document.ok_or_else(|| bad_form("there is no part 'spec': put the job there".to_owned()))?;
     let missing = "there is no part 'dataset'; with a dataset id or records inside the spec send the spec alone, as application/json";
     Ok((document, rows.ok_or_else(|| bad_form(missing.to_owned()))?))
+}
+
+/// By the part's content type, else by the end of its file's name, else JSON.
+fn form_of_spec(part: &Field<'_>) -> DocumentFormat {
+    let kind = part.content_type().and_then(|kind| kind.split(';').next()).unwrap_or("").trim().to_ascii_lowercase();
+    DocumentFormat::of_media_type(&kind).unwrap_or_else(|| {
+        match part.file_name().and_then(|name| name.rsplit_once('.')) {
+            Some((_, "yaml" | "yml")) => DocumentFormat::Yaml,
+            Some((_, "toml")) => DocumentFormat::Toml,
+            Some(_) | None => DocumentFormat::Json,
+        }
+    })
 }
 
 async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
@@ -236,8 +252,8 @@ struct ValidateQuery {
 pub struct Validation {
     /// It would be accepted.
     valid: bool,
-    /// The resolved plan; null when not valid. The id of a dataset that is not stored yet is null.
-    #[schema(value_type = Option<Plan>)]
+    /// The resolved plan; null when not valid. Id and hash of a dataset that is not stored yet are null.
+    #[schema(value_type = Option<DraftPlan>)]
     plan: Option<Value>,
     /// Everything that is wrong.
     errors: Vec<FieldError>,
@@ -247,9 +263,9 @@ pub struct Validation {
     estimate: Option<Estimate>,
     /// What a look at the model, the prompts and the rewards found; null unless asked for, and when not valid.
     probe: Option<ProbeReport>,
-    /// `from=trl`: the job, to be submitted as it is once nothing is wrong with it.
+    /// `from=trl`: the job, to be submitted as it is once nothing is wrong with it; a JobSpec, but for what is missing.
     #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<JobDocument>)]
+    #[schema(value_type = Option<Object>)]
     spec: Option<Value>,
     /// `from=trl`: keys that ask for something that is not done; with any, the job is not valid.
     #[serde(skip_serializing_if = "Option::is_none")]

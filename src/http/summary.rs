@@ -1,7 +1,7 @@
 //! A job in a few numbers.
 
 use axum::extract::State;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -9,7 +9,7 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::alerts::{AlertView, EndingView, Marked};
 use super::error::{Problem, ProblemBody};
-use super::extract::{Json, Path};
+use super::extract::{Json, Path, Query};
 use crate::doctor::PhaseChange;
 use crate::event::SamplePhase;
 use crate::id::JobId;
@@ -94,10 +94,20 @@ struct Checkpoints {
     best: Option<Marked>,
 }
 
+/// Nothing: what is asked for must not be ignored.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NoQuery {}
+
 /// A job in a few numbers: rewards, change in evaluation, totals, durations, checkpoints.
 #[utoipa::path(get, path = "/jobs/{id}/summary", tag = "Jobs", params(("id" = JobId, Path, description = "The job")), responses(
-    (status = 200, description = "The summary", body = Summary), (status = 404, description = "No such job", body = ProblemBody)))]
-async fn get_summary(State(state): State<AppState>, Path(id): Path<JobId>) -> Result<Json<Summary>, Problem> {
+    (status = 200, description = "The summary", body = Summary), (status = 400, description = "It takes no parameters", body = ProblemBody),
+    (status = 404, description = "No such job", body = ProblemBody)))]
+async fn get_summary(
+    State(state): State<AppState>,
+    Path(id): Path<JobId>,
+    Query(NoQuery {}): Query<NoQuery>,
+) -> Result<Json<Summary>, Problem> {
     let row = state.store.job_get(id).await?;
     let plan = row.plan()?;
     let steps = state.store.step_page(id, None, 0, i64::MAX as u64).await?;

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::http::{StatusCode, header};
-use axum::response::{IntoResponse, Response};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
@@ -13,12 +13,13 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Item, Problem, ProblemBody};
-use super::extract::{Json, Path, Query};
+use super::extract::{HashedJson, Json, Path, Query};
+use super::idempotency::{Answer, identity, once};
 use super::list::{self, List, PageQuery, Time};
 use crate::access::Scope;
 use crate::id::{JobId, WebhookId};
 use crate::lifecycle::MessageType;
-use crate::outgoing::OutgoingPolicy;
+use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::reward::signature::Key;
 use crate::store::clock_ms;
 use crate::store::webhooks::{NewWebhook, WebhookPatch, WebhookRow};
@@ -110,7 +111,8 @@ impl From<WebhookRow> for WebhookView {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = WebhookWithSecret)]
 struct WithSecret {
-    /// Verify messages with it; shown now and never again. Null when you sent one.
+    /// Verify messages with it; shown now and never again. Null when you sent one, and in the answer to a repetition with the
+    /// same `Idempotency-Key`: if the first answer was lost, rotate the secret.
     secret: Option<String>,
     /// The rest.
     #[serde(flatten)]
@@ -177,28 +179,40 @@ fn item(pointer: &str, code: &str, detail: impl Into<String>) -> Item {
     Item { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.into() }
 }
 
-fn check(
-    state: &AppState,
-    url: Option<&str>,
-    events: Option<&[MessageType]>,
-    description: Option<&str>,
-) -> Result<Vec<Item>, Problem> {
-    let mut errors = Vec::new();
-    if let Some(url) = url {
-        let policy = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
-        if url.len() > LONGEST {
-            errors.push(item("/url", "too_long", format!("at most {LONGEST} characters")));
-        } else if let Err(error) = policy.check_url(url) {
-            errors.push(item("/url", "invalid", error.to_string()));
+/// The URL in the form in which it is asked, once it is checked.
+fn read_url(state: &AppState, url: &str, errors: &mut Vec<Item>) -> Result<String, Problem> {
+    let policy = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+    if url.len() > LONGEST {
+        errors.push(item("/url", "too_long", format!("at most {LONGEST} characters")));
+        return Ok(String::new());
+    }
+    if url.contains(char::is_control) {
+        errors.push(item("/url", "invalid", "must not hold control characters (line breaks, tabs)"));
+    }
+    match policy.check_url(url) {
+        Ok(parsed) => Ok(parsed.into()),
+        Err(error) => {
+            let detail = match error {
+                OutgoingError::Credentials => {
+                    "must not hold a user name or password: the signature says who sends".into()
+                }
+                error => error.to_string(),
+            };
+            errors.push(item("/url", "invalid", detail));
+            Ok(String::new())
         }
     }
+}
+
+fn check(events: Option<&[MessageType]>, description: Option<&str>) -> Vec<Item> {
+    let mut errors = Vec::new();
     if events.is_some_and(<[MessageType]>::is_empty) {
         errors.push(item("/events", "required", "name at least one; leave the field out for all"));
     }
     if description.is_some_and(|text| text.chars().count() > LONGEST) {
         errors.push(item("/description", "too_long", format!("at most {LONGEST} characters")));
     }
-    Ok(errors)
+    errors
 }
 
 fn refuse(errors: Vec<Item>) -> Result<(), Problem> {
@@ -238,7 +252,8 @@ fn sorted(mut types: Vec<MessageType>) -> Vec<MessageType> {
 /// Messages are POSTed as Standard Webhooks says: `webhook-id`, `webhook-timestamp`, `webhook-signature` (HMAC-SHA256 of
 /// `id.timestamp.body`), and a body `{type, timestamp, data}`. Anything but 2xx is tried again after 5 s, 5 min, 30 min,
 /// 2 h, 5 h, 10 h, 14 h, 20 h and 24 h, with the same `webhook-id`; 410 ends the subscription.
-#[utoipa::path(post, path = "/webhooks", tag = "Webhooks", request_body = CreateWebhook, responses(
+#[utoipa::path(post, path = "/webhooks", tag = "Webhooks", request_body = CreateWebhook,
+    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, but for the secret: only the first answer shows it")), responses(
     (status = 201, description = "Made", body = WithSecret, headers(("Location" = String, description = "Its path"))),
     (status = 403, description = "Only an admin may watch every owner's jobs", body = ProblemBody),
     (status = 409, description = "The owner has 100 already", body = ProblemBody),
@@ -246,10 +261,17 @@ fn sorted(mut types: Vec<MessageType>) -> Vec<MessageType> {
 async fn create_webhook(
     State(state): State<AppState>,
     caller: Caller,
-    Json(body): Json<CreateWebhook>,
+    headers: HeaderMap,
+    HashedJson(body, sha256): HashedJson<CreateWebhook>,
 ) -> Result<Response, Problem> {
+    let work = subscribe(state.clone(), caller.clone(), body);
+    once(&state, &caller, &headers, "POST /webhooks", &sha256, work).await
+}
+
+async fn subscribe(state: AppState, caller: Caller, body: CreateWebhook) -> Result<Answer, Problem> {
     let CreateWebhook { url, events, description, secret, enabled, all_jobs } = body;
-    let mut errors = check(&state, Some(&url), events.as_deref(), description.as_deref())?;
+    let mut errors = check(events.as_deref(), description.as_deref());
+    let url = read_url(&state, &url, &mut errors)?;
     let (secret, shown) = secret_of(secret, &mut errors)?;
     refuse(errors)?;
     let is_admin = caller.scopes().has(Scope::Admin);
@@ -270,8 +292,21 @@ async fn create_webhook(
         enabled: enabled.unwrap_or(true),
     };
     let row = state.store.webhook_create(new, clock_ms()).await?;
-    let location = [(header::LOCATION, format!("/webhooks/{}", row.id))];
-    Ok((StatusCode::CREATED, location, Json(WithSecret { secret: shown, webhook: row.into() })).into_response())
+    let location = format!("/webhooks/{}", row.id);
+    with_secret(StatusCode::CREATED, Some(location), shown, row)
+}
+
+/// Shows a secret that the server made, once.
+fn with_secret(
+    status: StatusCode,
+    location: Option<String>,
+    secret: Option<String>,
+    row: WebhookRow,
+) -> Result<Answer, Problem> {
+    let mut view = WithSecret { secret, webhook: row.into() };
+    let answer = Answer::new(status, location, &view)?;
+    view.secret = None;
+    answer.repeated_as(&view)
 }
 
 /// List subscriptions, newest first.
@@ -304,7 +339,9 @@ async fn patch_webhook(
     Json(body): Json<PatchWebhook>,
 ) -> Result<Json<WebhookView>, Problem> {
     let PatchWebhook { url, events, description, enabled } = body;
-    refuse(check(&state, url.as_deref(), events.as_deref(), description.as_ref().and_then(Option::as_deref))?)?;
+    let mut errors = check(events.as_deref(), description.as_ref().and_then(Option::as_deref));
+    let url = url.map(|url| read_url(&state, &url, &mut errors)).transpose()?;
+    refuse(errors)?;
     let patch = WebhookPatch { url, description, types: events.map(sorted), enabled };
     Ok(Json(state.store.webhook_patch(id, patch, clock_ms()).await?.into()))
 }
@@ -333,14 +370,22 @@ struct Rotate {
 
 /// Sign with another secret from now on. For a while messages carry two signatures, so that receivers can follow.
 #[utoipa::path(post, path = "/webhooks/{id}/secret", tag = "Webhooks", request_body = Rotate,
-    params(("id" = WebhookId, Path, description = "The webhook")), responses(
+    params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, but for the secret: only the first answer shows it")), responses(
     (status = 200, description = "The subscription", body = WithSecret),
     (status = 422, description = "A field is not valid", body = ProblemBody)))]
 async fn rotate_secret(
     State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
     Path(id): Path<WebhookId>,
-    Json(Rotate { secret, keep_old_s }): Json<Rotate>,
-) -> Result<Json<WithSecret>, Problem> {
+    HashedJson(body, sha256): HashedJson<Rotate>,
+) -> Result<Response, Problem> {
+    let work = rotate(state.clone(), id, body);
+    let identity = identity(format_args!("{id} {sha256}"));
+    once(&state, &caller, &headers, "POST /webhooks/{id}/secret", &identity, work).await
+}
+
+async fn rotate(state: AppState, id: WebhookId, Rotate { secret, keep_old_s }: Rotate) -> Result<Answer, Problem> {
     let mut errors = Vec::new();
     let (secret, shown) = secret_of(secret, &mut errors)?;
     let keep = keep_old_s.unwrap_or(OLD_SECRET_S);
@@ -350,7 +395,7 @@ async fn rotate_secret(
     refuse(errors)?;
     let now = clock_ms();
     let row = state.store.webhook_rotate(id, &secret, now + i64::from(keep) * 1000, now).await?;
-    Ok(Json(WithSecret { secret: shown, webhook: row.into() }))
+    with_secret(StatusCode::OK, None, shown, row)
 }
 
 /// A message: what it tells, and how its sending went.
@@ -406,10 +451,21 @@ async fn view(state: &AppState, row: DeliveryRow) -> Result<Delivery, Problem> {
 }
 
 /// Send a test message, `webhook.test`, and say how it went (for 20 s at most; it is tried again like any other).
-#[utoipa::path(post, path = "/webhooks/{id}/test", tag = "Webhooks", params(("id" = WebhookId, Path, description = "The webhook")),
+#[utoipa::path(post, path = "/webhooks/{id}/test", tag = "Webhooks",
+    params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
     responses((status = 200, description = "The message and its tries", body = Delivery),
         (status = 409, description = "The subscription is not enabled", body = ProblemBody)))]
-async fn test_webhook(State(state): State<AppState>, Path(id): Path<WebhookId>) -> Result<Json<Delivery>, Problem> {
+async fn test_webhook(
+    State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
+    Path(id): Path<WebhookId>,
+) -> Result<Response, Problem> {
+    let work = send_test(state.clone(), id);
+    once(&state, &caller, &headers, "POST /webhooks/{id}/test", &identity(id), work).await
+}
+
+async fn send_test(state: AppState, id: WebhookId) -> Result<Answer, Problem> {
     if !state.store.webhook_get(id).await?.enabled {
         return Err(Problem::new(
             Code::Conflict,
@@ -422,7 +478,7 @@ async fn test_webhook(State(state): State<AppState>, Path(id): Path<WebhookId>) 
         tokio::time::sleep(Duration::from_millis(100)).await;
         row = state.store.delivery_get(id, &row.id).await?;
     }
-    view(&state, row).await.map(Json)
+    Answer::new(StatusCode::OK, None, &view(&state, row).await?)
 }
 
 /// Which messages.
@@ -462,13 +518,21 @@ async fn list_deliveries(
 
 /// Send a message again, whatever became of it: the same `webhook-id`, with all its tries before it.
 #[utoipa::path(post, path = "/webhooks/{id}/deliveries/{delivery}/redeliver", tag = "Webhooks",
-    params(("id" = WebhookId, Path, description = "The webhook"), ("delivery" = String, Path, description = "The message")),
+    params(("id" = WebhookId, Path, description = "The webhook"), ("delivery" = String, Path, description = "The message"),
+        ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
     responses((status = 202, description = "It is queued", body = Delivery)))]
 async fn redeliver(
     State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
     Path((id, delivery)): Path<(WebhookId, String)>,
 ) -> Result<Response, Problem> {
-    state.store.webhook_get(id).await?;
-    let row = state.store.delivery_again(id, &delivery, clock_ms()).await?;
-    Ok((StatusCode::ACCEPTED, Json(view(&state, row).await?)).into_response())
+    let identity = identity(format_args!("{id} {delivery}"));
+    let of = state.clone();
+    let work = async move {
+        state.store.webhook_get(id).await?;
+        let row = state.store.delivery_again(id, &delivery, clock_ms()).await?;
+        Answer::new(StatusCode::ACCEPTED, None, &view(&state, row).await?)
+    };
+    once(&of, &caller, &headers, "POST /webhooks/{id}/deliveries/{delivery}/redeliver", &identity, work).await
 }

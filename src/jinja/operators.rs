@@ -58,11 +58,14 @@ pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<V
     let same = instruction.clone();
     // Nothing of it is ever the cached filter of another name.
     let one = |name| Instruction::ApplyFilter(name, Some(1), !0);
-    let about = |name, count: u16| [Instruction::ApplyFilter(name, Some(count), !0), Instruction::UnpackList(count.into())];
+    let about =
+        |name, count: u16| [Instruction::ApplyFilter(name, Some(count), !0), Instruction::UnpackList(count.into())];
     Ok(match instruction {
         // The formatter asks.
         Instruction::EmitRaw(text) => vec![Instruction::LoadConst(Value::from(*text)), Instruction::Emit],
-        Instruction::Add | Instruction::Mul if top.is_some_and(is_number) && matches!(instruction, Instruction::Add) => {
+        Instruction::Add | Instruction::Mul
+            if top.is_some_and(is_number) && matches!(instruction, Instruction::Add) =>
+        {
             vec![same]
         }
         Instruction::Add => [about("=add", 2).to_vec(), vec![same, one("=whole")]].concat(),

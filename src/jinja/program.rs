@@ -262,7 +262,11 @@ fn folded(op: ast::BinOpKind, left: Constant, right: Constant) -> Constant {
     match op {
         ast::BinOpKind::Mul => {
             let times = |this: Constant, other: Constant| {
-                #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a bound, and it saturates")]
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    clippy::cast_sign_loss,
+                    reason = "a bound, and it saturates"
+                )]
                 this.bytes.saturating_mul(other.magnitude.ceil() as u64)
             };
             // Two numbers make a number; anything else has no magnitude.

@@ -34,12 +34,30 @@ const BOMBS: &[(&str, &str)] = &[
     ("{{ [[1, 2]]|map('batch', 1000000000, 'x')|list }}", MADE),
     ("{{ l|select('filter')|map('indent', 1000000000)|list }}{{ 'a'|indent(1000000000) }}", MADE),
     // Operators, in loops and one after the other.
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a * 2 %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = 2 * ns.a %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=(x,)) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}{{ ns.a|length }}", MADE),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a * 2 %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = 2 * ns.a %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=(x,)) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
     ("{% for i in range(90000) %}{{ ((x * 100000) ~ i)|length }}{% endfor %}", MADE),
     ("{{ (l * 100000000)|length }}", MADE),
     ("{{ ((x, x) * 50000000)|length }}", MADE),
@@ -55,16 +73,46 @@ const BOMBS: &[(&str, &str)] = &[
     // Filters and methods.
     ("{{ 'a'|batch(1000000000, 'x')|list }}", MADE),
     ("{{ 'a'|slice(1000000000, 'x')|list }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a|replace('0', ns.a) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a.replace('0', ns.a) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a|replace('', ns.a) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a]|join(ns.a) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a.join([ns.a, ns.a]) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = '%s%s'|format(ns.a, ns.a) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = '{0}{0}'.format(ns.a) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a]|sum(start='') %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a]|sum(start=[]) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = ns.a|chain(ns.a) %}{% endfor %}{{ ns.a|length }}", "chain is unknown"),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a|replace('0', ns.a) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a.replace('0', ns.a) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a|replace('', ns.a) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a]|join(ns.a) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = ns.a.join([ns.a, ns.a]) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = '%s%s'|format(ns.a, ns.a) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = '{0}{0}'.format(ns.a) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a]|sum(start='') %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a]|sum(start=[]) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = ns.a|chain(ns.a) %}{% endfor %}{{ ns.a|length }}",
+        "chain is unknown",
+    ),
     ("{{ range(100000)|zip(range(100000))|list }}", "zip is unknown"),
     ("{{ debug() }}", "debug is unknown"),
     ("{% for i in range(90000) %}{{ (range(90000)|list)|length }}{% endfor %}", MADE),
@@ -73,44 +121,125 @@ const BOMBS: &[(&str, &str)] = &[
     ("{% for i in range(90000) %}{{ [*range(90000)]|length }}{% endfor %}", MADE),
     ("{% for i in range(90000) %}{{ (range(90000)|list)[1:]|length }}{% endfor %}", MADE),
     // Values in one another, small themselves.
-    ("{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=m) %}{% for i in range(60) %}{% set ns.a = {'a': ns.a, 'b': ns.a} %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=m) %}{% for i in range(60) %}{% set ns.a = dict(a=ns.a, b=ns.a) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=[]) %}{% for i in range(90000) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a|length }}", DEEP),
-    ("{% set ns = namespace(a=[]) %}{% for i in range(90000) %}{% set ns.a = (ns.a,) %}{% endfor %}{{ ns.a|length }}", DEEP),
-    ("{% set ns = namespace(a=m) %}{% for i in range(90000) %}{% set ns.a = {'a': ns.a} %}{% endfor %}{{ ns.a|length }}", DEEP),
-    ("{% set ns = namespace(a=m) %}{% for i in range(90000) %}{% set ns.a = dict(a=ns.a) %}{% endfor %}{{ ns.a|length }}", DEEP),
-    ("{% set ns = namespace(a=[1]) %}{% for i in range(90000) %}{% set ns.a = ns.a|batch(1) %}{% endfor %}{{ ns.a|length }}", DEEP),
-    ("{% set ns = namespace(a=[1]) %}{% for i in range(90000) %}{% set ns.a = ns.a|map('list')|list %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a|length }}", "i"),
+    (
+        "{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=l) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=m) %}{% for i in range(60) %}{% set ns.a = {'a': ns.a, 'b': ns.a} %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=m) %}{% for i in range(60) %}{% set ns.a = dict(a=ns.a, b=ns.a) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=[]) %}{% for i in range(90000) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a|length }}",
+        DEEP,
+    ),
+    (
+        "{% set ns = namespace(a=[]) %}{% for i in range(90000) %}{% set ns.a = (ns.a,) %}{% endfor %}{{ ns.a|length }}",
+        DEEP,
+    ),
+    (
+        "{% set ns = namespace(a=m) %}{% for i in range(90000) %}{% set ns.a = {'a': ns.a} %}{% endfor %}{{ ns.a|length }}",
+        DEEP,
+    ),
+    (
+        "{% set ns = namespace(a=m) %}{% for i in range(90000) %}{% set ns.a = dict(a=ns.a) %}{% endfor %}{{ ns.a|length }}",
+        DEEP,
+    ),
+    (
+        "{% set ns = namespace(a=[1]) %}{% for i in range(90000) %}{% set ns.a = ns.a|batch(1) %}{% endfor %}{{ ns.a|length }}",
+        DEEP,
+    ),
+    (
+        "{% set ns = namespace(a=[1]) %}{% for i in range(90000) %}{% set ns.a = ns.a|map('list')|list %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a|length }}",
+        "i",
+    ),
     ("{% set ns = namespace(a=1) %}{% set ns.a = ns %}{{ ns }}", "within another value"),
     ("{% set ns = namespace(a=1) %}{% set ns.a = [ns] %}{{ ns }}", "within another value"),
     ("{% for i in [1] %}{{ loop.changed(loop) }}{% endfor %}", "within another value"),
-    ("{% set h = namespace(a=1) %}{% for i in range(90000) %}{% set n = namespace() %}{% set n.a = h.a %}{% set h.a = n %}{% endfor %}", "within another value"),
-    ("{% set ns = namespace(a=[1]) %}{% for i in range(90000) %}{% set ns.a = ns.a[0:] %}{% endfor %}{% for i in range(900000) %}{% endfor %}", "too many"),
+    (
+        "{% set h = namespace(a=1) %}{% for i in range(90000) %}{% set n = namespace() %}{% set n.a = h.a %}{% set h.a = n %}{% endfor %}",
+        "within another value",
+    ),
+    (
+        "{% set ns = namespace(a=[1]) %}{% for i in range(90000) %}{% set ns.a = ns.a[0:] %}{% endfor %}{% for i in range(900000) %}{% endfor %}",
+        "too many",
+    ),
     // Captures: raw text and values that are not written to the end.
-    ("{% set a %}{{ x }}{% endset %}{% for i in range(60) %}{% endfor %}{% set b %}{% for i in range(9000) %}{{ x * 100000 }}{% endfor %}{% endset %}", MADE),
-    ("{% set b %}{% for i in range(90000) %}{% for j in range(90000) %}................................................................................................................................................................................................................................................................................................................................................................................................................................................................................................................{% endfor %}{% endfor %}{% endset %}", ""),
-    ("{% macro f(a) %}{{ a }}{{ a }}{% endmacro %}{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = f(ns.a) %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set b %}{% call f() %}{{ ns.a }}{% endcall %}{% endset %}{% set ns.a = b %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set b %}{{ ns.a }}{{ ns.a }}{% endset %}{% set ns.a = b %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set b %}{% filter upper %}{{ ns.a }}{{ ns.a }}{% endfilter %}{% endset %}{% set ns.a = b %}{% endfor %}{{ ns.a|length }}", MADE),
-    ("{% set ns = namespace(a='<&>'|list|join) %}{% autoescape true %}{% for i in range(60) %}{% set ns.a = ns.a|string|e|string ~ '' %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}{% endautoescape %}", MADE),
-    ("{% set ns = namespace(a=[1e308] * 5) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{{ (ns.a|string)|length }}{% endfor %}", MADE),
-    ("{{ range(100000)|tojson(indent=1000000)|length }}{{ (range(100000)|list)|tojson(indent=1000000)|length }}{{ x * 9000000 }}", ""),
+    (
+        "{% set a %}{{ x }}{% endset %}{% for i in range(60) %}{% endfor %}{% set b %}{% for i in range(9000) %}{{ x * 100000 }}{% endfor %}{% endset %}",
+        MADE,
+    ),
+    (
+        "{% set b %}{% for i in range(90000) %}{% for j in range(90000) %}................................................................................................................................................................................................................................................................................................................................................................................................................................................................................................................{% endfor %}{% endfor %}{% endset %}",
+        "",
+    ),
+    (
+        "{% macro f(a) %}{{ a }}{{ a }}{% endmacro %}{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set ns.a = f(ns.a) %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set b %}{% call f() %}{{ ns.a }}{% endcall %}{% endset %}{% set ns.a = b %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set b %}{{ ns.a }}{{ ns.a }}{% endset %}{% set ns.a = b %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=x) %}{% for i in range(60) %}{% set b %}{% filter upper %}{{ ns.a }}{{ ns.a }}{% endfilter %}{% endset %}{% set ns.a = b %}{% endfor %}{{ ns.a|length }}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a='<&>'|list|join) %}{% autoescape true %}{% for i in range(60) %}{% set ns.a = ns.a|string|e|string ~ '' %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}{% endautoescape %}",
+        MADE,
+    ),
+    (
+        "{% set ns = namespace(a=[1e308] * 5) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{{ (ns.a|string)|length }}{% endfor %}",
+        MADE,
+    ),
+    (
+        "{{ range(100000)|tojson(indent=1000000)|length }}{{ (range(100000)|list)|tojson(indent=1000000)|length }}{{ x * 9000000 }}",
+        "",
+    ),
     // Time: what looks at much and makes little.
-    ("{% set a = range(90000)|list %}{% for i in range(90000) %}{% if a == range(90000)|list %}{% endif %}{% endfor %}", MADE),
-    ("{% set a = range(90000)|list %}{% set b = range(90000)|list %}{% for i in range(90000) %}{% for j in range(9) %}{% if a == b %}{% endif %}{% endfor %}{% endfor %}", MADE),
+    (
+        "{% set a = range(90000)|list %}{% for i in range(90000) %}{% if a == range(90000)|list %}{% endif %}{% endfor %}",
+        MADE,
+    ),
+    (
+        "{% set a = range(90000)|list %}{% set b = range(90000)|list %}{% for i in range(90000) %}{% for j in range(9) %}{% if a == b %}{% endif %}{% endfor %}{% endfor %}",
+        MADE,
+    ),
     ("{% for i in range(90000) %}{% if 'x' in range(90000) %}{% endif %}{% endfor %}", MADE),
-    ("{% set a = x * 300000 %}{% for i in range(90000) %}{% for j in range(9) %}{% if 'nothing' in a %}{% endif %}{% endfor %}{% endfor %}", MADE),
-    ("{% set a = x * 300000 %}{% for i in range(90000) %}{% for j in range(9) %}{% if a[-1:] %}{% endif %}{% endfor %}{% endfor %}", MADE),
-    ("{% set a = x * 300000 %}{% for i in range(90000) %}{% for j in range(9) %}{{ a|length }}{% endfor %}{% endfor %}", ""),
+    (
+        "{% set a = x * 300000 %}{% for i in range(90000) %}{% for j in range(9) %}{% if 'nothing' in a %}{% endif %}{% endfor %}{% endfor %}",
+        MADE,
+    ),
+    (
+        "{% set a = x * 300000 %}{% for i in range(90000) %}{% for j in range(9) %}{% if a[-1:] %}{% endif %}{% endfor %}{% endfor %}",
+        MADE,
+    ),
+    (
+        "{% set a = x * 300000 %}{% for i in range(90000) %}{% for j in range(9) %}{{ a|length }}{% endfor %}{% endfor %}",
+        "",
+    ),
     ("{% set a = x * 100000 %}{{ a.strip(a)|length }}", MADE),
     ("{% set a = x * 100000 %}{{ a|trim(a)|length }}", MADE),
     ("{% set a = [range(90000)|list] * 9 %}{% for i in range(90000) %}{% if a|sort %}{% endif %}{% endfor %}", MADE),
     ("{% set a = range(90000)|list %}{% for i in range(90000) %}{{ loop.changed(a) }}{% endfor %}", MADE),
     ("{% set a = range(90000)|list %}{% for i in range(90000) %}{% set b = {a: 1} %}{% endfor %}", MADE),
-    ("{% set a = range(90000)|list %}{% set b = {'a': 1} %}{% for i in range(90000) %}{% set c = b[a] %}{% set c = b.get(a) %}{% endfor %}", ""),
+    (
+        "{% set a = range(90000)|list %}{% set b = {'a': 1} %}{% for i in range(90000) %}{% set c = b[a] %}{% set c = b.get(a) %}{% endfor %}",
+        "",
+    ),
     ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", FUEL),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", ""),
     ("{% include 'chat_template' %}", "cannot import"),
@@ -150,11 +279,16 @@ pub fn every_bomb_is_defused(render: impl Fn(&str) -> Result<String, String>) {
         let begun = Instant::now();
         let error = render(&source).map(|text| text.len());
         let took = begun.elapsed();
-        let short: String = source.chars().skip(if source.starts_with(VALUES) { VALUES.len() } else { 0 }).take(150).collect();
+        let short: String =
+            source.chars().skip(if source.starts_with(VALUES) { VALUES.len() } else { 0 }).take(150).collect();
         let error = error.expect_err(&short);
         assert!(error.contains(words), "{short}: {error}");
         assert!(took < Duration::from_secs(20), "{short}: {took:?}");
-        if std::env::var_os("BOMBS").is_some() { println!("{took:?} {} {error} {short}", super::tests::peak()); }
+        if std::env::var_os("BOMBS").is_some() {
+            println!("{took:?} {} {error} {short}", super::tests::peak());
+        }
     }
 }
-pub fn peak() -> String { std::fs::read_to_string("/proc/self/status").unwrap().lines().find(|l| l.starts_with("VmHWM")).unwrap().to_owned() }
+pub fn peak() -> String {
+    std::fs::read_to_string("/proc/self/status").unwrap().lines().find(|l| l.starts_with("VmHWM")).unwrap().to_owned()
+}

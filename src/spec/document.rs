@@ -215,7 +215,7 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         eval
     });
     let spec = JobSpec {
-        name: document.field("name").nonempty(200).map(str::to_owned),
+        name: document.field("name").name(200).map(str::to_owned),
         priority: read_priority(&document.field("priority")).unwrap_or(0),
         model: document
             .required("model", "name a registered model; GET /models lists them")
@@ -262,7 +262,16 @@ pub struct Labels {
 pub fn read_labels(document: &Value) -> Result<Labels, Vec<FieldError>> {
     let errors = Errors::default();
     let reader = Reader::document(document, &errors);
-    let name = reader.field("name").nonempty(200).map(str::to_owned);
+    for name in ["metadata", "priority", "reward_secrets"].into_iter().filter(|name| document[*name].is_null()) {
+        if reader.has(name) {
+            errors.add(
+                reader.pointer_to(name),
+                "invalid_type",
+                "must not be null: leave it out, and it stays as it is",
+            );
+        }
+    }
+    let name = reader.field("name").name(200).map(str::to_owned);
     let labels = Labels {
         name: reader.has("name").then_some(name),
         metadata: read_metadata(&reader.field("metadata")),

@@ -205,6 +205,16 @@ impl<'v> Field<'v> {
         Some(text)
     }
 
+    /// A name for people: text that is not blank and has no control characters.
+    pub(super) fn name(&self, max_chars: usize) -> Option<&'v str> {
+        let text = self.nonempty(max_chars)?;
+        if text.chars().any(char::is_control) {
+            self.fail_value("invalid_value", "must not hold control characters (line breaks, tabs)".to_owned());
+            return None;
+        }
+        Some(text)
+    }
+
     /// true or false.
     pub(super) fn bool(&self) -> Option<bool> {
         self.value?.as_bool().or_else(|| self.mistyped("true or false"))

@@ -9,11 +9,11 @@ use utoipa::openapi::{Object, Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::{
-    AnswerPlace, CheckpointPlan, ContainsPlan, FormatPlan, HttpTemplatePlan, JobSpec, JsonSchemaPlan, LabelPlan,
-    LengthPlan, LengthUnit, LoraPlan, MatchPlan, MathEqualPlan, MultiPlan, NumberMatchPlan, OpenaiJudgePlan,
-    OpenrlhfPlan, OptimizerPlan, PairPlan, RegexPlan, RepetitionPlan, RewardModelPlan, RlooPlan, SamplingPlan,
-    ServicePlan, SimilarityMetric, SlimePlan, SoftOverlongPlan, StringCheckPlan, StringOperation, TextPlan,
-    TextSimilarityPlan, TrainingPlan, VllmPoolingPlan, WebhookPlan,
+    AnswerPlace, CheckpointPlan, ContainsPlan, DatasetPlan, EvalPlan, FormatPlan, HttpTemplatePlan, JobSpec,
+    JsonSchemaPlan, LabelPlan, LengthPlan, LengthUnit, LoraPlan, MatchPlan, MathEqualPlan, MultiPlan, NumberMatchPlan,
+    OpenaiJudgePlan, OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, RegexPlan, RepetitionPlan, RewardModelPlan, RlooPlan,
+    SamplingPlan, ServicePlan, SimilarityMetric, SlimePlan, SoftOverlongPlan, StringCheckPlan, StringOperation,
+    TextPlan, TextSimilarityPlan, TrainingPlan, VllmPoolingPlan, WebhookPlan,
 };
 use crate::doctor::Rule;
 
@@ -52,7 +52,7 @@ impl PartialSchema for JobDocument {
             with_property(OptimizerPlan::schema(), "kind", words("How moments are kept.", &["adamw", "adamw_8bit"]));
         let rloo = with_property(RlooPlan::schema(), "kl_coef", number("Another spelling of beta."));
         closed(&["model", "dataset", "rewards"])
-            .property("name", string("For people."))
+            .property("name", string("For people; 1 to 200 characters, none of them a control character."))
             .property("model", string("Id of a registered model."))
             .property("dataset", dataset("The training prompts."))
             .property("eval", eval())
@@ -127,6 +127,34 @@ impl ToSchema for DraftDocument {
     fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
         schemas.push((JobDocument::name().into_owned(), JobDocument::schema()));
         JobDocument::schemas(schemas);
+    }
+}
+
+/// The plan of a job that is only looked at: a dataset that is not stored yet has neither id nor hash.
+#[derive(Debug)]
+pub struct DraftPlan;
+
+impl PartialSchema for DraftPlan {
+    fn schema() -> RefOr<Schema> {
+        let id = or_null(Ref::from_schema_name("DatasetId").into(), "The dataset; null when it is not stored yet.");
+        let sha256 = or_null(string(""), "SHA-256 of its canonical bytes; null when it is not stored yet.");
+        let dataset = with_property(DatasetPlan::schema(), "id", id);
+        let dataset = object(with_property(object(dataset), "sha256", sha256));
+        let eval = object(with_property(EvalPlan::schema(), "dataset", dataset.clone()));
+        let mut plan = with_property(Plan::schema(), "dataset", dataset);
+        plan.properties.insert("eval".to_owned(), or_null(eval, "Evaluation, if asked for."));
+        plan.description = Some("What a job would do; as Plan, but for datasets that are not stored yet.".to_owned());
+        plan.into()
+    }
+}
+
+impl ToSchema for DraftPlan {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "PlanDraft".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        Plan::schemas(schemas);
     }
 }
 

@@ -226,6 +226,9 @@ async fn models_of_an_admin_are_for_everybody_and_of_a_key_its_own() {
     assert_eq!(register(&alice, "hers/one").await, 201);
     assert_eq!(register(&alice, "hers/one").await, 200);
     assert_eq!(register(&bob, "hers/one").await, 409);
+    let body = json!({"id": "hers/one", "source": source});
+    let refused = call(&server, "POST", "/models", &bob, Some(&body)).await.body["detail"].as_str().unwrap().to_owned();
+    assert!(refused.contains("is taken") && !refused.contains("delete") && !refused.contains("alice"), "{refused}");
     assert_eq!(call(&server, "GET", "/models/hers%2Fone", &bob, None).await.status, 404);
     assert_eq!(call(&server, "DELETE", "/models/hers%2Fone", &bob, None).await.status, 404);
     let mut named = job();

@@ -7,7 +7,7 @@ use axum::http::{Request, header};
 use base64::Engine;
 use rlood::event::Metrics;
 use rlood::id::{JobId, WorkerId};
-use rlood::protocol::{FileEntry, Register};
+use rlood::protocol::{FileEntry, Outcome, Register};
 use rlood::store::{PublishCheckpoint, clock_ms};
 use serde_json::{Value, json};
 
@@ -236,6 +236,66 @@ async fn checkpoints_are_listed_and_packed() {
     let known = server.send(ask("GET", &format!("/jobs/{job}/adapter?which=last"), &[("if-none-match", &etag)])).await;
     assert_eq!(known.status, 304);
     server.get(&format!("/jobs/{job}/adapter?which=worst")).await.problem(400, "invalid_query");
+}
+
+#[tokio::test]
+async fn an_archive_is_served_in_parts_that_make_the_whole() {
+    let server = server().await;
+    let (job, id) = job_with_checkpoint(&server, &FILES).await;
+    for path in [format!("/checkpoints/{id}/archive.tar"), format!("/jobs/{job}/adapter")] {
+        let whole = server.get(&path).await;
+        let (etag, size) = (whole.header("etag").to_owned(), whole.body.len());
+        assert_eq!(whole.header("accept-ranges"), "bytes");
+        // Cuts inside a header, a file, and padding.
+        let mut joined = Vec::new();
+        for (first, last) in [(0, 99), (100, 511), (512, 514), (515, 1500), (1501, size - 2), (size - 1, size + 9)] {
+            let range = format!("bytes={first}-{last}");
+            let part = server.send(ask("GET", &path, &[("range", &range), ("if-range", &etag)])).await;
+            assert_eq!((part.status.as_u16(), part.header("etag")), (206, etag.as_str()), "{range}");
+            let content_range = format!("bytes {first}-{}/{size}", last.min(size - 1));
+            assert_eq!(part.header("content-range"), content_range);
+            assert_eq!(part.header("content-length"), part.body.len().to_string());
+            joined.extend(part.body);
+        }
+        assert!(joined == whole.body, "{path}");
+        server
+            .send(ask("GET", &path, &[("range", &format!("bytes={size}-"))]))
+            .await
+            .problem(416, "range_not_satisfiable");
+        let old = server.send(ask("GET", &path, &[("range", "bytes=0-3"), ("if-range", "\"old\"")])).await;
+        assert_eq!((old.status.as_u16(), old.body.len()), (200, size));
+        let head = server.send(ask("HEAD", &path, &[])).await;
+        assert_eq!((head.status.as_u16(), head.header("content-length")), (200, size.to_string().as_str()));
+        assert_eq!(server.send(ask("GET", &path, &[("if-none-match", &etag)])).await.status, 304);
+    }
+}
+
+#[tokio::test]
+async fn a_job_that_is_over_and_has_no_checkpoint_says_that_none_will_come() {
+    const HOUR: i64 = 3_600_000;
+    let server = server_with(|config| config.retention.checkpoints_ms = Some(36 * HOUR), |_| {}).await;
+    let (job, _) = job_with_checkpoint(&server, &FILES).await;
+    let end = clock_ms() - 37 * HOUR;
+    server.state.store.job_finish(job, 1, Outcome::Succeeded, end).await.unwrap();
+    assert_eq!(server.get(&format!("/jobs/{job}/adapter")).await.status, 200);
+    assert_eq!(server.state.store.leftover_checkpoints_remove(end + 1).await.unwrap().len(), 1);
+    for which in ["", "?which=last", "?which=best"] {
+        let problem = server.get(&format!("/jobs/{job}/adapter{which}")).await.problem(404, "no_such_checkpoint");
+        let detail = problem["detail"].as_str().unwrap();
+        assert!(problem["retryable"] == false && detail.contains("removed 36h after a job's end"), "{problem}");
+    }
+    // One that never had one.
+    let spec = server.get(&format!("/jobs/{job}/config")).await.text();
+    let second = server.post("/jobs", "application/json", spec).await.json()["id"].as_str().unwrap().to_owned();
+    let path = format!("/jobs/{second}/adapter");
+    let waiting = server.get(&path).await.problem(404, "no_checkpoint");
+    assert!(
+        waiting["retryable"] == true && waiting["detail"].as_str().unwrap().contains("checkpoint.saved"),
+        "{waiting}"
+    );
+    server.post(&format!("/jobs/{second}/cancel"), "application/json", "").await;
+    let over = server.get(&path).await.problem(404, "no_such_checkpoint");
+    assert!(over["detail"].as_str().unwrap().contains("cancelled"), "{over}");
 }
 
 fn unpacked(bytes: &[u8]) -> Vec<(String, Vec<u8>)> {

@@ -53,6 +53,20 @@ async fn a_backup_made_while_a_job_runs_restores_to_a_server_that_finishes_it() 
     assert_eq!(resumed["state"], "running", "{resumed}");
 }
 
+#[test]
+fn keys_are_listed_and_revoked_only_where_a_server_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let typo = dir.path().join("typo");
+    for action in [&["list"][..], &["revoke", "key_01jd0000000000000000000000"]] {
+        let refused = run(&[&["keys"][..], action, &["--data-dir", path(&typo)]].concat());
+        assert!(!refused.status.success() && said(&refused).contains("holds no database"), "{}", said(&refused));
+        assert!(!typo.exists());
+    }
+    let made = run(&["keys", "create", "--scopes", "read", "--data-dir", path(&typo)]);
+    assert!(made.status.success(), "{}", said(&made));
+    assert!(run(&["keys", "list", "--data-dir", path(&typo)]).status.success());
+}
+
 #[tokio::test]
 async fn a_damaged_backup_restores_nothing() {
     let dir = tempfile::tempdir().unwrap();

@@ -400,6 +400,33 @@ async fn lists_are_newest_first_and_paged() {
 }
 
 #[tokio::test]
+async fn the_content_is_sent_whole_in_part_or_not_at_all() {
+    let server = server().await;
+    let made = server.post("/datasets", NDJSON, "{\"prompt\":\"a\"}\n{\"prompt\":\"b\"}\n").await.json();
+    let path = format!("/datasets/{}/content", made["id"].as_str().unwrap());
+    let ask = async |name: &'static str, value: &str| {
+        server.send(Request::get(&path).header(name, value).body(Body::empty()).unwrap()).await
+    };
+    let whole = server.get(&path).await;
+    assert_eq!((whole.status.as_u16(), whole.header("content-type")), (200, NDJSON));
+    assert_eq!((whole.header("accept-ranges"), whole.headers.contains_key("repr-digest")), ("bytes", true));
+    let known = ask("if-none-match", whole.header("etag")).await;
+    assert_eq!((known.status.as_u16(), known.body.len()), (304, 0));
+    let part = ask("range", "bytes=15-").await;
+    assert_eq!((part.status.as_u16(), part.body.as_slice()), (206, &whole.body[15..]));
+    ask("range", "bytes=99-").await.problem(416, "range_not_satisfiable");
+}
+
+#[tokio::test]
+async fn json_without_rows_says_what_is_expected() {
+    let server = server().await;
+    for body in ["{}", "{\"records\"", "{\"rows\": [{\"prompt\": \"a\"}]}"] {
+        let problem = server.post("/datasets", "application/json", body).await.problem(422, "invalid_dataset");
+        assert!(problem["detail"].as_str().unwrap().contains("{\"records\": [rows]}"), "{body}: {problem}");
+    }
+}
+
+#[tokio::test]
 async fn an_idempotency_key_gives_the_first_answer_again() {
     let server = server().await;
     let send = |body: &'static str, key: &str| {

@@ -135,8 +135,8 @@ async fn forks_that_cannot_be_are_refused_with_what_to_do() {
     let server = Server::start().await;
     let id = parent(&server, document()).await;
     for (from_step, overrides, status, words) in [
-        (7, json!({}), 404, &["5 and 10", "/from_step"][..]),
-        (11, json!({}), 404, &["nearest is 10"]),
+        (7, json!({}), 404, &["there are those of 10, 5", "/from_step", "no_such_checkpoint"][..]),
+        (11, json!({}), 404, &["there are those of 10, 5", "no_such_checkpoint"]),
         (10, json!({"training": {"max_steps": 10}}), 422, &["/overrides/training/max_steps", "more than 10"]),
         (10, json!({"lora": {"r": 8}}), 422, &["/overrides/lora/r", "16"]),
         (10, json!({"lora": null}), 422, &["/overrides/lora", "adapter"]),
@@ -153,7 +153,13 @@ async fn forks_that_cannot_be_are_refused_with_what_to_do() {
     }
     let none = server.create(job()).await;
     let (status, body) = fork(&server, none, 0, json!({})).await;
-    assert!(status == 404 && body["detail"].as_str().unwrap().contains("retry"), "{body}");
+    assert_eq!((status, &body["code"], &body["retryable"]), (404, &json!("no_checkpoint"), &json!(true)));
+    assert!(body["detail"].as_str().unwrap().contains("checkpoint.saved"), "{body}");
+    // Of a job that is over none will come.
+    assert_eq!(server.post(&format!("/jobs/{none}/cancel"), json!({})).await.status, 200);
+    let (status, body) = fork(&server, none, 0, json!({})).await;
+    assert_eq!((status, &body["code"]), (404, &json!("no_such_checkpoint")));
+    assert!(body["retryable"] == false && body["detail"].as_str().unwrap().contains("retry"), "{body}");
 }
 
 #[tokio::test]

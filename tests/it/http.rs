@@ -156,6 +156,57 @@ async fn a_wrong_content_type_is_refused() {
     server.send(request).await.problem(415, "unsupported_media_type");
 }
 
+#[tokio::test]
+async fn a_body_that_is_no_object_is_named_and_not_repeated() {
+    let server = server().await;
+    for path in ["/session", "/models", "/keys", "/webhooks"] {
+        for body in ["\"rld_CANARY\"", "[\"rld_CANARY\"]", "{\"key\": [\"rld_CANARY\"], \"url\": [\"rld_CANARY\"]}"] {
+            let answer = server.post(path, "application/json", body).await;
+            answer.problem(422, "invalid_body");
+            assert!(
+                !answer.text().contains("CANARY") && !answer.text().contains("struct"),
+                "{path}: {}",
+                answer.text()
+            );
+        }
+    }
+    let problem = server.post("/session", "application/json", "\"rld_CANARY\"").await.problem(422, "invalid_body");
+    assert_eq!(problem["detail"], "the body must be a JSON object, not a string");
+}
+
+#[tokio::test]
+async fn every_missing_field_of_a_body_is_named() {
+    let server = server().await;
+    for (path, pointers) in
+        [("/keys", &["/name", "/scopes"][..]), ("/webhooks", &["/url"]), ("/models", &["/id", "/source"])]
+    {
+        let problem = server.post(path, "application/json", "{}").await.problem(422, "invalid_body");
+        let found: Vec<&str> =
+            problem["errors"].as_array().unwrap().iter().map(|item| item["pointer"].as_str().unwrap()).collect();
+        assert_eq!(found, pointers, "{path}");
+        assert_eq!(problem["errors"][0]["code"], "required");
+    }
+}
+
+#[tokio::test]
+async fn a_body_that_is_announced_too_long_is_refused_before_its_first_byte() {
+    let server = server().await;
+    let announced = |path: &str, kind: &str, bytes: u64| {
+        let never = Body::from_stream(futures::stream::pending::<Result<&'static str, std::io::Error>>());
+        let mut request = post(path, kind, never);
+        request.headers_mut().insert(header::CONTENT_LENGTH, bytes.into());
+        request
+    };
+    let too_long = rlood::http::JSON_LIMIT_BYTES as u64 + 1;
+    for path in ["/models", "/jobs", "/session"] {
+        server.send(announced(path, "application/json", too_long)).await.problem(413, "body_too_large");
+    }
+    let rows = server.state.dataset_limit_bytes + 1024 * 1024;
+    for kind in ["application/x-ndjson", "multipart/form-data; boundary=B"] {
+        server.send(announced("/datasets", kind, rows)).await.problem(413, "body_too_large");
+    }
+}
+
 /// A body that would never end, and counts what was taken of it.
 fn endless() -> (Body, Arc<std::sync::atomic::AtomicU64>) {
     let taken = Arc::new(std::sync::atomic::AtomicU64::new(0));

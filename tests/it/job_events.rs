@@ -21,7 +21,7 @@ struct Stream {
 
 impl Stream {
     async fn open(server: &Server, path: &str, last_event_id: Option<&str>) -> Stream {
-        let mut request = Request::get(path).header(header::ACCEPT, "text/event-stream");
+        let mut request = Request::get(path).header(header::ACCEPT, "Text/Event-Stream");
         if let Some(id) = last_event_id {
             request = request.header("last-event-id", id);
         }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use axum::body::Body;
 use axum::http::{Request, StatusCode, header};
 use rlood::id::DatasetId;
+use rlood::spec::format::{Format, write_job};
 use serde_json::{Value, json};
 
 use crate::server::{SECRET, Server, copy, job, pointers, records, with};
@@ -335,6 +336,76 @@ async fn a_form_brings_the_dataset_along() {
 }
 
 #[tokio::test]
+async fn the_spec_of_a_form_may_be_yaml_or_toml() {
+    let server = Server::start().await;
+    let mut spec = job();
+    spec.as_object_mut().unwrap().remove("dataset");
+    let (json, [yaml, toml]) =
+        (spec.to_string(), [Format::Yaml, Format::Toml].map(|form| write_job(&spec, form).unwrap()));
+    let send = async |spec: &str, head: &str| {
+        let rows: String = (0..9).map(|row| format!("{{\"prompt\": \"p{row}\"}}\n")).collect();
+        let body = format!(
+            "--B\r\ncontent-disposition: form-data; name=\"spec\"{head}\r\n\r\n{spec}\r\n\
+             --B\r\ncontent-disposition: form-data; name=\"dataset\"; filename=\"rows.ndjson\"\r\n\r\n{rows}\r\n--B--\r\n"
+        );
+        let request = Request::post("/jobs").header(header::CONTENT_TYPE, "multipart/form-data; boundary=B");
+        server.send(request.body(Body::from(body)).unwrap()).await
+    };
+    for (text, head) in [
+        (&json, ""),
+        (&json, "; filename=\"job.json\"\r\ncontent-type: application/octet-stream"),
+        (&yaml, "\r\ncontent-type: application/yaml; charset=utf-8"),
+        (&yaml, "; filename=\"job.yaml\"\r\ncontent-type: application/octet-stream"),
+        (&toml, "\r\ncontent-type: application/toml"),
+        (&toml, "; filename=\"job.toml\""),
+    ] {
+        let answer = send(text, head).await;
+        assert_eq!(answer.status, 201, "{head}: {}", answer.text);
+    }
+    let answer = send("a: [1\nb: 2", "\r\ncontent-type: application/yaml").await;
+    assert_eq!((answer.status.as_u16(), &answer.body["code"]), (400, &json!("invalid_document")), "{}", answer.text);
+}
+
+#[tokio::test]
+async fn a_name_has_no_control_characters_and_null_changes_no_label() {
+    let server = Server::start().await;
+    let id = server.create(job()).await;
+    let at = format!("/jobs/{id}");
+    for name in ["a\nb", "a\tb", "\u{0}", "\u{7f}"] {
+        let answer = server.post("/jobs", with(job(), "name", json!(name))).await;
+        assert!(pointers(&answer).contains(&"/name invalid_value".to_owned()), "{name:?}: {}", answer.text);
+        let answer = server.call("PATCH", &at, Some(json!({"name": name})), None).await;
+        assert_eq!((answer.status.as_u16(), pointers(&answer)), (422, vec!["/name invalid_value".to_owned()]));
+    }
+    for field in ["metadata", "priority", "reward_secrets"] {
+        let answer = server.call("PATCH", &at, Some(json!({field: null})), None).await;
+        assert_eq!((answer.status.as_u16(), pointers(&answer)), (422, vec![format!("/{field} invalid_type")]));
+    }
+    assert_eq!(server.call("PATCH", &at, Some(json!({"name": null, "metadata": {}})), None).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_parameter_that_is_given_twice_or_unknown_is_refused() {
+    let server = Server::start().await;
+    let id = server.create(job()).await;
+    for path in [
+        "/jobs?limit=1&limit=2".to_owned(),
+        "/jobs?metadata.a=1&metadata.a=2".to_owned(),
+        format!("/jobs/{id}/summary?step=1"),
+    ] {
+        let answer = server.get(&path).await;
+        assert_eq!(
+            (answer.status.as_u16(), &answer.body["code"]),
+            (400, &json!("invalid_query")),
+            "{path}: {}",
+            answer.text
+        );
+    }
+    assert_eq!(server.get("/jobs?metadata.a=1&metadata.b=2").await.status, 200);
+    assert_eq!(server.get(&format!("/jobs/{id}/summary")).await.status, 200);
+}
+
+#[tokio::test]
 async fn the_same_idempotency_key_makes_one_job() {
     let server = Server::start().await;
     let first = server.call("POST", "/jobs", Some(job()), Some("k1")).await;
@@ -356,7 +427,8 @@ async fn the_same_idempotency_key_makes_one_job() {
 async fn the_configuration_comes_in_three_forms_and_each_can_be_submitted_again() {
     let server = Server::start().await;
     let mut document = with(job(), "lora", Value::Null);
-    document["name"] = json!("no: \"quotes\"\n# yes");
+    document["name"] = json!("no: \"quotes\" # yes");
+    document["metadata"] = json!({"note": "two\nlines: # \"yes\""});
     let id = server.create(document).await;
     let whole = server.get(&format!("/jobs/{id}/config")).await.body;
     assert_eq!(whole["lora"], Value::Null);
@@ -417,6 +489,31 @@ async fn a_broken_document_says_where_and_never_quotes_a_secret() {
         let answer = server.post("/webhooks", json!({"url": url})).await;
         assert!(answer.status == 422 && !answer.text.contains("CANARY"), "{}", answer.text);
     }
+}
+
+#[tokio::test]
+async fn what_a_dry_run_answers_is_what_the_document_says() {
+    let server = Server::start().await;
+    let document = serde_json::to_value(rlood::http::openapi()).unwrap();
+    let fits = |answer: &Value| {
+        let (mut schemas, mut compiler) = (boon::Schemas::new(), boon::Compiler::new());
+        compiler.add_resource("urn:rlood", document.clone()).unwrap();
+        let index = compiler.compile("urn:rlood#/components/schemas/Validation", &mut schemas).unwrap();
+        schemas.validate(answer, index).map_err(|error| format!("{error:#}"))
+    };
+    let inline =
+        server.post("/jobs/validate", with(job(), "eval", json!({"dataset": {"records": records(2)}}))).await.body;
+    assert_eq!(inline["valid"], true, "{inline}");
+    assert_eq!((&inline["plan"]["dataset"]["id"], &inline["plan"]["dataset"]["sha256"]), (&Value::Null, &Value::Null));
+    let partial = server.post("/jobs/validate?from=trl", json!({"learning_rate": 1e-5, "max_steps": 2})).await.body;
+    assert!(partial["spec"]["rewards"].is_null() && partial["spec"]["dataset"].is_null(), "{partial}");
+    let invalid = server.post("/jobs/validate", json!({})).await.body;
+    for answer in [&inline, &partial, &invalid] {
+        assert_eq!(fits(answer), Ok(()), "{answer}");
+    }
+    let mut wrong = inline.clone();
+    wrong["plan"]["dataset"]["id"] = json!(7);
+    assert!(fits(&wrong).is_err());
 }
 
 #[tokio::test]

@@ -213,6 +213,23 @@ async fn redirects_and_refused_addresses_are_not_followed_at_any_try() {
         let refused = server.post("/webhooks", json!({"url": url})).await;
         assert_eq!((refused.status.as_u16(), &refused.body["errors"][0]["pointer"]), (422, &json!("/url")), "{url}");
     }
+    // It is kept as it is asked, so that what is shown is what happens.
+    for (given, kept) in
+        [("HTTP://Example.com", "http://example.com/"), ("http:///x.example/a b", "http://x.example/a%20b")]
+    {
+        let made = server.post("/webhooks", json!({"url": given})).await;
+        assert_eq!((made.status.as_u16(), &made.body["url"]), (201, &json!(kept)), "{}", made.text);
+        let id = made.body["id"].as_str().unwrap();
+        let changed = server.call("PATCH", &format!("/webhooks/{id}"), Some(json!({"url": given})), None).await;
+        assert_eq!(changed.body["url"], kept);
+        assert_eq!(server.call("DELETE", &format!("/webhooks/{id}"), None, None).await.status, 204);
+    }
+    for (url, words) in
+        [("http://example.com/\r\nX: y", "control characters"), ("https://u:p@example.com/", "signature")]
+    {
+        let refused = server.post("/webhooks", json!({"url": url})).await;
+        assert!(refused.status == 422 && refused.text.contains(words), "{}", refused.text);
+    }
     // What was permitted when it was made, and is not any more.
     let endpoint = Endpoint::start(&[307]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;

@@ -29,6 +29,7 @@ mod gpu;
 mod gpu_training;
 mod gradients;
 mod http;
+mod idempotency;
 mod interrupt;
 mod job_events;
 mod job_moves;

@@ -14,6 +14,8 @@ const SHORT = 80;
 
 let server, browser, rewards, carried;
 const at = (index) => CORPUS[index % CORPUS.length];
+/** A job's name has no control characters. */
+const named = (index) => at(index).replaceAll(/\p{Cc}/gu, " ");
 const keyed = (value) => Object.fromEntries(CORPUS.map((text, index) => [text, value(index)]));
 
 before(async () => {
@@ -27,8 +29,8 @@ before(async () => {
   const plain = { rewards: [{ name: "judge", type: "webhook", url: rewards.url }] };
   // Names and labels: of one job each.
   const rows = CORPUS.map((prompt, index) => ({ prompt: prompt.slice(0, SHORT), answer: at(index + 1), note: at(index + 2) }));
-  carried = await submit(server, { name: at(0), rows, steps: CORPUS.length, ...plain, more: { metadata: { [at(3).slice(0, 60)]: at(4) } } });
-  for (let index = 1; index < CORPUS.length; index++) await submit(server, { name: at(index), rows: rows.slice(0, 3), ...plain });
+  carried = await submit(server, { name: named(0), rows, steps: CORPUS.length, ...plain, more: { metadata: { [at(3).slice(0, 60)]: at(4) } } });
+  for (let index = 1; index < CORPUS.length; index++) await submit(server, { name: named(index), rows: rows.slice(0, 3), ...plain });
   await carry(carried.id);
 }, { timeout: 600_000 });
 after(() => Promise.all([server?.stop(), browser?.close(), rewards?.stop()]));
@@ -133,7 +135,7 @@ test("a real run on prompts of the corpus, scored by a service that answers with
   const trained = await startServer({ devices: "cpu" });
   try {
     const rows = CORPUS.map((text, index) => ({ prompt: text.slice(0, SHORT), answer: at(index + 1) }));
-    const job = await finished(trained, await submit(trained, { name: at(7), rows, steps: 3, rewards: [{ name: "judge", type: "webhook", url: rewards.url }] }));
+    const job = await finished(trained, await submit(trained, { name: named(7), rows, steps: 3, rewards: [{ name: "judge", type: "webhook", url: rewards.url }] }));
     await watch((page) => inspectAll(page, trained, job.id));
   } finally {
     await trained.stop();

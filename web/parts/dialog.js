@@ -44,7 +44,7 @@ export const FormDialog = ({ title, children, action, work: { busy, error, submi
   <div class="row end"><button type="button" onClick=${onClose}>Close</button><button class="primary" disabled=${busy}>${action}</button></div>
 </form><//>`;
 
-/** What is shown once. */
+/** What is shown once: an answer that had to be asked for twice has it no more. */
 export const Shown = ({ title, about, text, label, onClose }) => html`<${Dialog} title=${title} onClose=${onClose}>
-  <p>${about}</p><${Code} text=${text} label=${label} />
+  ${text ? html`<p>${about}</p><${Code} text=${text} label=${label} />` : html`<p class="notice">It is made, but the answer that showed it got lost: make another one.</p>`}
   <div class="row end"><button class="primary" onClick=${onClose}>I have it</button></div><//>`;
