@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use minijinja::machinery::{CodeGenerator, Instruction, Instructions, ast, parse, parse_expr};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::ValueKind;
-use minijinja::{Error, ErrorKind, Value};
+use minijinja::{Error, ErrorKind};
 
 use super::operators;
 
@@ -262,7 +261,11 @@ fn folded(op: ast::BinOpKind, left: Constant, right: Constant) -> Constant {
     match op {
         ast::BinOpKind::Mul => {
             let times = |this: Constant, other: Constant| {
-                #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a bound, and it saturates")]
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    clippy::cast_sign_loss,
+                    reason = "a bound, and it saturates"
+                )]
                 this.bytes.saturating_mul(other.magnitude.ceil() as u64)
             };
             // Two numbers make a number; anything else has no magnitude.
@@ -331,9 +334,4 @@ fn target<'i>(instruction: &'i mut Instruction<'_>) -> Option<&'i mut u32> {
         | Instruction::BuildMacro(_, target, _) => Some(target),
         _ => None,
     }
-}
-
-/// Whether a constant is a number.
-pub fn is_number(value: &Value) -> bool {
-    value.kind() == ValueKind::Number
 }
