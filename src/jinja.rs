@@ -16,6 +16,7 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
 pub use budget::draw;
 pub use filters::{environment, raise};
+pub use operators::install as guard;
 use program::Program;
 
 self_cell::self_cell! {

@@ -18,7 +18,7 @@ pub const ITEM_BYTES: u64 = 64;
 /// Looking at so many bytes is as dear as making one.
 const LOOK: u64 = 64;
 /// Looking at one value.
-const NODE: u64 = 4;
+const NODE: u64 = 16;
 /// Values nested deeper would overflow the stack when they are written, compared or dropped.
 const MAX_DEPTH: u64 = 150;
 /// A `float` written out without an exponent.
@@ -126,18 +126,13 @@ pub fn text(value: &Value) -> Result<u64, Error> {
 ///
 /// Lists that are not there could be in one another without any end, and be as long as they like.
 pub fn whole(value: Value) -> Result<Value, Error> {
-    let value = if value.kind() == ValueKind::Iterable {
-        let mut items = Vec::new();
-        for item in value.try_iter()?.checked() {
-            draw(ITEM_BYTES)?;
-            items.push(item?);
-        }
-        Value::from(items)
-    } else {
-        value
-    };
-    if matches!(value.kind(), ValueKind::Seq | ValueKind::Map) {
-        size(&value)?;
+    if value.kind() != ValueKind::Iterable {
+        return Ok(value);
     }
-    Ok(value)
+    let mut items = Vec::new();
+    for item in value.try_iter()?.checked() {
+        draw(ITEM_BYTES)?;
+        items.push(item?);
+    }
+    Ok(Value::from(items))
 }

@@ -91,8 +91,7 @@ fn priced(
     move |state, args| {
         let args = args.into_values();
         pay(state, cost, &args)?;
-        let result = function.call(state, &args)?;
-        if matches!(cost, Cost::Glance | Cost::Look) { Ok(result) } else { budget::whole(result) }
+        made(cost, function.call(state, &args)?)
     }
 }
 
@@ -187,8 +186,17 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
         }
         pay(state, cost, &all)?;
     }
-    let result = pycompat::unknown_method_callback(state, value, name, args)?;
-    if matches!(cost, Cost::Glance | Cost::Look) { Ok(result) } else { budget::whole(result) }
+    made(cost, pycompat::unknown_method_callback(state, value, name, args)?)
+}
+
+/// What a call gave. Some put a list into a list.
+fn made(cost: Cost, result: Value) -> Result<Value, Error> {
+    if matches!(cost, Cost::Glance | Cost::Look) || result.as_object().is_none() {
+        return Ok(result);
+    }
+    let result = budget::whole(result)?;
+    budget::size(&result)?;
+    Ok(result)
 }
 
 /// Arguments, with the values of those that have a name.
@@ -226,7 +234,8 @@ fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
         Cost::Text => draw(texts(&args)?),
         Cost::Escaped => draw(texts(&args)?.saturating_mul(ESCAPED)),
         Cost::List => {
-            draw(count.saturating_mul(ITEM_BYTES))?;
+            // Its items may be pairs.
+            draw(count.saturating_mul(2 * ITEM_BYTES))?;
             look(count.saturating_mul(texts(rest)?))
         }
         Cost::Order | Cost::Sum => {
@@ -284,7 +293,7 @@ fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
                 Some(separator) => text.matches(separator).count(),
                 None => text.split(char::is_whitespace).count(),
             };
-            draw(texts(&args)?.saturating_add((pieces as u64 + 1).saturating_mul(ITEM_BYTES)))
+            draw(texts(&args)?.saturating_add((pieces as u64 + 1).saturating_mul(2 * ITEM_BYTES)))
         }
         Cost::Strip => {
             draw(texts(&args)?)?;

@@ -6,7 +6,6 @@ use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::budget::{self, ITEM_BYTES, draw, look};
-use super::program::is_number;
 
 type Question = fn(&[Value]) -> Result<(), Error>;
 
@@ -63,11 +62,8 @@ pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<V
     Ok(match instruction {
         // The formatter asks.
         Instruction::EmitRaw(text) => vec![Instruction::LoadConst(Value::from(*text)), Instruction::Emit],
-        Instruction::Add | Instruction::Mul
-            if top.is_some_and(is_number) && matches!(instruction, Instruction::Add) =>
-        {
-            vec![same]
-        }
+        // Only a number can be added to a number.
+        Instruction::Add if top.is_some_and(Value::is_number) => vec![same],
         Instruction::Add => [about("=add", 2).to_vec(), vec![same, one("=whole")]].concat(),
         Instruction::Mul => [about("=mul", 2).to_vec(), vec![same, one("=whole")]].concat(),
         Instruction::StringConcat => [about("=concat", 2).to_vec(), vec![same]].concat(),
@@ -75,15 +71,8 @@ pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<V
         Instruction::GetItem if top.is_some_and(|top| top.as_str().is_some()) => vec![same],
         Instruction::GetItem => [about("=item", 2).to_vec(), vec![same]].concat(),
         Instruction::SetAttr(_) => [about("=set", 2).to_vec(), vec![same]].concat(),
-        Instruction::Eq
-        | Instruction::Ne
-        | Instruction::Gt
-        | Instruction::Gte
-        | Instruction::Lt
-        | Instruction::Lte
-        | Instruction::In
-        | Instruction::CompareAndPreserve(_)
-            if top.is_some_and(|top| top.as_object().is_none()) && !matches!(instruction, Instruction::In) =>
+        Instruction::Eq | Instruction::Ne | Instruction::Gt | Instruction::Gte | Instruction::Lt | Instruction::Lte
+            if top.is_some_and(|top| top.as_object().is_none()) =>
         {
             vec![same]
         }

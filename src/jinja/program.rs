@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use minijinja::machinery::{CodeGenerator, Instruction, Instructions, ast, parse, parse_expr};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::ValueKind;
-use minijinja::{Error, ErrorKind, Value};
+use minijinja::{Error, ErrorKind};
 
 use super::operators;
 
@@ -261,14 +260,8 @@ fn folded(op: ast::BinOpKind, left: Constant, right: Constant) -> Constant {
     let magnitude = left.magnitude + right.magnitude;
     match op {
         ast::BinOpKind::Mul => {
-            let times = |this: Constant, other: Constant| {
-                #[expect(
-                    clippy::cast_possible_truncation,
-                    clippy::cast_sign_loss,
-                    reason = "a bound, and it saturates"
-                )]
-                this.bytes.saturating_mul(other.magnitude.ceil() as u64)
-            };
+            // A bound: the cast saturates.
+            let times = |this: Constant, other: Constant| this.bytes.saturating_mul(other.magnitude.ceil() as u64);
             // Two numbers make a number; anything else has no magnitude.
             let numbers = left.magnitude > 0.0 && right.magnitude > 0.0;
             let bytes = if numbers { 32 } else { times(left, right).max(times(right, left)).max(32) };
@@ -335,9 +328,4 @@ fn target<'i>(instruction: &'i mut Instruction<'_>) -> Option<&'i mut u32> {
         | Instruction::BuildMacro(_, target, _) => Some(target),
         _ => None,
     }
-}
-
-/// Whether a constant is a number.
-pub fn is_number(value: &Value) -> bool {
-    value.kind() == ValueKind::Number
 }

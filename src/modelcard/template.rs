@@ -12,7 +12,7 @@ use crate::jinja::{Ordered, Template, draw, environment, raise, to_value};
 const FUEL: u64 = 20_000_000;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 /// What one rendering may make on the way there, bytes.
-const BUDGET: u64 = 256 << 20;
+const BUDGET: u64 = 128 << 20;
 /// `strftime_now` pads each field to what its format says.
 const MAX_TIME_FORMAT_BYTES: usize = 1000;
 const NAME: &str = "chat_template";

@@ -4,8 +4,12 @@ use std::collections::BTreeMap;
 
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 
+use crate::jinja::{Template, guard};
+
 /// Steps one evaluation may take.
 const FUEL: u64 = 10_000;
+/// Bytes one evaluation may make. Numbers take none.
+const BUDGET: u64 = 1 << 20;
 const FUNCTIONS: [&str; 8] = ["min", "max", "abs", "floor", "ceil", "exp", "sqrt", "log"];
 const WORDS: [&str; 14] =
     ["and", "or", "not", "in", "is", "if", "else", "true", "false", "none", "True", "False", "None", "loop"];
@@ -17,6 +21,7 @@ type OfTwo = fn(f64, f64) -> f64;
 #[derive(Debug)]
 pub struct Formula {
     environment: Environment<'static>,
+    expression: Template,
     text: String,
 }
 
@@ -26,6 +31,7 @@ impl Formula {
         let mut environment = Environment::empty();
         environment.set_fuel(Some(FUEL));
         environment.set_undefined_behavior(UndefinedBehavior::Strict);
+        guard(&mut environment);
         let one: [(&'static str, OfOne); 6] = [
             ("abs", f64::abs),
             ("floor", f64::floor),
@@ -44,11 +50,13 @@ impl Formula {
                 best.ok_or_else(|| Error::new(ErrorKind::MissingArgument, format!("{name}() needs numbers")))
             });
         }
-        if let Err(error) = environment.compile_expression(text) {
-            let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
-            return Err(format!("not a formula ({why}): + - * / ** ( ) and {} are there", FUNCTIONS.join(", ")));
+        match Template::expression(text.to_owned()) {
+            Ok(expression) => Ok(Self { environment, expression, text: text.to_owned() }),
+            Err(error) => {
+                let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+                Err(format!("not a formula ({why}): + - * / ** ( ) and {} are there", FUNCTIONS.join(", ")))
+            }
         }
-        Ok(Self { environment, text: text.to_owned() })
     }
 
     /// Whether a grader may be called so.
@@ -72,12 +80,11 @@ impl Formula {
 
     /// Its value, a finite number.
     pub fn value(&self, scores: &BTreeMap<&str, f64>) -> Result<f64, String> {
-        let compiled = self.environment.compile_expression(&self.text).map_err(|error| error.to_string())?;
-        let value =
-            compiled.eval(Value::from_pairs(scores.iter().map(|(name, score)| (*name, *score)))).map_err(|error| {
-                let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
-                format!("the formula has no value: {why}")
-            })?;
+        let variables = Value::from_pairs(scores.iter().map(|(name, score)| (*name, *score)));
+        let value = self.expression.eval(&self.environment, variables, BUDGET, Ok).map_err(|error| {
+            let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+            format!("the formula has no value: {why}")
+        })?;
         let number = match value.kind() {
             minijinja::value::ValueKind::Bool => Some(f64::from(u8::from(value.is_true()))),
             minijinja::value::ValueKind::Number => f64::try_from(value).ok(),
@@ -125,6 +132,11 @@ mod tests {
             ["a / none_of", "log(none_of)", "'x'", "c", "a +", "import os", "a.b", "range(3)", "max()", "exp(10000)"]
         {
             assert!(value(text).is_err(), "{text}: {:?}", value(text));
+        }
+        let deep = format!("a{}", "+1".repeat(20_000));
+        for text in ["'x' * 100000000 == a", "[a] * 100000000 == a", "(a, b) * 50000000 == a", &deep] {
+            let error = value(text).unwrap_err();
+            assert!(error.contains("MiB") || error.contains("deep"), "{error}");
         }
     }
 
