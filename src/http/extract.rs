@@ -24,7 +24,7 @@ use tower_http::timeout::TimeoutError;
 use super::JSON_LIMIT_BYTES;
 use super::error::{Code, Problem, chain, shortened};
 use super::submit::hex;
-use crate::json::Exact;
+use crate::json::{Exact, words};
 use crate::spec::format::Format;
 use json::parse_object;
 
@@ -184,7 +184,7 @@ pub fn parse_document(bytes: &[u8], format: Format) -> Result<Value, Problem> {
     if format == Format::Json {
         let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
         return parse_json::<Exact>(bytes)?.checked(bytes).map_err(|error| {
-            let text = format!("{} (line {}, column {})", without_position(&error), error.line(), error.column());
+            let text = format!("{} (line {}, column {})", words(&error), error.line(), error.column());
             Problem::new(Code::InvalidBody, text.clone()).item("", "invalid", text)
         });
     }

@@ -343,7 +343,7 @@ async fn the_spec_of_a_form_may_be_yaml_or_toml() {
     let (json, [yaml, toml]) =
         (spec.to_string(), [Format::Yaml, Format::Toml].map(|form| write_job(&spec, form).unwrap()));
     let send = async |spec: &str, head: &str| {
-        let rows: String = (0..9).map(|row| format!("{{\"prompt\": \"p{row}\"}}\n")).collect();
+        let rows: String = (0..9).map(|row| format!("{{\"prompt\": \"p{row}\", \"answer\": \"{row}\"}}\n")).collect();
         let body = format!(
             "--B\r\ncontent-disposition: form-data; name=\"spec\"{head}\r\n\r\n{spec}\r\n\
              --B\r\ncontent-disposition: form-data; name=\"dataset\"; filename=\"rows.ndjson\"\r\n\r\n{rows}\r\n--B--\r\n"

@@ -4,6 +4,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::http::error::{Code, Item, Problem, shortened};
+use crate::json::words;
 
 /// As [`parse_json`], of a body that must be an object. serde would take a list for a struct's fields in order.
 pub(super) fn parse_object<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
@@ -41,7 +42,7 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
         if !error.is_data() {
             return broken(&error);
         }
-        let text = without_position(&error);
+        let text = words(&error);
         if let Some(name) = missing_name(&text) {
             return required(missing_fields::<T>(bytes, format!("{pointer}/{name}")));
         }
@@ -55,17 +56,12 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
 
 fn broken(error: &serde_json::Error) -> Problem {
     let at = format!("line {}, column {}", error.line(), error.column());
-    let text = shortened(&without_position(error));
+    let text = shortened(&words(error));
     Problem::new(Code::InvalidJson, format!("broken JSON at {at}: {text}")).items(vec![Item {
         pointer: String::new(),
         code: "syntax".to_owned(),
         detail: format!("{at}: {text}"),
     }])
-}
-
-fn without_position(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    text.rsplit_once(" at line ").map_or(text.as_str(), |(text, _)| text).to_owned()
 }
 
 /// What serde says of a value of another kind, without the value and without names of this program's types.
