@@ -270,8 +270,8 @@ fn damaged_weights_are_errors_that_name_the_file_and_the_tensor() {
     assert!(spoil(&|b| b[8] = b'x').contains("not JSON"));
     assert!(spoil(&|b| b.extend(b"tail")).contains("4 bytes follow the last tensor"));
     assert!(
-        spoil(&|b| in_header(b, |h| format!("{{\"lm_head.weight\":1,{}", &h[1..])))
-            .contains("duplicate key 'lm_head.weight'")
+        spoil(&|b| in_header(b, |h| format!("{{\"model.norm.weight\":1,{}", &h[1..])))
+            .contains("duplicate key 'model.norm.weight'")
     );
     let numbered = |h: &str| h.replace("{\"format\":\"pt\"}", "{\"format\":1}");
     assert!(spoil(&|b| in_header(b, numbered)).contains("__metadata__ of the header must be an object of strings"));
