@@ -34,6 +34,8 @@ class Run {
   #stream = null;
   #pending = { job: false, alerts: false, fromStep: Infinity, timer: 0 };
   #stopped = false;
+  /** How often the run went back: what was asked before and is answered after may hold steps that are no more. */
+  #rewinds = 0;
 
   constructor(id) {
     this.id = id;
@@ -91,6 +93,7 @@ class Run {
       if (kind === "train") this.#merge([{ step, ...metrics }]);
       pending.fromStep = Math.min(pending.fromStep, step);
     } else if (type === "rewind") {
+      this.#rewinds++;
       this.table.rewind(event.data.step);
       this.metrics.set(this.metrics.value + 1);
     } else if (type === "phase") {
@@ -109,11 +112,19 @@ class Run {
     const held = end - begin;
     if (!steps.length || held >= Math.min(last, steps[steps.length - 1]) - Math.max(first, steps[0]) || held >= OVERVIEW_POINTS) return;
     try {
-      const { data } = await get(`${this.path}/metrics`, { min_step: first, max_step: last, max_points: OVERVIEW_POINTS });
-      this.#merge(data);
+      await this.#read({ min_step: first, max_step: last });
     } catch {
       // The overview stays.
     }
+  }
+
+  /** Reads steps into the table; false, and nothing is read, where the run went back meanwhile. */
+  async #read(range) {
+    const rewinds = this.#rewinds;
+    const { data } = await get(`${this.path}/metrics`, { ...range, max_points: OVERVIEW_POINTS });
+    if (rewinds !== this.#rewinds) return false;
+    this.#merge(data);
+    return true;
   }
 
   #merge(rows) {
@@ -131,8 +142,8 @@ class Run {
       if (job) wanted.push(get(this.path).then((job) => this.job.set(job)));
       if (alerts) wanted.push(all(`${this.path}/alerts`, { limit: undefined }).then((alerts) => this.alerts.set(alerts)));
       if (fromStep < Infinity) {
-        const query = { min_step: fromStep, max_points: OVERVIEW_POINTS };
-        wanted.push(get(`${this.path}/metrics`, query).then(({ data }) => this.#merge(data)));
+        const again = (read) => read || (pending.fromStep = Math.min(pending.fromStep, fromStep));
+        wanted.push(this.#read({ min_step: fromStep }).then(again));
       }
       const done = await Promise.allSettled(wanted);
       pending.timer = 0;
