@@ -42,7 +42,7 @@ enum Check {
     Repetition(RepetitionPlan),
     SoftOverlong(SoftOverlongPlan),
     Format(FormatPlan),
-    Multi { graders: BTreeMap<String, Builtin>, formula: Formula },
+    Multi { graders: BTreeMap<String, Builtin>, formula: Box<Formula> },
 }
 
 #[derive(Debug)]
@@ -117,7 +117,7 @@ impl Builtin {
                 let grader = |(name, kind): (&String, &RewardKind)| Ok((name.clone(), Builtin::new(name, kind)?));
                 Check::Multi {
                     graders: plan.graders.iter().map(grader).collect::<Result<_, BuildError>>()?,
-                    formula: Formula::parse(&plan.calculate_output).map_err(error)?,
+                    formula: Box::new(Formula::parse(&plan.calculate_output).map_err(error)?),
                 }
             }
             RewardKind::Webhook(_)
