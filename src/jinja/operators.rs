@@ -22,7 +22,7 @@ const QUESTIONS: [(&str, Question); 9] = [
     ("=changed", changed),
 ];
 
-/// The filters that [`guard`] puts between the instructions.
+/// The filters that `guard` puts between the instructions.
 pub fn install(environment: &mut Environment<'static>) {
     for (name, question) in QUESTIONS {
         environment.add_filter(name, move |values: Rest<Value>| -> Result<Value, Error> {
