@@ -1,5 +1,5 @@
 // A modal dialog over the browser's own: it keeps the focus, and Escape closes it.
-import { html, useEffect, useId, useRef } from "../core/ui.js";
+import { html, useId, useLayoutEffect, useRef } from "../core/ui.js";
 import { useWork } from "../core/work.js";
 import { ProblemBox } from "./problem.js";
 import { Code } from "./text.js";
@@ -7,7 +7,8 @@ import { Code } from "./text.js";
 export function Dialog({ title, onClose, children }) {
   const element = useRef(null);
   const id = useId();
-  useEffect(() => {
+  // At once: what is typed next belongs into it.
+  useLayoutEffect(() => {
     const before = document.activeElement;
     element.current.showModal();
     return () => before?.focus?.();
