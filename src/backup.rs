@@ -1,25 +1,46 @@
 //! `rlood backup` and `rlood restore`: the database as it was at one moment, every file that it names, and a manifest with
 //! their hashes, written last.
 //!
-//! A backup is made while the server runs. A checkpoint or dataset that the server removed in the meantime is left out, in
-//! the copied database too, so that what is restored holds together.
+//! A backup is made while the server runs. Nothing of the server's is changed, least of all brought up to date: the copy is.
+//! Links keep the files that the copied database names until they are copied. What was gone all the same is left out, in
+//! the copied database too, so that what is restored holds together; but when a job that is not over would have lost the
+//! checkpoint it goes on from, all is copied anew.
+
+mod restore;
 
 use std::collections::BTreeMap;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::config::backup::{BackupArgs, RestoreArgs};
-use crate::files::copy::{copy_hashed, files_below, is_vacant, make_private_dir, sync_tree};
+use crate::config::backup::BackupArgs;
+use crate::files::copy::{copy_hashed, files_below, is_vacant, make_private_dir, remove_tree, sync_tree};
+use crate::files::held::Held;
 use crate::files::{DataDir, FilesError, hash_file};
-use crate::store::{Store, StoreError};
+use crate::store::{CheckpointRow, Store, StoreError};
+
+pub use restore::restore;
 
 const MANIFEST: &str = "manifest.json";
 const DATABASE: &str = "rlood.db";
 /// The form of the manifest.
 const FORMAT: u32 = 1;
+/// How often all is copied anew before that is given up.
+const TRIES: u32 = 5;
+/// All that a backup writes.
+const PARTS: [&str; 9] = [
+    DATABASE,
+    "rlood.db-wal",
+    "rlood.db-shm",
+    "rlood.db-journal",
+    "checkpoints",
+    "datasets",
+    "initial",
+    ".manifest.tmp",
+    MANIFEST,
+];
 
 /// Why there is no backup, or nothing was restored.
 #[derive(Debug, thiserror::Error)]
@@ -61,6 +82,12 @@ pub enum BackupError {
         /// What is wrong.
         what: String,
     },
+    /// Each time the server removed a checkpoint that a job goes on from before it was copied.
+    #[error(
+        "jobs replace their checkpoints faster than these are copied from {}: pause the jobs that run, or let them keep \
+         more (checkpoints.keep_last), then try again", .0.display()
+    )]
+    Outrun(PathBuf),
     /// The manifest cannot be written, or the restored directory not be put in place.
     #[error("could not {doing} {}", .path.display())]
     Io {
@@ -98,7 +125,7 @@ struct Entry {
 /// `rlood backup`.
 ///
 /// # Errors
-/// When something cannot be read or written, or the target is not empty.
+/// When something cannot be read or written, or the target is not empty; then nothing of a backup is left there.
 pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     let BackupArgs { to, data_dir } = args;
     if !data_dir.join(DATABASE).is_file() {
@@ -107,42 +134,27 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     if !is_vacant(&to)? {
         return Err(taken(to));
     }
-    make_private_dir(&to)?;
-    let (files, store) = match DataDir::open(&data_dir) {
-        Ok(files) => {
-            let store = Store::open(&files.database()).await?;
-            (files, store)
-        }
-        Err(FilesError::Locked { root, .. }) => {
-            let files = DataDir::beside(&root)?;
-            let store = Store::open_beside(&files.database()).await?;
-            (files, store)
-        }
+    let files = match DataDir::open(&data_dir) {
+        Ok(files) => files,
+        Err(FilesError::Locked { root, .. }) => DataDir::beside(&root)?,
         Err(error) => return Err(error.into()),
     };
-    let database = to.join(DATABASE);
-    let copied = store.snapshot_to(&database).await;
-    store.close().await;
-    copied?;
-
-    // From here on the copy says what there is.
-    let snapshot = Store::open_beside(&database).await?;
-    let taken = take_files(&snapshot, &files, &to).await;
-    snapshot.close().await;
-    let (mut entries, left_out) = taken?;
-    set_private(&database)?;
-    let (size_bytes, sha256) = hash_file(&database)?;
-    entries.insert(DATABASE.to_owned(), Entry { size_bytes, sha256 });
-    sync_tree(&to)?;
-    let bytes: u64 = entries.values().map(|entry| entry.size_bytes).sum();
-    let manifest = Manifest {
-        format: FORMAT,
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-        created_at: format!("{:.3}", Timestamp::now()),
-        files: entries,
-        left_out,
+    let source = Store::open_as_is(&files.database()).await?;
+    let is_new = !to.exists();
+    let made = make(&source, &files, &to).await;
+    source.close().await;
+    let manifest = match made {
+        Ok(manifest) => manifest,
+        Err(error) => {
+            // The error tells more than what stands in the way of tidying up.
+            let _ = clear(&to);
+            if is_new {
+                let _ = std::fs::remove_dir(&to);
+            }
+            return Err(error);
+        }
     };
-    write_manifest(&to, &manifest)?;
+    let bytes: u64 = manifest.files.values().map(|entry| entry.size_bytes).sum();
     for (path, why) in &manifest.left_out {
         eprintln!("rlood: left out {path}: {why}");
     }
@@ -150,22 +162,120 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     Ok(ExitCode::SUCCESS)
 }
 
+async fn make(source: &Store, files: &DataDir, to: &Path) -> Result<Manifest, BackupError> {
+    make_private_dir(to)?;
+    for _ in 0..TRIES {
+        let Some((mut entries, left_out)) = copy(source, files, to).await? else {
+            clear(to)?;
+            continue;
+        };
+        let (size_bytes, sha256) = hash_file(&to.join(DATABASE))?;
+        entries.insert(DATABASE.to_owned(), Entry { size_bytes, sha256 });
+        sync_tree(to)?;
+        let manifest = Manifest {
+            format: FORMAT,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            created_at: format!("{:.3}", Timestamp::now()),
+            files: entries,
+            left_out,
+        };
+        write_manifest(to, &manifest)?;
+        return Ok(manifest);
+    }
+    Err(BackupError::Outrun(files.root().to_owned()))
+}
+
+/// The database and what it names; `None` when a job that is not over would have lost what it goes on from.
+async fn copy(source: &Store, files: &DataDir, to: &Path) -> Result<Option<Taken>, BackupError> {
+    let database = to.join(DATABASE);
+    let mut held = files.hold();
+    let mut keep = |rows: &[CheckpointRow]| {
+        for row in rows {
+            row.files.iter().for_each(|file| held.keep(&place(files, row).join(&file.name)));
+        }
+    };
+    // Nearly all of them, before the server has to wait for the rest.
+    keep(&source.checkpoint_all().await?);
+    source.snapshot_to(&database, &mut keep).await?;
+    // From here on the copy says what there is. It is of this version, whatever the server is.
+    let snapshot = Store::open(&database).await?;
+    let taken = take_files(Copying { source, snapshot: &snapshot, files, to }, held).await;
+    snapshot.close().await;
+    taken
+}
+
+/// Removes what a backup wrote.
+fn clear(to: &Path) -> Result<(), BackupError> {
+    PARTS.iter().try_for_each(|name| Ok(remove_tree(&to.join(name))?))
+}
+
+fn place(files: &DataDir, row: &CheckpointRow) -> PathBuf {
+    files.checkpoint_dir(row.job, row.step, row.attempt)
+}
+
 fn taken(target: PathBuf) -> BackupError {
     if target.is_dir() { BackupError::NotEmpty(target) } else { BackupError::NotADirectory(target) }
 }
 
+/// What is in the backup, and what is not.
 type Taken = (BTreeMap<String, Entry>, BTreeMap<String, String>);
 
+/// Between which two directories, and with which databases.
+#[derive(Clone, Copy)]
+struct Copying<'a> {
+    source: &'a Store,
+    snapshot: &'a Store,
+    files: &'a DataDir,
+    to: &'a Path,
+}
+
 /// Copies what the snapshot names; forgets there what is not to be had.
-async fn take_files(snapshot: &Store, files: &DataDir, to: &Path) -> Result<Taken, BackupError> {
+async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken>, BackupError> {
+    let Copying { source, snapshot, files, to } = copying;
     let (mut taken, mut left_out) = (BTreeMap::new(), BTreeMap::new());
+    let mut initial = Vec::new();
+    for job in snapshot.warm_start_jobs().await? {
+        initial.extend(files_below(&files.initial_of(job))?);
+    }
+    initial.iter().for_each(|path| held.keep(path));
+    snapshot.dataset_ids().await?.iter().for_each(|id| held.keep(&files.dataset(*id)));
+
+    let needed = snapshot.checkpoints_needed().await?;
+    let mut checkpoints = snapshot.checkpoint_all().await?;
+    checkpoints.sort_by_key(|row| !needed.contains(&row.id));
+    for checkpoint in checkpoints {
+        let dir = place(files, &checkpoint);
+        let mut of_it = BTreeMap::new();
+        let mut missing = None;
+        for file in &checkpoint.files {
+            let wanted = Entry { size_bytes: file.size_bytes, sha256: file.sha256.clone() };
+            if let Err(why) = take(copying, &held, &dir.join(&file.name), Some(&wanted), &mut of_it)? {
+                missing = Some(format!("{}: {why}", file.name));
+                break;
+            }
+        }
+        match missing {
+            None => taken.append(&mut of_it),
+            Some(why) => {
+                let replaced = source.checkpoint_get(checkpoint.id).await;
+                if needed.contains(&checkpoint.id) && matches!(replaced, Err(StoreError::NotFound { .. })) {
+                    return Ok(None);
+                }
+                for path in of_it.keys() {
+                    remove(&to.join(path))?;
+                }
+                left_out.insert(relative(files, &dir), why);
+                snapshot.checkpoint_forget(checkpoint.id).await?;
+            }
+        }
+    }
     let mut after = None;
     loop {
         let page = snapshot.dataset_list(None, after.as_deref(), 1000).await?;
         for dataset in page.data {
             let path = files.dataset(dataset.id);
             let wanted = Entry { size_bytes: dataset.size_bytes, sha256: dataset.sha256 };
-            if let Err(why) = take(files, to, &path, Some(&wanted), &mut taken)? {
+            if let Err(why) = take(copying, &held, &path, Some(&wanted), &mut taken)? {
                 left_out.insert(relative(files, &path), why);
                 snapshot.dataset_forget(dataset.id).await?;
             }
@@ -175,54 +285,35 @@ async fn take_files(snapshot: &Store, files: &DataDir, to: &Path) -> Result<Take
             None => break,
         }
     }
-    for checkpoint in snapshot.checkpoint_all().await? {
-        let dir = files.checkpoint_dir(checkpoint.job, checkpoint.step, checkpoint.attempt);
-        let mut of_it = BTreeMap::new();
-        let mut missing = None;
-        for file in &checkpoint.files {
-            let wanted = Entry { size_bytes: file.size_bytes, sha256: file.sha256.clone() };
-            if let Err(why) = take(files, to, &dir.join(&file.name), Some(&wanted), &mut of_it)? {
-                missing = Some(format!("{}: {why}", file.name));
-                break;
-            }
-        }
-        match missing {
-            None => taken.append(&mut of_it),
-            Some(why) => {
-                for path in of_it.keys() {
-                    remove(&to.join(path))?;
-                }
-                left_out.insert(relative(files, &dir), why);
-                snapshot.checkpoint_forget(checkpoint.id).await?;
-            }
+    for path in &initial {
+        if let Err(why) = take(copying, &held, path, None, &mut taken)? {
+            left_out.insert(relative(files, path), why);
         }
     }
-    for job in snapshot.warm_start_jobs().await? {
-        for path in files_below(&files.initial_of(job))? {
-            if let Err(why) = take(files, to, &path, None, &mut taken)? {
-                left_out.insert(relative(files, &path), why);
-            }
-        }
-    }
-    Ok((taken, left_out))
+    Ok(Some((taken, left_out)))
 }
 
 /// Copies a file; the inner error says why it is not to be had as it should be.
 fn take(
-    files: &DataDir,
-    to: &Path,
+    copying: Copying<'_>,
+    held: &Held,
     path: &Path,
     wanted: Option<&Entry>,
     taken: &mut BTreeMap<String, Entry>,
 ) -> Result<Result<(), String>, BackupError> {
-    let name = relative(files, path);
-    let target = to.join(&name);
-    let (size_bytes, sha256) = match copy_hashed(path, &target) {
-        Ok(copied) => copied,
-        Err(FilesError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-            return Ok(Err("removed by the server in the meantime".to_owned()));
-        }
-        Err(error) => return Err(error.into()),
+    let name = relative(copying.files, path);
+    let target = copying.to.join(&name);
+    let mut copied = None;
+    // A link goes too when a server starts meanwhile.
+    for from in [held.link(path), Some(path)].into_iter().flatten() {
+        copied = match copy_hashed(from, &target) {
+            Err(FilesError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => continue,
+            copied => Some(copied?),
+        };
+        break;
+    }
+    let Some((size_bytes, sha256)) = copied else {
+        return Ok(Err("removed by the server in the meantime".to_owned()));
     };
     let copied = Entry { size_bytes, sha256 };
     if wanted.is_some_and(|wanted| *wanted != copied) {
@@ -261,115 +352,4 @@ fn write_manifest(to: &Path, manifest: &Manifest) -> Result<(), BackupError> {
     std::fs::rename(&temporary, &path).map_err(io("write", &path))?;
     crate::files::sync_dir(to)?;
     Ok(())
-}
-
-/// `rlood restore`.
-///
-/// # Errors
-/// When the backup is incomplete or damaged, or the target is in use or not empty; then the target is as it was.
-pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
-    let RestoreArgs { from, data_dir } = args;
-    if !is_vacant(&data_dir)? {
-        let live =
-            data_dir.join(DATABASE).is_file() && matches!(DataDir::open(&data_dir), Err(FilesError::Locked { .. }));
-        return Err(if live { BackupError::Live(data_dir) } else { taken(data_dir) });
-    }
-    let manifest = read_manifest(&from)?;
-    let target = std::path::absolute(&data_dir).map_err(io("find", &data_dir))?;
-    let backup = from.canonicalize().map_err(io("find", &from))?;
-    let above = target.ancestors().find_map(|dir| dir.canonicalize().ok());
-    if above.is_some_and(|dir| dir.starts_with(&backup)) {
-        return Err(BackupError::Inside(data_dir));
-    }
-    let parent = target.parent().unwrap_or(Path::new("/")).to_owned();
-    make_private_dir(&parent)?;
-    // Beside the target, so that it appears at once and whole; removed when anything fails.
-    let staged = tempfile::Builder::new()
-        .prefix(".rlood-restore-")
-        .tempdir_in(&parent)
-        .map_err(io("make a directory in", &parent))?;
-    let root = staged.path().join("data");
-    make_private_dir(&root)?;
-    let mut bytes = 0;
-    for (name, entry) in &manifest.files {
-        let damaged = |what: &str| BackupError::Damaged { path: name.clone(), what: what.to_owned() };
-        if !is_plain(name) {
-            return Err(damaged("the path leads out of the backup"));
-        }
-        let (size_bytes, sha256) = match copy_hashed(&from.join(name), &root.join(name)) {
-            Ok(copied) => copied,
-            Err(FilesError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-                return Err(damaged("it is not there"));
-            }
-            Err(error) => return Err(error.into()),
-        };
-        if (Entry { size_bytes, sha256 }) != *entry {
-            return Err(damaged("its bytes are not those of the manifest"));
-        }
-        bytes += size_bytes;
-    }
-    verify(&root, &manifest).await?;
-    sync_tree(&root)?;
-    std::fs::rename(&root, &target).map_err(io("put the restored data at", &target))?;
-    crate::files::sync_dir(&parent)?;
-    println!("{} files, {bytes} bytes from {} in {}", manifest.files.len(), manifest.created_at, data_dir.display());
-    Ok(ExitCode::SUCCESS)
-}
-
-fn read_manifest(from: &Path) -> Result<Manifest, BackupError> {
-    let path = from.join(MANIFEST);
-    let bad = |what: String| BackupError::Manifest { path: path.clone(), what };
-    let text = std::fs::read(&path).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => bad("there is none: this is no backup, or one that was interrupted".to_owned()),
-        _ => bad(error.to_string()),
-    })?;
-    let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| bad(format!("cannot be read: {error}")))?;
-    if manifest.format != FORMAT {
-        return Err(bad(format!("format {} is not known here: use the rlood that wrote it", manifest.format)));
-    }
-    if !manifest.files.contains_key(DATABASE) {
-        return Err(bad(format!("it lists no {DATABASE}")));
-    }
-    Ok(manifest)
-}
-
-/// Downward only.
-fn is_plain(name: &str) -> bool {
-    !name.is_empty() && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
-}
-
-/// The database is whole, and every file that it names is there.
-async fn verify(root: &Path, manifest: &Manifest) -> Result<(), BackupError> {
-    let store = Store::open(&root.join(DATABASE)).await?;
-    let named = async {
-        store.check_integrity().await?;
-        let mut names = Vec::new();
-        for row in store.checkpoint_all().await? {
-            let dir = format!("checkpoints/{}/{}-{}", row.job, row.step, row.attempt);
-            names.extend(row.files.iter().map(|file| format!("{dir}/{}", file.name)));
-        }
-        names.extend(store.dataset_ids().await?.iter().map(|id| format!("datasets/{id}.ndjson")));
-        Ok::<_, StoreError>(names)
-    };
-    let named = named.await;
-    store.close().await;
-    match named?.into_iter().find(|name| !manifest.files.contains_key(name)) {
-        Some(path) => {
-            Err(BackupError::Damaged { path, what: "the database names it, the manifest does not".to_owned() })
-        }
-        None => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_paths_below_the_backup_are_followed() {
-        assert!(is_plain("rlood.db") && is_plain("checkpoints/job_x/1-1/manifest.json"));
-        for bad in ["", "/etc/passwd", "../x", "a/../../x", "./x/.."] {
-            assert!(!is_plain(bad), "{bad}");
-        }
-    }
 }

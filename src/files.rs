@@ -12,6 +12,7 @@
 
 pub mod bundle;
 pub mod copy;
+pub mod held;
 mod initial;
 
 use std::collections::HashSet;
@@ -31,6 +32,8 @@ use tokio::io::AsyncWriteExt;
 use crate::failpoint::fail_point;
 use crate::id::{DatasetId, JobId};
 use crate::protocol::FileEntry;
+
+const LOCK: &str = "rlood.lock";
 
 /// What could not be done with a file. Paths are for the log: never show one to a client.
 #[derive(Debug, thiserror::Error)]
@@ -429,7 +432,7 @@ fn create_private_dir(path: &Path) -> Result<(), FilesError> {
 
 /// Takes the lock of the directory and writes this process's id into it.
 fn lock(root: &Path) -> Result<File, FilesError> {
-    let path = root.join("rlood.lock");
+    let path = root.join(LOCK);
     let mut file = File::options()
         .read(true)
         .write(true)

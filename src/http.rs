@@ -15,7 +15,7 @@ mod compare;
 mod contract;
 pub mod courses;
 pub mod datasets;
-mod demo;
+pub mod demo;
 pub mod download;
 pub mod error;
 pub mod events;

@@ -42,8 +42,10 @@ pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
         return Err(KeysError::NoDatabase(data_dir));
     }
     // A running server holds the lock; then its database is opened beside it. Dropped last, so that no server starts between.
+    // Nothing but a first key makes a database, or brings one up to date: that cannot be taken back.
     let (store, _lock) = match DataDir::open(&data_dir) {
-        Ok(files) => (Store::open(&files.database()).await?, Some(files)),
+        Ok(files) if matches!(action, KeysAction::Create(_)) => (Store::open(&files.database()).await?, Some(files)),
+        Ok(files) => (Store::open_beside(&files.database()).await?, Some(files)),
         Err(FilesError::Locked { root, .. }) => (Store::open_beside(&root.join("rlood.db")).await?, None),
         Err(error) => return Err(error.into()),
     };

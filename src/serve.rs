@@ -228,6 +228,9 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let children = children(&config, files.scratch(), addr)?;
     let mut state = AppState::new(store.clone(), files.clone(), config.clone());
     state.disk_low = disk.low();
+    if let Err(problem) = http::demo::settle(&state).await {
+        tracing::warn!(?problem, "the demo's model is not in place: jobs of POST /demo may fail");
+    }
     state.prober = Some(Arc::new(Probes::new(&children)));
     let stop_generations = CancellationToken::new();
     state.generator = Some(Arc::new(Generations::new(&children, stop_generations.clone())));

@@ -32,6 +32,7 @@ pub mod samples;
 pub mod sessions;
 pub mod snapshot;
 pub mod steps;
+mod version;
 pub mod webhooks;
 pub mod workers;
 
@@ -109,6 +110,24 @@ pub enum StoreError {
         /// Why.
         #[source]
         source: sqlx::migrate::MigrateError,
+    },
+    /// It has what this rlood knows nothing of.
+    #[error(
+        "the database was written by a newer rlood (its migration {found}; this one knows {known}): use that rlood or a later one"
+    )]
+    Newer {
+        /// Its last migration.
+        found: i64,
+        /// The last one known here.
+        known: i64,
+    },
+    /// It lacks what this rlood expects.
+    #[error(
+        "the database is of an older rlood (without migration {missing}): use that rlood, or let `rlood serve` of this one bring it up to date"
+    )]
+    Older {
+        /// The first migration that it lacks.
+        missing: i64,
     },
     /// SQLite refused a statement.
     #[error("could not {doing}")]
@@ -254,39 +273,11 @@ impl Store {
             )
             .await
             .map_err(cannot_open)?;
-        sqlx::migrate!().run(&writer).await.map_err(|source| StoreError::Migrate { source })?;
+        version::MIGRATIONS.run(&writer).await.map_err(version::not_migrated)?;
         let folder = pool.clone().max_connections(1).connect_lazy_with(options.clone());
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
         let changes = Arc::default();
         Ok(Store { writer, readers, folder, changes })
-    }
-
-    /// Opens the database of a server that is running, for a command of a few statements. `Corrupt` when the server is of
-    /// another version; `Open` when there is no database.
-    pub async fn open_beside(database: &Path) -> Result<Store, StoreError> {
-        sqlite_version().await?;
-        let options = SqliteConnectOptions::new()
-            .filename(database)
-            .foreign_keys(true)
-            .busy_timeout(Duration::from_secs(10))
-            .pragma("trusted_schema", "OFF");
-        let one = SqlitePoolOptions::new()
-            .max_connections(1)
-            .connect_with(options)
-            .await
-            .map_err(|source| StoreError::Open { path: database.to_owned(), source })?;
-        let applied: i64 = sqlx::query_scalar("SELECT MAX(version) FROM _sqlx_migrations")
-            .fetch_one(&one)
-            .await
-            .doing("read the database's version")?;
-        let latest = sqlx::migrate!().iter().map(|migration| migration.version).max();
-        if latest != Some(applied) {
-            return Err(corrupt("schema: the server is of another version than this command")(format!(
-                "the database has migration {applied}"
-            )));
-        }
-        let changes = Arc::default();
-        Ok(Store { writer: one.clone(), readers: one.clone(), folder: one, changes })
     }
 
     /// Closes every connection; the WAL is folded into the file.

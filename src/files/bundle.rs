@@ -17,10 +17,17 @@ const MODEL: [(&str, &[u8]); 5] = [
     ("tokenizer_config.json", include_bytes!("../../assets/tiny/tokenizer_config.json")),
 ];
 
-/// Writes the model's directory.
+/// Writes the model's directory. Files that are there already stay: a worker may be reading them.
 pub fn unpack_model(dir: &Path) -> io::Result<()> {
     std::fs::create_dir_all(dir)?;
-    MODEL.iter().try_for_each(|(name, bytes)| std::fs::write(dir.join(name), bytes))
+    for (name, bytes) in MODEL {
+        let (path, temporary) = (dir.join(name), dir.join(format!(".{name}.tmp")));
+        if !std::fs::read(&path).is_ok_and(|found| found == bytes) {
+            std::fs::write(&temporary, bytes)?;
+            std::fs::rename(&temporary, &path)?;
+        }
+    }
+    Ok(())
 }
 
 /// Question and answer of a held-out row.

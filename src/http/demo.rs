@@ -1,5 +1,8 @@
 //! POST /demo: the demonstration job, for whoever looks at an empty server.
 
+use std::io;
+use std::path::{Path, PathBuf};
+
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
@@ -20,6 +23,7 @@ use super::submit::submit;
 use crate::dataset::Format;
 use crate::files::bundle;
 use crate::id::DatasetId;
+use crate::modelcard;
 use crate::store::StoreError;
 
 /// What the bundled model is registered as.
@@ -46,23 +50,67 @@ async fn create_demo(State(state): State<AppState>, caller: Caller, headers: Hea
 }
 
 async fn create(state: AppState, caller: Caller) -> Result<Answer, Problem> {
+    settle(&state).await?;
     match state.store.model_get(MODEL).await {
         Ok(_) => {}
         Err(StoreError::NotFound { .. }) => {
-            let directory = state.files.root().join(FOLDER);
-            let source = directory.to_string_lossy().into_owned();
-            tokio::task::spawn_blocking(move || bundle::unpack_model(&directory))
-                .await
-                .map_err(Problem::internal)?
-                .map_err(|error| Problem::internal(format!("write the bundled model: {error}")))?;
+            let here = directory(&state);
+            unpacked(move || bundle::unpack_model(&here)).await?;
             // For everybody, whoever asked first.
-            register(&state, String::new(), MODEL.to_owned(), source, None).await?;
+            register(&state, String::new(), MODEL.to_owned(), source(&state), None).await?;
         }
         Err(error) => return Err(error.into()),
     }
     let train = keep(&state, &caller, "sums", bundle::TRAIN).await?;
     let held_out = keep(&state, &caller, "sums-held-out", bundle::HELD_OUT).await?;
     submit(state, caller, job(train, held_out), None).await
+}
+
+/// Makes the model's record, if there is one, name the present data directory, and unpacks the model there when it is gone: a
+/// backup does not hold it, and a directory may have been moved. Call before jobs can be claimed.
+pub async fn settle(state: &AppState) -> Result<(), Problem> {
+    let row = match state.store.model_get(MODEL).await {
+        Ok(row) if row.owner.is_empty() => row,
+        // Somebody's own model of this name.
+        Ok(_) | Err(StoreError::NotFound { .. }) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    let (here, known) = (directory(state), row.clone());
+    let moved = unpacked(move || {
+        let there = Path::new(&known.source);
+        let gone = modelcard::read(there).is_err();
+        if there == here {
+            return if gone { bundle::unpack_model(&here).map(|()| true) } else { Ok(false) };
+        }
+        let named = there.file_name().is_some_and(|name| name == FOLDER);
+        if !gone && !named {
+            return Ok(false);
+        }
+        bundle::unpack_model(&here)?;
+        let same = modelcard::fingerprint(&here).is_ok_and(|sha256| sha256 == known.sha256);
+        Ok(same || (gone && named))
+    })
+    .await?;
+    if moved {
+        state.store.model_move(MODEL, &row.source, &source(state)).await?;
+        register(state, String::new(), MODEL.to_owned(), source(state), None).await?;
+    }
+    Ok(())
+}
+
+fn directory(state: &AppState) -> PathBuf {
+    state.files.root().join(FOLDER)
+}
+
+fn source(state: &AppState) -> String {
+    directory(state).to_string_lossy().into_owned()
+}
+
+async fn unpacked<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> Result<T, Problem> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(Problem::internal)?
+        .map_err(|error| Problem::internal(format!("write the bundled model: {error}")))
 }
 
 async fn keep(state: &AppState, caller: &Caller, name: &str, rows: &'static [u8]) -> Result<DatasetId, Problem> {

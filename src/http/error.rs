@@ -291,6 +291,8 @@ impl From<StoreError> for Problem {
             error @ (StoreError::Open { .. }
             | StoreError::SqliteTooOld { .. }
             | StoreError::Migrate { .. }
+            | StoreError::Newer { .. }
+            | StoreError::Older { .. }
             | StoreError::Database { .. }
             | StoreError::Corrupt { .. }) => Problem::internal(chain(&error)),
         }

@@ -12,7 +12,7 @@ use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
 use crate::files::{DataDir, free_bytes};
 use crate::outgoing::OutgoingPolicy;
-use crate::store;
+use crate::store::{self, Store, StoreError};
 
 /// A finding: what was looked at, and what is there or what is wrong.
 type Finding = (&'static str, Result<String, String>);
@@ -22,8 +22,9 @@ type Finding = (&'static str, Result<String, String>);
 /// # Errors
 /// None: what is wrong is printed.
 pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
-    let usable_keys = usable_keys(&config).await;
-    if usable_keys > 0 {
+    let database = open_database(&config.data_dir).await;
+    let keys = count_keys(&database).await;
+    if matches!(keys, Ok(Some(_))) {
         config.narrow();
     }
     let findings: Vec<Finding> = vec![
@@ -33,8 +34,8 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
         ("files", machine::look_at_file_system(&config.data_dir)),
         ("fsync", machine::look_at_fsync(&config.data_dir)),
         ("disk", look_at_disk(&config)),
-        ("database", look_at_database(&config.data_dir).await),
-        ("keys", look_at_keys(&config, usable_keys)),
+        ("database", look_at_database(&database).await),
+        ("keys", look_at_keys(&config, &keys)),
         ("devices", Ok(describe_devices(&config))),
         ("kernels", look_at_kernels(&config)),
         ("gpus", look_at_gpus(&config)),
@@ -44,6 +45,9 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
         ("tls", machine::look_at_certificates()),
         ("listen", look_at_address(&config).await),
     ];
+    if let Ok(Some(database)) = database {
+        database.close().await;
+    }
     let mut code = ExitCode::SUCCESS;
     for (what, finding) in findings {
         match finding {
@@ -62,7 +66,7 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
 
 /// An existing directory is locked for a moment; one that does not exist is not made.
 fn look_at_data(dir: &Path) -> Result<String, String> {
-    if dir.exists() {
+    if dir.try_exists().map_err(|error| format!("{} cannot be looked at: {error}", dir.display()))? {
         DataDir::open(dir).map_err(|error| with_cause(&error))?;
         return Ok(format!("{}, and no other server uses it", dir.display()));
     }
@@ -94,41 +98,53 @@ fn look_at_disk(config: &ServeConfig) -> Result<String, String> {
     Ok(format!("{free_mib} MiB free; jobs pause below {} MiB", reserve >> 20))
 }
 
-/// One that exists is opened as it is; it is not brought up to date.
-async fn look_at_database(dir: &Path) -> Result<String, String> {
+/// As it is: it is not brought up to date. None where there is none.
+async fn open_database(dir: &Path) -> Result<Option<Store>, String> {
     let path = dir.join("rlood.db");
-    if !path.exists() {
-        return Ok("none yet".to_owned());
-    }
-    match store::Store::open_beside(&path).await {
-        Ok(store) => {
-            let checked = store.check_integrity().await.map_err(|error| with_cause(&error));
-            store.close().await;
-            checked.map(|()| "whole, and of this version".to_owned())
-        }
-        Err(store::StoreError::Corrupt { .. }) => {
-            Ok("of another version: the next start brings it up to date".to_owned())
-        }
-        Err(error) => Err(with_cause(&error)),
+    match path.try_exists() {
+        Ok(true) => Store::open_as_is(&path).await.map(Some).map_err(|error| with_cause(&error)),
+        Ok(false) => Ok(None),
+        Err(error) => Err(format!("{} cannot be looked at: {error}", path.display())),
     }
 }
 
-/// Of the database; none where there is none.
-async fn usable_keys(config: &ServeConfig) -> u64 {
-    let path = config.data_dir.join("rlood.db");
-    if !path.exists() {
-        return 0;
+async fn look_at_database(database: &Result<Option<Store>, String>) -> Result<String, String> {
+    let Some(store) = database.as_ref().map_err(String::clone)? else { return Ok("none yet".to_owned()) };
+    let checked = async {
+        store.check_integrity().await?;
+        store.is_current().await
+    };
+    match checked.await.map_err(|error| with_cause(&error))? {
+        true => Ok("whole, and of this version".to_owned()),
+        false => Ok("whole, of an older rlood: the next start brings it up to date".to_owned()),
     }
-    let Ok(store) = store::Store::open_beside(&path).await else { return 0 };
-    let usable = store.api_keys_usable(store::clock_ms()).await.unwrap_or(0);
-    store.close().await;
-    usable
 }
 
-/// An open address needs one.
-fn look_at_keys(config: &ServeConfig, usable: u64) -> Result<String, String> {
+/// Keys of the database that open something now; None when none was ever made.
+async fn count_keys(database: &Result<Option<Store>, String>) -> Result<Option<u64>, String> {
+    let unread = |why: String| format!("not known: {why}");
+    let Some(store) = database.as_ref().map_err(|_| unread("the database cannot be read".to_owned()))? else {
+        return Ok(None);
+    };
+    let count = async {
+        // An older rlood had none.
+        if !store.has_table("api_keys").await? || !store.api_keys_exist().await? {
+            return Ok(None);
+        }
+        store.api_keys_usable(store::clock_ms()).await.map(Some)
+    };
+    count.await.map_err(|error: StoreError| unread(with_cause(&error)))
+}
+
+/// An open address needs one that can be used; without one nobody gets in as soon as there was any.
+fn look_at_keys(config: &ServeConfig, keys: &Result<Option<u64>, String>) -> Result<String, String> {
+    let keys = keys.clone()?;
+    let usable = keys.unwrap_or(0);
     match (config.api_key.is_some(), usable) {
         (false, 0) if !config.listen.ip().is_loopback() => Err(no_key_for(config.listen).to_string()),
+        (false, 0) if keys.is_some() => {
+            Ok("none that can be used, so nobody gets in: make one with `rlood keys create`".to_owned())
+        }
         (false, 0) => Ok("none: loopback only, and everybody there may do everything".to_owned()),
         (true, usable) => Ok(format!("RLOOD_API_KEY, and {usable} of `rlood keys`")),
         (false, usable) => Ok(format!("{usable} of `rlood keys`")),

@@ -86,6 +86,18 @@ impl Store {
         self.newest(Newest { list: "models", sql, owner, after, limit }, ModelRow::read).await
     }
 
+    /// Says that a model that lay in one directory lies in another one now; nothing when it did not lie there.
+    pub async fn model_move(&self, id: &str, from: &str, to: &str) -> Result<(), StoreError> {
+        sqlx::query("UPDATE models SET source = ? WHERE id = ? AND source = ?")
+            .bind(to)
+            .bind(id)
+            .bind(from)
+            .execute(&self.writer)
+            .await
+            .doing("move a model")?;
+        Ok(())
+    }
+
     /// Forgets a model (its files stay). `InUse` while a job that is not over needs it.
     pub async fn model_delete(&self, id: &str) -> Result<(), StoreError> {
         let doing = "delete a model";

@@ -1,28 +1,75 @@
 //! A copy of the database as it is at one moment, made while the server writes.
 
+use std::collections::HashSet;
 use std::path::Path;
+use std::pin::pin;
+use std::time::{Duration, Instant};
+
+use sqlx::{Sqlite, Transaction};
 
 use super::artifacts::CheckpointRow;
-use super::{Doing, Store, StoreError, corrupt};
+use super::{Doing, Store, StoreError, corrupt, id_column};
 use crate::id::{CheckpointId, DatasetId};
 
+/// A server's own statements wait for 5 s before they fail.
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
 impl Store {
-    /// Writes a consistent copy to a file that does not exist yet. Nobody waits for it.
-    pub async fn snapshot_to(&self, path: &Path) -> Result<(), StoreError> {
-        let path = path.to_str().ok_or("the path is not UTF-8").map_err(corrupt("path of a snapshot"))?;
-        sqlx::query("VACUUM INTO ?").bind(path).execute(&self.readers).await.doing("copy the database")?;
-        Ok(())
+    /// Writes a consistent copy to a file that does not exist yet. `keep` gets every checkpoint that the copy will name, before
+    /// the server can remove one: nobody else writes until the copy has begun, some ms.
+    pub async fn snapshot_to(&self, path: &Path, keep: &mut impl FnMut(&[CheckpointRow])) -> Result<(), StoreError> {
+        let doing = "copy the database";
+        let name = path.to_str().ok_or("the path is not UTF-8").map_err(corrupt("path of a snapshot"))?;
+        // Not to be had where the data directory is mounted read only; the caller then sees what is gone.
+        let mut pause = self.begin(doing).await.ok();
+        let end = Instant::now() + LONGEST_PAUSE;
+        keep(&self.checkpoint_all().await?);
+        let mut copy = pin!(sqlx::query("VACUUM INTO ?").bind(name).execute(&self.readers));
+        loop {
+            tokio::select! {
+                copied = &mut copy => {
+                    copied.doing(doing)?;
+                    break;
+                }
+                () = tokio::time::sleep(Duration::from_millis(1)), if pause.is_some() => {
+                    // Bytes of it are of one moment, and all the others will be.
+                    let has_begun = std::fs::metadata(path).is_ok_and(|file| file.len() > 0);
+                    if has_begun || Instant::now() > end {
+                        rollback(pause.take()).await?;
+                    }
+                }
+            }
+        }
+        rollback(pause).await
     }
 
-    /// Every published checkpoint.
+    /// Every published checkpoint: of jobs that are not over first, newest first of each.
     pub async fn checkpoint_all(&self) -> Result<Vec<CheckpointRow>, StoreError> {
-        sqlx::query("SELECT * FROM checkpoints ORDER BY job_id, step DESC")
-            .fetch_all(&self.readers)
-            .await
-            .doing("list all checkpoints")?
-            .iter()
-            .map(CheckpointRow::read)
-            .collect()
+        sqlx::query(
+            "SELECT * FROM checkpoints \
+             ORDER BY (SELECT finished_at FROM jobs WHERE id = job_id) IS NOT NULL, job_id, step DESC",
+        )
+        .fetch_all(&self.readers)
+        .await
+        .doing("list all checkpoints")?
+        .iter()
+        .map(CheckpointRow::read)
+        .collect()
+    }
+
+    /// The newest checkpoint of each job that is not over: what it goes on from.
+    pub async fn checkpoints_needed(&self) -> Result<HashSet<CheckpointId>, StoreError> {
+        sqlx::query(
+            "SELECT id FROM checkpoints AS one \
+             WHERE (SELECT finished_at FROM jobs WHERE id = one.job_id) IS NULL \
+               AND step = (SELECT MAX(step) FROM checkpoints WHERE job_id = one.job_id)",
+        )
+        .fetch_all(&self.readers)
+        .await
+        .doing("list the checkpoints that jobs go on from")?
+        .iter()
+        .map(|row| id_column(row, "id"))
+        .collect()
     }
 
     /// Forgets a checkpoint whose files are gone.
@@ -58,5 +105,12 @@ impl Store {
             return Err(corrupt("database")(format!("{} rows refer to rows that are not there", dangling.len())));
         }
         Ok(())
+    }
+}
+
+async fn rollback(pause: Option<Transaction<'static, Sqlite>>) -> Result<(), StoreError> {
+    match pause {
+        Some(pause) => pause.rollback().await.doing("let others write again"),
+        None => Ok(()),
     }
 }

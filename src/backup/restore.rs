@@ -1,0 +1,174 @@
+//! `rlood restore`: every byte verified, put together where nobody looks, and moved to its place at once.
+
+use std::path::{Component, Path, PathBuf};
+use std::process::ExitCode;
+
+use super::{BackupError, DATABASE, Entry, FORMAT, MANIFEST, Manifest, io, taken};
+use crate::config::backup::RestoreArgs;
+use crate::files::FilesError;
+use crate::files::copy::{Reserved, copy_hashed, is_served, is_vacant, make_private_dir, move_into, sync_tree};
+use crate::store::{Store, StoreError};
+
+/// `rlood restore`.
+///
+/// # Errors
+/// When the backup is incomplete or damaged, or the target is in use or not empty; then the target is as it was.
+pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
+    let RestoreArgs { from, data_dir } = args;
+    if !is_vacant(&data_dir)? {
+        return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { taken(data_dir) });
+    }
+    let manifest = read_manifest(&from)?;
+    let target = std::path::absolute(&data_dir).map_err(io("find", &data_dir))?;
+    let backup = from.canonicalize().map_err(io("find", &from))?;
+    let above = target.ancestors().find_map(|dir| dir.canonicalize().ok());
+    if above.is_some_and(|dir| dir.starts_with(&backup)) {
+        return Err(BackupError::Inside(data_dir));
+    }
+    let stage = Stage::open(target)?;
+    let bytes = fill(&from, &manifest, &stage.root).await?;
+    stage.publish()?;
+    println!("{} files, {bytes} bytes from {} in {}", manifest.files.len(), manifest.created_at, data_dir.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Where the data is put together: on the target's file system, so that it appears at once and whole. Removed when anything
+/// fails.
+struct Stage {
+    /// Beside a target that does not exist; inside of one that does: it may be a volume of its own.
+    around: tempfile::TempDir,
+    root: PathBuf,
+    target: PathBuf,
+    reserved: Option<Reserved>,
+}
+
+impl Stage {
+    fn open(target: PathBuf) -> Result<Stage, BackupError> {
+        let reserved = match target.exists() {
+            true => Some(Reserved::reserve(&target).map_err(|error| match error {
+                FilesError::Locked { root, .. } => BackupError::Live(root),
+                error => error.into(),
+            })?),
+            false => None,
+        };
+        let parent = match &reserved {
+            Some(_) => &target,
+            None => target.parent().unwrap_or(Path::new("/")),
+        };
+        make_private_dir(parent)?;
+        let around = tempfile::Builder::new()
+            .prefix(".rlood-restore-")
+            .tempdir_in(parent)
+            .map_err(io("make a directory in", parent))?;
+        let root = around.path().join("data");
+        make_private_dir(&root)?;
+        Ok(Stage { around, root, target, reserved })
+    }
+
+    fn publish(self) -> Result<(), BackupError> {
+        let Stage { around, root, target, reserved } = self;
+        sync_tree(&root)?;
+        match reserved {
+            // The database last: without it there is nothing to serve.
+            Some(reserved) => {
+                move_into(&root, &target, DATABASE)?;
+                reserved.keep();
+            }
+            None => {
+                std::fs::rename(&root, &target).map_err(io("put the restored data at", &target))?;
+                crate::files::sync_dir(target.parent().unwrap_or(Path::new("/")))?;
+            }
+        }
+        drop(around);
+        Ok(())
+    }
+}
+
+/// Copies and verifies all that a backup holds; returns how many bytes.
+async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, BackupError> {
+    let damaged = |name: &str, what: &str| BackupError::Damaged { path: name.to_owned(), what: what.to_owned() };
+    if let Some(name) = manifest.files.keys().find(|name| !is_plain(name)) {
+        return Err(damaged(name, "the path leads out of the backup"));
+    }
+    let mut bytes = 0;
+    let mut named = Vec::new();
+    // The database first: one that cannot be used here is known before all the rest is copied.
+    for (name, entry) in manifest
+        .files
+        .get_key_value(DATABASE)
+        .into_iter()
+        .chain(manifest.files.iter().filter(|(name, _)| *name != DATABASE))
+    {
+        let (size_bytes, sha256) = match copy_hashed(&from.join(name), &root.join(name)) {
+            Ok(copied) => copied,
+            Err(FilesError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+                return Err(damaged(name, "it is not there"));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        if (Entry { size_bytes, sha256 }) != *entry {
+            return Err(damaged(name, "its bytes are not those of the manifest"));
+        }
+        if name == DATABASE {
+            named = named_files(&root.join(DATABASE)).await?;
+        }
+        bytes += size_bytes;
+    }
+    match named.into_iter().find(|name| !manifest.files.contains_key(name)) {
+        Some(name) => Err(damaged(&name, "the database names it, the manifest does not")),
+        None => Ok(bytes),
+    }
+}
+
+fn read_manifest(from: &Path) -> Result<Manifest, BackupError> {
+    let path = from.join(MANIFEST);
+    let bad = |what: String| BackupError::Manifest { path: path.clone(), what };
+    let text = std::fs::read(&path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => bad("there is none: this is no backup, or one that was interrupted".to_owned()),
+        _ => bad(error.to_string()),
+    })?;
+    let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| bad(format!("cannot be read: {error}")))?;
+    if manifest.format != FORMAT {
+        return Err(bad(format!("format {} is not known here: use the rlood that wrote it", manifest.format)));
+    }
+    if !manifest.files.contains_key(DATABASE) {
+        return Err(bad(format!("it lists no {DATABASE}")));
+    }
+    Ok(manifest)
+}
+
+/// Downward only.
+fn is_plain(name: &str) -> bool {
+    !name.is_empty() && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+/// What a database names; an error when it is not whole.
+async fn named_files(database: &Path) -> Result<Vec<String>, BackupError> {
+    let store = Store::open(database).await?;
+    let named = async {
+        store.check_integrity().await?;
+        let mut names = Vec::new();
+        for row in store.checkpoint_all().await? {
+            let dir = format!("checkpoints/{}/{}-{}", row.job, row.step, row.attempt);
+            names.extend(row.files.iter().map(|file| format!("{dir}/{}", file.name)));
+        }
+        names.extend(store.dataset_ids().await?.iter().map(|id| format!("datasets/{id}.ndjson")));
+        Ok::<_, StoreError>(names)
+    };
+    let named = named.await;
+    store.close().await;
+    Ok(named?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_paths_below_the_backup_are_followed() {
+        assert!(is_plain("rlood.db") && is_plain("checkpoints/job_x/1-1/manifest.json"));
+        for bad in ["", "/etc/passwd", "../x", "a/../../x", "./x/.."] {
+            assert!(!is_plain(bad), "{bad}");
+        }
+    }
+}
