@@ -109,3 +109,42 @@ async fn the_sweep_removes_what_no_row_names_and_nothing_else() {
     assert_eq!(entries(&files.staging()).unwrap(), Vec::<PathBuf>::new());
     assert!(files.free_bytes().unwrap() > 0);
 }
+
+#[test]
+fn what_is_held_stays_when_it_is_removed_and_what_a_killed_backup_held_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = DataDir::open(dir.path()).unwrap();
+    let path = files.datasets().join("x.ndjson");
+    fs::write(&path, "rows").unwrap();
+    let dead = files.staging().join("backup-dead");
+    fs::create_dir(&dead).unwrap();
+    fs::write(dead.join("0"), "of nobody").unwrap();
+
+    let mut held = files.hold();
+    assert!(!dead.exists());
+    held.keep(&path);
+    held.keep(&files.datasets().join("missing"));
+    fs::remove_file(&path).unwrap();
+    let other = files.hold();
+    assert_eq!(fs::read_to_string(held.link(&path).unwrap()).unwrap(), "rows", "another one leaves it alone");
+    assert!(held.link(&files.datasets().join("missing")).is_none());
+    drop((held, other));
+    assert!(entries(&files.staging()).unwrap().is_empty());
+}
+
+#[test]
+fn a_directory_is_vacant_when_nothing_of_ours_is_in_it() {
+    use copy::{is_served, is_vacant};
+    let dir = tempfile::tempdir().unwrap();
+    let (volume, link, broken) = (dir.path().join("volume"), dir.path().join("link"), dir.path().join("broken"));
+    assert!(is_vacant(&volume).unwrap());
+    fs::create_dir_all(volume.join("lost+found")).unwrap();
+    std::os::unix::fs::symlink(&volume, &link).unwrap();
+    std::os::unix::fs::symlink(dir.path().join("nowhere"), &broken).unwrap();
+    assert!(is_vacant(&volume).unwrap() && is_vacant(&link).unwrap() && !is_vacant(&broken).unwrap());
+    assert!(!is_served(&volume) && !volume.join("rlood.lock").exists(), "looking makes nothing");
+    let files = DataDir::open(&volume).unwrap();
+    assert!(is_served(&volume) && !is_vacant(&link).unwrap());
+    drop(files);
+    assert!(!is_served(&volume));
+}

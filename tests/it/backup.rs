@@ -1,22 +1,29 @@
 //! Backups: made while the server works, verified byte for byte, restored to a server that goes on.
 
+use std::cell::Cell;
+use std::collections::HashSet;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use rlood::event::Metrics;
+use rlood::id::JobId;
+use rlood::store::Store;
 use serde_json::{Value, json};
 
 use crate::processes::{Server, model_copy, register, spec};
+use crate::setting::{Setting, T0};
 
-fn run(arguments: &[&str]) -> Output {
+pub fn run(arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
     command.args(arguments).env_remove("RLOOD_API_KEY").env_remove("RLOOD_DATA_DIR").output().unwrap()
 }
 
-fn path(path: &Path) -> &str {
+pub fn path(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-fn said(output: &Output) -> String {
+pub fn said(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
@@ -51,6 +58,158 @@ async fn a_backup_made_while_a_job_runs_restores_to_a_server_that_finishes_it() 
     assert_eq!(server.get(&format!("/jobs/{done}/events?limit=100")).await, events);
     let resumed = server.job_when(&running, "its second attempt", |view| view["attempt"].as_u64() > Some(1)).await;
     assert_eq!(resumed["state"], "running", "{resumed}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_running_job_goes_on_from_is_in_every_backup() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let server = Server::start(&data, "cpu");
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let mut hasty = spec("tiny", 100_000);
+    hasty["checkpoints"] = json!({"every_steps": 1, "keep_last": 1, "keep_best": 0});
+    let running: JobId = server.submit(&hasty).await.parse().unwrap();
+    // Bytes to copy, while the job goes on.
+    let mut waiting = spec("tiny", 2);
+    let filler = "x".repeat(500_000);
+    let records: Vec<Value> = (0..12).map(|n| json!({"prompt": format!("Say {n}."), "filler": filler})).collect();
+    waiting["dataset"] = json!({ "records": records });
+    server.submit(&waiting).await;
+    server.wait_for_checkpoint(&running.to_string()).await;
+    for round in 0..4 {
+        let copy = dir.path().join(format!("copy-{round}"));
+        let made = run(&["backup", path(&copy), "--data-dir", path(&data)]);
+        assert!(made.status.success() && !said(&made).contains("left out"), "{}", said(&made));
+        let store = Store::open(&copy.join("rlood.db")).await.unwrap();
+        let newest = store.checkpoint_latest(running).await.unwrap().expect("a checkpoint of the running job");
+        store.close().await;
+        let files = copy.join(format!("checkpoints/{running}/{}-{}", newest.step, newest.attempt));
+        assert!(newest.files.iter().all(|file| files.join(&file.name).is_file()), "{newest:?}");
+    }
+    let left: Vec<_> =
+        std::fs::read_dir(data.join("staging")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(!left.iter().any(|name| name.to_string_lossy().starts_with("backup-")), "{left:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_checkpoint_that_a_copy_names_was_seen_before_it_could_go() {
+    let setting = Setting::new().await;
+    setting.job().await;
+    let worker = setting.worker().await;
+    let claimed = setting.claim(worker, T0).await.unwrap();
+    setting.publish(&claimed, 1, &Metrics::new()).await.unwrap();
+    let source = Store::open_as_is(&setting.files.database()).await.unwrap();
+    let done = Cell::new(false);
+    let publish = async {
+        for step in 2.. {
+            if done.get() {
+                return step;
+            }
+            // Only the last two stay.
+            setting.publish(&claimed, step, &Metrics::new()).await.unwrap();
+        }
+        unreachable!()
+    };
+    let copies = async {
+        for round in 0..30 {
+            let copy = setting.dir.path().join(format!("copy-{round}.db"));
+            let mut seen = HashSet::new();
+            source.snapshot_to(&copy, &mut |rows| seen.extend(rows.iter().map(|row| row.id))).await.unwrap();
+            let copied = Store::open(&copy).await.unwrap();
+            let named = copied.checkpoint_all().await.unwrap();
+            copied.close().await;
+            assert!(!named.is_empty() && named.iter().all(|row| seen.contains(&row.id)), "{named:?}, seen {seen:?}");
+        }
+        done.set(true);
+    };
+    let (steps, ()) = tokio::join!(publish, copies);
+    assert!(steps > 30, "it was published all the while: {steps}");
+    source.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_of_the_demo_goes_on_where_its_backup_is_restored() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, copy, restored) = (dir.path().join("data"), dir.path().join("copy"), dir.path().join("restored"));
+    let server = Server::start(&data, "none");
+    let job = server.post("/demo", &json!({})).await["id"].as_str().unwrap().to_owned();
+    let made = run(&["backup", path(&copy), "--data-dir", path(&data)]);
+    assert!(made.status.success(), "{}", said(&made));
+    drop(server);
+    std::fs::remove_dir_all(&data).unwrap();
+    let back = run(&["restore", path(&copy), "--data-dir", path(&restored)]);
+    assert!(back.status.success(), "{}", said(&back));
+    let server = Server::start(&restored, "cpu");
+    let begun = |view: &Value| view["state"] == "failed" || view["step"].as_u64() > Some(0);
+    let view = server.job_when(&job, "a step", begun).await;
+    assert_ne!(view["state"], "failed", "{view}");
+    let another = server.post("/demo", &json!({})).await;
+    assert_eq!(another["plan"]["model"], view["plan"]["model"], "the same bytes");
+}
+
+fn make_backup(dir: &Path) -> std::path::PathBuf {
+    let (data, copy) = (dir.join("data"), dir.join("copy"));
+    let made = run(&["keys", "create", "--scopes", "read", "--data-dir", path(&data)]);
+    assert!(made.status.success(), "{}", said(&made));
+    assert!(run(&["backup", path(&copy), "--data-dir", path(&data)]).status.success());
+    copy
+}
+
+fn names_in(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_restore_fills_a_directory_that_is_there_and_does_not_replace_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let copy = make_backup(dir.path());
+    let restore = |target: &Path| run(&["restore", path(&copy), "--data-dir", path(target)]);
+    // The root of a new volume, which cannot be renamed.
+    let volume = dir.path().join("volume");
+    std::fs::create_dir_all(volume.join("lost+found")).unwrap();
+    let inode = std::fs::metadata(&volume).unwrap().ino();
+    let back = restore(&volume);
+    assert!(back.status.success(), "{}", said(&back));
+    assert_eq!(std::fs::metadata(&volume).unwrap().ino(), inode);
+    let names = names_in(&volume);
+    assert!(names.contains(&"rlood.db".to_owned()) && names.contains(&"lost+found".to_owned()), "{names:?}");
+    assert!(!names.iter().any(|name| name.starts_with('.')), "{names:?}");
+    assert!(said(&run(&["keys", "list", "--data-dir", path(&volume)])).contains("active"));
+    // A link to a directory, and one to nowhere.
+    let (behind, link, broken) = (dir.path().join("behind"), dir.path().join("link"), dir.path().join("broken"));
+    std::fs::create_dir(&behind).unwrap();
+    std::os::unix::fs::symlink(&behind, &link).unwrap();
+    std::os::unix::fs::symlink(dir.path().join("nowhere"), &broken).unwrap();
+    let back = restore(&link);
+    assert!(back.status.success() && behind.join("rlood.db").is_file(), "{}", said(&back));
+    assert!(link.is_symlink());
+    let refused = restore(&broken);
+    assert!(!refused.status.success() && said(&refused).contains("not a directory"), "{}", said(&refused));
+}
+
+#[test]
+fn a_refused_restore_leaves_its_target_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let copy = make_backup(dir.path());
+    let restore = |target: &Path| run(&["restore", path(&copy), "--data-dir", path(target)]);
+    let stopped = dir.path().join("stopped");
+    std::fs::create_dir(&stopped).unwrap();
+    std::fs::copy(copy.join("rlood.db"), stopped.join("rlood.db")).unwrap();
+    let refused = restore(&stopped);
+    assert!(!refused.status.success() && said(&refused).contains("not empty"), "{}", said(&refused));
+    assert_eq!(names_in(&stopped), ["rlood.db"]);
+    // A damaged backup leaves nothing in an empty one.
+    let empty = dir.path().join("empty");
+    std::fs::create_dir(&empty).unwrap();
+    let mut bytes = std::fs::read(copy.join("rlood.db")).unwrap();
+    bytes.push(0);
+    std::fs::write(copy.join("rlood.db"), bytes).unwrap();
+    let refused = restore(&empty);
+    assert!(!refused.status.success() && said(&refused).contains("damaged"), "{}", said(&refused));
+    assert!(names_in(&empty).is_empty(), "{:?}", names_in(&empty));
 }
 
 #[test]

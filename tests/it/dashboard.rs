@@ -131,3 +131,32 @@ async fn the_demo_job_needs_nothing_and_repeats_itself_only_when_asked() {
     assert_eq!(second.body["plan"]["dataset"], first.body["plan"]["dataset"]);
     assert_eq!(server.get("/datasets").await.body["data"].as_array().unwrap().len(), 2);
 }
+
+#[tokio::test]
+async fn the_demo_job_finds_its_model_in_a_directory_that_was_moved_or_restored() {
+    let server = Server::start().await;
+    assert_eq!(server.post("/demo", json!({})).await.status, 201);
+    let store = &server.state.store;
+    let model = store.model_get("rlood/tiny").await.unwrap();
+    for former in [model.source.as_str(), "/nowhere/demo-model", "/nowhere/tiny"] {
+        store.model_move("rlood/tiny", &model.source, former).await.unwrap();
+        std::fs::remove_dir_all(&model.source).unwrap();
+        let answer = server.post("/demo", json!({})).await;
+        assert_eq!(answer.status, 201, "{former}: {}", answer.text);
+        let found = store.model_get("rlood/tiny").await.unwrap();
+        assert_eq!((&found.source, &found.sha256), (&model.source, &model.sha256));
+    }
+}
+
+#[tokio::test]
+async fn somebody_elses_model_of_the_demos_name_stays_where_it_is() {
+    let server = Server::start().await;
+    let source = server.dir.path().join("plain");
+    let answer = server.post("/models", json!({"id": "rlood/tiny", "source": source})).await;
+    assert_eq!(answer.status, 201, "{}", answer.text);
+    let store = &server.state.store;
+    let mine = store.model_get("rlood/tiny").await.unwrap();
+    std::fs::rename(&source, server.dir.path().join("elsewhere")).unwrap();
+    assert_eq!(server.post("/demo", json!({})).await.status, 422);
+    assert_eq!(store.model_get("rlood/tiny").await.unwrap(), mine);
+}

@@ -83,5 +83,6 @@ mod train;
 mod trl;
 mod variants;
 mod vectors;
+mod versions;
 mod watch;
 mod worker_protocol;
