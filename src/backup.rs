@@ -257,6 +257,7 @@ async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
         match missing {
             None => taken.append(&mut of_it),
             Some(why) => {
+                // One that the source still names is lost there too: no other try would find it.
                 let replaced = source.checkpoint_get(checkpoint.id).await;
                 if needed.contains(&checkpoint.id) && matches!(replaced, Err(StoreError::NotFound { .. })) {
                     return Ok(None);
@@ -313,7 +314,7 @@ fn take(
         break;
     }
     let Some((size_bytes, sha256)) = copied else {
-        return Ok(Err("removed by the server in the meantime".to_owned()));
+        return Ok(Err("it is not there any more".to_owned()));
     };
     let copied = Entry { size_bytes, sha256 };
     if wanted.is_some_and(|wanted| *wanted != copied) {

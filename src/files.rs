@@ -6,7 +6,7 @@
 //! datasets/DATASET.ndjson                 canonical rows
 //! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints; attempt 0 = taken over by a fork
 //! initial/JOB/…                           what a job with a warm start begins with
-//! staging/…                               whatever is not complete yet; emptied at start
+//! staging/…                               whatever is not complete yet, links of a backup; emptied at start
 //! scratch/…                               of the server's own workers; each empties its part as it starts
 //! ```
 

@@ -1,18 +1,21 @@
 //! Backups: made while the server works, verified byte for byte, restored to a server that goes on.
 
-use std::cell::Cell;
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use rlood::event::Metrics;
 use rlood::id::JobId;
-use rlood::store::Store;
+use rlood::store::{CheckpointRow, Claimed, Store};
 use serde_json::{Value, json};
+use tokio::task::JoinHandle;
 
 use crate::processes::{Server, model_copy, register, spec};
-use crate::setting::{Setting, T0};
+use crate::setting::{Setting, T0, plan};
 
 pub fn run(arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
@@ -91,40 +94,75 @@ async fn what_a_running_job_goes_on_from_is_in_every_backup() {
     assert!(!left.iter().any(|name| name.to_string_lossy().starts_with("backup-")), "{left:?}");
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+/// Publishes one checkpoint after the other, from step 2, until it is told to stop; then the last step.
+fn keep_publishing(setting: &Arc<Setting>, claimed: Claimed) -> (Arc<AtomicBool>, JoinHandle<u64>) {
+    let (setting, done) = (setting.clone(), Arc::new(AtomicBool::new(false)));
+    let told = done.clone();
+    let publish = tokio::spawn(async move {
+        let mut step = 1;
+        while !told.load(Ordering::Relaxed) {
+            step += 1;
+            setting.publish(&claimed, step, &Metrics::new()).await.unwrap();
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        step
+    });
+    (done, publish)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn every_checkpoint_that_a_copy_names_was_seen_before_it_could_go() {
-    let setting = Setting::new().await;
+    let setting = Arc::new(Setting::new().await);
     setting.job().await;
     let worker = setting.worker().await;
     let claimed = setting.claim(worker, T0).await.unwrap();
     setting.publish(&claimed, 1, &Metrics::new()).await.unwrap();
+    let (done, publish) = keep_publishing(&setting, claimed);
     let source = Store::open_as_is(&setting.files.database()).await.unwrap();
-    let done = Cell::new(false);
-    let publish = async {
-        for step in 2.. {
-            if done.get() {
-                return step;
-            }
-            // Only the last two stay.
-            setting.publish(&claimed, step, &Metrics::new()).await.unwrap();
-        }
-        unreachable!()
-    };
-    let copies = async {
-        for round in 0..30 {
-            let copy = setting.dir.path().join(format!("copy-{round}.db"));
-            let mut seen = HashSet::new();
-            source.snapshot_to(&copy, &mut |rows| seen.extend(rows.iter().map(|row| row.id))).await.unwrap();
-            let copied = Store::open(&copy).await.unwrap();
-            let named = copied.checkpoint_all().await.unwrap();
-            copied.close().await;
-            assert!(!named.is_empty() && named.iter().all(|row| seen.contains(&row.id)), "{named:?}, seen {seen:?}");
-        }
-        done.set(true);
-    };
-    let (steps, ()) = tokio::join!(publish, copies);
-    assert!(steps > 30, "it was published all the while: {steps}");
+    for round in 0..10 {
+        let copy = setting.dir.path().join(format!("copy-{round}.db"));
+        let mut seen = HashSet::new();
+        let mut keep = |rows: &[CheckpointRow]| {
+            seen.extend(rows.iter().map(|row| row.id));
+            // Time enough for others.
+            std::thread::sleep(Duration::from_millis(30));
+        };
+        source.snapshot_to(&copy, &mut keep).await.unwrap();
+        let copied = Store::open(&copy).await.unwrap();
+        let named = copied.checkpoint_all().await.unwrap();
+        copied.close().await;
+        assert!(!named.is_empty() && named.iter().all(|row| seen.contains(&row.id)), "{named:?}, seen {seen:?}");
+    }
+    done.store(true, Ordering::Relaxed);
+    let steps: u64 = publish.await.unwrap();
+    assert!(steps > 10, "others wrote between the copies: {steps}");
     source.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_backup_that_a_running_job_outruns_fails_and_one_that_lacks_lost_files_says_so() {
+    let setting = Arc::new(Setting::new().await);
+    let mut plan = plan(setting.dataset);
+    (plan.checkpoints.keep_last, plan.checkpoints.keep_best) = (1, 0);
+    setting.job_of(&plan, 0, T0).await.unwrap();
+    let worker = setting.worker().await;
+    let claimed = setting.claim(worker, T0).await.unwrap();
+    setting.publish(&claimed, 1, &Metrics::new()).await.unwrap();
+    // Something to copy, so that the job is ahead.
+    setting.sql("INSERT INTO server_secrets VALUES ('filler', hex(zeroblob(10000000)))").await.unwrap();
+    let other = tempfile::tempdir().unwrap();
+    let copy = other.path().join("copy");
+    // Rows without files: each is gone when it is looked for.
+    let (done, publish) = keep_publishing(&setting, claimed);
+    let failed = run(&["backup", path(&copy), "--data-dir", path(setting.dir.path())]);
+    assert!(!failed.status.success() && said(&failed).contains("faster than these are copied"), "{}", said(&failed));
+    assert!(!copy.exists(), "nothing is left of it");
+    done.store(true, Ordering::Relaxed);
+    let step = publish.await.unwrap();
+    // Now the newest one is lost for good: no other try would find it.
+    let made = run(&["backup", path(&copy), "--data-dir", path(setting.dir.path())]);
+    assert!(made.status.success(), "{}", said(&made));
+    assert!(said(&made).contains(&format!("/{step}-1: manifest.json: it is not there")), "{}", said(&made));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
