@@ -6,6 +6,8 @@
 //! route asks for stands in [`crate::access`]; whose things a key sees is checked here for every path with an id, and by the
 //! handlers for lists and for what a body names. Worker routes need the worker token, or a key with the scope `worker`.
 
+mod workers;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -28,6 +30,8 @@ use super::throttle::Client;
 use crate::access::{self, Access, Scope, Scopes};
 use crate::id::KeyId;
 use crate::store::{KeyRow, NewAudit, StoreError, clock_ms};
+
+pub use workers::{WorkerPass, require_worker};
 
 /// Between two looks whether the key behind an open event stream, or a question that waits, is still good.
 const STREAM_CHECK: Duration = Duration::from_secs(15);
@@ -456,73 +460,12 @@ async fn is_over(state: &AppState, credential: &Credential) -> bool {
     matches!(credential.caller(state).await, Ok(None))
 }
 
-/// Layer of the worker routes: 401 unless the request carries the worker token or a key with the scope `worker`.
-pub async fn require_worker(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
-    let headers = request.headers().clone();
-    let client = Client::of(&state, &headers, request.extensions());
-    match admit_worker(&state, client, &headers).await {
-        Ok(()) => {
-            request.extensions_mut().insert(WorkerPass(headers));
-            next.run(request).await
-        }
-        Err(problem) => problem.into_response(),
-    }
-}
-
-/// What a worker showed, for handlers that wait: to be looked at again before they hand anything out.
-#[derive(Clone)]
-pub(super) struct WorkerPass(HeaderMap);
-
-impl WorkerPass {
-    /// 401 when its key was revoked meanwhile.
-    pub(super) async fn check(&self, state: &AppState) -> Result<(), Problem> {
-        check_worker(state, &self.0).await
-    }
-}
-
-impl<S: Send + Sync> FromRequestParts<S> for WorkerPass {
-    type Rejection = Problem;
-
-    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
-        let pass = parts.extensions.get::<WorkerPass>().cloned();
-        pass.ok_or_else(|| Problem::internal("a worker's route lies outside the layer that asks for its token"))
-    }
-}
-
-async fn admit_worker(state: &AppState, client: Client, headers: &HeaderMap) -> Result<(), Problem> {
-    let credential = Credential::of(headers);
-    let Some(shown) = credential.text() else { return check_worker(state, headers).await };
-    state.failures.admit(client, shown)?;
-    let checked = check_worker(state, headers).await;
-    match &checked {
-        Ok(()) => state.failures.note(client, shown, true),
-        Err(problem) if problem.code() == Code::Unauthorized => state.failures.note(client, shown, false),
-        // Nobody knows.
-        Err(_) => {}
-    }
-    checked
-}
-
 /// `Ok` when the request carries this bearer token.
 pub(super) fn check_bearer(headers: &HeaderMap, expected: &str) -> Result<(), Problem> {
     match Credential::of(headers) {
         Credential::Bearer(token) if same(&token, expected) => Ok(()),
         Credential::Bearer(_) => Err(challenge("the bearer token is not valid here")),
         Credential::None | Credential::Cookie(_) => Err(challenge("send 'authorization: Bearer TOKEN'")),
-    }
-}
-
-async fn check_worker(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
-    let refused = match check_bearer(headers, &state.config.worker_token) {
-        Ok(()) => return Ok(()),
-        Err(refused) => refused,
-    };
-    let Credential::Bearer(token) = Credential::of(headers) else { return Err(refused) };
-    match state.store.api_key_find(&token, clock_ms()).await? {
-        Some(key) if key.scopes.has(Scope::Worker) => Ok(()),
-        Some(_) | None => {
-            Err(challenge("the bearer token is neither the worker token nor a key with the scope 'worker'"))
-        }
     }
 }
 
