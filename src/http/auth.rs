@@ -259,10 +259,10 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
         .filter(|route| access::changes(method.as_str(), route))
         .map(|route| (format!("{method} {route}"), path, client.0.map(|address| address.to_string())));
     request.extensions_mut().insert(caller.clone());
-    let response = match method {
-        Method::GET | Method::HEAD => answer_while_good(&state, &credential, next.run(request)).await,
+    let response = match &note {
+        None => answer_while_good(&state, &credential, next.run(request)).await,
         // What changes something is under way: cutting its answer off would only hide what became of it.
-        _ => next.run(request).await,
+        Some(_) => next.run(request).await,
     };
     // Nothing came of what failed, and nothing more of what was done before.
     let changed = !response.status().is_client_error()
