@@ -43,8 +43,7 @@ impl FromStr for Device {
                     Ok(device)
                 } else {
                     Err(ConfigError::new(format!(
-                        "{device} was asked for, but this rlood was built without CUDA: use --devices cpu, or a build \
-                         with CUDA"
+                        "{device} was asked for, but this rlood was built without CUDA: use cpu, or a build with CUDA"
                     )))
                 }
             }
