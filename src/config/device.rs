@@ -43,8 +43,7 @@ impl FromStr for Device {
                     Ok(device)
                 } else {
                     Err(ConfigError::new(format!(
-                        "{device} was asked for, but this rlood was built without CUDA: use --devices cpu, or a build \
-                         with CUDA"
+                        "{device} was asked for, but this rlood was built without CUDA: use cpu, or a build with CUDA"
                     )))
                 }
             }
@@ -73,14 +72,33 @@ pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
     }
 }
 
-/// Every GPU the driver lists when this build can use one, else the processor.
+/// Every GPU that the driver shows this process when the build can use one, else the processor. The driver itself is not
+/// asked: it would take memory of each.
 fn detect_devices() -> Vec<Device> {
-    let gpus = if cfg!(feature = "cuda") {
-        std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count())
-    } else {
-        0
+    let count = |folder: &str, is_gpu: fn(&str) -> bool| {
+        let entries = std::fs::read_dir(folder).ok()?.flatten();
+        let gpus = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count();
+        (gpus > 0).then_some(gpus)
+    };
+    let is_device = |name: &str| {
+        let number = name.strip_prefix("nvidia").unwrap_or_default();
+        !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+    };
+    let gpus = match cfg!(feature = "cuda") {
+        // In a container the one or the other may be hidden.
+        true => count("/proc/driver/nvidia/gpus", |_| true).or_else(|| count("/dev", is_device)).unwrap_or(0),
+        false => 0,
+    };
+    let gpus = match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(list) => gpus.min(visible(&list)),
+        Err(_) => gpus,
     };
     if gpus == 0 { vec![Device::Cpu] } else { (0_u32..).take(gpus).map(Device::Cuda).collect() }
+}
+
+/// How many GPUs a `CUDA_VISIBLE_DEVICES` shows: those before the first that is none.
+fn visible(list: &str) -> usize {
+    list.split(',').map(str::trim).take_while(|name| !name.is_empty() && !name.starts_with('-')).count()
 }
 
 /// The machine's cores, at least 1.

@@ -18,6 +18,7 @@ use tokio_util::io::ReaderStream;
 use utoipa_axum::router::OpenApiRouter;
 
 use super::AppState;
+use super::auth::WorkerPass;
 use super::error::{Code, Problem, chain};
 use super::extract::{Json, Path, Query, body_problem};
 use crate::event::Event;
@@ -74,7 +75,11 @@ async fn register(State(state): State<AppState>, Json(body): Json<Register>) -> 
     Ok(Json(Registered { heartbeat_ms: state.config.heartbeat_ms, lease_ms: state.config.lease_ms }))
 }
 
-async fn claim(State(state): State<AppState>, Json(body): Json<ClaimRequest>) -> Result<Response, Problem> {
+async fn claim(
+    State(state): State<AppState>,
+    pass: WorkerPass,
+    Json(body): Json<ClaimRequest>,
+) -> Result<Response, Problem> {
     let deadline = Instant::now() + Duration::from_millis(body.wait_ms.min(LONGEST_WAIT_MS));
     let mut queue = state.store.queue_changed();
     loop {
@@ -91,6 +96,7 @@ async fn claim(State(state): State<AppState>, Json(body): Json<ClaimRequest>) ->
         if !matches!(woken, Ok(Ok(()))) {
             return Ok(StatusCode::NO_CONTENT.into_response());
         }
+        pass.check(&state).await?;
     }
 }
 
@@ -308,6 +314,7 @@ async fn send_journal(
 /// Held while there is nothing new.
 async fn send_callbacks(
     State(state): State<AppState>,
+    pass: WorkerPass,
     Path((job, after)): Path<(JobId, i64)>,
     Query(Fence { attempt }): Query<Fence>,
 ) -> Result<Json<CallbackNews>, Problem> {
@@ -321,6 +328,7 @@ async fn send_callbacks(
         if !woken {
             return Ok(Json(page));
         }
+        pass.check(&state).await?;
     }
 }
 
