@@ -29,24 +29,28 @@ impl FromStr for Device {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let unknown = || ConfigError::new(format!("'{text}' is not a device: use cpu or cuda:N (cuda:0, cuda:1, …)"));
-        match text {
-            "cpu" => Ok(Device::Cpu),
-            "cuda" => Err(ConfigError::new("'cuda' needs a number: cuda:0 is the first GPU")),
-            other => {
-                let index = other.strip_prefix("cuda:").ok_or_else(unknown)?;
-                if index.is_empty() || !index.bytes().all(|byte| byte.is_ascii_digit()) {
-                    return Err(unknown());
-                }
-                let device = Device::Cuda(index.parse().map_err(|_| unknown())?);
-                if cfg!(feature = "cuda") {
-                    Ok(device)
-                } else {
-                    Err(ConfigError::new(format!(
-                        "{device} was asked for, but this rlood was built without CUDA: use --devices cpu, or a build \
-                         with CUDA"
-                    )))
-                }
+        read_device(text, "--device")
+    }
+}
+
+/// The device that a flag names.
+fn read_device(text: &str, flag: &str) -> Result<Device, ConfigError> {
+    let unknown = || ConfigError::new(format!("'{text}' is not a device: use cpu or cuda:N (cuda:0, cuda:1, …)"));
+    match text {
+        "cpu" => Ok(Device::Cpu),
+        "cuda" => Err(ConfigError::new("'cuda' needs a number: cuda:0 is the first GPU")),
+        other => {
+            let index = other.strip_prefix("cuda:").ok_or_else(unknown)?;
+            if index.is_empty() || !index.bytes().all(|byte| byte.is_ascii_digit()) {
+                return Err(unknown());
+            }
+            let device = Device::Cuda(index.parse().map_err(|_| unknown())?);
+            if cfg!(feature = "cuda") {
+                Ok(device)
+            } else {
+                Err(ConfigError::new(format!(
+                    "{device} was asked for, but this rlood was built without CUDA: use {flag} cpu, or a build with CUDA"
+                )))
             }
         }
     }
@@ -67,7 +71,8 @@ pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
                 word @ ("auto" | "none") => {
                     Err(ConfigError::new(format!("--devices {given}: '{word}' stands alone, not in a list")))
                 }
-                name => name.parse().map_err(|error| ConfigError::new(format!("--devices {given}: {error}"))),
+                name => read_device(name, "--devices")
+                    .map_err(|error| ConfigError::new(format!("--devices {given}: {error}"))),
             })
             .collect(),
     }
