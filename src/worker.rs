@@ -191,7 +191,7 @@ impl Worker {
         if protocol != PROTOCOL {
             return Err(ClientError::OtherProtocol(format!(
                 "the server is older than this worker (worker protocol {protocol}, this worker's is {PROTOCOL}): update \
-                 and restart the server, or run the worker with the server's rlood"
+                 and restart the server, or run the worker with its rlood"
             )));
         }
         // A lease must hold a few heartbeats whatever the server says.

@@ -92,7 +92,7 @@ fn same_protocol(theirs: u32) -> Result<(), Problem> {
         std::cmp::Ordering::Equal => return Ok(()),
         std::cmp::Ordering::Less => ("older", format!("update the worker to the rlood of the server ({ours})")),
         std::cmp::Ordering::Greater => {
-            ("newer", format!("update the server, or run the worker with the server's rlood ({ours})"))
+            ("newer", format!("update and restart the server, or run the worker with its rlood ({ours})"))
         }
     };
     let detail =

@@ -44,9 +44,12 @@ async fn errors_in_a_log_of_json_have_their_causes() {
 
 #[test]
 fn a_worker_without_a_server_says_in_json_why_it_cannot_reach_it() {
+    let scratch = tempfile::tempdir().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
     command
         .args(["worker", "--server", "http://127.0.0.1:1", "--log", "debug", "--log-format", "json"])
+        .arg("--scratch-dir")
+        .arg(scratch.path())
         .env("RLOOD_WORKER_TOKEN", "sixteen-letters!")
         .env("NO_PROXY", "127.0.0.1")
         .stdin(Stdio::null())

@@ -63,7 +63,10 @@ async fn a_worker_of_another_protocol_gets_no_job_and_learns_what_to_update() {
     let old = hello(WorkerId::new());
     refused(&call(&server, "/worker/register", old.clone()).await, "update the worker");
     refused(&call(&server, "/worker/register", with_protocol(old.clone(), 0)).await, "update the worker");
-    refused(&call(&server, "/worker/register", with_protocol(old, PROTOCOL + 1)).await, "update the server");
+    refused(
+        &call(&server, "/worker/register", with_protocol(old, PROTOCOL + 1)).await,
+        "update and restart the server",
+    );
     assert_eq!(server.get("/workers").await.body["data"], json!([]));
 
     // One that the server knows from before its update, and that asks for its next job.
@@ -72,7 +75,10 @@ async fn a_worker_of_another_protocol_gets_no_job_and_learns_what_to_update() {
     assert_eq!(welcome.body["protocol"], PROTOCOL, "{}", welcome.text);
     let ask = json!({"worker": known, "wait_ms": 0});
     refused(&call(&server, "/worker/claim", ask.clone()).await, "update the worker");
-    refused(&call(&server, "/worker/claim", with_protocol(ask.clone(), PROTOCOL + 1)).await, "update the server");
+    refused(
+        &call(&server, "/worker/claim", with_protocol(ask.clone(), PROTOCOL + 1)).await,
+        "update and restart the server",
+    );
     assert_eq!(server.get(&format!("/jobs/{job}")).await.body["state"], "queued");
     assert_eq!(call(&server, "/worker/claim", with_protocol(ask, PROTOCOL)).await.body["job"], json!(job));
 }

@@ -23,7 +23,7 @@ struct Service {
 impl Service {
     /// `None`, with a word about it, where the program is not on this machine.
     fn start(program: &str, arguments: &[&str]) -> Option<Self> {
-        let mut child = spawn(program, arguments)?;
+        let mut child = spawn(Command::new(program).args(arguments).env("REWARD_SECRET", SECRET))?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let url = line.strip_prefix("listening on ").unwrap_or_else(|| panic!("{program}: {line:?}")).trim().to_owned();
@@ -32,10 +32,9 @@ impl Service {
 }
 
 /// `None`, with a word about it, where the program is not on this machine.
-fn spawn(program: &str, arguments: &[&str]) -> Option<Child> {
-    let mut command = Command::new(program);
-    command.args(arguments).env("REWARD_SECRET", SECRET).stdout(Stdio::piped()).stdin(Stdio::null());
-    match command.spawn() {
+fn spawn(command: &mut Command) -> Option<Child> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    match command.stdout(Stdio::piped()).stdin(Stdio::null()).spawn() {
         Ok(child) => Some(child),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             println!("skipped: there is no {program} on this machine");
@@ -118,7 +117,7 @@ async fn the_service_in_the_readme_passes_without_a_warning() {
     let address = format!("(\"127.0.0.1\", {port})");
     assert_eq!(code.matches("(\"127.0.0.1\", 9000)").count(), 1, "{code}");
     let code = code.replace("(\"127.0.0.1\", 9000)", &address);
-    let Some(mut child) = spawn("python3", &["-c", &code]) else { return };
+    let Some(mut child) = spawn(Command::new("python3").args(["-c", &code]).stderr(Stdio::null())) else { return };
     let begun = std::time::Instant::now();
     while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
         assert!(child.try_wait().unwrap().is_none(), "it ended: {code}");
