@@ -149,8 +149,8 @@ fn asks_for_json() -> bool {
     while let Some(word) = words.next() {
         match word.strip_prefix("--log-format") {
             Some("") => given = words.next(),
-            Some(value) if value.starts_with('=') => given = Some(value[1..].to_owned()),
-            Some(_) | None => {}
+            Some(rest) => given = rest.strip_prefix('=').map(str::to_owned).or(given),
+            None => {}
         }
     }
     given.as_deref() == Some(LogFormat::Json.as_str())

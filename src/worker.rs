@@ -156,9 +156,9 @@ impl Worker {
                 Err(error @ (ClientError::Unauthorized | ClientError::Protocol(_) | ClientError::OtherProtocol(_))) => {
                     return Err(error);
                 }
-                Err(error @ ClientError::Claim { held, .. }) => {
-                    if let Some(held) = held {
-                        self.give_back(held).await;
+                Err(error @ ClientError::Claim { .. }) => {
+                    if let ClientError::Claim { held: Some(held), .. } = &error {
+                        self.give_back(**held).await;
                     }
                     return Err(error);
                 }

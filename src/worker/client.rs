@@ -71,7 +71,7 @@ pub enum ClientError {
     #[error("the job is not understood; update this worker to the rlood of the server")]
     Claim {
         /// The claim, as far as it can be read.
-        held: Option<Held>,
+        held: Option<Box<Held>>,
         /// What is not understood.
         #[source]
         source: ClaimError,
@@ -209,7 +209,9 @@ impl Client {
             return Ok(None);
         }
         let sent: Value = json(response).await?;
-        read_claim(&sent).map(Some).map_err(|source| ClientError::Claim { held: Held::named_in(&sent), source })
+        read_claim(&sent)
+            .map(Some)
+            .map_err(|source| ClientError::Claim { held: Held::named_in(&sent).map(Box::new), source })
     }
 
     pub(super) async fn heartbeat(&self, held: Held, beat: &Heartbeat) -> Result<HeartbeatReply, ClientError> {
