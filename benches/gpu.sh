@@ -4,16 +4,18 @@
 # not be measured stands in it as "not run" with the reason.
 #
 #   benches/gpu.sh pack FOLDER            where Rust and nvcc are (scripts/cuda-toolkit.sh); no GPU needed. Beside the folder
-#                                         lies FOLDER.tar.gz, to be carried
+#                                         lies FOLDER.tar.xz, to be carried
 #   benches/gpu.sh [run] [OPTION…]        on the machine with the GPU, in the repository's root
 #
-#   --from PLACE      what `pack` made, the folder or the archive; default: target/gpu, else target/gpu.tar.gz
+#   --from PLACE      what `pack` made, the folder or the archive; default: target/gpu, else target/gpu.tar.xz
 #   --device cuda:N   default: cuda:0
 #   --parts A,B,…     only these parts, or groups of them: check, decode, train, large, peers (see `--list`); default: all
 #   --work FOLDER     keeps models and raw figures: a second call with other parts adds to the first's. Default: a temporary
 #                     folder, removed at the end. 30 GB are needed for all models, of which the largest comes last
 #   --out FILE        default: benches/results/gpu_NAME.json, NAME the GPU's. Written anew after each part, so that nothing
 #                     is lost with the machine
+#   --save FOLDER     keep the JSON and all logs (work.tar.gz) there too, written anew after each part: for a lent machine
+#                     from which one folder comes back
 #   --seconds N       end within so many seconds: a part gets what is left, or is not run, for that reason
 #   --python PROGRAM  a Python 3; with torch, transformers and peft the peers run too. Default: python3
 #   --small           tiny models and lengths, to try this script itself (cpu and the emulator will do): no bar is judged
@@ -21,18 +23,19 @@
 # The machine needs the NVIDIA driver (580 or later) and cuBLAS 12 or 13 (the toolkit's, or the one that PyTorch brings), and
 # no compiler. Nothing else should use the GPU meanwhile. Figures are the fastest of several repetitions.
 #
-# Where the machine is lent for half an hour, ten minutes a command, the most important first:
-#   benches/gpu.sh --work target/gpu-work --parts check --seconds 390
-#   benches/gpu.sh --work target/gpu-work --parts decode,train --seconds 420
-#   benches/gpu.sh --work target/gpu-work --parts large --seconds 420
-#   benches/gpu.sh --work target/gpu-work --parts peers --seconds 270
+# Where the machine is lent for half an hour, ten minutes a command, the most important first ($BACK: what comes back):
+#   benches/gpu.sh --work target/gpu-work --save $BACK --parts check --seconds 390
+#   benches/gpu.sh --work target/gpu-work --save $BACK --parts decode,train --seconds 420
+#   benches/gpu.sh --work target/gpu-work --save $BACK --parts large --seconds 420
+#   benches/gpu.sh --work target/gpu-work --save $BACK --parts peers --seconds 270
 
 # Without -e: a part that fails must not take the others with it.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
 # Parts by group, each with the most seconds that it may take.
-CHECK=(facts:20 limits:90 suite-kernels:150 suite-parity:120 suite-golden:90 suite-gradients:120 suite-bits:120 suite-gpu:120 suite-oracle:90)
+CHECK=(facts:20 limits:90 suite-kernels:150 suite-parity:120 suite-golden:90 suite-gradients:120 suite-bits:120 suite-gpu:120 suite-gpu_training:120
+    suite-oracle:90 suite-precision:60)
 DECODE=(requests-0.6b:120 single-0.6b:60 step-0.6b:150 mismatch-fast:60 mismatch-exact:60)
 TRAIN=(train-0.6b-768:60 train-0.6b-16k:90)
 LARGE=(memory-8b:180 requests-4b:150 step-4b:240 train-4b-16k:150)
@@ -60,11 +63,14 @@ pack() {
     # The test programs look for fixtures where they were built.
     pwd -P >"$folder/built-in"
     git rev-parse HEAD >"$folder/commit" 2>/dev/null || true
-    tar -C "$folder" -czf "$folder.tar.gz" .
-    ls -l "$folder" "$folder.tar.gz"
+    # The three programs have much in common, which one window over all of them finds.
+    tar -C "$folder" -c . | xz -T1 --lzma2=preset=9e,dict=192MiB >"$folder.tar.xz"
+    ls -l "$folder" "$folder.tar.xz"
+    echo "to be carried: $(stat -c %s "$folder.tar.xz" | awk '{printf "%.1f", $1 / 1048576}') MiB, beside" \
+        "$(git ls-files -z | xargs -0 stat -c %s | awk '{sum += $1} END {printf "%.1f", sum / 1048576}') MiB of tracked files"
 }
 
-from='' device=cuda:0 parts='' work='' out='' budget='' python=python3 small=''
+from='' device=cuda:0 parts='' work='' out='' save='' budget='' python=python3 small=''
 case ${1:-run} in
     pack) shift; pack "$@"; exit ;;
     run) shift || true ;;
@@ -76,6 +82,7 @@ while (($#)); do
         --parts) parts=$2; shift 2 ;;
         --work) work=$2; shift 2 ;;
         --out) out=$2; shift 2 ;;
+        --save) save=$2; shift 2 ;;
         --seconds) budget=$2; shift 2 ;;
         --python) python=$2; shift 2 ;;
         --small) small=1; shift ;;
@@ -110,13 +117,13 @@ if [[ -z $work ]]; then
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
 fi
-mkdir -p "$work" || fail "$work cannot be made"
+mkdir -p "$work" ${save:+"$save"} || fail "$work${save:+ or $save} cannot be made"
 if [[ -z $from ]]; then
     from=target/gpu
-    [[ -d $from ]] || from=target/gpu.tar.gz
+    [[ -d $from ]] || from=target/gpu.tar.xz
 fi
 if [[ -f $from ]]; then
-    mkdir -p "$work/from" && tar -C "$work/from" -xzf "$from" || fail "$from cannot be unpacked"
+    mkdir -p "$work/from" && tar -C "$work/from" -xf "$from" || fail "$from cannot be unpacked"
     from=$work/from
 fi
 rlood=$from/rlood
@@ -196,7 +203,7 @@ model() {
 
 # cuBLAS, where the loader does not find one: PyTorch's Python packages hold it.
 find_cublas() {
-    ldconfig -p 2>/dev/null | grep -q 'libcublas\.so' && return
+    ldconfig -p 2>/dev/null | grep 'libcublas\.so' >/dev/null && return
     local folder
     while read -r folder; do
         if compgen -G "$folder/libcublas.so*" >/dev/null; then
@@ -241,6 +248,9 @@ facts() {
 suite() {
     local part=$1 program filter=${1#suite-}:: root begun=$SECONDS status failed
     # A test that cannot open a device passes without it.
+    if [[ $device != cpu ]] && ! grep -q '^limits	' "$work/status.tsv" 2>/dev/null; then
+        run_part limits
+    fi
     if ! grep -q '^limits	ok' "$work/status.tsv" 2>/dev/null && [[ $device != cpu ]]; then
         note "$part" "not run" 0 "the part limits, which shows that the device can be opened, did not run well before"
         return
@@ -334,6 +344,7 @@ run_part() {
     fi
     local model=(--model "$at") checkpointing=(--gradient-checkpointing)
     case $part in
+        requests-4b) ours "$part" "${model[@]}" "${bf16[@]}" --only requests --requests "$work/lengths.json" --steps 1 ;;
         requests-*) ours "$part" "${model[@]}" "${bf16[@]}" --only requests --requests "$work/lengths.json" --steps $repeat ;;
         step-*) ours "$part" "${model[@]}" "${bf16[@]}" "${group[@]}" --only step --steps 2 ;;
         single-*) ours "$part" "${model[@]}" "${bf16[@]}" "${one[@]}" --only decode --steps $repeat ;;
@@ -362,7 +373,13 @@ except ImportError as error:
 ' 2>/dev/null) || no_peers="this Python cannot import the peers"
 
 # What is known so far, as JSON and as a table.
-report() { "$python" benches/gpu_report.py "$work" "$device" "${small:-0}" "$out"; }
+report() {
+    "$python" benches/gpu_report.py "$work" "$device" "${small:-0}" "$out"
+    [[ -n $save ]] || return 0
+    "$python" benches/gpu_report.py "$work" "$device" "${small:-0}" "$save/gpu.json" >/dev/null
+    find "$work" -maxdepth 1 -type f \( -name '*.log' -o -name '*.json' -o -name '*.tsv' -o -name '*.txt' \) -printf '%f\0' \
+        | tar -C "$work" --null -T - -czf "$save/work.tar.gz"
+}
 
 no_device=''
 for part in "${wanted[@]}"; do

@@ -147,9 +147,9 @@ struct Answered {
     retry_after_ms: i64,
 }
 
-/// By each secret that is good: two during a rotation.
+/// By each secret that is good: several during a rotation.
 fn signatures(hook: &WebhookRow, id: &str, seconds: u64, body: &[u8], now: i64) -> Result<String, String> {
-    let old = hook.old_secret.as_ref().filter(|(_, until)| now < *until).map(|(secret, _)| secret);
+    let old = hook.old_secrets.iter().filter(|(_, until)| now < *until).map(|(secret, _)| secret);
     let secrets = std::iter::once(&hook.secret).chain(old);
     let signed = secrets.map(|secret| Key::parse(secret).map(|key| key.sign(id, seconds, body)));
     let signed: Result<Vec<String>, _> = signed.collect();

@@ -192,7 +192,16 @@ struct Changes {
     jobs: Mutex<HashMap<JobId, watch::Sender<u64>>>,
     queue: watch::Sender<u64>,
     callbacks: watch::Sender<u64>,
-    all: broadcast::Sender<JobId>,
+    all: broadcast::Sender<JobNews>,
+}
+
+/// A job that is new, changed or gone.
+#[derive(Debug, Clone)]
+pub struct JobNews {
+    /// The job.
+    pub id: JobId,
+    /// Whose it was, when it is gone: nobody can ask any more.
+    pub gone_of: Option<String>,
 }
 
 impl Default for Changes {
@@ -316,7 +325,7 @@ impl Store {
     }
 
     /// Names every job that is new, changed or gone.
-    pub fn changed_jobs(&self) -> broadcast::Receiver<JobId> {
+    pub fn changed_jobs(&self) -> broadcast::Receiver<JobNews> {
         self.changes.all.subscribe()
     }
 
@@ -352,8 +361,18 @@ impl Store {
 
     /// Call after the commit, never before.
     fn wake_job(&self, job: JobId) {
+        self.tell(JobNews { id: job, gone_of: None });
+    }
+
+    /// The same, of a job that was deleted.
+    fn wake_gone(&self, job: JobId, owner: String) {
+        self.tell(JobNews { id: job, gone_of: Some(owner) });
+    }
+
+    fn tell(&self, news: JobNews) {
+        let job = news.id;
         // An error says that nobody looks.
-        let _ = self.changes.all.send(job);
+        let _ = self.changes.all.send(news);
         let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(sender) = jobs.get(&job) else { return };
         if sender.receiver_count() == 0 {

@@ -29,28 +29,23 @@ impl FromStr for Device {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        read_device(text, "--device")
-    }
-}
-
-/// The device that a flag names.
-fn read_device(text: &str, flag: &str) -> Result<Device, ConfigError> {
-    let unknown = || ConfigError::new(format!("'{text}' is not a device: use cpu or cuda:N (cuda:0, cuda:1, …)"));
-    match text {
-        "cpu" => Ok(Device::Cpu),
-        "cuda" => Err(ConfigError::new("'cuda' needs a number: cuda:0 is the first GPU")),
-        other => {
-            let index = other.strip_prefix("cuda:").ok_or_else(unknown)?;
-            if index.is_empty() || !index.bytes().all(|byte| byte.is_ascii_digit()) {
-                return Err(unknown());
-            }
-            let device = Device::Cuda(index.parse().map_err(|_| unknown())?);
-            if cfg!(feature = "cuda") {
-                Ok(device)
-            } else {
-                Err(ConfigError::new(format!(
-                    "{device} was asked for, but this rlood was built without CUDA: use {flag} cpu, or a build with CUDA"
-                )))
+        let unknown = || ConfigError::new(format!("'{text}' is not a device: use cpu or cuda:N (cuda:0, cuda:1, …)"));
+        match text {
+            "cpu" => Ok(Device::Cpu),
+            "cuda" => Err(ConfigError::new("'cuda' needs a number: cuda:0 is the first GPU")),
+            other => {
+                let index = other.strip_prefix("cuda:").ok_or_else(unknown)?;
+                if index.is_empty() || !index.bytes().all(|byte| byte.is_ascii_digit()) {
+                    return Err(unknown());
+                }
+                let device = Device::Cuda(index.parse().map_err(|_| unknown())?);
+                if cfg!(feature = "cuda") {
+                    Ok(device)
+                } else {
+                    Err(ConfigError::new(format!(
+                        "{device} was asked for, but this rlood was built without CUDA: use cpu, or a build with CUDA"
+                    )))
+                }
             }
         }
     }
@@ -71,21 +66,39 @@ pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
                 word @ ("auto" | "none") => {
                     Err(ConfigError::new(format!("--devices {given}: '{word}' stands alone, not in a list")))
                 }
-                name => read_device(name, "--devices")
-                    .map_err(|error| ConfigError::new(format!("--devices {given}: {error}"))),
+                name => name.parse().map_err(|error| ConfigError::new(format!("--devices {given}: {error}"))),
             })
             .collect(),
     }
 }
 
-/// Every GPU the driver lists when this build can use one, else the processor.
+/// Every GPU that the driver shows this process when the build can use one, else the processor. The driver itself is not
+/// asked: it would take memory of each.
 fn detect_devices() -> Vec<Device> {
-    let gpus = if cfg!(feature = "cuda") {
-        std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count())
-    } else {
-        0
+    let count = |folder: &str, is_gpu: fn(&str) -> bool| {
+        let entries = std::fs::read_dir(folder).ok()?.flatten();
+        let gpus = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count();
+        (gpus > 0).then_some(gpus)
+    };
+    let is_device = |name: &str| {
+        let number = name.strip_prefix("nvidia").unwrap_or_default();
+        !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+    };
+    let gpus = match cfg!(feature = "cuda") {
+        // In a container the one or the other may be hidden.
+        true => count("/proc/driver/nvidia/gpus", |_| true).or_else(|| count("/dev", is_device)).unwrap_or(0),
+        false => 0,
+    };
+    let gpus = match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(list) => gpus.min(visible(&list)),
+        Err(_) => gpus,
     };
     if gpus == 0 { vec![Device::Cpu] } else { (0_u32..).take(gpus).map(Device::Cuda).collect() }
+}
+
+/// How many GPUs a `CUDA_VISIBLE_DEVICES` shows: those before the first that is none.
+fn visible(list: &str) -> usize {
+    list.split(',').map(str::trim).take_while(|name| !name.is_empty() && !name.starts_with('-')).count()
 }
 
 /// The machine's cores, at least 1.

@@ -420,6 +420,8 @@ mod tests {
         if !cfg!(feature = "cuda") {
             let error = resolve(&["--devices", "cuda:0"]).unwrap_err().to_string();
             assert!(error.contains("built without CUDA"), "{error}");
+            // `rlood worker` says the same of its own --device.
+            assert!(error.contains("use cpu") && !error.contains("use --devices"), "{error}");
         }
     }
 

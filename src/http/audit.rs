@@ -68,7 +68,10 @@ impl From<AuditRow> for Change {
     }
 }
 
-/// Who changed what, newest first: every request that was not a question and was not refused, and every `rlood keys`.
+/// Who changed what, newest first.
+///
+/// Every request that was not a question, was not refused and did not fail, and every `rlood keys`. A repetition with the same
+/// `Idempotency-Key` is no second change.
 #[utoipa::path(get, path = "/audit", tag = "Keys", params(AuditQuery),
     responses((status = 200, description = "A page", body = List<Change>)))]
 async fn list_changes(

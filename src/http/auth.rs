@@ -6,9 +6,11 @@
 //! route asks for stands in [`crate::access`]; whose things a key sees is checked here for every path with an id, and by the
 //! handlers for lists and for what a body names. Worker routes need the worker token, or a key with the scope `worker`.
 
+mod workers;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::{FromRequestParts, MatchedPath, Request, State};
@@ -22,14 +24,19 @@ use subtle::ConstantTimeEq;
 
 use super::AppState;
 use super::error::{Code, Problem, REQUEST_ID};
+use super::idempotency::REPLAYED;
 use super::session::{self, CSRF_HEADER, Cookie};
 use super::throttle::Client;
 use crate::access::{self, Access, Scope, Scopes};
 use crate::id::KeyId;
 use crate::store::{KeyRow, NewAudit, StoreError, clock_ms};
 
-/// Between two looks whether the key behind an open event stream is still good.
+pub use workers::{WorkerPass, require_worker};
+
+/// Between two looks whether the key behind an open event stream, or a question that waits, is still good.
 const STREAM_CHECK: Duration = Duration::from_secs(15);
+/// A question that was answered later than this is asked again who asks.
+const LATE: Duration = Duration::from_millis(100);
 /// A key's last use is noted this often at most, ms.
 const USE_NOTED_MS: i64 = 60_000;
 
@@ -151,6 +158,15 @@ impl Credential {
         }
     }
 
+    /// 401 for one that is nobody's (any more).
+    fn refused(&self) -> Problem {
+        challenge(match self {
+            Credential::None => "send 'authorization: Bearer KEY', or sign in with POST /session",
+            Credential::Bearer(_) => "the bearer token is not a valid key",
+            Credential::Cookie(_) => "the session is over; sign in again with POST /session",
+        })
+    }
+
     /// Whose it is; None = nobody's (any more).
     async fn caller(&self, state: &AppState) -> Result<Option<Caller>, StoreError> {
         let caller = match self {
@@ -243,8 +259,16 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
         .filter(|route| access::changes(method.as_str(), route))
         .map(|route| (format!("{method} {route}"), path, client.0.map(|address| address.to_string())));
     request.extensions_mut().insert(caller.clone());
-    let response = next.run(request).await;
-    if let Some((action, target, address)) = note.filter(|_| !response.status().is_client_error()) {
+    let response = match &note {
+        None => answer_while_good(&state, &credential, next.run(request)).await,
+        // What changes something is under way: cutting its answer off would only hide what became of it.
+        Some(_) => next.run(request).await,
+    };
+    // Nothing came of what failed, and nothing more of what was done before.
+    let changed = !response.status().is_client_error()
+        && !response.status().is_server_error()
+        && !response.headers().contains_key(REPLAYED);
+    if let Some((action, target, address)) = note.filter(|_| changed) {
         // What was made, where something was.
         let made = response.headers().get(header::LOCATION).and_then(|value| value.to_str().ok());
         let target = made.map_or(target, str::to_owned);
@@ -282,11 +306,7 @@ async fn admit(
         state.failures.note(client, shown, caller.is_some());
     }
     let Some(caller) = caller else {
-        return Err(match credential {
-            Credential::None => challenge("send 'authorization: Bearer KEY', or sign in with POST /session"),
-            Credential::Bearer(_) => challenge("the bearer token is not a valid key"),
-            Credential::Cookie(_) => challenge("the session is over; sign in again with POST /session"),
-        });
+        return Err(credential.refused());
     };
     if let (Credential::Cookie(cookie), Actor::Operator | Actor::Key { .. }) = (&credential, caller.actor()) {
         cookie.check_csrf(method, headers.get(CSRF_HEADER))?;
@@ -404,40 +424,40 @@ fn end_with_credential(state: AppState, credential: Credential, response: Respon
     if !streams {
         return response;
     }
-    let over = async move {
-        loop {
-            tokio::time::sleep(STREAM_CHECK).await;
-            // A database that does not answer is no reason to cut a stream.
-            if matches!(credential.caller(&state).await, Ok(None)) {
-                return;
-            }
-        }
-    };
+    let over = async move { over(&state, &credential).await };
     response.map(|body| Body::from_stream(body.into_data_stream().take_until(Box::pin(over))))
 }
 
-/// Layer of the worker routes: 401 unless the request carries the worker token or a key with the scope `worker`.
-pub async fn require_worker(State(state): State<AppState>, request: Request, next: Next) -> Response {
-    let headers = request.headers().clone();
-    let client = Client::of(&state, &headers, request.extensions());
-    match admit_worker(&state, client, &headers).await {
-        Ok(()) => next.run(request).await,
-        Err(problem) => problem.into_response(),
+/// The answer to a question, or 401 as soon as whoever asked may not (any more): one that waits for a job may take an hour.
+async fn answer_while_good(
+    state: &AppState,
+    credential: &Credential,
+    answer: impl Future<Output = Response>,
+) -> Response {
+    let begun = Instant::now();
+    let response = tokio::select! {
+        response = answer => response,
+        () = over(state, credential) => return credential.refused().into_response(),
+    };
+    if begun.elapsed() >= LATE && is_over(state, credential).await {
+        return credential.refused().into_response();
+    }
+    response
+}
+
+/// Ends when the credential does.
+async fn over(state: &AppState, credential: &Credential) {
+    loop {
+        tokio::time::sleep(STREAM_CHECK).await;
+        if is_over(state, credential).await {
+            return;
+        }
     }
 }
 
-async fn admit_worker(state: &AppState, client: Client, headers: &HeaderMap) -> Result<(), Problem> {
-    let credential = Credential::of(headers);
-    let Some(shown) = credential.text() else { return check_worker(state, headers).await };
-    state.failures.admit(client, shown)?;
-    let checked = check_worker(state, headers).await;
-    match &checked {
-        Ok(()) => state.failures.note(client, shown, true),
-        Err(problem) if problem.code() == Code::Unauthorized => state.failures.note(client, shown, false),
-        // Nobody knows.
-        Err(_) => {}
-    }
-    checked
+/// A database that does not answer is no reason to cut anything.
+async fn is_over(state: &AppState, credential: &Credential) -> bool {
+    matches!(credential.caller(state).await, Ok(None))
 }
 
 /// `Ok` when the request carries this bearer token.
@@ -446,20 +466,6 @@ pub(super) fn check_bearer(headers: &HeaderMap, expected: &str) -> Result<(), Pr
         Credential::Bearer(token) if same(&token, expected) => Ok(()),
         Credential::Bearer(_) => Err(challenge("the bearer token is not valid here")),
         Credential::None | Credential::Cookie(_) => Err(challenge("send 'authorization: Bearer TOKEN'")),
-    }
-}
-
-async fn check_worker(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
-    let refused = match check_bearer(headers, &state.config.worker_token) {
-        Ok(()) => return Ok(()),
-        Err(refused) => refused,
-    };
-    let Credential::Bearer(token) = Credential::of(headers) else { return Err(refused) };
-    match state.store.api_key_find(&token, clock_ms()).await? {
-        Some(key) if key.scopes.has(Scope::Worker) => Ok(()),
-        Some(_) | None => {
-            Err(challenge("the bearer token is neither the worker token nor a key with the scope 'worker'"))
-        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! What a list of many jobs shows beside their state: how each one's reward went, and what changes, as it changes.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ use super::extract::{Json, Query};
 use super::jobs::{JobView, bad_query, newest_jobs};
 use super::list::List;
 use crate::id::JobId;
-use crate::store::{Course, StoreError};
+use crate::store::{Course, JobNews, StoreError};
 
 /// The most jobs of one request.
 const MAX_JOBS: usize = 100;
@@ -138,11 +138,9 @@ type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
 async fn follow(
     state: &AppState,
     caller: &Caller,
-    mut changes: broadcast::Receiver<JobId>,
+    mut changes: broadcast::Receiver<JobNews>,
     sender: &Sender,
 ) -> Result<(), Problem> {
-    // Jobs of others are not told of, nor that they are gone.
-    let mut told = BTreeSet::new();
     if !send(sender, sse::Event::default().comment("changes of all jobs follow")).await {
         return Ok(());
     }
@@ -151,17 +149,17 @@ async fn follow(
             first = changes.recv() => first,
             () = sender.closed() => return Ok(()),
         };
-        let mut changed = BTreeSet::new();
+        let mut changed = BTreeMap::new();
         let mut is_lost = false;
         match first {
-            Ok(id) => drop(changed.insert(id)),
+            Ok(news) => note(&mut changed, news),
             Err(broadcast::error::RecvError::Lagged(_)) => is_lost = true,
             Err(broadcast::error::RecvError::Closed) => return Ok(()),
         }
         tokio::time::sleep(GATHER).await;
         loop {
             match changes.try_recv() {
-                Ok(id) => drop(changed.insert(id)),
+                Ok(news) => note(&mut changed, news),
                 Err(broadcast::error::TryRecvError::Lagged(_)) => is_lost = true,
                 Err(_) => break,
             }
@@ -169,23 +167,33 @@ async fn follow(
         if is_lost && !send(sender, sse::Event::default().event("reload").data("{}")).await {
             return Ok(());
         }
-        for id in changed {
-            let event = match state.store.job_get(id).await {
-                Ok(row) if caller.may_see(&row.owner) => {
-                    told.insert(id);
-                    sse::Event::default().event("job").json_data(JobView::of(state, row).await?)
-                }
-                Err(StoreError::NotFound { .. }) if told.remove(&id) || caller.sees().is_none() => {
+        for (id, gone_of) in changed {
+            // Jobs of others are not told of, nor that they are gone.
+            let event = match gone_of {
+                Some(owner) if caller.may_see(&owner) => {
                     sse::Event::default().event("gone").json_data(json!({"id": id}))
                 }
-                Ok(_) | Err(StoreError::NotFound { .. }) => continue,
-                Err(error) => return Err(error.into()),
+                Some(_) => continue,
+                None => match state.store.job_get(id).await {
+                    Ok(row) if caller.may_see(&row.owner) => {
+                        sse::Event::default().event("job").json_data(JobView::of(state, row).await?)
+                    }
+                    // One that was deleted just now: that news is on its way.
+                    Ok(_) | Err(StoreError::NotFound { .. }) => continue,
+                    Err(error) => return Err(error.into()),
+                },
             };
             if !send(sender, event.map_err(Problem::internal)?).await {
                 return Ok(());
             }
         }
     }
+}
+
+/// What is gone stays gone, whichever news of it comes last.
+fn note(changed: &mut BTreeMap<JobId, Option<String>>, JobNews { id, gone_of }: JobNews) {
+    let known = changed.entry(id).or_default();
+    *known = known.take().or(gone_of);
 }
 
 /// False when the client is gone, or reads too slowly.

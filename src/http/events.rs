@@ -70,7 +70,9 @@ impl From<EventRow> for Event {
 /// List or follow a job's events.
 ///
 /// JSON pages in order; `after` is the last `seq` known. With `Accept: text/event-stream` a stream: everything after `after` or
-/// `Last-Event-ID`, then what happens, without gap or duplicate; a comment every 15 s; an event `end` when the job is over.
+/// `Last-Event-ID`, then what happens, without gap or duplicate; a comment every 15 s; an event `end` when the job is over. A
+/// number that the job has not reached (the server went back to a backup since) is refused: `invalid_cursor`; start again
+/// without it.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "Jobs",
     params(("id" = JobId, Path, description = "The job"), PageQuery,
         ("Last-Event-ID" = Option<u64>, Header, description = "The last `seq` known; wins over `after`")),
@@ -84,11 +86,17 @@ async fn list_events(
     Query(query): Query<PageQuery>,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
-    let after = match headers.get(LAST_EVENT_ID) {
-        Some(last) => parse_seq(Some(last.to_str().unwrap_or("?")), "Last-Event-ID")?,
-        None => parse_seq(query.after.as_deref(), "?after")?,
+    let (name, after) = match headers.get(LAST_EVENT_ID) {
+        Some(last) => ("Last-Event-ID", Some(last.to_str().unwrap_or("?"))),
+        None => ("?after", query.after.as_deref()),
     };
-    state.store.job_get(id).await?;
+    let after = parse_seq(after, name)?;
+    let newest = state.store.job_get(id).await?.last_seq;
+    // Whoever knows more than there is follows what a backup does not hold: the numbers mean other events from here on.
+    if after > newest {
+        let detail = format!("the job's newest event is {newest}: start again without it");
+        return Err(bad_seq(name, &detail));
+    }
     if !wants_stream(&headers) {
         let limit = query.limit.map_or(Ok(REPLAY_PAGE), |limit| list::limit(Some(limit)))?;
         let rows = state.store.event_page(id, after, limit).await?;
@@ -114,10 +122,12 @@ pub(super) fn wants_stream(headers: &HeaderMap) -> bool {
 
 fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {
     let Some(text) = text else { return Ok(0) };
-    text.parse().ok().filter(|seq| *seq >= 0).ok_or_else(|| {
-        let detail = "must be the number (seq) of an event: start again without it";
-        Problem::new(Code::InvalidCursor, format!("{name}: {detail}")).item(name, "invalid_cursor", detail)
-    })
+    let seq = text.parse().ok().filter(|seq| *seq >= 0);
+    seq.ok_or_else(|| bad_seq(name, "must be the number (seq) of an event: start again without it"))
+}
+
+fn bad_seq(name: &str, detail: &str) -> Problem {
+    Problem::new(Code::InvalidCursor, format!("{name}: {detail}")).item(name, "invalid_cursor", detail)
 }
 
 type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;

@@ -17,7 +17,8 @@ use super::submit::hex;
 use crate::store::{KeyBegin, clock_ms};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
-const REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
+/// Of an answer that was given before.
+pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
 const LONGEST_KEY: usize = 255;
 
 /// What a creating request answers, in the form that can be stored and sent again.

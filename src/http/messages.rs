@@ -44,7 +44,7 @@ macro_rules! messages {
                 params(
                     ("webhook-id" = String, Header, description = "The message's id, the same at every try"),
                     ("webhook-timestamp" = String, Header, description = "Unix seconds of this try"),
-                    ("webhook-signature" = String, Header, description = "`v1,BASE64`; two, separated by a space, while a secret is rotated: accept the message if one fits"),
+                    ("webhook-signature" = String, Header, description = "`v1,BASE64`; several, separated by spaces, while a secret is rotated: accept the message if one fits"),
                 ),
                 request_body = $body,
                 responses(

@@ -7,6 +7,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Problem, ProblemBody};
 use super::extract::{Json, Path};
 use super::list::{List, Time};
@@ -279,9 +280,9 @@ const FAMILIES: [Family; 9] = [
     }),
 ];
 
-/// For `/metrics`: the rewards told of last.
-pub(super) async fn write_metrics(state: &AppState, text: &mut String) -> Result<(), Problem> {
-    let rows = state.store.reward_health_latest(IN_METRICS).await?;
+/// For `/metrics`: the rewards told of last, of the jobs that the caller sees.
+pub(super) async fn write_metrics(state: &AppState, caller: &Caller, text: &mut String) -> Result<(), Problem> {
+    let rows = state.store.reward_health_latest(caller.sees(), IN_METRICS).await?;
     // Ids and names of rewards have no character that a label would have to escape.
     let labels = |row: &RewardHealthRow| {
         let of = if row.report.evaluation { "eval" } else { "train" };

@@ -126,9 +126,12 @@ async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> 
 }
 
 /// Measurements for Prometheus.
+///
+/// Those of rewards (`rlood_reward_*`) name the jobs that the key sees: all with the scope admin. The others are the server's,
+/// and name none.
 #[utoipa::path(get, path = "/metrics", tag = "System",
     responses((status = 200, description = "Prometheus text format", body = String, content_type = "text/plain")))]
-async fn metrics(State(state): State<AppState>) -> Result<impl IntoResponse, Problem> {
+async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl IntoResponse, Problem> {
     let jobs = state.store.job_counts().await?;
     let workers = state.store.worker_list().await?;
     let mut text = String::new();
@@ -152,7 +155,7 @@ async fn metrics(State(state): State<AppState>) -> Result<impl IntoResponse, Pro
         family(&mut text, "rlood_disk_free_bytes", "gauge", "On the file system of the data directory.");
         line(&mut text, "rlood_disk_free_bytes", free);
     }
-    super::reward_health::write_metrics(&state, &mut text).await?;
+    super::reward_health::write_metrics(&state, &caller, &mut text).await?;
     state.requests.write(&mut text);
     super::measures::write(&state, &mut text).await?;
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))

@@ -22,9 +22,9 @@ use crate::lifecycle::MessageType;
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::reward::signature::Key;
 use crate::store::clock_ms;
-use crate::store::webhooks::{NewWebhook, WebhookPatch, WebhookRow};
+use crate::store::webhooks::{KeepOld, MOST_OLD_SECRETS, NewWebhook, WebhookPatch, WebhookRow};
 
-/// Most subscriptions of an owner.
+/// Most subscriptions of an owner, and as many of its admins to every owner's jobs.
 const MOST: u64 = 100;
 /// The longest URL and description.
 const LONGEST: usize = 2000;
@@ -56,11 +56,11 @@ struct WebhookView {
     enabled: bool,
     /// Why the server stopped sending: the endpoint answered 410.
     disabled_reason: Option<String>,
-    /// Of every owner's jobs; only keys with the scope admin make such.
+    /// Of every owner's jobs; only keys with the scope admin make such, see and change them.
     all_jobs: bool,
     /// The owner of the key that made it; empty = the operator.
     owner: String,
-    /// Until when the secret before this one signs too.
+    /// Until when secrets before this one sign too; null when none does.
     old_secret_until: Option<Time>,
     /// When it was made.
     created_at: Time,
@@ -78,14 +78,14 @@ impl From<WebhookRow> for WebhookView {
             description,
             types,
             secret: _,
-            old_secret,
+            old_secrets,
             enabled,
             disabled_reason,
             created_at,
             updated_at,
         } = row;
         let now = clock_ms();
-        let old_secret_until = old_secret.map(|(_, until)| until).filter(|until| *until > now).map(Time);
+        let old_secret_until = old_secrets.iter().map(|(_, until)| *until).filter(|until| *until > now).max().map(Time);
         Self {
             id,
             url,
@@ -274,12 +274,13 @@ async fn subscribe(state: AppState, caller: Caller, body: CreateWebhook) -> Resu
         let detail = "all_jobs needs a key with the scope 'admin'; without it your own jobs are watched";
         return Err(Problem::new(Code::Forbidden, detail));
     }
-    if state.store.webhook_count(caller.owner()).await? >= MOST {
+    let all_jobs = all_jobs.unwrap_or(is_admin);
+    if state.store.webhook_count(caller.owner(), all_jobs).await? >= MOST {
         return Err(Problem::new(Code::Conflict, format!("there are {MOST} webhooks already; delete one first")));
     }
     let new = NewWebhook {
         owner: caller.owner().to_owned(),
-        all_jobs: all_jobs.unwrap_or(is_admin),
+        all_jobs,
         url,
         description,
         types: sorted(events.unwrap_or_else(|| MessageType::ALL.to_vec())),
@@ -357,16 +358,21 @@ struct Rotate {
     #[serde(default)]
     #[schema(example = "whsec_…", write_only)]
     secret: Option<String>,
-    /// How long the old one signs too, in seconds. Default: a day.
+    /// How long the old one signs too, in seconds, and older ones at most; 0 = from now on the new one alone. Default: a day,
+    /// and older ones as long as they were to.
     #[serde(default)]
     #[schema(maximum = 604800, example = 86400)]
     keep_old_s: Option<u32>,
 }
 
-/// Sign with another secret from now on. For a while messages carry two signatures, so that receivers can follow.
+/// Sign with another secret from now on.
+///
+/// For a while messages carry a signature by each secret before it too, so that receivers can follow, also when it is rotated
+/// again meanwhile.
 #[utoipa::path(post, path = "/webhooks/{id}/secret", tag = "Webhooks", request_body = Rotate,
     params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, but for the secret: only the first answer shows it")), responses(
     (status = 200, description = "The subscription", body = WithSecret),
+    (status = 409, description = "10 older secrets sign already", body = ProblemBody),
     (status = 422, description = "A field is not valid", body = ProblemBody)))]
 async fn rotate_secret(
     State(state): State<AppState>,
@@ -383,12 +389,18 @@ async fn rotate_secret(
 async fn rotate(state: AppState, id: WebhookId, Rotate { secret, keep_old_s }: Rotate) -> Result<Answer, Problem> {
     let mut errors = Vec::new();
     let (secret, shown) = secret_of(secret, &mut errors)?;
-    let keep = keep_old_s.unwrap_or(OLD_SECRET_S);
-    if keep > 7 * OLD_SECRET_S {
+    if keep_old_s.is_some_and(|seconds| seconds > 7 * OLD_SECRET_S) {
         errors.push(item("/keep_old_s", "out_of_range", "at most a week: 604800"));
     }
     refuse(errors)?;
     let now = clock_ms();
-    let row = state.store.webhook_rotate(id, &secret, now + i64::from(keep) * 1000, now).await?;
+    let until = |seconds: u32| now + i64::from(seconds) * 1000;
+    let keep = keep_old_s.map_or(KeepOld::Until(until(OLD_SECRET_S)), |seconds| KeepOld::AtMost(until(seconds)));
+    let Some(row) = state.store.webhook_rotate(id, &secret, keep, now).await? else {
+        let detail = format!(
+            "{MOST_OLD_SECRETS} older secrets sign already: wait until they are over, or end them with {{\"keep_old_s\": 0}}"
+        );
+        return Err(Problem::new(Code::Conflict, detail));
+    };
     with_secret(StatusCode::OK, None, shown, row)
 }

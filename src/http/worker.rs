@@ -20,6 +20,7 @@ use tokio_util::io::ReaderStream;
 use utoipa_axum::router::OpenApiRouter;
 
 use super::AppState;
+use super::auth::WorkerPass;
 use super::error::{Code, Problem, chain};
 use super::extract::{Json, Path, Query, body_problem};
 use crate::event::Event;
@@ -114,7 +115,11 @@ impl RefusedWorkers {
     }
 }
 
-async fn claim(State(state): State<AppState>, Json(body): Json<ClaimRequest>) -> Result<Response, Problem> {
+async fn claim(
+    State(state): State<AppState>,
+    pass: WorkerPass,
+    Json(body): Json<ClaimRequest>,
+) -> Result<Response, Problem> {
     same_protocol(body.protocol)?;
     let deadline = Instant::now() + Duration::from_millis(body.wait_ms.min(LONGEST_WAIT_MS));
     let mut queue = state.store.queue_changed();
@@ -132,6 +137,7 @@ async fn claim(State(state): State<AppState>, Json(body): Json<ClaimRequest>) ->
         if !matches!(woken, Ok(Ok(()))) {
             return Ok(StatusCode::NO_CONTENT.into_response());
         }
+        pass.check(&state).await?;
     }
 }
 
@@ -349,6 +355,7 @@ async fn send_journal(
 /// Held while there is nothing new.
 async fn send_callbacks(
     State(state): State<AppState>,
+    pass: WorkerPass,
     Path((job, after)): Path<(JobId, i64)>,
     Query(Fence { attempt }): Query<Fence>,
 ) -> Result<Json<CallbackNews>, Problem> {
@@ -362,6 +369,7 @@ async fn send_callbacks(
         if !woken {
             return Ok(Json(page));
         }
+        pass.check(&state).await?;
     }
 }
 

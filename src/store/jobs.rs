@@ -304,7 +304,7 @@ impl Store {
         }
         sqlx::query("DELETE FROM jobs WHERE id = ?").bind(id.to_string()).execute(&mut *tx).await.doing(doing)?;
         self.commit(tx, doing).await?;
-        self.wake_job(id);
+        self.wake_gone(id, row.owner);
         Ok(())
     }
 

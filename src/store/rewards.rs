@@ -75,9 +75,21 @@ impl Store {
             .collect()
     }
 
-    /// The rewards that were told of last, at most so many, latest first.
-    pub async fn reward_health_latest(&self, limit: u32) -> Result<Vec<RewardHealthRow>, StoreError> {
-        sqlx::query("SELECT * FROM reward_health ORDER BY time DESC LIMIT ?")
+    /// The rewards that were told of last, at most so many, latest first; of an owner's jobs, or None = of all.
+    pub async fn reward_health_latest(
+        &self,
+        owner: Option<&str>,
+        limit: u32,
+    ) -> Result<Vec<RewardHealthRow>, StoreError> {
+        let query = match owner {
+            None => sqlx::query("SELECT * FROM reward_health ORDER BY time DESC LIMIT ?"),
+            Some(owner) => sqlx::query(
+                "SELECT * FROM reward_health WHERE job_id IN (SELECT id FROM jobs WHERE owner = ?) \
+                 ORDER BY time DESC LIMIT ?",
+            )
+            .bind(owner),
+        };
+        query
             .bind(limit)
             .fetch_all(&self.readers)
             .await

@@ -2,7 +2,7 @@
 
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{Doing, Newest, Page, Store, StoreError, column, id_column};
+use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_column, to_json};
 use crate::id::WebhookId;
 use crate::lifecycle::MessageType;
 
@@ -23,8 +23,8 @@ pub struct WebhookRow {
     pub types: Vec<MessageType>,
     /// Signs; never shown.
     pub secret: String,
-    /// Signs too until the time (Unix ms) is over.
-    pub old_secret: Option<(String, i64)>,
+    /// Those before it, newest first: each signs too until its time (Unix ms) is over.
+    pub old_secrets: Vec<(String, i64)>,
     /// Whether anything is sent.
     pub enabled: bool,
     /// Why the server stopped sending.
@@ -67,6 +67,18 @@ pub struct WebhookPatch {
     pub enabled: Option<bool>,
 }
 
+/// How long the secrets before a new one sign beside it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeepOld {
+    /// The one before it until then (Unix ms), older ones as long as they were to.
+    Until(i64),
+    /// None of them longer than until then (Unix ms).
+    AtMost(i64),
+}
+
+/// Secrets of a webhook that sign beside the present one, at most: the header of a message must stay one.
+pub const MOST_OLD_SECRETS: usize = 10;
+
 fn words_of(types: &[MessageType]) -> String {
     types.iter().fold(" ".to_owned(), |text, kind| text + kind.as_str() + " ")
 }
@@ -101,22 +113,23 @@ impl Store {
         webhook_row(&mut reader, id).await
     }
 
-    /// Newest first; of one owner, or None = of all.
+    /// Newest first; of one owner (its own jobs' only: those of all jobs are the admins'), or None = all.
     pub async fn webhook_list(
         &self,
         owner: Option<&str>,
         after: Option<&str>,
         limit: u32,
     ) -> Result<Page<WebhookRow>, StoreError> {
-        let sql = "SELECT * FROM webhooks WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
+        let sql = "SELECT * FROM webhooks WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3 AND all_jobs = 0) \
                    ORDER BY created_at DESC, id DESC LIMIT ?4";
         self.newest(Newest { list: "webhooks", sql, owner, after, limit }, WebhookRow::read).await
     }
 
-    /// How many an owner has.
-    pub async fn webhook_count(&self, owner: &str) -> Result<u64, StoreError> {
-        let count: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM webhooks WHERE owner = ?")
+    /// How many an owner has: of its own jobs, or of all jobs, which its keys without the scope admin do not see.
+    pub async fn webhook_count(&self, owner: &str, all_jobs: bool) -> Result<u64, StoreError> {
+        let count: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM webhooks WHERE owner = ? AND all_jobs = ?")
             .bind(owner)
+            .bind(all_jobs)
             .fetch_one(&self.readers)
             .await
             .doing("count webhooks")?;
@@ -154,27 +167,39 @@ impl Store {
         Ok(row)
     }
 
-    /// Signs with another secret from now on, and with the old one too until `old_until` (Unix ms).
+    /// Signs with another secret from now on, and with those before it for a while; the present one again changes none but
+    /// their times. `None` when there would be more than [`MOST_OLD_SECRETS`]: nothing is changed then.
     pub async fn webhook_rotate(
         &self,
         id: WebhookId,
         secret: &str,
-        old_until: i64,
+        keep: KeepOld,
         now: i64,
-    ) -> Result<WebhookRow, StoreError> {
-        let row = sqlx::query(
-            "UPDATE webhooks SET old_secret = secret, old_secret_until = ?, secret = ?, updated_at = ? WHERE id = ? \
-             RETURNING *",
-        )
-        .bind(old_until)
-        .bind(secret)
-        .bind(now)
-        .bind(id.to_string())
-        .fetch_optional(&self.writer)
-        .await
-        .doing("rotate a webhook's secret")?
-        .ok_or_else(|| StoreError::NotFound { kind: "webhook", id: id.to_string() })?;
-        WebhookRow::read(&row)
+    ) -> Result<Option<WebhookRow>, StoreError> {
+        let doing = "rotate a webhook's secret";
+        let mut tx = self.begin(doing).await?;
+        let mut row = webhook_row(&mut tx, id).await?;
+        let (until, longest) = match keep {
+            KeepOld::Until(until) => (until, i64::MAX),
+            KeepOld::AtMost(until) => (until, until),
+        };
+        row.old_secrets.iter_mut().for_each(|(_, until)| *until = longest.min(*until));
+        row.old_secrets.insert(0, (std::mem::replace(&mut row.secret, secret.to_owned()), until));
+        row.old_secrets.retain(|(old, until)| old != secret && *until > now);
+        if row.old_secrets.len() > MOST_OLD_SECRETS {
+            return Ok(None);
+        }
+        row.updated_at = now;
+        sqlx::query("UPDATE webhooks SET secret = ?, old_secrets = ?, updated_at = ? WHERE id = ?")
+            .bind(secret)
+            .bind(to_json("old_secrets", &row.old_secrets)?)
+            .bind(now)
+            .bind(id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        tx.commit().await.doing(doing)?;
+        Ok(Some(row))
     }
 
     /// Stops sending, with the reason; what waits goes on waiting.
@@ -219,8 +244,6 @@ impl WebhookRow {
     pub(super) fn read(row: &SqliteRow) -> Result<WebhookRow, StoreError> {
         let types: &str = column(row, "types")?;
         let kind = |word: &str| MessageType::ALL.iter().copied().find(|kind| kind.as_str() == word);
-        let old_secret: Option<String> = column(row, "old_secret")?;
-        let until: Option<i64> = column(row, "old_secret_until")?;
         Ok(WebhookRow {
             id: id_column(row, "id")?,
             owner: column(row, "owner")?,
@@ -229,7 +252,7 @@ impl WebhookRow {
             description: column(row, "description")?,
             types: types.split_whitespace().filter_map(kind).collect(),
             secret: column(row, "secret")?,
-            old_secret: old_secret.zip(until),
+            old_secrets: json_column(row, "old_secrets")?,
             enabled: column(row, "enabled")?,
             disabled_reason: column(row, "disabled_reason")?,
             created_at: column(row, "created_at")?,

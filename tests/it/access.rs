@@ -7,24 +7,24 @@ use rlood::id::KeyId;
 use rlood::store::{NewKey, clock_ms};
 use serde_json::{Value, json};
 
-use crate::server::{Answer, Server, job, records};
+use crate::server::{Answer, Server, job, records, with};
 
 /// `RLOOD_API_KEY`.
-const OPERATOR: &str = "operator-key-0123456789";
+pub const OPERATOR: &str = "operator-key-0123456789";
 
-struct Key {
-    id: KeyId,
-    text: String,
+pub struct Key {
+    pub id: KeyId,
+    pub text: String,
 }
 
-async fn key(server: &Server, owner: &str, scopes: &[Scope]) -> Key {
+pub async fn key(server: &Server, owner: &str, scopes: &[Scope]) -> Key {
     let scopes = Scopes::of(scopes.iter().copied());
     let new = NewKey { name: format!("key of {owner}"), owner: Some(owner.to_owned()), scopes, expires_at: None };
     let (row, text) = server.state.store.api_key_create(new, clock_ms()).await.unwrap();
     Key { id: row.id, text }
 }
 
-fn request(method: &str, path: &str, key: Option<&str>, body: Option<&Value>) -> Request<Body> {
+pub fn request(method: &str, path: &str, key: Option<&str>, body: Option<&Value>) -> Request<Body> {
     let mut request = Request::builder().method(method).uri(path);
     if let Some(key) = key {
         request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
@@ -37,11 +37,11 @@ fn request(method: &str, path: &str, key: Option<&str>, body: Option<&Value>) ->
     }
 }
 
-async fn call(server: &Server, method: &str, path: &str, key: &str, body: Option<&Value>) -> Answer {
+pub async fn call(server: &Server, method: &str, path: &str, key: &str, body: Option<&Value>) -> Answer {
     server.send(request(method, path, Some(key), body)).await
 }
 
-async fn with_operator() -> Server {
+pub async fn with_operator() -> Server {
     // Models are registered before there is a key, so they are everybody's.
     let mut server = Server::start().await;
     let mut config = (*server.state.config).clone();
@@ -408,4 +408,24 @@ async fn every_change_is_on_record_with_who_made_it() {
     assert_eq!(hers.body["data"][0]["action"], "POST /datasets");
     assert_eq!(hers.body["data"][0]["owner"], "alice");
     assert!(hers.body["data"][0]["time"].is_string() && hers.body["next"].is_string());
+}
+
+#[tokio::test]
+async fn what_was_answered_before_and_what_failed_are_no_changes() {
+    let mut server = with_operator().await;
+    let alice = key(&server, "alice", &[Scope::Submit]).await;
+    let submit = async |server: &Server, name: &str| {
+        let mut request = request("POST", "/jobs", Some(&alice.text), Some(&with(job(), "name", json!(name))));
+        request.headers_mut().insert("idempotency-key", name.parse().unwrap());
+        server.send(request).await.status.as_u16()
+    };
+    assert_eq!((submit(&server, "once").await, submit(&server, "once").await), (201, 201));
+    let mut config = (*server.state.config).clone();
+    config.edge.disk_reserve_bytes = u64::MAX;
+    server.state.config = std::sync::Arc::new(config);
+    server.router = rlood::http::router(server.state.clone());
+    assert_eq!(submit(&server, "full").await, 507);
+    let hers = call(&server, "GET", &format!("/audit?actor={}", alice.id), OPERATOR, None).await;
+    let rows = hers.body["data"].as_array().unwrap();
+    assert_eq!((rows.len(), &rows[0]["status"]), (1, &json!(201)), "{}", hers.text);
 }

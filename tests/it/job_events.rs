@@ -8,6 +8,7 @@ use http_body_util::BodyExt;
 use rlood::event::Event;
 use rlood::protocol::Outcome;
 use rlood::store::clock_ms;
+use rlood::store::retention::Leftover;
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
@@ -109,4 +110,21 @@ async fn a_cut_stream_goes_on_without_gap_or_duplicate_and_ends_with_end() {
     assert_eq!(keys, ["seq", "type", "time", "attempt", "data"]);
     assert_eq!(server.get(&format!("{path}?after={}", latest)).await.body, json!({"data": [], "next": null}));
     assert_eq!(server.get(&format!("{path}?after=x")).await.body["code"], "invalid_cursor");
+    // A number that the job has not reached is of events that a backup did not hold: nothing is skipped in silence.
+    let beyond = latest + 1;
+    for accept in ["application/json", "text/event-stream"] {
+        let request = || Request::get(&path).header(header::ACCEPT, accept);
+        let header = request().header("last-event-id", beyond.to_string());
+        let query = Request::get(format!("{path}?after={beyond}")).header(header::ACCEPT, accept);
+        for request in [header, query] {
+            let refused = server.send(request.body(Body::empty()).unwrap()).await;
+            assert_eq!((refused.status.as_u16(), &refused.body["code"]), (400, &json!("invalid_cursor")), "{accept}");
+            assert!(refused.body["detail"].as_str().unwrap().contains(&latest.to_string()), "{}", refused.text);
+        }
+    }
+    // The newest itself is known, and stays so when retention took the events away.
+    let retained = server.state.store.leftovers_remove(Leftover::Events, clock_ms() + 1).await.unwrap();
+    assert!(retained > 0);
+    let mut stream = Stream::open(&server, &path, Some(&latest.to_string())).await;
+    assert_eq!(stream.next().await.unwrap().1, "end");
 }

@@ -299,6 +299,12 @@ async fn tests_redelivery_rotation_and_gone() {
         (&json!(false), &json!("the endpoint answered 410 Gone"))
     );
     assert_eq!(server.call("POST", &format!("{path}/test"), None, None).await.status, 409);
+    // Nor is anything queued that would not be sent.
+    let refused = server.call("POST", &again, None, None).await;
+    assert_eq!((refused.status.as_u16(), &refused.body["code"]), (409, &json!("conflict")), "{}", refused.text);
+    let delivered = tested.body["id"].as_str().unwrap();
+    let row = server.state.store.delivery_get(hook.parse().unwrap(), delivered).await.unwrap();
+    assert_eq!(row.state, DeliveryState::Delivered);
     let patched = server.call("PATCH", &path, Some(json!({"enabled": true, "description": "mine"})), None).await;
     assert_eq!((&patched.body["enabled"], &patched.body["description"]), (&json!(true), &json!("mine")));
     assert_eq!(server.call("PATCH", &path, Some(json!({"events": []})), None).await.status, 422);
@@ -307,6 +313,58 @@ async fn tests_redelivery_rotation_and_gone() {
     // A test of it that was on its way finds nothing, and breaks nothing.
     let late = server.state.store.delivery_test(hook.parse().unwrap(), clock_ms()).await;
     assert!(matches!(late, Err(StoreError::NotFound { .. })), "{late:?}");
+}
+
+#[tokio::test]
+async fn a_second_rotation_leaves_no_receiver_behind() {
+    let server = Server::start().await;
+    let endpoint = Endpoint::start(&[]).await;
+    let hook = subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;
+    let _courier = courier(&server);
+    let path = format!("/webhooks/{hook}");
+    let rotate = async |body: Value| server.post(&format!("{path}/secret"), body).await;
+    // The answer was lost, so it is rotated again.
+    let lost = rotate(json!({})).await.body["secret"].as_str().unwrap().to_owned();
+    let fresh = rotate(json!({})).await.body["secret"].as_str().unwrap().to_owned();
+    // The endpoint still verifies with the first one; whoever got either of the others does too.
+    let tested = server.call("POST", &format!("{path}/test"), None, None).await;
+    assert_eq!(tested.body["state"], "delivered", "{}", tested.text);
+    let (headers, body) = endpoint.got.lock().unwrap().last().unwrap().clone();
+    let text = |name: &str| headers[name].to_str().unwrap().to_owned();
+    assert_eq!(text("webhook-signature").split(' ').count(), 3);
+    let (bytes, now) = (body.to_string(), u64::try_from(clock_ms() / 1000).unwrap());
+    for secret in [SECRET, &lost, &fresh] {
+        let key = Key::parse(secret).unwrap();
+        key.verify(&text("webhook-id"), &text("webhook-timestamp"), &text("webhook-signature"), bytes.as_bytes(), now)
+            .unwrap();
+    }
+
+    // The same again is no rotation: nothing is lost, and nothing signs twice.
+    let store = &server.state.store;
+    let old = async || {
+        let row = store.webhook_get(hook.parse().unwrap()).await.unwrap();
+        (row.secret, row.old_secrets.into_iter().map(|(secret, _)| secret).collect::<Vec<_>>())
+    };
+    assert_eq!(rotate(json!({"secret": fresh})).await.status, 200);
+    assert_eq!(old().await, (fresh.clone(), vec![lost.clone(), SECRET.to_owned()]));
+    // Back to one before.
+    assert_eq!(rotate(json!({"secret": SECRET})).await.status, 200);
+    assert_eq!(old().await, (SECRET.to_owned(), vec![fresh.clone(), lost.clone()]));
+    // A message has room for so many signatures; and who says that the old ones end means all of them.
+    for _ in 0..8 {
+        assert_eq!(rotate(json!({})).await.status, 200);
+    }
+    let refused = rotate(json!({})).await;
+    assert_eq!((refused.status.as_u16(), &refused.body["code"]), (409, &json!("conflict")), "{}", refused.text);
+    let alone = rotate(json!({"secret": SECRET, "keep_old_s": 0})).await;
+    assert!(alone.body["old_secret_until"].is_null(), "{}", alone.text);
+    assert_eq!(old().await, (SECRET.to_owned(), vec![]));
+    // None of those before lives longer than is said.
+    rotate(json!({"secret": lost})).await;
+    rotate(json!({"secret": fresh, "keep_old_s": 60})).await;
+    let row = store.webhook_get(hook.parse().unwrap()).await.unwrap();
+    assert_eq!(row.old_secrets.len(), 2);
+    assert!(row.old_secrets.iter().all(|(_, until)| *until <= clock_ms() + 60_000), "{:?}", row.old_secrets);
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@ const SILENCE_MS = 40_000;
 /** A hidden page gives its connection back after this, ms: browsers have six for a server. The replay fills the rest. */
 const HIDDEN_MS = 20_000;
 
-/** Follows one stream. `onEvent({type, id, data})` gets every event once and in order. `state` is `connecting`, `live`, `lost`, `paused`, `ended` or `refused`. */
+/** Follows one stream. `onEvent({type, id, data})` gets every event once and in order. `state` is `connecting`, `live`, `lost`, `paused`, `ended` or `refused`. `onBehind()`: the server went back to a backup that does not hold what was seen. */
 export class EventStream {
   state = new Signal("connecting");
   #abort = null;
@@ -16,8 +16,8 @@ export class EventStream {
   #failures = 0;
   #timers = new Map();
 
-  constructor(path, { after = 0, onEvent, onOpen = () => {} }) {
-    Object.assign(this, { path, last: after, onEvent, onOpen });
+  constructor(path, { after = 0, onEvent, onOpen = () => {}, onBehind = () => {} }) {
+    Object.assign(this, { path, last: after, onEvent, onOpen, onBehind });
     document.addEventListener("visibilitychange", this.#seen);
     addEventListener("online", this.#retryNow);
     this.#connect();
@@ -61,6 +61,7 @@ export class EventStream {
       this.onOpen();
       await this.#read(response.body.getReader());
     } catch (error) {
+      if (error.code === "invalid_cursor") this.onBehind();
       if (error.status >= 400 && error.status < 500 && error.status !== 408 && error.status !== 429) this.state.set("refused");
     }
     abort.abort();

@@ -59,8 +59,9 @@ class Run {
       this.alerts.set(alerts);
       this.metrics.set(this.metrics.value + 1);
       this.error.set(null);
-      this.#stream = new EventStream(`${this.path}/events`, { after, onEvent: (event) => this.#take(event) });
-      this.#stream.state.watch((state) => this.connection.set(state));
+      const stream = new EventStream(`${this.path}/events`, { after, onEvent: (event) => this.#take(event), onBehind: () => this.#again() });
+      this.#stream = stream;
+      stream.state.watch((state) => stream === this.#stream && this.connection.set(state));
     } catch (error) {
       this.error.set(error);
       if (!this.#stopped && error.retryable) setTimeout(() => this.#stopped || this.#begin(), 2000);
@@ -71,6 +72,16 @@ class Run {
     this.#stopped = true;
     clearTimeout(this.#pending.timer);
     this.#stream?.stop();
+  }
+
+  /** Begins anew: what is shown did not happen in the backup that the server went back to. */
+  #again() {
+    this.#stream.stop();
+    this.#stream = null;
+    this.#rewinds++;
+    this.table.rewind(-1);
+    this.events.set([]);
+    this.#begin();
   }
 
   /** Cuts the connection, for tests: it must come back without gap. */

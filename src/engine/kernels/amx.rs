@@ -4,6 +4,7 @@
 
 #[cfg(all(test, target_os = "linux"))]
 pub(super) mod emulator;
+mod few;
 mod permission;
 mod tiles;
 
@@ -149,7 +150,7 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
     let Scratch { inputs, turned, edge, .. } = scratch;
     for rows in pieces(rows, ROWS_AT_ONCE) {
         let tiles = rows.len().div_ceil(ROWS);
-        let sums = room(edge, tiles * ROWS * PANEL);
+        let sums = room(edge, tiles.max(2) * ROWS * PANEL);
         let deeper = (INPUTS / (tiles * ROWS)).max(DEEPER) / DEEP * DEEP;
         // The second sum is added to a panel's outputs while they are near.
         let together = jobs.len() == 2 && jobs[0].slot != jobs[1].slot && jobs[1].sum.len() <= deeper;
@@ -170,6 +171,11 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                         Tiled::new(data, &rows, &sum)
                     });
                     *part = Some((job, tiled, sum));
+                }
+                if tiles == 1 && few::takes(jobs) {
+                    // Safety: the caller's; there is room for the sums.
+                    unsafe { few::product(&parts, &rows, panels.clone(), sums) };
+                    continue;
                 }
                 for panel in panels.clone() {
                     // Safety: the caller's; there is room for the sums.
@@ -422,6 +428,7 @@ mod tests {
             (5, 100, 300),
             (70, 64, 32),
             (3, 33, 1100),
+            (16, 96, 512),
             (521, 33, 1100),
             (550, 1300, 40),
         ] {

@@ -95,12 +95,7 @@ async fn test_webhook(
 }
 
 async fn send_test(state: AppState, id: WebhookId) -> Result<Answer, Problem> {
-    if !state.store.webhook_get(id).await?.enabled {
-        return Err(Problem::new(
-            Code::Conflict,
-            "the webhook is not enabled: PATCH it with {\"enabled\": true} first",
-        ));
-    }
+    check_enabled(&state, id).await?;
     let mut row = state.store.delivery_test(id, clock_ms()).await?;
     let deadline = tokio::time::Instant::now() + TEST_WAIT;
     while row.tries == 0 && tokio::time::Instant::now() < deadline {
@@ -108,6 +103,14 @@ async fn send_test(state: AppState, id: WebhookId) -> Result<Answer, Problem> {
         row = state.store.delivery_get(id, &row.id).await?;
     }
     Answer::new(StatusCode::OK, None, &view(&state, row).await?)
+}
+
+/// 409 when nothing would be sent.
+async fn check_enabled(state: &AppState, id: WebhookId) -> Result<(), Problem> {
+    if state.store.webhook_get(id).await?.enabled {
+        return Ok(());
+    }
+    Err(Problem::new(Code::Conflict, "the webhook is not enabled: PATCH it with {\"enabled\": true} first"))
 }
 
 /// Which messages.
@@ -149,7 +152,8 @@ async fn list_deliveries(
 #[utoipa::path(post, path = "/webhooks/{id}/deliveries/{delivery}/redeliver", tag = "Webhooks",
     params(("id" = WebhookId, Path, description = "The webhook"), ("delivery" = String, Path, description = "The message"),
         ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
-    responses((status = 202, description = "It is queued", body = Delivery)))]
+    responses((status = 202, description = "It is queued", body = Delivery),
+        (status = 409, description = "The subscription is not enabled", body = ProblemBody)))]
 async fn redeliver(
     State(state): State<AppState>,
     caller: Caller,
@@ -159,7 +163,7 @@ async fn redeliver(
     let identity = identity(format_args!("{id} {delivery}"));
     let of = state.clone();
     let work = async move {
-        state.store.webhook_get(id).await?;
+        check_enabled(&state, id).await?;
         let row = state.store.delivery_again(id, &delivery, clock_ms()).await?;
         Answer::new(StatusCode::ACCEPTED, None, &view(&state, row).await?)
     };

@@ -29,12 +29,29 @@ pub(super) struct Block {
 
 /// What a tile of 16 rows and 32 outputs begins with, and where it goes. Strides are in bytes.
 #[repr(C)]
-struct Place {
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
     /// Null: with zero.
     from: *const f32,
     from_stride: usize,
     to: *mut f32,
     to_stride: usize,
+}
+
+impl Place {
+    pub(super) const NONE: Place =
+        Place { from: std::ptr::null(), from_stride: 0, to: std::ptr::null_mut(), to_stride: 0 };
+
+    /// Of a tile of rows, of what lies where the rows begin.
+    pub(super) fn new(from: Begin, to: Output, tile: usize) -> Place {
+        let (from, from_stride) = match from {
+            Begin::Zero => (std::ptr::null(), 0),
+            Begin::Bias(bias) => (bias, 0),
+            Begin::Rows(rows, stride) => (rows.wrapping_add(tile * ROWS * stride), stride),
+        };
+        let (to_stride, to) = (to.stride * size_of::<f32>(), to.at.wrapping_add(tile * ROWS * to.stride));
+        Place { from, from_stride: from_stride * size_of::<f32>(), to, to_stride }
+    }
 }
 
 /// Two tiles of rows by two of outputs, with instructions to fetch ahead among the products.
@@ -128,18 +145,10 @@ impl Block {
     }
 
     fn place(&self, tile: usize) -> Place {
-        let (from, to) = match tile < self.whole {
-            true => (self.from, self.to),
-            false => (Begin::Rows(self.edge.at, self.edge.stride), self.edge),
-        };
-        let (from, from_stride) = match from {
-            Begin::Zero => (std::ptr::null(), 0),
-            Begin::Bias(bias) => (bias, 0),
-            Begin::Rows(rows, stride) => (rows.wrapping_add(tile * ROWS * stride), stride),
-        };
-        let to_stride = to.stride * size_of::<f32>();
-        let to = to.at.wrapping_add(tile * ROWS * to.stride);
-        Place { from, from_stride: from_stride * size_of::<f32>(), to, to_stride }
+        match tile < self.whole {
+            true => Place::new(self.from, self.to, tile),
+            false => Place::new(Begin::Rows(self.edge.at, self.edge.stride), self.edge, tile),
+        }
     }
 
     /// Two tiles of rows. Where there are many the weights that come next are fetched into the second-level cache.
@@ -163,40 +172,14 @@ impl Block {
                 self,
                 tile,
                 [
-                    "prefetcht0 [{w} + 8192]",
-                    "prefetcht0 [{w} + 8256]",
-                    "prefetcht0 [{w} + 8320]",
-                    "prefetcht0 [{w} + 8384]",
-                    "prefetcht0 [{w} + 8448]",
-                    "prefetcht0 [{w} + 8512]",
-                    "prefetcht0 [{w} + 8576]",
-                    "prefetcht0 [{w} + 8640]",
-                    "prefetcht0 [{w} + 8704]",
-                    "prefetcht0 [{w} + 8768]",
-                    "prefetcht0 [{w} + 8832]",
-                    "prefetcht0 [{w} + 8896]",
-                    "prefetcht0 [{w} + 8960]",
-                    "prefetcht0 [{w} + 9024]",
-                    "prefetcht0 [{w} + 9088]",
-                    "prefetcht0 [{w} + 9152]",
+                    ".irp line, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
+                    "prefetcht0 [{w} + 8192 + \\line]",
+                    ".endr",
                 ],
                 [
-                    "prefetcht0 [{w} + 9216]",
-                    "prefetcht0 [{w} + 9280]",
-                    "prefetcht0 [{w} + 9344]",
-                    "prefetcht0 [{w} + 9408]",
-                    "prefetcht0 [{w} + 9472]",
-                    "prefetcht0 [{w} + 9536]",
-                    "prefetcht0 [{w} + 9600]",
-                    "prefetcht0 [{w} + 9664]",
-                    "prefetcht0 [{w} + 9728]",
-                    "prefetcht0 [{w} + 9792]",
-                    "prefetcht0 [{w} + 9856]",
-                    "prefetcht0 [{w} + 9920]",
-                    "prefetcht0 [{w} + 9984]",
-                    "prefetcht0 [{w} + 10048]",
-                    "prefetcht0 [{w} + 10112]",
-                    "prefetcht0 [{w} + 10176]",
+                    ".irp line, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
+                    "prefetcht0 [{w} + 9216 + \\line]",
+                    ".endr",
                 ]
             )
         }
@@ -204,8 +187,6 @@ impl Block {
 
     /// One tile of rows: the weights stream by, fetched ahead.
     unsafe fn one(&self, tile: usize) {
-        /// Bytes ahead.
-        const AHEAD: usize = 8192;
         // Safety: the caller's. Fetching ahead touches nothing.
         unsafe {
             let Place { from, from_stride, to, to_stride } = self.place(tile);
@@ -221,43 +202,16 @@ impl Block {
                 "2:",
                 "tileloadd tmm4, [{x} + {short}]",
                 "tileloadd tmm6, [{w} + {long}]",
-                "prefetcht0 [{a}]",
-                "prefetcht0 [{a} + 64]",
-                "prefetcht0 [{a} + 128]",
-                "prefetcht0 [{a} + 192]",
-                "prefetcht0 [{a} + 256]",
-                "prefetcht0 [{a} + 320]",
-                "prefetcht0 [{a} + 384]",
-                "prefetcht0 [{a} + 448]",
-                "prefetcht0 [{a} + 512]",
-                "prefetcht0 [{a} + 576]",
-                "prefetcht0 [{a} + 640]",
-                "prefetcht0 [{a} + 704]",
-                "prefetcht0 [{a} + 768]",
-                "prefetcht0 [{a} + 832]",
-                "prefetcht0 [{a} + 896]",
-                "prefetcht0 [{a} + 960]",
+                ".irp line, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
+                "prefetcht0 [{w} + 8192 + \\line]",
+                ".endr",
                 "tdpbf16ps tmm0, tmm4, tmm6",
                 "tileloadd tmm7, [{w} + {long} + 64]",
-                "prefetcht0 [{a} + 1024]",
-                "prefetcht0 [{a} + 1088]",
-                "prefetcht0 [{a} + 1152]",
-                "prefetcht0 [{a} + 1216]",
-                "prefetcht0 [{a} + 1280]",
-                "prefetcht0 [{a} + 1344]",
-                "prefetcht0 [{a} + 1408]",
-                "prefetcht0 [{a} + 1472]",
-                "prefetcht0 [{a} + 1536]",
-                "prefetcht0 [{a} + 1600]",
-                "prefetcht0 [{a} + 1664]",
-                "prefetcht0 [{a} + 1728]",
-                "prefetcht0 [{a} + 1792]",
-                "prefetcht0 [{a} + 1856]",
-                "prefetcht0 [{a} + 1920]",
-                "prefetcht0 [{a} + 1984]",
+                ".irp line, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
+                "prefetcht0 [{w} + 9216 + \\line]",
+                ".endr",
                 "tdpbf16ps tmm1, tmm4, tmm7",
                 "add {x}, 1024",
-                "add {a}, 2048",
                 "add {w}, 2048",
                 "dec {steps}",
                 "jnz 2b",
@@ -265,7 +219,6 @@ impl Block {
                 "tilestored [{to} + {to_stride} + 64], tmm1",
                 x = inout(reg) self.inputs.add(tile * self.inputs_stride) => _,
                 w = inout(reg) self.weights => _,
-                a = inout(reg) self.weights.wrapping_add(AHEAD) => _,
                 steps = inout(reg) self.steps => _,
                 short = in(reg) 64usize,
                 long = in(reg) 128usize,

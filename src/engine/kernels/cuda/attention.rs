@@ -229,6 +229,9 @@ fn softmax_address(layout: &Layout, softmax: &Rows<'_>) -> Result<u64> {
     address(softmax, layout.tokens, layout.heads.num_heads, "the softmax of attention")
 }
 
+/// At most so much shared memory do kernels declare besides what a launch asks for.
+const STATIC_SHARED_BYTES: u32 = 1024;
+
 /// Launch what may need more shared memory than the device has.
 pub(super) fn launch<P: super::driver::Params>(
     device: &Device,
@@ -237,10 +240,10 @@ pub(super) fn launch<P: super::driver::Params>(
     params: &P,
 ) -> Result<()> {
     let most = device.properties().shared_bytes;
-    if launch.shared > most {
+    let needed = launch.shared + STATIC_SHARED_BYTES;
+    if needed > most {
         return Err(CudaError::Input(format!(
-            "heads as wide as the model's need {} bytes of shared memory a block; this GPU has {most}",
-            launch.shared
+            "heads as wide as the model's need {needed} bytes of shared memory a block; this GPU has {most}"
         )));
     }
     if launch.grid.contains(&0) { Ok(()) } else { device.launch(kernel, launch, params) }

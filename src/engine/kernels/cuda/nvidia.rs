@@ -31,6 +31,8 @@ const PIECES: usize = 4;
 const PINNED_DOWNLOAD_BYTES: usize = 1 << 20;
 /// What NVIDIA recommends for Hopper; a fixed address, as graphs need.
 const WORKSPACE_BYTES: usize = 32 << 20;
+/// What buffers leave free: the driver needs room for kernels that it loads late and for the stacks of their threads.
+const KEPT_FREE_BYTES: u64 = 512 << 20;
 /// Dynamic shared memory that a kernel may have without asking.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 /// The driver that is needed, CUDA 12.8: the oldest that has all functions called here (cuEventElapsedTime_v2 is its).
@@ -110,6 +112,20 @@ unsafe impl Send for Gpu {}
 /// Say what the driver was asked for when it failed.
 fn did<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result<T, CudaError> {
     outcome.map_err(|error| CudaError::Failed(format!("{what}: {error}")))
+}
+
+/// The same, where the driver may need memory of its own for a kernel: code that is loaded late, the threads' stacks.
+fn of_driver(what: &str, error: result::DriverError) -> CudaError {
+    match error.0 {
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => no_room(),
+        _ => CudaError::Failed(format!("{what}: {error}")),
+    }
+}
+
+/// There is no room, and not for a buffer.
+fn no_room() -> CudaError {
+    let (free, total) = result::mem_get_info().unwrap_or((0, 0));
+    CudaError::OutOfMemory { requested: 0, used: (total - free) as u64, total: total as u64 }
 }
 
 fn unavailable<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result<T, CudaError> {
@@ -196,6 +212,9 @@ impl Gpu {
             let module = load(&format!("CUDA {}", spoken(version)))?;
             let handle = blas::create_handle().map_err(|error| failed("cublasCreate", error))?;
             blas::set_stream(handle, stream.cast()).map_err(|error| failed("cublasSetStream", error))?;
+            // Sums of parts of a product stay in 32 bits, also where it writes bf16.
+            let math = blas_sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+            blas_sys::cublasSetMathMode(handle, math).result().map_err(|error| failed("cublasSetMathMode", error))?;
             let workspace = did("cuMemAllocAsync", result::malloc_async(stream, WORKSPACE_BYTES))?;
             blas_sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, WORKSPACE_BYTES)
                 .result()
@@ -222,11 +241,15 @@ impl Gpu {
     }
 
     pub(super) fn find(&mut self, name: &str) -> Result<Found, CudaError> {
-        let unknown = |_| CudaError::Input(format!("there is no kernel named {name}"));
+        // Errors of earlier work may be told here too, and a kernel's code is loaded only now.
+        let not_found = |error: result::DriverError| match error.0 {
+            CUresult::CUDA_ERROR_NOT_FOUND => CudaError::Input(format!("there is no kernel named {name}")),
+            _ => of_driver(&format!("cuModuleGetFunction {name}"), error),
+        };
         let terminated =
             CString::new(name).map_err(|_| CudaError::Input("a kernel's name with a zero byte".to_owned()))?;
         // SAFETY: the module is loaded.
-        let handle = unsafe { result::module::get_function(self.module, terminated) }.map_err(unknown)?;
+        let handle = unsafe { result::module::get_function(self.module, terminated) }.map_err(not_found)?;
         let (mut offset, mut bytes) = (0, 0);
         // SAFETY: the function was just found; two places for the results.
         let told = unsafe { sys::cuFuncGetParamInfo(handle, 0, &raw mut offset, &raw mut bytes) }.result();
@@ -257,7 +280,7 @@ impl Gpu {
             Ok(()) if self.careful && !self.capturing => unsafe { result::stream::synchronize(self.stream) },
             launched => launched,
         };
-        launched.map_err(|error| CudaError::Failed(format!("{}: {error}", function.name)))
+        launched.map_err(|error| of_driver(&function.name, error))
     }
 
     pub(super) fn zero(&mut self, to: u64, bytes: usize) -> Result<(), CudaError> {
@@ -410,6 +433,10 @@ impl Gpu {
     }
 
     pub(super) fn reserve(&mut self, bytes: u64) -> Result<Option<u64>, CudaError> {
+        let (free, _) = did("cuMemGetInfo", result::mem_get_info())?;
+        if (free as u64) < bytes.saturating_add(KEPT_FREE_BYTES) {
+            return Ok(None);
+        }
         // SAFETY: the memory is used on this stream only.
         match unsafe { result::malloc_async(self.stream, bytes as usize) } {
             Ok(start) => Ok(Some(start)),
@@ -493,7 +520,10 @@ impl Gpu {
                 blas_sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
         };
-        outcome.map_err(|error| failed("cublasGemmEx", error))
+        outcome.map_err(|error| match error.0 {
+            blas_sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => no_room(),
+            _ => failed("cublasGemmEx", error),
+        })
     }
 }
 

@@ -7,7 +7,7 @@ use std::fmt;
 pub enum CudaError {
     /// There is no room for a buffer, also after the pooled memory was given back. The device goes on working.
     OutOfMemory {
-        /// Bytes of the buffer.
+        /// Bytes of the buffer; 0: the driver has no room for what a kernel itself needs.
         requested: u64,
         /// Bytes that live buffers hold.
         used: u64,
@@ -25,6 +25,12 @@ pub enum CudaError {
 impl fmt::Display for CudaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            CudaError::OutOfMemory { requested: 0, used, total } => {
+                write!(
+                    f,
+                    "out of device memory: no room for what a kernel itself needs, {used} bytes in use of {total}"
+                )
+            }
             CudaError::OutOfMemory { requested, used, total } => {
                 write!(f, "out of device memory: {requested} bytes asked for, {used} in use of {total}")
             }

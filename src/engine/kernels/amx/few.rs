@@ -1,0 +1,237 @@
+//! One tile of rows, a step of decode: two panels of weights stream by at a time, so that a product of tiles need not wait for
+//! the one before it, and the sums stay in tiles from the weight to the adapter.
+
+use std::arch::asm;
+use std::ops::Range;
+
+use super::super::gemm::product::copy;
+use super::super::gemm::{Job, Side};
+use super::super::pack::PANEL;
+use super::tiles::Place;
+use super::{Begin, Output, ROWS, STEPS, Tiled, valid};
+
+/// A part of the sums of two panels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    /// Blocks of 32 steps of `[16][32]` bf16.
+    inputs: [*const u8; 2],
+    /// `[steps][16][32][2]` bf16
+    weights: [*const u8; 2],
+    /// Blocks of 32 steps, maybe none.
+    steps: usize,
+}
+
+impl Link {
+    const EMPTY: Link = Link { inputs: [std::ptr::null(); 2], weights: [std::ptr::null(); 2], steps: 0 };
+}
+
+/// Two panels' sums.
+#[repr(C)]
+struct Chain {
+    places: [Place; 2],
+    links: [Link; 2],
+}
+
+/// Steps of a sum from which on two panels at a time are faster than one.
+const LONG: usize = 512;
+
+/// Whether products of one tile of rows are for [`product`].
+pub(super) fn takes(jobs: &[Job<'_>]) -> bool {
+    jobs[0].sum.len() >= LONG && jobs.iter().all(|job| job.side == Side::Forward)
+}
+
+/// One or two parts of a sum: whose, their inputs, which steps.
+pub(super) type Parts<'p, 'j> = [Option<(&'p Job<'j>, Tiled, Range<usize>)>; 2];
+
+/// The outputs of some panels for rows that one tile holds. The weights are used forward.
+///
+/// # Safety
+/// As [`super::product`]'s; `sums` has room for two panels of a tile.
+pub(super) unsafe fn product(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: Range<usize>, sums: *mut f32) {
+    // Each half of the panels is a stream that is read in order.
+    let half = panels.len().div_ceil(2);
+    for first in panels.start..panels.start + half {
+        let pair = [first, first + half];
+        let pair = &pair[..if pair[1] < panels.end { 2 } else { 1 }];
+        // Safety: the caller's.
+        unsafe {
+            match pair {
+                [a, b] if !steps(parts, *a).eq(steps(parts, *b)) => {
+                    pair.iter().for_each(|panel| chain(parts, rows, &[*panel], sums));
+                }
+                _ => chain(parts, rows, pair, sums),
+            }
+        }
+    }
+}
+
+/// How many blocks of 32 steps a panel has of each part.
+fn steps(parts: &Parts<'_, '_>, panel: usize) -> impl Iterator<Item = usize> {
+    parts.iter().flatten().map(move |(job, _, sum)| depth(job, sum, panel).len().div_ceil(STEPS))
+}
+
+/// What a panel needs of a part.
+fn depth(job: &Job<'_>, sum: &Range<usize>, panel: usize) -> Range<usize> {
+    let depth = job.depth(panel);
+    let start = sum.start.max(depth.start);
+    start..sum.end.min(depth.end).max(start)
+}
+
+/// One panel, or two with the same steps.
+unsafe fn chain(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: &[usize], sums: *mut f32) {
+    let Some((first, _, sum)) = &parts[0] else { return };
+    let mut links = [Link::EMPTY; 2];
+    for ((job, tiled, sum), link) in parts.iter().flatten().zip(&mut links) {
+        for (side, &panel) in panels.iter().enumerate() {
+            let depth = depth(job, sum, panel);
+            link.inputs[side] = tiled.at(rows.start, depth.start);
+            // Safety: the caller's.
+            link.weights[side] = unsafe { job.weight.panel(panel).add(depth.start / 2 * PANEL) }.cast();
+            link.steps = depth.len().div_ceil(STEPS);
+        }
+    }
+    let mut places = [Place::NONE; 2];
+    let mut edges = [None; 2];
+    // Safety: the caller's.
+    unsafe {
+        for (side, &panel) in panels.iter().enumerate() {
+            let (valid, column) = (valid(first, panel), panel * PANEL);
+            let begins = sum.start <= first.depth(panel).start;
+            let (begin, y) = (Begin::of(first, begins, rows.start, column), first.y(rows.start, column));
+            places[side] = if valid == PANEL && rows.len() == ROWS {
+                Place::new(begin, Output { at: y, stride: first.stride }, 0)
+            } else {
+                let sums = sums.add(side * ROWS * PANEL);
+                begin.copy(rows.clone(), rows.start, valid, sums);
+                edges[side] = Some((sums, y, valid));
+                Place::new(Begin::Rows(sums, PANEL), Output { at: sums, stride: PANEL }, 0)
+            };
+        }
+        multiply(&Chain { places, links }, panels.len() == 2);
+        for (sums, y, valid) in edges.into_iter().flatten() {
+            for row in 0..rows.len() {
+                copy(sums.add(row * PANEL), y.add(row * first.stride), valid);
+            }
+        }
+    }
+}
+
+/// Runs a chain, with what a second panel adds where it begins, in a step, and where it ends.
+macro_rules! run {
+    ($chain:expr, [$($begin:literal,)*], [$($step:literal,)*], [$($end:literal,)*]) => {
+        asm!(
+            "mov {at}, [{chain}]",
+            "test {at}, {at}",
+            "jnz 3f",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "jmp 4f",
+            "3:",
+            "mov {stride}, [{chain} + 8]",
+            "tileloadd tmm0, [{at} + {stride}]",
+            "tileloadd tmm1, [{at} + {stride} + 64]",
+            "4:",
+            $($begin,)*
+            "lea {at}, [{chain} + 64]",
+            "lea {end}, [{chain} + 144]",
+            "5:",
+            "mov {steps}, [{at} + 32]",
+            "test {steps}, {steps}",
+            "jz 6f",
+            "mov {x}, [{at}]",
+            "mov {y}, [{at} + 8]",
+            "mov {v}, [{at} + 16]",
+            "mov {w}, [{at} + 24]",
+            "2:",
+            "tileloadd tmm4, [{x} + {short}]",
+            "tileloadd tmm6, [{v} + {long}]",
+            ".irp line, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
+            "prefetcht0 [{v} + 8192 + \\line]",
+            ".endr",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{v} + {long} + 64]",
+            ".irp line, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
+            "prefetcht0 [{v} + 9216 + \\line]",
+            ".endr",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            $($step,)*
+            "add {x}, 1024",
+            "add {v}, 2048",
+            "dec {steps}",
+            "jnz 2b",
+            "6:",
+            "add {at}, 40",
+            "cmp {at}, {end}",
+            "jne 5b",
+            "mov {at}, [{chain} + 16]",
+            "mov {stride}, [{chain} + 24]",
+            "tilestored [{at} + {stride}], tmm0",
+            "tilestored [{at} + {stride} + 64], tmm1",
+            $($end,)*
+            "# {y} {w}",
+            chain = in(reg) std::ptr::from_ref($chain),
+            at = out(reg) _,
+            stride = out(reg) _,
+            end = out(reg) _,
+            steps = out(reg) _,
+            x = out(reg) _,
+            y = out(reg) _,
+            v = out(reg) _,
+            w = out(reg) _,
+            short = in(reg) 64usize,
+            long = in(reg) 128usize,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        )
+    };
+}
+
+/// # Safety
+/// The machine has AMX, this thread's tiles are configured, and the pointers reach as far as they must.
+unsafe fn multiply(chain: &Chain, is_pair: bool) {
+    // Safety: the caller's. Fetching ahead touches nothing.
+    unsafe {
+        if !is_pair {
+            return run!(chain, [], [], []);
+        }
+        run!(
+            chain,
+            [
+                "mov {at}, [{chain} + 32]",
+                "test {at}, {at}",
+                "jnz 3f",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "jmp 4f",
+                "3:",
+                "mov {stride}, [{chain} + 40]",
+                "tileloadd tmm2, [{at} + {stride}]",
+                "tileloadd tmm3, [{at} + {stride} + 64]",
+                "4:",
+            ],
+            [
+                "tileloadd tmm5, [{y} + {short}]",
+                "tileloadd tmm6, [{w} + {long}]",
+                ".irp line, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
+                "prefetcht0 [{w} + 8192 + \\line]",
+                ".endr",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tileloadd tmm7, [{w} + {long} + 64]",
+                ".irp line, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
+                "prefetcht0 [{w} + 9216 + \\line]",
+                ".endr",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {y}, 1024",
+                "add {w}, 2048",
+            ],
+            [
+                "mov {at}, [{chain} + 48]",
+                "mov {stride}, [{chain} + 56]",
+                "tilestored [{at} + {stride}], tmm2",
+                "tilestored [{at} + {stride} + 64], tmm3",
+            ]
+        )
+    }
+}

@@ -1,0 +1,75 @@
+//! Workers: the token of the server, or a key of theirs; looked at again where they wait.
+
+use axum::extract::{FromRequestParts, Request, State};
+use axum::http::HeaderMap;
+use axum::http::request::Parts;
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+
+use super::{Credential, challenge, check_bearer};
+use crate::access::Scope;
+use crate::http::AppState;
+use crate::http::error::{Code, Problem};
+use crate::http::throttle::Client;
+use crate::store::clock_ms;
+
+/// Layer of the worker routes: 401 unless the request carries the worker token or a key with the scope `worker`.
+pub async fn require_worker(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
+    let headers = request.headers().clone();
+    let client = Client::of(&state, &headers, request.extensions());
+    match admit_worker(&state, client, &headers).await {
+        Ok(()) => {
+            request.extensions_mut().insert(WorkerPass(headers));
+            next.run(request).await
+        }
+        Err(problem) => problem.into_response(),
+    }
+}
+
+/// What a worker showed, for handlers that wait: to be looked at again before they hand anything out.
+#[derive(Clone)]
+pub struct WorkerPass(HeaderMap);
+
+impl WorkerPass {
+    /// 401 when its key was revoked meanwhile.
+    pub async fn check(&self, state: &AppState) -> Result<(), Problem> {
+        check_worker(state, &self.0).await
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for WorkerPass {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
+        let pass = parts.extensions.get::<WorkerPass>().cloned();
+        pass.ok_or_else(|| Problem::internal("a worker's route lies outside the layer that asks for its token"))
+    }
+}
+
+async fn admit_worker(state: &AppState, client: Client, headers: &HeaderMap) -> Result<(), Problem> {
+    let credential = Credential::of(headers);
+    let Some(shown) = credential.text() else { return check_worker(state, headers).await };
+    state.failures.admit(client, shown)?;
+    let checked = check_worker(state, headers).await;
+    match &checked {
+        Ok(()) => state.failures.note(client, shown, true),
+        Err(problem) if problem.code() == Code::Unauthorized => state.failures.note(client, shown, false),
+        // Nobody knows.
+        Err(_) => {}
+    }
+    checked
+}
+
+async fn check_worker(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
+    let refused = match check_bearer(headers, &state.config.worker_token) {
+        Ok(()) => return Ok(()),
+        Err(refused) => refused,
+    };
+    let Credential::Bearer(token) = Credential::of(headers) else { return Err(refused) };
+    match state.store.api_key_find(&token, clock_ms()).await? {
+        Some(key) if key.scopes.has(Scope::Worker) => Ok(()),
+        Some(_) | None => {
+            Err(challenge("the bearer token is neither the worker token nor a key with the scope 'worker'"))
+        }
+    }
+}
