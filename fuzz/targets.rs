@@ -224,4 +224,7 @@ pub fn worker_protocol(bytes: &[u8]) {
     read::<protocol::JournalBatch>(bytes);
     read::<protocol::JournalPage>(bytes);
     read::<protocol::Finish>(bytes);
+    if let Ok(claim) = serde_json::from_slice::<Value>(bytes) {
+        let _ = protocol::read_claim(&claim);
+    }
 }

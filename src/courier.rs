@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use tokio::sync::Notify;
 
+use crate::causes::with_causes;
 use crate::id::WebhookId;
 use crate::lifecycle::message::{LifecycleData, Message, TestData};
 use crate::lifecycle::retry_in_ms;
@@ -58,7 +59,7 @@ impl Courier {
     pub async fn run(self) {
         loop {
             if let Err(error) = self.send_due(clock_ms()).await {
-                tracing::error!(error = &error as &dyn std::error::Error, "the outbox cannot be read");
+                tracing::error!(error = with_causes(&error), "the outbox cannot be read");
             }
             tokio::select! {
                 () = self.free.notified() => {}
@@ -79,7 +80,7 @@ impl Courier {
             tokio::spawn(async move {
                 let id = hook.id;
                 if let Err(error) = courier.deliver(&hook, &message).await {
-                    tracing::error!(webhook = %id, error = &error as &dyn std::error::Error, "a try is not noted");
+                    tracing::error!(webhook = %id, error = with_causes(&error), "a try is not noted");
                     // Without a note it would be sent again at once.
                     tokio::time::sleep(TIMEOUT).await;
                 }

@@ -107,6 +107,8 @@ pub struct AppState {
     pub keyed: Arc<AtomicBool>,
     /// Which addresses showed keys that are not valid.
     pub failures: Arc<throttle::Failures>,
+    /// Which workers were refused.
+    pub refused_workers: Arc<worker::RefusedWorkers>,
 }
 
 impl AppState {
@@ -126,6 +128,7 @@ impl AppState {
             connections: Arc::default(),
             keyed: Arc::default(),
             failures: Arc::default(),
+            refused_workers: Arc::default(),
         }
     }
 }

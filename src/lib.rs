@@ -4,7 +4,7 @@
 //!
 //! | part | modules |
 //! |---|---|
-//! | words: plain types, no I/O | [`access`] [`callback`] [`id`] [`jinja`] [`json`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`generation`] [`event`] [`sample`] [`protocol`] |
+//! | words: plain types, no I/O | [`access`] [`callback`] [`causes`] [`id`] [`jinja`] [`json`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`generation`] [`event`] [`sample`] [`protocol`] |
 //! | durable | [`files`] [`store`] |
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
@@ -32,6 +32,7 @@ pub mod config;
 
 pub mod access;
 pub mod callback;
+pub mod causes;
 pub mod dataset;
 pub mod doctor;
 pub mod event;

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
+use clap::error::ErrorKind;
+use rlood::causes::with_causes;
 use rlood::config::{Cli, Command, LogFormat, RewardCommand};
 use rlood::reward::check;
 use rlood::{backup, bench, convert, demo, generator, http, keys, prober, reward_server, serve, worker};
@@ -13,54 +15,58 @@ use rlood::{backup, bench, convert, demo, generator, http, keys, prober, reward_
 const EXIT_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return unparsed(&error),
+    };
+    let format = cli.log_format;
     // The demo shows its progress itself: the server's usual log lines would tear it apart.
     let log = if matches!(cli.command, Command::Demo(_)) && cli.log == "info" { "warn" } else { &cli.log };
-    if let Err(message) = start_logging(log, cli.log_format) {
-        return refuse(&message);
+    if let Err(message) = start_logging(log, format) {
+        return refuse(format, &message);
     }
     // Every TLS client of the process takes this provider; a second installation is no error.
     let _ = rustls::crypto::ring::default_provider().install_default();
     match cli.command {
-        Command::Serve(args) => match args.resolve(&cli.log, cli.log_format) {
-            Ok(config) => on_runtime(None, serve::run(config)),
-            Err(error) => refuse(&error),
+        Command::Serve(args) => match args.resolve(&cli.log, format) {
+            Ok(config) => on_runtime(format, None, serve::run(config)),
+            Err(error) => refuse(format, &error),
         },
-        Command::Check(args) => match args.resolve(&cli.log, cli.log_format) {
-            Ok(config) => on_runtime(None, serve::check::run(config)),
-            Err(error) => refuse(&error),
+        Command::Check(args) => match args.resolve(&cli.log, format) {
+            Ok(config) => on_runtime(format, None, serve::check::run(config)),
+            Err(error) => refuse(format, &error),
         },
-        Command::Backup(args) => on_runtime(None, backup::backup(args)),
-        Command::Restore(args) => on_runtime(None, backup::restore(args)),
-        Command::Keys(args) => on_runtime(None, keys::run(args)),
-        Command::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| fail(&*error)),
-        Command::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(&error)),
-        Command::Demo(args) => on_runtime(None, demo::run(args)),
+        Command::Backup(args) => on_runtime(format, None, backup::backup(args)),
+        Command::Restore(args) => on_runtime(format, None, backup::restore(args)),
+        Command::Keys(args) => on_runtime(format, None, keys::run(args)),
+        Command::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| fail(format, &*error)),
+        Command::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(format, &error)),
+        Command::Demo(args) => on_runtime(format, None, demo::run(args)),
         Command::Worker(args) => {
             limit_threads(args.threads);
-            on_runtime(Some(2), worker::run(args))
+            on_runtime(format, Some(2), worker::run(args))
         }
         Command::Probe(args) => {
             limit_threads(args.threads);
-            on_runtime(Some(2), prober::run(args))
+            on_runtime(format, Some(2), prober::run(args))
         }
         Command::Generate(args) => {
             limit_threads(args.threads);
-            generator::run(&args).unwrap_or_else(|error| fail(&error))
+            generator::run(&args).unwrap_or_else(|error| fail(format, &error))
         }
         Command::RewardServer(args) => {
             limit_threads(args.threads);
-            on_runtime(None, reward_server::run(args))
+            on_runtime(format, None, reward_server::run(args))
         }
         Command::Reward(args) => match args.command {
             // Nothing but a flag that cannot be used is an error here.
-            RewardCommand::Check(args) => on_runtime(None, async {
-                Ok::<_, check::CheckError>(check::run(args).await.unwrap_or_else(|error| refuse(&error)))
+            RewardCommand::Check(args) => on_runtime(format, None, async {
+                Ok::<_, check::CheckError>(check::run(args).await.unwrap_or_else(|error| refuse(format, &error)))
             }),
         },
         Command::Bench(args) => {
             limit_threads(args.threads);
-            bench::run(&args).unwrap_or_else(|error| fail(&error))
+            bench::run(&args).unwrap_or_else(|error| fail(format, &error))
         }
     }
 }
@@ -81,6 +87,7 @@ fn openapi(schemas: Option<&Path>) -> Result<ExitCode, Box<dyn std::error::Error
 
 /// Runs a role to its end; `threads` of the async runtime, None = one a core.
 fn on_runtime<E: std::error::Error>(
+    format: LogFormat,
     threads: Option<usize>,
     role: impl Future<Output = Result<ExitCode, E>>,
 ) -> ExitCode {
@@ -90,12 +97,12 @@ fn on_runtime<E: std::error::Error>(
     }
     match builder.enable_all().build() {
         Ok(runtime) => {
-            let code = runtime.block_on(role).unwrap_or_else(|error| fail(&error));
+            let code = runtime.block_on(role).unwrap_or_else(|error| fail(format, &error));
             // Not dropped: that would wait for blocking calls that nobody needs any more.
             runtime.shutdown_background();
             code
         }
-        Err(error) => fail(&error),
+        Err(error) => fail(format, &error),
     }
 }
 
@@ -126,19 +133,51 @@ fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-fn refuse(error: &dyn std::fmt::Display) -> ExitCode {
-    eprintln!("rlood: {error}");
+/// A command line that is none: in clap's words and with its exit code.
+fn unparsed(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand || !asks_for_json() {
+        error.exit();
+    }
+    let text = error.to_string();
+    refuse(LogFormat::Json, &text.trim_start_matches("error: ").trim_end())
+}
+
+/// Whether the log was to be JSON, as far as a command line that is none can say it.
+fn asks_for_json() -> bool {
+    let mut given = std::env::var("RLOOD_LOG_FORMAT").ok();
+    let mut words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
+    while let Some(word) = words.next() {
+        match word.strip_prefix("--log-format") {
+            Some("") => given = words.next(),
+            Some(rest) => given = rest.strip_prefix('=').map(str::to_owned).or(given),
+            None => {}
+        }
+    }
+    given.as_deref() == Some(LogFormat::Json.as_str())
+}
+
+fn refuse(format: LogFormat, error: &dyn std::fmt::Display) -> ExitCode {
+    say(format, &error.to_string());
     ExitCode::from(EXIT_USAGE)
 }
 
-/// Prints the error and its causes, each once.
-fn fail(error: &dyn std::error::Error) -> ExitCode {
-    eprint!("rlood: {error}");
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        eprint!(": {error}");
-        cause = error.source();
-    }
-    eprintln!();
+/// Says the error and its causes.
+fn fail(format: LogFormat, error: &dyn std::error::Error) -> ExitCode {
+    say(format, &with_causes(error));
     ExitCode::FAILURE
+}
+
+/// The last words of a process that cannot go on, in the form of its log, whatever the log's filter says.
+fn say(format: LogFormat, words: &str) {
+    match format {
+        LogFormat::Text => eprintln!("rlood: {words}"),
+        LogFormat::Json => {
+            let time = jiff::Timestamp::now().to_string();
+            let fields = serde_json::json!({ "message": words });
+            eprintln!(
+                "{}",
+                serde_json::json!({"timestamp": time, "level": "ERROR", "fields": fields, "target": "rlood"})
+            );
+        }
+    }
 }

@@ -19,6 +19,21 @@
 //! GET  /worker/jobs/{id}/callbacks/{after}?attempt=N      → CallbackNews, held while there are none
 //! POST /worker/jobs/{id}/finish                           Finish        → 204
 //! ```
+//!
+//! # Its number
+//!
+//! The rule: what is new here or in the plan (a field, a value, another meaning) comes with a new [`PROTOCOL`], in the same
+//! commit. A worker that does not know a setting would train without it and call that a success.
+//!
+//! - `Register`, `ClaimRequest` and `Registered` carry the number. Whoever says none says 0: what was built before there was one.
+//!   The server registers no worker of another number and hands it no job (409 `protocol_mismatch`); a worker leaves a server
+//!   of another number. Both say what to update. The server's own workers are its own binary, and have its number.
+//! - A job that runs while its server is updated goes on: its worker understood the plan when it took the job. Fields that are
+//!   sent about a running attempt therefore keep a default, and are refused for nothing.
+//! - A number that somebody forgot to raise shows: [`read_claim`] refuses what it does not know, and the worker gives the job
+//!   back and leaves; before that, `tests/it/protocol.rs` compares the fields of plan and claim with those on record.
+//! - A database is not a peer: plans of older versions lack fields (each has a default that means what was done before it),
+//!   and what they hold that is gone since is dropped before they are sent.
 
 use std::collections::BTreeMap;
 
@@ -31,9 +46,14 @@ use crate::job::{Failure, Requested};
 use crate::sample::{RolloutId, SampledGroup};
 use crate::spec::{Plan, RewardSecrets};
 
+mod claim;
 mod rewards;
 
+pub use claim::{ClaimError, read_claim};
 pub use rewards::*;
+
+/// The number of this protocol, the plan included; see the rule above.
+pub const PROTOCOL: u32 = 1;
 
 /// A worker introduces itself.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -51,6 +71,9 @@ pub struct Register {
     /// Started by the server itself: it ends when the server does.
     #[serde(default)]
     pub child: bool,
+    /// [`PROTOCOL`], as it knows it.
+    #[serde(default)]
+    pub protocol: u32,
 }
 
 /// What the server tells a new worker.
@@ -60,6 +83,9 @@ pub struct Registered {
     pub heartbeat_ms: u64,
     /// Of a claim without heartbeat, ms.
     pub lease_ms: u64,
+    /// [`PROTOCOL`], as the server knows it.
+    #[serde(default)]
+    pub protocol: u32,
 }
 
 /// Asks for work; the server may hold the call for up to `wait_ms`.
@@ -69,6 +95,9 @@ pub struct ClaimRequest {
     pub worker: WorkerId,
     /// Longest wait, ms.
     pub wait_ms: u64,
+    /// [`PROTOCOL`], as the worker knows it: its server may be another one since it registered.
+    #[serde(default)]
+    pub protocol: u32,
 }
 
 /// The right to run a job and to write about it.

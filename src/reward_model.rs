@@ -16,7 +16,6 @@ use crate::modelcard::{Backbone, ClassifierCard};
 use crate::spec::{ComputeDtype, RewardTextFormat};
 
 pub use local::LocalRewardModels;
-pub(crate) use local::with_causes;
 
 /// How a reward model is to be used.
 #[derive(Debug, Clone)]

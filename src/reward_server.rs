@@ -16,10 +16,11 @@ use axum::routing::get;
 use serde_json::{Value, json};
 use tokio::sync::{Mutex, Semaphore};
 
+use crate::causes::with_causes;
 use crate::config::{Precision, RewardFormat, RewardServerArgs};
 use crate::engine::backend::BackendKind;
 use crate::reward::signature::Key;
-use crate::reward_model::{Scorer, ScorerOptions, with_causes};
+use crate::reward_model::{Scorer, ScorerOptions};
 use crate::spec::{ComputeDtype, RewardTextFormat};
 use answer::Refusal;
 

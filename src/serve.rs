@@ -26,6 +26,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::causes::with_causes;
 use crate::config::{ConfigError, ServeConfig, no_key_for};
 use crate::courier::{Courier, CourierError};
 use crate::engine::gpu;
@@ -315,18 +316,18 @@ async fn tick(store: Store, files: DataDir, lease_ms: i64, mut disk: DiskWatch) 
         let now = clock_ms();
         match watch.tick(&store, now, steady_ms()).await {
             Ok(jobs) => jobs.iter().for_each(|job| tracing::warn!(%job, "its worker fell silent; it is queued again")),
-            Err(error) => tracing::error!(error = &error as &dyn std::error::Error, "lapsed leases stay"),
+            Err(error) => tracing::error!(error = with_causes(&error), "lapsed leases stay"),
         }
         disk.look(&store, &files, now).await;
         if let Err(error) = store.log_fold().await {
-            tracing::warn!(error = &error as &dyn std::error::Error, "the database's log grows");
+            tracing::warn!(error = with_causes(&error), "the database's log grows");
         }
         if count % TICKS_A_ROUND == 0 {
             let kept = store.keys_expire(now).await.and(store.sessions_expire(now).await);
             let kept = kept.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
             let kept = kept.and(store.callbacks_prune(now).await);
             if let Err(error) = kept {
-                tracing::error!(error = &error as &dyn std::error::Error, "housekeeping failed");
+                tracing::error!(error = with_causes(&error), "housekeeping failed");
             }
         }
     }
@@ -373,7 +374,7 @@ async fn report_deaths(store: Store, mut deaths: mpsc::UnboundedReceiver<Lost>) 
             Ok(Some(job)) => tracing::warn!(%job, %worker, "the job of a dead worker is queued again"),
             Ok(None) => {}
             // The lease lapses in a while, with the same effect.
-            Err(error) => tracing::error!(%worker, error = &error as &dyn std::error::Error, "a death is not recorded"),
+            Err(error) => tracing::error!(%worker, error = with_causes(&error), "a death is not recorded"),
         }
     }
 }

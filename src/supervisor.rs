@@ -33,7 +33,9 @@ const STABLE: Duration = Duration::from_secs(60);
 /// Lines kept of a child's standard error.
 const TAIL_LINES: usize = 30;
 /// Bytes kept of each of these lines.
-const TAIL_LINE_BYTES: u64 = 1000;
+const TAIL_LINE_BYTES: usize = 1000;
+/// The longest line that is passed on whole: one of JSON would be none in pieces.
+const LINE_BYTES: u64 = 64 << 10;
 
 /// How children are started.
 #[derive(Debug, Clone)]
@@ -223,13 +225,14 @@ async fn pass_on(stderr: impl AsyncRead + Unpin, tail: Tail) {
     let mut line = Vec::new();
     loop {
         line.clear();
-        match (&mut reader).take(TAIL_LINE_BYTES).read_until(b'\n', &mut line).await {
+        match (&mut reader).take(LINE_BYTES).read_until(b'\n', &mut line).await {
             Ok(0) | Err(_) => return,
             Ok(_) => {}
         }
-        let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+        let mut text = String::from_utf8_lossy(&line).trim_end().to_owned();
         // A server whose standard error is closed goes on.
         let _ = writeln!(std::io::stderr(), "{text}");
+        text.truncate(text.floor_char_boundary(TAIL_LINE_BYTES));
         tail.push(text);
     }
 }
@@ -272,6 +275,13 @@ mod tests {
         assert_ne!(first.worker, second.worker);
         supervisor.stop(Duration::from_secs(5)).await;
         assert!(std::fs::read_to_string(dir.path().join("child.sh.log")).unwrap().lines().count() >= 2);
+    }
+
+    #[tokio::test]
+    async fn a_long_line_of_a_child_is_one_line_and_its_beginning_is_kept() {
+        let tail = Tail::default();
+        pass_on(format!("{}\nshort\n", "é".repeat(2000)).as_bytes(), tail.clone()).await;
+        assert_eq!(tail.text(), format!("{}\nshort", "é".repeat(500)));
     }
 
     #[tokio::test]

@@ -26,15 +26,16 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
+use crate::causes::with_causes;
 use crate::config::{WorkerArgs, machine_threads};
 use crate::engine::error::EngineError;
 use crate::engine::host::{Host, TrainInput, TrainOutcome};
 use crate::id::WorkerId;
 use crate::outgoing::OutgoingPolicy;
-use crate::protocol::{ClaimRequest, Register, Registered};
+use crate::protocol::{ClaimRequest, Finish, Outcome, PROTOCOL, Register, Registered};
 use crate::reward::client::{Pace, RewardClient};
 use attempt::Ended;
-use client::{Client, ClientError, persist};
+use client::{Client, ClientError, Held, persist};
 
 /// How long the server may hold a call for work.
 const CLAIM_WAIT_MS: u64 = 20_000;
@@ -42,6 +43,8 @@ const CLAIM_WAIT_MS: u64 = 20_000;
 const CLAIM_RETRY: Duration = Duration::from_secs(1);
 /// From SIGTERM on, until the process is gone: less than its server gives it.
 const LEAVE_WITHIN: Duration = Duration::from_secs(24);
+/// For giving back a job that is not understood.
+const GIVE_BACK_WITHIN: Duration = Duration::from_secs(5);
 /// The code of a process whose server is gone.
 const EXIT_ORPHAN: i32 = 3;
 /// The code of a process whose engine panicked: a panic's own.
@@ -132,7 +135,8 @@ impl Worker {
                 if !registered {
                     self.register().await?;
                 }
-                self.client.claim(&ClaimRequest { worker: self.id, wait_ms: CLAIM_WAIT_MS }).await
+                let ask = ClaimRequest { worker: self.id, wait_ms: CLAIM_WAIT_MS, protocol: PROTOCOL };
+                self.client.claim(&ask).await
             };
             let claimed = tokio::select! {
                 biased;
@@ -149,10 +153,18 @@ impl Worker {
                     }
                 }
                 Ok(None) => registered = true,
-                Err(error @ (ClientError::Unauthorized | ClientError::Protocol(_))) => return Err(error),
+                Err(error @ (ClientError::Unauthorized | ClientError::Protocol(_) | ClientError::OtherProtocol(_))) => {
+                    return Err(error);
+                }
+                Err(error @ ClientError::Claim { .. }) => {
+                    if let ClientError::Claim { held: Some(held), .. } = &error {
+                        self.give_back(**held).await;
+                    }
+                    return Err(error);
+                }
                 // A server that restarted has forgotten us: introduce ourselves again.
                 Err(error) => {
-                    tracing::warn!(error = failure::with_causes(&error), "no answer to the call for work");
+                    tracing::warn!(error = with_causes(&error), "no answer to the call for work");
                     registered = false;
                     tokio::select! {
                         () = tokio::time::sleep(CLAIM_RETRY) => {}
@@ -171,14 +183,32 @@ impl Worker {
             threads: self.threads,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             child: self.child,
+            protocol: PROTOCOL,
         };
-        let Registered { heartbeat_ms, lease_ms } =
+        let Registered { heartbeat_ms, lease_ms, protocol } =
             persist(|| self.client.register(&register), ClientError::is_transient).await?;
+        // A server that compares numbers refuses by itself: this one does not know of them.
+        if protocol != PROTOCOL {
+            return Err(ClientError::OtherProtocol(format!(
+                "the server is older than this worker (worker protocol {protocol}, this worker's is {PROTOCOL}): update \
+                 and restart the server, or run the worker with its rlood"
+            )));
+        }
         // A lease must hold a few heartbeats whatever the server says.
         let heartbeat_ms = heartbeat_ms.min(lease_ms / 3).max(50);
         self.heartbeat_ms.store(heartbeat_ms, std::sync::atomic::Ordering::Relaxed);
         tracing::info!(worker = %self.id, device = self.device, threads = self.threads, "registered");
         Ok(())
+    }
+
+    /// A job that this worker does not understand is another one's, or its own after an update.
+    async fn give_back(&self, held: Held) {
+        let finish = Finish { attempt: held.attempt, outcome: Outcome::Requeued };
+        let given = persist(|| self.client.finish(held, &finish), ClientError::is_transient);
+        // Without it the claim lapses, and the attempt counts.
+        if let Ok(Err(error)) = tokio::time::timeout(GIVE_BACK_WITHIN, given).await {
+            tracing::warn!(job = %held.job, error = with_causes(&error), "the job could not be given back");
+        }
     }
 
     /// The connections of all its rewards.

@@ -39,7 +39,8 @@ pub struct EdgeArgs {
     pub max_connections: u32,
 
     /// Free disk below which jobs pause (status_reason disk_full) and none starts: bytes, or with a unit (256M, 2G; powers of
-    /// 1024); 0 = never. They go on by themselves once half as much again is free. Default: 256 MiB.
+    /// 1024); 0 = never. They go on by themselves once half as much again is free. Datasets and checkpoints leave as much
+    /// free, and /readyz says when it is less. Default: 256 MiB.
     #[arg(long, env = "RLOOD_DISK_RESERVE", value_name = "SIZE")]
     pub disk_reserve: Option<String>,
 }

@@ -206,7 +206,7 @@ pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<C
         let (store, id) = (state.store.clone(), key.id);
         tokio::spawn(async move {
             if let Err(error) = store.api_key_used(id, now).await {
-                tracing::warn!(error = &error as &dyn std::error::Error, "a key's use is not noted");
+                tracing::warn!(error = super::error::chain(&error), "a key's use is not noted");
             }
         });
     }
@@ -411,7 +411,7 @@ async fn note_change(state: &AppState, caller: &Caller, noted: Noted) {
         address,
     };
     if let Err(error) = state.store.audit_add(change, clock_ms()).await {
-        tracing::error!(error = &error as &dyn std::error::Error, "a change is not in the record of changes");
+        tracing::error!(error = super::error::chain(&error), "a change is not in the record of changes");
     }
 }
 

@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+pub use crate::causes::with_causes as chain;
 use crate::files::FilesError;
 use crate::store::StoreError;
 
@@ -65,6 +66,7 @@ codes! {
     InUse = "in_use", 409, false, "It is in use";
     IdempotencyInFlight = "idempotency_in_flight", 409, true, "A request with this Idempotency-Key is being answered";
     LeaseLost = "lease_lost", 409, false, "Another attempt owns the job";
+    ProtocolMismatch = "protocol_mismatch", 409, false, "Worker and server are not of one version";
     Gone = "gone", 410, false, "It is over";
     PreconditionFailed = "precondition_failed", 412, false, "A precondition does not hold";
     BodyTooLarge = "body_too_large", 413, false, "The body is too large";
@@ -315,18 +317,6 @@ impl From<FilesError> for Problem {
             error @ (FilesError::Io { .. } | FilesError::Locked { .. }) => Problem::internal(chain(&error)),
         }
     }
-}
-
-/// An error and its causes, for the log.
-pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(error) = next {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        next = error.source();
-    }
-    text
 }
 
 impl IntoResponse for Problem {

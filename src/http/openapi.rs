@@ -19,7 +19,9 @@ const PROBLEM: &str = "Problem";
 const DESCRIPTION: &str = "RLOO (REINFORCE Leave-One-Out) training of language models as an HTTP service.\n\n\
     A job needs a model, a dataset and a reward. Errors are `application/problem+json` (RFC 9457): look at `code`. \
     Lists are `{data, next}`: send `next` as `after`. Times are RFC 3339 in UTC. \
-    Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or made, and returned.";
+    Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or made, and returned.\n\n\
+    Workers (`rlood worker`) speak a protocol of their own, which is not in this document; a worker whose version of it is not \
+    the server's is refused with 409 `protocol_mismatch` and gets no job until it is updated.";
 const TAGS: [(&str, &str); 9] = [
     ("Jobs", "Training jobs: submit, watch, steer."),
     ("Datasets", "Prompts with whatever the rewards need; immutable."),

@@ -23,9 +23,6 @@ use crate::id::{JobId, WorkerId};
 use crate::job::State as JobState;
 use crate::store::{WorkerRow, clock_ms};
 
-/// Below this much free disk the server is not ready: a checkpoint may not fit any more.
-const LOW_DISK_BYTES: u64 = 64 * 1024 * 1024;
-
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
@@ -120,9 +117,9 @@ async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> 
         .files
         .free_bytes()
         .map_err(|error| not_ready("the data directory cannot be read".to_owned(), chain(&error)))?;
-    if free < LOW_DISK_BYTES {
-        let detail =
-            format!("the disk is nearly full: {free} bytes are free, {LOW_DISK_BYTES} are needed; free some space");
+    let reserve = state.config.edge.disk_reserve_bytes;
+    if free < reserve {
+        let detail = format!("the disk is nearly full: {free} bytes are free, {reserve} are needed; free some space");
         return Err(not_ready(detail, String::new()));
     }
     Ok("ok\n")

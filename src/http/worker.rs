@@ -3,7 +3,9 @@
 //! Every call on a job names its attempt; the store refuses what comes from an attempt that no longer owns the job. Files
 //! are uploaded before they are published, and published before anybody can see them.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -28,7 +30,7 @@ use crate::id::{CheckpointId, DatasetId, JobId, WorkerId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
     CallbackNews, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
-    Outcome, Publish, Published, Register, Registered, ResumePoint, RewardReports,
+    Outcome, PROTOCOL, Publish, Published, Register, Registered, ResumePoint, RewardReports,
 };
 use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, Store, StoreError, clock_ms};
 
@@ -38,8 +40,8 @@ const LONGEST_WAIT_MS: u64 = 60_000;
 const CALLBACKS_HELD: Duration = Duration::from_secs(20);
 /// No file of a checkpoint is larger.
 const FILE_LIMIT_BYTES: u64 = 1 << 38;
-/// Uploads leave this much of the disk to the database.
-const DISK_RESERVE_BYTES: u64 = 64 << 20;
+/// So many refused workers are remembered.
+const REFUSED_WORKERS: usize = 1000;
 /// One call for the journal: a worker's batch, or a single answer of 8 MiB as a JSON string.
 const JOURNAL_LIMIT_BYTES: usize = 32 << 20;
 /// Pieces of files on their way to a worker.
@@ -70,9 +72,47 @@ struct Fence {
 }
 
 async fn register(State(state): State<AppState>, Json(body): Json<Register>) -> Result<Json<Registered>, Problem> {
+    let Register { worker, ref device, pid, ref version, protocol, .. } = body;
+    if let Err(problem) = same_protocol(protocol) {
+        // Those of before the number ask again every second.
+        if state.refused_workers.is_new(worker) {
+            tracing::warn!(%worker, device, pid, version, "a worker is refused: {}", problem.detail());
+        }
+        return Err(problem);
+    }
     state.store.worker_register(&body, clock_ms()).await?;
-    tracing::info!(worker = %body.worker, device = body.device, pid = body.pid, "a worker registered");
-    Ok(Json(Registered { heartbeat_ms: state.config.heartbeat_ms, lease_ms: state.config.lease_ms }))
+    tracing::info!(%worker, device, pid, "a worker registered");
+    let (heartbeat_ms, lease_ms) = (state.config.heartbeat_ms, state.config.lease_ms);
+    Ok(Json(Registered { heartbeat_ms, lease_ms, protocol: PROTOCOL }))
+}
+
+/// A worker that does not know all of a plan would leave out what it does not know.
+fn same_protocol(theirs: u32) -> Result<(), Problem> {
+    let ours = env!("CARGO_PKG_VERSION");
+    let (age, advice) = match theirs.cmp(&PROTOCOL) {
+        std::cmp::Ordering::Equal => return Ok(()),
+        std::cmp::Ordering::Less => ("older", format!("update the worker to the rlood of the server ({ours})")),
+        std::cmp::Ordering::Greater => {
+            ("newer", format!("update and restart the server, or run the worker with its rlood ({ours})"))
+        }
+    };
+    let detail =
+        format!("the worker is {age} than the server (worker protocol {theirs}, the server's is {PROTOCOL}): {advice}");
+    Err(Problem::new(Code::ProtocolMismatch, detail))
+}
+
+/// Workers that were refused, so that each is logged once.
+#[derive(Debug, Default)]
+pub struct RefusedWorkers(Mutex<BTreeSet<WorkerId>>);
+
+impl RefusedWorkers {
+    fn is_new(&self, worker: WorkerId) -> bool {
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if seen.len() >= REFUSED_WORKERS {
+            seen.clear();
+        }
+        seen.insert(worker)
+    }
 }
 
 async fn claim(
@@ -80,6 +120,7 @@ async fn claim(
     pass: WorkerPass,
     Json(body): Json<ClaimRequest>,
 ) -> Result<Response, Problem> {
+    same_protocol(body.protocol)?;
     let deadline = Instant::now() + Duration::from_millis(body.wait_ms.min(LONGEST_WAIT_MS));
     let mut queue = state.store.queue_changed();
     loop {
@@ -351,7 +392,7 @@ async fn upload_file(
     state.store.claim_check(job, attempt).await?;
     let announced: u64 =
         request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0);
-    if announced.saturating_add(DISK_RESERVE_BYTES) > state.files.free_bytes()? {
+    if !has_room(&state, job, announced).await? {
         return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this file"));
     }
     let mut staged = state.files.stage(FILE_LIMIT_BYTES).await?;
@@ -361,6 +402,14 @@ async fn upload_file(
     }
     state.files.checkpoint_place(staged.finish().await?, job, step, attempt, &name).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// Whether a file of a checkpoint fits. It leaves the reserve free; but what a job saves because it was asked to stop may take
+/// three quarters of that: jobs pause when the disk is low, and what they did must not be lost for it.
+async fn has_room(state: &AppState, job: JobId, size_bytes: u64) -> Result<bool, Problem> {
+    let (free, reserve) = (state.files.free_bytes()?, state.config.edge.disk_reserve_bytes);
+    let fits = |reserve: u64| size_bytes.saturating_add(reserve) <= free;
+    Ok(fits(reserve) || (fits(reserve / 4) && state.store.job_get(job).await?.requested.is_some()))
 }
 
 async fn publish_checkpoint(

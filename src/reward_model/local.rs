@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde_json::{Map, Value};
 
 use super::{Conversation, Scorer, ScorerError, ScorerOptions};
+use crate::causes::with_causes;
 use crate::engine::backend::BackendKind;
 use crate::engine::error::EngineError;
 use crate::modelcard::ClassifierCard;
@@ -112,18 +113,4 @@ fn without_paths(error: &ScorerError) -> String {
         }
         other => with_causes(other),
     }
-}
-
-/// An error and its causes, each once.
-pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let next = error.to_string();
-        if !text.ends_with(&next) {
-            text = format!("{text}: {next}");
-        }
-        cause = error.source();
-    }
-    text
 }

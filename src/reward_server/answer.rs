@@ -4,7 +4,8 @@ use axum::http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::reward_model::{Conversation, Scorer, with_causes};
+use crate::causes::with_causes;
+use crate::reward_model::{Conversation, Scorer};
 
 /// Why a request is not answered.
 #[derive(Debug)]

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::causes::with_causes;
 use crate::files::DataDir;
 use crate::id::JobId;
 use crate::store::{Store, StoreError};
@@ -37,7 +38,7 @@ impl DiskWatch {
     pub(super) async fn look(&mut self, store: &Store, files: &DataDir, now: i64) {
         let Ok(free) = files.free_bytes() else { return };
         if let Err(error) = self.act(store, free, now).await {
-            tracing::error!(error = &error as &dyn std::error::Error, "the disk's watermark is not honoured");
+            tracing::error!(error = with_causes(&error), "the disk's watermark is not honoured");
         }
     }
 

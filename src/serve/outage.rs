@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use futures::StreamExt;
 
+use crate::causes::with_causes;
 use crate::id::JobId;
 use crate::reward::client::RewardClient;
 use crate::reward::webhook::Webhook;
@@ -67,7 +68,7 @@ pub(super) async fn watch(store: Store, client: RewardClient) {
     loop {
         interval.tick().await;
         if let Err(error) = watch.look().await {
-            tracing::error!(error = &error as &dyn std::error::Error, "nobody looks after jobs in an outage");
+            tracing::error!(error = with_causes(&error), "nobody looks after jobs in an outage");
         }
     }
 }
@@ -146,7 +147,7 @@ impl Service {
 }
 
 fn unasked(job: JobId, error: &StoreError) {
-    tracing::warn!(%job, error = error as &dyn std::error::Error, "its reward service is not asked");
+    tracing::warn!(%job, error = with_causes(error), "its reward service is not asked");
 }
 
 /// The services that can pause the job.
@@ -188,7 +189,7 @@ async fn is_back(reward: &RewardPlan, secrets: &RewardSecrets, client: &RewardCl
         },
         // The worker says why, and the job fails.
         Err(error) => {
-            tracing::warn!(%error, "a reward service cannot be asked");
+            tracing::warn!(error = with_causes(&error), "a reward service cannot be asked");
             true
         }
     }

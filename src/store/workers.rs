@@ -36,7 +36,7 @@ pub struct WorkerRow {
 impl Store {
     /// A worker says hello (again).
     pub async fn worker_register(&self, register: &Register, now: i64) -> Result<(), StoreError> {
-        let Register { worker, device, pid, threads, version, child } = register;
+        let Register { worker, device, pid, threads, version, child, protocol: _ } = register;
         sqlx::query(
             "INSERT INTO workers (id, device, pid, threads, version, child, seen_at, created_at) \
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7) ON CONFLICT (id) DO UPDATE SET device = excluded.device, \

@@ -18,6 +18,7 @@ use super::journal::Journal;
 use super::reports::Reports;
 use super::signals::{Progress, StopSignal, drops_work};
 use super::{TrainFn, Worker};
+use crate::causes::with_causes;
 use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, Stop, TrainInput, TrainOutcome};
 use crate::event::Phase;
@@ -151,15 +152,22 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Ended {
     let outcome = match (flushed, delivery.await) {
         (Ok(()), _) => outcome,
         (Err(_), Ok(Err(ClientError::LeaseLost))) => return Ended::Settled,
-        (Err(_), error) => {
-            tracing::error!(?error, "the events of the run could not be delivered");
+        (Err(_), ended) => {
+            let error = match &ended {
+                Ok(Ok(())) => "the delivery ended".to_owned(),
+                Ok(Err(error)) => with_causes(error),
+                Err(error) => with_causes(error),
+            };
+            tracing::error!(error, "the events of the run could not be delivered");
             Outcome::Failed { failure: failure::events_refused(progress.get()) }
         }
     };
     let finish = Finish { attempt: held.attempt, outcome };
     match persist(|| client.finish(held, &finish), ClientError::is_transient).await {
         Ok(()) => tracing::info!(job = %held.job, "the attempt is over"),
-        Err(error) => tracing::warn!(job = %held.job, %error, "the end of the attempt could not be reported"),
+        Err(error) => {
+            tracing::warn!(job = %held.job, error = with_causes(&error), "the end of the attempt could not be reported")
+        }
     }
     Ended::Settled
 }
@@ -268,7 +276,7 @@ impl Attempt {
             Ok(TrainOutcome::Finished) => Ok(()),
             Ok(TrainOutcome::Stopped(stop)) => Err(Cut::Stopped(stop)),
             Err(error) => {
-                tracing::warn!(%error, "the engine ended with an error");
+                tracing::warn!(error = with_causes(&error), "the engine ended with an error");
                 Err(match (host.failure, self.stop.get()) {
                     (Some(failure), _) => Cut::Failed(failure),
                     // Whatever it says, its work is not wanted any more.
@@ -457,11 +465,11 @@ async fn beat(
                 every
             }
             Err(error) if error.is_transient() && clock::now() - answered < OUTAGE => {
-                tracing::warn!(%error, "a heartbeat was not answered");
+                tracing::warn!(error = with_causes(&error), "a heartbeat was not answered");
                 every.min(Duration::from_secs(1))
             }
             Err(error) => {
-                tracing::warn!(%error, "the heartbeat ends");
+                tracing::warn!(error = with_causes(&error), "the heartbeat ends");
                 return stop.raise(Stop::LeaseLost);
             }
         };

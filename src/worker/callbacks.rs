@@ -10,6 +10,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::client::{Client, ClientError, Held, persist};
 use super::signals::StopSignal;
 use crate::callback::Chunk;
+use crate::causes::with_causes;
 use crate::engine::host::Stop;
 use crate::protocol::News;
 use crate::reward::journal::Unrecorded;
@@ -83,7 +84,7 @@ async fn fetch(client: Client, held: Held, stop: StopSignal, letters: watch::Sen
                 });
             }
             Err(error) => {
-                tracing::warn!(%error, "answers that come later cannot be fetched");
+                tracing::warn!(error = with_causes(&error), "answers that come later cannot be fetched");
                 if matches!(error, ClientError::LeaseLost) || error.is_transient() {
                     stop.raise(Stop::LeaseLost);
                 }

@@ -5,15 +5,17 @@ use std::time::Duration;
 
 use reqwest::{Method, RequestBuilder, Response, StatusCode, Url};
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 
 use super::clock;
+use crate::causes::with_causes;
 use crate::failpoint::fail_point;
 use crate::id::{DatasetId, JobId};
 use crate::protocol::{
-    CallbackNews, Claim, ClaimRequest, EventBatch, FileEntry, Finish, Heartbeat, HeartbeatReply, JournalBatch,
-    JournalPage, Publish, Published, Register, Registered, RewardReports,
+    CallbackNews, Claim, ClaimError, ClaimRequest, EventBatch, FileEntry, Finish, Heartbeat, HeartbeatReply,
+    JournalBatch, JournalPage, Publish, Published, Register, Registered, RewardReports, read_claim,
 };
 
 /// How long a worker goes on without an answer from the server.
@@ -62,6 +64,18 @@ pub enum ClientError {
     /// The answer is not what the protocol says.
     #[error("the server's answer is not understood; are both of the same version?")]
     Protocol(#[source] reqwest::Error),
+    /// One of the two is of another version.
+    #[error("{0}")]
+    OtherProtocol(String),
+    /// A job was handed out that this version does not understand.
+    #[error("the job is not understood; update this worker to the rlood of the server")]
+    Claim {
+        /// The claim, as far as it can be read.
+        held: Option<Box<Held>>,
+        /// What is not understood.
+        #[source]
+        source: ClaimError,
+    },
     /// The local disk.
     #[error("cannot {doing}")]
     Disk {
@@ -89,6 +103,8 @@ impl ClientError {
             | ClientError::Unauthorized
             | ClientError::Refused { .. }
             | ClientError::Protocol(_)
+            | ClientError::OtherProtocol(_)
+            | ClientError::Claim { .. }
             | ClientError::Disk { .. } => false,
         }
     }
@@ -107,7 +123,7 @@ where
     loop {
         match call().await {
             Err(error) if another(&error) && clock::now() - begun < OUTAGE => {
-                tracing::debug!(%error, "trying again");
+                tracing::debug!(error = with_causes(&error), "trying again");
                 tokio::time::sleep(delay).await;
                 delay = (delay * 2).min(LONGEST_DELAY);
             }
@@ -148,11 +164,17 @@ pub(super) struct Client {
 
 /// A claim, as the calls name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Held {
+pub struct Held {
     /// The job.
     pub(super) job: JobId,
     /// The fence.
     pub(super) attempt: u64,
+}
+
+impl Held {
+    fn named_in(claim: &Value) -> Option<Self> {
+        Some(Self { job: claim.get("job")?.as_str()?.parse().ok()?, attempt: claim.get("attempt")?.as_u64()? })
+    }
 }
 
 impl Client {
@@ -183,7 +205,13 @@ impl Client {
         let limit = CALL + Duration::from_millis(request.wait_ms);
         let response =
             answer("claim", self.request(Method::POST, &["claim"], None).timeout(limit).json(request)).await?;
-        if response.status() == StatusCode::NO_CONTENT { Ok(None) } else { json(response).await.map(Some) }
+        if response.status() == StatusCode::NO_CONTENT {
+            return Ok(None);
+        }
+        let sent: Value = json(response).await?;
+        read_claim(&sent)
+            .map(Some)
+            .map_err(|source| ClientError::Claim { held: Held::named_in(&sent).map(Box::new), source })
     }
 
     pub(super) async fn heartbeat(&self, held: Held, beat: &Heartbeat) -> Result<HeartbeatReply, ClientError> {
@@ -305,6 +333,9 @@ async fn answer(call: &'static str, request: RequestBuilder) -> Result<Response,
     let code = problem.as_ref().map_or("", |problem| problem.code.as_str());
     Err(match (status.as_u16(), code) {
         (409, "lease_lost") => ClientError::LeaseLost,
+        (409, "protocol_mismatch") => {
+            ClientError::OtherProtocol(problem.map_or_else(|_| String::new(), |problem| problem.detail))
+        }
         (401, _) => ClientError::Unauthorized,
         (507, _) => ClientError::StorageFull,
         (status @ (408 | 425 | 429 | 500..), _) => ClientError::Unavailable(status),

@@ -2,6 +2,7 @@
 
 use super::client::ClientError;
 use super::signals::Position;
+use crate::causes::with_causes;
 use crate::engine::error::{EngineError, FailureClass as EngineClass};
 use crate::job::{Failure, FailureClass};
 
@@ -85,7 +86,9 @@ pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
         | ClientError::Refused { .. }
         | ClientError::Unavailable(_)
         | ClientError::Unreachable(_)
-        | ClientError::Protocol(_) => "worker_protocol",
+        | ClientError::Protocol(_)
+        | ClientError::OtherProtocol(_)
+        | ClientError::Claim { .. } => "worker_protocol",
     };
     failure(FailureClass::Infra, code, with_causes(error), position, Some("see the worker's log, then retry the job"))
 }
@@ -137,19 +140,4 @@ pub(super) fn dataset_missing(detail: &str, position: Position) -> Failure {
         position,
         Some(suggestion),
     )
-}
-
-/// The error and its causes, each once.
-pub(super) fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let next = error.to_string();
-        if !text.ends_with(&next) {
-            text.push_str(": ");
-            text.push_str(&next);
-        }
-        cause = error.source();
-    }
-    text
 }

@@ -13,6 +13,7 @@ use super::events::Events;
 use super::failure;
 use super::journal::Journal;
 use super::signals::{Progress, StopSignal, drops_work};
+use crate::causes::with_causes;
 use crate::engine::host::{Host, HostError, SavedCheckpoint, Score, ScoreRequest, Stop};
 use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::job::Failure;
@@ -102,7 +103,11 @@ impl JobHost {
             match self.publish_once(checkpoint).await {
                 // A server that restarted meanwhile swept what had been uploaded to it.
                 Err(error @ ClientError::Refused { status: 422, .. }) if tries < PUBLISH_TRIES => {
-                    tracing::warn!(step = checkpoint.step, %error, "uploading the checkpoint again");
+                    tracing::warn!(
+                        step = checkpoint.step,
+                        error = with_causes(&error),
+                        "uploading the checkpoint again"
+                    );
                     tries += 1;
                 }
                 other => return other,

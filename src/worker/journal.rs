@@ -12,6 +12,7 @@ use super::callbacks::Mailbox;
 use super::client::{Client, ClientError, Held, full_at_once, persist};
 use super::signals::StopSignal;
 use crate::callback::{CallbackTerms, Chunk};
+use crate::causes::with_causes;
 use crate::engine::host::Stop;
 use crate::event::SamplePhase;
 use crate::protocol::{JournalBatch, JournalEntry, RewardAnswer};
@@ -177,7 +178,7 @@ async fn deliver(
             _ = stop.wait_for(|stop| *stop == Stop::LeaseLost) => Err(ClientError::LeaseLost),
         };
         if let Err(error) = sent {
-            tracing::warn!(%error, "the journal ends");
+            tracing::warn!(error = with_causes(&error), "the journal ends");
             match &error {
                 ClientError::StorageFull => stop.raise(Stop::Pause { reason: Some("disk_full".to_owned()) }),
                 error if matches!(error, ClientError::LeaseLost) || error.is_transient() => stop.raise(Stop::LeaseLost),

@@ -7,6 +7,7 @@ use tokio::sync::Mutex;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{Client, ClientError, Held, persist};
+use crate::causes::with_causes;
 use crate::protocol::{RewardReport, RewardReports};
 use crate::reward::Rewards;
 
@@ -39,7 +40,7 @@ impl Reports {
                     tokio::time::sleep(EVERY).await;
                     // What could not be told now is told with what comes next.
                     if let Err(error) = teller.tell().await {
-                        tracing::debug!(%error, "the rewards' reports are not taken");
+                        tracing::debug!(error = with_causes(&error), "the rewards' reports are not taken");
                     }
                 }
             }
@@ -50,7 +51,7 @@ impl Reports {
     /// Tells how it ended, as long as that may take some time.
     pub(super) async fn last(&self) {
         if let Err(error) = persist(|| self.teller.tell(), ClientError::is_transient).await {
-            tracing::warn!(%error, "the rewards' last reports are not taken");
+            tracing::warn!(error = with_causes(&error), "the rewards' last reports are not taken");
         }
     }
 }

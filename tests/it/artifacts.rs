@@ -7,7 +7,7 @@ use axum::http::{Request, header};
 use base64::Engine;
 use rlood::event::Metrics;
 use rlood::id::{JobId, WorkerId};
-use rlood::protocol::{FileEntry, Outcome, Register};
+use rlood::protocol::{FileEntry, Outcome, PROTOCOL, Register};
 use rlood::store::{PublishCheckpoint, clock_ms};
 use serde_json::{Value, json};
 
@@ -123,7 +123,15 @@ async fn job_with_checkpoint(server: &Server, files: &[(&str, &[u8])]) -> (JobId
     assert_eq!(answer.status, 201, "{}", answer.text());
     let job: JobId = answer.json()["id"].as_str().unwrap().parse().unwrap();
     let worker = WorkerId::new();
-    let register = Register { worker, device: "cpu".into(), pid: 1, threads: 1, version: "0".into(), child: false };
+    let register = Register {
+        worker,
+        device: "cpu".into(),
+        pid: 1,
+        threads: 1,
+        version: "0".into(),
+        child: false,
+        protocol: PROTOCOL,
+    };
     let store = &server.state.store;
     store.worker_register(&register, clock_ms()).await.unwrap();
     let claim = store.job_claim(worker, clock_ms(), 30_000).await.unwrap().unwrap();

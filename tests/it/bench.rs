@@ -115,3 +115,17 @@ fn a_build_without_cuda_says_so_when_it_is_asked_for_a_gpu() {
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert!(said.contains("built without CUDA"), "{said}");
 }
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn the_advice_for_a_device_that_cannot_be_used_names_no_flag_of_another_role() {
+    for (role, flag, other) in [("worker", "--device", "--devices"), ("serve", "--devices", "--device ")] {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_rlood"));
+        let output =
+            command.args([role, flag, "cuda:0"]).env("RLOOD_WORKER_TOKEN", "sixteen-letters!").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(flag) && said.contains("use cpu, or a build with CUDA"), "{said}");
+        assert!(!said.contains(other), "{said}");
+    }
+}

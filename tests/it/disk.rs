@@ -123,3 +123,17 @@ async fn uploads_are_refused_on_a_nearly_full_disk_however_small_they_are() {
     let inline = server.post("/jobs", job()).await;
     assert_eq!((inline.status.as_u16(), &inline.body["code"]), (507, &"storage_full".into()), "{}", inline.text);
 }
+
+#[tokio::test]
+async fn a_server_is_ready_as_long_as_the_reserve_is_free_and_without_one_always() {
+    let ready = async |reserve: u64| {
+        let server = Server::start_with(|config| config.edge.disk_reserve_bytes = reserve).await;
+        server.get("/readyz").await
+    };
+    assert_eq!(ready(0).await.text, "ok\n");
+    let free = Setting::new().await.files.free_bytes().unwrap();
+    assert_eq!(ready(free / 2).await.text, "ok\n");
+    let low = ready(free.saturating_mul(2)).await;
+    assert_eq!((low.status.as_u16(), &low.body["code"]), (503, &"not_ready".into()), "{}", low.text);
+    assert!(low.body["detail"].as_str().unwrap().contains(&format!("{} are needed", free * 2)), "{}", low.text);
+}

@@ -2,7 +2,7 @@
 
 use rlood::files::hash_file;
 use rlood::id::{JobId, WorkerId};
-use rlood::protocol::{FileEntry, Outcome, Register};
+use rlood::protocol::{FileEntry, Outcome, PROTOCOL, Register};
 use rlood::store::{Claimed, PublishCheckpoint, clock_ms};
 use serde_json::{Value, json};
 
@@ -52,8 +52,15 @@ async fn fork(server: &Server, id: JobId, from_step: u64, overrides: Value) -> (
 
 async fn claim(server: &Server) -> Claimed {
     let worker = WorkerId::new();
-    let register =
-        Register { worker, device: "cpu".to_owned(), pid: 1, threads: 1, version: "0".to_owned(), child: false };
+    let register = Register {
+        worker,
+        device: "cpu".to_owned(),
+        pid: 1,
+        threads: 1,
+        version: "0".to_owned(),
+        child: false,
+        protocol: PROTOCOL,
+    };
     server.state.store.worker_register(&register, clock_ms()).await.unwrap();
     server.state.store.job_claim(worker, clock_ms(), 30_000).await.unwrap().unwrap()
 }

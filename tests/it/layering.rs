@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 const WORDS: &[&str] = &[
     "access",
     "callback",
+    "causes",
     "config",
     "dataset",
     "doctor",

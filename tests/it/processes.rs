@@ -28,15 +28,16 @@ impl Server {
 
     /// The same, with further flags.
     pub fn start_with(data_dir: &Path, devices: &str, flags: &[&str]) -> Self {
-        Self::start_by(rlood(data_dir, devices).args(flags))
+        Self::start_by(command(data_dir, devices).args(flags))
     }
 
     /// The same, with these variables.
     pub fn start_in(data_dir: &Path, devices: &str, variables: &[(&str, &str)]) -> Self {
-        Self::start_by(rlood(data_dir, devices).envs(variables.iter().copied()))
+        Self::start_by(command(data_dir, devices).envs(variables.iter().copied()))
     }
 
-    fn start_by(command: &mut Command) -> Self {
+    /// The same, as this command starts it.
+    pub fn start_by(command: &mut Command) -> Self {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
@@ -149,7 +150,8 @@ pub fn binary() -> PathBuf {
     std::env::var_os("RLOOD_BINARY").map_or_else(|| env!("CARGO_BIN_EXE_rlood").into(), PathBuf::from)
 }
 
-fn rlood(data_dir: &Path, devices: &str) -> Command {
+/// `rlood serve` on a free port, with no settings but these.
+pub fn command(data_dir: &Path, devices: &str) -> Command {
     let mut command = Command::new(binary());
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("RLOOD_")) {
         command.env_remove(name);
@@ -330,7 +332,7 @@ async fn an_idle_server_stops_at_once_with_code_zero() {
 fn two_servers_on_one_data_directory_are_one_too_many() {
     let dir = tempfile::tempdir().unwrap();
     let _first = Server::start(dir.path(), "none");
-    let second = rlood(dir.path(), "none").output().unwrap();
+    let second = command(dir.path(), "none").output().unwrap();
     assert_eq!(second.status.code(), Some(1));
     assert_eq!(String::from_utf8_lossy(&second.stdout), "");
     let error = String::from_utf8_lossy(&second.stderr);

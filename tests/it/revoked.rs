@@ -60,7 +60,7 @@ async fn a_worker_whose_key_is_revoked_while_it_waits_gets_no_job() {
     let register = json!({"worker": worker, "device": "cpu", "pid": 1, "threads": 1, "version": "0", "child": false});
     let store = &server.state.store;
     store.worker_register(&serde_json::from_value(register).unwrap(), 1).await.unwrap();
-    let body = json!({"worker": worker, "wait_ms": 30_000});
+    let body = json!({"worker": worker, "wait_ms": 30_000, "protocol": rlood::protocol::PROTOCOL});
     let waiting = async { call(&server, "POST", "/worker/claim", &worker_key.text, Some(&body)).await };
     let meanwhile = async {
         // It has looked into the queue, which is empty.

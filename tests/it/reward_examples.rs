@@ -23,20 +23,24 @@ struct Service {
 impl Service {
     /// `None`, with a word about it, where the program is not on this machine.
     fn start(program: &str, arguments: &[&str]) -> Option<Self> {
-        let mut command = Command::new(program);
-        command.args(arguments).env("REWARD_SECRET", SECRET).stdout(Stdio::piped()).stdin(Stdio::null());
-        let mut child = match command.spawn() {
-            Ok(child) => child,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                println!("skipped: there is no {program} on this machine");
-                return None;
-            }
-            Err(error) => panic!("{program}: {error}"),
-        };
+        let mut child = spawn(Command::new(program).args(arguments).env("REWARD_SECRET", SECRET))?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let url = line.strip_prefix("listening on ").unwrap_or_else(|| panic!("{program}: {line:?}")).trim().to_owned();
         Some(Self { child, url: format!("{url}/score") })
+    }
+}
+
+/// `None`, with a word about it, where the program is not on this machine.
+fn spawn(command: &mut Command) -> Option<Child> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    match command.stdout(Stdio::piped()).stdin(Stdio::null()).spawn() {
+        Ok(child) => Some(child),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            println!("skipped: there is no {program} on this machine");
+            None
+        }
+        Err(error) => panic!("{program}: {error}"),
     }
 }
 
@@ -100,6 +104,30 @@ async fn passes_and_trains(url: &str, asynchronous: bool) {
         };
         assert_eq!(sample["rewards"]["marks"], json!(expected), "{sample}");
     }
+}
+
+/// README.md has one block of Python, with the tests' own secret in it.
+#[tokio::test]
+async fn the_service_in_the_readme_passes_without_a_warning() {
+    let readme = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
+    let (_, rest) = readme.split_once("```python\n").unwrap();
+    let (code, _) = rest.split_once("```\n").unwrap();
+    assert!(code.contains(SECRET.strip_prefix("whsec_").unwrap()), "{code}");
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let address = format!("(\"127.0.0.1\", {port})");
+    assert_eq!(code.matches("(\"127.0.0.1\", 9000)").count(), 1, "{code}");
+    let code = code.replace("(\"127.0.0.1\", 9000)", &address);
+    let Some(mut child) = spawn(Command::new("python3").args(["-c", &code]).stderr(Stdio::null())) else { return };
+    let begun = std::time::Instant::now();
+    while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+        assert!(child.try_wait().unwrap().is_none(), "it ended: {code}");
+        assert!(begun.elapsed() < std::time::Duration::from_secs(60), "it does not listen: {code}");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    let service = Service { child, url: format!("http://127.0.0.1:{port}/score") };
+    let url = service.url.clone();
+    let (code, report) = tokio::task::spawn_blocking(move || check(&url)).await.unwrap();
+    assert_eq!(code, Some(0), "{report:#}");
 }
 
 #[tokio::test]

@@ -240,7 +240,10 @@ struct Run {
 impl Run {
     async fn claim(http: &Http) -> Self {
         let worker = registered(http).await;
-        let claim = http.post("/worker/claim", &json!({"worker": worker, "wait_ms": 0})).await.unwrap();
+        let claim = http
+            .post("/worker/claim", &json!({"worker": worker, "wait_ms": 0, "protocol": rlood::protocol::PROTOCOL}))
+            .await
+            .unwrap();
         let text = |name: &str| claim[name].as_str().unwrap().to_owned();
         Self { job: text("job"), attempt: claim["attempt"].as_u64().unwrap(), first_batch: 0 }
     }
@@ -266,7 +269,7 @@ impl Run {
 
 async fn registered(http: &Http) -> String {
     let worker = rlood::id::WorkerId::new().to_string();
-    let register = json!({"worker": worker, "device": "cpu", "pid": 1, "threads": 1, "version": "0.1.0"});
+    let register = json!({"worker": worker, "device": "cpu", "pid": 1, "threads": 1, "version": "0.1.0", "protocol": rlood::protocol::PROTOCOL});
     http.post("/worker/register", &register).await.unwrap();
     worker
 }
@@ -276,7 +279,10 @@ async fn claims(http: &Http, count: usize) -> Vec<Duration> {
     for _ in 0..count {
         let worker = registered(http).await;
         let begun = Instant::now();
-        let claim = http.post("/worker/claim", &json!({"worker": worker, "wait_ms": 0})).await.unwrap();
+        let claim = http
+            .post("/worker/claim", &json!({"worker": worker, "wait_ms": 0, "protocol": rlood::protocol::PROTOCOL}))
+            .await
+            .unwrap();
         times.push(begun.elapsed());
         assert!(claim["attempt"].as_u64() >= Some(1), "{claim}");
     }

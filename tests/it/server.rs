@@ -12,7 +12,7 @@ use rlood::event::{Event, FinishReason, Sample, SamplePhase};
 use rlood::files::DataDir;
 use rlood::http::{AppState, router};
 use rlood::id::{JobId, WorkerId};
-use rlood::protocol::{EventBatch, Register};
+use rlood::protocol::{EventBatch, PROTOCOL, Register};
 use rlood::store::{Store, clock_ms};
 use serde_json::{Value, json};
 use tower::ServiceExt;
@@ -99,8 +99,15 @@ impl Server {
     /// A worker that claims the next job.
     pub async fn claim(&self) -> (JobId, u64) {
         let worker = WorkerId::new();
-        let register =
-            Register { worker, device: "cpu".to_owned(), pid: 1, threads: 1, version: "0".to_owned(), child: false };
+        let register = Register {
+            worker,
+            device: "cpu".to_owned(),
+            pid: 1,
+            threads: 1,
+            version: "0".to_owned(),
+            child: false,
+            protocol: PROTOCOL,
+        };
         self.state.store.worker_register(&register, clock_ms()).await.unwrap();
         let claimed = self.state.store.job_claim(worker, clock_ms(), 30_000).await.unwrap().unwrap();
         (claimed.job, claimed.attempt)

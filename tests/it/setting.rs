@@ -6,7 +6,7 @@ use rlood::event::Metrics;
 use rlood::files::DataDir;
 use rlood::id::{DatasetId, JobId, WorkerId};
 use rlood::job::{Failure, FailureClass, State};
-use rlood::protocol::{FileEntry, Outcome, Register};
+use rlood::protocol::{FileEntry, Outcome, PROTOCOL, Register};
 use rlood::spec::Plan;
 use rlood::store::{Claimed, JobRow, NewDataset, NewJob, Publication, PublishCheckpoint, Store, StoreError};
 use serde_json::json;
@@ -72,8 +72,15 @@ impl Setting {
 
     pub async fn worker_with(&self, child: bool) -> WorkerId {
         let worker = WorkerId::new();
-        let register =
-            Register { worker, device: "cpu".to_owned(), pid: 7, threads: 2, version: "0.1.0".to_owned(), child };
+        let register = Register {
+            worker,
+            device: "cpu".to_owned(),
+            pid: 7,
+            threads: 2,
+            version: "0.1.0".to_owned(),
+            child,
+            protocol: PROTOCOL,
+        };
         self.store.worker_register(&register, T0).await.unwrap();
         worker
     }

@@ -13,6 +13,7 @@ use rlood::files::hex;
 use rlood::http::{AppState, router};
 use rlood::id::{DatasetId, JobId, WorkerId};
 use rlood::job::State;
+use rlood::protocol::PROTOCOL;
 use rlood::store::NewModel;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -30,8 +31,14 @@ struct Server {
 
 impl Server {
     async fn new() -> Self {
+        Self::with(|_| {}).await
+    }
+
+    /// With other settings.
+    async fn with(change: impl FnOnce(&mut ServeConfig)) -> Self {
         let setting = Setting::new().await;
-        let config = ServeConfig::loopback(setting.dir.path()).unwrap();
+        let mut config = ServeConfig::loopback(setting.dir.path()).unwrap();
+        change(&mut config);
         let token = config.worker_token.clone();
         let model = NewModel {
             id: "org/tiny".to_owned(),
@@ -45,7 +52,8 @@ impl Server {
         let state = AppState::new(setting.store.clone(), setting.files.clone(), Arc::new(config));
         let disk_low = state.disk_low.clone();
         let server = Self { setting, router: router(state), token, worker: WorkerId::new(), disk_low };
-        let register = json!({"worker": server.worker, "device": "cpu", "pid": 1, "threads": 1, "version": "0.1.0"});
+        let register = json!({"worker": server.worker, "device": "cpu", "pid": 1, "threads": 1, "version": "0.1.0",
+                              "protocol": PROTOCOL});
         let (status, body) = server.post("/worker/register", register).await;
         assert_eq!((status, &body["lease_ms"]), (StatusCode::OK, &json!(30_000)));
         server
@@ -70,7 +78,7 @@ impl Server {
     }
 
     async fn claim(&self, wait_ms: u64) -> (StatusCode, Value) {
-        self.post("/worker/claim", json!({"worker": self.worker, "wait_ms": wait_ms})).await
+        self.post("/worker/claim", json!({"worker": self.worker, "wait_ms": wait_ms, "protocol": PROTOCOL})).await
     }
 
     /// Uploads files and publishes them.
@@ -193,6 +201,30 @@ async fn no_job_is_handed_out_while_the_disk_is_nearly_full() {
     assert_eq!(server.setting.state(job).await, State::Queued);
     server.disk_low.store(false, Ordering::Relaxed);
     assert_eq!(server.claim(0).await.1["job"], json!(job));
+}
+
+#[tokio::test]
+async fn checkpoints_leave_the_reserve_free_but_for_what_a_job_saves_because_it_was_asked_to_stop() {
+    let upload = async |reserve: u64, pause: bool| {
+        let server = Server::with(|config| config.edge.disk_reserve_bytes = reserve).await;
+        let job = server.setting.job().await;
+        assert_eq!(server.claim(0).await.0, StatusCode::OK);
+        if pause {
+            server.setting.store.job_pause(job, T0).await.unwrap();
+        }
+        let path = format!("/worker/jobs/{job}/checkpoints/1/manifest.json?attempt=1");
+        let (status, body) = server.send("PUT", &path, "{}").await;
+        let code = serde_json::from_slice(&body).map_or(Value::Null, |problem: Value| problem["code"].clone());
+        (status.as_u16(), code)
+    };
+    let refused = (507, json!("storage_full"));
+    assert_eq!(upload(u64::MAX, false).await, refused);
+    assert_eq!(upload(u64::MAX, true).await, refused);
+    // Of twice as much as is free, a quarter is free.
+    let free = Setting::new().await.files.free_bytes().unwrap();
+    assert_eq!(upload(2 * free, false).await, refused);
+    assert_eq!(upload(2 * free, true).await, (204, Value::Null));
+    assert_eq!(upload(0, false).await, (204, Value::Null));
 }
 
 #[tokio::test]

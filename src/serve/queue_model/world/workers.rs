@@ -12,7 +12,7 @@ use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::http::worker::make_public;
 use crate::id::{JobId, WorkerId};
 use crate::job::{Failure, FailureClass, Requested, State};
-use crate::protocol::{EventBatch, FileEntry, JournalEntry, Outcome, Register};
+use crate::protocol::{EventBatch, FileEntry, JournalEntry, Outcome, PROTOCOL, Register};
 use crate::sample::RolloutId;
 use crate::store::{Beat, PublishCheckpoint, StoreError};
 
@@ -24,7 +24,8 @@ impl World {
 
     pub(super) async fn register(&mut self, child: bool) -> Result<usize, String> {
         let id = WorkerId::new();
-        let register = Register { worker: id, device: "cpu".into(), pid: 1, threads: 1, version: "0".into(), child };
+        let (device, version) = ("cpu".into(), "0".into());
+        let register = Register { worker: id, device, pid: 1, threads: 1, version, child, protocol: PROTOCOL };
         let registered = self.store().worker_register(&register, self.server.wall).await;
         registered.map_err(|error| format!("register: {error}"))?;
         self.say(format!("{id} registers{}", if child { " as a child" } else { "" }));
