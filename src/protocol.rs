@@ -25,7 +25,7 @@
 //! The rule: what is new here or in the plan (a field, a value, another meaning) comes with a new [`PROTOCOL`], in the same
 //! commit. A worker that does not know a setting would train without it and call that a success.
 //!
-//! - `Register`, `ClaimRequest` and `Registered` carry the number. Whoever says none says 0: what was built before there was one.
+//! - `Register`, `ClaimRequest` and `Registered` carry the number. Whoever says none says 1, the first one.
 //!   The server registers no worker of another number and hands it no job (409 `protocol_mismatch`); a worker leaves a server
 //!   of another number. Both say what to update. The server's own workers are its own binary, and have its number.
 //! - A job that runs while its server is updated goes on: its worker understood the plan when it took the job. Fields that are
@@ -55,6 +55,11 @@ pub use rewards::*;
 /// The number of this protocol, the plan included; see the rule above.
 pub const PROTOCOL: u32 = 1;
 
+/// Of whoever says none.
+const fn first_protocol() -> u32 {
+    1
+}
+
 /// A worker introduces itself.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Register {
@@ -72,7 +77,7 @@ pub struct Register {
     #[serde(default)]
     pub child: bool,
     /// [`PROTOCOL`], as it knows it.
-    #[serde(default)]
+    #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
 
@@ -84,7 +89,7 @@ pub struct Registered {
     /// Of a claim without heartbeat, ms.
     pub lease_ms: u64,
     /// [`PROTOCOL`], as the server knows it.
-    #[serde(default)]
+    #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
 
@@ -96,7 +101,7 @@ pub struct ClaimRequest {
     /// Longest wait, ms.
     pub wait_ms: u64,
     /// [`PROTOCOL`], as the worker knows it: its server may be another one since it registered.
-    #[serde(default)]
+    #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
 
