@@ -73,7 +73,7 @@ async fn a_worker_of_another_protocol_gets_no_job_and_learns_what_to_update() {
     let welcome = call(&server, "/worker/register", with_protocol(hello(known), PROTOCOL)).await;
     assert_eq!(welcome.body["protocol"], PROTOCOL, "{}", welcome.text);
     let ask = json!({"worker": known, "wait_ms": 0});
-    refused(&call(&server, "/worker/claim", ask.clone()).await, "update the worker");
+    refused(&call(&server, "/worker/claim", with_protocol(ask.clone(), 0)).await, "update the worker");
     refused(
         &call(&server, "/worker/claim", with_protocol(ask.clone(), PROTOCOL + 1)).await,
         "update and restart the server",
