@@ -50,7 +50,7 @@ async fn a_webhook_of_every_owners_jobs_is_nobodys_but_the_admins() {
         let listed = call(&server, "GET", "/webhooks", key, None).await;
         listed.body["data"].as_array().unwrap().iter().map(|hook| hook["id"].clone()).collect::<Vec<_>>()
     };
-    assert_eq!(listed(&member).await, [own.clone()]);
+    assert_eq!(listed(&member).await, std::slice::from_ref(&own));
     assert_eq!(listed(&lead).await, [own, all.body["id"].clone()]);
 }
 
