@@ -1,9 +1,9 @@
 //! Forks and warm starts over HTTP: what the new job is, what it keeps, what is refused; and jobs that memory cannot hold.
 
 use rlood::files::hash_file;
-use rlood::id::{JobId, WorkerId};
-use rlood::protocol::{FileEntry, Outcome, PROTOCOL, Register};
-use rlood::store::{Claimed, PublishCheckpoint, clock_ms};
+use rlood::id::JobId;
+use rlood::protocol::{FileEntry, Outcome};
+use rlood::store::{PublishCheckpoint, clock_ms};
 use serde_json::{Value, json};
 
 use crate::server::{SECRET, Server, job, with};
@@ -50,21 +50,6 @@ async fn fork(server: &Server, id: JobId, from_step: u64, overrides: Value) -> (
     (answer.status.as_u16(), answer.body)
 }
 
-async fn claim(server: &Server) -> Claimed {
-    let worker = WorkerId::new();
-    let register = Register {
-        worker,
-        device: "cpu".to_owned(),
-        pid: 1,
-        threads: 1,
-        version: "0".to_owned(),
-        child: false,
-        protocol: PROTOCOL,
-    };
-    server.state.store.worker_register(&register, clock_ms()).await.unwrap();
-    server.state.store.job_claim(worker, clock_ms(), 30_000).await.unwrap().unwrap()
-}
-
 #[tokio::test]
 async fn a_fork_of_a_compatible_plan_goes_on_from_the_checkpoint() {
     let server = Server::start().await;
@@ -83,7 +68,7 @@ async fn a_fork_of_a_compatible_plan_goes_on_from_the_checkpoint() {
     // Its worker resumes from the parent's bytes, also when the parent is gone.
     let answer = server.call("DELETE", &format!("/jobs/{id}"), None, None).await.status;
     assert_eq!(answer, 204);
-    let claimed = claim(&server).await;
+    let claimed = server.claimed().await;
     assert_eq!(claimed.job, child);
     let resume = claimed.resume.unwrap();
     assert_eq!((resume.step, resume.attempt), (5, 0));
@@ -103,7 +88,7 @@ async fn a_fork_of_another_batch_starts_warm() {
     let child: JobId = body["id"].as_str().unwrap().parse().unwrap();
     let files = server.state.files.initial_files(child).unwrap().unwrap();
     assert_eq!(files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>(), ADAPTER);
-    let claimed = claim(&server).await;
+    let claimed = server.claimed().await;
     assert!(claimed.job == child && claimed.resume.is_none());
     // Asked for by name, it starts warm also where it could go on.
     let (status, body) = fork(&server, id, 10, json!({"warm_start": {"reference": "initial"}})).await;

@@ -13,7 +13,7 @@ use rlood::files::DataDir;
 use rlood::http::{AppState, router};
 use rlood::id::{JobId, WorkerId};
 use rlood::protocol::{EventBatch, PROTOCOL, Register};
-use rlood::store::{Store, clock_ms};
+use rlood::store::{Claimed, Store, clock_ms};
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
@@ -98,6 +98,12 @@ impl Server {
 
     /// A worker that claims the next job.
     pub async fn claim(&self) -> (JobId, u64) {
+        let claimed = self.claimed().await;
+        (claimed.job, claimed.attempt)
+    }
+
+    /// The same, with all that the worker gets.
+    pub async fn claimed(&self) -> Claimed {
         let worker = WorkerId::new();
         let register = Register {
             worker,
@@ -109,8 +115,7 @@ impl Server {
             protocol: PROTOCOL,
         };
         self.state.store.worker_register(&register, clock_ms()).await.unwrap();
-        let claimed = self.state.store.job_claim(worker, clock_ms(), 30_000).await.unwrap().unwrap();
-        (claimed.job, claimed.attempt)
+        self.state.store.job_claim(worker, clock_ms(), 30_000).await.unwrap().unwrap()
     }
 
     pub async fn report(&self, job: JobId, attempt: u64, batch: u64, events: Vec<Event>) {
