@@ -123,7 +123,7 @@ if [[ -z $from ]]; then
     [[ -d $from ]] || from=target/gpu.tar.xz
 fi
 if [[ -f $from ]]; then
-    mkdir -p "$work/from" && tar -C "$work/from" -xf "$from" || fail "$from cannot be unpacked"
+    mkdir -p "$work/from" && "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' "$from" "$work/from" || fail "$from cannot be unpacked"
     from=$work/from
 fi
 rlood=$from/rlood

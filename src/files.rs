@@ -139,6 +139,8 @@ impl DataDir {
         remove_tree(&files.staging())?;
         for dir in [files.staging(), files.datasets(), files.checkpoints()] {
             create_private_dir(&dir)?;
+            // A command that root runs between two servers is in nobody's way.
+            held::give_to_owner_of(&files.root, &dir);
         }
         sync_dir(&files.root)?;
         Ok(files)

@@ -329,6 +329,8 @@ async fn tick(store: Store, files: DataDir, lease_ms: i64, mut disk: DiskWatch) 
             if let Err(error) = kept {
                 tracing::error!(error = with_causes(&error), "housekeeping failed");
             }
+            let files = files.clone();
+            tokio::task::spawn_blocking(move || files.drop_dead_links());
         }
     }
 }

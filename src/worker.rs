@@ -187,7 +187,7 @@ impl Worker {
         };
         let Registered { heartbeat_ms, lease_ms, protocol } =
             persist(|| self.client.register(&register), ClientError::is_transient).await?;
-        // A server that compares numbers refuses by itself: this one does not know of them.
+        // One that compares numbers has refused by itself.
         if protocol != PROTOCOL {
             return Err(ClientError::OtherProtocol(format!(
                 "the server is older than this worker (worker protocol {protocol}, this worker's is {PROTOCOL}): update \

@@ -77,13 +77,18 @@ pub fn is_vacant(path: &Path) -> Result<bool, FilesError> {
         // A link to nowhere is something.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(fs::symlink_metadata(path).is_err()),
         Err(error) => Err(cannot("look at", path)(error)),
-        Ok(found) => Ok(found.is_dir() && entries(path)?.iter().all(|path| is_of_the_volume(path))),
+        Ok(found) => Ok(found.is_dir() && entries(path)?.iter().all(|path| is_of_the_volume(path) || is_lock(path))),
     }
 }
 
 /// What stands in the root of a new file system, and may be for root's eyes only.
 fn is_of_the_volume(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name == "lost+found") && path.is_dir()
+}
+
+/// What a restore that was killed leaves; one that runs holds it.
+fn is_lock(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name == LOCK) && path.is_file()
 }
 
 /// Whether a server runs on a directory. Makes nothing there. Blocking.

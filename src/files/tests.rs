@@ -116,12 +116,18 @@ fn what_is_held_stays_when_it_is_removed_and_what_a_killed_backup_held_goes() {
     let files = DataDir::open(dir.path()).unwrap();
     let path = files.datasets().join("x.ndjson");
     fs::write(&path, "rows").unwrap();
-    let dead = files.staging().join("backup-dead");
-    fs::create_dir(&dead).unwrap();
-    fs::write(dead.join("0"), "of nobody").unwrap();
+    let [dead, young] = ["backup-dead", "backup-young"].map(|name| {
+        let left = files.staging().join(name);
+        fs::create_dir(&left).unwrap();
+        fs::write(left.join("0"), "of nobody").unwrap();
+        left
+    });
+    let before = std::time::SystemTime::now() - std::time::Duration::from_secs(120);
+    fs::File::open(&dead).unwrap().set_modified(before).unwrap();
 
     let mut held = files.hold();
-    assert!(!dead.exists());
+    assert!(!dead.exists() && young.exists(), "one that was just made may not be locked yet");
+    fs::remove_dir_all(&young).unwrap();
     held.keep(&path);
     held.keep(&files.datasets().join("missing"));
     fs::remove_file(&path).unwrap();
@@ -147,4 +153,8 @@ fn a_directory_is_vacant_when_nothing_of_ours_is_in_it() {
     assert!(is_served(&volume) && !is_vacant(&link).unwrap());
     drop(files);
     assert!(!is_served(&volume));
+    let killed = dir.path().join("killed");
+    fs::create_dir(&killed).unwrap();
+    fs::write(killed.join("rlood.lock"), "").unwrap();
+    assert!(is_vacant(&killed).unwrap(), "a restore that was killed leaves its lock");
 }

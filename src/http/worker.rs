@@ -74,7 +74,7 @@ struct Fence {
 async fn register(State(state): State<AppState>, Json(body): Json<Register>) -> Result<Json<Registered>, Problem> {
     let Register { worker, ref device, pid, ref version, protocol, .. } = body;
     if let Err(problem) = same_protocol(protocol) {
-        // Those of before the number ask again every second.
+        // It may ask again and again.
         if state.refused_workers.is_new(worker) {
             tracing::warn!(%worker, device, pid, version, "a worker is refused: {}", problem.detail());
         }

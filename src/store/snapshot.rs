@@ -19,6 +19,8 @@ impl Store {
     /// the server can remove one: nobody else writes until the copy has begun, some ms.
     pub async fn snapshot_to(&self, path: &Path, keep: &mut impl FnMut(&[CheckpointRow])) -> Result<(), StoreError> {
         let doing = "copy the database";
+        // Secrets are in it from the first byte on; an empty file is as good as none.
+        super::make_private(path).map_err(|error| StoreError::Open { path: path.to_owned(), source: error.into() })?;
         let name = path.to_str().ok_or("the path is not UTF-8").map_err(corrupt("path of a snapshot"))?;
         // Not to be had where the data directory is mounted read only; the caller then sees what is gone.
         let mut pause = self.begin(doing).await.ok();

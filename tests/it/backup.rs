@@ -149,7 +149,7 @@ async fn a_backup_that_a_running_job_outruns_fails_and_one_that_lacks_lost_files
     let claimed = setting.claim(worker, T0).await.unwrap();
     setting.publish(&claimed, 1, &Metrics::new()).await.unwrap();
     // Something to copy, so that the job is ahead.
-    setting.sql("INSERT INTO server_secrets VALUES ('filler', hex(zeroblob(10000000)))").await.unwrap();
+    setting.sql("INSERT INTO server_secrets VALUES ('filler', hex(zeroblob(40000000)))").await.unwrap();
     let other = tempfile::tempdir().unwrap();
     let copy = other.path().join("copy");
     // Rows without files: each is gone when it is looked for.
