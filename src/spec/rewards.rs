@@ -102,8 +102,11 @@ pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<Stri
 pub(super) fn read_reward_secrets(field: &Field<'_>) -> BTreeMap<String, RewardSecrets> {
     let mut secrets = BTreeMap::new();
     let Some(rewards) = field.object() else { return secrets };
-    for name in field.map().into_iter().flat_map(|rewards| rewards.keys()) {
+    for (name, value) in field.map().into_iter().flatten() {
         let of_reward = rewards.entry(name);
+        if value.is_null() {
+            of_reward.fail("invalid_type", "must not be null: leave it out, and it stays as it is");
+        }
         let Some(reader) = of_reward.object() else { continue };
         secrets.insert(name.clone(), service::read_secrets(&reader));
         reader.finish(|key, _| {

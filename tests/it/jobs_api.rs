@@ -381,6 +381,8 @@ async fn a_name_has_no_control_characters_and_null_changes_no_label() {
         let answer = server.call("PATCH", &at, Some(json!({field: null})), None).await;
         assert_eq!((answer.status.as_u16(), pointers(&answer)), (422, vec![format!("/{field} invalid_type")]));
     }
+    let answer = server.call("PATCH", &at, Some(json!({"reward_secrets": {"r1": null}})), None).await;
+    assert_eq!((answer.status.as_u16(), pointers(&answer)), (422, vec!["/reward_secrets/r1 invalid_type".to_owned()]));
     assert_eq!(server.call("PATCH", &at, Some(json!({"name": null, "metadata": {}})), None).await.status, 200);
 }
 
