@@ -18,7 +18,7 @@
 #                     from which one folder comes back
 #   --seconds N       end within so many seconds: a part gets what is left, or is not run, for that reason
 #   --python PROGRAM  a Python 3; with torch, transformers and peft the peers run too. Default: python3
-#   --small           tiny models and lengths, to try this script itself (cpu and the emulator will do): no bar is judged
+#   --small           tiny models and lengths, to try this script itself (the emulator will do; on cpu no bar has a figure): no bar is judged
 #
 # The machine needs the NVIDIA driver (580 or later) and cuBLAS 12 or 13 (the toolkit's, or the one that PyTorch brings), and
 # no compiler. Nothing else should use the GPU meanwhile. Figures are the fastest of several repetitions.

@@ -2,6 +2,8 @@
 //!
 //! Every call on a job names its attempt; the store refuses what comes from an attempt that no longer owns the job. Files
 //! are uploaded before they are published, and published before anybody can see them.
+//!
+//! Longer than other files: all of the protocol's routes, one short handler each.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;

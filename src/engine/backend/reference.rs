@@ -1,5 +1,7 @@
 //! The oracle: every operation as loops over rows ([`ops::slices`]) and candle's matrix products, in f32; slow, and
 //! compared with autograd over plain tensor operations ([`ops::plain`]) in tests.
+//!
+//! Longer than other files: one trait is implemented in one block.
 
 use std::convert::Infallible;
 use std::ops::Range;
