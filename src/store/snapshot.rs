@@ -13,6 +13,8 @@ use crate::id::{CheckpointId, DatasetId};
 
 /// A server's own statements wait for 5 s before they fail.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+/// For a break of somebody who writes all the time.
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 impl Store {
     /// Writes a consistent copy to a file that does not exist yet. `keep` gets every checkpoint that the copy will name, before
@@ -22,8 +24,7 @@ impl Store {
         // Secrets are in it from the first byte on; an empty file is as good as none.
         super::make_private(path).map_err(|error| StoreError::Open { path: path.to_owned(), source: error.into() })?;
         let name = path.to_str().ok_or("the path is not UTF-8").map_err(corrupt("path of a snapshot"))?;
-        // Not to be had where the data directory is mounted read only; the caller then sees what is gone.
-        let mut pause = self.begin(doing).await.ok();
+        let mut pause = self.pause().await;
         let end = Instant::now() + LONGEST_PAUSE;
         keep(&self.checkpoint_all().await?);
         let mut copy = pin!(sqlx::query("VACUUM INTO ?").bind(name).execute(&self.readers));
@@ -43,6 +44,22 @@ impl Store {
             }
         }
         rollback(pause).await
+    }
+
+    /// While this is open nobody else writes. Not to be had where the data directory is mounted read only, or where a disk
+    /// is too slow for the server's writes; the caller then sees what is gone.
+    async fn pause(&self) -> Option<Transaction<'static, Sqlite>> {
+        // SQLite's own waiting looks ten times a second, and so misses the breaks of a server that writes all the time.
+        const BEGIN: &str = "PRAGMA busy_timeout = 0; BEGIN IMMEDIATE; PRAGMA busy_timeout = 10000";
+        let end = Instant::now() + LONGEST_WAIT;
+        loop {
+            match self.writer.begin_with(BEGIN).await {
+                Err(error) if is_busy(&error) && Instant::now() < end => {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+                begun => return begun.ok(),
+            }
+        }
     }
 
     /// Every published checkpoint: of jobs that are not over first, newest first of each.
@@ -108,6 +125,12 @@ impl Store {
         }
         Ok(())
     }
+}
+
+/// Somebody else writes (SQLITE_BUSY, without the bits that say more).
+fn is_busy(error: &sqlx::Error) -> bool {
+    let code = error.as_database_error().and_then(|error| error.code()).and_then(|code| code.parse::<i32>().ok());
+    code.is_some_and(|code| code & 0xff == 5)
 }
 
 async fn rollback(pause: Option<Transaction<'static, Sqlite>>) -> Result<(), StoreError> {
