@@ -185,13 +185,14 @@ async fn get_manifest(
 
 /// Download all files of a checkpoint as one tar.
 ///
-/// It is made on the way, the same bytes every time; so ranges and conditions are honoured as of a file, and there is no digest of
-/// the whole: `manifest.json` has that of each file.
+/// It is made on the way, the same bytes every time; so ranges and conditions are honoured as of a file. `manifest.json` has the
+/// digest of each file.
 #[utoipa::path(method(get, head), path = "/checkpoints/{id}/archive.tar", tag = "Artifacts",
     params(("id" = CheckpointId, Path, description = "The checkpoint"), RangeHeaders),
     responses(
         (status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar", headers(
             ("ETag" = String, description = "Of the names and SHA-256 of its files, quoted"),
+            ("Repr-Digest" = String, description = "RFC 9530, of the whole archive, up to 64 MiB"),
             ("Accept-Ranges" = String, description = "bytes"),
         )),
         (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/x-tar"),
@@ -241,6 +242,7 @@ enum Which {
     responses(
         (status = 200, description = "The adapter", body = Vec<u8>, content_type = "application/x-tar", headers(
             ("ETag" = String, description = "Of the names and SHA-256 of its files, quoted"),
+            ("Repr-Digest" = String, description = "RFC 9530, of the whole archive, up to 64 MiB"),
             ("Accept-Ranges" = String, description = "bytes"),
         )),
         (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/x-tar"),

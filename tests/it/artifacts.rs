@@ -253,13 +253,16 @@ async fn an_archive_is_served_in_parts_that_make_the_whole() {
     for path in [format!("/checkpoints/{id}/archive.tar"), format!("/jobs/{job}/adapter")] {
         let whole = server.get(&path).await;
         let (etag, size) = (whole.header("etag").to_owned(), whole.body.len());
-        assert_eq!(whole.header("accept-ranges"), "bytes");
+        let digest = <sha2::Sha256 as sha2::Digest>::digest(&whole.body);
+        let digest = format!("sha-256=:{}:", base64::engine::general_purpose::STANDARD.encode(digest));
+        assert_eq!((whole.header("accept-ranges"), whole.header("repr-digest")), ("bytes", digest.as_str()));
         // Cuts inside a header, a file, and padding.
         let mut joined = Vec::new();
         for (first, last) in [(0, 99), (100, 511), (512, 514), (515, 1500), (1501, size - 2), (size - 1, size + 9)] {
             let range = format!("bytes={first}-{last}");
             let part = server.send(ask("GET", &path, &[("range", &range), ("if-range", &etag)])).await;
             assert_eq!((part.status.as_u16(), part.header("etag")), (206, etag.as_str()), "{range}");
+            assert_eq!(part.header("repr-digest"), digest, "of the whole");
             let content_range = format!("bytes {first}-{}/{size}", last.min(size - 1));
             assert_eq!(part.header("content-range"), content_range);
             assert_eq!(part.header("content-length"), part.body.len().to_string());
