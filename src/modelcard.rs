@@ -80,7 +80,10 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
         return Err(ModelCardError::new(dir.display().to_string(), detail));
     }
     let value = read_json(dir, config_file, MAX_CONFIG_BYTES)?;
-    let config = ModelConfig::from_json(config_file, &value)?;
+    let mut config = ModelConfig::from_json(config_file, &value)?;
+    if config.tie_word_embeddings && weights::has_own_head(dir, &config)? {
+        config.tie_word_embeddings = false;
+    }
     let tensors = weights::locate(dir, &config)?;
     let num_parameters = tensors.iter().map(|t| t.num_elements() as u64).sum();
 

@@ -312,6 +312,23 @@ fn a_missing_or_damaged_tokenizer_is_an_error() {
 }
 
 #[test]
+fn a_head_that_differs_from_the_embedding_is_not_tied_whatever_config_json_says() {
+    let dir = copy("llama_own_head");
+    let own = read(dir.path()).unwrap();
+    assert!(!own.config.tie_word_embeddings);
+    let of = |name: &str| own.tensors.iter().find(|tensor| tensor.name == name).unwrap();
+    let (embedding, head) = (of("model.embed_tokens.weight"), of("lm_head.weight"));
+    let path = dir.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let from = embedding.offset_bytes as usize;
+    bytes.copy_within(from..from + embedding.size_bytes(), head.offset_bytes as usize);
+    std::fs::write(path, bytes).unwrap();
+    let same = read(dir.path()).unwrap();
+    assert!(same.config.tie_word_embeddings);
+    assert_eq!(own.num_parameters - same.num_parameters, head.num_elements() as u64);
+}
+
+#[test]
 fn reading_garbage_never_panics() {
     let dir = copy("qwen3");
     for file in

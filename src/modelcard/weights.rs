@@ -75,6 +75,37 @@ pub(super) fn locate(dir: &Path, config: &ModelConfig) -> Result<Vec<TensorLocat
     locate_named(dir, config.tensors())
 }
 
+/// Whether the files hold another head than the embedding, though config.json ties the two: transformers 5 then unties them.
+/// Reads both where there are two; nearly always they differ at once, or there is one.
+pub(super) fn has_own_head(dir: &Path, config: &ModelConfig) -> Result<bool, ModelCardError> {
+    let shape = vec![config.vocab_size, config.hidden_size];
+    let names = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| (name.to_owned(), shape.clone()));
+    // One that is missing is told where it is needed.
+    let Ok(found) = locate_named(dir, names.into()) else { return Ok(false) };
+    let [embedding, head] = found.as_slice() else { return Ok(false) };
+    if embedding.dtype != head.dtype {
+        return Ok(true);
+    }
+    let (mut of_embedding, mut of_head) = (bytes_of(dir, embedding)?, bytes_of(dir, head)?);
+    let (mut one, mut other) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+    for begin in (0..embedding.size_bytes()).step_by(one.len()) {
+        let length = one.len().min(embedding.size_bytes() - begin);
+        of_embedding.read_exact(&mut one[..length]).map_err(|e| io_error(&embedding.file, &e))?;
+        of_head.read_exact(&mut other[..length]).map_err(|e| io_error(&head.file, &e))?;
+        if one[..length] != other[..length] {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// A file at the beginning of a tensor.
+fn bytes_of(dir: &Path, location: &TensorLocation) -> Result<std::fs::File, ModelCardError> {
+    let mut file = super::open(dir, &location.file)?;
+    file.seek(std::io::SeekFrom::Start(location.offset_bytes)).map_err(|e| io_error(&location.file, &e))?;
+    Ok(file)
+}
+
 /// Find these tensors, which must have these shapes.
 pub(super) fn locate_named(
     dir: &Path,

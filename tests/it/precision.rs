@@ -89,11 +89,12 @@ impl Tolerance {
     }
 }
 
+/// The fixtures that have an adapter.
 fn models() -> Vec<(String, PathBuf)> {
     let mut models: Vec<(String, PathBuf)> = std::fs::read_dir(fixture(""))
         .unwrap()
         .map(|entry| entry.unwrap())
-        .filter(|entry| entry.path().join("config.json").exists())
+        .filter(|entry| entry.path().join("lora").is_dir())
         .map(|entry| (entry.file_name().to_string_lossy().into_owned(), entry.path()))
         .collect();
     models.sort();
