@@ -53,7 +53,7 @@ impl ChatTemplate {
         kwargs: &Map<String, serde_json::Value>,
     ) -> Result<String, TextError> {
         let mut variables = vec![
-            ("messages".to_owned(), messages.iter().map(to_value).collect()),
+            ("messages".to_owned(), messages.iter().map(|message| to_value(&as_given(message))).collect()),
             ("tools".to_owned(), Value::from(())),
             ("documents".to_owned(), Value::from(())),
             ("add_generation_prompt".to_owned(), Value::from(add_generation_prompt)),
@@ -65,6 +65,24 @@ impl ChatTemplate {
         let variables = Value::from_object(Ordered(variables));
         self.template.render(&self.environment, variables, BUDGET, MAX_OUTPUT_BYTES).map_err(failed)
     }
+}
+
+/// Names of what an assistant thought, the first that has a value counts.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// A message as transformers 5 gives it to templates: without keys that are null, and what was thought under the two names
+/// that templates read, in its order of keys.
+fn as_given(message: &serde_json::Value) -> serde_json::Value {
+    let Some(fields) = message.as_object() else { return message.clone() };
+    let mut given: Map<String, serde_json::Value> =
+        fields.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.clone(), value.clone())).collect();
+    if let Some(reasoning) = REASONING.iter().find_map(|name| given.get(*name)).cloned() {
+        let mut renamed = Map::from_iter([("thinking".to_owned(), reasoning.clone())]);
+        renamed.extend(given);
+        renamed.insert("reasoning_content".to_owned(), reasoning);
+        given = renamed;
+    }
+    given.into()
 }
 
 /// `{% generation %}…{% endgeneration %}` marks for transformers what a model said, and writes nothing of its own. A scope
@@ -254,5 +272,48 @@ impl JsonStyle {
             return Err(Error::new(ErrorKind::InvalidOperation, "the rendered prompt is too long"));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn messages_reach_templates_as_transformers_gives_them() {
+        let said = |message: serde_json::Value, source: &str| {
+            let template = ChatTemplate::new(source.to_owned(), Vec::new()).unwrap();
+            template.render(&[message], false, &Map::new()).unwrap()
+        };
+        // Checked with transformers 5.23.0.
+        let null = "{% for m in messages %}{{ m.content }}|{{ 'content' in m }}|{{ m.content is none }}{% endfor %}";
+        assert_eq!(said(json!({"role": "user", "content": null}), null), "|False|False");
+        let whole = "{{ messages[0] | tojson }}";
+        for (message, expected) in [
+            (
+                json!({"role": "a", "content": "c", "x": {"y": null}}),
+                r#"{"role": "a", "content": "c", "x": {"y": null}}"#,
+            ),
+            (
+                json!({"role": "a", "reasoning": "r"}),
+                r#"{"thinking": "r", "role": "a", "reasoning": "r", "reasoning_content": "r"}"#,
+            ),
+            (
+                json!({"role": "a", "thinking": "t", "reasoning": "r"}),
+                r#"{"thinking": "t", "role": "a", "reasoning": "r", "reasoning_content": "t"}"#,
+            ),
+            (
+                json!({"reasoning_content": "", "role": "a", "thinking": "t"}),
+                r#"{"thinking": "t", "reasoning_content": "", "role": "a"}"#,
+            ),
+            (
+                json!({"role": "a", "reasoning_content": null, "thinking": null, "reasoning": "r"}),
+                r#"{"thinking": "r", "role": "a", "reasoning": "r", "reasoning_content": "r"}"#,
+            ),
+        ] {
+            assert_eq!(said(message, whole), expected);
+        }
     }
 }
