@@ -116,13 +116,21 @@ async fn list_events(
 
 /// Whether a client asks for server-sent events by name: whoever takes anything gets an answer that ends.
 pub(super) fn wants_stream(headers: &HeaderMap) -> bool {
-    let mut accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    accepted.any(|value| value.to_ascii_lowercase().contains("text/event-stream"))
+    let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    accepted.flat_map(|value| value.split(',')).any(|range| {
+        let mut parts = range.split(';').map(str::trim);
+        let is_named = parts.next().is_some_and(|kind| kind.eq_ignore_ascii_case("text/event-stream"));
+        // A weight of 0 says that it is not taken.
+        let weight =
+            parts.filter_map(|part| part.split_once('=')).find(|(name, _)| name.trim().eq_ignore_ascii_case("q"));
+        is_named && weight.and_then(|(_, weight)| weight.trim().parse::<f32>().ok()) != Some(0.0)
+    })
 }
 
 fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {
     let Some(text) = text else { return Ok(0) };
-    let seq = text.parse().ok().filter(|seq| *seq >= 0);
+    // A sign is no digit.
+    let seq = text.parse().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
     seq.ok_or_else(|| bad_seq(name, "must be the number (seq) of an event: start again without it"))
 }
 
@@ -197,4 +205,36 @@ async fn list_logs(
     state.store.job_get(id).await?;
     let page = state.store.log_page(id, query.after.as_deref(), query.limit()?).await?;
     Ok(Json(List::of(page, |LogRow { id: _, attempt, time, line }| LogLine { attempt, time: Time(time), line })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stream_is_for_who_asks_for_it_by_name_and_takes_it() {
+        for (accept, stream) in [
+            ("text/event-stream", true),
+            ("Text/Event-Stream; charset=utf-8", true),
+            ("application/json;q=0.5, text/event-stream;q=0.9", true),
+            ("text/event-stream;q=0.001", true),
+            ("text/event-stream;q=0", false),
+            ("text/event-stream; Q=0.000, application/json", false),
+            ("text/event-streams", false),
+            ("*/*", false),
+            ("application/json", false),
+        ] {
+            let headers = HeaderMap::from_iter([(header::ACCEPT, accept.parse().unwrap())]);
+            assert_eq!(wants_stream(&headers), stream, "{accept}");
+        }
+        assert!(!wants_stream(&HeaderMap::new()));
+    }
+
+    #[test]
+    fn a_cursor_is_digits() {
+        for text in ["+5", "-0", "-1", " 5", "", "5.0", "x", "99999999999999999999"] {
+            assert!(parse_seq(Some(text), "?after").is_err(), "{text}");
+        }
+        assert!(matches!(parse_seq(Some("5"), "?after"), Ok(5)) && matches!(parse_seq(None, "?after"), Ok(0)));
+    }
 }

@@ -6,8 +6,8 @@ use std::sync::LazyLock;
 use regex::{Captures, Regex};
 use reqwest::Url;
 use reqwest::header::HeaderMap;
-use serde_json::Value;
 
+use super::webhook::hidden::Hidden;
 use crate::spec::RewardSecrets;
 
 /// Stands for what is not shown.
@@ -18,47 +18,33 @@ const SHOWN_BYTES: usize = 4 * 1024;
 /// Headers of a message, and bytes of one of them.
 const HEADERS: usize = 40;
 const HEADER_BYTES: usize = 256;
-/// Shorter ones would be found in any text.
-const SHORTEST_SECRET: usize = 4;
 
 /// Fields of JSON whose text is a credential.
 static FIELDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let names = "[a-z_-]*(?:token|secret|password|passwd|api[_-]?key|authorization|cookie|credentials?)";
     Regex::new(&format!(r#"(?i)("{names}"\s*:\s*")((?:[^"\\]|\\.)*)"#)).ok()
 });
-/// Credentials in running text.
-static WORDS: LazyLock<Option<Regex>> =
-    LazyLock::new(|| Regex::new(r"(?i)\b(bearer |basic |whsec_|rld_|sk-)[A-Za-z0-9._~+/=-]{4,}").ok());
+/// Credentials in running text, as they are or escaped.
+static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
+    let escape = r"\\+/|\\+u[0-9a-f]{4}|%[0-9a-f]{2}";
+    Regex::new(&format!(r"(?i)\b((?:bearer|basic)(?: |\+|%20)|whsec_|rld_|sk-)(?:[A-Za-z0-9._~+/=-]|{escape}){{4,}}"))
+        .ok()
+});
 
 /// Knows the secrets of one reward.
 #[derive(Clone, Default)]
-pub(super) struct Redactor(Vec<String>);
+pub(super) struct Redactor(Hidden);
 
 impl Redactor {
     /// Every text among the secrets is one.
     pub fn new(secrets: &RewardSecrets) -> Self {
-        let mut values = Vec::new();
-        texts(&serde_json::to_value(secrets).unwrap_or_default(), &mut values);
-        let mut known: Vec<String> = Vec::new();
-        for value in values {
-            known.extend(value.split_whitespace().skip(1).map(str::to_owned));
-            known.extend(value.strip_prefix("whsec_").map(str::to_owned));
-            known.push(value);
-        }
-        known.retain(|secret| secret.len() >= SHORTEST_SECRET);
-        // The whole before its parts.
-        known.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
-        Self(known)
+        Self(Hidden::new(secrets))
     }
 
     /// A text without credentials, cut.
     pub fn text(&self, text: &str) -> String {
-        let mut text = text.get(..text.floor_char_boundary(READ_BYTES)).unwrap_or(text).to_owned();
-        for secret in &self.0 {
-            if text.contains(secret) {
-                text = text.replace(secret, REDACTED);
-            }
-        }
+        let text = text.get(..text.floor_char_boundary(READ_BYTES)).unwrap_or(text);
+        let mut text = String::from_utf8_lossy(&self.0.shown(text.as_bytes().to_vec())).into_owned();
         let field = |found: &Captures<'_>| format!("{}{REDACTED}", &found[1]);
         for pattern in [&FIELDS, &WORDS] {
             if let Some(pattern) = &**pattern {
@@ -96,15 +82,6 @@ impl Redactor {
     }
 }
 
-fn texts(value: &Value, found: &mut Vec<String>) {
-    match value {
-        Value::String(text) => found.push(text.clone()),
-        Value::Array(values) => values.iter().for_each(|value| texts(value, found)),
-        Value::Object(fields) => fields.values().for_each(|value| texts(value, found)),
-        Value::Null | Value::Bool(_) | Value::Number(_) => {}
-    }
-}
-
 fn cut(text: String, bytes: usize) -> String {
     if text.len() <= bytes { text } else { format!("{}…", &text[..text.floor_char_boundary(bytes)]) }
 }
@@ -130,6 +107,11 @@ mod tests {
             r#"{"reply": {"token": "hidden-three"}}"#,
             r#"{"access_token":"hidden-\"three"}"#,
             "use Bearer hidden-three",
+            r"Bearer abcd\/hidden-three",
+            r#"{"said": "Bearer ab\u002fhidden-three"}"#,
+            "q=bearer+ab%2Fhidden-three",
+            r"\u0068idden-one",
+            "%68idden%2Done",
         ] {
             let shown = redactor().text(text);
             assert!(!shown.contains("hidden") && !shown.contains("SGlkZGVu"), "{text} → {shown}");

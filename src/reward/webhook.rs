@@ -33,7 +33,7 @@ mod concurrency;
 mod delivery;
 pub(super) mod dialect;
 pub(super) mod endpoint;
-mod hidden;
+pub(super) mod hidden;
 mod known;
 mod later;
 mod record;

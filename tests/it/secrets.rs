@@ -25,6 +25,8 @@ fn canaries() -> Vec<(&'static str, String)> {
         ("the signing secret", "canary-signing-secret".to_owned()),
         ("a reward's header", "canary-header-value".to_owned()),
         ("a judge's key", "sk-canary-judge-key".to_owned()),
+        ("a header that is escaped", "canary-escaped".to_owned()),
+        ("a short header", "CANARY7".to_owned()),
         ("a refused secret", "canary-not-a-secret".to_owned()),
         ("a mistyped field", "canary-in-a-wrong-field".to_owned()),
         ("a stranger's key", "canary-wrong-key".to_owned()),
@@ -37,6 +39,11 @@ async fn repeat(request: Request) -> Response<Body> {
     let bytes = axum::body::to_bytes(body, 1 << 20).await.unwrap();
     let said = format!("{:?}", parts.headers).replace("Sensitive", "");
     let said = parts.headers.values().fold(said, |said, value| said + " " + &String::from_utf8_lossy(value.as_bytes()));
+    // As PHP, Go, a URL, a form, HTML and JSON in JSON write it.
+    let escaped = parts.headers.get("x-escaped").and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let said = [("/", "\\/"), ("&", "\\u0026"), ("/", "%2F"), ("&", "%26"), ("&", "&amp;"), ("/", "\\\\\\/")]
+        .iter()
+        .fold(said, |said, (plain, written)| said + " " + &escaped.replace(plain, written));
     let body: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
     let status = match parts.uri.path() {
         "/angry" => 401,
@@ -165,7 +172,9 @@ async fn no_secret_is_seen_anywhere() {
     let secret = format!("whsec_{}", of("the signing secret, encoded"));
     let webhook = |name: &str, path: &str| {
         json!({"name": name, "type": "webhook", "url": format!("{url}{path}"), "secret": secret, "max_outage_s": 1,
-               "headers": {"x-canary": of("a reward's header"), "authorization": format!("Bearer {}", of("a judge's key"))}})
+               "headers": {"x-canary": of("a reward's header"), "authorization": format!("Bearer {}", of("a judge's key")),
+                           "x-escaped": format!("{}/cd&ef=gh/ij", of("a header that is escaped")),
+                           "x-short": of("a short header")}})
     };
     let judge = json!({"name": "judge", "type": "openai_judge", "url": format!("{url}/v1/chat/completions"), "model": "m",
                        "rubric": "Is it good?", "weight": 0.0, "required": false, "max_outage_s": 1,

@@ -297,7 +297,8 @@ impl Webhook {
         if let (Some(exchanges), Some(request)) = (&self.exchanges, sent) {
             let (response, error) = match &outcome {
                 Ok((status, headers, body)) => {
-                    let text = body.as_ref().map(|body| readable_body(body)).unwrap_or_default();
+                    let shown = |body: &Vec<u8>| readable_body(&self.hidden.shown(body.clone()));
+                    let text = body.as_ref().map(shown).unwrap_or_default();
                     let response = Received { status: status.as_u16(), headers: readable_headers(headers), body: text };
                     (Some(response), body.as_ref().err().cloned())
                 }

@@ -1,54 +1,55 @@
-//! What a service must not get into our records by saying it back: the secrets it was asked with.
+//! What a service must not get into our records by saying it back: the secrets it was asked with. It may say them as they
+//! are, or as JSON, a URL, a form, HTML or base64 writes them, one in the other: escapes are taken off layer by layer, and
+//! each layer is searched.
 
+use std::cmp::Reverse;
+use std::ops::Range;
+
+use base64::Engine;
+use base64::engine::general_purpose::{STANDARD, URL_SAFE};
+use regex::bytes::{Regex, RegexBuilder};
 use reqwest::header::{HeaderMap, HeaderValue};
 
 use crate::spec::RewardSecrets;
 
 const INSTEAD: &[u8] = b"(redacted)";
-/// Shorter values are no secrets, and may stand in an answer for their own reasons.
-const SHORTEST: usize = 8;
+/// Shorter ones would be found in any text.
+const SHORTEST: usize = 4;
+/// Shorter ones may stand in an answer for their own reasons.
+const UNMISTAKABLE: usize = 8;
+/// Bytes of one in an answer.
+const LONGEST_NUMBER: usize = 40;
+/// Escapes around escapes that are taken off.
+const LAYERS: usize = 4;
+/// Bytes of a compiled search; the longest headers need a small part of it.
+const SEARCH_BYTES: usize = 256 << 20;
 
 /// The secrets of one reward, to be looked for.
-pub(super) struct Hidden(Vec<Vec<u8>>);
+#[derive(Clone, Default)]
+pub(in crate::reward) struct Hidden(Vec<Regex>);
 
 impl Hidden {
     /// Every value as a whole, and its words: a service may repeat a token without its `Bearer`.
-    pub(super) fn new(secrets: &RewardSecrets) -> Self {
-        let keys = secrets.secret.iter().chain(&secrets.previous_secret);
-        let key = keys.flat_map(|secret| [Some(secret.as_str()), secret.strip_prefix("whsec_")]);
-        let values = secrets
-            .headers
-            .values()
-            .flat_map(|value| std::iter::once(Some(value.as_str())).chain(value.split_whitespace().map(Some)));
-        let mut hidden: Vec<Vec<u8>> = key
-            .chain(values)
-            .flatten()
-            .filter(|text| text.len() >= SHORTEST)
-            .map(|text| text.as_bytes().to_vec())
-            .collect();
-        // The whole before its parts.
-        hidden.sort_by_key(|text| std::cmp::Reverse(text.len()));
-        hidden.dedup();
-        Self(hidden)
+    pub(in crate::reward) fn new(secrets: &RewardSecrets) -> Self {
+        let RewardSecrets { secret, previous_secret, headers } = secrets;
+        let values = secret.iter().chain(previous_secret).chain(headers.values());
+        Self(values.filter_map(|value| search(&forms(value))).collect())
     }
 
-    /// The bytes without them.
-    pub(super) fn bytes(&self, mut bytes: Vec<u8>) -> Vec<u8> {
-        for secret in &self.0 {
-            let mut from = 0;
-            while let Some(place) = bytes[from..].windows(secret.len()).position(|window| window == secret) {
-                let start = from + place;
-                bytes.splice(start..start + secret.len(), INSTEAD.iter().copied());
-                from = start + INSTEAD.len();
-            }
-        }
-        bytes
+    /// An answer without them, to be read on: a short one that may be the answer's own stays.
+    pub(super) fn bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
+        self.without(bytes, is_own)
+    }
+
+    /// What is shown to people, without them.
+    pub(in crate::reward) fn shown(&self, bytes: Vec<u8>) -> Vec<u8> {
+        self.without(bytes, |_, _| false)
     }
 
     /// The headers without them.
     pub(super) fn headers(&self, mut headers: HeaderMap) -> HeaderMap {
         for value in headers.values_mut() {
-            let clean = self.bytes(value.as_bytes().to_vec());
+            let clean = self.shown(value.as_bytes().to_vec());
             if clean != value.as_bytes()
                 && let Ok(clean) = HeaderValue::from_bytes(&clean)
             {
@@ -57,11 +58,242 @@ impl Hidden {
         }
         headers
     }
+
+    fn without(&self, bytes: Vec<u8>, stays: fn(&[u8], &Range<usize>) -> bool) -> Vec<u8> {
+        let places = self.places(&bytes, stays);
+        if places.is_empty() {
+            return bytes;
+        }
+        let (mut clean, mut from) = (Vec::with_capacity(bytes.len()), 0);
+        for Range { mut start, end } in places {
+            // Half an escape would break what follows.
+            let backslashes = bytes[from..start].iter().rev().take_while(|byte| **byte == b'\\').count();
+            start -= backslashes % 2;
+            clean.extend_from_slice(&bytes[from..start]);
+            clean.extend_from_slice(INSTEAD);
+            from = end;
+        }
+        clean.extend_from_slice(&bytes[from..]);
+        clean
+    }
+
+    /// Where they stand, in order, apart from each other.
+    fn places(&self, bytes: &[u8], stays: fn(&[u8], &Range<usize>) -> bool) -> Vec<Range<usize>> {
+        let mut found = Vec::new();
+        let mut layers: Vec<Layer> = Vec::new();
+        while !self.0.is_empty() {
+            let text = layers.last().map_or(bytes, |layer| &layer.text);
+            for place in self.0.iter().flat_map(|search| search.find_iter(text)) {
+                if place.len() >= UNMISTAKABLE || !stays(text, &place.range()) {
+                    found.push(layers.iter().rev().fold(place.range(), |place, layer| layer.origin(&place)));
+                }
+            }
+            match Layer::under(text).filter(|_| layers.len() < LAYERS) {
+                Some(layer) => layers.push(layer),
+                None => break,
+            }
+        }
+        found.sort_by_key(|place| (place.start, Reverse(place.end)));
+        let mut apart: Vec<Range<usize>> = Vec::with_capacity(found.len());
+        for place in found {
+            match apart.last_mut().filter(|last| place.start < last.end) {
+                Some(last) => last.end = last.end.max(place.end),
+                None => apart.push(place),
+            }
+        }
+        apart
+    }
+}
+
+/// What stands for a secret value: the whole, its words, what they are base64 of; all of it at each layer.
+fn forms(value: &str) -> Vec<Vec<u8>> {
+    let mut words: Vec<&str> = value.split_whitespace().collect();
+    // A scheme is no secret.
+    if words.len() > 1 && words[0].len() < UNMISTAKABLE {
+        words.remove(0);
+    }
+    let mut parts: Vec<String> = Vec::new();
+    for word in words {
+        let word = word.strip_prefix("whsec_").unwrap_or(word);
+        if let Some(inside) = STANDARD.decode(word).ok().and_then(|bytes| String::from_utf8(bytes).ok()) {
+            // `Basic` has a name before the password.
+            parts.extend(inside.split_once(':').map(|(_, password)| password.to_owned()));
+            parts.push(inside);
+        }
+        parts.push(word.to_owned());
+    }
+    parts.push(value.trim().to_owned());
+    let mut forms: Vec<Vec<u8>> = parts.iter().flat_map(|part| encoded(part)).collect();
+    forms.extend(parts.into_iter().map(String::into_bytes));
+    for mut form in forms.clone() {
+        for _ in 0..LAYERS {
+            let Some(layer) = Layer::under(&form) else { break };
+            form = layer.text;
+            forms.push(form.clone());
+        }
+    }
+    forms.retain(|form| form.len() >= SHORTEST);
+    // The whole before its parts.
+    forms.sort_by(|one, other| other.len().cmp(&one.len()).then_with(|| one.cmp(other)));
+    forms.dedup();
+    forms
+}
+
+/// Base64 of a text wherever it stands in what was encoded: without what the neighbours decide.
+fn encoded(part: &str) -> Vec<Vec<u8>> {
+    let mut found = Vec::new();
+    for before in 0..3 {
+        let bytes = [&[0; 2][..before], part.as_bytes()].concat();
+        let known = (before * 8).div_ceil(6)..bytes.len() * 8 / 6;
+        for engine in [STANDARD, URL_SAFE] {
+            let text = engine.encode(&bytes);
+            found.extend(text.get(known.clone()).filter(|text| text.len() >= UNMISTAKABLE).map(|text| text.into()));
+        }
+    }
+    found
+}
+
+fn search(forms: &[Vec<u8>]) -> Option<Regex> {
+    let literal = |form: &Vec<u8>| form.iter().map(|byte| format!("\\x{byte:02x}")).collect::<String>();
+    let pattern = forms.iter().map(literal).collect::<Vec<_>>().join("|");
+    let build = || RegexBuilder::new(&pattern).unicode(false).size_limit(SEARCH_BYTES).build().ok();
+    if forms.is_empty() { None } else { build() }
+}
+
+/// Whether a short text may be the answer's own: in a word, a name, a number. The answer could not be read without it.
+fn is_own(text: &[u8], place: &Range<usize>) -> bool {
+    let (before, secret, after) = (&text[..place.start], &text[place.clone()], &text[place.end..]);
+    let in_word = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric() || *byte == b'_');
+    if in_word(before.last()) || in_word(after.first()) {
+        return true;
+    }
+    let is_name = before.ends_with(b"\"")
+        && after.strip_prefix(b"\"").is_some_and(|after| after.trim_ascii_start().starts_with(b":"));
+    let is_digit = |byte: &u8| b"0123456789.+-eE".contains(byte);
+    let is_literal = secret.iter().all(is_digit) || matches!(secret, b"true" | b"false" | b"null");
+    let digits = before.iter().rev().take(LONGEST_NUMBER).take_while(|byte| is_digit(byte)).count();
+    let lead = before[..before.len() - digits].trim_ascii_end().last();
+    is_name || is_literal && lead.is_some_and(|byte| b":[,".contains(byte))
+}
+
+/// A text without its outermost escapes.
+struct Layer {
+    text: Vec<u8>,
+    pieces: Vec<Piece>,
+    /// Bytes of the text with them.
+    length: usize,
+}
+
+/// A piece of a layer, up to the next one: where it begins in its text and in the text above.
+struct Piece {
+    here: usize,
+    above: usize,
+    is_escape: bool,
+}
+
+impl Layer {
+    /// What is under the escapes of a text; `None` where it has none.
+    fn under(above: &[u8]) -> Option<Self> {
+        let (mut text, mut pieces) = (Vec::with_capacity(above.len()), Vec::new());
+        let (mut at, mut copied) = (0, 0);
+        while let Some(skipped) = above[at..].iter().position(|byte| b"\\%&+".contains(byte)) {
+            at += skipped;
+            let mut meant = Vec::new();
+            let Some(length) = unescape(&above[at..], &mut meant) else {
+                at += 1;
+                continue;
+            };
+            pieces.push(Piece { here: text.len(), above: copied, is_escape: false });
+            text.extend_from_slice(&above[copied..at]);
+            pieces.push(Piece { here: text.len(), above: at, is_escape: true });
+            text.append(&mut meant);
+            at += length;
+            copied = at;
+        }
+        if pieces.is_empty() {
+            return None;
+        }
+        pieces.push(Piece { here: text.len(), above: copied, is_escape: false });
+        text.extend_from_slice(&above[copied..]);
+        Some(Self { text, pieces, length: above.len() })
+    }
+
+    /// Where a place of this text, which is not empty, stands in the text above: an escape is one.
+    fn origin(&self, place: &Range<usize>) -> Range<usize> {
+        self.of_byte(place.start).start..self.of_byte(place.end.saturating_sub(1)).end
+    }
+
+    fn of_byte(&self, at: usize) -> Range<usize> {
+        let next = self.pieces.partition_point(|piece| piece.here <= at);
+        let end = self.pieces.get(next).map_or(self.length, |piece| piece.above);
+        match self.pieces[..next].last() {
+            Some(piece) if piece.is_escape => piece.above..end,
+            Some(piece) => piece.above + (at - piece.here)..piece.above + (at - piece.here) + 1,
+            None => at..at + 1,
+        }
+    }
+}
+
+/// Appends what the escape at the start of a text means, and tells how long it is; `None`: it is none.
+fn unescape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
+    let mut push = |meant: u32| char::from_u32(meant).map(|meant| out.extend(meant.to_string().into_bytes()));
+    match text {
+        // A form's space.
+        [b'+', ..] => push(0x20).map(|()| 1),
+        [b'%', rest @ ..] | [b'\\', b'x', rest @ ..] => {
+            out.push(u8::try_from(number(rest.get(..2)?, 16)?).ok()?);
+            Some(text.len() - rest.len() + 2)
+        }
+        [b'\\', b'u', rest @ ..] => {
+            let unit = number(rest.get(..4)?, 16)?;
+            let second = rest[4..].strip_prefix(b"\\u").and_then(|rest| number(rest.get(..4)?, 16));
+            match second {
+                Some(low @ 0xdc00..=0xdfff) if (0xd800..0xdc00).contains(&unit) => {
+                    push(0x10000 + ((unit - 0xd800) << 10) + (low - 0xdc00)).map(|()| 12)
+                }
+                _ => push(unit).map(|()| 6),
+            }
+        }
+        [b'\\', b'n', ..] => push(0x0a).map(|()| 2),
+        [b'\\', b'r', ..] => push(0x0d).map(|()| 2),
+        [b'\\', b't', ..] => push(0x09).map(|()| 2),
+        [b'\\', other, ..] if other.is_ascii_punctuation() => push(u32::from(*other)).map(|()| 2),
+        [b'&', rest @ ..] => {
+            let length = rest.iter().take(8).position(|byte| *byte == b';')?;
+            let meant = match &rest[..length] {
+                b"amp" => 0x26,
+                b"lt" => 0x3c,
+                b"gt" => 0x3e,
+                b"quot" => 0x22,
+                b"apos" => 0x27,
+                [b'#', b'x' | b'X', digits @ ..] => number(digits, 16)?,
+                [b'#', digits @ ..] => number(digits, 10)?,
+                _ => return None,
+            };
+            push(meant).map(|()| length + 2)
+        }
+        _ => None,
+    }
+}
+
+fn number(digits: &[u8], radix: u32) -> Option<u32> {
+    // A sign is no digit.
+    let digits = std::str::from_utf8(digits).ok().filter(|digits| digits.bytes().all(|b| b.is_ascii_hexdigit()))?;
+    u32::from_str_radix(digits, radix).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn hidden<const N: usize>(headers: [(&str, &str); N]) -> Hidden {
+        let headers = headers.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+        Hidden::new(&RewardSecrets { secret: None, previous_secret: None, headers })
+    }
+
+    fn clean(hidden: &Hidden, text: &str) -> String {
+        String::from_utf8(hidden.bytes(text.as_bytes().to_vec())).unwrap()
+    }
 
     #[test]
     fn secrets_are_taken_out_wherever_and_however_often_they_stand() {
@@ -73,12 +305,108 @@ mod tests {
             previous_secret: None,
         };
         let hidden = Hidden::new(&secrets);
-        let clean = |text: &str| String::from_utf8(hidden.bytes(text.as_bytes().to_vec())).unwrap();
         assert_eq!(
-            clean("no 'Bearer sk-12345678' here, sk-12345678sk-12345678"),
+            clean(&hidden, "no 'Bearer sk-12345678' here, sk-12345678sk-12345678"),
             "no '(redacted)' here, (redacted)(redacted)"
         );
-        assert_eq!(clean("AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="), "(redacted)");
-        assert_eq!(clean("{\"version\": 1}"), "{\"version\": 1}", "what is short stays");
+        assert_eq!(clean(&hidden, "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="), "(redacted)");
+        assert_eq!(clean(&hidden, "{\"version\": 1}"), "{\"version\": 1}", "what is short stays");
+    }
+
+    #[test]
+    fn secrets_are_found_however_they_are_escaped() {
+        let token = "CANARYab/cd&ef=gh/CANARYij";
+        let found = hidden([("x-api-token", token), ("authorization", &format!("Bearer {token}"))]);
+        for said in [
+            r"CANARYab\/cd&ef=gh\/CANARYij",
+            r"CANARYab/cd\u0026ef\u003dgh/CANARYij",
+            r"CANARYab\u002Fcd\u0026ef\u003Dgh\u002fCANARYij",
+            r"CANARYab\\\/cd\\u0026ef=gh\\\/CANARYij",
+            "CANARYab%2Fcd%26ef%3Dgh%2FCANARYij",
+            "CANARYab%2fcd%26ef%3dgh%2fCANARYij",
+            "CANARYab%2Fcd&ef=gh/CANARYij",
+            "CANARYab%252Fcd%2526ef%253Dgh%252FCANARYij",
+            "CANARYab/cd&amp;ef=gh/CANARYij",
+            "CANARYab&#x2F;cd&amp;amp;ef&#61;gh&#47;CANARYij",
+            r"CANARYab\/cd&amp;ef\u003dgh%2fCANARYij",
+            r"\x43ANARYab\x2fcd\x26ef\x3dgh/CANARYij",
+            "%43%41NARYab/cd&ef=gh/CANARYi%6A",
+            r"\u0043ANARYab/cd&ef=gh/CANARYij",
+        ] {
+            assert_eq!(clean(&found, &format!("no {said}.")), "no (redacted).");
+            let bearer = clean(&found, &format!("no Bearer {said}!"));
+            assert_eq!(bearer, "no (redacted)!", "{said}");
+        }
+        for (said, left) in [
+            ("a=Bearer+CANARYab%2Fcd%26ef%3Dgh%2FCANARYij&b=1", "a=(redacted)&b=1"),
+            ("Bearer%20CANARYab%2Fcd%26ef%3Dgh%2FCANARYij", "(redacted)"),
+        ] {
+            assert_eq!(clean(&found, said), left);
+        }
+        // Base64 of it, alone and after something else: no three bytes of it are left.
+        for lead in ["", "a", "me:", "Bearer ", "longer: "] {
+            for engine in [STANDARD, URL_SAFE] {
+                let said = engine.encode(format!("{lead}{token}"));
+                let left = clean(&found, &said);
+                assert!(left.contains("(redacted)"), "{said} → {left}");
+                let left = left.replace("(redacted)", "");
+                assert!(left.len() <= lead.len() * 4 / 3 + 6, "{said} → {left}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_left_is_json_as_it_was() {
+        let secret = r#"to"ken\with+all%2Fof/it\"#;
+        let found = hidden([("x-key", secret), ("x-other", "nabcdefgh")]);
+        let said = serde_json::json!({"reason": format!("bad: {secret}"), "other": "a\nnabcdefgh", "reward": 0.5});
+        let mut nested = said.to_string();
+        for _ in 0..3 {
+            for text in [nested.clone(), nested.replace('/', "\\/")] {
+                let left = clean(&found, &text);
+                assert!(serde_json::from_str::<serde_json::Value>(&left).is_ok(), "{text} → {left}");
+                assert!(!left.contains("ken") && !left.contains("abcdefgh"), "{text} → {left}");
+            }
+            nested = serde_json::json!({"detail": nested, "reward": 0.5}).to_string();
+        }
+        let form = "to%22ken%5Cwith%2Ball%252Fof%2Fit%5C";
+        assert_eq!(clean(&found, &format!("?q={form}&r=1")), "?q=(redacted)&r=1");
+    }
+
+    #[test]
+    fn a_short_secret_is_hidden_and_an_answer_can_still_be_read() {
+        let found = hidden([("x-key", "CANARY7"), ("x-year", "2024"), ("x-kind", "reward"), ("x-debug", "true")]);
+        for (said, left) in [
+            (r#"{"headers":{"x-key":"CANARY7"}}"#, r#"{"headers":{"x-key":"(redacted)"}}"#),
+            (r#"{"reason":"bad\nCANARY7"}"#, r#"{"reason":"bad\n(redacted)"}"#),
+            ("x-year: '2024', your key is 2024", "x-year: '(redacted)', your key is (redacted)"),
+            (r#"{"reward": 0.2024}"#, r#"{"reward": 0.2024}"#),
+            (r#"{"reward": 2024, "ok": true}"#, r#"{"reward": 2024, "ok": true}"#),
+            (r#"{"sample_id": "01J2024X"}"#, r#"{"sample_id": "01J2024X"}"#),
+        ] {
+            assert_eq!(clean(&found, said), left);
+        }
+        let shown = |text: &str| String::from_utf8(found.shown(text.as_bytes().to_vec())).unwrap();
+        assert_eq!(shown(r#"{"reward": 2024, "xCANARY7x"}"#), r#"{"(redacted)": (redacted), "x(redacted)x"}"#);
+    }
+
+    #[test]
+    fn the_parts_of_basic_are_secrets_and_the_scheme_is_none() {
+        let found = hidden([("authorization", &format!("Basic {}", STANDARD.encode("me:pass/word")))]);
+        for said in ["me:pass/word", r"pass\/word", "Basic bWU6cGFzcy93b3Jk", "bWU6cGFzcy93b3Jk"] {
+            let left = clean(&found, &format!("no {said}."));
+            assert!(left.contains("(redacted)") && !left.contains("pass") && !left.contains("cGFz"), "{said} → {left}");
+        }
+        assert_eq!(clean(&found, "use Basic or Bearer"), "use Basic or Bearer");
+    }
+
+    #[test]
+    fn long_texts_of_escapes_take_little_time() {
+        let found = hidden([("x-key", &"\\".repeat(200)), ("x-other", &"%25".repeat(100))]);
+        let begun = std::time::Instant::now();
+        for text in ["\\".repeat(1 << 20), "%25".repeat(1 << 18), "+".repeat(1 << 20), "&amp;".repeat(1 << 18)] {
+            found.bytes(text.into_bytes());
+        }
+        assert!(begun.elapsed().as_secs() < 20, "{:?}", begun.elapsed());
     }
 }
