@@ -62,6 +62,7 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, he
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
 use tower::ServiceBuilder;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::decompression::RequestDecompressionLayer;
@@ -77,6 +78,8 @@ pub use openapi::openapi;
 
 /// The longest JSON body, in bytes; routes that stream set their own limit.
 pub const JSON_LIMIT_BYTES: usize = 16 * 1024 * 1024;
+/// The same where anybody may send one, and it holds a key and no more.
+const SESSION_LIMIT_BYTES: usize = 16 * 1024;
 
 /// What handlers share. Cheap to clone.
 #[derive(Clone)]
@@ -109,6 +112,8 @@ pub struct AppState {
     pub failures: Arc<throttle::Failures>,
     /// Which workers were refused.
     pub refused_workers: Arc<worker::RefusedWorkers>,
+    /// Cancelled when the server takes no more requests: those that wait for something are answered at once.
+    pub stopping: CancellationToken,
 }
 
 impl AppState {
@@ -129,6 +134,7 @@ impl AppState {
             keyed: Arc::default(),
             failures: Arc::default(),
             refused_workers: Arc::default(),
+            stopping: CancellationToken::new(),
         }
     }
 }
@@ -150,7 +156,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(callbacks::routes())
         .merge(rescore::routes())
         .merge(system::routes())
-        .merge(session::routes())
+        .merge(session::routes().layer(DefaultBodyLimit::max(SESSION_LIMIT_BYTES)))
         .merge(keys::routes())
         .merge(audit::routes())
         .merge(webhooks::routes())
@@ -161,6 +167,7 @@ pub fn router(state: AppState) -> Router {
     let worker =
         worker::routes().split_for_parts().0.layer(middleware::from_fn_with_state(state.clone(), auth::require_worker));
     let body = ServiceBuilder::new()
+        .map_request(with_known_coding)
         .layer(RequestBodyTimeoutLayer::new(state.config.edge.body_pause))
         .layer(RequestDecompressionLayer::new())
         .map_request(|request: axum::http::Request<_>| request.map(Body::new));
@@ -181,6 +188,18 @@ pub fn router(state: AppState) -> Router {
         .layer(CatchPanicLayer::custom(panicked))
         .layer(middleware::from_fn_with_state(state.clone(), around))
         .with_state(state)
+}
+
+/// Codings have no case, and `x-gzip` is gzip (RFC 9110, 8.4.1); the layer that decompresses knows one spelling.
+fn with_known_coding(mut request: Request) -> Request {
+    if let Some(coding) = request.headers_mut().get_mut(header::CONTENT_ENCODING) {
+        let known = [("gzip", "gzip"), ("x-gzip", "gzip"), ("identity", "identity")];
+        let given = coding.as_bytes().trim_ascii();
+        if let Some((_, name)) = known.iter().find(|(name, _)| given.eq_ignore_ascii_case(name.as_bytes())) {
+            *coding = HeaderValue::from_static(name);
+        }
+    }
+    request
 }
 
 async fn unknown_route(method: Method, uri: Uri) -> Problem {

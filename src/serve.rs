@@ -48,8 +48,12 @@ use disk::DiskWatch;
 use crate::supervisor::{Children, Lost, Supervisor};
 use leases::LeaseWatch;
 
-/// What workers have to checkpoint and requeue; with what follows the whole drain stays below 30 s.
+/// What workers have to checkpoint and requeue.
 const WORKERS_STOP: Duration = Duration::from_secs(25);
+/// What requests in flight have after that, if the whole leaves as much.
+const REQUESTS_STOP: Duration = Duration::from_secs(20);
+/// Both together: the whole drain stays below 30 s.
+const STOP: Duration = Duration::from_secs(28);
 
 /// Between two looks for lapsed leases.
 const TICK: Duration = Duration::from_secs(1);
@@ -110,6 +114,7 @@ pub struct Running {
     addr: SocketAddr,
     stop_generations: CancellationToken,
     stop_http: CancellationToken,
+    cut_http: CancellationToken,
     http: JoinHandle<()>,
     supervisor: Supervisor,
     tick: AbortOnDropHandle<()>,
@@ -131,14 +136,15 @@ impl Running {
         format!("http://{}", self.addr)
     }
 
-    /// Drains: workers checkpoint and requeue their jobs while the API still answers, then streams end and connections
-    /// close. Takes less than 30 s.
+    /// Drains: workers checkpoint and requeue their jobs while the API still answers; then streams end, what waits for
+    /// something is answered, requests in flight come to their end, and connections close. Takes less than 30 s.
     pub async fn stop(self) {
         let Self {
             addr: _,
             stop_generations,
             stop_http,
-            http,
+            cut_http,
+            mut http,
             supervisor,
             tick,
             outages,
@@ -147,11 +153,20 @@ impl Running {
             house,
             store,
         } = self;
+        let begun = Instant::now();
         stop_generations.cancel();
         supervisor.stop(WORKERS_STOP).await;
         drop((tick, outages, deaths, courier, house));
         stop_http.cancel();
-        if let Err(error) = http.await {
+        let drain = REQUESTS_STOP.min(STOP.saturating_sub(begun.elapsed()));
+        let ended = tokio::select! {
+            ended = &mut http => ended,
+            () = tokio::time::sleep(drain) => {
+                cut_http.cancel();
+                http.await
+            }
+        };
+        if let Err(error) = ended {
             tracing::error!(%error, "the listener ended badly");
         }
         store.close().await;
@@ -225,10 +240,11 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let refused = |source| ServeError::Listen { address: config.listen, source };
     let listener = TcpListener::bind(config.listen).await.map_err(refused)?;
     let addr = listener.local_addr().map_err(refused)?;
-    let stop_http = CancellationToken::new();
+    let (stop_http, cut_http) = (CancellationToken::new(), CancellationToken::new());
     let children = children(&config, files.scratch(), addr)?;
     let mut state = AppState::new(store.clone(), files.clone(), config.clone());
     state.disk_low = disk.low();
+    state.stopping = stop_http.clone();
     if let Err(problem) = http::demo::settle(&state).await {
         tracing::warn!(?problem, "the demo's model is not in place: jobs of POST /demo may fail");
     }
@@ -237,7 +253,8 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     state.generator = Some(Arc::new(Generations::new(&children, stop_generations.clone())));
     let connections = state.connections.clone();
     let router = http::router(state);
-    let http = tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop_http.clone()));
+    let stop = listen::Stop { begin: stop_http.clone(), cut: cut_http.clone() };
+    let http = tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop));
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
@@ -247,7 +264,20 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
     let house = retention::keep_house(store.clone(), files, config.retention);
     let house = AbortOnDropHandle::new(tokio::spawn(house));
-    Ok(Running { addr, stop_generations, stop_http, http, supervisor, tick, outages, deaths, courier, house, store })
+    Ok(Running {
+        addr,
+        stop_generations,
+        stop_http,
+        cut_http,
+        http,
+        supervisor,
+        tick,
+        outages,
+        deaths,
+        courier,
+        house,
+        store,
+    })
 }
 
 impl Prober for Probes {

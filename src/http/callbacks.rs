@@ -12,7 +12,7 @@ use super::AppState;
 use super::auth::check_bearer;
 use super::contract::RewardResult;
 use super::error::{Code, Item, Problem, ProblemBody};
-use super::extract::{Json, Path, read_body};
+use super::extract::{Json, Path, read_admitted_body};
 use crate::callback::{CallbackTerms, Chunk, Flaw};
 use crate::config::random_token;
 use crate::id::RewardRequestId;
@@ -92,7 +92,7 @@ async fn take_callback(
         }
         (false, Err(_)) => return Err(unknown()),
     }
-    let chunk = Chunk::read(&read_body(request).await?, &id).map_err(refused)?;
+    let chunk = Chunk::read(&read_admitted_body(request).await?, &id).map_err(refused)?;
     match state.store.callback_take(&id, &chunk, clock_ms()).await {
         Ok(Taken::Counted(Counted { accepted, duplicate, unknown })) => {
             tracing::debug!(request = id, accepted, duplicate, unknown, done = chunk.done, "a reward service answered");

@@ -18,10 +18,11 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tower_http::timeout::TimeoutError;
 
 use super::JSON_LIMIT_BYTES;
+use super::auth::{Caller, WorkerPass};
 use super::error::{Code, Problem, chain, shortened};
 use super::submit::hex;
 use crate::json::{Exact, words};
@@ -202,37 +203,79 @@ pub fn media_type(headers: &HeaderMap) -> String {
     text.split(';').next().unwrap_or("").trim().to_ascii_lowercase()
 }
 
-/// What all requests together may hold of bodies that are still arriving, in KiB: many large bodies at once must not exhaust the memory.
-static BODY_BUDGET_KIB: Semaphore = Semaphore::const_new(96 * 1024);
-/// For a whole JSON body to arrive.
-const BODY_DEADLINE: Duration = Duration::from_secs(120);
+/// What the bodies of some senders may hold together while they arrive: many at once must not exhaust the memory. Each kind of
+/// sender has its own, so that strangers keep out neither users nor workers, and users no workers.
+struct Allowance {
+    kib: Semaphore,
+    /// For a whole body to arrive.
+    deadline: Duration,
+}
+
+/// Without a credential.
+static STRANGERS: Allowance = Allowance::new(16, 10);
+static USERS: Allowance = Allowance::new(96, 120);
+static WORKERS: Allowance = Allowance::new(96, 120);
+
+impl Allowance {
+    const fn new(mib: usize, deadline_s: u64) -> Self {
+        Self { kib: Semaphore::const_new(mib * 1024), deadline: Duration::from_secs(deadline_s) }
+    }
+
+    /// By what the layers in front of the handler found.
+    fn of(request: &Request) -> &'static Self {
+        let known = request.extensions();
+        if known.get::<WorkerPass>().is_some() {
+            &WORKERS
+        } else if known.get::<Caller>().is_some() {
+            &USERS
+        } else {
+            &STRANGERS
+        }
+    }
+
+    fn take(&self, kib: usize) -> Result<SemaphorePermit<'_>, Problem> {
+        self.kib.try_acquire_many(u32::try_from(kib).unwrap_or(u32::MAX)).map_err(|_| {
+            Problem::new(Code::Overloaded, "too many bodies are arriving at once; try again").retry_after(2)
+        })
+    }
+}
 
 /// The whole (decompressed) body, or 413 over the route's limit: the limit of the innermost `DefaultBodyLimit` layer. 408 when it
 /// takes too long to arrive, 503 when too many bodies arrive at once.
 pub async fn read_body(request: Request) -> Result<Bytes, Problem> {
-    match tokio::time::timeout(BODY_DEADLINE, collect(request)).await {
+    let allowance = Allowance::of(&request);
+    read_within(allowance, request).await
+}
+
+/// The same on an open route whose handler has checked a credential of its own: what strangers send is not in its way.
+pub async fn read_admitted_body(request: Request) -> Result<Bytes, Problem> {
+    read_within(&USERS, request).await
+}
+
+async fn read_within(allowance: &Allowance, request: Request) -> Result<Bytes, Problem> {
+    match tokio::time::timeout(allowance.deadline, collect(allowance, request)).await {
         Ok(result) => result,
         Err(_) => Err(too_slow()),
     }
 }
 
-async fn collect(request: Request) -> Result<Bytes, Problem> {
+async fn collect(allowance: &Allowance, request: Request) -> Result<Bytes, Problem> {
     let announced = announced_bytes(request.headers());
     let body = request.into_limited_body();
     // Before the first byte is asked for: a client that waits for `100 Continue` sends nothing in vain.
-    if announced.zip(body.size_hint().upper()).is_some_and(|(announced, most)| announced > most) {
-        return Err(too_large());
+    let most = body.size_hint().upper();
+    if announced.zip(most).is_some_and(|(announced, most)| announced > most) {
+        return Err(longer_than(most));
     }
     let mut pieces = body.into_data_stream();
-    let mut held = Vec::new();
+    let mut held = allowance.take(0)?;
     let mut bytes = Vec::new();
     while let Some(piece) = pieces.next().await {
-        let piece = piece.map_err(|error| body_problem(&error))?;
-        let kib = u32::try_from(piece.len().div_ceil(1024)).unwrap_or(u32::MAX);
-        let permit = BODY_BUDGET_KIB.try_acquire_many(kib).map_err(|_| {
-            Problem::new(Code::Overloaded, "too many large bodies are arriving at once; try again").retry_after(2)
-        })?;
-        held.push(permit);
+        let piece =
+            piece.map_err(|error| if is_too_long(&error) { longer_than(most) } else { body_problem(&error) })?;
+        // By the whole, not by the piece: a body may come byte by byte.
+        let kib = (bytes.len() + piece.len()).div_ceil(1024);
+        held.merge(allowance.take(kib.saturating_sub(held.num_permits()))?);
         bytes.extend_from_slice(&piece);
     }
     Ok(bytes.into())
@@ -243,17 +286,27 @@ pub(super) fn announced_bytes(headers: &HeaderMap) -> Option<u64> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-/// The limit of every route that holds its body in memory; routes that stream name their own.
+/// The limit of most routes that hold their body in memory; routes that stream name their own.
 pub fn too_large() -> Problem {
-    let detail = format!("the body may have {JSON_LIMIT_BYTES} bytes (after decompression), not more");
-    Problem::new(Code::BodyTooLarge, detail)
+    longer_than(None)
+}
+
+/// 413 over the route's limit, or over [`JSON_LIMIT_BYTES`].
+fn longer_than(limit: Option<u64>) -> Problem {
+    let limit = limit.unwrap_or(JSON_LIMIT_BYTES as u64);
+    Problem::new(Code::BodyTooLarge, format!("the body may have {limit} bytes (after decompression), not more"))
+}
+
+fn is_too_long(error: &(dyn std::error::Error + 'static)) -> bool {
+    std::iter::successors(Some(error), |error| error.source())
+        .any(|error| error.is::<http_body_util::LengthLimitError>())
 }
 
 fn too_slow() -> Problem {
     Problem::new(Code::RequestTimeout, "the body took too long to arrive")
 }
 
-/// What a failing body means: too large, too slow, broken compression, or the client went away.
+/// What a failing body means: too large, too slow, broken compression, broken framing, or the client went away.
 pub fn body_problem(error: &(dyn std::error::Error + 'static)) -> Problem {
     body_fault(error).unwrap_or_else(|| {
         Problem::new(Code::BodyInterrupted, "the body could not be read to its end").because(chain(error))
@@ -263,7 +316,10 @@ pub fn body_problem(error: &(dyn std::error::Error + 'static)) -> Problem {
 /// As [`body_problem`]; `None` when the error says nothing of the kind.
 pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> {
     let mut next = Some(error);
+    // Below the connection's own error, what is wrong is HTTP's; else it is the decoder's.
+    let mut of_connection = false;
     while let Some(error) = next {
+        of_connection |= error.is::<hyper::Error>();
         if error.is::<http_body_util::LengthLimitError>() {
             return Some(too_large());
         }
@@ -273,6 +329,10 @@ pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> 
         if let Some(io) = error.downcast_ref::<std::io::Error>()
             && matches!(io.kind(), std::io::ErrorKind::InvalidData | std::io::ErrorKind::InvalidInput)
         {
+            if of_connection {
+                let detail = "the body is not framed as HTTP says: a chunk, or what follows it, is broken";
+                return Some(Problem::new(Code::InvalidRequest, detail).because(error));
+            }
             let detail = "the body does not decompress as its content-encoding says";
             return Some(Problem::new(Code::InvalidEncoding, detail).because(error));
         }

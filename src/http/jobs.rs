@@ -238,7 +238,7 @@ async fn page_of_jobs(
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct Wait {
-    /// Answer when the job is over or paused, or after this many seconds (at most 3600). Default: at once.
+    /// Answer when the job is over or paused, when the server stops, or after this many seconds (at most 3600). Default: at once.
     #[param(maximum = 3600)]
     wait: Option<u64>,
 }
@@ -261,12 +261,18 @@ async fn get_job(
         changes.borrow_and_update();
         let row = state.store.job_get(id).await?;
         let settled = row.state.is_terminal() || row.state == JobState::Paused;
-        if settled || tokio::time::Instant::now() >= deadline {
+        if settled || tokio::time::Instant::now() >= deadline || state.stopping.is_cancelled() {
             return Ok(Json(JobView::of(&state, row).await?));
         }
         // When the time is up, the row is read once more: a heartbeat changes phase and progress without an event.
-        if let Ok(Err(_)) = tokio::time::timeout_at(deadline, changes.changed()).await {
-            tokio::time::sleep_until(deadline).await;
+        let changed = async {
+            if changes.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        };
+        tokio::select! {
+            _ = tokio::time::timeout_at(deadline, changed) => {}
+            () = state.stopping.cancelled() => {}
         }
     }
 }

@@ -135,8 +135,11 @@ async fn claim(
                 Err(problem) => return Err(problem),
             }
         }
-        let woken = tokio::time::timeout_at(deadline, queue.changed()).await;
-        if !matches!(woken, Ok(Ok(()))) {
+        let woken = tokio::select! {
+            woken = tokio::time::timeout_at(deadline, queue.changed()) => matches!(woken, Ok(Ok(()))),
+            () = state.stopping.cancelled() => false,
+        };
+        if !woken {
             return Ok(StatusCode::NO_CONTENT.into_response());
         }
         pass.check(&state).await?;
@@ -366,8 +369,13 @@ async fn send_callbacks(
     loop {
         changes.mark_unchanged();
         let page = state.store.callback_news(job, attempt, after).await?;
-        let woken =
-            page.news.is_empty() && matches!(tokio::time::timeout_at(deadline, changes.changed()).await, Ok(Ok(())));
+        if !page.news.is_empty() {
+            return Ok(Json(page));
+        }
+        let woken = tokio::select! {
+            woken = tokio::time::timeout_at(deadline, changes.changed()) => matches!(woken, Ok(Ok(()))),
+            () = state.stopping.cancelled() => false,
+        };
         if !woken {
             return Ok(Json(page));
         }

@@ -34,8 +34,8 @@ use crate::http::system::Connections;
 use activity::{Activity, Registry, Tracked};
 use stall::Stalling;
 
-/// Requests in flight have this long once the server stops.
-const DRAIN: Duration = Duration::from_secs(3);
+/// A request whose head is still arriving when the server stops has this long for it.
+const HEADS: Duration = Duration::from_secs(2);
 /// Of a request's line and headers together, bytes.
 const HEAD_BYTES: u32 = 64 * 1024;
 /// Requests of one HTTP/2 connection at once.
@@ -47,15 +47,17 @@ const OTHER_FILES: u64 = 256;
 /// After this silence a peer is asked whether it is still there.
 const KEEPALIVE: Duration = Duration::from_secs(60);
 
-/// Serves until `stop`, then ends streams, lets requests in flight finish for a few seconds, and returns.
-pub(super) async fn serve(
-    listener: TcpListener,
-    router: Router,
-    edge: Edge,
-    counts: Arc<Connections>,
-    stop: CancellationToken,
-) {
-    let router = router.layer(middleware::from_fn_with_state(stop.clone(), end_streams));
+/// How a server ends.
+pub(super) struct Stop {
+    /// No more connections; streams end.
+    pub(super) begin: CancellationToken,
+    /// Requests that are still in flight have no more time.
+    pub(super) cut: CancellationToken,
+}
+
+/// Serves until it shall stop, then ends streams, lets requests in flight finish, and returns.
+pub(super) async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Arc<Connections>, stop: Stop) {
+    let router = router.layer(middleware::from_fn_with_state(stop.begin.clone(), end_streams));
     let builder = builder(&edge);
     let registry = Registry::new(most_connections(edge.max_connections), counts);
     let graceful = GracefulShutdown::new();
@@ -63,7 +65,7 @@ pub(super) async fn serve(
     let mut connections = JoinSet::new();
     loop {
         let (stream, peer) = tokio::select! {
-            () = stop.cancelled() => break,
+            () = stop.begin.cancelled() => break,
             Some(_) = connections.join_next() => continue,
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
@@ -107,8 +109,13 @@ pub(super) async fn serve(
         });
     }
     drop(listener);
-    if tokio::time::timeout(DRAIN, graceful.shutdown()).await.is_err() {
-        tracing::info!("connections that were still busy are cut");
+    let mut drained = std::pin::pin!(graceful.shutdown());
+    if tokio::time::timeout(HEADS, &mut drained).await.is_err() {
+        registry.cut_idle();
+        tokio::select! {
+            () = &mut drained => {}
+            () = stop.cut.cancelled() => tracing::info!("connections that were still busy are cut"),
+        }
     }
     connections.shutdown().await;
 }

@@ -1,7 +1,10 @@
 //! The edge: names, origins, headers.
 
+use std::net::SocketAddr;
+
 use axum::body::Body;
-use axum::http::{Method, Request, header};
+use axum::extract::ConnectInfo;
+use axum::http::{Method, Request, Version, header};
 
 use crate::http::{Server, server, server_with};
 
@@ -32,7 +35,7 @@ async fn only_our_own_names_are_answered_with_keys_too() {
     {
         assert_eq!(get(&keyed, ours, true).await, 200, "{ours}");
     }
-    for theirs in ["evil.example", "xlan.example", "lan.example", "rlood.example.evil.example", "", "a b"] {
+    for theirs in ["evil.example", "xlan.example", "lan.example", "rlood.example.evil.example", ""] {
         assert_eq!(get(&keyed, theirs, true).await, 421, "{theirs}");
         assert_eq!(get(&keyed, theirs, false).await, 421, "{theirs}");
     }
@@ -41,6 +44,55 @@ async fn only_our_own_names_are_answered_with_keys_too() {
     let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
     if !machine.trim().contains('.') {
         assert_eq!(get(&open, machine.trim(), false).await, 200);
+    }
+}
+
+#[tokio::test]
+async fn a_request_names_its_host_once_and_in_order() {
+    let server = server().await;
+    let request = |version: Version, target: &str, hosts: &[&str]| {
+        let mut request = Request::get(target).version(version);
+        for host in hosts {
+            request = request.header(header::HOST, *host);
+        }
+        let mut request = request.body(Body::empty()).unwrap();
+        request.extensions_mut().insert(ConnectInfo::<SocketAddr>("127.0.0.1:4000".parse().unwrap()));
+        request
+    };
+    let (old, one, two) = (Version::HTTP_10, Version::HTTP_11, Version::HTTP_2);
+    for (version, target, hosts) in [
+        (one, "/workers", &[][..]),
+        (old, "/workers", &[]),
+        (two, "/workers", &[]),
+        (one, "http://localhost/workers", &[]),
+        (one, "/workers", &["localhost", "evil.example"]),
+        (one, "/workers", &["localhost", "localhost"]),
+        (one, "/workers", &["[::1"]),
+        (one, "/workers", &["localhost:abc"]),
+        (one, "/workers", &["localhost:99999"]),
+        (one, "/workers", &["a b"]),
+        (one, "/worker/claim", &[]),
+    ] {
+        server.send(request(version, target, hosts)).await.problem(400, "invalid_request");
+    }
+    for (version, target, hosts) in [
+        (two, "http://localhost/workers", &["evil.example"][..]),
+        (two, "http://evil.example/workers", &["localhost"]),
+        (two, "http://evil.example/workers", &[]),
+        (one, "http://evil.example/workers", &["localhost"]),
+    ] {
+        server.send(request(version, target, hosts)).await.problem(421, "wrong_host");
+    }
+    for (version, target, hosts) in [
+        (one, "/workers", &["localhost"][..]),
+        (one, "/livez", &["127.0.0.1:8080"]),
+        (old, "/workers", &["localhost"]),
+        (two, "http://localhost/workers", &[]),
+        (two, "http://localhost/workers", &["localhost"]),
+        (one, "http://localhost/workers", &["localhost"]),
+    ] {
+        let answer = server.send(request(version, target, hosts)).await;
+        assert_eq!(answer.status, 200, "{version:?} {target} {hosts:?}: {}", answer.text());
     }
 }
 

@@ -253,6 +253,46 @@ async fn a_compressed_body_is_read() {
 }
 
 #[tokio::test]
+async fn codings_have_no_case_and_x_gzip_is_gzip() {
+    let server = server().await;
+    for (number, coding) in ["GZIP", "Gzip", "x-gzip", "X-GZIP"].into_iter().enumerate() {
+        let row = format!("{{\"prompt\":\"{number}\"}}\n");
+        let mut request = post("/datasets", "application/x-ndjson", gzip(row.as_bytes()));
+        request.headers_mut().insert(header::CONTENT_ENCODING, coding.parse().unwrap());
+        let answer = server.send(request).await;
+        assert_eq!(answer.status, 201, "{coding}: {}", answer.text());
+    }
+    let mut request = post("/datasets", "application/x-ndjson", "{\"prompt\":\"plain\"}\n");
+    request.headers_mut().insert(header::CONTENT_ENCODING, "Identity".parse().unwrap());
+    assert_eq!(server.send(request).await.status, 201);
+}
+
+#[tokio::test]
+async fn a_body_that_comes_byte_by_byte_counts_by_its_length() {
+    let server = server().await;
+    // More pieces than all bodies together may have KiB.
+    let pieces =
+        std::iter::repeat_n(axum::body::Bytes::from_static(b" "), 200_000).map(Ok::<_, std::convert::Infallible>);
+    let body = Body::from_stream(futures::stream::iter(pieces));
+    server.post("/models", "application/json", body).await.problem(400, "invalid_json");
+}
+
+#[tokio::test]
+async fn a_sign_in_is_short() {
+    let server = server().await;
+    let (body, taken) = endless();
+    let problem = server.post("/session", "application/json", body).await.problem(413, "body_too_large");
+    assert!(problem["detail"].as_str().unwrap().contains("16384 bytes"), "{problem}");
+    let taken = taken.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(taken <= 256 * 1024, "{taken} bytes were taken");
+    let mut request = post("/session", "application/json", gzip(&[b' '; 20_000]));
+    request.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
+    server.send(request).await.problem(413, "body_too_large");
+    let padded = format!("{{\"key\": \"nobody's\"{}}}", " ".repeat(16_000));
+    server.post("/session", "application/json", padded).await.problem(401, "unauthorized");
+}
+
+#[tokio::test]
 async fn a_compressed_body_that_is_cut_off_is_no_matter_of_the_connection() {
     let server = server().await;
     let whole = gzip("{\"prompt\":\"a\"}\n".repeat(1000).as_bytes());
@@ -390,6 +430,25 @@ async fn a_gigabyte_over_a_socket_is_answered_before_it_is_sent() {
         drop(read);
         let sent = sender.await.unwrap();
         assert!(sent < 200 << 20, "{path} took {sent} bytes");
+    }
+}
+
+#[tokio::test]
+async fn broken_chunks_are_not_blamed_on_compression() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let server = server().await;
+    let address = on_socket(&server).await;
+    for (path, kind) in [("/models", "application/json"), ("/datasets", "application/x-ndjson")] {
+        for coding in ["", "content-encoding: gzip\r\n"] {
+            let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+            let head = format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\n{coding}");
+            let request = format!("{head}transfer-encoding: chunked\r\n\r\nzz\r\n{{}}\r\n0\r\n\r\n");
+            stream.write_all(request.as_bytes()).await.unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).await.unwrap();
+            assert!(answer.starts_with("HTTP/1.1 400"), "{path} {coding}: {answer}");
+            assert!(answer.contains("\"invalid_request\"") && answer.contains("framed"), "{path} {coding}: {answer}");
+        }
     }
 }
 

@@ -2,6 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use rlood::id::WorkerId;
+use rlood::protocol::PROTOCOL;
+use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -228,4 +231,53 @@ async fn a_flood_of_resets_ends_its_own_connection_only() {
     );
     assert!(streams > 1000 && peak < MOST_MIB, "{streams} streams, {peak} MiB");
     assert!(during < Duration::from_secs(5), "{during:?}");
+}
+
+/// Sockets that hold all that strangers' bodies may: 16 MiB, in almost 16 KiB each.
+const STRANGERS: usize = 1200;
+
+/// Sends nearly all of a sign-in, and never its end; when it is cut it comes again.
+async fn sign_in_for_ever(address: String) {
+    let head = "POST /session HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n";
+    let request = format!("{head}transfer-encoding: chunked\r\n\r\n3ff0\r\n{}\r\n", " ".repeat(0x3ff0));
+    loop {
+        let Ok(mut stream) = TcpStream::connect(&address).await else { continue };
+        if stream.write_all(request.as_bytes()).await.is_ok() {
+            let _ = stream.read_to_end(&mut Vec::new()).await;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn strangers_keep_out_neither_users_nor_workers() {
+    const KEY: &str = "operator-key-0123456789";
+    const TOKEN: &str = "the-token-of-a-worker-0123456789";
+    raise_open_files();
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::start_in(dir.path(), "none", &[("RLOOD_API_KEY", KEY), ("RLOOD_WORKER_TOKEN", TOKEN)]);
+    let client = reqwest::Client::builder().no_proxy().build().unwrap();
+    let post = |path: &str, token: &str| client.post(format!("{}{path}", server.url)).bearer_auth(token);
+    let sign_in = || async { post("/session", "").json(&json!({"key": KEY})).send().await.unwrap().status() };
+    assert_eq!(sign_in().await, 201);
+
+    let strangers: Vec<_> = (0..STRANGERS).map(|_| tokio::spawn(sign_in_for_ever(address(&server)))).collect();
+    let begun = Instant::now();
+    while sign_in().await != 503 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the strangers take up too little");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let large = json!({"model": "none", "name": "x".repeat(3 << 20)});
+    let register = json!({"worker": WorkerId::new(), "device": "cpu", "pid": 1, "threads": 1, "version": "0.1.0",
+                          "protocol": PROTOCOL});
+    for _ in 0..10 {
+        assert_eq!(post("/jobs/validate", KEY).json(&large).send().await.unwrap().status(), 200);
+        assert_eq!(post("/worker/register", TOKEN).json(&register).send().await.unwrap().status(), 200);
+    }
+    strangers.iter().for_each(|task| task.abort());
+    let begun = Instant::now();
+    while sign_in().await != 201 {
+        assert!(begun.elapsed() < Duration::from_secs(30), "the strangers are gone");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
 }

@@ -328,6 +328,56 @@ async fn an_idle_server_stops_at_once_with_code_zero() {
     assert!(took < Duration::from_secs(10), "{took:?}");
 }
 
+#[tokio::test]
+async fn a_server_that_stops_answers_what_waits_and_what_still_arrives() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let dir = tempfile::tempdir().unwrap();
+    let mut server = Server::start(&dir.path().join("data"), "none");
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let job = server.submit(&spec("tiny", 2)).await;
+    let waiting = server.http.get(format!("{}/jobs/{job}?wait=3600", server.url)).send();
+    let waiting = tokio::spawn(async move { waiting.await.unwrap().json::<Value>().await.unwrap() });
+    let address = server.url.strip_prefix("http://").unwrap();
+    let mut unasked = tokio::net::TcpStream::connect(address).await.unwrap();
+    unasked.write_all(b"GET /jobs HTTP/1.1\r\nhost: local").await.unwrap();
+    let mut upload = tokio::net::TcpStream::connect(address).await.unwrap();
+    let row = "{\"prompt\":\"a\"}\n";
+    let head = format!("content-type: application/x-ndjson\r\ncontent-length: {}\r\n\r\n", row.len());
+    upload.write_all(format!("POST /datasets HTTP/1.1\r\nhost: localhost\r\n{head}").as_bytes()).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+
+    let begun = Instant::now();
+    signal("TERM", server.child.id());
+    let view = waiting.await.unwrap();
+    assert_eq!(view["state"], "queued", "{view}");
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    // A byte now and then: seven seconds in all.
+    for byte in row.as_bytes() {
+        tokio::time::sleep(Duration::from_millis(7000 / row.len() as u64)).await;
+        upload.write_all(&[*byte]).await.unwrap();
+    }
+    let mut answer = String::new();
+    upload.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 201"), "{answer}");
+    let status = server.child.wait().unwrap();
+    assert!(status.success() && begun.elapsed() < Duration::from_secs(15), "{status}, {:?}", begun.elapsed());
+}
+
+#[tokio::test]
+async fn a_server_that_stops_waits_for_no_request_that_never_comes() {
+    use tokio::io::AsyncWriteExt;
+    let dir = tempfile::tempdir().unwrap();
+    let mut server = Server::start(dir.path(), "none");
+    let address = server.url.strip_prefix("http://").unwrap();
+    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    stream.write_all(b"GET /jobs HTTP/1.1\r\nhost: local").await.unwrap();
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let begun = Instant::now();
+    signal("TERM", server.child.id());
+    let status = server.child.wait().unwrap();
+    assert!(status.success() && begun.elapsed() < Duration::from_secs(6), "{status}, {:?}", begun.elapsed());
+}
+
 #[test]
 fn two_servers_on_one_data_directory_are_one_too_many() {
     let dir = tempfile::tempdir().unwrap();

@@ -19,7 +19,8 @@ const ELSEWHERE: &str = "203.0.113.9:4000";
 /// A request as it comes over a socket from there.
 fn from(peer: &str, request: axum::http::request::Builder, body: Option<Value>) -> Request<Body> {
     let body = body.map_or_else(Body::empty, |body| Body::from(body.to_string()));
-    let mut request = request.header(header::CONTENT_TYPE, "application/json").body(body).unwrap();
+    let request = request.header(header::HOST, "localhost").header(header::CONTENT_TYPE, "application/json");
+    let mut request = request.body(body).unwrap();
     request.extensions_mut().insert(ConnectInfo::<SocketAddr>(peer.parse().unwrap()));
     request
 }

@@ -122,6 +122,12 @@ impl Registry {
         Some(Place { activity, registry: self.clone(), number })
     }
 
+    /// Cuts all connections without a request in flight.
+    pub(super) fn cut_idle(&self) {
+        let open = self.lock();
+        open.values().filter(|activity| activity.idle_since().is_some()).for_each(|activity| activity.cut.cancel());
+    }
+
     /// Cuts the connection that was idle longest; false when all are at work.
     pub(super) fn make_room(&self) -> bool {
         let open = self.lock();
