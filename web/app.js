@@ -39,13 +39,14 @@ function Header() {
   </header>`;
 }
 
-function Page() {
+function Page({ isHidden }) {
   const { path } = useSignal(place);
   const found = match(path);
   const title = found?.title ?? "There is no such page";
   const main = useRef(null);
   const isFirst = useRef(true);
   useEffect(() => {
+    if (isHidden) return;
     document.title = `${title} · rlood`;
     if (isFirst.current) {
       isFirst.current = false;
@@ -55,19 +56,23 @@ function Page() {
     main.current.focus({ preventScroll: true });
     scrollTo(0, 0);
     announce(title);
-  }, [path]);
-  return html`<main ref=${main} tabindex="-1" id="main">
+  }, [path, isHidden]);
+  return html`<main ref=${main} tabindex="-1" id="main" hidden=${isHidden}>
     ${found ? html`<${found.View} key=${found.pattern + JSON.stringify(found.params)} params=${found.params} />` : html`<h1>${title}</h1><p><a href="#/">All jobs</a></p>`}
   </main>`;
 }
 
 function App() {
-  const { state } = useSignal(session);
+  const { state, expired, owner, name } = useSignal(session);
+  const { path } = useSignal(place);
+  const who = useRef("");
   if (state === "unknown") return html`<main aria-busy="true"></main>`;
-  if (state === "out") return html`<main id="main"><${SignIn} /></main><${LiveRegion} />`;
+  const isOut = state === "out";
+  if (!isOut) who.current = JSON.stringify([owner, name]);
+  // A form that is filled in waits below for the same key; other pages would go on asking the server.
   return html`
-    <a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.getElementById("main").focus())}>To the content</a>
-    <${Header} /><${Page} /><${LiveRegion} />`;
+    ${isOut ? html`<main><${SignIn} /></main>` : html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.getElementById("main").focus())}>To the content</a><${Header} />`}
+    ${(!isOut || (expired && path === "/new")) && html`<${Page} key=${who.current} isHidden=${isOut} />`}<${LiveRegion} />`;
 }
 
 whoAmI();

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { createServer } from "node:http";
 import { after, before, test } from "node:test";
-import { startBrowser, visit } from "./browser.mjs";
+import { makeJob, startBrowser, visit } from "./browser.mjs";
 import { startServer } from "./server.mjs";
 
 const OPERATOR = "rld_the_operators_key_of_this_test_0123456789";
@@ -17,7 +17,7 @@ before(async () => {
     reply.writeHead(204).end();
   });
   await new Promise((done) => receiver.listen(0, "127.0.0.1", done));
-  [server, browser] = await Promise.all([startServer({ env: { RLOOD_API_KEY: OPERATOR }, args: ["--allow-outgoing", "loopback"] }), startBrowser()]);
+  [server, browser] = await Promise.all([startServer({ env: { RLOOD_API_KEY: OPERATOR, RLOOD_MODEL_ROOT: process.env.RLOOD_ASSETS }, args: ["--allow-outgoing", "loopback"] }), startBrowser()]);
   known = (await server.api("GET", "/openapi.json")).paths;
 });
 after(() => Promise.all([server?.stop(), browser?.close(), new Promise((done) => receiver.close(done))]));
@@ -53,6 +53,13 @@ test("a key is made by keyboard, shown once, works, and is revoked", { timeout: 
     await page.getByRole("heading", { name: "The new key" }).waitFor();
     made = (await page.locator("dialog pre").innerText()).trim();
     assert.match(made, /^rld_/);
+    // To select it is not to close what shows it once.
+    const [key, dialog] = await Promise.all(["dialog pre", "dialog"].map((one) => page.locator(one).boundingBox()));
+    await page.mouse.move(key.x + 20, key.y + 10);
+    await page.mouse.down();
+    await page.mouse.move(dialog.x - 40, key.y + 10, { steps: 5 });
+    await page.mouse.up();
+    assert.ok(await page.getByRole("heading", { name: "The new key" }).isVisible());
     await page.getByRole("button", { name: "I have it" }).click();
     await page.getByRole("row", { name: /<b>reader<\/b>.*read.*✓ active/ }).waitFor();
     assert.ok(!(await page.locator("body").innerText()).includes(made), "it is shown once");
@@ -125,4 +132,21 @@ test("a webhook is made, its test arrives signed, and it is switched off and del
     await page.getByText("None yet.").waitFor();
     assert.equal((await api("GET", "/webhooks")).data.length, 0);
   });
+});
+
+test("who signs in anew in another tab breaks nothing in this one", { timeout: 60_000 }, async (t) => {
+  if (!known["/session"]) return t.skip("this server has no sessions");
+  const job = await makeJob(server, { name: "two tabs", headers: { authorization: `Bearer ${OPERATOR}` } });
+  await visit(browser, server.url, "#/access", async (page) => {
+    await signIn(page, OPERATOR);
+    await page.goto(`${server.url}/#/jobs/${job.id}`);
+    await page.getByRole("button", { name: "Pause" }).waitFor();
+    const other = await page.context().newPage();
+    await other.goto(`${server.url}/#/access`);
+    await other.getByRole("button", { name: "Sign out" }).click();
+    await signIn(other, OPERATOR);
+    await page.getByRole("button", { name: "Pause" }).click();
+    await page.getByRole("button", { name: "Resume" }).waitFor();
+    assert.equal(await page.locator(".problem").count(), 0);
+  }, { allow: /401|403|404/ });
 });

@@ -36,11 +36,11 @@ export async function visit(browser, base, hash, look, { scheme = "light", width
 }
 
 /** The bundled model, a few prompts, and a job of `total` steps that nobody works on yet. */
-export async function makeJob(server, { name = "a job", total = 100, more = {} } = {}) {
-  const models = await server.api("GET", "/models");
-  if (!models.data.length) await server.api("POST", "/models", { id: "rlood/tiny", source: `${process.env.RLOOD_ASSETS}/tiny` });
+export async function makeJob(server, { name = "a job", total = 100, more = {}, headers } = {}) {
+  const models = await server.api("GET", "/models", undefined, headers);
+  if (!models.data.length) await server.api("POST", "/models", { id: "rlood/tiny", source: `${process.env.RLOOD_ASSETS}/tiny` }, headers);
   return server.api("POST", "/jobs", {
     name, model: "rlood/tiny", dataset: { records: [{ prompt: "What is 2 + 2?", answer: "4" }, { prompt: "What is 3 + 4?", answer: "7" }] },
     rewards: [{ name: "correct", type: "exact_match", column: "answer" }], training: { max_steps: total, prompts_per_step: 2 }, sampling: { max_completion_length: 8 }, ...more,
-  });
+  }, headers);
 }

@@ -105,3 +105,91 @@ test("a job can be cloned: its settings are in the form", { timeout: 60_000 }, a
     assert.equal(await page.getByLabel("Model *").inputValue(), "rlood/tiny");
   }, `#/new?from=${job.id}`);
 });
+
+/** The job as the command beside the form sends it. */
+const sent = async (page) => JSON.parse((await page.getByLabel("The curl command").innerText()).match(/-d '([^]*)'\s*$/)[1].replaceAll("'\\''", "'"));
+
+test("what is typed stays, whatever is drawn meanwhile", { timeout: 60_000 }, () => open(async (page) => {
+  await page.getByRole("button", { name: "Check" }).click();
+  await page.getByText(/not right yet/).first().waitFor();
+  await field(page, "/training/max_steps").fill("7");
+  // Slower than the check that follows each change.
+  const checked = page.waitForResponse(/validate/);
+  await field(page, "/training/prompts_per_step").pressSequentially("12");
+  await checked;
+  await field(page, "/training/prompts_per_step").pressSequentially("345");
+  await field(page, "/optimizer/learning_rate").pressSequentially("1e-3");
+  assert.equal(await field(page, "/training/prompts_per_step").inputValue(), "12345");
+  const { training, optimizer } = await sent(page);
+  assert.deepEqual([training, optimizer], [{ max_steps: 7, prompts_per_step: 12345 }, { learning_rate: 0.001 }]);
+}));
+
+test("only what is secret is left out of the command", { timeout: 60_000 }, () => open(async (page) => {
+  await page.getByText("All settings").click();
+  await field(page, "/metadata").fill('{"headers": "abc", "secret": "m"}');
+  await field(page, "/eval/rewards").fill('[{"type": "webhook", "url": "http://a.example/", "secret": "whsec_x", "previous_secret": "whsec_y", "headers": {"authorization": "z"}}]');
+  await field(page, "/rewards/0/type").selectOption("webhook");
+  await field(page, "/rewards/0/secret").fill("whsec_w");
+  const { metadata, rewards, eval: { rewards: [own] } } = await sent(page);
+  assert.deepEqual(metadata, { headers: "abc", secret: "m" });
+  assert.equal(rewards[0].secret, "whsec_…");
+  assert.deepEqual(own, { type: "webhook", url: "http://a.example/", secret: "whsec_…", previous_secret: "whsec_…", headers: { authorization: "…" } });
+}));
+
+test("a new job after a cloned one begins empty, and back is the clone again", { timeout: 60_000 }, async () => {
+  const job = await makeJob(server, { name: "cloned", total: 1 });
+  await open(async (page) => {
+    const isNamed = (name) => page.waitForFunction((name) => document.querySelector('[data-pointer="/name"]')?.value === name, name);
+    await isNamed("cloned");
+    await page.getByRole("link", { name: "New job" }).click();
+    await isNamed("");
+    assert.deepEqual(Object.keys(await sent(page)), ["rewards"]);
+    await page.goBack();
+    await isNamed("cloned");
+    assert.equal((await sent(page)).model, "rlood/tiny");
+  }, `#/new?from=${job.id}`);
+});
+
+test("some projections, every weight, rules and rewards of the evaluation are shown and made", { timeout: 60_000 }, async () => {
+  const job = await makeJob(server, { total: 1, more: { lora: { target_modules: ["q_proj", "v_proj"] }, doctor: { rules: { cold_start: false } } } });
+  await open(async (page) => {
+    await page.getByText("All settings").click();
+    const ticked = () => page.locator('[data-pointer="/lora/target_modules"] :checked').evaluateAll((boxes) => boxes.map((box) => box.closest("label").innerText.trim()));
+    assert.deepEqual(await ticked(), ["q_proj", "v_proj"]);
+    await page.getByLabel("o_proj").check();
+    assert.equal(await field(page, "/optimizer/kind").locator(":checked").innerText(), "adamw (default)");
+    assert.match(await field(page, "/doctor/rules").inputValue(), /"cold_start"/);
+    await field(page, "/eval/rewards").fill('[{"type": "length"');
+    await field(page, "/name").focus();
+    assert.match(await errorAt(page, "/eval/rewards"), /no JSON/);
+    await field(page, "/eval/rewards").fill('[{"type": "length"}]');
+    const { lora, eval: { rewards } } = await sent(page);
+    assert.deepEqual([lora.target_modules, rewards], [["q_proj", "v_proj", "o_proj"], [{ type: "length" }]]);
+    await page.getByLabel("What is trained").selectOption("every weight");
+    assert.equal(await page.locator('[data-pointer^="/lora/"]').count(), 0, "an adapter that there is not has settings");
+    assert.equal((await sent(page)).lora, null);
+  }, `#/new?from=${job.id}`);
+});
+
+test("a reward is tried on chat messages, and its answer is of its own settings", { timeout: 60_000 }, async () => {
+  await server.api("POST", "/datasets?name=chat", { records: [{ prompt: [{ role: "user", content: "2 + 2?" }], answer: "4" }] });
+  await open(async (page) => {
+    await page.getByLabel("Prompts *").selectOption("chat · 1 row");
+    await page.getByText(/^1 row; columns/).waitFor();
+    await page.getByRole("button", { name: "Add a reward" }).click();
+    const second = page.getByRole("group", { name: "Reward 2" });
+    await second.getByLabel("Type").selectOption("exact_match");
+    await second.getByLabel("Column *").fill("answer");
+    await second.getByRole("button", { name: "Test" }).click();
+    const asked = page.waitForRequest(/rewards\/test/);
+    await second.getByRole("button", { name: "Score it" }).click();
+    assert.deepEqual((await asked).postDataJSON().samples[0].prompt, [{ role: "user", content: "2 + 2?" }]);
+    await page.getByText("Every completion has a value").waitFor();
+    // Another reward goes: the answer stays with its own row. Its own settings change: it goes.
+    await page.getByRole("button", { name: "Remove reward 1" }).click();
+    const first = page.getByRole("group", { name: "Reward 1" });
+    assert.equal(await first.getByText("Every completion has a value").count(), 1);
+    await first.getByLabel("Weight").fill("2");
+    assert.equal(await page.getByText("Every completion has a value").count(), 0);
+  });
+});

@@ -75,3 +75,71 @@ test("the list of jobs changes by itself, also over a cut", { timeout: 60_000 },
     await page.getByRole("row", { name: /another.*failed/ }).waitFor();
     assert.equal(await page.locator("main b").filter({ hasText: "too long" }).count(), 0, "text became markup");
   }, { allow: /\/session$|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED|ERR_SOCKET/ }));
+
+const BROKEN = { allow: /\/session$|404|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED|ERR_SOCKET/ };
+
+test("what is typed is kept while steps come, and so is a zoom that an address asks for", { timeout: 120_000 }, async () => {
+  await makeJob(server, { name: "typed", total: 200 });
+  const attempt = await worker.claim();
+  await say(attempt, 1, 20);
+  let done = false;
+  const steps = (async () => {
+    for (let next = 21; !done; next++) {
+      await say(attempt, next, next);
+      await pause(60);
+    }
+  })();
+  try {
+    await visit(browser, server.url, `#/jobs/${attempt.job}/samples`, async (page) => {
+      await page.getByLabel("Search").pressSequentially("what is two", { delay: 90 });
+      await page.getByLabel("Step", { exact: true }).pressSequentially("123", { delay: 120 });
+      await page.waitForFunction(() => /q=what\+is\+two/.test(location.hash) && /step=123/.test(location.hash));
+      assert.equal(await page.getByLabel("Search").inputValue(), "what is two");
+      assert.equal(await page.getByLabel("Step", { exact: true }).inputValue(), "123");
+    }, BROKEN);
+    await visit(browser, server.url, `#/jobs/${attempt.job}`, async (page) => {
+      const controls = page.getByRole("group", { name: "Charts" });
+      await controls.waitFor();
+      for (const [from, to] of [[3, 9], [5, 17]]) {
+        await page.evaluate(([from, to]) => (location.hash = `${location.hash.split("?")[0]}?from=${from}&to=${to}&smooth=0.5`), [from, to]);
+        await controls.getByText(`steps ${from} to ${to}`).waitFor();
+        await controls.getByText("0.50").waitFor();
+      }
+      await pause(600);
+      assert.match(await page.evaluate(() => location.hash), /from=5&to=17&smooth=0.5/);
+    }, BROKEN);
+  } finally {
+    done = true;
+    await steps;
+    await attempt.finish({ outcome: "cancelled" });
+  }
+});
+
+test("a job that somebody deletes is said to be gone", { timeout: 60_000 }, async () => {
+  await makeJob(server, { name: "to be deleted", total: 3 });
+  const attempt = await worker.claim();
+  await say(attempt, 1, 2);
+  await attempt.finish({ outcome: "cancelled" });
+  await visit(browser, server.url, `#/jobs/${attempt.job}`, async (page) => {
+    await page.getByRole("button", { name: "Retry" }).waitFor();
+    await server.api("DELETE", `/jobs/${attempt.job}`);
+    await page.getByText("This job was deleted.").waitFor();
+    assert.equal(await page.getByRole("button", { name: "Retry" }).count(), 0);
+  }, BROKEN);
+});
+
+test("names of 200 letters without a break fit a phone", { timeout: 120_000 }, async () => {
+  const long = "x".repeat(200);
+  const job = await makeJob(server, { name: long, total: 3, more: { metadata: { team: "y".repeat(400) } } });
+  const attempt = await worker.claim();
+  await say(attempt, 1, 1);
+  for (const hash of [`#/jobs/${job.id}`, `#/jobs/${job.id}/samples`, `#/jobs/${job.id}/config`, `#/compare?ids=${job.id}`, "#/", `#/new?from=${job.id}`]) {
+    await visit(browser, server.url, hash, async (page) => {
+      await page.getByText(long.slice(0, 20)).first().waitFor({ state: "attached" });
+      await pause(300);
+      const wide = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+      assert.ok(wide <= 0, `${hash} is ${wide} px wider than the screen`);
+    }, { ...BROKEN, width: 360 });
+  }
+  await attempt.finish({ outcome: "cancelled" });
+});

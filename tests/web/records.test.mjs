@@ -64,6 +64,12 @@ test("two completions of a group can be compared word by word", { timeout: 60_00
       assert.equal(await read("INS"), answers[0], "without what is new it is the first");
       assert.equal(await read("DEL"), answers[other], "without what is gone it is the second");
       assert.match(await difference.innerText(), new RegExp(`Completion 1 → Completion ${other + 1}`));
+      // A filter takes the compared ones away, and nothing else with them.
+      await page.getByLabel("Reward from").fill("100");
+      await page.getByText("No sample fits these filters.").waitFor();
+      await page.getByRole("button", { name: "Clear" }).click();
+      await groups.first().waitFor();
+      assert.deepEqual([await difference.count(), await page.getByRole("search", { name: "Samples" }).count()], [0, 1]);
       return;
     }
     assert.fail("no group has two different completions");

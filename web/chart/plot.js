@@ -142,7 +142,9 @@ export class Plot {
       const stroke = colour(tint, mode);
       const scale = right ? "right" : "y";
       const raw = { label, scale, stroke: `${stroke}4d`, width: 1, points: { show: false }, spanGaps: true };
-      const line = { label, scale, stroke, width: 1.75, dash: dash(tint), points: { show: false }, spanGaps: true };
+      // One value alone makes no line.
+      const isAlone = (u, at) => u.data[at].reduce((sum, value) => sum + (value !== null), 0) === 1;
+      const line = { label, scale, stroke, width: 1.75, dash: dash(tint), points: { show: isAlone, size: 6, stroke, fill: stroke }, spanGaps: true };
       if (points) line.points = { show: true, size: 6, stroke, fill: stroke };
       series.push(raw, line);
       if (band) {

@@ -1,5 +1,5 @@
 // The REST API: JSON in and out, problems (RFC 9457) as exceptions, the session's token on every change.
-import { session, signedOut } from "./session.js";
+import { session, signedOut, whoAmI } from "./session.js";
 
 /** An error of the API: `{status, code, title, detail, errors: [{pointer, code, detail}], request_id, retryable}`. */
 export class Problem extends Error {
@@ -15,7 +15,7 @@ export class Problem extends Error {
 }
 
 const unreachable = () =>
-  new Problem({ status: 0, code: "unreachable", title: "No answer", detail: "The server does not answer. It is tried again.", retryable: true });
+  new Problem({ status: 0, code: "unreachable", title: "No answer", detail: "The server does not answer.", retryable: true });
 
 /** `path?query` without the parameters that are undefined, null or empty. */
 export function urlOf(path, query = {}) {
@@ -24,7 +24,8 @@ export function urlOf(path, query = {}) {
 }
 
 /** Sends a request and returns the Response, or throws a Problem. Bodies that are not strings, forms or files go as JSON. */
-export async function send(method, path, { query, body, headers = {}, signal } = {}) {
+export async function send(method, path, options = {}) {
+  const { query, body, headers = {}, signal, isAgain } = options;
   const all = new Headers(headers);
   let payload = body;
   if (body !== undefined && !(typeof body === "string" || body instanceof Blob || body instanceof FormData)) {
@@ -42,6 +43,11 @@ export async function send(method, path, { query, body, headers = {}, signal } =
   if (response.ok) return response;
   const problem = await problemOf(response);
   if (problem.status === 401 && path !== "/session") signedOut();
+  // Another tab signed in anew.
+  if (problem.code === "invalid_csrf_token" && !isAgain) {
+    await whoAmI();
+    return send(method, path, { ...options, isAgain: true });
+  }
   throw problem;
 }
 

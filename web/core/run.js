@@ -13,6 +13,8 @@ const OVERVIEW_POINTS = 4000;
 const GATHER_MS = 150;
 /** A run that nobody looks at any more is followed for this long, ms: tabs of one job share it. */
 const LINGER_MS = 5000;
+/** A job that is over is looked at this often, ms: it may be deleted. */
+const LOOK_MS = 10_000;
 /** Events that are kept for the logs. */
 const KEPT_EVENTS = 500;
 
@@ -30,8 +32,11 @@ class Run {
   events = new Signal([]);
   alerts = new Signal([]);
   error = new Signal(null);
+  /** It was deleted while it was looked at. */
+  isGone = new Signal(false);
   connection = new Signal("connecting");
   #stream = null;
+  #look = 0;
   #pending = { job: false, alerts: false, fromStep: Infinity, timer: 0 };
   #stopped = false;
   /** How often the run went back: what was asked before and is answered after may hold steps that are no more. */
@@ -40,6 +45,7 @@ class Run {
   constructor(id) {
     this.id = id;
     this.path = `/jobs/${encodeURIComponent(id)}`;
+    this.#look = setInterval(() => this.connection.value === "ended" && !document.hidden && this.refresh(), LOOK_MS);
     this.#begin();
   }
 
@@ -64,6 +70,7 @@ class Run {
       stream.state.watch((state) => stream === this.#stream && this.connection.set(state));
     } catch (error) {
       this.error.set(error);
+      if (error.status === 404 && this.job.value) this.#end();
       if (!this.#stopped && error.retryable) setTimeout(() => this.#stopped || this.#begin(), 2000);
     }
   }
@@ -71,7 +78,13 @@ class Run {
   stop() {
     this.#stopped = true;
     clearTimeout(this.#pending.timer);
+    clearInterval(this.#look);
     this.#stream?.stop();
+  }
+
+  #end() {
+    this.stop();
+    this.isGone.set(true);
   }
 
   /** Begins anew: what is shown did not happen in the backup that the server went back to. */
@@ -158,7 +171,9 @@ class Run {
       }
       const done = await Promise.allSettled(wanted);
       pending.timer = 0;
-      if (done.some(({ status }) => status === "rejected")) {
+      if (done.some(({ reason }) => reason?.status === 404)) {
+        this.#end();
+      } else if (done.some(({ status }) => status === "rejected")) {
         Object.assign(pending, { job: true, alerts: true, fromStep: Math.min(pending.fromStep, fromStep) });
         setTimeout(() => this.#gather(), 1000);
       } else if (pending.job || pending.alerts || pending.fromStep < Infinity) this.#gather();

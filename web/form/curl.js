@@ -1,13 +1,17 @@
 // The job as a command: what the form sends, for a terminal.
 
-const SECRETS = { secret: "whsec_…", headers: "…" };
+const SECRETS = new Map([["secret", "whsec_…"], ["previous_secret", "whsec_…"], ["headers", "…"]]);
 
-/** As JSON, secrets left for the reader to fill in. */
-export function specText(spec) {
-  return JSON.stringify(spec, (key, value) => {
-    if (value === undefined || !(key in SECRETS)) return value;
-    return typeof value === "object" ? Object.fromEntries(Object.keys(value).map((name) => [name, SECRETS[key]])) : SECRETS[key];
-  }, 2);
+/** As JSON, the secrets of rewards left for the reader to fill in; a label that is called like one is none. */
+const specText = (spec) => JSON.stringify(veiled({ ...spec, eval: veiled(spec.eval) }), null, 2);
+
+/** Rewards that are half typed are not known yet from their secrets. */
+const veiled = (part) => (part?.rewards === undefined ? part : { ...part, rewards: Array.isArray(part.rewards) ? part.rewards.map(veiledReward) : "…" });
+
+function veiledReward(reward) {
+  if (reward === null || typeof reward !== "object") return reward;
+  const veil = (key, value) => (value !== null && typeof value === "object" ? Object.fromEntries(Object.keys(value).map((name) => [name, SECRETS.get(key)])) : SECRETS.get(key));
+  return Object.fromEntries(Object.entries(reward).map(([key, value]) => [key, SECRETS.has(key) ? veil(key, value) : value]));
 }
 
 /** POSIX shell: nothing between single quotes is special but the quote. */

@@ -1,8 +1,8 @@
 // The prompts: a dataset that is there, or a file, dropped, chosen or pasted.
 import { announce } from "../core/announce.js";
-import { get, Problem, send } from "../core/api.js";
+import { all, get, Problem, send } from "../core/api.js";
 import { plural } from "../core/format.js";
-import { useGet } from "../core/load.js";
+import { useLoad } from "../core/load.js";
 import { cls, html, useEffect, useState } from "../core/ui.js";
 import { useWork } from "../core/work.js";
 import { Input } from "../parts/field.js";
@@ -10,28 +10,25 @@ import { ProblemBox } from "../parts/problem.js";
 
 const KINDS = { ndjson: "application/x-ndjson", jsonl: "application/x-ndjson", json: "application/json", csv: "text/csv" };
 const PREVIEW = 3;
+/** Datasets to choose from, newest first. */
+const NEWEST = 1000;
 
-/** What pasted text is: rows as JSON lines, a JSON list, or CSV. */
-export function kindOf(text) {
+/** What pasted text is, with its kind: a JSON list, CSV, an object a line, or objects over several lines, which are a list without its brackets. */
+function pasted(text) {
   const start = text.trimStart();
-  if (start.startsWith("[")) return "application/json";
-  if (!start.startsWith("{")) return "text/csv";
-  try {
-    JSON.parse(start.split("\n")[0]);
-    return "application/x-ndjson";
-  } catch {
-    return "application/json";
-  }
+  if (/^(\[|\{\s*"records"\s*:)/.test(start)) return [text, KINDS.json];
+  if (!start.startsWith("{")) return [text, KINDS.csv];
+  return start.split("\n")[0].trimEnd().endsWith("}") ? [text, KINDS.ndjson] : [`[${text}]`, KINDS.json];
 }
 
 /** `onRows` is told the first rows, for tests of rewards. */
 export function DatasetChoice({ form, pointer, label, onRows }) {
-  const { data, reload } = useGet("/datasets", { limit: 100 });
+  const { data, reload } = useLoad((signal) => all("/datasets", {}, NEWEST, signal), []);
   const [text, setText] = useState("");
   const [isOver, setOver] = useState(false);
   const { busy, error, run } = useWork();
   const id = form.spec[pointer.slice(1)]?.id;
-  const known = data?.data ?? [];
+  const known = data ?? [];
   const chosen = known.find((dataset) => dataset.id === id);
   const rows = useRows(id, onRows);
 
@@ -54,15 +51,15 @@ export function DatasetChoice({ form, pointer, label, onRows }) {
     const [file] = event.dataTransfer.files;
     if (file) take(file);
   };
-  const options = [["", known.length ? "choose, or add one below" : "none yet: add one below"], ...(id && !chosen ? [[id, id]] : []), ...known.map(({ id, name, num_rows }) => [id, `${name ?? id} · ${plural(num_rows, "row")}`])];
-  return html`<div class="stack" data-pointer=${pointer}>
+  const options = [["", known.length ? `choose${known.length < NEWEST ? "" : ` of the newest ${known.length}`}, or add one below` : "none yet: add one below"], ...(id && !chosen ? [[id, id]] : []), ...known.map(({ id, name, num_rows }) => [id, `${name ?? id} · ${plural(num_rows, "row")}`])];
+  return html`<div class="stack" data-pointer=${(form.at ?? "") + pointer}>
     <${Input} label=${label} errors=${[...form.errorsAt(pointer, true), ...form.errorsAt(`${pointer}/id`)]} hint=${chosen && `${plural(chosen.num_rows, "row")}; columns ${chosen.columns.join(", ")}`}
       options=${options} value=${id ?? ""} set=${(id) => form.set(`${pointer}/id`, id || undefined)} />
     <div class=${cls("drop", isOver && "over")} onDragOver=${(event) => (event.preventDefault(), setOver(true))} onDragLeave=${() => setOver(false)} onDrop=${drop}>
       <label>Drop a file here (.jsonl, .json, .csv), or choose it: <input type="file" accept=".ndjson,.jsonl,.json,.csv" disabled=${busy} onChange=${({ target }) => target.files[0] && take(target.files[0])} /></label>
       <details><summary>Or paste rows</summary>
         <textarea class="mono" rows="4" aria-label="Rows to paste" spellcheck=${false} placeholder=${'{"prompt": "What is 2 + 2?", "answer": "4"}'} value=${text} onInput=${(event) => setText(event.target.value)}></textarea>
-        <button type="button" disabled=${busy || !text.trim()} onClick=${() => upload(text, kindOf(text), undefined)}>Add these rows</button></details>
+        <button type="button" disabled=${busy || !text.trim()} onClick=${() => upload(...pasted(text))}>Add these rows</button></details>
       ${busy && html`<p role="status">Uploading…</p>`}
       <${ProblemBox} error=${error} />
     </div>

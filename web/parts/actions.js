@@ -4,6 +4,7 @@ import { del, post } from "../core/api.js";
 import { go, hrefOf } from "../core/router.js";
 import { may } from "../core/session.js";
 import { html, useState } from "../core/ui.js";
+import { useWork } from "../core/work.js";
 import { Confirm } from "./dialog.js";
 import { ForkDialog } from "./fork.js";
 import { ProblemBox } from "./problem.js";
@@ -16,10 +17,9 @@ const ASKED = {
 
 export function Actions({ run, job }) {
   const [asked, ask] = useState(null);
-  const [error, setError] = useState(null);
+  const { busy, error, run: work } = useWork();
   if (!may("submit")) return null;
   const act = async (action) => {
-    setError(null);
     if (action === "delete") {
       await del(run.path);
       return go("/");
@@ -29,10 +29,10 @@ export function Actions({ run, job }) {
     if (action === "retry") return go(`/jobs/${moved.id}`);
     run.refresh();
   };
-  const press = (action) => (ASKED[action] || action === "fork" ? ask(action) : act(action).catch(setError));
+  const press = (action) => (ASKED[action] || action === "fork" ? ask(action) : work(() => act(action)));
   const names = { pause: "Pause", resume: "Resume", cancel: "Cancel…", retry: "Retry", delete: "Delete…" };
   return html`<div class="actions">
-    ${MOVES[job.state].map((action) => html`<button key=${action} disabled=${job.requested === action} onClick=${() => press(action)}>${names[action]}</button>`)}
+    ${MOVES[job.state].map((action) => html`<button key=${action} disabled=${busy || job.requested === action} onClick=${() => press(action)}>${names[action]}</button>`)}
     <button onClick=${() => press("fork")}>Fork…</button>
     <a class="button" href=${hrefOf("/new", { from: job.id })}>Clone</a>
     ${error && html`<${ProblemBox} error=${error} />`}

@@ -7,13 +7,16 @@ import { Code } from "./text.js";
 export function Dialog({ title, onClose, children }) {
   const element = useRef(null);
   const id = useId();
+  // A press beside it closes it; a selection that ends beside it does not.
+  const pressed = useRef(null);
   // At once: what is typed next belongs into it.
   useLayoutEffect(() => {
     const before = document.activeElement;
     element.current.showModal();
     return () => before?.focus?.();
   }, []);
-  return html`<dialog ref=${element} aria-labelledby=${id} onClose=${onClose} onClick=${(event) => event.target === element.current && onClose()}>
+  return html`<dialog ref=${element} aria-labelledby=${id} onClose=${onClose} onMouseDown=${({ target }) => (pressed.current = target)}
+    onClick=${({ target }) => target === element.current && pressed.current === target && onClose()}>
     <div class="dialog">
       <div class="row between"><h2 id=${id}>${title}</h2><button class="quiet" aria-label="Close" onClick=${onClose}>✕</button></div>
       ${children}

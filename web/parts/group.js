@@ -27,13 +27,17 @@ export function spread(samples) {
   return { mean, std, isTied: rewards.length > 1 && rewards.every((reward) => reward === rewards[0]) };
 }
 
+/** What is less is a rounding of nothing. */
+const LEAST = 1e-9;
+
 /** The greatest advantage of either sign: what the colours are measured by. */
 export const reach = (samples) => samples.reduce((most, { advantage }) => Math.max(most, Math.abs(advantage ?? 0)), 0);
 
 /** An advantage as sign, number and colour; the colour's strength is its share of `most`. */
 export function Advantage({ value, most }) {
   if (value === null) return null;
-  const strength = most > 0 ? Math.round((Math.abs(value) / most) * 50) : 0;
+  if (Math.abs(value) < LEAST) value = 0;
+  const strength = most > LEAST ? Math.round((Math.abs(value) / most) * 50) : 0;
   return html`<span class=${cls("advantage", value > 0 && "plus", value < 0 && "minus")} style=${{ "--strength": `${strength}%` }} title="Advantage: how much this completion counts in the update">
     <span aria-hidden="true">${value > 0 ? "▲" : value < 0 ? "▼" : "■"}</span><span class="unseen">advantage </span>${signed(value)}</span>`;
 }
@@ -41,11 +45,13 @@ export function Advantage({ value, most }) {
 /** `whole`: completions that the group has in all; `most`: see `Advantage`. */
 export function Group({ group, job, whole, most }) {
   const { samples, step, phase, prompt_id, group_id, prompt } = group;
-  const [picked, pickTwo] = useState([]);
+  const [chosen, pickTwo] = useState([]);
+  // A filter may take one away.
+  const picked = chosen.filter((sample) => samples.includes(sample));
   const { mean, std, isTied } = spread(samples);
   const path = `/jobs/${job.id}/samples`;
   const isPart = whole !== null && samples.length < whole;
-  const choose = (index) => pickTwo(picked.includes(index) ? picked.filter((other) => other !== index) : [...picked, index].slice(-2));
+  const choose = (sample) => pickTwo(picked.includes(sample) ? picked.filter((other) => other !== sample) : [...picked, sample].slice(-2));
   return html`<section class="group panel" aria-label=${`Step ${step}, prompt ${prompt_id}`}>
     <div class="row between wrap">
       <h2>Step ${step} <span class="dim">· ${prompt_id}${phase === "eval" && " · evaluation"}</span></h2>
@@ -58,7 +64,7 @@ export function Group({ group, job, whole, most }) {
     <p class="small dim">${plural(samples.length, "completion")} · reward ${number(mean)}${samples.length > 1 && html` ± ${number(std, 3)}`}
       ${isTied && phase === "train" && html` · <span class="warn">all alike, so nothing is learnt from it</span>`}</p>
     <div class="completions">${samples.map((sample, index) => html`<${Completion} key=${index} sample=${sample} index=${index} count=${samples.length} job=${job} most=${most}
-      isPicked=${picked.includes(index)} onPick=${() => choose(index)} />`)}</div>
+      isPicked=${picked.includes(sample)} onPick=${() => choose(sample)} />`)}</div>
     ${picked.length === 1 && html`<p class="small dim">Choose a second completion to see how they differ.</p>`}
     ${picked.length === 2 && html`<${Difference} picked=${picked} samples=${samples} onClose=${() => pickTwo([])} />`}
   </section>`;
@@ -83,13 +89,13 @@ function Completion({ sample, index, count, job, most, isPicked, onPick }) {
 }
 
 function Difference({ picked, samples, onClose }) {
-  const [one, other] = picked.map((index) => samples[index]);
+  const [one, other] = picked;
   const pieces = diff(one.completion, other.completion);
   const [gone, came] = changed(pieces);
-  const name = (at) => `Completion ${picked[at] + 1}`;
+  const name = (sample) => `Completion ${samples.indexOf(sample) + 1}`;
   return html`<section class="difference" aria-label="Difference of two completions">
     <div class="row between wrap">
-      <h3>${name(0)} → ${name(1)} <span class="dim small">${one.completion === other.completion ? "the same text" : `${plural(gone, "word")} gone, ${plural(came, "word")} new`} · reward ${signed(other.reward === null || one.reward === null ? null : other.reward - one.reward)}</span></h3>
+      <h3>${name(one)} → ${name(other)} <span class="dim small">${one.completion === other.completion ? "the same text" : `${plural(gone, "word")} gone, ${plural(came, "word")} new`} · reward ${signed(other.reward === null || one.reward === null ? null : other.reward - one.reward)}</span></h3>
       <button class="mini" onClick=${onClose}>Close</button>
     </div>
     <${Pieces} pieces=${pieces} />

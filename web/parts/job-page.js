@@ -36,14 +36,16 @@ function JobPage({ id, tab, Part }) {
   const job = useJob(run);
   const error = useSignal(run.error);
   const connection = useSignal(run.connection);
+  const isGone = useSignal(run.isGone);
   if (!job) return html`<h1>Job</h1><${Loading} error=${error} />`;
   return html`
     <div class="job-head">
       <p class="crumbs"><a href="#/">Jobs</a> / <${Id} id=${job.id} />${job.parent && html` from <a href=${hrefOf(`/jobs/${job.parent}`)}><${Id} id=${job.parent} /></a>`}</p>
       <div class="row between wrap">
         <h1>${job.name ?? job.plan.model?.id ?? job.id}</h1>
-        <${Actions} run=${run} job=${job} />
+        ${!isGone && html`<${Actions} run=${run} job=${job} />`}
       </div>
+      ${isGone && html`<p class="problem" role="alert">This job was deleted. What is still shown here is gone from the server.</p>`}
       <p class="facts">
         <${State} job=${job} /> <span>${doing(job)}</span>
         <${Progress} job=${job} />

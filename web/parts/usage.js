@@ -20,8 +20,10 @@ export function usage({ job, checkpoint, origin, needsKey }) {
   const folder = folderOf(job, checkpoint);
   const model = job.plan.model.id;
   const key = needsKey ? ' -H "Authorization: Bearer $RLOOD_API_KEY"' : "";
-  const fetched = `mkdir -p ${folder}\ncurl -fsS${key} ${origin}/checkpoints/${checkpoint.id}/archive.tar | tar -xC ${folder}`;
-  return isAdapter ? adapterUsage({ job, model, folder, fetched }) : modelUsage({ folder, fetched, model });
+  // Serving programs take every file of tensors for weights.
+  const without = isAdapter ? "" : " --exclude optimizer.safetensors";
+  const fetched = `mkdir -p ${folder}\ncurl -fsS${key} ${origin}/checkpoints/${checkpoint.id}/archive.tar | tar -xC ${folder}${without}`;
+  return isAdapter ? adapterUsage({ job, model, folder, fetched }) : modelUsage({ folder, fetched });
 }
 
 function adapterUsage({ job, model, folder, fetched }) {
@@ -29,26 +31,27 @@ function adapterUsage({ job, model, folder, fetched }) {
   return [
     ["Download", "The adapter, into a folder.", fetched],
     ["PEFT", "pip install peft transformers torch; merge_and_unload() makes one model of both",
-      lines("from peft import PeftModel", imported, "", base(model), `model = PeftModel.from_pretrained(model, ${python(folder)})`, "", generated)],
+      lines("from peft import PeftModel", imported, "", `# ${theBase}`, base(model), `model = PeftModel.from_pretrained(model, ${python(folder)})`, "", generated)],
     ["transformers", "Its own adapter loading; pip install peft transformers torch",
-      lines(imported, "", base(model), `model.load_adapter(${python(folder)})`, "", generated)],
-    ["vLLM", "pip install vllm", lines(`vllm serve ${shell(model)} --enable-lora --max-lora-rank ${rank} --lora-modules ${folder}=./${folder}`, "", curlFor(folder))],
+      lines(imported, "", `# ${theBase}`, base(model), `model.load_adapter(${python(folder)})`, "", generated)],
+    ["vLLM", "pip install vllm", lines(`# ${theBase}`, `vllm serve ${shell(model)} --enable-lora --max-lora-rank ${rank} --lora-modules ${folder}=./${folder}`, "", curlFor(folder))],
   ];
 }
 
-function modelUsage({ folder, fetched, model }) {
+function modelUsage({ folder, fetched }) {
   return [
     ["Download", "The whole model, into a folder.", fetched],
-    ["transformers", "pip install transformers torch", lines(imported, "", base(model, `./${folder}`), "", generated)],
-    ["vLLM", "pip install vllm", lines(`vllm serve ./${folder} --tokenizer ${shell(model)} --served-model-name ${folder}`, "", curlFor(folder))],
+    ["transformers", "pip install transformers torch", lines(imported, "", base(`./${folder}`), "", generated)],
+    ["vLLM", "pip install vllm", lines(`vllm serve ./${folder} --served-model-name ${folder}`, "", curlFor(folder))],
   ];
 }
 
 // A list of lines: indentation and empty lines of this file are not sent.
 const lines = (...list) => list.join("\n");
 const imported = "from transformers import AutoModelForCausalLM, AutoTokenizer";
-const base = (model, weights = model) =>
-  lines(`tokenizer = AutoTokenizer.from_pretrained(${python(model)})`, `model = AutoModelForCausalLM.from_pretrained(${python(weights)}, dtype="auto", device_map="auto")`);
+const theBase = "The base model, by its id here: put its name on the hub or its folder, if that is another.";
+const base = (model) =>
+  lines(`tokenizer = AutoTokenizer.from_pretrained(${python(model)})`, `model = AutoModelForCausalLM.from_pretrained(${python(model)}, dtype="auto", device_map="auto")`);
 const generated = lines(
   'messages = [{"role": "user", "content": "Hello"}]',
   'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(model.device)',

@@ -3,9 +3,9 @@ import { Chart } from "../chart/chart.js";
 import { ChartControls } from "../chart/controls.js";
 import { ChartGroup } from "../chart/group.js";
 import { colour, dash } from "../chart/palette.js";
-import { get } from "../core/api.js";
+import { all, get } from "../core/api.js";
 import { number, plural, signed } from "../core/format.js";
-import { useGet, useLoad } from "../core/load.js";
+import { useLoad } from "../core/load.js";
 import { hrefOf, useFilters } from "../core/router.js";
 import { useSignal } from "../core/signal.js";
 import { theme } from "../core/theme.js";
@@ -16,6 +16,7 @@ import { Select } from "../parts/switch.js";
 import { Table } from "../parts/table.js";
 
 const MOST = 8;
+const MOST_LISTED = 60;
 const CHARTS = [["reward", "Reward"], ["eval_reward", "Evaluation"], ["kl", "KL"], ["entropy", "Entropy"], ["completions/mean_length", "Completion length"], ["loss", "Loss"], ["grad_norm", "Gradient norm"], ["reward_std", "Reward std"]];
 
 export default function Compare() {
@@ -32,18 +33,19 @@ export default function Compare() {
 function Chooser({ ids, onChoose }) {
   const [text, setText] = useState("");
   const [isOpen] = useState(ids.length < 2);
-  const { data, error } = useGet("/jobs", { limit: 100 });
-  const jobs = data?.data ?? [];
+  const { data, error, reload } = useLoad((signal) => all("/jobs", {}, 1000, signal), []);
+  const jobs = data ?? [];
   const fits = (job) => `${job.name ?? ""} ${job.id} ${job.plan.model.id}`.toLowerCase().includes(text.toLowerCase());
   const shown = jobs.filter((job) => ids.includes(job.id) || fits(job));
   const toggle = (id) => onChoose(ids.includes(id) ? ids.filter((other) => other !== id) : [...ids, id]);
   return html`<details class="panel chooser" open=${isOpen}>
     <summary>${ids.length ? `${plural(ids.length, "run")} of at most ${MOST}` : `Choose up to ${MOST} runs`}</summary>
-    <${ProblemBox} error=${error} />
+    <${ProblemBox} error=${error} retry=${reload} />
     <label class="inline">Find <input type="search" value=${text} onInput=${(event) => setText(event.target.value)} /></label>
     <fieldset><legend class="unseen">Runs</legend>
-      ${shown.slice(0, 60).map((job) => html`<label key=${job.id} class="pick"><input type="checkbox" checked=${ids.includes(job.id)} disabled=${!ids.includes(job.id) && ids.length >= MOST} onChange=${() => toggle(job.id)} />
+      ${shown.slice(0, MOST_LISTED).map((job) => html`<label key=${job.id} class="pick"><input type="checkbox" checked=${ids.includes(job.id)} disabled=${!ids.includes(job.id) && ids.length >= MOST} onChange=${() => toggle(job.id)} />
         <span>${job.name ?? job.id}</span> <span class="dim small">${job.plan.model.id} · step ${job.step}</span></label>`)}
+      ${shown.length > MOST_LISTED && html`<p class="dim small">The latest ${MOST_LISTED} of ${jobs.length < 1000 ? shown.length : "all"}: type to find others.</p>`}
       ${data && !shown.length && html`<p class="dim">No run fits.</p>`}
     </fieldset>
   </details>`;

@@ -120,6 +120,7 @@ export default function Jobs() {
   const jobs = useSignal(list.jobs);
   const error = useSignal(list.error);
   const next = useSignal(list.next);
+  const connection = useSignal(list.stream.state);
   const [chosen, choose] = useState([]);
   if (!jobs) return html`<h1>Jobs</h1><${Loading} error=${error} retry=${() => list.load()} />`;
   if (!jobs.length && !state && !model) return html`<${Welcome} />`;
@@ -132,6 +133,7 @@ export default function Jobs() {
         ${model && html`<button onClick=${() => set({ model: null })}>${model} ✕</button>`}
         <button disabled=${chosen.length < 2} onClick=${() => go("/compare", { ids: chosen.join(",") })}>Compare${chosen.length ? ` ${chosen.length}` : ""}</button>
       </div></div>
+    ${connection === "lost" && html`<p class="warn" data-connection="lost">Connection lost, trying again: this is how the jobs stood.</p>`}
     <${ProblemBox} error=${error} />
     ${shown.length ? html`<${JobTable} list=${list} jobs=${shown} chosen=${chosen} choose=${choose} setModel=${(model) => set({ model })} />` : html`<p class="dim">None of them.</p>`}
     ${next && html`<p><button onClick=${() => list.more()}>More jobs</button></p>`}`;

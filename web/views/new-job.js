@@ -4,7 +4,7 @@ import { get, post } from "../core/api.js";
 import { bytes, count, duration, number, percent, words } from "../core/format.js";
 import { useLoad } from "../core/load.js";
 import { go, useFilters } from "../core/router.js";
-import { session } from "../core/session.js";
+import { may, session } from "../core/session.js";
 import { html, useEffect, useMemo, useRef, useState } from "../core/ui.js";
 import { curlOf } from "../form/curl.js";
 import { DatasetChoice } from "../form/dataset.js";
@@ -12,24 +12,28 @@ import { jobSchema, withValue } from "../form/document.js";
 import { ModelChoice } from "../form/model.js";
 import { Rewards } from "../form/rewards.js";
 import { Setting } from "../form/setting.js";
+import { Input } from "../parts/field.js";
 import { Loading, ProblemBox } from "../parts/problem.js";
 import { Code, Facts } from "../parts/text.js";
 
 /** What most jobs say; everything else is below. */
 const FIRST = ["/training/max_steps", "/training/prompts_per_step", "/rloo/num_generations", "/rloo/beta", "/sampling/max_completion_length", "/sampling/temperature", "/optimizer/learning_rate", "/lora/r", "/checkpoints/every_steps"];
-const LABELS = { "/lora/r": "Adapter rank", "/checkpoints/every_steps": "Checkpoint every" };
+const LABELS = { "/lora/r": "Adapter rank", "/checkpoints/every_steps": "Checkpoint every", "/eval/rewards": "Rewards of its own, as JSON", "/doctor/rules": "Rules, as JSON" };
 const SECTIONS = { training: "Training", rloo: "RLOO", sampling: "Sampling", optimizer: "Optimizer", lora: "Adapter", eval: "Evaluation", checkpoints: "Checkpoints", early_stopping: "Early stopping", doctor: "Doctor", warm_start: "Warm start" };
-const ELSEWHERE = ["/eval/dataset", "/eval/rewards", "/doctor/rules"];
+const ELSEWHERE = ["/eval/dataset"];
 const EMPTY = { rewards: [{ type: "exact_match", column: "answer" }] };
 const CHECK_MS = 500;
 
 export default function NewJob() {
   const [{ from }] = useFilters();
+  // Under the sign-in the form waits for whoever filled it in.
+  const isOut = session.value.state === "out";
   const { data, error, reload } = useLoad(async (signal) => {
     const [schema, old] = await Promise.all([jobSchema(), from ? get(`/jobs/${encodeURIComponent(from)}/config`, {}, signal) : null]);
-    return { schema, old };
-  }, [from]);
-  if (!data) return html`<h1>New job</h1><${Loading} error=${error} retry=${reload} />`;
+    return { schema, old, from };
+  }, [from, isOut]);
+  if (!isOut && !may("submit")) return html`<h1>New job</h1><p class="notice">Your key may only read: submitting a job needs a key with the scope submit.</p>`;
+  if (data?.from !== from || !data) return html`<h1>New job</h1><${Loading} error=${error} retry=${reload} />`;
   return html`<${Form} key=${from ?? ""} schema=${data.schema} old=${data.old} from=${from} />`;
 }
 
@@ -58,7 +62,7 @@ function Form({ schema, old, from }) {
   // Once somebody asked, the answer keeps up with what is typed.
   useEffect(() => {
     if (!checked) return;
-    const timer = setTimeout(() => post("/jobs/validate", spec).then((answer) => setChecked((old) => old && { ...answer, probe: undefined }), () => {}), CHECK_MS);
+    const timer = setTimeout(() => post("/jobs/validate", spec).then((answer) => setChecked((old) => (old && spec === latest.current ? { ...answer, probe: undefined } : old)), () => {}), CHECK_MS);
     return () => clearTimeout(timer);
   }, [spec]);
 
@@ -72,7 +76,8 @@ function Form({ schema, old, from }) {
     try {
       await work();
     } catch (error) {
-      setProblem(error);
+      // The sign-in says that the session is over; the form is there again after it.
+      if (error.status !== 401) setProblem(error);
       if (error.errors?.length) toFirstError(error.errors);
     }
     setBusy("");
@@ -103,7 +108,7 @@ function Form({ schema, old, from }) {
         <${DatasetChoice} form=${form} pointer="/dataset" label="Prompts *" onRows=${setRows} />
       </fieldset>
       <${Rewards} form=${form} />
-      <fieldset class="panel"><legend>How</legend><div class="fields">${FIRST.map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} label=${LABELS[pointer]} />`)}</div></fieldset>
+      <fieldset class="panel"><legend>How</legend><div class="fields"><${Trained} form=${form} />${FIRST.filter((pointer) => form.spec.lora !== null || !pointer.startsWith("/lora/")).map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} label=${LABELS[pointer]} />`)}</div></fieldset>
       <${More} form=${form} />
       <div class="submit-bar">
         <button type="button" disabled=${!!busy} onClick=${() => check(false)}>${busy === "check" ? "Checking…" : "Check"}</button>
@@ -139,24 +144,28 @@ function Errors({ problem, items, root }) {
     <ul>${items.map((item) => html`<li key=${item.pointer + item.code}><button type="button" class="link" onClick=${() => focusAt(root.current, item.pointer)}><code>${item.pointer || "the job"}</code> ${item.detail}</button></li>`)}</ul></div>`;
 }
 
+/** An adapter, or every weight: then there is nothing to say of an adapter. */
+const Trained = ({ form }) => html`<${Input} label="What is trained" errors=${form.errorsAt("/lora", true)} pointer="/lora" options=${[["", "an adapter (default)"], ["all", "every weight"]]}
+  value=${form.spec.lora === null ? "all" : ""} set=${(text) => form.set("/lora", text ? null : undefined)} />`;
+
 /** Every other setting, by section. */
 function More({ form }) {
   const { properties } = form.schema.job;
   return html`<details class="panel more"><summary>All settings</summary>
-    ${Object.entries(SECTIONS).filter(([name]) => properties[name]).map(([name, title]) => {
+    ${Object.entries(SECTIONS).filter(([name]) => properties[name] && form.spec[name] !== null).map(([name, title]) => {
       const section = form.schema.resolve(properties[name]);
       const object = section.properties ? section : (section.oneOf ?? section.anyOf ?? []).map(form.schema.resolve).find((one) => one.properties);
       const pointers = Object.keys(object?.properties ?? {}).map((key) => `/${name}/${key}`).filter((pointer) => !FIRST.includes(pointer) && !ELSEWHERE.includes(pointer));
       return html`<section key=${name}><h2>${title}</h2>
         ${name === "eval" && html`<${DatasetChoice} form=${evalForm(form)} pointer="/dataset" label="Prompts of the evaluation" />`}
-        <div class="fields">${pointers.map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} schema=${object.properties[pointer.split("/")[2]]} />`)}</div></section>`;
+        <div class="fields">${pointers.map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} label=${LABELS[pointer]} schema=${object.properties[pointer.split("/")[2]]} />`)}</div></section>`;
     })}
     <section><h2>Labels</h2><div class="fields"><${Setting} form=${form} pointer="/metadata" placeholder=${'{"team": "x"}'} /></div></section>
   </details>`;
 }
 
 /** The form with `/eval` as its root. */
-const evalForm = (form) => ({ ...form, spec: form.spec.eval ?? {}, set: (pointer, value) => form.set(`/eval${pointer}`, value), errorsAt: (pointer, alone) => form.errorsAt(`/eval${pointer}`, alone) });
+const evalForm = (form) => ({ ...form, at: "/eval", spec: form.spec.eval ?? {}, set: (pointer, value) => form.set(`/eval${pointer}`, value), errorsAt: (pointer, alone) => form.errorsAt(`/eval${pointer}`, alone) });
 
 /** What the server makes of the job. */
 function Verdict({ answer }) {

@@ -48,12 +48,13 @@ function Numbers({ run, job }) {
   return html`<${Facts} panel facts=${facts} />`;
 }
 
-const range = ({ from, to }) => (from && to && Number(to) > Number(from) ? [Number(from), Number(to)] : null);
+/** What an address shows. */
+const shownBy = ({ from, to, smooth }) => ({ range: from && to && Number(to) > Number(from) ? [Number(from), Number(to)] : null, smoothing: Number(smooth) || 0 });
 
 function Charts({ run, job }) {
   const version = useSignal(run.metrics);
   const { table } = run;
-  const group = useMemo(() => new ChartGroup({ range: range(place.value.query), smoothing: Number(place.value.query.smooth) || 0 }), [run]);
+  const group = useMemo(() => new ChartGroup(shownBy(place.value.query)), [run]);
   group.extent = extentOf(table);
   useAddress(group, job.id);
   useDetail(run, group);
@@ -77,11 +78,22 @@ function useAddress(group, id) {
       clearTimeout(timer);
       timer = setTimeout(() => {
         if (place.value.path !== `/jobs/${id}`) return;
-        const [from, to] = group.range.value?.map(Math.round) ?? [];
-        go(place.value.path, { ...place.value.query, from, to, smooth: group.smoothing.value || undefined }, { replace: true });
+        go(place.value.path, { ...place.value.query, ...shown() }, { replace: true });
       }, 400);
     };
-    const ends = [group.range.watch(write), group.smoothing.watch(write)];
+    const shown = () => {
+      const [from, to] = group.range.value?.map(Math.round) ?? [];
+      return { from, to, smooth: group.smoothing.value || undefined };
+    };
+    // A link or the way back; not what was written here.
+    const read = ({ path, query }) => {
+      const now = shown();
+      if (path !== `/jobs/${id}` || Object.keys(now).every((key) => String(now[key] ?? "") === (query[key] ?? ""))) return;
+      const { range, smoothing } = shownBy(query);
+      group.range.set(range);
+      group.smoothing.set(smoothing);
+    };
+    const ends = [group.range.watch(write), group.smoothing.watch(write), place.watch(read)];
     return () => (clearTimeout(timer), ends.forEach((end) => end()));
   }, [group]);
 }

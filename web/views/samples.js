@@ -7,7 +7,7 @@ import { useLoad } from "../core/load.js";
 import { usePages } from "../core/pages.js";
 import { go, hrefOf, useFilters } from "../core/router.js";
 import { useSignal } from "../core/signal.js";
-import { cls, html, useMemo, useRef } from "../core/ui.js";
+import { cls, html, useEffect, useMemo, useRef, useState } from "../core/ui.js";
 import { Advantage, Group, groupsOf, reach, spread } from "../parts/group.js";
 import { jobView } from "../parts/job-page.js";
 import { beginning } from "../parts/long.js";
@@ -59,15 +59,21 @@ function Groups({ rows, job, next }) {
   return (cut ? groups.slice(0, -1) : groups).map((group) => html`<${Group} key=${group.key} group=${group} job=${job} whole=${whole(group)} most=${most} />`);
 }
 
-/** A search that waits until the typing pauses; its value follows the address. */
+/** A search that waits until the typing pauses; otherwise its value follows the address. */
 function Typed({ label, name, query, set, ...rest }) {
   const timer = useRef(0);
+  const [typed, type] = useState(null);
+  useEffect(() => () => clearTimeout(timer.current), []);
   const change = (event) => {
     const { value } = event.target;
+    type(value);
     clearTimeout(timer.current);
-    timer.current = setTimeout(() => set({ [name]: value }), 350);
+    timer.current = setTimeout(() => {
+      set({ [name]: value });
+      type(null);
+    }, 350);
   };
-  return html`<label class="inline">${label} <input ...${rest} name=${name} value=${query[name] ?? ""} onInput=${change} /></label>`;
+  return html`<label class="inline">${label} <input ...${rest} name=${name} value=${typed ?? query[name] ?? ""} onInput=${change} /></label>`;
 }
 
 function Choice({ label, name, query, set, options, first = "" }) {
