@@ -345,7 +345,7 @@ fn compare(dir: &Path, kind: BackendKind) -> Report {
     let uses = u64::from(plan.rloo.num_iterations) * u64::from(plan.rloo.steps_per_generation);
     let rollouts: Vec<Rollout> = recorded.blocks.iter().map(|block| block.rollout.clone()).collect();
     let mut host = TestHost::with_rollouts(move |step| rollouts.get(((step - 1) / uses) as usize).cloned());
-    let temperature = f64::from(plan.sampling.temperature);
+    let temperature = plan.sampling.temperature;
     let prompts = array(&run["prompts"]).iter();
     let rows = prompts.map(|prompt| PromptRow { prompt: prompt.clone(), columns: Map::new() }).collect();
     let initial_adapter = Some(initial.path().to_path_buf());
