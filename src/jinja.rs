@@ -3,6 +3,7 @@
 
 mod budget;
 mod filters;
+mod methods;
 mod operators;
 mod program;
 #[cfg(test)]

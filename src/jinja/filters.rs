@@ -7,6 +7,7 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters
 use minijinja_contrib::pycompat;
 
 use super::budget::{self, ESCAPED, ITEM_BYTES, draw, look};
+use super::methods;
 use super::operators::{self, elements, scan};
 
 /// What a call takes from the budget, by its arguments. The first one is the value before the bar or the point.
@@ -170,7 +171,9 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
         (ValueKind::String, "upper" | "lower" | "title" | "capitalize") => Cost::Text,
         (ValueKind::String, "strip" | "lstrip" | "rstrip") => Cost::Strip,
         (ValueKind::String, "replace") => Cost::Replace,
-        (ValueKind::String, "split" | "splitlines") => Cost::Split,
+        (ValueKind::String, "split" | "splitlines" | "rsplit" | "partition" | "rpartition") => Cost::Split,
+        (ValueKind::String, "removeprefix" | "removesuffix" | "swapcase") => Cost::Text,
+        (ValueKind::String, "ljust" | "rjust" | "center" | "zfill") => Cost::Text,
         (ValueKind::String, "format") => Cost::Format,
         (ValueKind::String, "join") => Cost::Join,
         (ValueKind::Map, "keys" | "values" | "items") => Cost::List,
@@ -186,7 +189,14 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
         }
         pay(state, cost, &all)?;
     }
-    made(cost, pycompat::unknown_method_callback(state, value, name, args)?)
+    let own = match value.as_str() {
+        Some(text) => methods::of_text(text, name, args)?,
+        None => None,
+    };
+    match own {
+        Some(result) => made(cost, result),
+        None => made(cost, pycompat::unknown_method_callback(state, value, name, args)?),
+    }
 }
 
 /// What a call gave. Some put a list into a list.
