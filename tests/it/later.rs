@@ -758,14 +758,17 @@ async fn a_test_of_a_reward_waits_for_an_answer_that_comes_later() {
                 let http = reqwest::Client::builder().no_proxy().build().unwrap();
                 let path = request["reply"]["callback_url"].as_str().unwrap().strip_prefix(PUBLIC).unwrap();
                 let token = request["reply"]["token"].as_str().unwrap();
-                let body = json!({"results": everything(&request), "done": true});
+                let mut results = everything(&request);
+                results[1]["reason"] = json!("asked with 'CANARY-of/later' in x-key");
+                let body = json!({"results": results, "done": true});
                 http.post(format!("{server}{path}")).bearer_auth(token).json(&body).send().await.unwrap();
             });
         }
         accepted(json!({}))
     })
     .await;
-    let test = json!({"reward": {"type": "webhook", "url": format!("{}/score", service.url), "deadline_ms": 7_200_000},
+    let test = json!({"reward": {"type": "webhook", "url": format!("{}/score", service.url), "deadline_ms": 7_200_000,
+                                 "headers": {"x-key": "CANARY-of/later"}},
                       "samples": [{"prompt": "p", "completion": "a"}, {"prompt": "p", "completion": "b"}]});
     let data = dir.path().join("data");
     let server = Server::start_with(&data, "none", &["--public-url", PUBLIC]);
@@ -773,6 +776,7 @@ async fn a_test_of_a_reward_waits_for_an_answer_that_comes_later() {
     let report = server.post("/rewards/test", &test).await;
     assert_eq!((&report["ok"], &report["results"][1]["reward"]), (&json!(true), &json!(1.0)), "{report}");
     assert!(report["warnings"].to_string().contains("a job 7200 s"), "{report}");
+    assert_eq!(report["results"][1]["reason"], "asked with '(redacted)' in x-key", "{report}");
     let request = service.calls(Method::POST).last().unwrap().body.clone();
     assert!(!report.to_string().contains(request["reply"]["token"].as_str().unwrap()), "the token is not shown");
     drop(server);

@@ -101,7 +101,9 @@ impl Asking<'_> {
                     return Ok(try_join_all(halves).await?.concat());
                 }
             };
-            match self.read(body.as_bytes(), &id, &indices) {
+            // What came to the callback address was not looked through yet.
+            let body = webhook.hidden.bytes(body.into_bytes());
+            match self.read(&body, &id, &indices) {
                 Ok(answer) => {
                     if let Some(remark) = answer.remark {
                         webhook.remark(remark);
