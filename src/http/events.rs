@@ -67,17 +67,45 @@ impl From<EventRow> for Event {
     }
 }
 
+/// A page of events.
+#[derive(Debug, Serialize, ToSchema)]
+struct EventPage {
+    /// In order.
+    data: Vec<Event>,
+    /// For `after`; null = no more.
+    next: Option<String>,
+    /// What the server's retention removed of those asked for; left out while all are there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    removed: Option<RemovedEvents>,
+}
+
+/// Events that are there no more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+struct RemovedEvents {
+    /// Up to this one.
+    to_seq: i64,
+}
+
+impl RemovedEvents {
+    /// Those between the last one known and the first one of what was found; they count without gap up to `newest`.
+    fn between(after: i64, found: &[EventRow], newest: i64) -> Option<Self> {
+        let to_seq = found.first().map_or(newest, |row| row.seq - 1);
+        (to_seq > after).then_some(Self { to_seq })
+    }
+}
+
 /// List or follow a job's events.
 ///
 /// JSON pages in order; `after` is the last `seq` known. With `Accept: text/event-stream` a stream: everything after `after` or
-/// `Last-Event-ID`, then what happens, without gap or duplicate; a comment every 15 s; an event `end` when the job is over. A
+/// `Last-Event-ID`, then what happens, without gap or duplicate; a comment every 15 s; an event `end` when the job is over. What
+/// the server's retention removed of a job that is over is told: `removed` on the page, an event `removed` in the stream. A
 /// number that the job has not reached (the server went back to a backup since) is refused: `invalid_cursor`; start again
 /// without it.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "Jobs",
     params(("id" = JobId, Path, description = "The job"), PageQuery,
         ("Last-Event-ID" = Option<u64>, Header, description = "The last `seq` known; wins over `after`")),
     responses(
-        (status = 200, description = "A page, or the stream", content((List<Event> = "application/json"), (String = "text/event-stream"))),
+        (status = 200, description = "A page, or the stream", content((EventPage = "application/json"), (String = "text/event-stream"))),
         (status = 400, description = "A parameter is not valid", body = ProblemBody),
         (status = 404, description = "No such job", body = ProblemBody)))]
 async fn list_events(
@@ -101,7 +129,8 @@ async fn list_events(
         let limit = query.limit.map_or(Ok(REPLAY_PAGE), |limit| list::limit(Some(limit)))?;
         let rows = state.store.event_page(id, after, limit).await?;
         let next = (rows.len() == limit as usize).then(|| rows.last().map(|row| row.seq.to_string())).flatten();
-        return Ok(Json(List { data: rows.into_iter().map(Event::from).collect(), next }).into_response());
+        let removed = RemovedEvents::between(after, &rows, newest);
+        return Ok(Json(EventPage { data: rows.into_iter().map(Event::from).collect(), next, removed }).into_response());
     }
     let (sender, receiver) = mpsc::channel(BACKLOG);
     tokio::spawn(async move {
@@ -153,6 +182,13 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
         loop {
             let page = state.store.event_page(id, after, REPLAY_PAGE).await?;
             let full = page.len() == REPLAY_PAGE as usize;
+            if let Some(removed) = RemovedEvents::between(after, &page, row.last_seq) {
+                let event = sse::Event::default().id(removed.to_seq.to_string()).event("removed");
+                if !send(sender, event.json_data(removed).map_err(Problem::internal)?).await {
+                    return Ok(());
+                }
+                after = removed.to_seq;
+            }
             for row in page {
                 after = row.seq;
                 let event = sse::Event::default().id(row.seq.to_string()).event(row.kind.clone());

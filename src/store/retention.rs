@@ -25,7 +25,7 @@ impl Leftover {
         match self {
             Leftover::Events => (
                 "SELECT id FROM jobs WHERE finished_at < ? AND EXISTS (SELECT 1 FROM events WHERE job_id = jobs.id) LIMIT 1",
-                "DELETE FROM events WHERE job_id = ?1 AND seq IN (SELECT seq FROM events WHERE job_id = ?1 LIMIT ?2)",
+                "DELETE FROM events WHERE job_id = ?1 AND seq IN (SELECT seq FROM events WHERE job_id = ?1 ORDER BY seq LIMIT ?2)",
             ),
             Leftover::Samples => (
                 "SELECT id FROM jobs WHERE finished_at < ? AND EXISTS (SELECT 1 FROM samples WHERE job_id = jobs.id) LIMIT 1",

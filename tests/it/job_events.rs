@@ -127,4 +127,12 @@ async fn a_cut_stream_goes_on_without_gap_or_duplicate_and_ends_with_end() {
     assert!(retained > 0);
     let mut stream = Stream::open(&server, &path, Some(&latest.to_string())).await;
     assert_eq!(stream.next().await.unwrap().1, "end");
+    // Whoever missed some of those is told.
+    let mut stream = Stream::open(&server, &path, Some("5")).await;
+    let told = stream.next().await.unwrap();
+    assert_eq!((told.0, told.1.as_str()), (Some(latest), "removed"));
+    assert_eq!(stream.next().await.unwrap().1, "end");
+    let page = server.get(&format!("{path}?after=5")).await.body;
+    assert_eq!(page, json!({"data": [], "next": null, "removed": {"to_seq": latest}}));
+    assert_eq!(server.get(&format!("{path}?after={latest}")).await.body, json!({"data": [], "next": null}));
 }

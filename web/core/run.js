@@ -109,6 +109,7 @@ class Run {
   }
 
   #take({ type, data: event }) {
+    if (type === "removed") return;
     if (type !== "end") this.events.set([...this.events.value.slice(1 - KEPT_EVENTS), event]);
     const pending = this.#pending;
     if (type === "step") {
