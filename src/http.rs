@@ -78,8 +78,8 @@ pub use openapi::openapi;
 
 /// The longest JSON body, in bytes; routes that stream set their own limit.
 pub const JSON_LIMIT_BYTES: usize = 16 * 1024 * 1024;
-/// The same where anybody may send one, and it holds a key and no more.
-const SESSION_LIMIT_BYTES: usize = 16 * 1024;
+/// The same where anybody may send one: the longest key, every character of it escaped.
+const SESSION_LIMIT_BYTES: usize = 64 * 1024;
 
 /// What handlers share. Cheap to clone.
 #[derive(Clone)]

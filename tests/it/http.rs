@@ -282,13 +282,13 @@ async fn a_sign_in_is_short() {
     let server = server().await;
     let (body, taken) = endless();
     let problem = server.post("/session", "application/json", body).await.problem(413, "body_too_large");
-    assert!(problem["detail"].as_str().unwrap().contains("16384 bytes"), "{problem}");
+    assert!(problem["detail"].as_str().unwrap().contains("65536 bytes"), "{problem}");
     let taken = taken.load(std::sync::atomic::Ordering::Relaxed);
-    assert!(taken <= 256 * 1024, "{taken} bytes were taken");
-    let mut request = post("/session", "application/json", gzip(&[b' '; 20_000]));
+    assert!(taken <= 512 * 1024, "{taken} bytes were taken");
+    let mut request = post("/session", "application/json", gzip(&[b' '; 70_000]));
     request.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
     server.send(request).await.problem(413, "body_too_large");
-    let padded = format!("{{\"key\": \"nobody's\"{}}}", " ".repeat(16_000));
+    let padded = format!("{{\"key\": \"nobody's\"{}}}", " ".repeat(60_000));
     server.post("/session", "application/json", padded).await.problem(401, "unauthorized");
 }
 
