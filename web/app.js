@@ -4,7 +4,7 @@ import { hrefOf, matchPath, place } from "./core/router.js";
 import { may, session, signOut, whoAmI } from "./core/session.js";
 import { useSignal } from "./core/signal.js";
 import { choice, choose, theme } from "./core/theme.js";
-import { html, render, useEffect, useRef } from "./core/ui.js";
+import { html, render, useEffect, useRef, useState } from "./core/ui.js";
 import { routes, topLinks } from "./routes.js";
 import SignIn from "./views/sign-in.js";
 
@@ -20,6 +20,8 @@ function Header() {
   const { path } = useSignal(place);
   const { state } = useSignal(session);
   const { value: mode } = choice;
+  const [problem, setProblem] = useState(null);
+  const leave = () => signOut().catch((error) => setProblem(`You are still signed in: ${error.message}`));
   useSignal(theme);
   useSignal(choice);
   const here = (to) => (to === "/" ? path === "/" || path.startsWith("/jobs/") : path.startsWith(to));
@@ -34,7 +36,8 @@ function Header() {
       <button class="quiet" title=${`Colours: ${mode}`} aria-label=${`Colours: ${mode}; switch to ${next}`} onClick=${() => choose(next)}>
         ${{ auto: "◐", dark: "●", light: "○" }[mode]}
       </button>
-      ${state === "in" && html`<button class="quiet" onClick=${signOut}>Sign out</button>`}
+      ${problem && html`<span class="bad small" role="alert">${problem}</span>`}
+      ${state === "in" && html`<button class="quiet" onClick=${leave}>Sign out</button>`}
     </div>
   </header>`;
 }
