@@ -9,6 +9,8 @@
 //! staging/…                               whatever is not complete yet, links of a backup; emptied at start
 //! scratch/…                               of the server's own workers; each empties its part as it starts
 //! ```
+//!
+//! Longer than other files: no path of the directory is built anywhere else.
 
 pub mod bundle;
 pub mod copy;

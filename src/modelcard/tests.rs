@@ -1,3 +1,7 @@
+//! Model directories as they come, and as they are damaged.
+//!
+//! Longer than other files: one table of cases a test, all from copies of the same fixtures.
+
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};

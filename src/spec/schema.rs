@@ -1,5 +1,7 @@
 //! The schema of a submitted job, made from the plan's: every setting optional, its default read off a job that sets
 //! nothing, unknown fields refused.
+//!
+//! Longer than other files: what derives cannot say of a setting is said here, setting by setting.
 
 use serde_json::{Map, Value, json};
 use utoipa::openapi::schema::{

@@ -4,6 +4,8 @@
 //! refused as TRL refuses it (`errors`), asks for something that is not done (`unsupported`), or makes no difference
 //! (`ignored`); all other keys are in the job. TRL's defaults (release 1.16) are written out, so that the job means the same
 //! wherever defaults differ. The arithmetic of batches stands in `batching`, `rloo.md` says why.
+//!
+//! Longer than other files: a line or two for each of TRL's keys, in one table.
 
 mod batching;
 mod keys;

@@ -1,4 +1,6 @@
 //! One attempt against a server of the test's own, with an engine of the test's own.
+//!
+//! Longer than other files: all tests share that server and that engine, which stand here.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,6 @@
 //! Jobs over HTTP, through the router: submission, dry runs, configurations.
+//!
+//! Longer than other files: a refusal a test, with its pointer and words.
 
 use std::path::PathBuf;
 

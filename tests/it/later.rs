@@ -1,4 +1,6 @@
 //! Answers that come later: callbacks with a token of the request's own, status addresses, deadlines, restarts of everything.
+//!
+//! Longer than other files: one service that answers later, seen by the router, by the client and by real processes.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,6 @@
 //! Rewards against a real HTTP server with faults: whatever it does, no sample gets a number that it was not given.
+//!
+//! Longer than other files: a fault a test, with what each must leave behind.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -1,4 +1,6 @@
 //! What is accepted as a job, what is refused, and with which words.
+//!
+//! Longer than other files: a table of refused documents and their words for each part of a job.
 
 use proptest::prelude::*;
 use rlood::spec::{

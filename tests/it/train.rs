@@ -1,4 +1,6 @@
 //! The loop, driven by a small host.
+//!
+//! Longer than other files: the host stands here, beside the tests that drive it.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashSet};
