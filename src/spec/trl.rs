@@ -5,7 +5,7 @@
 //! (`ignored`); all other keys are in the job. TRL's defaults (release 1.16) are written out, so that the job means the same
 //! wherever defaults differ. The arithmetic of batches stands in `batching`, `rloo.md` says why.
 //!
-//! Longer than other files: a line or two for each of TRL's keys, in one table.
+//! Longer than other files: a short function for each part of a job, and among them all of TRL's keys.
 
 mod batching;
 mod keys;
