@@ -7,7 +7,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rlood::engine::backend::cpu::Cpu;
-use rlood::engine::model::{Adapter, Pick, Policy};
+use rlood::engine::model::{Adapter, Choice, Pick, Policy};
+use rlood::engine::sampling::Filters;
 use rlood::spec::ComputeDtype;
 
 struct Counting;
@@ -60,7 +61,7 @@ fn round(policy: &Policy, prompts: &[&[u32]], copies: usize) -> u64 {
         if step == WARM_UP {
             before = COUNT.load(Ordering::Relaxed);
         }
-        policy.choose_into(&state, &picks, &mut chosen).unwrap();
+        policy.choose_into(&state, Choice { picks: &picks, filters: Filters::OFF }, &mut chosen).unwrap();
         tokens.clear();
         tokens.extend(chosen.iter().map(|chosen| chosen.token));
         policy.append(&mut state, &tokens).unwrap();

@@ -5,8 +5,9 @@ use serde::{Deserialize, Serialize};
 use super::decode::{device_peak_mib, peak_mib, policy};
 use super::timing::repeat;
 use super::{BenchError, Setting};
-use crate::engine::model::{Adapter, Pick, Policy};
+use crate::engine::model::{Adapter, Choice, Pick, Policy};
 use crate::engine::random::{Key, Stream};
+use crate::engine::sampling::Filters;
 
 /// What the requests took.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -104,7 +105,7 @@ fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Res
     };
     let (mut chosen, mut picks) = (Vec::new(), live.iter().map(pick).collect::<Vec<Pick>>());
     while !live.is_empty() {
-        policy.choose_into(&state, &picks, &mut chosen)?;
+        policy.choose_into(&state, plain(&picks), &mut chosen)?;
         let keep: Vec<bool> = live.iter().map(|(_, left)| *left > 1).collect();
         let kept = |index: &usize| keep[*index];
         let tokens: Vec<u32> = (0..live.len()).filter(kept).map(|index| chosen[index].token).collect();
@@ -115,9 +116,14 @@ fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Res
         }
         live = next;
         picks = live.iter().map(pick).collect();
-        policy.append_and_pick(&mut state, &tokens, &picks)?;
+        policy.append_and_pick(&mut state, &tokens, plain(&picks))?;
     }
     Ok(())
+}
+
+/// From all tokens.
+fn plain(picks: &[Pick]) -> Choice<'_> {
+    Choice { picks, filters: Filters::OFF }
 }
 
 #[cfg(test)]

@@ -21,8 +21,8 @@ pub use super::kernels::head::{Chosen, Pick};
 use super::model::packing::Packing;
 use super::model::pass::Mask;
 use super::ops::RopeTable;
-use super::ops::slices::{Heads, TokenScore};
-use super::sampling::Sampler;
+use super::ops::slices::{self, Heads, TokenScore};
+use super::sampling::Filters;
 pub use flat::{Flat, Optimizer};
 
 /// Which set of operations a model runs on.
@@ -230,27 +230,19 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     /// dL/dx from dL/dlogp (`g`) of [`Backend::score`]; with `at` also dL/dhead is added.
     fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::Flat) -> Result<Self::Tensor>;
     /// One token a row, and its log-prob.
-    fn choose(&self, x: &Self::Tensor, head: &Self::Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()>;
+    fn choose(&self, x: &Self::Tensor, head: &Self::Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>)
+    -> Result<()>;
     /// Begin what [`Backend::choose`] does of the rows that `x` gives, within a step; None where nothing is gained by it.
     fn pick_ahead(
         &self,
-        x: impl FnOnce() -> Result<Self::Tensor>,
-        head: &Self::Weight,
-        picks: &[Pick],
-    ) -> Result<Option<Self::Picked>>;
-    /// Wait for it.
-    fn picked(&self, picked: &Self::Picked) -> Result<Vec<Chosen>>;
-    /// One token a row by a sampler that filters, `uniforms` saying where each draw falls; None where the backend leaves
-    /// that to whoever reads [`Backend::logits`].
-    fn choose_filtered(
-        &self,
-        _x: &Self::Tensor,
+        _x: impl FnOnce() -> Result<Self::Tensor>,
         _head: &Self::Weight,
-        _sampler: &Sampler,
-        _uniforms: &[f64],
-    ) -> Result<Option<Vec<u32>>> {
+        _choice: Choice<'_>,
+    ) -> Result<Option<Self::Picked>> {
         Ok(None)
     }
+    /// Wait for it.
+    fn picked(&self, picked: &Self::Picked) -> Result<Vec<Chosen>>;
     /// x·headᵀ `[rows, vocab]`.
     fn logits(&self, x: &Self::Tensor, head: &Self::Weight) -> Result<Self::Tensor>;
 }
@@ -264,8 +256,27 @@ pub struct Step<'a> {
     pub tokens: &'a [u32],
     /// Each in its own sequence.
     pub positions: &'a [usize],
-    /// How the next tokens are to be chosen, one a row; empty where that is not known yet.
+    /// How the next tokens are to be chosen; without picks where that is not known yet.
+    pub choice: Choice<'a>,
+}
+
+/// How the next tokens are chosen.
+#[derive(Clone, Copy, Debug)]
+pub struct Choice<'a> {
+    /// One a row.
     pub picks: &'a [Pick],
+    /// The same for all rows. What is chosen has the log-prob that it has without them.
+    pub filters: Filters,
+}
+
+impl Choice<'_> {
+    /// What the pick of this row chooses from its logits (V).
+    fn among(&self, row: usize, logits: &[f32]) -> Chosen {
+        let Pick { temperature, uniform } = self.picks[row];
+        let token = self.filters.draw(logits, temperature, uniform);
+        let temperature = if temperature == 0.0 { 1.0 } else { temperature };
+        Chosen { token, logp: slices::token_score(logits, token as usize, temperature).logp }
+    }
 }
 
 /// The rows' residual stream after a step, and the choice of their next tokens if it was begun.

@@ -4,7 +4,7 @@
 use std::collections::{HashSet, VecDeque};
 
 use super::error::Result;
-use super::model::{Adapter, Chosen, DecodeState, Pick, Policy};
+use super::model::{Adapter, Choice, Chosen, DecodeState, Pick, Policy};
 use super::random::Key;
 use super::sampling::Sampler;
 use super::text::Text;
@@ -128,7 +128,7 @@ impl Batch<'_> {
         let GenerateRequest { num_generations, sampler, max_completion_length, key, max_rows, .. } = *self.request;
         let room = max_rows.saturating_sub(self.live.len()) / num_generations.max(1);
         let room = if self.live.is_empty() { room.max(1) } else { room };
-        let (penalised, unfiltered) = (sampler.repetition_penalty != 1.0, sampler.is_unfiltered());
+        let (penalised, unfiltered) = (!sampler.is_memoryless(), sampler.is_unfiltered());
         let mut prompts = Vec::new();
         for (index, prompt) in self.waiting.drain(..room.min(self.waiting.len())) {
             prompts.push(prompt.ids);
@@ -156,37 +156,35 @@ impl Batch<'_> {
     /// Append the last tokens of the live rows; what comes next is known already but for the tokens.
     fn append(&mut self, policy: &Policy, tokens: &[u32]) -> Result<()> {
         self.picks.clear();
-        if self.request.sampler.is_unfiltered() {
+        let sampler = self.request.sampler;
+        if sampler.is_memoryless() {
             self.extend_picks();
         }
-        policy.append_and_pick(&mut self.state, tokens, &self.picks)
+        let choice = Choice { picks: &self.picks, filters: sampler.filters() };
+        policy.append_and_pick(&mut self.state, tokens, choice)
     }
 
     /// Every live row gets its next token.
     fn choose(&mut self, policy: &Policy) -> Result<()> {
         let sampler = self.request.sampler;
-        let uniform = |row: &LiveRow| row.key.with(row.ids.len() as u64).uniform();
-        if sampler.is_unfiltered() {
+        if sampler.is_memoryless() {
             self.extend_picks();
-            policy.choose_into(&self.state, &self.picks, &mut self.chosen)?;
+            let choice = Choice { picks: &self.picks, filters: sampler.filters() };
+            policy.choose_into(&self.state, choice, &mut self.chosen)?;
             for (row, chosen) in self.live.iter_mut().zip(&self.chosen) {
                 row.ids.push(chosen.token);
-                row.logps.get_or_insert_default().push(chosen.logp);
+                if let Some(logps) = &mut row.logps {
+                    logps.push(chosen.logp);
+                }
             }
-            return Ok(());
-        }
-        let uniforms: Vec<f64> = self.live.iter().map(uniform).collect();
-        if let Some(tokens) = policy.choose_filtered(&self.state, &sampler, &uniforms)? {
-            self.live.iter_mut().zip(tokens).for_each(|(row, token)| row.ids.push(token));
             return Ok(());
         }
         let mut logits = policy.next_logits(&self.state)?;
         for (position, row) in self.live.iter_mut().enumerate() {
-            let token = sampler.choose(logits.row_mut(position), &row.seen, uniform(row));
+            let uniform = row.key.with(row.ids.len() as u64).uniform();
+            let token = sampler.choose(logits.row_mut(position), &row.seen, uniform);
             row.ids.push(token);
-            if sampler.repetition_penalty != 1.0 {
-                row.seen.insert(token);
-            }
+            row.seen.insert(token);
         }
         Ok(())
     }

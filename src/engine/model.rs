@@ -16,7 +16,7 @@ use std::path::Path;
 #[cfg(feature = "cuda")]
 use super::backend::cuda::Cuda;
 use super::backend::{BackendKind, cpu::Cpu, reference::Reference};
-pub use super::backend::{Chosen, Flat, Pick};
+pub use super::backend::{Choice, Chosen, Flat, Pick};
 use super::error::{EngineError, Result};
 use super::load::Weights;
 use super::lora::Lora;

@@ -22,6 +22,17 @@ pub struct Sampler {
     pub repetition_penalty: f64,
 }
 
+/// Which tokens a draw may take, of those of a row.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Filters {
+    /// Keep the K most probable, and whatever is as probable as the last of them; 0 = off.
+    pub top_k: u32,
+    /// Keep the most probable tokens whose mass reaches it; 1 = off.
+    pub top_p: f64,
+    /// Drop tokens below min_p times the most probable one's probability; 0 = off.
+    pub min_p: f64,
+}
+
 impl Sampler {
     /// The model's own distribution.
     pub const PLAIN: Self = Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
@@ -48,11 +59,21 @@ impl Sampler {
         }
     }
 
+    /// Which tokens a draw may take; all of them where the largest is taken anyway.
+    pub fn filters(&self) -> Filters {
+        let Self { temperature, top_p, top_k, min_p, .. } = *self;
+        if temperature == 0.0 { Filters::OFF } else { Filters { top_k, top_p, min_p } }
+    }
+
+    /// Whether the head can choose by itself ([`super::model::Pick`]): what came before does not change the logits.
+    pub fn is_memoryless(&self) -> bool {
+        self.repetition_penalty == 1.0
+    }
+
     /// Whether it draws from the whole distribution, or greedily from the unchanged one: then the token's log-prob says how
-    /// likely it was, and the head can choose by itself ([`super::model::Pick`]).
+    /// likely it was.
     pub fn is_unfiltered(&self) -> bool {
-        let keeps_all = self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0;
-        self.repetition_penalty == 1.0 && (keeps_all || self.temperature == 0.0)
+        self.is_memoryless() && self.filters().are_off()
     }
 
     /// One token. `logits` (V) are changed in place; `uniform` is in [0, 1); `seen` holds the tokens of prompt and
@@ -66,10 +87,25 @@ impl Sampler {
                 }
             }
         }
-        if self.temperature == 0.0 || (self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0) {
-            return draw(logits, self.temperature, uniform);
+        self.filters().draw(logits, self.temperature, uniform)
+    }
+}
+
+impl Filters {
+    /// All tokens.
+    pub const OFF: Self = Self { top_k: 0, top_p: 1.0, min_p: 0.0 };
+
+    /// Whether they leave all tokens.
+    pub fn are_off(&self) -> bool {
+        self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0
+    }
+
+    /// [`draw`] among the tokens that are left.
+    pub fn draw(&self, logits: &[f32], temperature: f64, uniform: f64) -> u32 {
+        if temperature == 0.0 || self.are_off() {
+            return draw(logits, temperature, uniform);
         }
-        let weight = weight(logits, self.temperature);
+        let weight = weight(logits, temperature);
         let weights: Vec<f64> = logits.iter().map(|&logit| weight(logit)).collect();
         let kept = self.kept(&weights);
         let index = invert(kept.iter().map(|&token| weights[token]), uniform);
@@ -79,7 +115,7 @@ impl Sampler {
     /// The tokens that survive top-k, top-p and min-p, ascending; never empty.
     fn kept(&self, weights: &[f64]) -> Vec<usize> {
         let mut order: Vec<usize> = (0..weights.len()).collect();
-        order.sort_by(|&a, &b| weights[b].total_cmp(&weights[a]).then(a.cmp(&b)));
+        order.sort_unstable_by(|&a, &b| weights[b].total_cmp(&weights[a]).then(a.cmp(&b)));
         if self.top_k > 0 {
             // Whatever is as probable as the last of them stays too, as in transformers.
             let last = order.get(self.top_k as usize - 1).map_or(0.0, |&token| weights[token]);

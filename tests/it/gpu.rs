@@ -11,8 +11,8 @@ use rlood::engine::error::EngineError;
 use rlood::engine::gpu;
 use rlood::engine::host::PromptRow;
 use rlood::engine::kernels::cuda::driver::Counters;
-use rlood::engine::model::{Adapter, Pick, Policy};
-use rlood::engine::sampling::Sampler;
+use rlood::engine::model::{Adapter, Choice, Pick, Policy};
+use rlood::engine::sampling::{Filters, Sampler};
 use rlood::modelcard;
 use rlood::spec::footprint::{Footprint, Place};
 use rlood::spec::{ComputeDtype, Plan};
@@ -220,7 +220,7 @@ fn steps_of_a_generation_run_as_graphs_and_give_what_they_give_without() {
 }
 
 /// Tokens and log-probs of 24 steps in which rows leave and others join, and the counters after each.
-fn generation(ahead: bool) -> (Vec<(u32, u32)>, Vec<Counters>) {
+fn generation(ahead: bool, filters: Filters) -> (Vec<(u32, u32)>, Vec<Counters>) {
     let cuda = cuda(0, ComputeDtype::F32, Gemm::Exact);
     let mut policy = Policy::on_cuda(&fixture("qwen3"), cuda.clone()).unwrap();
     policy.load_lora(&fixture("qwen3").join("lora")).unwrap();
@@ -230,17 +230,18 @@ fn generation(ahead: bool) -> (Vec<(u32, u32)>, Vec<Counters>) {
     let picks = |step: usize, rows: usize| -> Vec<Pick> {
         (0..rows).map(|row| Pick { temperature: 1.0, uniform: ((step * 7 + row * 3) % 17) as f64 / 17.0 }).collect()
     };
-    let (mut chosen, mut counters) = (Vec::new(), Vec::new());
+    let (mut next, mut chosen, mut counters) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..24 {
-        let next = policy.choose(&state, &picks(step, state.len())).unwrap();
+        let draws = picks(step, state.len());
+        policy.choose_into(&state, Choice { picks: &draws, filters }, &mut next).unwrap();
         let mut tokens: Vec<u32> = next.iter().map(|chosen| chosen.token).collect();
         chosen.extend(next.iter().map(|chosen| (chosen.token, chosen.logp.to_bits())));
         if step == 10 {
             policy.retain(&mut state, &[true, true, false, true, true, true]).unwrap();
             tokens.remove(2);
         }
-        let next = if ahead { picks(step + 1, state.len()) } else { Vec::new() };
-        policy.append_and_pick(&mut state, &tokens, &next).unwrap();
+        let draws = if ahead { picks(step + 1, state.len()) } else { Vec::new() };
+        policy.append_and_pick(&mut state, &tokens, Choice { picks: &draws, filters }).unwrap();
         if step == 16 {
             policy.join(&mut state, &[&prompts[2]], 2, 40).unwrap();
         }
@@ -254,26 +255,28 @@ fn a_step_of_a_generation_is_one_graph_and_one_wait() {
     if !is_there() {
         return;
     }
-    let (chosen, counters) = generation(true);
-    let (expected, without) = generation(false);
-    assert_eq!(chosen, expected, "what is chosen within the step is what is chosen after it");
-    let difference = |counters: &[Counters], step: usize| {
-        let (a, b) = (counters[step - 1], counters[step]);
-        let copies = b.uploads - a.uploads;
-        (b.waits - a.waits, b.replays - a.replays, b.launches - a.launches, b.products - a.products, copies)
-    };
-    // Steps of the same rows, the first few of which were noted and captured; the copy is of who attends to what.
-    for step in (5..10).chain(14..16).chain(21..24) {
-        assert_eq!(difference(&counters, step), (1, 1, 0, 0, 1), "step {step}");
+    for filters in [Filters::OFF, Filters { top_k: 9, top_p: 0.9, min_p: 0.01 }] {
+        let (chosen, counters) = generation(true, filters);
+        let (expected, without) = generation(false, filters);
+        assert_eq!(chosen, expected, "what is chosen within the step is what is chosen after it");
+        let difference = |counters: &[Counters], step: usize| {
+            let (a, b) = (counters[step - 1], counters[step]);
+            let copies = b.uploads - a.uploads;
+            (b.waits - a.waits, b.replays - a.replays, b.launches - a.launches, b.products - a.products, copies)
+        };
+        // Steps of the same rows, the first few of which were noted and captured; the copy is of who attends to what.
+        for step in (5..10).chain(14..16).chain(21..24) {
+            assert_eq!(difference(&counters, step), (1, 1, 0, 0, 1), "step {step}, {filters:?}");
+        }
+        // Chosen after the step: a wait as well, and launches and copies of their own.
+        let (waits, replays, launches, _, copies) = difference(&without, 8);
+        assert_eq!((waits, replays), (1, 1));
+        assert!(launches >= 4 && copies >= 2, "{launches} launches, {copies} copies");
+        println!(
+            "a step of 6 rows: 1 graph, 1 wait; choosing after it takes {launches} launches and {} copies more",
+            copies - 1
+        );
     }
-    // Chosen after the step: a wait as well, and launches and copies of their own.
-    let (waits, replays, launches, _, copies) = difference(&without, 8);
-    assert_eq!((waits, replays), (1, 1));
-    assert!(launches >= 4 && copies >= 2, "{launches} launches, {copies} copies");
-    println!(
-        "a step of 6 rows: 1 graph, 1 wait; choosing after it takes {launches} launches and {} copies more",
-        copies - 1
-    );
 }
 
 #[test]
@@ -291,7 +294,10 @@ fn filters_on_the_device_choose_what_the_host_chooses_from_the_same_logits() {
     for sampler in
         [Sampler { top_k: 5, ..plain }, Sampler { top_p: 0.6, ..plain }, Sampler { min_p: 0.4, top_k: 9, ..plain }]
     {
-        let ours = policy.choose_filtered(&state, &sampler, &uniforms).unwrap().unwrap();
+        let picks: Vec<Pick> = uniforms.iter().map(|uniform| Pick { temperature: 1.3, uniform: *uniform }).collect();
+        let mut ours = Vec::new();
+        policy.choose_into(&state, Choice { picks: &picks, filters: sampler.filters() }, &mut ours).unwrap();
+        let ours: Vec<u32> = ours.iter().map(|chosen| chosen.token).collect();
         let theirs: Vec<u32> = uniforms
             .iter()
             .enumerate()
@@ -300,6 +306,4 @@ fn filters_on_the_device_choose_what_the_host_chooses_from_the_same_logits() {
         assert_eq!(ours, theirs, "{sampler:?}");
         assert!(ours.iter().collect::<HashSet<_>>().len() > 1, "{sampler:?}: {ours:?}");
     }
-    let penalised = Sampler { repetition_penalty: 1.2, ..plain };
-    assert_eq!(policy.choose_filtered(&state, &penalised, &uniforms).unwrap(), None);
 }

@@ -11,8 +11,8 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::{
-    AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Chosen, Flat, FullSlot, HeadBackward,
-    LinearBackward, Pick, Rotation, gathered,
+    AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Choice, Chosen, Flat, FullSlot, HeadBackward,
+    LinearBackward, Rotation, gathered,
 };
 use crate::engine::error::{EngineError, Result};
 use crate::engine::kernels::attention::Segments;
@@ -318,18 +318,19 @@ impl Backend for Cpu {
         Ok(dx)
     }
 
-    fn choose(&self, x: &Matrix, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
-        head::choose(&self.threads, self.isa, x.values(), &head.matrix, picks, chosen);
+    fn choose(&self, x: &Matrix, head: &Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+        if choice.filters.are_off() {
+            head::choose(&self.threads, self.isa, x.values(), &head.matrix, choice.picks, chosen);
+            return Ok(());
+        }
+        let mut logits = self.logits(x, head)?;
+        let rows: Vec<Range<usize>> = (0..choice.picks.len()).map(|row| row..row + 1).collect();
+        chosen.clear();
+        chosen.resize(rows.len(), Chosen { token: 0, logp: 0.0 });
+        self.threads.over(&rows, chosen, (logits.values_mut(), head.matrix.n()), false, |row, chosen, logits| {
+            chosen[0] = choice.among(row.start, logits);
+        });
         Ok(())
-    }
-
-    fn pick_ahead(
-        &self,
-        _x: impl FnOnce() -> Result<Matrix>,
-        _head: &Weight,
-        _picks: &[Pick],
-    ) -> Result<Option<Infallible>> {
-        Ok(None)
     }
 
     fn picked(&self, picked: &Infallible) -> Result<Vec<Chosen>> {

@@ -17,14 +17,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
-    AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Chosen, FullSlot, HeadBackward,
-    LinearBackward, Pick, Rotation, Step, Stepped, flat::elsewhere,
+    AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Choice, Chosen, FullSlot,
+    HeadBackward, LinearBackward, Rotation, Step, Stepped, flat::elsewhere,
 };
 use crate::engine::error::{EngineError, Result};
 use crate::engine::kernels::cuda::attention::{self, Layout};
 use crate::engine::kernels::cuda::driver::{Buffer, CudaError, Device};
 use crate::engine::kernels::cuda::gemm::Gemm;
-use crate::engine::kernels::cuda::head::{self, FilteredPick, Head, Normalizers};
+use crate::engine::kernels::cuda::head::{self, Head, Normalizers};
 use crate::engine::kernels::cuda::lora::{self, Factors, Linear, Trained};
 use crate::engine::kernels::cuda::mlp;
 use crate::engine::kernels::cuda::norm::{self, NormBackward};
@@ -33,7 +33,6 @@ use crate::engine::kernels::cuda::rows::{self, Dropout, Dtype};
 use crate::engine::model::pass::Mask;
 use crate::engine::ops::RopeTable;
 use crate::engine::ops::slices::{Heads, TokenScore};
-use crate::engine::sampling::Sampler;
 use crate::spec::ComputeDtype;
 use crate::spec::footprint::CUDA_MAX_LOGITS;
 
@@ -524,34 +523,22 @@ impl Backend for Cuda {
         Ok(dx)
     }
 
-    fn choose(&self, x: &Tensor, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
-        *chosen = head::choose(&self.device, &self.head(head), x.rows(), picks)?;
+    fn choose(&self, x: &Tensor, head: &Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+        *chosen = head::choose(&self.device, &self.head(head), x.rows(), choice.picks, &choice.filters)?;
         Ok(())
     }
 
-    fn pick_ahead(&self, x: impl FnOnce() -> Result<Tensor>, head: &Weight, picks: &[Pick]) -> Result<Option<Picked>> {
-        Ok(Some(Picked::begin(&self.device, &self.head(head), &x()?, picks)?))
+    fn pick_ahead(
+        &self,
+        x: impl FnOnce() -> Result<Tensor>,
+        head: &Weight,
+        choice: Choice<'_>,
+    ) -> Result<Option<Picked>> {
+        Ok(Some(Picked::begin(&self.device, &self.head(head), &x()?, choice)?))
     }
 
     fn picked(&self, picked: &Picked) -> Result<Vec<Chosen>> {
         picked.wait(&self.device)
-    }
-
-    fn choose_filtered(
-        &self,
-        x: &Tensor,
-        head: &Weight,
-        sampler: &Sampler,
-        uniforms: &[f64],
-    ) -> Result<Option<Vec<u32>>> {
-        let Sampler { temperature, top_p, top_k, min_p, repetition_penalty } = *sampler;
-        if temperature <= 0.0 || repetition_penalty != 1.0 {
-            return Ok(None);
-        }
-        let pick = |uniform: &f64| FilteredPick { temperature, uniform: *uniform, top_k, top_p, min_p };
-        let picks: Vec<FilteredPick> = uniforms.iter().map(pick).collect();
-        let chosen = head::choose_filtered(&self.device, &self.head(head), x.rows(), &picks)?;
-        Ok(Some(chosen.into_iter().map(|chosen| chosen.token).collect()))
     }
 
     fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {

@@ -11,14 +11,13 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::{
-    AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Chosen, Flat, FullSlot,
-    HeadBackward, LinearBackward, Pick, Rotation, gathered,
+    AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Choice, Chosen, Flat, FullSlot,
+    HeadBackward, LinearBackward, Rotation, gathered,
 };
 use crate::engine::error::Result;
 use crate::engine::model::pass::Mask;
 use crate::engine::ops::slices::{self, Cache as Seen, Heads, TokenScore, add_scaled};
 use crate::engine::ops::{self, RopeTable};
-use crate::engine::sampling::Sampler;
 use crate::spec::ComputeDtype;
 use crate::spec::footprint::{MAX_LOGITS, MIN_LOGIT_ROWS};
 
@@ -475,24 +474,15 @@ impl Backend for Reference {
         Ok(Tensor::cat(&parts, 0)?)
     }
 
-    fn choose(&self, x: &Tensor, head: &Weight, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
+    fn choose(&self, x: &Tensor, head: &Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         let logits = self.logits(x, head)?;
         let vocab_size = logits.dim(1)?;
         let choose = |values: &[f32]| {
-            let rows = values.chunks_exact(vocab_size).zip(picks);
-            rows.map(|(logits, pick)| choose(logits, *pick)).collect()
+            let rows = values.chunks_exact(vocab_size).take(choice.picks.len()).enumerate();
+            rows.map(|(row, logits)| choice.among(row, logits)).collect()
         };
         *chosen = ops::with_values(&logits, choose)?;
         Ok(())
-    }
-
-    fn pick_ahead(
-        &self,
-        _x: impl FnOnce() -> Result<Tensor>,
-        _head: &Weight,
-        _picks: &[Pick],
-    ) -> Result<Option<Infallible>> {
-        Ok(None)
     }
 
     fn picked(&self, picked: &Infallible) -> Result<Vec<Chosen>> {
@@ -502,11 +492,4 @@ impl Backend for Reference {
     fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {
         ops::padded(&self.rounded(x)?, |x| Ok(ops::linear(x, &head.matrix, None)?))
     }
-}
-
-fn choose(logits: &[f32], pick: Pick) -> Chosen {
-    let sampler = Sampler { temperature: pick.temperature, ..Sampler::PLAIN };
-    let token = sampler.choose(&mut logits.to_vec(), &Default::default(), pick.uniform);
-    let temperature = if pick.temperature == 0.0 { 1.0 } else { pick.temperature };
-    Chosen { token, logp: slices::token_score(logits, token as usize, temperature).logp }
 }

@@ -4,9 +4,9 @@
 use super::{Adapter, Logits, Network, Policy};
 #[cfg(feature = "cuda")]
 use crate::engine::backend::cuda::Cuda;
-use crate::engine::backend::{Backend, Chosen, Pick, cpu::Cpu, reference::Reference};
+use crate::engine::backend::{Backend, Choice, Chosen, Pick, cpu::Cpu, reference::Reference};
 use crate::engine::error::{EngineError, Result};
-use crate::engine::sampling::Sampler;
+use crate::engine::sampling::Filters;
 
 /// Sequences in the middle of generation.
 #[derive(Debug)]
@@ -29,8 +29,8 @@ pub struct Rows<B: Backend> {
     pub cache: B::Cache,
     /// `[rows, hidden]` after the last layer; None without rows.
     pub hidden: Option<B::Tensor>,
-    /// The next tokens of the first rows where their choice was begun, and by which picks.
-    pub picked: Option<(Vec<Pick>, B::Picked)>,
+    /// The next tokens of the first rows where their choice was begun, and how.
+    pub picked: Option<(Vec<Pick>, Filters, B::Picked)>,
     /// Tokens of each row, prompt included.
     pub lengths: Vec<usize>,
 }
@@ -85,41 +85,29 @@ impl Policy {
     /// The next token of every live row, chosen by the head itself: no logits leave the backend.
     pub fn choose(&self, state: &DecodeState, picks: &[Pick]) -> Result<Vec<Chosen>> {
         let mut chosen = Vec::new();
-        self.choose_into(state, picks, &mut chosen)?;
+        self.choose_into(state, Choice { picks, filters: Filters::OFF }, &mut chosen)?;
         Ok(chosen)
     }
 
-    /// As [`Policy::choose`]; the tokens replace what is in `chosen`.
-    pub fn choose_into(&self, state: &DecodeState, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
-        state.check(picks.len(), "picks")?;
-        with_rows!(self, &state.0, |decoder, rows| decoder.choose(rows, picks, chosen))
-    }
-
-    /// The next token of every live row by a sampler that filters, one draw each; None where the backend leaves that to
-    /// whoever reads [`Policy::next_logits`].
-    pub fn choose_filtered(
-        &self,
-        state: &DecodeState,
-        sampler: &Sampler,
-        uniforms: &[f64],
-    ) -> Result<Option<Vec<u32>>> {
-        state.check(uniforms.len(), "draws")?;
-        with_rows!(self, &state.0, |decoder, rows| decoder.choose_filtered(rows, sampler, uniforms))
+    /// As [`Policy::choose`], perhaps with filters; the tokens replace what is in `chosen`.
+    pub fn choose_into(&self, state: &DecodeState, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+        state.check(choice.picks.len(), "picks")?;
+        with_rows!(self, &state.0, |decoder, rows| decoder.choose(rows, choice, chosen))
     }
 
     /// Append one token to every live row.
     pub fn append(&self, state: &mut DecodeState, tokens: &[u32]) -> Result<()> {
-        self.append_and_pick(state, tokens, &[])
+        self.append_and_pick(state, tokens, Choice { picks: &[], filters: Filters::OFF })
     }
 
-    /// As [`Policy::append`], and where the backend gains by it begin to choose each row's next token by these picks:
-    /// [`Policy::choose_into`] with the same ones, and those of rows that joined after them, then waits for that.
-    pub fn append_and_pick(&self, state: &mut DecodeState, tokens: &[u32], picks: &[Pick]) -> Result<()> {
+    /// As [`Policy::append`], and where the backend gains by it begin to choose each row's next token by this choice:
+    /// [`Policy::choose_into`] with the same picks, and those of rows that joined after them, then waits for that.
+    pub fn append_and_pick(&self, state: &mut DecodeState, tokens: &[u32], choice: Choice<'_>) -> Result<()> {
         state.check(tokens.len(), "tokens")?;
-        if !picks.is_empty() {
-            state.check(picks.len(), "picks")?;
+        if !choice.picks.is_empty() {
+            state.check(choice.picks.len(), "picks")?;
         }
-        with_rows!(self, &mut state.0, |decoder, rows| decoder.append(rows, tokens, picks))
+        with_rows!(self, &mut state.0, |decoder, rows| decoder.append(rows, tokens, choice))
     }
 
     /// Keep the rows marked true; the others leave the batch.

@@ -9,13 +9,12 @@ use super::packing::{Packing, Target};
 use super::pass::Pass;
 use super::rope::RopeTables;
 use super::{Adapter, EMBEDDING, HEAD, NORM, Row, unknown_token};
-use crate::engine::backend::{Backend, Chosen, Flat, FullSlot, HeadBackward, Pick, Step};
+use crate::engine::backend::{Backend, Choice, Chosen, Flat, FullSlot, HeadBackward, Step};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::load::Weights;
 use crate::engine::lora::Lora;
 use crate::engine::model::full::Full;
 use crate::engine::ops::slices::TokenScore;
-use crate::engine::sampling::Sampler;
 use crate::modelcard::ModelConfig;
 use crate::spec::footprint::PREFILL_TOKENS;
 
@@ -361,14 +360,15 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// The next token of every row, one pick each.
-    pub fn choose(&self, rows: &Rows<B>, picks: &[Pick], chosen: &mut Vec<Chosen>) -> Result<()> {
+    pub fn choose(&self, rows: &Rows<B>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         chosen.clear();
+        let Choice { picks, filters } = choice;
         let Some(hidden) = &rows.hidden else { return Ok(()) };
         match &rows.picked {
-            Some((known, picked)) if picks.starts_with(known) => {
-                let rest = &picks[known.len()..];
+            Some((known, same, picked)) if *same == filters && picks.starts_with(known) => {
+                let rest = Choice { picks: &picks[known.len()..], filters };
                 let mut joined = Vec::new();
-                if !rest.is_empty() {
+                if !rest.picks.is_empty() {
                     let which: Vec<u32> = (known.len() as u32..picks.len() as u32).collect();
                     let hidden = self.backend.select(hidden, &which)?;
                     self.backend.choose(&self.normed(&hidden)?, &self.head, rest, &mut joined)?;
@@ -377,18 +377,12 @@ impl<B: Backend> Decoder<B> {
                 chosen.append(&mut joined);
                 Ok(())
             }
-            Some(_) | None => self.backend.choose(&self.normed(hidden)?, &self.head, picks, chosen),
+            Some(_) | None => self.backend.choose(&self.normed(hidden)?, &self.head, choice, chosen),
         }
     }
 
-    /// The next token of every row by a sampler that filters, where the backend can choose itself.
-    pub fn choose_filtered(&self, rows: &Rows<B>, sampler: &Sampler, uniforms: &[f64]) -> Result<Option<Vec<u32>>> {
-        let Some(hidden) = &rows.hidden else { return Ok(Some(Vec::new())) };
-        self.backend.choose_filtered(&self.normed(hidden)?, &self.head, sampler, uniforms)
-    }
-
-    /// Append one token to every row, and begin to choose the next by these picks if there are any.
-    pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32], picks: &[Pick]) -> Result<()> {
+    /// Append one token to every row, and begin to choose the next if there are picks.
+    pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32], choice: Choice<'_>) -> Result<()> {
         if tokens.is_empty() {
             return Ok(());
         }
@@ -398,7 +392,7 @@ impl<B: Backend> Decoder<B> {
         let pass = Pass::inference(rows.adapter);
         // Its memory is used again.
         (rows.hidden, rows.picked) = (None, None);
-        let step = Step { table: &table, tokens, positions: &rows.lengths, picks };
+        let step = Step { table: &table, tokens, positions: &rows.lengths, choice };
         let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
             let angles = backend.angles(step.table, step.positions)?;
             let mut x = backend.embed(&self.embedding, step.tokens)?;
@@ -407,15 +401,15 @@ impl<B: Backend> Decoder<B> {
                 let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
                 x = layer.finish(backend, &x, &attended, pass)?;
             }
-            let picked = match step.picks.is_empty() {
+            let picked = match step.choice.picks.is_empty() {
                 true => None,
-                false => backend.pick_ahead(|| self.normed(&x), &self.head, step.picks)?,
+                false => backend.pick_ahead(|| self.normed(&x), &self.head, step.choice)?,
             };
             Ok((x, picked))
         })?;
         rows.lengths.iter_mut().for_each(|length| *length += 1);
         rows.hidden = Some(x);
-        rows.picked = picked.map(|picked| (picks.to_vec(), picked));
+        rows.picked = picked.map(|picked| (choice.picks.to_vec(), choice.filters, picked));
         Ok(())
     }
 

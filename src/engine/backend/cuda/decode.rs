@@ -3,7 +3,7 @@
 //! reads. What was chosen is all that the host waits for.
 
 use super::{Cuda, Step, Stepped, Tensor};
-use crate::engine::backend::{Chosen, Pick};
+use crate::engine::backend::{Choice, Chosen, Pick};
 use crate::engine::error::Result;
 use crate::engine::kernels::cuda::cache;
 use crate::engine::kernels::cuda::driver::{Buffer, Device};
@@ -50,16 +50,16 @@ impl Cache {
 /// Tokens chosen on the device.
 #[derive(Debug)]
 pub struct Picked {
-    /// As `head::choose_into` leaves them.
+    /// As `head::begin_choose` leaves them.
     chosen: Buffer,
     rows: usize,
 }
 
 impl Picked {
     /// Ask for them.
-    pub(super) fn begin(device: &Device, head: &Head<'_>, x: &Tensor, picks: &[Pick]) -> Result<Picked> {
-        let chosen = head::begin_choose(device, head, x.rows(), picks)?;
-        Ok(Picked { chosen, rows: picks.len() })
+    pub(super) fn begin(device: &Device, head: &Head<'_>, x: &Tensor, choice: Choice<'_>) -> Result<Picked> {
+        let chosen = head::begin_choose(device, head, x.rows(), choice.picks, &choice.filters)?;
+        Ok(Picked { chosen, rows: choice.picks.len() })
     }
 
     /// Wait for them.
@@ -97,13 +97,20 @@ impl Cuda {
         // Neither the table nor the cache's own tables may move while a graph that reads them is recorded.
         self.table(step.table)?;
         cache.made(&self.device)?.begin_step()?;
-        // Nobody draws for the rows that fill up; without picks there is nothing to choose.
-        let mut picks = step.picks.to_vec();
+        // Nobody reads what is drawn for the rows that fill up; without picks there is nothing to choose.
+        let Choice { picks, filters } = step.choice;
+        let mut picks = picks.to_vec();
         if !picks.is_empty() {
-            picks.resize(bucket, Pick { temperature: 0.0, uniform: 0.0 });
+            picks.resize(bucket, Pick { temperature: 1.0, uniform: 0.0 });
         }
-        let filled = Step { table: step.table, tokens: &tokens, positions: &positions, picks: &picks };
-        let key = 2 * bucket as u64 + u64::from(picks.is_empty());
+        let choice = Choice { picks: &picks, filters };
+        let filled = Step { table: step.table, tokens: &tokens, positions: &positions, choice };
+        let kind = match (picks.is_empty(), filters.are_off()) {
+            (true, _) => 0,
+            (false, true) => 1,
+            (false, false) => 2,
+        };
+        let key = 3 * bucket as u64 + kind;
         let (out, picked) = self.device.graph(key, || body(cache, &filled))?;
         Ok((out.first(rows), picked.map(|picked| Picked { rows, ..picked })))
     }

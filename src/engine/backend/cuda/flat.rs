@@ -160,17 +160,14 @@ impl Moments {
     /// One update of the parameters, the first `decayed` of which decay, and of the moments.
     pub fn update(&mut self, update: &Update, decayed: usize, parameters: &mut Flat, gradient: &Flat) -> Result<()> {
         let device = parameters.buffer.device();
-        let Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
-        let update =
-            optim::Update { step_size, keep, decayed, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon };
         let (parameters, gradient) = (parameters.all(), gradient.all());
         match self {
             Moments::F32 { first, second } => {
                 let state = State { parameters, gradient, first: first.all(), second: second.all() };
-                Ok(optim::adamw(device, &update, state)?)
+                Ok(optim::adamw(device, update, decayed, state)?)
             }
             Moments::Blockwise { first, second, levels, .. } => {
-                Ok(optim::adamw_8bit(device, &update, parameters, gradient, [first, second], levels)?)
+                Ok(optim::adamw_8bit(device, (update, decayed), parameters, gradient, [first, second], levels)?)
             }
         }
     }

@@ -12,6 +12,7 @@ use super::attention::address;
 use super::driver::{Buffer, CudaError, Device, Launch, params};
 use super::gemm::{Form, Gemm, Product, outer, product};
 use super::rows::{Dtype, Result, Rows};
+use crate::engine::sampling::Filters;
 
 /// Tokens of a cell.
 const CELL: usize = 512;
@@ -61,7 +62,7 @@ params! {
 
 params! {
     struct HeadChoose {
-        logits: u64, cells: u64, picks: u64, chosen: u64, stride: u64,
+        logits: u64, cells: u64, picks: u64, filters: u64, chosen: u64, stride: u64,
         rows: u32, vocab: u32, cells_of_row: u32, pad: u32,
     }
 }
@@ -263,55 +264,53 @@ pub fn score_vjp(device: &Device, head: &Head<'_>, backward: &Backward<'_>, dx: 
 /// of a row gives the token that it gives on the CPU. Nor is it slower: log-probs need the sums of 512 tokens anyway, and a
 /// warp then searches those (297 of 151,936 tokens) and one cell, where noise takes a random number for each token.
 ///
-/// # Errors
-/// [`CudaError::Input`]: other shapes or types.
-pub fn choose(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[Pick]) -> Result<Vec<Chosen>> {
-    read_chosen(device, &begin_choose(device, head, x, picks)?, picks.len())
-}
-
-/// [`choose`] without waiting for it, which graphs may not: [`read_chosen`] does.
+/// With filters, of the tokens that top-k, top-p and min-p leave, in this order (ties go to the lowest id); the temperature
+/// must be above 0 then, and `logp` is that of the unfiltered distribution all the same.
 ///
 /// # Errors
-/// [`CudaError::Input`]: other shapes or types.
-pub fn begin_choose(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[Pick]) -> Result<Buffer> {
-    let values: Vec<f64> = picks.iter().flat_map(|pick| [pick.temperature, pick.uniform]).collect();
-    let (values, chosen) = (device.upload(&values)?, device.alloc(picks.len() * 2 * 4)?);
-    check(head, &x, picks.len())?;
-    choose_into(device, head, x, &values, &chosen)?;
-    Ok(chosen)
+/// [`CudaError::Input`]: other shapes or types, filters at a temperature that is not above 0.
+pub fn choose(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[Pick], filters: &Filters) -> Result<Vec<Chosen>> {
+    read_chosen(device, &begin_choose(device, head, x, picks, filters)?, picks.len())
 }
 
-/// Wait for what [`choose_into`] chose for the first `rows` rows.
+/// [`choose`] without waiting for it, which graphs may not: [`read_chosen`] does. A token (u32) and its log-prob (f32) a
+/// row.
 ///
 /// # Errors
-/// [`CudaError::Failed`]: work asked for earlier failed.
-pub fn read_chosen(device: &Device, chosen: &Buffer, rows: usize) -> Result<Vec<Chosen>> {
-    let words = device.download::<u32>(chosen, 0, 2 * rows)?;
-    let chosen = words.chunks_exact(2).map(|pair| Chosen { token: pair[0], logp: f32::from_bits(pair[1]) });
-    Ok(chosen.collect())
-}
-
-/// The kernels of [`choose`] alone, for graphs: `picks` holds `[temperature, uniform]` in f64 a row of x; `chosen` gets
-/// a token (u32) and its log-prob (f32) a row.
-///
-/// # Errors
-/// [`CudaError::Input`]: other shapes or types, buffers that are too small.
-pub fn choose_into(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &Buffer, chosen: &Buffer) -> Result<()> {
-    let rows = x.rows;
+/// [`CudaError::Input`]: other shapes or types, filters at a temperature that is not above 0.
+pub fn begin_choose(
+    device: &Device,
+    head: &Head<'_>,
+    x: Rows<'_>,
+    picks: &[Pick],
+    filters: &Filters,
+) -> Result<Buffer> {
+    let rows = picks.len();
     check(head, &x, rows)?;
+    let values: Vec<f64> = picks.iter().flat_map(|pick| [pick.temperature, pick.uniform]).collect();
+    let (values, chosen) = (device.upload(&values)?, device.alloc(rows * 2 * 4)?);
     if rows == 0 {
-        return Ok(());
+        return Ok(chosen);
     }
+    let Filters { top_k, top_p, min_p } = *filters;
+    let filters = match filters.are_off() {
+        true => None,
+        false if picks.iter().any(|pick| pick.temperature <= 0.0) => {
+            return Err(CudaError::Input("filters need a temperature above 0".to_owned()));
+        }
+        false => Some(device.upload(&[top_p, min_p, f64::from(top_k)])?),
+    };
     let logits = Logits::new(device, head, rows)?;
     for first in (0..rows).step_by(logits.at_once) {
         let count = logits.at_once.min(rows - first);
         logits.compute(device, head, some(x, first, count))?;
-        let picks = picks.at::<f64>(2 * first, 2 * count)?;
+        let picks = values.at::<f64>(2 * first, 2 * count)?;
         logits.summarize(device, count, 1.0, picks)?;
         let params = HeadChoose {
             logits: logits.buffer.pointer(),
             cells: logits.cells.pointer(),
             picks,
+            filters: filters.as_ref().map_or(0, Buffer::pointer),
             chosen: chosen.at::<u32>(2 * first, 2 * count)?,
             stride: logits.stride as u64,
             rows: count as u32,
@@ -319,74 +318,20 @@ pub fn choose_into(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &Buffer
             cells_of_row: logits.cells_of_row as u32,
             pad: 0,
         };
-        device.launch("head_choose", Launch { grid: [count as u32, 1, 1], block: 32, shared: 0 }, &params)?;
+        let (name, block) = if filters.is_some() { ("head_choose_filtered", 512) } else { ("head_choose", 32) };
+        device.launch(name, Launch { grid: [count as u32, 1, 1], block, shared: 0 }, &params)?;
     }
-    Ok(())
+    Ok(chosen)
 }
 
-/// How the token of a row is chosen where filters are on: see `engine::sampling::Sampler`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct FilteredPick {
-    /// Divides the logits; above 0.
-    pub temperature: f64,
-    /// Where the draw falls, in [0, 1).
-    pub uniform: f64,
-    /// Keep the K most probable; 0 = off.
-    pub top_k: u32,
-    /// Keep the most probable tokens whose mass reaches it; 1 = off.
-    pub top_p: f64,
-    /// Drop tokens below min_p times the most probable one's probability; 0 = off.
-    pub min_p: f64,
-}
-
-params! {
-    struct HeadFilter {
-        logits: u64, cells: u64, picks: u64, chosen: u64, stride: u64,
-        rows: u32, vocab: u32, cells_of_row: u32, pad: u32,
-    }
-}
-
-/// One token a row among those that top-k, top-p and min-p leave, in this order; ties go to the lowest id. `logp` is that
-/// of the unfiltered distribution.
+/// Wait for what [`begin_choose`] chose for the first `rows` rows.
 ///
 /// # Errors
-/// [`CudaError::Input`]: other shapes or types, a temperature that is not above 0.
-pub fn choose_filtered(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[FilteredPick]) -> Result<Vec<Chosen>> {
-    let rows = picks.len();
-    check(head, &x, rows)?;
-    if picks.iter().any(|pick| pick.temperature <= 0.0) {
-        return Err(CudaError::Input("filters need a temperature above 0".to_owned()));
-    }
-    let chosen = device.alloc(rows * 2 * 4)?;
-    if rows > 0 {
-        let logits = Logits::new(device, head, rows)?;
-        let plain: Vec<f64> = picks.iter().flat_map(|pick| [pick.temperature, pick.uniform]).collect();
-        let of_pick = |pick: &FilteredPick| {
-            let FilteredPick { temperature, uniform, top_k, top_p, min_p } = *pick;
-            [temperature, uniform, top_p, min_p, f64::from(top_k)]
-        };
-        let filters: Vec<f64> = picks.iter().flat_map(of_pick).collect();
-        let (plain, filters) = (device.upload(&plain)?, device.upload(&filters)?);
-        for first in (0..rows).step_by(logits.at_once) {
-            let count = logits.at_once.min(rows - first);
-            logits.compute(device, head, some(x, first, count))?;
-            logits.summarize(device, count, 1.0, plain.at::<f64>(2 * first, 2 * count)?)?;
-            let params = HeadFilter {
-                logits: logits.buffer.pointer(),
-                cells: logits.cells.pointer(),
-                picks: filters.at::<f64>(5 * first, 5 * count)?,
-                chosen: chosen.at::<u32>(2 * first, 2 * count)?,
-                stride: logits.stride as u64,
-                rows: count as u32,
-                vocab: logits.vocab as u32,
-                cells_of_row: logits.cells_of_row as u32,
-                pad: 0,
-            };
-            let geometry = Launch { grid: [count as u32, 1, 1], block: 512, shared: 0 };
-            device.launch("head_choose_filtered", geometry, &params)?;
-        }
-    }
-    read_chosen(device, &chosen, rows)
+/// [`CudaError::Failed`]: work asked for earlier failed.
+pub fn read_chosen(device: &Device, chosen: &Buffer, rows: usize) -> Result<Vec<Chosen>> {
+    let words = device.download::<u32>(chosen, 0, 2 * rows)?;
+    let chosen = words.chunks_exact(2).map(|pair| Chosen { token: pair[0], logp: f32::from_bits(pair[1]) });
+    Ok(chosen.collect())
 }
 
 /// out `[rows, vocab]` (f32) = x · weightᵀ.

@@ -3,27 +3,7 @@
 
 use super::driver::{Buffer, Device, Launch, params};
 use super::rows::{Dtype, Result, Rows, THREADS, check, check_rows, size};
-
-/// The numbers of one update, as `engine::optim` computes them.
-#[derive(Clone, Copy, Debug)]
-pub struct Update {
-    /// lr / (1 − β₁ᵗ)
-    pub step_size: f32,
-    /// 1 − lr · weight decay
-    pub keep: f32,
-    /// Parameters that this is for: the first so many. The others keep all of themselves.
-    pub decayed: usize,
-    /// β₂
-    pub beta2: f32,
-    /// 1 − β₁
-    pub one_minus_beta1: f32,
-    /// 1 − β₂
-    pub one_minus_beta2: f32,
-    /// √(1 − β₂ᵗ)
-    pub correction: f32,
-    /// ε
-    pub epsilon: f32,
-}
+use crate::engine::optim::Update;
 
 /// Flat buffers of one length, one row of f32 each.
 #[derive(Clone, Copy, Debug)]
@@ -110,11 +90,11 @@ fn one_each(count: usize) -> Result<Launch> {
     Ok(Launch { grid: [size(count.div_ceil(THREADS as usize))?, 1, 1], block: THREADS, shared: 0 })
 }
 
-/// One update.
+/// One update; the first `decayed` parameters decay.
 ///
 /// # Errors
 /// [`CudaError::Input`](super::driver::CudaError::Input): the buffers differ in length.
-pub fn adamw(device: &Device, update: &Update, state: State<'_>) -> Result<()> {
+pub fn adamw(device: &Device, update: &Update, decayed: usize, state: State<'_>) -> Result<()> {
     let State { parameters, gradient, first, second } = state;
     let count = parameters.width;
     let all = [parameters, gradient, first, second];
@@ -122,7 +102,7 @@ pub fn adamw(device: &Device, update: &Update, state: State<'_>) -> Result<()> {
     if count == 0 {
         return Ok(());
     }
-    let Update { step_size, keep, decayed, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
+    let Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
     let params = AdamW {
         parameters: parameters.address()?,
         gradient: gradient.address()?,
@@ -148,7 +128,7 @@ pub fn adamw(device: &Device, update: &Update, state: State<'_>) -> Result<()> {
 /// [`CudaError::Input`](super::driver::CudaError::Input): the buffers differ in length.
 pub fn adamw_8bit(
     device: &Device,
-    update: &Update,
+    (update, decayed): (&Update, usize),
     parameters: Rows<'_>,
     gradient: Rows<'_>,
     [first, second]: [&Codes; 2],
@@ -161,7 +141,7 @@ pub fn adamw_8bit(
         return Ok(());
     }
     let blocks = count.div_ceil(CODES);
-    let Update { step_size, keep, decayed, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
+    let Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } = *update;
     let params = AdamW8bit {
         parameters: parameters.address()?,
         gradient: gradient.address()?,
@@ -235,7 +215,7 @@ mod tests {
     use super::*;
     use crate::engine::kernels::rows::tests::{assert_same, noise};
     use crate::engine::optim::blockwise::{Map, Quantized};
-    use crate::engine::optim::{self as host, AdamW, Moments};
+    use crate::engine::optim::{AdamW, Moments};
     use crate::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
 
     #[test]
@@ -249,13 +229,13 @@ mod tests {
             let update = Update {
                 step_size: 3e-3,
                 keep: 1.0 - 1e-4,
-                decayed: 2 * count / 3,
                 beta2: 0.999,
                 one_minus_beta1: 0.1,
                 one_minus_beta2: 0.001,
                 correction: 0.17,
                 epsilon: 1e-8,
             };
+            let decayed = 2 * count / 3;
             let [mut p, mut m, mut v] = [&parameters, &first, &second].map(Given::values);
             for _ in 0..3 {
                 let state = State {
@@ -264,12 +244,12 @@ mod tests {
                     first: first.rows(),
                     second: second.rows(),
                 };
-                adamw(&device, &update, state).expect("an update");
+                adamw(&device, &update, decayed, state).expect("an update");
                 // As engine::optim has it.
                 for (i, g) in gradient.values().into_iter().enumerate() {
                     m[i] += (g - m[i]) * update.one_minus_beta1;
                     v[i] = v[i] * update.beta2 + g * g * update.one_minus_beta2;
-                    let keep = if i < update.decayed { update.keep } else { 1.0 };
+                    let keep = if i < decayed { update.keep } else { 1.0 };
                     p[i] = p[i] * keep - update.step_size * (m[i] / (v[i].sqrt() / update.correction + update.epsilon));
                 }
             }
@@ -315,13 +295,10 @@ mod tests {
                 if step == 5 {
                     gradient[count / 2] = f32::NAN;
                 }
-                let host::Update { step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon } =
-                    host::Update::number(step, plan.learning_rate, &plan);
-                let update =
-                    Update { step_size, keep, decayed, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon };
+                let update = (&Update::number(step, plan.learning_rate, &plan), decayed);
                 adam.update(&mut values, &gradient, plan.learning_rate, &plan).expect("an update");
                 let gradient = Given::of(&device, &gradient, count, Dtype::F32);
-                adamw_8bit(&device, &update, parameters.rows(), gradient.rows(), [&first, &second], &levels)
+                adamw_8bit(&device, update, parameters.rows(), gradient.rows(), [&first, &second], &levels)
                     .expect("an update");
                 let Moments::Blockwise { first: m, second: v } = &adam.moments else { panic!("{adam:?}") };
                 for (ours, theirs, name) in [(&first, m, "first"), (&second, v, "second")] {

@@ -203,11 +203,19 @@ template <typename Weight> DEVICE Found head_invert(const Weight& weight_at, uin
     return last;
 }
 
+// Which tokens are left: the host's Filters, the same for all rows.
+struct HeadFilters {
+    double top_p; // 1 = off
+    double min_p; // 0 = off
+    double top_k; // 0 = off
+};
+
 struct HeadChoose {
     const float* logits;
     const HeadCell* cells;
     const HeadPick* picks;
-    uint32_t* chosen; // [rows][2]: token, bits of its log-prob
+    const HeadFilters* filters; // of head_choose_filtered, whose picks have temperatures above 0
+    uint32_t* chosen; // [rows][2]: token, bits of its log-prob without filters
     uint64_t stride;
     uint32_t rows, vocab;
     uint32_t cells_of_row, pad;

@@ -6,24 +6,6 @@
 #pragma once
 #include "head.cuh"
 
-struct FilterPick {
-    double temperature; // above 0
-    double uniform;
-    double top_p; // 1 = off
-    double min_p; // 0 = off
-    double top_k; // 0 = off
-};
-
-struct HeadFilter {
-    const float* logits;
-    const HeadCell* cells;
-    const FilterPick* picks;
-    uint32_t* chosen; // [rows][2]: token, bits of its log-prob without filters
-    uint64_t stride;
-    uint32_t rows, vocab;
-    uint32_t cells_of_row, pad;
-};
-
 #define FILTER_THREADS 512
 #define FILTER_WARPS (FILTER_THREADS / 32)
 
@@ -129,12 +111,13 @@ DEVICE double filter_scan(double x, double* sums, double& total) {
 }
 
 // A block a row.
-KERNEL_BOUNDS(head_choose_filtered, HeadFilter, FILTER_THREADS, 1) {
+KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 1) {
     SHARED_ARRAY(double, sums, FILTER_WARPS * 16);
     SHARED_ARRAY(uint32_t, found, 2);
     uint32_t row_index = blockIdx.x;
     if (row_index >= p.rows) return;
-    FilterPick pick = p.picks[row_index];
+    HeadPick pick = p.picks[row_index];
+    HeadFilters filters = *p.filters;
     const HeadCell* cells = p.cells + uint64_t(row_index) * p.cells_of_row;
     float t = head_factor(pick.temperature);
     HeadTotal total = head_total(cells, p.cells_of_row, t);
@@ -142,17 +125,17 @@ KERNEL_BOUNDS(head_choose_filtered, HeadFilter, FILTER_THREADS, 1) {
     // Kept: all above the key, and the first `ties` that have it.
     uint32_t key = 0;
     double ties = double(p.vocab), number, mass, equal;
-    if (pick.top_k > 0.0 && pick.top_k < double(p.vocab)) {
-        key = row.search(pick.top_k, false, sums);
+    if (filters.top_k > 0.0 && filters.top_k < double(p.vocab)) {
+        key = row.search(filters.top_k, false, sums);
         row.around(key, sums, number, mass, equal);
         ties = equal;
     } else {
         row.around(0, sums, number, mass, equal);
     }
-    if (pick.top_p < 1.0) {
+    if (filters.top_p < 1.0) {
         // Tokens that have a key weigh the same.
         double each = key == 0 ? 0.0 : row.weight(__uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key));
-        double target = pick.top_p * (mass + (key == 0 ? 0.0 : ties * each));
+        double target = filters.top_p * (mass + (key == 0 ? 0.0 : ties * each));
         uint32_t of_mass = row.search(target, true, sums);
         if (of_mass > key) key = of_mass, ties = double(p.vocab);
         row.around(key, sums, number, mass, equal);
@@ -161,7 +144,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadFilter, FILTER_THREADS, 1) {
         ties = fmin(fmin(ties, equal), fmax(needed, number > 0.0 ? 0.0 : 1.0));
     }
     // The most probable token weighs 1.
-    double least = pick.min_p;
+    double least = filters.min_p;
     // A thread has some tokens side by side.
     uint32_t each_thread = (p.vocab + FILTER_THREADS - 1) / FILTER_THREADS;
     uint32_t begin = min(threadIdx.x * each_thread, p.vocab), end = min(begin + each_thread, p.vocab);

@@ -136,7 +136,7 @@ fn choices_invert_the_cumulated_softmax() {
         let there = There::new(&device, &case);
         for (temperature, uniform) in [(1.0, 0.0), (1.0, 0.37), (0.5, 0.999_999_9), (4.0, 0.62)] {
             let picks = vec![Pick { temperature, uniform }; case.rows];
-            let chosen = choose(&device, &there.head(&case), there.x(&case), &picks).unwrap();
+            let chosen = choose(&device, &there.head(&case), there.x(&case), &picks, &Filters::OFF).unwrap();
             for (row, chosen) in chosen.iter().enumerate() {
                 let p = case.softmax(row, temperature);
                 let before: f64 = p[..chosen.token as usize].iter().sum();
@@ -157,7 +157,7 @@ fn a_choice_has_the_log_prob_of_its_score_to_the_bit() {
         for temperature in [0.0, 1.0, 0.6] {
             let picks: Vec<Pick> =
                 (0..case.rows).map(|row| Pick { temperature, uniform: row as f64 / case.rows as f64 }).collect();
-            let chosen = choose(&device, &there.head(&case), there.x(&case), &picks).unwrap();
+            let chosen = choose(&device, &there.head(&case), there.x(&case), &picks, &Filters::OFF).unwrap();
             let tokens: Vec<u32> = chosen.iter().map(|chosen| chosen.token).collect();
             let scored = if temperature == 0.0 { 1.0 } else { temperature };
             // Alone and with other rows, in other blocks.
@@ -184,7 +184,7 @@ fn greedy_takes_the_first_of_the_largest_and_never_a_nan() {
     let x = device.upload(&[1.0_f32]).unwrap();
     let head = Head { weight: Rows::new(&weight, 1200, 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
     let x = Rows::new(&x, 1, 1, Dtype::F32);
-    let chosen = choose(&device, &head, x, &[Pick { temperature: 0.0, uniform: 0.5 }]).unwrap();
+    let chosen = choose(&device, &head, x, &[Pick { temperature: 0.0, uniform: 0.5 }], &Filters::OFF).unwrap();
     assert_eq!(chosen[0].token, 700);
 }
 
@@ -209,46 +209,48 @@ fn other_shapes_and_tokens_are_refused() {
     let (head, x) = (there.head(&case), there.x(&case));
     assert!(score(&device, &head, x, &[0, 1], 1.0).is_err());
     assert!(score(&device, &head, x, &[0, 1, 29], 1.0).is_err());
-    assert!(choose(&device, &head, x, &[]).is_err());
+    assert!(choose(&device, &head, x, &[], &Filters::OFF).is_err());
+    let greedy = [Pick { temperature: 0.0, uniform: 0.5 }; 3];
+    assert!(choose(&device, &head, x, &greedy, &Filters { top_k: 2, ..Filters::OFF }).is_err());
     assert!(logits(&device, &head, x, Rows::new(&there.x, 3, 28, Dtype::F32)).is_err());
 }
 
 /// What `engine::sampling::Sampler` keeps: tokens and their weights, ascending.
-fn kept(logits: &[f32], pick: &FilteredPick) -> Vec<(usize, f64)> {
+fn kept(logits: &[f32], temperature: f64, filters: &Filters) -> Vec<(usize, f64)> {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weights: Vec<f64> = logits.iter().map(|logit| (f64::from(logit - largest) / pick.temperature).exp()).collect();
+    let weights: Vec<f64> = logits.iter().map(|logit| (f64::from(logit - largest) / temperature).exp()).collect();
     let mut order: Vec<usize> = (0..weights.len()).collect();
     order.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
-    if pick.top_k > 0 {
-        let last = order.get(pick.top_k as usize - 1).map_or(0.0, |token| weights[*token]);
+    if filters.top_k > 0 {
+        let last = order.get(filters.top_k as usize - 1).map_or(0.0, |token| weights[*token]);
         order.retain(|token| weights[*token] >= last);
     }
-    if pick.top_p < 1.0 {
+    if filters.top_p < 1.0 {
         let total: f64 = order.iter().map(|token| weights[*token]).sum();
         let mut mass = 0.0;
         let reached = order.iter().position(|token| {
             mass += weights[*token];
-            mass >= pick.top_p * total
+            mass >= filters.top_p * total
         });
         order.truncate(reached.map_or(order.len(), |rank| rank + 1));
     }
-    let floor = pick.min_p * weights[order[0]];
+    let floor = filters.min_p * weights[order[0]];
     order.retain(|token| weights[*token] >= floor);
     order.sort_unstable();
     order.into_iter().map(|token| (token, weights[token])).collect()
 }
 
 /// All draws of a distribution on the device, and those expected.
-fn assert_filters(device: &Device, logits: &[f32], pick: FilteredPick) {
+fn assert_filters(device: &Device, logits: &[f32], temperature: f64, filters: Filters) {
     const DRAWS: usize = 24;
     let weight = device.upload(logits).unwrap();
     let x = device.upload(&[1.0_f32; DRAWS]).unwrap();
     let head =
         Head { weight: Rows::new(&weight, logits.len(), 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
     let uniform = |draw: usize| (draw as f64 + 0.003) / DRAWS as f64;
-    let picks: Vec<FilteredPick> = (0..DRAWS).map(|draw| FilteredPick { uniform: uniform(draw), ..pick }).collect();
-    let chosen = choose_filtered(device, &head, Rows::new(&x, DRAWS, 1, Dtype::F32), &picks).unwrap();
-    let kept = kept(logits, &pick);
+    let picks: Vec<Pick> = (0..DRAWS).map(|draw| Pick { temperature, uniform: uniform(draw) }).collect();
+    let chosen = choose(device, &head, Rows::new(&x, DRAWS, 1, Dtype::F32), &picks, &filters).unwrap();
+    let kept = kept(logits, temperature, &filters);
     let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
     for (draw, chosen) in chosen.iter().enumerate() {
         let mut sum = 0.0;
@@ -258,31 +260,31 @@ fn assert_filters(device: &Device, logits: &[f32], pick: FilteredPick) {
             let (before, after) = (before / total - 1e-6, sum / total + 1e-6);
             *token == chosen.token as usize && before <= uniform(draw) && uniform(draw) <= after
         });
-        assert!(near, "{pick:?} gave {} at {}, kept {kept:?}", chosen.token, uniform(draw));
+        assert!(near, "{filters:?} at {temperature} gave {} at {}, kept {kept:?}", chosen.token, uniform(draw));
     }
 }
 
 #[test]
 fn filtered_choices_are_those_of_the_host() {
     let Some(device) = device() else { return };
-    let off = FilteredPick { temperature: 1.0, uniform: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
-    let picks = [
-        off,
-        FilteredPick { top_k: 1, ..off },
-        FilteredPick { top_k: 7, temperature: 2.0, ..off },
-        FilteredPick { top_k: 5000, ..off },
-        FilteredPick { top_p: 0.5, ..off },
-        FilteredPick { top_p: 1e-9, ..off },
-        FilteredPick { top_p: 0.93, temperature: 3.0, ..off },
-        FilteredPick { min_p: 0.3, ..off },
-        FilteredPick { top_k: 20, top_p: 0.8, min_p: 0.02, temperature: 1.5, ..off },
+    let off = Filters::OFF;
+    let cases = [
+        (1.0, off),
+        (1.0, Filters { top_k: 1, ..off }),
+        (2.0, Filters { top_k: 7, ..off }),
+        (1.0, Filters { top_k: 5000, ..off }),
+        (1.0, Filters { top_p: 0.5, ..off }),
+        (1.0, Filters { top_p: 1e-9, ..off }),
+        (3.0, Filters { top_p: 0.93, ..off }),
+        (1.0, Filters { min_p: 0.3, ..off }),
+        (1.5, Filters { top_k: 20, top_p: 0.8, min_p: 0.02 }),
     ];
     let spread = |count, factor: f32| noise(count, 9).iter().map(|v| v * factor).collect::<Vec<_>>();
     // Ties: few distinct values.
     let tied: Vec<f32> = noise(700, 4).iter().map(|v| (v * 3.0).round()).collect();
     for logits in [spread(5, 3.0), spread(1000, 6.0), tied, vec![-2.5; 40]] {
-        for pick in picks {
-            assert_filters(&device, &logits, pick);
+        for (temperature, filters) in cases {
+            assert_filters(&device, &logits, temperature, filters);
         }
     }
 }
