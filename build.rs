@@ -94,6 +94,9 @@ fn compile(kernels: &Path) {
     match output {
         Ok(output) if output.status.success() => {
             fs::write(kernels.with_extension("log"), output.stderr).expect("OUT_DIR can be written");
+            if let Some(major) = major_version(&nvcc) {
+                println!("cargo::rustc-env=RLOOD_CUDA_MAJOR={major}");
+            }
         }
         Ok(output) => panic!(
             "{} did not compile the CUDA kernels: {}\n{}",
@@ -107,6 +110,13 @@ fn compile(kernels: &Path) {
             nvcc.display()
         ),
     }
+}
+
+/// Of the compiler: machine code of a CUDA 13 needs a driver of CUDA 13, whichever.
+fn major_version(nvcc: &Path) -> Option<u32> {
+    let output = std::process::Command::new(nvcc).arg("--version").output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    text.split("release ").nth(1)?.split('.').next()?.parse().ok()
 }
 
 /// The kernels behind the emulator. Never contracts a product and a sum by itself: kernels say fmaf where they mean it.

@@ -205,6 +205,19 @@ pub fn announce(addr: SocketAddr) -> std::io::Result<()> {
     stdout.flush()
 }
 
+/// Leave those GPUs out that `auto` found and the driver does not list; says why there is none where all are left out.
+fn without_gpus(config: &mut ServeConfig) -> Option<String> {
+    if !config.devices_are_found || config.gpus().next().is_none() {
+        return None;
+    }
+    let (listed, why) = match gpu::list() {
+        Ok(gpus) => (gpus.len(), "the driver lists none".to_owned()),
+        Err(why) => (0, why),
+    };
+    config.keep_found(listed);
+    (listed == 0).then_some(why)
+}
+
 /// Starts a server in this process and returns when it answers.
 ///
 /// # Errors
@@ -216,6 +229,9 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let pace = Pace::new(config.reward_pace).map_err(ServeError::RewardClient)?;
     let rewards = RewardClient::new(&outgoing).map_err(ServeError::RewardClient)?.with_pace(pace);
     Isa::choose(config.isa.as_str()).map_err(ServeError::Isa)?;
+    if let Some(why) = without_gpus(&mut config) {
+        tracing::warn!(%why, "no GPU can be used: jobs run on the processor");
+    }
     let gpus: Vec<u32> = config.gpus().collect();
     if !gpus.is_empty() {
         config.gpu_memory_bytes = Some(gpu::smallest(&gpus).map_err(ServeError::Gpu)?);

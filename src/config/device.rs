@@ -72,8 +72,8 @@ pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
     }
 }
 
-/// Every GPU that the driver shows this process when the build can use one, else the processor. The driver itself is not
-/// asked: it would take memory of each.
+/// Every GPU that the machine shows this process when the build can use one, else the processor. The driver is not asked
+/// yet, which may take seconds: [`super::ServeConfig::keep_found`].
 fn detect_devices() -> Vec<Device> {
     let count = |folder: &str, is_gpu: fn(&str) -> bool| {
         let entries = std::fs::read_dir(folder).ok()?.flatten();

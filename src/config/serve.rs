@@ -100,6 +100,8 @@ pub struct ServeConfig {
     pub data_dir: PathBuf,
     /// One worker process each; may be empty.
     pub devices: Vec<Device>,
+    /// They were found (`auto`), not asked for: the driver may list fewer GPUs than the machine seems to have.
+    pub devices_are_found: bool,
     /// The admin key; None = no authentication, loopback only.
     pub api_key: Option<String>,
     /// What workers present.
@@ -163,6 +165,7 @@ impl ServeConfig {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             data_dir: data_dir.to_owned(),
             devices: vec![Device::Cpu],
+            devices_are_found: false,
             api_key: None,
             worker_token: random_token()?,
             public_url: None,
@@ -214,6 +217,16 @@ impl ServeConfig {
         places
     }
 
+    /// Of GPUs that were found, keep the first `listed`: as many as the driver lists. Without any, the processor.
+    pub fn keep_found(&mut self, listed: usize) {
+        if self.devices_are_found {
+            self.devices.retain(|device| !matches!(device, Device::Cuda(index) if *index as usize >= listed));
+            if self.devices.is_empty() {
+                self.devices.push(Device::Cpu);
+            }
+        }
+    }
+
     /// The numbers of the GPUs of the pool.
     pub fn gpus(&self) -> impl Iterator<Item = u32> {
         self.devices.iter().filter_map(|device| match device {
@@ -254,6 +267,7 @@ impl ServeArgs {
             listen,
             data_dir: self.data_dir.clone(),
             devices: parse_devices(&self.devices)?,
+            devices_are_found: self.devices.trim() == "auto",
             model_roots: resolve_model_roots(self.model_root.as_deref(), api_key.is_some())?,
             api_key,
             worker_token,
@@ -403,6 +417,22 @@ mod tests {
         assert_eq!(config.devices, [Device::Cpu, Device::Cpu]);
         assert_eq!(config.threads_per_worker(), 1);
         assert_eq!(config.worker_token.len(), 64);
+    }
+
+    #[test]
+    fn of_gpus_that_were_found_those_stay_that_the_driver_lists() {
+        let mut config = resolve(&["--listen", "127.0.0.1:0", "--devices", "auto"]).unwrap();
+        assert!(config.devices_are_found);
+        let all = vec![Device::Cuda(0), Device::Cuda(1), Device::Cuda(2)];
+        for (listed, kept) in [(3, all.clone()), (1, vec![Device::Cuda(0)]), (0, vec![Device::Cpu])] {
+            config.devices = all.clone();
+            config.keep_found(listed);
+            assert_eq!(config.devices, kept);
+        }
+        // What was asked for is not changed: the server says that it is not there.
+        config = ServeConfig { devices: all.clone(), devices_are_found: false, ..config };
+        config.keep_found(0);
+        assert_eq!(config.devices, all);
     }
 
     #[test]

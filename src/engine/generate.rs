@@ -94,6 +94,9 @@ pub fn generate(
         }
         batch.append(policy, &tokens)?;
     }
+    // The cache makes room for what comes next.
+    drop(batch);
+    policy.release();
     let mut done = done.into_iter().flatten();
     Ok(Some(request.prompts.iter().map(|_| done.by_ref().take(num_generations).collect()).collect()))
 }

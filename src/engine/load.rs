@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
+use rayon::prelude::*;
 
 use super::error::{EngineError, Result};
 use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
@@ -47,7 +48,7 @@ impl Weights {
             }
         };
         let values = read_values(file, location).map_err(failed)?;
-        if !values.iter().all(|value| value.is_finite()) {
+        if !values.par_iter().with_min_len(CHUNK).all(|value| value.is_finite()) {
             let what = format!("tensor {name} in {} holds NaN or infinite values", location.file);
             return Err(EngineError::ModelNotFinite { what });
         }
@@ -55,15 +56,29 @@ impl Weights {
     }
 }
 
-/// Read one tensor of a safetensors file, widened to f32.
-pub(super) fn read_values(file: &mut File, location: &TensorLocation) -> std::io::Result<Vec<f32>> {
-    file.seek(SeekFrom::Start(location.offset_bytes))?;
-    let mut bytes = vec![0u8; location.size_bytes()];
-    file.read_exact(&mut bytes)?;
-    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
-    Ok(match location.dtype {
-        TensorDtype::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        TensorDtype::Bf16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
-        TensorDtype::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
-    })
+/// Values that a thread reads at a time.
+const CHUNK: usize = 1 << 20;
+
+/// Read one tensor of a safetensors file, widened to f32, by all threads.
+pub(super) fn read_values(file: &File, location: &TensorLocation) -> std::io::Result<Vec<f32>> {
+    let size = location.dtype.size_bytes();
+    let mut values = vec![0.0; location.num_elements()];
+    values.par_chunks_mut(CHUNK).enumerate().try_for_each(|(index, values)| {
+        let mut bytes = vec![0; values.len() * size];
+        file.read_exact_at(&mut bytes, location.offset_bytes + (index * CHUNK * size) as u64)?;
+        let (pairs, words) = (bytes.as_chunks::<2>().0, bytes.as_chunks::<4>().0);
+        match location.dtype {
+            TensorDtype::F32 => {
+                values.iter_mut().zip(words).for_each(|(value, word)| *value = f32::from_le_bytes(*word))
+            }
+            TensorDtype::Bf16 => {
+                values.iter_mut().zip(pairs).for_each(|(value, pair)| *value = bf16::from_le_bytes(*pair).to_f32());
+            }
+            TensorDtype::F16 => {
+                values.iter_mut().zip(pairs).for_each(|(value, pair)| *value = f16::from_le_bytes(*pair).to_f32());
+            }
+        }
+        Ok::<(), std::io::Error>(())
+    })?;
+    Ok(values)
 }

@@ -199,7 +199,7 @@ impl Lora {
         };
         let mut tensors = weights::read_header(dir, name).map_err(|e| EngineError::Adapter(e.to_string()))?.tensors;
         let failed = |source| EngineError::Io { path: file.to_owned(), source };
-        let mut reader = modelcard::open(dir, name).map_err(|e| EngineError::Adapter(e.to_string()))?;
+        let reader = modelcard::open(dir, name).map_err(|e| EngineError::Adapter(e.to_string()))?;
         for parameter in &lora.parameters {
             let info = &parameter.info;
             let Some(location) = tensors.remove(&info.name) else {
@@ -211,7 +211,7 @@ impl Lora {
                     info.name, location.shape, config.r, info.shape
                 )));
             }
-            let values = load::read_values(&mut reader, &location).map_err(failed)?;
+            let values = load::read_values(&reader, &location).map_err(failed)?;
             all[parameter.range()].copy_from_slice(&values);
         }
         if let Some(other) = tensors.keys().next() {

@@ -24,7 +24,7 @@ pub use super::lora::ParameterInfo;
 use super::ops::slices::TokenScore;
 use crate::modelcard::{self, ModelCard};
 use crate::spec::ComputeDtype;
-use crate::spec::footprint::Place;
+use crate::spec::footprint::{self, Place};
 
 pub use decode::DecodeState;
 use decoder::Decoder;
@@ -200,13 +200,17 @@ impl Policy {
         with_decoder!(&self.network, |decoder| decoder.release());
     }
 
-    /// The most bytes of a device's memory that this process has taken so far; None on the processor, whose memory is the
-    /// process's own.
+    /// The most bytes of a device's memory that this process has taken so far, what the driver takes for it included; None on
+    /// the processor, whose memory is the process's own.
     pub fn device_peak_bytes(&self) -> Option<u64> {
         match &self.network {
             Network::Cpu(_) | Network::Reference(_) => None,
             #[cfg(feature = "cuda")]
-            Network::Cuda(decoder) => Some(decoder.backend().device().memory().reserved_peak),
+            Network::Cuda(decoder) => {
+                let device = decoder.backend().device();
+                let taken = device.properties().taken_bytes.unwrap_or(footprint::CUDA_CONTEXT_BYTES);
+                Some(taken + device.memory().reserved_peak)
+            }
         }
     }
 

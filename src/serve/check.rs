@@ -27,6 +27,8 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
     if matches!(keys, Ok(Some(_))) {
         config.narrow();
     }
+    // Said below, of the GPUs.
+    let _ = super::without_gpus(&mut config);
     let findings: Vec<Finding> = vec![
         ("rlood", Ok(env!("CARGO_PKG_VERSION").to_owned())),
         ("sqlite", store::sqlite_version().await.map_err(|error| error.to_string())),

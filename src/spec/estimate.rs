@@ -40,7 +40,7 @@ pub struct Estimate {
     pub allocator_bytes: Option<u64>,
     /// The peak of the worker's resident memory, or of the GPU's, bytes. Less than the sum: rollout and training do not overlap.
     pub total_bytes: Option<u64>,
-    /// What a worker may use, or what its GPU has, bytes; null when unknown. A job that needs more is refused.
+    /// What a worker may use, of its GPU where it has one, bytes; null when unknown. A job that needs more is refused.
     pub memory_limit_bytes: Option<u64>,
     /// One checkpoint on disk, bytes.
     pub checkpoint_bytes: Option<u64>,
@@ -77,7 +77,7 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Re
     let places = if limits.places.is_empty() { &[Place::Cpu] } else { limits.places };
     let limit = |place: Place| match place {
         Place::Cpu => limits.memory_bytes,
-        Place::Cuda { memory_bytes } => memory_bytes,
+        Place::Cuda { .. } => place.usable_bytes(),
     };
     let needs = |plan: &Plan, tokens: u32, place: Place| {
         let shape = model.shape?;
@@ -201,7 +201,7 @@ fn too_large(
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let has = match place {
         Place::Cpu => format!("a worker may use {} MiB (--memory-limit)", mib(limit)),
-        Place::Cuda { .. } => format!("the GPU has {} MiB", mib(limit)),
+        Place::Cuda { .. } => format!("a run may use {} MiB of the GPU", mib(limit)),
     };
     let detail = format!(
         "the job needs about {} MiB (weights {}, reference {}, reward models {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and {has}: {advice}",

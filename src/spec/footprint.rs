@@ -19,6 +19,16 @@ pub enum Place {
     },
 }
 
+impl Place {
+    /// What a run may take of the memory of a GPU, bytes; None where that is not known, or for the processor.
+    pub fn usable_bytes(self) -> Option<u64> {
+        match self {
+            Place::Cuda { memory_bytes } => memory_bytes.map(device::usable),
+            Place::Cpu => None,
+        }
+    }
+}
+
 /// Bytes of KV cache that generation may hold on the CPU, at least one group.
 pub const KV_CACHE_BYTES: u64 = 1 << 30;
 
@@ -30,6 +40,13 @@ pub const MAX_LOGITS: u64 = 1 << 24;
 
 /// The same on a GPU.
 pub const CUDA_MAX_LOGITS: u64 = 1 << 27;
+
+/// What the driver takes of a GPU's memory for the process: its context, the kernels, cuBLAS and its workspace.
+pub const CUDA_CONTEXT_BYTES: u64 = 640 << 20;
+
+/// Memory of a GPU that buffers leave free: the driver needs room for kernels that it loads late, for the stacks of their
+/// threads, and for graphs.
+pub const CUDA_KEPT_FREE_BYTES: u64 = 512 << 20;
 
 /// The fewest positions of such a chunk.
 pub const MIN_LOGIT_ROWS: u64 = 16;
@@ -136,7 +153,7 @@ pub fn generation_rows(
 ) -> u64 {
     let (budget, value) = match place {
         Place::Cpu => (KV_CACHE_BYTES, F32),
-        Place::Cuda { memory_bytes } => (device::kv_budget(memory_bytes, held_bytes), value_bytes(dtype)),
+        Place::Cuda { .. } => (device::kv_budget(place.usable_bytes(), held_bytes), value_bytes(dtype)),
     };
     (budget / kv_token_bytes(shape, value).saturating_mul(tokens_per_row).max(1)).max(1)
 }

@@ -229,7 +229,7 @@ impl Backend for Cuda {
     }
 
     fn release(&self) {
-        *self.kept() = Kept::default();
+        self.kept().layouts.clear();
         self.device.trim();
     }
 

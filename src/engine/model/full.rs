@@ -40,7 +40,7 @@ impl Full {
         let header = weights::read_header(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
         let path = dir.join(WEIGHTS);
         let failed = |source| EngineError::Io { path: path.clone(), source };
-        let mut file = modelcard::open(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
+        let file = modelcard::open(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
         let shapes: HashMap<String, Vec<usize>> = card.config.tensors().into_iter().collect();
         Full::fill(card, values, |name| {
             let location =
@@ -48,7 +48,7 @@ impl Full {
             if Some(&location.shape) != shapes.get(name) {
                 return Err(damaged(format!("{WEIGHTS}: tensor {name} has shape {:?}", location.shape)));
             }
-            load::read_values(&mut file, location).map_err(failed)
+            load::read_values(&file, location).map_err(failed)
         })
     }
 

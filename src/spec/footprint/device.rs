@@ -1,13 +1,11 @@
 //! What a run takes of a GPU's memory: everything that the backend for it allocates, stage by stage of a layer.
 
 use super::{
-    CUDA_MAX_LOGITS, F32, Footprint, MIN_LOGIT_ROWS, ModelShape, PREFILL_TOKENS, Place, Plan, UNCOUNTED_PROMPT_TOKENS,
-    generation_rows, held_bytes, optimizer_bytes, trainable_parameters, value_bytes,
+    CUDA_CONTEXT_BYTES, CUDA_KEPT_FREE_BYTES, CUDA_MAX_LOGITS, F32, Footprint, MIN_LOGIT_ROWS, ModelShape,
+    PREFILL_TOKENS, Place, Plan, UNCOUNTED_PROMPT_TOKENS, generation_rows, held_bytes, optimizer_bytes,
+    trainable_parameters, value_bytes,
 };
 use crate::spec::Reference;
-
-/// What the driver takes for the process: its context, the kernels, cuBLAS and its workspace.
-const CONTEXT_BYTES: u64 = 640 << 20;
 
 /// Of the cache where the GPU's memory is not known.
 const UNKNOWN_KV_BYTES: u64 = 8 << 30;
@@ -23,9 +21,14 @@ const HEAD_CHUNK: u64 = 512;
 /// Of what a phase uses: what lies between buffers of different sizes.
 const FRAGMENTS_PERCENT: u64 = 6;
 
+/// What a run may take of a GPU's memory: segments of buffers are not all full, and graphs are not counted.
+pub(super) fn usable(memory_bytes: u64) -> u64 {
+    memory_bytes.saturating_sub(CUDA_KEPT_FREE_BYTES + memory_bytes / 64)
+}
+
 /// Bytes of KV cache that generation may hold, at least one group: half of what is left by what stays.
-pub(super) fn kv_budget(memory_bytes: Option<u64>, held_bytes: u64) -> u64 {
-    memory_bytes.map_or(UNKNOWN_KV_BYTES, |bytes| bytes.saturating_sub(held_bytes) / 2)
+pub(super) fn kv_budget(usable_bytes: Option<u64>, held_bytes: u64) -> u64 {
+    usable_bytes.map_or(UNKNOWN_KV_BYTES, |bytes| bytes.saturating_sub(held_bytes) / 2)
 }
 
 /// Widths of a layer's rows in bytes of a token, by what they are.
@@ -212,11 +215,11 @@ pub(super) fn footprint(
     // New weights beside the old ones, the largest matrix at a time, while the gradient is still there.
     let update = gradient + if full { value * shape.vocab_size * shape.hidden_size } else { 0 };
 
-    let resident = CONTEXT_BYTES + weights + reference + trained + optimizer + table;
+    let resident = CUDA_CONTEXT_BYTES + weights + reference + trained + optimizer + table;
     let phase = rollout.max(training).max(update);
     let allocator = phase * FRAGMENTS_PERCENT / 100;
     Footprint {
-        process: CONTEXT_BYTES,
+        process: CUDA_CONTEXT_BYTES,
         weights,
         reference,
         trained,

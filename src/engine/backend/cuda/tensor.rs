@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use half::bf16;
+use rayon::prelude::*;
 
 use super::Flat;
 use crate::engine::backend::FullSlot;
@@ -118,7 +119,8 @@ impl Weight {
             match dtype {
                 Dtype::F32 => device.write(&matrix, index * CHUNK, chunk)?,
                 Dtype::Bf16 => {
-                    let rounded: Vec<u16> = chunk.iter().map(|value| bf16::from_f32(*value).to_bits()).collect();
+                    let round = |value: &f32| bf16::from_f32(*value).to_bits();
+                    let rounded: Vec<u16> = chunk.par_iter().with_min_len(1 << 14).map(round).collect();
                     device.write(&matrix, index * CHUNK, &rounded)?;
                 }
             }

@@ -46,6 +46,9 @@ pub struct Properties {
     pub memory_bytes: u64,
     /// Of CUDA that the driver supports, as 1000 major + 10 minor; 0 in the emulator.
     pub driver_version: u32,
+    /// Bytes of its memory that are in use once it was opened, where it seems that nobody else uses it: what the driver
+    /// takes for the process.
+    pub taken_bytes: Option<u64>,
     /// This is the CPU.
     pub emulated: bool,
 }
@@ -369,8 +372,8 @@ impl Device {
         self.enter()?.begin(key)?;
         let abandon = Abandon(self);
         let value = body()?;
-        std::mem::forget(abandon);
         self.enter()?.finish(key)?;
+        std::mem::forget(abandon);
         Ok(value)
     }
 
@@ -407,7 +410,7 @@ impl Device {
         self.queue().inject_out_of_memory(allocations);
     }
 
-    /// Give pooled memory that nothing uses back to the driver, and forget graphs.
+    /// Give pooled memory that nothing uses back to the driver.
     pub fn trim(&self) {
         if let Ok(mut queue) = self.enter() {
             queue.trim();
@@ -441,14 +444,12 @@ impl Device {
     }
 }
 
-/// Ends a body that failed or panicked.
+/// Ends a body that failed or panicked, or whose end failed.
 struct Abandon<'a>(&'a Device);
 
 impl Drop for Abandon<'_> {
     fn drop(&mut self) {
-        if let Ok(mut queue) = self.0.enter() {
-            queue.abandon();
-        }
+        self.0.queue().abandon();
     }
 }
 

@@ -58,6 +58,7 @@ impl Emulator {
             shared_bytes: SHARED_BYTES,
             memory_bytes: MEMORY_BYTES,
             driver_version: 0,
+            taken_bytes: Some(0),
             emulated: true,
         };
         Ok((Emulator { names: BTreeMap::new(), live: BTreeMap::new() }, properties))

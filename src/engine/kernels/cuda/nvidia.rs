@@ -17,6 +17,7 @@ use super::driver::gemm::{DType, Product};
 use super::driver::list::Launch;
 use super::driver::machine::{Found, Staging};
 use super::driver::{CudaError, Properties};
+use crate::spec::footprint::CUDA_KEPT_FREE_BYTES;
 
 /// Bytes where the driver expects a module.
 #[repr(C, align(64))]
@@ -27,16 +28,26 @@ static KERNELS: &Image<[u8]> = &Image(*include_bytes!(concat!(env!("OUT_DIR"), "
 /// Bytes of pinned memory that uploads go through, a piece at a time.
 const PIECE_BYTES: usize = 8 << 20;
 const PIECES: usize = 4;
-/// Downloads up to this size go through pinned memory.
-const PINNED_DOWNLOAD_BYTES: usize = 1 << 20;
+/// Bytes of pinned memory that downloads go through, a piece at a time.
+const LANDING_BYTES: usize = 4 << 20;
 /// What NVIDIA recommends for Hopper; a fixed address, as graphs need.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// What buffers leave free: the driver needs room for kernels that it loads late and for the stacks of their threads.
-const KEPT_FREE_BYTES: u64 = 512 << 20;
+/// What a process takes of a GPU by opening it is less; where more is taken, others use it.
+const MOST_TAKEN_BYTES: u64 = 2 << 30;
 /// Dynamic shared memory that a kernel may have without asking.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
-/// The driver that is needed, CUDA 12.8: the oldest that has all functions called here (cuEventElapsedTime_v2 is its).
-const OLDEST_DRIVER: c_int = 12080;
+/// The driver that is needed: the oldest that has all functions called here (cuEventElapsedTime_v2 is CUDA 12.8's), and of
+/// the compiler's major version, whose machine code an older one does not load.
+const OLDEST_DRIVER: c_int = {
+    let compiled = match option_env!("RLOOD_CUDA_MAJOR") {
+        Some(major) => match c_int::from_str_radix(major, 10) {
+            Ok(major) => 1000 * major,
+            Err(_) => 0,
+        },
+        None => 0,
+    };
+    if compiled > 12080 { compiled } else { 12080 }
+};
 
 thread_local! {
     /// The context that this thread's calls go to.
@@ -100,7 +111,7 @@ pub(super) struct Gpu {
     blas: blas_sys::cublasHandle_t,
     workspace: u64,
     ring: Ring,
-    landing: Option<Staging>,
+    landings: Vec<Staging>,
     /// Wait after each kernel, so that an error names the kernel that caused it.
     careful: bool,
     capturing: bool,
@@ -129,7 +140,12 @@ fn no_room() -> CudaError {
 }
 
 fn unavailable<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result<T, CudaError> {
-    outcome.map_err(|error| CudaError::Unavailable(format!("{what}: {error}")))
+    outcome.map_err(|error| match error.0 {
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+            CudaError::Unavailable(format!("{what}: its memory is full, other processes use it"))
+        }
+        _ => CudaError::Unavailable(format!("{what}: {error}")),
+    })
 }
 
 /// Look the driver up. The library panics where it is missing, so it is looked for first.
@@ -228,11 +244,14 @@ impl Gpu {
                 blas: handle,
                 workspace,
                 ring: Ring::default(),
-                landing: None,
+                landings: Vec::new(),
                 careful: std::env::var_os("RLOOD_CUDA_SYNC").is_some_and(|value| value == "1"),
                 capturing: false,
             }
         };
+        if let Ok((free, total)) = result::mem_get_info() {
+            properties.taken_bytes = Some((total - free) as u64).filter(|taken| *taken < MOST_TAKEN_BYTES);
+        }
         Ok((gpu, properties))
     }
 
@@ -347,30 +366,37 @@ impl Gpu {
         })
     }
 
+    /// Copy through pinned memory: while one piece is read, the next one comes.
     pub(super) fn download(&mut self, from: u64, to: &mut [u8]) -> Result<(), CudaError> {
-        if to.len() > PINNED_DOWNLOAD_BYTES {
-            // SAFETY: from a range of a live buffer to memory that is borrowed until the copy has ended.
-            unsafe {
-                let copied = sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), self.stream).result();
-                let waited = result::stream::synchronize(self.stream);
-                return did("cuMemcpyDtoHAsync", copied.and(waited));
+        while self.landings.len() < to.len().div_ceil(LANDING_BYTES).min(2) {
+            let landing = self.stage(LANDING_BYTES)?;
+            self.landings.push(landing);
+        }
+        let mut landings = std::mem::take(&mut self.landings);
+        let outcome = self.download_through(&mut landings, from, to);
+        self.landings = landings;
+        outcome
+    }
+
+    fn download_through(&mut self, landings: &mut [Staging], from: u64, to: &mut [u8]) -> Result<(), CudaError> {
+        let (count, bytes) = (landings.len().max(1), to.len());
+        let pieces = bytes.div_ceil(LANDING_BYTES);
+        let mut fetch = |piece: usize, landing: &mut Staging| {
+            let at = piece * LANDING_BYTES;
+            self.fetch(from + at as u64, landing, LANDING_BYTES.min(bytes - at))
+        };
+        for (piece, landing) in landings.iter_mut().enumerate().take(pieces) {
+            fetch(piece, landing)?;
+        }
+        for (piece, to) in to.chunks_mut(LANDING_BYTES).enumerate() {
+            let landing = &mut landings[piece % count];
+            settle(landing)?;
+            landing.read(to);
+            if piece + count < pieces {
+                fetch(piece + count, landing)?;
             }
         }
-        let landing = match self.landing.take() {
-            Some(landing) => landing,
-            None => self.stage(PINNED_DOWNLOAD_BYTES)?,
-        };
-        // SAFETY: from a range of a live buffer to pinned memory of at least as many bytes, read after the copy has ended.
-        let outcome = unsafe {
-            let copied = sys::cuMemcpyDtoHAsync_v2(landing.start.cast(), from, to.len(), self.stream).result();
-            let outcome = copied.and(result::stream::synchronize(self.stream));
-            if outcome.is_ok() {
-                ptr::copy_nonoverlapping(landing.start, to.as_mut_ptr(), to.len());
-            }
-            outcome
-        };
-        self.landing = Some(landing);
-        did("a copy from the device", outcome)
+        Ok(())
     }
 
     pub(super) fn synchronize(&mut self) -> Result<(), CudaError> {
@@ -400,8 +426,7 @@ impl Gpu {
     }
 
     pub(super) fn settle(&self, staging: &Staging) -> Result<(), CudaError> {
-        // SAFETY: the event belongs to the staging memory; one that was never recorded counts as done.
-        did("cuEventSynchronize", unsafe { result::event::synchronize(staging.event.cast()) })
+        settle(staging)
     }
 
     /// Start copying to pinned memory, which is to be settled before it is read.
@@ -434,7 +459,7 @@ impl Gpu {
 
     pub(super) fn reserve(&mut self, bytes: u64) -> Result<Option<u64>, CudaError> {
         let (free, _) = did("cuMemGetInfo", result::mem_get_info())?;
-        if (free as u64) < bytes.saturating_add(KEPT_FREE_BYTES) {
+        if (free as u64) < bytes.saturating_add(CUDA_KEPT_FREE_BYTES) {
             return Ok(None);
         }
         // SAFETY: the memory is used on this stream only.
@@ -473,15 +498,15 @@ impl Gpu {
             let graph = did("cuStreamEndCapture", result::stream::end_capture(self.stream))?;
             let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
             let _ = result::graph::destroy(graph);
-            let made = did("cuGraphInstantiate", made)?;
-            let _ = result::graph::upload(made, self.stream);
-            Ok(Graph(made))
+            let made = Graph(made.map_err(|error| of_driver("cuGraphInstantiate", error))?);
+            result::graph::upload(made.0, self.stream).map_err(|error| of_driver("cuGraphUpload", error))?;
+            Ok(made)
         }
     }
 
     pub(super) fn replay(&mut self, graph: &Graph) -> Result<(), CudaError> {
         // SAFETY: a graph of this device.
-        did("cuGraphLaunch", unsafe { result::graph::launch(graph.0, self.stream) })
+        unsafe { result::graph::launch(graph.0, self.stream) }.map_err(|error| of_driver("cuGraphLaunch", error))
     }
 
     /// cuBLAS counts columns first: row-major `c = a b` is its `c' = b' a'`.
@@ -533,7 +558,7 @@ impl Drop for Gpu {
         // has failed these fail too, and the process ends.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
-            for staging in self.ring.pieces.drain(..).chain(self.landing.take()).collect::<Vec<_>>() {
+            for staging in self.ring.pieces.drain(..).chain(self.landings.drain(..)).collect::<Vec<_>>() {
                 self.unstage(staging);
             }
             let _ = blas::destroy_handle(self.blas);
@@ -548,6 +573,11 @@ impl Drop for Gpu {
 
 fn failed(what: &str, error: blas::CublasError) -> CudaError {
     CudaError::Failed(format!("{what}: {error}"))
+}
+
+fn settle(staging: &Staging) -> Result<(), CudaError> {
+    // SAFETY: the event belongs to the staging memory; one that was never recorded counts as done.
+    did("cuEventSynchronize", unsafe { result::event::synchronize(staging.event.cast()) })
 }
 
 fn bind(context: sys::CUcontext) -> Result<(), CudaError> {
@@ -575,6 +605,7 @@ fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
         memory_bytes: unavailable("the GPU did not tell its memory", unsafe { result::device::total_mem(device) })?
             as u64,
         driver_version: 0,
+        taken_bytes: None,
         emulated: false,
     })
 }

@@ -12,7 +12,7 @@ const GRAIN: u64 = 512;
 /// Blocks up to this size have their own segments, so that a small one that lives long does not split a large segment.
 const SMALL: u64 = 1 << 20;
 const SMALL_SEGMENT: u64 = 8 << 20;
-/// Bounds of a segment for large blocks, which is 1/128 of the memory.
+/// Bounds of a segment for large blocks, which is 1/16 of what was taken already.
 const LARGE_SEGMENT: [u64; 2] = [32 << 20, 1 << 30];
 /// Segments are multiples of as many bytes, the pages of a GPU.
 const PAGE: u64 = 2 << 20;
@@ -211,12 +211,12 @@ impl Pool {
         let exact = block.next_multiple_of(PAGE);
         let usual = match block <= SMALL {
             true => SMALL_SEGMENT,
-            false => (self.memory.total / 128).clamp(LARGE_SEGMENT[0], LARGE_SEGMENT[1]).next_multiple_of(PAGE),
+            false => (self.memory.reserved / 16).clamp(LARGE_SEGMENT[0], LARGE_SEGMENT[1]).next_multiple_of(PAGE),
         };
         let usual = exact.max(usual);
         let mut found = source.reserve(usual)?.map(|start| (start, usual));
         if found.is_none() {
-            self.trim(source);
+            self.trim_all(source);
             for bytes in [usual, exact] {
                 if found.is_none() {
                     found = source.reserve(bytes)?.map(|start| (start, bytes));
@@ -234,9 +234,23 @@ impl Pool {
         CudaError::OutOfMemory { requested: block, used: self.memory.used, total: self.total() }
     }
 
-    /// Give the segments back that nothing is cut from.
+    /// Give the large blocks' segments back that nothing is cut from.
     pub(super) fn trim(&mut self, source: &mut impl Source) {
-        for (start, bytes) in self.small.whole().into_iter().chain(self.large.whole()) {
+        let whole = self.large.whole();
+        self.give_back(whole, source);
+    }
+
+    /// Those of small blocks too.
+    pub(super) fn trim_all(&mut self, source: &mut impl Source) {
+        let whole = self.small.whole().into_iter().chain(self.large.whole()).collect();
+        self.give_back(whole, source);
+    }
+
+    fn give_back(&mut self, segments: Vec<(u64, u64)>, source: &mut impl Source) {
+        if segments.is_empty() {
+            return;
+        }
+        for (start, bytes) in segments {
             source.release(start, bytes);
             self.memory.reserved -= bytes;
         }
@@ -318,6 +332,8 @@ mod tests {
             pool.give(start, block);
         }
         pool.trim(&mut fake);
+        assert!(pool.memory().reserved > 0 && pool.memory().reserved.is_multiple_of(SMALL_SEGMENT));
+        pool.trim_all(&mut fake);
         assert_eq!(pool.memory().reserved, 0);
         assert_eq!(fake.left, 1 << 30);
     }

@@ -10,8 +10,9 @@ use super::machine::{Found, Machine, Staging};
 use super::pool::{Memory, Pool};
 use super::profile::{Profile, Timing};
 
-/// Bodies remembered, the one not run for the longest time is forgotten first.
-const MOST_BODIES: usize = 256;
+/// Bodies remembered, the one not run for the longest time is forgotten first: more than the sizes of a batch that a
+/// generation passes through (`bucket`), and few enough that their graphs fit what buffers leave free.
+const MOST_BODIES: usize = 64;
 
 /// How much was asked of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -238,7 +239,14 @@ impl Queue {
             return Ok((at + guard, block));
         }
         self.catch_up()?;
-        let at = self.pool.take(block, &mut self.machine)?;
+        let at = match self.pool.take(block, &mut self.machine) {
+            // Graphs take memory of the driver's.
+            Err(CudaError::OutOfMemory { .. }) if !self.bodies.is_empty() => {
+                self.forget_bodies();
+                self.pool.take(block, &mut self.machine)?
+            }
+            taken => taken?,
+        };
         let op = Op::Born { at, block, bytes };
         if let Err(error) = self.machine.simple(&op) {
             self.pool.give(at, block);
@@ -379,6 +387,12 @@ impl Queue {
                     self.counters.captures += 1;
                     graph
                 }
+                // The graphs there are take the memory that this one would need.
+                Err(CudaError::OutOfMemory { .. }) => {
+                    self.counters.capture_failures += 1;
+                    self.forget_bodies();
+                    None
+                }
                 Err(_) => {
                     self.counters.capture_failures += 1;
                     None
@@ -397,6 +411,9 @@ impl Queue {
 
     /// Carry out what a body asked for that will not end.
     pub(super) fn abandon(&mut self) {
+        if let Err(error) = self.machine.enter() {
+            self.failure.get_or_insert(error);
+        }
         if let Err(error) = self.catch_up() {
             self.failure.get_or_insert(error);
         }
@@ -415,13 +432,22 @@ impl Queue {
         Ok(())
     }
 
-    pub(super) fn trim(&mut self) {
+    fn forget_bodies(&mut self) {
         for (_, body) in mem::take(&mut self.bodies) {
             if let Err(error) = self.forget(body.staging) {
                 self.failure.get_or_insert(error);
             }
         }
+    }
+
+    /// A body whose buffers then come to lie where they were is still what its graph was made of.
+    pub(super) fn trim(&mut self) {
         self.pool.trim(&mut self.machine);
+    }
+
+    pub(super) fn trim_all(&mut self) {
+        self.forget_bodies();
+        self.pool.trim_all(&mut self.machine);
     }
 
     pub(super) fn set_graphs(&mut self, on: bool) {
@@ -458,7 +484,7 @@ impl Drop for Queue {
             for staging in self.landings.drain(..) {
                 self.machine.unstage(staging);
             }
-            self.trim();
+            self.trim_all();
         }
     }
 }
