@@ -60,6 +60,9 @@ pub enum BackupError {
     /// What is restored would become a part of the backup.
     #[error("{} lies inside the backup: name a directory outside of it", .0.display())]
     Inside(PathBuf),
+    /// The backup would lie among what it is a copy of.
+    #[error("{} lies inside the data directory, and would be lost with it: name a directory outside of it", .0.display())]
+    InsideData(PathBuf),
     /// A server runs on the target.
     #[error("a server is running on {}: stop it, or restore to another --data-dir", .0.display())]
     Live(PathBuf),
@@ -134,6 +137,9 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     if !is_vacant(&to)? {
         return Err(taken(to));
     }
+    if lies_inside(&to, &data_dir)? {
+        return Err(BackupError::InsideData(to));
+    }
     let files = match DataDir::open(&data_dir) {
         Ok(files) => files,
         Err(FilesError::Locked { root, .. }) => DataDir::beside(&root)?,
@@ -160,6 +166,14 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     }
     println!("{} files, {bytes} bytes in {}", manifest.files.len(), to.display());
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether a path, which need not exist, lies in a directory or is that directory.
+fn lies_inside(path: &Path, dir: &Path) -> Result<bool, BackupError> {
+    let dir = dir.canonicalize().map_err(io("find", dir))?;
+    let path = std::path::absolute(path).map_err(io("find", path))?;
+    let above = path.ancestors().find_map(|above| above.canonicalize().ok());
+    Ok(above.is_some_and(|above| above.starts_with(&dir)))
 }
 
 async fn make(source: &Store, files: &DataDir, to: &Path) -> Result<Manifest, BackupError> {

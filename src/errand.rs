@@ -2,6 +2,7 @@
 //! wants the report any more. The other side is `supervisor::errand`.
 
 use std::io::{BufRead, Write};
+use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -62,7 +63,21 @@ fn read_line() -> std::io::Result<String> {
 fn leave_with_server() -> std::io::Result<()> {
     let watch = || {
         while read_line().is_ok_and(|line| !line.is_empty()) {}
-        std::process::exit(EXIT_ORPHAN);
+        end(EXIT_ORPHAN);
     };
     std::thread::Builder::new().name("orphan-watch".to_owned()).spawn(watch).map(drop)
+}
+
+/// Seconds that what a library does at the end may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// End this process while its other threads are at work. What the driver of a GPU does at the end may wait for ever for a
+/// thread that is in one of its calls: then the system ends the process.
+pub fn end(code: i32) -> ! {
+    let last_resort = || {
+        std::thread::sleep(PATIENCE);
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    };
+    let _ = std::thread::Builder::new().name("last-resort".to_owned()).spawn(last_resort);
+    std::process::exit(code)
 }

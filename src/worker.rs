@@ -30,6 +30,7 @@ use crate::causes::with_causes;
 use crate::config::{WorkerArgs, machine_threads};
 use crate::engine::error::EngineError;
 use crate::engine::host::{Host, TrainInput, TrainOutcome};
+use crate::errand;
 use crate::id::WorkerId;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{ClaimRequest, Finish, Outcome, PROTOCOL, Register, Registered};
@@ -233,7 +234,7 @@ fn end_on_panic() {
         report(panic);
         let thread = std::thread::current();
         if thread.name().is_some_and(|name| name == "main" || name.starts_with("tokio")) {
-            std::process::exit(i32::from(EXIT_PANIC));
+            errand::end(i32::from(EXIT_PANIC));
         }
     }));
 }
@@ -284,7 +285,7 @@ fn leave_with_server() -> Result<(), WorkerError> {
             }
         }
         // Without a word: whoever read standard error is gone as well, and writing to it would fail.
-        std::process::exit(EXIT_ORPHAN);
+        errand::end(EXIT_ORPHAN);
     };
     std::thread::Builder::new()
         .name("orphan-watch".to_owned())

@@ -3,7 +3,7 @@
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 
-use super::{BackupError, DATABASE, Entry, FORMAT, MANIFEST, Manifest, io, taken};
+use super::{BackupError, DATABASE, Entry, FORMAT, MANIFEST, Manifest, io, lies_inside, taken};
 use crate::config::backup::RestoreArgs;
 use crate::files::FilesError;
 use crate::files::copy::{Reserved, copy_hashed, is_served, is_vacant, make_private_dir, move_into, sync_tree};
@@ -19,12 +19,10 @@ pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
         return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { taken(data_dir) });
     }
     let manifest = read_manifest(&from)?;
-    let target = std::path::absolute(&data_dir).map_err(io("find", &data_dir))?;
-    let backup = from.canonicalize().map_err(io("find", &from))?;
-    let above = target.ancestors().find_map(|dir| dir.canonicalize().ok());
-    if above.is_some_and(|dir| dir.starts_with(&backup)) {
+    if lies_inside(&data_dir, &from)? {
         return Err(BackupError::Inside(data_dir));
     }
+    let target = std::path::absolute(&data_dir).map_err(io("find", &data_dir))?;
     let stage = Stage::open(target)?;
     let bytes = fill(&from, &manifest, &stage.root).await?;
     stage.publish()?;

@@ -206,6 +206,23 @@ fn names_in(dir: &Path) -> Vec<String> {
 }
 
 #[test]
+fn a_backup_lies_outside_of_what_it_is_a_copy_of() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    assert!(run(&["keys", "create", "--scopes", "read", "--data-dir", path(&data)]).status.success());
+    let before = names_in(&data);
+    for target in [data.join("copy"), data.join("a/b"), data.join("../data/copy"), data.join("checkpoints")] {
+        let refused = run(&["backup", path(&target), "--data-dir", path(&data)]);
+        assert_eq!(refused.status.code(), Some(1));
+        assert!(said(&refused).contains("inside the data directory"), "{}", said(&refused));
+    }
+    assert_eq!(names_in(&data), before);
+    // Beside it, also by a way through it.
+    let beside = data.join("../beside");
+    assert!(run(&["backup", path(&beside), "--data-dir", path(&data)]).status.success());
+}
+
+#[test]
 fn a_restore_fills_a_directory_that_is_there_and_does_not_replace_it() {
     let dir = tempfile::tempdir().unwrap();
     let copy = make_backup(dir.path());

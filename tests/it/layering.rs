@@ -38,8 +38,9 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("reward_model", &["engine", "reward"]),
     ("supervisor", &[]),
     ("http", &["files", "store"]),
-    ("worker", &["engine", "files", "reward", "reward_model"]),
     ("errand", &[]),
+    // How a process ends whose server is gone.
+    ("worker", &["engine", "errand", "files", "reward", "reward_model"]),
     ("prober", &["engine", "errand", "reward", "reward_model"]),
     ("generator", &["engine", "errand"]),
     ("reward_server", &["engine", "reward", "reward_model"]),
