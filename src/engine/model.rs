@@ -24,7 +24,7 @@ pub use super::lora::ParameterInfo;
 use super::ops::slices::TokenScore;
 use crate::modelcard::{self, ModelCard};
 use crate::spec::ComputeDtype;
-use crate::spec::footprint::{self, Place};
+use crate::spec::footprint::Place;
 
 pub use decode::DecodeState;
 use decoder::Decoder;
@@ -208,7 +208,7 @@ impl Policy {
             #[cfg(feature = "cuda")]
             Network::Cuda(decoder) => {
                 let device = decoder.backend().device();
-                let taken = device.properties().taken_bytes.unwrap_or(footprint::CUDA_CONTEXT_BYTES);
+                let taken = device.properties().taken_bytes.unwrap_or(crate::spec::footprint::CUDA_CONTEXT_BYTES);
                 Some(taken + device.memory().reserved_peak)
             }
         }
