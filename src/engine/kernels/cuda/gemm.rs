@@ -312,7 +312,11 @@ fn exact_by(
     let address = |rows: Option<Rows<'_>>| rows.map_or(Ok(0), |rows| rows.address());
     let stride = |rows: Option<Rows<'_>>| size(rows.map_or(0, |rows| rows.stride));
     let (a2, b2) = more.unzip();
-    let by_16 = |rows: Option<Rows<'_>>| rows.is_some_and(|rows| rows.is_aligned(16));
+    // Of a single line too: the lines that a tile has beyond it are skipped by copies whose addresses must be aligned all
+    // the same.
+    let by_16 = |rows: Option<Rows<'_>>| {
+        rows.is_some_and(|rows| rows.is_aligned(16) && (rows.stride * rows.dtype.bytes()).is_multiple_of(16))
+    };
     let params = Params {
         a: a.address()?,
         b: b.address()?,

@@ -167,6 +167,24 @@ fn a_row_of_few_columns_has_the_same_bits_whatever_the_other_rows() {
 }
 
 #[test]
+fn a_single_line_may_lie_anywhere() {
+    let Some(device) = device() else { return };
+    for (m, n, k) in [(1, 5, 200), (5, 1, 200), (1, 1, 64)] {
+        // It begins at a multiple of 16 bytes; the lines after it, which a tile has, would not.
+        let line =
+            |rows, seed| Given::placed(&device, (rows, k), (8, if rows == 1 { 203 } else { 208 }), seed, Dtype::Bf16);
+        let (a, b) = (line(m, 1), line(n, 2));
+        let plain = Product::new(Form::Nt, a.rows(), b.rows());
+        let expected = naive(Form::Nt, (m, n, k), &a, &b);
+        for tile in TILES.into_iter().chain(THIN) {
+            let out = Given::new(&device, m, n, 3, Dtype::F32);
+            exact_by(&device, tile, &plain, Cut { parts: 1, k_of_part: k }, None, out.rows()).expect("a product");
+            assert_near(&out.now(&device), &expected, Dtype::F32, tolerance(Dtype::Bf16), &format!("{tile:?}"));
+        }
+    }
+}
+
+#[test]
 fn tiles_are_larger_where_there_are_enough_of_them() {
     assert_eq!(Tile::of(1, 100_000), Tile::Small);
     assert_eq!(Tile::of(64, 3072), Tile::Small);
