@@ -71,8 +71,7 @@ fn products_are_the_naive_ones_in_every_tile() {
                 for tile in TILES.iter().chain(thin).copied() {
                     let what = format!("{sizes:?} {form:?} {dtype:?} to {out_type:?}, odd {odd}, {tile:?}");
                     let out = Given::odd(&device, m, n, 5, out_type);
-                    let cut = Cut { parts: 1, k_of_part: k };
-                    exact_by(&device, tile, &plain, cut, None, out.rows()).expect("a product");
+                    exact(&device, tile, &plain, Cut::whole(k), None, out.rows()).expect("a product");
                     let now = out.now(&device);
                     assert_near(&now, &expected, out_type, tolerance(dtype), &what);
                     let first = if THIN.contains(&tile) { &mut first_thin } else { &mut first };
@@ -178,9 +177,86 @@ fn a_single_line_may_lie_anywhere() {
         let expected = naive(Form::Nt, (m, n, k), &a, &b);
         for tile in TILES.into_iter().chain(THIN) {
             let out = Given::new(&device, m, n, 3, Dtype::F32);
-            exact_by(&device, tile, &plain, Cut { parts: 1, k_of_part: k }, None, out.rows()).expect("a product");
+            exact(&device, tile, &plain, Cut::whole(k), None, out.rows()).expect("a product");
             assert_near(&out.now(&device), &expected, Dtype::F32, tolerance(Dtype::Bf16), &format!("{tile:?}"));
         }
+    }
+}
+
+#[test]
+fn few_rows_are_one_launch_whose_rows_have_the_same_bits_alone() {
+    let Some(device) = device() else { return };
+    // One batch of steps and several, with and without a rest; n and ranks that are no multiples of anything.
+    let sizes = [
+        (1, 21, 72, 4),
+        (3, 40, 264, 8),
+        (8, 1, 64, 48),
+        (9, 13, 1032, 12),
+        (16, 21, 1024, 48),
+        (16, 9, 8, 200),
+        (16, 9, 4400, 16),
+        (2, 7, 4112, 0),
+    ];
+    for ((m, n, k, k2), odd) in sizes.into_iter().flat_map(|sizes| [(sizes, false), (sizes, true)]) {
+        let (a, b) = operands(&device, Form::Nt, (m, n, k), 1, Dtype::Bf16, false);
+        let (a2, b2) = operands(&device, Form::Nt, (m, n, k2.max(1)), 3, Dtype::Bf16, odd);
+        let bias = Given::placed(&device, (1, n), (1, n), 5, Dtype::F32);
+        let residual = Given::odd(&device, m, n, 6, Dtype::F32);
+        let sums = naive(Form::Nt, (m, n, k), &a, &b);
+        let more = if k2 == 0 { vec![0.0; m * n] } else { naive(Form::Nt, (m, n, k2), &a2, &b2) };
+        let (bias_values, residual_values) = (bias.wide(), residual.wide());
+        for (all, out_type) in [(false, Dtype::F32), (true, Dtype::F32), (true, Dtype::Bf16)] {
+            let what = format!("{m} x {n} over {k} + {k2}, odd {odd}, everything {all}, to {out_type:?}");
+            let run = |rows: std::ops::Range<usize>| {
+                let whole = Product {
+                    more: (k2 > 0).then(|| (a2.rows().part(rows.clone()), b2.rows())),
+                    alpha: if all { 0.5 } else { 1.0 },
+                    bias: all.then(|| bias.rows()),
+                    add: all.then(|| residual.rows().part(rows.clone())),
+                    ..Product::new(Form::Nt, a.rows().part(rows.clone()), b.rows())
+                };
+                let out = Given::odd(&device, rows.len(), n, 7, out_type);
+                let before = device.counters();
+                product(&device, Gemm::Fast, &whole, out.rows()).expect("a product");
+                let after = device.counters();
+                assert_eq!((after.launches - before.launches, after.products - before.products), (1, 0), "{what}");
+                out.now(&device)
+            };
+            let now = run(0..m);
+            let expected: Vec<f64> = (0..m * n)
+                .map(|i| match all {
+                    true => 0.5 * (sums[i] + more[i]) + bias_values[i % n] + residual_values[i],
+                    false => sums[i] + more[i],
+                })
+                .collect();
+            assert_near(&now, &expected, out_type, tolerance(Dtype::Bf16), &what);
+            for row in [0, m / 2, m - 1] {
+                assert_same(&run(row..row + 1), &now[row * n..(row + 1) * n], &what);
+            }
+        }
+        let whole = Product { add: Some(residual.rows()), ..Product::new(Form::Nt, a.rows(), b.rows()) };
+        product(&device, Gemm::Fast, &whole, residual.rows()).expect("a product onto itself");
+        let expected: Vec<f64> = sums.iter().zip(&residual_values).map(|(sum, was)| sum + was).collect();
+        assert_near(&residual.now(&device), &expected, Dtype::F32, tolerance(Dtype::Bf16), "onto itself");
+    }
+}
+
+#[test]
+fn what_few_rows_have_no_kernel_for_goes_to_cublas() {
+    let Some(device) = device() else { return };
+    for (form, sizes, dtype, odd) in [
+        (Form::Nt, (17, 9, 64), Dtype::Bf16, false),
+        (Form::Nt, (3, 9, 60), Dtype::Bf16, false),
+        (Form::Nt, (3, 9, 64), Dtype::Bf16, true),
+        (Form::Nt, (3, 9, 64), Dtype::F32, false),
+        (Form::Nn, (3, 9, 64), Dtype::Bf16, false),
+    ] {
+        let (a, b) = operands(&device, form, sizes, 1, dtype, odd);
+        let out = Given::new(&device, sizes.0, sizes.1, 5, Dtype::F32);
+        let before = device.counters().products;
+        product(&device, Gemm::Fast, &Product::new(form, a.rows(), b.rows()), out.rows()).expect("a product");
+        assert_eq!(device.counters().products - before, 1, "{form:?} {sizes:?} {dtype:?}, odd {odd}");
+        assert_near(&out.now(&device), &naive(form, sizes, &a, &b), Dtype::F32, tolerance(dtype), "cuBLAS");
     }
 }
 
