@@ -11,7 +11,7 @@ pub enum Gemm {
     /// Our own kernels: each element is one chain over k (bf16: in steps of 16; eight chains where there are few columns),
     /// whatever the tile, so that a row's bits do not depend on the other rows.
     Exact,
-    /// cuBLAS: fast, the order of sums its own. Where it is slow, our own: x·Wᵀ of few rows.
+    /// cuBLAS: fast, the order of sums its own. Where it is slow, our own: x·Wᵀ of few rows, and gradients of few columns.
     Fast,
 }
 
@@ -127,21 +127,24 @@ pub fn outer_parts(
     if m == 0 || n == 0 || k == 0 {
         return Ok(());
     }
-    let cut = match gemm {
-        Gemm::Exact => Cut::of(m, n, k),
-        Gemm::Fast => Cut::whole(k),
-    };
     let plain = Product::new(Form::Tn, a, b);
+    // cuBLAS cuts long sums of few columns badly.
+    const FEW_COLUMNS: usize = 64;
+    let is_own = gemm == Gemm::Exact || (a.dtype == Dtype::Bf16 && m.min(n) <= FEW_COLUMNS);
+    let (tile, cut) = if is_own { Cut::of(m, n, k) } else { (Tile::of(m, n), Cut::whole(k)) };
+    let multiply = |product: &Product<'_>, parts: Option<&driver::Buffer>, out: Rows<'_>| match is_own {
+        true => exact(device, tile, product, cut, parts, out),
+        false => fast(device, product, out),
+    };
     if let ([gradient], 1) = (gradients, cut.parts) {
-        return product(device, gemm, &Product { alpha, add: Some(*gradient), ..plain }, *gradient);
+        let onto = Product { alpha, add: Some(*gradient), ..plain };
+        onto.sizes(gradient)?;
+        return multiply(&onto, None, *gradient);
     }
     let parts = device.alloc(cut.parts * m * n * size_of::<f32>())?;
     let first = Rows::new(&parts, m, n, Dtype::F32);
     plain.sizes(&first)?;
-    match gemm {
-        Gemm::Exact => exact(device, Tile::of(m, n), &plain, cut, Some(&parts), first)?,
-        Gemm::Fast => fast(device, &plain, first)?,
-    }
+    multiply(&plain, Some(&parts), first)?;
     let parts = Parts { parts: &parts, count: cut.parts, rows: m };
     let mut begin = 0;
     for gradient in gradients.iter().filter(|gradient| gradient.rows > 0) {
@@ -165,13 +168,19 @@ impl Cut {
     }
 
     /// By the shape alone, so that every device sums in the same order: parts of 256 rows and more, while a GPU has
-    /// multiprocessors for them.
-    fn of(m: usize, n: usize, k: usize) -> Cut {
+    /// multiprocessors for them. The tile is the largest of which there are enough, with the parts', so that long operands
+    /// are read once.
+    fn of(m: usize, n: usize, k: usize) -> (Tile, Cut) {
         const BUSY: usize = 264;
-        let tiles = Tile::of(m, n).count(m, n);
-        let parts = BUSY.div_ceil(tiles).min(k.div_ceil(256)).max(1);
+        let most = k.div_ceil(256);
+        let tile = match () {
+            () if m > 64 && n > 64 && Tile::Large.count(m, n) * most >= Tile::BUSY => Tile::Large,
+            () if m > 16 && Tile::Middle.count(m, n) * most >= Tile::BUSY => Tile::Middle,
+            () => Tile::Small,
+        };
+        let parts = BUSY.div_ceil(tile.count(m, n)).min(most).max(1);
         let k_of_part = k.div_ceil(parts).next_multiple_of(64);
-        Cut { parts: k.div_ceil(k_of_part), k_of_part }
+        (tile, Cut { parts: k.div_ceil(k_of_part), k_of_part })
     }
 }
 

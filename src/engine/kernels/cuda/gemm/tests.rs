@@ -272,7 +272,7 @@ fn tiles_are_larger_where_there_are_enough_of_them() {
 #[test]
 fn gradients_of_weights_are_added_however_they_are_cut() {
     let Some(device) = device() else { return };
-    for (m, n, k) in [(1, 1, 1), (6, 40, 300), (16, 130, 1000), (33, 7, 513)] {
+    for (m, n, k) in [(1, 1, 1), (6, 40, 300), (16, 130, 1000), (33, 7, 513), (70, 66, 600)] {
         for (dtype, gemm) in DTYPES.into_iter().flat_map(|dtype| [(dtype, Gemm::Exact), (dtype, Gemm::Fast)]) {
             let what = format!("{m} x {n} over {k}, {dtype:?}, {gemm:?}");
             let (a, b) = operands(&device, Form::Tn, (m, n, k), 1, dtype, false);
@@ -294,10 +294,50 @@ fn gradients_of_weights_are_added_however_they_are_cut() {
             assert_near(&apart.now(&device), &expected, Dtype::F32, tolerance(dtype), &what);
         }
     }
-    assert_eq!(Cut::of(16, 64, 16384), Cut { parts: 64, k_of_part: 256 });
-    assert_eq!(Cut::of(1024, 3072, 16384), Cut { parts: 2, k_of_part: 8192 });
-    assert_eq!(Cut::of(4096, 4096, 16384).parts, 1);
-    assert_eq!(Cut::of(16, 64, 100).parts, 1);
+}
+
+#[test]
+fn long_sums_are_cut_into_tiles_that_read_the_longer_operand_once() {
+    let of = |m, n, k| {
+        let (tile, cut) = Cut::of(m, n, k);
+        (tile, cut.parts, cut.k_of_part)
+    };
+    // LoRA's A and B, of three modules and of one.
+    assert_eq!(of(48, 1024, 24576), (Tile::Middle, 17, 1472));
+    assert_eq!(of(16, 1024, 24576), (Tile::Small, 9, 2752));
+    assert_eq!(of(2048, 16, 24576), (Tile::Middle, 9, 2752));
+    assert_eq!(of(16, 64, 16384), (Tile::Small, 64, 256));
+    assert_eq!(of(256, 256, 16384), (Tile::Large, 64, 256));
+    assert_eq!(of(1024, 3072, 16384), (Tile::Large, 2, 8192));
+    assert_eq!(of(4096, 4096, 16384), (Tile::Large, 1, 16384));
+    // Without enough parts for larger tiles.
+    assert_eq!(of(256, 256, 100), (Tile::Small, 1, 128));
+    assert_eq!(of(16, 64, 100), (Tile::Small, 1, 128));
+}
+
+#[test]
+fn gradients_of_few_rows_or_columns_are_our_own_in_fast_mode_too() {
+    let Some(device) = device() else { return };
+    for (m, n, dtype, expected) in [
+        (48, 100, Dtype::Bf16, (2, 0)),
+        (100, 16, Dtype::Bf16, (2, 0)),
+        (48, 100, Dtype::F32, (0, 1)),
+        (70, 66, Dtype::Bf16, (0, 1)),
+    ] {
+        let (a, b) = operands(&device, Form::Tn, (m, n, 600), 1, dtype, false);
+        let run = |gemm| {
+            let gradient = Given::placed(&device, (m, n), (5, n), 3, Dtype::F32);
+            let before = device.counters();
+            outer(&device, gemm, a.rows(), b.rows(), 0.5, gradient.rows()).expect("a gradient");
+            let after = device.counters();
+            (gradient.now(&device), (after.launches - before.launches, after.products - before.products))
+        };
+        let (now, counts) = run(Gemm::Fast);
+        assert_eq!(counts, expected, "{m} x {n} {dtype:?}");
+        if counts.1 == 0 {
+            assert_same(&now, &run(Gemm::Exact).0, "exact and fast");
+        }
+    }
 }
 
 #[test]
