@@ -128,9 +128,10 @@ pub fn outer_parts(
         return Ok(());
     }
     let plain = Product::new(Form::Tn, a, b);
-    // cuBLAS cuts long sums of few columns badly.
+    // cuBLAS cuts long sums of few columns badly; where lines are not aligned our own are slow.
     const FEW_COLUMNS: usize = 64;
-    let is_own = gemm == Gemm::Exact || (a.dtype == Dtype::Bf16 && m.min(n) <= FEW_COLUMNS);
+    let is_few = a.dtype == Dtype::Bf16 && m.min(n) <= FEW_COLUMNS && by_16(a) && by_16(b);
+    let is_own = gemm == Gemm::Exact || is_few;
     let (tile, cut) = if is_own { Cut::of(m, n, k) } else { (Tile::of(m, n), Cut::whole(k)) };
     let multiply = |product: &Product<'_>, parts: Option<&driver::Buffer>, out: Rows<'_>| match is_own {
         true => exact(device, tile, product, cut, parts, out),
