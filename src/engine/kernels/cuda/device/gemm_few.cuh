@@ -56,7 +56,8 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     }
 
     uint32_t at = warp * 32 + value;
-    const bf16 *a = (const bf16 *)p.a + (size_t)line * p.a_stride + at, *b = (const bf16 *)p.b + (size_t)column * p.b_stride + at;
+    const bf16 *a = (const bf16 *)p.a + (size_t)line * p.a_stride + at;
+    const bf16 *b = (const bf16 *)p.b + (size_t)column * p.b_stride + at;
     size_t to_high = (size_t)8 * p.a_stride;
     // Where the lane's values of each line end.
     uint32_t b_end = in_b ? p.k : 0, low_end = in_low ? p.k : 0, high_end = in_high ? p.k : 0;
@@ -78,8 +79,9 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     if (p.k2 != 0) multiply_few(sums, first2[0], first2[1], first2[2]);
     _Pragma("unroll 1")
     for (; at2 - value < p.k2; at2 += apart) {
-        multiply_few(sums, few_values(a2, at2, in_low ? p.k2 : 0, aligned2), few_values(high2, at2, in_high ? p.k2 : 0, aligned2),
-                     few_values(b2, at2, in_b ? p.k2 : 0, aligned2));
+        Words4 low = few_values(a2, at2, in_low ? p.k2 : 0, aligned2);
+        Words4 high = few_values(high2, at2, in_high ? p.k2 : 0, aligned2);
+        multiply_few(sums, low, high, few_values(b2, at2, in_b ? p.k2 : 0, aligned2));
     }
 
     // [warp][row][column]
