@@ -1,5 +1,7 @@
 //! Matrix products: our own, whose rows have the same bits whatever the other rows, and cuBLAS's.
 
+mod few;
+
 use super::driver::{self, Device, Launch, Matrix, params};
 use super::rows::{Dtype, Parts, Result, Rows, bits, check, check_rows, copy, finish, size};
 
@@ -9,7 +11,7 @@ pub enum Gemm {
     /// Our own kernels: each element is one chain over k (bf16: in steps of 16; eight chains where there are few columns),
     /// whatever the tile, so that a row's bits do not depend on the other rows.
     Exact,
-    /// cuBLAS: fast, the order of sums its own.
+    /// cuBLAS: fast, the order of sums its own. Where it is slow, our own: x·Wᵀ of few rows, and gradients of few columns.
     Fast,
 }
 
@@ -92,7 +94,8 @@ pub fn product(device: &Device, gemm: Gemm, product: &Product<'_>, out: Rows<'_>
         return Ok(());
     }
     match gemm {
-        Gemm::Exact => exact(device, product, Cut { parts: 1, k_of_part: k }, None, out),
+        Gemm::Exact => exact(device, Tile::of_product(product, m, n), product, Cut::whole(k), None, out),
+        Gemm::Fast if few::is_few(product, out) => few::few(device, product, out),
         Gemm::Fast => fast(device, product, out),
     }
 }
@@ -124,21 +127,25 @@ pub fn outer_parts(
     if m == 0 || n == 0 || k == 0 {
         return Ok(());
     }
-    let cut = match gemm {
-        Gemm::Exact => Cut::of(m, n, k),
-        Gemm::Fast => Cut { parts: 1, k_of_part: k },
-    };
     let plain = Product::new(Form::Tn, a, b);
+    // cuBLAS cuts long sums of few columns badly; where lines are not aligned our own are slow.
+    const FEW_COLUMNS: usize = 64;
+    let is_few = a.dtype == Dtype::Bf16 && m.min(n) <= FEW_COLUMNS && by_16(a) && by_16(b);
+    let is_own = gemm == Gemm::Exact || is_few;
+    let (tile, cut) = if is_own { Cut::of(m, n, k) } else { (Tile::of(m, n), Cut::whole(k)) };
+    let multiply = |product: &Product<'_>, parts: Option<&driver::Buffer>, out: Rows<'_>| match is_own {
+        true => exact(device, tile, product, cut, parts, out),
+        false => fast(device, product, out),
+    };
     if let ([gradient], 1) = (gradients, cut.parts) {
-        return product(device, gemm, &Product { alpha, add: Some(*gradient), ..plain }, *gradient);
+        let onto = Product { alpha, add: Some(*gradient), ..plain };
+        onto.sizes(gradient)?;
+        return multiply(&onto, None, *gradient);
     }
     let parts = device.alloc(cut.parts * m * n * size_of::<f32>())?;
     let first = Rows::new(&parts, m, n, Dtype::F32);
     plain.sizes(&first)?;
-    match gemm {
-        Gemm::Exact => exact(device, &plain, cut, Some(&parts), first)?,
-        Gemm::Fast => fast(device, &plain, first)?,
-    }
+    multiply(&plain, Some(&parts), first)?;
     let parts = Parts { parts: &parts, count: cut.parts, rows: m };
     let mut begin = 0;
     for gradient in gradients.iter().filter(|gradient| gradient.rows > 0) {
@@ -156,14 +163,25 @@ struct Cut {
 }
 
 impl Cut {
+    /// None.
+    fn whole(k: usize) -> Cut {
+        Cut { parts: 1, k_of_part: k }
+    }
+
     /// By the shape alone, so that every device sums in the same order: parts of 256 rows and more, while a GPU has
-    /// multiprocessors for them.
-    fn of(m: usize, n: usize, k: usize) -> Cut {
+    /// multiprocessors for them. The tile is the largest of which there are enough, with the parts', so that long operands
+    /// are read once.
+    fn of(m: usize, n: usize, k: usize) -> (Tile, Cut) {
         const BUSY: usize = 264;
-        let tiles = Tile::of(m, n).count(m, n);
-        let parts = BUSY.div_ceil(tiles).min(k.div_ceil(256)).max(1);
+        let most = k.div_ceil(256);
+        let tile = match () {
+            () if m > 64 && n > 64 && Tile::Large.count(m, n) * most >= Tile::BUSY => Tile::Large,
+            () if m > 16 && Tile::Middle.count(m, n) * most >= Tile::BUSY => Tile::Middle,
+            () => Tile::Small,
+        };
+        let parts = BUSY.div_ceil(tile.count(m, n)).min(most).max(1);
         let k_of_part = k.div_ceil(parts).next_multiple_of(64);
-        Cut { parts: k.div_ceil(k_of_part), k_of_part }
+        (tile, Cut { parts: k.div_ceil(k_of_part), k_of_part })
     }
 }
 
@@ -180,13 +198,14 @@ enum Tile {
 }
 
 impl Tile {
+    /// Multiprocessors to keep busy.
+    const BUSY: usize = 120;
+
     /// By rows and columns, of those with one chain.
     fn of(m: usize, n: usize) -> Tile {
-        // Multiprocessors to keep busy.
-        const BUSY: usize = 120;
         match () {
-            () if m > 64 && n > 64 && Tile::Large.count(m, n) >= BUSY => Tile::Large,
-            () if m > 16 && Tile::Middle.count(m, n) >= BUSY => Tile::Middle,
+            () if m > 64 && n > 64 && Tile::Large.count(m, n) >= Tile::BUSY => Tile::Large,
+            () if m > 16 && Tile::Middle.count(m, n) >= Tile::BUSY => Tile::Middle,
             () => Tile::Small,
         }
     }
@@ -285,35 +304,38 @@ params! {
 
 fn exact(
     device: &Device,
-    product: &Product<'_>,
-    cut: Cut,
-    parts: Option<&driver::Buffer>,
-    out: Rows<'_>,
-) -> Result<()> {
-    exact_by(device, Tile::of_product(product, out.rows, out.width), product, cut, parts, out)
-}
-
-fn exact_by(
-    device: &Device,
     tile: Tile,
     product: &Product<'_>,
     cut: Cut,
     parts: Option<&driver::Buffer>,
     out: Rows<'_>,
 ) -> Result<()> {
-    let Product { form, a, b, more, alpha, bias, add } = *product;
-    let (m, n, k, k2) = product.sizes(&out)?;
+    let (m, n, ..) = product.sizes(&out)?;
     if let Some(parts) = parts {
         parts.at::<f32>(0, cut.parts * m * n)?;
     }
     let tiles = tile.count(m, n);
     check(tiles < 1 << 31 && cut.parts < 1 << 16, || format!("a product of {m} x {n} has too many tiles"))?;
-    let (block, shared) = tile.block(a.dtype);
+    let (block, shared) = tile.block(product.a.dtype);
+    let launch = Launch { grid: [tiles as u32, 1, cut.parts as u32], block, shared };
+    device.launch(kernel(product.form, product.a.dtype, out.dtype, tile), launch, &params(product, cut, out)?)
+}
+
+/// Whether lines can be read 16 bytes at a time. A single line's stride counts too: the lines that a tile has beyond it are
+/// skipped by copies whose addresses must be aligned all the same.
+fn by_16(rows: Rows<'_>) -> bool {
+    rows.is_aligned(16) && (rows.stride * rows.dtype.bytes()).is_multiple_of(16)
+}
+
+/// What kernels are told of a product.
+fn params(product: &Product<'_>, cut: Cut, out: Rows<'_>) -> Result<Params> {
+    let Product { form: _, a, b, more, alpha, bias, add } = *product;
+    let (m, n, k, k2) = product.sizes(&out)?;
+    let Cut { parts, k_of_part } = cut;
     let address = |rows: Option<Rows<'_>>| rows.map_or(Ok(0), |rows| rows.address());
     let stride = |rows: Option<Rows<'_>>| size(rows.map_or(0, |rows| rows.stride));
     let (a2, b2) = more.unzip();
-    let by_16 = |rows: Option<Rows<'_>>| rows.is_some_and(|rows| rows.is_aligned(16));
-    let params = Params {
+    Ok(Params {
         a: a.address()?,
         b: b.address()?,
         a2: address(a2)?,
@@ -331,21 +353,19 @@ fn exact_by(
         b2_stride: stride(b2)?,
         add_stride: stride(add)?,
         out_stride: size(out.stride)?,
-        k_of_part: size(cut.k_of_part)?,
+        k_of_part: size(k_of_part)?,
         aligned: bits(&[
-            by_16(Some(a)),
-            by_16(Some(b)),
-            by_16(a2),
-            by_16(b2),
+            by_16(a),
+            by_16(b),
+            a2.is_some_and(by_16),
+            b2.is_some_and(by_16),
             add.is_some_and(|add| add.by_fours()),
             // Parts follow each other without a gap.
-            out.by_fours() && (cut.parts == 1 || (m * n).is_multiple_of(4)),
+            out.by_fours() && (parts == 1 || (m * n).is_multiple_of(4)),
         ]),
         alpha,
         pad: 0,
-    };
-    let launch = Launch { grid: [tiles as u32, 1, cut.parts as u32], block, shared };
-    device.launch(kernel(form, a.dtype, out.dtype, tile), launch, &params)
+    })
 }
 
 fn fast(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {

@@ -17,6 +17,9 @@
 #if __has_include("gemm.cuh")
 #include "gemm.cuh"
 #endif
+#if __has_include("gemm_few.cuh")
+#include "gemm_few.cuh"
+#endif
 #if __has_include("lora.cuh")
 #include "lora.cuh"
 #endif

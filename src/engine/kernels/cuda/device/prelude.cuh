@@ -270,3 +270,16 @@ DEVICE float block_max(float x, float* scratch) {
     __syncthreads();
     return largest;
 }
+
+// load_words4 of what no other block reads and no kernel writes meanwhile: it takes no room in the multiprocessor's cache.
+DEVICE Words4 load_words4_once(const void* from) {
+#ifdef RLOOD_EMULATOR
+    return load_words4(from);
+#else
+    Words4 words;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.at[0]), "=r"(words.at[1]), "=r"(words.at[2]), "=r"(words.at[3])
+                 : "l"(from));
+    return words;
+#endif
+}

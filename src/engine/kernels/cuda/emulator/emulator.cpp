@@ -432,7 +432,7 @@ void copy_later(void* shared, const void* global, bool valid) {
     Machine& m = machine();
     auto to = static_cast<unsigned char*>(shared);
     if (to < m.shared || to + 16 > m.shared + m.used_bytes || reinterpret_cast<uintptr_t>(to) % 16 != 0 ||
-        (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0)) {
+        reinterpret_cast<uintptr_t>(global) % 16 != 0) {
         m.fail("cp_async16: not from 16 aligned bytes to 16 aligned bytes of shared memory");
         abandon();
     }

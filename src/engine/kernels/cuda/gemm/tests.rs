@@ -71,8 +71,7 @@ fn products_are_the_naive_ones_in_every_tile() {
                 for tile in TILES.iter().chain(thin).copied() {
                     let what = format!("{sizes:?} {form:?} {dtype:?} to {out_type:?}, odd {odd}, {tile:?}");
                     let out = Given::odd(&device, m, n, 5, out_type);
-                    let cut = Cut { parts: 1, k_of_part: k };
-                    exact_by(&device, tile, &plain, cut, None, out.rows()).expect("a product");
+                    exact(&device, tile, &plain, Cut::whole(k), None, out.rows()).expect("a product");
                     let now = out.now(&device);
                     assert_near(&now, &expected, out_type, tolerance(dtype), &what);
                     let first = if THIN.contains(&tile) { &mut first_thin } else { &mut first };
@@ -167,6 +166,101 @@ fn a_row_of_few_columns_has_the_same_bits_whatever_the_other_rows() {
 }
 
 #[test]
+fn a_single_line_may_lie_anywhere() {
+    let Some(device) = device() else { return };
+    for (m, n, k) in [(1, 5, 200), (5, 1, 200), (1, 1, 64)] {
+        // It begins at a multiple of 16 bytes; the lines after it, which a tile has, would not.
+        let line =
+            |rows, seed| Given::placed(&device, (rows, k), (8, if rows == 1 { 203 } else { 208 }), seed, Dtype::Bf16);
+        let (a, b) = (line(m, 1), line(n, 2));
+        let plain = Product::new(Form::Nt, a.rows(), b.rows());
+        let expected = naive(Form::Nt, (m, n, k), &a, &b);
+        for tile in TILES.into_iter().chain(THIN) {
+            let out = Given::new(&device, m, n, 3, Dtype::F32);
+            exact(&device, tile, &plain, Cut::whole(k), None, out.rows()).expect("a product");
+            assert_near(&out.now(&device), &expected, Dtype::F32, tolerance(Dtype::Bf16), &format!("{tile:?}"));
+        }
+    }
+}
+
+#[test]
+fn few_rows_are_one_launch_whose_rows_have_the_same_bits_alone() {
+    let Some(device) = device() else { return };
+    // One batch of steps and several, with and without a rest; n and ranks that are no multiples of anything.
+    let sizes = [
+        (1, 21, 72, 4),
+        (3, 40, 264, 8),
+        (8, 1, 64, 48),
+        (9, 13, 1032, 12),
+        (16, 21, 1024, 48),
+        (16, 9, 8, 200),
+        (16, 9, 4400, 16),
+        (2, 7, 4112, 0),
+    ];
+    for ((m, n, k, k2), odd) in sizes.into_iter().flat_map(|sizes| [(sizes, false), (sizes, true)]) {
+        let (a, b) = operands(&device, Form::Nt, (m, n, k), 1, Dtype::Bf16, false);
+        let (a2, b2) = operands(&device, Form::Nt, (m, n, k2.max(1)), 3, Dtype::Bf16, odd);
+        let bias = Given::placed(&device, (1, n), (1, n), 5, Dtype::F32);
+        let residual = Given::odd(&device, m, n, 6, Dtype::F32);
+        let sums = naive(Form::Nt, (m, n, k), &a, &b);
+        let more = if k2 == 0 { vec![0.0; m * n] } else { naive(Form::Nt, (m, n, k2), &a2, &b2) };
+        let (bias_values, residual_values) = (bias.wide(), residual.wide());
+        for (all, out_type) in [(false, Dtype::F32), (true, Dtype::F32), (true, Dtype::Bf16)] {
+            let what = format!("{m} x {n} over {k} + {k2}, odd {odd}, everything {all}, to {out_type:?}");
+            let run = |rows: std::ops::Range<usize>| {
+                let whole = Product {
+                    more: (k2 > 0).then(|| (a2.rows().part(rows.clone()), b2.rows())),
+                    alpha: if all { 0.5 } else { 1.0 },
+                    bias: all.then(|| bias.rows()),
+                    add: all.then(|| residual.rows().part(rows.clone())),
+                    ..Product::new(Form::Nt, a.rows().part(rows.clone()), b.rows())
+                };
+                let out = Given::odd(&device, rows.len(), n, 7, out_type);
+                let before = device.counters();
+                product(&device, Gemm::Fast, &whole, out.rows()).expect("a product");
+                let after = device.counters();
+                assert_eq!((after.launches - before.launches, after.products - before.products), (1, 0), "{what}");
+                out.now(&device)
+            };
+            let now = run(0..m);
+            let expected: Vec<f64> = (0..m * n)
+                .map(|i| match all {
+                    true => 0.5 * (sums[i] + more[i]) + bias_values[i % n] + residual_values[i],
+                    false => sums[i] + more[i],
+                })
+                .collect();
+            assert_near(&now, &expected, out_type, tolerance(Dtype::Bf16), &what);
+            for row in [0, m / 2, m - 1] {
+                assert_same(&run(row..row + 1), &now[row * n..(row + 1) * n], &what);
+            }
+        }
+        let whole = Product { add: Some(residual.rows()), ..Product::new(Form::Nt, a.rows(), b.rows()) };
+        product(&device, Gemm::Fast, &whole, residual.rows()).expect("a product onto itself");
+        let expected: Vec<f64> = sums.iter().zip(&residual_values).map(|(sum, was)| sum + was).collect();
+        assert_near(&residual.now(&device), &expected, Dtype::F32, tolerance(Dtype::Bf16), "onto itself");
+    }
+}
+
+#[test]
+fn what_few_rows_have_no_kernel_for_goes_to_cublas() {
+    let Some(device) = device() else { return };
+    for (form, sizes, dtype, odd) in [
+        (Form::Nt, (17, 9, 64), Dtype::Bf16, false),
+        (Form::Nt, (3, 9, 60), Dtype::Bf16, false),
+        (Form::Nt, (3, 9, 64), Dtype::Bf16, true),
+        (Form::Nt, (3, 9, 64), Dtype::F32, false),
+        (Form::Nn, (3, 9, 64), Dtype::Bf16, false),
+    ] {
+        let (a, b) = operands(&device, form, sizes, 1, dtype, odd);
+        let out = Given::new(&device, sizes.0, sizes.1, 5, Dtype::F32);
+        let before = device.counters().products;
+        product(&device, Gemm::Fast, &Product::new(form, a.rows(), b.rows()), out.rows()).expect("a product");
+        assert_eq!(device.counters().products - before, 1, "{form:?} {sizes:?} {dtype:?}, odd {odd}");
+        assert_near(&out.now(&device), &naive(form, sizes, &a, &b), Dtype::F32, tolerance(dtype), "cuBLAS");
+    }
+}
+
+#[test]
 fn tiles_are_larger_where_there_are_enough_of_them() {
     assert_eq!(Tile::of(1, 100_000), Tile::Small);
     assert_eq!(Tile::of(64, 3072), Tile::Small);
@@ -178,7 +272,7 @@ fn tiles_are_larger_where_there_are_enough_of_them() {
 #[test]
 fn gradients_of_weights_are_added_however_they_are_cut() {
     let Some(device) = device() else { return };
-    for (m, n, k) in [(1, 1, 1), (6, 40, 300), (16, 130, 1000), (33, 7, 513)] {
+    for (m, n, k) in [(1, 1, 1), (6, 40, 300), (16, 130, 1000), (33, 7, 513), (70, 66, 600)] {
         for (dtype, gemm) in DTYPES.into_iter().flat_map(|dtype| [(dtype, Gemm::Exact), (dtype, Gemm::Fast)]) {
             let what = format!("{m} x {n} over {k}, {dtype:?}, {gemm:?}");
             let (a, b) = operands(&device, Form::Tn, (m, n, k), 1, dtype, false);
@@ -200,10 +294,51 @@ fn gradients_of_weights_are_added_however_they_are_cut() {
             assert_near(&apart.now(&device), &expected, Dtype::F32, tolerance(dtype), &what);
         }
     }
-    assert_eq!(Cut::of(16, 64, 16384), Cut { parts: 64, k_of_part: 256 });
-    assert_eq!(Cut::of(1024, 3072, 16384), Cut { parts: 2, k_of_part: 8192 });
-    assert_eq!(Cut::of(4096, 4096, 16384).parts, 1);
-    assert_eq!(Cut::of(16, 64, 100).parts, 1);
+}
+
+#[test]
+fn long_sums_are_cut_into_tiles_that_read_the_longer_operand_once() {
+    let of = |m, n, k| {
+        let (tile, cut) = Cut::of(m, n, k);
+        (tile, cut.parts, cut.k_of_part)
+    };
+    // LoRA's A and B, of three modules and of one.
+    assert_eq!(of(48, 1024, 24576), (Tile::Middle, 17, 1472));
+    assert_eq!(of(16, 1024, 24576), (Tile::Small, 9, 2752));
+    assert_eq!(of(2048, 16, 24576), (Tile::Middle, 9, 2752));
+    assert_eq!(of(16, 64, 16384), (Tile::Small, 64, 256));
+    assert_eq!(of(256, 256, 16384), (Tile::Large, 64, 256));
+    assert_eq!(of(1024, 3072, 16384), (Tile::Large, 2, 8192));
+    assert_eq!(of(4096, 4096, 16384), (Tile::Large, 1, 16384));
+    // Without enough parts for larger tiles.
+    assert_eq!(of(256, 256, 100), (Tile::Small, 1, 128));
+    assert_eq!(of(16, 64, 100), (Tile::Small, 1, 128));
+}
+
+#[test]
+fn gradients_of_few_rows_or_columns_are_our_own_in_fast_mode_too() {
+    let Some(device) = device() else { return };
+    for (m, n, dtype, odd, expected) in [
+        (48, 100, Dtype::Bf16, false, (2, 0)),
+        (100, 16, Dtype::Bf16, false, (2, 0)),
+        (100, 16, Dtype::Bf16, true, (0, 1)),
+        (48, 100, Dtype::F32, false, (0, 1)),
+        (70, 66, Dtype::Bf16, false, (0, 1)),
+    ] {
+        let (a, b) = operands(&device, Form::Tn, (m, n, 600), 1, dtype, odd);
+        let run = |gemm| {
+            let gradient = Given::placed(&device, (m, n), (5, n), 3, Dtype::F32);
+            let before = device.counters();
+            outer(&device, gemm, a.rows(), b.rows(), 0.5, gradient.rows()).expect("a gradient");
+            let after = device.counters();
+            (gradient.now(&device), (after.launches - before.launches, after.products - before.products))
+        };
+        let (now, counts) = run(Gemm::Fast);
+        assert_eq!(counts, expected, "{m} x {n} {dtype:?}, odd {odd}");
+        if counts.1 == 0 {
+            assert_same(&now, &run(Gemm::Exact).0, "exact and fast");
+        }
+    }
 }
 
 #[test]

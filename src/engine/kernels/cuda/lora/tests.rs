@@ -217,3 +217,32 @@ fn a_row_with_an_adapter_has_the_same_bits_alone() {
         }
     }
 }
+
+#[test]
+fn few_rows_take_two_launches_with_an_adapter_and_one_without() {
+    let Some(device) = device() else { return };
+    for (rows, inputs, r) in [(1, 64, 4), (3, 264, 8), (16, 72, 16), (16, 64, 4), (1, 40, 24)] {
+        for (residual, with) in [(true, true), (true, false), (false, true), (false, false)] {
+            let what = format!("{rows} rows of {inputs}, rank {r}, residual {residual}, adapter {with}");
+            let case = Case::new(&device, Dtype::Bf16, rows, inputs, r, residual);
+            let adapter = case.adapter(&device);
+            let used = Linear {
+                weight: case.weight.rows(),
+                bias: Some(case.bias.rows()),
+                adapter: with.then_some(&adapter),
+                dropout: &[],
+            };
+            let out_type = if residual { Dtype::F32 } else { Dtype::Bf16 };
+            let out = Given::new(&device, rows, 21, 10, out_type);
+            let stream = residual.then(|| case.residual.rows());
+            let before = device.counters();
+            linear(&device, Gemm::Fast, &used, case.x.rows(), stream, out.rows()).expect("a product");
+            let after = device.counters();
+            let counts = (after.launches - before.launches, after.products - before.products);
+            assert_eq!(counts, (if with { 2 } else { 1 }, 0), "{what}");
+            let stream = if residual { case.residual.wide() } else { vec![0.0; rows * 21] };
+            let sums: Vec<f64> = naive(&case, with, false).y.iter().zip(&stream).map(|(y, r)| y + r).collect();
+            assert_near(&out.now(&device), &sums, out_type, tolerance(Dtype::Bf16), &what);
+        }
+    }
+}

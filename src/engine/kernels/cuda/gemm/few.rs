@@ -1,0 +1,38 @@
+//! Products of few rows in fast mode, as decoding has them: one launch for all that is added, at the pace of memory.
+
+use super::super::driver::{Device, Launch};
+use super::super::rows::{Dtype, Result, Rows, check};
+use super::{Cut, Form, Product, by_16, params};
+
+/// Rows of a tensor core's tile.
+const MOST_ROWS: usize = 16;
+/// Columns of a block.
+const COLUMNS: usize = 8;
+/// Values of k in a step, and the steps that a warp has under way.
+const STEP: usize = 32;
+const STEPS: usize = 8;
+const MOST_WARPS: usize = 16;
+
+/// Whether there is a kernel for this product.
+pub(super) fn is_few(product: &Product<'_>, out: Rows<'_>) -> bool {
+    let Product { form, a, b, .. } = *product;
+    let whole = a.width.is_multiple_of(8) && by_16(a) && by_16(b);
+    form == Form::Nt && a.dtype == Dtype::Bf16 && out.rows <= MOST_ROWS && whole
+}
+
+/// The product. How many warps share k is a matter of k alone, so that the bits of a row are no matter of the others.
+pub(super) fn few(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
+    let k = product.a.width;
+    let (blocks, warps) = (out.width.div_ceil(COLUMNS), k.div_ceil(STEP * STEPS).clamp(1, MOST_WARPS));
+    check(blocks < 1 << 31, || format!("a product of {} columns has too many blocks", out.width))?;
+    let kernel = match out.rows {
+        ..=8 => out.dtype.of(["gemm_few_f32", "gemm_few_bf16"]),
+        _ => out.dtype.of(["gemm_few_tall_f32", "gemm_few_tall_bf16"]),
+    };
+    let launch = Launch {
+        grid: [blocks as u32, 1, 1],
+        block: 32 * warps as u32,
+        shared: (warps * MOST_ROWS * COLUMNS * size_of::<f32>()) as u32,
+    };
+    device.launch(kernel, launch, &params(product, Cut::whole(k), out)?)
+}
