@@ -87,7 +87,7 @@ const TASKS_AT_ONCE: u32 = 4;
 params! {
     struct FillPages {
         qkv: u64, pages: u64, slots: u64, at: u64,
-        stride: u32, rows: u32, num_heads: u32, num_kv_heads: u32, dim: u32, pad: u32,
+        stride: u32, rows: u32, num_heads: u32, num_kv_heads: u32, dim: u32, vector: u32,
     }
 }
 
@@ -157,8 +157,9 @@ impl Cache {
         }
         let Some(filling) = &self.filling else { return Ok(()) };
         let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
+        let qkv_address = address(&qkv, filling.rows, self.heads.width(), "qkv of the prompts")?;
         let params = FillPages {
-            qkv: address(&qkv, filling.rows, self.heads.width(), "qkv of the prompts")?,
+            qkv: qkv_address,
             pages: filling.pages.pointer(),
             slots: filling.slots.pointer(),
             at: self.layer_at(layer),
@@ -167,7 +168,7 @@ impl Cache {
             num_heads: num_heads as u32,
             num_kv_heads: num_kv_heads as u32,
             dim: head_dim as u32,
-            pad: 0,
+            vector: is_aligned(qkv_address, qkv.stride, &self.heads).into(),
         };
         let grid = [filling.rows as u32, 1, 1];
         launch(
