@@ -176,6 +176,10 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
         at: (usize, usize),
     ) -> Result<()>;
 
+    /// Whether it can train heads of these sizes: asked before a long rollout. The error says what to do instead.
+    fn check_trainable(&self, _heads: &Heads) -> Result<()> {
+        Ok(())
+    }
     /// Causal attention inside each group of a packed batch; `qkv` is after [`Backend::rotate`].
     fn attend(&self, attention: &Attention<'_>, qkv: &Self::Tensor) -> Result<(Self::Tensor, Self::Softmax)>;
     /// dL/dqkv of [`Backend::attend`].

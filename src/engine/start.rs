@@ -34,6 +34,7 @@ impl ReferenceModel {
 
 /// Give the policy its first weights, or those of the checkpoint to go on from, and keep the reference.
 pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>) -> Result<ReferenceModel> {
+    policy.check_trainable()?;
     let plan = input.plan;
     let wants_initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
     let initial = input.initial_adapter.as_deref();

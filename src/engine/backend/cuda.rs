@@ -422,6 +422,10 @@ impl Backend for Cuda {
         Ok(rope::rotate_weight_vjp(&self.device, &rope(rotation), qkv.rows(), dy.rows(), slots)?)
     }
 
+    fn check_trainable(&self, heads: &Heads) -> Result<()> {
+        Ok(attention::check_trainable(&self.device, heads, self.compute())?)
+    }
+
     fn attend(&self, attention: &Attention<'_>, qkv: &Tensor) -> Result<(Tensor, Tensor)> {
         let layout = self.layout(attention)?;
         let heads = attention.heads;

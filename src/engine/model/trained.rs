@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::full::Full;
+use super::layer::heads;
 use super::{Network, ParameterInfo, Policy, no_adapter, with_decoder};
 use crate::engine::backend::{Backend, Flat};
 use crate::engine::error::{EngineError, Result};
@@ -12,6 +13,11 @@ use crate::engine::lora::{self, Lora, LoraConfig};
 static NOTHING: Flat = Flat::Host(Vec::new());
 
 impl Policy {
+    /// Whether what it computes on can train it, whatever fits its memory.
+    pub fn check_trainable(&self) -> Result<()> {
+        with_decoder!(&self.network, |decoder| decoder.backend().check_trainable(&heads(&self.card.config)))
+    }
+
     /// Add a fresh adapter: A Kaiming-uniform with a = √5, B zero; the same values from the same seed.
     pub fn add_lora(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
         self.set_lora(Lora::fresh(config, &self.card.config, seed)?)

@@ -218,7 +218,7 @@ pub fn attend(device: &Device, layout: &Layout, qkv: Rows<'_>, out: Rows<'_>, so
         Dtype::F32 => (TILE * geometry.padded * 4) as u32,
         Dtype::Bf16 => geometry.tile_bytes(TILE + 2 * BLOCK),
     };
-    let grid = [layout.num_tiles as u32, layout.head_tiles(), 1];
+    let grid = [layout.num_tiles as u32 * layout.head_tiles(), 1, 1];
     launch(device, &geometry.kernel("attend", dtype), Launch { grid, block: THREADS, shared }, &params)
 }
 
@@ -229,8 +229,8 @@ fn softmax_address(layout: &Layout, softmax: &Rows<'_>) -> Result<u64> {
     address(softmax, layout.tokens, layout.heads.num_heads, "the softmax of attention")
 }
 
-/// At most so much shared memory do kernels declare besides what a launch asks for.
-const STATIC_SHARED_BYTES: u32 = 1024;
+/// Shared memory that `attend_keys` declares besides what a launch asks for; the others declare none.
+const KEYS_STATIC_BYTES: u32 = 768;
 
 /// Launch what may need more shared memory than the device has.
 pub(super) fn launch<P: super::driver::Params>(
@@ -239,14 +239,53 @@ pub(super) fn launch<P: super::driver::Params>(
     launch: Launch,
     params: &P,
 ) -> Result<()> {
-    let most = device.properties().shared_bytes;
-    let needed = launch.shared + STATIC_SHARED_BYTES;
+    let (needed, most) = (launch.shared, device.properties().shared_bytes);
     if needed > most {
-        return Err(CudaError::Input(format!(
-            "heads as wide as the model's need {needed} bytes of shared memory a block; this GPU has {most}"
-        )));
+        return Err(too_wide(needed, most));
     }
     if launch.grid.contains(&0) { Ok(()) } else { device.launch(kernel, launch, params) }
+}
+
+fn too_wide(needed: u32, most: u32) -> CudaError {
+    CudaError::Input(format!(
+        "heads as wide as the model's need {needed} bytes of shared memory a block, of which this GPU has {most}: use a \
+         GPU with more, such as an A100 or H100, or the CPU"
+    ))
+}
+
+/// The kernel of the backward that goes over queries, and bytes of shared memory of both kernels.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct BackwardShared {
+    kernel: &'static str,
+    queries: u32,
+    keys: u32,
+}
+
+impl BackwardShared {
+    fn new(device: &Device, geometry: &Geometry, dtype: Dtype) -> Result<BackwardShared> {
+        if dtype == Dtype::F32 {
+            return Ok(BackwardShared { kernel: "attend_queries", queries: 0, keys: 0 });
+        }
+        let most = device.properties().shared_bytes;
+        // As in the device code.
+        let stages = if geometry.padded <= 128 { 2 } else { 1 };
+        let queries = |stages| geometry.tile_bytes(2 * TILE + stages * 2 * BLOCK);
+        let keys = geometry.tile_bytes(2 * BLOCK + stages * TILE);
+        let shared = match geometry.padded == 128 && queries(stages) > most {
+            true => BackwardShared { kernel: "attend_queries_one_stage", queries: queries(1), keys },
+            false => BackwardShared { kernel: "attend_queries", queries: queries(stages), keys },
+        };
+        let needed = shared.queries.max(keys + KEYS_STATIC_BYTES);
+        if needed > most { Err(too_wide(needed, most)) } else { Ok(shared) }
+    }
+}
+
+/// Whether the device can train heads of this width: to be asked before a long rollout.
+///
+/// # Errors
+/// [`CudaError::Input`]: heads wider than [`MAX_HEAD_DIM`], that do not divide, or wider than its shared memory allows.
+pub fn check_trainable(device: &Device, heads: &Heads, dtype: Dtype) -> Result<()> {
+    BackwardShared::new(device, &Geometry::new(heads)?, dtype).map(|_| ())
 }
 
 /// What [`attend_vjp`] reads.
@@ -333,12 +372,10 @@ pub fn attend_vjp(device: &Device, backward: &Backward<'_>, d_qkv: Rows<'_>) -> 
         scale: scale(heads),
         natural: heads.scale(),
     };
-    // As in the device code.
-    let stages = if geometry.padded <= 128 { 2 } else { 1 };
-    let shared = |rows| if dtype == Dtype::Bf16 { geometry.tile_bytes(rows) } else { 0 };
-    let grid = [layout.num_tiles as u32, layout.head_tiles(), 1];
-    let geometry_of = Launch { grid, block: THREADS, shared: shared(2 * TILE + stages * 2 * BLOCK) };
-    launch(device, &geometry.kernel("attend_queries", dtype), geometry_of, &queries)?;
+    let shared = BackwardShared::new(device, geometry, dtype)?;
+    let grid = [layout.num_tiles as u32 * layout.head_tiles(), 1, 1];
+    let of_queries = Launch { grid, block: THREADS, shared: shared.queries };
+    launch(device, &geometry.kernel(shared.kernel, dtype), of_queries, &queries)?;
     let AttendQueries { qkv, d_out, lse, delta, d_qkv, stride, d_out_stride, d_stride, .. } = queries;
     let AttendQueries { num_heads, num_kv_heads, dim, window, vector, scale, natural, .. } = queries;
     let (tiles, positions) = (layout.key_tiles.pointer(), layout.positions.pointer());
@@ -361,7 +398,7 @@ pub fn attend_vjp(device: &Device, backward: &Backward<'_>, d_qkv: Rows<'_>) -> 
         scale,
         natural,
     };
-    let grid = [layout.num_key_tiles as u32, num_kv_heads, 1];
-    let geometry_of = Launch { grid, block: THREADS, shared: shared(2 * BLOCK + stages * TILE) };
-    launch(device, &geometry.kernel("attend_keys", dtype), geometry_of, &keys)
+    let grid = [layout.num_key_tiles as u32 * num_kv_heads, 1, 1];
+    let of_keys = Launch { grid, block: THREADS, shared: shared.keys };
+    launch(device, &geometry.kernel("attend_keys", dtype), of_keys, &keys)
 }

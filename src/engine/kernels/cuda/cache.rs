@@ -16,7 +16,7 @@ use super::attention::{BLOCK, Geometry, QUERIES, address, is_aligned, launch, sc
 use super::driver::{Buffer, CudaError, Device, Launch, params};
 use super::rows::{Dtype, Result, Rows};
 use pages::{Page, Pages};
-use plan::{HEADER, PLAN_ROW, Plan, PlannedRow};
+use plan::{HEADER, PLAN_ROW, Plan, PlannedRow, Spread};
 
 /// Keys and values of all layers.
 #[derive(Debug)]
@@ -31,8 +31,8 @@ pub struct Cache {
     rows: Vec<Row>,
     filling: Option<Filling>,
     tables: Tables,
-    /// As many warps keep the device busy.
-    wanted: usize,
+    /// How the work of a step is divided.
+    spread: Spread,
     /// Between the first and the last layer of a step.
     in_step: bool,
 }
@@ -78,13 +78,16 @@ struct Tables {
     parts: Option<(Buffer, Buffer)>,
 }
 
+/// Blocks of keys that a warp folds alone in any case.
+const LONG: usize = 8;
+
 /// Blocks of one warp for the tasks of a step, a multiprocessor.
 const TASKS_AT_ONCE: u32 = 4;
 
 params! {
     struct FillPages {
         qkv: u64, pages: u64, slots: u64, at: u64,
-        stride: u32, rows: u32, num_heads: u32, num_kv_heads: u32, dim: u32, pad: u32,
+        stride: u32, rows: u32, num_heads: u32, num_kv_heads: u32, dim: u32, vector: u32,
     }
 }
 
@@ -114,7 +117,7 @@ impl Cache {
             rows: Vec::new(),
             filling: None,
             tables: Tables::default(),
-            wanted: 4 * (device.properties().multiprocessors as usize).max(32),
+            spread: Spread { warps: 4 * (device.properties().multiprocessors as usize).max(32), long: LONG },
             in_step: false,
         })
     }
@@ -154,8 +157,9 @@ impl Cache {
         }
         let Some(filling) = &self.filling else { return Ok(()) };
         let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
+        let qkv_address = address(&qkv, filling.rows, self.heads.width(), "qkv of the prompts")?;
         let params = FillPages {
-            qkv: address(&qkv, filling.rows, self.heads.width(), "qkv of the prompts")?,
+            qkv: qkv_address,
             pages: filling.pages.pointer(),
             slots: filling.slots.pointer(),
             at: self.layer_at(layer),
@@ -164,7 +168,7 @@ impl Cache {
             num_heads: num_heads as u32,
             num_kv_heads: num_kv_heads as u32,
             dim: head_dim as u32,
-            pad: 0,
+            vector: is_aligned(qkv_address, qkv.stride, &self.heads).into(),
         };
         let grid = [filling.rows as u32, 1, 1];
         launch(
@@ -282,7 +286,7 @@ impl Cache {
             self.tables.row_capacity = rows.len().next_power_of_two();
         }
         let head_tiles = self.heads.num_kv_heads * self.geometry.head_tiles;
-        let plan = Plan::new(&rows, window, self.geometry.heads_at_once, head_tiles, self.wanted);
+        let plan = Plan::new(&rows, window, self.geometry.heads_at_once, head_tiles, self.spread);
         let words = plan.words(self.tables.row_capacity)?;
         let (at, old) = match self.tables.plans.iter().position(|(known, _)| *known == window) {
             Some(at) => (at, Some(self.tables.plans.remove(at).1)),

@@ -201,6 +201,13 @@ impl Device {
         Ok(Device::with(ordinal, Machine::Nvidia(Box::new(gpu)), properties))
     }
 
+    /// The emulator of a GPU whose blocks have no more shared memory than this.
+    #[cfg(all(test, feature = "cuda-emulator"))]
+    pub(super) fn open_small(shared_bytes: u32) -> Result<Device, CudaError> {
+        let (emulator, properties) = super::emulated::Emulator::open_small(shared_bytes)?;
+        Ok(Device::with(0, Machine::Emulated(emulator), properties))
+    }
+
     fn with(ordinal: usize, machine: Machine, properties: Properties) -> Device {
         let queue = Mutex::new(Queue::new(machine, properties.memory_bytes));
         Device(Arc::new(Shared { ordinal, properties, queue }))

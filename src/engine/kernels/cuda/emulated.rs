@@ -30,6 +30,7 @@ unsafe extern "C" {
         grid: *const u32,
         block: u32,
         shared: u32,
+        most_shared: u32,
     ) -> *const c_char;
 }
 
@@ -44,6 +45,8 @@ pub(super) struct Emulator {
     names: BTreeMap<u32, String>,
     /// Live buffers: where their blocks begin, with the blocks' and their own bytes.
     live: BTreeMap<u64, (u64, u64)>,
+    /// Of shared memory, at most, a block.
+    shared_bytes: u32,
 }
 
 impl Emulator {
@@ -61,7 +64,15 @@ impl Emulator {
             taken_bytes: Some(0),
             emulated: true,
         };
-        Ok((Emulator { names: BTreeMap::new(), live: BTreeMap::new() }, properties))
+        let emulator = Emulator { names: BTreeMap::new(), live: BTreeMap::new(), shared_bytes: SHARED_BYTES };
+        Ok((emulator, properties))
+    }
+
+    /// A smaller one, whose blocks have no more shared memory than this.
+    #[cfg(test)]
+    pub(super) fn open_small(shared_bytes: u32) -> Result<(Emulator, Properties), CudaError> {
+        let (emulator, properties) = Emulator::open(0)?;
+        Ok((Emulator { shared_bytes, ..emulator }, Properties { shared_bytes, ..properties }))
     }
 
     pub(super) fn find(&mut self, name: &str) -> Result<Found, CudaError> {
@@ -79,7 +90,10 @@ impl Emulator {
         let Launch { grid, block, shared } = launch;
         // SAFETY: the kernel was found, and its parameter has the size that it was compiled with; the addresses in it are
         // the caller's to check, as on a GPU.
-        let message = unsafe { rlood_emulator_launch(kernel as i32, aligned.0.as_ptr(), grid.as_ptr(), block, shared) };
+        let message = unsafe {
+            let params = aligned.0.as_ptr();
+            rlood_emulator_launch(kernel as i32, params, grid.as_ptr(), block, shared, self.shared_bytes)
+        };
         let name = self.names.get(&kernel).map_or("?", String::as_str);
         if !message.is_null() {
             // SAFETY: a terminated string that stays until this thread's next launch.

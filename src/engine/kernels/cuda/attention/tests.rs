@@ -200,6 +200,43 @@ fn heads_that_do_not_fit_are_refused() {
     }
 }
 
+/// Of a GPU with so much shared memory a block as those for consumers.
+#[cfg(feature = "cuda-emulator")]
+const SMALL: u32 = 101_376;
+
+#[cfg(feature = "cuda-emulator")]
+#[test]
+fn little_shared_memory_gives_the_same_bits() {
+    let Some(device) = device().filter(|device| device.properties().emulated) else { return };
+    let small = Device::open_small(SMALL).unwrap();
+    for (heads, is_trainable) in [(heads(4, 2, 64), true), (heads(3, 1, 128), true), (heads(2, 1, 256), false)] {
+        let case = Case { heads, groups: vec![group(130, &[70, 3])], window: Some(100) };
+        let (qkv, dtype) = (case.qkv(Dtype::Bf16), Dtype::Bf16);
+        let dy = rounded(noise(case.tokens() * heads.q_width(), 3), dtype);
+        assert_eq!(check_trainable(&small, &heads, dtype).is_ok(), is_trainable, "{heads:?}");
+        assert!(check_trainable(&small, &heads, Dtype::F32).is_ok() && check_trainable(&device, &heads, dtype).is_ok());
+        if is_trainable {
+            assert_eq!(run(&small, &case, &qkv, &dy, dtype), run(&device, &case, &qkv, &dy, dtype), "{heads:?}");
+        } else {
+            let (tokens, width) = (case.tokens(), heads.width());
+            let layout = Layout::new(&small, &heads, &case.groups, case.window).unwrap();
+            let qkv = upload(&small, &qkv, dtype);
+            let out = small.alloc(tokens * heads.q_width() * 2).unwrap();
+            let softmax = small.alloc(tokens * heads.num_heads * 4).unwrap();
+            let of_softmax = Rows::new(&softmax, tokens, heads.num_heads, Dtype::F32);
+            let of_out = Rows::new(&out, tokens, heads.q_width(), dtype);
+            // The forward just fits.
+            attend(&small, &layout, Rows::new(&qkv, tokens, width, dtype), of_out, of_softmax).unwrap();
+            small.synchronize().unwrap();
+        }
+    }
+    let kernel = |device: &Device| BackwardShared::new(device, &Geometry::new(&heads(3, 1, 128)).unwrap(), Dtype::Bf16);
+    assert_eq!(kernel(&small).unwrap().kernel, "attend_queries_one_stage");
+    assert_eq!(kernel(&device).unwrap().kernel, "attend_queries");
+    let error = check_trainable(&small, &heads(2, 1, 256), Dtype::Bf16).unwrap_err();
+    assert!(error.to_string().contains("135168 bytes"), "{error}");
+}
+
 #[test]
 fn rows_of_another_shape_are_refused() {
     let Some(device) = device() else { return };

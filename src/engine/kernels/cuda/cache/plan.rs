@@ -1,6 +1,8 @@
 //! How the attention of a step is spread over the device. The result does not depend on it, to the bit: a task covers one
 //! block of keys, or begins with the first that its queries see.
 
+use std::ops::Range;
+
 use super::super::super::attention::first_seen;
 use super::super::attention::{BLOCK, QUERIES};
 use super::super::driver::CudaError;
@@ -33,6 +35,11 @@ impl PlannedRow {
         let of_prompt = if first >= self.prompt_len { self.prompt_len.div_ceil(BLOCK) } else { first / BLOCK };
         (of_prompt, first.saturating_sub(self.prompt_len) / BLOCK)
     }
+
+    /// The blocks that it sees of its own, but the last.
+    fn own_blocks(&self, window: Option<usize>) -> Range<usize> {
+        self.first_blocks(window).1..(self.own_len - 1) / BLOCK
+    }
 }
 
 /// Partial results of a row.
@@ -57,6 +64,23 @@ struct Task {
     part: usize,
 }
 
+/// When work is divided.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Spread {
+    /// As many warps keep the device busy.
+    pub warps: usize,
+    /// Blocks of a fold that one warp does alone, where there are enough rows.
+    pub long: usize,
+}
+
+impl Spread {
+    /// Whether a fold of `blocks`, of `all` that the step has for each head tile, becomes one task a block: where others
+    /// would wait for it, for it is long and at least twice a warp's share.
+    fn divides(self, blocks: usize, all: usize, head_tiles: usize) -> bool {
+        blocks > self.long && blocks.saturating_mul(self.warps) >= 2 * all * head_tiles
+    }
+}
+
 /// Who folds what.
 #[derive(Debug)]
 pub(super) struct Plan {
@@ -69,49 +93,46 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// `wanted`: as many warps keep the device busy.
     pub fn new(
         rows: &[PlannedRow],
         window: Option<usize>,
         heads_at_once: usize,
         head_tiles: usize,
-        wanted: usize,
+        spread: Spread,
     ) -> Plan {
         let mut plan = Plan { rows: Vec::new(), tasks: Vec::new(), parts: 0, heads_at_once, head_tiles };
+        let chunks = chunks(rows, QUERIES / heads_at_once);
+        let of_prompts: usize = chunks.iter().map(|chunk| prompt_blocks(&rows[chunk.clone()], window).len()).sum();
+        let of_own: usize = rows.iter().map(|row| row.own_blocks(window).len()).sum();
         // With few rows every block is a task, but the last.
-        let spread = rows.len() * head_tiles < wanted;
-        let at_once = QUERIES / heads_at_once;
-        let mut begin = 0;
-        while begin < rows.len() {
-            let same = 1 + rows[begin + 1..].iter().take(at_once - 1).take_while(|row| row.shares).count();
-            plan.chunk(begin, &rows[begin..begin + same], window, spread);
-            begin += same;
+        let few = rows.len() * head_tiles < spread.warps;
+        for chunk in chunks {
+            let prompt = prompt_blocks(&rows[chunk.clone()], window);
+            let shared = chunk.len() > 1;
+            let (prompt_parts, is_folded) = match few || spread.divides(prompt.len(), of_prompts, head_tiles) {
+                true => (plan.tasks(chunk.start, chunk.len(), false, prompt.clone(), 1), true),
+                false if shared => (plan.tasks(chunk.start, chunk.len(), false, prompt.clone(), prompt.len()), true),
+                false => (Parts::default(), false),
+            };
+            for (place, index) in chunk.enumerate() {
+                let row = rows[index];
+                let own = row.own_blocks(window);
+                let (own_parts, own_block) = match few || spread.divides(own.len(), of_own, head_tiles) {
+                    true => (plan.tasks(index, 1, true, own.clone(), 1), own.end),
+                    false => (Parts::default(), own.start),
+                };
+                let of_prompt = Parts { place: place * heads_at_once, ..prompt_parts };
+                let prompt_block = if is_folded { prompt.end } else { prompt.start };
+                plan.rows.push((row, of_prompt, prompt_block, own_parts, own_block));
+            }
         }
+        // Warps take tasks in turn: the long ones first.
+        plan.tasks.sort_by_key(|task| std::cmp::Reverse(task.end - task.first));
         plan
     }
 
-    /// Rows that share a prompt and fit a tile.
-    fn chunk(&mut self, begin: usize, rows: &[PlannedRow], window: Option<usize>, spread: bool) {
-        let tokens = rows.len();
-        let end = rows[0].prompt_len.div_ceil(BLOCK);
-        let first = rows.iter().map(|row| row.first_blocks(window).0).min().unwrap_or(end);
-        let prompt = match (spread, tokens > 1) {
-            (true, _) => self.tasks(begin, tokens, false, first..end, 1),
-            (false, true) => self.tasks(begin, tokens, false, first..end, end - first),
-            (false, false) => Parts::default(),
-        };
-        for (place, row) in rows.iter().enumerate() {
-            let (first_prompt, first_own) = row.first_blocks(window);
-            let last = (row.own_len - 1) / BLOCK;
-            let own = if spread { self.tasks(begin + place, 1, true, first_own..last, 1) } else { Parts::default() };
-            let prompt_block = if spread || tokens > 1 { end } else { first_prompt };
-            let of_prompt = Parts { place: place * self.heads_at_once, ..prompt };
-            self.rows.push((*row, of_prompt, prompt_block, own, if spread { last } else { first_own }));
-        }
-    }
-
     /// Tasks of `at_once` blocks each, one after the other.
-    fn tasks(&mut self, row: usize, tokens: usize, own: bool, blocks: std::ops::Range<usize>, at_once: usize) -> Parts {
+    fn tasks(&mut self, row: usize, tokens: usize, own: bool, blocks: Range<usize>, at_once: usize) -> Parts {
         let rows = tokens * self.heads_at_once;
         let mut parts = Parts { count: 0, first: self.parts, step: rows * self.head_tiles, rows, place: 0 };
         for first in blocks.clone().step_by(at_once.max(1)) {
@@ -141,6 +162,24 @@ impl Plan {
     }
 }
 
+/// Ranges of rows that share a prompt and fit a tile.
+fn chunks(rows: &[PlannedRow], at_once: usize) -> Vec<Range<usize>> {
+    let mut chunks: Vec<Range<usize>> = Vec::new();
+    for (index, row) in rows.iter().enumerate() {
+        match chunks.last_mut().filter(|chunk| row.shares && chunk.len() < at_once) {
+            Some(chunk) => chunk.end = index + 1,
+            None => chunks.push(index..index + 1),
+        }
+    }
+    chunks
+}
+
+/// The blocks of their prompt that any of these rows sees.
+fn prompt_blocks(rows: &[PlannedRow], window: Option<usize>) -> Range<usize> {
+    let end = rows[0].prompt_len.div_ceil(BLOCK);
+    rows.iter().map(|row| row.first_blocks(window).0).min().unwrap_or(end)..end
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -148,7 +187,7 @@ mod tests {
     /// Blocks of a row's prompt and own segment in the order in which they are folded.
     fn folded(plan: &Plan, row: usize) -> (Vec<usize>, Vec<usize>) {
         let (planned, prompt, prompt_block, own, own_block) = &plan.rows[row];
-        let blocks = |parts: &Parts, then: std::ops::Range<usize>| -> Vec<usize> {
+        let blocks = |parts: &Parts, then: Range<usize>| -> Vec<usize> {
             let of_parts = (0..parts.count).flat_map(|index| {
                 let part = parts.first + index * parts.step;
                 let task = plan.tasks.iter().find(|task| task.part == part).expect("a part is a task's");
@@ -162,13 +201,29 @@ mod tests {
     }
 
     #[test]
+    fn only_what_is_long_is_divided_among_many_rows() {
+        let row =
+            |prompt_len, own_len| PlannedRow { shares: false, prompt_pages: 0, own_pages: 0, prompt_len, own_len };
+        let mut rows = vec![row(64, 100); 15];
+        rows.push(row(64 * 20, 64 * 30));
+        let spread = Spread { warps: 16, long: 8 };
+        let plan = Plan::new(&rows, None, 4, 1, spread);
+        assert_eq!(plan.tasks.len(), 20 + 29);
+        assert!(plan.tasks.iter().all(|task| task.row == 15 && task.end - task.first == 1));
+        assert_eq!(plan.parts, (20 + 29) * 4);
+        let all_long = vec![row(64 * 20, 64 * 30); 16];
+        assert!(Plan::new(&all_long, None, 4, 1, spread).tasks.is_empty());
+    }
+
+    #[test]
     fn every_row_folds_the_blocks_that_it_sees_in_order() {
         let row =
             |shares, prompt_len, own_len| PlannedRow { shares, prompt_pages: 0, own_pages: 0, prompt_len, own_len };
         let rows = [row(false, 300, 5), row(true, 300, 200), row(true, 300, 1), row(false, 1, 64), row(false, 64, 65)];
         for window in [None, Some(1), Some(70), Some(250)] {
-            for (heads_at_once, wanted) in [(1, 0), (1, usize::MAX), (8, 0), (8, usize::MAX), (16, 0)] {
-                let plan = Plan::new(&rows, window, heads_at_once, 2, wanted);
+            let warps = [(1, 0), (1, 10), (1, usize::MAX), (8, 0), (8, 9), (8, usize::MAX), (16, 0), (16, 10)];
+            for (heads_at_once, warps) in warps {
+                let plan = Plan::new(&rows, window, heads_at_once, 2, Spread { warps, long: 1 });
                 for (index, row) in rows.iter().enumerate() {
                     let (of_prompt, own) = folded(&plan, index);
                     let (first_prompt, first_own) = row.first_blocks(window);

@@ -17,9 +17,9 @@ fn packed(device: &Device, case: &Case, qkv: &[f32], dtype: Dtype) -> Vec<f32> {
     download(device, &out, tokens * q_width, dtype)
 }
 
-/// Completions of prompts, token by token; two layers with the case's window and without. `wanted` decides how the work
-/// is spread.
-fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, wanted: usize) {
+/// Completions of prompts, token by token; two layers with the case's window and without. All groups but the first begin
+/// at the step `late`.
+fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, spread: Spread, late: usize) {
     let Some(device) = device() else { return };
     let (heads, width, q_width) = (case.heads, case.heads.width(), case.heads.q_width());
     let qkv = rounded(case.qkv(dtype), dtype);
@@ -27,42 +27,46 @@ fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, wanted: usize) {
     let expected =
         windows.map(|window| packed(&device, &Case { heads, groups: case.groups.clone(), window }, &qkv, dtype));
     let mut cache = Cache::new(&device, &heads, 2, dtype).unwrap();
-    cache.wanted = wanted;
-    let lengths: Vec<usize> = case.groups.iter().map(|group| group.prompt_len).collect();
-    assert_eq!(cache.announce(&lengths).unwrap(), 0);
-    // Where each live row's completion begins in the batch, and its tokens.
+    cache.spread = spread;
+    // Where each live row's next token lies in the batch, and its last one's end.
     let (mut live, mut begin): (Vec<(usize, usize)>, usize) = (Vec::new(), 0);
-    let mut prompts: Vec<f32> = Vec::new();
-    for (number, group) in case.groups.iter().enumerate() {
-        prompts.extend(&qkv[begin * width..(begin + group.prompt_len) * width]);
-        begin += group.prompt_len;
-        for len in &group.completion_lens {
-            live.push((begin, *len));
-            begin += len;
-        }
-        cache.add_rows(number, group.completion_lens.len(), 100).unwrap();
-    }
-    let tokens = prompts.len() / width;
-    let prompts = upload(&device, &prompts, dtype);
-    for layer in 0..2 {
-        cache.fill(0, layer, Rows::new(&prompts, tokens, width, dtype)).unwrap();
-    }
-    cache.close();
     for step in 0.. {
-        let keep: Vec<bool> = live.iter().map(|(_, len)| *len > step).collect();
+        let coming = match step {
+            0 if late == 0 => &case.groups[..],
+            0 => &case.groups[..1],
+            _ if step == late => &case.groups[1..],
+            _ => &[],
+        };
+        if !coming.is_empty() {
+            let lengths: Vec<usize> = coming.iter().map(|group| group.prompt_len).collect();
+            assert_eq!(cache.announce(&lengths).unwrap(), 0);
+            let mut prompts: Vec<f32> = Vec::new();
+            for (number, group) in coming.iter().enumerate() {
+                prompts.extend(&qkv[begin * width..(begin + group.prompt_len) * width]);
+                begin += group.prompt_len;
+                for len in &group.completion_lens {
+                    live.push((begin, begin + len));
+                    begin += len;
+                }
+                cache.add_rows(number, group.completion_lens.len(), 100).unwrap();
+            }
+            let tokens = prompts.len() / width;
+            let prompts = upload(&device, &prompts, dtype);
+            for layer in 0..2 {
+                cache.fill(0, layer, Rows::new(&prompts, tokens, width, dtype)).unwrap();
+            }
+            cache.close();
+        }
+        let keep: Vec<bool> = live.iter().map(|(at, end)| at < end).collect();
         cache.retain(&keep);
-        live.retain(|(_, len)| *len > step);
+        live.retain(|(at, end)| at < end);
         assert_eq!(cache.rows(), live.len());
         if live.is_empty() {
             break;
         }
         // More rows than are live, as in a bucket.
         let bucket = live.len() + step % 2;
-        let mut rows: Vec<f32> = live
-            .iter()
-            .flat_map(|(begin, _)| &qkv[(begin + step) * width..(begin + step + 1) * width])
-            .copied()
-            .collect();
+        let mut rows: Vec<f32> = live.iter().flat_map(|(at, _)| &qkv[at * width..(at + 1) * width]).copied().collect();
         rows.resize(bucket * width, f32::NAN);
         let rows = upload(&device, &rows, dtype);
         let out = device.alloc(bucket * q_width * dtype.bytes()).unwrap();
@@ -73,20 +77,21 @@ fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, wanted: usize) {
             let of_out = Rows::new(&out, bucket, q_width, dtype);
             cache.attend(layer, window, Rows::new(&rows, bucket, width, dtype), of_out).unwrap();
             let actual = download(&device, &out, bucket * q_width, dtype);
-            for (row, (begin, _)) in live.iter().enumerate() {
-                let expected = &expected[layer][(begin + step) * q_width..(begin + step + 1) * q_width];
+            for (row, (at, _)) in live.iter().enumerate() {
+                let expected = &expected[layer][at * q_width..(at + 1) * q_width];
                 let actual = &actual[row * q_width..(row + 1) * q_width];
                 assert_eq!(actual, expected, "row {row}, step {step}, layer {layer}, {}", case.what(dtype));
             }
             assert!(actual[live.len() * q_width..].iter().all(|value| *value == 0.0));
         }
+        live.iter_mut().for_each(|(at, _)| *at += 1);
     }
 }
 
 fn for_all_plans(case: &Case) {
     for dtype in [Dtype::F32, Dtype::Bf16] {
-        for wanted in [1, usize::MAX] {
-            decode_has_the_bits_of_training(case, dtype, wanted);
+        for warps in [1, 6, usize::MAX] {
+            decode_has_the_bits_of_training(case, dtype, Spread { warps, long: 1 }, 0);
         }
     }
 }
@@ -106,6 +111,15 @@ fn rows_that_share_prompts_attend_as_in_training() {
 fn long_completions_cross_pages_as_in_training() {
     let groups = vec![group(3, &[67, 65])];
     for_all_plans(&Case { heads: heads(2, 1, 16), groups, window: Some(40) });
+}
+
+#[test]
+fn a_long_row_among_short_ones_attends_as_in_training() {
+    let groups = vec![group(3, &[195]), group(130, &[2]), group(2, &[2]), group(2, &[1])];
+    let case = Case { heads: heads(2, 1, 32), groups, window: Some(150) };
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        decode_has_the_bits_of_training(&case, dtype, Spread { warps: 4, long: 1 }, 192);
+    }
 }
 
 #[test]

@@ -43,34 +43,29 @@ struct AttendQueries {
 };
 
 // How many tiles are loaded or in use at a time: the next one comes while this one is computed with, where there is room.
-#define STAGES(DIM) ((DIM) <= 128 ? 2 : 1)
+#define STAGES_OF(DIM) ((DIM) <= 128 ? 2 : 1)
 
 // dq of a warp's 16 queries over some blocks of a segment.
-template <int DIM> struct QueryGradient {
+template <int DIM, int STAGES> struct QueryGradient {
     float dq[DIM / 8][4];
     float lse[2], delta[2];
 
     DEVICE_SPECIAL void run(const bf16* q, const bf16* d_out, bf16* tiles, const Segment<bf16>& segment, uint32_t first,
                             uint32_t end, const Seen seen[2], float scale) {
         if (first >= end) return;
-        int32_t hi = seen[0].hi > seen[1].hi ? seen[0].hi : seen[1].hi;
-        for (int step = 16; step > 0; step >>= 1) {
-            int32_t other = __shfl_xor_sync(FULL, hi, step);
-            hi = hi > other ? hi : other;
-        }
         auto load = [&](uint32_t block, bf16* to) {
             uint32_t count = positions_of(segment, block);
-            load_tile<DIM, KEYS>(to, keys_of(segment, block), segment.stride, count, segment.dim, segment.vector);
-            load_tile<DIM, KEYS>(to + KEYS * TILE_STRIDE(DIM), values_of(segment, block), segment.stride, count,
-                                 segment.dim, segment.vector);
+            load_tile<DIM, KEYS, 128>(to, keys_of(segment, block), segment.stride, count, segment.dim, segment.vector);
+            load_tile<DIM, KEYS, 128>(to + KEYS * TILE_STRIDE(DIM), values_of(segment, block), segment.stride, count,
+                                      segment.dim, segment.vector);
         };
         __syncthreads();
         load(first, tiles);
         cp_async_commit();
         for (uint32_t block = first; block < end; block++) {
-            bf16* keys = tiles + (block - first) % STAGES(DIM) * 2 * KEYS * TILE_STRIDE(DIM);
+            bf16* keys = tiles + (block - first) % STAGES * 2 * KEYS * TILE_STRIDE(DIM);
             bool more = block + 1 < end;
-            if (STAGES(DIM) == 2) {
+            if (STAGES == 2) {
                 if (more) load(block + 1, tiles + (block + 1 - first) % 2 * 2 * KEYS * TILE_STRIDE(DIM));
                 cp_async_commit();
                 cp_async_wait<1>();
@@ -79,7 +74,7 @@ template <int DIM> struct QueryGradient {
             }
             __syncthreads();
             int32_t base = int32_t(block * KEYS);
-            if (hi > base) {
+            if (__any_sync(FULL, sees_some(seen[0], base) || sees_some(seen[1], base))) {
                 const bf16* values = keys + KEYS * TILE_STRIDE(DIM);
 #pragma unroll 1
                 for (int half = 0; half < 2; half++) {
@@ -88,7 +83,7 @@ template <int DIM> struct QueryGradient {
                 }
             }
             __syncthreads();
-            if (STAGES(DIM) == 1 && more) {
+            if (STAGES == 1 && more) {
                 load(block + 1, tiles);
                 cp_async_commit();
             }
@@ -124,8 +119,9 @@ template <int DIM> struct QueryGradient {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 int32_t position = column + n * 8 + e % 2;
-                bool visible = position >= seen[e / 2].lo && position < seen[e / 2].hi;
-                float weight = visible ? exp2_of(fmaf(s[n][e], scale, -lse[e / 2])) : 0.0f;
+                bool visible = (position >= seen[e / 2].lo) & (position < seen[e / 2].hi);
+                float weight = exp2_of(fmaf(s[n][e], scale, -lse[e / 2]));
+                weight = visible ? weight : 0.0f;
                 s[n][e] = weight * (dp[n][e] - delta[e / 2]);
             }
             ds[n / 2][n % 2 * 2] = pack_bf16(s[n][0], s[n][1]);
@@ -144,27 +140,30 @@ template <int DIM> struct QueryGradient {
     }
 };
 
-template <int DIM> DEVICE void attend_queries_bf16(const AttendQueries& p) {
+template <int DIM, int STAGES> DEVICE void attend_queries_bf16(const AttendQueries& p) {
     SHARED(shared);
     bf16* q = reinterpret_cast<bf16*>(shared);
     bf16* d_out = q + 64 * TILE_STRIDE(DIM);
     bf16* keys = d_out + 64 * TILE_STRIDE(DIM);
-    QueryTile tile = p.tiles[blockIdx.x];
-    HeadTile heads = head_tile(blockIdx.y, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
+    BlockTile place = block_tile(blockIdx.x, p.num_kv_heads * p.head_tiles);
+    QueryTile tile = p.tiles[place.tile];
+    HeadTile heads = head_tile(place.head, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
+    const bf16* qkv = static_cast<const bf16*>(p.qkv);
     auto query_at = [&](uint32_t row) -> const bf16* {
         QueryRow query = query_row(row, tile.tokens, heads, p.heads_at_once);
-        const bf16* qkv = static_cast<const bf16*>(p.qkv);
         return query.valid ? qkv + uint64_t(tile.row + query.token) * p.stride + query.head * p.dim : nullptr;
     };
-    gather_tile<DIM, 64>(q, query_at, p.dim, p.vector);
+    gather_tile<DIM, 64, 128>(q, qkv, query_at, p.dim, p.vector);
+    const bf16* all_d_out = static_cast<const bf16*>(p.d_out);
     auto d_out_at = [&](uint32_t row) -> const bf16* {
         QueryRow query = query_row(row, tile.tokens, heads, p.heads_at_once);
-        const bf16* from = static_cast<const bf16*>(p.d_out);
-        return query.valid ? from + uint64_t(tile.row + query.token) * p.d_out_stride + query.head * p.dim : nullptr;
+        uint64_t token = tile.row + query.token;
+        return query.valid ? all_d_out + token * p.d_out_stride + query.head * p.dim : nullptr;
     };
-    gather_tile<DIM, 64>(d_out, d_out_at, p.dim, p.vector);
+    gather_tile<DIM, 64, 128>(d_out, all_d_out, d_out_at, p.dim, p.vector);
     uint32_t first = warp_id() * QUERIES;
-    QueryGradient<DIM> gradient;
+    QueryGradient<DIM, STAGES> gradient;
+#pragma unroll
     for (int e = 0; e < 2; e++) {
         QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
         uint64_t at = uint64_t(tile.row + query.token) * p.num_heads + query.head;
@@ -184,19 +183,20 @@ template <int DIM> DEVICE void attend_queries_bf16(const AttendQueries& p) {
             seen[e] = seen_or_none(query.valid, own, tile, query.token, p.window);
         }
         Blocks blocks = tile_blocks(own, tile, p.window);
-        gradient.run(own_q, own_d, keys, tile_segment<bf16>(p.qkv, own, tile, heads.kv, p.num_heads, p.num_kv_heads,
-                                                            p.dim, p.stride, p.vector),
-                     blocks.first, blocks.end, seen, p.scale);
+        Segment<bf16> segment = tile_segment<bf16>(p.qkv, own, tile, heads.kv, p.num_heads, p.num_kv_heads, p.dim,
+                                                   p.stride, p.vector);
+        gradient.run(own_q, own_d, keys, segment, blocks.first, blocks.end, seen, p.scale);
     }
+#pragma unroll
     for (int e = 0; e < 2; e++) {
         QueryRow query = query_row(first + lane_id() / 4 + 8 * e, tile.tokens, heads, p.heads_at_once);
         if (!query.valid) continue;
         bf16* to = static_cast<bf16*>(p.d_qkv) + uint64_t(tile.row + query.token) * p.d_stride + query.head * p.dim;
+        bool words = has_words(to, p.dim);
 #pragma unroll
         for (int c = 0; c < DIM / 8; c++) {
-            uint32_t at = c * 8 + lane_id() % 4 * 2;
-            if (at < p.dim) to[at] = to_bf16(gradient.dq[c][2 * e] * p.natural);
-            if (at + 1 < p.dim) to[at + 1] = to_bf16(gradient.dq[c][2 * e + 1] * p.natural);
+            store_pair(to, c * 8 + lane_id() % 4 * 2, p.dim, words, gradient.dq[c][2 * e] * p.natural,
+                       gradient.dq[c][2 * e + 1] * p.natural);
         }
     }
 }
@@ -235,8 +235,9 @@ DEVICE void query_gradient_f32(const float* q, const float* d_out, const Segment
 }
 
 template <int DIM> DEVICE void attend_queries_f32(const AttendQueries& p) {
-    QueryTile tile = p.tiles[blockIdx.x];
-    HeadTile heads = head_tile(blockIdx.y, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
+    BlockTile place = block_tile(blockIdx.x, p.num_kv_heads * p.head_tiles);
+    QueryTile tile = p.tiles[place.tile];
+    HeadTile heads = head_tile(place.head, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
     Segment<float> prompt = packed_segment<float>(p.qkv, tile.prompt_row, tile.prompt_len, heads.kv, p.num_heads,
                                                   p.num_kv_heads, p.dim, p.stride, p.vector);
     Segment<float> own = packed_segment<float>(p.qkv, tile.segment_row, tile.segment_len, heads.kv, p.num_heads,
@@ -300,6 +301,7 @@ struct KeyStep {
 };
 
 template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
+    constexpr int STAGES = STAGES_OF(DIM);
     SHARED(shared);
     SHARED_ARRAY(float, kept_lse, 2 * QUERY_ROWS);
     SHARED_ARRAY(float, kept_delta, 2 * QUERY_ROWS);
@@ -307,12 +309,13 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     bf16* keys = reinterpret_cast<bf16*>(shared);
     bf16* values = keys + KEYS * TILE_STRIDE(DIM);
     bf16* tiles = values + KEYS * TILE_STRIDE(DIM);
-    KeyTile tile = p.tiles[blockIdx.x];
-    uint32_t kv = blockIdx.y, group = p.num_heads / p.num_kv_heads;
+    BlockTile place = block_tile(blockIdx.x, p.num_kv_heads);
+    KeyTile tile = p.tiles[place.tile];
+    uint32_t kv = place.head, group = p.num_heads / p.num_kv_heads;
     const bf16* qkv = static_cast<const bf16*>(p.qkv);
     const bf16* first_key = qkv + uint64_t(tile.row) * p.stride + (p.num_heads + kv) * p.dim;
-    load_tile<DIM, KEYS>(keys, first_key, p.stride, tile.count, p.dim, p.vector);
-    load_tile<DIM, KEYS>(values, first_key + p.num_kv_heads * p.dim, p.stride, tile.count, p.dim, p.vector);
+    load_tile<DIM, KEYS, 128>(keys, first_key, p.stride, tile.count, p.dim, p.vector);
+    load_tile<DIM, KEYS, 128>(values, first_key + p.num_kv_heads * p.dim, p.stride, tile.count, p.dim, p.vector);
     cp_async_commit();
     // Of a warp's 16 keys: rows g and g + 8.
     float dk[DIM / 8][4], dv[DIM / 8][4];
@@ -323,12 +326,13 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     const bf16* own_values = values + warp_id() * QUERIES * TILE_STRIDE(DIM);
     int32_t key = tile.position + int32_t(warp_id() * QUERIES + lane_id() / 4);
     // The first rows from `begin` on of which any sees any of the keys: the same in all warps.
+    int32_t last = tile.position + tile.count - 1;
     auto find = [&](int32_t begin) -> int32_t {
+        if (p.window == 0x7fffffffu) return begin;
         for (; begin < tile.end; begin += int32_t(QUERY_ROWS)) {
             int32_t row = begin + int32_t(lane_id());
             int32_t position = row < tile.end ? p.positions[row] : -1;
-            bool sees = position >= tile.position &&
-                        int64_t(tile.position) + tile.count - 1 + p.window > int64_t(position);
+            bool sees = position >= tile.position && position - last < int32_t(p.window);
             if (__any_sync(FULL, sees)) break;
         }
         return begin;
@@ -338,18 +342,20 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
         uint32_t head = kv * group + step.head;
         uint32_t rows = uint32_t(min(tile.end - step.begin, int32_t(QUERY_ROWS)));
         const bf16* d_out = static_cast<const bf16*>(p.d_out);
-        load_tile<DIM, QUERY_ROWS>(q, qkv + uint64_t(step.begin) * p.stride + head * p.dim, p.stride, rows, p.dim,
-                                   p.vector);
-        load_tile<DIM, QUERY_ROWS>(q + QUERY_ROWS * TILE_STRIDE(DIM),
-                                   d_out + uint64_t(step.begin) * p.d_out_stride + head * p.dim, p.d_out_stride, rows,
-                                   p.dim, p.vector);
-        if (threadIdx.x < QUERY_ROWS) {
-            uint64_t row = uint64_t(step.begin) + threadIdx.x;
-            bool valid = threadIdx.x < rows;
-            uint32_t at = stage * QUERY_ROWS + threadIdx.x;
-            kept_lse[at] = valid ? p.lse[row * p.num_heads + head] : 0.0f;
-            kept_delta[at] = valid ? p.delta[row * p.num_heads + head] : 0.0f;
-            kept_positions[at] = valid ? p.positions[row] : -1;
+        load_tile<DIM, QUERY_ROWS, 128>(q, qkv + uint64_t(step.begin) * p.stride + head * p.dim, p.stride, rows, p.dim,
+                                        p.vector);
+        load_tile<DIM, QUERY_ROWS, 128>(q + QUERY_ROWS * TILE_STRIDE(DIM),
+                                        d_out + uint64_t(step.begin) * p.d_out_stride + head * p.dim, p.d_out_stride,
+                                        rows, p.dim, p.vector);
+        uint64_t row = uint64_t(step.begin) + threadIdx.x;
+        uint32_t at = stage * QUERY_ROWS + threadIdx.x;
+        if (threadIdx.x < rows) {
+            cp_async4(kept_lse + at, p.lse + row * p.num_heads + head);
+            cp_async4(kept_delta + at, p.delta + row * p.num_heads + head);
+            cp_async4(kept_positions + at, p.positions + row);
+        } else if (threadIdx.x < QUERY_ROWS) {
+            kept_lse[at] = kept_delta[at] = 0.0f;
+            kept_positions[at] = -1;
         }
     };
     KeyStep step = {find(tile.begin), 0};
@@ -360,7 +366,7 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
         KeyStep next = {step.begin, step.head + 1};
         if (next.head == group) next.head = 0, next.begin = find(step.begin + int32_t(QUERY_ROWS));
         bool more = next.begin < tile.end;
-        if (STAGES(DIM) == 2) {
+        if (STAGES == 2) {
             if (more) load(next, stage ^ 1);
             cp_async_commit();
             cp_async_wait<1>();
@@ -400,9 +406,11 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 uint32_t column = n * 8 + lane_id() % 4 * 2 + e % 2;
-                int32_t at = positions[column];
-                bool visible = at >= 0 && sees_key(at, key + e / 2 * 8, p.window);
-                float weight = visible ? exp2_of(fmaf(s[n][e], p.scale, -lse[column])) : 0.0f;
+                float of_lse = lse[column];
+                // Not negative and within the window; of no query (-1) it is negative.
+                bool visible = uint32_t(positions[column] - (key + e / 2 * 8)) < p.window;
+                float weight = exp2_of(fmaf(s[n][e], p.scale, -of_lse));
+                weight = visible ? weight : 0.0f;
                 s[n][e] = weight;
                 dp[n][e] = weight * (dp[n][e] - delta[column]);
             }
@@ -425,35 +433,35 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
             }
         }
         __syncthreads();
-        if (STAGES(DIM) == 1 && more) {
+        if (STAGES == 1 && more) {
             load(next, 0);
             cp_async_commit();
         }
         step = next;
-        stage ^= STAGES(DIM) - 1;
+        stage ^= STAGES - 1;
     }
     cp_async_wait<0>();
+#pragma unroll
     for (int e = 0; e < 2; e++) {
         uint32_t row = warp_id() * QUERIES + lane_id() / 4 + 8 * e;
         if (row >= uint32_t(tile.count)) continue;
         bf16* to = static_cast<bf16*>(p.d_qkv) + uint64_t(tile.row + row) * p.d_stride + (p.num_heads + kv) * p.dim;
         bf16* to_values = to + p.num_kv_heads * p.dim;
+        bool words = has_words(to, p.dim);
 #pragma unroll
         for (int c = 0; c < DIM / 8; c++) {
             uint32_t at = c * 8 + lane_id() % 4 * 2;
-            for (uint32_t i = 0; i < 2; i++) {
-                if (at + i >= p.dim) continue;
-                to[at + i] = to_bf16(dk[c][2 * e + i] * p.natural);
-                to_values[at + i] = to_bf16(dv[c][2 * e + i]);
-            }
+            store_pair(to, at, p.dim, words, dk[c][2 * e] * p.natural, dk[c][2 * e + 1] * p.natural);
+            store_pair(to_values, at, p.dim, words, dv[c][2 * e], dv[c][2 * e + 1]);
         }
     }
 }
 
 // f32: a warp goes through its keys one by one; a lane has a query.
 template <int DIM> DEVICE void attend_keys_f32(const AttendKeys& p) {
-    KeyTile tile = p.tiles[blockIdx.x];
-    uint32_t kv = blockIdx.y, group = p.num_heads / p.num_kv_heads, lane = lane_id();
+    BlockTile place = block_tile(blockIdx.x, p.num_kv_heads);
+    KeyTile tile = p.tiles[place.tile];
+    uint32_t kv = place.head, group = p.num_heads / p.num_kv_heads, lane = lane_id();
     const float* qkv = static_cast<const float*>(p.qkv);
     for (uint32_t row = warp_id(); row < uint32_t(tile.count); row += blockDim.x / WARP) {
         const float* key = qkv + uint64_t(tile.row + row) * p.stride + (p.num_heads + kv) * p.dim;
@@ -505,12 +513,17 @@ template <int DIM> DEVICE void attend_keys_f32(const AttendKeys& p) {
     }
 }
 
-#define ATTEND_BACKWARD(DIM)                                                                                           \
-    KERNEL_BOUNDS(attend_queries_bf16_##DIM, AttendQueries, 128, 1) { attend_queries_bf16<DIM>(p); }                   \
+// `blocks`: so many blocks of threads are to fit a multiprocessor's registers.
+#define ATTEND_BACKWARD(DIM, blocks)                                                                                   \
+    KERNEL_BOUNDS(attend_queries_bf16_##DIM, AttendQueries, 128, blocks) {                                             \
+        attend_queries_bf16<DIM, STAGES_OF(DIM)>(p);                                                                   \
+    }                                                                                                                  \
     KERNEL_BOUNDS(attend_queries_f32_##DIM, AttendQueries, 128, 1) { attend_queries_f32<DIM>(p); }                     \
-    KERNEL_BOUNDS(attend_keys_bf16_##DIM, AttendKeys, 128, 1) { attend_keys_bf16<DIM>(p); }                            \
+    KERNEL_BOUNDS(attend_keys_bf16_##DIM, AttendKeys, 128, blocks) { attend_keys_bf16<DIM>(p); }                       \
     KERNEL_BOUNDS(attend_keys_f32_##DIM, AttendKeys, 128, 1) { attend_keys_f32<DIM>(p); }
-ATTEND_BACKWARD(32)
-ATTEND_BACKWARD(64)
-ATTEND_BACKWARD(128)
-ATTEND_BACKWARD(256)
+ATTEND_BACKWARD(32, 4)
+ATTEND_BACKWARD(64, 3)
+ATTEND_BACKWARD(128, 1)
+ATTEND_BACKWARD(256, 1)
+// For devices on which two stages do not fit.
+KERNEL_BOUNDS(attend_queries_one_stage_bf16_128, AttendQueries, 128, 1) { attend_queries_bf16<128, 1>(p); }

@@ -56,6 +56,20 @@ struct Seen {
     int32_t lo, hi;
 };
 
+// Of a row without a query.
+DEVICE Seen seen_by_none() {
+    Seen none = {0x7fffffff, 0};
+    return none;
+}
+
+// Whether it sees some of the keys from `base` on, and whether there is a query and it does not see all of them.
+DEVICE bool sees_some(Seen seen, int32_t base) {
+    return seen.lo < seen.hi && seen.hi > base && seen.lo < base + int32_t(KEYS);
+}
+DEVICE bool misses_some(Seen seen, int32_t base) {
+    return seen.lo != seen_by_none().lo && (seen.lo > base || seen.hi < base + int32_t(KEYS));
+}
+
 // What a token at `index` of its own segment sees of the prompt before it and of its own segment.
 DEVICE Seen seen_of_prompt(uint32_t prompt_len, uint32_t index, uint32_t window) {
     int64_t first = int64_t(prompt_len) + index + 1 - window;
@@ -86,46 +100,65 @@ DEVICE float folded(float before, float now, Shares shares) { return fmaf(before
 // Rows of a tile in shared memory: padded so that ldmatrix meets each bank once.
 #define TILE_STRIDE(DIM) ((DIM) + 8)
 
-// `rows` rows to a tile of ROWS; zeros after them and after the head's width.
-template <int DIM, int ROWS>
+// `rows` rows to a tile of ROWS, by a block of THREADS; zeros after them and after the head's width. Each thread keeps to
+// one column. The copies are part of the group that is closed next.
+template <int DIM, int ROWS, int THREADS>
 DEVICE void load_tile(bf16* tile, const bf16* from, uint64_t stride, uint32_t rows, uint32_t dim, uint32_t vector) {
-    for (uint32_t i = threadIdx.x; i < ROWS * (DIM / 8); i += blockDim.x) {
-        uint32_t row = i / (DIM / 8), column = i % (DIM / 8) * 8;
-        bool valid = row < rows && column < dim;
-        bf16* to = tile + row * TILE_STRIDE(DIM) + column;
+    constexpr uint32_t STEP = THREADS / (DIM / 8);
+    static_assert(STEP > 0 && ROWS % STEP == 0, "a block copies whole rows");
+    uint32_t row = threadIdx.x / (DIM / 8), column = threadIdx.x % (DIM / 8) * 8;
+    bf16* to = tile + row * TILE_STRIDE(DIM) + column;
+    if (vector) {
+        // Rows from here on; a copy without one has the address of the last, of which it reads nothing.
+        int left = column < dim ? int(rows) - int(row) : 0;
+        const bf16* at = left > 0 ? from + row * stride + column : from;
+#pragma unroll 8
+        for (int i = 0; i < ROWS; i += int(STEP)) {
+            cp_async16(to + i * TILE_STRIDE(DIM), at, left > i);
+            if (left > i + int(STEP)) at += STEP * stride;
+        }
+    } else {
         const bf16* at = from + row * stride + column;
-        if (vector) {
-            cp_async16(to, valid ? at : from, valid);
-        } else {
+#pragma unroll 1
+        for (; row < ROWS; row += STEP, at += STEP * stride, to += STEP * TILE_STRIDE(DIM)) {
             for (uint32_t e = 0; e < 8; e++) {
                 bf16 zero = {0};
-                to[e] = valid && column + e < dim ? at[e] : zero;
+                to[e] = row < rows && column + e < dim ? at[e] : zero;
             }
         }
     }
 }
 
-// The rows of a tile of queries lie where `Row` says: a pointer, or null.
-template <int DIM, int ROWS, typename Row>
-DEVICE void gather_tile(bf16* tile, const Row& row_at, uint32_t dim, uint32_t vector) {
-    for (uint32_t i = threadIdx.x; i < ROWS * (DIM / 8); i += blockDim.x) {
-        uint32_t row = i / (DIM / 8), column = i % (DIM / 8) * 8;
+// The same of a tile of queries, whose rows lie where `Row` says: a pointer, or null. `base` is any row.
+template <int DIM, int ROWS, int THREADS, typename Row>
+DEVICE void gather_tile(bf16* tile, const bf16* base, const Row& row_at, uint32_t dim, uint32_t vector) {
+    constexpr uint32_t STEP = THREADS / (DIM / 8);
+    uint32_t column = threadIdx.x % (DIM / 8) * 8;
+    for (uint32_t row = threadIdx.x / (DIM / 8); row < ROWS; row += STEP) {
         const bf16* from = row_at(row);
         bool valid = from && column < dim;
         bf16* to = tile + row * TILE_STRIDE(DIM) + column;
         if (vector) {
-            if (valid) {
-                store_words4(to, load_words4(from + column));
-            } else {
-                Words4 zeros = {{0, 0, 0, 0}};
-                store_words4(to, zeros);
-            }
+            cp_async16(to, valid ? from + column : base, valid);
         } else {
             for (uint32_t e = 0; e < 8; e++) {
                 bf16 zero = {0};
                 to[e] = valid && column + e < dim ? from[column + e] : zero;
             }
         }
+    }
+}
+
+// Two neighbouring values of a row from an even column on, at once where the row has words.
+DEVICE bool has_words(const bf16* row, uint32_t dim) {
+    return dim % 2 == 0 && reinterpret_cast<uintptr_t>(row) % 4 == 0;
+}
+DEVICE void store_pair(bf16* row, uint32_t column, uint32_t dim, bool words, float first, float second) {
+    if (words) {
+        if (column < dim) store_word(row + column, pack_bf16(first, second));
+    } else {
+        if (column < dim) row[column] = to_bf16(first);
+        if (column + 1 < dim) row[column + 1] = to_bf16(second);
     }
 }
 
@@ -160,31 +193,26 @@ template <int DIM> struct Fold<bf16, DIM> {
     }
 
     // Blocks first to end of a segment, in order. `q` is the warp's rows of the tile of queries; `tiles` is room for a
-    // block's keys and values, which the block's warps load together. All threads of the block call this with the same
+    // block's keys and values, which the block's THREADS load together. All threads of the block call this with the same
     // segment. `seen` is of queries g and g + 8.
+    template <int THREADS>
     DEVICE_SPECIAL void run(const bf16* q, bf16* tiles, const Segment<bf16>& segment, uint32_t first, uint32_t end,
                            const Seen seen[2], float scale) {
         if (first >= end) return;
         bf16* keys = tiles;
         bf16* values = tiles + KEYS * TILE_STRIDE(DIM);
-        // What any query of the warp sees.
-        int32_t lo = seen[0].lo < seen[1].lo ? seen[0].lo : seen[1].lo;
-        int32_t hi = seen[0].hi > seen[1].hi ? seen[0].hi : seen[1].hi;
-        for (int step = 16; step > 0; step >>= 1) {
-            int32_t other_lo = __shfl_xor_sync(FULL, lo, step), other_hi = __shfl_xor_sync(FULL, hi, step);
-            lo = lo < other_lo ? lo : other_lo;
-            hi = hi > other_hi ? hi : other_hi;
-        }
+        auto load = [&](bf16* tile, const bf16* from, uint32_t block) {
+            load_tile<DIM, KEYS, THREADS>(tile, from, segment.stride, positions_of(segment, block), segment.dim,
+                                          segment.vector);
+        };
         __syncthreads();
-        load_tile<DIM, KEYS>(keys, keys_of(segment, first), segment.stride, positions_of(segment, first), segment.dim,
-                             segment.vector);
+        load(keys, keys_of(segment, first), first);
         cp_async_commit();
-        load_tile<DIM, KEYS>(values, values_of(segment, first), segment.stride, positions_of(segment, first),
-                             segment.dim, segment.vector);
+        load(values, values_of(segment, first), first);
         cp_async_commit();
         for (uint32_t block = first; block < end; block++) {
             int32_t base = int32_t(block * KEYS);
-            bool sees = hi > base && lo < base + int32_t(KEYS);
+            bool sees = __any_sync(FULL, sees_some(seen[0], base) || sees_some(seen[1], base));
             bool more = block + 1 < end;
             float s[KEYS / 8][4];
             float largest[2];
@@ -194,14 +222,12 @@ template <int DIM> struct Fold<bf16, DIM> {
                 scores(s, q, keys);
             }
             __syncthreads();
-            if (more) {
-                load_tile<DIM, KEYS>(keys, keys_of(segment, block + 1), segment.stride,
-                                     positions_of(segment, block + 1), segment.dim, segment.vector);
-            }
+            if (more) load(keys, keys_of(segment, block + 1), block + 1);
             cp_async_commit();
             uint32_t p[KEYS / 16][4];
             if (sees) {
-                soften(s, base, seen, scale, largest, p);
+                if (__any_sync(FULL, misses_some(seen[0], base) || misses_some(seen[1], base))) mask(s, base, seen);
+                soften(s, scale, largest, p);
             }
             cp_async_wait<1>();
             __syncthreads();
@@ -209,10 +235,7 @@ template <int DIM> struct Fold<bf16, DIM> {
                 weigh(p, largest, values);
             }
             __syncthreads();
-            if (more) {
-                load_tile<DIM, KEYS>(values, values_of(segment, block + 1), segment.stride,
-                                     positions_of(segment, block + 1), segment.dim, segment.vector);
-            }
+            if (more) load(values, values_of(segment, block + 1), block + 1);
             cp_async_commit();
         }
         cp_async_wait<0>();
@@ -237,19 +260,27 @@ template <int DIM> struct Fold<bf16, DIM> {
         }
     }
 
-    // Scores to p in bf16, as the left operand of the next product.
-    DEVICE_SPECIAL static void soften(float s[KEYS / 8][4], int32_t base, const Seen seen[2], float scale,
-                                     float largest[2], uint32_t p[KEYS / 16][4]) {
+    // Scores of keys that a query does not see.
+    DEVICE_SPECIAL static void mask(float s[KEYS / 8][4], int32_t base, const Seen seen[2]) {
         int32_t column = base + int32_t(lane_id() % 4 * 2);
-        largest[0] = largest[1] = -INFINITY;
 #pragma unroll
         for (int n = 0; n < int(KEYS / 8); n++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 int32_t position = column + n * 8 + e % 2;
                 if (position < seen[e / 2].lo || position >= seen[e / 2].hi) s[n][e] = -INFINITY;
-                largest[e / 2] = fmaxf(largest[e / 2], s[n][e]);
             }
+        }
+    }
+
+    // Scores to p in bf16, as the left operand of the next product.
+    DEVICE_SPECIAL static void soften(const float s[KEYS / 8][4], float scale, float largest[2],
+                                     uint32_t p[KEYS / 16][4]) {
+        largest[0] = largest[1] = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < int(KEYS / 8); n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) largest[e / 2] = fmaxf(largest[e / 2], s[n][e]);
         }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -343,11 +374,10 @@ template <int DIM> struct Fold<bf16, DIM> {
             float* lse = lse_at(g + 8 * e);
             if (lse && lane_id() % 4 == 0) *lse = m[e] + log2f(l[e]);
             float inverse = 1.0f / l[e];
+            bool words = has_words(to, dim);
 #pragma unroll
             for (int c = 0; c < DIM / 8; c++) {
-                uint32_t at = c * 8 + column;
-                if (at < dim) to[at] = to_bf16(o[c][2 * e] * inverse);
-                if (at + 1 < dim) to[at + 1] = to_bf16(o[c][2 * e + 1] * inverse);
+                store_pair(to, c * 8 + column, dim, words, o[c][2 * e] * inverse, o[c][2 * e + 1] * inverse);
             }
         }
     }
@@ -378,10 +408,7 @@ template <int DIM> struct Fold<float, DIM> {
 #pragma unroll
             for (int quad = 0; quad < int(QUERIES); quad += 4) {
                 bool sees = false;
-                for (int r = 0; r < 4; r++) {
-                    const Seen& of = seen[quad + r];
-                    sees = sees || (of.lo < of.hi && of.hi > base && of.lo < base + int32_t(KEYS));
-                }
+                for (int r = 0; r < 4; r++) sees = sees || sees_some(seen[quad + r], base);
                 if (!sees) continue;
                 float p[4][2];
                 float largest[4];

@@ -27,6 +27,15 @@ struct Attend {
     float scale; // of scores, in units of log 2
 };
 
+// Blocks lie [tile][head tile]: those of the tile that takes longest begin first, of all heads.
+struct BlockTile {
+    uint32_t tile, head;
+};
+DEVICE BlockTile block_tile(uint32_t block, uint32_t heads) {
+    BlockTile place = {block / heads, block % heads};
+    return place;
+}
+
 // Which query heads a block has.
 struct HeadTile {
     uint32_t kv, first, count;
@@ -69,8 +78,7 @@ DEVICE Segment<T> packed_segment(const void* qkv, uint32_t row, uint32_t len, ui
 }
 
 DEVICE Seen seen_or_none(bool valid, bool own, const QueryTile& tile, uint32_t token, uint32_t window) {
-    Seen none = {0x7fffffff, 0};
-    if (!valid) return none;
+    if (!valid) return seen_by_none();
     return own ? seen_of_own(tile.index + token, window)
                : seen_of_prompt(tile.prompt_len, tile.index + token, window);
 }
@@ -107,14 +115,15 @@ template <int DIM> DEVICE void attend_bf16(const Attend& p) {
     SHARED(shared);
     bf16* q = reinterpret_cast<bf16*>(shared);
     bf16* keys = q + 64 * TILE_STRIDE(DIM);
-    QueryTile tile = p.tiles[blockIdx.x];
-    HeadTile heads = head_tile(blockIdx.y, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
+    BlockTile place = block_tile(blockIdx.x, p.num_kv_heads * p.head_tiles);
+    QueryTile tile = p.tiles[place.tile];
+    HeadTile heads = head_tile(place.head, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
     const bf16* qkv = static_cast<const bf16*>(p.qkv);
     auto query_at = [&](uint32_t row) -> const bf16* {
         QueryRow query = query_row(row, tile.tokens, heads, p.heads_at_once);
         return query.valid ? qkv + uint64_t(tile.row + query.token) * p.stride + query.head * p.dim : nullptr;
     };
-    gather_tile<DIM, 64>(q, query_at, p.dim, p.vector);
+    gather_tile<DIM, 64, 128>(q, qkv, query_at, p.dim, p.vector);
     uint32_t first = warp_id() * QUERIES;
     Fold<bf16, DIM> fold;
     fold.clear();
@@ -127,9 +136,9 @@ template <int DIM> DEVICE void attend_bf16(const Attend& p) {
             seen[e] = seen_or_none(query.valid, own, tile, query.token, p.window);
         }
         Blocks blocks = tile_blocks(own, tile, p.window);
-        fold.run(own_q, keys, tile_segment<bf16>(p.qkv, own, tile, heads.kv, p.num_heads, p.num_kv_heads, p.dim,
-                                                 p.stride, p.vector),
-                 blocks.first, blocks.end, seen, p.scale);
+        Segment<bf16> segment = tile_segment<bf16>(p.qkv, own, tile, heads.kv, p.num_heads, p.num_kv_heads, p.dim,
+                                                   p.stride, p.vector);
+        fold.template run<128>(own_q, keys, segment, blocks.first, blocks.end, seen, p.scale);
     }
     auto out_at = [&](uint32_t row) -> bf16* {
         QueryRow query = query_row(first + row, tile.tokens, heads, p.heads_at_once);
@@ -155,8 +164,9 @@ template <int DIM, typename Row> DEVICE void gather_queries(float* q, const Row&
 template <int DIM> DEVICE void attend_f32(const Attend& p) {
     SHARED(shared);
     float* q = reinterpret_cast<float*>(shared) + warp_id() * QUERIES * DIM;
-    QueryTile tile = p.tiles[blockIdx.x];
-    HeadTile heads = head_tile(blockIdx.y, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
+    BlockTile place = block_tile(blockIdx.x, p.num_kv_heads * p.head_tiles);
+    QueryTile tile = p.tiles[place.tile];
+    HeadTile heads = head_tile(place.head, p.num_heads, p.num_kv_heads, p.heads_at_once, p.head_tiles);
     uint32_t first = warp_id() * QUERIES;
     auto row_of = [&](uint32_t row) { return query_row(first + row, tile.tokens, heads, p.heads_at_once); };
     auto query_at = [&](uint32_t row) -> const float* {

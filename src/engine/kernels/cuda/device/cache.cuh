@@ -14,22 +14,37 @@ struct FillPages {
     const int32_t* slots;  // of each row of qkv: its page's number · 64 + its place there
     uint64_t at;           // in a page, to the layer
     uint32_t stride, rows;
-    uint32_t num_heads, num_kv_heads, dim, pad;
+    uint32_t num_heads, num_kv_heads, dim, vector;
 };
+
+// A warp puts a position's key and value of a head away; from a key to its value are as many values as given.
+template <typename T>
+DEVICE void keep_position(T* to, uint32_t to_value, const T* from, uint32_t from_value, uint32_t dim, uint32_t vector) {
+    uint32_t at_once = vector ? 16 / sizeof(T) : 1;
+    for (uint32_t i = lane_id() * at_once; i < 2 * dim; i += WARP * at_once) {
+        bool value = i >= dim;
+        uint32_t d = value ? i - dim : i;
+        T* place = to + (value ? to_value : 0) + d;
+        const T* at = from + (value ? from_value : 0) + d;
+        if (vector) {
+            store_words4(place, load_words4(at));
+        } else {
+            *place = *at;
+        }
+    }
+}
 
 // A block a row.
 template <typename T> DEVICE void fill_pages(const FillPages& p) {
-    uint32_t row = blockIdx.x, width = p.num_kv_heads * p.dim;
+    uint32_t row = blockIdx.x;
     if (row >= p.rows) return;
     int32_t slot = p.slots[row];
     T* page = reinterpret_cast<T*>(p.pages[slot / int32_t(KEYS)] + p.at);
     uint32_t place = uint32_t(slot) % KEYS;
     const T* from = static_cast<const T*>(p.qkv) + uint64_t(row) * p.stride + p.num_heads * p.dim;
-    for (uint32_t i = threadIdx.x; i < 2 * width; i += blockDim.x) {
-        bool value = i >= width;
-        uint32_t column = value ? i - width : i;
-        uint32_t head = column / p.dim, d = column % p.dim;
-        page[((head * 2 + value) * KEYS + place) * p.dim + d] = from[i];
+    for (uint32_t head = warp_id(); head < p.num_kv_heads; head += blockDim.x / WARP) {
+        T* to = page + (head * 2 * KEYS + place) * p.dim;
+        keep_position(to, KEYS * p.dim, from + head * p.dim, p.num_kv_heads * p.dim, p.dim, p.vector);
     }
 }
 KERNEL(fill_pages_f32, FillPages) { fill_pages<float>(p); }
@@ -111,8 +126,7 @@ template <typename T> struct CachedQueries {
     }
     DEVICE_SPECIAL Seen seen(uint32_t index, bool own) const {
         QueryRow query = at(index);
-        Seen none = {0x7fffffff, 0};
-        return query.valid ? cached_seen(plan_rows(p)[row + query.token], own, p.window) : none;
+        return query.valid ? cached_seen(plan_rows(p)[row + query.token], own, p.window) : seen_by_none();
     }
 };
 
@@ -126,13 +140,15 @@ template <int DIM> struct CachedFold<bf16, DIM> {
     DEVICE_SPECIAL void begin(const CachedQueries<bf16>& queries, unsigned char* memory) {
         shared = reinterpret_cast<bf16*>(memory);
         __syncthreads();
-        gather_tile<DIM, QUERIES>(shared, queries, queries.p.dim, queries.p.vector);
+        const bf16* qkv = static_cast<const bf16*>(queries.p.qkv);
+        gather_tile<DIM, QUERIES, 32>(shared, qkv, queries, queries.p.dim, queries.p.vector);
         fold.clear();
     }
     DEVICE_SPECIAL void run(const CachedQueries<bf16>& queries, const Segment<bf16>& segment, uint32_t first,
                             uint32_t end, bool own) {
         Seen seen[2] = {queries.seen(lane_id() / 4, own), queries.seen(lane_id() / 4 + 8, own)};
-        fold.run(shared, shared + QUERIES * TILE_STRIDE(DIM), segment, first, end, seen, queries.p.scale);
+        bf16* tiles = shared + QUERIES * TILE_STRIDE(DIM);
+        fold.template run<32>(shared, tiles, segment, first, end, seen, queries.p.scale);
     }
     // As many partial results at a time as fit where keys and values lie otherwise.
     DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
@@ -221,10 +237,7 @@ template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached
     uint32_t position = uint32_t(row.own_len) - 1;
     const T* new_key = static_cast<const T*>(p.qkv) + uint64_t(row_index) * p.stride + (p.num_heads + heads.kv) * p.dim;
     T* key = reinterpret_cast<T*>(own.pages[position / KEYS] + own.at) + position % KEYS * p.dim;
-    for (uint32_t d = threadIdx.x; d < p.dim; d += blockDim.x) {
-        key[d] = new_key[d];
-        key[KEYS * p.dim + d] = new_key[p.num_kv_heads * p.dim + d];
-    }
+    keep_position(key, KEYS * p.dim, new_key, p.num_kv_heads * p.dim, p.dim, p.vector);
     CachedQueries<T> queries = {p, row_index, 1, heads};
     CachedFold<T, DIM> cached;
     cached.begin(queries, shared);

@@ -193,6 +193,11 @@ DEVICE void cp_async16(void* shared, const void* global, bool valid = true) {
     int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
+// 4 bytes, both addresses aligned to 4.
+DEVICE void cp_async4(void* shared, const void* global) {
+    uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+}
 // Close a group of copies.
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until at most N of the youngest groups are under way.

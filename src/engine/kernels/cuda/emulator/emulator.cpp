@@ -102,6 +102,7 @@ std::vector<Kernel>& kernels() {
 struct Copy {
     void* to;
     const void* from;
+    uint32_t bytes;
     uint32_t group;
 };
 
@@ -134,6 +135,7 @@ struct Machine {
     Fiber* running = nullptr;
     Body body = nullptr;
     const void* params = nullptr;
+    size_t most_bytes = SHARED_BYTES;
     bool failed = false;
     char message[512] = {};
 
@@ -406,7 +408,7 @@ void* static_shared(const void* tag, size_t bytes) {
         if (array.tag == tag) return array.at;
         total += array.bytes;
     }
-    if (total + bytes > STATIC_BYTES || m.dynamic_bytes + total + bytes > SHARED_BYTES) {
+    if (total + bytes > STATIC_BYTES || m.dynamic_bytes + total + bytes > m.most_bytes) {
         m.fail("%zu bytes of static and %zu of dynamic shared memory are too many", total + bytes, m.dynamic_bytes);
         abandon();
     }
@@ -428,17 +430,17 @@ void check_aligned(const void* address, size_t bytes, int line) {
     abandon();
 }
 
-void copy_later(void* shared, const void* global, bool valid) {
+void copy_later(void* shared, const void* global, uint32_t bytes, bool valid) {
     Machine& m = machine();
     auto to = static_cast<unsigned char*>(shared);
-    if (to < m.shared || to + 16 > m.shared + m.used_bytes || reinterpret_cast<uintptr_t>(to) % 16 != 0 ||
-        reinterpret_cast<uintptr_t>(global) % 16 != 0) {
-        m.fail("cp_async16: not from 16 aligned bytes to 16 aligned bytes of shared memory");
+    if (to < m.shared || to + bytes > m.shared + m.used_bytes || reinterpret_cast<uintptr_t>(to) % bytes != 0 ||
+        reinterpret_cast<uintptr_t>(global) % bytes != 0) {
+        m.fail("cp_async%u: not from %u aligned bytes to as many of shared memory", bytes, bytes);
         abandon();
     }
     // The destination holds neither the old nor the new values until the wait.
-    std::memset(to, UNWRITTEN, 16);
-    m.running->copies.push_back({to, valid ? global : nullptr, m.running->group});
+    std::memset(to, UNWRITTEN, bytes);
+    m.running->copies.push_back({to, valid ? global : nullptr, bytes, m.running->group});
 }
 
 void copy_commit() { machine().running->group++; }
@@ -448,8 +450,8 @@ void copy_wait(int groups) {
     size_t kept = 0;
     for (const Copy& copy : fiber.copies) {
         if (copy.group + uint32_t(groups) < fiber.group) {
-            if (copy.from == nullptr) std::memset(copy.to, 0, 16);
-            else std::memcpy(copy.to, copy.from, 16);
+            if (copy.from == nullptr) std::memset(copy.to, 0, copy.bytes);
+            else std::memcpy(copy.to, copy.from, copy.bytes);
         } else {
             fiber.copies[kept++] = copy;
         }
@@ -471,16 +473,17 @@ extern "C" int32_t rlood_emulator_find(const char* name, size_t name_bytes, size
     return -1;
 }
 
-// Run a kernel to its end. `params` is aligned to 16 bytes. Returns null, or what went wrong, until the next launch.
+// Run a kernel to its end. `params` is aligned to 16 bytes; a block may have `most_shared` bytes of shared memory. Returns null, or what went wrong, until the next launch.
 extern "C" const char* rlood_emulator_launch(int32_t kernel, const void* params, const uint32_t* grid, uint32_t block,
-                                             uint32_t shared) {
+                                             uint32_t shared, uint32_t most_shared) {
     emulator::Machine& m = emulator::enter();
     m.failed = false;
     if (block == 0 || block % emulator::WARP_LANES != 0 || block > emulator::MOST_THREADS) {
         m.fail("a block of %u threads: not a multiple of 32 up to 1024", block);
         return m.message;
     }
-    if (shared > emulator::SHARED_BYTES) {
+    m.most_bytes = most_shared < emulator::SHARED_BYTES ? most_shared : emulator::SHARED_BYTES;
+    if (shared > m.most_bytes) {
         m.fail("%u bytes of shared memory are too many", shared);
         return m.message;
     }

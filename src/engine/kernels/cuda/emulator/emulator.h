@@ -62,7 +62,7 @@ void meet(Collective kind, uint32_t mask, int line);
 unsigned char* dynamic_shared();
 void* static_shared(const void* tag, size_t bytes);
 void check_aligned(const void* address, size_t bytes, int line);
-void copy_later(void* shared, const void* global, bool valid);
+void copy_later(void* shared, const void* global, uint32_t bytes, bool valid);
 void copy_commit();
 void copy_wait(int groups);
 
@@ -129,8 +129,9 @@ inline uint32_t emulated_lane() { return threadIdx.x & 31u; }
 #define mma_m16n8k16_bf16(d, a, b) emulator::product(d, a, b, __LINE__)
 
 inline void cp_async16(void* shared, const void* global, bool valid = true) {
-    emulator::copy_later(shared, global, valid);
+    emulator::copy_later(shared, global, 16, valid);
 }
+inline void cp_async4(void* shared, const void* global) { emulator::copy_later(shared, global, 4, true); }
 inline void cp_async_commit() { emulator::copy_commit(); }
 template <int N> inline void cp_async_wait() { emulator::copy_wait(N); }
 
