@@ -39,8 +39,8 @@ CHECK=(facts:20 limits:90 suite-kernels:150 suite-parity:120 suite-golden:90 sui
 DECODE=(requests-0.6b:120 single-0.6b:60 step-0.6b:150 mismatch-fast:60 mismatch-exact:60)
 TRAIN=(train-0.6b-768:60 train-0.6b-16k:90)
 LARGE=(memory-8b:180 requests-4b:150 step-4b:240 train-4b-16k:150)
-PEERS=(peer-limits:60 peer-train-0.6b-768:90 peer-train-0.6b-16k:120 peer-single-0.6b:90 peer-requests-0.6b:150 peer-rollout-0.6b:200
-    peer-memory-8b:120 peer-train-4b-16k:150 peer-requests-4b:200)
+PEERS=(peer-limits:60 peer-train-0.6b-768:90 peer-train-0.6b-16k:120 peer-memory-8b:120 peer-train-4b-16k:150 peer-single-0.6b:90
+    peer-rollout-0.6b:200 peer-requests-0.6b:220 peer-requests-4b:240)
 # In the order of a call without --parts.
 ALL=("${CHECK[@]}" "${DECODE[@]}" "${TRAIN[@]}" "${PEERS[@]}" "${LARGE[@]}")
 
