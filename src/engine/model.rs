@@ -24,7 +24,9 @@ pub use super::lora::ParameterInfo;
 use super::ops::slices::TokenScore;
 use crate::modelcard::{self, ModelCard};
 use crate::spec::ComputeDtype;
-use crate::spec::footprint::{self, Place};
+#[cfg(feature = "cuda")]
+use crate::spec::footprint;
+use crate::spec::footprint::Place;
 
 pub use decode::DecodeState;
 use decoder::Decoder;
@@ -198,6 +200,15 @@ impl Policy {
     /// Give back what is kept for reuse.
     pub fn release(&self) {
         with_decoder!(&self.network, |decoder| decoder.release());
+    }
+
+    /// The GPU that it computes on, for whoever measures that; None on the processor.
+    #[cfg(feature = "cuda")]
+    pub fn device(&self) -> Option<&super::kernels::cuda::driver::Device> {
+        match &self.network {
+            Network::Cpu(_) | Network::Reference(_) => None,
+            Network::Cuda(decoder) => Some(decoder.backend().device()),
+        }
     }
 
     /// The most bytes of a device's memory that this process has taken so far, what the driver takes for it included; None on
