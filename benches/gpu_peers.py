@@ -12,7 +12,7 @@ DIR is a random model that `rlood bench --save-model DIR` wrote. PART is one of:
              tokens, as many at a time as --micro-batch says; --gradient-checkpointing as ours
 
 Weights are bf16, the adapter f32 under autocast, attention is SDPA. The record is one JSON object; a peer that is missing
-or fails is recorded as such, and the exit code is 0: what failed is part of the result.
+or fails is recorded as such (exit code 1), with what it had come to.
 """
 
 import argparse
@@ -65,6 +65,9 @@ def main():
         record["failed"] = f"{type(error).__name__}: {error}"[:500]
     write(given.out, record)
     print(json.dumps(record))
+    if "failed" in record:
+        print(record["failed"])
+        sys.exit(1)
 
 
 def write(path, record):
