@@ -326,7 +326,7 @@ facts() {
 
 # suite PART: some of the test programs' tests, one at a time: they share the device (gpu_suite.py).
 suite() {
-    local part=$1 program filter=${1#suite-}:: root limit alone
+    local part=$1 program filter=${1#suite-}:: root limit total
     # A test that cannot open a device passes without it.
     if [[ $device != cpu ]] && ! grep -aq '^limits	' "$work/status.tsv" 2>/dev/null; then
         run_part limits
@@ -349,16 +349,12 @@ suite() {
         mkdir -p "$(dirname "$root")" && ln -s "$(pwd -P)" "$root"
     fi
     # What fails runs again, alone, for as long once more at most.
-    limit=$(seconds_for "$part") alone=$limit
-    if [[ -n $budget ]]; then
-        alone=$((budget - SECONDS - limit - 15))
-        ((alone <= limit)) || alone=$limit
-        ((alone >= 0)) || alone=0
-    fi
+    limit=$(seconds_for "$part") total=$((2 * limit))
+    if [[ -n $budget ]] && ((budget - SECONDS - 10 < total)); then total=$((budget - SECONDS - 10)); fi
     rm -f "$work/$part.json" "$work/$part.new.json" "$work/$part.alone.log"
     # The tests take the first GPU that they see, and nothing else: the processor passes them elsewhere.
-    allowed=$((limit + alone + 5)) measured "$part" env RLOOD_TEST_BACKEND="${device%:*}" CUDA_VISIBLE_DEVICES="${device#cuda:}" \
-        "$python" benches/gpu_suite.py "$from/$program" "$filter" --seconds "$limit" --alone-seconds "$alone" \
+    allowed=$((total + 5)) measured "$part" env RLOOD_TEST_BACKEND="${device%:*}" CUDA_VISIBLE_DEVICES="${device#cuda:}" \
+        "$python" benches/gpu_suite.py "$from/$program" "$filter" --seconds "$limit" --total-seconds "$total" \
         --out "$work/$part.new.json" --alone-log "$work/$part.alone.log"
     if (($? == 1)); then
         note "$part" failed $seconds "$(said "$work/$part.log")"

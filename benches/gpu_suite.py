@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs tests of one of our test programs on a GPU, where a fault of one is a fault of all that follow in its process.
 
-  gpu_suite.py PROGRAM FILTER --out FILE --alone-log FILE [--seconds N] [--alone-seconds N] [--fixtures FOLDER]
+  gpu_suite.py PROGRAM FILTER --out FILE --alone-log FILE [--seconds N] [--total-seconds N] [--fixtures FOLDER]
 
 The tests run one at a time in one process. Where that dies, or a test does not end, the tests that it had not reached run in
 another. Then every test that failed, died or did not end runs in a process of its own, told to wait after each piece of work
@@ -55,7 +55,7 @@ def arguments():
     parser.add_argument("--out", required=True)
     parser.add_argument("--alone-log", required=True, help="the output of tests that ran alone")
     parser.add_argument("--seconds", type=float, default=120, help="for all tests together")
-    parser.add_argument("--alone-seconds", type=float, default=120, help="for those that run alone, together")
+    parser.add_argument("--total-seconds", type=float, default=240, help="for those that run alone as well")
     parser.add_argument("--fixtures", default="tests/fixtures", help="where the cases are")
     return parser.parse_args()
 
@@ -78,7 +78,7 @@ class Suite:
             sys.exit(2)
 
     def together(self):
-        deadline = time.monotonic() + self.given.seconds
+        deadline = self.begun + min(self.given.seconds, self.given.total_seconds)
         patience = TEST_SECONDS if len(self.names) > FEW else self.given.seconds
         for round_ in range(MOST_ROUNDS):
             left = [name for name in self.names if name not in self.results]
@@ -98,7 +98,7 @@ class Suite:
                 return
 
     def alone(self):
-        deadline = time.monotonic() + self.given.alone_seconds
+        deadline = self.begun + self.given.total_seconds
         bad = [name for name, result in self.results.items() if result not in ("ok", "ignored")]
         work = []
         for name in bad:
@@ -177,8 +177,11 @@ class Suite:
                 way = "" if entry["careful"] != "ok" else " (as it is)"
                 culprits.setdefault(entry["test"] + way, []).append(entry["case"])
         culprits = [test + (f"[{' '.join(cases)}]" if all(cases) else "") for test, cases in culprits.items()]
-        if self.again:
+        untried = sum(entry["careful"] == "not run" for entry in self.again)
+        if untried < len(self.again):
             parts.append("alone too: " + (" ".join(culprits[:6]) or "none") + (" …" if len(culprits) > 6 else ""))
+        if untried:
+            parts.append(f"no time left to run {untried} alone")
         return "; ".join(parts)
 
 
