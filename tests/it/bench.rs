@@ -77,7 +77,7 @@ fn a_part_that_is_stopped_leaves_its_figures() {
     running.kill().unwrap();
     running.wait().unwrap();
     let figures = figures.expect("two steps within a minute");
-    assert_eq!((&figures["step"]["warm"], &figures["step"]["tokens"]), (&true.into(), &24.into()));
+    assert_eq!((&figures["step"]["warm"], &figures["step"]["tokens"]), (&true.into(), &24.0.into()));
     assert!(measured().is_some(), "what was known is still there");
 }
 
