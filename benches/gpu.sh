@@ -9,9 +9,11 @@
 #
 #   --from PLACE      what `pack` made, the folder or the archive; default: target/gpu, else target/gpu.tar.xz
 #   --device cuda:N   default: cuda:0
-#   --parts A,B,…     only these parts, or groups of them: check, decode, train, large, peers (see `--list`); default: all
-#   --work FOLDER     keeps models and raw figures: a second call with other parts adds to the first's. Default: a temporary
-#                     folder, removed at the end. 30 GB are needed for all models, of which the largest comes last
+#   --parts A,B,…     only these parts, or groups of them: check, decode, train, large, peers, profile (see `--list`), each once,
+#                     in this order; default: all
+#   --work FOLDER     keeps models and raw figures: a second call with other parts adds to the first's, and one that fails takes
+#                     no good figure away. Default: a temporary folder, removed at the end. 30 GB are needed for all models,
+#                     of which the largest comes last
 #   --out FILE        default: benches/results/gpu_NAME.json, NAME the GPU's. Written anew after each part, so that nothing
 #                     is lost with the machine
 #   --save FOLDER     keep the JSON and all logs (work.tar.gz) there too, written anew after each part: for a lent machine
@@ -21,13 +23,14 @@
 #   --small           tiny models and lengths, to try this script itself (the emulator will do; on cpu no bar has a figure): no bar is judged
 #
 # The machine needs the NVIDIA driver (580 or later) and cuBLAS 12 or 13 (the toolkit's, or the one that PyTorch brings), and
-# no compiler. Nothing else should use the GPU meanwhile. Figures are the fastest of several repetitions.
+# no compiler. Nothing else should use the GPU meanwhile; no setting of it is changed. Figures are the fastest of several
+# repetitions; a part that is stopped leaves those that it had. A test that fails runs again in a process of its own.
 #
 # Where the machine is lent for half an hour, ten minutes a command, the most important first ($BACK: what comes back):
-#   benches/gpu.sh --work target/gpu-work --save $BACK --parts check --seconds 390
-#   benches/gpu.sh --work target/gpu-work --save $BACK --parts decode,train --seconds 420
-#   benches/gpu.sh --work target/gpu-work --save $BACK --parts large --seconds 420
-#   benches/gpu.sh --work target/gpu-work --save $BACK --parts peers --seconds 270
+#   run() { benches/gpu.sh --work target/gpu-work --save $BACK "$@"; }
+#   run --seconds 560 --parts facts,limits,suite-kernels,suite-parity,single-0.6b,check,requests-0.6b
+#   run --seconds 570 --parts step-0.6b,mismatch-fast,mismatch-exact,train,memory-8b,step-4b
+#   run --seconds 570 --parts requests-4b,train-4b-16k,peers,profile
 
 # Without -e: a part that fails must not take the others with it.
 set -uo pipefail
@@ -36,13 +39,15 @@ cd "$(dirname "$0")/.." || exit 1
 # Parts by group, each with the most seconds that it may take.
 CHECK=(facts:20 limits:90 suite-kernels:150 suite-parity:120 suite-golden:90 suite-gradients:120 suite-bits:120 suite-gpu:120 suite-gpu_training:120
     suite-oracle:90 suite-precision:60)
-DECODE=(requests-0.6b:120 single-0.6b:60 step-0.6b:150 mismatch-fast:60 mismatch-exact:60)
+DECODE=(requests-0.6b:120 single-0.6b:60 step-0.6b:150 mismatch-fast:60 mismatch-exact:60 step-0.6b-beta:120)
 TRAIN=(train-0.6b-768:60 train-0.6b-16k:90)
 LARGE=(memory-8b:180 requests-4b:150 step-4b:240 train-4b-16k:150)
-PEERS=(peer-limits:60 peer-train-0.6b-768:90 peer-train-0.6b-16k:120 peer-single-0.6b:90 peer-requests-0.6b:150 peer-rollout-0.6b:200
-    peer-memory-8b:120 peer-train-4b-16k:150 peer-requests-4b:200)
+PEERS=(peer-limits:60 peer-train-0.6b-768:90 peer-train-0.6b-16k:120 peer-memory-8b:120 peer-train-4b-16k:150 peer-single-0.6b:90
+    peer-rollout-0.6b:200 peer-requests-0.6b:220 peer-requests-4b:240)
+# Where the time goes; ncu where that is installed.
+PROFILE=(single-0.6b-nographs:60 train-0.6b-768-mb16k:60 profile-decode:90 profile-train:90 ncu-decode:90)
 # In the order of a call without --parts.
-ALL=("${CHECK[@]}" "${DECODE[@]}" "${TRAIN[@]}" "${PEERS[@]}" "${LARGE[@]}")
+ALL=("${CHECK[@]}" "${DECODE[@]}" "${TRAIN[@]}" "${PEERS[@]}" "${PROFILE[@]}" "${LARGE[@]}")
 
 fail() { echo "gpu.sh: $*" >&2; exit "${code:-1}"; }
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
@@ -87,7 +92,7 @@ while (($#)); do
         --python) python=$2; shift 2 ;;
         --small) small=1; shift ;;
         --list)
-            for group in CHECK DECODE TRAIN LARGE PEERS; do
+            for group in CHECK DECODE TRAIN LARGE PEERS PROFILE; do
                 declare -n members=$group
                 echo "${group,,}: ${members[*]%:*}"
             done
@@ -101,21 +106,36 @@ command -v "$python" >/dev/null || fail "$python is missing: a Python 3 puts the
 declare -A limit_of
 for part in "${ALL[@]}"; do limit_of[${part%:*}]=${part#*:}; done
 wanted=()
+# want PART[:SECONDS]…: each once.
+want() {
+    local part
+    for part in "${@%:*}"; do
+        [[ " ${wanted[*]:-} " == *" $part "* ]] || wanted+=("$part")
+    done
+}
 IFS=, read -ra words <<<"${parts:-all}"
 for word in "${words[@]}"; do
     case $word in
-        all) wanted+=("${ALL[@]%:*}") ;;
-        check) wanted+=("${CHECK[@]%:*}") ;;
-        decode) wanted+=("${DECODE[@]%:*}") ;;
-        train) wanted+=("${TRAIN[@]%:*}") ;;
-        large) wanted+=("${LARGE[@]%:*}") ;;
-        peers) wanted+=("${PEERS[@]%:*}") ;;
-        *) [[ -n ${limit_of[$word]:-} ]] || code=2 fail "unknown part: $word (see --list)"; wanted+=("$word") ;;
+        all) want "${ALL[@]}" ;;
+        check) want "${CHECK[@]}" ;;
+        decode) want "${DECODE[@]}" ;;
+        train) want "${TRAIN[@]}" ;;
+        large) want "${LARGE[@]}" ;;
+        peers) want "${PEERS[@]}" ;;
+        profile) want "${PROFILE[@]}" ;;
+        *) [[ -n ${limit_of[$word]:-} ]] || code=2 fail "unknown part: $word (see --list)"; want "$word" ;;
     esac
 done
+temporary='' client=''
+ended() {
+    [[ -z $client ]] || kill "$client" 2>/dev/null
+    [[ -z $temporary ]] || rm -rf "$temporary"
+}
+trap ended EXIT
+trap 'exit 143' TERM INT
 if [[ -z $work ]]; then
     work=$(mktemp -d)
-    trap 'rm -rf "$work"' EXIT
+    temporary=$work
 fi
 mkdir -p "$work" ${save:+"$save"} || fail "$work${save:+ or $save} cannot be made"
 if [[ -z $from ]]; then
@@ -123,7 +143,11 @@ if [[ -z $from ]]; then
     [[ -d $from ]] || from=target/gpu.tar.xz
 fi
 if [[ -f $from ]]; then
-    mkdir -p "$work/from" && "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' "$from" "$work/from" || fail "$from cannot be unpacked"
+    # Once for all calls.
+    if [[ ! $work/from/unpacked -nt $from ]]; then
+        mkdir -p "$work/from" && "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' "$from" "$work/from" || fail "$from cannot be unpacked"
+        touch "$work/from/unpacked"
+    fi
     from=$work/from
 fi
 rlood=$from/rlood
@@ -131,14 +155,20 @@ rlood=$from/rlood
 
 # ---- what runs, and what becomes of it
 
-# note PART STATUS SECONDS REASON: replaces what an earlier call said of the part.
+# note PART STATUS SECONDS REASON: replaces what an earlier call said of the part, unless its figures stand.
 note() {
-    local table=$work/status.tsv
+    local part=$1 status=$2 seconds=$3 reason=${4:-} table=$work/status.tsv earlier
     touch "$table"
-    grep -v "^$1	" "$table" >"$table.new" || true
-    printf '%s\t%s\t%s\t%s\n' "$1" "$2" "$3" "$(tr '\t\n' '  ' <<<"${4:-}" | cut -c1-600)" >>"$table.new"
+    # Bytes of a program's output may be anything.
+    earlier=$(grep -a "^$part	ok	" "$table")
+    if [[ $status != ok && -n $earlier && -f $work/$part.json && $part != suite-* ]]; then
+        echo "   $status: $reason"
+        reason="an earlier call's; a later one: $status: $reason" status=ok seconds=$(cut -f3 <<<"$earlier")
+    fi
+    grep -av "^$part	" "$table" >"$table.new" || true
+    printf '%s\t%s\t%s\t%s\n' "$part" "$status" "$seconds" "$(tr '\t\n' '  ' <<<"$reason" | cut -c1-600)" >>"$table.new"
     mv "$table.new" "$table"
-    echo "   $2${4:+: $4}"
+    echo "   $status${reason:+: $reason}"
 }
 
 # seconds_for PART: its limit, or what is left of --seconds.
@@ -151,27 +181,56 @@ seconds_for() {
     echo $((limit > 1 ? limit : 1))
 }
 
-# measured PART COMMAND…: run with its output in PART.log; failing is a result too.
+# said LOG [LINES]: its last lines.
+said() { grep -av '^[[:space:]]*$' "$1" | tail -"${2:-1}"; }
+
+# measured PART COMMAND…: run with its output in PART.log; failing is a result too. `allowed` is another limit than the part's; `seconds`
+# is what it took.
 measured() {
-    local part=$1 limit begun=$SECONDS status
-    limit=$(seconds_for "$part")
+    local part=$1 limit begun=$SECONDS status watching=''
+    limit=${allowed:-$(seconds_for "$part")}
     shift
+    if [[ -n $client ]]; then
+        nvidia-smi --id="${device#cuda:}" --format=csv,noheader,nounits -lms 500 \
+            --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu,memory.used,clocks_event_reasons.active \
+            >"$work/$part.new.smi.txt" 2>&1 </dev/null &
+        watching=$!
+    fi
     timeout --kill-after=5 "$limit" "$@" >"$work/$part.log" 2>&1 </dev/null
     status=$?
-    case $status in
-        0) note "$part" ok $((SECONDS - begun)) ;;
-        124 | 137) note "$part" failed $((SECONDS - begun)) "not done after $limit s" ;;
-        *) note "$part" failed $((SECONDS - begun)) "exit code $status: $(grep -v '^[[:space:]]*$' "$work/$part.log" | tail -3)" ;;
-    esac
+    if [[ -n $watching ]]; then
+        kill "$watching" 2>/dev/null
+        wait "$watching" 2>/dev/null
+    fi
+    seconds=$((SECONDS - begun))
+    keep "$part" $status
+    if ((status == 0)); then
+        note "$part" ok $seconds
+    elif ((status == 124 || status == 137 && seconds >= limit)); then
+        note "$part" failed $seconds "not done after $limit s$( ((status == 124)) || echo ', and did not end when asked to'); last: $(said "$work/$part.log")"
+    elif ((status > 128)); then
+        note "$part" failed $seconds "killed by signal $((status - 128)) after $seconds s$( ((status != 137)) || echo ', not by this script: is there enough memory?'); last: $(said "$work/$part.log")"
+    else
+        note "$part" failed $seconds "exit code $status: $(said "$work/$part.log" 3)"
+    fi
     return $status
+}
+
+# keep PART STATUS: its new figures in place of the old ones, unless those are whole and these are not.
+keep() {
+    local part=$1 status=$2 file
+    if ((status != 0)) && [[ -f $work/$part.json ]] && grep -aq "^$part	ok	" "$work/status.tsv" 2>/dev/null; then return; fi
+    for file in json smi.txt; do
+        [[ ! -f $work/$part.new.$file ]] || mv "$work/$part.new.$file" "$work/$part.$file"
+    done
 }
 
 # ours PART ARGUMENT…: a part of `rlood bench` on the device.
 ours() {
     local part=$1
     shift
-    rm -f "$work/$part.json"
-    measured "$part" env ${exact:+RLOOD_CUDA_EXACT=$exact} "$rlood" --log warn bench --device "$device" --json "$work/$part.json" "$@"
+    rm -f "$work/$part.new.json"
+    measured "$part" env "${variables[@]}" "$rlood" --log warn bench --device "$device" --json "$work/$part.new.json" "$@"
 }
 
 # peer PART ARGUMENT…: the same by transformers and PEFT.
@@ -182,21 +241,43 @@ peer() {
         note "$part" "not run" 0 "$no_peers"
         return
     fi
-    rm -f "$work/$part.json"
-    measured "$part" "$python" -W ignore benches/gpu_peers.py "$@" --device "$torch_device" --out "$work/$part.json" || return 0
-    local failed
-    failed=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1])).get("failed", ""))' "$work/$part.json")
-    [[ -z $failed ]] || note "$part" failed 0 "$failed"
+    rm -f "$work/$part.new.json"
+    measured "$part" env HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONUNBUFFERED=1 "$python" -W ignore benches/gpu_peers.py "$@" \
+        --device "$torch_device" --out "$work/$part.new.json"
+}
+
+# nsight PART ARGUMENT…: some kernels of `rlood bench` under NVIDIA's profiler, where that is installed.
+nsight() {
+    local part=$1 ncu
+    shift
+    ncu=$(command -v ncu || compgen -G '/usr/local/cuda*/bin/ncu' | tail -1 || true)
+    if [[ -z $ncu || $device == cpu ]]; then
+        note "$part" "not run" 0 "$([[ $device == cpu ]] && echo 'there is no GPU' || echo 'there is no ncu')"
+        return
+    fi
+    measured "$part" "$ncu" --clock-control none --target-processes all --graph-profiling node --launch-skip 2000 --launch-count 1200 \
+        --kill yes --csv --page raw --log-file "$work/$part.csv" \
+        --metrics gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__throughput.avg.pct_of_peak_sustained_elapsed \
+        "$rlood" --log warn bench --device "$device" "$@"
+    # The profiler ends the program when it has its kernels.
+    if [[ $(grep -c '^"' "$work/$part.csv" 2>/dev/null) -gt 2 ]]; then
+        note "$part" ok $seconds "$(said "$work/$part.log")"
+    fi
 }
 
 # model SHAPE: a folder of random weights, made once.
 model() {
-    local folder=$work/model-$1 shape=$1
+    local folder=$work/model-$1 shape=$1 begun=$SECONDS
     [[ -z $small ]] || shape=tiny,layers=2,vocab=64
     if [[ ! -f $folder/complete ]]; then
         mkdir -p "$folder"
         timeout "$(seconds_for "$part")" "$rlood" --log error bench --device cpu --shape "$shape" --save-model "$folder" --only limits \
             --prompt-len 1 --completion "$longest" >/dev/null && touch "$folder/complete"
+        printf '%s\t%s\n' "$1" $((SECONDS - begun)) >>"$work/models.tsv"
+        if [[ ! -f $folder/complete ]]; then
+            echo "not made within $((SECONDS - begun)) s" >&2
+            return 1
+        fi
     fi
     echo "$folder"
 }
@@ -243,15 +324,14 @@ facts() {
     note facts ok 0
 }
 
-# suite PART: some of the test programs' tests, one at a time: they share the device. A line of suites.tsv a part:
-# part, passed, failed, ignored, seconds; and one a failed test.
+# suite PART: some of the test programs' tests, one at a time: they share the device (gpu_suite.py).
 suite() {
-    local part=$1 program filter=${1#suite-}:: root begun=$SECONDS status failed
+    local part=$1 program filter=${1#suite-}:: root limit total
     # A test that cannot open a device passes without it.
-    if [[ $device != cpu ]] && ! grep -q '^limits	' "$work/status.tsv" 2>/dev/null; then
+    if [[ $device != cpu ]] && ! grep -aq '^limits	' "$work/status.tsv" 2>/dev/null; then
         run_part limits
     fi
-    if ! grep -q '^limits	ok' "$work/status.tsv" 2>/dev/null && [[ $device != cpu ]]; then
+    if ! grep -aq '^limits	ok' "$work/status.tsv" 2>/dev/null && [[ $device != cpu ]]; then
         note "$part" "not run" 0 "the part limits, which shows that the device can be opened, did not run well before"
         return
     fi
@@ -268,20 +348,16 @@ suite() {
         # The fixtures' paths are in the program.
         mkdir -p "$(dirname "$root")" && ln -s "$(pwd -P)" "$root"
     fi
-    touch "$work/suites.tsv"
-    grep -v "^$part	" "$work/suites.tsv" >"$work/suites.new"
+    # What fails runs again, alone, for as long once more at most.
+    limit=$(seconds_for "$part") total=$((2 * limit))
+    if [[ -n $budget ]] && ((budget - SECONDS - 10 < total)); then total=$((budget - SECONDS - 10)); fi
+    rm -f "$work/$part.json" "$work/$part.new.json" "$work/$part.alone.log"
     # The tests take the first GPU that they see, and nothing else: the processor passes them elsewhere.
-    measured "$part" env RLOOD_TEST_BACKEND="${device%:*}" CUDA_VISIBLE_DEVICES="${device#cuda:}" "$from/$program" --test-threads=1 "$filter"
-    status=$?
-    # Counted by its lines: a program that was stopped has no sum.
-    awk -v part="$part" -v seconds=$((SECONDS - begun)) '
-        /^test .* \.\.\. ok$/ {passed++} /^test .* \.\.\. FAILED$/ {failed++} /^test .* \.\.\. ignored/ {ignored++}
-        END {printf "%s\t%d\t%d\t%d\t%d\n", part, passed, failed, ignored, seconds}' "$work/$part.log" >>"$work/suites.new"
-    sed -n "s/^test \(.*\) \.\.\. FAILED$/$part	failed	\1/p" "$work/$part.log" >>"$work/suites.new"
-    mv "$work/suites.new" "$work/suites.tsv"
-    failed=$(sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$work/$part.log" | head -8 | paste -sd' ')
-    if [[ $status != 0 && -n $failed ]]; then
-        note "$part" failed $((SECONDS - begun)) "$failed"
+    allowed=$((total + 5)) measured "$part" env RLOOD_TEST_BACKEND="${device%:*}" CUDA_VISIBLE_DEVICES="${device#cuda:}" \
+        "$python" benches/gpu_suite.py "$from/$program" "$filter" --seconds "$limit" --total-seconds "$total" \
+        --out "$work/$part.new.json" --alone-log "$work/$part.alone.log"
+    if (($? == 1)); then
+        note "$part" failed $seconds "$(said "$work/$part.log")"
     fi
 }
 
@@ -298,6 +374,7 @@ if [[ -n $small ]]; then
     lengths=4,12
     few_requests=6
     repeat=1
+    large_batch=64
 else
     longest=20000
     # RLOO rollout: 64 prompts of 256 tokens, 8 completions of 512.
@@ -311,6 +388,7 @@ else
     lengths=100,1024
     few_requests=256
     repeat=3
+    large_batch=16384
 fi
 bf16=(--dtype bf16)
 peer_dtype=bfloat16
@@ -329,7 +407,7 @@ json.dump(list(zip(prompts, completions)), open(path, "w"))
 PY
 
 run_part() {
-    local part=$1 exact='' at
+    local part=$1 variables=() at
     case $part in
         facts) facts; return ;;
         suite-*) suite "$part"; return ;;
@@ -337,25 +415,36 @@ run_part() {
         peer-limits) peer "$part" limits --dtype $peer_dtype; return ;;
     esac
     # The shape is the last word but lengths: requests-0.6b, train-4b-16k.
-    case $part in *0.6b* | mismatch-*) at=qwen3-0.6b ;; *4b*) at=qwen3-4b ;; *) at=qwen3-8b ;; esac
+    case $part in *0.6b* | mismatch-* | profile-* | ncu-*) at=qwen3-0.6b ;; *4b*) at=qwen3-4b ;; *) at=qwen3-8b ;; esac
     if ! at=$(model $at 2>"$work/$part.log"); then
-        note "$part" failed 0 "no model: $(tail -1 "$work/$part.log")"
-        return
+        note "$part" failed 0 "no model: $(said "$work/$part.log")"
+        return 1
     fi
     local model=(--model "$at") checkpointing=(--gradient-checkpointing)
     case $part in
         requests-4b) ours "$part" "${model[@]}" "${bf16[@]}" --only requests --requests "$work/lengths.json" --steps 1 ;;
         requests-*) ours "$part" "${model[@]}" "${bf16[@]}" --only requests --requests "$work/lengths.json" --steps $repeat ;;
-        step-*) ours "$part" "${model[@]}" "${bf16[@]}" "${group[@]}" --only step --steps 2 ;;
+        # As in the bar's table: no reference pass; one run has it.
+        step-*-beta) ours "$part" "${model[@]}" "${bf16[@]}" "${group[@]}" --only step --beta 0.05 --steps 1 ;;
+        step-4b) ours "$part" "${model[@]}" "${bf16[@]}" "${group[@]}" --only step --beta 0 --steps 1 ;;
+        step-*) ours "$part" "${model[@]}" "${bf16[@]}" "${group[@]}" --only step --beta 0 --steps 2 ;;
+        single-*-nographs) variables=(RLOOD_CUDA_GRAPHS=0); ours "$part" "${model[@]}" "${bf16[@]}" "${one[@]}" --only decode --steps $repeat ;;
         single-*) ours "$part" "${model[@]}" "${bf16[@]}" "${one[@]}" --only decode --steps $repeat ;;
+        profile-decode) ours "$part" "${model[@]}" "${bf16[@]}" "${group[@]}" --only decode --profile --steps 1 ;;
+        profile-train) ours "$part" "${model[@]}" "${bf16[@]}" "${group[@]}" --only training --profile --steps 1 ;;
+        ncu-decode) nsight "$part" "${model[@]}" "${bf16[@]}" "${group[@]}" --only decode --steps 1 ;;
+        train-*-768-mb16k)
+            ours "$part" "${model[@]}" "${bf16[@]}" "${packed[@]}" --only training --micro-batch-tokens $large_batch --steps $repeat
+            ;;
         train-*-768) ours "$part" "${model[@]}" "${bf16[@]}" "${packed[@]}" --only training --steps $repeat ;;
+        train-4b-16k) ours "$part" "${model[@]}" "${bf16[@]}" "${long[@]}" "${checkpointing[@]}" --only training --steps 1 ;;
         train-*-16k) ours "$part" "${model[@]}" "${bf16[@]}" "${long[@]}" "${checkpointing[@]}" --only training --steps $repeat ;;
         memory-*) ours "$part" "${model[@]}" "${bf16[@]}" "${fit[@]}" "${checkpointing[@]}" --only training --steps 1 ;;
-        mismatch-fast) exact=0; ours "$part" "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
-        mismatch-exact) exact=1; ours "$part" "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
+        mismatch-fast) variables=(RLOOD_CUDA_EXACT=0); ours "$part" "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
+        mismatch-exact) variables=(RLOOD_CUDA_EXACT=1); ours "$part" "${model[@]}" "${bf16[@]}" "${few[@]}" --only mismatch ;;
         peer-requests-*) peer "$part" requests "${model[@]}" --dtype $peer_dtype --requests "$work/lengths.json" --repeat 1 ;;
         peer-rollout-*) peer "$part" rollout "${model[@]}" --dtype $peer_dtype "${group[@]}" --repeat 1 ;;
-        peer-single-*) peer "$part" rollout "${model[@]}" --dtype $peer_dtype "${one[@]}" --repeat $repeat ;;
+        peer-single-*) peer "$part" rollout "${model[@]}" --dtype $peer_dtype "${one[@]}" --repeat 1 ;;
         peer-train-*-768) peer "$part" train "${model[@]}" --dtype $peer_dtype "${packed[@]}" --micro-batch 16 --repeat $repeat ;;
         peer-train-*-16k) peer "$part" train "${model[@]}" --dtype $peer_dtype "${long[@]}" "${checkpointing[@]}" --repeat $repeat ;;
         peer-memory-*) peer "$part" train "${model[@]}" --dtype $peer_dtype "${fit[@]}" "${checkpointing[@]}" --repeat 1 ;;
@@ -363,6 +452,11 @@ run_part() {
 }
 
 find_cublas
+# Where no client is left, the driver takes the GPU down, and the next process waits until it is up again.
+if [[ $device != cpu ]] && command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
+    nvidia-smi -l 60 >/dev/null 2>&1 </dev/null &
+    client=$!
+fi
 # The driver compiles the kernels when it first sees them; every part is a process of its own.
 export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$work/cuda-cache} CUDA_CACHE_MAXSIZE=${CUDA_CACHE_MAXSIZE:-1073741824}
 no_peers=$("$python" -c '
@@ -377,7 +471,7 @@ report() {
     "$python" benches/gpu_report.py "$work" "$device" "${small:-0}" "$out"
     [[ -n $save ]] || return 0
     "$python" benches/gpu_report.py "$work" "$device" "${small:-0}" "$save/gpu.json" >/dev/null
-    find "$work" -maxdepth 1 -type f \( -name '*.log' -o -name '*.json' -o -name '*.tsv' -o -name '*.txt' \) -printf '%f\0' \
+    find "$work" -maxdepth 1 -type f -size -8M \( -name '*.log' -o -name '*.json' -o -name '*.tsv' -o -name '*.txt' -o -name '*.csv' \) -printf '%f\0' \
         | tar -C "$work" --null -T - -czf "$save/work.tar.gz"
 }
 
@@ -389,7 +483,7 @@ for part in "${wanted[@]}"; do
     elif [[ -n $no_device && $part != facts && $part != peer-* ]]; then
         note "$part" "not run" 0 "$no_device"
     elif ! run_part "$part" && [[ $part == limits ]]; then
-        no_device="$device cannot be used: $(grep -v '^[[:space:]]*$' "$work/limits.log" | tail -1)"
+        no_device="$device cannot be used: $(said "$work/limits.log")"
     fi
     report >"$work/report.txt" 2>&1
 done

@@ -16,9 +16,11 @@
 //! The weights are random ([`random_model`]); speed does not depend on their values.
 
 pub mod decode;
+mod job;
 pub mod kernels;
 pub mod limits;
 pub mod mismatch;
+pub mod profile;
 pub mod random_model;
 mod report;
 pub mod requests;
@@ -27,6 +29,7 @@ pub mod step;
 mod timing;
 pub mod training;
 
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
@@ -100,43 +103,39 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let card = modelcard::read(&model_dir)?;
     let mut report = Report::new(args, &card);
     report.print_head();
-    report.limits = Some(ask(args, BenchPart::Limits, &model_dir)?);
+    measure(args, BenchPart::Limits, &model_dir, &mut report, |report, figures| report.limits = Some(figures))?;
     report.print_limits();
     let wanted = |part| match args.only {
         Some(only) => only == part,
         None => usual(part, args.device),
     };
     if wanted(BenchPart::Kernels) {
-        report.kernels = Some(ask(args, BenchPart::Kernels, &model_dir)?);
+        measure(args, BenchPart::Kernels, &model_dir, &mut report, |report, figures| report.kernels = Some(figures))?;
         report.print_kernels();
     }
     if wanted(BenchPart::Decode) {
-        report.decode = Some(ask(args, BenchPart::Decode, &model_dir)?);
+        measure(args, BenchPart::Decode, &model_dir, &mut report, |report, figures| report.decode = Some(figures))?;
         report.print_decode();
     }
     if wanted(BenchPart::Training) {
-        report.training = Some(ask(args, BenchPart::Training, &model_dir)?);
+        measure(args, BenchPart::Training, &model_dir, &mut report, |report, figures| report.training = Some(figures))?;
         report.print_training();
     }
     if wanted(BenchPart::Step) {
-        report.step = Some(ask(args, BenchPart::Step, &model_dir)?);
+        measure(args, BenchPart::Step, &model_dir, &mut report, |report, figures| report.step = Some(figures))?;
         report.print_step();
     }
     if wanted(BenchPart::Requests) {
-        report.requests = Some(ask(args, BenchPart::Requests, &model_dir)?);
+        measure(args, BenchPart::Requests, &model_dir, &mut report, |report, figures| report.requests = Some(figures))?;
         report.print_requests();
     }
     if wanted(BenchPart::Mismatch) {
-        report.mismatch = Some(ask(args, BenchPart::Mismatch, &model_dir)?);
+        measure(args, BenchPart::Mismatch, &model_dir, &mut report, |report, figures| report.mismatch = Some(figures))?;
         report.print_mismatch();
     }
     if wanted(BenchPart::Busy) {
-        report.busy = Some(ask(args, BenchPart::Busy, &model_dir)?);
+        measure(args, BenchPart::Busy, &model_dir, &mut report, |report, figures| report.busy = Some(figures))?;
         report.print_busy();
-    }
-    if let Some(path) = &args.json {
-        let text = format!("{:#}\n", report.json());
-        std::fs::write(path, text).map_err(io(format!("write {}", path.display())))?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -158,8 +157,40 @@ fn make_model(args: &BenchArgs, dir: &Path) -> Result<PathBuf, BenchError> {
     Ok(dir.to_owned())
 }
 
-/// Measures a part in a process of its own.
-fn ask<T: DeserializeOwned>(args: &BenchArgs, part: BenchPart, model_dir: &Path) -> Result<T, BenchError> {
+/// Measures a part in a process of its own, and writes down what is known whenever that is more.
+fn measure<T: DeserializeOwned>(
+    args: &BenchArgs,
+    part: BenchPart,
+    model_dir: &Path,
+    report: &mut Report<'_>,
+    keep: impl Fn(&mut Report<'_>, T),
+) -> Result<(), BenchError> {
+    let failed = |detail: String| BenchError::Part { part: part.as_str(), detail };
+    let mut command = command_of(args, part, model_dir)?;
+    let mut child = command.stdout(Stdio::piped()).spawn().map_err(io("start a process to measure in"))?;
+    // Why the last line cannot be used; at first that there is none.
+    let mut unreadable = Some("it said nothing".to_owned());
+    for line in child.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines()) {
+        let line = line.map_err(io("read what was measured"))?;
+        unreadable = match serde_json::from_str(&line) {
+            Ok(figures) => {
+                keep(report, figures);
+                report.write()?;
+                None
+            }
+            Err(error) => Some(error.to_string()),
+        };
+    }
+    let status = child.wait().map_err(io("wait for a process to measure in"))?;
+    match unreadable {
+        _ if !status.success() => Err(failed(status.to_string())),
+        Some(detail) => Err(failed(detail)),
+        None => Ok(()),
+    }
+}
+
+/// The process that measures a part.
+fn command_of(args: &BenchArgs, part: BenchPart, model_dir: &Path) -> Result<Command, BenchError> {
     let program = std::env::current_exe().map_err(io("find this program"))?;
     let mut command = Command::new(program);
     command.arg("bench").arg("--child").arg("--only").arg(part.as_str()).arg("--model").arg(model_dir);
@@ -186,12 +217,13 @@ fn ask<T: DeserializeOwned>(args: &BenchArgs, part: BenchPart, model_dir: &Path)
     if let Some(requests) = &args.requests {
         command.arg("--requests").arg(requests);
     }
-    let output = command.stderr(Stdio::inherit()).output().map_err(io("start a process to measure in"))?;
-    let failed = |detail: String| BenchError::Part { part: part.as_str(), detail };
-    if !output.status.success() {
-        return Err(failed(output.status.to_string()));
+    if args.profile {
+        command.arg("--profile");
     }
-    serde_json::from_slice(&output.stdout).map_err(|error| failed(error.to_string()))
+    if args.only != Some(BenchPart::Limits) {
+        command.arg("--brief");
+    }
+    Ok(command)
 }
 
 /// Compute threads of every part.
@@ -213,7 +245,7 @@ fn measure_part(args: &BenchArgs) -> Result<ExitCode, BenchError> {
 fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
     let part = args.only.unwrap_or(BenchPart::Limits);
     if part == BenchPart::Limits {
-        return json(&limits::measure(args.device, threads(args) as usize)?);
+        return json(&limits::measure(args.device, threads(args) as usize, args.brief.then_some(args.dtype))?);
     }
     let setting = Setting::of(args)?;
     match part {
@@ -252,6 +284,16 @@ impl<'a> Setting<'a> {
         let card = modelcard::read(&model_dir)?;
         let weights = Weights::of(&card.config, args.lora_r);
         Ok(Setting { args, model_dir, card, weights })
+    }
+
+    /// What is known so far, for the process that asked: a line of its own.
+    ///
+    /// # Errors
+    /// When nobody reads it any more.
+    pub fn tell(&self, figures: &impl Serialize) -> Result<(), BenchError> {
+        let mut out = std::io::stdout().lock();
+        let line = json(figures)?;
+        writeln!(out, "{line}").and_then(|()| out.flush()).map_err(io("say what was measured"))
     }
 
     /// Precision of the matrices, in the engine's word.

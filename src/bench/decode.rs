@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::timing::repeat;
+use super::profile::{ProfileFigures, profile};
+use super::timing::{Timing, repeat, repeat_telling};
 use super::{BenchError, Setting, io};
 use crate::engine::backend::BackendKind;
 use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
@@ -22,6 +23,9 @@ const BATCHES: [(usize, usize); 3] = [(1, 1), (1, 4), (4, 4)];
 /// Tokens of a completion in those.
 const SHORT_COMPLETION: usize = 32;
 
+/// Most tokens of a completion under a profile: each launch leaves two moments.
+const PROFILED_COMPLETION: usize = 128;
+
 /// Shortest measurement of a batch, seconds for each of `--steps`.
 const MIN_SECONDS: f64 = 0.1;
 
@@ -37,6 +41,8 @@ pub struct DecodeFigures {
     pub peak_mib: f64,
     /// The device's peak, MiB, where it is not the processor.
     pub device_peak_mib: Option<f64>,
+    /// With `--profile` on a GPU: the kernels of the step's own batch, of completions of 128 tokens at most.
+    pub profile: Option<ProfileFigures>,
 }
 
 /// One batch.
@@ -48,6 +54,10 @@ pub struct Batch {
     pub generations: usize,
     /// Tokens of a completion.
     pub completion: usize,
+    /// Whether a repetition was measured; false: the seconds of the whole are those of the one that warms up.
+    pub warm: bool,
+    /// Measured repetitions.
+    pub repetitions: usize,
     /// Seconds of the whole, prefill included: the fastest.
     pub seconds: f64,
     /// The median.
@@ -82,14 +92,30 @@ pub struct BusyFigures {
 pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
     let bench = Generation::load(setting)?;
     let own = (setting.args.prompts as usize, setting.args.generations as usize);
+    let figures = |batches: &[Batch]| DecodeFigures {
+        batches: batches.to_vec(),
+        peak_mib: peak_mib(),
+        device_peak_mib: device_peak_mib(&bench.policy),
+        profile: None,
+    };
     let mut batches = Vec::new();
     for (prompts, generations) in BATCHES.into_iter().filter(|batch| *batch != own) {
         let completion = SHORT_COMPLETION.min(setting.args.completion as usize);
-        batches.push(bench.batch(prompts, generations, completion, 2)?);
+        batches.push(bench.batch((prompts, generations), completion, 2, |_| Ok(()))?);
     }
     let times = setting.args.steps as usize;
-    batches.push(bench.batch(own.0, own.1, setting.args.completion as usize, times)?);
-    Ok(DecodeFigures { batches, peak_mib: peak_mib(), device_peak_mib: device_peak_mib(&bench.policy) })
+    // Told only with the step's own batch: it is the last one, and what is judged.
+    let tell = |batch| setting.tell(&figures(&[batches.as_slice(), &[batch]].concat()));
+    let last = bench.batch(own, setting.args.completion as usize, times, tell)?;
+    batches.push(last);
+    let mut figures = figures(&batches);
+    if setting.args.profile {
+        setting.tell(&figures)?;
+        let completion = PROFILED_COMPLETION.min(setting.args.completion as usize);
+        let ids = setting.prompts(own.0);
+        figures.profile = profile(&bench.policy, || bench.generate(&ids, own.1, completion))?;
+    }
+    Ok(figures)
 }
 
 /// The step's own batch, alone and beside a busy process.
@@ -102,10 +128,10 @@ pub fn beside_a_busy_process(setting: &Setting<'_>) -> Result<BusyFigures, Bench
     let (completion, times) = (setting.args.completion as usize, setting.args.steps as usize);
     // Medians: the fastest beside a busy process is the one that met it least.
     let tokens = (prompts * generations * completion) as f64;
-    let idle_tok_s = tokens / bench.batch(prompts, generations, completion, times)?.median_seconds;
+    let idle_tok_s = tokens / bench.batch((prompts, generations), completion, times, |_| Ok(()))?.median_seconds;
     let busy = BusyProcess::start()?;
     std::thread::sleep(SETTLE);
-    let busy_tok_s = tokens / bench.batch(prompts, generations, completion, times)?.median_seconds;
+    let busy_tok_s = tokens / bench.batch((prompts, generations), completion, times, |_| Ok(()))?.median_seconds;
     drop(busy);
     Ok(BusyFigures { idle_tok_s, busy_tok_s, ratio: busy_tok_s / idle_tok_s })
 }
@@ -150,43 +176,62 @@ impl<'a> Generation<'a> {
         Ok(Generation { setting, policy: policy(setting)?, text })
     }
 
-    fn batch(&self, prompts: usize, generations: usize, completion: usize, times: usize) -> Result<Batch, BenchError> {
-        let ids = self.setting.prompts(prompts);
-        let prompts_of_request: Vec<GeneratePrompt<'_>> =
-            ids.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids }).collect();
-        let generate_tokens = |tokens: usize| {
-            let request = GenerateRequest {
-                prompts: &prompts_of_request,
-                num_generations: generations,
-                sampler: Sampler { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 },
-                max_completion_length: tokens,
-                stop: &[],
-                key: Key::new(0, Stream::Train),
-                eos_token_ids: &[],
-                adapter: Adapter::On,
-                max_rows: prompts * generations,
-            };
-            generate(&self.policy, &self.text, &request, &|| false).map(drop)
+    /// So many tokens for each of a prompt's completions.
+    fn generate(&self, prompts: &[Vec<u32>], generations: usize, tokens: usize) -> Result<(), BenchError> {
+        let prompts: Vec<GeneratePrompt<'_>> =
+            prompts.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids }).collect();
+        let request = GenerateRequest {
+            prompts: &prompts,
+            num_generations: generations,
+            sampler: Sampler { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 },
+            max_completion_length: tokens,
+            stop: &[],
+            key: Key::new(0, Stream::Train),
+            eos_token_ids: &[],
+            adapter: Adapter::On,
+            max_rows: prompts.len() * generations,
         };
+        Ok(generate(&self.policy, &self.text, &request, &|| false).map(drop)?)
+    }
+
+    /// Of (prompts, completions a prompt); tells what is known after each repetition.
+    fn batch(
+        &self,
+        (prompts, generations): (usize, usize),
+        completion: usize,
+        times: usize,
+        mut tell: impl FnMut(Batch) -> Result<(), BenchError>,
+    ) -> Result<Batch, BenchError> {
+        let ids = self.setting.prompts(prompts);
         let seconds = MIN_SECONDS * f64::from(self.setting.args.steps);
-        let all = repeat(times, seconds, || generate_tokens(completion))?;
-        let first = repeat(times, seconds / 5.0, || generate_tokens(1))?;
+        let first = repeat(times, seconds / 5.0, || self.generate(&ids, generations, 1))?;
         let tokens = (prompts * generations * completion) as f64;
-        // At least a nanosecond: noise on a tiny model must not divide by zero.
-        let decode_step_s = ((all.min_s - first.min_s) / completion.saturating_sub(1).max(1) as f64).max(1e-9);
         let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes());
-        Ok(Batch {
-            prompts,
-            generations,
-            completion,
-            seconds: all.min_s,
-            median_seconds: all.median_s,
-            tok_s: tokens / all.min_s,
-            prefill_s: first.min_s,
-            decode_step_s,
-            pure_tok_s: (prompts * generations) as f64 / decode_step_s,
-            gb_s: bytes as f64 / decode_step_s / 1e9,
-        })
+        let batch = |all: Timing| {
+            // At least a nanosecond: noise on a tiny model must not divide by zero.
+            let decode_step_s = ((all.min_s - first.min_s) / completion.saturating_sub(1).max(1) as f64).max(1e-9);
+            Batch {
+                prompts,
+                generations,
+                completion,
+                warm: all.warm(),
+                repetitions: all.repetitions,
+                seconds: all.min_s,
+                median_seconds: all.median_s,
+                tok_s: tokens / all.min_s,
+                prefill_s: first.min_s,
+                decode_step_s,
+                pure_tok_s: (prompts * generations) as f64 / decode_step_s,
+                gb_s: bytes as f64 / decode_step_s / 1e9,
+            }
+        };
+        let all = repeat_telling(
+            times,
+            seconds,
+            || self.generate(&ids, generations, completion),
+            |timing| tell(batch(timing)),
+        )?;
+        Ok(batch(all))
     }
 }
 

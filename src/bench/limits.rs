@@ -64,10 +64,10 @@ pub struct GpuLimits {
     pub copy_bytes: u64,
     /// Copies within its memory, bytes read and written together, 1e9 a second.
     pub copy_gb_s: f64,
-    /// Products of bf16 matrices with sums of 32 bits.
-    pub bf16: GemmPeak,
-    /// Products of f32 matrices.
-    pub f32: GemmPeak,
+    /// Products of bf16 matrices with sums of 32 bits; None where another part has no use for them.
+    pub bf16: Option<GemmPeak>,
+    /// Products of f32 matrices; the same.
+    pub f32: Option<GemmPeak>,
 }
 
 /// The fastest product of square matrices.
@@ -79,14 +79,14 @@ pub struct GemmPeak {
     pub gflop_s: f64,
 }
 
-/// Measures all of them.
+/// Measures all of them; of a GPU with `only` the products of this precision, of one size.
 ///
 /// # Errors
 /// When `RLOOD_ISA` names no rung of this machine, or the device cannot be used.
-pub fn measure(device: Device, threads: usize) -> Result<Limits, BenchError> {
+pub fn measure(device: Device, threads: usize, only: Option<Precision>) -> Result<Limits, BenchError> {
     match device {
         Device::Cpu => Ok(Limits::Processor(processor(threads)?)),
-        Device::Cuda(ordinal) => gpu(ordinal),
+        Device::Cuda(ordinal) => gpu(ordinal, only),
     }
 }
 
@@ -103,12 +103,12 @@ fn processor(threads: usize) -> Result<ProcessorLimits, BenchError> {
 }
 
 #[cfg(feature = "cuda")]
-fn gpu(ordinal: u32) -> Result<Limits, BenchError> {
-    Ok(Limits::Gpu(gpu::measure(ordinal)?))
+fn gpu(ordinal: u32, only: Option<Precision>) -> Result<Limits, BenchError> {
+    Ok(Limits::Gpu(gpu::measure(ordinal, only)?))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn gpu(ordinal: u32) -> Result<Limits, BenchError> {
+fn gpu(ordinal: u32, _only: Option<Precision>) -> Result<Limits, BenchError> {
     let detail = format!("cuda:{ordinal} cannot be measured: this build has no CUDA");
     Err(EngineError::Input(detail).into())
 }
@@ -122,13 +122,13 @@ impl Limits {
         }
     }
 
-    /// Operations that matrix products of this precision are bound by, 1e9 a second.
-    pub fn peak_gflop_s(&self, dtype: Precision) -> f64 {
+    /// Operations that matrix products of this precision are bound by, 1e9 a second; None where that was not measured.
+    pub fn peak_gflop_s(&self, dtype: Precision) -> Option<f64> {
         match (self, dtype) {
-            (Limits::Processor(limits), Precision::Bf16) => limits.amx_gflop_s.unwrap_or(limits.fma_gflop_s),
-            (Limits::Processor(limits), Precision::F32) => limits.fma_gflop_s,
-            (Limits::Gpu(limits), Precision::Bf16) => limits.bf16.gflop_s,
-            (Limits::Gpu(limits), Precision::F32) => limits.f32.gflop_s,
+            (Limits::Processor(limits), Precision::Bf16) => Some(limits.amx_gflop_s.unwrap_or(limits.fma_gflop_s)),
+            (Limits::Processor(limits), Precision::F32) => Some(limits.fma_gflop_s),
+            (Limits::Gpu(limits), Precision::Bf16) => limits.bf16.map(|peak| peak.gflop_s),
+            (Limits::Gpu(limits), Precision::F32) => limits.f32.map(|peak| peak.gflop_s),
         }
     }
 

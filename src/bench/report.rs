@@ -6,11 +6,12 @@ use super::decode::{BusyFigures, DecodeFigures};
 use super::kernels::{DECODE_ROWS, KernelFigures, TRAINING_ROWS};
 use super::limits::{GpuLimits, Limits, ProcessorLimits};
 use super::mismatch::MismatchFigures;
+use super::profile::{KernelTime, ProfileFigures};
 use super::requests::RequestFigures;
 use super::shape::Weights;
 use super::step::{StepFigures, StepTimes};
 use super::training::TrainingFigures;
-use super::value_bytes;
+use super::{BenchError, io, value_bytes};
 use crate::config::BenchArgs;
 use crate::modelcard::ModelCard;
 
@@ -83,6 +84,7 @@ impl<'a> Report<'a> {
                 let copied = format!("copy of {} MiB, read and written", limits.copy_bytes >> 20);
                 println!("  {copied:<42} {:>10.1} GB/s", limits.copy_gb_s);
                 for (name, peak) in [("bf16", limits.bf16), ("f32", limits.f32)] {
+                    let Some(peak) = peak else { continue };
                     rate(&format!("product of {name} matrices of side {}", peak.n), peak.gflop_s, "GFLOP/s");
                 }
             }
@@ -149,7 +151,8 @@ impl<'a> Report<'a> {
                 batch.gb_s,
             );
         }
-        print_peak(decode.peak_mib, decode.device_peak_mib);
+        print_peak(decode.peak_mib, decode.device_peak_mib, None);
+        print_profile(decode.profile.as_ref());
     }
 
     pub fn print_training(&self) {
@@ -162,8 +165,11 @@ impl<'a> Report<'a> {
             "  {:<26}{:>12.1} tok/s {:>10.3} s {:>10.0} GFLOP/s (nothing recomputed counted{share})",
             "forward + backward", training.tok_s, training.seconds, training.gflop_s
         );
-        println!("  {:<26}{:>12.1} tok/s {:>10.3} s", "log-probs", training.score_tok_s, training.score_seconds);
-        print_peak(training.peak_mib, training.device_peak_mib);
+        if let (Some(tok_s), Some(seconds)) = (training.score_tok_s, training.score_seconds) {
+            println!("  {:<26}{tok_s:>12.1} tok/s {seconds:>10.3} s", "log-probs");
+        }
+        print_peak(training.peak_mib, training.device_peak_mib, training.estimate_mib);
+        print_profile(training.profile.as_ref());
     }
 
     pub fn print_step(&self) {
@@ -185,7 +191,7 @@ impl<'a> Report<'a> {
             );
         }
         println!("  {} steps; loaded in {:.1} s", step.steps, step.load_s);
-        print_peak(step.peak_mib, step.device_peak_mib);
+        print_peak(step.peak_mib, step.device_peak_mib, Some(step.estimate_mib));
     }
 
     pub fn print_requests(&self) {
@@ -199,7 +205,7 @@ impl<'a> Report<'a> {
             requests.seconds,
             requests.median_seconds,
         );
-        print_peak(requests.peak_mib, requests.device_peak_mib);
+        print_peak(requests.peak_mib, requests.device_peak_mib, None);
     }
 
     pub fn print_mismatch(&self) {
@@ -224,7 +230,17 @@ impl<'a> Report<'a> {
 
     /// What the matrix products of this precision are bound by.
     fn peak_gflop_s(&self) -> Option<f64> {
-        self.limits.as_ref().map(|limits| limits.peak_gflop_s(self.args.dtype))
+        self.limits.as_ref().and_then(|limits| limits.peak_gflop_s(self.args.dtype))
+    }
+
+    /// Writes what is known so far to the file that was asked for, in place of what was known before.
+    pub fn write(&self) -> Result<(), BenchError> {
+        let Some(path) = &self.args.json else { return Ok(()) };
+        let failed = |doing: &str| io(format!("{doing} {}", path.display()));
+        let mut new = path.clone().into_os_string();
+        new.push(".new");
+        std::fs::write(&new, format!("{:#}\n", self.json())).map_err(failed("write"))?;
+        std::fs::rename(&new, path).map_err(failed("replace"))
     }
 
     /// The main figures at the top, everything below.
@@ -239,8 +255,8 @@ impl<'a> Report<'a> {
             ("peak_mib", self.peak_mib()),
             ("device_peak_mib", self.device_peak_mib()),
             ("read_gb_s", self.processor(|limits| Some(limits.read_gb_s))),
-            ("copy_gb_s", self.gpu(|limits| limits.copy_gb_s)),
-            ("bf16_gflop_s", self.gpu(|limits| limits.bf16.gflop_s)),
+            ("copy_gb_s", self.gpu(|limits| Some(limits.copy_gb_s))),
+            ("bf16_gflop_s", self.gpu(|limits| limits.bf16.map(|peak| peak.gflop_s))),
             ("gemm_tflop_s", self.kernels.as_ref().map(|kernels| kernels.gemm_tflop_s)),
             ("fma_gflop_s", self.processor(|limits| Some(limits.fma_gflop_s))),
             ("amx_gflop_s", self.processor(|limits| limits.amx_gflop_s)),
@@ -303,8 +319,8 @@ impl<'a> Report<'a> {
         self.limits.as_ref().and_then(Limits::processor).and_then(of)
     }
 
-    fn gpu(&self, of: impl Fn(&GpuLimits) -> f64) -> Option<f64> {
-        self.limits.as_ref().and_then(Limits::gpu).map(of)
+    fn gpu(&self, of: impl Fn(&GpuLimits) -> Option<f64>) -> Option<f64> {
+        self.limits.as_ref().and_then(Limits::gpu).and_then(of)
     }
 
     fn step_times(&self, of: impl Fn(&StepTimes) -> f64) -> Option<f64> {
@@ -342,7 +358,23 @@ impl<'a> Report<'a> {
     }
 }
 
-fn print_peak(peak_mib: f64, device_peak_mib: Option<f64>) {
+fn print_peak(peak_mib: f64, device_peak_mib: Option<f64>, estimate_mib: Option<f64>) {
     let device = device_peak_mib.map_or(String::new(), |mib| format!(", {mib:.0} MiB of the device's"));
-    println!("  {:<26}{peak_mib:>12.0} MiB{device}", "peak memory");
+    let estimate = estimate_mib.map_or(String::new(), |mib| format!("; the server's estimate is {mib:.0} MiB"));
+    println!("  {:<26}{peak_mib:>12.0} MiB{device}{estimate}", "peak memory");
+}
+
+fn print_profile(profile: Option<&ProfileFigures>) {
+    let Some(profile) = profile else { return };
+    println!(
+        "  {} launches of {} kernels: {:.1} ms of {:.1} ms by the wall, without graphs",
+        profile.launches,
+        profile.different,
+        profile.kernels_s * 1e3,
+        profile.wall_s * 1e3,
+    );
+    for kernel in &profile.kernels {
+        let KernelTime { name, count, seconds, share } = kernel;
+        println!("    {name:<32}{count:>9} ×{:>12.3} ms{:>7.1} %", seconds * 1e3, 100.0 * share);
+    }
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::decode::{device_peak_mib, peak_mib, policy};
-use super::timing::repeat;
+use super::timing::{Timing, repeat_telling};
 use super::{BenchError, Setting};
 use crate::engine::model::{Adapter, Choice, Pick, Policy};
 use crate::engine::random::{Key, Stream};
@@ -22,6 +22,10 @@ pub struct RequestFigures {
     pub decode_steps: u64,
     /// Cached tokens that the decode steps attend to, all together: their keys and values are read once each.
     pub attended_tokens: u64,
+    /// Whether a repetition was measured; false: what is here is of the one that warms up.
+    pub warm: bool,
+    /// Measured repetitions.
+    pub repetitions: usize,
     /// Seconds from the first prefill to the last token: the fastest.
     pub seconds: f64,
     /// The median.
@@ -67,20 +71,24 @@ pub fn measure(setting: &Setting<'_>) -> Result<RequestFigures, BenchError> {
     let policy = policy(setting)?;
     let prompts: Vec<Vec<u32>> =
         lengths.iter().zip(0..).map(|(Lengths(prompt, _), request)| setting.tokens(request, *prompt)).collect();
-    let timing = repeat(setting.args.steps as usize, 0.0, || decode_all(&policy, &prompts, &lengths))?;
     let completion_tokens: usize = lengths.iter().map(|Lengths(_, completion)| completion).sum();
-    Ok(RequestFigures {
+    let figures = |timing: Timing| RequestFigures {
         requests: lengths.len(),
         prompt_tokens: lengths.iter().map(|Lengths(prompt, _)| *prompt as u64).sum(),
         completion_tokens: completion_tokens as u64,
         decode_steps: lengths.iter().map(|Lengths(_, completion)| *completion as u64).max().unwrap_or(0),
         attended_tokens: lengths.iter().map(|lengths| attended(*lengths)).sum(),
+        warm: timing.warm(),
+        repetitions: timing.repetitions,
         seconds: timing.min_s,
         median_seconds: timing.median_s,
         tok_s: completion_tokens as f64 / timing.min_s,
         peak_mib: peak_mib(),
         device_peak_mib: device_peak_mib(&policy),
-    })
+    };
+    let decode = || decode_all(&policy, &prompts, &lengths);
+    let timing = repeat_telling(setting.args.steps as usize, 0.0, decode, |timing| setting.tell(&figures(timing)))?;
+    Ok(figures(timing))
 }
 
 /// Tokens that a request's steps attend to: its prompt gives the first token, every later one a step over all before it.

@@ -71,12 +71,17 @@ pub struct BenchArgs {
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 
+    /// On a GPU, in decode and training: carry the work out once more and note how long each kernel takes.
+    #[arg(long)]
+    pub profile: bool,
+
     /// Measure this part only (and the machine's limits, which everything is compared with). Default: kernels (of the
     /// processor), decode, training and step.
     #[arg(long, value_enum)]
     pub only: Option<BenchPart>,
 
-    /// Write the figures to this file as JSON.
+    /// Write the figures to this file as JSON, anew whenever more is known: whoever stops a measurement keeps what was
+    /// measured until then.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
@@ -84,9 +89,14 @@ pub struct BenchArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "model")]
     pub save_model: Option<PathBuf>,
 
-    /// Set by the command for its own processes: measure one part, print its figures to standard output.
+    /// Set by the command for its own processes: measure one part, print its figures to standard output, a line whenever
+    /// more is known.
     #[arg(long, hide = true, requires = "only")]
     pub child: bool,
+
+    /// Set by the command for its own processes: of a GPU's limits, only what the other parts are compared with.
+    #[arg(long, hide = true)]
+    pub brief: bool,
 }
 
 /// What `rlood bench` measures, each in a process of its own.

@@ -24,6 +24,8 @@ pub use super::lora::ParameterInfo;
 use super::ops::slices::TokenScore;
 use crate::modelcard::{self, ModelCard};
 use crate::spec::ComputeDtype;
+#[cfg(feature = "cuda")]
+use crate::spec::footprint;
 use crate::spec::footprint::Place;
 
 pub use decode::DecodeState;
@@ -200,6 +202,15 @@ impl Policy {
         with_decoder!(&self.network, |decoder| decoder.release());
     }
 
+    /// The GPU that it computes on, for whoever measures that; None on the processor.
+    #[cfg(feature = "cuda")]
+    pub fn device(&self) -> Option<&super::kernels::cuda::driver::Device> {
+        match &self.network {
+            Network::Cpu(_) | Network::Reference(_) => None,
+            Network::Cuda(decoder) => Some(decoder.backend().device()),
+        }
+    }
+
     /// The most bytes of a device's memory that this process has taken so far, what the driver takes for it included; None on
     /// the processor, whose memory is the process's own.
     pub fn device_peak_bytes(&self) -> Option<u64> {
@@ -208,7 +219,7 @@ impl Policy {
             #[cfg(feature = "cuda")]
             Network::Cuda(decoder) => {
                 let device = decoder.backend().device();
-                let taken = device.properties().taken_bytes.unwrap_or(crate::spec::footprint::CUDA_CONTEXT_BYTES);
+                let taken = device.properties().taken_bytes.unwrap_or(footprint::CUDA_CONTEXT_BYTES);
                 Some(taken + device.memory().reserved_peak)
             }
         }

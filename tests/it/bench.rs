@@ -31,6 +31,11 @@ fn it_writes_its_figures_as_finite_positive_numbers() {
     let fastest = &figures["step"]["fastest"];
     let part = |name: &str| fastest[name].as_f64().unwrap();
     assert!(part("generate_s") + part("train_s") <= 1.01 * figures["step"]["median"]["step_s"].as_f64().unwrap());
+    for part in ["step", "training"] {
+        let part = &figures[part];
+        assert!(part["warm"] == true && part["estimate_mib"].as_f64().unwrap() > 0.0, "{part:#}");
+    }
+    assert!(figures["training"]["score_tok_s"].as_f64().unwrap() > 0.0);
     for title in ["limits", "matrix products", "decode", "training", "RLOO step"] {
         assert!(said.contains(title), "no {title}:\n{said}");
     }
@@ -49,6 +54,31 @@ fn it_measures_one_part_of_a_model_it_kept() {
     assert!(figures["decode_tok_s"].as_f64().unwrap() > 0.0);
     assert_eq!(figures["model"]["vocab_size"], 64);
     assert!(figures.get("step_s").is_none() && figures.get("training").is_none(), "{figures:#}");
+}
+
+/// A part that the clock stops leaves what it had measured: of whole steps, those that had ended.
+#[test]
+fn a_part_that_is_stopped_leaves_its_figures() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("figures.json");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
+    command.args(["--log", "warn", "bench", "--steps", "10000", "--threads", "1", "--only", "step"]);
+    command.args(["--prompts", "1", "--generations", "2", "--prompt-len", "5", "--completion", "7"]);
+    command.args(["--shape", "tiny,layers=1,vocab=64", "--json", file.to_str().unwrap()]);
+    let mut running = command.stdout(std::process::Stdio::null()).spawn().unwrap();
+    let measured = || -> Option<Value> {
+        let figures: Value = serde_json::from_str(&std::fs::read_to_string(&file).ok()?).expect("a file is whole");
+        (figures["step"]["steps"].as_u64()? >= 2).then_some(figures)
+    };
+    let figures = (0..6000).find_map(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+        measured()
+    });
+    running.kill().unwrap();
+    running.wait().unwrap();
+    let figures = figures.expect("two steps within a minute");
+    assert_eq!((&figures["step"]["warm"], &figures["step"]["tokens"]), (&true.into(), &24.0.into()));
+    assert!(measured().is_some(), "what was known is still there");
 }
 
 #[test]
@@ -102,6 +132,17 @@ fn a_gpu_is_measured_with_its_own_limits_and_memory() {
         assert!(figures[part]["device_peak_mib"].as_f64().unwrap() > 0.0, "{part}: {figures:#}");
     }
     assert!(figures.get("kernels").is_none() && figures.get("read_gb_s").is_none(), "{figures:#}");
+    // Beside other parts only what they are compared with.
+    assert!(figures["limits"]["bf16"].is_object() && figures["limits"]["f32"].is_null(), "{figures:#}");
+    for part in ["decode", "training"] {
+        let shape = ["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--only", part, "--profile"];
+        let output = bench(&[&shape[..], &["--json", file]].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let figures: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+        let kernels = figures[part]["profile"]["kernels"].as_array().unwrap().clone();
+        assert!((2..=25).contains(&kernels.len()), "{kernels:#?}");
+        assert!(kernels.iter().all(|kernel| kernel["count"].as_u64() > Some(0)), "{kernels:#?}");
+    }
     let refused = bench(&["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--only", "kernels"]);
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("the processor's kernels"), "{said}");

@@ -35,8 +35,11 @@ fn every_case_agrees_with_transformers_and_peft() {
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.join("expected.json").exists())
         .collect();
+    // One alone: a fault of a GPU is every later case's too.
+    let only = std::env::var_os("RLOOD_PARITY_ONLY");
+    cases.retain(|path| only.as_ref().is_none_or(|only| path.file_name() == Some(only)));
     cases.sort();
-    assert!(!cases.is_empty(), "no case in {}", folder.display());
+    assert!(!cases.is_empty(), "no case in {}, or none of RLOOD_PARITY_ONLY={only:?}", folder.display());
     let mut failed = Vec::new();
     for case in &cases {
         let name = case.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -8,6 +8,7 @@ use half::bf16;
 use super::{GemmPeak, GpuLimits};
 use crate::bench::BenchError;
 use crate::bench::timing::repeat;
+use crate::config::Precision;
 use crate::engine::error::EngineError;
 use crate::engine::kernels::cuda::driver::{Buffer, CudaError, DType, Device, Gemm, Matrix, Plain};
 use crate::engine::random::{Key, Stream};
@@ -31,15 +32,15 @@ const MIN_SECONDS: f64 = 0.3;
 const EMULATED_BYTES: u64 = 1 << 20;
 const EMULATED_SIDES: [usize; 1] = [64];
 
-/// Measures copies and products.
+/// Measures copies and products: with `only` those of this precision, of the largest matrices.
 ///
 /// # Errors
 /// When there is no such device, or it fails.
-pub fn measure(ordinal: u32) -> Result<GpuLimits, BenchError> {
-    limits(ordinal).map_err(|error| EngineError::from(error).into())
+pub fn measure(ordinal: u32, only: Option<Precision>) -> Result<GpuLimits, BenchError> {
+    limits(ordinal, only).map_err(|error| EngineError::from(error).into())
 }
 
-fn limits(ordinal: u32) -> Result<GpuLimits, CudaError> {
+fn limits(ordinal: u32, only: Option<Precision>) -> Result<GpuLimits, CudaError> {
     let begun = Instant::now();
     let device = Device::open(ordinal as usize)?;
     let open_s = begun.elapsed().as_secs_f64();
@@ -50,6 +51,8 @@ fn limits(ordinal: u32) -> Result<GpuLimits, CudaError> {
         // A small card has room for both buffers and more.
         false => (COPY_BYTES.min(properties.memory_bytes / 8), SIDES.as_slice()),
     };
+    let sides = if only.is_some() { &sides[sides.len() - 1..] } else { sides };
+    let wanted = |dtype| only.is_none_or(|only| only == dtype);
     Ok(GpuLimits {
         device: format!("cuda:{ordinal}"),
         name: properties.name.clone(),
@@ -61,8 +64,8 @@ fn limits(ordinal: u32) -> Result<GpuLimits, CudaError> {
         memory_bytes: properties.memory_bytes,
         copy_bytes: bytes,
         copy_gb_s: copy_gb_s(&device, bytes as usize)?,
-        bf16: peak::<bf16>(&device, sides, DType::Bf16)?,
-        f32: peak::<f32>(&device, sides, DType::F32)?,
+        bf16: wanted(Precision::Bf16).then(|| peak::<bf16>(&device, sides, DType::Bf16)).transpose()?,
+        f32: wanted(Precision::F32).then(|| peak::<f32>(&device, sides, DType::F32)).transpose()?,
     })
 }
 
@@ -126,11 +129,13 @@ mod tests {
 
     #[test]
     fn limits_are_positive_and_say_that_they_are_the_emulators() {
-        let limits = measure(0).unwrap();
+        let limits = measure(0, None).unwrap();
         assert!(limits.emulated);
-        for rate in [limits.copy_gb_s, limits.bf16.gflop_s, limits.f32.gflop_s] {
+        for rate in [limits.copy_gb_s, limits.bf16.unwrap().gflop_s, limits.f32.unwrap().gflop_s] {
             assert!(rate.is_finite() && rate > 0.0, "{limits:?}");
         }
+        let brief = measure(0, Some(Precision::Bf16)).unwrap();
+        assert!(brief.bf16.is_some() && brief.f32.is_none(), "{brief:?}");
     }
 
     #[test]
