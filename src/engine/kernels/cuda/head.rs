@@ -84,6 +84,7 @@ impl Logits {
         if vocab == 0 || head.weight.width == 0 {
             return Err(CudaError::Input("the head has no tokens".to_owned()));
         }
+        // Kernels read and write up to eight values at once.
         let stride = vocab.next_multiple_of(64);
         let at_once = (head.max_logits / stride).max(MIN_ROWS).min(rows.max(1));
         let cells_of_row = vocab.div_ceil(CELL);
@@ -244,7 +245,7 @@ pub fn score_vjp(device: &Device, head: &Head<'_>, backward: &Backward<'_>, dx: 
             columns: logits.stride as u32,
             t: factor(temperature),
         };
-        let blocks = logits.stride.div_ceil(4 * 256) as u32;
+        let blocks = logits.stride.div_ceil(8 * 256) as u32;
         let grid = [blocks, count.min(GRID_Y) as u32, count.div_ceil(GRID_Y) as u32];
         let name = format!("head_gradient_{}", x.dtype.name());
         device.launch(&name, Launch { grid, block: 256, shared: 0 }, &params)?;

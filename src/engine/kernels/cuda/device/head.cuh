@@ -70,32 +70,35 @@ struct HeadCells {
     float t;
 };
 
+// A cell from the values that a lane has of it, in the order of head_values. The vocabulary ends in a cell that is not whole.
+template <bool WHOLE> DEVICE HeadCell head_cell(const float values[16], uint32_t first, uint32_t vocab, float t) {
+    HeadCell cell = {-INFINITY, 0.0f, 0.0f};
+#pragma unroll
+    for (uint32_t i = 0; i < 16; i++) cell.largest = fmaxf(cell.largest, values[i]);
+    cell.largest = warp_max(cell.largest);
+    float shift = head_scaled(cell, t);
+#pragma unroll
+    for (uint32_t i = 0; i < 16; i++) {
+        float z = head_z(values[i], t, shift);
+        float e = WHOLE || first + i / 4 * (4 * WARP) + i % 4 < vocab ? expf(z) : 0.0f;
+        cell.sum += e;
+        cell.weighted = fmaf(e, z, cell.weighted);
+    }
+    cell.sum = warp_sum(cell.sum);
+    cell.weighted = warp_sum(cell.weighted);
+    return cell;
+}
+
 // A warp a cell; rows along y and z.
 KERNEL(head_cells, HeadCells) {
     uint32_t cell = blockIdx.x * (blockDim.x / WARP) + warp_id(), row = blockIdx.z * gridDim.y + blockIdx.y;
     if (cell >= p.cells_of_row || row >= p.rows) return;
+    float values[16];
+    head_values(p.logits + uint64_t(row) * p.stride, cell, p.vocab, 4 * lane_id(), 4 * WARP, -INFINITY, values);
     float t = p.picks ? head_factor(p.picks[row].temperature) : p.t;
-    const float* logits = p.logits + uint64_t(row) * p.stride;
-    float at[CELL / WARP];
-    HeadCell kept = {-INFINITY, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < int(CELL / WARP); i++) {
-        uint32_t token = cell * CELL + i * WARP + lane_id();
-        at[i] = token < p.vocab ? logits[token] : -INFINITY;
-        kept.largest = fmaxf(kept.largest, at[i]);
-    }
-    kept.largest = warp_max(kept.largest);
-    float shift = head_scaled(kept, t);
-#pragma unroll
-    for (int i = 0; i < int(CELL / WARP); i++) {
-        uint32_t token = cell * CELL + i * WARP + lane_id();
-        float z = head_z(at[i], t, shift);
-        float e = token < p.vocab ? expf(z) : 0.0f;
-        kept.sum += e;
-        kept.weighted = fmaf(e, z, kept.weighted);
-    }
-    kept.sum = warp_sum(kept.sum);
-    kept.weighted = warp_sum(kept.weighted);
+    uint32_t first = cell * CELL + 4 * lane_id();
+    HeadCell kept = (cell + 1) * CELL <= p.vocab ? head_cell<true>(values, first, p.vocab, t)
+                                                 : head_cell<false>(values, first, p.vocab, t);
     if (lane_id() == 0) p.cells[uint64_t(row) * p.cells_of_row + cell] = kept;
 }
 
@@ -173,28 +176,29 @@ struct HeadGradient {
     const float* g; // dL/dlogp
     uint64_t stride, d_stride;
     uint32_t rows, vocab;
-    uint32_t columns; // of d_logits: zeros after the vocabulary
+    uint32_t columns; // of d_logits: zeros after the vocabulary; a multiple of 8
     float t;
 };
 
-// d_logits = g t (onehot - softmax); tokens along x, rows along y and z.
+// d_logits = g t (onehot - softmax); tokens along x, eight neighbours a thread, rows along y and z. Rows of both begin at
+// multiples of 16 bytes and have room for a multiple of eight tokens.
 template <typename T> DEVICE void head_gradient(const HeadGradient& p) {
-    uint32_t row = blockIdx.z * gridDim.y + blockIdx.y;
-    if (row >= p.rows) return;
-    float g = p.g[row], largest = float(p.normalizers[2 * row]);
-    float c = float(-double(g) * double(p.t) / p.normalizers[2 * row + 1]);
-    const float* logits = p.logits + uint64_t(row) * p.stride;
-    T* to = static_cast<T*>(p.d_logits) + uint64_t(row) * p.d_stride;
-    for (uint32_t i = 0; i < 4; i++) {
-        uint32_t token = (blockIdx.x * 4 + i) * blockDim.x + threadIdx.x;
-        if (token >= p.columns) continue;
-        float d = 0.0f;
-        if (token < p.vocab && g != 0.0f) {
-            d = c * expf(head_z(logits[token], p.t, largest));
-            if (token == p.targets[row]) d = fmaf(g, p.t, d);
+    uint32_t row = blockIdx.z * gridDim.y + blockIdx.y, at = 8 * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (row >= p.rows || at >= p.columns) return;
+    float g = p.g[row], d[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    if (at < p.vocab && g != 0.0f) {
+        load8(p.logits + uint64_t(row) * p.stride + at, d);
+        float largest = float(p.normalizers[2 * row]);
+        float c = float(-double(g) * double(p.t) / p.normalizers[2 * row + 1]);
+#pragma unroll
+        for (uint32_t e = 0; e < 8; e++) d[e] = at + e < p.vocab ? c * expf(head_z(d[e], p.t, largest)) : 0.0f;
+        uint32_t target = p.targets[row] - at;
+        if (target < 8) {
+#pragma unroll
+            for (uint32_t e = 0; e < 8; e++) d[e] = e == target ? fmaf(g, p.t, d[e]) : d[e];
         }
-        to[token] = from_f32<T>(d);
     }
+    store8(static_cast<T*>(p.d_logits) + uint64_t(row) * p.d_stride + at, d);
 }
 KERNEL(head_gradient_f32, HeadGradient) { head_gradient<float>(p); }
 KERNEL(head_gradient_bf16, HeadGradient) { head_gradient<bf16>(p); }
