@@ -95,13 +95,14 @@ template <typename T> DEVICE const T *values_of(const void *from, const RotatedH
 
 template <bool WIDE, typename T> DEVICE void rotate_heads(const Rope &p) {
     RotatedHead head = head_of_lanes<WIDE>(p);
-    Pairs x = {};
+    Pairs x = {}, weight = {};
     if (head.inside) x = read_pairs<WIDE>(values_of<T>(p.qkv, head, p.qkv_stride), head.at, head.half);
+    if (p.q_weight && head.turns) weight = read_pairs<WIDE>(head.weight, head.at, head.half);
     if (p.q_weight && __any_sync(FULL, head.turns)) {
         float r = head_scale(p, x);
-        if (head.turns) {
-            Pairs weight = read_pairs<WIDE>(head.weight, head.at, head.half);
-            for (int e = 0; e < 4; e++) x.a[e] = x.a[e] * r * weight.a[e], x.b[e] = x.b[e] * r * weight.b[e];
+        for (int e = 0; head.turns && e < 4; e++) {
+            x.a[e] = x.a[e] * r * weight.a[e];
+            x.b[e] = x.b[e] * r * weight.b[e];
         }
     }
     if (!head.inside) return;
@@ -130,25 +131,22 @@ DEVICE void turn_back(const RotatedHead &head, Pairs &dy) {
 
 template <bool WIDE, typename T> DEVICE void rotate_heads_vjp(const Rope &p) {
     RotatedHead head = head_of_lanes<WIDE>(p);
-    Pairs dy = {};
+    Pairs dy = {}, x = {}, weight = {};
     if (head.inside) dy = read_pairs<WIDE>(values_of<T>(p.dy, head, p.dy_stride), head.at, head.half);
+    if (p.q_weight && head.turns) {
+        x = read_pairs<WIDE>(values_of<T>(p.qkv, head, p.qkv_stride), head.at, head.half);
+        weight = read_pairs<WIDE>(head.weight, head.at, head.half);
+    }
     if (head.turns) turn_back(head, dy);
     if (p.q_weight && __any_sync(FULL, head.turns)) {
-        Pairs x = {};
-        if (head.turns) {
-            x = read_pairs<WIDE>(values_of<T>(p.qkv, head, p.qkv_stride), head.at, head.half);
-            Pairs weight = read_pairs<WIDE>(head.weight, head.at, head.half);
-            for (int e = 0; e < 4; e++) dy.a[e] *= weight.a[e], dy.b[e] *= weight.b[e];
-        }
+        for (int e = 0; head.turns && e < 4; e++) dy.a[e] *= weight.a[e], dy.b[e] *= weight.b[e];
         float r = head_scale(p, x), inner = 0.0f;
         for (int e = 0; e < 4; e++) inner = fmaf(x.b[e], dy.b[e], fmaf(x.a[e], dy.a[e], inner));
         // dx = r·w·dy − (inner·r³/n)·x
         float c = -(sum_of_lanes(p, inner) * r * r / (float)p.head_dim) * r;
-        if (head.turns) {
-            for (int e = 0; e < 4; e++) {
-                dy.a[e] = fmaf(c, x.a[e], dy.a[e] * r);
-                dy.b[e] = fmaf(c, x.b[e], dy.b[e] * r);
-            }
+        for (int e = 0; head.turns && e < 4; e++) {
+            dy.a[e] = fmaf(c, x.a[e], dy.a[e] * r);
+            dy.b[e] = fmaf(c, x.b[e], dy.b[e] * r);
         }
     }
     if (!head.inside) return;
