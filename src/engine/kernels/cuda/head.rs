@@ -11,7 +11,7 @@ use super::super::head::{Chosen, Pick, TokenScore};
 use super::attention::address;
 use super::driver::{Buffer, CudaError, Device, Launch, params};
 use super::gemm::{Form, Gemm, Product, outer, product};
-use super::rows::{Dtype, Result, Rows};
+use super::rows::{Dtype, Result, Rows, size};
 use crate::engine::sampling::Filters;
 
 /// Tokens of a cell.
@@ -84,6 +84,7 @@ impl Logits {
         if vocab == 0 || head.weight.width == 0 {
             return Err(CudaError::Input("the head has no tokens".to_owned()));
         }
+        // Kernels read and write up to eight values at once.
         let stride = vocab.next_multiple_of(64);
         let at_once = (head.max_logits / stride).max(MIN_ROWS).min(rows.max(1));
         let cells_of_row = vocab.div_ceil(CELL);
@@ -244,7 +245,7 @@ pub fn score_vjp(device: &Device, head: &Head<'_>, backward: &Backward<'_>, dx: 
             columns: logits.stride as u32,
             t: factor(temperature),
         };
-        let blocks = logits.stride.div_ceil(4 * 256) as u32;
+        let blocks = logits.stride.div_ceil(8 * 256) as u32;
         let grid = [blocks, count.min(GRID_Y) as u32, count.div_ceil(GRID_Y) as u32];
         let name = format!("head_gradient_{}", x.dtype.name());
         device.launch(&name, Launch { grid, block: 256, shared: 0 }, &params)?;
@@ -318,8 +319,13 @@ pub fn begin_choose(
             cells_of_row: logits.cells_of_row as u32,
             pad: 0,
         };
-        let (name, block) = if filters.is_some() { ("head_choose_filtered", 512) } else { ("head_choose", 32) };
-        device.launch(name, Launch { grid: [count as u32, 1, 1], block, shared: 0 }, &params)?;
+        // Of each of 16 warps 8 sums and a list of 512 logits, and a f64 and a u32 for each cell; or the f64 alone.
+        let (name, block, shared) = match filters {
+            Some(_) => ("head_choose_filtered", 512, 16 * (8 * 8 + 512 * 4) + 12 * logits.cells_of_row),
+            None => ("head_choose", 32, 8 * logits.cells_of_row),
+        };
+        let launch = Launch { grid: [count as u32, 1, 1], block, shared: size(shared)? };
+        device.launch(name, launch, &params)?;
     }
     Ok(chosen)
 }

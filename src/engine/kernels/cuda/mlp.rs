@@ -1,7 +1,7 @@
 //! SiLU·mul on rows `[gate | up]`, and its vector-Jacobian product.
 
-use super::driver::{Device, params};
-use super::rows::{Result, Rows, bits, by_fours, check_rows, size};
+use super::driver::{Device, Launch, params};
+use super::rows::{Result, Rows, check_rows, size, threads};
 
 params! {
     struct Silu {
@@ -13,8 +13,18 @@ params! {
         gate_up_stride: u32,
         dy_stride: u32,
         out_stride: u32,
-        aligned: u32,
+        wide: u32,
     }
+}
+
+/// A thread for each eight values of each row.
+fn launch(rows: usize, width: usize) -> Result<Launch> {
+    threads(rows.saturating_mul(width.div_ceil(8)))
+}
+
+/// Whether eight values at a time can be read from all rows.
+fn by_eights(rows: &[Rows<'_>]) -> bool {
+    rows.iter().all(|x| x.width.is_multiple_of(8) && x.is_aligned(16))
 }
 
 /// out `[rows, width]` = silu(gate) ∘ up, for rows `[gate | up]`, each `width` wide; both of one type.
@@ -38,9 +48,9 @@ pub fn silu_mul(device: &Device, gate_up: Rows<'_>, out: Rows<'_>) -> Result<()>
         gate_up_stride: size(gate_up.stride)?,
         dy_stride: 0,
         out_stride: size(out.stride)?,
-        aligned: bits(&[gate.by_fours(), up.by_fours(), false, out.by_fours()]),
+        wide: u32::from(by_eights(&[gate, up, out])),
     };
-    device.launch(out.dtype.of(["silu_mul_f32", "silu_mul_bf16"]), by_fours(out.rows, width)?, &params)
+    device.launch(out.dtype.of(["silu_mul_f32", "silu_mul_bf16"]), launch(out.rows, width)?, &params)
 }
 
 /// d_gate_up = dL/d`[gate | up]` of [`silu_mul`] from dL/dout = `dy`; all of one type; d_gate_up may be gate_up.
@@ -54,8 +64,8 @@ pub fn silu_mul_vjp(device: &Device, gate_up: Rows<'_>, dy: Rows<'_>, d_gate_up:
     if dy.rows == 0 || width == 0 {
         return Ok(());
     }
-    let halves = |x: Rows<'_>| (x.columns(0..width).by_fours(), x.columns(width..2 * width).by_fours());
-    let ((gate, up), (d_gate, d_up)) = (halves(gate_up), halves(d_gate_up));
+    let [gate, d_gate] = [gate_up, d_gate_up].map(|x| x.columns(0..width));
+    let [up, d_up] = [gate_up, d_gate_up].map(|x| x.columns(width..2 * width));
     let params = Silu {
         gate_up: gate_up.address()?,
         dy: dy.address()?,
@@ -65,9 +75,9 @@ pub fn silu_mul_vjp(device: &Device, gate_up: Rows<'_>, dy: Rows<'_>, d_gate_up:
         gate_up_stride: size(gate_up.stride)?,
         dy_stride: size(dy.stride)?,
         out_stride: size(d_gate_up.stride)?,
-        aligned: bits(&[gate, up, dy.by_fours(), d_gate, d_up]),
+        wide: u32::from(by_eights(&[gate, up, dy, d_gate, d_up])),
     };
-    device.launch(dy.dtype.of(["silu_mul_vjp_f32", "silu_mul_vjp_bf16"]), by_fours(dy.rows, width)?, &params)
+    device.launch(dy.dtype.of(["silu_mul_vjp_f32", "silu_mul_vjp_bf16"]), launch(dy.rows, width)?, &params)
 }
 
 #[cfg(test)]
@@ -101,10 +111,14 @@ mod tests {
                 let y = Given::odd(&device, rows, width, 3, dtype);
                 silu_mul(&device, gate_up.rows(), y.rows()).expect("an activation");
                 assert_near(&y.now(&device), &out, dtype, 1e-6, &what);
+                let aligned = Given::new(&device, rows, width, 3, dtype);
+                silu_mul(&device, gate_up.rows(), aligned.rows()).expect("an activation");
+                assert_same(&aligned.now(&device), &y.now(&device), &what);
                 let dx = Given::odd(&device, rows, 2 * width, 4, dtype);
                 silu_mul_vjp(&device, gate_up.rows(), dy.rows(), dx.rows()).expect("a gradient");
                 let apart = dx.now(&device);
                 assert_near(&apart, &d, dtype, 1e-6, &what);
+                let dy = Given::of(&device, &dy.values(), width, dtype);
                 silu_mul_vjp(&device, gate_up.rows(), dy.rows(), gate_up.rows()).expect("a gradient");
                 assert_same(&gate_up.now(&device), &apart, &what);
             }

@@ -8,19 +8,25 @@ params! {
         x: u64,
         weight: u64,
         out: u64,
+        rows: u32,
         width: u32,
         x_stride: u32,
         out_stride: u32,
         aligned: u32,
         eps: f32,
-        pad: u32,
     }
 }
 
-/// A block a row, with threads by its width alone.
-fn row_by_row(rows: usize, width: usize) -> Result<Launch> {
-    let block = width.div_ceil(4).next_multiple_of(32).clamp(32, 256);
-    Ok(Launch { grid: [size(rows)?, 1, 1], block: block as u32, shared: 0 })
+/// The kernel and its launch, by the width alone: a warp a row up to 1024 columns, up to 2048, or a block a row.
+fn by_width<T>([to_1024, to_2048, long]: [T; 3], rows: usize, width: usize) -> Result<(T, Launch)> {
+    const WARPS: u32 = 4;
+    let rows = size(rows)?;
+    let by_warps = Launch { grid: [rows.div_ceil(WARPS), 1, 1], block: 32 * WARPS, shared: 0 };
+    Ok(match width {
+        0..=1024 => (to_1024, by_warps),
+        1025..=2048 => (to_2048, by_warps),
+        _ => (long, Launch { grid: [rows, 1, 1], block: 256, shared: 0 }),
+    })
 }
 
 fn is_weight(weight: &Rows<'_>, x: &Rows<'_>) -> bool {
@@ -41,14 +47,20 @@ pub fn rms_norm(device: &Device, x: Rows<'_>, weight: Rows<'_>, eps: f32, out: R
         x: x.address()?,
         weight: weight.address()?,
         out: out.address()?,
+        rows: size(x.rows)?,
         width: size(x.width)?,
         x_stride: size(x.stride)?,
         out_stride: size(out.stride)?,
         aligned: bits(&[x.by_fours(), weight.by_fours(), out.by_fours()]),
         eps,
-        pad: 0,
     };
-    device.launch(out.dtype.of(["rms_norm_f32", "rms_norm_bf16"]), row_by_row(x.rows, x.width)?, &params)
+    let names = [
+        ["rms_norm_1024_f32", "rms_norm_1024_bf16"],
+        ["rms_norm_2048_f32", "rms_norm_2048_bf16"],
+        ["rms_norm_long_f32", "rms_norm_long_bf16"],
+    ];
+    let (names, launch) = by_width(names, x.rows, x.width)?;
+    device.launch(out.dtype.of(names), launch, &params)
 }
 
 /// The operands of [`rms_norm_vjp`].
@@ -73,6 +85,7 @@ params! {
         dy: u64,
         residual: u64,
         dx: u64,
+        rows: u32,
         width: u32,
         x_stride: u32,
         dy_stride: u32,
@@ -80,7 +93,6 @@ params! {
         dx_stride: u32,
         aligned: u32,
         eps: f32,
-        pad: u32,
     }
 }
 
@@ -104,6 +116,7 @@ pub fn rms_norm_vjp(device: &Device, backward: NormBackward<'_>, dx: Rows<'_>) -
         dy: dy.address()?,
         residual: residual.map_or(Ok(0), |residual| residual.address())?,
         dx: dx.address()?,
+        rows: size(x.rows)?,
         width: size(x.width)?,
         x_stride: size(x.stride)?,
         dy_stride: size(dy.stride)?,
@@ -111,19 +124,26 @@ pub fn rms_norm_vjp(device: &Device, backward: NormBackward<'_>, dx: Rows<'_>) -
         dx_stride: size(dx.stride)?,
         aligned: bits(&[x, weight, dy, other, dx].map(|rows| rows.by_fours())),
         eps,
-        pad: 0,
     };
-    device.launch(dy.dtype.of(["rms_norm_vjp_f32", "rms_norm_vjp_bf16"]), row_by_row(x.rows, x.width)?, &params)
+    let names = [
+        ["rms_norm_vjp_1024_f32", "rms_norm_vjp_1024_bf16"],
+        ["rms_norm_vjp_2048_f32", "rms_norm_vjp_2048_bf16"],
+        ["rms_norm_vjp_long_f32", "rms_norm_vjp_long_bf16"],
+    ];
+    let (names, launch) = by_width(names, x.rows, x.width)?;
+    device.launch(dy.dtype.of(names), launch, &params)
 }
 
 params! {
     struct NormScales {
         x: u64,
         scales: u64,
+        rows: u32,
         width: u32,
         stride: u32,
         aligned: u32,
         eps: f32,
+        pad: u32,
     }
 }
 
@@ -154,12 +174,16 @@ pub fn rms_norm_weight_vjp(device: &Device, x: Rows<'_>, eps: f32, dy: Rows<'_>,
     let params = NormScales {
         x: x.address()?,
         scales: scales.at::<f32>(0, x.rows)?,
+        rows: size(x.rows)?,
         width: size(x.width)?,
         stride: size(x.stride)?,
         aligned: bits(&[x.by_fours()]),
         eps,
+        pad: 0,
     };
-    device.launch("rms_norm_scales", row_by_row(x.rows, x.width)?, &params)?;
+    let names = ["rms_norm_scales_1024", "rms_norm_scales_2048", "rms_norm_scales_long"];
+    let (name, launch) = by_width(names, x.rows, x.width)?;
+    device.launch(name, launch, &params)?;
     let (launch, count) = parts_of(x.rows, x.width)?;
     let parts = device.alloc(count * x.width * size_of::<f32>())?;
     let params = NormWeightParts {
@@ -210,7 +234,19 @@ mod tests {
     fn norms_and_their_gradients_are_the_naive_ones() {
         let Some(device) = device() else { return };
         for dtype in DTYPES {
-            for (rows, width) in [(1, 1), (3, 5), (2, 16), (5, 29), (4, 64), (70, 100), (3, 1024), (130, 777)] {
+            for (rows, width) in [
+                (1, 1),
+                (3, 5),
+                (2, 16),
+                (5, 29),
+                (4, 64),
+                (70, 100),
+                (3, 1024),
+                (130, 777),
+                (5, 1500),
+                (6, 2048),
+                (3, 2050),
+            ] {
                 let what = format!("{rows} rows of {width}, {dtype:?}");
                 let x = Given::odd(&device, rows, width, 1, Dtype::F32);
                 let weight = Given::placed(&device, (1, width), (1, width), 2, Dtype::F32);
@@ -243,7 +279,7 @@ mod tests {
     #[test]
     fn a_row_has_the_same_bits_alone_and_wherever_it_lies() {
         let Some(device) = device() else { return };
-        for width in [5, 64, 1030] {
+        for width in [5, 64, 1024, 1030, 2200] {
             let x = Given::new(&device, 9, width, 1, Dtype::F32);
             let (weight, dy) =
                 (Given::new(&device, 1, width, 2, Dtype::F32), Given::new(&device, 9, width, 3, Dtype::Bf16));

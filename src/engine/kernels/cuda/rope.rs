@@ -2,13 +2,14 @@
 //! result depends on the row alone.
 
 use super::super::attention::Heads;
+use super::attention::MAX_HEAD_DIM;
 use super::driver::{Buffer, Device, Launch, params};
-use super::rows::{Dtype, Parts, Result, Rows, check, check_rows, parts_of, size};
+use super::rows::{Dtype, Parts, Result, Rows, THREADS, check, check_rows, parts_of, size, threads};
 
 /// What happens to query and key heads before attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Rope<'a> {
-    /// Sizes; `head_dim` is even.
+    /// Sizes; `head_dim` is even, and at most [`MAX_HEAD_DIM`].
     pub heads: &'a Heads,
     /// RMSNorm of each query and key head before it is rotated.
     pub qk_norm: Option<QkNorm<'a>>,
@@ -52,27 +53,32 @@ params! {
         out_stride: u32,
         table_stride: u32,
         eps: f32,
+        wide: u32,
+        lane_bits: u32,
         pad: u32,
     }
 }
 
 impl Rope<'_> {
-    /// The parameters for these rows, where they fit; the rest is the caller's to fill in.
-    fn rotation(&self, what: &str, rows: &[Rows<'_>]) -> Result<Rotation> {
+    /// The parameters for these rows, where they fit: the input of [`rotate`], dL/dout, and what is written.
+    fn rotation(&self, what: &str, qkv: Rows<'_>, dy: Rows<'_>, out: Rows<'_>) -> Result<Rotation> {
         let Rope { heads, qk_norm, cos, sin, positions } = *self;
-        let (dim, count) = (heads.head_dim, rows[0].rows);
-        let fits = rows.iter().all(|x| (x.rows, x.width, x.dtype) == (count, heads.width(), rows[0].dtype));
-        check_rows(fits && dim.is_multiple_of(2), what, rows)?;
+        let (dim, count) = (heads.head_dim, qkv.rows);
+        let fits = |x: Rows<'_>| (x.rows, x.width, x.dtype) == (count, heads.width(), qkv.dtype);
+        let fits = fits(dy) && fits(out) && dim.is_multiple_of(2) && dim <= MAX_HEAD_DIM;
+        check_rows(fits, what, &[qkv, dy, out])?;
         let fits = (sin.rows, sin.width, sin.stride) == (cos.rows, cos.width, cos.stride) && cos.width == dim / 2;
         check_rows(fits && (cos.dtype, sin.dtype) == (Dtype::F32, Dtype::F32), "angles", &[cos, sin])?;
         if let Some(norm) = qk_norm {
             let fits = |weight: Rows<'_>| (weight.rows, weight.width, weight.dtype) == (1, dim, Dtype::F32);
             check_rows(fits(norm.q) && fits(norm.k), "qk-norm", &[norm.q, norm.k])?;
         }
+        let weights = qk_norm.is_none_or(|norm| norm.q.by_fours() && norm.k.by_fours());
+        let wide = weights && (dim / 2).is_multiple_of(4) && [qkv, dy, out, cos, sin].iter().all(Rows::by_fours);
         Ok(Rotation {
-            qkv: 0,
-            dy: 0,
-            out: 0,
+            qkv: qkv.address()?,
+            dy: dy.address()?,
+            out: out.address()?,
             cos: cos.address()?,
             sin: sin.address()?,
             q_weight: qk_norm.map_or(Ok(0), |norm| norm.q.address())?,
@@ -84,21 +90,23 @@ impl Rope<'_> {
             rotated: size(heads.num_heads + heads.num_kv_heads)?,
             head_dim: size(dim)?,
             positions_known: size(cos.rows)?,
-            qkv_stride: 0,
-            dy_stride: 0,
-            out_stride: 0,
+            qkv_stride: size(qkv.stride)?,
+            dy_stride: size(dy.stride)?,
+            out_stride: size(out.stride)?,
             table_stride: size(cos.stride)?,
             eps: qk_norm.map_or(0.0, |norm| norm.eps),
+            wide: u32::from(wide),
+            lane_bits: dim.div_ceil(8).next_power_of_two().ilog2(),
             pad: 0,
         })
     }
 
-    /// A warp a head.
-    fn launch(&self, rows: usize) -> Result<Launch> {
-        const WARPS: u32 = 4;
-        let heads = rows.saturating_mul(self.heads.num_heads + 2 * self.heads.num_kv_heads);
-        check(heads < u32::MAX as usize - 8, || format!("{heads} heads are more than a kernel can count"))?;
-        Ok(Launch { grid: [(heads as u32).div_ceil(WARPS), 1, 1], block: 32 * WARPS, shared: 0 })
+    /// Some lanes a head: of all heads, or of the rotated ones where the others are in place.
+    fn launch(&self, device: &Device, names: [&'static str; 2], from: Rows<'_>, rotation: Rotation) -> Result<()> {
+        let in_place = rotation.out == from.address()? && rotation.out_stride == size(from.stride)?;
+        let rotation = Rotation { heads: if in_place { rotation.rotated } else { rotation.heads }, ..rotation };
+        let count = from.rows.saturating_mul(rotation.heads as usize).saturating_mul(1 << rotation.lane_bits);
+        device.launch(from.dtype.of(names), threads(count)?, &rotation)
     }
 }
 
@@ -107,15 +115,8 @@ impl Rope<'_> {
 /// # Errors
 /// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
 pub fn rotate(device: &Device, rope: &Rope<'_>, qkv: Rows<'_>, out: Rows<'_>) -> Result<()> {
-    let rotation = rope.rotation("rotate", &[qkv, out])?;
-    let params = Rotation {
-        qkv: qkv.address()?,
-        out: out.address()?,
-        qkv_stride: size(qkv.stride)?,
-        out_stride: size(out.stride)?,
-        ..rotation
-    };
-    device.launch(qkv.dtype.of(["rotate_f32", "rotate_bf16"]), rope.launch(qkv.rows)?, &params)
+    let rotation = rope.rotation("rotate", qkv, qkv, out)?;
+    rope.launch(device, ["rotate_f32", "rotate_bf16"], qkv, rotation)
 }
 
 /// dx = dL/dqkv of [`rotate`] from dL/dout = `dy`; `qkv` is its input, read with qk-norm only. All of one type; dx may be
@@ -129,18 +130,8 @@ pub fn rotate_vjp(device: &Device, rope: &Rope<'_>, qkv: Option<Rows<'_>>, dy: R
         None => Some(dy),
     };
     check(before.is_some(), || "the gradient of qk-norm needs its input".to_owned())?;
-    let before = before.unwrap_or(dy);
-    let rotation = rope.rotation("rotate_vjp", &[before, dy, dx])?;
-    let params = Rotation {
-        qkv: before.address()?,
-        dy: dy.address()?,
-        out: dx.address()?,
-        qkv_stride: size(before.stride)?,
-        dy_stride: size(dy.stride)?,
-        out_stride: size(dx.stride)?,
-        ..rotation
-    };
-    device.launch(dy.dtype.of(["rotate_vjp_f32", "rotate_vjp_bf16"]), rope.launch(dy.rows)?, &params)
+    let rotation = rope.rotation("rotate_vjp", before.unwrap_or(dy), dy, dx)?;
+    rope.launch(device, ["rotate_vjp_f32", "rotate_vjp_bf16"], dy, rotation)
 }
 
 /// dq and dk (f32, one row of `head_dim` each) += dL/dweight of the qk-norms, summed in a fixed order; nothing without
@@ -155,25 +146,17 @@ pub fn rotate_weight_vjp(
     dy: Rows<'_>,
     (dq, dk): (Rows<'_>, Rows<'_>),
 ) -> Result<()> {
-    const WARPS: usize = 8;
     let dim = rope.heads.head_dim;
-    let rotation = rope.rotation("rotate_weight_vjp", &[qkv, dy])?;
+    let rotation = rope.rotation("rotate_weight_vjp", qkv, dy, dy)?;
     check_rows([dq, dk].iter().all(|d| (d.rows, d.width) == (1, dim)), "gradients of qk-norm", &[dq, dk])?;
     if rope.qk_norm.is_none() || qkv.rows == 0 {
         return Ok(());
     }
     let (_, count) = parts_of(qkv.rows, dim)?;
     let parts = device.alloc(count * 2 * dim * size_of::<f32>())?;
-    let params = Rotation {
-        qkv: qkv.address()?,
-        dy: dy.address()?,
-        out: parts.at::<f32>(0, count * 2 * dim)?,
-        qkv_stride: size(qkv.stride)?,
-        dy_stride: size(dy.stride)?,
-        ..rotation
-    };
-    let shared = size(WARPS * dim * size_of::<f32>())?;
-    let launch = Launch { grid: [size(count)?, 2, 1], block: 32 * WARPS as u32, shared };
+    let params = Rotation { out: parts.at::<f32>(0, count * 2 * dim)?, ..rotation };
+    let shared = (THREADS >> params.lane_bits) * params.head_dim * 4;
+    let launch = Launch { grid: [size(count)?, 2, 1], block: THREADS, shared };
     device.launch(qkv.dtype.of(["rotate_weight_parts_f32", "rotate_weight_parts_bf16"]), launch, &params)?;
     let parts = Parts { parts: &parts, count, rows: 2 };
     parts.add(device, 0, 1.0, dq)?;
@@ -274,7 +257,7 @@ mod tests {
     fn rotations_and_their_gradients_are_the_naive_ones() {
         let Some(device) = device() else { return };
         for (sizes, rows) in
-            [((1, 1, 2), 1), ((4, 2, 6), 3), ((3, 3, 40), 70), ((4, 1, 64), 130), ((2, 1, 128), 2), ((2, 2, 256), 5)]
+            [((1, 1, 2), 1), ((4, 2, 6), 3), ((3, 3, 40), 70), ((4, 1, 64), 130), ((3, 2, 128), 3), ((2, 2, 256), 5)]
         {
             let case = Case::new(&device, sizes, rows);
             let (width, dim) = (case.heads.width(), case.heads.head_dim);
@@ -308,6 +291,38 @@ mod tests {
                 assert_same(&dy.now(&device), &apart, &what);
                 rotate(&device, &rope, x.rows(), x.rows()).expect("a rotation");
                 assert_same(&x.now(&device), &rotated, &what);
+            }
+        }
+    }
+
+    #[test]
+    fn where_rows_lie_changes_no_bit() {
+        let Some(device) = device() else { return };
+        for (sizes, rows) in [((4, 2, 128), 9), ((3, 1, 80), 5), ((2, 1, 12), 70)] {
+            let mut case = Case::new(&device, sizes, rows);
+            case.q = Given::new(&device, 1, sizes.2, 6, Dtype::F32);
+            let (width, dim) = (case.heads.width(), case.heads.head_dim);
+            for (dtype, norm) in DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+                let rope = case.rope(norm);
+                let run = |x: Given, dy: Given, given: fn(&Device, usize, usize, u64, Dtype) -> Given| {
+                    let out = given(&device, rows, width, 1, dtype);
+                    rotate(&device, &rope, x.rows(), out.rows()).expect("a rotation");
+                    let dx = given(&device, rows, width, 2, dtype);
+                    rotate_vjp(&device, &rope, norm.then(|| x.rows()), dy.rows(), dx.rows()).expect("a gradient");
+                    let (dq, dk) =
+                        (Given::new(&device, 1, dim, 3, Dtype::F32), Given::new(&device, 1, dim, 4, Dtype::F32));
+                    rotate_weight_vjp(&device, &rope, x.rows(), dy.rows(), (dq.rows(), dk.rows())).expect("a gradient");
+                    [out, dx, dq, dk].map(|given| given.now(&device))
+                };
+                let apart = (Given::odd(&device, rows, width, 8, dtype), Given::odd(&device, rows, width, 9, dtype));
+                let side_by_side = (
+                    Given::of(&device, &apart.0.values(), width, dtype),
+                    Given::of(&device, &apart.1.values(), width, dtype),
+                );
+                let [odd, even] = [run(apart.0, apart.1, Given::odd), run(side_by_side.0, side_by_side.1, Given::new)];
+                for (odd, even) in odd.iter().zip(&even) {
+                    assert_same(odd, even, &format!("{sizes:?}, norm {norm}, {dtype:?}"));
+                }
             }
         }
     }

@@ -40,6 +40,26 @@ DEVICE float head_z(float logit, float t, float shift) {
     return z < -87.0f ? -87.0f : z;
 }
 
+// Sixteen tokens a lane of a cell: four from `first` on, four `apart` tokens further on and so forth; `missing` beyond the
+// vocabulary. Rows of logits begin at multiples of 16 bytes and have room for a multiple of four tokens.
+DEVICE void head_values(const float* logits, uint32_t cell, uint32_t vocab, uint32_t first, uint32_t apart, float missing,
+                        float values[16]) {
+    first += cell * CELL;
+    if ((cell + 1) * CELL <= vocab) {
+#pragma unroll
+        for (uint32_t g = 0; g < 4; g++) load4(logits + first + g * apart, values + 4 * g);
+        return;
+    }
+#pragma unroll
+    for (uint32_t g = 0; g < 4; g++) {
+        uint32_t at = first + g * apart;
+        float four[4] = {missing, missing, missing, missing};
+        if (at < vocab) load4(logits + at, four);
+#pragma unroll
+        for (uint32_t e = 0; e < 4; e++) values[4 * g + e] = at + e < vocab ? four[e] : missing;
+    }
+}
+
 struct HeadCells {
     const float* logits;
     HeadCell* cells;       // [rows][cells of a row]
@@ -50,32 +70,35 @@ struct HeadCells {
     float t;
 };
 
+// A cell from the values that a lane has of it, in the order of head_values. The vocabulary ends in a cell that is not whole.
+template <bool WHOLE> DEVICE HeadCell head_cell(const float values[16], uint32_t first, uint32_t vocab, float t) {
+    HeadCell cell = {-INFINITY, 0.0f, 0.0f};
+#pragma unroll
+    for (uint32_t i = 0; i < 16; i++) cell.largest = fmaxf(cell.largest, values[i]);
+    cell.largest = warp_max(cell.largest);
+    float shift = head_scaled(cell, t);
+#pragma unroll
+    for (uint32_t i = 0; i < 16; i++) {
+        float z = head_z(values[i], t, shift);
+        float e = WHOLE || first + i / 4 * (4 * WARP) + i % 4 < vocab ? expf(z) : 0.0f;
+        cell.sum += e;
+        cell.weighted = fmaf(e, z, cell.weighted);
+    }
+    cell.sum = warp_sum(cell.sum);
+    cell.weighted = warp_sum(cell.weighted);
+    return cell;
+}
+
 // A warp a cell; rows along y and z.
 KERNEL(head_cells, HeadCells) {
     uint32_t cell = blockIdx.x * (blockDim.x / WARP) + warp_id(), row = blockIdx.z * gridDim.y + blockIdx.y;
     if (cell >= p.cells_of_row || row >= p.rows) return;
+    float values[16];
+    head_values(p.logits + uint64_t(row) * p.stride, cell, p.vocab, 4 * lane_id(), 4 * WARP, -INFINITY, values);
     float t = p.picks ? head_factor(p.picks[row].temperature) : p.t;
-    const float* logits = p.logits + uint64_t(row) * p.stride;
-    float at[CELL / WARP];
-    HeadCell kept = {-INFINITY, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < int(CELL / WARP); i++) {
-        uint32_t token = cell * CELL + i * WARP + lane_id();
-        at[i] = token < p.vocab ? logits[token] : -INFINITY;
-        kept.largest = fmaxf(kept.largest, at[i]);
-    }
-    kept.largest = warp_max(kept.largest);
-    float shift = head_scaled(kept, t);
-#pragma unroll
-    for (int i = 0; i < int(CELL / WARP); i++) {
-        uint32_t token = cell * CELL + i * WARP + lane_id();
-        float z = head_z(at[i], t, shift);
-        float e = token < p.vocab ? expf(z) : 0.0f;
-        kept.sum += e;
-        kept.weighted = fmaf(e, z, kept.weighted);
-    }
-    kept.sum = warp_sum(kept.sum);
-    kept.weighted = warp_sum(kept.weighted);
+    uint32_t first = cell * CELL + 4 * lane_id();
+    HeadCell kept = (cell + 1) * CELL <= p.vocab ? head_cell<true>(values, first, p.vocab, t)
+                                                 : head_cell<false>(values, first, p.vocab, t);
     if (lane_id() == 0) p.cells[uint64_t(row) * p.cells_of_row + cell] = kept;
 }
 
@@ -94,14 +117,20 @@ DEVICE double warp_sum_f64(double x) {
     return x;
 }
 
-// By a warp, in every lane.
-DEVICE HeadTotal head_total(const HeadCell* cells, uint32_t count, float t) {
+DEVICE uint32_t warp_min(uint32_t x) {
+    for (int step = 16; step > 0; step >>= 1) x = min(x, __shfl_xor_sync(FULL, x, step));
+    return x;
+}
+
+// By a warp, in every lane; `masses` receives what each cell adds to the sum.
+DEVICE HeadTotal head_total(const HeadCell* cells, uint32_t count, float t, double* masses = nullptr) {
     HeadTotal total = {-3.402823466e38f, t, 0.0, 0.0};
     for (uint32_t i = lane_id(); i < count; i += WARP) total.largest = fmaxf(total.largest, head_scaled(cells[i], t));
     total.largest = warp_max(total.largest);
     for (uint32_t i = lane_id(); i < count; i += WARP) {
         double shift = head_shift(total, cells[i]);
         double share = exp(shift);
+        if (masses) masses[i] = share * double(cells[i].sum);
         total.sum = fma(share, double(cells[i].sum), total.sum);
         total.weighted = fma(share, fma(shift, double(cells[i].sum), double(cells[i].weighted)), total.weighted);
     }
@@ -147,60 +176,66 @@ struct HeadGradient {
     const float* g; // dL/dlogp
     uint64_t stride, d_stride;
     uint32_t rows, vocab;
-    uint32_t columns; // of d_logits: zeros after the vocabulary
+    uint32_t columns; // of d_logits: zeros after the vocabulary; a multiple of 8
     float t;
 };
 
-// d_logits = g t (onehot - softmax); tokens along x, rows along y and z.
+// d_logits = g t (onehot - softmax); tokens along x, eight neighbours a thread, rows along y and z. Rows of both begin at
+// multiples of 16 bytes and have room for a multiple of eight tokens.
 template <typename T> DEVICE void head_gradient(const HeadGradient& p) {
-    uint32_t row = blockIdx.z * gridDim.y + blockIdx.y;
-    if (row >= p.rows) return;
-    float g = p.g[row], largest = float(p.normalizers[2 * row]);
-    float c = float(-double(g) * double(p.t) / p.normalizers[2 * row + 1]);
-    const float* logits = p.logits + uint64_t(row) * p.stride;
-    T* to = static_cast<T*>(p.d_logits) + uint64_t(row) * p.d_stride;
-    for (uint32_t i = 0; i < 4; i++) {
-        uint32_t token = (blockIdx.x * 4 + i) * blockDim.x + threadIdx.x;
-        if (token >= p.columns) continue;
-        float d = 0.0f;
-        if (token < p.vocab && g != 0.0f) {
-            d = c * expf(head_z(logits[token], p.t, largest));
-            if (token == p.targets[row]) d = fmaf(g, p.t, d);
+    uint32_t row = blockIdx.z * gridDim.y + blockIdx.y, at = 8 * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (row >= p.rows || at >= p.columns) return;
+    float g = p.g[row], d[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    if (at < p.vocab && g != 0.0f) {
+        load8(p.logits + uint64_t(row) * p.stride + at, d);
+        float largest = float(p.normalizers[2 * row]);
+        float c = float(-double(g) * double(p.t) / p.normalizers[2 * row + 1]);
+#pragma unroll
+        for (uint32_t e = 0; e < 8; e++) d[e] = at + e < p.vocab ? c * expf(head_z(d[e], p.t, largest)) : 0.0f;
+        uint32_t target = p.targets[row] - at;
+        if (target < 8) {
+#pragma unroll
+            for (uint32_t e = 0; e < 8; e++) d[e] = e == target ? fmaf(g, p.t, d[e]) : d[e];
         }
-        to[token] = from_f32<T>(d);
     }
+    store8(static_cast<T*>(p.d_logits) + uint64_t(row) * p.d_stride + at, d);
 }
 KERNEL(head_gradient_f32, HeadGradient) { head_gradient<float>(p); }
 KERNEL(head_gradient_bf16, HeadGradient) { head_gradient<bf16>(p); }
 
-// The first of `count` weights with which those so far sum to more than `target`; where rounding leaves none, the last
-// that added to the sum. `weight_at` gives a lane's weight in f64. By a warp, in every lane.
+// The first of the warp's weights with which those so far sum to more than `target`; where rounding leaves none, the last
+// above 0. A lane has `count` of them side by side, weight_at(0) that of index `first`. By a warp, in every lane.
 struct Found {
     uint32_t index;
     double before; // the sum of those before it
 };
-template <typename Weight> DEVICE Found head_invert(const Weight& weight_at, uint32_t count, double target) {
-    Found last = {0, 0.0};
-    double sum = 0.0;
-    for (uint32_t base = 0; base < count; base += WARP) {
-        uint32_t index = base + lane_id();
-        double weight = index < count ? weight_at(index) : 0.0;
-        double scan = weight;
-        for (uint32_t step = 1; step < WARP; step <<= 1) {
-            double below = __shfl_up_sync(FULL, scan, step);
-            if (lane_id() >= step) scan += below;
-        }
-        double next = sum + scan;
-        double previous = __shfl_up_sync(FULL, next, 1);
-        if (lane_id() == 0) previous = sum;
-        uint32_t above = __ballot_sync(FULL, next > target), grows = __ballot_sync(FULL, next > previous);
-        uint32_t chosen = above ? uint32_t(__ffs(int(above)) - 1) : grows ? 31u - uint32_t(__clz(int(grows))) : 0u;
-        double before = __shfl_sync(FULL, previous, int(chosen));
-        if (above || grows) last.index = base + chosen, last.before = before;
-        if (above) return last;
-        sum = __shfl_sync(FULL, next, 31);
+template <typename Weight>
+DEVICE Found head_invert(const Weight& weight_at, uint32_t first, uint32_t count, double target) {
+    double own = 0.0;
+#pragma unroll
+    for (uint32_t i = 0; i < count; i++) own += weight_at(i);
+    double next = own;
+    for (uint32_t step = 1; step < WARP; step <<= 1) {
+        double below = __shfl_up_sync(FULL, next, step);
+        if (lane_id() >= step) next += below;
     }
-    return last;
+    double sum = __shfl_up_sync(FULL, next, 1);
+    if (lane_id() == 0) sum = 0.0;
+    uint32_t above = __ballot_sync(FULL, own > 0.0 && next > target), any = __ballot_sync(FULL, own > 0.0);
+    int chosen = above ? __ffs(int(above)) - 1 : any ? 31 - __clz(int(any)) : 0;
+    // Each lane looks among its own.
+    Found found = {first, sum};
+    bool beyond = false;
+#pragma unroll
+    for (uint32_t i = 0; i < count; i++) {
+        double weight = weight_at(i);
+        if (!beyond && weight > 0.0) found.index = first + i, found.before = sum;
+        sum += weight;
+        beyond = beyond || sum > target;
+    }
+    found.index = __shfl_sync(FULL, found.index, chosen);
+    found.before = __shfl_sync(FULL, found.before, chosen);
+    return found;
 }
 
 // Which tokens are left: the host's Filters, the same for all rows.
@@ -221,16 +256,18 @@ struct HeadChoose {
     uint32_t cells_of_row, pad;
 };
 
-// A warp a row.
+// A warp a row; a f64 for each cell of shared memory.
 KERNEL(head_choose, HeadChoose) {
-    uint32_t row = blockIdx.x * (blockDim.x / WARP) + warp_id();
-    if (row >= p.rows) return;
+    SHARED(shared);
+    uint32_t row = blockIdx.x;
+    double* masses = reinterpret_cast<double*>(shared);
     const HeadCell* cells = p.cells + uint64_t(row) * p.cells_of_row;
     const float* logits = p.logits + uint64_t(row) * p.stride;
     HeadPick pick = p.picks[row];
-    HeadTotal total = head_total(cells, p.cells_of_row, head_factor(pick.temperature));
+    HeadTotal total = head_total(cells, p.cells_of_row, head_factor(pick.temperature), masses);
     uint32_t token = 0;
     bool found = true;
+    float values[16];
     if (pick.temperature == 0.0) {
         float largest = -INFINITY;
         for (uint32_t i = lane_id(); i < p.cells_of_row; i += WARP) largest = fmaxf(largest, cells[i].largest);
@@ -240,24 +277,30 @@ KERNEL(head_choose, HeadChoose) {
         for (uint32_t i = lane_id(); i < p.cells_of_row; i += WARP) {
             if (cells[i].largest == largest && i < cell) cell = i;
         }
-        for (int step = 16; step > 0; step >>= 1) cell = min(cell, __shfl_xor_sync(FULL, cell, step));
+        cell = warp_min(cell);
+        head_values(logits, cell, p.vocab, 16 * lane_id(), 4, NAN, values);
         uint32_t first = p.vocab;
-        for (uint32_t i = lane_id(); i < CELL; i += WARP) {
-            uint32_t at = cell * CELL + i;
-            if (at < p.vocab && logits[at] == largest && at < first) first = at;
+#pragma unroll
+        for (uint32_t i = 0; i < 16; i++) {
+            if (values[i] == largest) first = min(first, cell * CELL + 16 * lane_id() + i);
         }
-        for (int step = 16; step > 0; step >>= 1) first = min(first, __shfl_xor_sync(FULL, first, step));
+        first = warp_min(first);
         found = first < p.vocab;
         token = found ? first : 0;
     } else {
+        __syncwarp();
         double target = pick.uniform * total.sum;
-        auto of_cell = [&](uint32_t i) -> double { return exp(head_shift(total, cells[i])) * double(cells[i].sum); };
-        Found cell = head_invert(of_cell, p.cells_of_row, target);
+        uint32_t each = (p.cells_of_row + WARP - 1) / WARP, begin = min(lane_id() * each, p.cells_of_row);
+        auto of_cell = [&](uint32_t i) -> double { return masses[begin + i]; };
+        Found cell = head_invert(of_cell, begin, min(each, p.cells_of_row - begin), target);
         double rest = (target - cell.before) / exp(head_shift(total, cells[cell.index]));
         float shift = head_scaled(cells[cell.index], total.t);
-        uint32_t base = cell.index * CELL, count = min(CELL, p.vocab - base);
-        auto of_token = [&](uint32_t i) -> double { return double(expf(head_z(logits[base + i], total.t, shift))); };
-        token = base + head_invert(of_token, count, rest).index;
+        uint32_t base = cell.index * CELL + 16 * lane_id();
+        head_values(logits, cell.index, p.vocab, 16 * lane_id(), 4, -INFINITY, values);
+#pragma unroll
+        for (uint32_t i = 0; i < 16; i++) values[i] = base + i < p.vocab ? expf(head_z(values[i], total.t, shift)) : 0.0f;
+        auto of_token = [&](uint32_t i) -> double { return double(values[i]); };
+        token = head_invert(of_token, base, 16, rest).index;
     }
     if (lane_id() == 0) {
         p.chosen[2 * row] = token;

@@ -1,13 +1,17 @@
 // One token a row of those that top-k, top-p and min-p leave: what engine/sampling.rs does on the host, without sorting.
 //
 // Tokens are ordered by their logit, the lowest id first where logits are equal. Top-k and top-p keep a beginning of that
-// order: all tokens above some logit and, of top-p, the first few that have it; of top-k all that have it. That logit is found digit by digit of its bits, as
-// the largest with which enough tokens, or enough probability, is at least as large.
+// order: all tokens above some logit and, of top-p, the first few that have it; of top-k all that have it. That logit is
+// found digit by digit of its bits, as the largest with which enough tokens, or enough probability, is at least as large.
+// Cells whose largest logit is too small are not read, and as soon as the tokens that may still count are few they are
+// listed, so that most digits are found in shared memory.
 #pragma once
 #include "head.cuh"
 
 #define FILTER_THREADS 512
 #define FILTER_WARPS (FILTER_THREADS / 32)
+// Tokens that a warp can list.
+#define FILTER_LIST 512
 
 // Ordered as the logits are; NaN comes last.
 DEVICE uint32_t filter_key(float logit) {
@@ -18,172 +22,235 @@ DEVICE uint32_t filter_key(float logit) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+// The logit of a key above 0.
+DEVICE float filter_logit(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
+
+// A row, as a warp of its block sees it: the warp has every so manieth cell.
 struct FilterRow {
     const float* logits;
     const HeadCell* cells;
-    uint32_t vocab;
+    uint32_t vocab, cells_of_row;
     float t, shift;
+    double* sums;    // [FILTER_WARPS][8] of shared memory
+    float* list;     // [FILTER_LIST] of shared memory, the warp's own
+    uint32_t listed; // logits in it
+    bool complete;   // the lists have all tokens that still count
 
     DEVICE_SPECIAL double weight(float logit) const { return double(expf(head_z(logit, t, shift))); }
 
-    // The sums over the block of what tokens of at least pivot | d << bit bring, for d from 1 to 15: 1 each, or their weight.
-    // `sums` is [FILTER_WARPS][16] of shared memory.
-    DEVICE_SPECIAL void amounts(uint32_t pivot, uint32_t bit, bool weighted, double* sums, double totals[16]) const {
-        for (int d = 0; d < 16; d++) totals[d] = 0.0;
-        for (uint32_t base = 0; base < vocab; base += CELL) {
-            // Cells whose largest logit is too small have none.
-            if (filter_key(cells[base / CELL].largest) < pivot) continue;
-            for (uint32_t i = base + threadIdx.x; i < vocab && i < base + CELL; i += FILTER_THREADS) {
-                uint32_t key = filter_key(logits[i]);
-                if (key < pivot) continue;
-                double amount = weighted ? weight(logits[i]) : 1.0;
-                uint32_t digit = (key - pivot) >> bit;
-#pragma unroll
-                for (uint32_t d = 1; d < 16; d++) totals[d] += digit >= d ? amount : 0.0;
+    // The warp's cells that have a token of at least this key.
+    template <typename Take> DEVICE_SPECIAL void each_cell(uint32_t bound, const Take& take) const {
+        for (uint32_t first = warp_id(); first < cells_of_row; first += FILTER_THREADS) {
+            uint32_t own = first + lane_id() * FILTER_WARPS;
+            bool counts = own < cells_of_row && filter_key(cells[own].largest) >= bound;
+            for (uint32_t left = __ballot_sync(FULL, counts); left != 0; left &= left - 1) {
+                take(first + uint32_t(__ffs(int(left)) - 1) * FILTER_WARPS);
             }
-        }
-        __syncthreads();
-        for (int d = 1; d < 16; d++) {
-            double sum = warp_sum_f64(totals[d]);
-            if (lane_id() == 0) sums[warp_id() * 16 + d] = sum;
-        }
-        __syncthreads();
-        for (int d = 1; d < 16; d++) {
-            totals[d] = 0.0;
-            for (uint32_t warp = 0; warp < FILTER_WARPS; warp++) totals[d] += sums[warp * 16 + d];
         }
     }
 
-    // The largest key such that what tokens of at least that key bring is no less than `target`; 0 where all bring less.
-    DEVICE_SPECIAL uint32_t search(double target, bool weighted, double* sums) const {
+    // Sums over the block of what `add` adds to the sums 1 to 7 for each token of at least this key, which is above 0 and
+    // no less than in earlier calls. Lane l receives sum l / 4.
+    template <typename Add> DEVICE_SPECIAL double sums_of(uint32_t bound, const Add& add) {
+        double own[8] = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+        if (complete) {
+#pragma unroll 1
+            for (uint32_t i = lane_id(); i < listed; i += WARP) {
+                uint32_t key = filter_key(list[i]);
+                if (key >= bound) add(own, key, list[i]);
+            }
+        } else {
+            listed = 0;
+            each_cell(bound, [&](uint32_t cell) {
+                float values[16];
+                head_values(logits, cell, vocab, 4 * lane_id(), 4 * WARP, NAN, values);
+#pragma unroll
+                for (uint32_t i = 0; i < 16; i++) {
+                    uint32_t key = filter_key(values[i]), counting = __ballot_sync(FULL, key >= bound);
+                    if (counting == 0) continue;
+                    uint32_t at = listed + uint32_t(__popc(counting & ((1u << lane_id()) - 1)));
+                    if (key >= bound && at < FILTER_LIST) list[at] = values[i];
+                    if (key >= bound) add(own, key, values[i]);
+                    listed += uint32_t(__popc(counting));
+                }
+            });
+            // Sum 0: lists that were too short.
+            own[0] = lane_id() == 0 && listed > FILTER_LIST ? 1.0 : 0.0;
+        }
+        // Two lanes share the sums that both have, until a lane has one.
+#pragma unroll
+        for (uint32_t half = 4, step = 16; half > 0; half >>= 1, step >>= 1) {
+            bool upper = (lane_id() & step) != 0;
+#pragma unroll
+            for (uint32_t i = 0; i < half; i++) {
+                double other = __shfl_xor_sync(FULL, upper ? own[i] : own[i + half], int(step));
+                own[i] = (upper ? own[i + half] : own[i]) + other;
+            }
+        }
+        double sum = own[0];
+        for (int step = 2; step > 0; step >>= 1) sum += __shfl_xor_sync(FULL, sum, step);
+        __syncthreads();
+        if (lane_id() % 4 == 0) sums[warp_id() * 8 + lane_id() / 4] = sum;
+        __syncthreads();
+        sum = 0.0;
+        for (uint32_t warp = lane_id() % 4; warp < FILTER_WARPS; warp += 4) sum += sums[warp * 8 + lane_id() / 4];
+        for (int step = 2; step > 0; step >>= 1) sum += __shfl_xor_sync(FULL, sum, step);
+        complete = complete || __shfl_sync(FULL, sum, 0) == 0.0;
+        return sum;
+    }
+
+    // The largest key such that tokens of at least that key bring no less than `target`: 1 each, or their weight. It is known
+    // to be at least `floor`; 0 where all bring less.
+    DEVICE_SPECIAL uint32_t search(double target, bool weighted, uint32_t floor) {
         uint32_t key = 0;
-        for (int bit = 28; bit >= 0; bit -= 4) {
-            double totals[16];
-            amounts(key, uint32_t(bit), weighted, sums, totals);
-            uint32_t digit = 0;
-            for (uint32_t d = 1; d < 16; d++) digit = totals[d] >= target ? d : digit;
-            key |= digit << bit;
+#pragma unroll 1
+        for (int bit = 30; bit >= 0; bit -= 3) {
+            auto add = [&](double* to, uint32_t of, float logit) {
+                double amount = weighted ? weight(logit) : 1.0;
+                uint32_t digit = (of - key) >> bit;
+#pragma unroll
+                for (uint32_t d = 1; d < 8; d++) to[d] += digit >= d ? amount : 0.0;
+            };
+            double sum = sums_of(max(max(key, floor), 1u), add);
+            uint32_t enough = __ballot_sync(FULL, lane_id() >= 4 && sum > 0.0 && sum >= target);
+            if (enough != 0) key |= uint32_t(31 - __clz(int(enough))) / 4 << bit;
         }
         return key;
     }
 
-    // Of the whole row: what tokens above the key bring in number and weight, and how many have it.
-    DEVICE_SPECIAL void around(uint32_t key, double* sums, double& number, double& mass, double& equal) const {
-        double values[3] = {0.0, 0.0, 0.0};
-        for (uint32_t i = threadIdx.x; i < vocab; i += FILTER_THREADS) {
-            uint32_t of = filter_key(logits[i]);
-            if (of > key) values[0] += 1.0, values[1] += weight(logits[i]);
-            if (of == key) values[2] += 1.0;
-        }
-        __syncthreads();
-        for (int v = 0; v < 3; v++) {
-            double sum = warp_sum_f64(values[v]);
-            if (lane_id() == 0) sums[warp_id() * 16 + v] = sum;
-        }
-        __syncthreads();
-        number = mass = equal = 0.0;
-        for (uint32_t warp = 0; warp < FILTER_WARPS; warp++) {
-            number += sums[warp * 16];
-            mass += sums[warp * 16 + 1];
-            equal += sums[warp * 16 + 2];
-        }
+    // A key that the `count` largest tokens have at least: that many cells have one.
+    DEVICE_SPECIAL uint32_t floor_of_cells(double count) {
+        if (cells_of_row > FILTER_WARPS * FILTER_LIST) return 0;
+        listed = warp_id() < cells_of_row ? (cells_of_row - warp_id() - 1) / FILTER_WARPS + 1 : 0;
+        for (uint32_t i = lane_id(); i < listed; i += WARP) list[i] = cells[warp_id() + i * FILTER_WARPS].largest;
+        complete = true;
+        uint32_t key = search(count, false, 0);
+        complete = false;
+        return key;
+    }
+
+    // A key below which all tokens together weigh less than `mass`.
+    DEVICE_SPECIAL uint32_t floor_of_mass(double mass) const {
+        double each = 0.5 * mass / double(vocab);
+        float logit = float((double(shift) + log(each)) / double(t));
+        // Where rounding went too far, and at the least weight, there is none.
+        return weight(logit) <= 1.5 * each ? filter_key(logit) : 0;
+    }
+
+    // What tokens above the key bring in number and weight, and how many have it.
+    DEVICE_SPECIAL void around(uint32_t key, double& number, double& mass, double& equal) {
+        auto add = [&](double* to, uint32_t of, float logit) {
+            if (of > key) to[1] += 1.0, to[2] += weight(logit);
+            if (of == key) to[3] += 1.0;
+        };
+        double sum = sums_of(max(key, 1u), add);
+        number = __shfl_sync(FULL, sum, 4);
+        mass = __shfl_sync(FULL, sum, 8);
+        equal = __shfl_sync(FULL, sum, 12);
     }
 };
 
-// The sum of those before each thread, in order, and that of all.
-DEVICE double filter_scan(double x, double* sums, double& total) {
-    double scan = x;
+// The sum over the lanes before.
+DEVICE uint32_t filter_before(uint32_t x) {
+    uint32_t scan = x;
     for (uint32_t step = 1; step < WARP; step <<= 1) {
-        double below = __shfl_up_sync(FULL, scan, step);
+        uint32_t below = __shfl_up_sync(FULL, scan, step);
         if (lane_id() >= step) scan += below;
     }
-    __syncthreads();
-    if (lane_id() == 31) sums[warp_id()] = scan;
-    __syncthreads();
-    double before = 0.0;
-    total = 0.0;
-    for (uint32_t warp = 0; warp < FILTER_WARPS; warp++) {
-        if (warp < warp_id()) before += sums[warp];
-        total += sums[warp];
-    }
-    double previous = __shfl_up_sync(FULL, scan, 1);
-    return before + (lane_id() == 0 ? 0.0 : previous);
+    return scan - x;
 }
 
-// A block a row.
-KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 1) {
-    SHARED_ARRAY(double, sums, FILTER_WARPS * 16);
-    SHARED_ARRAY(uint32_t, found, 2);
+// A block a row. Shared memory: 8 FILTER_WARPS f64, FILTER_WARPS FILTER_LIST f32, then a f64 and a u32 for each cell.
+KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
+    SHARED(shared);
+    double* masses = reinterpret_cast<double*>(shared) + 8 * FILTER_WARPS;
+    float* lists = reinterpret_cast<float*>(masses + p.cells_of_row);
+    uint32_t* equals = reinterpret_cast<uint32_t*>(lists + FILTER_WARPS * FILTER_LIST);
     uint32_t row_index = blockIdx.x;
-    if (row_index >= p.rows) return;
-    HeadPick pick = p.picks[row_index];
-    HeadFilters filters = *p.filters;
     const HeadCell* cells = p.cells + uint64_t(row_index) * p.cells_of_row;
-    float t = head_factor(pick.temperature);
+    float t = head_factor(p.picks[row_index].temperature);
     HeadTotal total = head_total(cells, p.cells_of_row, t);
-    FilterRow row = {p.logits + uint64_t(row_index) * p.stride, cells, p.vocab, t, total.largest};
+    FilterRow row = {p.logits + uint64_t(row_index) * p.stride, cells, p.vocab, p.cells_of_row, t, total.largest,
+                     reinterpret_cast<double*>(shared), lists + warp_id() * FILTER_LIST, 0, false};
     // Kept: all above the key, and the first `ties` that have it.
-    uint32_t key = 0;
-    double ties = double(p.vocab), number, mass, equal;
-    if (filters.top_k > 0.0 && filters.top_k < double(p.vocab)) {
-        key = row.search(filters.top_k, false, sums);
-        row.around(key, sums, number, mass, equal);
-        ties = equal;
-    } else {
-        row.around(0, sums, number, mass, equal);
+    uint32_t key = 0, ties = p.vocab;
+    double number = 0.0, mass = total.sum, equal = 0.0;
+    double top_k = p.filters->top_k, top_p = p.filters->top_p;
+    if (top_k > 0.0 && top_k < double(p.vocab)) {
+        key = row.search(top_k, false, row.floor_of_cells(top_k));
+        row.around(key, number, mass, equal);
+        ties = uint32_t(equal);
     }
-    if (filters.top_p < 1.0) {
+    if (top_p < 1.0) {
         // Tokens that have a key weigh the same.
-        double each = key == 0 ? 0.0 : row.weight(__uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key));
-        double target = filters.top_p * (mass + (key == 0 ? 0.0 : ties * each));
-        uint32_t of_mass = row.search(target, true, sums);
-        if (of_mass > key) key = of_mass, ties = double(p.vocab);
-        row.around(key, sums, number, mass, equal);
-        each = key == 0 ? 0.0 : row.weight(__uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key));
-        double needed = each > 0.0 ? ceil((target - mass) / each) : 1.0;
-        ties = fmin(fmin(ties, equal), fmax(needed, number > 0.0 ? 0.0 : 1.0));
+        double each = key == 0 ? 0.0 : row.weight(filter_logit(key));
+        mass += key == 0 ? 0.0 : equal * each;
+        double target = top_p * mass;
+        uint32_t of_mass = row.search(target, true, max(key, row.floor_of_mass(mass - target)));
+        if (of_mass > key) key = of_mass, ties = p.vocab;
+        row.around(key, number, mass, equal);
+        each = key == 0 ? 0.0 : row.weight(filter_logit(key));
+        double needed = fmax(each > 0.0 ? ceil((target - mass) / each) : 1.0, number > 0.0 ? 0.0 : 1.0);
+        ties = uint32_t(fmin(fmin(double(ties), equal), needed));
     }
     // The most probable token weighs 1.
-    double least = filters.min_p;
-    // A thread has some tokens side by side.
-    uint32_t each_thread = (p.vocab + FILTER_THREADS - 1) / FILTER_THREADS;
-    uint32_t begin = min(threadIdx.x * each_thread, p.vocab), end = min(begin + each_thread, p.vocab);
-    double own_ties = 0.0, all;
-    for (uint32_t i = begin; i < end; i++) own_ties += filter_key(row.logits[i]) == key ? 1.0 : 0.0;
-    double ties_before = filter_scan(own_ties, sums, all);
-    auto weight_at = [&](uint32_t i, double& tie) -> double {
-        uint32_t of = filter_key(row.logits[i]);
-        bool kept = of > key;
-        if (of == key) kept = tie < ties, tie += 1.0;
-        double weight = kept ? row.weight(row.logits[i]) : 0.0;
-        return weight >= least ? weight : 0.0;
-    };
-    double own = 0.0, tie = ties_before;
-    for (uint32_t i = begin; i < end; i++) own += weight_at(i, tie);
-    double before = filter_scan(own, sums, all);
-    double target = pick.uniform * all;
-    if (threadIdx.x == 0) found[0] = FILTER_THREADS, found[1] = 0;
+    double least = p.filters->min_p, tie = key == 0 ? 0.0 : row.weight(filter_logit(key));
+    if (tie < least) tie = 0.0;
+    // Of each cell what the tokens above the key bring, and how many have it.
+    for (uint32_t i = threadIdx.x; i < p.cells_of_row; i += FILTER_THREADS) masses[i] = 0.0, equals[i] = 0;
     __syncthreads();
-    // The first thread whose tokens go beyond the target, else the last that has any.
-    uint32_t beyond = __ballot_sync(FULL, own > 0.0 && before + own > target), any = __ballot_sync(FULL, own > 0.0);
-    for (uint32_t warp = 0; warp < FILTER_WARPS; warp++) {
-        if (warp == warp_id() && lane_id() == 0) {
-            if (beyond && found[0] == FILTER_THREADS) found[0] = warp * WARP + uint32_t(__ffs(int(beyond)) - 1);
-            if (any) found[1] = warp * WARP + 31u - uint32_t(__clz(int(any)));
+    float values[16];
+    row.each_cell(max(key, 1u), [&](uint32_t cell) {
+        if (row.weight(cells[cell].largest) < least) return;
+        head_values(row.logits, cell, p.vocab, 4 * lane_id(), 4 * WARP, NAN, values);
+        double own = 0.0;
+        uint32_t have = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < 16; i++) {
+            uint32_t of = filter_key(values[i]);
+            double weight = of > key ? row.weight(values[i]) : 0.0;
+            own += weight >= least ? weight : 0.0;
+            have += uint32_t(__popc(__ballot_sync(FULL, of == key)));
         }
-        __syncthreads();
+        own = warp_sum_f64(own);
+        if (lane_id() == 0) masses[cell] = own, equals[cell] = have;
+    });
+    __syncthreads();
+    if (warp_id() > 0) return;
+    // The cell: a lane has some side by side.
+    uint32_t each = (p.cells_of_row + WARP - 1) / WARP, begin = min(lane_id() * each, p.cells_of_row);
+    uint32_t count = min(each, p.cells_of_row - begin), have = 0, left = ties;
+    for (uint32_t i = begin; i < begin + count; i++) have += equals[i];
+    uint32_t before = filter_before(have);
+    double own = 0.0;
+    for (uint32_t i = begin; i < begin + count; i++) {
+        uint32_t kept = before < left ? min(equals[i], left - before) : 0;
+        before += equals[i];
+        equals[i] = kept;
+        masses[i] += double(kept) * tie;
+        own += masses[i];
     }
-    uint32_t chosen = found[0] == FILTER_THREADS ? found[1] : found[0];
-    if (threadIdx.x != chosen) return;
-    uint32_t token = begin < p.vocab ? begin : 0;
-    double sum = before;
-    tie = ties_before;
-    for (uint32_t i = begin; i < end; i++) {
-        double weight = weight_at(i, tie);
-        if (weight > 0.0) token = i;
-        sum += weight;
-        if (weight > 0.0 && sum > target) break;
+    __syncwarp();
+    double target = p.picks[row_index].uniform * warp_sum_f64(own);
+    Found cell = head_invert([&](uint32_t i) -> double { return masses[begin + i]; }, begin, count, target);
+    // The token.
+    head_values(row.logits, cell.index, p.vocab, 16 * lane_id(), 4, NAN, values);
+    left = equals[cell.index], have = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 16; i++) have += filter_key(values[i]) == key ? 1 : 0;
+    before = filter_before(have);
+#pragma unroll
+    for (uint32_t i = 0; i < 16; i++) {
+        uint32_t of = filter_key(values[i]);
+        bool kept = of > key || (of == key && key != 0 && before < left);
+        before += of == key ? 1 : 0;
+        float weight = kept ? expf(head_z(values[i], t, row.shift)) : 0.0f;
+        values[i] = double(weight) >= least ? weight : 0.0f;
     }
-    p.chosen[2 * row_index] = token;
-    p.chosen[2 * row_index + 1] = __float_as_uint(head_logp(total, row.logits[token]));
+    auto of_token = [&](uint32_t i) -> double { return double(values[i]); };
+    Found token = head_invert(of_token, cell.index * CELL + 16 * lane_id(), 16, target - cell.before);
+    if (lane_id() == 0) {
+        p.chosen[2 * row_index] = token.index;
+        p.chosen[2 * row_index + 1] = __float_as_uint(head_logp(total, row.logits[token.index]));
+    }
 }

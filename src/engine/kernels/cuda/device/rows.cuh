@@ -1,4 +1,4 @@
-// Rows of tensors: lookups, conversions, sums over rows, dropout. A thread takes four neighbouring columns, aligned or not,
+// Rows of tensors: lookups, conversions, sums over rows, dropout. A thread takes neighbouring columns, aligned or not,
 // so that an order of sums never depends on where a tensor lies.
 #pragma once
 #include "prelude.cuh"
@@ -21,6 +21,16 @@ template <typename T> DEVICE void read4(const T *row, uint32_t at, uint32_t widt
     }
 }
 
+// The same without a branch between the reads, so that several are under way at once, where all rows are aligned and a
+// multiple of four wide (`WIDE`).
+template <bool WIDE, typename T>
+DEVICE void read4_of(const T *row, uint32_t at, uint32_t width, bool aligned, float values[4]) {
+    if (!WIDE) return read4(row, at, width, aligned, values);
+    bool inside = at < width;
+    load4(row + (inside ? at : 0), values);
+    for (int e = 0; e < 4; e++) values[e] = inside ? values[e] : 0.0f;
+}
+
 template <typename T> DEVICE void write4(T *row, uint32_t at, uint32_t width, bool aligned, const float values[4]) {
     if (aligned && at + 4 <= width) {
         store4(row + at, values);
@@ -29,16 +39,22 @@ template <typename T> DEVICE void write4(T *row, uint32_t at, uint32_t width, bo
     }
 }
 
-// The four columns of a thread where threads cover rows one after the other.
+template <bool WIDE, typename T>
+DEVICE void write4_of(T *row, uint32_t at, uint32_t width, bool aligned, const float values[4]) {
+    if (!WIDE) return write4(row, at, width, aligned, values);
+    if (at < width) store4(row + at, values);
+}
+
+// The columns of a thread, `each` of them, where threads cover rows one after the other.
 struct Place {
     uint32_t row, at;
     bool inside;
 };
 
-DEVICE Place place_of(uint32_t rows, uint32_t width) {
-    uint32_t groups = (width + 3) / 4, index = blockIdx.x * blockDim.x + threadIdx.x;
+DEVICE Place place_of(uint32_t rows, uint32_t width, uint32_t each = 4) {
+    uint32_t groups = (width + each - 1) / each, index = blockIdx.x * blockDim.x + threadIdx.x;
     uint32_t row = index / groups;
-    return Place{row, index % groups * 4, row < rows};
+    return Place{row, index % groups * each, row < rows};
 }
 
 struct Select {

@@ -288,3 +288,58 @@ fn filtered_choices_are_those_of_the_host() {
         }
     }
 }
+
+#[test]
+fn filtered_choices_among_many_cells_are_those_of_the_host() {
+    let Some(device) = device() else { return };
+    let off = Filters::OFF;
+    let cases = [
+        (1.0, Filters { top_k: 1, ..off }),
+        (2.0, Filters { top_k: 30, ..off }),
+        // More than there are cells, and more than can be listed.
+        (1.0, Filters { top_k: 300, ..off }),
+        (1.0, Filters { top_k: 12_000, ..off }),
+        (1.0, Filters { top_p: 0.6, ..off }),
+        (3.0, Filters { top_p: 0.97, ..off }),
+        (0.5, Filters { min_p: 0.1, ..off }),
+        (1.5, Filters { top_k: 60, top_p: 0.8, min_p: 0.02 }),
+    ];
+    for (count, factor) in [(5_000, 6.0), (20_011, 3.0)] {
+        let logits: Vec<f32> = noise(count, 11).iter().map(|v| v * factor).collect();
+        for (temperature, filters) in cases {
+            assert_filters(&device, &logits, temperature, filters);
+        }
+    }
+}
+
+#[test]
+fn of_equal_logits_in_several_cells_the_first_are_kept() {
+    let Some(device) = device() else { return };
+    let mut logits = vec![-3.0_f32; 1600];
+    for token in (500..531).chain(1020..1030).chain(1590..1600) {
+        logits[token] = 1.0;
+    }
+    // Of 51 equal ones: those before the third cell, some of it, all of its, some of the last cell's.
+    for top_p in [0.2, 0.39, 0.42, 0.45, 0.47, 0.53, 0.6, 0.9] {
+        for top_k in [0, 3] {
+            assert_filters(&device, &logits, 1.0, Filters { top_k, top_p, min_p: 0.0 });
+        }
+    }
+    assert_filters(&device, &logits, 1.0, Filters { top_p: 0.5, min_p: 0.5, ..Filters::OFF });
+}
+
+#[test]
+fn a_filtered_choice_is_never_a_nan() {
+    let Some(device) = device() else { return };
+    let mut weight = vec![-1.0_f32; 1300];
+    (weight[3], weight[600], weight[1100]) = (f32::NAN, 2.0, f32::NAN);
+    let weight = device.upload(&weight).unwrap();
+    let x = device.upload(&[1.0_f32; 2]).unwrap();
+    let head = Head { weight: Rows::new(&weight, 1300, 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
+    let picks = [0.0, 0.999].map(|uniform| Pick { temperature: 1.0, uniform });
+    for filters in [Filters { top_k: 1, ..Filters::OFF }, Filters { min_p: 0.9, ..Filters::OFF }] {
+        for chosen in choose(&device, &head, Rows::new(&x, 2, 1, Dtype::F32), &picks, &filters).unwrap() {
+            assert_eq!(chosen.token, 600);
+        }
+    }
+}
