@@ -205,17 +205,19 @@ pub fn announce(addr: SocketAddr) -> std::io::Result<()> {
     stdout.flush()
 }
 
-/// Leave those GPUs out that `auto` found and the driver does not list; says why there is none where all are left out.
+/// Leave those GPUs out that `auto` found and the driver does not list; says so where there are any.
 fn without_gpus(config: &mut ServeConfig) -> Option<String> {
-    if !config.devices_are_found || config.gpus().next().is_none() {
+    let found = config.gpus().count();
+    if !config.devices_are_found || found == 0 {
         return None;
     }
     let (listed, why) = match gpu::list() {
-        Ok(gpus) => (gpus.len(), "the driver lists none".to_owned()),
+        Ok(gpus) => (gpus.len(), format!("{found} were found, the driver lists {}", gpus.len())),
         Err(why) => (0, why),
     };
     config.keep_found(listed);
-    (listed == 0).then_some(why)
+    let instead = if listed == 0 { "; jobs run on the processor" } else { "" };
+    (listed < found).then(|| format!("{why}{instead}"))
 }
 
 /// Starts a server in this process and returns when it answers.
@@ -230,7 +232,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let rewards = RewardClient::new(&outgoing).map_err(ServeError::RewardClient)?.with_pace(pace);
     Isa::choose(config.isa.as_str()).map_err(ServeError::Isa)?;
     if let Some(why) = without_gpus(&mut config) {
-        tracing::warn!(%why, "no GPU can be used: jobs run on the processor");
+        tracing::warn!("some of the machine's GPUs cannot be used: {why}");
     }
     let gpus: Vec<u32> = config.gpus().collect();
     if !gpus.is_empty() {

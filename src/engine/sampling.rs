@@ -106,40 +106,40 @@ impl Filters {
             return draw(logits, temperature, uniform);
         }
         let weight = weight(logits, temperature);
-        let weights: Vec<f64> = logits.iter().map(|&logit| weight(logit)).collect();
+        // NaN is never drawn.
+        let weights: Vec<f64> = logits.iter().map(|&logit| weight(logit).max(0.0)).collect();
         let kept = self.kept(&weights);
-        let index = invert(kept.iter().map(|&token| weights[token]), uniform);
-        kept[index as usize] as u32
+        let index = invert(kept.iter().map(|&token| weights[token as usize]), uniform);
+        kept[index as usize]
     }
 
     /// The tokens that survive top-k, top-p and min-p, ascending; never empty.
-    fn kept(&self, weights: &[f64]) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..weights.len()).collect();
-        order.sort_unstable_by(|&a, &b| weights[b].total_cmp(&weights[a]).then(a.cmp(&b)));
-        if self.top_k > 0 {
+    fn kept(&self, weights: &[f64]) -> Vec<u32> {
+        let weight = |token: u32| weights[token as usize];
+        let by_weight = |a: &u32, b: &u32| weight(*b).total_cmp(&weight(*a)).then(a.cmp(b));
+        let mut kept: Vec<u32> = (0..weights.len() as u32).collect();
+        if self.top_k > 0 && (self.top_k as usize) < kept.len() {
             // Whatever is as probable as the last of them stays too, as in transformers.
-            let last = order.get(self.top_k as usize - 1).map_or(0.0, |&token| weights[token]);
-            order.retain(|&token| weights[token].total_cmp(&last).is_ge());
+            let (_, last, _) = kept.select_nth_unstable_by(self.top_k as usize - 1, by_weight);
+            let last = weight(*last);
+            kept.retain(|&token| weight(token).total_cmp(&last).is_ge());
         }
         if self.top_p < 1.0 {
-            let total: f64 = order.iter().map(|&token| weights[token]).sum();
+            kept.sort_unstable_by(by_weight);
+            let total: f64 = kept.iter().map(|&token| weight(token)).sum();
             let mut mass = 0.0;
-            let mut keep = order.len();
-            for (rank, &token) in order.iter().enumerate() {
-                mass += weights[token];
-                if mass >= self.top_p * total {
-                    keep = rank + 1;
-                    break;
-                }
-            }
-            order.truncate(keep);
+            let reached = kept.iter().position(|&token| {
+                mass += weight(token);
+                mass >= self.top_p * total
+            });
+            kept.truncate(reached.map_or(kept.len(), |rank| rank + 1));
         }
         if self.min_p > 0.0 {
-            let floor = self.min_p * weights[order[0]];
-            order.retain(|&token| weights[token] >= floor);
+            let floor = self.min_p * kept.iter().map(|&token| weight(token)).fold(0.0, f64::max);
+            kept.retain(|&token| weight(token) >= floor);
         }
-        order.sort_unstable();
-        order
+        kept.sort_unstable();
+        kept
     }
 }
 
@@ -240,6 +240,15 @@ mod tests {
         assert_eq!(tokens(Sampler { top_p: 0.76, ..PLAIN }, &logits), [1, 2, 3]);
         assert_eq!(tokens(Sampler { min_p: 0.4, ..PLAIN }, &logits), [1, 3]);
         assert_eq!(tokens(Sampler { top_p: 1e-9, ..PLAIN }, &logits), [1]);
+    }
+
+    #[test]
+    fn filters_leave_a_token_also_where_logits_are_no_numbers() {
+        for top_k in [1, 3] {
+            let sampler = Sampler { top_k, top_p: 0.9, min_p: 0.1, ..PLAIN };
+            assert_eq!(tokens(sampler, &[f32::NAN, f32::NEG_INFINITY, 1.0, 1.0]), [2, 3]);
+            assert_eq!(tokens(sampler, &[f32::NAN; 4]), [0]);
+        }
     }
 
     #[test]

@@ -203,7 +203,7 @@ impl Footprint {
         };
         let blocks = |tokens: u64| tokens.next_multiple_of(KV_BLOCK);
         let kv_cache = kv_token_bytes(shape, F32) * (blocks(prompt) + rows * blocks(completion));
-        let logits = if filters(plan) { 2 * F32 * rows * shape.vocab_size } else { 0 };
+        let logits = filtered_bytes(plan, shape, rows);
         let prefill = F32 * prompt.min(PREFILL_TOKENS) * forward_width(shape);
         let rollout = kv_cache + logits.max(prefill);
         PROCESS_BYTES + weight_bytes * num_parameters + trained + rollout + rollout * ALLOCATOR_PERCENT / 100
@@ -247,8 +247,7 @@ impl Footprint {
         let prompts = prompts_per_block.min(rows);
         let blocks = |tokens: u64| tokens.next_multiple_of(KV_BLOCK);
         let kv_cache = kv_token_bytes(shape, F32) * (prompts * blocks(prompt) + rows * blocks(completion));
-        // Logits leave the head only for samplers that look at all of them: as tensor and on the host.
-        let logits = if filters(plan) { 2 * F32 * rows * shape.vocab_size } else { 0 };
+        let logits = filtered_bytes(plan, shape, rows);
         let prefill_tokens = (prompts * prompt).min(PREFILL_TOKENS.max(prompt));
         let prefill = F32 * prefill_tokens * forward_width(shape);
         let rollout = kv_cache + logits.max(prefill);
@@ -313,10 +312,21 @@ fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     F32 * per_layer * shape.num_hidden_layers
 }
 
-/// Whether sampling needs all logits of a row.
-fn filters(plan: &Plan) -> bool {
+/// Rows whose tokens are chosen side by side, at most.
+const FILTERED_AT_ONCE: u64 = 64;
+
+/// What sampling takes on the processor where it looks at all logits: these, and of the rows that are under way each token's
+/// weight and place in their order.
+fn filtered_bytes(plan: &Plan, shape: &ModelShape, rows: u64) -> u64 {
     let sampling = &plan.sampling;
-    sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0 || sampling.repetition_penalty != 1.0
+    let filters = sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0;
+    match (filters, sampling.repetition_penalty != 1.0) {
+        (false, false) => 0,
+        (_, penalized) => {
+            let tensor_and_copy = if penalized { 2 * F32 } else { F32 };
+            (tensor_and_copy * rows + 3 * F32 * rows.min(FILTERED_AT_ONCE)) * shape.vocab_size
+        }
+    }
 }
 
 /// Widths of the rows alive together in a layer's vector-Jacobian product, besides what the forward saved.

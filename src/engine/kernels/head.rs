@@ -110,9 +110,9 @@ fn check(x: &[f32], weight: &PackedMatrix, rows: usize) {
     assert_eq!(x.len(), rows * weight.k(), "x is not so many rows as wide as the weight");
 }
 
-/// 1 / temperature; 1 where the temperature is 0.
-fn factor(temperature: f64) -> f32 {
-    if temperature == 0.0 { 1.0 } else { (1.0 / temperature) as f32 }
+/// 1 / temperature, bounded so that a logit times it is finite; 1 where the temperature is 0.
+pub fn factor(temperature: f64) -> f32 {
+    if temperature == 0.0 { 1.0 } else { (1.0 / temperature).min(1e30) as f32 }
 }
 
 /// The logits of some rows and one chunk.

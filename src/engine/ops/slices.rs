@@ -4,6 +4,7 @@
 use crate::engine::kernels::attention::first_seen;
 pub use crate::engine::kernels::attention::{Group, Heads};
 pub use crate::engine::kernels::head::TokenScore;
+use crate::engine::kernels::head::factor;
 
 const LANES: usize = 16;
 
@@ -264,7 +265,7 @@ pub fn attention_vjp(heads: &Heads, visible: &[Visible], qkv: &[f32], d_out: &[f
 
 /// log-softmax(logits / temperature) at `target`, and the entropy.
 pub fn token_score(logits: &[f32], target: usize, temperature: f64) -> TokenScore {
-    let t = (1.0 / temperature) as f32;
+    let t = factor(temperature);
     let max = logits.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x)) * t;
     let (mut sum, mut weighted) = (0f64, 0f64);
     for x in logits {
@@ -282,7 +283,7 @@ pub fn token_score(logits: &[f32], target: usize, temperature: f64) -> TokenScor
 
 /// In place: logits → dL/dlogits for L with dL/dlogp(target) = `g`: g·(onehot − softmax)/temperature.
 pub fn token_score_vjp(logits: &mut [f32], target: usize, temperature: f64, g: f32) {
-    let t = (1.0 / temperature) as f32;
+    let t = factor(temperature);
     let max = logits.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x)) * t;
     let mut sum = 0f64;
     for x in logits.iter_mut() {

@@ -74,7 +74,7 @@ fn bucket(rows: usize) -> usize {
         0..=8 => rows.next_power_of_two(),
         9..=64 => rows.next_multiple_of(8),
         65..=256 => rows.next_multiple_of(16),
-        _ => rows.next_multiple_of(32),
+        _ => rows.next_multiple_of((rows.next_power_of_two() / 16).max(32)),
     }
 }
 

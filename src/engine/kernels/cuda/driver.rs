@@ -151,11 +151,10 @@ impl<T: Plain> Fetch<T> {
 
 impl<T: Plain> Drop for Fetch<T> {
     fn drop(&mut self) {
-        if let Some(staging) = self.staging.take()
-            && let Ok(mut queue) = self.device.enter()
-        {
+        if let Some(staging) = self.staging.take() {
+            let mut queue = self.device.queue();
             // An error shows with the next call.
-            let _ = queue.land(staging, None);
+            let _ = queue.bind().and_then(|()| queue.land(staging, None));
         }
     }
 }
@@ -419,7 +418,8 @@ impl Device {
 
     /// Give pooled memory that nothing uses back to the driver.
     pub fn trim(&self) {
-        if let Ok(mut queue) = self.enter() {
+        let mut queue = self.queue();
+        if queue.bind().is_ok() {
             queue.trim();
         }
     }

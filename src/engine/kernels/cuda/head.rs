@@ -7,7 +7,7 @@
 #[cfg(test)]
 mod tests;
 
-use super::super::head::{Chosen, Pick, TokenScore};
+use super::super::head::{Chosen, Pick, TokenScore, factor};
 use super::attention::address;
 use super::driver::{Buffer, CudaError, Device, Launch, params};
 use super::gemm::{Form, Gemm, Product, outer, product};
@@ -117,11 +117,6 @@ impl Logits {
         let grid = [self.cells_of_row.div_ceil(4) as u32, rows.min(GRID_Y) as u32, rows.div_ceil(GRID_Y) as u32];
         device.launch("head_cells", Launch { grid, block: 128, shared: 0 }, &params)
     }
-}
-
-/// 1 / temperature; 1 where the temperature is 0.
-fn factor(temperature: f64) -> f32 {
-    if temperature == 0.0 { 1.0 } else { (1.0 / temperature) as f32 }
 }
 
 /// The same row of several, from `first` on.

@@ -18,7 +18,10 @@ struct HeadPick {
     double uniform;
 };
 
-DEVICE float head_factor(double temperature) { return temperature == 0.0 ? 1.0f : float(1.0 / temperature); }
+// As on the host, bounded so that a logit times it is finite.
+DEVICE float head_factor(double temperature) {
+    return temperature == 0.0 ? 1.0f : float(fmin(1.0 / temperature, 1e30));
+}
 
 // A product that is rounded before anything is added to it, so that the largest logit has z = 0.
 DEVICE float rounded_product(float a, float b) {

@@ -10,8 +10,8 @@ use super::machine::{Found, Machine, Staging};
 use super::pool::{Memory, Pool};
 use super::profile::{Profile, Timing};
 
-/// Bodies remembered, the one not run for the longest time is forgotten first: more than the sizes of a batch that a
-/// generation passes through (`bucket`), and few enough that their graphs fit what buffers leave free.
+/// Bodies remembered, the one not run for the longest time is forgotten first: more than the sizes that a batch of up to
+/// 4,096 rows passes through (`bucket`), and few enough that their graphs fit what buffers leave free.
 const MOST_BODIES: usize = 64;
 
 /// How much was asked of a device.
@@ -71,6 +71,8 @@ pub(super) struct Queue {
     refuse_after: Option<u64>,
     /// What went wrong where nobody could be told.
     failure: Option<CudaError>,
+    /// There was no room for something since memory was last given back.
+    is_short: bool,
     counters: Counters,
     profile: Option<Profile>,
     /// Memory for downloads that are waited for later.
@@ -92,6 +94,7 @@ impl Queue {
             runs: 0,
             refuse_after: None,
             failure: None,
+            is_short: false,
             counters: Counters::default(),
             profile: None,
             landings: Vec::new(),
@@ -100,8 +103,19 @@ impl Queue {
 
     /// Before each call: bind the device to the thread, and tell what failed since the last one.
     pub(super) fn enter(&mut self) -> Result<(), CudaError> {
-        self.machine.enter()?;
+        self.bind()?;
         self.failure.take().map_or(Ok(()), Err)
+    }
+
+    /// Bind the device to the thread, where nobody can be told of a failure.
+    pub(super) fn bind(&mut self) -> Result<(), CudaError> {
+        self.machine.enter()
+    }
+
+    /// Remember where there was no room.
+    fn noticed<T>(&mut self, outcome: Result<T, CudaError>) -> Result<T, CudaError> {
+        self.is_short |= matches!(outcome, Err(CudaError::OutOfMemory { .. }));
+        outcome
     }
 
     /// Whether the op is the next one of a body that is compared. If it is another one, the body is compared no longer.
@@ -149,7 +163,8 @@ impl Queue {
             Op::Zero { .. } => "zero",
             _ => "copy",
         };
-        Profile::timed(&mut self.profile, &mut self.machine, label, |machine| machine.simple(&op))?;
+        let asked = Profile::timed(&mut self.profile, &mut self.machine, label, |machine| machine.simple(&op));
+        self.noticed(asked)?;
         self.counters.products += u64::from(matches!(op, Op::Product(_)));
         self.note(|list| list.ops.push(op));
         Ok(())
@@ -159,7 +174,8 @@ impl Queue {
         let found = match self.kernels.get(kernel) {
             Some(found) => *found,
             None => {
-                let found = self.machine.find(kernel)?;
+                let found = self.machine.find(kernel);
+                let found = self.noticed(found)?;
                 self.kernels.insert(kernel.to_owned(), found);
                 found
             }
@@ -185,9 +201,10 @@ impl Queue {
         if self.elided(|list, next| list.is_launch(next, found.kernel, launch, params))? {
             return Ok(());
         }
-        Profile::timed(&mut self.profile, &mut self.machine, kernel, |machine| {
+        let launched = Profile::timed(&mut self.profile, &mut self.machine, kernel, |machine| {
             machine.launch(found.kernel, launch, params)
-        })?;
+        });
+        self.noticed(launched)?;
         self.counters.launches += 1;
         self.note(|list| list.launch(found.kernel, launch, params));
         Ok(())
@@ -243,10 +260,11 @@ impl Queue {
             // Graphs take memory of the driver's.
             Err(CudaError::OutOfMemory { .. }) if !self.bodies.is_empty() => {
                 self.forget_bodies();
-                self.pool.take(block, &mut self.machine)?
+                self.pool.take(block, &mut self.machine)
             }
-            taken => taken?,
+            taken => taken,
         };
+        let at = self.noticed(at)?;
         let op = Op::Born { at, block, bytes };
         if let Err(error) = self.machine.simple(&op) {
             self.pool.give(at, block);
@@ -381,30 +399,37 @@ impl Queue {
     /// Run a body that was as noted.
     fn start(&mut self, mut body: Body) -> Result<Body, CudaError> {
         let graph = match body.graph.take() {
-            Some(graph) => graph,
+            Some(graph) => Some(graph),
             None => match self.machine.capture(&body.list, body.staging.as_ref()) {
                 Ok(graph) => {
                     self.counters.captures += 1;
-                    graph
+                    Some(graph)
                 }
-                // The graphs there are take the memory that this one would need.
-                Err(CudaError::OutOfMemory { .. }) => {
+                // The graphs there are take the memory that this one would need: its next run tries again.
+                Err(CudaError::OutOfMemory { .. }) if !self.bodies.is_empty() => {
                     self.counters.capture_failures += 1;
                     self.forget_bodies();
                     None
                 }
                 Err(_) => {
                     self.counters.capture_failures += 1;
-                    None
+                    Some(None)
                 }
             },
         };
-        self.machine.replay(graph.as_ref(), &body.list, body.staging.as_ref())?;
-        if let Some(staging) = &mut body.staging {
-            self.machine.used(staging)?;
+        let run = graph.as_ref().and_then(Option::as_ref);
+        let mut outcome = self.machine.replay(run, &body.list, body.staging.as_ref());
+        if let (Ok(()), Some(staging)) = (&outcome, &mut body.staging) {
+            outcome = self.machine.used(staging);
+        }
+        if let Err(error) = self.noticed(outcome) {
+            // What of it was started may still read the staging memory; another error than this one tells no more.
+            let _ = self.machine.synchronize();
+            let _ = self.forget(body.staging);
+            return Err(error);
         }
         self.counters.replays += 1;
-        body.graph = Some(graph);
+        body.graph = graph;
         body.last_run = self.runs;
         Ok(body)
     }
@@ -440,12 +465,17 @@ impl Queue {
         }
     }
 
-    /// A body whose buffers then come to lie where they were is still what its graph was made of.
+    /// A body whose buffers then come to lie where they were is still what its graph was made of; but where there was no
+    /// room, graphs make some too.
     pub(super) fn trim(&mut self) {
-        self.pool.trim(&mut self.machine);
+        match self.is_short {
+            true => self.trim_all(),
+            false => self.pool.trim(&mut self.machine),
+        }
     }
 
-    pub(super) fn trim_all(&mut self) {
+    fn trim_all(&mut self) {
+        self.is_short = false;
         self.forget_bodies();
         self.pool.trim_all(&mut self.machine);
     }

@@ -241,15 +241,14 @@ fn kept(logits: &[f32], temperature: f64, filters: &Filters) -> Vec<(usize, f64)
 }
 
 /// All draws of a distribution on the device, and those expected.
-fn assert_filters(device: &Device, logits: &[f32], temperature: f64, filters: Filters) {
-    const DRAWS: usize = 24;
+fn assert_filters(device: &Device, logits: &[f32], temperature: f64, filters: Filters, draws: usize) {
     let weight = device.upload(logits).unwrap();
-    let x = device.upload(&[1.0_f32; DRAWS]).unwrap();
+    let x = device.upload(&vec![1.0_f32; draws]).unwrap();
     let head =
         Head { weight: Rows::new(&weight, logits.len(), 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
-    let uniform = |draw: usize| (draw as f64 + 0.003) / DRAWS as f64;
-    let picks: Vec<Pick> = (0..DRAWS).map(|draw| Pick { temperature, uniform: uniform(draw) }).collect();
-    let chosen = choose(device, &head, Rows::new(&x, DRAWS, 1, Dtype::F32), &picks, &filters).unwrap();
+    let uniform = |draw: usize| (draw as f64 + 0.003) / draws as f64;
+    let picks: Vec<Pick> = (0..draws).map(|draw| Pick { temperature, uniform: uniform(draw) }).collect();
+    let chosen = choose(device, &head, Rows::new(&x, draws, 1, Dtype::F32), &picks, &filters).unwrap();
     let kept = kept(logits, temperature, &filters);
     let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
     for (draw, chosen) in chosen.iter().enumerate() {
@@ -284,7 +283,7 @@ fn filtered_choices_are_those_of_the_host() {
     let tied: Vec<f32> = noise(700, 4).iter().map(|v| (v * 3.0).round()).collect();
     for logits in [spread(5, 3.0), spread(1000, 6.0), tied, vec![-2.5; 40]] {
         for (temperature, filters) in cases {
-            assert_filters(&device, &logits, temperature, filters);
+            assert_filters(&device, &logits, temperature, filters, 24);
         }
     }
 }
@@ -307,8 +306,18 @@ fn filtered_choices_among_many_cells_are_those_of_the_host() {
     for (count, factor) in [(5_000, 6.0), (20_011, 3.0)] {
         let logits: Vec<f32> = noise(count, 11).iter().map(|v| v * factor).collect();
         for (temperature, filters) in cases {
-            assert_filters(&device, &logits, temperature, filters);
+            assert_filters(&device, &logits, temperature, filters, 24);
         }
+    }
+}
+
+#[test]
+fn a_vocabulary_of_more_cells_than_a_block_has_threads_is_filtered() {
+    let Some(device) = device() else { return };
+    let logits: Vec<f32> = noise(300_001, 12).iter().map(|v| v * 5.0).collect();
+    let off = Filters::OFF;
+    for filters in [Filters { top_k: 30, ..off }, Filters { top_k: 700, ..off }, Filters { top_p: 0.9, ..off }] {
+        assert_filters(&device, &logits, 1.0, filters, 2);
     }
 }
 
@@ -322,10 +331,10 @@ fn of_equal_logits_in_several_cells_the_first_are_kept() {
     // Of 51 equal ones: those before the third cell, some of it, all of its, some of the last cell's.
     for top_p in [0.2, 0.39, 0.42, 0.45, 0.47, 0.53, 0.6, 0.9] {
         for top_k in [0, 3] {
-            assert_filters(&device, &logits, 1.0, Filters { top_k, top_p, min_p: 0.0 });
+            assert_filters(&device, &logits, 1.0, Filters { top_k, top_p, min_p: 0.0 }, 24);
         }
     }
-    assert_filters(&device, &logits, 1.0, Filters { top_p: 0.5, min_p: 0.5, ..Filters::OFF });
+    assert_filters(&device, &logits, 1.0, Filters { top_p: 0.5, min_p: 0.5, ..Filters::OFF }, 24);
 }
 
 #[test]
