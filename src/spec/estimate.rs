@@ -204,8 +204,9 @@ fn too_large(
         Place::Cuda { .. } => format!("a run may use {} MiB of the GPU", mib(limit)),
     };
     let detail = format!(
-        "the job needs about {} MiB (weights {}, reference {}, reward models {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and {has}: {advice}",
+        "the job needs about {} MiB (process {}, weights {}, reference {}, reward models {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and {has}: {advice}",
         mib(needs.total),
+        mib(needs.process),
         mib(needs.weights),
         mib(needs.reference),
         mib(reward_models),

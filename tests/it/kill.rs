@@ -67,7 +67,7 @@ async fn finished(server: &Server, job: &str) -> u64 {
 }
 
 /// Name and bytes of every file of the adapter.
-async fn adapter(server: &Server, job: &str) -> Vec<(String, Vec<u8>)> {
+pub async fn adapter(server: &Server, job: &str) -> Vec<(String, Vec<u8>)> {
     let tar = server.bytes(&format!("/jobs/{job}/adapter?which=last")).await;
     let mut files = Vec::new();
     for entry in tar::Archive::new(tar.as_slice()).entries().unwrap() {

@@ -15,6 +15,8 @@ mod datasets;
 mod demo;
 mod disk;
 mod doctor;
+#[cfg(feature = "cuda")]
+mod driver;
 mod edge;
 mod exact;
 #[cfg(feature = "failpoints")]

@@ -27,6 +27,9 @@ pub use pool::Memory;
 pub use profile::Timing;
 pub use queue::Counters;
 
+#[cfg(test)]
+pub(super) use tests::device;
+
 use list::Op;
 use machine::{Machine, Staging};
 use queue::Queue;

@@ -144,6 +144,9 @@ fn unavailable<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
             CudaError::Unavailable(format!("{what}: its memory is full, other processes use it"))
         }
+        CUresult::CUDA_ERROR_NO_DEVICE => {
+            CudaError::Unavailable(format!("{what}: it sees no GPU (does CUDA_VISIBLE_DEVICES hide them?)"))
+        }
         _ => CudaError::Unavailable(format!("{what}: {error}")),
     })
 }

@@ -5,12 +5,7 @@ use half::bf16;
 use super::*;
 use crate::engine::kernels::rows::tests::noise;
 
-/// None: there is no device to test on.
-pub fn device() -> Option<Device> {
-    let device = Device::open(0);
-    assert!(device.is_ok() || !cfg!(feature = "cuda-emulator"), "{device:?}");
-    device.ok()
-}
+pub(in super::super) use super::super::driver::device;
 
 pub const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
 
