@@ -395,10 +395,15 @@ pub(super) async fn job_release(
             job_leave(tx, row, leave, "job.paused", data, now).await
         }
         None if charged && failed_attempts >= MAX_FAILED_ATTEMPTS => {
+            let mut message = format!("the worker was lost {failed_attempts} times in a row without a new checkpoint");
+            if let Some(line) = last_log_line(tx, row).await? {
+                message.push_str("; the log ends with: ");
+                message.push_str(&line);
+            }
             let failure = Failure {
                 class: FailureClass::Infra,
                 code: "worker_lost".to_owned(),
-                message: format!("the worker was lost {failed_attempts} times in a row without a new checkpoint"),
+                message,
                 phase: None,
                 step: None,
                 suggestion: Some(
@@ -416,6 +421,23 @@ pub(super) async fn job_release(
             job_leave(tx, row, leave, "job.requeued", data, now).await
         }
     }
+}
+
+/// What the job's present attempt logged last, in a message's length.
+async fn last_log_line(tx: &mut SqliteConnection, row: &JobRow) -> Result<Option<String>, StoreError> {
+    const MOST_BYTES: usize = 400;
+    let line = sqlx::query_scalar::<_, String>(
+        "SELECT line FROM logs WHERE job_id = ? AND attempt = ? ORDER BY id DESC LIMIT 1",
+    )
+    .bind(row.id.to_string())
+    .bind(int(row.attempt))
+    .fetch_optional(tx)
+    .await
+    .doing("read the end of a job's log")?;
+    Ok(line.map(|mut line| {
+        line.truncate(line.floor_char_boundary(MOST_BYTES));
+        line
+    }))
 }
 
 async fn job_fail(tx: &mut SqliteConnection, row: &JobRow, mut failure: Failure, now: i64) -> Result<(), StoreError> {

@@ -320,6 +320,7 @@ async fn three_lost_workers_without_a_checkpoint_fail_the_job_and_a_checkpoint_s
     let failure = store.job_get(job).await.unwrap().failure.unwrap();
     assert_eq!((failure.class, failure.code.as_str()), (FailureClass::Infra, "worker_lost"));
     assert_eq!((failure.phase, failure.step), (Some(Phase::Loading), Some(3)));
+    assert!(failure.message.ends_with("; the log ends with: two"), "{}", failure.message);
     let log = store.log_page(job, None, 100).await.unwrap().data;
     let tail: Vec<_> = log.iter().rev().take(2).map(|row| (row.attempt, row.line.as_str())).collect();
     assert_eq!(tail, [(5, "two"), (5, "one")]);

@@ -7,8 +7,9 @@
 // with a message; what it answers with an error is answered so. Further variables:
 //   RLOOD_FAKE_CUDA_BYTES=N        memory of a GPU (16 GiB), of which the context takes half a GiB
 //   RLOOD_FAKE_CUDA_GPUS=N         how many GPUs (1)
+//   RLOOD_FAKE_CUDA_VERSION=N      the CUDA that the driver supports, 1000 major + 10 minor
 //   RLOOD_FAKE_CUDA_SHARED=N       bytes of shared memory that a block may have (227 KiB)
-//   RLOOD_FAKE_CUDA_FAIL=NAME:N:E  the Nth call of a function answers with the error E; from 700 on all later calls do too
+//   RLOOD_FAKE_CUDA_FAIL=NAME:N:E  the Nth call of a function answers with the error E; of the 700s all later calls too
 //   RLOOD_FAKE_CUDA_LOG=FILE       what ptxas --verbose said of the kernels: launches are held to their registers
 #include <cuda.h>
 #include <sys/mman.h>
@@ -171,7 +172,7 @@ CUresult called(const char* name) {
     char* rest = nullptr;
     if (strtoull(wish + length + 1, &rest, 10) != count) return CUDA_SUCCESS;
     int error = atoi(rest + 1);
-    if (error >= 700) d.sticky = error;
+    if (error >= 700 && error < 800) d.sticky = error;
     return CUresult(error);
 }
 
