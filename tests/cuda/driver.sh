@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the emulator as NVIDIA's driver and cuBLAS (src/engine/kernels/cuda/emulator/driver.cpp) into a folder; with
+# Builds the emulator as NVIDIA's driver and cuBLAS (src/engine/kernels/cuda/emulator/driver) into a folder; with
 # that folder on LD_LIBRARY_PATH a build with the feature `cuda` finds a GPU that calculates on the CPU:
 #
 #   eval "$(scripts/cuda-toolkit.sh)"; tests/cuda/driver.sh target/cuda-driver
@@ -14,6 +14,6 @@ mkdir -p "$folder"
 # As build.rs compiles the emulator. -fno-math-errno lets sums be vectors; their order stays.
 "${CXX:-c++}" -std=c++17 -O2 -fPIC -shared -Wall -Wextra -Wno-unknown-pragmas -DRLOOD_EMULATOR -fno-strict-aliasing -ffp-contract=off \
     $(grep -qw fma /proc/cpuinfo && echo -mfma) -Wl,-Bsymbolic -Wl,-soname,libcuda.so.1 -isystem "${CUDA_HOME:?}/include" \
-    -o "$folder/libcuda.so.1.new" "$emulator/emulator.cpp" "$emulator/driver.cpp" -pthread
+    -o "$folder/libcuda.so.1.new" "$emulator"/emulator.cpp "$emulator"/driver/*.cpp -pthread
 mv "$folder/libcuda.so.1.new" "$folder/libcuda.so.1"
 ln -sf libcuda.so.1 "$folder/libcublas.so.13"
