@@ -11,8 +11,8 @@ cd "$(dirname "$0")/../.."
 folder=${1:?usage: tests/cuda/driver.sh FOLDER}
 emulator=src/engine/kernels/cuda/emulator
 mkdir -p "$folder"
-# As build.rs compiles the emulator. -fno-math-errno lets sums be vectors; their order stays.
-"${CXX:-c++}" -std=c++17 -O2 -fPIC -shared -Wall -Wextra -Wno-unknown-pragmas -DRLOOD_EMULATOR -fno-strict-aliasing -ffp-contract=off \
+# As build.rs compiles the emulator, but for the last bits of functions and products, which are not the host's on a GPU either.
+"${CXX:-c++}" -std=c++17 -O2 -fPIC -shared -Wall -Wextra -Wno-unknown-pragmas -DRLOOD_EMULATOR -DRLOOD_EMULATOR_ROUNDS_LIKE_A_GPU -fno-strict-aliasing -ffp-contract=off \
     $(grep -qw fma /proc/cpuinfo && echo -mfma) -Wl,-Bsymbolic -Wl,-soname,libcuda.so.1 -isystem "${CUDA_HOME:?}/include" \
     -o "$folder/libcuda.so.1.new" "$emulator"/emulator.cpp "$emulator"/driver/*.cpp -pthread
 mv "$folder/libcuda.so.1.new" "$folder/libcuda.so.1"

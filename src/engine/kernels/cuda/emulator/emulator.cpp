@@ -229,7 +229,6 @@ float widened(uint32_t word, bool upper) {
 
 // D += A B of a warp. A row is summed along k from the first to the last product, in f32.
 void multiply(Fiber* lanes) {
-    using Four = float __attribute__((vector_size(16)));
     float a[16][16];
     alignas(16) float b[16][8];
     for (uint32_t lane = 0; lane < WARP_LANES; lane++) {
@@ -245,6 +244,21 @@ void multiply(Fiber* lanes) {
             b[t + 8 * i + 1][g] = widened(slot.b[i], true);
         }
     }
+#ifdef RLOOD_EMULATOR_ROUNDS_LIKE_A_GPU
+    // Half of the products at once, then cut off.
+    for (uint32_t row = 0; row < 16; row++) {
+        for (uint32_t column = 0; column < 8; column++) {
+            float& d = lanes[(row % 8) * 4 + column / 2].slot.d[row / 8 * 2 + column % 2];
+            for (uint32_t half = 0; half < 16; half += 8) {
+                double sum = double(d);
+                for (uint32_t k = half; k < half + 8; k++) sum += double(a[row][k]) * double(b[k][column]);
+                float near = float(sum);
+                d = std::isfinite(near) && std::fabs(double(near)) > std::fabs(sum) ? std::nextafterf(near, 0.0f) : near;
+            }
+        }
+    }
+#else
+    using Four = float __attribute__((vector_size(16)));
     for (uint32_t row = 0; row < 16; row++) {
         Four low = {}, high = {};
         for (uint32_t k = 0; k < 16; k++) {
@@ -259,6 +273,7 @@ void multiply(Fiber* lanes) {
             d[1] += sums[pair % 2 * 2 + 1];
         }
     }
+#endif
 }
 
 void distribute(Machine& m, Fiber* lanes, uint32_t matrices) {

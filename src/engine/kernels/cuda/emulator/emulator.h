@@ -111,6 +111,28 @@ extern thread_local emulator::Dim threadIdx, blockIdx, blockDim, gridDim;
 
 inline uint32_t emulated_lane() { return threadIdx.x & 31u; }
 
+#ifdef RLOOD_EMULATOR_ROUNDS_LIKE_A_GPU
+// Functions that are not exact differ from the host's in their last bits, as a GPU's do: by up to `ulps`, the same for the
+// same argument.
+inline float emulated_near(float y, float x, int32_t ulps) {
+    uint32_t bits, seed;
+    std::memcpy(&bits, &y, 4);
+    std::memcpy(&seed, &x, 4);
+    uint32_t exponent = bits >> 23 & 0xffu;
+    if (x == 0.0f || y == 0.0f || exponent < 2 || exponent > 0xfdu) return y;
+    seed = (seed ^ seed >> 15) * 0x2c1b3c6du;
+    bits = uint32_t(int32_t(bits) + int32_t((seed ^ seed >> 13) % uint32_t(2 * ulps + 1)) - ulps);
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
+inline float emulated_expf(float x) { return emulated_near(expf(x), x, 1); }
+inline float emulated_exp2f(float x) { return emulated_near(exp2f(x), x, 2); }
+inline float emulated_log2f(float x) { return x == 1.0f ? 0.0f : emulated_near(log2f(x), x, 1); }
+#define expf emulated_expf
+#define exp2f emulated_exp2f
+#define log2f emulated_log2f
+#endif
+
 #define __syncthreads() emulator::meet(emulator::Collective::Block, 0xffffffffu, __LINE__)
 #define __syncwarp() emulator::meet(emulator::Collective::Sync, 0xffffffffu, __LINE__)
 #define __shfl_sync(mask, value, lane) emulator::shuffle(mask, value, uint32_t(lane) & 31u, __LINE__)

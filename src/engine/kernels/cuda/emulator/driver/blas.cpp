@@ -76,7 +76,8 @@ int cublasGemmEx(Blas* handle, int turn_a, int turn_b, int m, int n, int k, cons
                     get(a, type_a, turn_a ? size_t(i) * size_t(lda) + size_t(j) : size_t(j) * size_t(lda) + size_t(i));
         for (int column = 0; column < n; column++) {
             sums.assign(size_t(m), 0.0f);
-            for (int j = 0; j < k; j++) {
+            // From the last to the first: nothing may rest on an order.
+            for (int j = k - 1; j >= 0; j--) {
                 float x = get(b, type_b, turn_b ? size_t(j) * size_t(ldb) + size_t(column) : size_t(column) * size_t(ldb) + size_t(j));
                 const float* from = &left[size_t(j) * size_t(m)];
                 for (int i = 0; i < m; i++) sums[size_t(i)] += from[i] * x;
