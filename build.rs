@@ -4,7 +4,8 @@
 //! today's GPUs, and PTX for later ones, of
 //! `src/engine/kernels/cuda/device/kernels.cu`; with `RLOOD_CUDA_STUB=1` there is none and no nvcc is needed. With
 //! `cuda-emulator` the C++ compiler makes a library of the same kernels that runs them on the CPU, and no nvcc either,
-//! unless `RLOOD_CUDA_STUB=0` asks for it.
+//! unless `RLOOD_CUDA_STUB=0` asks for it; with `RLOOD_EMULATOR_RACES=1` GCC makes one that finds races, four times
+//! slower (`src/engine/kernels/cuda/emulator/races.cpp`).
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -133,12 +134,38 @@ fn emulator() {
         .flag("-fno-strict-aliasing")
         .flag("-fno-threadsafe-statics")
         .flag("-ffp-contract=off")
-        .flag("-Wno-unknown-pragmas")
-        .file(Path::new(KERNELS).join("emulator/emulator.cpp"));
+        .flag("-Wno-unknown-pragmas");
     // fmaf as an instruction where this machine, which also runs the tests, has it.
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("fma") {
         build.flag("-mfma");
     }
-    build.compile("rlood_cuda_emulator");
+    println!("cargo::rerun-if-env-changed=RLOOD_EMULATOR_RACES");
+    println!("cargo::rustc-check-cfg=cfg(emulator_races)");
+    let folder = Path::new(KERNELS).join("emulator");
+    if env::var_os("RLOOD_EMULATOR_RACES").is_some() {
+        return with_races(build, &folder);
+    }
+    build.file(folder.join("emulator.cpp")).compile("rlood_cuda_emulator");
+}
+
+/// The same with the race detector (`emulator/races.cpp`), by GCC: a shared library, which keeps its lines when the rest
+/// is stripped.
+#[cfg(feature = "cuda-emulator")]
+fn with_races(mut build: cc::Build, folder: &Path) {
+    build.define("RLOOD_EMULATOR_RACES", None).pic(true).flag("-g1").flag("-fno-optimize-sibling-calls");
+    let mut kernels = build.clone();
+    kernels.flag("-fsanitize=thread").flag("--param=tsan-instrument-func-entry-exit=0");
+    let mut objects = kernels.file(folder.join("races_kernels.cpp")).compile_intermediates();
+    objects.extend(
+        build.clone().files(["emulator.cpp", "races.cpp"].map(|file| folder.join(file))).compile_intermediates(),
+    );
+    let out = out_dir();
+    let mut link = build.get_compiler().to_command();
+    link.arg("-shared").args(objects).arg("-ldl").arg("-o").arg(out.join("librlood_cuda_emulator.so"));
+    assert!(link.status().expect("the C++ compiler is there").success(), "the emulator was not linked: {link:?}");
+    println!("cargo::rustc-cfg=emulator_races");
+    println!("cargo::rustc-link-search=native={}", out.display());
+    println!("cargo::rustc-link-lib=dylib=rlood_cuda_emulator");
+    println!("cargo::rustc-link-arg=-Wl,-rpath,{}", out.display());
 }

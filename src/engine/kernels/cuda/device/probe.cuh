@@ -84,7 +84,7 @@ KERNEL(probe_tiles, Tiles) {
     cp_async16(a + lane * 8, p.a + lane * 8);
     cp_async_commit();
     if (lane < 16) cp_async16(b + lane * 8, p.b + lane * 8);
-    cp_async16(b_columns + (lane % 16) * 8, p.b_columns + (lane % 16) * 8, lane < 16 || p.b_columns != nullptr);
+    if (lane < 16) cp_async16(b_columns + lane * 8, p.b_columns + lane * 8, p.b_columns != nullptr);
     cp_async_commit();
     cp_async_wait<1>();
     __syncwarp();

@@ -2,6 +2,8 @@
 
 mod graphs;
 mod probes;
+#[cfg(emulator_races)]
+mod races;
 #[cfg(feature = "cuda-emulator")]
 mod wrong;
 

@@ -8,6 +8,13 @@
 #include <cstdlib>
 #include <vector>
 
+#ifdef RLOOD_EMULATOR_RACES
+#include "races.h"
+#define RACES(call) emulator::races::call
+#else
+#define RACES(call) (void)0
+#endif
+
 thread_local emulator::Dim threadIdx, blockIdx, blockDim, gridDim;
 
 // Saves the registers that a call keeps on the stack, leaves the stack in `*from` and goes on with the stack `to`.
@@ -162,7 +169,9 @@ struct Machine {
     void enter(Fiber& fiber) {
         running = &fiber;
         threadIdx = {uint32_t(&fiber - fibers.data()), 0, 0};
+        RACES(enter(threadIdx.x, fiber.stack, STACK_BYTES));
         rlood_emulator_switch(&scheduler, fiber.at);
+        RACES(leave());
     }
 
     void leave() { rlood_emulator_switch(&running->at, scheduler); }
@@ -295,6 +304,7 @@ void distribute(Machine& m, Fiber* lanes, uint32_t matrices) {
         if (reinterpret_cast<uintptr_t>(from) % 16 != 0) m.fail("ldmatrix: the address of lane %u is not a multiple of 16", lane);
         if (from < m.shared || from + 16 > m.shared + m.used_bytes)
             m.fail("ldmatrix: the address of lane %u is not in shared memory", lane);
+        RACES(matrix(uint32_t(lanes - m.fibers.data()) / WARP_LANES, from));
     }
 }
 
@@ -325,6 +335,7 @@ void complete(Machine& m, Fiber* lanes) {
         case Collective::Block:
         case Collective::Sync: break;
     }
+    RACES(collective(uint32_t(lanes - m.fibers.data()) / WARP_LANES, kind == Collective::Sync, line));
     for (uint32_t lane = 0; lane < WARP_LANES; lane++) lanes[lane].waits = Collective::None;
 }
 
@@ -370,6 +381,7 @@ void run_block(Machine& m, uint32_t threads, uint32_t number) {
     m.arrays.clear();
     m.used_bytes = (m.dynamic_bytes + GUARD_BYTES + 15) / 16 * 16;
     for (uint32_t i = 0; i < threads; i++) aim(m.fibers[i]);
+    RACES(block(m.shared, size_t(m.memory.data() + m.memory.size() - m.shared)));
     uint32_t warps = threads / WARP_LANES;
     for (uint32_t pass = number;; pass++) {
         for (uint32_t i = 0; i < warps; i++) {
@@ -391,6 +403,7 @@ void run_block(Machine& m, uint32_t threads, uint32_t number) {
         if (waiting == 0) break;
         if (waiting != threads)
             return m.fail("%u of %u threads wait at the barrier of line %d, the others have ended", waiting, threads, first->line);
+        RACES(barrier(first->line));
     }
     check_guards(m);
 }
@@ -399,6 +412,7 @@ void run_block(Machine& m, uint32_t threads, uint32_t number) {
 
 Registration::Registration(const char* name, size_t param_bytes, Body body) {
     kernels().push_back({name, param_bytes, body});
+    RACES(registered(name));
 }
 
 Slot& slot() { return machine().running->slot; }
@@ -411,6 +425,7 @@ void meet(Collective kind, uint32_t mask, int line) {
     }
     m.running->waits = kind;
     m.running->line = line;
+    RACES(waits(__builtin_return_address(0)));
     m.leave();
 }
 
@@ -453,6 +468,7 @@ void copy_later(void* shared, const void* global, uint32_t bytes, bool valid) {
         m.fail("cp_async%u: not from %u aligned bytes to as many of shared memory", bytes, bytes);
         abandon();
     }
+    RACES(copy_begins(to, valid ? global : nullptr, bytes, __builtin_return_address(0)));
     // The destination holds neither the old nor the new values until the wait.
     std::memset(to, UNWRITTEN, bytes);
     m.running->copies.push_back({to, valid ? global : nullptr, bytes, m.running->group});
@@ -465,6 +481,7 @@ void copy_wait(int groups) {
     size_t kept = 0;
     for (const Copy& copy : fiber.copies) {
         if (copy.group + uint32_t(groups) < fiber.group) {
+            RACES(copy_ends(copy.to, copy.bytes));
             if (copy.from == nullptr) std::memset(copy.to, 0, copy.bytes);
             else std::memcpy(copy.to, copy.from, copy.bytes);
         } else {
@@ -515,6 +532,12 @@ extern "C" const char* rlood_emulator_launch(int32_t kernel, const void* params,
     m.dynamic_bytes = shared;
     blockDim = {block, 1, 1};
     gridDim = {grid[0], grid[1], grid[2]};
+#ifdef RLOOD_EMULATOR_RACES
+    emulator::races::launch(emulator::kernels()[size_t(kernel)].name, grid, block);
+    emulator::races::ignore(params, emulator::kernels()[size_t(kernel)].param_bytes);
+    emulator::races::ignore(m.fibers.data(), m.fibers.size() * sizeof(emulator::Fiber));
+    for (const emulator::Dim* dim : {&threadIdx, &blockIdx, &blockDim, &gridDim}) emulator::races::ignore(dim, sizeof *dim);
+#endif
     uint32_t number = 0;
     for (uint32_t z = 0; z < grid[2]; z++)
         for (uint32_t y = 0; y < grid[1]; y++)
@@ -532,5 +555,7 @@ extern "C" const char* rlood_emulator_launch(int32_t kernel, const void* params,
     return nullptr;
 }
 
+#ifndef RLOOD_EMULATOR_RACES
 #include "../device/kernels.cu"
 #include "wrong.cuh"
+#endif

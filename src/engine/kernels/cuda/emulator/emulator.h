@@ -1,5 +1,6 @@
 // The part of CUDA that kernels use (device/prelude.cuh), on the CPU: the threads of a block are fibers of one thread of
-// the process, blocks run one after another. For tests: slow, and strict where a GPU would be silent.
+// the process, blocks run one after another. For tests: slow, and strict where a GPU would be silent. Barriers that are
+// missing show in the values only where the order of the threads happens to need them; races.cpp finds them all.
 #pragma once
 
 #include <cmath>
@@ -157,12 +158,22 @@ inline void cp_async4(void* shared, const void* global) { emulator::copy_later(s
 inline void cp_async_commit() { emulator::copy_commit(); }
 template <int N> inline void cp_async_wait() { emulator::copy_wait(N); }
 
-inline int atomicAdd(int* at, int value) {
+#ifdef RLOOD_EMULATOR_RACES
+#include "races.h"
+#define ATOMIC __attribute__((noinline, no_sanitize("thread"))) inline
+#define ATOMICALLY(at) emulator::races::atomic(at, 4, __builtin_return_address(0))
+#else
+#define ATOMIC inline
+#define ATOMICALLY(at) (void)0
+#endif
+ATOMIC int atomicAdd(int* at, int value) {
+    ATOMICALLY(at);
     int before = *at;
     *at = before + value;
     return before;
 }
-inline uint32_t atomicAdd(uint32_t* at, uint32_t value) {
+ATOMIC uint32_t atomicAdd(uint32_t* at, uint32_t value) {
+    ATOMICALLY(at);
     uint32_t before = *at;
     *at = before + value;
     return before;

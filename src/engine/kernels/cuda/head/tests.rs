@@ -312,6 +312,22 @@ fn filtered_choices_among_many_cells_are_those_of_the_host() {
 }
 
 #[test]
+fn choices_among_more_cells_than_a_warp_has_lanes_are_those_of_the_host() {
+    let Some(device) = device() else { return };
+    let mut logits: Vec<f32> = noise(40_001, 13).iter().map(|v| v * 4.0).collect();
+    for temperature in [1.0, 3.0] {
+        assert_filters(&device, &logits, temperature, Filters::OFF, 24);
+    }
+    (logits[31_007], logits[31_008], logits[33_333]) = (50.0, 50.0, 50.0);
+    let weight = device.upload(&logits).unwrap();
+    let x = device.upload(&[1.0_f32]).unwrap();
+    let head = Head { weight: Rows::new(&weight, 40_001, 1, Dtype::F32), gemm: Gemm::Exact, max_logits: MAX_LOGITS };
+    let greedy = [Pick { temperature: 0.0, uniform: 0.5 }];
+    let chosen = choose(&device, &head, Rows::new(&x, 1, 1, Dtype::F32), &greedy, &Filters::OFF).unwrap();
+    assert_eq!(chosen[0].token, 31_007);
+}
+
+#[test]
 fn a_vocabulary_of_more_cells_than_a_block_has_threads_is_filtered() {
     let Some(device) = device() else { return };
     let logits: Vec<f32> = noise(300_001, 12).iter().map(|v| v * 5.0).collect();
