@@ -143,7 +143,7 @@ fn emulator() {
     println!("cargo::rerun-if-env-changed=RLOOD_EMULATOR_RACES");
     println!("cargo::rustc-check-cfg=cfg(emulator_races)");
     let folder = Path::new(KERNELS).join("emulator");
-    if env::var_os("RLOOD_EMULATOR_RACES").is_some() {
+    if env::var_os("RLOOD_EMULATOR_RACES").is_some_and(|value| value == "1") {
         return with_races(build, &folder);
     }
     build.file(folder.join("emulator.cpp")).compile("rlood_cuda_emulator");

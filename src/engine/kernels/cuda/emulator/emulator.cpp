@@ -99,6 +99,7 @@ struct Kernel {
     const char* name;
     size_t param_bytes;
     Body body;
+    uint32_t most_threads;
 };
 
 std::vector<Kernel>& kernels() {
@@ -410,8 +411,8 @@ void run_block(Machine& m, uint32_t threads, uint32_t number) {
 
 }  // namespace
 
-Registration::Registration(const char* name, size_t param_bytes, Body body) {
-    kernels().push_back({name, param_bytes, body});
+Registration::Registration(const char* name, size_t param_bytes, Body body, uint32_t most_threads) {
+    kernels().push_back({name, param_bytes, body, most_threads});
     RACES(registered(name));
 }
 
@@ -512,6 +513,11 @@ extern "C" const char* rlood_emulator_launch(int32_t kernel, const void* params,
     m.failed = false;
     if (block == 0 || block % emulator::WARP_LANES != 0 || block > emulator::MOST_THREADS) {
         m.fail("a block of %u threads: not a multiple of 32 up to 1024", block);
+        return m.message;
+    }
+    uint32_t most_threads = emulator::kernels()[size_t(kernel)].most_threads;
+    if (block > most_threads) {
+        m.fail("a block of %u threads: the kernel is compiled for %u at most", block, most_threads);
         return m.message;
     }
     m.most_bytes = most_shared < emulator::SHARED_BYTES ? most_shared : emulator::SHARED_BYTES;

@@ -14,12 +14,12 @@
 #define DEVICE static inline
 #define DEVICE_SPECIAL inline
 #define CHECK_ALIGNED(address, bytes) emulator::check_aligned(address, bytes, __LINE__)
-#define KERNEL(name, Params)                                                                                           \
+#define KERNEL(name, Params) KERNEL_BOUNDS(name, Params, 1024, 1)
+#define KERNEL_BOUNDS(name, Params, threads, blocks)                                                                   \
     static void name(const Params& p);                                                                                 \
     static const emulator::Registration registration_of_##name(                                                        \
-        #name, sizeof(Params), [](const void* params) { name(*static_cast<const Params*>(params)); });                 \
+        #name, sizeof(Params), [](const void* params) { name(*static_cast<const Params*>(params)); }, threads);        \
     static void name([[maybe_unused]] const Params& p)
-#define KERNEL_BOUNDS(name, Params, threads, blocks) KERNEL(name, Params)
 #define SHARED(name) unsigned char* const name = emulator::dynamic_shared()
 #define SHARED_ARRAY(type, name, n)                                                                                    \
     type* const name = static_cast<type*>(emulator::static_shared(                                                     \
@@ -39,7 +39,7 @@ using Body = void (*)(const void*);
 
 // Enters a kernel into the list by its name.
 struct Registration {
-    Registration(const char* name, size_t param_bytes, Body body);
+    Registration(const char* name, size_t param_bytes, Body body, uint32_t most_threads);
 };
 
 // What a lane brings to a collective and takes from it.

@@ -44,6 +44,8 @@ KERNEL(wrong_two_shuffles, Wrong) {
     p.y[threadIdx.x % p.count] = x;
 }
 
+KERNEL_BOUNDS(wrong_bounds, Wrong, 32, 1) { p.y[threadIdx.x % p.count] = 0.0f; }
+
 KERNEL(wrong_part_of_a_warp, Wrong) { p.y[threadIdx.x % p.count] = __shfl_xor_sync(0xffffu, 1.0f, 1); }
 
 KERNEL(wrong_barrier_of_some, Wrong) {

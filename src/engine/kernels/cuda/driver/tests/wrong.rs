@@ -60,6 +60,12 @@ fn a_write_outside_shared_memory_is_found() {
 }
 
 #[test]
+fn a_block_of_more_threads_than_a_kernel_was_compiled_for_is_found() {
+    assert!(run("wrong_bounds", 32, 0).is_ok());
+    fails("wrong_bounds", 64, 0, "compiled for 32 at most");
+}
+
+#[test]
 fn an_address_that_is_not_aligned_is_found() {
     fails("wrong_unaligned", 32, 0, "not a multiple of 16 bytes");
 }
