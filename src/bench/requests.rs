@@ -125,6 +125,10 @@ fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Res
         live = next;
         picks = live.iter().map(pick).collect();
         policy.append_and_pick(&mut state, &tokens, plain(&picks))?;
+        if policy.decodes_ahead() && live.iter().all(|(_, left)| *left > 1) {
+            let later: Vec<Pick> = live.iter().map(|(request, left)| pick(&(*request, left - 1))).collect();
+            policy.append_ahead(&mut state, plain(&later))?;
+        }
     }
     Ok(())
 }

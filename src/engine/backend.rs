@@ -114,6 +114,13 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
 
     /// Rows of the table, one an id.
     fn embed(&self, table: &Self::Weight, ids: &[u32]) -> Result<Self::Tensor>;
+    /// Those of a step's tokens.
+    fn embed_step(&self, table: &Self::Weight, _cache: &mut Self::Cache, tokens: Tokens<'_>) -> Result<Self::Tensor> {
+        match tokens {
+            Tokens::Known(ids) => self.embed(table, ids),
+            Tokens::Chosen(_) => Err(EngineError::Input("this backend does not keep what it chose".to_owned())),
+        }
+    }
     /// Add dL/dtable, which begins at `at` in the gradient.
     fn embed_vjp(&self, ids: &[u32], dy: &Self::Tensor, gradient: &mut Self::Flat, at: usize) -> Result<()>;
     /// Some rows, in this order.
@@ -239,6 +246,7 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
     /// Begin what [`Backend::choose`] does of the rows that `x` gives, within a step; None where nothing is gained by it.
     fn pick_ahead(
         &self,
+        _cache: &mut Self::Cache,
         _x: impl FnOnce() -> Result<Self::Tensor>,
         _head: &Self::Weight,
         _choice: Choice<'_>,
@@ -256,12 +264,31 @@ pub trait Backend: Clone + Debug + Send + Sync + 'static {
 pub struct Step<'a> {
     /// Angles for every position.
     pub table: &'a Arc<RopeTable>,
-    /// Ids, one a row.
-    pub tokens: &'a [u32],
+    /// One a row.
+    pub tokens: Tokens<'a>,
     /// Each in its own sequence.
     pub positions: &'a [usize],
     /// How the next tokens are to be chosen; without picks where that is not known yet.
     pub choice: Choice<'a>,
+}
+
+/// The tokens of a step.
+#[derive(Clone, Copy, Debug)]
+pub enum Tokens<'a> {
+    /// Ids.
+    Known(&'a [u32]),
+    /// Those that the last step chose for as many rows, perhaps not known to anybody yet.
+    Chosen(usize),
+}
+
+impl Tokens<'_> {
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        match self {
+            Tokens::Known(ids) => ids.len(),
+            Tokens::Chosen(rows) => *rows,
+        }
+    }
 }
 
 /// How the next tokens are chosen.

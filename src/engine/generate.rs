@@ -93,6 +93,7 @@ pub fn generate(
             batch.live.retain(|_| kept.next().unwrap_or(false));
         }
         batch.append(policy, &tokens)?;
+        batch.append_ahead(policy)?;
     }
     // The cache makes room for what comes next.
     drop(batch);
@@ -120,20 +121,25 @@ struct Batch<'a> {
     /// One a row of the state.
     live: Vec<LiveRow>,
     waiting: VecDeque<(usize, &'a GeneratePrompt<'a>)>,
-    /// Of the next tokens of the live rows, as far as they are known; reused.
+    /// Of the live rows' next tokens, or of those after them; reused.
     picks: Vec<Pick>,
     chosen: Vec<Chosen>,
 }
 
 impl Batch<'_> {
-    /// Take in as many waiting prompts as have room with all their rows; one when nothing is live.
-    fn join(&mut self, policy: &Policy) -> Result<()> {
-        let GenerateRequest { num_generations, sampler, max_completion_length, key, max_rows, .. } = *self.request;
-        let room = max_rows.saturating_sub(self.live.len()) / num_generations.max(1);
+    /// Prompts that have room with all their rows; one when nothing is live.
+    fn joining(&self) -> usize {
+        let room = self.request.max_rows.saturating_sub(self.live.len()) / self.request.num_generations.max(1);
         let room = if self.live.is_empty() { room.max(1) } else { room };
+        room.min(self.waiting.len())
+    }
+
+    /// Take in the waiting prompts that have room.
+    fn join(&mut self, policy: &Policy) -> Result<()> {
+        let GenerateRequest { num_generations, sampler, max_completion_length, key, .. } = *self.request;
         let (penalised, unfiltered) = (!sampler.is_memoryless(), sampler.is_unfiltered());
         let mut prompts = Vec::new();
-        for (index, prompt) in self.waiting.drain(..room.min(self.waiting.len())) {
+        for (index, prompt) in self.waiting.drain(..self.joining()) {
             prompts.push(prompt.ids);
             self.live.extend((0..num_generations).map(|generation| LiveRow {
                 index: index * num_generations + generation,
@@ -149,29 +155,46 @@ impl Batch<'_> {
         policy.join(&mut self.state, &prompts, num_generations, max_completion_length)
     }
 
-    /// Picks of all live rows' next tokens.
-    fn extend_picks(&mut self) {
+    /// Picks of the live rows' next tokens, or of those that come so much later.
+    fn find_picks(&mut self, later: usize) {
         let temperature = self.request.sampler.temperature;
-        let pick = |row: &LiveRow| Pick { temperature, uniform: row.key.with(row.ids.len() as u64).uniform() };
-        self.picks.extend(self.live.iter().skip(self.picks.len()).map(pick));
+        let pick = |row: &LiveRow| {
+            let uniform = row.key.with((row.ids.len() + later) as u64).uniform();
+            Pick { temperature, uniform }
+        };
+        self.picks.clear();
+        self.picks.extend(self.live.iter().map(pick));
     }
 
     /// Append the last tokens of the live rows; what comes next is known already but for the tokens.
     fn append(&mut self, policy: &Policy, tokens: &[u32]) -> Result<()> {
-        self.picks.clear();
-        let sampler = self.request.sampler;
-        if sampler.is_memoryless() {
-            self.extend_picks();
+        if self.request.sampler.is_memoryless() {
+            self.find_picks(0);
+        } else {
+            self.picks.clear();
         }
-        let choice = Choice { picks: &self.picks, filters: sampler.filters() };
+        let choice = Choice { picks: &self.picks, filters: self.request.sampler.filters() };
         policy.append_and_pick(&mut self.state, tokens, choice)
+    }
+
+    /// Queue the step after the one under way, so that a device need not wait until the host has seen its tokens. A row that
+    /// ends with its token takes that step in vain; so not where one certainly ends, nor where others join before.
+    fn append_ahead(&mut self, policy: &Policy) -> Result<()> {
+        let ends = |row: &LiveRow| row.ids.len() + 1 >= self.request.max_completion_length;
+        let is_plain = policy.decodes_ahead() && self.request.sampler.is_memoryless();
+        if !is_plain || self.joining() > 0 || self.live.iter().any(ends) {
+            return Ok(());
+        }
+        self.find_picks(1);
+        let choice = Choice { picks: &self.picks, filters: self.request.sampler.filters() };
+        policy.append_ahead(&mut self.state, choice)
     }
 
     /// Every live row gets its next token.
     fn choose(&mut self, policy: &Policy) -> Result<()> {
         let sampler = self.request.sampler;
         if sampler.is_memoryless() {
-            self.extend_picks();
+            self.find_picks(0);
             let choice = Choice { picks: &self.picks, filters: sampler.filters() };
             policy.choose_into(&self.state, choice, &mut self.chosen)?;
             for (row, chosen) in self.live.iter_mut().zip(&self.chosen) {

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
     AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Choice, Chosen, FullSlot,
-    HeadBackward, LinearBackward, Rotation, Step, Stepped, flat::elsewhere,
+    HeadBackward, LinearBackward, Rotation, Step, Stepped, Tokens, flat::elsewhere,
 };
 use crate::engine::error::{EngineError, Result};
 use crate::engine::kernels::cuda::attention::{self, Layout};
@@ -292,6 +292,12 @@ impl Backend for Cuda {
         Ok(out)
     }
 
+    fn embed_step(&self, table: &Weight, cache: &mut Cache, tokens: Tokens<'_>) -> Result<Tensor> {
+        let out = Tensor::new(&self.device, tokens.count(), table.rows().width, Dtype::F32)?;
+        rows::select_by(&self.device, table.rows(), cache.tokens()?, out.rows())?;
+        Ok(out)
+    }
+
     fn embed_vjp(&self, ids: &[u32], dy: &Tensor, gradient: &mut Flat, at: usize) -> Result<()> {
         let rows = ids.iter().max().map_or(0, |id| *id as usize + 1);
         Ok(rows::scatter_add(&self.device, dy.rows(), ids, gradient.matrix(at, rows, dy.width()))?)
@@ -534,15 +540,18 @@ impl Backend for Cuda {
 
     fn pick_ahead(
         &self,
+        cache: &mut Cache,
         x: impl FnOnce() -> Result<Tensor>,
         head: &Weight,
         choice: Choice<'_>,
     ) -> Result<Option<Picked>> {
-        Ok(Some(Picked::begin(&self.device, &self.head(head), &x()?, choice)?))
+        let Choice { picks, filters } = choice;
+        head::begin_choose(&self.device, &self.head(head), x()?.rows(), picks, &filters, cache.tokens()?)?;
+        Ok(Some(Picked::begun()))
     }
 
     fn picked(&self, picked: &Picked) -> Result<Vec<Chosen>> {
-        picked.wait(&self.device)
+        picked.wait()
     }
 
     fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {

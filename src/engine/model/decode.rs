@@ -29,10 +29,45 @@ pub struct Rows<B: Backend> {
     pub cache: B::Cache,
     /// `[rows, hidden]` after the last layer; None without rows.
     pub hidden: Option<B::Tensor>,
-    /// The next tokens of the first rows where their choice was begun, and how.
-    pub picked: Option<(Vec<Pick>, Filters, B::Picked)>,
+    /// The next tokens of the first rows, where the last step began to choose them.
+    pub picked: Option<Picks<B>>,
+    /// Those of the step before it, where the last step, which appends them, was queued before anybody read them.
+    pub due: Option<Picks<B>>,
     /// Tokens of each row, prompt included.
     pub lengths: Vec<usize>,
+}
+
+/// A choice of tokens that was begun.
+#[derive(Debug)]
+pub struct Picks<B: Backend> {
+    /// How, one a row.
+    pub picks: Vec<Pick>,
+    /// How.
+    pub filters: Filters,
+    /// Of the rows that there were then.
+    pub picked: B::Picked,
+    /// Those of them that are left, where some are not.
+    pub kept: Option<Vec<u32>>,
+}
+
+impl<B: Backend> Picks<B> {
+    /// Wait for the tokens.
+    pub fn wait(&self, backend: &B) -> Result<Vec<Chosen>> {
+        let chosen = backend.picked(&self.picked)?;
+        Ok(match &self.kept {
+            Some(kept) => kept.iter().map(|row| chosen[*row as usize]).collect(),
+            None => chosen,
+        })
+    }
+
+    /// Keep these rows, in this order.
+    pub fn retain(&mut self, rows: &[u32]) {
+        self.picks = rows.iter().map(|row| self.picks[*row as usize]).collect();
+        self.kept = Some(match &self.kept {
+            Some(kept) => rows.iter().map(|row| kept[*row as usize]).collect(),
+            None => rows.to_vec(),
+        });
+    }
 }
 
 /// Run `$body` with the decoder and its rows.
@@ -108,6 +143,24 @@ impl Policy {
             state.check(choice.picks.len(), "picks")?;
         }
         with_rows!(self, &mut state.0, |decoder, rows| decoder.append(rows, tokens, choice))
+    }
+
+    /// Whether [`Policy::append_ahead`] gains anything.
+    pub fn decodes_ahead(&self) -> bool {
+        match &self.network {
+            Network::Cpu(_) | Network::Reference(_) => false,
+            #[cfg(feature = "cuda")]
+            Network::Cuda(_) => true,
+        }
+    }
+
+    /// After [`Policy::append_and_pick`]: queue the step that appends the tokens which that one chooses, before they are
+    /// read, and begin to choose the next by this choice. [`Policy::choose_into`] then gives the tokens (by the first
+    /// choice), [`Policy::retain`] may drop rows of them, and [`Policy::append_and_pick`] with the rest finds its step done.
+    /// Not done where rows joined or left since the tokens were asked for. No rows may join until they are read.
+    pub fn append_ahead(&self, state: &mut DecodeState, choice: Choice<'_>) -> Result<()> {
+        state.check(choice.picks.len(), "picks")?;
+        with_rows!(self, &mut state.0, |decoder, rows| decoder.append_ahead(rows, choice))
     }
 
     /// Keep the rows marked true; the others leave the batch.

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::decode::Rows;
+use super::decode::{Picks, Rows};
 use super::layer::{self, Batch, Layer, Norm, Saved};
 use super::packing::{Packing, Target};
 use super::pass::Pass;
 use super::rope::RopeTables;
 use super::{Adapter, EMBEDDING, HEAD, NORM, Row, unknown_token};
-use crate::engine::backend::{Backend, Choice, Chosen, Flat, FullSlot, HeadBackward, Step};
+use crate::engine::backend::{Backend, Choice, Chosen, Flat, FullSlot, HeadBackward, Step, Tokens};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::load::Weights;
 use crate::engine::lora::Lora;
@@ -284,7 +284,7 @@ impl<B: Backend> Decoder<B> {
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
         self.backend.release();
         let cache = self.backend.cache(&layer::heads(&self.config), self.layers.len());
-        Rows { adapter, cache, hidden: None, picked: None, lengths: Vec::new() }
+        Rows { adapter, cache, hidden: None, picked: None, due: None, lengths: Vec::new() }
     }
 
     /// Compute each distinct prompt once and append `num_copies` rows for each, prompt-major.
@@ -363,17 +363,25 @@ impl<B: Backend> Decoder<B> {
     pub fn choose(&self, rows: &Rows<B>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         chosen.clear();
         let Choice { picks, filters } = choice;
+        if let Some(due) = &rows.due {
+            if due.filters != filters || due.picks != picks {
+                return Err(EngineError::Input("the tokens were chosen already, by another choice".to_owned()));
+            }
+            *chosen = due.wait(&self.backend)?;
+            return Ok(());
+        }
         let Some(hidden) = &rows.hidden else { return Ok(()) };
         match &rows.picked {
-            Some((known, same, picked)) if *same == filters && picks.starts_with(known) => {
-                let rest = Choice { picks: &picks[known.len()..], filters };
+            Some(known) if known.filters == filters && picks.starts_with(&known.picks) => {
+                let count = known.picks.len();
+                let rest = Choice { picks: &picks[count..], filters };
                 let mut joined = Vec::new();
                 if !rest.picks.is_empty() {
-                    let which: Vec<u32> = (known.len() as u32..picks.len() as u32).collect();
+                    let which: Vec<u32> = (count as u32..picks.len() as u32).collect();
                     let hidden = self.backend.select(hidden, &which)?;
                     self.backend.choose(&self.normed(&hidden)?, &self.head, rest, &mut joined)?;
                 }
-                *chosen = self.backend.picked(picked)?;
+                *chosen = known.wait(&self.backend)?;
                 chosen.append(&mut joined);
                 Ok(())
             }
@@ -383,19 +391,36 @@ impl<B: Backend> Decoder<B> {
 
     /// Append one token to every row, and begin to choose the next if there are picks.
     pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32], choice: Choice<'_>) -> Result<()> {
-        if tokens.is_empty() {
+        // By append_ahead, for all rows of then.
+        if rows.due.take().is_some() || tokens.is_empty() {
             return Ok(());
         }
         self.check_ids(tokens)?;
+        // Its memory is used again.
+        rows.picked = None;
+        self.step(rows, Tokens::Known(tokens), choice)
+    }
+
+    /// Append the tokens that the last step chooses, which nobody has read yet.
+    pub fn append_ahead(&self, rows: &mut Rows<B>, choice: Choice<'_>) -> Result<()> {
+        let is_whole = |picks: &Picks<B>| picks.kept.is_none() && picks.picks.len() == rows.lengths.len();
+        if rows.due.is_some() || !rows.picked.as_ref().is_some_and(is_whole) {
+            return Ok(());
+        }
+        rows.due = rows.picked.take();
+        self.step(rows, Tokens::Chosen(rows.lengths.len()), choice)
+    }
+
+    fn step(&self, rows: &mut Rows<B>, tokens: Tokens<'_>, choice: Choice<'_>) -> Result<()> {
         let backend = &self.backend;
         let table = self.rope.table(rows.lengths.iter().max().map_or(1, |length| length + 1));
         let pass = Pass::inference(rows.adapter);
         // Its memory is used again.
-        (rows.hidden, rows.picked) = (None, None);
+        rows.hidden = None;
         let step = Step { table: &table, tokens, positions: &rows.lengths, choice };
         let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
             let angles = backend.angles(step.table, step.positions)?;
-            let mut x = backend.embed(&self.embedding, step.tokens)?;
+            let mut x = backend.embed_step(&self.embedding, cache, step.tokens)?;
             for (index, layer) in self.layers.iter().enumerate() {
                 let qkv = layer.project(backend, &x, &angles, pass)?;
                 let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
@@ -403,22 +428,26 @@ impl<B: Backend> Decoder<B> {
             }
             let picked = match step.choice.picks.is_empty() {
                 true => None,
-                false => backend.pick_ahead(|| self.normed(&x), &self.head, step.choice)?,
+                false => backend.pick_ahead(cache, || self.normed(&x), &self.head, step.choice)?,
             };
             Ok((x, picked))
         })?;
         rows.lengths.iter_mut().for_each(|length| *length += 1);
         rows.hidden = Some(x);
-        rows.picked = picked.map(|picked| (choice.picks.to_vec(), choice.filters, picked));
+        let (picks, filters) = (choice.picks.to_vec(), choice.filters);
+        rows.picked = picked.map(|picked| Picks { picks, filters, picked, kept: None });
         Ok(())
     }
 
     /// Keep the rows marked true; the others leave.
     pub fn retain(&self, rows: &mut Rows<B>, keep: &[bool]) -> Result<()> {
-        // Of rows in another order.
-        rows.picked = None;
-        self.backend.retain(&mut rows.cache, keep);
         let kept: Vec<u32> = (0..keep.len()).filter(|row| keep[*row]).map(|row| row as u32).collect();
+        // What was chosen has been read, and is of rows in another order; or it is of the step after that.
+        match &mut rows.picked {
+            Some(picked) if rows.due.is_some() => picked.retain(&kept),
+            _ => rows.picked = None,
+        }
+        self.backend.retain(&mut rows.cache, keep);
         rows.hidden = match rows.hidden.take() {
             Some(hidden) if !kept.is_empty() => Some(self.backend.select(&hidden, &kept)?),
             Some(_) | None => None,

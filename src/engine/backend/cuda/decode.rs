@@ -1,13 +1,16 @@
 //! Decoding: the cache of a generation, and its steps, which are recorded as graphs, from the look-up of the tokens to the
 //! choice of the next ones. A graph serves all batches of a bucket: the batch is filled up with rows whose results nobody
-//! reads. What was chosen is all that the host waits for.
+//! reads. What was chosen is all that the host waits for, and the next step finds it where it is: it can be asked for
+//! before the host has seen a token.
 
-use super::{Cuda, Step, Stepped, Tensor};
+use std::sync::{Mutex, PoisonError};
+
+use super::{Cuda, Step, Stepped, Tokens};
 use crate::engine::backend::{Choice, Chosen, Pick};
-use crate::engine::error::Result;
+use crate::engine::error::{EngineError, Result};
 use crate::engine::kernels::cuda::cache;
-use crate::engine::kernels::cuda::driver::{Buffer, Device};
-use crate::engine::kernels::cuda::head::{self, Head};
+use crate::engine::kernels::cuda::driver::{Buffer, Device, Fetch};
+use crate::engine::kernels::cuda::head;
 use crate::engine::kernels::cuda::rows::Dtype;
 use crate::engine::ops::slices::Heads;
 
@@ -18,11 +21,18 @@ pub struct Cache {
     num_layers: usize,
     dtype: Dtype,
     pages: Option<cache::Cache>,
+    /// The tokens of the step under way, then those that it chose, as `head::begin_choose` leaves them.
+    tokens: Option<Buffer>,
+    /// How many rows the last step chose for.
+    chosen: usize,
 }
+
+/// Room for this many rows' tokens to begin with.
+const ROWS: usize = 512;
 
 impl Cache {
     pub(super) fn new(heads: &Heads, num_layers: usize, dtype: Dtype) -> Cache {
-        Cache { heads: *heads, num_layers, dtype, pages: None }
+        Cache { heads: *heads, num_layers, dtype, pages: None, tokens: None, chosen: 0 }
     }
 
     /// The pages.
@@ -32,6 +42,20 @@ impl Cache {
             None => cache::Cache::new(device, &self.heads, self.num_layers, self.dtype)?,
         };
         Ok(self.pages.insert(pages))
+    }
+
+    /// Where a step of this many rows has its tokens. They stay as long as that has room.
+    fn room(&mut self, device: &Device, rows: usize) -> Result<&Buffer> {
+        let tokens = match self.tokens.take() {
+            Some(tokens) if tokens.bytes() as usize >= head::chosen_bytes(rows) => tokens,
+            Some(_) | None => device.alloc(head::chosen_bytes(rows.max(ROWS)))?,
+        };
+        Ok(self.tokens.insert(tokens))
+    }
+
+    /// Where the step under way has its tokens.
+    pub(super) fn tokens(&self) -> Result<&Buffer> {
+        self.tokens.as_ref().ok_or_else(|| EngineError::Input("there is no step under way".to_owned()))
     }
 
     pub(super) fn close(&mut self) {
@@ -49,22 +73,37 @@ impl Cache {
 
 /// Tokens chosen on the device.
 #[derive(Debug)]
-pub struct Picked {
-    /// As `head::begin_choose` leaves them.
-    chosen: Buffer,
-    rows: usize,
+pub struct Picked(Mutex<Landing>);
+
+#[derive(Debug)]
+enum Landing {
+    /// Not asked for yet.
+    Begun,
+    Coming {
+        words: Fetch<u32>,
+        rows: usize,
+    },
+    There(Vec<Chosen>),
 }
 
 impl Picked {
-    /// Ask for them.
-    pub(super) fn begin(device: &Device, head: &Head<'_>, x: &Tensor, choice: Choice<'_>) -> Result<Picked> {
-        let chosen = head::begin_choose(device, head, x.rows(), choice.picks, &choice.filters)?;
-        Ok(Picked { chosen, rows: choice.picks.len() })
+    /// They are being chosen.
+    pub(super) fn begun() -> Picked {
+        Picked(Mutex::new(Landing::Begun))
     }
 
     /// Wait for them.
-    pub(super) fn wait(&self, device: &Device) -> Result<Vec<Chosen>> {
-        Ok(head::read_chosen(device, &self.chosen, self.rows)?)
+    pub(super) fn wait(&self) -> Result<Vec<Chosen>> {
+        let mut landing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let chosen = match std::mem::replace(&mut *landing, Landing::Begun) {
+            Landing::Begun => {
+                return Err(EngineError::Input("the choice of tokens has not come to its end".to_owned()));
+            }
+            Landing::Coming { words, rows } => head::chosen_of(&words.wait()?, rows),
+            Landing::There(chosen) => chosen,
+        };
+        *landing = Landing::There(chosen.clone());
+        Ok(chosen)
     }
 }
 
@@ -86,12 +125,19 @@ impl Cuda {
         step: &Step<'_>,
         mut body: impl FnMut(&mut Cache, &Step<'_>) -> Result<Stepped<Cuda>>,
     ) -> Result<Stepped<Cuda>> {
-        let rows = step.tokens.len();
+        let rows = step.tokens.count();
         let bucket = bucket(rows);
-        let fill = |values: &[u32]| -> Vec<u32> {
-            values.iter().copied().chain(std::iter::repeat_n(0, bucket - rows)).collect()
-        };
-        let tokens = fill(step.tokens);
+        match step.tokens {
+            Tokens::Known(tokens) => {
+                let fill = std::iter::repeat_n(0, bucket - rows);
+                let tokens: Vec<u32> = tokens.iter().copied().chain(fill).collect();
+                self.device.write(cache.room(&self.device, bucket)?, 0, &tokens)?;
+            }
+            Tokens::Chosen(_) if cache.chosen == rows => {}
+            Tokens::Chosen(_) => {
+                return Err(EngineError::Input(format!("{} tokens were chosen, not {rows}", cache.chosen)));
+            }
+        }
         let positions: Vec<usize> =
             step.positions.iter().copied().chain(std::iter::repeat_n(0, bucket - rows)).collect();
         // Neither the table nor the cache's own tables may move while a graph that reads them is recorded.
@@ -100,11 +146,12 @@ impl Cuda {
         // Nobody reads what is drawn for the rows that fill up; without picks there is nothing to choose.
         let Choice { picks, filters } = step.choice;
         let mut picks = picks.to_vec();
+        cache.chosen = picks.len();
         if !picks.is_empty() {
             picks.resize(bucket, Pick { temperature: 1.0, uniform: 0.0 });
         }
         let choice = Choice { picks: &picks, filters };
-        let filled = Step { table: step.table, tokens: &tokens, positions: &positions, choice };
+        let filled = Step { table: step.table, tokens: Tokens::Chosen(bucket), positions: &positions, choice };
         let kind = match (picks.is_empty(), filters.are_off()) {
             (true, _) => 0,
             (false, true) => 1,
@@ -112,6 +159,14 @@ impl Cuda {
         };
         let key = 3 * bucket as u64 + kind;
         let (out, picked) = self.device.graph(key, || body(cache, &filled))?;
-        Ok((out.first(rows), picked.map(|picked| Picked { rows, ..picked })))
+        // On its way to the host, while that does something else.
+        let picked = match picked {
+            Some(_) => {
+                let words = self.device.fetch(cache.tokens()?, 0, 2 * bucket)?;
+                Some(Picked(Mutex::new(Landing::Coming { words, rows })))
+            }
+            None => None,
+        };
+        Ok((out.first(rows), picked))
     }
 }

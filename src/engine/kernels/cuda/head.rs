@@ -62,7 +62,7 @@ params! {
 
 params! {
     struct HeadChoose {
-        logits: u64, cells: u64, picks: u64, filters: u64, chosen: u64, stride: u64,
+        logits: u64, cells: u64, picks: u64, filters: u64, tokens: u64, logps: u64, stride: u64,
         rows: u32, vocab: u32, cells_of_row: u32, pad: u32,
     }
 }
@@ -266,11 +266,18 @@ pub fn score_vjp(device: &Device, head: &Head<'_>, backward: &Backward<'_>, dx: 
 /// # Errors
 /// [`CudaError::Input`]: other shapes or types, filters at a temperature that is not above 0.
 pub fn choose(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[Pick], filters: &Filters) -> Result<Vec<Chosen>> {
-    read_chosen(device, &begin_choose(device, head, x, picks, filters)?, picks.len())
+    let chosen = device.alloc(chosen_bytes(picks.len()))?;
+    begin_choose(device, head, x, picks, filters, &chosen)?;
+    Ok(chosen_of(&device.download(&chosen, 0, 2 * picks.len())?, picks.len()))
 }
 
-/// [`choose`] without waiting for it, which graphs may not: [`read_chosen`] does. A token (u32) and its log-prob (f32) a
-/// row.
+/// Of what [`begin_choose`] writes for so many rows.
+pub fn chosen_bytes(rows: usize) -> usize {
+    rows * 2 * 4
+}
+
+/// [`choose`] without waiting for it, which graphs may not. `chosen` gets a token a row (u32), then a log-prob a row (f32):
+/// [`chosen_of`].
 ///
 /// # Errors
 /// [`CudaError::Input`]: other shapes or types, filters at a temperature that is not above 0.
@@ -280,13 +287,14 @@ pub fn begin_choose(
     x: Rows<'_>,
     picks: &[Pick],
     filters: &Filters,
-) -> Result<Buffer> {
+    chosen: &Buffer,
+) -> Result<()> {
     let rows = picks.len();
     check(head, &x, rows)?;
     let values: Vec<f64> = picks.iter().flat_map(|pick| [pick.temperature, pick.uniform]).collect();
-    let (values, chosen) = (device.upload(&values)?, device.alloc(rows * 2 * 4)?);
+    let values = device.upload(&values)?;
     if rows == 0 {
-        return Ok(chosen);
+        return Ok(());
     }
     let Filters { top_k, top_p, min_p } = *filters;
     let filters = match filters.are_off() {
@@ -307,7 +315,8 @@ pub fn begin_choose(
             cells: logits.cells.pointer(),
             picks,
             filters: filters.as_ref().map_or(0, Buffer::pointer),
-            chosen: chosen.at::<u32>(2 * first, 2 * count)?,
+            tokens: chosen.at::<u32>(first, count)?,
+            logps: chosen.at::<f32>(rows + first, count)?,
             stride: logits.stride as u64,
             rows: count as u32,
             vocab: logits.vocab as u32,
@@ -322,17 +331,14 @@ pub fn begin_choose(
         let launch = Launch { grid: [count as u32, 1, 1], block, shared: size(shared)? };
         device.launch(name, launch, &params)?;
     }
-    Ok(chosen)
+    Ok(())
 }
 
-/// Wait for what [`begin_choose`] chose for the first `rows` rows.
-///
-/// # Errors
-/// [`CudaError::Failed`]: work asked for earlier failed.
-pub fn read_chosen(device: &Device, chosen: &Buffer, rows: usize) -> Result<Vec<Chosen>> {
-    let words = device.download::<u32>(chosen, 0, 2 * rows)?;
-    let chosen = words.chunks_exact(2).map(|pair| Chosen { token: pair[0], logp: f32::from_bits(pair[1]) });
-    Ok(chosen.collect())
+/// What [`begin_choose`] wrote for as many rows as `words` holds twice, of the first `rows`.
+pub fn chosen_of(words: &[u32], rows: usize) -> Vec<Chosen> {
+    let (tokens, logps) = words.split_at(words.len() / 2);
+    let chosen = tokens.iter().zip(logps).take(rows);
+    chosen.map(|(token, logp)| Chosen { token: *token, logp: f32::from_bits(*logp) }).collect()
 }
 
 /// out `[rows, vocab]` (f32) = x · weightᵀ.

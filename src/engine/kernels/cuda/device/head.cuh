@@ -253,7 +253,8 @@ struct HeadChoose {
     const HeadCell* cells;
     const HeadPick* picks;
     const HeadFilters* filters; // of head_choose_filtered, whose picks have temperatures above 0
-    uint32_t* chosen; // [rows][2]: token, bits of its log-prob without filters
+    uint32_t* tokens;
+    float* logps; // without filters
     uint64_t stride;
     uint32_t rows, vocab;
     uint32_t cells_of_row, pad;
@@ -306,8 +307,8 @@ KERNEL(head_choose, HeadChoose) {
         token = head_invert(of_token, base, 16, rest).index;
     }
     if (lane_id() == 0) {
-        p.chosen[2 * row] = token;
-        p.chosen[2 * row + 1] = __float_as_uint(head_logp(total, found ? logits[token] : NAN));
+        p.tokens[row] = token;
+        p.logps[row] = head_logp(total, found ? logits[token] : NAN);
     }
 }
 #include "head_filter.cuh"

@@ -250,7 +250,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     auto of_token = [&](uint32_t i) -> double { return double(values[i]); };
     Found token = head_invert(of_token, cell.index * CELL + 16 * lane_id(), 16, target - cell.before);
     if (lane_id() == 0) {
-        p.chosen[2 * row_index] = token.index;
-        p.chosen[2 * row_index + 1] = __float_as_uint(head_logp(total, row.logits[token.index]));
+        p.tokens[row_index] = token.index;
+        p.logps[row_index] = head_logp(total, row.logits[token.index]);
     }
 }
