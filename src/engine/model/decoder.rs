@@ -391,11 +391,11 @@ impl<B: Backend> Decoder<B> {
 
     /// Append one token to every row, and begin to choose the next if there are picks.
     pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32], choice: Choice<'_>) -> Result<()> {
+        self.check_ids(tokens)?;
         // By append_ahead, for all rows of then.
         if rows.due.take().is_some() || tokens.is_empty() {
             return Ok(());
         }
-        self.check_ids(tokens)?;
         // Its memory is used again.
         rows.picked = None;
         self.step(rows, Tokens::Known(tokens), choice)

@@ -48,7 +48,7 @@ impl Cache {
     fn room(&mut self, device: &Device, rows: usize) -> Result<&Buffer> {
         let tokens = match self.tokens.take() {
             Some(tokens) if tokens.bytes() as usize >= head::chosen_bytes(rows) => tokens,
-            Some(_) | None => device.alloc(head::chosen_bytes(rows.max(ROWS)))?,
+            Some(_) | None => device.alloc(head::chosen_bytes(rows.max(ROWS).next_power_of_two()))?,
         };
         Ok(self.tokens.insert(tokens))
     }
