@@ -25,6 +25,9 @@ pub struct Cache {
     tokens: Option<Buffer>,
     /// How many rows the last step chose for.
     chosen: usize,
+    /// Every other step: what a graph reads of the host's memory must stay until it has run, which the next one need not
+    /// wait for.
+    turn: bool,
 }
 
 /// Room for this many rows' tokens to begin with.
@@ -32,7 +35,7 @@ const ROWS: usize = 512;
 
 impl Cache {
     pub(super) fn new(heads: &Heads, num_layers: usize, dtype: Dtype) -> Cache {
-        Cache { heads: *heads, num_layers, dtype, pages: None, tokens: None, chosen: 0 }
+        Cache { heads: *heads, num_layers, dtype, pages: None, tokens: None, chosen: 0, turn: false }
     }
 
     /// The pages.
@@ -157,7 +160,8 @@ impl Cuda {
             (false, true) => 1,
             (false, false) => 2,
         };
-        let key = 3 * bucket as u64 + kind;
+        cache.turn = !cache.turn;
+        let key = 2 * (3 * bucket as u64 + kind) + u64::from(cache.turn);
         let (out, picked) = self.device.graph(key, || body(cache, &filled))?;
         // On its way to the host, while that does something else.
         let picked = match picked {

@@ -10,9 +10,9 @@ use super::machine::{Found, Machine, Staging};
 use super::pool::{Memory, Pool};
 use super::profile::{Profile, Timing};
 
-/// Bodies remembered, the one not run for the longest time is forgotten first: more than the sizes that a batch of up to
-/// 4,096 rows passes through (`bucket`), and few enough that their graphs fit what buffers leave free.
-const MOST_BODIES: usize = 64;
+/// Bodies remembered, the one not run for the longest time is forgotten first: more than twice the sizes that a batch of
+/// up to 4,096 rows passes through (`bucket`), and few enough that their graphs fit what buffers leave free.
+const MOST_BODIES: usize = 128;
 
 /// How much was asked of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
