@@ -25,6 +25,7 @@ fn main() {
     for folder in ["device", "emulator"] {
         println!("cargo::rerun-if-changed={KERNELS}/{folder}");
     }
+    println!("cargo::rustc-check-cfg=cfg(emulator_races)");
     for variable in ["RLOOD_CUDA_STUB", "NVCC", "CUDA_HOME"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
@@ -141,7 +142,6 @@ fn emulator() {
         build.flag("-mfma");
     }
     println!("cargo::rerun-if-env-changed=RLOOD_EMULATOR_RACES");
-    println!("cargo::rustc-check-cfg=cfg(emulator_races)");
     let folder = Path::new(KERNELS).join("emulator");
     if env::var_os("RLOOD_EMULATOR_RACES").is_some_and(|value| value == "1") {
         return with_races(build, &folder);

@@ -28,6 +28,9 @@ pub use reward::{RewardArgs, RewardCheckArgs, RewardCommand, RewardFormat, Rewar
 pub(crate) use serve::random_token;
 pub use serve::{ServeArgs, ServeConfig, no_key_for, resolve_listen};
 
+/// The variable that tells a worker how much it may use of its GPU; the server sets it for its own ones.
+pub const GPU_MEMORY: &str = "RLOOD_GPU_MEMORY";
+
 /// Fewest characters of an API key or a worker token.
 pub const MIN_SECRET_CHARS: usize = 16;
 
@@ -236,8 +239,8 @@ impl ConfigError {
     }
 }
 
-/// `512M`, `12G`, bytes; None = 0, no limit.
-fn parse_size_of(flag: &str, text: &str) -> Result<Option<u64>, ConfigError> {
+/// `512M`, `12G`, bytes; None = 0, no limit. The error names `flag`.
+pub(crate) fn parse_size_of(flag: &str, text: &str) -> Result<Option<u64>, ConfigError> {
     let refused = || ConfigError::new(format!("{flag} '{text}' is not a size: write bytes, 512M or 12G; 0 = no limit"));
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());

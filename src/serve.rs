@@ -236,7 +236,8 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     }
     let gpus: Vec<u32> = config.gpus().collect();
     if !gpus.is_empty() {
-        config.gpu_memory_bytes = Some(gpu::smallest(&gpus).map_err(ServeError::Gpu)?);
+        let smallest = gpu::smallest(&gpus).map_err(ServeError::Gpu)?;
+        config.gpu_memory_bytes = Some(config.gpu_memory_limit_bytes.map_or(smallest, |limit| limit.min(smallest)));
     }
     let files = DataDir::open(&config.data_dir)?;
     let store = Store::open(&files.database()).await?;
@@ -402,6 +403,7 @@ fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Res
         scratch_dir,
         reward_pace: config.reward_pace,
         isa: config.isa,
+        gpu_memory_bytes: config.gpu_memory_limit_bytes,
         log: config.log.clone(),
         log_format: config.log_format,
     })

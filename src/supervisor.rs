@@ -21,7 +21,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{Device, Isa, LogFormat};
+use crate::config::{Device, GPU_MEMORY, Isa, LogFormat};
 use crate::id::WorkerId;
 
 /// The first pause before a child is started again; it doubles with each death.
@@ -56,6 +56,8 @@ pub struct Children {
     pub reward_pace: f64,
     /// Passed on.
     pub isa: Isa,
+    /// Passed on.
+    pub gpu_memory_bytes: Option<u64>,
     /// Passed on.
     pub log: String,
     /// Passed on.
@@ -156,6 +158,7 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
         .env("RLOOD_WORKER_TOKEN", &children.token)
         .env("RLOOD_REWARD_PACE", children.reward_pace.to_string())
         .env("RLOOD_ISA", children.isa.as_str())
+        .env(GPU_MEMORY, children.gpu_memory_bytes.unwrap_or(0).to_string())
         .env_remove("RLOOD_API_KEY")
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
@@ -256,6 +259,7 @@ mod tests {
             scratch_dir: dir.join("scratch"),
             reward_pace: 1.0,
             isa: Isa::Auto,
+            gpu_memory_bytes: None,
             log: "info".into(),
             log_format: LogFormat::Text,
         }

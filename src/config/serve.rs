@@ -8,8 +8,8 @@ use clap::Args;
 
 use super::device::{machine_memory_bytes, machine_threads, parse_devices};
 use super::{
-    ConfigError, Device, Edge, EdgeArgs, HEARTBEAT_MS, Isa, LEASE_MS, LogFormat, MIN_SECRET_CHARS, Retention,
-    RetentionArgs, SAMPLES_MAX_BYTES, parse_size_of,
+    ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, HEARTBEAT_MS, Isa, LEASE_MS, LogFormat, MIN_SECRET_CHARS,
+    Retention, RetentionArgs, SAMPLES_MAX_BYTES, parse_size_of,
 };
 use crate::spec::footprint::Place;
 
@@ -82,6 +82,12 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_MEMORY_LIMIT", value_name = "SIZE")]
     pub memory_limit: Option<String>,
 
+    /// Memory that each worker may use of its GPU, where something else uses it too, or two workers do (cuda:0,cuda:0):
+    /// bytes, or with a unit (512M, 40G; powers of 1024); 0 = all. Jobs are planned to stay within it, and one whose estimate
+    /// is larger is refused at submission. `rlood worker`, started by hand, reads the variable. Default: all.
+    #[arg(long, env = GPU_MEMORY, value_name = "SIZE")]
+    pub gpu_memory: Option<String>,
+
     /// Of the edge.
     #[command(flatten)]
     pub edge: EdgeArgs,
@@ -118,7 +124,10 @@ pub struct ServeConfig {
     pub threads: u32,
     /// Memory of all cpu workers together, bytes; None = unknown or not limited.
     pub memory_limit_bytes: Option<u64>,
-    /// Memory of the smallest GPU of the pool, bytes; None = no GPU, or not known before the server starts.
+    /// Memory that each worker may use of its GPU, bytes; None = all of it.
+    pub gpu_memory_limit_bytes: Option<u64>,
+    /// Memory of the smallest GPU of the pool, as far as it may be used, bytes; None = no GPU, or not known before the server
+    /// starts.
     pub gpu_memory_bytes: Option<u64>,
     /// The `rlood` binary that workers are started from; None = this process's own.
     pub worker_program: Option<PathBuf>,
@@ -174,6 +183,7 @@ impl ServeConfig {
             isa: Isa::Auto,
             threads: machine_threads(),
             memory_limit_bytes: machine_memory_bytes(),
+            gpu_memory_limit_bytes: None,
             gpu_memory_bytes: None,
             worker_program: None,
             samples_max_bytes: SAMPLES_MAX_BYTES,
@@ -278,6 +288,10 @@ impl ServeArgs {
             memory_limit_bytes: match self.memory_limit.as_deref().filter(|size| !size.is_empty()) {
                 Some(size) => parse_size_of("--memory-limit", size)?,
                 None => machine_memory_bytes(),
+            },
+            gpu_memory_limit_bytes: match self.gpu_memory.as_deref().filter(|size| !size.is_empty()) {
+                Some(size) => parse_size_of("--gpu-memory", size)?,
+                None => None,
             },
             gpu_memory_bytes: None,
             worker_program: None,
@@ -433,6 +447,18 @@ mod tests {
         config = ServeConfig { devices: all.clone(), devices_are_found: false, ..config };
         config.keep_found(0);
         assert_eq!(config.devices, all);
+    }
+
+    #[test]
+    fn the_share_of_a_gpu_is_a_size() {
+        let limit = |size: &str| {
+            let config = resolve(&["--listen", "127.0.0.1:0", "--gpu-memory", size])?;
+            Ok::<_, ConfigError>(config.gpu_memory_limit_bytes)
+        };
+        assert_eq!(limit("40G"), Ok(Some(40 << 30)));
+        assert_eq!(limit("0"), Ok(None));
+        let refused = limit("half").unwrap_err().to_string();
+        assert!(refused.contains("--gpu-memory 'half'") && refused.contains("12G"), "{refused}");
     }
 
     #[test]

@@ -180,7 +180,11 @@ fn look_at_kernels(config: &ServeConfig) -> Result<String, String> {
 fn look_at_gpus(config: &ServeConfig) -> Result<String, String> {
     let mut asked = config.gpus().peekable();
     if asked.peek().is_some() {
-        return asked.map(gpu::try_open).collect::<Result<Vec<String>, String>>().map(|gpus| gpus.join("; "));
+        let gpus = asked.map(gpu::try_open).collect::<Result<Vec<String>, String>>()?.join("; ");
+        return Ok(match config.gpu_memory_limit_bytes {
+            Some(bytes) => format!("{gpus}; a worker may use {} MiB of its one (--gpu-memory)", bytes >> 20),
+            None => gpus,
+        });
     }
     match gpu::list() {
         Ok(gpus) if gpus.is_empty() => Ok("none used; the driver lists none".to_owned()),

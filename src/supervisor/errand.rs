@@ -10,7 +10,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, Command};
 
 use super::{Children, Tail, pass_on};
-use crate::config::Device;
+use crate::config::{Device, GPU_MEMORY};
 
 /// The longest report.
 const MAX_REPORT_BYTES: u64 = 16 * 1024 * 1024;
@@ -69,6 +69,7 @@ fn spawn(children: &Children, role: &'static str, device: Device) -> std::io::Re
         .args([role, "--device", &device.to_string(), "--threads", &children.threads.to_string()])
         .args(["--log", &children.log, "--log-format", children.log_format.as_str()])
         .env("RLOOD_ISA", children.isa.as_str())
+        .env(GPU_MEMORY, children.gpu_memory_bytes.unwrap_or(0).to_string())
         .env_remove("RLOOD_API_KEY")
         .env_remove("RLOOD_WORKER_TOKEN")
         .stdin(Stdio::piped())

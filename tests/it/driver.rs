@@ -96,6 +96,40 @@ async fn two_gpus_run_two_jobs_at_once() {
     }
 }
 
+#[tokio::test]
+async fn a_worker_keeps_to_its_share_of_a_gpu() {
+    let Some(driver) = driver() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let start = |size: &str, name: &str| {
+        let mut command = command(&dir.path().join(name), "cuda:0,cuda:0");
+        command.args(["--gpu-memory", size]);
+        Server::start_by(with_driver(&mut command, &driver, &[]))
+    };
+    let model = model_copy(&dir.path().join("model"));
+    // 2 GiB but for what is kept free.
+    let usable = (2_u64 << 30) - (512 << 20) - (2 << 30) / 64;
+    let server = start("2G", "two");
+    register(&server, "tiny", &model).await;
+    let answer = server.post("/jobs/validate", &spec("tiny", 4)).await;
+    assert_eq!(answer["estimate"]["memory_limit_bytes"], usable, "{answer}");
+    assert!(answer["estimate"]["total_bytes"].as_u64().unwrap() < usable, "{answer}");
+    for pid in server.worker_pids(2).await {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap();
+        let own = format!("RLOOD_GPU_MEMORY={}", 2_u64 << 30);
+        assert!(environment.split(|byte| *byte == 0).any(|variable| variable == own.as_bytes()));
+    }
+    // Both at once on the one GPU.
+    let (first, second) = (server.submit(&spec("tiny", 4)).await, server.submit(&spec("tiny", 4)).await);
+    server.job_in_state(&first, "succeeded").await;
+    server.job_in_state(&second, "succeeded").await;
+    // What there is of it is too little even for the driver's own share.
+    let server = start("600M", "little");
+    register(&server, "tiny", &model).await;
+    let answer = server.post("/jobs/validate", &spec("tiny", 4)).await;
+    assert_eq!(answer["errors"][0]["code"], "not_enough_memory", "{answer}");
+    assert!(answer["errors"][0]["detail"].as_str().unwrap().contains("--gpu-memory"), "{answer}");
+}
+
 #[test]
 fn what_a_gpu_lacks_is_said_before_a_server_starts() {
     let Some(driver) = driver() else { return };

@@ -39,7 +39,7 @@ struct Case {
     checkpointing: bool,
     completion: u32,
     micro_batch_tokens: u32,
-    /// `RLOOD_CUDA_MEMORY`
+    /// `RLOOD_GPU_MEMORY`
     memory: Option<u64>,
 }
 
@@ -89,7 +89,7 @@ impl Case {
         command.args(["--exact", "gpu::child", "--test-threads=1"]);
         command.env(CHILD, format!("{}:{}", self.words(), dir.display()));
         if let Some(memory) = self.memory {
-            command.env("RLOOD_CUDA_MEMORY", memory.to_string());
+            command.env("RLOOD_GPU_MEMORY", memory.to_string());
         }
         let output = command.output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));

@@ -20,6 +20,7 @@ use super::{
     AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Backend, Choice, Chosen, FullSlot,
     HeadBackward, LinearBackward, Rotation, Step, Stepped, Tokens, flat::elsewhere,
 };
+use crate::config::{GPU_MEMORY, parse_size_of};
 use crate::engine::error::{EngineError, Result};
 use crate::engine::kernels::cuda::attention::{self, Layout};
 use crate::engine::kernels::cuda::driver::{Buffer, CudaError, Device};
@@ -89,7 +90,19 @@ impl From<CudaError> for EngineError {
             CudaError::Input(why) => EngineError::Input(why),
             CudaError::OutOfMemory { requested, used, total } => {
                 let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-                let what = format!("{} MiB more than the {} in use of {} MiB", mib(requested), mib(used), mib(total));
+                // Pieces that are too small take less than that.
+                let by_others = total.saturating_sub(used.saturating_add(requested)) > total / 4;
+                let what = format!(
+                    "{} MiB more than the {} in use of {} MiB{}",
+                    mib(requested),
+                    mib(used),
+                    mib(total),
+                    if by_others {
+                        ", the rest of which other processes use; --gpu-memory keeps rlood to a share"
+                    } else {
+                        ""
+                    }
+                );
                 EngineError::OutOfMemory(what)
             }
             CudaError::Unavailable(why) | CudaError::Failed(why) => EngineError::Device(why),
@@ -99,7 +112,7 @@ impl From<CudaError> for EngineError {
 
 impl Cuda {
     /// The GPU of this number. f32 is exact; bf16 is fast, unless `RLOOD_CUDA_EXACT=1` asks for exact products
-    /// (`RLOOD_CUDA_EXACT=0`: fast ones in f32 as well). `RLOOD_CUDA_MEMORY` bounds the bytes that its buffers may take.
+    /// (`RLOOD_CUDA_EXACT=0`: fast ones in f32 as well). `RLOOD_GPU_MEMORY` bounds what it may take of the GPU's memory.
     ///
     /// # Errors
     /// When there is no such device, or this build holds no kernels.
@@ -112,11 +125,11 @@ impl Cuda {
             }
         };
         let device = Device::open(ordinal as usize)?;
-        let limit = std::env::var("RLOOD_CUDA_MEMORY").ok().map(|limit| match limit.parse() {
-            Ok(bytes) => Ok(bytes),
-            Err(_) => Err(EngineError::Input(format!("RLOOD_CUDA_MEMORY={limit:?} is no number of bytes"))),
-        });
-        Ok(Cuda::limited(device, dtype, gemm, limit.transpose()?))
+        let limit = match std::env::var(GPU_MEMORY).ok().filter(|size| !size.is_empty()) {
+            Some(size) => parse_size_of(GPU_MEMORY, &size).map_err(|error| EngineError::Input(error.to_string()))?,
+            None => None,
+        };
+        Ok(Cuda::limited(device, dtype, gemm, limit))
     }
 
     /// This device, with this precision and these products.
