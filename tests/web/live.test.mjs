@@ -128,6 +128,28 @@ test("a job that somebody deletes is said to be gone", { timeout: 60_000 }, asyn
   }, BROKEN);
 });
 
+test("a job that is deleted before its events are followed is said to be gone too", { timeout: 60_000 }, async () => {
+  await makeJob(server, { name: "to be deleted early", total: 3 });
+  const attempt = await worker.claim();
+  await say(attempt, 1, 2);
+  await attempt.finish({ outcome: "cancelled" });
+  await visit(browser, server.url, "#/", async (page) => {
+    let deleted;
+    const deletion = new Promise((resolve) => (deleted = resolve));
+    await page.route(`**/jobs/${attempt.job}/events`, async (route) => {
+      await deletion;
+      await route.continue();
+    });
+    await page.evaluate((job) => (location.hash = `#/jobs/${job}`), attempt.job);
+    const followed = page.waitForRequest(`**/jobs/${attempt.job}/events`);
+    await page.getByRole("button", { name: "Retry" }).waitFor();
+    await followed;
+    await server.api("DELETE", `/jobs/${attempt.job}`);
+    deleted();
+    await page.getByText("This job was deleted.").waitFor();
+  }, BROKEN);
+});
+
 test("names of 200 letters without a break fit a phone", { timeout: 120_000 }, async () => {
   const long = "x".repeat(200);
   const job = await makeJob(server, { name: long, total: 3, more: { metadata: { team: "y".repeat(400) } } });

@@ -67,7 +67,12 @@ class Run {
       this.error.set(null);
       const stream = new EventStream(`${this.path}/events`, { after, onEvent: (event) => this.#take(event), onBehind: () => this.#again() });
       this.#stream = stream;
-      stream.state.watch((state) => stream === this.#stream && this.connection.set(state));
+      stream.state.watch((state) => {
+        if (stream !== this.#stream) return;
+        this.connection.set(state);
+        // The job may be gone.
+        if (state === "refused") this.refresh();
+      });
     } catch (error) {
       this.error.set(error);
       if (error.status === 404 && this.job.value) this.#end();
