@@ -126,8 +126,7 @@ pub struct ServeConfig {
     pub memory_limit_bytes: Option<u64>,
     /// Memory that each worker may use of its GPU, bytes; None = all of it.
     pub gpu_memory_limit_bytes: Option<u64>,
-    /// Memory of the smallest GPU of the pool, as far as it may be used, bytes; None = no GPU, or not known before the server
-    /// starts.
+    /// What a worker may use of the pool's smallest GPU, bytes; None = no GPU, or not known before the server starts.
     pub gpu_memory_bytes: Option<u64>,
     /// The `rlood` binary that workers are started from; None = this process's own.
     pub worker_program: Option<PathBuf>,
