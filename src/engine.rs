@@ -45,7 +45,7 @@
 //! | 33 | KL in the loss: k3 or k2 of each token, divided as the loss is; then none in the reward | [`loss::kl`] | `the_gradient_of_every_loss_and_kl_estimator_is_that_of_finite_differences` | Schulman; GRPO |
 //! | 34 | rewards are normalised before the clip; running mean and std are part of the checkpoint | [`advantage::shape::RewardStats`] | `running_statistics_are_those_of_all_rewards_at_once`; `every_variant_resumes_from_every_step` | – |
 //! | 35 | soft overlong punishment and linear length penalty come after the clip | [`advantage::shape`] | vectors `soft_overlong`; `the_clip_comes_after_the_normalisation_and_the_length_terms_after_the_clip` | DAPO; TRL |
-//! | 36 | tied = equal before length terms and KL; dropped groups leave 1/B and every normalisation | [`block::Block::shape_rewards`] | `dropped_groups_leave_the_denominator` | TRL #5588 |
+//! | 36 | tied = all scorable rewards of the group exactly equal, before length terms and KL (a std ≤ 1e-8 in jobs of rlood 0.1): advantages exactly 0; dropped groups leave 1/B and every normalisation | [`advantage::is_tied`], [`block::Block::shape_rewards`] | `ties_are_decided_on_whole_groups_and_never_by_what_is_left_when_one_row_is_taken_out`; `dropped_groups_leave_the_denominator` | TRL #5588 |
 //! | 37 | tied groups are refilled from the cursor, which moves on; its position is part of the checkpoint | `Run::refill` | `tied_groups_are_replaced_by_the_prompts_that_come_next` | DAPO |
 //! | 38 | LoRA dropout is drawn per step, token, layer and module, whatever the micro-batches, and only in the training forward | [`model::pass`] | `dropout_does_not_depend_on_the_micro_batches` | PEFT; rloo.md |
 //! | 39 | 8-bit moments: block-wise dynamic quantisation, 256 values a block | [`optim::blockwise`] | `moments_in_8_bits_take_a_quarter_and_follow_those_in_32` | Dettmers et al. 2022 (arXiv 2110.02861) |
@@ -97,7 +97,7 @@ use self::block::Block;
 use self::checkpoint::{Snapshot, TrainerState};
 use self::delta::DeltaNorm;
 use self::error::{EngineError, Result};
-use self::host::{Host, HostError, SavedCheckpoint, StepTrace, Stop, TrainInput, TrainOutcome};
+use self::host::{Host, HostError, PromptRow, SavedCheckpoint, StepTrace, Stop, TrainInput, TrainOutcome};
 use self::lora::ParameterInfo;
 use self::model::Policy;
 use self::optim::AdamW;
@@ -110,7 +110,7 @@ use self::text::Text;
 use self::update::MicroBatching;
 use crate::doctor;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
-use crate::spec::{Plan, held_out_rows};
+use crate::spec::{Plan, PromptKey, held_out_rows, prompt_key, shared_prompts};
 
 /// Updates skipped in a row before the run is given up.
 const MAX_SKIPPED_IN_A_ROW: u32 = 3;
@@ -183,6 +183,8 @@ struct Run<'a> {
     trained_rows: Option<Vec<u64>>,
     /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
     evaluated_rows: Vec<u64>,
+    /// Of these, rows whose prompt is trained too.
+    shared_prompts: u64,
     delta_norm: Option<DeltaNorm>,
     /// The log-probs recorded at sampling are the old ones.
     samples_exactly: bool,
@@ -205,6 +207,8 @@ impl<'a> Run<'a> {
         let max_positions = policy.card().max_position_embeddings;
         let rows = std::mem::take(&mut input.rows);
         let eval_rows = std::mem::take(&mut input.eval_rows);
+        let keys = |rows: &[PromptRow]| rows.iter().map(|row| prompt_key(&row.prompt)).collect::<Vec<PromptKey>>();
+        let (keys, eval_keys) = (keys(&rows), keys(&eval_rows));
         let prompts = prompts::tokenize(&text, rows, &plan.sampling, max_positions)?;
         let eval_prompts = prompts::tokenize(&text, eval_rows, &plan.sampling, max_positions)?;
         poll(host)?;
@@ -213,9 +217,21 @@ impl<'a> Run<'a> {
         let (trained_rows, evaluated_rows) = match fraction {
             None => (None, (0..eval_prompts.len() as u64).collect()),
             Some(fraction) => {
-                let held_out = held_out_rows(prompts.len() as u64, fraction, plan.training.seed);
+                let held_out = held_out_rows(plan.arithmetic.split, &keys, fraction, plan.training.seed);
+                if held_out.is_empty() {
+                    return Err(Halt::Error(EngineError::Prompts(
+                        "eval.fraction can hold out nothing: all prompts are equal, and equal prompts are never divided between training and evaluation; give an evaluation dataset, or add prompts".into(),
+                    )));
+                }
                 let trained = (0..prompts.len() as u64).filter(|row| held_out.binary_search(row).is_err());
                 (Some(trained.collect::<Vec<u64>>()), held_out)
+            }
+        };
+        let shared_prompts = match &trained_rows {
+            None => shared_prompts(&keys, &eval_keys),
+            Some(trained) => {
+                let of_rows = |rows: &[u64]| rows.iter().filter_map(|row| keys.get(*row as usize)).collect::<Vec<_>>();
+                shared_prompts(of_rows(trained), of_rows(&evaluated_rows))
             }
         };
         let num_trained = trained_rows.as_ref().map_or(prompts.len(), Vec::len);
@@ -264,6 +280,7 @@ impl<'a> Run<'a> {
             unsaved_verdict: false,
             trained_rows,
             evaluated_rows,
+            shared_prompts,
             delta_norm,
             doctor_settings: doctor::Settings::of_plan(plan),
             state,
@@ -291,6 +308,9 @@ impl<'a> Run<'a> {
     fn all_steps(&mut self) -> Result<(), Halt> {
         if self.batching.dropped_rows_per_epoch() > 0 && self.state.step == 0 {
             self.host.event(report::dropped_rows_warning(&self.batching))?;
+        }
+        if self.shared_prompts > 0 && self.state.step == 0 {
+            self.host.event(report::shared_prompts_warning(self.shared_prompts, self.evaluated_rows.len()))?;
         }
         loop {
             if self.evaluation_is_due() {

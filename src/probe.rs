@@ -17,9 +17,6 @@ use crate::event::FinishReason;
 use crate::sample::RewardValue;
 use crate::spec::{Plan, RewardSecrets};
 
-/// Two rewards that are not further apart are equal (TRL's bound for the std of a tied group).
-const TIED_SPREAD: f64 = 1e-8;
-
 /// What a probe needs; goes to its standard input as one line of JSON.
 #[derive(Serialize, Deserialize)]
 pub struct ProbeTask {
@@ -76,6 +73,9 @@ pub struct ProbeReport {
     pub step_seconds: Option<StepSeconds>,
     /// Of the whole job without its evaluations and checkpoints, s; null unless a step could be measured to its end.
     pub eta_s: Option<f64>,
+    /// Width of the model's residual stream.
+    #[serde(default)]
+    pub hidden_size: Option<u64>,
     /// Largest resident size of the probe's process, bytes; a lower bound where the probed batch is smaller than the job's.
     pub peak_memory_bytes: Option<u64>,
     /// Checkpoints that stay when the job is done, bytes.
@@ -177,6 +177,8 @@ pub enum FindingCode {
     RaiseMaxCompletionLength,
     /// Most of a step is spent waiting for rewards.
     RewardIsTheBottleneck,
+    /// The adapter learns next to nothing at this learning rate.
+    LearningRateLowForLora,
     /// Nothing speaks against the job.
     Ready,
 }
@@ -219,7 +221,7 @@ impl ProbeReport {
 fn is_tied(group: &[Observed]) -> bool {
     let rewards = || group.iter().filter_map(|one| one.sample.reward);
     let (low, high) = rewards().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), r| (low.min(r), high.max(r)));
-    rewards().count() < 2 || high - low <= TIED_SPREAD
+    rewards().count() < 2 || high == low
 }
 
 fn is_one_text(group: &[Observed]) -> bool {

@@ -24,6 +24,7 @@ use crate::engine::host::{PromptRow, TrainInput};
 use crate::engine::memory::peak_resident_bytes;
 use crate::engine::random::{Key, Stream};
 use crate::errand::{self, ErrandError};
+use crate::modelcard;
 use crate::outgoing::OutgoingPolicy;
 use crate::probe::verdict::{combined_range, range_of, verdict};
 use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, median};
@@ -53,12 +54,14 @@ pub async fn run(args: ProbeArgs) -> Result<ExitCode, ErrandError> {
     let begun = Instant::now();
     let task: ProbeTask = errand::take()?;
     let plan = task.plan.clone();
+    let card = modelcard::read(&task.model_dir);
     let deadline = begun + Duration::from_millis(task.limit_ms);
     let mut report = match measure(task, &args.device.to_string(), deadline).await {
         Ok(report) => report,
         Err(error) => ProbeReport { error: Some(error), ..ProbeReport::default() },
     };
     report.peak_memory_bytes = peak_resident_bytes();
+    report.hidden_size = card.ok().map(|card| card.config.shape().hidden_size);
     report.verdict = verdict(&report, &plan);
     errand::give(&report)?;
     Ok(ExitCode::SUCCESS)

@@ -53,7 +53,7 @@ pub use claim::{ClaimError, read_claim};
 pub use rewards::*;
 
 /// The number of this protocol, the plan included; see the rule above.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// Of whoever says none.
 const fn first_protocol() -> u32 {

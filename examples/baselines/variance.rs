@@ -17,7 +17,7 @@ use rlood::engine::prompts::{TokenizedPrompt, tokenize};
 use rlood::engine::random::{Key, Stream, permutation};
 use rlood::engine::sampling::Sampler;
 use rlood::engine::text::Text;
-use rlood::spec::Estimator;
+use rlood::spec::{Estimator, TieRule};
 use serde_json::{Value, json};
 
 use crate::Failure;
@@ -63,8 +63,13 @@ fn by_group(rewards: &[Vec<f64>], advantage: impl Fn(&[f64], f64) -> f64) -> Vec
 /// The advantages of an estimator of the engine, as it computes them; those of a token are the same for a whole row here.
 pub fn of_estimator(rewards: &[Vec<f64>], estimator: Estimator) -> Vec<f64> {
     let rows: Vec<Option<f64>> = rewards.concat().into_iter().map(Some).collect();
-    let config =
-        AdvantageConfig { estimator, num_generations: NUM_GENERATIONS, beta: 0.0, normalize_advantages: false };
+    let config = AdvantageConfig {
+        estimator,
+        num_generations: NUM_GENERATIONS,
+        beta: 0.0,
+        normalize_advantages: false,
+        ties: TieRule::Equal,
+    };
     let rows = AdvantageRows {
         rewards: &rows,
         task_rewards: &rows,

@@ -377,7 +377,7 @@ fn adapter_unchanged(case: &Case<'_>) -> Option<Verdict> {
     );
     let evidence = vec![delta.observe("last", delta.latest(), Some(LIMIT)), last.observe_mean(Some(first.mean()))];
     let fix = format!(
-        "raise optimizer.learning_rate (now {:e}; 1e-5 to 1e-4 is usual with LoRA, which learns next to nothing at 1e-6)",
+        "raise optimizer.learning_rate (now {:e}; 4e-5 to 1e-4 is usual with LoRA, which learns next to nothing at 1e-6)",
         case.settings.learning_rate
     );
     raise(message, evidence, fix)

@@ -8,7 +8,7 @@ pub mod shape;
 
 use self::estimator::Estimate;
 use crate::sample::RewardValue;
-use crate::spec::{Combine, Estimator, Plan, RewardPlan};
+use crate::spec::{Combine, Estimator, Plan, RewardPlan, TieRule};
 
 /// What one reward is worth in the sum.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -75,6 +75,8 @@ pub struct AdvantageConfig {
     pub beta: f64,
     /// (A − mean)/(std + 1e-4) over the block; nothing is left to do for the estimators that whiten.
     pub normalize_advantages: bool,
+    /// When the rewards of a group are tied.
+    pub ties: TieRule,
 }
 
 impl AdvantageConfig {
@@ -85,6 +87,7 @@ impl AdvantageConfig {
             num_generations: plan.rloo.num_generations as usize,
             beta: if plan.rloo.penalizes_reward() { plan.rloo.beta } else { 0.0 },
             normalize_advantages: plan.rloo.normalize_advantages,
+            ties: plan.arithmetic.ties,
         }
     }
 }
@@ -121,6 +124,10 @@ pub struct Advantages {
     pub group_std: Vec<Option<f64>>,
     /// The same of the task rewards: before length terms and KL (P).
     pub group_std_pre_kl: Vec<Option<f64>>,
+    /// Whether the penalised rewards of each group are tied (P).
+    pub tied: Vec<bool>,
+    /// The same of the task rewards (P).
+    pub tied_pre_kl: Vec<bool>,
 }
 
 impl Advantages {
@@ -134,6 +141,8 @@ impl Advantages {
             token_advantages,
             group_std,
             group_std_pre_kl,
+            tied,
+            tied_pre_kl,
         } = next;
         self.penalized_rewards.extend(penalized_rewards);
         self.baselines.extend(baselines);
@@ -142,13 +151,15 @@ impl Advantages {
         self.token_advantages.extend(token_advantages);
         self.group_std.extend(group_std);
         self.group_std_pre_kl.extend(group_std_pre_kl);
+        self.tied.extend(tied);
+        self.tied_pre_kl.extend(tied_pre_kl);
     }
 }
 
 /// Added to the std in the normalisation, as TRL does.
 const NORMALIZE_EPSILON: f64 = 1e-4;
-/// A group whose std is not larger has equal rewards (TRL's bound).
-pub const TIED_STD: f64 = 1e-8;
+/// By [`TieRule::Std`] a group whose std is not larger is tied (TRL's bound).
+const TIED_STD: f64 = 1e-8;
 
 /// Advantages of whole groups.
 pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advantages {
@@ -162,14 +173,14 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
     let mut estimates: Vec<Option<Estimate>> = Vec::with_capacity(rewards.len());
     for (index, (before_kl, penalized)) in rewards.chunks(group_size).zip(penalized.chunks(group_size)).enumerate() {
         estimates.extend(match config.estimator {
-            Estimator::Rloo => estimator::rloo(penalized),
-            Estimator::Grpo => estimator::grpo(penalized),
-            Estimator::DrGrpo => estimator::dr_grpo(penalized),
+            Estimator::Rloo => estimator::rloo(penalized, config.ties),
+            Estimator::Grpo => estimator::grpo(penalized, config.ties),
+            Estimator::DrGrpo => estimator::dr_grpo(penalized, config.ties),
             Estimator::Remax => estimator::remax(penalized, greedy.get(index).copied().flatten()),
             Estimator::Reinforce => estimator::reinforce(penalized),
             // Their KL falls token by token, below.
             Estimator::ReinforcePp => estimator::reinforce(before_kl),
-            Estimator::ReinforcePpBaseline => estimator::dr_grpo(before_kl),
+            Estimator::ReinforcePpBaseline => estimator::dr_grpo(before_kl, config.ties),
         });
     }
     let takes_part: Vec<bool> = estimates.iter().zip(dropped).map(|(row, dropped)| row.is_some() && !dropped).collect();
@@ -178,7 +189,9 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
         rewards.iter().zip(dropped).map(|(reward, dropped)| reward.filter(|_| !dropped)).collect();
     let token_advantages = match config.estimator {
         Estimator::ReinforcePp => estimator::reinforce_pp(&kept, token_kl, config.beta),
-        Estimator::ReinforcePpBaseline => estimator::reinforce_pp_baseline(&kept, group_size, token_kl, config.beta),
+        Estimator::ReinforcePpBaseline => {
+            estimator::reinforce_pp_baseline(&kept, group_size, config.ties, token_kl, config.beta)
+        }
         Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo | Estimator::Remax | Estimator::Reinforce => Vec::new(),
     };
     let advantages = if config.estimator.has_token_advantages() {
@@ -188,7 +201,12 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
     } else {
         unnormalized.iter().zip(dropped).map(|(advantage, dropped)| if *dropped { 0.0 } else { *advantage }).collect()
     };
+    let tied = |rewards: &[Option<f64>]| -> Vec<bool> {
+        rewards.chunks(group_size).map(|group| is_tied(group, group_size, config.ties)).collect()
+    };
     Advantages {
+        tied: tied(&penalized),
+        tied_pre_kl: tied(task_rewards),
         group_std: penalized.chunks(group_size).map(|group| group_std(group, group_size)).collect(),
         group_std_pre_kl: task_rewards.chunks(group_size).map(|group| group_std(group, group_size)).collect(),
         penalized_rewards: penalized,
@@ -220,9 +238,27 @@ pub fn group_std(rewards: &[Option<f64>], group_size: usize) -> Option<f64> {
     if group_size == 1 { Some(0.0) } else { sample_std(&rewards.iter().flatten().copied().collect::<Vec<_>>()) }
 }
 
-/// Whether a group's scorable rewards are equal. One that has fewer than two is not tied: it has nothing to compare.
-pub fn is_tied(rewards: &[Option<f64>], group_size: usize) -> bool {
-    group_std(rewards, group_size).is_some_and(|std| std <= TIED_STD)
+/// Whether the scorable rewards of a whole group are tied, by the rule of the plan. A group with fewer than two of them is
+/// not: it has nothing to compare. A group of one always is.
+pub fn is_tied(rewards: &[Option<f64>], group_size: usize, rule: TieRule) -> bool {
+    match rule {
+        _ if group_size == 1 => true,
+        TieRule::Std => group_std(rewards, group_size).is_some_and(|std| std <= TIED_STD),
+        TieRule::Equal => common_reward(rewards).is_some(),
+    }
+}
+
+/// Whether two scorable rewards of a group differ, by the rule of the plan.
+pub fn is_informative(rewards: &[Option<f64>], group_size: usize, rule: TieRule) -> bool {
+    rewards.iter().flatten().count() > 1 && !is_tied(rewards, group_size, rule)
+}
+
+/// The reward that all scorable rows of a group have; `None` where two differ, or fewer than two are scorable.
+fn common_reward(rewards: &[Option<f64>]) -> Option<f64> {
+    let mut scorable = rewards.iter().flatten();
+    let first = *scorable.next()?;
+    let second = *scorable.next()?;
+    (second == first && scorable.all(|reward| *reward == first)).then_some(first)
 }
 
 /// Arithmetic mean; `None` of nothing.
@@ -284,8 +320,13 @@ mod tests {
         advantages(&rows, config)
     }
 
-    const CONFIG: AdvantageConfig =
-        AdvantageConfig { estimator: Estimator::Rloo, num_generations: 2, beta: 0.0, normalize_advantages: false };
+    const CONFIG: AdvantageConfig = AdvantageConfig {
+        estimator: Estimator::Rloo,
+        num_generations: 2,
+        beta: 0.0,
+        normalize_advantages: false,
+        ties: TieRule::Equal,
+    };
 
     #[test]
     fn a_missing_reward_leaves_the_baseline_and_is_masked() {
@@ -315,5 +356,44 @@ mod tests {
             assert_eq!(with.advantages[2..], without.advantages, "{estimator:?}");
             assert_ne!(with.advantages[2], of(&rewards, &[false; 4], &config).advantages[2], "{estimator:?}");
         }
+    }
+
+    #[test]
+    fn ties_are_decided_on_whole_groups_and_never_by_what_is_left_when_one_row_is_taken_out() {
+        let group = |first: f64, rest: f64| -> Vec<Option<f64>> {
+            std::iter::once(first).chain(std::iter::repeat_n(rest, 7)).map(Some).collect()
+        };
+        let config = AdvantageConfig { num_generations: 8, ..CONFIG };
+        // One winner: the seven others are equal, and the group is not tied. Nor is one loser among seven of 0.95.
+        for (first, rest) in [(1.0, 0.0), (0.0, 0.95), (0.3, 0.1 + 0.2)] {
+            let rewards = group(first, rest);
+            for ties in [TieRule::Equal, TieRule::Std] {
+                let result = of(&rewards, &[false; 8], &AdvantageConfig { ties, ..config });
+                let by_std = ties == TieRule::Std && (first - rest).abs() < 1e-8;
+                assert_eq!((&result.tied[..], is_tied(&rewards, 8, ties)), (&[by_std][..], by_std), "{first} {ties:?}");
+            }
+            let result = of(&rewards, &[false; 8], &config);
+            assert_eq!(result.advantages[0], first - 7.0 * rest / 7.0);
+            let loser = rest - (first + 6.0 * rest) / 7.0;
+            assert!(result.advantages[1..].iter().all(|advantage| (advantage - loser).abs() < 1e-15));
+            assert!(result.advantages.iter().all(|advantage| *advantage != 0.0) || first == 0.3);
+        }
+        // Seven times 0.95 divided by seven is not 0.95: equal rewards have an advantage of exactly 0 all the same.
+        let tied = group(0.95, 0.95);
+        assert!(is_tied(&tied, 8, TieRule::Equal) && !is_informative(&tied, 8, TieRule::Equal));
+        for estimator in [Estimator::Rloo, Estimator::Grpo, Estimator::DrGrpo] {
+            let config = AdvantageConfig { estimator, ..config };
+            assert_eq!(of(&tied, &[false; 8], &config).advantages, [0.0; 8], "{estimator:?}");
+        }
+        let by_std = of(&tied, &[false; 8], &AdvantageConfig { ties: TieRule::Std, ..config });
+        assert!(by_std.advantages.iter().any(|advantage| *advantage != 0.0), "rlood 0.1 trained what rounding left");
+    }
+
+    #[test]
+    fn a_group_without_two_scorable_rewards_is_neither_tied_nor_informative() {
+        for rewards in [[None, None], [Some(1.0), None]] {
+            assert!(!is_tied(&rewards, 2, TieRule::Equal) && !is_informative(&rewards, 2, TieRule::Equal));
+        }
+        assert!(is_tied(&[Some(1.0)], 1, TieRule::Equal) && !is_informative(&[Some(1.0)], 1, TieRule::Equal));
     }
 }

@@ -96,10 +96,12 @@ impl Block {
     pub fn shape_rewards_by(&mut self, stats: RewardStats, plan: &Plan) {
         let shape = RewardShape::of_plan(plan);
         let (values, group_size) = (&mut self.values, plan.rloo.num_generations as usize);
+        let ties = plan.arithmetic.ties;
         values.reward_stats = stats;
         values.rewards = shape.shape(&values.weighted, &values.lengths, &stats);
         let groups = values.rewards.task.chunks(group_size);
-        let dropped = |task: &[Option<f64>]| vec![plan.rloo.drop_tied_groups && is_tied(task, group_size); task.len()];
+        let dropped =
+            |task: &[Option<f64>]| vec![plan.rloo.drop_tied_groups && is_tied(task, group_size, ties); task.len()];
         values.dropped = groups.flat_map(dropped).collect();
         let weights = RewardWeight::of_plan(&plan.rewards);
         let greedy = |completion: &RolloutCompletion| {

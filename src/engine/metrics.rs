@@ -1,6 +1,6 @@
 //! The metrics of a rollout and of an optimizer step, by TRL's names (rloo.md, "Metrics").
 
-use super::advantage::{Advantages, TIED_STD, mean, sample_std};
+use super::advantage::{Advantages, mean, sample_std};
 use super::loss::{RowLoss, total_loss};
 use crate::event::{FinishReason, Metrics};
 use crate::sample::{RewardValue, Score};
@@ -59,14 +59,10 @@ fn length_metrics(metrics: &mut Metrics, name: &str, lengths: impl Iterator<Item
 
 /// frac_reward_zero_std (after length terms and KL, as TRL), frac_reward_zero_std_pre_kl (before), advantage_std.
 pub fn advantage_metrics(advantages: &Advantages) -> Metrics {
-    let tied = |stds: &[Option<f64>]| {
-        let tied: Vec<f64> =
-            stds.iter().map(|std| f64::from(u8::from(std.is_some_and(|std| std <= TIED_STD)))).collect();
-        mean(&tied)
-    };
+    let share = |tied: &[bool]| mean(&tied.iter().map(|tied| f64::from(u8::from(*tied))).collect::<Vec<_>>());
     Metrics::from([
-        ("frac_reward_zero_std".into(), tied(&advantages.group_std)),
-        ("frac_reward_zero_std_pre_kl".into(), tied(&advantages.group_std_pre_kl)),
+        ("frac_reward_zero_std".into(), share(&advantages.tied)),
+        ("frac_reward_zero_std_pre_kl".into(), share(&advantages.tied_pre_kl)),
         ("advantage_std".into(), sample_std(&advantages.advantages)),
     ])
 }

@@ -2,7 +2,7 @@
 //! next (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.2).
 
 use super::advantage::shape::{RewardShape, RewardStats};
-use super::advantage::{RewardWeight, TIED_STD, combine_rewards, group_std};
+use super::advantage::{self, RewardWeight, combine_rewards};
 use super::host::{Rollout, RolloutCompletion, RolloutGroup, RolloutId};
 use super::random::{Key, Stream};
 use super::{Halt, Run};
@@ -86,5 +86,5 @@ pub fn is_informative(group: &RolloutGroup, plan: &Plan) -> bool {
         Some(shape.task_reward(weighted, &RewardStats::default()))
     };
     let rewards: Vec<Option<f64>> = group.completions.iter().map(reward).collect();
-    group_std(&rewards, rewards.len()).is_some_and(|std| std > TIED_STD)
+    advantage::is_informative(&rewards, rewards.len(), plan.arithmetic.ties)
 }

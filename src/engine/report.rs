@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::MAX_SKIPPED_IN_A_ROW;
-use super::advantage::{RewardWeight, TIED_STD, combine_rewards, group_std, mean, sequence_kl};
+use super::advantage::{RewardWeight, combine_rewards, is_informative, mean, sequence_kl};
 use super::block::Block;
 use super::checkpoint::TrainerState;
 use super::error::{EngineError, Result};
@@ -18,7 +18,7 @@ use super::rollout::Batching;
 use super::step::Update;
 use super::text::Text;
 use crate::event::{Event, Metrics, Sample, SamplePhase};
-use crate::spec::{Estimator, Plan, RewardNormalization};
+use crate::spec::{Estimator, Plan, RewardNormalization, SHARED_PROMPTS};
 
 /// Wall-clock seconds of the parts of a step.
 #[derive(Debug, Clone, Copy, Default)]
@@ -215,6 +215,14 @@ pub(super) fn skipped_update_warning(step: u64, update: &Update, state: &Trainer
     Event::Warning { code: "non_finite".into(), message, data }
 }
 
+/// The warning that prompts are evaluated which are trained too.
+pub(super) fn shared_prompts_warning(shared: u64, evaluated: usize) -> Event {
+    let message = format!(
+        "{shared} of {evaluated} evaluation prompts are training prompts too: on these the evaluation cannot show whether the model learned more than them"
+    );
+    Event::Warning { code: SHARED_PROMPTS.into(), message, data: json!({ "shared": shared, "evaluated": evaluated }) }
+}
+
 /// The warning when no completion of a rollout has a reward: its steps train nothing, whatever else looks well.
 pub(super) fn unscorable_warning(step: u64, samples: &[Sample]) -> Option<Event> {
     if samples.is_empty() || samples.iter().any(|sample| sample.reward.is_some()) {
@@ -233,7 +241,7 @@ pub(super) fn refill_warning(step: u64, block: &Block, plan: &Plan) -> Option<Ev
     let (wanted, drawn) = (u64::from(plan.rloo.min_informative_groups), &block.rollout.drawn);
     let group_size = plan.rloo.num_generations as usize;
     let tasks = block.values.rewards.task.chunks(group_size);
-    let informative = tasks.filter(|task| group_std(task, group_size).is_some_and(|std| std > TIED_STD)).count() as u64;
+    let informative = tasks.filter(|task| is_informative(task, group_size, plan.arithmetic.ties)).count() as u64;
     if drawn.refills == 0 || informative >= wanted {
         return None;
     }

@@ -20,7 +20,9 @@ use super::lookup::{Prepared, prepare};
 use super::submit::{keep, plan_of};
 use super::warm_start;
 use crate::id::JobId;
-use crate::spec::{FieldError, JobSpec, Plan, Reference, WarmStartPlan, continues, forked_document, resolve};
+use crate::spec::{
+    Arithmetic, FieldError, JobSpec, Plan, Reference, WarmStartPlan, continues, forked_document, resolve,
+};
 use crate::store::{CheckpointRow, Fork, JobRow, NewJob, clock_ms};
 
 /// The routes of this module.
@@ -84,6 +86,8 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
 
     let document = forked_document(&parent, &overrides);
     let (mut spec, mut errors) = JobSpec::read(document);
+    // What goes on from a checkpoint keeps the rules of the job that wrote it.
+    spec.arithmetic = parent.arithmetic;
     copy_secrets(&mut spec, &parent, state.store.job_secrets(id).await?);
     let prepared = prepare(&state, &caller, &mut spec, None).await?;
     let Prepared { mut context, errors: found, train, eval } = prepared;
@@ -100,6 +104,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
             match reference {
                 Some(reference) => {
                     spec.warm_start = Some(WarmStartPlan { checkpoint: checkpoint.id, reference });
+                    spec.arithmetic = Arithmetic::LATEST;
                     context.warm_start = Some(warm_start::facts(&parent));
                     resolve(&spec, &context).map(|resolution| resolution.plan)
                 }

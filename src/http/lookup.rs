@@ -17,7 +17,7 @@ use crate::id::DatasetId;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
-use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths};
+use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths, prompt_key};
 use crate::store::{DatasetRow, ModelRow, StoreError};
 
 /// Above this many rows the worker counts the tokens of prompts, in its loading phase.
@@ -51,6 +51,7 @@ impl Prompts {
             columns: summary.columns.clone(),
             has_chat_prompts: false,
             prompt_lengths: None,
+            prompt_keys: None,
         };
         Self { at: "/dataset", source: Source::Uploaded(summary, staged), facts }
     }
@@ -71,8 +72,15 @@ impl Prompts {
             }
             Some(&mut DatasetSource::Id(id)) => match state.store.dataset_get(id).await {
                 Ok(DatasetRow { sha256, num_rows, columns, owner, .. }) if caller.may_see(&owner) => {
-                    let facts =
-                        DatasetFacts { id, sha256, num_rows, columns, has_chat_prompts: false, prompt_lengths: None };
+                    let facts = DatasetFacts {
+                        id,
+                        sha256,
+                        num_rows,
+                        columns,
+                        has_chat_prompts: false,
+                        prompt_lengths: None,
+                        prompt_keys: None,
+                    };
                     Ok(Some(Self { at, source: Source::Stored(state.files.dataset(id)), facts }))
                 }
                 Ok(_) | Err(StoreError::NotFound { .. }) => {
@@ -290,11 +298,13 @@ fn measure(
 ) -> std::io::Result<()> {
     let count = prompts.facts.num_rows <= MAX_COUNTED_ROWS;
     let (mut has_chat, mut lengths, mut failures) = (false, PromptLengths::default(), Vec::new());
+    let mut keys = Vec::new();
     prompts.each_prompt(|row, prompt| {
         has_chat |= prompt.is_array();
         if !count {
             return false; // The first row stands for all; the worker looks at every one.
         }
+        keys.push(prompt_key(prompt));
         // What is no prompt has been reported; what needs a template that is not there will be.
         let usable = !prompt.is_array() || model.has_chat_template;
         let Some(prompt) = usable.then(|| Prompt::from_value(prompt).ok()).flatten() else { return true };
@@ -312,6 +322,7 @@ fn measure(
     })?;
     prompts.facts.has_chat_prompts = has_chat;
     prompts.facts.prompt_lengths = count.then_some(lengths);
+    prompts.facts.prompt_keys = Some(keys).filter(|_| count && failures.is_empty());
     errors.extend(failures.into_iter().map(|detail| FieldError::new(prompts.at, "prompt_not_encodable", detail)));
     Ok(())
 }

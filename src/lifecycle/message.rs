@@ -94,6 +94,11 @@ pub struct StartedDetail {
     pub attempt: u64,
     /// The step of the checkpoint it goes on from; null = from the start.
     pub resume_step: Option<u64>,
+    /// The worker's rlood.
+    pub version: String,
+    /// The rlood that ran the attempt before, where it was another one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub previous_version: Option<String>,
 }
 
 /// Why a job paused.

@@ -2,7 +2,7 @@
 //! usually wastes its time.
 
 use super::{Finding, FindingCode, ProbeReport};
-use crate::spec::{Plan, RewardPlan};
+use crate::spec::{Plan, RewardPlan, low_lora_rate};
 
 /// Missing values of a required reward beyond which it cannot be trained on: a job warns at the same fraction.
 pub const MISSING_FRACTION: f64 = 0.2;
@@ -49,6 +49,7 @@ pub fn verdict(report: &ProbeReport, plan: &Plan) -> Vec<Finding> {
     }
     findings.extend(truncation(report, plan));
     findings.extend(bottleneck(report, plan));
+    findings.extend(low_rate(report, plan));
     if findings.is_empty() {
         let detail = match (report.reward, report.tied_groups_fraction) {
             (Some(reward), Some(tied)) => format!("mean reward {reward:.3}, {} of the groups tied", percent(tied)),
@@ -106,6 +107,11 @@ fn reward_not_usable(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     }
     let fix = "try it with POST /rewards/test and correct it: completions without a value train nothing";
     Some(finding(FindingCode::RewardNotUsable, detail, fix))
+}
+
+fn low_rate(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
+    let (detail, fix) = low_lora_rate(plan.lora.as_ref()?, report.hidden_size?, plan.optimizer.learning_rate)?;
+    Some(finding(FindingCode::LearningRateLowForLora, detail, fix))
 }
 
 /// At the floor or at the ceiling.

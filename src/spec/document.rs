@@ -12,8 +12,8 @@ use super::rewards::{read_reward_secrets, read_rewards};
 use super::rloo::read_rloo;
 use super::sections::{read_checkpoints, read_lora, read_optimizer, read_sampling, read_training, read_warm_start};
 use super::{
-    CheckpointPlan, ComputeDtype, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets, RlooPlan,
-    SamplingPlan, WarmStartPlan,
+    Arithmetic, CheckpointPlan, ComputeDtype, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets,
+    RlooPlan, SamplingPlan, WarmStartPlan,
 };
 use crate::id::DatasetId;
 
@@ -54,6 +54,8 @@ pub struct JobSpec {
     pub doctor: DoctorPlan,
     /// The client's own labels.
     pub metadata: BTreeMap<String, String>,
+    /// The rules that decide the bits of the run: the latest, but for what continues another job.
+    pub arithmetic: Arithmetic,
     /// What may be stored and shown: the document without secrets, header values and inline records.
     pub redacted: Value,
 }
@@ -154,6 +156,8 @@ pub fn submittable(plan: &Plan) -> Value {
         doctor,
         metadata,
         totals: _,
+        // A job made from this document follows the latest rules.
+        arithmetic: _,
     } = plan;
     let mut document = json!({
         "name": name, "model": model.id, "dataset": {"id": dataset.id}, "eval": eval, "rewards": rewards, "rloo": rloo,
@@ -239,6 +243,7 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         early_stopping: document.field("early_stopping").object().map(read_early_stopping),
         doctor: read_doctor(document.section("doctor")),
         metadata: read_metadata(&document.field("metadata")).unwrap_or_default(),
+        arithmetic: Arithmetic::LATEST,
         redacted: Value::Null,
     };
     document.finish(advice);

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::PromptLengths;
 use super::footprint::Place;
 use super::warm::WarmStartFacts;
+use super::{PromptKey, PromptLengths};
 use crate::id::DatasetId;
 
 /// What the server knows of the things a job names. `None` = unknown; whoever looked it up has reported that.
@@ -92,6 +92,8 @@ pub struct DatasetFacts {
     pub has_chat_prompts: bool,
     /// Counted by the model's tokenizer; None = left to the worker.
     pub prompt_lengths: Option<PromptLengths>,
+    /// What tells its prompts apart, in the order of the rows; None = left to the worker.
+    pub prompt_keys: Option<Vec<PromptKey>>,
 }
 
 impl DatasetFacts {
@@ -111,6 +113,7 @@ impl DatasetFacts {
             columns,
             has_chat_prompts,
             prompt_lengths: None,
+            prompt_keys: None,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{ComputeDtype, Estimator, OptimizerKind, Plan, submittable};
+use super::{ComputeDtype, Estimator, OptimizerKind, Plan, SplitRule, submittable};
 
 /// What a run must share with the one whose checkpoint it goes on from: model, data, adapter, optimizer state, batches,
 /// seed. Learning rate, steps, rewards and the rest may differ. The checkpoint holds its hash.
@@ -36,6 +36,9 @@ pub fn resume_identity(plan: &Plan) -> Value {
     }
     if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) {
         shared["eval_fraction"] = json!(fraction);
+        if plan.arithmetic.split != SplitRule::RowNumber {
+            shared["split"] = json!(plan.arithmetic.split);
+        }
     }
     if let Some(warm_start) = &plan.warm_start {
         shared["warm_start"] = json!(warm_start);

@@ -1,6 +1,7 @@
 //! The resolved plan: every default applied, every value checked. Serialised into the job's row and sent to the worker.
 
 mod algorithm;
+mod arithmetic;
 mod rewards;
 
 use std::collections::BTreeMap;
@@ -12,6 +13,7 @@ use crate::doctor::{OnAlert, Rule};
 use crate::id::{CheckpointId, DatasetId};
 
 pub use algorithm::*;
+pub use arithmetic::*;
 pub use rewards::*;
 
 /// Everything a run needs to know, with no default left open.
@@ -55,6 +57,9 @@ pub struct Plan {
     pub metadata: BTreeMap<String, String>,
     /// What all this amounts to.
     pub totals: Totals,
+    /// The rules that decide the bits of the run; absent = those of rlood 0.1.
+    #[serde(default, skip_serializing_if = "Arithmetic::is_first")]
+    pub arithmetic: Arithmetic,
 }
 
 /// The base model.
@@ -85,7 +90,8 @@ pub struct EvalPlan {
     /// The share of the training dataset that is held out; null with a dataset of its own.
     #[serde(default)]
     pub fraction: Option<f64>,
-    /// With `fraction`: rows that are evaluated and never trained.
+    /// With `fraction`: rows that are evaluated and never trained. Above 10,000 rows the worker counts them, and this is the
+    /// number that the fraction asks for: the rows of equal prompts stay together.
     #[serde(default)]
     pub held_out_rows: Option<u64>,
     /// Optimizer steps between evaluations; the last step is always evaluated.

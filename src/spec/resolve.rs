@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::estimate::{Estimate, Limits, fit};
-use super::evaluation::held_out_count;
+use super::evaluation::{held_out_count, held_out_rows, shared_prompts};
 use super::facts::{Context, DatasetFacts, ModelFacts};
 use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
@@ -12,7 +12,7 @@ use super::rloo;
 use super::warm;
 use super::{
     ComputeDtype, DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid,
-    Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan,
+    Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan, low_lora_rate,
 };
 
 /// Something legal that is probably not meant.
@@ -25,6 +25,11 @@ pub struct Warning {
     /// What will happen, and what to do.
     pub detail: String,
 }
+
+/// The code of the warning, and of the preflight's finding, that an adapter's learning rate is low.
+const LOW_LORA_RATE: &str = "learning_rate_low_for_lora";
+/// The code of the warning, in a validation and in a run, that evaluation and training share prompts.
+pub const SHARED_PROMPTS: &str = "eval_prompts_in_training";
 
 /// A job that can run.
 #[derive(Debug, Clone)]
@@ -50,7 +55,14 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
     let fraction = spec.eval.as_ref().and_then(|eval| eval.fraction);
-    let held_out = fraction.map(|fraction| held_out_count(dataset.num_rows, fraction));
+    let held_out = fraction.map(|fraction| match &dataset.prompt_keys {
+        Some(keys) => held_out_rows(spec.arithmetic.split, keys, fraction, spec.training.seed).len() as u64,
+        None => held_out_count(dataset.num_rows, fraction),
+    });
+    if held_out == Some(0) && dataset.num_rows > 0 {
+        let detail = "all prompts are equal, and equal prompts are never divided between training and evaluation: give an evaluation dataset, or add prompts";
+        errors.push(FieldError::new("/eval/fraction", "nothing_to_hold_out", detail));
+    }
     let trained_rows = dataset.num_rows - held_out.unwrap_or(0).min(dataset.num_rows);
     if let Some(error) = smaller_than_a_block(spec, trained_rows, held_out.unwrap_or(0)) {
         errors.push(error);
@@ -90,6 +102,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         doctor: spec.doctor.clone(),
         metadata: spec.metadata.clone(),
         totals,
+        arithmetic: spec.arithmetic,
     };
     let eval_lengths = context.eval_dataset.as_ref().and_then(|facts| facts.prompt_lengths);
     let limits = Limits {
@@ -101,7 +114,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         gradient_checkpointing: spec.training.gradient_checkpointing,
     };
     let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
-    Ok(Resolution { warnings: warnings(spec, &plan), plan, estimate })
+    Ok(Resolution { warnings: warnings(spec, context, &plan), plan, estimate })
 }
 
 /// Weights of reward models in memory; several rewards of the same settings share one.
@@ -312,7 +325,7 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
     (plan, totals)
 }
 
-fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
+fn warnings(spec: &JobSpec, context: &Context, plan: &Plan) -> Vec<Warning> {
     let mut warnings = Vec::new();
     let mut warn = |pointer: String, code: &str, detail: String| {
         warnings.push(Warning { pointer, code: code.to_owned(), detail });
@@ -360,10 +373,16 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
     }
     if plan.lora.is_some() && plan.optimizer.learning_rate <= 2e-6 {
         let detail = format!(
-            "{:e} suits full fine-tuning; a LoRA adapter learns next to nothing at it: 1e-5 and more are usual",
+            "{:e} suits full fine-tuning; a LoRA adapter learns next to nothing at it: 4e-5 to 1e-4 are usual",
             plan.optimizer.learning_rate
         );
         warn("/optimizer/learning_rate".to_owned(), "low_learning_rate", detail);
+    }
+    let hidden_size = context.model.as_ref().and_then(|model| model.shape).map(|shape| shape.hidden_size);
+    if let Some((lora, hidden_size)) = plan.lora.as_ref().zip(hidden_size)
+        && let Some((detail, fix)) = low_lora_rate(lora, hidden_size, plan.optimizer.learning_rate)
+    {
+        warn("/optimizer/learning_rate".to_owned(), LOW_LORA_RATE, format!("{detail}: {fix}"));
     }
     if plan.lora.is_none() && plan.optimizer.learning_rate >= 5e-5 {
         let detail = format!(
@@ -387,6 +406,17 @@ fn warnings(spec: &JobSpec, plan: &Plan) -> Vec<Warning> {
     {
         let detail = "evaluation uses the training prompts: it cannot show whether the model learned more than these";
         warn("/eval/dataset".to_owned(), "eval_on_training_data", detail.to_owned());
+    } else if let Some((trained, evaluated)) = context.dataset.as_ref().zip(context.eval_dataset.as_ref())
+        && let Some((trained, evaluated)) = trained.prompt_keys.as_ref().zip(evaluated.prompt_keys.as_ref())
+    {
+        let shared = shared_prompts(trained, evaluated);
+        if shared > 0 {
+            let detail = format!(
+                "{shared} of {} evaluation prompts are training prompts too: on these the evaluation cannot show whether the model learned more than them; remove them from one of the two datasets",
+                evaluated.len()
+            );
+            warn("/eval/dataset".to_owned(), SHARED_PROMPTS, detail);
+        }
     }
     warnings.extend(rloo::warnings(plan));
     warnings

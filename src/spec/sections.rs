@@ -6,8 +6,8 @@ use super::document::TrainingSpec;
 use super::foreign::advice;
 use super::reader::{Field, Reader};
 use super::{
-    CheckpointPlan, ComputeDtype, LoraPlan, LrSchedulerType, OptimizerKind, OptimizerPlan, Reference, SamplingPlan,
-    WarmStartPlan,
+    CheckpointPlan, ComputeDtype, FULL_LEARNING_RATE, LORA_LEARNING_RATE, LoraPlan, LrSchedulerType, OptimizerKind,
+    OptimizerPlan, Reference, SamplingPlan, WarmStartPlan,
 };
 
 /// The most optimizer steps a job may have.
@@ -150,7 +150,7 @@ fn read_target_modules(field: &Field<'_>) -> Vec<String> {
     ALL_LINEAR.into_iter().filter(|name| chosen.contains(name)).map(str::to_owned).collect()
 }
 
-/// `full`: every weight is trained, at a tenth of an adapter's default rate.
+/// `full`: every weight is trained, at a fiftieth of an adapter's default rate.
 pub(super) fn read_optimizer(reader: Reader<'_>, full: bool) -> OptimizerPlan {
     let decay = |value: f64| (0.0..1.0).contains(&value);
     let optimizer = OptimizerPlan {
@@ -161,7 +161,7 @@ pub(super) fn read_optimizer(reader: Reader<'_>, full: bool) -> OptimizerPlan {
         learning_rate: reader
             .field("learning_rate")
             .number("greater than 0 and at most 1", |value| value > 0.0 && value <= 1.0)
-            .unwrap_or(if full { 1e-6 } else { 1e-5 }),
+            .unwrap_or(if full { FULL_LEARNING_RATE } else { LORA_LEARNING_RATE }),
         adam_beta1: reader.field("adam_beta1").number("at least 0 and less than 1", decay).unwrap_or(0.9),
         adam_beta2: reader.field("adam_beta2").number("at least 0 and less than 1", decay).unwrap_or(0.999),
         adam_epsilon: reader.field("adam_epsilon").number("greater than 0", |value| value > 0.0).unwrap_or(1e-8),

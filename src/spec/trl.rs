@@ -160,8 +160,12 @@ pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
     }
     spec.insert("rloo".to_owned(), Value::Object(rloo));
     spec.insert("sampling".to_owned(), Value::Object(sampling));
+    let optimizer = schedule::optimizer(&keys, &length);
+    if !lora.is_null() {
+        schedule::warn_of_low_rate(&keys, &optimizer);
+    }
     spec.insert("lora".to_owned(), lora);
-    spec.insert("optimizer".to_owned(), Value::Object(schedule::optimizer(&keys, &length)));
+    spec.insert("optimizer".to_owned(), Value::Object(optimizer));
     spec.insert("training".to_owned(), Value::Object(training));
     put_eval(&keys, eval, around.get("eval_dataset").copied(), &mut spec);
     spec.insert("checkpoints".to_owned(), Value::Object(checkpoints));

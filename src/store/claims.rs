@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 
 use super::artifacts::latest_checkpoint;
@@ -19,7 +19,7 @@ use crate::lifecycle::message::{
     CancelledDetail, FailedDetail, PausedDetail, QueuedDetail, StartedDetail, SucceededDetail,
 };
 use crate::protocol::Outcome;
-use crate::spec::{Plan, RewardSecrets};
+use crate::spec::{Arithmetic, Plan, RewardSecrets};
 
 /// A claim, fresh from the queue.
 #[derive(Debug, Clone)]
@@ -295,12 +295,56 @@ async fn claim_row(
     .await
     .doing("claim a job")?
     .ok_or(StoreError::LeaseLost)?;
+    let (version, previous_version) = change_version(tx, row.id, worker).await?;
     let resume = latest_checkpoint(tx, row.id).await?;
     let step = resume.as_ref().map(|checkpoint| checkpoint.step);
-    let data = StartedDetail { worker, attempt: attempt.unsigned_abs(), resume_step: step };
+    if let Some(previous) = &previous_version {
+        event_insert(tx, row.id, "warning", now, version_changed(previous, &version, plan.arithmetic)).await?;
+    }
+    let data = StartedDetail { worker, attempt: attempt.unsigned_abs(), resume_step: step, version, previous_version };
     event_insert(tx, row.id, "job.started", now, data).await?;
     rewind(tx, row.id, resume.as_ref(), now).await?;
     Ok(Claimed { job: row.id, attempt: attempt.unsigned_abs(), plan, secrets, resume })
+}
+
+/// Notes which rlood runs the job from now on. Returns it, and the one that ran the attempt before where that was another.
+async fn change_version(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    worker: WorkerId,
+) -> Result<(String, Option<String>), StoreError> {
+    let doing = "note the version of a worker";
+    let version: String = sqlx::query_scalar("SELECT version FROM workers WHERE id = ?")
+        .bind(worker.to_string())
+        .fetch_one(&mut *tx)
+        .await
+        .doing(doing)?;
+    let previous: Option<String> = sqlx::query_scalar("SELECT version FROM jobs WHERE id = ?")
+        .bind(job.to_string())
+        .fetch_one(&mut *tx)
+        .await
+        .doing(doing)?;
+    if previous.as_ref() != Some(&version) {
+        sqlx::query("UPDATE jobs SET version = ? WHERE id = ?")
+            .bind(&version)
+            .bind(job.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+    }
+    let previous = previous.filter(|previous| *previous != version);
+    Ok((version, previous))
+}
+
+/// The event of a job that another version resumes: which two, and by which rules it goes on.
+fn version_changed(previous: &str, version: &str, arithmetic: Arithmetic) -> Value {
+    json!({
+        "code": "version_changed",
+        "message": format!(
+            "rlood {previous} ran this job so far and rlood {version} resumes it; the job keeps the rules of arithmetic it was accepted with"
+        ),
+        "data": { "previous_version": previous, "version": version, "arithmetic": arithmetic },
+    })
 }
 
 /// The job goes back to its checkpoint: what was reported after it is deleted (it will be reported again), and watchers are told.

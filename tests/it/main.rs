@@ -51,6 +51,7 @@ mod logs;
 mod long;
 mod memory;
 mod messages;
+mod old_data;
 mod openapi;
 mod oracle;
 mod outage;

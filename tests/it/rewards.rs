@@ -42,7 +42,15 @@ struct Shared {
 
 impl Service {
     pub async fn start(reply: impl Fn(usize, &Value) -> Response<Body> + Send + Sync + 'static) -> Self {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self::start_at(SocketAddr::from(([127, 0, 0, 1], 0)), reply).await
+    }
+
+    /// The same, at an address that something else has written down.
+    pub async fn start_at(
+        address: SocketAddr,
+        reply: impl Fn(usize, &Value) -> Response<Body> + Send + Sync + 'static,
+    ) -> Self {
+        let listener = tokio::net::TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
         let seen = Arc::new(Mutex::new(Vec::new()));
         let shared = Shared { seen: seen.clone(), count: Arc::default(), reply: Arc::new(reply) };

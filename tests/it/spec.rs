@@ -4,8 +4,8 @@
 
 use proptest::prelude::*;
 use rlood::spec::{
-    Combine, Context, DatasetFacts, FieldError, JobSpec, ModelFacts, ModelShape, PromptLengths, Resolution, RewardKind,
-    resolve,
+    Arithmetic, Combine, Context, DatasetFacts, FieldError, JobSpec, ModelFacts, ModelShape, PromptKey, PromptLengths,
+    Resolution, RewardKind, prompt_key, resolve,
 };
 use serde_json::{Value, json};
 
@@ -39,6 +39,7 @@ fn dataset(num_rows: u64) -> DatasetFacts {
         columns: vec!["prompt".to_owned(), "answer".to_owned()],
         has_chat_prompts: false,
         prompt_lengths: Some(PromptLengths { longest: 100, longest_row: 3, too_long: 0 }),
+        prompt_keys: None,
     }
 }
 
@@ -116,7 +117,7 @@ fn a_minimal_job_gets_the_documented_defaults() {
     assert_eq!((lora.r, lora.alpha, lora.dropout, lora.target_modules.len()), (16, 32.0, 0.0, 7));
     assert_eq!(
         (plan.optimizer.learning_rate, plan.optimizer.max_grad_norm, plan.optimizer.weight_decay),
-        (1e-5, 1.0, 0.0)
+        (5e-5, 1.0, 0.0)
     );
     assert_eq!((plan.training.prompts_per_step, plan.training.seed, plan.training.shuffle_dataset), (8, 42, true));
     assert_eq!((plan.checkpoints.every_steps, plan.checkpoints.keep_last, plan.checkpoints.keep_best), (20, 3, 1));
@@ -477,6 +478,7 @@ fn doubtful_settings_are_warned_about() {
             "invalid_counts_as_zero",
             "incomplete_block_dropped",
             "low_learning_rate",
+            "learning_rate_low_for_lora",
             "warmup_too_long"
         ]
     );
@@ -701,4 +703,62 @@ fn the_doctor_s_rules_are_set_by_name() {
     assert_eq!(again["doctor"]["rules"]["kl_explosion"]["on_alert"], "stop");
     refused("/doctor/on_alert", json!("explode"), "invalid_value", &["note", "pause", "stop"]);
     refused("/doctor/rules/kl_explosoin", json!({}), "unknown_field", &["kl_explosion"]);
+}
+
+#[test]
+fn an_adapter_s_default_learning_rate_is_fifty_times_that_of_full_fine_tuning() {
+    assert_eq!(accepted(minimal()).plan.optimizer.learning_rate, 5e-5);
+    assert_eq!(accepted(with("/lora", Value::Null)).plan.optimizer.learning_rate, 1e-6);
+    let advice = |document: Value| {
+        let warnings = accepted(document).warnings;
+        warnings.into_iter().find(|warning| warning.code == "learning_rate_low_for_lora").map(|warning| warning.detail)
+    };
+    for rate in [1e-6, 1e-5] {
+        let detail = advice(with("/optimizer/learning_rate", json!(rate))).unwrap();
+        assert!(detail.contains("hidden size 16") && detail.contains("1e-4"), "{detail}");
+    }
+    assert_eq!(advice(minimal()), None);
+    let mut full = with("/lora", Value::Null);
+    full["optimizer"] = json!({"learning_rate": 1e-6});
+    assert_eq!(advice(full), None);
+}
+
+#[test]
+fn equal_prompts_stay_together_and_prompts_on_both_sides_are_counted() {
+    let keys = |prompts: &[u64]| -> Option<Vec<PromptKey>> {
+        Some(prompts.iter().map(|prompt| prompt_key(&json!(format!("prompt {prompt}")))).collect())
+    };
+    let with_facts = |document: Value, train: Vec<u64>, eval: &[u64]| {
+        let (spec, errors) = JobSpec::read(document);
+        assert_eq!(errors, []);
+        let facts = |prompts: &[u64], sha256: &str| DatasetFacts {
+            prompt_keys: keys(prompts),
+            sha256: sha256.to_owned(),
+            ..dataset(prompts.len() as u64)
+        };
+        let context = Context {
+            model: Some(model()),
+            dataset: Some(facts(&train, "aa")),
+            eval_dataset: Some(facts(eval, "bb")),
+            ..Context::default()
+        };
+        resolve(&spec, &context)
+    };
+    // Forty rows of ten prompts: a tenth is one prompt with its four rows.
+    let repeated: Vec<u64> = (0..40).map(|row| row % 10).collect();
+    let plan = with_facts(with("/eval", json!({"fraction": 0.1})), repeated.clone(), &[]).unwrap().plan;
+    assert_eq!(plan.eval.unwrap().held_out_rows, Some(4));
+    assert_eq!(plan.arithmetic, Arithmetic::LATEST);
+    let plan = with_facts(with("/eval", json!({"fraction": 0.05})), repeated.clone(), &[]).unwrap().plan;
+    assert_eq!(plan.eval.unwrap().held_out_rows, Some(4), "half a prompt cannot be held out");
+    let errors = with_facts(with("/eval", json!({"fraction": 0.1})), vec![3; 40], &[]).unwrap_err();
+    assert_eq!((errors[0].pointer.as_str(), errors[0].code.as_str()), ("/eval/fraction", "nothing_to_hold_out"));
+
+    let own = with("/eval", json!({"dataset": {"id": rlood::id::DatasetId::new()}}));
+    let shared = |eval: &[u64]| {
+        let warnings = with_facts(own.clone(), repeated.clone(), eval).unwrap().warnings;
+        warnings.into_iter().find(|warning| warning.code == "eval_prompts_in_training").map(|warning| warning.detail)
+    };
+    assert!(shared(&[8, 9, 10, 9]).unwrap().starts_with("3 of 4 evaluation prompts"));
+    assert_eq!(shared(&[10, 11]), None);
 }

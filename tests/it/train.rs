@@ -17,9 +17,9 @@ use rlood::engine::model::Policy;
 use rlood::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
 use rlood::sample::{RewardSample, RewardValue};
 use rlood::spec::{
-    CheckpointPlan, Combine, ComputeDtype, DatasetPlan, DoctorPlan, Estimator, EvalPlan, KlEstimator, KlIn, LengthPlan,
-    LoraPlan, Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan, RewardKind,
-    RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
+    Arithmetic, CheckpointPlan, Combine, ComputeDtype, DatasetPlan, DoctorPlan, Estimator, EvalPlan, KlEstimator, KlIn,
+    LengthPlan, LoraPlan, Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan,
+    RewardKind, RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use serde_json::{Map, json};
 
@@ -121,6 +121,7 @@ pub fn plan() -> Plan {
             dropped_rows_per_epoch: 0,
             max_completion_tokens: 72,
         },
+        arithmetic: Arithmetic::LATEST,
     }
 }
 

@@ -448,3 +448,22 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn trl_s_learning_rate_is_kept_with_an_adapter_and_the_author_is_told() {
+    let peft = json!({"r": 16, "lora_alpha": 32, "target_modules": "all-linear"});
+    let told = |document: Value| {
+        let conversion = converted(document);
+        let warning = conversion.warnings.iter().find(|warning| warning.code == "learning_rate_low_for_lora").cloned();
+        (at(&conversion, "/optimizer/learning_rate").clone(), warning)
+    };
+    let (rate, warning) = told(json!({"peft_config": peft}));
+    let warning = warning.unwrap();
+    assert!(rate == 1e-6 && warning.detail.contains("TRL's default learning rate of 1e-6 is kept"), "{warning:?}");
+    assert!(warning.detail.contains("5e-5"), "{warning:?}");
+    let (rate, warning) = told(json!({"learning_rate": 1e-5, "peft_config": peft}));
+    assert!(rate == 1e-5 && warning.unwrap().detail.contains("the run's learning rate"));
+    assert_eq!(told(json!({"learning_rate": 5e-5, "peft_config": peft})).1, None);
+    // Without an adapter every weight is trained, for which it is the right one.
+    assert_eq!(told(json!({})).1, None);
+}

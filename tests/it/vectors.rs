@@ -16,7 +16,7 @@ use rlood::engine::rollout::{Batching, TrlBatching, cut_completion, is_included}
 use rlood::event::{FinishReason, Metrics};
 use rlood::sample::{RewardValue, Score};
 use rlood::spec::trl::convert;
-use rlood::spec::{Combine, Estimator, Loss, RewardNormalization};
+use rlood::spec::{Combine, Estimator, Loss, RewardNormalization, TieRule};
 use serde_json::Value;
 
 const TOLERANCE: f64 = 2e-5;
@@ -133,6 +133,7 @@ fn case(report: &mut Report, case: &Value) {
         num_generations: integer(&config["num_generations"]) as usize,
         beta,
         normalize_advantages: config["normalize_advantages"] == Value::Bool(true),
+        ties: TieRule::Equal,
     };
     let advantage_rows = AdvantageRows {
         rewards: &shaped.shaped,
@@ -299,7 +300,8 @@ fn estimators(report: &mut Report, section: &Value) {
     let greedy: Vec<Option<f64>> = array(&section["greedy_rewards_for_remax"]).iter().map(Value::as_f64).collect();
     let token_kl: Vec<Vec<f64>> = lengths.iter().map(|&length| vec![0.0; length]).collect();
     let of = |estimator: Estimator, normalize_advantages: bool| -> Advantages {
-        let config = AdvantageConfig { estimator, num_generations: group_size, beta: 0.0, normalize_advantages };
+        let ties = TieRule::Equal;
+        let config = AdvantageConfig { estimator, num_generations: group_size, beta: 0.0, normalize_advantages, ties };
         let rows = AdvantageRows {
             rewards: &rewards,
             task_rewards: &rewards,
@@ -313,7 +315,7 @@ fn estimators(report: &mut Report, section: &Value) {
     let scaled = |std: &dyn Fn(&[Option<f64>]) -> f64, epsilon: f64| -> Vec<f64> {
         let scale = |group: &[Option<f64>]| {
             let divisor = std(group) + epsilon;
-            estimator::dr_grpo(group)
+            estimator::dr_grpo(group, TieRule::Equal)
                 .into_iter()
                 .map(move |row: Option<Estimate>| row.expect("scorable").advantage / divisor)
         };

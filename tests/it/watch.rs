@@ -7,7 +7,7 @@ use rlood::engine::error::EngineError;
 use rlood::engine::host::{PromptRow, Stop, TrainOutcome};
 use rlood::event::{Event, SamplePhase};
 use rlood::sample::RewardValue;
-use rlood::spec::{EarlyStoppingPlan, EvalPlan, Plan, RulePlan, held_out_rows, metric_names};
+use rlood::spec::{EarlyStoppingPlan, EvalPlan, Plan, PromptKey, RulePlan, held_out_rows, metric_names, prompt_key};
 
 use crate::train::{Start, TestHost, plan, reward, rows, train};
 
@@ -58,8 +58,11 @@ fn held_out_rows_are_evaluated_and_never_trained() {
     let ids = |phase: SamplePhase| -> BTreeSet<String> {
         host.samples().into_iter().filter(|sample| sample.phase == phase).map(|sample| sample.prompt_id).collect()
     };
-    let expected: BTreeSet<String> =
-        held_out_rows(8, 0.25, plan.training.seed).iter().map(|row| format!("row_{row}")).collect();
+    let keys: Vec<PromptKey> = rows().iter().map(|row| prompt_key(&row.prompt)).collect();
+    let expected: BTreeSet<String> = held_out_rows(plan.arithmetic.split, &keys, 0.25, plan.training.seed)
+        .iter()
+        .map(|row| format!("row_{row}"))
+        .collect();
     assert_eq!((expected.len(), ids(SamplePhase::Eval)), (2, expected.clone()));
     // Nine steps of two prompts are three passes over the other six rows.
     assert_eq!(ids(SamplePhase::Train).len(), 6);

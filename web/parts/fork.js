@@ -24,7 +24,7 @@ export function ForkDialog({ run, job, onClose }) {
   return html`<${FormDialog} title="Fork this job" action="Fork" work=${work} onSubmit=${fork} onClose=${onClose}>
     <p>A new job that goes on from a checkpoint of <strong>${job.name ?? job.id}</strong>.</p>
     <${Input} label="From step" errors=${work.at("/from_step")} options=${checkpoints.map(({ step, best }) => [step, `step ${step}${best ? " (best)" : ""}`])} value=${step ?? checkpoints[0].step} set=${setStep} />
-    <${Input} label="Changes" errors=${work.at("/overrides")} hint=${'A partial job, merged over the old one: {"optimizer": {"learning_rate": 1e-5}}'} class="mono" rows="6" spellcheck=${false} value=${text} set=${setText} /><//>`;
+    <${Input} label="Changes" errors=${work.at("/overrides")} hint=${'A partial job, merged over the old one: {"optimizer": {"learning_rate": 5e-5}}'} class="mono" rows="6" spellcheck=${false} value=${text} set=${setText} /><//>`;
 }
 
 function overridesOf(text) {

@@ -3,7 +3,8 @@
 //! Those of whole completions take the rewards of one group, `None` = unscorable, KL already subtracted, and give one
 //! [`Estimate`] a row, `None` where a row has no advantage. Those of tokens take a whole block, because they whiten.
 
-use super::{mean, sample_std};
+use super::{common_reward, mean, sample_std};
+use crate::spec::TieRule;
 
 /// Added to the std of a group, as TRL does.
 pub const GROUP_EPSILON: f64 = 1e-4;
@@ -21,7 +22,10 @@ pub struct Estimate {
 
 /// A_i = r_i − (Σ_j r_j − r_i)/(n − 1), over the scorable rows of the group; none in a group of one.
 /// Ahmadian et al. 2024 (arXiv 2402.14740); Kool et al. 2019.
-pub fn rloo(rewards: &[Option<f64>]) -> Vec<Option<Estimate>> {
+pub fn rloo(rewards: &[Option<f64>], ties: TieRule) -> Vec<Option<Estimate>> {
+    if let Some(tied) = all_zero(rewards, ties) {
+        return tied;
+    }
     let scorable: Vec<f64> = rewards.iter().flatten().copied().collect();
     let sum: f64 = scorable.iter().sum();
     let leave_one_out = |reward: f64| {
@@ -33,7 +37,10 @@ pub fn rloo(rewards: &[Option<f64>]) -> Vec<Option<Estimate>> {
 
 /// A_i = r_i − mean of the group, the row itself included; none in a group of one.
 /// "Dr. GRPO": Liu et al. 2025 (arXiv 2503.20783).
-pub fn dr_grpo(rewards: &[Option<f64>]) -> Vec<Option<Estimate>> {
+pub fn dr_grpo(rewards: &[Option<f64>], ties: TieRule) -> Vec<Option<Estimate>> {
+    if let Some(tied) = all_zero(rewards, ties) {
+        return tied;
+    }
     let scorable: Vec<f64> = rewards.iter().flatten().copied().collect();
     let Some(baseline) = mean(&scorable).filter(|_| scorable.len() > 1) else { return vec![None; rewards.len()] };
     let centred = |reward: f64| Estimate { baseline, advantage: reward - baseline };
@@ -42,11 +49,17 @@ pub fn dr_grpo(rewards: &[Option<f64>]) -> Vec<Option<Estimate>> {
 
 /// A_i = (r_i − mean)/(std + 1e-4) of the group, sample std; none in a group of one.
 /// Shao et al. 2024 (arXiv 2402.03300), with TRL's epsilon.
-pub fn grpo(rewards: &[Option<f64>]) -> Vec<Option<Estimate>> {
+pub fn grpo(rewards: &[Option<f64>], ties: TieRule) -> Vec<Option<Estimate>> {
     let scorable: Vec<f64> = rewards.iter().flatten().copied().collect();
     let std = sample_std(&scorable).unwrap_or(0.0);
     let scale = |estimate: Estimate| Estimate { advantage: estimate.advantage / (std + GROUP_EPSILON), ..estimate };
-    dr_grpo(rewards).into_iter().map(|estimate| estimate.map(scale)).collect()
+    dr_grpo(rewards, ties).into_iter().map(|estimate| estimate.map(scale)).collect()
+}
+
+/// Where all rewards of a group are equal every advantage is exactly 0, whatever rounding would leave of a mean.
+fn all_zero(rewards: &[Option<f64>], ties: TieRule) -> Option<Vec<Option<Estimate>>> {
+    let baseline = common_reward(rewards).filter(|_| ties == TieRule::Equal)?;
+    Some(rewards.iter().map(|reward| reward.map(|_| Estimate { baseline, advantage: 0.0 })).collect())
 }
 
 /// A_i = r_i − the reward of the prompt's greedy completion, without KL; none when that is unscorable.
@@ -76,12 +89,13 @@ pub fn reinforce_pp(rewards: &[Option<f64>], token_kl: &[Vec<f64>], beta: f64) -
 pub fn reinforce_pp_baseline(
     rewards: &[Option<f64>],
     group_size: usize,
+    ties: TieRule,
     token_kl: &[Vec<f64>],
     beta: f64,
 ) -> Vec<Vec<f64>> {
     let centred: Vec<Option<f64>> = rewards
         .chunks(group_size.max(1))
-        .flat_map(dr_grpo)
+        .flat_map(|group| dr_grpo(group, ties))
         .map(|estimate| estimate.map(|estimate| estimate.advantage))
         .collect();
     reinforce_pp(&centred, token_kl, beta)
@@ -123,10 +137,10 @@ mod tests {
     #[test]
     fn an_unscorable_row_has_no_advantage_and_no_part_in_the_baseline_of_any_estimator() {
         let rewards = [Some(1.0), None, Some(3.0)];
-        assert_eq!(values(rloo(&rewards)), [Some(-2.0), None, Some(2.0)]);
-        assert_eq!(values(dr_grpo(&rewards)), [Some(-1.0), None, Some(1.0)]);
+        assert_eq!(values(rloo(&rewards, TieRule::Equal)), [Some(-2.0), None, Some(2.0)]);
+        assert_eq!(values(dr_grpo(&rewards, TieRule::Equal)), [Some(-1.0), None, Some(1.0)]);
         let scaled = 1.0 / (2f64.sqrt() + 1e-4);
-        assert_eq!(values(grpo(&rewards)), [Some(-scaled), None, Some(scaled)]);
+        assert_eq!(values(grpo(&rewards, TieRule::Equal)), [Some(-scaled), None, Some(scaled)]);
         assert_eq!(values(remax(&rewards, Some(0.5))), [Some(0.5), None, Some(2.5)]);
         assert_eq!(values(remax(&rewards, None)), [None, None, None]);
         assert_eq!(values(reinforce(&rewards)), [Some(1.0), None, Some(3.0)]);
@@ -138,12 +152,15 @@ mod tests {
     #[test]
     fn one_scorable_row_has_an_advantage_only_without_a_baseline_of_its_siblings() {
         let rewards = [Some(2.0), None];
-        assert_eq!(values(rloo(&rewards)), [None, None]);
-        assert_eq!(values(grpo(&rewards)), [None, None]);
-        assert_eq!(values(dr_grpo(&rewards)), [None, None]);
+        assert_eq!(values(rloo(&rewards, TieRule::Equal)), [None, None]);
+        assert_eq!(values(grpo(&rewards, TieRule::Equal)), [None, None]);
+        assert_eq!(values(dr_grpo(&rewards, TieRule::Equal)), [None, None]);
         assert_eq!(values(reinforce(&rewards)), [Some(2.0), None]);
         assert_eq!(values(remax(&rewards, Some(1.5))), [Some(0.5), None]);
-        assert_eq!(reinforce_pp_baseline(&rewards, 2, &[vec![0.0; 3], vec![0.0]], 0.0), [vec![0.0; 3], vec![0.0]]);
+        assert_eq!(
+            reinforce_pp_baseline(&rewards, 2, TieRule::Equal, &[vec![0.0; 3], vec![0.0]], 0.0),
+            [vec![0.0; 3], vec![0.0]]
+        );
     }
 
     #[test]

@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::batching::Batches;
 use super::reading::Keys;
+use crate::spec::LORA_LEARNING_RATE;
 
 /// What the length of a run depends on; unknown where the dataset or the batches are.
 pub(super) struct Length {
@@ -90,6 +91,20 @@ pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> 
         keys.origin("/optimizer/warmup_steps", "warmup_steps");
     }
     optimizer
+}
+
+/// TRL's default learning rate is one for full fine-tuning: it is kept with an adapter too, and the author is told.
+pub(super) fn warn_of_low_rate(keys: &Keys<'_>, optimizer: &Map<String, Value>) {
+    let Some(rate) =
+        optimizer["learning_rate"].as_f64().filter(|rate| *rate > 0.0 && *rate <= LORA_LEARNING_RATE / 4.0)
+    else {
+        return;
+    };
+    let whose = if keys.has("learning_rate") { "the run's" } else { "TRL's default" };
+    let detail = format!(
+        "{whose} learning rate of {rate:e} is kept, at which a LoRA adapter learns next to nothing: rlood's default with LoRA is {LORA_LEARNING_RATE:e}, published recipes lie between 4e-5 and 1e-4"
+    );
+    keys.warn("learning_rate", "learning_rate_low_for_lora", detail);
 }
 
 fn optimizer_kind(keys: &Keys<'_>) -> &'static str {

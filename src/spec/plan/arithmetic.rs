@@ -1,0 +1,79 @@
+//! The rules that decide the bits of a run.
+//!
+//! A job keeps the rules it was accepted with, however much later it resumes. A plan that names none was stored by rlood
+//! 0.1 and follows [`Arithmetic::FIRST`]. A version that does not know a rule refuses the plan instead of guessing.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// The rules that decide the bits of a run; absent = those of rlood 0.1.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Arithmetic {
+    /// Which rows `eval.fraction` holds out.
+    pub split: SplitRule,
+    /// When the rewards of a group are tied.
+    pub ties: TieRule,
+    /// The order in which sums are added up.
+    pub sums: SumOrder,
+}
+
+impl Arithmetic {
+    /// The rules of rlood 0.1.
+    pub const FIRST: Self = Self { split: SplitRule::RowNumber, ties: TieRule::Std, sums: SumOrder::V1 };
+    /// The rules of new jobs.
+    pub const LATEST: Self = Self { split: SplitRule::PromptHash, ties: TieRule::Equal, sums: SumOrder::V1 };
+
+    /// Whether these are the rules that a plan does not name.
+    pub fn is_first(&self) -> bool {
+        *self == Self::FIRST
+    }
+}
+
+/// Which rows `eval.fraction` holds out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SplitRule {
+    /// By the hash of seed and row number: equal prompts may fall on both sides.
+    #[default]
+    RowNumber,
+    /// By the hash of seed and prompt: equal prompts fall on the same side.
+    PromptHash,
+}
+
+/// When the rewards of a group are tied.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TieRule {
+    /// Their sample std is at most 1e-8; what rounding leaves of their advantages is trained.
+    #[default]
+    Std,
+    /// All scorable rewards of the group are equal; their advantages are exactly 0.
+    Equal,
+}
+
+/// The order in which sums are added up, in kernels and in metrics.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SumOrder {
+    /// The only one so far.
+    #[default]
+    V1,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn absent_rules_are_those_of_the_first_version_and_unknown_ones_are_refused() {
+        assert_eq!(serde_json::from_value::<Arithmetic>(json!({})).unwrap(), Arithmetic::FIRST);
+        let latest = json!({"split": "prompt_hash", "ties": "equal", "sums": "v1"});
+        assert_eq!(serde_json::to_value(Arithmetic::LATEST).unwrap(), latest);
+        assert_eq!(serde_json::from_value::<Arithmetic>(latest).unwrap(), Arithmetic::LATEST);
+        for later in [json!({"ties": "nearly"}), json!({"rounding": "up"}), json!({"sums": "v2"})] {
+            assert!(serde_json::from_value::<Arithmetic>(later.clone()).is_err(), "{later}");
+        }
+    }
+}
