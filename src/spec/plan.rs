@@ -279,9 +279,10 @@ pub struct TrainingPlan {
     /// changes no number.
     #[serde(default = "default_gradient_checkpointing")]
     pub gradient_checkpointing: bool,
-    /// Attempts that may fail (the worker died or fell silent, a file could not be used) before the job fails with the code
-    /// `max_attempts`, whether they made progress or not. Pauses, SIGTERM, preemptions and restarts of the server do not count.
-    /// Default: no limit. In any case three failures in a row without progress fail the job (`worker_lost`).
+    /// Failed attempts after which the job fails with the code `max_attempts`; default: no limit.
+    /// An attempt fails when its worker dies or falls silent, or cannot use a file; it counts whether it made progress or not.
+    /// Pauses, SIGTERM, preemptions and restarts of the server do not count. In any case three failures in a row without progress
+    /// fail the job (`worker_lost`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 10_000)]
     pub max_attempts: Option<u32>,
@@ -306,8 +307,9 @@ pub struct CheckpointPlan {
     /// Optimizer steps between checkpoints; the last step is always saved, and so is an evaluation that is the best so far
     /// by `metric_for_best` (unless `keep_best` is 0).
     pub every_steps: u64,
-    /// Seconds between checkpoints, beside `every_steps`: after a step, a checkpoint is also due when this much time has passed
-    /// since the last one, or since the attempt began. Checkpoints change no number of the run. Default: by steps only.
+    /// Seconds between checkpoints, beside `every_steps`; default: by steps only.
+    /// After a step, a checkpoint is also due when this much time has passed since the last one, or since the attempt began.
+    /// Checkpoints change no number of the run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1)]
     pub every_seconds: Option<u64>,
