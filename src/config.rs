@@ -20,7 +20,7 @@ mod reward;
 mod serve;
 
 pub use bench::{BenchArgs, BenchPart};
-pub use device::{Device, Isa, Precision, machine_memory_bytes, machine_threads};
+pub use device::{Device, Isa, Precision, machine_memory_bytes, machine_threads, process_memory_bytes};
 pub use edge::{Edge, EdgeArgs};
 pub use keys::KeysArgs;
 pub use retention::{Retention, RetentionArgs};
@@ -37,6 +37,8 @@ pub const MIN_SECRET_CHARS: usize = 16;
 /// Between a worker's heartbeats, ms. A cancel or pause travels in the reply and is honoured within 12 s of the request:
 /// this leaves 7 s for the engine to stop and to save.
 pub const HEARTBEAT_MS: u64 = 5_000;
+/// What a worker has from SIGTERM until it is gone, seconds.
+pub const GRACE_S: u64 = 24;
 
 /// Of a claim without heartbeat, ms: six heartbeats.
 pub const LEASE_MS: u64 = 30_000;
@@ -194,6 +196,13 @@ pub struct WorkerArgs {
     /// Directory for downloads and unpublished checkpoints. Default: a folder under the system's temporary directory.
     #[arg(long, env = "RLOOD_SCRATCH_DIR", value_name = "DIR")]
     pub scratch_dir: Option<PathBuf>,
+
+    /// Seconds from SIGTERM until this process is gone, 2 to 3600. A worker that runs a job saves a checkpoint within four fifths
+    /// of them and gives the job back to the queue (`preempted`), and exits with code 0. Set it below the notice that the
+    /// machine gets: Kubernetes' terminationGracePeriodSeconds, a cloud's spot notice.
+    #[arg(long, env = "RLOOD_GRACE_S", default_value_t = GRACE_S, value_name = "SECONDS",
+        value_parser = clap::value_parser!(u64).range(2..=3600))]
+    pub grace_s: u64,
 
     /// Factor on the waits of reward requests; see `rlood serve`.
     #[arg(long, env = "RLOOD_REWARD_PACE", default_value_t = 1.0, hide = true, value_name = "FACTOR")]

@@ -28,6 +28,7 @@
 //! | `entropy_collapse` | 5 | `entropy` < 0.02 nats, or < 0.1 and a tenth of the first five; position < 0.9, not rising | ≥ 0.05, or position ≥ 0.9 | recorded runs |
 //! | `slow_reward` | 5 | rewards take > half of the step and > 1 s | < 30 % | rloo.md |
 //! | `non_finite` | 1 | an update was skipped | 10 steps without | rloo.md |
+//! | `many_restarts` | 10 ends | ten more attempts ended before the job was over ([`restarts`]: raised by the server, from no metric) | never | – |
 
 use std::collections::BTreeMap;
 
@@ -38,11 +39,13 @@ use crate::event::Metrics;
 
 mod history;
 mod phase;
+pub mod restarts;
 mod rules;
 mod settings;
 
 use history::History;
 pub use phase::{PhaseChange, TrainingPhase};
+pub use restarts::AttemptEnd;
 pub use settings::Settings;
 
 /// What can be wrong with a run.
@@ -73,10 +76,12 @@ pub enum Rule {
     SlowReward,
     /// Losses or gradients are not finite.
     NonFinite,
+    /// Attempts end again and again before the job is over.
+    ManyRestarts,
 }
 
 impl Rule {
-    /// Every rule.
+    /// Every rule that reads metrics, and that a job can therefore configure.
     pub const ALL: [Rule; 12] = [
         Rule::HighVariance,
         Rule::KlExplosion,
@@ -107,6 +112,7 @@ impl Rule {
             Rule::EntropyCollapse => "entropy_collapse",
             Rule::SlowReward => "slow_reward",
             Rule::NonFinite => "non_finite",
+            Rule::ManyRestarts => "many_restarts",
         }
     }
 
@@ -120,7 +126,8 @@ impl Rule {
             | Rule::RewardHacking
             | Rule::ColdStart
             | Rule::AdapterUnchanged
-            | Rule::EntropyCollapse => Severity::Warning,
+            | Rule::EntropyCollapse
+            | Rule::ManyRestarts => Severity::Warning,
             Rule::NothingToLearn | Rule::SlowReward => Severity::Info,
         }
     }
@@ -138,7 +145,9 @@ impl Rule {
             | Rule::RewardHacking
             | Rule::EntropyCollapse
             | Rule::NonFinite => true,
-            Rule::ColdStart | Rule::NothingToLearn | Rule::AdapterUnchanged | Rule::SlowReward => false,
+            Rule::ColdStart | Rule::NothingToLearn | Rule::AdapterUnchanged | Rule::SlowReward | Rule::ManyRestarts => {
+                false
+            }
         }
     }
 }
@@ -204,6 +213,10 @@ pub struct Alert {
     pub fix: String,
     /// What it does to the run.
     pub on_alert: OnAlert,
+    /// Of `many_restarts`: the ends it is about, oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(required = false)]
+    pub ends: Vec<AttemptEnd>,
 }
 
 /// What is new after a step or an evaluation.
@@ -267,7 +280,8 @@ impl Doctor {
                     // The first observation is the one that raised it.
                     let since_step = evidence.first().map_or(step, |seen| seen.from_step);
                     let severity = rule.severity();
-                    let alert = Alert { rule, severity, step, since_step, message, evidence, fix, on_alert };
+                    let alert =
+                        Alert { rule, severity, step, since_step, message, evidence, fix, on_alert, ends: Vec::new() };
                     findings.push(Finding::Raised(alert));
                 }
                 (Verdict::Clear, Some(raised_step)) => {

@@ -25,6 +25,20 @@ pub enum Phase {
     Checkpoint,
 }
 
+impl Phase {
+    /// The name used in the API and in the database.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Phase::Loading => "loading",
+            Phase::Rollout => "rollout",
+            Phase::Reward => "reward",
+            Phase::Train => "train",
+            Phase::Eval => "eval",
+            Phase::Checkpoint => "checkpoint",
+        }
+    }
+}
+
 /// Whether a sample or a reward request belongs to training or to evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]

@@ -77,6 +77,8 @@ mod active {
         ManifestLast,
         /// A change and the event that tells of it are one transaction.
         SameTransaction,
+        /// Progress is measured against what any earlier attempt reached.
+        Reached,
     }
 
     type Hook = Box<dyn FnMut(&str) -> Option<Action>>;

@@ -140,6 +140,9 @@ pub struct Claim {
     /// Where reward services may answer later.
     #[serde(default)]
     pub callbacks: Option<CallbackTerms>,
+    /// An earlier attempt was interrupted: save more often than the plan asks, so that the next one repeats less.
+    #[serde(default)]
+    pub checkpoint_soon: bool,
 }
 
 /// A checkpoint to go on from.
@@ -175,6 +178,9 @@ pub struct Heartbeat {
     pub step: u64,
     /// Seconds to go, if known.
     pub eta_s: Option<f64>,
+    /// Resident memory of the worker process, bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
 }
 
 /// What the owner must know.
@@ -208,6 +214,9 @@ pub struct Publish {
     pub files: Vec<FileEntry>,
     /// Metrics of its step (and the last evaluation's).
     pub metrics: crate::event::Metrics,
+    /// Saved only because of [`Claim::checkpoint_soon`]: the next checkpoint replaces it, and it is never the best.
+    #[serde(default)]
+    pub temporary: bool,
 }
 
 /// The published checkpoint.
@@ -365,4 +374,6 @@ pub enum Outcome {
     },
     /// The worker goes away; the job goes back to the front of the queue, no attempt charged.
     Requeued,
+    /// The same, because the machine is taken away: SIGTERM to a worker started by hand, as clouds and Kubernetes announce it.
+    Preempted,
 }

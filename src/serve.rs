@@ -48,12 +48,12 @@ use disk::DiskWatch;
 use crate::supervisor::{Children, Lost, Supervisor};
 use leases::LeaseWatch;
 
-/// What workers have to checkpoint and requeue.
-const WORKERS_STOP: Duration = Duration::from_secs(25);
+/// What is left to workers after their grace before they are killed.
+const WORKERS_MARGIN: Duration = Duration::from_secs(1);
 /// What requests in flight have after that, if the whole leaves as much.
 const REQUESTS_STOP: Duration = Duration::from_secs(20);
-/// Both together: the whole drain stays below 30 s.
-const STOP: Duration = Duration::from_secs(28);
+/// The whole drain takes this much more than the workers' grace: by default it stays below 30 s.
+const STOP_MARGIN: Duration = Duration::from_secs(4);
 
 /// Between two looks for lapsed leases.
 const TICK: Duration = Duration::from_secs(1);
@@ -112,6 +112,8 @@ pub enum ServeError {
 /// A server in this process. Dropping it without [`Running::stop`] leaves its tasks to the runtime.
 pub struct Running {
     addr: SocketAddr,
+    /// What workers have to checkpoint and requeue.
+    grace: Duration,
     stop_generations: CancellationToken,
     stop_http: CancellationToken,
     cut_http: CancellationToken,
@@ -137,10 +139,12 @@ impl Running {
     }
 
     /// Drains: workers checkpoint and requeue their jobs while the API still answers; then streams end, what waits for
-    /// something is answered, requests in flight come to their end, and connections close. Takes less than 30 s.
+    /// something is answered, requests in flight come to their end, and connections close. Takes at most 4 s more than the
+    /// workers' grace: by default less than 30 s.
     pub async fn stop(self) {
         let Self {
             addr: _,
+            grace,
             stop_generations,
             stop_http,
             cut_http,
@@ -155,10 +159,10 @@ impl Running {
         } = self;
         let begun = Instant::now();
         stop_generations.cancel();
-        supervisor.stop(WORKERS_STOP).await;
+        supervisor.stop(grace + WORKERS_MARGIN).await;
         drop((tick, outages, deaths, courier, house));
         stop_http.cancel();
-        let drain = REQUESTS_STOP.min(STOP.saturating_sub(begun.elapsed()));
+        let drain = REQUESTS_STOP.min((grace + STOP_MARGIN).saturating_sub(begun.elapsed()));
         let ended = tokio::select! {
             ended = &mut http => ended,
             () = tokio::time::sleep(drain) => {
@@ -285,6 +289,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let house = AbortOnDropHandle::new(tokio::spawn(house));
     Ok(Running {
         addr,
+        grace: Duration::from_secs(config.grace_s),
         stop_generations,
         stop_http,
         cut_http,
@@ -401,6 +406,7 @@ fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Res
         devices: config.devices.clone(),
         threads: config.threads_per_worker(),
         scratch_dir,
+        grace_s: config.grace_s,
         reward_pace: config.reward_pace,
         isa: config.isa,
         gpu_memory_bytes: config.gpu_memory_limit_bytes,

@@ -6,6 +6,7 @@
 
 pub mod api_keys;
 pub mod artifacts;
+pub mod attempts;
 pub mod audit;
 pub mod callbacks;
 pub mod claims;
@@ -54,6 +55,7 @@ use crate::job::{Action, State};
 
 pub use api_keys::{KeyRow, NewKey};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
+pub use attempts::Cursor;
 pub use audit::{AuditRow, NewAudit};
 pub use callbacks::{Counted, Taken};
 pub use claims::{Beat, Claimed};

@@ -24,12 +24,13 @@ use tokio_util::sync::CancellationToken;
 use crate::config::{Device, GPU_MEMORY, Isa, LogFormat};
 use crate::id::WorkerId;
 
-/// The first pause before a child is started again; it doubles with each death.
+/// The first pause before a child is started again; it doubles with each early death.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
 /// The longest pause.
 const LONGEST_DELAY: Duration = Duration::from_secs(30);
-/// A child that lived this long starts again without a pause.
-const STABLE: Duration = Duration::from_secs(60);
+/// A child that lived this long did not fail as it started: the next one starts after the first pause again. Killed children
+/// must not keep jobs waiting; that a job kills its workers is counted at the job.
+const STABLE: Duration = Duration::from_secs(2);
 /// Lines kept of a child's standard error.
 const TAIL_LINES: usize = 30;
 /// Bytes kept of each of these lines.
@@ -52,6 +53,8 @@ pub struct Children {
     pub threads: u32,
     /// Each child works in a folder of its own below.
     pub scratch_dir: PathBuf,
+    /// Passed on.
+    pub grace_s: u64,
     /// Passed on.
     pub reward_pace: f64,
     /// Passed on.
@@ -156,6 +159,7 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
         .arg("--scratch-dir")
         .arg(scratch_dir)
         .env("RLOOD_WORKER_TOKEN", &children.token)
+        .env("RLOOD_GRACE_S", children.grace_s.to_string())
         .env("RLOOD_REWARD_PACE", children.reward_pace.to_string())
         .env("RLOOD_ISA", children.isa.as_str())
         .env(GPU_MEMORY, children.gpu_memory_bytes.unwrap_or(0).to_string())
@@ -257,6 +261,7 @@ mod tests {
             devices: vec![Device::Cpu],
             threads: 1,
             scratch_dir: dir.join("scratch"),
+            grace_s: 24,
             reward_pace: 1.0,
             isa: Isa::Auto,
             gpu_memory_bytes: None,

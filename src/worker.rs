@@ -2,7 +2,8 @@
 //!
 //! A worker knows the server only through the worker protocol. Children of the server end when their standard input ends,
 //! that is, when the server dies; a worker started by hand goes on computing for 15 minutes without a server and
-//! commits nothing until its claim is confirmed. SIGTERM: checkpoint, requeue, leave with code 0.
+//! commits nothing until its claim is confirmed. SIGTERM: checkpoint, requeue, leave with code 0 within the grace
+//! (`--grace-s`); the job of a worker started by hand is then `preempted`, which is never charged to it.
 
 mod attempt;
 mod callbacks;
@@ -13,6 +14,7 @@ mod failure;
 mod host;
 mod journal;
 mod reports;
+mod saving;
 mod signals;
 #[cfg(test)]
 mod tests;
@@ -20,7 +22,8 @@ mod tests;
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
@@ -42,8 +45,6 @@ use client::{Client, ClientError, Held, persist};
 const CLAIM_WAIT_MS: u64 = 20_000;
 /// Before another call for work after one that failed.
 const CLAIM_RETRY: Duration = Duration::from_secs(1);
-/// From SIGTERM on, until the process is gone: less than its server gives it.
-const LEAVE_WITHIN: Duration = Duration::from_secs(24);
 /// For giving back a job that is not understood.
 const GIVE_BACK_WITHIN: Duration = Duration::from_secs(5);
 /// The code of a process whose server is gone.
@@ -91,6 +92,9 @@ struct Worker {
     threads: u32,
     scratch_dir: PathBuf,
     leaving: CancellationToken,
+    /// The machine is taken away: not its server's own shutdown, and no Ctrl-C.
+    preempted: Arc<AtomicBool>,
+    /// From the signal on, until the process is gone.
     leave_within: Duration,
     heartbeat_ms: std::sync::atomic::AtomicU64,
     train: TrainFn,
@@ -109,7 +113,8 @@ pub async fn run(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
         leave_with_server()?;
     }
     end_on_panic();
-    let leaving = leave_on_signal()?;
+    let preempted = Arc::new(AtomicBool::new(false));
+    let leaving = leave_on_signal((!args.child).then(|| preempted.clone()))?;
     let (scratch_dir, _scratch) = scratch_dir(args.scratch_dir)?;
     let worker = Worker {
         client: Client::new(&args.server, &args.token, args.child).map_err(WorkerError::Setting)?,
@@ -119,7 +124,8 @@ pub async fn run(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
         threads: args.threads.unwrap_or_else(machine_threads),
         scratch_dir,
         leaving,
-        leave_within: LEAVE_WITHIN,
+        preempted,
+        leave_within: Duration::from_secs(args.grace_s),
         heartbeat_ms: crate::config::HEARTBEAT_MS.into(),
         train: crate::engine::train,
         reward_pace: Pace::new(args.reward_pace).map_err(|why| WorkerError::Setting(format!("--reward-pace {why}")))?,
@@ -197,7 +203,7 @@ impl Worker {
         }
         // A lease must hold a few heartbeats whatever the server says.
         let heartbeat_ms = heartbeat_ms.min(lease_ms / 3).max(50);
-        self.heartbeat_ms.store(heartbeat_ms, std::sync::atomic::Ordering::Relaxed);
+        self.heartbeat_ms.store(heartbeat_ms, Ordering::Relaxed);
         tracing::info!(worker = %self.id, device = self.device, threads = self.threads, "registered");
         Ok(())
     }
@@ -222,7 +228,7 @@ impl Worker {
     }
 
     fn heartbeat(&self) -> Duration {
-        Duration::from_millis(self.heartbeat_ms.load(std::sync::atomic::Ordering::Relaxed))
+        Duration::from_millis(self.heartbeat_ms.load(Ordering::Relaxed))
     }
 }
 
@@ -254,7 +260,8 @@ fn scratch_dir(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::Temp
     }
 }
 
-fn leave_on_signal() -> Result<CancellationToken, WorkerError> {
+/// `preempted` is set by SIGTERM; None = of a child, whose server sends it.
+fn leave_on_signal(preempted: Option<Arc<AtomicBool>>) -> Result<CancellationToken, WorkerError> {
     let system = |source| WorkerError::System { doing: "listen for signals", source };
     let mut terminate = signal(SignalKind::terminate()).map_err(system)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(system)?;
@@ -262,7 +269,11 @@ fn leave_on_signal() -> Result<CancellationToken, WorkerError> {
     let leave = leaving.clone();
     tokio::spawn(async move {
         tokio::select! {
-            _ = terminate.recv() => {}
+            _ = terminate.recv() => {
+                if let Some(preempted) = preempted {
+                    preempted.store(true, Ordering::Relaxed);
+                }
+            }
             _ = interrupt.recv() => {}
         }
         tracing::info!("leaving: checkpoint and requeue");

@@ -121,6 +121,13 @@ pub fn machine_memory_bytes() -> Option<u64> {
     }
 }
 
+/// Resident memory of this process, bytes. None where the system does not say (not Linux).
+pub fn process_memory_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?.trim().strip_suffix("kB")?.trim();
+    line.parse::<u64>().ok().map(|kibibytes| kibibytes * 1024)
+}
+
 /// Instruction sets of the CPU kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Isa {

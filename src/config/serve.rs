@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::device::{machine_memory_bytes, machine_threads, parse_devices};
 use super::{
-    ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, HEARTBEAT_MS, Isa, LEASE_MS, LogFormat, MIN_SECRET_CHARS,
+    ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, GRACE_S, HEARTBEAT_MS, Isa, LEASE_MS, LogFormat, MIN_SECRET_CHARS,
     Retention, RetentionArgs, SAMPLES_MAX_BYTES, parse_size_of,
 };
 use crate::spec::footprint::Place;
@@ -66,6 +66,13 @@ pub struct ServeArgs {
     /// Default: 1 GiB, about a million samples of 1,000 characters.
     #[arg(long, env = "RLOOD_SAMPLES_MAX_BYTES", default_value_t = SAMPLES_MAX_BYTES, value_name = "BYTES")]
     pub samples_max_bytes: u64,
+
+    /// Seconds that this server's own workers have from its SIGTERM on to save a checkpoint and give their jobs back to the
+    /// queue, 2 to 3600; the whole shutdown takes at most 4 s more. The service manager must wait longer before it kills:
+    /// Kubernetes' terminationGracePeriodSeconds, systemd's TimeoutStopSec.
+    #[arg(long, env = "RLOOD_GRACE_S", default_value_t = GRACE_S, value_name = "SECONDS",
+        value_parser = clap::value_parser!(u64).range(2..=3600))]
+    pub grace_s: u64,
 
     /// Factor, above 0 and at most 1, on the waits that rlood chooses itself when a reward service fails: between tries,
     /// while its breaker is open, between the server's pings. For tests: services need their rest.
@@ -134,6 +141,8 @@ pub struct ServeConfig {
     pub samples_max_bytes: u64,
     /// Factor on the waits for reward services; 1 but in tests. Passed on to the workers.
     pub reward_pace: f64,
+    /// What workers have from SIGTERM until they are gone, seconds. Passed on to the workers.
+    pub grace_s: u64,
     /// Between a worker's heartbeats, ms: the longest a cancel or pause waits to be seen.
     pub heartbeat_ms: u64,
     /// Of a claim without heartbeat, ms.
@@ -187,6 +196,7 @@ impl ServeConfig {
             worker_program: None,
             samples_max_bytes: SAMPLES_MAX_BYTES,
             reward_pace: 1.0,
+            grace_s: GRACE_S,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,
             log: "warn".to_owned(),
@@ -296,6 +306,7 @@ impl ServeArgs {
             worker_program: None,
             samples_max_bytes: self.samples_max_bytes,
             reward_pace: parse_pace(self.reward_pace)?,
+            grace_s: self.grace_s,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,
             log: log.to_owned(),

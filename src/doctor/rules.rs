@@ -25,6 +25,8 @@ pub(super) fn examine(rule: Rule, case: &Case<'_>) -> Verdict {
         Rule::EntropyCollapse => entropy_collapse(case),
         Rule::SlowReward => slow_reward(case),
         Rule::NonFinite => non_finite(case),
+        // The server's: see `restarts`.
+        Rule::ManyRestarts => None,
     };
     // Too little is known.
     verdict.unwrap_or(Verdict::Hold)

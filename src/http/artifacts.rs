@@ -60,7 +60,7 @@ pub struct Checkpoint {
 
 impl From<CheckpointRow> for Checkpoint {
     fn from(row: CheckpointRow) -> Self {
-        let CheckpointRow { id, job, step, attempt: _, files, metrics, best, pinned, created_at } = row;
+        let CheckpointRow { id, job, step, attempt: _, files, metrics, best, pinned, temporary: _, created_at } = row;
         Self { id, job_id: job, step, files, metrics, best, pinned, created_at: Time(created_at) }
     }
 }

@@ -157,7 +157,7 @@ async fn next_job(state: &AppState, worker: WorkerId) -> Result<Option<Claimed>,
 
 /// A claim with all a worker needs; `None` when the job cannot run or is not ours any more.
 async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Result<Option<Claim>, Problem> {
-    let Claimed { job, attempt, plan, secrets, resume } = claimed;
+    let Claimed { job, attempt, plan, secrets, resume, checkpoint_soon } = claimed;
     let model = match state.store.model_get(&plan.model.id).await {
         Ok(model) => Some(model.source),
         // A plan may name a directory instead of a registered model.
@@ -208,6 +208,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         allow_outgoing: state.config.allow_outgoing.clone(),
         reward_reports,
         callbacks: Some(super::callbacks::terms(state).await?),
+        checkpoint_soon,
     }))
 }
 
@@ -228,7 +229,8 @@ async fn verified_resume(
             tokio::select! {
                 verdict = &mut verifying => break verdict,
                 () = tokio::time::sleep(Duration::from_millis(state.config.heartbeat_ms)) => {
-                    let beat = Beat { phase: crate::event::Phase::Loading, status_reason: None, step, eta_s: None };
+                    let phase = crate::event::Phase::Loading;
+                    let beat = Beat { phase, status_reason: None, step, eta_s: None, memory_bytes: None };
                     state.store.job_heartbeat(job, attempt, beat, clock_ms(), lease_ms(state)).await?;
                 }
             }
@@ -330,8 +332,8 @@ async fn take_heartbeat(
     Path(job): Path<JobId>,
     Json(body): Json<Heartbeat>,
 ) -> Result<Json<HeartbeatReply>, Problem> {
-    let Heartbeat { attempt, phase, status_reason, step, eta_s } = body;
-    let beat = Beat { phase, status_reason, step, eta_s };
+    let Heartbeat { attempt, phase, status_reason, step, eta_s, memory_bytes } = body;
+    let beat = Beat { phase, status_reason, step, eta_s, memory_bytes };
     let requested = state.store.job_heartbeat(job, attempt, beat, clock_ms(), lease_ms(&state)).await?;
     Ok(Json(HeartbeatReply { requested, lease_ms: state.config.lease_ms }))
 }
@@ -427,12 +429,12 @@ async fn publish_checkpoint(
     Path((job, step)): Path<(JobId, u64)>,
     Json(body): Json<Publish>,
 ) -> Result<Json<Published>, Problem> {
-    let Publish { attempt, files, metrics } = body;
+    let Publish { attempt, files, metrics, temporary } = body;
     state.store.claim_check(job, attempt).await?;
     if !files.iter().any(|file| file.name == "manifest.json") {
         return Err(Problem::new(Code::InvalidBody, "a checkpoint has a manifest.json: upload and list it too"));
     }
-    let checkpoint = PublishCheckpoint { job, attempt, step, files: &files, metrics: &metrics };
+    let checkpoint = PublishCheckpoint { job, attempt, step, files: &files, metrics: &metrics, temporary };
     let checkpoint = make_public(&state.store, &state.files, checkpoint, clock_ms()).await?;
     Ok(Json(Published { checkpoint }))
 }

@@ -74,15 +74,27 @@ pub struct QueuedDetail {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub by: Option<String>,
-    /// Why it was taken back from its worker, or what it no longer waits for: `worker_lost`, `worker_shutdown`, `disk_full`,
-    /// `reward_outage`, ….
+    /// Why it was taken back from its worker, or what it no longer waits for: `worker_lost`, `worker_shutdown`, `preempted`,
+    /// `disk_full`, `reward_outage`, ….
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub reason: Option<String>,
-    /// Of one that was taken back: attempts that ended badly since its last checkpoint.
+    /// Of one that was taken back: attempts in a row that failed without progress.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub failed_attempts: Option<u32>,
+    /// Of one that was taken back: the phase it was in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    pub phase: Option<crate::event::Phase>,
+    /// Of one that was taken back: optimizer steps done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    pub step: Option<u64>,
+    /// Of one that was taken back: resident memory of its worker, as last said, bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    pub memory_bytes: Option<u64>,
 }
 
 /// Who works on a job, and from where.

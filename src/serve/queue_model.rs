@@ -1,6 +1,7 @@
 //! The queue beside a model of it: random sequences of claims, heartbeats, reports, checkpoints, wishes, crashes, clock jumps and
 //! restarts, on a real database and real files, each answer and each row compared. What must hold: a job has one live owner,
-//! a terminal state never moves, no event is lost or doubled, attempts count only without progress, a user's pause stays, a
+//! a terminal state never moves, no event is lost or doubled, attempts count only without progress past what any earlier one
+//! reached (steps, then rollouts and answers in the journal, then rows of the evaluation), shutdowns never, a user's pause stays, a
 //! worker that is heard keeps its job whatever the clock does, no sample is asked for under two ids, and a published
 //! checkpoint has its bytes. And each rule that sees to this is taken away once: the suite must notice.
 //!
@@ -74,7 +75,8 @@ fn plan(dataset: DatasetId) -> Plan {
         "lora": {"r": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": ["q_proj"], "use_rslora": false},
         "optimizer": {"learning_rate": 0.001, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8,
                       "weight_decay": 0.0, "max_grad_norm": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0},
-        "training": {"prompts_per_step": 1, "max_steps": 100, "seed": 1, "shuffle_dataset": true},
+        "training": {"prompts_per_step": 1, "max_steps": 100, "seed": 1, "shuffle_dataset": true,
+                     "max_attempts": expected::MAX_ATTEMPTS},
         "checkpoints": {"every_steps": 1, "keep_last": expected::KEEP_LAST, "keep_best": 0},
         "metadata": {},
         "totals": {"optimizer_steps": 100, "completions_per_step": 2, "prompts_per_block": 1, "generation_blocks": 100,
@@ -160,8 +162,8 @@ fn begun_today() -> u64 {
 
 #[test]
 fn every_rule_is_missed_when_it_is_taken_away() {
-    use Rule::{BootMargin, Fence, Immediate, LeaseMargin, ManifestLast, SameTransaction};
-    for rule in [Fence, Immediate, LeaseMargin, BootMargin, ManifestLast, SameTransaction] {
+    use Rule::{BootMargin, Fence, Immediate, LeaseMargin, ManifestLast, Reached, SameTransaction};
+    for rule in [Fence, Immediate, LeaseMargin, BootMargin, ManifestLast, SameTransaction, Reached] {
         let noticed = on_this_thread(async {
             let template = Template::new().await;
             failpoint::take_away(Some(rule));

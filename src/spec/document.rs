@@ -88,6 +88,8 @@ pub struct TrainingSpec {
     pub micro_batch_tokens: Option<u32>,
     /// Compute a layer's activations again in the backward; None = as memory asks for.
     pub gradient_checkpointing: Option<bool>,
+    /// Failed attempts that fail the job; None = no limit.
+    pub max_attempts: Option<u32>,
 }
 
 impl JobSpec {

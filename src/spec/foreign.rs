@@ -34,7 +34,7 @@ const QUANTIZED: &str = "quantized base models are not supported; register the u
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove it";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
 const BATCH: &str = "batches are counted in prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); micro-batches are the worker's own business";
-const SAVING: &str = "use checkpoints {every_steps, keep_last, keep_best, metric_for_best}";
+const SAVING: &str = "use checkpoints {every_steps, every_seconds, keep_last, keep_best, metric_for_best}";
 const EARLY: &str = "use early_stopping {metric, patience, min_delta}";
 const EVALUATING: &str = "use eval {dataset or fraction, every_steps, before_start, num_generations, temperature}";
 const LOGGING: &str =

@@ -285,6 +285,13 @@ pub struct TrainingPlan {
     /// changes no number.
     #[serde(default = "default_gradient_checkpointing")]
     pub gradient_checkpointing: bool,
+    /// Failed attempts after which the job fails with the code `max_attempts`; default: no limit.
+    /// An attempt fails when its worker dies or falls silent, or cannot use a file; it counts whether it made progress or not.
+    /// Pauses, SIGTERM, preemptions and restarts of the server do not count. In any case three failures in a row without progress
+    /// fail the job (`worker_lost`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1, maximum = 10_000)]
+    pub max_attempts: Option<u32>,
 }
 
 /// Tokens of a micro-batch where memory does not ask for fewer.
@@ -306,6 +313,12 @@ pub struct CheckpointPlan {
     /// Optimizer steps between checkpoints; the last step is always saved, and so is an evaluation that is the best so far
     /// by `metric_for_best` (unless `keep_best` is 0).
     pub every_steps: u64,
+    /// Seconds between checkpoints, beside `every_steps`; default: by steps only.
+    /// After a step, a checkpoint is also due when this much time has passed since the last one, or since the attempt began.
+    /// Checkpoints change no number of the run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1)]
+    pub every_seconds: Option<u64>,
     /// The newest N stay.
     pub keep_last: u32,
     /// The best N by `metric_for_best` stay.

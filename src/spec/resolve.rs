@@ -321,6 +321,7 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
         dtype: training.dtype,
         micro_batch_tokens: training.micro_batch_tokens.unwrap_or(super::MICRO_BATCH_TOKENS),
         gradient_checkpointing: training.gradient_checkpointing.unwrap_or(false),
+        max_attempts: training.max_attempts,
     };
     (plan, totals)
 }

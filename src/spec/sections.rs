@@ -12,6 +12,8 @@ use super::{
 
 /// The most optimizer steps a job may have.
 pub(super) const MAX_STEPS: u64 = 10_000_000;
+/// No time between checkpoints is longer: about a year.
+const MAX_SECONDS: u64 = 31_622_400;
 /// JSON numbers beyond this lose digits in many clients.
 pub(super) const MAX_SEED: u64 = (1 << 53) - 1;
 const ALL_LINEAR: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
@@ -201,6 +203,7 @@ pub(super) fn read_training(reader: Reader<'_>) -> TrainingSpec {
             .hint("leave it out: it follows from the memory there is, and changes no result but by rounding")
             .whole(16..=1_000_000),
         gradient_checkpointing: reader.field("gradient_checkpointing").bool(),
+        max_attempts: reader.field("max_attempts").hint("leave it out for no limit").whole(1..=10_000),
     };
     if training.max_steps.is_some() && training.num_train_epochs.is_some() {
         epochs.fail("conflict", "max_steps and num_train_epochs both say how long to train: give one of them");
@@ -212,6 +215,10 @@ pub(super) fn read_training(reader: Reader<'_>) -> TrainingSpec {
 pub(super) fn read_checkpoints(reader: Reader<'_>) -> CheckpointPlan {
     let checkpoints = CheckpointPlan {
         every_steps: reader.field("every_steps").whole(1..=MAX_STEPS).unwrap_or(20),
+        every_seconds: reader
+            .field("every_seconds")
+            .hint("leave it out for checkpoints by steps only")
+            .whole(1..=MAX_SECONDS),
         keep_last: reader
             .field("keep_last")
             .hint("the newest one is what a job resumes from")

@@ -32,6 +32,8 @@ pub struct CheckpointRow {
     pub best: bool,
     /// Never rotated away.
     pub pinned: bool,
+    /// Saved only so that an interrupted attempt repeats less.
+    pub temporary: bool,
     /// Unix ms.
     pub created_at: i64,
 }
@@ -49,6 +51,8 @@ pub struct PublishCheckpoint<'a> {
     pub files: &'a [FileEntry],
     /// Of its step and of the last evaluation.
     pub metrics: &'a Metrics,
+    /// Saved only so that an interrupted attempt repeats less: the next checkpoint replaces it, and it is never the best.
+    pub temporary: bool,
 }
 
 /// What publishing did.
@@ -69,7 +73,7 @@ impl Store {
         now: i64,
     ) -> Result<Publication, StoreError> {
         let doing = "publish a checkpoint";
-        let PublishCheckpoint { job, attempt, step, files, metrics } = checkpoint;
+        let PublishCheckpoint { job, attempt, step, files, metrics, temporary } = checkpoint;
         let mut tx = self.begin(doing).await?;
         let row = owned_row(&mut tx, job, attempt).await?;
         let keep = row.plan()?.checkpoints;
@@ -84,8 +88,8 @@ impl Store {
         delete_rows(&mut tx, &removed).await?;
         let id = CheckpointId::new();
         sqlx::query(
-            "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, pinned, created_at) \
-             VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, pinned, temporary, created_at) \
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         )
         .bind(id.to_string())
         .bind(job.to_string())
@@ -95,6 +99,7 @@ impl Store {
         .bind(to_json("metrics", metrics)?)
         // A checkpoint written again (after a rewind) is the same one: its pin stays.
         .bind(removed.iter().any(|old| old.pinned))
+        .bind(temporary)
         .bind(now)
         .execute(&mut *tx)
         .await
@@ -103,15 +108,17 @@ impl Store {
         let ranked = ranked(&rows, &keep);
         let best = ranked.first().map(|row| row.id);
         let keep_best = keep.keep_best as usize;
+        // Temporary ones take no place from those that the plan asks for; all but the newest go.
+        let newest = rows.iter().filter(|row| !row.temporary).take(keep.keep_last as usize).map(|row| row.id);
+        let newest: Vec<CheckpointId> = newest.collect();
         let surplus: Vec<CheckpointRow> = rows
             .iter()
-            .enumerate()
-            .filter(|(place, row)| {
+            .filter(|row| {
                 // The one just published stays whatever the plan says.
-                let recent = *place < keep.keep_last as usize || row.id == id;
+                let recent = newest.contains(&row.id) || row.id == id;
                 !(recent || row.pinned || ranked.iter().take(keep_best).any(|best| best.id == row.id))
             })
-            .map(|(_, row)| row.clone())
+            .cloned()
             .collect();
         delete_rows(&mut tx, &surplus).await?;
         removed.extend(surplus);
@@ -121,7 +128,7 @@ impl Store {
             .execute(&mut *tx)
             .await
             .doing(doing)?;
-        sqlx::query("UPDATE jobs SET failed_attempts = 0, step = MAX(step, ?) WHERE id = ?")
+        sqlx::query("UPDATE jobs SET step = MAX(step, ?) WHERE id = ?")
             .bind(int(step))
             .bind(job.to_string())
             .execute(&mut *tx)
@@ -253,8 +260,11 @@ fn ranked<'r>(rows: &'r [CheckpointRow], plan: &CheckpointPlan) -> Vec<&'r Check
     let evaluated = rows.iter().any(|row| score(row, "eval_reward").is_some());
     let key = plan.metric_for_best.as_deref().unwrap_or(if evaluated { "eval_reward" } else { "reward" });
     let sign = if plan.greater_is_better.unwrap_or(true) { 1.0 } else { -1.0 };
-    let mut scored: Vec<(f64, &CheckpointRow)> =
-        rows.iter().filter_map(|row| score(row, key).map(|score| (sign * score, row))).collect();
+    let mut scored: Vec<(f64, &CheckpointRow)> = rows
+        .iter()
+        .filter(|row| !row.temporary)
+        .filter_map(|row| score(row, key).map(|score| (sign * score, row)))
+        .collect();
     scored.sort_by(|(a, row_a), (b, row_b)| b.total_cmp(a).then(row_a.step.cmp(&row_b.step)));
     scored.into_iter().map(|(_, row)| row).collect()
 }
@@ -270,6 +280,7 @@ impl CheckpointRow {
             metrics: json_column(row, "metrics")?,
             best: column(row, "best")?,
             pinned: column(row, "pinned")?,
+            temporary: column(row, "temporary")?,
             created_at: column(row, "created_at")?,
         })
     }

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 
 use super::artifacts::latest_checkpoint;
+use super::attempts::{End, end_store, give_up, progress, reached_settle, was_interrupted};
 use super::doctor::doctor_rewind;
 use super::events::event_insert;
 use super::moves::{Leave, job_leave};
@@ -34,6 +35,8 @@ pub struct Claimed {
     pub secrets: BTreeMap<String, RewardSecrets>,
     /// Newest published checkpoint.
     pub resume: Option<CheckpointRow>,
+    /// An earlier attempt was interrupted: this one saves more often, so that the next one repeats less.
+    pub checkpoint_soon: bool,
 }
 
 /// A heartbeat's news.
@@ -47,6 +50,8 @@ pub struct Beat {
     pub step: u64,
     /// Seconds to go, if known.
     pub eta_s: Option<f64>,
+    /// Resident memory of the worker process, if it says so.
+    pub memory_bytes: Option<u64>,
 }
 
 /// The next job. The planner would rather sort all queued rows, so the index is named.
@@ -57,7 +62,7 @@ pub const LAPSED_JOBS: &str = "SELECT * FROM jobs INDEXED BY jobs_leases WHERE s
 /// What a worker holds.
 pub const JOBS_OF_WORKER: &str = "SELECT * FROM jobs INDEXED BY jobs_worker WHERE state = 'running' AND worker = ?";
 
-/// Claims that may end badly in a row, without a new checkpoint, before the job fails.
+/// Attempts that may fail in a row, none of them with progress, before the job fails.
 pub const MAX_FAILED_ATTEMPTS: u32 = 3;
 
 impl Store {
@@ -144,17 +149,18 @@ impl Store {
         lease_ms: i64,
     ) -> Result<Option<Requested>, StoreError> {
         let doing = "take a heartbeat";
-        let Beat { phase, status_reason, step, eta_s } = beat;
+        let Beat { phase, status_reason, step, eta_s, memory_bytes } = beat;
         let mut tx = self.begin_soon(doing).await?;
         owned_row(&mut tx, job, attempt).await?;
         let row = sqlx::query(
-            "UPDATE jobs SET phase = ?, status_reason = ?, step = MAX(step, ?), eta_s = ?, lease_until = ? \
-             WHERE id = ? AND state = 'running' RETURNING requested, worker",
+            "UPDATE jobs SET phase = ?, status_reason = ?, step = MAX(step, ?), eta_s = ?, \
+             memory_bytes = COALESCE(?, memory_bytes), lease_until = ? WHERE id = ? AND state = 'running' RETURNING requested, worker",
         )
         .bind(word(&phase)?)
         .bind(status_reason)
         .bind(int(step))
         .bind(eta_s)
+        .bind(memory_bytes.map(int))
         .bind(lease_end(now, lease_ms))
         .bind(job.to_string())
         .fetch_optional(&mut *tx)
@@ -197,7 +203,7 @@ impl Store {
             }
             Outcome::Failed { failure } => match failure.may_pass() {
                 // Counted like a lost worker; the last one says what it was.
-                Some(code) if row.failed_attempts + 1 < MAX_FAILED_ATTEMPTS => {
+                Some(code) if row.failed_attempts + 1 < MAX_FAILED_ATTEMPTS || progress(&mut tx, &row).await?.0 => {
                     job_release(&mut tx, &row, Charge::Failed(code), now).await?;
                 }
                 Some(_) | None => job_fail(&mut tx, &row, failure, now).await?,
@@ -208,12 +214,12 @@ impl Store {
                 let leave = Leave { status_reason: Some(reason), ..Leave::to(State::Paused) };
                 job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
             }
-            Outcome::Paused { .. } | Outcome::Requeued if pause => {
+            Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if pause => {
                 let data = PausedDetail { reason: row.requested_reason.clone() };
                 let leave = Leave { status_reason: row.requested_reason.clone(), ..Leave::to(State::Paused) };
                 job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
             }
-            Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued if cancel => {
+            Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if cancel => {
                 job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
             }
             Outcome::Cancelled => {
@@ -221,6 +227,7 @@ impl Store {
             }
             Outcome::Paused { .. } => job_release(&mut tx, &row, Charge::Free("pause_taken_back"), now).await?,
             Outcome::Requeued => job_release(&mut tx, &row, Charge::Free("worker_shutdown"), now).await?,
+            Outcome::Preempted => job_release(&mut tx, &row, Charge::Free("preempted"), now).await?,
         }
         self.commit(tx, doing).await?;
         self.wake_job(job);
@@ -284,7 +291,7 @@ async fn claim_row(
 ) -> Result<Claimed, StoreError> {
     let attempt: i64 = sqlx::query_scalar(
         "UPDATE jobs SET state = 'running', attempt = attempt + 1, worker = ?, lease_until = ?, phase = 'loading', \
-         status_reason = NULL, eta_s = NULL, last_batch = NULL, started_at = COALESCE(started_at, ?) \
+         status_reason = NULL, eta_s = NULL, memory_bytes = NULL, last_batch = NULL, started_at = COALESCE(started_at, ?) \
          WHERE id = ? AND state = 'queued' RETURNING attempt",
     )
     .bind(worker.to_string())
@@ -304,7 +311,9 @@ async fn claim_row(
     let data = StartedDetail { worker, attempt: attempt.unsigned_abs(), resume_step: step, version, previous_version };
     event_insert(tx, row.id, "job.started", now, data).await?;
     rewind(tx, row.id, resume.as_ref(), now).await?;
-    Ok(Claimed { job: row.id, attempt: attempt.unsigned_abs(), plan, secrets, resume })
+    reached_settle(tx, row, step.unwrap_or(0)).await?;
+    let checkpoint_soon = was_interrupted(tx, row.id).await?;
+    Ok(Claimed { job: row.id, attempt: attempt.unsigned_abs(), plan, secrets, resume, checkpoint_soon })
 }
 
 /// Notes which rlood runs the job from now on. Returns it, and the one that ran the attempt before where that was another.
@@ -410,78 +419,63 @@ pub(super) async fn jobs_of_worker(tx: &mut SqliteConnection, worker: WorkerId) 
 /// Who pays for an attempt that ended without an outcome of its own.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Charge {
-    /// It ended badly: too many of these without a checkpoint fail the job.
+    /// It failed: a strike, unless the attempt made progress.
     Failed(&'static str),
-    /// Nobody's fault.
+    /// A shutdown, a preemption or a restart of the server: never a strike.
     Free(&'static str),
 }
 
 /// Takes a running job from its worker. What the user asked for meanwhile is honoured now; otherwise it goes back to its old place
-/// in the queue, or fails after [`MAX_FAILED_ATTEMPTS`] in a row.
+/// in the queue, or fails: after [`MAX_FAILED_ATTEMPTS`] strikes in a row, or as many failures as the job permits.
 pub(super) async fn job_release(
     tx: &mut SqliteConnection,
     row: &JobRow,
     charge: Charge,
     now: i64,
 ) -> Result<(), StoreError> {
-    let (reason, failed_attempts, charged) = match charge {
-        Charge::Failed(reason) => (reason, row.failed_attempts + 1, true),
-        Charge::Free(reason) => (reason, row.failed_attempts, false),
-    };
-    match row.requested {
-        Some(Requested::Cancel) => {
-            job_leave(tx, row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await
-        }
-        Some(Requested::Pause) => {
-            let status_reason = row.requested_reason.clone();
-            let data = PausedDetail { reason: status_reason.clone() };
-            let leave = Leave { failed_attempts: Some(failed_attempts), status_reason, ..Leave::to(State::Paused) };
-            job_leave(tx, row, leave, "job.paused", data, now).await
-        }
-        None if charged && failed_attempts >= MAX_FAILED_ATTEMPTS => {
-            let mut message = format!("the worker was lost {failed_attempts} times in a row without a new checkpoint");
-            if let Some(line) = last_log_line(tx, row).await? {
-                message.push_str("; the log ends with: ");
-                message.push_str(&line);
-            }
-            let failure = Failure {
-                class: FailureClass::Infra,
-                code: "worker_lost".to_owned(),
-                message,
-                phase: None,
-                step: None,
-                suggestion: Some(
-                    "look at the job's log for the worker's last words; out of memory is the usual cause: lower \
-                     sampling.max_completion_length, rloo.num_generations or training.prompts_per_step, then retry"
-                        .to_owned(),
-                ),
-            };
-            job_fail(tx, row, failure, now).await
-        }
-        None => {
-            let leave = Leave { failed_attempts: Some(failed_attempts), ..Leave::to(State::Queued) };
-            let (reason, failed_attempts) = (Some(reason.to_owned()), Some(failed_attempts));
-            let data = QueuedDetail { reason, failed_attempts, ..QueuedDetail::default() };
-            job_leave(tx, row, leave, "job.requeued", data, now).await
-        }
-    }
+    job_release_seen(tx, row, charge, None, now).await
 }
 
-/// What the job's present attempt logged last, in a message's length.
-async fn last_log_line(tx: &mut SqliteConnection, row: &JobRow) -> Result<Option<String>, StoreError> {
-    const MOST_BYTES: usize = 400;
-    let line = sqlx::query_scalar::<_, String>(
-        "SELECT line FROM logs WHERE job_id = ? AND attempt = ? ORDER BY id DESC LIMIT 1",
-    )
-    .bind(row.id.to_string())
-    .bind(int(row.attempt))
-    .fetch_optional(tx)
-    .await
-    .doing("read the end of a job's log")?;
-    Ok(line.map(|mut line| {
-        line.truncate(line.floor_char_boundary(MOST_BYTES));
-        line
-    }))
+/// The same; `detail` is how the worker's process ended, where the server saw it.
+pub(super) async fn job_release_seen(
+    tx: &mut SqliteConnection,
+    row: &JobRow,
+    charge: Charge,
+    detail: Option<&str>,
+    now: i64,
+) -> Result<(), StoreError> {
+    if row.requested == Some(Requested::Cancel) {
+        return job_leave(tx, row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await;
+    }
+    let (progressed, _) = progress(tx, row).await?;
+    let (reason, failed) = match charge {
+        Charge::Failed(reason) => (reason, true),
+        Charge::Free(reason) => (reason, false),
+    };
+    let failed_attempts = if progressed { 0 } else { row.failed_attempts + u32::from(failed) };
+    // The end of a pause is none of an attempt.
+    if reason != "pause_taken_back" {
+        end_store(tx, row, End { reason, detail, failed, progressed }, now).await?;
+    }
+    if row.requested == Some(Requested::Pause) {
+        let status_reason = row.requested_reason.clone();
+        let data = PausedDetail { reason: status_reason.clone() };
+        let leave = Leave { failed_attempts: Some(failed_attempts), status_reason, ..Leave::to(State::Paused) };
+        return job_leave(tx, row, leave, "job.paused", data, now).await;
+    }
+    if failed && let Some(failure) = give_up(tx, row, failed_attempts).await? {
+        return job_fail(tx, row, failure, now).await;
+    }
+    let leave = Leave { failed_attempts: Some(failed_attempts), ..Leave::to(State::Queued) };
+    let data = QueuedDetail {
+        reason: Some(reason.to_owned()),
+        failed_attempts: Some(failed_attempts),
+        phase: row.phase,
+        step: Some(row.step),
+        memory_bytes: row.memory_bytes,
+        ..QueuedDetail::default()
+    };
+    job_leave(tx, row, leave, "job.requeued", data, now).await
 }
 
 async fn job_fail(tx: &mut SqliteConnection, row: &JobRow, mut failure: Failure, now: i64) -> Result<(), StoreError> {

@@ -187,10 +187,10 @@ pub(super) async fn ending_store(tx: &mut SqliteConnection, job: JobId, ending: 
     Ok(())
 }
 
-/// The job goes back to a step: what was said after it will be said again.
+/// The job goes back to a step: what was said after it will be said again, but for what the server itself said.
 pub(super) async fn doctor_rewind(tx: &mut SqliteConnection, job: JobId, last_kept: i64) -> Result<(), StoreError> {
     for statement in [
-        "DELETE FROM alerts WHERE job_id = ?1 AND step > ?2",
+        "DELETE FROM alerts WHERE job_id = ?1 AND step > ?2 AND rule <> 'many_restarts'",
         "UPDATE alerts SET cleared_step = NULL WHERE job_id = ?1 AND cleared_step > ?2",
         "DELETE FROM training_phases WHERE job_id = ?1 AND step > ?2",
         "UPDATE jobs SET ending = NULL WHERE id = ?1 AND ?2 IS NOT NULL",

@@ -7,6 +7,7 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
+use super::attempts::{Cursor, reached_column};
 use super::events::event_insert;
 use super::{
     Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, word_column,
@@ -59,8 +60,12 @@ pub struct JobRow {
     pub last_seq: i64,
     /// Claims so far.
     pub attempt: u64,
-    /// Claims that ended badly since the last checkpoint.
+    /// Attempts in a row that failed without progress.
     pub failed_attempts: u32,
+    /// The highest point that any attempt had reached when the present one began; `None` = of an older version.
+    pub reached: Option<Cursor>,
+    /// Resident memory of its worker, as last said.
+    pub memory_bytes: Option<u64>,
     /// Who runs it.
     pub worker: Option<WorkerId>,
     /// When the claim lapses, Unix ms.
@@ -138,6 +143,8 @@ impl JobRow {
             last_seq: column::<i64>(row, "next_seq")? - 1,
             attempt: count_column(row, "attempt")?,
             failed_attempts: column(row, "failed_attempts")?,
+            reached: reached_column(row)?,
+            memory_bytes: column::<Option<i64>>(row, "memory_bytes")?.map(i64::unsigned_abs),
             worker: optional_id(row, "worker")?,
             lease_until: column(row, "lease_until")?,
             step: count_column(row, "step")?,

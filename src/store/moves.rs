@@ -4,6 +4,7 @@ use serde::Serialize;
 use serde_json::json;
 use sqlx::sqlite::SqliteConnection;
 
+use super::attempts::progress;
 use super::events::event_insert;
 use super::jobs::job_row;
 use super::journal::journal_clear;
@@ -113,15 +114,23 @@ pub(super) async fn job_leave(
     now: i64,
 ) -> Result<(), StoreError> {
     let Leave { to, status_reason, failure, failed_attempts } = leave;
+    // What this attempt reached outlives it.
+    let (reached, failed_attempts) = if row.state == State::Running {
+        let (progressed, reached) = progress(tx, row).await?;
+        (Some(to_json("reached", &reached)?), failed_attempts.or(progressed.then_some(0)))
+    } else {
+        (None, failed_attempts)
+    };
     let moved = sqlx::query(
         "UPDATE jobs SET state = ?, status_reason = ?, failure = ?, failed_attempts = COALESCE(?, failed_attempts), \
-         finished_at = ?, requested = NULL, requested_reason = NULL, worker = NULL, lease_until = NULL, phase = NULL, eta_s = NULL, last_batch = NULL \
+         reached = COALESCE(?, reached), finished_at = ?, requested = NULL, requested_reason = NULL, worker = NULL, lease_until = NULL, phase = NULL, eta_s = NULL, last_batch = NULL \
          WHERE id = ? AND state = ? AND attempt = ? RETURNING id",
     )
     .bind(to.as_str())
     .bind(status_reason)
     .bind(failure.map(|failure| to_json("failure", &failure)).transpose()?)
     .bind(failed_attempts)
+    .bind(reached)
     .bind(to.is_terminal().then_some(now))
     .bind(row.id.to_string())
     .bind(row.state.as_str())

@@ -2,7 +2,7 @@
 
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::claims::{Charge, job_release, jobs_of_worker};
+use super::claims::{Charge, job_release_seen, jobs_of_worker};
 use super::events::log_insert;
 use super::{Doing, Store, StoreError, column, corrupt, id_column};
 use crate::id::{JobId, WorkerId};
@@ -133,7 +133,9 @@ impl Store {
             for line in detail.unwrap_or_default().lines() {
                 log_insert(&mut tx, job.id, job.attempt, line, now).await?;
             }
-            job_release(&mut tx, job, charge, now).await?;
+            // Its first line says how the process ended.
+            let ended = detail.and_then(|detail| detail.lines().next());
+            job_release_seen(&mut tx, job, charge, ended, now).await?;
         }
         sqlx::query("DELETE FROM workers WHERE id = ?")
             .bind(worker.to_string())

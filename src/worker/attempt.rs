@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use serde_json::{Map, Value};
@@ -16,9 +17,11 @@ use super::failure;
 use super::host::JobHost;
 use super::journal::Journal;
 use super::reports::Reports;
+use super::saving::Saving;
 use super::signals::{Progress, StopSignal, drops_work};
 use super::{TrainFn, Worker};
 use crate::causes::with_causes;
+use crate::config::process_memory_bytes;
 use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, Stop, TrainInput, TrainOutcome};
 use crate::event::Phase;
@@ -126,6 +129,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Ended {
         Err(Cut::Failed(failure)) => Outcome::Failed { failure },
         Err(Cut::Stopped(Stop::Cancel)) => Outcome::Cancelled,
         Err(Cut::Stopped(Stop::Pause { reason })) => Outcome::Paused { reason },
+        Err(Cut::Stopped(Stop::Shutdown)) if worker.preempted.load(Ordering::Relaxed) => Outcome::Preempted,
         Err(Cut::Stopped(Stop::Shutdown)) => Outcome::Requeued,
         Err(Cut::Stopped(Stop::LeaseLost)) => {
             tracing::warn!(job = %held.job, attempt = held.attempt, "the claim is lost; this attempt is dropped");
@@ -180,11 +184,13 @@ fn last_line(outcome: &Outcome) -> String {
         Outcome::Paused { reason: Some(reason) } => format!("paused: {reason}"),
         Outcome::Paused { reason: None } => "paused".to_owned(),
         Outcome::Requeued => "requeued: the worker leaves".to_owned(),
+        Outcome::Preempted => "requeued: the worker is preempted (SIGTERM)".to_owned(),
     }
 }
 
 impl Attempt {
     async fn work(&self, worker: &Worker, claim: Claim) -> Result<(), Cut> {
+        let saving = Saving::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
         let position = || self.progress.get();
         let policy = OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
             failure::of_client(
@@ -252,6 +258,7 @@ impl Attempt {
             rewards,
             notices,
             journal: journal.clone(),
+            saving,
             eval_rewards,
             begun: Default::default(),
             reward_metrics: Default::default(),
@@ -445,6 +452,8 @@ async fn beat(
     every: Duration,
 ) {
     let mut answered = clock::now();
+    // The first ones follow each other closely: they say where a short attempt was, and how much memory it had.
+    let mut early = SOONEST_BEAT;
     let mut waits = rewards.waiting_changes();
     loop {
         let position = progress.get();
@@ -455,6 +464,7 @@ async fn beat(
             status_reason: waiting.then(|| "waiting_for_reward".to_owned()),
             step: position.step,
             eta_s: position.eta_s(),
+            memory_bytes: process_memory_bytes(),
         };
         let pause = match client.heartbeat(held, &beat).await {
             Ok(reply) => {
@@ -462,7 +472,8 @@ async fn beat(
                 if let Some(requested) = reply.requested {
                     stop.request(requested);
                 }
-                every
+                early = early.saturating_mul(2);
+                every.min(early / 2)
             }
             Err(error) if error.is_transient() && clock::now() - answered < OUTAGE => {
                 tracing::warn!(error = with_causes(&error), "a heartbeat was not answered");

@@ -9,9 +9,11 @@ use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{Client, ClientError, Held, full_at_once, persist};
+use super::clock;
 use super::events::Events;
 use super::failure;
 use super::journal::Journal;
+use super::saving::Saving;
 use super::signals::{Progress, StopSignal, drops_work};
 use crate::causes::with_causes;
 use crate::engine::host::{Host, HostError, SavedCheckpoint, Score, ScoreRequest, Stop};
@@ -36,6 +38,7 @@ pub(super) struct JobHost {
     /// What the rewards tell while they are asked.
     pub(super) notices: mpsc::UnboundedReceiver<Event>,
     pub(super) journal: Journal,
+    pub(super) saving: Saving,
     /// The evaluation's own, if it has some.
     pub(super) eval_rewards: Option<Arc<Rewards>>,
     /// What is being scored while the engine does other work; dropped with the host.
@@ -123,6 +126,7 @@ impl JobHost {
             attempt: self.held.attempt,
             files: checkpoint.files.to_vec(),
             metrics: checkpoint.metrics.clone(),
+            temporary: self.saving.is_temporary(),
         };
         persist(|| self.client.publish(self.held, checkpoint.step, &publish), full_at_once).await.map(drop)
     }
@@ -229,6 +233,7 @@ impl Host for JobHost {
         match published {
             Ok(Some(Ok(()))) => {
                 self.journal.covered(checkpoint.step);
+                self.saving.published(clock::now());
                 self.events.log(format!("checkpoint of step {} published", checkpoint.step));
                 Ok(())
             }
@@ -255,7 +260,7 @@ impl Host for JobHost {
     }
 
     fn wants_checkpoint(&self) -> bool {
-        self.journal.is_large()
+        self.saving.is_due(clock::now(), self.journal.is_large())
     }
 }
 

@@ -175,6 +175,7 @@ fn claim() -> Claim {
         allow_outgoing: Vec::new(),
         reward_reports: Vec::new(),
         callbacks: None,
+        checkpoint_soon: false,
     }
 }
 
@@ -204,6 +205,7 @@ async fn attempt_at(
         threads: 1,
         scratch_dir: scratch.path().to_owned(),
         leaving: CancellationToken::new(),
+        preempted: Arc::default(),
         leave_within: Duration::from_secs(1),
         heartbeat_ms: 20.into(),
         train,

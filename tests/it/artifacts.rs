@@ -146,7 +146,14 @@ async fn job_with_checkpoint(server: &Server, files: &[(&str, &[u8])]) -> (JobId
     }
     server.state.files.checkpoint_commit(job, 1, claim.attempt, &entries).unwrap();
     let metrics = Metrics::from([("reward".to_owned(), Some(0.5))]);
-    let publish = PublishCheckpoint { job, attempt: claim.attempt, step: 1, files: &entries, metrics: &metrics };
+    let publish = PublishCheckpoint {
+        job,
+        attempt: claim.attempt,
+        step: 1,
+        files: &entries,
+        metrics: &metrics,
+        temporary: false,
+    };
     let id = store.checkpoint_publish(publish, clock_ms()).await.unwrap().id;
     (job, id.to_string())
 }

@@ -32,6 +32,7 @@ fn alert(rule: Rule, step: u64, since_step: u64, on_alert: OnAlert) -> Event {
             evidence: vec![seen],
             fix: "raise rloo.beta".to_owned(),
             on_alert,
+            ends: Vec::new(),
         },
     }
 }
@@ -55,6 +56,7 @@ async fn claimed(setting: &Setting, checkpoints: CheckpointPlan) -> Claimed {
 fn keeps(keep_last: u32, keep_best: u32, metric: &str, greater_is_better: bool) -> CheckpointPlan {
     CheckpointPlan {
         every_steps: 1,
+        every_seconds: None,
         keep_last,
         keep_best,
         metric_for_best: Some(metric.to_owned()),

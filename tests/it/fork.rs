@@ -21,7 +21,8 @@ async fn publish(server: &Server, job: JobId, attempt: u64, step: u64, names: &[
             FileEntry { name: (*name).to_owned(), size_bytes, sha256 }
         })
         .collect();
-    let checkpoint = PublishCheckpoint { job, attempt, step, files: &files, metrics: &Default::default() };
+    let checkpoint =
+        PublishCheckpoint { job, attempt, step, files: &files, metrics: &Default::default(), temporary: false };
     server.state.store.checkpoint_publish(checkpoint, clock_ms()).await.unwrap().id.to_string()
 }
 

@@ -124,8 +124,13 @@ async fn a_wait_ends_when_the_job_does_and_not_before() {
     assert_eq!(job, id);
     assert!(!waiting.is_finished());
     // A heartbeat is no event, but a wait that ends without one tells its news.
-    let beat =
-        Beat { phase: Phase::Reward, status_reason: Some("waiting_for_reward".to_owned()), step: 0, eta_s: None };
+    let beat = Beat {
+        phase: Phase::Reward,
+        status_reason: Some("waiting_for_reward".to_owned()),
+        step: 0,
+        eta_s: None,
+        memory_bytes: None,
+    };
     let path = format!("/jobs/{id}?wait=2");
     let beating = async {
         tokio::time::sleep(Duration::from_millis(500)).await;

@@ -12,7 +12,7 @@ use rlood::store::{Beat, Claimed, StoreError};
 use crate::setting::{LEASE, Setting, T0, failure, plan};
 
 fn beat() -> Beat {
-    Beat { phase: Phase::Train, status_reason: None, step: 1, eta_s: Some(3.0) }
+    Beat { phase: Phase::Train, status_reason: None, step: 1, eta_s: Some(3.0), memory_bytes: None }
 }
 
 /// The columns that go with a state, for a bare UPDATE.
@@ -64,7 +64,7 @@ async fn the_database_refuses_rows_that_contradict_themselves() {
     }
     let born = format!(
         "INSERT INTO jobs SELECT '{}', name, 'cancelled', NULL, NULL, NULL, 0, 99, 0, 0, NULL, NULL, NULL, 0, 1, NULL, model, \
-         spec, plan, secrets, metadata, NULL, NULL, 1, 0, NULL, 5, NULL, owner, NULL FROM jobs",
+         spec, plan, secrets, metadata, NULL, NULL, 1, 0, NULL, 5, NULL, owner, NULL, NULL, NULL FROM jobs",
         JobId::new()
     );
     let error = setting.sql(&born).await.unwrap_err().to_string();
@@ -297,7 +297,7 @@ async fn a_lease_lasts_from_the_last_heartbeat_and_a_restart_extends_it() {
 }
 
 #[tokio::test]
-async fn three_lost_workers_without_a_checkpoint_fail_the_job_and_a_checkpoint_starts_the_count_anew() {
+async fn three_lost_workers_without_progress_fail_the_job_and_progress_starts_the_count_anew() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let job = setting.job().await;
@@ -314,16 +314,17 @@ async fn three_lost_workers_without_a_checkpoint_fail_the_job_and_a_checkpoint_s
     };
     assert_eq!(lose(1, false).await, (State::Queued, 1));
     assert_eq!(lose(2, false).await, (State::Queued, 2));
-    assert_eq!(lose(3, true).await, (State::Queued, 1));
-    assert_eq!(lose(4, false).await, (State::Queued, 2));
-    assert_eq!(lose(5, false).await.0, State::Failed);
+    assert_eq!(lose(3, true).await, (State::Queued, 0));
+    assert_eq!(lose(4, false).await, (State::Queued, 1));
+    assert_eq!(lose(5, false).await, (State::Queued, 2));
+    assert_eq!(lose(6, false).await.0, State::Failed);
     let failure = store.job_get(job).await.unwrap().failure.unwrap();
     assert_eq!((failure.class, failure.code.as_str()), (FailureClass::Infra, "worker_lost"));
     assert_eq!((failure.phase, failure.step), (Some(Phase::Loading), Some(3)));
     assert!(failure.message.ends_with("; the log ends with: two"), "{}", failure.message);
     let log = store.log_page(job, None, 100).await.unwrap().data;
     let tail: Vec<_> = log.iter().rev().take(2).map(|row| (row.attempt, row.line.as_str())).collect();
-    assert_eq!(tail, [(5, "two"), (5, "one")]);
+    assert_eq!(tail, [(6, "two"), (6, "one")]);
     assert_eq!(store.worker_list().await.unwrap(), []);
 }
 

@@ -131,7 +131,8 @@ impl Setting {
     pub async fn publish(&self, claimed: &Claimed, step: u64, metrics: &Metrics) -> Result<Publication, StoreError> {
         let files = [FileEntry { name: "manifest.json".to_owned(), size_bytes: 2, sha256: "00".to_owned() }];
         let Claimed { job, attempt, .. } = claimed;
-        let checkpoint = PublishCheckpoint { job: *job, attempt: *attempt, step, files: &files, metrics };
+        let checkpoint =
+            PublishCheckpoint { job: *job, attempt: *attempt, step, files: &files, metrics, temporary: false };
         self.store.checkpoint_publish(checkpoint, T0).await
     }
 

@@ -104,6 +104,7 @@ pub fn plan() -> Plan {
             shuffle_dataset: true,
             dtype: ComputeDtype::F32,
             micro_batch_tokens: MICRO_BATCH_TOKENS,
+            max_attempts: None,
         },
         checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0, ..CheckpointPlan::default() },
         early_stopping: None,

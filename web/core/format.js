@@ -69,3 +69,7 @@ export function words(text) {
 }
 
 export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;
+
+/** 20 steps; 20 steps or 60 seconds: when a job saves. */
+export const savesEvery = ({ every_steps: steps, every_seconds: seconds }) =>
+  plural(steps, "step") + (seconds ? ` or ${plural(seconds, "second")}` : "");

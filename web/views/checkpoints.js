@@ -1,6 +1,6 @@
 // Checkpoints: metrics at the step, hashes, sizes, downloads, and the lines that use one.
 import { del, post } from "../core/api.js";
-import { bytes, number, plural } from "../core/format.js";
+import { bytes, number, plural, savesEvery } from "../core/format.js";
 import { hrefOf, useFilters } from "../core/router.js";
 import { useCheckpoints } from "../core/run.js";
 import { may, session } from "../core/session.js";
@@ -24,7 +24,7 @@ function CheckpointsOf({ run, job }) {
   const [query, set] = useFilters();
   const { data, error, reload } = useCheckpoints(run);
   if (!data) return html`<${Loading} error=${error} retry=${reload} />`;
-  if (!data.length) return html`<${Empty} title="No checkpoint yet"><p>This job saves one every ${plural(job.plan.checkpoints.every_steps, "step")}, and its last.</p><//>`;
+  if (!data.length) return html`<${Empty} title="No checkpoint yet"><p>This job saves one every ${savesEvery(job.plan.checkpoints)}, and its last.</p><//>`;
   const chosen = data.find(({ id }) => id === query.checkpoint) ?? resultOf(job, data);
   return html`
     <${ProblemBox} error=${error} retry=${reload} />

@@ -18,7 +18,7 @@ import { Code, Facts } from "../parts/text.js";
 
 /** What most jobs say; everything else is below. */
 const FIRST = ["/training/max_steps", "/training/prompts_per_step", "/rloo/num_generations", "/rloo/beta", "/sampling/max_completion_length", "/sampling/temperature", "/optimizer/learning_rate", "/lora/r", "/checkpoints/every_steps"];
-const LABELS = { "/lora/r": "Adapter rank", "/checkpoints/every_steps": "Checkpoint every", "/eval/rewards": "Rewards of its own, as JSON", "/doctor/rules": "Rules, as JSON" };
+const LABELS = { "/lora/r": "Adapter rank", "/checkpoints/every_steps": "Checkpoint every", "/checkpoints/every_seconds": "Checkpoint every … seconds", "/eval/rewards": "Rewards of its own, as JSON", "/doctor/rules": "Rules, as JSON" };
 const SECTIONS = { training: "Training", rloo: "RLOO", sampling: "Sampling", optimizer: "Optimizer", lora: "Adapter", eval: "Evaluation", checkpoints: "Checkpoints", early_stopping: "Early stopping", doctor: "Doctor", warm_start: "Warm start" };
 const ELSEWHERE = ["/eval/dataset"];
 const EMPTY = { rewards: [{ type: "exact_match", column: "answer" }] };

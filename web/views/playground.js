@@ -2,7 +2,7 @@
 import { announce } from "../core/announce.js";
 import { post } from "../core/api.js";
 import { changed, diff } from "../core/diff.js";
-import { duration, number, plural } from "../core/format.js";
+import { duration, number, plural, savesEvery } from "../core/format.js";
 import { usePages } from "../core/pages.js";
 import { useFilters } from "../core/router.js";
 import { useCheckpoints } from "../core/run.js";
@@ -36,7 +36,7 @@ export default Playground;
 function PlaygroundOf({ run, job }) {
   const { data, error, reload } = useCheckpoints(run);
   if (!data) return html`<${Loading} error=${error} retry=${reload} />`;
-  if (!data.length) return html`<${Empty} title="Nothing to compare yet"><p>The playground asks the base model and a checkpoint the same. This job saves one every ${plural(job.plan.checkpoints.every_steps, "step")}, and its last.</p><//>`;
+  if (!data.length) return html`<${Empty} title="Nothing to compare yet"><p>The playground asks the base model and a checkpoint the same. This job saves one every ${savesEvery(job.plan.checkpoints)}, and its last.</p><//>`;
   if (!may("submit")) return html`<p class="notice">Your key may only read: asking the models needs a key with the scope submit.</p>`;
   return html`<${Asking} run=${run} job=${job} checkpoints=${data} />`;
 }

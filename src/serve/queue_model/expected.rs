@@ -1,14 +1,19 @@
 //! What the queue is to do, said again without a database.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::id::WorkerId;
 use crate::job::{Requested, State};
 use crate::protocol::Outcome;
+use crate::store::Cursor;
 use crate::store::claims::MAX_FAILED_ATTEMPTS;
 
 /// Checkpoints that the plan keeps.
 pub(super) const KEEP_LAST: usize = 2;
+/// Failures that the plan permits: more than strikes, so that both ends of a job are met.
+pub(super) const MAX_ATTEMPTS: u32 = 6;
+/// Every so many ends of attempts raise an alert.
+const ENDS_AN_ALERT: u32 = 10;
 
 /// A job as it should be.
 #[derive(Debug, Clone)]
@@ -17,6 +22,13 @@ pub(super) struct Job {
     pub(super) requested: Option<Requested>,
     pub(super) attempt: u64,
     pub(super) failed_attempts: u32,
+    /// The highest point when the present attempt began.
+    pub(super) reached: Cursor,
+    /// Ends of attempts, and how many of them were failures.
+    pub(super) ends: u32,
+    pub(super) failures: u32,
+    /// The last failure is `worker_lost` or `max_attempts`.
+    pub(super) code: Option<&'static str>,
     pub(super) owner: Option<WorkerId>,
     /// When the claim lapses, on the clock that nobody sets.
     pub(super) deadline: i64,
@@ -33,6 +45,11 @@ pub(super) struct Job {
     pub(super) checkpoints: Vec<(u64, u64)>,
     /// Reward requests by step.
     pub(super) requests: BTreeMap<u64, String>,
+    /// Steps whose request is answered, and whose rollout is in the journal.
+    pub(super) answered: BTreeSet<u64>,
+    pub(super) rollouts: BTreeSet<u64>,
+    /// Evaluations whose rollout is in the journal, and their rows.
+    pub(super) evaluations: BTreeMap<u64, u64>,
     pub(super) events: Vec<String>,
 }
 
@@ -43,6 +60,10 @@ impl Job {
             requested: None,
             attempt: 0,
             failed_attempts: 0,
+            reached: Cursor::default(),
+            ends: 0,
+            failures: 0,
+            code: None,
             owner: None,
             deadline: 0,
             step: 0,
@@ -53,6 +74,9 @@ impl Job {
             steps: BTreeMap::new(),
             checkpoints: Vec::new(),
             requests: BTreeMap::new(),
+            answered: BTreeSet::new(),
+            rollouts: BTreeSet::new(),
+            evaluations: BTreeMap::new(),
             events: vec!["job.created".to_owned()],
         }
     }
@@ -78,13 +102,34 @@ impl Job {
             newest.is_some_and(|(kept, writer)| *step < kept || (*step == kept && *attempt <= writer))
         });
         self.step = newest.map_or(0, |(step, _)| step);
+        self.reached = self.reached.max(self.cursor());
         if self.steps.len() < before {
             self.tell("rewind");
         }
     }
 
+    /// How far it is: what its steps and its journal say.
+    fn cursor(&self) -> Cursor {
+        let begun = self.requests.keys().chain(&self.rollouts).max().map_or(0, |step| step - 1);
+        let evaluated = self.evaluations.keys().max().copied().unwrap_or(0);
+        let step = self.step.max(begun).max(evaluated);
+        let after = |steps: &BTreeSet<u64>| steps.iter().filter(|known| **known > step).count() as u64;
+        let rows = self.evaluations.get(&step).copied().unwrap_or(0);
+        Cursor(step, after(&self.answered) + after(&self.rollouts), rows)
+    }
+
+    fn progressed(&self) -> bool {
+        self.cursor() > self.reached
+    }
+
     /// Out of its worker's hands, or of the queue.
     pub(super) fn leave(&mut self, to: State, event: &str) {
+        if self.state == State::Running {
+            if self.progressed() {
+                self.failed_attempts = 0;
+            }
+            self.reached = self.reached.max(self.cursor());
+        }
         self.state = to;
         self.by_itself = false;
         self.requested = None;
@@ -92,42 +137,53 @@ impl Job {
         self.last_batch = None;
         if to.is_terminal() {
             self.requests.clear();
+            self.answered.clear();
+            self.rollouts.clear();
+            self.evaluations.clear();
         }
         self.tell(event);
     }
 
     /// Its worker is gone without a word.
     pub(super) fn release(&mut self, charged: bool) {
-        let failed = self.failed_attempts + u32::from(charged);
-        match self.requested {
-            Some(Requested::Cancel) => self.leave(State::Cancelled, "job.cancelled"),
-            Some(Requested::Pause) => {
-                self.failed_attempts = failed;
-                self.leave(State::Paused, "job.paused");
-            }
-            None if charged && failed >= MAX_FAILED_ATTEMPTS => self.leave(State::Failed, "job.failed"),
-            None => {
-                self.failed_attempts = failed;
-                self.leave(State::Queued, "job.requeued");
-            }
+        if self.requested == Some(Requested::Cancel) {
+            return self.leave(State::Cancelled, "job.cancelled");
         }
+        self.failed_attempts = if self.progressed() { 0 } else { self.failed_attempts + u32::from(charged) };
+        self.ends += 1;
+        self.failures += u32::from(charged);
+        if self.ends.is_multiple_of(ENDS_AN_ALERT) {
+            self.tell("alert");
+        }
+        if self.requested == Some(Requested::Pause) {
+            return self.leave(State::Paused, "job.paused");
+        }
+        let strikes = self.failed_attempts >= MAX_FAILED_ATTEMPTS;
+        if charged && (strikes || self.failures >= MAX_ATTEMPTS) {
+            self.code = Some(if strikes { "worker_lost" } else { "max_attempts" });
+            return self.leave(State::Failed, "job.failed");
+        }
+        self.leave(State::Queued, "job.requeued");
     }
 
     pub(super) fn finish(&mut self, outcome: &Outcome) {
         match (outcome, self.requested) {
             (Outcome::Succeeded, _) => self.leave(State::Succeeded, "job.succeeded"),
             (Outcome::Failed { .. }, _) => self.leave(State::Failed, "job.failed"),
-            (Outcome::Cancelled, _) | (Outcome::Paused { .. } | Outcome::Requeued, Some(Requested::Cancel)) => {
+            (Outcome::Cancelled, _)
+            | (Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted, Some(Requested::Cancel)) => {
                 self.leave(State::Cancelled, "job.cancelled");
             }
             (Outcome::Paused { reason: Some(_) }, None) => {
                 self.leave(State::Paused, "job.paused");
                 self.by_itself = true;
             }
-            (Outcome::Paused { .. } | Outcome::Requeued, Some(_)) => {
+            (Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted, Some(_)) => {
                 self.leave(State::Paused, "job.paused");
             }
-            (Outcome::Paused { reason: None } | Outcome::Requeued, None) => self.release(false),
+            // A pause that was taken back is no end of an attempt.
+            (Outcome::Paused { reason: None }, None) => self.leave(State::Queued, "job.requeued"),
+            (Outcome::Requeued | Outcome::Preempted, None) => self.release(false),
         }
     }
 
@@ -157,9 +213,12 @@ impl Job {
             place += 1;
             place <= KEEP_LAST || *known == step
         });
-        self.failed_attempts = 0;
         self.step = self.step.max(step);
         self.requests.retain(|asked, _| *asked > step);
+        self.answered.retain(|asked| *asked > step);
+        self.rollouts.retain(|sampled| *sampled > step);
+        // An evaluation that follows the step may still be under way.
+        self.evaluations.retain(|evaluated, _| *evaluated >= step);
         self.tell("checkpoint.saved");
     }
 }

@@ -223,6 +223,13 @@ impl World {
             if !job.state.is_terminal() && row.failed_attempts != job.failed_attempts {
                 return Err(format!("{id} has failed {} times and not {}", row.failed_attempts, job.failed_attempts));
             }
+            let code = row.failure.as_ref().map(|failure| failure.code.as_str());
+            if job.code.is_some() && code != job.code {
+                return Err(format!("{id} failed as {code:?}, and it should be {:?}", job.code));
+            }
+            if row.reached.is_some_and(|reached| reached != job.reached) {
+                return Err(format!("{id} has reached {:?}, and it should be {:?}", row.reached, job.reached));
+            }
             if let Some(owner) = row.worker
                 && !owners.insert(owner)
             {

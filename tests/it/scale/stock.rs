@@ -160,6 +160,7 @@ async fn beside(setting: &Setting) {
             evidence: Vec::new(),
             fix: "raise rloo.beta".to_owned(),
             on_alert: OnAlert::Note,
+            ends: Vec::new(),
         };
         serde_json::to_string(&alert).unwrap()
     };

@@ -12,8 +12,8 @@ use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::http::worker::make_public;
 use crate::id::{JobId, WorkerId};
 use crate::job::{Failure, FailureClass, Requested, State};
-use crate::protocol::{EventBatch, FileEntry, JournalEntry, Outcome, PROTOCOL, Register};
-use crate::sample::RolloutId;
+use crate::protocol::{EventBatch, FileEntry, JournalEntry, Outcome, PROTOCOL, Register, RewardAnswer};
+use crate::sample::{RolloutId, SampledGroup};
 use crate::store::{Beat, PublishCheckpoint, StoreError};
 
 impl World {
@@ -144,7 +144,7 @@ impl World {
     pub(super) async fn beat(&mut self, place: usize) -> Check {
         let Some(held) = self.puppets[place].held.clone() else { return Ok(()) };
         let owns = self.owns(&held);
-        let beat = Beat { phase: Phase::Train, status_reason: None, step: held.step, eta_s: None };
+        let beat = Beat { phase: Phase::Train, status_reason: None, step: held.step, eta_s: None, memory_bytes: None };
         let (store, now) = (self.store(), self.server.wall);
         let call = async move { store.job_heartbeat(held.job, held.attempt, beat, now, LEASE).await };
         let answer = match self.server.call(&mut self.random, call).await? {
@@ -259,7 +259,8 @@ impl World {
         }
         let call = async move {
             let metrics = Metrics::new();
-            let checkpoint = PublishCheckpoint { job, attempt, step, files: &listed, metrics: &metrics };
+            let checkpoint =
+                PublishCheckpoint { job, attempt, step, files: &listed, metrics: &metrics, temporary: false };
             make_public(&store, &files, checkpoint, now).await
         };
         match self.server.call(&mut self.random, call).await? {
@@ -291,27 +292,47 @@ impl World {
     /// A reward request for the step under way: written down, and only then sent.
     pub(super) async fn journal(&mut self) -> Check {
         let Some((place, mut held)) = self.busy() else { return Ok(()) };
-        let (job, attempt, step) = (held.job, held.attempt, held.step + 1);
+        let (job, attempt, held_step, step) = (held.job, held.attempt, held.step, held.step + 1);
         self.next_request += 1;
         let fresh = format!("rwr_{}", self.next_request);
         let id = held.requests.entry(step).or_insert(fresh).clone();
         let owns = self.owns(&held);
         self.puppets[place].held = Some(held);
-        let entry = JournalEntry::Request {
-            rollout: RolloutId::train(step),
+        let (key, rollout) = (format!("samples of {step}"), RolloutId::train(step));
+        let body = "{}".to_owned();
+        let request = JournalEntry::Request {
+            rollout,
             reward: "r".to_owned(),
-            key: format!("samples of {step}"),
+            key: key.clone(),
             id: id.clone(),
-            body: "{}".to_owned(),
+            body: body.clone(),
             later: None,
         };
+        // The same whoever samples it: a row or two.
+        let groups = |count: u64| (0..count).map(|row| SampledGroup { row, completions: Vec::new() }).collect();
+        let (answered, rows) = (self.random.one_in(2), 1 + step % 2);
+        let mut entries = vec![JournalEntry::Rollout { rollout, groups: groups(1) }, request];
+        if answered {
+            entries.push(JournalEntry::Answer { rollout, key, id: id.clone(), answer: RewardAnswer::Body { body } });
+        }
+        // The evaluation that follows the step before.
+        let evaluated = (self.random.one_in(3) && held_step > 0).then_some(held_step);
+        if let Some(step) = evaluated {
+            entries.push(JournalEntry::Rollout { rollout: RolloutId::eval(step), groups: groups(rows) });
+        }
+        let written = move |job: &mut Job, id: String| {
+            job.requests.entry(step).or_insert(id);
+            job.rollouts.insert(step);
+            job.answered.extend(answered.then_some(step));
+            job.evaluations.extend(evaluated.map(|step| (step, rows)));
+        };
         let (store, now) = (self.store(), self.server.wall);
-        let call = async move { store.journal_append(job, attempt, &[entry], now).await };
+        let call = async move { store.journal_append(job, attempt, &entries, now).await };
         let covered = |job: &Job| job.checkpoints.first().is_some_and(|(saved, _)| *saved >= step);
         match self.server.call(&mut self.random, call).await? {
             Called::Lost { applied } => {
                 if self.cut_short("journal", applied) && owns {
-                    self.jobs.get_mut(&job).ok_or("no job")?.requests.entry(step).or_insert(id);
+                    written(self.jobs.get_mut(&job).ok_or("no job")?, id);
                 }
                 self.after_restart("it").await
             }
@@ -323,7 +344,7 @@ impl World {
                 if covered(known) {
                     return Err(format!("step {step} of {job} is asked for after it was saved"));
                 }
-                known.requests.entry(step).or_insert_with(|| id.clone());
+                written(known, id.clone());
                 match self.asked.insert((job, step), id.clone()) {
                     Some(before) if before != id => {
                         Err(format!("step {step} of {job} is asked under {before} and {id}"))
@@ -350,7 +371,8 @@ impl World {
                 Outcome::Failed { failure }
             }
             2 => Outcome::Paused { reason: Some("reward_outage".to_owned()) },
-            3 | 4 => Outcome::Requeued,
+            3 => Outcome::Requeued,
+            4 => Outcome::Preempted,
             _ => return self.finish_as(place, None).await,
         };
         self.finish_as(place, Some(outcome)).await
