@@ -10,12 +10,14 @@ mod client;
 mod clock;
 mod events;
 mod failure;
+mod fetch;
 mod host;
 mod journal;
 mod reports;
 mod signals;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 use std::io::Read;
 use std::path::PathBuf;

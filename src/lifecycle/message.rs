@@ -74,8 +74,8 @@ pub struct QueuedDetail {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub by: Option<String>,
-    /// Why it was taken back from its worker, or what it no longer waits for: `worker_lost`, `worker_shutdown`, `disk_full`,
-    /// `reward_outage`, ….
+    /// Why it was taken back from its worker, or what it no longer waits for: `worker_lost`, `worker_shutdown`, `server_error`,
+    /// `disk_full`, `reward_outage`, ….
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub reason: Option<String>,

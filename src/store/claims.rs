@@ -9,6 +9,7 @@ use super::artifacts::latest_checkpoint;
 use super::doctor::doctor_rewind;
 use super::events::event_insert;
 use super::moves::{Leave, job_leave};
+use super::server_errors::LONGEST_PAUSE_MS;
 use super::workers::{worker_mark_lost, worker_touch};
 use super::{CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, word, word_column};
 use crate::event::Phase;
@@ -34,6 +35,8 @@ pub struct Claimed {
     pub secrets: BTreeMap<String, RewardSecrets>,
     /// Newest published checkpoint.
     pub resume: Option<CheckpointRow>,
+    /// Claims in a row before this one that an error of the server ended.
+    pub server_errors: u32,
 }
 
 /// A heartbeat's news.
@@ -49,9 +52,29 @@ pub struct Beat {
     pub eta_s: Option<f64>,
 }
 
-/// The next job. The planner would rather sort all queued rows, so the index is named.
-pub const NEXT_JOB: &str =
-    "SELECT * FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' ORDER BY priority DESC, queue_order LIMIT 1";
+/// What is wrong with a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Damage {
+    /// Its bytes are not those that were published.
+    Mismatch,
+    /// The disk does not give its bytes.
+    Unreadable,
+}
+
+impl Damage {
+    fn as_text(self) -> &'static str {
+        match self {
+            Damage::Mismatch => "does not match its hashes",
+            Damage::Unreadable => "cannot be read from the server's disk",
+        }
+    }
+}
+
+/// The next job; `?1` is now, `?2` the longest pause after an error of the server (a time further ahead is from before the clock
+/// was set back). The planner would rather sort all queued rows, so the index is named.
+pub const NEXT_JOB: &str = "SELECT * FROM jobs INDEXED BY jobs_queue \
+     WHERE state = 'queued' AND (claim_not_before <= ?1 OR claim_not_before > ?1 + ?2) \
+     ORDER BY priority DESC, queue_order LIMIT 1";
 /// Claims whose lease lapsed before this time.
 pub const LAPSED_JOBS: &str = "SELECT * FROM jobs INDEXED BY jobs_leases WHERE state = 'running' AND lease_until < ?";
 /// What a worker holds.
@@ -74,7 +97,8 @@ impl Store {
             changed.push(held.id);
         }
         let claimed = loop {
-            let next = sqlx::query(NEXT_JOB).fetch_optional(&mut *tx).await.doing(doing)?;
+            let next = sqlx::query(NEXT_JOB).bind(now).bind(LONGEST_PAUSE_MS);
+            let next = next.fetch_optional(&mut *tx).await.doing(doing)?;
             let Some(next) = next else { break None };
             let row = JobRow::read(&next)?;
             changed.push(row.id);
@@ -101,12 +125,14 @@ impl Store {
         Ok(claimed)
     }
 
-    /// The checkpoint a claim was to go on from is damaged: removes its row, rewinds further, and returns the next older one.
+    /// The checkpoint a claim was to go on from does not match its hashes, or cannot be read: removes its row, rewinds further,
+    /// and returns the next older one.
     pub async fn claim_discard_checkpoint(
         &self,
         job: JobId,
         attempt: u64,
         checkpoint: CheckpointId,
+        damage: Damage,
         now: i64,
     ) -> Result<Option<CheckpointRow>, StoreError> {
         let doing = "discard a damaged checkpoint";
@@ -122,7 +148,7 @@ impl Store {
         if let Some(step) = step {
             let data = json!({
                 "code": "checkpoint_damaged",
-                "message": format!("the checkpoint of step {step} does not match its hashes: going on from an older one"),
+                "message": format!("the checkpoint of step {step} {}: going on from an older one", damage.as_text()),
                 "data": { "checkpoint": checkpoint, "step": step },
             });
             event_insert(&mut tx, job, "warning", now, data).await?;
@@ -300,7 +326,8 @@ async fn claim_row(
     let data = StartedDetail { worker, attempt: attempt.unsigned_abs(), resume_step: step };
     event_insert(tx, row.id, "job.started", now, data).await?;
     rewind(tx, row.id, resume.as_ref(), now).await?;
-    Ok(Claimed { job: row.id, attempt: attempt.unsigned_abs(), plan, secrets, resume })
+    let (job, attempt, server_errors) = (row.id, attempt.unsigned_abs(), row.server_errors);
+    Ok(Claimed { job, attempt, plan, secrets, resume, server_errors })
 }
 
 /// The job goes back to its checkpoint: what was reported after it is deleted (it will be reported again), and watchers are told.

@@ -61,6 +61,8 @@ pub struct JobRow {
     pub attempt: u64,
     /// Claims that ended badly since the last checkpoint.
     pub failed_attempts: u32,
+    /// Claims in a row that an error of the server ended.
+    pub server_errors: u32,
     /// Who runs it.
     pub worker: Option<WorkerId>,
     /// When the claim lapses, Unix ms.
@@ -138,6 +140,7 @@ impl JobRow {
             last_seq: column::<i64>(row, "next_seq")? - 1,
             attempt: count_column(row, "attempt")?,
             failed_attempts: column(row, "failed_attempts")?,
+            server_errors: column(row, "server_errors")?,
             worker: optional_id(row, "worker")?,
             lease_until: column(row, "lease_until")?,
             step: count_column(row, "step")?,

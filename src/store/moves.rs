@@ -115,7 +115,8 @@ pub(super) async fn job_leave(
     let Leave { to, status_reason, failure, failed_attempts } = leave;
     let moved = sqlx::query(
         "UPDATE jobs SET state = ?, status_reason = ?, failure = ?, failed_attempts = COALESCE(?, failed_attempts), \
-         finished_at = ?, requested = NULL, requested_reason = NULL, worker = NULL, lease_until = NULL, phase = NULL, eta_s = NULL, last_batch = NULL \
+         finished_at = ?, requested = NULL, requested_reason = NULL, worker = NULL, lease_until = NULL, phase = NULL, eta_s = NULL, last_batch = NULL, \
+         claim_not_before = 0 \
          WHERE id = ? AND state = ? AND attempt = ? RETURNING id",
     )
     .bind(to.as_str())
