@@ -5,6 +5,7 @@
 //! `part.place`, or `part.place:WHAT` where one place serves many calls. In a process of its own a point is set by
 //! `RLOOD_FAILPOINTS=NAME=ACTION` (`error`, `panic`, `exit`, `no_space`; several with `;`): it acts once, in whichever process
 //! comes first, and leaves a file of its name in `RLOOD_FAILPOINTS_DIR`. `*=note` notes every point that is reached there.
+//! `files.hash=slow:10000000` holds the hashing of files to so many bytes a second, every time ([`pace!`]).
 
 /// `std::io::Result<()>`: an error where a test asks for one.
 macro_rules! fail_point {
@@ -31,7 +32,18 @@ macro_rules! without {
     }};
 }
 
-pub(crate) use {fail_point, without};
+/// `Option<u64>`: the bytes a second to which a test holds this place.
+macro_rules! pace {
+    ($point:expr) => {{
+        #[cfg(any(test, feature = "failpoints"))]
+        let bytes_per_s = $crate::failpoint::bytes_per_s_at($point);
+        #[cfg(not(any(test, feature = "failpoints")))]
+        let bytes_per_s: Option<u64> = None;
+        bytes_per_s
+    }};
+}
+
+pub(crate) use {fail_point, pace, without};
 
 #[cfg(any(test, feature = "failpoints"))]
 pub use active::*;
@@ -60,6 +72,8 @@ mod active {
         NoSpace,
         /// Nothing; it is only noted.
         Note,
+        /// Bytes a second: the place is slow, every time.
+        Slow(u64),
     }
 
     /// What a test can take away.
@@ -111,7 +125,7 @@ mod active {
         let name = if what.is_empty() { point.to_owned() } else { format!("{point}:{what}") };
         let hooked = HOOK.with_borrow_mut(|hook| hook.as_mut().and_then(|hook| hook(&name)));
         match hooked.or_else(|| of_environment(&name)) {
-            None | Some(Action::Note) => Ok(()),
+            None | Some(Action::Note | Action::Slow(_)) => Ok(()),
             Some(Action::Error) => Err(io::Error::other(format!("a test lets {name} fail"))),
             Some(Action::NoSpace) => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
             Some(Action::Exit) => std::process::exit(EXIT),
@@ -119,10 +133,21 @@ mod active {
         }
     }
 
-    fn of_environment(name: &str) -> Option<Action> {
+    /// See [`pace!`](super::pace).
+    pub fn bytes_per_s_at(name: &str) -> Option<u64> {
+        plan().iter().find_map(|(point, action)| match action {
+            Action::Slow(bytes_per_s) if point == name => Some(*bytes_per_s),
+            _ => None,
+        })
+    }
+
+    fn plan() -> &'static [(String, Action)] {
         static PLAN: OnceLock<Vec<(String, Action)>> = OnceLock::new();
-        let plan = PLAN.get_or_init(|| std::env::var("RLOOD_FAILPOINTS").map(|text| parse(&text)).unwrap_or_default());
-        let (_, action) = plan.iter().find(|(point, _)| point == name || point == "*")?;
+        PLAN.get_or_init(|| std::env::var("RLOOD_FAILPOINTS").map(|text| parse(&text)).unwrap_or_default())
+    }
+
+    fn of_environment(name: &str) -> Option<Action> {
+        let (_, action) = plan().iter().find(|(point, _)| point == name || point == "*")?;
         let dir = PathBuf::from(std::env::var_os("RLOOD_FAILPOINTS_DIR")?);
         // Whoever makes the file is the one it happens to.
         File::create_new(dir.join(name.replace('/', "_"))).ok().map(|_| *action)
@@ -135,6 +160,9 @@ mod active {
             "exit" => Action::Exit,
             "no_space" => Action::NoSpace,
             "note" => Action::Note,
+            slow if slow.starts_with("slow:") => {
+                Action::Slow(slow["slow:".len()..].parse().expect("RLOOD_FAILPOINTS: slow:BYTES_A_SECOND"))
+            }
             other => panic!("RLOOD_FAILPOINTS: '{other}' is no action"),
         };
         let entry = |entry: &str| {

@@ -16,6 +16,7 @@ pub mod bundle;
 pub mod copy;
 pub mod held;
 mod initial;
+mod uploads;
 
 use std::collections::HashSet;
 use std::ffi::CString;
@@ -26,14 +27,16 @@ use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 
-use crate::failpoint::fail_point;
+use crate::failpoint::{fail_point, pace};
 use crate::id::{DatasetId, JobId};
 use crate::protocol::FileEntry;
+use uploads::Uploads;
 
 const LOCK: &str = "rlood.lock";
 
@@ -81,10 +84,20 @@ pub enum FilesError {
     },
 }
 
+impl FilesError {
+    /// This process, or the machine, has too many files open or too little memory: that says nothing of the file.
+    pub fn is_for_want_of_resources(&self) -> bool {
+        let FilesError::Io { source, .. } = self else { return false };
+        source.kind() == io::ErrorKind::OutOfMemory
+            || matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))
+    }
+}
+
 /// The server's directory, locked for this process. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct DataDir {
     root: Arc<PathBuf>,
+    uploads: Arc<Mutex<Uploads>>,
     _lock: Arc<File>,
 }
 
@@ -137,7 +150,7 @@ impl DataDir {
         create_private_dir(root)?;
         let root = fs::canonicalize(root).map_err(cannot("find", root))?;
         let lock = lock(&root)?;
-        let files = DataDir { root: Arc::new(root), _lock: Arc::new(lock) };
+        let files = DataDir { root: Arc::new(root), uploads: Arc::default(), _lock: Arc::new(lock) };
         remove_tree(&files.staging())?;
         for dir in [files.staging(), files.datasets(), files.checkpoints()] {
             create_private_dir(&dir)?;
@@ -195,45 +208,6 @@ impl DataDir {
         StagedFile::create(self.staging().join(name), limit_bytes).await
     }
 
-    /// Puts an uploaded file where its checkpoint is assembled; one of the same name before it is replaced.
-    pub async fn checkpoint_place(
-        &self,
-        uploaded: StagedDone,
-        job: JobId,
-        step: u64,
-        attempt: u64,
-        name: &str,
-    ) -> Result<(), FilesError> {
-        check_name(name)?;
-        let dir = self.staged_checkpoint(job, step, attempt);
-        create_private_dir(&dir)?;
-        uploaded.publish(&dir.join(name)).await
-    }
-
-    /// Verifies the uploaded files of a checkpoint against the list and moves them to their place, durably. Repeating it is
-    /// harmless. Blocking.
-    pub fn checkpoint_commit(
-        &self,
-        job: JobId,
-        step: u64,
-        attempt: u64,
-        files: &[FileEntry],
-    ) -> Result<(), FilesError> {
-        let (from, to) = (self.staged_checkpoint(job, step, attempt), self.checkpoint_dir(job, step, attempt));
-        if to.is_dir() {
-            return verify(&to, files);
-        }
-        verify(&from, files)?;
-        sync_dir(&from)?;
-        fail_point!("files.verified").map_err(cannot("move a checkpoint to", &to))?;
-        let parent = self.checkpoints().join(job.to_string());
-        create_private_dir(&parent)?;
-        sync_dir(&self.checkpoints())?;
-        fs::rename(&from, &to).map_err(cannot("move a checkpoint to", &to))?;
-        fail_point!("files.renamed").map_err(cannot("sync", &parent))?;
-        sync_dir(&parent)
-    }
-
     /// Compares a published checkpoint's files with their sizes and hashes. Blocking.
     pub fn checkpoint_verify(
         &self,
@@ -242,31 +216,18 @@ impl DataDir {
         attempt: u64,
         files: &[FileEntry],
     ) -> Result<(), FilesError> {
-        verify(&self.checkpoint_dir(job, step, attempt), files)
+        verify(&self.checkpoint_dir(job, step, attempt), files, compare_bytes)
     }
 
     /// Removes a checkpoint's directory. Blocking.
     pub fn checkpoint_remove(&self, job: JobId, step: u64, attempt: u64) -> Result<(), FilesError> {
+        self.checkpoint_published(job, step, attempt);
         remove_tree(&self.checkpoint_dir(job, step, attempt))
-    }
-
-    /// Removes what attempts up to this one uploaded and did not publish. Blocking.
-    pub fn staged_remove(&self, job: JobId, up_to_attempt: u64) -> Result<(), FilesError> {
-        let dir = self.staging().join(job.to_string());
-        if !dir.is_dir() {
-            return Ok(());
-        }
-        for attempt in entries(&dir)? {
-            let number = attempt.file_name().and_then(|name| name.to_str()?.parse::<u64>().ok());
-            if number.is_some_and(|number| number <= up_to_attempt) {
-                remove_tree(&attempt)?;
-            }
-        }
-        Ok(())
     }
 
     /// Removes everything of a job. Blocking.
     pub fn job_remove(&self, job: JobId) -> Result<(), FilesError> {
+        self.staged_remove(job, u64::MAX)?;
         remove_tree(&self.staging().join(job.to_string()))?;
         remove_tree(&self.initial_dir(job))?;
         remove_tree(&self.checkpoints().join(job.to_string()))
@@ -318,10 +279,6 @@ impl DataDir {
     fn checkpoints(&self) -> PathBuf {
         self.root.join("checkpoints")
     }
-
-    fn staged_checkpoint(&self, job: JobId, step: u64, attempt: u64) -> PathBuf {
-        self.staging().join(job.to_string()).join(attempt.to_string()).join(step.to_string())
-    }
 }
 
 impl StagedFile {
@@ -335,6 +292,9 @@ impl StagedFile {
         self.size_bytes += bytes.len() as u64;
         if self.size_bytes > self.limit_bytes {
             return Err(FilesError::TooLarge { limit_bytes: self.limit_bytes });
+        }
+        if let Some(wait) = pace!("files.hash").and_then(|bytes_per_s| time_for(bytes.len(), bytes_per_s)) {
+            tokio::time::sleep(wait).await;
         }
         self.hasher.update(bytes);
         fail_point!("files.write").map_err(cannot("write to", self.path.path()))?;
@@ -390,10 +350,24 @@ pub fn hash_file(path: &Path) -> Result<(u64, String), FilesError> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(cannot("read", path)(error)),
         };
+        if let Some(wait) = pace!("files.hash").and_then(|bytes_per_s| time_for(read, bytes_per_s)) {
+            std::thread::sleep(wait);
+        }
         hasher.update(buffer.get(..read).unwrap_or_default());
         size_bytes += read as u64;
     }
     Ok((size_bytes, hex(&hasher.finalize())))
+}
+
+/// How long this number of bytes takes at a pace.
+fn time_for(bytes: usize, bytes_per_s: u64) -> Option<Duration> {
+    Duration::try_from_secs_f64(bytes as f64 / bytes_per_s as f64).ok()
+}
+
+/// Reads the beginning of a file, to see whether it can be read at all. Blocking.
+pub fn read_first_bytes(path: &Path) -> Result<(), FilesError> {
+    let mut first = [0; 4096];
+    File::open(path).and_then(|mut file| file.read(&mut first)).map(drop).map_err(cannot("read", path))
 }
 
 /// Makes the entries of a directory durable. Blocking.
@@ -474,26 +448,23 @@ fn remove_tree(path: &Path) -> Result<(), FilesError> {
     }
 }
 
-/// The files of the list are all there, with their sizes and hashes, and nothing else is.
-fn verify(dir: &Path, files: &[FileEntry]) -> Result<(), FilesError> {
-    let mismatch = |name: &str, what: &str| FilesError::Mismatch { name: name.to_owned(), what: what.to_owned() };
+/// The files of the list are all there, and nothing else is; `compare` says whether the bytes of one are as listed.
+fn verify(
+    dir: &Path,
+    files: &[FileEntry],
+    compare: impl Fn(&Path, &FileEntry) -> Result<(), FilesError>,
+) -> Result<(), FilesError> {
     let mut expected = HashSet::new();
-    for FileEntry { name, size_bytes, sha256 } in files {
-        check_name(name)?;
-        if !expected.insert(dir.join(name)) {
-            return Err(mismatch(name, "listed twice"));
+    for file in files {
+        check_name(&file.name)?;
+        let path = dir.join(&file.name);
+        if !expected.insert(path.clone()) {
+            return Err(mismatch(&file.name, "listed twice"));
         }
-        let path = dir.join(name);
         if !path.is_file() {
-            return Err(mismatch(name, "not uploaded"));
+            return Err(mismatch(&file.name, "not uploaded"));
         }
-        let (found_bytes, found_sha256) = hash_file(&path)?;
-        if found_bytes != *size_bytes {
-            return Err(mismatch(name, &format!("{found_bytes} bytes instead of {size_bytes}")));
-        }
-        if found_sha256 != *sha256 {
-            return Err(mismatch(name, "its SHA-256 is not the listed one"));
-        }
+        compare(&path, file)?;
     }
     if files.is_empty() {
         return Err(mismatch("manifest.json", "not listed"));
@@ -505,6 +476,26 @@ fn verify(dir: &Path, files: &[FileEntry]) -> Result<(), FilesError> {
         }
     }
     Ok(())
+}
+
+/// Compares a file's bytes with its size and hash in a list. Blocking, and as long as reading the file takes.
+pub fn compare_bytes(path: &Path, file: &FileEntry) -> Result<(), FilesError> {
+    let (size_bytes, sha256) = hash_file(path)?;
+    compare_sums(file, size_bytes, &sha256)
+}
+
+fn compare_sums(file: &FileEntry, size_bytes: u64, sha256: &str) -> Result<(), FilesError> {
+    if size_bytes != file.size_bytes {
+        return Err(mismatch(&file.name, &format!("{size_bytes} bytes instead of {}", file.size_bytes)));
+    }
+    if sha256 != file.sha256 {
+        return Err(mismatch(&file.name, "its SHA-256 is not the listed one"));
+    }
+    Ok(())
+}
+
+fn mismatch(name: &str, what: &str) -> FilesError {
+    FilesError::Mismatch { name: name.to_owned(), what: what.to_owned() }
 }
 
 #[cfg(test)]

@@ -53,7 +53,7 @@ pub mod worker;
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::Body;
@@ -112,6 +112,8 @@ pub struct AppState {
     pub failures: Arc<throttle::Failures>,
     /// Which workers were refused.
     pub refused_workers: Arc<worker::RefusedWorkers>,
+    /// What the routes of workers remember.
+    pub workers: Arc<worker::WorkerState>,
     /// Cancelled when the server takes no more requests: those that wait for something are answered at once.
     pub stopping: CancellationToken,
 }
@@ -134,6 +136,7 @@ impl AppState {
             keyed: Arc::default(),
             failures: Arc::default(),
             refused_workers: Arc::default(),
+            workers: Arc::default(),
             stopping: CancellationToken::new(),
         }
     }
@@ -164,13 +167,20 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
 
 /// The whole service: serve it, or call it in a test with `tower::ServiceExt::oneshot`.
 pub fn router(state: AppState) -> Router {
-    let worker =
-        worker::routes().split_for_parts().0.layer(middleware::from_fn_with_state(state.clone(), auth::require_worker));
-    let body = ServiceBuilder::new()
-        .map_request(with_known_coding)
-        .layer(RequestBodyTimeoutLayer::new(state.config.edge.body_pause))
-        .layer(RequestDecompressionLayer::new())
-        .map_request(|request: axum::http::Request<_>| request.map(Body::new));
+    let body = |pause: Duration| {
+        ServiceBuilder::new()
+            .map_request(with_known_coding)
+            .layer(RequestBodyTimeoutLayer::new(pause))
+            .layer(RequestDecompressionLayer::new())
+            .map_request(|request: axum::http::Request<_>| request.map(Body::new))
+    };
+    let worker = worker::routes()
+        .split_for_parts()
+        .0
+        .layer(middleware::from_fn_with_state(state.clone(), auth::require_worker))
+        .method_not_allowed_fallback(wrong_method)
+        .layer(DefaultBodyLimit::max(JSON_LIMIT_BYTES))
+        .layer(body(state.config.edge.transfer_pause));
     // The layer is around the fallbacks too: what does not exist is not told to somebody without a key.
     let guarded = routes()
         .split_for_parts()
@@ -180,10 +190,10 @@ pub fn router(state: AppState) -> Router {
         .layer(middleware::from_fn_with_state(state.clone(), auth::require_access));
     guarded
         .merge(web::routes())
-        .merge(worker)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(JSON_LIMIT_BYTES))
-        .layer(body)
+        .layer(body(state.config.edge.body_pause))
+        .merge(worker)
         .layer(middleware::from_fn_with_state(state.clone(), browser::guard_browser))
         .layer(CatchPanicLayer::custom(panicked))
         .layer(middleware::from_fn_with_state(state.clone(), around))

@@ -155,7 +155,7 @@ pub struct Failure {
 impl Failure {
     /// A fault of the machine that another attempt may not meet: its code, for the history.
     pub fn may_pass(&self) -> Option<&'static str> {
-        let passing = ["file_error", "scratch_error", "transfer_damaged"];
+        let passing = ["file_error", "scratch_error", "transfer_damaged", "transfer_failed"];
         passing.into_iter().find(|code| self.class == FailureClass::Infra && *code == self.code)
     }
 }

@@ -9,6 +9,7 @@
 //! GET  /worker/jobs/{id}/datasets/{dataset_id}?attempt=N  → ndjson, one record a line
 //! GET  /worker/jobs/{id}/resume/{name}?attempt=N          → a file of the checkpoint named in the claim
 //! GET  /worker/jobs/{id}/initial/{name}?attempt=N         → a file that the job begins with (warm start)
+//! POST /worker/jobs/{id}/damaged                          DamagedFile   → Inspection, held while the server reads the file
 //! POST /worker/jobs/{id}/heartbeat                        Heartbeat     → HeartbeatReply
 //! POST /worker/jobs/{id}/events                           EventBatch    → 204
 //! PUT  /worker/jobs/{id}/checkpoints/{step}/{name}?attempt=N   bytes    → 204
@@ -36,6 +37,7 @@
 //!   and what they hold that is gone since is dropped before they are sent.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -54,6 +56,10 @@ pub use rewards::*;
 
 /// The number of this protocol, the plan included; see the rule above.
 pub const PROTOCOL: u32 = 2;
+
+/// How long a transfer between server and worker may stand still, on either side: it ends when no byte has flowed for this
+/// long, however long it takes in all.
+pub const TRANSFER_STALL: Duration = Duration::from_secs(60);
 
 /// Of whoever says none.
 const fn first_protocol() -> u32 {
@@ -154,6 +160,52 @@ pub struct ResumePoint {
     pub files: Vec<FileEntry>,
 }
 
+/// A file of a checkpoint that the worker could not fetch whole: its bytes do not match their hash, or the transfer breaks off
+/// again and again. The server reads the file itself before it believes that.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct DamagedFile {
+    /// The fence.
+    pub attempt: u64,
+    /// Which of the claim's lists the file stands in.
+    pub list: FileList,
+    /// Optimizer steps of the checkpoint to go on from; 0 for `initial`.
+    pub step: u64,
+    /// The file's name in the list.
+    pub file: String,
+}
+
+/// A list of files in a claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FileList {
+    /// `resume`: the checkpoint to go on from.
+    Resume,
+    /// `initial`: what a job with a warm start begins with.
+    Initial,
+}
+
+/// What the server found when it read a file that a worker reported.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Inspection {
+    /// What was found.
+    pub verdict: Verdict,
+    /// Of a damaged file in `resume`: the next older checkpoint to go on from; null = from the beginning.
+    #[serde(default)]
+    pub resume: Option<ResumePoint>,
+}
+
+/// What the server found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The server is still reading the file: ask again.
+    Checking,
+    /// The file is as listed: fetch it again.
+    Whole,
+    /// The file is damaged. A checkpoint to go on from is discarded by now.
+    Damaged,
+}
+
 /// A file of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, utoipa::ToSchema)]
 pub struct FileEntry {
@@ -190,6 +242,14 @@ pub struct HeartbeatReply {
     pub requested: Option<Requested>,
     /// From now, ms.
     pub lease_ms: u64,
+    /// Bytes of uploads that this server has received from the attempt so far: a worker whose upload is slow sees by it that
+    /// the bytes flow, wherever on the way they are buffered.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub received_bytes: u64,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// Events, in the order they happened; appended in one transaction.

@@ -11,6 +11,7 @@ mod client;
 mod clock;
 mod events;
 mod failure;
+mod fetch;
 mod host;
 mod journal;
 mod reports;
@@ -18,6 +19,7 @@ mod saving;
 mod signals;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 use std::io::Read;
 use std::path::PathBuf;

@@ -62,6 +62,8 @@ pub struct Edge {
     pub header_timeout: Duration,
     /// Between two pieces of a request's body.
     pub body_pause: Duration,
+    /// The same for what a worker sends: as long as the worker itself waits.
+    pub transfer_pause: Duration,
     /// Without any request in flight.
     pub idle_timeout: Duration,
     /// For a client to take what it was sent.
@@ -78,6 +80,7 @@ impl Default for Edge {
             disk_reserve_bytes: DISK_RESERVE_BYTES,
             header_timeout: Duration::from_secs(20),
             body_pause: Duration::from_secs(30),
+            transfer_pause: crate::protocol::TRANSFER_STALL,
             idle_timeout: Duration::from_secs(75),
             write_timeout: Duration::from_secs(60),
         }

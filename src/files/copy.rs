@@ -16,7 +16,7 @@ impl DataDir {
         let root = fs::canonicalize(root).map_err(cannot("find", root))?;
         let path = root.join(LOCK);
         let lock = File::open(&path).map_err(cannot("open the lock file", &path))?;
-        Ok(DataDir { root: Arc::new(root), _lock: Arc::new(lock) })
+        Ok(DataDir { root: Arc::new(root), uploads: Arc::default(), _lock: Arc::new(lock) })
     }
 }
 

@@ -255,6 +255,11 @@ impl Problem {
     pub fn detail(&self) -> &str {
         &self.inner.detail
     }
+
+    /// What happened, for the log.
+    pub fn cause(&self) -> &str {
+        self.inner.cause.as_deref().unwrap_or(&self.inner.detail)
+    }
 }
 
 impl From<StoreError> for Problem {

@@ -59,10 +59,13 @@ pub struct JobView {
     requested: Option<Requested>,
     /// Where the loop is, or was when it stopped.
     phase: Option<Phase>,
-    /// Why it waits or paused: `waiting_for_reward`, `reward_outage`, ….
+    /// Why it waits or paused: `waiting_for_reward`, `reward_outage`, `server_error`, ….
     status_reason: Option<String>,
     /// Claims so far.
     attempt: u64,
+    /// Times in a row that the server could not hand the job to a worker because of an error of its own. They cost the job
+    /// nothing; meanwhile it is queued with the `status_reason` `server_error`.
+    server_errors: u32,
     /// Where it runs: `cpu`, `cuda:0`; null unless it does.
     device: Option<String>,
     /// The `seq` of its latest event: `/jobs/{id}/events` after it tells what this does not say yet.
@@ -133,6 +136,7 @@ impl JobView {
             phase: row.phase,
             status_reason: row.status_reason,
             attempt: row.attempt,
+            server_errors: row.server_errors,
             device,
             last_seq: row.last_seq,
             step: row.step,

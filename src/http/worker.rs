@@ -5,7 +5,10 @@
 //!
 //! Longer than other files: all of the protocol's routes, one short handler each.
 
-use std::collections::BTreeSet;
+mod damaged;
+mod trouble;
+
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -57,6 +60,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .route("/worker/jobs/{id}/datasets/{dataset}", get(send_dataset))
         .route("/worker/jobs/{id}/resume/{name}", get(send_resume_file))
         .route("/worker/jobs/{id}/initial/{name}", get(send_initial_file))
+        .route("/worker/jobs/{id}/damaged", post(damaged::inspect_file))
         .route("/worker/jobs/{id}/heartbeat", post(take_heartbeat))
         .route("/worker/jobs/{id}/events", post(append_events))
         .route("/worker/jobs/{id}/checkpoints/{step}/{name}", put(upload_file))
@@ -103,6 +107,34 @@ fn same_protocol(theirs: u32) -> Result<(), Problem> {
     Err(Problem::new(Code::ProtocolMismatch, detail))
 }
 
+/// What the routes remember from call to call; nothing of it needs to outlive the server.
+#[derive(Debug, Default)]
+pub struct WorkerState {
+    trouble: trouble::Trouble,
+    inspections: damaged::Inspections,
+    received: ReceivedBytes,
+}
+
+/// Bytes of uploads received so far, by job and attempt.
+#[derive(Debug, Default)]
+struct ReceivedBytes(Mutex<HashMap<(JobId, u64), u64>>);
+
+impl ReceivedBytes {
+    fn add(&self, job: JobId, attempt: u64, bytes: usize) {
+        let mut received = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *received.entry((job, attempt)).or_default() += bytes as u64;
+    }
+
+    fn of(&self, job: JobId, attempt: u64) -> u64 {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&(job, attempt)).copied().unwrap_or(0)
+    }
+
+    fn forget(&self, job: JobId, up_to_attempt: u64) {
+        let mut received = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        received.retain(|(of, attempt), _| *of != job || *attempt > up_to_attempt);
+    }
+}
+
 /// Workers that were refused, so that each is logged once.
 #[derive(Debug, Default)]
 pub struct RefusedWorkers(Mutex<BTreeSet<WorkerId>>);
@@ -127,16 +159,12 @@ async fn claim(
     let mut queue = state.store.queue_changed();
     loop {
         queue.mark_unchanged();
-        while let Some(claimed) = next_job(&state, body.worker).await? {
-            match prepare(&state, &body, claimed).await {
-                Ok(Some(claim)) => return Ok(Json(claim).into_response()),
-                // It failed or was lost on the way: the next one.
-                Ok(None) => {}
-                Err(problem) => return Err(problem),
-            }
+        if let Some(claim) = next_claim(&state, &body).await? {
+            return Ok(Json(claim).into_response());
         }
+        let until = trouble::next_try(&state).await?.map_or(deadline, |next| next.min(deadline));
         let woken = tokio::select! {
-            woken = tokio::time::timeout_at(deadline, queue.changed()) => matches!(woken, Ok(Ok(()))),
+            woken = tokio::time::timeout_at(until, queue.changed()) => woken.map_or(until < deadline, |woken| woken.is_ok()),
             () = state.stopping.cancelled() => false,
         };
         if !woken {
@@ -144,6 +172,27 @@ async fn claim(
         }
         pass.check(&state).await?;
     }
+}
+
+/// The next job that the server can hand out. What fails on the server's side while it prepares a claim is not the job's fault:
+/// the claim is released, the job waits a little, and the next job is tried.
+async fn next_claim(state: &AppState, asked: &ClaimRequest) -> Result<Option<Claim>, Problem> {
+    trouble::release_left_over(state).await;
+    while !state.workers.trouble.is_pausing()
+        && let Some(claimed) = next_job(state, asked.worker).await?
+    {
+        let (job, attempt, errors) = (claimed.job, claimed.attempt, claimed.server_errors);
+        match prepare(state, asked, claimed).await {
+            Ok(Some(claim)) => {
+                trouble::completed(state, job, attempt, errors).await;
+                return Ok(Some(claim));
+            }
+            // It failed or was lost on the way.
+            Ok(None) => {}
+            Err(problem) => trouble::failed(state, job, attempt, &problem).await,
+        }
+    }
+    Ok(None)
 }
 
 /// The next job for this worker; none while the disk is nearly full: it could not keep what it learns.
@@ -157,7 +206,7 @@ async fn next_job(state: &AppState, worker: WorkerId) -> Result<Option<Claimed>,
 
 /// A claim with all a worker needs; `None` when the job cannot run or is not ours any more.
 async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Result<Option<Claim>, Problem> {
-    let Claimed { job, attempt, plan, secrets, resume, checkpoint_soon } = claimed;
+    let Claimed { job, attempt, plan, secrets, resume, checkpoint_soon, server_errors: _ } = claimed;
     let model = match state.store.model_get(&plan.model.id).await {
         Ok(model) => Some(model.source),
         // A plan may name a directory instead of a registered model.
@@ -175,8 +224,10 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
             step: None,
             suggestion: Some("register the model again and retry the job".to_owned()),
         };
-        unless_lost(state.store.job_finish(job, attempt, Outcome::Failed { failure }, clock_ms()).await)?;
-        return Ok(None);
+        return match state.store.job_finish(job, attempt, Outcome::Failed { failure }, clock_ms()).await {
+            Ok(()) | Err(StoreError::LeaseLost) => Ok(None),
+            Err(error) => Err(error.into()),
+        };
     };
     let mut reward_models = std::collections::BTreeMap::new();
     for id in plan.reward_models.keys() {
@@ -188,7 +239,8 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         }
     }
     blocking(state, move |files| files.staged_remove(job, attempt)).await?;
-    let Some(resume) = unless_lost(verified_resume(state, job, attempt, resume).await)? else { return Ok(None) };
+    state.workers.received.forget(job, attempt);
+    // Its bytes are not read here, however few they are: the worker compares what it fetches, and reports what is damaged.
     let resume = resume.map(|checkpoint| ResumePoint { step: checkpoint.step, files: checkpoint.files });
     let initial = blocking(state, move |files| files.initial_files(job)).await?.unwrap_or_default();
     let reward_reports = state.store.reward_health(job).await?.into_iter().map(|row| row.report).collect();
@@ -210,72 +262,6 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         callbacks: Some(super::callbacks::terms(state).await?),
         checkpoint_soon,
     }))
-}
-
-/// The newest checkpoint whose bytes are what its row says; damaged ones are discarded. The lease is kept meanwhile, since
-/// hashing large files takes its time.
-async fn verified_resume(
-    state: &AppState,
-    job: JobId,
-    attempt: u64,
-    mut resume: Option<CheckpointRow>,
-) -> Result<Option<CheckpointRow>, Refused> {
-    while let Some(checkpoint) = resume {
-        let CheckpointRow { step, attempt: writer, .. } = checkpoint;
-        let listed = checkpoint.files.clone();
-        let mut verifying =
-            std::pin::pin!(blocking_raw(state, move |files| files.checkpoint_verify(job, step, writer, &listed)));
-        let verdict = loop {
-            tokio::select! {
-                verdict = &mut verifying => break verdict,
-                () = tokio::time::sleep(Duration::from_millis(state.config.heartbeat_ms)) => {
-                    let phase = crate::event::Phase::Loading;
-                    let beat = Beat { phase, status_reason: None, step, eta_s: None, memory_bytes: None };
-                    state.store.job_heartbeat(job, attempt, beat, clock_ms(), lease_ms(state)).await?;
-                }
-            }
-        };
-        match verdict {
-            Ok(()) => return Ok(Some(checkpoint)),
-            Err(error @ (FilesError::Mismatch { .. } | FilesError::BadName { .. })) => {
-                tracing::error!(%job, step, error = chain(&error), "a checkpoint is damaged and discarded");
-                resume = state.store.claim_discard_checkpoint(job, attempt, checkpoint.id, clock_ms()).await?;
-                blocking(state, move |files| files.checkpoint_remove(job, step, writer)).await?;
-            }
-            Err(error) => return Err(Refused::Problem(error.into())),
-        }
-    }
-    Ok(None)
-}
-
-/// Why a step on the way to a claim did not work.
-enum Refused {
-    Lost,
-    Problem(Problem),
-}
-
-impl From<StoreError> for Refused {
-    fn from(error: StoreError) -> Self {
-        match error {
-            StoreError::LeaseLost => Refused::Lost,
-            other => Refused::Problem(other.into()),
-        }
-    }
-}
-
-impl From<Problem> for Refused {
-    fn from(problem: Problem) -> Self {
-        Refused::Problem(problem)
-    }
-}
-
-/// `None` when the claim was lost meanwhile.
-fn unless_lost<T, E: Into<Refused>>(result: Result<T, E>) -> Result<Option<T>, Problem> {
-    match result.map_err(Into::into) {
-        Ok(value) => Ok(Some(value)),
-        Err(Refused::Lost) => Ok(None),
-        Err(Refused::Problem(problem)) => Err(problem),
-    }
 }
 
 async fn send_dataset(
@@ -335,7 +321,8 @@ async fn take_heartbeat(
     let Heartbeat { attempt, phase, status_reason, step, eta_s, memory_bytes } = body;
     let beat = Beat { phase, status_reason, step, eta_s, memory_bytes };
     let requested = state.store.job_heartbeat(job, attempt, beat, clock_ms(), lease_ms(&state)).await?;
-    Ok(Json(HeartbeatReply { requested, lease_ms: state.config.lease_ms }))
+    let received_bytes = state.workers.received.of(job, attempt);
+    Ok(Json(HeartbeatReply { requested, lease_ms: state.config.lease_ms, received_bytes }))
 }
 
 async fn append_events(
@@ -410,7 +397,9 @@ async fn upload_file(
     let mut staged = state.files.stage(FILE_LIMIT_BYTES).await?;
     let mut body = request.into_body().into_data_stream();
     while let Some(piece) = body.next().await {
-        staged.write(&piece.map_err(|error| body_problem(&error))?).await?;
+        let piece = piece.map_err(|error| body_problem(&error))?;
+        state.workers.received.add(job, attempt, piece.len());
+        staged.write(&piece).await?;
     }
     state.files.checkpoint_place(staged.finish().await?, job, step, attempt, &name).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -448,6 +437,11 @@ pub(crate) async fn make_public(
 ) -> Result<CheckpointId, Problem> {
     let PublishCheckpoint { job, attempt, step, files, .. } = checkpoint;
     store.claim_check(job, attempt).await?;
+    // The answer to the first call was lost.
+    let rows = store.checkpoint_list(job).await?;
+    if let Some(row) = rows.iter().find(|row| (row.step, row.attempt) == (step, attempt) && row.files == files) {
+        return Ok(row.id);
+    }
     let listed = files.to_vec();
     let place = in_background(data, move |data| data.checkpoint_commit(job, step, attempt, &listed));
     let publication = if without!(ManifestLast) {
@@ -459,6 +453,7 @@ pub(crate) async fn make_public(
         fail_point!("publish.placed").map_err(Problem::internal)?;
         store.checkpoint_publish(checkpoint, now).await?
     };
+    data.checkpoint_published(job, step, attempt);
     fail_point!("publish.published").map_err(Problem::internal)?;
     let removed = publication.removed;
     // The new one is published: a directory that cannot be removed now is swept at the next start.
@@ -487,6 +482,7 @@ async fn finish_job(
 ) -> Result<StatusCode, Problem> {
     let Finish { attempt, outcome } = body;
     state.store.job_finish(job, attempt, outcome, clock_ms()).await?;
+    state.workers.received.forget(job, attempt);
     if let Err(problem) = blocking(&state, move |files| files.staged_remove(job, attempt)).await {
         tracing::warn!(%job, ?problem, "unpublished uploads could not be removed");
     }
@@ -502,14 +498,7 @@ async fn blocking<T: Send + 'static>(
     state: &AppState,
     work: impl FnOnce(&crate::files::DataDir) -> Result<T, FilesError> + Send + 'static,
 ) -> Result<T, Problem> {
-    blocking_raw(state, work).await.map_err(Problem::from)
-}
-
-async fn blocking_raw<T: Send + 'static>(
-    state: &AppState,
-    work: impl FnOnce(&crate::files::DataDir) -> Result<T, FilesError> + Send + 'static,
-) -> Result<T, FilesError> {
-    in_background(&state.files, work).await
+    in_background(&state.files, work).await.map_err(Problem::from)
 }
 
 async fn in_background<T: Send + 'static>(

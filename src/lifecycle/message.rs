@@ -75,6 +75,7 @@ pub struct QueuedDetail {
     #[schema(nullable = false)]
     pub by: Option<String>,
     /// Why it was taken back from its worker, or what it no longer waits for: `worker_lost`, `worker_shutdown`, `preempted`,
+    /// `server_error`,
     /// `disk_full`, `reward_outage`, ….
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]

@@ -10,6 +10,7 @@ use super::attempts::{End, end_store, give_up, progress, reached_settle, was_int
 use super::doctor::doctor_rewind;
 use super::events::event_insert;
 use super::moves::{Leave, job_leave};
+use super::server_errors::LONGEST_PAUSE_MS;
 use super::workers::{worker_mark_lost, worker_touch};
 use super::{CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, word, word_column};
 use crate::event::Phase;
@@ -37,6 +38,8 @@ pub struct Claimed {
     pub resume: Option<CheckpointRow>,
     /// An earlier attempt was interrupted: this one saves more often, so that the next one repeats less.
     pub checkpoint_soon: bool,
+    /// Claims in a row before this one that an error of the server ended.
+    pub server_errors: u32,
 }
 
 /// A heartbeat's news.
@@ -54,9 +57,29 @@ pub struct Beat {
     pub memory_bytes: Option<u64>,
 }
 
-/// The next job. The planner would rather sort all queued rows, so the index is named.
-pub const NEXT_JOB: &str =
-    "SELECT * FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' ORDER BY priority DESC, queue_order LIMIT 1";
+/// What is wrong with a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Damage {
+    /// Its bytes are not those that were published.
+    Mismatch,
+    /// The disk does not give its bytes.
+    Unreadable,
+}
+
+impl Damage {
+    fn as_text(self) -> &'static str {
+        match self {
+            Damage::Mismatch => "does not match its hashes",
+            Damage::Unreadable => "cannot be read from the server's disk",
+        }
+    }
+}
+
+/// The next job; `?1` is now, `?2` the longest pause after an error of the server (a time further ahead is from before the clock
+/// was set back). The planner would rather sort all queued rows, so the index is named.
+pub const NEXT_JOB: &str = "SELECT * FROM jobs INDEXED BY jobs_queue \
+     WHERE state = 'queued' AND (claim_not_before <= ?1 OR claim_not_before > ?1 + ?2) \
+     ORDER BY priority DESC, queue_order LIMIT 1";
 /// Claims whose lease lapsed before this time.
 pub const LAPSED_JOBS: &str = "SELECT * FROM jobs INDEXED BY jobs_leases WHERE state = 'running' AND lease_until < ?";
 /// What a worker holds.
@@ -79,7 +102,8 @@ impl Store {
             changed.push(held.id);
         }
         let claimed = loop {
-            let next = sqlx::query(NEXT_JOB).fetch_optional(&mut *tx).await.doing(doing)?;
+            let next = sqlx::query(NEXT_JOB).bind(now).bind(LONGEST_PAUSE_MS);
+            let next = next.fetch_optional(&mut *tx).await.doing(doing)?;
             let Some(next) = next else { break None };
             let row = JobRow::read(&next)?;
             changed.push(row.id);
@@ -106,12 +130,14 @@ impl Store {
         Ok(claimed)
     }
 
-    /// The checkpoint a claim was to go on from is damaged: removes its row, rewinds further, and returns the next older one.
+    /// The checkpoint a claim was to go on from does not match its hashes, or cannot be read: removes its row, rewinds further,
+    /// and returns the next older one.
     pub async fn claim_discard_checkpoint(
         &self,
         job: JobId,
         attempt: u64,
         checkpoint: CheckpointId,
+        damage: Damage,
         now: i64,
     ) -> Result<Option<CheckpointRow>, StoreError> {
         let doing = "discard a damaged checkpoint";
@@ -127,7 +153,7 @@ impl Store {
         if let Some(step) = step {
             let data = json!({
                 "code": "checkpoint_damaged",
-                "message": format!("the checkpoint of step {step} does not match its hashes: going on from an older one"),
+                "message": format!("the checkpoint of step {step} {}: going on from an older one", damage.as_text()),
                 "data": { "checkpoint": checkpoint, "step": step },
             });
             event_insert(&mut tx, job, "warning", now, data).await?;

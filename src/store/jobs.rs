@@ -66,6 +66,8 @@ pub struct JobRow {
     pub reached: Option<Cursor>,
     /// Resident memory of its worker, as last said.
     pub memory_bytes: Option<u64>,
+    /// Claims in a row that an error of the server ended.
+    pub server_errors: u32,
     /// Who runs it.
     pub worker: Option<WorkerId>,
     /// When the claim lapses, Unix ms.
@@ -145,6 +147,7 @@ impl JobRow {
             failed_attempts: column(row, "failed_attempts")?,
             reached: reached_column(row)?,
             memory_bytes: column::<Option<i64>>(row, "memory_bytes")?.map(i64::unsigned_abs),
+            server_errors: column(row, "server_errors")?,
             worker: optional_id(row, "worker")?,
             lease_until: column(row, "lease_until")?,
             step: count_column(row, "step")?,

@@ -123,7 +123,8 @@ pub(super) async fn job_leave(
     };
     let moved = sqlx::query(
         "UPDATE jobs SET state = ?, status_reason = ?, failure = ?, failed_attempts = COALESCE(?, failed_attempts), \
-         reached = COALESCE(?, reached), finished_at = ?, requested = NULL, requested_reason = NULL, worker = NULL, lease_until = NULL, phase = NULL, eta_s = NULL, last_batch = NULL \
+         reached = COALESCE(?, reached), finished_at = ?, requested = NULL, requested_reason = NULL, worker = NULL, lease_until = NULL, phase = NULL, eta_s = NULL, last_batch = NULL, \
+         claim_not_before = 0 \
          WHERE id = ? AND state = ? AND attempt = ? RETURNING id",
     )
     .bind(to.as_str())

@@ -28,7 +28,7 @@ use crate::event::Phase;
 use crate::job::Failure;
 use crate::modelcard;
 use crate::outgoing::OutgoingPolicy;
-use crate::protocol::{Claim, FileEntry, Finish, Heartbeat, Outcome};
+use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::{Rewards, Surroundings};
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{DatasetPlan, eval_secret_name};
@@ -67,12 +67,12 @@ impl From<Failure> for Cut {
 }
 
 /// What the parts of an attempt share.
-struct Attempt {
-    client: Client,
-    held: Held,
+pub(super) struct Attempt {
+    pub(super) client: Client,
+    pub(super) held: Held,
     stop: StopSignal,
-    progress: Progress,
-    events: Events,
+    pub(super) progress: Progress,
+    pub(super) events: Events,
 }
 
 /// Everything the engine needs, on this machine.
@@ -189,7 +189,7 @@ fn last_line(outcome: &Outcome) -> String {
 }
 
 impl Attempt {
-    async fn work(&self, worker: &Worker, claim: Claim) -> Result<(), Cut> {
+    async fn work(&self, worker: &Worker, mut claim: Claim) -> Result<(), Cut> {
         let saving = Saving::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
         let position = || self.progress.get();
         let policy = OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
@@ -230,7 +230,7 @@ impl Attempt {
             .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
             .map_err(|error| failure::of_client(&error, position()))?;
         let prepared = tokio::select! {
-            prepared = self.prepare(&claim, &journal, scratch.path()) => prepared?,
+            prepared = self.prepare(&mut claim, &journal, scratch.path()) => prepared?,
             stop = self.stop.wait_for(|_| true) => return Err(Cut::Stopped(stop)),
         };
         let ready = async {
@@ -298,7 +298,7 @@ impl Attempt {
         }
     }
 
-    async fn prepare(&self, claim: &Claim, journal: &Journal, scratch: &Path) -> Result<Prepared, Failure> {
+    async fn prepare(&self, claim: &mut Claim, journal: &Journal, scratch: &Path) -> Result<Prepared, Failure> {
         let (rollouts, answers) = self.fetched(journal.recall(&self.client, self.held).await)?;
         if rollouts > 0 {
             self.events.log(format!(
@@ -324,8 +324,8 @@ impl Attempt {
             Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
             None => Vec::new(),
         };
-        let resume = self.fetch_checkpoint(claim, scratch).await?;
-        Ok(Prepared { rows, eval_rows, resume, initial: self.fetch_initial(claim, scratch).await? })
+        let resume = self.fetch_checkpoint(&mut claim.resume, scratch).await?;
+        Ok(Prepared { rows, eval_rows, resume, initial: self.fetch_initial(&claim.initial, scratch).await? })
     }
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
@@ -339,44 +339,17 @@ impl Attempt {
         }
     }
 
-    async fn fetch_checkpoint(&self, claim: &Claim, scratch: &Path) -> Result<Option<PathBuf>, Failure> {
-        let Some(resume) = &claim.resume else { return Ok(None) };
-        self.fetch_files("resume", &resume.files, scratch.join(format!("resume-{}", resume.step))).await.map(Some)
-    }
-
-    /// What a warm start begins with.
-    async fn fetch_initial(&self, claim: &Claim, scratch: &Path) -> Result<Option<PathBuf>, Failure> {
-        if claim.initial.is_empty() {
-            return Ok(None);
-        }
-        self.fetch_files("initial", &claim.initial, scratch.join("initial")).await.map(Some)
-    }
-
-    /// Files of a checkpoint into a new directory.
-    async fn fetch_files(&self, route: &str, files: &[FileEntry], dir: PathBuf) -> Result<PathBuf, Failure> {
-        std::fs::create_dir(&dir)
-            .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
-            .map_err(|error| failure::of_client(&error, self.progress.get()))?;
-        for file in files {
-            let named = crate::files::check_name(&file.name).map_err(|error| ClientError::Refused {
-                status: 0,
-                code: "file_name".to_owned(),
-                detail: error.to_string(),
-            });
-            self.fetched(named)?;
-            let to = dir.join(&file.name);
-            self.fetched(fetch(|| self.client.checkpoint_file(self.held, route, file, &to)).await)?;
-        }
-        Ok(dir)
-    }
-
-    /// A failed transfer as a failure; a lost claim only raises the stop, which ends the preparation.
-    fn fetched<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
+    /// A failed transfer as a failure; a lost claim, or a server that is gone, only raises the stop, which ends the preparation.
+    pub(super) fn fetched<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
         result.map_err(|error| {
-            if matches!(error, ClientError::LeaseLost) || error.is_transient() {
+            let is_answered = self.progress.hears_server();
+            if matches!(error, ClientError::LeaseLost) || (error.is_transient() && !is_answered) {
                 self.stop.raise(Stop::LeaseLost);
             }
             match &error {
+                transient if transient.is_transient() && is_answered => {
+                    failure::transfer_failed(transient, self.progress.get())
+                }
                 ClientError::Refused { status: 404 | 410, detail, .. } => {
                     failure::dataset_missing(detail, self.progress.get())
                 }
@@ -469,6 +442,7 @@ async fn beat(
         let pause = match client.heartbeat(held, &beat).await {
             Ok(reply) => {
                 answered = clock::now();
+                progress.heard();
                 if let Some(requested) = reply.requested {
                     stop.request(requested);
                 }

@@ -1,21 +1,24 @@
-//! The worker protocol, the worker's side: typed calls, and which errors are worth another try.
+//! The worker protocol, the worker's side: typed calls, and which errors are worth another try. How long a call may take stands
+//! here; when a transfer has failed stands in `transfer.rs`.
 
 use std::path::Path;
 use std::time::Duration;
 
 use reqwest::{Method, RequestBuilder, Response, StatusCode, Url};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use sha2::{Digest, Sha256};
-use tokio::io::AsyncWriteExt;
+use tokio::sync::watch;
 
 use super::clock;
+use super::transfer::{TransferLimits, bytes_body, file_body, read_body, read_file, send_body, send_within};
 use crate::causes::with_causes;
 use crate::failpoint::fail_point;
 use crate::id::{DatasetId, JobId};
 use crate::protocol::{
-    CallbackNews, Claim, ClaimError, ClaimRequest, EventBatch, FileEntry, Finish, Heartbeat, HeartbeatReply,
-    JournalBatch, JournalPage, Publish, Published, Register, Registered, RewardReports, read_claim,
+    CallbackNews, Claim, ClaimError, ClaimRequest, DamagedFile, EventBatch, FileEntry, FileList, Finish, Heartbeat,
+    HeartbeatReply, Inspection, JournalBatch, JournalPage, Publish, Published, Register, Registered, RewardReports,
+    read_claim,
 };
 
 /// How long a worker goes on without an answer from the server.
@@ -24,14 +27,14 @@ pub(super) const OUTAGE: Duration = Duration::from_secs(15 * 60);
 const CALL: Duration = Duration::from_secs(30);
 /// Of a heartbeat: a few fit into a lease.
 const BEAT: Duration = Duration::from_secs(8);
-/// Of the pause between two pieces of a transfer.
-const STALL: Duration = Duration::from_secs(60);
+/// The head of an answer that the server may hold back for a while because there is nothing to say yet.
+const HELD_CALL: Duration = Duration::from_secs(60);
 /// Tries of a download that arrives damaged.
-const DAMAGED_TRIES: u32 = 3;
+pub(super) const DAMAGED_TRIES: u32 = 3;
 /// The first pause before another try; it doubles.
-const FIRST_DELAY: Duration = Duration::from_millis(200);
+pub(super) const FIRST_DELAY: Duration = Duration::from_millis(200);
 /// The longest pause.
-const LONGEST_DELAY: Duration = Duration::from_secs(5);
+pub(super) const LONGEST_DELAY: Duration = Duration::from_secs(5);
 
 /// Why the server did not do what a worker asked.
 #[derive(Debug, thiserror::Error)]
@@ -61,9 +64,18 @@ pub enum ClientError {
     /// No answer.
     #[error("the server cannot be reached")]
     Unreachable(#[source] reqwest::Error),
+    /// The answer broke off before its end.
+    #[error("the server's answer broke off")]
+    Interrupted(#[source] reqwest::Error),
+    /// Nothing moved for too long.
+    #[error("no byte has flowed for {} s", .limit.as_secs())]
+    Stalled {
+        /// For how long.
+        limit: Duration,
+    },
     /// The answer is not what the protocol says.
     #[error("the server's answer is not understood; are both of the same version?")]
-    Protocol(#[source] reqwest::Error),
+    Protocol(#[source] serde_json::Error),
     /// One of the two is of another version.
     #[error("{0}")]
     OtherProtocol(String),
@@ -97,7 +109,11 @@ impl ClientError {
     /// The same call may succeed later.
     pub(super) fn is_transient(&self) -> bool {
         match self {
-            ClientError::Unavailable(_) | ClientError::Unreachable(_) | ClientError::StorageFull => true,
+            ClientError::Unavailable(_)
+            | ClientError::Unreachable(_)
+            | ClientError::Interrupted(_)
+            | ClientError::Stalled { .. }
+            | ClientError::StorageFull => true,
             ClientError::Damaged { .. }
             | ClientError::LeaseLost
             | ClientError::Unauthorized
@@ -110,7 +126,8 @@ impl ClientError {
     }
 }
 
-/// Repeats a call while its error is worth `another` try, for up to [`OUTAGE`].
+/// Repeats a call while its error is worth `another` try, for up to [`OUTAGE`] after the first one: a long transfer that breaks
+/// off at its end has another try, too.
 pub(super) async fn persist<T, F>(
     mut call: impl FnMut() -> F,
     another: impl Fn(&ClientError) -> bool,
@@ -118,11 +135,11 @@ pub(super) async fn persist<T, F>(
 where
     F: Future<Output = Result<T, ClientError>>,
 {
-    let begun = clock::now();
+    let mut failing_since = None;
     let mut delay = FIRST_DELAY;
     loop {
         match call().await {
-            Err(error) if another(&error) && clock::now() - begun < OUTAGE => {
+            Err(error) if another(&error) && clock::now() - *failing_since.get_or_insert_with(clock::now) < OUTAGE => {
                 tracing::debug!(error = with_causes(&error), "trying again");
                 tokio::time::sleep(delay).await;
                 delay = (delay * 2).min(LONGEST_DELAY);
@@ -160,6 +177,9 @@ pub(super) struct Client {
     http: reqwest::Client,
     base: Url,
     token: String,
+    limits: TransferLimits,
+    /// Bytes of uploads that the server has received, as it says in its answers to heartbeats.
+    received: watch::Sender<u64>,
 }
 
 /// A claim, as the calls name it.
@@ -186,106 +206,139 @@ impl Client {
         }
         let mut builder = reqwest::Client::builder()
             .connect_timeout(Duration::from_secs(5))
-            .read_timeout(STALL)
             .user_agent(concat!("rlood-worker/", env!("CARGO_PKG_VERSION")));
         if child {
             builder = builder.no_proxy();
         }
         let http = builder.build().map_err(|error| format!("the HTTP client cannot be made: {error}"))?;
-        Ok(Self { http, base, token: token.to_owned() })
+        let (limits, received) = (TransferLimits::default(), watch::Sender::default());
+        Ok(Self { http, base, token: token.to_owned(), limits, received })
+    }
+
+    /// The same with other limits on transfers.
+    #[cfg(test)]
+    pub(super) fn with_limits(self, limits: TransferLimits) -> Self {
+        Self { limits, ..self }
     }
 
     pub(super) async fn register(&self, register: &Register) -> Result<Registered, ClientError> {
-        json(answer("register", self.request(Method::POST, &["register"], None).timeout(CALL).json(register)).await?)
-            .await
+        let request = self.request(Method::POST, &["register"], None).timeout(CALL).json(register);
+        self.json(answer("register", send_within(CALL, request)).await?).await
     }
 
     /// None = nothing to do.
     pub(super) async fn claim(&self, request: &ClaimRequest) -> Result<Option<Claim>, ClientError> {
         let limit = CALL + Duration::from_millis(request.wait_ms);
-        let response =
-            answer("claim", self.request(Method::POST, &["claim"], None).timeout(limit).json(request)).await?;
+        let request = self.request(Method::POST, &["claim"], None).timeout(limit).json(request);
+        let response = answer("claim", send_within(limit, request)).await?;
         if response.status() == StatusCode::NO_CONTENT {
             return Ok(None);
         }
-        let sent: Value = json(response).await?;
+        let sent: Value = self.json(response).await?;
         read_claim(&sent)
             .map(Some)
             .map_err(|source| ClientError::Claim { held: Held::named_in(&sent).map(Box::new), source })
     }
 
     pub(super) async fn heartbeat(&self, held: Held, beat: &Heartbeat) -> Result<HeartbeatReply, ClientError> {
-        json(answer("heartbeat", self.on_job(Method::POST, held, &["heartbeat"]).timeout(BEAT).json(beat)).await?).await
+        let request = self.on_job(Method::POST, held, &["heartbeat"]).timeout(BEAT).json(beat);
+        let reply: HeartbeatReply = self.json(answer("heartbeat", send_within(BEAT, request)).await?).await?;
+        let now = reply.received_bytes;
+        self.received.send_if_modified(|received| std::mem::replace(received, now) != now);
+        Ok(reply)
     }
 
     pub(super) async fn events(&self, held: Held, batch: &EventBatch) -> Result<(), ClientError> {
-        answer("events", self.on_job(Method::POST, held, &["events"]).timeout(CALL).json(batch)).await.map(drop)
+        self.send_json("events", self.on_job(Method::POST, held, &["events"]), batch).await.map(drop)
     }
 
     pub(super) async fn journal(&self, held: Held, after: i64) -> Result<JournalPage, ClientError> {
-        json(
-            answer("journal_read", self.fenced(Method::GET, held, &["journal", &after.to_string()]).timeout(STALL))
-                .await?,
-        )
-        .await
+        let request = self.fenced(Method::GET, held, &["journal", &after.to_string()]);
+        self.json(answer("journal_read", send_within(HELD_CALL, request)).await?).await
     }
 
     pub(super) async fn journal_append(&self, held: Held, batch: &JournalBatch) -> Result<(), ClientError> {
-        answer("journal", self.on_job(Method::POST, held, &["journal"]).timeout(STALL).json(batch)).await.map(drop)
+        self.send_json("journal", self.on_job(Method::POST, held, &["journal"]), batch).await.map(drop)
     }
 
     pub(super) async fn rewards(&self, held: Held, reports: &RewardReports) -> Result<(), ClientError> {
-        answer("rewards", self.on_job(Method::POST, held, &["rewards"]).timeout(CALL).json(reports)).await.map(drop)
+        let request = self.on_job(Method::POST, held, &["rewards"]).timeout(CALL).json(reports);
+        answer("rewards", send_within(CALL, request)).await.map(drop)
     }
 
     /// What reward services sent after `after`; the server holds the call while there is nothing.
     pub(super) async fn callbacks(&self, held: Held, after: i64) -> Result<CallbackNews, ClientError> {
-        json(
-            answer("callbacks", self.fenced(Method::GET, held, &["callbacks", &after.to_string()]).timeout(STALL))
-                .await?,
-        )
-        .await
+        let request = self.fenced(Method::GET, held, &["callbacks", &after.to_string()]);
+        self.json(answer("callbacks", send_within(HELD_CALL, request)).await?).await
     }
 
     pub(super) async fn finish(&self, held: Held, finish: &Finish) -> Result<(), ClientError> {
-        answer("finish", self.on_job(Method::POST, held, &["finish"]).timeout(CALL).json(finish)).await.map(drop)
+        let request = self.on_job(Method::POST, held, &["finish"]).timeout(CALL).json(finish);
+        answer("finish", send_within(CALL, request)).await.map(drop)
     }
 
     pub(super) async fn publish(&self, held: Held, step: u64, publish: &Publish) -> Result<Published, ClientError> {
-        let path = ["checkpoints", &step.to_string()];
-        // The server verifies every hash before it answers: large files take their time.
-        let limit = Duration::from_secs(300);
-        json(answer("publish", self.on_job(Method::POST, held, &path).timeout(limit).json(publish)).await?).await
+        let request = self.on_job(Method::POST, held, &["checkpoints", &step.to_string()]).json(publish);
+        // The server moves and syncs the files before it answers; an older one also reads all of them.
+        let limit = self.limits.answer(publish.files.iter().map(|file| file.size_bytes).sum());
+        self.json(answer("publish", send_within(limit, request)).await?).await
     }
 
     /// Streams one file of a checkpoint to the server.
     pub(super) async fn upload(&self, held: Held, step: u64, dir: &Path, file: &FileEntry) -> Result<(), ClientError> {
-        let disk = |source| ClientError::Disk { doing: "read a file of a checkpoint", source };
-        let bytes = tokio::fs::File::open(dir.join(&file.name)).await.map_err(disk)?;
-        let path = ["checkpoints", &step.to_string(), &file.name];
+        let body = file_body(&dir.join(&file.name), file.size_bytes).await?;
         let request = self
-            .fenced(Method::PUT, held, &path)
-            .header(reqwest::header::CONTENT_LENGTH, file.size_bytes)
-            .header(reqwest::header::CONTENT_TYPE, "application/octet-stream")
-            .body(reqwest::Body::from(bytes));
-        answer("upload", request).await.map(drop)
+            .fenced(Method::PUT, held, &["checkpoints", &step.to_string(), &file.name])
+            .header(reqwest::header::CONTENT_TYPE, "application/octet-stream");
+        answer("upload", send_body(request, body, self.limits, self.received.subscribe())).await.map(drop)
     }
 
     pub(super) async fn dataset(&self, held: Held, id: DatasetId, sha256: &str, to: &Path) -> Result<(), ClientError> {
         let request = self.fenced(Method::GET, held, &["datasets", &id.to_string()]);
-        download(request, "the dataset", sha256, to).await
+        self.download(request, "the dataset", sha256, to).await
     }
 
-    /// A file of the checkpoint to go on from (`resume`) or to begin with (`initial`).
+    /// A file of the checkpoint to go on from, or to begin with.
     pub(super) async fn checkpoint_file(
         &self,
         held: Held,
-        route: &str,
+        list: FileList,
         file: &FileEntry,
         to: &Path,
     ) -> Result<(), ClientError> {
+        let route = match list {
+            FileList::Resume => "resume",
+            FileList::Initial => "initial",
+        };
         let request = self.fenced(Method::GET, held, &[route, &file.name]);
-        download(request, &file.name, &file.sha256, to).await
+        self.download(request, &file.name, &file.sha256, to).await
+    }
+
+    /// Has the server read a file that does not arrive whole; it holds the call while it does.
+    pub(super) async fn inspect(&self, held: Held, file: &DamagedFile) -> Result<Inspection, ClientError> {
+        let request = self.on_job(Method::POST, held, &["damaged"]).json(file);
+        self.json(answer("damaged", send_within(HELD_CALL, request)).await?).await
+    }
+
+    async fn download(&self, request: RequestBuilder, name: &str, sha256: &str, to: &Path) -> Result<(), ClientError> {
+        let response = answer("download", send_within(self.limits.answer(0), request)).await?;
+        read_file(response, name, sha256, to, self.limits.stall).await
+    }
+
+    /// A body that may be large.
+    async fn send_json(
+        &self,
+        call: &'static str,
+        request: RequestBuilder,
+        body: &impl Serialize,
+    ) -> Result<Response, ClientError> {
+        let body = bytes_body(serde_json::to_vec(body).map_err(ClientError::Protocol)?);
+        let request = request.header(reqwest::header::CONTENT_TYPE, "application/json");
+        answer(call, send_body(request, body, self.limits, self.received.subscribe())).await
+    }
+
+    async fn json<T: DeserializeOwned>(&self, response: Response) -> Result<T, ClientError> {
+        serde_json::from_slice(&read_body(response, self.limits.stall).await?).map_err(ClientError::Protocol)
     }
 
     /// A call whose body carries the attempt.
@@ -311,64 +364,39 @@ impl Client {
     }
 }
 
-/// Sends; an error status becomes its [`ClientError`]. `call` is what it is for.
+/// The answer to a request that is `sent`; an error status becomes its [`ClientError`]. `call` is what it is for.
 #[cfg_attr(
     not(any(test, feature = "failpoints")),
     expect(unused_variables, reason = "only tests ask which call it is")
 )]
-async fn answer(call: &'static str, request: RequestBuilder) -> Result<Response, ClientError> {
-    #[derive(serde::Deserialize)]
+async fn answer(
+    call: &'static str,
+    sent: impl Future<Output = Result<Response, ClientError>>,
+) -> Result<Response, ClientError> {
+    #[derive(Default, serde::Deserialize)]
+    #[serde(default)]
     struct Problem {
         code: String,
         detail: String,
     }
     fail_point!("client.before", call).map_err(|_| ClientError::Unavailable(503))?;
-    let response = request.send().await.map_err(ClientError::Unreachable)?;
+    let response = sent.await?;
     fail_point!("client.after", call).map_err(|_| ClientError::Unavailable(503))?;
     let status = response.status();
     if status.is_success() {
         return Ok(response);
     }
-    let problem = response.json::<Problem>().await;
-    let code = problem.as_ref().map_or("", |problem| problem.code.as_str());
-    Err(match (status.as_u16(), code) {
+    let body = read_body(response, CALL).await.unwrap_or_default();
+    let Problem { code, detail } = serde_json::from_slice(&body)
+        .unwrap_or_else(|_| Problem { code: String::new(), detail: "no reason given".to_owned() });
+    Err(match (status.as_u16(), code.as_str()) {
         (409, "lease_lost") => ClientError::LeaseLost,
-        (409, "protocol_mismatch") => {
-            ClientError::OtherProtocol(problem.map_or_else(|_| String::new(), |problem| problem.detail))
-        }
+        (409, "protocol_mismatch") => ClientError::OtherProtocol(detail),
         (401, _) => ClientError::Unauthorized,
         (507, _) => ClientError::StorageFull,
         (status @ (408 | 425 | 429 | 500..), _) => ClientError::Unavailable(status),
         // The body ended early: our connection, not our bytes.
         (status, "body_interrupted") => ClientError::Unavailable(status),
-        (status, _) => {
-            let (code, detail) = problem.map_or_else(
-                |_| (String::new(), "no reason given".to_owned()),
-                |problem| (problem.code, problem.detail),
-            );
-            ClientError::Refused { status, code, detail }
-        }
+        (status, _) => ClientError::Refused { status, code, detail },
     })
-}
-
-async fn json<T: DeserializeOwned>(response: Response) -> Result<T, ClientError> {
-    response
-        .json()
-        .await
-        .map_err(|error| if error.is_decode() { ClientError::Protocol(error) } else { ClientError::Unreachable(error) })
-}
-
-/// Streams an answer into a file and compares its hash.
-async fn download(request: RequestBuilder, name: &str, sha256: &str, to: &Path) -> Result<(), ClientError> {
-    let disk = |source| ClientError::Disk { doing: "write to the scratch directory", source };
-    let mut response = answer("download", request).await?;
-    let mut file = tokio::fs::File::create(to).await.map_err(disk)?;
-    let mut hash = Sha256::new();
-    while let Some(piece) = response.chunk().await.map_err(ClientError::Unreachable)? {
-        hash.update(&piece);
-        file.write_all(&piece).await.map_err(disk)?;
-    }
-    file.flush().await.map_err(disk)?;
-    let found: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    if found == sha256 { Ok(()) } else { Err(ClientError::Damaged { name: name.to_owned() }) }
 }

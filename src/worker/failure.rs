@@ -86,11 +86,32 @@ pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
         | ClientError::Refused { .. }
         | ClientError::Unavailable(_)
         | ClientError::Unreachable(_)
+        | ClientError::Interrupted(_)
+        | ClientError::Stalled { .. }
         | ClientError::Protocol(_)
         | ClientError::OtherProtocol(_)
         | ClientError::Claim { .. } => "worker_protocol",
     };
     failure(FailureClass::Infra, code, with_causes(error), position, Some("see the worker's log, then retry the job"))
+}
+
+/// A transfer fails for [`OUTAGE`](super::client::OUTAGE), although the server answers other calls.
+pub(super) fn transfer_failed(error: &ClientError, position: Position) -> Failure {
+    let message = format!(
+        "a transfer between worker and server failed for 15 minutes, although the server answers other calls: {}",
+        with_causes(error)
+    );
+    let suggestion =
+        "see the worker's log; check the network and the proxies between worker and server, then retry the job";
+    failure(FailureClass::Infra, "transfer_failed", message, position, Some(suggestion))
+}
+
+/// A file that a job with a warm start begins with is damaged on the server's disk, and there is no other copy.
+pub(super) fn initial_damaged(file: &str, position: Position) -> Failure {
+    let message =
+        format!("{file}, a file of the checkpoint that this job begins with, is damaged on the server's disk");
+    let suggestion = "submit the job again with another checkpoint to begin with, and check the server's disk";
+    failure(FailureClass::Infra, "initial_damaged", message, position, Some(suggestion))
 }
 
 /// The events of the run cannot be stored.

@@ -65,6 +65,9 @@ impl JobHost {
         match error {
             ClientError::StorageFull => self.stop_with(Stop::Pause { reason: Some("disk_full".to_owned()) }),
             ClientError::LeaseLost => self.stop_with(Stop::LeaseLost),
+            transient if transient.is_transient() && self.progress.hears_server() => {
+                self.fail(failure::transfer_failed(transient, self.progress.get()))
+            }
             transient if transient.is_transient() => self.stop_with(Stop::LeaseLost),
             other => self.fail(failure::of_client(other, self.progress.get())),
         }

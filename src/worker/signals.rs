@@ -1,13 +1,17 @@
 //! What the tasks of one attempt tell each other: why to stop, and how far the run is.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
+use super::clock;
 use crate::engine::host::Stop;
 use crate::event::Phase;
 use crate::job::Requested;
+
+/// A server that answered a heartbeat this long ago is there.
+const RECENTLY: Duration = Duration::from_secs(60);
 
 /// The reason to stop, once there is one. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -85,12 +89,14 @@ pub(super) struct Position {
     total: u64,
     /// The first step this attempt has seen done, and when.
     since: Option<(u64, Instant)>,
+    /// When the server last answered a heartbeat.
+    heard: Option<Instant>,
 }
 
 impl Progress {
     /// A run that loads and will go on after `step`.
     pub(super) fn new(step: u64, total: u64) -> Self {
-        Self(Arc::new(Mutex::new(Position { phase: Phase::Loading, step, total, since: None })))
+        Self(Arc::new(Mutex::new(Position { phase: Phase::Loading, step, total, since: None, heard: None })))
     }
 
     pub(super) fn get(&self) -> Position {
@@ -99,6 +105,21 @@ impl Progress {
 
     pub(super) fn enter(&self, phase: Phase) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).phase = phase;
+    }
+
+    /// The run goes on from an older checkpoint than it was told first.
+    pub(super) fn go_back_to(&self, step: u64) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).step = step;
+    }
+
+    /// The server answered a heartbeat.
+    pub(super) fn heard(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).heard = Some(clock::now());
+    }
+
+    /// Whether the server answers heartbeats.
+    pub(super) fn hears_server(&self) -> bool {
+        self.get().heard.is_some_and(|heard| clock::now() - heard < RECENTLY)
     }
 
     /// A step is done.

@@ -1,0 +1,185 @@
+//! A worker reports a file of a checkpoint that it cannot fetch whole. The server reads the file itself, beside its other work,
+//! before it gives the checkpoint up: the fault may be the network's, or that worker's.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::extract::State;
+use futures::FutureExt;
+use futures::future::{BoxFuture, Shared};
+
+use super::super::AppState;
+use super::super::error::{Code, Problem, chain};
+use super::super::extract::{Json, Path};
+use super::in_background;
+use crate::files::{self, FilesError};
+use crate::id::JobId;
+use crate::protocol::{DamagedFile, FileEntry, FileList, Inspection, ResumePoint, Verdict};
+use crate::store::{CheckpointRow, Damage, clock_ms};
+
+/// How long one call is held while the server reads; the worker asks again.
+const HELD: Duration = Duration::from_secs(10);
+/// Inspections that are remembered; beyond them those that are over are forgotten, although nobody asked for the result.
+const REMEMBERED: usize = 64;
+
+/// What reading the file came to.
+#[derive(Debug, Clone)]
+enum Finding {
+    Whole,
+    Damaged(Damage, String),
+    /// The server has too much open to say.
+    Busy(String),
+}
+
+type Reading = Shared<BoxFuture<'static, Finding>>;
+
+/// Files that are being read because a worker reported them.
+#[derive(Default)]
+pub(super) struct Inspections(Mutex<HashMap<(JobId, DamagedFile), Reading>>);
+
+impl fmt::Debug for Inspections {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Inspections")
+    }
+}
+
+impl Inspections {
+    /// The reading that is under way, or a new one.
+    fn begin(&self, key: (JobId, DamagedFile), read: impl FnOnce() -> Reading) -> Reading {
+        let mut readings = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if readings.len() >= REMEMBERED {
+            readings.retain(|_, reading| reading.peek().is_none());
+        }
+        readings.entry(key).or_insert_with(read).clone()
+    }
+
+    fn forget(&self, key: &(JobId, DamagedFile)) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
+    }
+}
+
+/// Where a reported file lies, and what it should be.
+struct Reported {
+    path: PathBuf,
+    entry: FileEntry,
+    /// Of the list `resume`.
+    checkpoint: Option<CheckpointRow>,
+}
+
+/// `POST /worker/jobs/{id}/damaged`.
+pub(super) async fn inspect_file(
+    State(state): State<AppState>,
+    Path(job): Path<JobId>,
+    Json(body): Json<DamagedFile>,
+) -> Result<Json<Inspection>, Problem> {
+    state.store.claim_check(job, body.attempt).await?;
+    let reported = match find(&state, job, &body).await? {
+        Ok(reported) => reported,
+        // An answer that was lost: the checkpoint is discarded already.
+        Err(latest) => return Ok(Json(Inspection { verdict: Verdict::Damaged, resume: latest.map(resume_point) })),
+    };
+    let key = (job, body);
+    let reading = state.workers.inspections.begin(key.clone(), || read(&state, &reported));
+    let finding = tokio::select! {
+        finding = reading => finding,
+        () = tokio::time::sleep(HELD) => return Ok(checking()),
+        () = state.stopping.cancelled() => return Ok(checking()),
+    };
+    state.workers.inspections.forget(&key);
+    let DamagedFile { attempt, file, .. } = key.1;
+    let (damage, cause) = match finding {
+        Finding::Whole => return Ok(Json(Inspection { verdict: Verdict::Whole, resume: None })),
+        Finding::Busy(cause) => {
+            let detail = "the server has too many files open to read this one; ask again";
+            return Err(Problem::new(Code::Overloaded, detail).retry_after(1).because(cause));
+        }
+        Finding::Damaged(damage, cause) => (damage, cause),
+    };
+    let step = reported.checkpoint.as_ref().map(|checkpoint| checkpoint.step);
+    if damage == Damage::Unreadable && !reads_other_files(&state, job, step).await? {
+        tracing::error!(%job, attempt, file, cause, "the data directory cannot be read; the claim is released");
+        state.store.claim_release(job, attempt, clock_ms()).await?;
+        return Err(Problem::new(
+            Code::LeaseLost,
+            "the server cannot read its disk: it has taken the job back for now",
+        ));
+    }
+    tracing::error!(%job, attempt, step, file, cause, ?damage, "a file of a checkpoint is damaged");
+    let Some(CheckpointRow { id, step, attempt: writer, .. }) = reported.checkpoint else {
+        return Ok(Json(Inspection { verdict: Verdict::Damaged, resume: None }));
+    };
+    let older = state.store.claim_discard_checkpoint(job, attempt, id, damage, clock_ms()).await?;
+    let removed = in_background(&state.files, move |files| files.checkpoint_remove(job, step, writer)).await;
+    if let Err(error) = removed {
+        // It has no row any more: the next start sweeps it.
+        tracing::warn!(%job, step, error = chain(&error), "a damaged checkpoint could not be removed");
+    }
+    Ok(Json(Inspection { verdict: Verdict::Damaged, resume: older.map(resume_point) }))
+}
+
+fn checking() -> Json<Inspection> {
+    Json(Inspection { verdict: Verdict::Checking, resume: None })
+}
+
+fn resume_point(checkpoint: CheckpointRow) -> ResumePoint {
+    ResumePoint { step: checkpoint.step, files: checkpoint.files }
+}
+
+/// The file that is meant; `Err` with the newest checkpoint when the reported one is not there any more.
+async fn find(
+    state: &AppState,
+    job: JobId,
+    body: &DamagedFile,
+) -> Result<Result<Reported, Option<CheckpointRow>>, Problem> {
+    let unknown = || Problem::not_found("file in the list of the claim", &body.file);
+    let named = |files: &[FileEntry]| files.iter().find(|entry| entry.name == body.file).cloned().ok_or_else(unknown);
+    match body.list {
+        FileList::Resume => {
+            let latest = state.store.checkpoint_latest(job).await?;
+            let Some(checkpoint) = latest.as_ref().filter(|latest| latest.step == body.step) else {
+                return Ok(Err(latest));
+            };
+            let entry = named(&checkpoint.files)?;
+            let path = state.files.checkpoint_file(job, checkpoint.step, checkpoint.attempt, &entry.name)?;
+            Ok(Ok(Reported { path, entry, checkpoint: latest }))
+        }
+        FileList::Initial => {
+            let files = in_background(&state.files, move |files| files.initial_files(job)).await?.unwrap_or_default();
+            let entry = named(&files)?;
+            let path = state.files.initial_file(job, &entry.name)?;
+            Ok(Ok(Reported { path, entry, checkpoint: None }))
+        }
+    }
+}
+
+/// Reads the file in the background, whether or not anybody waits for the result.
+fn read(state: &AppState, reported: &Reported) -> Reading {
+    let (path, entry) = (reported.path.clone(), reported.entry.clone());
+    let data = state.files.clone();
+    let reading = tokio::spawn(async move {
+        let compared = in_background(&data, move |_| files::compare_bytes(&path, &entry)).await;
+        match compared {
+            Ok(()) => Finding::Whole,
+            Err(error) if error.is_for_want_of_resources() => Finding::Busy(chain(&error)),
+            Err(error @ FilesError::Io { .. }) => Finding::Damaged(Damage::Unreadable, chain(&error)),
+            Err(error) => Finding::Damaged(Damage::Mismatch, chain(&error)),
+        }
+    });
+    reading.map(|read| read.unwrap_or_else(|error| Finding::Busy(chain(&error)))).boxed().shared()
+}
+
+/// Whether the disk gives other files that it should: those of the next older checkpoint, else the database. If not, nothing is
+/// known of the one that cannot be read, and no checkpoint is thrown away for it.
+async fn reads_other_files(state: &AppState, job: JobId, step: Option<u64>) -> Result<bool, Problem> {
+    let rows = state.store.checkpoint_list(job).await?;
+    let older = rows.into_iter().find(|row| step.is_none_or(|step| row.step < step));
+    let smallest = older.and_then(|row| {
+        let file = row.files.iter().min_by_key(|file| file.size_bytes)?;
+        state.files.checkpoint_file(job, row.step, row.attempt, &file.name).ok()
+    });
+    let path = smallest.unwrap_or_else(|| state.files.database());
+    Ok(in_background(&state.files, move |_| files::read_first_bytes(&path)).await.is_ok())
+}

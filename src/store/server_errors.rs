@@ -1,0 +1,93 @@
+//! Errors of the server while it hands out a job: the claim is released, the error is counted apart from the job's own
+//! failures, and the job waits in the queue for a pause that doubles.
+
+use serde_json::json;
+
+use super::claims::{Charge, job_release, owned_row};
+use super::events::event_insert;
+use super::{Doing, Store, StoreError, int};
+use crate::id::JobId;
+
+/// `status_reason` of a queued job that the server could not hand out, and the reason in its event `job.requeued`.
+pub const SERVER_ERROR: &str = "server_error";
+/// The first pause before the job is offered again, ms; it doubles with each further error in a row.
+pub const FIRST_PAUSE_MS: i64 = 1_000;
+/// The longest such pause, ms.
+pub const LONGEST_PAUSE_MS: i64 = 60_000;
+/// Errors in a row after which a `warning` event tells the job's owner.
+pub const WARN_AFTER: u32 = 5;
+
+/// The earliest time at which a job that waits after an error of the server is offered again.
+pub const NEXT_DUE: &str = "SELECT MIN(claim_not_before) FROM jobs INDEXED BY jobs_claim_later \
+     WHERE state = 'queued' AND claim_not_before > ?";
+
+impl Store {
+    /// Takes back a claim that the server could not complete because of an error of its own: free for the job, which waits
+    /// [`FIRST_PAUSE_MS`] or longer in its old place in the queue. What the user asked for meanwhile is honoured.
+    /// `LeaseLost` when the attempt does not own the job.
+    pub async fn claim_release(&self, job: JobId, attempt: u64, now: i64) -> Result<(), StoreError> {
+        let doing = "release a claim";
+        let mut tx = self.begin(doing).await?;
+        let row = owned_row(&mut tx, job, attempt).await?;
+        let errors = row.server_errors.saturating_add(1);
+        job_release(&mut tx, &row, Charge::Free(SERVER_ERROR), now).await?;
+        let queued = sqlx::query(
+            "UPDATE jobs SET server_errors = ?, claim_not_before = ?, status_reason = ? WHERE id = ? AND state = 'queued'",
+        )
+        .bind(errors)
+        .bind(now.saturating_add(pause_ms(errors)))
+        .bind(SERVER_ERROR)
+        .bind(job.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        if errors == WARN_AFTER && queued.rows_affected() > 0 {
+            let data = json!({
+                "code": SERVER_ERROR,
+                "message": format!(
+                    "the server could not hand this job to a worker {errors} times in a row because of an error of its \
+                     own; it tries again at least once a minute, and the job loses nothing: see the server's log"
+                ),
+                "data": { "server_errors": errors },
+            });
+            event_insert(&mut tx, job, "warning", now, data).await?;
+        }
+        self.commit(tx, doing).await?;
+        self.wake_job(job);
+        self.wake_queue();
+        Ok(())
+    }
+
+    /// The claim is complete: the count of errors in a row starts anew.
+    pub async fn claim_completed(&self, job: JobId, attempt: u64) -> Result<(), StoreError> {
+        sqlx::query("UPDATE jobs SET server_errors = 0 WHERE id = ? AND attempt = ? AND server_errors > 0")
+            .bind(job.to_string())
+            .bind(int(attempt))
+            .execute(&self.writer)
+            .await
+            .doing("complete a claim")?;
+        Ok(())
+    }
+
+    /// When the next job is due that waits after an error of the server, Unix ms; `None` when no job waits.
+    pub async fn claim_due(&self, now: i64) -> Result<Option<i64>, StoreError> {
+        sqlx::query_scalar(NEXT_DUE).bind(now).fetch_one(&self.readers).await.doing("look for jobs that wait")
+    }
+}
+
+/// The pause after this number of errors in a row, ms.
+fn pause_ms(errors: u32) -> i64 {
+    let doublings = errors.saturating_sub(1).min(16);
+    (FIRST_PAUSE_MS << doublings).min(LONGEST_PAUSE_MS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pause_doubles_from_a_second_to_a_minute() {
+        let pauses: Vec<i64> = [1, 2, 3, 6, 7, 8, u32::MAX].into_iter().map(pause_ms).collect();
+        assert_eq!(pauses, [1_000, 2_000, 4_000, 32_000, 60_000, 60_000, 60_000]);
+    }
+}
