@@ -34,6 +34,7 @@ pub mod models;
 pub mod openapi;
 pub mod probe;
 mod rescore;
+pub mod retry;
 mod reward_health;
 mod reward_models;
 mod reward_test_journal;

@@ -160,6 +160,29 @@ impl Failure {
     }
 }
 
+/// Where the job that a retry creates begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RetryFrom {
+    /// At the newest checkpoint that verifies, with the reward answers of the steps after it; at step 0 when there is none.
+    Latest,
+    /// At step 0, with nothing of the old run.
+    Start,
+}
+
+impl RetryFrom {
+    /// The default after a job that ended with this failure, or without one.
+    ///
+    /// After an infra or reward failure the run itself was sound, so it resumes. After a user failure (a run that diverged is
+    /// one) the same checkpoint would lead to the same end. Cancelled and succeeded jobs begin anew.
+    pub fn after(failure: Option<&Failure>) -> RetryFrom {
+        match failure.map(|failure| failure.class) {
+            Some(FailureClass::Infra | FailureClass::Reward) => RetryFrom::Latest,
+            Some(FailureClass::User) | None => RetryFrom::Start,
+        }
+    }
+}
+
 /// Why a run ended before its last step without an error of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]

@@ -348,6 +348,10 @@ impl Rewards {
                     judgements: vec![Judgement::missing("reward_outage", failure.to_string()); samples.len()],
                     counts: Counts::default(),
                 },
+                Err(failure @ RewardFailure::Invalid { .. }) => {
+                    self.forget(job, &entry.name).await?;
+                    return Err(failure);
+                }
                 other => other?,
             };
             Ok((entry, judged, start.elapsed()))
@@ -370,12 +374,7 @@ impl Rewards {
                 Verdict::Good => {}
                 Verdict::Warn(warning) => scored.warnings.push(warning),
                 Verdict::Stop(failure) if entry.required => {
-                    // These answers are not used: when the user has seen to the service, it is asked anew.
-                    if let Some(journal) = &self.around.journal {
-                        let (rollout, reward) = (job.rollout, entry.name.clone());
-                        let forgotten = journal.append(JournalEntry::Forget { rollout, reward }).await;
-                        forgotten.map_err(|unrecorded| unrecorded.of(&entry.name))?;
-                    }
+                    self.forget(job, &entry.name).await?;
                     return Err(failure);
                 }
                 Verdict::Stop(failure) => scored.warnings.push(Event::Warning {
@@ -393,6 +392,14 @@ impl Rewards {
             }
         }
         Ok(scored)
+    }
+
+    /// Takes a reward's answers to a rollout out of the journal: they end the attempt unused, and when the user has seen to the
+    /// service, it is asked anew.
+    async fn forget(&self, job: &JobContext, reward: &str) -> Result<(), RewardFailure> {
+        let Some(journal) = &self.around.journal else { return Ok(()) };
+        let entry = JournalEntry::Forget { rollout: job.rollout, reward: reward.to_owned() };
+        journal.append(entry).await.map_err(|unrecorded| unrecorded.of(reward))
     }
 }
 

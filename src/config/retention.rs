@@ -6,10 +6,12 @@ use super::keys::{Life, parse_life};
 
 /// Days that the record of changes is kept, unless set otherwise.
 const AUDIT: &str = "400d";
+/// Days that a retry finds the reward answers of the job before it, unless set otherwise.
+const JOURNALS: &str = "30d";
 /// Days that messages which were sent or given up stay listed, unless set otherwise.
 const DELIVERIES: &str = "30d";
 
-/// Flags of retention. Of jobs nothing is removed unless asked for, and never before they are over.
+/// Flags of retention. Of jobs nothing but the journal is removed unless asked for, and nothing before they are over.
 #[derive(Debug, Clone, Args)]
 pub struct RetentionArgs {
     /// Remove the events of a job so long after its end: 90d, 12h. Its last state stays. Default: never.
@@ -27,6 +29,11 @@ pub struct RetentionArgs {
     /// Remove the log of a job's workers so long after its end. Default: never.
     #[arg(long, env = "RLOOD_RETAIN_LOGS", value_parser = parse_life, value_name = "TIME")]
     pub retain_logs: Option<Life>,
+
+    /// Remove the journal of a job that failed or was cancelled so long after its end: completions and reward answers since its
+    /// last checkpoint, which a retry from there does not ask for again. It goes with the checkpoints at the latest.
+    #[arg(long, env = "RLOOD_RETAIN_JOURNALS", value_parser = parse_life, default_value = JOURNALS, value_name = "TIME")]
+    pub retain_journals: Life,
 
     /// Remove the checkpoints of a job, adapters among them, so long after its end; pinned ones stay. Default: never.
     #[arg(long, env = "RLOOD_RETAIN_CHECKPOINTS", value_parser = parse_life, value_name = "TIME")]
@@ -52,6 +59,8 @@ pub struct Retention {
     pub metrics_ms: Option<i64>,
     /// Of jobs that are over.
     pub logs_ms: Option<i64>,
+    /// Of jobs that failed or were cancelled.
+    pub journals_ms: Option<i64>,
     /// Of jobs that are over.
     pub checkpoints_ms: Option<i64>,
     /// Entries.
@@ -68,6 +77,7 @@ impl RetentionArgs {
             samples_ms: ms(self.retain_samples),
             metrics_ms: ms(self.retain_metrics),
             logs_ms: ms(self.retain_logs),
+            journals_ms: ms(Some(self.retain_journals)),
             checkpoints_ms: ms(self.retain_checkpoints),
             audit_ms: ms(Some(self.retain_audit)),
             deliveries_ms: ms(Some(self.retain_deliveries)),

@@ -56,6 +56,23 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for HashedJson<T> {
     }
 }
 
+/// A JSON object as [`Json`] reads it, or nothing: no body, an empty one or `null`.
+#[derive(Debug, Clone)]
+pub struct OptionalJson<T>(pub Option<T>);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for OptionalJson<T> {
+    type Rejection = Problem;
+    async fn from_request(request: Request, _state: &S) -> Result<Self, Problem> {
+        let declared = expect_json(request.headers());
+        let body = read_body(request).await?;
+        if matches!(body.trim_ascii(), b"" | b"null") {
+            return Ok(OptionalJson(None));
+        }
+        declared?;
+        Ok(OptionalJson(Some(parse_object(&body)?)))
+    }
+}
+
 async fn read_json(request: Request) -> Result<Bytes, Problem> {
     expect_json(request.headers())?;
     read_body(request).await

@@ -21,7 +21,7 @@ use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, identity, once};
 use super::list::{self, List, Time};
 use super::submit;
-use super::{fork, warm_start};
+use super::{fork, retry};
 use crate::doctor::PhaseChange;
 use crate::event::Phase;
 use crate::id::JobId;
@@ -35,13 +35,13 @@ pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .merge(submit::routes())
         .merge(fork::routes())
+        .merge(retry::routes())
         .merge(alerts::routes())
         .routes(routes!(list_jobs))
         .routes(routes!(get_job, patch_job, delete_job))
         .routes(routes!(cancel_job))
         .routes(routes!(pause_job))
         .routes(routes!(resume_job))
-        .routes(routes!(retry_job))
         .routes(routes!(get_config))
 }
 
@@ -405,19 +405,6 @@ async fn resume_job(
     move_job(state, caller, headers, id, Action::Resume, "POST /jobs/{id}/resume").await
 }
 
-/// Makes a new job of the same plan and secrets from one that is over.
-#[utoipa::path(post, path = "/jobs/{id}/retry", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
-    (status = 201, description = "The new job; its `parent` is the old one", body = JobView, headers(("location" = String))),
-    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "It is not over", body = ProblemBody)))]
-async fn retry_job(
-    State(state): State<AppState>,
-    caller: Caller,
-    headers: HeaderMap,
-    Path(id): Path<JobId>,
-) -> Result<Response, Problem> {
-    move_job(state, caller, headers, id, Action::Retry, "POST /jobs/{id}/retry").await
-}
-
 async fn move_job(
     state: AppState,
     caller: Caller,
@@ -433,24 +420,9 @@ async fn move_job(
             Action::Cancel => state.store.job_cancel(id, now).await?,
             Action::Pause => state.store.job_pause(id, now).await?,
             Action::Resume => state.store.job_resume(id, now).await?,
-            Action::Retry => {
-                let new = JobId::new();
-                warm_start::keep_of_parent(&state, id, new).await?;
-                match state.store.job_retry(id, new, now).await {
-                    Ok(row) => row,
-                    Err(error) => {
-                        warm_start::forget(&state, new).await;
-                        return Err(error.into());
-                    }
-                }
-            }
-            Action::Delete => return Err(Problem::internal("a deletion is not a move")),
+            Action::Retry | Action::Delete => return Err(Problem::internal("it does not move the job")),
         };
-        let (status, location) = match action {
-            Action::Retry => (StatusCode::CREATED, Some(format!("/jobs/{}", row.id))),
-            Action::Cancel | Action::Pause | Action::Resume | Action::Delete => (StatusCode::OK, None),
-        };
-        Answer::new(status, location, &JobView::of(&state, row).await?)
+        Answer::new(StatusCode::OK, None, &JobView::of(&state, row).await?)
     };
     once(&of, &caller, &headers, route, &identity(id), work).await
 }

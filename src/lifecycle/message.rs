@@ -70,6 +70,10 @@ pub struct QueuedDetail {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub parent: Option<JobId>,
+    /// Of a retry that resumes: the step of the parent's checkpoint that it begins with, 0 without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    pub from_step: Option<u64>,
     /// Who resumed it, if not a user: `server`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]

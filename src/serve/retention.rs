@@ -28,12 +28,16 @@ pub(super) async fn keep_house(store: Store, files: DataDir, retention: Retentio
 /// # Errors
 /// When the database does not answer.
 pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i64) -> Result<(), StoreError> {
-    let Retention { events_ms, samples_ms, metrics_ms, logs_ms, checkpoints_ms, audit_ms, deliveries_ms } = retention;
+    let Retention { events_ms, samples_ms, metrics_ms, logs_ms, journals_ms, checkpoints_ms, audit_ms, deliveries_ms } =
+        retention;
+    // What came after a checkpoint is of no use without it.
+    let journals_ms = [journals_ms, checkpoints_ms].into_iter().flatten().min();
     for (what, keep_ms) in [
         (Leftover::Events, events_ms),
         (Leftover::Samples, samples_ms),
         (Leftover::Metrics, metrics_ms),
         (Leftover::Logs, logs_ms),
+        (Leftover::Journal, journals_ms),
     ] {
         let Some(keep_ms) = keep_ms else { continue };
         while store.leftovers_remove(what, now - keep_ms).await? > 0 {

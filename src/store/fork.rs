@@ -1,6 +1,7 @@
 //! A job made from a checkpoint of another one: row, first checkpoint and events in one transaction.
 
 use serde_json::json;
+use sqlx::sqlite::SqliteConnection;
 
 use super::events::event_insert;
 use super::jobs::{JobRow, NewJob, job_row};
@@ -26,24 +27,7 @@ impl Store {
         let mut tx = self.begin(doing).await?;
         self.job_insert(&mut tx, new, now).await?;
         if continues {
-            sqlx::query(
-                "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, created_at) VALUES (?, ?, ?, 0, ?, ?, ?)",
-            )
-            .bind(CheckpointId::new().to_string())
-            .bind(id.to_string())
-            .bind(int(checkpoint.step))
-            .bind(to_json("files", &checkpoint.files)?)
-            .bind(to_json("metrics", &checkpoint.metrics)?)
-            .bind(now)
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-            sqlx::query("UPDATE jobs SET step = ? WHERE id = ?")
-                .bind(int(checkpoint.step))
-                .bind(id.to_string())
-                .execute(&mut *tx)
-                .await
-                .doing(doing)?;
+            checkpoint_adopt(&mut tx, id, checkpoint, false, now).await?;
         }
         let data = json!({
             "parent": parent, "from_step": checkpoint.step, "checkpoint": checkpoint.id, "continues": continues,
@@ -66,4 +50,39 @@ impl Store {
             .map(|row| super::id_column(row, "id"))
             .collect()
     }
+}
+
+/// Publishes a checkpoint of another job as one that this new job's attempt 0 wrote; the files lie there already.
+pub(super) async fn checkpoint_adopt(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    checkpoint: &CheckpointRow,
+    best: bool,
+    now: i64,
+) -> Result<(), StoreError> {
+    let doing = "adopt a checkpoint";
+    let CheckpointRow { step, files, metrics, job: parent, id: _, attempt: _, best: _, pinned: _, created_at: _ } =
+        checkpoint;
+    sqlx::query(
+        "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, best, created_at) VALUES (?, ?, ?, 0, ?, ?, ?, ?)",
+    )
+    .bind(CheckpointId::new().to_string())
+    .bind(job.to_string())
+    .bind(int(*step))
+    .bind(to_json("files", files)?)
+    .bind(to_json("metrics", metrics)?)
+    .bind(best)
+    .bind(now)
+    .execute(&mut *tx)
+    .await
+    .doing(doing)?;
+    // Which rlood wrote it: should another one resume it, its events say so.
+    sqlx::query("UPDATE jobs SET step = MAX(step, ?), version = (SELECT version FROM jobs WHERE id = ?) WHERE id = ?")
+        .bind(int(*step))
+        .bind(parent.to_string())
+        .bind(job.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+    Ok(())
 }

@@ -227,15 +227,16 @@ impl Store {
                 .await
                 .doing(doing)?;
         }
-        self.job_created(tx, id, parent, now).await
+        self.job_created(tx, id, (parent, None), now).await
     }
 
-    /// Common to every way of making a job: its datasets exist, and its first event.
-    async fn job_created(
+    /// Common to every way of making a job: its datasets exist, and its first event, which names the job it was made from and
+    /// the step it begins at where that is the parent's.
+    pub(super) async fn job_created(
         &self,
         tx: &mut SqliteConnection,
         id: JobId,
-        parent: Option<JobId>,
+        (parent, from_step): (Option<JobId>, Option<u64>),
         now: i64,
     ) -> Result<JobRow, StoreError> {
         let missing: Option<String> = sqlx::query_scalar(
@@ -249,7 +250,7 @@ impl Store {
             return Err(StoreError::NotFound { kind: "dataset", id });
         }
         let row = job_row(tx, id).await?;
-        let data = QueuedDetail { model: Some(row.model.clone()), parent, ..QueuedDetail::default() };
+        let data = QueuedDetail { model: Some(row.model.clone()), parent, from_step, ..QueuedDetail::default() };
         event_insert(tx, id, "job.created", now, data).await?;
         // Again, with the event.
         job_row(tx, id).await
@@ -316,41 +317,6 @@ impl Store {
         self.commit(tx, doing).await?;
         self.wake_gone(id, row.owner);
         Ok(())
-    }
-
-    /// A new queued job with the same spec, plan and secrets; only of a job that is over.
-    pub async fn job_retry(&self, id: JobId, new_id: JobId, now: i64) -> Result<JobRow, StoreError> {
-        let doing = "retry a job";
-        let mut tx = self.begin(doing).await?;
-        let old = job_row(&mut tx, id).await?;
-        if !old.state.is_terminal() {
-            return Err(StoreError::IllegalMove { state: old.state, action: Action::Retry });
-        }
-        sqlx::query(
-            "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
-             parent, owner, created_at) \
-             SELECT ?, name, 'queued', priority, (SELECT MAX(queue_order) + 1 FROM jobs), total_steps, model, spec, plan, \
-             secrets, metadata, id, owner, ? FROM jobs WHERE id = ?",
-        )
-        .bind(new_id.to_string())
-        .bind(now)
-        .bind(id.to_string())
-        .execute(&mut *tx)
-        .await
-        .doing(doing)?;
-        sqlx::query(
-            "INSERT INTO job_datasets (job_id, dataset_id) SELECT ?, dataset_id FROM job_datasets WHERE job_id = ?",
-        )
-        .bind(new_id.to_string())
-        .bind(id.to_string())
-        .execute(&mut *tx)
-        .await
-        .doing(doing)?;
-        let row = self.job_created(&mut tx, new_id, Some(id), now).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(row.id);
-        self.wake_queue();
-        Ok(row)
     }
 
     /// The secrets by reward name: for a worker's claim and for copies of a job.

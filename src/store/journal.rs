@@ -1,5 +1,5 @@
 //! The journal: what a run did since its last published checkpoint. Rows are written before what they tell of is acted on
-//! (every commit is `synchronous = FULL`), by the owner of the job alone, and go when a newer checkpoint covers them.
+//! (every commit is `synchronous = FULL`), by the owner of the job alone, and go when a newer checkpoint covers them. A retry of the job takes over what is left at its end.
 
 use futures::TryStreamExt;
 use sqlx::Row;
@@ -11,6 +11,7 @@ use super::{Doing, Store, StoreError, column, int, json_column, to_json, word};
 use crate::callback::{Accepted, Later};
 use crate::event::SamplePhase;
 use crate::id::JobId;
+use crate::job::State;
 use crate::protocol::{JournalEntry, JournalPage};
 use crate::sample::RolloutId;
 
@@ -188,13 +189,44 @@ pub(super) async fn journal_trim(tx: &mut SqliteConnection, job: JobId, step: u6
     Ok(())
 }
 
-/// The job is over: nobody goes on from here.
-pub(super) async fn journal_clear(tx: &mut SqliteConnection, job: JobId) -> Result<(), StoreError> {
-    sqlx::query("DELETE FROM journal WHERE job_id = ?")
-        .bind(job.to_string())
-        .execute(tx)
-        .await
-        .doing("clear the journal")?;
+/// The job is over. One that failed or was cancelled keeps its completions and answers for a retry from its newest checkpoint;
+/// its open requests go, and no service can answer them any more.
+pub(super) async fn journal_close(tx: &mut SqliteConnection, job: JobId, end: State) -> Result<(), StoreError> {
+    let statements: &[&'static str] = match end {
+        State::Failed | State::Cancelled => &[
+            "DELETE FROM journal WHERE job_id = ? AND reward IS NOT NULL AND answer IS NULL",
+            "DELETE FROM reward_callbacks WHERE journal_id IN (SELECT id FROM journal WHERE job_id = ?)",
+        ],
+        State::Succeeded => &["DELETE FROM journal WHERE job_id = ?"],
+        State::Queued | State::Running | State::Paused => &[],
+    };
+    for statement in statements {
+        sqlx::query(*statement).bind(job.to_string()).execute(&mut *tx).await.doing("close the journal")?;
+    }
+    Ok(())
+}
+
+/// Copies the answers of a job's journal to a new job, and with `completions` the sampled completions too, as if the new job's
+/// attempt 0 had written them. Open requests are not copied: the new job asks under its own ids.
+pub(super) async fn journal_copy(
+    tx: &mut SqliteConnection,
+    from: JobId,
+    to: JobId,
+    completions: bool,
+    now: i64,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "INSERT INTO journal (job_id, key, phase, step, rollout, attempt, time, reward, request_id, body, answer) \
+         SELECT ?1, key, phase, step, rollout, 0, ?2, reward, request_id, body, answer FROM journal \
+         WHERE job_id = ?3 AND (answer IS NOT NULL OR (?4 AND reward IS NULL)) ORDER BY id",
+    )
+    .bind(to.to_string())
+    .bind(now)
+    .bind(from.to_string())
+    .bind(completions)
+    .execute(tx)
+    .await
+    .doing("copy a journal")?;
     Ok(())
 }
 

@@ -7,7 +7,7 @@ use sqlx::sqlite::SqliteConnection;
 use super::attempts::progress;
 use super::events::event_insert;
 use super::jobs::job_row;
-use super::journal::journal_clear;
+use super::journal::journal_close;
 use super::{Doing, JobRow, Store, StoreError, int, to_json};
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State};
@@ -142,9 +142,7 @@ pub(super) async fn job_leave(
     if moved.is_none() {
         return Err(StoreError::LeaseLost);
     }
-    if to.is_terminal() {
-        journal_clear(tx, row.id).await?;
-    }
+    journal_close(tx, row.id, to).await?;
     event_insert(tx, row.id, event, now, data).await?;
     Ok(())
 }

@@ -17,6 +17,8 @@ pub enum Leftover {
     Metrics,
     /// Its workers' words.
     Logs,
+    /// The completions and reward answers since its last checkpoint, for a retry.
+    Journal,
 }
 
 impl Leftover {
@@ -38,6 +40,10 @@ impl Leftover {
             Leftover::Logs => (
                 "SELECT id FROM jobs WHERE finished_at < ? AND EXISTS (SELECT 1 FROM logs WHERE job_id = jobs.id) LIMIT 1",
                 "DELETE FROM logs WHERE id IN (SELECT id FROM logs WHERE job_id = ?1 LIMIT ?2)",
+            ),
+            Leftover::Journal => (
+                "SELECT id FROM jobs WHERE finished_at < ? AND EXISTS (SELECT 1 FROM journal WHERE job_id = jobs.id) LIMIT 1",
+                "DELETE FROM journal WHERE id IN (SELECT id FROM journal WHERE job_id = ?1 LIMIT ?2)",
             ),
         }
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::server::{SECRET, Server, job, with};
 
 /// A checkpoint of that step, its files on disk.
-async fn publish(server: &Server, job: JobId, attempt: u64, step: u64, names: &[&str]) -> String {
+pub async fn publish(server: &Server, job: JobId, attempt: u64, step: u64, names: &[&str]) -> String {
     let dir = server.state.files.checkpoint_dir(job, step, attempt);
     std::fs::create_dir_all(&dir).unwrap();
     let files: Vec<FileEntry> = names
@@ -26,7 +26,7 @@ async fn publish(server: &Server, job: JobId, attempt: u64, step: u64, names: &[
     server.state.store.checkpoint_publish(checkpoint, clock_ms()).await.unwrap().id.to_string()
 }
 
-const ADAPTER: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
+pub const ADAPTER: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
 
 /// A job that is over, with checkpoints of steps 5 and 10.
 async fn parent(server: &Server, document: Value) -> JobId {

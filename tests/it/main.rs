@@ -69,6 +69,7 @@ mod queue;
 mod rescore;
 mod resume;
 mod retention;
+mod retry;
 mod revoked;
 mod reward_check;
 mod reward_examples;

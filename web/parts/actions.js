@@ -19,20 +19,23 @@ export function Actions({ run, job }) {
   const [asked, ask] = useState(null);
   const { busy, error, run: work } = useWork();
   if (!may("submit")) return null;
-  const act = async (action) => {
+  const act = async (action, body) => {
     if (action === "delete") {
       await del(run.path);
       return go("/");
     }
-    const moved = await post(`${run.path}/${action}`);
+    const moved = await post(`${run.path}/${action}`, body);
     announce(`Done: ${action}`);
     if (action === "retry") return go(`/jobs/${moved.id}`);
     run.refresh();
   };
   const press = (action) => (ASKED[action] || action === "fork" ? ask(action) : work(() => act(action)));
+  // What the server does by default after such a failure.
+  const resumes = job.state === "failed" && job.failure?.class !== "user";
   const names = { pause: "Pause", resume: "Resume", cancel: "Cancel…", retry: "Retry", delete: "Delete…" };
   return html`<div class="actions">
-    ${MOVES[job.state].map((action) => html`<button key=${action} disabled=${busy || job.requested === action} onClick=${() => press(action)}>${names[action]}</button>`)}
+    ${MOVES[job.state].map((action) => html`<button key=${action} disabled=${busy || job.requested === action} title=${action === "retry" && resumes ? "Resumes from the latest checkpoint" : null} onClick=${() => press(action)}>${names[action]}</button>`)}
+    ${resumes && html`<button disabled=${busy} title="Retries from step 0, without the checkpoint" onClick=${() => work(() => act("retry", { from: "start" }))}>Start over</button>`}
     <button onClick=${() => press("fork")}>Fork…</button>
     <a class="button" href=${hrefOf("/new", { from: job.id })}>Clone</a>
     ${error && html`<${ProblemBox} error=${error} />`}

@@ -20,7 +20,7 @@ export function ForkDialog({ run, job, onClose }) {
     go(`/jobs/${made.id}`);
   };
   if (!checkpoints.length) return html`<${Dialog} title="Fork this job" onClose=${onClose}><${ProblemBox} error=${error} />
-    ${data && html`<p>It has no checkpoint yet. Retry begins anew; Clone opens the form with its settings.</p>`}<//>`;
+    ${data && html`<p>It has no checkpoint yet. Retry starts from the beginning; Clone opens the form with its settings.</p>`}<//>`;
   return html`<${FormDialog} title="Fork this job" action="Fork" work=${work} onSubmit=${fork} onClose=${onClose}>
     <p>A new job that goes on from a checkpoint of <strong>${job.name ?? job.id}</strong>.</p>
     <${Input} label="From step" errors=${work.at("/from_step")} options=${checkpoints.map(({ step, best }) => [step, `step ${step}${best ? " (best)" : ""}`])} value=${step ?? checkpoints[0].step} set=${setStep} />

@@ -1,0 +1,119 @@
+//! POST /jobs/{id}/retry: a new job of the same plan from one that is over, resuming from its newest checkpoint or anew.
+
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::auth::Caller;
+use super::error::{Problem, ProblemBody, chain};
+use super::extract::{OptionalJson, Path};
+use super::idempotency::{Answer, identity, once};
+use super::jobs::JobView;
+use super::warm_start::{self, blocking};
+use crate::id::JobId;
+use crate::job::{Action, RetryFrom};
+use crate::store::{CheckpointRow, Continuation, StoreError, clock_ms};
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new().routes(routes!(retry_job))
+}
+
+/// Where the new job begins.
+#[derive(Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RetryRequest {
+    /// `latest`: at the newest checkpoint of the old job that verifies, with optimizer, schedule and cursor, and with the reward
+    /// answers that the old job had since then. `start`: at step 0. Default: `latest` after a failure of class `infra` or
+    /// `reward`, else `start`.
+    #[serde(default)]
+    from: Option<RetryFrom>,
+}
+
+/// Makes a new job of the same plan and secrets from one that is over.
+///
+/// After a failure of class `infra` or `reward` it resumes: it begins at the newest checkpoint that verifies, takes over the reward
+/// answers since then, and asks for the unanswered samples under its own ids, so that its adapter has the bytes of an undisturbed
+/// run. Without a checkpoint it begins at step 0 and takes over the answers all the same. After other ends it begins anew.
+#[utoipa::path(post, path = "/jobs/{id}/retry", tag = "Jobs", request_body = Option<RetryRequest>,
+    params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
+    (status = 201, description = "The new job; its `parent` is the old one, its `step` says where it begins", body = JobView, headers(("location" = String))),
+    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "It is not over", body = ProblemBody),
+    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+async fn retry_job(
+    State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
+    Path(id): Path<JobId>,
+    OptionalJson(request): OptionalJson<RetryRequest>,
+) -> Result<Response, Problem> {
+    let RetryRequest { from } = request.unwrap_or_default();
+    // Without a wish it is the request that it was before there was one: keys from then stay good.
+    let identity = match from {
+        None => identity(id),
+        Some(RetryFrom::Latest) => identity(format_args!("{id} latest")),
+        Some(RetryFrom::Start) => identity(format_args!("{id} start")),
+    };
+    let work = retry(state.clone(), id, from);
+    once(&state, &caller, &headers, "POST /jobs/{id}/retry", &identity, work).await
+}
+
+/// Keeps the files first, then makes the row: what is left of a failure is removed, at the latest at the next start.
+async fn retry(state: AppState, id: JobId, from: Option<RetryFrom>) -> Result<Answer, Problem> {
+    let old = state.store.job_get(id).await?;
+    if !old.state.is_terminal() {
+        return Err(StoreError::IllegalMove { state: old.state, action: Action::Retry }.into());
+    }
+    let new = JobId::new();
+    let made = async {
+        warm_start::keep_of_parent(&state, id, new).await?;
+        match from.unwrap_or_else(|| RetryFrom::after(old.failure.as_ref())) {
+            RetryFrom::Start => state.store.job_retry(id, new, clock_ms()).await.map_err(Problem::from),
+            RetryFrom::Latest => {
+                let continuation = adopt_checkpoints(&state, id, new).await?;
+                Ok(state.store.job_retry_latest(id, new, &continuation, clock_ms()).await?)
+            }
+        }
+    };
+    let row = match made.await {
+        Ok(row) => row,
+        Err(problem) => {
+            warm_start::forget(&state, new).await;
+            return Err(problem);
+        }
+    };
+    Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(&state, row).await?)
+}
+
+/// Links the files of the old job's checkpoints into the new one's directory: of the newest one that verifies, which the new
+/// job begins with, and of the older ones, among which may be the best of the run.
+async fn adopt_checkpoints(state: &AppState, parent: JobId, job: JobId) -> Result<Continuation, Problem> {
+    let mut continuation = Continuation::default();
+    for checkpoint in state.store.checkpoint_list(parent).await? {
+        let CheckpointRow { step, attempt, files, .. } = checkpoint.clone();
+        let is_newest = continuation.checkpoints.is_empty();
+        if is_newest {
+            let listed = files.clone();
+            let verified =
+                blocking(state, move |data| Ok(data.checkpoint_verify(parent, step, attempt, &listed))).await?;
+            if let Err(error) = verified {
+                tracing::error!(job = %parent, step, error = chain(&error), "a checkpoint is damaged: a retry begins with an older one");
+                continuation.damaged.push(checkpoint);
+                continue;
+            }
+        }
+        match blocking(state, move |data| Ok(data.checkpoint_adopt((parent, step, attempt), job, &files))).await? {
+            Ok(()) => continuation.checkpoints.push(checkpoint),
+            Err(error) if is_newest => return Err(error.into()),
+            Err(error) => {
+                tracing::warn!(job = %parent, step, error = chain(&error), "a retry does without an older checkpoint");
+            }
+        }
+    }
+    Ok(continuation)
+}

@@ -1,0 +1,112 @@
+//! A job made from one that is over, by its plan and secrets: from the start, or resuming where the old one was.
+
+use serde_json::json;
+use sqlx::sqlite::SqliteConnection;
+
+use super::events::event_insert;
+use super::fork::checkpoint_adopt;
+use super::jobs::{JobRow, job_row};
+use super::journal::journal_copy;
+use super::{CheckpointRow, Doing, Store, StoreError};
+use crate::id::JobId;
+use crate::job::Action;
+
+/// What a retry takes over from the job it is made from.
+#[derive(Debug, Clone, Default)]
+pub struct Continuation {
+    /// The old job's checkpoints, newest first; their files lie in the new job's directory as attempt 0. The new job begins
+    /// with the first one, whose files are verified; without any it begins at step 0.
+    pub checkpoints: Vec<CheckpointRow>,
+    /// Newer checkpoints that cannot be used: their files are damaged or unreadable.
+    pub damaged: Vec<CheckpointRow>,
+}
+
+impl Store {
+    /// A new queued job with the same spec, plan and secrets, from the start; only of a job that is over.
+    pub async fn job_retry(&self, id: JobId, new_id: JobId, now: i64) -> Result<JobRow, StoreError> {
+        self.job_retry_with(id, new_id, None, now).await
+    }
+
+    /// The same, resuming with the old job's checkpoints and its journal: what was answered is not asked again.
+    pub async fn job_retry_latest(
+        &self,
+        id: JobId,
+        new_id: JobId,
+        continuation: &Continuation,
+        now: i64,
+    ) -> Result<JobRow, StoreError> {
+        self.job_retry_with(id, new_id, Some(continuation), now).await
+    }
+
+    async fn job_retry_with(
+        &self,
+        id: JobId,
+        new_id: JobId,
+        continuation: Option<&Continuation>,
+        now: i64,
+    ) -> Result<JobRow, StoreError> {
+        let doing = "retry a job";
+        let mut tx = self.begin(doing).await?;
+        let old = job_row(&mut tx, id).await?;
+        if !old.state.is_terminal() {
+            return Err(StoreError::IllegalMove { state: old.state, action: Action::Retry });
+        }
+        sqlx::query(
+            "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
+             parent, owner, created_at) \
+             SELECT ?, name, 'queued', priority, (SELECT MAX(queue_order) + 1 FROM jobs), total_steps, model, spec, plan, \
+             secrets, metadata, id, owner, ? FROM jobs WHERE id = ?",
+        )
+        .bind(new_id.to_string())
+        .bind(now)
+        .bind(id.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        sqlx::query(
+            "INSERT INTO job_datasets (job_id, dataset_id) SELECT ?, dataset_id FROM job_datasets WHERE job_id = ?",
+        )
+        .bind(new_id.to_string())
+        .bind(id.to_string())
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        let from_step =
+            continuation.map(|continuation| continuation.checkpoints.first().map_or(0, |newest| newest.step));
+        self.job_created(&mut tx, new_id, (Some(id), from_step), now).await?;
+        if let Some(continuation) = continuation {
+            continue_from(&mut tx, id, new_id, continuation, now).await?;
+        }
+        let row = job_row(&mut tx, new_id).await?;
+        self.commit(tx, doing).await?;
+        self.wake_job(row.id);
+        self.wake_queue();
+        Ok(row)
+    }
+}
+
+async fn continue_from(
+    tx: &mut SqliteConnection,
+    parent: JobId,
+    job: JobId,
+    continuation: &Continuation,
+    now: i64,
+) -> Result<(), StoreError> {
+    let Continuation { checkpoints, damaged } = continuation;
+    for checkpoint in damaged {
+        let step = checkpoint.step;
+        let data = json!({
+            "code": "checkpoint_damaged",
+            "message": format!("the checkpoint of step {step} of the job {parent} is damaged: this one begins with an older one"),
+            "data": { "checkpoint": checkpoint.id, "step": step },
+        });
+        event_insert(tx, job, "warning", now, data).await?;
+    }
+    for checkpoint in checkpoints {
+        checkpoint_adopt(tx, job, checkpoint, checkpoint.best, now).await?;
+    }
+    // The journal goes on from the newest checkpoint. From an older one the steps between are trained again: only if their
+    // rewards are the same are the completions after them the same too.
+    let follows = damaged.is_empty();
+    journal_copy(tx, parent, job, follows, now).await
+}
