@@ -21,6 +21,7 @@ mod edge;
 mod exact;
 #[cfg(feature = "failpoints")]
 mod failpoints;
+mod first_key;
 mod fork;
 mod fuzz;
 mod generate;
