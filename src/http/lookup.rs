@@ -17,7 +17,7 @@ use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
-use crate::outgoing::{OutgoingError, OutgoingPolicy};
+use crate::outgoing::OutgoingError;
 use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths};
 use crate::store::{DatasetRow, ModelRow, StoreError};
 

@@ -26,7 +26,6 @@ use super::idempotency::{Answer, identity, once};
 use super::reach;
 use crate::event::{Sample, SamplePhase};
 use crate::id::JobId;
-use crate::outgoing::OutgoingPolicy;
 use crate::reward::trial::reward_of;
 use crate::reward::{JobContext, Judgement, Reward, SampleError};
 use crate::sample::{RewardSample, RewardValue, RolloutId};

@@ -20,7 +20,7 @@ use super::reach;
 use crate::access::Scope;
 use crate::id::WebhookId;
 use crate::lifecycle::MessageType;
-use crate::outgoing::{OutgoingError, OutgoingPolicy};
+use crate::outgoing::OutgoingError;
 use crate::reward::signature::Key;
 use crate::store::clock_ms;
 use crate::store::webhooks::{KeepOld, MOST_OLD_SECRETS, NewWebhook, WebhookPatch, WebhookRow};

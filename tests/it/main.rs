@@ -81,6 +81,7 @@ mod scale;
 mod secrets;
 mod server;
 mod setting;
+mod sign_ins;
 mod sources;
 mod spec;
 mod ssrf;
