@@ -33,12 +33,29 @@ const LONGEST_RETRY_AFTER_MS: i64 = 24 * 60 * 60 * 1000;
 #[error("no HTTP client can be made")]
 pub struct CourierError(#[source] reqwest::Error);
 
+/// A client that reaches what its policy permits.
+#[derive(Clone)]
+struct Outgoing {
+    policy: OutgoingPolicy,
+    client: reqwest::Client,
+}
+
+impl Outgoing {
+    fn new(policy: OutgoingPolicy) -> Result<Self, CourierError> {
+        // No connection is kept: every try resolves the name, and its address is checked.
+        let client =
+            policy.client_builder().timeout(TIMEOUT).pool_max_idle_per_host(0).build().map_err(CourierError)?;
+        Ok(Self { policy, client })
+    }
+}
+
 /// Sends what is due. Cheap to clone.
 #[derive(Clone)]
 pub struct Courier {
     store: Store,
-    policy: OutgoingPolicy,
-    client: reqwest::Client,
+    outgoing: Outgoing,
+    /// In place of it as soon as there are keys in the database.
+    with_keys: Outgoing,
     busy: Arc<Mutex<HashSet<WebhookId>>>,
     free: Arc<Notify>,
 }
@@ -49,10 +66,17 @@ impl Courier {
     /// # Errors
     /// When no HTTP client can be made.
     pub fn new(store: Store, policy: OutgoingPolicy) -> Result<Self, CourierError> {
-        // No connection is kept: every try resolves the name, and its address is checked.
-        let client =
-            policy.client_builder().timeout(TIMEOUT).pool_max_idle_per_host(0).build().map_err(CourierError)?;
-        Ok(Self { store, policy, client, busy: Arc::default(), free: Arc::default() })
+        let outgoing = Outgoing::new(policy)?;
+        let with_keys = outgoing.clone();
+        Ok(Self { store, outgoing, with_keys, busy: Arc::default(), free: Arc::default() })
+    }
+
+    /// With another policy from the moment on at which the database holds a key.
+    ///
+    /// # Errors
+    /// When no HTTP client can be made.
+    pub fn narrowed_by_keys(self, policy: OutgoingPolicy) -> Result<Self, CourierError> {
+        Ok(Self { with_keys: Outgoing::new(policy)?, ..self })
     }
 
     /// Sends until it is dropped.
@@ -94,7 +118,8 @@ impl Courier {
     /// One try, and its note.
     async fn deliver(&self, hook: &WebhookRow, message: &DeliveryRow) -> Result<(), StoreError> {
         let (time, begun) = (clock_ms(), Instant::now());
-        let answered = self.post(hook, message, time).await;
+        let outgoing = if self.store.api_keys_exist().await? { &self.with_keys } else { &self.outgoing };
+        let answered = outgoing.post(hook, message, time).await;
         let now = clock_ms();
         let duration_ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
         let (status, error, asked_ms) = match answered {
@@ -119,7 +144,9 @@ impl Courier {
         }
         self.store.delivery_tried(&message.id, TryRow { time, duration_ms, status, error }, next, now).await
     }
+}
 
+impl Outgoing {
     async fn post(&self, hook: &WebhookRow, message: &DeliveryRow, now: i64) -> Result<Answered, String> {
         let url = self.policy.check_url(&hook.url).map_err(|error| error.to_string())?;
         let body = body_of(message).map_err(|_| "the message cannot be written".to_owned())?;

@@ -33,6 +33,7 @@ pub mod metrics;
 pub mod models;
 pub mod openapi;
 pub mod probe;
+mod reach;
 mod rescore;
 pub mod retry;
 mod reward_health;

@@ -231,9 +231,12 @@ fn without_gpus(config: &mut ServeConfig) -> Option<String> {
 pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     // A second installation is no error; without one no TLS client can be made.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let outgoing = OutgoingPolicy::parse(&config.allow_outgoing).map_err(ServeError::Outgoing)?;
+    let policy =
+        |keys_are_on| OutgoingPolicy::parse(config.outgoing_allowed(keys_are_on)).map_err(ServeError::Outgoing);
+    let (outgoing, keyed_outgoing) = (policy(false)?, policy(true)?);
     let pace = Pace::new(config.reward_pace).map_err(ServeError::RewardClient)?;
-    let rewards = RewardClient::new(&outgoing).map_err(ServeError::RewardClient)?.with_pace(pace);
+    let client = |policy| RewardClient::new(policy).map_err(ServeError::RewardClient).map(|new| new.with_pace(pace));
+    let rewards = outage::Clients { without_keys: client(&outgoing)?, with_keys: client(&keyed_outgoing)? };
     Isa::choose(config.isa.as_str()).map_err(ServeError::Isa)?;
     if let Some(why) = without_gpus(&mut config) {
         tracing::warn!("some of the machine's GPUs cannot be used: {why}");
@@ -245,15 +248,11 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     }
     let files = DataDir::open(&config.data_dir)?;
     let store = Store::open(&files.database()).await?;
-    if config.api_key.is_none() {
-        if !config.listen.ip().is_loopback() && store.api_keys_usable(clock_ms()).await? == 0 {
-            return Err(ServeError::NoKey(no_key_for(config.listen)));
-        }
-        if store.api_keys_exist().await? {
-            config.narrow();
-        }
+    let is_open = config.api_key.is_none() && !config.listen.ip().is_loopback();
+    if is_open && store.api_keys_usable(clock_ms()).await? == 0 {
+        return Err(ServeError::NoKey(no_key_for(config.listen)));
     }
-    let courier = Courier::new(store.clone(), outgoing)?;
+    let courier = Courier::new(store.clone(), outgoing)?.narrowed_by_keys(keyed_outgoing)?;
     let config = Arc::new(config);
     recover(&store, &files, &config, clock_ms()).await?;
     // Before any worker can ask for a job.

@@ -55,7 +55,7 @@ use crate::failpoint::{fail_point, without};
 use crate::id::JobId;
 use crate::job::{Action, State};
 
-pub use api_keys::{KeyRow, NewKey};
+pub use api_keys::{Dropped, KeyRow, NewKey};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
 pub use attempts::Cursor;
 pub use audit::{AuditRow, NewAudit};

@@ -7,14 +7,14 @@ use super::{BackupError, DATABASE, Entry, FORMAT, MANIFEST, Manifest, io, lies_i
 use crate::config::backup::RestoreArgs;
 use crate::files::FilesError;
 use crate::files::copy::{Reserved, copy_hashed, is_served, is_vacant, make_private_dir, move_into, sync_tree};
-use crate::store::{Store, StoreError};
+use crate::store::{Dropped, Store, StoreError};
 
 /// `rlood restore`.
 ///
 /// # Errors
 /// When the backup is incomplete or damaged, or the target is in use or not empty; then the target is as it was.
 pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
-    let RestoreArgs { from, data_dir } = args;
+    let RestoreArgs { from, data_dir, drop_keys } = args;
     if !is_vacant(&data_dir)? {
         return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { taken(data_dir) });
     }
@@ -25,9 +25,24 @@ pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
     let target = std::path::absolute(&data_dir).map_err(io("find", &data_dir))?;
     let stage = Stage::open(target)?;
     let bytes = fill(&from, &manifest, &stage.root).await?;
+    let dropped = if drop_keys { Some(drop_credentials(&stage.root.join(DATABASE)).await?) } else { None };
     stage.publish()?;
     println!("{} files, {bytes} bytes from {} in {}", manifest.files.len(), manifest.created_at, data_dir.display());
+    if let Some(Dropped { keys, sessions }) = dropped {
+        let data_dir = data_dir.display();
+        println!("removed {keys} API keys and {sessions} sessions");
+        if keys > 0 {
+            println!("create a key: rlood keys create --name admin --scopes admin --data-dir {data_dir}");
+        }
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+async fn drop_credentials(database: &Path) -> Result<Dropped, BackupError> {
+    let store = Store::open(database).await?;
+    let dropped = store.api_keys_drop().await;
+    store.close().await;
+    Ok(dropped?)
 }
 
 /// Where the data is put together: on the target's file system, so that it appears at once and whole. Removed when anything

@@ -26,4 +26,9 @@ pub struct RestoreArgs {
     /// Data directory to make: new, or empty; never one in use.
     #[arg(long, env = "RLOOD_DATA_DIR", default_value = "rlood-data", value_name = "DIR")]
     pub data_dir: PathBuf,
+
+    /// Remove every API key and browser session from what is restored. Without it a key that was revoked since the backup
+    /// is valid again. Requests still need a key: create one with `rlood keys create`.
+    #[arg(long)]
+    pub drop_keys: bool,
 }

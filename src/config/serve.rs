@@ -121,9 +121,9 @@ pub struct ServeConfig {
     pub worker_token: String,
     /// Without a trailing slash.
     pub public_url: Option<String>,
-    /// CIDRs and host names of private addresses that outgoing requests may reach.
+    /// CIDRs and host names of private addresses that outgoing requests may reach; ask [`ServeConfig::outgoing_allowed`].
     pub allow_outgoing: Vec<String>,
-    /// Canonical directories models must lie under; None = anywhere.
+    /// Canonical directories models must lie under; None = anywhere. Ask [`ServeConfig::model_roots_allowed`].
     pub model_roots: Option<Vec<PathBuf>>,
     /// Passed on to the workers.
     pub isa: Isa,
@@ -207,12 +207,19 @@ impl ServeConfig {
         })
     }
 
-    /// Keys are on: what was left to its default becomes what it is with a key.
-    pub fn narrow(&mut self) {
-        if self.default_outgoing {
-            self.allow_outgoing.clear();
+    /// The private addresses that outgoing requests may reach. The default permits loopback only while no request needs a
+    /// key; what the operator named stays.
+    pub fn outgoing_allowed(&self, keys_are_on: bool) -> &[String] {
+        let is_narrowed = keys_are_on && self.api_key.is_none() && self.default_outgoing;
+        if is_narrowed { &[] } else { &self.allow_outgoing }
+    }
+
+    /// The directories models must lie under; None = anywhere. The default permits any only while no request needs a key.
+    pub fn model_roots_allowed(&self, keys_are_on: bool) -> Option<&[PathBuf]> {
+        match &self.model_roots {
+            None if keys_are_on && self.api_key.is_none() => Some(&[]),
+            roots => roots.as_deref(),
         }
-        self.model_roots.get_or_insert_default();
     }
 
     /// Memory a job may use: an even share of the limit.

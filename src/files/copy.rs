@@ -9,6 +9,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 
 use super::{DataDir, FilesError, LOCK, cannot, create_private_dir, entries, hex, sync_dir};
+use crate::failpoint::fail_point;
 
 impl DataDir {
     /// The directory of a server that is running, to be read only. Takes no lock and removes nothing.
@@ -40,7 +41,9 @@ pub fn copy_hashed(from: &Path, to: &Path) -> Result<(u64, String), FilesError> 
         target.write_all(piece).map_err(cannot("write to", to))?;
         size_bytes += read as u64;
     }
-    target.sync_all().map_err(cannot("sync", to))?;
+    fail_point!("files.copy_sync", &to.file_name().unwrap_or_default().to_string_lossy())
+        .and_then(|()| target.sync_all())
+        .map_err(cannot("sync", to))?;
     Ok((size_bytes, hex(&hasher.finalize())))
 }
 

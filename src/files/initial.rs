@@ -1,11 +1,13 @@
 //! Files that a job begins with: hard links to another job's checkpoint, so that neither its rotation nor the other job's
-//! deletion takes them away, and no bytes are copied.
+//! deletion takes them away, and no bytes are copied where the file system has hard links.
 
 use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use super::copy::copy_hashed;
 use super::{DataDir, FilesError, cannot, check_name, create_private_dir, entries, remove_tree, sync_dir};
+use crate::failpoint::fail_point;
 use crate::id::JobId;
 use crate::protocol::FileEntry;
 
@@ -21,6 +23,9 @@ impl DataDir {
         let list = staged.join(LIST);
         let text = serde_json::to_vec(files).map_err(|error| cannot("write", &list)(error.into()))?;
         fs::write(&list, text).map_err(cannot("write", &list))?;
+        fail_point!("files.list_sync")
+            .and_then(|()| fs::File::open(&list)?.sync_all())
+            .map_err(cannot("sync", &list))?;
         place(&staged, &to)
     }
 
@@ -71,22 +76,30 @@ impl DataDir {
     }
 }
 
+/// Links the files into a new directory, or copies them where the file system has no hard links. What was linked is durable
+/// already, since it was published; a copy is synced before this returns.
 fn link_files(from: &Path, to: &Path, files: &[FileEntry]) -> Result<(), FilesError> {
     remove_tree(to)?;
     create_private_dir(to)?;
     for file in files {
         check_name(&file.name)?;
         let (from, to) = (from.join(&file.name), to.join(&file.name));
-        // Some file systems know no hard links.
-        fs::hard_link(&from, &to).or_else(|_| fs::copy(&from, &to).map(drop)).map_err(cannot("link", &from))?;
+        let linked = fail_point!("files.link", &file.name).and_then(|()| fs::hard_link(&from, &to));
+        if linked.is_err() {
+            copy_hashed(&from, &to)?;
+        }
     }
-    sync_dir(to)
+    Ok(())
 }
 
+/// Moves a directory to its place; when this returns, a power cut takes away neither it nor a name in it.
 fn place(staged: &Path, to: &Path) -> Result<(), FilesError> {
+    sync_dir(staged)?;
     let parent = to.parent().unwrap_or(Path::new("/"));
     create_private_dir(parent)?;
+    // The parent may be new, and its name as well.
+    sync_dir(parent.parent().unwrap_or(Path::new("/")))?;
     remove_tree(to)?;
-    fs::rename(staged, to).map_err(cannot("move files to", to))?;
+    fail_point!("files.place").and_then(|()| fs::rename(staged, to)).map_err(cannot("move files to", to))?;
     sync_dir(parent)
 }

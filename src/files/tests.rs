@@ -1,6 +1,7 @@
 //! The data directory on a real disk.
 
 use super::*;
+use crate::failpoint;
 
 fn entry(name: &str, bytes: &[u8]) -> FileEntry {
     FileEntry { name: name.to_owned(), size_bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(bytes)) }
@@ -157,4 +158,55 @@ fn a_directory_is_vacant_when_nothing_of_ours_is_in_it() {
     fs::create_dir(&killed).unwrap();
     fs::write(killed.join("rlood.lock"), "").unwrap();
     assert!(is_vacant(&killed).unwrap(), "a restore that was killed leaves its lock");
+}
+
+/// The points that a call passes where hard links are not to be had; `failing` makes one of them fail.
+fn without_links<T>(failing: Option<&'static str>, call: impl FnOnce() -> T) -> (T, Vec<String>) {
+    let passed = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
+    let noted = passed.clone();
+    failpoint::set_hook(Some(Box::new(move |point| {
+        noted.borrow_mut().push(point.to_owned());
+        let fails = point.starts_with("files.link:") || Some(point) == failing;
+        fails.then_some(failpoint::Action::Error)
+    })));
+    let result = call();
+    failpoint::set_hook(None);
+    (result, passed.take())
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_linked_is_copied_and_synced_before_it_is_in_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = DataDir::open(dir.path()).unwrap();
+    let (parent, child) = (JobId::new(), JobId::new());
+    let from = files.checkpoint_dir(parent, 5, 1);
+    fs::create_dir_all(&from).unwrap();
+    let listed = [entry("manifest.json", b"{}"), entry("w", b"weights")];
+    fs::write(from.join("manifest.json"), "{}").unwrap();
+    fs::write(from.join("w"), "weights").unwrap();
+
+    // Nothing is adopted unless every copy was synced.
+    let adopt = || files.checkpoint_adopt((parent, 5, 1), child, &listed);
+    let (adopted, _) = without_links(Some("files.copy_sync:w"), adopt);
+    assert!(adopted.is_err() && !files.checkpoint_dir(child, 5, 0).exists());
+    let (adopted, passed) = without_links(None, adopt);
+    adopted.unwrap();
+    assert_eq!(
+        passed,
+        [
+            "files.link:manifest.json",
+            "files.copy_sync:manifest.json",
+            "files.link:w",
+            "files.copy_sync:w",
+            "files.place"
+        ]
+    );
+    files.checkpoint_verify(child, 5, 0, &listed).unwrap();
+    // The same for what a warm start keeps, and its list.
+    let (kept, passed) = without_links(None, || files.initial_keep(child, &from, &listed));
+    kept.unwrap();
+    assert_eq!(passed[4..], ["files.list_sync", "files.place"]);
+    assert_eq!(files.initial_files(child).unwrap().unwrap(), listed);
+    let (kept, _) = without_links(Some("files.list_sync"), || files.initial_keep(parent, &from, &listed));
+    assert!(kept.is_err() && files.initial_files(parent).unwrap().is_none());
 }

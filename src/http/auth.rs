@@ -238,9 +238,13 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
         // What does not exist: nobody without a key learns which routes there are.
         None => Access::Needs(Scope::Read),
     };
-    let Access::Needs(scope) = access else { return next.run(request).await };
     let headers = request.headers().clone();
     let client = Client::of(&state, &headers, request.extensions());
+    let Access::Needs(scope) = access else {
+        // Limits on what strangers send are by address.
+        request.extensions_mut().insert(client);
+        return next.run(request).await;
+    };
     let scope = route.is_some().then_some(scope);
     let (caller, credential) = match admit(&state, client, &method, &headers, scope).await {
         Ok(admitted) => admitted,

@@ -1,6 +1,7 @@
 //! Extractors that fail with a [`Problem`]: `Json`, `Query`, `Path`, and bounded reading of bodies.
 
 mod json;
+mod unfinished;
 
 use std::time::Duration;
 
@@ -21,13 +22,15 @@ use sha2::{Digest, Sha256};
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tower_http::timeout::TimeoutError;
 
-use super::JSON_LIMIT_BYTES;
 use super::auth::{Caller, WorkerPass};
 use super::error::{Code, Problem, chain, shortened};
 use super::submit::hex;
+use super::throttle::Client;
+use super::{JSON_LIMIT_BYTES, SESSION_LIMIT_BYTES};
 use crate::json::{Exact, words};
 use crate::spec::format::Format;
 use json::parse_object;
+use unfinished::{MOST, Unfinished};
 
 pub use json::parse_json;
 
@@ -220,6 +223,8 @@ pub fn media_type(headers: &HeaderMap) -> String {
     text.split(';').next().unwrap_or("").trim().to_ascii_lowercase()
 }
 
+const MIB: usize = 1 << 20;
+
 /// What the bodies of some senders may hold together while they arrive: many at once must not exhaust the memory. Each kind of
 /// sender has its own, so that strangers keep out neither users nor workers, and users no workers.
 struct Allowance {
@@ -228,8 +233,10 @@ struct Allowance {
     deadline: Duration,
 }
 
-/// Without a credential.
-static STRANGERS: Allowance = Allowance::new(16, 10);
+/// Without a credential: sign-ins, a few hundred bytes each. Twice what the places of [`SIGN_INS`] can hold, so that the
+/// places are the bound, where a new body is never refused.
+static STRANGERS: Allowance = Allowance::new(2 * MOST * SESSION_LIMIT_BYTES / MIB, 5);
+static SIGN_INS: Unfinished = Unfinished::new();
 static USERS: Allowance = Allowance::new(96, 120);
 static WORKERS: Allowance = Allowance::new(96, 120);
 
@@ -261,7 +268,18 @@ impl Allowance {
 /// takes too long to arrive, 503 when too many bodies arrive at once.
 pub async fn read_body(request: Request) -> Result<Bytes, Problem> {
     let allowance = Allowance::of(&request);
-    read_within(allowance, request).await
+    if !std::ptr::eq(allowance, &STRANGERS) {
+        return read_within(allowance, request).await;
+    }
+    let place = SIGN_INS.enter(request.extensions().get::<Client>().and_then(|client| client.network()));
+    tokio::select! {
+        biased;
+        body = read_within(allowance, request) => body,
+        () = place.lost() => {
+            let detail = "too many requests from your address are unfinished: send the body together with the head";
+            Err(Problem::new(Code::TooManyRequests, detail).retry_after(2))
+        }
+    }
 }
 
 /// The same on an open route whose handler has checked a credential of its own: what strangers send is not in its way.

@@ -9,6 +9,7 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Problem, chain, shortened};
 use super::models::is_as_registered;
+use super::reach;
 use super::reward_models;
 use super::warm_start;
 use crate::dataset::Summary;
@@ -16,7 +17,7 @@ use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
-use crate::outgoing::{OutgoingError, OutgoingPolicy};
+use crate::outgoing::OutgoingError;
 use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths, prompt_key};
 use crate::store::{DatasetRow, ModelRow, StoreError};
 
@@ -164,7 +165,7 @@ pub(super) async fn prepare(
     spec: &mut JobSpec,
     uploaded: Option<Prompts>,
 ) -> Result<Prepared, Problem> {
-    let mut errors = unreachable_rewards(state, spec)?;
+    let mut errors = unreachable_rewards(state, spec).await?;
     let model = find_model(state, caller, &spec.model, &mut errors).await?;
     let train = match uploaded {
         Some(prompts) => Some(prompts),
@@ -200,8 +201,8 @@ pub(super) async fn prepare(
 }
 
 /// Reward URLs whose address is refused, as far as that can be told without DNS; names are checked when they resolve.
-fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldError>, Problem> {
-    let policy = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+async fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldError>, Problem> {
+    let policy = reach::outgoing(state).await?;
     let rewards = spec.redacted["rewards"].as_array().map(Vec::as_slice).unwrap_or_default();
     let refused = |(index, reward): (usize, &Value)| match policy.check_url(reward.get("url")?.as_str()?) {
         Err(error @ OutgoingError::Refused { .. }) => {

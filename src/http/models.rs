@@ -17,6 +17,7 @@ use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{HashedJson, Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
+use super::reach;
 use crate::modelcard::classifier::is_classifier;
 use crate::modelcard::text::{Text, TextError};
 use crate::modelcard::{self, Arch, Backbone, ClassifierCard, ModelCard, ModelCardError, ModelFile};
@@ -186,7 +187,7 @@ async fn create_model(
 async fn create(state: AppState, caller: Caller, CreateModel { id, source }: CreateModel) -> Result<Answer, Problem> {
     check_id(&id)?;
     let location = format!("/models/{}", id.replace('/', "%2F"));
-    let roots = state.config.model_roots.clone();
+    let roots = reach::model_roots(&state).await?;
     // What an admin registers is for everybody.
     let owner = caller.sees().unwrap_or_default().to_owned();
     let (row, is_new) = match register(&state, owner, id.clone(), source, roots).await {

@@ -5,6 +5,7 @@ use futures::future::BoxFuture;
 use super::AppState;
 use super::error::{Code, Problem};
 use super::lookup::Prompts;
+use super::reach;
 use crate::probe::verdict::verdict;
 use crate::probe::{ProbeError, ProbeReport, ProbeTask};
 use crate::spec::{JobSpec, Resolution};
@@ -97,7 +98,7 @@ pub(super) async fn probe(
     let task = ProbeTask {
         plan: plan.clone(),
         secrets: spec.secrets,
-        allow_outgoing: state.config.allow_outgoing.clone(),
+        allow_outgoing: reach::allow_outgoing(state).await?,
         model_dir: model.source.into(),
         reward_models,
         initial,

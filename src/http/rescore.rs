@@ -23,9 +23,9 @@ use super::auth::Caller;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::{HashedJson, Path};
 use super::idempotency::{Answer, identity, once};
+use super::reach;
 use crate::event::{Sample, SamplePhase};
 use crate::id::JobId;
-use crate::outgoing::OutgoingPolicy;
 use crate::reward::trial::reward_of;
 use crate::reward::{JobContext, Judgement, Reward, SampleError};
 use crate::sample::{RewardSample, RewardValue, RolloutId};
@@ -160,7 +160,7 @@ async fn rescore(state: AppState, id: JobId, body: Value) -> Result<Answer, Prob
     let plan = state.store.job_get(id).await?.plan()?;
     let mut wanted = read(&body, &plan)?;
     lend_secrets(&mut wanted, &plan, state.store.job_secrets(id).await?);
-    let outgoing = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+    let outgoing = reach::outgoing(&state).await?;
     let kind = wanted.plan.kind.with_service(patient);
     let reward = reward_of(&RewardPlan { kind, ..wanted.plan.clone() }, &wanted.secrets, &outgoing);
     let reward = reward.map_err(|error| {

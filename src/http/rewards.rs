@@ -13,6 +13,7 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::Json;
+use super::reach;
 use super::reward_test_journal::TestJournal;
 use crate::id::JobId;
 use crate::outgoing::OutgoingPolicy;
@@ -101,7 +102,7 @@ async fn test_reward(State(state): State<AppState>, Json(body): Json<Value>) -> 
     let (Ok((plan, secrets)), Ok(samples), true) = (reward, samples, errors.is_empty()) else {
         return Err(Problem::new(Code::InvalidBody, "the reward cannot be tested; see 'errors'").items(errors));
     };
-    let outgoing = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+    let outgoing = reach::outgoing(&state).await?;
     let journal: Arc<dyn Journal> = Arc::new(TestJournal::new(&state).await?);
     let report = try_reward(&plan, &secrets, &outgoing, &samples, Some(journal)).await.map_err(|error| {
         Problem::new(Code::InvalidBody, error.to_string()).item("/reward", "unusable", error.detail)

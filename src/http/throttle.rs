@@ -45,6 +45,11 @@ impl Client {
         let peer = extensions.get::<ConnectInfo<SocketAddr>>().map(|info| info.0.ip().to_canonical());
         Self(peer.map(|peer| named_by(&state.config.edge.trusted_proxies, peer, headers)))
     }
+
+    /// What limits count as one client: the address, or an IPv6 client's network.
+    pub(super) fn network(self) -> Option<IpAddr> {
+        self.0.map(network)
+    }
 }
 
 impl FromRequestParts<AppState> for Client {

@@ -16,10 +16,11 @@ use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::{HashedJson, Json, Path, Query};
 use super::idempotency::{Answer, identity, once};
 use super::list::{List, PageQuery, Time};
+use super::reach;
 use crate::access::Scope;
 use crate::id::WebhookId;
 use crate::lifecycle::MessageType;
-use crate::outgoing::{OutgoingError, OutgoingPolicy};
+use crate::outgoing::OutgoingError;
 use crate::reward::signature::Key;
 use crate::store::clock_ms;
 use crate::store::webhooks::{KeepOld, MOST_OLD_SECRETS, NewWebhook, WebhookPatch, WebhookRow};
@@ -175,8 +176,8 @@ fn item(pointer: &str, code: &str, detail: impl Into<String>) -> Item {
 }
 
 /// The URL in the form in which it is asked, once it is checked.
-fn read_url(state: &AppState, url: &str, errors: &mut Vec<Item>) -> Result<String, Problem> {
-    let policy = OutgoingPolicy::parse(&state.config.allow_outgoing).map_err(Problem::internal)?;
+async fn read_url(state: &AppState, url: &str, errors: &mut Vec<Item>) -> Result<String, Problem> {
+    let policy = reach::outgoing(state).await?;
     if url.len() > LONGEST {
         errors.push(item("/url", "too_long", format!("at most {LONGEST} characters")));
         return Ok(String::new());
@@ -266,7 +267,7 @@ async fn create_webhook(
 async fn subscribe(state: AppState, caller: Caller, body: CreateWebhook) -> Result<Answer, Problem> {
     let CreateWebhook { url, events, description, secret, enabled, all_jobs } = body;
     let mut errors = check(events.as_deref(), description.as_deref());
-    let url = read_url(&state, &url, &mut errors)?;
+    let url = read_url(&state, &url, &mut errors).await?;
     let (secret, shown) = secret_of(secret, &mut errors)?;
     refuse(errors)?;
     let is_admin = caller.scopes().has(Scope::Admin);
@@ -336,7 +337,10 @@ async fn patch_webhook(
 ) -> Result<Json<WebhookView>, Problem> {
     let PatchWebhook { url, events, description, enabled } = body;
     let mut errors = check(events.as_deref(), description.as_ref().and_then(Option::as_deref));
-    let url = url.map(|url| read_url(&state, &url, &mut errors)).transpose()?;
+    let url = match url {
+        Some(url) => Some(read_url(&state, &url, &mut errors).await?),
+        None => None,
+    };
     refuse(errors)?;
     let patch = WebhookPatch { url, description, types: events.map(sorted), enabled };
     Ok(Json(state.store.webhook_patch(id, patch, clock_ms()).await?.into()))

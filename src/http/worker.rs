@@ -257,7 +257,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         resume,
         initial,
         lease_ms: state.config.lease_ms,
-        allow_outgoing: state.config.allow_outgoing.clone(),
+        allow_outgoing: super::reach::allow_outgoing(state).await?,
         reward_reports,
         callbacks: Some(super::callbacks::terms(state).await?),
         checkpoint_soon,

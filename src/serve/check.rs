@@ -24,9 +24,7 @@ type Finding = (&'static str, Result<String, String>);
 pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
     let database = open_database(&config.data_dir).await;
     let keys = count_keys(&database).await;
-    if matches!(keys, Ok(Some(_))) {
-        config.narrow();
-    }
+    let keys_are_on = matches!(keys, Ok(Some(_)));
     // Said below, of the GPUs.
     let _ = super::without_gpus(&mut config);
     let findings: Vec<Finding> = vec![
@@ -43,7 +41,7 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
         ("gpus", look_at_gpus(&config)),
         ("memory", Ok(describe_memory(&config))),
         ("sockets", machine::look_at_open_files(config.edge.max_connections)),
-        ("outgoing", look_at_outgoing(&config)),
+        ("outgoing", look_at_outgoing(config.outgoing_allowed(keys_are_on))),
         ("tls", machine::look_at_certificates()),
         ("listen", look_at_address(&config).await),
     ];
@@ -196,12 +194,12 @@ fn look_at_gpus(config: &ServeConfig) -> Result<String, String> {
     }
 }
 
-fn look_at_outgoing(config: &ServeConfig) -> Result<String, String> {
-    OutgoingPolicy::parse(&config.allow_outgoing).map_err(|error| format!("--allow-outgoing: {error}"))?;
-    if config.allow_outgoing.is_empty() {
+fn look_at_outgoing(allowed: &[String]) -> Result<String, String> {
+    OutgoingPolicy::parse(allowed).map_err(|error| format!("--allow-outgoing: {error}"))?;
+    if allowed.is_empty() {
         return Ok("public addresses only".to_owned());
     }
-    Ok(format!("public addresses, and {}", config.allow_outgoing.join(", ")))
+    Ok(format!("public addresses, and {}", allowed.join(", ")))
 }
 
 async fn look_at_address(config: &ServeConfig) -> Result<String, String> {

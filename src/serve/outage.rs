@@ -11,7 +11,7 @@ use futures::StreamExt;
 
 use crate::causes::with_causes;
 use crate::id::JobId;
-use crate::reward::client::RewardClient;
+use crate::reward::client::{Pace, RewardClient};
 use crate::reward::webhook::Webhook;
 use crate::spec::{Plan, RewardKind, RewardPlan, RewardSecrets, eval_secret_name};
 use crate::store::{Store, StoreError, clock_ms};
@@ -53,18 +53,27 @@ struct Waiting {
     services: Vec<Address>,
 }
 
+/// The clients that ask services.
+pub(super) struct Clients {
+    pub(super) without_keys: RewardClient,
+    /// Used as soon as there are keys in the database.
+    pub(super) with_keys: RewardClient,
+}
+
 struct Watch {
     store: Store,
-    client: RewardClient,
+    clients: Clients,
+    pace: Pace,
     jobs: HashMap<JobId, Waiting>,
     services: HashMap<Address, Service>,
 }
 
 /// Looks after such jobs for as long as the server runs.
-pub(super) async fn watch(store: Store, client: RewardClient) {
-    let mut interval = tokio::time::interval(client.pace().of(LOOK));
+pub(super) async fn watch(store: Store, clients: Clients) {
+    let pace = clients.without_keys.pace();
+    let mut interval = tokio::time::interval(pace.of(LOOK));
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut watch = Watch { store, client, jobs: HashMap::new(), services: HashMap::new() };
+    let mut watch = Watch { store, clients, pace, jobs: HashMap::new(), services: HashMap::new() };
     loop {
         interval.tick().await;
         if let Err(error) = watch.look().await {
@@ -92,7 +101,7 @@ impl Watch {
         }
         let used: HashSet<Address> = self.jobs.values().flat_map(|job| job.services.iter().cloned()).collect();
         self.services.retain(|address, _| used.contains(address));
-        self.ask().await;
+        self.ask().await?;
         let back: Vec<JobId> =
             self.jobs.iter().filter(|(_, job)| self.are_back(&job.services)).map(|(job, _)| *job).collect();
         for job in back {
@@ -108,7 +117,7 @@ impl Watch {
 
     /// Its services were away a moment ago, whatever they answered for others before.
     fn wait_for(&mut self, job: JobId, last_seq: i64, services: Vec<(Address, RewardPlan, RewardSecrets)>) {
-        let first = self.client.pace().of(FIRST_PING);
+        let first = self.pace.of(FIRST_PING);
         let at = Instant::now() + first;
         let mut addresses = Vec::with_capacity(services.len());
         for (address, reward, secrets) in services {
@@ -122,8 +131,13 @@ impl Watch {
     }
 
     /// Asks those whose time has come.
-    async fn ask(&mut self) {
-        let (client, now) = (&self.client, Instant::now());
+    async fn ask(&mut self) -> Result<(), StoreError> {
+        let now = Instant::now();
+        if self.services.values().all(|service| service.at > now) {
+            return Ok(());
+        }
+        let Clients { without_keys, with_keys } = &self.clients;
+        let client = if self.store.api_keys_exist().await? { with_keys } else { without_keys };
         let mut asked = Vec::new();
         for service in self.services.values_mut() {
             if service.at <= now {
@@ -131,6 +145,7 @@ impl Watch {
             }
         }
         futures::stream::iter(asked).buffer_unordered(AT_ONCE).collect::<()>().await;
+        Ok(())
     }
 
     fn are_back(&self, services: &[Address]) -> bool {

@@ -10,6 +10,8 @@ use crate::id::KeyId;
 
 /// What every key begins with.
 const KEY_PREFIX: &str = "rld_";
+/// The entry of `server_secrets` that says that keys were removed by a restore.
+const KEYS_DROPPED: &str = "keys_dropped";
 /// Of a key's text, what is kept readable: the prefix and 32 of its 256 bits.
 const SHOWN_CHARS: usize = KEY_PREFIX.len() + 8;
 
@@ -41,6 +43,15 @@ impl KeyRow {
     pub fn is_usable(&self, now: i64) -> bool {
         self.revoked_at.is_none() && self.expires_at.is_none_or(|expires_at| now < expires_at)
     }
+}
+
+/// The number of credentials that were removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dropped {
+    /// API keys, usable or not.
+    pub keys: u64,
+    /// Browser sessions.
+    pub sessions: u64,
 }
 
 /// A key to make.
@@ -166,12 +177,32 @@ impl Store {
         Ok(())
     }
 
-    /// Whether a key was ever made here, usable or not: from then on nobody comes in without one.
+    /// Removes every key and session. Where there was a key, requests still need one.
+    pub async fn api_keys_drop(&self) -> Result<Dropped, StoreError> {
+        let doing = "remove all keys";
+        let mut tx = self.begin(doing).await?;
+        let sessions = sqlx::query("DELETE FROM sessions").execute(&mut *tx).await.doing(doing)?.rows_affected();
+        let keys = sqlx::query("DELETE FROM api_keys").execute(&mut *tx).await.doing(doing)?.rows_affected();
+        if keys > 0 {
+            sqlx::query("INSERT INTO server_secrets (name, value) VALUES (?, '') ON CONFLICT (name) DO NOTHING")
+                .bind(KEYS_DROPPED)
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+        }
+        self.commit(tx, doing).await?;
+        Ok(Dropped { keys, sessions })
+    }
+
+    /// Whether a key was ever made here, usable or not, removed or not: from then on every request needs one.
     pub async fn api_keys_exist(&self) -> Result<bool, StoreError> {
-        sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM api_keys)")
-            .fetch_one(&self.readers)
-            .await
-            .doing("look for keys")
+        sqlx::query_scalar(
+            "SELECT EXISTS (SELECT 1 FROM api_keys) OR EXISTS (SELECT 1 FROM server_secrets WHERE name = ?)",
+        )
+        .bind(KEYS_DROPPED)
+        .fetch_one(&self.readers)
+        .await
+        .doing("look for keys")
     }
 
     /// Keys that open something now.

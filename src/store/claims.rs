@@ -131,7 +131,8 @@ impl Store {
     }
 
     /// The checkpoint a claim was to go on from does not match its hashes, or cannot be read: removes its row, rewinds further,
-    /// and returns the next older one.
+    /// and returns the next older one. A fork that went on from another job's checkpoint and has no older one fails: from step 0
+    /// it would be another run. The claim is over then: `LeaseLost`.
     pub async fn claim_discard_checkpoint(
         &self,
         job: JobId,
@@ -142,7 +143,7 @@ impl Store {
     ) -> Result<Option<CheckpointRow>, StoreError> {
         let doing = "discard a damaged checkpoint";
         let mut tx = self.begin(doing).await?;
-        owned_row(&mut tx, job, attempt).await?;
+        let row = owned_row(&mut tx, job, attempt).await?;
         let step: Option<i64> =
             sqlx::query_scalar("DELETE FROM checkpoints WHERE id = ? AND job_id = ? RETURNING step")
                 .bind(checkpoint.to_string())
@@ -150,6 +151,15 @@ impl Store {
                 .fetch_optional(&mut *tx)
                 .await
                 .doing(doing)?;
+        let resume = latest_checkpoint(&mut tx, job).await?;
+        if let (Some(step), None) = (step, &resume)
+            && continues_another(&mut tx, job).await?
+        {
+            job_fail(&mut tx, &row, nothing_to_continue(step), now).await?;
+            self.commit(tx, doing).await?;
+            self.wake_job(job);
+            return Err(StoreError::LeaseLost);
+        }
         if let Some(step) = step {
             let data = json!({
                 "code": "checkpoint_damaged",
@@ -158,7 +168,6 @@ impl Store {
             });
             event_insert(&mut tx, job, "warning", now, data).await?;
         }
-        let resume = latest_checkpoint(&mut tx, job).await?;
         rewind(&mut tx, job, resume.as_ref(), now).await?;
         self.commit(tx, doing).await?;
         self.wake_job(job);
@@ -408,6 +417,26 @@ async fn rewind(tx: &mut SqliteConnection, job: JobId, to: Option<&CheckpointRow
         event_insert(tx, job, "rewind", now, json!({ "step": step })).await?;
     }
     Ok(())
+}
+
+/// Whether the job is a fork that went on from a checkpoint of another job.
+async fn continues_another(tx: &mut SqliteConnection, job: JobId) -> Result<bool, StoreError> {
+    let forked =
+        "SELECT EXISTS (SELECT 1 FROM events WHERE job_id = ? AND type = 'job.forked' AND data ->> '$.continues')";
+    sqlx::query_scalar(forked).bind(job.to_string()).fetch_one(tx).await.doing("see whether a job is a fork")
+}
+
+fn nothing_to_continue(step: i64) -> Failure {
+    Failure {
+        class: FailureClass::Infra,
+        code: "checkpoint_damaged".to_owned(),
+        message: format!(
+            "the checkpoint of step {step} does not match its hashes, and this fork has no older one to go on from"
+        ),
+        phase: None,
+        step: None,
+        suggestion: Some("fork again, from another checkpoint of the parent job; look at the disk's health".to_owned()),
+    }
 }
 
 /// The running row of the attempt, or `LeaseLost`.

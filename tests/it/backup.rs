@@ -287,6 +287,36 @@ fn keys_are_listed_and_revoked_only_where_a_server_is() {
 }
 
 #[tokio::test]
+async fn a_restore_that_drops_keys_leaves_no_way_in_but_a_new_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, copy, restored) = (dir.path().join("data"), dir.path().join("copy"), dir.path().join("restored"));
+    let created = run(&["keys", "create", "--scopes", "admin", "--data-dir", path(&data)]);
+    let key = String::from_utf8(created.stdout).unwrap().trim().to_owned();
+    assert!(run(&["backup", path(&copy), "--data-dir", path(&data)]).status.success());
+    let back = run(&["restore", path(&copy), "--drop-keys", "--data-dir", path(&restored)]);
+    assert!(back.status.success(), "{}", said(&back));
+    assert!(said(&back).contains("removed 1 API keys") && said(&back).contains("rlood keys create"), "{}", said(&back));
+    let listed = run(&["keys", "list", "--json", "--data-dir", path(&restored)]);
+    assert!(listed.status.success() && !said(&listed).contains("key_"), "{}", said(&listed));
+
+    let server = Server::start(&restored, "none");
+    let status = async |key: &str| {
+        let client = reqwest::Client::builder().no_proxy().build().unwrap();
+        client.get(format!("{}/jobs", server.url)).bearer_auth(key).send().await.unwrap().status().as_u16()
+    };
+    assert_eq!(status(&key).await, 401, "requests need a key, and this one is gone");
+    let created = run(&["keys", "create", "--scopes", "admin", "--data-dir", path(&restored)]);
+    assert_eq!(status(String::from_utf8(created.stdout).unwrap().trim()).await, 200);
+    // Nothing was dropped from a server that had no key.
+    let (data, copy, restored) = (dir.path().join("data2"), dir.path().join("copy2"), dir.path().join("restored2"));
+    drop(Server::start(&data, "none"));
+    assert!(run(&["backup", path(&copy), "--data-dir", path(&data)]).status.success());
+    assert!(run(&["restore", path(&copy), "--drop-keys", "--data-dir", path(&restored)]).status.success());
+    let open = Server::start(&restored, "none");
+    assert_eq!(open.get("/jobs").await["data"], json!([]));
+}
+
+#[tokio::test]
 async fn a_damaged_backup_restores_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let (data, copy, restored) = (dir.path().join("data"), dir.path().join("copy"), dir.path().join("restored"));

@@ -3,7 +3,7 @@
 use rlood::files::hash_file;
 use rlood::id::JobId;
 use rlood::protocol::{FileEntry, Outcome};
-use rlood::store::{PublishCheckpoint, clock_ms};
+use rlood::store::{PublishCheckpoint, StoreError, clock_ms};
 use serde_json::{Value, json};
 
 use crate::server::{SECRET, Server, job, with};
@@ -76,6 +76,37 @@ async fn a_fork_of_a_compatible_plan_goes_on_from_the_checkpoint() {
     server.state.files.checkpoint_verify(child, 5, 0, &resume.files).unwrap();
     let events = server.get(&format!("/jobs/{child}/events")).await.body.to_string();
     assert!(events.contains("job.forked") && !events.contains("\"rewind\""), "{events}");
+}
+
+#[tokio::test]
+async fn a_fork_whose_checkpoints_are_all_damaged_fails_and_never_starts_at_step_0() {
+    let server = Server::start().await;
+    let store = &server.state.store;
+    let id = parent(&server, document()).await;
+    for has_its_own in [false, true] {
+        let (status, body) = fork(&server, id, 5, json!({})).await;
+        assert_eq!(status, 201, "{body}");
+        let child: JobId = body["id"].as_str().unwrap().parse().unwrap();
+        let claimed = server.claimed().await;
+        let (attempt, mut damaged) = (claimed.attempt, claimed.resume.unwrap().id);
+        if has_its_own {
+            let newer = publish(&server, child, attempt, 8, &ADAPTER).await.parse().unwrap();
+            let older = store.claim_discard_checkpoint(child, attempt, newer, clock_ms()).await.unwrap().unwrap();
+            assert_eq!((older.step, older.id), (5, damaged), "the one it began with is whole");
+            damaged = older.id;
+        }
+        let lost = store.claim_discard_checkpoint(child, attempt, damaged, clock_ms()).await;
+        assert!(matches!(lost, Err(StoreError::LeaseLost)), "{lost:?}");
+        let job = server.get(&format!("/jobs/{child}")).await.body;
+        assert_eq!((&job["state"], &job["failure"]["code"]), (&json!("failed"), &json!("checkpoint_damaged")), "{job}");
+        assert_eq!(job["failure"]["class"], "infra");
+        assert!(job["failure"]["suggestion"].as_str().unwrap().contains("fork again"), "{job}");
+    }
+    // A job that began at step 0 begins there again.
+    let own = server.create(document()).await;
+    let (_, attempt) = server.claim().await;
+    let only = publish(&server, own, attempt, 5, &ADAPTER).await.parse().unwrap();
+    assert_eq!(store.claim_discard_checkpoint(own, attempt, only, clock_ms()).await.unwrap(), None);
 }
 
 #[tokio::test]

@@ -21,6 +21,7 @@ mod edge;
 mod exact;
 #[cfg(feature = "failpoints")]
 mod failpoints;
+mod first_key;
 mod fork;
 mod fuzz;
 mod generate;
@@ -83,6 +84,7 @@ mod scale;
 mod secrets;
 mod server;
 mod setting;
+mod sign_ins;
 mod sources;
 mod spec;
 mod ssrf;

@@ -1,0 +1,55 @@
+//! Sign-ins that are begun and never finished: they end soon, and are in nobody's way.
+
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::processes::Server;
+
+const KEY: &str = "operator-key-0123456789";
+/// As many as would fill the memory that sign-ins had together.
+const UNFINISHED: usize = 300;
+
+/// A sign-in whose body is missing its last bytes.
+async fn begin(server: &Server) -> TcpStream {
+    let mut stream = TcpStream::connect(server.url.strip_prefix("http://").unwrap()).await.unwrap();
+    let head =
+        "POST /session HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 65000\r\n\r\n";
+    stream.write_all(head.as_bytes()).await.unwrap();
+    // One that was refused already takes no more.
+    let _ = stream.write_all(&vec![b' '; 64_000]).await;
+    stream
+}
+
+#[tokio::test]
+async fn unfinished_sign_ins_block_nobody_and_end_within_seconds() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::start_in(dir.path(), "none", &[("RLOOD_API_KEY", KEY)]);
+    let begun = Instant::now();
+    let mut unfinished = Vec::new();
+    for _ in 0..UNFINISHED {
+        unfinished.push(begin(&server).await);
+    }
+    let client = reqwest::Client::builder().no_proxy().build().unwrap();
+    for _ in 0..20 {
+        let url = format!("{}/session", server.url);
+        let answer = client.post(url).json(&json!({"key": KEY})).send().await.unwrap();
+        assert_eq!(answer.status(), 201, "{}", answer.text().await.unwrap());
+        unfinished.push(begin(&server).await);
+    }
+    let opened = begun.elapsed();
+    let (mut displaced, mut too_slow) = (0, 0);
+    for mut stream in unfinished {
+        let mut answer = Vec::new();
+        let end = tokio::time::timeout(Duration::from_secs(20), stream.read_to_end(&mut answer)).await;
+        end.expect("each connection is closed").ok();
+        // A connection that is closed while the client still sends may lose its answer.
+        displaced += usize::from(answer.starts_with(b"HTTP/1.1 429"));
+        too_slow += usize::from(answer.starts_with(b"HTTP/1.1 408"));
+    }
+    assert!(displaced > 0 && too_slow <= 16, "{displaced} made room, {too_slow} took too long");
+    let took = begun.elapsed() - opened;
+    assert!(took < Duration::from_secs(10), "the last ones ended after {took:?}");
+}
