@@ -22,6 +22,7 @@ pub mod events;
 pub mod extract;
 pub mod fork;
 pub mod generate;
+pub mod heavy;
 pub mod idempotency;
 pub mod jobs;
 pub mod keys;
@@ -63,7 +64,6 @@ use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceBuilder;
 use tower_http::catch_panic::CatchPanicLayer;
@@ -102,8 +102,12 @@ pub struct AppState {
     pub prober: Option<Arc<dyn probe::Prober>>,
     /// Runs models beside each other; None = this server starts no processes.
     pub generator: Option<Arc<dyn generate::Generator>>,
+    /// Heavy work that may be under way at a time.
+    pub heavy: heavy::Slots,
+    /// Searches of samples that may be under way at a time.
+    pub searches: heavy::Slots,
     /// Re-scores that may be under way at a time.
-    pub rescores: Arc<Semaphore>,
+    pub rescores: heavy::Slots,
     /// The disk is nearly full: no job is handed to a worker.
     pub disk_low: Arc<AtomicBool>,
     /// Counts of connections, for `/metrics`.
@@ -123,6 +127,7 @@ pub struct AppState {
 impl AppState {
     /// The state of a server that starts now.
     pub fn new(store: Store, files: DataDir, config: Arc<ServeConfig>) -> Self {
+        let slots = config.edge.heavy_slots.map_or_else(heavy::default_slots, |slots| slots as usize);
         Self {
             store,
             files,
@@ -132,7 +137,9 @@ impl AppState {
             requests: Arc::default(),
             prober: None,
             generator: None,
-            rescores: Arc::new(Semaphore::new(rescore::PLACES)),
+            heavy: heavy::Slots::new(slots),
+            searches: heavy::Slots::new(samples::SEARCHES),
+            rescores: heavy::Slots::new(rescore::PLACES),
             disk_low: Arc::default(),
             connections: Arc::default(),
             keyed: Arc::default(),

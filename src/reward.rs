@@ -57,6 +57,11 @@ pub trait Reward: Send + Sync {
         samples: &'a [RewardSample],
     ) -> BoxFuture<'a, Result<Judged, RewardFailure>>;
 
+    /// Whether a thread of this process still computes its values, though nobody may wait for them any more.
+    fn is_grading(&self) -> bool {
+        false
+    }
+
     /// Gets ready before the first samples come (loads a model, say); not needed for [`Reward::judge`] to work.
     fn prepare(&self) -> BoxFuture<'_, Result<(), RewardFailure>> {
         Box::pin(std::future::ready(Ok(())))
@@ -320,6 +325,11 @@ impl Rewards {
             entry.reward.prepare().await?;
         }
         Ok(())
+    }
+
+    /// Whether a thread of this process still computes values, though nobody may wait for them any more.
+    pub fn is_grading(&self) -> bool {
+        self.entries.iter().any(|entry| entry.reward.is_grading())
     }
 
     /// True while a service fails and is being retried, or takes its time: the job's `status_reason` is then

@@ -86,6 +86,8 @@ pub use workers::WorkerRow;
 pub struct Store {
     writer: SqlitePool,
     readers: SqlitePool,
+    /// Searches.
+    searchers: SqlitePool,
     /// Folds the log.
     folder: SqlitePool,
     changes: Arc<Changes>,
@@ -247,6 +249,9 @@ pub fn clock_ms() -> i64 {
     jiff::Timestamp::now().as_millisecond()
 }
 
+/// Connections for searches that may read much: nothing else waits for them.
+const SEARCHERS: u32 = 2;
+
 /// Pages in the log that are worth folding it into the database: 4 MiB.
 const FOLDED_PAGES: i64 = 1000;
 /// Pages in the log at which the writer itself folds it, should nobody else.
@@ -289,14 +294,16 @@ impl Store {
             .map_err(cannot_open)?;
         version::MIGRATIONS.run(&writer).await.map_err(version::not_migrated)?;
         let folder = pool.clone().max_connections(1).connect_lazy_with(options.clone());
+        let searchers = pool.clone().max_connections(SEARCHERS).connect_lazy_with(options.clone().read_only(true));
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
         let changes = Arc::default();
-        Ok(Store { writer, readers, folder, changes })
+        Ok(Store { writer, readers, searchers, folder, changes })
     }
 
     /// Closes every connection; the WAL is folded into the file.
     pub async fn close(&self) {
         self.readers.close().await;
+        self.searchers.close().await;
         self.folder.close().await;
         self.writer.close().await;
     }

@@ -55,6 +55,8 @@ const EXIT_ORPHAN: i32 = 3;
 const EXIT_PANIC: u8 = 101;
 /// The code of a process whose GPU failed.
 const EXIT_DEVICE: u8 = 4;
+/// The code of a process in which a built-in reward computes without an end.
+const EXIT_GRADING: u8 = 5;
 
 /// The engine, as the worker calls it: the seam where tests put another one.
 type TrainFn = fn(TrainInput<'_>, &mut dyn Host) -> Result<TrainOutcome, EngineError>;
@@ -159,6 +161,10 @@ impl Worker {
                         Ended::Settled => {}
                         Ended::Panicked => return Ok(ExitCode::from(EXIT_PANIC)),
                         Ended::DeviceFailed => return Ok(ExitCode::from(EXIT_DEVICE)),
+                        Ended::Grading => {
+                            tracing::error!("a built-in reward of the last job still computes; this process ends");
+                            return Ok(ExitCode::from(EXIT_GRADING));
+                        }
                     }
                 }
                 Ok(None) => registered = true,

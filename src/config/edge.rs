@@ -38,6 +38,11 @@ pub struct EdgeArgs {
     #[arg(long, env = "RLOOD_MAX_CONNECTIONS", default_value_t = MAX_CONNECTIONS, value_name = "N", value_parser = clap::value_parser!(u32).range(16..=1_000_000))]
     pub max_connections: u32,
 
+    /// Requests whose heavy work runs at once: checking and tokenising jobs, trying rewards, re-scoring. One key gets half of
+    /// them at most; others wait, then get 429 or 503 with Retry-After. Default: one for each core, at least 2.
+    #[arg(long, env = "RLOOD_HEAVY_SLOTS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub heavy_slots: Option<u32>,
+
     /// Free disk below which jobs pause (status_reason disk_full) and none starts: bytes, or with a unit (256M, 2G; powers of
     /// 1024); 0 = never. They go on by themselves once half as much again is free. Datasets and checkpoints leave as much
     /// free, and /readyz says when it is less. Default: 256 MiB.
@@ -56,6 +61,8 @@ pub struct Edge {
     pub trusted_proxies: Vec<Net>,
     /// Connections at once.
     pub max_connections: u32,
+    /// Requests whose heavy work runs at once; None = by the number of cores.
+    pub heavy_slots: Option<u32>,
     /// Free disk below which jobs pause, bytes; 0 = never.
     pub disk_reserve_bytes: u64,
     /// For a request's head, from the first moment it could come.
@@ -77,6 +84,7 @@ impl Default for Edge {
             cors_origins: Vec::new(),
             trusted_proxies: Vec::new(),
             max_connections: MAX_CONNECTIONS,
+            heavy_slots: None,
             disk_reserve_bytes: DISK_RESERVE_BYTES,
             header_timeout: Duration::from_secs(20),
             body_pause: Duration::from_secs(30),
@@ -98,6 +106,7 @@ impl EdgeArgs {
             cors_origins: words(&self.cors_origins).into_iter().map(origin).collect::<Result<_, _>>()?,
             trusted_proxies: words(&self.trusted_proxies).iter().map(proxy).collect::<Result<_, _>>()?,
             max_connections: self.max_connections,
+            heavy_slots: self.heavy_slots,
             disk_reserve_bytes: match self.disk_reserve.as_deref().filter(|size| !size.is_empty()) {
                 Some(size) => parse_size_of("--disk-reserve", size)?.unwrap_or(0),
                 None => DISK_RESERVE_BYTES,
@@ -153,6 +162,7 @@ mod tests {
             cors_origins: None,
             trusted_proxies: None,
             max_connections: 100,
+            heavy_slots: None,
             disk_reserve: None,
         }
     }

@@ -86,6 +86,7 @@ codes! {
     Overloaded = "overloaded", 503, true, "The server is busy";
     GenerationFailed = "generation_failed", 503, true, "The completions could not be generated";
     NotReady = "not_ready", 503, true, "The server is not ready";
+    WorkTimeout = "work_timeout", 504, false, "The request takes too much work";
     GenerationTimeout = "generation_timeout", 504, false, "The completions took too long";
     StorageFull = "storage_full", 507, true, "The disk is full";
 }

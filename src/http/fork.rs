@@ -17,7 +17,7 @@ use super::extract::{Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, prepare};
-use super::submit::{keep, plan_of};
+use super::submit::{keep, plan_of, read_spec};
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{
@@ -85,12 +85,12 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     let asked_reference = take_reference(&mut overrides)?;
 
     let document = forked_document(&parent, &overrides);
-    let (mut spec, mut errors) = JobSpec::read(document);
+    let (mut spec, mut errors) = read_spec(&state, &caller, document).await?;
     // What goes on from a checkpoint keeps the rules of the job that wrote it.
     spec.arithmetic = parent.arithmetic;
     copy_secrets(&mut spec, &parent, state.store.job_secrets(id).await?);
     let prepared = prepare(&state, &caller, &mut spec, None).await?;
-    let Prepared { mut context, errors: found, train, eval } = prepared;
+    let Prepared { mut context, errors: found, warnings: _, train, eval } = prepared;
     errors.extend(found);
     let resolved =
         resolve(&spec, &context).map(|resolution| Plan { warm_start: parent.warm_start.clone(), ..resolution.plan });

@@ -2,12 +2,15 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path as FilePath, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use serde_json::{Map, Value};
 
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Problem, chain, shortened};
+use super::heavy;
 use super::models::is_as_registered;
 use super::reach;
 use super::reward_models;
@@ -18,11 +21,16 @@ use crate::id::DatasetId;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
 use crate::outgoing::OutgoingError;
-use crate::spec::{Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths, prompt_key};
+use crate::spec::{
+    Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths, Warning, prompt_key,
+};
 use crate::store::{DatasetRow, ModelRow, StoreError};
 
-/// Above this many rows the worker counts the tokens of prompts, in its loading phase.
+/// Above this many rows, or bytes of prompts, the worker counts the tokens of prompts, in its loading phase.
 const MAX_COUNTED_ROWS: u64 = 10_000;
+const MAX_COUNTED_BYTES: usize = 16 << 20;
+/// For reading the model's card and tokenizer, and for counting.
+const INSPECT_WITHIN: Duration = Duration::from_secs(60);
 
 /// A dataset of the job, wherever its rows are.
 pub(super) struct Prompts {
@@ -152,6 +160,8 @@ pub(super) struct Prepared {
     pub(super) context: Context,
     /// What cannot be found or used.
     pub(super) errors: Vec<FieldError>,
+    /// What was not looked at.
+    pub(super) warnings: Vec<Warning>,
     /// The training prompts.
     pub(super) train: Option<Prompts>,
     /// The evaluation prompts.
@@ -177,11 +187,14 @@ pub(super) async fn prepare(
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
-    let inspection = move || {
-        let (mut train, mut eval) = (train, eval);
+    let inspection = move |stop: &AtomicBool| {
+        let (mut train, mut eval, mut warnings) = (train, eval, Vec::new());
         let prompts = train.iter_mut().chain(eval.iter_mut());
         let facts = match model {
-            Some(model) => inspect(&model, prompts, &kwargs, &mut errors)?,
+            Some(model) => {
+                let mut found = Found { errors: &mut errors, warnings: &mut warnings };
+                inspect(&model, prompts, &kwargs, stop, &mut found)?
+            }
             None => None,
         };
         let reward_models = reward_models::inspect(reward_models, &mut errors);
@@ -195,9 +208,15 @@ pub(super) async fn prepare(
             memory_limit_bytes,
             places,
         };
-        Ok(Prepared { context, errors, train, eval })
+        Ok(Prepared { context, errors, warnings, train, eval })
     };
-    tokio::task::spawn_blocking(inspection).await.map_err(Problem::internal)?
+    heavy::run(state, caller, INSPECT_WITHIN, inspection).await?
+}
+
+/// What an inspection has to say.
+struct Found<'f> {
+    errors: &'f mut Vec<FieldError>,
+    warnings: &'f mut Vec<Warning>,
 }
 
 /// Reward URLs whose address is refused, as far as that can be told without DNS; names are checked when they resolve.
@@ -241,12 +260,13 @@ async fn find_model(
     }
 }
 
-/// Reads the model's card and counts the tokens of prompts. Blocking.
+/// Reads the model's card and counts the tokens of prompts, until `stop` is set. Blocking.
 fn inspect<'p>(
     model: &ModelRow,
     prompts: impl Iterator<Item = &'p mut Prompts>,
     kwargs: &Map<String, Value>,
-    errors: &mut Vec<FieldError>,
+    stop: &AtomicBool,
+    found: &mut Found<'_>,
 ) -> Result<Option<ModelFacts>, Problem> {
     let dir = FilePath::new(&model.source);
     let unusable = |detail: String| {
@@ -255,7 +275,7 @@ fn inspect<'p>(
     let card = match modelcard::read(dir) {
         Ok(card) => card,
         Err(error) => {
-            errors.push(unusable(error.to_string()));
+            found.errors.push(unusable(error.to_string()));
             return Ok(None);
         }
     };
@@ -266,11 +286,11 @@ fn inspect<'p>(
                 "the files of model '{}' have changed since it was registered: register it again (POST /models with the same id and source), then submit again",
                 model.id
             );
-            errors.push(FieldError::new("/model", "model_changed", detail));
+            found.errors.push(FieldError::new("/model", "model_changed", detail));
             return Ok(None);
         }
         Err(error) => {
-            errors.push(unusable(error.to_string()));
+            found.errors.push(unusable(error.to_string()));
             return Ok(None);
         }
     }
@@ -278,32 +298,39 @@ fn inspect<'p>(
     let text = match Text::load(dir) {
         Ok(text) => text,
         Err(error) => {
-            errors.push(unusable(chain(&error)));
+            found.errors.push(unusable(chain(&error)));
             return Ok(None);
         }
     };
     for prompts in prompts {
-        if let Err(error) = measure(prompts, &text, &facts, kwargs, errors) {
+        let model = Model { text: &text, facts: &facts, kwargs };
+        if let Err(error) = measure(prompts, &model, stop, found) {
             return Err(Problem::internal(format!("the rows of a dataset cannot be read: {error}")));
         }
     }
     Ok(Some(facts))
 }
 
-fn measure(
-    prompts: &mut Prompts,
-    text: &Text,
-    model: &ModelFacts,
-    kwargs: &Map<String, Value>,
-    errors: &mut Vec<FieldError>,
-) -> std::io::Result<()> {
-    let count = prompts.facts.num_rows <= MAX_COUNTED_ROWS;
+/// What prompts are counted with.
+struct Model<'m> {
+    text: &'m Text,
+    facts: &'m ModelFacts,
+    kwargs: &'m Map<String, Value>,
+}
+
+fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &mut Found<'_>) -> std::io::Result<()> {
+    let Model { text, facts: model, kwargs } = *model;
+    let mut count = prompts.facts.num_rows <= MAX_COUNTED_ROWS;
     let (mut has_chat, mut lengths, mut failures) = (false, PromptLengths::default(), Vec::new());
     let mut keys = Vec::new();
+    let (mut seen_rows, mut seen_bytes) = (0_u64, 0);
     prompts.each_prompt(|row, prompt| {
         has_chat |= prompt.is_array();
-        if !count {
-            return false; // The first row stands for all; the worker looks at every one.
+        seen_rows += 1;
+        seen_bytes += text_bytes(prompt);
+        count &= seen_bytes <= MAX_COUNTED_BYTES;
+        if !count || stop.load(Ordering::Relaxed) {
+            return false; // The first rows stand for all; the worker looks at every one.
         }
         keys.push(prompt_key(prompt));
         // What is no prompt has been reported; what needs a template that is not there will be.
@@ -324,8 +351,28 @@ fn measure(
     prompts.facts.has_chat_prompts = has_chat;
     prompts.facts.prompt_lengths = count.then_some(lengths);
     prompts.facts.prompt_keys = Some(keys).filter(|_| count && failures.is_empty());
-    errors.extend(failures.into_iter().map(|detail| FieldError::new(prompts.at, "prompt_not_encodable", detail)));
+    if !count {
+        let detail = format!(
+            "only the first {seen_rows} of {} prompts were looked at, and their tokens are not counted (that ends at \
+             {MAX_COUNTED_ROWS} rows or {} MiB of prompts): the worker counts all of them when the job starts, and the job \
+             fails then if one is too long",
+            prompts.facts.num_rows,
+            MAX_COUNTED_BYTES >> 20
+        );
+        found.warnings.push(Warning { pointer: prompts.at.to_owned(), code: "prompts_not_counted".to_owned(), detail });
+    }
+    found.errors.extend(failures.into_iter().map(|detail| FieldError::new(prompts.at, "prompt_not_encodable", detail)));
     Ok(())
+}
+
+/// The texts inside a prompt, bytes.
+fn text_bytes(prompt: &Value) -> usize {
+    match prompt {
+        Value::String(text) => text.len(),
+        Value::Array(list) => list.iter().map(text_bytes).sum(),
+        Value::Object(map) => map.values().map(text_bytes).sum(),
+        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+    }
 }
 
 fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {

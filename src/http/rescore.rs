@@ -7,7 +7,8 @@ mod request;
 mod stored;
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
@@ -22,12 +23,14 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::{HashedJson, Path};
+use super::heavy;
 use super::idempotency::{Answer, identity, once};
 use super::reach;
 use crate::event::{Sample, SamplePhase};
 use crate::id::JobId;
+use crate::reward::builtin::Builtin;
 use crate::reward::trial::reward_of;
-use crate::reward::{JobContext, Judgement, Reward, SampleError};
+use crate::reward::{BuildError, JobContext, Judgement, Reward, SampleError};
 use crate::sample::{RewardSample, RewardValue, RolloutId};
 use crate::spec::{Combine, Plan, RewardKind, RewardPlan, RewardSecrets, ServicePlan};
 use figures::{AdvantageChange, Correlation, GroupAgreement, Spread, leave_one_out};
@@ -38,6 +41,10 @@ use stored::{newest_groups, with_columns};
 const CHUNK: usize = 256;
 /// Re-scores at a time; further ones are told to come back.
 pub(super) const PLACES: usize = 4;
+/// For reading the request, and for comparing old and new.
+const COMPUTE_WITHIN: Duration = Duration::from_secs(20);
+/// What the last sample of a built-in reward may take once the time is up.
+const LAST_SAMPLE: Duration = Duration::from_secs(2);
 /// Different errors in one answer.
 const ERRORS: usize = 10;
 
@@ -141,7 +148,8 @@ struct RescoredSample {
         (status = 200, description = "The comparison", body = Rescore),
         (status = 404, description = "No such job, or no stored samples that fit", body = ProblemBody),
         (status = 422, description = "The reward or the choice of samples is not valid", body = ProblemBody),
-        (status = 429, description = "Four re-scores are under way", body = ProblemBody),
+        (status = 429, description = "Four re-scores are under way, or two of this key", body = ProblemBody),
+        (status = 503, description = "The server is busy or stopping", body = ProblemBody),
     )
 )]
 async fn rescore_job(
@@ -151,26 +159,21 @@ async fn rescore_job(
     Path(id): Path<JobId>,
     HashedJson(body, sha256): HashedJson<Value>,
 ) -> Result<Response, Problem> {
-    let work = rescore(state.clone(), id, body);
+    let work = rescore(state.clone(), caller.clone(), id, body);
     let identity = identity(format_args!("{id} {sha256}"));
     once(&state, &caller, &headers, "POST /jobs/{id}/rescore", &identity, work).await
 }
 
-async fn rescore(state: AppState, id: JobId, body: Value) -> Result<Answer, Problem> {
+async fn rescore(state: AppState, caller: Caller, id: JobId, body: Value) -> Result<Answer, Problem> {
     let plan = state.store.job_get(id).await?.plan()?;
-    let mut wanted = read(&body, &plan)?;
+    let reading = move |_: &AtomicBool| read(&body, &plan).map(|wanted| (wanted, plan));
+    let (mut wanted, plan) = heavy::run(&state, &caller, COMPUTE_WITHIN, reading).await??;
     lend_secrets(&mut wanted, &plan, state.store.job_secrets(id).await?);
-    let outgoing = reach::outgoing(&state).await?;
-    let kind = wanted.plan.kind.with_service(patient);
-    let reward = reward_of(&RewardPlan { kind, ..wanted.plan.clone() }, &wanted.secrets, &outgoing);
-    let reward = reward.map_err(|error| {
-        let item = Item { pointer: "/reward".to_owned(), code: "unusable".to_owned(), detail: error.detail.clone() };
-        invalid(vec![item])
-    })?;
-    let Ok(_place) = state.rescores.try_acquire() else {
-        return Err(Problem::new(Code::TooManyRequests, "four re-scores are under way; ask again").retry_after(5));
+    let Some(_place) = state.rescores.try_take(&caller.word()) else {
+        let detail = "four re-scores are under way, or two of this key; ask again";
+        return Err(Problem::new(Code::TooManyRequests, detail).retry_after(5));
     };
-    let stored = newest_groups(&state.store, id, &wanted).await?;
+    let stored = newest_groups(&state, &caller, id, &wanted).await?;
     if stored.is_empty() {
         let detail = "no stored samples of this job fit: see GET /jobs/{id}/samples for what there is";
         return Err(Problem::new(Code::NotFound, detail));
@@ -178,12 +181,50 @@ async fn rescore(state: AppState, id: JobId, body: Value) -> Result<Answer, Prob
     let mut warnings = Vec::new();
     let samples = with_columns(&state, &plan, wanted.phase, &stored, &mut warnings).await?;
     let start = Instant::now();
-    let job = JobContext { job: id, rollout: RolloutId::train(0), probe: true };
-    let (judged, complete) = judge(&*reward, &job, &samples, start + wanted.wait).await;
+    let (judged, complete) =
+        if wanted.plan.kind.service().is_some() || matches!(wanted.plan.kind, RewardKind::RewardModel(_)) {
+            let outgoing = reach::outgoing(&state).await?;
+            let kind = wanted.plan.kind.with_service(patient);
+            let reward =
+                reward_of(&RewardPlan { kind, ..wanted.plan.clone() }, &wanted.secrets, &outgoing).map_err(unusable)?;
+            let job = JobContext { job: id, rollout: RolloutId::train(0), probe: true };
+            judge(&*reward, &job, &samples, start + wanted.wait).await
+        } else {
+            grade(&state, &caller, &wanted, samples).await?
+        };
     let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
-    let own = rewards_of(&plan, wanted.phase);
-    let compared = compare(&wanted, &plan, own, &stored, judged);
-    Answer::new(StatusCode::OK, None, &Rescore { complete, warnings, latency_ms, ..compared })
+    let comparing = move |_: &AtomicBool| {
+        let compared = compare(&wanted, &plan, rewards_of(&plan, wanted.phase), &stored, judged);
+        Answer::new(StatusCode::OK, None, &Rescore { complete, warnings, latency_ms, ..compared })
+    };
+    heavy::run(&state, &caller, COMPUTE_WITHIN, comparing).await?
+}
+
+fn unusable(error: BuildError) -> Problem {
+    invalid(vec![Item { pointer: "/reward".to_owned(), code: "unusable".to_owned(), detail: error.detail }])
+}
+
+/// A built-in reward's judgements, one a sample, and whether all were graded in time.
+async fn grade(
+    state: &AppState,
+    caller: &Caller,
+    wanted: &Wanted,
+    samples: Vec<RewardSample>,
+) -> Result<(Vec<Judgement>, bool), Problem> {
+    let (plan, wait, count) = (wanted.plan.clone(), wanted.wait, samples.len());
+    let grading = move |stop: &AtomicBool| {
+        let until = Instant::now() + wait;
+        Ok::<_, BuildError>(Builtin::new(&plan.name, &plan.kind)?.judge_until(&samples, stop, until))
+    };
+    let mut judged = match heavy::run(state, caller, wait + LAST_SAMPLE, grading).await {
+        Ok(graded) => graded.map_err(unusable)?,
+        // One sample takes longer than all of them may.
+        Err(problem) if problem.code() == Code::WorkTimeout => Vec::new(),
+        Err(problem) => return Err(problem),
+    };
+    let complete = judged.len() == count;
+    judged.resize(count, Judgement::missing("not_in_time", "not graded within max_wait_s"));
+    Ok((judged, complete))
 }
 
 /// A reward of the job's at the same address has a secret that nobody can read back.
@@ -228,8 +269,6 @@ async fn judge(
             }
             Err(_) => why = Some(Judgement::missing("not_in_time", "no answer within max_wait_s")),
         }
-        // A built-in computes without a pause.
-        tokio::task::yield_now().await;
     }
     let complete = judged.len() == samples.len();
     judged

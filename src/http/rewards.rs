@@ -1,7 +1,8 @@
 //! The reward test endpoint: try a reward before a job depends on it.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 
 use axum::extract::State;
 use serde::Serialize;
@@ -11,8 +12,10 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Code, Item, Problem, ProblemBody};
 use super::extract::Json;
+use super::heavy;
 use super::reach;
 use super::reward_test_journal::TestJournal;
 use crate::id::JobId;
@@ -28,6 +31,13 @@ use crate::spec::{FieldError, OnInvalid, RewardKind, RewardPlan, RewardSecrets, 
 
 /// Longest wait for a service in a test, ms: for each try, and for an answer that comes later.
 const MAX_TIMEOUT_MS: u64 = 30_000;
+
+/// For reading a reward and its samples.
+const READ_WITHIN: Duration = Duration::from_secs(20);
+/// For built-in rewards: samples that are not graded by then have no value.
+const GRADE_WITHIN: Duration = Duration::from_secs(20);
+/// What the last sample may take after that.
+const LAST_SAMPLE: Duration = Duration::from_secs(5);
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -75,7 +85,8 @@ struct TestResult {
 ///
 /// Asks once, without retries: what the service answers is what you see. `reward` is as in a job. A sample is
 /// `{prompt, completion, columns}`; other fields of a sample count as columns too. A service that answers later (202) is waited
-/// for, up to 30 s; a job waits as long as `deadline_ms`.
+/// for, up to 30 s; a job waits as long as `deadline_ms`. Built-in rewards compute for up to 20 s: a sample that is not reached by
+/// then has the error `not_in_time`.
 #[utoipa::path(
     post, path = "/rewards/test", tag = "Rewards", operation_id = "test_reward",
     request_body(content = Object, example = json!({
@@ -85,14 +96,56 @@ struct TestResult {
     responses(
         (status = 200, description = "What the reward said, also when it said nothing usable", body = Report),
         (status = 422, description = "The reward or the samples are not valid", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 429, description = "Too many requests of this key wait for heavy work", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 503, description = "The server is busy or stopping", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 504, description = "A single sample takes too much work", body = ProblemBody, content_type = "application/problem+json"),
     )
 )]
-async fn test_reward(State(state): State<AppState>, Json(body): Json<Value>) -> Result<Json<Report>, Problem> {
+async fn test_reward(
+    State(state): State<AppState>,
+    caller: Caller,
+    Json(body): Json<Value>,
+) -> Result<Json<Report>, Problem> {
+    let (plan, secrets, samples) = heavy::run(&state, &caller, READ_WITHIN, move |_| read_test(&body)).await??;
+    if is_built_in(&plan.kind) {
+        let limit = GRADE_WITHIN + LAST_SAMPLE;
+        let graded = heavy::run(&state, &caller, limit, move |stop| grade(&plan, &samples, stop)).await?;
+        return graded.map(Json).map_err(unusable);
+    }
+    let outgoing = reach::outgoing(&state).await?;
+    let journal: Arc<dyn Journal> = Arc::new(TestJournal::new(&state).await?);
+    try_reward(&plan, &secrets, &outgoing, &samples, Some(journal)).await.map(Json).map_err(unusable)
+}
+
+fn unusable(error: BuildError) -> Problem {
+    Problem::new(Code::InvalidBody, error.to_string()).item("/reward", "unusable", error.detail)
+}
+
+/// Computed in this process.
+fn is_built_in(kind: &RewardKind) -> bool {
+    kind.service().is_none() && !matches!(kind, RewardKind::RewardModel(_))
+}
+
+/// Tries a built-in reward on this thread.
+fn grade(plan: &RewardPlan, samples: &[RewardSample], stop: &AtomicBool) -> Result<Report, BuildError> {
+    let builtin = Builtin::new(&plan.name, &plan.kind)?;
+    let start = Instant::now();
+    let mut judgements = builtin.judge_until(samples, stop, start + GRADE_WITHIN);
+    let late = format!("not graded within {} s: send fewer or shorter samples", GRADE_WITHIN.as_secs());
+    judgements.resize_with(samples.len(), || Judgement::missing("not_in_time", late.clone()));
+    let judged = Judged { judgements, ..Judged::default() };
+    Ok(report_of(samples, Tried { judged, start, ping: None, exchanges: Vec::new(), warnings: Vec::new() }))
+}
+
+type Test = (RewardPlan, RewardSecrets, Vec<RewardSample>);
+
+/// Reads the request; all errors at once.
+fn read_test(body: &Value) -> Result<Test, Problem> {
     let mut errors = Vec::new();
     let mut refuse = |found: Vec<FieldError>| {
         errors.extend(found.into_iter().map(|FieldError { pointer, code, detail }| Item { pointer, code, detail }));
     };
-    let reward = read_single_reward(&body).map_err(&mut refuse);
+    let reward = read_single_reward(body).map_err(&mut refuse);
     let samples = read_samples(body.get("samples")).map_err(&mut refuse);
     if let Some(object) = body.as_object() {
         for name in object.keys().filter(|name| !matches!(name.as_str(), "reward" | "samples")) {
@@ -102,14 +155,10 @@ async fn test_reward(State(state): State<AppState>, Json(body): Json<Value>) -> 
     let (Ok((plan, secrets)), Ok(samples), true) = (reward, samples, errors.is_empty()) else {
         return Err(Problem::new(Code::InvalidBody, "the reward cannot be tested; see 'errors'").items(errors));
     };
-    let outgoing = reach::outgoing(&state).await?;
-    let journal: Arc<dyn Journal> = Arc::new(TestJournal::new(&state).await?);
-    let report = try_reward(&plan, &secrets, &outgoing, &samples, Some(journal)).await.map_err(|error| {
-        Problem::new(Code::InvalidBody, error.to_string()).item("/reward", "unusable", error.detail)
-    })?;
-    Ok(Json(report))
+    Ok((plan, secrets, samples))
 }
 
+/// Tries a reward that is a service, or a model that runs elsewhere.
 async fn try_reward(
     plan: &RewardPlan,
     secrets: &RewardSecrets,
@@ -141,15 +190,15 @@ async fn try_reward(
                 deadline_ms / 1000
             ));
         }
-    } else if let RewardKind::RewardModel(model) = &plan.kind {
+    } else {
+        let RewardKind::RewardModel(model) = &plan.kind else {
+            let detail = "it is computed in this process".to_owned();
+            return Err(BuildError { reward: plan.name.clone(), detail });
+        };
         // Says where to try it instead.
         let local = Local::new(&plan.name, model, None)?;
         start = Instant::now();
         judged = local.judge(&job, samples).await;
-    } else {
-        let builtin = Builtin::new(&plan.name, &plan.kind)?;
-        start = Instant::now();
-        judged = builtin.judge(&job, samples).await;
     }
     if let Some((most, service)) =
         ping.as_ref().and_then(|ping: &Ping| ping.reply.as_ref()?.max_batch_samples).zip(plan.kind.service())
@@ -160,7 +209,6 @@ async fn try_reward(
             service.max_batch_samples
         ));
     }
-    let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
     let judged = judged.unwrap_or_else(|failure| {
         let failure = failure.to_failure(0);
         Judged {
@@ -168,6 +216,21 @@ async fn try_reward(
             ..Judged::default()
         }
     });
+    Ok(report_of(samples, Tried { judged, start, ping, exchanges, warnings }))
+}
+
+/// What a try brought.
+struct Tried {
+    judged: Judged,
+    start: Instant,
+    ping: Option<Ping>,
+    exchanges: Vec<Exchange>,
+    warnings: Vec<String>,
+}
+
+fn report_of(samples: &[RewardSample], tried: Tried) -> Report {
+    let Tried { judged, start, ping, exchanges, mut warnings } = tried;
+    let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
     let counts = judged.counts;
     if counts.unknown_ids > 0 {
         warnings.push(format!("{} results are for sample ids that were not asked for", counts.unknown_ids));
@@ -177,7 +240,7 @@ async fn try_reward(
     }
     let results: Vec<TestResult> = samples.iter().zip(judged.judgements).map(test_result).collect();
     let ok = results.iter().all(|result| result.error.is_none());
-    Ok(Report { ok, results, latency_ms, ping, exchanges, warnings })
+    Report { ok, results, latency_ms, ping, exchanges, warnings }
 }
 
 /// The plan of a test: one try, whatever comes of it.
@@ -218,6 +281,9 @@ mod tests {
         let body = json!({"reward": reward, "samples": samples});
         let (plan, secrets) = read_single_reward(&body).unwrap();
         let samples = read_samples(body.get("samples")).unwrap();
+        if is_built_in(&plan.kind) {
+            return grade(&plan, &samples, &AtomicBool::new(false)).unwrap();
+        }
         let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
         try_reward(&plan, &secrets, &outgoing, &samples, None).await.unwrap()
     }

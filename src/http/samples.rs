@@ -1,5 +1,7 @@
 //! A job's completions, with rewards and advantages: pages, search, and downloads as NDJSON or CSV.
 
+use std::time::{Duration, Instant};
+
 use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::http::header;
@@ -11,16 +13,23 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
+use super::auth::Caller;
 use super::error::{Problem, ProblemBody, chain};
 use super::extract::{Json, Path, Query, count};
+use super::heavy::{self, Slot};
 use super::jobs::bad_query;
 use super::list;
 use crate::event::{FinishReason, Sample, SamplePhase};
 use crate::id::JobId;
-use crate::store::{self, SampleQuery, SamplesRemoved, Store};
+use crate::store::{self, SampleQuery, SamplesRemoved};
 
 /// Rows that a download reads at once: what it holds in memory.
 const DOWNLOAD_ROWS: u32 = 500;
+
+/// Searches at a time: as many as the store has connections for them.
+pub(super) const SEARCHES: usize = 2;
+/// What one page of a search takes at most. It then has what was found so far.
+const SEARCH_WITHIN: Duration = Duration::from_secs(5);
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -105,7 +114,8 @@ struct SamplesQuery {
 struct SamplePage {
     /// The samples.
     data: Vec<Sample>,
-    /// What to send as `after` for the next page; null on the last one.
+    /// What to send as `after` for the next page; null on the last one. A page of a search ends after 5 s with what was found by
+    /// then, be it nothing: with a `next` there is more to look through.
     next: Option<String>,
     /// What was removed to keep a job's samples within the server's limit; left out while all are there.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -128,9 +138,12 @@ struct RemovedSamples {
     (status = 200, description = "A page, or a download",
         content((SamplePage = "application/json"), (String = "application/x-ndjson"), (String = "text/csv"))),
     (status = 400, description = "A parameter is not valid", body = ProblemBody),
-    (status = 404, description = "No such job", body = ProblemBody)))]
+    (status = 404, description = "No such job", body = ProblemBody),
+    (status = 429, description = "Too many searches of this key wait", body = ProblemBody),
+    (status = 503, description = "The server is busy with other searches, or stopping", body = ProblemBody)))]
 async fn list_samples(
     State(state): State<AppState>,
+    caller: Caller,
     Path(id): Path<JobId>,
     Query(query): Query<SamplesQuery>,
 ) -> Result<Response, Problem> {
@@ -139,15 +152,30 @@ async fn list_samples(
     let row = state.store.job_get(id).await?;
     if form != Form::Json {
         let names = row.plan()?.rewards.into_iter().map(|reward| reward.name).collect();
-        return download(state.store, id, Download { wanted, form, left: limit.unwrap_or(u64::MAX), names }).await;
+        return download(state, caller, id, Download { wanted, form, left: limit.unwrap_or(u64::MAX), names }).await;
     }
     let limit = limit.map(|limit| u32::try_from(limit).unwrap_or(u32::MAX));
-    let page = state.store.sample_page(id, &SampleQuery { limit: list::limit(limit)?, ..wanted }).await?;
+    let wanted = SampleQuery { limit: list::limit(limit)?, ..wanted };
+    let _slot = search_slot(&state, &caller, &wanted).await?;
+    let wanted = SampleQuery { until: Some(Instant::now() + SEARCH_WITHIN), ..wanted };
+    let page = state.store.sample_page(id, &wanted).await?;
     let removed = state.store.samples_removed(id).await?;
     let data = page.data.into_iter().map(|row| row.sample).collect();
     let removed =
         removed.map(|SamplesRemoved { samples, size_bytes, to_step }| RemovedSamples { samples, size_bytes, to_step });
     Ok(Json(SamplePage { data, next: page.next, removed }).into_response())
+}
+
+/// A search waits for its turn; a page that reads what it shows does not.
+pub(super) async fn search_slot(
+    state: &AppState,
+    caller: &Caller,
+    query: &SampleQuery,
+) -> Result<Option<Slot>, Problem> {
+    if !query.is_search() {
+        return Ok(None);
+    }
+    heavy::slot(state, &state.searches, caller).await.map(Some)
 }
 
 /// The query in the store's words.
@@ -183,6 +211,7 @@ fn wanted(query: SamplesQuery) -> Result<SampleQuery, Problem> {
         contains: query.q.filter(|text| !text.is_empty()),
         after: query.after,
         limit: 0,
+        until: None,
     })
 }
 
@@ -195,20 +224,20 @@ struct Download {
 }
 
 /// Streams page after page; a page is read when the client has taken the one before.
-async fn download(store: Store, id: JobId, download: Download) -> Result<Response, Problem> {
+async fn download(state: AppState, caller: Caller, id: JobId, download: Download) -> Result<Response, Problem> {
     let (kind, extension) = match download.form {
         Form::Csv => ("text/csv; charset=utf-8", "csv"),
         Form::Ndjson | Form::Json => ("application/x-ndjson", "ndjson"),
     };
     // The first page before the status is sent: a wrong cursor is still a problem.
-    let first = piece(&store, id, download).await?;
-    let pieces = stream::try_unfold(Some(first), move |state: Option<(Bytes, Option<Download>)>| {
-        let store = store.clone();
+    let first = piece(&state, &caller, id, download).await?;
+    let pieces = stream::try_unfold(Some(first), move |pieces: Option<(Bytes, Option<Download>)>| {
+        let (state, caller) = (state.clone(), caller.clone());
         async move {
-            let Some((bytes, rest)) = state else { return Ok(None) };
+            let Some((bytes, rest)) = pieces else { return Ok(None) };
             let next = match rest {
                 None => None,
-                Some(rest) => Some(piece(&store, id, rest).await.map_err(|problem| {
+                Some(rest) => Some(piece(&state, &caller, id, rest).await.map_err(|problem| {
                     tracing::warn!(job = %id, detail = problem.detail(), "a download of samples ended early");
                     std::io::Error::other("the samples could not be read")
                 })?),
@@ -222,10 +251,24 @@ async fn download(store: Store, id: JobId, download: Download) -> Result<Respons
 }
 
 /// The next rows as bytes, and what is left; the first piece of a CSV begins with its header line.
-async fn piece(store: &Store, id: JobId, mut download: Download) -> Result<(Bytes, Option<Download>), Problem> {
+async fn piece(
+    state: &AppState,
+    caller: &Caller,
+    id: JobId,
+    mut download: Download,
+) -> Result<(Bytes, Option<Download>), Problem> {
     let first = download.wanted.limit == 0;
     download.wanted.limit = DOWNLOAD_ROWS.min(u32::try_from(download.left).unwrap_or(u32::MAX));
-    let page = store.sample_page(id, &download.wanted).await?;
+    let page = loop {
+        let _slot = search_slot(state, caller, &download.wanted).await?;
+        download.wanted.until = Some(Instant::now() + SEARCH_WITHIN);
+        let page = state.store.sample_page(id, &download.wanted).await?;
+        // A search that has found nothing yet goes on behind others that wait.
+        if !page.data.is_empty() || page.next.is_none() {
+            break page;
+        }
+        download.wanted.after = page.next;
+    };
     download.left -= page.data.len() as u64;
     let samples = page.data.iter().map(|row| &row.sample);
     let bytes = match download.form {

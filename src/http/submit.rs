@@ -18,6 +18,7 @@ use super::auth::Caller;
 use super::datasets::{bad_form, broken_form, format_of_part, keep_rows, read_rows};
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query, expect_document, media_type, parse_document, read_body};
+use super::heavy;
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, Prompts, Source, prepare, unknown_dataset};
@@ -35,6 +36,9 @@ use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
 /// The longest `spec` part of a form.
 const MAX_SPEC_BYTES: usize = 1024 * 1024;
+
+/// For reading a job.
+const READ_WITHIN: std::time::Duration = std::time::Duration::from_secs(30);
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -143,6 +147,15 @@ async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
     Ok(bytes)
 }
 
+/// Reads a job: it may have schemas, patterns and templates to compile.
+pub(super) async fn read_spec(
+    state: &AppState,
+    caller: &Caller,
+    document: Value,
+) -> Result<(JobSpec, Vec<FieldError>), Problem> {
+    heavy::run(state, caller, READ_WITHIN, move |_| JobSpec::read(document)).await
+}
+
 /// From the document to the queued job.
 pub(super) async fn submit(
     state: AppState,
@@ -154,10 +167,11 @@ pub(super) async fn submit(
     if rows.is_some() {
         errors.extend(put_placeholder(&mut document));
     }
-    let (mut spec, spec_errors) = JobSpec::read(document);
+    let (mut spec, spec_errors) = read_spec(&state, &caller, document).await?;
     errors.extend(spec_errors);
     let train = rows.map(|(summary, staged)| Prompts::of_upload(summary, staged));
-    let Prepared { context, errors: found, train, eval } = prepare(&state, &caller, &mut spec, train).await?;
+    let Prepared { context, errors: found, warnings: _, train, eval } =
+        prepare(&state, &caller, &mut spec, train).await?;
     errors.extend(found);
     let resolved = resolve(&spec, &context);
     let mut plan = match resolved {
@@ -323,7 +337,7 @@ async fn validated(
     mut errors: Vec<FieldError>,
     look: Option<probe::Size>,
 ) -> Result<Validation, Problem> {
-    let (mut spec, found) = JobSpec::read(document);
+    let (mut spec, found) = read_spec(state, caller, document).await?;
     errors.extend(found);
     let prepared = prepare(state, caller, &mut spec, None).await?;
     errors.extend(prepared.errors);
@@ -344,7 +358,8 @@ async fn validated(
             if let (Some(size), Some(train)) = (look, prepared.train) {
                 report = Some(probe::probe(state, spec, &resolution, train, size).await?);
             }
-            (Some(plan), resolution.warnings, Some(resolution.estimate))
+            let warnings = prepared.warnings.into_iter().chain(resolution.warnings).collect();
+            (Some(plan), warnings, Some(resolution.estimate))
         }
         Ok(_) => (None, Vec::new(), None),
         Err(more) => {

@@ -1,6 +1,9 @@
 //! Built-in rewards: pure functions of the completion and the row's other columns.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use futures::future::BoxFuture;
 use regex::{Regex, RegexBuilder};
@@ -18,14 +21,18 @@ mod length;
 mod math;
 mod similarity;
 mod tags;
+mod watch;
 
 /// Largest compiled size of a user's pattern, bytes.
 const REGEX_SIZE_LIMIT: usize = 1 << 20;
 
-/// A reward computed in this process.
-#[derive(Debug)]
+/// A reward computed in this process. Cheap to clone.
+#[derive(Debug, Clone)]
 pub struct Builtin {
-    check: Check,
+    name: String,
+    check: Arc<Check>,
+    /// Threads that grade with it.
+    running: Arc<AtomicUsize>,
 }
 
 #[derive(Debug)]
@@ -134,21 +141,28 @@ impl Builtin {
             | RewardKind::OpenaiJudge(_)
             | RewardKind::HttpTemplate(_) => return Err(error("a service is not built in".to_owned())),
         };
-        Ok(Self { check })
+        Ok(Self { name: name.to_owned(), check: Arc::new(check), running: Arc::default() })
     }
 
     /// Judges one completion.
     pub fn judge_one(&self, sample: &RewardSample) -> Judgement {
-        if let Check::Multi { graders, formula } = &self.check {
+        if let Check::Multi { graders, formula } = &*self.check {
             return multi(graders, formula, sample);
         }
         let value = self.value(sample);
         value.map_or_else(|error| Judgement::missing(error.code, error.message), Judgement::value)
     }
 
+    /// Judges completions on this thread, until `stop` is set or `until` has come; what is not reached by then is missing from
+    /// the end of the list.
+    pub fn judge_until(&self, samples: &[RewardSample], stop: &AtomicBool, until: Instant) -> Vec<Judgement> {
+        let goes_on = |_: &&RewardSample| !stop.load(Ordering::Relaxed) && Instant::now() < until;
+        samples.iter().take_while(goes_on).map(|sample| self.judge_one(sample)).collect()
+    }
+
     fn value(&self, sample: &RewardSample) -> Result<RewardValue, SampleError> {
         let RewardSample { completion, columns, .. } = sample;
-        match &self.check {
+        match &*self.check {
             Check::Length(plan) => Ok(RewardValue::Number(length::length(sample, plan))),
             Check::ExactMatch { column, ignore_case } => with_column(columns, column, |reference| {
                 Ok(yes_no(folded(completion.trim(), *ignore_case) == folded(reference.trim(), *ignore_case)))
@@ -204,8 +218,14 @@ impl Reward for Builtin {
         _: &'a JobContext,
         samples: &'a [RewardSample],
     ) -> BoxFuture<'a, Result<Judged, RewardFailure>> {
-        let judgements = samples.iter().map(|sample| self.judge_one(sample)).collect();
-        Box::pin(std::future::ready(Ok(Judged { judgements, counts: Counts::default() })))
+        Box::pin(async move {
+            let judgements = watch::judge(self, samples, watch::SAMPLE_LIMIT).await?;
+            Ok(Judged { judgements, counts: Counts::default() })
+        })
+    }
+
+    fn is_grading(&self) -> bool {
+        self.running.load(Ordering::Relaxed) > 0
     }
 }
 

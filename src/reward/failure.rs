@@ -58,6 +58,14 @@ pub enum RewardFailure {
         /// Why, and what to do.
         detail: String,
     },
+    /// A built-in reward computes for too long.
+    #[error("reward '{reward}': {detail}")]
+    TooSlow {
+        /// Its name.
+        reward: String,
+        /// What takes how long.
+        detail: String,
+    },
     /// Its requests cannot be written down: whoever keeps the journal knows why.
     #[error("reward '{reward}': its requests cannot be written down in the journal")]
     Unrecorded {
@@ -80,6 +88,7 @@ impl RewardFailure {
             RewardFailure::Invalid { .. }
             | RewardFailure::Refused { .. }
             | RewardFailure::Unusable { .. }
+            | RewardFailure::TooSlow { .. }
             | RewardFailure::Unrecorded { .. } => None,
         }
     }
@@ -113,6 +122,11 @@ impl RewardFailure {
             RewardFailure::Unusable { .. } => {
                 (FailureClass::User, "reward_not_usable", "correct what the message names, then submit a new job")
             }
+            RewardFailure::TooSlow { .. } => (
+                FailureClass::User,
+                "reward_too_slow",
+                "use a simpler pattern, schema or formula, or shorter completions (sampling.max_completion_length); try it with POST /rewards/test, then submit a new job",
+            ),
             RewardFailure::Unrecorded { .. } => {
                 (FailureClass::Infra, "journal_refused", "see the server's and the worker's log, then retry the job")
             }

@@ -2,7 +2,10 @@
 //!
 //! One sample is one row with its JSON. Ids and reasons are found in the text of that JSON, which is always compact as serde
 //! writes it; a search first narrows by a LIKE over the text (a superset: ASCII case, other letters as wildcards) and then
-//! compares prompt and completion exactly. Every order walks an index, so a page costs what it reads.
+//! compares prompt and completion exactly. Every order walks an index, so a page costs what it reads. A search reads what it does
+//! not show as well: it has connections of its own, and may end early with what it found and where it stopped.
+
+use std::time::Instant;
 
 use futures::TryStreamExt;
 use serde_json::json;
@@ -65,6 +68,42 @@ pub struct SampleQuery {
     pub after: Option<String>,
     /// Rows a page.
     pub limit: u32,
+    /// A search that has come so far ends its page early.
+    pub until: Option<Instant>,
+}
+
+impl SampleQuery {
+    /// Whether samples are read that are not on the page.
+    pub fn is_search(&self) -> bool {
+        let SampleQuery {
+            min_step,
+            max_step,
+            phase,
+            prompt_id,
+            group_id,
+            finish_reason,
+            min_reward,
+            max_reward,
+            sort,
+            contains,
+            after: _,
+            limit: _,
+            until: _,
+        } = self;
+        let by_text = prompt_id.is_some() || group_id.is_some() || finish_reason.is_some() || contains.is_some();
+        let by_step = (min_step.or(*max_step).is_some() || phase.is_some()) && !self.has_few_steps();
+        let by_reward = (min_reward.is_some() || max_reward.is_some()) && *sort == SampleSort::Recent;
+        by_text || by_step || by_reward
+    }
+
+    fn steps(&self) -> (u64, u64) {
+        (self.min_step.unwrap_or(0), self.max_step.unwrap_or(i64::MAX as u64))
+    }
+
+    fn has_few_steps(&self) -> bool {
+        let (min, max) = self.steps();
+        max.saturating_sub(min) < FEW_STEPS
+    }
 }
 
 /// Samples that had to make room.
@@ -83,6 +122,9 @@ const MAX_REMOVED_STEPS: usize = 64;
 /// A range of so few steps is read by step and sorted; a longer one is filtered in the order asked for.
 const FEW_STEPS: u64 = 64;
 
+/// Rows that a search reads before others get their turn on its thread.
+const ROWS_A_TURN: u32 = 64;
+
 /// Where a page goes on: the last row's reward (by its bits) and id.
 enum After {
     Start,
@@ -92,7 +134,7 @@ enum After {
 
 impl Store {
     /// A page of samples. Ties of rewards are broken by age, so that no sample is missed or shown twice while nothing is
-    /// removed.
+    /// removed. A search that ends early has a `next`, and maybe no samples.
     pub async fn sample_page(&self, job: JobId, query: &SampleQuery) -> Result<Page<SampleRow>, StoreError> {
         let list = format!("samples {:?}", query.sort);
         let after = match &query.after {
@@ -111,23 +153,26 @@ impl Store {
         // Scored first, unscorable ones after them; the latest first knows no difference.
         let by_reward = query.sort != SampleSort::Recent;
         let bounded = query.min_reward.is_some() || query.max_reward.is_some();
+        let mut stopped_at = None;
         if !matches!((by_reward, &after), (true, After::Unscored(_))) {
-            self.sample_scan(job, query, by_reward.then_some(true), &after, limit + 1, &mut found).await?;
+            stopped_at = self.sample_scan(job, query, by_reward.then_some(true), &after, limit + 1, &mut found).await?;
         }
-        if by_reward && !bounded && found.len() <= limit {
+        if by_reward && !bounded && found.len() <= limit && stopped_at.is_none() {
             let after = if matches!(after, After::Scored(..)) { After::Start } else { after };
-            self.sample_scan(job, query, Some(false), &after, limit + 1, &mut found).await?;
+            stopped_at = self.sample_scan(job, query, Some(false), &after, limit + 1, &mut found).await?;
         }
         let more = found.len() > limit;
         found.truncate(limit);
-        let next = found.last().filter(|_| more).map(|(reward, row)| {
+        let last = found.last().filter(|_| more).map(|(reward, row)| (*reward, row.id));
+        let next = last.or(stopped_at).map(|(reward, id)| {
             let bits = reward.filter(|_| by_reward).map(|reward| reward.to_bits().to_string()).unwrap_or_default();
-            cursor(&list, [&bits, &row.id.to_string()])
+            cursor(&list, [&bits, &id.to_string()])
         });
         Ok(Page { data: found.into_iter().map(|(_, row)| row).collect(), next })
     }
 
-    /// Appends rows in order until `found` has `enough`; `scored`: only those with a reward, only those without, or both.
+    /// Appends rows in order until `found` has `enough`; `scored`: only those with a reward, only those without, or both. Returns
+    /// the reward and the id of the row at which it ended early.
     async fn sample_scan(
         &self,
         job: JobId,
@@ -136,25 +181,45 @@ impl Store {
         after: &After,
         enough: usize,
         found: &mut Vec<(Option<f64>, SampleRow)>,
-    ) -> Result<(), StoreError> {
+    ) -> Result<Option<(Option<f64>, i64)>, StoreError> {
         let doing = "read samples";
         let mut sql = scan(job, query, scored, after)?;
         let wanted = query.contains.as_deref().map(str::to_lowercase);
-        if wanted.is_none() {
+        let readers = if query.is_search() {
+            &self.searchers
+        } else {
             sql.push(" LIMIT ").push_bind(int((enough - found.len()) as u64));
-        }
-        let mut rows = sql.build().fetch(&self.readers);
-        while found.len() < enough {
+            &self.readers
+        };
+        let mut rows = sql.build().fetch(readers);
+        for count in 1_u32.. {
+            if found.len() >= enough {
+                break;
+            }
             let Some(row) = rows.try_next().await.doing(doing)? else { break };
+            if count % ROWS_A_TURN == 0 {
+                tokio::task::yield_now().await;
+            }
+            let (reward, id) = (column(&row, "reward")?, column(&row, "id")?);
+            let is_late = || query.until.is_some_and(|until| Instant::now() >= until);
+            if column::<Option<&str>>(&row, "sample")?.is_none() {
+                if is_late() {
+                    return Ok(Some((reward, id)));
+                }
+                continue;
+            }
             let sample: Sample = json_column(&row, "sample")?;
             let holds = |wanted: &String| {
                 sample.completion.to_lowercase().contains(wanted) || sample.prompt.to_lowercase().contains(wanted)
             };
             if wanted.as_ref().is_none_or(holds) {
-                found.push((column(&row, "reward")?, SampleRow { id: column(&row, "id")?, sample }));
+                found.push((reward, SampleRow { id, sample }));
+            }
+            if query.is_search() && found.len() < enough && is_late() {
+                return Ok(Some((reward, id)));
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// What has been removed of a job's samples to keep within the limit; None = all are there.
@@ -243,26 +308,31 @@ impl Store {
     }
 }
 
+/// Every row that the order's index leads to. A search reads the rows that do not fit as well, without their samples: it sees
+/// how far it has come, and its connection ends the query when nobody takes the rows.
 fn scan(
     job: JobId,
     query: &SampleQuery,
     scored: Option<bool>,
     after: &After,
 ) -> Result<QueryBuilder<Sqlite>, StoreError> {
-    let (min, max) = (query.min_step.unwrap_or(0), query.max_step.unwrap_or(i64::MAX as u64));
-    let few_steps = max.saturating_sub(min) < FEW_STEPS;
-    let index = match (few_steps, query.sort) {
+    let index = match (query.has_few_steps(), query.sort) {
         (true, _) => "samples_step",
         (false, SampleSort::Recent) => "samples_job",
         (false, SampleSort::Best | SampleSort::Worst) => "samples_reward",
     };
-    let mut sql = QueryBuilder::<Sqlite>::new("SELECT id, reward, sample FROM samples INDEXED BY ");
-    sql.push(index).push(" WHERE job_id = ").push_bind(job.to_string());
-    match query.phase {
+    let mut sql = QueryBuilder::<Sqlite>::new("SELECT id, reward, CASE WHEN ");
+    push_fits(&mut sql, query)?;
+    sql.push(" THEN sample END AS sample FROM samples INDEXED BY ")
+        .push(index)
+        .push(" WHERE job_id = ")
+        .push_bind(job.to_string());
+    match query.phase.filter(|_| query.has_few_steps()) {
         Some(phase) => sql.push(" AND phase = ").push_bind(word(&phase)?),
         None => sql.push(" AND phase IN ('train', 'eval')"),
     };
-    if query.min_step.is_some() || query.max_step.is_some() {
+    if query.has_few_steps() {
+        let (min, max) = query.steps();
         sql.push(" AND step BETWEEN ").push_bind(int(min)).push(" AND ").push_bind(int(max));
     }
     match scored {
@@ -270,22 +340,8 @@ fn scan(
         Some(false) => sql.push(" AND reward IS NULL"),
         None => &mut sql,
     };
-    if let Some(least) = query.min_reward {
-        sql.push(" AND reward >= ").push_bind(least);
-    }
-    if let Some(most) = query.max_reward {
-        sql.push(" AND reward <= ").push_bind(most);
-    }
-    for (name, value) in [("prompt_id", &query.prompt_id), ("group_id", &query.group_id)] {
-        if let Some(value) = value {
-            sql.push(" AND instr(sample, ").push_bind(format!("\"{name}\":{}", to_json(name, value)?)).push(") > 0");
-        }
-    }
-    if let Some(reason) = query.finish_reason {
-        sql.push(" AND instr(sample, ").push_bind(format!("\"finish_reason\":\"{}\"", word(&reason)?)).push(") > 0");
-    }
-    if let Some(text) = &query.contains {
-        sql.push(" AND sample LIKE ").push_bind(superset(text)?).push(" ESCAPE '~'");
+    if query.sort != SampleSort::Recent {
+        push_rewards(&mut sql, query);
     }
     let newest_first = " ORDER BY id DESC";
     let oldest_first = " ORDER BY id";
@@ -318,6 +374,42 @@ fn scan(
         }
     }
     Ok(sql)
+}
+
+/// Whether a row fits the query, as far as no index can tell.
+fn push_fits(sql: &mut QueryBuilder<Sqlite>, query: &SampleQuery) -> Result<(), StoreError> {
+    sql.push("TRUE");
+    if let Some(phase) = query.phase.filter(|_| !query.has_few_steps()) {
+        sql.push(" AND phase = ").push_bind(word(&phase)?);
+    }
+    if (query.min_step.is_some() || query.max_step.is_some()) && !query.has_few_steps() {
+        let (min, max) = query.steps();
+        sql.push(" AND step BETWEEN ").push_bind(int(min)).push(" AND ").push_bind(int(max));
+    }
+    if query.sort == SampleSort::Recent {
+        push_rewards(sql, query);
+    }
+    for (name, value) in [("prompt_id", &query.prompt_id), ("group_id", &query.group_id)] {
+        if let Some(value) = value {
+            sql.push(" AND instr(sample, ").push_bind(format!("\"{name}\":{}", to_json(name, value)?)).push(") > 0");
+        }
+    }
+    if let Some(reason) = query.finish_reason {
+        sql.push(" AND instr(sample, ").push_bind(format!("\"finish_reason\":\"{}\"", word(&reason)?)).push(") > 0");
+    }
+    if let Some(text) = &query.contains {
+        sql.push(" AND sample LIKE ").push_bind(superset(text)?).push(" ESCAPE '~'");
+    }
+    Ok(())
+}
+
+fn push_rewards(sql: &mut QueryBuilder<Sqlite>, query: &SampleQuery) {
+    if let Some(least) = query.min_reward {
+        sql.push(" AND reward >= ").push_bind(least);
+    }
+    if let Some(most) = query.max_reward {
+        sql.push(" AND reward <= ").push_bind(most);
+    }
 }
 
 /// A LIKE pattern that every sample with this text matches: as JSON writes it, any character for letters that are not ASCII

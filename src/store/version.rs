@@ -29,7 +29,13 @@ impl Store {
             .connect_with(options)
             .await
             .map_err(|source| StoreError::Open { path: database.to_owned(), source })?;
-        let store = Store { writer: both.clone(), readers: both.clone(), folder: both, changes: Arc::default() };
+        let store = Store {
+            writer: both.clone(),
+            readers: both.clone(),
+            searchers: both.clone(),
+            folder: both,
+            changes: Arc::default(),
+        };
         let applied = store.migrations().await;
         let error = match applied.map(|applied| applied.into_iter().filter(|it| !MIGRATIONS.version_exists(*it)).max())
         {

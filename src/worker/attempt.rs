@@ -49,6 +49,8 @@ pub(super) enum Ended {
     Panicked,
     /// The GPU failed: this process cannot use it any more.
     DeviceFailed,
+    /// The job is settled, but one of its graders still computes: this process has no core left for another job.
+    Grading,
 }
 
 /// Why an attempt ends without an outcome of its own.
@@ -83,6 +85,10 @@ struct Prepared {
     initial: Option<PathBuf>,
 }
 
+/// How long a grader may take to end once its job is over.
+const GRADER_ENDS: Duration = Duration::from_secs(2);
+const GRADER_POLL: Duration = Duration::from_millis(50);
+
 /// Runs a claim to its end; once the worker leaves, for no longer than `leave_within`, even when nobody takes its report.
 pub(super) async fn run(worker: &Worker, claim: Claim) -> Ended {
     tokio::select! {
@@ -115,8 +121,9 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Ended {
             stop.raise(Stop::Shutdown);
         }))
     };
+    let graders = Graders::default();
     let ended = tokio::select! {
-        ended = attempt.work(worker, claim) => ended,
+        ended = attempt.work(worker, claim, &graders) => ended,
         // The rest is for the report.
         () = leaving_for(worker, worker.leave_within.mul_f64(0.8)) => {
             attempt.events.log("the engine did not stop in time: what it did since the last checkpoint is dropped");
@@ -133,7 +140,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Ended {
         Err(Cut::Stopped(Stop::Shutdown)) => Outcome::Requeued,
         Err(Cut::Stopped(Stop::LeaseLost)) => {
             tracing::warn!(job = %held.job, attempt = held.attempt, "the claim is lost; this attempt is dropped");
-            return Ended::Settled;
+            return graders.settled().await;
         }
         Err(Cut::Panicked) => {
             attempt.events.log("the engine panicked; the worker restarts");
@@ -155,7 +162,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Ended {
     drop(events);
     let outcome = match (flushed, delivery.await) {
         (Ok(()), _) => outcome,
-        (Err(_), Ok(Err(ClientError::LeaseLost))) => return Ended::Settled,
+        (Err(_), Ok(Err(ClientError::LeaseLost))) => return graders.settled().await,
         (Err(_), ended) => {
             let error = match &ended {
                 Ok(Ok(())) => "the delivery ended".to_owned(),
@@ -173,7 +180,27 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Ended {
             tracing::warn!(job = %held.job, error = with_causes(&error), "the end of the attempt could not be reported")
         }
     }
-    Ended::Settled
+    graders.settled().await
+}
+
+/// The rewards of an attempt, as soon as they are made: their graders may outlive it.
+#[derive(Default)]
+struct Graders(std::sync::OnceLock<Vec<Arc<Rewards>>>);
+
+impl Graders {
+    /// Waits for their threads, once the job is settled.
+    async fn settled(&self) -> Ended {
+        let grading = || self.0.get().is_some_and(|rewards| rewards.iter().any(|rewards| rewards.is_grading()));
+        let ended = async {
+            while grading() {
+                tokio::time::sleep(GRADER_POLL).await;
+            }
+        };
+        match tokio::time::timeout(GRADER_ENDS, ended).await {
+            Ok(()) => Ended::Settled,
+            Err(_) => Ended::Grading,
+        }
+    }
 }
 
 fn last_line(outcome: &Outcome) -> String {
@@ -189,7 +216,7 @@ fn last_line(outcome: &Outcome) -> String {
 }
 
 impl Attempt {
-    async fn work(&self, worker: &Worker, mut claim: Claim) -> Result<(), Cut> {
+    async fn work(&self, worker: &Worker, mut claim: Claim, graders: &Graders) -> Result<(), Cut> {
         let saving = Saving::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
         let position = || self.progress.get();
         let policy = OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
@@ -213,6 +240,8 @@ impl Attempt {
         // The first to ask gets them.
         let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
         let eval_rewards = build_eval_rewards(&claim, &rewards)?.map(Arc::new);
+        // Set once: this is the only place.
+        let _ = graders.0.set(std::iter::once(&rewards).chain(&eval_rewards).cloned().collect());
         let reports = Reports::start(self.client.clone(), self.held, rewards.clone(), eval_rewards.clone());
         let beats = beat(
             self.client.clone(),

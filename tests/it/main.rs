@@ -9,6 +9,7 @@ mod artifacts;
 mod backup;
 mod bench;
 mod bits;
+mod bounds;
 mod chaos;
 mod dashboard;
 mod datasets;

@@ -1,28 +1,39 @@
 //! A job's stored samples as a reward sees them.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
 
 use serde_json::{Map, Value};
 
 use super::request::Wanted;
 use crate::event::{Sample, SamplePhase};
 use crate::http::AppState;
+use crate::http::auth::Caller;
 use crate::http::error::Problem;
+use crate::http::samples::search_slot;
 use crate::id::{DatasetId, JobId};
 use crate::sample::RewardSample;
 use crate::spec::Plan;
-use crate::store::{SampleQuery, Store};
+use crate::store::SampleQuery;
 
-/// The newest samples that fit, oldest first, whole groups: at least one group, else no more than the limit.
-pub(super) async fn newest_groups(store: &Store, id: JobId, wanted: &Wanted) -> Result<Vec<Sample>, Problem> {
+/// The newest samples that fit, as far as they are found in time, oldest first, whole groups: at least one group, else no more
+/// than the limit.
+pub(super) async fn newest_groups(
+    state: &AppState,
+    caller: &Caller,
+    id: JobId,
+    wanted: &Wanted,
+) -> Result<Vec<Sample>, Problem> {
+    let until = Instant::now() + wanted.wait;
+    let _slot = search_slot(state, caller, &wanted.query).await?;
     let mut found: Vec<Sample> = Vec::new();
     let mut after = None;
     loop {
-        let query = SampleQuery { after, limit: 500, ..wanted.query.clone() };
-        let page = store.sample_page(id, &query).await?;
+        let query = SampleQuery { after, limit: 500, until: Some(until), ..wanted.query.clone() };
+        let page = state.store.sample_page(id, &query).await?;
         found.extend(page.data.into_iter().map(|row| row.sample));
         after = page.next;
-        if after.is_none() || found.len() > wanted.limit {
+        if after.is_none() || found.len() > wanted.limit || Instant::now() >= until {
             break;
         }
     }

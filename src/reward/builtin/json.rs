@@ -1,5 +1,8 @@
 //! Whether a completion is JSON that a schema accepts.
 
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
 use serde_json::{Map, Value};
 
 use super::{no_value, yes_no};
@@ -7,18 +10,43 @@ use crate::reward::SampleError;
 use crate::sample::RewardValue;
 use crate::spec::{JsonSchema, JsonSchemaPlan};
 
+/// The most compiled schemas of rows that are kept.
+const MAX_ROW_SCHEMAS: usize = 256;
+
 /// A compiled check.
 #[derive(Debug)]
 pub(super) struct JsonCheck {
     schema: Option<JsonSchema>,
     column: Option<String>,
     fenced: bool,
+    rows: RowSchemas,
+}
+
+/// The compiled schemas of rows, by their text, or why one cannot be used.
+#[derive(Debug, Default)]
+struct RowSchemas(Mutex<HashMap<String, Result<Arc<JsonSchema>, String>>>);
+
+impl RowSchemas {
+    /// Compiles a schema that was not seen lately.
+    fn get(&self, schema: &Value) -> Result<Arc<JsonSchema>, String> {
+        let text = schema.to_string();
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&text).cloned();
+        known.unwrap_or_else(|| {
+            let compiled = JsonSchema::new(schema).map(Arc::new);
+            let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if known.len() >= MAX_ROW_SCHEMAS {
+                known.clear();
+            }
+            known.insert(text, compiled.clone());
+            compiled
+        })
+    }
 }
 
 impl JsonCheck {
     pub(super) fn new(plan: &JsonSchemaPlan) -> Result<Self, String> {
         let schema = plan.schema.as_ref().map(JsonSchema::new).transpose()?;
-        Ok(Self { schema, column: plan.column.clone(), fenced: plan.fenced })
+        Ok(Self { schema, column: plan.column.clone(), fenced: plan.fenced, rows: RowSchemas::default() })
     }
 
     /// 1 or 0; no value where the row's own schema is none, not applicable where it is null.
@@ -42,12 +70,13 @@ impl JsonCheck {
                     return Ok(RewardValue::NotApplicable);
                 }
                 let invalid = |why| no_value("column_not_a_schema", format!("the column '{column}': {why}"));
-                Some(JsonSchema::new(&schema).map_err(invalid)?)
+                Some(self.rows.get(&schema).map_err(invalid)?)
             }
         };
         let text = self.fenced.then(|| fence(completion)).flatten().unwrap_or(completion).trim();
         let Ok(value) = serde_json::from_str::<Value>(text) else { return Ok(yes_no(false)) };
-        Ok(yes_no(own.as_ref().or(self.schema.as_ref()).is_none_or(|schema| schema.accepts(&value))))
+        let Some(schema) = own.as_deref().or(self.schema.as_ref()) else { return Ok(yes_no(true)) };
+        schema.accepts(&value).map(yes_no).map_err(|why| no_value("schema_too_costly", why.to_string()))
     }
 }
 
@@ -103,6 +132,26 @@ mod tests {
         assert_eq!(value(json!({"type": "nothing"})).unwrap_err().code, "column_not_a_schema");
         assert_eq!(value(json!("{")).unwrap_err().code, "column_not_a_schema");
         assert_eq!(check.value("3", &Map::new()).unwrap_err().code, "column_missing");
+    }
+
+    #[test]
+    fn a_rows_schema_that_asks_for_too_much_work_is_an_error_of_the_row() {
+        let check = check(json!({"schema": null, "column": "schema", "fenced": false}));
+        let value = |schema: Value, completion: &str| {
+            check.value(completion, &Map::from_iter([("schema".to_owned(), schema)])).unwrap_err()
+        };
+        let step = |number: usize| {
+            let below = json!({"$ref": format!("#/$defs/a{}", number - 1)});
+            (format!("a{number}"), json!({"allOf": [below, below]}))
+        };
+        let definitions: Map<String, Value> = (1..=45).map(step).chain([("a0".to_owned(), json!({}))]).collect();
+        let doubling = json!({"$defs": definitions, "$ref": "#/$defs/a45"});
+        let error = value(doubling.clone(), "1");
+        assert!(error.code == "column_not_a_schema" && error.message.contains("too much work"), "{error:?}");
+        assert_eq!(value(json!(doubling.to_string()), "1").code, "column_not_a_schema");
+        let recursive = json!({"allOf": [{"items": {"$ref": "#"}}, {"items": {"$ref": "#"}}]});
+        let deep = format!("{}{}", "[".repeat(100), "]".repeat(100));
+        assert_eq!(value(recursive, &deep).code, "schema_too_costly");
     }
 
     #[test]

@@ -1,0 +1,361 @@
+//! Work that a request asks for and that costs more than a moment: grading, tokenising, rendering, compiling schemas, searching.
+//!
+//! It never runs on the threads that answer requests. It takes one of a fixed number of [`Slots`] and a thread of its own, has a
+//! deadline, and is told to stop when the client leaves, the time is up or the server stops. One key holds at most half of the
+//! slots; of those that wait the key with the fewest slots is next, then the one that waited longest since its last turn.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::AppState;
+use super::auth::Caller;
+use super::error::{Code, Problem};
+
+/// The most requests of one key that wait for a slot, and of all keys.
+const MAX_WAITING_OF_KEY: usize = 64;
+const MAX_WAITING: usize = 512;
+/// The longest wait for a slot.
+const MAX_WAIT: Duration = Duration::from_secs(30);
+/// What a request that was refused is told to wait, s.
+const RETRY_AFTER_S: u64 = 5;
+/// The stack of a thread that works. Only what is touched is backed by memory.
+const STACK_BYTES: usize = 16 << 20;
+/// Slots unless the operator says otherwise: one for each core, at least this many, so that two keys never wait for each other.
+const LEAST_SLOTS: usize = 2;
+
+/// The slots of a server whose operator did not say how many.
+pub fn default_slots() -> usize {
+    std::thread::available_parallelism().map_or(LEAST_SLOTS, usize::from).max(LEAST_SLOTS)
+}
+
+/// A number of slots, shared fairly between keys. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Slots(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    total: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    taken: usize,
+    /// Those that hold or wait for a slot.
+    keys: HashMap<String, Key>,
+    waiting: Vec<Waiting>,
+    /// Counts tickets and turns.
+    count: u64,
+}
+
+#[derive(Debug, Default)]
+struct Key {
+    taken: usize,
+    waiting: usize,
+    /// When it last got a slot; 0 = never.
+    turn: u64,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    key: String,
+    ticket: u64,
+    sender: oneshot::Sender<()>,
+}
+
+/// Why there is no slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoSlot {
+    /// Too many requests wait already.
+    Full,
+    /// None became free in time.
+    TimedOut,
+}
+
+/// The right to work. Dropping it gives the slot to the next one.
+#[derive(Debug)]
+pub struct Slot {
+    slots: Slots,
+    key: String,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.slots.release(&self.key);
+    }
+}
+
+impl Slots {
+    /// A number of slots, at least 1.
+    pub fn new(total: usize) -> Self {
+        Self(Arc::new(Shared { total: total.max(1), state: Mutex::default() }))
+    }
+
+    /// The most slots of one key.
+    fn share(&self) -> usize {
+        (self.0.total / 2).max(1)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A slot, if one is free for this key now.
+    pub fn try_take(&self, key: &str) -> Option<Slot> {
+        let mut state = self.state();
+        let of_key = state.keys.get(key);
+        if state.taken >= self.0.total
+            || of_key.is_some_and(|of_key| of_key.taken >= self.share() || of_key.waiting > 0)
+        {
+            return None;
+        }
+        state.grant(key);
+        Some(Slot { slots: self.clone(), key: key.to_owned() })
+    }
+
+    /// A slot, as soon as one is free for this key.
+    ///
+    /// # Errors
+    /// When too many wait already, or none becomes free within `wait`.
+    pub async fn take(&self, key: &str, wait: Duration) -> Result<Slot, NoSlot> {
+        let (sender, receiver) = oneshot::channel();
+        let ticket = {
+            let mut state = self.state();
+            let of_key = state.keys.get(key).map_or(0, |of_key| of_key.waiting);
+            if state.waiting.len() >= MAX_WAITING || of_key >= MAX_WAITING_OF_KEY {
+                return Err(NoSlot::Full);
+            }
+            state.count += 1;
+            let ticket = state.count;
+            state.keys.entry(key.to_owned()).or_default().waiting += 1;
+            state.waiting.push(Waiting { key: key.to_owned(), ticket, sender });
+            ticket
+        };
+        let mut place = Place { slots: self, key, ticket, left: true };
+        self.hand_out();
+        match tokio::time::timeout(wait, receiver).await {
+            Ok(Ok(())) => {
+                place.left = false;
+                Ok(Slot { slots: self.clone(), key: key.to_owned() })
+            }
+            Ok(Err(_)) | Err(_) => Err(NoSlot::TimedOut),
+        }
+    }
+
+    fn release(&self, key: &str) {
+        {
+            let mut state = self.state();
+            state.taken -= 1;
+            if let Some(of_key) = state.keys.get_mut(key) {
+                of_key.taken -= 1;
+            }
+            state.forget(key);
+        }
+        self.hand_out();
+    }
+
+    /// Gives free slots to those whose turn it is.
+    fn hand_out(&self) {
+        let mut state = self.state();
+        while state.taken < self.0.total {
+            let order = |waiting: &Waiting| {
+                let of_key = state.keys.get(&waiting.key).map_or((0, 0), |of_key| (of_key.taken, of_key.turn));
+                (of_key.0, of_key.1, waiting.ticket)
+            };
+            let open = state.waiting.iter().enumerate().filter(|(_, waiting)| order(waiting).0 < self.share());
+            let Some(next) = open.min_by_key(|(_, waiting)| order(waiting)).map(|(index, _)| index) else { return };
+            let Waiting { key, sender, .. } = state.waiting.swap_remove(next);
+            if let Some(of_key) = state.keys.get_mut(&key) {
+                of_key.waiting -= 1;
+            }
+            // A receiver that is gone gives the slot back by itself: see Place.
+            state.grant(&key);
+            let _ = sender.send(());
+        }
+    }
+}
+
+impl State {
+    fn grant(&mut self, key: &str) {
+        self.taken += 1;
+        self.count += 1;
+        let turn = self.count;
+        let of_key = self.keys.entry(key.to_owned()).or_default();
+        of_key.taken += 1;
+        of_key.turn = turn;
+    }
+
+    fn forget(&mut self, key: &str) {
+        if self.keys.get(key).is_some_and(|of_key| of_key.taken == 0 && of_key.waiting == 0) {
+            self.keys.remove(key);
+        }
+    }
+}
+
+/// A place among those that wait. Dropped while it is `left`, it is given up, with the slot that it may have got meanwhile.
+struct Place<'s> {
+    slots: &'s Slots,
+    key: &'s str,
+    ticket: u64,
+    left: bool,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        if !self.left {
+            return;
+        }
+        let waited = {
+            let mut state = self.slots.state();
+            let found = state.waiting.iter().position(|waiting| waiting.ticket == self.ticket);
+            if let Some(index) = found {
+                state.waiting.swap_remove(index);
+                if let Some(of_key) = state.keys.get_mut(self.key) {
+                    of_key.waiting -= 1;
+                }
+                state.forget(self.key);
+            }
+            found.is_some()
+        };
+        if !waited {
+            self.slots.release(self.key);
+        }
+    }
+}
+
+/// A slot for what this caller asks for, as soon as it is their turn.
+pub(super) async fn slot(state: &AppState, slots: &Slots, caller: &Caller) -> Result<Slot, Problem> {
+    let key = caller.word();
+    let taken = tokio::select! {
+        taken = slots.take(&key, MAX_WAIT) => taken,
+        () = state.stopping.cancelled() => return Err(stopping()),
+    };
+    taken.map_err(|none| match none {
+        NoSlot::Full => {
+            let detail =
+                format!("{MAX_WAITING_OF_KEY} requests of this key wait for heavy work already; send fewer at once");
+            Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_AFTER_S)
+        }
+        NoSlot::TimedOut => {
+            let detail = format!("the server was busy with other work for {} s; try again", MAX_WAIT.as_secs());
+            Problem::new(Code::Overloaded, detail).retry_after(RETRY_AFTER_S)
+        }
+    })
+}
+
+/// Runs `work` on a thread of its own once there is a slot for the caller, for `limit` at most. The work should look at its
+/// argument between steps and end when that is true: the time is up, the client is gone, or the server stops. Until it ends it
+/// keeps its slot.
+///
+/// # Errors
+/// When there is no slot, the time is up or the server stops.
+pub(super) async fn run<T: Send + 'static>(
+    state: &AppState,
+    caller: &Caller,
+    limit: Duration,
+    work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
+) -> Result<T, Problem> {
+    let slot = slot(state, &state.heavy, caller).await?;
+    let stop = StopOnDrop(Arc::default());
+    let (sender, receiver) = oneshot::channel();
+    let told = stop.0.clone();
+    let thread = std::thread::Builder::new().name("heavy".to_owned()).stack_size(STACK_BYTES);
+    let started = thread.spawn(move || {
+        let _slot = slot;
+        // Without a receiver nobody waits for the result.
+        let _ = sender.send(work(&told));
+    });
+    started.map_err(|error| {
+        Problem::new(Code::Overloaded, "the server has no thread left; try again")
+            .because(error)
+            .retry_after(RETRY_AFTER_S)
+    })?;
+    tokio::select! {
+        done = receiver => done.map_err(|_| Problem::internal("heavy work panicked")),
+        () = tokio::time::sleep(limit) => {
+            let detail = format!("the work took more than {} s: send less at once", limit.as_secs());
+            Err(Problem::new(Code::WorkTimeout, detail))
+        }
+        () = state.stopping.cancelled() => Err(stopping()),
+    }
+}
+
+fn stopping() -> Problem {
+    Problem::new(Code::NotReady, "the server is stopping; try again when it is back").retry_after(RETRY_AFTER_S)
+}
+
+struct StopOnDrop(Arc<AtomicBool>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(3600);
+
+    #[tokio::test]
+    async fn one_key_never_holds_more_than_half_of_the_slots() {
+        for (total, share) in [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)] {
+            let slots = Slots::new(total);
+            let held: Vec<Slot> = (0..share).map(|_| slots.try_take("a").unwrap()).collect();
+            assert!(slots.try_take("a").is_none() && slots.take("a", LONG).now_or_never().is_none(), "{total}");
+            assert_eq!(slots.try_take("b").is_some(), total > 1, "{total}");
+            drop(held);
+            assert!(slots.try_take("a").is_some(), "{total}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_key_with_a_long_queue_does_not_keep_others_waiting() {
+        let slots = Slots::new(2);
+        let (first, second) = (slots.try_take("a").unwrap(), slots.try_take("b").unwrap());
+        let mut greedy: Vec<_> = (0..10).map(|_| Box::pin(slots.take("a", LONG))).collect();
+        assert!(greedy.iter_mut().all(|next| next.now_or_never().is_none()));
+        let mut modest = Box::pin(slots.take("c", LONG));
+        assert!((&mut modest).now_or_never().is_none());
+        drop(first);
+        let modest = modest.now_or_never().unwrap().unwrap();
+        assert!(greedy.iter_mut().all(|next| next.now_or_never().is_none()));
+        drop((second, modest));
+        assert_eq!(greedy.iter_mut().filter_map(|next| next.now_or_never()).count(), 1, "half of them");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_leaves_the_queue_leaves_no_trace_and_who_waits_too_long_is_told() {
+        let slots = Slots::new(1);
+        let held = slots.try_take("a").unwrap();
+        let mut gone = Box::pin(slots.take("b", LONG));
+        assert!((&mut gone).now_or_never().is_none());
+        drop(gone);
+        let mut granted = Box::pin(slots.take("b", LONG));
+        assert!((&mut granted).now_or_never().is_none());
+        assert_eq!(slots.take("c", Duration::from_secs(1)).await.unwrap_err(), NoSlot::TimedOut);
+        drop(held);
+        // It got the slot and never looked.
+        drop(granted);
+        assert!(slots.try_take("d").is_some());
+        let state = slots.state();
+        assert!(state.taken == 0 && state.keys.is_empty() && state.waiting.is_empty(), "{state:?}");
+    }
+
+    #[tokio::test]
+    async fn the_queue_of_a_key_has_an_end() {
+        let slots = Slots::new(1);
+        let _held = slots.try_take("a").unwrap();
+        let mut queue: Vec<_> = (0..MAX_WAITING_OF_KEY).map(|_| Box::pin(slots.take("b", LONG))).collect();
+        assert!(queue.iter_mut().all(|next| next.now_or_never().is_none()));
+        assert_eq!(slots.take("b", LONG).now_or_never().unwrap().unwrap_err(), NoSlot::Full);
+        assert!(slots.take("c", LONG).now_or_never().is_none());
+    }
+}

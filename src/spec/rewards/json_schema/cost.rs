@@ -1,0 +1,232 @@
+//! How many steps the validator takes at most to hold a value to a schema. The walk is the validator's own, but it meets each
+//! pair of subschema and part of the value once, however many ways lead there, and multiplies.
+
+use std::collections::HashMap;
+
+use serde_json::Value;
+
+use super::graph::Graph;
+
+/// The most steps of one value: about a second.
+pub(super) const MAX_STEPS: u64 = 1_000_000;
+/// The deepest nesting of subschemas and parts of the value.
+pub(super) const MAX_DEPTH: usize = 1_000;
+/// Steps of a metaschema for each part of a value.
+const METASCHEMA: u64 = 300;
+
+/// Why a value is not held to a schema.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum TooCostly {
+    /// Too much work.
+    #[error(
+        "the schema takes more than {MAX_STEPS} steps on this value: reference each definition once, or use a simpler schema"
+    )]
+    Steps,
+    /// Too deep.
+    #[error("the schema and this value nest {MAX_DEPTH} deep: use a simpler schema")]
+    Depth,
+    /// Without an end.
+    #[error("the schema's references lead in a circle on this value: use a simpler schema")]
+    Circle,
+    /// This machine has no thread left.
+    #[error("no thread can be started to hold this value to its schema")]
+    Thread,
+}
+
+/// Part of a value, or the name of a property.
+#[derive(Clone, Copy)]
+enum Part<'v> {
+    Value(&'v Value),
+    Name { longest_bytes: usize },
+}
+
+impl Part<'_> {
+    fn key(self) -> usize {
+        match self {
+            // Aligned, so an even number.
+            Part::Value(value) => std::ptr::from_ref(value).addr(),
+            Part::Name { longest_bytes } => longest_bytes * 2 + 1,
+        }
+    }
+}
+
+/// The depth that the validator will reach, if it takes no more than [`MAX_STEPS`].
+pub(super) fn count(graph: &Graph, value: &Value) -> Result<usize, TooCostly> {
+    let mut counter = Counter { graph, known: HashMap::new(), deepest: 0, left: MAX_STEPS };
+    counter.visit(0, Part::Value(value), 1)?;
+    Ok(counter.deepest)
+}
+
+struct Counter<'g> {
+    graph: &'g Graph,
+    /// Steps and height by subschema and part; None while they are being counted.
+    known: HashMap<(usize, usize), Option<(u64, usize)>>,
+    deepest: usize,
+    /// Bounds the counting itself.
+    left: u64,
+}
+
+impl Counter<'_> {
+    /// Steps and height of a subschema on a part.
+    fn visit(&mut self, number: usize, part: Part<'_>, depth: usize) -> Result<(u64, usize), TooCostly> {
+        let key = (number, part.key());
+        self.left = self.left.checked_sub(1).ok_or(TooCostly::Steps)?;
+        let (steps, height) = match self.known.get(&key) {
+            Some(Some(known)) => *known,
+            Some(None) => return Err(TooCostly::Circle),
+            None if depth > MAX_DEPTH => return Err(TooCostly::Depth),
+            None => {
+                self.known.insert(key, None);
+                let counted = self.count(number, part, depth)?;
+                self.known.insert(key, Some(counted));
+                counted
+            }
+        };
+        self.deepest = self.deepest.max(depth + height);
+        if self.deepest > MAX_DEPTH {
+            return Err(TooCostly::Depth);
+        }
+        if steps > MAX_STEPS { Err(TooCostly::Steps) } else { Ok((steps, height)) }
+    }
+
+    fn count(&mut self, number: usize, part: Part<'_>, depth: usize) -> Result<(u64, usize), TooCostly> {
+        let graph = self.graph;
+        let node = &graph.nodes[number];
+        let length = match part {
+            Part::Value(Value::String(text)) => text.len() as u64,
+            Part::Name { longest_bytes } => longest_bytes as u64,
+            Part::Value(_) => 0,
+        };
+        let own = 1 + node.weight + length.saturating_mul(node.per_kib) / 1024;
+        self.left = self.left.checked_sub(own).ok_or(TooCostly::Steps)?;
+        let mut sum = Sum { steps: own, height: 0 };
+        if let Part::Value(value) = part
+            && !may_go_on(&node.types, &node.fixed, value)
+        {
+            return Ok((sum.steps, 0));
+        }
+        for target in &node.same {
+            sum.add(self.visit(*target, part, depth + 1)?);
+        }
+        for group in &node.choices {
+            let mut most = Sum::default();
+            for target in group {
+                most.or(self.visit(*target, part, depth + 1)?);
+            }
+            sum.add((most.steps, most.height));
+        }
+        if node.metaschemas > 0
+            && let Part::Value(value) = part
+        {
+            let size = parts(value);
+            self.left = self.left.checked_sub(size).ok_or(TooCostly::Steps)?;
+            sum.add((node.metaschemas.saturating_mul(METASCHEMA).saturating_mul(size), 8 * nesting(value)));
+        }
+        match part {
+            Part::Value(Value::Object(object)) => {
+                for (name, target) in &node.dependent {
+                    if object.contains_key(name) {
+                        sum.add(self.visit(*target, part, depth + 1)?);
+                    }
+                }
+                let noted = if graph.unevaluated { object.len() } else { object.len() / 16 };
+                sum.take(noted as u64);
+                for (name, inner) in object {
+                    let inner = Part::Value(inner);
+                    let matching = node.patterns.len() as u64 * (1 + name.len() as u64 * node.per_kib / 1024);
+                    sum.take(matching);
+                    let mut patterns = Sum::default();
+                    for target in &node.patterns {
+                        patterns.add(self.visit(*target, inner, depth + 1)?);
+                    }
+                    if let Some(target) = node.properties.get(name) {
+                        sum.add(self.visit(*target, inner, depth + 1)?);
+                    } else {
+                        // The others are for what no pattern fits.
+                        for target in [node.additional, node.unevaluated_properties].into_iter().flatten() {
+                            patterns.or(self.visit(target, inner, depth + 1)?);
+                        }
+                    }
+                    sum.add((patterns.steps, patterns.height));
+                }
+                if let Some(target) = node.names.filter(|_| !object.is_empty()) {
+                    let longest_bytes = object.keys().map(String::len).max().unwrap_or(0);
+                    let (steps, height) = self.visit(target, Part::Name { longest_bytes }, depth + 1)?;
+                    sum.add((steps.saturating_mul(object.len() as u64), height));
+                }
+            }
+            Part::Value(Value::Array(list)) => {
+                sum.take(if graph.unevaluated { list.len() as u64 } else { 0 });
+                if node.unique {
+                    let size = list.iter().map(parts).fold(0, u64::saturating_add);
+                    self.left = self.left.checked_sub(size).ok_or(TooCostly::Steps)?;
+                    // Short lists are compared pair by pair.
+                    sum.take(size.saturating_mul(12));
+                }
+                for (index, inner) in list.iter().enumerate() {
+                    let inner = Part::Value(inner);
+                    let rest = node.prefix.get(index).copied().or(node.items).or(node.unevaluated_items);
+                    for target in rest.into_iter().chain(node.contains) {
+                        sum.add(self.visit(target, inner, depth + 1)?);
+                    }
+                }
+            }
+            Part::Value(_) | Part::Name { .. } => {}
+        }
+        Ok((sum.steps, sum.height))
+    }
+}
+
+#[derive(Default)]
+struct Sum {
+    steps: u64,
+    height: usize,
+}
+
+impl Sum {
+    fn take(&mut self, steps: u64) {
+        self.steps = self.steps.saturating_add(steps);
+    }
+
+    fn add(&mut self, (steps, height): (u64, usize)) {
+        self.steps = self.steps.saturating_add(steps);
+        self.height = self.height.max(height + 1);
+    }
+
+    fn or(&mut self, (steps, height): (u64, usize)) {
+        self.steps = self.steps.max(steps);
+        self.height = self.height.max(height + 1);
+    }
+}
+
+/// Whether the validator looks any further. Numbers may be equal though they are written differently.
+fn may_go_on(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, value: &Value) -> bool {
+    let name = match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(_) => "number",
+        Value::String(_) => "string",
+        Value::Array(_) => "array",
+        Value::Object(_) => "object",
+    };
+    let scalar = matches!(value, Value::Null | Value::Bool(_) | Value::String(_));
+    types.as_ref().is_none_or(|types| types.iter().any(|known| known == name))
+        && !(scalar && fixed.as_ref().is_some_and(|fixed| !fixed.contains(value)))
+}
+
+/// How many values there are in a value.
+fn parts(value: &Value) -> u64 {
+    1 + match value {
+        Value::Array(list) => list.iter().map(parts).sum(),
+        Value::Object(map) => map.values().map(parts).sum(),
+        _ => 0,
+    }
+}
+
+fn nesting(value: &Value) -> usize {
+    1 + match value {
+        Value::Array(list) => list.iter().map(nesting).max().unwrap_or(0),
+        Value::Object(map) => map.values().map(nesting).max().unwrap_or(0),
+        _ => 0,
+    }
+}
