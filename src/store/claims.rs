@@ -348,7 +348,8 @@ async fn claim_row(
     rewind(tx, row.id, resume.as_ref(), now).await?;
     reached_settle(tx, row, step.unwrap_or(0)).await?;
     let checkpoint_soon = was_interrupted(tx, row.id).await?;
-    Ok(Claimed { job: row.id, attempt: attempt.unsigned_abs(), plan, secrets, resume, checkpoint_soon })
+    let (job, attempt, server_errors) = (row.id, attempt.unsigned_abs(), row.server_errors);
+    Ok(Claimed { job, attempt, plan, secrets, resume, checkpoint_soon, server_errors })
 }
 
 /// Notes which rlood runs the job from now on. Returns it, and the one that ran the attempt before where that was another.

@@ -61,10 +61,20 @@ pub(super) async fn checkpoint_adopt(
     now: i64,
 ) -> Result<(), StoreError> {
     let doing = "adopt a checkpoint";
-    let CheckpointRow { step, files, metrics, job: parent, id: _, attempt: _, best: _, pinned: _, created_at: _ } =
-        checkpoint;
+    let CheckpointRow {
+        step,
+        files,
+        metrics,
+        job: parent,
+        temporary,
+        id: _,
+        attempt: _,
+        best: _,
+        pinned: _,
+        created_at: _,
+    } = checkpoint;
     sqlx::query(
-        "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, best, created_at) VALUES (?, ?, ?, 0, ?, ?, ?, ?)",
+        "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, best, temporary, created_at) VALUES (?, ?, ?, 0, ?, ?, ?, ?, ?)",
     )
     .bind(CheckpointId::new().to_string())
     .bind(job.to_string())
@@ -72,6 +82,7 @@ pub(super) async fn checkpoint_adopt(
     .bind(to_json("files", files)?)
     .bind(to_json("metrics", metrics)?)
     .bind(best)
+    .bind(temporary)
     .bind(now)
     .execute(&mut *tx)
     .await
