@@ -16,6 +16,9 @@ use crate::event::{Event, Phase, SamplePhase};
 use crate::sample::RewardSample;
 use crate::spec::Estimator;
 
+/// Prompts of an evaluation that are sampled, and recorded, at a time on a CPU.
+const EVALUATION_PIECE: usize = 64;
+
 impl Run<'_> {
     /// Sample the block's completions and have them scored; its prompts begin at the cursor.
     pub(super) fn roll_out(&mut self, step: u64, index: u64) -> Result<Rollout, Halt> {
@@ -88,13 +91,20 @@ impl Run<'_> {
     /// G completions for each of these rows: recorded ones where the host has them, else sampled and handed to the
     /// host. `id` must be another one for every sampling of a run, and the same in every attempt at it.
     fn generate(&mut self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<SampledGroup>, Halt> {
-        let num_generations = self.num_generations(id);
-        let fits = |groups: &[SampledGroup]| {
-            let whole =
-                |(group, &row): (&SampledGroup, &u64)| group.row == row && group.completions.len() == num_generations;
-            groups.len() == rows.len() && groups.iter().zip(rows).all(whole)
-        };
-        if let Some(groups) = self.host.recorded(id)?.filter(|groups| fits(groups)) {
+        let recorded = self.host.recorded(id)?;
+        self.generate_unless(recorded, id, rows, key, sampler)
+    }
+
+    /// The same, where what the host has recorded is known.
+    fn generate_unless(
+        &mut self,
+        recorded: Option<Vec<SampledGroup>>,
+        id: RolloutId,
+        rows: &[u64],
+        key: Key,
+        sampler: Sampler,
+    ) -> Result<Vec<SampledGroup>, Halt> {
+        if let Some(groups) = recorded.filter(|groups| self.fits(id, groups, rows)) {
             return Ok(groups);
         }
         let mut completions = loop {
@@ -111,6 +121,50 @@ impl Run<'_> {
         let groups: Vec<SampledGroup> = groups.collect();
         self.host.sampled(id, &groups)?;
         Ok(groups)
+    }
+
+    /// Whether recorded groups are whole groups of these rows.
+    fn fits(&self, id: RolloutId, groups: &[SampledGroup], rows: &[u64]) -> bool {
+        let num_generations = self.num_generations(id);
+        let whole =
+            |(group, &row): (&SampledGroup, &u64)| group.row == row && group.completions.len() == num_generations;
+        groups.len() == rows.len() && groups.iter().zip(rows).all(whole)
+    }
+
+    /// The completions of an evaluation, piece by piece: an attempt that is interrupted has its pieces in the host's journal, and
+    /// the next one goes on behind them. Only where a completion does not depend on what is sampled beside it.
+    fn generate_evaluation(
+        &mut self,
+        id: RolloutId,
+        rows: &[u64],
+        key: Key,
+        sampler: Sampler,
+    ) -> Result<Vec<SampledGroup>, Halt> {
+        // An older version recorded an evaluation as a whole, under the id that is now the first piece's.
+        let mut recorded = self.host.recorded(id)?;
+        if !self.samples_exactly || recorded.as_ref().is_some_and(|groups| self.fits(id, groups, rows)) {
+            return self.generate_unless(recorded, id, rows, key, sampler);
+        }
+        let mut groups = Vec::with_capacity(rows.len());
+        for (round, piece) in (0..).zip(rows.chunks(self.evaluation_piece(rows))) {
+            let id = id.round(round);
+            let known = if round == 0 { recorded.take() } else { self.host.recorded(id)? };
+            groups.extend(self.generate_unless(known, id, piece, key, sampler)?);
+        }
+        Ok(groups)
+    }
+
+    /// Prompts of a piece: enough that few rows wait for a piece's last ones.
+    fn evaluation_piece(&self, rows: &[u64]) -> usize {
+        let prompts = self.prompts_of(SamplePhase::Eval);
+        let longest = rows.iter().map(|&row| prompts[row as usize].ids.len()).max().unwrap_or(0);
+        let at_once = self.generation_rows(longest + self.plan.sampling.max_completion_length as usize);
+        let num_generations = self.num_generations(RolloutId::eval(0)).max(1);
+        match self.policy.device_peak_bytes() {
+            // A GPU samples many rows at once, and idles while the last ones end.
+            Some(_) => (2 * at_once / num_generations).max(EVALUATION_PIECE),
+            None => EVALUATION_PIECE,
+        }
     }
 
     fn sample(&self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<Vec<Generated>>, Halt> {
@@ -199,7 +253,7 @@ impl Run<'_> {
         let key = Key::new(self.plan.training.seed, Stream::Eval).with(step);
         let sampler = Sampler::for_evaluation(&self.plan.sampling, eval);
         let id = RolloutId::eval(step);
-        let groups = self.generate(id, &rows, key, sampler)?;
+        let groups = self.generate_evaluation(id, &rows, key, sampler)?;
         let rollout = self.score(id, &groups)?;
         let (scores, reference) = self.score_evaluated(&rollout.rows().collect::<Vec<_>>())?;
         let evaluation = report::Evaluation { rollout: &rollout, scores: &scores, reference: &reference };

@@ -268,3 +268,62 @@ fn a_pause_at_any_moment_changes_nothing() {
         }
     }
 }
+
+#[test]
+fn an_evaluation_is_recorded_in_pieces_and_the_next_attempt_goes_on_behind_them() {
+    let mut plan = plan();
+    plan.training.max_steps = 1;
+    plan.eval = Some(EvalPlan { temperature: 1.0, ..EvalPlan::of_dataset(plan.dataset.clone(), 2) });
+    let run = |machine: &mut Machine| {
+        machine.calls.set(0);
+        let eval_rows = rows().into_iter().cycle().take(150).collect();
+        train(&plan, rows(), Start { eval_rows, ..Start::default() }, machine).expect("stops or finishes")
+    };
+    let pieces = |machine: &Machine, step: u64| -> Vec<usize> {
+        let of_step = machine.sampled.iter().filter(|(id, _)| id.phase == SamplePhase::Eval && id.step == step);
+        of_step.map(|(_, groups)| groups.len()).collect()
+    };
+    let mut whole = Machine::default();
+    assert_eq!(run(&mut whole), TrainOutcome::Finished);
+    assert_eq!(pieces(&whole, 1), [64, 64, 22]);
+
+    // The first moment at which a lost process leaves two pieces of the evaluation before the start.
+    let (mut low, mut high) = (1, whole.calls.get());
+    let lost = |lost_at: usize| {
+        let mut machine = Machine { lost_at: Some(lost_at), ..Machine::default() };
+        run(&mut machine);
+        machine
+    };
+    while low < high {
+        let middle = usize::midpoint(low, high);
+        if pieces(&lost(middle), 0).len() >= 2 {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    let mut machine = lost(low);
+    assert_eq!(pieces(&machine, 0), [64, 64]);
+    machine.lost_at = None;
+    // The machine refuses to be given what it has already.
+    assert_eq!(run(&mut machine), TrainOutcome::Finished);
+    compare("an evaluation in pieces", &machine, &whole);
+
+    // An older version recorded all of it under the first piece's id. The pieces are those of one just before the first step.
+    let (mut low, mut high) = (low, whole.calls.get());
+    while low < high {
+        let middle = usize::midpoint(low, high);
+        if pieces(&lost(middle), 0).len() >= 3 {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    let mut old = lost(low);
+    let groups: Vec<SampledGroup> = std::mem::take(&mut old.sampled).into_values().flatten().collect();
+    assert_eq!(groups.len(), 150);
+    old.sampled.insert(RolloutId::eval(0), groups);
+    old.lost_at = None;
+    assert_eq!(run(&mut old), TrainOutcome::Finished);
+    compare("an evaluation of an older version", &old, &whole);
+}
