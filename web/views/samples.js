@@ -44,7 +44,7 @@ function SamplesOf({ run, job }) {
     ${page?.removed && html`<p class="dim small">${plural(page.removed.samples, "older sample")}, up to step ${page.removed.to_step ?? 0}, made room for newer ones.</p>`}
     ${isFollowed && html`<${Followed} path=${path} phase=${wanted.phase} prompt=${query.prompt_id} />`}
     <div class=${cls(isOld && "stale")} aria-busy=${loading}>
-      ${!rows.length && !loading && !error && html`<p class="empty">${NAMES.some((name) => query[name]) ? "No sample fits these filters." : "No samples yet: they come with the first rollout."}</p>`}
+      ${!rows.length && !loading && !error && html`<p class="empty">${next ? "No matching samples so far. Press More to search on." : NAMES.some((name) => query[name]) ? "No sample fits these filters." : "No samples yet: they come with the first rollout."}</p>`}
       ${isTable ? html`<${SampleTable} rows=${rows} job=${job} />` : html`<${Groups} rows=${rows} job=${job} next=${next} />`}
     </div>
     ${next && html`<p class="more"><button disabled=${loading} onClick=${list.more}>More</button></p>`}`;
