@@ -53,7 +53,7 @@ pub use claim::{ClaimError, read_claim};
 pub use rewards::*;
 
 /// The number of this protocol, the plan included; see the rule above.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// Of whoever says none.
 const fn first_protocol() -> u32 {
@@ -140,6 +140,10 @@ pub struct Claim {
     /// Where reward services may answer later.
     #[serde(default)]
     pub callbacks: Option<CallbackTerms>,
+    /// Jobs of one owner have the same one, those of others another: values of `cache: true` rewards are used again within it
+    /// only. It names nobody. Null = within the job only.
+    #[serde(default)]
+    pub cache_scope: Option<String>,
 }
 
 /// A checkpoint to go on from.

@@ -175,6 +175,7 @@ fn claim() -> Claim {
         allow_outgoing: Vec::new(),
         reward_reports: Vec::new(),
         callbacks: None,
+        cache_scope: None,
     }
 }
 
