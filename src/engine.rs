@@ -383,7 +383,7 @@ impl<'a> Run<'a> {
             None => (self.roll_out(step, index)?, None),
         };
         let mut block = Block::new(index, rollout, self.plan)?;
-        block.shape_rewards(self.state.reward_stats, self.plan);
+        block.shape_rewards(self.state.reward_stats, self.plan)?;
         match ahead {
             // Of the policy that sampled; it is another one by now.
             Some(Ahead { old_logps, ref_logps, .. }) => {

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use crate::access::Scopes;
 use crate::config::keys::{CreateKeyArgs, KeysAction, KeysArgs};
 use crate::files::{DataDir, FilesError};
+use crate::store::webhooks::WebhookRow;
 use crate::store::{KeyRow, NewAudit, NewKey, Store, StoreError, clock_ms};
 
 /// Who made or revoked a key here.
@@ -87,10 +88,17 @@ async fn act(store: &Store, action: KeysAction, json: bool) -> Result<(), KeysEr
         KeysAction::Revoke { id } => {
             let row = store.api_key_revoke(id, now).await?;
             note(store, "keys revoke", &row, now).await?;
+            let webhooks = store.webhooks_of(&row.owner).await?;
             if json {
-                println!("{}", view(&row, now));
+                let mut document = view(&row, now);
+                let listed = |webhook: &WebhookRow| json!({"id": webhook.id, "url": webhook.url});
+                document["webhooks"] = webhooks.iter().map(listed).collect();
+                println!("{document}");
             } else {
                 println!("{} '{}' is revoked", row.id, row.name);
+                for WebhookRow { id, url, .. } in &webhooks {
+                    eprintln!("webhook {id} of {} goes on sending to {url}: DELETE /webhooks/{id} ends it", row.owner);
+                }
             }
         }
     }

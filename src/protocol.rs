@@ -149,6 +149,10 @@ pub struct Claim {
     /// An earlier attempt was interrupted: save more often than the plan asks, so that the next one repeats less.
     #[serde(default)]
     pub checkpoint_soon: bool,
+    /// Jobs of one owner have the same one, those of others another: values of `cache: true` rewards are used again within it
+    /// only. It names nobody. Null = within the job only.
+    #[serde(default)]
+    pub cache_scope: Option<String>,
 }
 
 /// A checkpoint to go on from.

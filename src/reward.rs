@@ -114,6 +114,36 @@ impl Judgement {
     }
 }
 
+/// How far from 0 a value may be; by default anywhere.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Limit(Option<f64>);
+
+impl Limit {
+    fn of(max_abs_reward: Option<f64>) -> Self {
+        Self(max_abs_reward)
+    }
+
+    /// Why a value is invalid; `None`: it is not.
+    fn complaint(self, value: f64) -> Option<String> {
+        match self.0 {
+            _ if !value.is_finite() => Some(format!("the reward {value} is not finite")),
+            // Debug writes large numbers short.
+            Some(limit) if value.abs() > limit => {
+                Some(format!("the reward {value:?} is beyond \u{b1}{limit} (max_abs_reward)"))
+            }
+            Some(_) | None => None,
+        }
+    }
+
+    /// The judgement, or that its value is invalid.
+    fn hold(self, judgement: Judgement) -> Judgement {
+        match judgement.value.number().and_then(|value| self.complaint(value)) {
+            Some(complaint) => Judgement::missing("invalid_value", complaint),
+            None => judgement,
+        }
+    }
+}
+
 /// Why a sample has no value.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
 pub struct SampleError {
@@ -281,15 +311,17 @@ impl Rewards {
                     endpoint = Some(shared.clone());
                     Box::new(
                         webhook
+                            .bounded(plan.max_abs_reward)
                             .with_status(around.status.clone())
                             .with_endpoint(shared, meter.clone())
                             .with_journal(around.journal.clone()),
                     )
                 }
                 (RewardKind::RewardModel(model), None) => {
-                    Box::new(local::Local::new(&plan.name, model, around.models.clone())?)
+                    let local = local::Local::new(&plan.name, model, around.models.clone())?;
+                    Box::new(local.bounded(plan.max_abs_reward))
                 }
-                (kind, None) => Box::new(builtin::Builtin::new(&plan.name, kind)?),
+                (_, None) => Box::new(builtin::Builtin::of_plan(plan)?),
             };
             entries.push(Entry {
                 name: plan.name.clone(),

@@ -86,10 +86,34 @@ impl Block {
         Ok(Self { index, rollout, values })
     }
 
-    /// Shape the rewards of a new block. `before` counts the rewards of the blocks before it.
-    pub fn shape_rewards(&mut self, before: RewardStats, plan: &Plan) {
+    /// Shape the rewards of a new block. `before` counts the rewards of the blocks before it. Plans of before there was a
+    /// limit (`max_abs_reward`) may have rewards whose sums and squares are beyond all numbers: an error here, before they
+    /// are trained on.
+    pub fn shape_rewards(&mut self, before: RewardStats, plan: &Plan) -> Result<()> {
         let stats = RewardShape::of_plan(plan).stats(before, &self.values.weighted);
+        let not_finite = |what: String| Err(EngineError::StateNotFinite { what });
+        if !stats.is_finite() {
+            return not_finite(format!(
+                "the {} of the rewards (rloo.reward_normalization)",
+                if stats.mean.is_finite() { "variance" } else { "mean" }
+            ));
+        }
         self.shape_rewards_by(stats, plan);
+        let BlockValues { weighted, rewards, greedy, .. } = &self.values;
+        let sums = weighted.iter().zip(&rewards.shaped);
+        // A clip makes an infinite sum finite, but NaN is no sum.
+        let is_wrong = |(weighted, shaped): (&Option<f64>, &Option<f64>)| {
+            weighted.is_some_and(f64::is_nan) || shaped.is_some_and(|shaped| !shaped.is_finite())
+        };
+        match (sums.map(is_wrong).position(|wrong| wrong), greedy.iter().flatten().all(|greedy| greedy.is_finite())) {
+            (None, true) => Ok(()),
+            (Some(row), _) => {
+                let group = row / (plan.rloo.num_generations as usize).max(1);
+                let prompt = self.rollout.groups.get(group).map_or(0, |group| group.row);
+                not_finite(format!("the weighted sum of the rewards of a completion of row {prompt}"))
+            }
+            (None, false) => not_finite("the weighted sum of the rewards of a greedy completion".to_owned()),
+        }
     }
 
     /// Shape the rewards of a block by statistics that count them already.

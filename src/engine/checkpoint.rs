@@ -10,12 +10,10 @@
 //! | `ahead.json`, `ahead.safetensors` | only with overlap: the next block, sampled and not scored, and its log-probs |
 //! | `manifest.json` | size and SHA-256 of each of them; written last |
 
-use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -133,6 +131,7 @@ pub fn plan_sha256(plan: &Plan) -> String {
 /// under the same name is replaced.
 pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Vec<FileEntry>)> {
     let Snapshot { policy, model_dir, model_name, adam, state, block, ahead } = *snapshot;
+    let state_bytes = state_json(state)?;
     fs::create_dir_all(scratch_dir).map_err(io(scratch_dir))?;
     let temporary = tempfile::Builder::new().prefix(".checkpoint-").tempdir_in(scratch_dir).map_err(io(scratch_dir))?;
     let dir = temporary.path();
@@ -143,7 +142,7 @@ pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Ve
         }
         false => policy.save_lora(dir, model_name)?,
     }
-    write_file(&dir.join(STATE), &to_json(state)?)?;
+    write_file(&dir.join(STATE), &state_bytes)?;
     write_moments(&dir.join(OPTIMIZER), &adam.moments)?;
     if let Some(block) = block {
         let rollout = json!({ "index": block.index, "rollout": block.rollout });
@@ -249,9 +248,10 @@ fn write_logps(path: &Path, old: &[Vec<f32>], reference: &[Vec<f32>]) -> Result<
 
 /// Old and reference log-probs, one entry a completion of these lengths; empty where there are none.
 fn read_logps(dir: &Path, file: &str, lengths: &[usize]) -> Result<(Logps, Logps)> {
-    let logps = from_safetensors(&dir.join(file))?;
+    let logps = tensors::Reader::open(&dir.join(file))?;
     let cut = |name: &str| -> Result<Logps> {
-        let mut flat = logps.get(name).map_or(&[][..], Vec::as_slice);
+        let flat = logps.f32s(name)?.unwrap_or_default();
+        let mut flat = flat.as_slice();
         if flat.is_empty() {
             return Ok(Vec::new());
         }
@@ -303,6 +303,17 @@ fn to_json<T: Serialize>(value: &T) -> Result<Vec<u8>> {
     serde_json::to_vec_pretty(value).map_err(|error| EngineError::Checkpoint(error.to_string()))
 }
 
+/// The state as JSON that reads back. JSON has no number that is not finite, and null in its place does not read as one: a
+/// run would find that out when it resumes, and all its later checkpoints would be lost.
+fn state_json(state: &TrainerState) -> Result<Vec<u8>> {
+    let bytes = to_json(state)?;
+    let mut json = serde_json::Deserializer::from_slice(&bytes);
+    match serde_path_to_error::deserialize::<_, TrainerState>(&mut json) {
+        Ok(_) => Ok(bytes),
+        Err(error) => Err(EngineError::StateNotFinite { what: format!("{} of {STATE}", error.path()) }),
+    }
+}
+
 fn from_json<T: for<'de> Deserialize<'de>>(dir: &Path, name: &str) -> Result<T> {
     let path = dir.join(name);
     let bytes = match fs::read(&path) {
@@ -340,7 +351,7 @@ fn write_moments(path: &Path, moments: &Moments) -> Result<()> {
     match moments {
         Moments::F32 { first, second } => {
             let all = [flat(FIRST, first), flat(SECOND, second)];
-            tensors::write(path, &all.each_ref().map(Flat::tensor))
+            tensors::write_finite(path, &all.each_ref().map(Flat::tensor))
         }
         Moments::Blockwise { first, second } => {
             let all = [
@@ -349,27 +360,21 @@ fn write_moments(path: &Path, moments: &Moments) -> Result<()> {
                 Flat { name: SECOND, shape: [second.codes.len()], data: Data::U8(&second.codes) },
                 flat(SECOND_SCALES, &second.absmax),
             ];
-            tensors::write(path, &all.each_ref().map(Flat::tensor))
+            tensors::write_finite(path, &all.each_ref().map(Flat::tensor))
         }
     }
 }
 
 fn read_moments(path: &Path, kind: OptimizerKind) -> Result<Moments> {
     let missing = |name: &str| EngineError::Checkpoint(format!("{OPTIMIZER} holds no {name} of the plan's optimizer"));
+    let file = tensors::Reader::open(path)?;
+    let floats = |name: &str| file.f32s(name)?.ok_or_else(|| missing(name));
     match kind {
-        OptimizerKind::Adamw => {
-            let mut moments = from_safetensors(path)?;
-            let mut take = |name: &str| moments.remove(name).ok_or_else(|| missing(name));
-            Ok(Moments::F32 { first: take(FIRST)?, second: take(SECOND)? })
-        }
+        OptimizerKind::Adamw => Ok(Moments::F32 { first: floats(FIRST)?, second: floats(SECOND)? }),
         OptimizerKind::Adamw8bit => {
-            let bytes = fs::read(path).map_err(io(path))?;
-            let file = SafeTensors::deserialize(&bytes).map_err(damaged)?;
             let quantized = |map: Map, name: &str, scales: &str| -> Result<Quantized> {
-                let codes = file.tensor(name).ok().filter(|view| view.dtype() == Dtype::U8);
-                let codes = codes.ok_or_else(|| missing(name))?.data().to_vec();
-                let absmax = file.tensor(scales).ok().filter(|view| view.dtype() == Dtype::F32);
-                let absmax = floats(&absmax.ok_or_else(|| missing(scales))?);
+                let codes = file.u8s(name)?.ok_or_else(|| missing(name))?;
+                let absmax = floats(scales)?;
                 if absmax.len() != codes.len().div_ceil(BLOCK) {
                     return Err(EngineError::Checkpoint(format!("{OPTIMIZER}: {scales} has {} blocks", absmax.len())));
                 }
@@ -412,25 +417,37 @@ fn copy_model_files(from: &Path, to: &Path) -> Result<()> {
     write_file(&to.join("config.json"), &to_json(&config)?)
 }
 
-fn damaged(error: safetensors::SafeTensorError) -> EngineError {
-    EngineError::Checkpoint(error.to_string())
-}
-
-fn floats(view: &TensorView<'_>) -> Vec<f32> {
-    view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-}
-
-fn from_safetensors(path: &Path) -> Result<HashMap<String, Vec<f32>>> {
-    let bytes = fs::read(path).map_err(io(path))?;
-    let file = SafeTensors::deserialize(&bytes).map_err(damaged)?;
-    Ok(file
-        .iter()
-        .filter(|(_, view)| view.dtype() == Dtype::F32)
-        .map(|(name, view)| (name.into(), floats(&view)))
-        .collect())
-}
-
 fn io(path: &Path) -> impl FnOnce(std::io::Error) -> EngineError {
     let path = path.to_path_buf();
     move |source| EngineError::Io { path, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::watch::Best;
+
+    #[test]
+    fn state_that_is_not_finite_is_named_when_it_is_saved() {
+        let good = TrainerState {
+            // What a step could not compute is null, and reads as that.
+            step_metrics: Metrics::from([("kl".to_owned(), None), ("loss".to_owned(), Some(f64::NAN))]),
+            ..TrainerState::default()
+        };
+        let read: TrainerState = serde_json::from_slice(&state_json(&good).unwrap()).unwrap();
+        assert_eq!(read.step_metrics["loss"], None);
+
+        let stats = |mean, squares| RewardStats { count: 2, mean, squares };
+        let best = |value| Evaluations { best: Some(Best { step: 1, value }), ..Evaluations::default() };
+        for (state, field) in [
+            (TrainerState { reward_stats: stats(0.0, f64::INFINITY), ..good.clone() }, "reward_stats.squares"),
+            (TrainerState { reward_stats: stats(f64::NAN, 0.0), ..good.clone() }, "reward_stats.mean"),
+            (TrainerState { epoch: f64::NEG_INFINITY, ..good.clone() }, "epoch"),
+            (TrainerState { evaluations: best(f64::NAN), ..good.clone() }, "evaluations.best.value"),
+        ] {
+            let error = state_json(&state).unwrap_err();
+            let expected = format!("{field} of trainer_state.json");
+            assert!(matches!(&error, EngineError::StateNotFinite { what } if *what == expected), "{field}: {error}");
+        }
+    }
 }

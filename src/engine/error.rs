@@ -36,6 +36,12 @@ pub enum EngineError {
         /// What was computed.
         what: String,
     },
+    /// What a run keeps of its rewards, or of its weights and moments, is NaN or infinite: no checkpoint could be read back.
+    #[error("{what} is not finite, so the run can neither go on nor be saved")]
+    StateNotFinite {
+        /// Which number.
+        what: String,
+    },
     /// The base model itself holds or computes NaN or infinite values: no step can train it.
     #[error("the base model is not finite: {what}")]
     ModelNotFinite {
@@ -104,6 +110,7 @@ impl EngineError {
             | EngineError::Prompts(_)
             | EngineError::Diverged { .. }
             | EngineError::ModelNotFinite { .. }
+            | EngineError::StateNotFinite { .. }
             | EngineError::Alert { .. }
             | EngineError::NonFinite { .. } => FailureClass::User,
             EngineError::Host(failure) => match failure.class {

@@ -275,7 +275,7 @@ impl Lora {
                 data: tensors::Data::F32(&values[parameter.range()]),
             })
             .collect();
-        tensors::write(&dir.join(WEIGHTS), &tensors)?;
+        tensors::write_finite(&dir.join(WEIGHTS), &tensors)?;
         let write = |name: &str, bytes: &[u8]| {
             let path = dir.join(name);
             std::fs::write(&path, bytes).map_err(|source| EngineError::Io { path, source })

@@ -295,7 +295,8 @@ pub(super) fn evaluation(
         let rows = rows.map(|(score, ref_logps)| KlRow { old_logps: &score.logps, ref_logps, included: true });
         metrics.extend(kl_metrics(&rows.collect::<Vec<_>>()));
     }
-    let metrics = metrics.into_iter().map(|(name, value)| (format!("eval_{name}"), value)).collect();
+    let finite = |value: Option<f64>| value.filter(|value| value.is_finite());
+    let metrics = metrics.into_iter().map(|(name, value)| (format!("eval_{name}"), finite(value))).collect();
     let rows = rollout.completions().enumerate();
     let samples = rows.map(|(row, (group, completion))| {
         Ok(Sample {

@@ -1,13 +1,23 @@
-//! safetensors files written as a stream, so that no copy of what they hold is made (format: 8 bytes of header length,
-//! a JSON header padded to 8 bytes, then the tensors one after the other).
+//! safetensors files, written as a stream and read tensor by tensor, so that no copy of what they hold is made (format: 8
+//! bytes of header length, a JSON header padded to 8 bytes, then the tensors one after the other).
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
+use safetensors::tensor::{Dtype, Metadata};
 use serde_json::{Map, json};
 
 use super::error::{EngineError, Result};
+use super::load::read_values;
+use crate::modelcard::{TensorDtype, TensorLocation};
+
+/// No header is longer.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Values that a thread looks at, at least.
+const CHUNK: usize = 1 << 16;
 
 /// One tensor's bytes.
 #[derive(Debug, Clone, Copy)]
@@ -50,6 +60,18 @@ pub fn write(path: &Path, tensors: &[Tensor<'_>]) -> Result<()> {
     write_to(path, tensors).map_err(|source| EngineError::Io { path: path.to_path_buf(), source })
 }
 
+/// Write and sync a file of what a run goes on with: all of it must be finite.
+pub fn write_finite(path: &Path, tensors: &[Tensor<'_>]) -> Result<()> {
+    let is_finite = |tensor: &&Tensor<'_>| match tensor.data {
+        Data::F32(values) => values.par_iter().with_min_len(CHUNK).all(|value| value.is_finite()),
+        Data::U8(_) => true,
+    };
+    match tensors.iter().find(|tensor| !is_finite(tensor)) {
+        Some(tensor) => Err(EngineError::StateNotFinite { what: format!("the tensor {}", tensor.name) }),
+        None => write(path, tensors),
+    }
+}
+
 fn write_to(path: &Path, tensors: &[Tensor<'_>]) -> std::io::Result<()> {
     // F32 before U8: every tensor begins where its type may.
     let mut ordered: Vec<&Tensor<'_>> = tensors.iter().collect();
@@ -84,10 +106,135 @@ fn write_to(path: &Path, tensors: &[Tensor<'_>]) -> std::io::Result<()> {
     file.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()
 }
 
+/// A file whose tensors are read one by one.
+#[derive(Debug)]
+pub struct Reader {
+    path: PathBuf,
+    file: File,
+    header: Metadata,
+    /// Where the first tensor begins.
+    begin: u64,
+}
+
+impl Reader {
+    /// Reads the header.
+    pub fn open(path: &Path) -> Result<Self> {
+        let io = |source| EngineError::Io { path: path.to_path_buf(), source };
+        let damaged = |why: String| EngineError::Checkpoint(format!("{}: {why}", name(path)));
+        let file = File::open(path).map_err(io)?;
+        let length = file.metadata().map_err(io)?.len();
+        let mut size = [0; 8];
+        file.read_exact_at(&mut size, 0).map_err(io)?;
+        let size = u64::from_le_bytes(size);
+        if size > MAX_HEADER_BYTES || size + 8 > length {
+            return Err(damaged(format!("its header says that it has {size} bytes")));
+        }
+        let mut header = vec![0; size as usize];
+        file.read_exact_at(&mut header, 8).map_err(io)?;
+        let header: Metadata = serde_json::from_slice(&header).map_err(|why| damaged(why.to_string()))?;
+        let begin = 8 + size;
+        if begin + header.data_len() as u64 != length {
+            return Err(damaged(format!(
+                "it has {length} bytes, its header says {}",
+                begin + header.data_len() as u64
+            )));
+        }
+        Ok(Self { path: path.to_path_buf(), file, header, begin })
+    }
+
+    /// A tensor's values; `None` where there is no such tensor of that type.
+    pub fn f32s(&self, tensor: &str) -> Result<Option<Vec<f32>>> {
+        let Some((begin, length)) = self.place(tensor, Dtype::F32, 4)? else { return Ok(None) };
+        let location = TensorLocation {
+            name: tensor.to_owned(),
+            file: name(&self.path),
+            dtype: TensorDtype::F32,
+            shape: vec![length],
+            offset_bytes: begin,
+        };
+        read_values(&self.file, &location).map(Some).map_err(|source| self.io(source))
+    }
+
+    /// A tensor's bytes; `None` where there is no such tensor of that type.
+    pub fn u8s(&self, tensor: &str) -> Result<Option<Vec<u8>>> {
+        let Some((begin, length)) = self.place(tensor, Dtype::U8, 1)? else { return Ok(None) };
+        let mut bytes = vec![0; length];
+        self.file.read_exact_at(&mut bytes, begin).map_err(|source| self.io(source))?;
+        Ok(Some(bytes))
+    }
+
+    /// Where a tensor begins in the file, and how many values of `size` bytes it has.
+    fn place(&self, tensor: &str, dtype: Dtype, size: usize) -> Result<Option<(u64, usize)>> {
+        let Some(info) = self.header.info(tensor).filter(|info| info.dtype == dtype) else { return Ok(None) };
+        let (begin, end) = info.data_offsets;
+        let length = info.shape.iter().try_fold(1_usize, |all, of| all.checked_mul(*of));
+        match length.filter(|length| length.checked_mul(size) == end.checked_sub(begin)) {
+            Some(length) if end <= self.header.data_len() => Ok(Some((self.begin + begin as u64, length))),
+            Some(_) | None => {
+                let why = format!("{}: the shape of {tensor} does not fit its place", name(&self.path));
+                Err(EngineError::Checkpoint(why))
+            }
+        }
+    }
+
+    fn io(&self, source: std::io::Error) -> EngineError {
+        EngineError::Io { path: self.path.clone(), source }
+    }
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use safetensors::{Dtype, SafeTensors};
+    use safetensors::SafeTensors;
+
+    #[test]
+    fn a_tensor_is_read_to_the_bit_and_nothing_else_of_its_file() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("t.safetensors");
+        let values: Vec<f32> = (0..3_000_000).map(|i| f32::from_bits(i * 1_431 + 7)).chain([f32::NAN]).collect();
+        // A file of 64 GiB, nearly all of it a hole: nobody could hold it, or read it in time.
+        let (hole, small) = (64_usize << 30, values.len() * 4);
+        let header = json!({
+            "values": {"dtype": "F32", "shape": [values.len()], "data_offsets": [0, small]},
+            "codes": {"dtype": "U8", "shape": [3], "data_offsets": [small, small + 3]},
+            "hole": {"dtype": "U8", "shape": [hole], "data_offsets": [small + 3, small + 3 + hole]},
+        });
+        let header = header.to_string();
+        let mut file = File::create(&path).expect("a file");
+        file.write_all(&(header.len() as u64).to_le_bytes()).expect("written");
+        file.write_all(header.as_bytes()).expect("written");
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).chain([1, 2, 3]).collect();
+        file.write_all(&bytes).expect("written");
+        file.set_len((8 + header.len() + small + 3 + hole) as u64).expect("a hole");
+
+        let reader = Reader::open(&path).expect("a header");
+        let read = reader.f32s("values").expect("readable").expect("there");
+        assert!(read.len() == values.len() && read.iter().zip(&values).all(|(a, b)| a.to_bits() == b.to_bits()));
+        assert_eq!(reader.u8s("codes").expect("readable"), Some(vec![1, 2, 3]));
+        assert_eq!((reader.f32s("codes").expect("readable"), reader.f32s("none").expect("readable")), (None, None));
+        file.set_len(100).expect("cut");
+        assert!(Reader::open(&path).expect_err("cut").to_string().contains("100 bytes"));
+    }
+
+    #[test]
+    fn what_is_not_finite_is_not_written_and_named() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("t.safetensors");
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let tensors = [
+                Tensor { name: "good", shape: &[1], data: Data::F32(&[0.0]) },
+                Tensor { name: "bad", shape: &[2], data: Data::F32(&[0.0, bad]) },
+            ];
+            let error = write_finite(&path, &tensors).expect_err("not finite");
+            assert!(matches!(&error, EngineError::StateNotFinite { what } if what == "the tensor bad"), "{error}");
+            assert!(!path.exists());
+        }
+        write_finite(&path, &[Tensor { name: "good", shape: &[1], data: Data::F32(&[f32::MAX]) }]).expect("written");
+    }
 
     #[test]
     fn the_safetensors_crate_reads_what_is_written() {

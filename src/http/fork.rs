@@ -1,5 +1,7 @@
 //! POST /jobs/{id}/fork: a new job from any step of another one that has a checkpoint.
 
+use std::collections::BTreeMap;
+
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::Response;
@@ -21,7 +23,8 @@ use super::submit::{keep, plan_of, read_spec};
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{
-    Arithmetic, FieldError, JobSpec, Plan, Reference, WarmStartPlan, continues, forked_document, resolve,
+    Arithmetic, FieldError, JobSpec, Plan, Reference, RewardPlan, RewardSecrets, WarmStartPlan, continues,
+    forked_document, resolve,
 };
 use crate::store::{CheckpointRow, Fork, JobRow, NewJob, clock_ms};
 
@@ -217,18 +220,19 @@ fn ambiguous_reference(differ: &Option<String>) -> FieldError {
     FieldError::new("/warm_start", "required", detail)
 }
 
-/// Secrets and headers of rewards that are the same as before; a reward that now points elsewhere gets none.
-fn copy_secrets(
-    spec: &mut JobSpec,
-    parent: &Plan,
-    secrets: std::collections::BTreeMap<String, crate::spec::RewardSecrets>,
-) {
-    for (name, secret) in secrets {
-        let url = |rewards: &[crate::spec::RewardPlan]| {
-            let reward = rewards.iter().find(|reward| reward.name == name);
-            reward.and_then(|reward| reward.kind.service()).map(|service| service.url.clone())
-        };
-        if url(&spec.rewards).is_some() && url(&spec.rewards) == url(&parent.rewards) {
+/// Secrets and headers of rewards that are the same as before, the evaluation's own included; a reward that now points
+/// elsewhere gets none.
+fn copy_secrets(spec: &mut JobSpec, parent: &Plan, mut secrets: BTreeMap<String, RewardSecrets>) {
+    let url = |reward: &RewardPlan| reward.kind.service().map(|service| service.url.clone());
+    let before: BTreeMap<String, Option<String>> =
+        parent.rewards_by_secret_name().map(|(name, reward)| (name, url(reward))).collect();
+    let stays = |(name, reward): &(String, &RewardPlan)| {
+        let now = url(reward);
+        now.is_some() && before.get(name) == Some(&now)
+    };
+    let same: Vec<String> = spec.rewards_by_secret_name().filter(stays).map(|(name, _)| name).collect();
+    for name in same {
+        if let Some(secret) = secrets.remove(&name) {
             spec.secrets.entry(name).or_insert(secret);
         }
     }

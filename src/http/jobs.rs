@@ -294,7 +294,8 @@ struct PatchBody {
     /// Higher runs first; matters while the job is queued.
     #[schema(value_type = i64, required = false)]
     priority: Option<i64>,
-    /// New secrets of rewards over HTTP, by name; used from the next claim on: pause and resume a job that runs.
+    /// New secrets of rewards over HTTP, by name; used from the next claim on: pause and resume a job that runs. A reward of
+    /// the evaluation alone is `eval:NAME`, or `NAME` where the job has no reward of that name.
     #[schema(value_type = BTreeMap<String, SecretsBody>, required = false)]
     reward_secrets: Option<BTreeMap<String, SecretsBody>>,
 }
@@ -326,33 +327,43 @@ async fn patch_job(
 ) -> Result<Json<JobView>, Problem> {
     let labels = read_labels(&document).map_err(|errors| invalid(Code::InvalidBody, errors))?;
     let Labels { name, metadata, priority, reward_secrets } = labels;
-    check_renewed(&state, id, &reward_secrets).await?;
+    let reward_secrets = read_renewed(&state, id, reward_secrets).await?;
     let patch = JobPatch { name, metadata, priority, reward_secrets };
     let row = state.store.job_patch(id, patch, clock_ms()).await?;
     Ok(Json(JobView::of(&state, row).await?))
 }
 
-/// Only rewards over HTTP have headers, and only webhooks sign.
-async fn check_renewed(state: &AppState, id: JobId, secrets: &BTreeMap<String, RewardSecrets>) -> Result<(), Problem> {
-    if secrets.is_empty() {
-        return Ok(());
+/// New secrets by the names they are kept under. Only rewards over HTTP have headers, and only webhooks sign.
+async fn read_renewed(
+    state: &AppState,
+    id: JobId,
+    given: BTreeMap<String, RewardSecrets>,
+) -> Result<BTreeMap<String, RewardSecrets>, Problem> {
+    if given.is_empty() {
+        return Ok(given);
     }
     let plan = state.store.job_get(id).await?.plan()?;
-    let mut errors = Vec::new();
-    for (name, renewed) in secrets {
+    let (mut secrets, mut errors) = (BTreeMap::new(), Vec::new());
+    for (name, renewed) in given {
         let pointer = format!("/reward_secrets/{}", name.replace('~', "~0").replace('/', "~1"));
-        let reward = plan.rewards.iter().find(|reward| reward.name == *name);
-        match reward.map(|reward| &reward.kind) {
-            None => errors.push(FieldError::new(pointer, "unknown_reward", "the job has no reward of this name")),
-            Some(RewardKind::Webhook(_)) => {}
-            Some(kind) if kind.service().is_some() && renewed.secret.is_none() => {}
-            Some(_) => {
-                let detail = "only webhooks sign with secrets, and only rewards over HTTP have headers";
-                errors.push(FieldError::new(pointer, "conflict", detail));
-            }
+        let Some((kept_as, reward)) = plan.reward_of_secret(&name) else {
+            let known: Vec<String> = plan.rewards_by_secret_name().map(|(name, _)| name).collect();
+            let detail = format!("the job has no reward of this name; its rewards are: {}", known.join(", "));
+            errors.push(FieldError::new(pointer, "unknown_reward", detail));
+            continue;
+        };
+        let is_webhook = matches!(reward.kind, RewardKind::Webhook(_));
+        if !is_webhook && (reward.kind.service().is_none() || renewed.secret.is_some()) {
+            let detail = "only webhooks sign with secrets, and only rewards over HTTP have headers";
+            errors.push(FieldError::new(pointer, "conflict", detail));
+        } else if secrets.contains_key(&kept_as) {
+            let detail = format!("'{name}' and '{kept_as}' are the same reward: give its secrets once");
+            errors.push(FieldError::new(pointer, "conflict", detail));
+        } else {
+            secrets.insert(kept_as, renewed);
         }
     }
-    if errors.is_empty() { Ok(()) } else { Err(invalid(Code::InvalidBody, errors)) }
+    if errors.is_empty() { Ok(secrets) } else { Err(invalid(Code::InvalidBody, errors)) }
 }
 
 /// Removes a job that is over, with its events, metrics, samples and checkpoints.

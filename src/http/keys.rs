@@ -15,7 +15,8 @@ use super::extract::{HashedJson, Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
 use crate::access::{Scope, Scopes};
-use crate::id::KeyId;
+use crate::id::{KeyId, WebhookId};
+use crate::store::webhooks::WebhookRow;
 use crate::store::{KeyRow, NewKey, clock_ms};
 
 /// The longest name of a key or an owner.
@@ -102,6 +103,41 @@ struct Made {
     /// The rest.
     #[serde(flatten)]
     view: KeyView,
+}
+
+/// A key that was revoked.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = RevokedApiKey)]
+struct Revoked {
+    /// The key.
+    #[serde(flatten)]
+    view: KeyView,
+    /// The webhooks of the key's owner. They outlive the key and go on sending: where the key was stolen, remove those that
+    /// nobody knows (`DELETE /webhooks/{id}`).
+    webhooks: Vec<OwnersWebhook>,
+}
+
+/// A webhook of a key's owner.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = RevokedKeyWebhook)]
+struct OwnersWebhook {
+    /// Its id.
+    id: WebhookId,
+    /// Where messages go.
+    url: String,
+    /// For people.
+    description: Option<String>,
+    /// Whether anything is sent.
+    enabled: bool,
+    /// When it was made.
+    created_at: Time,
+}
+
+impl From<WebhookRow> for OwnersWebhook {
+    fn from(row: WebhookRow) -> Self {
+        let WebhookRow { id, url, description, enabled, created_at, .. } = row;
+        Self { id, url, description, enabled, created_at: Time(created_at) }
+    }
 }
 
 /// A key to make.
@@ -197,8 +233,12 @@ async fn get_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result
 }
 
 /// Revoke a key: it and every session opened with it are over at once. Its row stays. Idempotent.
+///
+/// Webhooks outlive the key that made them: the answer lists those of the key's owner.
 #[utoipa::path(delete, path = "/keys/{id}", tag = "Keys", params(("id" = KeyId, Path, description = "The key")),
-    responses((status = 200, description = "The key, revoked", body = KeyView)))]
-async fn revoke_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result<Json<KeyView>, Problem> {
-    Ok(Json(state.store.api_key_revoke(id, clock_ms()).await?.into()))
+    responses((status = 200, description = "The key, revoked, and its owner's webhooks", body = Revoked)))]
+async fn revoke_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result<Json<Revoked>, Problem> {
+    let row = state.store.api_key_revoke(id, clock_ms()).await?;
+    let webhooks = state.store.webhooks_of(&row.owner).await?.into_iter().map(OwnersWebhook::from).collect();
+    Ok(Json(Revoked { view: row.into(), webhooks }))
 }

@@ -135,8 +135,8 @@ struct RescoredSample {
 /// `reward` is as in a job, and is not stored. Optional: `replaces` (which of the job's rewards it stands for; by default the one of
 /// its name, or the only one, else all of them together), `phase` (`train` or `eval`), `step` or `min_step` and `max_step`,
 /// `limit` (the newest so many samples, whole groups; 1000), `max_wait_s` (60: what is not answered by then is missing, and
-/// `complete` is false). A reward of the job's at the same url lends its secret and headers if none are given. Services see the
-/// phase `probe`; the columns come from the job's dataset.
+/// `complete` is false). A reward of the job at the same url, the evaluation's own included, lends its secret and headers if
+/// none are given. Services see the phase `probe`; the columns come from the job's dataset.
 #[utoipa::path(
     post, path = "/jobs/{id}/rescore", tag = "Jobs", operation_id = "rescore_job", 
     params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
@@ -214,7 +214,7 @@ async fn grade(
     let (plan, wait, count) = (wanted.plan.clone(), wanted.wait, samples.len());
     let grading = move |stop: &AtomicBool| {
         let until = Instant::now() + wait;
-        Ok::<_, BuildError>(Builtin::new(&plan.name, &plan.kind)?.judge_until(&samples, stop, until))
+        Ok::<_, BuildError>(Builtin::of_plan(&plan)?.judge_until(&samples, stop, until))
     };
     let mut judged = match heavy::run(state, caller, wait + LAST_SAMPLE, grading).await {
         Ok(graded) => graded.map_err(unusable)?,
@@ -227,12 +227,22 @@ async fn grade(
     Ok((judged, complete))
 }
 
-/// A reward of the job's at the same address has a secret that nobody can read back.
+/// A reward of the job at the same address has a secret that nobody can read back. Where several are there: the one of the
+/// same name, and of those the one that scored the samples of this phase.
 fn lend_secrets(wanted: &mut Wanted, plan: &Plan, mut secrets: BTreeMap<String, RewardSecrets>) {
     let url = |kind: &RewardKind| kind.service().map(|service| service.url.clone());
     let Some(asked) = url(&wanted.plan.kind).filter(|_| wanted.secrets == RewardSecrets::default()) else { return };
-    let known = plan.rewards.iter().find(|reward| url(&reward.kind).as_ref() == Some(&asked));
-    if let Some(secret) = known.and_then(|reward| secrets.remove(&reward.name)) {
+    let scored: Vec<&RewardPlan> = rewards_of(plan, wanted.phase).iter().collect();
+    let preference = |reward: &RewardPlan| {
+        let of_phase = scored.iter().any(|scored| std::ptr::eq(*scored, reward));
+        (reward.name == wanted.plan.name, of_phase)
+    };
+    let there = plan
+        .rewards_by_secret_name()
+        .filter(|(name, reward)| url(&reward.kind).as_ref() == Some(&asked) && secrets.contains_key(name));
+    // Of equals the first.
+    let lender = there.reduce(|best, next| if preference(next.1) > preference(best.1) { next } else { best });
+    if let Some(secret) = lender.and_then(|(name, _)| secrets.remove(&name)) {
         wanted.secrets = secret;
     }
 }

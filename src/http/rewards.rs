@@ -128,13 +128,14 @@ fn is_built_in(kind: &RewardKind) -> bool {
 
 /// Tries a built-in reward on this thread.
 fn grade(plan: &RewardPlan, samples: &[RewardSample], stop: &AtomicBool) -> Result<Report, BuildError> {
-    let builtin = Builtin::new(&plan.name, &plan.kind)?;
+    let builtin = Builtin::of_plan(plan)?;
     let start = Instant::now();
     let mut judgements = builtin.judge_until(samples, stop, start + GRADE_WITHIN);
     let late = format!("not graded within {} s: send fewer or shorter samples", GRADE_WITHIN.as_secs());
     judgements.resize_with(samples.len(), || Judgement::missing("not_in_time", late.clone()));
     let judged = Judged { judgements, ..Judged::default() };
-    Ok(report_of(samples, Tried { judged, start, ping: None, exchanges: Vec::new(), warnings: Vec::new() }))
+    let warnings = columns_missing(plan, samples);
+    Ok(report_of(samples, Tried { judged, start, ping: None, exchanges: Vec::new(), warnings }))
 }
 
 type Test = (RewardPlan, RewardSecrets, Vec<RewardSample>);
@@ -176,7 +177,7 @@ async fn try_reward(
                 .push("without 'secret' requests are not signed: the service cannot know who sends them".to_owned());
         }
         let webhook = Webhook::of_kind(&plan.name, &plan.kind.with_service(once), secrets, outgoing)?;
-        let webhook = webhook.with_journal(journal).recording();
+        let webhook = webhook.bounded(plan.max_abs_reward).with_journal(journal).recording();
         ping = webhook.greet().await;
         start = Instant::now();
         judged = webhook.judge(&job, samples).await;
@@ -243,6 +244,21 @@ fn report_of(samples: &[RewardSample], tried: Tried) -> Report {
     Report { ok, results, latency_ms, ping, exchanges, warnings }
 }
 
+/// What a job checks of its dataset: the columns that a built-in reward names. A row without one does not fail, it is only
+/// not applicable, so a mistyped name would go unseen.
+fn columns_missing(plan: &RewardPlan, samples: &[RewardSample]) -> Vec<String> {
+    let missing = |(field, column): (String, &str)| {
+        let sample = samples.iter().find(|sample| !sample.columns.contains_key(column))?;
+        let there = sample.columns.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+        Some(format!(
+            "sample '{}' has no column '{column}' ({field}); its columns are: {}",
+            sample.sample_id,
+            if there.is_empty() { "none" } else { &there }
+        ))
+    };
+    plan.kind.columns().into_iter().filter_map(missing).collect()
+}
+
 /// The plan of a test: one try, whatever comes of it.
 fn once(service: &mut ServicePlan) {
     service.max_tries = 1;
@@ -293,8 +309,9 @@ mod tests {
         let samples = json!([{"prompt": "p", "completion": "4", "answer": 4}, {"prompt": "p", "completion": "5"}]);
         let report = report(json!({"type": "exact_match", "column": "answer", "weight": 0}), samples).await;
         assert_eq!(report.results[0].reward, Some(1.0));
-        assert_eq!(report.results[1].error.as_ref().unwrap().code, "column_missing");
-        assert!(!report.ok && report.ping.is_none() && report.exchanges.is_empty());
+        assert!(report.results[1].not_applicable && report.results[1].error.is_none());
+        assert_eq!(report.warnings, ["sample 's_1' has no column 'answer' (column); its columns are: none"]);
+        assert!(report.ok && report.ping.is_none() && report.exchanges.is_empty());
     }
 
     #[tokio::test]

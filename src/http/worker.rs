@@ -20,6 +20,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post, put};
 use futures::StreamExt;
 use serde::Deserialize;
+use sha2::{Digest, Sha256};
 use tokio::time::Instant;
 use tokio_util::io::ReaderStream;
 use utoipa_axum::router::OpenApiRouter;
@@ -28,6 +29,7 @@ use super::AppState;
 use super::auth::WorkerPass;
 use super::error::{Code, Problem, chain};
 use super::extract::{Json, Path, Query, body_problem};
+use crate::config::random_token;
 use crate::event::Event;
 use crate::failpoint::{fail_point, without};
 use crate::files::{DataDir, FilesError};
@@ -261,7 +263,16 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         reward_reports,
         callbacks: Some(super::callbacks::terms(state).await?),
         checkpoint_soon,
+        cache_scope: Some(cache_scope(state, job).await?),
     }))
+}
+
+/// Stands for the job's owner, whom a worker need not know.
+async fn cache_scope(state: &AppState, job: JobId) -> Result<String, Problem> {
+    let fresh = random_token().map_err(Problem::internal)?;
+    let key = state.store.server_secret("cache_scope", &fresh).await?;
+    let owner = state.store.job_owner(job).await?.unwrap_or_default();
+    Ok(crate::files::hex(&Sha256::digest(format!("{key} {owner}"))))
 }
 
 async fn send_dataset(

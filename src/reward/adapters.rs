@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use super::SampleError;
 use super::webhook::answer::{Answer, Found, name, number};
 use super::webhook::dialect::Dialect;
+use super::webhook::hidden::Legible;
 use crate::sample::RewardSample;
 use crate::spec::{RewardKind, SampleTemplate};
 
@@ -164,6 +165,12 @@ fn labelled(entries: &Value, wanted: Option<&str>) -> Found {
         }
     }
     found
+}
+
+/// The names under which [`labelled`] finds that label.
+fn names_of_label(wanted: Option<&str>) -> Legible {
+    let numbered = wanted.and_then(|wanted| wanted.parse::<u32>().ok()).map(|number| format!("LABEL_{number}"));
+    Legible { words: wanted.map(str::to_owned).into_iter().chain(numbered).collect(), ..Legible::default() }
 }
 
 /// Says so when a model with one label gives 1.0 to all of several samples: it was put through a softmax.

@@ -9,11 +9,11 @@ use futures::future::BoxFuture;
 use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
-use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
+use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, RewardFailure, SampleError};
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{
-    FormatPlan, Formula, LengthPlan, MathEqualPlan, RepetitionPlan, RewardKind, SampleTemplate, SimilarityMetric,
-    SoftOverlongPlan, StringOperation,
+    BlankReference, FormatPlan, Formula, LengthPlan, MathEqualPlan, RepetitionPlan, RewardKind, RewardPlan,
+    SampleTemplate, SimilarityMetric, SoftOverlongPlan, StringOperation,
 };
 
 mod json;
@@ -31,6 +31,8 @@ const REGEX_SIZE_LIMIT: usize = 1 << 20;
 pub struct Builtin {
     name: String,
     check: Arc<Check>,
+    blank: BlankReference,
+    limit: Limit,
     /// Threads that grade with it.
     running: Arc<AtomicUsize>,
 }
@@ -70,19 +72,28 @@ impl Texts {
         Ok(Self { input: SampleTemplate::new(input)?, reference: SampleTemplate::new(reference)? })
     }
 
-    fn of(&self, sample: &RewardSample) -> Result<(String, String), SampleError> {
+    /// Both texts; `None` where the reference is blank and the reward does not apply then.
+    fn of(&self, sample: &RewardSample, blank: BlankReference) -> Result<Option<(String, String)>, SampleError> {
         let variables = SampleTemplate::variables(sample);
-        let render = |template: &SampleTemplate| {
-            let failed = |why| no_value("template_failed", format!("the template does not fit this row: {why}"));
-            template.render(&variables).map_err(failed)
+        let failed = |why| no_value("template_failed", format!("the template does not fit this row: {why}"));
+        let input = self.input.render(&variables).map_err(failed)?;
+        let is_null = || self.reference.value(&variables).is_ok_and(|value| value.is_null());
+        let reference = match self.reference.render(&variables) {
+            Err(_) if blank == BlankReference::NotApplicable && is_null() => None,
+            rendered => unless_blank(Some(rendered.map_err(failed)?), blank),
         };
-        Ok((render(&self.input)?, render(&self.reference)?))
+        Ok(reference.map(|reference| (input, reference)))
     }
 }
 
 impl Builtin {
     /// Makes a built-in reward from its plan.
-    pub fn new(name: &str, kind: &RewardKind) -> Result<Self, BuildError> {
+    pub fn of_plan(plan: &RewardPlan) -> Result<Self, BuildError> {
+        let blank = plan.blank_reference.unwrap_or(BlankReference::Compare);
+        Ok(Self { limit: Limit::of(plan.max_abs_reward), ..Self::new(&plan.name, &plan.kind, blank)? })
+    }
+
+    pub(super) fn new(name: &str, kind: &RewardKind, blank: BlankReference) -> Result<Self, BuildError> {
         let error = |detail: String| BuildError { reward: name.to_owned(), detail };
         let check = match kind {
             RewardKind::Length(plan) => Check::Length(plan.clone()),
@@ -121,7 +132,8 @@ impl Builtin {
             RewardKind::SoftOverlong(plan) => Check::SoftOverlong(plan.clone()),
             RewardKind::Format(plan) => Check::Format(plan.clone()),
             RewardKind::Multi(plan) => {
-                let grader = |(name, kind): (&String, &RewardKind)| Ok((name.clone(), Builtin::new(name, kind)?));
+                let grader =
+                    |(name, kind): (&String, &RewardKind)| Ok((name.clone(), Builtin::new(name, kind, blank)?));
                 Check::Multi {
                     graders: plan.graders.iter().map(grader).collect::<Result<_, BuildError>>()?,
                     formula: Box::new(Formula::parse(&plan.calculate_output).map_err(error)?),
@@ -141,16 +153,20 @@ impl Builtin {
             | RewardKind::OpenaiJudge(_)
             | RewardKind::HttpTemplate(_) => return Err(error("a service is not built in".to_owned())),
         };
-        Ok(Self { name: name.to_owned(), check: Arc::new(check), running: Arc::default() })
+        let (name, check, running) = (name.to_owned(), Arc::new(check), Arc::default());
+        Ok(Self { name, check, blank, limit: Limit::default(), running })
     }
 
     /// Judges one completion.
     pub fn judge_one(&self, sample: &RewardSample) -> Judgement {
-        if let Check::Multi { graders, formula } = &*self.check {
-            return multi(graders, formula, sample);
-        }
-        let value = self.value(sample);
-        value.map_or_else(|error| Judgement::missing(error.code, error.message), Judgement::value)
+        let judgement = match &*self.check {
+            Check::Multi { graders, formula } => multi(graders, formula, sample),
+            _ => {
+                let value = self.value(sample);
+                value.map_or_else(|error| Judgement::missing(error.code, error.message), Judgement::value)
+            }
+        };
+        self.limit.hold(judgement)
     }
 
     /// Judges completions on this thread, until `stop` is set or `until` has come; what is not reached by then is missing from
@@ -162,9 +178,10 @@ impl Builtin {
 
     fn value(&self, sample: &RewardSample) -> Result<RewardValue, SampleError> {
         let RewardSample { completion, columns, .. } = sample;
+        let blank = self.blank;
         match &*self.check {
             Check::Length(plan) => Ok(RewardValue::Number(length::length(sample, plan))),
-            Check::ExactMatch { column, ignore_case } => with_column(columns, column, |reference| {
+            Check::ExactMatch { column, ignore_case } => with_column(columns, column, blank, |reference| {
                 Ok(yes_no(folded(completion.trim(), *ignore_case) == folded(reference.trim(), *ignore_case)))
             }),
             Check::Contains { needle, ignore_case } => {
@@ -172,11 +189,11 @@ impl Builtin {
                     Ok(yes_no(folded(completion, *ignore_case).contains(&folded(needle.trim(), *ignore_case))))
                 };
                 match needle {
-                    Needle::Column(column) => with_column(columns, column, contains),
+                    Needle::Column(column) => with_column(columns, column, blank, contains),
                     Needle::Text(text) => contains(text),
                 }
             }
-            Check::NumberMatch { column, tolerance } => with_column(columns, column, |reference| {
+            Check::NumberMatch { column, tolerance } => with_column(columns, column, blank, |reference| {
                 let reference = last_number(reference).ok_or_else(|| {
                     no_value("column_not_a_number", format!("the column '{column}' of this row contains no number"))
                 })?;
@@ -185,7 +202,7 @@ impl Builtin {
             }),
             Check::Regex(regex) => Ok(yes_no(regex.is_match(completion))),
             Check::Compare { texts, operation } => {
-                let (input, reference) = texts.of(sample)?;
+                let Some((input, reference)) = texts.of(sample, blank)? else { return Ok(RewardValue::NotApplicable) };
                 Ok(yes_no(match operation {
                     StringOperation::Eq => input == reference,
                     StringOperation::Ne => input != reference,
@@ -194,15 +211,17 @@ impl Builtin {
                 }))
             }
             Check::TextSimilarity { texts, metric } => {
-                let (input, reference) = texts.of(sample)?;
+                let Some((input, reference)) = texts.of(sample, blank)? else { return Ok(RewardValue::NotApplicable) };
                 Ok(RewardValue::Number(similarity::similarity(&input, &reference, *metric)))
             }
-            Check::MathEqual(plan) => with_column(columns, &plan.column, |reference| {
-                let reference = math::reference_answer(reference);
+            Check::MathEqual(plan) => with_column(columns, &plan.column, blank, |reference| {
+                let Some(reference) = unless_blank(Some(math::reference_answer(reference)), blank) else {
+                    return Ok(RewardValue::NotApplicable);
+                };
                 let answer = math::final_answer(completion, plan.answer);
                 Ok(yes_no(answer.is_some_and(|answer| math::equal(&answer, &reference, plan.tolerance))))
             }),
-            Check::JsonSchema(check) => check.value(completion, columns),
+            Check::JsonSchema(check) => check.value(completion, columns, blank),
             Check::Repetition(plan) => Ok(RewardValue::Number(length::repetition(completion, plan))),
             Check::SoftOverlong(plan) => Ok(RewardValue::Number(length::soft_overlong(sample.num_tokens, plan))),
             Check::Format(plan) => Ok(RewardValue::Number(tags::format(completion, plan))),
@@ -259,16 +278,26 @@ fn folded(text: &str, ignore_case: bool) -> String {
     if ignore_case { text.to_lowercase() } else { text.to_owned() }
 }
 
-/// The value by a column's text; where the column is null, the reward does not apply to the row.
+/// The value by the reference in a column; where there is none to compare with, the reward does not apply to the row.
 fn with_column(
     columns: &Map<String, Value>,
     column: &str,
+    blank: BlankReference,
     value: impl FnOnce(&str) -> Result<RewardValue, SampleError>,
 ) -> Result<RewardValue, SampleError> {
-    match text_column(columns, column)? {
+    let text = match blank {
+        BlankReference::NotApplicable if !columns.contains_key(column) => None,
+        BlankReference::NotApplicable | BlankReference::Compare => text_column(columns, column)?,
+    };
+    match unless_blank(text, blank) {
         Some(text) => value(&text),
         None => Ok(RewardValue::NotApplicable),
     }
+}
+
+/// The reference, where it is one to compare with.
+fn unless_blank(reference: Option<String>, blank: BlankReference) -> Option<String> {
+    reference.filter(|text| blank == BlankReference::Compare || !text.trim().is_empty())
 }
 
 /// The column as text; `None` where it is null (the reward does not apply to this row).
@@ -333,7 +362,9 @@ mod tests {
 
     fn value(kind: RewardKind, completion: &str, columns: Value) -> Judgement {
         let Value::Object(columns) = columns else { panic!("columns are an object") };
-        Builtin::new("r", &kind).unwrap().judge_one(&RewardSample { columns, ..sample(completion) })
+        Builtin::new("r", &kind, BlankReference::Compare)
+            .unwrap()
+            .judge_one(&RewardSample { columns, ..sample(completion) })
     }
 
     /// As a job has it.
@@ -384,7 +415,7 @@ mod tests {
         assert_eq!(number(kind(None, Some("PARIS")), "in Paris.", json!({})), 1.0);
         assert_eq!(number(kind(None, Some("rome")), "in Paris.", json!({})), 0.0);
         assert_eq!(value(kind(Some("key"), None), "x", json!({})).value, RewardValue::Missing);
-        assert!(Builtin::new("r", &kind(None, None)).is_err());
+        assert!(Builtin::new("r", &kind(None, None), BlankReference::Compare).is_err());
     }
 
     #[test]
@@ -424,8 +455,8 @@ mod tests {
         let kind = |pattern: &str| RewardKind::Regex(RegexPlan { pattern: pattern.into() });
         assert_eq!(number(kind(r"^\d+$"), "123", json!({})), 1.0);
         assert_eq!(number(kind(r"^\d+$"), "12a", json!({})), 0.0);
-        assert!(Builtin::new("r", &kind("(")).unwrap_err().detail.contains("pattern"));
-        assert!(Builtin::new("r", &kind(r"\w{1000}{1000}")).is_err());
+        assert!(Builtin::new("r", &kind("("), BlankReference::Compare).unwrap_err().detail.contains("pattern"));
+        assert!(Builtin::new("r", &kind(r"\w{1000}{1000}"), BlankReference::Compare).is_err());
     }
 
     #[test]
@@ -487,5 +518,132 @@ mod tests {
         let reward =
             json!({"type": "text_similarity", "reference": "{{ item.answer }}", "evaluation_metric": "rouge_l"});
         assert_eq!(number(read(reward), "the cat sat", json!({"answer": "The cat sat."})), 1.0);
+    }
+
+    /// As a job of now has it.
+    fn of_now(reward: Value) -> Builtin {
+        let plan = crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0;
+        Builtin::of_plan(&plan).unwrap()
+    }
+
+    /// As a job of before there were a limit and a rule for blank references has it.
+    fn of_before(reward: Value) -> Builtin {
+        let plan = crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0;
+        let mut plan = serde_json::to_value(plan).unwrap();
+        for field in ["max_abs_reward", "blank_reference"] {
+            plan.as_object_mut().unwrap().shift_remove(field);
+        }
+        let old: RewardPlan = serde_json::from_value(plan.clone()).unwrap();
+        assert_eq!(serde_json::to_string(&old).unwrap(), plan.to_string(), "what was stored stays as it is");
+        Builtin::of_plan(&old).unwrap()
+    }
+
+    fn judged(builtin: &Builtin, completion: &str, columns: Value) -> Judgement {
+        let Value::Object(columns) = columns else { panic!("columns are an object") };
+        builtin.judge_one(&RewardSample { columns, ..sample(completion) })
+    }
+
+    /// Every type that compares with a reference in the column `key`.
+    fn comparing() -> Vec<Value> {
+        let template = "{{ item.key }}";
+        let mut all = vec![
+            json!({"type": "exact_match", "column": "key"}),
+            json!({"type": "contains", "column": "key"}),
+            json!({"type": "number_match", "column": "key"}),
+            json!({"type": "math_equal", "column": "key"}),
+            json!({"type": "json_schema", "column": "key"}),
+            json!({"type": "text_similarity", "reference": template, "evaluation_metric": "rouge_l"}),
+        ];
+        for operation in ["eq", "ne", "like", "ilike"] {
+            all.push(json!({"type": "string_check", "reference": template, "operation": operation}));
+        }
+        let graders = json!({"a": {"type": "contains", "column": "key"}, "b": {"type": "length"}});
+        all.push(json!({"type": "multi", "graders": graders, "calculate_output": "a + b"}));
+        all
+    }
+
+    #[test]
+    fn a_blank_reference_does_not_apply_whatever_compares_with_it() {
+        for reward in comparing() {
+            let builtin = of_now(reward.clone());
+            for blank in [json!(""), json!(" "), json!("\t\r\n"), json!("\u{a0}\u{3000}"), Value::Null] {
+                for completion in ["", " ", "any 1"] {
+                    let judgement = judged(&builtin, completion, json!({"key": blank}));
+                    assert_eq!(
+                        (judgement.value, judgement.error),
+                        (RewardValue::NotApplicable, None),
+                        "{reward} {blank}"
+                    );
+                }
+            }
+        }
+        // A row that lacks the column has no reference either; a template may be mistyped, and says so.
+        for reward in comparing() {
+            let judgement = judged(&of_now(reward.clone()), "any", json!({"other": 1}));
+            match reward.get("reference") {
+                None => assert_eq!(judgement.value, RewardValue::NotApplicable, "{reward}"),
+                Some(_) => assert_eq!(judgement.error.unwrap().code, "template_failed", "{reward}"),
+            }
+        }
+        // An answer that is marked, and blank.
+        let math = of_now(json!({"type": "math_equal", "column": "key"}));
+        assert_eq!(judged(&math, "7", json!({"key": "3 + 4\n#### "})).value, RewardValue::NotApplicable);
+        // What is there is compared, 0 and false too.
+        let contains = of_now(json!({"type": "contains", "column": "key"}));
+        for (key, expected) in [(json!(0), 1.0), (json!(false), 0.0), (json!(" a "), 1.0), (json!("-"), 0.0)] {
+            assert_eq!(judged(&contains, "a 0", json!({"key": key})).value.number(), Some(expected), "{key}");
+        }
+        assert_eq!(judged(&contains, "a", json!({"key": [1]})).error.unwrap().code, "column_not_text");
+        let number = of_now(json!({"type": "number_match", "column": "key"}));
+        assert_eq!(judged(&number, "7", json!({"key": "seven"})).error.unwrap().code, "column_not_a_number");
+    }
+
+    #[test]
+    fn a_job_of_before_the_rule_compares_blank_references_as_it_did() {
+        let values = comparing().into_iter().map(|reward| {
+            let judgement = judged(&of_before(reward), "", json!({"key": " "}));
+            judgement.value.number().ok_or_else(|| judgement.error.unwrap().code)
+        });
+        let expected: Vec<Result<f64, String>> = vec![
+            Ok(1.0),
+            Ok(1.0),
+            Err("column_not_a_number".to_owned()),
+            Ok(0.0),
+            Err("column_not_a_schema".to_owned()),
+            Ok(0.0),
+            Ok(0.0),
+            Ok(1.0),
+            Ok(0.0),
+            Ok(0.0),
+            Ok(0.5),
+        ];
+        assert_eq!(values.collect::<Vec<_>>(), expected);
+        // So does one that asks for it.
+        let asked = of_now(json!({"type": "contains", "column": "key", "blank_reference": "compare"}));
+        assert_eq!(judged(&asked, "any", json!({"key": ""})).value.number(), Some(1.0));
+        assert_eq!(judged(&asked, "any", json!({})).error.unwrap().code, "column_missing");
+    }
+
+    #[test]
+    fn a_value_beyond_the_limit_is_missing_and_says_so() {
+        let multi = |formula: &str, limit: Value| {
+            json!({"type": "multi", "graders": {"a": {"type": "length", "unit": "tokens", "min_tokens": 3, "max_tokens": 3}},
+                   "calculate_output": formula, "max_abs_reward": limit})
+        };
+        for (formula, limit, expected) in [
+            ("a * 1e6", Value::Null, Some(1e6)),
+            ("a * -1e6", Value::Null, Some(-1e6)),
+            ("a * 1000001", Value::Null, None),
+            ("a * -1e9", Value::Null, None),
+            ("a * 1e9", json!(1e9), Some(1e9)),
+            ("a * 2", json!(1.5), None),
+        ] {
+            let judgement = judged(&of_now(multi(formula, limit)), "x", json!({}));
+            assert_eq!(judgement.value.number(), expected, "{formula}");
+            if let Some(error) = judgement.error {
+                assert!(error.code == "invalid_value" && error.message.contains("max_abs_reward"), "{error:?}");
+            }
+        }
+        assert_eq!(judged(&of_before(multi("a * 1e300", Value::Null)), "x", json!({})).value.number(), Some(1e300));
     }
 }

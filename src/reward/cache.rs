@@ -1,5 +1,7 @@
 //! Values that a reward has given before, for rewards that say that the same completion always has the same value
-//! (`cache: true`). One for a worker, over all its jobs: a value is found again by the reward's revision and the sample.
+//! (`cache: true`). One for a worker, over all its jobs: a value is found again by the reward's revision and the sample. The
+//! revision holds whose job it is and with which secrets the service was asked, so that nobody gets a value by the cache that
+//! the service would not have given to them.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -9,6 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::Judgement;
 use crate::sample::{RewardSample, RewardValue};
+use crate::spec::RewardSecrets;
 
 /// Bytes, about, of each of the two generations.
 const GENERATION_BYTES: usize = 32 << 20;
@@ -68,10 +71,17 @@ impl Generations {
     }
 }
 
-/// Names everything that a reward's values may depend on but the sample: another URL, other parameters, another revision.
-pub fn revision(name: &str, plan: &impl Serialize) -> CacheKey {
+/// Names everything that a reward's values may depend on but the sample: whose it is (`scope`), the secrets it is asked
+/// with, its URL and its parameters.
+pub fn revision(scope: &str, secrets: &RewardSecrets, name: &str, plan: &impl Serialize) -> CacheKey {
     let plan = serde_json::to_vec(plan).unwrap_or_default();
-    digest(&[name.as_bytes(), &plan])
+    let secrets = serde_json::to_vec(secrets).unwrap_or_default();
+    digest(&[scope.as_bytes(), &secrets, name.as_bytes(), &plan])
+}
+
+/// The revision of a reward whose values are bounded: another job may permit others.
+pub fn bounded(revision: &CacheKey, max_abs_reward: Option<f64>) -> CacheKey {
+    digest(&[revision, format!("{max_abs_reward:?}").as_bytes()])
 }
 
 /// Names a sample for one revision of a reward: its prompt, its completion and its columns, not its place in a rollout.
@@ -121,14 +131,19 @@ mod tests {
 
     #[test]
     fn a_key_names_the_reward_and_the_sample_and_not_its_place() {
-        let revision = revision("r", &"http://x/");
+        let secret = |secret: &str| RewardSecrets { secret: Some(secret.to_owned()), ..RewardSecrets::default() };
+        let of = |scope, with, name, url: &str| super::revision(scope, &secret(with), name, &url);
+        let revision = of("ann", "s", "r", "http://x/");
         let one = key(&revision, &sample("ab", "c"));
         assert_eq!(one, key(&revision, &RewardSample { sample_id: "s_9".into(), ..sample("ab", "c") }));
         let other_column = serde_json::Map::from_iter([("answer".to_owned(), 1.into())]);
         for other in [
             key(&revision, &sample("a", "bc")),
-            key(&super::revision("r", &"http://y/"), &sample("ab", "c")),
-            key(&super::revision("s", &"http://x/"), &sample("ab", "c")),
+            key(&of("ann", "s", "r", "http://y/"), &sample("ab", "c")),
+            key(&of("ann", "s", "s", "http://x/"), &sample("ab", "c")),
+            key(&of("bob", "s", "r", "http://x/"), &sample("ab", "c")),
+            key(&of("ann", "t", "r", "http://x/"), &sample("ab", "c")),
+            key(&bounded(&revision, Some(1.0)), &sample("ab", "c")),
             key(&revision, &RewardSample { columns: other_column, ..sample("ab", "c") }),
             key(&revision, &RewardSample { finish_reason: FinishReason::Length, ..sample("ab", "c") }),
         ] {

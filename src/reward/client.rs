@@ -15,6 +15,8 @@ pub struct RewardClient {
     pub(super) policy: OutgoingPolicy,
     pub(super) http: Client,
     pub(super) cache: Arc<Cache>,
+    /// Whose values are found in the cache.
+    pub(super) cache_scope: Arc<str>,
     pub(super) pace: Pace,
 }
 
@@ -25,13 +27,25 @@ impl RewardClient {
     /// When the system gives no HTTP client; in words.
     pub fn new(policy: &OutgoingPolicy) -> Result<Self, String> {
         let http = policy.client_builder().http1_only().build().map_err(|why| format!("no HTTP client: {why}"))?;
-        Ok(Self { policy: policy.clone(), http, cache: Arc::default(), pace: Pace::default() })
+        Ok(Self {
+            policy: policy.clone(),
+            http,
+            cache: Arc::default(),
+            cache_scope: Arc::from(""),
+            pace: Pace::default(),
+        })
     }
 
     /// Waits at another pace.
     #[must_use]
     pub fn with_pace(self, pace: Pace) -> Self {
         Self { pace, ..self }
+    }
+
+    /// Finds in the cache only what was put there in the same scope.
+    #[must_use]
+    pub fn with_cache_scope(self, scope: &str) -> Self {
+        Self { cache_scope: Arc::from(scope), ..self }
     }
 
     /// How long it waits.

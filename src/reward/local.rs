@@ -5,7 +5,7 @@ use std::sync::Arc;
 use futures::future::BoxFuture;
 use tokio::sync::OnceCell;
 
-use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure};
+use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, RewardFailure};
 use crate::sample::RewardSample;
 use crate::spec::RewardModelPlan;
 
@@ -30,6 +30,7 @@ pub struct Local {
     plan: RewardModelPlan,
     models: Arc<dyn LocalModels>,
     model: OnceCell<Arc<dyn LocalModel>>,
+    limit: Limit,
 }
 
 impl Local {
@@ -42,7 +43,13 @@ impl Local {
                      serve it with `rlood reward-server` and name it as a webhook"
                     .to_owned(),
         })?;
-        Ok(Self { name: name.to_owned(), plan: plan.clone(), models, model: OnceCell::new() })
+        Ok(Self { name: name.to_owned(), plan: plan.clone(), models, model: OnceCell::new(), limit: Limit::default() })
+    }
+
+    /// Takes no value that is further from 0 than this.
+    #[must_use]
+    pub fn bounded(self, max_abs_reward: Option<f64>) -> Self {
+        Self { limit: Limit::of(max_abs_reward), ..self }
     }
 
     fn unusable(&self, detail: impl std::fmt::Display) -> RewardFailure {
@@ -71,7 +78,8 @@ impl Reward for Local {
             for chunk in samples.chunks(CHUNK_SAMPLES) {
                 let (model, chunk) = (model.clone(), chunk.to_vec());
                 let judged = tokio::task::spawn_blocking(move || model.judge(&chunk)).await;
-                judgements.extend(judged.map_err(|error| self.unusable(error))?.map_err(|error| self.unusable(error))?);
+                let judged = judged.map_err(|error| self.unusable(error))?.map_err(|error| self.unusable(error))?;
+                judgements.extend(judged.into_iter().map(|judgement| self.limit.hold(judgement)));
             }
             Ok(Judged { judgements, counts: Counts::default() })
         })

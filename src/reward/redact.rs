@@ -44,19 +44,12 @@ impl Redactor {
     /// A text without credentials, cut.
     pub fn text(&self, text: &str) -> String {
         let text = text.get(..text.floor_char_boundary(READ_BYTES)).unwrap_or(text);
-        let mut text = String::from_utf8_lossy(&self.0.shown(text.as_bytes().to_vec())).into_owned();
-        let field = |found: &Captures<'_>| format!("{}{REDACTED}", &found[1]);
-        for pattern in [&FIELDS, &WORDS] {
-            if let Some(pattern) = &**pattern {
-                text = pattern.replace_all(&text, field).into_owned();
-            }
-        }
-        cut(text, SHOWN_BYTES)
+        without_credentials(&self.0.shown(text.as_bytes().to_vec()))
     }
 
     /// A body without credentials, cut.
     pub fn body(&self, body: &[u8]) -> String {
-        self.text(&String::from_utf8_lossy(&body[..body.len().min(READ_BYTES)]))
+        without_credentials(&self.0.shown_body(body[..body.len().min(READ_BYTES)].to_vec()))
     }
 
     /// Headers without credentials.
@@ -80,6 +73,18 @@ impl Redactor {
         }
         self.text(shown.as_str())
     }
+}
+
+/// A text without what looks like a credential, cut.
+fn without_credentials(text: &[u8]) -> String {
+    let mut text = String::from_utf8_lossy(text).into_owned();
+    let field = |found: &Captures<'_>| format!("{}{REDACTED}", &found[1]);
+    for pattern in [&FIELDS, &WORDS] {
+        if let Some(pattern) = &**pattern {
+            text = pattern.replace_all(&text, field).into_owned();
+        }
+    }
+    cut(text, SHOWN_BYTES)
 }
 
 fn cut(text: String, bytes: usize) -> String {

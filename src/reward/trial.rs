@@ -25,9 +25,11 @@ pub fn reward_of(
     outgoing: &OutgoingPolicy,
 ) -> Result<Box<dyn Reward>, BuildError> {
     Ok(match &plan.kind {
-        kind if kind.service().is_some() => Box::new(Webhook::of_kind(&plan.name, kind, secrets, outgoing)?),
-        RewardKind::RewardModel(model) => Box::new(Local::new(&plan.name, model, None)?),
-        kind => Box::new(Builtin::new(&plan.name, kind)?),
+        kind if kind.service().is_some() => {
+            Box::new(Webhook::of_kind(&plan.name, kind, secrets, outgoing)?.bounded(plan.max_abs_reward))
+        }
+        RewardKind::RewardModel(model) => Box::new(Local::new(&plan.name, model, None)?.bounded(plan.max_abs_reward)),
+        _ => Box::new(Builtin::of_plan(plan)?),
     })
 }
 

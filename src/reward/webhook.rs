@@ -19,7 +19,7 @@ use super::meter::Meter;
 use super::redact::Redactor;
 use super::signature::Key;
 use super::status::{Outage, Status};
-use super::{BuildError, Counts, JobContext, Judged, Judgement, Reward, RewardFailure};
+use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, RewardFailure};
 use crate::event::Event;
 use crate::outgoing::OutgoingPolicy;
 use crate::sample::RewardSample;
@@ -68,6 +68,7 @@ pub struct Webhook {
     redactor: Redactor,
     /// For the cache; `None`: it is not used.
     revision: Option<CacheKey>,
+    limit: Limit,
     /// Told of since it answered last.
     outage: Outage,
     status: Arc<Status>,
@@ -115,7 +116,7 @@ impl Webhook {
             RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),
             kind => super::adapters::dialect(kind).map_err(error)?,
         };
-        let revision = service.cache.then(|| cache::revision(name, kind));
+        let revision = service.cache.then(|| cache::revision(&client.cache_scope, secrets, name, kind));
         Ok(Self { revision, ..Self::speaking(dialect, name, service, secrets, client)? })
     }
 
@@ -151,6 +152,7 @@ impl Webhook {
             meter: Arc::default(),
             redactor: Redactor::new(secrets),
             revision: None,
+            limit: Limit::default(),
             client: client.clone(),
             plan: plan.clone(),
             dialect,
@@ -160,6 +162,14 @@ impl Webhook {
             exchanges: None,
             remarks: Mutex::default(),
         })
+    }
+
+    /// Takes no value that is further from 0 than this.
+    #[must_use]
+    pub fn bounded(mut self, max_abs_reward: Option<f64>) -> Self {
+        self.limit = Limit::of(max_abs_reward);
+        self.revision = self.revision.map(|revision| cache::bounded(&revision, max_abs_reward));
+        self
     }
 
     /// Tells that it waits, and why, by what it shares with the job's other rewards.

@@ -13,7 +13,7 @@ use crate::causes::with_causes;
 use crate::id::JobId;
 use crate::reward::client::{Pace, RewardClient};
 use crate::reward::webhook::Webhook;
-use crate::spec::{Plan, RewardKind, RewardPlan, RewardSecrets, eval_secret_name};
+use crate::spec::{Plan, RewardKind, RewardPlan, RewardSecrets};
 use crate::store::{Store, StoreError, clock_ms};
 
 /// Between two looks for such jobs.
@@ -185,11 +185,8 @@ async fn services(store: &Store, job: JobId) -> Result<Vec<(Address, RewardPlan,
 
 /// The rewards that can pause the job, their URLs, and the names of their secrets.
 fn required(plan: &Plan) -> impl Iterator<Item = (&RewardPlan, &str, String)> {
-    let of_eval = plan.eval.iter().filter_map(|eval| eval.rewards.as_ref()).flatten();
-    let of_eval = of_eval.map(|reward| (reward, eval_secret_name(&reward.name)));
-    let of_job = plan.rewards.iter().map(|reward| (reward, reward.name.clone()));
-    let all = of_job.chain(of_eval).filter(|(reward, _)| reward.required);
-    all.filter_map(|(reward, name)| Some((reward, reward.kind.service()?.url.as_str(), name)))
+    let all = plan.rewards_by_secret_name().filter(|(_, reward)| reward.required);
+    all.filter_map(|(name, reward)| Some((reward, reward.kind.service()?.url.as_str(), name)))
 }
 
 async fn is_back(reward: &RewardPlan, secrets: &RewardSecrets, client: &RewardClient) -> bool {

@@ -7,9 +7,9 @@ use sha2::{Digest, Sha256};
 
 use super::document::{DatasetSource, read_dataset};
 use super::foreign::advice;
-use super::plan::eval_secret_name;
 use super::reader::Reader;
 use super::rewards::read_rewards;
+use super::secrets::eval_secret_name;
 use super::sections::MAX_STEPS;
 use super::{RewardPlan, RewardSecrets, SplitRule};
 

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{ComputeDtype, Estimator, OptimizerKind, Plan, SplitRule, submittable};
+use super::{ComputeDtype, Estimator, OptimizerKind, Plan, RewardPlan, SplitRule, submittable};
 
 /// What a run must share with the one whose checkpoint it goes on from: model, data, adapter, optimizer state, batches,
 /// seed. Learning rate, steps, rewards and the rest may differ. The checkpoint holds its hash.
@@ -53,11 +53,22 @@ pub fn continues(plan: &Plan, parent: &Plan, step: u64) -> Result<(), String> {
     // In the middle of a block the checkpoint holds its rewards and log-probs.
     let uses = u64::from(parent.rloo.num_iterations) * u64::from(parent.rloo.steps_per_generation);
     if !step.is_multiple_of(uses.max(1)) {
-        let inside =
-            |plan: &Plan| json!({"rewards": plan.rewards, "rloo": plan.rloo, "temperature": plan.sampling.temperature});
-        differ.extend(differing(&inside(plan), &inside(parent)));
+        let inside = |plan: &Plan, rewards: &[RewardPlan]| json!({"rewards": rewards, "rloo": plan.rloo, "temperature": plan.sampling.temperature});
+        let rewards = as_old_as(&plan.rewards, &parent.rewards);
+        differ.extend(differing(&inside(plan, &rewards), &inside(parent, &parent.rewards)));
     }
     if differ.is_empty() { Ok(()) } else { Err(differ.join(", ")) }
+}
+
+/// The rewards without the rules that those of the parent are too old to have: values are judged by them from now on, and
+/// those of the block under way stay as they are.
+fn as_old_as(rewards: &[RewardPlan], parent: &[RewardPlan]) -> Vec<RewardPlan> {
+    let mut rewards = rewards.to_vec();
+    for (reward, old) in rewards.iter_mut().zip(parent) {
+        reward.max_abs_reward = reward.max_abs_reward.filter(|_| old.max_abs_reward.is_some());
+        reward.blank_reference = reward.blank_reference.filter(|_| old.blank_reference.is_some());
+    }
+    rewards
 }
 
 fn differing(new: &Value, old: &Value) -> Vec<String> {

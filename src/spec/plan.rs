@@ -144,11 +144,6 @@ impl EvalPlan {
     }
 }
 
-/// Under which name the secrets of an evaluation's own reward are kept, beside those of the job's rewards.
-pub fn eval_secret_name(reward: &str) -> String {
-    format!("eval:{reward}")
-}
-
 /// Rollouts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SamplingPlan {

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader, shown};
-use super::{RewardKind, RewardPlan, RewardSecrets};
+use super::{BlankReference, MAX_ABS_REWARD, RewardKind, RewardPlan, RewardSecrets};
 
 mod adapters;
 mod builtins;
@@ -22,6 +22,9 @@ pub use template::SampleTemplate;
 
 /// The most rewards a job may have.
 const MAX_REWARDS: usize = 32;
+/// Weights and limits up to which no sum or square of rewards comes near the end of the numbers.
+const MAX_WEIGHT: f64 = 1e6;
+const MAX_LIMIT: f64 = 1e12;
 
 /// A type's reader.
 type Read = fn(&Reader<'_>) -> RewardKind;
@@ -144,13 +147,24 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     }
     let read = kind_field.choice(KINDS)?;
     let name = read_name(&reader.field("name"), type_name);
-    let weight = reader.field("weight").number("a finite number", |_| true).unwrap_or(1.0);
+    let weight = reader.field("weight").number("between -1000000 and 1000000", |weight| weight.abs() <= MAX_WEIGHT);
+    let weight = weight.unwrap_or(1.0);
     let required = reader.field("required");
     if required.bool() == Some(true) && weight == 0.0 {
         required.fail("conflict", "a reward of weight 0 is a metric only and cannot be required");
     }
     let required = required.value().and_then(|value| value.as_bool()).unwrap_or(weight != 0.0);
     let kind = read(reader);
+    let limit = reader.field("max_abs_reward");
+    let range = "greater than 0 and at most 1000000000000";
+    let max_abs_reward = limit.number(range, |limit| limit > 0.0 && limit <= MAX_LIMIT).unwrap_or(MAX_ABS_REWARD);
+    if let Some((low, high)) = kind.bounds().filter(|(low, high)| low.abs().max(high.abs()) > max_abs_reward) {
+        let detail = format!(
+            "the values of this reward reach from {low:?} to {high:?}, beyond \u{b1}{max_abs_reward}, where they are invalid: raise max_abs_reward, or lower them"
+        );
+        limit.fail("conflict", detail);
+    }
+    let blank_reference = kind.has_reference().then(|| read_blank_reference(&reader.field("blank_reference")));
     let secrets = match &kind {
         RewardKind::Webhook(_) => service::read_secrets(reader),
         kind if kind.service().is_some() => RewardSecrets {
@@ -160,7 +174,13 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
         _ => RewardSecrets::default(),
     };
     reader.finish(advice);
-    Some((RewardPlan { name, weight, required, kind }, secrets))
+    let max_abs_reward = Some(max_abs_reward);
+    Some((RewardPlan { name, weight, required, max_abs_reward, blank_reference, kind }, secrets))
+}
+
+fn read_blank_reference(field: &Field<'_>) -> BlankReference {
+    let choices = [("not_applicable", BlankReference::NotApplicable), ("compare", BlankReference::Compare)];
+    field.choice(&choices).unwrap_or(BlankReference::NotApplicable)
 }
 
 fn read_name(field: &Field<'_>, type_name: &str) -> String {

@@ -12,10 +12,10 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::{
     AnswerPlace, CheckpointPlan, ContainsPlan, DatasetPlan, EvalPlan, FormatPlan, HttpTemplatePlan, JobSpec,
-    JsonSchemaPlan, LabelPlan, LengthPlan, LengthUnit, LoraPlan, MatchPlan, MathEqualPlan, MultiPlan, NumberMatchPlan,
-    OpenaiJudgePlan, OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, RegexPlan, RepetitionPlan, RewardModelPlan, RlooPlan,
-    SamplingPlan, ServicePlan, SimilarityMetric, SlimePlan, SoftOverlongPlan, StringCheckPlan, StringOperation,
-    TextPlan, TextSimilarityPlan, TrainingPlan, VllmPoolingPlan, WebhookPlan,
+    JsonSchemaPlan, LabelPlan, LengthPlan, LengthUnit, LoraPlan, MAX_ABS_REWARD, MatchPlan, MathEqualPlan, MultiPlan,
+    NumberMatchPlan, OpenaiJudgePlan, OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, RegexPlan, RepetitionPlan,
+    RewardModelPlan, RlooPlan, SamplingPlan, ServicePlan, SimilarityMetric, SlimePlan, SoftOverlongPlan,
+    StringCheckPlan, StringOperation, TextPlan, TextSimilarityPlan, TrainingPlan, VllmPoolingPlan, WebhookPlan,
 };
 use crate::doctor::Rule;
 
@@ -295,7 +295,17 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
     object.required.insert(0, "type".to_owned());
     object.properties.insert("type".to_owned(), words("The reward's type.", &[kind]));
     object.properties.insert("name".to_owned(), string("Unique in the job; default: the type."));
-    object.properties.insert("weight".to_owned(), defaulted(number("0 = metric only."), json!(1.0)));
+    let weight = number("Between -1000000 and 1000000; 0 = metric only.");
+    object.properties.insert("weight".to_owned(), defaulted(weight, json!(1.0)));
+    let limit = number("A value that is further from 0 than this is invalid, as NaN is.");
+    object.properties.insert("max_abs_reward".to_owned(), defaulted(limit, json!(MAX_ABS_REWARD)));
+    if reward.is_some_and(|reward| reward.kind.has_reference()) {
+        let blank = words(
+            "What a row means whose reference is blank (null, missing, empty, only whitespace): not_applicable = the reward does not apply to it; compare = it is compared like any text.",
+            &["not_applicable", "compare"],
+        );
+        object.properties.insert("blank_reference".to_owned(), defaulted(blank, json!("not_applicable")));
+    }
     object.properties.insert("required".to_owned(), flag("A missing value makes the sample unscorable.", true));
     if kind == "webhook" {
         let secret = write_only(string("`whsec_…`; never shown again. Without it requests go unsigned."));

@@ -125,6 +125,19 @@ impl Store {
         self.newest(Newest { list: "webhooks", sql, owner, after, limit }, WebhookRow::read).await
     }
 
+    /// All of one owner, those of all jobs too, newest first. They know no key: whoever had a key of that owner may have made
+    /// any of them.
+    pub async fn webhooks_of(&self, owner: &str) -> Result<Vec<WebhookRow>, StoreError> {
+        sqlx::query("SELECT * FROM webhooks WHERE owner = ? ORDER BY created_at DESC, id DESC")
+            .bind(owner)
+            .fetch_all(&self.readers)
+            .await
+            .doing("list an owner's webhooks")?
+            .iter()
+            .map(WebhookRow::read)
+            .collect()
+    }
+
     /// How many an owner has: of its own jobs, or of all jobs, which its keys without the scope admin do not see.
     pub async fn webhook_count(&self, owner: &str, all_jobs: bool) -> Result<u64, StoreError> {
         let count: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM webhooks WHERE owner = ? AND all_jobs = ?")

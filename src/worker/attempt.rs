@@ -229,6 +229,8 @@ impl Attempt {
         let written = Arc::new(journal.clone());
         let models = LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan);
         let client = worker.reward_client(&policy).map_err(|detail| failure::no_reward_client(&detail, position()))?;
+        let cache_scope = claim.cache_scope.clone().unwrap_or_else(|| claim.job.to_string());
+        let client = client.with_cache_scope(&cache_scope);
         let surroundings = Surroundings {
             client,
             journal: Some(written),

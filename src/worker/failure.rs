@@ -45,6 +45,12 @@ pub(super) fn of_engine(error: &EngineError, position: Position) -> Failure {
                 "lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before, check the model if there is none",
             ),
         ),
+        EngineError::StateNotFinite { .. } => (
+            "state_not_finite",
+            Some(
+                "fork the job from its last checkpoint; bound its rewards (max_abs_reward, weight) where they are named, else lower optimizer.learning_rate",
+            ),
+        ),
         EngineError::ModelNotFinite { .. } => (
             "model_not_finite",
             Some("the model's files are damaged: download it again, register it, then submit again"),

@@ -176,6 +176,7 @@ fn claim() -> Claim {
         reward_reports: Vec::new(),
         callbacks: None,
         checkpoint_soon: false,
+        cache_scope: None,
     }
 }
 

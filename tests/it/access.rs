@@ -292,8 +292,16 @@ async fn from_the_first_key_on_nobody_comes_in_without_one() {
     for bytes in [raw, wal] {
         assert!(!bytes.windows(text.len()).any(|window| window == text.as_bytes()), "the text is in the database");
     }
-    // Revoked, it opens nothing, and does not open the door to everybody.
-    assert_eq!(call(&server, "DELETE", &format!("/keys/{id}"), &text, None).await.status, 200);
+    // Revoked, it opens nothing, and does not open the door to everybody; what it left behind that sends on is listed.
+    let webhook = json!({"url": "http://127.0.0.1:9/hook", "events": ["job.failed"]});
+    let webhook = call(&server, "POST", "/webhooks", &text, Some(&webhook)).await;
+    assert_eq!(webhook.status, 201, "{}", webhook.text);
+    let revoked = call(&server, "DELETE", &format!("/keys/{id}"), &text, None).await;
+    assert_eq!((revoked.status.as_u16(), &revoked.body["state"]), (200, &json!("revoked")), "{}", revoked.text);
+    let left = &revoked.body["webhooks"];
+    assert_eq!((left.as_array().unwrap().len(), &left[0]["id"]), (1, &webhook.body["id"]), "{}", revoked.text);
+    assert_eq!((&left[0]["url"], &left[0]["enabled"]), (&json!("http://127.0.0.1:9/hook"), &json!(true)));
+    assert!(!revoked.text.contains("whsec_"));
     assert_eq!(call(&server, "GET", "/jobs", &text, None).await.status, 401);
     assert_eq!(server.get("/jobs").await.status, 401);
 }

@@ -29,7 +29,7 @@ pub async fn publish(server: &Server, job: JobId, attempt: u64, step: u64, names
 pub const ADAPTER: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
 
 /// A job that is over, with checkpoints of steps 5 and 10.
-async fn parent(server: &Server, document: Value) -> JobId {
+pub async fn parent(server: &Server, document: Value) -> JobId {
     let id = server.create(document).await;
     let (claimed, attempt) = server.claim().await;
     assert_eq!(claimed, id);
@@ -45,7 +45,7 @@ fn document() -> Value {
     with(job(), "rewards", json!([webhook, {"type": "length"}]))
 }
 
-async fn fork(server: &Server, id: JobId, from_step: u64, overrides: Value) -> (u16, Value) {
+pub async fn fork(server: &Server, id: JobId, from_step: u64, overrides: Value) -> (u16, Value) {
     let answer =
         server.post(&format!("/jobs/{id}/fork"), json!({"from_step": from_step, "overrides": overrides})).await;
     (answer.status.as_u16(), answer.body)

@@ -19,6 +19,7 @@ mod doctor;
 #[cfg(feature = "cuda")]
 mod driver;
 mod edge;
+mod eval_secrets;
 mod exact;
 #[cfg(feature = "failpoints")]
 mod failpoints;
@@ -80,6 +81,7 @@ mod reward_load;
 mod reward_model;
 mod reward_schemas;
 mod reward_server;
+mod reward_values;
 mod rewards;
 mod scale;
 mod secrets;

@@ -36,7 +36,7 @@ fn with_protocol(mut body: Value, number: u32) -> Value {
 }
 
 /// The claim of the next job, as a worker gets it.
-async fn claim(server: &Server) -> Value {
+pub async fn claim(server: &Server) -> Value {
     let worker = WorkerId::new();
     assert_eq!(call(server, "/worker/register", with_protocol(hello(worker), PROTOCOL)).await.status, 200);
     let ask = json!({"worker": worker, "wait_ms": 0, "protocol": PROTOCOL});

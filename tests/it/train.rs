@@ -137,7 +137,7 @@ pub fn reward(name: &str) -> RewardPlan {
         below: -0.5,
         above: 0.0,
     });
-    RewardPlan { name: name.into(), weight: 1.0, required: true, kind }
+    RewardPlan { name: name.into(), weight: 1.0, required: true, max_abs_reward: None, blank_reference: None, kind }
 }
 
 /// A checkpoint, copied before the engine removed it.

@@ -21,8 +21,9 @@ export function Keys({ isOpen }) {
   const [dialog, show] = useState(null);
   const close = () => show(null);
   const revoke = async (key) => {
-    await del(`/keys/${key.id}`);
-    announce(`Revoked: ${key.name}`);
+    const { webhooks } = await del(`/keys/${key.id}`);
+    const left = webhooks?.length ?? 0;
+    announce(left ? `Revoked: ${key.name}. ${key.owner} has ${left} ${left === 1 ? "webhook" : "webhooks"} that go on sending: check the list.` : `Revoked: ${key.name}`);
     reload();
   };
   return html`<section>

@@ -29,6 +29,11 @@ impl RewardStats {
         self
     }
 
+    /// Whether all of them are numbers that JSON can hold.
+    pub fn is_finite(&self) -> bool {
+        self.mean.is_finite() && self.squares.is_finite()
+    }
+
     /// Sample std; 0 below two rewards.
     pub fn std(&self) -> f64 {
         if self.count < 2 { 0.0 } else { (self.squares / (self.count - 1) as f64).sqrt() }

@@ -90,7 +90,7 @@ impl Full {
                 tensors::Tensor { name: &info.name, shape: &info.shape, data: Data::F32(&values[range]) }
             })
             .collect();
-        tensors::write(&dir.join(WEIGHTS), &tensors)
+        tensors::write_finite(&dir.join(WEIGHTS), &tensors)
     }
 }
 

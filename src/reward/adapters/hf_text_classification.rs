@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{Text, body, labelled, list, same_length, suspect_softmax};
+use super::{Text, body, labelled, list, names_of_label, same_length, suspect_softmax};
 use crate::reward::SampleError;
 use crate::reward::webhook::answer::{Answer, parse};
 use crate::reward::webhook::dialect::{Ask, Dialect};
+use crate::reward::webhook::hidden::Legible;
 use crate::sample::RewardSample;
 use crate::spec::LabelPlan;
 
@@ -31,6 +32,10 @@ impl Dialect for HfTextClassification {
     fn body(&self, ask: &Ask<'_>) -> String {
         let fields = json!({"inputs": ask.all(), "parameters": {"function_to_apply": "none", "top_k": null}});
         body(fields, self.plan.model.as_deref(), &self.plan.extra_body)
+    }
+
+    fn legible(&self) -> Legible {
+        names_of_label(self.plan.label.as_deref())
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {

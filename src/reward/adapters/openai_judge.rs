@@ -12,6 +12,7 @@ use sha2::{Digest, Sha256};
 use super::{body, list_in, template_failed};
 use crate::reward::webhook::answer::{Answer, Found, parse};
 use crate::reward::webhook::dialect::{Ask, Batching, Dialect};
+use crate::reward::webhook::hidden::Legible;
 use crate::reward::{Judgement, SampleError};
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{OpenaiJudgePlan, SampleTemplate};
@@ -126,6 +127,11 @@ impl Dialect for OpenaiJudge {
             judgement.metrics.insert("votes".to_owned(), json!(marks.len()));
         }
         Ok(Answer::of(vec![Found::Judged(judgement)]))
+    }
+
+    fn legible(&self) -> Legible {
+        let words = ["content_filter", "length"].map(str::to_owned).into();
+        Legible { words, json_in_strings: true }
     }
 
     fn batching(&self) -> Batching {

@@ -6,11 +6,12 @@
 use reqwest::Url;
 use serde_json::{Map, Value, json};
 
-use super::{Text, body, labelled, list, same_length, suspect_softmax};
+use super::{Text, body, labelled, list, names_of_label, same_length, suspect_softmax};
 use crate::reward::SampleError;
 use crate::reward::webhook::PingReply;
 use crate::reward::webhook::answer::{Answer, parse};
 use crate::reward::webhook::dialect::{Ask, Dialect, Greeting};
+use crate::reward::webhook::hidden::Legible;
 use crate::sample::RewardSample;
 use crate::spec::LabelPlan;
 
@@ -33,6 +34,10 @@ impl Dialect for TeiPredict {
     fn body(&self, ask: &Ask<'_>) -> String {
         let fields = json!({"inputs": ask.all(), "raw_scores": true, "truncate": true, "truncation_direction": "Left"});
         body(fields, self.plan.model.as_deref(), &self.plan.extra_body)
+    }
+
+    fn legible(&self) -> Legible {
+        names_of_label(self.plan.label.as_deref())
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {

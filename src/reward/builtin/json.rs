@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::{no_value, yes_no};
 use crate::reward::SampleError;
 use crate::sample::RewardValue;
-use crate::spec::{JsonSchema, JsonSchemaPlan};
+use crate::spec::{BlankReference, JsonSchema, JsonSchemaPlan};
 
 /// The most compiled schemas of rows that are kept.
 const MAX_ROW_SCHEMAS: usize = 256;
@@ -50,11 +50,20 @@ impl JsonCheck {
     }
 
     /// 1 or 0; no value where the row's own schema is none, not applicable where it is null.
-    pub(super) fn value(&self, completion: &str, columns: &Map<String, Value>) -> Result<RewardValue, SampleError> {
+    pub(super) fn value(
+        &self,
+        completion: &str,
+        columns: &Map<String, Value>,
+        blank: BlankReference,
+    ) -> Result<RewardValue, SampleError> {
         let own = match &self.column {
             None => None,
             Some(column) => {
                 let schema = columns.get(column);
+                let is_blank = schema.is_none_or(|schema| schema.as_str().is_some_and(|text| text.trim().is_empty()));
+                if is_blank && blank == BlankReference::NotApplicable {
+                    return Ok(RewardValue::NotApplicable);
+                }
                 let schema =
                     schema.ok_or_else(|| no_value("column_missing", format!("this row has no column '{column}'")))?;
                 // In CSV files a schema is text.
@@ -118,20 +127,25 @@ mod tests {
             ("```", 0.0),
             (r#"{"sum": NaN}"#, 0.0),
         ] {
-            assert_eq!(check.value(completion, &Map::new()).unwrap().number(), Some(expected), "{completion}");
+            assert_eq!(
+                check.value(completion, &Map::new(), BlankReference::Compare).unwrap().number(),
+                Some(expected),
+                "{completion}"
+            );
         }
     }
 
     #[test]
     fn a_row_may_have_a_schema_of_its_own() {
         let check = check(json!({"schema": null, "column": "schema", "fenced": false}));
-        let value = |schema: Value| check.value("3", &Map::from_iter([("schema".to_owned(), schema)]));
+        let value =
+            |schema: Value| check.value("3", &Map::from_iter([("schema".to_owned(), schema)]), BlankReference::Compare);
         assert_eq!(value(json!({"type": "integer"})).unwrap().number(), Some(1.0));
         assert_eq!(value(json!("{\"type\": \"string\"}")).unwrap().number(), Some(0.0));
         assert_eq!(value(json!(null)).unwrap(), RewardValue::NotApplicable);
         assert_eq!(value(json!({"type": "nothing"})).unwrap_err().code, "column_not_a_schema");
         assert_eq!(value(json!("{")).unwrap_err().code, "column_not_a_schema");
-        assert_eq!(check.value("3", &Map::new()).unwrap_err().code, "column_missing");
+        assert_eq!(check.value("3", &Map::new(), BlankReference::Compare).unwrap_err().code, "column_missing");
     }
 
     #[test]
@@ -157,8 +171,8 @@ mod tests {
     #[test]
     fn no_schema_takes_any_json_and_none_is_fetched() {
         let any = check(json!({"schema": null, "column": null, "fenced": true}));
-        assert_eq!(any.value("[1]", &Map::new()).unwrap().number(), Some(1.0));
-        assert_eq!(any.value("[1", &Map::new()).unwrap().number(), Some(0.0));
+        assert_eq!(any.value("[1]", &Map::new(), BlankReference::Compare).unwrap().number(), Some(1.0));
+        assert_eq!(any.value("[1", &Map::new(), BlankReference::Compare).unwrap().number(), Some(0.0));
         for reference in ["https://example.org/schema.json", "file:///etc/passwd"] {
             assert!(JsonSchema::new(&json!({"$ref": reference})).is_err(), "{reference}");
         }

@@ -122,7 +122,7 @@ mod tests {
         };
         let text: String = (0..200_000).map(|_| next()).collect();
         let kind = RewardKind::Regex(RegexPlan { pattern: "a[ab]{5000}[cd]".to_owned() });
-        (Builtin::new("pattern", &kind).unwrap(), sample(&text))
+        (Builtin::new("pattern", &kind, crate::spec::BlankReference::NotApplicable).unwrap(), sample(&text))
     }
 
     async fn grading_ends(builtin: &Builtin) {
@@ -157,7 +157,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_grader_that_is_fast_gives_one_judgement_a_sample() {
         let kind = RewardKind::Regex(RegexPlan { pattern: "^b".to_owned() });
-        let builtin = Builtin::new("pattern", &kind).unwrap();
+        let builtin = Builtin::new("pattern", &kind, crate::spec::BlankReference::NotApplicable).unwrap();
         let judged = judge(&builtin, &[sample("a"), sample("b")], SAMPLE_LIMIT).await.unwrap();
         assert_eq!(judged.iter().map(|judgement| judgement.value.number()).collect::<Vec<_>>(), [Some(0.0), Some(1.0)]);
         grading_ends(&builtin).await;

@@ -51,6 +51,8 @@ impl Asking<'_> {
             let (id, answer, is_new) = match self.journalled(key.as_deref()) {
                 Some(Journalled::Answered { id, answer }) => {
                     self.count(Counts { replayed: 1, ..Counts::default() });
+                    // Older versions wrote down what came to the callback address as it was.
+                    let answer = self.cleaned(answer, &id, &indices);
                     (id, answer, false)
                 }
                 known => {
@@ -74,6 +76,7 @@ impl Asking<'_> {
                         }
                     };
                     let answer = self.answered(&request, &indices, key.as_deref(), accepted, permit).await?;
+                    let answer = self.cleaned(answer, &request.id, &indices);
                     let entry = |key| JournalEntry::Answer {
                         rollout: self.job.rollout,
                         key,
@@ -101,9 +104,7 @@ impl Asking<'_> {
                     return Ok(try_join_all(halves).await?.concat());
                 }
             };
-            // What came to the callback address was not looked through yet.
-            let body = webhook.hidden.bytes(body.into_bytes());
-            match self.read(&body, &id, &indices) {
+            match self.read(body.as_bytes(), &id, &indices) {
                 Ok(answer) => {
                     if let Some(remark) = answer.remark {
                         webhook.remark(remark);
@@ -196,7 +197,37 @@ impl Asking<'_> {
 
     pub(super) fn read(&self, body: &[u8], id: &str, indices: &[usize]) -> Result<Answer, String> {
         let samples: Vec<&RewardSample> = indices.iter().map(|&index| &self.samples[index]).collect();
-        self.webhook.dialect.read(body, id, &samples)
+        // A complaint may quote a key, which stays in the answer.
+        let shown = |problem: String| self.webhook.hidden.shown(problem.into_bytes());
+        let read = self.webhook.dialect.read(body, id, &samples);
+        let mut answer = read.map_err(|problem| String::from_utf8_lossy(&shown(problem)).into_owned())?;
+        for found in &mut answer.found {
+            if let Found::Judged(judgement) = found
+                && let Some(complaint) = judgement.value.number().and_then(|value| self.webhook.limit.complaint(value))
+            {
+                *found = Found::Invalid(complaint);
+            }
+        }
+        Ok(answer)
+    }
+
+    /// An answer without the secrets that the service repeats, as it is written down and used: it says the same values.
+    fn cleaned(&self, answer: RewardAnswer, id: &str, indices: &[usize]) -> RewardAnswer {
+        let legible = || {
+            let mut legible = self.webhook.dialect.legible();
+            legible.words.push(id.to_owned());
+            legible.words.extend(indices.iter().map(|&index| self.samples[index].sample_id.clone()));
+            legible
+        };
+        let clean = |body: String| {
+            let clean = self.webhook.hidden.answer(body.into_bytes(), legible);
+            String::from_utf8_lossy(&clean).into_owned()
+        };
+        match answer {
+            RewardAnswer::Body { body } => RewardAnswer::Body { body: clean(body) },
+            RewardAnswer::Expired { body } => RewardAnswer::Expired { body: clean(body) },
+            same @ (RewardAnswer::Unusable { .. } | RewardAnswer::TooLarge) => same,
+        }
     }
 
     pub(super) fn journalled(&self, key: Option<&str>) -> Option<Journalled> {

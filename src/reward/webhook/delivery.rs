@@ -13,6 +13,7 @@ use utoipa::ToSchema;
 use super::account::Wire;
 use super::dialect::{Greeting, ReadGreeting};
 use super::endpoint::{Failing, Trouble};
+use super::hidden::Legible;
 use super::later;
 use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
 use super::request::{Request, ping_body};
@@ -35,7 +36,7 @@ const SLOW: Duration = Duration::from_secs(5);
 /// What came of a request.
 #[derive(Debug)]
 pub(super) enum Delivered {
-    /// The body of a 200.
+    /// The body of a 200, as it came.
     Body(Vec<u8>),
     /// An answer that cannot be used, but another try may bring a better one.
     Unusable(String),
@@ -200,7 +201,7 @@ impl Webhook {
     async fn greeted(&self, request: Request, get: Option<Url>, read: ReadGreeting) -> Ping {
         let start = Instant::now();
         let (status, outcome) = match self.send(&request, get).await {
-            Ok((status, _, body)) => (Some(status), body),
+            Ok((status, _, body)) => (Some(status), body.map(|body| self.hidden.answer(body, Legible::default))),
             Err(failed) => (None, Err(failed.0)),
         };
         let ok = status.is_some_and(|status| status.is_success());
@@ -249,7 +250,10 @@ impl Webhook {
                 Err(why) if why == OVERSIZE => Try::Done(Delivered::Unusable(why)),
                 Err(why) => Try::Failed { why, trouble, retry_after },
             },
-            202 => Try::Done(Delivered::Accepted(later::accepted(body.as_deref().unwrap_or_default(), retry_after))),
+            202 => {
+                let body = self.hidden.answer(body.unwrap_or_default(), Legible::default);
+                Try::Done(Delivered::Accepted(later::accepted(&body, retry_after)))
+            }
             410 => Try::Gone,
             413 => Try::Done(Delivered::TooLarge),
             408 | 425 | 429 | 500..=599 => {
@@ -265,7 +269,8 @@ impl Webhook {
         }
     }
 
-    /// One try on the wire, bounded in time. The body is an error where it broke off or was too large.
+    /// One try on the wire, bounded in time. The body is an error where it broke off or was too large. It is as the service
+    /// sent it, whatever that repeats: it must be cleaned before it is read, shown or written down.
     pub(super) async fn send(&self, request: &Request, get: Option<Url>) -> Result<Answered, NotSent> {
         let start = Instant::now();
         let mut headers = self.request_headers(request);
@@ -290,14 +295,12 @@ impl Webhook {
         };
         let timed_out = || NotSent(format!("{TIMED_OUT} {} ms", limit.as_millis()), false);
         let outcome = tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err(timed_out()));
-        let outcome = outcome.map(|(status, headers, body)| {
-            (status, self.hidden.headers(headers), body.map(|body| self.hidden.bytes(body)))
-        });
+        let outcome = outcome.map(|(status, headers, body)| (status, self.hidden.headers(headers), body));
         self.account(&Wire { request, headers: &headers, outcome: &outcome, took: start.elapsed() });
         if let (Some(exchanges), Some(request)) = (&self.exchanges, sent) {
             let (response, error) = match &outcome {
                 Ok((status, headers, body)) => {
-                    let shown = |body: &Vec<u8>| readable_body(&self.hidden.shown(body.clone()));
+                    let shown = |body: &Vec<u8>| readable_body(&self.hidden.shown_body(body.clone()));
                     let text = body.as_ref().map(shown).unwrap_or_default();
                     let response = Received { status: status.as_u16(), headers: readable_headers(headers), body: text };
                     (Some(response), body.as_ref().err().cloned())

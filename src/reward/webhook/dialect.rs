@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::PingReply;
 use super::answer::{self, Answer};
+use super::hidden::Legible;
 use super::request::{Envelope, ping_body, sample_json, score_body};
 use crate::reward::{JobContext, SampleError};
 use crate::sample::RewardSample;
@@ -24,6 +25,11 @@ pub(in crate::reward) trait Dialect: Send + Sync {
 
     /// Reads an answer with suspicion. `Err` says why the whole is none.
     fn read(&self, body: &[u8], id: &str, samples: &[&RewardSample]) -> Result<Answer, String>;
+
+    /// What of an answer must stay as it is for [`Dialect::read`], besides the ids that were sent: a secret may look the same.
+    fn legible(&self) -> Legible {
+        Legible::default()
+    }
 
     /// What may stand in one request.
     fn batching(&self) -> Batching {

@@ -1,6 +1,10 @@
 //! What a service must not get into our records by saying it back: the secrets it was asked with. It may say them as they
 //! are, or as JSON, a URL, a form, HTML or base64 writes them, one in the other: escapes are taken off layer by layer, and
 //! each layer is searched.
+//!
+//! What a service says in JSON is changed in its strings only. A header's value may stand among the digits of a reward or be
+//! the name of a field by chance: numbers and keys are left as they are, to the byte, so that the answer says the same
+//! before and after.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -10,6 +14,7 @@ use base64::engine::general_purpose::{STANDARD, URL_SAFE};
 use regex::bytes::{Regex, RegexBuilder};
 use reqwest::header::{HeaderMap, HeaderValue};
 
+use super::answer::parse;
 use crate::spec::RewardSecrets;
 
 const INSTEAD: &[u8] = b"(redacted)";
@@ -36,14 +41,53 @@ impl Hidden {
         Self(values.filter_map(|value| search(&forms(value))).collect())
     }
 
-    /// An answer without them, to be read on: a short one that may be the answer's own stays.
-    pub(super) fn bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
-        self.without(bytes, is_own)
+    /// An answer without them, to be read and written down: the values of its strings are changed, but not those that it is
+    /// read by. What is no JSON is changed as a text. A short secret that may be the answer's own word stays.
+    pub(super) fn answer(&self, bytes: Vec<u8>, legible: impl FnOnce() -> Legible) -> Vec<u8> {
+        if self.places(&bytes, |_, _| false).is_empty() {
+            return bytes;
+        }
+        if parse(&bytes).is_err() {
+            return self.without(bytes, is_own);
+        }
+        let legible = legible();
+        change_strings(&bytes, |inside, is_key| {
+            let clean = self.without(inside.to_vec(), is_own);
+            if is_key || clean == inside || legible.is_word(inside) {
+                return None;
+            }
+            let nested = if legible.json_in_strings { self.json_inside(inside) } else { None };
+            Some(nested.unwrap_or(clean))
+        })
     }
 
-    /// What is shown to people, without them.
+    /// A text that is shown to people, without them.
     pub(in crate::reward) fn shown(&self, bytes: Vec<u8>) -> Vec<u8> {
         self.without(bytes, |_, _| false)
+    }
+
+    /// A body that is shown to people, without them: of JSON all strings are changed, keys too.
+    pub(in crate::reward) fn shown_body(&self, bytes: Vec<u8>) -> Vec<u8> {
+        let shown = self.shown(bytes.clone());
+        if shown == bytes || parse(&bytes).is_err() {
+            return shown;
+        }
+        change_strings(&bytes, |inside, _| Some(self.shown(inside.to_vec())))
+    }
+
+    /// The inside of a JSON string that holds a JSON object among other words (as language models answer), without them; the
+    /// object's numbers and keys stay. `None`: it holds no object.
+    fn json_inside(&self, inside: &[u8]) -> Option<Vec<u8>> {
+        let text: String = serde_json::from_slice(&[b"\"", inside, b"\""].concat()).ok()?;
+        let (start, end) = (text.find('{')?, text.rfind('}')? + 1);
+        serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text.get(start..end)?).ok()?;
+        let object = change_strings(&text.as_bytes()[start..end], |inside, is_key| {
+            (!is_key).then(|| self.without(inside.to_vec(), is_own))
+        });
+        let around = |part: &str| self.without(part.as_bytes().to_vec(), is_own);
+        let clean = [around(&text[..start]), object, around(&text[end..])].concat();
+        let written = serde_json::to_vec(&String::from_utf8_lossy(&clean)).ok()?;
+        Some(written.get(1..written.len().checked_sub(1)?)?.to_vec())
     }
 
     /// The headers without them.
@@ -103,6 +147,46 @@ impl Hidden {
         }
         apart
     }
+}
+
+/// What of an answer must stay as it is for it to be read.
+#[derive(Debug, Default)]
+pub(in crate::reward) struct Legible {
+    /// Values of strings: ids that were sent, names of labels.
+    pub words: Vec<String>,
+    /// Strings may hold JSON that is read.
+    pub json_in_strings: bool,
+}
+
+impl Legible {
+    /// Whether the inside of a JSON string means one of the words.
+    fn is_word(&self, inside: &[u8]) -> bool {
+        let meant: Option<String> = serde_json::from_slice(&[b"\"", inside, b"\""].concat()).ok();
+        meant.is_some_and(|meant| self.words.contains(&meant))
+    }
+}
+
+/// JSON with the insides of its strings changed, and not a byte besides. `change` gets the inside as it is written, and
+/// whether it is a key; `None`: it stays.
+fn change_strings(json: &[u8], change: impl Fn(&[u8], bool) -> Option<Vec<u8>>) -> Vec<u8> {
+    let (mut changed, mut copied, mut at) = (Vec::with_capacity(json.len()), 0, 0);
+    while let Some(skipped) = json[at..].iter().position(|byte| *byte == b'"') {
+        let start = at + skipped + 1;
+        let mut end = start;
+        while end < json.len() && json[end] != b'"' {
+            end += if json[end] == b'\\' { 2 } else { 1 };
+        }
+        let end = end.min(json.len());
+        at = (end + 1).min(json.len());
+        let is_key = json[at..].trim_ascii_start().starts_with(b":");
+        if let Some(inside) = change(&json[start..end], is_key) {
+            changed.extend_from_slice(&json[copied..start]);
+            changed.extend_from_slice(&inside);
+            copied = end;
+        }
+    }
+    changed.extend_from_slice(&json[copied..]);
+    changed
 }
 
 /// What stands for a secret value: the whole, its words, what they are base64 of; all of it at each layer.
@@ -292,7 +376,7 @@ mod tests {
     }
 
     fn clean(hidden: &Hidden, text: &str) -> String {
-        String::from_utf8(hidden.bytes(text.as_bytes().to_vec())).unwrap()
+        String::from_utf8(hidden.answer(text.as_bytes().to_vec(), Legible::default)).unwrap()
     }
 
     #[test]
@@ -391,6 +475,68 @@ mod tests {
     }
 
     #[test]
+    fn numbers_and_keys_stay_to_the_byte_and_strings_do_not() {
+        let found = hidden([
+            ("x-tenant", "10000000"),
+            ("x-kind", "sample_id"),
+            ("x-score", "accuracy"),
+            ("x-key", "sk-123456789"),
+        ]);
+        for (said, left) in [
+            (r#"{"rewards": [0.10000000149011612, 10000000, -1.10000000e3]}"#, None),
+            (
+                r#"{"results":[{"sample_id":"s_0", "reward" : 1.50, "metrics": {"accuracy": 1e-2, "10000000": 3}}]}"#,
+                None,
+            ),
+            (
+                r#"{"reward": 0.10000000149011612, "reason": "for tenant 10000000 by sk-123456789", "metrics": {"accuracy": "sk-123456789"}}"#,
+                Some(
+                    r#"{"reward": 0.10000000149011612, "reason": "for tenant (redacted) by (redacted)", "metrics": {"accuracy": "(redacted)"}}"#,
+                ),
+            ),
+            (
+                r#"{"reward": NaN, "error": {"code": "sk-123456789"}}"#,
+                Some(r#"{"reward": NaN, "error": {"code": "(redacted)"}}"#),
+            ),
+            ("0.10000000149011612", None),
+            (r#"["10000000\", ""sk-123456789"]"#, Some(r#"["(redacted)\", "(redacted)"]"#)),
+            ("tenant 10000000, reward 0.10000000149", Some("tenant (redacted), reward 0.(redacted)149")),
+        ] {
+            assert_eq!(clean(&found, said), left.unwrap_or(said));
+        }
+        let shown = |text: &str| String::from_utf8(found.shown_body(text.as_bytes().to_vec())).unwrap();
+        assert_eq!(
+            shown(r#"{"reward": 0.10000000149011612, "sk-123456789": "sk-123456789"}"#),
+            r#"{"reward": 0.10000000149011612, "(redacted)": "(redacted)"}"#
+        );
+        assert_eq!(shown("10000000 0.10000000149"), "(redacted) 0.(redacted)149");
+    }
+
+    #[test]
+    fn words_that_an_answer_is_read_by_stay_whatever_the_headers_are() {
+        let found = hidden([("x-a", "s_1000000"), ("x-b", "LABEL_10"), ("x-c", "other-secret")]);
+        let legible = Legible { words: vec!["s_1000000".to_owned(), "LABEL_10".to_owned()], json_in_strings: false };
+        let said = r#"[{"sample_id": "s_1000000", "label": "LABEL_10", "reason": "s_1000000 other-secret"}]"#;
+        let left = r#"[{"sample_id": "s_1000000", "label": "LABEL_10", "reason": "(redacted) (redacted)"}]"#;
+        assert_eq!(String::from_utf8(found.answer(said.as_bytes().to_vec(), || legible)).unwrap(), left);
+    }
+
+    #[test]
+    fn json_that_is_read_inside_a_string_keeps_its_numbers() {
+        let found = hidden([("x-tenant", "10000000"), ("authorization", "Bearer sk-123456789")]);
+        let legible = Legible { words: Vec::new(), json_in_strings: true };
+        let content = "I know 10000000.\n```json\n{\"reasoning\": \"sk-123456789 said \\\"10000000\\\"\", \"score\": 4.10000000149}\n```";
+        let said = serde_json::json!({"choices": [{"message": {"content": content}}], "usage": 10000000});
+        let clean = found.answer(said.to_string().into_bytes(), || legible);
+        let clean: serde_json::Value = serde_json::from_slice(&clean).unwrap();
+        assert_eq!(clean["usage"], 10000000);
+        assert_eq!(
+            clean["choices"][0]["message"]["content"],
+            "I know (redacted).\n```json\n{\"reasoning\": \"(redacted) said (redacted)\", \"score\": 4.10000000149}\n```"
+        );
+    }
+
+    #[test]
     fn the_parts_of_basic_are_secrets_and_the_scheme_is_none() {
         let found = hidden([("authorization", &format!("Basic {}", STANDARD.encode("me:pass/word")))]);
         for said in ["me:pass/word", r"pass\/word", "Basic bWU6cGFzcy93b3Jk", "bWU6cGFzcy93b3Jk"] {
@@ -405,7 +551,8 @@ mod tests {
         let found = hidden([("x-key", &"\\".repeat(200)), ("x-other", &"%25".repeat(100))]);
         let begun = std::time::Instant::now();
         for text in ["\\".repeat(1 << 20), "%25".repeat(1 << 18), "+".repeat(1 << 20), "&amp;".repeat(1 << 18)] {
-            found.bytes(text.into_bytes());
+            found.answer(text.clone().into_bytes(), Legible::default);
+            found.answer(serde_json::json!([text]).to_string().into_bytes(), Legible::default);
         }
         assert!(begun.elapsed().as_secs() < 20, "{:?}", begun.elapsed());
     }

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use super::answer::{self, name};
 use super::delivery::jitter;
+use super::hidden::Legible;
 use super::request::Request;
 use super::{Asking, Counts, RewardFailure, Webhook};
 use crate::callback::{Accepted, Chunk, Entry, Later};
@@ -128,7 +129,7 @@ impl Webhook {
                 let eta = body.ok().and_then(|body| milliseconds(&answer::parse(&body).ok()?["eta_ms"]));
                 Look::Pending(retry_after.or(eta.map(Duration::from_millis)))
             }
-            200..=299 => match body.and_then(|body| read_status(&body, id, ids)) {
+            200..=299 => match body.and_then(|body| read_status(&self.clean_status(body, id, ids), id, ids)) {
                 Ok(Some(chunk)) => Look::Results(chunk),
                 Ok(None) => Look::Pending(retry_after),
                 Err(why) => Look::Odd(format!("what its status_url shows cannot be read: {why}")),
@@ -138,6 +139,11 @@ impl Webhook {
             300..=399 => Look::Odd(format!("its status_url answered {status}: redirects are not followed")),
             _ => Look::Odd(format!("its status_url answered {}", StatusCode::as_str(&status))),
         }
+    }
+
+    fn clean_status(&self, body: Vec<u8>, id: &str, ids: &[&str]) -> Vec<u8> {
+        let words = || [id].iter().chain(ids).map(|word| (*word).to_owned()).collect();
+        self.hidden.answer(body, || Legible { words: words(), ..self.dialect.legible() })
     }
 }
 

@@ -22,9 +22,31 @@ pub struct RewardPlan {
     pub weight: f64,
     /// A missing value makes the sample unscorable (`true`), or counts as not applicable. Never true at weight 0.
     pub required: bool,
+    /// A value that is further from 0 than this is invalid. Absent in jobs of before there was a limit: they have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_abs_reward: Option<f64>,
+    /// What a row means whose reference is blank. Absent in jobs of before there was a choice, which compare, and where there
+    /// is no reference.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blank_reference: Option<BlankReference>,
     /// What it is.
     #[serde(flatten)]
     pub kind: RewardKind,
+}
+
+/// The limit of values that are not given another one.
+pub const MAX_ABS_REWARD: f64 = 1e6;
+
+/// What a row means to a built-in reward if the reference that it compares with is blank: null, missing, empty or nothing
+/// but whitespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum BlankReference {
+    /// The reward does not apply to the row.
+    NotApplicable,
+    /// A blank text is compared like any other (an empty text is in every completion), null does not apply, and a row
+    /// without the column is an error.
+    Compare,
 }
 
 /// The rewards there are. Secrets and header values travel apart ([`RewardSecrets`]).
@@ -125,6 +147,15 @@ impl RewardKind {
     /// The service it asks; `None` for what is computed here.
     pub fn service(&self) -> Option<&ServicePlan> {
         service_of!(self, &)
+    }
+
+    /// Whether it is computed here by comparing with a text that a row may lack.
+    pub fn has_reference(&self) -> bool {
+        match self {
+            RewardKind::StringCheck(_) | RewardKind::TextSimilarity(_) => true,
+            RewardKind::Multi(plan) => plan.graders.values().any(RewardKind::has_reference),
+            other => other.service().is_none() && !other.columns().is_empty(),
+        }
     }
 
     /// The same reward with its service's settings changed.
