@@ -73,6 +73,7 @@ use utoipa_axum::router::OpenApiRouter;
 
 use crate::config::ServeConfig;
 use crate::files::DataDir;
+use crate::listen::{self, Connection};
 use crate::store::Store;
 use error::{Code, IsProblem, Problem, REQUEST_ID, shortened};
 
@@ -111,9 +112,11 @@ pub struct AppState {
     /// The disk is nearly full: no job is handed to a worker.
     pub disk_low: Arc<AtomicBool>,
     /// Counts of connections, for `/metrics`.
-    pub connections: Arc<system::Connections>,
+    pub connections: Arc<listen::Connections>,
     /// A key was seen in the database: from then on every request needs one.
     pub keyed: Arc<AtomicBool>,
+    /// The event streams that are open.
+    pub streams: Arc<auth::Streams>,
     /// Which addresses showed keys that are not valid.
     pub failures: Arc<throttle::Failures>,
     /// Which workers were refused.
@@ -143,6 +146,7 @@ impl AppState {
             disk_low: Arc::default(),
             connections: Arc::default(),
             keyed: Arc::default(),
+            streams: Arc::default(),
             failures: Arc::default(),
             refused_workers: Arc::default(),
             workers: Arc::default(),
@@ -255,8 +259,10 @@ async fn around(State(state): State<AppState>, request: Request, next: Next) -> 
     let route = request.extensions().get::<MatchedPath>().cloned();
     let mut response = REQUEST_ID
         .scope(id.clone(), async move {
-            let response = next.run(request).await;
-            into_problem(response)
+            match let_in(&request) {
+                Ok(()) => into_problem(next.run(request).await),
+                Err(problem) => problem.into_response(),
+            }
         })
         .await;
 
@@ -288,6 +294,19 @@ async fn around(State(state): State<AppState>, request: Request, next: Next) -> 
     let ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
     tracing::debug!(request_id = %id, %method, path, status = status.as_u16(), ms, "answered");
     response
+}
+
+/// A request that is not a worker's leaves workers their part of the connections.
+fn let_in(request: &Request) -> Result<(), Problem> {
+    let Some(connection) = request.extensions().get::<Connection>() else { return Ok(()) };
+    if request.uri().path().starts_with("/worker/") {
+        return Ok(());
+    }
+    let asks_for_stream = events::wants_stream(request.headers());
+    connection.admit(asks_for_stream).map_err(|_| {
+        let code = if asks_for_stream { Code::TooManyRequests } else { Code::Overloaded };
+        Problem::new(code, "all connections that are not kept for workers are at work; try again").retry_after(5)
+    })
 }
 
 /// The client's `x-request-id` if it is harmless, else a new one.

@@ -9,6 +9,7 @@
 //! | rewards (async stays here) | [`reward`] |
 //! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
 //! | a reward model with its text | [`reward_model`] |
+//! | the accept loop of a server | [`listen`] |
 //! | processes | [`worker`] [`errand`] [`prober`] [`generator`] [`http`] [`courier`] [`keys`] [`backup`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
 //!
 //! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
@@ -57,6 +58,8 @@ pub mod reward;
 pub mod engine;
 
 pub mod reward_model;
+
+pub mod listen;
 
 pub mod backup;
 pub mod bench;

@@ -1,35 +1,42 @@
 //! `rlood reward-server`: a reward model behind HTTP, for jobs on other machines. Speaks the reward contract v1, and
 //! OpenRLHF's remote reward model on the same address: whoever sends `query` is answered with `rewards`.
+//!
+//! A repeated `webhook-id` is a retry of a client whose answer got lost: it is scored again, with the same result.
 
 mod answer;
+mod edge;
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use serde_json::{Value, json};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{Mutex, Semaphore};
+use tokio_util::sync::CancellationToken;
 
 use crate::causes::with_causes;
-use crate::config::{Precision, RewardFormat, RewardServerArgs};
+use crate::config::{self, Precision, RewardFormat, RewardServerArgs};
 use crate::engine::backend::BackendKind;
+use crate::listen::{self, Stop};
 use crate::reward::signature::Key;
 use crate::reward_model::{Scorer, ScorerOptions};
 use crate::spec::{ComputeDtype, RewardTextFormat};
-use answer::Refusal;
+use answer::{Asked, Refusal};
+use edge::Edge;
 
 /// Requests that may wait for the model; further ones are told to come back.
 const WAITING: usize = 64;
-/// A larger body is refused, and the client splits it.
-const BODY_LIMIT_BYTES: usize = 64 << 20;
 /// Most samples of one request, as `reward.ping` says.
 const MAX_BATCH_SAMPLES: usize = 1024;
+/// What requests in flight have when the server is asked to stop.
+const DRAIN: Duration = Duration::from_secs(20);
 
 /// Why the server could not run.
 #[derive(Debug, thiserror::Error)]
@@ -53,7 +60,21 @@ pub enum RewardServerError {
 /// # Errors
 /// When the model or the address cannot be used.
 pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> {
-    let RewardServerArgs { model, listen, secret, device, label, format, max_length, dtype, threads: _ } = args;
+    let RewardServerArgs {
+        model,
+        listen,
+        secret,
+        allowed_hosts,
+        max_connections,
+        device,
+        label,
+        format,
+        max_length,
+        dtype,
+        threads: _,
+    } = args;
+    let sockets = config::Edge::of_reward_server(allowed_hosts.as_deref().unwrap_or_default(), max_connections)
+        .map_err(|error| RewardServerError::Setting(error.to_string()))?;
     let key = secret.as_deref().map(Key::parse).transpose();
     let key = key.map_err(|error| RewardServerError::Setting(format!("--secret: {error}")))?;
     let options = ScorerOptions {
@@ -90,46 +111,77 @@ pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> 
     let card = scorer.card();
     tracing::info!(model_type = card.model_type, label = scorer.label(), max_tokens = card.max_tokens, "loaded");
     println!("listening on http://{address}");
-    let leave = leave_on_signal().map_err(system("listen for signals"))?;
-    axum::serve(listener, router(scorer, key)).with_graceful_shutdown(leave).await.map_err(system("serve"))?;
+    let mut signals = Signals::new().map_err(system("listen for signals"))?;
+    let edge = Edge::new(address.ip(), sockets.allowed_hosts.clone(), key);
+    let stop = Stop { begin: CancellationToken::new(), cut: CancellationToken::new() };
+    let (begin, cut) = (stop.begin.clone(), stop.cut.clone());
+    let mut serving = tokio::spawn(listen::serve(listener, router(scorer, edge), sockets, Arc::default(), stop));
+    signals.next().await;
+    begin.cancel();
+    let drained = tokio::select! {
+        ended = &mut serving => ended,
+        () = signals.next() => return Ok(ExitCode::FAILURE),
+        () = tokio::time::sleep(DRAIN) => {
+            cut.cancel();
+            serving.await
+        }
+    };
+    if let Err(error) = drained {
+        tracing::error!(%error, "the listener ended badly");
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-fn leave_on_signal() -> std::io::Result<impl Future<Output = ()>> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    Ok(async move {
+/// What asks the server to stop: the first time in good order, the second time at once.
+struct Signals(Signal, Signal);
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self(signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?))
+    }
+
+    async fn next(&mut self) {
         tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
+            _ = self.0.recv() => {}
+            _ = self.1.recv() => {}
         }
-    })
+    }
 }
 
 /// What requests share.
 #[derive(Clone)]
 struct Serving {
     scorer: Arc<Scorer>,
-    key: Option<Arc<Key>>,
+    edge: Arc<Edge>,
     /// The model computes one request at a time, with all threads.
     turn: Arc<Mutex<()>>,
+    /// One body at a time is read as JSON, which may take many times its bytes.
+    parsing: Arc<Mutex<()>>,
     places: Arc<Semaphore>,
 }
 
 /// Everything the server answers: POST on any path, GET / and /health.
-fn router(scorer: Scorer, key: Option<Key>) -> Router {
+fn router(scorer: Scorer, edge: Edge) -> Router {
     let serving = Serving {
         scorer: Arc::new(scorer),
-        key: key.map(Arc::new),
+        edge: Arc::new(edge),
         turn: Arc::default(),
+        parsing: Arc::default(),
         places: Arc::new(Semaphore::new(WAITING)),
     };
     Router::new()
         .route("/", get(describe).post(score))
         .route("/health", get(describe))
         .fallback(axum::routing::post(score))
-        .layer(DefaultBodyLimit::max(BODY_LIMIT_BYTES))
+        .layer(middleware::from_fn_with_state(serving.clone(), check_caller))
         .with_state(serving)
+}
+
+async fn check_caller(State(serving): State<Serving>, request: Request, next: Next) -> Response {
+    match serving.edge.check_caller(&request) {
+        Ok(()) => next.run(request).await,
+        Err(refusal) => refused(&refusal),
+    }
 }
 
 /// What is served.
@@ -142,53 +194,68 @@ async fn describe(State(serving): State<Serving>) -> Response {
         "max_tokens": card.max_tokens,
         "num_parameters": card.num_parameters,
         "has_chat_template": card.chat_template.is_some(),
-        "signed": serving.key.is_some(),
+        "signed": serving.edge.key.is_some(),
     }))
     .into_response()
 }
 
-async fn score(State(serving): State<Serving>, headers: HeaderMap, body: Bytes) -> Response {
-    match try_score(serving, &headers, &body).await {
+async fn score(State(serving): State<Serving>, request: Request) -> Response {
+    match try_score(serving, request).await {
         Ok(answer) => axum::Json(answer).into_response(),
         Err(refusal) => refused(&refusal),
     }
 }
 
-async fn try_score(serving: Serving, headers: &HeaderMap, body: &[u8]) -> Result<Value, Refusal> {
-    if let Some(key) = &serving.key {
-        check_signature(key, headers, body)?;
+async fn try_score(serving: Serving, request: Request) -> Result<Value, Refusal> {
+    let Serving { scorer, edge, turn, parsing, places } = serving;
+    let headers = request.headers().clone();
+    edge.check_head(&headers, now_s())?;
+    let full = || edge::busy(format!("{WAITING} requests wait for the model; try again later"));
+    if places.available_permits() == 0 && !edge::is_small(&headers) {
+        return Err(full());
     }
-    let body: Value = serde_json::from_slice(body).map_err(|error| {
-        Refusal::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not JSON: {error}"))
-    })?;
-    let Some(asked) = answer::read(&body, MAX_BATCH_SAMPLES)? else {
+    let body = edge.read(request).await?;
+    edge.check_signature(&headers, &body.bytes, now_s())?;
+    // While a request waits for the model it is kept as it came: that is the smallest.
+    let parsing = parsing.lock_owned().await;
+    let (body, is_ping) = blocking(move || {
+        let _parsing = parsing;
+        read(&body.bytes).map(|asked| (body, asked.is_none()))
+    })
+    .await?;
+    if is_ping {
         return Ok(answer::pong(MAX_BATCH_SAMPLES));
-    };
-    let Ok(_place) = serving.places.clone().try_acquire_owned() else {
-        let detail = format!("{WAITING} requests wait for the model; try again later");
-        return Err(Refusal::new(StatusCode::TOO_MANY_REQUESTS, "busy", detail));
-    };
-    let turn = serving.turn.clone().lock_owned().await;
-    let scorer = serving.scorer.clone();
-    let answered = tokio::task::spawn_blocking(move || {
+    }
+    let Ok(_place) = places.try_acquire_owned() else { return Err(full()) };
+    let turn = turn.lock_owned().await;
+    blocking(move || {
         // Given back when the model is done, also when the client has gone.
         let _turn = turn;
-        answer::answer(&asked, &scorer)
-    });
-    answered.await.unwrap_or_else(|error| {
+        match read(&body.bytes)? {
+            Some(asked) => answer::answer(&asked, &scorer),
+            None => Ok(answer::pong(MAX_BATCH_SAMPLES)),
+        }
+    })
+    .await
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Refusal> + Send + 'static) -> Result<T, Refusal> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
         tracing::error!(%error, "scoring panicked");
         Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "scoring failed; see the server's log"))
     })
 }
 
-/// Standard Webhooks: who knows the secret.
-fn check_signature(key: &Key, headers: &HeaderMap, body: &[u8]) -> Result<(), Refusal> {
-    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let now_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    key.verify(text("webhook-id"), text("webhook-timestamp"), text("webhook-signature"), body, now_s).map_err(|error| {
-        let detail = format!("{error}: requests here are signed with the secret that this server was started with");
-        Refusal::new(StatusCode::UNAUTHORIZED, "not_signed", detail)
-    })
+/// What a body asks for; None = whether we are there.
+fn read(body: &[u8]) -> Result<Option<Asked>, Refusal> {
+    let body: Value = serde_json::from_slice(body).map_err(|error| {
+        Refusal::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not JSON: {error}"))
+    })?;
+    answer::read(&body, MAX_BATCH_SAMPLES)
+}
+
+fn now_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 fn refused(refusal: &Refusal) -> Response {

@@ -5,7 +5,6 @@
 pub mod check;
 pub mod disk;
 mod leases;
-mod listen;
 mod outage;
 #[cfg(test)]
 mod queue_model;
@@ -36,6 +35,7 @@ use crate::generation::{GenerationReport, GenerationTask};
 use crate::http::generate::{Generator, Ungenerated};
 use crate::http::probe::{Prober, Unprobed};
 use crate::http::{self, AppState};
+use crate::listen;
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::probe::{ProbeReport, ProbeTask};
 use crate::reward::client::{Pace, RewardClient};

@@ -97,12 +97,9 @@ impl Default for Edge {
 
 impl EdgeArgs {
     pub(super) fn resolve(&self) -> Result<Edge, ConfigError> {
-        let words = |given: &Option<Vec<String>>| -> Vec<String> {
-            let given = given.as_deref().unwrap_or_default().iter().map(|word| word.trim().to_ascii_lowercase());
-            given.filter(|word| !word.is_empty()).collect()
-        };
+        let words = |given: &Option<Vec<String>>| words(given.as_deref().unwrap_or_default());
         Ok(Edge {
-            allowed_hosts: words(&self.allowed_hosts).into_iter().map(host).collect::<Result<_, _>>()?,
+            allowed_hosts: hosts(self.allowed_hosts.as_deref().unwrap_or_default())?,
             cors_origins: words(&self.cors_origins).into_iter().map(origin).collect::<Result<_, _>>()?,
             trusted_proxies: words(&self.trusted_proxies).iter().map(proxy).collect::<Result<_, _>>()?,
             max_connections: self.max_connections,
@@ -114,6 +111,25 @@ impl EdgeArgs {
             ..Edge::default()
         })
     }
+}
+
+impl Edge {
+    /// The edge of a reward server.
+    ///
+    /// # Errors
+    /// When a host is not a host name.
+    pub fn of_reward_server(allowed_hosts: &[String], max_connections: u32) -> Result<Self, ConfigError> {
+        Ok(Self { allowed_hosts: hosts(allowed_hosts)?, max_connections, ..Self::default() })
+    }
+}
+
+/// Without blanks and empty entries, in lower case.
+fn words(given: &[String]) -> Vec<String> {
+    given.iter().map(|word| word.trim().to_ascii_lowercase()).filter(|word| !word.is_empty()).collect()
+}
+
+fn hosts(given: &[String]) -> Result<Vec<String>, ConfigError> {
+    words(given).into_iter().map(host).collect()
 }
 
 fn host(word: String) -> Result<String, ConfigError> {

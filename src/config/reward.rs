@@ -23,6 +23,16 @@ pub struct RewardServerArgs {
     #[arg(long, env = "RLOOD_REWARD_SECRET", hide_env_values = true, value_name = "SECRET")]
     pub secret: Option<String>,
 
+    /// Names, besides its own addresses, localhost and the machine's name, by which clients may call this server (the Host
+    /// header), comma-separated: rm.internal, or *.example.com for all below it. Others are refused: a page whose name was
+    /// made to point here (DNS rebinding) must not reach it.
+    #[arg(long, env = "RLOOD_REWARD_ALLOWED_HOSTS", value_delimiter = ',', value_name = "HOST,…")]
+    pub allowed_hosts: Option<Vec<String>>,
+
+    /// Connections at once; beyond them the one that was idle longest makes room, else new ones are closed.
+    #[arg(long, env = "RLOOD_REWARD_MAX_CONNECTIONS", default_value_t = 1000, value_name = "N", value_parser = clap::value_parser!(u32).range(16..=1_000_000))]
+    pub max_connections: u32,
+
     /// The one device to compute on: cpu or cuda:N.
     #[arg(long, default_value = "cpu", value_name = "DEVICE")]
     pub device: Device,

@@ -6,19 +6,18 @@
 //! route asks for stands in [`crate::access`]; whose things a key sees is checked here for every path with an id, and by the
 //! handlers for lists and for what a body names. Worker routes need the worker token, or a key with the scope `worker`.
 
+mod streams;
 mod workers;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use axum::body::Body;
 use axum::extract::{FromRequestParts, MatchedPath, Request, State};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use futures::StreamExt;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
@@ -29,12 +28,14 @@ use super::session::{self, CSRF_HEADER, Cookie};
 use super::throttle::Client;
 use crate::access::{self, Access, Scope, Scopes};
 use crate::id::KeyId;
+use crate::listen::Connection;
 use crate::store::{KeyRow, NewAudit, StoreError, clock_ms};
 
+use streams::{Asker, over};
+
+pub use streams::Streams;
 pub use workers::{WorkerPass, require_worker};
 
-/// Between two looks whether the key behind an open event stream, or a question that waits, is still good.
-const STREAM_CHECK: Duration = Duration::from_secs(15);
 /// A question that was answered later than this is asked again who asks.
 const LATE: Duration = Duration::from_millis(100);
 /// A key's last use is noted this often at most, ms.
@@ -263,6 +264,7 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
         .filter(|route| access::changes(method.as_str(), route))
         .map(|route| (format!("{method} {route}"), path, client.0.map(|address| address.to_string())));
     request.extensions_mut().insert(caller.clone());
+    let connection = request.extensions().get::<Connection>().cloned();
     let response = match &note {
         None => answer_while_good(&state, &credential, next.run(request)).await,
         // What changes something is under way: cutting its answer off would only hide what became of it.
@@ -278,7 +280,7 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
         let target = made.map_or(target, str::to_owned);
         note_change(&state, &caller, Noted { action, target, address, status: response.status() }).await;
     }
-    end_with_credential(state, credential, response)
+    streams::bounded(&state, Asker { caller, client, credential, connection }, response)
 }
 
 /// 405 for a method that the document does not have for this route.
@@ -419,19 +421,6 @@ async fn note_change(state: &AppState, caller: &Caller, noted: Noted) {
     }
 }
 
-/// An event stream ends when its key is revoked or its session is over.
-fn end_with_credential(state: AppState, credential: Credential, response: Response) -> Response {
-    let streams = response
-        .headers()
-        .get(header::CONTENT_TYPE)
-        .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
-    if !streams {
-        return response;
-    }
-    let over = async move { over(&state, &credential).await };
-    response.map(|body| Body::from_stream(body.into_data_stream().take_until(Box::pin(over))))
-}
-
 /// The answer to a question, or 401 as soon as whoever asked may not (any more): one that waits for a job may take an hour.
 async fn answer_while_good(
     state: &AppState,
@@ -447,16 +436,6 @@ async fn answer_while_good(
         return credential.refused().into_response();
     }
     response
-}
-
-/// Ends when the credential does.
-async fn over(state: &AppState, credential: &Credential) {
-    loop {
-        tokio::time::sleep(STREAM_CHECK).await;
-        if is_over(state, credential).await {
-            return;
-        }
-    }
 }
 
 /// A database that does not answer is no reason to cut anything.

@@ -1,15 +1,14 @@
 //! What only a hostile web page would send is refused: a name that is not ours (DNS rebinding), a change asked for by
 //! another site's page. Pages of the origins that the operator named may call the API with a key (CORS).
 
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
-use std::sync::LazyLock;
+use std::net::IpAddr;
 
-use axum::extract::{ConnectInfo, Request, State};
+use axum::extract::{Request, State};
 use axum::http::header::{
     ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
     ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_METHOD,
 };
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, Version, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
@@ -17,6 +16,7 @@ use super::AppState;
 use super::auth;
 use super::error::{Code, Problem, shortened};
 use crate::config::ServeConfig;
+use crate::listen::host::{self, Name, names_of};
 
 /// What pages of permitted origins may send.
 const CORS_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PATCH, PUT, DELETE");
@@ -36,7 +36,7 @@ pub async fn guard_browser(State(state): State<AppState>, request: Request, next
     let (method, uri, headers) = (request.method().clone(), request.uri().clone(), request.headers().clone());
     let names = match names_of(&request) {
         Ok(names) => names,
-        Err(problem) => return problem.into_response(),
+        Err(detail) => return Problem::new(Code::InvalidRequest, detail).into_response(),
     };
     // Workers are no browsers; they call by whatever name leads here, with a token.
     if !uri.path().starts_with("/worker/")
@@ -65,36 +65,6 @@ fn permitted_origin(config: &ServeConfig, headers: &HeaderMap) -> Option<HeaderV
     let origin = headers.get(header::ORIGIN)?;
     let text = origin.to_str().ok()?;
     config.edge.cors_origins.iter().any(|permitted| permitted.eq_ignore_ascii_case(text)).then(|| origin.clone())
-}
-
-/// What a request calls this server: in its target, in `Host`, or in both.
-struct Name {
-    /// With the port, as it was sent.
-    whole: String,
-    /// Without brackets.
-    host: String,
-}
-
-/// The names of a request. 400 where HTTP asks for another `Host` (RFC 9112, 3.2): what others along the way may read
-/// otherwise is not guessed at. Only a request from no socket may have none.
-fn names_of(request: &Request) -> Result<Vec<Name>, Problem> {
-    let refused = |detail: &str| Problem::new(Code::InvalidRequest, detail);
-    let mut hosts = request.headers().get_all(header::HOST).iter();
-    let (host, target) = (hosts.next(), request.uri().authority());
-    if hosts.next().is_some() {
-        return Err(refused("send one 'host' header, not several"));
-    }
-    let is_named = host.is_some() || (request.version() >= Version::HTTP_2 && target.is_some());
-    if !is_named && request.extensions().get::<ConnectInfo<SocketAddr>>().is_some() {
-        return Err(refused("send a 'host' header with the name of this server"));
-    }
-    let texts = target.map(|target| Ok(target.as_str())).into_iter().chain(host.map(HeaderValue::to_str));
-    let read = texts.map(|text| {
-        let whole = text.ok()?;
-        Some(Name { host: host_of(whole)?.to_owned(), whole: whole.to_owned() })
-    });
-    let names: Option<Vec<Name>> = read.collect();
-    names.ok_or_else(|| refused("the 'host' header is not valid: send HOST, HOST:PORT or [IPV6]:PORT"))
 }
 
 async fn check_browser(state: &AppState, method: &Method, headers: &HeaderMap, names: &[Name]) -> Result<(), Problem> {
@@ -140,71 +110,8 @@ fn reqwest_origin(url: &str) -> Option<String> {
 }
 
 fn is_ours(config: &ServeConfig, host: &str) -> bool {
-    let host = host.trim_end_matches('.').to_ascii_lowercase();
-    let loopback = host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
     let public = config.public_url.as_deref().and_then(|url| url.parse::<Uri>().ok());
-    let permitted = |allowed: &String| match allowed.strip_prefix('*') {
-        Some(below) => host.ends_with(below) && host.len() > below.len(),
-        None => *allowed == host,
-    };
-    loopback
-        || host == "localhost"
-        || host == config.listen.ip().to_string()
-        || (!host.is_empty() && MACHINE.as_deref() == Some(host.as_str()))
-        || public.as_ref().and_then(Uri::host).is_some_and(|ours| ours.eq_ignore_ascii_case(&host))
-        || config.edge.allowed_hosts.iter().any(permitted)
-}
-
-/// The machine's own name, which nobody else's DNS can give out.
-static MACHINE: LazyLock<Option<String>> = LazyLock::new(|| {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
-    Some(name.trim().to_ascii_lowercase()).filter(|name| !name.is_empty() && !name.contains('.'))
-});
-
-/// The host of `host`, `host:port`, `[v6]` or `[v6]:port`, without brackets; None for anything else.
-fn host_of(authority: &str) -> Option<&str> {
-    let (host, port) = match authority.strip_prefix('[') {
-        Some(rest) => {
-            let (host, after) = rest.split_once(']')?;
-            host.parse::<Ipv6Addr>().ok()?;
-            (host, if after.is_empty() { "" } else { after.strip_prefix(':')? })
-        }
-        None => authority.split_once(':').unwrap_or((authority, "")),
-    };
-    let of_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~%!$&'()*+,;=".contains(&byte);
-    let is_name = authority.starts_with('[') || host.bytes().all(of_name);
-    let is_port = port.is_empty() || (port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok());
-    (is_name && is_port).then_some(host)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_host_is_a_name_or_an_address_perhaps_with_a_port() {
-        for (whole, host) in [
-            ("localhost", "localhost"),
-            ("my_box.lan:8080", "my_box.lan"),
-            ("127.0.0.1:", "127.0.0.1"),
-            ("[::1]", "::1"),
-            ("[fd00::1]:80", "fd00::1"),
-            ("", ""),
-        ] {
-            assert_eq!(host_of(whole), Some(host), "{whole}");
-        }
-        for broken in [
-            "[::1",
-            "[::1]80",
-            "[x]:1",
-            "::1",
-            "localhost:abc",
-            "localhost:99999",
-            "localhost:+1",
-            "a b",
-            "u@localhost",
-        ] {
-            assert_eq!(host_of(broken), None, "{broken}");
-        }
-    }
+    let is_public = public.as_ref().and_then(Uri::host);
+    host::is_own(host, config.listen.ip(), &config.edge.allowed_hosts)
+        || is_public.is_some_and(|ours| ours.eq_ignore_ascii_case(host.trim_end_matches('.')))
 }

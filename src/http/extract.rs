@@ -1,7 +1,6 @@
 //! Extractors that fail with a [`Problem`]: `Json`, `Query`, `Path`, and bounded reading of bodies.
 
 mod json;
-mod unfinished;
 
 use std::time::Duration;
 
@@ -28,9 +27,9 @@ use super::submit::hex;
 use super::throttle::Client;
 use super::{JSON_LIMIT_BYTES, SESSION_LIMIT_BYTES};
 use crate::json::{Exact, words};
+use crate::listen::unfinished::Unfinished;
 use crate::spec::format::Format;
 use json::parse_object;
-use unfinished::{MOST, Unfinished};
 
 pub use json::parse_json;
 
@@ -224,6 +223,8 @@ pub fn media_type(headers: &HeaderMap) -> String {
 }
 
 const MIB: usize = 1 << 20;
+/// Bodies of sign-ins that may be unfinished at a time.
+const SIGN_INS_AT_ONCE: usize = 256;
 
 /// What the bodies of some senders may hold together while they arrive: many at once must not exhaust the memory. Each kind of
 /// sender has its own, so that strangers keep out neither users nor workers, and users no workers.
@@ -235,8 +236,8 @@ struct Allowance {
 
 /// Without a credential: sign-ins, a few hundred bytes each. Twice what the places of [`SIGN_INS`] can hold, so that the
 /// places are the bound, where a new body is never refused.
-static STRANGERS: Allowance = Allowance::new(2 * MOST * SESSION_LIMIT_BYTES / MIB, 5);
-static SIGN_INS: Unfinished = Unfinished::new();
+static STRANGERS: Allowance = Allowance::new(2 * SIGN_INS_AT_ONCE * SESSION_LIMIT_BYTES / MIB, 5);
+static SIGN_INS: Unfinished = Unfinished::new(SIGN_INS_AT_ONCE, 16);
 static USERS: Allowance = Allowance::new(96, 120);
 static WORKERS: Allowance = Allowance::new(96, 120);
 

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::sync::atomic::AtomicU64;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -85,19 +84,6 @@ impl RequestCounts {
             line(text, &format!("rlood_http_request_duration_seconds_count{labels}"), number);
         }
     }
-}
-
-/// Connections, for `/metrics`; the accept loop counts.
-#[derive(Debug, Default)]
-pub struct Connections {
-    /// Open now.
-    pub open: AtomicU64,
-    /// Accepted in all.
-    pub accepted: AtomicU64,
-    /// Idle ones that were closed to make room.
-    pub evicted: AtomicU64,
-    /// New ones that were closed for want of room.
-    pub refused: AtomicU64,
 }
 
 /// The process answers.

@@ -8,6 +8,8 @@ use subtle::ConstantTimeEq;
 
 /// How far a request's timestamp may lie from the receiver's clock, s.
 pub const TOLERANCE_S: u64 = 300;
+/// The longest `webhook-id` that a receiver here accepts, characters.
+pub const LONGEST_ID: usize = 256;
 
 /// A signing key; its text form is `whsec_` and base64.
 #[derive(Clone)]
@@ -36,12 +38,18 @@ pub enum KeyError {
 /// Why a request is not accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
+    /// Missing, too long, or with other than visible ASCII characters.
+    #[error("webhook-id is missing or not 1 to {LONGEST_ID} visible ASCII characters")]
+    Id,
     /// Not a number of seconds.
     #[error("webhook-timestamp is missing or not a number of seconds")]
     Timestamp,
     /// More than five minutes off.
     #[error("webhook-timestamp is more than {TOLERANCE_S} s away from this clock")]
     Stale,
+    /// Not a `v1` signature.
+    #[error("webhook-signature is missing or holds no v1 signature")]
+    Form,
     /// None of the signatures fits.
     #[error("no signature in webhook-signature fits")]
     Signature,
@@ -70,13 +78,22 @@ impl Key {
         format!("v1,{}", STANDARD.encode(self.mac(id, timestamp, body)))
     }
 
+    /// Checks what can be told before the body is there: that all three headers have their form, and that the request was
+    /// signed within the tolerance.
+    pub fn check_head(&self, id: &str, timestamp: &str, signatures: &str, now_s: u64) -> Result<(), Rejected> {
+        if !(1..=LONGEST_ID).contains(&id.len()) || !id.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(Rejected::Id);
+        }
+        fresh(timestamp, now_s)?;
+        let is_mac = |signature: &str| STANDARD.decode(signature).is_ok_and(|mac| mac.len() == MAC_BYTES);
+        let has_form = signatures.split(' ').filter_map(|signature| signature.strip_prefix("v1,")).any(is_mac);
+        if has_form { Ok(()) } else { Err(Rejected::Form) }
+    }
+
     /// Checks a received request; `signatures` is the whole header, several separated by spaces, of which one must fit.
     /// Takes the same time wherever a signature differs.
     pub fn verify(&self, id: &str, timestamp: &str, signatures: &str, body: &[u8], now_s: u64) -> Result<(), Rejected> {
-        let timestamp: u64 = timestamp.parse().map_err(|_| Rejected::Timestamp)?;
-        if timestamp.abs_diff(now_s) > TOLERANCE_S {
-            return Err(Rejected::Stale);
-        }
+        let timestamp = fresh(timestamp, now_s)?;
         let expected = self.mac(id, timestamp, body);
         let fits = signatures.split(' ').filter_map(|signature| signature.strip_prefix("v1,")).any(|signature| {
             STANDARD.decode(signature).is_ok_and(|given| bool::from(given.as_slice().ct_eq(expected.as_slice())))
@@ -90,6 +107,15 @@ impl Key {
         mac.update(body);
         mac.finalize().into_bytes().to_vec()
     }
+}
+
+/// The bytes of an HMAC-SHA256.
+const MAC_BYTES: usize = 32;
+
+/// A timestamp within the tolerance, s.
+fn fresh(timestamp: &str, now_s: u64) -> Result<u64, Rejected> {
+    let timestamp: u64 = timestamp.parse().map_err(|_| Rejected::Timestamp)?;
+    if timestamp.abs_diff(now_s) > TOLERANCE_S { Err(Rejected::Stale) } else { Ok(timestamp) }
 }
 
 #[cfg(test)]

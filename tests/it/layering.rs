@@ -37,15 +37,17 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // A reward model with its text, for whoever runs it.
     ("reward_model", &["engine", "reward"]),
     ("supervisor", &[]),
-    ("http", &["files", "store"]),
+    // A router and a socket; for any server.
+    ("listen", &[]),
+    ("http", &["files", "listen", "store"]),
     ("errand", &[]),
     // How a process ends whose server is gone.
     ("worker", &["engine", "errand", "files", "reward", "reward_model"]),
     ("prober", &["engine", "errand", "reward", "reward_model"]),
     ("generator", &["engine", "errand"]),
-    ("reward_server", &["engine", "reward", "reward_model"]),
+    ("reward_server", &["engine", "listen", "reward", "reward_model"]),
     // Of the engine only which kernels the machine can run.
-    ("serve", &["courier", "engine", "files", "http", "reward", "store", "supervisor"]),
+    ("serve", &["courier", "engine", "files", "http", "listen", "reward", "store", "supervisor"]),
     ("convert", &[]),
     // Beside a running server, with the same tables.
     ("keys", &["files", "store"]),
@@ -73,7 +75,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 
 /// Crates that belong to some modules only.
 const CRATES: &[(&str, &[&str])] = &[
-    ("axum", &["demo", "http", "reward", "reward_server", "serve"]),
+    ("axum", &["demo", "http", "listen", "reward", "reward_server"]),
     ("reqwest", &["config", "courier", "demo", "outgoing", "reward", "spec", "worker"]),
     ("sqlx", &["store", "serve"]),
     (
@@ -83,6 +85,7 @@ const CRATES: &[(&str, &[&str])] = &[
             "demo",
             "files",
             "http",
+            "listen",
             "prober",
             "reward",
             "reward_server",

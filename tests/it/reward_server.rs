@@ -199,10 +199,10 @@ async fn a_job_trains_with_a_registered_reward_model_and_its_rewards_are_the_mod
 }
 
 /// `rlood reward-server`; killed when dropped.
-struct RewardServer {
-    child: Child,
-    url: String,
-    http: reqwest::Client,
+pub struct RewardServer {
+    pub child: Child,
+    pub url: String,
+    pub http: reqwest::Client,
 }
 
 impl Drop for RewardServer {
@@ -213,7 +213,7 @@ impl Drop for RewardServer {
 }
 
 impl RewardServer {
-    fn start(model: &str, more: &[&str]) -> RewardServer {
+    pub fn start(model: &str, more: &[&str]) -> RewardServer {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
         command.args(["reward-server", "--listen", "127.0.0.1:0", "--threads", "1", "--model"]).arg(fixture(model));
@@ -225,7 +225,7 @@ impl RewardServer {
         RewardServer { child, url, http: reqwest::Client::builder().no_proxy().build().unwrap() }
     }
 
-    async fn post(&self, body: &Value) -> (u16, Value) {
+    pub async fn post(&self, body: &Value) -> (u16, Value) {
         let answer = self.http.post(format!("{}/score", self.url)).json(body).send().await.unwrap();
         (answer.status().as_u16(), answer.json().await.unwrap())
     }

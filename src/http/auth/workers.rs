@@ -11,6 +11,7 @@ use crate::access::Scope;
 use crate::http::AppState;
 use crate::http::error::{Code, Problem};
 use crate::http::throttle::Client;
+use crate::listen::Connection;
 use crate::store::clock_ms;
 
 /// Layer of the worker routes: 401 unless the request carries the worker token or a key with the scope `worker`.
@@ -19,6 +20,9 @@ pub async fn require_worker(State(state): State<AppState>, mut request: Request,
     let client = Client::of(&state, &headers, request.extensions());
     match admit_worker(&state, client, &headers).await {
         Ok(()) => {
+            if let Some(connection) = request.extensions().get::<Connection>() {
+                connection.mark_worker();
+            }
             request.extensions_mut().insert(WorkerPass(headers));
             next.run(request).await
         }

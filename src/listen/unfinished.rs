@@ -1,20 +1,22 @@
-//! Bodies of requests without a credential (sign-ins) while they arrive: a bounded number, of which a new one is never refused.
-//! Where there are too many, the oldest of the address that has the most makes room, so that a client which opens many and
-//! finishes none is in the way of its own only.
+//! Bodies that are arriving, of clients that nobody knows yet: a bounded number, and a new one is never refused. Where there
+//! are too many, the oldest of the address that has the most makes room, so that a client which begins many and finishes none
+//! is in the way of its own only.
 
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
 
 use tokio_util::sync::CancellationToken;
 
-/// Unfinished bodies of all addresses.
-pub(super) const MOST: usize = 256;
-/// Of them, those of one address.
-const MOST_OF_ADDRESS: usize = 16;
+/// The bodies that are arriving.
+#[derive(Debug)]
+pub struct Unfinished {
+    most: usize,
+    most_of_address: usize,
+    /// Oldest first.
+    bodies: Mutex<Vec<Entry>>,
+}
 
-/// The bodies that are arriving, oldest first.
-pub(super) struct Unfinished(Mutex<Vec<Entry>>);
-
+#[derive(Debug)]
 struct Entry {
     /// None = from no socket.
     address: Option<IpAddr>,
@@ -22,36 +24,29 @@ struct Entry {
 }
 
 /// The place of one body; given back when dropped.
-pub(super) struct Place<'a> {
+#[derive(Debug)]
+pub struct Place<'a> {
     all: &'a Unfinished,
     displaced: CancellationToken,
 }
 
 impl Unfinished {
-    pub(super) const fn new() -> Self {
-        Self(Mutex::new(Vec::new()))
+    /// At most `most` bodies, and `most_of_address` of one address.
+    pub const fn new(most: usize, most_of_address: usize) -> Self {
+        Self { most, most_of_address, bodies: Mutex::new(Vec::new()) }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Entry>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.bodies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A place for a new body; another one may lose its own.
-    pub(super) fn enter(&self, address: Option<IpAddr>) -> Place<'_> {
+    /// A place for a new body; another one may lose its own. `address` stands for a client: None = from no socket.
+    pub fn enter(&self, address: Option<IpAddr>) -> Place<'_> {
         let mut all = self.lock();
-        let count = |address| all.iter().filter(|entry| entry.address == address).count();
-        let crowded = if count(address) >= MOST_OF_ADDRESS {
-            Some(address)
-        } else if all.len() >= MOST {
-            // The first maximum from the back is the address whose oldest body is oldest.
-            all.iter().rev().map(|entry| entry.address).max_by_key(|address| count(*address))
-        } else {
-            None
-        };
-        if let Some(crowded) = crowded
-            && let Some(oldest) = all.iter().position(|entry| entry.address == crowded)
-        {
-            all.remove(oldest).displaced.cancel();
+        if all.iter().filter(|entry| entry.address == address).count() >= self.most_of_address {
+            displace_oldest(&mut all, address);
+        } else if all.len() >= self.most {
+            displace_greediest(&mut all);
         }
         let displaced = CancellationToken::new();
         all.push(Entry { address, displaced: displaced.clone() });
@@ -59,10 +54,30 @@ impl Unfinished {
     }
 }
 
+fn displace_oldest(all: &mut Vec<Entry>, address: Option<IpAddr>) {
+    if let Some(oldest) = all.iter().position(|entry| entry.address == address) {
+        all.remove(oldest).displaced.cancel();
+    }
+}
+
+/// The oldest of the address that has the most; of several such addresses, the one whose oldest is oldest.
+fn displace_greediest(all: &mut Vec<Entry>) {
+    let count = |address| all.iter().filter(|entry| entry.address == address).count();
+    let addresses = all.iter().rev().map(|entry| entry.address);
+    if let Some(greediest) = addresses.max_by_key(|address| count(*address)) {
+        displace_oldest(all, greediest);
+    }
+}
+
 impl Place<'_> {
     /// Returns when a newer body took the place.
-    pub(super) async fn lost(&self) {
+    pub async fn lost(&self) {
         self.displaced.cancelled().await;
+    }
+
+    /// Lets the greediest address lose a place, so that what that body held is free.
+    pub fn make_room(&self) {
+        displace_greediest(&mut self.all.lock());
     }
 }
 
@@ -80,6 +95,9 @@ impl Drop for Place<'_> {
 mod tests {
     use super::*;
 
+    const MOST: usize = 256;
+    const MOST_OF_ADDRESS: usize = 16;
+
     fn address(number: u8) -> Option<IpAddr> {
         Some(IpAddr::from([192, 0, 2, number]))
     }
@@ -90,7 +108,7 @@ mod tests {
 
     #[test]
     fn an_address_with_too_many_loses_its_own_oldest() {
-        let all = Unfinished::new();
+        let all = Unfinished::new(MOST, MOST_OF_ADDRESS);
         let other = all.enter(address(2));
         let mut places: Vec<Place<'_>> = (0..MOST_OF_ADDRESS).map(|_| all.enter(address(1))).collect();
         assert!(!places.iter().any(is_lost));
@@ -107,7 +125,7 @@ mod tests {
 
     #[test]
     fn beyond_the_whole_the_greediest_address_makes_room() {
-        let all = Unfinished::new();
+        let all = Unfinished::new(MOST, MOST_OF_ADDRESS);
         let greedy: Vec<Place<'_>> = (0..MOST_OF_ADDRESS).map(|_| all.enter(address(255))).collect();
         let mut places = Vec::new();
         while all.lock().len() < MOST {

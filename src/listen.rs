@@ -3,10 +3,14 @@
 //! A client that is slow in some way meets a limit of its own: no request at all, or a head that does not end
 //! (`header_timeout`); pauses in a body (`body_pause`, a layer of the router); nothing asked for (`idle_timeout`); answers
 //! that are not taken (`write_timeout`). Connections without a request in flight make room for new ones when there are too
-//! many.
+//! many. A part of all connections is kept for workers, so that neither event streams nor slow clients cost a job its lease.
+//!
+//! `rlood serve` and `rlood reward-server` listen with it.
 
 mod activity;
+pub mod host;
 mod stall;
+pub mod unfinished;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -30,9 +34,10 @@ use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
 use crate::config::Edge;
-use crate::http::system::Connections;
 use activity::{Activity, Registry, Tracked};
 use stall::Stalling;
+
+pub use activity::{Connection, Connections, Crowded, StreamPlace};
 
 /// A request whose head is still arriving when the server stops has this long for it.
 const HEADS: Duration = Duration::from_secs(2);
@@ -48,15 +53,16 @@ const OTHER_FILES: u64 = 256;
 const KEEPALIVE: Duration = Duration::from_secs(60);
 
 /// How a server ends.
-pub(super) struct Stop {
+pub struct Stop {
     /// No more connections; streams end.
-    pub(super) begin: CancellationToken,
+    pub begin: CancellationToken,
     /// Requests that are still in flight have no more time.
-    pub(super) cut: CancellationToken,
+    pub cut: CancellationToken,
 }
 
-/// Serves until it shall stop, then ends streams, lets requests in flight finish, and returns.
-pub(super) async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Arc<Connections>, stop: Stop) {
+/// Serves until it shall stop, then ends streams, lets requests in flight finish, and returns. Every request carries its
+/// [`Connection`] and the peer's address as extensions.
+pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Arc<Connections>, stop: Stop) {
     let router = router.layer(middleware::from_fn_with_state(stop.begin.clone(), end_streams));
     let builder = builder(&edge);
     let registry = Registry::new(most_connections(edge.max_connections), counts);
@@ -83,13 +89,14 @@ pub(super) async fn serve(listener: TcpListener, router: Router, edge: Edge, cou
             continue;
         };
         tune(&stream);
-        let activity = place.activity.clone();
-        let (router, of_requests) = (router.clone(), activity.clone());
+        let activity = place.connection.activity();
+        let (router, connection) = (router.clone(), place.connection.clone());
         let service = service_fn(move |request: hyper::Request<Incoming>| {
             // Held until the answer's body is sent, or nobody wants it any more.
-            let at_work = Activity::begin(&of_requests);
+            let at_work = Activity::begin(&connection.activity());
             let mut request = request.map(Body::new);
             request.extensions_mut().insert(ConnectInfo::<SocketAddr>(peer));
+            request.extensions_mut().insert(connection.clone());
             let answered = router.clone().oneshot(request);
             async move { answered.await.map(|response| response.map(|body| Body::new(Tracked::new(body, at_work)))) }
         });
@@ -162,14 +169,16 @@ fn tune(stream: &TcpStream) {
     let _ = SockRef::from(stream).set_tcp_keepalive(&keepalive);
 }
 
+/// Whether an answer is a stream of server-sent events.
+pub fn is_event_stream(response: &Response) -> bool {
+    let kind = response.headers().get(hyper::header::CONTENT_TYPE);
+    kind.is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"))
+}
+
 /// Ends event streams in good order when the server stops, so that clients reconnect with the last id they saw.
 async fn end_streams(State(stop): State<CancellationToken>, request: Request, next: Next) -> Response {
     let response = next.run(request).await;
-    let streams = response
-        .headers()
-        .get(hyper::header::CONTENT_TYPE)
-        .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
-    if !streams {
+    if !is_event_stream(&response) {
         return response;
     }
     response.map(|body| {

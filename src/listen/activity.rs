@@ -1,0 +1,465 @@
+//! What each connection does: so that idle ones end, and make room when there are too many.
+
+use std::collections::HashMap;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use http_body::{Frame, SizeHint};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// Event streams that one connection may carry; HTTP/1.1 carries one.
+const STREAMS_OF_CONNECTION: usize = 16;
+/// Of all connections this part, but at least so many, and at most half, is for workers and for what has not asked yet.
+const KEPT_PART: usize = 8;
+const KEPT_AT_LEAST: usize = 16;
+
+/// The connections of a listener, for `/metrics`; the accept loop counts.
+#[derive(Debug, Default)]
+pub struct Connections {
+    /// Open now.
+    pub open: AtomicU64,
+    /// Accepted in all.
+    pub accepted: AtomicU64,
+    /// Those that were closed to make room.
+    pub evicted: AtomicU64,
+    /// New ones that were closed for want of room.
+    pub refused: AtomicU64,
+}
+
+/// One connection's requests.
+#[derive(Debug)]
+pub(super) struct Activity {
+    state: Mutex<State>,
+    /// Connections with a request in flight whose latest request was not a worker's.
+    busy_others: Arc<AtomicUsize>,
+    /// Set to make room.
+    cut: CancellationToken,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Requests whose answers are not sent yet.
+    in_flight: usize,
+    /// Of them, event streams.
+    streams: usize,
+    /// Whether it ever asked for something.
+    asked: bool,
+    /// Whether its latest request was a worker's.
+    is_worker: bool,
+    /// When it began to be idle.
+    idle_since: Instant,
+    /// When its first request in flight began.
+    busy_since: Instant,
+}
+
+impl State {
+    fn is_busy_other(&self) -> bool {
+        self.in_flight > 0 && !self.is_worker
+    }
+}
+
+/// A request in flight; dropped when its answer is sent.
+#[derive(Debug)]
+pub(super) struct AtWork(Arc<Activity>);
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        self.0.change(|state| {
+            state.in_flight -= 1;
+            state.idle_since = Instant::now();
+        });
+    }
+}
+
+impl Activity {
+    fn new(busy_others: Arc<AtomicUsize>) -> Arc<Self> {
+        let now = Instant::now();
+        let state =
+            State { in_flight: 0, streams: 0, asked: false, is_worker: false, idle_since: now, busy_since: now };
+        Arc::new(Self { state: Mutex::new(state), busy_others, cut: CancellationToken::new() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        let mut state = self.lock();
+        let was_busy = state.is_busy_other();
+        let result = change(&mut state);
+        match (was_busy, state.is_busy_other()) {
+            (false, true) => drop(self.busy_others.fetch_add(1, Ordering::AcqRel)),
+            (true, false) => drop(self.busy_others.fetch_sub(1, Ordering::AcqRel)),
+            (true, true) | (false, false) => {}
+        }
+        result
+    }
+
+    /// A request arrived.
+    pub(super) fn begin(activity: &Arc<Self>) -> AtWork {
+        activity.change(|state| {
+            if state.in_flight == 0 {
+                state.busy_since = Instant::now();
+            }
+            state.in_flight += 1;
+            state.asked = true;
+        });
+        AtWork(activity.clone())
+    }
+
+    /// Which connections make room first; None = this one does not.
+    fn rank(&self) -> Option<(Rank, Instant)> {
+        let state = self.lock();
+        match (state.in_flight, state.is_worker) {
+            (0, false) => Some((Rank::Idle, state.idle_since)),
+            (0, true) => Some((Rank::IdleWorker, state.idle_since)),
+            (in_flight, false) if in_flight == state.streams => Some((Rank::Streams, state.busy_since)),
+            (_, _) => None,
+        }
+    }
+
+    /// Returns when the connection has asked for nothing for too long (`first`: since it began; `later`: since its last
+    /// answer), or has to make room.
+    pub(super) async fn idle(&self, first: Duration, later: Duration) {
+        loop {
+            let now = Instant::now();
+            let ends = {
+                let state = self.lock();
+                let limit = if state.asked { later } else { first };
+                if state.in_flight == 0 { state.idle_since + limit } else { now + limit }
+            };
+            if ends <= now {
+                return;
+            }
+            tokio::select! {
+                () = self.cut.cancelled() => return,
+                () = tokio::time::sleep_until(ends) => {}
+            }
+        }
+    }
+}
+
+/// What a connection is cut for; the first goes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    /// It asks for nothing now.
+    Idle,
+    /// It carries nothing but event streams: clients open them again where they ended.
+    Streams,
+    /// A worker's that asks for nothing now.
+    IdleWorker,
+}
+
+/// All connections.
+#[derive(Debug)]
+pub(super) struct Registry {
+    most: usize,
+    /// Of them, those that may be busy with requests that are not a worker's.
+    most_busy_others: usize,
+    busy_others: Arc<AtomicUsize>,
+    counts: Arc<Connections>,
+    open: Mutex<HashMap<u64, Arc<Activity>>>,
+    next: AtomicU64,
+}
+
+/// A connection's place, given back when dropped.
+pub(super) struct Place {
+    pub(super) connection: Connection,
+    number: u64,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let Connection { registry, .. } = &self.connection;
+        registry.lock().remove(&self.number);
+        registry.counts.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Registry {
+    pub(super) fn new(most: usize, counts: Arc<Connections>) -> Arc<Self> {
+        let kept = (most / KEPT_PART).max(KEPT_AT_LEAST).min(most / 2);
+        Arc::new(Self {
+            most,
+            most_busy_others: most - kept,
+            busy_others: Arc::default(),
+            counts,
+            open: Mutex::default(),
+            next: AtomicU64::default(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Arc<Activity>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A place for a new connection; None when all are taken by connections at work.
+    pub(super) fn admit(self: &Arc<Self>) -> Option<Place> {
+        if self.lock().len() >= self.most && !self.make_room() {
+            self.counts.refused.fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let activity = Activity::new(self.busy_others.clone());
+        self.lock().insert(number, activity.clone());
+        self.counts.open.fetch_add(1, Ordering::Relaxed);
+        self.counts.accepted.fetch_add(1, Ordering::Relaxed);
+        Some(Place { connection: Connection { activity, registry: self.clone() }, number })
+    }
+
+    /// Cuts all connections without a request in flight.
+    pub(super) fn cut_idle(&self) {
+        let open = self.lock();
+        let is_idle = |activity: &&Arc<Activity>| activity.lock().in_flight == 0;
+        open.values().filter(is_idle).for_each(|activity| activity.cut.cancel());
+    }
+
+    /// Cuts the connection that can best be missed; false when all are at work.
+    pub(super) fn make_room(&self) -> bool {
+        self.cut_first(|_| true)
+    }
+
+    /// Of the connections with such a rank the first is cut; false when there is none.
+    fn cut_first(&self, may_go: impl Fn(Rank) -> bool) -> bool {
+        let open = self.lock();
+        let uncut = open.values().filter(|activity| !activity.cut.is_cancelled());
+        let ranked = uncut.filter_map(|activity| Some((activity.rank()?, activity)));
+        let first = ranked.filter(|((rank, _), _)| may_go(*rank)).min_by_key(|(place, _)| *place);
+        let Some((_, activity)) = first else { return false };
+        activity.cut.cancel();
+        self.counts.evicted.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+}
+
+/// A request's connection, as an extension of the request.
+#[derive(Debug, Clone)]
+pub struct Connection {
+    activity: Arc<Activity>,
+    registry: Arc<Registry>,
+}
+
+/// Why a request is not answered now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Crowded {
+    /// All connections that are not kept for workers are at work.
+    Connections,
+    /// The connection carries as many event streams as one may.
+    Streams,
+}
+
+/// An event stream of a connection; dropped when it ends.
+#[derive(Debug)]
+pub struct StreamPlace(Arc<Activity>);
+
+impl Drop for StreamPlace {
+    fn drop(&mut self) {
+        self.0.change(|state| state.streams -= 1);
+    }
+}
+
+impl Connection {
+    pub(super) fn activity(&self) -> Arc<Activity> {
+        self.activity.clone()
+    }
+
+    /// A worker showed that it is one: its connection is the last to make room.
+    pub fn mark_worker(&self) {
+        self.activity.change(|state| state.is_worker = true);
+    }
+
+    /// Lets a request in that is not a worker's. Where such requests hold all connections that they may, the oldest event
+    /// stream makes room, but not for another stream.
+    ///
+    /// # Errors
+    /// When nothing can make room.
+    pub fn admit(&self, asks_for_stream: bool) -> Result<(), Crowded> {
+        let Self { activity, registry } = self;
+        // A request of its own is no stream yet, so it is not cut for itself.
+        activity.change(|state| state.is_worker = false);
+        // This one is counted.
+        if registry.busy_others.load(Ordering::Acquire) <= registry.most_busy_others {
+            return Ok(());
+        }
+        if !asks_for_stream && registry.cut_first(|rank| rank == Rank::Streams) {
+            return Ok(());
+        }
+        Err(Crowded::Connections)
+    }
+
+    /// Counts an event stream that begins.
+    ///
+    /// # Errors
+    /// When the connection carries too many.
+    pub fn open_stream(&self) -> Result<StreamPlace, Crowded> {
+        self.activity.change(|state| {
+            if state.streams >= STREAMS_OF_CONNECTION {
+                return Err(Crowded::Streams);
+            }
+            state.streams += 1;
+            Ok(StreamPlace(self.activity.clone()))
+        })
+    }
+}
+
+/// An answer's body that keeps its request in flight until it is sent.
+pub(super) struct Tracked {
+    body: Body,
+    _at_work: AtWork,
+}
+
+impl Tracked {
+    pub(super) fn new(body: Body, at_work: AtWork) -> Self {
+        Self { body, _at_work: at_work }
+    }
+}
+
+impl http_body::Body for Tracked {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.get_mut().body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn registry(most: usize) -> (Arc<Registry>, Arc<Connections>) {
+        let counts = Arc::new(Connections::default());
+        (Registry::new(most, counts.clone()), counts)
+    }
+
+    fn is_cut(place: &Place) -> bool {
+        place.connection.activity.cut.is_cancelled()
+    }
+
+    /// A connection that carries an event stream.
+    fn stream(registry: &Arc<Registry>) -> (Place, AtWork, StreamPlace) {
+        let place = registry.admit().unwrap();
+        let at_work = Activity::begin(&place.connection.activity());
+        place.connection.admit(true).unwrap();
+        let stream = place.connection.open_stream().unwrap();
+        (place, at_work, stream)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_is_idle_only_between_its_requests() {
+        let activity = Activity::new(Arc::default());
+        let limits = (Duration::from_secs(2), Duration::from_secs(10));
+        let begun = Instant::now();
+        activity.idle(limits.0, limits.1).await;
+        assert_eq!(begun.elapsed().as_secs(), 2, "it never asked for anything");
+        let at_work = Activity::begin(&activity);
+        assert!(tokio::time::timeout(Duration::from_secs(100), activity.idle(limits.0, limits.1)).await.is_err());
+        drop(at_work);
+        let begun = Instant::now();
+        activity.idle(limits.0, limits.1).await;
+        assert_eq!(begun.elapsed().as_secs(), 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_one_that_was_idle_longest_makes_room() {
+        let (registry, counts) = registry(2);
+        let first = registry.admit().unwrap();
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let second = registry.admit().unwrap();
+        let at_work = Activity::begin(&first.connection.activity());
+        let third = registry.admit().unwrap();
+        assert!(is_cut(&second) && !is_cut(&first), "the first one is at work");
+        drop(second);
+        let others = Activity::begin(&third.connection.activity());
+        assert!(registry.admit().is_none(), "both are at work");
+        drop((at_work, others, first));
+        assert!(registry.admit().is_some());
+        assert_eq!(counts.refused.load(Ordering::Relaxed), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn streams_make_room_before_an_idle_worker_and_a_busy_worker_never() {
+        let (registry, _) = registry(4);
+        let worker = registry.admit().unwrap();
+        let other_worker = registry.admit().unwrap();
+        for worker in [&worker, &other_worker] {
+            drop(Activity::begin(&worker.connection.activity()));
+            worker.connection.mark_worker();
+        }
+        let _busy = Activity::begin(&worker.connection.activity());
+        let first = stream(&registry);
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let second = stream(&registry);
+        let mut new = Vec::new();
+        for cut in [[true, false, false], [true, true, false], [true, true, true]] {
+            let place = registry.admit().unwrap();
+            new.push(Activity::begin(&place.connection.activity()));
+            new.last().unwrap().0.change(|state| state.is_worker = true);
+            std::mem::forget(place);
+            assert_eq!([&first.0, &second.0, &other_worker].map(is_cut), cut);
+        }
+        assert!(registry.admit().is_none() && !is_cut(&worker));
+    }
+
+    #[test]
+    fn a_part_of_all_connections_is_kept_for_workers() {
+        let (registry, _) = registry(64);
+        let mut streams: Vec<_> = (0..48).map(|_| stream(&registry)).collect();
+        let place = registry.admit().unwrap();
+        let request = Activity::begin(&place.connection.activity());
+        assert_eq!(place.connection.admit(true), Err(Crowded::Connections), "no stream makes room for a stream");
+        assert_eq!(place.connection.admit(false), Ok(()), "one makes room for a request");
+        assert_eq!(streams.iter().filter(|(place, ..)| is_cut(place)).count(), 1);
+        // Workers' requests are beside the others.
+        place.connection.mark_worker();
+        let next = registry.admit().unwrap();
+        let _of_next = Activity::begin(&next.connection.activity());
+        assert_eq!(next.connection.admit(true), Err(Crowded::Connections));
+        streams.truncate(47);
+        assert_eq!(next.connection.admit(true), Ok(()));
+        drop(request);
+    }
+
+    #[test]
+    fn slow_requests_are_held_off_the_part_that_is_kept() {
+        let (registry, _) = registry(16);
+        let busy: Vec<_> = (0..8)
+            .map(|_| {
+                let place = registry.admit().unwrap();
+                let at_work = Activity::begin(&place.connection.activity());
+                assert_eq!(place.connection.admit(false), Ok(()));
+                (place, at_work)
+            })
+            .collect();
+        let ninth = registry.admit().unwrap();
+        let at_work = Activity::begin(&ninth.connection.activity());
+        assert_eq!(ninth.connection.admit(false), Err(Crowded::Connections));
+        drop(at_work);
+        drop(busy);
+        let _at_work = Activity::begin(&ninth.connection.activity());
+        assert_eq!(ninth.connection.admit(false), Ok(()));
+    }
+
+    #[test]
+    fn a_connection_carries_sixteen_streams() {
+        let (registry, _) = registry(64);
+        let place = registry.admit().unwrap();
+        let mut streams: Vec<_> = (0..16).map(|_| place.connection.open_stream().unwrap()).collect();
+        assert_eq!(place.connection.open_stream().unwrap_err(), Crowded::Streams);
+        streams.pop();
+        assert!(place.connection.open_stream().is_ok());
+    }
+}
