@@ -3,7 +3,7 @@
 use rlood::files::hash_file;
 use rlood::id::JobId;
 use rlood::protocol::{FileEntry, Outcome};
-use rlood::store::{PublishCheckpoint, StoreError, clock_ms};
+use rlood::store::{Damage, PublishCheckpoint, StoreError, clock_ms};
 use serde_json::{Value, json};
 
 use crate::server::{SECRET, Server, job, with};
@@ -91,11 +91,15 @@ async fn a_fork_whose_checkpoints_are_all_damaged_fails_and_never_starts_at_step
         let (attempt, mut damaged) = (claimed.attempt, claimed.resume.unwrap().id);
         if has_its_own {
             let newer = publish(&server, child, attempt, 8, &ADAPTER).await.parse().unwrap();
-            let older = store.claim_discard_checkpoint(child, attempt, newer, clock_ms()).await.unwrap().unwrap();
+            let older = store
+                .claim_discard_checkpoint(child, attempt, newer, Damage::Mismatch, clock_ms())
+                .await
+                .unwrap()
+                .unwrap();
             assert_eq!((older.step, older.id), (5, damaged), "the one it began with is whole");
             damaged = older.id;
         }
-        let lost = store.claim_discard_checkpoint(child, attempt, damaged, clock_ms()).await;
+        let lost = store.claim_discard_checkpoint(child, attempt, damaged, Damage::Mismatch, clock_ms()).await;
         assert!(matches!(lost, Err(StoreError::LeaseLost)), "{lost:?}");
         let job = server.get(&format!("/jobs/{child}")).await.body;
         assert_eq!((&job["state"], &job["failure"]["code"]), (&json!("failed"), &json!("checkpoint_damaged")), "{job}");
@@ -106,7 +110,7 @@ async fn a_fork_whose_checkpoints_are_all_damaged_fails_and_never_starts_at_step
     let own = server.create(document()).await;
     let (_, attempt) = server.claim().await;
     let only = publish(&server, own, attempt, 5, &ADAPTER).await.parse().unwrap();
-    assert_eq!(store.claim_discard_checkpoint(own, attempt, only, clock_ms()).await.unwrap(), None);
+    assert_eq!(store.claim_discard_checkpoint(own, attempt, only, Damage::Mismatch, clock_ms()).await.unwrap(), None);
 }
 
 #[tokio::test]

@@ -152,7 +152,9 @@ mod tests {
     fn a_rows_schema_that_asks_for_too_much_work_is_an_error_of_the_row() {
         let check = check(json!({"schema": null, "column": "schema", "fenced": false}));
         let value = |schema: Value, completion: &str| {
-            check.value(completion, &Map::from_iter([("schema".to_owned(), schema)])).unwrap_err()
+            check
+                .value(completion, &Map::from_iter([("schema".to_owned(), schema)]), BlankReference::NotApplicable)
+                .unwrap_err()
         };
         let step = |number: usize| {
             let below = json!({"$ref": format!("#/$defs/a{}", number - 1)});
