@@ -24,7 +24,13 @@ const KILLS: u32 = 20;
 
 /// A reward service that judges by the text alone.
 pub async fn judge() -> Service {
-    Service::start(|_, request| {
+    slow_judge(Duration::ZERO).await
+}
+
+/// The same, which takes this long to answer.
+pub async fn slow_judge(takes: Duration) -> Service {
+    Service::start(move |_, request| {
+        std::thread::sleep(takes);
         let result = |sample: &Value| {
             let text = sample["completion"].as_str().unwrap();
             let reward = text.bytes().map(f64::from).sum::<f64>() % 17.0;
