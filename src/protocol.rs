@@ -339,7 +339,8 @@ pub enum JournalEntry {
         /// What came of it.
         answer: RewardAnswer,
     },
-    /// The rollout's answers of this reward are not used: too many are invalid, and the job pauses until its user has seen to it.
+    /// The rollout's answers of this reward are not used: invalid ones pause the job until its user has seen to the service, or
+    /// fail it.
     Forget {
         /// Which sampling.
         rollout: RolloutId,

@@ -3,7 +3,9 @@
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::Response;
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -31,8 +33,14 @@ pub struct RetryRequest {
     /// `latest`: at the newest checkpoint of the old job that verifies, with optimizer, schedule and cursor, and with the reward
     /// answers that the old job had since then. `start`: at step 0. Default: `latest` after a failure of class `infra` or
     /// `reward`, else `start`.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "read_from")]
     from: Option<RetryFrom>,
+}
+
+/// By way of a value: JSON of any kind but a string is then a wrong value, and not broken JSON.
+fn read_from<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<RetryFrom>, D::Error> {
+    let given = Value::deserialize(deserializer)?;
+    serde_json::from_value(given).map_err(|_| D::Error::custom("must be \"latest\" or \"start\""))
 }
 
 /// Makes a new job of the same plan and secrets from one that is over.

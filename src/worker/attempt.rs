@@ -331,7 +331,7 @@ impl Attempt {
 
     async fn prepare(&self, claim: &mut Claim, journal: &Journal, scratch: &Path) -> Result<Prepared, Failure> {
         let (rollouts, answers) = self.fetched(journal.recall(&self.client, self.held).await)?;
-        if rollouts > 0 {
+        if rollouts + answers > 0 {
             self.events.log(format!(
                 "the journal holds {rollouts} rollouts and {answers} reward answers since then: they are not repeated"
             ));

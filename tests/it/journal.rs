@@ -349,3 +349,20 @@ async fn answers_that_paused_the_job_are_asked_for_anew_when_the_service_is_mend
     let values = score(&service, Book { entries, ..Book::default() }, job).await.unwrap();
     assert!(values.iter().all(|value| value.number().is_some()), "{values:?}");
 }
+
+#[tokio::test]
+async fn answers_that_fail_the_job_leave_the_journal_so_that_a_retry_asks_anew() {
+    let service = Service::start(|_, _| ok(&json!({"results": "none"}))).await;
+    let plans = [plan("r", &service.url(), json!({"max_invalid_tries": 0, "on_invalid": "fail"}))];
+    let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
+    let book = Book::default();
+    let entries = book.entries.clone();
+    let rewards = Rewards::journalled(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
+    let context = JobContext { job: JobId::new(), rollout: RolloutId::train(4), probe: false };
+    let failed = rewards.score(&context, &samples(4, 2)).await;
+    assert!(matches!(failed, Err(RewardFailure::Invalid { .. })), "{failed:?}");
+    let entries = entries.lock().unwrap();
+    assert!(entries.iter().any(|entry| matches!(entry, JournalEntry::Answer { .. })), "{entries:?}");
+    let forget = JournalEntry::Forget { rollout: RolloutId::train(4), reward: "r".into() };
+    assert_eq!(entries.last(), Some(&forget));
+}

@@ -3,12 +3,13 @@
 use rlood::config::retention::Retention;
 use rlood::event::{Event, Metrics, SamplePhase};
 use rlood::job::State;
-use rlood::protocol::{EventBatch, Outcome};
+use rlood::protocol::{EventBatch, JournalEntry, Outcome, RewardAnswer};
+use rlood::sample::RolloutId;
 use rlood::serve::retention::round;
 use rlood::store::SampleQuery;
 
 use crate::server::sample;
-use crate::setting::{Setting, T0};
+use crate::setting::{Setting, T0, failure};
 
 const DAY: i64 = 86_400_000;
 
@@ -63,4 +64,40 @@ async fn only_what_finished_long_enough_ago_is_removed() {
     assert_eq!(left(new).await, (false, 0, 1, 0, 2));
     assert_eq!(left(running).await, everything, "a job that is not over keeps all");
     assert_eq!(setting.state(old).await, State::Succeeded);
+}
+
+#[tokio::test]
+async fn the_journal_of_a_failed_job_goes_after_its_time_and_with_the_checkpoints_at_the_latest() {
+    let setting = Setting::new().await;
+    let store = &setting.store;
+    let failed = async || {
+        let job = setting.job().await;
+        let claimed = setting.claim(setting.worker().await, T0).await.unwrap();
+        setting.publish(&claimed, 1, &Metrics::new()).await.unwrap();
+        let (rollout, key, id) = (RolloutId::train(2), "k".to_owned(), "rwr_1".to_owned());
+        let answer = RewardAnswer::Body { body: "[]".into() };
+        let entries = [
+            JournalEntry::Request {
+                rollout,
+                reward: "r".into(),
+                key: key.clone(),
+                id: id.clone(),
+                body: "{}".into(),
+                later: None,
+            },
+            JournalEntry::Answer { rollout, key, id, answer },
+        ];
+        store.journal_append(job, claimed.attempt, &entries, T0).await.unwrap();
+        store.job_finish(job, claimed.attempt, Outcome::Failed { failure: failure("oom") }, T0).await.unwrap();
+    };
+    let left = async || setting.sql("UPDATE journal SET time = time").await.unwrap();
+    failed().await;
+    let keep = |journals_ms, checkpoints_ms| Retention { journals_ms, checkpoints_ms, ..Retention::default() };
+    round(store, &setting.files, keep(Some(2 * DAY), None), T0 + DAY).await.unwrap();
+    assert_eq!(left().await, 1);
+    round(store, &setting.files, keep(Some(2 * DAY), None), T0 + 2 * DAY + 1).await.unwrap();
+    assert_eq!(left().await, 0);
+    failed().await;
+    round(store, &setting.files, keep(Some(2 * DAY), Some(DAY)), T0 + DAY + 1).await.unwrap();
+    assert_eq!(left().await, 0);
 }
