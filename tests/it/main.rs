@@ -86,6 +86,7 @@ mod ssrf;
 mod store;
 mod throttle;
 mod train;
+mod transfer;
 mod trl;
 mod variants;
 mod vectors;
