@@ -89,6 +89,37 @@ async fn a_checkpoint_is_moved_only_when_every_byte_is_as_listed() {
 }
 
 #[tokio::test]
+async fn a_publication_goes_by_what_was_received_and_reads_no_file_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = DataDir::open(dir.path()).unwrap();
+    let job = JobId::new();
+    let staged = files.staging().join(job.to_string()).join("1/5");
+    upload(&files, job, "manifest.json", b"{}").await;
+    upload(&files, job, "weights", b"first").await;
+    upload(&files, job, "weights", b"1234").await;
+    let listed = [entry("manifest.json", b"{}"), entry("weights", b"1234")];
+    let stale = [entry("manifest.json", b"{}"), entry("weights", b"first")];
+    assert!(files.checkpoint_commit(job, 5, 1, &stale).is_err(), "the later upload counts");
+
+    // Of the same size: only who reads the bytes would see it.
+    fs::write(staged.join("weights"), b"????").unwrap();
+    files.checkpoint_commit(job, 5, 1, &listed).unwrap();
+    files.checkpoint_commit(job, 5, 1, &listed).unwrap();
+    assert!(files.checkpoint_verify(job, 5, 1, &listed).is_err());
+    // With its row it is compared with that; without either its bytes are all there is.
+    files.checkpoint_published(job, 5, 1);
+    assert!(files.checkpoint_commit(job, 5, 1, &listed).is_err());
+    assert!(files.uploads.lock().unwrap().is_empty());
+
+    upload(&files, job, "manifest.json", b"{}").await;
+    fs::write(staged.join("manifest.json"), b"{").unwrap();
+    let error = files.checkpoint_commit(job, 5, 2, &listed).unwrap_err().to_string();
+    assert!(error.contains("not uploaded"), "{error}");
+    files.staged_remove(job, 1).unwrap();
+    assert!(files.uploads.lock().unwrap().is_empty(), "nothing is remembered of what is removed");
+}
+
+#[tokio::test]
 async fn the_sweep_removes_what_no_row_names_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let files = DataDir::open(dir.path()).unwrap();

@@ -25,6 +25,13 @@ pub(super) struct Uploads {
     placed: HashMap<PathBuf, Vec<FileEntry>>,
 }
 
+#[cfg(test)]
+impl Uploads {
+    pub(super) fn is_empty(&self) -> bool {
+        self.received.is_empty() && self.placed.is_empty()
+    }
+}
+
 impl DataDir {
     /// Puts an uploaded file where its checkpoint is assembled; one of the same name before it is replaced.
     pub async fn checkpoint_place(

@@ -179,8 +179,7 @@ async fn claim(
 /// The next job that the server can hand out. What fails on the server's side while it prepares a claim is not the job's fault:
 /// the claim is released, the job waits a little, and the next job is tried.
 async fn next_claim(state: &AppState, asked: &ClaimRequest) -> Result<Option<Claim>, Problem> {
-    trouble::release_left_over(state).await;
-    while !state.workers.trouble.is_pausing()
+    while trouble::is_over(state).await
         && let Some(claimed) = next_job(state, asked.worker).await?
     {
         let (job, attempt, errors) = (claimed.job, claimed.attempt, claimed.server_errors);

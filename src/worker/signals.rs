@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-use super::clock;
 use crate::engine::host::Stop;
 use crate::event::Phase;
 use crate::job::Requested;
@@ -114,12 +113,12 @@ impl Progress {
 
     /// The server answered a heartbeat.
     pub(super) fn heard(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).heard = Some(clock::now());
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).heard = Some(Instant::now());
     }
 
     /// Whether the server answers heartbeats.
     pub(super) fn hears_server(&self) -> bool {
-        self.get().heard.is_some_and(|heard| clock::now() - heard < RECENTLY)
+        self.get().heard.is_some_and(|heard| heard.elapsed() < RECENTLY)
     }
 
     /// A step is done.

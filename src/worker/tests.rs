@@ -2,7 +2,9 @@
 //!
 //! Longer than other files: all tests share that server and that engine, which stand here.
 
-use std::collections::BTreeMap;
+mod fetch;
+
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -49,6 +51,12 @@ struct Seen {
     journal_full: bool,
     /// The server is not there.
     away: AtomicBool,
+    /// Files of `resume` and `initial`, by route and name: their bytes, or none where the transfer breaks off.
+    files: Mutex<BTreeMap<String, Option<&'static str>>>,
+    /// What a report of a damaged file is answered, in turn; 404 beyond it.
+    inspections: Mutex<VecDeque<Value>>,
+    /// Uploads are answered 503.
+    refuses_uploads: AtomicBool,
 }
 
 impl Seen {
@@ -96,6 +104,27 @@ async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
                 let steps: Vec<&Value> = events.map(|event| event.get("code").unwrap_or(&event["step"])).collect();
                 (format!("events {} {}", body["batch"], json!(steps)), StatusCode::NO_CONTENT.into_response())
             }
+        }
+        (&Method::GET, [route @ ("resume" | "initial"), name]) => {
+            let file = seen.files.lock().unwrap().get(&format!("{route} {name}")).copied().expect("a known file");
+            let response = match file {
+                Some(bytes) => bytes.into_response(),
+                None => {
+                    let pieces = [Ok("some"), Err(std::io::Error::other("the disk gives no more"))];
+                    axum::body::Body::from_stream(futures::stream::iter(pieces)).into_response()
+                }
+            };
+            (format!("{route} {name}"), response)
+        }
+        (&Method::POST, ["damaged"]) => {
+            let call = format!("damaged {} {} {}", body["list"], body["step"], body["file"]).replace('"', "");
+            match seen.inspections.lock().unwrap().pop_front() {
+                Some(inspection) => (call, Json(inspection).into_response()),
+                None => (call, StatusCode::NOT_FOUND.into_response()),
+            }
+        }
+        (&Method::PUT, ["checkpoints", ..]) if seen.refuses_uploads.load(Ordering::SeqCst) => {
+            ("upload refused".to_owned(), StatusCode::SERVICE_UNAVAILABLE.into_response())
         }
         (&Method::PUT, ["checkpoints", step, name]) => (
             format!("upload {step} {name} {}", String::from_utf8_lossy(&bytes)),

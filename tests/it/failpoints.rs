@@ -10,9 +10,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
+use rlood::files::hex;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use super::kills::{STEPS, adapter, check_history, check_requests, judge, judged};
-use super::processes::{Server, model_copy, register};
+use super::processes::{Server, model_copy, register, spec};
 
 const ACTIONS: [&str; 4] = ["error", "panic", "exit", "no_space"];
 /// At the same time: most of a run is waiting.
@@ -140,4 +143,99 @@ async fn whatever_fails_wherever_the_job_ends_as_it_should() {
         ACTIONS.len(),
         begun.elapsed().as_secs_f64()
     );
+}
+
+/// A worker of the test's own.
+struct Hands {
+    http: reqwest::Client,
+    url: String,
+    worker: String,
+}
+
+impl Hands {
+    async fn new(server: &Server, token: &str) -> Self {
+        let mut headers = reqwest::header::HeaderMap::new();
+        headers.insert("authorization", format!("Bearer {token}").parse().unwrap());
+        let http = reqwest::Client::builder().no_proxy().default_headers(headers).build().unwrap();
+        let hands = Self { http, url: server.url.clone(), worker: rlood::id::WorkerId::new().to_string() };
+        let register = json!({"worker": hands.worker, "device": "cpu", "pid": 1, "threads": 1, "version": "0.1.0",
+                              "protocol": rlood::protocol::PROTOCOL});
+        hands.post("register", &register).await;
+        hands
+    }
+
+    async fn post(&self, path: &str, body: &Value) -> Value {
+        let answer = self.http.post(format!("{}/worker/{path}", self.url)).json(body).send().await.unwrap();
+        let status = answer.status();
+        let text = answer.text().await.unwrap();
+        assert!(status.is_success(), "{path}: {status} {text}");
+        serde_json::from_str(&text).unwrap_or(Value::Null)
+    }
+
+    /// The claim, and how long it took.
+    async fn claim(&self) -> (Value, Duration) {
+        let begun = Instant::now();
+        let ask = json!({"worker": self.worker, "wait_ms": 0, "protocol": rlood::protocol::PROTOCOL});
+        (self.post("claim", &ask).await, begun.elapsed())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_claim_waits_while_a_checkpoint_of_300_mb_is_hashed_at_10_mb_a_second() {
+    const TOKEN: &str = "the-token-of-the-hands-of-a-test";
+    const SIZE_BYTES: usize = 300_000_000;
+    let dir = tempfile::tempdir().unwrap();
+    let (data, notes) = (dir.path().join("data"), dir.path().join("notes"));
+    std::fs::create_dir(&notes).unwrap();
+    let server = Server::start_in(&data, "none", &[("RLOOD_WORKER_TOKEN", TOKEN)]);
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let (large, other) = (server.submit(&spec("tiny", 4)).await, server.submit(&spec("tiny", 4)).await);
+    let hands = Hands::new(&server, TOKEN).await;
+    assert_eq!(hands.claim().await.0["job"], large);
+    let mut files = Vec::new();
+    for (name, bytes) in [("w", vec![0; SIZE_BYTES]), ("manifest.json", b"{}".to_vec())] {
+        files.push(json!({"name": name, "size_bytes": bytes.len(), "sha256": hex(&Sha256::digest(&bytes))}));
+        let path = format!("{}/worker/jobs/{large}/checkpoints/2/{name}?attempt=1", server.url);
+        assert!(hands.http.put(path).body(bytes).send().await.unwrap().status().is_success());
+    }
+    let publish = json!({"attempt": 1, "files": files, "metrics": {}});
+    let begun = Instant::now();
+    hands.post(&format!("jobs/{large}/checkpoints/2"), &publish).await;
+    println!("published in {:?}", begun.elapsed());
+    let requeued = json!({"attempt": 1, "outcome": {"outcome": "requeued"}});
+    hands.post(&format!("jobs/{large}/finish"), &requeued).await;
+    assert!(server.terminate().0.success());
+
+    let slow = [
+        ("RLOOD_WORKER_TOKEN", TOKEN),
+        ("RLOOD_FAILPOINTS", "files.hash=slow:10000000"),
+        ("RLOOD_FAILPOINTS_DIR", notes.to_str().unwrap()),
+    ];
+    let server = Server::start_in(&data, "none", &slow);
+    let (first, second) = (Hands::new(&server, TOKEN).await, Hands::new(&server, TOKEN).await);
+    let (claim, took) = first.claim().await;
+    assert_eq!((&claim["job"], &claim["resume"]["step"]), (&json!(large), &json!(2)));
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    // The server reads the file for half a minute because its worker asks; the other worker does not notice.
+    let report = json!({"attempt": 2, "list": "resume", "step": 2, "file": "w"});
+    let begun = Instant::now();
+    let inspect = async {
+        loop {
+            let found = first.post(&format!("jobs/{large}/damaged"), &report).await;
+            let beat = json!({"attempt": 2, "phase": "loading", "status_reason": null, "step": 0, "eta_s": null});
+            first.post(&format!("jobs/{large}/heartbeat"), &beat).await;
+            if found["verdict"] != "checking" {
+                return found;
+            }
+        }
+    };
+    let meanwhile = async {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        second.claim().await
+    };
+    let (found, (claim, took)) = tokio::join!(inspect, meanwhile);
+    assert_eq!(claim["job"], json!(other));
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    assert_eq!(found["verdict"], "whole");
+    assert!(begun.elapsed() > Duration::from_secs(25), "hashing was not slow: {:?}", begun.elapsed());
 }

@@ -97,6 +97,7 @@ mod streams;
 mod strikes;
 mod throttle;
 mod train;
+mod transfer;
 mod trl;
 mod variants;
 mod vectors;

@@ -7,6 +7,7 @@ use rlood::id::JobId;
 use rlood::job::{Action, FailureClass, Requested, State};
 use rlood::protocol::{EventBatch, Outcome};
 use rlood::store::claims::{JOBS_OF_WORKER, LAPSED_JOBS, NEXT_JOB};
+use rlood::store::server_errors::NEXT_DUE;
 use rlood::store::{Beat, Claimed, StoreError};
 
 use crate::setting::{LEASE, Setting, T0, failure, plan};
@@ -399,6 +400,7 @@ async fn the_next_job_is_found_by_index_however_long_the_queue() {
     let mut connection = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
     for (query, index) in [
         (NEXT_JOB, "jobs_queue"),
+        (NEXT_DUE, "jobs_claim_later"),
         (LAPSED_JOBS, "jobs_leases"),
         (JOBS_OF_WORKER, "jobs_worker"),
         ("SELECT MAX(queue_order) FROM jobs", "jobs_queue_order"),

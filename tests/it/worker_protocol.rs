@@ -1,5 +1,7 @@
 //! The worker protocol over the real router: from registration to the downloaded checkpoint.
 
+mod trouble;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -268,32 +270,6 @@ async fn an_upload_that_is_not_as_listed_is_never_published() {
     }
     assert_eq!(server.setting.store.checkpoint_list(job).await.unwrap(), []);
     assert_eq!(publish(json!([entry("manifest.json", b"{}")])).await.0, StatusCode::OK);
-}
-
-#[tokio::test]
-async fn a_damaged_checkpoint_is_discarded_and_an_older_one_resumes() {
-    let server = Server::new().await;
-    let Setting { store, files, .. } = &server.setting;
-    let job = server.setting.job().await;
-    server.claim(0).await;
-    for step in [1, 2] {
-        let bytes = format!("weights of {step}");
-        let (status, _) = server.publish(job, 1, step, &[("w", bytes.as_bytes()), ("manifest.json", b"{}")]).await;
-        assert_eq!(status, StatusCode::OK);
-    }
-    let finish = json!({"attempt": 1, "outcome": {"outcome": "requeued"}});
-    server.post(&format!("/worker/jobs/{job}/finish"), finish).await;
-    std::fs::write(files.checkpoint_file(job, 2, 1, "w").unwrap(), b"weights of ?").unwrap();
-
-    let (_, claim) = server.claim(0).await;
-    assert_eq!(claim["resume"]["step"], 1);
-    assert_eq!(store.job_get(job).await.unwrap().step, 1);
-    assert_eq!(store.checkpoint_list(job).await.unwrap().len(), 1);
-    assert!(!files.checkpoint_dir(job, 2, 1).exists());
-    let warning = store.event_page(job, 0, 100).await.unwrap().into_iter().find(|event| event.kind == "warning");
-    assert_eq!(warning.unwrap().data["code"], "checkpoint_damaged");
-    let (status, bytes) = server.send("GET", &format!("/worker/jobs/{job}/resume/w?attempt=2"), "").await;
-    assert_eq!((status, bytes.as_slice()), (StatusCode::OK, b"weights of 1".as_slice()));
 }
 
 #[tokio::test]

@@ -42,7 +42,7 @@ impl Trouble {
     }
 
     /// Whether no job is handed out now.
-    pub(super) fn is_pausing(&self) -> bool {
+    fn is_pausing(&self) -> bool {
         self.row().until.is_some_and(|until| until > Instant::now())
     }
 
@@ -82,12 +82,14 @@ pub(super) async fn failed(state: &AppState, job: JobId, attempt: u64, problem: 
     release(state, job, attempt).await;
 }
 
-/// Releases what could not be released before, so that nobody takes it for abandoned.
-pub(super) async fn release_left_over(state: &AppState) {
+/// Whether jobs are handed out now. Releases first what could not be released before: the next call of its worker would take it
+/// for abandoned.
+pub(super) async fn is_over(state: &AppState) -> bool {
     let left_over = std::mem::take(&mut state.workers.trouble.row().left_over);
     for (job, attempt) in left_over {
         release(state, job, attempt).await;
     }
+    state.workers.trouble.row().left_over.is_empty() && !state.workers.trouble.is_pausing()
 }
 
 async fn release(state: &AppState, job: JobId, attempt: u64) {
@@ -107,8 +109,10 @@ pub(super) async fn next_try(state: &AppState) -> Result<Option<Instant>, Proble
         let wait_ms = u64::try_from(due.saturating_sub(now_ms)).unwrap_or(0);
         Instant::now() + Duration::from_millis(wait_ms)
     });
-    let until = state.workers.trouble.row().until.filter(|until| *until > Instant::now());
-    Ok(due.into_iter().chain(until).min())
+    let row = state.workers.trouble.row();
+    let until = row.until.filter(|until| *until > Instant::now());
+    let release = (!row.left_over.is_empty()).then(|| Instant::now() + FIRST_PAUSE);
+    Ok(due.into_iter().chain(until).chain(release).min())
 }
 
 #[cfg(test)]

@@ -9,6 +9,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep};
 
 use super::*;
+use crate::event::Metrics;
+use crate::id::{CheckpointId, JobId};
+use crate::protocol::Publish;
+use crate::worker;
 
 const BODY_BYTES: usize = 10_000_000;
 
@@ -94,15 +98,19 @@ async fn a_peer_that_takes_90_s_to_answer_is_waited_for() {
     .await;
     assert_eq!(upload(address, limits()).await.unwrap().status(), 204);
 
-    // The same of a call with little to send: a publication.
+    // The same of a publication, which has little to send itself.
     let address = peer(async |mut stream: TcpStream| {
         stream.read_u8().await.unwrap();
         sleep(seconds(90.0)).await;
-        answer_ok(&mut stream).await;
+        let body = serde_json::json!({"checkpoint": CheckpointId::new()}).to_string();
+        let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len());
+        stream.write_all(format!("{head}{body}").as_bytes()).await.unwrap();
     })
     .await;
-    let request = client().request(Method::POST, format!("http://{address}/")).body("{}");
-    assert_eq!(send_within(limits().answer(BODY_BYTES as u64), request).await.unwrap().status(), 204);
+    let client = worker::client::Client::new(&format!("http://{address}"), "the-token", true).unwrap();
+    let held = worker::client::Held { job: JobId::new(), attempt: 1 };
+    let publish = Publish { attempt: 1, files: Vec::new(), metrics: Metrics::new() };
+    client.with_limits(limits()).publish(held, 5, &publish).await.unwrap();
 }
 
 #[tokio::test]
