@@ -105,6 +105,8 @@ pub struct AppState {
     pub generator: Option<Arc<dyn generate::Generator>>,
     /// Heavy work that may be under way at a time.
     pub heavy: heavy::Slots,
+    /// Services that may be tried at a time.
+    pub asked: heavy::Slots,
     /// Searches of samples that may be under way at a time.
     pub searches: heavy::Slots,
     /// Re-scores that may be under way at a time.
@@ -141,6 +143,7 @@ impl AppState {
             prober: None,
             generator: None,
             heavy: heavy::Slots::new(slots),
+            asked: heavy::Slots::new(heavy::ASKED),
             searches: heavy::Slots::new(samples::SEARCHES),
             rescores: heavy::Slots::new(rescore::PLACES),
             disk_low: Arc::default(),

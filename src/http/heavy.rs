@@ -10,14 +10,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem};
 
 /// The most requests of one key that wait for a slot, and of all keys.
-const MAX_WAITING_OF_KEY: usize = 64;
-const MAX_WAITING: usize = 512;
+const MAX_WAITING_OF_KEY: usize = 32;
+const MAX_WAITING: usize = 256;
 /// The longest wait for a slot.
 const MAX_WAIT: Duration = Duration::from_secs(30);
 /// What a request that was refused is told to wait, s.
@@ -31,6 +32,9 @@ const LEAST_SLOTS: usize = 2;
 pub fn default_slots() -> usize {
     std::thread::available_parallelism().map_or(LEAST_SLOTS, usize::from).max(LEAST_SLOTS)
 }
+
+/// Services that `POST /rewards/test` asks at once: it mostly waits for them.
+pub(super) const ASKED: usize = 8;
 
 /// A number of slots, shared fairly between keys. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -263,16 +267,10 @@ pub(super) async fn run<T: Send + 'static>(
     let stop = StopOnDrop(Arc::default());
     let (sender, receiver) = oneshot::channel();
     let told = stop.0.clone();
-    let thread = std::thread::Builder::new().name("heavy".to_owned()).stack_size(STACK_BYTES);
-    let started = thread.spawn(move || {
+    spawn(move || {
         let _slot = slot;
         // Without a receiver nobody waits for the result.
         let _ = sender.send(work(&told));
-    });
-    started.map_err(|error| {
-        Problem::new(Code::Overloaded, "the server has no thread left; try again")
-            .because(error)
-            .retry_after(RETRY_AFTER_S)
     })?;
     tokio::select! {
         done = receiver => done.map_err(|_| Problem::internal("heavy work panicked")),
@@ -282,6 +280,58 @@ pub(super) async fn run<T: Send + 'static>(
         }
         () = state.stopping.cancelled() => Err(stopping()),
     }
+}
+
+/// Runs a future on a thread of its own, to its end or until the client leaves or the server stops: one that waits for a service,
+/// but may render templates for long in between.
+///
+/// # Errors
+/// When the server stops.
+pub(super) async fn drive<T: Send + 'static>(
+    state: &AppState,
+    slot: Slot,
+    future: impl Future<Output = T> + Send + 'static,
+) -> Result<T, Problem> {
+    let left = CancellationToken::new();
+    let _leave = left.clone().drop_guard();
+    let (sender, receiver) = oneshot::channel();
+    let runtime = tokio::runtime::Handle::current();
+    let drive = move || {
+        let _slot = slot;
+        let done = runtime.block_on(async {
+            tokio::select! {
+                done = future => Some(done),
+                () = left.cancelled() => None,
+            }
+        });
+        // Without a receiver nobody waits for the result.
+        let _ = done.map(|done| sender.send(done));
+    };
+    spawn(drive)?;
+    tokio::select! {
+        done = receiver => done.map_err(|_| Problem::internal("the thread of a request panicked")),
+        () = state.stopping.cancelled() => Err(stopping()),
+    }
+}
+
+/// The answer, or 503 as soon as the server stops.
+pub(super) async fn unless_stopping<T>(
+    state: &AppState,
+    answer: impl Future<Output = Result<T, Problem>>,
+) -> Result<T, Problem> {
+    tokio::select! {
+        answer = answer => answer,
+        () = state.stopping.cancelled() => Err(stopping()),
+    }
+}
+
+fn spawn(work: impl FnOnce() + Send + 'static) -> Result<(), Problem> {
+    let thread = std::thread::Builder::new().name("heavy".to_owned()).stack_size(STACK_BYTES);
+    thread.spawn(work).map(drop).map_err(|error| {
+        Problem::new(Code::Overloaded, "the server has no thread left; try again")
+            .because(error)
+            .retry_after(RETRY_AFTER_S)
+    })
 }
 
 fn stopping() -> Problem {
@@ -328,7 +378,8 @@ mod tests {
         let modest = modest.now_or_never().unwrap().unwrap();
         assert!(greedy.iter_mut().all(|next| next.now_or_never().is_none()));
         drop((second, modest));
-        assert_eq!(greedy.iter_mut().filter_map(|next| next.now_or_never()).count(), 1, "half of them");
+        let given: Vec<_> = greedy.iter_mut().filter_map(|next| next.now_or_never()).collect();
+        assert_eq!(given.len(), 1, "half of them");
     }
 
     #[tokio::test(start_paused = true)]

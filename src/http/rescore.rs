@@ -26,6 +26,7 @@ use super::extract::{HashedJson, Path};
 use super::heavy;
 use super::idempotency::{Answer, identity, once};
 use super::reach;
+use super::rewards::is_built_in;
 use crate::event::{Sample, SamplePhase};
 use crate::id::JobId;
 use crate::reward::builtin::Builtin;
@@ -169,7 +170,15 @@ async fn rescore(state: AppState, caller: Caller, id: JobId, body: Value) -> Res
     let reading = move |_: &AtomicBool| read(&body, &plan).map(|wanted| (wanted, plan));
     let (mut wanted, plan) = heavy::run(&state, &caller, COMPUTE_WITHIN, reading).await??;
     lend_secrets(&mut wanted, &plan, state.store.job_secrets(id).await?);
-    let Some(_place) = state.rescores.try_take(&caller.word()) else {
+    let service = match &wanted.plan.kind {
+        kind if is_built_in(kind) => None,
+        kind => {
+            let outgoing = reach::outgoing(&state).await?;
+            let plan = RewardPlan { kind: kind.with_service(patient), ..wanted.plan.clone() };
+            Some(reward_of(&plan, &wanted.secrets, &outgoing).map_err(unusable)?)
+        }
+    };
+    let Some(place) = state.rescores.try_take(&caller.word()) else {
         let detail = "four re-scores are under way, or two of this key; ask again";
         return Err(Problem::new(Code::TooManyRequests, detail).retry_after(5));
     };
@@ -181,17 +190,18 @@ async fn rescore(state: AppState, caller: Caller, id: JobId, body: Value) -> Res
     let mut warnings = Vec::new();
     let samples = with_columns(&state, &plan, wanted.phase, &stored, &mut warnings).await?;
     let start = Instant::now();
-    let (judged, complete) =
-        if wanted.plan.kind.service().is_some() || matches!(wanted.plan.kind, RewardKind::RewardModel(_)) {
-            let outgoing = reach::outgoing(&state).await?;
-            let kind = wanted.plan.kind.with_service(patient);
-            let reward =
-                reward_of(&RewardPlan { kind, ..wanted.plan.clone() }, &wanted.secrets, &outgoing).map_err(unusable)?;
+    let (judged, complete) = match service {
+        Some(reward) => {
+            let until = start + wanted.wait;
             let job = JobContext { job: id, rollout: RolloutId::train(0), probe: true };
-            judge(&*reward, &job, &samples, start + wanted.wait).await
-        } else {
+            let judging = async move { judge(&*reward, &job, &samples, until).await };
+            heavy::drive(&state, place, judging).await?
+        }
+        None => {
+            let _place = place;
             grade(&state, &caller, &wanted, samples).await?
-        };
+        }
+    };
     let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
     let comparing = move |_: &AtomicBool| {
         let compared = compare(&wanted, &plan, rewards_of(&plan, wanted.phase), &stored, judged);

@@ -114,7 +114,9 @@ async fn test_reward(
     }
     let outgoing = reach::outgoing(&state).await?;
     let journal: Arc<dyn Journal> = Arc::new(TestJournal::new(&state).await?);
-    try_reward(&plan, &secrets, &outgoing, &samples, Some(journal)).await.map(Json).map_err(unusable)
+    let slot = heavy::slot(&state, &state.asked, &caller).await?;
+    let trying = async move { try_reward(&plan, &secrets, &outgoing, &samples, Some(journal)).await };
+    heavy::drive(&state, slot, trying).await?.map(Json).map_err(unusable)
 }
 
 fn unusable(error: BuildError) -> Problem {
@@ -122,7 +124,7 @@ fn unusable(error: BuildError) -> Problem {
 }
 
 /// Computed in this process.
-fn is_built_in(kind: &RewardKind) -> bool {
+pub(super) fn is_built_in(kind: &RewardKind) -> bool {
     kind.service().is_none() && !matches!(kind, RewardKind::RewardModel(_))
 }
 

@@ -158,7 +158,7 @@ async fn list_samples(
     let wanted = SampleQuery { limit: list::limit(limit)?, ..wanted };
     let _slot = search_slot(&state, &caller, &wanted).await?;
     let wanted = SampleQuery { until: Some(Instant::now() + SEARCH_WITHIN), ..wanted };
-    let page = state.store.sample_page(id, &wanted).await?;
+    let page = heavy::unless_stopping(&state, async { Ok(state.store.sample_page(id, &wanted).await?) }).await?;
     let removed = state.store.samples_removed(id).await?;
     let data = page.data.into_iter().map(|row| row.sample).collect();
     let removed =
@@ -262,7 +262,8 @@ async fn piece(
     let page = loop {
         let _slot = search_slot(state, caller, &download.wanted).await?;
         download.wanted.until = Some(Instant::now() + SEARCH_WITHIN);
-        let page = state.store.sample_page(id, &download.wanted).await?;
+        let reading = async { Ok(state.store.sample_page(id, &download.wanted).await?) };
+        let page = heavy::unless_stopping(state, reading).await?;
         // A search that has found nothing yet goes on behind others that wait.
         if !page.data.is_empty() || page.next.is_none() {
             break page;

@@ -237,6 +237,8 @@ impl Reward for Webhook {
             let mut indices = Vec::with_capacity(samples.len());
             let mut pieces = Vec::with_capacity(samples.len());
             for (index, sample) in samples.iter().enumerate() {
+                // A template may take its time: others get theirs in between.
+                tokio::task::yield_now().await;
                 match self.dialect.piece(sample) {
                     Ok(piece) => {
                         indices.push(index);

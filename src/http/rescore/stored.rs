@@ -10,6 +10,7 @@ use crate::event::{Sample, SamplePhase};
 use crate::http::AppState;
 use crate::http::auth::Caller;
 use crate::http::error::Problem;
+use crate::http::heavy;
 use crate::http::samples::search_slot;
 use crate::id::{DatasetId, JobId};
 use crate::sample::RewardSample;
@@ -30,7 +31,8 @@ pub(super) async fn newest_groups(
     let mut after = None;
     loop {
         let query = SampleQuery { after, limit: 500, until: Some(until), ..wanted.query.clone() };
-        let page = state.store.sample_page(id, &query).await?;
+        let reading = async { Ok(state.store.sample_page(id, &query).await?) };
+        let page = heavy::unless_stopping(state, reading).await?;
         found.extend(page.data.into_iter().map(|row| row.sample));
         after = page.next;
         if after.is_none() || found.len() > wanted.limit || Instant::now() >= until {

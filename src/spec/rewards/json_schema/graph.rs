@@ -74,13 +74,19 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// The subschemas that may be applied to the same value.
+    /// Adds subschemas of which one is applied to the same value.
+    fn push_choice(&mut self, mut group: Vec<usize>) {
+        group.sort_unstable();
+        group.dedup();
+        match group.as_slice() {
+            [one] => self.same.push(*one),
+            _ => self.choices.push(group),
+        }
+    }
+
+    /// The subschemas that are applied to the same value, whatever the way there.
     fn in_place(&self) -> impl Iterator<Item = usize> {
-        self.same
-            .iter()
-            .chain(self.choices.iter().flatten())
-            .copied()
-            .chain(self.dependent.iter().map(|(_, node)| *node))
+        self.same.iter().copied().chain(self.dependent.iter().map(|(_, node)| *node))
     }
 
     /// Every subschema that may be applied.
@@ -93,7 +99,8 @@ impl Node {
             self.unevaluated_items,
             self.contains,
         ];
-        let parts = self.properties.values().chain(&self.patterns).chain(&self.prefix).copied();
+        let choices = self.choices.iter().flatten();
+        let parts = self.properties.values().chain(&self.patterns).chain(&self.prefix).chain(choices).copied();
         self.in_place().chain(parts).chain(single.into_iter().flatten())
     }
 }
@@ -428,7 +435,7 @@ impl<'s> Builder<'s> {
             for target in self.dynamic.get(anchor).cloned().unwrap_or_default() {
                 group.extend(self.numbers.get(&target));
             }
-            node.choices.push(group);
+            node.push_choice(group);
             // The validator walks the whole way back for it.
             node.weight += 32;
         }
@@ -440,7 +447,7 @@ impl<'s> Builder<'s> {
             }
             let mut group: Vec<usize> = self.resolve(pointer, reference)?.into_iter().collect();
             group.push(0);
-            node.choices.push(group);
+            node.push_choice(group);
             node.weight += 32;
         }
         Ok(())
