@@ -33,8 +33,9 @@ pub struct EdgeArgs {
     #[arg(long, env = "RLOOD_TRUSTED_PROXIES", value_delimiter = ',', value_name = "CIDR,…")]
     pub trusted_proxies: Option<Vec<String>>,
 
-    /// Connections at once; beyond them the one that was idle longest makes room, else new ones are closed. The limit of open
-    /// files (ulimit -n) is raised as far as it goes, and bounds this too.
+    /// Connections at once; beyond them the one that was idle longest makes room, then the oldest event stream, else new ones
+    /// are closed. An eighth of them, at least 16 and at most half, is kept for workers. The limit of open files (ulimit -n)
+    /// is raised as far as it goes, and bounds this too.
     #[arg(long, env = "RLOOD_MAX_CONNECTIONS", default_value_t = MAX_CONNECTIONS, value_name = "N", value_parser = clap::value_parser!(u32).range(16..=1_000_000))]
     pub max_connections: u32,
 

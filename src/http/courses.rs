@@ -116,7 +116,8 @@ async fn list_courses(
 /// header the answer is the first page of `GET /jobs`, at once.
 #[utoipa::path(get, path = "/jobs/changes", tag = "Jobs", responses(
     (status = 200, description = "The stream, which has no end; or the newest jobs",
-        content((List<JobView> = "application/json"), (String = "text/event-stream")))))]
+        content((List<JobView> = "application/json"), (String = "text/event-stream"))),
+    (status = 429, description = "The key or the connection has too many event streams; see `Retry-After`", body = ProblemBody)))]
 async fn follow_jobs(State(state): State<AppState>, caller: Caller, headers: HeaderMap) -> Result<Response, Problem> {
     if !wants_stream(&headers) {
         return Ok(Json(newest_jobs(&state, &caller).await?).into_response());

@@ -107,7 +107,8 @@ impl RemovedEvents {
     responses(
         (status = 200, description = "A page, or the stream", content((EventPage = "application/json"), (String = "text/event-stream"))),
         (status = 400, description = "A parameter is not valid", body = ProblemBody),
-        (status = 404, description = "No such job", body = ProblemBody)))]
+        (status = 404, description = "No such job", body = ProblemBody),
+        (status = 429, description = "The key or the connection has too many event streams; see `Retry-After`", body = ProblemBody)))]
 async fn list_events(
     State(state): State<AppState>,
     Path(id): Path<JobId>,

@@ -35,7 +35,7 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
         (
             "rlood_connections_evicted_total",
             "counter",
-            "Idle connections that were closed to make room.",
+            "Connections that were closed to make room: idle ones, then event streams.",
             &counts.evicted,
         ),
         (

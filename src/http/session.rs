@@ -160,7 +160,7 @@ impl SessionView {
     (status = 201, description = "Signed in", body = SessionView, headers(("Set-Cookie" = String, description = "The session's cookie"))),
     (status = 401, description = "Not a valid key", body = ProblemBody),
     (status = 403, description = "A key for workers only", body = ProblemBody),
-    (status = 429, description = "Too many keys from this address were not valid; see `Retry-After`", body = ProblemBody)))]
+    (status = 429, description = "Too many keys from this address were not valid, or too many sign-ins are unfinished; see `Retry-After`", body = ProblemBody)))]
 async fn open_session(
     State(state): State<AppState>,
     client: Client,
