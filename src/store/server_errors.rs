@@ -19,7 +19,7 @@ pub const WARN_AFTER: u32 = 5;
 
 /// The earliest time at which a job that waits after an error of the server is offered again.
 pub const NEXT_DUE: &str = "SELECT MIN(claim_not_before) FROM jobs INDEXED BY jobs_claim_later \
-     WHERE state = 'queued' AND claim_not_before > ?";
+     WHERE state = 'queued' AND claim_not_before > 0 AND claim_not_before > ?";
 
 impl Store {
     /// Takes back a claim that the server could not complete because of an error of its own: free for the job, which waits

@@ -293,7 +293,7 @@ async fn from_the_first_key_on_nobody_comes_in_without_one() {
         assert!(!bytes.windows(text.len()).any(|window| window == text.as_bytes()), "the text is in the database");
     }
     // Revoked, it opens nothing, and does not open the door to everybody; what it left behind that sends on is listed.
-    let webhook = json!({"url": "http://127.0.0.1:9/hook", "events": ["job.failed"]});
+    let webhook = json!({"url": "https://hooks.example/hook", "events": ["job.failed"]});
     let webhook = call(&server, "POST", "/webhooks", &text, Some(&webhook)).await;
     assert_eq!(webhook.status, 201, "{}", webhook.text);
     let revoked = call(&server, "DELETE", &format!("/keys/{id}"), &text, None).await;

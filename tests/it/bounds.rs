@@ -47,7 +47,11 @@ async fn a_schema_whose_references_double_is_refused_wherever_a_reward_is_read()
             ("/rewards/test".to_owned(), tested, "/reward/schema"),
             ("/jobs".to_owned(), with(job(), "rewards", json!([reward])), "/rewards/0/schema"),
             ("/jobs".to_owned(), with(job(), "rewards", json!([multi])), "/rewards/0/graders/a/schema"),
-            ("/jobs".to_owned(), with(job(), "eval", eval), "/eval/rewards/0/schema"),
+            (
+                "/jobs".to_owned(),
+                with(with(job(), "eval", eval), "training", json!({"max_steps": 2, "prompts_per_step": 1})),
+                "/eval/rewards/0/schema",
+            ),
             (format!("/jobs/{id}/rescore"), json!({"reward": reward}), "/reward/schema"),
         ] {
             let answer = server.post(&path, body).await;

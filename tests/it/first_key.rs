@@ -27,7 +27,7 @@ fn with_webhook() -> Value {
 }
 
 fn test_of_a_reward() -> Value {
-    json!({"reward": {"type": "webhook", "url": LOOPBACK, "timeout_ms": 1000, "max_retries": 0},
+    json!({"reward": {"type": "webhook", "url": LOOPBACK, "timeout_ms": 1000, "max_tries": 1},
            "samples": [{"prompt": "p", "completion": "c"}]})
 }
 

@@ -33,6 +33,7 @@ async fn a_job_with_inline_records_is_queued_and_shown() {
             "phase",
             "status_reason",
             "attempt",
+            "server_errors",
             "device",
             "last_seq",
             "step",

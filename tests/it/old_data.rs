@@ -55,13 +55,12 @@ async fn adapter_sha256(server: &Server, job: &str) -> Value {
 }
 
 async fn all(server: &Server, path: &str) -> Vec<Value> {
-    let separator = if path.contains('?') { '&' } else { '?' };
     let (mut rows, mut after) = (Vec::new(), String::new());
     loop {
-        let page = server.get(&format!("{path}{separator}limit=100{after}")).await;
+        let page = server.get(&format!("{path}{after}")).await;
         rows.extend(page["data"].as_array().unwrap().iter().cloned());
         match page["next"].as_str() {
-            Some(next) => after = format!("&after={next}"),
+            Some(next) => after = format!("?after={next}"),
             None => return rows,
         }
     }
