@@ -34,7 +34,7 @@ impl Intervals {
 async fn events(server: &Server, job: &str, kind: &str) -> Vec<Value> {
     let (mut found, mut after) = (Vec::new(), String::new());
     loop {
-        let page = server.get(&format!("/jobs/{job}/events?limit=1000{after}")).await;
+        let page = server.get(&format!("/jobs/{job}/events?limit=100{after}")).await;
         found.extend(page["data"].as_array().unwrap().iter().filter(|event| event["type"] == kind).cloned());
         match page["next"].as_str() {
             Some(next) => after = format!("&after={next}"),
@@ -114,7 +114,7 @@ async fn a_worker_that_dies_before_it_has_done_anything_is_given_three_attempts(
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
     let mut spec = spec("tiny", 2);
     // A step that takes long to sample: nothing is in the journal when the worker dies.
-    spec["sampling"]["max_completion_length"] = json!(400);
+    spec["sampling"]["max_completion_length"] = json!(200);
     spec["rloo"]["num_generations"] = json!(16);
     spec["training"]["prompts_per_step"] = json!(6);
     let job = server.submit(&spec).await;
@@ -164,7 +164,10 @@ async fn a_preempted_worker_saves_and_leaves_within_its_grace_and_the_job_is_not
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start_in(&dir.path().join("data"), "none", &[("RLOOD_WORKER_TOKEN", TOKEN)]);
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
-    let mut spec = spec("tiny", 40);
+    // A step takes time on the fastest machine too.
+    let service = slow_judge(Duration::from_millis(20)).await;
+    let mut spec = spec("tiny", 100);
+    spec["rewards"] = json!([{"name": "judge", "type": "webhook", "url": service.url()}]);
     spec["checkpoints"] = json!({"every_steps": 1000});
     let calm = server.submit(&spec).await;
     let mut worker = ByHand::start(&server, dir.path(), 10);
