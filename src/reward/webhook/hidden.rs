@@ -397,7 +397,7 @@ mod tests {
                 Some(r#"{"reward": NaN, "error": {"code": "(redacted)"}}"#),
             ),
             ("0.10000000149011612", None),
-            (r#"["10000000\", ""sk-123456789"]"#, Some(r#"["(redacted)\", "(redacted)"]"#)),
+            (r#"["10000000\\", "\"sk-123456789"]"#, Some(r#"["(redacted)\\", "\"(redacted)"]"#)),
             ("tenant 10000000, reward 0.10000000149", Some("tenant (redacted), reward 0.(redacted)149")),
         ] {
             assert_eq!(clean(&found, said), left.unwrap_or(said));
@@ -414,8 +414,8 @@ mod tests {
     fn words_that_an_answer_is_read_by_stay_whatever_the_headers_are() {
         let found = hidden([("x-a", "s_1000000"), ("x-b", "LABEL_10"), ("x-c", "other-secret")]);
         let legible = Legible { words: vec!["s_1000000".to_owned(), "LABEL_10".to_owned()], json_in_strings: false };
-        let said = r#"[{"sample_id": "s_1000000", "label": "LABEL_10", "reason": "s_1000000 other-secret"}]"#;
-        let left = r#"[{"sample_id": "s_1000000", "label": "LABEL_10", "reason": "(redacted) (redacted)"}]"#;
+        let said = r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "s_1000000 other-secret"}]"#;
+        let left = r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "(redacted) (redacted)"}]"#;
         assert_eq!(String::from_utf8(found.answer(said.as_bytes().to_vec(), || legible)).unwrap(), left);
     }
 
@@ -430,7 +430,7 @@ mod tests {
         assert_eq!(clean["usage"], 10000000);
         assert_eq!(
             clean["choices"][0]["message"]["content"],
-            "I know (redacted).\n```json\n{\"reasoning\": \"(redacted) said (redacted)\", \"score\": 4.10000000149}\n```"
+            "I know (redacted).\n```json\n{\"reasoning\": \"(redacted) said \\\"(redacted)\\\"\", \"score\": 4.10000000149}\n```"
         );
     }
 
