@@ -121,11 +121,18 @@ impl Graph {
     pub fn new(schema: &Value) -> Result<Self, String> {
         let mut builder = Builder::new(schema);
         builder.find(String::new(), schema)?;
+        let dynamic = builder.dynamic.clone();
         let mut nodes = Vec::new();
         // Resolving a reference may find further subschemas, below keywords that are not known.
         while nodes.len() < builder.found.len() {
             let (pointer, value) = builder.found[nodes.len()].clone();
             nodes.push(builder.node(&pointer, value)?);
+        }
+        // The targets of dynamic references before it are known by then.
+        if builder.dynamic != dynamic {
+            return Err(
+                "a $dynamicAnchor below a keyword that is not known is not followed: put it below $defs".to_owned()
+            );
         }
         if builder.to_metaschema && builder.has_dynamic_anchors {
             return Err(
