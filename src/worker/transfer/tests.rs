@@ -173,6 +173,7 @@ async fn bytes_that_the_server_says_have_arrived_keep_an_upload_alive_that_no_so
 #[tokio::test]
 async fn a_download_ends_when_nothing_has_come_for_the_stated_time_and_not_before() {
     let address = peer(async |mut stream: TcpStream| {
+        stream.read_u8().await.unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n").await.unwrap();
         for _ in 0..5 {
             sleep(seconds(45.0)).await;
