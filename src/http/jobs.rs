@@ -1,5 +1,6 @@
 //! Jobs: list, read, patch, delete, and the moves a user may ask for. Submission lies in `submit`.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -356,11 +357,14 @@ async fn read_renewed(
         if !is_webhook && (reward.kind.service().is_none() || renewed.secret.is_some()) {
             let detail = "only webhooks sign with secrets, and only rewards over HTTP have headers";
             errors.push(FieldError::new(pointer, "conflict", detail));
-        } else if secrets.contains_key(&kept_as) {
-            let detail = format!("'{name}' and '{kept_as}' are the same reward: give its secrets once");
-            errors.push(FieldError::new(pointer, "conflict", detail));
-        } else {
-            secrets.insert(kept_as, renewed);
+            continue;
+        }
+        match secrets.entry(kept_as) {
+            Entry::Vacant(vacant) => drop(vacant.insert(renewed)),
+            Entry::Occupied(taken) => {
+                let detail = format!("'{name}' and '{}' are the same reward: give its secrets once", taken.key());
+                errors.push(FieldError::new(pointer, "conflict", detail));
+            }
         }
     }
     if errors.is_empty() { Ok(secrets) } else { Err(invalid(Code::InvalidBody, errors)) }

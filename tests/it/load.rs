@@ -262,10 +262,11 @@ async fn strangers_keep_out_neither_users_nor_workers() {
     assert_eq!(sign_in().await, 201);
 
     let strangers: Vec<_> = (0..STRANGERS).map(|_| tokio::spawn(sign_in_for_ever(address(&server)))).collect();
-    let begun = Instant::now();
-    while sign_in().await != 503 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "the strangers take up too little");
-        tokio::time::sleep(Duration::from_millis(20)).await;
+    // They hold what sign-ins may hold, and make room for one another: a user's own still gets in.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    for _ in 0..20 {
+        assert_eq!(sign_in().await, 201, "a sign-in that is finished at once gets in");
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let large = json!({"model": "none", "name": "x".repeat(3 << 20)});
     let register = json!({"worker": WorkerId::new(), "device": "cpu", "pid": 1, "threads": 1, "version": "0.1.0",
@@ -275,9 +276,4 @@ async fn strangers_keep_out_neither_users_nor_workers() {
         assert_eq!(post("/worker/register", TOKEN).json(&register).send().await.unwrap().status(), 200);
     }
     strangers.iter().for_each(|task| task.abort());
-    let begun = Instant::now();
-    while sign_in().await != 201 {
-        assert!(begun.elapsed() < Duration::from_secs(30), "the strangers are gone");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
 }

@@ -115,7 +115,7 @@ async fn a_worker_that_dies_before_it_has_done_anything_is_given_three_attempts(
     let mut spec = spec("tiny", 2);
     // A step that takes long to sample: nothing is in the journal when the worker dies.
     spec["sampling"]["max_completion_length"] = json!(200);
-    spec["rloo"]["num_generations"] = json!(16);
+    spec["rloo"]["num_generations"] = json!(256);
     spec["training"]["prompts_per_step"] = json!(6);
     let job = server.submit(&spec).await;
     for attempt in 1..=3 {
@@ -203,8 +203,10 @@ async fn checkpoints_come_by_the_clock_too_and_change_no_byte() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start(&dir.path().join("data"), "cpu");
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    // A step takes time on the fastest machine too.
+    let service = slow_judge(Duration::from_millis(40)).await;
     let mut spec = spec("tiny", 60);
-    spec["sampling"]["max_completion_length"] = json!(24);
+    spec["rewards"] = json!([{"name": "judge", "type": "webhook", "url": service.url()}]);
     spec["checkpoints"] = json!({"every_steps": 1000, "keep_last": 1000});
     let by_steps = server.submit(&spec).await;
     let plan = server.get(&format!("/jobs/{by_steps}")).await["plan"].clone();

@@ -235,8 +235,10 @@ impl Webhook {
         };
         let said = || match &body {
             Ok(body) if !body.is_empty() => {
-                let said: String = String::from_utf8_lossy(body).trim().chars().take(120).collect();
-                // A service that complains of a credential repeats it.
+                // A service that complains of a credential repeats it: out of the whole body first, since half a secret is not
+                // found.
+                let shown = self.hidden.shown_body(body.clone());
+                let said: String = String::from_utf8_lossy(&shown).trim().chars().take(120).collect();
                 format!(": {}", self.redactor.text(&said))
             }
             _ => String::new(),
