@@ -2,6 +2,8 @@
 import { randomBytes } from "node:crypto";
 import { WORKER_TOKEN } from "./server.mjs";
 
+/** The number of src/protocol.rs. */
+const PROTOCOL = 2;
 const CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz";
 const ulid = () => `01${[...randomBytes(24)].map((byte) => CROCKFORD[byte & 31]).join("")}`;
 
@@ -14,11 +16,11 @@ export class Worker {
 
   #call = (path, body) => this.server.api("POST", `/worker/${path}`, body, { authorization: `Bearer ${WORKER_TOKEN}` });
 
-  register = () => this.#call("register", { worker: this.id, device: this.device, pid: process.pid, threads: 1, version: "0.1.0", child: false });
+  register = () => this.#call("register", { worker: this.id, device: this.device, pid: process.pid, threads: 1, version: "0.2.0", child: false, protocol: PROTOCOL });
 
   /** The next job; what it returns is said for this attempt. */
   async claim() {
-    const { job, attempt } = await this.#call("claim", { worker: this.id, wait_ms: 5000 });
+    const { job, attempt } = await this.#call("claim", { worker: this.id, wait_ms: 5000, protocol: PROTOCOL });
     return new Attempt(this.#call, job, attempt);
   }
 }
