@@ -59,7 +59,10 @@ impl TransferLimits {
 
 /// A client without limits of its own on transfers.
 pub(super) fn http_client() -> ClientBuilder {
-    reqwest::Client::builder().connect_timeout(CONNECT).tcp_user_timeout(None)
+    let builder = reqwest::Client::builder().connect_timeout(CONNECT);
+    #[cfg(target_os = "linux")]
+    let builder = builder.tcp_user_timeout(None);
+    builder
 }
 
 /// What has flowed of an upload.
