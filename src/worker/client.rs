@@ -11,7 +11,9 @@ use serde_json::Value;
 use tokio::sync::watch;
 
 use super::clock;
-use super::transfer::{TransferLimits, bytes_body, file_body, read_body, read_file, send_body, send_within};
+use super::transfer::{
+    TransferLimits, bytes_body, file_body, http_client, read_body, read_file, send_body, send_within,
+};
 use crate::causes::with_causes;
 use crate::failpoint::fail_point;
 use crate::id::{DatasetId, JobId};
@@ -204,9 +206,7 @@ impl Client {
         if !matches!(base.scheme(), "http" | "https") || base.cannot_be_a_base() {
             return Err(format!("--server '{server}' is neither http:// nor https://"));
         }
-        let mut builder = reqwest::Client::builder()
-            .connect_timeout(Duration::from_secs(5))
-            .user_agent(concat!("rlood-worker/", env!("CARGO_PKG_VERSION")));
+        let mut builder = http_client().user_agent(concat!("rlood-worker/", env!("CARGO_PKG_VERSION")));
         if child {
             builder = builder.no_proxy();
         }

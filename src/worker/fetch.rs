@@ -109,7 +109,7 @@ impl Attempt {
                 }
                 // The server's disk may not give the file, and the network may have broken the transfer. Reading a large file
                 // costs the server something: it is asked seldom.
-                ClientError::Interrupted(_) | ClientError::Unavailable(500) => {
+                error if is_broken_off(error) => {
                     broken_off += 1;
                     broken_off >= 2 && broken_off.is_power_of_two()
                 }
@@ -142,5 +142,14 @@ impl Attempt {
                 Err(error) => return Err(error),
             }
         }
+    }
+}
+
+/// Whether a server that was reached did not give the file to its end. An answer that breaks off at its first byte is no answer.
+fn is_broken_off(error: &ClientError) -> bool {
+    match error {
+        ClientError::Interrupted(_) | ClientError::Unavailable(500) => true,
+        ClientError::Unreachable(cause) => !cause.is_connect(),
+        _ => false,
     }
 }

@@ -1,8 +1,9 @@
 //! Transfers between worker and server: when one has failed, whatever its size and however slow the way.
 //!
 //! A transfer ends when no byte has flowed for a stated time, never after a time in all. reqwest's own limits cannot say that:
-//! its `read_timeout` begins when a request is sent and is not moved by the bytes of the request's body, and its `timeout` is for
-//! the whole call. So each direction has a watch of its own here, and the limits stand in one place, [`TransferLimits`].
+//! its `read_timeout` begins when a request is sent and is not moved by the bytes of the request's body, its `timeout` is for
+//! the whole call, and its `tcp_user_timeout` (30 s unless it is switched off) ends a connection whose peer reads so slowly that
+//! its window stays shut for a while. So each direction has a watch of its own here, and the limits stand in one place, [`TransferLimits`].
 //!
 //! An upload flows when the socket takes a piece of the body, or when the server's answer to a heartbeat says that more bytes
 //! have arrived: what sits in buffers on the way (of the kernel, of a proxy) may take long to arrive on a slow line.
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
-use reqwest::{RequestBuilder, Response};
+use reqwest::{ClientBuilder, RequestBuilder, Response};
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 use tokio::sync::watch;
@@ -23,6 +24,8 @@ use tokio_util::io::ReaderStream;
 use super::client::ClientError;
 use crate::protocol::TRANSFER_STALL;
 
+/// For a connection to be made.
+const CONNECT: Duration = Duration::from_secs(5);
 /// What is read from a file at a time.
 const READ_BYTES: usize = 256 * 1024;
 /// What the HTTP client gets at a time. It asks for more only when a number of pieces has left: small ones show early that bytes
@@ -52,6 +55,14 @@ impl TransferLimits {
         let work = Duration::try_from_secs_f64(size_bytes as f64 / self.answer_bytes_per_s as f64);
         self.answer_base.saturating_add(work.unwrap_or(Duration::MAX))
     }
+}
+
+/// A client without limits of its own on transfers.
+pub(super) fn http_client() -> ClientBuilder {
+    let builder = reqwest::Client::builder().connect_timeout(CONNECT);
+    #[cfg(target_os = "linux")]
+    let builder = builder.tcp_user_timeout(None);
+    builder
 }
 
 /// What has flowed of an upload.

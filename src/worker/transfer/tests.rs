@@ -36,7 +36,7 @@ fn limits() -> TransferLimits {
 
 fn client() -> Client {
     let _ = rustls::crypto::ring::default_provider().install_default();
-    Client::builder().no_proxy().build().unwrap()
+    http_client().no_proxy().build().unwrap()
 }
 
 /// A peer that does this with its first connection.
