@@ -34,7 +34,7 @@ impl Intervals {
 async fn events(server: &Server, job: &str, kind: &str) -> Vec<Value> {
     let (mut found, mut after) = (Vec::new(), String::new());
     loop {
-        let page = server.get(&format!("/jobs/{job}/events?limit=1000{after}")).await;
+        let page = server.get(&format!("/jobs/{job}/events?limit=100{after}")).await;
         found.extend(page["data"].as_array().unwrap().iter().filter(|event| event["type"] == kind).cloned());
         match page["next"].as_str() {
             Some(next) => after = format!("&after={next}"),
@@ -114,7 +114,7 @@ async fn a_worker_that_dies_before_it_has_done_anything_is_given_three_attempts(
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
     let mut spec = spec("tiny", 2);
     // A step that takes long to sample: nothing is in the journal when the worker dies.
-    spec["sampling"]["max_completion_length"] = json!(400);
+    spec["sampling"]["max_completion_length"] = json!(200);
     spec["rloo"]["num_generations"] = json!(16);
     spec["training"]["prompts_per_step"] = json!(6);
     let job = server.submit(&spec).await;
@@ -164,7 +164,9 @@ async fn a_preempted_worker_saves_and_leaves_within_its_grace_and_the_job_is_not
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start_in(&dir.path().join("data"), "none", &[("RLOOD_WORKER_TOKEN", TOKEN)]);
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
-    let mut spec = spec("tiny", 40);
+    let service = slow_judge(Duration::from_millis(20)).await;
+    let mut spec = spec("tiny", 60);
+    spec["rewards"] = json!([{"name": "judge", "type": "webhook", "url": service.url()}]);
     spec["checkpoints"] = json!({"every_steps": 1000});
     let calm = server.submit(&spec).await;
     let mut worker = ByHand::start(&server, dir.path(), 10);
@@ -200,18 +202,19 @@ async fn checkpoints_come_by_the_clock_too_and_change_no_byte() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start(&dir.path().join("data"), "cpu");
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
-    let mut spec = spec("tiny", 60);
-    spec["sampling"]["max_completion_length"] = json!(24);
+    let service = slow_judge(Duration::from_millis(20)).await;
+    let mut spec = spec("tiny", 100);
+    spec["rewards"] = json!([{"name": "judge", "type": "webhook", "url": service.url()}]);
     spec["checkpoints"] = json!({"every_steps": 1000, "keep_last": 1000});
     let by_steps = server.submit(&spec).await;
     let plan = server.get(&format!("/jobs/{by_steps}")).await["plan"].clone();
     assert_eq!(plan["checkpoints"].get("every_seconds"), None, "{plan}");
     server.job_in_state(&by_steps, "succeeded").await;
-    assert_eq!(server.checkpoint_steps(&by_steps).await, [60]);
+    assert_eq!(server.checkpoint_steps(&by_steps).await, [100]);
     spec["checkpoints"]["every_seconds"] = json!(1);
     let by_time = server.submit(&spec).await;
     server.job_in_state(&by_time, "succeeded").await;
     let saved = server.checkpoint_steps(&by_time).await;
-    assert!(saved.len() > 1 && saved.len() < 60, "{saved:?}");
+    assert!(saved.len() > 1 && saved.len() < 50, "{saved:?}");
     assert!(adapter(&server, &by_time).await == adapter(&server, &by_steps).await);
 }
