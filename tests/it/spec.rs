@@ -190,6 +190,25 @@ fn unknown_fields_are_refused_with_the_nearest_known_one() {
 }
 
 #[test]
+fn settings_for_interruptions_reach_the_plan_and_are_absent_where_they_are_not_set() {
+    let mut document = with("/training/max_attempts", json!(5));
+    document["checkpoints"] = json!({"every_seconds": 60});
+    let plan = accepted(document).plan;
+    assert_eq!((plan.training.max_attempts, plan.checkpoints.every_seconds), (Some(5), Some(60)));
+    assert_eq!(plan.checkpoints.every_steps, 20, "seconds stand beside the steps");
+    // Neither changes what a checkpoint may be resumed by.
+    let without = accepted(minimal()).plan;
+    let same = |plan: &rlood::spec::Plan| {
+        let mut identity = rlood::spec::resume_identity(plan);
+        identity["dataset"].take();
+        identity
+    };
+    assert_eq!(same(&plan), same(&without));
+    let stored = serde_json::to_value(&without).unwrap();
+    assert_eq!((stored["training"].get("max_attempts"), stored["checkpoints"].get("every_seconds")), (None, None));
+}
+
+#[test]
 fn numbers_out_of_range_are_refused_with_the_reason() {
     refused("/rloo/num_generations", json!(1), "out_of_range", &["between 2 and", "not 1", "other completions"]);
     refused("/sampling/temperature", json!(0), "out_of_range", &["greater than 0", "evaluation may be greedy"]);
@@ -201,6 +220,9 @@ fn numbers_out_of_range_are_refused_with_the_reason() {
     refused("/lora/dropout", json!(1), "out_of_range", &["less than 1"]);
     refused("/training/seed", json!(-1), "out_of_range", &["between 0", "not -1"]);
     refused("/checkpoints/keep_last", json!(0), "out_of_range", &["resumes from"]);
+    refused("/checkpoints/every_seconds", json!(0), "out_of_range", &["between 1", "by steps only"]);
+    refused("/training/max_attempts", json!(0), "out_of_range", &["between 1 and 10000", "no limit"]);
+    refused("/training/max_attempts", json!(10_001), "out_of_range", &["between 1 and 10000"]);
     refused("/rloo/reward_clip_range", json!([1, 1]), "invalid_value", &["less than the second"]);
 }
 
