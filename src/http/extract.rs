@@ -223,8 +223,10 @@ pub fn media_type(headers: &HeaderMap) -> String {
 }
 
 const MIB: usize = 1 << 20;
-/// Bodies of sign-ins that may be unfinished at a time.
-const SIGN_INS_AT_ONCE: usize = 256;
+/// Bodies of sign-ins that may be unfinished at a time, and of them those of one address: so many that a body whose bytes
+/// are on their way is not displaced by a flood.
+const SIGN_INS_AT_ONCE: usize = 1024;
+const SIGN_INS_OF_ADDRESS: usize = 512;
 
 /// What the bodies of some senders may hold together while they arrive: many at once must not exhaust the memory. Each kind of
 /// sender has its own, so that strangers keep out neither users nor workers, and users no workers.
@@ -237,7 +239,7 @@ struct Allowance {
 /// Without a credential: sign-ins, a few hundred bytes each. Twice what the places of [`SIGN_INS`] can hold, so that the
 /// places are the bound, where a new body is never refused.
 static STRANGERS: Allowance = Allowance::new(2 * SIGN_INS_AT_ONCE * SESSION_LIMIT_BYTES / MIB, 5);
-static SIGN_INS: Unfinished = Unfinished::new(SIGN_INS_AT_ONCE, 16);
+static SIGN_INS: Unfinished = Unfinished::new(SIGN_INS_AT_ONCE, SIGN_INS_OF_ADDRESS);
 static USERS: Allowance = Allowance::new(96, 120);
 static WORKERS: Allowance = Allowance::new(96, 120);
 

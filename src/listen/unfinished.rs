@@ -2,6 +2,7 @@
 //! are too many, the oldest of the address that has the most makes room, so that a client which begins many and finishes none
 //! is in the way of its own only.
 
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
 
@@ -62,9 +63,10 @@ fn displace_oldest(all: &mut Vec<Entry>, address: Option<IpAddr>) {
 
 /// The oldest of the address that has the most; of several such addresses, the one whose oldest is oldest.
 fn displace_greediest(all: &mut Vec<Entry>) {
-    let count = |address| all.iter().filter(|entry| entry.address == address).count();
+    let mut counts: HashMap<Option<IpAddr>, usize> = HashMap::new();
+    all.iter().for_each(|entry| *counts.entry(entry.address).or_default() += 1);
     let addresses = all.iter().rev().map(|entry| entry.address);
-    if let Some(greediest) = addresses.max_by_key(|address| count(*address)) {
+    if let Some(greediest) = addresses.max_by_key(|address| counts.get(address).copied()) {
         displace_oldest(all, greediest);
     }
 }

@@ -22,8 +22,8 @@ const BODY_LIMIT_BYTES: u64 = 64 << 20;
 /// All bodies together, while they arrive and while they wait for the model.
 const HELD_KIB: usize = 256 * 1024;
 /// Bodies that arrive at a time, and of them those of one address.
-const ARRIVING: usize = 64;
-const ARRIVING_OF_ADDRESS: usize = 32;
+const ARRIVING: usize = 512;
+const ARRIVING_OF_ADDRESS: usize = 256;
 /// The longest pause between two pieces of a body.
 const PAUSE: Duration = Duration::from_secs(10);
 /// A body may take this long, and a second more for each 16 KiB of it, up to two minutes.
