@@ -36,6 +36,16 @@ fn never(_: TrainInput<'_>, _: &mut dyn Host) -> Result<TrainOutcome, EngineErro
     panic!("there is nothing to train from");
 }
 
+/// Waits until the server has been asked to read the file as often as it has answers.
+async fn inspected(server: &Seen) {
+    let asked = async {
+        while !server.inspections.lock().unwrap().is_empty() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), asked).await.expect("the worker asks the server to read the file");
+}
+
 #[tokio::test]
 async fn a_checkpoint_that_is_damaged_on_the_server_is_left_for_the_older_one_in_the_same_attempt() {
     // The older checkpoint's file has the same name: it is there when the server has read the damaged one.
@@ -44,9 +54,7 @@ async fn a_checkpoint_that_is_damaged_on_the_server_is_left_for_the_older_one_in
     seen.inspections.lock().unwrap().extend([json!({"verdict": "checking"}), older]);
     let server = seen.clone();
     let mend = async move {
-        while !server.inspections.lock().unwrap().is_empty() {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        inspected(&server).await;
         server.files.lock().unwrap().insert("resume w".to_owned(), Some("old"));
     };
     let attempt = attempt_at(seen, from_the_older_one, resuming(), |_| {});
@@ -89,9 +97,7 @@ async fn a_transfer_that_breaks_off_again_and_again_makes_the_server_read_its_fi
     seen.inspections.lock().unwrap().push_back(json!({"verdict": "damaged", "resume": resume(2, "old")}));
     let server = seen.clone();
     let mend = async move {
-        while !server.inspections.lock().unwrap().is_empty() {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        inspected(&server).await;
         server.files.lock().unwrap().insert("resume w".to_owned(), Some("old"));
     };
     let ((_, seen), ()) = tokio::join!(attempt_at(seen, from_the_older_one, resuming(), |_| {}), mend);
