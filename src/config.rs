@@ -37,7 +37,7 @@ pub const MIN_SECRET_CHARS: usize = 16;
 /// Between a worker's heartbeats, ms. A cancel or pause travels in the reply and is honoured within 12 s of the request:
 /// this leaves 7 s for the engine to stop and to save.
 pub const HEARTBEAT_MS: u64 = 5_000;
-/// What a worker has from SIGTERM until it is gone, seconds.
+/// Seconds that a worker has to save and exit after SIGTERM.
 pub const GRACE_S: u64 = 24;
 
 /// Of a claim without heartbeat, ms: six heartbeats.

@@ -1,4 +1,6 @@
 //! Settings of the server: flags as given, and what a server then runs with, every value checked.
+//!
+//! Longer than other files: one line or two for each flag, and a test beside each check.
 
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -141,7 +143,7 @@ pub struct ServeConfig {
     pub samples_max_bytes: u64,
     /// Factor on the waits for reward services; 1 but in tests. Passed on to the workers.
     pub reward_pace: f64,
-    /// What workers have from SIGTERM until they are gone, seconds. Passed on to the workers.
+    /// Seconds that a worker has to save and exit after SIGTERM. The server passes it on to its workers.
     pub grace_s: u64,
     /// Between a worker's heartbeats, ms: the longest a cancel or pause waits to be seen.
     pub heartbeat_ms: u64,

@@ -430,7 +430,7 @@ mod tests {
     #[test]
     fn state_that_is_not_finite_is_named_when_it_is_saved() {
         let good = TrainerState {
-            // What a step could not compute is null, and reads as that.
+            // A metric that a step could not compute is stored as null and stays null.
             step_metrics: Metrics::from([("kl".to_owned(), None), ("loss".to_owned(), Some(f64::NAN))]),
             ..TrainerState::default()
         };

@@ -132,7 +132,7 @@ impl Run<'_> {
     }
 
     /// The completions of an evaluation, piece by piece: an attempt that is interrupted has its pieces in the host's journal, and
-    /// the next one goes on behind them. Only where a completion does not depend on what is sampled beside it.
+    /// the next attempt continues after them. Only where a completion does not depend on what is sampled beside it.
     fn generate_evaluation(
         &mut self,
         id: RolloutId,

@@ -36,7 +36,7 @@ pub enum EngineError {
         /// What was computed.
         what: String,
     },
-    /// What a run keeps of its rewards, or of its weights and moments, is NaN or infinite: no checkpoint could be read back.
+    /// The state of the rewards, the weights or the moments is NaN or infinite, so that no checkpoint of it could be read back.
     #[error("{what} is not finite, so the run can neither go on nor be saved")]
     StateNotFinite {
         /// Which number.

@@ -60,7 +60,7 @@ pub fn write(path: &Path, tensors: &[Tensor<'_>]) -> Result<()> {
     write_to(path, tensors).map_err(|source| EngineError::Io { path: path.to_path_buf(), source })
 }
 
-/// Write and sync a file of what a run goes on with: all of it must be finite.
+/// Write and sync a state file that a run resumes from: every value must be finite.
 pub fn write_finite(path: &Path, tensors: &[Tensor<'_>]) -> Result<()> {
     let is_finite = |tensor: &&Tensor<'_>| match tensor.data {
         Data::F32(values) => values.par_iter().with_min_len(CHUNK).all(|value| value.is_finite()),

@@ -1,4 +1,6 @@
 //! Built-in rewards: pure functions of the completion and the row's other columns.
+//!
+//! Longer than other files: short functions, one for each built-in reward, with their tests.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

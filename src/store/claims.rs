@@ -1,4 +1,6 @@
 //! Claims: who may run a job and write about it. Every write of a worker is fenced by the attempt its claim carries.
+//!
+//! Longer than other files: claim, heartbeat, release and finish change the same rows in one transaction each, and are read together.
 
 use std::collections::BTreeMap;
 

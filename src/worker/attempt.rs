@@ -1,4 +1,6 @@
 //! One attempt at one job: fetch what it needs, run the engine on a thread of its own, report how it ended.
+//!
+//! Longer than other files: the ways in which an attempt ends are decided here and nowhere else.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

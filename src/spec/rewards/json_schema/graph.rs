@@ -1,6 +1,8 @@
 //! Which subschemas of a JSON Schema apply which others: on the same value (`$ref`, `allOf`, `not`, …), or on its parts
 //! (`properties`, `items`, …). References are resolved as the validator resolves them; where the target depends on the path that
 //! led there (`$dynamicRef`), every possible target counts.
+//!
+//! Longer than other files: the lists of keywords and the walk that reads them must agree, and stand together.
 
 use std::collections::HashMap;
 
