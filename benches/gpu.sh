@@ -37,7 +37,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
 # Parts by group, each with the most seconds that it may take.
-CHECK=(facts:20 limits:90 suite-kernels:150 suite-parity:120 suite-golden:90 suite-gradients:120 suite-bits:120 suite-gpu:120 suite-gpu_training:120
+CHECK=(facts:20 limits:90 suite-kernels:150 suite-backend:60 suite-parity:120 suite-golden:90 suite-gradients:120 suite-bits:120 suite-gpu:120 suite-gpu_training:120
     suite-oracle:90 suite-precision:60)
 DECODE=(requests-0.6b:120 single-0.6b:60 step-0.6b:150 mismatch-fast:60 mismatch-exact:60 step-0.6b-beta:120)
 TRAIN=(train-0.6b-768:60 train-0.6b-16k:90)
@@ -58,17 +58,19 @@ pack() {
     folder=${folder%/}
     mkdir -p "$folder"
     cargo build --release --locked --features "${features:-cuda}" --bin rlood
-    # One line a test program: the target's name, the file.
-    built=$(cargo test --release --locked --features "${features:-cuda}" --no-run --lib --test it --message-format=json \
-        | sed -n 's/.*"target":{"kind":\["\([a-z]*\)"\].*"executable":"\([^"]*\)".*/\1 \2/p')
+    # One line a test program: package, kind of target, file.
+    built=$(cargo test --release --locked -p rlood-kernels -p rlood-engine --features "${features:-cuda}" --no-run --lib --test it \
+        --message-format=json \
+        | sed -n 's/.*crates\/\([a-z]*\)#.*"target":{"kind":\["\([a-z]*\)"\].*"executable":"\([^"]*\)".*/\1 \2 \3/p')
     install -m 0755 "${CARGO_TARGET_DIR:-target}/release/rlood" "$folder/rlood"
-    install -m 0755 "$(sed -n 's/^lib //p' <<<"$built")" "$folder/tests-unit"
-    install -m 0755 "$(sed -n 's/^test //p' <<<"$built")" "$folder/tests-it"
-    strip "$folder"/{rlood,tests-unit,tests-it}
+    install -m 0755 "$(sed -n 's/^kernels lib //p' <<<"$built")" "$folder/tests-kernels"
+    install -m 0755 "$(sed -n 's/^engine lib //p' <<<"$built")" "$folder/tests-engine"
+    install -m 0755 "$(sed -n 's/^engine test //p' <<<"$built")" "$folder/tests-it"
+    strip "$folder"/{rlood,tests-kernels,tests-engine,tests-it}
     # The test programs look for fixtures where they were built.
     pwd -P >"$folder/built-in"
     git rev-parse HEAD >"$folder/commit" 2>/dev/null || true
-    # The three programs have much in common, which one window over all of them finds.
+    # The programs have much in common, which one window over all of them finds.
     tar -C "$folder" -c . | xz -T1 --lzma2=preset=9e,dict=192MiB >"$folder.tar.xz"
     ls -l "$folder" "$folder.tar.xz"
     echo "to be carried: $(stat -c %s "$folder.tar.xz" | awk '{printf "%.1f", $1 / 1048576}') MiB, beside" \
@@ -336,7 +338,8 @@ suite() {
         return
     fi
     case $part in
-        suite-kernels) program=tests-unit filter=cuda ;;
+        suite-kernels) program=tests-kernels filter=cuda ;;
+        suite-backend) program=tests-engine filter=cuda ;;
         *) program=tests-it ;;
     esac
     if [[ ! -x $from/$program ]]; then

@@ -8,7 +8,9 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::id::WorkerId;
+pub use crate::protocol::HEARTBEAT_MS;
+pub use rlood_worker::args::{GRACE_S, ProbeArgs, WorkerArgs};
+pub use rlood_worker::device::{Device, machine_memory_bytes, machine_threads, process_memory_bytes};
 
 pub mod backup;
 mod bench;
@@ -20,7 +22,7 @@ mod reward;
 mod serve;
 
 pub use bench::{BenchArgs, BenchPart};
-pub use device::{Device, Isa, Precision, machine_memory_bytes, machine_threads, process_memory_bytes};
+pub use device::{Isa, Precision};
 pub use edge::{Edge, EdgeArgs};
 pub use keys::KeysArgs;
 pub use retention::{Retention, RetentionArgs};
@@ -28,17 +30,13 @@ pub use reward::{RewardArgs, RewardCheckArgs, RewardCommand, RewardFormat, Rewar
 pub(crate) use serve::random_token;
 pub use serve::{ServeArgs, ServeConfig, no_key_for, resolve_listen};
 
+/// The variable from which candle and rayon take the size of their pools.
+pub const COMPUTE_THREADS: &str = "RAYON_NUM_THREADS";
 /// The variable that tells a worker how much it may use of its GPU; the server sets it for its own ones.
 pub const GPU_MEMORY: &str = "RLOOD_GPU_MEMORY";
 
 /// Fewest characters of an API key or a worker token.
 pub const MIN_SECRET_CHARS: usize = 16;
-
-/// Between a worker's heartbeats, ms. A cancel or pause travels in the reply and is honoured within 12 s of the request:
-/// this leaves 7 s for the engine to stop and to save.
-pub const HEARTBEAT_MS: u64 = 5_000;
-/// Seconds that a worker has to save and exit after SIGTERM.
-pub const GRACE_S: u64 = 24;
 
 /// Of a claim without heartbeat, ms: six heartbeats.
 pub const LEASE_MS: u64 = 30_000;
@@ -54,7 +52,7 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
 
-    /// Log filter: a level (error, warn, info, debug, trace), or per module (`info,rlood::store=debug`). Logs go to
+    /// Log filter: a level (error, warn, info, debug, trace), or per module (`info,rlood_store=debug`). Logs go to
     /// standard error.
     #[arg(long, env = "RLOOD_LOG", default_value = "info", global = true, value_name = "FILTER")]
     pub log: String,
@@ -174,61 +172,6 @@ pub struct DemoArgs {
     pub exit: bool,
 }
 
-/// Flags of `rlood worker`.
-#[derive(Debug, Clone, Args)]
-pub struct WorkerArgs {
-    /// The server's address, http:// or https://.
-    #[arg(long, env = "RLOOD_SERVER", default_value = "http://127.0.0.1:8080", value_name = "URL")]
-    pub server: String,
-
-    /// The one device to train on: cpu or cuda:N.
-    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
-    pub device: Device,
-
-    /// The server's worker token; give it by the variable, not by the flag, which other users can see.
-    #[arg(long, env = "RLOOD_WORKER_TOKEN", hide_env_values = true, value_name = "TOKEN")]
-    pub token: String,
-
-    /// Compute threads. Default: the machine's cores.
-    #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub threads: Option<u32>,
-
-    /// Directory for downloads and unpublished checkpoints. Default: a folder under the system's temporary directory.
-    #[arg(long, env = "RLOOD_SCRATCH_DIR", value_name = "DIR")]
-    pub scratch_dir: Option<PathBuf>,
-
-    /// Seconds from SIGTERM until this process is gone, 2 to 3600. A worker that runs a job saves a checkpoint within four fifths
-    /// of them and gives the job back to the queue (`preempted`), and exits with code 0. Set it below the notice that the
-    /// machine gets: Kubernetes' terminationGracePeriodSeconds, a cloud's spot notice.
-    #[arg(long, env = "RLOOD_GRACE_S", default_value_t = GRACE_S, value_name = "SECONDS",
-        value_parser = clap::value_parser!(u64).range(2..=3600))]
-    pub grace_s: u64,
-
-    /// Factor on the waits of reward requests; see `rlood serve`.
-    #[arg(long, env = "RLOOD_REWARD_PACE", default_value_t = 1.0, hide = true, value_name = "FACTOR")]
-    pub reward_pace: f64,
-
-    /// Set by the server for its own workers: the id to register with.
-    #[arg(long, hide = true)]
-    pub id: Option<WorkerId>,
-
-    /// Set by the server for its own workers: end when standard input ends.
-    #[arg(long, hide = true)]
-    pub child: bool,
-}
-
-/// Flags of `rlood probe` and `rlood generate`.
-#[derive(Debug, Clone, Args)]
-pub struct ProbeArgs {
-    /// The one device to compute on: cpu or cuda:N.
-    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
-    pub device: Device,
-
-    /// Compute threads. Default: the machine's cores.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub threads: Option<u32>,
-}
-
 /// Flags of `rlood openapi`.
 #[derive(Debug, Clone, Args)]
 pub struct OpenapiArgs {
@@ -245,6 +188,17 @@ pub struct ConfigError(String);
 impl ConfigError {
     fn new(message: impl Into<String>) -> Self {
         Self(message.into())
+    }
+}
+
+/// What this process may take of a GPU, bytes, as `RLOOD_GPU_MEMORY` says; None = all of it.
+///
+/// # Errors
+/// It is not a size.
+pub fn gpu_memory_limit() -> Result<Option<u64>, ConfigError> {
+    match std::env::var(GPU_MEMORY) {
+        Ok(size) if !size.is_empty() => parse_size_of(GPU_MEMORY, &size),
+        _ => Ok(None),
     }
 }
 

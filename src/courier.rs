@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
+use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use tokio::sync::Notify;
 
 use crate::causes::with_causes;
@@ -15,8 +16,9 @@ use crate::id::WebhookId;
 use crate::lifecycle::message::{LifecycleData, Message, TestData};
 use crate::lifecycle::retry_in_ms;
 use crate::outgoing::OutgoingPolicy;
-use crate::reward::outgoing::refusal;
+use crate::reward::http_client::restricted_client_builder;
 use crate::reward::signature::Key;
+use crate::reward::signed_post::{self, SendError, Signed, retry_after};
 use crate::store::webhooks::WebhookRow;
 use crate::store::{DeliveryRow, MessageEvent, Next, TryRow};
 use crate::store::{Store, StoreError, clock_ms};
@@ -43,8 +45,11 @@ struct Outgoing {
 impl Outgoing {
     fn new(policy: OutgoingPolicy) -> Result<Self, CourierError> {
         // No connection is kept: every try resolves the name, and its address is checked.
-        let client =
-            policy.client_builder().timeout(TIMEOUT).pool_max_idle_per_host(0).build().map_err(CourierError)?;
+        let client = restricted_client_builder(&policy)
+            .timeout(TIMEOUT)
+            .pool_max_idle_per_host(0)
+            .build()
+            .map_err(CourierError)?;
         Ok(Self { policy, client })
     }
 }
@@ -151,21 +156,15 @@ impl Outgoing {
         let url = self.policy.check_url(&hook.url).map_err(|error| error.to_string())?;
         let body = body_of(message).map_err(|_| "the message cannot be written".to_owned())?;
         let seconds = now.div_euclid(1000).unsigned_abs();
-        let signature = signatures(hook, &message.id, seconds, &body, now)?;
-        let sent = self
-            .client
-            .post(url)
-            .header("content-type", "application/json")
-            .header("webhook-id", &message.id)
-            .header("webhook-timestamp", seconds.to_string())
-            .header("webhook-signature", signature)
-            .body(body)
-            .send()
-            .await
-            .map_err(|error| told(&error))?;
-        let retry_after = sent.headers().get("retry-after").and_then(|value| value.to_str().ok()?.parse::<i64>().ok());
-        let retry_after_ms = retry_after.unwrap_or(0).clamp(0, LONGEST_RETRY_AFTER_MS / 1000) * 1000;
-        Ok(Answered { status: sent.status().as_u16(), retry_after_ms })
+        let keys = keys(hook, now)?;
+        let mut headers = HeaderMap::new();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        Signed { id: &message.id, timestamp: seconds, body: &body }.set_headers(&keys, &mut headers);
+        let request = self.client.post(url).body(body);
+        let answer = signed_post::send(request, headers).await.map_err(told)?;
+        let pause =
+            retry_after(answer.headers()).map_or(0, |pause| i64::try_from(pause.as_millis()).unwrap_or(i64::MAX));
+        Ok(Answered { status: answer.status().as_u16(), retry_after_ms: pause.min(LONGEST_RETRY_AFTER_MS) })
     }
 }
 
@@ -174,13 +173,11 @@ struct Answered {
     retry_after_ms: i64,
 }
 
-/// By each secret that is good: several during a rotation.
-fn signatures(hook: &WebhookRow, id: &str, seconds: u64, body: &[u8], now: i64) -> Result<String, String> {
+/// Of each secret that is good: several during a rotation.
+fn keys(hook: &WebhookRow, now: i64) -> Result<Vec<Key>, String> {
     let old = hook.old_secrets.iter().filter(|(_, until)| now < *until).map(|(secret, _)| secret);
-    let secrets = std::iter::once(&hook.secret).chain(old);
-    let signed = secrets.map(|secret| Key::parse(secret).map(|key| key.sign(id, seconds, body)));
-    let signed: Result<Vec<String>, _> = signed.collect();
-    signed.map(|signed| signed.join(" ")).map_err(|_| "the stored secret cannot be read".to_owned())
+    let keys: Result<Vec<Key>, _> = std::iter::once(&hook.secret).chain(old).map(|secret| Key::parse(secret)).collect();
+    keys.map_err(|_| "the stored secret cannot be read".to_owned())
 }
 
 /// The same bytes at every try.
@@ -208,23 +205,16 @@ fn body_of(message: &DeliveryRow) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec(&Message { kind, timestamp, data })
 }
 
-/// Why there was no answer, without the URL, which may hold a token.
-fn told(error: &reqwest::Error) -> String {
-    if let Some(refused) = refusal(error) {
-        return refused.to_string();
-    }
-    if error.is_timeout() {
-        return format!("no answer within {} s", TIMEOUT.as_secs());
-    }
-    let mut text = if error.is_connect() { "no connection" } else { "no answer" }.to_owned();
-    let mut cause = std::error::Error::source(error);
-    while let Some(inner) = cause {
-        if inner.source().is_none() {
-            text = format!("{text}: {inner}");
+/// Why there was no answer.
+fn told(error: SendError) -> String {
+    match error {
+        SendError::Refused(why) => why,
+        SendError::Failed { is_timeout: true, .. } => format!("no answer within {} s", TIMEOUT.as_secs()),
+        SendError::Failed { is_connect, cause, .. } => {
+            let kind = if is_connect { "no connection" } else { "no answer" };
+            cause.map_or(kind.to_owned(), |cause| format!("{kind}: {cause}"))
         }
-        cause = inner.source();
     }
-    text
 }
 
 /// 0..1 of a message's id, which is random.

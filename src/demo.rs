@@ -1,8 +1,8 @@
 //! `rlood demo`: the main job, end to end, on the bundled model.
 //!
 //! Everything goes the way a user's job would: a server as `rlood serve` runs it, with a worker process of its own; a
-//! reward service on another port ([`crate::reward::example`]); and a client that knows nothing but the public HTTP API.
-//! Read it as an example of that API.
+//! reward service on another port ([`reward_service`]); and a client that knows nothing but the public HTTP API
+//! ([`rlood_client`]). Read it as an example of that API.
 
 use std::io::IsTerminal;
 use std::net::SocketAddr;
@@ -10,20 +10,22 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
+use rlood_client::{Client, DatasetUpload, Document};
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::bundle;
 use crate::config::{ConfigError, DemoArgs, ServeConfig, resolve_listen};
-use crate::files::bundle;
-use crate::reward::example::ExampleService;
+use crate::demo::reward_service::ExampleService;
+use crate::id::DatasetId;
+use crate::job::State;
 use crate::reward::signature::Key;
 use crate::serve::{self, ServeError};
 
-mod api;
 mod outcome;
 mod progress;
+pub mod reward_service;
 
-use api::{Api, ApiError};
 use outcome::Outcome;
 use progress::Progress;
 
@@ -50,7 +52,7 @@ pub enum DemoError {
     Serve(#[from] ServeError),
     /// The API said no.
     #[error(transparent)]
-    Api(#[from] ApiError),
+    Api(#[from] rlood_client::Error),
     /// Files, sockets, signals.
     #[error("cannot {doing}")]
     System {
@@ -115,46 +117,43 @@ async fn demonstrate(
     server: SocketAddr,
     begun: Instant,
 ) -> Result<Outcome, DemoError> {
-    let api = Api::new(format!("http://{server}"))?;
+    let client = Client::builder(&format!("http://{server}")).no_proxy().build()?;
     let model_dir = data_dir.join("tiny");
     bundle::unpack_model(&model_dir).map_err(system(format!("write the bundled model to {}", model_dir.display())))?;
     let secret = Key::generate().map_err(system("make a secret"))?;
     let service = ExampleService::start(&secret).await.map_err(system("start the reward service"))?;
 
-    let model = api.post("/models", &json!({"id": MODEL, "source": model_dir.to_string_lossy()})).await?;
-    let train = api.upload("/datasets?name=sums", bundle::TRAIN).await?;
-    let held_out = api.upload("/datasets?name=sums-held-out", bundle::HELD_OUT).await?;
+    let model = client.create_model(MODEL, &model_dir.to_string_lossy()).await?;
+    let train = client.create_dataset(&DatasetUpload::ndjson(bundle::TRAIN).named("sums")).await?;
+    let held_out = client.create_dataset(&DatasetUpload::ndjson(bundle::HELD_OUT).named("sums-held-out")).await?;
     let steps = args.steps.unwrap_or(STEPS);
     let reward =
         json!({"name": "correct", "type": "webhook", "url": service.url(), "secret": secret, "max_batch_samples": 256});
-    let job = api.post("/jobs", &job(&train["id"], &held_out["id"], reward, steps, args.seed)).await?;
-    let id = job["id"].as_str().unwrap_or_default().to_owned();
+    let job = Document::from(&job(train.id, held_out.id, reward, steps, args.seed));
+    let id = client.create_job(&job).await?.id;
 
-    println!("model     {MODEL}, {} parameters, in {}", model["card"]["num_parameters"], model_dir.display());
-    println!("dataset   {} prompts, {} held out", train["num_rows"], held_out["num_rows"]);
+    let num_parameters = model.card.map_or(0, |card| card.num_parameters);
+    println!("model     {MODEL}, {num_parameters} parameters, in {}", model_dir.display());
+    println!("dataset   {} prompts, {} held out", train.num_rows, held_out.num_rows);
     println!("reward    {} (contract v1, signed)", service.url());
-    println!("job       {}/jobs/{id}\n", api.base());
+    println!("job       {}/jobs/{id}\n", client.server());
 
     let progress = Progress::new(steps, std::io::stdout().is_terminal() && std::io::stderr().is_terminal());
-    let job = progress.follow(&api, &id).await?;
-    if job["state"] != "succeeded" {
-        let failure = &job["failure"];
-        let text = |key: &str| failure[key].as_str().unwrap_or_default().to_owned();
-        let state = job["state"].as_str().unwrap_or_default();
-        return Err(DemoError::Job(format!(
-            "the job is {state}: {} {} {}",
-            text("code"),
-            text("message"),
-            text("suggestion")
-        )));
+    let job = progress.follow(&client, id).await?;
+    if job.state != State::Succeeded {
+        let (code, message, suggestion) = job.failure.map_or_else(Default::default, |failure| {
+            (failure.code, failure.message, failure.suggestion.unwrap_or_default())
+        });
+        let state = job.state.as_str();
+        return Err(DemoError::Job(format!("the job is {state}: {code} {message} {suggestion}")));
     }
-    let outcome = Outcome::read(&api, &id, steps, data_dir).await?;
-    outcome.print(&api, begun.elapsed());
+    let outcome = Outcome::read(&client, id, steps, data_dir).await?;
+    outcome.print(client.server(), begun.elapsed());
     Ok(outcome)
 }
 
 /// The job as a user would write it.
-fn job(train: &Value, held_out: &Value, reward: Value, steps: u64, seed: u64) -> Value {
+fn job(train: DatasetId, held_out: DatasetId, reward: Value, steps: u64, seed: u64) -> Value {
     json!({
         "name": "demo: sums",
         "model": MODEL,

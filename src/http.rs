@@ -13,6 +13,7 @@ pub mod browser;
 pub mod callbacks;
 mod compare;
 mod contract;
+mod cookie;
 pub mod courses;
 pub mod datasets;
 pub mod demo;
@@ -34,6 +35,7 @@ pub mod metrics;
 pub mod models;
 pub mod openapi;
 pub mod probe;
+mod prometheus;
 mod reach;
 mod rescore;
 pub mod retry;
@@ -75,6 +77,7 @@ use crate::config::ServeConfig;
 use crate::files::DataDir;
 use crate::listen::{self, Connection};
 use crate::store::Store;
+use crate::supervisor::one_shot::{Generations, Preflights};
 use error::{Code, IsProblem, Problem, REQUEST_ID, shortened};
 
 pub use openapi::openapi;
@@ -100,9 +103,9 @@ pub struct AppState {
     /// Counts of answered requests, for `/metrics`.
     pub requests: Arc<system::RequestCounts>,
     /// Runs preflights; None = this server starts no processes.
-    pub prober: Option<Arc<dyn probe::Prober>>,
+    pub preflights: Option<Preflights>,
     /// Runs models beside each other; None = this server starts no processes.
-    pub generator: Option<Arc<dyn generate::Generator>>,
+    pub generations: Option<Generations>,
     /// Heavy work that may be under way at a time.
     pub heavy: heavy::Slots,
     /// Services that may be tried at a time.
@@ -140,8 +143,8 @@ impl AppState {
             dataset_limit_bytes: datasets::DEFAULT_LIMIT_BYTES,
             started: Instant::now(),
             requests: Arc::default(),
-            prober: None,
-            generator: None,
+            preflights: None,
+            generations: None,
             heavy: heavy::Slots::new(slots),
             asked: heavy::Slots::new(heavy::ASKED),
             searches: heavy::Slots::new(samples::SEARCHES),
@@ -159,8 +162,12 @@ impl AppState {
 }
 
 /// All documented routes, without layers.
-pub(crate) fn routes() -> OpenApiRouter<AppState> {
+pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::with_openapi(openapi::head())
+        .merge(submit::routes())
+        .merge(fork::routes())
+        .merge(retry::routes())
+        .merge(alerts::routes())
         .merge(jobs::routes())
         .merge(compare::routes())
         .merge(generate::routes())
@@ -198,7 +205,7 @@ pub fn router(state: AppState) -> Router {
         .layer(DefaultBodyLimit::max(JSON_LIMIT_BYTES))
         .layer(body(state.config.edge.transfer_pause));
     // The layer is around the fallbacks too: what does not exist is not told to somebody without a key.
-    let guarded = routes()
+    let guarded = documented_routes()
         .split_for_parts()
         .0
         .fallback(unknown_route)

@@ -1,18 +1,21 @@
 //! `rlood`: RLOO training of language models as an HTTP service, in one binary.
 //!
-//! # The map, in the direction data flows
+//! # The map: what lies higher knows what lies lower, never the other way round
 //!
-//! | part | modules |
+//! | crate or module | what |
 //! |---|---|
-//! | words: plain types, no I/O | [`access`] [`callback`] [`causes`] [`id`] [`jinja`] [`json`] [`dataset`] [`spec`] [`doctor`] [`job`] [`lifecycle`] [`modelcard`] [`outgoing`] [`probe`] [`generation`] [`event`] [`sample`] [`protocol`] |
-//! | durable | [`files`] [`store`] |
-//! | rewards (async stays here) | [`reward`] |
-//! | engine (synchronous; knows token ids, not jobs or HTTP) | [`engine`] |
-//! | a reward model with its text | [`reward_model`] |
-//! | the accept loop of a server | [`listen`] |
-//! | processes | [`worker`] [`errand`] [`prober`] [`generator`] [`http`] [`courier`] [`keys`] [`backup`] [`supervisor`] [`serve`] [`demo`] [`convert`] [`mod@bench`] [`reward_server`] |
-//!
-//! Words are imported by everyone; nothing imports upward. `tests/it/layering.rs` holds the allowed edges.
+//! | [`command_line`] | parses the command line, runs a role |
+//! | [`serve`] [`supervisor`] [`courier`] [`http`] [`demo`] [`commands`] [`reward_server`] | servers and subcommands; `tests/it/layering.rs` holds their edges |
+//! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled model; the command line |
+//! | `rlood-client` | a typed client of the public API; knows the words and nothing of the server |
+//! | `rlood-worker`: [`worker`] [`prober`] [`generator`] [`reward_model`] | the processes that compute |
+//! | `rlood-store`: [`store`] [`files`] | durable |
+//! | `rlood-rewards`: [`reward`] | async stays here |
+//! | `rlood-engine`: [`engine`] | synchronous; knows token ids, not jobs or HTTP |
+//! | `rlood-model-files`: [`modelcard`] | what a model's folder holds, without tensors |
+//! | `rlood-kernels` | what computes, for the engine; all unsafe code |
+//! | `rlood-types`: [`access`] [`callback`] [`causes`] [`dataset`] [`doctor`] [`event`] [`failpoint`] [`generation`] [`id`] [`job`] [`json`] [`lifecycle`] [`one_shot`] [`outgoing`] [`probe`] [`protocol`] [`sample`] [`spec`] | words: plain types, no I/O |
+//! | `rlood-templates`: [`jinja`] | templates in a sandbox |
 //!
 //! # One job through the files
 //!
@@ -24,54 +27,28 @@
 //! every k steps a checkpoint → `Host::saved` → `http::worker` → [`files`] → `store::artifacts` → finish →
 //! `http::events` (SSE) and `http::artifacts` (download).
 
-#[cfg(any(test, feature = "failpoints"))]
-pub mod failpoint;
-#[cfg(not(any(test, feature = "failpoints")))]
-mod failpoint;
-
 pub mod config;
 
-pub mod access;
-pub mod callback;
-pub mod causes;
-pub mod dataset;
-pub mod doctor;
-pub mod event;
-pub mod generation;
-pub mod id;
-pub mod jinja;
-pub mod job;
-pub mod json;
-pub mod lifecycle;
-pub mod modelcard;
-pub mod outgoing;
-pub mod probe;
-pub mod protocol;
-pub mod sample;
-pub mod spec;
-
-pub mod files;
-pub mod store;
-
-pub mod reward;
-
-pub mod engine;
-
-pub mod reward_model;
+pub use rlood_engine as engine;
+pub use rlood_model_files as modelcard;
+pub use rlood_rewards as reward;
+pub use rlood_store as store;
+pub use rlood_store::files;
+pub use rlood_templates as jinja;
+pub use rlood_types::{
+    access, callback, causes, dataset, doctor, event, failpoint, generation, id, job, json, lifecycle, one_shot,
+    outgoing, probe, protocol, sample, spec,
+};
+pub use rlood_worker::{generator, prober, reward_model, worker};
 
 pub mod listen;
 
-pub mod backup;
-pub mod bench;
-pub mod convert;
+pub mod bundle;
+pub mod command_line;
+pub mod commands;
 pub mod courier;
 pub mod demo;
-pub mod errand;
-pub mod generator;
 pub mod http;
-pub mod keys;
-pub mod prober;
 pub mod reward_server;
 pub mod serve;
 pub mod supervisor;
-pub mod worker;

@@ -4,10 +4,7 @@
 
 pub mod check;
 pub mod disk;
-mod leases;
 mod outage;
-#[cfg(test)]
-mod queue_model;
 pub mod retention;
 
 use std::io::Write;
@@ -17,7 +14,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
@@ -31,22 +27,16 @@ use crate::courier::{Courier, CourierError};
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
 use crate::files::{DataDir, FilesError};
-use crate::generation::{GenerationReport, GenerationTask};
-use crate::http::generate::{Generator, Ungenerated};
-use crate::http::probe::{Prober, Unprobed};
 use crate::http::{self, AppState};
 use crate::listen;
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
-use crate::probe::{ProbeReport, ProbeTask};
 use crate::reward::client::{Pace, RewardClient};
+use crate::store::leases::LeaseWatch;
+use crate::store::recovery::{RecoveryError, recover};
 use crate::store::{Store, StoreError, clock_ms};
-use crate::supervisor::errand;
-use crate::supervisor::generation::{self, Generations};
-use crate::supervisor::probe::{NoReport, Probes};
-use disk::DiskWatch;
-
+use crate::supervisor::one_shot::{Generations, Preflights};
 use crate::supervisor::{Children, Lost, Supervisor};
-use leases::LeaseWatch;
+use disk::DiskWatch;
 
 /// What is left to workers after their grace before they are killed.
 const WORKERS_MARGIN: Duration = Duration::from_secs(1);
@@ -107,6 +97,15 @@ pub enum ServeError {
         #[source]
         source: std::io::Error,
     },
+}
+
+impl From<RecoveryError> for ServeError {
+    fn from(error: RecoveryError) -> Self {
+        match error {
+            RecoveryError::Files(error) => error.into(),
+            RecoveryError::Store(error) => error.into(),
+        }
+    }
 }
 
 /// A server in this process. Dropping it without [`Running::stop`] leaves its tasks to the runtime.
@@ -254,7 +253,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     }
     let courier = Courier::new(store.clone(), outgoing)?.narrowed_by_keys(keyed_outgoing)?;
     let config = Arc::new(config);
-    recover(&store, &files, &config, clock_ms()).await?;
+    recover(&store, &files, lease_ms(&config), clock_ms()).await?;
     // Before any worker can ask for a job.
     let mut disk = DiskWatch::new(config.edge.disk_reserve_bytes);
     disk.look(&store, &files, clock_ms()).await;
@@ -270,9 +269,9 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     if let Err(problem) = http::demo::settle(&state).await {
         tracing::warn!(?problem, "the demo's model is not in place: jobs of POST /demo may fail");
     }
-    state.prober = Some(Arc::new(Probes::new(&children)));
+    state.preflights = Some(Preflights::new(&children));
     let stop_generations = CancellationToken::new();
-    state.generator = Some(Arc::new(Generations::new(&children, stop_generations.clone())));
+    state.generations = Some(Generations::new(&children, stop_generations.clone()));
     let connections = state.connections.clone();
     let router = http::router(state);
     let stop = listen::Stop { begin: stop_http.clone(), cut: cut_http.clone() };
@@ -301,60 +300,6 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
         house,
         store,
     })
-}
-
-impl Prober for Probes {
-    fn probe(&self, task: ProbeTask) -> BoxFuture<'static, Result<ProbeReport, Unprobed>> {
-        let (probes, retry_after_s) = (self.clone(), task.limit_ms.div_ceil(1000));
-        let run = async move {
-            probes.run(task).await.map_err(|none| match none {
-                NoReport::Busy => Unprobed::Busy { retry_after_s },
-                NoReport::Failed(error) => Unprobed::Failed(error),
-            })
-        };
-        Box::pin(run)
-    }
-}
-
-impl Generator for Generations {
-    fn generate(&self, task: GenerationTask) -> BoxFuture<'static, Result<GenerationReport, Ungenerated>> {
-        let generations = self.clone();
-        let run = async move {
-            generations.run(task).await.map_err(|none| match none {
-                generation::Ungenerated::Busy => Ungenerated::Busy,
-                generation::Ungenerated::Stopping => Ungenerated::Stopping,
-                generation::Ungenerated::Lost(errand::Lost::TimedOut) => Ungenerated::TimedOut,
-                generation::Ungenerated::Lost(errand::Lost::Killed(_)) => Ungenerated::Killed,
-                generation::Ungenerated::Lost(errand::Lost::NotRun(why) | errand::Lost::Ended(why)) => {
-                    Ungenerated::Lost(why)
-                }
-            })
-        };
-        Box::pin(run)
-    }
-}
-
-/// What a server that was killed left behind.
-async fn recover(store: &Store, files: &DataDir, config: &ServeConfig, now: i64) -> Result<(), ServeError> {
-    store.keys_free_in_flight().await?;
-    for job in store.workers_forget_children(now).await? {
-        tracing::warn!(%job, "the job's worker died with the former server; it is queued again");
-    }
-    // Workers started by hand may still be at work: give them the time to come back.
-    store.leases_renew(now, lease_ms(config)).await?;
-    let mut datasets = Vec::new();
-    let mut after = None;
-    loop {
-        let page = store.dataset_list(None, after.as_deref(), 100).await?;
-        datasets.extend(page.data.into_iter().map(|dataset| dataset.id));
-        match page.next {
-            Some(next) => after = Some(next),
-            None => break,
-        }
-    }
-    files.sweep(&store.checkpoint_keys().await?, &datasets)?;
-    files.initial_sweep(&store.warm_start_jobs().await?)?;
-    Ok(())
 }
 
 /// Requeues the jobs of workers that fell silent, looks at the disk; once a minute, housekeeping.

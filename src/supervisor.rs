@@ -4,9 +4,7 @@
 //! it dies, and the child ends with it. What a child writes to standard error is passed on, and its last lines are kept
 //! for the report of its death.
 
-pub mod errand;
-pub mod generation;
-pub mod probe;
+pub mod one_shot;
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -15,13 +13,14 @@ use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{Device, GPU_MEMORY, Isa, LogFormat};
+use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY, Isa, LogFormat};
 use crate::id::WorkerId;
 
 /// The first pause before a child is started again; it doubles with each early death.
@@ -155,6 +154,7 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
         .args(["worker", "--child", "--server", &children.server])
         .args(["--device", &device.to_string(), "--id", &worker.to_string()])
         .args(["--threads", &children.threads.to_string()])
+        .env(COMPUTE_THREADS, children.threads.to_string())
         .args(["--log", &children.log, "--log-format", children.log_format.as_str()])
         .arg("--scratch-dir")
         .arg(scratch_dir)
@@ -199,11 +199,10 @@ async fn attend(mut child: Child, tail: &Tail, stop: &CancellationToken) -> Opti
 
 /// SIGTERM: finish or drop the step, checkpoint, requeue, leave.
 fn terminate(child: &Child) {
-    let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) else { return };
-    #[expect(unsafe_code, reason = "the standard library sends SIGKILL only")]
-    // SAFETY: plain system call; the child is not reaped yet, so the id is still its own.
-    unsafe {
-        libc::kill(pid, libc::SIGTERM);
+    // The child is not reaped yet, so the id is still its own.
+    let pid = child.id().and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
+    if let Some(Err(error)) = pid.map(|pid| kill_process(pid, Signal::TERM)) {
+        tracing::warn!(%error, "a worker could not be told to stop");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use rlood::engine::host::{Host, HostError, SavedCheckpoint, Score, ScoreRequest, Stop, TrainInput, TrainOutcome};
+use rlood::engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason, TrainInput};
 use rlood::engine::train;
 use rlood::event::{Event, SamplePhase};
 use rlood::sample::RewardValue;
@@ -36,12 +36,12 @@ struct Ledger {
 }
 
 impl Host for Ledger {
-    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, HostError> {
+    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
         let score = |sample| Score { values: vec![RewardValue::Number(task::reward(sample))] };
         Ok(request.samples.iter().map(score).collect())
     }
 
-    fn event(&mut self, event: Event) -> Result<(), HostError> {
+    fn event(&mut self, event: Event) -> Result<(), RunEnd> {
         let Event::Step { kind, metrics, .. } = event else { return Ok(()) };
         let value = |name: &str| metrics.get(name).copied().flatten();
         match kind {
@@ -55,11 +55,11 @@ impl Host for Ledger {
         Ok(())
     }
 
-    fn saved(&mut self, _checkpoint: &SavedCheckpoint<'_>) -> Result<(), HostError> {
+    fn saved(&mut self, _checkpoint: &SavedCheckpoint<'_>) -> Result<(), RunEnd> {
         Ok(())
     }
 
-    fn stop(&self) -> Option<Stop> {
+    fn stop(&self) -> Option<StopReason> {
         None
     }
 }
@@ -110,8 +110,6 @@ fn run(rloo: &Value, steps: u64, seed: u64) -> Result<Ledger, Failure> {
         device: "cpu",
         backend: None,
     };
-    match train(input, &mut ledger)? {
-        TrainOutcome::Finished => Ok(ledger),
-        TrainOutcome::Stopped(stop) => Err(format!("the run was stopped: {stop:?}").into()),
-    }
+    train(input, &mut ledger)?;
+    Ok(ledger)
 }

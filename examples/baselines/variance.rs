@@ -7,12 +7,13 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt::Write;
+use std::num::NonZeroUsize;
 
 use rlood::engine::advantage::{AdvantageConfig, AdvantageRows, advantages, mean, sample_std};
 use rlood::engine::backend::BackendKind;
 use rlood::engine::generate::{GeneratePrompt, GenerateRequest, generate};
 use rlood::engine::lora::LoraConfig;
-use rlood::engine::model::{Adapter, Policy, Row};
+use rlood::engine::model::{Adapter, Policy, Trajectory};
 use rlood::engine::prompts::{TokenizedPrompt, tokenize};
 use rlood::engine::random::{Key, Stream, permutation};
 use rlood::engine::sampling::Sampler;
@@ -65,7 +66,7 @@ pub fn of_estimator(rewards: &[Vec<f64>], estimator: Estimator) -> Vec<f64> {
     let rows: Vec<Option<f64>> = rewards.concat().into_iter().map(Some).collect();
     let config = AdvantageConfig {
         estimator,
-        num_generations: NUM_GENERATIONS,
+        num_generations: NonZeroUsize::new(NUM_GENERATIONS).unwrap_or(NonZeroUsize::MIN),
         beta: 0.0,
         normalize_advantages: false,
         ties: TieRule::Equal,
@@ -180,8 +181,8 @@ fn chances(setting: &Setting) -> Result<Vec<f64>, Failure> {
         let answer = prompt.columns.get("answer").and_then(Value::as_str).ok_or("a row has no answer")?;
         answers.push([text.encode(answer, false)?, vec![end]].concat());
     }
-    let rows: Vec<Row<'_>> =
-        prompts.iter().zip(&answers).map(|(prompt, answer)| Row { prompt: &prompt.ids, completion: answer }).collect();
+    let rows: Vec<Trajectory<'_>> =
+        prompts.iter().zip(&answers).map(|(prompt, answer)| Trajectory::of_completion(&prompt.ids, answer)).collect();
     let mut chances = Vec::with_capacity(rows.len());
     for rows in rows.chunks(64) {
         let scores = policy.score(rows, 1.0, Adapter::On)?;
@@ -205,7 +206,7 @@ pub fn spreads(
                 rows.iter().map(|&row| GeneratePrompt { row: row as u64, ids: &prompts[row].ids }).collect();
             let request = GenerateRequest {
                 prompts: &requests,
-                num_generations,
+                num_generations: NonZeroUsize::new(num_generations).ok_or("no completions are asked for")?,
                 sampler: Sampler { temperature, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 },
                 max_completion_length: 8,
                 stop: &[],
@@ -215,7 +216,10 @@ pub fn spreads(
                 max_rows: 1024,
             };
             let groups = generate(policy, text, &request, &|| false)?.ok_or("nobody stops it")?;
-            Ok(groups.into_iter().map(|group| group.into_iter().map(|completion| completion.ids).collect()).collect())
+            Ok(groups
+                .into_iter()
+                .map(|group| group.into_iter().map(|completion| completion.segments.ids()).collect())
+                .collect())
         };
     let reward = |row: usize, ids: &[u32]| -> Result<f64, Failure> {
         let right = prompts[row].columns.get("answer").and_then(Value::as_str) == Some(text.decode(ids, true)?.trim());
@@ -241,7 +245,7 @@ pub fn spreads(
             rewards.push(group.iter().map(|ids| reward(row, ids)).collect::<Result<Vec<f64>, Failure>>()?);
             for ids in group {
                 if let Entry::Vacant(unknown) = gradients.entry((row, ids.clone())) {
-                    let row_of = Row { prompt: &prompts[row].ids, completion: ids };
+                    let row_of = Trajectory::of_completion(&prompts[row].ids, ids);
                     let mut gradient = policy.zero_gradient()?;
                     let mut loss = |scores: &[rlood::engine::model::RowScore]| {
                         Ok(scores.iter().map(|score| vec![1.0; score.logps.len()]).collect())

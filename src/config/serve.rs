@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::device::{machine_memory_bytes, machine_threads, parse_devices};
+use super::device::parse_devices;
 use super::{
     ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, GRACE_S, HEARTBEAT_MS, Isa, LEASE_MS, LogFormat, MIN_SECRET_CHARS,
-    Retention, RetentionArgs, SAMPLES_MAX_BYTES, parse_size_of,
+    Retention, RetentionArgs, SAMPLES_MAX_BYTES, machine_memory_bytes, machine_threads, parse_size_of,
 };
 use crate::spec::footprint::Place;
 
@@ -342,7 +342,7 @@ pub(crate) fn random_token() -> Result<String, ConfigError> {
         .secure_random
         .fill(&mut bytes)
         .map_err(|_| ConfigError::new("the system gave no random bytes for a token; set RLOOD_WORKER_TOKEN"))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(hex::encode(bytes))
 }
 
 /// An empty value counts as absent: compose files pass `RLOOD_API_KEY=` for "none".

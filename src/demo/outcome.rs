@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use serde_json::Value;
+use rlood_client::{Client, MetricsQuery, SampleQuery};
 
-use super::api::Api;
 use super::{DemoError, system};
-use crate::files::{self, bundle};
+use crate::bundle;
+use crate::event::SamplePhase;
+use crate::files;
+use crate::id::JobId;
 
 /// Held-out accuracy that `--exit` asks for.
 const GOAL_ACCURACY: f64 = 0.9;
@@ -16,12 +18,14 @@ const GOAL_ACCURACY: f64 = 0.9;
 const GOAL_RISE: f64 = 0.2;
 /// Prompts that are shown with their answers.
 const SHOWN: usize = 5;
+/// The file of the adapter that is compared.
+const WEIGHTS: &str = "adapter_model.safetensors";
 /// The held-out metric: the built-in reward of weight 0.
 const ACCURACY: &str = "eval_rewards/exact_match/mean";
 
 /// Before and after.
 pub struct Outcome {
-    job: String,
+    job: JobId,
     before: f64,
     after: f64,
     shown: Vec<Shown>,
@@ -41,17 +45,13 @@ struct Shown {
 
 impl Outcome {
     /// Reads everything back, and unpacks the adapter into `data_dir/adapter`.
-    pub async fn read(api: &Api, job: &str, steps: u64, data_dir: &Path) -> Result<Self, DemoError> {
-        let path = format!("/jobs/{job}/metrics");
-        let rows = api.get(&path, &[]).await?;
-        let rows = rows["data"].as_array().cloned().unwrap_or_default();
-        let at = |step: u64| rows.iter().find(|row| row["step"] == step);
+    pub async fn read(client: &Client, job: JobId, steps: u64, data_dir: &Path) -> Result<Self, DemoError> {
+        let rows = client.get_metrics(job, &MetricsQuery::default()).collect().await?;
+        let value = |step: u64, key: &str| rows.iter().find(|row| row.step == step)?.get(key);
         let accuracy = |step: u64| {
-            at(step)
-                .and_then(|row| row[ACCURACY].as_f64())
-                .ok_or_else(|| DemoError::Job(format!("{path} has no {ACCURACY} at step {step}")))
+            value(step, ACCURACY)
+                .ok_or_else(|| DemoError::Job(format!("/jobs/{job}/metrics has no {ACCURACY} at step {step}")))
         };
-        let value = |step: u64, key: &str| at(step).and_then(|row| row[key].as_f64());
         let keys =
             ["reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "completions/mean_length"];
         let metrics = keys.iter().map(|key| ((*key).to_owned(), value(1, key), value(steps, key))).collect();
@@ -61,37 +61,38 @@ impl Outcome {
         for index in 0..SHOWN {
             let row = index * (bundle::held_out_rows() / SHOWN);
             let Some((question, right)) = bundle::held_out_row(row) else { continue };
-            let before = answer(api, job, 0, row, &question).await?;
-            let after = answer(api, job, steps, row, &question).await?;
+            let before = answer(client, job, 0, row, &question).await?;
+            let after = answer(client, job, steps, row, &question).await?;
             shown.push(Shown { question, right, before, after });
         }
 
         let adapter_dir = data_dir.join("adapter");
-        let tar = api.download(&format!("/jobs/{job}/adapter")).await?;
-        tar::Archive::new(tar.as_slice())
-            .unpack(&adapter_dir)
-            .map_err(system(format!("unpack the adapter into {}", adapter_dir.display())))?;
-        let weights = adapter_dir.join("adapter_model.safetensors");
+        let archive = data_dir.join("adapter.tar");
+        client.download_adapter(job, None, &archive).await?;
+        let unpacked = std::fs::File::open(&archive).and_then(|tar| tar::Archive::new(tar).unpack(&adapter_dir));
+        unpacked.map_err(system(format!("unpack the adapter into {}", adapter_dir.display())))?;
+        std::fs::remove_file(&archive).map_err(system(format!("remove {}", archive.display())))?;
+        let weights = adapter_dir.join(WEIGHTS);
         let (_, adapter_sha256) = files::hash_file(&weights).map_err(system(format!("read {}", weights.display())))?;
-        let outcome = Self { job: job.to_owned(), before, after, shown, metrics, adapter_dir, adapter_sha256 };
-        outcome.check_adapter(&api.get(&format!("/jobs/{job}/checkpoints"), &[]).await?)?;
+        let outcome = Self { job, before, after, shown, metrics, adapter_dir, adapter_sha256 };
+        outcome.check_adapter(client).await?;
         Ok(outcome)
     }
 
     /// What was downloaded is what the server says it has.
-    fn check_adapter(&self, checkpoints: &Value) -> Result<(), DemoError> {
-        let files = checkpoints["data"][0]["files"].as_array().cloned().unwrap_or_default();
-        let listed = files.iter().find(|file| file["name"] == "adapter_model.safetensors").map(|file| &file["sha256"]);
-        if listed.and_then(Value::as_str) == Some(&self.adapter_sha256) {
+    async fn check_adapter(&self, client: &Client) -> Result<(), DemoError> {
+        let page = client.list_checkpoints(self.job).next_page().await?;
+        let newest = page.and_then(|page| page.data.into_iter().next());
+        let files = newest.map(|checkpoint| checkpoint.files).unwrap_or_default();
+        if files.iter().any(|file| file.name == WEIGHTS && file.sha256 == self.adapter_sha256) {
             return Ok(());
         }
         Err(DemoError::Job("the downloaded adapter does not have the sha256 that the checkpoint lists".to_owned()))
     }
 
     /// Prints it for people.
-    pub fn print(&self, api: &Api, took: Duration) {
+    pub fn print(&self, base: &str, took: Duration) {
         let Self { job, before, after, shown, metrics, adapter_dir, adapter_sha256 } = self;
-        let base = api.base();
         println!(
             "\nheld-out exact match, greedy, {} prompts: {before:.3} before, {after:.3} after ({:.0} s in all)\n",
             bundle::held_out_rows(),
@@ -110,7 +111,7 @@ impl Outcome {
             println!("  {name:<34} {:>10}   {:>10}", number(first), number(last));
         }
         println!("\nadapter   {} (PEFT: PeftModel.from_pretrained loads it)", adapter_dir.display());
-        println!("          adapter_model.safetensors sha256 {adapter_sha256}");
+        println!("          {WEIGHTS} sha256 {adapter_sha256}");
         println!("\ngo on     {base}/docs");
         println!("          curl {base}/jobs/{job}");
         println!("          curl '{base}/jobs/{job}/metrics?keys=reward,kl&format=csv'");
@@ -134,12 +135,15 @@ impl Outcome {
 }
 
 /// The greedy answer to a held-out prompt after `step`.
-async fn answer(api: &Api, job: &str, step: u64, row: usize, question: &str) -> Result<String, DemoError> {
-    let (path, step) = (format!("/jobs/{job}/samples"), step.to_string());
-    let found = api.get(&path, &[("phase", "eval"), ("step", &step), ("q", question), ("limit", "100")]).await?;
-    let prompt_id = format!("row_{row}");
-    let sample =
-        found["data"].as_array().into_iter().flatten().find(|sample| sample["prompt_id"] == prompt_id.as_str());
-    let completion = sample.and_then(|sample| sample["completion"].as_str()).map(str::to_owned);
-    completion.ok_or_else(|| DemoError::Job(format!("{path} has no completion for {prompt_id} at step {step}")))
+async fn answer(client: &Client, job: JobId, step: u64, row: usize, question: &str) -> Result<String, DemoError> {
+    let (prompt_id, contains) = (format!("row_{row}"), Some(question.to_owned()));
+    let phase = Some(SamplePhase::Eval);
+    let query = SampleQuery { phase, step: Some(step), contains, limit: Some(100), ..SampleQuery::default() };
+    let mut pages = client.list_samples(job, &query);
+    while let Some(page) = pages.next_page().await? {
+        if let Some(sample) = page.data.into_iter().find(|sample| sample.prompt_id == prompt_id) {
+            return Ok(sample.completion);
+        }
+    }
+    Err(DemoError::Job(format!("/jobs/{job}/samples has no completion for {prompt_id} at step {step}")))
 }

@@ -3,12 +3,16 @@
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::Value;
+use rlood_client::{Client, Error, Job, MetricsQuery, MetricsRow};
 
-use super::api::{Api, ApiError};
+use crate::event::Phase;
+use crate::id::JobId;
+use crate::job::State;
 
 /// Between plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
+/// Between two looks at the job.
+const WAIT: Duration = Duration::from_secs(1);
 
 /// Follows one job.
 pub struct Progress {
@@ -35,18 +39,17 @@ impl Progress {
     }
 
     /// Shows the job's progress until it is terminal or paused; returns it as it is then.
-    pub async fn follow(self, api: &Api, id: &str) -> Result<Value, ApiError> {
-        let (path, metrics) = (format!("/jobs/{id}"), format!("/jobs/{id}/metrics"));
+    pub async fn follow(self, client: &Client, id: JobId) -> Result<Job, Error> {
+        let keys = ["reward", "kl", "num_tokens", "step_time"].map(str::to_owned).to_vec();
+        let mut query = MetricsQuery { keys, ..MetricsQuery::default() };
         let mut figures = Figures::default();
         let mut last_line: Option<Instant> = None;
         loop {
-            let job = api.get(&path, &[("wait", "1")]).await?;
-            let from = (figures.step + 1).to_string();
-            let rows = api.get(&metrics, &[("min_step", &from), ("keys", "reward,kl,num_tokens,step_time")]).await?;
+            let job = client.get_job_within(id, WAIT).await?;
+            query.min_step = Some(figures.step + 1);
             let before = figures.step;
-            rows["data"].as_array().into_iter().flatten().for_each(|row| figures.take(row));
-            let state = job["state"].as_str().unwrap_or_default();
-            let over = !matches!(state, "queued" | "running");
+            client.get_metrics(id, &query).collect().await?.iter().for_each(|row| figures.take(row));
+            let over = job.is_settled();
             let message = self.message(&job, &figures);
             if let Some(bar) = &self.bar {
                 bar.set_position(figures.step);
@@ -64,15 +67,15 @@ impl Progress {
         }
     }
 
-    fn message(&self, job: &Value, figures: &Figures) -> String {
+    fn message(&self, job: &Job, figures: &Figures) -> String {
         let number =
             |value: Option<f64>, digits: usize| value.map_or("–".to_owned(), |value| format!("{value:.digits$}"));
-        let doing = match (job["state"].as_str(), job["phase"].as_str(), job["status_reason"].as_str()) {
+        let doing = match (job.state, job.phase, &job.status_reason) {
             (_, _, Some(reason)) => reason,
-            (Some("running"), Some(phase), None) => phase,
-            (state, _, None) => state.unwrap_or_default(),
+            (State::Running, Some(phase), None) => Phase::as_str(phase),
+            (state, _, None) => state.as_str(),
         };
-        let eta = job["eta_s"].as_f64().map_or("–".to_owned(), |seconds| {
+        let eta = job.eta_s.map_or("–".to_owned(), |seconds| {
             let seconds = seconds.round() as u64;
             format!("{}:{:02}", seconds / 60, seconds % 60)
         });
@@ -88,12 +91,12 @@ impl Progress {
 }
 
 impl Figures {
-    fn take(&mut self, row: &Value) {
-        let (Some(step), Some(step_time)) = (row["step"].as_u64(), row["step_time"].as_f64()) else { return };
-        self.step = step;
-        self.reward = row["reward"].as_f64().or(self.reward);
-        self.kl = row["kl"].as_f64().or(self.kl);
-        if let Some(num_tokens) = row["num_tokens"].as_f64() {
+    fn take(&mut self, row: &MetricsRow) {
+        let Some(step_time) = row.get("step_time") else { return };
+        self.step = row.step;
+        self.reward = row.get("reward").or(self.reward);
+        self.kl = row.get("kl").or(self.kl);
+        if let Some(num_tokens) = row.get("num_tokens") {
             self.tokens_per_second = Some((num_tokens - self.num_tokens) / step_time.max(1e-9));
             self.num_tokens = num_tokens;
         }

@@ -1,7 +1,7 @@
 //! Who asks, and whether they may.
 //!
 //! A request carries a key (`Authorization: Bearer KEY`), or the cookie of a session that was opened with one
-//! ([`super::session`]). `RLOOD_API_KEY` is one key with every scope; others are in the database. Without any key the server
+//! (`cookie.rs`). `RLOOD_API_KEY` is one key with every scope; others are in the database. Without any key the server
 //! listens on loopback only, and everybody may do everything; as soon as a key was made, nobody comes in without one. What a
 //! route asks for stands in [`crate::access`]; whose things a key sees is checked here for every path with an id, and by the
 //! handlers for lists and for what a body names. Worker routes need the worker token, or a key with the scope `worker`.
@@ -15,16 +15,15 @@ use std::time::{Duration, Instant};
 
 use axum::extract::{FromRequestParts, MatchedPath, Request, State};
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::AppState;
+use super::cookie::{self, CSRF_HEADER, Cookie};
 use super::error::{Code, Problem, REQUEST_ID};
-use super::idempotency::REPLAYED;
-use super::session::{self, CSRF_HEADER, Cookie};
 use super::throttle::Client;
 use crate::access::{self, Access, Scope, Scopes};
 use crate::id::KeyId;
@@ -36,6 +35,8 @@ use streams::{Asker, over};
 pub use streams::Streams;
 pub use workers::{WorkerPass, require_worker};
 
+/// Marks an answer that was given before: it changed nothing.
+pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
 /// A question that was answered later than this is asked again who asks.
 const LATE: Duration = Duration::from_millis(100);
 /// A key's last use is noted this often at most, ms.
@@ -173,10 +174,12 @@ impl Credential {
         let caller = match self {
             Credential::None => None,
             Credential::Bearer(text) => of_key_text(state, text).await?,
-            Credential::Cookie(cookie) => session::find(state, cookie).await?.map(|session| match &session.key {
-                Some(key) => Caller::of_key(key),
-                None => Caller::everything(Actor::Operator),
-            }),
+            Credential::Cookie(cookie) => {
+                cookie::find_session(state, cookie).await?.map(|session| match &session.key {
+                    Some(key) => Caller::of_key(key),
+                    None => Caller::everything(Actor::Operator),
+                })
+            }
         };
         // On a server without keys no credential is needed, and one that is left from elsewhere does no harm.
         Ok(match caller {

@@ -11,7 +11,7 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::auth::check_bearer;
 use super::contract::RewardResult;
-use super::error::{Code, Item, Problem, ProblemBody};
+use super::error::{Code, FieldError, Problem, ProblemBody};
 use super::extract::{Json, Path, read_admitted_body};
 use crate::callback::{CallbackTerms, Chunk, Flaw};
 use crate::config::random_token;
@@ -118,7 +118,7 @@ fn unauthorized(headers: &HeaderMap) -> Problem {
 }
 
 fn refused(flaws: Vec<Flaw>) -> Problem {
-    let item = |Flaw { pointer, code, detail }: Flaw| Item { pointer, code: code.to_owned(), detail };
+    let item = |Flaw { pointer, code, detail }: Flaw| FieldError { pointer, code: code.to_owned(), detail };
     let detail = "nothing of this body is kept; see 'errors', correct it and send it again";
     Problem::new(Code::InvalidBody, detail).items(flaws.into_iter().map(item).collect())
 }

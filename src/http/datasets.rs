@@ -20,7 +20,7 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::auth::Caller;
 use super::download::{Download, RangeHeaders, send_file};
-use super::error::{Code, Item, Problem, ProblemBody, shortened};
+use super::error::{Code, FieldError, Problem, ProblemBody, shortened};
 use super::extract::{Json, Path, Query, announced_bytes, body_fault, body_problem, media_type};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
@@ -146,7 +146,7 @@ async fn create_dataset(
     };
 
     let identity = Sha256::new().chain_update(&staged.sha256).chain_update(name.as_deref().unwrap_or("")).finalize();
-    let identity: String = identity.iter().map(|byte| format!("{byte:02x}")).collect();
+    let identity = hex::encode(identity);
     let work = store_dataset(state.clone(), caller.clone(), name, summary, staged);
     once(&state, &caller, &headers, "POST /datasets", &identity, work).await
 }
@@ -296,7 +296,7 @@ fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
         }
         _ => format!("{num_errors} bad rows; {first}"),
     };
-    let items = errors.into_iter().map(|error| Item {
+    let items = errors.into_iter().map(|error| FieldError {
         pointer: if error.line == 0 { String::new() } else { format!("line {}", error.line) },
         code: error.code.to_owned(),
         detail: error.detail,

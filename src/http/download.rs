@@ -82,8 +82,7 @@ pub async fn send_tar(
     for file in files {
         identity.update(format!("{}\0{}\n", file.name, file.sha256));
     }
-    let identity: String = identity.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    let etag = format!("\"tar-{identity}\"");
+    let etag = format!("\"tar-{}\"", hex::encode(identity.finalize()));
     if let Some(response) = answered_by_condition(headers, &etag)? {
         return Ok(response);
     }

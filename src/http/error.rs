@@ -11,7 +11,9 @@ use utoipa::ToSchema;
 
 pub use crate::causes::with_causes as chain;
 use crate::files::FilesError;
+pub use crate::spec::FieldError;
 use crate::store::StoreError;
+use crate::store::publish::PublishError;
 
 tokio::task_local! {
     /// The id of the request that this task answers; set by the outermost layer, read when a problem is written.
@@ -132,20 +134,6 @@ impl Code {
     }
 }
 
-/// One thing that is wrong in a request.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[schema(as = ProblemItem)]
-pub struct Item {
-    /// Where: a JSON pointer into the body (`/rloo/beta`), `?name` for a query parameter, `line 12` for a line of a dataset; empty = the whole.
-    #[schema(example = "/rloo/num_generations")]
-    pub pointer: String,
-    /// Stable, snake_case.
-    #[schema(example = "out_of_range")]
-    pub code: String,
-    /// What is wrong and what to do.
-    pub detail: String,
-}
-
 /// The body of every error: `application/problem+json` (RFC 9457).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = Problem)]
@@ -169,7 +157,7 @@ pub struct ProblemBody {
     /// Whether the same request may succeed later without a change.
     pub retryable: bool,
     /// Everything that is wrong, if there is more to say than `detail`.
-    pub errors: Vec<Item>,
+    pub errors: Vec<FieldError>,
 }
 
 /// Why a request was not done: what handlers return as `Err`.
@@ -182,7 +170,7 @@ pub struct Problem {
 struct Inner {
     code: Code,
     detail: String,
-    errors: Vec<Item>,
+    errors: Vec<FieldError>,
     headers: Vec<(HeaderName, HeaderValue)>,
     cause: Option<String>,
 }
@@ -214,13 +202,13 @@ impl Problem {
     /// Adds one thing that is wrong.
     #[must_use]
     pub fn item(mut self, pointer: impl Into<String>, code: impl Into<String>, detail: impl Into<String>) -> Self {
-        self.inner.errors.push(Item { pointer: pointer.into(), code: code.into(), detail: detail.into() });
+        self.inner.errors.push(FieldError { pointer: pointer.into(), code: code.into(), detail: detail.into() });
         self
     }
 
     /// Sets everything that is wrong.
     #[must_use]
-    pub fn items(mut self, errors: Vec<Item>) -> Self {
+    pub fn items(mut self, errors: Vec<FieldError>) -> Self {
         self.inner.errors = errors;
         self
     }
@@ -307,13 +295,23 @@ impl From<StoreError> for Problem {
     }
 }
 
+impl From<PublishError> for Problem {
+    fn from(error: PublishError) -> Self {
+        match error {
+            PublishError::Store(error) => error.into(),
+            PublishError::Files(error) => error.into(),
+            PublishError::Stopped(error) => Problem::internal(error),
+        }
+    }
+}
+
 impl From<FilesError> for Problem {
     fn from(error: FilesError) -> Self {
         match error {
             FilesError::TooLarge { limit_bytes } => {
                 Problem::new(Code::BodyTooLarge, format!("more than the {limit_bytes} bytes that are accepted"))
             }
-            error @ (FilesError::BadName { .. } | FilesError::Mismatch { .. }) => {
+            error @ (FilesError::BadName(_) | FilesError::Mismatch { .. }) => {
                 Problem::new(Code::InvalidBody, error.to_string())
             }
             FilesError::Io { ref source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {

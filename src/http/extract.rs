@@ -23,7 +23,6 @@ use tower_http::timeout::TimeoutError;
 
 use super::auth::{Caller, WorkerPass};
 use super::error::{Code, Problem, chain, shortened};
-use super::submit::hex;
 use super::throttle::Client;
 use super::{JSON_LIMIT_BYTES, SESSION_LIMIT_BYTES};
 use crate::json::{Exact, words};
@@ -54,7 +53,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for HashedJson<T> {
     type Rejection = Problem;
     async fn from_request(request: Request, _state: &S) -> Result<Self, Problem> {
         let body = read_json(request).await?;
-        Ok(HashedJson(parse_object(&body)?, hex(&Sha256::digest(&body))))
+        Ok(HashedJson(parse_object(&body)?, hex::encode(Sha256::digest(&body))))
     }
 }
 

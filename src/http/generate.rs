@@ -1,10 +1,10 @@
 //! POST /jobs/{id}/generate: what the base model says to a prompt, beside what a checkpoint of the job says. The models run in
 //! a process of its own.
 
-use std::time::Instant;
+use std::num::NonZeroU32;
+use std::time::{Duration, Instant};
 
 use axum::extract::State;
-use futures::future::BoxFuture;
 use serde::Serialize;
 use serde_json::Value;
 use utoipa::ToSchema;
@@ -21,38 +21,18 @@ use super::models::is_as_registered;
 use crate::generation::{GeneratedText, Generation, GenerationReport, GenerationTask, RenderedPrompt};
 use crate::id::{CheckpointId, JobId};
 use crate::modelcard;
+use crate::one_shot::OneShotError;
 use crate::spec::{CheckpointChoice, FieldError, GenerationDocument, GenerationSpec, Plan, SamplingPlan};
 use crate::store::{CheckpointRow, JobRow, ModelRow, StoreError};
 
-/// What both models may take together, loading included, s.
-const LIMIT_S: u64 = 120;
+/// What both models may take together, loading included.
+const LIMIT: Duration = Duration::from_secs(120);
 /// After a refusal because another one is under way, s.
 const RETRY_S: u64 = 5;
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(generate))
-}
-
-/// Whoever runs models: the seam between the API and the processes.
-pub trait Generator: Send + Sync {
-    /// Asks both models; dropping the future ends it.
-    fn generate(&self, task: GenerationTask) -> BoxFuture<'static, Result<GenerationReport, Ungenerated>>;
-}
-
-/// Why there is no report.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Ungenerated {
-    /// As many as may run at once do.
-    Busy,
-    /// The server stops.
-    Stopping,
-    /// The process had to be killed.
-    TimedOut,
-    /// The process was killed by somebody, or ran out of memory.
-    Killed,
-    /// The process could not be started, or ended without a report: why, for the log.
-    Lost(String),
 }
 
 /// Which weights a checkpoint holds.
@@ -121,12 +101,12 @@ async fn generate(
     let GenerationSpec { prompt, checkpoint, num_generations, seed, sampling } = spec;
     let row = find(&state, &job, checkpoint).await?;
     let model = find_model(&state, &caller, &plan).await?;
-    let Some(generator) = &state.generator else {
+    let Some(generations) = &state.generations else {
         let detail = "this server starts no processes of its own, so it cannot generate: download the adapter instead";
         return Err(Problem::new(Code::NotImplemented, detail));
     };
     plan.sampling = sampling;
-    plan.rloo.num_generations = num_generations;
+    plan.rloo.num_generations = NonZeroU32::new(num_generations).unwrap_or(plan.rloo.num_generations);
     let task = GenerationTask {
         plan: plan.clone(),
         model_dir: model.source.into(),
@@ -135,9 +115,9 @@ async fn generate(
         num_generations,
         seed,
         memory_limit_bytes: state.config.memory_per_worker(),
-        limit_ms: LIMIT_S * 1000,
+        limit_ms: LIMIT.as_secs() * 1000,
     };
-    let report = generator.generate(task).await.map_err(|none| lost(&none))?;
+    let report = generations.run(&task, LIMIT).await.map_err(|error| without_report(&error))?;
     let Generation { prompt, base, trained } = match report {
         GenerationReport::Generated(generation) => generation,
         GenerationReport::Refused(error) => return Err(invalid(Code::InvalidBody, vec![error])),
@@ -216,22 +196,22 @@ async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<Mo
     tokio::task::spawn_blocking(check).await.map_err(Problem::internal)?.map_err(refused)
 }
 
-fn lost(why: &Ungenerated) -> Problem {
-    match why {
-        Ungenerated::Busy => {
+fn without_report(error: &OneShotError) -> Problem {
+    match error {
+        OneShotError::Busy => {
             let detail = "another prompt is being answered; try again when it is done";
             Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_S)
         }
-        Ungenerated::Stopping => {
+        OneShotError::Stopping => {
             let detail = "the server is stopping; ask again when it is back";
             Problem::new(Code::NotReady, detail).retry_after(RETRY_S)
         }
-        Ungenerated::TimedOut => too_slow(),
-        Ungenerated::Killed => {
+        OneShotError::TimedOut(_) => too_slow(),
+        OneShotError::Killed(_) => {
             let detail = "the process that ran the models was killed: most likely memory ran out; lower sampling.max_completion_length or num_generations, or try again when no job runs";
             Problem::new(Code::GenerationFailed, detail).retry_after(RETRY_S)
         }
-        Ungenerated::Lost(cause) => {
+        OneShotError::Ended(cause) | OneShotError::Failed(cause) => {
             let detail = "the process that ran the models ended without an answer; try again, and see the server's log";
             Problem::new(Code::GenerationFailed, detail).retry_after(RETRY_S).because(cause)
         }
@@ -240,7 +220,8 @@ fn lost(why: &Ungenerated) -> Problem {
 
 fn too_slow() -> Problem {
     let detail = format!(
-        "no answer within {LIMIT_S} s: lower sampling.max_completion_length or num_generations, or try again when no job runs"
+        "no answer within {} s: lower sampling.max_completion_length or num_generations, or try again when no job runs",
+        LIMIT.as_secs()
     );
     Problem::new(Code::GenerationTimeout, detail)
 }

@@ -11,14 +11,11 @@ use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use super::AppState;
-use super::auth::Caller;
+use super::auth::{Caller, REPLAYED};
 use super::error::{Code, Problem, REQUEST_ID};
-use super::submit::hex;
 use crate::store::{KeyBegin, clock_ms};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
-/// Of an answer that was given before.
-pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
 const LONGEST_KEY: usize = 255;
 
 /// What a creating request answers, in the form that can be stored and sent again.
@@ -119,7 +116,7 @@ where
 
 /// What makes a request the same one, for [`once`]: the ids of its path, and the hash of its body where it has one.
 pub fn identity(of: impl Display) -> String {
-    hex(&Sha256::digest(of.to_string()))
+    hex::encode(Sha256::digest(of.to_string()))
 }
 
 fn key_of(headers: &HeaderMap) -> Result<Option<String>, Problem> {

@@ -15,14 +15,12 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
-use super::alerts::{self, AlertView, EndingView};
+use super::alerts::{AlertView, EndingView};
 use super::auth::Caller;
-use super::error::{Code, Item, Problem, ProblemBody};
+use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, identity, once};
 use super::list::{self, List, Time};
-use super::submit;
-use super::{fork, retry};
 use crate::doctor::PhaseChange;
 use crate::event::Phase;
 use crate::id::JobId;
@@ -31,13 +29,9 @@ use crate::spec::format::{Format, write_job};
 use crate::spec::{FieldError, Labels, Plan, RewardKind, RewardSecrets, read_labels, submittable};
 use crate::store::{JobBeside, JobFilter, JobPatch, JobRow, clock_ms};
 
-/// The routes of this module and of submission.
+/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
-        .merge(submit::routes())
-        .merge(fork::routes())
-        .merge(retry::routes())
-        .merge(alerts::routes())
         .routes(routes!(list_jobs))
         .routes(routes!(get_job, patch_job, delete_job))
         .routes(routes!(cancel_job))
@@ -170,8 +164,7 @@ pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
         [error] => format!("{}: {}", error.pointer, error.detail),
         [first, rest @ ..] => format!("{}: {} (and {} more; see errors)", first.pointer, first.detail, rest.len()),
     };
-    let item = |error: FieldError| Item { pointer: error.pointer, code: error.code, detail: error.detail };
-    Problem::new(code, detail).items(errors.into_iter().map(item).collect())
+    Problem::new(code, detail).items(errors)
 }
 
 /// Jobs, newest first. Labels filter as `metadata.KEY=VALUE`.

@@ -10,7 +10,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::{self, Caller};
-use super::error::{Code, Item, Problem, ProblemBody};
+use super::error::{Code, FieldError, Problem, ProblemBody};
 use super::extract::{HashedJson, Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
@@ -161,10 +161,10 @@ struct CreateKey {
 }
 
 /// What is wrong with a name; `what` is its field.
-pub(super) fn check_name(what: &str, name: &str) -> Option<Item> {
+pub(super) fn check_name(what: &str, name: &str) -> Option<FieldError> {
     let good = !name.trim().is_empty() && name.chars().count() <= LONGEST_NAME && !name.chars().any(char::is_control);
     let detail = format!("must have 1 to {LONGEST_NAME} characters, none of them a control character");
-    (!good).then(|| Item { pointer: format!("/{what}"), code: "invalid".to_owned(), detail })
+    (!good).then(|| FieldError { pointer: format!("/{what}"), code: "invalid".to_owned(), detail })
 }
 
 /// Make an API key. The answer shows its text, once.
@@ -186,10 +186,10 @@ async fn create_key(
 
 async fn make(state: AppState, body: CreateKey) -> Result<Answer, Problem> {
     let CreateKey { name, scopes, owner, expires_in_s } = body;
-    let mut errors: Vec<Item> = check_name("name", &name).into_iter().collect();
+    let mut errors: Vec<FieldError> = check_name("name", &name).into_iter().collect();
     errors.extend(owner.as_deref().and_then(|owner| check_name("owner", owner)));
     let mut wrong = |pointer: &str, code: &str, detail: &str| {
-        errors.push(Item { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.to_owned() });
+        errors.push(FieldError { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.to_owned() });
     };
     if scopes.is_empty() {
         wrong("/scopes", "required", "name at least one of read, submit, admin, worker");

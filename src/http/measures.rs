@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use super::AppState;
 use super::error::Problem;
-use super::system::{family, line};
+use super::prometheus::{family, line};
 use crate::store::clock_ms;
 
 /// Appends them in Prometheus's text format.

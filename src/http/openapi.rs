@@ -79,7 +79,7 @@ fn security(access: Option<Access>) -> Vec<SecurityRequirement> {
 
 /// The document served at `/openapi.json`, printed by `rlood openapi` and committed as `openapi/openapi.json`.
 pub fn openapi() -> OpenApi {
-    let mut document = super::routes().split_for_parts().1;
+    let mut document = super::documented_routes().split_for_parts().1;
     for (path, item) in &mut document.paths.paths {
         // One handler answers both; ids are unique.
         if let Some(id) = item.head.as_mut().and_then(|operation| operation.operation_id.as_mut()) {

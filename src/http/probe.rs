@@ -1,11 +1,12 @@
 //! Preflight: what is handed to a probe, and what becomes of its answer. The probe itself is a process of its own.
 
-use futures::future::BoxFuture;
+use std::time::Duration;
 
 use super::AppState;
 use super::error::{Code, Problem};
 use super::lookup::Prompts;
 use super::reach;
+use crate::one_shot::OneShotError;
 use crate::probe::verdict::verdict;
 use crate::probe::{ProbeError, ProbeReport, ProbeTask};
 use crate::spec::{JobSpec, Resolution};
@@ -18,24 +19,6 @@ pub(super) const MAX_PROMPTS: u32 = 64;
 pub(super) const DEFAULT_TIMEOUT_S: u32 = 60;
 /// Most seconds of a probe.
 pub(super) const MAX_TIMEOUT_S: u32 = 600;
-
-/// Whoever runs probes: the seam between the API and the processes.
-pub trait Prober: Send + Sync {
-    /// Runs one; dropping the future ends it.
-    fn probe(&self, task: ProbeTask) -> BoxFuture<'static, Result<ProbeReport, Unprobed>>;
-}
-
-/// Why there is no report.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Unprobed {
-    /// As many probes as may run at once do.
-    Busy {
-        /// Until one of them is over at the latest, s.
-        retry_after_s: u64,
-    },
-    /// Its process could not be started, or ended without a report.
-    Failed(ProbeError),
-}
 
 /// How much to look at.
 #[derive(Debug, Clone, Copy)]
@@ -73,7 +56,7 @@ pub(super) async fn probe(
     train: Prompts,
     size: Size,
 ) -> Result<ProbeReport, Problem> {
-    let Some(prober) = &state.prober else {
+    let Some(preflights) = &state.preflights else {
         let detail = "this server starts no processes of its own, so it cannot probe: validate without probe";
         return Err(Problem::new(Code::NotImplemented, detail));
     };
@@ -95,6 +78,7 @@ pub(super) async fn probe(
         .await
         .map_err(Problem::internal)?
         .map_err(|error| Problem::internal(format!("the rows of a dataset cannot be read: {error}")))?;
+    let limit = Duration::from_secs(size.timeout_s.into());
     let task = ProbeTask {
         plan: plan.clone(),
         secrets: spec.secrets,
@@ -103,16 +87,17 @@ pub(super) async fn probe(
         reward_models,
         initial,
         rows,
-        limit_ms: u64::from(size.timeout_s) * 1000,
+        limit_ms: limit.as_secs() * 1000,
     };
-    let mut report = match prober.probe(task).await {
+    let mut report = match preflights.run(&task, limit).await {
         Ok(report) => report,
-        Err(Unprobed::Busy { retry_after_s }) => {
+        Err(OneShotError::Busy) => {
             let detail = "another job is being probed; try again when it is done, or validate without probe";
-            return Err(Problem::new(Code::TooManyRequests, detail).retry_after(retry_after_s));
+            return Err(Problem::new(Code::TooManyRequests, detail).retry_after(limit.as_secs()));
         }
-        Err(Unprobed::Failed(error)) => {
-            let mut report = ProbeReport { error: Some(error), ..ProbeReport::default() };
+        Err(error) => {
+            let error = Some(without_report(&error));
+            let mut report = ProbeReport { error, ..ProbeReport::default() };
             report.verdict = verdict(&report, plan);
             report
         }
@@ -121,6 +106,24 @@ pub(super) async fn probe(
     report.checkpoints_bytes = resolution.estimate.checkpoint_bytes.map(|bytes| bytes.saturating_mul(kept.max(1)));
     report.free_disk_bytes = state.files.free_bytes().ok();
     Ok(report)
+}
+
+/// Why a probe ended without a report, for its verdict.
+fn without_report(error: &OneShotError) -> ProbeError {
+    let message = match error {
+        OneShotError::TimedOut(limit) => format!("the probe did not end within {} s and was killed", limit.as_secs()),
+        OneShotError::Killed(status) => format!(
+            "the probe was killed ({status}): most likely memory ran out; a smaller model, shorter completions or fewer generations need less"
+        ),
+        OneShotError::Ended(status) => {
+            format!("the probe ended without a report ({status}); the server's log has its last words")
+        }
+        OneShotError::Busy | OneShotError::Stopping | OneShotError::Failed(_) => {
+            format!("the probe cannot be run: {error}")
+        }
+    };
+    let code = if matches!(error, OneShotError::TimedOut(_)) { "probe_timeout" } else { "probe_failed" };
+    ProbeError { code: code.to_owned(), message }
 }
 
 /// `count` rows at even distances, all of them where there are not more.

@@ -21,7 +21,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::error::{Code, Item, Problem, ProblemBody};
+use super::error::{Code, FieldError, Problem, ProblemBody};
 use super::extract::{HashedJson, Path};
 use super::heavy;
 use super::idempotency::{Answer, identity, once};
@@ -211,7 +211,7 @@ async fn rescore(state: AppState, caller: Caller, id: JobId, body: Value) -> Res
 }
 
 fn unusable(error: BuildError) -> Problem {
-    invalid(vec![Item { pointer: "/reward".to_owned(), code: "unusable".to_owned(), detail: error.detail }])
+    invalid(vec![FieldError { pointer: "/reward".to_owned(), code: "unusable".to_owned(), detail: error.detail }])
 }
 
 /// A built-in reward's judgements, one a sample, and whether all were graded in time.

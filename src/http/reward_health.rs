@@ -11,7 +11,7 @@ use super::auth::Caller;
 use super::error::{Problem, ProblemBody};
 use super::extract::{Json, Path};
 use super::list::{List, Time};
-use super::system::{family, line};
+use super::prometheus::{family, line};
 use crate::id::JobId;
 use crate::protocol::{BreakerState, FailedTry, RawMessage, RewardHealth, RewardLatency};
 use crate::spec::RewardPlan;

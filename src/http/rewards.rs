@@ -13,7 +13,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::error::{Code, Item, Problem, ProblemBody};
+use super::error::{Code, Problem, ProblemBody};
 use super::extract::Json;
 use super::heavy;
 use super::reach;
@@ -146,7 +146,7 @@ type Test = (RewardPlan, RewardSecrets, Vec<RewardSample>);
 fn read_test(body: &Value) -> Result<Test, Problem> {
     let mut errors = Vec::new();
     let mut refuse = |found: Vec<FieldError>| {
-        errors.extend(found.into_iter().map(|FieldError { pointer, code, detail }| Item { pointer, code, detail }));
+        errors.extend(found);
     };
     let reward = read_single_reward(body).map_err(&mut refuse);
     let samples = read_samples(body.get("samples")).map_err(&mut refuse);
@@ -283,8 +283,8 @@ fn test_result((sample, judgement): (&RewardSample, Judgement)) -> TestResult {
     }
 }
 
-fn item(pointer: String, code: &str, detail: impl Into<String>) -> Item {
-    Item { pointer, code: code.to_owned(), detail: detail.into() }
+fn item(pointer: String, code: &str, detail: impl Into<String>) -> FieldError {
+    FieldError { pointer, code: code.to_owned(), detail: detail.into() }
 }
 
 #[cfg(test)]
@@ -292,7 +292,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::reward::example::ExampleService;
+    use crate::demo::reward_service::ExampleService;
     use crate::reward::signature::Key;
 
     async fn report(reward: Value, samples: Value) -> Report {

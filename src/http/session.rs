@@ -1,107 +1,31 @@
 //! A browser signs in with a key and gets a cookie for it: the key itself is in no URL and in no storage of the page.
-//!
-//! The cookie is a random text, `HttpOnly`, `SameSite=Strict`, and `Secure` where the server is reached by https. A request
-//! that changes something must repeat, in a header, a token that only a page of this server can have read.
 
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use hmac::{Hmac, KeyInit, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use subtle::ConstantTimeEq;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::{self, Actor, Caller};
+use super::cookie::{self, Cookie};
 use super::error::{Code, Problem, ProblemBody};
 use super::extract::Json;
 use super::list::Time;
-use super::submit::hex;
 use super::throttle::Client;
 use crate::access::Scope;
 use crate::id::KeyId;
-use crate::store::{self, NewAudit, SessionKey, SessionRow, StoreError, clock_ms};
+use crate::store::{self, NewAudit, SessionKey, clock_ms};
 
-/// The cookie's name.
-const COOKIE: &str = "rlood_session";
-/// What a request with the cookie repeats the token in.
-pub(super) const CSRF_HEADER: HeaderName = HeaderName::from_static("x-csrf-token");
 /// How long a session lasts: a week, so that a page may stay open during a run.
 const SESSION_S: i64 = 7 * 24 * 60 * 60;
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(open_session, get_session, end_session))
-}
-
-/// The value of a session's cookie.
-#[derive(Clone)]
-pub(super) struct Cookie(String);
-
-impl std::fmt::Debug for Cookie {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Cookie(redacted)")
-    }
-}
-
-impl Cookie {
-    pub(super) fn of(headers: &HeaderMap) -> Option<Self> {
-        let pairs = headers.get_all(header::COOKIE).iter().filter_map(|value| value.to_str().ok());
-        let mut pairs = pairs.flat_map(|value| value.split(';')).filter_map(|pair| pair.trim().split_once('='));
-        pairs.find(|(name, _)| *name == COOKIE).map(|(_, value)| Self(value.to_owned()))
-    }
-
-    fn sha256(&self) -> Vec<u8> {
-        Sha256::digest(&self.0).to_vec()
-    }
-
-    /// Follows from the cookie, which pages cannot read; so it need not be kept.
-    fn csrf_token(&self) -> String {
-        let mut mac = Hmac::<Sha256>::new_from_slice(self.0.as_bytes()).expect("HMAC takes keys of any length");
-        mac.update(b"rlood csrf token");
-        hex(&mac.finalize().into_bytes())
-    }
-
-    /// 403 when the request changes something and does not repeat the token.
-    pub(super) fn check_csrf(&self, method: &Method, given: Option<&HeaderValue>) -> Result<(), Problem> {
-        if matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) {
-            return Ok(());
-        }
-        let expected = self.csrf_token();
-        if given.is_some_and(|given| bool::from(given.as_bytes().ct_eq(expected.as_bytes()))) {
-            return Ok(());
-        }
-        let detail = "with the session's cookie, send the csrf_token of GET /session as 'x-csrf-token'";
-        Err(Problem::new(Code::InvalidCsrfToken, detail))
-    }
-
-    /// What the browser sent.
-    pub(super) fn text(&self) -> &str {
-        &self.0
-    }
-
-    /// For `Set-Cookie`.
-    fn header(&self, state: &AppState, seconds: i64) -> String {
-        let https = state.config.public_url.as_deref().is_some_and(|url| url.starts_with("https:"));
-        let secure = if https { "; Secure" } else { "" };
-        format!("{COOKIE}={}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{secure}", self.0)
-    }
-}
-
-/// The session behind a cookie, while it and its key are good.
-pub(super) async fn find(state: &AppState, cookie: &Cookie) -> Result<Option<SessionRow>, StoreError> {
-    let found = state.store.session_find(&cookie.sha256(), clock_ms()).await?;
-    Ok(found.filter(|session| match &session.operator_sha256 {
-        None => session.key.is_some(),
-        Some(sha256) => state
-            .config
-            .api_key
-            .as_deref()
-            .is_some_and(|key| bool::from(Sha256::digest(key).as_slice().ct_eq(sha256.as_slice()))),
-    }))
 }
 
 /// A key, to sign in with.
@@ -176,7 +100,7 @@ async fn open_session(
     if !caller.scopes().has(Scope::Read) {
         return Err(Problem::new(Code::Forbidden, "this key is for workers: it opens no session"));
     }
-    let cookie = Cookie(store::api_keys::random_text().map_err(Problem::internal)?);
+    let cookie = Cookie::new(store::api_keys::random_text().map_err(Problem::internal)?);
     let session_key = match caller.actor() {
         Actor::Key { id, .. } => SessionKey::Key(*id),
         Actor::Anonymous | Actor::Operator => SessionKey::Operator(Sha256::digest(key.trim()).to_vec()),
@@ -209,7 +133,7 @@ async fn get_session(
 ) -> Result<Json<SessionView>, Problem> {
     let cookie = Cookie::of(&headers).filter(|_| !headers.contains_key(header::AUTHORIZATION));
     let session = match &cookie {
-        Some(cookie) => find(&state, cookie).await?.map(|session| (cookie, session.expires_at)),
+        Some(cookie) => cookie::find_session(&state, cookie).await?.map(|session| (cookie, session.expires_at)),
         None => None,
     };
     Ok(Json(SessionView::of(&caller, auth::keys_are_on(&state).await?, session)))
@@ -223,29 +147,6 @@ async fn end_session(State(state): State<AppState>, headers: HeaderMap) -> Resul
     if let Some(cookie) = Cookie::of(&headers) {
         state.store.session_delete(&cookie.sha256()).await?;
     }
-    let gone = Cookie(String::new()).header(&state, 0);
+    let gone = Cookie::new(String::new()).header(&state, 0);
     Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, gone)]).into_response())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_cookie_is_found_among_others() {
-        let mut headers = HeaderMap::new();
-        headers.append(header::COOKIE, HeaderValue::from_static("a=1; rlood_session=xyz; rlood_session_2=q"));
-        assert_eq!(Cookie::of(&headers).unwrap().0, "xyz");
-        assert!(Cookie::of(&HeaderMap::new()).is_none());
-    }
-
-    #[test]
-    fn only_the_cookies_own_token_passes() {
-        let cookie = Cookie("xyz".to_owned());
-        let token = HeaderValue::from_str(&cookie.csrf_token()).unwrap();
-        assert!(cookie.check_csrf(&Method::POST, Some(&token)).is_ok());
-        assert!(cookie.check_csrf(&Method::GET, None).is_ok());
-        assert!(cookie.check_csrf(&Method::DELETE, None).is_err());
-        assert!(Cookie("xyy".to_owned()).check_csrf(&Method::POST, Some(&token)).is_err());
-    }
 }

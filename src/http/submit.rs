@@ -76,7 +76,8 @@ async fn create_job(State(state): State<AppState>, caller: Caller, mut request: 
         DefaultBodyLimit::disable().apply(&mut request);
         let form = Multipart::from_request(request, &()).await.map_err(|error| bad_form(error.body_text()))?;
         let (document, rows) = read_form(&state, form).await?;
-        let identity = hex(&Sha256::new().chain_update(document.to_string()).chain_update(&rows.1.sha256).finalize());
+        let identity =
+            hex::encode(Sha256::new().chain_update(document.to_string()).chain_update(&rows.1.sha256).finalize());
         let work = submit(state.clone(), caller.clone(), document, Some(rows));
         return once(&state, &caller, &headers, "POST /jobs", &identity, work).await;
     }
@@ -88,11 +89,7 @@ async fn create_job(State(state): State<AppState>, caller: Caller, mut request: 
 async fn read_document(headers: &HeaderMap, request: Request) -> Result<(Value, String), Problem> {
     let format = expect_document(headers)?;
     let bytes = read_body(request).await?;
-    Ok((parse_document(&bytes, format)?, hex(&Sha256::digest(&bytes))))
-}
-
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    Ok((parse_document(&bytes, format)?, hex::encode(Sha256::digest(&bytes))))
 }
 
 /// Rows that came as a file with the job: checked, canonical, not yet a dataset.

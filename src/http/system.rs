@@ -1,7 +1,6 @@
 //! Health, metrics, workers, the document.
 
 use std::collections::BTreeMap;
-use std::fmt::Write;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -18,6 +17,7 @@ use super::auth::Caller;
 use super::error::{Code, Problem, chain};
 use super::extract::Json;
 use super::list::{List, Time};
+use super::prometheus::{family, line};
 use crate::id::{JobId, WorkerId};
 use crate::job::State as JobState;
 use crate::store::{WorkerRow, clock_ms};
@@ -145,15 +145,6 @@ async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl I
     state.requests.write(&mut text);
     super::measures::write(&state, &mut text).await?;
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
-}
-
-pub(super) fn family(text: &mut String, name: &str, kind: &str, help: &str) {
-    // Writing to a String cannot fail.
-    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
-}
-
-pub(super) fn line(text: &mut String, name: &str, value: impl std::fmt::Display) {
-    let _ = writeln!(text, "{name} {value}");
 }
 
 /// What a worker does.

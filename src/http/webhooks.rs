@@ -12,7 +12,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::error::{Code, Item, Problem, ProblemBody};
+use super::error::{Code, FieldError, Problem, ProblemBody};
 use super::extract::{HashedJson, Json, Path, Query};
 use super::idempotency::{Answer, identity, once};
 use super::list::{List, PageQuery, Time};
@@ -171,12 +171,12 @@ mod nullable {
     }
 }
 
-fn item(pointer: &str, code: &str, detail: impl Into<String>) -> Item {
-    Item { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.into() }
+fn item(pointer: &str, code: &str, detail: impl Into<String>) -> FieldError {
+    FieldError { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.into() }
 }
 
 /// The URL in the form in which it is asked, once it is checked.
-async fn read_url(state: &AppState, url: &str, errors: &mut Vec<Item>) -> Result<String, Problem> {
+async fn read_url(state: &AppState, url: &str, errors: &mut Vec<FieldError>) -> Result<String, Problem> {
     let policy = reach::outgoing(state).await?;
     if url.len() > LONGEST {
         errors.push(item("/url", "too_long", format!("at most {LONGEST} characters")));
@@ -200,7 +200,7 @@ async fn read_url(state: &AppState, url: &str, errors: &mut Vec<Item>) -> Result
     }
 }
 
-fn check(events: Option<&[MessageType]>, description: Option<&str>) -> Vec<Item> {
+fn check(events: Option<&[MessageType]>, description: Option<&str>) -> Vec<FieldError> {
     let mut errors = Vec::new();
     if events.is_some_and(<[MessageType]>::is_empty) {
         errors.push(item("/events", "required", "name at least one; leave the field out for all"));
@@ -211,7 +211,7 @@ fn check(events: Option<&[MessageType]>, description: Option<&str>) -> Vec<Item>
     errors
 }
 
-fn refuse(errors: Vec<Item>) -> Result<(), Problem> {
+fn refuse(errors: Vec<FieldError>) -> Result<(), Problem> {
     match errors.first() {
         None => Ok(()),
         Some(first) => {
@@ -222,7 +222,7 @@ fn refuse(errors: Vec<Item>) -> Result<(), Problem> {
 }
 
 /// A given secret, checked, or one of our own to be shown.
-fn secret_of(given: Option<String>, errors: &mut Vec<Item>) -> Result<(String, Option<String>), Problem> {
+fn secret_of(given: Option<String>, errors: &mut Vec<FieldError>) -> Result<(String, Option<String>), Problem> {
     match given {
         Some(secret) => {
             if let Err(error) = Key::parse(&secret) {

@@ -27,19 +27,19 @@ use utoipa_axum::router::OpenApiRouter;
 
 use super::AppState;
 use super::auth::WorkerPass;
-use super::error::{Code, Problem, chain};
+use super::error::{Code, Problem};
 use super::extract::{Json, Path, Query, body_problem};
 use crate::config::random_token;
 use crate::event::Event;
-use crate::failpoint::{fail_point, without};
 use crate::files::{DataDir, FilesError};
-use crate::id::{CheckpointId, DatasetId, JobId, WorkerId};
+use crate::id::{DatasetId, JobId, WorkerId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
     CallbackNews, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
     Outcome, PROTOCOL, Publish, Published, Register, Registered, ResumePoint, RewardReports,
 };
-use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, Store, StoreError, clock_ms};
+use crate::store::publish;
+use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, StoreError, clock_ms};
 
 /// The longest a claim is held open.
 const LONGEST_WAIT_MS: u64 = 60_000;
@@ -271,7 +271,7 @@ async fn cache_scope(state: &AppState, job: JobId) -> Result<String, Problem> {
     let fresh = random_token().map_err(Problem::internal)?;
     let key = state.store.server_secret("cache_scope", &fresh).await?;
     let owner = state.store.job_owner(job).await?.unwrap_or_default();
-    Ok(crate::files::hex(&Sha256::digest(format!("{key} {owner}"))))
+    Ok(hex::encode(Sha256::digest(format!("{key} {owner}"))))
 }
 
 async fn send_dataset(
@@ -397,7 +397,7 @@ async fn upload_file(
     Query(Fence { attempt }): Query<Fence>,
     request: Request,
 ) -> Result<StatusCode, Problem> {
-    crate::files::check_name(&name)?;
+    crate::protocol::check_file_name(&name).map_err(FilesError::from)?;
     state.store.claim_check(job, attempt).await?;
     let announced: u64 =
         request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0);
@@ -434,46 +434,8 @@ async fn publish_checkpoint(
         return Err(Problem::new(Code::InvalidBody, "a checkpoint has a manifest.json: upload and list it too"));
     }
     let checkpoint = PublishCheckpoint { job, attempt, step, files: &files, metrics: &metrics, temporary };
-    let checkpoint = make_public(&state.store, &state.files, checkpoint, clock_ms()).await?;
+    let checkpoint = publish::publish_checkpoint(&state.store, &state.files, checkpoint, clock_ms()).await?;
     Ok(Json(Published { checkpoint }))
-}
-
-/// The bytes to their place first, then the row that names them; what that replaces goes last.
-pub(crate) async fn make_public(
-    store: &Store,
-    data: &DataDir,
-    checkpoint: PublishCheckpoint<'_>,
-    now: i64,
-) -> Result<CheckpointId, Problem> {
-    let PublishCheckpoint { job, attempt, step, files, .. } = checkpoint;
-    store.claim_check(job, attempt).await?;
-    // The answer to the first call was lost.
-    let rows = store.checkpoint_list(job).await?;
-    if let Some(row) = rows.iter().find(|row| (row.step, row.attempt) == (step, attempt) && row.files == files) {
-        return Ok(row.id);
-    }
-    let listed = files.to_vec();
-    let place = in_background(data, move |data| data.checkpoint_commit(job, step, attempt, &listed));
-    let publication = if without!(ManifestLast) {
-        let publication = store.checkpoint_publish(checkpoint, now).await?;
-        place.await?;
-        publication
-    } else {
-        place.await?;
-        fail_point!("publish.placed").map_err(Problem::internal)?;
-        store.checkpoint_publish(checkpoint, now).await?
-    };
-    data.checkpoint_published(job, step, attempt);
-    fail_point!("publish.published").map_err(Problem::internal)?;
-    let removed = publication.removed;
-    // The new one is published: a directory that cannot be removed now is swept at the next start.
-    let swept = in_background(data, move |data| {
-        removed.iter().try_for_each(|old| data.checkpoint_remove(old.job, old.step, old.attempt))
-    });
-    if let Err(error) = swept.await {
-        tracing::warn!(%job, error = chain(&error), "a rotated checkpoint could not be removed");
-    }
-    Ok(publication.id)
 }
 
 async fn store_rewards(
@@ -506,21 +468,7 @@ fn lease_ms(state: &AppState) -> i64 {
 /// Runs blocking work on the data directory beside the async threads.
 async fn blocking<T: Send + 'static>(
     state: &AppState,
-    work: impl FnOnce(&crate::files::DataDir) -> Result<T, FilesError> + Send + 'static,
-) -> Result<T, Problem> {
-    in_background(&state.files, work).await.map_err(Problem::from)
-}
-
-async fn in_background<T: Send + 'static>(
-    data: &DataDir,
     work: impl FnOnce(&DataDir) -> Result<T, FilesError> + Send + 'static,
-) -> Result<T, FilesError> {
-    let files = data.clone();
-    tokio::task::spawn_blocking(move || work(&files)).await.unwrap_or_else(|error| {
-        Err(FilesError::Io {
-            doing: "work on files in the background, under",
-            path: data.root().to_owned(),
-            source: std::io::Error::other(error),
-        })
-    })
+) -> Result<T, Problem> {
+    state.files.in_background(work).await.map_err(Problem::from)
 }

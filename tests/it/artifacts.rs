@@ -180,7 +180,7 @@ async fn a_file_is_served_whole_in_part_or_not_at_all() {
     let (_, id) = job_with_checkpoint(&server, &FILES).await;
     let path = format!("/checkpoints/{id}/files/adapter_model.safetensors");
     let digest = <sha2::Sha256 as sha2::Digest>::digest(WEIGHTS);
-    let sha256: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let sha256 = hex::encode(digest);
     let etag = format!("\"{sha256}\"");
 
     let whole = server.get(&path).await;

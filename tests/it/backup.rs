@@ -44,7 +44,7 @@ async fn a_backup_made_while_a_job_runs_restores_to_a_server_that_finishes_it() 
     let made = run(&["backup", path(&copy), "--data-dir", path(&data)]);
     assert!(made.status.success(), "{}", said(&made));
     assert_eq!(server.get(&format!("/jobs/{running}")).await["state"], "running", "nobody waited");
-    let adapter = server.bytes(&format!("/jobs/{done}/adapter")).await;
+    let adapter = server.adapter(&done, None).await;
     let events = server.get(&format!("/jobs/{done}/events?limit=100")).await;
     // Not over something that is there.
     for (target, why) in [(&data, "a server is running"), (&copy, "not empty")] {
@@ -57,7 +57,7 @@ async fn a_backup_made_while_a_job_runs_restores_to_a_server_that_finishes_it() 
     let back = run(&["restore", path(&copy), "--data-dir", path(&restored)]);
     assert!(back.status.success(), "{}", said(&back));
     let server = Server::start(&restored, "cpu");
-    assert_eq!(server.bytes(&format!("/jobs/{done}/adapter")).await, adapter);
+    assert_eq!(server.adapter(&done, None).await, adapter);
     assert_eq!(server.get(&format!("/jobs/{done}/events?limit=100")).await, events);
     let resumed = server.job_when(&running, "its second attempt", |view| view["attempt"].as_u64() > Some(1)).await;
     assert_eq!(resumed["state"], "running", "{resumed}");

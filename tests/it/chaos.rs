@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use std::io::Read;
 use std::time::{Duration, Instant};
 
+use rlood_client::Which;
 use serde_json::{Value, json};
 
 use crate::processes::{Server, model_copy, register, spec};
@@ -35,7 +36,7 @@ fn job(service: &Service, secret: &str, steps: u64) -> Value {
 
 /// Every file of the adapter.
 async fn adapter(server: &Server, job: &str) -> Vec<(String, Vec<u8>)> {
-    let tar = server.bytes(&format!("/jobs/{job}/adapter?which=last")).await;
+    let tar = server.adapter(job, Some(Which::Last)).await;
     let mut archive = tar::Archive::new(tar.as_slice());
     let read = |mut entry: tar::Entry<'_, &[u8]>| {
         let mut bytes = Vec::new();

@@ -1,12 +1,26 @@
 //! `rlood demo` as a newcomer runs it, with few steps: what it prints, what it leaves, how it ends. Its goal takes two
 //! minutes and has a run of its own (`rlood demo --exit`).
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Lines};
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rlood::demo::reward_service::ExampleService;
+use rlood_client::{Client, JobFilter};
+use rlood_rewards::signature::Key;
+use rlood_rewards::{JobContext, Rewards};
+use rlood_types::event::Event;
+use rlood_types::id::JobId;
+use rlood_types::job::State;
+use rlood_types::outgoing::OutgoingPolicy;
+use rlood_types::sample::{RewardValue, RolloutId};
+use rlood_types::spec::RewardSecrets;
+use serde_json::{Map, json};
 use sha2::{Digest, Sha256};
+
+use crate::service::{plan, samples};
 
 /// A demo that is killed when the test is over, however it ends.
 struct Demo {
@@ -49,8 +63,8 @@ impl Drop for Demo {
     }
 }
 
-#[test]
-fn it_serves_at_once_shows_what_it_did_and_leaves_on_ctrl_c() {
+#[tokio::test]
+async fn it_serves_at_once_shows_what_it_did_and_leaves_on_ctrl_c() {
     let dir = tempfile::tempdir().unwrap();
     let begun = Instant::now();
     let mut demo = Demo::start(dir.path(), &[]);
@@ -65,15 +79,17 @@ fn it_serves_at_once_shows_what_it_did_and_leaves_on_ctrl_c() {
     assert_eq!(answers, 5, "five prompts before and after:\n{said}");
     assert!(said.contains(&format!("{base}/docs")), "{said}");
     let weights = std::fs::read(dir.path().join("adapter/adapter_model.safetensors")).unwrap();
-    let sha256: String = Sha256::digest(&weights).iter().map(|byte| format!("{byte:02x}")).collect();
+    let sha256 = hex::encode(Sha256::digest(&weights));
     assert!(said.contains(&sha256), "{said}");
     assert!(dir.path().join("adapter/adapter_config.json").is_file());
 
-    let mut connection = std::net::TcpStream::connect(base.strip_prefix("http://").unwrap()).unwrap();
-    std::io::Write::write_all(&mut connection, b"GET /livez HTTP/1.0\r\nhost: localhost\r\n\r\n").unwrap();
-    let mut status = String::new();
-    BufReader::new(connection).read_line(&mut status).unwrap();
-    assert!(status.contains(" 200 "), "it keeps serving: {status}");
+    let client = Client::builder(&base).no_proxy().build().unwrap();
+    client.livez().await.expect("it keeps serving");
+    let jobs = client.list_jobs(&JobFilter::default()).collect().await.unwrap();
+    assert_eq!(jobs.iter().map(|job| (job.state, job.step)).collect::<Vec<_>>(), [(State::Succeeded, 2)]);
+    let checkpoint = client.list_checkpoints(jobs[0].id).collect().await.unwrap().remove(0);
+    let listed = checkpoint.files.iter().find(|file| file.name == "adapter_model.safetensors").unwrap();
+    assert_eq!(listed.sha256, sha256, "what was downloaded is what the server has");
 
     let interrupted = Command::new("kill").args(["-INT", &demo.child.id().to_string()]).status().unwrap();
     assert!(interrupted.success());
@@ -87,4 +103,29 @@ fn with_exit_two_steps_are_not_enough_for_code_0() {
     let said = demo.read_until("goal missed");
     assert!(said.contains("try more --steps"), "{said}");
     assert_eq!(demo.child.wait().unwrap().code(), Some(1));
+}
+
+#[tokio::test]
+async fn the_example_service_marks_signed_requests_and_refuses_others() {
+    let secret = Key::generate().unwrap();
+    let service = ExampleService::start(&secret).await.unwrap();
+    let mut samples = samples(3, 3);
+    samples[0].columns = Map::from_iter([("answer".to_owned(), json!("c0"))]);
+    samples[1].columns = Map::from_iter([("answer".to_owned(), json!(7))]);
+    let plans = [plan("r", &service.url(), json!({}))];
+    let job = JobContext { job: JobId::new(), rollout: RolloutId::train(12), probe: false };
+    let loopback = OutgoingPolicy::parse(&["loopback"]).unwrap();
+    let with = |secret: Option<String>| {
+        let secrets = RewardSecrets { secret, ..RewardSecrets::default() };
+        Rewards::build(&plans, &BTreeMap::from([("r".to_owned(), secrets)]), &loopback).unwrap()
+    };
+    let scored = with(Some(secret)).score(&job, &samples).await.unwrap();
+    let values: Vec<RewardValue> = scored.scores.iter().map(|score| score.values[0]).collect();
+    assert_eq!(values, [RewardValue::Number(1.0), RewardValue::Number(0.0), RewardValue::Missing]);
+    let [Event::Warning { message, .. }, ..] = scored.warnings.as_slice() else { panic!("{:?}", scored.warnings) };
+    assert!(message.contains("no column 'answer'"), "{message}");
+    for wrong in [None, Some(Key::generate().unwrap())] {
+        let failure = with(wrong).score(&job, &samples).await.unwrap_err();
+        assert!(failure.to_string().contains("401"), "{failure}");
+    }
 }

@@ -24,7 +24,7 @@ async fn a_nearly_full_disk_pauses_jobs_and_room_resumes_them() {
     let worker = setting.worker().await;
     let claimed = setting.claim(worker, T0).await.unwrap();
     let queued = setting.job().await;
-    let users = setting.job_in_pause().await;
+    let users = setting.job_in(State::Paused).await;
     let mut watch = DiskWatch::new(RESERVE);
 
     watch.act(store, RESERVE, T0).await.unwrap();

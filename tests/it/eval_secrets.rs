@@ -8,8 +8,8 @@ use rlood::spec::RewardSecrets;
 use serde_json::{Value, json};
 
 use crate::fork::{fork, parent};
-use crate::rewards::{Service, ok};
 use crate::server::{SECRET, Server, job, pointers, records, sample, with};
+use crate::service::{Service, ok};
 
 const JOB_URL: &str = "http://127.0.0.1:9/job";
 const EVAL_URL: &str = "http://127.0.0.1:9/eval";

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
+use rlood_client::Which;
 use serde_json::{Value, json};
 use sqlx::{Connection, Row};
 use tokio::sync::mpsc;
@@ -135,7 +136,7 @@ async fn outcome(server: &Server, job: &str, desk: &Desk) -> Outcome {
     let content =
         |request: Value| format!("{} {}", json!([request["job"]["step"], request["job"]["phase"]]), request["samples"]);
     Outcome {
-        adapter: server.bytes(&format!("/jobs/{job}/adapter?which=last")).await,
+        adapter: server.adapter(job, Some(Which::Last)).await,
         metrics,
         samples,
         asked: desk.asked().into_iter().map(content).collect(),

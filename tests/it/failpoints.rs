@@ -10,7 +10,6 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
-use rlood::files::hex;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -194,7 +193,7 @@ async fn no_claim_waits_while_a_checkpoint_of_300_mb_is_hashed_at_10_mb_a_second
     assert_eq!(hands.claim().await.0["job"], large);
     let mut files = Vec::new();
     for (name, bytes) in [("w", vec![0; SIZE_BYTES]), ("manifest.json", b"{}".to_vec())] {
-        files.push(json!({"name": name, "size_bytes": bytes.len(), "sha256": hex(&Sha256::digest(&bytes))}));
+        files.push(json!({"name": name, "size_bytes": bytes.len(), "sha256": hex::encode(Sha256::digest(&bytes))}));
         let path = format!("{}/worker/jobs/{large}/checkpoints/2/{name}?attempt=1", server.url);
         assert!(hands.http.put(path).body(bytes).send().await.unwrap().status().is_success());
     }

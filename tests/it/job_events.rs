@@ -4,58 +4,25 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{Request, header};
-use http_body_util::BodyExt;
 use rlood::event::Event;
+use rlood::job::State;
 use rlood::protocol::Outcome;
 use rlood::store::clock_ms;
 use rlood::store::retention::Leftover;
+use rlood_client::{JobUpdate, JobUpdates};
 use serde_json::{Value, json};
-use tower::ServiceExt;
 
 use crate::server::{Server, job};
 
-/// Reads a stream of server-sent events piece by piece.
-struct Stream {
-    body: Body,
-    text: String,
+async fn next(updates: &mut JobUpdates) -> Option<JobUpdate> {
+    tokio::time::timeout(Duration::from_secs(10), updates.next()).await.expect("an event within 10 s").unwrap()
 }
 
-impl Stream {
-    async fn open(server: &Server, path: &str, last_event_id: Option<&str>) -> Stream {
-        let mut request = Request::get(path).header(header::ACCEPT, "Text/Event-Stream");
-        if let Some(id) = last_event_id {
-            request = request.header("last-event-id", id);
-        }
-        let response = server.router.clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap();
-        assert_eq!(response.status(), 200);
-        assert_eq!(response.headers()[header::CONTENT_TYPE], "text/event-stream");
-        Stream { body: response.into_body(), text: String::new() }
-    }
-
-    /// The next event as (id, event, data); None when the stream is over.
-    async fn next(&mut self) -> Option<(Option<i64>, String, Value)> {
-        tokio::time::timeout(Duration::from_secs(10), self.read()).await.expect("an event within 10 s")
-    }
-
-    async fn read(&mut self) -> Option<(Option<i64>, String, Value)> {
-        loop {
-            if let Some((block, rest)) = self.text.split_once("\n\n") {
-                let field = |name: &str| {
-                    block.lines().find_map(|line| line.strip_prefix(name)).map(|text| text.trim().to_owned())
-                };
-                let (id, event, data) = (field("id:"), field("event:"), field("data:"));
-                self.text = rest.to_owned();
-                match data {
-                    Some(data) => {
-                        let id = id.map(|id| id.parse().unwrap());
-                        return Some((id, event.unwrap(), serde_json::from_str(&data).unwrap()));
-                    }
-                    None => continue,
-                }
-            }
-            let frame = self.body.frame().await?;
-            self.text.push_str(std::str::from_utf8(&frame.unwrap().into_data().unwrap()).unwrap());
-        }
+/// Of an event.
+fn seq(update: Option<JobUpdate>) -> i64 {
+    match update {
+        Some(JobUpdate::Event(event)) => event.seq,
+        other => panic!("{other:?}"),
     }
 }
 
@@ -69,37 +36,44 @@ async fn a_cut_stream_goes_on_without_gap_or_duplicate_and_ends_with_end() {
     let warnings = |count: u64, from: u64| (from..from + count).map(warning).collect::<Vec<_>>();
     server.report(id, attempt, 0, warnings(250, 0)).await;
     let path = format!("/jobs/{id}/events");
-    let mut stream = Stream::open(&server, &path, None).await;
+    let client = server.client().await;
+    let mut updates = client.follow_job(id, 0);
     let mut seen = Vec::new();
     while seen.len() < 117 {
-        seen.push(stream.next().await.unwrap().0.unwrap());
+        seen.push(seq(next(&mut updates).await));
     }
-    drop(stream);
+    drop(updates);
     server.report(id, attempt, 1, warnings(30, 250)).await;
-    let mut stream = Stream::open(&server, &path, Some(&seen.last().unwrap().to_string())).await;
-    let mut finished = false;
+    let mut updates = client.follow_job(id, seen[116]);
+    while seen.len() < 270 {
+        seen.push(seq(next(&mut updates).await));
+    }
+    // Live: what happens while the client listens arrives too.
+    server.report(id, attempt, 2, warnings(10, 280)).await;
+    server.state.store.job_finish(id, attempt, Outcome::Succeeded, clock_ms()).await.unwrap();
     let end = loop {
-        let (seq, event, data) = stream.next().await.unwrap();
-        let Some(seq) = seq else { break (event, data) };
-        assert_eq!((data["seq"].as_i64(), data["type"].as_str()), (Some(seq), Some(event.as_str())));
-        seen.push(seq);
-        if seen.len() == 270 && !finished {
-            // Live: what happens while the client listens arrives too.
-            server.report(id, attempt, 2, warnings(10, 280)).await;
-            server.state.store.job_finish(id, attempt, Outcome::Succeeded, clock_ms()).await.unwrap();
-            finished = true;
+        match next(&mut updates).await {
+            Some(JobUpdate::End { state }) => break state,
+            event => seen.push(seq(event)),
         }
     };
-    assert_eq!((end.0.as_str(), &end.1), ("end", &json!({"state": "succeeded"})));
-    assert!(stream.next().await.is_none());
+    assert_eq!((end, next(&mut updates).await), (State::Succeeded, None));
     let latest = server.state.store.event_latest_seq(id).await.unwrap();
     assert_eq!(seen, (1..=latest).collect::<Vec<_>>());
     assert!(latest >= 290);
-    // After the end a stream replays what was missed and ends again; ?after= does the same.
-    let mut stream = Stream::open(&server, &format!("{path}?after={}", latest - 1), None).await;
-    let last = stream.next().await.unwrap();
-    assert_eq!((last.0, last.1.as_str()), (Some(latest), "job.succeeded"));
-    assert_eq!(stream.next().await.unwrap().1, "end");
+    // After the end a stream replays what was missed and ends again; ?after= does the same. The bytes of it:
+    let after = format!("{path}?after={}", latest - 1);
+    let request = Request::get(after).header(header::ACCEPT, "Text/Event-Stream").body(Body::empty()).unwrap();
+    let raw = server.send(request).await;
+    assert_eq!((raw.status.as_u16(), &raw.headers[header::CONTENT_TYPE]), (200, &"text/event-stream".parse().unwrap()));
+    let (head, events) = raw.text.split_once("\n\n").unwrap();
+    assert_eq!(head, "retry: 3000\n: events of the job follow");
+    let (last, end) = events.split_once("\n\n").unwrap();
+    let (fields, data) = last.split_once("data: ").unwrap();
+    assert_eq!(fields, format!("id: {latest}\nevent: job.succeeded\n"));
+    let data: Value = serde_json::from_str(data).unwrap();
+    assert_eq!((data["seq"].as_i64(), data["type"].as_str()), (Some(latest), Some("job.succeeded")));
+    assert_eq!(end, "event: end\ndata: {\"state\":\"succeeded\"}\n\n");
 
     // The same as pages.
     let page = server.get(&format!("{path}?after=100&limit=50")).await;
@@ -125,13 +99,12 @@ async fn a_cut_stream_goes_on_without_gap_or_duplicate_and_ends_with_end() {
     // The newest itself is known, and stays so when retention took the events away.
     let retained = server.state.store.leftovers_remove(Leftover::Events, clock_ms() + 1).await.unwrap();
     assert!(retained > 0);
-    let mut stream = Stream::open(&server, &path, Some(&latest.to_string())).await;
-    assert_eq!(stream.next().await.unwrap().1, "end");
+    let over = Some(JobUpdate::End { state: State::Succeeded });
+    assert_eq!(next(&mut client.follow_job(id, latest)).await, over);
     // Whoever missed some of those is told.
-    let mut stream = Stream::open(&server, &path, Some("5")).await;
-    let told = stream.next().await.unwrap();
-    assert_eq!((told.0, told.1.as_str()), (Some(latest), "removed"));
-    assert_eq!(stream.next().await.unwrap().1, "end");
+    let mut updates = client.follow_job(id, 5);
+    assert_eq!(next(&mut updates).await, Some(JobUpdate::Removed { to_seq: latest }));
+    assert_eq!(next(&mut updates).await, over);
     let page = server.get(&format!("{path}?after=5")).await.body;
     assert_eq!(page, json!({"data": [], "next": null, "removed": {"to_seq": latest}}));
     assert_eq!(server.get(&format!("{path}?after={latest}")).await.body, json!({"data": [], "next": null}));

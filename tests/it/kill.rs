@@ -3,6 +3,8 @@
 use std::io::Read;
 use std::time::Duration;
 
+use rlood_client::Which;
+
 use super::processes::{Server, model_copy, register, signal, spec};
 
 /// Steps of every run; a checkpoint comes every second one.
@@ -68,7 +70,7 @@ async fn finished(server: &Server, job: &str) -> u64 {
 
 /// Name and bytes of every file of the adapter.
 pub async fn adapter(server: &Server, job: &str) -> Vec<(String, Vec<u8>)> {
-    let tar = server.bytes(&format!("/jobs/{job}/adapter?which=last")).await;
+    let tar = server.adapter(job, Some(Which::Last)).await;
     let mut files = Vec::new();
     for entry in tar::Archive::new(tar.as_slice()).entries().unwrap() {
         let mut entry = entry.unwrap();

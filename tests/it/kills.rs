@@ -12,10 +12,11 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rlood_client::Which;
 use serde_json::{Value, json};
 
 use super::processes::{Server, binary, model_copy, register, signal, spec};
-use super::rewards::{Service, ok};
+use super::service::{Service, ok};
 
 /// Steps of a run; a checkpoint comes every second one.
 pub const STEPS: u64 = 6;
@@ -51,7 +52,7 @@ pub fn judged(url: &str) -> Value {
 
 /// Name and bytes of every file of the adapter.
 pub async fn adapter(server: &Server, job: &str) -> BTreeMap<String, Vec<u8>> {
-    let tar = server.bytes(&format!("/jobs/{job}/adapter?which=last")).await;
+    let tar = server.adapter(job, Some(Which::Last)).await;
     let mut files = BTreeMap::new();
     for entry in tar::Archive::new(tar.as_slice()).entries().unwrap() {
         let mut entry = entry.unwrap();

@@ -24,8 +24,8 @@ use rlood::store::clock_ms;
 use serde_json::{Value, json};
 
 use crate::processes::{Server, model_copy, register, signal, spec};
-use crate::rewards::{ok, plan, samples, text, truth};
 use crate::server::{self, job, with};
+use crate::service::{ok, plan, samples, text, truth};
 
 /// What a cancel or a pause may take.
 const HONOURED: Duration = Duration::from_secs(12);

@@ -12,7 +12,7 @@ use sqlx::Connection;
 
 use super::kills::adapter;
 use super::processes::{Server, command};
-use super::rewards::{Service, ok, text};
+use super::service::{Service, ok, text};
 
 /// Where the recorded jobs find their reward service.
 const REWARDS: SocketAddr = address(8651);
@@ -46,7 +46,7 @@ fn start(data: &Path, devices: &str) -> Server {
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    rlood::files::hex(&Sha256::digest(bytes))
+    hex::encode(Sha256::digest(bytes))
 }
 
 async fn adapter_sha256(server: &Server, job: &str) -> Value {

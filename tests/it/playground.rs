@@ -1,5 +1,7 @@
 //! The base model beside a checkpoint, over HTTP and through real processes: what they say, what is refused, how it ends.
 
+use std::num::NonZeroUsize;
+
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -39,7 +41,7 @@ fn engine_says(policy: &Policy, text: &Text, sampler: Sampler, key: Key, length:
     let ids = text.encode(PROMPT, true).unwrap();
     let request = GenerateRequest {
         prompts: &[GeneratePrompt { row: 0, ids: &ids }],
-        num_generations: 2,
+        num_generations: NonZeroUsize::new(2).unwrap(),
         sampler,
         max_completion_length: length,
         stop: &[],
@@ -50,7 +52,7 @@ fn engine_says(policy: &Policy, text: &Text, sampler: Sampler, key: Key, length:
     };
     let groups = generate(policy, text, &request, &|| false).unwrap().unwrap();
     let shown = |ids: &[u32]| (text.decode(ids, true).unwrap(), ids.len());
-    groups.concat().iter().map(|completion| shown(&completion.ids)).collect()
+    groups.concat().iter().map(|completion| shown(completion.segments.completion().unwrap())).collect()
 }
 
 fn said(answer: &Value, of: &str) -> Vec<(String, usize)> {
@@ -78,12 +80,11 @@ async fn trained(dir: &Path, lora: bool) -> (Server, String) {
     (server, job)
 }
 
-/// The folder of a checkpoint, unpacked from the server's archive.
+/// The folder of a checkpoint, downloaded from the server.
 async fn checkpoint_of(server: &Server, job: &str, step: u64, to: &Path) {
-    let list = server.get(&format!("/jobs/{job}/checkpoints")).await;
-    let found = list["data"].as_array().unwrap().iter().find(|one| one["step"] == step).unwrap();
-    let tar = server.bytes(&format!("/checkpoints/{}/archive.tar", found["id"].as_str().unwrap())).await;
-    tar::Archive::new(&tar[..]).unpack(to).unwrap();
+    let list = server.client.list_checkpoints(job.parse().unwrap()).collect().await.unwrap();
+    let found = list.iter().find(|one| one.step == step).unwrap();
+    server.client.download_files(found, to).await.unwrap();
 }
 
 #[tokio::test]

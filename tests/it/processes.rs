@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use rlood_client::{Client, Which};
 use serde_json::{Value, json};
 
 /// What a cancel or a pause may take, in every phase.
@@ -17,6 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(180);
 pub struct Server {
     pub child: Child,
     pub url: String,
+    pub client: Client,
     http: reqwest::Client,
 }
 
@@ -44,7 +46,8 @@ impl Server {
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let url =
             line.strip_prefix("listening on ").unwrap_or_else(|| panic!("first line: {line:?}")).trim().to_owned();
-        Self { child, url, http: reqwest::Client::builder().no_proxy().build().unwrap() }
+        let client = Client::builder(&url).no_proxy().build().unwrap();
+        Self { child, url, client, http: reqwest::Client::builder().no_proxy().build().unwrap() }
     }
 
     #[cfg(feature = "failpoints")]
@@ -64,6 +67,14 @@ impl Server {
         let answer = self.http.get(format!("{}{path}", self.url)).send().await.unwrap();
         assert!(answer.status().is_success(), "{path}: {}", answer.text().await.unwrap());
         answer.bytes().await.unwrap().to_vec()
+    }
+
+    /// A job's adapter in a tar, as it is downloaded and verified.
+    pub async fn adapter(&self, job: &str, which: Option<Which>) -> Vec<u8> {
+        let dir = tempfile::tempdir().unwrap();
+        let to = dir.path().join("adapter.tar");
+        self.client.download_adapter(job.parse().unwrap(), which, &to).await.unwrap();
+        std::fs::read(to).unwrap()
     }
 
     pub async fn post(&self, path: &str, body: &Value) -> Value {

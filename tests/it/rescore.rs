@@ -6,8 +6,8 @@ use rlood::event::{Event, FinishReason, Sample, SamplePhase};
 use rlood::id::JobId;
 use serde_json::{Value, json};
 
-use crate::rewards::{Service, ok, text};
 use crate::server::{SECRET, Server, job, pointers, with};
+use crate::service::{Service, ok, text};
 
 /// A sample of row `row`, answered with this number.
 fn sample(step: u64, group: &str, row: u64, said: u64, right: bool, kl: f64) -> Sample {

@@ -13,15 +13,16 @@ use rlood::event::FinishReason;
 use rlood::id::JobId;
 use rlood::job::{Failure, FailureClass};
 use rlood::protocol::{JournalEntry, Outcome, RewardAnswer};
-use rlood::sample::{Generated, RolloutId, SampledGroup};
+use rlood::sample::{Generated, RolloutId, SampledGroup, Segments};
 use rlood::store::clock_ms;
+use rlood_client::Which;
 use serde_json::{Value, json};
 
 use crate::fork::{ADAPTER, publish};
 use crate::kills::adapter;
 use crate::processes;
-use crate::rewards::{Service, ok};
 use crate::server::{Answer, Server, job, pointers};
+use crate::service::{Service, ok};
 
 fn failed(class: FailureClass) -> Outcome {
     let failure = Failure {
@@ -36,7 +37,8 @@ fn failed(class: FailureClass) -> Outcome {
 }
 
 fn completions(step: u64) -> JournalEntry {
-    let completions = vec![Generated { ids: vec![5, 6, 7], finish_reason: FinishReason::Stop, logps: None }];
+    let completions =
+        vec![Generated { segments: Segments::of_completion(vec![5, 6, 7], None), finish_reason: FinishReason::Stop }];
     JournalEntry::Rollout { rollout: RolloutId::train(step), groups: vec![SampledGroup { row: 2, completions }] }
 }
 
@@ -385,7 +387,7 @@ async fn a_retried_job_ends_with_the_bytes_of_an_undisturbed_one_and_asks_for_no
     let calm = server.submit(&spec(&service.url(), 2)).await;
     server.job_in_state(&calm, "succeeded").await;
     let expected = adapter(&server, &calm).await;
-    let best = server.bytes(&format!("/jobs/{calm}/adapter?which=best")).await;
+    let best = server.adapter(&calm, Some(Which::Best)).await;
     let (all, _) = asked(&service, &calm);
     let first = all.iter().filter(|(phase, ..)| phase == "train").map(|(_, step, ..)| *step).min().unwrap();
 
@@ -410,7 +412,7 @@ async fn a_retried_job_ends_with_the_bytes_of_an_undisturbed_one_and_asks_for_no
 
         assert!(adapter(&server, &child).await == expected, "{what}: another adapter");
         if every == 2 {
-            assert!(server.bytes(&format!("/jobs/{child}/adapter?which=best")).await == best, "{what}: another best");
+            assert!(server.adapter(&child, Some(Which::Best)).await == best, "{what}: another best");
         }
         let (of_parent, parent_ids) = asked(&service, &parent);
         let (of_child, child_ids) = asked(&service, &child);

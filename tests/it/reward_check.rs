@@ -7,14 +7,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderMap, Response};
+use rlood::commands::reward_check::{Outcome, Report, examine};
 use rlood::config::RewardCheckArgs;
-use rlood::reward::check::{Outcome, Report, examine};
-use rlood::reward::example::ExampleService;
+use rlood::demo::reward_service::ExampleService;
 use rlood::reward::signature::Key;
 use serde_json::{Value, json};
 
-use crate::rewards::{ok, text};
 use crate::server::SECRET;
+use crate::service::{ok, text};
 
 type Behave = dyn Fn(&HeaderMap, &Value) -> Response<Body> + Send + Sync;
 

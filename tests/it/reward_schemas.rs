@@ -4,19 +4,19 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use boon::{Compiler, Schemas};
+use rlood::commands::reward_check::examine;
 use rlood::config::RewardCheckArgs;
+use rlood::demo::reward_service::ExampleService;
 use rlood::http::schemas::contract_schemas;
 use rlood::outgoing::OutgoingPolicy;
-use rlood::reward::check::examine;
-use rlood::reward::example::ExampleService;
 use rlood::reward::webhook::Webhook;
 use rlood::reward::{JobContext, Rewards};
 use rlood::sample::RolloutId;
 use rlood::spec::{RewardKind, RewardPlan, RewardSecrets};
 use serde_json::{Value, json};
 
-use crate::rewards::{Service, ok, plan, samples, truth};
 use crate::server::SECRET;
+use crate::service::{Service, ok, plan, samples, truth};
 
 fn committed() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("openapi/reward-contract")

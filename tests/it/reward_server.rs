@@ -17,7 +17,7 @@ use rlood::spec::{ComputeDtype, RewardPlan, RewardTextFormat};
 use serde_json::{Map, Value, json};
 
 use crate::processes::{Server, model_copy, register, spec};
-use crate::rewards::{plan, samples};
+use crate::service::{plan, samples};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reward_models").join(name)

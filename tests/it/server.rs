@@ -14,6 +14,7 @@ use rlood::http::{AppState, router};
 use rlood::id::{JobId, WorkerId};
 use rlood::protocol::{EventBatch, PROTOCOL, Register};
 use rlood::store::{Claimed, Store, clock_ms};
+use rlood_client::Client;
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
@@ -60,6 +61,15 @@ impl Server {
             assert_eq!(answer.status, 201, "{}", answer.text);
         }
         server
+    }
+
+    /// A client of the server, which is behind a socket then.
+    pub async fn client(&self) -> Client {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let router = self.router.clone();
+        tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
+        Client::builder(&url).no_proxy().build().unwrap()
     }
 
     pub async fn send(&self, request: Request<Body>) -> Answer {

@@ -1,7 +1,9 @@
-//! What the sources may hold: `unsafe` only where docs/unsafe.md says why.
+//! What the sources may hold: `unsafe` only in the kernels, where their README says why.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+
+const KERNELS: &str = "crates/kernels";
 
 fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(dir).unwrap().flatten() {
@@ -31,41 +33,45 @@ fn is_unsafe(code: &str) -> bool {
 fn unsafe_code_is_where_the_list_says_why_and_nowhere_else() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut files = vec![root.join("build.rs")];
-    for dir in ["src", "examples"] {
+    for dir in ["src", "examples", "tests", "crates"] {
         sources(&root.join(dir), &mut files);
     }
     let uses: BTreeSet<String> = files
         .into_iter()
         .filter(|path| is_unsafe(&std::fs::read_to_string(path).unwrap()))
         .map(|path| path.strip_prefix(root).unwrap().to_string_lossy().into_owned())
+        // Its tests hold examples of such code.
+        .filter(|path| path != "tests/it/sources.rs")
         .collect();
-    let list = std::fs::read_to_string(root.join("docs/unsafe.md")).unwrap();
+    let list = std::fs::read_to_string(root.join(KERNELS).join("README.md")).unwrap();
     let rows = list.lines().filter_map(|line| line.strip_prefix("| `")?.split_once("` | "));
     let mut listed = BTreeSet::new();
     for (file, reason) in rows {
-        assert!(reason.trim_end_matches('|').trim().len() > 20, "docs/unsafe.md gives no reason for {file}");
-        assert!(listed.insert(file.to_owned()), "docs/unsafe.md lists {file} twice");
+        assert!(reason.trim_end_matches('|').trim().len() > 20, "{KERNELS}/README.md gives no reason for {file}");
+        assert!(listed.insert(format!("{KERNELS}/{file}")), "{KERNELS}/README.md lists {file} twice");
     }
     let missing: Vec<_> = uses.difference(&listed).collect();
     let stale: Vec<_> = listed.difference(&uses).collect();
     assert!(
         missing.is_empty() && stale.is_empty(),
-        "docs/unsafe.md: not listed {missing:?}, not unsafe any more {stale:?}"
+        "{KERNELS}/README.md: not listed {missing:?}, not unsafe any more {stale:?}"
     );
 }
 
 #[test]
-fn outside_the_kernels_each_use_says_why_it_is_sound() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let mut files = Vec::new();
-    sources(&root, &mut files);
-    for path in files.into_iter().filter(|path| !path.starts_with(root.join("engine"))) {
-        let code = std::fs::read_to_string(&path).unwrap();
-        let lines: Vec<&str> = code.lines().collect();
-        for at in (0..lines.len()).filter(|at| is_unsafe(lines[*at])) {
-            let before = &lines[at.saturating_sub(4)..at];
-            assert!(before.iter().any(|line| line.contains("// SAFETY:")), "{}:{}", path.display(), at + 1);
-        }
+fn every_crate_but_the_kernels_forbids_unsafe_code() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |path: &Path| std::fs::read_to_string(path).unwrap();
+    let top = read(&root.join("Cargo.toml"));
+    let (_, lints) = top.split_once("[workspace.lints.rust]").unwrap();
+    assert!(lints.split("\n[").next().unwrap().contains("unsafe_code = \"forbid\""), "{lints}");
+    let mut members: Vec<PathBuf> =
+        std::fs::read_dir(root.join("crates")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert!(members.len() >= 3, "{members:?}");
+    members.push(root.to_owned());
+    for member in members {
+        let takes_them = read(&member.join("Cargo.toml")).contains("[lints]\nworkspace = true\n");
+        assert_eq!(takes_them, !member.ends_with(KERNELS), "{}", member.display());
     }
 }
 

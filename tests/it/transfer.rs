@@ -10,6 +10,7 @@ use axum::extract::{Request, State};
 use axum::http::Method;
 use axum::response::Response;
 use futures::StreamExt;
+use rlood::job::State as JobState;
 
 use super::processes::{Server, binary, model_copy, register, spec};
 
@@ -82,20 +83,14 @@ async fn a_worker_behind_a_slow_proxy_delivers_its_checkpoint_at_the_first_attem
         .stdin(Stdio::null())
         .spawn()
         .unwrap();
-    let over = loop {
-        let view = server.get(&format!("/jobs/{job}")).await;
-        if ["succeeded", "failed"].iter().any(|end| view["state"] == *end) {
-            break view;
-        }
-        assert!(begun.elapsed() < Duration::from_secs(1200), "{view}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    };
+    let id = job.parse().unwrap();
+    let over = tokio::time::timeout(Duration::from_secs(1200), server.client.wait_for_job(id)).await.unwrap().unwrap();
     worker.kill().unwrap();
     worker.wait().unwrap();
-    assert_eq!((&over["state"], &over["attempt"]), (&"succeeded".into(), &1.into()), "{over}");
-    let list = server.get(&format!("/jobs/{job}/checkpoints")).await;
-    let files = list["data"][0]["files"].as_array().unwrap().clone();
-    let bytes: f64 = files.iter().map(|file| file["size_bytes"].as_f64().unwrap()).sum();
+    assert_eq!((over.state, over.attempt), (JobState::Succeeded, 1), "{over:?}");
+    let checkpoint = server.client.list_checkpoints(id).collect().await.unwrap().remove(0);
+    let arrived = server.client.download_files(&checkpoint, &dir.path().join("arrived")).await.unwrap();
+    let bytes = arrived.iter().map(|file| file.size_bytes as f64).sum::<f64>();
     println!("{bytes} bytes at {bytes_per_s} a second: {:.1} s in all", begun.elapsed().as_secs_f64());
     assert!(begun.elapsed().as_secs_f64() > bytes / bytes_per_s + delay as f64, "the proxy was not slow");
 }

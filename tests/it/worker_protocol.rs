@@ -11,7 +11,6 @@ use axum::body::Body;
 use axum::http::{Request, StatusCode};
 use http_body_util::BodyExt;
 use rlood::config::ServeConfig;
-use rlood::files::hex;
 use rlood::http::{AppState, router};
 use rlood::id::{DatasetId, JobId, WorkerId};
 use rlood::job::State;
@@ -97,7 +96,7 @@ impl Server {
 }
 
 fn entry(name: &str, bytes: &[u8]) -> Value {
-    json!({"name": name, "size_bytes": bytes.len(), "sha256": hex(&Sha256::digest(bytes))})
+    json!({"name": name, "size_bytes": bytes.len(), "sha256": hex::encode(Sha256::digest(bytes))})
 }
 
 #[tokio::test]

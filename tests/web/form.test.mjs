@@ -53,6 +53,24 @@ test("what the server refuses stands at its field, and the first one has the foc
   assert.match(await page.getByLabel("The curl command").innerText(), /"learning_rate": 0.001/);
 }));
 
+test("order, labels, limits and defaults are those of the server's document", { timeout: 60_000 }, () => open(async (page) => {
+  const { JobSpec } = (await server.api("GET", "/openapi.json")).components.schemas;
+  const { first, sections } = JobSpec["x-form"];
+  const shown = (root) => root.locator("[data-pointer]").evaluateAll((places) => [...new Set(places.map(({ dataset }) => dataset.pointer))]);
+  assert.deepEqual((await shown(page.locator("fieldset", { hasText: "What is trained" }))).filter((pointer) => pointer !== "/lora"), first);
+  await page.getByText("All settings").click();
+  const section = (title) => page.locator(".more section").filter({ has: page.getByRole("heading", { name: title, exact: true }) });
+  for (const name of sections) {
+    const { properties, oneOf } = JobSpec.properties[name];
+    const { order, title } = (properties ? JobSpec.properties[name] : oneOf[0])["x-form"];
+    const pointers = order.map((key) => `/${name}/${key}`).filter((pointer) => !first.includes(pointer) && pointer !== "/eval/dataset");
+    assert.deepEqual((await shown(section(title))).filter((pointer) => pointer !== "/eval/dataset"), pointers, name);
+  }
+  assert.match(await section("RLOO").innerText(), /more than 0, less than 1/);
+  await page.getByLabel("Checkpoint every", { exact: true }).waitFor();
+  assert.equal(await field(page, "/rloo/epsilon").getAttribute("placeholder"), "0.2");
+}));
+
 test("a reward is tried before anything depends on it", { timeout: 60_000 }, () => open(async (page) => {
   await page.getByRole("button", { name: "Test" }).click();
   await page.getByLabel("Completion", { exact: true }).fill("4\n---\n<img src=x onerror=alert(1)>");

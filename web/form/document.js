@@ -17,7 +17,7 @@ export function withValue(document, pointer, value) {
   return isEmpty ? others : { ...document, [part]: inner };
 }
 
-/** What the server's OpenAPI document says of a job. */
+/** What the server's OpenAPI document says of a job: `first` and `sections` are how its settings are shown, from `x-form`. */
 export async function jobSchema() {
   const { components } = await get("/openapi.json");
   const { schemas } = components;
@@ -26,7 +26,16 @@ export async function jobSchema() {
     const { $ref, ...beside } = schema;
     return { ...schemas[$ref.split("/").at(-1)], ...beside };
   };
-  return { job: schemas.JobSpec, resolve, rewards: resolve(schemas.JobSpec.properties.rewards.items).oneOf.map(resolve) };
+  const job = schemas.JobSpec;
+  const { sections, first } = job["x-form"];
+  return {
+    job, resolve, first,
+    rewards: resolve(job.properties.rewards.items).oneOf.map(resolve),
+    sections: sections.map((name) => {
+      const { properties, "x-form": layout } = plain(resolve(job.properties[name]), resolve);
+      return { name, properties, ...layout };
+    }),
+  };
 }
 
 /** The schema of a place, references and unions of one thing and null resolved. */

@@ -7,11 +7,15 @@ import { schemaAt, valueAt } from "./document.js";
 
 const isType = (schema, type) => [schema.type].flat().includes(type);
 
-/** Limits in words: "0 or more", "1 to 64". */
-function limits({ minimum, maximum, exclusiveMinimum }) {
-  if (minimum !== undefined && maximum !== undefined) return `${minimum} to ${maximum}`;
-  if (exclusiveMinimum !== undefined) return `more than ${exclusiveMinimum}`;
-  return minimum > 0 ? `${minimum} or more` : "";
+/** A limit that no job comes near says nothing. */
+const FAR = 1e6;
+
+/** Limits in words: "1 or more", "1 to 64", "more than 0, less than 1". */
+export function limits({ minimum, maximum, exclusiveMinimum, exclusiveMaximum }) {
+  const high = maximum < FAR ? `at most ${maximum}` : exclusiveMaximum !== undefined ? `less than ${exclusiveMaximum}` : "";
+  if (minimum !== undefined && maximum < FAR) return `${minimum} to ${maximum}`;
+  const low = exclusiveMinimum !== undefined ? `more than ${exclusiveMinimum}` : minimum > 0 || (minimum === 0 && high) ? `${minimum} or more` : "";
+  return [low, high].filter(Boolean).join(", ");
 }
 
 const firstLine = (text) => (text ?? "").split("\n\n")[0].replaceAll("\n", " ").replaceAll("`", "");
@@ -33,7 +37,8 @@ export function Setting({ form, pointer, schema = schemaAt(form.schema, pointer)
   const resolved = form.schema.resolve(schema);
   const { default: usual } = schema;
   const hint = [firstLine(schema.description), limits(resolved)].filter(Boolean).join(" · ");
-  const title = label ?? words(name);
+  const [, section, key] = pointer.split("/");
+  const title = label ?? form.schema.sections.find(({ name }) => name === section)?.labels[key] ?? words(name);
   const several = resolved.oneOf?.find(({ items }) => items?.enum)?.items.enum;
   // Their other form is a word for all of them.
   if (several) return html`<div class="field" data-pointer=${pointer}><${Picks} label=${title} options=${several.map((one) => [one, one])} chosen=${Array.isArray(value) ? value : several}

@@ -16,10 +16,7 @@ import { Input } from "../parts/field.js";
 import { Loading, ProblemBox } from "../parts/problem.js";
 import { Code, Facts } from "../parts/text.js";
 
-/** What most jobs say; everything else is below. */
-const FIRST = ["/training/max_steps", "/training/prompts_per_step", "/rloo/num_generations", "/rloo/beta", "/sampling/max_completion_length", "/sampling/temperature", "/optimizer/learning_rate", "/lora/r", "/checkpoints/every_steps"];
-const LABELS = { "/lora/r": "Adapter rank", "/checkpoints/every_steps": "Checkpoint every", "/checkpoints/every_seconds": "Checkpoint every … seconds", "/eval/rewards": "Rewards of its own, as JSON", "/doctor/rules": "Rules, as JSON" };
-const SECTIONS = { training: "Training", rloo: "RLOO", sampling: "Sampling", optimizer: "Optimizer", lora: "Adapter", eval: "Evaluation", checkpoints: "Checkpoints", early_stopping: "Early stopping", doctor: "Doctor", warm_start: "Warm start" };
+/** Settings with a control of their own. */
 const ELSEWHERE = ["/eval/dataset"];
 const EMPTY = { rewards: [{ type: "exact_match", column: "answer" }] };
 const CHECK_MS = 500;
@@ -108,7 +105,7 @@ function Form({ schema, old, from }) {
         <${DatasetChoice} form=${form} pointer="/dataset" label="Prompts *" onRows=${setRows} />
       </fieldset>
       <${Rewards} form=${form} />
-      <fieldset class="panel"><legend>How</legend><div class="fields"><${Trained} form=${form} />${FIRST.filter((pointer) => form.spec.lora !== null || !pointer.startsWith("/lora/")).map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} label=${LABELS[pointer]} />`)}</div></fieldset>
+      <fieldset class="panel"><legend>How</legend><div class="fields"><${Trained} form=${form} />${form.schema.first.filter((pointer) => form.spec.lora !== null || !pointer.startsWith("/lora/")).map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} />`)}</div></fieldset>
       <${More} form=${form} />
       <div class="submit-bar">
         <button type="button" disabled=${!!busy} onClick=${() => check(false)}>${busy === "check" ? "Checking…" : "Check"}</button>
@@ -150,15 +147,13 @@ const Trained = ({ form }) => html`<${Input} label="What is trained" errors=${fo
 
 /** Every other setting, by section. */
 function More({ form }) {
-  const { properties } = form.schema.job;
+  const isHere = (pointer) => !form.schema.first.includes(pointer) && !ELSEWHERE.includes(pointer);
   return html`<details class="panel more"><summary>All settings</summary>
-    ${Object.entries(SECTIONS).filter(([name]) => properties[name] && form.spec[name] !== null).map(([name, title]) => {
-      const section = form.schema.resolve(properties[name]);
-      const object = section.properties ? section : (section.oneOf ?? section.anyOf ?? []).map(form.schema.resolve).find((one) => one.properties);
-      const pointers = Object.keys(object?.properties ?? {}).map((key) => `/${name}/${key}`).filter((pointer) => !FIRST.includes(pointer) && !ELSEWHERE.includes(pointer));
+    ${form.schema.sections.filter(({ name }) => form.spec[name] !== null).map(({ name, title, order, properties }) => {
+      const keys = order.filter((key) => isHere(`/${name}/${key}`));
       return html`<section key=${name}><h2>${title}</h2>
         ${name === "eval" && html`<${DatasetChoice} form=${evalForm(form)} pointer="/dataset" label="Prompts of the evaluation" />`}
-        <div class="fields">${pointers.map((pointer) => html`<${Setting} key=${pointer} form=${form} pointer=${pointer} label=${LABELS[pointer]} schema=${object.properties[pointer.split("/")[2]]} />`)}</div></section>`;
+        <div class="fields">${keys.map((key) => html`<${Setting} key=${key} form=${form} pointer=${`/${name}/${key}`} schema=${properties[key]} />`)}</div></section>`;
     })}
     <section><h2>Labels</h2><div class="fields"><${Setting} form=${form} pointer="/metadata" placeholder=${'{"team": "x"}'} /></div></section>
   </details>`;

@@ -3,7 +3,7 @@
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::http::error::{Code, Item, Problem, shortened};
+use crate::http::error::{Code, FieldError, Problem, shortened};
 use crate::json::words;
 
 /// As [`parse_json`], of a body that must be an object. serde would take a list for a struct's fields in order.
@@ -57,7 +57,7 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
 fn broken(error: &serde_json::Error) -> Problem {
     let at = format!("line {}, column {}", error.line(), error.column());
     let text = shortened(&words(error));
-    Problem::new(Code::InvalidJson, format!("broken JSON at {at}: {text}")).items(vec![Item {
+    Problem::new(Code::InvalidJson, format!("broken JSON at {at}: {text}")).items(vec![FieldError {
         pointer: String::new(),
         code: "syntax".to_owned(),
         detail: format!("{at}: {text}"),
@@ -147,7 +147,7 @@ fn next_missing<T: DeserializeOwned>(value: &mut Value, pointer: &str) -> Option
 
 fn required(pointers: Vec<String>) -> Problem {
     let detail = format!("{} must be given", pointers.join(", "));
-    let item = |pointer| Item { pointer, code: "required".to_owned(), detail: "must be given".to_owned() };
+    let item = |pointer| FieldError { pointer, code: "required".to_owned(), detail: "must be given".to_owned() };
     Problem::new(Code::InvalidBody, detail).items(pointers.into_iter().map(item).collect())
 }
 

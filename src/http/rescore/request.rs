@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 
 use crate::event::SamplePhase;
-use crate::http::error::{Code, Item, Problem};
+use crate::http::error::{Code, Problem};
 use crate::spec::{FieldError, Plan, RewardPlan, RewardSecrets, read_single_reward};
 use crate::store::SampleQuery;
 
@@ -32,10 +32,10 @@ pub(super) fn read(body: &Value, plan: &Plan) -> Result<Wanted, Problem> {
     const KNOWN: [&str; 8] = ["reward", "replaces", "phase", "step", "min_step", "max_step", "limit", "max_wait_s"];
     let mut errors = Vec::new();
     let reward = read_single_reward(body).map_err(|found| {
-        errors.extend(found.into_iter().map(|FieldError { pointer, code, detail }| Item { pointer, code, detail }));
+        errors.extend(found);
     });
     let mut wrong = |name: &str, code: &str, detail: String| {
-        errors.push(Item { pointer: format!("/{name}"), code: code.to_owned(), detail });
+        errors.push(FieldError { pointer: format!("/{name}"), code: code.to_owned(), detail });
     };
     for name in body.as_object().into_iter().flat_map(Map::keys).filter(|name| !KNOWN.contains(&name.as_str())) {
         wrong(name, "unknown_field", format!("known here: {}", KNOWN.join(", ")));
@@ -97,7 +97,7 @@ pub(super) fn read(body: &Value, plan: &Plan) -> Result<Wanted, Problem> {
     })
 }
 
-pub(super) fn invalid(errors: Vec<Item>) -> Problem {
+pub(super) fn invalid(errors: Vec<FieldError>) -> Problem {
     Problem::new(Code::InvalidBody, "this cannot be re-scored; see 'errors'").items(errors)
 }
 

@@ -14,7 +14,6 @@ use futures::future::{BoxFuture, Shared};
 use super::super::AppState;
 use super::super::error::{Code, Problem, chain};
 use super::super::extract::{Json, Path};
-use super::in_background;
 use crate::files::{self, FilesError};
 use crate::id::JobId;
 use crate::protocol::{DamagedFile, FileEntry, FileList, Inspection, ResumePoint, Verdict};
@@ -112,7 +111,7 @@ pub(super) async fn inspect_file(
         return Ok(Json(Inspection { verdict: Verdict::Damaged, resume: None }));
     };
     let older = state.store.claim_discard_checkpoint(job, attempt, id, damage, clock_ms()).await?;
-    let removed = in_background(&state.files, move |files| files.checkpoint_remove(job, step, writer)).await;
+    let removed = state.files.in_background(move |files| files.checkpoint_remove(job, step, writer)).await;
     if let Err(error) = removed {
         // It has no row any more: the next start sweeps it.
         tracing::warn!(%job, step, error = chain(&error), "a damaged checkpoint could not be removed");
@@ -147,7 +146,7 @@ async fn find(
             Ok(Ok(Reported { path, entry, checkpoint: latest }))
         }
         FileList::Initial => {
-            let files = in_background(&state.files, move |files| files.initial_files(job)).await?.unwrap_or_default();
+            let files = state.files.in_background(move |files| files.initial_files(job)).await?.unwrap_or_default();
             let entry = named(&files)?;
             let path = state.files.initial_file(job, &entry.name)?;
             Ok(Ok(Reported { path, entry, checkpoint: None }))
@@ -160,7 +159,7 @@ fn read(state: &AppState, reported: &Reported) -> Reading {
     let (path, entry) = (reported.path.clone(), reported.entry.clone());
     let data = state.files.clone();
     let reading = tokio::spawn(async move {
-        let compared = in_background(&data, move |_| files::compare_bytes(&path, &entry)).await;
+        let compared = data.in_background(move |_| files::compare_bytes(&path, &entry)).await;
         match compared {
             Ok(()) => Finding::Whole,
             Err(error) if error.is_for_want_of_resources() => Finding::Busy(chain(&error)),
@@ -181,5 +180,5 @@ async fn reads_other_files(state: &AppState, job: JobId, step: Option<u64>) -> R
         state.files.checkpoint_file(job, row.step, row.attempt, &file.name).ok()
     });
     let path = smallest.unwrap_or_else(|| state.files.database());
-    Ok(in_background(&state.files, move |_| files::read_first_bytes(&path)).await.is_ok())
+    Ok(state.files.in_background(move |_| files::read_first_bytes(&path)).await.is_ok())
 }

@@ -1,0 +1,138 @@
+//! Checkpoints and adapters.
+
+use std::path::Path;
+
+use jiff::Timestamp;
+use reqwest::Method;
+use rlood_types::event::Metrics;
+use rlood_types::id::{CheckpointId, JobId};
+use rlood_types::protocol::FileEntry;
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::client::Client;
+use crate::download::{Checked, Downloaded, hash_of};
+use crate::error::Error;
+use crate::page::Pages;
+
+/// A checkpoint.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub struct Checkpoint {
+    /// Its id.
+    pub id: CheckpointId,
+    /// Its job.
+    pub job_id: JobId,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Its files.
+    pub files: Vec<FileEntry>,
+    /// The metrics of its step; `None` = undefined.
+    pub metrics: Metrics,
+    /// Whether it is the best one so far.
+    pub best: bool,
+    /// Whether it is kept when older checkpoints are deleted.
+    pub pinned: bool,
+    /// When it was published.
+    pub created_at: Timestamp,
+}
+
+/// Which checkpoint of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Which {
+    /// The newest.
+    Last,
+    /// The best.
+    Best,
+}
+
+impl Client {
+    /// A job's checkpoints, newest first.
+    pub fn list_checkpoints(&self, id: JobId) -> Pages<Checkpoint> {
+        Pages::new(self, self.get(&["jobs", &id.to_string(), "checkpoints"]))
+    }
+
+    /// One checkpoint.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn get_checkpoint(&self, id: CheckpointId) -> Result<Checkpoint, Error> {
+        self.json(self.get(&["checkpoints", &id.to_string()])).await
+    }
+
+    /// The list of a checkpoint's files, as the worker wrote it.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn get_manifest(&self, id: CheckpointId) -> Result<Value, Error> {
+        self.json(self.get(&["checkpoints", &id.to_string(), "manifest.json"])).await
+    }
+
+    /// Downloads a job's LoRA adapter as PEFT lays it out, in a tar; by default of the job's result.
+    ///
+    /// # Errors
+    /// `no_checkpoint` while there is none, `no_adapter` after full fine-tuning, and whatever else [`Error`] says.
+    pub async fn download_adapter(&self, id: JobId, which: Option<Which>, to: &Path) -> Result<Downloaded, Error> {
+        let which = which.map(|which| match which {
+            Which::Last => "last",
+            Which::Best => "best",
+        });
+        self.download(self.get(&["jobs", &id.to_string(), "adapter"]).query_if("which", which), to, None).await
+    }
+
+    /// Downloads all files of a checkpoint in one tar.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn download_archive(&self, id: CheckpointId, to: &Path) -> Result<Downloaded, Error> {
+        self.download(self.get(&["checkpoints", &id.to_string(), "archive.tar"]), to, None).await
+    }
+
+    /// Downloads a file of a checkpoint, and compares it with the checkpoint's list.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn download_file(&self, id: CheckpointId, file: &FileEntry, to: &Path) -> Result<Downloaded, Error> {
+        let call = self.get(&["checkpoints", &id.to_string(), "files", &file.name]);
+        self.download(call, to, Some(file.sha256.clone())).await
+    }
+
+    /// Downloads all files of a checkpoint into a folder, which is made if it is not there. Files that are there and whole are not
+    /// asked for again.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn download_files(&self, checkpoint: &Checkpoint, folder: &Path) -> Result<Vec<Downloaded>, Error> {
+        let made = tokio::fs::create_dir_all(folder).await;
+        made.map_err(Error::disk(format!("create the folder {}", folder.display())))?;
+        let mut downloaded = Vec::with_capacity(checkpoint.files.len());
+        for file in &checkpoint.files {
+            let path = folder.join(&file.name);
+            if Path::new(&file.name).file_name() != Some(file.name.as_ref()) {
+                return Err(Error::Settings(format!("'{}' is not a name for a file", file.name)));
+            }
+            let FileEntry { name: _, size_bytes, sha256 } = file;
+            downloaded.push(if hash_of(&path, *size_bytes).await.as_ref() == Some(sha256) {
+                Downloaded { path, size_bytes: *size_bytes, sha256: sha256.clone(), checked: Checked::Sha256 }
+            } else {
+                self.download_file(checkpoint.id, file, &path).await?
+            });
+        }
+        Ok(downloaded)
+    }
+
+    /// Keeps a checkpoint when older ones are deleted.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn pin_checkpoint(&self, id: CheckpointId) -> Result<Checkpoint, Error> {
+        self.json(self.post_once(&["checkpoints", &id.to_string(), "pin"])).await
+    }
+
+    /// Lets a checkpoint be deleted when it is old.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn unpin_checkpoint(&self, id: CheckpointId) -> Result<Checkpoint, Error> {
+        self.json(self.call(Method::DELETE, &["checkpoints", &id.to_string(), "pin"])).await
+    }
+}

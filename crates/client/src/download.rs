@@ -1,0 +1,340 @@
+//! Transfers from the server into files. One that breaks off goes on where it was, in this call or in a later one; a file appears
+//! under its name only when it is whole and its hash is right.
+//!
+//! What has arrived lies beside the target as `.NAME.ETAG.part`: the entity tag in the name says of which version it is.
+
+use std::fs::TryLockError;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use base64::Engine as _;
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use reqwest::header::{CONTENT_RANGE, ETAG, HeaderMap, HeaderName, HeaderValue, IF_RANGE, RANGE};
+use reqwest::{Response, StatusCode};
+use sha2::{Digest, Sha256};
+use tokio::fs::File;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::{sleep, timeout};
+
+use crate::call::Call;
+use crate::client::Client;
+use crate::error::Error;
+use crate::retry::{Repeat, Tries};
+
+const REPR_DIGEST: HeaderName = HeaderName::from_static("repr-digest");
+/// Tries of a transfer that arrives whole with another hash.
+const DAMAGED_TRIES: u32 = 3;
+/// What is read of a file at a time.
+const READ_BYTES: usize = 256 * 1024;
+/// The longest entity tag that stands in a file's name.
+const LONGEST_TAG: usize = 100;
+
+/// What a transfer was compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Checked {
+    /// Its SHA-256.
+    Sha256,
+    /// Its size alone: the server does not say the hash of an archive above 64 MiB.
+    Size,
+    /// Nothing: an export has neither, but its end arrived.
+    End,
+}
+
+/// A file that arrived whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Downloaded {
+    /// Where it lies.
+    pub path: PathBuf,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Of its bytes, lower-case hex.
+    pub sha256: String,
+    /// What it was compared with.
+    pub checked: Checked,
+}
+
+/// What a transfer should turn out to be.
+#[derive(Debug, Default)]
+struct Expected {
+    sha256: Option<String>,
+    size_bytes: Option<u64>,
+}
+
+impl Client {
+    /// Downloads the answer of a call to `to`, whose folder must exist. `sha256` is what the caller knows of it.
+    pub(crate) fn download<'a>(
+        &'a self,
+        call: Call,
+        to: &'a Path,
+        sha256: Option<String>,
+    ) -> BoxFuture<'a, Result<Downloaded, Error>> {
+        async move {
+            let call = call.accept("*/*");
+            let mut part = Part::find(to).await?;
+            let mut tries = Tries::new(self.inner.retry);
+            let (mut damaged, mut furthest) = (0, part.size_bytes);
+            loop {
+                let fetched = self.fetch(&call, &mut part).await;
+                if part.size_bytes > furthest {
+                    furthest = part.size_bytes;
+                    tries.progressed();
+                }
+                match fetched {
+                    Ok(announced) => {
+                        let sha256 = sha256.clone().or(announced.sha256);
+                        match part.check(&Expected { sha256, ..announced }) {
+                            Ok(checked) => return part.finish(to, checked).await,
+                            Err(detail) => {
+                                part.discard().await?;
+                                damaged += 1;
+                                if damaged >= DAMAGED_TRIES {
+                                    return Err(call.damaged(detail));
+                                }
+                            }
+                        }
+                    }
+                    Err(error) => match tries.pause_after(&error, &Repeat::Harmless) {
+                        Some(pause) => sleep(pause).await,
+                        None => {
+                            part.leave().await?;
+                            return Err(error);
+                        }
+                    },
+                }
+            }
+        }
+        .boxed()
+    }
+
+    /// Asks for what is missing and appends it; returns what the server says of the whole.
+    async fn fetch(&self, call: &Call, part: &mut Part) -> Result<Expected, Error> {
+        let mut headers = HeaderMap::new();
+        if let Some(tag) = part.tag.as_ref().filter(|_| part.size_bytes > 0) {
+            headers.insert(RANGE, header(format!("bytes={}-", part.size_bytes)));
+            headers.insert(IF_RANGE, header(format!("\"{tag}\"")));
+        }
+        let mut response = match self.open(call, &headers, self.inner.timeout).await {
+            // What is here is not the beginning of what is there.
+            Err(error) if error.status() == Some(416) && part.size_bytes > 0 => {
+                part.discard().await?;
+                return Err(call.interrupted(None));
+            }
+            opened => opened?,
+        };
+        let tag = tag_of(&response);
+        let size_bytes = match response.status() {
+            StatusCode::PARTIAL_CONTENT => match content_range(&response) {
+                Some((first, size_bytes)) if first == part.size_bytes && tag == part.tag => Some(size_bytes),
+                _ => {
+                    part.discard().await?;
+                    return Err(call.interrupted(None));
+                }
+            },
+            _ => {
+                part.begin(tag).await?;
+                response.content_length()
+            }
+        };
+        let sha256 = digest_of(&response);
+        let stall = self.inner.stall_timeout;
+        while let Some(piece) = timeout(stall, response.chunk())
+            .await
+            .map_err(|_| call.stalled(stall))?
+            .map_err(|source| call.interrupted(Some(source)))?
+        {
+            part.append(&piece).await?;
+        }
+        if size_bytes.is_some_and(|size_bytes| part.size_bytes < size_bytes) {
+            return Err(call.interrupted(None));
+        }
+        Ok(Expected { sha256, size_bytes })
+    }
+}
+
+/// What has arrived of a file.
+#[derive(Debug)]
+struct Part {
+    folder: PathBuf,
+    name: String,
+    /// The entity tag of what arrives; `None` = it cannot be resumed.
+    tag: Option<String>,
+    opened: Option<(File, PathBuf)>,
+    size_bytes: u64,
+    hash: Sha256,
+}
+
+impl Part {
+    /// What an earlier transfer to this target left, or nothing.
+    async fn find(target: &Path) -> Result<Self, Error> {
+        let Some(name) = target.file_name().and_then(|name| name.to_str()) else {
+            return Err(Error::Settings(format!("'{}' has no file name of UTF-8", target.display())));
+        };
+        let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let (folder, name) = (folder.to_owned(), name.to_owned());
+        let mut part = Self { folder, name, tag: None, opened: None, size_bytes: 0, hash: Sha256::new() };
+        let doing = format!("read the folder {}", part.folder.display());
+        let unreadable = || Error::disk(doing.clone());
+        let mut entries = tokio::fs::read_dir(&part.folder).await.map_err(unreadable())?;
+        let prefix = format!(".{}.", part.name);
+        while let Some(entry) = entries.next_entry().await.map_err(unreadable())? {
+            let entry = entry.file_name();
+            let tag = entry.to_str().and_then(|entry| entry.strip_prefix(&prefix)?.strip_suffix(".part"));
+            if let Some(tag) = tag.filter(|tag| is_plain(tag)) {
+                part.tag = Some(tag.to_owned());
+                part.open(false).await?;
+                break;
+            }
+        }
+        Ok(part)
+    }
+
+    /// Opens the file of this tag: an empty one, or what lies there.
+    async fn open(&mut self, empty: bool) -> Result<(), Error> {
+        let tag = self.tag.as_deref().unwrap_or("_");
+        let path = self.folder.join(format!(".{}.{tag}.part", self.name));
+        let failed = || Error::disk(format!("write {}", path.display()));
+        let file = File::options().read(true).write(true).create(true).truncate(false).open(&path).await;
+        let file = file.map_err(failed())?.into_std().await;
+        let another = |source| Error::disk(format!("write {}: another transfer does", path.display()))(source);
+        file.try_lock().map_err(|error| match error {
+            TryLockError::Error(source) => failed()(source),
+            TryLockError::WouldBlock => another(error.into()),
+        })?;
+        let mut file = File::from_std(file);
+        // Whoever held the lock until now may have given the file its name.
+        let here = tokio::fs::metadata(&path).await.map(|here| here.ino());
+        if here.ok() != Some(file.metadata().await.map_err(failed())?.ino()) {
+            return Err(another(std::io::ErrorKind::WouldBlock.into()));
+        }
+        if empty {
+            file.set_len(0).await.map_err(failed())?;
+        }
+        (self.size_bytes, self.hash) = (0, Sha256::new());
+        let mut piece = vec![0; READ_BYTES];
+        loop {
+            match file.read(&mut piece).await.map_err(failed())? {
+                0 => break,
+                count => {
+                    self.hash.update(&piece[..count]);
+                    self.size_bytes += count as u64;
+                }
+            }
+        }
+        self.opened = Some((file, path));
+        Ok(())
+    }
+
+    /// Starts anew, with what has this tag.
+    async fn begin(&mut self, tag: Option<String>) -> Result<(), Error> {
+        self.discard().await?;
+        self.tag = tag;
+        self.open(true).await
+    }
+
+    async fn append(&mut self, piece: &[u8]) -> Result<(), Error> {
+        let Some((file, path)) = &mut self.opened else { return Ok(()) };
+        file.write_all(piece).await.map_err(Error::disk(format!("write {}", path.display())))?;
+        self.hash.update(piece);
+        self.size_bytes += piece.len() as u64;
+        Ok(())
+    }
+
+    fn sha256(&self) -> String {
+        hex::encode(self.hash.clone().finalize())
+    }
+
+    /// What the whole was compared with, or how it differs.
+    fn check(&self, expected: &Expected) -> Result<Checked, String> {
+        if let Some(size_bytes) = expected.size_bytes.filter(|size_bytes| *size_bytes != self.size_bytes) {
+            return Err(format!("it has {} bytes, not {size_bytes}", self.size_bytes));
+        }
+        match &expected.sha256 {
+            Some(sha256) if *sha256 != self.sha256() => Err(format!("its sha256 is {}, not {sha256}", self.sha256())),
+            Some(_) => Ok(Checked::Sha256),
+            None if expected.size_bytes.is_some() => Ok(Checked::Size),
+            None => Ok(Checked::End),
+        }
+    }
+
+    /// Gives the file its name.
+    async fn finish(mut self, target: &Path, checked: Checked) -> Result<Downloaded, Error> {
+        let failed = || Error::disk(format!("write {}", target.display()));
+        if let Some((mut file, path)) = self.opened.take() {
+            file.flush().await.map_err(failed())?;
+            file.sync_all().await.map_err(failed())?;
+            tokio::fs::rename(&path, target).await.map_err(failed())?;
+        }
+        let (size_bytes, sha256) = (self.size_bytes, self.sha256());
+        Ok(Downloaded { path: target.to_owned(), size_bytes, sha256, checked })
+    }
+
+    /// Removes what has arrived.
+    async fn discard(&mut self) -> Result<(), Error> {
+        (self.tag, self.size_bytes, self.hash) = (None, 0, Sha256::new());
+        if let Some((_file, path)) = self.opened.take() {
+            tokio::fs::remove_file(&path).await.map_err(Error::disk(format!("remove {}", path.display())))?;
+        }
+        Ok(())
+    }
+
+    /// Keeps what has arrived for a later call, if that can use it.
+    async fn leave(&mut self) -> Result<(), Error> {
+        if self.tag.is_none() || self.size_bytes == 0 {
+            return self.discard().await;
+        }
+        match &mut self.opened {
+            Some((file, path)) => file.flush().await.map_err(Error::disk(format!("write {}", path.display()))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The SHA-256 of a file, if there is one of this size.
+pub(crate) async fn hash_of(path: &Path, size_bytes: u64) -> Option<String> {
+    let mut file = File::open(path).await.ok()?;
+    if file.metadata().await.ok()?.len() != size_bytes {
+        return None;
+    }
+    let (mut hash, mut piece) = (Sha256::new(), vec![0; READ_BYTES]);
+    loop {
+        match file.read(&mut piece).await.ok()? {
+            0 => return Some(hex::encode(hash.finalize())),
+            count => hash.update(&piece[..count]),
+        }
+    }
+}
+
+fn header(text: String) -> HeaderValue {
+    // Digits and plain tags only.
+    HeaderValue::try_from(text).unwrap_or(HeaderValue::from_static(""))
+}
+
+/// A tag that may stand in the name of a file.
+fn is_plain(tag: &str) -> bool {
+    (1..=LONGEST_TAG).contains(&tag.len()) && tag.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+}
+
+/// A strong entity tag, without its quotes: weak ones say nothing of bytes.
+fn tag_of(response: &Response) -> Option<String> {
+    let tag = response.headers().get(ETAG)?.to_str().ok()?.strip_prefix('"')?.strip_suffix('"')?;
+    is_plain(tag).then(|| tag.to_owned())
+}
+
+/// The hash of the whole: from `Repr-Digest` (RFC 9530), else from the entity tag, which is the hash of a stored file.
+fn digest_of(response: &Response) -> Option<String> {
+    let fields = response.headers().get_all(REPR_DIGEST).iter().filter_map(|value| value.to_str().ok());
+    let given = fields.flat_map(|value| value.split(',')).find_map(|field| {
+        let encoded = field.trim().strip_prefix("sha-256=:")?.strip_suffix(':')?;
+        base64::engine::general_purpose::STANDARD.decode(encoded).ok()
+    });
+    let is_hash = |tag: &String| tag.len() == 64 && tag.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    given.map(hex::encode).or_else(|| tag_of(response).filter(is_hash))
+}
+
+/// First byte and size of the whole, of `bytes 5-9/10`.
+fn content_range(response: &Response) -> Option<(u64, u64)> {
+    let text = response.headers().get(CONTENT_RANGE)?.to_str().ok()?.strip_prefix("bytes ")?;
+    let (range, size_bytes) = text.split_once('/')?;
+    Some((range.split_once('-')?.0.parse().ok()?, size_bytes.parse().ok()?))
+}

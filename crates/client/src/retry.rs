@@ -1,0 +1,163 @@
+//! Which failures deserve another try, and how long to wait for it.
+
+use std::time::Duration;
+
+use crate::error::{Error, Problem};
+
+/// How often and when a failed call is tried again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Retry {
+    /// Tries after the first one. A transfer or a stream of events that makes progress begins to count anew.
+    pub max_retries: u32,
+    /// The pause before the second try; it doubles from one to the next, and varies by half.
+    pub first_delay: Duration,
+    /// The longest such pause.
+    pub longest_delay: Duration,
+    /// The longest `Retry-After` that is waited for; after a longer one the call fails at once.
+    pub longest_retry_after: Duration,
+}
+
+impl Default for Retry {
+    /// About 20 s in all: a server that restarts is back by then.
+    fn default() -> Self {
+        Self {
+            max_retries: 8,
+            first_delay: Duration::from_millis(200),
+            longest_delay: Duration::from_secs(5),
+            longest_retry_after: Duration::from_secs(60),
+        }
+    }
+}
+
+impl Retry {
+    /// One try, and no other.
+    pub fn never() -> Self {
+        Self { max_retries: 0, ..Self::default() }
+    }
+}
+
+/// What a repetition of a request does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Repeat {
+    /// It reads, or does the same again.
+    Harmless,
+    /// It carries this `Idempotency-Key`: the server does it once.
+    Keyed(String),
+    /// It does something a second time: only a request that was certainly not begun is repeated.
+    Again,
+}
+
+/// The tries of one call.
+#[derive(Debug)]
+pub(crate) struct Tries {
+    retry: Retry,
+    failed: u32,
+}
+
+impl Tries {
+    pub(crate) fn new(retry: Retry) -> Self {
+        Self { retry, failed: 0 }
+    }
+
+    /// Something arrived: what fails next is the first failure again.
+    pub(crate) fn progressed(&mut self) {
+        self.failed = 0;
+    }
+
+    /// How long to wait before the next try; `None` = the error stands.
+    pub(crate) fn pause_after(&mut self, error: &Error, repeat: &Repeat) -> Option<Duration> {
+        if self.failed >= self.retry.max_retries || !may_pass(error, repeat) {
+            return None;
+        }
+        let asked = error.problem().and_then(|problem| problem.retry_after).unwrap_or_default();
+        if asked > self.retry.longest_retry_after {
+            return None;
+        }
+        let doubled = self.retry.first_delay.saturating_mul(1 << self.failed.min(20));
+        self.failed += 1;
+        let delay = doubled.min(self.retry.longest_delay);
+        // Between half and all of it, so that clients that failed together do not come back together.
+        let varied = delay.mul_f64(0.5 + 0.5 * (ulid::Ulid::generate().random() % 1024) as f64 / 1024.0);
+        Some(varied.max(asked))
+    }
+}
+
+/// Whether the same request may succeed in a moment, and may be sent again.
+fn may_pass(error: &Error, repeat: &Repeat) -> bool {
+    match error {
+        Error::Refused { problem, .. } => is_passing(problem) && (*repeat != Repeat::Again || was_not_begun(problem)),
+        Error::Unreachable { source, .. } => !source.is_builder() && (source.is_connect() || *repeat != Repeat::Again),
+        Error::Interrupted { .. } | Error::Stalled { .. } => *repeat != Repeat::Again,
+        Error::Settings(_) | Error::NotUnderstood { .. } | Error::Damaged { .. } | Error::Disk { .. } => false,
+    }
+}
+
+/// Over in seconds. Not so: a disk that is full, or a checkpoint that is not there yet, though these may pass too.
+fn is_passing(problem: &Problem) -> bool {
+    match problem.status {
+        408 | 425 | 429 | 500 | 502 | 503 | 504 => problem.retryable,
+        400 => problem.code == "body_interrupted",
+        409 => problem.code == "idempotency_in_flight",
+        _ => false,
+    }
+}
+
+/// The server refused the request before it did anything of it.
+pub(crate) fn was_not_begun(problem: &Problem) -> bool {
+    matches!(problem.status, 429 | 503) || problem.code == "body_interrupted"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(status: u16, code: &str, retryable: bool, retry_after_s: Option<u64>) -> Error {
+        let retry_after = retry_after_s.map(Duration::from_secs);
+        let problem = Problem { status, code: code.to_owned(), retryable, retry_after, ..Problem::default() };
+        Error::Refused { request: "GET /".to_owned(), problem: Box::new(problem) }
+    }
+
+    #[test]
+    fn pauses_grow_to_a_limit_and_end() {
+        let retry = Retry { max_retries: 6, ..Retry::default() };
+        let mut tries = Tries::new(retry);
+        let error = refused(503, "overloaded", true, None);
+        for expected_ms in [200, 400, 800, 1600, 3200, 5000] {
+            let pause = tries.pause_after(&error, &Repeat::Harmless).unwrap().as_millis();
+            assert!((expected_ms / 2..=expected_ms).contains(&pause), "{pause} of {expected_ms}");
+        }
+        assert_eq!(tries.pause_after(&error, &Repeat::Harmless), None);
+        tries.progressed();
+        assert!(tries.pause_after(&error, &Repeat::Harmless).unwrap() <= Duration::from_millis(200));
+    }
+
+    #[test]
+    fn the_server_may_ask_for_a_longer_pause_but_not_for_any() {
+        let pause = |seconds| {
+            let error = refused(429, "too_many_requests", true, Some(seconds));
+            Tries::new(Retry::default()).pause_after(&error, &Repeat::Again)
+        };
+        assert_eq!(pause(3), Some(Duration::from_secs(3)));
+        assert!(pause(0).is_some());
+        assert_eq!(pause(61), None);
+    }
+
+    #[test]
+    fn only_what_passes_in_a_moment_is_tried_again() {
+        for (status, code, retryable, repeat, again) in [
+            (503, "overloaded", true, Repeat::Again, true),
+            (500, "internal", true, Repeat::Harmless, true),
+            (500, "internal", true, Repeat::Again, false),
+            (409, "idempotency_in_flight", true, Repeat::Keyed("k".to_owned()), true),
+            (400, "body_interrupted", true, Repeat::Harmless, true),
+            (409, "conflict", false, Repeat::Harmless, false),
+            (404, "no_checkpoint", true, Repeat::Harmless, false),
+            (507, "storage_full", true, Repeat::Harmless, false),
+            (504, "work_timeout", false, Repeat::Harmless, false),
+            (422, "invalid_spec", false, Repeat::Harmless, false),
+        ] {
+            let pause = Tries::new(Retry::default()).pause_after(&refused(status, code, retryable, None), &repeat);
+            assert_eq!(pause.is_some(), again, "{status} {code}");
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! Server-sent events: from bytes to fields, as the HTML standard has it (9.2.6).
+
+/// The longest event that is read; the server's are those of a job, samples included.
+const LONGEST_BYTES: usize = 64 << 20;
+
+/// One event of a stream.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Message {
+    /// Its `id`, if it has one of its own.
+    pub(crate) id: Option<String>,
+    /// Its `event`; empty = `message`.
+    pub(crate) event: String,
+    /// Its `data`, lines joined by newlines.
+    pub(crate) data: String,
+}
+
+/// What has arrived and is no whole event yet.
+#[derive(Debug, Default)]
+pub(crate) struct Parser {
+    buffer: Vec<u8>,
+    /// Bytes of the buffer that have been read.
+    read: usize,
+    /// Bytes of the buffer in which no line ends after those that were read.
+    searched: usize,
+    message: Message,
+    has_data: bool,
+}
+
+impl Parser {
+    /// Takes in what arrived; false when an event is too long.
+    pub(crate) fn push(&mut self, bytes: &[u8]) -> bool {
+        self.buffer.drain(..self.read);
+        self.searched -= self.read;
+        self.read = 0;
+        self.buffer.extend_from_slice(bytes);
+        self.buffer.len() + self.message.data.len() <= LONGEST_BYTES
+    }
+
+    /// The next whole event. What a cut connection leaves unfinished is never one.
+    pub(crate) fn next(&mut self) -> Option<Message> {
+        loop {
+            let found = self.buffer[self.searched..].iter().position(|byte| matches!(byte, b'\n' | b'\r'));
+            self.searched = found.map_or(self.buffer.len(), |at| self.searched + at);
+            found?;
+            let end = self.searched;
+            let ending = match self.buffer[end..] {
+                [b'\r', b'\n', ..] => 2,
+                // The other half may be on its way.
+                [b'\r'] => return None,
+                _ => 1,
+            };
+            let line = String::from_utf8_lossy(&self.buffer[self.read..end]).into_owned();
+            self.read = end + ending;
+            self.searched = self.read;
+            if line.is_empty() {
+                let message = std::mem::take(&mut self.message);
+                if std::mem::take(&mut self.has_data) {
+                    return Some(message);
+                }
+                continue;
+            }
+            self.take(line.strip_prefix('\u{feff}').unwrap_or(&line));
+        }
+    }
+
+    fn take(&mut self, line: &str) {
+        let (name, value) = line.split_once(':').unwrap_or((line, ""));
+        let value = value.strip_prefix(' ').unwrap_or(value);
+        match name {
+            "event" => self.message.event = value.to_owned(),
+            "data" => {
+                if std::mem::replace(&mut self.has_data, true) {
+                    self.message.data.push('\n');
+                }
+                self.message.data.push_str(value);
+            }
+            "id" if !value.contains('\0') => self.message.id = Some(value.to_owned()),
+            // Comments, `retry` (the client has its own pauses), and what is not known.
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(id: Option<&str>, event: &str, data: &str) -> Message {
+        Message { id: id.map(str::to_owned), event: event.to_owned(), data: data.to_owned() }
+    }
+
+    #[test]
+    fn events_are_read_wherever_the_bytes_are_cut() {
+        let text = "retry: 3000\n: events follow\n\nid: 1\nevent: step\ndata: {\"a\":\ndata:  1}\n\nevent: note\r\ndata\r\n\r\n\
+                    event: no_data\n\ndata: é\r\rid: 2\ndata: unfinished\n";
+        let expected = [message(Some("1"), "step", "{\"a\":\n 1}"), message(None, "note", ""), message(None, "", "é")];
+        for cut in 0..text.len() {
+            let mut parser = Parser::default();
+            let mut found = Vec::new();
+            for piece in [&text.as_bytes()[..cut], &text.as_bytes()[cut..]] {
+                assert!(parser.push(piece));
+                found.extend(std::iter::from_fn(|| parser.next()));
+            }
+            assert_eq!(found, expected, "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn an_event_without_end_is_refused() {
+        let mut parser = Parser::default();
+        let piece = vec![b'x'; 1 << 20];
+        assert!((0..64).all(|_| parser.push(&piece)));
+        assert!(!parser.push(&piece));
+    }
+}

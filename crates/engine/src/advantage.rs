@@ -1,0 +1,405 @@
+//! Rewards to advantages, in f64, without tensors (rloo.md, "Reward → advantage").
+//!
+//! Σ w·r → [`shape`]: normalisation, clip, length terms → − beta·KL → [`estimator`] → optional normalisation over the block.
+//! TRL's RLOOTrainer gives the order of operations; each estimator names its own source.
+
+pub mod estimator;
+pub mod shape;
+
+use std::num::NonZeroUsize;
+
+use self::estimator::Estimate;
+use super::rollout::num_generations;
+use crate::sample::RewardValue;
+use crate::spec::{Combine, Estimator, Plan, RewardPlan, TieRule};
+
+/// What one reward is worth in the sum.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RewardWeight {
+    /// 0 = metric only.
+    pub weight: f64,
+    /// A missing value makes the sample unscorable; otherwise it counts as not applicable.
+    pub required: bool,
+}
+
+impl RewardWeight {
+    /// The weights of a plan, in its order.
+    pub fn of_plan(rewards: &[RewardPlan]) -> Vec<Self> {
+        rewards.iter().map(|reward| Self { weight: reward.weight, required: reward.required }).collect()
+    }
+}
+
+/// One number from what the rewards said of a sample; `None` = unscorable.
+///
+/// `Renormalize` scales the applicable weights by Σ|w| / Σ_applicable|w|. `Nansum` is TRL: a missing reward contributes 0,
+/// nothing is scaled, and only a sample without any value is unscorable.
+pub fn combine_rewards(values: &[RewardValue], weights: &[RewardWeight], combine: Combine) -> Option<f64> {
+    let pairs = || values.iter().zip(weights);
+    let applicable = || pairs().filter_map(|(value, weight)| value.number().map(|number| (number, weight.weight)));
+    let sum: f64 = applicable().map(|(number, weight)| number * weight).sum();
+    match combine {
+        Combine::Nansum => applicable().next().map(|_| sum),
+        Combine::Renormalize => {
+            let lost = |(value, weight): (&RewardValue, &RewardWeight)| {
+                *value == RewardValue::Missing && weight.required && weight.weight != 0.0
+            };
+            let all: f64 = weights.iter().map(|weight| weight.weight.abs()).sum();
+            let present: f64 = applicable().map(|(_, weight)| weight.abs()).sum();
+            if pairs().any(lost) || present == 0.0 {
+                return None;
+            }
+            // Equal sums stay exactly as they are: no rounding where nothing is left out.
+            Some(if present == all { sum } else { sum * (all / present) })
+        }
+    }
+}
+
+/// old − reference of each token that trains: k1. A masked completion has none; without a reference all are 0.
+pub fn token_kl(old_logps: &[f32], ref_logps: &[f32], included: bool) -> Vec<f64> {
+    if !included {
+        return Vec::new();
+    }
+    old_logps.iter().zip(ref_logps).map(|(&old, &reference)| f64::from(old) - f64::from(reference)).collect()
+}
+
+/// Σ_t (old − reference) of one completion: k1, per sequence, may be negative. A masked completion has none.
+pub fn sequence_kl(old_logps: &[f32], ref_logps: &[f32], included: bool) -> f64 {
+    token_kl(old_logps, ref_logps, included).iter().sum()
+}
+
+/// How rewards become advantages.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdvantageConfig {
+    /// What is subtracted from the reward of a completion, or of its tokens.
+    pub estimator: Estimator,
+    /// Rows of a group (G), contiguous.
+    pub num_generations: NonZeroUsize,
+    /// Weight of the KL penalty in the reward; 0 when it is in the loss.
+    pub beta: f64,
+    /// (A − mean)/(std + 1e-4) over the block; nothing is left to do for the estimators that whiten.
+    pub normalize_advantages: bool,
+    /// When the rewards of a group are tied.
+    pub ties: TieRule,
+}
+
+impl AdvantageConfig {
+    /// As the plan says.
+    pub fn of_plan(plan: &Plan) -> Self {
+        Self {
+            estimator: plan.rloo.estimator,
+            num_generations: num_generations(plan),
+            beta: if plan.rloo.penalizes_reward() { plan.rloo.beta } else { 0.0 },
+            normalize_advantages: plan.rloo.normalize_advantages,
+            ties: plan.arithmetic.ties,
+        }
+    }
+}
+
+/// What advantages are made of; whole groups, one entry a row (B) unless said otherwise.
+#[derive(Debug, Clone, Copy)]
+pub struct AdvantageRows<'a> {
+    /// Shaped, before KL; `None` = unscorable.
+    pub rewards: &'a [Option<f64>],
+    /// Before the length terms too: groups in which these are equal are tied.
+    pub task_rewards: &'a [Option<f64>],
+    /// k1 of each token that trains (B, T); as many zeros without a reference, none for masked rows.
+    pub token_kl: &'a [Vec<f64>],
+    /// Rows of tied groups that are left out: advantage 0, and no part in the normalisation.
+    pub dropped: &'a [bool],
+    /// Shaped reward of each group's greedy completion (P); empty but for remax.
+    pub greedy: &'a [Option<f64>],
+}
+
+/// Every intermediate of the way from reward to advantage; one entry a row (B), or a group (P).
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Advantages {
+    /// Shaped and KL-penalised reward (B); `None` = unscorable.
+    pub penalized_rewards: Vec<Option<f64>>,
+    /// What the estimator subtracts (B); `None` where a row has no advantage.
+    pub baselines: Vec<Option<f64>>,
+    /// Before normalisation (B), and before the KL of tokens; 0 where a row has no advantage.
+    pub unnormalized: Vec<f64>,
+    /// Final (B); of an estimator of tokens the mean of the row's.
+    pub advantages: Vec<f64>,
+    /// Final, of estimators of tokens only (B, T): one entry a token that trains.
+    pub token_advantages: Vec<Vec<f64>>,
+    /// Sample std of the penalised rewards of each group (P); `None` below two scorable rows, 0 when G = 1.
+    pub group_std: Vec<Option<f64>>,
+    /// The same of the task rewards: before length terms and KL (P).
+    pub group_std_pre_kl: Vec<Option<f64>>,
+    /// Whether the penalised rewards of each group are tied (P).
+    pub tied: Vec<bool>,
+    /// The same of the task rewards (P).
+    pub tied_pre_kl: Vec<bool>,
+}
+
+impl Advantages {
+    /// Add the groups that follow. What is whitened over a block must be computed over the block at once.
+    pub fn append(&mut self, next: Advantages) {
+        let Advantages {
+            penalized_rewards,
+            baselines,
+            unnormalized,
+            advantages,
+            token_advantages,
+            group_std,
+            group_std_pre_kl,
+            tied,
+            tied_pre_kl,
+        } = next;
+        self.penalized_rewards.extend(penalized_rewards);
+        self.baselines.extend(baselines);
+        self.unnormalized.extend(unnormalized);
+        self.advantages.extend(advantages);
+        self.token_advantages.extend(token_advantages);
+        self.group_std.extend(group_std);
+        self.group_std_pre_kl.extend(group_std_pre_kl);
+        self.tied.extend(tied);
+        self.tied_pre_kl.extend(tied_pre_kl);
+    }
+}
+
+/// Added to the std in the normalisation, as TRL does.
+const NORMALIZE_EPSILON: f64 = 1e-4;
+/// By [`TieRule::Std`] a group whose std is not larger is tied (TRL's bound).
+const TIED_STD: f64 = 1e-8;
+
+/// Advantages of whole groups.
+pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advantages {
+    let AdvantageRows { rewards, task_rewards, token_kl, dropped, greedy } = *rows;
+    let num_generations = config.num_generations.get();
+    let penalized: Vec<Option<f64>> = rewards
+        .iter()
+        .zip(token_kl)
+        .map(|(reward, kl)| reward.map(|reward| penalize(reward, kl, config.beta)))
+        .collect();
+    let mut estimates: Vec<Option<Estimate>> = Vec::with_capacity(rewards.len());
+    for (index, (before_kl, penalized)) in
+        rewards.chunks(num_generations).zip(penalized.chunks(num_generations)).enumerate()
+    {
+        estimates.extend(match config.estimator {
+            Estimator::Rloo => estimator::rloo(penalized, config.ties),
+            Estimator::Grpo => estimator::grpo(penalized, config.ties),
+            Estimator::DrGrpo => estimator::dr_grpo(penalized, config.ties),
+            Estimator::Remax => estimator::remax(penalized, greedy.get(index).copied().flatten()),
+            Estimator::Reinforce => estimator::reinforce(penalized),
+            // Their KL falls token by token, below.
+            Estimator::ReinforcePp => estimator::reinforce(before_kl),
+            Estimator::ReinforcePpBaseline => estimator::dr_grpo(before_kl, config.ties),
+        });
+    }
+    let takes_part: Vec<bool> = estimates.iter().zip(dropped).map(|(row, dropped)| row.is_some() && !dropped).collect();
+    let unnormalized: Vec<f64> = estimates.iter().map(|row| row.map_or(0.0, |row| row.advantage)).collect();
+    let kept: Vec<Option<f64>> =
+        rewards.iter().zip(dropped).map(|(reward, dropped)| reward.filter(|_| !dropped)).collect();
+    let token_advantages = match config.estimator {
+        Estimator::ReinforcePp => estimator::reinforce_pp(&kept, token_kl, config.beta),
+        Estimator::ReinforcePpBaseline => {
+            estimator::reinforce_pp_baseline(&kept, config.num_generations, config.ties, token_kl, config.beta)
+        }
+        Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo | Estimator::Remax | Estimator::Reinforce => Vec::new(),
+    };
+    let advantages = if config.estimator.has_token_advantages() {
+        token_advantages.iter().map(|tokens| mean(tokens).unwrap_or(0.0)).collect()
+    } else if config.normalize_advantages {
+        normalize(&unnormalized, &takes_part)
+    } else {
+        unnormalized.iter().zip(dropped).map(|(advantage, dropped)| if *dropped { 0.0 } else { *advantage }).collect()
+    };
+    let tied = |rewards: &[Option<f64>]| -> Vec<bool> {
+        rewards.chunks(num_generations).map(|group| is_tied(group, num_generations, config.ties)).collect()
+    };
+    Advantages {
+        tied: tied(&penalized),
+        tied_pre_kl: tied(task_rewards),
+        group_std: penalized.chunks(num_generations).map(|group| group_std(group, num_generations)).collect(),
+        group_std_pre_kl: task_rewards.chunks(num_generations).map(|group| group_std(group, num_generations)).collect(),
+        penalized_rewards: penalized,
+        baselines: estimates.iter().map(|row| row.map(|row| row.baseline)).collect(),
+        unnormalized,
+        advantages,
+        token_advantages,
+    }
+}
+
+fn penalize(reward: f64, token_kl: &[f64], beta: f64) -> f64 {
+    // beta = 0 runs no reference pass, so there is no KL to multiply.
+    if beta == 0.0 { reward } else { reward - beta * token_kl.iter().sum::<f64>() }
+}
+
+/// Whitened over the rows that have an advantage; the others stay 0. One such row alone has no std: 0.
+fn normalize(unnormalized: &[f64], takes_part: &[bool]) -> Vec<f64> {
+    let rows = || unnormalized.iter().zip(takes_part);
+    let values: Vec<f64> = rows().filter(|(_, part)| **part).map(|(advantage, _)| *advantage).collect();
+    let (Some(mean), Some(std)) = (mean(&values), sample_std(&values)) else {
+        return vec![0.0; unnormalized.len()];
+    };
+    let whiten = |advantage: f64| (advantage - mean) / (std + NORMALIZE_EPSILON);
+    rows().map(|(advantage, part)| if *part { whiten(*advantage) } else { 0.0 }).collect()
+}
+
+/// Sample std of a group's scorable rewards; `None` below two. A group of one has no spread by definition: 0.
+pub fn group_std(rewards: &[Option<f64>], num_generations: usize) -> Option<f64> {
+    if num_generations == 1 { Some(0.0) } else { sample_std(&rewards.iter().flatten().copied().collect::<Vec<_>>()) }
+}
+
+/// Whether the scorable rewards of a whole group are tied, by the rule of the plan. A group with fewer than two of them is
+/// not: it has nothing to compare. A group of one always is.
+pub fn is_tied(rewards: &[Option<f64>], num_generations: usize, rule: TieRule) -> bool {
+    match rule {
+        _ if num_generations == 1 => true,
+        TieRule::Std => group_std(rewards, num_generations).is_some_and(|std| std <= TIED_STD),
+        TieRule::Equal => common_reward(rewards).is_some(),
+    }
+}
+
+/// Whether two scorable rewards of a group differ, by the rule of the plan.
+pub fn is_informative(rewards: &[Option<f64>], num_generations: usize, rule: TieRule) -> bool {
+    rewards.iter().flatten().count() > 1 && !is_tied(rewards, num_generations, rule)
+}
+
+/// The reward that all scorable rows of a group have; `None` where two differ, or fewer than two are scorable.
+fn common_reward(rewards: &[Option<f64>]) -> Option<f64> {
+    let mut scorable = rewards.iter().flatten();
+    let first = *scorable.next()?;
+    let second = *scorable.next()?;
+    (second == first && scorable.all(|reward| *reward == first)).then_some(first)
+}
+
+/// Arithmetic mean; `None` of nothing.
+pub fn mean(values: &[f64]) -> Option<f64> {
+    if values.is_empty() { None } else { Some(values.iter().sum::<f64>() / values.len() as f64) }
+}
+
+/// Standard deviation with Bessel's correction; `None` below two values. Equal values give exactly 0.
+pub fn sample_std(values: &[f64]) -> Option<f64> {
+    let first = *values.first()?;
+    if values.len() < 2 {
+        return None;
+    }
+    if values.iter().all(|value| *value == first) {
+        return Some(0.0);
+    }
+    let mean = mean(values)?;
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    Some((squares / (values.len() - 1) as f64).sqrt())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use RewardValue::{Missing, NotApplicable, Number};
+
+    const TWO: [RewardWeight; 2] =
+        [RewardWeight { weight: 3.0, required: true }, RewardWeight { weight: -1.0, required: false }];
+
+    #[test]
+    fn weights_of_applicable_rewards_are_scaled_up() {
+        let combine = |values: [RewardValue; 2]| combine_rewards(&values, &TWO, Combine::Renormalize);
+        assert_eq!(combine([Number(2.0), Number(1.0)]), Some(5.0));
+        assert_eq!(combine([Number(2.0), NotApplicable]), Some(8.0));
+        assert_eq!(combine([Number(2.0), Missing]), Some(8.0));
+        assert_eq!(combine([NotApplicable, Number(1.0)]), Some(-4.0));
+        assert_eq!(combine([Missing, Number(1.0)]), None);
+        assert_eq!(combine([NotApplicable, NotApplicable]), None);
+    }
+
+    #[test]
+    fn a_reward_of_weight_zero_never_decides() {
+        let weights = [RewardWeight { weight: 1.0, required: true }, RewardWeight { weight: 0.0, required: true }];
+        assert_eq!(combine_rewards(&[Number(2.0), Missing], &weights, Combine::Renormalize), Some(2.0));
+        assert_eq!(combine_rewards(&[Missing, Number(2.0)], &weights, Combine::Renormalize), None);
+    }
+
+    #[test]
+    fn nansum_scales_nothing() {
+        let combine = |values: [RewardValue; 2]| combine_rewards(&values, &TWO, Combine::Nansum);
+        assert_eq!(combine([Number(2.0), Missing]), Some(6.0));
+        assert_eq!(combine([Missing, Number(1.0)]), Some(-1.0));
+        assert_eq!(combine([Missing, NotApplicable]), None);
+    }
+
+    fn of(rewards: &[Option<f64>], dropped: &[bool], config: &AdvantageConfig) -> Advantages {
+        let token_kl = vec![vec![0.0]; rewards.len()];
+        let rows = AdvantageRows { rewards, task_rewards: rewards, token_kl: &token_kl, dropped, greedy: &[] };
+        advantages(&rows, config)
+    }
+
+    const G: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1);
+    const CONFIG: AdvantageConfig = AdvantageConfig {
+        estimator: Estimator::Rloo,
+        num_generations: G,
+        beta: 0.0,
+        normalize_advantages: false,
+        ties: TieRule::Equal,
+    };
+
+    #[test]
+    fn a_missing_reward_leaves_the_baseline_and_is_masked() {
+        let config = AdvantageConfig { num_generations: NonZeroUsize::new(4).unwrap(), ..CONFIG };
+        let result = of(&[Some(1.0), Some(3.0), Some(2.0), None], &[false; 4], &config);
+        assert_eq!(result.advantages, [-1.5, 1.5, 0.0, 0.0]);
+        assert_eq!(result.baselines[3], None);
+    }
+
+    #[test]
+    fn one_scorable_row_has_advantage_zero_and_stays_out_of_the_normalisation() {
+        let config = AdvantageConfig { normalize_advantages: true, ..CONFIG };
+        let result = of(&[Some(5.0), None, Some(1.0), Some(0.0)], &[false; 4], &config);
+        assert_eq!(result.advantages[..2], [0.0, 0.0]);
+        let expected = 1.0 / (2f64.sqrt() + 1e-4);
+        assert!((result.advantages[2] - expected).abs() < 1e-12 && (result.advantages[3] + expected).abs() < 1e-12);
+    }
+
+    #[test]
+    fn dropped_rows_have_advantage_zero_and_leave_every_normalisation() {
+        let rewards = [Some(5.0), Some(5.0), Some(1.0), Some(0.0)];
+        let dropped = [true, true, false, false];
+        for estimator in [Estimator::Rloo, Estimator::ReinforcePp, Estimator::ReinforcePpBaseline] {
+            let config = AdvantageConfig { estimator, normalize_advantages: true, ..CONFIG };
+            let (with, without) = (of(&rewards, &dropped, &config), of(&rewards[2..], &dropped[2..], &config));
+            assert_eq!(with.advantages[..2], [0.0, 0.0], "{estimator:?}");
+            assert_eq!(with.advantages[2..], without.advantages, "{estimator:?}");
+            assert_ne!(with.advantages[2], of(&rewards, &[false; 4], &config).advantages[2], "{estimator:?}");
+        }
+    }
+
+    #[test]
+    fn ties_are_decided_on_whole_groups_and_never_by_what_is_left_when_one_row_is_taken_out() {
+        let group = |first: f64, rest: f64| -> Vec<Option<f64>> {
+            std::iter::once(first).chain(std::iter::repeat_n(rest, 7)).map(Some).collect()
+        };
+        let config = AdvantageConfig { num_generations: NonZeroUsize::new(8).unwrap(), ..CONFIG };
+        // One winner: the seven others are equal, and the group is not tied. Nor is one loser among seven of 0.95.
+        for (first, rest) in [(1.0, 0.0), (0.0, 0.95), (0.3, 0.1 + 0.2)] {
+            let rewards = group(first, rest);
+            for ties in [TieRule::Equal, TieRule::Std] {
+                let result = of(&rewards, &[false; 8], &AdvantageConfig { ties, ..config });
+                let by_std = ties == TieRule::Std && (first - rest).abs() < 1e-8;
+                assert_eq!((&result.tied[..], is_tied(&rewards, 8, ties)), (&[by_std][..], by_std), "{first} {ties:?}");
+            }
+            let result = of(&rewards, &[false; 8], &config);
+            assert!((result.advantages[0] - (first - rest)).abs() < 1e-15, "{:?}", result.advantages);
+            let loser = rest - (first + 6.0 * rest) / 7.0;
+            assert!(result.advantages[1..].iter().all(|advantage| (advantage - loser).abs() < 1e-15));
+            assert!(result.advantages.iter().all(|advantage| *advantage != 0.0) || first == 0.3);
+        }
+        // Seven times 0.95 divided by seven is not 0.95: equal rewards have an advantage of exactly 0 all the same.
+        let tied = group(0.95, 0.95);
+        assert!(is_tied(&tied, 8, TieRule::Equal) && !is_informative(&tied, 8, TieRule::Equal));
+        for estimator in [Estimator::Rloo, Estimator::Grpo, Estimator::DrGrpo] {
+            let config = AdvantageConfig { estimator, ..config };
+            assert_eq!(of(&tied, &[false; 8], &config).advantages, [0.0; 8], "{estimator:?}");
+        }
+        let by_std = of(&tied, &[false; 8], &AdvantageConfig { ties: TieRule::Std, ..config });
+        assert!(by_std.advantages.iter().any(|advantage| *advantage != 0.0), "rlood 0.1 trained what rounding left");
+    }
+
+    #[test]
+    fn a_group_without_two_scorable_rewards_is_neither_tied_nor_informative() {
+        for rewards in [[None, None], [Some(1.0), None]] {
+            assert!(!is_tied(&rewards, 2, TieRule::Equal) && !is_informative(&rewards, 2, TieRule::Equal));
+        }
+        assert!(is_tied(&[Some(1.0)], 1, TieRule::Equal) && !is_informative(&[Some(1.0)], 1, TieRule::Equal));
+    }
+}

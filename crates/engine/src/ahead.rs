@@ -1,0 +1,117 @@
+//! Overlap: while the rewards of one block are outstanding, the next one is sampled, by the policy as it is before the block
+//! is trained. Each block but the first is therefore off-policy by one block; its old log-probs are those of the policy that
+//! sampled it, and the ratio corrects for the rest. What is sampled when follows from the steps alone, never from how fast
+//! a reward answers.
+
+use std::borrow::Cow;
+
+use serde::{Deserialize, Serialize};
+
+use super::host::{Drawn, Rollout, RolloutId, RunEnd, SampledGroup, ScoreRequest};
+use super::rollouts::Rollouts;
+use super::run::Run;
+use super::scoring::BlockLogps;
+use crate::trajectory::Trajectory;
+
+/// A block that is sampled and not scored yet.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Ahead {
+    /// Which block, from 0, over all epochs.
+    pub index: u64,
+    /// The optimizer step that begins it.
+    pub step: u64,
+    /// The cursor behind its prompts.
+    pub next_prompt: u64,
+    /// Its groups, in block order.
+    pub groups: Vec<SampledGroup>,
+    /// One greedy completion a prompt; empty but for remax.
+    pub greedy: Vec<SampledGroup>,
+    /// Per-token log-probs of the policy that sampled it, one entry a completion.
+    #[serde(skip)]
+    pub old_logps: Vec<Vec<f32>>,
+    /// Per-token log-probs of the reference; empty when beta = 0.
+    #[serde(skip)]
+    pub ref_logps: Vec<Vec<f32>>,
+}
+
+impl Ahead {
+    /// Completion lengths in model tokens, in block order.
+    pub fn lengths(&self) -> Vec<usize> {
+        self.groups
+            .iter()
+            .flat_map(|group| &group.completions)
+            .map(|completion| completion.segments.num_model_tokens())
+            .collect()
+    }
+
+    fn parts(&self) -> [(RolloutId, &[SampledGroup]); 2] {
+        let id = RolloutId::train(self.step);
+        [(id, &self.groups), (id.greedy(), &self.greedy)]
+    }
+}
+
+/// The block that begins with this step, scored, with its log-probs; the one behind it is sampled meanwhile.
+pub(super) fn next_block(run: &mut Run<'_>, step: u64, index: u64) -> Result<(Rollout, BlockLogps), RunEnd> {
+    if run.progress.ahead.front().is_none_or(|ahead| ahead.index != index) {
+        // The first block of a run, or of one that goes on where no checkpoint foresaw it.
+        run.progress.ahead.clear();
+        let position = run.schedule.position_of_block(index, &run.progress.state);
+        sample(run, step, index, position)?;
+    }
+    let next_step = step + run.schedule.batching.uses_per_block();
+    if let [ahead] = run.progress.ahead.make_contiguous()
+        && next_step <= run.plan.training.max_steps
+    {
+        let position = ahead.next_prompt;
+        sample(run, next_step, index + 1, position)?;
+    }
+    // Stays in its place until its first step is done: a checkpoint on the way out needs it.
+    let Some(ahead) = run.progress.ahead.front().cloned() else { return Err(run.host.stopped()) };
+    let rollout = wait_for_scores(&mut run.rollouts(), &ahead)?;
+    // Of the policy that sampled; it is another one by now.
+    Ok((rollout, BlockLogps { old: ahead.old_logps, reference: ahead.ref_logps }))
+}
+
+/// Samples a block with the policy as it is, has its scoring begun, and computes its log-probs.
+fn sample(run: &mut Run<'_>, step: u64, index: u64, position: u64) -> Result<(), RunEnd> {
+    run.host.poll()?;
+    let (rows, next_prompt) = run.schedule.batching.block_at(position);
+    let rows = run.data.dataset_rows(rows);
+    let id = RolloutId::train(step);
+    let mut rollouts = run.rollouts();
+    let key = rollouts.train_key(index);
+    let groups = rollouts.sample(id, &rows, key)?;
+    let greedy = rollouts.sample_greedy(id, &rows, key)?;
+    let mut ahead = Ahead { index, step, next_prompt, groups, greedy, old_logps: Vec::new(), ref_logps: Vec::new() };
+    begin_scoring(&mut rollouts, &ahead)?;
+    // Now, while the policy is the one that sampled.
+    let prompts: Vec<Vec<u32>> = rows.iter().map(|&row| run.data.prompts[row as usize].ids.clone()).collect();
+    let trajectories = ahead.groups.iter().zip(&prompts).flat_map(|(group, prompt)| {
+        group.completions.iter().map(move |completion| Trajectory::new(prompt, &completion.segments))
+    });
+    let trajectories: Vec<Trajectory<'_>> = trajectories.collect();
+    let recorded = trajectories.iter().map(|trajectory| trajectory.segments.logps().map(Cow::into_owned)).collect();
+    let BlockLogps { old, reference } = run.scorer().block_logps(&trajectories, recorded, true)?;
+    (ahead.old_logps, ahead.ref_logps) = (old, reference);
+    run.progress.ahead.push_back(ahead);
+    Ok(())
+}
+
+/// Hands a block to the rewards, without waiting for them.
+pub(super) fn begin_scoring(rollouts: &mut Rollouts<'_>, ahead: &Ahead) -> Result<(), RunEnd> {
+    for (id, groups) in ahead.parts() {
+        if !groups.is_empty() {
+            let samples = rollouts.reward_samples(id, groups)?;
+            rollouts.host.begin_score(&ScoreRequest { id, samples: &samples })?;
+        }
+    }
+    Ok(())
+}
+
+fn wait_for_scores(rollouts: &mut Rollouts<'_>, ahead: &Ahead) -> Result<Rollout, RunEnd> {
+    let id = RolloutId::train(ahead.step);
+    let mut groups = rollouts.score(id, &ahead.groups)?;
+    rollouts.score_greedy(id, &ahead.greedy, &mut groups)?;
+    let drawn = Drawn { next_prompt: Some(ahead.next_prompt), ..Drawn::default() };
+    Ok(Rollout { groups, drawn })
+}

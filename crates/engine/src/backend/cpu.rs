@@ -1,0 +1,352 @@
+//! The machine's own kernels: weights packed once, every operation spread over a team of threads, the same bits for a
+//! row whatever the other rows, the threads or the pass.
+
+mod attention;
+mod linear;
+mod matrix;
+mod rows;
+
+use std::convert::Infallible;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use super::types::gathered;
+use super::{
+    AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, Choice, Chosen, Compute, Decode, Flat, FullSlot,
+    HeadBackward, LinearBackward, Rotation,
+};
+use crate::error::{EngineError, Result};
+use crate::kernels::attention::Segments;
+use crate::kernels::head::{self, Normalizer};
+use crate::kernels::isa::Isa;
+use crate::kernels::pack::{PackDtype, PackedMatrix};
+use crate::kernels::threads::Threads;
+use crate::ops::RopeTable;
+use crate::ops::slices::{Heads, TokenScore};
+use crate::spec::{ComputeDtype, footprint};
+
+pub use attention::Cache;
+pub use linear::Adapter;
+pub use matrix::Matrix;
+use matrix::Pool;
+
+/// The process's CPU. Policies share its threads; each keeps its own buffers.
+#[derive(Clone, Debug)]
+pub struct Cpu {
+    dtype: PackDtype,
+    isa: Isa,
+    threads: Arc<Threads>,
+    pool: Arc<Pool>,
+    /// Keys and values of a packed batch, for their memory.
+    segments: Arc<Mutex<Segments>>,
+}
+
+/// A packed matrix `[out, in]` and its bias.
+#[derive(Clone, Debug)]
+pub struct Weight {
+    matrix: Arc<PackedMatrix>,
+    bias: Option<Arc<Vec<f32>>>,
+}
+
+/// Angles by position.
+#[derive(Debug)]
+pub struct Angles {
+    table: Arc<RopeTable>,
+    positions: Vec<usize>,
+    pool: Arc<Pool>,
+}
+
+impl Drop for Angles {
+    fn drop(&mut self) {
+        self.pool.give_positions(std::mem::take(&mut self.positions));
+    }
+}
+
+impl Cpu {
+    /// With the best instructions the machine has, or those that `RLOOD_ISA` names.
+    pub fn new(dtype: ComputeDtype) -> Result<Cpu> {
+        static THREADS: OnceLock<Arc<Threads>> = OnceLock::new();
+        let isa = Isa::chosen().map_err(EngineError::Input)?;
+        let threads = THREADS.get_or_init(|| Arc::new(Threads::new(rayon::current_num_threads())));
+        Ok(Cpu::with(dtype, isa, threads.clone()))
+    }
+
+    /// With these instructions and threads.
+    pub fn with(dtype: ComputeDtype, isa: Isa, threads: Arc<Threads>) -> Cpu {
+        let dtype = match dtype {
+            ComputeDtype::F32 => PackDtype::F32,
+            ComputeDtype::Bf16 => PackDtype::Bf16,
+        };
+        Cpu { dtype, isa, threads, pool: Arc::default(), segments: Arc::default() }
+    }
+
+    /// The precision of its matrices.
+    pub fn dtype(&self) -> ComputeDtype {
+        match self.dtype {
+            PackDtype::F32 => ComputeDtype::F32,
+            PackDtype::Bf16 => ComputeDtype::Bf16,
+        }
+    }
+}
+
+impl Buffers for Cpu {
+    type Tensor = Matrix;
+    type Vector = Arc<Vec<f32>>;
+    type Weight = Weight;
+    type FlatBuffer = Vec<f32>;
+
+    fn release_cached(&self) {
+        self.pool.trim(footprint::KEPT_BYTES);
+        *self.segments.lock().unwrap_or_else(PoisonError::into_inner) = Segments::default();
+    }
+
+    fn upload_vector(&self, values: Vec<f32>) -> Result<Arc<Vec<f32>>> {
+        Ok(Arc::new(values))
+    }
+
+    fn upload_weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Weight> {
+        let matrix = Arc::new(PackedMatrix::new_on(&self.threads, &values, inputs, self.dtype));
+        Ok(Weight { matrix, bias: bias.map(Arc::new) })
+    }
+
+    fn vector_from(&self, parameters: &Vec<f32>, place: Range<usize>) -> Result<Arc<Vec<f32>>> {
+        self.upload_vector(parameters[place].to_vec())
+    }
+
+    fn weight_from(&self, parameters: &Vec<f32>, modules: &[FullSlot], inputs: usize) -> Result<Weight> {
+        let (weight, bias) = gathered(parameters, modules, inputs);
+        self.upload_weight(weight, inputs, bias)
+    }
+
+    fn alloc_zeroed(&self, len: usize) -> Result<Flat> {
+        Ok(Flat::Host(vec![0.0; len]))
+    }
+
+    fn upload(&self, values: Flat) -> Result<Flat> {
+        values.on_host()
+    }
+
+    fn device_buffer<'f>(&self, flat: &'f Flat) -> Result<&'f Vec<f32>> {
+        flat.host()
+    }
+
+    fn device_buffer_mut<'f>(&self, flat: &'f mut Flat) -> Result<&'f mut Vec<f32>> {
+        flat.host_mut()
+    }
+
+    fn download(&self, x: &Matrix) -> Result<Vec<f32>> {
+        Ok(x.values().to_vec())
+    }
+}
+
+impl Compute for Cpu {
+    type Adapter = Arc<Adapter>;
+    type Angles = Angles;
+    /// Largest score and sum, `[tokens, num_heads · 2]`.
+    type Softmax = Matrix;
+    type Normalizers = Vec<Normalizer>;
+
+    fn adapter_from(&self, parameters: &Vec<f32>, shape: &AdapterShape) -> Result<Arc<Adapter>> {
+        Ok(Arc::new(Adapter::new(parameters, shape, self)))
+    }
+
+    fn embed(&self, table: &Weight, ids: &[u32]) -> Result<Matrix> {
+        Ok(self.lookup(&table.matrix, ids))
+    }
+
+    fn embed_vjp(&self, ids: &[u32], dy: &Matrix, gradient: &mut Vec<f32>, at: usize) -> Result<()> {
+        for (index, id) in ids.iter().enumerate() {
+            rows::add(gradient, at + *id as usize * dy.width(), dy.row(index));
+        }
+        Ok(())
+    }
+
+    fn select_rows(&self, x: &Matrix, rows: &[u32]) -> Result<Matrix> {
+        Ok(self.gather(x, rows))
+    }
+
+    fn scatter_rows(&self, x: &Matrix, rows: &[u32], count: usize) -> Result<Matrix> {
+        let mut out = self.pool.zeros(count, x.width());
+        for (index, row) in rows.iter().enumerate() {
+            rows::add(out.values_mut(), *row as usize * x.width(), x.row(index));
+        }
+        Ok(out)
+    }
+
+    fn concat_rows(&self, parts: &[&Matrix]) -> Result<Matrix> {
+        let width = parts.first().map_or(0, |part| part.width());
+        let mut out = self.pool.matrix(parts.iter().map(|part| part.rows()).sum(), width);
+        let mut begin = 0;
+        for part in parts {
+            out.rows_mut(begin..begin + part.rows()).copy_from_slice(part.values());
+            begin += part.rows();
+        }
+        Ok(out)
+    }
+
+    fn rms_norm(&self, x: &Matrix, weight: &Arc<Vec<f32>>, eps: f32) -> Result<Matrix> {
+        Ok(self.norm(x, weight, eps))
+    }
+
+    fn rms_norm_vjp(
+        &self,
+        x: &Matrix,
+        weight: &Arc<Vec<f32>>,
+        eps: f32,
+        dy: &Matrix,
+        residual: Option<&Matrix>,
+    ) -> Result<Matrix> {
+        Ok(self.norm_vjp(x, weight, eps, dy, residual))
+    }
+
+    fn rms_norm_weight_vjp(&self, x: &Matrix, eps: f32, dy: &Matrix, gradient: &mut Vec<f32>, at: usize) -> Result<()> {
+        self.norm_weight_vjp(x, eps, dy, &mut gradient[at..at + x.width()]);
+        Ok(())
+    }
+
+    fn linear(
+        &self,
+        x: &Matrix,
+        weight: &Weight,
+        adapter: Option<AdapterPass<'_, Self>>,
+        residual: Option<&Matrix>,
+    ) -> Result<Matrix> {
+        Ok(self.product(x, weight, adapter.as_ref(), residual))
+    }
+
+    fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Matrix> {
+        Ok(self.product_vjp(linear, gradient))
+    }
+
+    fn angles(&self, table: &Arc<RopeTable>, positions: &[usize]) -> Result<Angles> {
+        Ok(Angles { table: table.clone(), positions: self.pool.positions(positions), pool: self.pool.clone() })
+    }
+
+    fn rotate(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Result<Matrix> {
+        Ok(self.turn(rotation, qkv))
+    }
+
+    fn rotate_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Result<Matrix> {
+        Ok(self.turn_vjp(rotation, qkv, dy))
+    }
+
+    fn rotate_weight_vjp(
+        &self,
+        rotation: &Rotation<'_, Self>,
+        qkv: &Matrix,
+        dy: &Matrix,
+        gradient: &mut Vec<f32>,
+        at: (usize, usize),
+    ) -> Result<()> {
+        self.turn_weight_vjp(rotation, qkv, dy, gradient, at);
+        Ok(())
+    }
+
+    fn attend(&self, attention: &Attention<'_>, qkv: &Matrix) -> Result<(Matrix, Matrix)> {
+        Ok(self.attend_packed(attention, qkv))
+    }
+
+    fn attend_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Result<Matrix> {
+        Ok(self.attend_packed_vjp(backward))
+    }
+
+    fn silu_mul(&self, gate_up: &Matrix) -> Result<Matrix> {
+        Ok(self.activate(gate_up))
+    }
+
+    fn silu_mul_vjp(&self, gate_up: &Matrix, dy: &Matrix) -> Result<Matrix> {
+        Ok(self.activate_vjp(gate_up, dy))
+    }
+
+    fn score(
+        &self,
+        x: &Matrix,
+        head: &Weight,
+        targets: &[u32],
+        temperature: f64,
+    ) -> Result<(Vec<TokenScore>, Vec<Normalizer>)> {
+        let scores = head::score(&self.threads, self.isa, x.values(), &head.matrix, targets, temperature);
+        Ok((scores.tokens, scores.normalizers))
+    }
+
+    fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Matrix> {
+        let HeadBackward { x, head, targets, temperature, normalizers, g, at } = *backward;
+        let weight = &*head.matrix;
+        let mut dx = self.pool.matrix(x.rows(), x.width());
+        let slot = at.map(|at| &mut gradient[at..at + weight.n() * weight.k()]);
+        let given = head::Gradient { x: x.values(), weight, targets, temperature, normalizers, g };
+        head::score_vjp(&self.threads, self.isa, &given, dx.values_mut(), slot);
+        Ok(dx)
+    }
+
+    fn logits(&self, x: &Matrix, head: &Weight) -> Result<Matrix> {
+        let mut logits = self.pool.matrix(x.rows(), head.matrix.n());
+        head::logits(&self.threads, self.isa, x.values(), &head.matrix, logits.values_mut());
+        Ok(logits)
+    }
+}
+
+impl Decode for Cpu {
+    type Cache = Cache;
+    type PendingChoice = Infallible;
+
+    fn samples_exactly(&self) -> bool {
+        true
+    }
+
+    fn new_cache(&self, heads: &Heads, num_layers: usize) -> Cache {
+        Cache::new(heads, num_layers)
+    }
+
+    fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
+        Ok(cache.announce(lengths))
+    }
+
+    fn fill_prompts(&self, cache: &mut Cache, first: usize, layer: usize, qkv: &Matrix) -> Result<()> {
+        cache.fill(first, layer, qkv);
+        Ok(())
+    }
+
+    fn add_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()> {
+        cache.add_rows(prompt, copies, max_new_tokens);
+        Ok(())
+    }
+
+    fn close_prompts(&self, cache: &mut Cache) {
+        cache.close();
+    }
+
+    fn attend_cached(
+        &self,
+        _: &Heads,
+        cache: &mut Cache,
+        layer: usize,
+        window: Option<usize>,
+        qkv: &Matrix,
+    ) -> Result<Matrix> {
+        Ok(self.attend_rows(cache, layer, window, qkv))
+    }
+
+    fn retain_rows(&self, cache: &mut Cache, keep: &[bool]) {
+        cache.retain(keep);
+    }
+
+    fn choose(&self, x: &Matrix, head: &Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+        if choice.filters.are_off() {
+            head::choose(&self.threads, self.isa, x.values(), &head.matrix, choice.picks, chosen);
+            return Ok(());
+        }
+        let mut logits = self.logits(x, head)?;
+        let rows: Vec<Range<usize>> = (0..choice.picks.len()).map(|row| row..row + 1).collect();
+        chosen.clear();
+        chosen.resize(rows.len(), Chosen { token: 0, logp: 0.0 });
+        self.threads.over(&rows, chosen, (logits.values_mut(), head.matrix.n()), false, |row, chosen, logits| {
+            chosen[0] = choice.among(row.start, logits);
+        });
+        Ok(())
+    }
+
+    fn finish_choose(&self, choice: &Infallible) -> Result<Vec<Chosen>> {
+        match *choice {}
+    }
+}

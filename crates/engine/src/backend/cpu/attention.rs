@@ -1,0 +1,165 @@
+//! Attention over packed batches and over the cache of a generation.
+
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+
+use super::{Attention, AttentionBackward, Cpu, Matrix};
+use crate::kernels::attention::{self, Backward, Forward, Heads, Query, Segment, Visible};
+
+/// Keys and values of rows, each behind a prompt that others may share.
+#[derive(Debug)]
+pub struct Cache {
+    heads: Heads,
+    num_layers: usize,
+    prompts: Vec<Arc<Prompt>>,
+    rows: Vec<Row>,
+    /// Rows that are attended together.
+    pieces: Vec<Range<usize>>,
+}
+
+#[derive(Debug)]
+struct Prompt {
+    len: usize,
+    layers: Vec<Segment>,
+}
+
+#[derive(Debug)]
+struct Row {
+    prompt: Arc<Prompt>,
+    max_new_tokens: usize,
+    /// Tokens for which its segments have memory.
+    room: usize,
+    layers: Vec<Segment>,
+}
+
+/// Tokens for which a row's cache has room at first.
+const FIRST_TOKENS: usize = 32;
+
+impl Cache {
+    pub(super) fn new(heads: &Heads, num_layers: usize) -> Cache {
+        Cache { heads: *heads, num_layers, prompts: Vec::new(), rows: Vec::new(), pieces: Vec::new() }
+    }
+
+    pub(super) fn announce(&mut self, lengths: &[usize]) -> usize {
+        let first = self.prompts.len();
+        let layers = vec![Segment::default(); self.num_layers];
+        self.prompts.extend(lengths.iter().map(|len| Arc::new(Prompt { len: *len, layers: layers.clone() })));
+        first
+    }
+
+    pub(super) fn fill(&mut self, first: usize, layer: usize, qkv: &Matrix) {
+        let mut row = 0;
+        for prompt in self.prompts[first..].iter_mut().filter_map(Arc::get_mut) {
+            let segment = &mut prompt.layers[layer];
+            segment.reserve(&self.heads, prompt.len);
+            segment.extend(&self.heads, &qkv.values()[row * qkv.width()..(row + prompt.len) * qkv.width()]);
+            row += prompt.len;
+        }
+    }
+
+    pub(super) fn add_rows(&mut self, prompt: usize, copies: usize, max_new_tokens: usize) {
+        for _ in 0..copies {
+            let layers = vec![Segment::default(); self.num_layers];
+            self.rows.push(Row { prompt: self.prompts[prompt].clone(), max_new_tokens, room: 0, layers });
+        }
+    }
+
+    pub(super) fn close(&mut self) {
+        self.prompts.clear();
+    }
+
+    pub(super) fn retain(&mut self, keep: &[bool]) {
+        let mut keep = keep.iter();
+        self.rows.retain(|_| keep.next().copied().unwrap_or(false));
+    }
+}
+
+impl Row {
+    /// Before a token is appended in all layers.
+    fn make_room(&mut self, heads: &Heads) {
+        let len = self.layers.first().map_or(0, Segment::len);
+        if len < self.room {
+            return;
+        }
+        // Twice as much, but no more than it may grow to.
+        let more = len.max(FIRST_TOKENS).min(self.max_new_tokens.saturating_sub(len).max(attention::BLOCK));
+        self.room = len + more;
+        for segment in &mut self.layers {
+            segment.reserve(heads, more);
+        }
+    }
+}
+
+/// Work below which one thread is faster.
+const MIN_PARALLEL: usize = 1 << 14;
+
+/// Rows of the batch that continue the same prompt, side by side; several pieces of a long run, so that all threads work.
+fn cut(rows: &[Row], threads: usize, pieces: &mut Vec<Range<usize>>) {
+    let longest = rows.len().div_ceil(2 * threads).max(2);
+    pieces.clear();
+    for (index, row) in rows.iter().enumerate() {
+        match pieces.last_mut() {
+            Some(piece) if piece.len() < longest && Arc::ptr_eq(&rows[piece.start].prompt, &row.prompt) => {
+                piece.end = index + 1;
+            }
+            Some(_) | None => pieces.push(index..index + 1),
+        }
+    }
+}
+
+impl Cpu {
+    /// Append a token to each row, and attend.
+    pub(super) fn attend_rows(&self, cache: &mut Cache, layer: usize, window: Option<usize>, qkv: &Matrix) -> Matrix {
+        let Cache { heads, rows, pieces, .. } = cache;
+        if layer == 0 {
+            rows.iter_mut().for_each(|row| row.make_room(heads));
+            cut(rows, self.threads.count(), pieces);
+        }
+        let width = heads.q_width();
+        let mut out = self.pool.matrix(rows.len(), width);
+        let seen: usize = rows.iter().map(|row| row.prompt.len + row.layers[layer].len() + 1).sum();
+        let small = seen * width < MIN_PARALLEL;
+        self.threads.over(pieces, rows, (out.values_mut(), width), small, |cell, rows, out| {
+            for (row, index) in rows.iter_mut().zip(cell.clone()) {
+                row.layers[layer].push(heads, qkv.row(index));
+            }
+            let Some(first) = rows.first() else { return };
+            let queries = rows.iter().zip(out.chunks_exact_mut(width)).zip(cell).map(|((row, out), index)| {
+                let own = &row.layers[layer];
+                let visible = Visible::of_completion(row.prompt.len, own.len() - 1, window);
+                Query { qkv: qkv.row(index), own, visible, out }
+            });
+            attention::attend(self.isa, heads, &first.prompt.layers[layer], queries);
+        });
+        out
+    }
+
+    /// Attention in a packed batch, and of each token and head the softmax's largest score and sum.
+    pub(super) fn attend_packed(&self, attention: &Attention<'_>, qkv: &Matrix) -> (Matrix, Matrix) {
+        let Attention { heads, groups, visible: _, window } = *attention;
+        let mut out = self.pool.matrix(qkv.rows(), heads.q_width());
+        let mut softmax = self.pool.matrix(qkv.rows(), 2 * heads.num_heads);
+        let forward = Forward { heads, groups, window, qkv: qkv.values() };
+        let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = Some(softmax.values_mut());
+        attention::attend_groups(&self.threads, self.isa, &forward, &mut segments, out.values_mut(), kept);
+        (out, softmax)
+    }
+
+    /// dL/dqkv of [`Cpu::attend_packed`].
+    pub(super) fn attend_packed_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Matrix {
+        let Attention { heads, groups, visible: _, window } = backward.attention;
+        let mut d_qkv = self.pool.matrix(backward.qkv.rows(), heads.width());
+        let given = Backward {
+            heads,
+            groups,
+            window,
+            qkv: backward.qkv.values(),
+            out: backward.out.values(),
+            softmax: backward.softmax.values(),
+            d_out: backward.dy.values(),
+        };
+        attention::attend_groups_backward(&self.threads, self.isa, &given, d_qkv.values_mut());
+        d_qkv
+    }
+}

@@ -1,0 +1,230 @@
+//! Products with packed weights and their adapters.
+
+use std::ops::Range;
+
+use super::{AdapterPass, AdapterShape, Cpu, Matrix, Weight, rows};
+use crate::backend::{AdapterBackward, AdapterBlock, FullSlot, LinearBackward, Mask};
+use crate::kernels::gemm::{self, Factors, Linear, LinearBack, Lora, LoraBack, Output, Rows, Term};
+use crate::kernels::isa::Isa;
+use crate::kernels::pack::{PackDtype, PackedMatrix};
+
+/// LoRA factors of a fused weight: A stacked, B block-diagonal.
+#[derive(Debug)]
+pub struct Adapter {
+    /// `[blocks · r, in]`
+    a: PackedMatrix,
+    /// `[out, blocks · r]`, scaled by s.
+    b: PackedMatrix,
+    /// Of each block Bᵀ `[r, out]`, scaled by s.
+    b_transposed: Vec<PackedMatrix>,
+    r: usize,
+    scaling: f32,
+    /// Each module's outputs and ranks.
+    parts: Vec<(Range<usize>, Range<usize>)>,
+}
+
+impl Adapter {
+    pub(super) fn new(parameters: &[f32], shape: &AdapterShape, cpu: &Cpu) -> Adapter {
+        let AdapterShape { inputs, outputs, r, scaling, blocks } = shape;
+        let rank = blocks.len() * r;
+        let scaling = *scaling as f32;
+        let (mut a, mut b) = (Vec::with_capacity(rank * inputs), vec![0f32; outputs * rank]);
+        for (index, block) in blocks.iter().enumerate() {
+            a.extend_from_slice(shape.a(parameters, block));
+            for (row, values) in block.outputs.clone().zip(shape.b(parameters, block).chunks_exact(*r)) {
+                for (out, value) in b[row * rank + index * r..][..*r].iter_mut().zip(values) {
+                    *out = value * scaling;
+                }
+            }
+        }
+        // Tiles multiply bf16 with bf16 only.
+        let dtype = if cpu.isa == Isa::Amx { cpu.dtype } else { PackDtype::F32 };
+        let pack = |values: &[f32], inputs| PackedMatrix::new_on(&cpu.threads, values, inputs, dtype);
+        let transposed = |block: &AdapterBlock| {
+            let (outputs, b) = (block.outputs.len(), shape.b(parameters, block));
+            let values: Vec<f32> = (0..r * outputs).map(|at| b[at % outputs * r + at / outputs] * scaling).collect();
+            pack(&values, outputs)
+        };
+        Adapter {
+            a: pack(&a, *inputs),
+            b: pack(&b, rank),
+            b_transposed: blocks.iter().map(transposed).collect(),
+            r: *r,
+            scaling,
+            parts: blocks.iter().enumerate().map(|(i, block)| (block.outputs.clone(), i * r..(i + 1) * r)).collect(),
+        }
+    }
+
+    fn rank(&self) -> usize {
+        self.parts.len() * self.r
+    }
+}
+
+fn term<'a>(x: &'a Matrix, weight: &'a PackedMatrix) -> Term<'a> {
+    Term { x: x.values(), stride: x.width(), weight }
+}
+
+/// Some columns of a matrix.
+fn columns(x: &Matrix, columns: Range<usize>) -> Rows<'_> {
+    Rows { values: &x.values()[columns.start..], width: columns.len(), stride: x.width() }
+}
+
+impl Cpu {
+    pub(super) fn product(
+        &self,
+        x: &Matrix,
+        weight: &Weight,
+        adapter: Option<&AdapterPass<'_, Self>>,
+        residual: Option<&Matrix>,
+    ) -> Matrix {
+        let mut y = self.pool.matrix(x.rows(), weight.matrix.n());
+        let mut bias = weight.bias.as_ref().map(|bias| bias.as_slice());
+        let mut residual = residual.map(Matrix::values);
+        let masked = adapter.is_some_and(|pass| !pass.masks.is_empty());
+        let add = residual.is_some() && (bias.is_some() || masked);
+        if let Some(residual) = residual.take_if(|_| add) {
+            y.values_mut().copy_from_slice(residual);
+            if let Some(bias) = bias.take() {
+                y.values_mut().chunks_exact_mut(bias.len()).for_each(|y| rows::add(y, 0, bias));
+            }
+        }
+        let (rows, stride) = (x.rows(), y.width());
+        let out = Output { y: y.values_mut(), stride, rows, add };
+        match adapter {
+            Some(pass) if masked => {
+                let hidden = self.hidden(pass, x);
+                let terms = [term(x, &weight.matrix), term(&hidden, &pass.adapter.b)];
+                gemm::forward(&self.threads, self.isa, &terms, bias, out);
+            }
+            Some(_) | None => {
+                let lora = adapter.map(|pass| {
+                    let Adapter { a, b, parts, .. } = &**pass.adapter;
+                    Lora { a, b, parts, hidden: None }
+                });
+                let linear = Linear { x: x.values(), stride: x.width(), weight: &weight.matrix, bias, residual, lora };
+                gemm::linear(&self.threads, self.isa, linear, out);
+            }
+        }
+        y
+    }
+
+    /// x·Aᵀ `[rows, blocks · r]`, each block with what its module's dropout leaves of x.
+    fn hidden(&self, pass: &AdapterPass<'_, Self>, x: &Matrix) -> Matrix {
+        let AdapterPass { adapter, masks } = pass;
+        let mut hidden = self.pool.matrix(x.rows(), adapter.rank());
+        let (rows, stride) = (x.rows(), adapter.rank());
+        let whole = |x: &Matrix, out: &mut Matrix| {
+            let out = Output { y: out.values_mut(), stride, rows, add: false };
+            gemm::forward(&self.threads, self.isa, &[term(x, &adapter.a)], None, out);
+        };
+        if masks.is_empty() {
+            whole(x, &mut hidden);
+            return hidden;
+        }
+        let mut of_block = self.pool.matrix(rows, stride);
+        for (block, mask) in masks.iter().enumerate() {
+            whole(&self.dropped(x, mask), &mut of_block);
+            let columns = block * adapter.r..(block + 1) * adapter.r;
+            for row in 0..rows {
+                hidden.rows_mut(row..row + 1)[columns.clone()].copy_from_slice(&of_block.row(row)[columns.clone()]);
+            }
+        }
+        hidden
+    }
+
+    /// What a dropout mask leaves of x.
+    fn dropped(&self, x: &Matrix, mask: &Mask<'_>) -> Matrix {
+        let mut out = self.pool.matrix(x.rows(), x.width());
+        out.values_mut().copy_from_slice(x.values());
+        for row in 0..x.rows() {
+            mask.apply(row, out.rows_mut(row..row + 1));
+        }
+        out
+    }
+
+    pub(super) fn product_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut [f32]) -> Matrix {
+        let LinearBackward { x, dy, weight, adapter, full } = linear;
+        let (rows, inputs) = (x.rows(), x.width());
+        for FullSlot { outputs, weight: weight_at, bias: bias_at } in *full {
+            let slot = &mut gradient[*weight_at..weight_at + outputs.len() * inputs];
+            gemm::outer(&self.threads, self.isa, rows, columns(dy, outputs.clone()), columns(x, 0..inputs), slot);
+            if let Some(at) = bias_at {
+                for row in 0..rows {
+                    rows::add(gradient, *at, &dy.row(row)[outputs.clone()]);
+                }
+            }
+        }
+        let mut dx = self.pool.matrix(rows, inputs);
+        let (dy_values, stride, matrix) = (dy.values(), dy.width(), &*weight.matrix);
+        let Some(AdapterBackward { pass, slots }) = adapter else {
+            let back = LinearBack { dy: dy_values, stride, weight: matrix, lora: None };
+            let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
+            gemm::linear_backward(&self.threads, self.isa, back, out);
+            return dx;
+        };
+        let (adapter, masks) = (pass.adapter, pass.masks);
+        let rank = adapter.rank();
+        let mut dh = self.pool.matrix(rows, rank);
+        let Adapter { a, b_transposed, parts, .. } = &**adapter;
+        let lora = Some(LoraBack { a, b_transposed, parts, dh: dh.values_mut(), adds: masks.is_empty() });
+        let back = LinearBack { dy: dy_values, stride, weight: matrix, lora };
+        let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
+        gemm::linear_backward(&self.threads, self.isa, back, out);
+        // L depends on B through s·B: dB = s·dyᵀ·h.
+        let mut h = self.hidden(pass, x);
+        self.scale(&mut h, adapter.scaling);
+        let masked: Vec<Matrix> = masks.iter().map(|mask| self.dropped(x, mask)).collect();
+        self.factor_gradients(linear, (&h, &dh), &masked, slots, gradient);
+        for (mask, (_, of_block)) in masks.iter().zip(&adapter.parts) {
+            let mut alone = self.pool.zeros(rows, rank);
+            for row in 0..rows {
+                alone.rows_mut(row..row + 1)[of_block.clone()].copy_from_slice(&dh.row(row)[of_block.clone()]);
+            }
+            let mut through = self.pool.matrix(rows, inputs);
+            let out = Output { y: through.values_mut(), stride: inputs, rows, add: false };
+            gemm::backward(&self.threads, self.isa, &[term(&alone, &adapter.a)], out);
+            for row in 0..rows {
+                mask.apply(row, through.rows_mut(row..row + 1));
+            }
+            rows::add(dx.values_mut(), 0, through.values());
+        }
+        dx
+    }
+
+    /// dA += dhᵀ·x and dB += dyᵀ·h of each module; `masked` holds what dropout left of x for each.
+    fn factor_gradients(
+        &self,
+        linear: &LinearBackward<'_, Self>,
+        (h, dh): (&Matrix, &Matrix),
+        masked: &[Matrix],
+        slots: &[(usize, usize)],
+        gradient: &mut [f32],
+    ) {
+        let LinearBackward { x, dy, adapter, .. } = linear;
+        let Some(AdapterBackward { pass, .. }) = adapter else { return };
+        let Adapter { parts, r, .. } = &**pass.adapter;
+        let whole = |x| columns(x, 0..x.width());
+        let of_b = parts.iter().zip(slots).map(|((outputs, of_block), (_, at))| {
+            let thin = vec![(columns(h, of_block.clone()), *at)];
+            Factors { wide: columns(dy, outputs.clone()), thin, turned: true }
+        });
+        let thin = |((_, of_block), (at, _)): (&(_, Range<usize>), &(usize, _))| (columns(dh, of_block.clone()), *at);
+        let a = parts.iter().zip(slots).map(thin);
+        let mut all: Vec<Factors<'_>> = of_b.collect();
+        match masked.is_empty() {
+            true => all.push(Factors { wide: whole(x), thin: a.collect(), turned: false }),
+            false => {
+                all.extend(a.zip(masked).map(|(thin, x)| Factors { wide: whole(x), thin: vec![thin], turned: false }))
+            }
+        }
+        if *r <= gemm::WIDEST_FACTOR {
+            return gemm::outer_factors(&self.threads, self.isa, x.rows(), &all, gradient);
+        }
+        for Factors { wide, thin, turned } in all {
+            for (thin, at) in thin {
+                let (a, b) = if turned { (wide, thin) } else { (thin, wide) };
+                gemm::outer(&self.threads, self.isa, x.rows(), a, b, &mut gradient[at..at + a.width * b.width]);
+            }
+        }
+    }
+}

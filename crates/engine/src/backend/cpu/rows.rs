@@ -1,0 +1,116 @@
+//! Operations of rows: lookups, norms, rotation, activation.
+
+use super::{Cpu, Matrix, Rotation};
+use crate::kernels::pack::PackedMatrix;
+use crate::kernels::rope::{self, QkNorm, Rope};
+use crate::kernels::{self, mlp, norm};
+
+/// values[at..] += row
+pub fn add(values: &mut [f32], at: usize, row: &[f32]) {
+    for (value, more) in values[at..at + row.len()].iter_mut().zip(row) {
+        *value += more;
+    }
+}
+
+fn rope<'a>(rotation: &'a Rotation<'a, Cpu>) -> Rope<'a> {
+    let qk_norm = rotation.qk_norm.map(|(q, k, eps)| QkNorm { q, k, eps });
+    Rope { heads: rotation.heads, qk_norm, cos: &rotation.angles.table.cos, sin: &rotation.angles.table.sin }
+}
+
+impl Cpu {
+    /// Rows of a packed table.
+    pub(super) fn lookup(&self, table: &PackedMatrix, ids: &[u32]) -> Matrix {
+        let mut out = self.pool.matrix(ids.len(), table.k());
+        self.each_row(&mut out, |at, row| table.row(ids[at] as usize, row));
+        out
+    }
+
+    /// Some rows, in this order.
+    pub(super) fn gather(&self, x: &Matrix, rows: &[u32]) -> Matrix {
+        let mut out = self.pool.matrix(rows.len(), x.width());
+        self.each_row(&mut out, |at, row| row.copy_from_slice(x.row(rows[at] as usize)));
+        out
+    }
+
+    /// x *= factor
+    pub(super) fn scale(&self, x: &mut Matrix, factor: f32) {
+        self.each_row(x, |_, row| row.iter_mut().for_each(|value| *value *= factor));
+    }
+
+    /// Write row after row, each told its index.
+    fn each_row(&self, out: &mut Matrix, f: impl Fn(usize, &mut [f32]) + Sync) {
+        let width = out.width();
+        kernels::rows::each_row(&self.threads, out.values_mut(), width, f);
+    }
+
+    pub(super) fn norm(&self, x: &Matrix, weight: &[f32], eps: f32) -> Matrix {
+        let mut out = self.pool.matrix(x.rows(), x.width());
+        norm::rms_norm(&self.threads, self.isa, x.values(), weight, eps, out.values_mut());
+        out
+    }
+
+    pub(super) fn norm_vjp(
+        &self,
+        x: &Matrix,
+        weight: &[f32],
+        eps: f32,
+        dy: &Matrix,
+        residual: Option<&Matrix>,
+    ) -> Matrix {
+        let mut dx = self.pool.matrix(x.rows(), x.width());
+        let residual = residual.map(Matrix::values);
+        let (x, dy) = (x.values(), dy.values());
+        norm::rms_norm_vjp(&self.threads, self.isa, x, weight, eps, dy, residual, dx.values_mut());
+        dx
+    }
+
+    pub(super) fn norm_weight_vjp(&self, x: &Matrix, eps: f32, dy: &Matrix, dw: &mut [f32]) {
+        norm::rms_norm_weight_vjp(&self.threads, self.isa, x.values(), eps, dy.values(), dw);
+    }
+
+    pub(super) fn turn(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Matrix {
+        let mut out = self.pool.matrix(qkv.rows(), qkv.width());
+        let positions = &rotation.angles.positions;
+        rope::rotate(&self.threads, self.isa, &rope(rotation), positions, qkv.values(), out.values_mut());
+        out
+    }
+
+    pub(super) fn turn_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Matrix {
+        let mut out = self.pool.matrix(dy.rows(), dy.width());
+        let (positions, before) = (&rotation.angles.positions, qkv.map_or(&[][..], Matrix::values));
+        let (rope, dy) = (rope(rotation), dy.values());
+        rope::rotate_vjp(&self.threads, self.isa, &rope, positions, before, dy, out.values_mut());
+        out
+    }
+
+    pub(super) fn turn_weight_vjp(
+        &self,
+        rotation: &Rotation<'_, Self>,
+        qkv: &Matrix,
+        dy: &Matrix,
+        gradient: &mut [f32],
+        at: (usize, usize),
+    ) {
+        let (mut dq, mut dk) = (vec![0f32; rotation.heads.head_dim], vec![0f32; rotation.heads.head_dim]);
+        let rope = rope(rotation);
+        let positions = &rotation.angles.positions;
+        let (qkv, dy) = (qkv.values(), dy.values());
+        rope::rotate_weight_vjp(&self.threads, self.isa, &rope, positions, qkv, dy, &mut dq, &mut dk);
+        add(gradient, at.0, &dq);
+        add(gradient, at.1, &dk);
+    }
+
+    pub(super) fn activate(&self, gate_up: &Matrix) -> Matrix {
+        let width = gate_up.width() / 2;
+        let mut out = self.pool.matrix(gate_up.rows(), width);
+        mlp::silu_mul(&self.threads, self.isa, gate_up.values(), width, out.values_mut());
+        out
+    }
+
+    pub(super) fn activate_vjp(&self, gate_up: &Matrix, dy: &Matrix) -> Matrix {
+        let mut d_gate_up = self.pool.matrix(gate_up.rows(), gate_up.width());
+        let (values, dy) = (gate_up.values(), dy.values());
+        mlp::silu_mul_vjp(&self.threads, self.isa, values, gate_up.width() / 2, dy, d_gate_up.values_mut());
+        d_gate_up
+    }
+}

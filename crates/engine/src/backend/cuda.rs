@@ -1,0 +1,256 @@
+//! An NVIDIA GPU: tensors stay on the device, operations are queued on its one stream, and the host waits only where a
+//! result is asked for.
+//!
+//! Weights, and what flows between products, have the compute type (f32 or bf16); the residual stream, its gradient, the
+//! statistics of norms and softmax, logits and the gradients of parameters are f32. With [`Gemm::Exact`] the products are
+//! our own and a row's bits do not depend on the other rows: sampling and training agree to the bit. With [`Gemm::Fast`]
+//! cuBLAS multiplies, and the old log-probs are computed again by the training forward.
+
+mod compute;
+mod decode;
+mod flat;
+mod tensor;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::flat::elsewhere;
+use super::{Attention, Buffers, FullSlot};
+use crate::error::{EngineError, Result};
+use crate::kernels::cuda::attention::Layout;
+use crate::kernels::cuda::driver::{CudaError, Device};
+use crate::kernels::cuda::gemm::Gemm;
+use crate::kernels::cuda::head::Head;
+use crate::kernels::cuda::rows::Dtype;
+use crate::ops::RopeTable;
+use crate::spec::ComputeDtype;
+use crate::spec::footprint::CUDA_MAX_LOGITS;
+
+pub use decode::{Cache, PendingChoice};
+pub use flat::{Flat, Moments};
+use tensor::Table;
+pub use tensor::{Angles, Tensor, Vector, Weight};
+
+const _: () = assert!(
+    crate::kernels::cuda::KEPT_FREE_BYTES == crate::spec::footprint::CUDA_KEPT_FREE_BYTES,
+    "the estimate of memory keeps another amount free"
+);
+
+/// Layouts of packed batches that are kept: one for each window of a batch.
+const MAX_LAYOUTS: usize = 4;
+
+/// The most that any GPU's buffers have taken so far, of those that are no longer in use.
+static PEAK_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// The most that the buffers of a GPU took, of all that this process has used and left, in bytes.
+pub fn peak_bytes() -> u64 {
+    PEAK_BYTES.load(Ordering::Relaxed)
+}
+
+/// A GPU and how it is used. Clones share the device and what is kept on it.
+#[derive(Clone, Debug)]
+pub struct Cuda {
+    device: Device,
+    dtype: ComputeDtype,
+    gemm: Gemm,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    device: Device,
+    /// What may be used of its memory, in bytes.
+    memory_bytes: u64,
+    kept: Mutex<Kept>,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        PEAK_BYTES.fetch_max(self.device.memory().peak, Ordering::Relaxed);
+    }
+}
+
+/// What several layers read.
+#[derive(Debug, Default)]
+struct Kept {
+    /// The angles' table, and where it lies.
+    table: Option<(Arc<RopeTable>, Arc<Table>)>,
+    layouts: Vec<Arc<Layout>>,
+}
+
+impl From<CudaError> for EngineError {
+    fn from(error: CudaError) -> Self {
+        match error {
+            CudaError::Input(why) => EngineError::Input(why),
+            CudaError::OutOfMemory { requested, used, total } => {
+                let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+                // Pieces that are too small take less than that.
+                let by_others = total.saturating_sub(used.saturating_add(requested)) > total / 4;
+                let what = format!(
+                    "{} MiB more than the {} in use of {} MiB{}",
+                    mib(requested),
+                    mib(used),
+                    mib(total),
+                    if by_others {
+                        ", the rest of which other processes use; --gpu-memory keeps rlood to a share"
+                    } else {
+                        ""
+                    }
+                );
+                EngineError::OutOfMemory(what)
+            }
+            CudaError::Unavailable(why) | CudaError::Failed(why) => EngineError::Device(why),
+        }
+    }
+}
+
+impl Cuda {
+    /// The GPU of this number. f32 is exact; bf16 is fast, unless `RLOOD_CUDA_EXACT=1` asks for exact products
+    /// (`RLOOD_CUDA_EXACT=0`: fast ones in f32 as well). [`limit_memory`](crate::gpu::limit_memory) bounds what it may take of the
+    /// GPU's memory.
+    ///
+    /// # Errors
+    /// When there is no such device, or this build holds no kernels.
+    pub fn open(ordinal: u32, dtype: ComputeDtype) -> Result<Cuda> {
+        let gemm = match (std::env::var("RLOOD_CUDA_EXACT").ok().as_deref(), dtype) {
+            (Some("1"), _) | (None, ComputeDtype::F32) => Gemm::Exact,
+            (Some("0"), _) | (None, ComputeDtype::Bf16) => Gemm::Fast,
+            (Some(other), _) => {
+                return Err(EngineError::Input(format!("RLOOD_CUDA_EXACT={other:?}: use 1 (exact) or 0 (fast)")));
+            }
+        };
+        let device = Device::open(ordinal as usize)?;
+        Ok(Cuda::limited(device, dtype, gemm, crate::gpu::memory_limit()))
+    }
+
+    /// This device, with this precision and these products.
+    pub fn with(device: Device, dtype: ComputeDtype, gemm: Gemm) -> Cuda {
+        Cuda::limited(device, dtype, gemm, None)
+    }
+
+    fn limited(device: Device, dtype: ComputeDtype, gemm: Gemm, limit: Option<u64>) -> Cuda {
+        let total = device.memory().total;
+        device.set_memory_limit(limit);
+        let memory_bytes = limit.map_or(total, |limit| limit.min(total));
+        let shared = Shared { device: device.clone(), memory_bytes, kept: Mutex::default() };
+        Cuda { device, dtype, gemm, shared: Arc::new(shared) }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The precision of its matrices.
+    pub fn dtype(&self) -> ComputeDtype {
+        self.dtype
+    }
+
+    /// What may be used of its memory, in bytes.
+    pub fn memory_bytes(&self) -> u64 {
+        self.shared.memory_bytes
+    }
+
+    /// Of weights, and of what flows between products.
+    fn compute(&self) -> Dtype {
+        match self.dtype {
+            ComputeDtype::F32 => Dtype::F32,
+            ComputeDtype::Bf16 => Dtype::Bf16,
+        }
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.shared.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The table of angles on the device.
+    fn table(&self, table: &Arc<RopeTable>) -> Result<Arc<Table>> {
+        let mut kept = self.kept();
+        if let Some((host, device)) = &kept.table
+            && Arc::ptr_eq(host, table)
+        {
+            return Ok(device.clone());
+        }
+        kept.table = None;
+        let device = Arc::new(Table::new(&self.device, table)?);
+        kept.table = Some((table.clone(), device.clone()));
+        Ok(device)
+    }
+
+    /// Where the groups of a packed batch lie.
+    fn layout(&self, attention: &Attention<'_>) -> Result<Arc<Layout>> {
+        let Attention { heads, groups, visible: _, window } = *attention;
+        let mut kept = self.kept();
+        if let Some(layout) = kept.layouts.iter().find(|layout| layout.is_for(heads, groups, window)) {
+            return Ok(layout.clone());
+        }
+        if kept.layouts.len() == MAX_LAYOUTS {
+            kept.layouts.remove(0);
+        }
+        let layout = Arc::new(Layout::new(&self.device, heads, groups, window)?);
+        kept.layouts.push(layout.clone());
+        Ok(layout)
+    }
+
+    fn head<'a>(&self, weight: &'a Weight) -> Head<'a> {
+        Head { weight: weight.rows(), gemm: self.gemm, max_logits: CUDA_MAX_LOGITS as usize }
+    }
+}
+
+impl Buffers for Cuda {
+    type Tensor = Tensor;
+    type Vector = Vector;
+    type Weight = Weight;
+    type FlatBuffer = Flat;
+
+    fn release_cached(&self) {
+        self.kept().layouts.clear();
+        self.device.trim();
+    }
+
+    fn upload_vector(&self, values: Vec<f32>) -> Result<Vector> {
+        Vector::new(&self.device, &values)
+    }
+
+    fn upload_weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Weight> {
+        Weight::new(&self.device, self.compute(), values, inputs, bias)
+    }
+
+    fn vector_from(&self, parameters: &Flat, place: Range<usize>) -> Result<Vector> {
+        Vector::of(&self.device, parameters.vector(place.start, place.len()))
+    }
+
+    fn weight_from(&self, parameters: &Flat, modules: &[FullSlot], inputs: usize) -> Result<Weight> {
+        Weight::of(&self.device, self.compute(), parameters, modules, inputs)
+    }
+
+    fn alloc_zeroed(&self, len: usize) -> Result<super::Flat> {
+        Ok(super::Flat::Cuda(Flat::zeros(&self.device, len)?))
+    }
+
+    fn upload(&self, values: super::Flat) -> Result<super::Flat> {
+        match values {
+            super::Flat::Host(values) => Ok(super::Flat::Cuda(Flat::new(&self.device, &values)?)),
+            super::Flat::Cuda(flat) => Ok(super::Flat::Cuda(flat)),
+        }
+    }
+
+    fn device_buffer<'f>(&self, flat: &'f super::Flat) -> Result<&'f Flat> {
+        match flat {
+            super::Flat::Cuda(flat) => Ok(flat),
+            super::Flat::Host(_) => Err(elsewhere()),
+        }
+    }
+
+    fn device_buffer_mut<'f>(&self, flat: &'f mut super::Flat) -> Result<&'f mut Flat> {
+        match flat {
+            super::Flat::Cuda(flat) => Ok(flat),
+            super::Flat::Host(_) => Err(elsewhere()),
+        }
+    }
+
+    fn download(&self, x: &Tensor) -> Result<Vec<f32>> {
+        x.values(&self.device)
+    }
+}

@@ -1,0 +1,259 @@
+//! Decoding: the cache of a generation, and its steps, which are recorded as graphs, from the look-up of the tokens to the
+//! choice of the next ones. A graph serves all batches of a bucket: the batch is filled up with rows whose results nobody
+//! reads. What was chosen is all that the host waits for, and the next step finds it where it is: it can be asked for
+//! before the host has seen a token.
+
+use std::sync::{Mutex, PoisonError};
+
+use super::{Cuda, Tensor, Weight};
+use crate::backend::{Choice, Chosen, Decode, Pick, Step, Stepped, Tokens};
+use crate::error::{EngineError, Result};
+use crate::kernels::cuda::cache;
+use crate::kernels::cuda::driver::{Buffer, Device, Fetch};
+use crate::kernels::cuda::gemm::Gemm;
+use crate::kernels::cuda::head;
+use crate::kernels::cuda::rows::{self, Dtype};
+use crate::ops::slices::Heads;
+
+/// Keys and values of rows, made when the first prompt comes.
+#[derive(Debug)]
+pub struct Cache {
+    heads: Heads,
+    num_layers: usize,
+    dtype: Dtype,
+    pages: Option<cache::Cache>,
+    /// The tokens of the step under way, then those that it chose, as `head::begin_choose` leaves them.
+    tokens: Option<Buffer>,
+    /// How many rows the last step chose for.
+    chosen: usize,
+    /// Every other step: what a graph reads of the host's memory must stay until it has run, which the next one need not
+    /// wait for.
+    turn: bool,
+}
+
+/// Room for this many rows' tokens to begin with.
+const ROWS: usize = 512;
+
+impl Cache {
+    pub(super) fn new(heads: &Heads, num_layers: usize, dtype: Dtype) -> Cache {
+        Cache { heads: *heads, num_layers, dtype, pages: None, tokens: None, chosen: 0, turn: false }
+    }
+
+    /// The pages.
+    pub(super) fn made(&mut self, device: &Device) -> Result<&mut cache::Cache> {
+        let pages = match self.pages.take() {
+            Some(pages) => pages,
+            None => cache::Cache::new(device, &self.heads, self.num_layers, self.dtype)?,
+        };
+        Ok(self.pages.insert(pages))
+    }
+
+    /// Where a step of this many rows has its tokens. They stay as long as that has room.
+    fn room(&mut self, device: &Device, rows: usize) -> Result<&Buffer> {
+        let tokens = match self.tokens.take() {
+            Some(tokens) if tokens.bytes() as usize >= head::chosen_bytes(rows) => tokens,
+            Some(_) | None => device.alloc(head::chosen_bytes(rows.max(ROWS).next_power_of_two()))?,
+        };
+        Ok(self.tokens.insert(tokens))
+    }
+
+    /// Where the step under way has its tokens.
+    pub(super) fn tokens(&self) -> Result<&Buffer> {
+        self.tokens.as_ref().ok_or_else(|| EngineError::Input("there is no step under way".to_owned()))
+    }
+
+    pub(super) fn close(&mut self) {
+        if let Some(pages) = &mut self.pages {
+            pages.close();
+        }
+    }
+
+    pub(super) fn retain(&mut self, keep: &[bool]) {
+        if let Some(pages) = &mut self.pages {
+            pages.retain(keep);
+        }
+    }
+}
+
+/// Tokens chosen on the device.
+#[derive(Debug)]
+pub struct PendingChoice(Mutex<Landing>);
+
+#[derive(Debug)]
+enum Landing {
+    /// Not asked for yet.
+    Begun,
+    Coming {
+        words: Fetch<u32>,
+        rows: usize,
+    },
+    There(Vec<Chosen>),
+}
+
+impl PendingChoice {
+    /// They are being chosen.
+    pub(super) fn begun() -> PendingChoice {
+        PendingChoice(Mutex::new(Landing::Begun))
+    }
+
+    /// Wait for them.
+    pub(super) fn wait(&self) -> Result<Vec<Chosen>> {
+        let mut landing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let chosen = match std::mem::replace(&mut *landing, Landing::Begun) {
+            Landing::Begun => {
+                return Err(EngineError::Input("the choice of tokens has not come to its end".to_owned()));
+            }
+            Landing::Coming { words, rows } => head::chosen_of(&words.wait()?, rows),
+            Landing::There(chosen) => chosen,
+        };
+        *landing = Landing::There(chosen.clone());
+        Ok(chosen)
+    }
+}
+
+/// Rows of the graph that serves so many: few enough sizes that each is soon recorded, none much larger than it must be.
+fn bucket(rows: usize) -> usize {
+    match rows {
+        0..=8 => rows.next_power_of_two(),
+        9..=64 => rows.next_multiple_of(8),
+        65..=256 => rows.next_multiple_of(16),
+        _ => rows.next_multiple_of((rows.next_power_of_two() / 16).max(32)),
+    }
+}
+
+impl Cuda {
+    /// [`Decode::step`] as a graph.
+    pub(super) fn recorded_step(
+        &self,
+        cache: &mut Cache,
+        step: &Step<'_>,
+        mut body: impl FnMut(&mut Cache, &Step<'_>) -> Result<Stepped<Cuda>>,
+    ) -> Result<Stepped<Cuda>> {
+        let rows = step.tokens.count();
+        let bucket = bucket(rows);
+        match step.tokens {
+            Tokens::Known(tokens) => {
+                let fill = std::iter::repeat_n(0, bucket - rows);
+                let tokens: Vec<u32> = tokens.iter().copied().chain(fill).collect();
+                self.device.write(cache.room(&self.device, bucket)?, 0, &tokens)?;
+            }
+            Tokens::Chosen(_) if cache.chosen == rows => {}
+            Tokens::Chosen(_) => {
+                return Err(EngineError::Input(format!("{} tokens were chosen, not {rows}", cache.chosen)));
+            }
+        }
+        let positions: Vec<usize> =
+            step.positions.iter().copied().chain(std::iter::repeat_n(0, bucket - rows)).collect();
+        // Neither the table nor the cache's own tables may move while a graph that reads them is recorded.
+        self.table(step.table)?;
+        cache.made(&self.device)?.begin_step()?;
+        // Nobody reads what is drawn for the rows that fill up; without picks there is nothing to choose.
+        let Choice { picks, filters } = step.choice;
+        let mut picks = picks.to_vec();
+        cache.chosen = picks.len();
+        if !picks.is_empty() {
+            picks.resize(bucket, Pick { temperature: 1.0, uniform: 0.0 });
+        }
+        let choice = Choice { picks: &picks, filters };
+        let filled = Step { table: step.table, tokens: Tokens::Chosen(bucket), positions: &positions, choice };
+        let kind = match (picks.is_empty(), filters.are_off()) {
+            (true, _) => 0,
+            (false, true) => 1,
+            (false, false) => 2,
+        };
+        cache.turn = !cache.turn;
+        let key = 2 * (3 * bucket as u64 + kind) + u64::from(cache.turn);
+        let (out, picked) = self.device.graph(key, || body(cache, &filled))?;
+        // On its way to the host, while that does something else.
+        let picked = match picked {
+            Some(_) => {
+                let words = self.device.fetch(cache.tokens()?, 0, 2 * bucket)?;
+                Some(PendingChoice(Mutex::new(Landing::Coming { words, rows })))
+            }
+            None => None,
+        };
+        Ok((out.first(rows), picked))
+    }
+}
+
+impl Decode for Cuda {
+    type Cache = Cache;
+    type PendingChoice = PendingChoice;
+
+    fn samples_exactly(&self) -> bool {
+        self.gemm == Gemm::Exact
+    }
+
+    fn embed_step(&self, table: &Weight, cache: &mut Cache, tokens: Tokens<'_>) -> Result<Tensor> {
+        let out = Tensor::new(&self.device, tokens.count(), table.rows().width, Dtype::F32)?;
+        rows::select_by(&self.device, table.rows(), cache.tokens()?, out.rows())?;
+        Ok(out)
+    }
+
+    fn new_cache(&self, heads: &Heads, num_layers: usize) -> Cache {
+        Cache::new(heads, num_layers, self.compute())
+    }
+
+    fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
+        Ok(cache.made(&self.device)?.announce(lengths)?)
+    }
+
+    fn fill_prompts(&self, cache: &mut Cache, first: usize, layer: usize, qkv: &Tensor) -> Result<()> {
+        Ok(cache.made(&self.device)?.fill(first, layer, qkv.rows())?)
+    }
+
+    fn add_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()> {
+        Ok(cache.made(&self.device)?.add_rows(prompt, copies, max_new_tokens)?)
+    }
+
+    fn close_prompts(&self, cache: &mut Cache) {
+        cache.close();
+    }
+
+    fn attend_cached(
+        &self,
+        heads: &Heads,
+        cache: &mut Cache,
+        layer: usize,
+        window: Option<usize>,
+        qkv: &Tensor,
+    ) -> Result<Tensor> {
+        let out = Tensor::new(&self.device, qkv.count(), heads.q_width(), qkv.dtype())?;
+        cache.made(&self.device)?.attend(layer, window, qkv.rows(), out.rows())?;
+        Ok(out)
+    }
+
+    fn retain_rows(&self, cache: &mut Cache, keep: &[bool]) {
+        cache.retain(keep);
+    }
+
+    fn step(
+        &self,
+        cache: &mut Cache,
+        step: &Step<'_>,
+        body: impl FnMut(&mut Cache, &Step<'_>) -> Result<Stepped<Self>>,
+    ) -> Result<Stepped<Self>> {
+        self.recorded_step(cache, step, body)
+    }
+
+    fn choose(&self, x: &Tensor, head: &Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+        *chosen = head::choose(&self.device, &self.head(head), x.rows(), choice.picks, &choice.filters)?;
+        Ok(())
+    }
+
+    fn begin_choose(
+        &self,
+        cache: &mut Cache,
+        x: impl FnOnce() -> Result<Tensor>,
+        head: &Weight,
+        choice: Choice<'_>,
+    ) -> Result<Option<PendingChoice>> {
+        let Choice { picks, filters } = choice;
+        head::begin_choose(&self.device, &self.head(head), x()?.rows(), picks, &filters, cache.tokens()?)?;
+        Ok(Some(PendingChoice::begun()))
+    }
+
+    fn finish_choose(&self, choice: &PendingChoice) -> Result<Vec<Chosen>> {
+        choice.wait()
+    }
+}

@@ -1,0 +1,237 @@
+//! Flat values of f32 where a model computes: what is trained, its gradient, and AdamW's moments beside them. On a GPU they
+//! stay there; the host reads them for checkpoints, exports and metrics, and never to update.
+
+use std::borrow::Cow;
+
+#[cfg(feature = "cuda")]
+use super::cuda;
+use crate::error::{EngineError, Result};
+use crate::optim::{self, AdamW};
+use crate::spec::OptimizerPlan;
+
+/// Parameters, or their gradient, in the order of [`Policy::parameters`](crate::model::Policy::parameters).
+#[derive(Debug)]
+pub enum Flat {
+    /// In the process's memory: of the backends that compute there.
+    Host(Vec<f32>),
+    /// In a GPU's.
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::Flat),
+}
+
+impl Flat {
+    /// How many.
+    pub fn len(&self) -> usize {
+        match self {
+            Flat::Host(values) => values.len(),
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(flat) => flat.len(),
+        }
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// As many zeros in the same memory.
+    pub fn zeros_like(&self) -> Result<Flat> {
+        match self {
+            Flat::Host(values) => Ok(Flat::Host(vec![0.0; values.len()])),
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(flat) => Ok(Flat::Cuda(flat.zeros_like()?)),
+        }
+    }
+
+    /// Wait for the values; a copy where they are not the host's.
+    pub fn values(&self) -> Result<Cow<'_, [f32]>> {
+        match self {
+            Flat::Host(values) => Ok(Cow::Borrowed(values)),
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(flat) => Ok(Cow::Owned(flat.values()?)),
+        }
+    }
+
+    /// Overwrite those from `at` on.
+    pub fn write(&mut self, at: usize, values: &[f32]) -> Result<()> {
+        match self {
+            Flat::Host(all) => match all.get_mut(at..).and_then(|rest| rest.get_mut(..values.len())) {
+                Some(place) => place.copy_from_slice(values),
+                None => return Err(EngineError::Input(format!("{} values from {at} on", values.len()))),
+            },
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(flat) => flat.write(at, values)?,
+        }
+        Ok(())
+    }
+
+    /// Wait until they are there.
+    pub fn settle(&self) -> Result<()> {
+        match self {
+            Flat::Host(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(flat) => flat.settle(),
+        }
+    }
+
+    /// As [`optim::clip_gradient_norm`]. On a GPU the squares are summed there in f64 and in a fixed order, which is not the
+    /// host's: the norm may differ in its last bits, and is the same in every run.
+    pub fn clip(&mut self, max_norm: f64) -> Result<f64> {
+        match self {
+            Flat::Host(gradient) => Ok(optim::clip_gradient_norm(gradient, max_norm)),
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(gradient) => {
+                let norm = gradient.norm()?;
+                if let Some(coefficient) = optim::clip_coefficient(norm, max_norm) {
+                    gradient.scale(coefficient)?;
+                }
+                Ok(norm)
+            }
+        }
+    }
+
+    /// The same values in the process's memory.
+    pub fn on_host(self) -> Result<Flat> {
+        match self {
+            Flat::Host(values) => Ok(Flat::Host(values)),
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(flat) => Ok(Flat::Host(flat.values()?)),
+        }
+    }
+
+    /// Those of a backend that computes in the process's memory.
+    pub fn host(&self) -> Result<&Vec<f32>> {
+        match self {
+            Flat::Host(values) => Ok(values),
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(_) => Err(elsewhere()),
+        }
+    }
+
+    /// As [`Flat::host`], to change.
+    pub fn host_mut(&mut self) -> Result<&mut Vec<f32>> {
+        match self {
+            Flat::Host(values) => Ok(values),
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(_) => Err(elsewhere()),
+        }
+    }
+}
+
+/// Values meet a backend whose memory they are not in.
+#[cfg(feature = "cuda")]
+pub(super) fn elsewhere() -> EngineError {
+    EngineError::Input("flat values of another device".to_owned())
+}
+
+/// AdamW beside the parameters that it updates.
+#[derive(Debug)]
+pub enum Optimizer {
+    /// Moments in the process's memory.
+    Host(AdamW),
+    /// Moments in a GPU's memory.
+    #[cfg(feature = "cuda")]
+    Cuda {
+        /// In the precision of the plan.
+        moments: cuda::Moments,
+        /// Updates made.
+        updates: u64,
+        /// Parameters that decay: the first so many.
+        decayed: usize,
+    },
+}
+
+impl Optimizer {
+    /// Go on from this state, where the parameters are.
+    pub fn beside(parameters: &Flat, adam: AdamW) -> Result<Optimizer> {
+        match parameters {
+            Flat::Host(_) => Ok(Optimizer::Host(adam)),
+            #[cfg(feature = "cuda")]
+            Flat::Cuda(flat) => {
+                let AdamW { moments, updates, decayed } = adam;
+                Ok(Optimizer::Cuda { moments: cuda::Moments::beside(flat, &moments)?, updates, decayed })
+            }
+        }
+    }
+
+    /// Updates made; skipped steps do not count.
+    pub fn updates(&self) -> u64 {
+        match self {
+            Optimizer::Host(adam) => adam.updates,
+            #[cfg(feature = "cuda")]
+            Optimizer::Cuda { updates, .. } => *updates,
+        }
+    }
+
+    /// The state, to be written down; a copy where it is not the host's.
+    pub fn state(&self) -> Result<Cow<'_, AdamW>> {
+        match self {
+            Optimizer::Host(adam) => Ok(Cow::Borrowed(adam)),
+            #[cfg(feature = "cuda")]
+            Optimizer::Cuda { moments, updates, decayed } => {
+                Ok(Cow::Owned(AdamW { moments: moments.values()?, updates: *updates, decayed: *decayed }))
+            }
+        }
+    }
+
+    /// As [`AdamW::update`], to the bit, wherever it is computed.
+    pub fn update(
+        &mut self,
+        parameters: &mut Flat,
+        gradient: &Flat,
+        learning_rate: f64,
+        plan: &OptimizerPlan,
+    ) -> Result<()> {
+        match self {
+            Optimizer::Host(adam) => adam.update(parameters.host_mut()?, gradient.host()?, learning_rate, plan),
+            #[cfg(feature = "cuda")]
+            Optimizer::Cuda { moments, updates, decayed } => {
+                let (Flat::Cuda(parameters), Flat::Cuda(gradient)) = (parameters, gradient) else {
+                    return Err(elsewhere());
+                };
+                optim::check_lengths(moments.len(), parameters.len(), gradient.len())?;
+                let update = optim::update_number(*updates + 1, learning_rate, plan);
+                moments.update(&update, *decayed, parameters, gradient)?;
+                *updates += 1;
+                Ok(())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::{LrSchedulerType, OptimizerKind};
+
+    #[test]
+    fn values_are_written_where_they_belong_or_refused() {
+        let mut flat = Flat::Host(vec![1.0; 4]);
+        flat.write(2, &[5.0, 6.0]).expect("they fit");
+        assert_eq!(*flat.values().expect("the host's"), [1.0, 1.0, 5.0, 6.0]);
+        assert!(flat.write(3, &[7.0, 8.0]).is_err() && flat.write(5, &[]).is_err());
+        assert_eq!(*flat.zeros_like().expect("zeros").values().expect("the host's"), [0.0; 4]);
+        assert_eq!(flat.clip(0.0).expect("a norm"), 63f64.sqrt());
+    }
+
+    #[test]
+    fn an_optimizer_of_another_adapter_is_refused() {
+        let plan = OptimizerPlan {
+            kind: OptimizerKind::Adamw,
+            learning_rate: 0.1,
+            adam_beta1: 0.9,
+            adam_beta2: 0.999,
+            adam_epsilon: 1e-8,
+            weight_decay: 0.0,
+            max_grad_norm: 1.0,
+            lr_scheduler_type: LrSchedulerType::Constant,
+            warmup_steps: 0,
+        };
+        let mut flat = Flat::Host(vec![1.0; 4]);
+        let mut optimizer = Optimizer::beside(&flat, AdamW::new(3)).expect("on the host");
+        let gradient = flat.zeros_like().expect("zeros");
+        let error = optimizer.update(&mut flat, &gradient, 0.1, &plan).expect_err("lengths differ").to_string();
+        assert!(error.contains("3 moments, 4 parameters"), "{error}");
+        assert_eq!((optimizer.updates(), flat.len()), (0, 4));
+    }
+}

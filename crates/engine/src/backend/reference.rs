@@ -1,0 +1,387 @@
+//! The oracle: every operation as loops over rows ([`ops::slices`]) and candle's matrix products, in f32; slow, and
+//! compared with autograd over plain tensor operations ([`ops::plain`]) in tests.
+
+mod decode;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+
+use super::types::gathered;
+use super::{
+    AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, Compute, Flat, FullSlot,
+    HeadBackward, LinearBackward, Mask, Rotation,
+};
+use crate::error::Result;
+use crate::ops::slices::{self, TokenScore, add_scaled};
+use crate::ops::{self, RopeTable};
+use crate::spec::ComputeDtype;
+use crate::spec::footprint::{MAX_LOGITS, MIN_LOGIT_ROWS};
+
+pub use decode::Cache;
+
+/// Plain tensors on the CPU.
+#[derive(Clone, Debug)]
+pub struct Reference {
+    /// Matrices, and what they are multiplied with, are rounded to bf16.
+    bf16: bool,
+}
+
+/// A matrix `[out, in]` and its bias.
+#[derive(Clone, Debug)]
+pub struct Weight {
+    matrix: Tensor,
+    bias: Option<Tensor>,
+}
+
+/// A stacked, B block-diagonal.
+#[derive(Clone, Debug)]
+pub struct Adapter {
+    /// `[blocks · r, in]`
+    a: Tensor,
+    /// `[out, blocks · r]`, scaled by s.
+    b: Tensor,
+    r: usize,
+    scaling: f64,
+    /// Each module's outputs.
+    outputs: Vec<Range<usize>>,
+}
+
+/// Angles by position.
+#[derive(Debug)]
+pub struct Angles {
+    table: Arc<RopeTable>,
+    positions: Vec<usize>,
+}
+
+impl Reference {
+    /// In this precision.
+    pub fn new(dtype: ComputeDtype) -> Self {
+        Self { bf16: dtype == ComputeDtype::Bf16 }
+    }
+
+    /// Row-major values, `width` a row.
+    fn tensor(&self, values: Vec<f32>, width: usize) -> Result<Tensor> {
+        let rows = values.len() / width.max(1);
+        Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
+    }
+
+    fn rounded(&self, x: &Tensor) -> Result<Tensor> {
+        if self.bf16 { Ok(ops::round_bf16(x)?) } else { Ok(x.clone()) }
+    }
+
+    /// x·Aᵀ `[T, blocks · r]`, each block with what its module's dropout leaves of x.
+    fn hidden(&self, pass: &AdapterPass<'_, Self>, x: &Tensor) -> Result<Tensor> {
+        let AdapterPass { adapter, masks } = pass;
+        if masks.is_empty() {
+            return Ok(x.matmul(&adapter.a.t()?)?);
+        }
+        let blocks = masks.iter().enumerate().map(|(block, mask)| {
+            let a = adapter.a.narrow(0, block * adapter.r, adapter.r)?;
+            Ok(dropped(x, mask)?.matmul(&a.t()?)?)
+        });
+        Ok(Tensor::cat(&blocks.collect::<Result<Vec<Tensor>>>()?, 1)?)
+    }
+
+    /// dL/dx and dL/dA through the masks of the blocks.
+    fn dropped_vjp(
+        &self,
+        pass: &AdapterPass<'_, Self>,
+        x: &Tensor,
+        dh: &Tensor,
+        mut dx: Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        let AdapterPass { adapter, masks } = pass;
+        let mut da = Vec::with_capacity(masks.len());
+        for (block, mask) in masks.iter().enumerate() {
+            let a = adapter.a.narrow(0, block * adapter.r, adapter.r)?;
+            let dh = dh.narrow(1, block * adapter.r, adapter.r)?.contiguous()?;
+            dx = (dx + dropped(&dh.matmul(&a)?, mask)?)?;
+            da.push(dh.t()?.matmul(&dropped(x, mask)?)?);
+        }
+        Ok((dx, Tensor::cat(&da, 0)?))
+    }
+
+    fn chunks<'t>(head: &Weight, targets: &'t [u32]) -> Result<impl Iterator<Item = (usize, &'t [u32])>> {
+        let rows = (MAX_LOGITS as usize / head.matrix.dim(0)?).max(MIN_LOGIT_ROWS as usize);
+        Ok(targets.chunks(rows).enumerate().map(move |(index, chunk)| (index * rows, chunk)))
+    }
+
+    fn rotation<'a>(rotation: &'a Rotation<'a, Self>) -> ops::Rotation<'a> {
+        ops::Rotation {
+            heads: rotation.heads,
+            qk_norm: rotation.qk_norm.map(|(q, k, eps)| (q.as_slice(), k.as_slice(), eps)),
+            table: &rotation.angles.table,
+            positions: &rotation.angles.positions,
+        }
+    }
+}
+
+/// What a dropout mask leaves of x.
+fn dropped(x: &Tensor, mask: &Mask<'_>) -> Result<Tensor> {
+    Ok(ops::change_rows(x, |token, values| mask.apply(token, values))?)
+}
+
+/// gradient[at..] += values
+fn add(gradient: &mut [f32], at: usize, values: &[f32]) {
+    add_scaled(&mut gradient[at..at + values.len()], 1.0, values);
+}
+
+/// gradient[at..] += all of a tensor.
+fn add_tensor(gradient: &mut [f32], at: usize, values: &Tensor) -> Result<()> {
+    Ok(ops::with_values(values, |values| add(gradient, at, values))?)
+}
+
+impl Buffers for Reference {
+    type Tensor = Tensor;
+    type Vector = Arc<Vec<f32>>;
+    type Weight = Weight;
+    type FlatBuffer = Vec<f32>;
+
+    fn release_cached(&self) {}
+
+    fn upload_vector(&self, values: Vec<f32>) -> Result<Arc<Vec<f32>>> {
+        Ok(Arc::new(values))
+    }
+
+    fn upload_weight(&self, mut values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Weight> {
+        if self.bf16 {
+            slices::round_bf16(&mut values);
+        }
+        let bias = bias.map(|bias| Tensor::from_vec(bias.clone(), bias.len(), &Device::Cpu)).transpose()?;
+        Ok(Weight { matrix: self.tensor(values, inputs)?, bias })
+    }
+
+    fn vector_from(&self, parameters: &Vec<f32>, place: Range<usize>) -> Result<Arc<Vec<f32>>> {
+        self.upload_vector(parameters[place].to_vec())
+    }
+
+    fn weight_from(&self, parameters: &Vec<f32>, modules: &[FullSlot], inputs: usize) -> Result<Weight> {
+        let (weight, bias) = gathered(parameters, modules, inputs);
+        self.upload_weight(weight, inputs, bias)
+    }
+
+    fn alloc_zeroed(&self, len: usize) -> Result<Flat> {
+        Ok(Flat::Host(vec![0.0; len]))
+    }
+
+    fn upload(&self, values: Flat) -> Result<Flat> {
+        values.on_host()
+    }
+
+    fn device_buffer<'f>(&self, flat: &'f Flat) -> Result<&'f Vec<f32>> {
+        flat.host()
+    }
+
+    fn device_buffer_mut<'f>(&self, flat: &'f mut Flat) -> Result<&'f mut Vec<f32>> {
+        flat.host_mut()
+    }
+
+    fn download(&self, x: &Tensor) -> Result<Vec<f32>> {
+        Ok(x.flatten_all()?.to_vec1()?)
+    }
+}
+
+impl Compute for Reference {
+    type Adapter = Adapter;
+    type Angles = Angles;
+    type Softmax = ();
+    type Normalizers = ();
+
+    fn adapter_from(&self, parameters: &Vec<f32>, shape: &AdapterShape) -> Result<Adapter> {
+        let AdapterShape { inputs, outputs, r, scaling, blocks } = shape;
+        let rank = blocks.len() * r;
+        let (mut a, mut b) = (Vec::with_capacity(rank * inputs), vec![0f32; outputs * rank]);
+        for (index, block) in blocks.iter().enumerate() {
+            a.extend_from_slice(shape.a(parameters, block));
+            for (row, values) in block.outputs.clone().zip(shape.b(parameters, block).chunks_exact(*r)) {
+                let out = &mut b[row * rank + index * r..][..*r];
+                add_scaled(out, *scaling as f32, values);
+            }
+        }
+        let outputs = blocks.iter().map(|block| block.outputs.clone()).collect();
+        Ok(Adapter { a: self.tensor(a, *inputs)?, b: self.tensor(b, rank)?, r: *r, scaling: *scaling, outputs })
+    }
+
+    fn embed(&self, table: &Weight, ids: &[u32]) -> Result<Tensor> {
+        self.select_rows(&table.matrix, ids)
+    }
+
+    fn embed_vjp(&self, ids: &[u32], dy: &Tensor, gradient: &mut Vec<f32>, at: usize) -> Result<()> {
+        let width = dy.dim(1)?;
+        Ok(ops::with_values(dy, |dy| {
+            for (id, dy) in ids.iter().zip(dy.chunks_exact(width)) {
+                add(gradient, at + *id as usize * width, dy);
+            }
+        })?)
+    }
+
+    fn select_rows(&self, x: &Tensor, rows: &[u32]) -> Result<Tensor> {
+        Ok(x.index_select(&Tensor::from_vec(rows.to_vec(), rows.len(), &Device::Cpu)?, 0)?)
+    }
+
+    fn scatter_rows(&self, x: &Tensor, rows: &[u32], count: usize) -> Result<Tensor> {
+        let width = x.dim(1)?;
+        let mut values = vec![0f32; count * width];
+        ops::with_values(x, |x| {
+            for (row, x) in rows.iter().zip(x.chunks_exact(width)) {
+                add(&mut values, *row as usize * width, x);
+            }
+        })?;
+        self.tensor(values, width)
+    }
+
+    fn concat_rows(&self, parts: &[&Tensor]) -> Result<Tensor> {
+        Ok(Tensor::cat(parts, 0)?)
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Arc<Vec<f32>>, eps: f32) -> Result<Tensor> {
+        Ok(ops::rms_norm(x, weight, eps)?)
+    }
+
+    fn rms_norm_vjp(
+        &self,
+        x: &Tensor,
+        weight: &Arc<Vec<f32>>,
+        eps: f32,
+        dy: &Tensor,
+        residual: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let dx = ops::rms_norm_vjp(x, weight, eps, dy)?;
+        Ok(match residual {
+            Some(residual) => (residual + dx)?,
+            None => dx,
+        })
+    }
+
+    fn rms_norm_weight_vjp(&self, x: &Tensor, eps: f32, dy: &Tensor, gradient: &mut Vec<f32>, at: usize) -> Result<()> {
+        add(gradient, at, &ops::rms_norm_weight_vjp(x, eps, dy)?);
+        Ok(())
+    }
+
+    fn linear(
+        &self,
+        x: &Tensor,
+        weight: &Weight,
+        adapter: Option<AdapterPass<'_, Self>>,
+        residual: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let y = ops::padded(x, |x| -> Result<Tensor> {
+            let x = self.rounded(x)?;
+            let y = ops::linear(&x, &weight.matrix, weight.bias.as_ref())?;
+            match &adapter {
+                Some(pass) => Ok((y + self.hidden(pass, &x)?.matmul(&pass.adapter.b.t()?)?)?),
+                None => Ok(y),
+            }
+        })?;
+        Ok(match residual {
+            Some(residual) => (residual + y)?,
+            None => y,
+        })
+    }
+
+    fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Tensor> {
+        let (x, dy) = (self.rounded(linear.x)?, self.rounded(linear.dy)?);
+        let dx = dy.matmul(&linear.weight.matrix)?;
+        for FullSlot { outputs, weight: weight_at, bias: bias_at } in linear.full {
+            let dy = dy.narrow(1, outputs.start, outputs.len())?.contiguous()?;
+            add_tensor(gradient, *weight_at, &dy.t()?.matmul(&x)?)?;
+            if let Some(at) = bias_at {
+                let dy = linear.dy.narrow(1, outputs.start, outputs.len())?;
+                add(gradient, *at, &ops::column_sums(&dy.contiguous()?)?);
+            }
+        }
+        let Some(AdapterBackward { pass, slots }) = &linear.adapter else { return Ok(dx) };
+        let Adapter { a, b, r, scaling, outputs } = pass.adapter;
+        let h = self.hidden(pass, &x)?;
+        let dh = dy.matmul(b)?;
+        let (dx, da) = match pass.masks.is_empty() {
+            true => ((dx + dh.matmul(a)?)?, dh.t()?.matmul(&x)?),
+            false => self.dropped_vjp(pass, &x, &dh, dx)?,
+        };
+        for (block, (outputs, (a_at, b_at))) in outputs.iter().zip(*slots).enumerate() {
+            add_tensor(gradient, *a_at, &da.narrow(0, block * r, *r)?)?;
+            // L depends on B through s·B, which is what the adapter's `b` holds.
+            let dy = dy.narrow(1, outputs.start, outputs.len())?;
+            let db = dy.t()?.contiguous()?.matmul(&h.narrow(1, block * r, *r)?.contiguous()?)?;
+            add_tensor(gradient, *b_at, &(db * *scaling)?)?;
+        }
+        Ok(dx)
+    }
+
+    fn angles(&self, table: &Arc<RopeTable>, positions: &[usize]) -> Result<Angles> {
+        Ok(Angles { table: table.clone(), positions: positions.to_vec() })
+    }
+
+    fn rotate(&self, rotation: &Rotation<'_, Self>, qkv: &Tensor) -> Result<Tensor> {
+        Ok(ops::rotate(&Self::rotation(rotation), qkv)?)
+    }
+
+    fn rotate_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Tensor>, dy: &Tensor) -> Result<Tensor> {
+        // Without qk-norm the input is not read.
+        Ok(ops::rotate_vjp(&Self::rotation(rotation), qkv.unwrap_or(dy), dy)?)
+    }
+
+    fn rotate_weight_vjp(
+        &self,
+        rotation: &Rotation<'_, Self>,
+        qkv: &Tensor,
+        dy: &Tensor,
+        gradient: &mut Vec<f32>,
+        at: (usize, usize),
+    ) -> Result<()> {
+        if let Some((q, k)) = ops::rotate_weight_vjp(&Self::rotation(rotation), qkv, dy)? {
+            add(gradient, at.0, &q);
+            add(gradient, at.1, &k);
+        }
+        Ok(())
+    }
+
+    fn attend(&self, attention: &Attention<'_>, qkv: &Tensor) -> Result<(Tensor, ())> {
+        let Attention { heads, groups, visible, window: _ } = *attention;
+        Ok((ops::attention(heads, groups, visible, qkv)?, ()))
+    }
+
+    fn attend_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Result<Tensor> {
+        let Attention { heads, groups, visible, window: _ } = backward.attention;
+        Ok(ops::attention_vjp(heads, groups, visible, backward.qkv, backward.dy)?)
+    }
+
+    fn silu_mul(&self, gate_up: &Tensor) -> Result<Tensor> {
+        Ok(ops::silu_mul(gate_up)?)
+    }
+
+    fn silu_mul_vjp(&self, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        Ok(ops::silu_mul_vjp(gate_up, dy)?)
+    }
+
+    fn score(&self, x: &Tensor, head: &Weight, targets: &[u32], temperature: f64) -> Result<(Vec<TokenScore>, ())> {
+        let mut scores = Vec::with_capacity(targets.len());
+        for (begin, ids) in Self::chunks(head, targets)? {
+            let logits = self.logits(&x.narrow(0, begin, ids.len())?, head)?;
+            scores.extend(ops::token_scores(&logits, ids, temperature)?);
+        }
+        Ok((scores, ()))
+    }
+
+    fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Tensor> {
+        let HeadBackward { x, head, targets, temperature, normalizers: (), g, at } = backward;
+        let mut parts = Vec::new();
+        for (begin, ids) in Self::chunks(head, targets)? {
+            let x = x.narrow(0, begin, ids.len())?;
+            let logits = self.logits(&x, head)?;
+            let d_logits = ops::token_scores_vjp(&logits, ids, *temperature, &g[begin..begin + ids.len()])?;
+            let d_logits = self.rounded(&d_logits)?;
+            parts.push(d_logits.matmul(&head.matrix)?);
+            if let Some(at) = at {
+                add_tensor(gradient, *at, &d_logits.t()?.matmul(&self.rounded(&x)?)?)?;
+            }
+        }
+        Ok(Tensor::cat(&parts, 0)?)
+    }
+
+    fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {
+        ops::padded(&self.rounded(x)?, |x| Ok(ops::linear(x, &head.matrix, None)?))
+    }
+}

@@ -1,0 +1,126 @@
+//! Generation on the oracle: keys and values as they come, one vector a row and layer.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use super::{Reference, Weight};
+use crate::backend::{Choice, Chosen, Compute, Decode};
+use crate::error::Result;
+use crate::ops;
+use crate::ops::slices::{self, Cache as Seen, Heads};
+
+/// Keys and values of rows, each behind a prompt that others may share.
+#[derive(Debug)]
+pub struct Cache {
+    heads: Heads,
+    num_layers: usize,
+    prompts: Vec<Arc<Prompt>>,
+    rows: Vec<CacheRow>,
+}
+
+/// By layer, `[position][k heads | v heads]`.
+#[derive(Debug)]
+struct Prompt {
+    len: usize,
+    layers: Vec<Vec<f32>>,
+}
+
+#[derive(Debug)]
+struct CacheRow {
+    prompt: Arc<Prompt>,
+    layers: Vec<Vec<f32>>,
+}
+
+impl Decode for Reference {
+    type Cache = Cache;
+    type PendingChoice = Infallible;
+
+    /// candle's products differ in the last bits with the number of rows.
+    fn samples_exactly(&self) -> bool {
+        false
+    }
+
+    fn new_cache(&self, heads: &Heads, num_layers: usize) -> Cache {
+        Cache { heads: *heads, num_layers, prompts: Vec::new(), rows: Vec::new() }
+    }
+
+    fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
+        let first = cache.prompts.len();
+        let prompt = |len: &usize| Arc::new(Prompt { len: *len, layers: vec![Vec::new(); cache.num_layers] });
+        cache.prompts.extend(lengths.iter().map(prompt));
+        Ok(first)
+    }
+
+    fn fill_prompts(&self, cache: &mut Cache, first: usize, layer: usize, qkv: &Tensor) -> Result<()> {
+        let Cache { heads, prompts, .. } = cache;
+        Ok(ops::with_values(qkv, |values| {
+            let mut rows = values.chunks_exact(heads.width());
+            for prompt in prompts[first..].iter_mut().filter_map(Arc::get_mut) {
+                for row in rows.by_ref().take(prompt.len) {
+                    prompt.layers[layer].extend_from_slice(&row[heads.q_width()..]);
+                }
+            }
+        })?)
+    }
+
+    fn add_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, _: usize) -> Result<()> {
+        for _ in 0..copies {
+            let layers = vec![Vec::new(); cache.num_layers];
+            cache.rows.push(CacheRow { prompt: cache.prompts[prompt].clone(), layers });
+        }
+        Ok(())
+    }
+
+    fn close_prompts(&self, cache: &mut Cache) {
+        cache.prompts.clear();
+    }
+
+    fn attend_cached(
+        &self,
+        heads: &Heads,
+        cache: &mut Cache,
+        layer: usize,
+        window: Option<usize>,
+        qkv: &Tensor,
+    ) -> Result<Tensor> {
+        let mut out = vec![0f32; cache.rows.len() * heads.q_width()];
+        ops::with_values(qkv, |qkv| {
+            cache
+                .rows
+                .par_iter_mut()
+                .zip(out.par_chunks_exact_mut(heads.q_width()))
+                .zip(qkv.par_chunks_exact(heads.width()))
+                .for_each_init(Vec::new, |scores, ((row, out), qkv)| {
+                    let (q, kv) = qkv.split_at(heads.q_width());
+                    let own = &mut row.layers[layer];
+                    own.extend_from_slice(kv);
+                    let seen = Seen { prompt: &row.prompt.layers[layer], own };
+                    slices::attention_cached(heads, window, q, seen, scores, out);
+                });
+        })?;
+        self.tensor(out, heads.q_width())
+    }
+
+    fn retain_rows(&self, cache: &mut Cache, keep: &[bool]) {
+        let mut keep = keep.iter();
+        cache.rows.retain(|_| keep.next().copied().unwrap_or(false));
+    }
+
+    fn choose(&self, x: &Tensor, head: &Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+        let logits = self.logits(x, head)?;
+        let vocab_size = logits.dim(1)?;
+        let choose = |values: &[f32]| {
+            let rows = values.chunks_exact(vocab_size).take(choice.picks.len()).enumerate();
+            rows.map(|(row, logits)| choice.among(row, logits)).collect()
+        };
+        *chosen = ops::with_values(&logits, choose)?;
+        Ok(())
+    }
+
+    fn finish_choose(&self, choice: &Infallible) -> Result<Vec<Chosen>> {
+        match *choice {}
+    }
+}

@@ -1,0 +1,253 @@
+//! A generation block: the completions of U prompts with everything that stays the same while they are trained.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use super::advantage::shape::{RewardShape, RewardStats, ShapedRewards};
+use super::advantage::{
+    AdvantageConfig, AdvantageRows, Advantages, RewardWeight, advantages, combine_rewards, is_tied, sequence_kl,
+    token_kl,
+};
+use super::error::{EngineError, Result};
+use super::host::{Rollout, RolloutCompletion, RolloutGroup};
+use super::loss::{Denominators, RowAdvantage};
+use super::rollout::{is_included, num_generations};
+use crate::event::FinishReason;
+use crate::sample::Score;
+use crate::spec::{Estimator, Plan};
+use crate::trajectory::Trajectory;
+
+/// Log-probs of model tokens, one entry a completion, in block order.
+pub type Logps = Vec<Vec<f32>>;
+
+/// A scored rollout and what was computed of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Block {
+    /// Which block, from 0, over all epochs.
+    pub index: u64,
+    /// Prompts, completions, scores.
+    pub rollout: Rollout,
+    /// The rest, one entry a completion.
+    pub values: BlockValues,
+}
+
+/// One entry a completion, in block order.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct BlockValues {
+    /// The weighted reward; `None` = unscorable.
+    pub weighted: Vec<Option<f64>>,
+    /// The same, normalised and clipped, and with its length terms.
+    pub rewards: ShapedRewards,
+    /// What normalised them.
+    pub reward_stats: RewardStats,
+    /// Shaped rewards of the greedy completions, one a group; empty but for remax.
+    pub greedy: Vec<Option<f64>>,
+    /// Model tokens.
+    pub lengths: Vec<usize>,
+    /// False for truncated completions that are masked.
+    pub included: Vec<bool>,
+    /// True for the completions of tied groups that are left out.
+    pub dropped: Vec<bool>,
+    /// Per-token log-probs of the policy that sampled; as many as are known yet.
+    pub old_logps: Vec<Vec<f32>>,
+    /// Per-token log-probs of the reference; empty when beta = 0.
+    pub ref_logps: Vec<Vec<f32>>,
+    /// As many whole groups as are known yet.
+    pub results: Advantages,
+}
+
+impl Block {
+    /// A block whose log-probs and advantages are not known yet, and whose rewards are not shaped. The rollout must hold whole
+    /// groups.
+    pub fn new(index: u64, rollout: Rollout, plan: &Plan) -> Result<Self> {
+        let num_generations = num_generations(plan).get();
+        let prompts = plan.training.prompts_per_step as usize * plan.rloo.steps_per_generation as usize;
+        let whole = |group: &RolloutGroup| group.completions.len() == num_generations && !group.prompt_ids.is_empty();
+        if rollout.groups.len() != prompts || !rollout.groups.iter().all(whole) {
+            return Err(EngineError::Input(format!(
+                "a rollout must hold {prompts} prompts of at least one token with {num_generations} completions each; block {index} has {} prompts",
+                rollout.groups.len()
+            )));
+        }
+        let completions = || rollout.groups.iter().flat_map(|group| &group.completions);
+        for completion in completions() {
+            // Its sample row would have no text.
+            completion.segments.completion()?;
+        }
+        if completions().any(|completion| completion.score.values.len() != plan.rewards.len()) {
+            return Err(EngineError::Input(format!("a score must hold {} values, one a reward", plan.rewards.len())));
+        }
+        let weights = RewardWeight::of_plan(&plan.rewards);
+        let values = BlockValues {
+            weighted: completions()
+                .map(|completion| combine_rewards(&completion.score.values, &weights, plan.rloo.combine))
+                .collect(),
+            lengths: rollout.lengths(),
+            included: completions()
+                .map(|completion| is_included(completion.finish_reason, plan.rloo.mask_truncated_completions))
+                .collect(),
+            ..BlockValues::default()
+        };
+        Ok(Self { index, rollout, values })
+    }
+
+    /// Shape the rewards of a new block. `before` counts the rewards of the blocks before it. Plans of before there was a
+    /// limit (`max_abs_reward`) may have rewards whose sums and squares are beyond all numbers: an error here, before they
+    /// are trained on.
+    pub fn shape_rewards(&mut self, before: RewardStats, plan: &Plan) -> Result<()> {
+        let stats = RewardShape::of_plan(plan).stats(before, &self.values.weighted);
+        let not_finite = |what: String| Err(EngineError::StateNotFinite { what });
+        if !stats.is_finite() {
+            return not_finite(format!(
+                "the {} of the rewards (rloo.reward_normalization)",
+                if stats.mean.is_finite() { "variance" } else { "mean" }
+            ));
+        }
+        self.shape_rewards_by(stats, plan);
+        let BlockValues { weighted, rewards, greedy, .. } = &self.values;
+        let sums = weighted.iter().zip(&rewards.shaped);
+        // A clip makes an infinite sum finite, but NaN is no sum.
+        let is_wrong = |(weighted, shaped): (&Option<f64>, &Option<f64>)| {
+            weighted.is_some_and(f64::is_nan) || shaped.is_some_and(|shaped| !shaped.is_finite())
+        };
+        match (sums.map(is_wrong).position(|wrong| wrong), greedy.iter().flatten().all(|greedy| greedy.is_finite())) {
+            (None, true) => Ok(()),
+            (Some(row), _) => {
+                let group = row / num_generations(plan);
+                let prompt = self.rollout.groups.get(group).map_or(0, |group| group.row);
+                not_finite(format!("the weighted sum of the rewards of a completion of row {prompt}"))
+            }
+            (None, false) => not_finite("the weighted sum of the rewards of a greedy completion".to_owned()),
+        }
+    }
+
+    /// Shape the rewards of a block by statistics that count them already.
+    pub fn shape_rewards_by(&mut self, stats: RewardStats, plan: &Plan) {
+        let shape = RewardShape::of_plan(plan);
+        let (values, num_generations) = (&mut self.values, num_generations(plan).get());
+        let ties = plan.arithmetic.ties;
+        values.reward_stats = stats;
+        values.rewards = shape.shape(&values.weighted, &values.lengths, &stats);
+        let groups = values.rewards.task.chunks(num_generations);
+        let dropped =
+            |task: &[Option<f64>]| vec![plan.rloo.drop_tied_groups && is_tied(task, num_generations, ties); task.len()];
+        values.dropped = groups.flat_map(dropped).collect();
+        let weights = RewardWeight::of_plan(&plan.rewards);
+        let greedy = |completion: &RolloutCompletion| {
+            let weighted = combine_rewards(&completion.score.values, &weights, plan.rloo.combine)?;
+            Some(shape.task_reward(weighted, &stats) + shape.length_term(completion.segments.num_model_tokens()))
+        };
+        let greedy = self.rollout.groups.iter().map(|group| group.greedy.as_ref().and_then(greedy));
+        values.greedy = if plan.rloo.estimator == Estimator::Remax { greedy.collect() } else { Vec::new() };
+    }
+
+    /// Completions.
+    pub fn len(&self) -> usize {
+        self.values.weighted.len()
+    }
+
+    /// True when it holds none.
+    pub fn is_empty(&self) -> bool {
+        self.values.weighted.is_empty()
+    }
+
+    /// Prompt and completion tokens, the prompt counted once a completion, as TRL counts; what was sampled beside the block
+    /// included.
+    pub fn num_tokens(&self) -> u64 {
+        let own: u64 = self.rollout.trajectories().map(|trajectory| trajectory.num_tokens() as u64).sum();
+        own + self.rollout.drawn.extra_tokens
+    }
+
+    /// Model tokens, likewise.
+    pub fn num_completion_tokens(&self) -> u64 {
+        let own: u64 = self.rollout.lengths().into_iter().map(|length| length as u64).sum();
+        own + self.rollout.drawn.extra_completion_tokens
+    }
+}
+
+impl BlockValues {
+    /// Advantages of the groups in `rows`, whose log-probs are known (unless no KL is in the reward, where none are needed);
+    /// in order.
+    pub fn fill_advantages(&mut self, rows: Range<usize>, plan: &Plan) {
+        let config = AdvantageConfig::of_plan(plan);
+        let token_kl: Vec<Vec<f64>> = rows.clone().map(|row| self.token_kl(row)).collect();
+        let num_generations = config.num_generations.get();
+        let groups = rows.start / num_generations..rows.end.div_ceil(num_generations);
+        let advantages = advantages(
+            &AdvantageRows {
+                rewards: &self.rewards.shaped[rows.clone()],
+                task_rewards: &self.rewards.task[rows.clone()],
+                token_kl: &token_kl,
+                dropped: &self.dropped[rows],
+                greedy: self.greedy.get(groups).unwrap_or_default(),
+            },
+            &config,
+        );
+        self.results.append(advantages);
+    }
+
+    /// old − reference of each token of a completion that trains; zeros while one of them is not known.
+    fn token_kl(&self, row: usize) -> Vec<f64> {
+        match (self.old_logps.get(row), self.ref_logps.get(row)) {
+            (Some(old), Some(reference)) => token_kl(old, reference, self.included[row]),
+            (_, None) | (None, _) if self.included[row] => vec![0.0; self.lengths[row]],
+            (_, None) | (None, _) => Vec::new(),
+        }
+    }
+
+    /// What the losses of an optimizer step are divided by; known before its micro-batches.
+    pub fn denominators(&self, rows: Range<usize>, plan: &Plan) -> Denominators {
+        let kept = || rows.clone().filter(|&row| !self.dropped[row]);
+        Denominators {
+            completions: kept().count(),
+            tokens: kept().filter(|&row| self.included[row]).map(|row| self.lengths[row]).sum(),
+            max_completion_length: plan.sampling.max_completion_length as usize,
+        }
+    }
+
+    /// The advantage a completion trains with.
+    pub fn advantage(&self, row: usize) -> RowAdvantage<'_> {
+        match self.results.token_advantages.get(row) {
+            Some(tokens) => RowAdvantage::Tokens(tokens),
+            None => RowAdvantage::Sequence(self.results.advantages[row]),
+        }
+    }
+
+    /// Σ (old − reference) of a completion; `None` without a reference or before the log-probs are known.
+    pub fn sequence_kl(&self, row: usize) -> Option<f64> {
+        let (old, reference) = (self.old_logps.get(row)?, self.ref_logps.get(row)?);
+        Some(sequence_kl(old, reference, self.included[row]))
+    }
+}
+
+impl Rollout {
+    /// The sequence of every completion, in block order.
+    pub fn trajectories(&self) -> impl Iterator<Item = Trajectory<'_>> {
+        self.completions().map(|(group, completion)| Trajectory::new(&group.prompt_ids, &completion.segments))
+    }
+
+    /// Every completion with its group, in block order.
+    pub fn completions(&self) -> impl Iterator<Item = (&RolloutGroup, &RolloutCompletion)> {
+        self.groups.iter().flat_map(|group| group.completions.iter().map(move |completion| (group, completion)))
+    }
+
+    /// Log-probs of the model tokens as the sampler saw them, in block order; `None` unless they are known of every one.
+    pub fn recorded_logps(&self) -> Option<Logps> {
+        self.completions().map(|(_, completion)| completion.segments.logps().map(Cow::into_owned)).collect()
+    }
+
+    /// Scores, in block order.
+    pub fn scores(&self) -> Vec<Score> {
+        self.completions().map(|(_, completion)| completion.score.clone()).collect()
+    }
+
+    /// Completion lengths in model tokens, in block order.
+    pub fn lengths(&self) -> Vec<usize> {
+        self.completions().map(|(_, completion)| completion.segments.num_model_tokens()).collect()
+    }
+
+    /// Why each completion ended, in block order.
+    pub fn finish_reasons(&self) -> Vec<FinishReason> {
+        self.completions().map(|(_, completion)| completion.finish_reason).collect()
+    }
+}

@@ -1,0 +1,168 @@
+//! The losses and their gradients with respect to log-probs, in f64 (rloo.md, "Loss").
+//!
+//! Every loss is Σ_i loss_i / denominator_i, where the denominators are those of the whole optimizer step, known before
+//! its micro-batches ([`Denominators`]): any split of the step gives the same gradient. The terms of a completion are in
+//! [`surrogate`], the KL penalty's in [`kl`].
+
+pub mod kl;
+pub mod surrogate;
+
+use self::kl::KlPenalty;
+use crate::spec::{KlIn, Loss, Plan};
+
+/// One trajectory in the training forward. Only model tokens have entries: context tokens are neither scored nor trained.
+#[derive(Debug, Clone, Copy)]
+pub struct LossRow<'a> {
+    /// Log-probs of the model tokens by the policy that trains.
+    pub new_logps: &'a [f32],
+    /// The same by the policy that sampled.
+    pub old_logps: &'a [f32],
+    /// The same by the reference; needed only for a KL penalty in the loss.
+    pub ref_logps: &'a [f32],
+    /// False for a truncated completion that is masked: ratio 1, no gradient, still in the number of completions.
+    pub included: bool,
+    /// Its advantage, or its tokens'.
+    pub advantage: RowAdvantage<'a>,
+}
+
+/// The advantage of a completion.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RowAdvantage<'a> {
+    /// The same for every token.
+    Sequence(f64),
+    /// One a token; the losses of whole sequences are refused with it at submission.
+    Tokens(&'a [f64]),
+}
+
+impl RowAdvantage<'_> {
+    fn of_token(&self, token: usize) -> f64 {
+        match self {
+            RowAdvantage::Sequence(advantage) => *advantage,
+            RowAdvantage::Tokens(advantages) => advantages.get(token).copied().unwrap_or(0.0),
+        }
+    }
+
+    fn of_sequence(&self) -> f64 {
+        match self {
+            RowAdvantage::Sequence(advantage) => *advantage,
+            RowAdvantage::Tokens(advantages) => super::advantage::mean(advantages).unwrap_or(0.0),
+        }
+    }
+}
+
+/// Which loss.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LossConfig {
+    /// Of what the ratio is, and what the sum is divided by.
+    pub loss: Loss,
+    /// Lower clip: 1 − epsilon.
+    pub epsilon: f64,
+    /// Upper clip: 1 + epsilon_high.
+    pub epsilon_high: f64,
+    /// The KL penalty, when it is in the loss.
+    pub kl: Option<KlPenalty>,
+}
+
+impl LossConfig {
+    /// As the plan says.
+    pub fn of_plan(plan: &Plan) -> Self {
+        let rloo = &plan.rloo;
+        let kl = KlPenalty { beta: rloo.beta, estimator: rloo.kl_estimator };
+        Self {
+            loss: rloo.loss,
+            epsilon: rloo.epsilon,
+            epsilon_high: rloo.epsilon_high,
+            kl: (rloo.kl_in == KlIn::Loss && rloo.needs_reference()).then_some(kl),
+        }
+    }
+}
+
+/// What the sums of one optimizer step are divided by, whatever its micro-batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Denominators {
+    /// Completions (B), those of dropped groups left out.
+    pub completions: usize,
+    /// Tokens that train, those of masked and dropped completions left out.
+    pub tokens: usize,
+    /// The most tokens a completion may have.
+    pub max_completion_length: usize,
+}
+
+impl Denominators {
+    /// What a completion of so many model tokens is divided by; never 0.
+    ///
+    /// | loss | denominator | source |
+    /// |---|---|---|
+    /// | `sequence`, `gspo` | B | Ahmadian et al. 2024 (arXiv 2402.14740); Zheng et al. 2025 (arXiv 2507.18071) |
+    /// | `token_mean` | tokens of the step | Yu et al. 2025, DAPO (arXiv 2503.14476) |
+    /// | `seq_mean_token_mean` | B · tokens of the completion | Shao et al. 2024, GRPO (arXiv 2402.03300) |
+    /// | `dr_grpo` | B · max_completion_length | Liu et al. 2025 (arXiv 2503.20783), as TRL's constant |
+    pub fn of_row(&self, loss: Loss, num_tokens: usize) -> f64 {
+        let divisor = match loss {
+            Loss::Sequence | Loss::Gspo => self.completions,
+            Loss::TokenMean => self.tokens,
+            Loss::SeqMeanTokenMean => self.completions * num_tokens,
+            Loss::DrGrpo => self.completions * self.max_completion_length,
+        };
+        divisor.max(1) as f64
+    }
+}
+
+/// The loss of one completion.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RowLoss {
+    /// Σ_t old.
+    pub old_logp: f64,
+    /// Σ_t new.
+    pub new_logp: f64,
+    /// Of the whole sequence (of `gspo`: normalised by its length): ρ.
+    pub ratio: f64,
+    /// Sum of the completion's terms, not yet divided.
+    pub loss: f64,
+    /// What it is divided by.
+    pub denominator: f64,
+    /// Ratios that are clipped: one a completion, or one a token.
+    pub num_ratios: usize,
+    /// Of these, ρ < 1 − ε with A < 0: they train no more.
+    pub clipped_low: usize,
+    /// Of these, ρ > 1 + ε_high with A > 0.
+    pub clipped_high: usize,
+    /// dL/dnew_logp of each token, divided.
+    pub gradient: Vec<f64>,
+}
+
+impl RowLoss {
+    /// dL/dnew_logp for each of the row's tokens, as the model's backward pass takes it.
+    pub fn token_gradient(&self) -> Vec<f32> {
+        self.gradient.iter().map(|entry| *entry as f32).collect()
+    }
+}
+
+/// The loss of one completion and its gradient.
+pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominators: &Denominators) -> RowLoss {
+    let mut loss = match config.loss {
+        Loss::Sequence => surrogate::sequence(row, config),
+        Loss::Gspo => surrogate::gspo(row, config),
+        Loss::TokenMean | Loss::SeqMeanTokenMean | Loss::DrGrpo => surrogate::tokens(row, config),
+    };
+    if let Some(penalty) = config.kl.filter(|_| row.included) {
+        // A length-normalised ratio has a length-normalised penalty beside it.
+        let scale = if config.loss == Loss::Gspo { 1.0 / row.new_logps.len().max(1) as f64 } else { 1.0 };
+        for (token, (&new, &reference)) in row.new_logps.iter().zip(row.ref_logps).enumerate() {
+            let (value, slope) = penalty.of_token(f64::from(new), f64::from(reference));
+            loss.loss += scale * value;
+            loss.gradient[token] += scale * slope;
+        }
+    }
+    loss.denominator = denominators.of_row(config.loss, row.new_logps.len());
+    loss.gradient.iter_mut().for_each(|entry| *entry /= loss.denominator);
+    loss
+}
+
+/// Σ of the rows' losses, each over its denominator.
+pub fn total_loss(rows: &[RowLoss]) -> f64 {
+    rows.iter().map(|row| row.loss / row.denominator).sum()
+}
+
+#[cfg(test)]
+mod tests;

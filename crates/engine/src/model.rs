@@ -1,0 +1,342 @@
+//! A language model and what of it is trained. The decoder is written once, over the operations of a
+//! [`backend`](super::backend).
+
+pub mod decode;
+mod decoder;
+pub mod full;
+pub mod layer;
+pub mod linear;
+pub mod packing;
+pub mod pass;
+pub mod rope;
+mod trained;
+
+use std::path::Path;
+
+use super::backend::TokenDropout;
+#[cfg(feature = "cuda")]
+use super::backend::cuda::Cuda;
+use super::backend::{BackendKind, cpu::Cpu, reference::Reference};
+pub use super::backend::{Choice, Chosen, Flat, Pick};
+use super::error::{EngineError, Result};
+use super::load::Weights;
+use super::lora::Lora;
+pub use super::lora::ParameterInfo;
+use super::ops::slices::TokenScore;
+use crate::modelcard::{self, ModelCard};
+use crate::spec::ComputeDtype;
+#[cfg(feature = "cuda")]
+use crate::spec::footprint;
+use crate::spec::footprint::Place;
+pub use crate::trajectory::Trajectory;
+
+pub use decode::DecodeState;
+use decoder::Decoder;
+use full::Full;
+use packing::Packing;
+use pass::{Pass, RowDropout};
+
+/// What the model says of one trajectory; one entry a model token, in order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RowScore {
+    /// Log-probabilities in nats, of logits / temperature.
+    pub logps: Vec<f32>,
+    /// Entropies of the same distributions, in nats.
+    pub entropies: Vec<f32>,
+}
+
+/// Whether the LoRA adapter takes part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Adapter {
+    /// The policy.
+    On,
+    /// The same weights without the adapter: the reference.
+    Off,
+}
+
+/// Next-token logits on the host, one row a sequence.
+#[derive(Clone, Debug, Default)]
+pub struct Logits {
+    /// Row-major, `[rows][vocab_size]`.
+    pub values: Vec<f32>,
+    /// The length of a row.
+    pub vocab_size: usize,
+}
+
+impl Logits {
+    /// How many rows.
+    pub fn len(&self) -> usize {
+        self.values.len().checked_div(self.vocab_size).unwrap_or(0)
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty()
+    }
+
+    /// One row's logits.
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.values[row * self.vocab_size..(row + 1) * self.vocab_size]
+    }
+
+    /// One row's logits, to change in place.
+    pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
+        &mut self.values[row * self.vocab_size..(row + 1) * self.vocab_size]
+    }
+}
+
+/// From the new scores to dL/dlogp, `[row][token]`.
+pub type LossGradient<'l> = dyn FnMut(&[RowScore]) -> Result<Vec<Vec<f32>>> + 'l;
+
+/// A language model. Trained is a LoRA adapter over frozen weights ([`Policy::add_lora`]), or everything
+/// ([`Policy::train_all`]), or nothing.
+#[derive(Debug)]
+pub struct Policy {
+    card: ModelCard,
+    dtype: ComputeDtype,
+    network: Network,
+    lora: Option<Lora>,
+    full: Option<Full>,
+}
+
+/// The decoder on its backend.
+#[derive(Clone, Debug)]
+enum Network {
+    Cpu(Decoder<Cpu>),
+    Reference(Decoder<Reference>),
+    #[cfg(feature = "cuda")]
+    Cuda(Decoder<Cuda>),
+}
+
+/// Run `$body` with the decoder, whatever its backend.
+macro_rules! with_decoder {
+    ($network:expr, |$decoder:ident| $body:expr) => {
+        match $network {
+            Network::Cpu($decoder) => $body,
+            Network::Reference($decoder) => $body,
+            #[cfg(feature = "cuda")]
+            Network::Cuda($decoder) => $body,
+        }
+    };
+}
+use with_decoder;
+
+impl Policy {
+    /// Load a model directory; f32 compute.
+    pub fn load(dir: &Path, kind: BackendKind) -> Result<Policy> {
+        Policy::load_dtype(dir, kind, ComputeDtype::F32)
+    }
+
+    /// As [`Policy::load`], with matrices in this precision; sums are f32.
+    pub fn load_dtype(dir: &Path, kind: BackendKind, dtype: ComputeDtype) -> Result<Policy> {
+        Policy::load_card(dir, modelcard::read(dir)?, kind, dtype)
+    }
+
+    /// As [`Policy::load_dtype`], with a card that was read before.
+    pub fn load_card(dir: &Path, card: ModelCard, kind: BackendKind, dtype: ComputeDtype) -> Result<Policy> {
+        let mut weights = Weights::open(dir, &card);
+        let network = match kind {
+            BackendKind::Cpu => Network::Cpu(Decoder::load(Cpu::new(dtype)?, &mut weights, &card.config)?),
+            BackendKind::Reference => {
+                Network::Reference(Decoder::load(Reference::new(dtype), &mut weights, &card.config)?)
+            }
+            #[cfg(feature = "cuda")]
+            BackendKind::Cuda { ordinal } => {
+                Network::Cuda(Decoder::load(Cuda::open(ordinal, dtype)?, &mut weights, &card.config)?)
+            }
+            #[cfg(not(feature = "cuda"))]
+            BackendKind::Cuda { ordinal } => {
+                return Err(EngineError::Input(format!("cuda:{ordinal} needs a build with CUDA, which this is not")));
+            }
+        };
+        Ok(Policy { card, dtype, network, lora: None, full: None })
+    }
+
+    /// As [`Policy::load`], with this CPU's precision, instructions and threads.
+    pub fn on_cpu(dir: &Path, cpu: Cpu) -> Result<Policy> {
+        let card = modelcard::read(dir)?;
+        let mut weights = Weights::open(dir, &card);
+        let dtype = cpu.dtype();
+        let network = Network::Cpu(Decoder::load(cpu, &mut weights, &card.config)?);
+        Ok(Policy { card, dtype, network, lora: None, full: None })
+    }
+
+    /// As [`Policy::load`], with this GPU, its precision and its way to multiply.
+    #[cfg(feature = "cuda")]
+    pub fn on_cuda(dir: &Path, cuda: Cuda) -> Result<Policy> {
+        let card = modelcard::read(dir)?;
+        let mut weights = Weights::open(dir, &card);
+        let dtype = cuda.dtype();
+        let network = Network::Cuda(Decoder::load(cuda, &mut weights, &card.config)?);
+        Ok(Policy { card, dtype, network, lora: None, full: None })
+    }
+
+    /// What is known of the model without its tensors.
+    pub fn card(&self) -> &ModelCard {
+        &self.card
+    }
+
+    /// The precision of its matrices.
+    pub fn dtype(&self) -> ComputeDtype {
+        self.dtype
+    }
+
+    /// What it computes on.
+    pub fn place(&self) -> Place {
+        match &self.network {
+            Network::Cpu(_) | Network::Reference(_) => Place::Cpu,
+            #[cfg(feature = "cuda")]
+            Network::Cuda(decoder) => Place::Cuda { memory_bytes: Some(decoder.backend().memory_bytes()) },
+        }
+    }
+
+    /// Give back what is kept for reuse.
+    pub fn release(&self) {
+        with_decoder!(&self.network, |decoder| decoder.release());
+    }
+
+    /// The GPU that it computes on, for whoever measures that; None on the processor.
+    #[cfg(feature = "cuda")]
+    pub fn device(&self) -> Option<&super::kernels::cuda::driver::Device> {
+        match &self.network {
+            Network::Cpu(_) | Network::Reference(_) => None,
+            Network::Cuda(decoder) => Some(decoder.backend().device()),
+        }
+    }
+
+    /// The most bytes of a device's memory that this process has taken so far, what the driver takes for it included; None on
+    /// the processor, whose memory is the process's own.
+    pub fn device_peak_bytes(&self) -> Option<u64> {
+        match &self.network {
+            Network::Cpu(_) | Network::Reference(_) => None,
+            #[cfg(feature = "cuda")]
+            Network::Cuda(decoder) => {
+                let device = decoder.backend().device();
+                let taken = device.properties().taken_bytes.unwrap_or(footprint::CUDA_CONTEXT_BYTES);
+                Some(taken + device.memory().reserved_peak)
+            }
+        }
+    }
+
+    /// Compute activations again in the backward instead of keeping them; changes no number. At first they are kept.
+    pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
+        with_decoder!(&mut self.network, |decoder| decoder.set_gradient_checkpointing(gradient_checkpointing));
+    }
+
+    /// Whether sampling gives a token the same log-prob, bit for bit, as [`Policy::score`] and the training forward.
+    pub fn samples_exactly(&self) -> bool {
+        with_decoder!(&self.network, |decoder| decoder.samples_exactly())
+    }
+
+    /// Log-probs and entropies of the model tokens; no gradient.
+    pub fn score(&self, rows: &[Trajectory<'_>], temperature: f64, adapter: Adapter) -> Result<Vec<RowScore>> {
+        let packing = self.pack(rows)?;
+        if packing.targets.is_empty() {
+            return Ok(vec![RowScore::default(); rows.len()]);
+        }
+        let scores = with_decoder!(&self.network, |decoder| decoder.score(&packing, temperature, adapter))?;
+        Ok(by_row(rows, &scores))
+    }
+
+    /// One forward over the rows, then `loss` gets the new scores and returns dL/dlogp per row and
+    /// model token; the backward pass adds dL/dparameter to `gradient`, which is flat, in the order of
+    /// [`Policy::parameters`].
+    pub fn forward_backward(
+        &self,
+        rows: &[Trajectory<'_>],
+        temperature: f64,
+        loss: &mut LossGradient<'_>,
+        gradient: &mut Flat,
+    ) -> Result<Vec<RowScore>> {
+        self.forward_backward_dropped(rows, temperature, None, loss, gradient)
+    }
+
+    /// As [`Policy::forward_backward`], with the adapter's dropout drawn from `dropout`: the scores are those of what is
+    /// left.
+    pub fn forward_backward_dropped(
+        &self,
+        rows: &[Trajectory<'_>],
+        temperature: f64,
+        dropout: Option<RowDropout>,
+        loss: &mut LossGradient<'_>,
+        gradient: &mut Flat,
+    ) -> Result<Vec<RowScore>> {
+        if self.flat().is_empty() {
+            return Err(no_adapter());
+        }
+        if gradient.len() != self.flat().len() {
+            let detail = format!("a gradient of {} for {} trainable parameters", gradient.len(), self.flat().len());
+            return Err(EngineError::Input(detail));
+        }
+        let packing = self.pack(rows)?;
+        if packing.targets.is_empty() {
+            let scores = vec![RowScore::default(); rows.len()];
+            loss(&scores)?;
+            return Ok(scores);
+        }
+        let p = self.lora_config().map_or(0.0, |lora| lora.dropout);
+        let dropout = dropout.filter(|_| p > 0.0).map(|dropout| TokenDropout::of_rows(p, dropout, rows, &packing));
+        let pass = Pass { adapter: true, dropout: dropout.as_ref(), layer: 0 };
+        let mut scores = Vec::new();
+        let mut by_target = |new: &[TokenScore]| -> Result<Vec<f32>> {
+            scores = by_row(rows, new);
+            let g = loss(&scores)?;
+            if g.len() != rows.len() || g.iter().zip(rows).any(|(g, row)| g.len() != row.num_model_tokens()) {
+                return Err(EngineError::Input("the loss gave gradients of the wrong shape".to_owned()));
+            }
+            Ok(g.concat())
+        };
+        with_decoder!(&self.network, |decoder| {
+            decoder.forward_backward(&packing, temperature, pass, &mut by_target, gradient)
+        })?;
+        Ok(scores)
+    }
+
+    /// The full logits at some positions of one sequence.
+    pub fn logits(&self, ids: &[u32], positions: &[usize], adapter: Adapter) -> Result<Vec<Vec<f32>>> {
+        if ids.is_empty() || positions.iter().any(|p| *p >= ids.len()) {
+            return Err(EngineError::Input(format!("positions {positions:?} of a sequence of {} tokens", ids.len())));
+        }
+        let values = with_decoder!(&self.network, |decoder| decoder.logits(ids, positions, adapter))?;
+        Ok(values.chunks_exact(self.card.config.vocab_size).map(<[f32]>::to_vec).collect())
+    }
+
+    /// The normed hidden state of each sequence's last token, without the adapter: `[sequences][hidden_size]`.
+    pub fn last_hidden(&self, sequences: &[&[u32]]) -> Result<Vec<f32>> {
+        if sequences.iter().any(|sequence| sequence.is_empty()) {
+            return Err(EngineError::Input("a sequence is empty; at least one token is needed".to_owned()));
+        }
+        if sequences.is_empty() {
+            return Ok(Vec::new());
+        }
+        with_decoder!(&self.network, |decoder| decoder.last_hidden(sequences))
+    }
+
+    fn pack(&self, rows: &[Trajectory<'_>]) -> Result<Packing> {
+        with_decoder!(&self.network, |decoder| decoder.pack(rows))
+    }
+}
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const NORM: &str = "model.norm.weight";
+const HEAD: &str = "lm_head.weight";
+
+fn no_adapter() -> EngineError {
+    EngineError::Adapter("the model has no adapter, and its weights are frozen".to_owned())
+}
+
+fn unknown_token(id: u32, vocab_size: u32) -> String {
+    format!("token id {id} is not below vocab_size {vocab_size}; the tokenizer does not belong to this model")
+}
+
+fn by_row(rows: &[Trajectory<'_>], scores: &[TokenScore]) -> Vec<RowScore> {
+    let mut scores = scores.iter();
+    let rows = rows.iter().map(|row| {
+        let (logps, entropies) = scores.by_ref().take(row.num_model_tokens()).map(|s| (s.logp, s.entropy)).unzip();
+        RowScore { logps, entropies }
+    });
+    rows.collect()
+}
+
+#[cfg(test)]
+mod tests;

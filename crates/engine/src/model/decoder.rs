@@ -1,0 +1,281 @@
+//! The decoder over any backend: packed forward, backward layer by layer; in `generate` prefill and decode.
+
+mod generate;
+
+use std::sync::Arc;
+
+use super::layer::{Batch, Layer, Norm, Saved};
+use super::packing::{Packing, Target};
+use super::pass::Pass;
+use super::rope::RopeTables;
+use super::{Adapter, EMBEDDING, HEAD, NORM, Trajectory, unknown_token};
+use crate::backend::{Compute, Flat, FullSlot, HeadBackward};
+use crate::error::{EngineError, Result};
+use crate::load::Weights;
+use crate::lora::Lora;
+use crate::model::full::Full;
+use crate::modelcard::ModelConfig;
+use crate::ops::slices::TokenScore;
+
+/// A model's weights on a backend.
+#[derive(Clone, Debug)]
+pub struct Decoder<B: Compute> {
+    backend: B,
+    config: Arc<ModelConfig>,
+    embedding: B::Weight,
+    layers: Vec<Layer<B>>,
+    norm: Norm<B>,
+    /// The embedding itself where tied.
+    head: B::Weight,
+    /// Where the gradients of embedding and head begin, where they are trained.
+    slots: Option<(usize, usize)>,
+    rope: Arc<RopeTables>,
+    gradient_checkpointing: bool,
+}
+
+/// From the new scores to dL/dlogp, one a target.
+pub type TargetLoss<'l> = dyn FnMut(&[TokenScore]) -> Result<Vec<f32>> + 'l;
+
+impl<B: Compute> Decoder<B> {
+    /// Load a checkpoint's weights.
+    pub fn load(backend: B, weights: &mut Weights, config: &ModelConfig) -> Result<Self> {
+        let mut matrix = |name: &str| -> Result<B::Weight> {
+            backend.upload_weight(weights.values(name)?.0, config.hidden_size, None)
+        };
+        let embedding = matrix(EMBEDDING)?;
+        let head = if config.tie_word_embeddings { embedding.clone() } else { matrix(HEAD)? };
+        let layers = (0..config.num_hidden_layers)
+            .map(|index| Layer::load(&backend, weights, config, index))
+            .collect::<Result<Vec<Layer<B>>>>()?;
+        let norm = Norm::new(&backend, weights.values(NORM)?.0)?;
+        let rope = Arc::new(RopeTables::new(config));
+        Ok(Decoder {
+            backend,
+            config: Arc::new(config.clone()),
+            embedding,
+            layers,
+            norm,
+            head,
+            slots: None,
+            rope,
+            gradient_checkpointing: false,
+        })
+    }
+
+    /// What computes.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// Another phase begins, or memory is short.
+    pub fn release(&self) {
+        self.backend.release_cached();
+    }
+
+    /// Compute a layer's activations again in the backward instead of keeping them; changes no number.
+    pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
+        self.gradient_checkpointing = gradient_checkpointing;
+    }
+
+    /// Train an adapter with these values.
+    pub fn set_lora(&mut self, lora: &Lora) -> Result<()> {
+        let parameters = self.backend.device_buffer(&lora.values)?;
+        let law = (lora.config.r, lora.config.scaling());
+        for (index, layer) in self.layers.iter_mut().enumerate() {
+            for linear in layer.linears_mut() {
+                linear.set_lora(&self.backend, parameters, law, |module| lora.slots(index, module))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Train all weights, beginning with these values.
+    pub fn set_full(&mut self, full: &Full) -> Result<()> {
+        let backend = self.backend.clone();
+        let parameters = backend.device_buffer(&full.values)?;
+        // New weights come while the old ones are there: what a training pass took makes room.
+        backend.release_cached();
+        // One matrix at a time, so that no second copy of the model is alive.
+        let (vocab, hidden) = (self.config.vocab_size, self.config.hidden_size);
+        let matrix = |name: &str| -> Result<B::Weight> {
+            let slot = FullSlot { outputs: 0..vocab, weight: full.place(name)?.start, bias: None };
+            backend.weight_from(parameters, &[slot], hidden)
+        };
+        let at = |name: &str| full.place(name).map(|place| place.start);
+        self.embedding = matrix(EMBEDDING)?;
+        let tied = self.config.tie_word_embeddings;
+        self.head = if tied { self.embedding.clone() } else { matrix(HEAD)? };
+        self.slots = Some((at(EMBEDDING)?, at(if tied { EMBEDDING } else { HEAD })?));
+        self.norm = Norm::trained(&backend, parameters, full.place(NORM)?)?;
+        for (index, layer) in self.layers.iter_mut().enumerate() {
+            let name = |inside: &str| format!("model.layers.{index}.{inside}");
+            layer.set_norms(&backend, parameters, |inside| full.place(&name(inside)))?;
+            for linear in layer.linears_mut() {
+                linear.set_weights(&backend, parameters, |module| {
+                    let path = module.path();
+                    Ok((at(&name(&format!("{path}.weight")))?, at(&name(&format!("{path}.bias"))).ok()))
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows of the vocabulary.
+    fn vocab_size(&self) -> usize {
+        self.config.vocab_size
+    }
+
+    fn windows(&self) -> &[Option<usize>] {
+        &self.config.windows
+    }
+
+    /// Pack rows to be scored.
+    pub fn pack(&self, rows: &[Trajectory<'_>]) -> Result<Packing> {
+        for row in rows {
+            row.segments.0.iter().try_for_each(|segment| self.check_ids(segment.ids()))?;
+        }
+        Packing::rows(rows, self.windows(), |n| self.rope.table(n))
+    }
+
+    fn check_ids(&self, ids: &[u32]) -> Result<()> {
+        match ids.iter().find(|id| **id as usize >= self.vocab_size()) {
+            Some(id) => Err(EngineError::Input(unknown_token(*id, self.vocab_size() as u32))),
+            None => Ok(()),
+        }
+    }
+
+    fn embed(&self, ids: &[u32]) -> Result<B::Tensor> {
+        self.check_ids(ids)?;
+        self.backend.embed(&self.embedding, ids)
+    }
+
+    fn batch<'p>(&self, packing: &'p Packing) -> Result<Batch<'p, B>> {
+        Ok(Batch { packing, angles: self.backend.angles(&packing.table, &packing.positions)? })
+    }
+
+    /// The residual stream after the last layer.
+    fn hidden(&self, packing: &Packing, adapter: Adapter) -> Result<B::Tensor> {
+        let batch = self.batch(packing)?;
+        let mut x = self.embed(&packing.ids)?;
+        for layer in &self.layers {
+            x = layer.forward(&self.backend, &x, &batch, Pass::inference(adapter))?.0;
+        }
+        Ok(x)
+    }
+
+    fn normed(&self, x: &B::Tensor) -> Result<B::Tensor> {
+        self.backend.rms_norm(x, &self.norm.weight, self.eps())
+    }
+
+    fn eps(&self) -> f32 {
+        self.config.rms_norm_eps as f32
+    }
+
+    /// Log-probs and entropies of the packing's targets; no gradient.
+    pub fn score(&self, packing: &Packing, temperature: f64, adapter: Adapter) -> Result<Vec<TokenScore>> {
+        let x = self.hidden(packing, adapter)?;
+        let (from, ids) = split(&packing.targets);
+        let normed = self.normed(&self.backend.select_rows(&x, &from)?)?;
+        drop(x);
+        let (scores, _) = self.backend.score(&normed, &self.head, &ids, temperature)?;
+        Ok(scores)
+    }
+
+    /// Forward, loss, backward: what it adds to the gradient may come later.
+    pub fn forward_backward(
+        &self,
+        packing: &Packing,
+        temperature: f64,
+        pass: Pass<'_>,
+        loss: &mut TargetLoss<'_>,
+        gradient: &mut Flat,
+    ) -> Result<()> {
+        let backend = &self.backend;
+        let gradient = backend.device_buffer_mut(gradient)?;
+        let batch = self.batch(packing)?;
+        // Forward, keeping each layer's input, and what its backward reads unless that is to be computed again.
+        let mut inputs: Vec<(B::Tensor, Option<Saved<B>>)> = Vec::with_capacity(self.layers.len());
+        let mut x = self.embed(&packing.ids)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let pass = pass.in_layer(index);
+            let (y, saved) = if self.gradient_checkpointing {
+                (layer.forward(backend, &x, &batch, pass)?.0, None)
+            } else {
+                match layer.forward_saving(backend, &x, &batch, pass, true)? {
+                    (Some(y), saved) => (y, Some(saved)),
+                    (None, _) => return Err(EngineError::Input("a layer gave no output".to_owned())),
+                }
+            };
+            inputs.push((std::mem::replace(&mut x, y), saved));
+        }
+        let (from, ids) = split(&packing.targets);
+        let hidden = backend.select_rows(&x, &from)?;
+        drop(x);
+        let normed = self.normed(&hidden)?;
+        let (scores, normalizers) = backend.score(&normed, &self.head, &ids, temperature)?;
+        let g = loss(&scores)?;
+        if g.iter().all(|g| *g == 0.0) {
+            return Ok(());
+        }
+        // Backward from the top, one layer's activations at a time.
+        let head = HeadBackward {
+            x: &normed,
+            head: &self.head,
+            targets: &ids,
+            temperature,
+            normalizers: &normalizers,
+            g: &g,
+            at: self.slots.map(|(_, head)| head),
+        };
+        let d_normed = backend.score_vjp(&head, gradient)?;
+        drop(normed);
+        let d_hidden = backend.rms_norm_vjp(&hidden, &self.norm.weight, self.eps(), &d_normed, None)?;
+        if let Some(at) = self.norm.slot {
+            backend.rms_norm_weight_vjp(&hidden, self.eps(), &d_normed, gradient, at)?;
+        }
+        drop((hidden, d_normed));
+        let mut dx = backend.scatter_rows(&d_hidden, &from, packing.ids.len())?;
+        drop(d_hidden);
+        for (index, layer) in self.layers.iter().enumerate().rev() {
+            let Some((input, saved)) = inputs.pop() else { break };
+            let pass = pass.in_layer(index);
+            let saved = match saved {
+                Some(saved) => saved,
+                None => layer.forward_saving(backend, &input, &batch, pass, false)?.1,
+            };
+            dx = layer.vjp(backend, (&input, saved), &batch, &dx, pass, gradient)?;
+        }
+        match self.slots {
+            Some((at, _)) => backend.embed_vjp(&packing.ids, &dx, gradient, at),
+            None => Ok(()),
+        }
+    }
+
+    /// The full logits at some positions of one sequence.
+    pub fn logits(&self, ids: &[u32], positions: &[usize], adapter: Adapter) -> Result<Vec<f32>> {
+        let packing = Packing::sequences(&[ids], self.windows(), |n| self.rope.table(n));
+        let x = self.hidden(&packing, adapter)?;
+        let at: Vec<u32> = positions.iter().map(|p| *p as u32).collect();
+        let normed = self.normed(&self.backend.select_rows(&x, &at)?)?;
+        self.backend.download(&self.backend.logits(&normed, &self.head)?)
+    }
+
+    /// The normed hidden state of each sequence's last token, `[sequences][hidden_size]`: what a score head reads.
+    pub fn last_hidden(&self, sequences: &[&[u32]]) -> Result<Vec<f32>> {
+        let packing = Packing::sequences(sequences, self.windows(), |n| self.rope.table(n));
+        let x = self.hidden(&packing, Adapter::Off)?;
+        let mut end = 0;
+        let last: Vec<u32> = sequences
+            .iter()
+            .map(|sequence| {
+                end += sequence.len() as u32;
+                end - 1
+            })
+            .collect();
+        self.backend.download(&self.normed(&self.backend.select_rows(&x, &last)?)?)
+    }
+}
+
+fn split(targets: &[Target]) -> (Vec<u32>, Vec<u32>) {
+    targets.iter().map(|target| (target.from as u32, target.id)).unzip()
+}

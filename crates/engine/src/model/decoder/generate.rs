@@ -1,0 +1,196 @@
+//! Generation: prompts are computed once, then every row grows by a token a step.
+
+use std::collections::HashMap;
+
+use super::Decoder;
+use crate::backend::{Choice, Chosen, Decode, Step, Tokens};
+use crate::error::{EngineError, Result};
+use crate::model::Adapter;
+use crate::model::decode::{Picks, Rows};
+use crate::model::layer;
+use crate::model::packing::Packing;
+use crate::model::pass::Pass;
+use crate::spec::footprint::PREFILL_TOKENS;
+
+impl<B: Decode> Decoder<B> {
+    /// Whether sampling gives the log-probs of a training forward, bit for bit.
+    pub fn samples_exactly(&self) -> bool {
+        self.backend.samples_exactly()
+    }
+
+    /// No rows yet.
+    pub fn begin(&self, adapter: Adapter) -> Rows<B> {
+        self.backend.release_cached();
+        let cache = self.backend.new_cache(&layer::heads(&self.config), self.layers.len());
+        Rows { adapter, cache, hidden: None, picked: None, due: None, lengths: Vec::new() }
+    }
+
+    /// Compute each distinct prompt once and append `num_copies` rows for each, prompt-major.
+    pub fn join(&self, rows: &mut Rows<B>, prompts: &[&[u32]], num_copies: usize, max_new_tokens: usize) -> Result<()> {
+        let mut number: HashMap<&[u32], usize> = HashMap::new();
+        let mut distinct: Vec<&[u32]> = Vec::new();
+        for (index, prompt) in prompts.iter().enumerate() {
+            if prompt.is_empty() {
+                return Err(EngineError::Input(format!("prompt {index} is empty; at least one token is needed")));
+            }
+            number.entry(prompt).or_insert_with(|| {
+                distinct.push(prompt);
+                distinct.len() - 1
+            });
+        }
+        // (number in the cache, last hidden row) of each distinct prompt.
+        let mut known: Vec<usize> = Vec::with_capacity(distinct.len());
+        let mut lasts: Vec<B::Tensor> = Vec::new();
+        let mut rest = distinct.as_slice();
+        while !rest.is_empty() {
+            let mut tokens = 0;
+            let fits = rest.iter().take_while(|p| {
+                tokens += p.len();
+                tokens <= PREFILL_TOKENS as usize
+            });
+            let (chunk, after) = rest.split_at(fits.count().max(1));
+            let (first, last) = self.prefill(rows, chunk)?;
+            known.extend(first..first + chunk.len());
+            lasts.push(last);
+            rest = after;
+        }
+        let last = self.backend.concat_rows(&lasts.iter().collect::<Vec<_>>())?;
+        let mut copies: Vec<u32> = Vec::with_capacity(prompts.len() * num_copies);
+        for prompt in prompts {
+            let index = number[prompt];
+            copies.extend(std::iter::repeat_n(index as u32, num_copies));
+            rows.lengths.extend(std::iter::repeat_n(prompt.len(), num_copies));
+            self.backend.add_rows(&mut rows.cache, known[index], num_copies, max_new_tokens)?;
+        }
+        self.backend.close_prompts(&mut rows.cache);
+        let joined = self.backend.select_rows(&last, &copies)?;
+        rows.hidden = Some(match rows.hidden.take() {
+            Some(hidden) => self.backend.concat_rows(&[&hidden, &joined])?,
+            None => joined,
+        });
+        Ok(())
+    }
+
+    /// The first prompt's number in the cache, and the last token's hidden row of each.
+    fn prefill(&self, rows: &mut Rows<B>, prompts: &[&[u32]]) -> Result<(usize, B::Tensor)> {
+        let packing = Packing::sequences(prompts, self.windows(), |n| self.rope.table(n));
+        let batch = self.batch(&packing)?;
+        let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.len()).collect();
+        let mut x = self.embed(&packing.ids)?;
+        let first = self.backend.add_prompts(&mut rows.cache, &lengths)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let (y, qkv) = layer.forward(&self.backend, &x, &batch, Pass::inference(rows.adapter))?;
+            x = y;
+            self.backend.fill_prompts(&mut rows.cache, first, index, &qkv)?;
+        }
+        let mut end = 0;
+        let last = lengths.iter().map(|length| {
+            end += *length as u32;
+            end - 1
+        });
+        Ok((first, self.backend.select_rows(&x, &last.collect::<Vec<u32>>())?))
+    }
+
+    /// Next-token logits of every row.
+    pub fn next_logits(&self, rows: &Rows<B>) -> Result<Vec<f32>> {
+        let Some(hidden) = &rows.hidden else { return Ok(Vec::new()) };
+        self.backend.download(&self.backend.logits(&self.normed(hidden)?, &self.head)?)
+    }
+
+    /// The next token of every row, one pick each.
+    pub fn choose(&self, rows: &Rows<B>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+        chosen.clear();
+        let Choice { picks, filters } = choice;
+        if let Some(due) = &rows.due {
+            if due.filters != filters || due.picks != picks {
+                return Err(EngineError::Input("the tokens were chosen already, by another choice".to_owned()));
+            }
+            *chosen = due.wait(&self.backend)?;
+            return Ok(());
+        }
+        let Some(hidden) = &rows.hidden else { return Ok(()) };
+        match &rows.picked {
+            Some(known) if known.filters == filters && picks.starts_with(&known.picks) => {
+                let count = known.picks.len();
+                let rest = Choice { picks: &picks[count..], filters };
+                let mut joined = Vec::new();
+                if !rest.picks.is_empty() {
+                    let which: Vec<u32> = (count as u32..picks.len() as u32).collect();
+                    let hidden = self.backend.select_rows(hidden, &which)?;
+                    self.backend.choose(&self.normed(&hidden)?, &self.head, rest, &mut joined)?;
+                }
+                *chosen = known.wait(&self.backend)?;
+                chosen.append(&mut joined);
+                Ok(())
+            }
+            Some(_) | None => self.backend.choose(&self.normed(hidden)?, &self.head, choice, chosen),
+        }
+    }
+
+    /// Append one token to every row, and begin to choose the next if there are picks.
+    pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32], choice: Choice<'_>) -> Result<()> {
+        self.check_ids(tokens)?;
+        // By append_ahead, for all rows of then.
+        if rows.due.take().is_some() || tokens.is_empty() {
+            return Ok(());
+        }
+        // Its memory is used again.
+        rows.picked = None;
+        self.step(rows, Tokens::Known(tokens), choice)
+    }
+
+    /// Append the tokens that the last step chooses, which nobody has read yet.
+    pub fn append_ahead(&self, rows: &mut Rows<B>, choice: Choice<'_>) -> Result<()> {
+        let is_whole = |picks: &Picks<B>| picks.kept.is_none() && picks.picks.len() == rows.lengths.len();
+        if rows.due.is_some() || !rows.picked.as_ref().is_some_and(is_whole) {
+            return Ok(());
+        }
+        rows.due = rows.picked.take();
+        self.step(rows, Tokens::Chosen(rows.lengths.len()), choice)
+    }
+
+    fn step(&self, rows: &mut Rows<B>, tokens: Tokens<'_>, choice: Choice<'_>) -> Result<()> {
+        let backend = &self.backend;
+        let table = self.rope.table(rows.lengths.iter().max().map_or(1, |length| length + 1));
+        let pass = Pass::inference(rows.adapter);
+        // Its memory is used again.
+        rows.hidden = None;
+        let step = Step { table: &table, tokens, positions: &rows.lengths, choice };
+        let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
+            let angles = backend.angles(step.table, step.positions)?;
+            let mut x = backend.embed_step(&self.embedding, cache, step.tokens)?;
+            for (index, layer) in self.layers.iter().enumerate() {
+                let qkv = layer.project(backend, &x, &angles, pass)?;
+                let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
+                x = layer.finish(backend, &x, &attended, pass)?;
+            }
+            let picked = match step.choice.picks.is_empty() {
+                true => None,
+                false => backend.begin_choose(cache, || self.normed(&x), &self.head, step.choice)?,
+            };
+            Ok((x, picked))
+        })?;
+        rows.lengths.iter_mut().for_each(|length| *length += 1);
+        rows.hidden = Some(x);
+        let (picks, filters) = (choice.picks.to_vec(), choice.filters);
+        rows.picked = picked.map(|picked| Picks { picks, filters, picked, kept: None });
+        Ok(())
+    }
+
+    /// Keep the rows marked true; the others leave.
+    pub fn retain(&self, rows: &mut Rows<B>, keep: &[bool]) -> Result<()> {
+        let kept: Vec<u32> = (0..keep.len()).filter(|row| keep[*row]).map(|row| row as u32).collect();
+        // What was chosen has been read, and is of rows in another order; or it is of the step after that.
+        match &mut rows.picked {
+            Some(picked) if rows.due.is_some() => picked.retain(&kept),
+            _ => rows.picked = None,
+        }
+        self.backend.retain_rows(&mut rows.cache, keep);
+        rows.hidden = match rows.hidden.take() {
+            Some(hidden) if !kept.is_empty() => Some(self.backend.select_rows(&hidden, &kept)?),
+            Some(_) | None => None,
+        };
+        rows.lengths = kept.iter().map(|row| rows.lengths[*row as usize]).collect();
+        Ok(())
+    }
+}

@@ -1,0 +1,121 @@
+//! Full fine-tuning: every weight of the decoder in one flat buffer, under the names of the checkpoint it was loaded from:
+//! first the matrices, then norms and biases, which weight decay leaves alone. The buffer holds the weights in f32, where the backend keeps it; what computes is made from it.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::Path;
+
+use crate::backend::Flat;
+use crate::error::{EngineError, Result};
+use crate::load::{self, Weights};
+use crate::lora::ParameterInfo;
+use crate::modelcard::{self, ModelCard, weights};
+use crate::tensors::{self, Data};
+
+/// The weights in a checkpoint of full fine-tuning.
+pub const WEIGHTS: &str = "model.safetensors";
+
+/// All weights and where each lies.
+#[derive(Debug)]
+pub struct Full {
+    /// Names of transformers, in the order of the buffer.
+    pub parameters: Vec<ParameterInfo>,
+    /// Values that decay: the first so many.
+    pub decayed: usize,
+    /// The buffer.
+    pub values: Flat,
+    ranges: HashMap<String, Range<usize>>,
+}
+
+impl Full {
+    /// The weights of a model directory.
+    pub fn of_model(dir: &Path, card: &ModelCard, values: Flat) -> Result<Full> {
+        let mut weights = Weights::open(dir, card);
+        Full::fill(card, values, |name| Ok(weights.values(name)?.0))
+    }
+
+    /// The weights of a checkpoint that [`Full::write`] made.
+    pub fn read(dir: &Path, card: &ModelCard, values: Flat) -> Result<Full> {
+        let damaged = |error: String| EngineError::Checkpoint(error);
+        let header = weights::read_header(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
+        let path = dir.join(WEIGHTS);
+        let failed = |source| EngineError::Io { path: path.clone(), source };
+        let file = modelcard::open(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
+        let shapes: HashMap<String, Vec<usize>> = card.config.tensors().into_iter().collect();
+        Full::fill(card, values, |name| {
+            let location =
+                header.tensors.get(name).ok_or_else(|| damaged(format!("{WEIGHTS}: tensor {name} is missing")))?;
+            if Some(&location.shape) != shapes.get(name) {
+                return Err(damaged(format!("{WEIGHTS}: tensor {name} has shape {:?}", location.shape)));
+            }
+            load::read_values(&file, location).map_err(failed)
+        })
+    }
+
+    /// Tensor by tensor, so that no second copy of the model is alive.
+    fn fill(card: &ModelCard, mut values: Flat, mut values_of: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<Full> {
+        let (mut parameters, mut ranges) = (Vec::new(), HashMap::new());
+        let (mut offset, mut decayed) = (0, 0);
+        let (matrices, others): (Vec<_>, Vec<_>) =
+            card.config.tensors().into_iter().partition(|(name, _)| decays(name));
+        for (name, shape) in matrices.into_iter().chain(others) {
+            let tensor = values_of(&name)?;
+            values.write(offset, &tensor)?;
+            ranges.insert(name.clone(), offset..offset + tensor.len());
+            decayed += if decays(&name) { tensor.len() } else { 0 };
+            parameters.push(ParameterInfo { name, shape, offset });
+            offset += tensor.len();
+        }
+        Ok(Full { parameters, decayed, values, ranges })
+    }
+
+    /// How many values the buffer of a model has.
+    pub fn len_of(card: &ModelCard) -> usize {
+        card.config.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
+    }
+
+    /// Where a tensor's values lie in the buffer, and in any of the same layout.
+    pub fn place(&self, name: &str) -> Result<Range<usize>> {
+        self.ranges.get(name).cloned().ok_or_else(|| EngineError::Input(format!("no weight {name}")))
+    }
+
+    /// `model.safetensors` in f32.
+    pub fn write(&self, dir: &Path) -> Result<()> {
+        let values = self.values.values()?;
+        let tensors: Vec<tensors::Tensor<'_>> = self
+            .parameters
+            .iter()
+            .map(|info| {
+                let range = info.offset..info.offset + info.shape.iter().product::<usize>();
+                tensors::Tensor { name: &info.name, shape: &info.shape, data: Data::F32(&values[range]) }
+            })
+            .collect();
+        tensors::write_finite(&dir.join(WEIGHTS), &tensors)
+    }
+}
+
+/// Whether weight decay is for a tensor of this name: neither norms nor biases, as `Trainer.get_decay_parameter_names` of
+/// transformers has it.
+fn decays(name: &str) -> bool {
+    !name.contains("norm") && !name.ends_with("bias")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matrices_decay_and_nothing_else_does() {
+        let dir = rlood_test_support::tiny_model();
+        let card = crate::modelcard::read(&dir).unwrap();
+        let tensors = card.config.tensors();
+        assert!(tensors.iter().all(|(name, shape)| decays(name) == (shape.len() == 2)), "{tensors:?}");
+        assert!(decays("lm_head.weight") && decays("model.embed_tokens.weight"));
+        assert!(!decays("model.layers.0.self_attn.q_proj.bias") && !decays("model.layers.0.self_attn.q_norm.weight"));
+
+        let full = Full::of_model(&dir, &card, Flat::Host(vec![0.0; Full::len_of(&card)])).unwrap();
+        let (before, after): (Vec<_>, Vec<_>) = full.parameters.iter().partition(|info| info.offset < full.decayed);
+        assert!(before.iter().all(|info| decays(&info.name)) && after.iter().all(|info| !decays(&info.name)));
+        assert!(!before.is_empty() && !after.is_empty());
+    }
+}

@@ -1,0 +1,160 @@
+//! A linear layer, several fused into one, with LoRA applied unmerged: y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. Trained are the
+//! adapters, or in full fine-tuning W and b.
+
+use std::ops::Range;
+
+use super::pass::Pass;
+use crate::backend::{
+    AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Compute, FullSlot, LinearBackward, Mask, Module,
+};
+use crate::error::Result;
+use crate::load::Weights;
+
+/// One PEFT module's rows of a fused layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Which.
+    pub module: Module,
+    /// Its first output.
+    pub begin: usize,
+    /// Its outputs.
+    pub out: usize,
+}
+
+impl Part {
+    fn outputs(&self) -> Range<usize> {
+        self.begin..self.begin + self.out
+    }
+}
+
+/// Some modules that read the same input, as one matrix.
+#[derive(Clone, Debug)]
+pub struct Linear<B: Compute> {
+    /// The modules, in order of their outputs.
+    pub parts: Vec<Part>,
+    inputs: usize,
+    has_bias: bool,
+    weight: B::Weight,
+    lora: Option<Lora<B>>,
+    /// In full fine-tuning, module by module.
+    full: Vec<FullSlot>,
+}
+
+/// The adapters of a fused layer.
+#[derive(Clone, Debug)]
+struct Lora<B: Compute> {
+    adapter: B::Adapter,
+    /// The adapted modules, in order of their outputs.
+    modules: Vec<Module>,
+    /// Where the gradients of each one's A and B begin.
+    slots: Vec<(usize, usize)>,
+}
+
+impl<B: Compute> Linear<B> {
+    /// Fuse the weights (and biases) of `modules` under `prefix` (`model.layers.0`).
+    pub fn load(backend: &B, weights: &mut Weights, prefix: &str, modules: &[Module], bias: bool) -> Result<Self> {
+        let (mut parts, mut values, mut bias_values) = (Vec::new(), Vec::new(), Vec::new());
+        let mut begin = 0;
+        for module in modules {
+            let name = format!("{prefix}.{}", module.path());
+            let (weight, shape) = weights.values(&format!("{name}.weight"))?;
+            if values.is_empty() {
+                values = weight;
+            } else {
+                values.extend(weight);
+            }
+            if bias {
+                bias_values.extend(weights.values(&format!("{name}.bias"))?.0);
+            }
+            parts.push(Part { module: *module, begin, out: shape[0] });
+            begin += shape[0];
+        }
+        let inputs = values.len() / begin.max(1);
+        let weight = backend.upload_weight(values, inputs, bias.then_some(bias_values))?;
+        Ok(Linear { parts, inputs, has_bias: bias, weight, lora: None, full: Vec::new() })
+    }
+
+    fn outputs(&self) -> usize {
+        self.parts.last().map_or(0, |part| part.outputs().end)
+    }
+
+    /// Train the weights (and biases) themselves, and compute with these: `slots(module)` says where W and b begin in the
+    /// flat parameters.
+    pub fn set_weights(
+        &mut self,
+        backend: &B,
+        parameters: &B::FlatBuffer,
+        slots: impl Fn(Module) -> Result<(usize, Option<usize>)>,
+    ) -> Result<()> {
+        let slot = |part: &Part| -> Result<FullSlot> {
+            let (weight, bias) = slots(part.module)?;
+            Ok(FullSlot { outputs: part.outputs(), weight, bias: bias.filter(|_| self.has_bias) })
+        };
+        self.full = self.parts.iter().map(slot).collect::<Result<_>>()?;
+        self.lora = None;
+        self.weight = backend.weight_from(parameters, &self.full, self.inputs)?;
+        Ok(())
+    }
+
+    /// Set the adapters: `slots(module)` says where A and B of adapted modules begin in the flat parameters.
+    pub fn set_lora(
+        &mut self,
+        backend: &B,
+        parameters: &B::FlatBuffer,
+        (r, scaling): (usize, f64),
+        slots: impl Fn(Module) -> Option<(usize, usize)>,
+    ) -> Result<()> {
+        let adapted: Vec<(Part, (usize, usize))> =
+            self.parts.iter().filter_map(|part| Some((*part, slots(part.module)?))).collect();
+        self.full.clear();
+        if adapted.is_empty() {
+            self.lora = None;
+            return Ok(());
+        }
+        let blocks = adapted.iter().map(|(part, (a, b))| AdapterBlock { outputs: part.outputs(), a: *a, b: *b });
+        let shape = AdapterShape { inputs: self.inputs, outputs: self.outputs(), r, scaling, blocks: blocks.collect() };
+        self.lora = Some(Lora {
+            adapter: backend.adapter_from(parameters, &shape)?,
+            modules: adapted.iter().map(|(part, _)| part.module).collect(),
+            slots: adapted.iter().map(|(_, slots)| *slots).collect(),
+        });
+        Ok(())
+    }
+
+    /// x `[T, in]` → y `[T, out]`, on top of `residual`.
+    pub fn forward(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        residual: Option<&B::Tensor>,
+        pass: Pass<'_>,
+    ) -> Result<B::Tensor> {
+        let lora = self.lora.as_ref().filter(|_| pass.adapter);
+        let masks = lora.map_or(Vec::new(), |lora| lora.masks(pass));
+        let adapter = lora.map(|lora| AdapterPass { adapter: &lora.adapter, masks: &masks });
+        backend.linear(x, &self.weight, adapter, residual)
+    }
+
+    /// dL/dx; the gradients of what is trained are added to the flat one.
+    pub fn vjp(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        dy: &B::Tensor,
+        pass: Pass<'_>,
+        gradient: &mut B::FlatBuffer,
+    ) -> Result<B::Tensor> {
+        let masks = self.lora.as_ref().map_or(Vec::new(), |lora| lora.masks(pass));
+        let adapter = self.lora.as_ref().map(|lora| AdapterBackward {
+            pass: AdapterPass { adapter: &lora.adapter, masks: &masks },
+            slots: &lora.slots,
+        });
+        backend.linear_vjp(&LinearBackward { x, dy, weight: &self.weight, adapter, full: &self.full }, gradient)
+    }
+}
+
+impl<B: Compute> Lora<B> {
+    fn masks<'p>(&self, pass: Pass<'p>) -> Vec<Mask<'p>> {
+        self.modules.iter().filter_map(move |module| pass.mask(*module)).collect()
+    }
+}

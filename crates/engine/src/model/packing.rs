@@ -1,0 +1,115 @@
+//! Rows packed side by side without padding. Rows in a run that share a prompt become one group: the prompt is computed
+//! once, and every completion attends to it.
+
+use std::sync::Arc;
+
+use super::Trajectory;
+use crate::error::{EngineError, Result};
+use crate::ops::RopeTable;
+use crate::ops::slices::{self, Group, Visible};
+
+/// One batch of token ids, and where everything lies in it.
+#[derive(Debug)]
+pub struct Packing {
+    /// `[T]`
+    pub ids: Vec<u32>,
+    /// `[T]`, each in its own sequence.
+    pub positions: Vec<usize>,
+    /// Side by side.
+    pub groups: Vec<Group>,
+    /// Angles for every position.
+    pub table: Arc<RopeTable>,
+    visible: Vec<(Option<usize>, Vec<Vec<Visible>>)>,
+    /// What is scored, row after row.
+    pub targets: Vec<Target>,
+}
+
+/// A model token, and the packed token whose logits predict it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Index of the token before it.
+    pub from: usize,
+    /// The model token.
+    pub id: u32,
+}
+
+impl Packing {
+    /// Pack rows. The last model token and the context after it predict nothing that is scored, and are left out.
+    pub fn rows(
+        rows: &[Trajectory<'_>],
+        windows: &[Option<usize>],
+        table: impl FnOnce(usize) -> Arc<RopeTable>,
+    ) -> Result<Packing> {
+        let (mut ids, mut groups, mut targets): (Vec<u32>, Vec<Group>, Vec<Target>) = Default::default();
+        let mut previous: Option<&[u32]> = None;
+        let mut last_of_prompt = 0;
+        for (index, row) in rows.iter().enumerate() {
+            if row.prompt.is_empty() {
+                return Err(EngineError::Input(format!(
+                    "row {index} has an empty prompt; at least one token is needed"
+                )));
+            }
+            let Some(num_inputs) = row.segments.last_model_token() else { continue };
+            if previous != Some(row.prompt) {
+                previous = Some(row.prompt);
+                ids.extend(row.prompt);
+                last_of_prompt = ids.len() - 1;
+                groups.push(Group { prompt_len: row.prompt.len(), completion_lens: Vec::new() });
+            }
+            let mut from = last_of_prompt;
+            for (place, (id, is_model)) in row.segments.tokens().take(num_inputs + 1).enumerate() {
+                if is_model {
+                    targets.push(Target { from, id });
+                }
+                if place < num_inputs {
+                    from = ids.len();
+                    ids.push(id);
+                }
+            }
+            if let Some(group) = groups.last_mut() {
+                group.completion_lens.push(num_inputs);
+            }
+        }
+        Ok(Packing::new(ids, groups, targets, windows, table))
+    }
+
+    /// Pack whole sequences, scoring nothing.
+    pub fn sequences(
+        sequences: &[&[u32]],
+        windows: &[Option<usize>],
+        table: impl FnOnce(usize) -> Arc<RopeTable>,
+    ) -> Packing {
+        let ids = sequences.concat();
+        let groups = sequences.iter().map(|s| Group { prompt_len: s.len(), completion_lens: Vec::new() }).collect();
+        Packing::new(ids, groups, Vec::new(), windows, table)
+    }
+
+    fn new(
+        ids: Vec<u32>,
+        groups: Vec<Group>,
+        targets: Vec<Target>,
+        windows: &[Option<usize>],
+        table: impl FnOnce(usize) -> Arc<RopeTable>,
+    ) -> Packing {
+        let positions: Vec<usize> = groups.iter().flat_map(positions).collect();
+        let table = table(positions.iter().max().map_or(1, |p| p + 1));
+        let mut visible: Vec<(Option<usize>, Vec<Vec<Visible>>)> = Vec::new();
+        for window in windows {
+            if visible.iter().all(|(known, _)| known != window) {
+                visible.push((*window, groups.iter().map(|g| slices::visible(g, *window)).collect()));
+            }
+        }
+        Packing { ids, positions, groups, table, visible, targets }
+    }
+
+    /// What each token sees in a layer of that window, group by group.
+    pub fn visible(&self, window: Option<usize>) -> &[Vec<Visible>] {
+        self.visible.iter().find(|(known, _)| *known == window).map_or(&[], |(_, visible)| visible)
+    }
+}
+
+/// Each token's position in its own sequence.
+fn positions(group: &Group) -> impl Iterator<Item = usize> + '_ {
+    let Group { prompt_len, completion_lens } = group;
+    (0..*prompt_len).chain(completion_lens.iter().flat_map(move |len| *prompt_len..prompt_len + len))
+}

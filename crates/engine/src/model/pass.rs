@@ -1,0 +1,67 @@
+//! What a forward pass is for: with or without the adapter, with dropout.
+
+use super::packing::Packing;
+use super::{Adapter, Trajectory};
+use crate::backend::{Mask, Module, TokenDropout};
+use crate::random::Key;
+
+/// A pass through the decoder.
+#[derive(Debug, Clone, Copy)]
+pub struct Pass<'a> {
+    /// The adapter takes part.
+    pub adapter: bool,
+    /// What the adapter's inputs lose.
+    pub dropout: Option<&'a TokenDropout>,
+    /// The decoder layer, from 0: part of what is drawn for.
+    pub layer: usize,
+}
+
+impl<'a> Pass<'a> {
+    /// Sampling, old and reference log-probs: nothing is dropped.
+    pub fn inference(adapter: Adapter) -> Self {
+        Self { adapter: adapter == Adapter::On, dropout: None, layer: 0 }
+    }
+
+    /// The same pass in a layer.
+    pub fn in_layer(self, layer: usize) -> Self {
+        Self { layer, ..self }
+    }
+
+    /// The mask of a module's input in this layer.
+    pub fn mask(&self, module: Module) -> Option<Mask<'a>> {
+        self.dropout.map(|dropout| dropout.mask(self.layer, module))
+    }
+}
+
+/// Where the randomness of a training step's dropout comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowDropout {
+    /// Of the optimizer step.
+    pub key: Key,
+    /// The place of the first row among the step's rows.
+    pub first_row: usize,
+}
+
+impl TokenDropout {
+    /// For the packing of these rows.
+    pub fn of_rows(p: f64, dropout: RowDropout, rows: &[Trajectory<'_>], packing: &Packing) -> Self {
+        let RowDropout { key, first_row } = dropout;
+        let mut keys = Vec::with_capacity(packing.ids.len());
+        // As the packing lays them out: a prompt, then the inputs of each trajectory that has a model token.
+        let mut rows = rows.iter().enumerate().filter(|(_, row)| row.num_model_tokens() > 0);
+        for group in &packing.groups {
+            let mut prompt_done = false;
+            for length in &group.completion_lens {
+                let Some((index, row)) = rows.next() else { break };
+                if !prompt_done {
+                    let said = row.prompt.iter().fold(key.with(0), |key, id| key.with(u64::from(*id)));
+                    keys.extend((0..group.prompt_len as u64).map(|position| said.with(position)));
+                    prompt_done = true;
+                }
+                let row_key = key.with(1).with((first_row + index) as u64);
+                keys.extend((0..*length as u64).map(|position| row_key.with(position)));
+            }
+        }
+        TokenDropout::new(p, keys)
+    }
+}

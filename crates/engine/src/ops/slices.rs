@@ -1,0 +1,298 @@
+//! The arithmetic of the decoder on rows of f32, forward and vector-Jacobian products. Each function has a twin made of
+//! plain tensor operations in [`super::plain`], and a test compares the two.
+
+use crate::kernels::attention::first_seen;
+pub use crate::kernels::attention::{Group, Heads};
+pub use crate::kernels::head::TokenScore;
+use crate::kernels::head::factor;
+
+const LANES: usize = 16;
+
+/// Σ a·b in a fixed order.
+#[inline]
+pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let mut tail = 0f32;
+    for (x, y) in a_chunks.remainder().iter().zip(b_chunks.remainder()) {
+        tail += x * y;
+    }
+    for (x, y) in a_chunks.zip(b_chunks) {
+        for lane in 0..LANES {
+            lanes[lane] += x[lane] * y[lane];
+        }
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+        width /= 2;
+    }
+    lanes[0] + tail
+}
+
+/// y += alpha·x
+#[inline]
+pub fn add_scaled(y: &mut [f32], alpha: f32, x: &[f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += alpha * x;
+    }
+}
+
+/// out = x / √(mean(x²) + eps) ∘ weight
+#[inline]
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let r = (dot(x, x) / x.len() as f32 + eps).sqrt().recip();
+    for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
+        *out = x * r * w;
+    }
+}
+
+/// The same, in place.
+#[inline]
+pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
+    let r = (dot(x, x) / x.len() as f32 + eps).sqrt().recip();
+    for (x, w) in x.iter_mut().zip(weight) {
+        *x *= r * w;
+    }
+}
+
+/// dL/dx of [`rms_norm`] from dL/dout = `dy`.
+#[inline]
+pub fn rms_norm_vjp(x: &[f32], weight: &[f32], eps: f32, dy: &[f32], dx: &mut [f32]) {
+    let n = x.len() as f32;
+    let r = (dot(x, x) / n + eps).sqrt().recip();
+    let mut inner = 0f32;
+    for ((x, w), dy) in x.iter().zip(weight).zip(dy) {
+        inner += x * w * dy;
+    }
+    let c = inner * r * r / n;
+    for (((dx, x), w), dy) in dx.iter_mut().zip(x).zip(weight).zip(dy) {
+        *dx = r * (w * dy - c * x);
+    }
+}
+
+/// dw += dL/dweight of [`rms_norm`] from dL/dout = `dy`: dy ∘ x·r.
+#[inline]
+pub fn rms_norm_weight_vjp(x: &[f32], eps: f32, dy: &[f32], dw: &mut [f32]) {
+    let r = (dot(x, x) / x.len() as f32 + eps).sqrt().recip();
+    for ((dw, x), dy) in dw.iter_mut().zip(x).zip(dy) {
+        *dw += dy * x * r;
+    }
+}
+
+/// Each value to the nearest bfloat16, ties to even.
+#[inline]
+pub fn round_bf16(values: &mut [f32]) {
+    for value in values {
+        *value = half::bf16::from_f32(*value).to_f32();
+    }
+}
+
+/// Rotate one head by its position's angles: (a, b) → (a·cos − b·sin, b·cos + a·sin) for the two halves.
+#[inline]
+pub fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let (a, b) = head.split_at_mut(cos.len());
+    for (((a, b), c), s) in a.iter_mut().zip(b).zip(cos).zip(sin) {
+        (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
+    }
+}
+
+/// The transpose of [`rotate`]: its vector-Jacobian product.
+#[inline]
+pub fn rotate_back(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let (a, b) = head.split_at_mut(cos.len());
+    for (((a, b), c), s) in a.iter_mut().zip(b).zip(cos).zip(sin) {
+        (*a, *b) = (*a * c + *b * s, *b * c - *a * s);
+    }
+}
+
+/// out = silu(gate) ∘ up, for a row `[gate | up]`.
+#[inline]
+pub fn silu_mul(gate_up: &[f32], out: &mut [f32]) {
+    let (gate, up) = gate_up.split_at(out.len());
+    for ((out, g), u) in out.iter_mut().zip(gate).zip(up) {
+        *out = g / (1.0 + (-g).exp()) * u;
+    }
+}
+
+/// dL/d`[gate | up]` of [`silu_mul`].
+#[inline]
+pub fn silu_mul_vjp(gate_up: &[f32], dy: &[f32], d_gate_up: &mut [f32]) {
+    let (gate, up) = gate_up.split_at(dy.len());
+    let (d_gate, d_up) = d_gate_up.split_at_mut(dy.len());
+    for ((((dg, du), g), u), dy) in d_gate.iter_mut().zip(d_up).zip(gate).zip(up).zip(dy) {
+        let s = 1.0 / (1.0 + (-g).exp());
+        *dg = dy * u * s * (1.0 + g * (1.0 - s));
+        *du = dy * g * s;
+    }
+}
+
+/// In place: scores → exp(scores − max) / Σ.
+#[inline]
+pub fn softmax(scores: &mut [f32]) {
+    let max = scores.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x));
+    let mut sum = 0f32;
+    for x in scores.iter_mut() {
+        *x = (*x - max).exp();
+        sum += *x;
+    }
+    let r = sum.recip();
+    for x in scores.iter_mut() {
+        *x *= r;
+    }
+}
+
+/// The rows a query sees: some of the shared prompt, then some of its own.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Visible {
+    /// Rows of the prompt.
+    pub prompt: std::ops::Range<usize>,
+    /// Rows after the prompt; empty for a prompt's own token.
+    pub own: std::ops::Range<usize>,
+}
+
+impl Visible {
+    fn rows(&self) -> impl Iterator<Item = usize> + use<> {
+        self.prompt.clone().chain(self.own.clone())
+    }
+}
+
+/// What each token of a group sees, row by row. `window`: how many positions, its own included.
+pub fn visible(group: &Group, window: Option<usize>) -> Vec<Visible> {
+    let Group { prompt_len, completion_lens } = group;
+    let mut list: Vec<Visible> =
+        (0..*prompt_len).map(|i| Visible { prompt: first_seen(i, window)..i + 1, own: 0..0 }).collect();
+    let mut start = *prompt_len;
+    for len in completion_lens {
+        for j in 0..*len {
+            let first = first_seen(prompt_len + j, window);
+            let own_first = start + first.saturating_sub(*prompt_len);
+            list.push(Visible { prompt: first.min(*prompt_len)..*prompt_len, own: own_first..start + j + 1 });
+        }
+        start += len;
+    }
+    list
+}
+
+/// Causal attention inside one group. `qkv` holds its rows after qk-norm and rope, `out` `[rows][q_width]`.
+pub fn attention(heads: &Heads, visible: &[Visible], qkv: &[f32], out: &mut [f32]) {
+    let (width, dim, scale) = (heads.width(), heads.head_dim, heads.scale());
+    let mut scores = Vec::new();
+    for (row, visible) in visible.iter().enumerate() {
+        for head in 0..heads.num_heads {
+            let kv = head / heads.group_size();
+            let (k_at, v_at) = (heads.q_width() + kv * dim, heads.q_width() + heads.kv_width() + kv * dim);
+            let q = &qkv[row * width + head * dim..][..dim];
+            scores.clear();
+            scores.extend(visible.rows().map(|r| dot(q, &qkv[r * width + k_at..][..dim]) * scale));
+            softmax(&mut scores);
+            let out = &mut out[row * heads.q_width() + head * dim..][..dim];
+            out.fill(0.0);
+            for (r, p) in visible.rows().zip(&scores) {
+                add_scaled(out, *p, &qkv[r * width + v_at..][..dim]);
+            }
+        }
+    }
+}
+
+/// Keys and values of earlier tokens, `[position][k heads | v heads]`: those of a shared prompt, then a row's own.
+#[derive(Clone, Copy, Debug)]
+pub struct Cache<'a> {
+    /// The prompt's.
+    pub prompt: &'a [f32],
+    /// The row's own, the current token's included.
+    pub own: &'a [f32],
+}
+
+/// Attention of one new token, in the same order of sums as [`attention`]. `q` is after qk-norm and rope.
+pub fn attention_cached(
+    heads: &Heads,
+    window: Option<usize>,
+    q: &[f32],
+    cache: Cache,
+    scores: &mut Vec<f32>,
+    out: &mut [f32],
+) {
+    let (dim, width, scale) = (heads.head_dim, 2 * heads.kv_width(), heads.scale());
+    let (prompt_len, own_len) = (cache.prompt.len() / width, cache.own.len() / width);
+    let first = window.map_or(0, |w| (prompt_len + own_len).saturating_sub(w));
+    let prompt = &cache.prompt[first.min(prompt_len) * width..];
+    let own = &cache.own[first.saturating_sub(prompt_len) * width..];
+    let rows = || prompt.chunks_exact(width).chain(own.chunks_exact(width));
+    for head in 0..heads.num_heads {
+        let kv = head / heads.group_size();
+        let (k_at, v_at) = (kv * dim, heads.kv_width() + kv * dim);
+        let q = &q[head * dim..][..dim];
+        scores.clear();
+        scores.extend(rows().map(|row| dot(q, &row[k_at..][..dim]) * scale));
+        softmax(scores);
+        let out = &mut out[head * dim..][..dim];
+        out.fill(0.0);
+        for (row, p) in rows().zip(scores.iter()) {
+            add_scaled(out, *p, &row[v_at..][..dim]);
+        }
+    }
+}
+
+/// dL/dqkv of [`attention`] from dL/dout; `d_qkv` must hold zeros.
+pub fn attention_vjp(heads: &Heads, visible: &[Visible], qkv: &[f32], d_out: &[f32], d_qkv: &mut [f32]) {
+    let (width, dim, scale) = (heads.width(), heads.head_dim, heads.scale());
+    let (mut p, mut dp) = (Vec::new(), Vec::new());
+    for (row, visible) in visible.iter().enumerate() {
+        for head in 0..heads.num_heads {
+            let kv = head / heads.group_size();
+            let (k_at, v_at) = (heads.q_width() + kv * dim, heads.q_width() + heads.kv_width() + kv * dim);
+            let q_at = row * width + head * dim;
+            let q = &qkv[q_at..][..dim];
+            p.clear();
+            p.extend(visible.rows().map(|r| dot(q, &qkv[r * width + k_at..][..dim]) * scale));
+            softmax(&mut p);
+            let d_out = &d_out[row * heads.q_width() + head * dim..][..dim];
+            dp.clear();
+            dp.extend(visible.rows().map(|r| dot(d_out, &qkv[r * width + v_at..][..dim])));
+            let mean = dot(&p, &dp);
+            for ((r, p), dp) in visible.rows().zip(&p).zip(&dp) {
+                let ds = p * (dp - mean) * scale;
+                add_scaled(&mut d_qkv[r * width + v_at..][..dim], *p, d_out);
+                add_scaled(&mut d_qkv[r * width + k_at..][..dim], ds, q);
+                add_scaled(&mut d_qkv[q_at..][..dim], ds, &qkv[r * width + k_at..][..dim]);
+            }
+        }
+    }
+}
+
+/// log-softmax(logits / temperature) at `target`, and the entropy.
+pub fn token_score(logits: &[f32], target: usize, temperature: f64) -> TokenScore {
+    let t = factor(temperature);
+    let max = logits.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x)) * t;
+    let (mut sum, mut weighted) = (0f64, 0f64);
+    for x in logits {
+        let z = x * t - max;
+        let e = z.exp();
+        sum += f64::from(e);
+        weighted += f64::from(e * z);
+    }
+    let log_sum = sum.ln();
+    TokenScore {
+        logp: (f64::from(logits[target] * t - max) - log_sum) as f32,
+        entropy: (log_sum - weighted / sum) as f32,
+    }
+}
+
+/// In place: logits → dL/dlogits for L with dL/dlogp(target) = `g`: g·(onehot − softmax)/temperature.
+pub fn token_score_vjp(logits: &mut [f32], target: usize, temperature: f64, g: f32) {
+    let t = factor(temperature);
+    let max = logits.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x)) * t;
+    let mut sum = 0f64;
+    for x in logits.iter_mut() {
+        *x = (*x * t - max).exp();
+        sum += f64::from(*x);
+    }
+    let c = (-f64::from(g) * f64::from(t) / sum) as f32;
+    for x in logits.iter_mut() {
+        *x *= c;
+    }
+    logits[target] += g * t;
+}

@@ -1,0 +1,281 @@
+//! Completions of the policy as it is: sampled, or found in the host's journal, and scored by the rewards.
+
+use std::num::NonZeroUsize;
+use std::time::Instant;
+
+use super::error::EngineError;
+use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
+use super::host::{
+    Drawn, Host, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, RunEnd, SampledGroup, ScoreRequest,
+};
+use super::model::Adapter;
+use super::random::{Key, Stream};
+use super::refill;
+use super::relief;
+use super::report::StepSeconds;
+use super::rollout::{Batching, num_generations};
+use super::run::{Data, Model};
+use super::sampling::Sampler;
+use crate::event::{Event, Phase, SamplePhase};
+use crate::sample::RewardSample;
+use crate::spec::{Estimator, Plan};
+
+/// Prompts of an evaluation that are sampled, and recorded, at a time on a CPU.
+const EVALUATION_PIECE: usize = 64;
+
+/// Samples completions and has them scored.
+pub(super) struct Rollouts<'r> {
+    pub host: &'r mut dyn Host,
+    pub plan: &'r Plan,
+    pub model: &'r mut Model,
+    pub data: &'r Data,
+    pub seconds: &'r mut StepSeconds,
+    pub steps_done: u64,
+}
+
+impl Rollouts<'_> {
+    /// The block of this index, whose prompts begin at `position`, for the steps from `step` on.
+    pub fn block(&mut self, step: u64, index: u64, position: u64, batching: &Batching) -> Result<Rollout, RunEnd> {
+        let (rows, next_prompt) = batching.block_at(position);
+        let rows = self.data.dataset_rows(rows);
+        let key = self.train_key(index);
+        let groups = self.groups(RolloutId::train(step), &rows, key)?;
+        let drawn = Drawn { next_prompt: Some(next_prompt), ..Drawn::default() };
+        let mut rollout = Rollout { groups, drawn };
+        refill::refill(self, batching, step, index, &mut rollout)?;
+        Ok(rollout)
+    }
+
+    /// The root of the randomness of a block's completions.
+    pub fn train_key(&self, block: u64) -> Key {
+        Key::new(self.plan.training.seed, Stream::Train).with(block)
+    }
+
+    /// Groups of these rows, scored, with the greedy completions that remax compares them with.
+    pub fn groups(&mut self, id: RolloutId, rows: &[u64], key: Key) -> Result<Vec<RolloutGroup>, RunEnd> {
+        let sampled = self.sample(id, rows, key)?;
+        let mut groups = self.score(id, &sampled)?;
+        let greedy = self.sample_greedy(id, rows, key)?;
+        self.score_greedy(id, &greedy, &mut groups)?;
+        Ok(groups)
+    }
+
+    /// Groups of these rows, not scored.
+    pub fn sample(&mut self, id: RolloutId, rows: &[u64], key: Key) -> Result<Vec<SampledGroup>, RunEnd> {
+        let sampling = &self.plan.sampling;
+        self.sample_with(id, rows, key, Sampler::new(sampling, sampling.temperature))
+    }
+
+    /// One greedy completion of each of these rows, not scored; none but for remax.
+    pub fn sample_greedy(&mut self, id: RolloutId, rows: &[u64], key: Key) -> Result<Vec<SampledGroup>, RunEnd> {
+        match self.plan.rloo.estimator {
+            Estimator::Remax => self.sample_with(id.greedy(), rows, key, Sampler::new(&self.plan.sampling, 0.0)),
+            _ => Ok(Vec::new()),
+        }
+    }
+
+    fn sample_with(
+        &mut self,
+        id: RolloutId,
+        rows: &[u64],
+        key: Key,
+        sampler: Sampler,
+    ) -> Result<Vec<SampledGroup>, RunEnd> {
+        self.enter(Phase::Rollout)?;
+        let started = Instant::now();
+        let recorded = self.host.recorded(id)?;
+        let groups = self.generate_unless(recorded, id, rows, key, sampler)?;
+        self.seconds.generate += started.elapsed().as_secs_f64();
+        Ok(groups)
+    }
+
+    /// The same groups with what the rewards say of them.
+    pub fn score(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RolloutGroup>, RunEnd> {
+        self.enter(Phase::Reward)?;
+        let started = Instant::now();
+        let groups = self.with_scores(id, groups)?;
+        self.seconds.reward += started.elapsed().as_secs_f64();
+        Ok(groups)
+    }
+
+    /// Scores the greedy completions, if there are some, and puts them beside the groups of their prompts.
+    pub fn score_greedy(
+        &mut self,
+        id: RolloutId,
+        greedy: &[SampledGroup],
+        groups: &mut [RolloutGroup],
+    ) -> Result<(), RunEnd> {
+        if greedy.is_empty() {
+            return Ok(());
+        }
+        for (group, greedy) in groups.iter_mut().zip(self.score(id.greedy(), greedy)?) {
+            group.greedy = greedy.completions.into_iter().next();
+        }
+        Ok(())
+    }
+
+    /// The rows of an evaluation, scored.
+    pub fn evaluation(&mut self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Rollout, RunEnd> {
+        let groups = self.sample_evaluation(id, rows, key, sampler)?;
+        Ok(Rollout { groups: self.with_scores(id, &groups)?, drawn: Drawn::default() })
+    }
+
+    /// The completions of an evaluation, piece by piece: an attempt that is interrupted has its pieces in the host's journal, and
+    /// the next attempt continues after them. Only where a completion does not depend on what is sampled beside it.
+    fn sample_evaluation(
+        &mut self,
+        id: RolloutId,
+        rows: &[u64],
+        key: Key,
+        sampler: Sampler,
+    ) -> Result<Vec<SampledGroup>, RunEnd> {
+        // An older version recorded an evaluation as a whole, under the id that is now the first piece's.
+        let mut recorded = self.host.recorded(id)?;
+        if !self.model.samples_exactly || recorded.as_ref().is_some_and(|groups| self.fits(id, groups, rows)) {
+            return self.generate_unless(recorded, id, rows, key, sampler);
+        }
+        let mut groups = Vec::with_capacity(rows.len());
+        for (round, piece) in (0..).zip(rows.chunks(self.evaluation_piece(rows))) {
+            let id = id.round(round);
+            let known = if round == 0 { recorded.take() } else { self.host.recorded(id)? };
+            groups.extend(self.generate_unless(known, id, piece, key, sampler)?);
+        }
+        Ok(groups)
+    }
+
+    /// Prompts of a piece: enough that few rows wait for a piece's last ones.
+    fn evaluation_piece(&self, rows: &[u64]) -> usize {
+        let prompts = self.data.prompts_of(SamplePhase::Eval);
+        let longest = rows.iter().map(|&row| prompts[row as usize].ids.len()).max().unwrap_or(0);
+        let tokens_per_row = longest + self.plan.sampling.max_completion_length as usize;
+        let at_once = relief::generation_rows(self.model, self.plan, tokens_per_row);
+        let num_generations = self.num_generations(RolloutId::eval(0));
+        match self.model.policy.device_peak_bytes() {
+            // A GPU samples many rows at once, and idles while the last ones end.
+            Some(_) => (2 * at_once / num_generations).max(EVALUATION_PIECE),
+            None => EVALUATION_PIECE,
+        }
+    }
+
+    /// Whole groups of these rows: the recorded ones if they are that, else sampled ones, which the host is given. `id` must be
+    /// another one for every sampling of a run, and the same in every attempt at it.
+    fn generate_unless(
+        &mut self,
+        recorded: Option<Vec<SampledGroup>>,
+        id: RolloutId,
+        rows: &[u64],
+        key: Key,
+        sampler: Sampler,
+    ) -> Result<Vec<SampledGroup>, RunEnd> {
+        if let Some(groups) = recorded.filter(|groups| self.fits(id, groups, rows)) {
+            return Ok(groups);
+        }
+        let mut completions = loop {
+            match self.generate(id, rows, key, sampler) {
+                Err(RunEnd::Failed(error)) => relief::relieve(self.model, error, self.plan, self.data, self.host)?,
+                sampled => break sampled?,
+            }
+        };
+        if !id.is_trained() {
+            // Nobody asks how likely these were.
+            completions.iter_mut().flatten().for_each(|completion| completion.segments.forget_logps());
+        }
+        let groups = rows.iter().zip(completions).map(|(&row, completions)| SampledGroup { row, completions });
+        let groups: Vec<SampledGroup> = groups.collect();
+        self.host.sampled(id, &groups)?;
+        Ok(groups)
+    }
+
+    /// Whether recorded groups are whole groups of these rows.
+    fn fits(&self, id: RolloutId, groups: &[SampledGroup], rows: &[u64]) -> bool {
+        let num_generations = self.num_generations(id);
+        let whole =
+            |(group, &row): (&SampledGroup, &u64)| group.row == row && group.completions.len() == num_generations.get();
+        groups.len() == rows.len() && groups.iter().zip(rows).all(whole)
+    }
+
+    fn generate(&self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<Vec<Generated>>, RunEnd> {
+        let prompts = self.data.prompts_of(id.phase);
+        let prompts: Vec<GeneratePrompt<'_>> =
+            rows.iter().map(|&row| GeneratePrompt { row, ids: &prompts[row as usize].ids }).collect();
+        let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
+        let max_completion_length = self.plan.sampling.max_completion_length as usize;
+        let request = GenerateRequest {
+            prompts: &prompts,
+            num_generations: self.num_generations(id),
+            sampler,
+            max_completion_length,
+            stop: &self.plan.sampling.stop,
+            key,
+            eos_token_ids: self.data.text.eos_token_ids(),
+            adapter: Adapter::On,
+            max_rows: relief::generation_rows(self.model, self.plan, longest + max_completion_length),
+        };
+        let stop = || self.host.stop().is_some();
+        match generate(&self.model.policy, &self.data.text, &request, &stop)? {
+            Some(completions) => Ok(completions),
+            None => Err(self.host.stopped()),
+        }
+    }
+
+    /// Completions as rewards see them, in block order.
+    pub fn reward_samples(&self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RewardSample>, EngineError> {
+        let mut samples = Vec::new();
+        for (index, SampledGroup { row, completions }) in groups.iter().enumerate() {
+            let prompt = &self.data.prompts_of(id.phase)[*row as usize];
+            for completion in completions {
+                samples.push(RewardSample {
+                    sample_id: format!("s_{}", samples.len()),
+                    group_id: format!("g_{index}"),
+                    prompt_id: format!("row_{row}"),
+                    prompt: prompt.text.clone(),
+                    messages: prompt.messages.clone(),
+                    completion: self.data.text.decode(completion.segments.completion()?, true)?,
+                    finish_reason: completion.finish_reason,
+                    num_tokens: completion.segments.num_model_tokens() as u32,
+                    columns: prompt.columns.clone(),
+                });
+            }
+        }
+        Ok(samples)
+    }
+
+    fn with_scores(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RolloutGroup>, RunEnd> {
+        let samples = self.reward_samples(id, groups)?;
+        let scores = self.host.score(&ScoreRequest { id, samples: &samples })?;
+        if scores.len() != samples.len() {
+            let message = format!("the host gave {} scores for {} samples", scores.len(), samples.len());
+            return Err(RunEnd::Failed(EngineError::Input(message)));
+        }
+        let mut scores = scores.into_iter();
+        let groups = groups.iter().map(|SampledGroup { row, completions }| RolloutGroup {
+            row: *row,
+            prompt_ids: self.data.prompts_of(id.phase)[*row as usize].ids.clone(),
+            completions: completions
+                .iter()
+                .cloned()
+                .zip(scores.by_ref())
+                .map(|(Generated { segments, finish_reason }, score)| RolloutCompletion {
+                    segments,
+                    finish_reason,
+                    score,
+                })
+                .collect(),
+            greedy: None,
+        });
+        Ok(groups.collect())
+    }
+
+    fn enter(&mut self, phase: Phase) -> Result<(), RunEnd> {
+        self.host.event(Event::Phase { phase, step: self.steps_done })
+    }
+
+    fn num_generations(&self, id: RolloutId) -> NonZeroUsize {
+        let eval = || NonZeroUsize::new(self.plan.eval.as_ref()?.num_generations as usize);
+        match id.phase {
+            _ if id.part == RolloutPart::Greedy => NonZeroUsize::MIN,
+            SamplePhase::Eval => eval().unwrap_or(num_generations(self.plan)),
+            SamplePhase::Train => num_generations(self.plan),
+        }
+    }
+}

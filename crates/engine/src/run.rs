@@ -1,0 +1,304 @@
+//! What a run holds, by what it is, and how it is loaded.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::path::Path;
+
+use super::ahead::{self, Ahead};
+use super::backend::{BackendKind, Optimizer};
+use super::block::Block;
+use super::checkpoint::{self, TrainerState};
+use super::delta::DeltaNorm;
+use super::error::EngineError;
+use super::host::{Host, PromptRow, RunEnd, TrainInput};
+use super::lora::ParameterInfo;
+use super::model::Policy;
+use super::optim::AdamW;
+use super::prompts::{self, TokenizedPrompt};
+use super::report::StepSeconds;
+use super::rollout::{Batching, Cursor, num_generations};
+use super::rollouts::Rollouts;
+use super::scoring::Scorer;
+use super::start::{self, ReferenceModel};
+use super::text::Text;
+use super::update::MicroBatching;
+use crate::event::{Event, Phase, SamplePhase};
+use crate::spec::{Plan, PromptKey, held_out_rows, prompt_key, shared_prompts};
+
+/// Everything a run holds.
+pub(super) struct Run<'a> {
+    pub host: &'a mut dyn Host,
+    pub plan: &'a Plan,
+    pub model: Model,
+    pub data: Data,
+    pub schedule: Schedule,
+    pub progress: Progress,
+    pub files: Files<'a>,
+}
+
+/// The weights, what updates them, and how much is computed with them at once.
+pub(super) struct Model {
+    pub policy: Policy,
+    pub reference: ReferenceModel,
+    pub optimizer: Optimizer,
+    pub parameter_info: Vec<ParameterInfo>,
+    pub delta_norm: Option<DeltaNorm>,
+    /// The policy began with the weights of a warm start, not with the base model's.
+    pub is_warm_started: bool,
+    /// The log-probs recorded at sampling are the old ones.
+    pub samples_exactly: bool,
+    pub micro_batching: MicroBatching,
+    /// The GPU's memory was full once, and what is computed at once was halved.
+    pub halved_after_oom: bool,
+}
+
+/// The prompts, and which of them are trained and evaluated.
+pub(super) struct Data {
+    pub text: Text,
+    pub prompts: Vec<TokenizedPrompt>,
+    pub eval_prompts: Vec<TokenizedPrompt>,
+    /// Rows of the dataset that train, where some are held out.
+    pub trained_rows: Option<Vec<u64>>,
+    /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
+    pub evaluated_rows: Vec<u64>,
+    /// The number of evaluated rows whose prompt is trained too.
+    pub shared_prompts: u64,
+}
+
+/// Which prompts a step trains on, and how often: fixed by the plan and the size of the dataset.
+pub(super) struct Schedule {
+    pub batching: Batching,
+    pub completions_per_step: usize,
+}
+
+/// Where the run stands.
+pub(super) struct Progress {
+    pub state: TrainerState,
+    /// The block of the last step; the next step goes on with it unless it begins a new one.
+    pub block: Option<Block>,
+    /// With overlap: blocks that are sampled and not scored yet, in order.
+    pub ahead: VecDeque<Ahead>,
+    pub saved_step: u64,
+    /// There was an evaluation or an alert since the last checkpoint.
+    pub unsaved_verdict: bool,
+    pub seconds: StepSeconds,
+}
+
+/// What a checkpoint needs besides the run's state.
+pub(super) struct Files<'a> {
+    pub model_dir: &'a Path,
+    /// `base_model_name_or_path` in the adapter's config.
+    pub model_name: &'a str,
+    /// Where checkpoints are written before they are published.
+    pub scratch_dir: &'a Path,
+}
+
+impl<'a> Run<'a> {
+    /// Loads the model, the prompts, and the checkpoint to go on from.
+    pub fn load(mut input: TrainInput<'a>, host: &'a mut dyn Host) -> Result<Self, RunEnd> {
+        let plan = input.plan;
+        host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
+        let backend = input.backend.map_or_else(|| BackendKind::of_device(input.device), Ok)?;
+        let text = Text::load(input.model_dir).map_err(EngineError::from)?;
+        let mut policy = Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?;
+        policy.set_gradient_checkpointing(plan.training.gradient_checkpointing);
+        if let Some(warning) = start::rounding_warning(&policy, plan.training.dtype) {
+            host.event(warning)?;
+        }
+        host.poll()?;
+        let data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
+        let schedule = Schedule::new(plan, data.num_trained())?;
+        let reference = start::begin(&mut policy, &input)?;
+        let (adam, state, block, ahead) = match &input.resume {
+            Some(dir) => {
+                let restored = checkpoint::read(dir, plan)?;
+                (restored.adam, restored.state, restored.block, restored.ahead)
+            }
+            None => {
+                let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
+                (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None, None)
+            }
+        };
+        let mut run = Self {
+            model: Model::new(policy, reference, adam, &input)?,
+            data,
+            schedule,
+            progress: Progress {
+                saved_step: state.step,
+                unsaved_verdict: false,
+                block: block.map(|block| with_advantages(block, &state, plan)),
+                ahead: VecDeque::new(),
+                seconds: StepSeconds::default(),
+                state,
+            },
+            files: Files { model_dir: input.model_dir, model_name: input.model_name, scratch_dir: input.scratch_dir },
+            plan,
+            host,
+        };
+        if let Some(ahead) = ahead {
+            ahead::begin_scoring(&mut run.rollouts(), &ahead)?;
+            run.progress.ahead.push_back(ahead);
+        }
+        Ok(run)
+    }
+
+    /// What samples, with the policy as it is.
+    pub fn rollouts(&mut self) -> Rollouts<'_> {
+        Rollouts {
+            host: &mut *self.host,
+            plan: self.plan,
+            model: &mut self.model,
+            data: &self.data,
+            seconds: &mut self.progress.seconds,
+            steps_done: self.progress.state.step,
+        }
+    }
+
+    /// What computes log-probs without gradient, with the models as they are.
+    pub fn scorer(&mut self) -> Scorer<'_> {
+        Scorer {
+            host: &mut *self.host,
+            plan: self.plan,
+            model: &mut self.model,
+            data: &self.data,
+            completions_per_step: self.schedule.completions_per_step,
+            seconds: &mut self.progress.seconds,
+            steps_done: self.progress.state.step,
+        }
+    }
+
+    /// Tells the host that the loop enters a phase.
+    pub fn enter(&mut self, phase: Phase) -> Result<(), RunEnd> {
+        self.host.event(Event::Phase { phase, step: self.progress.state.step })
+    }
+}
+
+/// Advantages are not stored: they follow from rewards, their statistics and log-probs.
+fn with_advantages(mut block: Block, state: &TrainerState, plan: &Plan) -> Block {
+    block.shape_rewards_by(state.reward_stats, plan);
+    block.values.fill_advantages(0..block.len(), plan);
+    block
+}
+
+impl Model {
+    fn new(
+        policy: Policy,
+        reference: ReferenceModel,
+        adam: AdamW,
+        input: &TrainInput<'_>,
+    ) -> Result<Self, EngineError> {
+        let plan = input.plan;
+        let optimizer = Optimizer::beside(policy.flat(), AdamW { decayed: policy.decayed(), ..adam })?;
+        let parameter_info = policy.parameters();
+        let delta_norm = DeltaNorm::load(input.model_dir, policy.card(), policy.lora_config(), &parameter_info)?;
+        Ok(Self {
+            samples_exactly: policy.samples_exactly(),
+            is_warm_started: input.initial_adapter.is_some(),
+            micro_batching: MicroBatching {
+                num_generations: num_generations(plan),
+                max_tokens: plan.training.micro_batch_tokens as usize,
+                temperature: plan.sampling.temperature,
+                dropout: None,
+            },
+            halved_after_oom: false,
+            policy,
+            reference,
+            optimizer,
+            parameter_info,
+            delta_norm,
+        })
+    }
+}
+
+impl Data {
+    /// Tokenises the rows of the input, which it takes, and divides them between training and evaluation.
+    fn load(text: Text, input: &mut TrainInput<'_>, max_positions: usize, host: &dyn Host) -> Result<Self, RunEnd> {
+        let plan = input.plan;
+        let rows = std::mem::take(&mut input.rows);
+        let eval_rows = std::mem::take(&mut input.eval_rows);
+        let keys = |rows: &[PromptRow]| rows.iter().map(|row| prompt_key(&row.prompt)).collect::<Vec<PromptKey>>();
+        let (keys, eval_keys) = (keys(&rows), keys(&eval_rows));
+        let prompts = prompts::tokenize(&text, rows, &plan.sampling, max_positions)?;
+        let eval_prompts = prompts::tokenize(&text, eval_rows, &plan.sampling, max_positions)?;
+        host.poll()?;
+        let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) else {
+            let evaluated_rows = (0..eval_prompts.len() as u64).collect();
+            let shared_prompts = shared_prompts(&keys, &eval_keys);
+            return Ok(Self { text, prompts, eval_prompts, trained_rows: None, evaluated_rows, shared_prompts });
+        };
+        let evaluated_rows = held_out_rows(plan.arithmetic.split, &keys, fraction, plan.training.seed);
+        if evaluated_rows.is_empty() {
+            return Err(RunEnd::Failed(EngineError::Prompts(
+                "eval.fraction can hold out nothing: all prompts are equal, and equal prompts are never divided between training and evaluation; give an evaluation dataset, or add prompts".into(),
+            )));
+        }
+        let trained_rows: Vec<u64> =
+            (0..prompts.len() as u64).filter(|row| evaluated_rows.binary_search(row).is_err()).collect();
+        let of_rows = |rows: &[u64]| rows.iter().filter_map(|row| keys.get(*row as usize)).collect::<Vec<_>>();
+        let shared_prompts = shared_prompts(of_rows(&trained_rows), of_rows(&evaluated_rows));
+        Ok(Self { text, prompts, eval_prompts, trained_rows: Some(trained_rows), evaluated_rows, shared_prompts })
+    }
+
+    fn num_trained(&self) -> usize {
+        self.trained_rows.as_ref().map_or(self.prompts.len(), Vec::len)
+    }
+
+    /// The prompts that the rows of a rollout refer to.
+    pub fn prompts_of(&self, phase: SamplePhase) -> &[TokenizedPrompt] {
+        match phase {
+            SamplePhase::Train => &self.prompts,
+            // Held-out rows are rows of the training dataset.
+            SamplePhase::Eval if self.trained_rows.is_some() => &self.prompts,
+            SamplePhase::Eval => &self.eval_prompts,
+        }
+    }
+
+    /// The dataset's rows behind places in the order of training, which leaves out what is held out.
+    pub fn dataset_rows(&self, places: Vec<u64>) -> Vec<u64> {
+        match &self.trained_rows {
+            Some(trained) => places.into_iter().map(|place| trained[place as usize]).collect(),
+            None => places,
+        }
+    }
+}
+
+impl Schedule {
+    fn new(plan: &Plan, num_trained: usize) -> Result<Self, EngineError> {
+        let batching = Batching::of_plan(plan, num_trained as u64);
+        if batching.blocks_per_epoch() == 0 {
+            return Err(EngineError::Prompts(format!(
+                "the dataset has {num_trained} prompts to train on, fewer than one generation block of {}; lower prompts_per_step or steps_per_generation, or add prompts",
+                batching.prompts_per_block
+            )));
+        }
+        let completions_per_step = plan.training.prompts_per_step as usize * num_generations(plan).get();
+        Ok(Self { batching, completions_per_step })
+    }
+
+    /// The completions of the block that an optimizer step trains.
+    pub fn slice(&self, cursor: Cursor) -> Range<usize> {
+        let start = cursor.slice as usize * self.completions_per_step;
+        start..start + self.completions_per_step
+    }
+
+    /// Where a new block's prompts begin: where the last one's ended, if refills moved the cursor.
+    pub fn position_of_block(&self, block: u64, state: &TrainerState) -> u64 {
+        state.next_prompt.unwrap_or_else(|| self.batching.position_of_block(block))
+    }
+
+    /// Whether the old log-probs, not recorded at sampling, must be known before training: the block is trained more than
+    /// once, or its advantages are whitened together and hold a KL penalty, or the training forward drops what sampling did
+    /// not. Otherwise the training forward itself gives them: old = new, ratio 1.
+    pub fn needs_old_pass(&self, plan: &Plan) -> bool {
+        let drops = plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
+        drops || self.batching.uses_per_block() > 1 || (plan.rloo.penalizes_reward() && plan.rloo.whitens_advantages())
+    }
+
+    /// Passes over the dataset after a step: where refills move the cursor, by the cursor.
+    pub fn epochs(&self, step: u64, state: &TrainerState, plan: &Plan) -> f64 {
+        match state.next_prompt {
+            Some(next) if plan.rloo.min_informative_groups > 0 => next as f64 / self.batching.num_rows.max(1) as f64,
+            Some(_) | None => self.batching.epochs(step),
+        }
+    }
+}

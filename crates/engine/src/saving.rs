@@ -1,0 +1,81 @@
+//! When a run writes a checkpoint, and how.
+
+use std::time::Instant;
+
+use super::checkpoint::{self, Snapshot};
+use super::error::EngineError;
+use super::host::{RunEnd, SavedCheckpoint, StopReason};
+use super::run::Run;
+use super::watch;
+use crate::event::{Metrics, Phase};
+
+/// Whether a checkpoint of the last completed step is due.
+pub(super) fn is_due(run: &Run<'_>) -> bool {
+    let progress = &run.progress;
+    let step = progress.state.step;
+    if is_last(run) {
+        // An attempt that goes on from its last checkpoint has nothing to add to it but an evaluation.
+        return step > progress.saved_step || progress.unsaved_verdict;
+    }
+    if watch::best_is_unsaved(progress, run.plan) {
+        return true;
+    }
+    let wanted = || run.host.wants_checkpoint();
+    // Weights whose loss is not finite make no good checkpoint.
+    let good = progress.state.skipped_in_a_row == 0;
+    good && step > progress.saved_step && (step.is_multiple_of(run.plan.checkpoints.every_steps.max(1)) || wanted())
+}
+
+fn is_last(run: &Run<'_>) -> bool {
+    run.progress.state.step == run.plan.training.max_steps || run.progress.state.evaluations.stopped
+}
+
+/// Writes a checkpoint of the last completed step and has it published.
+pub(super) fn save(run: &mut Run<'_>) -> Result<(), RunEnd> {
+    run.enter(Phase::Checkpoint)?;
+    let started = Instant::now();
+    let (state, last) = (&run.progress.state, is_last(run));
+    let step = state.step;
+    let inside_block = !step.is_multiple_of(run.schedule.batching.uses_per_block().max(1));
+    let adam = run.model.optimizer.state()?;
+    let snapshot = Snapshot {
+        policy: &run.model.policy,
+        model_dir: run.files.model_dir,
+        model_name: run.files.model_name,
+        adam: &adam,
+        state,
+        block: run.progress.block.as_ref().filter(|_| inside_block),
+        ahead: run.progress.ahead.front(),
+    };
+    let (dir, files) = checkpoint::write(run.files.scratch_dir, &snapshot)?;
+    let mut metrics: Metrics = state.step_metrics.clone();
+    // An earlier evaluation was of other weights.
+    if state.evaluated_step == Some(step) {
+        metrics.extend(state.eval_metrics.clone());
+    }
+    let published = run.host.saved(&SavedCheckpoint { dir: &dir, step, files: &files, metrics: &metrics, last });
+    let removed = std::fs::remove_dir_all(&dir).map_err(|source| EngineError::Io { path: dir, source });
+    published?;
+    removed?;
+    run.progress.saved_step = step;
+    run.progress.unsaved_verdict = false;
+    run.progress.seconds.checkpoint += started.elapsed().as_secs_f64();
+    Ok(())
+}
+
+/// Honours a stop: what is done and not saved yet is saved, unless the reason drops it. Returns how the run ends.
+pub(super) fn stop(run: &mut Run<'_>, reason: StopReason) -> RunEnd {
+    let progress = &run.progress;
+    let wanted = match reason {
+        StopReason::Cancel | StopReason::LeaseLost => false,
+        StopReason::Pause { .. } | StopReason::Shutdown => {
+            progress.state.step > progress.saved_step || (progress.unsaved_verdict && progress.state.step > 0)
+        }
+    };
+    let saved = if wanted { save(run) } else { Ok(()) };
+    match saved {
+        Ok(()) => RunEnd::Stopped(reason),
+        // An error, or a stronger stop that came meanwhile (the lease was lost, say).
+        Err(end) => end,
+    }
+}

@@ -1,0 +1,104 @@
+//! The weights a run begins with, and those its KL penalty holds on to.
+
+use std::path::Path;
+
+use super::error::{EngineError, Result};
+use super::host::TrainInput;
+use super::lora::LoraConfig;
+use super::model::{Adapter, Policy};
+use crate::event::Event;
+use crate::modelcard::TensorDtype;
+use crate::spec::{ComputeDtype, Reference};
+use serde_json::json;
+
+/// What the KL penalty is measured against (rloo.md, "Log-probabilities").
+#[derive(Debug)]
+pub(super) enum ReferenceModel {
+    /// beta = 0: nothing.
+    None,
+    /// The policy's own weights without the adapter.
+    AdapterOff,
+    /// A frozen copy: of the base model in full fine-tuning, or of the weights a warm start begins with.
+    Frozen(Box<Policy>),
+}
+
+impl ReferenceModel {
+    /// Which model to score, and how.
+    pub fn of<'p>(&'p self, policy: &'p Policy) -> (&'p Policy, Adapter) {
+        match self {
+            ReferenceModel::None | ReferenceModel::AdapterOff => (policy, Adapter::Off),
+            ReferenceModel::Frozen(frozen) => (frozen, Adapter::On),
+        }
+    }
+}
+
+/// Give the policy its first weights, or those of the checkpoint to go on from, and keep the reference.
+pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>) -> Result<ReferenceModel> {
+    policy.check_trainable()?;
+    let plan = input.plan;
+    let wants_initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
+    let initial = input.initial_adapter.as_deref();
+    if plan.warm_start.is_some() && initial.is_none() && (input.resume.is_none() || wants_initial) {
+        return Err(EngineError::Input("the checkpoint that the job begins with is not there".to_owned()));
+    }
+    let with_reference = plan.rloo.needs_reference();
+    let mut reference = ReferenceModel::None;
+    match &plan.lora {
+        Some(lora) => {
+            let config = LoraConfig::from_plan(lora)?;
+            let load = |policy: &mut Policy, dir: &Path| -> Result<()> {
+                policy.load_lora(dir)?;
+                match policy.lora_config() {
+                    Some(found) if found.fits(&config) => Ok(()),
+                    found => {
+                        Err(EngineError::Adapter(format!("it was made with {found:?}, but the plan says {config:?}")))
+                    }
+                }
+            };
+            match (initial, &input.resume) {
+                (Some(dir), resume) if resume.is_none() || wants_initial => load(policy, dir)?,
+                (None, None) => policy.add_lora(&config, plan.training.seed)?,
+                (_, _) => {}
+            }
+            if with_reference {
+                reference = match wants_initial {
+                    true => ReferenceModel::Frozen(Box::new(policy.frozen_copy())),
+                    false => ReferenceModel::AdapterOff,
+                };
+            }
+            if let Some(dir) = &input.resume {
+                load(policy, dir)?;
+            }
+            policy.set_lora_dropout(lora.dropout);
+        }
+        None => {
+            if with_reference && !wants_initial {
+                reference = ReferenceModel::Frozen(Box::new(policy.frozen_copy()));
+            }
+            match (initial, &input.resume) {
+                (Some(dir), resume) if resume.is_none() || wants_initial => policy.load_full(dir)?,
+                (None, None) => policy.train_all(input.model_dir)?,
+                (_, _) => {}
+            }
+            if with_reference && wants_initial {
+                reference = ReferenceModel::Frozen(Box::new(policy.frozen_copy()));
+            }
+            if let Some(dir) = &input.resume {
+                policy.load_full(dir)?;
+            }
+        }
+    }
+    Ok(reference)
+}
+
+/// The event that says so when the base model's weights lose digits in bf16.
+pub(super) fn rounding_warning(policy: &Policy, dtype: ComputeDtype) -> Option<Event> {
+    let stored = policy.card().tensors.iter().find(|tensor| tensor.dtype != TensorDtype::Bf16)?.dtype;
+    if dtype != ComputeDtype::Bf16 {
+        return None;
+    }
+    let message = format!(
+        "the model is stored as {stored:?} and training.dtype is bf16: its matrices are rounded to bf16, in rollouts, training and reference alike"
+    );
+    Some(Event::Warning { code: "weights_rounded".into(), message, data: json!({ "stored": format!("{stored:?}") }) })
+}

@@ -1,0 +1,93 @@
+//! Forward and backward over the completions of one optimizer step, in micro-batches of whole groups.
+
+use std::num::NonZeroUsize;
+use std::ops::Range;
+
+use super::error::Result;
+use super::loss::RowLoss;
+use super::memory::micro_batches;
+use super::model::pass::RowDropout;
+use super::model::{Adapter, Flat, Policy, RowScore};
+use super::random::Key;
+use crate::trajectory::Trajectory;
+
+/// How a step's completions are cut; score and update cut alike, so that equal weights give equal bits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MicroBatching {
+    /// Rows of a group, contiguous, never cut.
+    pub num_generations: NonZeroUsize,
+    /// Tokens of a micro-batch, at least one group.
+    pub max_tokens: usize,
+    /// Divides the logits.
+    pub temperature: f64,
+    /// Of the step's LoRA dropout; only the training forward draws from it.
+    pub dropout: Option<Key>,
+}
+
+impl MicroBatching {
+    fn cut(&self, rows: &[Trajectory<'_>]) -> Vec<Range<usize>> {
+        let tokens: Vec<usize> = rows.iter().map(Trajectory::num_tokens).collect();
+        micro_batches(&tokens, self.num_generations, self.max_tokens)
+    }
+}
+
+/// Log-probs and entropies of every trajectory's model tokens, without gradient; `None` when `stop` said so between micro-batches.
+pub fn score_trajectories(
+    policy: &Policy,
+    rows: &[Trajectory<'_>],
+    batching: &MicroBatching,
+    adapter: Adapter,
+    stop: &dyn Fn() -> bool,
+) -> Result<Option<Vec<RowScore>>> {
+    let mut scores = Vec::with_capacity(rows.len());
+    for batch in batching.cut(rows) {
+        if stop() {
+            return Ok(None);
+        }
+        scores.extend(policy.score(&rows[batch], batching.temperature, adapter)?);
+    }
+    Ok(Some(scores))
+}
+
+/// What the completions of one optimizer step add up to.
+#[derive(Debug)]
+pub struct StepGradient {
+    /// dL/dparameter, not yet clipped.
+    pub gradient: Flat,
+    /// One a completion.
+    pub losses: Vec<RowLoss>,
+    /// The policy's log-probs and entropies, one a completion.
+    pub scores: Vec<RowScore>,
+}
+
+/// Losses of the rows in a range, given what the policy says of them now.
+pub type RowLosses<'a> = dyn FnMut(Range<usize>, &[RowScore]) -> Vec<RowLoss> + 'a;
+
+/// The gradient of the whole step. `losses` already carry the step's one denominator, so the cut changes no number but
+/// by the rounding of the sum. `None` when `stop` said so between micro-batches.
+pub fn step_gradient(
+    policy: &Policy,
+    rows: &[Trajectory<'_>],
+    batching: &MicroBatching,
+    losses: &mut RowLosses<'_>,
+    stop: &dyn Fn() -> bool,
+) -> Result<Option<StepGradient>> {
+    let mut step =
+        StepGradient { gradient: policy.zero_gradient()?, losses: Vec::with_capacity(rows.len()), scores: Vec::new() };
+    for batch in batching.cut(rows) {
+        if stop() {
+            return Ok(None);
+        }
+        let StepGradient { gradient, losses: all, scores } = &mut step;
+        let mut backward = |batch_scores: &[RowScore]| {
+            let batch_losses = losses(batch.clone(), batch_scores);
+            let gradients = batch_losses.iter().map(RowLoss::token_gradient).collect();
+            all.extend(batch_losses);
+            Ok(gradients)
+        };
+        let dropout = batching.dropout.map(|key| RowDropout { key, first_row: batch.start });
+        let rows = &rows[batch.clone()];
+        scores.extend(policy.forward_backward_dropped(rows, batching.temperature, dropout, &mut backward, gradient)?);
+    }
+    Ok(Some(step))
+}

@@ -1,0 +1,156 @@
+//! Whoever watches a run: the doctor after each step and evaluation, the best evaluation so far, early stopping.
+
+use serde::{Deserialize, Serialize};
+
+use super::error::EngineError;
+use super::host::{Host, RunEnd, StopReason};
+use super::run::Progress;
+use crate::doctor::{self, Alert, Finding, OnAlert};
+use crate::event::{Event, Metrics};
+use crate::spec::Plan;
+
+/// A value of a metric and the step it stands at.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    /// The step it belongs to.
+    pub step: u64,
+    /// The value.
+    pub value: f64,
+}
+
+/// What a run remembers of its evaluations.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Evaluations {
+    /// The best one by `checkpoints.metric_for_best`.
+    pub best: Option<Best>,
+    /// The best one by `early_stopping.metric`.
+    pub stopping_best: Option<Best>,
+    /// Evaluations in a row without a new best of it.
+    pub without_progress: u32,
+    /// The run ends here.
+    pub stopped: bool,
+}
+
+impl Evaluations {
+    /// Takes an evaluation, with the metrics of its step.
+    fn take(&mut self, step: u64, metrics: &Metrics, plan: &Plan) {
+        let value = |name: &str| metrics.get(name).copied().flatten().filter(|value| value.is_finite());
+        let checkpoints = &plan.checkpoints;
+        if let Some(value) = checkpoints.metric_for_best.as_deref().and_then(value)
+            && self
+                .best
+                .is_none_or(|best| is_better(value, best.value, 0.0, checkpoints.greater_is_better.unwrap_or(true)))
+        {
+            self.best = Some(Best { step, value });
+        }
+        let Some(stopping) = &plan.early_stopping else { return };
+        let progress = value(&stopping.metric).filter(|value| {
+            self.stopping_best
+                .is_none_or(|best| is_better(*value, best.value, stopping.min_delta, stopping.greater_is_better))
+        });
+        match progress {
+            Some(value) => {
+                self.stopping_best = Some(Best { step, value });
+                self.without_progress = 0;
+            }
+            // An evaluation without a value is one without progress.
+            None => self.without_progress += 1,
+        }
+        // At the last step the run ends anyway.
+        self.stopped = self.without_progress >= stopping.patience && step < plan.training.max_steps;
+    }
+}
+
+fn is_better(value: f64, best: f64, min_delta: f64, greater_is_better: bool) -> bool {
+    let gain = if greater_is_better { value - best } else { best - value };
+    gain > min_delta
+}
+
+/// Asks the doctor about the metrics of a step or an evaluation, reports what is new, and does what its alerts ask for.
+pub(super) fn check_alert_rules(
+    progress: &mut Progress,
+    host: &mut dyn Host,
+    plan: &Plan,
+    step: u64,
+    metrics: &Metrics,
+) -> Result<(), RunEnd> {
+    let mut ends: Option<Alert> = None;
+    for finding in progress.state.doctor.observe(step, metrics, &doctor::RuleInput::of_plan(plan)) {
+        let event = match finding {
+            Finding::Raised(alert) => {
+                // A stop outweighs a pause; of equals the first.
+                if strength(alert.on_alert) > ends.as_ref().map_or(0, |alert| strength(alert.on_alert)) {
+                    ends = Some(alert.clone());
+                }
+                Event::Alert { alert }
+            }
+            Finding::Cleared { rule, raised_step } => Event::AlertCleared { rule, raised_step, step },
+            Finding::Phase(change) => Event::TrainingPhase { change },
+        };
+        host.event(event)?;
+    }
+    let Some(Alert { rule, on_alert, message, fix, .. }) = ends else { return Ok(()) };
+    match on_alert {
+        OnAlert::Note => Ok(()),
+        OnAlert::Pause => {
+            // The checkpoint of the pause must know of the alert, or resuming would raise it again.
+            progress.unsaved_verdict = true;
+            Err(RunEnd::Stopped(StopReason::Pause { reason: Some(format!("alert:{}", rule.as_str())) }))
+        }
+        OnAlert::Stop => Err(RunEnd::Failed(EngineError::Alert { rule, step, message, fix })),
+    }
+}
+
+/// Counts an evaluation: is it the best so far, is it time to stop.
+pub(super) fn judge_evaluation(progress: &mut Progress, plan: &Plan, metrics: &Metrics) {
+    let mut all = progress.state.step_metrics.clone();
+    all.extend(metrics.iter().map(|(name, value)| (name.clone(), *value)));
+    progress.state.evaluations.take(progress.state.step, &all, plan);
+    progress.unsaved_verdict = true;
+}
+
+/// Whether the last evaluation is the best so far and not saved: the best weights must not be lost between two checkpoints.
+pub(super) fn best_is_unsaved(progress: &Progress, plan: &Plan) -> bool {
+    let step = progress.state.step;
+    let by_evaluation = plan.checkpoints.metric_for_best.as_ref().is_some_and(|name| name.starts_with("eval_"));
+    let is_best = progress.state.evaluations.best.is_some_and(|best| best.step == step);
+    by_evaluation
+        && is_best
+        && step > 0
+        && plan.checkpoints.keep_best > 0
+        && (step > progress.saved_step || progress.unsaved_verdict)
+}
+
+/// Reports why the run ends before its last step.
+pub(super) fn report_early_stop(progress: &Progress, host: &mut dyn Host, plan: &Plan) -> Result<(), RunEnd> {
+    let Some(stopping) = &plan.early_stopping else { return Ok(()) };
+    let best = progress.state.evaluations.stopping_best;
+    host.event(Event::EarlyStopping {
+        step: progress.state.step,
+        metric: stopping.metric.clone(),
+        best: best.map(|best| best.value),
+        best_step: best.map(|best| best.step),
+        evaluations: progress.state.evaluations.without_progress,
+    })
+}
+
+fn strength(on_alert: OnAlert) -> u8 {
+    match on_alert {
+        OnAlert::Note => 0,
+        OnAlert::Pause => 1,
+        OnAlert::Stop => 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gain_must_exceed_min_delta_in_the_right_direction() {
+        assert!(is_better(0.52, 0.5, 0.0, true) && !is_better(0.5, 0.5, 0.0, true));
+        assert!(!is_better(0.75, 0.5, 0.25, true) && is_better(0.76, 0.5, 0.25, true));
+        assert!(is_better(0.4, 0.5, 0.0, false) && !is_better(0.6, 0.5, 0.0, false));
+    }
+}

@@ -1,0 +1,68 @@
+//! A decode step allocates nothing once its buffers have their sizes. A test program of its own, as it counts what the
+//! whole process allocates.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+use std::alloc::System;
+
+use rlood_engine::backend::cpu::Cpu;
+use rlood_engine::model::{Adapter, Choice, Pick, Policy};
+use rlood_engine::sampling::Filters;
+use rlood_types::spec::ComputeDtype;
+use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+/// Allocations and reallocations so far.
+fn count() -> usize {
+    let stats = ALLOCATOR.stats();
+    stats.allocations + stats.reallocations
+}
+
+/// Steps until every buffer has been needed once.
+const WARM_UP: usize = 8;
+const STEPS: usize = 16;
+
+/// Rounds: which thread takes which work differs, so a buffer may find its size late.
+const ROUNDS: usize = 6;
+
+/// What `STEPS` steps of so many rows behind each prompt allocate, in the best of the rounds: what every step needed would
+/// be in all of them.
+fn allocated(name: &str, dtype: ComputeDtype, prompts: &[&[u32]], copies: usize) -> usize {
+    let model = rlood_test_support::fixture("parity").join(name);
+    let mut policy = Policy::on_cpu(&model, Cpu::new(dtype).unwrap()).unwrap();
+    policy.load_lora(&model.join("lora")).unwrap();
+    (0..ROUNDS).map(|_| round(&policy, prompts, copies)).min().unwrap()
+}
+
+fn round(policy: &Policy, prompts: &[&[u32]], copies: usize) -> usize {
+    let mut state = policy.begin(Adapter::On);
+    policy.join(&mut state, prompts, copies, 64).unwrap();
+    let picks = vec![Pick { temperature: 1.0, uniform: 0.4 }; prompts.len() * copies];
+    let (mut chosen, mut tokens) = (Vec::new(), Vec::new());
+    let mut before = 0;
+    for step in 0..WARM_UP + STEPS {
+        if step == WARM_UP {
+            before = count();
+        }
+        policy.choose_into(&state, Choice { picks: &picks, filters: Filters::OFF }, &mut chosen).unwrap();
+        tokens.clear();
+        tokens.extend(chosen.iter().map(|chosen| chosen.token));
+        policy.append(&mut state, &tokens).unwrap();
+    }
+    count() - before
+}
+
+#[test]
+fn a_decode_step_allocates_nothing() {
+    let long: Vec<u32> = (0..200).map(|index| 3 + index % 90).collect();
+    for name in ["qwen3", "mistral", "qwen2"] {
+        for dtype in [ComputeDtype::F32, ComputeDtype::Bf16] {
+            for (prompts, copies) in [(vec![&[5u32, 6, 7][..]], 1), (vec![&[5, 6, 7], &long], 4), (vec![&long], 40)] {
+                let count = allocated(name, dtype, &prompts, copies);
+                let rows = prompts.len() * copies;
+                assert_eq!(count, 0, "{name}, {dtype:?}, {rows} rows: allocations in {STEPS} steps");
+            }
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! The integration tests of `rlood-engine`, in one binary.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+mod bits;
+mod generate;
+mod golden;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(feature = "cuda")]
+mod gpu_training;
+mod gradients;
+mod interrupt;
+mod kinds;
+mod long;
+mod memory;
+mod oracle;
+mod overlap;
+mod params;
+mod parity;
+mod points;
+mod precision;
+mod resume;
+mod reward_model;
+mod reward_values;
+mod train;
+mod variants;
+mod vectors;
+mod watch;

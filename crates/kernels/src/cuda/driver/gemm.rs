@@ -1,0 +1,103 @@
+//! A product of two matrices by cuBLAS: which parts of which buffers, checked before anything is launched.
+
+use super::Buffer;
+use crate::cuda::device_api::{CudaError, DType, Product};
+
+/// A row-major matrix within a buffer.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix<'a> {
+    /// Where it lies.
+    pub buffer: &'a Buffer,
+    /// Of its elements.
+    pub dtype: DType,
+    /// The element of the buffer that it begins with.
+    pub at: usize,
+    /// Rows as stored.
+    pub rows: usize,
+    /// Columns as stored.
+    pub columns: usize,
+    /// Elements from a row to the next one; at least `columns`.
+    pub stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// The matrix that begins with the buffer and has nothing between its rows.
+    pub fn whole(buffer: &'a Buffer, dtype: DType, rows: usize, columns: usize) -> Matrix<'a> {
+        Matrix { buffer, dtype, at: 0, rows, columns, stride: columns }
+    }
+
+    fn check(&self, what: &str) -> Result<u64, CudaError> {
+        let Matrix { buffer, dtype, at, rows, columns, stride } = *self;
+        let end = (rows.max(1) - 1).checked_mul(stride).and_then(|end| end.checked_add(columns)?.checked_add(at));
+        let bytes = end.and_then(|end| end.checked_mul(dtype.bytes()));
+        let inside = bytes.is_some_and(|bytes| bytes as u64 <= buffer.bytes());
+        if !inside || stride < columns || [rows, columns, stride].iter().any(|&n| n > i32::MAX as usize) {
+            return Err(CudaError::Input(format!(
+                "{what}: {rows} x {columns} elements {stride} apart from {at} on are not in a buffer of {} bytes",
+                buffer.bytes()
+            )));
+        }
+        Ok(buffer.pointer() + (at * dtype.bytes()) as u64)
+    }
+}
+
+/// `c = alpha a b + beta c`, with `a` and `b` taken as stored or transposed; sums in f32, the order is cuBLAS's.
+#[derive(Clone, Copy, Debug)]
+pub struct Gemm<'a> {
+    /// `(m, k)`, or `(k, m)` where it is transposed.
+    pub a: Matrix<'a>,
+    /// Take `a` transposed.
+    pub transpose_a: bool,
+    /// `(k, n)`, or `(n, k)` where it is transposed. Of the same type as `a`.
+    pub b: Matrix<'a>,
+    /// Take `b` transposed: the form of a linear layer, whose weight has a row an output.
+    pub transpose_b: bool,
+    /// `(m, n)`: f32, or bf16 where `a` and `b` are. Must not overlap them.
+    pub c: Matrix<'a>,
+    /// Factor of the product.
+    pub alpha: f32,
+    /// Factor of what `c` held; with 0 it is not read.
+    pub beta: f32,
+}
+
+impl Gemm<'_> {
+    /// Check shapes and bounds. `None`: there is nothing to compute.
+    pub(super) fn product(&self) -> Result<Option<Product>, CudaError> {
+        let Gemm { a, transpose_a, b, transpose_b, c, alpha, beta } = *self;
+        let (rows, inner) = if transpose_a { (a.columns, a.rows) } else { (a.rows, a.columns) };
+        let (inner_b, columns) = if transpose_b { (b.columns, b.rows) } else { (b.rows, b.columns) };
+        if (inner, rows, columns) != (inner_b, c.rows, c.columns) {
+            return Err(CudaError::Input(format!(
+                "a product of {rows} x {inner} and {inner_b} x {columns} does not give {} x {}",
+                c.rows, c.columns
+            )));
+        }
+        if a.dtype != b.dtype || (a.dtype == DType::F32 && c.dtype != DType::F32) {
+            return Err(CudaError::Input(format!("a product of {:?} and {:?} into {:?}", a.dtype, b.dtype, c.dtype)));
+        }
+        let product = Product {
+            a: a.check("a product's first matrix")?,
+            b: b.check("a product's second matrix")?,
+            c: c.check("a product's result")?,
+            rows,
+            columns,
+            inner,
+            stride_a: a.stride,
+            stride_b: b.stride,
+            stride_c: c.stride,
+            transpose_a,
+            transpose_b,
+            operands: a.dtype,
+            result: c.dtype,
+            alpha,
+            beta,
+        };
+        if rows == 0 || columns == 0 {
+            return Ok(None);
+        }
+        if inner == 0 {
+            return Err(CudaError::Input("a product over no elements".to_owned()));
+        }
+        Ok(Some(product))
+    }
+}

@@ -1,0 +1,61 @@
+//! How long kernels take on the device: a timer runs around each.
+
+use std::collections::HashMap;
+
+use crate::cuda::device_api::{CudaError, Driver, Timer};
+
+/// What one kernel took while a profile was made.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timing {
+    /// The kernel, or `cublas`, `upload`, `copy`, `zero`.
+    pub name: String,
+    /// How often it ran.
+    pub count: u64,
+    /// Seconds of all runs together.
+    pub seconds: f64,
+}
+
+/// Timers of all work since the profile began.
+#[derive(Debug, Default)]
+pub(super) struct Profile {
+    names: HashMap<String, usize>,
+    timers: Vec<(usize, Box<dyn Timer>)>,
+}
+
+impl Profile {
+    /// Carry something out, timed where a profile is made.
+    pub(super) fn timed(
+        profile: &mut Option<Profile>,
+        driver: &mut dyn Driver,
+        name: &str,
+        work: impl FnOnce(&mut dyn Driver) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        let Some(profile) = profile else { return work(driver) };
+        let mut timer = driver.start_timer()?;
+        work(driver)?;
+        timer.stop()?;
+        let index = match profile.names.get(name) {
+            Some(index) => *index,
+            None => {
+                let index = profile.names.len();
+                profile.names.insert(name.to_owned(), index);
+                index
+            }
+        };
+        profile.timers.push((index, timer));
+        Ok(())
+    }
+
+    /// The sums, the longest first. Waits for the last work.
+    pub(super) fn timings(self) -> Result<Vec<Timing>, CudaError> {
+        let mut sums = vec![(0_u64, 0.0_f64); self.names.len()];
+        for (index, timer) in &self.timers {
+            sums[*index].0 += 1;
+            sums[*index].1 += timer.seconds()?;
+        }
+        let timing = |(name, index): (String, usize)| Timing { name, count: sums[index].0, seconds: sums[index].1 };
+        let mut timings: Vec<Timing> = self.names.into_iter().map(timing).collect();
+        timings.sort_by(|a, b| b.seconds.total_cmp(&a.seconds).then_with(|| a.name.cmp(&b.name)));
+        Ok(timings)
+    }
+}

@@ -1,0 +1,148 @@
+//! Bodies: work that is asked for again and again, noted in its first run and started as one graph in the later ones.
+
+use std::mem;
+
+use super::super::list::List;
+use super::{Mode, Queue};
+use crate::cuda::device_api::{CudaError, Graph, Staging};
+
+/// Bodies remembered, the one not run for the longest time is forgotten first: more than twice the sizes that a batch of
+/// up to 4,096 rows passes through (`bucket`), and few enough that their graphs fit what buffers leave free.
+const MOST_BODIES: usize = 128;
+
+/// A body that was run.
+#[derive(Debug)]
+pub(super) struct Body {
+    pub(super) list: List,
+    pub(super) staging: Option<Staging>,
+    /// Nothing yet, or the graph (`None`: to be carried out one by one).
+    graph: Option<Option<Box<dyn Graph>>>,
+    last_run: u64,
+}
+
+impl Queue {
+    pub(in super::super) fn begin(&mut self, key: u64) -> Result<(), CudaError> {
+        if !matches!(self.mode, Mode::Direct) {
+            return Err(CudaError::Input("a body is run within another".to_owned()));
+        }
+        if !self.graphs || self.profile.is_some() {
+            return Ok(());
+        }
+        self.mode = match self.bodies.remove(&key) {
+            Some(body) => Mode::Comparing { body: Box::new(body), next: 0, settled: false },
+            None => Mode::Noting { list: List::default(), staging: None },
+        };
+        Ok(())
+    }
+
+    pub(in super::super) fn finish(&mut self, key: u64) -> Result<(), CudaError> {
+        if let Mode::Comparing { body, next, .. } = &self.mode
+            && *next < body.list.ops.len()
+        {
+            self.catch_up()?;
+        }
+        self.runs += 1;
+        let body = match mem::take(&mut self.mode) {
+            Mode::Direct => return Ok(()),
+            Mode::Noting { list, staging } => match self.remember(list, staging)? {
+                Some(body) => body,
+                None => return Ok(()),
+            },
+            Mode::Comparing { body, .. } => self.start(*body)?,
+        };
+        if self.bodies.len() >= MOST_BODIES
+            && let Some(oldest) = self.bodies.iter().min_by_key(|(_, body)| body.last_run).map(|(key, _)| *key)
+            && let Some(forgotten) = self.bodies.remove(&oldest)
+        {
+            self.forget(forgotten.staging)?;
+        }
+        self.bodies.insert(key, body);
+        Ok(())
+    }
+
+    /// A noted body, with staging memory for its next run.
+    fn remember(&mut self, list: List, staging: Option<Staging>) -> Result<Option<Body>, CudaError> {
+        if list.waited {
+            self.forget(staging)?;
+            return Ok(None);
+        }
+        let needed = list.staged as usize;
+        let staging = match staging {
+            Some(staging) if staging.bytes >= needed => Some(staging),
+            staging => {
+                self.forget(staging)?;
+                if needed > 0 { Some(self.driver.stage(needed)?) } else { None }
+            }
+        };
+        Ok(Some(Body { list, staging, graph: None, last_run: self.runs }))
+    }
+
+    /// Run a body that was as noted.
+    fn start(&mut self, mut body: Body) -> Result<Body, CudaError> {
+        let graph = match body.graph.take() {
+            Some(graph) => Some(graph),
+            None => match body.list.capture(&mut *self.driver, body.staging.as_ref()) {
+                Ok(graph) => {
+                    self.counters.captures += 1;
+                    Some(graph)
+                }
+                // The graphs there are take the memory that this one would need: its next run tries again.
+                Err(CudaError::OutOfMemory { .. }) if !self.bodies.is_empty() => {
+                    self.counters.capture_failures += 1;
+                    self.forget_bodies();
+                    None
+                }
+                Err(_) => {
+                    self.counters.capture_failures += 1;
+                    Some(None)
+                }
+            },
+        };
+        let run = graph.as_ref().and_then(Option::as_deref);
+        let mut outcome = body.list.replay(run, &mut *self.driver, body.staging.as_ref());
+        if let (Ok(()), Some(staging)) = (&outcome, &mut body.staging) {
+            outcome = self.driver.used(staging);
+        }
+        if let Err(error) = self.noticed(outcome) {
+            // What of it was started may still read the staging memory; another error than this one tells no more.
+            let _ = self.driver.synchronize();
+            let _ = self.forget(body.staging);
+            return Err(error);
+        }
+        self.counters.replays += 1;
+        body.graph = graph;
+        body.last_run = self.runs;
+        Ok(body)
+    }
+
+    /// Carry out what a body asked for that will not end.
+    pub(in super::super) fn abandon(&mut self) {
+        if let Err(error) = self.driver.enter() {
+            self.failure.get_or_insert(error);
+        }
+        if let Err(error) = self.catch_up() {
+            self.failure.get_or_insert(error);
+        }
+        if let Mode::Noting { staging, .. } = mem::take(&mut self.mode)
+            && let Err(error) = self.forget(staging)
+        {
+            self.failure.get_or_insert(error);
+        }
+    }
+
+    fn forget(&mut self, staging: Option<Staging>) -> Result<(), CudaError> {
+        if let Some(staging) = staging {
+            self.driver.settle(&staging)?;
+            self.driver.unstage(staging);
+        }
+        Ok(())
+    }
+
+    pub(super) fn forget_bodies(&mut self) {
+        for (_, body) in mem::take(&mut self.bodies) {
+            if let Err(error) = self.forget(body.staging) {
+                self.failure.get_or_insert(error);
+            }
+        }
+    }
+}

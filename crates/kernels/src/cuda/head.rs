@@ -1,0 +1,351 @@
+//! The language-model head `[vocab, hidden]`, streamed: the logits of some rows lie in a bounded buffer, `[rows, vocab]` is
+//! never held.
+//!
+//! Of each row and 512 tokens the largest logit, Σ eᶻ and Σ eᶻ·z are kept and combined in a fixed order, so that with
+//! [`Gemm::Exact`] what [`choose`] reports is what [`score`] gives, to the bit.
+
+#[cfg(test)]
+mod tests;
+
+use super::super::head::{Chosen, Filters, Pick, TokenScore, factor};
+use super::attention::address;
+use super::driver::{Buffer, CudaError, Device, Launch, params};
+use super::gemm::{Form, Gemm, Product, outer, product};
+use super::rows::{Dtype, Result, Rows, size};
+
+/// Tokens of a cell.
+const CELL: usize = 512;
+/// Rows whose logits are held at a time, at least.
+const MIN_ROWS: usize = 16;
+/// Blocks in y.
+const GRID_Y: usize = 1 << 14;
+
+/// The head, and how it is multiplied with.
+#[derive(Clone, Copy, Debug)]
+pub struct Head<'a> {
+    /// `[vocab, hidden]`, of the type of the rows that it meets.
+    pub weight: Rows<'a>,
+    /// Who multiplies.
+    pub gemm: Gemm,
+    /// f32 logits held at a time; at least 16 rows' are.
+    pub max_logits: usize,
+}
+
+/// What makes the probabilities of each row sum to 1, on the device: `[rows][2]` of f64.
+#[derive(Debug)]
+pub struct Normalizers {
+    buffer: Buffer,
+    rows: usize,
+}
+
+params! {
+    struct HeadCells {
+        logits: u64, cells: u64, picks: u64, stride: u64,
+        rows: u32, vocab: u32, cells_of_row: u32, t: f32,
+    }
+}
+
+params! {
+    struct HeadScores {
+        logits: u64, cells: u64, targets: u64, scores: u64, normalizers: u64, stride: u64,
+        rows: u32, cells_of_row: u32, t: f32, pad: u32,
+    }
+}
+
+params! {
+    struct HeadGradient {
+        logits: u64, d_logits: u64, normalizers: u64, targets: u64, g: u64, stride: u64, d_stride: u64,
+        rows: u32, vocab: u32, columns: u32, t: f32,
+    }
+}
+
+params! {
+    struct HeadChoose {
+        logits: u64, cells: u64, picks: u64, filters: u64, tokens: u64, logps: u64, stride: u64,
+        rows: u32, vocab: u32, cells_of_row: u32, pad: u32,
+    }
+}
+
+/// The logits of some rows, and a cell for each 512.
+struct Logits {
+    buffer: Buffer,
+    cells: Buffer,
+    vocab: usize,
+    stride: usize,
+    cells_of_row: usize,
+    /// Rows that fit.
+    at_once: usize,
+}
+
+impl Logits {
+    fn new(device: &Device, head: &Head<'_>, rows: usize) -> Result<Logits> {
+        let vocab = head.weight.rows;
+        if vocab == 0 || head.weight.width == 0 {
+            return Err(CudaError::Input("the head has no tokens".to_owned()));
+        }
+        // Kernels read and write up to eight values at once.
+        let stride = vocab.next_multiple_of(64);
+        let at_once = (head.max_logits / stride).max(MIN_ROWS).min(rows.max(1));
+        let cells_of_row = vocab.div_ceil(CELL);
+        let buffer = device.alloc(at_once * stride * 4)?;
+        let cells = device.alloc(at_once * cells_of_row * 3 * 4)?;
+        Ok(Logits { buffer, cells, vocab, stride, cells_of_row, at_once })
+    }
+
+    fn rows(&self, rows: usize) -> Rows<'_> {
+        Rows { buffer: &self.buffer, at: 0, rows, width: self.vocab, stride: self.stride, dtype: Dtype::F32 }
+    }
+
+    /// Those of some rows.
+    fn compute(&self, device: &Device, head: &Head<'_>, x: Rows<'_>) -> Result<()> {
+        product(device, head.gemm, &Product::new(Form::Nt, x, head.weight), self.rows(x.rows))
+    }
+
+    /// The cells of `rows` rows, at 1 / temperature `t` or each at its pick's.
+    fn summarize(&self, device: &Device, rows: usize, t: f32, picks: u64) -> Result<()> {
+        let params = HeadCells {
+            logits: self.buffer.pointer(),
+            cells: self.cells.pointer(),
+            picks,
+            stride: self.stride as u64,
+            rows: rows as u32,
+            vocab: self.vocab as u32,
+            cells_of_row: self.cells_of_row as u32,
+            t,
+        };
+        let grid = [self.cells_of_row.div_ceil(4) as u32, rows.min(GRID_Y) as u32, rows.div_ceil(GRID_Y) as u32];
+        device.launch("head_cells", Launch { grid, block: 128, shared: 0 }, &params)
+    }
+}
+
+/// The same row of several, from `first` on.
+fn some<'a>(x: Rows<'a>, first: usize, rows: usize) -> Rows<'a> {
+    Rows { at: x.at + first * x.stride, rows, ..x }
+}
+
+fn check(head: &Head<'_>, x: &Rows<'_>, rows: usize) -> Result<()> {
+    address(x, rows, head.weight.width, "the input of the head")?;
+    if x.dtype == head.weight.dtype {
+        Ok(())
+    } else {
+        Err(CudaError::Input(format!("rows of {:?} meet a head of {:?}", x.dtype, head.weight.dtype)))
+    }
+}
+
+fn check_targets(head: &Head<'_>, targets: &[u32]) -> Result<()> {
+    match targets.iter().find(|target| **target as usize >= head.weight.rows) {
+        Some(target) => Err(CudaError::Input(format!("token {target} is not among {}", head.weight.rows))),
+        None => Ok(()),
+    }
+}
+
+/// log-softmax(x · weightᵀ / temperature) at each row's target, and the entropy. x `[rows, hidden]` is normed already.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types, a target that is no token.
+pub fn score(
+    device: &Device,
+    head: &Head<'_>,
+    x: Rows<'_>,
+    targets: &[u32],
+    temperature: f64,
+) -> Result<(Vec<TokenScore>, Normalizers)> {
+    let rows = targets.len();
+    check(head, &x, rows)?;
+    check_targets(head, targets)?;
+    let (scores, buffer) = (device.alloc(rows * 2 * 4)?, device.alloc(rows * 2 * 8)?);
+    if rows > 0 {
+        let (logits, targets) = (Logits::new(device, head, rows)?, device.upload(targets)?);
+        let t = factor(temperature);
+        for first in (0..rows).step_by(logits.at_once) {
+            let count = logits.at_once.min(rows - first);
+            logits.compute(device, head, some(x, first, count))?;
+            logits.summarize(device, count, t, 0)?;
+            let params = HeadScores {
+                logits: logits.buffer.pointer(),
+                cells: logits.cells.pointer(),
+                targets: targets.at::<u32>(first, count)?,
+                scores: scores.at::<f32>(2 * first, 2 * count)?,
+                normalizers: buffer.at::<f64>(2 * first, 2 * count)?,
+                stride: logits.stride as u64,
+                rows: count as u32,
+                cells_of_row: logits.cells_of_row as u32,
+                t,
+                pad: 0,
+            };
+            let grid = [count.div_ceil(4) as u32, 1, 1];
+            device.launch("head_scores", Launch { grid, block: 128, shared: 0 }, &params)?;
+        }
+    }
+    let scores = device.download::<f32>(&scores, 0, 2 * rows)?;
+    let scores = scores.chunks_exact(2).map(|pair| TokenScore { logp: pair[0], entropy: pair[1] });
+    Ok((scores.collect(), Normalizers { buffer, rows }))
+}
+
+/// What [`score_vjp`] goes by.
+#[derive(Clone, Copy, Debug)]
+pub struct Backward<'a> {
+    /// As in [`score`].
+    pub x: Rows<'a>,
+    /// As in [`score`].
+    pub targets: &'a [u32],
+    /// As in [`score`].
+    pub temperature: f64,
+    /// From [`score`].
+    pub normalizers: &'a Normalizers,
+    /// dL/dlogp, one a row.
+    pub g: &'a [f32],
+    /// `[vocab, hidden]` of f32, to which dL/dweight is added where it is asked for.
+    pub d_weight: Option<Rows<'a>>,
+}
+
+/// dx `[rows, hidden]` (f32, or bf16 where x is) = dL/dx of the log-probs.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types, a target that is no token.
+pub fn score_vjp(device: &Device, head: &Head<'_>, backward: &Backward<'_>, dx: Rows<'_>) -> Result<()> {
+    let Backward { x, targets, temperature, normalizers, g, d_weight } = *backward;
+    let rows = targets.len();
+    check(head, &x, rows)?;
+    check_targets(head, targets)?;
+    address(&dx, rows, head.weight.width, "dL/dx of the head")?;
+    if normalizers.rows != rows || g.len() != rows {
+        return Err(CudaError::Input(format!(
+            "{} normalizers and {} gradients for {rows} rows",
+            normalizers.rows,
+            g.len()
+        )));
+    }
+    if rows == 0 {
+        return Ok(());
+    }
+    let logits = Logits::new(device, head, rows)?;
+    let (targets, g) = (device.upload(targets)?, device.upload(g)?);
+    let d_logits = device.alloc(logits.at_once * logits.stride * x.dtype.bytes())?;
+    for first in (0..rows).step_by(logits.at_once) {
+        let count = logits.at_once.min(rows - first);
+        let x = some(x, first, count);
+        logits.compute(device, head, x)?;
+        let params = HeadGradient {
+            logits: logits.buffer.pointer(),
+            d_logits: d_logits.pointer(),
+            normalizers: normalizers.buffer.at::<f64>(2 * first, 2 * count)?,
+            targets: targets.at::<u32>(first, count)?,
+            g: g.at::<f32>(first, count)?,
+            stride: logits.stride as u64,
+            d_stride: logits.stride as u64,
+            rows: count as u32,
+            vocab: logits.vocab as u32,
+            columns: logits.stride as u32,
+            t: factor(temperature),
+        };
+        let blocks = logits.stride.div_ceil(8 * 256) as u32;
+        let grid = [blocks, count.min(GRID_Y) as u32, count.div_ceil(GRID_Y) as u32];
+        let name = format!("head_gradient_{}", x.dtype.name());
+        device.launch(&name, Launch { grid, block: 256, shared: 0 }, &params)?;
+        let dy = Rows { buffer: &d_logits, dtype: x.dtype, ..logits.rows(count) };
+        product(device, head.gemm, &Product::new(Form::Nn, dy, head.weight), some(dx, first, count))?;
+        if let Some(d_weight) = d_weight {
+            outer(device, head.gemm, dy, x, 1.0, d_weight)?;
+        }
+    }
+    Ok(())
+}
+
+/// One token a row: at temperature 0 the first of the largest logits, else the first token whose probability and those of
+/// all lower ids sum to more than `uniform`. `logp` is, with [`Gemm::Exact`] to the bit, what [`score`] gives.
+///
+/// The inverse of the distribution function and not the largest of logits with Gumbel noise, so that the one random number
+/// of a row gives the token that it gives on the CPU. Nor is it slower: log-probs need the sums of 512 tokens anyway, and a
+/// warp then searches those (297 of 151,936 tokens) and one cell, where noise takes a random number for each token.
+///
+/// With filters, of the tokens that top-k, top-p and min-p leave, in this order (ties go to the lowest id); the temperature
+/// must be above 0 then, and `logp` is that of the unfiltered distribution all the same.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types, filters at a temperature that is not above 0.
+pub fn choose(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[Pick], filters: &Filters) -> Result<Vec<Chosen>> {
+    let chosen = device.alloc(chosen_bytes(picks.len()))?;
+    begin_choose(device, head, x, picks, filters, &chosen)?;
+    Ok(chosen_of(&device.download(&chosen, 0, 2 * picks.len())?, picks.len()))
+}
+
+/// Of what [`begin_choose`] writes for so many rows.
+pub fn chosen_bytes(rows: usize) -> usize {
+    rows * 2 * 4
+}
+
+/// [`choose`] without waiting for it, which graphs may not. `chosen` gets a token a row (u32), then a log-prob a row (f32):
+/// [`chosen_of`].
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types, filters at a temperature that is not above 0.
+pub fn begin_choose(
+    device: &Device,
+    head: &Head<'_>,
+    x: Rows<'_>,
+    picks: &[Pick],
+    filters: &Filters,
+    chosen: &Buffer,
+) -> Result<()> {
+    let rows = picks.len();
+    check(head, &x, rows)?;
+    let values: Vec<f64> = picks.iter().flat_map(|pick| [pick.temperature, pick.uniform]).collect();
+    let values = device.upload(&values)?;
+    if rows == 0 {
+        return Ok(());
+    }
+    let Filters { top_k, top_p, min_p } = *filters;
+    let filters = match filters.are_off() {
+        true => None,
+        false if picks.iter().any(|pick| pick.temperature <= 0.0) => {
+            return Err(CudaError::Input("filters need a temperature above 0".to_owned()));
+        }
+        false => Some(device.upload(&[top_p, min_p, f64::from(top_k)])?),
+    };
+    let logits = Logits::new(device, head, rows)?;
+    for first in (0..rows).step_by(logits.at_once) {
+        let count = logits.at_once.min(rows - first);
+        logits.compute(device, head, some(x, first, count))?;
+        let picks = values.at::<f64>(2 * first, 2 * count)?;
+        logits.summarize(device, count, 1.0, picks)?;
+        let params = HeadChoose {
+            logits: logits.buffer.pointer(),
+            cells: logits.cells.pointer(),
+            picks,
+            filters: filters.as_ref().map_or(0, Buffer::pointer),
+            tokens: chosen.at::<u32>(first, count)?,
+            logps: chosen.at::<f32>(rows + first, count)?,
+            stride: logits.stride as u64,
+            rows: count as u32,
+            vocab: logits.vocab as u32,
+            cells_of_row: logits.cells_of_row as u32,
+            pad: 0,
+        };
+        // Of each of 16 warps 8 sums and a list of 512 logits, and a f64 and a u32 for each cell; or the f64 alone.
+        let (name, block, shared) = match filters {
+            Some(_) => ("head_choose_filtered", 512, 16 * (8 * 8 + 512 * 4) + 12 * logits.cells_of_row),
+            None => ("head_choose", 32, 8 * logits.cells_of_row),
+        };
+        let launch = Launch { grid: [count as u32, 1, 1], block, shared: size(shared)? };
+        device.launch(name, launch, &params)?;
+    }
+    Ok(())
+}
+
+/// What [`begin_choose`] wrote for as many rows as `words` holds twice, of the first `rows`.
+pub fn chosen_of(words: &[u32], rows: usize) -> Vec<Chosen> {
+    let (tokens, logps) = words.split_at(words.len() / 2);
+    let chosen = tokens.iter().zip(logps).take(rows);
+    chosen.map(|(token, logp)| Chosen { token: *token, logp: f32::from_bits(*logp) }).collect()
+}
+
+/// out `[rows, vocab]` (f32) = x · weightᵀ.
+///
+/// # Errors
+/// [`CudaError::Input`]: other shapes or types.
+pub fn logits(device: &Device, head: &Head<'_>, x: Rows<'_>, out: Rows<'_>) -> Result<()> {
+    check(head, &x, x.rows)?;
+    address(&out, x.rows, head.weight.rows, "the logits")?;
+    if x.rows == 0 { Ok(()) } else { product(device, head.gemm, &Product::new(Form::Nt, x, head.weight), out) }
+}

@@ -1,0 +1,89 @@
+//! Handles of the driver that outlive the call which made them: graphs, and the events of a timer.
+
+use cudarc::driver::{result, sys};
+
+use super::{did, of_driver};
+use crate::cuda::device_api::{CudaError, Graph, Timer};
+
+/// A graph, ready to run on its device's stream.
+#[derive(Debug)]
+pub(super) struct GraphExec {
+    pub(super) graph: sys::CUgraphExec,
+    pub(super) stream: sys::CUstream,
+}
+
+// SAFETY: handles of the driver belong to no thread.
+unsafe impl Send for GraphExec {}
+
+impl Graph for GraphExec {
+    fn start(&self) -> Result<(), CudaError> {
+        // SAFETY: a graph and the stream of one device, which is open.
+        unsafe { result::graph::launch(self.graph, self.stream) }.map_err(|error| of_driver("cuGraphLaunch", error))
+    }
+}
+
+impl Drop for GraphExec {
+    fn drop(&mut self) {
+        // SAFETY: made by `end_capture` and destroyed once; the driver keeps it until a run under way has ended.
+        let _ = unsafe { result::graph::exec_destroy(self.graph) };
+    }
+}
+
+/// A moment in the stream.
+#[derive(Debug)]
+struct Stamp(sys::CUevent);
+
+// SAFETY: handles of the driver belong to no thread.
+unsafe impl Send for Stamp {}
+
+impl Stamp {
+    /// Records an event that tells when it is reached.
+    fn now(stream: sys::CUstream) -> Result<Stamp, CudaError> {
+        let event = did("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
+        let stamp = Stamp(event);
+        // SAFETY: an event and the stream of the device.
+        did("cuEventRecord", unsafe { result::event::record(event, stream) })?;
+        Ok(stamp)
+    }
+}
+
+impl Drop for Stamp {
+    fn drop(&mut self) {
+        // SAFETY: made by `now` and destroyed once.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
+}
+
+/// Two moments in the stream.
+#[derive(Debug)]
+pub(super) struct EventPair {
+    stream: sys::CUstream,
+    from: Stamp,
+    to: Option<Stamp>,
+}
+
+// SAFETY: handles of the driver belong to no thread.
+unsafe impl Send for EventPair {}
+
+impl EventPair {
+    /// Notes the first moment.
+    pub(super) fn begin(stream: sys::CUstream) -> Result<EventPair, CudaError> {
+        Ok(EventPair { stream, from: Stamp::now(stream)?, to: None })
+    }
+}
+
+impl Timer for EventPair {
+    fn stop(&mut self) -> Result<(), CudaError> {
+        self.to = Some(Stamp::now(self.stream)?);
+        Ok(())
+    }
+
+    fn seconds(&self) -> Result<f64, CudaError> {
+        let Some(to) = &self.to else { return Err(CudaError::Failed("a timer that was not stopped".to_owned())) };
+        // SAFETY: events of one device.
+        let milliseconds = did("cuEventElapsedTime", unsafe {
+            result::event::synchronize(to.0).and_then(|()| result::event::elapsed(self.from.0, to.0))
+        })?;
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+}

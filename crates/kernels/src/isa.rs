@@ -1,0 +1,148 @@
+//! Which instructions the kernels use, chosen at run time.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
+
+/// A rung of the ladder; each needs what the ones below it need, but for [`Isa::Portable`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Plain Rust: any machine; NEON where the compiler makes it so.
+    Portable,
+    /// 256-bit vectors with fused multiply-add.
+    Avx2,
+    /// 512-bit vectors.
+    Avx512,
+    /// Tiles of bf16 multiplied at once; packs of f32 as on the rung below.
+    Amx,
+}
+
+impl Isa {
+    /// Every rung, the slowest first.
+    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
+
+    /// The name in `--isa`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
+        }
+    }
+
+    /// Whether this machine can run it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Isa::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Isa::Avx2.is_available() && is_x86_feature_detected!("avx512f"),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => super::amx::refused().is_none(),
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512 | Isa::Amx => false,
+        }
+    }
+
+    /// [`Isa::is_available`], or emulated in tests.
+    pub(super) fn runs(self) -> bool {
+        #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+        if self == Isa::Amx && crate::amx::tests::emulator::is_installed() {
+            return true;
+        }
+        self.is_available()
+    }
+
+    /// Why the machine's fastest rung is not used, where it has AMX and something is wrong with it, or why it has none.
+    pub fn refused() -> Option<&'static str> {
+        #[cfg(target_arch = "x86_64")]
+        return super::amx::refused();
+        #[cfg(not(target_arch = "x86_64"))]
+        Some("AMX is a feature of x86-64")
+    }
+
+    /// The rung for kernels that multiply no packs of bf16: AMX does nothing else.
+    pub fn vectors(self) -> Isa {
+        self.min(Isa::Avx512)
+    }
+
+    /// The rung of a name, `auto` for the fastest.
+    ///
+    /// # Errors
+    /// No such rung, or one that this machine cannot run: the message names those that it can.
+    pub fn choose(name: &str) -> Result<Isa, String> {
+        if name == "auto" {
+            return Ok(Isa::best());
+        }
+        let isa: Isa = name.parse()?;
+        if isa.is_available() {
+            return Ok(isa);
+        }
+        let available: Vec<&str> = Isa::available().map(Isa::name).collect();
+        let why = match Isa::refused() {
+            Some(why) if isa == Isa::Amx => format!(" ({why})"),
+            _ => String::new(),
+        };
+        Err(format!("{name} does not run on this machine{why}: use auto or one of {}", available.join(", ")))
+    }
+
+    /// What `RLOOD_ISA` asks for; the fastest where it is not set. Read once.
+    ///
+    /// # Errors
+    /// As [`Isa::choose`].
+    pub fn chosen() -> Result<Isa, String> {
+        static CHOSEN: OnceLock<Result<Isa, String>> = OnceLock::new();
+        let choose = || Isa::choose(&std::env::var("RLOOD_ISA").unwrap_or_else(|_| "auto".to_owned()));
+        CHOSEN.get_or_init(choose).clone()
+    }
+
+    /// The rungs this machine can run, the slowest first.
+    pub fn available() -> impl Iterator<Item = Isa> {
+        Isa::ALL.into_iter().filter(|isa| isa.is_available())
+    }
+
+    /// The fastest one this machine can run.
+    pub fn best() -> Isa {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| Isa::available().last().unwrap_or(Isa::Portable))
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Isa {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Isa, String> {
+        let known = Isa::ALL.map(Isa::name).join(", ");
+        Isa::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| format!("{name:?} is none of auto, {known}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rung_is_chosen_by_its_name() {
+        assert_eq!(Isa::choose("auto"), Ok(Isa::best()));
+        for isa in Isa::ALL {
+            match Isa::choose(isa.name()) {
+                Ok(chosen) => assert_eq!(chosen, isa),
+                Err(message) => assert!(!isa.is_available() && message.contains("portable"), "{message}"),
+            }
+        }
+        assert!(Isa::choose("sse9").is_err_and(|message| message.contains("avx512")));
+    }
+
+    #[test]
+    fn amx_is_refused_with_a_reason() {
+        assert_eq!(Isa::Amx.is_available(), Isa::refused().is_none());
+    }
+}

@@ -1,0 +1,449 @@
+//! Bidirectional encoders: what config.json says of them, and the tensors they need.
+
+use serde_json::Value;
+
+use crate::ModelCardError;
+use crate::config::Keys;
+
+/// The longest context that can be meant: tables of positions are made for it.
+const MAX_POSITIONS: usize = 1 << 20;
+
+/// Everything config.json says about an encoder's computation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EncoderConfig {
+    /// What differs between the families.
+    pub kind: EncoderKind,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Width of the hidden states.
+    pub hidden_size: usize,
+    /// Layers.
+    pub num_hidden_layers: usize,
+    /// Heads.
+    pub num_attention_heads: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Positions that the model was made for.
+    pub max_position_embeddings: usize,
+    /// Token types that the model knows; 0 = none.
+    pub type_vocab_size: usize,
+    /// Added to the variance in LayerNorm.
+    pub layer_norm_eps: f64,
+    /// Of the MLP.
+    pub activation: Activation,
+    /// What padding is made of.
+    pub pad_token_id: u32,
+}
+
+/// The encoder families.
+#[derive(Clone, Debug, PartialEq)]
+pub enum EncoderKind {
+    /// DeBERTa-v2 and v3.
+    DebertaV2(DebertaV2),
+    /// RoBERTa and XLM-RoBERTa.
+    XlmRoberta,
+    /// ModernBERT.
+    ModernBert(ModernBert),
+}
+
+/// What only DeBERTa-v2 has.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DebertaV2 {
+    /// Disentangled attention.
+    pub relative_attention: bool,
+    /// Below 1: as `max_position_embeddings`.
+    pub max_relative_positions: i64,
+    /// Absolute positions are added to the embedding too.
+    pub position_biased_input: bool,
+    /// Among `c2p` and `p2c`.
+    pub pos_att_type: Vec<String>,
+    /// Below 1: none.
+    pub position_buckets: i64,
+    /// Positions go through the projections of tokens.
+    pub share_att_key: bool,
+    /// Width of the embedding.
+    pub embedding_size: usize,
+    /// LayerNorm on relative embeddings.
+    pub norm_rel_ebd: bool,
+    /// In the head.
+    pub pooler_activation: Activation,
+}
+
+/// What only ModernBERT has.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModernBert {
+    /// Every n-th layer, the first among them, sees everything.
+    pub global_attn_every_n_layers: usize,
+    /// Of layers that see everything.
+    pub global_rope_theta: f64,
+    /// Of the others.
+    pub local_rope_theta: f64,
+    /// The window of the others, tokens.
+    pub local_attention: usize,
+    /// Which hidden state is scored.
+    pub pooling: Pooling,
+    /// The head's dense layer has a bias.
+    pub classifier_bias: bool,
+}
+
+/// Which hidden state the head of ModernBERT scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pooling {
+    /// The first token's.
+    Cls,
+    /// The mean of all.
+    Mean,
+}
+
+/// Supported non-linearities.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// By the error function.
+    Gelu,
+    /// By the hyperbolic tangent.
+    GeluTanh,
+    /// max(0, x)
+    Relu,
+    /// Hyperbolic tangent.
+    Tanh,
+}
+
+impl EncoderConfig {
+    /// The encoder of this `model_type`; None = it is not one.
+    pub(super) fn read(keys: &Keys, model_type: &str) -> Result<Option<EncoderConfig>, ModelCardError> {
+        let (act, eps, eps_default) = match model_type {
+            "deberta-v2" => ("hidden_act", "layer_norm_eps", 1e-7),
+            "xlm-roberta" | "roberta" => ("hidden_act", "layer_norm_eps", 1e-12),
+            "modernbert" => ("hidden_activation", "norm_eps", 1e-5),
+            _ => return Ok(None),
+        };
+        let (type_vocab_size, pad_token_id) = match model_type {
+            "deberta-v2" => (count(keys, "type_vocab_size", 0)?, 0),
+            "modernbert" => (0, 0),
+            _ => (count(keys, "type_vocab_size", 2)?, 1),
+        };
+        for key in ["quantization_config", "is_decoder", "add_cross_attention"] {
+            if let Some(value) = keys.get(key).filter(|value| **value != Value::Bool(false)) {
+                return keys.refuse(key, value, "this is not supported; use a model without it");
+            }
+        }
+        let (hidden_size, num_attention_heads) =
+            (keys.size("hidden_size", None)?, keys.size("num_attention_heads", None)?);
+        if hidden_size % num_attention_heads != 0 {
+            return keys.refuse("num_attention_heads", &num_attention_heads.into(), "it must divide hidden_size");
+        }
+        let max_position_embeddings = keys.size("max_position_embeddings", None)?;
+        if max_position_embeddings > MAX_POSITIONS {
+            return keys.refuse(
+                "max_position_embeddings",
+                &max_position_embeddings.into(),
+                &format!("at most {MAX_POSITIONS} are supported"),
+            );
+        }
+        let num_hidden_layers = keys.size("num_hidden_layers", None)?;
+        if num_hidden_layers > 10_000 {
+            return keys.refuse("num_hidden_layers", &num_hidden_layers.into(), "at most 10000 are supported");
+        }
+        let vocab_size = keys.size("vocab_size", None)?;
+        let pad_token_id = super::pad_token_id(keys)?.unwrap_or(pad_token_id);
+        if pad_token_id as usize >= vocab_size {
+            return keys.refuse("pad_token_id", &pad_token_id.into(), "it must be below vocab_size");
+        }
+        let activation_of_mlp = activation(keys, act, Activation::Gelu)?;
+        if activation_of_mlp == Activation::Tanh {
+            return keys.refuse(act, &"tanh".into(), "supported are gelu, gelu_new, gelu_pytorch_tanh and relu");
+        }
+        let kind = match model_type {
+            "deberta-v2" => EncoderKind::DebertaV2(deberta(keys, hidden_size, num_attention_heads)?),
+            "modernbert" => EncoderKind::ModernBert(modernbert(keys, num_hidden_layers)?),
+            _ => {
+                let positions = keys.get("position_embedding_type");
+                if let Some(value) = positions.filter(|value| value.as_str() != Some("absolute")) {
+                    return keys.refuse("position_embedding_type", value, "only \"absolute\" is supported");
+                }
+                if max_position_embeddings <= pad_token_id as usize + 1 {
+                    let value = max_position_embeddings.into();
+                    return keys.refuse("max_position_embeddings", &value, "positions begin behind pad_token_id");
+                }
+                if type_vocab_size == 0 {
+                    return keys.refuse("type_vocab_size", &0.into(), "it must be at least 1");
+                }
+                EncoderKind::XlmRoberta
+            }
+        };
+        Ok(Some(EncoderConfig {
+            kind,
+            vocab_size,
+            hidden_size,
+            num_hidden_layers,
+            num_attention_heads,
+            intermediate_size: keys.size("intermediate_size", None)?,
+            max_position_embeddings,
+            type_vocab_size,
+            layer_norm_eps: keys.number(eps, Some(eps_default))?,
+            activation: activation_of_mlp,
+            pad_token_id,
+        }))
+    }
+
+    /// The longest sequence, in tokens. (XLM-RoBERTa's positions begin behind the padding's id.)
+    pub(super) fn max_tokens(&self) -> usize {
+        match &self.kind {
+            EncoderKind::XlmRoberta => self.max_position_embeddings - self.pad_token_id as usize - 1,
+            EncoderKind::DebertaV2(_) | EncoderKind::ModernBert(_) => self.max_position_embeddings,
+        }
+    }
+
+    /// Every tensor of encoder and head, with its shape.
+    pub(super) fn tensors(&self, labels: usize) -> Vec<(String, Vec<usize>)> {
+        let (hidden, inter) = (self.hidden_size, self.intermediate_size);
+        let mut list = List(Vec::new());
+        match &self.kind {
+            EncoderKind::ModernBert(modernbert) => {
+                list.add("model.embeddings.tok_embeddings.weight", vec![self.vocab_size, hidden]);
+                list.add("model.embeddings.norm.weight", vec![hidden]);
+                for layer in 0..self.num_hidden_layers {
+                    let prefix = format!("model.layers.{layer}");
+                    if layer > 0 {
+                        list.add(format!("{prefix}.attn_norm.weight"), vec![hidden]);
+                    }
+                    list.add(format!("{prefix}.attn.Wqkv.weight"), vec![3 * hidden, hidden]);
+                    list.add(format!("{prefix}.attn.Wo.weight"), vec![hidden, hidden]);
+                    list.add(format!("{prefix}.mlp_norm.weight"), vec![hidden]);
+                    list.add(format!("{prefix}.mlp.Wi.weight"), vec![2 * inter, hidden]);
+                    list.add(format!("{prefix}.mlp.Wo.weight"), vec![hidden, inter]);
+                }
+                list.add("model.final_norm.weight", vec![hidden]);
+                list.add("head.dense.weight", vec![hidden, hidden]);
+                if modernbert.classifier_bias {
+                    list.add("head.dense.bias", vec![hidden]);
+                }
+                list.add("head.norm.weight", vec![hidden]);
+                list.linear("classifier", labels, hidden);
+            }
+            EncoderKind::DebertaV2(deberta) => {
+                let width = deberta.embedding_size;
+                list.add("deberta.embeddings.word_embeddings.weight", vec![self.vocab_size, width]);
+                if deberta.position_biased_input {
+                    let shape = vec![self.max_position_embeddings, width];
+                    list.add("deberta.embeddings.position_embeddings.weight", shape);
+                }
+                if self.type_vocab_size > 0 {
+                    list.add("deberta.embeddings.token_type_embeddings.weight", vec![self.type_vocab_size, width]);
+                }
+                if width != hidden {
+                    list.add("deberta.embeddings.embed_proj.weight", vec![hidden, width]);
+                }
+                list.norm("deberta.embeddings.LayerNorm", hidden);
+                if deberta.relative_attention {
+                    let rows = 2 * deberta.span(self.max_position_embeddings);
+                    list.add("deberta.encoder.rel_embeddings.weight", vec![rows, hidden]);
+                    if deberta.norm_rel_ebd {
+                        list.norm("deberta.encoder.LayerNorm", hidden);
+                    }
+                }
+                let mut projections = vec!["query_proj", "key_proj", "value_proj"];
+                if deberta.relative_attention && !deberta.share_att_key {
+                    let with = |name: &str| deberta.pos_att_type.iter().any(|known| known == name);
+                    projections.extend(with("c2p").then_some("pos_key_proj"));
+                    projections.extend(with("p2c").then_some("pos_query_proj"));
+                }
+                self.bert_layers(&mut list, "deberta", &projections);
+                list.linear("pooler.dense", hidden, hidden);
+                list.linear("classifier", labels, hidden);
+            }
+            EncoderKind::XlmRoberta => {
+                list.add("roberta.embeddings.word_embeddings.weight", vec![self.vocab_size, hidden]);
+                let positions = vec![self.max_position_embeddings, hidden];
+                list.add("roberta.embeddings.position_embeddings.weight", positions);
+                list.add("roberta.embeddings.token_type_embeddings.weight", vec![self.type_vocab_size, hidden]);
+                list.norm("roberta.embeddings.LayerNorm", hidden);
+                self.bert_layers(&mut list, "roberta", &["query", "key", "value"]);
+                list.linear("classifier.dense", hidden, hidden);
+                list.linear("classifier.out_proj", labels, hidden);
+            }
+        }
+        list.0
+    }
+
+    fn bert_layers(&self, list: &mut List, model: &str, projections: &[&str]) {
+        let (hidden, inter) = (self.hidden_size, self.intermediate_size);
+        for layer in 0..self.num_hidden_layers {
+            let prefix = format!("{model}.encoder.layer.{layer}");
+            for projection in projections {
+                list.linear(&format!("{prefix}.attention.self.{projection}"), hidden, hidden);
+            }
+            list.linear(&format!("{prefix}.attention.output.dense"), hidden, hidden);
+            list.norm(&format!("{prefix}.attention.output.LayerNorm"), hidden);
+            list.linear(&format!("{prefix}.intermediate.dense"), inter, hidden);
+            list.linear(&format!("{prefix}.output.dense"), hidden, inter);
+            list.norm(&format!("{prefix}.output.LayerNorm"), hidden);
+        }
+    }
+}
+
+impl DebertaV2 {
+    /// Distances that have an embedding of their own, to each side.
+    fn span(&self, max_position_embeddings: usize) -> usize {
+        let positive = |value: i64| usize::try_from(value).ok().filter(|value| *value > 0);
+        positive(self.position_buckets)
+            .or_else(|| positive(self.max_relative_positions))
+            .unwrap_or(max_position_embeddings)
+    }
+}
+
+struct List(Vec<(String, Vec<usize>)>);
+
+impl List {
+    fn add(&mut self, name: impl Into<String>, shape: Vec<usize>) {
+        self.0.push((name.into(), shape));
+    }
+
+    fn linear(&mut self, prefix: &str, out: usize, input: usize) {
+        self.add(format!("{prefix}.weight"), vec![out, input]);
+        self.add(format!("{prefix}.bias"), vec![out]);
+    }
+
+    fn norm(&mut self, prefix: &str, width: usize) {
+        self.add(format!("{prefix}.weight"), vec![width]);
+        self.add(format!("{prefix}.bias"), vec![width]);
+    }
+}
+
+fn count(keys: &Keys, key: &str, default: usize) -> Result<usize, ModelCardError> {
+    match keys.get(key) {
+        Some(value) if value.as_u64() == Some(0) => Ok(0),
+        Some(_) => keys.size(key, None),
+        None => Ok(default),
+    }
+}
+
+fn whole(keys: &Keys, key: &str, default: i64) -> Result<i64, ModelCardError> {
+    match keys.get(key) {
+        None => Ok(default),
+        Some(value) => match value.as_i64().filter(|n| n.unsigned_abs() <= MAX_POSITIONS as u64) {
+            Some(n) => Ok(n),
+            None => keys.refuse(key, value, &format!("it must be a whole number, at most {MAX_POSITIONS}")),
+        },
+    }
+}
+
+fn activation(keys: &Keys, key: &str, default: Activation) -> Result<Activation, ModelCardError> {
+    let Some(value) = keys.get(key) else { return Ok(default) };
+    match value.as_str() {
+        Some("gelu") => Ok(Activation::Gelu),
+        Some("gelu_new" | "gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
+        Some("relu") => Ok(Activation::Relu),
+        Some("tanh") => Ok(Activation::Tanh),
+        _ => keys.refuse(key, value, "supported are gelu, gelu_new, gelu_pytorch_tanh and relu"),
+    }
+}
+
+fn deberta(keys: &Keys, hidden_size: usize, num_attention_heads: usize) -> Result<DebertaV2, ModelCardError> {
+    if let Some(value) = keys.get("conv_kernel_size").filter(|value| value.as_u64() != Some(0)) {
+        return keys.refuse(
+            "conv_kernel_size",
+            value,
+            "DeBERTa's convolution is not supported; use a model without it",
+        );
+    }
+    for (key, only) in [("attention_head_size", hidden_size / num_attention_heads), ("pooler_hidden_size", hidden_size)]
+    {
+        if let Some(value) = keys.get(key).filter(|value| value.as_u64() != Some(only as u64)) {
+            return keys.refuse(key, value, &format!("only {only} is supported here"));
+        }
+    }
+    let pos_att_type: Vec<String> = match keys.get("pos_att_type") {
+        None => Vec::new(),
+        Some(Value::String(text)) => text.split('|').map(|part| part.trim().to_owned()).collect(),
+        Some(Value::Array(list)) => list.iter().filter_map(Value::as_str).map(str::to_owned).collect(),
+        Some(other) => return keys.refuse("pos_att_type", other, "it must be a list of c2p and p2c"),
+    };
+    if let Some(other) = pos_att_type.iter().find(|name| !matches!(name.as_str(), "c2p" | "p2c")) {
+        return keys.refuse("pos_att_type", &other.as_str().into(), "supported are c2p and p2c");
+    }
+    let embedding_size = keys.size("embedding_size", Some(hidden_size))?;
+    if embedding_size != hidden_size && count(keys, "type_vocab_size", 0)? > 0 {
+        return keys.refuse("embedding_size", &embedding_size.into(), "with token types only hidden_size is supported");
+    }
+    let norm_rel_ebd = match keys.get("norm_rel_ebd").map(|value| (value, value.as_str())) {
+        None | Some((_, Some("none"))) => false,
+        Some((_, Some("layer_norm"))) => true,
+        Some((other, _)) => return keys.refuse("norm_rel_ebd", other, "supported are none and layer_norm"),
+    };
+    Ok(DebertaV2 {
+        relative_attention: keys.flag("relative_attention", false)?,
+        max_relative_positions: whole(keys, "max_relative_positions", -1)?,
+        position_biased_input: keys.flag("position_biased_input", true)?,
+        pos_att_type,
+        position_buckets: whole(keys, "position_buckets", -1)?,
+        share_att_key: keys.flag("share_att_key", false)?,
+        embedding_size,
+        norm_rel_ebd,
+        pooler_activation: activation(keys, "pooler_hidden_act", Activation::Gelu)?,
+    })
+}
+
+fn modernbert(keys: &Keys, num_hidden_layers: usize) -> Result<ModernBert, ModelCardError> {
+    for key in ["attention_bias", "mlp_bias", "norm_bias"] {
+        if keys.flag(key, false)? {
+            return keys.refuse(key, &true.into(), "biases here are not supported; use a model without them");
+        }
+    }
+    if activation(keys, "classifier_activation", Activation::Gelu)? != Activation::Gelu {
+        let value = keys.get("classifier_activation").unwrap_or(&Value::Null);
+        return keys.refuse("classifier_activation", value, "only \"gelu\" is supported");
+    }
+    if activation(keys, "hidden_activation", Activation::Gelu)? != Activation::Gelu {
+        let value = keys.get("hidden_activation").unwrap_or(&Value::Null);
+        return keys.refuse("hidden_activation", value, "only \"gelu\" is supported");
+    }
+    let pooling = match keys.get("classifier_pooling").map(|value| (value, value.as_str())) {
+        None | Some((_, Some("cls"))) => Pooling::Cls,
+        Some((_, Some("mean"))) => Pooling::Mean,
+        Some((other, _)) => return keys.refuse("classifier_pooling", other, "supported are cls and mean"),
+    };
+    let every = global_every(keys, num_hidden_layers)?;
+    Ok(ModernBert {
+        global_attn_every_n_layers: every,
+        global_rope_theta: theta(keys, "full_attention", "global_rope_theta", 160_000.0)?,
+        local_rope_theta: theta(keys, "sliding_attention", "local_rope_theta", 10_000.0)?,
+        local_attention: keys.size("local_attention", Some(128))?,
+        pooling,
+        classifier_bias: keys.flag("classifier_bias", false)?,
+    })
+}
+
+/// transformers 5 also writes `layer_types`: they must say what every n-th layer says.
+fn global_every(keys: &Keys, num_hidden_layers: usize) -> Result<usize, ModelCardError> {
+    let Some(value) = keys.get("layer_types") else { return keys.size("global_attn_every_n_layers", Some(3)) };
+    let full: Option<Vec<bool>> = value.as_array().and_then(|list| {
+        let full = list.iter().map(|name| match name.as_str() {
+            Some("full_attention") => Some(true),
+            Some("sliding_attention") => Some(false),
+            _ => None,
+        });
+        full.collect()
+    });
+    let full = full.filter(|full| full.len() == num_hidden_layers);
+    let advice =
+        "it must name full_attention for every n-th layer from the first on, and sliding_attention for the others";
+    let Some(full) = full else { return keys.refuse("layer_types", value, advice) };
+    let every = (1..full.len()).find(|layer| full[*layer]).unwrap_or(full.len());
+    match (0..full.len()).all(|layer| full[layer] == (layer % every == 0)) {
+        true => Ok(every),
+        false => keys.refuse("layer_types", value, advice),
+    }
+}
+
+/// transformers 5: `rope_parameters.{layer type}.rope_theta`; 4: a key of its own.
+fn theta(keys: &Keys, layer_type: &str, flat: &str, default: f64) -> Result<f64, ModelCardError> {
+    let Some(nested) = keys.get("rope_parameters").and_then(|all| all.get(layer_type)) else {
+        return keys.number(flat, Some(default));
+    };
+    let inner = Keys { file: keys.file, value: nested };
+    if let Some(kind) = inner.get("rope_type").filter(|kind| kind.as_str() != Some("default")) {
+        return keys.refuse(&format!("rope_parameters.{layer_type}.rope_type"), kind, "only \"default\" is supported");
+    }
+    inner.number("rope_theta", Some(default))
+}

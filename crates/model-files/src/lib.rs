@@ -1,0 +1,286 @@
+//! What can be known of a model without tensors: config.json, safetensors headers, tokenizer, chat template.
+//!
+//! Used at submission by the server and by the engine's loader. Reading never panics, whatever the files hold; every
+//! error names the file, the key, its value and what to do.
+
+pub mod classifier;
+pub mod config;
+pub mod template;
+#[cfg(test)]
+mod tests;
+pub mod text;
+pub mod weights;
+
+use rlood_templates as jinja;
+use rlood_types::{json, spec};
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+pub use classifier::{Backbone, ClassifierCard};
+pub use config::{Arch, ModelConfig, Rope, RopeKind};
+pub use weights::{TensorDtype, TensorLocation};
+
+/// Why a model directory cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{file}: {detail}")]
+pub struct ModelCardError {
+    /// The file at fault, relative to the model directory.
+    pub file: String,
+    /// The key and its value, and what to do.
+    pub detail: String,
+}
+
+impl ModelCardError {
+    pub(crate) fn new(file: impl Into<String>, detail: impl Into<String>) -> ModelCardError {
+        ModelCardError { file: file.into(), detail: detail.into() }
+    }
+}
+
+/// A file of the model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelFile {
+    /// Relative to the model directory.
+    pub name: String,
+    /// In bytes.
+    pub size_bytes: u64,
+}
+
+/// What is known of a model without its tensors.
+#[derive(Clone, Debug)]
+pub struct ModelCard {
+    /// The family.
+    pub arch: Arch,
+    /// Everything config.json says about the computation.
+    pub config: ModelConfig,
+    /// Where each tensor that the architecture needs lies, in the order of [`ModelConfig::tensors`].
+    pub tensors: Vec<TensorLocation>,
+    /// The files that make the model, by name.
+    pub files: Vec<ModelFile>,
+    /// Every id that ends a completion.
+    pub eos_token_ids: Vec<u32>,
+    /// The longest sequence, in tokens.
+    pub max_position_embeddings: usize,
+    /// Weights, each counted once.
+    pub num_parameters: u64,
+    /// The chat template's source.
+    pub chat_template: Option<String>,
+}
+
+/// Read and validate a model directory.
+pub fn read(dir: &Path) -> Result<ModelCard, ModelCardError> {
+    read_with_config(dir, "config.json")
+}
+
+/// As [`read`], with another file in the place of `config.json`.
+pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, ModelCardError> {
+    if !dir.is_dir() {
+        let detail = "is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
+        return Err(ModelCardError::new(dir.display().to_string(), detail));
+    }
+    let value = read_json(dir, config_file, MAX_CONFIG_BYTES)?;
+    let mut config = ModelConfig::from_json(config_file, &value)?;
+    if config.tie_word_embeddings && weights::has_own_head(dir, &config)? {
+        config.tie_word_embeddings = false;
+    }
+    let tensors = weights::locate(dir, &config)?;
+    let num_parameters = tensors.iter().map(|t| t.num_elements() as u64).sum();
+
+    let tokenizer = text::TokenizerInfo::read(dir)?;
+    let eos_token_ids = eos_token_ids(dir, config_file, &value, &config, &tokenizer)?;
+
+    let files = model_files(dir, config_file, &tensors);
+    Ok(ModelCard {
+        arch: config.arch,
+        max_position_embeddings: config.max_position_embeddings,
+        config,
+        tensors,
+        files,
+        eos_token_ids,
+        num_parameters,
+        chat_template: tokenizer.chat_template,
+    })
+}
+
+/// The files that make a model, by name.
+fn model_files(dir: &Path, config_file: &str, tensors: &[TensorLocation]) -> Vec<ModelFile> {
+    let mut names: Vec<String> = tensors.iter().map(|t| t.file.clone()).collect();
+    names.extend(OTHER_FILES.iter().map(|n| (*n).to_owned()));
+    names.push(config_file.to_owned());
+    names.sort();
+    names.dedup();
+    let sized = names.into_iter().filter_map(|name| {
+        let size_bytes = std::fs::metadata(dir.join(&name)).ok()?.len();
+        Some(ModelFile { name, size_bytes })
+    });
+    sized.collect()
+}
+
+/// SHA-256 in hex over the files that matter: config, weights, tokenizer, chat template. Another value means that the
+/// model changed. Reads every byte: seconds for gigabytes.
+pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
+    fingerprint_files(dir, &read(dir)?.files)
+}
+
+/// As [`fingerprint`], over these files.
+pub fn fingerprint_files(dir: &Path, files: &[ModelFile]) -> Result<String, ModelCardError> {
+    let mut all = Sha256::new();
+    let mut buffer = vec![0u8; 1 << 20];
+    for file in files {
+        let mut one = Sha256::new();
+        let mut reader = open(dir, &file.name)?;
+        loop {
+            let n = reader.read(&mut buffer).map_err(|e| io_error(&file.name, &e))?;
+            if n == 0 {
+                break;
+            }
+            one.update(&buffer[..n]);
+        }
+        all.update(file.name.as_bytes());
+        all.update([0]);
+        all.update(one.finalize());
+    }
+    Ok(hex::encode(all.finalize()))
+}
+
+/// SHA-256 in hex over names, sizes and modification times of the files that matter: cheap, and another one whenever a
+/// file was written. The same bytes may have several.
+pub fn stamp(dir: &Path, files: &[ModelFile]) -> String {
+    let mut all = Sha256::new();
+    for file in files {
+        let modified = std::fs::metadata(dir.join(&file.name)).and_then(|metadata| metadata.modified()).ok();
+        let nanoseconds = modified
+            .and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok())
+            .map_or(0, |since| since.as_nanos());
+        all.update(format!("{}\0{}\0{nanoseconds}\0", file.name, file.size_bytes));
+    }
+    hex::encode(all.finalize())
+}
+
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// Files besides the weights and config.json that change what a model does.
+const OTHER_FILES: [&str; 6] = [
+    "chat_template.jinja",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+];
+
+/// The ids of generation_config.json's `eos_token_id`, and the tokenizer's own eos token. config.json's count only where
+/// there is no generation_config.json: transformers makes one of it then, and TRL adds the tokenizer's (rloo_trainer.py).
+fn eos_token_ids(
+    dir: &Path,
+    config_file: &str,
+    config_json: &Value,
+    config: &ModelConfig,
+    tokenizer: &text::TokenizerInfo,
+) -> Result<Vec<u32>, ModelCardError> {
+    let file = "generation_config.json";
+    let of_config = token_ids(config_file, config_json, config.vocab_size)?;
+    let mut ids = match dir.join(file).exists() {
+        true => token_ids(file, &read_json(dir, file, MAX_CONFIG_BYTES)?, config.vocab_size)?,
+        false => of_config,
+    };
+    ids.extend(tokenizer.eos_token_id.filter(|id| (*id as usize) < config.vocab_size));
+    let mut seen = std::collections::HashSet::new();
+    ids.retain(|id| seen.insert(*id));
+    if ids.is_empty() {
+        let detail = "no eos_token_id here (config.json's counts only without this file) or in the tokenizer: completions \
+                      could never end; set eos_token_id to the id (or list of ids) of the end-of-sequence token";
+        return Err(ModelCardError::new(file, detail));
+    }
+    Ok(ids)
+}
+
+fn token_ids(file: &str, value: &Value, vocab_size: usize) -> Result<Vec<u32>, ModelCardError> {
+    let one = |v: &Value| {
+        v.as_u64().and_then(|id| u32::try_from(id).ok()).filter(|id| (*id as usize) < vocab_size).ok_or_else(|| {
+            let advice = format!("it must be token ids below vocab_size ({vocab_size})");
+            ModelCardError::new(file, format!("eos_token_id holds {}; {advice}", brief(v)))
+        })
+    };
+    match value.get("eos_token_id") {
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::Array(list)) => list.iter().map(one).collect(),
+        Some(v) => Ok(vec![one(v)?]),
+    }
+}
+
+pub(crate) fn io_error(file: &str, error: &std::io::Error) -> ModelCardError {
+    let advice = match error.kind() {
+        std::io::ErrorKind::NotFound => "is missing; the model directory needs it",
+        std::io::ErrorKind::PermissionDenied => "cannot be read (permission denied)",
+        _ => return ModelCardError::new(file, format!("cannot be read: {error}")),
+    };
+    ModelCardError::new(file, advice)
+}
+
+/// Opens a file of a model. Whatever is no plain file is refused before that: a pipe would hold its reader for ever.
+///
+/// # Errors
+/// When it is not there, may not be read, or is something else.
+pub fn open(dir: &Path, file: &str) -> Result<File, ModelCardError> {
+    let path = dir.join(file);
+    let kind = std::fs::metadata(&path).map_err(|e| io_error(file, &e))?.file_type();
+    if !kind.is_file() {
+        let found = if kind.is_dir() { "a directory" } else { "a pipe, a socket or a device" };
+        return Err(ModelCardError::new(
+            file,
+            format!("is {found}; a model is made of plain files: put one in its place"),
+        ));
+    }
+    File::open(path).map_err(|e| io_error(file, &e))
+}
+
+/// A bounded text file.
+pub(crate) fn read_text(dir: &Path, file: &str, max_bytes: u64) -> Result<String, ModelCardError> {
+    let opened = open(dir, file)?;
+    let mut bytes = Vec::new();
+    opened.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|e| io_error(file, &e))?;
+    if bytes.len() as u64 > max_bytes {
+        return Err(ModelCardError::new(file, format!("is larger than {max_bytes} bytes, which cannot be right")));
+    }
+    check_downloaded(file, &bytes)?;
+    String::from_utf8(bytes).map_err(|_| ModelCardError::new(file, "is not valid UTF-8; copy the file again"))
+}
+
+/// A bounded JSON object.
+pub fn read_json(dir: &Path, file: &str, max_bytes: u64) -> Result<Value, ModelCardError> {
+    let text = read_text(dir, file, max_bytes)?;
+    let value: Value = serde_json::from_str(&text)
+        .map_err(|e| ModelCardError::new(file, format!("is not valid JSON ({e}); copy the file again")))?;
+    if !value.is_object() {
+        return Err(ModelCardError::new(file, "is not a JSON object; copy the file again"));
+    }
+    Ok(value)
+}
+
+/// What a file is that was never downloaded, by its first bytes: an error that says so.
+pub(crate) fn check_downloaded(file: &str, start: &[u8]) -> Result<(), ModelCardError> {
+    let text = start.trim_ascii_start();
+    let begins = |mark: &str| text.get(..mark.len()).is_some_and(|start| start.eq_ignore_ascii_case(mark.as_bytes()));
+    let detail = if begins("version https://git-lfs") {
+        "is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`, or download the model again"
+    } else if begins("<!doctype") || begins("<html") || begins("<?xml") {
+        "is a web page (HTML), not the file itself: the download was refused or redirected; download the model again"
+    } else {
+        return Ok(());
+    };
+    Err(ModelCardError::new(file, detail))
+}
+
+/// A JSON value for an error message, cut to a readable length.
+pub fn brief(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(120) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}

@@ -1,0 +1,323 @@
+//! Chat templates: Jinja in the sandbox of [`crate::jinja`], with what transformers gives to templates.
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
+use serde_json::Map;
+
+use crate::jinja::{Ordered, Template, draw, environment, raise, to_value};
+
+/// Instructions a template may run; a real one needs thousands.
+const FUEL: u64 = 20_000_000;
+const MAX_OUTPUT_BYTES: usize = 64 << 20;
+/// What one rendering may make on the way there, bytes.
+const BUDGET: u64 = 128 << 20;
+/// `strftime_now` pads each field to what its format says.
+const MAX_TIME_FORMAT_BYTES: usize = 1000;
+const NAME: &str = "chat_template";
+
+/// A chat template refused: why.
+#[derive(Debug, thiserror::Error)]
+#[error("the chat template failed: {0}")]
+pub struct TemplateError(String);
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    template: Template,
+    special_tokens: Vec<(String, String)>,
+}
+
+impl ChatTemplate {
+    /// Compile. `special_tokens` are variables of the template (`bos_token` …).
+    pub fn new(source: String, special_tokens: Vec<(String, String)>) -> Result<ChatTemplate, TemplateError> {
+        let mut environment = environment(FUEL);
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
+        environment.set_syntax(syntax);
+        environment.set_formatter(write_python);
+        environment.add_filter("tojson", tojson);
+        environment.add_function("raise_exception", |message: Value| raise(&message));
+        environment.add_function("strftime_now", |format: &str| -> Result<String, Error> {
+            if format.len() > MAX_TIME_FORMAT_BYTES {
+                return Err(Error::new(ErrorKind::InvalidOperation, "strftime_now: the format is too long"));
+            }
+            jiff::fmt::strtime::format(format, &jiff::Zoned::now())
+                .map_err(|e| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}")))
+        });
+        let template = Template::new(&environment, NAME, without_generation(&source)).map_err(failed)?;
+        Ok(ChatTemplate { environment, template, special_tokens })
+    }
+
+    /// Render messages; `kwargs` are further variables.
+    pub fn render(
+        &self,
+        messages: &[serde_json::Value],
+        add_generation_prompt: bool,
+        kwargs: &Map<String, serde_json::Value>,
+    ) -> Result<String, TemplateError> {
+        let mut variables = vec![
+            ("messages".to_owned(), messages.iter().map(|message| to_value(&as_given(message))).collect()),
+            ("tools".to_owned(), Value::from(())),
+            ("documents".to_owned(), Value::from(())),
+            ("add_generation_prompt".to_owned(), Value::from(add_generation_prompt)),
+        ];
+        variables.extend(self.special_tokens.iter().map(|(name, text)| (name.clone(), Value::from(text.as_str()))));
+        // The last one of a name counts.
+        variables.extend(kwargs.iter().map(|(name, value)| (name.clone(), to_value(value))));
+        variables.reverse();
+        let variables = Value::from_object(Ordered(variables));
+        self.template.render(&self.environment, variables, BUDGET, MAX_OUTPUT_BYTES).map_err(failed)
+    }
+}
+
+/// Names of what an assistant thought, the first that has a value counts.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// A message as transformers 5 gives it to templates: without keys that are null, and what was thought under the two names
+/// that templates read, in its order of keys.
+fn as_given(message: &serde_json::Value) -> serde_json::Value {
+    let Some(fields) = message.as_object() else { return message.clone() };
+    let mut given: Map<String, serde_json::Value> =
+        fields.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.clone(), value.clone())).collect();
+    if let Some(reasoning) = REASONING.iter().find_map(|name| given.get(*name)).cloned() {
+        let mut renamed = Map::from_iter([("thinking".to_owned(), reasoning.clone())]);
+        renamed.extend(given);
+        renamed.insert("reasoning_content".to_owned(), reasoning);
+        given = renamed;
+    }
+    given.into()
+}
+
+/// `{% generation %}…{% endgeneration %}` marks for transformers what a model said, and writes nothing of its own. A scope
+/// takes its place, as the mark is one: the tag's dashes, and the line that it stands on, go as in Jinja.
+fn without_generation(source: &str) -> String {
+    let (mut out, mut rest) = (String::with_capacity(source.len()), source);
+    while let Some((before, tag)) = rest.split_once("{%") {
+        let (inner, after) = tag.split_at(tag.find("%}").unwrap_or(tag.len()));
+        let inner = match inner.trim_matches(['-', '+']).trim() {
+            "generation" => inner.replacen("generation", "with", 1),
+            "endgeneration" => inner.replacen("endgeneration", "endwith", 1),
+            _ => inner.to_owned(),
+        };
+        out.extend([before, "{%", inner.as_str()]);
+        rest = after;
+    }
+    out + rest
+}
+
+fn failed(error: Error) -> TemplateError {
+    let mut text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    if let Some(line) = error.line() {
+        text = format!("{text} (line {line})");
+    }
+    TemplateError(text)
+}
+
+/// What Python's `str()` writes, so that `{{ x }}` gives what Jinja gives.
+fn write_python(out: &mut Output, _state: &mut State, value: &Value) -> Result<(), Error> {
+    match value.as_str() {
+        Some(text) => {
+            draw(text.len() as u64)?;
+            out.write_str(text).map_err(Error::from)
+        }
+        None => {
+            let mut text = String::new();
+            python_repr(value, &mut text, 0)?;
+            draw(text.len() as u64)?;
+            out.write_str(&text).map_err(Error::from)
+        }
+    }
+}
+
+const MAX_DEPTH: usize = 100;
+
+fn too_deep() -> Error {
+    Error::new(ErrorKind::InvalidOperation, "a value is nested too deeply")
+}
+
+fn python_repr(value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
+    if depth > MAX_DEPTH {
+        return Err(too_deep());
+    }
+    match value.kind() {
+        ValueKind::Undefined => {}
+        ValueKind::None => out.push_str("None"),
+        ValueKind::Bool => out.push_str(if value.is_true() { "True" } else { "False" }),
+        ValueKind::String => match value.as_str() {
+            Some(text) if depth > 0 => {
+                let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+                out.push(quote);
+                for c in text.chars() {
+                    match c {
+                        '\n' => out.push_str("\\n"),
+                        '\r' => out.push_str("\\r"),
+                        '\t' => out.push_str("\\t"),
+                        '\\' => out.push_str("\\\\"),
+                        c if c == quote => out.extend(['\\', c]),
+                        c => out.push(c),
+                    }
+                }
+                out.push(quote);
+            }
+            text => out.push_str(text.unwrap_or_default()),
+        },
+        ValueKind::Seq | ValueKind::Iterable => {
+            out.push('[');
+            for (i, item) in value.try_iter()?.enumerate() {
+                out.push_str(if i > 0 { ", " } else { "" });
+                python_repr(&item, out, depth + 1)?;
+            }
+            out.push(']');
+        }
+        ValueKind::Map => {
+            out.push('{');
+            for (i, key) in value.try_iter()?.enumerate() {
+                out.push_str(if i > 0 { ", " } else { "" });
+                python_repr(&key, out, depth + 1)?;
+                out.push_str(": ");
+                python_repr(&value.get_item(&key)?, out, depth + 1)?;
+            }
+            out.push('}');
+        }
+        _ => out.push_str(&value.to_string()),
+    }
+    if out.len() > MAX_OUTPUT_BYTES {
+        return Err(Error::new(ErrorKind::InvalidOperation, "the rendered prompt is too long"));
+    }
+    Ok(())
+}
+
+/// `tojson` as transformers defines it: Python's `json.dumps(ensure_ascii=False)`, without HTML escapes.
+fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = kwargs.get("indent")?;
+    let _: Option<Value> = kwargs.get("ensure_ascii")?;
+    let separators: Option<Vec<String>> = kwargs.get("separators")?;
+    let sort_keys: Option<bool> = kwargs.get("sort_keys")?;
+    kwargs.assert_all_used()?;
+    let (item, key) = match separators.as_deref() {
+        Some([item, key]) => (item.clone(), key.clone()),
+        _ if indent.is_some() => (",".to_owned(), ": ".to_owned()),
+        _ => (", ".to_owned(), ": ".to_owned()),
+    };
+    let style = JsonStyle { indent, item, key, sort_keys: sort_keys.unwrap_or(false) };
+    let mut out = String::new();
+    style.write(value, &mut out, 0)?;
+    draw(out.len() as u64)?;
+    Ok(out)
+}
+
+struct JsonStyle {
+    indent: Option<usize>,
+    item: String,
+    key: String,
+    sort_keys: bool,
+}
+
+impl JsonStyle {
+    fn newline(&self, out: &mut String, depth: usize) {
+        if let Some(width) = self.indent {
+            out.push('\n');
+            out.extend(std::iter::repeat_n(' ', width.min(64) * depth));
+        }
+    }
+
+    fn write(&self, value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
+        if depth > MAX_DEPTH {
+            return Err(too_deep());
+        }
+        match value.kind() {
+            ValueKind::None => out.push_str("null"),
+            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::String => {
+                let text = serde_json::Value::from(value.as_str().unwrap_or_default()).to_string();
+                out.push_str(&text);
+            }
+            ValueKind::Seq | ValueKind::Iterable => {
+                let items: Vec<Value> = value.try_iter()?.collect();
+                out.push('[');
+                for (i, item) in items.iter().enumerate() {
+                    out.push_str(if i > 0 { &self.item } else { "" });
+                    self.newline(out, depth + 1);
+                    self.write(item, out, depth + 1)?;
+                }
+                if !items.is_empty() {
+                    self.newline(out, depth);
+                }
+                out.push(']');
+            }
+            ValueKind::Map => {
+                let mut keys: Vec<Value> = value.try_iter()?.collect();
+                if self.sort_keys {
+                    keys.sort();
+                }
+                out.push('{');
+                for (i, key) in keys.iter().enumerate() {
+                    out.push_str(if i > 0 { &self.item } else { "" });
+                    self.newline(out, depth + 1);
+                    out.push_str(&serde_json::Value::from(key.to_string()).to_string());
+                    out.push_str(&self.key);
+                    self.write(&value.get_item(key)?, out, depth + 1)?;
+                }
+                if !keys.is_empty() {
+                    self.newline(out, depth);
+                }
+                out.push('}');
+            }
+            ValueKind::Number => out.push_str(&value.to_string()),
+            kind => {
+                return Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    format!("tojson cannot write a value of kind {kind}"),
+                ));
+            }
+        }
+        if out.len() > MAX_OUTPUT_BYTES {
+            return Err(Error::new(ErrorKind::InvalidOperation, "the rendered prompt is too long"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn messages_reach_templates_as_transformers_gives_them() {
+        let said = |message: serde_json::Value, source: &str| {
+            let template = ChatTemplate::new(source.to_owned(), Vec::new()).unwrap();
+            template.render(&[message], false, &Map::new()).unwrap()
+        };
+        // Checked with transformers 5.23.0.
+        let null = "{% for m in messages %}{{ m.content }}|{{ 'content' in m }}|{{ m.content is none }}{% endfor %}";
+        assert_eq!(said(json!({"role": "user", "content": null}), null), "|False|False");
+        let whole = "{{ messages[0] | tojson }}";
+        for (message, expected) in [
+            (
+                json!({"role": "a", "content": "c", "x": {"y": null}}),
+                r#"{"role": "a", "content": "c", "x": {"y": null}}"#,
+            ),
+            (
+                json!({"role": "a", "reasoning": "r"}),
+                r#"{"thinking": "r", "role": "a", "reasoning": "r", "reasoning_content": "r"}"#,
+            ),
+            (
+                json!({"role": "a", "thinking": "t", "reasoning": "r"}),
+                r#"{"thinking": "t", "role": "a", "reasoning": "r", "reasoning_content": "t"}"#,
+            ),
+            (
+                json!({"reasoning_content": "", "role": "a", "thinking": "t"}),
+                r#"{"thinking": "t", "reasoning_content": "", "role": "a"}"#,
+            ),
+            (
+                json!({"role": "a", "reasoning_content": null, "thinking": null, "reasoning": "r"}),
+                r#"{"thinking": "r", "role": "a", "reasoning": "r", "reasoning_content": "r"}"#,
+            ),
+        ] {
+            assert_eq!(said(message, whole), expected);
+        }
+    }
+}

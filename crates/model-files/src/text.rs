@@ -1,0 +1,254 @@
+//! tokenizer.json, chat template, EOS ids.
+
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use tokenizers::{EncodeInput, Tokenizer, TruncationDirection, TruncationParams, TruncationStrategy};
+
+use super::template::{ChatTemplate, TemplateError};
+use super::{ModelCardError, read_json, read_text};
+
+/// Why a text could not be processed.
+#[derive(Debug, thiserror::Error)]
+pub enum TextError {
+    /// The tokenizer is missing or damaged.
+    #[error(transparent)]
+    Files(#[from] ModelCardError),
+    /// The tokenizer refused a text or ids.
+    #[error("the tokenizer failed: {0}")]
+    Tokenizer(String),
+    /// Neither a string nor a list.
+    #[error("a prompt must be a string or a list of chat messages {{\"role\": …, \"content\": …}}")]
+    Prompt,
+    /// The model has no chat template.
+    #[error(
+        "the prompt is a list of chat messages, but the model has no chat template; send the prompt as a string, or add \
+         chat_template.jinja to the model"
+    )]
+    NoChatTemplate,
+    /// The chat template refused the messages.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+}
+
+/// What a client sends as a prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    /// Plain text, tokenised with the tokenizer's default special tokens.
+    Text(String),
+    /// Chat messages, rendered by the chat template with a generation prompt.
+    Chat(Vec<Value>),
+}
+
+impl Prompt {
+    /// A dataset's `prompt`: a string, or a list of chat messages.
+    pub fn from_value(value: &Value) -> Result<Prompt, TextError> {
+        match value {
+            Value::String(text) => Ok(Prompt::Text(text.clone())),
+            Value::Array(messages) if messages.iter().all(|m| m.get("role").is_some_and(Value::is_string)) => {
+                Ok(Prompt::Chat(messages.clone()))
+            }
+            _ => Err(TextError::Prompt),
+        }
+    }
+}
+
+/// A tokenizer with its chat template.
+#[derive(Debug)]
+pub struct Text {
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    eos_token_ids: Vec<u32>,
+}
+
+impl Text {
+    /// Load from a model directory. Reads the tokenizer whole: up to a second for a large vocabulary.
+    pub fn load(dir: &Path) -> Result<Text, TextError> {
+        let card = super::read(dir)?;
+        Ok(Text { eos_token_ids: card.eos_token_ids, ..Text::load_classifier(dir)? })
+    }
+
+    /// As [`Text::load`], of a sequence-classification model: nothing it could say ends.
+    pub fn load_classifier(dir: &Path) -> Result<Text, TextError> {
+        let bytes = read_text(dir, TOKENIZER, MAX_TOKENIZER_BYTES)?;
+        let mut tokenizer = Tokenizer::from_bytes(bytes)
+            .map_err(|e| ModelCardError::new(TOKENIZER, format!("is not a tokenizer ({e}); copy the file again")))?;
+        // transformers neither truncates nor pads unless asked to, whatever the file says.
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(|e| TextError::Tokenizer(e.to_string()))?;
+        let info = TokenizerInfo::read(dir)?;
+        let template = match info.chat_template {
+            Some(source) => Some(ChatTemplate::new(source, info.special_tokens)?),
+            None => None,
+        };
+        Ok(Text { tokenizer, template, eos_token_ids: Vec::new() })
+    }
+
+    /// Text to ids. `add_special_tokens`: those that the tokenizer itself puts around a text (a BOS, say).
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
+        let encoding =
+            self.tokenizer.encode_fast(text, add_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// From now on every text is cut to so many tokens, special ones included: what stands first is dropped, of a pair the
+    /// longer text's.
+    pub fn truncate_left(&mut self, max_tokens: usize) -> Result<(), TextError> {
+        let params = TruncationParams {
+            direction: TruncationDirection::Left,
+            max_length: max_tokens,
+            strategy: TruncationStrategy::LongestFirst,
+            stride: 0,
+        };
+        self.tokenizer.with_truncation(Some(params)).map_err(|e| TextError::Tokenizer(e.to_string()))?;
+        Ok(())
+    }
+
+    /// A text, or a pair of them, to ids; and whether [`Text::truncate_left`] took some away.
+    pub fn encode_cut(
+        &self,
+        text: &str,
+        pair: Option<&str>,
+        add_special_tokens: bool,
+    ) -> Result<(Vec<u32>, bool), TextError> {
+        let input: EncodeInput<'_> = match pair {
+            Some(pair) => (text, pair).into(),
+            None => text.into(),
+        };
+        let encoding =
+            self.tokenizer.encode_fast(input, add_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))?;
+        Ok((encoding.get_ids().to_vec(), !encoding.get_overflowing().is_empty()))
+    }
+
+    /// Whether there is a chat template.
+    pub fn has_chat_template(&self) -> bool {
+        self.template.is_some()
+    }
+
+    /// Ids to text.
+    pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, TextError> {
+        self.tokenizer.decode(ids, skip_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))
+    }
+
+    /// Messages to text. `kwargs` are more variables for the template (`enable_thinking`, say).
+    pub fn render_chat(
+        &self,
+        messages: &[Value],
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Value>,
+    ) -> Result<String, TextError> {
+        let template = self.template.as_ref().ok_or(TextError::NoChatTemplate)?;
+        Ok(template.render(messages, add_generation_prompt, kwargs)?)
+    }
+
+    /// A prompt's ids. Special tokens are added once: by the tokenizer to a text, by the template to a chat.
+    pub fn prompt_ids(&self, prompt: &Prompt, kwargs: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
+        match prompt {
+            Prompt::Text(text) => self.encode(text, true),
+            Prompt::Chat(messages) => self.encode(&self.render_chat(messages, true, kwargs)?, false),
+        }
+    }
+
+    /// Every id that ends a completion: the tokenizer's, and generation_config.json's or, without that file, config.json's.
+    pub fn eos_token_ids(&self) -> &[u32] {
+        &self.eos_token_ids
+    }
+
+    /// The id of a token's exact text.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(token)
+    }
+}
+
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
+
+/// What tokenizer_config.json and its companions say, without the vocabulary.
+#[derive(Debug)]
+pub(crate) struct TokenizerInfo {
+    /// The template's source.
+    pub chat_template: Option<String>,
+    /// `bos_token`, `eos_token` … with their texts, as chat templates see them.
+    pub special_tokens: Vec<(String, String)>,
+    /// The id of `eos_token`.
+    pub eos_token_id: Option<u32>,
+}
+
+#[derive(Deserialize)]
+struct TokenizerFile {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+    model: ModelPart,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: u32,
+    content: String,
+}
+
+#[derive(Deserialize)]
+struct ModelPart {}
+
+impl TokenizerInfo {
+    pub(crate) fn read(dir: &Path) -> Result<TokenizerInfo, ModelCardError> {
+        if !dir.join(TOKENIZER).exists() {
+            let detail =
+                "is missing; save the tokenizer into the model directory with save_pretrained (fast tokenizer)";
+            return Err(ModelCardError::new(TOKENIZER, detail));
+        }
+        let text = read_text(dir, TOKENIZER, MAX_TOKENIZER_BYTES)?;
+        let file: TokenizerFile = serde_json::from_str(&text)
+            .map_err(|e| ModelCardError::new(TOKENIZER, format!("is not a tokenizer ({e}); copy the file again")))?;
+        let ModelPart {} = file.model;
+
+        let config = match dir.join(TOKENIZER_CONFIG).exists() {
+            true => read_json(dir, TOKENIZER_CONFIG, MAX_TOKENIZER_BYTES)?,
+            false => Value::Object(Map::new()),
+        };
+        let map = match dir.join("special_tokens_map.json").exists() {
+            true => read_json(dir, "special_tokens_map.json", MAX_TOKENIZER_BYTES)?,
+            false => Value::Object(Map::new()),
+        };
+        let mut special_tokens = Vec::new();
+        for name in ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"] {
+            let content = [&config, &map].into_iter().find_map(|source| match source.get(name) {
+                Some(Value::String(content)) => Some(content.clone()),
+                Some(Value::Object(token)) => token.get("content").and_then(Value::as_str).map(str::to_owned),
+                _ => None,
+            });
+            special_tokens.extend(content.map(|c| (name.to_owned(), c)));
+        }
+        let eos = special_tokens.iter().find(|(name, _)| name == "eos_token").map(|(_, content)| content.as_str());
+        let eos_token_id = eos.and_then(|eos| file.added_tokens.iter().find(|t| t.content == eos)).map(|t| t.id);
+        Ok(TokenizerInfo { chat_template: chat_template(dir, &config)?, special_tokens, eos_token_id })
+    }
+}
+
+/// chat_template.jinja wins over tokenizer_config.json's `chat_template` (a string, or a list with a `default`).
+fn chat_template(dir: &Path, config: &Value) -> Result<Option<String>, ModelCardError> {
+    let file = "chat_template.jinja";
+    if dir.join(file).exists() {
+        return read_text(dir, file, MAX_TEMPLATE_BYTES).map(Some);
+    }
+    let wrong = |value: &Value| {
+        let detail =
+            format!("chat_template is {}; it must be a string, or a list with a \"default\"", super::brief(value));
+        Err(ModelCardError::new(TOKENIZER_CONFIG, detail))
+    };
+    match config.get("chat_template") {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(source)) if source.len() as u64 <= MAX_TEMPLATE_BYTES => Ok(Some(source.clone())),
+        Some(Value::Array(list)) => {
+            let default = list.iter().find(|t| t.get("name").and_then(Value::as_str) == Some("default"));
+            match default.and_then(|t| t.get("template")).and_then(Value::as_str) {
+                Some(source) => Ok(Some(source.to_owned())),
+                None => wrong(&Value::Array(list.clone())),
+            }
+        }
+        Some(other) => wrong(other),
+    }
+}

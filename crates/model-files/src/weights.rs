@@ -1,0 +1,293 @@
+//! safetensors headers: where every needed tensor lies, checked against the architecture and the file's length.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{Read, Seek};
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::json;
+
+use super::{ModelCardError, ModelConfig, check_downloaded, io_error, read_json};
+
+/// The longest header the safetensors format permits.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+const MAX_INDEX_BYTES: u64 = 100_000_000;
+
+/// How a weight is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorDtype {
+    /// 32-bit float
+    F32,
+    /// 16-bit IEEE float
+    F16,
+    /// bfloat16
+    Bf16,
+}
+
+impl TensorDtype {
+    /// Bytes of one element.
+    pub fn size_bytes(self) -> usize {
+        match self {
+            TensorDtype::F32 => 4,
+            TensorDtype::F16 | TensorDtype::Bf16 => 2,
+        }
+    }
+}
+
+/// A tensor inside a safetensors file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorLocation {
+    /// Its name in the checkpoint.
+    pub name: String,
+    /// The file, relative to the model directory.
+    pub file: String,
+    /// How it is stored.
+    pub dtype: TensorDtype,
+    /// Its dimensions.
+    pub shape: Vec<usize>,
+    /// First byte, from the file's beginning.
+    pub offset_bytes: u64,
+}
+
+impl TensorLocation {
+    /// How many elements.
+    pub fn num_elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// How many bytes.
+    pub fn size_bytes(&self) -> usize {
+        self.num_elements() * self.dtype.size_bytes()
+    }
+}
+
+#[derive(Deserialize)]
+struct HeaderEntry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+/// Find every tensor that the architecture needs.
+pub(super) fn locate(dir: &Path, config: &ModelConfig) -> Result<Vec<TensorLocation>, ModelCardError> {
+    locate_named(dir, config.tensors())
+}
+
+/// Whether the files hold another head than the embedding, though config.json ties the two: transformers 5 then unties them.
+/// Reads both where there are two; nearly always they differ at once, or there is one.
+pub(super) fn has_own_head(dir: &Path, config: &ModelConfig) -> Result<bool, ModelCardError> {
+    let shape = vec![config.vocab_size, config.hidden_size];
+    let names = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| (name.to_owned(), shape.clone()));
+    // One that is missing is told where it is needed.
+    let Ok(found) = locate_named(dir, names.into()) else { return Ok(false) };
+    let [embedding, head] = found.as_slice() else { return Ok(false) };
+    if embedding.dtype != head.dtype {
+        return Ok(true);
+    }
+    let (mut of_embedding, mut of_head) = (bytes_of(dir, embedding)?, bytes_of(dir, head)?);
+    let (mut one, mut other) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+    for begin in (0..embedding.size_bytes()).step_by(one.len()) {
+        let length = one.len().min(embedding.size_bytes() - begin);
+        of_embedding.read_exact(&mut one[..length]).map_err(|e| io_error(&embedding.file, &e))?;
+        of_head.read_exact(&mut other[..length]).map_err(|e| io_error(&head.file, &e))?;
+        if one[..length] != other[..length] {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// A file at the beginning of a tensor.
+fn bytes_of(dir: &Path, location: &TensorLocation) -> Result<std::fs::File, ModelCardError> {
+    let mut file = super::open(dir, &location.file)?;
+    file.seek(std::io::SeekFrom::Start(location.offset_bytes)).map_err(|e| io_error(&location.file, &e))?;
+    Ok(file)
+}
+
+/// Find these tensors, which must have these shapes.
+pub(super) fn locate_named(
+    dir: &Path,
+    needed: Vec<(String, Vec<usize>)>,
+) -> Result<Vec<TensorLocation>, ModelCardError> {
+    let files = weight_files(dir)?;
+    let mut headers: BTreeMap<&str, Header> = BTreeMap::new();
+    let mut found = Vec::new();
+    for (name, shape) in needed {
+        let file = match &files {
+            WeightFiles::Single(file) => file,
+            WeightFiles::Sharded(map) => map.get(&name).ok_or_else(|| missing(INDEX, &name))?,
+        };
+        if !headers.contains_key(file.as_str()) {
+            headers.insert(file, read_header(dir, file)?);
+        }
+        let Some(header) = headers.get(file.as_str()) else { continue };
+        if let Some(dtype) = header.unsupported.get(&name) {
+            let detail =
+                format!("tensor {name} is stored as {dtype}; supported are BF16, F16 and F32 (no quantised weights)");
+            return Err(ModelCardError::new(file, detail));
+        }
+        let location = header.tensors.get(&name).ok_or_else(|| missing(file, &name))?;
+        if location.shape != shape {
+            let detail = format!(
+                "tensor {name} has shape {:?}; config.json asks for {shape:?}; the two do not belong together",
+                location.shape
+            );
+            return Err(ModelCardError::new(file, detail));
+        }
+        found.push(location.clone());
+    }
+    Ok(found)
+}
+
+const INDEX: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
+
+fn missing(file: &str, tensor: &str) -> ModelCardError {
+    let detail =
+        format!("tensor {tensor} is missing; download the model again, or check that config.json belongs to it");
+    ModelCardError::new(file, detail)
+}
+
+enum WeightFiles {
+    Single(String),
+    Sharded(HashMap<String, String>),
+}
+
+fn weight_files(dir: &Path) -> Result<WeightFiles, ModelCardError> {
+    if dir.join(SINGLE).exists() {
+        return Ok(WeightFiles::Single(SINGLE.to_owned()));
+    }
+    if !dir.join(INDEX).exists() {
+        let other = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors"]
+            .into_iter()
+            .find(|f| dir.join(f).exists());
+        let detail = match other {
+            Some(file) => format!("is missing ({file} is there); save the model with save_pretrained, as safetensors"),
+            None => format!("is missing, and so is {INDEX}; the weights must be safetensors"),
+        };
+        return Err(ModelCardError::new(SINGLE, detail));
+    }
+    let index = read_json(dir, INDEX, MAX_INDEX_BYTES)?;
+    let Some(map) = index.get("weight_map").and_then(|m| m.as_object()) else {
+        return Err(ModelCardError::new(INDEX, "weight_map is missing or not an object; copy the file again"));
+    };
+    let mut files = HashMap::new();
+    for (tensor, file) in map {
+        let plain = file.as_str().filter(|f| !f.is_empty() && !f.contains(['/', '\\', '\0']) && *f != "..");
+        let Some(file) = plain else {
+            let detail = format!("weight_map.{tensor} is {}; it must be a plain file name", super::brief(file));
+            return Err(ModelCardError::new(INDEX, detail));
+        };
+        files.insert(tensor.clone(), file.to_owned());
+    }
+    Ok(WeightFiles::Sharded(files))
+}
+
+/// What a safetensors header holds.
+#[derive(Debug, Default)]
+pub struct Header {
+    /// Tensors of a supported type, by name.
+    pub tensors: BTreeMap<String, TensorLocation>,
+    /// Types of the others, by name.
+    pub unsupported: BTreeMap<String, String>,
+}
+
+/// The header of a safetensors file: 8 bytes of length, then JSON.
+pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
+    let damaged = |why: String| ModelCardError::new(file, format!("{why}; the file is damaged, copy it again"));
+    let mut reader = super::open(dir, file)?;
+    let file_bytes = reader.metadata().map_err(|e| io_error(file, &e))?.len();
+    if file_bytes < 8 {
+        return Err(damaged(format!("has {file_bytes} bytes, too few for a safetensors header")));
+    }
+    let mut start = [0u8; 64];
+    let known = reader.read(&mut start).map_err(|e| io_error(file, &e))?;
+    check_downloaded(file, &start[..known])?;
+    reader.rewind().map_err(|e| io_error(file, &e))?;
+    let mut length = [0u8; 8];
+    reader.read_exact(&mut length).map_err(|e| io_error(file, &e))?;
+    let header_bytes = u64::from_le_bytes(length);
+    if header_bytes > MAX_HEADER_BYTES || header_bytes > file_bytes - 8 {
+        return Err(damaged(format!("the header claims {header_bytes} bytes of a file of {file_bytes}")));
+    }
+    let mut header = vec![0u8; header_bytes as usize];
+    reader.read_exact(&mut header).map_err(|e| io_error(file, &e))?;
+    let entries = match json::read(&header) {
+        Ok(Value::Object(entries)) => entries,
+        Ok(_) => return Err(damaged("the header is not a JSON object".to_owned())),
+        Err(error) if error.is_data() => return Err(damaged(format!("the header: {}", json::words(&error)))),
+        Err(error) => return Err(damaged(format!("the header is not JSON ({error})"))),
+    };
+    let data_bytes = file_bytes - 8 - header_bytes;
+    let mut result = Header::default();
+    let mut spans = Vec::with_capacity(entries.len());
+    for (name, value) in entries {
+        if name == "__metadata__" {
+            let all_text = |notes: &Map<String, Value>| notes.values().all(Value::is_string);
+            if !value.is_null() && !value.as_object().is_some_and(all_text) {
+                return Err(damaged("__metadata__ of the header must be an object of strings".to_owned()));
+            }
+            continue;
+        }
+        let entry: HeaderEntry =
+            serde_json::from_value(value).map_err(|e| damaged(format!("tensor {name}: the header is wrong ({e})")))?;
+        let (begin, end) = entry.data_offsets;
+        if begin > end || end > data_bytes {
+            return Err(damaged(format!(
+                "tensor {name} claims bytes {begin}..{end}, but the file holds {data_bytes} bytes of data"
+            )));
+        }
+        spans.push((begin, end, name.clone()));
+        let Some(dtype) = dtype(&entry.dtype) else {
+            result.unsupported.insert(name, entry.dtype);
+            continue;
+        };
+        let elements = entry.shape.iter().try_fold(1u64, |product, d| product.checked_mul(*d));
+        if elements.and_then(|n| n.checked_mul(dtype.size_bytes() as u64)) != Some(end - begin) {
+            return Err(damaged(format!(
+                "tensor {name} of {} {:?} cannot lie in {} bytes",
+                entry.dtype,
+                entry.shape,
+                end - begin
+            )));
+        }
+        let location = TensorLocation {
+            name: name.clone(),
+            file: file.to_owned(),
+            dtype,
+            shape: entry.shape.iter().map(|d| *d as usize).collect(),
+            offset_bytes: 8 + header_bytes + begin,
+        };
+        result.tensors.insert(name, location);
+    }
+    spans.sort();
+    cover(&spans, data_bytes).map_err(damaged)?;
+    Ok(result)
+}
+
+/// The format wants every byte to belong to exactly one tensor; `spans` are sorted.
+fn cover(spans: &[(u64, u64, String)], data_bytes: u64) -> Result<(), String> {
+    let mut expected = 0;
+    for (begin, end, name) in spans {
+        if *begin != expected {
+            let what = if *begin < expected { "overlap" } else { "leave a gap" };
+            return Err(format!("tensor {name} begins at byte {begin}, not {expected}: tensors {what}"));
+        }
+        expected = *end;
+    }
+    if expected != data_bytes {
+        return Err(format!("{} bytes follow the last tensor", data_bytes - expected));
+    }
+    Ok(())
+}
+
+fn dtype(name: &str) -> Option<TensorDtype> {
+    match name {
+        "F32" => Some(TensorDtype::F32),
+        "F16" => Some(TensorDtype::F16),
+        "BF16" => Some(TensorDtype::Bf16),
+        _ => None,
+    }
+}

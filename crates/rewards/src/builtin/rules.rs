@@ -1,0 +1,133 @@
+//! Tests of the rules that a plan gives to built-in rewards: blank references, the limit of values; and of plans that have
+//! none of them.
+
+use serde_json::{Value, json};
+
+use super::Builtin;
+use super::tests::sample;
+use crate::Judgement;
+use crate::sample::{RewardSample, RewardValue};
+use crate::spec::RewardPlan;
+
+/// As a job of now has it.
+fn of_now(reward: Value) -> Builtin {
+    let plan = crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0;
+    Builtin::of_plan(&plan).unwrap()
+}
+
+/// As a job of before there were a limit and a rule for blank references has it.
+fn of_before(reward: Value) -> Builtin {
+    let plan = crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0;
+    let mut plan = serde_json::to_value(plan).unwrap();
+    for field in ["max_abs_reward", "blank_reference"] {
+        plan.as_object_mut().unwrap().shift_remove(field);
+    }
+    let old: RewardPlan = serde_json::from_value(plan.clone()).unwrap();
+    assert_eq!(serde_json::to_string(&old).unwrap(), plan.to_string(), "what was stored stays as it is");
+    Builtin::of_plan(&old).unwrap()
+}
+
+fn judged(builtin: &Builtin, completion: &str, columns: Value) -> Judgement {
+    let Value::Object(columns) = columns else { panic!("columns are an object") };
+    builtin.judge_one(&RewardSample { columns, ..sample(completion) })
+}
+
+/// Every type that compares with a reference in the column `key`.
+fn comparing() -> Vec<Value> {
+    let template = "{{ item.key }}";
+    let mut all = vec![
+        json!({"type": "exact_match", "column": "key"}),
+        json!({"type": "contains", "column": "key"}),
+        json!({"type": "number_match", "column": "key"}),
+        json!({"type": "math_equal", "column": "key"}),
+        json!({"type": "json_schema", "column": "key"}),
+        json!({"type": "text_similarity", "reference": template, "evaluation_metric": "rouge_l"}),
+    ];
+    for operation in ["eq", "ne", "like", "ilike"] {
+        all.push(json!({"type": "string_check", "reference": template, "operation": operation}));
+    }
+    let graders = json!({"a": {"type": "contains", "column": "key"}, "b": {"type": "length"}});
+    all.push(json!({"type": "multi", "graders": graders, "calculate_output": "a + b"}));
+    all
+}
+
+#[test]
+fn a_blank_reference_does_not_apply_whatever_compares_with_it() {
+    for reward in comparing() {
+        let builtin = of_now(reward.clone());
+        for blank in [json!(""), json!(" "), json!("\t\r\n"), json!("\u{a0}\u{3000}"), Value::Null] {
+            for completion in ["", " ", "any 1"] {
+                let judgement = judged(&builtin, completion, json!({"key": blank}));
+                assert_eq!((judgement.value, judgement.error), (RewardValue::NotApplicable, None), "{reward} {blank}");
+            }
+        }
+    }
+    // A row that lacks the column has no reference either; a template may be mistyped, and says so.
+    for reward in comparing() {
+        let judgement = judged(&of_now(reward.clone()), "any", json!({"other": 1}));
+        match reward.get("reference") {
+            None => assert_eq!(judgement.value, RewardValue::NotApplicable, "{reward}"),
+            Some(_) => assert_eq!(judgement.error.unwrap().code, "template_failed", "{reward}"),
+        }
+    }
+    // An answer that is marked, and blank.
+    let math = of_now(json!({"type": "math_equal", "column": "key"}));
+    assert_eq!(judged(&math, "7", json!({"key": "3 + 4\n#### "})).value, RewardValue::NotApplicable);
+    // What is there is compared, 0 and false too.
+    let contains = of_now(json!({"type": "contains", "column": "key"}));
+    for (key, expected) in [(json!(0), 1.0), (json!(false), 0.0), (json!(" a "), 1.0), (json!("-"), 0.0)] {
+        assert_eq!(judged(&contains, "a 0", json!({"key": key})).value.number(), Some(expected), "{key}");
+    }
+    assert_eq!(judged(&contains, "a", json!({"key": [1]})).error.unwrap().code, "column_not_text");
+    let number = of_now(json!({"type": "number_match", "column": "key"}));
+    assert_eq!(judged(&number, "7", json!({"key": "seven"})).error.unwrap().code, "column_not_a_number");
+}
+
+#[test]
+fn a_job_of_before_the_rule_compares_blank_references_as_it_did() {
+    let values = comparing().into_iter().map(|reward| {
+        let judgement = judged(&of_before(reward), "", json!({"key": " "}));
+        judgement.value.number().ok_or_else(|| judgement.error.unwrap().code)
+    });
+    let expected: Vec<Result<f64, String>> = vec![
+        Ok(1.0),
+        Ok(1.0),
+        Err("column_not_a_number".to_owned()),
+        Ok(0.0),
+        Err("column_not_a_schema".to_owned()),
+        Ok(0.0),
+        Ok(0.0),
+        Ok(1.0),
+        Ok(0.0),
+        Ok(0.0),
+        Ok(0.5),
+    ];
+    assert_eq!(values.collect::<Vec<_>>(), expected);
+    // So does one that asks for it.
+    let asked = of_now(json!({"type": "contains", "column": "key", "blank_reference": "compare"}));
+    assert_eq!(judged(&asked, "any", json!({"key": ""})).value.number(), Some(1.0));
+    assert_eq!(judged(&asked, "any", json!({})).error.unwrap().code, "column_missing");
+}
+
+#[test]
+fn a_value_beyond_the_limit_is_missing_and_says_so() {
+    let multi = |formula: &str, limit: Value| {
+        json!({"type": "multi", "graders": {"a": {"type": "length", "unit": "tokens", "min_tokens": 3, "max_tokens": 3}},
+               "calculate_output": formula, "max_abs_reward": limit})
+    };
+    for (formula, limit, expected) in [
+        ("a * 1e6", Value::Null, Some(1e6)),
+        ("a * -1e6", Value::Null, Some(-1e6)),
+        ("a * 1000001", Value::Null, None),
+        ("a * -1e9", Value::Null, None),
+        ("a * 1e9", json!(1e9), Some(1e9)),
+        ("a * 2", json!(1.5), None),
+    ] {
+        let judgement = judged(&of_now(multi(formula, limit)), "x", json!({}));
+        assert_eq!(judgement.value.number(), expected, "{formula}");
+        if let Some(error) = judgement.error {
+            assert!(error.code == "invalid_value" && error.message.contains("max_abs_reward"), "{error:?}");
+        }
+    }
+    assert_eq!(judged(&of_before(multi("a * 1e300", Value::Null)), "x", json!({})).value.number(), Some(1e300));
+}

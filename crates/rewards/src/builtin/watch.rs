@@ -1,0 +1,165 @@
+//! Grading beside the async threads, under a watchdog. A thread cannot be killed: a grader that computes for too long ends the
+//! job by name, and its process, once the job is settled ([`crate::Rewards::is_grading`]).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Builtin;
+use crate::sample::RewardSample;
+use crate::{Judgement, RewardFailure};
+
+/// The longest that one completion may take.
+pub(super) const SAMPLE_LIMIT: Duration = Duration::from_secs(10);
+/// The longest that all completions of one request may take.
+const BATCH_LIMIT: Duration = Duration::from_secs(600);
+/// How often the watchdog looks. A longer pause counts as twice this: the machine slept, not the grader.
+const TICK: Duration = Duration::from_millis(200);
+
+/// What the thread and its watchdog share.
+#[derive(Default)]
+struct Progress {
+    stop: AtomicBool,
+    graded: AtomicUsize,
+}
+
+struct StopOnDrop(Arc<Progress>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Counts the threads that grade.
+struct Running(Arc<AtomicUsize>);
+
+impl Running {
+    fn new(count: Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Grades every sample on a blocking thread. Dropping the future stops the thread before its next sample.
+pub(super) async fn judge(
+    builtin: &Builtin,
+    samples: &[RewardSample],
+    sample_limit: Duration,
+) -> Result<Vec<Judgement>, RewardFailure> {
+    let progress = Arc::new(Progress::default());
+    let _stop = StopOnDrop(progress.clone());
+    let running = Running::new(builtin.running.clone());
+    let (grader, samples, shared) = (builtin.clone(), samples.to_vec(), progress.clone());
+    let mut grading = tokio::task::spawn_blocking(move || {
+        let _running = running;
+        let mut judgements = Vec::with_capacity(samples.len());
+        for sample in &samples {
+            if shared.stop.load(Ordering::Relaxed) {
+                break;
+            }
+            judgements.push(grader.judge_one(sample));
+            shared.graded.fetch_add(1, Ordering::Relaxed);
+        }
+        judgements
+    });
+    let mut ticks = tokio::time::interval(TICK);
+    let (mut last, mut graded, mut of_sample, mut of_batch) = (Instant::now(), 0, Duration::ZERO, Duration::ZERO);
+    loop {
+        tokio::select! {
+            done = &mut grading => {
+                return done.map_err(|error| match error.try_into_panic() {
+                    Ok(panic) => std::panic::resume_unwind(panic),
+                    Err(_) => too_slow(builtin, "the process is ending".to_owned()),
+                });
+            }
+            now = ticks.tick() => {
+                let passed = (now - last).min(2 * TICK);
+                last = now;
+                of_batch += passed;
+                of_sample = if progress.graded.load(Ordering::Relaxed) == graded { of_sample + passed } else { Duration::ZERO };
+                graded = progress.graded.load(Ordering::Relaxed);
+                if of_sample > sample_limit {
+                    let detail = format!("one completion takes more than {} s to grade", sample_limit.as_secs());
+                    return Err(too_slow(builtin, detail));
+                }
+                if of_batch > BATCH_LIMIT {
+                    let detail = format!("the completions of one request take more than {} s to grade", BATCH_LIMIT.as_secs());
+                    return Err(too_slow(builtin, detail));
+                }
+            }
+        }
+    }
+}
+
+fn too_slow(builtin: &Builtin, detail: String) -> RewardFailure {
+    RewardFailure::TooSlow { reward: builtin.name.clone(), detail }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::Reward;
+    use crate::builtin::tests::sample;
+    use crate::spec::{RegexPlan, RewardKind};
+
+    /// A pattern that takes seconds on its text: the engine follows some thousand ways through it at once.
+    fn slow() -> (Builtin, RewardSample) {
+        let mut state = 1_u64;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            if state >> 63 == 0 { 'a' } else { 'b' }
+        };
+        let text: String = (0..200_000).map(|_| next()).collect();
+        let kind = RewardKind::Regex(RegexPlan { pattern: "a[ab]{5000}[cd]".to_owned() });
+        (Builtin::new("pattern", &kind, crate::spec::BlankReference::NotApplicable).unwrap(), sample(&text))
+    }
+
+    async fn grading_ends(builtin: &Builtin) {
+        while builtin.is_grading() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+    async fn a_grader_that_takes_too_long_ends_the_job_by_name() {
+        let (builtin, sample) = slow();
+        let begun = std::time::Instant::now();
+        let failure = judge(&builtin, &[sample], Duration::ZERO).await.unwrap_err();
+        assert!(builtin.is_grading(), "the thread cannot be killed; {:?}", begun.elapsed());
+        let told = failure.to_failure(3);
+        assert_eq!((told.code.as_str(), json!(told.class)), ("reward_too_slow", json!("user")));
+        assert!(told.message.contains("'pattern'") && told.suggestion.is_some(), "{told:?}");
+        grading_ends(&builtin).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+    async fn a_grader_whose_answer_nobody_wants_stops_before_the_next_sample() {
+        let (builtin, sample) = slow();
+        let samples = vec![sample; 1000];
+        let judging = judge(&builtin, &samples, SAMPLE_LIMIT);
+        assert!(tokio::time::timeout(Duration::from_millis(50), judging).await.is_err());
+        assert!(builtin.is_grading());
+        // Of 1000 samples it would take an hour.
+        tokio::time::timeout(Duration::from_secs(60), grading_ends(&builtin)).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_grader_that_is_fast_gives_one_judgement_a_sample() {
+        let kind = RewardKind::Regex(RegexPlan { pattern: "^b".to_owned() });
+        let builtin = Builtin::new("pattern", &kind, crate::spec::BlankReference::NotApplicable).unwrap();
+        let judged = judge(&builtin, &[sample("a"), sample("b")], SAMPLE_LIMIT).await.unwrap();
+        assert_eq!(judged.iter().map(|judgement| judgement.value.number()).collect::<Vec<_>>(), [Some(0.0), Some(1.0)]);
+        grading_ends(&builtin).await;
+    }
+}

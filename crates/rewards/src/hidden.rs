@@ -1,0 +1,457 @@
+//! What a service must not get into our records by saying it back: the secrets it was asked with. It may say them as they
+//! are, or as JSON, a URL, a form, HTML or base64 writes them, one in the other: escapes are taken off layer by layer, and
+//! each layer is searched.
+//!
+//! What a service says in JSON is changed in its strings only. A header's value may stand among the digits of a reward or be
+//! the name of a field by chance: numbers and keys are left as they are, to the byte, so that the answer says the same
+//! before and after.
+
+use std::cmp::Reverse;
+use std::ops::Range;
+
+use base64::Engine;
+use base64::engine::general_purpose::{STANDARD, URL_SAFE};
+use regex::bytes::{Regex, RegexBuilder};
+use reqwest::header::{HeaderMap, HeaderValue};
+
+use crate::callback::parse;
+use crate::spec::RewardSecrets;
+
+mod layer;
+
+use layer::Layer;
+
+const INSTEAD: &[u8] = b"(redacted)";
+/// Shorter ones would be found in any text.
+const SHORTEST: usize = 4;
+/// Shorter ones may stand in an answer for their own reasons.
+const UNMISTAKABLE: usize = 8;
+/// Bytes of one in an answer.
+const LONGEST_NUMBER: usize = 40;
+/// Escapes around escapes that are taken off.
+const LAYERS: usize = 4;
+/// Bytes of a compiled search; the longest headers need a small part of it.
+const SEARCH_BYTES: usize = 256 << 20;
+
+/// The secrets of one reward, to be looked for.
+#[derive(Clone, Default)]
+pub(crate) struct Hidden(Vec<Regex>);
+
+impl Hidden {
+    /// Every value as a whole, and its words: a service may repeat a token without its `Bearer`.
+    pub(crate) fn new(secrets: &RewardSecrets) -> Self {
+        let RewardSecrets { secret, previous_secret, headers } = secrets;
+        let values = secret.iter().chain(previous_secret).chain(headers.values());
+        Self(values.filter_map(|value| search(&forms(value))).collect())
+    }
+
+    /// An answer without them, to be read and written down: the values of its strings are changed, but not those that it is
+    /// read by. What is no JSON is changed as a text. A short secret that may be the answer's own word stays.
+    pub(crate) fn answer(&self, bytes: Vec<u8>, legible: impl FnOnce() -> Legible) -> Vec<u8> {
+        if self.places(&bytes, |_, _| false).is_empty() {
+            return bytes;
+        }
+        if parse(&bytes).is_err() {
+            return self.without(bytes, is_own);
+        }
+        let legible = legible();
+        change_strings(&bytes, |inside, is_key| {
+            let clean = self.without(inside.to_vec(), is_own);
+            if is_key || clean == inside || legible.is_word(inside) {
+                return None;
+            }
+            let nested = if legible.json_in_strings { self.json_inside(inside) } else { None };
+            Some(nested.unwrap_or(clean))
+        })
+    }
+
+    /// A text that is shown to people, without them.
+    pub(crate) fn shown(&self, bytes: Vec<u8>) -> Vec<u8> {
+        self.without(bytes, |_, _| false)
+    }
+
+    /// A body that is shown to people, without them: of JSON all strings are changed, keys too.
+    pub(crate) fn shown_body(&self, bytes: Vec<u8>) -> Vec<u8> {
+        let shown = self.shown(bytes.clone());
+        if shown == bytes || parse(&bytes).is_err() {
+            return shown;
+        }
+        change_strings(&bytes, |inside, _| Some(self.shown(inside.to_vec())))
+    }
+
+    /// The inside of a JSON string that holds a JSON object among other words (as language models answer), without them; the
+    /// object's numbers and keys stay. `None`: it holds no object.
+    fn json_inside(&self, inside: &[u8]) -> Option<Vec<u8>> {
+        let text: String = serde_json::from_slice(&[b"\"", inside, b"\""].concat()).ok()?;
+        let (start, end) = (text.find('{')?, text.rfind('}')? + 1);
+        serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text.get(start..end)?).ok()?;
+        let object = change_strings(&text.as_bytes()[start..end], |inside, is_key| {
+            (!is_key).then(|| self.without(inside.to_vec(), is_own))
+        });
+        let around = |part: &str| self.without(part.as_bytes().to_vec(), is_own);
+        let clean = [around(&text[..start]), object, around(&text[end..])].concat();
+        let written = serde_json::to_vec(&String::from_utf8_lossy(&clean)).ok()?;
+        Some(written.get(1..written.len().checked_sub(1)?)?.to_vec())
+    }
+
+    /// The headers without them.
+    pub(crate) fn headers(&self, mut headers: HeaderMap) -> HeaderMap {
+        for value in headers.values_mut() {
+            let clean = self.shown(value.as_bytes().to_vec());
+            if clean != value.as_bytes()
+                && let Ok(clean) = HeaderValue::from_bytes(&clean)
+            {
+                *value = clean;
+            }
+        }
+        headers
+    }
+
+    fn without(&self, bytes: Vec<u8>, stays: fn(&[u8], &Range<usize>) -> bool) -> Vec<u8> {
+        let places = self.places(&bytes, stays);
+        if places.is_empty() {
+            return bytes;
+        }
+        let (mut clean, mut from) = (Vec::with_capacity(bytes.len()), 0);
+        for Range { mut start, end } in places {
+            // Half an escape would break what follows.
+            let backslashes = bytes[from..start].iter().rev().take_while(|byte| **byte == b'\\').count();
+            start -= backslashes % 2;
+            clean.extend_from_slice(&bytes[from..start]);
+            clean.extend_from_slice(INSTEAD);
+            from = end;
+        }
+        clean.extend_from_slice(&bytes[from..]);
+        clean
+    }
+
+    /// Where they stand, in order, apart from each other.
+    fn places(&self, bytes: &[u8], stays: fn(&[u8], &Range<usize>) -> bool) -> Vec<Range<usize>> {
+        let mut found = Vec::new();
+        let mut layers: Vec<Layer> = Vec::new();
+        while !self.0.is_empty() {
+            let text = layers.last().map_or(bytes, |layer| &layer.text);
+            for place in self.0.iter().flat_map(|search| search.find_iter(text)) {
+                if place.len() >= UNMISTAKABLE || !stays(text, &place.range()) {
+                    found.push(layers.iter().rev().fold(place.range(), |place, layer| layer.origin(&place)));
+                }
+            }
+            match Layer::under(text).filter(|_| layers.len() < LAYERS) {
+                Some(layer) => layers.push(layer),
+                None => break,
+            }
+        }
+        found.sort_by_key(|place| (place.start, Reverse(place.end)));
+        let mut apart: Vec<Range<usize>> = Vec::with_capacity(found.len());
+        for place in found {
+            match apart.last_mut().filter(|last| place.start < last.end) {
+                Some(last) => last.end = last.end.max(place.end),
+                None => apart.push(place),
+            }
+        }
+        apart
+    }
+}
+
+/// What of an answer must stay as it is for it to be read.
+#[derive(Debug, Default)]
+pub(crate) struct Legible {
+    /// Values of strings: ids that were sent, names of labels.
+    pub words: Vec<String>,
+    /// Strings may hold JSON that is read.
+    pub json_in_strings: bool,
+}
+
+impl Legible {
+    /// Whether the inside of a JSON string means one of the words.
+    fn is_word(&self, inside: &[u8]) -> bool {
+        let meant: Option<String> = serde_json::from_slice(&[b"\"", inside, b"\""].concat()).ok();
+        meant.is_some_and(|meant| self.words.contains(&meant))
+    }
+}
+
+/// JSON with the insides of its strings changed, and not a byte besides. `change` gets the inside as it is written, and
+/// whether it is a key; `None`: it stays.
+fn change_strings(json: &[u8], change: impl Fn(&[u8], bool) -> Option<Vec<u8>>) -> Vec<u8> {
+    let (mut changed, mut copied, mut at) = (Vec::with_capacity(json.len()), 0, 0);
+    while let Some(skipped) = json[at..].iter().position(|byte| *byte == b'"') {
+        let start = at + skipped + 1;
+        let mut end = start;
+        while end < json.len() && json[end] != b'"' {
+            end += if json[end] == b'\\' { 2 } else { 1 };
+        }
+        let end = end.min(json.len());
+        at = (end + 1).min(json.len());
+        let is_key = json[at..].trim_ascii_start().starts_with(b":");
+        if let Some(inside) = change(&json[start..end], is_key) {
+            changed.extend_from_slice(&json[copied..start]);
+            changed.extend_from_slice(&inside);
+            copied = end;
+        }
+    }
+    changed.extend_from_slice(&json[copied..]);
+    changed
+}
+
+/// What stands for a secret value: the whole, its words, what they are base64 of; all of it at each layer.
+fn forms(value: &str) -> Vec<Vec<u8>> {
+    let mut words: Vec<&str> = value.split_whitespace().collect();
+    // A scheme is no secret.
+    if words.len() > 1 && words[0].len() < UNMISTAKABLE {
+        words.remove(0);
+    }
+    let mut parts: Vec<String> = Vec::new();
+    for word in words {
+        let word = word.strip_prefix("whsec_").unwrap_or(word);
+        if let Some(inside) = STANDARD.decode(word).ok().and_then(|bytes| String::from_utf8(bytes).ok()) {
+            // `Basic` has a name before the password.
+            parts.extend(inside.split_once(':').map(|(_, password)| password.to_owned()));
+            parts.push(inside);
+        }
+        parts.push(word.to_owned());
+    }
+    parts.push(value.trim().to_owned());
+    let mut forms: Vec<Vec<u8>> = parts.iter().flat_map(|part| encoded(part)).collect();
+    forms.extend(parts.into_iter().map(String::into_bytes));
+    for mut form in forms.clone() {
+        for _ in 0..LAYERS {
+            let Some(layer) = Layer::under(&form) else { break };
+            form = layer.text;
+            forms.push(form.clone());
+        }
+    }
+    forms.retain(|form| form.len() >= SHORTEST);
+    // The whole before its parts.
+    forms.sort_by(|one, other| other.len().cmp(&one.len()).then_with(|| one.cmp(other)));
+    forms.dedup();
+    forms
+}
+
+/// Base64 of a text wherever it stands in what was encoded: without what the neighbours decide.
+fn encoded(part: &str) -> Vec<Vec<u8>> {
+    let mut found = Vec::new();
+    for before in 0..3 {
+        let bytes = [&[0; 2][..before], part.as_bytes()].concat();
+        let known = (before * 8).div_ceil(6)..bytes.len() * 8 / 6;
+        for engine in [STANDARD, URL_SAFE] {
+            let text = engine.encode(&bytes);
+            found.extend(text.get(known.clone()).filter(|text| text.len() >= UNMISTAKABLE).map(|text| text.into()));
+        }
+    }
+    found
+}
+
+fn search(forms: &[Vec<u8>]) -> Option<Regex> {
+    let literal = |form: &Vec<u8>| form.iter().map(|byte| format!("\\x{byte:02x}")).collect::<String>();
+    let pattern = forms.iter().map(literal).collect::<Vec<_>>().join("|");
+    let build = || RegexBuilder::new(&pattern).unicode(false).size_limit(SEARCH_BYTES).build().ok();
+    if forms.is_empty() { None } else { build() }
+}
+
+/// Whether a short text may be the answer's own: in a word, a name, a number. The answer could not be read without it.
+fn is_own(text: &[u8], place: &Range<usize>) -> bool {
+    let (before, secret, after) = (&text[..place.start], &text[place.clone()], &text[place.end..]);
+    let in_word = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric() || *byte == b'_');
+    if in_word(before.last()) || in_word(after.first()) {
+        return true;
+    }
+    let is_name = before.ends_with(b"\"")
+        && after.strip_prefix(b"\"").is_some_and(|after| after.trim_ascii_start().starts_with(b":"));
+    let is_digit = |byte: &u8| b"0123456789.+-eE".contains(byte);
+    let is_literal = secret.iter().all(is_digit) || matches!(secret, b"true" | b"false" | b"null");
+    let digits = before.iter().rev().take(LONGEST_NUMBER).take_while(|byte| is_digit(byte)).count();
+    let lead = before[..before.len() - digits].trim_ascii_end().last();
+    is_name || is_literal && lead.is_some_and(|byte| b":[,".contains(byte))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hidden<const N: usize>(headers: [(&str, &str); N]) -> Hidden {
+        let headers = headers.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+        Hidden::new(&RewardSecrets { secret: None, previous_secret: None, headers })
+    }
+
+    fn clean(hidden: &Hidden, text: &str) -> String {
+        String::from_utf8(hidden.answer(text.as_bytes().to_vec(), Legible::default)).unwrap()
+    }
+
+    #[test]
+    fn secrets_are_taken_out_wherever_and_however_often_they_stand() {
+        let secrets = RewardSecrets {
+            secret: Some("whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=".to_owned()),
+            headers: [("authorization", "Bearer sk-12345678"), ("x-version", "1")]
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .into(),
+            previous_secret: None,
+        };
+        let hidden = Hidden::new(&secrets);
+        assert_eq!(
+            clean(&hidden, "no 'Bearer sk-12345678' here, sk-12345678sk-12345678"),
+            "no '(redacted)' here, (redacted)(redacted)"
+        );
+        assert_eq!(clean(&hidden, "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="), "(redacted)");
+        assert_eq!(clean(&hidden, "{\"version\": 1}"), "{\"version\": 1}", "what is short stays");
+    }
+
+    #[test]
+    fn secrets_are_found_however_they_are_escaped() {
+        let token = "CANARYab/cd&ef=gh/CANARYij";
+        let found = hidden([("x-api-token", token), ("authorization", &format!("Bearer {token}"))]);
+        for said in [
+            r"CANARYab\/cd&ef=gh\/CANARYij",
+            r"CANARYab/cd\u0026ef\u003dgh/CANARYij",
+            r"CANARYab\u002Fcd\u0026ef\u003Dgh\u002fCANARYij",
+            r"CANARYab\\\/cd\\u0026ef=gh\\\/CANARYij",
+            "CANARYab%2Fcd%26ef%3Dgh%2FCANARYij",
+            "CANARYab%2fcd%26ef%3dgh%2fCANARYij",
+            "CANARYab%2Fcd&ef=gh/CANARYij",
+            "CANARYab%252Fcd%2526ef%253Dgh%252FCANARYij",
+            "CANARYab/cd&amp;ef=gh/CANARYij",
+            "CANARYab&#x2F;cd&amp;amp;ef&#61;gh&#47;CANARYij",
+            r"CANARYab\/cd&amp;ef\u003dgh%2fCANARYij",
+            r"\x43ANARYab\x2fcd\x26ef\x3dgh/CANARYij",
+            "%43%41NARYab/cd&ef=gh/CANARYi%6A",
+            r"\u0043ANARYab/cd&ef=gh/CANARYij",
+        ] {
+            assert_eq!(clean(&found, &format!("no {said}.")), "no (redacted).");
+            let bearer = clean(&found, &format!("no Bearer {said}!"));
+            assert_eq!(bearer, "no (redacted)!", "{said}");
+        }
+        for (said, left) in [
+            ("a=Bearer+CANARYab%2Fcd%26ef%3Dgh%2FCANARYij&b=1", "a=(redacted)&b=1"),
+            ("Bearer%20CANARYab%2Fcd%26ef%3Dgh%2FCANARYij", "(redacted)"),
+        ] {
+            assert_eq!(clean(&found, said), left);
+        }
+        // Base64 of it, alone and after something else: no three bytes of it are left.
+        for lead in ["", "a", "me:", "Bearer ", "longer: "] {
+            for engine in [STANDARD, URL_SAFE] {
+                let said = engine.encode(format!("{lead}{token}"));
+                let left = clean(&found, &said);
+                assert!(left.contains("(redacted)"), "{said} → {left}");
+                let left = left.replace("(redacted)", "");
+                assert!(left.len() <= lead.len() * 4 / 3 + 6, "{said} → {left}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_left_is_json_as_it_was() {
+        let secret = r#"to"ken\with+all%2Fof/it\"#;
+        let found = hidden([("x-key", secret), ("x-other", "nabcdefgh")]);
+        let said = serde_json::json!({"reason": format!("bad: {secret}"), "other": "a\nnabcdefgh", "reward": 0.5});
+        let mut nested = said.to_string();
+        for _ in 0..3 {
+            for text in [nested.clone(), nested.replace('/', "\\/")] {
+                let left = clean(&found, &text);
+                assert!(serde_json::from_str::<serde_json::Value>(&left).is_ok(), "{text} → {left}");
+                assert!(!left.contains("ken") && !left.contains("abcdefgh"), "{text} → {left}");
+            }
+            nested = serde_json::json!({"detail": nested, "reward": 0.5}).to_string();
+        }
+        let form = "to%22ken%5Cwith%2Ball%252Fof%2Fit%5C";
+        assert_eq!(clean(&found, &format!("?q={form}&r=1")), "?q=(redacted)&r=1");
+    }
+
+    #[test]
+    fn a_short_secret_is_hidden_and_an_answer_can_still_be_read() {
+        let found = hidden([("x-key", "CANARY7"), ("x-year", "2024"), ("x-kind", "reward"), ("x-debug", "true")]);
+        for (said, left) in [
+            (r#"{"headers":{"x-key":"CANARY7"}}"#, r#"{"headers":{"x-key":"(redacted)"}}"#),
+            (r#"{"reason":"bad\nCANARY7"}"#, r#"{"reason":"bad\n(redacted)"}"#),
+            ("x-year: '2024', your key is 2024", "x-year: '(redacted)', your key is (redacted)"),
+            (r#"{"reward": 0.2024}"#, r#"{"reward": 0.2024}"#),
+            (r#"{"reward": 2024, "ok": true}"#, r#"{"reward": 2024, "ok": true}"#),
+            (r#"{"sample_id": "01J2024X"}"#, r#"{"sample_id": "01J2024X"}"#),
+        ] {
+            assert_eq!(clean(&found, said), left);
+        }
+        let shown = |text: &str| String::from_utf8(found.shown(text.as_bytes().to_vec())).unwrap();
+        assert_eq!(shown(r#"{"reward": 2024, "xCANARY7x"}"#), r#"{"(redacted)": (redacted), "x(redacted)x"}"#);
+    }
+
+    #[test]
+    fn numbers_and_keys_stay_to_the_byte_and_strings_do_not() {
+        let found = hidden([
+            ("x-tenant", "10000000"),
+            ("x-kind", "sample_id"),
+            ("x-score", "accuracy"),
+            ("x-key", "sk-123456789"),
+        ]);
+        for (said, left) in [
+            (r#"{"rewards": [0.10000000149011612, 10000000, -1.10000000e3]}"#, None),
+            (
+                r#"{"results":[{"sample_id":"s_0", "reward" : 1.50, "metrics": {"accuracy": 1e-2, "10000000": 3}}]}"#,
+                None,
+            ),
+            (
+                r#"{"reward": 0.10000000149011612, "reason": "for tenant 10000000 by sk-123456789", "metrics": {"accuracy": "sk-123456789"}}"#,
+                Some(
+                    r#"{"reward": 0.10000000149011612, "reason": "for tenant (redacted) by (redacted)", "metrics": {"accuracy": "(redacted)"}}"#,
+                ),
+            ),
+            (
+                r#"{"reward": NaN, "error": {"code": "sk-123456789"}}"#,
+                Some(r#"{"reward": NaN, "error": {"code": "(redacted)"}}"#),
+            ),
+            ("0.10000000149011612", None),
+            (r#"["10000000\\", "\"sk-123456789"]"#, Some(r#"["(redacted)\\", "\"(redacted)"]"#)),
+            ("tenant 10000000, reward 0.10000000149", Some("tenant (redacted), reward 0.(redacted)149")),
+        ] {
+            assert_eq!(clean(&found, said), left.unwrap_or(said));
+        }
+        let shown = |text: &str| String::from_utf8(found.shown_body(text.as_bytes().to_vec())).unwrap();
+        assert_eq!(
+            shown(r#"{"reward": 0.10000000149011612, "sk-123456789": "sk-123456789"}"#),
+            r#"{"reward": 0.10000000149011612, "(redacted)": "(redacted)"}"#
+        );
+        assert_eq!(shown("10000000 0.10000000149"), "(redacted) 0.(redacted)149");
+    }
+
+    #[test]
+    fn words_that_an_answer_is_read_by_stay_whatever_the_headers_are() {
+        let found = hidden([("x-a", "s_1000000"), ("x-b", "LABEL_10"), ("x-c", "other-secret")]);
+        let legible = Legible { words: vec!["s_1000000".to_owned(), "LABEL_10".to_owned()], json_in_strings: false };
+        let said = r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "s_1000000 other-secret"}]"#;
+        let left = r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "(redacted) (redacted)"}]"#;
+        assert_eq!(String::from_utf8(found.answer(said.as_bytes().to_vec(), || legible)).unwrap(), left);
+    }
+
+    #[test]
+    fn json_that_is_read_inside_a_string_keeps_its_numbers() {
+        let found = hidden([("x-tenant", "10000000"), ("authorization", "Bearer sk-123456789")]);
+        let legible = Legible { words: Vec::new(), json_in_strings: true };
+        let content = "I know 10000000.\n```json\n{\"reasoning\": \"sk-123456789 said \\\"10000000\\\"\", \"score\": 4.10000000149}\n```";
+        let said = serde_json::json!({"choices": [{"message": {"content": content}}], "usage": 10000000});
+        let clean = found.answer(said.to_string().into_bytes(), || legible);
+        let clean: serde_json::Value = serde_json::from_slice(&clean).unwrap();
+        assert_eq!(clean["usage"], 10000000);
+        assert_eq!(
+            clean["choices"][0]["message"]["content"],
+            "I know (redacted).\n```json\n{\"reasoning\": \"(redacted) said \\\"(redacted)\\\"\", \"score\": 4.10000000149}\n```"
+        );
+    }
+
+    #[test]
+    fn the_parts_of_basic_are_secrets_and_the_scheme_is_none() {
+        let found = hidden([("authorization", &format!("Basic {}", STANDARD.encode("me:pass/word")))]);
+        for said in ["me:pass/word", r"pass\/word", "Basic bWU6cGFzcy93b3Jk", "bWU6cGFzcy93b3Jk"] {
+            let left = clean(&found, &format!("no {said}."));
+            assert!(left.contains("(redacted)") && !left.contains("pass") && !left.contains("cGFz"), "{said} → {left}");
+        }
+        assert_eq!(clean(&found, "use Basic or Bearer"), "use Basic or Bearer");
+    }
+
+    #[test]
+    fn long_texts_of_escapes_take_little_time() {
+        let found = hidden([("x-key", &"\\".repeat(200)), ("x-other", &"%25".repeat(100))]);
+        let begun = std::time::Instant::now();
+        for text in ["\\".repeat(1 << 20), "%25".repeat(1 << 18), "+".repeat(1 << 20), "&amp;".repeat(1 << 18)] {
+            found.answer(text.clone().into_bytes(), Legible::default);
+            found.answer(serde_json::json!([text]).to_string().into_bytes(), Legible::default);
+        }
+        assert!(begun.elapsed().as_secs() < 20, "{:?}", begun.elapsed());
+    }
+}

@@ -1,0 +1,328 @@
+//! Counts what becomes of one reward's requests and samples, and keeps its last failures: what `GET /jobs/{id}/rewards` shows.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use serde_json::json;
+
+use super::status::NOTICE_EVERY;
+use super::{Counts, Judged};
+use crate::event::{Event, RewardChange};
+use crate::protocol::{BreakerState, FailedTry, RawMessage, RewardHealth, RewardLatency, SlowTry};
+use crate::sample::RewardValue;
+
+/// Latencies that the percentiles are of.
+const LATENCIES: usize = 512;
+/// Failures that are kept.
+const FAILURES: usize = 5;
+/// Tries that say how a service does; so many failures among them are too many, so many good ones in a row make up for it.
+const RECENT: usize = 20;
+const TOO_MANY: usize = 3;
+const GOOD_AGAIN: usize = 5;
+/// Samples that a kept try names.
+const NAMED: usize = 64;
+
+/// Which samples a request is about.
+#[derive(Debug, Clone, Default)]
+pub(super) struct About {
+    /// The optimizer step they are for.
+    pub step: u64,
+    /// `prompt_id/sample_id`.
+    pub samples: Vec<String>,
+}
+
+/// One reward's counts. Shared by all its requests.
+#[derive(Debug, Default)]
+pub(super) struct Meter(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    health: RewardHealth,
+    /// ms.
+    latencies: VecDeque<f64>,
+    recent: VecDeque<bool>,
+    /// When a degradation was told of last; the one under way was.
+    told: Option<Instant>,
+    told_of_this: bool,
+    /// What the breaker of former attempts counted.
+    opened_before: u64,
+    /// It was open when the last of them ended.
+    open_before: bool,
+}
+
+/// A failure to be kept.
+pub(super) struct Failure<'a> {
+    /// As in [`RewardHealth::errors`].
+    pub class: &'static str,
+    pub message: String,
+    pub took: Duration,
+    pub about: &'a About,
+    pub request: RawMessage,
+    pub response: Option<RawMessage>,
+}
+
+impl Meter {
+    /// Goes on from what former attempts counted.
+    pub fn new(former: Option<RewardHealth>) -> Self {
+        let health = former.unwrap_or_default();
+        let opened_before = health.breaker.as_ref().map_or(0, |breaker| breaker.opened);
+        let open_before = health.breaker.as_ref().is_some_and(|breaker| breaker.state != BreakerState::Closed);
+        let told_of_this = health.degraded;
+        Self(Mutex::new(State { health, opened_before, open_before, told_of_this, ..State::default() }))
+    }
+
+    /// A try was answered; `messages` makes the record, if it is the slowest so far. Returns what is to be told.
+    pub fn answered(
+        &self,
+        reward: &str,
+        took: Duration,
+        about: &About,
+        messages: impl FnOnce() -> (RawMessage, Option<RawMessage>),
+    ) -> Option<Event> {
+        let mut state = self.lock();
+        state.health.requests += 1;
+        let latency_ms = state.took(took);
+        if state.health.slowest.as_ref().is_none_or(|slowest| latency_ms > slowest.latency_ms) {
+            let (request, response) = messages();
+            let samples = about.samples.iter().take(NAMED).cloned().collect();
+            let time_ms = unix_ms(SystemTime::now());
+            state.health.slowest = Some(SlowTry { time_ms, latency_ms, step: about.step, samples, request, response });
+        }
+        let told = state.tried(reward, true, "");
+        if !std::mem::take(&mut state.open_before) {
+            return told;
+        }
+        let message = format!("reward '{reward}': its service answers again");
+        let (reward, change) = (reward.to_owned(), RewardChange::BreakerClosed);
+        Some(Event::Reward { reward, change, message, data: json!({}) })
+    }
+
+    /// A try brought nothing.
+    pub fn failed(&self, reward: &str, failure: Failure<'_>) -> Option<Event> {
+        let mut state = self.lock();
+        state.health.requests += 1;
+        let message = failure.message.clone();
+        state.keep(failure);
+        state.tried(reward, false, &message)
+    }
+
+    /// A try was answered, and counted as such, but the answer is of no use.
+    pub fn unusable(&self, reward: &str, failure: Failure<'_>) -> Option<Event> {
+        let mut state = self.lock();
+        let message = failure.message.clone();
+        state.keep(failure);
+        state.recent.pop_back();
+        state.tried(reward, false, &message)
+    }
+
+    /// A try repeats another one.
+    pub fn retried(&self) {
+        self.lock().health.retries += 1;
+    }
+
+    /// A rollout was scored; `took` where that is not a matter of requests.
+    pub fn judged(&self, judged: &Judged, took: Option<Duration>) {
+        let mut state = self.lock();
+        let Judged { judgements, counts: Counts { replayed, cached, .. } } = judged;
+        if let Some(took) = took {
+            state.took(took);
+        }
+        let health = &mut state.health;
+        health.replayed += replayed;
+        health.cached += cached;
+        for judgement in judgements {
+            health.samples += 1;
+            match judgement.value {
+                RewardValue::Number(_) => {}
+                RewardValue::NotApplicable => health.not_applicable += 1,
+                RewardValue::Missing => health.missing += 1,
+            }
+            if judgement.error.is_some() {
+                *health.errors.entry("sample".to_owned()).or_default() += 1;
+            }
+        }
+    }
+
+    /// As it stands; breaker and concurrency are the endpoint's.
+    pub fn health(&self) -> RewardHealth {
+        let state = self.lock();
+        let mut health = state.health.clone();
+        if !state.latencies.is_empty() {
+            health.latency_ms = latency(state.latencies.iter().copied().collect());
+        }
+        health
+    }
+
+    /// How often the breaker opened in former attempts.
+    pub fn opened_before(&self) -> u64 {
+        self.lock().opened_before
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Returns the latency in ms.
+    fn took(&mut self, took: Duration) -> f64 {
+        let latency_ms = rounded(took.as_secs_f64() * 1e3);
+        self.health.answers += 1;
+        self.health.answers_ms += latency_ms;
+        if self.latencies.len() == LATENCIES {
+            self.latencies.pop_front();
+        }
+        self.latencies.push_back(latency_ms);
+        latency_ms
+    }
+
+    fn keep(&mut self, failure: Failure<'_>) {
+        let Failure { class, message, took, about, request, response } = failure;
+        *self.health.errors.entry(class.to_owned()).or_default() += 1;
+        let kept = FailedTry {
+            time_ms: unix_ms(SystemTime::now()),
+            class: class.to_owned(),
+            message,
+            latency_ms: rounded(took.as_secs_f64() * 1e3),
+            step: about.step,
+            samples: about.samples.iter().take(NAMED).cloned().collect(),
+            request,
+            response,
+        };
+        self.health.failures.insert(0, kept);
+        self.health.failures.truncate(FAILURES);
+    }
+
+    /// Weighs a try; tells when the service got too bad, or well again.
+    fn tried(&mut self, reward: &str, well: bool, cause: &str) -> Option<Event> {
+        if self.recent.len() == RECENT {
+            self.recent.pop_front();
+        }
+        self.recent.push_back(well);
+        let failed = self.recent.iter().filter(|well| !**well).count();
+        let tries = self.recent.len();
+        if !self.health.degraded && failed >= TOO_MANY {
+            self.health.degraded = true;
+            if self.told.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
+                return None;
+            }
+            self.told = Some(Instant::now());
+            self.told_of_this = true;
+            let message =
+                format!("reward '{reward}': {failed} of its last {tries} tries brought nothing usable; last: {cause}");
+            let data = json!({ "failed": failed, "tries": tries, "cause": cause });
+            return Some(Event::Reward { reward: reward.to_owned(), change: RewardChange::Degraded, message, data });
+        }
+        let good_again = tries >= GOOD_AGAIN && self.recent.iter().rev().take(GOOD_AGAIN).all(|well| *well);
+        if self.health.degraded && good_again {
+            self.health.degraded = false;
+            self.recent.clear();
+            if std::mem::take(&mut self.told_of_this) {
+                let message = format!("reward '{reward}': its last {GOOD_AGAIN} tries all went well");
+                let data = json!({ "tries": GOOD_AGAIN });
+                return Some(Event::Reward {
+                    reward: reward.to_owned(),
+                    change: RewardChange::Recovered,
+                    message,
+                    data,
+                });
+            }
+        }
+        None
+    }
+}
+
+fn latency(mut latencies: Vec<f64>) -> Option<RewardLatency> {
+    latencies.sort_by(f64::total_cmp);
+    // The smallest that so large a part is not above.
+    let at = |part: f64| {
+        let rank = (part * latencies.len() as f64).ceil() as usize;
+        latencies.get(rank.saturating_sub(1)).copied()
+    };
+    Some(RewardLatency { p50: at(0.5)?, p95: at(0.95)?, max: *latencies.last()? })
+}
+
+fn rounded(ms: f64) -> f64 {
+    (ms * 1e3).round() / 1e3
+}
+
+/// Unix milliseconds.
+pub(crate) fn unix_ms(time: SystemTime) -> i64 {
+    i64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Judgement;
+    use crate::protocol::BreakerReport;
+
+    fn answer(meter: &Meter, ms: u64) -> Option<Event> {
+        let about = About { step: ms, samples: vec![format!("row_0/s_{ms}")] };
+        meter.answered("r", Duration::from_millis(ms), &about, Default::default)
+    }
+
+    fn fail(meter: &Meter) -> Option<Event> {
+        let failure = Failure {
+            class: "timeout",
+            message: "no answer".to_owned(),
+            took: Duration::from_secs(1),
+            about: &About::default(),
+            request: RawMessage::default(),
+            response: None,
+        };
+        meter.failed("r", failure)
+    }
+
+    #[test]
+    fn percentiles_are_of_the_last_answers_and_the_slowest_is_kept() {
+        let meter = Meter::default();
+        assert_eq!(meter.health().latency_ms, None);
+        (1..=100).for_each(|ms| assert!(answer(&meter, ms).is_none()));
+        let health = meter.health();
+        assert_eq!(health.latency_ms, Some(RewardLatency { p50: 50.0, p95: 95.0, max: 100.0 }));
+        assert_eq!((health.requests, health.answers, health.answers_ms), (100, 100, 5050.0));
+        assert_eq!(health.slowest.unwrap().samples, ["row_0/s_100"]);
+        (0..LATENCIES).for_each(|_| drop(answer(&meter, 7)));
+        let health = meter.health();
+        assert_eq!(health.latency_ms, Some(RewardLatency { p50: 7.0, p95: 7.0, max: 7.0 }));
+        assert_eq!(health.slowest.unwrap().latency_ms, 100.0, "of all");
+    }
+
+    #[test]
+    fn a_service_is_degraded_and_recovers_and_both_are_told_once() {
+        let meter = Meter::default();
+        let told: Vec<bool> = (0..6).map(|_| fail(&meter).is_some()).collect();
+        assert_eq!(told, [false, false, true, false, false, false]);
+        let told: Vec<Option<Event>> = (0..12).map(|_| answer(&meter, 1)).collect();
+        assert!(matches!(&told[4], Some(Event::Reward { change: RewardChange::Recovered, .. })), "{told:?}");
+        assert_eq!(told.iter().flatten().count(), 1);
+        (0..20).for_each(|_| assert!(fail(&meter).is_none(), "within the minute"));
+        let health = meter.health();
+        assert!(health.degraded);
+        assert_eq!((health.errors["timeout"], health.failures.len(), health.requests), (26, FAILURES, 38));
+    }
+
+    #[test]
+    fn counts_go_on_from_a_former_attempt() {
+        let first = Meter::default();
+        answer(&first, 5);
+        let judgements = vec![Judgement::value(RewardValue::Number(1.0)), Judgement::missing("judge_timeout", "late")];
+        let counts = Counts { cached: 1, ..Counts::default() };
+        first.judged(&Judged { judgements: judgements.clone(), counts }, None);
+        let breaker = BreakerReport { state: BreakerState::Open, opened: 2, ..BreakerReport::default() };
+        let second = Meter::new(Some(RewardHealth { breaker: Some(breaker), ..first.health() }));
+        assert_eq!(second.opened_before(), 2);
+        second.judged(&Judged { judgements, counts }, None);
+        let health = second.health();
+        assert_eq!((health.samples, health.missing, health.cached, health.requests), (4, 2, 2, 1));
+        assert_eq!(health.errors["sample"], 2);
+        assert_eq!(health.latency_ms.unwrap().p50, 5.0, "until there is a newer one");
+        let closed = [answer(&second, 5), answer(&second, 5)];
+        assert!(
+            matches!(closed, [Some(Event::Reward { change: RewardChange::BreakerClosed, .. }), None]),
+            "{closed:?}"
+        );
+    }
+}

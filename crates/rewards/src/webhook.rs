@@ -1,0 +1,289 @@
+//! Rewards over HTTP, the client's side: samples are packed into requests, requests are delivered with retries
+//! (`delivery`), answers are read with suspicion (`answer`), and what is left open is asked again. How a service is spoken
+//! to is its `dialect`: contract v1, or one of `adapters`.
+//!
+//! Two promises: a sample only gets a number that the service gave to it, and a service that hangs never hangs us.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use futures::future::{BoxFuture, try_join_all};
+use reqwest::Url;
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+use serde_json::Value;
+use tokio::sync::Semaphore;
+
+use super::cache::{self, CacheKey};
+use super::client::RewardClient;
+use super::hidden::Hidden;
+use super::journal::Journal;
+use super::meter::Meter;
+use super::redact::Redactor;
+use super::signature::Key;
+use super::status::{Outage, Status};
+use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, RewardFailure};
+use crate::event::Event;
+use crate::outgoing::OutgoingPolicy;
+use crate::sample::RewardSample;
+use crate::spec::{RewardKind, RewardSecrets, ServicePlan, WebhookPlan};
+
+mod account;
+mod adapters;
+pub mod answer;
+mod asking;
+mod breaker;
+mod concurrency;
+mod delivery;
+pub(super) mod dialect;
+pub(super) mod endpoint;
+mod known;
+mod later;
+mod record;
+mod request;
+mod wait;
+mod wire;
+
+pub use delivery::{Ping, PingReply};
+pub use record::{Exchange, Received, Sent};
+pub use request::sample_json;
+
+use asking::Asking;
+use dialect::{Contract, Dialect};
+use endpoint::{Endpoint, Endpoints};
+use request::Room;
+
+/// A reward service.
+pub struct Webhook {
+    name: String,
+    plan: ServicePlan,
+    dialect: Box<dyn Dialect>,
+    url: Url,
+    /// One signature each.
+    keys: Vec<Key>,
+    headers: HeaderMap,
+    client: RewardClient,
+    /// Taken out of all that a service answers.
+    hidden: Hidden,
+    permits: Semaphore,
+    /// Shared by all that asks there.
+    endpoint: Arc<Endpoint>,
+    meter: Arc<Meter>,
+    redactor: Redactor,
+    /// For the cache; `None`: it is not used.
+    revision: Option<CacheKey>,
+    limit: Limit,
+    /// Told of since it answered last.
+    outage: Outage,
+    status: Arc<Status>,
+    journal: Option<Arc<dyn Journal>>,
+    exchanges: Option<Mutex<Vec<Exchange>>>,
+    /// What the answers showed that whoever set the reward up should know, once each.
+    remarks: Mutex<Vec<String>>,
+}
+
+impl Webhook {
+    /// Makes a client for a service that speaks contract v1, with connections of its own. The URL and a literal address in it
+    /// are checked here, names when they resolve.
+    pub fn new(
+        name: &str,
+        plan: &WebhookPlan,
+        secrets: &RewardSecrets,
+        outgoing: &OutgoingPolicy,
+    ) -> Result<Self, BuildError> {
+        Self::of_kind(name, &RewardKind::Webhook(plan.clone()), secrets, outgoing)
+    }
+
+    /// Makes a client for any reward over HTTP, as [`Webhook::new`].
+    pub fn of_kind(
+        name: &str,
+        kind: &RewardKind,
+        secrets: &RewardSecrets,
+        outgoing: &OutgoingPolicy,
+    ) -> Result<Self, BuildError> {
+        let error = |detail: String| BuildError { reward: name.to_owned(), detail };
+        Self::sharing(name, kind, secrets, &RewardClient::new(outgoing).map_err(error)?)
+    }
+
+    /// As [`Webhook::of_kind`], with the connections of a worker.
+    pub fn sharing(
+        name: &str,
+        kind: &RewardKind,
+        secrets: &RewardSecrets,
+        client: &RewardClient,
+    ) -> Result<Self, BuildError> {
+        let error = |detail: String| BuildError { reward: name.to_owned(), detail };
+        let Some(service) = kind.service() else {
+            return Err(error("a built-in reward is not asked over HTTP".to_owned()));
+        };
+        let dialect: Box<dyn Dialect> = match kind {
+            RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),
+            kind => adapters::dialect(kind).map_err(error)?,
+        };
+        let revision = service.cache.then(|| cache::revision(&client.cache_scope, secrets, name, kind));
+        Ok(Self { revision, ..Self::speaking(dialect, name, service, secrets, client)? })
+    }
+
+    fn speaking(
+        dialect: Box<dyn Dialect>,
+        name: &str,
+        plan: &ServicePlan,
+        secrets: &RewardSecrets,
+        client: &RewardClient,
+    ) -> Result<Self, BuildError> {
+        let error = |detail: String| BuildError { reward: name.to_owned(), detail };
+        let url = client.policy.check_url(&plan.url).map_err(|why| error(why.to_string()))?;
+        let keys = [&secrets.secret, &secrets.previous_secret].into_iter().flatten().map(|secret| Key::parse(secret));
+        let keys = keys.collect::<Result<_, _>>().map_err(|why| error(why.to_string()))?;
+        let mut headers = HeaderMap::new();
+        for (header, value) in &secrets.headers {
+            let header_name =
+                HeaderName::try_from(header.as_str()).map_err(|_| error(format!("'{header}' is not a header name")))?;
+            let mut value = HeaderValue::try_from(value.as_str()).map_err(|_| {
+                error(format!("the value of the header '{header}' has characters a header cannot carry"))
+            })?;
+            value.set_sensitive(true);
+            headers.insert(header_name, value);
+        }
+        Ok(Self {
+            name: name.to_owned(),
+            url,
+            keys,
+            hidden: Hidden::new(secrets),
+            headers,
+            permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
+            endpoint: Endpoints::new(client.pace).at(&plan.url, plan.max_concurrency),
+            meter: Arc::default(),
+            redactor: Redactor::new(secrets),
+            revision: None,
+            limit: Limit::default(),
+            client: client.clone(),
+            plan: plan.clone(),
+            dialect,
+            outage: Outage::default(),
+            status: Arc::new(Status::new().0),
+            journal: None,
+            exchanges: None,
+            remarks: Mutex::default(),
+        })
+    }
+
+    /// Takes no value that is further from 0 than this.
+    #[must_use]
+    pub fn bounded(mut self, max_abs_reward: Option<f64>) -> Self {
+        self.limit = Limit::of(max_abs_reward);
+        self.revision = self.revision.map(|revision| cache::bounded(&revision, max_abs_reward));
+        self
+    }
+
+    /// Tells that it waits, and why, by what it shares with the job's other rewards.
+    #[must_use]
+    pub(super) fn with_status(mut self, status: Arc<Status>) -> Self {
+        self.status = status;
+        self
+    }
+
+    /// Shares its endpoint with the job's other rewards, and counts there.
+    #[must_use]
+    pub(super) fn with_endpoint(mut self, endpoint: Arc<Endpoint>, meter: Arc<Meter>) -> Self {
+        self.endpoint = endpoint;
+        self.meter = meter;
+        self
+    }
+
+    /// Writes requests down before they are sent, and answers before they are used.
+    #[must_use]
+    pub fn with_journal(mut self, journal: Option<Arc<dyn Journal>>) -> Self {
+        self.journal = journal;
+        self
+    }
+
+    /// Keeps every request and response, for [`Webhook::exchanges`].
+    #[must_use]
+    pub fn recording(mut self) -> Self {
+        self.exchanges = Some(Mutex::default());
+        self
+    }
+
+    /// What was sent and received since the last call, in the order of the answers; header values of the user's are redacted.
+    pub fn exchanges(&self) -> Vec<Exchange> {
+        let Some(exchanges) = &self.exchanges else { return Vec::new() };
+        std::mem::take(&mut exchanges.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// What the answers showed so far that whoever set the reward up should know.
+    pub fn remarks(&self) -> Vec<String> {
+        self.remarks.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Tells of a remark, once.
+    fn remark(&self, remark: String) {
+        let mut remarks = self.remarks.lock().unwrap_or_else(PoisonError::into_inner);
+        if !remarks.contains(&remark) {
+            self.status.tell(Event::Warning {
+                code: "reward_remark".to_owned(),
+                message: format!("reward '{}': {remark}", self.name),
+                data: serde_json::json!({"reward": self.name}),
+            });
+            remarks.push(remark);
+        }
+    }
+}
+
+impl Reward for Webhook {
+    fn judge<'a>(
+        &'a self,
+        job: &'a JobContext,
+        samples: &'a [RewardSample],
+    ) -> BoxFuture<'a, Result<Judged, RewardFailure>> {
+        Box::pin(async move {
+            let mut judgements: Vec<Option<Judgement>> = vec![None; samples.len()];
+            let mut indices = Vec::with_capacity(samples.len());
+            let mut pieces = Vec::with_capacity(samples.len());
+            for (index, sample) in samples.iter().enumerate() {
+                // A template may take its time: others get theirs in between.
+                tokio::task::yield_now().await;
+                match self.dialect.piece(sample) {
+                    Ok(piece) => {
+                        indices.push(index);
+                        pieces.push(piece);
+                    }
+                    Err(error) => {
+                        judgements[index] = Some(Judgement::missing(error.code, error.message));
+                        pieces.push(Value::Null);
+                    }
+                }
+            }
+            let wire = pieces.iter().map(Value::to_string).collect();
+            let asking = Asking { webhook: self, job, samples, pieces, wire, counts: Mutex::default() };
+            let known = asking.known(&indices).await?;
+            indices.retain(|index| !known.contains(*index));
+            let room = Room {
+                batching: self.dialect.batching(),
+                max_samples: self.plan.max_batch_samples,
+                max_bytes: self.plan.max_batch_bytes,
+            };
+            let batches = request::pack(&indices, samples, &asking.wire, room);
+            let answers = try_join_all(batches.into_iter().map(|batch| asking.ask(batch, 0, 0))).await?;
+            for (index, judgement) in answers.into_iter().flatten() {
+                judgements[index] = Some(judgement);
+            }
+            asking.count(Counts { cached: known.number(), ..Counts::default() });
+            known.complete(&self.client.cache, &mut judgements);
+            let unasked = || Judgement::missing("not_asked", "this sample was not asked for");
+            let judgements = judgements.into_iter().map(|judgement| judgement.unwrap_or_else(unasked)).collect();
+            let counts = *asking.counts.lock().unwrap_or_else(PoisonError::into_inner);
+            Ok(Judged { judgements, counts })
+        })
+    }
+}
+
+/// Reads a service's answer as a run does: of how many samples it says something.
+///
+/// # Errors
+/// Why the whole is no answer.
+pub fn read_answer(kind: &RewardKind, body: &[u8], id: &str, samples: &[RewardSample]) -> Result<usize, String> {
+    let dialect: Box<dyn Dialect> = match kind {
+        RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),
+        other => adapters::dialect(other)?,
+    };
+    Ok(dialect.read(body, id, &samples.iter().collect::<Vec<_>>())?.found.len())
+}

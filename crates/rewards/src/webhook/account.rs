@@ -1,0 +1,123 @@
+//! What becomes of each try is counted, and kept where it went wrong: the raw material of a reward's health.
+
+use std::time::Duration;
+
+use reqwest::header::HeaderMap;
+use serde_json::json;
+
+use super::Webhook;
+use super::breaker::Change;
+use super::request::Request;
+use super::wire::{NotSent, OVERSIZE, Outcome, TIMED_OUT};
+use crate::event::{Event, RewardChange};
+use crate::meter::Failure;
+use crate::protocol::RawMessage;
+
+/// One try on the wire.
+pub(super) struct Wire<'a> {
+    pub request: &'a Request,
+    /// As sent.
+    pub headers: &'a HeaderMap,
+    pub outcome: &'a Outcome,
+    pub took: Duration,
+}
+
+impl Webhook {
+    /// Counts a try. Greetings do not count.
+    pub(super) fn account(&self, wire: &Wire<'_>) {
+        let Wire { request, headers, outcome, took } = wire;
+        if request.about.samples.is_empty() {
+            return;
+        }
+        let sent = || RawMessage {
+            url: Some(self.redactor.url(&self.url)),
+            status: None,
+            headers: self.redactor.headers(headers),
+            body: self.redactor.body(request.body.as_bytes()),
+        };
+        let received = || {
+            let (status, headers, body) = outcome.as_ref().ok()?;
+            let body = body.as_ref().map(|body| self.redactor.body(body)).unwrap_or_default();
+            Some(RawMessage { url: None, status: Some(status.as_u16()), headers: self.redactor.headers(headers), body })
+        };
+        let told = match self.class(outcome) {
+            None => self.meter.answered(&self.name, *took, &request.about, || (sent(), received())),
+            Some((class, message)) => {
+                let message = self.redactor.text(&message);
+                let (request, response) = (sent(), received());
+                let about = &wire.request.about;
+                self.meter.failed(&self.name, Failure { class, message, took: *took, about, request, response })
+            }
+        };
+        if let Some(event) = told {
+            self.status.tell(event);
+        }
+    }
+
+    /// Counts an answer that is of no use.
+    pub(super) fn account_unusable(&self, request: &Request, body: &[u8], problem: &str) {
+        let failure = Failure {
+            class: "invalid_answer",
+            message: self.redactor.text(problem),
+            took: Duration::ZERO,
+            about: &request.about,
+            request: RawMessage {
+                url: Some(self.redactor.url(&self.url)),
+                body: self.redactor.body(request.body.as_bytes()),
+                ..RawMessage::default()
+            },
+            response: Some(RawMessage { status: Some(200), body: self.redactor.body(body), ..RawMessage::default() }),
+        };
+        if let Some(event) = self.meter.unusable(&self.name, failure) {
+            self.status.tell(event);
+        }
+    }
+
+    /// What went wrong, if something did.
+    fn class(&self, outcome: &Outcome) -> Option<(&'static str, String)> {
+        let (status, body) = match outcome {
+            Ok((status, _, body)) => (*status, body),
+            Err(NotSent(why, true)) => return Some(("address_refused", why.clone())),
+            Err(NotSent(why, false)) if why.starts_with(TIMED_OUT) => return Some(("timeout", why.clone())),
+            Err(NotSent(why, false)) if why.starts_with("cannot connect") => return Some(("connect", why.clone())),
+            Err(NotSent(why, false)) => return Some(("connection", why.clone())),
+        };
+        let answered = || format!("the service answered {status}");
+        let class = match status.as_u16() {
+            // Counted when it turns out to be of no use.
+            200..=299 => match body {
+                Ok(_) => return None,
+                Err(why) if why == OVERSIZE => return None,
+                Err(why) => return Some(("connection", why.clone())),
+            },
+            408 | 425 => "busy",
+            429 => "rate_limited",
+            410 => "gone",
+            413 => "too_large",
+            300..=399 => "redirect",
+            500..=599 => "server_error",
+            _ => "rejected",
+        };
+        Some((class, answered()))
+    }
+
+    /// Says when the breaker of its endpoint opens and closes.
+    pub(super) fn tell_of_breaker(&self, change: Change, cause: &str) {
+        let (change, message, data) = match change {
+            Change::Nothing => return,
+            Change::Opened(lasts) => {
+                let seconds = lasts.as_secs_f64();
+                let message = format!(
+                    "reward '{}': its service failed too often (last: {cause}): no requests for {seconds} s, then one",
+                    self.name
+                );
+                (RewardChange::BreakerOpened, message, json!({ "cause": cause, "open_s": seconds }))
+            }
+            Change::Closed => {
+                let message = format!("reward '{}': its service answers again", self.name);
+                (RewardChange::BreakerClosed, message, json!({}))
+            }
+        };
+        self.status.tell(Event::Reward { reward: self.name.clone(), change, message, data });
+    }
+}

@@ -1,0 +1,67 @@
+//! OpenRLHF's remote reward model (`openrlhf/cli/serve_rm.py`): `{query, prompts, labels}` → `{rewards, scores?, extra_logs?}`.
+//! Rewards may come nested (`[[0.1], [0.2]]`, a column of a tensor), scores and logs become metrics.
+
+use serde_json::{Value, json};
+
+use super::{Text, label_of, list_in, same_length};
+use crate::SampleError;
+use crate::sample::RewardSample;
+use crate::spec::OpenrlhfPlan;
+use crate::webhook::answer::{Answer, Found, number, parse};
+use crate::webhook::dialect::{Ask, Dialect};
+
+pub(super) struct Openrlhf {
+    text: Text,
+    label_column: Option<String>,
+}
+
+impl Openrlhf {
+    pub(super) fn new(plan: &OpenrlhfPlan) -> Result<Self, String> {
+        Ok(Self { text: Text::new(plan.template.as_deref())?, label_column: plan.label_column.clone() })
+    }
+}
+
+impl Dialect for Openrlhf {
+    fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError> {
+        let label = match label_of(sample, self.label_column.as_deref())? {
+            // What OpenRLHF sends for rows without a label.
+            Value::Null => json!(""),
+            label => label,
+        };
+        Ok(json!({"query": self.text.of(sample)?, "prompt": sample.prompt, "label": label}))
+    }
+
+    fn body(&self, ask: &Ask<'_>) -> String {
+        json!({"query": ask.each("query"), "prompts": ask.each("prompt"), "labels": ask.each("label")}).to_string()
+    }
+
+    fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
+        let answer = parse(body)?;
+        let rewards = flat(list_in(&answer, "rewards")?);
+        same_length(rewards.len(), samples.len())?;
+        let mut found: Vec<Found> = rewards.into_iter().map(number).collect();
+        let logs = answer.get("extra_logs").and_then(Value::as_object).into_iter().flatten();
+        let scores = answer.get("scores").map(|scores| ("scores", scores));
+        for (name, values) in logs.map(|(name, values)| (name.as_str(), values)).chain(scores) {
+            let values = values.as_array().map(|values| flat(values)).unwrap_or_default();
+            // A figure that is not one a sample belongs to none of them.
+            if values.len() == samples.len() {
+                for (found, value) in found.iter_mut().zip(values) {
+                    if let Found::Judged(judgement) = found {
+                        judgement.metrics.insert(name.to_owned(), value.clone());
+                    }
+                }
+            }
+        }
+        Ok(Answer::of(found))
+    }
+}
+
+/// One level less where every entry is a list.
+fn flat(values: &[Value]) -> Vec<&Value> {
+    if values.iter().all(Value::is_array) {
+        values.iter().filter_map(Value::as_array).flatten().collect()
+    } else {
+        values.iter().collect()
+    }
+}

@@ -1,0 +1,74 @@
+//! vLLM, `/classify`: `{model, input: [text], use_activation: false, add_special_tokens: false}` →
+//! `{data: [{index, label, probs, num_classes}]}`.
+//!
+//! Without `use_activation: false` a model with one label says 1.0 to everything. Older servers call it `activation` or
+//! `softmax` and ignore this name: that is noticed and told (`extra_body` adds what they want).
+
+use serde_json::{Value, json};
+
+use super::{Text, body, by_index, list_in, suspect_softmax};
+use crate::SampleError;
+use crate::sample::RewardSample;
+use crate::spec::LabelPlan;
+use crate::webhook::answer::{Answer, Found, name, number, parse};
+use crate::webhook::dialect::{Ask, Dialect};
+
+pub(super) struct VllmClassify {
+    text: Text,
+    label: Option<usize>,
+    plan: LabelPlan,
+}
+
+impl VllmClassify {
+    pub(super) fn new(plan: &LabelPlan) -> Result<Self, String> {
+        let label = label_number(plan.label.as_deref())?;
+        Ok(Self { text: Text::new(plan.template.as_deref())?, label, plan: plan.clone() })
+    }
+}
+
+impl Dialect for VllmClassify {
+    fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError> {
+        self.text.of(sample).map(Value::from)
+    }
+
+    fn body(&self, ask: &Ask<'_>) -> String {
+        let fields = json!({"input": ask.all(), "use_activation": false, "add_special_tokens": false});
+        body(fields, self.plan.model.as_deref(), &self.plan.extra_body)
+    }
+
+    fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
+        let answer = parse(body)?;
+        let entries = by_index(list_in(&answer, "data")?, samples.len())?;
+        let probs = |entry: &Value| entry.get("probs").cloned().unwrap_or_default();
+        let labels = entries.first().and_then(|entry| probs(entry).as_array().map(Vec::len)).unwrap_or(0);
+        let mut answer = Answer::of(entries.into_iter().map(|entry| numbered(&probs(entry), self.label)).collect());
+        let advice = "give \"extra_body\": {\"activation\": false} (or \"softmax\") for this version of it";
+        suspect_softmax(&mut answer, labels, advice);
+        Ok(answer)
+    }
+}
+
+/// A label by its number: these servers name only the most likely one.
+pub(super) fn label_number(label: Option<&str>) -> Result<Option<usize>, String> {
+    label.map(|label| label.parse().map_err(|_| format!("'label' must be a number here, not '{label}'"))).transpose()
+}
+
+/// The label's number in a list, or the only one.
+pub(super) fn numbered(values: &Value, label: Option<usize>) -> Found {
+    let Some(values) = values.as_array() else {
+        return Found::Invalid(format!("the scores of the labels are {}, not a list", name(values)));
+    };
+    let chosen = match label {
+        Some(label) => values.get(label),
+        None if values.len() == 1 => values.first(),
+        None => None,
+    };
+    match (chosen, label) {
+        (Some(value), _) => number(value),
+        (None, Some(label)) => Found::Invalid(format!("there is no label {label} among {}", values.len())),
+        (None, None) => Found::Invalid(format!(
+            "the model has {} labels: say in 'label' which number (from 0) is the reward;",
+            values.len()
+        )),
+    }
+}

@@ -1,0 +1,362 @@
+//! One request with all its tries: the same id and bytes each time, a fresh timestamp and signature.
+
+use std::sync::PoisonError;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
+use reqwest::{Response, Url};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use utoipa::ToSchema;
+
+use super::account::Wire;
+use super::dialect::{Greeting, ReadGreeting};
+use super::endpoint::{Failing, Trouble};
+use super::later;
+use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
+use super::request::{Request, ping_body};
+use super::wait::{LONGEST_WAIT, doubled, jitter, random_bits, random_fraction};
+use super::wire::{Answered, NotSent, OVERSIZE, TIMED_OUT};
+use super::{Counts, RewardFailure, Webhook};
+use crate::callback::Accepted;
+use crate::hidden::Legible;
+use crate::id::RewardRequestId;
+use crate::signed_post::{self, SendError, Signed, retry_after, set_header};
+use crate::status::Waiting;
+
+/// Largest response that is read, bytes; the rest of a larger one is never received.
+const MAX_RESPONSE_BYTES: usize = 8 << 20;
+/// Longest wait once a service counts as down, and the longest `Retry-After` that is honoured.
+const LONGEST_OUTAGE_WAIT: Duration = Duration::from_secs(300);
+/// A try that takes longer makes the job say that it waits, as a failed one does.
+const SLOW: Duration = Duration::from_secs(5);
+
+/// What came of a request.
+#[derive(Debug)]
+pub(super) enum Delivered {
+    /// The body of a 200, as it came.
+    Body(Vec<u8>),
+    /// An answer that cannot be used, but another try may bring a better one.
+    Unusable(String),
+    /// An answer that will stay the same.
+    Permanent(String),
+    /// 413.
+    TooLarge,
+    /// 202: the answer comes later.
+    Accepted(Accepted),
+}
+
+/// What one try brought.
+enum Try {
+    Done(Delivered),
+    Gone,
+    Refused(String),
+    Failed { why: String, trouble: Trouble, retry_after: Option<Duration> },
+}
+
+/// A service's answer to `reward.ping`.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct Ping {
+    /// Any 2xx.
+    pub ok: bool,
+    /// The HTTP status, if there was one.
+    pub status: Option<u16>,
+    /// Why there was none.
+    pub error: Option<String>,
+    /// Milliseconds.
+    pub latency_ms: f64,
+    /// What the service says of itself.
+    pub reply: Option<PingReply>,
+}
+
+/// What a service may say of itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PingReply {
+    /// Most samples it takes in one request.
+    #[serde(default)]
+    pub max_batch_samples: Option<u32>,
+    /// `sync`, `async`.
+    #[serde(default)]
+    pub modes: Option<Vec<String>>,
+    /// Smallest and largest reward it gives.
+    #[serde(default)]
+    pub range: Option<Vec<f64>>,
+}
+
+impl Webhook {
+    /// Sends a request until something other than a transport failure comes of it. Connect errors, timeouts, 408, 425, 429
+    /// and 5xx are tried again, `max_tries` times quickly, then ever more slowly, and not while the endpoint's breaker is
+    /// open; until the service has failed for `max_outage_s`.
+    pub(super) async fn deliver(&self, request: &Request) -> Result<(Delivered, Counts), RewardFailure> {
+        let patience = Duration::from_secs(self.plan.max_outage_s);
+        let mut counts = Counts::default();
+        let mut failures = 0;
+        let mut since = None;
+        let mut waiting = None;
+        loop {
+            let pass = match self.endpoint.try_enter() {
+                Some(pass) => pass,
+                None => {
+                    let _waiting = Waiting::new(&self.status);
+                    self.endpoint.enter(patience, since).await.map_err(|failing| self.outage_of(&failing))?
+                }
+            };
+            let start = Instant::now();
+            counts.requests += 1;
+            let mut attempt = std::pin::pin!(self.try_once(request));
+            let outcome = match tokio::time::timeout(SLOW, &mut attempt).await {
+                Ok(outcome) => outcome,
+                Err(_) => {
+                    waiting.get_or_insert_with(|| Waiting::new(&self.status));
+                    attempt.await
+                }
+            };
+            let (why, trouble, retry_after) = match outcome {
+                Try::Done(delivered) => {
+                    self.tell_of_breaker(pass.answered(), "");
+                    self.outage.over();
+                    return Ok((delivered, counts));
+                }
+                Try::Gone => {
+                    pass.answered();
+                    return Err(RewardFailure::Gone { reward: self.name.clone() });
+                }
+                Try::Refused(detail) => return Err(RewardFailure::Refused { reward: self.name.clone(), detail }),
+                Try::Failed { why, trouble, retry_after } => (why, trouble, retry_after),
+            };
+            failures += 1;
+            waiting.get_or_insert_with(|| Waiting::new(&self.status));
+            self.outage.failed(&self.status, &self.name, &why, self.plan.max_outage_s);
+            let asked_to_wait = retry_after.map(|wait| wait.min(LONGEST_OUTAGE_WAIT));
+            self.tell_of_breaker(pass.failed(trouble, asked_to_wait, &why), &why);
+            let own = *since.get_or_insert(start);
+            let begun = self.endpoint.failing().map_or(own, |failing| own.min(failing.since));
+            let left = patience.saturating_sub(begun.elapsed());
+            if left.is_zero() {
+                return Err(self.outage_of(&Failing { since: begun, cause: why }));
+            }
+            let wait = if self.endpoint.is_open() {
+                // The breaker says when.
+                Duration::ZERO
+            } else if failures < self.plan.max_tries {
+                jitter(failures)
+            } else {
+                // Others are answered, this one is not: 30 s doubling to 5 min, each between half and full.
+                let longest = doubled(LONGEST_WAIT, failures - self.plan.max_tries, LONGEST_OUTAGE_WAIT);
+                longest.mul_f64(0.5 + 0.5 * random_fraction())
+            };
+            let wait = self.client.pace.of(wait).max(asked_to_wait.unwrap_or_default()).min(left);
+            tracing::info!(reward = %self.name, failures, wait_ms = wait.as_millis() as u64, "reward request failed: {why}");
+            counts.retries += 1;
+            self.meter.retried();
+            tokio::time::sleep(wait).await;
+        }
+    }
+
+    fn outage_of(&self, failing: &Failing) -> RewardFailure {
+        let waited_s = failing.since.elapsed().as_secs();
+        RewardFailure::Outage { reward: self.name.clone(), waited_s, cause: failing.cause.clone() }
+    }
+
+    /// Sends one `reward.ping`, once.
+    pub async fn ping(&self) -> Ping {
+        let id = RewardRequestId::new().to_string();
+        let body = ping_body(&id);
+        self.greeted(Request::new(id, body, Duration::ZERO), None, |body| serde_json::from_slice(body).ok()).await
+    }
+
+    /// Asks once whether the service is there, in its own way; `None` where it has none.
+    pub async fn greet(&self) -> Option<Ping> {
+        let id = RewardRequestId::new().to_string();
+        let (body, get, read): (String, Option<Url>, ReadGreeting) = match self.dialect.greeting(&self.url, &id) {
+            Greeting::None => return None,
+            Greeting::Post(body) => (body, None, |body| serde_json::from_slice(body).ok()),
+            Greeting::Get(url, read) => (String::new(), Some(url), read),
+        };
+        Some(self.greeted(Request::new(id, body, Duration::ZERO), get, read).await)
+    }
+
+    /// Asks once whether the service answers again, in its own way; where it has none, by looking at its address.
+    ///
+    /// # Errors
+    /// Why it does not, in words.
+    pub async fn is_there(&self) -> Result<(), String> {
+        let (ping, there): (Ping, fn(u16) -> bool) = match self.greet().await {
+            // One that knows no ping says so.
+            Some(ping) => (ping, |status| matches!(status, 200..=299 | 400 | 405 | 422)),
+            None => {
+                let request = Request::bare(&RewardRequestId::new().to_string());
+                let knock = self.greeted(request, Some(self.url.clone()), |_| None).await;
+                (knock, |status| status < 500 && !matches!(status, 408 | 425 | 429))
+            }
+        };
+        match ping.status {
+            Some(status) if there(status) => Ok(()),
+            _ => Err(ping.error.unwrap_or_else(|| "no answer".to_owned())),
+        }
+    }
+
+    async fn greeted(&self, request: Request, get: Option<Url>, read: ReadGreeting) -> Ping {
+        let start = Instant::now();
+        let (status, outcome) = match self.send(&request, get).await {
+            Ok((status, _, body)) => (Some(status), body.map(|body| self.hidden.answer(body, Legible::default))),
+            Err(failed) => (None, Err(failed.0)),
+        };
+        let ok = status.is_some_and(|status| status.is_success());
+        Ping {
+            ok,
+            status: status.map(|status| status.as_u16()),
+            latency_ms: milliseconds(start),
+            reply: outcome.as_ref().ok().filter(|_| ok).and_then(|body| read(body)),
+            error: match (status, outcome) {
+                (Some(_), _) if ok => None,
+                (_, Err(why)) => Some(why),
+                (Some(status), Ok(_)) => Some(format!("the service answered {status}")),
+                (None, Ok(_)) => None,
+            },
+        }
+    }
+
+    async fn try_once(&self, request: &Request) -> Try {
+        let (status, retry_after, body) = match self.send(request, None).await {
+            Ok(answered) => answered,
+            Err(NotSent(why, true)) => return Try::Refused(why),
+            Err(NotSent(why, false)) => {
+                let trouble = if why.starts_with(TIMED_OUT) { Trouble::Overload } else { Trouble::Other };
+                return Try::Failed { why, trouble, retry_after: None };
+            }
+        };
+        let trouble = match status.as_u16() {
+            429 => Trouble::TooMuch,
+            503 => Trouble::Overload,
+            _ => Trouble::Other,
+        };
+        let said = || match &body {
+            Ok(body) if !body.is_empty() => {
+                // A service that complains of a credential repeats it: out of the whole body first, since half a secret is not
+                // found.
+                let shown = self.hidden.shown_body(body.clone());
+                let said: String = String::from_utf8_lossy(&shown).trim().chars().take(120).collect();
+                format!(": {}", self.redactor.text(&said))
+            }
+            _ => String::new(),
+        };
+        match status.as_u16() {
+            other if self.dialect.is_transient(other) => {
+                Try::Failed { why: format!("the service answered {status}{}", said()), trouble, retry_after }
+            }
+            200 | 201 | 203 => match body {
+                Ok(body) => Try::Done(Delivered::Body(body)),
+                Err(why) if why == OVERSIZE => Try::Done(Delivered::Unusable(why)),
+                Err(why) => Try::Failed { why, trouble, retry_after },
+            },
+            202 => {
+                let body = self.hidden.answer(body.unwrap_or_default(), Legible::default);
+                Try::Done(Delivered::Accepted(later::accepted(&body, retry_after)))
+            }
+            410 => Try::Gone,
+            413 => Try::Done(Delivered::TooLarge),
+            408 | 425 | 429 | 500..=599 => {
+                let hint = || self.dialect.wait_hint(body.as_deref().unwrap_or_default());
+                let retry_after = retry_after.or_else(hint);
+                Try::Failed { why: format!("the service answered {status}{}", said()), trouble, retry_after }
+            }
+            300..=399 => {
+                Try::Done(Delivered::Permanent(format!("the service answered {status}: redirects are not followed")))
+            }
+            400..=499 => Try::Done(Delivered::Permanent(format!("the service answered {status}{}", said()))),
+            _ => Try::Done(Delivered::Unusable(format!("the service answered {status} without rewards"))),
+        }
+    }
+
+    /// One try on the wire, bounded in time. The body is an error where it broke off or was too large. It is as the service
+    /// sent it, whatever that repeats: it must be cleaned before it is read, shown or written down.
+    pub(super) async fn send(&self, request: &Request, get: Option<Url>) -> Result<Answered, NotSent> {
+        let start = Instant::now();
+        let mut headers = self.request_headers(request);
+        if get.as_ref().is_some_and(|url| url.origin() != self.url.origin()) {
+            // They are the service's, and a service may name any address as its status.
+            self.headers.keys().for_each(|name| drop(headers.remove(name)));
+        }
+        let sent = self.exchanges.as_ref().map(|_| Sent {
+            url: get.as_ref().unwrap_or(&self.url).to_string(),
+            headers: readable_headers(&headers),
+            body: readable_body(request.body.as_bytes()),
+        });
+        let limit = Duration::from_millis(self.plan.timeout_ms.min(self.plan.deadline_ms).max(1));
+        let exchange = async {
+            let builder = match get {
+                Some(url) => self.client.http.get(url),
+                None => self.client.http.post(self.url.clone()).body(request.wire().into_owned()),
+            };
+            let response = signed_post::send(builder, headers.clone()).await?;
+            let (status, headers) = (response.status(), response.headers().clone());
+            Ok((status, headers, read_bounded(response).await))
+        };
+        let timed_out = || NotSent(format!("{TIMED_OUT} {} ms", limit.as_millis()), false);
+        let outcome = tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err(timed_out()));
+        let outcome = outcome.map(|(status, headers, body)| (status, self.hidden.headers(headers), body));
+        self.account(&Wire { request, headers: &headers, outcome: &outcome, took: start.elapsed() });
+        if let (Some(exchanges), Some(request)) = (&self.exchanges, sent) {
+            let (response, error) = match &outcome {
+                Ok((status, headers, body)) => {
+                    let shown = |body: &Vec<u8>| readable_body(&self.hidden.shown_body(body.clone()));
+                    let text = body.as_ref().map(shown).unwrap_or_default();
+                    let response = Received { status: status.as_u16(), headers: readable_headers(headers), body: text };
+                    (Some(response), body.as_ref().err().cloned())
+                }
+                Err(NotSent(why, _)) => (None, Some(why.clone())),
+            };
+            let exchange = Exchange { request, response, error, latency_ms: milliseconds(start) };
+            exchanges.lock().unwrap_or_else(PoisonError::into_inner).push(exchange);
+        }
+        outcome.map(|(status, headers, body)| (status, retry_after(&headers), body))
+    }
+
+    /// The user's headers first, so that they cannot replace ours.
+    fn request_headers(&self, request: &Request) -> HeaderMap {
+        let mut headers = self.headers.clone();
+        if self.dialect.is_signed() {
+            let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+            let wire = request.wire();
+            Signed { id: &request.id, timestamp: now_s, body: wire.as_bytes() }.set_headers(&self.keys, &mut headers);
+        }
+        set_header(&mut headers, "idempotency-key", &request.id);
+        set_header(&mut headers, "traceparent", &traceparent(&request.id));
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers
+    }
+}
+
+async fn read_bounded(mut response: Response) -> Result<Vec<u8>, String> {
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(|error| SendError::new(&error).text())? {
+        if body.len() + chunk.len() > MAX_RESPONSE_BYTES {
+            return Err(OVERSIZE.to_owned());
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body)
+}
+
+/// W3C trace context: one trace a request, one span a try.
+fn traceparent(id: &str) -> String {
+    format!("00-{}-{:016x}-01", hex::encode(&Sha256::digest(id.as_bytes())[..16]), random_bits() | 1)
+}
+
+fn milliseconds(start: Instant) -> f64 {
+    (start.elapsed().as_secs_f64() * 1e6).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_traceparent_keeps_its_trace_and_changes_its_span() {
+        let (first, second) = (traceparent("rwr_1"), traceparent("rwr_1"));
+        assert_eq!(first.len(), 55);
+        assert_eq!(first[..35], second[..35]);
+        assert_ne!(first, second);
+    }
+}

@@ -1,0 +1,306 @@
+//! One address that rewards are asked at: its breaker, its limit, and the pause it asked for. Shared by all requests to it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use tokio::sync::watch;
+
+use super::breaker::{Admission, Breaker, Change, FIRST_OPEN, LONGEST_OPEN};
+use super::concurrency::Limit;
+use crate::client::Pace;
+use crate::meter::unix_ms;
+use crate::protocol::{BreakerReport, BreakerState, ConcurrencyReport};
+
+/// The endpoints of a job's rewards, by URL.
+#[derive(Debug)]
+pub(crate) struct Endpoints {
+    pace: Pace,
+    known: Mutex<HashMap<String, Arc<Endpoint>>>,
+}
+
+impl Endpoints {
+    pub fn new(pace: Pace) -> Self {
+        Self { pace, known: Mutex::default() }
+    }
+
+    /// The endpoint of this address, for a reward that may send it so many requests at once.
+    pub fn at(&self, url: &str, max_concurrency: u32) -> Arc<Endpoint> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let endpoint =
+            known.entry(url.to_owned()).or_insert_with(|| Arc::new(Endpoint::new(max_concurrency, self.pace)));
+        endpoint.lock().limit.widen(max_concurrency);
+        endpoint.clone()
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Endpoint {
+    state: Mutex<State>,
+    /// Bumped with every change that may let somebody in.
+    changed: watch::Sender<u64>,
+}
+
+#[derive(Debug)]
+struct State {
+    breaker: Breaker,
+    limit: Limit,
+    /// The service said when to come back.
+    hold: Option<Instant>,
+    /// The first failure since the last answer.
+    failing: Option<Failing>,
+}
+
+/// A stretch of failures.
+#[derive(Debug, Clone)]
+pub(super) struct Failing {
+    /// Since when.
+    pub since: Instant,
+    /// The last one.
+    pub cause: String,
+}
+
+/// How a try failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// 429: too much at once.
+    TooMuch,
+    /// 503 or a timeout: perhaps too much at once.
+    Overload,
+    /// Anything else.
+    Other,
+}
+
+impl Endpoint {
+    fn new(max_concurrency: u32, pace: Pace) -> Self {
+        let breaker = Breaker::new(pace.of(FIRST_OPEN), pace.of(LONGEST_OPEN));
+        let state = State { breaker, limit: Limit::new(max_concurrency), hold: None, failing: None };
+        Self { state: Mutex::new(state), changed: watch::Sender::new(0) }
+    }
+
+    /// A pass if a try may go at once.
+    pub(super) fn try_enter(&self) -> Option<Pass<'_>> {
+        self.admitted(Instant::now()).ok()
+    }
+
+    /// Waits for a pass; the failures so far if the service has failed for `patience`, counted from its first failure or
+    /// from `since`, whichever is earlier.
+    pub(super) async fn enter(&self, patience: Duration, since: Option<Instant>) -> Result<Pass<'_>, Failing> {
+        let mut changed = self.changed.subscribe();
+        loop {
+            changed.mark_unchanged();
+            let now = Instant::now();
+            let not_before = match self.admitted(now) {
+                Ok(pass) => return Ok(pass),
+                Err(not_before) => not_before,
+            };
+            let failing = self.lock().failing.clone();
+            let begun = failing.iter().map(|failing| failing.since).chain(since).min();
+            let gives_up = begun.map(|begun| begun + patience);
+            if let (Some(begun), true) = (begun, gives_up.is_some_and(|at| at <= now)) {
+                let cause = failing.map_or_else(|| "the service asked to wait".to_owned(), |failing| failing.cause);
+                return Err(Failing { since: begun, cause });
+            }
+            let wake = not_before.into_iter().chain(gives_up).min();
+            let sleep = async {
+                match wake {
+                    Some(at) => tokio::time::sleep_until(at.into()).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                _ = changed.changed() => {}
+                () = sleep => {}
+            }
+        }
+    }
+
+    /// The failures since the last answer.
+    pub(super) fn failing(&self) -> Option<Failing> {
+        self.lock().failing.clone()
+    }
+
+    /// False while the breaker lets requests through.
+    pub fn is_open(&self) -> bool {
+        self.lock().breaker.state() != BreakerState::Closed
+    }
+
+    /// For people.
+    pub fn report(&self) -> (BreakerReport, ConcurrencyReport) {
+        let state = self.lock();
+        let breaker = BreakerReport {
+            state: state.breaker.state(),
+            opened: state.breaker.times_opened(),
+            failures_in_a_row: state.breaker.failures_in_a_row(),
+            retry_at_ms: state.breaker.retry_at().map(|at| unix_ms(SystemTime::now()) + millis_until(at)),
+        };
+        (breaker, ConcurrencyReport { limit: state.limit.at_present(), max: state.limit.max() })
+    }
+
+    /// A pass, or before when there is none; without a time, not before something changes.
+    fn admitted(&self, now: Instant) -> Result<Pass<'_>, Option<Instant>> {
+        let mut state = self.lock();
+        if let Some(hold) = state.hold {
+            if now < hold {
+                return Err(Some(hold));
+            }
+            state.hold = None;
+        }
+        if !state.limit.has_room() {
+            return Err(None);
+        }
+        let probe = match state.breaker.admit(now) {
+            Admission::Go => false,
+            Admission::Probe => true,
+            Admission::Wait(until) => return Err(until),
+        };
+        state.limit.enter();
+        Ok(Pass { endpoint: self, began: now, probe, told: false })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wake(&self) {
+        self.changed.send_modify(|count| *count = count.wrapping_add(1));
+    }
+}
+
+/// The right to one try. It ends with what came of it; dropped, the try was given up and says nothing of the service.
+#[derive(Debug)]
+pub(super) struct Pass<'a> {
+    endpoint: &'a Endpoint,
+    began: Instant,
+    probe: bool,
+    told: bool,
+}
+
+impl Pass<'_> {
+    /// The service answered.
+    pub fn answered(mut self) -> Change {
+        self.told = true;
+        let now = Instant::now();
+        let mut state = self.endpoint.lock();
+        state.limit.answered(self.began, now);
+        state.failing = None;
+        state.breaker.answered(now)
+    }
+
+    /// It did not, and wants to be left alone for a while, perhaps.
+    pub fn failed(mut self, trouble: Trouble, retry_after: Option<Duration>, cause: &str) -> Change {
+        self.told = true;
+        let now = Instant::now();
+        let mut state = self.endpoint.lock();
+        if trouble != Trouble::Other {
+            state.limit.overloaded(self.began, now);
+        }
+        if let Some(wait) = retry_after {
+            state.hold = state.hold.max(Some(now + wait));
+        }
+        let since = state.failing.as_ref().map_or(now, |failing| failing.since);
+        state.failing = Some(Failing { since, cause: cause.to_owned() });
+        // A 429 while others are under way speaks of our number, which was just lowered; one to a lone request of the service.
+        if trouble == Trouble::TooMuch && state.limit.in_flight() > 1 && !self.probe {
+            return Change::Nothing;
+        }
+        state.breaker.failed(now, self.probe)
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        let mut state = self.endpoint.lock();
+        state.limit.leave();
+        if self.probe && !self.told {
+            state.breaker.abandoned();
+        }
+        drop(state);
+        self.endpoint.wake();
+    }
+}
+
+fn millis_until(at: Instant) -> i64 {
+    i64::try_from(at.saturating_duration_since(Instant::now()).as_millis()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn endpoint(max: u32) -> Arc<Endpoint> {
+        Endpoints::new(Pace::default()).at("http://x/", max)
+    }
+
+    #[tokio::test]
+    async fn an_open_breaker_stops_every_request_and_one_of_them_decides() {
+        let endpoints = Endpoints::new(Pace::new(0.002).unwrap());
+        let endpoint = endpoints.at("http://x/", 8);
+        assert!(Arc::ptr_eq(&endpoint, &endpoints.at("http://x/", 2)));
+        for number in 0..5 {
+            let change = endpoint.try_enter().unwrap().failed(Trouble::Other, None, "cannot connect");
+            assert_eq!(matches!(change, Change::Opened(_)), number == 4);
+        }
+        assert!(endpoint.is_open() && endpoint.try_enter().is_none());
+        let patience = Duration::from_secs(30);
+        let probe = endpoint.enter(patience, None).await.unwrap();
+        assert!(probe.probe);
+        let second = tokio::spawn({
+            let endpoint = endpoint.clone();
+            async move { endpoint.enter(patience, None).await.map(|pass| pass.probe) }
+        });
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        assert!(!second.is_finished(), "it waits for the first one");
+        assert_eq!(probe.answered(), Change::Closed);
+        assert!(!second.await.unwrap().unwrap());
+        assert!(endpoint.failing().is_none());
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_gives_up_when_the_service_has_failed_for_long_enough() {
+        let endpoint = endpoint(8);
+        for _ in 0..5 {
+            endpoint.try_enter().unwrap().failed(Trouble::Other, None, "cannot connect");
+        }
+        let begun = Instant::now();
+        let failing = endpoint.enter(Duration::from_millis(100), None).await.err().unwrap();
+        assert_eq!(failing.cause, "cannot connect");
+        assert!(begun.elapsed() < Duration::from_secs(5));
+    }
+
+    #[tokio::test]
+    async fn a_storm_of_429_lowers_the_number_and_only_a_lone_one_counts_as_a_failure() {
+        let endpoint = endpoint(8);
+        let passes: Vec<Pass<'_>> = (0..8).map(|_| endpoint.try_enter().unwrap()).collect();
+        assert!(endpoint.try_enter().is_none(), "eight at once");
+        let mut changes: Vec<Change> =
+            passes.into_iter().map(|pass| pass.failed(Trouble::TooMuch, None, "429")).collect();
+        assert!(changes.iter().all(|change| *change == Change::Nothing), "{changes:?}");
+        let (breaker, concurrency) = endpoint.report();
+        assert_eq!((concurrency.limit, concurrency.max), (4, 8));
+        // The last of them was alone by then.
+        assert_eq!(breaker.failures_in_a_row, 1);
+        changes = (0..4).map(|_| endpoint.try_enter().unwrap().failed(Trouble::TooMuch, None, "429")).collect();
+        assert!(matches!(changes[3], Change::Opened(_)), "{changes:?}");
+    }
+
+    #[tokio::test]
+    async fn a_pause_the_service_asked_for_holds_for_everybody() {
+        let endpoint = endpoint(8);
+        let pass = endpoint.try_enter().unwrap();
+        pass.failed(Trouble::TooMuch, Some(Duration::from_millis(80)), "429");
+        let begun = Instant::now();
+        assert!(endpoint.try_enter().is_none());
+        drop(endpoint.enter(Duration::from_secs(60), None).await.unwrap());
+        assert!(begun.elapsed() >= Duration::from_millis(70));
+    }
+
+    #[tokio::test]
+    async fn a_request_that_is_given_up_says_nothing_and_frees_its_place() {
+        let endpoint = endpoint(1);
+        drop(endpoint.try_enter().unwrap());
+        assert!(endpoint.try_enter().is_some());
+        assert_eq!(endpoint.report().0, BreakerReport::default());
+    }
+}

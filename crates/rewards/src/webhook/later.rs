@@ -1,0 +1,426 @@
+//! Answers that come later: a service took a request (202) and sends its results to the callback address, or shows them at
+//! its status address. Both are watched; the first result of a sample wins. What came by the deadline is kept, and what is
+//! missing is asked for again.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use reqwest::{StatusCode, Url};
+use serde_json::{Value, json};
+
+use super::answer::{self, name};
+use super::request::Request;
+use super::wait::jitter;
+use super::{Asking, Counts, RewardFailure, Webhook};
+use crate::callback::{Accepted, Chunk, Entry, Later};
+use crate::event::Event;
+use crate::hidden::Legible;
+use crate::protocol::{JournalEntry, RewardAnswer};
+use crate::status::Waiting;
+
+/// Before the first look at a status address, and between two: the pace doubles to the longest, unless the service says
+/// another, which is bounded too.
+const FIRST_LOOK: Duration = Duration::from_secs(1);
+const LONGEST_LOOK: Duration = Duration::from_secs(30);
+const SOONEST_ASKED: Duration = Duration::from_millis(500);
+const LATEST_ASKED: Duration = Duration::from_secs(300);
+/// A request that takes longer may have been answered by callback before its 202 came.
+const EARLY: Duration = Duration::from_secs(5);
+/// For what came in the last moment to be fetched.
+const LAST_NEWS: Duration = Duration::from_secs(2);
+/// Deadlines in a row that may pass without a single result before the job pauses.
+const SILENT_DEADLINES: u32 = 2;
+
+/// What came of sending a request.
+pub(super) enum Obtained {
+    /// For good.
+    Answer(RewardAnswer),
+    /// The service answers later.
+    Later(Accepted),
+}
+
+/// What came of waiting for a service.
+enum Waited {
+    Answer(RewardAnswer),
+    /// It does not know the request any more, or cannot say what became of it: why.
+    Lost(String),
+}
+
+/// What a look at a status address showed.
+enum Look {
+    Results(Chunk),
+    /// Not yet; perhaps when to look again.
+    Pending(Option<Duration>),
+    Lost(String),
+    /// What should not stay so.
+    Odd(String),
+}
+
+/// Where an answer stands, as far as the deadline is concerned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Timing {
+    InTime,
+    /// The deadline passed; so many did in a row in this attempt without a single result.
+    Late(u32),
+}
+
+/// A 202's body and `Retry-After`; every field of it is optional, and so is the body.
+pub(super) fn accepted(body: &[u8], retry_after: Option<Duration>) -> Accepted {
+    let value = answer::parse(body).unwrap_or(Value::Null);
+    let status_url = value["status_url"].as_str().filter(|url| !url.is_empty()).map(str::to_owned);
+    let asked = retry_after.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
+    Accepted { status_url, eta_ms: asked.or_else(|| milliseconds(&value["eta_ms"])) }
+}
+
+fn milliseconds(value: &Value) -> Option<u64> {
+    value.as_f64().filter(|ms| *ms >= 0.0).map(|ms| ms as u64)
+}
+
+impl Webhook {
+    /// Where a status address leads, if it may be reached. It may be relative to the service's own.
+    fn status_address(&self, status_url: &str) -> Result<Url, String> {
+        let url = self.url.join(status_url).map_err(|why| format!("its status_url is not a URL ({why})"))?;
+        self.client.policy.check_url(url.as_str()).map_err(|why| format!("its status_url is refused: {why}"))
+    }
+
+    /// Why a service cannot be heard by its callbacks; `None`: it can.
+    fn unreachable(&self) -> Option<&'static str> {
+        match self.journal.as_ref().and_then(|journal| journal.callbacks()) {
+            Some(terms) if terms.public_url.is_some() => None,
+            Some(_) => Some("this server has no --public-url for callbacks"),
+            None => Some("a probe cannot be called back"),
+        }
+    }
+
+    /// Checks what a 202 promises; the error says why nothing will come of it.
+    pub(super) fn promised(&self, mut accepted: Accepted) -> Result<Accepted, String> {
+        if !self.dialect.answers_later() {
+            return Err("the service answered 202, but only synchronous answers are read".to_owned());
+        }
+        let Some(status_url) = &accepted.status_url else {
+            return match self.unreachable() {
+                None => Ok(accepted),
+                Some(why) => Err(format!("the service answered 202 without a status_url, and {why}")),
+            };
+        };
+        match self.status_address(status_url) {
+            Ok(_) => Ok(accepted),
+            Err(why) if self.unreachable().is_none() => {
+                self.remark(format!("{why}; only its callbacks are waited for"));
+                accepted.status_url = None;
+                Ok(accepted)
+            }
+            Err(why) => Err(format!("the service answered 202, but {why}")),
+        }
+    }
+
+    /// One look at a status address.
+    async fn look(&self, url: &Url, id: &str, ids: &[&str]) -> Look {
+        let request = Request::bare(id);
+        let (status, retry_after, body) = match self.send(&request, Some(url.clone())).await {
+            Ok(answered) => answered,
+            Err(failed) if failed.is_refused() => {
+                return Look::Odd(format!("its status_url is refused: {}", failed.why()));
+            }
+            Err(_) => return Look::Pending(None),
+        };
+        match status.as_u16() {
+            202 | 204 => {
+                let eta = body.ok().and_then(|body| milliseconds(&answer::parse(&body).ok()?["eta_ms"]));
+                Look::Pending(retry_after.or(eta.map(Duration::from_millis)))
+            }
+            200..=299 => match body.and_then(|body| read_status(&self.clean_status(body, id, ids), id, ids)) {
+                Ok(Some(chunk)) => Look::Results(chunk),
+                Ok(None) => Look::Pending(retry_after),
+                Err(why) => Look::Odd(format!("what its status_url shows cannot be read: {why}")),
+            },
+            404 | 410 => Look::Lost(format!("its status_url answered {status}")),
+            408 | 425 | 429 | 500..=599 => Look::Pending(retry_after),
+            300..=399 => Look::Odd(format!("its status_url answered {status}: redirects are not followed")),
+            _ => Look::Odd(format!("its status_url answered {}", StatusCode::as_str(&status))),
+        }
+    }
+
+    fn clean_status(&self, body: Vec<u8>, id: &str, ids: &[&str]) -> Vec<u8> {
+        let words = || [id].iter().chain(ids).map(|word| (*word).to_owned()).collect();
+        self.hidden.answer(body, || Legible { words: words(), ..self.dialect.legible() })
+    }
+}
+
+/// `Ok(None)`: no results yet. The shorthands of a synchronous answer are read as all of it.
+fn read_status(body: &[u8], id: &str, ids: &[&str]) -> Result<Option<Chunk>, String> {
+    let value = answer::parse(body)?;
+    if let Some(Value::String(other)) = value.get("id")
+        && other.starts_with("rwr_")
+        && other != id
+    {
+        return Err("its 'id' is that of another request".to_owned());
+    }
+    if let Some(results) = value.get("results").filter(|results| !results.is_null()) {
+        let Value::Array(results) = results else {
+            return Err(format!("'results' is {}, not a list", name(results)));
+        };
+        let entry = |result: &Value| {
+            Some(Entry { sample_id: result.get("sample_id")?.as_str()?.to_owned(), result: result.to_string() })
+        };
+        let done = value.get("done") == Some(&Value::Bool(true));
+        return Ok(Some(Chunk { entries: results.iter().filter_map(entry).collect(), done }));
+    }
+    let rewards = match &value {
+        Value::Array(rewards) => Some(rewards.clone()),
+        value => ["rewards", "scores"].iter().find_map(|key| value.get(key)?.as_array().cloned()),
+    };
+    let rewards = match (rewards, value.get("reward")) {
+        (Some(rewards), _) => rewards,
+        (None, Some(reward)) if ids.len() == 1 => vec![reward.clone()],
+        (None, _) => {
+            let done = value.get("done") == Some(&Value::Bool(true));
+            return Ok(done.then(|| Chunk { entries: Vec::new(), done }));
+        }
+    };
+    if rewards.len() != ids.len() {
+        return Err(format!("{} rewards for {} samples", rewards.len(), ids.len()));
+    }
+    let entry = |(id, reward): (&&str, Value)| Entry {
+        sample_id: (*id).to_owned(),
+        result: json!({"sample_id": id, "reward": reward}).to_string(),
+    };
+    Ok(Some(Chunk { entries: ids.iter().zip(rewards).map(entry).collect(), done: true }))
+}
+
+/// The first result of each sample, as they come.
+struct Gathered<'a> {
+    positions: HashMap<&'a str, usize>,
+    results: Vec<Option<String>>,
+    done: bool,
+}
+
+impl<'a> Gathered<'a> {
+    fn new(ids: &[&'a str]) -> Self {
+        let positions = ids.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+        Self { positions, results: vec![None; ids.len()], done: false }
+    }
+
+    fn take(&mut self, chunk: Chunk) {
+        self.done |= chunk.done;
+        for Entry { sample_id, result } in chunk.entries {
+            // A callback's unknown ids were counted when it came.
+            if let Some(&at) = self.positions.get(sample_id.as_str()) {
+                self.results[at].get_or_insert(result);
+            }
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        self.done || self.results.iter().all(Option::is_some)
+    }
+
+    /// As a synchronous answer would have been.
+    fn body(&self, id: &str) -> String {
+        let results: Vec<&str> = self.results.iter().flatten().map(String::as_str).collect();
+        format!(r#"{{"version":"1","id":"{id}","results":[{}]}}"#, results.join(","))
+    }
+}
+
+/// When to look at a status address.
+struct Pace {
+    next: Instant,
+    own: Duration,
+}
+
+impl Pace {
+    fn new(eta_ms: Option<u64>) -> Self {
+        let mut pace = Self { next: Instant::now(), own: FIRST_LOOK };
+        pace.wait(eta_ms.map(Duration::from_millis));
+        pace
+    }
+
+    /// Sets the next look: when the service says, or a little later than the last time.
+    fn wait(&mut self, asked: Option<Duration>) {
+        let wait = asked.map_or(self.own, |asked| asked.clamp(SOONEST_ASKED, LATEST_ASKED));
+        self.next = Instant::now() + wait;
+        self.own = (self.own * 2).min(LONGEST_LOOK);
+    }
+}
+
+impl Asking<'_> {
+    /// What must be known of a request for its answer to come later; `None` where the service's system has no such answers.
+    pub(super) fn later(&self, indices: &[usize]) -> Option<Later> {
+        let sample_ids = self.ids(indices).into_iter().map(str::to_owned).collect();
+        let left_ms = self.webhook.plan.deadline_ms;
+        self.webhook.dialect.answers_later().then_some(Later { left_ms, sample_ids, accepted: None })
+    }
+
+    fn ids(&self, indices: &[usize]) -> Vec<&str> {
+        indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect()
+    }
+
+    /// Sends a request and waits, until there is an answer that stays. One that the service has `accepted` already is not
+    /// sent. Of what it holds up to the 202, the caller's permit is dropped then.
+    pub(super) async fn answered<P>(
+        &self,
+        request: &Request,
+        indices: &[usize],
+        key: Option<&str>,
+        mut accepted: Option<Accepted>,
+        permit: P,
+    ) -> Result<RewardAnswer, RewardFailure> {
+        let mut permit = Some(permit);
+        let mut lost = 0;
+        loop {
+            let promise = match accepted.take() {
+                Some(accepted) => accepted,
+                None => {
+                    let obtained = tokio::select! {
+                        obtained = self.obtain(request, indices) => obtained?,
+                        answer = self.answered_early(request, indices) => return answer,
+                    };
+                    let accepted = match obtained {
+                        Obtained::Answer(answer) => return Ok(answer),
+                        Obtained::Later(accepted) => accepted,
+                    };
+                    let entry = |key| JournalEntry::Accepted {
+                        rollout: self.job.rollout,
+                        key,
+                        id: request.id.clone(),
+                        accepted: accepted.clone(),
+                    };
+                    self.write_down(key, entry).await?;
+                    accepted
+                }
+            };
+            drop(permit.take());
+            tracing::info!(request = request.id, reward = self.webhook.name, "the service answers later");
+            match self.waited(request, indices, &promise).await? {
+                Waited::Answer(answer) => return Ok(answer),
+                Waited::Lost(why) if lost >= self.webhook.plan.max_invalid_tries => {
+                    let detail = format!("the service took the request (202) and lost it: {why}");
+                    return Ok(RewardAnswer::Unusable { code: "invalid_answer".to_owned(), detail });
+                }
+                Waited::Lost(why) => {
+                    lost += 1;
+                    tracing::info!(request = request.id, why, "the service lost the request; it is sent again");
+                    self.count(Counts { retries: 1, ..Counts::default() });
+                    tokio::time::sleep(jitter(lost)).await;
+                }
+            }
+        }
+    }
+
+    /// A whole answer by callback while the request itself hangs or fails: a service may answer before its 202 arrives.
+    async fn answered_early(&self, request: &Request, indices: &[usize]) -> Result<RewardAnswer, RewardFailure> {
+        let (Some(journal), true) = (&self.webhook.journal, request.has_callback()) else {
+            return std::future::pending().await;
+        };
+        tokio::time::sleep(EARLY).await;
+        let mut gathered = Gathered::new(&self.ids(indices));
+        let mut seen = 0;
+        while !gathered.is_whole() {
+            let chunk = journal.arrived(&request.id, seen).await.map_err(|why| why.of(&self.webhook.name))?;
+            seen += chunk.entries.len();
+            gathered.take(chunk);
+        }
+        Ok(RewardAnswer::Body { body: gathered.body(&request.id) })
+    }
+
+    /// Waits for what the service promised, until the request's deadline.
+    async fn waited(&self, request: &Request, indices: &[usize], promise: &Accepted) -> Result<Waited, RewardFailure> {
+        let webhook = self.webhook;
+        let _waiting = Waiting::new(&webhook.status);
+        let ids = self.ids(indices);
+        let mut gathered = Gathered::new(&ids);
+        let mut seen = 0;
+        let mut status = promise.status_url.as_deref().and_then(|url| webhook.status_address(url).ok());
+        let mut pace = Pace::new(promise.eta_ms);
+        let mut odd = 0;
+        let unrecorded = |why: crate::journal::Unrecorded| why.of(&webhook.name);
+        let arrived = async |seen| match &webhook.journal {
+            Some(journal) => journal.arrived(&request.id, seen).await,
+            None => std::future::pending().await,
+        };
+        while !gathered.is_whole() {
+            let next = status.as_ref().map(|_| pace.next);
+            tokio::select! {
+                biased;
+                chunk = arrived(seen) => {
+                    let chunk = chunk.map_err(unrecorded)?;
+                    seen += chunk.entries.len();
+                    gathered.take(chunk);
+                }
+                () = until(Some(request.deadline)) => {
+                    if let Ok(chunk) = tokio::time::timeout(LAST_NEWS, arrived(seen)).await {
+                        gathered.take(chunk.map_err(unrecorded)?);
+                    }
+                    if let Some(url) = status.as_ref().filter(|_| !gathered.is_whole())
+                        && let Ok(Look::Results(chunk)) =
+                            tokio::time::timeout(LAST_NEWS, webhook.look(url, &request.id, &ids)).await
+                    {
+                        gathered.take(chunk);
+                    }
+                    if !gathered.is_whole() {
+                        return Ok(Waited::Answer(RewardAnswer::Expired { body: gathered.body(&request.id) }));
+                    }
+                }
+                () = until(next) => {
+                    let Some(url) = &status else { continue };
+                    let left = request.deadline.saturating_duration_since(Instant::now());
+                    let look = tokio::time::timeout(left, webhook.look(url, &request.id, &ids)).await;
+                    match look.unwrap_or(Look::Pending(None)) {
+                        Look::Results(chunk) => {
+                            gathered.take(chunk);
+                            pace.wait(None);
+                        }
+                        Look::Pending(asked) => pace.wait(asked),
+                        Look::Lost(why) => return Ok(Waited::Lost(why)),
+                        Look::Odd(why) => {
+                            odd += 1;
+                            webhook.remark(why.clone());
+                            pace.wait(None);
+                            if odd > webhook.plan.max_invalid_tries {
+                                if !request.has_callback() {
+                                    return Ok(Waited::Lost(why));
+                                }
+                                status = None;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(Waited::Answer(RewardAnswer::Body { body: gathered.body(&request.id) }))
+    }
+
+    /// A deadline passed: tells of it. The error pauses the job, when this is one of several in a row that brought nothing.
+    pub(super) fn expired(&self, indices: &[usize], body: &str, silent: u32) -> Result<Timing, RewardFailure> {
+        let webhook = self.webhook;
+        let deadline_ms = webhook.plan.deadline_ms;
+        let came = answer::parse(body.as_bytes()).ok().and_then(|body| Some(body["results"].as_array()?.len()));
+        let came = came.unwrap_or(0);
+        if self.job.probe && came > 0 {
+            // A test asks once: what is missing stays so.
+            return Ok(Timing::InTime);
+        }
+        let silent = if came > 0 { 0 } else { silent + 1 };
+        let cause = format!(
+            "the service took the request (202), and within deadline_ms ({deadline_ms}) {came} of {} results came",
+            indices.len()
+        );
+        if silent >= SILENT_DEADLINES.min(webhook.plan.max_tries) {
+            let waited_s = deadline_ms / 1000 * u64::from(silent);
+            return Err(RewardFailure::Outage { reward: webhook.name.clone(), waited_s, cause });
+        }
+        webhook.status.tell(Event::Warning {
+            code: "reward_late".to_owned(),
+            message: format!("reward '{}': {cause}; what is missing is asked for again", webhook.name),
+            data: json!({"reward": webhook.name, "came": came, "asked": indices.len(), "deadline_ms": deadline_ms}),
+        });
+        Ok(Timing::Late(silent))
+    }
+}
+
+async fn until(instant: Option<Instant>) {
+    match instant {
+        Some(instant) => tokio::time::sleep_until(instant.into()).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,42 @@
+//! How long to wait between two tries.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::time::Duration;
+
+/// First and longest wait between tries (full jitter: a random part of it).
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// A random part of 0.5 s, 1 s, 2 s … 30 s, after the nth failure (from 1).
+pub(super) fn jitter(failures: u32) -> Duration {
+    doubled(FIRST_WAIT, failures.saturating_sub(1), LONGEST_WAIT).mul_f64(random_fraction())
+}
+
+pub(super) fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
+    first.saturating_mul(1 << times.min(16)).min(longest)
+}
+
+/// Not for secrets: spreads retries.
+pub(super) fn random_bits() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+pub(super) fn random_fraction() -> f64 {
+    (random_bits() >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_grow_from_half_a_second_to_thirty() {
+        assert_eq!(doubled(FIRST_WAIT, 0, LONGEST_WAIT), Duration::from_millis(500));
+        assert_eq!(doubled(FIRST_WAIT, 3, LONGEST_WAIT), Duration::from_secs(4));
+        assert_eq!(doubled(FIRST_WAIT, 60, LONGEST_WAIT), LONGEST_WAIT);
+        let waits: Vec<_> = (0..200).map(|_| jitter(3)).collect();
+        assert!(waits.iter().all(|wait| *wait <= Duration::from_secs(2)));
+        assert!(waits.iter().any(|wait| *wait < Duration::from_secs(1)));
+        assert!(waits.iter().any(|wait| *wait > Duration::from_secs(1)));
+    }
+}

@@ -1,0 +1,13 @@
+//! The integration tests of `rlood-rewards`, in one binary.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+mod adapters;
+mod corpus;
+mod journal;
+mod judge;
+mod reward_load;
+mod reward_values;
+mod rewards;
+mod service;
+mod ssrf;

@@ -1,0 +1,235 @@
+//! API keys: made once, shown once, kept as a hash.
+
+use sha2::{Digest, Sha256};
+use sqlx::sqlite::SqliteRow;
+use subtle::ConstantTimeEq;
+
+use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_column, to_json};
+use crate::access::Scopes;
+use crate::id::KeyId;
+
+/// What every key begins with.
+const KEY_PREFIX: &str = "rld_";
+/// The entry of `server_secrets` that says that keys were removed by a restore.
+const KEYS_DROPPED: &str = "keys_dropped";
+/// Of a key's text, what is kept readable: the prefix and 32 of its 256 bits.
+const SHOWN_CHARS: usize = KEY_PREFIX.len() + 8;
+
+/// A key without its secret.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyRow {
+    /// Its id.
+    pub id: KeyId,
+    /// For people.
+    pub name: String,
+    /// Whose jobs, datasets and models it sees; several keys may share an owner.
+    pub owner: String,
+    /// What it permits.
+    pub scopes: Scopes,
+    /// What its text begins with.
+    pub prefix: String,
+    /// Unix ms.
+    pub created_at: i64,
+    /// Not valid from then on, Unix ms.
+    pub expires_at: Option<i64>,
+    /// Not valid any more, Unix ms.
+    pub revoked_at: Option<i64>,
+    /// Last used, Unix ms, to the minute.
+    pub used_at: Option<i64>,
+}
+
+impl KeyRow {
+    /// Whether it opens anything now.
+    pub fn is_usable(&self, now: i64) -> bool {
+        self.revoked_at.is_none() && self.expires_at.is_none_or(|expires_at| now < expires_at)
+    }
+}
+
+/// The number of credentials that were removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dropped {
+    /// API keys, usable or not.
+    pub keys: u64,
+    /// Browser sessions.
+    pub sessions: u64,
+}
+
+/// A key to make.
+#[derive(Debug, Clone)]
+pub struct NewKey {
+    /// For people.
+    pub name: String,
+    /// None = the key's own id.
+    pub owner: Option<String>,
+    /// What it permits.
+    pub scopes: Scopes,
+    /// Unix ms; None = never.
+    pub expires_at: Option<i64>,
+}
+
+/// 256 bits from the system as hexadecimal digits.
+///
+/// # Errors
+/// When the system gives none.
+pub fn random_text() -> std::io::Result<String> {
+    let mut bytes = [0_u8; 32];
+    rustls::crypto::ring::default_provider()
+        .secure_random
+        .fill(&mut bytes)
+        .map_err(|_| std::io::Error::other("the system gives no random numbers"))?;
+    Ok(hex::encode(bytes))
+}
+
+impl Store {
+    /// Makes a key: its row, and its text, which nobody can read again.
+    pub async fn api_key_create(&self, new: NewKey, now: i64) -> Result<(KeyRow, String), StoreError> {
+        let doing = "make a key";
+        let NewKey { name, owner, scopes, expires_at } = new;
+        let random = random_text().map_err(|error| StoreError::Database { doing, source: sqlx::Error::Io(error) })?;
+        let text = format!("{KEY_PREFIX}{random}");
+        let id = KeyId::new();
+        let row = sqlx::query(
+            "INSERT INTO api_keys (id, name, owner, scopes, prefix, sha256, created_at, expires_at) \
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?) RETURNING *",
+        )
+        .bind(id.to_string())
+        .bind(name)
+        .bind(owner.unwrap_or_else(|| id.to_string()))
+        .bind(to_json("scopes", &scopes)?)
+        .bind(&text[..SHOWN_CHARS])
+        .bind(Sha256::digest(&text).to_vec())
+        .bind(now)
+        .bind(expires_at)
+        .fetch_one(&self.writer)
+        .await
+        .doing(doing)?;
+        Ok((KeyRow::read(&row)?, text))
+    }
+
+    /// The usable key with this text. The hashes are compared in constant time.
+    pub async fn api_key_find(&self, text: &str, now: i64) -> Result<Option<KeyRow>, StoreError> {
+        if !text.starts_with(KEY_PREFIX) {
+            return Ok(None);
+        }
+        let Some(prefix) = text.get(..SHOWN_CHARS) else { return Ok(None) };
+        let given = Sha256::digest(text);
+        let rows = sqlx::query("SELECT * FROM api_keys WHERE prefix = ?")
+            .bind(prefix)
+            .fetch_all(&self.readers)
+            .await
+            .doing("look for a key")?;
+        for row in &rows {
+            let kept: &[u8] = column(row, "sha256")?;
+            if bool::from(kept.ct_eq(given.as_slice())) {
+                return Ok(Some(KeyRow::read(row)?).filter(|key| key.is_usable(now)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// One key, or `NotFound`.
+    pub async fn api_key_get(&self, id: KeyId) -> Result<KeyRow, StoreError> {
+        let row = sqlx::query("SELECT * FROM api_keys WHERE id = ?")
+            .bind(id.to_string())
+            .fetch_optional(&self.readers)
+            .await
+            .doing("read a key")?
+            .ok_or_else(|| StoreError::NotFound { kind: "key", id: id.to_string() })?;
+        KeyRow::read(&row)
+    }
+
+    /// All keys, revoked ones too, newest first.
+    pub async fn api_key_list(&self, after: Option<&str>, limit: u32) -> Result<Page<KeyRow>, StoreError> {
+        let sql = "SELECT * FROM api_keys WHERE (created_at, id) < (?1, ?2) AND ?3 IS NULL \
+                   ORDER BY created_at DESC, id DESC LIMIT ?4";
+        self.newest(Newest { list: "keys", sql, owner: None, after, limit }, KeyRow::read).await
+    }
+
+    /// Ends a key and every session that was opened with it. Idempotent.
+    pub async fn api_key_revoke(&self, id: KeyId, now: i64) -> Result<KeyRow, StoreError> {
+        let doing = "revoke a key";
+        let mut tx = self.begin(doing).await?;
+        let row = sqlx::query("UPDATE api_keys SET revoked_at = COALESCE(revoked_at, ?) WHERE id = ? RETURNING *")
+            .bind(now)
+            .bind(id.to_string())
+            .fetch_optional(&mut *tx)
+            .await
+            .doing(doing)?
+            .ok_or_else(|| StoreError::NotFound { kind: "key", id: id.to_string() })?;
+        let row = KeyRow::read(&row)?;
+        sqlx::query("DELETE FROM sessions WHERE key_id = ?")
+            .bind(id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        tx.commit().await.doing(doing)?;
+        Ok(row)
+    }
+
+    /// Notes that a key was used.
+    pub async fn api_key_used(&self, id: KeyId, now: i64) -> Result<(), StoreError> {
+        sqlx::query("UPDATE api_keys SET used_at = ? WHERE id = ?")
+            .bind(now)
+            .bind(id.to_string())
+            .execute(&self.writer)
+            .await
+            .doing("note the use of a key")?;
+        Ok(())
+    }
+
+    /// Removes every key and session. Where there was a key, requests still need one.
+    pub async fn api_keys_drop(&self) -> Result<Dropped, StoreError> {
+        let doing = "remove all keys";
+        let mut tx = self.begin(doing).await?;
+        let sessions = sqlx::query("DELETE FROM sessions").execute(&mut *tx).await.doing(doing)?.rows_affected();
+        let keys = sqlx::query("DELETE FROM api_keys").execute(&mut *tx).await.doing(doing)?.rows_affected();
+        if keys > 0 {
+            sqlx::query("INSERT INTO server_secrets (name, value) VALUES (?, '') ON CONFLICT (name) DO NOTHING")
+                .bind(KEYS_DROPPED)
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+        }
+        self.commit(tx, doing).await?;
+        Ok(Dropped { keys, sessions })
+    }
+
+    /// Whether a key was ever made here, usable or not, removed or not: from then on every request needs one.
+    pub async fn api_keys_exist(&self) -> Result<bool, StoreError> {
+        sqlx::query_scalar(
+            "SELECT EXISTS (SELECT 1 FROM api_keys) OR EXISTS (SELECT 1 FROM server_secrets WHERE name = ?)",
+        )
+        .bind(KEYS_DROPPED)
+        .fetch_one(&self.readers)
+        .await
+        .doing("look for keys")
+    }
+
+    /// Keys that open something now.
+    pub async fn api_keys_usable(&self, now: i64) -> Result<u64, StoreError> {
+        let count: i64 = sqlx::query_scalar(
+            "SELECT COUNT(*) FROM api_keys WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > ?)",
+        )
+        .bind(now)
+        .fetch_one(&self.readers)
+        .await
+        .doing("count keys")?;
+        Ok(count.unsigned_abs())
+    }
+}
+
+impl KeyRow {
+    pub(super) fn read(row: &SqliteRow) -> Result<KeyRow, StoreError> {
+        Ok(KeyRow {
+            id: id_column(row, "id")?,
+            name: column(row, "name")?,
+            owner: column(row, "owner")?,
+            scopes: json_column(row, "scopes")?,
+            prefix: column(row, "prefix")?,
+            created_at: column(row, "created_at")?,
+            expires_at: column(row, "expires_at")?,
+            revoked_at: column(row, "revoked_at")?,
+            used_at: column(row, "used_at")?,
+        })
+    }
+}

@@ -1,0 +1,483 @@
+//! The data directory: write to temp, hash, fsync, rename. The one place that builds paths.
+//!
+//! ```text
+//! rlood.lock                              held by the one server that uses the directory
+//! rlood.db                                the database (store.rs)
+//! datasets/DATASET.ndjson                 canonical rows
+//! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints; attempt 0 = taken over by a fork
+//! initial/JOB/…                           what a job with a warm start begins with
+//! staging/…                               whatever is not complete yet, links of a backup; emptied at start
+//! scratch/…                               of the server's own workers; each empties its part as it starts
+//! ```
+//!
+//! Longer than other files: no path of the directory is built anywhere else.
+
+pub mod copy;
+pub mod held;
+mod initial;
+mod uploads;
+
+use std::collections::HashSet;
+use std::fs::{self, DirBuilder, File, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+use tokio::io::AsyncWriteExt;
+
+use crate::failpoint::{fail_point, pace};
+use crate::id::{DatasetId, JobId};
+use crate::protocol::{BadFileName, FileEntry, check_file_name};
+use uploads::Uploads;
+
+const LOCK: &str = "rlood.lock";
+
+/// What could not be done with a file. Paths are for the log: never show one to a client.
+#[derive(Debug, thiserror::Error)]
+pub enum FilesError {
+    /// Another server holds the directory.
+    #[error("the data directory {} is in use by another rlood server{}: stop it, or choose another --data-dir", .root.display(), .pid.map(|pid| format!(" (process {pid})")).unwrap_or_default())]
+    Locked {
+        /// The directory.
+        root: PathBuf,
+        /// The other server, if it could be read.
+        pid: Option<u32>,
+    },
+    /// The operating system refused.
+    #[error("could not {doing} {}", .path.display())]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// More bytes than allowed.
+    #[error("more than {limit_bytes} bytes")]
+    TooLarge {
+        /// The limit.
+        limit_bytes: u64,
+    },
+    /// A name that is not a plain file name.
+    #[error(transparent)]
+    BadName(#[from] BadFileName),
+    /// Uploaded bytes are not what the list of files says.
+    #[error("{name}: {what}")]
+    Mismatch {
+        /// The file.
+        name: String,
+        /// What differs.
+        what: String,
+    },
+}
+
+impl FilesError {
+    /// This process, or the machine, has too many files open or too little memory: that says nothing of the file.
+    pub fn is_for_want_of_resources(&self) -> bool {
+        let FilesError::Io { source, .. } = self else { return false };
+        source.kind() == io::ErrorKind::OutOfMemory
+            || matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))
+    }
+}
+
+/// The server's directory, locked for this process. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct DataDir {
+    root: Arc<PathBuf>,
+    uploads: Arc<Mutex<Uploads>>,
+    _lock: Arc<File>,
+}
+
+/// A file being written under `staging/`: hashed as it grows, bounded, removed when dropped unfinished.
+#[derive(Debug)]
+pub struct StagedFile {
+    file: tokio::fs::File,
+    path: Unfinished,
+    hasher: Sha256,
+    size_bytes: u64,
+    limit_bytes: u64,
+}
+
+/// A complete file under `staging/`, removed when dropped before [`StagedDone::publish`].
+#[derive(Debug)]
+pub struct StagedDone {
+    path: Unfinished,
+    /// Bytes.
+    pub size_bytes: u64,
+    /// Lower-case hex.
+    pub sha256: String,
+}
+
+/// A path that is removed when dropped.
+#[derive(Debug)]
+struct Unfinished(Option<PathBuf>);
+
+impl Unfinished {
+    fn path(&self) -> &Path {
+        self.0.as_deref().unwrap_or(Path::new(""))
+    }
+
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            // What cannot be removed now is removed at the next start.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+impl DataDir {
+    /// Creates the directory (for this user only) if need be and locks it. Everything that a former server left unfinished is removed.
+    pub fn open(root: &Path) -> Result<DataDir, FilesError> {
+        create_private_dir(root)?;
+        let root = fs::canonicalize(root).map_err(cannot("find", root))?;
+        let lock = lock(&root)?;
+        let files = DataDir { root: Arc::new(root), uploads: Arc::default(), _lock: Arc::new(lock) };
+        remove_tree(&files.staging())?;
+        for dir in [files.staging(), files.datasets(), files.checkpoints()] {
+            create_private_dir(&dir)?;
+            // A command that root runs between two servers is in nobody's way.
+            held::give_to_owner_of(&files.root, &dir);
+        }
+        sync_dir(&files.root)?;
+        Ok(files)
+    }
+
+    /// The directory, absolute.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The database file.
+    pub fn database(&self) -> PathBuf {
+        self.root.join("rlood.db")
+    }
+
+    /// Where the server's own workers keep what is not published yet.
+    pub fn scratch(&self) -> PathBuf {
+        self.root.join("scratch")
+    }
+
+    /// A dataset's rows.
+    pub fn dataset(&self, id: DatasetId) -> PathBuf {
+        self.datasets().join(format!("{id}.ndjson"))
+    }
+
+    /// Where a published checkpoint lies.
+    pub fn checkpoint_dir(&self, job: JobId, step: u64, attempt: u64) -> PathBuf {
+        self.checkpoints().join(job.to_string()).join(format!("{step}-{attempt}"))
+    }
+
+    /// A file of a published checkpoint; the name may come from a client, the result never leaves the checkpoint's directory.
+    pub fn checkpoint_file(&self, job: JobId, step: u64, attempt: u64, name: &str) -> Result<PathBuf, FilesError> {
+        check_file_name(name)?;
+        Ok(self.checkpoint_dir(job, step, attempt).join(name))
+    }
+
+    /// What a job with a warm start begins with.
+    pub fn initial_of(&self, job: JobId) -> PathBuf {
+        self.initial_dir(job)
+    }
+
+    /// Bytes that can still be written to the directory's file system.
+    pub fn free_bytes(&self) -> Result<u64, FilesError> {
+        free_bytes(&self.root)
+    }
+
+    /// A new file under `staging/`; writing more than `limit_bytes` is `TooLarge`.
+    pub async fn stage(&self, limit_bytes: u64) -> Result<StagedFile, FilesError> {
+        let name = format!("upload-{}", ulid::Ulid::generate().to_string().to_lowercase());
+        StagedFile::create(self.staging().join(name), limit_bytes).await
+    }
+
+    /// Compares a published checkpoint's files with their sizes and hashes. Blocking.
+    pub fn checkpoint_verify(
+        &self,
+        job: JobId,
+        step: u64,
+        attempt: u64,
+        files: &[FileEntry],
+    ) -> Result<(), FilesError> {
+        verify(&self.checkpoint_dir(job, step, attempt), files, compare_bytes)
+    }
+
+    /// Removes a checkpoint's directory. Blocking.
+    pub fn checkpoint_remove(&self, job: JobId, step: u64, attempt: u64) -> Result<(), FilesError> {
+        self.checkpoint_published(job, step, attempt);
+        remove_tree(&self.checkpoint_dir(job, step, attempt))
+    }
+
+    /// Removes everything of a job. Blocking.
+    pub fn job_remove(&self, job: JobId) -> Result<(), FilesError> {
+        self.staged_remove(job, u64::MAX)?;
+        remove_tree(&self.staging().join(job.to_string()))?;
+        remove_tree(&self.initial_dir(job))?;
+        remove_tree(&self.checkpoints().join(job.to_string()))
+    }
+
+    /// Removes a dataset's file. Blocking.
+    pub fn dataset_remove(&self, id: DatasetId) -> Result<(), FilesError> {
+        let path = self.dataset(id);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(cannot("remove", &path)(error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Runs blocking work on the directory beside the async threads.
+    ///
+    /// # Errors
+    /// What the work came to, or that it panicked.
+    pub async fn in_background<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&DataDir) -> Result<T, FilesError> + Send + 'static,
+    ) -> Result<T, FilesError> {
+        let files = self.clone();
+        tokio::task::spawn_blocking(move || work(&files)).await.unwrap_or_else(|error| {
+            Err(FilesError::Io {
+                doing: "work on files in the background, under",
+                path: self.root().to_owned(),
+                source: io::Error::other(error),
+            })
+        })
+    }
+
+    /// At start: removes checkpoint directories and dataset files that no row names. Blocking.
+    pub fn sweep(&self, checkpoints: &[(JobId, u64, u64)], datasets: &[DatasetId]) -> Result<(), FilesError> {
+        let datasets: HashSet<PathBuf> = datasets.iter().map(|id| self.dataset(*id)).collect();
+        for path in entries(&self.datasets())? {
+            if !datasets.contains(&path) {
+                fs::remove_file(&path).map_err(cannot("remove", &path))?;
+            }
+        }
+        let jobs: HashSet<PathBuf> =
+            checkpoints.iter().map(|(job, _, _)| self.checkpoints().join(job.to_string())).collect();
+        let kept: HashSet<PathBuf> =
+            checkpoints.iter().map(|(job, step, attempt)| self.checkpoint_dir(*job, *step, *attempt)).collect();
+        for job in entries(&self.checkpoints())? {
+            if !jobs.contains(&job) {
+                remove_tree(&job)?;
+                continue;
+            }
+            for checkpoint in entries(&job)? {
+                if !kept.contains(&checkpoint) {
+                    remove_tree(&checkpoint)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn staging(&self) -> PathBuf {
+        self.root.join("staging")
+    }
+
+    fn datasets(&self) -> PathBuf {
+        self.root.join("datasets")
+    }
+
+    fn checkpoints(&self) -> PathBuf {
+        self.root.join("checkpoints")
+    }
+}
+
+impl StagedFile {
+    async fn create(path: PathBuf, limit_bytes: u64) -> Result<StagedFile, FilesError> {
+        let file = tokio::fs::File::create(&path).await.map_err(cannot("create", &path))?;
+        Ok(StagedFile { file, path: Unfinished(Some(path)), hasher: Sha256::new(), size_bytes: 0, limit_bytes })
+    }
+
+    /// Appends.
+    pub async fn write(&mut self, bytes: &[u8]) -> Result<(), FilesError> {
+        self.size_bytes += bytes.len() as u64;
+        if self.size_bytes > self.limit_bytes {
+            return Err(FilesError::TooLarge { limit_bytes: self.limit_bytes });
+        }
+        if let Some(wait) = pace!("files.hash").and_then(|bytes_per_s| time_for(bytes.len(), bytes_per_s)) {
+            tokio::time::sleep(wait).await;
+        }
+        self.hasher.update(bytes);
+        fail_point!("files.write").map_err(cannot("write to", self.path.path()))?;
+        self.file.write_all(bytes).await.map_err(cannot("write to", self.path.path()))
+    }
+
+    /// Flushes to the disk.
+    pub async fn finish(mut self) -> Result<StagedDone, FilesError> {
+        self.file.flush().await.map_err(cannot("write to", self.path.path()))?;
+        self.file.sync_all().await.map_err(cannot("sync", self.path.path()))?;
+        fail_point!("files.synced").map_err(cannot("sync", self.path.path()))?;
+        let sha256 = hex::encode(self.hasher.finalize());
+        Ok(StagedDone { path: self.path, size_bytes: self.size_bytes, sha256 })
+    }
+}
+
+impl StagedDone {
+    /// Where it lies for now.
+    pub fn path(&self) -> &Path {
+        self.path.path()
+    }
+
+    /// Renames it to its place, durably.
+    pub async fn publish(self, to: &Path) -> Result<(), FilesError> {
+        tokio::fs::rename(self.path.path(), to).await.map_err(cannot("move a file to", to))?;
+        self.path.keep();
+        let parent = to.parent().unwrap_or(Path::new("/")).to_owned();
+        let synced = tokio::task::spawn_blocking(move || sync_dir(&parent)).await;
+        synced.unwrap_or_else(|error| Err(cannot("sync the directory of", to)(io::Error::other(error))))
+    }
+}
+
+/// Size and SHA-256 (lower-case hex) of a file. Blocking.
+pub fn hash_file(path: &Path) -> Result<(u64, String), FilesError> {
+    let mut file = File::open(path).map_err(cannot("open", path))?;
+    let mut hasher = Sha256::new();
+    let mut buffer = vec![0; 256 * 1024];
+    let mut size_bytes = 0;
+    loop {
+        let read = match file.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(read) => read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(cannot("read", path)(error)),
+        };
+        if let Some(wait) = pace!("files.hash").and_then(|bytes_per_s| time_for(read, bytes_per_s)) {
+            std::thread::sleep(wait);
+        }
+        hasher.update(buffer.get(..read).unwrap_or_default());
+        size_bytes += read as u64;
+    }
+    Ok((size_bytes, hex::encode(hasher.finalize())))
+}
+
+/// How long this number of bytes takes at a pace.
+fn time_for(bytes: usize, bytes_per_s: u64) -> Option<Duration> {
+    Duration::try_from_secs_f64(bytes as f64 / bytes_per_s as f64).ok()
+}
+
+/// Reads the beginning of a file, to see whether it can be read at all. Blocking.
+pub fn read_first_bytes(path: &Path) -> Result<(), FilesError> {
+    let mut first = [0; 4096];
+    File::open(path).and_then(|mut file| file.read(&mut first)).map(drop).map_err(cannot("read", path))
+}
+
+/// Makes the entries of a directory durable. Blocking.
+pub fn sync_dir(path: &Path) -> Result<(), FilesError> {
+    File::open(path).and_then(|dir| dir.sync_all()).map_err(cannot("sync", path))
+}
+
+/// Bytes that can still be written to the file system of an existing path.
+pub fn free_bytes(path: &Path) -> Result<u64, FilesError> {
+    let found = rustix::fs::statvfs(path).map_err(|error| cannot("ask for the free space of", path)(error.into()))?;
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+fn cannot(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FilesError {
+    move |source| FilesError::Io { doing, path: path.to_owned(), source }
+}
+
+fn create_private_dir(path: &Path) -> Result<(), FilesError> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(cannot("create the directory", path))
+}
+
+/// Takes the lock of the directory and writes this process's id into it.
+fn lock(root: &Path) -> Result<File, FilesError> {
+    let path = root.join(LOCK);
+    let mut file = File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(&path)
+        .map_err(cannot("open the lock file", &path))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            let mut text = String::new();
+            let pid = file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
+            return Err(FilesError::Locked { root: root.to_owned(), pid });
+        }
+        Err(TryLockError::Error(error)) => return Err(cannot("lock", &path)(error)),
+    }
+    file.set_len(0)
+        .and_then(|()| file.write_all(format!("{}\n", std::process::id()).as_bytes()))
+        .map_err(cannot("write to", &path))?;
+    Ok(file)
+}
+
+fn entries(dir: &Path) -> Result<Vec<PathBuf>, FilesError> {
+    fs::read_dir(dir)
+        .and_then(|entries| entries.map(|entry| entry.map(|entry| entry.path())).collect())
+        .map_err(cannot("list", dir))
+}
+
+/// Removes a directory (or file) and all below it, if it is there.
+fn remove_tree(path: &Path) -> Result<(), FilesError> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(cannot("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// The files of the list are all there, and nothing else is; `compare` says whether the bytes of one are as listed.
+fn verify(
+    dir: &Path,
+    files: &[FileEntry],
+    compare: impl Fn(&Path, &FileEntry) -> Result<(), FilesError>,
+) -> Result<(), FilesError> {
+    let mut expected = HashSet::new();
+    for file in files {
+        check_file_name(&file.name)?;
+        let path = dir.join(&file.name);
+        if !expected.insert(path.clone()) {
+            return Err(mismatch(&file.name, "listed twice"));
+        }
+        if !path.is_file() {
+            return Err(mismatch(&file.name, "not uploaded"));
+        }
+        compare(&path, file)?;
+    }
+    if files.is_empty() {
+        return Err(mismatch("manifest.json", "not listed"));
+    }
+    for path in entries(dir)? {
+        if !expected.contains(&path) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            return Err(mismatch(&name, "uploaded but not listed"));
+        }
+    }
+    Ok(())
+}
+
+/// Compares a file's bytes with its size and hash in a list. Blocking, and as long as reading the file takes.
+pub fn compare_bytes(path: &Path, file: &FileEntry) -> Result<(), FilesError> {
+    let (size_bytes, sha256) = hash_file(path)?;
+    compare_sums(file, size_bytes, &sha256)
+}
+
+fn compare_sums(file: &FileEntry, size_bytes: u64, sha256: &str) -> Result<(), FilesError> {
+    if size_bytes != file.size_bytes {
+        return Err(mismatch(&file.name, &format!("{size_bytes} bytes instead of {}", file.size_bytes)));
+    }
+    if sha256 != file.sha256 {
+        return Err(mismatch(&file.name, "its SHA-256 is not the listed one"));
+    }
+    Ok(())
+}
+
+fn mismatch(name: &str, what: &str) -> FilesError {
+    FilesError::Mismatch { name: name.to_owned(), what: what.to_owned() }
+}
+
+#[cfg(test)]
+mod tests;

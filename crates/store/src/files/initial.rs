@@ -1,0 +1,105 @@
+//! Files that a job begins with: hard links to another job's checkpoint, so that neither its rotation nor the other job's
+//! deletion takes them away, and no bytes are copied where the file system has hard links.
+
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::copy::copy_hashed;
+use super::{DataDir, FilesError, cannot, create_private_dir, entries, remove_tree, sync_dir};
+use crate::failpoint::fail_point;
+use crate::id::JobId;
+use crate::protocol::{FileEntry, check_file_name};
+
+/// The list of the files, in their directory.
+const LIST: &str = "files.json";
+
+impl DataDir {
+    /// Keeps these files of a directory (a checkpoint's, or another job's initial ones) for a job. Blocking.
+    pub fn initial_keep(&self, job: JobId, from: &Path, files: &[FileEntry]) -> Result<(), FilesError> {
+        let to = self.initial_dir(job);
+        let staged = self.staging().join(format!("initial-{job}"));
+        link_files(from, &staged, files)?;
+        let list = staged.join(LIST);
+        let text = serde_json::to_vec(files).map_err(|error| cannot("write", &list)(error.into()))?;
+        fs::write(&list, text).map_err(cannot("write", &list))?;
+        fail_point!("files.list_sync")
+            .and_then(|()| fs::File::open(&list)?.sync_all())
+            .map_err(cannot("sync", &list))?;
+        place(&staged, &to)
+    }
+
+    /// Takes over the initial files of another job, if it has some. Blocking.
+    pub fn initial_copy(&self, from: JobId, job: JobId) -> Result<(), FilesError> {
+        match self.initial_files(from)? {
+            Some(files) => self.initial_keep(job, &self.initial_dir(from), &files),
+            None => Ok(()),
+        }
+    }
+
+    /// The files that a job begins with; `None` when it begins with the base model. Blocking.
+    pub fn initial_files(&self, job: JobId) -> Result<Option<Vec<FileEntry>>, FilesError> {
+        let list = self.initial_dir(job).join(LIST);
+        let text = match fs::read(&list) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            text => text.map_err(cannot("read", &list))?,
+        };
+        serde_json::from_slice(&text).map(Some).map_err(|error| cannot("read", &list)(error.into()))
+    }
+
+    /// One of them; the name may come from a client.
+    pub fn initial_file(&self, job: JobId, name: &str) -> Result<PathBuf, FilesError> {
+        check_file_name(name)?;
+        Ok(self.initial_dir(job).join(name))
+    }
+
+    /// Makes a published checkpoint the first one of another job, as if its attempt 0 had written it. Blocking.
+    pub fn checkpoint_adopt(&self, from: (JobId, u64, u64), job: JobId, files: &[FileEntry]) -> Result<(), FilesError> {
+        let (parent, step, attempt) = from;
+        let staged = self.staging().join(format!("adopted-{job}"));
+        link_files(&self.checkpoint_dir(parent, step, attempt), &staged, files)?;
+        place(&staged, &self.checkpoint_dir(job, step, 0))
+    }
+
+    /// At start: removes the initial files of jobs that are gone. Blocking.
+    pub fn initial_sweep(&self, jobs: &[JobId]) -> Result<(), FilesError> {
+        let kept: HashSet<PathBuf> = jobs.iter().map(|job| self.initial_dir(*job)).collect();
+        let root = self.root().join("initial");
+        if !root.is_dir() {
+            return Ok(());
+        }
+        entries(&root)?.iter().filter(|dir| !kept.contains(*dir)).try_for_each(|dir| remove_tree(dir))
+    }
+
+    pub(super) fn initial_dir(&self, job: JobId) -> PathBuf {
+        self.root().join("initial").join(job.to_string())
+    }
+}
+
+/// Links the files into a new directory, or copies them where the file system has no hard links. What was linked is durable
+/// already, since it was published; a copy is synced before this returns.
+fn link_files(from: &Path, to: &Path, files: &[FileEntry]) -> Result<(), FilesError> {
+    remove_tree(to)?;
+    create_private_dir(to)?;
+    for file in files {
+        check_file_name(&file.name)?;
+        let (from, to) = (from.join(&file.name), to.join(&file.name));
+        let linked = fail_point!("files.link", &file.name).and_then(|()| fs::hard_link(&from, &to));
+        if linked.is_err() {
+            copy_hashed(&from, &to)?;
+        }
+    }
+    Ok(())
+}
+
+/// Moves a directory to its place; when this returns, a power cut takes away neither it nor a name in it.
+fn place(staged: &Path, to: &Path) -> Result<(), FilesError> {
+    sync_dir(staged)?;
+    let parent = to.parent().unwrap_or(Path::new("/"));
+    create_private_dir(parent)?;
+    // The parent may be new, and its name as well.
+    sync_dir(parent.parent().unwrap_or(Path::new("/")))?;
+    remove_tree(to)?;
+    fail_point!("files.place").and_then(|()| fs::rename(staged, to)).map_err(cannot("move files to", to))?;
+    sync_dir(parent)
+}

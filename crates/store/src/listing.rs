@@ -1,0 +1,209 @@
+//! Pages of jobs, and what is shown beside each: a few statements a page, whatever its length, the number of jobs and the filter.
+
+use std::collections::HashMap;
+
+use serde::de::DeserializeOwned;
+use serde_json::json;
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+use sqlx::{QueryBuilder, Sqlite};
+
+use super::doctor::result_of;
+use super::{
+    AlertRow, Doing, JobFilter, JobRow, Page, Store, StoreError, column, corrupt, cursor, cursor_key, id_column, page,
+    parse_cursor, to_json,
+};
+use crate::id::{CheckpointId, JobId};
+use crate::job::Ending;
+use rlood_types::doctor::{Alert, PhaseChange};
+
+/// What a job's row does not say of it.
+#[derive(Debug, Clone, Default)]
+pub struct JobBeside {
+    /// 1 = next; `None` when it is not queued.
+    pub queue_position: Option<u64>,
+    /// Alerts that are on, latest first.
+    pub alerts: Vec<AlertRow>,
+    /// The training phase it is in.
+    pub training_phase: Option<PhaseChange>,
+    /// Where it runs.
+    pub device: Option<String>,
+    /// The checkpoint that is its result, and its step, where it ended before its last step.
+    pub result: Option<(CheckpointId, u64)>,
+}
+
+/// What is beside some jobs. Each subquery is a look into an index.
+pub const BESIDE_JOBS: &str = "SELECT jobs.id, state = 'queued' AS queued, priority, queue_order, ending, \
+     (SELECT json_group_array(json_array(time, json(alert))) FROM \
+       (SELECT time, alert FROM alerts WHERE job_id = jobs.id AND cleared_step IS NULL ORDER BY step DESC, rule)) AS alerts, \
+     (SELECT change FROM training_phases WHERE job_id = jobs.id ORDER BY step DESC LIMIT 1) AS training_phase, \
+     (SELECT device FROM workers WHERE workers.id = jobs.worker) AS device, \
+     CASE WHEN ending IS NOT NULL THEN (SELECT json_group_array(json_array(id, step, best)) FROM \
+       (SELECT id, step, best FROM checkpoints WHERE job_id = jobs.id ORDER BY step DESC)) END AS checkpoints \
+     FROM json_each(?) AS wanted CROSS JOIN jobs ON jobs.id = wanted.value";
+/// Queued jobs between two places, by `stretch`. All of it stands in one index, which is named lest the planner read rows.
+pub const BETWEEN_IN_QUEUE: &str = "SELECT \
+     (SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' \
+       AND priority = stretch.value ->> 0 AND queue_order > stretch.value ->> 1) + \
+     (SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' \
+       AND priority >= stretch.value ->> 2 AND priority <= stretch.value ->> 3) + \
+     (SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' \
+       AND priority = stretch.value ->> 4 AND queue_order > stretch.value ->> 5 AND queue_order <= stretch.value ->> 6) \
+     FROM json_each(?) AS stretch ORDER BY stretch.key";
+
+/// The statement of one page; more than one condition is decided in an index that has all the columns.
+pub fn list_query(filter: &JobFilter, after: Option<&(i64, String)>, limit: u32) -> QueryBuilder<Sqlite> {
+    let JobFilter { state, model, metadata, owner } = filter;
+    let conditions = [state.map(|state| ("state", state.as_str())), pair("model", model), pair("owner", owner)];
+    let conditions: Vec<(&str, &str)> = conditions.into_iter().flatten().collect();
+    let mut labels = metadata.iter();
+    let mut query = QueryBuilder::<Sqlite>::new("SELECT jobs.* FROM ");
+    let (time, id) = match labels.next() {
+        None if conditions.len() < 2 => {
+            query.push("jobs WHERE 1");
+            ("jobs.created_at", "jobs.id")
+        }
+        None => {
+            query.push("(SELECT jobs.rowid AS place FROM jobs INDEXED BY jobs_list WHERE 1");
+            ("jobs.created_at", "jobs.id")
+        }
+        Some((key, value)) => {
+            query.push(
+                "(SELECT jobs.rowid AS place FROM job_labels AS label CROSS JOIN jobs INDEXED BY jobs_list \
+                 ON jobs.created_at = label.created_at AND jobs.id = label.job_id WHERE label.key = ",
+            );
+            query.push_bind(key.as_str()).push(" AND label.value = ").push_bind(value.as_str());
+            ("label.created_at", "label.job_id")
+        }
+    };
+    for (key, value) in labels {
+        query.push(" AND EXISTS (SELECT 1 FROM job_labels AS other WHERE other.key = ").push_bind(key.as_str());
+        query.push(" AND other.value = ").push_bind(value.as_str());
+        query.push(" AND other.created_at = label.created_at AND other.job_id = label.job_id)");
+    }
+    for (name, value) in &conditions {
+        query.push(format_args!(" AND jobs.{name} = ")).push_bind((*value).to_owned());
+    }
+    if let Some((created_at, after)) = after {
+        query.push(format_args!(" AND ({time}, {id}) < (")).push_bind(*created_at);
+        query.push(", ").push_bind(after.clone()).push(")");
+    }
+    query.push(format_args!(" ORDER BY {time} DESC, {id} DESC LIMIT ")).push_bind(i64::from(limit) + 1);
+    if !metadata.is_empty() || conditions.len() > 1 {
+        query.push(") AS page CROSS JOIN jobs ON jobs.rowid = page.place ORDER BY jobs.created_at DESC, jobs.id DESC");
+    }
+    query
+}
+
+fn pair<'a>(name: &'static str, value: &'a Option<String>) -> Option<(&'static str, &'a str)> {
+    value.as_deref().map(|value| (name, value))
+}
+
+impl Store {
+    /// Jobs, newest first.
+    pub async fn job_list(
+        &self,
+        filter: &JobFilter,
+        after: Option<&str>,
+        limit: u32,
+    ) -> Result<Page<JobRow>, StoreError> {
+        let after = match after {
+            None => None,
+            Some(after) => {
+                let [created_at, id] = parse_cursor("jobs", after)?;
+                Some((cursor_key::<i64>(&created_at)?, id))
+            }
+        };
+        let limit = limit.clamp(1, 1000);
+        let mut query = list_query(filter, after.as_ref(), limit);
+        let rows = query.build().fetch_all(&self.readers).await.doing("list jobs")?;
+        let data = rows.iter().map(JobRow::read).collect::<Result<Vec<_>, _>>()?;
+        Ok(page(data, limit, |job| cursor("jobs", [&job.created_at.to_string(), &job.id.to_string()])))
+    }
+
+    /// What is beside these jobs; one that is gone has nothing.
+    pub async fn jobs_beside(&self, ids: &[JobId]) -> Result<HashMap<JobId, JobBeside>, StoreError> {
+        let doing = "read what is beside jobs";
+        let mut reader = self.readers.begin().await.doing(doing)?;
+        let rows = sqlx::query(BESIDE_JOBS).bind(to_json("ids", &ids)?).fetch_all(&mut *reader).await.doing(doing)?;
+        let mut places = Vec::new();
+        let mut beside = HashMap::with_capacity(rows.len());
+        for row in &rows {
+            let id: JobId = id_column(row, "id")?;
+            beside.insert(id, JobBeside::read(row)?);
+            if column(row, "queued")? {
+                places.push((column(row, "priority")?, column(row, "queue_order")?, id));
+            }
+        }
+        for (id, position) in positions(&mut reader, places).await? {
+            beside.entry(id).or_default().queue_position = Some(position);
+        }
+        Ok(beside)
+    }
+
+    /// 1 = next; `None` when the job is not queued.
+    pub async fn job_queue_position(&self, id: JobId) -> Result<Option<u64>, StoreError> {
+        Ok(self.jobs_beside(&[id]).await?.remove(&id).and_then(|beside| beside.queue_position))
+    }
+}
+
+impl JobBeside {
+    fn read(row: &SqliteRow) -> Result<JobBeside, StoreError> {
+        let alerts: Vec<(i64, Alert)> = json(row, "alerts")?.unwrap_or_default();
+        let ending: Option<Ending> = json(row, "ending")?;
+        let checkpoints: Vec<(CheckpointId, u64, u8)> = json(row, "checkpoints")?.unwrap_or_default();
+        let result = ending.and_then(|ending| {
+            let known: Vec<(u64, bool)> = checkpoints.iter().map(|(_, step, best)| (*step, *best == 1)).collect();
+            let (id, step, _) = checkpoints.get(result_of(&ending, &known)?)?;
+            Some((*id, *step))
+        });
+        Ok(JobBeside {
+            queue_position: None,
+            alerts: alerts.into_iter().map(|(time, alert)| AlertRow { alert, time, cleared_step: None }).collect(),
+            training_phase: json(row, "training_phase")?,
+            device: column(row, "device")?,
+            result,
+        })
+    }
+}
+
+fn json<T: DeserializeOwned>(row: &SqliteRow, name: &'static str) -> Result<Option<T>, StoreError> {
+    column::<Option<&str>>(row, name)?.map(serde_json::from_str).transpose().map_err(corrupt(name))
+}
+
+/// Places in the queue (1 = next) of queued jobs given by priority and order. The queue is counted once, from each to the next.
+async fn positions(
+    reader: &mut SqliteConnection,
+    mut places: Vec<(i64, i64, JobId)>,
+) -> Result<Vec<(JobId, u64)>, StoreError> {
+    if places.is_empty() {
+        return Ok(Vec::new());
+    }
+    places.sort_by_key(|(priority, order, _)| (std::cmp::Reverse(*priority), *order));
+    let mut before = None;
+    let stretches: Vec<[i64; 7]> = places
+        .iter()
+        .map(|(priority, order, _)| stretch(before.replace((*priority, *order)), (*priority, *order)))
+        .collect();
+    let counts: Vec<i64> = sqlx::query_scalar(BETWEEN_IN_QUEUE)
+        .bind(json!(stretches).to_string())
+        .fetch_all(reader)
+        .await
+        .doing("find jobs' places in the queue")?;
+    let mut position = 0;
+    let counted = places.iter().zip(counts).map(|((_, _, id), count)| {
+        position += count.unsigned_abs();
+        (*id, position)
+    });
+    Ok(counted.collect())
+}
+
+/// From one place (exclusive; `None` = the front) to another (inclusive): the rest of the first one's priority
+/// `[priority, after order]`, the priorities between `[lowest, highest]`, and the second one's `[priority, after order, up to order]`.
+fn stretch(from: Option<(i64, i64)>, (priority, order): (i64, i64)) -> [i64; 7] {
+    match from {
+        Some((same, after)) if same == priority => [priority, i64::MAX, 1, 0, priority, after, order],
+        Some((higher, after)) => [higher, after, priority.saturating_add(1), higher - 1, priority, i64::MIN, order],
+        None if priority == i64::MAX => [priority, i64::MAX, 1, 0, priority, i64::MIN, order],
+        None => [priority, i64::MAX, priority + 1, i64::MAX, priority, i64::MIN, order],
+    }
+}

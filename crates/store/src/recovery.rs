@@ -1,0 +1,41 @@
+//! What a server that was killed left behind, put in order by the next one.
+
+use crate::files::{DataDir, FilesError};
+use crate::{Store, StoreError};
+
+/// Why the next server cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum RecoveryError {
+    /// The data directory cannot be used.
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    /// The database cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Requeues what the former server's own workers did, gives every other claim a whole lease, and removes files that no row names.
+///
+/// # Errors
+/// When the database or the data directory cannot be used; it can be called again.
+pub async fn recover(store: &Store, files: &DataDir, lease_ms: i64, now: i64) -> Result<(), RecoveryError> {
+    store.keys_free_in_flight().await?;
+    for job in store.workers_forget_children(now).await? {
+        tracing::warn!(target: "rlood::serve", %job, "the job's worker died with the former server; it is queued again");
+    }
+    // Workers started by hand may still be at work: give them the time to come back.
+    store.leases_renew(now, lease_ms).await?;
+    let mut datasets = Vec::new();
+    let mut after = None;
+    loop {
+        let page = store.dataset_list(None, after.as_deref(), 100).await?;
+        datasets.extend(page.data.into_iter().map(|dataset| dataset.id));
+        match page.next {
+            Some(next) => after = Some(next),
+            None => break,
+        }
+    }
+    files.sweep(&store.checkpoint_keys().await?, &datasets)?;
+    files.initial_sweep(&store.warm_start_jobs().await?)?;
+    Ok(())
+}

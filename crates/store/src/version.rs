@@ -1,0 +1,105 @@
+//! Of which rlood a database is, told by its migrations; and databases opened as they are, beside a server or without one.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sqlx::migrate::{MigrateError, Migrator};
+use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
+
+use super::{Doing, Store, StoreError, sqlite_version};
+
+/// What this rlood makes of a database.
+pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("../../migrations");
+
+impl Store {
+    /// Opens a database of this or of an older rlood as it is, for a copy or a look; a server may be at work on it. `Newer`
+    /// when a newer rlood wrote it, `Open` when there is none. Statements on tables that a migration changed fail on an older
+    /// one: see [`Store::is_current`].
+    pub async fn open_as_is(database: &Path) -> Result<Store, StoreError> {
+        sqlite_version().await?;
+        let options = SqliteConnectOptions::new()
+            .filename(database)
+            .foreign_keys(true)
+            .busy_timeout(Duration::from_secs(10))
+            .pragma("trusted_schema", "OFF");
+        // The second one copies while the first one keeps others from writing.
+        let both = SqlitePoolOptions::new()
+            .max_connections(2)
+            .connect_with(options)
+            .await
+            .map_err(|source| StoreError::Open { path: database.to_owned(), source })?;
+        let store = Store {
+            writer: both.clone(),
+            readers: both.clone(),
+            searchers: both.clone(),
+            folder: both,
+            changes: Arc::default(),
+        };
+        let applied = store.migrations().await;
+        let error = match applied.map(|applied| applied.into_iter().filter(|it| !MIGRATIONS.version_exists(*it)).max())
+        {
+            Ok(None) => return Ok(store),
+            Ok(Some(unknown)) => newer(unknown),
+            Err(error) => error,
+        };
+        store.close().await;
+        Err(error)
+    }
+
+    /// Opens the database of a server that is running, or that stands still, for a command of a few statements. `Older` or
+    /// `Newer` when it is of another version; `Open` when there is no database.
+    pub async fn open_beside(database: &Path) -> Result<Store, StoreError> {
+        let store = Store::open_as_is(database).await?;
+        let error = match store.missing_migration().await {
+            Ok(None) => return Ok(store),
+            Ok(Some(missing)) => StoreError::Older { missing },
+            Err(error) => error,
+        };
+        store.close().await;
+        Err(error)
+    }
+
+    /// Whether the database has all that this rlood expects in it.
+    pub async fn is_current(&self) -> Result<bool, StoreError> {
+        Ok(self.missing_migration().await?.is_none())
+    }
+
+    /// Whether the database, which may be of an older rlood, has a table of this name.
+    pub async fn has_table(&self, name: &str) -> Result<bool, StoreError> {
+        sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM sqlite_schema WHERE type = 'table' AND name = ?)")
+            .bind(name)
+            .fetch_one(&self.readers)
+            .await
+            .doing("look for a table")
+    }
+
+    async fn missing_migration(&self) -> Result<Option<i64>, StoreError> {
+        let applied = self.migrations().await?;
+        Ok(MIGRATIONS.iter().map(|known| known.version).filter(|known| !applied.contains(known)).min())
+    }
+
+    /// Those the database has; none = nothing was ever made in it.
+    async fn migrations(&self) -> Result<Vec<i64>, StoreError> {
+        if !self.has_table("_sqlx_migrations").await? {
+            return Ok(Vec::new());
+        }
+        sqlx::query_scalar("SELECT version FROM _sqlx_migrations")
+            .fetch_all(&self.readers)
+            .await
+            .doing("read the database's version")
+    }
+}
+
+fn newer(found: i64) -> StoreError {
+    let known = MIGRATIONS.iter().map(|known| known.version).max().unwrap_or_default();
+    StoreError::Newer { found, known }
+}
+
+/// Why a database could not be brought up to date.
+pub(super) fn not_migrated(source: MigrateError) -> StoreError {
+    match source {
+        MigrateError::VersionMissing(found) => newer(found),
+        source => StoreError::Migrate { source },
+    }
+}

@@ -1,0 +1,224 @@
+//! What the queue is to do, said again without a database.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rlood_store::Cursor;
+use rlood_store::claims::MAX_FAILED_ATTEMPTS;
+use rlood_types::id::WorkerId;
+use rlood_types::job::{Requested, State};
+use rlood_types::protocol::Outcome;
+
+/// Checkpoints that the plan keeps.
+pub(super) const KEEP_LAST: usize = 2;
+/// Failures that the plan permits: more than strikes, so that both ends of a job are met.
+pub(super) const MAX_ATTEMPTS: u32 = 6;
+/// Every so many ends of attempts raise an alert.
+const ENDS_AN_ALERT: u32 = 10;
+
+/// A job as it should be.
+#[derive(Debug, Clone)]
+pub(super) struct Job {
+    pub(super) state: State,
+    pub(super) requested: Option<Requested>,
+    pub(super) attempt: u64,
+    pub(super) failed_attempts: u32,
+    /// The highest point when the present attempt began.
+    pub(super) reached: Cursor,
+    /// Ends of attempts, and how many of them were failures.
+    pub(super) ends: u32,
+    pub(super) failures: u32,
+    /// The last failure is `worker_lost` or `max_attempts`.
+    pub(super) code: Option<&'static str>,
+    pub(super) owner: Option<WorkerId>,
+    /// When the claim lapses, on the clock that nobody sets.
+    pub(super) deadline: i64,
+    pub(super) step: u64,
+    pub(super) priority: i64,
+    /// Paused by its worker, not by its user: it would go on by itself.
+    pub(super) by_itself: bool,
+    /// Its place within a priority.
+    pub(super) order: i64,
+    pub(super) last_batch: Option<u64>,
+    /// Steps reported, and by which attempt.
+    pub(super) steps: BTreeMap<u64, u64>,
+    /// Step and attempt, newest first.
+    pub(super) checkpoints: Vec<(u64, u64)>,
+    /// Reward requests by step.
+    pub(super) requests: BTreeMap<u64, String>,
+    /// Steps whose request is answered, and whose rollout is in the journal.
+    pub(super) answered: BTreeSet<u64>,
+    pub(super) rollouts: BTreeSet<u64>,
+    /// Evaluations whose rollout is in the journal, and their rows.
+    pub(super) evaluations: BTreeMap<u64, u64>,
+    pub(super) events: Vec<String>,
+}
+
+impl Job {
+    pub(super) fn new(priority: i64, order: i64) -> Self {
+        Self {
+            state: State::Queued,
+            requested: None,
+            attempt: 0,
+            failed_attempts: 0,
+            reached: Cursor::default(),
+            ends: 0,
+            failures: 0,
+            code: None,
+            owner: None,
+            deadline: 0,
+            step: 0,
+            priority,
+            by_itself: false,
+            order,
+            last_batch: None,
+            steps: BTreeMap::new(),
+            checkpoints: Vec::new(),
+            requests: BTreeMap::new(),
+            answered: BTreeSet::new(),
+            rollouts: BTreeSet::new(),
+            evaluations: BTreeMap::new(),
+            events: vec!["job.created".to_owned()],
+        }
+    }
+
+    pub(super) fn is_owned_by(&self, attempt: u64) -> bool {
+        self.state == State::Running && self.attempt == attempt
+    }
+
+    pub(super) fn tell(&mut self, event: &str) {
+        self.events.push(event.to_owned());
+    }
+
+    pub(super) fn claim(&mut self, worker: WorkerId, deadline: i64) {
+        self.state = State::Running;
+        self.attempt += 1;
+        self.owner = Some(worker);
+        self.deadline = deadline;
+        self.last_batch = None;
+        self.tell("job.started");
+        let newest = self.checkpoints.first().copied();
+        let before = self.steps.len();
+        self.steps.retain(|step, attempt| {
+            newest.is_some_and(|(kept, writer)| *step < kept || (*step == kept && *attempt <= writer))
+        });
+        self.step = newest.map_or(0, |(step, _)| step);
+        self.reached = self.reached.max(self.cursor());
+        if self.steps.len() < before {
+            self.tell("rewind");
+        }
+    }
+
+    /// How far it is: what its steps and its journal say.
+    fn cursor(&self) -> Cursor {
+        let begun = self.requests.keys().chain(&self.rollouts).max().map_or(0, |step| step - 1);
+        let evaluated = self.evaluations.keys().max().copied().unwrap_or(0);
+        let step = self.step.max(begun).max(evaluated);
+        let after = |steps: &BTreeSet<u64>| steps.iter().filter(|known| **known > step).count() as u64;
+        let rows = self.evaluations.get(&step).copied().unwrap_or(0);
+        Cursor(step, after(&self.answered) + after(&self.rollouts), rows)
+    }
+
+    fn progressed(&self) -> bool {
+        self.cursor() > self.reached
+    }
+
+    /// Out of its worker's hands, or of the queue.
+    pub(super) fn leave(&mut self, to: State, event: &str) {
+        if self.state == State::Running {
+            if self.progressed() {
+                self.failed_attempts = 0;
+            }
+            self.reached = self.reached.max(self.cursor());
+        }
+        self.state = to;
+        self.by_itself = false;
+        self.requested = None;
+        self.owner = None;
+        self.last_batch = None;
+        if to.is_terminal() {
+            self.requests.clear();
+            self.answered.clear();
+            self.rollouts.clear();
+            self.evaluations.clear();
+        }
+        self.tell(event);
+    }
+
+    /// Its worker is gone without a word.
+    pub(super) fn release(&mut self, charged: bool) {
+        if self.requested == Some(Requested::Cancel) {
+            return self.leave(State::Cancelled, "job.cancelled");
+        }
+        self.failed_attempts = if self.progressed() { 0 } else { self.failed_attempts + u32::from(charged) };
+        self.ends += 1;
+        self.failures += u32::from(charged);
+        if self.ends.is_multiple_of(ENDS_AN_ALERT) {
+            self.tell("alert");
+        }
+        if self.requested == Some(Requested::Pause) {
+            return self.leave(State::Paused, "job.paused");
+        }
+        let strikes = self.failed_attempts >= MAX_FAILED_ATTEMPTS;
+        if charged && (strikes || self.failures >= MAX_ATTEMPTS) {
+            self.code = Some(if strikes { "worker_lost" } else { "max_attempts" });
+            return self.leave(State::Failed, "job.failed");
+        }
+        self.leave(State::Queued, "job.requeued");
+    }
+
+    pub(super) fn finish(&mut self, outcome: &Outcome) {
+        match (outcome, self.requested) {
+            (Outcome::Succeeded, _) => self.leave(State::Succeeded, "job.succeeded"),
+            (Outcome::Failed { .. }, _) => self.leave(State::Failed, "job.failed"),
+            (Outcome::Cancelled, _)
+            | (Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted, Some(Requested::Cancel)) => {
+                self.leave(State::Cancelled, "job.cancelled");
+            }
+            (Outcome::Paused { reason: Some(_) }, None) => {
+                self.leave(State::Paused, "job.paused");
+                self.by_itself = true;
+            }
+            (Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted, Some(_)) => {
+                self.leave(State::Paused, "job.paused");
+            }
+            // A pause that was taken back is no end of an attempt.
+            (Outcome::Paused { reason: None }, None) => self.leave(State::Queued, "job.requeued"),
+            (Outcome::Requeued | Outcome::Preempted, None) => self.release(false),
+        }
+    }
+
+    /// A batch of steps; repeated ones change nothing.
+    pub(super) fn report(&mut self, batch: u64, steps: &[u64]) {
+        if self.last_batch.is_some_and(|last| last >= batch) {
+            return;
+        }
+        self.last_batch = Some(batch);
+        for step in steps {
+            self.steps.insert(*step, self.attempt);
+            self.step = self.step.max(*step);
+            self.tell("step");
+        }
+    }
+
+    pub(super) fn publish(&mut self, step: u64) {
+        let attempt = self.attempt;
+        if self.checkpoints.contains(&(step, attempt)) {
+            return;
+        }
+        self.checkpoints.retain(|(known, _)| *known != step);
+        self.checkpoints.push((step, attempt));
+        self.checkpoints.sort_by_key(|checkpoint| std::cmp::Reverse(*checkpoint));
+        let mut place = 0;
+        self.checkpoints.retain(|(known, _)| {
+            place += 1;
+            place <= KEEP_LAST || *known == step
+        });
+        self.step = self.step.max(step);
+        self.requests.retain(|asked, _| *asked > step);
+        self.answered.retain(|asked| *asked > step);
+        self.rollouts.retain(|sampled| *sampled > step);
+        // An evaluation that follows the step may still be under way.
+        self.evaluations.retain(|evaluated, _| *evaluated >= step);
+        self.tell("checkpoint.saved");
+    }
+}

@@ -1,0 +1,280 @@
+//! One sequence: users, workers and the clock act at random on a real server, and each answer and each row is compared with
+//! what should be.
+
+mod users;
+mod workers;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::expected::Job;
+use super::random::Random;
+use super::server::{LEASE, Server};
+use rlood_store::{JobFilter, JobRow, Store, StoreError};
+use rlood_types::id::{DatasetId, JobId, WorkerId};
+use rlood_types::job::{Requested, State};
+use rlood_types::protocol::EventBatch;
+use rlood_types::spec::Plan;
+
+const MAX_JOBS: usize = 5;
+const MAX_WORKERS: usize = 4;
+/// Time passes in pieces of this, ms; workers that can be heard send a heartbeat in each.
+const PIECE: i64 = 6_000;
+
+/// A worker process.
+#[derive(Debug)]
+struct Puppet {
+    id: WorkerId,
+    /// It dies with the server.
+    child: bool,
+    /// Its heartbeats do not arrive.
+    cut_off: bool,
+    held: Option<Held>,
+}
+
+/// What it believes to hold.
+#[derive(Debug, Clone)]
+struct Held {
+    job: JobId,
+    attempt: u64,
+    step: u64,
+    next_batch: u64,
+    /// The answer to it did not arrive.
+    unconfirmed: Option<EventBatch>,
+    requests: BTreeMap<u64, String>,
+}
+
+pub(super) struct World {
+    random: Random,
+    server: Server,
+    plan: Plan,
+    jobs: BTreeMap<JobId, Job>,
+    puppets: Vec<Puppet>,
+    /// Requests that were sent, by job and step.
+    asked: BTreeMap<(JobId, u64), String>,
+    next_request: u32,
+    /// The clock was set since the last tick.
+    clock_set: bool,
+    /// What happened, for people.
+    pub(super) story: Vec<String>,
+}
+
+type Check = Result<(), String>;
+
+/// An answer that should have been another one.
+fn wrong<T>(what: &str, answer: &Result<T, StoreError>, expected: &str) -> String
+where
+    T: std::fmt::Debug,
+{
+    format!("{what}: {answer:?}, and it should be {expected}")
+}
+
+impl World {
+    pub(super) async fn new(seed: u64, template: &std::path::Path, dataset: DatasetId) -> Self {
+        Self {
+            random: Random::new(seed),
+            server: Server::start(template).await,
+            plan: super::plan(dataset),
+            jobs: BTreeMap::new(),
+            puppets: Vec::new(),
+            asked: BTreeMap::new(),
+            next_request: 0,
+            clock_set: false,
+            story: Vec::new(),
+        }
+    }
+
+    /// A number of things happen; then everybody stops, and every job is to have an end.
+    pub(super) async fn run(&mut self, length: usize) -> Check {
+        for _ in 0..length {
+            self.step().await?;
+            self.check_rows().await?;
+        }
+        self.say("everything is cancelled and given up".to_owned());
+        self.puppets.iter_mut().for_each(|puppet| puppet.held = None);
+        for job in self.jobs.keys().copied().collect::<Vec<_>>() {
+            // The server may die over it.
+            while !self.jobs[&job].state.is_terminal() && self.jobs[&job].requested != Some(Requested::Cancel) {
+                self.wish(job, "cancel").await?;
+            }
+        }
+        for _ in 0..LEASE / PIECE + 2 {
+            self.pass(PIECE).await?;
+        }
+        self.check_rows().await?;
+        match self.jobs.iter().find(|(_, job)| !job.state.is_terminal()) {
+            Some((id, job)) => Err(format!("{id} never ends: {job:?}")),
+            None => self.check_all().await,
+        }
+    }
+
+    async fn step(&mut self) -> Check {
+        match self.random.below(100) {
+            0..9 => self.create().await,
+            9..27 => self.claim().await,
+            27..33 => self.any_beat().await,
+            33..47 => self.report().await,
+            47..56 => self.publish().await,
+            56..62 => self.journal().await,
+            62..68 => self.finish().await,
+            68..77 => {
+                let time = PIECE * self.random.from(1, 6);
+                self.pass(time).await
+            }
+            77..79 => {
+                let by = self.random.from(60_000, 21_600_000) * if self.random.one_in(2) { 1 } else { -1 };
+                self.say(format!("the clock is set by {by} ms"));
+                self.server.wall += by;
+                self.clock_set = true;
+                Ok(())
+            }
+            79..82 => self.lose_worker().await,
+            82..93 => self.any_wish().await,
+            93..96 => {
+                let server = &mut self.server;
+                server.restart(&mut self.random).await?;
+                self.after_restart("the server restarts").await
+            }
+            _ => self.race().await,
+        }
+    }
+
+    fn say(&mut self, line: String) {
+        self.story.push(line);
+    }
+
+    fn store(&self) -> Store {
+        self.server.store.clone()
+    }
+
+    /// What the model does when the server came back: children died with the old one, the others have a whole lease.
+    async fn after_restart(&mut self, why: &str) -> Check {
+        self.say(format!("{why}, and another one starts"));
+        let children: BTreeSet<WorkerId> = self.puppets.iter().filter(|puppet| puppet.child).map(|p| p.id).collect();
+        self.puppets.retain(|puppet| !puppet.child);
+        for job in self.jobs.values_mut().filter(|job| job.state == State::Running) {
+            match job.owner {
+                Some(owner) if children.contains(&owner) => job.release(false),
+                _ => job.deadline = self.server.steady + LEASE,
+            }
+        }
+        self.clock_set = false;
+        self.check_rows().await?;
+        self.check_all().await
+    }
+
+    /// Whether a call that was cut short had its effect.
+    fn cut_short(&mut self, what: &str, applied: bool) -> bool {
+        let when = if applied { "after" } else { "before" };
+        self.say(format!("{what}: the server dies {when} it is durable"));
+        applied
+    }
+
+    /// Time passes; workers that can be heard send heartbeats, the server looks for lapsed leases.
+    async fn pass(&mut self, time: i64) -> Check {
+        let mut left = time;
+        while left > 0 {
+            left -= PIECE;
+            self.server.steady += PIECE;
+            self.server.wall += PIECE;
+            self.tick().await?;
+            for place in 0..self.puppets.len() {
+                // A restart may have taken some away.
+                if self.puppets.get(place).is_some_and(|puppet| !puppet.cut_off) {
+                    self.beat(place).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn tick(&mut self) -> Check {
+        let now = self.server.steady;
+        if std::mem::take(&mut self.clock_set) {
+            self.jobs.values_mut().filter(|job| job.state == State::Running).for_each(|job| job.deadline = now + LEASE);
+        }
+        let lapsed = |job: &Job| job.state == State::Running && job.deadline < now;
+        let expected: BTreeSet<JobId> = self.jobs.iter().filter(|(_, job)| lapsed(job)).map(|(id, _)| *id).collect();
+        let Server { store, watch, wall, steady, .. } = &mut self.server;
+        let taken = watch.tick(store, *wall, *steady).await.map_err(|error| format!("tick: {error:?}"))?;
+        let taken = BTreeSet::from_iter(taken);
+        if taken != expected {
+            return Err(format!("taken back: {taken:?}, and it should be {expected:?}"));
+        }
+        for id in taken {
+            self.say(format!("the lease of {id} lapses"));
+            self.jobs.get_mut(&id).ok_or("no job")?.release(true);
+        }
+        Ok(())
+    }
+
+    /// Every job's row is as it should be.
+    async fn check_rows(&mut self) -> Check {
+        let mut owners = BTreeSet::new();
+        let all = self.server.store.job_list(&JobFilter::default(), None, 1000).await;
+        let rows = all.map_err(|error| format!("the list of jobs: {error}"))?.data;
+        let mut rows: BTreeMap<JobId, JobRow> = rows.into_iter().map(|row| (row.id, row)).collect();
+        for (id, job) in &self.jobs {
+            let row = rows.remove(id).ok_or_else(|| format!("{id} is gone"))?;
+            let found = (row.state, row.requested, row.attempt, row.worker, row.step, row.priority);
+            let expected = (job.state, job.requested, job.attempt, job.owner, job.step, job.priority);
+            if found != expected {
+                return Err(format!("{id} is {found:?}, and it should be {expected:?}"));
+            }
+            if !job.state.is_terminal() && row.failed_attempts != job.failed_attempts {
+                return Err(format!("{id} has failed {} times and not {}", row.failed_attempts, job.failed_attempts));
+            }
+            let code = row.failure.as_ref().map(|failure| failure.code.as_str());
+            if job.code.is_some() && code != job.code {
+                return Err(format!("{id} failed as {code:?}, and it should be {:?}", job.code));
+            }
+            if row.reached.is_some_and(|reached| reached != job.reached) {
+                return Err(format!("{id} has reached {:?}, and it should be {:?}", row.reached, job.reached));
+            }
+            if let Some(owner) = row.worker
+                && !owners.insert(owner)
+            {
+                return Err(format!("{owner} holds two jobs"));
+            }
+            if let (Some(until), false) = (row.lease_until, self.clock_set)
+                && until - self.server.wall != job.deadline - self.server.steady
+            {
+                return Err(format!(
+                    "the lease of {id} ends {} ms off",
+                    until - self.server.wall - job.deadline + self.server.steady
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// And what hangs on it: history, steps, checkpoints with their bytes.
+    async fn check_all(&mut self) -> Check {
+        let store = self.store();
+        for (id, job) in &self.jobs {
+            let events = store.event_page(*id, 0, 1000).await.map_err(|error| format!("{id}: {error}"))?;
+            let kinds: Vec<&str> = events.iter().map(|event| event.kind.as_str()).collect();
+            if kinds != job.events {
+                return Err(format!("the events of {id} are {kinds:?}, and they should be {:?}", job.events));
+            }
+            if events.iter().zip(1..).any(|(event, seq)| event.seq != seq) {
+                return Err(format!("the events of {id} have a gap"));
+            }
+            let steps = store.step_page(*id, None, 0, u64::MAX >> 1).await.map_err(|error| format!("{id}: {error}"))?;
+            let steps: Vec<u64> = steps.iter().map(|row| row.step).collect();
+            if steps != job.steps.keys().copied().collect::<Vec<_>>() {
+                return Err(format!("{id} has the steps {steps:?}, and it should be {:?}", job.steps));
+            }
+            let rows = store.checkpoint_list(*id).await.map_err(|error| format!("{id}: {error}"))?;
+            let found: Vec<(u64, u64)> = rows.iter().map(|row| (row.step, row.attempt)).collect();
+            if found != job.checkpoints {
+                return Err(format!("{id} has the checkpoints {found:?}, and it should be {:?}", job.checkpoints));
+            }
+            for row in rows {
+                let verified = self.server.files.checkpoint_verify(*id, row.step, row.attempt, &row.files);
+                verified
+                    .map_err(|error| format!("the checkpoint {} of {id} is not what it says: {error}", row.step))?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,210 @@
+//! The last values of the metrics that the rules look at.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Observation, RuleInput};
+use crate::event::Metrics;
+
+/// Values kept of each metric.
+const KEPT: usize = 24;
+/// Values of the beginning that are kept for good.
+pub(super) const EARLY: usize = 5;
+
+/// Metrics that some rule looks at, besides those of the rewards of weight 0.
+const WATCHED: [&str; 15] = [
+    "reward",
+    "reward_std",
+    "grad_norm",
+    "kl",
+    "frac_reward_zero_std_pre_kl",
+    "completions/clipped_ratio",
+    "completions/mean_length",
+    "clip_ratio/region_mean",
+    "entropy",
+    "adapter/delta_norm",
+    "skipped_updates",
+    "eval_reward",
+    "eval_reward_std",
+    "eval_gap",
+    "reward_at_eval",
+];
+/// Times are the machine's, not the run's: they are left out of the trainer state.
+const TIMES: [&str; 2] = ["step_time", "step_time/reward"];
+
+/// One metric, `(step, value)` in order.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+struct Series {
+    /// How many values there were in all.
+    count: u64,
+    /// The first [`EARLY`].
+    early: Vec<(u64, f64)>,
+    /// The last [`KEPT`].
+    recent: VecDeque<(u64, f64)>,
+}
+
+impl Series {
+    fn push(&mut self, step: u64, value: f64) {
+        self.count += 1;
+        if self.early.len() < EARLY {
+            self.early.push((step, value));
+        }
+        if self.recent.len() == KEPT {
+            self.recent.pop_front();
+        }
+        self.recent.push_back((step, value));
+    }
+}
+
+/// What is remembered of a run.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct History {
+    series: BTreeMap<String, Series>,
+    #[serde(skip)]
+    times: BTreeMap<String, Series>,
+    /// The lowest and the highest reward of a completion.
+    seen: Option<(f64, f64)>,
+    /// The highest mean reward of a rollout.
+    best_reward: Option<f64>,
+}
+
+/// Values of one metric in a row; never empty.
+#[derive(Debug, Clone)]
+pub(super) struct Window {
+    metric: String,
+    points: Vec<(u64, f64)>,
+}
+
+impl History {
+    pub(super) fn push(&mut self, step: u64, metrics: &Metrics, input: &RuleInput<'_>) {
+        let value = |name: &str| metrics.get(name).copied().flatten().filter(|value| value.is_finite());
+        // What training earned when an evaluation was made, so that the two can be compared later.
+        if value("eval_reward").is_some()
+            && let Some(reward) = self.up_to("reward", super::rules::RECENT)
+        {
+            self.series.entry("reward_at_eval".into()).or_default().push(step, reward.mean());
+        }
+        let independent = input
+            .independent
+            .iter()
+            .flat_map(|(name, _)| [format!("rewards/{name}/mean"), format!("eval_rewards/{name}/mean")]);
+        for name in WATCHED.map(str::to_owned).into_iter().chain(independent) {
+            if let Some(value) = value(&name) {
+                self.series.entry(name).or_default().push(step, value);
+            }
+        }
+        for name in TIMES {
+            if let Some(value) = value(name) {
+                self.times.entry(name.to_owned()).or_default().push(step, value);
+            }
+        }
+        for reward in [value("reward_min"), value("reward_max")].into_iter().flatten() {
+            let (low, high) = self.seen.unwrap_or((reward, reward));
+            self.seen = Some((low.min(reward), high.max(reward)));
+        }
+        if let Some(reward) = value("reward") {
+            self.best_reward = Some(self.best_reward.map_or(reward, |best| best.max(reward)));
+        }
+    }
+
+    fn of(&self, metric: &str) -> Option<&Series> {
+        self.series.get(metric).or_else(|| self.times.get(metric))
+    }
+
+    /// The last `length` values, once there are so many.
+    pub(super) fn last(&self, metric: &str, length: usize) -> Option<Window> {
+        self.before(metric, length, 0)
+    }
+
+    /// The last values, at most `length`; `None` without any.
+    pub(super) fn up_to(&self, metric: &str, length: usize) -> Option<Window> {
+        let known = self.of(metric)?.recent.len();
+        self.before(metric, length.min(known), 0)
+    }
+
+    /// `length` values, the last `skip` left out, once there are so many.
+    pub(super) fn before(&self, metric: &str, length: usize, skip: usize) -> Option<Window> {
+        let recent = &self.of(metric)?.recent;
+        let end = recent.len().checked_sub(skip)?;
+        let start = end.checked_sub(length).filter(|_| length > 0)?;
+        Some(Window { metric: metric.to_owned(), points: recent.range(start..end).copied().collect() })
+    }
+
+    /// The first [`EARLY`] values, once there are so many.
+    pub(super) fn early(&self, metric: &str) -> Option<Window> {
+        let early = &self.of(metric)?.early;
+        (early.len() == EARLY).then(|| Window { metric: metric.to_owned(), points: early.clone() })
+    }
+
+    /// How many values there were.
+    pub(super) fn count(&self, metric: &str) -> u64 {
+        self.of(metric).map_or(0, |series| series.count)
+    }
+
+    /// The lowest and the highest reward seen of a completion.
+    pub(super) fn seen(&self) -> Option<(f64, f64)> {
+        self.seen
+    }
+
+    /// The highest mean reward of a rollout.
+    pub(super) fn best_reward(&self) -> Option<f64> {
+        self.best_reward
+    }
+}
+
+impl Window {
+    pub(super) fn values(&self) -> impl Iterator<Item = f64> + '_ {
+        self.points.iter().map(|(_, value)| *value)
+    }
+
+    /// `(step, value)`, in order.
+    pub(super) fn points(&self) -> &[(u64, f64)] {
+        &self.points
+    }
+
+    pub(super) fn mean(&self) -> f64 {
+        self.values().sum::<f64>() / self.points.len().max(1) as f64
+    }
+
+    pub(super) fn latest(&self) -> f64 {
+        self.points.last().map_or(f64::NAN, |(_, value)| *value)
+    }
+
+    pub(super) fn median(&self) -> f64 {
+        let mut values: Vec<f64> = self.values().collect();
+        values.sort_by(f64::total_cmp);
+        let middle = values.len() / 2;
+        match values.len() {
+            0 => f64::NAN,
+            even if even % 2 == 0 => (values[middle - 1] + values[middle]) / 2.0,
+            _ => values[middle],
+        }
+    }
+
+    /// The noise of the values around a slow trend: root of half the mean squared difference of neighbours (von Neumann
+    /// 1941, the mean square successive difference).
+    pub(super) fn jitter(&self) -> f64 {
+        let squares: Vec<f64> = self.points.windows(2).map(|pair| (pair[1].1 - pair[0].1).powi(2)).collect();
+        (squares.iter().sum::<f64>() / (2 * squares.len().max(1)) as f64).sqrt()
+    }
+
+    /// A number made of this window, as evidence.
+    pub(super) fn observe(&self, statistic: &str, value: f64, limit: Option<f64>) -> Observation {
+        let step = |point: Option<&(u64, f64)>| point.map_or(0, |(step, _)| *step);
+        Observation {
+            metric: self.metric.clone(),
+            statistic: statistic.to_owned(),
+            value,
+            limit,
+            from_step: step(self.points.first()),
+            to_step: step(self.points.last()),
+        }
+    }
+
+    /// Its mean, as evidence.
+    pub(super) fn observe_mean(&self, limit: Option<f64>) -> Observation {
+        self.observe("mean", self.mean(), limit)
+    }
+}

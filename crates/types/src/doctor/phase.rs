@@ -1,0 +1,87 @@
+//! The training phase: exploration, exploitation, convergence.
+//!
+//! After the texts this project began from: rewards vary widely at first and few ratios are clipped; then the reward rises
+//! while its spread falls; at last the reward is flat and the KL stable. They give shares of the run (0–20 %, 20–80 %,
+//! 80–100 %), but the phase follows here from the metrics; the share is told as evidence.
+
+use serde::{Deserialize, Serialize};
+
+use super::Case;
+use super::rules::RECENT;
+use crate::event::{Observation, PhaseChange, TrainingPhase};
+
+/// The phase so far.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct Current {
+    phase: Option<TrainingPhase>,
+    /// Another phase that the latest rollout pointed to, and rollouts seen by then: one alone changes nothing.
+    candidate: Option<(TrainingPhase, u64)>,
+    /// Rollouts judged.
+    judged: u64,
+}
+
+impl Current {
+    /// Judges each new rollout once.
+    pub(super) fn follow(&mut self, case: &Case<'_>) -> Option<PhaseChange> {
+        let rollouts = case.history.count("reward");
+        if rollouts == self.judged {
+            return None;
+        }
+        self.judged = rollouts;
+        let (phase, evidence) = judge(case, self.phase)?;
+        if self.phase == Some(phase) {
+            self.candidate = None;
+            return None;
+        }
+        let confirmed = self.phase.is_none() || self.candidate.is_some_and(|(seen, _)| seen == phase);
+        if !confirmed {
+            self.candidate = Some((phase, rollouts));
+            return None;
+        }
+        self.candidate = None;
+        let from = self.phase.replace(phase);
+        Some(PhaseChange { phase, from, step: case.step, evidence })
+    }
+}
+
+fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPhase, Vec<Observation>)> {
+    let history = case.history;
+    let recent = history.last("reward", RECENT)?;
+    let stds = history.last("reward_std", RECENT);
+    let mut evidence = vec![recent.observe_mean(None)];
+    evidence.extend(stds.as_ref().map(|stds| stds.observe_mean(None)));
+    evidence.extend(history.last("clip_ratio/region_mean", RECENT).map(|clipped| clipped.observe_mean(None)));
+    let share = case.step as f64 / case.input.plan.training.max_steps.max(1) as f64;
+    evidence.push(recent.observe("share of the run's steps that are done", share, None));
+    let (Some(before), Some(first), Some((low, high))) =
+        (history.before("reward", RECENT, RECENT), history.early("reward"), case.range())
+    else {
+        return Some((TrainingPhase::Exploration, evidence));
+    };
+    // A run at rest must be pushed twice as hard to leave it.
+    let slack = if current == Some(TrainingPhase::Convergence) { 2.0 } else { 1.0 };
+    let flat = slack * case.chance().unwrap_or(0.0);
+    let trend = recent.mean() - before.mean();
+    let gain = recent.mean() - first.mean();
+    evidence.push(recent.observe("change from the five before", trend, Some(flat)));
+    evidence.push(recent.observe("change from the first five", gain, Some((flat / slack).max(0.05 * (high - low)))));
+    let stable_kl = match (history.last("kl", RECENT), history.before("kl", RECENT, RECENT)) {
+        (Some(kl), Some(kl_before)) => {
+            let change = kl.mean() - kl_before.mean();
+            let limit = slack * 0.25 * kl_before.mean().max(0.02);
+            evidence.push(kl.observe("change from the five before", change, Some(limit)));
+            change.abs() <= limit
+        }
+        _ => true, // No reference, no KL.
+    };
+    let risen = gain > (flat / slack).max(0.05 * (high - low));
+    let phase = match () {
+        () if trend > flat => TrainingPhase::Exploitation,
+        () if risen && trend.abs() <= flat && stable_kl => TrainingPhase::Convergence,
+        // Still moving away from its reference: not at rest, whatever the reward does.
+        () if risen && trend >= -flat => TrainingPhase::Exploitation,
+        () => TrainingPhase::Exploration,
+    };
+    Some((phase, evidence))
+}

@@ -1,0 +1,23 @@
+//! The words of `rlood`: plain types that every other crate knows. No I/O but a template's and a schema's.
+
+pub mod access;
+pub mod callback;
+pub mod causes;
+pub mod dataset;
+pub mod doctor;
+pub mod event;
+pub mod failpoint;
+pub mod generation;
+pub mod id;
+pub mod job;
+pub mod json;
+pub mod lifecycle;
+pub mod one_shot;
+pub mod outgoing;
+pub mod probe;
+pub mod protocol;
+pub mod sample;
+pub mod spec;
+pub mod trajectory;
+
+use rlood_templates as jinja;

@@ -1,0 +1,294 @@
+//! What a reward sees and says: the words between the engine and the rewards, and the name of a rollout.
+
+use std::borrow::Cow;
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::{Map, Value};
+
+use crate::event::{FinishReason, SamplePhase};
+pub use crate::trajectory::{Segment, Segments, exact_f32s};
+
+/// Which sampling of a run: the same in every attempt at it, so that what was journalled of it is found again.
+///
+/// Every call of generate-and-score within a run has another one: further rounds of a step (refills of dynamic sampling)
+/// count up `round`, and completions that are sampled beside the ones that are trained have another `part`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct RolloutId {
+    /// Training or evaluation.
+    pub phase: SamplePhase,
+    /// Optimizer step that it is for (1-based; the first one that uses the block); an evaluation carries the step it follows.
+    pub step: u64,
+    /// Counts the samplings within the step from 0.
+    pub round: u32,
+    /// Which of the completions of that round.
+    pub part: RolloutPart,
+}
+
+/// Which completions of a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RolloutPart {
+    /// Those that are trained or evaluated.
+    Sampled,
+    /// One greedy completion a prompt: a baseline, never trained (remax).
+    Greedy,
+}
+
+impl RolloutId {
+    /// The first (usually the only) round of a training block that begins with this step.
+    pub fn train(step: u64) -> Self {
+        Self { phase: SamplePhase::Train, step, round: 0, part: RolloutPart::Sampled }
+    }
+
+    /// The evaluation that follows this step.
+    pub fn eval(step: u64) -> Self {
+        Self { phase: SamplePhase::Eval, ..Self::train(step) }
+    }
+
+    /// Whether its completions are trained.
+    pub fn is_trained(self) -> bool {
+        self.phase == SamplePhase::Train && self.part == RolloutPart::Sampled
+    }
+
+    /// The same step, another round.
+    #[must_use]
+    pub fn round(self, round: u32) -> Self {
+        Self { round, ..self }
+    }
+
+    /// The greedy completions of the same round.
+    #[must_use]
+    pub fn greedy(self) -> Self {
+        Self { part: RolloutPart::Greedy, ..self }
+    }
+}
+
+/// One completion as it was sampled.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Generated {
+    /// What followed the prompt, up to and including the first end-of-sequence token.
+    pub segments: Segments,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+}
+
+/// One completion with what the rewards said of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RolloutCompletion {
+    /// What followed the prompt, up to and including the first end-of-sequence token.
+    pub segments: Segments,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// What the rewards said, in the plan's order.
+    pub score: Score,
+}
+
+/// The JSON of a completion. One model segment has the keys `ids` and `logps`; any other trajectory has the key `segments`,
+/// which versions that know only completions refuse because `ids` is missing.
+#[derive(Serialize, Deserialize)]
+struct CompletionJson<'a> {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ids: Option<Cow<'a, [u32]>>,
+    finish_reason: FinishReason,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    score: Option<Cow<'a, Score>>,
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "exact_f32s")]
+    logps: Option<Cow<'a, [f32]>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    segments: Option<Cow<'a, [Segment]>>,
+}
+
+impl<'a> CompletionJson<'a> {
+    fn new(segments: &'a Segments, finish_reason: FinishReason, score: Option<&'a Score>) -> Self {
+        let score = score.map(Cow::Borrowed);
+        match segments.0.as_slice() {
+            [Segment::Model { ids, logps }] => {
+                let logps = logps.as_deref().map(Cow::Borrowed);
+                Self { ids: Some(Cow::Borrowed(ids)), finish_reason, score, logps, segments: None }
+            }
+            several => Self { ids: None, finish_reason, score, logps: None, segments: Some(Cow::Borrowed(several)) },
+        }
+    }
+
+    fn into_segments<E: serde::de::Error>(self) -> Result<Segments, E> {
+        match (self.ids, self.segments) {
+            (Some(ids), None) => Ok(Segments::of_completion(ids.into_owned(), self.logps.map(Cow::into_owned))),
+            (None, Some(segments)) => Ok(Segments(segments.into_owned())),
+            (None, None) => Err(E::missing_field("ids")),
+            (Some(_), Some(_)) => Err(E::custom("a completion has `ids` or `segments`, not both")),
+        }
+    }
+}
+
+impl Serialize for Generated {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { segments, finish_reason } = self;
+        CompletionJson::new(segments, *finish_reason, None).serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Generated {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let json = CompletionJson::deserialize(deserializer)?;
+        Ok(Self { finish_reason: json.finish_reason, segments: json.into_segments()? })
+    }
+}
+
+impl Serialize for RolloutCompletion {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { segments, finish_reason, score } = self;
+        CompletionJson::new(segments, *finish_reason, Some(score)).serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for RolloutCompletion {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut json = CompletionJson::deserialize(deserializer)?;
+        let score = json.score.take().ok_or_else(|| D::Error::missing_field("score"))?.into_owned();
+        Ok(Self { finish_reason: json.finish_reason, score, segments: json.into_segments()? })
+    }
+}
+
+/// The completions of one prompt, sampled and not scored yet.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SampledGroup {
+    /// Dataset row, from 0.
+    pub row: u64,
+    /// G of them; one where [`RolloutPart::Greedy`].
+    pub completions: Vec<Generated>,
+}
+
+/// One completion, as a reward sees it.
+#[derive(Debug, Clone)]
+pub struct RewardSample {
+    /// Unique in the request: `s_0`, `s_1`, …
+    pub sample_id: String,
+    /// `g_N`: N counts the groups of the request.
+    pub group_id: String,
+    /// `row_N`.
+    pub prompt_id: String,
+    /// The prompt as text.
+    pub prompt: String,
+    /// The prompt as chat messages, if it came as such.
+    pub messages: Option<Value>,
+    /// The completion as text, without special tokens.
+    pub completion: String,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// Completion tokens.
+    pub num_tokens: u32,
+    /// The other columns of the row.
+    pub columns: Map<String, Value>,
+}
+
+/// What each reward said of one sample.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Score {
+    /// In the plan's order.
+    pub values: Vec<RewardValue>,
+}
+
+/// One reward's verdict on one sample.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RewardValue {
+    /// A finite number.
+    Number(f64),
+    /// Null without an error: the reward does not apply to this row.
+    NotApplicable,
+    /// Error, invalid, timed out: never 0.
+    Missing,
+}
+
+impl RewardValue {
+    /// The number, if it is one.
+    pub fn number(self) -> Option<f64> {
+        match self {
+            RewardValue::Number(value) => Some(value),
+            RewardValue::NotApplicable | RewardValue::Missing => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn completion(ids: &[u32], logps: Option<Vec<f32>>) -> Generated {
+        Generated { segments: Segments::of_completion(ids.to_vec(), logps), finish_reason: FinishReason::Stop }
+    }
+
+    #[test]
+    fn log_probs_survive_json_bit_for_bit_and_may_be_absent() {
+        // Among them one whose shortest decimal form is no f32 once it was an f64, and those that JSON has no number for.
+        let logps = [-0.0, -1.1754944e-38, -7.038531e-26, 1e-45, -0.1, f32::NAN, f32::NEG_INFINITY, -16_777_217.0];
+        let generated = completion(&[1; 8], Some(logps.to_vec()));
+        let text = serde_json::to_string(&generated).unwrap();
+        assert!(text.len() <= generated.segments.json_bytes() + 48, "{text}");
+        let back: Generated = serde_json::from_str(&text).unwrap();
+        let bits = |logps: &[f32]| logps.iter().map(|logp| logp.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&back.segments.logps().unwrap()), bits(&logps));
+
+        let old: Generated = serde_json::from_str(r#"{"ids":[5],"finish_reason":"stop"}"#).unwrap();
+        assert_eq!(old, completion(&[5], None));
+        assert_eq!(serde_json::to_string(&old).unwrap(), r#"{"ids":[5],"finish_reason":"stop"}"#);
+        for damaged in ["AAAA", "!"] {
+            let text = format!(r#"{{"ids":[5],"finish_reason":"stop","logps":"{damaged}"}}"#);
+            assert!(serde_json::from_str::<Generated>(&text).is_err(), "{damaged}");
+        }
+    }
+
+    #[test]
+    fn what_was_written_before_there_were_segments_is_read_and_written_byte_for_byte() {
+        let entries = [
+            r#"{"row":3,"completions":[{"ids":[5,6],"finish_reason":"length","logps":"AAAAvwAAwL8="},{"ids":[],"finish_reason":"stop"}]}"#,
+            r#"{"row":0,"completions":[]}"#,
+        ];
+        for entry in entries {
+            let group: SampledGroup = serde_json::from_str(entry).unwrap();
+            assert_eq!(serde_json::to_string(&group).unwrap(), entry);
+        }
+        let scored = [
+            r#"{"ids":[5,6],"finish_reason":"stop","score":{"values":[{"number":0.5},"missing"]},"logps":"AAAAvwAAwL8="}"#,
+            r#"{"ids":[5],"finish_reason":"length","score":{"values":["not_applicable"]}}"#,
+        ];
+        for text in scored {
+            let completion: RolloutCompletion = serde_json::from_str(text).unwrap();
+            assert_eq!(serde_json::to_string(&completion).unwrap(), text);
+        }
+        let group: SampledGroup = serde_json::from_str(entries[0]).unwrap();
+        assert_eq!(group.completions[0].segments, Segments::of_completion(vec![5, 6], Some(vec![-0.5, -1.5])));
+    }
+
+    #[test]
+    fn several_segments_survive_json_under_a_key_of_their_own() {
+        let segments = Segments(vec![
+            Segment::Model { ids: vec![5, 6], logps: Some(vec![-0.5, -1.5]) },
+            Segment::Context { ids: vec![7] },
+            Segment::Model { ids: vec![8], logps: None },
+        ]);
+        let score = Score { values: vec![RewardValue::Number(1.0)] };
+        let scored = RolloutCompletion { segments: segments.clone(), finish_reason: FinishReason::Stop, score };
+        let text = serde_json::to_string(&scored).unwrap();
+        assert_eq!(
+            text,
+            concat!(
+                r#"{"finish_reason":"stop","score":{"values":[{"number":1.0}]},"segments":["#,
+                r#"{"kind":"model","ids":[5,6],"logps":"AAAAvwAAwL8="},{"kind":"context","ids":[7]},"#,
+                r#"{"kind":"model","ids":[8]}]}"#,
+            )
+        );
+        assert_eq!(serde_json::from_str::<RolloutCompletion>(&text).unwrap(), scored);
+        let only_context = Segments(vec![Segment::Context { ids: vec![7] }]);
+        for segments in [segments, Segments::default(), only_context] {
+            let generated = Generated { segments, finish_reason: FinishReason::Length };
+            let text = serde_json::to_string(&generated).unwrap();
+            assert_eq!(serde_json::from_str::<Generated>(&text).unwrap(), generated, "{text}");
+        }
+        for neither in [r#"{"finish_reason":"stop"}"#, r#"{"ids":[5],"segments":[],"finish_reason":"stop"}"#] {
+            assert!(serde_json::from_str::<Generated>(neither).is_err(), "{neither}");
+        }
+        assert!(serde_json::from_str::<RolloutCompletion>(r#"{"ids":[5],"finish_reason":"stop"}"#).is_err());
+    }
+}

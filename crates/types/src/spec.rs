@@ -1,0 +1,50 @@
+//! What a client asks ([`JobSpec`]: what was sent, checked as far as it stands alone) and what it resolves to ([`Plan`]:
+//! what is true).
+//!
+//! [`JobSpec::read`] knows nothing of the server; it applies the defaults that need no context and reports every error
+//! at once with a JSON pointer. [`resolve`] adds what only the model and the data can tell. A `Plan` is stored beside the
+//! spec, so that a changed default never changes a past job.
+
+mod document;
+mod estimate;
+mod evaluation;
+#[cfg(test)]
+pub(crate) mod example;
+mod facts;
+pub mod footprint;
+mod foreign;
+mod fork;
+pub mod format;
+mod generation;
+mod oversight;
+pub mod plan;
+mod prompts;
+mod rate;
+mod reader;
+mod resolve;
+mod rewards;
+mod rloo;
+mod schema;
+mod secrets;
+mod sections;
+mod settings;
+pub mod trl;
+mod warm;
+
+pub use document::{DatasetSource, JobSpec, Labels, TrainingSpec, read_labels, submittable};
+pub use estimate::Estimate;
+pub use evaluation::{EvalSpec, PromptKey, held_out_count, held_out_rows, prompt_key, shared_prompts};
+pub use facts::{Context, DatasetFacts, ModelFacts, ModelShape, RewardModelFacts};
+pub use fork::{continues, forked_document, resume_identity};
+pub use generation::{CheckpointChoice, GenerationDocument, GenerationSpec};
+pub use oversight::{EarlyStoppingSpec, check_metrics, greater_is_better, metric_names};
+pub use plan::*;
+pub use prompts::{PromptLengths, check_records};
+pub use rate::{FULL_LEARNING_RATE, LORA_LEARNING_RATE, low_lora_rate, suggested_lora_rate};
+pub use reader::FieldError;
+pub use resolve::{Resolution, SHARED_PROMPTS, Warning, resolve};
+pub use rewards::{Formula, JsonSchema, SampleTemplate, read_single_reward};
+pub use schema::{DraftDocument, DraftPlan, FormDocument, JobDocument};
+pub use secrets::eval_secret_name;
+pub use settings::settings_page;
+pub use warm::WarmStartFacts;

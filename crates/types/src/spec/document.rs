@@ -1,0 +1,320 @@
+//! Reads a submitted document into a [`JobSpec`].
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::evaluation::{EvalSpec, read_eval};
+use super::foreign::advice;
+use super::oversight::{EarlyStoppingSpec, read_doctor, read_early_stopping};
+use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
+use super::rewards::{read_reward_secrets, read_rewards};
+use super::rloo::read_rloo;
+use super::sections::{read_lora, read_optimizer, read_section, read_training, read_warm_start};
+use super::settings::{CHECKPOINTS, SAMPLING};
+use super::{
+    Arithmetic, CheckpointPlan, ComputeDtype, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets,
+    RlooPlan, SamplingPlan, WarmStartPlan,
+};
+use crate::id::DatasetId;
+
+/// A submitted job. Where a field was refused it holds a harmless stand-in, so that the rest can still be checked.
+#[derive(Debug, Clone)]
+pub struct JobSpec {
+    /// For people.
+    pub name: Option<String>,
+    /// Higher runs first.
+    pub priority: i64,
+    /// Id of a registered model; empty when missing.
+    pub model: String,
+    /// The training prompts; None when missing or refused.
+    pub dataset: Option<DatasetSource>,
+    /// Evaluation, if asked for.
+    pub eval: Option<EvalSpec>,
+    /// Names are unique.
+    pub rewards: Vec<RewardPlan>,
+    /// By reward name (those of evaluation's own rewards by `eval_secret_name`); only rewards that have some.
+    pub secrets: BTreeMap<String, RewardSecrets>,
+    /// The algorithm.
+    pub rloo: RlooPlan,
+    /// Rollouts.
+    pub sampling: SamplingPlan,
+    /// The adapter; None = full fine-tuning.
+    pub lora: Option<LoraPlan>,
+    /// The checkpoint to begin with, if any.
+    pub warm_start: Option<WarmStartPlan>,
+    /// The optimizer and its schedule.
+    pub optimizer: OptimizerPlan,
+    /// Batches, length, seed.
+    pub training: TrainingSpec,
+    /// When to save and what to keep.
+    pub checkpoints: CheckpointPlan,
+    /// When to end before the last step, if asked for.
+    pub early_stopping: Option<EarlyStoppingSpec>,
+    /// What alerts do.
+    pub doctor: DoctorPlan,
+    /// The client's own labels.
+    pub metadata: BTreeMap<String, String>,
+    /// The rules that decide the bits of the run: the latest, but for what continues another job.
+    pub arithmetic: Arithmetic,
+    /// What may be stored and shown: the document without secrets, header values and inline records.
+    pub redacted: Value,
+}
+
+/// Where prompts come from.
+#[derive(Debug, Clone, PartialEq)]
+pub enum DatasetSource {
+    /// An uploaded dataset.
+    Id(DatasetId),
+    /// Sent along, one object a row.
+    Records(Vec<Value>),
+}
+
+/// Batches, length and seed, as asked for.
+#[derive(Debug, Clone, Deserialize)]
+pub struct TrainingSpec {
+    /// Prompts an optimizer step.
+    pub prompts_per_step: u32,
+    /// Optimizer steps; None = by epochs.
+    pub max_steps: Option<u64>,
+    /// Passes over the dataset when `max_steps` is not given; None = 1.
+    pub num_train_epochs: Option<f64>,
+    /// Of sampling, order and initialisation.
+    pub seed: u64,
+    /// A new permutation each epoch; false = the dataset's order.
+    pub shuffle_dataset: bool,
+    /// Precision of the matrix products.
+    pub dtype: ComputeDtype,
+    /// Tokens of a micro-batch; None = as memory allows.
+    pub micro_batch_tokens: Option<u32>,
+    /// Compute a layer's activations again in the backward; None = as memory asks for.
+    pub gradient_checkpointing: Option<bool>,
+    /// Failed attempts that fail the job; None = no limit.
+    pub max_attempts: Option<u32>,
+}
+
+impl JobSpec {
+    /// Reads a document; the errors are all there are, and the job may be used only when there are none.
+    pub fn read(mut document: Value) -> (JobSpec, Vec<FieldError>) {
+        if !document.is_object() {
+            let example = "{\"model\": …, \"dataset\": …, \"rewards\": […]}";
+            let detail = format!("a job is an object, {example}, not {}", kind_of(&document));
+            return (Self::read(json!({})).0, vec![FieldError::new("", "invalid_type", detail)]);
+        }
+        let train_records = detach_records(&mut document, "/dataset/records");
+        let eval_records = detach_records(&mut document, "/eval/dataset/records");
+        let errors = Errors::default();
+        let mut spec = read_job(&Reader::document(&document, &errors));
+        let mut errors = errors.into_vec();
+        for (source, records, pointer) in [
+            (spec.dataset.as_mut(), train_records, "/dataset/records"),
+            (spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut()), eval_records, "/eval/dataset/records"),
+        ] {
+            if let (Some(DatasetSource::Records(rows)), Some(records)) = (source, records) {
+                errors.extend(super::check_records(&records, pointer));
+                *rows = records;
+            }
+        }
+        spec.redacted = redacted(document);
+        (spec, errors)
+    }
+}
+
+/// A plan in the form in which it can be submitted again; secrets are not part of it.
+pub fn submittable(plan: &Plan) -> Value {
+    // Without `..`: a setting that a job forgets when it is submitted again would be a bug.
+    let Plan {
+        name,
+        model,
+        dataset,
+        eval,
+        rewards,
+        reward_models: _,
+        rloo,
+        sampling,
+        lora,
+        warm_start,
+        optimizer,
+        training,
+        checkpoints,
+        early_stopping,
+        doctor,
+        metadata,
+        totals: _,
+        // A job made from this document follows the latest rules.
+        arithmetic: _,
+    } = plan;
+    let mut document = json!({
+        "name": name, "model": model.id, "dataset": {"id": dataset.id}, "eval": eval, "rewards": rewards, "rloo": rloo,
+        "sampling": sampling, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
+        "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
+    });
+    if let Some(eval) = eval {
+        // With a fraction the rows are the training dataset's, and how many follows from it.
+        document["eval"]["dataset"] = eval.fraction.map_or_else(|| json!({"id": eval.dataset.id}), |_| Value::Null);
+        document["eval"]["held_out_rows"] = Value::Null;
+    }
+    without_nulls(&mut document);
+    if lora.is_none() {
+        // Left out it would be an adapter of defaults.
+        document["lora"] = Value::Null;
+    }
+    document
+}
+
+fn without_nulls(value: &mut Value) {
+    match value {
+        Value::Object(map) => {
+            map.retain(|_, value| !value.is_null());
+            // What is the client's own stays as it is.
+            let ours = |name: &str| !matches!(name, "params" | "chat_template_kwargs");
+            map.iter_mut().filter(|(name, _)| ours(name)).for_each(|(_, value)| without_nulls(value));
+        }
+        Value::Array(items) => items.iter_mut().for_each(without_nulls),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+}
+
+/// Takes inline records out, so that no copy of them is made; an empty list stays in their place.
+fn detach_records(document: &mut Value, pointer: &str) -> Option<Vec<Value>> {
+    document.pointer_mut(pointer)?.as_array_mut().map(std::mem::take)
+}
+
+/// The document without what must not be shown again.
+fn redacted(mut document: Value) -> Value {
+    for at in ["/rewards", "/eval/rewards"] {
+        for reward in document.pointer_mut(at).and_then(Value::as_array_mut).into_iter().flatten() {
+            if let Some(reward) = reward.as_object_mut() {
+                reward.shift_remove("secret");
+                reward.shift_remove("previous_secret");
+                reward.shift_remove("headers");
+            }
+        }
+    }
+    document
+}
+
+fn read_job(document: &Reader<'_>) -> JobSpec {
+    let lora = read_lora(document);
+    let (rewards, mut secrets) = read_rewards(
+        &document.required("rewards", "give at least one reward, {\"type\": \"length\"} say, or a webhook of your own"),
+    );
+    let eval = document.field("eval").object().map(read_eval).map(|(eval, own_secrets)| {
+        secrets.extend(own_secrets);
+        eval
+    });
+    let spec = JobSpec {
+        name: document.field("name").name(200).map(str::to_owned),
+        priority: read_priority(&document.field("priority")).unwrap_or(0),
+        model: document
+            .required("model", "name a registered model; GET /models lists them")
+            .nonempty(500)
+            .unwrap_or_default()
+            .to_owned(),
+        dataset: read_dataset(&document.required(
+            "dataset",
+            "give {\"id\": \"ds_…\"} of an uploaded dataset, or {\"records\": [{\"prompt\": \"…\"}]}",
+        )),
+        eval,
+        rewards,
+        secrets,
+        rloo: read_rloo(document.section("rloo")),
+        sampling: read_section(&SAMPLING, document.section("sampling")),
+        warm_start: document.field("warm_start").object().and_then(read_warm_start),
+        optimizer: read_optimizer(document.section("optimizer"), lora.is_none()),
+        lora,
+        training: read_training(document.section("training")),
+        checkpoints: read_section(&CHECKPOINTS, document.section("checkpoints")),
+        early_stopping: document.field("early_stopping").object().map(read_early_stopping),
+        doctor: read_doctor(document.section("doctor")),
+        metadata: read_metadata(&document.field("metadata")).unwrap_or_default(),
+        arithmetic: Arithmetic::LATEST,
+        redacted: Value::Null,
+    };
+    document.finish(advice);
+    spec
+}
+
+/// What PATCH may change.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Labels {
+    /// `Some(None)` takes the name away.
+    pub name: Option<Option<String>>,
+    /// New labels, all of them.
+    pub metadata: Option<BTreeMap<String, String>>,
+    /// A new priority.
+    pub priority: Option<i64>,
+    /// New secrets, by reward name.
+    pub reward_secrets: BTreeMap<String, RewardSecrets>,
+}
+
+/// Reads the body of PATCH /jobs/{id}.
+pub fn read_labels(document: &Value) -> Result<Labels, Vec<FieldError>> {
+    let errors = Errors::default();
+    let reader = Reader::document(document, &errors);
+    for name in ["metadata", "priority", "reward_secrets"].into_iter().filter(|name| document[*name].is_null()) {
+        if reader.has(name) {
+            errors.add(
+                reader.pointer_to(name),
+                "invalid_type",
+                "must not be null: leave it out, and it stays as it is",
+            );
+        }
+    }
+    let name = reader.field("name").name(200).map(str::to_owned);
+    let labels = Labels {
+        name: reader.has("name").then_some(name),
+        metadata: read_metadata(&reader.field("metadata")),
+        priority: read_priority(&reader.field("priority")),
+        reward_secrets: read_reward_secrets(&reader.field("reward_secrets")),
+    };
+    reader.finish(|key, _| {
+        Some((
+            "unknown_field",
+            format!("'{}' cannot be changed: only name, metadata, priority and reward_secrets can", shown(key)),
+        ))
+    });
+    let errors = errors.into_vec();
+    if errors.is_empty() { Ok(labels) } else { Err(errors) }
+}
+
+fn read_priority(field: &Field<'_>) -> Option<i64> {
+    field
+        .number("a whole number between -1000 and 1000", |number| number.fract() == 0.0 && number.abs() <= 1000.0)
+        .map(|number| number as i64)
+}
+
+fn read_metadata(field: &Field<'_>) -> Option<BTreeMap<String, String>> {
+    let labels = field.texts(64, 512)?;
+    for key in labels.keys().filter(|key| key.is_empty() || key.chars().count() > 64) {
+        field.fail("out_of_range", format!("a label's name has 1 to 64 characters: '{}'", shown(key)));
+    }
+    Some(labels)
+}
+
+pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
+    let reader = field.object()?;
+    let id = reader.field("id");
+    let records = reader.field("records");
+    let source = match (id.value(), records.value()) {
+        (Some(_), Some(_)) => {
+            field.fail("conflict", "give either an id or records, not both");
+            None
+        }
+        (Some(_), None) => id.string(64).and_then(|text| match text.parse() {
+            Ok(id) => Some(DatasetSource::Id(id)),
+            Err(error) => {
+                id.fail("invalid_value", format!("{error}"));
+                None
+            }
+        }),
+        (None, Some(_)) => records.items().map(|_| DatasetSource::Records(Vec::new())),
+        (None, None) => {
+            field.fail("required", "give the id of an uploaded dataset, or records: a list of {\"prompt\": …}");
+            None
+        }
+    };
+    reader.finish(advice);
+    source
+}

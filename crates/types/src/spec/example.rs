@@ -1,0 +1,24 @@
+//! Plans for tests.
+
+use serde_json::Value;
+
+use super::{Context, DatasetFacts, JobSpec, ModelFacts, Plan, resolve};
+
+/// The plan of a document with inline records, on a small model.
+pub(crate) fn resolved(document: Value) -> Plan {
+    let records = document["dataset"]["records"].as_array().cloned().unwrap_or_default();
+    let (spec, errors) = JobSpec::read(document);
+    assert!(errors.is_empty(), "{errors:?}");
+    let model = ModelFacts {
+        id: "m".into(),
+        sha256: String::new(),
+        max_position_embeddings: 4096,
+        num_parameters: 1,
+        size_bytes: 1,
+        has_chat_template: false,
+        shape: None,
+    };
+    let context =
+        Context { model: Some(model), dataset: Some(DatasetFacts::of_records(&records)), ..Context::default() };
+    resolve(&spec, &context).unwrap().plan
+}

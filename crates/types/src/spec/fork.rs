@@ -1,0 +1,151 @@
+//! Forks: the document of a new job made from another's plan, and whether its run may go on from the other's checkpoint.
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use super::settings::{LORA, OPTIMIZER, RLOO, Resume, Section, TRAINING};
+use super::{Estimator, Plan, RewardPlan, SplitRule, submittable};
+
+/// What a run must share with the one whose checkpoint it goes on from: model, data, adapter, optimizer state, batches,
+/// seed. Learning rate, steps, rewards and the rest may differ. The checkpoint holds its hash.
+pub fn resume_identity(plan: &Plan) -> Value {
+    let mut shared = Map::new();
+    shared.insert("model".to_owned(), json!(plan.model.sha256));
+    shared.insert("dataset".to_owned(), json!(plan.dataset.sha256));
+    shared.insert("lora".to_owned(), json!(plan.lora.as_ref().map(|lora| fixed(&LORA, lora))));
+    shared.extend(fixed(&RLOO, &plan.rloo));
+    shared.extend(fixed(&TRAINING, &plan.training));
+    shared.extend(fixed_later(&OPTIMIZER, &plan.optimizer));
+    if plan.lora.is_none() {
+        // The order of the moments in a checkpoint.
+        shared.insert("parameters".to_owned(), json!("decayed first"));
+    }
+    shared.extend(fixed_later(&TRAINING, &plan.training));
+    let mut shared = Value::Object(shared);
+    let rloo = &plan.rloo;
+    if rloo.overlap {
+        // The checkpoint holds the next block, sampled.
+        shared["overlap"] = json!({"temperature": plan.sampling.temperature, "beta": rloo.beta, "remax": rloo.estimator == Estimator::Remax});
+    }
+    if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) {
+        shared["eval_fraction"] = json!(fraction);
+        if plan.arithmetic.split != SplitRule::RowNumber {
+            shared["split"] = json!(plan.arithmetic.split);
+        }
+    }
+    if let Some(warm_start) = &plan.warm_start {
+        shared["warm_start"] = json!(warm_start);
+    }
+    shared
+}
+
+/// The settings of a section that must be equal.
+fn fixed(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
+    let plan = json!(plan);
+    let fixed = section.settings.iter().filter(|setting| setting.resume == Resume::Fixed);
+    fixed.map(|setting| (setting.name.to_owned(), plan[setting.name].clone())).collect()
+}
+
+/// Of a section, the settings that must be equal and came later: each where it has another value than jobs had before.
+fn fixed_later(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
+    let plan = json!(plan);
+    let named = section.settings.iter().filter_map(|setting| {
+        let Resume::FixedUnless { key, value } = setting.resume else { return None };
+        Some((key.to_owned(), plan[setting.name].clone())).filter(|(_, chosen)| chosen != value)
+    });
+    named.collect()
+}
+
+/// Whether a run of this plan may go on from a checkpoint of that one; if not, what stands against it.
+pub fn continues(plan: &Plan, parent: &Plan, step: u64) -> Result<(), String> {
+    let (new, old) = (resume_identity(plan), resume_identity(parent));
+    let mut differ = differing(&new, &old);
+    // In the middle of a block the checkpoint holds its rewards and log-probs.
+    let uses = u64::from(parent.rloo.num_iterations) * u64::from(parent.rloo.steps_per_generation);
+    if !step.is_multiple_of(uses.max(1)) {
+        let inside = |plan: &Plan, rewards: &[RewardPlan]| json!({"rewards": rewards, "rloo": plan.rloo, "temperature": plan.sampling.temperature});
+        let rewards = as_old_as(&plan.rewards, &parent.rewards);
+        differ.extend(differing(&inside(plan, &rewards), &inside(parent, &parent.rewards)));
+    }
+    if differ.is_empty() { Ok(()) } else { Err(differ.join(", ")) }
+}
+
+/// The rewards without the rules that those of the parent are too old to have: values are judged by them from now on, and
+/// those of the block under way stay as they are.
+fn as_old_as(rewards: &[RewardPlan], parent: &[RewardPlan]) -> Vec<RewardPlan> {
+    let mut rewards = rewards.to_vec();
+    for (reward, old) in rewards.iter_mut().zip(parent) {
+        reward.max_abs_reward = reward.max_abs_reward.filter(|_| old.max_abs_reward.is_some());
+        reward.blank_reference = reward.blank_reference.filter(|_| old.blank_reference.is_some());
+    }
+    rewards
+}
+
+fn differing(new: &Value, old: &Value) -> Vec<String> {
+    let (Some(new), Some(old)) = (new.as_object(), old.as_object()) else { return Vec::new() };
+    let mut keys: Vec<String> =
+        new.keys().chain(old.keys()).filter(|key| new.get(*key) != old.get(*key)).cloned().collect();
+    keys.sort();
+    keys.dedup();
+    keys
+}
+
+/// A job's plan as a document, with `overrides` merged over it as RFC 7396 says: objects key by key, null = back to the
+/// default, anything else replaces. `lora: null` stays (full fine-tuning); `dataset` and `warm_start` are replaced whole.
+pub fn forked_document(parent: &Plan, overrides: &Value) -> Value {
+    let mut document = submittable(parent);
+    if let Some(document) = document.as_object_mut() {
+        document.shift_remove("warm_start");
+    }
+    let by_epochs = overrides.pointer("/training/num_train_epochs").is_some_and(|epochs| !epochs.is_null());
+    if let Some(training) = document.pointer_mut("/training").and_then(Value::as_object_mut).filter(|_| by_epochs) {
+        training.shift_remove("max_steps");
+    }
+    merge(&mut document, overrides, 0);
+    document
+}
+
+fn merge(into: &mut Value, overrides: &Value, depth: usize) {
+    let (Some(into), Some(overrides)) = (into.as_object_mut(), overrides.as_object()) else { return };
+    for (key, value) in overrides {
+        let whole = matches!(key.as_str(), "dataset" | "warm_start");
+        match (into.get_mut(key), value) {
+            (_, Value::Null) if depth == 0 && key == "lora" => {
+                into.insert(key.clone(), Value::Null);
+            }
+            (_, Value::Null) => {
+                into.shift_remove(key);
+            }
+            (Some(old @ Value::Object(_)), Value::Object(_)) if !whole => merge(old, value, depth + 1),
+            (_, value) => {
+                into.insert(key.clone(), value.clone());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::example::resolved;
+
+    #[test]
+    fn the_identity_of_a_checkpoint_is_written_as_it_always_was() {
+        let mut document = json!({
+            "model": "m", "dataset": {"records": vec![json!({"prompt": "p"}); 8]}, "rewards": [{"type": "length"}],
+        });
+        // The hash of this text is in every checkpoint of such a job.
+        let mut written = |changes: Value| {
+            merge(&mut document, &changes, 0);
+            let mut plan = resolved(document.clone());
+            plan.dataset.sha256 = "data".to_owned();
+            resume_identity(&plan).to_string()
+        };
+        let usual = r#"{"model":"","dataset":"data","lora":{"r":16,"alpha":32.0,"dropout":0.0,"target_modules":["q_proj","v_proj"],"use_rslora":false},"num_generations":4,"num_iterations":1,"steps_per_generation":1,"prompts_per_step":8,"seed":42,"shuffle_dataset":true}"#;
+        assert_eq!(written(json!({"lora": {"target_modules": ["q_proj", "v_proj"]}})), usual);
+        assert_eq!(written(json!({"optimizer": {"learning_rate": 1e-3}, "rloo": {"beta": 0.1}})), usual);
+        let later = r#"{"model":"","dataset":"data","lora":null,"num_generations":4,"num_iterations":1,"steps_per_generation":1,"prompts_per_step":8,"seed":42,"shuffle_dataset":true,"optimizer":"adamw_8bit","parameters":"decayed first","dtype":"bf16"}"#;
+        let changes = json!({"lora": null, "optimizer": {"kind": "adamw_8bit"}, "training": {"dtype": "bf16"}});
+        assert_eq!(written(changes), later);
+    }
+}

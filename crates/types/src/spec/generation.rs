@@ -1,0 +1,136 @@
+//! What somebody asks a job's model to say: a prompt, a checkpoint, how to sample.
+
+use serde_json::{Value, json};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{AdditionalProperties, Array, ObjectBuilder, OneOfBuilder, Schema, Type};
+use utoipa::{PartialSchema, ToSchema};
+
+use super::foreign::advice;
+use super::reader::{Errors, Field, FieldError, Reader};
+use super::schema::{closed, described, integer, integer_of, optional, words};
+use super::sections::read_greedy_sampling;
+use super::settings::{MAX_SEED, MAX_STEPS};
+use super::{Plan, SamplingPlan};
+use crate::dataset::check_prompt;
+
+/// Most completions of each of the two.
+pub const MAX_GENERATIONS: u64 = 8;
+/// Of a prompt, in JSON; longer ones fit no model that can be trained.
+const MAX_PROMPT_BYTES: usize = 4 << 20;
+
+/// A question to a job's model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GenerationSpec {
+    /// As in a dataset: text, or a list of chat messages.
+    pub prompt: Value,
+    /// Which of the job's checkpoints.
+    pub checkpoint: CheckpointChoice,
+    /// Completions of each, 1 to 8.
+    pub num_generations: u32,
+    /// Of the random numbers.
+    pub seed: u64,
+    /// The job's own, but for what is asked for. A temperature of 0 is greedy.
+    pub sampling: SamplingPlan,
+}
+
+/// Which checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CheckpointChoice {
+    /// The job's result: the newest one, unless the job ended early.
+    Result,
+    /// The newest.
+    Last,
+    /// The best by the job's measure.
+    Best,
+    /// That of a step.
+    Step(u64),
+}
+
+impl GenerationSpec {
+    /// Reads one; what it does not say is as in the job's plan, with one completion.
+    ///
+    /// # Errors
+    /// Everything that is wrong, with pointers into the document.
+    pub fn read(document: &Value, plan: &Plan) -> Result<GenerationSpec, Vec<FieldError>> {
+        let errors = Errors::default();
+        let reader = Reader::document(document, &errors);
+        let prompt = read_prompt(&reader);
+        let spec = GenerationSpec {
+            prompt,
+            checkpoint: read_checkpoint(&reader.field("checkpoint")),
+            num_generations: reader.field("num_generations").whole(1..=MAX_GENERATIONS).unwrap_or(1),
+            seed: reader.field("seed").whole(0..=MAX_SEED).unwrap_or(plan.training.seed),
+            sampling: read_greedy_sampling(reader.section("sampling"), &plan.sampling),
+        };
+        reader.finish(advice);
+        let errors = errors.into_vec();
+        if errors.is_empty() { Ok(spec) } else { Err(errors) }
+    }
+}
+
+fn read_prompt(reader: &Reader<'_>) -> Value {
+    let field = reader.required("prompt", "give the prompt: a text, or a list of chat messages as in a dataset");
+    let Some(prompt) = field.value() else { return Value::Null };
+    if let Err((code, detail)) = check_prompt(prompt) {
+        field.fail(code, detail);
+    } else if prompt.to_string().len() > MAX_PROMPT_BYTES {
+        field.fail("out_of_range", format!("a prompt may have at most {MAX_PROMPT_BYTES} bytes"));
+    }
+    prompt.clone()
+}
+
+fn read_checkpoint(field: &Field<'_>) -> CheckpointChoice {
+    match field.value() {
+        None => CheckpointChoice::Result,
+        Some(Value::Number(_)) => field.whole(0..=MAX_STEPS).map_or(CheckpointChoice::Result, CheckpointChoice::Step),
+        Some(Value::String(_)) => field
+            .choice(&[("last", CheckpointChoice::Last), ("best", CheckpointChoice::Best)])
+            .unwrap_or(CheckpointChoice::Result),
+        Some(other) => {
+            let found = super::reader::kind_of(other);
+            field.fail("invalid_type", format!("must be \"last\", \"best\" or the step of a checkpoint, not {found}"));
+            CheckpointChoice::Result
+        }
+    }
+}
+
+/// A question as clients write it; [`GenerationSpec::read`] is the law, this describes it.
+#[derive(Debug)]
+pub struct GenerationDocument;
+
+impl PartialSchema for GenerationDocument {
+    fn schema() -> RefOr<Schema> {
+        let text = plain_string("As it is, with the special tokens that the tokenizer adds.");
+        let message = closed(&["role", "content"])
+            .property("role", plain_string("system, user or assistant, say."))
+            .property("content", plain_string("Text."))
+            .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(true)));
+        let chat = Array::new(message);
+        let prompt =
+            OneOfBuilder::new().item(text).item(chat).description(Some("As in a dataset: text, or chat messages."));
+        let checkpoint = OneOfBuilder::new()
+            .item(words("", &["last", "best"]))
+            .item(integer_of("A step that has a checkpoint."))
+            .description(Some("The newest, the best or that of a step; default: the job's result."));
+        let sampling = optional(SamplingPlan::schema(), None, &[]);
+        closed(&["prompt"])
+            .property("prompt", prompt)
+            .property("checkpoint", checkpoint)
+            .property("num_generations", integer("Completions of each, 1 to 8.", json!(1)))
+            .property("seed", integer_of("Default: the job's. Both models draw the same numbers."))
+            .property("sampling", described(sampling, "What differs from the job's own; temperature 0 = greedy."))
+            .examples([json!({"prompt": "What is 2 + 2?", "checkpoint": "best", "sampling": {"temperature": 0}})])
+            .build()
+            .into()
+    }
+}
+
+fn plain_string(text: &str) -> ObjectBuilder {
+    ObjectBuilder::new().schema_type(Type::String).description(Some(text))
+}
+
+impl ToSchema for GenerationDocument {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "GenerationRequest".into()
+    }
+}

@@ -1,0 +1,424 @@
+//! From a [`JobSpec`] to a [`Plan`]: what only the model and the data can tell.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::estimate::{Estimate, Limits, fit};
+use super::evaluation::{held_out_count, held_out_rows, shared_prompts};
+use super::facts::{Context, DatasetFacts, ModelFacts};
+use super::oversight::resolve_metrics;
+use super::prompts::{image_column, image_detail};
+use super::rloo;
+use super::warm;
+use super::{
+    ComputeDtype, DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid,
+    Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan, low_lora_rate,
+};
+
+/// Something legal that is probably not meant.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Warning {
+    /// JSON pointer to the setting it is about.
+    pub pointer: String,
+    /// Stable, snake_case.
+    pub code: String,
+    /// What will happen, and what to do.
+    pub detail: String,
+}
+
+/// The code of the warning, and of the preflight's finding, that an adapter's learning rate is low.
+const LOW_LORA_RATE: &str = "learning_rate_low_for_lora";
+/// The code of the warning, in a validation and in a run, that evaluation and training share prompts.
+pub const SHARED_PROMPTS: &str = "eval_prompts_in_training";
+
+/// A job that can run.
+#[derive(Debug, Clone)]
+pub struct Resolution {
+    /// What is true.
+    pub plan: Plan,
+    /// What its author should look at.
+    pub warnings: Vec<Warning>,
+    /// Memory and tokens.
+    pub estimate: Estimate,
+}
+
+/// Resolves a job, or reports everything that stands against it. The errors may be empty when the context is incomplete.
+pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<FieldError>> {
+    let mut errors = Vec::new();
+    for (facts, at) in [(&context.dataset, "/dataset"), (&context.eval_dataset, "/eval/dataset")] {
+        if let Some(facts) = facts {
+            check_dataset(spec, facts, context.model.as_ref(), at, &mut errors);
+        }
+    }
+    let sampling = fit_completions(spec, context, &mut errors);
+    rloo::check(spec, &sampling, &mut errors);
+    let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
+    let Some(dataset) = &context.dataset else { return Err(errors) };
+    let fraction = spec.eval.as_ref().and_then(|eval| eval.fraction);
+    let held_out = fraction.map(|fraction| match &dataset.prompt_keys {
+        Some(keys) => held_out_rows(spec.arithmetic.split, keys, fraction, spec.training.seed).len() as u64,
+        None => held_out_count(dataset.num_rows, fraction),
+    });
+    if held_out == Some(0) && dataset.num_rows > 0 {
+        let detail = "all prompts are equal, and equal prompts are never divided between training and evaluation: give an evaluation dataset, or add prompts";
+        errors.push(FieldError::new("/eval/fraction", "nothing_to_hold_out", detail));
+    }
+    let trained_rows = dataset.num_rows - held_out.unwrap_or(0).min(dataset.num_rows);
+    if let Some(error) = smaller_than_a_block(spec, trained_rows, held_out.unwrap_or(0)) {
+        errors.push(error);
+        return Err(errors);
+    }
+    let Some(model) = &context.model else { return Err(errors) };
+    let lora = match (&spec.warm_start, &context.warm_start) {
+        (Some(_), Some(facts)) => warm::adapter(spec, facts, model, &mut errors),
+        (Some(_), None) => return Err(errors),
+        (None, _) => spec.lora.clone(),
+    };
+    let eval = match (&spec.eval, &context.eval_dataset) {
+        (None, _) => None,
+        (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, held_out)),
+        (Some(eval), Some(facts)) => Some(plan_eval(eval, facts, None)),
+        (Some(_), None) => return Err(errors),
+    };
+    if !errors.is_empty() {
+        return Err(errors);
+    }
+    let (training, totals) = plan_training(spec, &sampling, trained_rows);
+    let mut plan = Plan {
+        name: spec.name.clone(),
+        model: ModelPlan { id: model.id.clone(), sha256: model.sha256.clone() },
+        dataset: plan_dataset(dataset),
+        eval,
+        rewards: spec.rewards.clone(),
+        reward_models: context.reward_models.iter().map(|(id, facts)| (id.clone(), facts.sha256.clone())).collect(),
+        rloo: spec.rloo.clone(),
+        sampling,
+        lora,
+        warm_start: spec.warm_start.clone(),
+        optimizer: spec.optimizer.clone(),
+        training,
+        checkpoints,
+        early_stopping,
+        doctor: spec.doctor.clone(),
+        metadata: spec.metadata.clone(),
+        totals,
+        arithmetic: spec.arithmetic,
+    };
+    let eval_lengths = context.eval_dataset.as_ref().and_then(|facts| facts.prompt_lengths);
+    let limits = Limits {
+        lengths: dataset.prompt_lengths.into_iter().chain(eval_lengths).max_by_key(|lengths| lengths.longest),
+        memory_bytes: context.memory_limit_bytes,
+        reward_model_bytes: reward_model_bytes(spec, context),
+        places: &context.places,
+        micro_batch_tokens: spec.training.micro_batch_tokens,
+        gradient_checkpointing: spec.training.gradient_checkpointing,
+    };
+    let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
+    Ok(Resolution { warnings: warnings(spec, context, &plan), plan, estimate })
+}
+
+/// Weights of reward models in memory; several rewards of the same settings share one.
+fn reward_model_bytes(spec: &JobSpec, context: &Context) -> u64 {
+    let eval = spec.eval.as_ref().and_then(|eval| eval.rewards.as_deref()).unwrap_or_default();
+    let mut counted: Vec<&RewardModelPlan> = Vec::new();
+    for reward in spec.rewards.iter().chain(eval) {
+        let RewardKind::RewardModel(model) = &reward.kind else { continue };
+        if !counted.contains(&model) {
+            counted.push(model);
+        }
+    }
+    let bytes = counted.into_iter().filter_map(|plan| {
+        let facts = context.reward_models.get(&plan.model)?;
+        let each = if plan.dtype == ComputeDtype::Bf16 && !facts.is_encoder { 2 } else { 4 };
+        Some(each * facts.num_parameters)
+    });
+    bytes.sum()
+}
+
+fn plan_dataset(facts: &DatasetFacts) -> DatasetPlan {
+    DatasetPlan { id: facts.id, sha256: facts.sha256.clone(), num_rows: facts.num_rows }
+}
+
+fn plan_eval(eval: &EvalSpec, facts: &DatasetFacts, held_out_rows: Option<u64>) -> EvalPlan {
+    EvalPlan {
+        dataset: plan_dataset(facts),
+        fraction: eval.fraction,
+        held_out_rows,
+        top_p: eval.top_p,
+        top_k: eval.top_k,
+        min_p: eval.min_p,
+        repetition_penalty: eval.repetition_penalty,
+        rewards: eval.rewards.clone(),
+        every_steps: eval.every_steps,
+        before_start: eval.before_start,
+        num_generations: eval.num_generations,
+        temperature: eval.temperature,
+    }
+}
+
+fn check_dataset(
+    spec: &JobSpec,
+    facts: &DatasetFacts,
+    model: Option<&ModelFacts>,
+    at: &str,
+    errors: &mut Vec<FieldError>,
+) {
+    let columns = facts.columns.iter().map(String::as_str);
+    let inline = inline_records(spec, at);
+    if !inline && facts.num_rows == 0 {
+        errors.push(FieldError::new(at, "empty_dataset", "the dataset is empty: it needs at least one row"));
+    }
+    if !inline && !facts.columns.iter().any(|column| column == "prompt") {
+        let detail = format!("the dataset has no column 'prompt', only: {}", facts.columns.join(", "));
+        errors.push(FieldError::new(at, "missing_column", detail));
+    }
+    if let Some(column) = image_column(columns).filter(|_| !inline) {
+        errors.push(FieldError::new(at, "unsupported", image_detail(column)));
+    }
+    if let Some(model) = model.filter(|model| facts.has_chat_prompts && !model.has_chat_template) {
+        let detail = format!(
+            "prompts are chat messages, but model '{}' has no chat template: give prompts as strings, or add chat_template.jinja to the model",
+            model.id
+        );
+        errors.push(FieldError::new(at, "no_chat_template", detail));
+    }
+    // Evaluation's own rewards look at the rows that are evaluated, the job's at all others.
+    let own = spec.eval.as_ref().and_then(|eval| Some((eval.rewards.as_deref()?, eval.fraction.is_some())));
+    let job = (spec.rewards.as_slice(), "/rewards");
+    let judged: Vec<(&[RewardPlan], &str)> = match own {
+        Some((own, false)) if at == "/eval/dataset" => vec![(own, "/eval/rewards")],
+        Some((own, true)) if at == "/dataset" => vec![job, (own, "/eval/rewards")],
+        Some(_) | None => vec![job],
+    };
+    let judged = judged.into_iter().flat_map(|(rewards, at)| rewards.iter().enumerate().map(move |pair| (at, pair)));
+    for (rewards_at, (index, reward)) in judged {
+        for (field, column) in reward.kind.columns() {
+            if column.is_empty() || facts.columns.iter().any(|known| known == column) {
+                continue;
+            }
+            let which = if at == "/dataset" { "dataset" } else { "evaluation dataset" };
+            let detail = format!("the {which} has no column '{column}', only: {}", facts.columns.join(", "));
+            errors.push(FieldError::new(format!("{rewards_at}/{index}/{field}"), "missing_column", detail));
+        }
+    }
+}
+
+/// Rows that came with the job have been checked one by one.
+fn inline_records(spec: &JobSpec, at: &str) -> bool {
+    let source = if at == "/dataset" {
+        spec.dataset.as_ref()
+    } else {
+        spec.eval.as_ref().and_then(|eval| eval.dataset.as_ref())
+    };
+    matches!(source, Some(DatasetSource::Records(_)))
+}
+
+/// Checks prompts and completions against the model's context; the default completion length gives way to it.
+fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldError>) -> SamplingPlan {
+    const AT: &str = "/sampling/max_completion_length";
+    let mut sampling = spec.sampling.clone();
+    let Some(model) = &context.model else { return sampling };
+    let limit = model.max_position_embeddings;
+    let given = spec.redacted.pointer(AT).filter(|value| !value.is_null());
+    if given.is_some_and(|value| value.as_f64() != Some(f64::from(sampling.max_completion_length))) {
+        return sampling; // The reader refused it, and has said so.
+    }
+    let (mut longest, mut too_long) = (0, false);
+    for (facts, at) in [(&context.dataset, "/dataset"), (&context.eval_dataset, "/eval/dataset")] {
+        let Some(lengths) = facts.as_ref().and_then(|facts| facts.prompt_lengths) else { continue };
+        if lengths.longest >= limit {
+            let detail = format!(
+                "{} prompts leave no room for a completion: the model reads at most {limit} tokens, the longest prompt (row {}) has {}; shorten or remove them (prompts are never cut)",
+                lengths.too_long, lengths.longest_row, lengths.longest
+            );
+            errors.push(FieldError::new(at, "prompt_too_long", detail));
+            too_long = true;
+        }
+        longest = lengths.longest.max(longest);
+    }
+    let room = limit.saturating_sub(longest);
+    if too_long || u64::from(sampling.max_completion_length) <= room.saturating_sub(u64::from(longest == 0)) {
+        return sampling;
+    }
+    if given.is_some() {
+        let detail = format!(
+            "the model reads at most {limit} tokens and the longest prompt has {longest}: a completion can have at most {room}, not {}",
+            sampling.max_completion_length
+        );
+        errors.push(FieldError::new(AT, "out_of_range", detail));
+    } else {
+        // Without counted prompts half of the context is theirs.
+        let fit = if longest == 0 { limit / 2 } else { room };
+        sampling.max_completion_length =
+            u32::try_from(fit.max(1)).unwrap_or(u32::MAX).min(sampling.max_completion_length);
+    }
+    sampling
+}
+
+fn prompts_per_block(spec: &JobSpec) -> u64 {
+    u64::from(spec.training.prompts_per_step) * u64::from(spec.rloo.steps_per_generation)
+}
+
+/// `num_rows` are those that train, beside those that evaluation holds out.
+fn smaller_than_a_block(spec: &JobSpec, num_rows: u64, held_out: u64) -> Option<FieldError> {
+    let block = prompts_per_block(spec);
+    if num_rows >= block || num_rows == 0 {
+        return None;
+    }
+    let steps = u64::from(spec.rloo.steps_per_generation);
+    let block_text = match steps {
+        1 => format!("one step takes {block} prompts"),
+        _ => format!("one generation block takes {block} prompts (prompts_per_step · steps_per_generation {steps})"),
+    };
+    let fix = match num_rows / steps {
+        0 => format!("the nearest valid values are prompts_per_step 1 with rloo.steps_per_generation {num_rows}"),
+        nearest => format!("the nearest valid value is {nearest}"),
+    };
+    let rows_text = match held_out {
+        0 => format!("the dataset has {num_rows} rows"),
+        _ => format!("the dataset has {num_rows} rows to train on (eval.fraction holds out {held_out})"),
+    };
+    let detail = format!("{rows_text} but {block_text}: {fix}, or add rows");
+    Some(FieldError::new("/training/prompts_per_step", "dataset_too_small", detail))
+}
+
+fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (TrainingPlan, Totals) {
+    let (training, rloo) = (&spec.training, &spec.rloo);
+    let block = prompts_per_block(spec);
+    let steps_per_block = u64::from(rloo.steps_per_generation) * u64::from(rloo.num_iterations);
+    let steps_per_epoch = (num_rows / block) * steps_per_block;
+    let by_epochs = || {
+        let steps = training.num_train_epochs.unwrap_or(1.0) * steps_per_epoch as f64;
+        // As transformers: a begun step is a step.
+        (steps.ceil() as u64).max(1)
+    };
+    let max_steps = training.max_steps.unwrap_or_else(by_epochs);
+    let generation_blocks = max_steps.div_ceil(steps_per_block);
+    let completions = generation_blocks * block * u64::from(rloo.num_generations.get());
+    let greedy_completions = if rloo.estimator == Estimator::Remax { generation_blocks * block } else { 0 };
+    let sampled = completions + greedy_completions;
+    let refills = if rloo.min_informative_groups > 0 { u64::from(rloo.max_refills) } else { 0 };
+    let max_refill_completions = sampled.saturating_mul(refills);
+    let totals = Totals {
+        optimizer_steps: max_steps,
+        completions_per_step: u64::from(training.prompts_per_step) * u64::from(rloo.num_generations.get()),
+        prompts_per_block: block,
+        generation_blocks,
+        completions,
+        greedy_completions,
+        max_refill_completions,
+        epochs: max_steps as f64 / steps_per_epoch as f64,
+        dropped_rows_per_epoch: num_rows % block,
+        max_completion_tokens: sampled
+            .saturating_add(max_refill_completions)
+            .saturating_mul(u64::from(sampling.max_completion_length)),
+    };
+    let plan = TrainingPlan {
+        prompts_per_step: training.prompts_per_step,
+        max_steps,
+        seed: training.seed,
+        shuffle_dataset: training.shuffle_dataset,
+        dtype: training.dtype,
+        micro_batch_tokens: training.micro_batch_tokens.unwrap_or(super::MICRO_BATCH_TOKENS),
+        gradient_checkpointing: training.gradient_checkpointing.unwrap_or(false),
+        max_attempts: training.max_attempts,
+    };
+    (plan, totals)
+}
+
+fn warnings(spec: &JobSpec, context: &Context, plan: &Plan) -> Vec<Warning> {
+    let mut warnings = Vec::new();
+    let mut warn = |pointer: String, code: &str, detail: String| {
+        warnings.push(Warning { pointer, code: code.to_owned(), detail });
+    };
+    for (index, reward) in plan.rewards.iter().enumerate() {
+        let Some(service) = reward.kind.service() else { continue };
+        let signed = spec.secrets.get(&reward.name).is_some_and(|secrets| secrets.secret.is_some());
+        if matches!(reward.kind, RewardKind::Webhook(_)) && !signed {
+            let detail =
+                "requests go unsigned, so the service cannot tell them from forged ones: give a whsec_… secret";
+            warn(format!("/rewards/{index}/secret"), "unsigned_webhook", detail.to_owned());
+        }
+        if let RewardKind::OpenaiJudge(judge) = &reward.kind
+            && judge.votes > 1
+            && judge.temperature == 0.0
+        {
+            let detail = "at temperature 0 the votes are all alike: give the judge a temperature, or one vote";
+            warn(format!("/rewards/{index}/votes"), "votes_alike", detail.to_owned());
+        }
+        if service.on_invalid == OnInvalid::Zero {
+            let detail = "an invalid answer will count as reward 0, which teaches the model from the service's faults; mask leaves it out";
+            warn(format!("/rewards/{index}/on_invalid"), "invalid_counts_as_zero", detail.to_owned());
+        }
+    }
+    let totals = &plan.totals;
+    if totals.dropped_rows_per_epoch > 0 {
+        let detail = format!(
+            "{} of {} rows are left out of each epoch: they do not fill a block of {} prompts",
+            totals.dropped_rows_per_epoch,
+            plan.dataset.num_rows - plan.eval.as_ref().and_then(|eval| eval.held_out_rows).unwrap_or(0),
+            totals.prompts_per_block
+        );
+        warn("/training/prompts_per_step".to_owned(), "incomplete_block_dropped", detail);
+    }
+    if spec.training.max_steps.is_none() && spec.training.num_train_epochs.is_none() && plan.training.max_steps < 10 {
+        let detail = format!(
+            "without max_steps a job makes one pass over its dataset: {} optimizer steps, too few to learn much",
+            plan.training.max_steps
+        );
+        warn("/training/max_steps".to_owned(), "few_steps", detail);
+    }
+    if plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0) {
+        let detail = "only the training forward drops, so the ratio of the first update to the log-probs of sampling is not 1 (TRL's is not either): sampling/log_ratio_max shows how far";
+        warn("/lora/dropout".to_owned(), "dropout_moves_the_ratio", detail.to_owned());
+    }
+    if plan.lora.is_some() && plan.optimizer.learning_rate <= 2e-6 {
+        let detail = format!(
+            "{:e} suits full fine-tuning; a LoRA adapter learns next to nothing at it: 4e-5 to 1e-4 are usual",
+            plan.optimizer.learning_rate
+        );
+        warn("/optimizer/learning_rate".to_owned(), "low_learning_rate", detail);
+    }
+    let hidden_size = context.model.as_ref().and_then(|model| model.shape).map(|shape| shape.hidden_size);
+    if let Some((lora, hidden_size)) = plan.lora.as_ref().zip(hidden_size)
+        && let Some((detail, fix)) = low_lora_rate(lora, hidden_size, plan.optimizer.learning_rate)
+    {
+        warn("/optimizer/learning_rate".to_owned(), LOW_LORA_RATE, format!("{detail}: {fix}"));
+    }
+    if plan.lora.is_none() && plan.optimizer.learning_rate >= 5e-5 {
+        let detail = format!(
+            "{:e} suits a LoRA adapter; full fine-tuning usually takes a tenth of it or less: 1e-6 is the default",
+            plan.optimizer.learning_rate
+        );
+        warn("/optimizer/learning_rate".to_owned(), "high_learning_rate", detail);
+    }
+    if plan.optimizer.warmup_steps >= plan.training.max_steps {
+        let detail = format!(
+            "warm-up takes {} steps and the job has {}: the learning rate never reaches its peak",
+            plan.optimizer.warmup_steps, plan.training.max_steps
+        );
+        warn("/optimizer/warmup_steps".to_owned(), "warmup_too_long", detail);
+    }
+    if plan
+        .eval
+        .as_ref()
+        .filter(|eval| eval.fraction.is_none() && !eval.dataset.sha256.is_empty())
+        .is_some_and(|eval| eval.dataset.sha256 == plan.dataset.sha256)
+    {
+        let detail = "evaluation uses the training prompts: it cannot show whether the model learned more than these";
+        warn("/eval/dataset".to_owned(), "eval_on_training_data", detail.to_owned());
+    } else if let Some((trained, evaluated)) = context.dataset.as_ref().zip(context.eval_dataset.as_ref())
+        && let Some((trained, evaluated)) = trained.prompt_keys.as_ref().zip(evaluated.prompt_keys.as_ref())
+    {
+        let shared = shared_prompts(trained, evaluated);
+        if shared > 0 {
+            let detail = format!(
+                "{shared} of {} evaluation prompts are training prompts too: on these the evaluation cannot show whether the model learned more than them; remove them from one of the two datasets",
+                evaluated.len()
+            );
+            warn("/eval/dataset".to_owned(), SHARED_PROMPTS, detail);
+        }
+    }
+    warnings.extend(rloo::warnings(plan));
+    warnings
+}

@@ -1,0 +1,547 @@
+//! Which subschemas of a JSON Schema apply which others: on the same value (`$ref`, `allOf`, `not`, …), or on its parts
+//! (`properties`, `items`, …). References are resolved as the validator resolves them; where the target depends on the path that
+//! led there (`$dynamicRef`), every possible target counts.
+//!
+//! Longer than other files: the lists of keywords and the walk that reads them must agree, and stand together.
+
+use std::collections::HashMap;
+
+use regex::bytes::RegexBuilder;
+use serde_json::{Map, Value};
+use url::Url;
+
+use super::HOME;
+
+/// The most subschemas of one schema.
+const MAX_SUBSCHEMAS: usize = 5_000;
+/// The most ways from one subschema over references and applicators that stay on the same value.
+const MAX_PATHS: u64 = 10_000;
+/// The most ways from the whole schema to its subschemas, where those of a recursion count once.
+const MAX_WAYS: u64 = 1_000_000_000;
+/// The longest chain of references and applicators that stay on the same value.
+const MAX_CHAIN: usize = 500;
+/// The largest compiled size of one pattern, bytes, and of all patterns together.
+const PATTERN_BYTES: usize = 1 << 20;
+const ALL_PATTERNS_BYTES: usize = 8 << 20;
+
+/// One value: keyword → subschema.
+const SINGLE: [&str; 11] = [
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "additionalItems",
+    "additionalProperties",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "contentSchema",
+];
+/// Keyword → list of subschemas.
+const LISTS: [&str; 4] = ["allOf", "anyOf", "oneOf", "prefixItems"];
+/// Keyword → subschemas by name.
+const MAPS: [&str; 6] = ["properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"];
+
+/// One subschema, with its edges to others (by their numbers).
+#[derive(Debug, Default)]
+pub(super) struct Node {
+    /// Always applied to the same value.
+    pub same: Vec<usize>,
+    /// One of each group is applied to the same value.
+    pub choices: Vec<Vec<usize>>,
+    /// References to a metaschema of JSON Schema itself.
+    pub metaschemas: u64,
+    /// Applied to the same object if it has the property.
+    pub dependent: Vec<(String, usize)>,
+    pub properties: HashMap<String, usize>,
+    pub patterns: Vec<usize>,
+    pub additional: Option<usize>,
+    pub unevaluated_properties: Option<usize>,
+    pub names: Option<usize>,
+    pub prefix: Vec<usize>,
+    /// `items`, or `additionalItems` behind a list of items.
+    pub items: Option<usize>,
+    pub unevaluated_items: Option<usize>,
+    pub contains: Option<usize>,
+    pub unique: bool,
+    /// `type`, if values of other types end here; `integer` stands as `number`.
+    pub types: Option<Vec<String>>,
+    /// `const` or `enum`: texts, booleans and null that are not among them end here.
+    pub fixed: Option<Vec<Value>>,
+    /// The steps that the subschema takes by itself.
+    pub weight: u64,
+    /// Steps per KiB of a text.
+    pub per_kib: u64,
+}
+
+impl Node {
+    /// Adds subschemas of which one is applied to the same value.
+    fn push_choice(&mut self, mut group: Vec<usize>) {
+        group.sort_unstable();
+        group.dedup();
+        match group.as_slice() {
+            [one] => self.same.push(*one),
+            _ => self.choices.push(group),
+        }
+    }
+
+    /// The subschemas that are applied to the same value, whatever the way there.
+    fn in_place(&self) -> impl Iterator<Item = usize> {
+        self.same.iter().copied().chain(self.dependent.iter().map(|(_, node)| *node))
+    }
+
+    /// Every subschema that may be applied.
+    fn all(&self) -> impl Iterator<Item = usize> {
+        let single = [
+            self.additional,
+            self.unevaluated_properties,
+            self.names,
+            self.items,
+            self.unevaluated_items,
+            self.contains,
+        ];
+        let choices = self.choices.iter().flatten();
+        let parts = self.properties.values().chain(&self.patterns).chain(&self.prefix).chain(choices).copied();
+        self.in_place().chain(parts).chain(single.into_iter().flatten())
+    }
+}
+
+/// The subschemas; the whole schema is the first.
+#[derive(Debug)]
+pub(super) struct Graph {
+    pub nodes: Vec<Node>,
+    /// `unevaluatedItems` or `unevaluatedProperties` stand somewhere: the validator then notes every part of a value.
+    pub unevaluated: bool,
+}
+
+impl Graph {
+    /// Reads the schema.
+    ///
+    /// # Errors
+    /// When it is too large, or its references branch too often or lead in a circle.
+    pub fn new(schema: &Value) -> Result<Self, String> {
+        let mut builder = Builder::new(schema);
+        builder.find(String::new(), schema)?;
+        let dynamic = builder.dynamic.clone();
+        let mut nodes = Vec::new();
+        // Resolving a reference may find further subschemas, below keywords that are not known.
+        while nodes.len() < builder.found.len() {
+            let (pointer, value) = builder.found[nodes.len()].clone();
+            nodes.push(builder.node(&pointer, value)?);
+        }
+        // The targets of dynamic references before it are known by then.
+        if builder.dynamic != dynamic {
+            return Err(
+                "a $dynamicAnchor below a keyword that is not known is not followed: put it below $defs".to_owned()
+            );
+        }
+        if builder.to_metaschema && builder.has_dynamic_anchors {
+            return Err(
+                "a schema that references a metaschema may not have $dynamicAnchor or $recursiveAnchor".to_owned()
+            );
+        }
+        let graph = Self { nodes, unevaluated: builder.unevaluated };
+        graph.check(&builder.found)?;
+        Ok(graph)
+    }
+
+    fn check(&self, found: &[(String, &Value)]) -> Result<(), String> {
+        let at = |node: usize| if found[node].0.is_empty() { "its root" } else { found[node].0.as_str() };
+        let (components, _) = components(self.nodes.len(), |node| self.nodes[node].in_place().collect());
+        let (mut paths, mut chain) = (vec![1_u64; self.nodes.len()], vec![1_usize; self.nodes.len()]);
+        for component in components {
+            let node = component[0];
+            let targets: Vec<usize> = self.nodes[node].in_place().collect();
+            if component.len() > 1 || targets.contains(&node) {
+                return Err(format!("the references at {} lead in a circle: no value has an end there", at(node)));
+            }
+            let sum = targets.iter().fold(0_u64, |sum, target| sum.saturating_add(paths[*target]));
+            paths[node] = sum.max(1);
+            chain[node] = 1 + targets.iter().map(|target| chain[*target]).max().unwrap_or(0);
+            if paths[node] > MAX_PATHS {
+                return Err(format!(
+                    "too much work: more than {MAX_PATHS} ways lead from {} over $ref, allOf, anyOf, oneOf and the like to the \
+                     subschemas that a single value is held to; reference each definition once",
+                    at(node)
+                ));
+            }
+            if chain[node] > MAX_CHAIN {
+                return Err(format!(
+                    "nested too deeply: a chain of more than {MAX_CHAIN} references begins at {}",
+                    at(node)
+                ));
+            }
+        }
+        let (components, component_of) = self::components(self.nodes.len(), |node| self.nodes[node].all().collect());
+        let mut ways = vec![1_u64; components.len()];
+        for (number, component) in components.iter().enumerate() {
+            let targets = component.iter().flat_map(|node| self.nodes[*node].all());
+            let below = targets.map(|target| component_of[target]).filter(|target| *target != number);
+            ways[number] = below.fold(0_u64, |sum, target| sum.saturating_add(ways[target])).max(1);
+            if ways[number] > MAX_WAYS {
+                return Err(format!(
+                    "too much work: more than {MAX_WAYS} ways lead from {} to the subschemas below; reference each definition \
+                     once",
+                    at(component[0])
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The strongly connected components, targets before sources, and the number of each node's component (Tarjan 1972).
+fn components(count: usize, edges: impl Fn(usize) -> Vec<usize>) -> (Vec<Vec<usize>>, Vec<usize>) {
+    const NEW: usize = usize::MAX;
+    let (mut index, mut low, mut component_of) = (vec![NEW; count], vec![0; count], vec![NEW; count]);
+    let (mut components, mut open, mut next) = (Vec::new(), Vec::new(), 0);
+    for root in 0..count {
+        if index[root] != NEW {
+            continue;
+        }
+        // (node, its targets, how many of them are done): a chain may be longer than the stack of this thread.
+        let mut path: Vec<(usize, Vec<usize>, usize)> = Vec::new();
+        let mut enter = Some(root);
+        loop {
+            if let Some(node) = enter.take() {
+                (index[node], low[node]) = (next, next);
+                next += 1;
+                open.push(node);
+                path.push((node, edges(node), 0));
+            }
+            let Some((node, targets, done)) = path.last_mut() else { break };
+            let node = *node;
+            if let Some(&target) = targets.get(*done) {
+                *done += 1;
+                if index[target] == NEW {
+                    enter = Some(target);
+                } else if component_of[target] == NEW {
+                    low[node] = low[node].min(index[target]);
+                }
+                continue;
+            }
+            path.pop();
+            if let Some((parent, ..)) = path.last() {
+                low[*parent] = low[*parent].min(low[node]);
+            }
+            if low[node] == index[node] {
+                let begin = open.iter().rposition(|other| *other == node).unwrap_or(0);
+                let component = open.split_off(begin);
+                component.iter().for_each(|member| component_of[*member] = components.len());
+                components.push(component);
+            }
+        }
+    }
+    (components, component_of)
+}
+
+/// Finds subschemas, by their JSON pointers, and resolves references.
+struct Builder<'s> {
+    schema: &'s Value,
+    draft: u16,
+    found: Vec<(String, &'s Value)>,
+    numbers: HashMap<String, usize>,
+    /// Pointer by the address that `$id` gives.
+    resources: HashMap<String, String>,
+    /// Pointer by resource (its pointer) and anchor.
+    anchors: HashMap<(String, String), String>,
+    /// Pointers by dynamic anchor.
+    dynamic: HashMap<String, Vec<String>>,
+    has_dynamic_anchors: bool,
+    to_metaschema: bool,
+    unevaluated: bool,
+    patterns_bytes: usize,
+}
+
+impl<'s> Builder<'s> {
+    fn new(schema: &'s Value) -> Self {
+        let dialect = schema.get("$schema").and_then(Value::as_str).unwrap_or_default();
+        let drafts = [("draft-04", 4), ("draft-06", 6), ("draft-07", 7), ("2019-09", 2019)];
+        let draft = drafts.iter().find(|(name, _)| dialect.contains(name)).map_or(2020, |(_, draft)| *draft);
+        Self {
+            schema,
+            draft,
+            found: Vec::new(),
+            numbers: HashMap::new(),
+            resources: HashMap::from([(HOME.to_owned(), String::new())]),
+            anchors: HashMap::new(),
+            dynamic: HashMap::new(),
+            has_dynamic_anchors: false,
+            to_metaschema: false,
+            unevaluated: false,
+            patterns_bytes: 0,
+        }
+    }
+
+    /// Notes a subschema and all those below it; returns its number.
+    fn find(&mut self, pointer: String, value: &'s Value) -> Result<usize, String> {
+        if let Some(known) = self.numbers.get(&pointer) {
+            return Ok(*known);
+        }
+        let number = self.found.len();
+        let mut waiting = vec![(pointer, value)];
+        while let Some((pointer, value)) = waiting.pop() {
+            if self.numbers.contains_key(&pointer) {
+                continue;
+            }
+            if self.found.len() >= MAX_SUBSCHEMAS {
+                return Err(format!("too large: more than {MAX_SUBSCHEMAS} subschemas"));
+            }
+            self.numbers.insert(pointer.clone(), self.found.len());
+            self.found.push((pointer.clone(), value));
+            let Value::Object(object) = value else { continue };
+            self.note_names(&pointer, object);
+            for (keyword, inner) in object {
+                let at = format!("{pointer}/{}", escaped(keyword));
+                let name = keyword.as_str();
+                match inner {
+                    Value::Object(map) if MAPS.contains(&name) => {
+                        waiting.extend(map.iter().map(|(name, inner)| (format!("{at}/{}", escaped(name)), inner)));
+                    }
+                    Value::Array(list) if LISTS.contains(&name) || name == "items" => {
+                        waiting.extend(list.iter().enumerate().map(|(index, inner)| (format!("{at}/{index}"), inner)));
+                    }
+                    inner if SINGLE.contains(&name) || name == "items" => waiting.push((at, inner)),
+                    _ => {}
+                }
+            }
+        }
+        Ok(number)
+    }
+
+    /// Notes the addresses and anchors that a subschema declares.
+    fn note_names(&mut self, pointer: &str, object: &Map<String, Value>) {
+        let text = |keyword: &str| object.get(keyword).and_then(Value::as_str);
+        let id = text(if self.draft == 4 { "id" } else { "$id" });
+        let (resource, base) = self.base(pointer);
+        match id {
+            Some(fragment) if fragment.starts_with('#') => {
+                self.anchors.insert((resource.clone(), fragment[1..].to_owned()), pointer.to_owned());
+            }
+            Some(_) => {
+                self.resources.insert(without_fragment(base.as_str()).to_owned(), resource.clone());
+            }
+            None => {}
+        }
+        if let Some(anchor) = text("$anchor") {
+            self.anchors.insert((resource.clone(), anchor.to_owned()), pointer.to_owned());
+        }
+        if let Some(anchor) = text("$dynamicAnchor") {
+            self.has_dynamic_anchors = true;
+            self.anchors.insert((resource, anchor.to_owned()), pointer.to_owned());
+            self.dynamic.entry(anchor.to_owned()).or_default().push(pointer.to_owned());
+        }
+        self.has_dynamic_anchors |= object.get("$recursiveAnchor") == Some(&Value::Bool(true));
+        self.unevaluated |= object.contains_key("unevaluatedItems") || object.contains_key("unevaluatedProperties");
+    }
+
+    /// The resource that a subschema is a part of: its pointer and its address.
+    fn base(&self, pointer: &str) -> (String, String) {
+        let keyword = if self.draft == 4 { "id" } else { "$id" };
+        let (mut at, mut resource, mut base) = (String::new(), String::new(), HOME.to_owned());
+        let mut value = Some(self.schema);
+        let mut tokens = pointer.split('/').skip(1);
+        loop {
+            let id = value.and_then(|value| value.get(keyword)).and_then(Value::as_str);
+            if let Some(id) = id.filter(|id| !id.starts_with('#')) {
+                base = joined(&base, id);
+                resource.clone_from(&at);
+            }
+            let Some(token) = tokens.next() else { return (resource, base) };
+            at = format!("{at}/{token}");
+            value = value.and_then(|value| value.pointer(&format!("/{token}")));
+        }
+    }
+
+    /// The target of a reference; None: a metaschema.
+    fn resolve(&mut self, from: &str, reference: &str) -> Result<Option<usize>, String> {
+        let lost = || {
+            format!("the reference '{reference}' is not followed: use '#/$defs/NAME', or the '$anchor' of a subschema")
+        };
+        let (resource, base) = self.base(from);
+        let (address, fragment) = reference.split_once('#').unwrap_or((reference, ""));
+        let resource = if address.is_empty() {
+            resource
+        } else {
+            let address = joined(&base, address);
+            match self.resources.get(without_fragment(&address)) {
+                Some(pointer) => pointer.clone(),
+                None if address.contains("://json-schema.org/") => {
+                    self.to_metaschema = true;
+                    return Ok(None);
+                }
+                None => return Err(lost()),
+            }
+        };
+        let fragment = percent_decoded(fragment).ok_or_else(lost)?;
+        let pointer = if fragment.is_empty() || fragment.starts_with('/') {
+            format!("{resource}{fragment}")
+        } else {
+            self.anchors.get(&(resource, fragment)).ok_or_else(lost)?.clone()
+        };
+        let value = self.schema.pointer(&pointer).ok_or_else(lost)?;
+        // One spelling for each pointer.
+        let pointer: String = pointer
+            .split('/')
+            .skip(1)
+            .fold(String::new(), |at, token| format!("{at}/{}", escaped(&token.replace("~1", "/").replace("~0", "~"))));
+        self.find(pointer, value).map(Some)
+    }
+
+    fn node(&mut self, pointer: &str, value: &'s Value) -> Result<Node, String> {
+        let mut node = Node::default();
+        let Value::Object(object) = value else { return Ok(node) };
+        if let Some(reference) = object.get("$ref").and_then(Value::as_str) {
+            match self.resolve(pointer, reference)? {
+                Some(target) => node.same.push(target),
+                None => node.metaschemas += 1,
+            }
+            // Up to draft 7 what stands beside a reference is ignored.
+            if self.draft < 2019 {
+                return Ok(node);
+            }
+        }
+        self.read_dynamic(pointer, object, &mut node)?;
+        let numbers = &self.numbers;
+        let number = |keyword: &str| numbers.get(&format!("{pointer}/{}", escaped(keyword))).copied();
+        let list = |keyword: &str| {
+            let items = object.get(keyword).and_then(Value::as_array).map_or(0, Vec::len);
+            let at = |index: usize| numbers.get(&format!("{pointer}/{keyword}/{index}")).copied();
+            (0..items).filter_map(at).collect::<Vec<usize>>()
+        };
+        let map = |keyword: &str| -> Vec<(String, usize)> {
+            let names = object.get(keyword).and_then(Value::as_object).into_iter().flat_map(Map::keys);
+            let at = |name: &String| numbers.get(&format!("{pointer}/{}/{}", escaped(keyword), escaped(name))).copied();
+            names.filter_map(|name| Some((name.clone(), at(name)?))).collect()
+        };
+        node.same.extend(["allOf", "anyOf", "oneOf"].into_iter().flat_map(list));
+        node.same.extend(["not", "if", "then", "else"].into_iter().filter_map(number));
+        node.dependent = ["dependentSchemas", "dependencies"].into_iter().flat_map(map).collect();
+        node.properties = map("properties").into_iter().collect();
+        node.patterns = map("patternProperties").into_iter().map(|(_, target)| target).collect();
+        node.additional = number("additionalProperties");
+        node.unevaluated_properties = number("unevaluatedProperties");
+        node.names = number("propertyNames");
+        node.prefix = if self.draft < 2020 { list("items") } else { list("prefixItems") };
+        let listed = object.get("items").is_some_and(Value::is_array);
+        node.items = if listed { number("additionalItems") } else { number("items") };
+        node.unevaluated_items = number("unevaluatedItems");
+        node.contains = number("contains");
+        node.unique = object.get("uniqueItems") == Some(&Value::Bool(true));
+        self.read_assertions(object, &mut node)?;
+        Ok(node)
+    }
+
+    fn read_dynamic(&mut self, pointer: &str, object: &Map<String, Value>, node: &mut Node) -> Result<(), String> {
+        if let Some(reference) = object.get("$dynamicRef").and_then(Value::as_str).filter(|_| self.draft >= 2020) {
+            let mut group: Vec<usize> = Vec::new();
+            match self.resolve(pointer, reference)? {
+                Some(target) => group.push(target),
+                None => node.metaschemas += 1,
+            }
+            let anchor = reference.split_once('#').map_or("", |(_, anchor)| anchor);
+            for target in self.dynamic.get(anchor).cloned().unwrap_or_default() {
+                group.extend(self.numbers.get(&target));
+            }
+            node.push_choice(group);
+            // The validator walks the whole way back for it.
+            node.weight += 32;
+        }
+        if let Some(reference) = object.get("$recursiveRef").and_then(Value::as_str).filter(|_| self.draft == 2019) {
+            let inner =
+                self.found.iter().skip(1).any(|(_, value)| value.get("$recursiveAnchor") == Some(&Value::Bool(true)));
+            if inner {
+                return Err("$recursiveAnchor is followed at the root of the schema only: use $ref".to_owned());
+            }
+            let mut group: Vec<usize> = self.resolve(pointer, reference)?.into_iter().collect();
+            group.push(0);
+            node.push_choice(group);
+            node.weight += 32;
+        }
+        Ok(())
+    }
+
+    fn read_assertions(&mut self, object: &Map<String, Value>, node: &mut Node) -> Result<(), String> {
+        let length = |keyword: &str| match object.get(keyword) {
+            Some(Value::Array(list)) => list.len(),
+            Some(Value::Object(map)) => map.len(),
+            _ => 0,
+        };
+        let spelled: usize =
+            ["required", "enum", "dependentRequired", "patternProperties"].into_iter().map(length).sum();
+        node.weight += spelled as u64 / 16;
+        let name = |name: &Value| name.as_str().map(|name| if name == "integer" { "number" } else { name }.to_owned());
+        node.types = match object.get("type") {
+            Some(Value::Array(names)) => Some(names.iter().filter_map(name).collect()),
+            Some(one) => name(one).map(|name| vec![name]),
+            None => None,
+        };
+        node.fixed = match (object.get("const"), object.get("enum")) {
+            (Some(value), _) if self.draft >= 6 => Some(vec![value.clone()]),
+            (_, Some(Value::Array(values))) => Some(values.clone()),
+            _ => None,
+        };
+        node.per_kib = 1;
+        let patterns = object.get("patternProperties").and_then(Value::as_object).into_iter().flat_map(Map::keys);
+        for pattern in patterns.map(String::as_str).chain(object.get("pattern").and_then(Value::as_str)) {
+            let size_bytes = pattern_size(pattern)
+                .ok_or_else(|| "too large: a pattern takes more than 1 MiB when it is compiled".to_owned())?;
+            self.patterns_bytes += size_bytes;
+            if self.patterns_bytes > ALL_PATTERNS_BYTES {
+                return Err(format!(
+                    "too large: its patterns take more than {} MiB when they are compiled",
+                    ALL_PATTERNS_BYTES >> 20
+                ));
+            }
+            // In the worst case each byte is held against each state.
+            node.per_kib += size_bytes as u64 / 256;
+        }
+        // Formats are held to up to draft 7. This one compiles every text.
+        if object.get("format").and_then(Value::as_str) == Some("regex") && self.draft < 2019 {
+            node.weight += 1_000;
+            node.per_kib += 100_000;
+        }
+        Ok(())
+    }
+}
+
+/// The compiled size of a pattern, rounded up; None above [`PATTERN_BYTES`]. The validator reads patterns as ECMAScript's, where
+/// `\w` and its like are ASCII; what cannot be read here is taken for the largest.
+fn pattern_size(pattern: &str) -> Option<usize> {
+    let sizes = [1 << 12, 1 << 14, 1 << 16, 1 << 18, PATTERN_BYTES];
+    let builds = |size: usize, unicode: bool| RegexBuilder::new(pattern).unicode(unicode).size_limit(size).build();
+    let unicode = matches!(builds(PATTERN_BYTES, false), Err(regex::Error::Syntax(_)));
+    if unicode && matches!(builds(PATTERN_BYTES, true), Err(regex::Error::Syntax(_))) {
+        return Some(PATTERN_BYTES);
+    }
+    sizes.into_iter().find(|size| builds(*size, unicode).is_ok())
+}
+
+fn joined(base: &str, reference: &str) -> String {
+    let url = Url::parse(base).and_then(|base| base.join(reference));
+    url.map_or_else(|_| reference.to_owned(), String::from)
+}
+
+fn without_fragment(address: &str) -> &str {
+    address.split_once('#').map_or(address, |(address, _)| address)
+}
+
+fn escaped(token: &str) -> String {
+    token.replace('~', "~0").replace('/', "~1")
+}
+
+fn percent_decoded(text: &str) -> Option<String> {
+    let mut decoded = Vec::with_capacity(text.len());
+    let mut bytes = text.bytes();
+    while let Some(byte) = bytes.next() {
+        if byte != b'%' {
+            decoded.push(byte);
+            continue;
+        }
+        let digit = |byte: Option<u8>| char::from(byte?).to_digit(16);
+        let (high, low) = (digit(bytes.next())?, digit(bytes.next())?);
+        decoded.push(u8::try_from(high * 16 + low).ok()?);
+    }
+    String::from_utf8(decoded).ok()
+}

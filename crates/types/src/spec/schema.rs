@@ -1,0 +1,439 @@
+//! The schema of a submitted job: its sections come from the tables of `settings`, its rewards from the plan's types. All
+//! but a few fields are optional, unknown fields are refused.
+
+use serde_json::{Map, Value, json};
+use utoipa::openapi::schema::{
+    AdditionalProperties, AnyOf, Array, ObjectBuilder, OneOfBuilder, Schema, SchemaType, Type,
+};
+use utoipa::openapi::{Object, Ref, RefOr};
+use utoipa::{PartialSchema, ToSchema};
+
+use super::settings::{SECTIONS, form_layout};
+use super::{
+    AnswerPlace, ContainsPlan, DatasetPlan, EvalPlan, FormatPlan, HttpTemplatePlan, JobSpec, JsonSchemaPlan, LabelPlan,
+    LengthPlan, LengthUnit, MAX_ABS_REWARD, MatchPlan, MathEqualPlan, MultiPlan, NumberMatchPlan, OpenaiJudgePlan,
+    OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, RegexPlan, RepetitionPlan, RewardModelPlan, RlooPlan, ServicePlan,
+    SimilarityMetric, SlimePlan, SoftOverlongPlan, StringCheckPlan, StringOperation, TextPlan, TextSimilarityPlan,
+    VllmPoolingPlan, WebhookPlan,
+};
+
+/// The name of a reward in the document.
+const REWARD: &str = "RewardSpec";
+
+/// A job as clients write it; [`JobSpec::read`] is the law, this describes it.
+#[derive(Debug)]
+pub struct JobDocument;
+
+impl PartialSchema for JobDocument {
+    fn schema() -> RefOr<Schema> {
+        let job = SECTIONS.into_iter().fold(closed(&["model", "dataset", "rewards"]), |job, section| {
+            let schema = match section.name {
+                "lora" => {
+                    or_null(object(section.schema()), "The adapter; null = full fine-tuning: every weight is trained.")
+                }
+                _ => object(section.schema()),
+            };
+            job.property(section.name, schema)
+        });
+        job.property("name", string("For people; 1 to 200 characters, none of them a control character."))
+            .property("model", string("Id of a registered model."))
+            .property("dataset", dataset("The training prompts."))
+            .property("rewards", rewards())
+            .property("metadata", texts("The client's own labels."))
+            .property("priority", integer("Higher runs first.", json!(0)))
+            .examples([json!({"model": "org/name", "dataset": {"records": [{"prompt": "…"}]}, "rewards": [{"type": "length"}]})])
+            .description(Some("A job. Everything but model, dataset and rewards has a default."))
+            .extensions(Some(form_layout()))
+            .build()
+            .into()
+    }
+}
+
+impl ToSchema for JobDocument {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "JobSpec".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        schemas.extend(reward_schemas());
+        RlooPlan::schemas(schemas);
+        OptimizerPlan::schemas(schemas);
+        WebhookPlan::schemas(schemas);
+        for (name, schema) in [
+            ("Combine", super::Combine::schema()),
+            ("Estimator", super::Estimator::schema()),
+            ("KlEstimator", super::KlEstimator::schema()),
+            ("KlIn", super::KlIn::schema()),
+            ("Loss", super::Loss::schema()),
+            ("RewardNormalization", super::RewardNormalization::schema()),
+            ("LrSchedulerType", super::LrSchedulerType::schema()),
+            ("OnInvalid", super::OnInvalid::schema()),
+            ("AnswerPlace", AnswerPlace::schema()),
+            ("LengthUnit", LengthUnit::schema()),
+            ("SimilarityMetric", SimilarityMetric::schema()),
+            ("StringOperation", StringOperation::schema()),
+        ] {
+            schemas.push((name.to_owned(), schema));
+        }
+    }
+}
+
+/// What is looked at before it is submitted: a job, or anything at all, since what is wrong with it is the answer.
+#[derive(Debug)]
+pub struct DraftDocument;
+
+impl PartialSchema for DraftDocument {
+    fn schema() -> RefOr<Schema> {
+        let anything = ObjectBuilder::new()
+            .schema_type(SchemaType::AnyValue)
+            .description(Some("Anything else is answered too: with what is wrong with it."))
+            .build();
+        Schema::AnyOf(AnyOf { items: vec![Ref::from_schema_name("JobSpec").into(), anything.into()], ..AnyOf::new() })
+            .into()
+    }
+}
+
+impl ToSchema for DraftDocument {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "JobDraft".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        schemas.push((JobDocument::name().into_owned(), JobDocument::schema()));
+        JobDocument::schemas(schemas);
+    }
+}
+
+/// The plan of a job that is only looked at: a dataset that is not stored yet has neither id nor hash.
+#[derive(Debug)]
+pub struct DraftPlan;
+
+impl PartialSchema for DraftPlan {
+    fn schema() -> RefOr<Schema> {
+        let id = or_null(Ref::from_schema_name("DatasetId").into(), "The dataset; null when it is not stored yet.");
+        let sha256 = or_null(string(""), "SHA-256 of its canonical bytes; null when it is not stored yet.");
+        let dataset = with_property(DatasetPlan::schema(), "id", id);
+        let dataset = object(with_property(object(dataset), "sha256", sha256));
+        let eval = object(with_property(EvalPlan::schema(), "dataset", dataset.clone()));
+        let mut plan = with_property(Plan::schema(), "dataset", dataset);
+        plan.properties.insert("eval".to_owned(), or_null(eval, "Evaluation, if asked for."));
+        plan.description = Some("What a job would do; as Plan, but for datasets that are not stored yet.".to_owned());
+        plan.into()
+    }
+}
+
+impl ToSchema for DraftPlan {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "PlanDraft".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        Plan::schemas(schemas);
+    }
+}
+
+/// The `spec` of a form, whose dataset is another part.
+#[derive(Debug)]
+pub struct FormDocument;
+
+impl PartialSchema for FormDocument {
+    fn schema() -> RefOr<Schema> {
+        let mut job = into_object(JobDocument::schema());
+        job.properties.retain(|name, _| name != "dataset");
+        job.required.retain(|name| name != "dataset");
+        job.examples = vec![json!({"model": "org/name", "rewards": [{"type": "length"}]})];
+        job.description = Some("A job whose dataset comes with it, in another part of the form.".to_owned());
+        job.into()
+    }
+}
+
+impl ToSchema for FormDocument {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "FormJobSpec".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        JobDocument::schemas(schemas);
+    }
+}
+
+fn or_null(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
+    OneOfBuilder::new().item(schema).item(plain(Type::Null, "")).description(Some(text)).into()
+}
+
+pub(super) fn dataset(text: &str) -> RefOr<Schema> {
+    let rows = Array::new(
+        ObjectBuilder::new()
+            .description(Some("A row: `prompt` (a string or chat messages) and columns for the rewards."))
+            .build(),
+    );
+    closed(&[])
+        .property("id", string("Of an uploaded dataset."))
+        .property("records", RefOr::T(Schema::Array(rows)))
+        .description(Some(format!("{text} Either an id or records.")))
+        .build()
+        .into()
+}
+
+pub(super) fn rewards() -> RefOr<Schema> {
+    RefOr::T(Schema::Array(Array::new(Ref::from_schema_name(REWARD))))
+}
+
+/// A reward, and each of its types, by their names in the document.
+fn reward_schemas() -> Vec<(String, RefOr<Schema>)> {
+    let types = reward_types();
+    let any = types.iter().fold(OneOfBuilder::new(), |any, reward| any.item(Ref::from_schema_name(reward.title())));
+    let any = any.description(Some("A reward: `type` says which."));
+    let schemas = types.into_iter().map(|reward| (reward.title(), reward_schema(reward)));
+    std::iter::once((REWARD.to_owned(), any.into())).chain(schemas).collect()
+}
+
+fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: RewardType) -> RefOr<Schema> {
+    minimal["type"] = json!(kind);
+    let (spec, _) = JobSpec::read(json!({"rewards": [minimal]}));
+    let reward = spec.rewards.first();
+    let is_service = reward.is_some_and(|reward| reward.kind.service().is_some());
+    let defaults = reward.and_then(|reward| serde_json::to_value(reward).ok());
+    let mut own = Object::new();
+    if is_service {
+        own.properties.extend(into_object(ServicePlan::schema()).properties);
+    }
+    own.description = into_object(schema.clone()).description;
+    own.properties.extend(into_object(schema).properties);
+    own.schema_type = Type::Object.into();
+    let mut object = into_object(optional(own.into(), defaults.as_ref(), required));
+    for name in required.iter().chain(&["text"]) {
+        forget_default(&mut object, name);
+    }
+    object.required.insert(0, "type".to_owned());
+    object.properties.insert("type".to_owned(), words("The reward's type.", &[kind]));
+    object.properties.insert("name".to_owned(), string("Unique in the job; default: the type."));
+    let weight = number("Between -1000000 and 1000000; 0 = metric only.");
+    object.properties.insert("weight".to_owned(), defaulted(weight, json!(1.0)));
+    let limit = number("A value that is further from 0 than this is invalid, as NaN is.");
+    object.properties.insert("max_abs_reward".to_owned(), defaulted(limit, json!(MAX_ABS_REWARD)));
+    if reward.is_some_and(|reward| reward.kind.has_reference()) {
+        let blank = words(
+            "What a row means whose reference is blank (null, missing, empty, only whitespace): not_applicable = the reward does not apply to it; compare = it is compared like any text.",
+            &["not_applicable", "compare"],
+        );
+        object.properties.insert("blank_reference".to_owned(), defaulted(blank, json!("not_applicable")));
+    }
+    object.properties.insert("required".to_owned(), flag("A missing value makes the sample unscorable.", true));
+    if kind == "webhook" {
+        let secret = write_only(string("`whsec_…`; never shown again. Without it requests go unsigned."));
+        object.properties.insert("secret".to_owned(), secret);
+        let previous = "While the secret is rotated, the one before: requests are signed with both. Never shown again.";
+        object.properties.insert("previous_secret".to_owned(), write_only(string(previous)));
+    }
+    if is_service {
+        let headers = write_only(texts("Sent with every request; never shown again."));
+        object.properties.insert("headers".to_owned(), headers);
+    }
+    object.into()
+}
+
+/// A reward's type: its plan's schema, what must be given, and a reward that gives no more.
+struct RewardType {
+    name: &'static str,
+    schema: RefOr<Schema>,
+    required: &'static [&'static str],
+    minimal: Value,
+}
+
+impl RewardType {
+    /// `length` is `LengthRewardSpec` in the document.
+    fn title(&self) -> String {
+        let word = |word: &str| word[..1].to_uppercase() + &word[1..];
+        self.name.split('_').map(word).collect::<String>() + REWARD
+    }
+}
+
+fn reward_types() -> Vec<RewardType> {
+    const AT: &str = "https://rm.example/score";
+    let kind = |name, schema, required: &'static [&'static str], minimal: Value| RewardType {
+        name,
+        schema,
+        required,
+        minimal,
+    };
+    let at = |name, schema| kind(name, schema, &["url"], json!({"url": AT}));
+    vec![
+        at("webhook", WebhookPlan::schema()),
+        at("openrlhf", OpenrlhfPlan::schema()),
+        at("slime", SlimePlan::schema()),
+        at("llamafactory", TextPlan::schema()),
+        at("tei_predict", LabelPlan::schema()),
+        at("tei_rerank", PairPlan::schema()),
+        at("vllm_classify", LabelPlan::schema()),
+        at("vllm_score", PairPlan::schema()),
+        at("vllm_pooling", VllmPoolingPlan::schema()),
+        at("sglang_classify", LabelPlan::schema()),
+        at("hf_text_classification", LabelPlan::schema()),
+        kind(
+            "openai_judge",
+            OpenaiJudgePlan::schema(),
+            &["url", "model", "rubric"],
+            json!({"url": AT, "model": "m", "rubric": "r"}),
+        ),
+        kind(
+            "http_template",
+            HttpTemplatePlan::schema(),
+            &["url", "body", "pointer"],
+            json!({"url": AT, "body": {}, "pointer": "/score"}),
+        ),
+        kind("length", LengthPlan::schema(), &[], json!({})),
+        kind("exact_match", MatchPlan::schema(), &["column"], json!({"column": "answer"})),
+        kind("contains", ContainsPlan::schema(), &[], json!({"text": "…"})),
+        kind("number_match", NumberMatchPlan::schema(), &["column"], json!({"column": "answer"})),
+        kind("regex", RegexPlan::schema(), &["pattern"], json!({"pattern": "."})),
+        kind("reward_model", RewardModelPlan::schema(), &["model"], json!({"model": "org/reward-model"})),
+        kind(
+            "string_check",
+            StringCheckPlan::schema(),
+            &["reference", "operation"],
+            json!({"reference": "x", "operation": "eq"}),
+        ),
+        kind(
+            "text_similarity",
+            TextSimilarityPlan::schema(),
+            &["reference", "evaluation_metric"],
+            json!({"reference": "x", "evaluation_metric": "bleu"}),
+        ),
+        kind("math_equal", MathEqualPlan::schema(), &["column"], json!({"column": "answer"})),
+        kind("json_schema", JsonSchemaPlan::schema(), &[], json!({})),
+        kind("repetition", RepetitionPlan::schema(), &[], json!({})),
+        kind(
+            "soft_overlong",
+            SoftOverlongPlan::schema(),
+            &["max_tokens", "cache_tokens"],
+            json!({"max_tokens": 2, "cache_tokens": 1}),
+        ),
+        kind("format", FormatPlan::schema(), &[], json!({})),
+        kind(
+            "multi",
+            MultiPlan::schema(),
+            &["graders", "calculate_output"],
+            json!({"graders": {"a": {"type": "length"}}, "calculate_output": "a"}),
+        ),
+    ]
+}
+
+/// The plan's schema with every field but `required` optional, defaults filled in, and closed.
+pub(super) fn optional(schema: RefOr<Schema>, defaults: Option<&Value>, required: &[&str]) -> RefOr<Schema> {
+    let mut object = into_object(schema);
+    object.required = required.iter().map(|&name| name.to_owned()).collect();
+    object.additional_properties = Some(Box::new(AdditionalProperties::FreeForm(false)));
+    let nothing = Map::new();
+    for (name, value) in defaults.and_then(Value::as_object).unwrap_or(&nothing) {
+        if let Some(property) = object.properties.get_mut(name).filter(|_| !value.is_null()) {
+            *property = defaulted(property.clone(), value.clone());
+        }
+    }
+    object.into()
+}
+
+/// The object that a schema is; of one that adds to others, its own part.
+pub(super) fn into_object(schema: RefOr<Schema>) -> Object {
+    match schema {
+        RefOr::T(Schema::Object(object)) => object,
+        RefOr::T(Schema::AllOf(all)) => {
+            let description = all.description;
+            let mut merged = all.items.into_iter().map(into_object).fold(Object::new(), |mut merged, part| {
+                merged.properties.extend(part.properties);
+                merged
+            });
+            merged.description = description;
+            merged
+        }
+        RefOr::T(_) | RefOr::Ref(_) => Object::new(),
+    }
+}
+
+fn object(object: Object) -> RefOr<Schema> {
+    object.into()
+}
+
+fn with_property(schema: RefOr<Schema>, name: &str, property: RefOr<Schema>) -> Object {
+    let mut object = into_object(schema);
+    object.properties.insert(name.to_owned(), property);
+    object
+}
+
+fn forget_default(object: &mut Object, name: &str) {
+    if let Some(RefOr::T(Schema::Object(property))) = object.properties.get_mut(name) {
+        property.default = None;
+    }
+}
+
+pub(super) fn defaulted(mut schema: RefOr<Schema>, default: Value) -> RefOr<Schema> {
+    match &mut schema {
+        RefOr::T(Schema::Object(object)) => object.default = Some(default),
+        RefOr::T(Schema::Array(array)) => array.default = Some(default),
+        RefOr::T(_) | RefOr::Ref(_) => {}
+    }
+    schema
+}
+
+pub(super) fn described(mut schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
+    let text = Some(text.to_owned());
+    match &mut schema {
+        RefOr::T(Schema::Object(object)) => object.description = text,
+        RefOr::T(Schema::Array(array)) => array.description = text,
+        RefOr::T(Schema::OneOf(one_of)) => one_of.description = text,
+        RefOr::T(_) | RefOr::Ref(_) => {}
+    }
+    schema
+}
+
+fn write_only(schema: RefOr<Schema>) -> RefOr<Schema> {
+    let mut object = into_object(schema);
+    object.write_only = Some(true);
+    object.into()
+}
+
+pub(super) fn closed(required: &[&str]) -> ObjectBuilder {
+    let builder = ObjectBuilder::new()
+        .schema_type(Type::Object)
+        .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(false)));
+    required.iter().fold(builder, |builder, name| builder.required(*name))
+}
+
+pub(super) fn plain(kind: Type, text: &str) -> ObjectBuilder {
+    let description = (!text.is_empty()).then(|| text.to_owned());
+    ObjectBuilder::new().schema_type(kind).description(description)
+}
+
+pub(super) fn string(text: &str) -> RefOr<Schema> {
+    plain(Type::String, text).into()
+}
+
+fn number(text: &str) -> RefOr<Schema> {
+    plain(Type::Number, text).into()
+}
+
+pub(super) fn integer(text: &str, default: Value) -> RefOr<Schema> {
+    plain(Type::Integer, text).default(Some(default)).into()
+}
+
+pub(super) fn integer_of(text: &str) -> RefOr<Schema> {
+    plain(Type::Integer, text).into()
+}
+
+pub(super) fn flag(text: &str, default: bool) -> RefOr<Schema> {
+    plain(Type::Boolean, text).default(Some(json!(default))).into()
+}
+
+pub(super) fn words<W: AsRef<str>>(text: &str, choices: &[W]) -> RefOr<Schema> {
+    plain(Type::String, text).enum_values(Some(choices.iter().map(|word| json!(word.as_ref())))).into()
+}
+
+/// Any value at all.
+pub(super) fn any() -> RefOr<Schema> {
+    ObjectBuilder::new().schema_type(SchemaType::AnyValue).into()
+}
+
+fn texts(text: &str) -> RefOr<Schema> {
+    let value = RefOr::T(Schema::Object(plain(Type::String, "").build()));
+    plain(Type::Object, text).additional_properties(Some(AdditionalProperties::RefOr(value))).into()
+}

@@ -1,0 +1,57 @@
+//! Reads the sections of a job by their tables, where a section stands alone.
+
+use serde::de::DeserializeOwned;
+use serde_json::json;
+
+use super::document::TrainingSpec;
+use super::foreign::advice;
+use super::reader::Reader;
+use super::settings::{GREEDY_TEMPERATURE, LORA, OPTIMIZER, SAMPLING, Section, TRAINING, WARM_START};
+use super::{FULL_LEARNING_RATE, LoraPlan, OptimizerPlan, SamplingPlan, WarmStartPlan};
+
+/// A section that is its table and nothing else.
+pub(super) fn read_section<T: DeserializeOwned>(section: &Section, reader: Reader<'_>) -> T {
+    let values = section.read(&reader);
+    reader.finish(advice);
+    values.into_plan()
+}
+
+/// Sampling that may be greedy: what is not given is as in `defaults`.
+pub(super) fn read_greedy_sampling(reader: Reader<'_>, defaults: &SamplingPlan) -> SamplingPlan {
+    let defaults = json!(defaults).as_object().cloned().unwrap_or_default();
+    let values = SAMPLING.read_over(&reader, &defaults, &GREEDY_TEMPERATURE);
+    reader.finish(advice);
+    values.into_plan()
+}
+
+/// None = full fine-tuning, asked for by `"lora": null` (or false).
+pub(super) fn read_lora(document: &Reader<'_>) -> Option<LoraPlan> {
+    let full = document.has("lora") && document.field("lora").value().is_none_or(|value| value == &json!(false));
+    (!full).then(|| read_section(&LORA, document.section("lora")))
+}
+
+pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {
+    let values = WARM_START.read(&reader);
+    reader.finish(advice);
+    values.into_section()
+}
+
+/// `full`: every weight is trained, at a fiftieth of an adapter's default rate.
+pub(super) fn read_optimizer(reader: Reader<'_>, full: bool) -> OptimizerPlan {
+    let mut values = OPTIMIZER.read(&reader);
+    if full && values.is_default("learning_rate") {
+        values.set("learning_rate", FULL_LEARNING_RATE);
+    }
+    reader.finish(advice);
+    values.into_plan()
+}
+
+pub(super) fn read_training(reader: Reader<'_>) -> TrainingSpec {
+    let training: TrainingSpec = TRAINING.read(&reader).into_plan();
+    if training.max_steps.is_some() && training.num_train_epochs.is_some() {
+        let detail = "max_steps and num_train_epochs both say how long to train: give one of them";
+        reader.entry("num_train_epochs").fail("conflict", detail);
+    }
+    reader.finish(advice);
+    training
+}

@@ -1,0 +1,129 @@
+//! The algorithm's settings (`rloo.md`), and which of them go together.
+
+use serde_json::{Value, json};
+use utoipa::PartialSchema;
+
+use super::DefaultValue::{Flag, Follows, Number, Whole, Word};
+use super::{DefaultValue, Form, Kind, Range, Resume, Section, Setting, Trl, Values, word_of, words_of};
+use crate::spec::plan::RlooPlan;
+use crate::spec::reader::Field;
+use crate::spec::schema::any;
+use crate::spec::{Combine, Estimator, KlEstimator, KlIn, Loss, MAX_REFILLS, RewardNormalization};
+
+pub(in crate::spec) static RLOO: Section = Section::new(
+    "rloo",
+    "RLOO",
+    "The algorithm.",
+    &[
+        Setting::whole("num_generations", 1, 1024)
+            .lowest(fewest_generations)
+            .hint("the baseline of a completion is the mean reward of the other completions of its prompt, so one alone has none (estimators reinforce and remax take 1)")
+            .default(Whole(4))
+            .trl(Trl::Own(&["num_generations"]))
+            .resume(Resume::Fixed)
+            .prominent(3),
+        Setting::number("beta", Range::at_least(0.0).noting("0 = no reference model"))
+            .aliases(&["kl_coef", "kl_coeff"])
+            .default(Number(0.05))
+            .trl(Trl::Key(&["beta", "kl_coef", "kl_coeff"], Form::Number, Number(0.05)))
+            .prominent(4),
+        Setting::number("epsilon", Range::above(0.0).below(1.0))
+            .first()
+            .default(Number(0.2))
+            .trl(Trl::Key(&["epsilon"], Form::Number, Number(0.2))),
+        Setting::number("epsilon_high", Range::above(0.0))
+            .default(Follows(|read| json!(read.get::<f64>("epsilon")), "the value of `epsilon`"))
+            .trl(Trl::Key(&["epsilon_high"], Form::Number, DefaultValue::Nothing)),
+        Setting::whole("num_iterations", 1, 1000)
+            .default(Whole(1))
+            .trl(Trl::Key(&["num_iterations"], Form::Count, Whole(1)))
+            .resume(Resume::Fixed),
+        Setting::whole("steps_per_generation", 1, 1000)
+            .default(Whole(1))
+            .trl(Trl::Own(&["steps_per_generation", "generation_batch_size"]))
+            .resume(Resume::Fixed),
+        Setting::flag("normalize_advantages")
+            .default(Flag(false))
+            .trl(Trl::Key(&["normalize_advantages"], Form::Flag, Flag(false))),
+        Setting::new("reward_clip_range", Kind::Own { read: read_interval, schema: any, says: "a list of two numbers, [min, max]" })
+            .trl(Trl::Key(&["reward_clip_range"], Form::AsSent, DefaultValue::Nothing)),
+        Setting::flag("mask_truncated_completions")
+            .default(Flag(false))
+            .trl(Trl::Key(&["mask_truncated_completions"], Form::Flag, Flag(false))),
+        // In TRL a missing reward contributes 0, and the weights stay as they are.
+        Setting::word("combine", words_of::<Combine>).default(Word("renormalize")).trl(Trl::Always(Word("nansum"))),
+        Setting::word("estimator", words_of::<Estimator>).first().default(Word("rloo")),
+        Setting::word("loss", words_of::<Loss>)
+            .default(Follows(default_loss, "`sequence`, with estimators of tokens `token_mean`"))
+            .conflict(loss_conflict),
+        Setting::word("kl_in", words_of::<KlIn>).first().default(Word("reward")),
+        Setting::word("kl_estimator", words_of::<KlEstimator>)
+            .default(Follows(default_kl_estimator, "`k1` in the reward, `k3` in the loss"))
+            .conflict(kl_estimator_conflict),
+        Setting::flag("drop_tied_groups").default(Flag(false)),
+        Setting::whole("soft_overlong", 1, 1_000_000)
+            .hint("tokens before max_completion_length over which the penalty grows; null = off"),
+        Setting::number("length_penalty", Range::at_least(0.0).noting("0 = off")).default(Number(0.0)),
+        Setting::whole("min_informative_groups", 0, 1_000_000_000)
+            .hint("groups whose rewards differ, of the prompts of a generation block; 0 = off")
+            .default(Whole(0)),
+        Setting::whole("max_refills", 1, 64).default(Whole(MAX_REFILLS as u64)),
+        Setting::word("reward_normalization", words_of::<RewardNormalization>).default(Word("none")),
+        Setting::flag("overlap").default(Flag(false)).resume(Resume::FixedInOwnForm),
+    ],
+)
+.of_plan(RlooPlan::schema);
+
+fn fewest_generations(read: &Values) -> u64 {
+    if read.get::<Estimator>("estimator").allows_one_generation() { 1 } else { 2 }
+}
+
+fn read_interval(field: &Field<'_>) -> Option<Value> {
+    let items = field.items()?;
+    let [low, high] = items.as_slice() else {
+        field.fail("invalid_value", format!("must be a list of two numbers, [min, max], not of {}", items.len()));
+        return None;
+    };
+    let (low, high) = (low.number_in(Range::ANY)?, high.number_in(Range::ANY)?);
+    if low >= high {
+        field.fail("invalid_value", format!("the first must be less than the second, not {low} and {high}"));
+        return None;
+    }
+    Some(json!([low, high]))
+}
+
+fn default_loss(read: &Values) -> Value {
+    let of_tokens = read.get::<Estimator>("estimator").has_token_advantages();
+    json!(if of_tokens { Loss::TokenMean } else { Loss::Sequence })
+}
+
+/// Estimators of tokens need a loss over tokens.
+fn loss_conflict(read: &Values, given: &Value) -> Option<String> {
+    let estimator: Estimator = read.get("estimator");
+    let loss: Loss = serde_json::from_value(given.clone()).ok()?;
+    (estimator.has_token_advantages() && loss.has_sequence_ratio()).then(|| format!(
+        "estimator '{}' gives every token an advantage of its own, and loss '{}' has one ratio for the whole completion: use loss 'token_mean' (its default), 'seq_mean_token_mean' or 'dr_grpo', or estimator 'rloo'",
+        word_of(estimator),
+        word_of(loss)
+    ))
+}
+
+fn default_kl_estimator(read: &Values) -> Value {
+    json!(match read.get("kl_in") {
+        KlIn::Reward => KlEstimator::K1,
+        KlIn::Loss => KlEstimator::K3,
+    })
+}
+
+fn kl_estimator_conflict(read: &Values, given: &Value) -> Option<String> {
+    let refused = match (read.get("kl_in"), serde_json::from_value(given.clone()).ok()?) {
+        (KlIn::Reward, KlEstimator::K1) | (KlIn::Loss, KlEstimator::K2 | KlEstimator::K3) => return None,
+        (KlIn::Reward, KlEstimator::K2 | KlEstimator::K3) => {
+            "the penalty in the reward is k1, whose expectation has the gradient of the KL: leave it out, or use kl_in 'loss' for k2 and k3"
+        }
+        (KlIn::Loss, KlEstimator::K1) => {
+            "in the loss the expected gradient of k1 is zero on-policy, so it would hold nothing back: use k3 (the default) or k2"
+        }
+    };
+    Some(refused.to_owned())
+}

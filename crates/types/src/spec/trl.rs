@@ -1,0 +1,559 @@
+//! A TRL run (RLOOConfig, with a PEFT LoraConfig) as a job of this service.
+//!
+//! [`convert`] never fails: it gives the job as far as it can be told, and says of every key that was sent whether it was
+//! refused as TRL refuses it (`errors`), asks for something that is not done (`unsupported`), or makes no difference
+//! (`ignored`); all other keys are in the job. TRL's defaults (release 1.16) are written out, so that the job means the same
+//! wherever defaults differ; names and defaults stand in the tables of `super::settings`. The arithmetic of batches stands in `batching`, `rloo.md` says why.
+//!
+//! Longer than other files: a short function for each part of a job, and among them all of TRL's keys.
+
+mod batching;
+mod keys;
+mod peft;
+mod reading;
+mod schedule;
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use self::batching::read_batches;
+use self::keys::{IGNORED, READ, REFUSED, VLLM_PREFIX, says_nothing};
+use self::reading::{Findings, Keys};
+use super::foreign::advice;
+use super::reader::{FieldError, nearest, shown};
+use super::resolve::Warning;
+use super::settings::{Form, RLOO, SAMPLING, SECTIONS, Section, TRAINING, Trl, Values};
+
+pub use reading::Remark;
+
+/// A translated run.
+#[derive(Debug, Clone, Default)]
+pub struct Conversion {
+    /// The job, ready for [`super::JobSpec::read`]; without model, dataset or rewards where none were sent.
+    pub spec: Value,
+    /// What TRL refuses too; pointers lead into what was sent.
+    pub errors: Vec<FieldError>,
+    /// Legal, but probably not meant; pointers lead into what was sent.
+    pub warnings: Vec<Warning>,
+    /// Keys that ask for something that is not done.
+    pub unsupported: Vec<Remark>,
+    /// Keys that make no difference.
+    pub ignored: Vec<Remark>,
+    origins: BTreeMap<String, String>,
+}
+
+impl Conversion {
+    /// An error of the spec, told where the user wrote it: a pointer to a setting that a key gave becomes a pointer to that key.
+    pub fn told_by_key(&self, mut error: FieldError) -> FieldError {
+        let mut at = error.pointer.as_str();
+        loop {
+            if let Some(origin) = self.origins.get(at) {
+                error.pointer = format!("{origin}{}", &error.pointer[at.len()..]);
+                return error;
+            }
+            match at.rfind('/') {
+                Some(end) => at = &at[..end],
+                None => return error,
+            }
+        }
+    }
+}
+
+/// Keys around an RLOOConfig, at the top of what was sent: what TRL's script takes as other arguments, in this API's words.
+const AROUND: [&str; 12] = [
+    "config",
+    "peft_config",
+    "model",
+    "dataset",
+    "train_dataset",
+    "eval_dataset",
+    "rewards",
+    "name",
+    "metadata",
+    "priority",
+    "rloo_config",
+    "lora_config",
+];
+
+/// What was sent, in its two forms: `{config, peft_config, model, dataset, eval_dataset, rewards, …}`, or an RLOOConfig's keys
+/// with the others beside them.
+struct Sent<'v> {
+    config: Map<String, Value>,
+    config_pointer: String,
+    around: BTreeMap<&'static str, &'v Value>,
+}
+
+fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
+    let nothing = || Sent { config: Map::new(), config_pointer: String::new(), around: BTreeMap::new() };
+    let fail = |pointer: &str, detail: &str| {
+        findings.errors.borrow_mut().push(FieldError::new(pointer, "invalid_type", detail));
+    };
+    let Some(map) = document.as_object() else {
+        fail(
+            "",
+            "an RLOOConfig is an object: {\"learning_rate\": 1e-6, …}, or {\"config\": {…}, \"model\": …, \"dataset\": …, \"rewards\": …}",
+        );
+        return nothing();
+    };
+    let around: BTreeMap<_, _> =
+        AROUND.iter().filter_map(|key| Some((*key, map.get(*key).filter(|value| !value.is_null())?))).collect();
+    let wrapped = ["config", "rloo_config"].into_iter().find(|key| map.contains_key(*key));
+    let mut config: Map<String, Value> = map
+        .iter()
+        .filter(|(key, _)| !AROUND.contains(&key.as_str()))
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect();
+    let mut config_pointer = String::new();
+    if let Some(key) = wrapped {
+        for stray in config.keys() {
+            let detail =
+                format!("beside '{key}' there may stand {} only: put this key into {key}", AROUND[1..10].join(", "));
+            findings.errors.borrow_mut().push(FieldError::new(format!("/{stray}"), "unknown_field", detail));
+        }
+        config_pointer = format!("/{key}");
+        config = match &map[key] {
+            Value::Object(config) => config.clone(),
+            Value::Null => Map::new(),
+            _ => {
+                fail(&config_pointer, "must be an RLOOConfig: an object");
+                Map::new()
+            }
+        };
+    }
+    Sent { config, config_pointer, around }
+}
+
+/// Translates a run. `num_rows`: of the dataset, where they can be counted; epochs and fractions of a run become steps by them.
+pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
+    let findings = Findings::default();
+    let Sent { config, config_pointer, around } = sent(document, &findings);
+    let keys = Keys::new(&config, config_pointer, &findings);
+    let mut spec = Map::new();
+    let lora = read_adapter(&keys, &around, &findings, &mut spec);
+    put_surroundings(&keys, &around, &mut spec);
+
+    let evaluates = schedule::evaluates(&keys);
+    let batches = read_batches(&keys, evaluates);
+    let rloo = rloo(&keys);
+    let generations = rloo["num_generations"].as_u64().unwrap_or(2);
+    let num_iterations = rloo["num_iterations"].as_u64().unwrap_or(1).max(1);
+    let mut training = Map::new();
+    if let Some(batches) = batches {
+        training.insert("prompts_per_step".to_owned(), json!(batches.prompts_per_step));
+    }
+    let rows = num_rows
+        .or_else(|| around.get("dataset").or(around.get("train_dataset")).and_then(|dataset| inline_rows(dataset)));
+    let length = schedule::length(&keys, batches, rows, num_iterations, &mut training);
+    put_settings(&keys, &TRAINING, &mut training);
+    read_precision(&keys, &mut training);
+    let sampling = sampling(&keys);
+    let temperature = sampling["temperature"].as_f64().unwrap_or(1.0);
+    let eval = schedule::evaluation(&keys, &length, generations, temperature);
+    let checkpoints = schedule::checkpoints(&keys, &length, eval.as_ref().and_then(|eval| eval.get("every_steps")));
+
+    let mut rloo = rloo;
+    if let Some(batches) = batches {
+        rloo.insert("steps_per_generation".to_owned(), json!(batches.steps_per_generation));
+        keys.origin("/rloo/steps_per_generation", "steps_per_generation");
+    }
+    spec.insert("rloo".to_owned(), Value::Object(rloo));
+    spec.insert("sampling".to_owned(), Value::Object(sampling));
+    let optimizer = schedule::optimizer(&keys, &length);
+    if !lora.is_null() {
+        schedule::warn_of_low_rate(&keys, &optimizer);
+    }
+    spec.insert("lora".to_owned(), lora);
+    spec.insert("optimizer".to_owned(), Value::Object(optimizer));
+    spec.insert("training".to_owned(), Value::Object(training));
+    put_eval(&keys, eval, around.get("eval_dataset").copied(), &mut spec);
+    spec.insert("checkpoints".to_owned(), Value::Object(checkpoints));
+    judge_the_rest(&keys);
+
+    let Findings { errors, warnings, unsupported, ignored, origins } = findings;
+    Conversion {
+        spec: Value::Object(spec),
+        errors: errors.into_inner(),
+        warnings: warnings.into_inner(),
+        unsupported: unsupported.into_inner(),
+        ignored: ignored.into_inner(),
+        origins: origins.into_inner(),
+    }
+}
+
+fn inline_rows(dataset: &Value) -> Option<u64> {
+    let rows = dataset.as_array().or_else(|| dataset.get("records")?.as_array())?;
+    Some(rows.len() as u64)
+}
+
+/// The dataset a run names by its id, so that a caller can look up its rows.
+pub fn named_dataset(document: &Value) -> Option<&str> {
+    let dataset = document.get("dataset").or_else(|| document.get("train_dataset"))?;
+    dataset.as_str().or_else(|| dataset.get("id")?.as_str())
+}
+
+/// `lora` of the job: from a LoraConfig, from flat keys, or null (TRL without PEFT trains every weight).
+fn read_adapter<'v>(
+    keys: &Keys<'v>,
+    around: &BTreeMap<&'static str, &'v Value>,
+    findings: &'v Findings,
+    spec: &mut Map<String, Value>,
+) -> Value {
+    let outside = ["peft_config", "lora_config"].iter().filter_map(|key| Some((format!("/{key}"), *around.get(key)?)));
+    let inside = ["peft_config", "lora_config"].iter().filter_map(|key| Some((keys.pointer_to(key), keys.value(key)?)));
+    let given: Vec<_> = outside.chain(inside).collect();
+    let flat = peft::has_flat_keys(keys);
+    // Without an adapter there is no dropout to turn off: no supported model has one of its own.
+    let _ = keys.flag("disable_dropout");
+    let use_peft = keys.flag("use_peft");
+    if let Some((second, _)) = given.get(1) {
+        let detail = "there are two LoRA configurations: give one";
+        findings.errors.borrow_mut().push(FieldError::new(second, "conflict", detail));
+    }
+    if let Some((pointer, value)) = given.first() {
+        if flat {
+            let reason = format!("{pointer} describes the adapter: lora_* keys beside it are not read");
+            findings.ignored.borrow_mut().push(Remark { key: "lora_*".to_owned(), reason });
+        }
+        ask_flat_keys(keys);
+        let Some(map) = value.as_object() else {
+            let detail = "must be a LoraConfig: {\"r\": 16, \"lora_alpha\": 32, \"target_modules\": \"all-linear\"}";
+            findings.errors.borrow_mut().push(FieldError::new(pointer, "invalid_type", detail));
+            return Value::Null;
+        };
+        let (lora, base) = peft::of_peft_config(map, pointer, findings);
+        if let Some(base) = base {
+            spec.insert("model".to_owned(), json!(base));
+        }
+        return without_dropout(keys, lora);
+    }
+    match (use_peft, flat) {
+        (Some(true), _) | (None, true) => {
+            if use_peft.is_none() {
+                let detail = "lora_* keys are taken to ask for an adapter; in TRL they do so only with use_peft true";
+                keys.warn("use_peft", "peft_assumed", detail);
+            }
+            without_dropout(keys, peft::of_flat_keys(keys))
+        }
+        (Some(false), true) => {
+            ask_flat_keys(keys);
+            findings.ignored.borrow_mut().push(Remark {
+                key: "lora_*".to_owned(),
+                reason: "use_peft is false, so every weight is trained".to_owned(),
+            });
+            Value::Null
+        }
+        (Some(false) | None, false) => Value::Null,
+    }
+}
+
+/// They have been judged as a whole.
+fn ask_flat_keys(keys: &Keys<'_>) {
+    for key in peft::flat_keys() {
+        let _ = keys.value(key);
+    }
+}
+
+fn without_dropout(keys: &Keys<'_>, mut lora: Map<String, Value>) -> Value {
+    if keys.flag("disable_dropout") == Some(true) {
+        lora.insert("dropout".to_owned(), json!(0.0));
+    }
+    Value::Object(lora)
+}
+
+/// What stands beside an RLOOConfig: model, data, rewards, labels.
+fn put_surroundings(keys: &Keys<'_>, around: &BTreeMap<&'static str, &Value>, spec: &mut Map<String, Value>) {
+    let mut first = Map::new();
+    let name = around.get("name").copied().or(keys.value("run_name"));
+    if let Some(name) = name {
+        first.insert("name".to_owned(), name.clone());
+        keys.origin("/name", "run_name");
+    }
+    let named = keys.value("model_name_or_path");
+    if let Some(model) = around.get("model").copied().or(named).cloned().or_else(|| spec.remove("model")) {
+        first.insert("model".to_owned(), model);
+        if !around.contains_key("model") {
+            keys.origin("/model", "model_name_or_path");
+        }
+    }
+    let train = around.get("dataset").or(around.get("train_dataset"));
+    if let Some(dataset) = train {
+        first.insert("dataset".to_owned(), as_dataset(dataset));
+        if !around.contains_key("dataset") {
+            keys.findings.origins.borrow_mut().insert("/dataset".to_owned(), "/train_dataset".to_owned());
+        }
+    }
+    if let Some(name) = keys.value("dataset_name") {
+        match name.as_str().filter(|name| name.starts_with("ds_") && train.is_none()) {
+            Some(id) => {
+                first.insert("dataset".to_owned(), json!({"id": id}));
+                keys.origin("/dataset/id", "dataset_name");
+            }
+            None if train.is_some() => keys.ignore("dataset_name", "dataset says which rows are used"),
+            None => keys.refuse("dataset_name", "datasets are not downloaded by name: upload the rows with POST /datasets and give dataset {\"id\": \"ds_…\"}"),
+        }
+    }
+    put_rewards(keys, around.get("rewards").copied(), &mut first);
+    for key in ["metadata", "priority"] {
+        if let Some(value) = around.get(key) {
+            first.insert(key.to_owned(), (*value).clone());
+        }
+    }
+    first.append(spec);
+    *spec = first;
+}
+
+/// A dataset's id or rows alone are taken as well as {"id"} and {"records"}.
+fn as_dataset(dataset: &Value) -> Value {
+    match dataset {
+        Value::String(id) => json!({ "id": id }),
+        Value::Array(records) => json!({ "records": records }),
+        other => other.clone(),
+    }
+}
+
+/// TRL: one weight a reward, in their order; without reward_weights every weight is 1.
+fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, Value>) {
+    let mut rewards = rewards.cloned();
+    if let Some(weights) = keys.value("reward_weights") {
+        match (weights.as_array(), rewards.as_mut().map(Value::as_array_mut)) {
+            (None, _) => keys.fail("reward_weights", "invalid_type", "must be a list of numbers, one a reward"),
+            (Some(weights), Some(Some(rewards))) if weights.len() != rewards.len() => {
+                let detail = format!(
+                    "{} weights for {} rewards: give one a reward, in their order",
+                    weights.len(),
+                    rewards.len()
+                );
+                keys.fail("reward_weights", "invalid_value", detail);
+            }
+            (Some(weights), Some(Some(rewards))) => {
+                for (index, (reward, weight)) in rewards.iter_mut().zip(weights).enumerate() {
+                    let Some(reward) = reward.as_object_mut() else { continue };
+                    if reward.get("weight").is_some_and(|own| own.as_f64() != weight.as_f64()) {
+                        let detail = format!(
+                            "reward {index} has a weight of its own that differs: give the weight in one place"
+                        );
+                        keys.fail("reward_weights", "conflict", detail);
+                    }
+                    reward.insert("weight".to_owned(), weight.clone());
+                }
+            }
+            (Some(weights), _) => {
+                let list = Value::Array(weights.clone());
+                let detail = format!(
+                    "give the rewards the weights {} in this order: rewards[].weight",
+                    shown(&list.to_string())
+                );
+                keys.warn("reward_weights", "weights_to_be_added", detail);
+            }
+        }
+    }
+    if let Some(rewards) = rewards {
+        spec.insert("rewards".to_owned(), rewards);
+    }
+}
+
+/// The settings of a section that have a key of TRL's, in the order of the table.
+fn put_settings(keys: &Keys<'_>, section: &Section, into: &mut Map<String, Value>) {
+    let nothing = Values::default();
+    for setting in section.settings {
+        let (spellings, value): (&[&'static str], _) = match setting.trl {
+            Trl::Absent | Trl::Own(_) | Trl::Adapter(..) => continue,
+            Trl::Always(value) => (std::slice::from_ref(&setting.name), Some(value.value(&nothing))),
+            Trl::Key(spellings, form, default) => {
+                let default = Some(default.value(&nothing)).filter(|default| !default.is_null());
+                (spellings, read_spellings(keys, spellings, form).or(default))
+            }
+        };
+        let Some(value) = value else { continue };
+        into.insert(setting.name.to_owned(), value);
+        let key = spellings.iter().find(|key| keys.has(key)).unwrap_or(&spellings[0]);
+        keys.origin(&format!("/{}/{}", section.name, setting.name), key);
+    }
+}
+
+/// The value of a key with several spellings; two at once are an error.
+fn read_spellings(keys: &Keys<'_>, spellings: &[&'static str], form: Form) -> Option<Value> {
+    let given: Vec<_> = spellings.iter().filter(|key| keys.has(key)).collect();
+    if let ([_, second, ..], [others @ .., last]) = (given.as_slice(), spellings) {
+        let detail = format!("{} and {last} are spellings of one setting: give one of them", others.join(", "));
+        keys.fail(second, "conflict", detail);
+    }
+    // Each is read, so that none is left over as unknown.
+    let values: Vec<_> = spellings.iter().filter_map(|key| keys.read(key, form)).collect();
+    values.into_iter().next()
+}
+
+fn rloo(keys: &Keys<'_>) -> Map<String, Value> {
+    let mut rloo = Map::new();
+    let generations = keys.number("num_generations").map_or(2, |number| number.clamp(0.0, 1e6) as u64);
+    rloo.insert("num_generations".to_owned(), json!(generations));
+    keys.origin("/rloo/num_generations", "num_generations");
+    put_settings(keys, &RLOO, &mut rloo);
+    rloo
+}
+
+/// The sampling keys; TRL lets generation_kwargs override them.
+fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
+    let mut sampling = Map::new();
+    put_settings(keys, &SAMPLING, &mut sampling);
+    let kwargs = keys.object("chat_template_kwargs").unwrap_or_default();
+    if !kwargs.is_empty() {
+        sampling.insert("chat_template_kwargs".to_owned(), Value::Object(kwargs));
+    }
+    for (key, value) in keys.object("generation_kwargs").unwrap_or_default() {
+        let named = format!("generation_kwargs.{key}");
+        match key.as_str() {
+            _ if value.is_null() => {}
+            // One temperature here is that of sampling and of the log-probs; in TRL this one is sampling's alone.
+            "temperature" if value.as_f64() != sampling["temperature"].as_f64() => keys.refuse(
+                &named,
+                "it would change how completions are sampled and leave their log-probs at 'temperature': give 'temperature' alone",
+            ),
+            "temperature" | "top_p" | "top_k" | "min_p" | "repetition_penalty" => {
+                sampling.insert(key, value);
+            }
+            "max_new_tokens" => {
+                sampling.insert("max_completion_length".to_owned(), value);
+            }
+            "stop_strings" => {
+                sampling.insert("stop".to_owned(), value);
+            }
+            "do_sample" if value == json!(true) => {}
+            "do_sample" => keys.refuse(&named, "greedy completions of a prompt are all equal, and every advantage is 0: remove it"),
+            "num_beams" | "num_return_sequences" if value == json!(1) => {}
+            "use_cache" | "cache_implementation" => keys.ignore(&named, "the worker has a cache of its own"),
+            _ => keys.refuse(
+                &named,
+                "sampling has temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens and stop_strings: remove it",
+            ),
+        }
+    }
+    sampling
+}
+
+/// bf16 and f32 where they are asked for; the default is the server's, since TRL's bf16 default supposes a GPU.
+fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
+    let init = keys.object("model_init_kwargs").unwrap_or_default();
+    for (key, value) in &init {
+        match key.as_str() {
+            "dtype"
+            | "torch_dtype"
+            | "attn_implementation"
+            | "use_cache"
+            | "device_map"
+            | "low_cpu_mem_usage"
+            | "trust_remote_code" => {
+                keys.ignore(
+                    &format!("model_init_kwargs.{key}"),
+                    "weights are read as they are; training.dtype says how is computed",
+                );
+            }
+            _ if value.is_null() => {}
+            "load_in_4bit" | "load_in_8bit" | "quantization_config" => {
+                let refused = REFUSED.iter().find(|entry| entry.keys.contains(&key.as_str()));
+                keys.refuse(&format!("model_init_kwargs.{key}"), refused.map_or("not supported", |entry| entry.reason));
+            }
+            _ => keys.refuse(
+                &format!("model_init_kwargs.{key}"),
+                "models are described by their config.json alone: remove it",
+            ),
+        }
+    }
+    for key in ["dtype", "torch_dtype"] {
+        if keys.value(key).is_some() {
+            keys.ignore(key, "weights are read as they are; training.dtype says how is computed (bf16 here)");
+        }
+    }
+    let (bf16, fp16) = (keys.flag("bf16"), keys.flag("fp16"));
+    if fp16 == Some(true) {
+        keys.refuse(
+            "fp16",
+            "float16 overflows easily and is not supported: use bf16 true (training.dtype \"bf16\"), or neither",
+        );
+    }
+    if let Some(bf16) = bf16.filter(|_| fp16 != Some(true)) {
+        training.insert("dtype".to_owned(), json!(if bf16 { "bf16" } else { "f32" }));
+        keys.origin("/training/dtype", "bf16");
+    }
+}
+
+fn put_eval(keys: &Keys<'_>, eval: Option<Map<String, Value>>, dataset: Option<&Value>, spec: &mut Map<String, Value>) {
+    let Some(mut eval) = eval else {
+        if dataset.is_some() {
+            keys.findings.ignored.borrow_mut().push(Remark {
+                key: "eval_dataset".to_owned(),
+                reason: "eval_strategy is no, so nothing is evaluated: set it to steps".to_owned(),
+            });
+        }
+        return;
+    };
+    if let Some(dataset) = dataset {
+        eval.insert("dataset".to_owned(), as_dataset(dataset));
+    }
+    keys.findings.origins.borrow_mut().insert("/eval/dataset".to_owned(), "/eval_dataset".to_owned());
+    spec.insert("eval".to_owned(), Value::Object(eval));
+}
+
+/// Every key that no section read: harmless, refused, or unknown.
+fn judge_the_rest(keys: &Keys<'_>) {
+    // A dump of a whole RLOOConfig holds vLLM's settings too; with use_vllm false they say nothing.
+    let vllm_off = keys.flag("use_vllm") == Some(false);
+    if keys.flag("use_vllm") == Some(true) {
+        let entry = REFUSED.iter().find(|entry| entry.keys.contains(&"use_vllm"));
+        keys.refuse("use_vllm", entry.map_or("not supported", |entry| entry.reason));
+    }
+    let moves_reference = keys.value("sync_ref_model").is_some_and(|value| value != &json!(false));
+    if moves_reference {
+        let entry = REFUSED.iter().find(|entry| entry.keys.contains(&"sync_ref_model"));
+        keys.refuse("sync_ref_model", entry.map_or("not supported", |entry| entry.reason));
+    }
+    if keys.flag("remove_unused_columns") == Some(true) {
+        let detail = "TRL would keep every column but the prompt from the rewards; here all columns travel to them: leave out of the dataset what they shall not see";
+        keys.warn("remove_unused_columns", "columns_travel", detail);
+    }
+    for (key, value) in keys.rest() {
+        let name = key.as_str();
+        if let Some(entry) = IGNORED.iter().find(|entry| entry.keys.contains(&name)) {
+            if !says_nothing(value) {
+                keys.ignore(key, entry.reason);
+            }
+        } else if let Some(entry) = REFUSED.iter().find(|entry| entry.keys.contains(&name)) {
+            if !entry.is_off(value) {
+                keys.refuse(key, entry.reason);
+            }
+        } else if name.starts_with(VLLM_PREFIX) {
+            match vllm_off {
+                true if says_nothing(value) => {}
+                true => keys.ignore(key, "without use_vllm it says nothing"),
+                false => keys.refuse(key, "there is no vLLM here: the worker samples with its own kernels, the same as in training; remove it"),
+            }
+        } else if matches!(name, "ref_model_mixup_alpha" | "ref_model_sync_steps") {
+            match moves_reference {
+                true => keys.refuse(
+                    key,
+                    "the reference stays what it was at the start: remove it together with sync_ref_model",
+                ),
+                false => keys.ignore(key, "without sync_ref_model it says nothing"),
+            }
+        } else {
+            keys.refuse(key, unknown(name));
+        }
+    }
+}
+
+fn unknown(key: &str) -> String {
+    if let Some((_, text)) = advice(key, "") {
+        // Its text begins with the key, which stands beside the reason already.
+        let prefix = format!("'{key}': ");
+        return text.strip_prefix(&prefix).unwrap_or(&text).to_owned();
+    }
+    let ignored = IGNORED.iter().flat_map(|entry| entry.keys);
+    let refused = REFUSED.iter().flat_map(|entry| entry.keys);
+    let of_settings = SECTIONS.iter().flat_map(|section| section.settings).flat_map(|setting| setting.trl.keys());
+    let known = of_settings.chain(READ.iter().chain(ignored).chain(refused).copied());
+    match nearest(key, known) {
+        Some(meant) => format!("not a key of RLOOConfig (TRL 1.16): did you mean '{meant}'?"),
+        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove it".to_owned(),
+    }
+}

@@ -1,0 +1,8 @@
+//! The integration tests of `rlood-types`, in one binary.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+mod algorithm;
+mod datasets;
+mod spec;
+mod trl;

@@ -1,0 +1,151 @@
+//! `rlood generate`: the base model's completions of one prompt beside those of a checkpoint, in a process of its own. A
+//! task on standard input (one line of JSON), a report on standard output, then the end.
+//!
+//! What fits neither the model nor the memory is refused before any weight is read.
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use crate::args::ProbeArgs;
+use crate::engine::backend::BackendKind;
+use crate::engine::error::EngineError;
+use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
+use crate::engine::host::PromptRow;
+use crate::engine::model::{Adapter, Policy};
+use crate::engine::prompts::{TokenizedPrompt, tokenize_row};
+use crate::engine::random::{Key, Stream};
+use crate::engine::sampling::Sampler;
+use crate::engine::text::Text;
+use crate::generation::{GeneratedText, Generation, GenerationReport, GenerationTask, RenderedPrompt};
+use crate::modelcard::{self, ModelCard};
+use crate::one_shot::{self, OneShotError, error_text};
+use crate::spec::FieldError;
+use crate::spec::footprint::Footprint;
+
+/// Why there are no completions.
+enum Cut {
+    Refused(FieldError),
+    Failed(EngineError),
+    TimedOut,
+}
+
+impl From<EngineError> for Cut {
+    fn from(error: EngineError) -> Self {
+        Cut::Failed(error)
+    }
+}
+
+/// Reads a task, generates, writes the report; code 0 also when the report says that nothing could be generated.
+///
+/// # Errors
+/// When there is no task to read, or nobody to write to.
+pub fn run(args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
+    let begun = Instant::now();
+    let task: GenerationTask = one_shot::take_task()?;
+    let deadline = begun + Duration::from_millis(task.limit_ms);
+    let report = match compare(&task, &args.device.to_string(), deadline) {
+        Ok(generation) => GenerationReport::Generated(generation),
+        Err(Cut::Refused(error)) => GenerationReport::Refused(error),
+        Err(Cut::Failed(error)) => GenerationReport::Unusable(error_text(&error)),
+        Err(Cut::TimedOut) => GenerationReport::TimedOut,
+    };
+    one_shot::give_report(&report)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn compare(task: &GenerationTask, device: &str, deadline: Instant) -> Result<Generation, Cut> {
+    let plan = &task.plan;
+    let backend = BackendKind::of_device(device)?;
+    let text = Text::load(&task.model_dir).map_err(EngineError::from)?;
+    let row = PromptRow { prompt: task.prompt.clone(), columns: serde_json::Map::new() };
+    let prompt = tokenize_row(&text, row, &plan.sampling).map_err(|error| {
+        let detail = format!("the prompt cannot be used: {}", error_text(&error));
+        Cut::Refused(FieldError::new("/prompt", "prompt_not_encodable", detail))
+    })?;
+    let card = modelcard::read(&task.model_dir).map_err(EngineError::from)?;
+    check(task, &card, prompt.ids.len() as u64).map_err(Cut::Refused)?;
+
+    let asked = Asked { task, text: &text, prompt: &prompt, deadline };
+    let load = |dir: &Path| Policy::load_dtype(dir, backend, plan.training.dtype);
+    let mut policy = load(&task.model_dir)?;
+    let base = asked.of(&policy)?;
+    match plan.lora {
+        Some(_) => policy.load_lora(&task.checkpoint_dir)?,
+        None => policy.load_full(&task.checkpoint_dir)?,
+    }
+    let trained = asked.of(&policy)?;
+    let prompt = RenderedPrompt { num_tokens: prompt.ids.len() as u64, text: prompt.text };
+    Ok(Generation { prompt, base, trained })
+}
+
+/// Whether the model and the memory have room for what is asked.
+fn check(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<(), FieldError> {
+    let plan = &task.plan;
+    let completion = u64::from(plan.sampling.max_completion_length);
+    let positions = card.max_position_embeddings as u64;
+    if prompt_tokens == 0 {
+        return Err(FieldError::new("/prompt", "empty_prompt", "the prompt has no tokens; write some text"));
+    }
+    if prompt_tokens + completion > positions {
+        let room = positions.saturating_sub(completion);
+        let detail = format!(
+            "the prompt has {prompt_tokens} tokens, and at most {room} fit (max_position_embeddings {positions} − max_completion_length {completion}): shorten it, or lower sampling.max_completion_length"
+        );
+        return Err(FieldError::new("/prompt", "prompt_too_long", detail));
+    }
+    let needed = Footprint::of_generation(plan, card.num_parameters, &card.config.shape(), prompt_tokens);
+    match task.memory_limit_bytes {
+        Some(limit) if needed > limit => {
+            let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+            let detail = format!(
+                "this needs about {} MiB, and a process may use {} MiB (--memory-limit): lower sampling.max_completion_length or num_generations, or shorten the prompt",
+                mib(needed),
+                mib(limit)
+            );
+            Err(FieldError::new("/sampling/max_completion_length", "not_enough_memory", detail))
+        }
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// What is asked of one model after the other.
+struct Asked<'a> {
+    task: &'a GenerationTask,
+    text: &'a Text,
+    prompt: &'a TokenizedPrompt,
+    deadline: Instant,
+}
+
+impl Asked<'_> {
+    /// The completions of a policy as it is.
+    fn of(&self, policy: &Policy) -> Result<Vec<GeneratedText>, Cut> {
+        let sampling = &self.task.plan.sampling;
+        let num_generations = NonZeroUsize::new(self.task.num_generations as usize).unwrap_or(NonZeroUsize::MIN);
+        let request = GenerateRequest {
+            prompts: &[GeneratePrompt { row: 0, ids: &self.prompt.ids }],
+            num_generations,
+            sampler: Sampler::new(sampling, sampling.temperature),
+            max_completion_length: sampling.max_completion_length as usize,
+            stop: &sampling.stop,
+            key: Key::new(self.task.seed, Stream::Generate),
+            eos_token_ids: self.text.eos_token_ids(),
+            adapter: Adapter::On,
+            max_rows: num_generations.get(),
+        };
+        let groups = generate(policy, self.text, &request, &|| Instant::now() >= self.deadline)?;
+        let completions = groups.ok_or(Cut::TimedOut)?.into_iter().flatten();
+        let shown = completions.map(|completion| {
+            Ok(GeneratedText {
+                completion: self
+                    .text
+                    .decode(completion.segments.completion().map_err(EngineError::from)?, true)
+                    .map_err(EngineError::from)?,
+                num_tokens: completion.segments.num_model_tokens() as u64,
+                finish_reason: completion.finish_reason,
+            })
+        });
+        shown.collect()
+    }
+}

@@ -1,0 +1,217 @@
+//! One run of the loop, watched: the engine's host in a probe.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::{MAX_WARNINGS, Probe};
+use crate::engine::advantage::{RewardWeight, combine_rewards};
+use crate::engine::host::{Host, RunEnd, SavedCheckpoint, ScoreRequest, StopReason};
+use crate::event::{Event, Metrics, Phase};
+use crate::id::JobId;
+use crate::job::Failure;
+use crate::probe::{Observed, ProbeError, ProbedSample, StepSeconds};
+use crate::reward::JobContext;
+use crate::sample::{RewardSample, RolloutPart, Score};
+
+/// One run of the loop, watched.
+pub(super) struct Look<'p> {
+    pub(super) probe: &'p Probe,
+    pub(super) prompts_per_step: usize,
+    pub(super) steps: usize,
+    pub(super) begun: Instant,
+    pub(super) rollout_began: Option<Instant>,
+    pub(super) first_rollout: Option<Instant>,
+    /// Scored completions, in the order of the prompts.
+    pub(super) observed: Vec<Observed>,
+    /// By reward, one a step, s.
+    pub(super) latencies: BTreeMap<String, Vec<f64>>,
+    pub(super) generate_s: f64,
+    pub(super) reward_s: f64,
+    pub(super) scored_steps: usize,
+    /// Log-probs without gradient, and forward to optimizer.
+    pub(super) reference_s: f64,
+    pub(super) train_s: f64,
+    /// Of the last whole step.
+    pub(super) step_s: f64,
+    pub(super) trained_steps: usize,
+    pub(super) warnings: Vec<String>,
+    pub(super) error: Option<ProbeError>,
+}
+
+impl<'p> Look<'p> {
+    pub(super) fn new(probe: &'p Probe, prompts_per_step: usize, steps: usize) -> Self {
+        Self {
+            probe,
+            prompts_per_step,
+            steps,
+            begun: Instant::now(),
+            rollout_began: None,
+            first_rollout: None,
+            observed: Vec::new(),
+            latencies: BTreeMap::new(),
+            generate_s: 0.0,
+            reward_s: 0.0,
+            scored_steps: 0,
+            reference_s: 0.0,
+            train_s: 0.0,
+            step_s: 0.0,
+            trained_steps: 0,
+            warnings: Vec::new(),
+            error: None,
+        }
+    }
+
+    pub(super) fn is_whole(&self) -> bool {
+        self.trained_steps == self.steps
+    }
+
+    /// Reading the model, once a look.
+    pub(super) fn loading_s(&self) -> f64 {
+        self.first_rollout.map_or(0.0, |at| at.duration_since(self.begun).as_secs_f64())
+    }
+
+    /// One optimizer step of the job: a block of P·S prompts is sampled once and trained μ·S times.
+    pub(super) fn step_seconds(&self) -> Option<StepSeconds> {
+        if self.scored_steps == 0 {
+            return None;
+        }
+        let plan = &self.probe.plan;
+        let growth = f64::from(plan.training.prompts_per_step) / self.prompts_per_step as f64;
+        let iterations = f64::from(plan.rloo.num_iterations.max(1));
+        let (scored, trained) = (self.scored_steps as f64, self.trained_steps as f64);
+        let generate = self.generate_s / scored * growth / iterations;
+        let reward = self.reward_s / scored * growth / iterations;
+        let train = (self.trained_steps > 0).then(|| {
+            let (reference, train) = (self.reference_s / trained, self.train_s / trained);
+            let reused = plan.rloo.num_iterations > 1 || plan.rloo.steps_per_generation > 1;
+            // A block that is used again needs its old log-probs: one forward pass, about a third of a training pass.
+            let old = if reused { train / 3.0 } else { 0.0 };
+            ((reference + old) / iterations + train) * growth
+        });
+        Some(StepSeconds { generate, reward, train, total: train.map(|train| generate + reward + train) })
+    }
+
+    /// The run knows rows by their place among the chosen ones, everybody else by their number in the dataset.
+    pub(super) fn numbered(&self, sample: &RewardSample) -> RewardSample {
+        let row = sample.prompt_id.strip_prefix("row_").and_then(|row| row.parse::<usize>().ok());
+        let number = row.and_then(|row| self.probe.numbers.get(row)).copied().unwrap_or_default();
+        RewardSample { prompt_id: format!("row_{number}"), ..sample.clone() }
+    }
+
+    pub(super) fn observe(&mut self, samples: Vec<RewardSample>, scores: &[Score]) {
+        let plan = &self.probe.plan;
+        let weights = RewardWeight::of_plan(&plan.rewards);
+        for (sample, score) in samples.into_iter().zip(scores) {
+            let named = plan.rewards.iter().zip(&score.values);
+            let sample = ProbedSample {
+                prompt_id: sample.prompt_id,
+                prompt: sample.prompt,
+                completion: sample.completion,
+                reward: combine_rewards(&score.values, &weights, plan.rloo.combine),
+                rewards: named.map(|(reward, value)| (reward.name.clone(), value.number())).collect(),
+                finish_reason: sample.finish_reason,
+                num_tokens: sample.num_tokens,
+            };
+            self.observed.push(Observed { values: score.values.clone(), sample });
+        }
+    }
+
+    pub(super) fn warn(&mut self, warning: String) {
+        if self.warnings.len() < MAX_WARNINGS && !self.warnings.contains(&warning) {
+            self.warnings.push(warning);
+        }
+    }
+
+    pub(super) fn time(&mut self, metrics: &Metrics) {
+        let seconds = |name: &str| metrics.get(name).copied().flatten().unwrap_or(0.0);
+        self.reference_s += seconds("step_time/reference");
+        self.train_s += seconds("step_time/train");
+        self.step_s = seconds("step_time");
+        self.trained_steps += 1;
+    }
+}
+
+impl Host for Look<'_> {
+    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
+        let asked = Instant::now();
+        let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.numbered(sample)).collect();
+        let generate_s = self.rollout_began.map_or(0.0, |began| asked.duration_since(began).as_secs_f64());
+        let job = JobContext { job: JobId::new(), rollout: request.id, probe: true };
+        // A built-in reward answers though the limit is over.
+        let left = self.probe.deadline.saturating_duration_since(asked).max(Duration::from_millis(100));
+        let scored = self
+            .probe
+            .runtime
+            .block_on(async { tokio::time::timeout(left, self.probe.rewards.score(&job, &samples)).await });
+        let scored = match scored {
+            Ok(Ok(scored)) => scored,
+            Ok(Err(failure)) => return Err(failure.to_failure(request.id.step).into()),
+            Err(_) => {
+                let rewards = "a reward does not answer within the time limit of the probe";
+                return Err(unanswered(rewards).into());
+            }
+        };
+        self.rollout_began = Some(Instant::now());
+        self.generate_s += generate_s;
+        self.reward_s += asked.elapsed().as_secs_f64();
+        if request.id.part == RolloutPart::Greedy {
+            // A baseline of remax: its time counts, its completions are not what the job trains on.
+            return Ok(scored.scores);
+        }
+        self.scored_steps += 1;
+        for (name, latency) in &scored.metrics {
+            let reward = name.strip_prefix("rewards/").and_then(|name| name.strip_suffix("/latency"));
+            if let (Some(reward), Some(latency)) = (reward, latency) {
+                self.latencies.entry(reward.to_owned()).or_default().push(*latency);
+            }
+        }
+        for warning in scored.warnings {
+            if let Event::Warning { message, .. } = warning {
+                self.warn(message);
+            }
+        }
+        self.observe(samples, &scored.scores);
+        Ok(scored.scores)
+    }
+
+    fn event(&mut self, event: Event) -> Result<(), RunEnd> {
+        match event {
+            Event::Phase { phase: Phase::Rollout, .. } => {
+                self.rollout_began = Some(Instant::now());
+                self.first_rollout.get_or_insert_with(Instant::now);
+            }
+            // Nothing of a probe is kept.
+            Event::Phase { phase: Phase::Checkpoint, .. } => return Err(RunEnd::Stopped(StopReason::Cancel)),
+            Event::Step { metrics, .. } => self.time(&metrics),
+            Event::Phase { .. }
+            | Event::Samples { .. }
+            | Event::Warning { .. }
+            | Event::Alert { .. }
+            | Event::AlertCleared { .. }
+            | Event::TrainingPhase { .. }
+            | Event::Diverged { .. }
+            | Event::Reward { .. }
+            | Event::EarlyStopping { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn saved(&mut self, _: &SavedCheckpoint<'_>) -> Result<(), RunEnd> {
+        Err(RunEnd::Stopped(StopReason::Cancel))
+    }
+
+    fn stop(&self) -> Option<StopReason> {
+        (Instant::now() >= self.probe.deadline).then_some(StopReason::Cancel)
+    }
+}
+
+fn unanswered(message: &str) -> Failure {
+    Failure {
+        class: crate::job::FailureClass::Reward,
+        code: "reward_timeout".to_owned(),
+        message: message.to_owned(),
+        phase: Some(Phase::Reward),
+        step: None,
+        suggestion: None,
+    }
+}

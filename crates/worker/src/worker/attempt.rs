@@ -1,0 +1,484 @@
+//! One attempt at one job: fetch what it needs, run the engine on a thread of its own, report how it ended.
+//!
+//! Longer than other files: the ways in which an attempt ends are decided here and nowhere else.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, oneshot};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::client::{Client, ClientError, Held, OUTAGE, fetch, persist};
+use super::clock;
+use super::events::Events;
+use super::failure;
+use super::host::JobHost;
+use super::journal::Journal;
+use super::reports::Reports;
+use super::saving::Saving;
+use super::signals::{Progress, StopSignal, drops_work};
+use super::{EXIT_DEVICE, EXIT_GRADING, EXIT_PANIC, TrainFn, Worker};
+use crate::causes::with_causes;
+use crate::device::process_memory_bytes;
+use crate::engine::error::EngineError;
+use crate::engine::host::{PromptRow, RunEnd, StopReason, TrainInput};
+use crate::event::Phase;
+use crate::job::Failure;
+use crate::modelcard;
+use crate::outgoing::OutgoingPolicy;
+use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
+use crate::reward::{Rewards, Surroundings};
+use crate::reward_model::LocalRewardModels;
+use crate::spec::{DatasetPlan, eval_secret_name};
+
+/// Between two heartbeats, however much there is to tell.
+const SOONEST_BEAT: Duration = Duration::from_secs(1);
+/// The last words of a run whose server may be gone.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+/// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
+const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
+
+/// What the parts of an attempt share.
+pub(super) struct Attempt {
+    pub(super) client: Client,
+    pub(super) held: Held,
+    stop: StopSignal,
+    pub(super) progress: Progress,
+    pub(super) events: Events,
+}
+
+/// Everything the engine needs, on this machine.
+struct Prepared {
+    rows: Vec<PromptRow>,
+    eval_rows: Vec<PromptRow>,
+    resume: Option<PathBuf>,
+    initial: Option<PathBuf>,
+}
+
+/// How long a grader may take to end once its job is over.
+const GRADER_ENDS: Duration = Duration::from_secs(2);
+const GRADER_POLL: Duration = Duration::from_millis(50);
+
+/// Runs a claim to its end; once the worker leaves, for no longer than `leave_within`, even when nobody takes its report.
+/// Returns the code with which this process must end because it is not to be trusted with another job, if it must.
+pub(super) async fn run(worker: &Worker, claim: Claim) -> Option<u8> {
+    tokio::select! {
+        code = run_and_report(worker, claim) => code,
+        () = leaving_for(worker, worker.leave_within) => {
+            tracing::warn!("the end of the attempt is not reported: the server does not answer, and this process leaves");
+            None
+        }
+    }
+}
+
+async fn leaving_for(worker: &Worker, time: Duration) {
+    worker.leaving.cancelled().await;
+    tokio::time::sleep(time).await;
+}
+
+async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
+    let held = Held { job: claim.job, attempt: claim.attempt };
+    let stop = StopSignal::new();
+    let done = claim.resume.as_ref().map_or(0, |resume| resume.step);
+    let progress = Progress::new(done, claim.plan.training.max_steps);
+    let (events, delivery) = Events::start(worker.client.clone(), held, stop.clone());
+    let attempt = Attempt { client: worker.client.clone(), held, stop: stop.clone(), progress, events };
+    attempt.events.log(format!("attempt {} begins on {} ({})", held.attempt, worker.device, worker.id));
+
+    let leave = {
+        let (leaving, stop) = (worker.leaving.clone(), stop.clone());
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            leaving.cancelled().await;
+            stop.raise(StopReason::Shutdown);
+        }))
+    };
+    let graders = Graders::default();
+    let ended = tokio::select! {
+        ended = attempt.work(worker, claim, &graders) => ended,
+        // The rest is for the report.
+        () = leaving_for(worker, worker.leave_within.mul_f64(0.8)) => {
+            attempt.events.log("the engine did not stop in time: what it did since the last checkpoint is dropped");
+            Err(RunEnd::Stopped(StopReason::Shutdown))
+        }
+    };
+    drop(leave);
+    let outcome = match ended {
+        Ok(()) => Outcome::Succeeded,
+        Err(RunEnd::Stopped(StopReason::Cancel)) => Outcome::Cancelled,
+        Err(RunEnd::Stopped(StopReason::Pause { reason })) => Outcome::Paused { reason },
+        Err(RunEnd::Stopped(StopReason::Shutdown)) if worker.preempted.load(Ordering::Relaxed) => Outcome::Preempted,
+        Err(RunEnd::Stopped(StopReason::Shutdown)) => Outcome::Requeued,
+        Err(RunEnd::Stopped(StopReason::LeaseLost)) => {
+            tracing::warn!(job = %held.job, attempt = held.attempt, "the claim is lost; this attempt is dropped");
+            return graders.settled().await;
+        }
+        Err(RunEnd::Panicked) => {
+            attempt.events.log("the engine panicked; the worker restarts");
+            let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
+            return Some(EXIT_PANIC);
+        }
+        Err(RunEnd::Failed(error @ EngineError::Device(_))) => {
+            let why = error.to_string();
+            // The supervisor keeps the last lines of standard error for its report of this process's end.
+            tracing::error!(job = %held.job, attempt = held.attempt, why, "the GPU failed; this process ends");
+            attempt.events.log(format!("{why}; the worker restarts, and the job goes on from its last checkpoint"));
+            let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
+            return Some(EXIT_DEVICE);
+        }
+        Err(RunEnd::Failed(error)) => Outcome::Failed { failure: failure::of_engine(error, attempt.progress.get()) },
+    };
+    attempt.events.log(last_line(&outcome));
+    // An error here is the delivery's own: it is looked at next.
+    let flushed = attempt.events.flush().await;
+    let Attempt { client, progress, events, .. } = attempt;
+    drop(events);
+    let outcome = match (flushed, delivery.await) {
+        (Ok(()), _) => outcome,
+        (Err(_), Ok(Err(ClientError::LeaseLost))) => return graders.settled().await,
+        (Err(_), ended) => {
+            let error = match &ended {
+                Ok(Ok(())) => "the delivery ended".to_owned(),
+                Ok(Err(error)) => with_causes(error),
+                Err(error) => with_causes(error),
+            };
+            tracing::error!(error, "the events of the run could not be delivered");
+            Outcome::Failed { failure: failure::events_refused(progress.get()) }
+        }
+    };
+    let finish = Finish { attempt: held.attempt, outcome };
+    match persist(|| client.finish(held, &finish), ClientError::is_transient).await {
+        Ok(()) => tracing::info!(job = %held.job, "the attempt is over"),
+        Err(error) => {
+            tracing::warn!(job = %held.job, error = with_causes(&error), "the end of the attempt could not be reported")
+        }
+    }
+    graders.settled().await
+}
+
+/// The rewards of an attempt, as soon as they are made: their graders may outlive it.
+#[derive(Default)]
+struct Graders(std::sync::OnceLock<Vec<Arc<Rewards>>>);
+
+impl Graders {
+    /// Waits for their threads, once the job is settled. Returns the code with which the process ends if they go on.
+    async fn settled(&self) -> Option<u8> {
+        let grading = || self.0.get().is_some_and(|rewards| rewards.iter().any(|rewards| rewards.is_grading()));
+        let ended = async {
+            while grading() {
+                tokio::time::sleep(GRADER_POLL).await;
+            }
+        };
+        match tokio::time::timeout(GRADER_ENDS, ended).await {
+            Ok(()) => None,
+            Err(_) => {
+                tracing::error!("a built-in reward of the last job still computes; this process ends");
+                Some(EXIT_GRADING)
+            }
+        }
+    }
+}
+
+fn last_line(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::Succeeded => "succeeded".to_owned(),
+        Outcome::Failed { failure } => format!("failed: {}: {}", failure.code, failure.message),
+        Outcome::Cancelled => "cancelled".to_owned(),
+        Outcome::Paused { reason: Some(reason) } => format!("paused: {reason}"),
+        Outcome::Paused { reason: None } => "paused".to_owned(),
+        Outcome::Requeued => "requeued: the worker leaves".to_owned(),
+        Outcome::Preempted => "requeued: the worker is preempted (SIGTERM)".to_owned(),
+    }
+}
+
+impl Attempt {
+    async fn work(&self, worker: &Worker, mut claim: Claim, graders: &Graders) -> Result<(), RunEnd> {
+        let saving = Saving::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
+        let position = || self.progress.get();
+        let policy = OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
+            failure::of_client(
+                &ClientError::Refused { status: 0, code: "allow_outgoing".to_owned(), detail: error.to_string() },
+                position(),
+            )
+        })?;
+        let journal = Journal::start(self.client.clone(), self.held, self.stop.clone(), claim.callbacks.clone());
+        let written = Arc::new(journal.clone());
+        let models = LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan);
+        let client = worker.reward_client(&policy).map_err(|detail| failure::no_reward_client(&detail, position()))?;
+        let cache_scope = claim.cache_scope.clone().unwrap_or_else(|| claim.job.to_string());
+        let client = client.with_cache_scope(&cache_scope);
+        let surroundings = Surroundings {
+            client,
+            journal: Some(written),
+            models: Some(Arc::new(models)),
+            former: claim.reward_reports.clone(),
+        };
+        let rewards = Rewards::within(&claim.plan.rewards, &claim.secrets, surroundings);
+        let rewards = Arc::new(rewards.map_err(|error| error.to_failure())?);
+        // The first to ask gets them.
+        let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
+        let eval_rewards = build_eval_rewards(&claim, &rewards)?.map(Arc::new);
+        // Set once: this is the only place.
+        let _ = graders.0.set(std::iter::once(&rewards).chain(&eval_rewards).cloned().collect());
+        let reports = Reports::start(self.client.clone(), self.held, rewards.clone(), eval_rewards.clone());
+        let beats = beat(
+            self.client.clone(),
+            self.held,
+            self.stop.clone(),
+            self.progress.clone(),
+            rewards.clone(),
+            worker.heartbeat(),
+        );
+        let _beats = AbortOnDropHandle::new(tokio::spawn(beats));
+
+        let scratch = tempfile::Builder::new()
+            .prefix("attempt-")
+            .tempdir_in(&worker.scratch_dir)
+            .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
+            .map_err(|error| failure::of_client(&error, position()))?;
+        let prepared = tokio::select! {
+            prepared = self.prepare(&mut claim, &journal, scratch.path()) => prepared?,
+            stop = self.stop.wait_for(|_| true) => return Err(RunEnd::Stopped(stop)),
+        };
+        let ready = async {
+            rewards.prepare().await?;
+            match &eval_rewards {
+                Some(eval_rewards) => eval_rewards.prepare().await,
+                None => Ok(()),
+            }
+        };
+        tokio::select! {
+            ready = ready => ready.map_err(|failure| Failure { phase: Some(Phase::Loading), step: None, ..failure.to_failure(0) })?,
+            stop = self.stop.wait_for(|_| true) => return Err(RunEnd::Stopped(stop)),
+        }
+        match claim.resume.as_ref() {
+            Some(resume) => self.events.log(format!("resumes after step {}", resume.step)),
+            None => self.events.log("starts from the beginning"),
+        }
+        let host = JobHost {
+            runtime: Handle::current(),
+            client: self.client.clone(),
+            held: self.held,
+            stop: self.stop.clone(),
+            progress: self.progress.clone(),
+            events: self.events.clone(),
+            rewards,
+            notices,
+            journal: journal.clone(),
+            saving,
+            eval_rewards,
+            begun: Default::default(),
+            reward_metrics: Default::default(),
+        };
+        let run = EngineRun {
+            claim,
+            prepared,
+            scratch_dir: scratch.path().join("checkpoints"),
+            device: worker.device.clone(),
+        };
+        let ended = run.on_thread(worker.train, host).await;
+        if let Err(RunEnd::Panicked) = ended {
+            return ended;
+        }
+        // The engine's thread is over: nothing uses the directory any more.
+        drop(scratch);
+        // An answer that came with the stop need not be asked for again.
+        let _ = tokio::time::timeout(LAST_WORDS, journal.flush()).await;
+        let _ = tokio::time::timeout(LAST_WORDS, reports.last()).await;
+        match ended {
+            Err(RunEnd::Failed(error)) => {
+                tracing::warn!(error = with_causes(&error), "the engine ended with an error");
+                Err(match (error, self.stop.get()) {
+                    (error @ EngineError::Host(_), _) => RunEnd::Failed(error),
+                    // Whatever it says, its work is not wanted any more.
+                    (_, Some(stop)) if drops_work(&stop) => RunEnd::Stopped(stop),
+                    (error, _) if is_disk_full(&error) => {
+                        RunEnd::Stopped(StopReason::Pause { reason: Some("disk_full".to_owned()) })
+                    }
+                    (error, _) => RunEnd::Failed(error),
+                })
+            }
+            ended => ended,
+        }
+    }
+
+    async fn prepare(&self, claim: &mut Claim, journal: &Journal, scratch: &Path) -> Result<Prepared, Failure> {
+        let (rollouts, answers) = self.fetched(journal.recall(&self.client, self.held).await)?;
+        if rollouts + answers > 0 {
+            self.events.log(format!(
+                "the journal holds {rollouts} rollouts and {answers} reward answers since then: they are not repeated"
+            ));
+        }
+        let dir = PathBuf::from(&claim.model_path);
+        let fingerprint = tokio::task::spawn_blocking(move || modelcard::fingerprint(&dir)).await;
+        match fingerprint {
+            Ok(Ok(sha256)) if sha256 == claim.plan.model.sha256 => {}
+            Ok(Ok(_)) => return Err(failure::model_changed(self.progress.get())),
+            Ok(Err(error)) => return Err(failure::model_unreadable(&error, self.progress.get())),
+            Err(panicked) => {
+                let error = ClientError::Disk { doing: "read the model", source: std::io::Error::other(panicked) };
+                return Err(failure::of_client(&error, self.progress.get()));
+            }
+        }
+        let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
+        let eval_rows = match &claim.plan.eval {
+            // The engine holds them out of the training rows.
+            Some(eval) if eval.fraction.is_some() => Vec::new(),
+            Some(eval) if eval.dataset.id == claim.plan.dataset.id => rows.clone(),
+            Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
+            None => Vec::new(),
+        };
+        let resume = self.fetch_checkpoint(&mut claim.resume, scratch).await?;
+        Ok(Prepared { rows, eval_rows, resume, initial: self.fetch_initial(&claim.initial, scratch).await? })
+    }
+
+    async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
+        let path = scratch.join("dataset.ndjson");
+        self.fetched(fetch(|| self.client.dataset(self.held, dataset.id, &dataset.sha256, &path)).await)?;
+        let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;
+        match read {
+            Ok(Ok(rows)) => Ok(rows),
+            Ok(Err((line, why))) => Err(failure::dataset_unreadable(line, &why, self.progress.get())),
+            Err(panicked) => Err(failure::dataset_unreadable(0, &panicked.to_string(), self.progress.get())),
+        }
+    }
+
+    /// A failed transfer as a failure; a lost claim, or a server that is gone, only raises the stop, which ends the preparation.
+    pub(super) fn fetched<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
+        result.map_err(|error| {
+            let is_answered = self.progress.hears_server();
+            if matches!(error, ClientError::LeaseLost) || (error.is_transient() && !is_answered) {
+                self.stop.raise(StopReason::LeaseLost);
+            }
+            match &error {
+                transient if transient.is_transient() && is_answered => {
+                    failure::transfer_failed(transient, self.progress.get())
+                }
+                ClientError::Refused { status: 404 | 410, detail, .. } => {
+                    failure::dataset_missing(detail, self.progress.get())
+                }
+                other => failure::of_client(other, self.progress.get()),
+            }
+        })
+    }
+}
+
+/// The worker's own disk has no room, as the server's may have none: there is nothing wrong with the job.
+fn is_disk_full(error: &EngineError) -> bool {
+    matches!(error, EngineError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull)
+}
+
+/// The evaluation's own rewards, if it has some; their secrets lie under names of their own.
+fn build_eval_rewards(claim: &Claim, rewards: &Rewards) -> Result<Option<Rewards>, Failure> {
+    let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
+    let secret_of = |name: &String| Some((name.clone(), claim.secrets.get(&eval_secret_name(name))?.clone()));
+    let secrets = plans.iter().filter_map(|plan| secret_of(&plan.name)).collect();
+    rewards.beside(plans, &secrets).map(Some).map_err(|error| error.to_failure())
+}
+
+/// What moves to the engine's thread.
+struct EngineRun {
+    claim: Claim,
+    prepared: Prepared,
+    scratch_dir: PathBuf,
+    device: String,
+}
+
+impl EngineRun {
+    /// [`RunEnd::Panicked`] where the thread panicked (its message is on standard error), or cannot be started.
+    async fn on_thread(self, train: TrainFn, mut host: JobHost) -> Result<(), RunEnd> {
+        let (sender, receiver) = oneshot::channel();
+        let started =
+            std::thread::Builder::new().name("engine".to_owned()).stack_size(ENGINE_STACK_BYTES).spawn(move || {
+                let EngineRun { claim, prepared, scratch_dir, device } = self;
+                let input = TrainInput {
+                    plan: &claim.plan,
+                    model_dir: Path::new(&claim.model_path),
+                    model_name: &claim.model_name,
+                    rows: prepared.rows,
+                    eval_rows: prepared.eval_rows,
+                    resume: prepared.resume,
+                    initial_adapter: prepared.initial,
+                    scratch_dir: &scratch_dir,
+                    device: &device,
+                    backend: None,
+                };
+                let ended = train(input, &mut host);
+                drop(host);
+                // Nobody waits any more only when the process leaves.
+                let _ = sender.send(ended);
+            });
+        match started {
+            Ok(_) => receiver.await.unwrap_or(Err(RunEnd::Panicked)),
+            Err(error) => {
+                tracing::error!(%error, "the engine's thread cannot be started");
+                Err(RunEnd::Panicked)
+            }
+        }
+    }
+}
+
+/// Tells the server where the run is and hears what its user wants, in every phase.
+async fn beat(
+    client: Client,
+    held: Held,
+    stop: StopSignal,
+    progress: Progress,
+    rewards: Arc<Rewards>,
+    every: Duration,
+) {
+    let mut answered = clock::now();
+    // The first ones follow each other closely: they say where a short attempt was, and how much memory it had.
+    let mut early = SOONEST_BEAT;
+    let mut waits = rewards.waiting_changes();
+    loop {
+        let position = progress.get();
+        let waiting = *waits.borrow_and_update() > 0;
+        let beat = Heartbeat {
+            attempt: held.attempt,
+            phase: position.phase,
+            status_reason: waiting.then(|| "waiting_for_reward".to_owned()),
+            step: position.step,
+            eta_s: position.eta_s(),
+            memory_bytes: process_memory_bytes(),
+        };
+        let pause = match client.heartbeat(held, &beat).await {
+            Ok(reply) => {
+                answered = clock::now();
+                progress.heard();
+                if let Some(requested) = reply.requested {
+                    stop.request(requested);
+                }
+                early = early.saturating_mul(2);
+                every.min(early / 2)
+            }
+            Err(error) if error.is_transient() && clock::now() - answered < OUTAGE => {
+                tracing::warn!(error = with_causes(&error), "a heartbeat was not answered");
+                every.min(Duration::from_secs(1))
+            }
+            Err(error) => {
+                tracing::warn!(error = with_causes(&error), "the heartbeat ends");
+                return stop.raise(StopReason::LeaseLost);
+            }
+        };
+        // That the job waits for a service (or no longer does) is told soon, not at the next beat.
+        tokio::time::sleep(pause.min(SOONEST_BEAT)).await;
+        let changed = waits.wait_for(|number| (*number > 0) != waiting);
+        let _ = tokio::time::timeout(pause.saturating_sub(SOONEST_BEAT), changed).await;
+    }
+}
+
+/// The rows of a dataset: one JSON object a line, `prompt` and whatever else.
+fn read_rows(path: &Path) -> Result<Vec<PromptRow>, (usize, String)> {
+    let text = std::fs::read_to_string(path).map_err(|error| (0, error.to_string()))?;
+    let row = |(index, line): (usize, &str)| {
+        let mut columns: Map<String, Value> =
+            serde_json::from_str(line).map_err(|error| (index + 1, error.to_string()))?;
+        let prompt = columns.shift_remove("prompt").ok_or_else(|| (index + 1, "it has no 'prompt'".to_owned()))?;
+        Ok(PromptRow { prompt, columns })
+    };
+    text.lines().enumerate().map(row).collect()
+}

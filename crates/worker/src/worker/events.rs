@@ -1,0 +1,169 @@
+//! Events on their way to the server: in order, in batches, each batch until it is stored.
+
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+
+use super::client::{Client, ClientError, Held, persist};
+use super::signals::StopSignal;
+use crate::engine::host::StopReason;
+use crate::event::{Event, Sample};
+use crate::protocol::EventBatch;
+
+/// The longest an event waits for company.
+const LINGER: Duration = Duration::from_millis(250);
+/// Most events and lines of a batch.
+const MAX_EVENTS: usize = 1000;
+/// About the most bytes of a batch.
+const MAX_BYTES: usize = 1024 * 1024;
+
+enum Message {
+    Event(Event),
+    Log(String),
+    Flush(oneshot::Sender<()>),
+}
+
+/// The near end. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(super) struct Events(mpsc::UnboundedSender<Message>);
+
+/// The events cannot be delivered: the claim is lost, or the server refuses them.
+#[derive(Debug, thiserror::Error)]
+#[error("events cannot be delivered any more")]
+pub(super) struct Undelivered;
+
+impl Events {
+    /// Starts the delivery of one attempt. The task ends when every `Events` is dropped and all is sent, or with the error
+    /// that prevents delivery; a lost claim and a long outage also raise the stop.
+    pub(super) fn start(client: Client, held: Held, stop: StopSignal) -> (Self, Delivery) {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        (Self(sender), tokio::spawn(deliver(receiver, client, held, stop)))
+    }
+
+    /// Samples travel in pieces of bounded size.
+    pub(super) fn send(&self, event: Event) -> Result<(), Undelivered> {
+        let Event::Samples { samples } = event else { return self.push(Message::Event(event)) };
+        let mut piece = Vec::new();
+        let mut bytes = 0;
+        for sample in samples {
+            bytes += size_of_sample(&sample);
+            piece.push(sample);
+            if bytes >= MAX_BYTES / 4 {
+                self.push(Message::Event(Event::Samples { samples: std::mem::take(&mut piece) }))?;
+                bytes = 0;
+            }
+        }
+        if piece.is_empty() { Ok(()) } else { self.push(Message::Event(Event::Samples { samples: piece })) }
+    }
+
+    /// A line of the job's log.
+    pub(super) fn log(&self, line: impl Into<String>) {
+        let line = line.into();
+        tracing::info!("{line}");
+        // Without delivery the line stands in the worker's own log.
+        let _ = self.push(Message::Log(line));
+    }
+
+    /// Returns when everything sent so far is stored.
+    pub(super) async fn flush(&self) -> Result<(), Undelivered> {
+        let (sender, receiver) = oneshot::channel();
+        self.push(Message::Flush(sender))?;
+        receiver.await.map_err(|_| Undelivered)
+    }
+
+    fn push(&self, message: Message) -> Result<(), Undelivered> {
+        self.0.send(message).map_err(|_| Undelivered)
+    }
+}
+
+/// The far end: why it stopped, if not because all was done.
+pub(super) type Delivery = tokio::task::JoinHandle<Result<(), ClientError>>;
+
+async fn deliver(
+    mut receiver: mpsc::UnboundedReceiver<Message>,
+    client: Client,
+    held: Held,
+    stop: StopSignal,
+) -> Result<(), ClientError> {
+    let mut number = 0;
+    while let Some((content, flushes)) = collect(&mut receiver).await {
+        if !content.events.is_empty() || !content.log.is_empty() {
+            let Content { events, log, .. } = content;
+            let batch = EventBatch { attempt: held.attempt, batch: number, events, log };
+            let sent = tokio::select! {
+                sent = persist(|| client.events(held, &batch), ClientError::is_transient) => sent,
+                _ = stop.wait_for(|stop| *stop == StopReason::LeaseLost) => Err(ClientError::LeaseLost),
+            };
+            if let Err(error) = sent {
+                if matches!(error, ClientError::LeaseLost) || error.is_transient() {
+                    stop.raise(StopReason::LeaseLost);
+                }
+                return Err(error);
+            }
+            number += 1;
+        }
+        for flushed in flushes {
+            // Whoever asked may have stopped waiting.
+            let _ = flushed.send(());
+        }
+    }
+    Ok(())
+}
+
+#[derive(Default)]
+struct Content {
+    events: Vec<Event>,
+    log: Vec<String>,
+    bytes: usize,
+}
+
+impl Content {
+    fn is_full(&self) -> bool {
+        self.events.len() + self.log.len() >= MAX_EVENTS || self.bytes >= MAX_BYTES
+    }
+}
+
+/// What comes within [`LINGER`] of the first message, or until it is enough; a flush ends the collection at once.
+async fn collect(receiver: &mut mpsc::UnboundedReceiver<Message>) -> Option<(Content, Vec<oneshot::Sender<()>>)> {
+    let mut content = Content::default();
+    let mut message = receiver.recv().await?;
+    let deadline = Instant::now() + LINGER;
+    loop {
+        match message {
+            Message::Event(event) => {
+                content.bytes += size_of_event(&event);
+                content.events.push(event);
+            }
+            Message::Log(line) => {
+                content.bytes += line.len();
+                content.log.push(line);
+            }
+            Message::Flush(flushed) => return Some((content, vec![flushed])),
+        }
+        if content.is_full() {
+            return Some((content, Vec::new()));
+        }
+        message = match tokio::time::timeout_at(deadline, receiver.recv()).await {
+            Ok(Some(message)) => message,
+            Ok(None) | Err(_) => return Some((content, Vec::new())),
+        };
+    }
+}
+
+/// About as many bytes as its JSON has.
+fn size_of_event(event: &Event) -> usize {
+    match event {
+        Event::Samples { samples } => samples.iter().map(size_of_sample).sum(),
+        Event::Step { metrics, .. } => 64 + 64 * metrics.len(),
+        Event::Phase { .. } => 64,
+        Event::Warning { message, .. } | Event::Reward { message, .. } => 512 + message.len(),
+        Event::Alert { alert } => 1024 + alert.message.len() + alert.fix.len(),
+        Event::AlertCleared { .. } | Event::EarlyStopping { .. } | Event::Diverged { .. } => 256,
+        Event::TrainingPhase { .. } => 1024,
+    }
+}
+
+fn size_of_sample(sample: &Sample) -> usize {
+    512 + 64 * sample.rewards.len() + sample.prompt.len() + sample.completion.len()
+}

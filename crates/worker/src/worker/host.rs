@@ -1,0 +1,311 @@
+//! The engine's surroundings while it runs inside a worker: rewards, events, checkpoints over the worker protocol.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use serde_json::json;
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::client::{Client, ClientError, Held, full_at_once, persist};
+use super::clock;
+use super::events::Events;
+use super::failure;
+use super::journal::Journal;
+use super::saving::Saving;
+use super::signals::{Progress, StopSignal, drops_work};
+use crate::causes::with_causes;
+use crate::engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason};
+use crate::event::{Event, Metrics, Phase, SamplePhase};
+use crate::protocol::Publish;
+use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
+use crate::sample::{RolloutId, SampledGroup};
+
+/// Times that a checkpoint is uploaded before the server's refusal counts.
+const PUBLISH_TRIES: u32 = 5;
+
+/// [`Host`] for one attempt. Its methods run on the engine's thread and wait there for the runtime's tasks.
+pub(super) struct JobHost {
+    pub(super) runtime: Handle,
+    pub(super) client: Client,
+    pub(super) held: Held,
+    pub(super) stop: StopSignal,
+    pub(super) progress: Progress,
+    pub(super) events: Events,
+    pub(super) rewards: Arc<Rewards>,
+    /// What the rewards tell while they are asked.
+    pub(super) notices: mpsc::UnboundedReceiver<Event>,
+    pub(super) journal: Journal,
+    pub(super) saving: Saving,
+    /// The evaluation's own, if it has some.
+    pub(super) eval_rewards: Option<Arc<Rewards>>,
+    /// What is being scored while the engine does other work; dropped with the host.
+    pub(super) begun: HashMap<RolloutId, AbortOnDropHandle<Result<Scored, RewardFailure>>>,
+    /// Metrics of the rewards, until the step they belong to is done: training, evaluation.
+    pub(super) reward_metrics: [Metrics; 2],
+}
+
+impl JobHost {
+    /// A stop of our own making, remembered like one from outside.
+    fn stop_with(&self, stop: StopReason) -> RunEnd {
+        self.stop.raise(stop.clone());
+        RunEnd::Stopped(stop)
+    }
+
+    fn refuse(&mut self, error: &ClientError) -> RunEnd {
+        match error {
+            ClientError::StorageFull => self.stop_with(StopReason::Pause { reason: Some("disk_full".to_owned()) }),
+            ClientError::LeaseLost => self.stop_with(StopReason::LeaseLost),
+            transient if transient.is_transient() && self.progress.hears_server() => {
+                failure::transfer_failed(transient, self.progress.get()).into()
+            }
+            transient if transient.is_transient() => self.stop_with(StopReason::LeaseLost),
+            other => failure::of_client(other, self.progress.get()).into(),
+        }
+    }
+
+    fn send(&mut self, event: Event) -> Result<(), RunEnd> {
+        self.events.send(event).map_err(|_| self.undelivered())
+    }
+
+    /// The delivery knows why; the attempt reads it there when no stop was raised.
+    fn undelivered(&mut self) -> RunEnd {
+        match self.stop.get() {
+            Some(stop) if drops_work(&stop) => RunEnd::Stopped(stop),
+            Some(_) | None => failure::events_refused(self.progress.get()).into(),
+        }
+    }
+
+    fn log_warning(&self, event: &Event) {
+        match event {
+            Event::Warning { code, message, .. } => self.events.log(format!("warning {code}: {message}")),
+            Event::Reward { change, message, .. } => self.events.log(format!("{}: {message}", change.event())),
+            _ => {}
+        }
+    }
+
+    /// The journal takes no more entries: a stop says why, or its own error does.
+    fn unrecorded(&mut self) -> RunEnd {
+        let journal = self.journal.clone();
+        match (self.stop.get(), journal.failure()) {
+            (Some(stop), _) => RunEnd::Stopped(stop),
+            (None, Some(error)) => self.refuse(error),
+            (None, None) => self.stop_with(StopReason::LeaseLost),
+        }
+    }
+
+    async fn publish(&self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), ClientError> {
+        let mut tries = 1;
+        loop {
+            match self.publish_once(checkpoint).await {
+                // A server that restarted meanwhile swept what had been uploaded to it.
+                Err(error @ ClientError::Refused { status: 422, .. }) if tries < PUBLISH_TRIES => {
+                    tracing::warn!(
+                        step = checkpoint.step,
+                        error = with_causes(&error),
+                        "uploading the checkpoint again"
+                    );
+                    tries += 1;
+                }
+                other => return other,
+            }
+        }
+    }
+
+    async fn publish_once(&self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), ClientError> {
+        for file in checkpoint.files {
+            persist(|| self.client.upload(self.held, checkpoint.step, checkpoint.dir, file), full_at_once).await?;
+        }
+        let publish = Publish {
+            attempt: self.held.attempt,
+            files: checkpoint.files.to_vec(),
+            metrics: checkpoint.metrics.clone(),
+            temporary: self.saving.is_temporary(),
+        };
+        persist(|| self.client.publish(self.held, checkpoint.step, &publish), full_at_once).await.map(drop)
+    }
+}
+
+impl Host for JobHost {
+    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
+        let (job, rewards) = self.asking(request.id);
+        let begun = self.begun.remove(&request.id);
+        let runtime = self.runtime.clone();
+        let scored = runtime.block_on(async {
+            let mut scoring = std::pin::pin!(async {
+                match begun {
+                    None => rewards.score(&job, request.samples).await,
+                    // As if it had happened here.
+                    Some(task) => task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())),
+                }
+            });
+            loop {
+                tokio::select! {
+                    biased;
+                    stop = self.stop.wait_for(|_| true) => break Err(stop),
+                    scored = &mut scoring => break Ok(scored),
+                    Some(notice) = self.notices.recv() => {
+                        self.log_warning(&notice);
+                        // Undelivered: the stop that this raises ends the wait.
+                        let _ = self.events.send(notice);
+                    }
+                }
+            }
+        });
+        while let Ok(notice) = self.notices.try_recv() {
+            self.log_warning(&notice);
+            self.send(notice)?;
+        }
+        let scored = match scored {
+            Ok(Ok(scored)) => scored,
+            Ok(Err(failure)) => return Err(self.on_reward_failure(&failure, request.id.step)),
+            Err(stop) => return Err(RunEnd::Stopped(stop)),
+        };
+        for warning in scored.warnings {
+            self.send(warning)?;
+        }
+        self.reward_metrics[slot(request.id.phase)].extend(scored.metrics);
+        Ok(scored.scores)
+    }
+
+    fn begin_score(&mut self, request: &ScoreRequest<'_>) -> Result<(), RunEnd> {
+        let (job, rewards) = self.asking(request.id);
+        let samples = request.samples.to_vec();
+        let task = self.runtime.spawn(async move { rewards.score(&job, &samples).await });
+        self.begun.insert(request.id, AbortOnDropHandle::new(task));
+        Ok(())
+    }
+
+    fn event(&mut self, mut event: Event) -> Result<(), RunEnd> {
+        match &mut event {
+            Event::Phase { phase, .. } => self.progress.enter(*phase),
+            Event::Step { step, kind, metrics } => {
+                let prefix = match kind {
+                    SamplePhase::Train => "",
+                    SamplePhase::Eval => "eval_",
+                };
+                let rewards = std::mem::take(&mut self.reward_metrics[slot(*kind)]);
+                metrics.extend(rewards.into_iter().map(|(name, value)| (format!("{prefix}{name}"), value)));
+                if *kind == SamplePhase::Train {
+                    self.progress.reach(*step);
+                }
+                self.events.log(step_line(*step, *kind, metrics));
+            }
+            Event::Samples { .. } => {}
+            Event::Warning { .. } | Event::Reward { .. } => self.log_warning(&event),
+            Event::Alert { alert } => {
+                self.events.log(format!("alert {}: {}; to do: {}", alert.rule.as_str(), alert.message, alert.fix));
+            }
+            Event::AlertCleared { rule, raised_step, step } => {
+                self.events.log(format!("alert {} of step {raised_step} is over at step {step}", rule.as_str()));
+            }
+            Event::TrainingPhase { change } => self.events.log(format!("training phase: {:?}", change.phase)),
+            Event::Diverged { first_step, step } => {
+                self.events.log(format!("diverged: no update of the steps {first_step} to {step} could be used"));
+            }
+            Event::EarlyStopping { step, metric, evaluations, .. } => self.events.log(format!(
+                "early stopping after step {step}: {metric} has had no new best for {evaluations} evaluations"
+            )),
+        }
+        self.send(event)
+    }
+
+    fn saved(&mut self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), RunEnd> {
+        self.progress.enter(Phase::Checkpoint);
+        let published = self.runtime.block_on(async {
+            tokio::select! {
+                // The rows of its steps come first: what a checkpoint covers is never sent again.
+                published = async {
+                    match self.events.flush().await {
+                        Ok(()) => Some(self.publish(checkpoint).await),
+                        Err(_) => None,
+                    }
+                } => Ok(published),
+                stop = self.stop.wait_for(drops_work) => Err(stop),
+            }
+        });
+        match published {
+            Ok(Some(Ok(()))) => {
+                self.journal.covered(checkpoint.step);
+                self.saving.published(clock::now());
+                self.events.log(format!("checkpoint of step {} published", checkpoint.step));
+                Ok(())
+            }
+            Ok(Some(Err(error))) => Err(self.refuse(&error)),
+            Ok(None) => Err(self.undelivered()),
+            Err(stop) => Err(RunEnd::Stopped(stop)),
+        }
+    }
+
+    fn stop(&self) -> Option<StopReason> {
+        self.stop.get()
+    }
+
+    fn recorded(&mut self, id: RolloutId) -> Result<Option<Vec<SampledGroup>>, RunEnd> {
+        Ok(self.journal.rollout(id))
+    }
+
+    fn sampled(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<(), RunEnd> {
+        if self.journal.failure().is_some() {
+            return Err(self.unrecorded());
+        }
+        self.journal.sampled(id, groups);
+        Ok(())
+    }
+
+    fn wants_checkpoint(&self) -> bool {
+        self.saving.is_due(clock::now(), self.journal.is_large())
+    }
+}
+
+impl JobHost {
+    /// Who asks, and whom.
+    fn asking(&self, id: RolloutId) -> (JobContext, Arc<Rewards>) {
+        let rewards = match id.phase {
+            SamplePhase::Train => &self.rewards,
+            SamplePhase::Eval => self.eval_rewards.as_ref().unwrap_or(&self.rewards),
+        };
+        (JobContext { job: self.held.job, rollout: id, probe: false }, rewards.clone())
+    }
+
+    fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> RunEnd {
+        if matches!(failure, RewardFailure::Unrecorded { .. }) {
+            return self.unrecorded();
+        }
+        let explained = failure.to_failure(step);
+        let Some(reason) = failure.pause_reason() else {
+            self.events.log(failure.to_string());
+            return explained.into();
+        };
+        // The pause itself only has a code: what the service did is told before it.
+        let data = json!({ "suggestion": explained.suggestion, "step": step });
+        let warning = Event::Warning { code: reason.to_owned(), message: explained.message, data };
+        match self.event(warning) {
+            Ok(()) => self.stop_with(StopReason::Pause { reason: Some(reason.to_owned()) }),
+            Err(error) => error,
+        }
+    }
+}
+
+fn slot(phase: SamplePhase) -> usize {
+    match phase {
+        SamplePhase::Train => 0,
+        SamplePhase::Eval => 1,
+    }
+}
+
+/// `step 12 reward 0.5000 kl 0.0031 …`: the metrics one looks at first, as far as they are there.
+fn step_line(step: u64, kind: SamplePhase, metrics: &Metrics) -> String {
+    let (word, prefix) = match kind {
+        SamplePhase::Train => ("step", ""),
+        SamplePhase::Eval => ("eval after step", "eval_"),
+    };
+    let mut line = format!("{word} {step}");
+    for name in ["reward", "reward_std", "kl", "loss", "grad_norm"] {
+        if let Some(Some(value)) = metrics.get(&format!("{prefix}{name}")) {
+            line.push_str(&format!(" {name} {value:.4}"));
+        }
+    }
+    line
+}

@@ -1,0 +1,219 @@
+//! The journal, the worker's side: what former attempts wrote, and entries on their way to the server, where they are
+//! durable when the call returns. Entries that come while a call is under way travel together in the next one.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use futures::future::{BoxFuture, FutureExt};
+use tokio::sync::{mpsc, oneshot};
+
+use super::callbacks::Mailbox;
+use super::client::{Client, ClientError, Held, full_at_once, persist};
+use super::signals::StopSignal;
+use crate::callback::{CallbackTerms, Chunk};
+use crate::causes::with_causes;
+use crate::engine::host::StopReason;
+use crate::event::SamplePhase;
+use crate::protocol::{JournalBatch, JournalEntry, RewardAnswer};
+use crate::reward::journal::{Journalled, Unrecorded};
+use crate::sample::{RolloutId, SampledGroup};
+
+/// About the most bytes of a call.
+const MAX_BYTES: usize = 4 << 20;
+/// The journal of a run may grow to this, bytes, before a checkpoint is written that the plan does not ask for.
+const CHECKPOINT_BYTES: u64 = 64 << 20;
+
+/// An entry, or none to learn when those before it are durable; and whom to tell.
+type Message = (Option<JournalEntry>, oneshot::Sender<()>);
+
+/// One attempt's journal. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Journal {
+    sender: mpsc::UnboundedSender<Message>,
+    known: Arc<Mutex<Known>>,
+    /// Bytes that are kept since the last checkpoint, about.
+    kept: Arc<AtomicU64>,
+    failed: Arc<OnceLock<ClientError>>,
+    /// What services answer later.
+    mailbox: Mailbox,
+    terms: Arc<Option<CallbackTerms>>,
+}
+
+/// What former attempts wrote since the checkpoint this one goes on from.
+#[derive(Default)]
+struct Known {
+    rollouts: HashMap<RolloutId, Vec<SampledGroup>>,
+    requests: HashMap<String, (RolloutId, Journalled)>,
+}
+
+impl Journal {
+    /// Starts the delivery of one attempt; it ends when every `Journal` is dropped, or with an error, which also raises the
+    /// stop it means.
+    pub(super) fn start(client: Client, held: Held, stop: StopSignal, terms: Option<CallbackTerms>) -> Self {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let failed = Arc::new(OnceLock::new());
+        let mailbox = Mailbox::new(client.clone(), held, stop.clone());
+        tokio::spawn(deliver(receiver, client, held, stop, failed.clone()));
+        Self { sender, known: Arc::default(), kept: Arc::default(), failed, mailbox, terms: Arc::new(terms) }
+    }
+
+    /// Reads what former attempts wrote. Returns the number of rollouts and of answers.
+    pub(super) async fn recall(&self, client: &Client, held: Held) -> Result<(usize, usize), ClientError> {
+        let mut after = Some(0);
+        let mut answers = 0;
+        while let Some(from) = after {
+            let page = persist(|| client.journal(held, from), ClientError::is_transient).await?;
+            after = page.next;
+            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            for entry in page.entries {
+                self.kept.fetch_add(kept_bytes(&entry), Ordering::Relaxed);
+                match entry {
+                    JournalEntry::Rollout { rollout, groups } => {
+                        known.rollouts.insert(rollout, groups);
+                    }
+                    JournalEntry::Request { rollout, key, id, body, later, .. } => {
+                        known.requests.insert(key, (rollout, Journalled::Sent { id, body, later }));
+                    }
+                    JournalEntry::Answer { rollout, key, id, answer } => {
+                        answers += 1;
+                        known.requests.insert(key, (rollout, Journalled::Answered { id, answer }));
+                    }
+                    // The server has put it where it belongs.
+                    JournalEntry::Accepted { .. } | JournalEntry::Forget { .. } => {}
+                }
+            }
+        }
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok((known.rollouts.len(), answers))
+    }
+
+    /// The completions a former attempt sampled; they are handed out once.
+    pub(super) fn rollout(&self, id: RolloutId) -> Option<Vec<SampledGroup>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner).rollouts.remove(&id)
+    }
+
+    /// Writes completions down, without waiting: the requests for them come after them.
+    pub(super) fn sampled(&self, rollout: RolloutId, groups: &[SampledGroup]) {
+        drop(self.push(Some(JournalEntry::Rollout { rollout, groups: groups.to_vec() })));
+    }
+
+    /// A checkpoint of this step is published: the server has dropped what it covers.
+    pub(super) fn covered(&self, step: u64) {
+        let open = |id: &RolloutId| id.step > step || (id.step == step && id.phase == SamplePhase::Eval);
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.rollouts.retain(|id, _| open(id));
+        known.requests.retain(|_, (id, _)| open(id));
+        self.kept.store(0, Ordering::Relaxed);
+    }
+
+    /// True when it has grown so large that a checkpoint should be written.
+    pub(super) fn is_large(&self) -> bool {
+        self.kept.load(Ordering::Relaxed) >= CHECKPOINT_BYTES
+    }
+
+    /// Why it takes no more entries.
+    pub(super) fn failure(&self) -> Option<&ClientError> {
+        self.failed.get()
+    }
+
+    /// Returns when everything so far is durable, or cannot be.
+    pub(super) async fn flush(&self) {
+        let _ = self.push(None).await;
+    }
+
+    fn push(&self, entry: Option<JournalEntry>) -> oneshot::Receiver<()> {
+        self.kept.fetch_add(entry.as_ref().map_or(0, kept_bytes), Ordering::Relaxed);
+        let (done, receiver) = oneshot::channel();
+        // A refused entry drops its `done`, and whoever waits learns of it.
+        let _ = self.sender.send((entry, done));
+        receiver
+    }
+}
+
+impl crate::reward::journal::Journal for Journal {
+    fn find(&self, key: &str) -> Option<Journalled> {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.requests.get(key).map(|(_, journalled)| journalled.clone())
+    }
+
+    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>> {
+        if let JournalEntry::Answer { id, .. } = &entry {
+            self.mailbox.forget(id);
+        }
+        let done = self.push(Some(entry));
+        async move { done.await.map_err(|_| Unrecorded) }.boxed()
+    }
+
+    fn callbacks(&self) -> Option<&CallbackTerms> {
+        self.terms.as_ref().as_ref()
+    }
+
+    fn arrived<'a>(&'a self, id: &'a str, seen: usize) -> BoxFuture<'a, Result<Chunk, Unrecorded>> {
+        self.mailbox.arrived(id, seen).boxed()
+    }
+}
+
+async fn deliver(
+    mut receiver: mpsc::UnboundedReceiver<Message>,
+    client: Client,
+    held: Held,
+    stop: StopSignal,
+    failed: Arc<OnceLock<ClientError>>,
+) {
+    while let Some((first, waiting)) = receiver.recv().await {
+        let mut bytes = first.as_ref().map_or(0, sent_bytes);
+        let (mut entries, mut done) = (Vec::from_iter(first), vec![waiting]);
+        while bytes < MAX_BYTES
+            && let Ok((entry, waiting)) = receiver.try_recv()
+        {
+            bytes += entry.as_ref().map_or(0, sent_bytes);
+            entries.extend(entry);
+            done.push(waiting);
+        }
+        let batch = JournalBatch { attempt: held.attempt, entries };
+        let sent = tokio::select! {
+            () = std::future::ready(()), if batch.entries.is_empty() => Ok(()),
+            sent = persist(|| client.journal_append(held, &batch), full_at_once) => sent,
+            _ = stop.wait_for(|stop| *stop == StopReason::LeaseLost) => Err(ClientError::LeaseLost),
+        };
+        if let Err(error) = sent {
+            tracing::warn!(error = with_causes(&error), "the journal ends");
+            match &error {
+                ClientError::StorageFull => stop.raise(StopReason::Pause { reason: Some("disk_full".to_owned()) }),
+                error if matches!(error, ClientError::LeaseLost) || error.is_transient() => {
+                    stop.raise(StopReason::LeaseLost)
+                }
+                _ => {}
+            }
+            // Before anybody who waits can ask why.
+            let _ = failed.set(error);
+            return;
+        }
+        for waiting in done {
+            // Whoever waited may have stopped.
+            let _ = waiting.send(());
+        }
+    }
+}
+
+/// About as many bytes as its JSON has.
+fn sent_bytes(entry: &JournalEntry) -> usize {
+    match entry {
+        JournalEntry::Request { body, .. } => 512 + body.len(),
+        other => 512 + kept_bytes(other) as usize,
+    }
+}
+
+/// About as many bytes as stay of it until the next checkpoint; a request's body goes when it is answered.
+fn kept_bytes(entry: &JournalEntry) -> u64 {
+    let bytes = match entry {
+        JournalEntry::Rollout { groups, .. } => {
+            groups.iter().flat_map(|group| &group.completions).map(|completion| completion.segments.json_bytes()).sum()
+        }
+        JournalEntry::Request { .. } => 256,
+        JournalEntry::Answer { answer: RewardAnswer::Body { body } | RewardAnswer::Expired { body }, .. } => body.len(),
+        JournalEntry::Accepted { .. } | JournalEntry::Answer { .. } | JournalEntry::Forget { .. } => 0,
+    };
+    bytes as u64
+}

@@ -1,0 +1,184 @@
+//! What the tasks of one attempt tell each other: why to stop, and how far the run is.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+
+use crate::engine::host::StopReason;
+use crate::event::Phase;
+use crate::job::Requested;
+
+/// A server that answered a heartbeat this long ago is there.
+const RECENTLY: Duration = Duration::from_secs(60);
+
+/// The reason to stop, once there is one. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(super) struct StopSignal(watch::Sender<Option<StopReason>>);
+
+impl StopSignal {
+    pub(super) fn new() -> Self {
+        Self(watch::Sender::new(None))
+    }
+
+    /// Asks for a stop; a weaker reason does not replace a stronger one.
+    pub(super) fn raise(&self, stop: StopReason) {
+        self.0.send_if_modified(|current| {
+            let stronger = current.as_ref().is_none_or(|current| strength(&stop) > strength(current));
+            if stronger {
+                *current = Some(stop);
+            }
+            stronger
+        });
+    }
+
+    /// A user's wish, as a heartbeat brings it.
+    pub(super) fn request(&self, requested: Requested) {
+        self.raise(match requested {
+            Requested::Cancel => StopReason::Cancel,
+            Requested::Pause => StopReason::Pause { reason: None },
+        });
+    }
+
+    pub(super) fn get(&self) -> Option<StopReason> {
+        self.0.borrow().clone()
+    }
+
+    /// Returns when there is a reason that `matters`.
+    pub(super) async fn wait_for(&self, matters: impl Fn(&StopReason) -> bool) -> StopReason {
+        let mut receiver = self.0.subscribe();
+        let found = receiver.wait_for(|stop| stop.as_ref().is_some_and(&matters)).await;
+        match found.ok().and_then(|stop| stop.clone()) {
+            Some(stop) => stop,
+            // The sender lives in `self`: it cannot be gone.
+            None => std::future::pending().await,
+        }
+    }
+}
+
+fn strength(stop: &StopReason) -> u8 {
+    match stop {
+        StopReason::Pause { .. } => 1,
+        StopReason::Shutdown => 2,
+        StopReason::Cancel => 3,
+        StopReason::LeaseLost => 4,
+    }
+}
+
+/// True of the reasons that drop unsaved work.
+pub(super) fn drops_work(stop: &StopReason) -> bool {
+    match stop {
+        StopReason::Cancel | StopReason::LeaseLost => true,
+        StopReason::Pause { .. } | StopReason::Shutdown => false,
+    }
+}
+
+/// How far the run is, for heartbeats and failures. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(super) struct Progress(Arc<Mutex<Position>>);
+
+/// A point in the run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Position {
+    /// Where the loop is.
+    pub(super) phase: Phase,
+    /// Optimizer steps done.
+    pub(super) step: u64,
+    /// Optimizer steps in all.
+    total: u64,
+    /// The first step this attempt has seen done, and when.
+    since: Option<(u64, Instant)>,
+    /// When the server last answered a heartbeat.
+    heard: Option<Instant>,
+}
+
+impl Progress {
+    /// A run that loads and will go on after `step`.
+    pub(super) fn new(step: u64, total: u64) -> Self {
+        Self(Arc::new(Mutex::new(Position { phase: Phase::Loading, step, total, since: None, heard: None })))
+    }
+
+    pub(super) fn get(&self) -> Position {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn enter(&self, phase: Phase) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).phase = phase;
+    }
+
+    /// The run goes on from an older checkpoint than it was told first.
+    pub(super) fn go_back_to(&self, step: u64) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).step = step;
+    }
+
+    /// The server answered a heartbeat.
+    pub(super) fn heard(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).heard = Some(Instant::now());
+    }
+
+    /// Whether the server answers heartbeats.
+    pub(super) fn hears_server(&self) -> bool {
+        self.get().heard.is_some_and(|heard| heard.elapsed() < RECENTLY)
+    }
+
+    /// A step is done.
+    pub(super) fn reach(&self, step: u64) {
+        let mut position = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        position.step = step;
+        position.since.get_or_insert((step, Instant::now()));
+    }
+}
+
+impl Position {
+    /// Seconds to go at the pace of this attempt so far; None before its second step.
+    pub(super) fn eta_s(&self) -> Option<f64> {
+        let (first, at) = self.since?;
+        let done = self.step.checked_sub(first).filter(|done| *done > 0)?;
+        let remaining = self.total.saturating_sub(self.step);
+        Some(at.elapsed().as_secs_f64() / done as f64 * remaining as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stronger_reason_wins_in_either_order() {
+        let signal = StopSignal::new();
+        signal.raise(StopReason::Shutdown);
+        signal.request(Requested::Pause);
+        assert_eq!(signal.get(), Some(StopReason::Shutdown));
+        signal.request(Requested::Cancel);
+        assert_eq!(signal.get(), Some(StopReason::Cancel));
+        signal.raise(StopReason::LeaseLost);
+        signal.request(Requested::Cancel);
+        assert_eq!(signal.get(), Some(StopReason::LeaseLost));
+    }
+
+    #[tokio::test]
+    async fn waiting_wakes_for_what_matters_only() {
+        let signal = StopSignal::new();
+        let waiting = tokio::spawn({
+            let signal = signal.clone();
+            async move { signal.wait_for(drops_work).await }
+        });
+        signal.request(Requested::Pause);
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        signal.request(Requested::Cancel);
+        assert_eq!(waiting.await.unwrap(), StopReason::Cancel);
+    }
+
+    #[test]
+    fn the_eta_needs_two_steps_and_ends_at_zero() {
+        let progress = Progress::new(4, 10);
+        assert_eq!(progress.get().eta_s(), None);
+        progress.reach(5);
+        assert_eq!(progress.get().eta_s(), None);
+        progress.reach(6);
+        assert!(progress.get().eta_s().is_some_and(|eta| eta >= 0.0));
+        progress.reach(10);
+        assert_eq!(progress.get().eta_s(), Some(0.0));
+    }
+}

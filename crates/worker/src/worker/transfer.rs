@@ -1,0 +1,190 @@
+//! Transfers between worker and server: when one has failed, whatever its size and however slow the way.
+//!
+//! A transfer ends when no byte has flowed for a stated time, never after a time in all. reqwest's own limits cannot say that:
+//! its `read_timeout` begins when a request is sent and is not moved by the bytes of the request's body, its `timeout` is for
+//! the whole call, and its `tcp_user_timeout` (30 s unless it is switched off) ends a connection whose peer reads so slowly that
+//! its window stays shut for a while. So each direction has a watch of its own here, and the limits stand in one place, [`TransferLimits`].
+//!
+//! An upload flows when the socket takes a piece of the body, or when the server's answer to a heartbeat says that more bytes
+//! have arrived: what sits in buffers on the way (of the kernel, of a proxy) may take long to arrive on a slow line.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::{Stream, StreamExt, stream};
+use reqwest::{ClientBuilder, RequestBuilder, Response};
+use sha2::{Digest, Sha256};
+use tokio::io::AsyncWriteExt;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_util::io::ReaderStream;
+
+use super::client_error::ClientError;
+use crate::protocol::TRANSFER_STALL;
+
+/// For a connection to be made.
+const CONNECT: Duration = Duration::from_secs(5);
+/// What is read from a file at a time.
+const READ_BYTES: usize = 256 * 1024;
+/// What the HTTP client gets at a time. It asks for more only when a number of pieces has left: small ones show early that bytes
+/// flow.
+const PIECE_BYTES: usize = 4 * 1024;
+
+/// When a transfer has failed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TransferLimits {
+    /// The longest time in which no byte flows, in either direction.
+    pub(super) stall: Duration,
+    /// The longest wait for an answer after the last byte of the request has left, for the server's work …
+    pub(super) answer_base: Duration,
+    /// … plus this pace for what it may have to do with the bytes: write them, read them, hash them.
+    pub(super) answer_bytes_per_s: u64,
+}
+
+impl Default for TransferLimits {
+    fn default() -> Self {
+        Self { stall: TRANSFER_STALL, answer_base: Duration::from_secs(120), answer_bytes_per_s: 50_000_000 }
+    }
+}
+
+impl TransferLimits {
+    /// The longest wait for the answer to a request about this number of bytes.
+    pub(super) fn answer(&self, size_bytes: u64) -> Duration {
+        let work = Duration::try_from_secs_f64(size_bytes as f64 / self.answer_bytes_per_s as f64);
+        self.answer_base.saturating_add(work.unwrap_or(Duration::MAX))
+    }
+}
+
+/// A client without limits of its own on transfers.
+pub(super) fn http_client() -> ClientBuilder {
+    let builder = reqwest::Client::builder().connect_timeout(CONNECT);
+    #[cfg(target_os = "linux")]
+    let builder = builder.tcp_user_timeout(None);
+    builder
+}
+
+/// What has flowed of an upload.
+#[derive(Debug)]
+struct Flow {
+    last: Instant,
+    taken_bytes: u64,
+}
+
+/// Sends a request with a body, and waits for the head of the answer as long as bytes flow. `received` changes when the server has
+/// received more.
+pub(super) async fn send_body<S>(
+    request: RequestBuilder,
+    (size_bytes, pieces): (u64, S),
+    limits: TransferLimits,
+    mut received: watch::Receiver<u64>,
+) -> Result<Response, ClientError>
+where
+    S: Stream<Item = std::io::Result<Bytes>> + Send + 'static,
+{
+    let flow = Arc::new(Mutex::new(Flow { last: Instant::now(), taken_bytes: 0 }));
+    let of_body = flow.clone();
+    let pieces = pieces.inspect(move |piece| {
+        let mut flow = locked(&of_body);
+        flow.last = Instant::now();
+        flow.taken_bytes += piece.as_ref().map_or(0, |piece| piece.len() as u64);
+    });
+    let request =
+        request.header(reqwest::header::CONTENT_LENGTH, size_bytes).body(reqwest::Body::wrap_stream(pieces)).send();
+    let mut answer = std::pin::pin!(request);
+    received.mark_unchanged();
+    loop {
+        let (ends, limit) = {
+            let flow = locked(&flow);
+            let limit = if flow.taken_bytes < size_bytes { limits.stall } else { limits.answer(size_bytes) };
+            (flow.last + limit, limit)
+        };
+        if ends <= Instant::now() {
+            return Err(ClientError::Stalled { limit });
+        }
+        tokio::select! {
+            biased;
+            answer = &mut answer => return answer.map_err(ClientError::Unreachable),
+            Ok(()) = received.changed() => locked(&flow).last = Instant::now(),
+            () = sleep_until(ends) => {}
+        }
+    }
+}
+
+fn locked(flow: &Mutex<Flow>) -> MutexGuard<'_, Flow> {
+    flow.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Sends a request whose body is small or missing; the head of the answer may take `limit`.
+pub(super) async fn send_within(limit: Duration, request: RequestBuilder) -> Result<Response, ClientError> {
+    match timeout(limit, request.send()).await {
+        Ok(answer) => answer.map_err(ClientError::Unreachable),
+        Err(_) => Err(ClientError::Stalled { limit }),
+    }
+}
+
+/// A file as the body of a request.
+pub(super) async fn file_body(
+    path: &Path,
+    size_bytes: u64,
+) -> Result<(u64, impl Stream<Item = std::io::Result<Bytes>> + use<>), ClientError> {
+    let disk = |source| ClientError::Disk { doing: "read a file of a checkpoint", source };
+    let file = tokio::fs::File::open(path).await.map_err(disk)?;
+    let pieces = ReaderStream::with_capacity(file, READ_BYTES).flat_map(|read| match read {
+        Ok(bytes) => split(bytes).left_stream(),
+        Err(error) => stream::iter([Err(error)]).right_stream(),
+    });
+    Ok((size_bytes, pieces))
+}
+
+/// Bytes as the body of a request.
+pub(super) fn bytes_body(bytes: Vec<u8>) -> (u64, impl Stream<Item = std::io::Result<Bytes>> + use<>) {
+    (bytes.len() as u64, split(bytes.into()))
+}
+
+fn split(mut bytes: Bytes) -> impl Stream<Item = std::io::Result<Bytes>> + use<> {
+    stream::iter(std::iter::from_fn(move || {
+        let piece = bytes.split_to(bytes.len().min(PIECE_BYTES));
+        (!piece.is_empty()).then_some(Ok(piece))
+    }))
+}
+
+/// The next piece of an answer's body.
+async fn next_piece(response: &mut Response, stall: Duration) -> Result<Option<Bytes>, ClientError> {
+    match timeout(stall, response.chunk()).await {
+        Ok(piece) => piece.map_err(ClientError::Interrupted),
+        Err(_) => Err(ClientError::Stalled { limit: stall }),
+    }
+}
+
+/// The whole body of an answer.
+pub(super) async fn read_body(mut response: Response, stall: Duration) -> Result<Vec<u8>, ClientError> {
+    let mut body = Vec::new();
+    while let Some(piece) = next_piece(&mut response, stall).await? {
+        body.extend_from_slice(&piece);
+    }
+    Ok(body)
+}
+
+/// Streams the body of an answer into a file and compares its hash.
+pub(super) async fn read_file(
+    mut response: Response,
+    name: &str,
+    sha256: &str,
+    to: &Path,
+    stall: Duration,
+) -> Result<(), ClientError> {
+    let disk = |source| ClientError::Disk { doing: "write to the scratch directory", source };
+    let mut file = tokio::fs::File::create(to).await.map_err(disk)?;
+    let mut hash = Sha256::new();
+    while let Some(piece) = next_piece(&mut response, stall).await? {
+        hash.update(&piece);
+        file.write_all(&piece).await.map_err(disk)?;
+    }
+    file.flush().await.map_err(disk)?;
+    if hex::encode(hash.finalize()) == sha256 { Ok(()) } else { Err(ClientError::Damaged { name: name.to_owned() }) }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,44 @@
+//! The bundled model and data, inside the binary, so that the demo works wherever the binary does.
+//! `examples/make_tiny_model` makes them.
+
+use std::io;
+use std::path::Path;
+
+/// Prompts to train on, with the column `answer`.
+pub const TRAIN: &[u8] = include_bytes!("../assets/tiny-data/train.jsonl");
+/// Prompts of other operands.
+pub const HELD_OUT: &[u8] = include_bytes!("../assets/tiny-data/heldout.jsonl");
+
+const MODEL: [(&str, &[u8]); 5] = [
+    ("config.json", include_bytes!("../assets/tiny/config.json")),
+    ("generation_config.json", include_bytes!("../assets/tiny/generation_config.json")),
+    ("model.safetensors", include_bytes!("../assets/tiny/model.safetensors")),
+    ("tokenizer.json", include_bytes!("../assets/tiny/tokenizer.json")),
+    ("tokenizer_config.json", include_bytes!("../assets/tiny/tokenizer_config.json")),
+];
+
+/// Writes the model's directory. Files that are there already stay: a worker may be reading them.
+pub fn unpack_model(dir: &Path) -> io::Result<()> {
+    std::fs::create_dir_all(dir)?;
+    for (name, bytes) in MODEL {
+        let (path, temporary) = (dir.join(name), dir.join(format!(".{name}.tmp")));
+        if !std::fs::read(&path).is_ok_and(|found| found == bytes) {
+            std::fs::write(&temporary, bytes)?;
+            std::fs::rename(&temporary, &path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Question and answer of a held-out row.
+pub fn held_out_row(row: usize) -> Option<(String, String)> {
+    let line = HELD_OUT.split(|byte| *byte == b'\n').nth(row).filter(|line| !line.is_empty())?;
+    let record: serde_json::Value = serde_json::from_slice(line).ok()?;
+    let text = |value: &serde_json::Value| value.as_str().map(str::to_owned);
+    Some((text(&record["prompt"][0]["content"])?, text(&record["answer"])?))
+}
+
+/// How many held-out rows there are.
+pub fn held_out_rows() -> usize {
+    HELD_OUT.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).count()
+}

@@ -1,0 +1,235 @@
+//! The whole of the `rlood` binary: parse the command line, run a role. It lies in the library, as the futures of the roles are compiled
+//! where they are polled: so the binary has nothing of its own to compile.
+
+use std::io::IsTerminal;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+use clap::Parser;
+use clap::error::ErrorKind;
+use futures::future::LocalBoxFuture;
+
+use crate::causes::with_causes;
+use crate::commands::{backup, bench, convert, keys, reward_check};
+use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
+use crate::{config, demo, engine, generator, http, prober, reward_server, serve, worker};
+
+/// A setting cannot be used, as with clap's own errors.
+const EXIT_USAGE: u8 = 2;
+
+/// Runs the program as its command line says.
+pub fn run() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return unparsed(&error),
+    };
+    let format = cli.log_format;
+    // The demo shows its progress itself: the server's usual log lines would tear it apart.
+    let log = if matches!(cli.command, Role::Demo(_)) && cli.log == "info" { "warn" } else { &cli.log };
+    if let Err(message) = start_logging(log, format) {
+        return refuse(format, &message);
+    }
+    // Every TLS client of the process takes this provider; a second installation is no error.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    match cli.command {
+        Role::Serve(args) => match args.resolve(&cli.log, format) {
+            Ok(config) => on_runtime(format, None, serve::run(config)),
+            Err(error) => refuse(format, &error),
+        },
+        Role::Check(args) => match args.resolve(&cli.log, format) {
+            Ok(config) => on_runtime(format, None, serve::check::run(config)),
+            Err(error) => refuse(format, &error),
+        },
+        Role::Backup(args) => on_runtime(format, None, backup::backup(args)),
+        Role::Restore(args) => on_runtime(format, None, backup::restore(args)),
+        Role::Keys(args) => on_runtime(format, None, keys::run(args)),
+        Role::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| fail(format, &*error)),
+        Role::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(format, &error)),
+        Role::Demo(args) => on_runtime(format, None, demo::run(args)),
+        Role::Worker(args) => computing(format, args.threads, || on_runtime(format, Some(2), worker::run(args))),
+        Role::Probe(args) => computing(format, args.threads, || on_runtime(format, Some(2), prober::run(args))),
+        Role::Generate(args) => {
+            computing(format, args.threads, || generator::run(&args).unwrap_or_else(|error| fail(format, &error)))
+        }
+        Role::RewardServer(args) => {
+            computing(format, args.threads, || on_runtime(format, None, reward_server::run(args)))
+        }
+        Role::Reward(args) => match args.command {
+            // Nothing but a flag that cannot be used is an error here.
+            RewardCommand::Check(args) => on_runtime(format, None, async move {
+                Ok::<_, reward_check::CheckError>(
+                    reward_check::run(args).await.unwrap_or_else(|error| refuse(format, &error)),
+                )
+            }),
+        },
+        Role::Bench(args) => {
+            computing(format, args.threads, || bench::run(&args).unwrap_or_else(|error| fail(format, &error)))
+        }
+    }
+}
+
+/// The document to standard output, or the reward contract's schemas into a directory.
+fn openapi(schemas: Option<&Path>) -> Result<ExitCode, Box<dyn std::error::Error>> {
+    match schemas {
+        None => println!("{}", http::openapi().to_pretty_json()?),
+        Some(dir) => {
+            std::fs::create_dir_all(dir)?;
+            for (name, text) in http::schemas::contract_schemas() {
+                std::fs::write(dir.join(name), text)?;
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs a role to its end; `threads` of the async runtime, None = one a core.
+fn on_runtime<E: std::error::Error + 'static>(
+    format: LogFormat,
+    threads: Option<usize>,
+    role: impl Future<Output = Result<ExitCode, E>> + 'static,
+) -> ExitCode {
+    block_on(format, threads, Box::pin(async move { Ok(role.await?) }))
+}
+
+fn block_on(
+    format: LogFormat,
+    threads: Option<usize>,
+    role: LocalBoxFuture<'static, Result<ExitCode, Box<dyn std::error::Error>>>,
+) -> ExitCode {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if let Some(threads) = threads {
+        builder.worker_threads(threads);
+    }
+    match builder.enable_all().build() {
+        Ok(runtime) => {
+            let code = runtime.block_on(role).unwrap_or_else(|error| fail(format, &*error));
+            // Not dropped: that would wait for blocking calls that nobody needs any more.
+            runtime.shutdown_background();
+            code
+        }
+        Err(error) => fail(format, &error),
+    }
+}
+
+/// Runs a role that computes, and gives every pool of this process the size asked for. candle and rayon take theirs from a variable, which a program
+/// sets safely for a new program only: this one runs itself once more. The supervisor sets it for its children.
+fn computing(format: LogFormat, threads: Option<u32>, role: impl FnOnce() -> ExitCode) -> ExitCode {
+    match config::gpu_memory_limit() {
+        Ok(bytes) => engine::gpu::limit_memory(bytes),
+        Err(error) => return refuse(format, &error),
+    }
+    let Some(threads) = threads.map(|threads| threads.to_string()) else { return role() };
+    if std::env::var(COMPUTE_THREADS).is_ok_and(|set| set == threads) {
+        return role();
+    }
+    let error = match std::env::current_exe() {
+        Ok(program) => Command::new(program).args(std::env::args_os().skip(1)).env(COMPUTE_THREADS, threads).exec(),
+        Err(error) => error,
+    };
+    refuse(format, &format_args!("--threads: the program cannot be run with {COMPUTE_THREADS} set: {error}"))
+}
+
+fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
+    let filter = tracing_subscriber::EnvFilter::try_new(by_crate(filter))
+        .map_err(|error| format!("RLOOD_LOG (--log) '{filter}' is not a log filter: {error}; use info, for example"))?;
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        // A closed standard error must not end anything.
+        .log_internal_errors(false)
+        .with_ansi(std::io::stderr().is_terminal());
+    match format {
+        LogFormat::Text => builder.init(),
+        LogFormat::Json => builder.json().init(),
+    }
+    Ok(())
+}
+
+/// A filter whose modules are called as in versions of one crate, by the crates that have them now.
+fn by_crate(filter: &str) -> String {
+    let directive = |directive: &str| {
+        let Some(path) = directive.trim().strip_prefix("rlood::") else { return directive.to_owned() };
+        let end = path.find([':', '=', '[']).unwrap_or(path.len());
+        let (module, rest) = path.split_at(end);
+        match module {
+            "store" => format!("rlood_store{rest}"),
+            "files" => format!("rlood_store::files{rest}"),
+            "reward" => format!("rlood_rewards{rest}"),
+            "engine" => format!("rlood_engine{rest}"),
+            "worker" | "prober" | "generator" => format!("rlood_worker::{path}"),
+            "errand" => format!("rlood_worker::one_shot{rest}"),
+            _ => directive.to_owned(),
+        }
+    };
+    filter.split(',').map(directive).collect::<Vec<_>>().join(",")
+}
+
+/// A command line that is none: in clap's words and with its exit code.
+fn unparsed(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand || !asks_for_json() {
+        error.exit();
+    }
+    let text = error.to_string();
+    refuse(LogFormat::Json, &text.trim_start_matches("error: ").trim_end())
+}
+
+/// Whether the log was to be JSON, as far as a command line that is none can say it.
+fn asks_for_json() -> bool {
+    let mut given = std::env::var("RLOOD_LOG_FORMAT").ok();
+    let mut words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
+    while let Some(word) = words.next() {
+        match word.strip_prefix("--log-format") {
+            Some("") => given = words.next(),
+            Some(rest) => given = rest.strip_prefix('=').map(str::to_owned).or(given),
+            None => {}
+        }
+    }
+    given.as_deref() == Some(LogFormat::Json.as_str())
+}
+
+fn refuse(format: LogFormat, error: &dyn std::fmt::Display) -> ExitCode {
+    say(format, &error.to_string());
+    ExitCode::from(EXIT_USAGE)
+}
+
+/// Says the error and its causes.
+fn fail(format: LogFormat, error: &dyn std::error::Error) -> ExitCode {
+    say(format, &with_causes(error));
+    ExitCode::FAILURE
+}
+
+/// The last words of a process that cannot go on, in the form of its log, whatever the log's filter says.
+fn say(format: LogFormat, words: &str) {
+    match format {
+        LogFormat::Text => eprintln!("rlood: {words}"),
+        LogFormat::Json => {
+            let time = jiff::Timestamp::now().to_string();
+            let fields = serde_json::json!({ "message": words });
+            eprintln!(
+                "{}",
+                serde_json::json!({"timestamp": time, "level": "ERROR", "fields": fields, "target": "rlood"})
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::by_crate;
+
+    #[test]
+    fn filters_of_versions_of_one_crate_name_the_same_modules() {
+        let cases = [
+            ("info", "info"),
+            ("rlood=debug", "rlood=debug"),
+            ("info,rlood::store=debug", "info,rlood_store=debug"),
+            ("rlood::store::claims=trace,warn", "rlood_store::claims=trace,warn"),
+            ("rlood::worker[job]=debug", "rlood_worker::worker[job]=debug"),
+            ("rlood::reward_server=debug,rlood::reward", "rlood::reward_server=debug,rlood_rewards"),
+        ];
+        for (given, expected) in cases {
+            assert_eq!(by_crate(given), expected);
+        }
+    }
+}

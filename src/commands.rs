@@ -1,0 +1,7 @@
+//! One module a subcommand that is neither a server nor a worker.
+
+pub mod backup;
+pub mod bench;
+pub mod convert;
+pub mod keys;
+pub mod reward_check;

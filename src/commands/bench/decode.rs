@@ -1,0 +1,248 @@
+//! Generation: prompts are prefilled, then every completion gets a token at a time until all have their length.
+
+use std::num::NonZeroUsize;
+
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::profile::{ProfileFigures, profile};
+use super::timing::{Timing, repeat, repeat_telling};
+use super::{BenchError, Setting, io};
+use crate::engine::backend::BackendKind;
+use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
+use crate::engine::lora::LoraConfig;
+use crate::engine::memory::peak_resident_bytes;
+use crate::engine::model::{Adapter, Policy};
+use crate::engine::random::{Key, Stream};
+use crate::engine::sampling::Sampler;
+use crate::engine::text::Text;
+
+/// Batches that are measured beside the step's own, as (prompts, completions a prompt).
+const BATCHES: [(usize, usize); 3] = [(1, 1), (1, 4), (4, 4)];
+
+/// Tokens of a completion in those.
+const SHORT_COMPLETION: usize = 32;
+
+/// Most tokens of a completion under a profile: each launch leaves two moments.
+const PROFILED_COMPLETION: usize = 128;
+
+/// Shortest measurement of a batch, seconds for each of `--steps`.
+const MIN_SECONDS: f64 = 0.1;
+
+/// How long a busy process runs before anything is measured beside it.
+const SETTLE: Duration = Duration::from_millis(300);
+
+/// What generation reached.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct DecodeFigures {
+    /// The step's own batch last.
+    pub batches: Vec<Batch>,
+    /// The process's peak, MiB.
+    pub peak_mib: f64,
+    /// The device's peak, MiB, where it is not the processor.
+    pub device_peak_mib: Option<f64>,
+    /// With `--profile` on a GPU: the kernels of the step's own batch, of completions of 128 tokens at most.
+    pub profile: Option<ProfileFigures>,
+}
+
+/// One batch.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Batch {
+    /// Prompts.
+    pub prompts: usize,
+    /// Completions a prompt.
+    pub generations: usize,
+    /// Tokens of a completion.
+    pub completion: usize,
+    /// Whether a repetition was measured; false: the seconds of the whole are those of the one that warms up.
+    pub warm: bool,
+    /// Measured repetitions.
+    pub repetitions: usize,
+    /// Seconds of the whole, prefill included: the fastest.
+    pub seconds: f64,
+    /// The median.
+    pub median_seconds: f64,
+    /// Completion tokens over the fastest seconds.
+    pub tok_s: f64,
+    /// Seconds of prefill and one token.
+    pub prefill_s: f64,
+    /// Seconds of one decode step without prefill.
+    pub decode_step_s: f64,
+    /// Tokens a second without prefill.
+    pub pure_tok_s: f64,
+    /// Weights read a second, without prefill, 1e9 bytes: every matrix once a step, KV not counted.
+    pub gb_s: f64,
+}
+
+/// Generation beside a process that takes all of a core it can get.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct BusyFigures {
+    /// Tokens a second, alone.
+    pub idle_tok_s: f64,
+    /// Beside the busy process.
+    pub busy_tok_s: f64,
+    /// Busy over idle.
+    pub ratio: f64,
+}
+
+/// All batches.
+///
+/// # Errors
+/// When the engine fails.
+pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
+    let bench = Generation::load(setting)?;
+    let own = (setting.args.prompts as usize, setting.args.generations as usize);
+    let figures = |batches: &[Batch]| DecodeFigures {
+        batches: batches.to_vec(),
+        peak_mib: peak_mib(),
+        device_peak_mib: device_peak_mib(&bench.policy),
+        profile: None,
+    };
+    let mut batches = Vec::new();
+    for (prompts, generations) in BATCHES.into_iter().filter(|batch| *batch != own) {
+        let completion = SHORT_COMPLETION.min(setting.args.completion as usize);
+        batches.push(bench.batch((prompts, generations), completion, 2, |_| Ok(()))?);
+    }
+    let times = setting.args.steps as usize;
+    // Told only with the step's own batch: it is the last one, and what is judged.
+    let tell = |batch| setting.tell(&figures(&[batches.as_slice(), &[batch]].concat()));
+    let last = bench.batch(own, setting.args.completion as usize, times, tell)?;
+    batches.push(last);
+    let mut figures = figures(&batches);
+    if setting.args.profile {
+        setting.tell(&figures)?;
+        let completion = PROFILED_COMPLETION.min(setting.args.completion as usize);
+        let ids = setting.prompts(own.0);
+        figures.profile = profile(&bench.policy, || bench.generate(&ids, own.1, completion))?;
+    }
+    Ok(figures)
+}
+
+/// The step's own batch, alone and beside a busy process.
+///
+/// # Errors
+/// When the engine fails, or no process can be started.
+pub fn beside_a_busy_process(setting: &Setting<'_>) -> Result<BusyFigures, BenchError> {
+    let bench = Generation::load(setting)?;
+    let (prompts, generations) = (setting.args.prompts as usize, setting.args.generations as usize);
+    let (completion, times) = (setting.args.completion as usize, setting.args.steps as usize);
+    // Medians: the fastest beside a busy process is the one that met it least.
+    let tokens = (prompts * generations * completion) as f64;
+    let idle_tok_s = tokens / bench.batch((prompts, generations), completion, times, |_| Ok(()))?.median_seconds;
+    let busy = BusyProcess::start()?;
+    std::thread::sleep(SETTLE);
+    let busy_tok_s = tokens / bench.batch((prompts, generations), completion, times, |_| Ok(()))?.median_seconds;
+    drop(busy);
+    Ok(BusyFigures { idle_tok_s, busy_tok_s, ratio: busy_tok_s / idle_tok_s })
+}
+
+/// The process's peak of resident memory so far, MiB; 0 where the system does not tell.
+pub(super) fn peak_mib() -> f64 {
+    peak_resident_bytes().unwrap_or(0) as f64 / (1 << 20) as f64
+}
+
+/// The device's peak of memory so far, MiB; None where the policy computes on the processor.
+pub(super) fn device_peak_mib(policy: &Policy) -> Option<f64> {
+    policy.device_peak_bytes().map(|bytes| bytes as f64 / (1 << 20) as f64)
+}
+
+/// A loop in a shell, ended when dropped.
+struct BusyProcess(Child);
+
+impl BusyProcess {
+    fn start() -> Result<Self, BenchError> {
+        let child = Command::new("sh").args(["-c", "while :; do :; done"]).spawn();
+        child.map(BusyProcess).map_err(io("start a busy process"))
+    }
+}
+
+impl Drop for BusyProcess {
+    fn drop(&mut self) {
+        // It is gone already when this fails.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+struct Generation<'a> {
+    setting: &'a Setting<'a>,
+    policy: Policy,
+    text: Text,
+}
+
+impl<'a> Generation<'a> {
+    fn load(setting: &'a Setting<'a>) -> Result<Generation<'a>, BenchError> {
+        let text = Text::load(&setting.model_dir).map_err(crate::engine::error::EngineError::from)?;
+        Ok(Generation { setting, policy: policy(setting)?, text })
+    }
+
+    /// So many tokens for each of a prompt's completions.
+    fn generate(&self, prompts: &[Vec<u32>], generations: usize, tokens: usize) -> Result<(), BenchError> {
+        let prompts: Vec<GeneratePrompt<'_>> =
+            prompts.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids }).collect();
+        let request = GenerateRequest {
+            prompts: &prompts,
+            num_generations: NonZeroUsize::new(generations).unwrap_or(NonZeroUsize::MIN),
+            sampler: Sampler { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 },
+            max_completion_length: tokens,
+            stop: &[],
+            key: Key::new(0, Stream::Train),
+            eos_token_ids: &[],
+            adapter: Adapter::On,
+            max_rows: prompts.len() * generations,
+        };
+        Ok(generate(&self.policy, &self.text, &request, &|| false).map(drop)?)
+    }
+
+    /// Of (prompts, completions a prompt); tells what is known after each repetition.
+    fn batch(
+        &self,
+        (prompts, generations): (usize, usize),
+        completion: usize,
+        times: usize,
+        mut tell: impl FnMut(Batch) -> Result<(), BenchError>,
+    ) -> Result<Batch, BenchError> {
+        let ids = self.setting.prompts(prompts);
+        let seconds = MIN_SECONDS * f64::from(self.setting.args.steps);
+        let first = repeat(times, seconds / 5.0, || self.generate(&ids, generations, 1))?;
+        let tokens = (prompts * generations * completion) as f64;
+        let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes());
+        let batch = |all: Timing| {
+            // At least a nanosecond: noise on a tiny model must not divide by zero.
+            let decode_step_s = ((all.min_s - first.min_s) / completion.saturating_sub(1).max(1) as f64).max(1e-9);
+            Batch {
+                prompts,
+                generations,
+                completion,
+                warm: all.warm(),
+                repetitions: all.repetitions,
+                seconds: all.min_s,
+                median_seconds: all.median_s,
+                tok_s: tokens / all.min_s,
+                prefill_s: first.min_s,
+                decode_step_s,
+                pure_tok_s: (prompts * generations) as f64 / decode_step_s,
+                gb_s: bytes as f64 / decode_step_s / 1e9,
+            }
+        };
+        let all = repeat_telling(
+            times,
+            seconds,
+            || self.generate(&ids, generations, completion),
+            |timing| tell(batch(timing)),
+        )?;
+        Ok(batch(all))
+    }
+}
+
+/// The model with a fresh adapter on every linear layer.
+pub(super) fn policy(setting: &Setting<'_>) -> Result<Policy, BenchError> {
+    let kind = BackendKind::of_device(&setting.args.device.to_string())?;
+    let mut policy = Policy::load_dtype(&setting.model_dir, kind, setting.dtype())?;
+    policy.set_gradient_checkpointing(setting.args.gradient_checkpointing);
+    let rank = setting.args.lora_r;
+    policy.add_lora(&LoraConfig::all_linear(rank as usize, f64::from(rank)), 0)?;
+    Ok(policy)
+}

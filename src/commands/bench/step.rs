@@ -1,0 +1,208 @@
+//! Whole RLOO steps: the engine's own loop with a reward that costs nothing, an adapter on every linear layer and AdamW.
+
+use std::path::Path;
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use super::decode::peak_mib;
+use super::job::{estimate_mib, plan, rows};
+use super::timing::Timing;
+use super::{BenchError, Setting, io};
+use crate::engine;
+use crate::engine::host::{
+    Host, PromptRow, RewardValue, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason, TrainInput,
+};
+use crate::event::{Event, Metrics, SamplePhase};
+use crate::spec::Plan;
+
+/// What whole steps took.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct StepFigures {
+    /// Completion tokens of a step (the mean, where completions end by themselves).
+    pub completion_tokens: f64,
+    /// Prompt and completion tokens of a step, as TRL counts them.
+    pub tokens: f64,
+    /// The step of the fastest of each part.
+    pub fastest: StepTimes,
+    /// The medians.
+    pub median: StepTimes,
+    /// Whether a step was measured; false: what is here is of the one that warms up.
+    pub warm: bool,
+    /// Measured steps.
+    pub steps: usize,
+    /// Until the first step began: weights and tokenizer.
+    pub load_s: f64,
+    /// The process's peak, MiB.
+    pub peak_mib: f64,
+    /// The device's peak, MiB, where it is not the processor.
+    pub device_peak_mib: Option<f64>,
+    /// What the server says that the job takes, MiB, of the memory whose peak is measured.
+    pub estimate_mib: f64,
+    /// Of the measured steps, the largest difference between the sampler's log-prob of a token and training's, nats;
+    /// None where both are the same by construction.
+    pub logp_difference_max: Option<f64>,
+}
+
+/// Seconds of a step.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct StepTimes {
+    /// By the wall, from the end of one step to the end of the next: metrics and samples included.
+    pub step_s: f64,
+    /// Sampling, prefill included.
+    pub generate_s: f64,
+    /// Rewards.
+    pub reward_s: f64,
+    /// Log-probs without gradient.
+    pub reference_s: f64,
+    /// Forward, backward, optimizer.
+    pub train_s: f64,
+    /// Completion tokens over sampling.
+    pub decode_tok_s: f64,
+    /// Prompt and completion tokens over forward, backward, optimizer.
+    pub train_tok_s: f64,
+}
+
+/// Runs one step to warm up and the measured ones.
+///
+/// # Errors
+/// When the settings are no job, or the engine fails.
+pub fn measure(setting: &Setting<'_>) -> Result<StepFigures, BenchError> {
+    let args = setting.args;
+    let steps = u64::from(args.steps) + 1;
+    let rows = rows(setting, (steps * u64::from(args.prompts)) as usize)?;
+    let plan = plan(setting, args.generations, &rows, steps)?;
+    let scratch = tempfile::tempdir().map_err(io("make a temporary directory"))?;
+    let mut clock = Clock {
+        setting,
+        estimate_mib: estimate_mib(setting, &plan),
+        begun: Instant::now(),
+        phase_begun: None,
+        ends: Vec::new(),
+        completion_tokens: Vec::new(),
+        unheard: false,
+    };
+    let device = args.device.to_string();
+    let ended = engine::train(input(setting, &plan, rows, scratch.path(), &device), &mut clock);
+    match ended {
+        Ok(()) => Ok(clock.figures()),
+        Err(RunEnd::Failed(error)) => Err(error.into()),
+        Err(end @ (RunEnd::Stopped(_) | RunEnd::Panicked)) => Err(BenchError::Job(format!("it ended early: {end}"))),
+    }
+}
+
+fn input<'a>(
+    setting: &'a Setting<'_>,
+    plan: &'a Plan,
+    rows: Vec<PromptRow>,
+    scratch_dir: &'a Path,
+    device: &'a str,
+) -> TrainInput<'a> {
+    TrainInput {
+        plan,
+        model_dir: &setting.model_dir,
+        model_name: "bench",
+        rows,
+        eval_rows: Vec::new(),
+        resume: None,
+        initial_adapter: None,
+        scratch_dir,
+        device,
+        backend: None,
+    }
+}
+
+/// The host: rewards by a formula, and the time of every step's end.
+struct Clock<'a> {
+    setting: &'a Setting<'a>,
+    estimate_mib: f64,
+    begun: Instant,
+    /// Of the first phase after loading.
+    phase_begun: Option<Instant>,
+    ends: Vec<(Instant, Metrics)>,
+    /// Of each step.
+    completion_tokens: Vec<f64>,
+    /// Nobody reads the figures any more.
+    unheard: bool,
+}
+
+impl Host for Clock<'_> {
+    fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
+        self.completion_tokens.push(request.samples.iter().map(|sample| f64::from(sample.num_tokens)).sum());
+        // Different for different texts, the same for the same.
+        let reward =
+            |text: &str| f64::from(text.bytes().fold(0_u32, |sum, byte| (sum * 31 + u32::from(byte)) % 97)) / 97.0;
+        let score = |text: &str| Score { values: vec![RewardValue::Number(reward(text))] };
+        Ok(request.samples.iter().map(|sample| score(&sample.completion)).collect())
+    }
+
+    fn event(&mut self, event: Event) -> Result<(), RunEnd> {
+        match event {
+            Event::Phase { phase: crate::event::Phase::Rollout, .. } if self.phase_begun.is_none() => {
+                self.phase_begun = Some(Instant::now());
+            }
+            Event::Step { kind: SamplePhase::Train, metrics, .. } => {
+                self.ends.push((Instant::now(), metrics));
+                self.unheard = self.setting.tell(&self.figures()).is_err();
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn saved(&mut self, _checkpoint: &SavedCheckpoint<'_>) -> Result<(), RunEnd> {
+        Ok(())
+    }
+
+    fn stop(&self) -> Option<StopReason> {
+        self.unheard.then_some(StopReason::Cancel)
+    }
+}
+
+impl Clock<'_> {
+    /// Of every step but the first; of that one where there is no other.
+    fn figures(&self) -> StepFigures {
+        let warm = self.ends.len() > 1;
+        let measured = &self.ends[usize::from(warm)..];
+        let began = self.phase_begun.filter(|_| !warm).into_iter();
+        let ends: Vec<Instant> = began.chain(self.ends.iter().map(|(end, _)| *end)).collect();
+        let walls = ends.windows(2).map(|pair| pair[1].duration_since(pair[0]).as_secs_f64());
+        let wall = Timing::of(walls.collect());
+        let part = |name: &str| {
+            let seconds = measured.iter().filter_map(|(_, metrics)| metrics.get(name).copied().flatten());
+            Timing::of(seconds.collect())
+        };
+        let part_max = |name: &str| {
+            measured.iter().filter_map(|(_, metrics)| metrics.get(name).copied().flatten()).reduce(f64::max)
+        };
+        let counted = &self.completion_tokens[usize::from(warm).min(self.completion_tokens.len())..];
+        let completion_tokens = counted.iter().sum::<f64>() / counted.len().max(1) as f64;
+        let args = self.setting.args;
+        let prompt_tokens = f64::from(args.prompts * args.generations) * f64::from(args.prompt_len);
+        let tokens = completion_tokens + prompt_tokens;
+        let (generate, reward) = (part("step_time/generate"), part("step_time/reward"));
+        let (reference, train) = (part("step_time/reference"), part("step_time/train"));
+        let times = |of: fn(&Timing) -> f64| StepTimes {
+            step_s: of(&wall),
+            generate_s: of(&generate),
+            reward_s: of(&reward),
+            reference_s: of(&reference),
+            train_s: of(&train),
+            decode_tok_s: completion_tokens / of(&generate),
+            train_tok_s: tokens / of(&train),
+        };
+        StepFigures {
+            completion_tokens,
+            tokens,
+            fastest: times(|timing| timing.min_s),
+            median: times(|timing| timing.median_s),
+            warm,
+            steps: if warm { measured.len() } else { 0 },
+            load_s: self.phase_begun.map_or(0.0, |begun| begun.duration_since(self.begun).as_secs_f64()),
+            peak_mib: peak_mib(),
+            device_peak_mib: part_max("memory/peak_device_bytes").map(|bytes| bytes / (1 << 20) as f64),
+            estimate_mib: self.estimate_mib,
+            logp_difference_max: part_max("sampling/sampling_logp_difference/max"),
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! `rlood reward check URL`: does a service keep the reward contract v1? It is asked as a job would ask, and as a job never
+//! would, and what is wrong is said in words, with what to do about it.
+
+mod answers;
+mod callback;
+mod load;
+mod manners;
+mod ping;
+mod report;
+mod wire;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+use serde_json::{Map, Value, json};
+
+use crate::config::RewardCheckArgs;
+use crate::event::FinishReason;
+use crate::id::{JobId, RewardRequestId};
+use crate::outgoing::OutgoingPolicy;
+use crate::reward::JobContext;
+use crate::reward::http_client::restricted_client_builder;
+use crate::reward::signature::Key;
+use crate::reward::trial::read_samples;
+use crate::reward::webhook::answer::{self, Answer, Found};
+use crate::reward::webhook::{PingReply, sample_json};
+use crate::sample::{RewardSample, RolloutId};
+use crate::spec::{FieldError, RewardSecrets, read_single_reward};
+pub use report::{Finding, Latency, Outcome, Report};
+use wire::{Got, Signing, Wire};
+
+/// A setting that cannot be used: nothing was sent.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct CheckError(String);
+
+/// `rlood reward check`: 0 when nothing is wrong, 1 when something is.
+///
+/// # Errors
+/// When a flag cannot be used.
+pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
+    let report = examine(&args, !args.json).await?;
+    if args.json {
+        let text = serde_json::to_string_pretty(&report).map_err(|error| CheckError(error.to_string()))?;
+        println!("{text}");
+    } else {
+        println!("{}", report.summary());
+    }
+    let good = report.ok && !(args.strict && report.count(Outcome::Warning) > 0);
+    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Asks a service everything; findings are printed as they come if `show`.
+///
+/// # Errors
+/// When a flag cannot be used.
+pub async fn examine(args: &RewardCheckArgs, show: bool) -> Result<Report, CheckError> {
+    let mut check = Check::new(args)?;
+    check.show = show;
+    Ok(check.all().await)
+}
+
+/// A check under way.
+struct Check {
+    wire: Wire,
+    /// Of the requests' `reward`.
+    params: Map<String, Value>,
+    samples: Vec<RewardSample>,
+    /// What a job would send at most in one request.
+    max_batch_samples: u32,
+    callbacks: callback::Listen,
+    /// Never shown.
+    secrets: Vec<String>,
+    /// Findings are printed as they come.
+    show: bool,
+    job: JobContext,
+    ping: Option<PingReply>,
+    /// Of answers that could be read, ms.
+    latencies: Vec<f64>,
+    findings: Vec<Finding>,
+}
+
+impl Check {
+    fn new(args: &RewardCheckArgs) -> Result<Self, CheckError> {
+        let mut headers = Map::new();
+        for header in &args.headers {
+            let Some((name, value)) = header.split_once(':') else {
+                let name: String = header.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
+                return Err(CheckError(format!("--header '{name}…' has no colon; it looks like 'name: value'")));
+            };
+            headers.insert(name.trim().to_owned(), value.trim().into());
+        }
+        let mut reward = json!({"type": "webhook", "url": args.url, "timeout_ms": args.timeout_ms,
+            "deadline_ms": args.timeout_ms, "max_batch_samples": args.max_batch_samples, "headers": headers});
+        if let Some(secret) = &args.secret {
+            reward["secret"] = json!(secret);
+        }
+        if let Some(params) = &args.params {
+            let params = serde_json::from_str(params).map_err(|error| CheckError(format!("--params: {error}")))?;
+            reward["params"] = params;
+        }
+        let (plan, secrets) = read_single_reward(&json!({ "reward": reward })).map_err(|errors| refused(&errors))?;
+        let crate::spec::RewardKind::Webhook(plan) = plan.kind else {
+            return Err(CheckError("contract v1 is checked, nothing else".to_owned()));
+        };
+        let samples = match &args.samples {
+            Some(path) => samples_of_file(path)?,
+            None => default_samples(&columns(&args.columns)?),
+        };
+        Ok(Self {
+            wire: wire(&plan.service.url, &secrets, args.timeout_ms)?,
+            params: plan.params,
+            samples,
+            max_batch_samples: plan.service.max_batch_samples,
+            callbacks: callback::Listen { on: args.callback_listen.clone(), url: args.callback_url.clone() },
+            secrets: hidden(&secrets),
+            show: false,
+            job: JobContext { job: JobId::new(), rollout: RolloutId::train(0), probe: true },
+            ping: None,
+            latencies: Vec::new(),
+            findings: Vec::new(),
+        })
+    }
+
+    /// Everything, in this order; where nothing can be had from the service, the rest is left out.
+    async fn all(mut self) -> Report {
+        if self.wire.key.is_none() {
+            let detail = "no secret was given: requests go unsigned, and signatures are not looked at";
+            self.find("secret", Outcome::Skipped, detail, "give --secret whsec_… (the same as the job's reward has)");
+        }
+        if self.ping().await {
+            let answers = self.single().await;
+            if answers {
+                self.envelope().await;
+                self.groups().await;
+                self.edges().await;
+                self.batch().await;
+                self.repeat().await;
+                self.concurrency().await;
+                self.tolerance().await;
+            }
+            self.signatures(answers).await;
+            self.malformed().await;
+            if answers {
+                self.asynchronous().await;
+                self.latency().await;
+            }
+        }
+        Report::new(self.shown_url(), self.findings, self.ping, &self.latencies)
+    }
+
+    /// Notes a finding; secrets are taken out of it.
+    fn find(&mut self, check: &'static str, outcome: Outcome, detail: impl Into<String>, fix: &str) {
+        let redact =
+            |text: String| self.secrets.iter().fold(text, |text, secret| text.replace(secret.as_str(), "(redacted)"));
+        let fix = (outcome != Outcome::Ok && !fix.is_empty()).then(|| redact(fix.to_owned()));
+        let finding = Finding { check, outcome, detail: redact(detail.into()), fix };
+        if self.show {
+            println!("{finding}");
+        }
+        self.findings.push(finding);
+    }
+
+    /// A query may hold a key.
+    fn shown_url(&self) -> String {
+        let mut url = self.wire.url.clone();
+        if url.query().is_some() {
+            url.set_query(Some("redacted"));
+        }
+        url.to_string()
+    }
+
+    /// A `reward.score.request` of contract v1.
+    fn request(&self, id: &str, samples: &[RewardSample]) -> Value {
+        json!({
+            "type": "reward.score.request", "version": "1", "id": id,
+            "timestamp": jiff::Timestamp::from_second(jiff::Timestamp::now().as_second()).unwrap_or_default().to_string(),
+            "job": {"id": self.job.job, "step": 0, "phase": "probe"},
+            "reward": {"name": "check", "params": self.params},
+            "deadline_ms": self.wire.timeout.as_millis() as u64,
+            "reply": {"modes": ["sync"]},
+            "samples": samples.iter().map(sample_json).collect::<Vec<_>>(),
+        })
+    }
+
+    /// Asks once, as a job does; the error says what a job would make of it.
+    async fn ask(&mut self, samples: &[RewardSample]) -> Result<Answer, String> {
+        let id = new_id();
+        let body = self.request(&id, samples).to_string();
+        self.ask_with(&id, &body, samples).await
+    }
+
+    async fn ask_with(&mut self, id: &str, body: &str, samples: &[RewardSample]) -> Result<Answer, String> {
+        let got = self.wire.post(id, body, Signing::Right).await?;
+        let answer = read(&got, id, samples)?;
+        self.latencies.push(got.latency.as_secs_f64() * 1e3);
+        Ok(answer)
+    }
+}
+
+/// What a job makes of a response to a synchronous request.
+fn read(got: &Got, id: &str, samples: &[RewardSample]) -> Result<Answer, String> {
+    let said = got.said();
+    if let Some(encoding) = got.content_encoding.as_deref().filter(|encoding| *encoding != "identity") {
+        return Err(format!("the answer is compressed ({encoding}), which was not asked for and is not read"));
+    }
+    match got.status {
+        200 | 201 | 203 => {
+            let ids: Vec<&str> = samples.iter().map(|sample| sample.sample_id.as_str()).collect();
+            answer::read(&got.body, id, &ids)
+        }
+        202 => Err("the service answered 202 (later), but this request offers only \"sync\" in reply.modes".to_owned()),
+        status @ 200..=299 => Err(format!("the service answered {status}, which carries no rewards")),
+        status @ 300..=399 => {
+            let to = got.location.as_deref().map(|to| format!(" to {to}")).unwrap_or_default();
+            Err(format!("the service redirects ({status}){to}; redirects are never followed"))
+        }
+        status @ (401 | 403) => Err(format!("the service refuses who asks ({status}){said}")),
+        413 => Err("the service answered 413 (too large)".to_owned()),
+        status => Err(format!("the service answered {status}{said}")),
+    }
+}
+
+/// The number of each sample; `None` where there is none.
+fn numbers(answer: &Answer) -> Vec<Option<f64>> {
+    let number = |found: &Found| match found {
+        Found::Judged(judgement) => judgement.value.number(),
+        Found::Retryable(_) | Found::Invalid(_) | Found::Absent => None,
+    };
+    answer.found.iter().map(number).collect()
+}
+
+fn new_id() -> String {
+    RewardRequestId::new().to_string()
+}
+
+fn refused(errors: &[FieldError]) -> CheckError {
+    let line = |error: &FieldError| format!("{}: {}", error.pointer.trim_start_matches("/reward/"), error.detail);
+    CheckError(errors.iter().map(line).collect::<Vec<_>>().join("; "))
+}
+
+/// Whoever runs a check owns the machine it runs on: every address may be asked.
+fn wire(url: &str, secrets: &RewardSecrets, timeout_ms: u64) -> Result<Wire, CheckError> {
+    let failed = |why: &dyn std::fmt::Display| CheckError(why.to_string());
+    let policy = OutgoingPolicy::parse(&["0.0.0.0/0", "::/0"]).map_err(|why| failed(&why))?;
+    let url = policy.check_url(url).map_err(|why| failed(&why))?;
+    let mut headers = HeaderMap::new();
+    for (name, value) in &secrets.headers {
+        let name = HeaderName::try_from(name.as_str()).map_err(|why| failed(&why))?;
+        let value = HeaderValue::try_from(value.as_str()).map_err(|why| failed(&why))?;
+        headers.insert(name, value);
+    }
+    let client = restricted_client_builder(&policy)
+        .http1_only()
+        .connect_timeout(Duration::from_millis(timeout_ms.clamp(1, 10_000)));
+    Ok(Wire {
+        client: client.build().map_err(|why| failed(&why))?,
+        url,
+        headers,
+        key: secrets.secret.as_deref().map(Key::parse).transpose().map_err(|why| failed(&why))?,
+        timeout: Duration::from_millis(timeout_ms.max(1)),
+    })
+}
+
+/// What must never be shown: the secret, header values, and the token within `Bearer TOKEN`.
+fn hidden(secrets: &RewardSecrets) -> Vec<String> {
+    let values =
+        secrets.headers.values().flat_map(|value| [Some(value.as_str()), value.split_once(' ').map(|(_, t)| t)]);
+    let key = secrets.secret.as_deref();
+    let all = values.flatten().chain(key).chain(key.and_then(|key| key.strip_prefix("whsec_")));
+    all.filter(|text| text.len() > 2).map(str::to_owned).collect()
+}
+
+fn samples_of_file(path: &std::path::Path) -> Result<Vec<RewardSample>, CheckError> {
+    let at = path.display();
+    let text = std::fs::read_to_string(path).map_err(|error| CheckError(format!("--samples {at}: {error}")))?;
+    let value = match serde_json::from_str::<Value>(&text) {
+        Ok(Value::Object(object)) if object.contains_key("samples") => object["samples"].clone(),
+        Ok(list @ Value::Array(_)) => list,
+        // One object a line; a single object is one line.
+        Ok(_) | Err(_) => {
+            let lines = text.lines().filter(|line| !line.trim().is_empty()).map(serde_json::from_str);
+            let lines: Result<Vec<Value>, _> = lines.collect();
+            let form = "a JSON list of {prompt, completion, columns}, or one such object a line";
+            Value::Array(lines.map_err(|error| CheckError(format!("--samples {at}: {error}; give {form}")))?)
+        }
+    };
+    read_samples(Some(&value)).map_err(|errors| {
+        let lines: Vec<String> = errors.iter().map(|error| format!("{}: {}", error.pointer, error.detail)).collect();
+        CheckError(format!("--samples {at}: {}", lines.join("; ")))
+    })
+}
+
+/// `NAME=VALUE`; a value that is JSON is taken as such.
+fn columns(given: &[String]) -> Result<Map<String, Value>, CheckError> {
+    let read = |column: &String| match column.split_once('=') {
+        Some((name, value)) if !name.is_empty() => {
+            Ok((name.to_owned(), serde_json::from_str(value).unwrap_or_else(|_| value.into())))
+        }
+        _ => Err(CheckError(format!("--column '{column}' looks like NAME=VALUE"))),
+    };
+    given.iter().map(read).collect()
+}
+
+/// Sums, with right, wrong, wordy and evasive answers; `columns` are added to each row's `answer` and `reference`.
+fn default_samples(columns: &Map<String, Value>) -> Vec<RewardSample> {
+    let mut samples = Vec::new();
+    for (group, (left, right)) in [(2, 2), (3, 4), (10, 5)].into_iter().enumerate() {
+        let sum = left + right;
+        let texts = [
+            sum.to_string(),
+            (sum + 1).to_string(),
+            format!("The answer is {sum}. I added {left} and {right}, one after the other."),
+            "I would rather talk about the weather".to_owned(),
+        ];
+        for completion in texts {
+            let mut all = Map::from_iter([
+                ("answer".to_owned(), json!(sum.to_string())),
+                ("reference".to_owned(), json!(sum.to_string())),
+            ]);
+            all.extend(columns.clone());
+            let prompt = format!("What is {left} + {right}?");
+            samples.push(RewardSample {
+                sample_id: format!("s_{}", samples.len()),
+                group_id: format!("g_{group}"),
+                prompt_id: format!("row_{group}"),
+                messages: Some(json!([{"role": "user", "content": prompt}])),
+                num_tokens: u32::try_from(completion.split_whitespace().count()).unwrap_or(u32::MAX),
+                prompt,
+                completion,
+                finish_reason: FinishReason::Stop,
+                columns: all,
+            });
+        }
+    }
+    samples
+}

@@ -1,0 +1,134 @@
+//! Requests as a check sends them: right ones, and some that a job would never send.
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, LOCATION};
+use reqwest::{Client, Url};
+
+use crate::reward::signature::Key;
+use crate::reward::signed_post::SendError;
+
+/// As in a job: the rest of a larger answer is never received.
+const MAX_RESPONSE_BYTES: usize = 8 << 20;
+
+/// How to reach the service.
+pub(super) struct Wire {
+    pub client: Client,
+    pub url: Url,
+    /// The user's own.
+    pub headers: HeaderMap,
+    pub key: Option<Key>,
+    pub timeout: Duration,
+}
+
+/// How a request is signed; nothing but `Right` says anything where there is no key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Signing {
+    /// As in a job.
+    Right,
+    /// No signature at all.
+    Missing,
+    /// By a key that nobody else knows.
+    Stranger,
+    /// Right for another body.
+    Tampered,
+    /// Right, but so many seconds old (negative: ahead of the clock).
+    Aged(i64),
+    /// A stranger's first, then the right one.
+    Rotating,
+}
+
+/// What came back.
+#[derive(Debug)]
+pub(super) struct Got {
+    pub status: u16,
+    pub content_type: Option<String>,
+    pub content_encoding: Option<String>,
+    pub location: Option<String>,
+    pub body: Vec<u8>,
+    pub latency: Duration,
+}
+
+impl Got {
+    pub fn is_success(&self) -> bool {
+        (200..300).contains(&self.status)
+    }
+
+    /// The beginning of the body, for people.
+    pub fn said(&self) -> String {
+        let text: String = String::from_utf8_lossy(&self.body).trim().chars().take(160).collect();
+        if text.is_empty() { String::new() } else { format!(": {text}") }
+    }
+}
+
+impl Wire {
+    /// One POST. The error says why nothing came.
+    pub async fn post(&self, id: &str, body: &str, signing: Signing) -> Result<Got, String> {
+        self.send(
+            self.client.post(self.url.clone()).headers(self.request_headers(id, body, signing)).body(body.to_owned()),
+        )
+        .await
+    }
+
+    /// One GET of another address of the service's, with the user's headers only.
+    pub async fn get(&self, url: Url) -> Result<Got, String> {
+        self.send(self.client.get(url).headers(self.headers.clone())).await
+    }
+
+    async fn send(&self, request: reqwest::RequestBuilder) -> Result<Got, String> {
+        let start = Instant::now();
+        let exchange = async {
+            let mut response = request.send().await.map_err(|error| SendError::new(&error).text())?;
+            let text = |name: HeaderName| {
+                response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+            };
+            let (content_type, content_encoding) = (text(CONTENT_TYPE), text(CONTENT_ENCODING));
+            let location = text(LOCATION);
+            let mut body = Vec::new();
+            while let Some(chunk) = response.chunk().await.map_err(|error| SendError::new(&error).text())? {
+                if body.len() + chunk.len() > MAX_RESPONSE_BYTES {
+                    return Err("the answer is larger than 8 MiB, the most that is read".to_owned());
+                }
+                body.extend_from_slice(&chunk);
+            }
+            let status = response.status().as_u16();
+            Ok(Got { status, content_type, content_encoding, location, body, latency: start.elapsed() })
+        };
+        let late = || Err(format!("no whole answer within {} ms", self.timeout.as_millis()));
+        tokio::time::timeout(self.timeout, exchange).await.unwrap_or_else(|_| late())
+    }
+
+    fn request_headers(&self, id: &str, body: &str, signing: Signing) -> HeaderMap {
+        let mut headers = self.headers.clone();
+        let mut set = |name: &'static str, value: &str| {
+            if let Ok(value) = HeaderValue::from_str(value) {
+                headers.insert(HeaderName::from_static(name), value);
+            }
+        };
+        let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let at = match signing {
+            Signing::Aged(seconds) => now_s.saturating_add_signed(-seconds),
+            _ => now_s,
+        };
+        set("webhook-id", id);
+        set("webhook-timestamp", &at.to_string());
+        set("idempotency-key", id);
+        if let (Some(key), true) = (&self.key, signing != Signing::Missing) {
+            let right = || key.sign(id, at, body.as_bytes());
+            let strange = || stranger().map(|key| key.sign(id, at, body.as_bytes()));
+            let signature = match signing {
+                Signing::Right | Signing::Aged(_) | Signing::Missing => right(),
+                Signing::Stranger => strange().unwrap_or_default(),
+                Signing::Tampered => key.sign(id, at, format!("{body} ").as_bytes()),
+                Signing::Rotating => format!("{} {}", strange().unwrap_or_default(), right()),
+            };
+            set("webhook-signature", &signature);
+        }
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers
+    }
+}
+
+fn stranger() -> Option<Key> {
+    Key::parse(&Key::generate().ok()?).ok()
+}

@@ -1,0 +1,109 @@
+//! A reward service that speaks contract v1: an example to copy from, and the grader of `rlood demo`.
+//!
+//! It marks answers: 1.0 if the trimmed completion equals the row's column `answer`, else 0.0. Everything a real service
+//! needs is here: the signature is checked before the body is believed, `reward.ping` is answered, each sample gets its
+//! own result, and a sample that cannot be marked gets an error, never a 0.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+
+use crate::reward::signature::{Key, KeyError};
+
+/// A running service; dropping it stops it.
+#[derive(Debug)]
+pub struct ExampleService {
+    address: SocketAddr,
+    task: JoinHandle<()>,
+}
+
+impl ExampleService {
+    /// Starts the service on a free loopback port; it accepts only requests signed with `secret` (`whsec_…`).
+    pub async fn start(secret: &str) -> std::io::Result<Self> {
+        let key = Key::parse(secret).map_err(|why: KeyError| std::io::Error::other(why))?;
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        let app =
+            Router::new().route("/score", post(score)).layer(DefaultBodyLimit::max(16 << 20)).with_state(Arc::new(key));
+        let task = tokio::spawn(async move {
+            if let Err(why) = axum::serve(listener, app).await {
+                tracing::error!("the example reward service stopped: {why}");
+            }
+        });
+        Ok(Self { address, task })
+    }
+
+    /// Where to send samples.
+    pub fn url(&self) -> String {
+        format!("http://{}/score", self.address)
+    }
+}
+
+impl Drop for ExampleService {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// What this service reads of a request; it ignores the rest.
+#[derive(Deserialize)]
+#[serde(tag = "type")]
+enum Request {
+    #[serde(rename = "reward.ping")]
+    Ping,
+    #[serde(rename = "reward.score.request")]
+    Score { id: String, samples: Vec<Sample> },
+}
+
+#[derive(Deserialize)]
+struct Sample {
+    sample_id: String,
+    completion: String,
+    columns: Map<String, Value>,
+}
+
+async fn score(State(key): State<Arc<Key>>, headers: HeaderMap, body: Bytes) -> Response {
+    // The signature covers the bytes as they came: check it before parsing them.
+    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("");
+    let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let (id, timestamp, signatures) = (header("webhook-id"), header("webhook-timestamp"), header("webhook-signature"));
+    if let Err(why) = key.verify(id, timestamp, signatures, &body, now_s) {
+        return (StatusCode::UNAUTHORIZED, why.to_string()).into_response();
+    }
+    match serde_json::from_slice(&body) {
+        Err(why) => (StatusCode::BAD_REQUEST, why.to_string()).into_response(),
+        Ok(Request::Ping) => json_response(&json!({"max_batch_samples": 256, "modes": ["sync"], "range": [0, 1]})),
+        Ok(Request::Score { id, samples }) => {
+            let results: Vec<Value> = samples.iter().map(mark).collect();
+            json_response(&json!({"version": "1", "id": id, "results": results}))
+        }
+    }
+}
+
+fn mark(sample: &Sample) -> Value {
+    let answer = match sample.columns.get("answer") {
+        Some(Value::String(answer)) => answer.trim().to_owned(),
+        Some(Value::Number(answer)) => answer.to_string(),
+        _ => {
+            let error = json!({"code": "no_answer", "message": "the row has no column 'answer'", "retryable": false});
+            return json!({"sample_id": sample.sample_id, "reward": null, "error": error});
+        }
+    };
+    let reward = if sample.completion.trim() == answer { 1.0 } else { 0.0 };
+    json!({"sample_id": sample.sample_id, "reward": reward})
+}
+
+fn json_response(value: &Value) -> Response {
+    axum::Json(value).into_response()
+}

@@ -1,6 +1,0 @@
-// The kernels, for the race detector: compiled with -fsanitize=thread, apart from the emulator.
-#include "emulator.h"
-
-#include "../device/kernels.cu"
-#include "wrong.cuh"
-#include "wrong_races.cuh"
