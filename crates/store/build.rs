@@ -1,5 +1,32 @@
-//! sqlx embeds the migrations, and would not see a new file.
+//! Lists the migrations, with their SQL, for `src/version.rs`. sqlx's own macro would do it, but sqlx's macros compile a second SQLite
+//! for the build alone.
+
+use std::fmt::Write;
+use std::path::Path;
+
+const FOLDER: &str = "../../migrations";
 
 fn main() {
-    println!("cargo::rerun-if-changed=../../migrations");
+    println!("cargo::rerun-if-changed={FOLDER}");
+    let folder = std::fs::canonicalize(FOLDER).expect("the folder of migrations");
+    let entries = std::fs::read_dir(folder).expect("the folder of migrations");
+    let mut files: Vec<(i64, String, String)> = entries
+        .map(|entry| entry.expect("an entry of the folder").path())
+        .map(|path| {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let parts = name.strip_suffix(".sql").and_then(|name| name.split_once('_'));
+            let (version, description) = parts.unwrap_or_else(|| panic!("{name}: not NUMBER_DESCRIPTION.sql"));
+            let version = version.parse().unwrap_or_else(|_| panic!("{name}: does not begin with a number"));
+            // As sqlx spells a description.
+            (version, description.replace('_', " "), path.display().to_string())
+        })
+        .collect();
+    files.sort();
+    let mut list = String::from("&[\n");
+    for (version, description, path) in files {
+        writeln!(list, "({version}, {description:?}, include_str!({path:?})),").expect("a string takes it");
+    }
+    list.push(']');
+    let out = std::env::var("OUT_DIR").expect("OUT_DIR");
+    std::fs::write(Path::new(&out).join("migrations.rs"), list).expect("the list is written");
 }

@@ -184,7 +184,7 @@ async fn make(source: &Store, files: &DataDir, to: &Path) -> Result<Manifest, Ba
             continue;
         };
         let (size_bytes, sha256) = hash_file(&to.join(DATABASE))?;
-        entries.insert(DATABASE.to_owned(), Entry { size_bytes, sha256 });
+        entries.insert(DATABASE.to_owned(), Entry { size_bytes, sha256: sha256.to_string() });
         sync_tree(to)?;
         let manifest = Manifest {
             format: FORMAT,
@@ -262,7 +262,7 @@ async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
         let mut of_it = BTreeMap::new();
         let mut missing = None;
         for file in &checkpoint.files {
-            let wanted = Entry { size_bytes: file.size_bytes, sha256: file.sha256.clone() };
+            let wanted = Entry { size_bytes: file.size_bytes, sha256: file.sha256.to_string() };
             if let Err(why) = take(copying, &held, &dir.join(&file.name), Some(&wanted), &mut of_it)? {
                 missing = Some(format!("{}: {why}", file.name));
                 break;
@@ -330,7 +330,7 @@ fn take(
     let Some((size_bytes, sha256)) = copied else {
         return Ok(Err("it is not there any more".to_owned()));
     };
-    let copied = Entry { size_bytes, sha256 };
+    let copied = Entry { size_bytes, sha256: sha256.to_string() };
     if wanted.is_some_and(|wanted| *wanted != copied) {
         remove(&target)?;
         return Ok(Err("its bytes are not those that were stored".to_owned()));

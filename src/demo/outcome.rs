@@ -8,6 +8,7 @@ use rlood_client::{Client, MetricsQuery, SampleQuery};
 
 use super::{DemoError, system};
 use crate::bundle;
+use crate::digest::Sha256Digest;
 use crate::event::SamplePhase;
 use crate::files;
 use crate::id::JobId;
@@ -32,7 +33,7 @@ pub struct Outcome {
     /// `reward`, `kl` … of the first and the last step.
     metrics: Vec<(String, Option<f64>, Option<f64>)>,
     adapter_dir: PathBuf,
-    adapter_sha256: String,
+    adapter_sha256: Sha256Digest,
 }
 
 /// One held-out prompt with its answers.

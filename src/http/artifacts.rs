@@ -322,6 +322,6 @@ fn file_of(state: &AppState, row: &CheckpointRow, name: &str) -> Result<Download
         path: state.files.checkpoint_file(row.job, row.step, row.attempt, name)?,
         name: name.clone(),
         size_bytes: *size_bytes,
-        sha256: sha256.clone(),
+        sha256: *sha256,
     })
 }

@@ -12,7 +12,6 @@ use axum::response::Response;
 use futures::{Stream, StreamExt};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouterExt};
 use utoipa_axum::routes;
@@ -25,6 +24,7 @@ use super::extract::{Json, Path, Query, announced_bytes, body_fault, body_proble
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
 use crate::dataset::{Format, Reader, Rejected, Summary};
+use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::store::{DatasetRow, NewDataset, StoreError, clock_ms};
@@ -145,8 +145,7 @@ async fn create_dataset(
         read_rows(&state, format, body, |error| body_problem(&error)).await?
     };
 
-    let identity = Sha256::new().chain_update(&staged.sha256).chain_update(name.as_deref().unwrap_or("")).finalize();
-    let identity = hex::encode(identity);
+    let identity = Sha256Digest::of(format!("{}{}", staged.sha256, name.as_deref().unwrap_or(""))).to_string();
     let work = store_dataset(state.clone(), caller.clone(), name, summary, staged);
     once(&state, &caller, &headers, "POST /datasets", &identity, work).await
 }
@@ -171,11 +170,11 @@ pub(super) async fn keep_rows(
     summary: Summary,
     staged: StagedDone,
 ) -> Result<(DatasetRow, bool), Problem> {
-    if let Some(row) = state.store.dataset_by_sha256(owner, &staged.sha256).await? {
+    if let Some(row) = state.store.dataset_by_sha256(owner, &staged.sha256.to_string()).await? {
         return Ok((row, false));
     }
     let (id, Summary { num_rows, columns }) = (DatasetId::new(), summary);
-    let (sha256, size_bytes, owner) = (staged.sha256.clone(), staged.size_bytes, owner.to_owned());
+    let (sha256, size_bytes, owner) = (staged.sha256.to_string(), staged.size_bytes, owner.to_owned());
     let new = NewDataset { id, name, sha256, num_rows, size_bytes, columns, owner };
     staged.publish(&state.files.dataset(id)).await?;
     let created = state.store.dataset_create(new, clock_ms()).await;
@@ -484,6 +483,7 @@ async fn get_content(
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
     let DatasetRow { sha256, size_bytes, .. } = state.store.dataset_get(id).await?;
+    let sha256 = sha256.parse().map_err(Problem::internal)?;
     let file = Download { path: state.files.dataset(id), name: format!("{id}.ndjson"), size_bytes, sha256 };
     send_file(&method, &headers, &file).await
 }

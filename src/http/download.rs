@@ -14,6 +14,7 @@ use tokio_util::io::ReaderStream;
 use utoipa::IntoParams;
 
 use super::error::{Code, Problem};
+use crate::digest::Sha256Digest;
 
 const PIECE_BYTES: usize = 64 * 1024;
 const TAR_BLOCK: u64 = 512;
@@ -45,8 +46,8 @@ pub struct Download {
     pub name: String,
     /// Bytes.
     pub size_bytes: u64,
-    /// Lower-case hex; its ETag.
-    pub sha256: String,
+    /// Of its bytes; its ETag.
+    pub sha256: Sha256Digest,
 }
 
 /// Answers GET and HEAD of a file: 200, 206, 304, 412 or 416.
@@ -61,7 +62,7 @@ pub async fn send_file(method: &Method, headers: &HeaderMap, file: &Download) ->
     let span = Span::asked(method, headers, &etag, file.size_bytes)?;
     let body = Body::from_stream(part_of(file, span.first, span.length).await?);
     let mut response = span.response(content_type(&file.name), &file.name, etag, body);
-    if let Some(Ok(digest)) = repr_digest(&file.sha256).map(|text| text.parse()) {
+    if let Ok(digest) = digest_field(file.sha256).parse() {
         response.headers_mut().insert("repr-digest", digest);
     }
     Ok(response)
@@ -82,7 +83,7 @@ pub async fn send_tar(
     for file in files {
         identity.update(format!("{}\0{}\n", file.name, file.sha256));
     }
-    let etag = format!("\"tar-{}\"", hex::encode(identity.finalize()));
+    let etag = format!("\"tar-{}\"", Sha256Digest::from(identity));
     if let Some(response) = answered_by_condition(headers, &etag)? {
         return Ok(response);
     }
@@ -102,7 +103,7 @@ pub async fn send_tar(
         while let Some(piece) = whole.next().await {
             hasher.update(piece.map_err(Problem::internal)?);
         }
-        digest = Some(digest_field(&hasher.finalize()));
+        digest = Some(digest_field(hasher.into()));
     }
     let body = Body::from_stream(stretch_of(&pieces, span.first, span.length).await?);
     let mut response = span.response("application/x-tar", archive_name, etag, body);
@@ -323,15 +324,9 @@ fn content_type(name: &str) -> &'static str {
     }
 }
 
-fn repr_digest(hex: &str) -> Option<String> {
-    let bytes: Option<Vec<u8>> =
-        (0..hex.len() / 2).map(|at| u8::from_str_radix(hex.get(2 * at..2 * at + 2)?, 16).ok()).collect();
-    bytes.map(|bytes| digest_field(&bytes))
-}
-
 /// `sha-256=:BASE64:`.
-fn digest_field(sha256: &[u8]) -> String {
-    format!("sha-256=:{}:", base64::engine::general_purpose::STANDARD.encode(sha256))
+fn digest_field(sha256: Sha256Digest) -> String {
+    format!("sha-256=:{}:", base64::engine::general_purpose::STANDARD.encode(sha256.bytes()))
 }
 
 #[cfg(test)]

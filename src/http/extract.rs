@@ -17,7 +17,6 @@ use serde::de::DeserializeOwned;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tower_http::timeout::TimeoutError;
 
@@ -25,6 +24,7 @@ use super::auth::{Caller, WorkerPass};
 use super::error::{Code, Problem, chain, shortened};
 use super::throttle::Client;
 use super::{JSON_LIMIT_BYTES, SESSION_LIMIT_BYTES};
+use crate::digest::Sha256Digest;
 use crate::json::{Exact, words};
 use crate::listen::unfinished::Unfinished;
 use crate::spec::format::Format;
@@ -53,7 +53,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for HashedJson<T> {
     type Rejection = Problem;
     async fn from_request(request: Request, _state: &S) -> Result<Self, Problem> {
         let body = read_json(request).await?;
-        Ok(HashedJson(parse_object(&body)?, hex::encode(Sha256::digest(&body))))
+        Ok(HashedJson(parse_object(&body)?, Sha256Digest::of(&body).to_string()))
     }
 }
 

@@ -8,11 +8,11 @@ use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
-use sha2::{Digest, Sha256};
 
 use super::AppState;
 use super::auth::{Caller, REPLAYED};
 use super::error::{Code, Problem, REQUEST_ID};
+use crate::digest::Sha256Digest;
 use crate::store::{KeyBegin, clock_ms};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
@@ -116,7 +116,7 @@ where
 
 /// What makes a request the same one, for [`once`]: the ids of its path, and the hash of its body where it has one.
 pub fn identity(of: impl Display) -> String {
-    hex::encode(Sha256::digest(of.to_string()))
+    Sha256Digest::of(of.to_string()).to_string()
 }
 
 fn key_of(headers: &HeaderMap) -> Result<Option<String>, Problem> {

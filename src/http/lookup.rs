@@ -55,7 +55,7 @@ impl Prompts {
     pub(super) fn of_upload(summary: Summary, staged: StagedDone) -> Self {
         let facts = DatasetFacts {
             id: DatasetId::new(),
-            sha256: staged.sha256.clone(),
+            sha256: staged.sha256.to_string(),
             num_rows: summary.num_rows,
             columns: summary.columns.clone(),
             has_chat_prompts: false,

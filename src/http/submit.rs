@@ -8,7 +8,6 @@ use axum::response::Response;
 use futures::stream;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -24,6 +23,7 @@ use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, Prompts, Source, prepare, unknown_dataset};
 use super::{probe, warm_start};
 use crate::dataset::{Format, Summary};
+use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
 use crate::probe::ProbeReport;
@@ -76,8 +76,7 @@ async fn create_job(State(state): State<AppState>, caller: Caller, mut request: 
         DefaultBodyLimit::disable().apply(&mut request);
         let form = Multipart::from_request(request, &()).await.map_err(|error| bad_form(error.body_text()))?;
         let (document, rows) = read_form(&state, form).await?;
-        let identity =
-            hex::encode(Sha256::new().chain_update(document.to_string()).chain_update(&rows.1.sha256).finalize());
+        let identity = Sha256Digest::of(format!("{document}{}", rows.1.sha256)).to_string();
         let work = submit(state.clone(), caller.clone(), document, Some(rows));
         return once(&state, &caller, &headers, "POST /jobs", &identity, work).await;
     }
@@ -89,7 +88,7 @@ async fn create_job(State(state): State<AppState>, caller: Caller, mut request: 
 async fn read_document(headers: &HeaderMap, request: Request) -> Result<(Value, String), Problem> {
     let format = expect_document(headers)?;
     let bytes = read_body(request).await?;
-    Ok((parse_document(&bytes, format)?, hex::encode(Sha256::digest(&bytes))))
+    Ok((parse_document(&bytes, format)?, Sha256Digest::of(&bytes).to_string()))
 }
 
 /// Rows that came as a file with the job: checked, canonical, not yet a dataset.

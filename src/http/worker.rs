@@ -20,7 +20,6 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post, put};
 use futures::StreamExt;
 use serde::Deserialize;
-use sha2::{Digest, Sha256};
 use tokio::time::Instant;
 use tokio_util::io::ReaderStream;
 use utoipa_axum::router::OpenApiRouter;
@@ -30,6 +29,7 @@ use super::auth::WorkerPass;
 use super::error::{Code, Problem};
 use super::extract::{Json, Path, Query, body_problem};
 use crate::config::random_token;
+use crate::digest::Sha256Digest;
 use crate::event::Event;
 use crate::files::{DataDir, FilesError};
 use crate::id::{DatasetId, JobId, WorkerId};
@@ -271,7 +271,7 @@ async fn cache_scope(state: &AppState, job: JobId) -> Result<String, Problem> {
     let fresh = random_token().map_err(Problem::internal)?;
     let key = state.store.server_secret("cache_scope", &fresh).await?;
     let owner = state.store.job_owner(job).await?.unwrap_or_default();
-    Ok(hex::encode(Sha256::digest(format!("{key} {owner}"))))
+    Ok(Sha256Digest::of(format!("{key} {owner}")).to_string())
 }
 
 async fn send_dataset(

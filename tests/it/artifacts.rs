@@ -141,7 +141,7 @@ async fn job_with_checkpoint(server: &Server, files: &[(&str, &[u8])]) -> (JobId
         let mut staged = data.stage(1 << 20).await.unwrap();
         staged.write(bytes).await.unwrap();
         let done = staged.finish().await.unwrap();
-        entries.push(FileEntry { name: (*name).to_owned(), size_bytes: done.size_bytes, sha256: done.sha256.clone() });
+        entries.push(FileEntry { name: (*name).to_owned(), size_bytes: done.size_bytes, sha256: done.sha256 });
         data.checkpoint_place(done, job, 1, claim.attempt, name).await.unwrap();
     }
     server.state.files.checkpoint_commit(job, 1, claim.attempt, &entries).unwrap();

@@ -234,28 +234,17 @@ fn attacks(job: &str) -> Vec<(reqwest::Method, String, Option<Value>)> {
     ]
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_heavy_work_at_once_costs_no_lease_no_quick_answer_and_no_quick_end() {
-    let server = Server::start().await;
-    let id = trained(&server, 8_000, 4_000).await.to_string();
-    let Server { state, router, dir } = server;
-    state.store.close().await;
-    drop((state, router));
-    let mut by = command(&dir.path().join("data"), "none");
-    let process = Process::start_by(by.env("RLOOD_API_KEY", KEY).env("RLOOD_WORKER_TOKEN", TOKEN));
-    let url = process.url.clone();
-    let http = reqwest::Client::builder().no_proxy().build().unwrap();
-    let mut keys = Vec::new();
-    for name in ["one", "two"] {
-        let body = json!({"name": name, "scopes": ["read", "submit", "admin"]});
-        let answer = http.post(format!("{url}/keys")).bearer_auth(KEY).json(&body).send().await.unwrap();
-        let body: Value = answer.json().await.unwrap();
-        keys.push(body["key"].as_str().unwrap_or_else(|| panic!("{body}")).to_owned());
-    }
-    let answered = Arc::new(AtomicUsize::new(0));
-    let refused = Arc::new(AtomicUsize::new(0));
+/// Sends every attack again and again, three times by one key and once by another, until the server has gone; counts those answered and
+/// those refused.
+fn attack(
+    http: &reqwest::Client,
+    url: &str,
+    keys: &[String],
+    id: &str,
+    (answered, refused): (&Arc<AtomicUsize>, &Arc<AtomicUsize>),
+) -> Vec<tokio::task::JoinHandle<()>> {
     let mut attackers = Vec::new();
-    for (method, path, body) in attacks(&id) {
+    for (method, path, body) in attacks(id) {
         for key in [&keys[0], &keys[0], &keys[0], &keys[1]] {
             let (http, key, url, method) = (http.clone(), key.clone(), format!("{url}{path}"), method.clone());
             let (body, answered, refused) = (body.as_ref().map(Value::to_string), answered.clone(), refused.clone());
@@ -285,6 +274,30 @@ async fn all_heavy_work_at_once_costs_no_lease_no_quick_answer_and_no_quick_end(
             }));
         }
     }
+    attackers
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_heavy_work_at_once_costs_no_lease_no_quick_answer_and_no_quick_end() {
+    let server = Server::start().await;
+    let id = trained(&server, 8_000, 4_000).await.to_string();
+    let Server { state, router, dir } = server;
+    state.store.close().await;
+    drop((state, router));
+    let mut by = command(&dir.path().join("data"), "none");
+    let process = Process::start_by(by.env("RLOOD_API_KEY", KEY).env("RLOOD_WORKER_TOKEN", TOKEN));
+    let url = process.url.clone();
+    let http = reqwest::Client::builder().no_proxy().build().unwrap();
+    let mut keys = Vec::new();
+    for name in ["one", "two"] {
+        let body = json!({"name": name, "scopes": ["read", "submit", "admin"]});
+        let answer = http.post(format!("{url}/keys")).bearer_auth(KEY).json(&body).send().await.unwrap();
+        let body: Value = answer.json().await.unwrap();
+        keys.push(body["key"].as_str().unwrap_or_else(|| panic!("{body}")).to_owned());
+    }
+    let answered = Arc::new(AtomicUsize::new(0));
+    let refused = Arc::new(AtomicUsize::new(0));
+    let attackers = attack(&http, &url, &keys, &id, (&answered, &refused));
     let mut figures = Vec::new();
     // Other test processes share the cores: one quiet round out of a few is proof enough.
     for _ in 0..4 {

@@ -89,7 +89,7 @@ async fn it_serves_at_once_shows_what_it_did_and_leaves_on_ctrl_c() {
     assert_eq!(jobs.iter().map(|job| (job.state, job.step)).collect::<Vec<_>>(), [(State::Succeeded, 2)]);
     let checkpoint = client.list_checkpoints(jobs[0].id).collect().await.unwrap().remove(0);
     let listed = checkpoint.files.iter().find(|file| file.name == "adapter_model.safetensors").unwrap();
-    assert_eq!(listed.sha256, sha256, "what was downloaded is what the server has");
+    assert_eq!(listed.sha256.to_string(), sha256, "what was downloaded is what the server has");
 
     let interrupted = Command::new("kill").args(["-INT", &demo.child.id().to_string()]).status().unwrap();
     assert!(interrupted.success());

@@ -12,6 +12,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "callback",
     "causes",
     "dataset",
+    "digest",
     "doctor",
     "event",
     "failpoint",

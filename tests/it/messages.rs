@@ -66,7 +66,11 @@ async fn reward(server: &Server, id: JobId, attempt: u64, batch: u64, change: Re
 }
 
 async fn publish(server: &Server, job: JobId, attempt: u64) {
-    let files = vec![FileEntry { name: "adapter_model.safetensors".to_owned(), size_bytes: 1, sha256: "0".repeat(64) }];
+    let files = vec![FileEntry {
+        name: "adapter_model.safetensors".to_owned(),
+        size_bytes: 1,
+        sha256: rlood::digest::Sha256Digest::of(""),
+    }];
     let metrics = Default::default();
     let checkpoint = PublishCheckpoint { job, attempt, step: 1, files: &files, metrics: &metrics, temporary: false };
     server.state.store.checkpoint_publish(checkpoint, clock_ms()).await.unwrap();

@@ -87,6 +87,34 @@ async fn read_job(server: &Server, job: &str) {
     }
 }
 
+/// Lists and downloads everything, as it was left.
+async fn reads_all(server: &Server, expected: &Value) {
+    let id = |name: &str| expected[name]["id"].as_str().unwrap().to_owned();
+    let jobs = all(server, "/jobs").await;
+    assert_eq!(jobs.len(), expected["jobs"].as_object().unwrap().len());
+    for job in &jobs {
+        let job_id = job["id"].as_str().unwrap();
+        for (key, value) in expected["jobs"][job_id].as_object().unwrap() {
+            assert_eq!(&job[key], value, "{job_id} {key}");
+        }
+        let view = server.get(&format!("/jobs/{job_id}")).await;
+        // The default of 51ddf53, and its rules.
+        assert_eq!(view["plan"]["optimizer"]["learning_rate"], 1e-5);
+        assert!(view["plan"].get("arithmetic").is_none(), "{view}");
+        read_job(server, job_id).await;
+    }
+    assert_eq!(server.get(&format!("/jobs/{}", id("failed"))).await["failure"]["code"], expected["failed"]["code"]);
+    assert_eq!(adapter_sha256(server, &id("succeeded")).await, expected["succeeded"]["adapter"]);
+    for dataset in all(server, "/datasets").await {
+        let of_dataset = format!("/datasets/{}", dataset["id"].as_str().unwrap());
+        assert_eq!(json!(sha256(&server.bytes(&format!("{of_dataset}/content")).await)), dataset["sha256"]);
+        server.get(&format!("{of_dataset}/rows")).await;
+    }
+    for list in ["/models", "/workers", "/webhooks", "/audit"] {
+        server.get(list).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_data_directory_of_51ddf53_opens_and_its_jobs_end_with_its_bytes() {
     #[cfg(target_arch = "x86_64")]
@@ -115,29 +143,7 @@ async fn a_data_directory_of_51ddf53_opens_and_its_jobs_end_with_its_bytes() {
 
     // Without a worker: as it was left.
     let server = start(&data, "none");
-    let jobs = all(&server, "/jobs").await;
-    assert_eq!(jobs.len(), expected["jobs"].as_object().unwrap().len());
-    for job in &jobs {
-        let job_id = job["id"].as_str().unwrap();
-        for (key, value) in expected["jobs"][job_id].as_object().unwrap() {
-            assert_eq!(&job[key], value, "{job_id} {key}");
-        }
-        let view = server.get(&format!("/jobs/{job_id}")).await;
-        // The default of 51ddf53, and its rules.
-        assert_eq!(view["plan"]["optimizer"]["learning_rate"], 1e-5);
-        assert!(view["plan"].get("arithmetic").is_none(), "{view}");
-        read_job(&server, job_id).await;
-    }
-    assert_eq!(server.get(&format!("/jobs/{}", id("failed"))).await["failure"]["code"], expected["failed"]["code"]);
-    assert_eq!(adapter_sha256(&server, &id("succeeded")).await, expected["succeeded"]["adapter"]);
-    for dataset in all(&server, "/datasets").await {
-        let of_dataset = format!("/datasets/{}", dataset["id"].as_str().unwrap());
-        assert_eq!(json!(sha256(&server.bytes(&format!("{of_dataset}/content")).await)), dataset["sha256"]);
-        server.get(&format!("{of_dataset}/rows")).await;
-    }
-    for list in ["/models", "/workers", "/webhooks", "/audit"] {
-        server.get(list).await;
-    }
+    reads_all(&server, &expected).await;
     // The messages that could not be delivered then are delivered now, signed with the recorded secret.
     let pending = expected["pending_webhooks"].as_u64().unwrap() as usize;
     let begun = std::time::Instant::now();

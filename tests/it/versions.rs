@@ -49,7 +49,8 @@ async fn an_older_database_is_brought_up_to_date_by_a_server_or_a_first_key_and_
     std::fs::create_dir(&data).unwrap();
     let database = data.join("rlood.db");
     let mut connection = connect(&database).await;
-    sqlx::migrate!().run_to(OLDER, &mut connection).await.unwrap();
+    let files = sqlx::migrate::Migrator::new(Path::new("migrations")).await.unwrap();
+    files.run_to(OLDER, &mut connection).await.unwrap();
     connection.close().await.unwrap();
     let before = migrations(&database).await;
     assert_eq!(before.last(), Some(&OLDER));

@@ -12,6 +12,7 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use reqwest::header::{CONTENT_RANGE, ETAG, HeaderMap, HeaderName, HeaderValue, IF_RANGE, RANGE};
 use reqwest::{Response, StatusCode};
+use rlood_types::digest::Sha256Digest;
 use sha2::{Digest, Sha256};
 use tokio::fs::File;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -48,8 +49,8 @@ pub struct Downloaded {
     pub path: PathBuf,
     /// Its size.
     pub size_bytes: u64,
-    /// Of its bytes, lower-case hex.
-    pub sha256: String,
+    /// Of its bytes.
+    pub sha256: Sha256Digest,
     /// What it was compared with.
     pub checked: Checked,
 }
@@ -57,7 +58,7 @@ pub struct Downloaded {
 /// What a transfer should turn out to be.
 #[derive(Debug, Default)]
 struct Expected {
-    sha256: Option<String>,
+    sha256: Option<Sha256Digest>,
     size_bytes: Option<u64>,
 }
 
@@ -67,7 +68,7 @@ impl Client {
         &'a self,
         call: Call,
         to: &'a Path,
-        sha256: Option<String>,
+        sha256: Option<Sha256Digest>,
     ) -> BoxFuture<'a, Result<Downloaded, Error>> {
         async move {
             let call = call.accept("*/*");
@@ -82,7 +83,7 @@ impl Client {
                 }
                 match fetched {
                     Ok(announced) => {
-                        let sha256 = sha256.clone().or(announced.sha256);
+                        let sha256 = sha256.or(announced.sha256);
                         match part.check(&Expected { sha256, ..announced }) {
                             Ok(checked) => return part.finish(to, checked).await,
                             Err(detail) => {
@@ -240,8 +241,8 @@ impl Part {
         Ok(())
     }
 
-    fn sha256(&self) -> String {
-        hex::encode(self.hash.clone().finalize())
+    fn sha256(&self) -> Sha256Digest {
+        self.hash.clone().into()
     }
 
     /// What the whole was compared with, or how it differs.
@@ -291,7 +292,7 @@ impl Part {
 }
 
 /// The SHA-256 of a file, if there is one of this size.
-pub(crate) async fn hash_of(path: &Path, size_bytes: u64) -> Option<String> {
+pub(crate) async fn hash_of(path: &Path, size_bytes: u64) -> Option<Sha256Digest> {
     let mut file = File::open(path).await.ok()?;
     if file.metadata().await.ok()?.len() != size_bytes {
         return None;
@@ -299,7 +300,7 @@ pub(crate) async fn hash_of(path: &Path, size_bytes: u64) -> Option<String> {
     let (mut hash, mut piece) = (Sha256::new(), vec![0; READ_BYTES]);
     loop {
         match file.read(&mut piece).await.ok()? {
-            0 => return Some(hex::encode(hash.finalize())),
+            0 => return Some(hash.into()),
             count => hash.update(&piece[..count]),
         }
     }
@@ -322,14 +323,14 @@ fn tag_of(response: &Response) -> Option<String> {
 }
 
 /// The hash of the whole: from `Repr-Digest` (RFC 9530), else from the entity tag, which is the hash of a stored file.
-fn digest_of(response: &Response) -> Option<String> {
+fn digest_of(response: &Response) -> Option<Sha256Digest> {
     let fields = response.headers().get_all(REPR_DIGEST).iter().filter_map(|value| value.to_str().ok());
     let given = fields.flat_map(|value| value.split(',')).find_map(|field| {
         let encoded = field.trim().strip_prefix("sha-256=:")?.strip_suffix(':')?;
-        base64::engine::general_purpose::STANDARD.decode(encoded).ok()
+        let bytes = base64::engine::general_purpose::STANDARD.decode(encoded).ok()?;
+        <[u8; 32]>::try_from(bytes).ok().map(Sha256Digest::from)
     });
-    let is_hash = |tag: &String| tag.len() == 64 && tag.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-    given.map(hex::encode).or_else(|| tag_of(response).filter(is_hash))
+    given.or_else(|| tag_of(response)?.parse().ok())
 }
 
 /// First byte and size of the whole, of `bytes 5-9/10`.

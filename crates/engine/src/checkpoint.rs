@@ -11,12 +11,11 @@
 //! | `manifest.json` | size and SHA-256 of each of them; written last |
 
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use sha2::{Digest, Sha256};
 
 use super::advantage::shape::RewardStats;
 use super::ahead::Ahead;
@@ -29,6 +28,7 @@ use super::optim::blockwise::{BLOCK, Map, Quantized};
 use super::optim::{AdamW, Moments};
 use super::tensors::{self, Data};
 use super::watch::Evaluations;
+use crate::digest::Sha256Digest;
 use crate::doctor::Doctor;
 use crate::event::Metrics;
 use crate::failpoint::fail_point;
@@ -124,7 +124,7 @@ struct Manifest {
 /// Hash over what a resumed run must share with the one that wrote the checkpoint: model, data, adapter, batches, seed.
 /// Learning rate, steps, rewards and the rest may change.
 pub fn plan_sha256(plan: &Plan) -> String {
-    hex::encode(Sha256::digest(resume_identity(plan).to_string()))
+    Sha256Digest::of(resume_identity(plan).to_string()).to_string()
 }
 
 /// Write a complete checkpoint below `scratch_dir` and return its directory and files, the manifest last. What lies there
@@ -275,15 +275,8 @@ fn entry(dir: &Path, name: &str) -> Result<FileEntry> {
     fail_point!("checkpoint.file", name).map_err(io(&path))?;
     // Durable before the manifest says so.
     file.sync_all().map_err(io(&path))?;
-    let (mut hasher, mut size_bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 16]);
-    loop {
-        let read = file.read(&mut buffer).map_err(io(&path))?;
-        if read == 0 {
-            return Ok(FileEntry { name: name.into(), size_bytes, sha256: hex::encode(hasher.finalize()) });
-        }
-        hasher.update(&buffer[..read]);
-        size_bytes += read as u64;
-    }
+    let (size_bytes, sha256) = Sha256Digest::of_reader(&mut file).map_err(io(&path))?;
+    Ok(FileEntry { name: name.into(), size_bytes, sha256 })
 }
 
 fn sync(dir: &Path) -> Result<()> {

@@ -12,6 +12,7 @@ pub mod text;
 pub mod weights;
 
 use rlood_templates as jinja;
+use rlood_types::digest::Sha256Digest;
 use rlood_types::{json, spec};
 
 use std::fs::File;
@@ -129,22 +130,13 @@ pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
 /// As [`fingerprint`], over these files.
 pub fn fingerprint_files(dir: &Path, files: &[ModelFile]) -> Result<String, ModelCardError> {
     let mut all = Sha256::new();
-    let mut buffer = vec![0u8; 1 << 20];
     for file in files {
-        let mut one = Sha256::new();
-        let mut reader = open(dir, &file.name)?;
-        loop {
-            let n = reader.read(&mut buffer).map_err(|e| io_error(&file.name, &e))?;
-            if n == 0 {
-                break;
-            }
-            one.update(&buffer[..n]);
-        }
+        let one = Sha256Digest::of_reader(&mut open(dir, &file.name)?).map_err(|e| io_error(&file.name, &e))?;
         all.update(file.name.as_bytes());
         all.update([0]);
-        all.update(one.finalize());
+        all.update(one.1.bytes());
     }
-    Ok(hex::encode(all.finalize()))
+    Ok(Sha256Digest::from(all).to_string())
 }
 
 /// SHA-256 in hex over names, sizes and modification times of the files that matter: cheap, and another one whenever a
@@ -158,7 +150,7 @@ pub fn stamp(dir: &Path, files: &[ModelFile]) -> String {
             .map_or(0, |since| since.as_nanos());
         all.update(format!("{}\0{}\0{nanoseconds}\0", file.name, file.size_bytes));
     }
-    hex::encode(all.finalize())
+    Sha256Digest::from(all).to_string()
 }
 
 const MAX_CONFIG_BYTES: u64 = 16 << 20;

@@ -6,6 +6,7 @@ use sha2::{Digest, Sha256};
 
 use super::{JobContext, RewardFailure};
 use crate::callback::{CallbackTerms, Chunk, Later};
+use crate::digest::Sha256Digest;
 use crate::protocol::{JournalEntry, RewardAnswer};
 
 /// A journal of reward requests.
@@ -78,7 +79,7 @@ pub(super) fn key<'a>(job: &JobContext, reward: &str, round: u32, samples: impl 
         hasher.update((sample.len() as u64).to_le_bytes());
         hasher.update(sample);
     }
-    hex::encode(hasher.finalize())
+    Sha256Digest::from(hasher).to_string()
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 //!
 //! A missing value is never 0: whoever cannot say a finite number says [`RewardValue::Missing`] and why.
 
-use rlood_types::{callback, event, id, job, outgoing, protocol, sample, spec};
+use rlood_types::{callback, digest, event, id, job, outgoing, protocol, sample, spec};
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

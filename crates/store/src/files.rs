@@ -28,6 +28,7 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 
+use crate::digest::Sha256Digest;
 use crate::failpoint::{fail_point, pace};
 use crate::id::{DatasetId, JobId};
 use crate::protocol::{BadFileName, FileEntry, check_file_name};
@@ -109,8 +110,8 @@ pub struct StagedDone {
     path: Unfinished,
     /// Bytes.
     pub size_bytes: u64,
-    /// Lower-case hex.
-    pub sha256: String,
+    /// Of its bytes.
+    pub sha256: Sha256Digest,
 }
 
 /// A path that is removed when dropped.
@@ -316,8 +317,7 @@ impl StagedFile {
         self.file.flush().await.map_err(cannot("write to", self.path.path()))?;
         self.file.sync_all().await.map_err(cannot("sync", self.path.path()))?;
         fail_point!("files.synced").map_err(cannot("sync", self.path.path()))?;
-        let sha256 = hex::encode(self.hasher.finalize());
-        Ok(StagedDone { path: self.path, size_bytes: self.size_bytes, sha256 })
+        Ok(StagedDone { path: self.path, size_bytes: self.size_bytes, sha256: self.hasher.into() })
     }
 }
 
@@ -337,8 +337,8 @@ impl StagedDone {
     }
 }
 
-/// Size and SHA-256 (lower-case hex) of a file. Blocking.
-pub fn hash_file(path: &Path) -> Result<(u64, String), FilesError> {
+/// Size and SHA-256 of a file. Blocking.
+pub fn hash_file(path: &Path) -> Result<(u64, Sha256Digest), FilesError> {
     let mut file = File::open(path).map_err(cannot("open", path))?;
     let mut hasher = Sha256::new();
     let mut buffer = vec![0; 256 * 1024];
@@ -356,7 +356,7 @@ pub fn hash_file(path: &Path) -> Result<(u64, String), FilesError> {
         hasher.update(buffer.get(..read).unwrap_or_default());
         size_bytes += read as u64;
     }
-    Ok((size_bytes, hex::encode(hasher.finalize())))
+    Ok((size_bytes, hasher.into()))
 }
 
 /// How long this number of bytes takes at a pace.
@@ -462,10 +462,10 @@ fn verify(
 /// Compares a file's bytes with its size and hash in a list. Blocking, and as long as reading the file takes.
 pub fn compare_bytes(path: &Path, file: &FileEntry) -> Result<(), FilesError> {
     let (size_bytes, sha256) = hash_file(path)?;
-    compare_sums(file, size_bytes, &sha256)
+    compare_sums(file, size_bytes, sha256)
 }
 
-fn compare_sums(file: &FileEntry, size_bytes: u64, sha256: &str) -> Result<(), FilesError> {
+fn compare_sums(file: &FileEntry, size_bytes: u64, sha256: Sha256Digest) -> Result<(), FilesError> {
     if size_bytes != file.size_bytes {
         return Err(mismatch(&file.name, &format!("{size_bytes} bytes instead of {}", file.size_bytes)));
     }

@@ -3,7 +3,7 @@
 
 use futures::TryStreamExt;
 use sqlx::Row;
-use sqlx::sqlite::{SqliteConnection, SqliteRow};
+use sqlx::sqlite::{SqliteConnection, SqliteQueryResult, SqliteRow};
 
 use super::callbacks::{CallbackChange, callback_change, callback_insert};
 use super::claims::owned_row;
@@ -76,6 +76,8 @@ impl Store {
     }
 }
 
+const DOING: &str = "append to the journal";
+
 async fn append(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -83,46 +85,15 @@ async fn append(
     entry: &JournalEntry,
     now: i64,
 ) -> Result<(), StoreError> {
-    let doing = "append to the journal";
-    let insert = "INSERT INTO journal (job_id, key, phase, step, rollout, attempt, time, reward, request_id, body) \
-                  VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (job_id, key) DO NOTHING";
-    let put = |rollout: &RolloutId| -> Result<_, StoreError> {
-        Ok((word(&rollout.phase)?, int(rollout.step), to_json("rollout", rollout)?))
-    };
     match entry {
         JournalEntry::Rollout { rollout, groups } => {
-            let (phase, step, named) = put(rollout)?;
-            sqlx::query(insert)
-                .bind(job.to_string())
-                .bind(&named)
-                .bind(phase)
-                .bind(step)
-                .bind(&named)
-                .bind(int(attempt))
-                .bind(now)
-                .bind(None::<&str>)
-                .bind(None::<&str>)
-                .bind(to_json("groups", groups)?)
-                .execute(&mut *tx)
-                .await
-                .doing(doing)?;
+            let groups = to_json("groups", groups)?;
+            let row = NewRow { key: None, rollout, attempt, reward: None, request_id: None, body: &groups };
+            insert(tx, job, &row, now).await?;
         }
         JournalEntry::Request { rollout, reward, key, id, body, later } => {
-            let (phase, step, named) = put(rollout)?;
-            let done = sqlx::query(insert)
-                .bind(job.to_string())
-                .bind(key)
-                .bind(phase)
-                .bind(step)
-                .bind(named)
-                .bind(int(attempt))
-                .bind(now)
-                .bind(reward)
-                .bind(id)
-                .bind(body)
-                .execute(&mut *tx)
-                .await
-                .doing(doing)?;
+            let row = NewRow { key: Some(key), rollout, attempt, reward: Some(reward), request_id: Some(id), body };
+            let done = insert(tx, job, &row, now).await?;
             if done.rows_affected() == 0 && request_id(tx, job, key).await?.as_ref() != Some(id) {
                 return Err(StoreError::Exists { kind: "reward request", id: id.clone() });
             }
@@ -148,7 +119,7 @@ async fn append(
             .bind(id)
             .execute(&mut *tx)
             .await
-            .doing(doing)?;
+            .doing(DOING)?;
             if done.rows_affected() == 0 {
                 return Err(StoreError::NotFound { kind: "reward request", id: id.clone() });
             }
@@ -161,10 +132,48 @@ async fn append(
                 .bind(reward)
                 .execute(&mut *tx)
                 .await
-                .doing(doing)?;
+                .doing(DOING)?;
         }
     }
     Ok(())
+}
+
+/// A row of the journal that nothing has answered yet.
+struct NewRow<'a> {
+    /// None: the rollout's own row, whose key is its id.
+    key: Option<&'a str>,
+    rollout: &'a RolloutId,
+    attempt: u64,
+    reward: Option<&'a str>,
+    request_id: Option<&'a str>,
+    body: &'a str,
+}
+
+/// Inserts a row; one that is there already, by its key, stays as it is.
+async fn insert(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    row: &NewRow<'_>,
+    now: i64,
+) -> Result<SqliteQueryResult, StoreError> {
+    let rollout = to_json("rollout", row.rollout)?;
+    sqlx::query(
+        "INSERT INTO journal (job_id, key, phase, step, rollout, attempt, time, reward, request_id, body) \
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (job_id, key) DO NOTHING",
+    )
+    .bind(job.to_string())
+    .bind(row.key.unwrap_or(&rollout))
+    .bind(word(&row.rollout.phase)?)
+    .bind(int(row.rollout.step))
+    .bind(&rollout)
+    .bind(int(row.attempt))
+    .bind(now)
+    .bind(row.reward)
+    .bind(row.request_id)
+    .bind(row.body)
+    .execute(&mut *tx)
+    .await
+    .doing(DOING)
 }
 
 async fn request_id(tx: &mut SqliteConnection, job: JobId, key: &str) -> Result<Option<String>, StoreError> {

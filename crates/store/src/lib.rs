@@ -43,7 +43,7 @@ mod version;
 pub mod webhooks;
 pub mod workers;
 
-use rlood_types::{access, callback, event, failpoint, id, job, lifecycle, protocol, sample, spec};
+use rlood_types::{access, callback, digest, event, failpoint, id, job, lifecycle, protocol, sample, spec};
 
 use std::collections::HashMap;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};

@@ -1,16 +1,26 @@
 //! Of which rlood a database is, told by its migrations; and databases opened as they are, beside a server or without one.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use sqlx::migrate::{MigrateError, Migrator};
+use sqlx::SqlStr;
+use sqlx::migrate::{MigrateError, Migration, MigrationType, Migrator};
 use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
 
 use super::{Doing, Store, StoreError, sqlite_version};
 
 /// What this rlood makes of a database.
-pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("../../migrations");
+pub(super) static MIGRATIONS: LazyLock<Migrator> = LazyLock::new(|| {
+    let migration = |&(version, description, sql): &(i64, &'static str, &'static str)| {
+        let sql = SqlStr::from_static(sql);
+        Migration::new(version, description.into(), MigrationType::Simple, sql, false)
+    };
+    Migrator::with_migrations(FILES.iter().map(migration).collect())
+});
+
+/// The files of `migrations`: version, description, SQL (build.rs).
+const FILES: &[(i64, &str, &str)] = include!(concat!(env!("OUT_DIR"), "/migrations.rs"));
 
 impl Store {
     /// Opens a database of this or of an older rlood as it is, for a copy or a look; a server may be at work on it. `Newer`

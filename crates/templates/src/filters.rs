@@ -224,6 +224,7 @@ fn flat(args: &[Value]) -> Result<Vec<Value>, Error> {
     Ok(all)
 }
 
+#[expect(clippy::too_many_lines, reason = "one formula for each cost")]
 fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
     draw(args.len() as u64)?;
     let args = flat(args)?;

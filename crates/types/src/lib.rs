@@ -4,6 +4,7 @@ pub mod access;
 pub mod callback;
 pub mod causes;
 pub mod dataset;
+pub mod digest;
 pub mod doctor;
 pub mod event;
 pub mod failpoint;

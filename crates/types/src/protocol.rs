@@ -42,6 +42,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::callback::{Accepted, CallbackTerms, Entry, Later};
+use crate::digest::Sha256Digest;
 use crate::event::{Event, Phase};
 use crate::id::{CheckpointId, JobId, WorkerId};
 use crate::job::{Failure, Requested};
@@ -236,7 +237,8 @@ pub struct FileEntry {
     /// Bytes.
     pub size_bytes: u64,
     /// Lower-case hex.
-    pub sha256: String,
+    #[schema(value_type = String)]
+    pub sha256: Sha256Digest,
 }
 
 /// Between a worker's heartbeats, ms. A cancel or pause travels in the reply and is honoured within 12 s of the request:

@@ -14,5 +14,5 @@ use rlood_engine as engine;
 use rlood_model_files as modelcard;
 use rlood_rewards as reward;
 use rlood_types::{
-    callback, causes, doctor, event, failpoint, generation, id, job, outgoing, probe, protocol, sample, spec,
+    callback, causes, digest, doctor, event, failpoint, generation, id, job, outgoing, probe, protocol, sample, spec,
 };

@@ -119,7 +119,7 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
             }
             Err(error) => return Err(error.into()),
         };
-        if (Entry { size_bytes, sha256 }) != *entry {
+        if (Entry { size_bytes, sha256: sha256.to_string() }) != *entry {
             return Err(damaged(name, "its bytes are not those of the manifest"));
         }
         if name == DATABASE {

@@ -93,7 +93,7 @@ impl Client {
     /// As [`Error`] says.
     pub async fn download_file(&self, id: CheckpointId, file: &FileEntry, to: &Path) -> Result<Downloaded, Error> {
         let call = self.get(&["checkpoints", &id.to_string(), "files", &file.name]);
-        self.download(call, to, Some(file.sha256.clone())).await
+        self.download(call, to, Some(file.sha256)).await
     }
 
     /// Downloads all files of a checkpoint into a folder, which is made if it is not there. Files that are there and whole are not
@@ -112,7 +112,7 @@ impl Client {
             }
             let FileEntry { name: _, size_bytes, sha256 } = file;
             downloaded.push(if hash_of(&path, *size_bytes).await.as_ref() == Some(sha256) {
-                Downloaded { path, size_bytes: *size_bytes, sha256: sha256.clone(), checked: Checked::Sha256 }
+                Downloaded { path, size_bytes: *size_bytes, sha256: *sha256, checked: Checked::Sha256 }
             } else {
                 self.download_file(checkpoint.id, file, &path).await?
             });

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use jiff::Timestamp;
+use rlood_types::digest::Sha256Digest;
 use rlood_types::id::DatasetId;
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -25,7 +26,7 @@ pub struct Dataset {
     /// Bytes of the canonical rows.
     pub size_bytes: u64,
     /// Of the canonical rows, lower-case hex.
-    pub sha256: String,
+    pub sha256: Sha256Digest,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
     /// The owner of the key that uploaded it; empty = the operator.

@@ -1,6 +1,7 @@
 //! Models.
 
 use jiff::Timestamp;
+use rlood_types::digest::Sha256Digest;
 use serde::Deserialize;
 use serde_json::json;
 
@@ -18,7 +19,7 @@ pub struct Model {
     /// Its directory on the server.
     pub source: String,
     /// Over config, weights, tokenizer and chat template, lower-case hex.
-    pub sha256: String,
+    pub sha256: Sha256Digest,
     /// What is known of it; `None` when the server's record cannot be read.
     pub card: Option<ModelCard>,
     /// The owner of the key that registered it; empty = it is for everybody.

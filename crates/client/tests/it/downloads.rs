@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use base64::Engine;
 use rlood_client::{Checked, Checkpoint, Error, ExportForm, SampleQuery};
+use rlood_types::digest::Sha256Digest;
 use rlood_types::id::{DatasetId, JobId};
 use serde_json::json;
-use sha2::{Digest, Sha256};
 
 use crate::fake::{Fake, Reply, Seen};
 
@@ -19,7 +19,7 @@ fn content(seed: u64) -> Vec<u8> {
 }
 
 fn digest(bytes: &[u8]) -> String {
-    format!("sha-256=:{}:", base64::engine::general_purpose::STANDARD.encode(Sha256::digest(bytes)))
+    format!("sha-256=:{}:", base64::engine::general_purpose::STANDARD.encode(Sha256Digest::of(bytes).bytes()))
 }
 
 /// As the server answers: whole, or the rest of it.
@@ -70,7 +70,7 @@ async fn a_transfer_that_breaks_off_goes_on_where_it_was() {
     let got = fake.client().download_dataset(dataset(), &to).await.unwrap();
     assert_eq!(std::fs::read(&to).unwrap(), *bytes);
     assert_eq!((got.size_bytes, got.checked, got.path), (SIZE as u64, Checked::Sha256, to));
-    assert_eq!(got.sha256, hex::encode(Sha256::digest(&*bytes)));
+    assert_eq!(got.sha256, Sha256Digest::of(&*bytes));
     assert_eq!(names(dir.path()), ["rows.ndjson"]);
     let seen = fake.seen();
     assert!(seen.len() >= 10 && !seen[0].headers.contains_key("range"));
@@ -146,7 +146,7 @@ async fn a_damaged_transfer_is_fetched_again_and_never_gets_the_name() {
     assert_eq!(fake.seen().len(), 3);
     assert!(fake.seen().iter().all(|request| !request.headers.contains_key("range")), "nothing damaged is kept");
 
-    let hash = hex::encode(Sha256::digest(b"something else"));
+    let hash = Sha256Digest::of(b"something else");
     let fake = Fake::start(move |_, _| Reply::new(200, "wrong").header("etag", format!("\"{hash}\""))).await;
     let dir = tempfile::tempdir().unwrap();
     let error = fake.client().download_dataset(dataset(), &dir.path().join("x")).await.unwrap_err();
@@ -239,7 +239,7 @@ async fn two_transfers_to_one_place_do_not_mix() {
 #[tokio::test]
 async fn the_files_of_a_checkpoint_are_compared_with_its_list_and_whole_ones_are_kept() {
     let files = [("adapter_config.json", b"{}".to_vec()), ("adapter_model.safetensors", content(9))];
-    let entry = |(name, bytes): &(&str, Vec<u8>)| json!({"name": name, "size_bytes": bytes.len(), "sha256": hex::encode(Sha256::digest(bytes))});
+    let entry = |(name, bytes): &(&str, Vec<u8>)| json!({"name": name, "size_bytes": bytes.len(), "sha256": Sha256Digest::of(bytes)});
     let checkpoint = json!({"id": "ckpt_01jd0000000000000000000000", "job_id": "job_01jd0000000000000000000000", "step": 2,
         "files": files.iter().map(entry).collect::<Vec<_>>(), "metrics": {"reward": 0.5, "kl": null}, "best": true,
         "pinned": false, "created_at": "2026-01-01T00:00:00.000Z"});
@@ -258,7 +258,7 @@ async fn the_files_of_a_checkpoint_are_compared_with_its_list_and_whole_ones_are
     assert_eq!(fake.client().download_files(&checkpoint, &folder).await.unwrap(), got);
     assert_eq!(fake.seen().len(), 3, "only what differs");
     // The list is what counts, whatever the server says beside the bytes.
-    checkpoint.files[0].sha256 = "0".repeat(64);
+    checkpoint.files[0].sha256 = Sha256Digest::of("another");
     let error = fake.client().download_files(&checkpoint, &folder).await.unwrap_err();
     assert!(matches!(error, Error::Damaged { .. }), "{error:?}");
     checkpoint.files[0].name = "../outside".to_owned();

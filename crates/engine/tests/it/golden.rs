@@ -329,10 +329,8 @@ fn is_padded(padded: &[u32], ids: &[u32], left: bool) -> bool {
     rest == ids && pad.iter().all(|id| Some(id) == pad.first())
 }
 
-fn compare(dir: &Path, kind: BackendKind) -> Report {
-    let recorded = Recorded::read(dir);
-    let (run, plan) = (&recorded.run, &recorded.plan);
-    // A PEFT directory around the bare file of the first adapter.
+/// A PEFT directory around the bare file of the recorded run's first adapter.
+fn initial_adapter(dir: &Path, plan: &Plan) -> tempfile::TempDir {
     let initial = tempfile::tempdir().expect("a directory");
     std::fs::copy(dir.join("adapter_init.safetensors"), initial.path().join("adapter_model.safetensors"))
         .expect("copied");
@@ -349,7 +347,13 @@ fn compare(dir: &Path, kind: BackendKind) -> Report {
         "target_modules": lora.target_modules,
     });
     std::fs::write(initial.path().join("adapter_config.json"), adapter_config.to_string()).expect("written");
+    initial
+}
 
+fn compare(dir: &Path, kind: BackendKind) -> Report {
+    let recorded = Recorded::read(dir);
+    let (run, plan) = (&recorded.run, &recorded.plan);
+    let initial = initial_adapter(dir, plan);
     let uses = u64::from(plan.rloo.num_iterations) * u64::from(plan.rloo.steps_per_generation);
     let rollouts: Vec<Rollout> = recorded.blocks.iter().map(|block| block.rollout.clone()).collect();
     let mut host = TestHost::with_rollouts(move |step| rollouts.get(((step - 1) / uses) as usize).cloned());

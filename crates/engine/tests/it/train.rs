@@ -37,6 +37,7 @@ pub fn rows() -> Vec<PromptRow> {
 }
 
 /// Two prompts with two completions a step, one step a block, KL on; the score is up to the host.
+#[expect(clippy::too_many_lines, reason = "one literal: every setting of a plan")]
 pub fn plan() -> Plan {
     let dataset = DatasetPlan { id: rlood_types::id::DatasetId::new(), sha256: "data".into(), num_rows: 8 };
     Plan {

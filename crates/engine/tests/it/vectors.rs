@@ -90,6 +90,10 @@ fn padded(values: &[f32], width: usize) -> Vec<f64> {
     padded
 }
 
+#[expect(
+    clippy::too_many_lines,
+    reason = "one update from rewards to gradient, then each field of the fixture beside it"
+)]
 fn case(report: &mut Report, case: &Value) {
     let (config, inputs, expected) = (&case["config"], &case["inputs"], &case["expected"]);
     let rewards = array(&inputs["rewards_per_func"]);

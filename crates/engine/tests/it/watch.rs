@@ -85,7 +85,7 @@ fn an_evaluation_reports_its_gap_and_every_promised_metric_is_there() {
     let trained = (value(&train_metrics, 0, "reward") + value(&train_metrics, 1, "reward")) / 2.0;
     let gap = trained - value(&eval_metrics, 2, "eval_reward");
     assert!((value(&eval_metrics, 2, "eval_gap") - gap).abs() < 1e-12);
-    for name in metric_names(&plan.rewards, Some(&plan.rewards), plan.rloo.beta) {
+    for name in metric_names(&plan.rewards, Some(&plan.rewards), plan.rloo.needs_reference()) {
         let of_kind = if name.starts_with("eval_") { &eval_metrics } else { &train_metrics };
         assert!(of_kind.last().expect("a step").1.contains_key(&name), "{name} is promised and not reported");
     }

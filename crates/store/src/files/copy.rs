@@ -9,6 +9,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 
 use super::{DataDir, FilesError, LOCK, cannot, create_private_dir, entries, sync_dir};
+use crate::digest::Sha256Digest;
 use crate::failpoint::fail_point;
 
 impl DataDir {
@@ -23,7 +24,7 @@ impl DataDir {
 
 /// Copies a file for this user only, making directories as needed; returns its size and SHA-256. An existing file is not
 /// touched: that is an error. Blocking.
-pub fn copy_hashed(from: &Path, to: &Path) -> Result<(u64, String), FilesError> {
+pub fn copy_hashed(from: &Path, to: &Path) -> Result<(u64, Sha256Digest), FilesError> {
     if let Some(parent) = to.parent() {
         create_private_dir(parent)?;
     }
@@ -44,7 +45,7 @@ pub fn copy_hashed(from: &Path, to: &Path) -> Result<(u64, String), FilesError> 
     fail_point!("files.copy_sync", &to.file_name().unwrap_or_default().to_string_lossy())
         .and_then(|()| target.sync_all())
         .map_err(cannot("sync", to))?;
-    Ok((size_bytes, hex::encode(hasher.finalize())))
+    Ok((size_bytes, hasher.into()))
 }
 
 /// Makes every directory of a tree durable. Blocking.

@@ -4,7 +4,7 @@ use super::*;
 use crate::failpoint;
 
 fn entry(name: &str, bytes: &[u8]) -> FileEntry {
-    FileEntry { name: name.to_owned(), size_bytes: bytes.len() as u64, sha256: hex::encode(Sha256::digest(bytes)) }
+    FileEntry { name: name.to_owned(), size_bytes: bytes.len() as u64, sha256: Sha256Digest::of(bytes) }
 }
 
 async fn upload(files: &DataDir, job: JobId, name: &str, bytes: &[u8]) {
@@ -41,7 +41,7 @@ async fn a_staged_file_is_hashed_bounded_and_removed_unless_published() {
     staged.write(b"c").await.unwrap();
     let done = staged.finish().await.unwrap();
     assert_eq!(done.size_bytes, 3);
-    assert_eq!(done.sha256, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    assert_eq!(done.sha256.to_string(), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
     let to = files.dataset(DatasetId::new());
     done.publish(&to).await.unwrap();
     assert_eq!(fs::read(&to).unwrap(), b"abc");

@@ -11,6 +11,7 @@ use super::{
     DataDir, FilesError, StagedDone, cannot, compare_bytes, compare_sums, create_private_dir, entries, mismatch,
     remove_tree, sync_dir, verify,
 };
+use crate::digest::Sha256Digest;
 use crate::failpoint::fail_point;
 use crate::id::JobId;
 use crate::protocol::{FileEntry, check_file_name};
@@ -20,7 +21,7 @@ use crate::protocol::{FileEntry, check_file_name};
 #[derive(Debug, Default)]
 pub(super) struct Uploads {
     /// Size and SHA-256 of each file under `staging/` that belongs to a checkpoint, by its path.
-    received: HashMap<PathBuf, (u64, String)>,
+    received: HashMap<PathBuf, (u64, Sha256Digest)>,
     /// The lists of checkpoints that were moved to their place and have no row yet, by their directories.
     placed: HashMap<PathBuf, Vec<FileEntry>>,
 }
@@ -52,7 +53,7 @@ impl DataDir {
                 // Both under one lock: of two uploads of one name the record is of the file that stays.
                 let mut uploads = data.uploads();
                 fs::rename(uploaded.path(), &at).map_err(cannot("move a file to", &at))?;
-                uploads.received.insert(at, (uploaded.size_bytes, uploaded.sha256.clone()));
+                uploads.received.insert(at, (uploaded.size_bytes, uploaded.sha256));
             }
             uploaded.path.keep();
             sync_dir(&dir)
@@ -79,7 +80,7 @@ impl DataDir {
         let received = |path: &Path| self.uploads().received.get(path).cloned();
         verify(&from, files, |path, file| match received(path) {
             Some((size_bytes, sha256)) => {
-                compare_sums(file, size_bytes, &sha256)?;
+                compare_sums(file, size_bytes, sha256)?;
                 compare_size(path, file)
             }
             // Not received by this process: its bytes are all that there is to go by.

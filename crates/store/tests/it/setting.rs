@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use rlood_store::files::DataDir;
 use rlood_store::{Claimed, JobRow, NewDataset, NewJob, Publication, PublishCheckpoint, Store, StoreError};
+use rlood_types::digest::Sha256Digest;
 use rlood_types::event::Metrics;
 use rlood_types::id::{DatasetId, JobId, WorkerId};
 use rlood_types::job::{Failure, FailureClass, State};
@@ -122,7 +123,7 @@ impl Setting {
     }
 
     pub async fn publish(&self, claimed: &Claimed, step: u64, metrics: &Metrics) -> Result<Publication, StoreError> {
-        let files = [FileEntry { name: "manifest.json".to_owned(), size_bytes: 2, sha256: "00".to_owned() }];
+        let files = [FileEntry { name: "manifest.json".to_owned(), size_bytes: 2, sha256: Sha256Digest::of("{}") }];
         let Claimed { job, attempt, .. } = claimed;
         let checkpoint =
             PublishCheckpoint { job: *job, attempt: *attempt, step, files: &files, metrics, temporary: false };

@@ -355,7 +355,7 @@ async fn a_temporary_checkpoint_goes_with_the_next_one_and_is_never_the_best() {
         let files = [rlood_types::protocol::FileEntry {
             name: "manifest.json".to_owned(),
             size_bytes: 2,
-            sha256: "00".to_owned(),
+            sha256: rlood_types::digest::Sha256Digest::of("{}"),
         }];
         let (job, attempt) = (claimed.job, claimed.attempt);
         let checkpoint =

@@ -63,7 +63,7 @@ pub fn greater_is_better(metric: &str) -> bool {
 
 /// The metrics that a job's checkpoints can be compared by: all of its steps and evaluations but times and memory, which
 /// are the machine's.
-pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>, beta: f64) -> Vec<String> {
+pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>, needs_reference: bool) -> Vec<String> {
     const OF_A_STEP: [&str; 17] = [
         "loss",
         "grad_norm",
@@ -103,14 +103,14 @@ pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>,
     };
     let mut names: Vec<String> = OF_A_ROLLOUT.iter().chain(&OF_A_STEP).map(|&name| name.to_owned()).collect();
     names.extend(["frac_reward_zero_std", "frac_reward_zero_std_pre_kl"].map(str::to_owned));
-    if beta != 0.0 {
+    if needs_reference {
         names.extend(["kl", "kl_sequence", "kl_k3"].map(str::to_owned));
     }
     names.extend(of_rewards("", rewards));
     if let Some(own) = eval_rewards {
         names.extend(OF_A_ROLLOUT.map(|name| format!("eval_{name}")));
         names.extend(["eval_gap", "eval_entropy"].map(str::to_owned));
-        if beta != 0.0 {
+        if needs_reference {
             names.extend(["eval_kl", "eval_kl_sequence", "eval_kl_k3"].map(str::to_owned));
         }
         names.extend(of_rewards("eval_", own));
@@ -118,7 +118,6 @@ pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>,
     names
 }
 
-/// The checkpoints' and early stopping's metrics, defaults applied, or what stands against them.
 /// What stands against the metrics that a job names.
 pub fn check_metrics(spec: &JobSpec) -> Vec<FieldError> {
     let mut errors = Vec::new();
@@ -133,7 +132,7 @@ pub(super) fn resolve_metrics(
 ) -> (CheckpointPlan, Option<EarlyStoppingPlan>) {
     let eval = spec.eval.as_ref();
     let eval_rewards = eval.map(|eval| eval.rewards.as_deref().unwrap_or(&spec.rewards));
-    let mut known = metric_names(&spec.rewards, eval_rewards, spec.rloo.beta);
+    let mut known = metric_names(&spec.rewards, eval_rewards, spec.rloo.needs_reference());
     if eval.is_some_and(|eval| eval.rewards.is_some()) {
         known.retain(|name| name != "eval_gap"); // Two different rewards have no gap.
     }
@@ -151,7 +150,7 @@ pub(super) fn resolve_metrics(
                     "this job has no metric '{metric_shown}', because it has no evaluation: give eval {{dataset}} or eval {{fraction}}"
                 )
             }
-            _ if metric.starts_with("kl") && spec.rloo.beta == 0.0 => {
+            _ if metric.starts_with("kl") && !spec.rloo.needs_reference() => {
                 format!("this job has no metric '{metric_shown}', because rloo.beta is 0 and there is no reference")
             }
             Some(near) => format!("this job has no metric '{metric_shown}': did you mean '{near}'?"),

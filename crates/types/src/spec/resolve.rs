@@ -331,26 +331,7 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan) -> Vec<Warning> {
     let mut warn = |pointer: String, code: &str, detail: String| {
         warnings.push(Warning { pointer, code: code.to_owned(), detail });
     };
-    for (index, reward) in plan.rewards.iter().enumerate() {
-        let Some(service) = reward.kind.service() else { continue };
-        let signed = spec.secrets.get(&reward.name).is_some_and(|secrets| secrets.secret.is_some());
-        if matches!(reward.kind, RewardKind::Webhook(_)) && !signed {
-            let detail =
-                "requests go unsigned, so the service cannot tell them from forged ones: give a whsec_… secret";
-            warn(format!("/rewards/{index}/secret"), "unsigned_webhook", detail.to_owned());
-        }
-        if let RewardKind::OpenaiJudge(judge) = &reward.kind
-            && judge.votes > 1
-            && judge.temperature == 0.0
-        {
-            let detail = "at temperature 0 the votes are all alike: give the judge a temperature, or one vote";
-            warn(format!("/rewards/{index}/votes"), "votes_alike", detail.to_owned());
-        }
-        if service.on_invalid == OnInvalid::Zero {
-            let detail = "an invalid answer will count as reward 0, which teaches the model from the service's faults; mask leaves it out";
-            warn(format!("/rewards/{index}/on_invalid"), "invalid_counts_as_zero", detail.to_owned());
-        }
-    }
+    warn_of_rewards(spec, plan, &mut warn);
     let totals = &plan.totals;
     if totals.dropped_rows_per_epoch > 0 {
         let detail = format!(
@@ -399,6 +380,37 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan) -> Vec<Warning> {
         );
         warn("/optimizer/warmup_steps".to_owned(), "warmup_too_long", detail);
     }
+    warn_of_evaluation(plan, context, &mut warn);
+    warnings.extend(rloo::warnings(plan));
+    warnings
+}
+
+/// What a service should do better.
+fn warn_of_rewards(spec: &JobSpec, plan: &Plan, warn: &mut impl FnMut(String, &str, String)) {
+    for (index, reward) in plan.rewards.iter().enumerate() {
+        let Some(service) = reward.kind.service() else { continue };
+        let signed = spec.secrets.get(&reward.name).is_some_and(|secrets| secrets.secret.is_some());
+        if matches!(reward.kind, RewardKind::Webhook(_)) && !signed {
+            let detail =
+                "requests go unsigned, so the service cannot tell them from forged ones: give a whsec_… secret";
+            warn(format!("/rewards/{index}/secret"), "unsigned_webhook", detail.to_owned());
+        }
+        if let RewardKind::OpenaiJudge(judge) = &reward.kind
+            && judge.votes > 1
+            && judge.temperature == 0.0
+        {
+            let detail = "at temperature 0 the votes are all alike: give the judge a temperature, or one vote";
+            warn(format!("/rewards/{index}/votes"), "votes_alike", detail.to_owned());
+        }
+        if service.on_invalid == OnInvalid::Zero {
+            let detail = "an invalid answer will count as reward 0, which teaches the model from the service's faults; mask leaves it out";
+            warn(format!("/rewards/{index}/on_invalid"), "invalid_counts_as_zero", detail.to_owned());
+        }
+    }
+}
+
+/// An evaluation that cannot show what it is for.
+fn warn_of_evaluation(plan: &Plan, context: &Context, warn: &mut impl FnMut(String, &str, String)) {
     if plan
         .eval
         .as_ref()
@@ -419,6 +431,4 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan) -> Vec<Warning> {
             warn("/eval/dataset".to_owned(), SHARED_PROMPTS, detail);
         }
     }
-    warnings.extend(rloo::warnings(plan));
-    warnings
 }

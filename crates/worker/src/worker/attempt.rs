@@ -198,26 +198,8 @@ impl Attempt {
     async fn work(&self, worker: &Worker, mut claim: Claim, graders: &Graders) -> Result<(), RunEnd> {
         let saving = Saving::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
         let position = || self.progress.get();
-        let policy = OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
-            failure::of_client(
-                &ClientError::Refused { status: 0, code: "allow_outgoing".to_owned(), detail: error.to_string() },
-                position(),
-            )
-        })?;
         let journal = Journal::start(self.client.clone(), self.held, self.stop.clone(), claim.callbacks.clone());
-        let written = Arc::new(journal.clone());
-        let models = LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan);
-        let client = worker.reward_client(&policy).map_err(|detail| failure::no_reward_client(&detail, position()))?;
-        let cache_scope = claim.cache_scope.clone().unwrap_or_else(|| claim.job.to_string());
-        let client = client.with_cache_scope(&cache_scope);
-        let surroundings = Surroundings {
-            client,
-            journal: Some(written),
-            models: Some(Arc::new(models)),
-            former: claim.reward_reports.clone(),
-        };
-        let rewards = Rewards::within(&claim.plan.rewards, &claim.secrets, surroundings);
-        let rewards = Arc::new(rewards.map_err(|error| error.to_failure())?);
+        let rewards = Arc::new(self.build_rewards(worker, &claim, &journal)?);
         // The first to ask gets them.
         let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
         let eval_rewards = build_eval_rewards(&claim, &rewards)?.map(Arc::new);
@@ -243,16 +225,11 @@ impl Attempt {
             prepared = self.prepare(&mut claim, &journal, scratch.path()) => prepared?,
             stop = self.stop.wait_for(|_| true) => return Err(RunEnd::Stopped(stop)),
         };
-        let ready = async {
-            rewards.prepare().await?;
-            match &eval_rewards {
-                Some(eval_rewards) => eval_rewards.prepare().await,
-                None => Ok(()),
+        for rewards in std::iter::once(&rewards).chain(&eval_rewards) {
+            tokio::select! {
+                ready = rewards.prepare() => ready.map_err(|failure| Failure { phase: Some(Phase::Loading), step: None, ..failure.to_failure(0) })?,
+                stop = self.stop.wait_for(|_| true) => return Err(RunEnd::Stopped(stop)),
             }
-        };
-        tokio::select! {
-            ready = ready => ready.map_err(|failure| Failure { phase: Some(Phase::Loading), step: None, ..failure.to_failure(0) })?,
-            stop = self.stop.wait_for(|_| true) => return Err(RunEnd::Stopped(stop)),
         }
         match claim.resume.as_ref() {
             Some(resume) => self.events.log(format!("resumes after step {}", resume.step)),
@@ -289,19 +266,41 @@ impl Attempt {
         let _ = tokio::time::timeout(LAST_WORDS, journal.flush()).await;
         let _ = tokio::time::timeout(LAST_WORDS, reports.last()).await;
         match ended {
-            Err(RunEnd::Failed(error)) => {
-                tracing::warn!(error = with_causes(&error), "the engine ended with an error");
-                Err(match (error, self.stop.get()) {
-                    (error @ EngineError::Host(_), _) => RunEnd::Failed(error),
-                    // Whatever it says, its work is not wanted any more.
-                    (_, Some(stop)) if drops_work(&stop) => RunEnd::Stopped(stop),
-                    (error, _) if is_disk_full(&error) => {
-                        RunEnd::Stopped(StopReason::Pause { reason: Some("disk_full".to_owned()) })
-                    }
-                    (error, _) => RunEnd::Failed(error),
-                })
-            }
+            Err(RunEnd::Failed(error)) => Err(self.end_by(error)),
             ended => ended,
+        }
+    }
+
+    /// The job's rewards, which ask services by the rules that the server was started with.
+    fn build_rewards(&self, worker: &Worker, claim: &Claim, journal: &Journal) -> Result<Rewards, Failure> {
+        let position = || self.progress.get();
+        let policy = OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
+            let refused =
+                ClientError::Refused { status: 0, code: "allow_outgoing".to_owned(), detail: error.to_string() };
+            failure::of_client(&refused, position())
+        })?;
+        let client = worker.reward_client(&policy).map_err(|detail| failure::no_reward_client(&detail, position()))?;
+        let cache_scope = claim.cache_scope.clone().unwrap_or_else(|| claim.job.to_string());
+        let surroundings = Surroundings {
+            client: client.with_cache_scope(&cache_scope),
+            journal: Some(Arc::new(journal.clone())),
+            models: Some(Arc::new(LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan))),
+            former: claim.reward_reports.clone(),
+        };
+        Rewards::within(&claim.plan.rewards, &claim.secrets, surroundings).map_err(|error| error.to_failure())
+    }
+
+    /// What an error of the engine makes of the attempt.
+    fn end_by(&self, error: EngineError) -> RunEnd {
+        tracing::warn!(error = with_causes(&error), "the engine ended with an error");
+        match (error, self.stop.get()) {
+            (error @ EngineError::Host(_), _) => RunEnd::Failed(error),
+            // Whatever it says, its work is not wanted any more.
+            (_, Some(stop)) if drops_work(&stop) => RunEnd::Stopped(stop),
+            (error, _) if is_disk_full(&error) => {
+                RunEnd::Stopped(StopReason::Pause { reason: Some("disk_full".to_owned()) })
+            }
+            (error, _) => RunEnd::Failed(error),
         }
     }
 

@@ -207,7 +207,7 @@ impl Client {
             FileList::Initial => "initial",
         };
         let request = self.fenced(Method::GET, held, &[route, &file.name]);
-        self.download(request, &file.name, &file.sha256, to).await
+        self.download(request, &file.name, &file.sha256.to_string(), to).await
     }
 
     /// Has the server read a file that does not arrive whole; it holds the call while it does.

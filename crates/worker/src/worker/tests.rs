@@ -17,13 +17,13 @@ use axum::extract::{Request, State};
 use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use tokio_util::sync::CancellationToken;
 
 use super::attempt;
 use super::client::Client;
 use super::clock;
 use super::{EXIT_DEVICE, EXIT_PANIC, TrainFn, Worker};
+use crate::digest::Sha256Digest;
 use crate::engine::error::EngineError;
 use crate::engine::host::{Host, RunEnd, SavedCheckpoint, ScoreRequest, StopReason, TrainInput};
 use crate::event::{Event, FinishReason, Metrics, SamplePhase};
@@ -77,6 +77,7 @@ impl Seen {
     }
 }
 
+#[expect(clippy::too_many_lines, reason = "one arm for each call of the worker protocol")]
 async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
     if seen.away.load(Ordering::SeqCst) {
         return StatusCode::BAD_GATEWAY.into_response();
@@ -160,16 +161,12 @@ async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
     response
 }
 
-fn sha256(bytes: &[u8]) -> String {
-    hex::encode(Sha256::digest(bytes))
-}
-
 fn model_dir() -> PathBuf {
     rlood_test_support::fixture("parity/qwen3")
 }
 
 fn claim() -> Claim {
-    let dataset = json!({"id": DatasetId::new(), "sha256": sha256(ROWS.as_bytes()), "num_rows": 2});
+    let dataset = json!({"id": DatasetId::new(), "sha256": Sha256Digest::of(ROWS), "num_rows": 2});
     let plan: Plan = serde_json::from_value(json!({
         "name": null, "model": {"id": "tiny", "sha256": modelcard::fingerprint(&model_dir()).unwrap()},
         "dataset": dataset, "eval": null,
@@ -258,7 +255,7 @@ fn save(host: &mut dyn Host, scratch: &Path, step: u64) -> Result<(), RunEnd> {
     std::fs::create_dir_all(scratch).unwrap();
     let files = ["adapter.bin", "manifest.json"].map(|name| {
         std::fs::write(scratch.join(name), name).unwrap();
-        FileEntry { name: name.to_owned(), size_bytes: name.len() as u64, sha256: sha256(name.as_bytes()) }
+        FileEntry { name: name.to_owned(), size_bytes: name.len() as u64, sha256: Sha256Digest::of(name) }
     });
     host.saved(&SavedCheckpoint { dir: scratch, step, files: &files, metrics: &Metrics::new(), last: true })
 }

@@ -22,6 +22,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::io::ReaderStream;
 
 use super::client_error::ClientError;
+use crate::digest::Sha256Digest;
 use crate::protocol::TRANSFER_STALL;
 
 /// For a connection to be made.
@@ -183,7 +184,11 @@ pub(super) async fn read_file(
         file.write_all(&piece).await.map_err(disk)?;
     }
     file.flush().await.map_err(disk)?;
-    if hex::encode(hash.finalize()) == sha256 { Ok(()) } else { Err(ClientError::Damaged { name: name.to_owned() }) }
+    if Sha256Digest::from(hash).to_string() == sha256 {
+        Ok(())
+    } else {
+        Err(ClientError::Damaged { name: name.to_owned() })
+    }
 }
 
 #[cfg(test)]

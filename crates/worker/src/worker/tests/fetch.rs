@@ -5,7 +5,7 @@ use crate::failpoint;
 use crate::protocol::ResumePoint;
 
 fn file(name: &str, bytes: &str) -> FileEntry {
-    FileEntry { name: name.to_owned(), size_bytes: bytes.len() as u64, sha256: sha256(bytes.as_bytes()) }
+    FileEntry { name: name.to_owned(), size_bytes: bytes.len() as u64, sha256: Sha256Digest::of(bytes) }
 }
 
 fn resume(step: u64, bytes: &str) -> ResumePoint {

@@ -245,11 +245,7 @@ impl World {
                 let mut staged = files.stage(1000).await?;
                 staged.write(bytes.as_bytes()).await?;
                 let done = staged.finish().await?;
-                listed.push(FileEntry {
-                    name: name.to_owned(),
-                    size_bytes: done.size_bytes,
-                    sha256: done.sha256.clone(),
-                });
+                listed.push(FileEntry { name: name.to_owned(), size_bytes: done.size_bytes, sha256: done.sha256 });
                 files.checkpoint_place(done, job, step, attempt, name).await
             };
             place.await.map_err(|error| format!("upload: {error}"))?;

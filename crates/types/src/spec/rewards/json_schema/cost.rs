@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use serde_json::Value;
 
-use super::graph::Graph;
+use super::graph::{Graph, Node};
 
 /// The most steps of one value: about a second.
 pub(super) const MAX_STEPS: u64 = 1_000_000;
@@ -156,24 +156,29 @@ impl Counter<'_> {
                 }
             }
             Part::Value(Value::Array(list)) => {
-                sum.take(if graph.unevaluated { list.len() as u64 } else { 0 });
-                if node.unique {
-                    let size = list.iter().map(parts).fold(0, u64::saturating_add);
-                    self.left = self.left.checked_sub(size).ok_or(TooCostly::Steps)?;
-                    // Short lists are compared pair by pair.
-                    sum.take(size.saturating_mul(12));
-                }
-                for (index, inner) in list.iter().enumerate() {
-                    let inner = Part::Value(inner);
-                    let rest = node.prefix.get(index).copied().or(node.items).or(node.unevaluated_items);
-                    for target in rest.into_iter().chain(node.contains) {
-                        sum.add(self.visit(target, inner, depth + 1)?);
-                    }
-                }
+                self.count_items(node, list, depth, &mut sum)?;
             }
             Part::Value(_) | Part::Name { .. } => {}
         }
         Ok((sum.steps, sum.height))
+    }
+
+    fn count_items(&mut self, node: &Node, list: &[Value], depth: usize, sum: &mut Sum) -> Result<(), TooCostly> {
+        sum.take(if self.graph.unevaluated { list.len() as u64 } else { 0 });
+        if node.unique {
+            let size = list.iter().map(parts).fold(0, u64::saturating_add);
+            self.left = self.left.checked_sub(size).ok_or(TooCostly::Steps)?;
+            // Short lists are compared pair by pair.
+            sum.take(size.saturating_mul(12));
+        }
+        for (index, inner) in list.iter().enumerate() {
+            let inner = Part::Value(inner);
+            let rest = node.prefix.get(index).copied().or(node.items).or(node.unevaluated_items);
+            for target in rest.into_iter().chain(node.contains) {
+                sum.add(self.visit(target, inner, depth + 1)?);
+            }
+        }
+        Ok(())
     }
 }
 
