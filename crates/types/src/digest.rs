@@ -56,7 +56,7 @@ impl From<Sha256> for Sha256Digest {
 
 impl fmt::Display for Sha256Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        f.write_str(&hex::encode(self.0))
     }
 }
 
@@ -75,14 +75,10 @@ impl FromStr for Sha256Digest {
     type Err = InvalidDigest;
 
     fn from_str(text: &str) -> Result<Sha256Digest, InvalidDigest> {
-        let digits = text.as_bytes();
-        if digits.len() != 64 || !digits.iter().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f')) {
-            return Err(InvalidDigest);
-        }
         let mut bytes = [0; 32];
-        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            let pair = std::str::from_utf8(pair).map_err(|_| InvalidDigest)?;
-            *byte = u8::from_str_radix(pair, 16).map_err(|_| InvalidDigest)?;
+        // Upper-case digits are hexadecimal too, but no digest is written with them.
+        if text.bytes().any(|digit| digit.is_ascii_uppercase()) || hex::decode_to_slice(text, &mut bytes).is_err() {
+            return Err(InvalidDigest);
         }
         Ok(Sha256Digest(bytes))
     }

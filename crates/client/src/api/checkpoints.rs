@@ -70,7 +70,7 @@ impl Client {
     /// Downloads a job's LoRA adapter as PEFT lays it out, in a tar; by default of the job's result.
     ///
     /// # Errors
-    /// `no_checkpoint` while there is none, `no_adapter` after full fine-tuning, and whatever else [`Error`] says.
+    /// `no_checkpoint` while there is none, `no_adapter` after full fine-tuning, or any other [`Error`].
     pub async fn download_adapter(&self, id: JobId, which: Option<Which>, to: &Path) -> Result<Downloaded, Error> {
         let which = which.map(|which| match which {
             Which::Last => "last",

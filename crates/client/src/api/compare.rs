@@ -53,7 +53,7 @@ pub struct Compared {
 pub struct Evaluation {
     /// The step it follows.
     pub step: u64,
-    /// What it measured.
+    /// The means over its rows, by name.
     pub metrics: Metrics,
 }
 

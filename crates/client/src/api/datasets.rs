@@ -78,7 +78,7 @@ impl Client {
     /// Uploads rows. The same rows again give the old dataset.
     ///
     /// # Errors
-    /// `invalid_dataset` with the rows that are wrong, and whatever else [`Error`] says; also when a file cannot be read.
+    /// `invalid_dataset` with the rows that are wrong, or any other [`Error`]; also when a file cannot be read.
     pub async fn create_dataset(&self, upload: &DatasetUpload) -> Result<Dataset, Error> {
         let DatasetUpload { name, media_type, rows } = upload;
         let body = Body::content(media_type, rows.clone()).await?;
@@ -96,7 +96,7 @@ impl Client {
     /// Deletes a dataset.
     ///
     /// # Errors
-    /// `in_use` while jobs need it, and whatever else [`Error`] says.
+    /// `in_use` while jobs need it, or any other [`Error`].
     pub async fn delete_dataset(&self, id: DatasetId) -> Result<(), Error> {
         self.delete(&["datasets", &id.to_string()]).await
     }

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::client::Client;
 use crate::error::Error;
 
-/// What the server's models may take together.
+/// The time limit of one generation on the server.
 const WORK: Duration = Duration::from_secs(120);
 
 /// A question to a job's models.
@@ -36,7 +36,7 @@ impl GenerationRequest {
     }
 }
 
-/// What both models said.
+/// Completions of the base model and of a checkpoint to the same prompts.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Generation {
     /// The job.
@@ -47,7 +47,7 @@ pub struct Generation {
     pub checkpoint_id: CheckpointId,
     /// Its step.
     pub step: u64,
-    /// What it holds: `adapter` or `model`.
+    /// Kind of the checkpoint's weights: `adapter` or `model`.
     pub weights: String,
     /// The settings of sampling as used.
     pub sampling: Value,
@@ -67,7 +67,7 @@ impl Client {
     /// Asks the base model and a checkpoint of a job. The server answers one question at a time.
     ///
     /// # Errors
-    /// `no_checkpoint`, `invalid_body`, `generation_timeout`, and whatever else [`Error`] says.
+    /// `no_checkpoint`, `invalid_body`, `generation_timeout`, or any other [`Error`].
     pub async fn generate(&self, id: JobId, request: &GenerationRequest) -> Result<Generation, Error> {
         let GenerationRequest { prompt, checkpoint, num_generations, seed, sampling } = request;
         let mut body = json!({"prompt": prompt});

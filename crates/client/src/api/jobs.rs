@@ -24,7 +24,7 @@ use crate::upload::{Body, Content, Document};
 
 /// How long a waiting call is held: shorter than what proxies cut.
 const WAIT: Duration = Duration::from_secs(30);
-/// What a preflight takes at most when it is not said.
+/// The time limit of a preflight without `timeout_s`, in seconds.
 const PREFLIGHT_S: u32 = 60;
 
 /// A job.
@@ -36,7 +36,7 @@ pub struct Job {
     pub name: Option<String>,
     /// Its state.
     pub state: State,
-    /// What a running job was asked and has not done yet.
+    /// A cancel or pause that the job's worker has not carried out yet.
     pub requested: Option<Requested>,
     /// Which part of the loop it is in, or was when it stopped.
     pub phase: Option<Phase>,
@@ -87,7 +87,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// Whether it waits for nobody but its user: it is over or paused.
+    /// Whether it is over or paused: it changes only when its user acts.
     pub fn is_settled(&self) -> bool {
         self.state.is_terminal() || self.state == State::Paused
     }
@@ -108,9 +108,9 @@ pub struct JobAlert {
     pub message: String,
     /// The numbers.
     pub evidence: Vec<Observation>,
-    /// What to change.
+    /// How to fix it.
     pub fix: String,
-    /// What it does to the run.
+    /// Whether it only stands in the record, pauses the job or ends it.
     pub on_alert: OnAlert,
     /// When it was stored.
     pub time: Timestamp,
@@ -121,7 +121,7 @@ pub struct JobAlert {
 /// Why a job ended before its last step.
 #[derive(Debug, Clone, Deserialize)]
 pub struct JobEnding {
-    /// What ended it.
+    /// The cause.
     pub code: EndingCode,
     /// For people.
     pub message: String,
@@ -172,7 +172,7 @@ pub struct Preflight {
     pub timeout_s: Option<u32>,
 }
 
-/// What would become of a job.
+/// The result of a dry run: whether a job would be accepted, and its plan.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Validation {
     /// It would be accepted.
@@ -219,7 +219,7 @@ impl Client {
     /// Submits a job whose rows stand in its document, or in a dataset that it names.
     ///
     /// # Errors
-    /// `invalid_spec` with every field that is wrong, and whatever else [`Error`] says.
+    /// `invalid_spec` with every field that is wrong, or any other [`Error`].
     pub async fn create_job(&self, document: &Document) -> Result<Job, Error> {
         let body = Body::bytes(document.media_type, document.bytes.clone());
         self.json(self.post_once(&["jobs"]).body(body)).await
@@ -334,7 +334,7 @@ impl Client {
     /// Ends a job. Its checkpoints stay.
     ///
     /// # Errors
-    /// `illegal_move` when it is over, and whatever else [`Error`] says.
+    /// `illegal_move` when it is over, or any other [`Error`].
     pub async fn cancel_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "cancel"])).await
     }
@@ -342,7 +342,7 @@ impl Client {
     /// Stops a job at a checkpoint. A running one is paused a little later.
     ///
     /// # Errors
-    /// `illegal_move` when it is over, and whatever else [`Error`] says.
+    /// `illegal_move` when it is over, or any other [`Error`].
     pub async fn pause_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "pause"])).await
     }
@@ -350,7 +350,7 @@ impl Client {
     /// Queues a paused job again.
     ///
     /// # Errors
-    /// `illegal_move` when it is not paused, and whatever else [`Error`] says.
+    /// `illegal_move` when it is not paused, or any other [`Error`].
     pub async fn resume_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "resume"])).await
     }
@@ -359,7 +359,7 @@ impl Client {
     /// how the old one ended.
     ///
     /// # Errors
-    /// `illegal_move` when it is not over, and whatever else [`Error`] says.
+    /// `illegal_move` when it is not over, or any other [`Error`].
     pub async fn retry_job(&self, id: JobId, from: Option<RetryFrom>) -> Result<Job, Error> {
         let call = self.post_once(&["jobs", &id.to_string(), "retry"]);
         self.json(match from {
@@ -372,7 +372,7 @@ impl Client {
     /// Makes a new job that goes on from a step of this one.
     ///
     /// # Errors
-    /// `no_checkpoint` or `no_such_checkpoint`, `invalid_spec`, and whatever else [`Error`] says.
+    /// `no_checkpoint` or `no_such_checkpoint`, `invalid_spec`, or any other [`Error`].
     pub async fn fork_job(&self, id: JobId, fork: &Fork) -> Result<Job, Error> {
         let Fork { from_step, overrides } = fork;
         let mut body = json!({"from_step": from_step});

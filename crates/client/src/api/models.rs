@@ -67,7 +67,7 @@ impl Client {
     /// Registers the model in a directory of the server's machine, by its absolute path.
     ///
     /// # Errors
-    /// `invalid_model` when it cannot be used, `conflict` when the name is another model's, and whatever else [`Error`] says.
+    /// `invalid_model` when it cannot be used, `conflict` when the name is another model's, or any other [`Error`].
     pub async fn create_model(&self, id: &str, source: &str) -> Result<Model, Error> {
         self.json(self.post_once(&["models"]).json(&json!({"id": id, "source": source}))).await
     }
@@ -83,7 +83,7 @@ impl Client {
     /// Forgets a model; its files stay.
     ///
     /// # Errors
-    /// `in_use` while jobs need it, and whatever else [`Error`] says.
+    /// `in_use` while jobs need it, or any other [`Error`].
     pub async fn delete_model(&self, id: &str) -> Result<(), Error> {
         self.delete(&["models", id]).await
     }

@@ -177,7 +177,7 @@ impl Client {
     /// Tries a reward (as in a job) on samples of `{prompt, completion, columns}`. The service is asked once.
     ///
     /// # Errors
-    /// `invalid_body` when the reward or the samples are not valid, and whatever else [`Error`] says. A service that fails is an
+    /// `invalid_body` when the reward or the samples are not valid, or any other [`Error`]. A service that fails is an
     /// answer.
     pub async fn test_reward(&self, reward: &Value, samples: &Value) -> Result<RewardTest, Error> {
         let call = self.call(Method::POST, &["rewards", "test"]).json(&json!({"reward": reward, "samples": samples}));
@@ -205,7 +205,7 @@ impl Client {
     /// document. A result that is sent twice counts once.
     ///
     /// # Errors
-    /// `gone` when nobody waits for it any more, and whatever else [`Error`] says.
+    /// `gone` when nobody waits for it any more, or any other [`Error`].
     pub async fn take_reward_callback(
         &self,
         id: RewardRequestId,

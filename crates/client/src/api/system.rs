@@ -70,7 +70,7 @@ impl Client {
     /// Returns when the server can do its work.
     ///
     /// # Errors
-    /// `not_ready` after several tries, and whatever else [`Error`] says.
+    /// `not_ready` after several tries, or any other [`Error`].
     pub async fn readyz(&self) -> Result<(), Error> {
         self.text(self.get(&["readyz"]).accept("*/*")).await.map(drop)
     }
@@ -115,7 +115,7 @@ impl Client {
     /// Who asks: by the client's key.
     ///
     /// # Errors
-    /// `unauthorized` when the key is not valid, and whatever else [`Error`] says.
+    /// `unauthorized` when the key is not valid, or any other [`Error`].
     pub async fn get_session(&self) -> Result<Session, Error> {
         self.json(self.get(&["session"])).await
     }

@@ -185,7 +185,7 @@ impl Client {
     /// Sends a test message and says how it went.
     ///
     /// # Errors
-    /// `conflict` when the subscription is not enabled, and whatever else [`Error`] says.
+    /// `conflict` when the subscription is not enabled, or any other [`Error`].
     pub async fn test_webhook(&self, id: WebhookId) -> Result<WebhookDelivery, Error> {
         self.json(self.post_once(&["webhooks", &id.to_string(), "test"]).work(WORK)).await
     }
@@ -198,7 +198,7 @@ impl Client {
     /// Sends a message again.
     ///
     /// # Errors
-    /// `conflict` when the subscription is not enabled, and whatever else [`Error`] says.
+    /// `conflict` when the subscription is not enabled, or any other [`Error`].
     pub async fn redeliver(&self, id: WebhookId, delivery: &str) -> Result<WebhookDelivery, Error> {
         self.json(self.post_once(&["webhooks", &id.to_string(), "deliveries", delivery, "redeliver"])).await
     }
