@@ -14,9 +14,9 @@ const ONLY_IN: &[(&str, &[&str])] = &[
     // The examples of the root make a model.
     ("candle-core", &["rlood", "rlood-engine"]),
     ("cudarc", &["rlood-kernels"]),
-    ("reqwest", &["rlood", "rlood-client", "rlood-rewards", "rlood-worker"]),
+    ("reqwest", &["rlood", "rlood-client", "rlood-hub", "rlood-rewards", "rlood-worker"]),
     ("sqlx", &["rlood", "rlood-store"]),
-    ("tokio", &["rlood", "rlood-client", "rlood-rewards", "rlood-store", "rlood-worker"]),
+    ("tokio", &["rlood", "rlood-client", "rlood-hub", "rlood-rewards", "rlood-store", "rlood-worker"]),
 ];
 
 /// Where `env!("CARGO_MANIFEST_DIR")` is right below `crates`; elsewhere it breaks when a file moves to another crate.

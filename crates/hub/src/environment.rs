@@ -1,0 +1,87 @@
+//! What the variables of huggingface_hub say: the same ones, so that a machine that is set up for Python is set up for rlood.
+
+use std::path::PathBuf;
+
+use crate::http::Token;
+
+/// Where the hub is unless told otherwise.
+pub const PUBLIC_ENDPOINT: &str = "https://huggingface.co";
+
+/// The operator's settings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HubEnvironment {
+    /// `HF_ENDPOINT`.
+    pub endpoint: String,
+    /// `HF_TOKEN`, else what the file `HF_TOKEN_PATH` holds. The file that `hf auth login` leaves in `HF_HOME` is not read unless it is
+    /// named: it would lend one person's rights to everybody who submits a job.
+    pub token: Option<Token>,
+    /// `HF_HUB_CACHE`, else `HUGGINGFACE_HUB_CACHE`, else `hub` in `HF_HOME`, else in `$XDG_CACHE_HOME/huggingface`, else in
+    /// `~/.cache/huggingface`. None without any of these.
+    pub cache: Option<PathBuf>,
+    /// `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`: 1, on, yes or true.
+    pub offline: bool,
+}
+
+impl HubEnvironment {
+    /// Reads variables by this function; [`std::env::var`] with its errors as none, but in tests.
+    pub fn read(variable: impl Fn(&str) -> Option<String>) -> HubEnvironment {
+        let set = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
+        let first = |names: &[&str]| names.iter().find_map(|name| set(name));
+        let is_on = |name: &str| {
+            set(name).is_some_and(|value| matches!(value.trim().to_ascii_lowercase().as_str(), "1" | "on" | "yes" | "true"))
+        };
+        let from_file = || Token::new(&std::fs::read_to_string(set("HF_TOKEN_PATH")?).ok()?);
+        let home = || {
+            set("HF_HOME").map(PathBuf::from).or_else(|| {
+                let caches = set("XDG_CACHE_HOME").map(PathBuf::from);
+                Some(caches.or_else(|| Some(PathBuf::from(set("HOME")?).join(".cache")))?.join("huggingface"))
+            })
+        };
+        HubEnvironment {
+            endpoint: set("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_ENDPOINT.to_owned()),
+            token: set("HF_TOKEN").and_then(|token| Token::new(&token)).or_else(from_file),
+            cache: first(&["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"])
+                .map(PathBuf::from)
+                .or_else(|| home().map(|home| home.join("hub"))),
+            offline: is_on("HF_HUB_OFFLINE") || is_on("TRANSFORMERS_OFFLINE"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(pairs: &[(&str, &str)]) -> HubEnvironment {
+        HubEnvironment::read(|asked| pairs.iter().find(|(name, _)| *name == asked).map(|(_, value)| (*value).to_owned()))
+    }
+
+    #[test]
+    fn the_variables_are_those_of_the_python_client() {
+        let plain = read(&[("HOME", "/home/ann")]);
+        assert_eq!(plain.endpoint, "https://huggingface.co");
+        assert_eq!(plain.cache, Some("/home/ann/.cache/huggingface/hub".into()));
+        assert_eq!((plain.token, plain.offline), (None, false));
+        assert_eq!(read(&[("XDG_CACHE_HOME", "/c"), ("HOME", "/h")]).cache, Some("/c/huggingface/hub".into()));
+        assert_eq!(read(&[("HF_HOME", "/hf"), ("HOME", "/h")]).cache, Some("/hf/hub".into()));
+        assert_eq!(read(&[("HUGGINGFACE_HUB_CACHE", "/old"), ("HF_HOME", "/hf")]).cache, Some("/old".into()));
+        assert_eq!(read(&[("HF_HUB_CACHE", "/new"), ("HUGGINGFACE_HUB_CACHE", "/old")]).cache, Some("/new".into()));
+        assert_eq!(read(&[]).cache, None);
+        for on in ["1", "ON", "Yes", "true"] {
+            assert!(read(&[("HF_HUB_OFFLINE", on)]).offline && read(&[("TRANSFORMERS_OFFLINE", on)]).offline);
+        }
+        assert!(!read(&[("HF_HUB_OFFLINE", "0")]).offline);
+        assert_eq!(read(&[("HF_ENDPOINT", "https://mirror.example/hf")]).endpoint, "https://mirror.example/hf");
+    }
+
+    #[test]
+    fn a_token_comes_from_its_variable_or_the_file_that_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("token");
+        std::fs::write(&file, "hf_file\n").unwrap();
+        let path = file.to_str().unwrap();
+        assert_eq!(read(&[("HF_TOKEN", " hf_variable "), ("HF_TOKEN_PATH", path)]).token, Token::new("hf_variable"));
+        assert_eq!(read(&[("HF_TOKEN_PATH", path)]).token, Token::new("hf_file"));
+        assert_eq!(read(&[("HF_HOME", dir.path().to_str().unwrap())]).token, None);
+    }
+}

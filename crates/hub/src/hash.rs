@@ -1,0 +1,91 @@
+//! The hashes by which the hub identifies files.
+
+use std::fmt;
+use std::str::FromStr;
+
+use rlood_types::digest::Sha256Digest;
+use sha1::Sha1;
+use sha2::{Digest, Sha256};
+
+/// The hash that the hub announces for a file, and that its bytes are compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum FileHash {
+    /// SHA-256 of its bytes: a file in LFS or Xet.
+    Sha256(Sha256Digest),
+    /// Git's SHA-1 of `blob <length>\0<bytes>`: a file in git itself.
+    Git([u8; 20]),
+}
+
+impl FileHash {
+    /// Git's, from 40 hexadecimal digits.
+    pub(crate) fn git(text: &str) -> Option<FileHash> {
+        if text.len() != 40 || !text.is_ascii() {
+            return None;
+        }
+        let mut bytes = [0; 20];
+        for (byte, at) in bytes.iter_mut().zip((0..40).step_by(2)) {
+            *byte = u8::from_str_radix(text.get(at..at + 2)?, 16).ok()?;
+        }
+        Some(FileHash::Git(bytes))
+    }
+
+    /// SHA-256, from 64 hexadecimal digits.
+    pub(crate) fn sha256(text: &str) -> Option<FileHash> {
+        Sha256Digest::from_str(text).ok().map(FileHash::Sha256)
+    }
+}
+
+impl fmt::Display for FileHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            FileHash::Sha256(digest) => digest.fmt(f),
+            FileHash::Git(bytes) => bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}")),
+        }
+    }
+}
+
+/// Computes a hash of the kind that is expected.
+pub(crate) enum Hasher {
+    Sha256(Sha256),
+    Git(Sha1),
+}
+
+impl Hasher {
+    /// For a file of this size.
+    pub(crate) fn new(expected: &FileHash, size_bytes: u64) -> Hasher {
+        match expected {
+            FileHash::Sha256(_) => Hasher::Sha256(Sha256::new()),
+            FileHash::Git(_) => Hasher::Git(Sha1::new().chain_update(format!("blob {size_bytes}\0"))),
+        }
+    }
+
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        match self {
+            Hasher::Sha256(hasher) => hasher.update(bytes),
+            Hasher::Git(hasher) => hasher.update(bytes),
+        }
+    }
+
+    pub(crate) fn finish(self) -> FileHash {
+        match self {
+            Hasher::Sha256(hasher) => FileHash::Sha256(hasher.into()),
+            Hasher::Git(hasher) => FileHash::Git(hasher.finalize().into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_in_git_has_the_hash_that_git_gives_it() {
+        // `printf 'hello\n' | git hash-object --stdin`
+        let expected = FileHash::git("ce013625030ba8dba906f756967f9e9ca394464a").unwrap();
+        let mut hasher = Hasher::new(&expected, 6);
+        hasher.update(b"hello\n");
+        assert_eq!(hasher.finish(), expected);
+        assert_eq!(expected.to_string(), "ce013625030ba8dba906f756967f9e9ca394464a");
+        assert_eq!(FileHash::git("ce01"), None);
+    }
+}

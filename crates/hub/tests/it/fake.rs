@@ -1,0 +1,259 @@
+//! A hub on one port and its CDN on another, with the answers that the real one gives and, when told to, its faults.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use rlood_hub::{Hub, HubSettings};
+use rlood_rewards::http_client::restricted_client_builder;
+use rlood_types::digest::Sha256Digest;
+use rlood_types::outgoing::OutgoingPolicy;
+use serde_json::{Value, json};
+use sha1::{Digest, Sha1};
+
+pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+/// Larger ones are in LFS.
+const SMALL: usize = 10_000;
+
+/// What goes wrong; counts are of requests that still fail.
+#[derive(Default)]
+pub struct Faults {
+    /// The CDN closes the connection after so many bytes.
+    pub cut_after: Option<usize>,
+    /// … this many times.
+    pub cuts: AtomicU32,
+    /// The CDN answers 503.
+    pub unavailable: AtomicU32,
+    /// The CDN answers 403 to requests with a range.
+    pub forbids_ranges: bool,
+    /// The CDN ignores `Range`.
+    pub ignores_ranges: bool,
+    /// The CDN's 206 begins a byte later than asked for.
+    pub shifts_ranges: bool,
+    /// The first byte is another one, this many times.
+    pub damaged: AtomicU32,
+    /// A byte more than announced, this many times.
+    pub longer: AtomicU32,
+    /// The hub answers 429 with `t=0`, this many times.
+    pub limited: AtomicU32,
+    /// What `resolve` redirects to, in place of the CDN.
+    pub location: Option<String>,
+    /// `resolve` answers for another commit.
+    pub moved: bool,
+    /// Status and `X-Error-Code` of `resolve`.
+    pub refused: Option<(u16, &'static str)>,
+    /// The token that everything needs; its absence = 401 GatedRepo.
+    pub gated: Option<&'static str>,
+}
+
+/// A repository, and what was asked of it.
+pub struct Fake {
+    pub files: BTreeMap<String, Vec<u8>>,
+    pub faults: Faults,
+    /// Method, path, `Range` and `Authorization` on either port.
+    pub seen: Mutex<Vec<Seen>>,
+    pub cdn: Mutex<String>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Seen {
+    pub cdn: bool,
+    pub path: String,
+    pub range: Option<String>,
+    pub authorization: Option<String>,
+}
+
+pub struct Running {
+    pub url: String,
+    pub fake: Arc<Fake>,
+}
+
+/// A model of two shards, with files that no model needs.
+pub fn model() -> BTreeMap<String, Vec<u8>> {
+    let index = json!({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}});
+    let shard = |seed: u32| (0..200_000u32).map(|at| (at.wrapping_mul(seed) >> 7) as u8).collect::<Vec<u8>>();
+    [
+        ("config.json", json!({"model_type": "qwen3"}).to_string().into_bytes()),
+        ("model.safetensors.index.json", index.to_string().into_bytes()),
+        ("model-00001-of-00002.safetensors", shard(2_654_435_761)),
+        ("model-00002-of-00002.safetensors", shard(40_503)),
+        ("tokenizer.json", b"{}".to_vec()),
+        ("additional_chat_templates/tool.jinja", b"{{ messages }}".to_vec()),
+        ("pytorch_model.bin", vec![0; 5]),
+        ("modeling_evil.py", b"print()".to_vec()),
+        ("original/consolidated.00.pth", vec![1; 5]),
+        ("README.md", b"# A model".to_vec()),
+    ]
+    .map(|(path, bytes)| (path.to_owned(), bytes))
+    .into()
+}
+
+/// Starts both servers.
+pub async fn start(files: BTreeMap<String, Vec<u8>>, faults: Faults) -> Running {
+    let fake = Arc::new(Fake { files, faults, seen: Mutex::default(), cdn: Mutex::default() });
+    let serve = async |router: Router| {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        format!("http://{address}")
+    };
+    let cdn = serve(Router::new().fallback(cdn).with_state(fake.clone())).await;
+    *fake.cdn.lock().unwrap() = cdn;
+    let url = serve(Router::new().fallback(hub).with_state(fake.clone())).await;
+    Running { url, fake }
+}
+
+impl Running {
+    /// A client of it, which may reach this machine and tries again at once.
+    pub fn client(&self) -> Hub {
+        let policy = OutgoingPolicy::parse(&["loopback"]).unwrap();
+        let client = restricted_client_builder(&policy).build().unwrap();
+        let mut settings = HubSettings::new(&self.url, policy).unwrap();
+        settings.first_delay = std::time::Duration::from_millis(2);
+        Hub::new(client, settings)
+    }
+
+    pub fn seen(&self) -> Vec<Seen> {
+        self.fake.seen.lock().unwrap().clone()
+    }
+}
+
+/// Whether one more of them is to happen.
+fn take(left: &AtomicU32) -> bool {
+    left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok()
+}
+
+fn note(fake: &Fake, cdn: bool, request: &Request) {
+    let text = |name| request.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
+    let path = request.uri().path().to_owned();
+    let (range, authorization) = (text(header::RANGE), text(header::AUTHORIZATION));
+    fake.seen.lock().unwrap().push(Seen { cdn, path, range, authorization });
+}
+
+fn error(status: u16, code: &str) -> Response {
+    let message = if code.is_empty() { "Something is wrong." } else { "Access to it is restricted." };
+    let headers = [("x-error-code", code), ("x-error-message", message), ("x-request-id", "req-1")];
+    (StatusCode::from_u16(status).unwrap(), headers, "").into_response()
+}
+
+pub fn git_sha1(bytes: &[u8]) -> String {
+    let digest = Sha1::new().chain_update(format!("blob {}\0", bytes.len())).chain_update(bytes).finalize();
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn sibling(path: &str, bytes: &[u8]) -> Value {
+    let mut sibling = json!({"rfilename": path, "blobId": git_sha1(bytes), "size": bytes.len()});
+    if bytes.len() > SMALL {
+        sibling["lfs"] = json!({"sha256": Sha256Digest::of(bytes), "size": bytes.len(), "pointerSize": 134});
+    }
+    sibling
+}
+
+async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
+    note(&fake, false, &request);
+    if take(&fake.faults.limited) {
+        return (StatusCode::TOO_MANY_REQUESTS, [("ratelimit", "\"api\";r=0;t=0")], "").into_response();
+    }
+    let path = request.uri().path().to_owned();
+    let has_token = |token: &str| {
+        request.headers().get(header::AUTHORIZATION).is_some_and(|given| given == format!("Bearer {token}").as_str())
+    };
+    // The description is public, even of a gated repository.
+    if let Some(rest) = path.strip_prefix("/api/models/fake/tiny") {
+        let siblings: Vec<Value> = fake.files.iter().map(|(path, bytes)| sibling(path, bytes)).collect();
+        return match rest {
+            "/revision/main" | "" => description(&siblings),
+            rest if rest == format!("/revision/{COMMIT}") => description(&siblings),
+            rest if rest.starts_with("/tree/") => {
+                let entry = |(path, bytes): (&String, &Vec<u8>)| {
+                    let mut entry = json!({"type": "file", "path": path, "size": bytes.len(), "oid": git_sha1(bytes)});
+                    if bytes.len() > SMALL {
+                        entry["lfs"] = json!({"oid": Sha256Digest::of(bytes), "size": bytes.len(), "pointerSize": 134});
+                    }
+                    entry
+                };
+                axum::Json(fake.files.iter().map(entry).collect::<Vec<_>>()).into_response()
+            }
+            _ => error(404, "RevisionNotFound"),
+        };
+    }
+    if let Some(token) = fake.faults.gated
+        && !has_token(token)
+    {
+        return error(401, "GatedRepo");
+    }
+    let Some(path) = path.strip_prefix(&format!("/fake/tiny/resolve/{COMMIT}/")) else {
+        return error(if request.headers().contains_key(header::AUTHORIZATION) { 404 } else { 401 }, "RepoNotFound");
+    };
+    if let Some((status, code)) = fake.faults.refused {
+        return error(status, code);
+    }
+    let Some(bytes) = fake.files.get(path) else { return error(404, "EntryNotFound") };
+    let commit = if fake.faults.moved { "f".repeat(40) } else { COMMIT.to_owned() };
+    if bytes.len() <= SMALL {
+        let headers = [("etag", format!("\"{}\"", git_sha1(bytes))), ("x-repo-commit", commit)];
+        let body = if request.method() == Method::HEAD { Vec::new() } else { bytes.clone() };
+        let length = [(header::CONTENT_LENGTH, bytes.len().to_string())];
+        return (headers, length, Body::from(body)).into_response();
+    }
+    let location =
+        fake.faults.location.clone().unwrap_or_else(|| format!("{}/cdn/{path}?signature=x", fake.cdn.lock().unwrap()));
+    let headers = [
+        ("location", location),
+        ("x-repo-commit", commit),
+        ("x-linked-etag", format!("\"{}\"", Sha256Digest::of(bytes))),
+        ("x-linked-size", bytes.len().to_string()),
+        ("accept-ranges", "bytes".to_owned()),
+    ];
+    (StatusCode::FOUND, headers, "").into_response()
+}
+
+fn description(siblings: &[Value]) -> Response {
+    let document = json!({"id": "fake/tiny", "modelId": "fake/tiny", "sha": COMMIT, "private": false, "gated": false,
+                          "disabled": false, "tags": [], "downloads": 0, "siblings": siblings});
+    axum::Json(document).into_response()
+}
+
+async fn cdn(State(fake): State<Arc<Fake>>, request: Request) -> Response {
+    note(&fake, true, &request);
+    let faults = &fake.faults;
+    if take(&faults.unavailable) {
+        return (StatusCode::SERVICE_UNAVAILABLE, "<html>an error page</html>").into_response();
+    }
+    let mut bytes = fake.files[request.uri().path().strip_prefix("/cdn/").unwrap()].clone();
+    let whole = bytes.len();
+    if take(&faults.damaged) {
+        bytes[0] ^= 1;
+    }
+    if take(&faults.longer) {
+        bytes.push(0);
+    }
+    let asked = request.headers().get(header::RANGE).map(|range| range.to_str().unwrap());
+    let asked = asked.and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse::<usize>().ok());
+    let (status, headers, bytes) = match asked {
+        Some(_) if faults.forbids_ranges => return (StatusCode::FORBIDDEN, "Auth failed: invalid range").into_response(),
+        Some(first) if first >= whole => return StatusCode::RANGE_NOT_SATISFIABLE.into_response(),
+        Some(first) if !faults.ignores_ranges => {
+            let first = first + usize::from(faults.shifts_ranges);
+            let range = format!("bytes {first}-{}/{whole}", whole - 1);
+            let headers: HeaderMap = [(header::CONTENT_RANGE, range.parse().unwrap())].into_iter().collect();
+            (StatusCode::PARTIAL_CONTENT, headers, bytes.split_off(first))
+        }
+        _ => (StatusCode::OK, HeaderMap::new(), bytes),
+    };
+    let cut = faults.cut_after.filter(|_| take(&faults.cuts));
+    let body = match cut {
+        None => Body::from(bytes),
+        Some(after) => {
+            let first = Bytes::copy_from_slice(&bytes[..after.min(bytes.len())]);
+            let pieces = [Ok(first), Err(std::io::Error::other("cut"))];
+            Body::from_stream(futures::stream::iter(pieces))
+        }
+    };
+    (status, headers, body).into_response()
+}

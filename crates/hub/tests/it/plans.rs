@@ -1,0 +1,104 @@
+use rlood_hub::{HubError, Repo, RepoKind, Token};
+use serde_json::json;
+
+use super::fake::{COMMIT, Faults, model, start};
+
+pub fn tiny() -> Repo {
+    Repo::parse(RepoKind::Model, "fake/tiny").unwrap()
+}
+
+#[tokio::test]
+async fn a_plan_names_the_commit_and_the_files_that_a_model_needs() {
+    let running = start(model(), Faults::default()).await;
+    let plan = running.client().plan_model(&tiny()).await.unwrap();
+    assert_eq!(plan.commit, COMMIT);
+    let paths: Vec<&str> = plan.files.iter().map(|file| file.path.as_str()).collect();
+    assert_eq!(
+        paths,
+        [
+            "config.json",
+            "model.safetensors.index.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "additional_chat_templates/tool.jinja",
+            "tokenizer.json",
+        ]
+    );
+    assert_eq!(plan.total_bytes(), plan.files.iter().map(|file| file.size_bytes).sum::<u64>());
+    assert!(plan.total_bytes() > 400_000);
+    assert_eq!(plan.config["model_type"], "qwen3");
+}
+
+#[tokio::test]
+async fn what_cannot_be_trained_is_refused_with_what_would_work() {
+    let without = |names: &[&str]| {
+        let mut files = model();
+        files.retain(|path, _| !names.iter().any(|name| path.contains(name)));
+        files
+    };
+    let quantised = |config: serde_json::Value| {
+        let mut files = model();
+        files.insert("config.json".to_owned(), config.to_string().into_bytes());
+        files
+    };
+    let mut adapter = without(&["config.json"]);
+    adapter.insert("adapter_config.json".to_owned(), b"{}".to_vec());
+    let mut gguf = without(&["config.json", "safetensors", ".bin", ".pth"]);
+    gguf.insert("model-Q4_K_M.gguf".to_owned(), vec![0; 4]);
+    for (files, expected) in [
+        (without(&["safetensors"]), "pickles"),
+        (without(&["safetensors", ".bin", ".pth"]), "neither model.safetensors nor"),
+        (without(&["00002-of"]), "names \"model-00002-of-00002.safetensors\""),
+        (without(&["config.json"]), "no config.json"),
+        (adapter, "an adapter"),
+        (gguf, "GGUF"),
+        (quantised(json!({"quantization_config": {"quant_method": "bitsandbytes"}})), "(bitsandbytes)"),
+        (quantised(json!({"quantization_config": {"quant_method": "fp8"}})), "(fp8)"),
+        (quantised(json!({"quantization": {"bits": 4, "group_size": 64}})), "MLX"),
+    ] {
+        let running = start(files, Faults::default()).await;
+        let error = running.client().plan_model(&tiny()).await.unwrap_err();
+        assert!(matches!(error, HubError::Unusable { .. }), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn each_refusal_of_the_hub_is_one_sentence_with_what_to_do() {
+    let running = start(model(), Faults { gated: Some("hf_right"), ..Faults::default() }).await;
+    let hub = running.client();
+    let plan = async |hub: &rlood_hub::Hub, repo: &str| hub.plan_model(&Repo::parse(RepoKind::Model, repo).unwrap()).await;
+    let error = plan(&hub, "fake/tiny").await.unwrap_err().to_string();
+    assert!(error.contains("accept its licence at") && error.contains("/fake/tiny") && error.contains("give a token"), "{error}");
+    let error = plan(&hub.with_token(Token::new("hf_wrong")), "fake/tiny").await.unwrap_err().to_string();
+    assert!(error.contains("accept its licence") && !error.contains("hf_wrong"), "{error}");
+    assert!(plan(&hub.with_token(Token::new("hf_right")), "fake/tiny").await.is_ok());
+
+    let error = plan(&hub, "fake/other").await.unwrap_err().to_string();
+    assert!(error.contains("no model fake/other, or it is private") && error.contains("give a token"), "{error}");
+    let error = plan(&hub.with_token(Token::new("hf_right")), "fake/other").await.unwrap_err().to_string();
+    assert!(error.contains("what the token may read"), "{error}");
+    let error = plan(&hub, "fake/tiny@nope").await.unwrap_err().to_string();
+    assert!(error.contains("no revision \"nope\""), "{error}");
+}
+
+#[tokio::test]
+async fn a_file_name_that_leaves_the_folder_is_refused() {
+    let mut files = model();
+    files.insert("../x".to_owned(), vec![0]);
+    let running = start(files, Faults::default()).await;
+    let error = running.client().plan_model(&tiny()).await.unwrap_err();
+    assert!(matches!(error, HubError::BadPath { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn offline_nothing_is_asked() {
+    let running = start(model(), Faults::default()).await;
+    let policy = rlood_types::outgoing::OutgoingPolicy::parse(&["loopback"]).unwrap();
+    let mut settings = rlood_hub::HubSettings::new(&running.url, policy.clone()).unwrap();
+    settings.offline = true;
+    let client = rlood_rewards::http_client::restricted_client_builder(&policy).build().unwrap();
+    let error = rlood_hub::Hub::new(client, settings).plan_model(&tiny()).await.unwrap_err();
+    assert!(matches!(error, HubError::Offline { .. }), "{error}");
+    assert!(running.seen().is_empty());
+}
