@@ -104,7 +104,8 @@ mod tests {
         dir
     }
 
-    const WHOLE: [(&str, &[u8]); 3] = [("config.json", b"{}"), ("tokenizer.json", b"{}{}"), ("model.safetensors", b"weights")];
+    const WHOLE: [(&str, &[u8]); 3] =
+        [("config.json", b"{}"), ("tokenizer.json", b"{}{}"), ("model.safetensors", b"weights")];
 
     #[tokio::test]
     async fn a_whole_snapshot_is_found_and_verified() {
@@ -123,7 +124,11 @@ mod tests {
     async fn a_snapshot_that_lacks_a_file_or_holds_other_bytes_is_not_taken() {
         let repo = Repo::parse(RepoKind::Model, "org/name").unwrap();
         assert_eq!(find_cached(cache(&WHOLE[..2]).path(), &repo), None);
-        let dir = cache(&[("config.json", b"{}"), ("tokenizer.json", b"{}{}"), ("model.safetensors.index.json", br#"{"weight_map": {"a": "model-1.safetensors"}}"#)]);
+        let dir = cache(&[
+            ("config.json", b"{}"),
+            ("tokenizer.json", b"{}{}"),
+            ("model.safetensors.index.json", br#"{"weight_map": {"a": "model-1.safetensors"}}"#),
+        ]);
         assert_eq!(find_cached(dir.path(), &repo), None);
 
         let dir = cache(&WHOLE);

@@ -110,10 +110,12 @@ fn has_suffix(info: &RepoInfo, suffixes: &[&str]) -> bool {
 
 fn without_config(info: &RepoInfo) -> String {
     if info.files.iter().any(|file| file.path == "adapter_config.json") {
-        return "it holds an adapter: name the model that it was trained on, and the adapter as the warm start".to_owned();
+        return "it holds an adapter: name the model that it was trained on, and the adapter as the warm start"
+            .to_owned();
     }
     if has_suffix(info, &[".gguf"]) {
-        return "it holds GGUF files only: name the repository that they were made from (its card's base_model)".to_owned();
+        return "it holds GGUF files only: name the repository that they were made from (its card's base_model)"
+            .to_owned();
     }
     "it has no config.json, so it is no model of the transformers library".to_owned()
 }
@@ -125,14 +127,17 @@ fn without_weights(info: &RepoInfo) -> String {
             .to_owned();
     }
     if has_suffix(info, &[".gguf"]) {
-        return "it holds GGUF files only: name the repository that they were made from (its card's base_model)".to_owned();
+        return "it holds GGUF files only: name the repository that they were made from (its card's base_model)"
+            .to_owned();
     }
     format!("it has neither {WEIGHTS} nor {INDEX}")
 }
 
 /// Why quantised weights cannot be trained, and what would work.
 fn quantised(config: &Value) -> Option<String> {
-    if let Some(method) = config["quantization_config"].as_object().map(|it| it.get("quant_method").and_then(Value::as_str)) {
+    if let Some(method) =
+        config["quantization_config"].as_object().map(|it| it.get("quant_method").and_then(Value::as_str))
+    {
         let method: String = method.unwrap_or("an unnamed method").chars().take(60).collect();
         return Some(format!(
             "its weights are quantised ({method}), which cannot be trained here yet: choose the unquantised model \

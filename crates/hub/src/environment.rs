@@ -28,7 +28,8 @@ impl HubEnvironment {
         let set = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         let first = |names: &[&str]| names.iter().find_map(|name| set(name));
         let is_on = |name: &str| {
-            set(name).is_some_and(|value| matches!(value.trim().to_ascii_lowercase().as_str(), "1" | "on" | "yes" | "true"))
+            set(name)
+                .is_some_and(|value| matches!(value.trim().to_ascii_lowercase().as_str(), "1" | "on" | "yes" | "true"))
         };
         let from_file = || Token::new(&std::fs::read_to_string(set("HF_TOKEN_PATH")?).ok()?);
         let home = || {
@@ -53,7 +54,9 @@ mod tests {
     use super::*;
 
     fn read(pairs: &[(&str, &str)]) -> HubEnvironment {
-        HubEnvironment::read(|asked| pairs.iter().find(|(name, _)| *name == asked).map(|(_, value)| (*value).to_owned()))
+        HubEnvironment::read(|asked| {
+            pairs.iter().find(|(name, _)| *name == asked).map(|(_, value)| (*value).to_owned())
+        })
     }
 
     #[test]

@@ -8,7 +8,9 @@ use rlood_types::outgoing::OutgoingError;
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     /// Nothing may be asked.
-    #[error("offline mode is on (HF_HUB_OFFLINE), so {repo} cannot be downloaded: register a local folder, or switch it off")]
+    #[error(
+        "offline mode is on (HF_HUB_OFFLINE), so {repo} cannot be downloaded: register a local folder, or switch it off"
+    )]
     Offline {
         /// The repository.
         repo: String,
@@ -88,7 +90,9 @@ pub enum HubError {
     #[error("the hub's answer is not understood: {0}")]
     NotUnderstood(String),
     /// A branch moved between two requests, or a mirror mixes revisions.
-    #[error("the hub answered for commit {found} when asked for {expected}: try again, or name the commit as the revision")]
+    #[error(
+        "the hub answered for commit {found} when asked for {expected}: try again, or name the commit as the revision"
+    )]
     CommitMoved {
         /// The commit of the plan.
         expected: String,
@@ -124,7 +128,9 @@ pub enum HubError {
         path: PathBuf,
     },
     /// Twice the wrong bytes.
-    #[error("{path} arrives damaged: its hash is {found}, the hub announces {expected}; try again later, or another mirror")]
+    #[error(
+        "{path} arrives damaged: its hash is {found}, the hub announces {expected}; try again later, or another mirror"
+    )]
     Damaged {
         /// In the repository.
         path: String,

@@ -136,17 +136,25 @@ impl Hub {
             _ => {}
         }
         let elsewhere = opened.from_elsewhere;
-        while let Some(piece) = next_piece(&mut opened.response).await.map_err(|detail| Failed::passing(&url, detail))? {
+        while let Some(piece) =
+            next_piece(&mut opened.response).await.map_err(|detail| Failed::passing(&url, detail))?
+        {
             if part.size_bytes + piece.len() as u64 > file.size_bytes {
                 part.restart().await?;
                 let whose = if elsewhere { "its CDN" } else { "it" };
-                return Err(Failed::passing(&url, format!("{whose} sent more than the {} bytes announced", file.size_bytes)));
+                return Err(Failed::passing(
+                    &url,
+                    format!("{whose} sent more than the {} bytes announced", file.size_bytes),
+                ));
             }
             part.append(&piece).await?;
         }
         if part.size_bytes < file.size_bytes {
             part.file.flush().await.map_err(HubError::disk("write to", &part.path))?;
-            return Err(Failed::passing(&url, format!("it ended after {} of {} bytes", part.size_bytes, file.size_bytes)));
+            return Err(Failed::passing(
+                &url,
+                format!("it ended after {} of {} bytes", part.size_bytes, file.size_bytes),
+            ));
         }
         Ok(())
     }
@@ -226,7 +234,12 @@ impl Part {
 }
 
 /// Reads a whole file; blocking work on a thread of its own.
-pub(crate) async fn hash(mut file: File, path: PathBuf, expected: FileHash, size_bytes: u64) -> Result<FileHash, HubError> {
+pub(crate) async fn hash(
+    mut file: File,
+    path: PathBuf,
+    expected: FileHash,
+    size_bytes: u64,
+) -> Result<FileHash, HubError> {
     let shown = path.clone();
     let hashed = tokio::task::spawn_blocking(move || -> io::Result<FileHash> {
         let (mut hasher, mut buffer) = (Hasher::new(&expected, size_bytes), vec![0; 1 << 20]);
@@ -267,7 +280,8 @@ fn check_space(plan: &ModelPlan, parts: &Path, to: &Path) -> Result<(), HubError
         file.size_bytes.saturating_sub(here)
     };
     let needed_bytes: u64 = plan.files.iter().map(missing).sum();
-    let disk = rustix::fs::statvfs(parts).map_err(|error| HubError::disk("ask for free space of", parts)(error.into()))?;
+    let disk =
+        rustix::fs::statvfs(parts).map_err(|error| HubError::disk("ask for free space of", parts)(error.into()))?;
     let free_bytes = disk.f_bavail.saturating_mul(disk.f_frsize);
     if needed_bytes > 0 && needed_bytes.saturating_add(SPARE_BYTES) > free_bytes {
         let (repo, path) = (plan.repo.to_string(), parts.to_owned());

@@ -19,13 +19,8 @@ pub enum FileHash {
 impl FileHash {
     /// Git's, from 40 hexadecimal digits.
     pub(crate) fn git(text: &str) -> Option<FileHash> {
-        if text.len() != 40 || !text.is_ascii() {
-            return None;
-        }
         let mut bytes = [0; 20];
-        for (byte, at) in bytes.iter_mut().zip((0..40).step_by(2)) {
-            *byte = u8::from_str_radix(text.get(at..at + 2)?, 16).ok()?;
-        }
+        hex::decode_to_slice(text, &mut bytes).ok()?;
         Some(FileHash::Git(bytes))
     }
 
@@ -39,7 +34,7 @@ impl fmt::Display for FileHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             FileHash::Sha256(digest) => digest.fmt(f),
-            FileHash::Git(bytes) => bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}")),
+            FileHash::Git(bytes) => f.write_str(&hex::encode(bytes)),
         }
     }
 }

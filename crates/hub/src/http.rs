@@ -222,9 +222,7 @@ impl Hub {
                 let page = self.url(prefix(repo.kind).iter().copied().chain(shown.split('/')));
                 HubError::Gated { page: page.map(String::from).unwrap_or_default(), repo: shown, with_token }
             }
-            (404, "RevisionNotFound") => {
-                HubError::NoRevision { repo: shown, revision: repo.revision().to_owned() }
-            }
+            (404, "RevisionNotFound") => HubError::NoRevision { repo: shown, revision: repo.revision().to_owned() },
             (404, "EntryNotFound") => HubError::NoFile { repo: shown, path: detail },
             (401, _) if said.contains("Invalid credentials") => HubError::BadToken,
             (401, _) | (404, _) => HubError::NoRepository { repo: shown, kind: repo.kind.noun(), with_token },
@@ -257,7 +255,12 @@ impl Failed {
     }
 
     pub(crate) fn passing(at: &Url, detail: String) -> Failed {
-        Failed { error: HubError::Unreachable { host: host_of(at), detail }, passes: true, wait: None, forbidden_elsewhere: false }
+        Failed {
+            error: HubError::Unreachable { host: host_of(at), detail },
+            passes: true,
+            wait: None,
+            forbidden_elsewhere: false,
+        }
     }
 }
 
@@ -324,7 +327,9 @@ async fn read_whole(mut response: Response) -> Result<Vec<u8>, String> {
 }
 
 /// None at the end.
-pub(crate) async fn next_piece(response: &mut Response) -> Result<Option<impl AsRef<[u8]> + std::ops::Deref<Target = [u8]>>, String> {
+pub(crate) async fn next_piece(
+    response: &mut Response,
+) -> Result<Option<impl AsRef<[u8]> + std::ops::Deref<Target = [u8]>>, String> {
     match timeout(STALL, response.chunk()).await {
         Ok(Ok(piece)) => Ok(piece),
         Ok(Err(error)) => Err(with_causes(&error.without_url())),

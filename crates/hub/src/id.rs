@@ -138,7 +138,10 @@ mod tests {
 
     #[test]
     fn what_is_no_name_is_refused() {
-        for text in ["", "/", "a/", "/b", "a/b/c", "../x", "a/..", "a b/c", "a/b@", "a/b@../x", "a/b@x?y", "ä/b", "-a/b", "a--b/c"] {
+        for text in [
+            "", "/", "a/", "/b", "a/b/c", "../x", "a/..", "a b/c", "a/b@", "a/b@../x", "a/b@x?y", "ä/b", "-a/b",
+            "a--b/c",
+        ] {
             assert!(Repo::parse(RepoKind::Model, text).is_err(), "{text}");
         }
         assert!(Repo::parse(RepoKind::Model, &"a".repeat(97)).is_err());

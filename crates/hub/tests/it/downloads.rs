@@ -14,7 +14,12 @@ async fn download(running: &Running, dir: &Path) -> Result<Arc<Progress>, HubErr
     let progress = Arc::new(Progress::default());
     hub.download(&plan, &dir.join("parts"), &dir.join("model"), &progress).await?;
     for file in &plan.files {
-        assert_eq!(std::fs::read(dir.join("model").join(&file.path)).unwrap(), running.fake.files[&file.path], "{}", file.path);
+        assert_eq!(
+            std::fs::read(dir.join("model").join(&file.path)).unwrap(),
+            running.fake.files[&file.path],
+            "{}",
+            file.path
+        );
     }
     assert_eq!(progress.done_bytes(), plan.total_bytes());
     assert!(!dir.join("model/modeling_evil.py").exists() && !dir.join("model/pytorch_model.bin").exists());
@@ -31,9 +36,18 @@ async fn every_fault_that_passes_ends_with_the_right_bytes() {
     for (name, faults) in [
         ("none", Faults::default()),
         ("cuts", Faults { cut_after: Some(70_000), cuts: times(4), ..Faults::default() }),
-        ("cuts, ranges ignored", Faults { cut_after: Some(70_000), cuts: times(2), ignores_ranges: true, ..Faults::default() }),
-        ("cuts, ranges forbidden", Faults { cut_after: Some(70_000), cuts: times(2), forbids_ranges: true, ..Faults::default() }),
-        ("cuts, ranges shifted", Faults { cut_after: Some(70_000), cuts: times(2), shifts_ranges: true, ..Faults::default() }),
+        (
+            "cuts, ranges ignored",
+            Faults { cut_after: Some(70_000), cuts: times(2), ignores_ranges: true, ..Faults::default() },
+        ),
+        (
+            "cuts, ranges forbidden",
+            Faults { cut_after: Some(70_000), cuts: times(2), forbids_ranges: true, ..Faults::default() },
+        ),
+        (
+            "cuts, ranges shifted",
+            Faults { cut_after: Some(70_000), cuts: times(2), shifts_ranges: true, ..Faults::default() },
+        ),
         ("unavailable", Faults { unavailable: times(3), ..Faults::default() }),
         ("limited", Faults { limited: times(2), ..Faults::default() }),
         ("damaged once", Faults { damaged: times(1), ..Faults::default() }),
@@ -99,13 +113,16 @@ async fn what_does_not_pass_is_an_error_and_no_file() {
         (Faults { damaged: times(u32::MAX), ..Faults::default() }, "arrives damaged"),
         (Faults { unavailable: times(u32::MAX), ..Faults::default() }, "503"),
         (Faults { longer: times(u32::MAX), ..Faults::default() }, "more than the 200000 bytes"),
-        (Faults { moved: true, ..Faults::default() }, "another") ,
+        (Faults { moved: true, ..Faults::default() }, "another"),
         (Faults { refused: Some((403, "GatedRepo")), ..Faults::default() }, "licence"),
         (Faults { refused: Some((404, "EntryNotFound")), ..Faults::default() }, "no file"),
         (Faults { refused: Some((418, "")), ..Faults::default() }, "418"),
         (location("http://169.254.169.254/latest/meta-data"), "not permitted"),
         (location("file:///etc/passwd"), "not permitted"),
-        (location("/fake/tiny/resolve/0123456789abcdef0123456789abcdef01234567/model-00001-of-00002.safetensors"), "more than five"),
+        (
+            location("/fake/tiny/resolve/0123456789abcdef0123456789abcdef01234567/model-00001-of-00002.safetensors"),
+            "more than five",
+        ),
     ] {
         let running = start(model(), faults).await;
         let dir = tempfile::tempdir().unwrap();

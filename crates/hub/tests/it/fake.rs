@@ -75,7 +75,8 @@ pub struct Running {
 
 /// A model of two shards, with files that no model needs.
 pub fn model() -> BTreeMap<String, Vec<u8>> {
-    let index = json!({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}});
+    let index =
+        json!({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}});
     let shard = |seed: u32| (0..200_000u32).map(|at| (at.wrapping_mul(seed) >> 7) as u8).collect::<Vec<u8>>();
     [
         ("config.json", json!({"model_type": "qwen3"}).to_string().into_bytes()),
@@ -142,8 +143,7 @@ fn error(status: u16, code: &str) -> Response {
 }
 
 pub fn git_sha1(bytes: &[u8]) -> String {
-    let digest = Sha1::new().chain_update(format!("blob {}\0", bytes.len())).chain_update(bytes).finalize();
-    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    hex::encode(Sha1::new().chain_update(format!("blob {}\0", bytes.len())).chain_update(bytes).finalize())
 }
 
 fn sibling(path: &str, bytes: &[u8]) -> Value {
@@ -236,7 +236,9 @@ async fn cdn(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     let asked = request.headers().get(header::RANGE).map(|range| range.to_str().unwrap());
     let asked = asked.and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse::<usize>().ok());
     let (status, headers, bytes) = match asked {
-        Some(_) if faults.forbids_ranges => return (StatusCode::FORBIDDEN, "Auth failed: invalid range").into_response(),
+        Some(_) if faults.forbids_ranges => {
+            return (StatusCode::FORBIDDEN, "Auth failed: invalid range").into_response();
+        }
         Some(first) if first >= whole => return StatusCode::RANGE_NOT_SATISFIABLE.into_response(),
         Some(first) if !faults.ignores_ranges => {
             let first = first + usize::from(faults.shifts_ranges);

@@ -67,9 +67,13 @@ async fn what_cannot_be_trained_is_refused_with_what_would_work() {
 async fn each_refusal_of_the_hub_is_one_sentence_with_what_to_do() {
     let running = start(model(), Faults { gated: Some("hf_right"), ..Faults::default() }).await;
     let hub = running.client();
-    let plan = async |hub: &rlood_hub::Hub, repo: &str| hub.plan_model(&Repo::parse(RepoKind::Model, repo).unwrap()).await;
+    let plan =
+        async |hub: &rlood_hub::Hub, repo: &str| hub.plan_model(&Repo::parse(RepoKind::Model, repo).unwrap()).await;
     let error = plan(&hub, "fake/tiny").await.unwrap_err().to_string();
-    assert!(error.contains("accept its licence at") && error.contains("/fake/tiny") && error.contains("give a token"), "{error}");
+    assert!(
+        error.contains("accept its licence at") && error.contains("/fake/tiny") && error.contains("give a token"),
+        "{error}"
+    );
     let error = plan(&hub.with_token(Token::new("hf_wrong")), "fake/tiny").await.unwrap_err().to_string();
     assert!(error.contains("accept its licence") && !error.contains("hf_wrong"), "{error}");
     assert!(plan(&hub.with_token(Token::new("hf_right")), "fake/tiny").await.is_ok());
