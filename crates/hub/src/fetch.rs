@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use futures::stream::{self, StreamExt, TryStreamExt};
+use futures::stream::{self, TryStreamExt};
 use reqwest::StatusCode;
 use reqwest::header::CONTENT_RANGE;
 use tokio::io::AsyncWriteExt;

@@ -183,6 +183,7 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
         };
     }
     if let Some(token) = fake.faults.gated
+        && path.starts_with("/fake/tiny/")
         && !has_token(token)
     {
         return error(401, "GatedRepo");
@@ -253,8 +254,13 @@ async fn cdn(State(fake): State<Arc<Fake>>, request: Request) -> Response {
         None => Body::from(bytes),
         Some(after) => {
             let first = Bytes::copy_from_slice(&bytes[..after.min(bytes.len())]);
-            let pieces = [Ok(first), Err(std::io::Error::other("cut"))];
-            Body::from_stream(futures::stream::iter(pieces))
+            // What was sent is to arrive before the connection breaks.
+            let breaks = async {
+                tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+                Err(std::io::Error::other("cut"))
+            };
+            let first = futures::stream::once(async { Ok(first) });
+            Body::from_stream(futures::StreamExt::chain(first, futures::stream::once(breaks)))
         }
     };
     (status, headers, body).into_response()
