@@ -31,6 +31,8 @@ pub struct ModelPlan {
     pub repo: Repo,
     /// Which commit that is.
     pub commit: String,
+    /// Who may read it is decided by the token.
+    pub is_restricted: bool,
     /// What a model needs, and nothing else of the repository.
     pub files: Vec<RepoFile>,
     /// Its `config.json`.
@@ -87,7 +89,7 @@ impl Hub {
         };
         let others = info.files.iter().filter(|file| OTHERS.contains(&file.path.as_str()) || is_template(&file.path));
         files.extend(others.cloned());
-        Ok(ModelPlan { repo: repo.clone(), commit: info.commit, files, config })
+        Ok(ModelPlan { repo: repo.clone(), commit: info.commit, is_restricted: info.is_restricted, files, config })
     }
 
     async fn document(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Value, HubError> {

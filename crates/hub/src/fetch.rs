@@ -19,7 +19,7 @@ use crate::http::{Failed, Hub, Tries, next_piece, text};
 use crate::info::RepoFile;
 
 /// Files downloaded at once.
-const AT_ONCE: usize = 4;
+pub(crate) const AT_ONCE: usize = 4;
 /// Left free beside what is downloaded.
 const SPARE_BYTES: u64 = 64 << 20;
 
@@ -273,7 +273,7 @@ fn content_range(field: &str) -> Option<(u64, u64)> {
     Some((range.split_once('-')?.0.parse().ok()?, whole.parse().ok()?))
 }
 
-fn check_space(plan: &ModelPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
+pub(crate) fn check_space(plan: &ModelPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
     let size = |path: PathBuf| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
     let missing = |file: &RepoFile| {
         let here = size(parts.join(file.hash.to_string())).max(size(to.join(&file.path)));

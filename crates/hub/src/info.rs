@@ -1,6 +1,7 @@
 //! What a repository holds at a revision, and which commit that is.
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::error::HubError;
 use crate::hash::FileHash;
@@ -12,6 +13,8 @@ use crate::id::{Repo, is_safe_path};
 pub struct RepoInfo {
     /// 40 hexadecimal digits.
     pub commit: String,
+    /// A licence has to be accepted first, or the repository is not public: who may read it is decided by the token.
+    pub is_restricted: bool,
     /// All files.
     pub files: Vec<RepoFile>,
 }
@@ -32,6 +35,11 @@ struct Answer {
     sha: String,
     #[serde(default)]
     disabled: bool,
+    #[serde(default)]
+    private: bool,
+    /// `false`, `"auto"` or `"manual"`.
+    #[serde(default)]
+    gated: Value,
     #[serde(default)]
     siblings: Vec<Sibling>,
 }
@@ -71,7 +79,8 @@ impl Hub {
             return Err(HubError::NotUnderstood(format!("the commit of {repo} has not 40 hexadecimal digits")));
         }
         let files = answer.siblings.into_iter().map(|sibling| file(repo, sibling)).collect::<Result<_, _>>()?;
-        Ok(RepoInfo { commit: answer.sha, files })
+        let is_restricted = answer.private || !matches!(answer.gated, Value::Null | Value::Bool(false));
+        Ok(RepoInfo { commit: answer.sha, is_restricted, files })
     }
 }
 

@@ -19,6 +19,7 @@ mod hash;
 mod http;
 mod id;
 mod info;
+mod outline;
 
 pub use cache::{Cached, find_cached, verify_cached};
 pub use choose::ModelPlan;
@@ -29,3 +30,4 @@ pub use hash::FileHash;
 pub use http::{Hub, HubSettings, Token};
 pub use id::{InvalidRepo, Repo, RepoKind};
 pub use info::{RepoFile, RepoInfo};
+pub use outline::clean_parts;

@@ -135,3 +135,49 @@ async fn what_does_not_pass_is_an_error_and_no_file() {
     }
     assert!(longest < 60, "{longest} requests");
 }
+
+#[tokio::test]
+async fn an_outline_has_the_small_files_and_the_headers_of_the_weights() {
+    let mut files = model();
+    let header = br#"{"a":{"dtype":"F32","shape":[49000],"data_offsets":[0,196000]}}"#;
+    let shard = "model-00001-of-00002.safetensors";
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header);
+    let known = bytes.len();
+    bytes.resize(known + 196_000, 7);
+    files.insert(shard.to_owned(), bytes.clone());
+    files.insert("model-00002-of-00002.safetensors".to_owned(), bytes.clone());
+    let running = start(files, Faults { unavailable: times(1), ..Faults::default() }).await;
+    let hub = running.client();
+    let plan = hub.plan_model(&tiny()).await.unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let (parts, to) = (dir.path().join("parts"), dir.path().join("outline"));
+    hub.outline(&plan, &parts, &to).await.unwrap();
+    assert_eq!(std::fs::read(to.join("tokenizer.json")).unwrap(), b"{}");
+    let outlined = std::fs::read(to.join(shard)).unwrap();
+    assert_eq!(outlined.len(), bytes.len());
+    assert_eq!(outlined[..known], bytes[..known]);
+    assert!(outlined[known..].iter().all(|byte| *byte == 0), "the tensors are a hole");
+
+    let running = start(model(), Faults::default()).await;
+    let hub = running.client();
+    let plan = hub.plan_model(&tiny()).await.unwrap();
+    let error = hub.outline(&plan, &parts, &dir.path().join("other")).await.unwrap_err().to_string();
+    assert!(error.contains("no safetensors file"), "{error}");
+}
+
+#[tokio::test]
+async fn parts_that_nobody_goes_on_with_are_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mine, other) = (dir.path().join("aa"), dir.path().join("bb"));
+    std::fs::write(&mine, b"x").unwrap();
+    std::fs::write(&other, b"x").unwrap();
+    let held = std::fs::File::open(&mine).unwrap();
+    held.try_lock().unwrap();
+    let hour = std::time::Duration::from_secs(3600);
+    let now = std::time::SystemTime::now();
+    assert_eq!(rlood_hub::clean_parts(dir.path(), now - hour).unwrap(), 0);
+    assert_eq!(rlood_hub::clean_parts(dir.path(), now + hour).unwrap(), 1);
+    assert!(mine.exists() && !other.exists());
+    assert_eq!(rlood_hub::clean_parts(&dir.path().join("none"), now).unwrap(), 0);
+}

@@ -55,7 +55,7 @@ pub struct Faults {
 pub struct Fake {
     pub files: BTreeMap<String, Vec<u8>>,
     pub faults: Faults,
-    /// Method, path, `Range` and `Authorization` on either port.
+    /// Which port, `Range` and `Authorization`.
     pub seen: Mutex<Vec<Seen>>,
     pub cdn: Mutex<String>,
 }
@@ -63,7 +63,6 @@ pub struct Fake {
 #[derive(Debug, Clone)]
 pub struct Seen {
     pub cdn: bool,
-    pub path: String,
     pub range: Option<String>,
     pub authorization: Option<String>,
 }
@@ -131,9 +130,8 @@ fn take(left: &AtomicU32) -> bool {
 
 fn note(fake: &Fake, cdn: bool, request: &Request) {
     let text = |name| request.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
-    let path = request.uri().path().to_owned();
     let (range, authorization) = (text(header::RANGE), text(header::AUTHORIZATION));
-    fake.seen.lock().unwrap().push(Seen { cdn, path, range, authorization });
+    fake.seen.lock().unwrap().push(Seen { cdn, range, authorization });
 }
 
 fn error(status: u16, code: &str) -> Response {

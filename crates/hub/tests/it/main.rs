@@ -1,5 +1,7 @@
 //! The hub's client against a fake hub on two ports.
 
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
 mod downloads;
 mod fake;
 mod plans;

@@ -1,0 +1,109 @@
+//! What is known of a model before its weights are here: its small files whole, and of its weights the headers.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use futures::stream::{self, TryStreamExt};
+
+use crate::choose::ModelPlan;
+use crate::error::HubError;
+use crate::fetch::{AT_ONCE, check_space};
+use crate::http::{Failed, Hub, Tries, next_piece};
+use crate::info::RepoFile;
+
+/// The longest header that the safetensors format permits.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+impl Hub {
+    /// Downloads into `to` all files of a plan but the weights; of each of those, its header, followed by a hole up to its size. So the
+    /// folder reads like the model's, tensors' bytes excepted, after a few megabytes. `parts` as in [`Hub::download`].
+    ///
+    /// # Errors
+    /// `NoSpace` when there is no room for the whole plan; those of the hub and of the disk.
+    pub async fn outline(&self, plan: &ModelPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
+        std::fs::create_dir_all(parts).map_err(HubError::disk("make the folder", parts))?;
+        check_space(plan, parts, to)?;
+        let (weights, small): (Vec<RepoFile>, Vec<RepoFile>) =
+            plan.files.iter().cloned().partition(|file| file.path.ends_with(".safetensors"));
+        let small = ModelPlan { files: small, ..plan.clone() };
+        self.download(&small, parts, to, &Arc::default()).await?;
+        stream::iter(weights.iter().map(Ok))
+            .try_for_each_concurrent(AT_ONCE, |file| async move { self.outline_weights(plan, file, to).await })
+            .await
+    }
+
+    async fn outline_weights(&self, plan: &ModelPlan, file: &RepoFile, to: &Path) -> Result<(), HubError> {
+        let mut tries = Tries::new(self.settings.first_delay);
+        let header = loop {
+            match self.header(plan, file).await {
+                Ok(header) => break header,
+                Err(failed) => tries.pause_after(failed).await?,
+            }
+        };
+        let target = to.join(&file.path);
+        if let Some(folder) = target.parent() {
+            std::fs::create_dir_all(folder).map_err(HubError::disk("make the folder", folder))?;
+        }
+        let write = || {
+            let mut opened = File::create(&target)?;
+            opened.write_all(&header)?;
+            opened.set_len(file.size_bytes)
+        };
+        write().map_err(HubError::disk("write to", &target))
+    }
+
+    /// Length, and the header itself; the rest is not read.
+    async fn header(&self, plan: &ModelPlan, file: &RepoFile) -> Result<Vec<u8>, Failed> {
+        let unusable = |why: &str| {
+            let why = format!("its {} {why}", file.path);
+            Failed::from(HubError::Unusable { repo: plan.repo.to_string(), why })
+        };
+        let url = self.file_url(&plan.repo, &plan.commit, &file.path)?;
+        let mut response = self.open(&plan.repo, &url, Some(&plan.commit), 0).await?.response;
+        let mut bytes = Vec::new();
+        loop {
+            if let Some(length) = bytes.first_chunk::<8>() {
+                let whole = u64::from_le_bytes(*length).saturating_add(8);
+                if whole > file.size_bytes.min(MAX_HEADER_BYTES + 8) {
+                    return Err(unusable("is no safetensors file: its header is longer than the file, or than 100 MB"));
+                }
+                if bytes.len() as u64 >= whole {
+                    bytes.truncate(usize::try_from(whole).unwrap_or(usize::MAX));
+                    return Ok(bytes);
+                }
+            }
+            match next_piece(&mut response).await.map_err(|detail| Failed::passing(&url, detail))? {
+                Some(piece) => bytes.extend_from_slice(&piece),
+                None if bytes.len() as u64 >= file.size_bytes => {
+                    return Err(unusable("is no safetensors file: it ends before its header"));
+                }
+                None => return Err(Failed::passing(&url, "it ended before the header of the weights".to_owned())),
+            }
+        }
+    }
+}
+
+/// Removes the parts of downloads that nobody went on with since `before`; how many.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn clean_parts(parts: &Path, before: SystemTime) -> std::io::Result<usize> {
+    let entries = match std::fs::read_dir(parts) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
+        entries => entries?,
+    };
+    let mut removed = 0;
+    for entry in entries {
+        let path = entry?.path();
+        let Ok(file) = File::open(&path) else { continue };
+        let is_old = file.metadata().and_then(|metadata| metadata.modified()).is_ok_and(|modified| modified < before);
+        // One that is being written to is locked.
+        if is_old && file.try_lock().is_ok() && std::fs::remove_file(&path).is_ok() {
+            removed += 1;
+        }
+    }
+    Ok(removed)
+}
