@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::bundle;
-use crate::config::{ConfigError, DemoArgs, ServeConfig, resolve_listen};
+use crate::config::{ConfigError, DemoArgs, HubConfig, ServeConfig, resolve_listen};
 use crate::demo::reward_service::ExampleService;
 use crate::id::DatasetId;
 use crate::job::State;
@@ -84,7 +84,7 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
         Some(given) => std::path::absolute(given).map_err(system("read --data-dir"))?,
         None => fresh_data_dir()?,
     };
-    let config = ServeConfig { listen: listen_address(args.listen.as_deref())?, ..ServeConfig::loopback(&data_dir)? };
+    let config = ServeConfig { listen: listen_address(args.listen.as_deref())?, hub: HubConfig::of_environment(), ..ServeConfig::loopback(&data_dir)? };
     let server = serve::start(config).await?;
     serve::announce(server.addr()).map_err(system("write to standard output"))?;
 

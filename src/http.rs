@@ -24,6 +24,7 @@ pub mod extract;
 pub mod fork;
 pub mod generate;
 pub mod heavy;
+pub mod hub_models;
 pub mod idempotency;
 pub mod jobs;
 pub mod keys;
@@ -74,6 +75,7 @@ use tower_http::timeout::RequestBodyTimeoutLayer;
 use utoipa_axum::router::OpenApiRouter;
 
 use crate::config::ServeConfig;
+use crate::downloads::Downloads;
 use crate::files::DataDir;
 use crate::listen::{self, Connection};
 use crate::store::Store;
@@ -128,6 +130,8 @@ pub struct AppState {
     pub refused_workers: Arc<worker::RefusedWorkers>,
     /// What the routes of workers remember.
     pub workers: Arc<worker::WorkerState>,
+    /// Models on their way from a hub.
+    pub downloads: Downloads,
     /// Cancelled when the server takes no more requests: those that wait for something are answered at once.
     pub stopping: CancellationToken,
 }
@@ -136,7 +140,9 @@ impl AppState {
     /// The state of a server that starts now.
     pub fn new(store: Store, files: DataDir, config: Arc<ServeConfig>) -> Self {
         let slots = config.edge.heavy_slots.map_or_else(heavy::default_slots, |slots| slots as usize);
+        let downloads = Downloads::new(store.clone(), files.root());
         Self {
+            downloads,
             store,
             files,
             config,

@@ -6,11 +6,13 @@
 //! |---|---|
 //! | [`command_line`] | parses the command line, runs a role |
 //! | [`serve`] [`supervisor`] [`courier`] [`http`] [`demo`] [`commands`] [`reward_server`] | servers and subcommands; `tests/it/layering.rs` holds their edges |
+//! | [`downloads`] | models on their way from a hub |
 //! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled model; the command line |
 //! | `rlood-client` | a typed client of the public API; knows the words and nothing of the server |
 //! | `rlood-worker`: [`worker`] [`prober`] [`generator`] [`reward_model`] | the processes that compute |
 //! | `rlood-store`: [`store`] [`files`] | durable |
 //! | `rlood-rewards`: [`reward`] | async stays here |
+//! | `rlood-hub`: [`hub`] | a client of the hub's protocol; knows nothing of jobs |
 //! | `rlood-engine`: [`engine`] | synchronous; knows token ids, not jobs or HTTP |
 //! | `rlood-model-files`: [`modelcard`] | what a model's folder holds, without tensors |
 //! | `rlood-kernels` | what computes, for the engine; all unsafe code |
@@ -30,6 +32,7 @@
 pub mod config;
 
 pub use rlood_engine as engine;
+pub use rlood_hub as hub;
 pub use rlood_model_files as modelcard;
 pub use rlood_rewards as reward;
 pub use rlood_store as store;
@@ -48,6 +51,7 @@ pub mod command_line;
 pub mod commands;
 pub mod courier;
 pub mod demo;
+pub mod downloads;
 pub mod http;
 pub mod reward_server;
 pub mod serve;

@@ -24,6 +24,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::causes::with_causes;
 use crate::config::{ConfigError, ServeConfig, no_key_for};
 use crate::courier::{Courier, CourierError};
+use crate::downloads::Downloads;
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
 use crate::files::{DataDir, FilesError};
@@ -272,6 +273,10 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     state.preflights = Some(Preflights::new(&children));
     let stop_generations = CancellationToken::new();
     state.generations = Some(Generations::new(&children, stop_generations.clone()));
+    if let Err(problem) = http::hub_models::resume(&state).await {
+        tracing::warn!(?problem, "downloads of the last start do not go on");
+    }
+    let downloads = state.downloads.clone();
     let connections = state.connections.clone();
     let router = http::router(state);
     let stop = listen::Stop { begin: stop_http.clone(), cut: cut_http.clone() };
@@ -279,7 +284,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
-    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), lease_ms(&config), disk)));
+    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), downloads, lease_ms(&config), disk)));
     let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
     let courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
@@ -303,7 +308,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
 }
 
 /// Requeues the jobs of workers that fell silent, looks at the disk; once a minute, housekeeping.
-async fn tick(store: Store, files: DataDir, lease_ms: i64, mut disk: DiskWatch) {
+async fn tick(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64, mut disk: DiskWatch) {
     let begun = Instant::now();
     let steady_ms = move || i64::try_from(begun.elapsed().as_millis()).unwrap_or(i64::MAX);
     let mut watch = LeaseWatch::new(clock_ms(), steady_ms(), lease_ms);
@@ -327,6 +332,7 @@ async fn tick(store: Store, files: DataDir, lease_ms: i64, mut disk: DiskWatch) 
             if let Err(error) = kept {
                 tracing::error!(error = with_causes(&error), "housekeeping failed");
             }
+            downloads.clean().await;
             let files = files.clone();
             tokio::task::spawn_blocking(move || files.drop_dead_links());
         }

@@ -11,7 +11,7 @@ use clap::Args;
 use super::device::parse_devices;
 use super::{
     ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, GRACE_S, HEARTBEAT_MS, Isa, LEASE_MS, LogFormat, MIN_SECRET_CHARS,
-    Retention, RetentionArgs, SAMPLES_MAX_BYTES, machine_memory_bytes, machine_threads, parse_size_of,
+    HubArgs, HubConfig, Retention, RetentionArgs, SAMPLES_MAX_BYTES, machine_memory_bytes, machine_threads, parse_size_of,
 };
 use crate::spec::footprint::Place;
 
@@ -101,6 +101,10 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub edge: EdgeArgs,
 
+    /// Of the hub.
+    #[command(flatten)]
+    pub hub: HubArgs,
+
     /// Of what is kept.
     #[command(flatten)]
     pub retention: RetentionArgs,
@@ -155,6 +159,8 @@ pub struct ServeConfig {
     pub log_format: LogFormat,
     /// Names, origins, connections, time limits, disk.
     pub edge: Edge,
+    /// Where models come from.
+    pub hub: HubConfig,
     /// How long things are kept.
     pub retention: Retention,
     /// `allow_outgoing` was left to its default, which a key of the database narrows.
@@ -204,6 +210,7 @@ impl ServeConfig {
             log: "warn".to_owned(),
             log_format: LogFormat::Text,
             edge: Edge::default(),
+            hub: HubConfig::offline(),
             retention: Retention::default(),
             default_outgoing: true,
         })
@@ -321,6 +328,7 @@ impl ServeArgs {
             log: log.to_owned(),
             log_format,
             edge: self.edge.resolve()?,
+            hub: self.hub.resolve()?,
             retention: self.retention.resolve(),
             default_outgoing: self.allow_outgoing.is_none(),
         })

@@ -25,6 +25,7 @@ use super::AppState;
 use super::cookie::{self, CSRF_HEADER, Cookie};
 use super::error::{Code, Problem, REQUEST_ID};
 use super::throttle::Client;
+use crate::hub::Token;
 use crate::access::{self, Access, Scope, Scopes};
 use crate::id::KeyId;
 use crate::listen::Connection;
@@ -42,9 +43,16 @@ const LATE: Duration = Duration::from_millis(100);
 /// A key's last use is noted this often at most, ms.
 const USE_NOTED_MS: i64 = 60_000;
 
+/// The header of a request that holds the hub's token for it.
+const HUB_TOKEN: &str = "x-hub-token";
+
 /// Who asks. Handlers take it as an argument.
 #[derive(Debug, Clone)]
-pub struct Caller(Arc<Who>);
+pub struct Caller {
+    who: Arc<Who>,
+    /// `x-hub-token` of this request.
+    hub_token: Option<Token>,
+}
 
 #[derive(Debug)]
 struct Who {
@@ -71,7 +79,7 @@ pub enum Actor {
 
 impl Caller {
     fn new(actor: Actor, owner: String, scopes: Scopes) -> Self {
-        Self(Arc::new(Who { actor, owner, scopes }))
+        Self { who: Arc::new(Who { actor, owner, scopes }), hub_token: None }
     }
 
     fn everything(actor: Actor) -> Self {
@@ -84,22 +92,27 @@ impl Caller {
 
     /// The credential.
     pub fn actor(&self) -> &Actor {
-        &self.0.actor
+        &self.who.actor
     }
 
     /// What it permits.
     pub fn scopes(&self) -> Scopes {
-        self.0.scopes
+        self.who.scopes
     }
 
     /// Whose things it makes; empty = the operator's.
     pub fn owner(&self) -> &str {
-        &self.0.owner
+        &self.who.owner
     }
 
     /// Whose things it sees; None = everybody's.
     pub fn sees(&self) -> Option<&str> {
-        (!self.0.scopes.has(Scope::Admin)).then_some(self.0.owner.as_str())
+        (!self.who.scopes.has(Scope::Admin)).then_some(self.who.owner.as_str())
+    }
+
+    /// The hub's token that came with the request. It is not kept.
+    pub fn hub_token(&self) -> Option<&Token> {
+        self.hub_token.as_ref()
     }
 
     /// Whether it sees a thing of this owner.
@@ -127,7 +140,14 @@ impl<S: Send + Sync> FromRequestParts<S> for Caller {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
         let caller = parts.extensions.get::<Caller>().cloned();
-        caller.ok_or_else(|| Problem::internal("a route that asks who calls lies outside the layer that knows"))
+        let mut caller = caller
+            .ok_or_else(|| Problem::internal("a route that asks who calls lies outside the layer that knows"))?;
+        if let Some(given) = parts.headers.get(HUB_TOKEN) {
+            let token = given.to_str().ok().and_then(Token::new);
+            let refused = || Problem::new(Code::InvalidRequest, "the header x-hub-token holds no token of a hub");
+            caller.hub_token = Some(token.ok_or_else(refused)?);
+        }
+        Ok(caller)
     }
 }
 

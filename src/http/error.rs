@@ -85,6 +85,7 @@ codes! {
     TooManyRequests = "too_many_requests", 429, true, "Too many requests";
     Internal = "internal", 500, true, "The server failed";
     NotImplemented = "not_implemented", 501, false, "This is not supported";
+    HubUnreachable = "hub_unreachable", 502, true, "The hub cannot be reached";
     Overloaded = "overloaded", 503, true, "The server is busy";
     GenerationFailed = "generation_failed", 503, true, "The completions could not be generated";
     NotReady = "not_ready", 503, true, "The server is not ready";

@@ -18,7 +18,7 @@ use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
-use super::lookup::{Prepared, prepare};
+use super::lookup::{UseOfHub, Prepared, prepare};
 use super::submit::{keep, plan_of, read_spec};
 use super::warm_start;
 use crate::id::JobId;
@@ -92,7 +92,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     // What goes on from a checkpoint keeps the rules of the job that wrote it.
     spec.arithmetic = parent.arithmetic;
     copy_secrets(&mut spec, &parent, state.store.job_secrets(id).await?);
-    let prepared = prepare(&state, &caller, &mut spec, None).await?;
+    let prepared = prepare(&state, &caller, &mut spec, None, UseOfHub::Register).await?;
     let Prepared { mut context, errors: found, warnings: _, train, eval } = prepared;
     errors.extend(found);
     let resolved =

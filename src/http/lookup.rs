@@ -9,14 +9,16 @@ use serde_json::{Map, Value};
 
 use super::AppState;
 use super::auth::Caller;
-use super::error::{Problem, chain, shortened};
+use super::error::{Code, Problem, chain, shortened};
 use super::heavy;
+use super::hub_models::{self, Looked};
 use super::models::is_as_registered;
 use super::reach;
 use super::reward_models;
 use super::warm_start;
 use crate::dataset::Summary;
 use crate::files::StagedDone;
+use crate::hub::{Repo, RepoKind};
 use crate::id::DatasetId;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
@@ -174,9 +176,10 @@ pub(super) async fn prepare(
     caller: &Caller,
     spec: &mut JobSpec,
     uploaded: Option<Prompts>,
+    use_of_hub: UseOfHub,
 ) -> Result<Prepared, Problem> {
     let mut errors = unreachable_rewards(state, spec).await?;
-    let model = find_model(state, caller, &spec.model, &mut errors).await?;
+    let model = find_model(state, caller, &spec.model, use_of_hub, &mut errors).await?;
     let train = match uploaded {
         Some(prompts) => Some(prompts),
         None => Prompts::find(state, caller, spec.dataset.as_mut(), "/dataset", &mut errors).await?,
@@ -187,13 +190,14 @@ pub(super) async fn prepare(
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
+    let model = model.map(|row| (state.downloads.readable(&row), row));
     let inspection = move |stop: &AtomicBool| {
         let (mut train, mut eval, mut warnings) = (train, eval, Vec::new());
         let prompts = train.iter_mut().chain(eval.iter_mut());
         let facts = match model {
-            Some(model) => {
+            Some((dir, model)) => {
                 let mut found = Found { errors: &mut errors, warnings: &mut warnings };
-                inspect(&model, prompts, &kwargs, stop, &mut found)?
+                inspect((&model, &dir), prompts, &kwargs, stop, &mut found)?
             }
             None => None,
         };
@@ -233,42 +237,77 @@ async fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<Fie
     Ok(rewards.iter().enumerate().filter_map(refused).collect())
 }
 
+/// A registered model; or one of the hub, which is registered and begins to be downloaded, or only looked at.
 async fn find_model(
     state: &AppState,
     caller: &Caller,
     id: &str,
+    use_of_hub: UseOfHub,
     errors: &mut Vec<FieldError>,
 ) -> Result<Option<ModelRow>, Problem> {
     if id.is_empty() {
         return Ok(None); // Reported by the reader.
     }
     match state.store.model_get(id).await {
-        Ok(row) if caller.may_use_model(&row.owner) => Ok(Some(row)),
-        Ok(_) | Err(StoreError::NotFound { .. }) => {
-            let some = state.store.model_list(caller.sees(), None, 5).await?;
-            let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
-            let known =
-                if known.is_empty() { "none is".to_owned() } else { format!("registered are {}", known.join(", ")) };
-            let detail = format!(
-                "no model '{}' is registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
-                shortened(id)
-            );
-            errors.push(FieldError::new("/model", "unknown_model", detail));
-            Ok(None)
+        Ok(row) if !caller.may_use_model(&row.owner) => {}
+        Ok(row) if row.state == "failed" => {
+            let problem = row.problem.as_deref().unwrap_or("it is not known why");
+            let detail = format!("the model '{id}' could not be downloaded: {problem}; then send POST /models again");
+            errors.push(FieldError::new("/model", "model_download_failed", detail));
+            return Ok(None);
         }
-        Err(error) => Err(error.into()),
+        Ok(row) => return Ok(Some(row)),
+        Err(StoreError::NotFound { .. }) => {}
+        Err(error) => return Err(error.into()),
     }
+    let repo = Repo::parse(RepoKind::Model, id).ok().filter(|repo| repo.id().contains('/'));
+    if let Some(repo) = repo.filter(|_| state.config.hub.may_be_asked()) {
+        let found = match use_of_hub {
+            UseOfHub::Register => hub_models::register(state, caller, None, &repo).await.map(|(row, _)| row),
+            UseOfHub::Look => hub_models::look(state, caller, id.to_owned(), &repo).await.map(Looked::into_row),
+        };
+        return match found {
+            Ok(row) => Ok(Some(row)),
+            Err(problem) if problem.code().status().is_client_error() || problem.code() == Code::HubUnreachable => {
+                let detail = format!("no model '{}' is registered, and the hub: {}", shortened(id), problem.detail());
+                errors.push(FieldError::new("/model", problem.code().as_str(), detail));
+                Ok(None)
+            }
+            Err(problem) => Err(problem),
+        };
+    }
+    errors.push(unknown_model(state, caller, id).await?);
+    Ok(None)
+}
+
+async fn unknown_model(state: &AppState, caller: &Caller, id: &str) -> Result<FieldError, Problem> {
+    let some = state.store.model_list(caller.sees(), None, 5).await?;
+    let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
+    let known = if known.is_empty() { "none is".to_owned() } else { format!("registered are {}", known.join(", ")) };
+    let detail = format!(
+        "no model '{}' is registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
+        shortened(id)
+    );
+    Ok(FieldError::new("/model", "unknown_model", detail))
+}
+
+/// What becomes of a model that only the hub knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum UseOfHub {
+    /// It is registered and downloaded.
+    Register,
+    /// Nothing is stored.
+    Look,
 }
 
 /// Reads the model's card and counts the tokens of prompts, until `stop` is set. Blocking.
 fn inspect<'p>(
-    model: &ModelRow,
+    (model, dir): (&ModelRow, &FilePath),
     prompts: impl Iterator<Item = &'p mut Prompts>,
     kwargs: &Map<String, Value>,
     stop: &AtomicBool,
     found: &mut Found<'_>,
 ) -> Result<Option<ModelFacts>, Problem> {
-    let dir = FilePath::new(&model.source);
     let unusable = |detail: String| {
         FieldError::new("/model", "invalid_model", format!("model '{}' cannot be used: {detail}", model.id))
     };
@@ -279,7 +318,9 @@ fn inspect<'p>(
             return Ok(None);
         }
     };
-    match is_as_registered(model, &card.files) {
+    // What is on its way is compared when it is here.
+    let is_same = if model.state == "downloading" { Ok(true) } else { is_as_registered(model, &card.files) };
+    match is_same {
         Ok(true) => {}
         Ok(false) => {
             let detail = format!(

@@ -15,6 +15,7 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{HashedJson, Json, Path, Query};
+use super::hub_models;
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
 use super::reach;
@@ -43,10 +44,17 @@ struct CreateModel {
         max_length = 200,
         pattern = "^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$"
     )]
-    id: String,
-    /// The absolute path of its directory on the server: config.json, *.safetensors, tokenizer.json.
+    /// Needed with `source`; with `hub` it is the repository and its revision unless given.
+    id: Option<String>,
+    /// The absolute path of its directory on the server: config.json, *.safetensors, tokenizer.json. This or `hub`.
     #[schema(example = "/models/Qwen3-0.6B", min_length = 1)]
-    source: String,
+    source: Option<String>,
+    /// A repository of the hub: `org/name`, or `org/name@revision`. Its files are downloaded.
+    #[schema(example = "Qwen/Qwen3-0.6B")]
+    hub: Option<String>,
+    /// A branch, tag or commit of it; without, `main`. It is pinned to the commit that it is now.
+    #[schema(example = "main")]
+    revision: Option<String>,
 }
 
 /// A registered model.
@@ -54,7 +62,7 @@ struct CreateModel {
 pub struct Model {
     /// What jobs call it.
     pub id: String,
-    /// `ready`.
+    /// `ready`; of a hub's model also `downloading` and `failed`.
     pub state: String,
     /// Its directory.
     pub source: String,
@@ -66,6 +74,30 @@ pub struct Model {
     pub owner: String,
     /// When it was registered first.
     pub created_at: Time,
+    /// The repository of the hub that it comes from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hub: Option<String>,
+    /// The branch, tag or commit that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub revision: Option<String>,
+    /// The commit that it was, and that the model stays at.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
+    /// Of a hub's model: the bytes that are here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_done: Option<u64>,
+    /// Of a hub's model: those of all files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_total: Option<u64>,
+    /// Of a download that is under way: over the last seconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<f64>,
+    /// Of a download that is under way: seconds to go at that rate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub eta_s: Option<f64>,
+    /// Why the download failed, and what to do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
 }
 
 /// What is known of a model.
@@ -153,26 +185,61 @@ impl Card {
     }
 }
 
-impl From<ModelRow> for Model {
-    fn from(row: ModelRow) -> Self {
-        let ModelRow { id, source, state, sha256, card, owner, created_at } = row;
+impl Model {
+    /// As clients see a row: with how far its download is.
+    fn of(state: &AppState, row: ModelRow) -> Self {
+        let ModelRow { id, source, state: row_state, sha256, card, owner, created_at, hub, problem } = row;
         let card = serde_json::from_value(card).ok();
-        Self { id, state, source, sha256, card, owner, created_at: Time(created_at) }
+        let advance = state.downloads.advance(&id).filter(|_| row_state == "downloading");
+        let bytes_total = hub.as_ref().map(|hub| hub.bytes_total);
+        let bytes_done = match row_state.as_str() {
+            "ready" => bytes_total,
+            _ => bytes_total.map(|_| advance.map_or(0, |advance| advance.bytes_done)),
+        };
+        let (hub, revision, commit) = match hub {
+            Some(hub) => (Some(hub.repo), Some(hub.revision), Some(hub.commit)),
+            None => (None, None, None),
+        };
+        Self {
+            id,
+            state: row_state,
+            source,
+            sha256,
+            card,
+            owner,
+            created_at: Time(created_at),
+            hub,
+            revision,
+            commit,
+            bytes_done,
+            bytes_total,
+            bytes_per_second: advance.and_then(|advance| advance.bytes_per_second),
+            eta_s: advance.and_then(|advance| advance.eta_s),
+            problem,
+        }
     }
 }
 
 /// Register a model.
 ///
 /// A causal language model, to be trained, or a sequence-classification checkpoint, to score as a `reward_model`.
-/// The directory is read and checked at once: config, the headers of the weights, tokenizer, chat template; every byte is hashed.
+/// A directory (`source`) is read and checked at once: config, the headers of the weights, tokenizer, chat template; every byte is hashed.
 /// The same id and source again read it anew (200). What an admin registers is for everybody, else it is the key's owner's.
+///
+/// A repository of the hub (`hub`) is looked up and checked at once, and downloaded after the answer (202, state `downloading`): only
+/// safetensors, tokenizer and templates; every byte is verified. Jobs may name it meanwhile: they begin by themselves. The hub's token
+/// for this request goes into the header `x-hub-token`; what can be read only with it is its owner's alone.
 #[utoipa::path(post, path = "/models", tag = "Models", request_body = CreateModel,
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
+    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours"),
+        ("x-hub-token" = Option<String>, Header, description = "The hub's token for this download; it is not kept")),
     responses(
         (status = 201, description = "Registered", body = Model, headers(("Location" = String, description = "Its path"))),
+        (status = 202, description = "Being downloaded from the hub", body = Model, headers(("Location" = String, description = "Its path"))),
         (status = 200, description = "Known already; read again", body = Model),
         (status = 409, description = "The id stands for another model", body = ProblemBody),
         (status = 422, description = "The model cannot be used", body = ProblemBody),
+        (status = 502, description = "The hub cannot be reached", body = ProblemBody),
+        (status = 507, description = "The disk has no room for it", body = ProblemBody),
     ))]
 async fn create_model(
     State(state): State<AppState>,
@@ -184,18 +251,40 @@ async fn create_model(
     once(&state, &caller, &headers, "POST /models", &sha256, work).await
 }
 
-async fn create(state: AppState, caller: Caller, CreateModel { id, source }: CreateModel) -> Result<Answer, Problem> {
-    check_id(&id)?;
-    let location = format!("/models/{}", id.replace('/', "%2F"));
-    let roots = reach::model_roots(&state).await?;
-    // What an admin registers is for everybody.
-    let owner = caller.sees().unwrap_or_default().to_owned();
-    let (row, is_new) = match register(&state, owner, id.clone(), source, roots).await {
-        Err(problem) if problem.code() == Code::Conflict => return Err(taken(&state, &caller, &id, problem).await),
-        registered => registered?,
+async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<Answer, Problem> {
+    let wrong = |at: &str, code: &str, detail: &str| Problem::new(Code::InvalidBody, detail).item(at, code, detail);
+    let CreateModel { id, source, hub, revision } = body;
+    if let Some(id) = &id {
+        check_id(id)?;
+    }
+    let (row, is_new) = match (source, hub) {
+        (Some(_), Some(_)) => return Err(wrong("/hub", "conflict", "give source (a directory) or hub (a repository), not both")),
+        (None, None) => return Err(wrong("", "required", "give hub (org/name) or source (a directory on the server)")),
+        (Some(_), None) if revision.is_some() => {
+            return Err(wrong("/revision", "conflict", "a directory has no revision: leave it out, or give hub"));
+        }
+        (Some(source), None) => {
+            let id = id.ok_or_else(|| wrong("/id", "required", "a directory needs an id, such as org/name"))?;
+            let roots = reach::model_roots(&state).await?;
+            // What an admin registers is for everybody.
+            let owner = caller.sees().unwrap_or_default().to_owned();
+            match register(&state, owner, id.clone(), source, roots).await {
+                Err(problem) if problem.code() == Code::Conflict => return Err(taken(&state, &caller, &id, problem).await),
+                registered => registered?,
+            }
+        }
+        (None, Some(repo)) => {
+            let repo = hub_models::parse_repo("/hub", &repo, revision.as_deref())?;
+            hub_models::register(&state, &caller, id, &repo).await?
+        }
     };
-    let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
-    Answer::new(status, Some(location), &Model::from(row))
+    let status = match row.state.as_str() {
+        "downloading" => StatusCode::ACCEPTED,
+        _ if is_new => StatusCode::CREATED,
+        _ => StatusCode::OK,
+    };
+    let location = format!("/models/{}", row.id.replace('/', "%2F"));
+    Answer::new(status, Some(location), &Model::of(&state, row))
 }
 
 /// To somebody who cannot see the other model, only that its id is taken.
@@ -221,26 +310,32 @@ pub(super) async fn register(
         if let Some(roots) = &roots {
             check_links(&path, roots)?;
         }
-        let is_classifier = is_classifier(&path);
-        let (card, files) = match is_classifier {
-            true => {
-                let card = ClassifierCard::read(&path).map_err(unusable)?;
-                (Card::of_classifier(&card), card.files)
-            }
-            false => {
-                let card = modelcard::read(&path).map_err(unusable)?;
-                (Card::of(&card), card.files)
-            }
-        };
+        let (card, files) = read_card(&path)?;
         // Before the bytes are read: whoever changes a file meanwhile is noticed later.
         let stamp = modelcard::stamp(&path, &files);
-        let text = if is_classifier { Text::load_classifier(&path) } else { Text::load(&path) };
-        text.map_err(unusable_text)?;
         let sha256 = modelcard::fingerprint_files(&path, &files).map_err(unusable)?;
         Ok((record(&card, &stamp)?, sha256))
     };
     let (card, sha256) = tokio::task::spawn_blocking(read).await.map_err(Problem::internal)??;
     Ok(state.store.model_create(NewModel { id, source, sha256, card, owner }, clock_ms()).await?)
+}
+
+/// Reads and checks a model's folder, but for the bytes of its tensors. Blocking.
+pub(super) fn read_card(path: &FsPath) -> Result<(Card, Vec<ModelFile>), Problem> {
+    let is_classifier = is_classifier(path);
+    let read = match is_classifier {
+        true => {
+            let card = ClassifierCard::read(path).map_err(unusable)?;
+            (Card::of_classifier(&card), card.files)
+        }
+        false => {
+            let card = modelcard::read(path).map_err(unusable)?;
+            (Card::of(&card), card.files)
+        }
+    };
+    let text = if is_classifier { Text::load_classifier(path) } else { Text::load(path) };
+    text.map_err(unusable_text)?;
+    Ok(read)
 }
 
 /// `org/name`: nothing that a path, a URL or a log could misread.
@@ -329,7 +424,7 @@ fn refused(detail: String) -> Problem {
 }
 
 /// What the store keeps of a model: the card that clients see, and the stamp of its files, which they do not.
-fn record(card: &Card, stamp: &str) -> Result<Value, Problem> {
+pub(super) fn record(card: &Card, stamp: &str) -> Result<Value, Problem> {
     let mut record = serde_json::to_value(card).map_err(Problem::internal)?;
     record[STAMP] = stamp.into();
     Ok(record)
@@ -355,7 +450,7 @@ async fn list_models(
     Query(query): Query<PageQuery>,
 ) -> Result<Json<List<Model>>, Problem> {
     let page = state.store.model_list(caller.sees(), query.after.as_deref(), query.limit()?).await?;
-    Ok(Json(List::of(page, Model::from)))
+    Ok(Json(List::of(page, |row| Model::of(&state, row))))
 }
 
 /// One model.
@@ -363,16 +458,20 @@ async fn list_models(
     params(("id" = String, Path, description = "The model; a slash in it is written %2F")),
     responses((status = 200, description = "The model", body = Model)))]
 async fn get_model(State(state): State<AppState>, Path(id): Path<String>) -> Result<Json<Model>, Problem> {
-    Ok(Json(state.store.model_get(&id).await?.into()))
+    Ok(Json(Model::of(&state, state.store.model_get(&id).await?)))
 }
 
 /// Forget a model.
 ///
-/// Its files stay. Refused (409) while a job that is not over needs it.
+/// A registered directory stays. Of a hub's model the download ends, and its files are removed; parts are kept for a day. Refused (409)
+/// while a job that is not over needs it.
 #[utoipa::path(delete, path = "/models/{id}", tag = "Models",
     params(("id" = String, Path, description = "The model; a slash in it is written %2F")),
     responses((status = 204, description = "Forgotten")))]
 async fn delete_model(State(state): State<AppState>, Path(id): Path<String>) -> Result<StatusCode, Problem> {
+    let row = state.store.model_get(&id).await?;
     state.store.model_delete(&id).await?;
+    state.downloads.cancel(&id);
+    state.downloads.remove_files(&row).await.map_err(Problem::internal)?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::AppState;
 use super::error::{Code, Problem};
 use super::lookup::Prompts;
+use crate::store::StoreError;
 use super::reach;
 use crate::one_shot::OneShotError;
 use crate::probe::verdict::verdict;
@@ -61,7 +62,18 @@ pub(super) async fn probe(
         return Err(Problem::new(Code::NotImplemented, detail));
     };
     let plan = &resolution.plan;
-    let model = state.store.model_get(&plan.model.id).await?;
+    let model = match state.store.model_get(&plan.model.id).await {
+        Ok(row) if row.state == "ready" => row,
+        Ok(_) | Err(StoreError::NotFound { .. }) => {
+            let detail = format!(
+                "a probe samples the model, and the files of '{}' are not here yet: send POST /models {{\"hub\": …}}, wait until \
+                 it is ready, or validate without probe",
+                plan.model.id
+            );
+            return Err(Problem::new(Code::NotReady, detail));
+        }
+        Err(error) => return Err(error.into()),
+    };
     let mut reward_models = std::collections::BTreeMap::new();
     for id in plan.reward_models.keys() {
         reward_models.insert(id.clone(), state.store.model_get(id).await?.source);

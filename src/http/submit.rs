@@ -20,7 +20,7 @@ use super::extract::{Json, Query, expect_document, media_type, parse_document, r
 use super::heavy;
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
-use super::lookup::{Prepared, Prompts, Source, prepare, unknown_dataset};
+use super::lookup::{Prepared, Prompts, Source, UseOfHub, prepare, unknown_dataset};
 use super::{probe, warm_start};
 use crate::dataset::{Format, Summary};
 use crate::digest::Sha256Digest;
@@ -62,7 +62,8 @@ struct JobForm {
 /// As JSON (or YAML or TOML) with inline records or the id of a dataset, or as a form with the parts `spec` and `dataset`. Everything that is wrong is
 /// reported at once, each error with a JSON pointer.
 #[utoipa::path(post, path = "/jobs", tag = "Jobs",
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
+    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours"),
+        ("x-hub-token" = Option<String>, Header, description = "The hub's token for what this job downloads; it is not kept")),
     request_body(description = "The job", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (String = "application/toml"), (JobForm = "multipart/form-data"))),
     responses(
         (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
@@ -167,7 +168,7 @@ pub(super) async fn submit(
     errors.extend(spec_errors);
     let train = rows.map(|(summary, staged)| Prompts::of_upload(summary, staged));
     let Prepared { context, errors: found, warnings: _, train, eval } =
-        prepare(&state, &caller, &mut spec, train).await?;
+        prepare(&state, &caller, &mut spec, train, UseOfHub::Register).await?;
     errors.extend(found);
     let resolved = resolve(&spec, &context);
     let mut plan = match resolved {
@@ -335,7 +336,7 @@ async fn validated(
 ) -> Result<Validation, Problem> {
     let (mut spec, found) = read_spec(state, caller, document).await?;
     errors.extend(found);
-    let prepared = prepare(state, caller, &mut spec, None).await?;
+    let prepared = prepare(state, caller, &mut spec, None, UseOfHub::Look).await?;
     errors.extend(prepared.errors);
     let resolved = resolve(&spec, &prepared.context);
     let mut report = None;

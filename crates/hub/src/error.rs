@@ -153,6 +153,15 @@ pub enum HubError {
 }
 
 impl HubError {
+    /// Whether the same may succeed later: the hub is not reached, or is not well.
+    pub fn may_pass(&self) -> bool {
+        match self {
+            HubError::Unreachable { .. } => true,
+            HubError::Refused { status, .. } => matches!(status, 408 | 429 | 500..),
+            _ => false,
+        }
+    }
+
     pub(crate) fn disk(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> HubError {
         let path = path.into();
         move |source| HubError::Disk { doing, path, source }

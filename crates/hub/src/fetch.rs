@@ -35,6 +35,11 @@ impl Progress {
         self.done_bytes.load(Ordering::Relaxed)
     }
 
+    /// Before another try: what is here is counted again.
+    pub fn reset(&self) {
+        self.done_bytes.store(0, Ordering::Relaxed);
+    }
+
     fn moved(&self, from: u64, to: u64) {
         // Wraps around below zero and back: the sum is right at any order.
         self.done_bytes.fetch_add(to.wrapping_sub(from), Ordering::Relaxed);

@@ -129,14 +129,27 @@ pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
 
 /// As [`fingerprint`], over these files.
 pub fn fingerprint_files(dir: &Path, files: &[ModelFile]) -> Result<String, ModelCardError> {
-    let mut all = Sha256::new();
+    let mut hashes = Vec::with_capacity(files.len());
     for file in files {
-        let one = Sha256Digest::of_reader(&mut open(dir, &file.name)?).map_err(|e| io_error(&file.name, &e))?;
-        all.update(file.name.as_bytes());
-        all.update([0]);
-        all.update(one.1.bytes());
+        hashes.push((file.name.as_str(), hash_file(dir, file)?));
     }
-    Ok(Sha256Digest::from(all).to_string())
+    Ok(fingerprint_of(hashes))
+}
+
+/// SHA-256 of one file of a model.
+pub fn hash_file(dir: &Path, file: &ModelFile) -> Result<Sha256Digest, ModelCardError> {
+    Ok(Sha256Digest::of_reader(&mut open(dir, &file.name)?).map_err(|e| io_error(&file.name, &e))?.1)
+}
+
+/// As [`fingerprint`], from names, in the order of the card, and hashes that are known.
+pub fn fingerprint_of<'f>(files: impl IntoIterator<Item = (&'f str, Sha256Digest)>) -> String {
+    let mut all = Sha256::new();
+    for (name, digest) in files {
+        all.update(name.as_bytes());
+        all.update([0]);
+        all.update(digest.bytes());
+    }
+    Sha256Digest::from(all).to_string()
 }
 
 /// SHA-256 in hex over names, sizes and modification times of the files that matter: cheap, and another one whenever a

@@ -78,9 +78,11 @@ impl Damage {
 }
 
 /// The next job; `?1` is now, `?2` the longest pause after an error of the server (a time further ahead is from before the clock
-/// was set back). The planner would rather sort all queued rows, so the index is named.
+/// was set back). A job whose model is on its way waits. The planner would
+/// rather sort all queued rows, so the index is named.
 pub const NEXT_JOB: &str = "SELECT * FROM jobs INDEXED BY jobs_queue \
      WHERE state = 'queued' AND (claim_not_before <= ?1 OR claim_not_before > ?1 + ?2) \
+     AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.model AND models.state = 'downloading') \
      ORDER BY priority DESC, queue_order LIMIT 1";
 /// Claims whose lease lapsed before this time.
 pub const LAPSED_JOBS: &str = "SELECT * FROM jobs INDEXED BY jobs_leases WHERE state = 'running' AND lease_until < ?";
@@ -536,7 +538,7 @@ pub(super) async fn job_release_seen(
     job_leave(tx, row, leave, "job.requeued", data, now).await
 }
 
-async fn job_fail(tx: &mut SqliteConnection, row: &JobRow, mut failure: Failure, now: i64) -> Result<(), StoreError> {
+pub(super) async fn job_fail(tx: &mut SqliteConnection, row: &JobRow, mut failure: Failure, now: i64) -> Result<(), StoreError> {
     failure.phase = failure.phase.or(row.phase);
     failure.step = failure.step.or(Some(row.step));
     let data = FailedDetail { failure: failure.clone() };

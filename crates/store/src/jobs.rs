@@ -9,6 +9,7 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::attempts::{Cursor, reached_column};
 use super::events::event_insert;
+use super::hub_models::MODEL_DOWNLOADING;
 use super::{
     Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, word_column,
 };
@@ -200,8 +201,9 @@ impl Store {
         let NewJob { id, spec, plan, secrets, parent, priority, owner } = new;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
-             parent, owner, created_at) \
-             VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+             parent, owner, created_at, status_reason) \
+             VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?, ?, \
+             (SELECT ? FROM models WHERE id = ? AND state = 'downloading'))",
         )
         .bind(id.to_string())
         .bind(&plan.name)
@@ -215,6 +217,8 @@ impl Store {
         .bind(parent.map(|parent| parent.to_string()))
         .bind(owner)
         .bind(now)
+        .bind(MODEL_DOWNLOADING)
+        .bind(&plan.model.id)
         .execute(&mut *tx)
         .await
         .doing(doing)?;

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_column};
+use super::{Doing, HubOrigin, Newest, Page, Store, StoreError, column, id_column, json_column};
 
 /// A registered model.
 #[derive(Debug, Clone, PartialEq)]
@@ -12,7 +12,7 @@ pub struct ModelRow {
     pub id: String,
     /// Its absolute directory.
     pub source: String,
-    /// `ready`.
+    /// `ready`; of a hub's also `downloading` and `failed`.
     pub state: String,
     /// Fingerprint over config, weights and tokenizer.
     pub sha256: String,
@@ -22,6 +22,10 @@ pub struct ModelRow {
     pub owner: String,
     /// Unix ms.
     pub created_at: i64,
+    /// Where it was downloaded from; None = a directory that was registered.
+    pub hub: Option<HubOrigin>,
+    /// Why its download failed.
+    pub problem: Option<String>,
 }
 
 /// A model to register.
@@ -128,7 +132,7 @@ impl Store {
     }
 }
 
-async fn model_row(connection: &mut SqliteConnection, id: &str) -> Result<Option<ModelRow>, StoreError> {
+pub(super) async fn model_row(connection: &mut SqliteConnection, id: &str) -> Result<Option<ModelRow>, StoreError> {
     sqlx::query("SELECT * FROM models WHERE id = ?")
         .bind(id)
         .fetch_optional(connection)
@@ -140,7 +144,7 @@ async fn model_row(connection: &mut SqliteConnection, id: &str) -> Result<Option
 }
 
 impl ModelRow {
-    fn read(row: &SqliteRow) -> Result<ModelRow, StoreError> {
+    pub(super) fn read(row: &SqliteRow) -> Result<ModelRow, StoreError> {
         Ok(ModelRow {
             id: column(row, "id")?,
             source: column(row, "source")?,
@@ -149,6 +153,8 @@ impl ModelRow {
             card: json_column(row, "card")?,
             owner: column(row, "owner")?,
             created_at: column(row, "created_at")?,
+            hub: HubOrigin::read(row)?,
+            problem: column(row, "problem")?,
         })
     }
 }
