@@ -84,7 +84,11 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
         Some(given) => std::path::absolute(given).map_err(system("read --data-dir"))?,
         None => fresh_data_dir()?,
     };
-    let config = ServeConfig { listen: listen_address(args.listen.as_deref())?, hub: HubConfig::of_environment(), ..ServeConfig::loopback(&data_dir)? };
+    let config = ServeConfig {
+        listen: listen_address(args.listen.as_deref())?,
+        hub: HubConfig::of_environment(),
+        ..ServeConfig::loopback(&data_dir)?
+    };
     let server = serve::start(config).await?;
     serve::announce(server.addr()).map_err(system("write to standard output"))?;
 

@@ -284,7 +284,8 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
 
     let (lost, deaths) = mpsc::unbounded_channel();
     let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
-    let tick = AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), downloads, lease_ms(&config), disk)));
+    let tick =
+        AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), downloads, lease_ms(&config), disk)));
     let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
     let courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));

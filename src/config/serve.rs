@@ -10,8 +10,9 @@ use clap::Args;
 
 use super::device::parse_devices;
 use super::{
-    ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, GRACE_S, HEARTBEAT_MS, Isa, LEASE_MS, LogFormat, MIN_SECRET_CHARS,
-    HubArgs, HubConfig, Retention, RetentionArgs, SAMPLES_MAX_BYTES, machine_memory_bytes, machine_threads, parse_size_of,
+    ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, GRACE_S, HEARTBEAT_MS, HubArgs, HubConfig, Isa, LEASE_MS,
+    LogFormat, MIN_SECRET_CHARS, Retention, RetentionArgs, SAMPLES_MAX_BYTES, machine_memory_bytes, machine_threads,
+    parse_size_of,
 };
 use crate::spec::footprint::Place;
 

@@ -25,8 +25,8 @@ use super::AppState;
 use super::cookie::{self, CSRF_HEADER, Cookie};
 use super::error::{Code, Problem, REQUEST_ID};
 use super::throttle::Client;
-use crate::hub::Token;
 use crate::access::{self, Access, Scope, Scopes};
+use crate::hub::Token;
 use crate::id::KeyId;
 use crate::listen::Connection;
 use crate::store::{KeyRow, NewAudit, StoreError, clock_ms};
@@ -140,8 +140,8 @@ impl<S: Send + Sync> FromRequestParts<S> for Caller {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
         let caller = parts.extensions.get::<Caller>().cloned();
-        let mut caller = caller
-            .ok_or_else(|| Problem::internal("a route that asks who calls lies outside the layer that knows"))?;
+        let mut caller =
+            caller.ok_or_else(|| Problem::internal("a route that asks who calls lies outside the layer that knows"))?;
         if let Some(given) = parts.headers.get(HUB_TOKEN) {
             let token = given.to_str().ok().and_then(Token::new);
             let refused = || Problem::new(Code::InvalidRequest, "the header x-hub-token holds no token of a hub");

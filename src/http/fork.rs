@@ -18,7 +18,7 @@ use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
-use super::lookup::{UseOfHub, Prepared, prepare};
+use super::lookup::{Prepared, UseOfHub, prepare};
 use super::submit::{keep, plan_of, read_spec};
 use super::warm_start;
 use crate::id::JobId;

@@ -258,7 +258,9 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
         check_id(id)?;
     }
     let (row, is_new) = match (source, hub) {
-        (Some(_), Some(_)) => return Err(wrong("/hub", "conflict", "give source (a directory) or hub (a repository), not both")),
+        (Some(_), Some(_)) => {
+            return Err(wrong("/hub", "conflict", "give source (a directory) or hub (a repository), not both"));
+        }
         (None, None) => return Err(wrong("", "required", "give hub (org/name) or source (a directory on the server)")),
         (Some(_), None) if revision.is_some() => {
             return Err(wrong("/revision", "conflict", "a directory has no revision: leave it out, or give hub"));
@@ -269,7 +271,9 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
             // What an admin registers is for everybody.
             let owner = caller.sees().unwrap_or_default().to_owned();
             match register(&state, owner, id.clone(), source, roots).await {
-                Err(problem) if problem.code() == Code::Conflict => return Err(taken(&state, &caller, &id, problem).await),
+                Err(problem) if problem.code() == Code::Conflict => {
+                    return Err(taken(&state, &caller, &id, problem).await);
+                }
                 registered => registered?,
             }
         }

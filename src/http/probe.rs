@@ -5,12 +5,12 @@ use std::time::Duration;
 use super::AppState;
 use super::error::{Code, Problem};
 use super::lookup::Prompts;
-use crate::store::StoreError;
 use super::reach;
 use crate::one_shot::OneShotError;
 use crate::probe::verdict::verdict;
 use crate::probe::{ProbeError, ProbeReport, ProbeTask};
 use crate::spec::{JobSpec, Resolution};
+use crate::store::StoreError;
 
 /// Prompts of a probe unless it says otherwise.
 pub(super) const DEFAULT_PROMPTS: u32 = 8;

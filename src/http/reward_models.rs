@@ -43,7 +43,10 @@ pub(super) async fn find(
             Ok(row) if caller.may_use_model(&row.owner) && row.state != "ready" => {
                 let detail = match row.problem {
                     Some(problem) => format!("the reward model '{}' could not be downloaded: {problem}", row.id),
-                    None => format!("the reward model '{}' is still being downloaded: submit again when it is ready", row.id),
+                    None => format!(
+                        "the reward model '{}' is still being downloaded: submit again when it is ready",
+                        row.id
+                    ),
                 };
                 errors.push(FieldError::new(format!("{at}/model"), "model_not_ready", detail));
             }

@@ -27,6 +27,10 @@ mod first_key;
 mod fork;
 mod fuzz;
 mod http;
+#[path = "../../crates/hub/tests/it/fake.rs"]
+#[expect(dead_code, reason = "the tests of the hub's client use the rest")]
+mod hub;
+mod hub_models;
 mod idempotency;
 mod job_events;
 mod job_moves;

@@ -538,7 +538,12 @@ pub(super) async fn job_release_seen(
     job_leave(tx, row, leave, "job.requeued", data, now).await
 }
 
-pub(super) async fn job_fail(tx: &mut SqliteConnection, row: &JobRow, mut failure: Failure, now: i64) -> Result<(), StoreError> {
+pub(super) async fn job_fail(
+    tx: &mut SqliteConnection,
+    row: &JobRow,
+    mut failure: Failure,
+    now: i64,
+) -> Result<(), StoreError> {
     failure.phase = failure.phase.or(row.phase);
     failure.step = failure.step.or(Some(row.step));
     let data = FailedDetail { failure: failure.clone() };

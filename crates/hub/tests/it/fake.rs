@@ -1,7 +1,7 @@
 //! A hub on one port and its CDN on another, with the answers that the real one gives and, when told to, its faults.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use axum::Router;
@@ -37,6 +37,8 @@ pub struct Faults {
     pub shifts_ranges: bool,
     /// The first byte is another one, this many times.
     pub damaged: AtomicU32,
+    /// The last byte is another one, always.
+    pub damaged_at_end: bool,
     /// A byte more than announced, this many times.
     pub longer: AtomicU32,
     /// The hub answers 429 with `t=0`, this many times.
@@ -49,6 +51,9 @@ pub struct Faults {
     pub refused: Option<(u16, &'static str)>,
     /// The token that everything needs; its absence = 401 GatedRepo.
     pub gated: Option<&'static str>,
+    /// The CDN sends so many bytes of a file, and the rest once `released`.
+    pub held_after: Option<usize>,
+    pub released: Arc<AtomicBool>,
 }
 
 /// A repository, and what was asked of it.
@@ -165,8 +170,8 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     if let Some(rest) = path.strip_prefix("/api/models/fake/tiny") {
         let siblings: Vec<Value> = fake.files.iter().map(|(path, bytes)| sibling(path, bytes)).collect();
         return match rest {
-            "/revision/main" | "" => description(&siblings),
-            rest if rest == format!("/revision/{COMMIT}") => description(&siblings),
+            "/revision/main" | "" => description(&siblings, fake.faults.gated.is_some()),
+            rest if rest == format!("/revision/{COMMIT}") => description(&siblings, fake.faults.gated.is_some()),
             rest if rest.starts_with("/tree/") => {
                 let entry = |(path, bytes): (&String, &Vec<u8>)| {
                     let mut entry = json!({"type": "file", "path": path, "size": bytes.len(), "oid": git_sha1(bytes)});
@@ -212,8 +217,9 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     (StatusCode::FOUND, headers, "").into_response()
 }
 
-fn description(siblings: &[Value]) -> Response {
-    let document = json!({"id": "fake/tiny", "modelId": "fake/tiny", "sha": COMMIT, "private": false, "gated": false,
+fn description(siblings: &[Value], gated: bool) -> Response {
+    let gated = if gated { json!("manual") } else { json!(false) };
+    let document = json!({"id": "fake/tiny", "modelId": "fake/tiny", "sha": COMMIT, "private": false, "gated": gated,
                           "disabled": false, "tags": [], "downloads": 0, "siblings": siblings});
     axum::Json(document).into_response()
 }
@@ -229,12 +235,15 @@ async fn cdn(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     if take(&faults.damaged) {
         bytes[0] ^= 1;
     }
+    if faults.damaged_at_end {
+        bytes[whole - 1] ^= 1;
+    }
     if take(&faults.longer) {
         bytes.push(0);
     }
     let asked = request.headers().get(header::RANGE).map(|range| range.to_str().unwrap());
     let asked = asked.and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse::<usize>().ok());
-    let (status, headers, bytes) = match asked {
+    let (status, headers, mut bytes) = match asked {
         Some(_) if faults.forbids_ranges => {
             return (StatusCode::FORBIDDEN, "Auth failed: invalid range").into_response();
         }
@@ -247,6 +256,18 @@ async fn cdn(State(fake): State<Arc<Fake>>, request: Request) -> Response {
         }
         _ => (StatusCode::OK, HeaderMap::new(), bytes),
     };
+    if let Some(after) = faults.held_after.filter(|after| *after < bytes.len()) {
+        let rest = Bytes::from(bytes.split_off(after));
+        let released = faults.released.clone();
+        let rest = futures::stream::once(async move {
+            while !released.load(Ordering::SeqCst) {
+                tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+            }
+            Ok::<_, std::io::Error>(rest)
+        });
+        let first = futures::stream::once(async { Ok(Bytes::from(bytes)) });
+        return (status, headers, Body::from_stream(futures::StreamExt::chain(first, rest))).into_response();
+    }
     let cut = faults.cut_after.filter(|_| take(&faults.cuts));
     let body = match cut {
         None => Body::from(bytes),
