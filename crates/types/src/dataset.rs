@@ -4,11 +4,13 @@
 //! other columns, which travel to the rewards. The canonical form is ndjson: one compact object a line, keys in the order
 //! they came. [`Reader`] takes bytes as they arrive and holds one row at a time.
 
+mod recipe;
 mod split;
 
 use serde_json::{Map, Value};
 
 use crate::json;
+pub use recipe::{InvalidRecipe, Map as RecipeMap, Recipe, Unique};
 use split::{CsvSplit, JsonSplit, LineSplit};
 
 /// The column every row needs.
@@ -27,13 +29,15 @@ pub enum Format {
     Ndjson,
     /// RFC 4180, with a header line; every value is a string.
     Csv,
+    /// The same with tabs in the place of commas.
+    Tsv,
     /// `[{…}, …]` or `{"records": [{…}, …]}`.
     Json,
 }
 
 impl Format {
     /// What clients are told to send.
-    pub const ACCEPTED: &'static str = "application/x-ndjson, text/csv, application/json";
+    pub const ACCEPTED: &'static str = "application/x-ndjson, text/csv, text/tab-separated-values, application/json";
 
     /// By media type (lower case, without parameters).
     pub fn of_media_type(media_type: &str) -> Option<Format> {
@@ -48,6 +52,7 @@ impl Format {
             | "text/x-ndjson"
             | "text/jsonl" => Some(Format::Ndjson),
             "text/csv" | "application/csv" => Some(Format::Csv),
+            "text/tab-separated-values" | "text/tsv" => Some(Format::Tsv),
             "application/json" | "text/json" => Some(Format::Json),
             _ => None,
         }
@@ -58,6 +63,7 @@ impl Format {
         match name.rsplit_once('.')?.1.to_ascii_lowercase().as_str() {
             "ndjson" | "jsonl" | "jsonlines" => Some(Format::Ndjson),
             "csv" => Some(Format::Csv),
+            "tsv" | "tab" => Some(Format::Tsv),
             "json" => Some(Format::Json),
             _ => None,
         }
@@ -94,13 +100,18 @@ pub struct Summary {
     pub columns: Vec<String>,
 }
 
-/// Reads a dataset from pieces of bytes.
+/// Reads rows from pieces of bytes, whatever they hold; blocking, one row at a time.
 #[derive(Debug)]
-pub struct Reader {
+pub struct RowReader {
     split: Split,
+    limit: usize,
+    /// Of CSV: a column that the header must have.
+    needed: Option<&'static str>,
     start: Vec<u8>,
     begun: bool,
-    rows: Rows,
+    header: Option<Vec<String>>,
+    /// What follows cannot be told apart any more.
+    stopped: bool,
 }
 
 #[derive(Debug)]
@@ -110,73 +121,76 @@ enum Split {
     Json(JsonSplit),
 }
 
-impl Reader {
-    /// A reader of a format.
-    pub fn new(format: Format) -> Self {
+/// Takes each row's line, counted from 1, and the row, or why there is none.
+pub type TakeRow<'r> = dyn FnMut(u64, Result<Value, RowError>) + 'r;
+
+impl RowReader {
+    /// A reader of a format, of rows of so many bytes at most.
+    pub fn new(format: Format, limit: usize) -> Self {
         let split = match format {
-            Format::Ndjson => Split::Lines(LineSplit::default()),
-            Format::Csv => Split::Csv(CsvSplit::default()),
-            Format::Json => Split::Json(JsonSplit::default()),
+            Format::Ndjson => Split::Lines(LineSplit::new(limit)),
+            Format::Csv => Split::Csv(CsvSplit::new(limit, b',')),
+            Format::Tsv => Split::Csv(CsvSplit::new(limit, b'\t')),
+            Format::Json => Split::Json(JsonSplit::new(limit)),
         };
-        Self { split, start: Vec::new(), begun: false, rows: Rows::default() }
+        Self { split, limit, needed: None, start: Vec::new(), begun: false, header: None, stopped: false }
     }
 
-    /// Takes the next bytes; canonical rows are appended to `out`. After the first bad row nothing is written any more, but
-    /// the rest is still read, so that every bad row is found.
-    pub fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
+    /// Takes the next bytes.
+    pub fn push(&mut self, bytes: &[u8], row: &mut TakeRow<'_>) {
         if self.begun {
-            self.split(bytes, out);
+            self.split(bytes, row);
             return;
         }
         // A byte order mark is at most three bytes, and may come in pieces.
         self.start.extend_from_slice(bytes);
         if self.start.len() >= 3 {
-            self.begin(out);
+            self.begin(row);
         }
     }
 
     /// The end of the bytes.
-    ///
-    /// # Errors
-    /// Everything that is wrong with the dataset.
-    pub fn finish(mut self, out: &mut Vec<u8>) -> Result<Summary, Rejected> {
+    pub fn finish(&mut self, row: &mut TakeRow<'_>) {
         if !self.begun {
-            self.begin(out);
+            self.begin(row);
         }
-        let Self { split, rows, .. } = &mut self;
-        match split {
-            Split::Lines(lines) => lines.finish(&mut |line, row| rows.json(line, row, out)),
-            Split::Csv(csv) => csv.finish(&mut |line, row| rows.csv(line, row, out)),
-            Split::Json(json) => json.finish(&mut |line, row| rows.json(line, row, out)),
+        let mut taken =
+            Taken { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
+        match &mut self.split {
+            Split::Lines(lines) => lines.finish(&mut |line, text| taken.json(line, text, row)),
+            Split::Csv(csv) => csv.finish(&mut |line, fields| taken.csv(line, fields, row)),
+            Split::Json(json) => json.finish(&mut |line, text| taken.json(line, text, row)),
         }
-        self.rows.finish()
     }
 
-    fn begin(&mut self, out: &mut Vec<u8>) {
+    fn begin(&mut self, row: &mut TakeRow<'_>) {
         self.begun = true;
         let start = std::mem::take(&mut self.start);
+        let mut refuse = |code: &'static str, detail: &str| {
+            row(1, Err(RowError { line: 1, code, detail: detail.to_owned() }));
+            true
+        };
         if start.starts_with(b"\xff\xfe") || start.starts_with(b"\xfe\xff") {
-            self.rows.error(1, "encoding", "the file is UTF-16; convert it to UTF-8".to_owned());
-            self.rows.stopped = true;
+            self.stopped = refuse("encoding", "the file is UTF-16; convert it to UTF-8");
         }
         if start.starts_with(b"\x1f\x8b") {
             let detail =
                 "the file is compressed with gzip: upload it with 'content-encoding: gzip', or unpack it first";
-            self.rows.error(1, "gzip", detail.to_owned());
-            self.rows.stopped = true;
+            self.stopped = refuse("gzip", detail);
         }
-        self.split(start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start), out);
+        self.split(start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start), row);
     }
 
-    fn split(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
-        let Self { split, rows, .. } = self;
-        if rows.stopped {
+    fn split(&mut self, bytes: &[u8], row: &mut TakeRow<'_>) {
+        if self.stopped {
             return;
         }
-        match split {
-            Split::Lines(lines) => lines.push(bytes, &mut |line, row| rows.json(line, row, out)),
-            Split::Csv(csv) => csv.push(bytes, &mut |line, row| rows.csv(line, row, out)),
-            Split::Json(json) => json.push(bytes, &mut |line, row| rows.json(line, row, out)),
+        let mut taken =
+            Taken { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
+        match &mut self.split {
+            Split::Lines(lines) => lines.push(bytes, &mut |line, text| taken.json(line, text, row)),
+            Split::Csv(csv) => csv.push(bytes, &mut |line, fields| taken.csv(line, fields, row)),
+            Split::Json(json) => json.push(bytes, &mut |line, text| taken.json(line, text, row)),
         }
     }
 }
@@ -184,25 +198,22 @@ impl Reader {
 /// What a splitter says of a row: its parts, or why there are none.
 type Raw<'a, T> = Result<T, split::Broken<'a>>;
 
-/// Checks rows one after another and gathers what is said of the whole.
-#[derive(Debug, Default)]
-struct Rows {
-    num_rows: u64,
-    columns: Vec<String>,
-    header: Option<Vec<String>>,
-    errors: Vec<RowError>,
-    num_errors: u64,
-    /// What follows cannot be told apart any more.
-    stopped: bool,
+/// Makes rows of what a splitter found.
+struct Taken<'t> {
+    limit: usize,
+    needed: Option<&'static str>,
+    header: &'t mut Option<Vec<String>>,
+    stopped: &'t mut bool,
 }
 
-impl Rows {
-    fn json(&mut self, line: u64, row: Raw<'_, &[u8]>, out: &mut Vec<u8>) {
-        let Some(text) = self.whole(line, row) else { return };
-        match json::read(text) {
-            Ok(value) => self.value(line, &value, out),
+impl Taken<'_> {
+    fn json(&mut self, line: u64, text: Raw<'_, &[u8]>, row: &mut TakeRow<'_>) {
+        let Some(text) = self.whole(line, text, row) else { return };
+        let wrong = |code: &'static str, detail: String| Err(RowError { line, code, detail });
+        let read = match json::read(text) {
+            Ok(value) => Ok(value),
             Err(_) if std::str::from_utf8(text).is_err() => {
-                self.error(line, "encoding", "not UTF-8; save the file as UTF-8".to_owned());
+                wrong("encoding", "not UTF-8; save the file as UTF-8".to_owned())
             }
             Err(error) => {
                 let what = json::words(&error);
@@ -212,64 +223,152 @@ impl Rows {
                     later => format!("line {}, column {}", line + later as u64 - 1, error.column()),
                 };
                 match error.is_data() {
-                    true => self.error(line, "not_exact", format!("at {at}: {what}")),
-                    false => self.error(line, "json", format!("broken JSON at {at}: {what}")),
+                    true => wrong("not_exact", format!("at {at}: {what}")),
+                    false => wrong("json", format!("broken JSON at {at}: {what}")),
                 }
             }
-        }
+        };
+        row(line, read);
     }
 
-    fn csv(&mut self, line: u64, row: Raw<'_, &[Vec<u8>]>, out: &mut Vec<u8>) {
-        let Some(fields) = self.whole(line, row) else { return };
+    fn csv(&mut self, line: u64, fields: Raw<'_, &[Vec<u8>]>, row: &mut TakeRow<'_>) {
+        let Some(fields) = self.whole(line, fields, row) else { return };
+        let mut wrong = |code: &'static str, detail: String| row(line, Err(RowError { line, code, detail }));
         let mut texts = Vec::with_capacity(fields.len());
         for field in fields {
             match std::str::from_utf8(field) {
                 Ok(text) => texts.push(text),
-                Err(_) => return self.error(line, "encoding", "not UTF-8; save the file as UTF-8".to_owned()),
+                Err(_) => return wrong("encoding", "not UTF-8; save the file as UTF-8".to_owned()),
             }
         }
-        let Some(header) = &self.header else { return self.csv_header(line, &texts) };
+        let Some(header) = &*self.header else {
+            match csv_header(&texts, self.needed) {
+                Ok(header) => *self.header = Some(header),
+                Err((code, detail)) => {
+                    *self.stopped = true;
+                    wrong(code, detail);
+                }
+            }
+            return;
+        };
         if header.len() != texts.len() {
             let detail = format!(
                 "{} fields, but the header has {}: quote fields that hold commas or line breaks",
                 texts.len(),
                 header.len()
             );
-            return self.error(line, "field_count", detail);
+            return wrong("field_count", detail);
         }
-        let row: Map<String, Value> =
+        let fields: Map<String, Value> =
             header.iter().cloned().zip(texts.into_iter().map(|text| Value::String(text.to_owned()))).collect();
-        self.value(line, &Value::Object(row), out);
+        row(line, Ok(Value::Object(fields)));
     }
 
-    fn csv_header(&mut self, line: u64, names: &[&str]) {
-        let mut header: Vec<String> = Vec::with_capacity(names.len());
-        for name in names.iter().map(|name| name.trim()) {
-            let number = header.len() + 1;
-            let wrong = match header.iter().position(|known| known == name) {
-                _ if name.is_empty() => Some(format!("column {number} of the header has no name: give it one")),
-                Some(first) => Some(format!(
-                    "columns {} and {number} of the header are both named '{}': rename one",
-                    first + 1,
-                    brief(name)
-                )),
-                None => None,
-            };
-            if let Some(detail) = wrong {
-                self.error(line, "header", detail);
-                self.stopped = true;
-                return;
+    /// The row, unless the splitter could not find its end.
+    fn whole<T>(&mut self, line: u64, raw: Raw<'_, T>, row: &mut TakeRow<'_>) -> Option<T> {
+        if *self.stopped {
+            return None;
+        }
+        match raw {
+            Ok(whole) => Some(whole),
+            Err(split::Broken { code, detail, last }) => {
+                let detail = match code {
+                    "row_too_long" => format!("longer than {} MiB, the most a row may have", self.limit >> 20),
+                    _ => detail.to_owned(),
+                };
+                row(line, Err(RowError { line, code, detail }));
+                *self.stopped = last;
+                None
             }
-            header.push(name.to_owned());
         }
-        if !header.iter().any(|name| name == PROMPT) {
-            self.error(line, "missing_prompt", missing_prompt(header.iter().map(String::as_str)));
-            self.stopped = true;
+    }
+}
+
+fn csv_header(names: &[&str], needed: Option<&str>) -> Result<Vec<String>, (&'static str, String)> {
+    let mut header: Vec<String> = Vec::with_capacity(names.len());
+    for name in names.iter().map(|name| name.trim()) {
+        let number = header.len() + 1;
+        if name.is_empty() {
+            return Err(("header", format!("column {number} of the header has no name: give it one")));
         }
-        self.header = Some(header);
+        if let Some(first) = header.iter().position(|known| known == name) {
+            let detail = format!(
+                "columns {} and {number} of the header are both named '{}': rename one",
+                first + 1,
+                brief(name)
+            );
+            return Err(("header", detail));
+        }
+        header.push(name.to_owned());
+    }
+    if needed.is_some_and(|needed| !header.iter().any(|name| name == needed)) {
+        return Err(("missing_prompt", missing_prompt(header.iter().map(String::as_str))));
+    }
+    Ok(header)
+}
+
+/// Reads a dataset from pieces of bytes.
+#[derive(Debug)]
+pub struct Reader {
+    rows: RowReader,
+    written: Rows,
+}
+
+impl Reader {
+    /// A reader of a format.
+    pub fn new(format: Format) -> Self {
+        let rows = RowReader { needed: Some(PROMPT), ..RowReader::new(format, MAX_ROW_BYTES) };
+        Self { rows, written: Rows::default() }
     }
 
-    fn value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
+    /// Takes the next bytes; canonical rows are appended to `out`. After the first bad row nothing is written any more, but
+    /// the rest is still read, so that every bad row is found.
+    pub fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
+        let Self { rows, written } = self;
+        rows.push(bytes, &mut |line, row| written.take(line, row, out));
+    }
+
+    /// The end of the bytes.
+    ///
+    /// # Errors
+    /// Everything that is wrong with the dataset.
+    pub fn finish(mut self, out: &mut Vec<u8>) -> Result<Summary, Rejected> {
+        let Self { rows, written } = &mut self;
+        rows.finish(&mut |line, row| written.take(line, row, out));
+        self.written.finish()
+    }
+}
+
+/// Checks rows one after another, writes them in their canonical form, and gathers what is said of the whole.
+#[derive(Debug, Default)]
+pub struct Rows {
+    num_rows: u64,
+    columns: Vec<String>,
+    errors: Vec<RowError>,
+    num_errors: u64,
+}
+
+impl Rows {
+    /// Takes a row, or why there is none. It is appended to `out` unless one was bad before.
+    pub fn take(&mut self, line: u64, row: Result<Value, RowError>, out: &mut Vec<u8>) {
+        match row {
+            Ok(value) => self.value(line, &value, out),
+            Err(RowError { line, code, detail }) => self.error(line, code, detail),
+        }
+    }
+
+    /// How many good rows there were.
+    pub fn num_rows(&self) -> u64 {
+        self.num_rows
+    }
+
+    /// How many bad rows there were.
+    pub fn num_errors(&self) -> u64 {
+        self.num_errors
+    }
+
+    /// Takes a row; as [`Rows::take`].
+    pub fn value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
         let row = match check_row(value) {
             Ok(row) => row,
             Err((code, detail)) => return self.error(line, code, detail),
@@ -297,21 +396,6 @@ impl Rows {
         }
     }
 
-    /// The row, unless the splitter could not find its end.
-    fn whole<T>(&mut self, line: u64, row: Raw<'_, T>) -> Option<T> {
-        if self.stopped {
-            return None;
-        }
-        match row {
-            Ok(row) => Some(row),
-            Err(split::Broken { code, detail, last }) => {
-                self.error(line, code, detail.to_owned());
-                self.stopped = last;
-                None
-            }
-        }
-    }
-
     fn error(&mut self, line: u64, code: &'static str, detail: String) {
         self.num_errors += 1;
         if self.errors.len() < MAX_ERRORS {
@@ -319,7 +403,11 @@ impl Rows {
         }
     }
 
-    fn finish(mut self) -> Result<Summary, Rejected> {
+    /// The end of the rows.
+    ///
+    /// # Errors
+    /// Everything that is wrong with the dataset.
+    pub fn finish(mut self) -> Result<Summary, Rejected> {
         if self.num_rows == 0 && self.num_errors == 0 {
             self.error(0, "empty", "the dataset has no rows: at least one with a 'prompt' is needed".to_owned());
         }

@@ -1,7 +1,5 @@
 //! Where one row ends and the next begins, in ndjson, CSV and JSON; bytes come in pieces of any size, one row is held.
 
-use super::MAX_ROW_BYTES;
-
 /// Why the bytes at a line are no row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Broken<'a> {
@@ -11,11 +9,12 @@ pub(super) struct Broken<'a> {
     pub last: bool,
 }
 
-const TOO_LONG: &str = "longer than 1 MiB, the most a row may have";
-
 fn too_long(last: bool) -> Broken<'static> {
     Broken { code: "row_too_long", detail: TOO_LONG, last }
 }
+
+/// The reader says in its place how long a row may be.
+const TOO_LONG: &str = "too long";
 
 /// Takes a row's line and its bytes.
 type JsonRow<'r> = dyn FnMut(u64, Result<&[u8], Broken<'_>>) + 'r;
@@ -23,14 +22,20 @@ type JsonRow<'r> = dyn FnMut(u64, Result<&[u8], Broken<'_>>) + 'r;
 type CsvRow<'r> = dyn FnMut(u64, Result<&[Vec<u8>], Broken<'_>>) + 'r;
 
 /// Rows are lines; blank ones are skipped.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct LineSplit {
+    /// Bytes of a row.
+    limit: usize,
     line: u64,
     row: Vec<u8>,
     overlong: bool,
 }
 
 impl LineSplit {
+    pub(super) fn new(limit: usize) -> Self {
+        Self { limit, line: 0, row: Vec::new(), overlong: false }
+    }
+
     pub(super) fn push(&mut self, mut bytes: &[u8], row: &mut JsonRow<'_>) {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
             self.hold(&bytes[..end]);
@@ -45,7 +50,7 @@ impl LineSplit {
     }
 
     fn hold(&mut self, bytes: &[u8]) {
-        if self.overlong || self.row.len() + bytes.len() > MAX_ROW_BYTES {
+        if self.overlong || self.row.len() + bytes.len() > self.limit {
             self.overlong = true;
             self.row = Vec::new();
         } else {
@@ -67,6 +72,10 @@ impl LineSplit {
 /// RFC 4180; a record may span lines inside quotes; LF, CRLF and CR end it; empty lines are skipped.
 #[derive(Debug)]
 pub(super) struct CsvSplit {
+    /// Bytes of a row.
+    limit: usize,
+    /// Between two fields.
+    separator: u8,
     line: u64,
     begin: u64,
     state: CsvState,
@@ -86,14 +95,13 @@ enum CsvState {
     Broken,
 }
 
-impl Default for CsvSplit {
-    fn default() -> Self {
-        let state = CsvState::FieldStart;
-        Self { line: 1, begin: 1, state, fields: Vec::new(), field: Vec::new(), bytes: 0, after_cr: false }
-    }
-}
-
 impl CsvSplit {
+    pub(super) fn new(limit: usize, separator: u8) -> Self {
+        let state = CsvState::FieldStart;
+        let (fields, field) = (Vec::new(), Vec::new());
+        Self { limit, separator, line: 1, begin: 1, state, fields, field, bytes: 0, after_cr: false }
+    }
+
     pub(super) fn push(&mut self, bytes: &[u8], row: &mut CsvRow<'_>) {
         for byte in bytes.iter().copied() {
             if self.state == CsvState::Broken {
@@ -105,7 +113,7 @@ impl CsvSplit {
             }
             self.after_cr = byte == b'\r';
             self.bytes += 1;
-            if self.bytes > MAX_ROW_BYTES {
+            if self.bytes > self.limit {
                 self.field = Vec::new();
                 self.state = CsvState::Broken;
                 row(self.begin, Err(too_long(true)));
@@ -119,7 +127,7 @@ impl CsvSplit {
                     self.field.push(b'"');
                     self.state = CsvState::Quoted;
                 }
-                (_, b',') => self.end_field(),
+                (_, byte) if byte == self.separator => self.end_field(),
                 (_, b'\n') if lf_of_crlf => self.begin = self.line,
                 (_, b'\n' | b'\r') => self.end_row(row),
                 (CsvState::FieldStart | CsvState::Bare, _) => {
@@ -167,6 +175,8 @@ impl CsvSplit {
 /// The elements of `[…]` or of `{"records": […]}`. What an element holds is checked later, by a real parser.
 #[derive(Debug)]
 pub(super) struct JsonSplit {
+    /// Bytes of a row.
+    limit: usize,
     line: u64,
     begin: u64,
     state: JsonState,
@@ -197,9 +207,10 @@ enum JsonState {
     Broken,
 }
 
-impl Default for JsonSplit {
-    fn default() -> Self {
+impl JsonSplit {
+    pub(super) fn new(limit: usize) -> Self {
         Self {
+            limit,
             line: 1,
             begin: 1,
             state: JsonState::Start,
@@ -290,7 +301,7 @@ impl JsonSplit {
                 _ => {}
             }
         }
-        if self.row.len() == MAX_ROW_BYTES {
+        if self.row.len() == self.limit {
             self.row = Vec::new();
             self.state = JsonState::Broken;
             return row(self.begin, Err(too_long(true)));

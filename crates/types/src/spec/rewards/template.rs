@@ -100,6 +100,11 @@ impl SampleTemplate {
         to_value(json)
     }
 
+    /// What a template of a dataset's mapping sees: the row's columns.
+    pub fn row_variables(row: &Map<String, serde_json::Value>) -> Value {
+        Value::from_object(Ordered(row.iter().map(|(name, value)| (name.clone(), to_value(value))).collect()))
+    }
+
     /// What a template of a batch sees: `samples`.
     pub fn batch_variables(samples: impl Iterator<Item = Value>) -> Value {
         Value::from_object(Ordered(vec![("samples".to_owned(), samples.collect())]))

@@ -1,0 +1,414 @@
+//! From sources to canonical rows, or to a look at the first ones.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rlood_types::dataset::{
+    Format, InvalidRecipe, MAX_ERRORS, MAX_ROW_BYTES, Recipe, Rejected, RowError, Rows, Summary, check_row,
+};
+use serde_json::Value;
+
+use super::columns::{kind, unknown};
+use super::keys::Keys;
+use super::mapping::{Mapped, Mapping};
+use super::presets;
+use super::source::{Flow, Place, Source, each_row, whole};
+
+/// Written at once.
+const WRITE_BYTES: usize = 256 << 10;
+/// How long a look may take to find rows that a condition leaves.
+const LOOK_FOR: Duration = Duration::from_millis(200);
+
+/// What a conversion has to keep to.
+#[derive(Debug, Clone, Copy)]
+pub struct Options<'o> {
+    /// Of the upload's media type; names of files and their content come first.
+    pub format: Option<Format>,
+    /// Whether a text becomes a chat where the map does not say: the model has a chat template, or is not known.
+    pub chat_default: bool,
+    /// Bytes of the rows that are kept.
+    pub max_bytes: u64,
+    /// Set = end soon.
+    pub cancelled: &'o AtomicBool,
+}
+
+/// A dataset that was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Converted {
+    /// Of the rows that were kept.
+    pub summary: Summary,
+    /// Rows of the sources that were read.
+    pub rows_read: u64,
+}
+
+/// A look at the first rows.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Preview {
+    /// The columns of the source's first rows.
+    pub columns: Vec<PreviewColumn>,
+    /// The first rows as they are.
+    pub source_rows: Vec<Value>,
+    /// What the first rows become that the mapping keeps.
+    pub rows: Vec<Value>,
+    /// A map that would fit, where there is no prompt.
+    pub suggested_map: Option<Value>,
+    /// What is wrong with the first rows.
+    pub rejected: Option<Rejected>,
+}
+
+/// A column of a source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PreviewColumn {
+    /// Its name.
+    pub name: String,
+    /// `text`, `number`, `boolean`, `list`, `object`, `null`: of the first value that is not null.
+    pub kind: &'static str,
+}
+
+/// Writes the rows of all sources, in order, as they are mapped: ndjson, one compact object a line.
+///
+/// # Errors
+/// Everything that is wrong: the recipe, files, rows (the first [`MAX_ERRORS`]); or that it is too large, or was cancelled.
+pub fn convert(
+    sources: &[Source],
+    recipe: &Recipe,
+    options: &Options<'_>,
+    out: &mut dyn Write,
+) -> Result<Converted, Rejected> {
+    let mapping = compile(recipe, options.chat_default)?;
+    let mut sample = match recipe.seed.zip(recipe.limit) {
+        Some((seed, limit)) => {
+            let mut count = 0;
+            let mut counting = Pass::new(mapping.as_ref(), options);
+            counting.run(sources, &mut |_| {
+                count += 1;
+                Ok(Flow::More)
+            })?;
+            Sample::Drawn { seed, left: limit.min(count), of: count, at: 0 }
+        }
+        None => Sample::First(recipe.limit.unwrap_or(u64::MAX)),
+    };
+    let mut pass = Pass::new(mapping.as_ref(), options);
+    let mut writer =
+        Writer { out, rows: Rows::default(), buffer: Vec::new(), written: 0, max_bytes: options.max_bytes };
+    pass.run(sources, &mut |row| match sample.next() {
+        Choice::Take => writer.take(row),
+        Choice::Leave => Ok(Flow::More),
+        Choice::End => Ok(Flow::Enough),
+    })?;
+    let rows_read = pass.rows_read;
+    let summary = writer.finish()?;
+    Ok(Converted { summary, rows_read })
+}
+
+/// Looks at the first rows: as they are, and what they become. Nothing is kept, and not much read.
+///
+/// # Errors
+/// When the recipe or a file cannot be used at all; what is wrong with rows is a part of the answer.
+pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows: usize) -> Result<Preview, Rejected> {
+    let begun = Instant::now();
+    let (mut columns, mut source_rows): (Vec<PreviewColumn>, Vec<Value>) = (Vec::new(), Vec::new());
+    for source in sources {
+        let mut error = None;
+        each_row(source, options.format, None, &mut |place, row| {
+            match row {
+                Ok(row) => {
+                    note_columns(&mut columns, &row);
+                    source_rows.push(row);
+                }
+                Err(found) => error = Some(placed(source, place, found)),
+            }
+            let enough = source_rows.len() >= rows || error.is_some() || begun.elapsed() > LOOK_FOR;
+            if enough { Flow::Enough } else { Flow::More }
+        })
+        .map_err(|error| rejected(in_file(source, error)))?;
+        if let Some(error) = error {
+            return Err(rejected(error));
+        }
+        if source_rows.len() >= rows {
+            break;
+        }
+    }
+    let first = source_rows.first().and_then(Value::as_object);
+    let has_prompt = first.is_some_and(|row| row.contains_key("prompt"));
+    let names_prompt = recipe.map.as_ref().is_some_and(|map| map.prompt.is_some());
+    let suggested_map = first.filter(|_| !has_prompt && !names_prompt).and_then(presets::fitting);
+    let mapping = compile(recipe, options.chat_default)?;
+    let mut pass = Pass::new(mapping.as_ref(), options);
+    pass.deadline = Some(begun + LOOK_FOR);
+    let (mut mapped, limit) = (Vec::new(), rows.min(usize::try_from(recipe.limit.unwrap_or(u64::MAX)).unwrap_or(rows)));
+    let ended = pass.run(sources, &mut |row| {
+        check_row(&row).map_err(|(code, detail)| RowError { line: 0, code, detail })?;
+        mapped.push(row);
+        Ok(if mapped.len() >= limit { Flow::Enough } else { Flow::More })
+    });
+    Ok(Preview { columns, source_rows, rows: mapped, suggested_map, rejected: ended.err() })
+}
+
+fn note_columns(columns: &mut Vec<PreviewColumn>, row: &Value) {
+    let Value::Object(row) = row else { return };
+    for (name, value) in row {
+        match columns.iter_mut().find(|column| column.name == *name) {
+            Some(column) if column.kind == "null" => column.kind = kind(value),
+            Some(_) => {}
+            None => columns.push(PreviewColumn { name: name.clone(), kind: kind(value) }),
+        }
+    }
+}
+
+fn compile(recipe: &Recipe, chat_default: bool) -> Result<Option<Mapping>, Rejected> {
+    let refuse = |error: InvalidRecipe| rejected(whole("invalid_map", error.to_string()));
+    recipe.check().map_err(refuse)?;
+    recipe.map.as_ref().map(|map| Mapping::new(map, chat_default)).transpose().map_err(refuse)
+}
+
+fn rejected(error: RowError) -> Rejected {
+    Rejected { errors: vec![error], num_errors: 1 }
+}
+
+/// `row 17 (data/train.parquet, row group 0): …`
+fn placed(source: &Source, place: Place, error: RowError) -> RowError {
+    let group = place.row_group.map_or_else(String::new, |group| format!(", row group {group}"));
+    let detail = format!("row {} ({}{group}): {}", place.row, source.name, error.detail);
+    RowError { line: 0, code: error.code, detail }
+}
+
+fn in_file(source: &Source, error: RowError) -> RowError {
+    RowError { detail: format!("{}: {}", source.name, error.detail), ..error }
+}
+
+/// One way through the sources, mapped and filtered.
+struct Pass<'p> {
+    mapping: Option<&'p Mapping>,
+    options: &'p Options<'p>,
+    keys: Keys,
+    seen: BTreeSet<String>,
+    errors: Vec<RowError>,
+    num_errors: u64,
+    rows_read: u64,
+    deadline: Option<Instant>,
+}
+
+impl<'p> Pass<'p> {
+    fn new(mapping: Option<&'p Mapping>, options: &'p Options<'p>) -> Self {
+        let (keys, seen, errors) = (Keys::new(), BTreeSet::new(), Vec::new());
+        Self { mapping, options, keys, seen, errors, num_errors: 0, rows_read: 0, deadline: None }
+    }
+
+    fn run(
+        &mut self,
+        sources: &[Source],
+        take: &mut dyn FnMut(Value) -> Result<Flow, RowError>,
+    ) -> Result<(), Rejected> {
+        let needed = self.mapping.and_then(Mapping::needed);
+        let mut flow = Flow::More;
+        for source in sources {
+            if flow == Flow::Enough {
+                break;
+            }
+            each_row(source, self.options.format, needed.as_deref(), &mut |place, row| {
+                flow = self.one(source, place, row, take);
+                flow
+            })
+            .map_err(|error| rejected(in_file(source, error)))?;
+        }
+        if self.num_errors == 0 && self.rows_read > 0 {
+            self.check_names();
+        }
+        match self.num_errors {
+            0 => Ok(()),
+            num_errors => Err(Rejected { errors: std::mem::take(&mut self.errors), num_errors }),
+        }
+    }
+
+    fn one(
+        &mut self,
+        source: &Source,
+        place: Place,
+        row: Result<Value, RowError>,
+        take: &mut dyn FnMut(Value) -> Result<Flow, RowError>,
+    ) -> Flow {
+        if self.options.cancelled.load(Ordering::Relaxed) {
+            self.error(whole("cancelled", "it was cancelled".to_owned()));
+            return Flow::Enough;
+        }
+        if self.deadline.is_some_and(|deadline| Instant::now() > deadline) {
+            return Flow::Enough;
+        }
+        self.rows_read += 1;
+        match row.and_then(|row| self.map(row)) {
+            Ok(None) => Flow::More,
+            Ok(Some(row)) => match take(row) {
+                Ok(flow) => flow,
+                // Not of this row: nothing after it can be taken.
+                Err(error) if error.code == "too_large" || error.code == "unwritable" => {
+                    self.error(error);
+                    Flow::Enough
+                }
+                Err(error) => self.note(placed(source, place, error)),
+            },
+            Err(error) => self.note(placed(source, place, error)),
+        }
+    }
+
+    /// The row that it becomes, if it stays.
+    fn map(&mut self, row: Value) -> Result<Option<Value>, RowError> {
+        let Some(mapping) = self.mapping else {
+            if let Some(fields) = row.as_object().filter(|row| !row.contains_key("prompt")) {
+                return Err(whole("missing_prompt", presets::advice(fields)));
+            }
+            return Ok(Some(row));
+        };
+        if let Value::Object(fields) = &row {
+            for name in fields.keys() {
+                if !self.seen.contains(name) && self.seen.len() < rlood_types::dataset::MAX_COLUMNS {
+                    self.seen.insert(name.clone());
+                }
+            }
+        }
+        match mapping.apply(row)? {
+            Mapped::Left => Ok(None),
+            Mapped::Row(row, None) => Ok(Some(row)),
+            Mapped::Row(row, Some(key)) => Ok(self.keys.insert(&key).then_some(row)),
+        }
+    }
+
+    /// Names that no row had.
+    fn check_names(&mut self) {
+        let Some(mapping) = self.mapping else { return };
+        for (at, name) in mapping.named() {
+            if name != "prompt" && !self.seen.contains(&name) {
+                let detail = format!("{at}: {}", unknown(&name, self.seen.iter().map(String::as_str)));
+                self.error(whole("unknown_column", detail));
+            }
+        }
+    }
+
+    /// Keeps an error; after many of one kind there is no use in reading on when not one row was good.
+    fn note(&mut self, error: RowError) -> Flow {
+        let hopeless = self.num_errors + 1 == self.rows_read && self.num_errors >= MAX_ERRORS as u64;
+        self.error(error);
+        if hopeless { Flow::Enough } else { Flow::More }
+    }
+
+    fn error(&mut self, error: RowError) {
+        self.num_errors += 1;
+        if self.errors.len() < MAX_ERRORS {
+            self.errors.push(error);
+        }
+    }
+}
+
+/// Which of the kept rows are taken.
+enum Sample {
+    /// So many, the first ones.
+    First(u64),
+    /// `left` of the `of - at` rows to come: each subset is as likely (Knuth, The Art of Computer Programming 2, 3.4.2, algorithm S).
+    Drawn { seed: u64, left: u64, of: u64, at: u64 },
+}
+
+enum Choice {
+    Take,
+    Leave,
+    End,
+}
+
+impl Sample {
+    fn next(&mut self) -> Choice {
+        match self {
+            Sample::First(0) => Choice::End,
+            Sample::First(left) => {
+                *left -= 1;
+                Choice::Take
+            }
+            Sample::Drawn { left: 0, .. } => Choice::End,
+            Sample::Drawn { seed, left, of, at } => {
+                let to_come = of.saturating_sub(*at).max(1);
+                let draw = below(mixed(seed.wrapping_add(mixed(*at))), to_come);
+                *at += 1;
+                if draw < *left {
+                    *left -= 1;
+                    Choice::Take
+                } else {
+                    Choice::Leave
+                }
+            }
+        }
+    }
+}
+
+/// A number below `end`, from 64 random bits.
+fn below(bits: u64, end: u64) -> u64 {
+    ((u128::from(bits) * u128::from(end)) >> 64) as u64
+}
+
+/// SplitMix64's mixing function (Steele, Lea, Flood 2014).
+fn mixed(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// Writes rows in their canonical form.
+struct Writer<'w> {
+    out: &'w mut dyn Write,
+    rows: Rows,
+    buffer: Vec<u8>,
+    written: u64,
+    max_bytes: u64,
+}
+
+impl Writer<'_> {
+    fn take(&mut self, row: Value) -> Result<Flow, RowError> {
+        check_row(&row).map_err(|(code, detail)| whole(code, detail))?;
+        let before = self.buffer.len();
+        let errors = self.rows.num_errors();
+        self.rows.value(0, &row, &mut self.buffer);
+        if self.rows.num_errors() > errors {
+            let bytes = row.to_string().len();
+            let detail =
+                if bytes > MAX_ROW_BYTES { too_long(&row, bytes) } else { "too many different columns".to_owned() };
+            return Err(whole("row_too_long", detail));
+        }
+        self.written += (self.buffer.len() - before) as u64;
+        if self.written > self.max_bytes {
+            let detail = format!(
+                "what the mapping keeps has more than {} bytes: give limit, or keep fewer columns",
+                self.max_bytes
+            );
+            return Err(whole("too_large", detail));
+        }
+        if self.buffer.len() >= WRITE_BYTES {
+            self.flush()?;
+        }
+        Ok(Flow::More)
+    }
+
+    fn flush(&mut self) -> Result<(), RowError> {
+        let done = self.out.write_all(&self.buffer);
+        self.buffer.clear();
+        done.map_err(|error| whole("unwritable", format!("the rows cannot be written: {error}")))
+    }
+
+    fn finish(mut self) -> Result<Summary, Rejected> {
+        self.flush().map_err(rejected)?;
+        self.rows.finish()
+    }
+}
+
+/// Bytes of the largest column of a row, for an error.
+fn largest(row: &Value) -> Option<(String, usize)> {
+    let row = row.as_object()?;
+    row.iter().map(|(name, value)| (name.clone(), value.to_string().len())).max_by_key(|(_, bytes)| *bytes)
+}
+
+/// What to say of a row that is too long.
+fn too_long(row: &Value, bytes: usize) -> String {
+    let largest = largest(row).map_or_else(String::new, |(name, bytes)| {
+        format!(": '{}' alone has {bytes}; drop it with map.drop, or shorten it", super::columns::brief(&name))
+    });
+    format!("the row has {bytes} bytes, {MAX_ROW_BYTES} are the most{largest}")
+}

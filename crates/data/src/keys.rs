@@ -1,0 +1,98 @@
+//! The keys that `unique` has seen: 128 bits of each one's hash, in tables that grow by a quarter.
+
+use sha2::{Digest, Sha256};
+
+/// Tables by the hash's first bits: only one of them is copied when it grows.
+const TABLES: usize = 256;
+const FIRST_PLACES: usize = 16;
+
+/// A set of keys.
+#[derive(Debug)]
+pub struct Keys {
+    tables: Vec<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    /// 0 = free.
+    places: Vec<u128>,
+    used: usize,
+}
+
+impl Keys {
+    /// An empty one.
+    pub fn new() -> Keys {
+        Keys { tables: (0..TABLES).map(|_| Table::default()).collect() }
+    }
+
+    /// Whether the key is new; it is known from then on.
+    pub fn insert(&mut self, key: &[u8]) -> bool {
+        let digest: [u8; 32] = Sha256::digest(key).into();
+        let (start, _) = digest.split_at(16);
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(start);
+        let hash = u128::from_be_bytes(bytes).max(1);
+        let table = (hash >> 120) as usize;
+        self.tables.get_mut(table).is_none_or(|table| table.insert(hash))
+    }
+
+    /// Bytes that the tables take.
+    #[cfg(test)]
+    fn bytes(&self) -> usize {
+        self.tables.iter().map(|table| table.places.capacity() * 16).sum()
+    }
+}
+
+impl Table {
+    fn insert(&mut self, hash: u128) -> bool {
+        if self.used * 10 >= self.places.len() * 9 {
+            let more = (self.places.len() / 4).max(FIRST_PLACES);
+            let larger = vec![0; self.places.len() + more];
+            for known in std::mem::replace(&mut self.places, larger) {
+                if known != 0 {
+                    self.put(known);
+                }
+            }
+        }
+        let is_new = self.put(hash);
+        self.used += usize::from(is_new);
+        is_new
+    }
+
+    /// Whether it was not there. There is a free place.
+    fn put(&mut self, hash: u128) -> bool {
+        let length = self.places.len();
+        let first = (((hash & u128::from(u64::MAX)) * length as u128) >> 64) as usize;
+        for step in 0..length {
+            let at = (first + step) % length;
+            match self.places.get_mut(at) {
+                Some(place) if *place == 0 => {
+                    *place = hash;
+                    return true;
+                }
+                Some(place) if *place == hash => return false,
+                Some(_) | None => {}
+            }
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_is_new_once_and_takes_at_most_24_bytes() {
+        let mut keys = Keys::new();
+        let mut most = 0.0_f64;
+        for n in 0..300_000_u32 {
+            assert!(keys.insert(&n.to_le_bytes()), "{n}");
+            if n > 50_000 {
+                most = most.max(keys.bytes() as f64 / f64::from(n + 1));
+            }
+        }
+        assert!((0..300_000_u32).all(|n| !keys.insert(&n.to_le_bytes())));
+        assert!(most <= 24.0, "{most} bytes a key");
+    }
+}

@@ -1,0 +1,319 @@
+//! What a row becomes.
+
+use rlood_types::dataset::{InvalidRecipe, PROMPT, RecipeMap, RowError};
+use rlood_types::spec::SampleTemplate;
+use serde_json::{Map, Value, json};
+use std::cell::OnceCell;
+
+use super::columns::{Row, brief, find, first_of, kind, unknown};
+use super::presets;
+
+/// A mapping, compiled.
+#[derive(Debug)]
+pub struct Mapping {
+    prompt: Option<Text>,
+    system: Option<System>,
+    chat: Option<bool>,
+    chat_default: bool,
+    columns: Vec<(String, Text)>,
+    keep: Option<Vec<String>>,
+    drop: Vec<String>,
+    condition: Option<SampleTemplate>,
+    unique: Vec<String>,
+    cut_answer: bool,
+}
+
+/// The value of a field.
+#[derive(Debug)]
+enum Text {
+    /// A column, or a path into one: the value as it is.
+    Path(String),
+    /// A text of the row's columns.
+    Template { source: String, compiled: SampleTemplate },
+}
+
+#[derive(Debug)]
+enum System {
+    Literal(String),
+    Template(Text),
+}
+
+/// What became of a row.
+#[derive(Debug, PartialEq)]
+pub enum Mapped {
+    /// A row, and its key if `unique` asks for one.
+    Row(Value, Option<Vec<u8>>),
+    /// The condition does not hold.
+    Left,
+}
+
+fn is_template(text: &str) -> bool {
+    text.contains("{{") || text.contains("{%")
+}
+
+impl Text {
+    fn new(at: &str, text: &str) -> Result<Text, InvalidRecipe> {
+        if !is_template(text) {
+            return Ok(Text::Path(text.to_owned()));
+        }
+        let compiled = SampleTemplate::new(text).map_err(|why| InvalidRecipe { at: at.to_owned(), detail: why })?;
+        Ok(Text::Template { source: text.to_owned(), compiled })
+    }
+
+    fn value(&self, at: &str, row: &Row, variables: &Variables<'_>) -> Result<Value, RowError> {
+        match self {
+            Text::Path(path) => find(row, path).cloned().ok_or_else(|| {
+                let known = row.contains_key(first_of(path));
+                let why = match known {
+                    true => format!("'{}' leads nowhere in '{}'", brief(path), first_of(path)),
+                    false => unknown(first_of(path), row.keys().map(String::as_str)),
+                };
+                wrong("unknown_column", format!("{at}: {why}"))
+            }),
+            Text::Template { source, compiled } => {
+                let text = compiled.render(variables.get()).map_err(|why| template_failed(at, source, &why, row))?;
+                Ok(Value::String(text))
+            }
+        }
+    }
+
+    /// The column that it is, if it is one.
+    fn column(&self) -> Option<&str> {
+        match self {
+            Text::Path(path) => Some(path),
+            Text::Template { .. } => None,
+        }
+    }
+}
+
+/// A template's error, in terms of the columns where these are the reason.
+fn template_failed(at: &str, source: &str, why: &str, row: &Row) -> RowError {
+    let words: Vec<&str> = words(source);
+    if let Some(name) = words.iter().find(|word| row.get(**word).is_some_and(Value::is_null)) {
+        return wrong("null", format!("{at}: '{name}' is null"));
+    }
+    if why.contains("undefined")
+        && let Some(name) = first_variable(source).filter(|name| !row.contains_key(*name))
+    {
+        return wrong("unknown_column", format!("{at}: {}", unknown(name, row.keys().map(String::as_str))));
+    }
+    wrong("template_failed", format!("{at}: {}", brief(why)))
+}
+
+/// The names in a template.
+fn words(source: &str) -> Vec<&str> {
+    let split = source.split(|c: char| !(c.is_alphanumeric() || c == '_'));
+    split.filter(|word| word.starts_with(|c: char| c.is_alphabetic() || c == '_')).collect()
+}
+
+/// The first name after the first `{{`.
+fn first_variable(source: &str) -> Option<&str> {
+    words(source.split_once("{{")?.1).into_iter().next()
+}
+
+fn wrong(code: &'static str, detail: String) -> RowError {
+    RowError { line: 0, code, detail }
+}
+
+impl Mapping {
+    /// Compiles a map; None = rows stay as they are. `chat_default`: whether the model has a chat template, as far as it is known.
+    ///
+    /// # Errors
+    /// A template that does not compile, with its field.
+    pub fn new(map: &RecipeMap, chat_default: bool) -> Result<Mapping, InvalidRecipe> {
+        let RecipeMap { prompt, system, chat, columns, keep, drop, condition, unique, cut_answer } = map;
+        let prompt = prompt.as_deref().map(|text| Text::new("map.prompt", text)).transpose()?;
+        let system = match system.as_deref() {
+            None => None,
+            Some(text) if is_template(text) => Some(System::Template(Text::new("map.system", text)?)),
+            Some(text) => Some(System::Literal(text.to_owned())),
+        };
+        let mut made = Vec::with_capacity(columns.len());
+        for (name, text) in columns {
+            let text = Text::new(&format!("map.columns.{name}"), text.as_str().unwrap_or_default())?;
+            made.push((name.clone(), text));
+        }
+        let condition = condition.as_ref().map(|text| {
+            let compiled = SampleTemplate::new(&format!("{{{{ {text} }}}}"));
+            compiled.map_err(|detail| InvalidRecipe { at: "map.where".to_owned(), detail })
+        });
+        Ok(Mapping {
+            prompt,
+            system,
+            chat: *chat,
+            chat_default,
+            columns: made,
+            keep: keep.clone(),
+            drop: drop.clone().unwrap_or_default(),
+            condition: condition.transpose()?,
+            unique: unique.as_ref().map(|unique| unique.columns().to_vec()).unwrap_or_default(),
+            cut_answer: *cut_answer,
+        })
+    }
+
+    /// The columns that are needed of the source; None = all, since the rest travels on or a template may look at any.
+    pub fn needed(&self) -> Option<Vec<String>> {
+        let keep = self.keep.as_ref()?;
+        let texts = self.prompt.iter().chain(self.columns.iter().map(|(_, text)| text));
+        let mut needed: Vec<String> = Vec::new();
+        for text in texts {
+            needed.push(first_of(text.column()?).to_owned());
+            needed.push(text.column()?.to_owned());
+        }
+        let is_plain = self.condition.is_none() && !matches!(self.system, Some(System::Template(_)));
+        needed.extend(keep.iter().chain(&self.unique).cloned());
+        needed.push(PROMPT.to_owned());
+        is_plain.then_some(needed)
+    }
+
+    /// Names of `keep`, `drop` and `unique`, each with its field: they must be columns of some row.
+    pub fn named(&self) -> Vec<(&'static str, String)> {
+        let kept = self.keep.iter().flatten().map(|name| ("map.keep", name.clone()));
+        let dropped = self.drop.iter().map(|name| ("map.drop", name.clone()));
+        kept.chain(dropped).filter(|(_, name)| !self.columns.iter().any(|(made, _)| made == name)).collect()
+    }
+
+    /// Makes of a source's row what it becomes.
+    ///
+    /// # Errors
+    /// What is wrong with it, naming the field of the map.
+    pub fn apply(&self, row: Value) -> Result<Mapped, RowError> {
+        let Value::Object(row) = row else {
+            return Err(wrong("not_an_object", format!("a row must be a JSON object, not {}", kind(&row))));
+        };
+        let variables = Variables::of(&row);
+        if let Some(condition) = &self.condition {
+            let holds = condition
+                .value(variables.get())
+                .map_err(|why| wrong("condition_failed", format!("map.where: {}", brief(&why))))?;
+            if !is_true(&holds) {
+                return Ok(Mapped::Left);
+            }
+        }
+        let prompt = self.make_prompt(&row, &variables)?;
+        let mut made = Vec::with_capacity(self.columns.len());
+        for (name, text) in &self.columns {
+            let value = text.value(&format!("map.columns.{name}"), &row, &variables)?;
+            made.push((name, value));
+        }
+        drop(variables);
+        let mut out = Map::with_capacity(row.len() + made.len() + 1);
+        out.insert(PROMPT.to_owned(), prompt);
+        let key = self.key(&row, &out, &made)?;
+        let stays = |name: &str| match &self.keep {
+            Some(keep) => keep.iter().any(|kept| kept == name),
+            None => !self.drop.iter().any(|dropped| dropped == name),
+        };
+        for (name, value) in row {
+            if name != PROMPT && stays(&name) {
+                out.insert(name, value);
+            }
+        }
+        for (name, value) in made {
+            // What is made was asked for by name.
+            out.insert(name.clone(), value);
+        }
+        Ok(Mapped::Row(Value::Object(out), key))
+    }
+
+    fn make_prompt(&self, row: &Row, variables: &Variables<'_>) -> Result<Value, RowError> {
+        let (value, column) = match &self.prompt {
+            Some(text) => (text.value("map.prompt", row, variables)?, text.column()),
+            None => {
+                let value = row.get(PROMPT).cloned();
+                (value.ok_or_else(|| wrong("missing_prompt", presets::advice(row)))?, Some(PROMPT))
+            }
+        };
+        let system = match &self.system {
+            None => None,
+            Some(System::Literal(text)) => Some(Value::String(text.clone())),
+            Some(System::Template(text)) => Some(text.value("map.system", row, variables)?),
+        };
+        let of_system = |text: Value| json!({"role": "system", "content": text});
+        match value {
+            Value::String(text) => {
+                let default = self.chat_default && column != Some(PROMPT);
+                if system.is_none() && !self.chat.unwrap_or(default) {
+                    return Ok(Value::String(text));
+                }
+                let user = json!({"role": "user", "content": text});
+                Ok(system.map(of_system).into_iter().chain([user]).collect())
+            }
+            Value::Array(messages) => {
+                let mut messages: Vec<Value> = messages.into_iter().map(as_message).collect();
+                while self.cut_answer && messages.last().is_some_and(|last| last["role"] == "assistant") {
+                    messages.pop();
+                }
+                if let Some(system) = system.filter(|_| messages.first().is_none_or(|first| first["role"] != "system"))
+                {
+                    messages.insert(0, of_system(system));
+                }
+                Ok(Value::Array(messages))
+            }
+            Value::Null => Err(wrong("null", format!("map.prompt: '{}' is null", brief(column.unwrap_or(PROMPT))))),
+            other => Err(wrong(
+                "invalid_prompt",
+                format!("map.prompt: it is a {}: a text or a list of chat messages is needed", kind(&other)),
+            )),
+        }
+    }
+
+    /// What `unique` compares: mapped names first.
+    fn key(&self, row: &Row, out: &Map<String, Value>, made: &[(&String, Value)]) -> Result<Option<Vec<u8>>, RowError> {
+        if self.unique.is_empty() {
+            return Ok(None);
+        }
+        let mut key = Vec::new();
+        for name in &self.unique {
+            let mapped = made.iter().find(|(made, _)| *made == name).map(|(_, value)| value).or_else(|| out.get(name));
+            let value = mapped.or_else(|| find(row, name)).ok_or_else(|| {
+                wrong("unknown_column", format!("map.unique: {}", unknown(name, row.keys().map(String::as_str))))
+            })?;
+            // A line break stands in no JSON text that is written in one line.
+            key.extend_from_slice(value.to_string().as_bytes());
+            key.push(b'\n');
+        }
+        Ok(Some(key))
+    }
+}
+
+/// A row as templates see it, made when the first one asks.
+struct Variables<'r> {
+    row: &'r Row,
+    made: OnceCell<minijinja::Value>,
+}
+
+impl<'r> Variables<'r> {
+    fn of(row: &'r Row) -> Self {
+        Self { row, made: OnceCell::new() }
+    }
+
+    fn get(&self) -> &minijinja::Value {
+        self.made.get_or_init(|| SampleTemplate::row_variables(self.row))
+    }
+}
+
+/// `{from, value}` as `{role, content}`; anything else stays.
+fn as_message(message: Value) -> Value {
+    let Some((from, text)) = message.get("from").zip(message.get("value")) else { return message };
+    let role = match from.as_str() {
+        Some("human" | "user") => "user",
+        Some("gpt" | "assistant" | "model" | "chatgpt" | "bing" | "bard") => "assistant",
+        Some("system") => "system",
+        Some(other) => other,
+        None => return message,
+    };
+    json!({"role": role, "content": text})
+}
+
+/// As templates see truth.
+fn is_true(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::Bool(is) => *is,
+        Value::Number(number) => number.as_f64() != Some(0.0),
+        Value::String(text) => !text.is_empty(),
+        Value::Array(items) => !items.is_empty(),
+        Value::Object(fields) => !fields.is_empty(),
+    }
+}

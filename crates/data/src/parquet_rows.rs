@@ -1,0 +1,122 @@
+//! Rows of a parquet file, by the crate's row interface. Its reader may panic on a damaged file, so each step is caught.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use parquet::basic::Compression;
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::schema::types::{Type, TypePtr};
+use rlood_types::dataset::RowError;
+use serde_json::Value;
+
+use super::source::{Flow, MAX_SOURCE_ROW_BYTES, Place, TakeRow, whole};
+
+/// What a file may say that its row group has, unpacked.
+const MAX_GROUP_BYTES: i64 = 64 << 30;
+/// pandas' own index.
+const INDEX: &str = "__index_level_0__";
+
+/// See [`super::source::each_row`].
+pub fn each_row(mut file: File, columns: Option<&[String]>, take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    let length = file.seek(SeekFrom::End(0)).map_err(|error| whole("unreadable", error.to_string()))?;
+    let mut end = [0; 4];
+    let tail = length.checked_sub(4).filter(|start| *start >= 4);
+    let is_whole = tail.is_some_and(|start| {
+        file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut end)).is_ok() && &end == b"PAR1"
+    });
+    if !is_whole {
+        return Err(whole("parquet", "the parquet file is cut off: upload it again, whole".to_owned()));
+    }
+    let damaged = |what: &str| whole("parquet", format!("the parquet file's {what} is damaged"));
+    let opened = catch_unwind(AssertUnwindSafe(|| SerializedFileReader::new(file)));
+    let reader = opened.map_err(|_| damaged("footer"))?.map_err(|error| {
+        whole("parquet", format!("the parquet file's footer cannot be read: {}", brief(&error.to_string())))
+    })?;
+    let schema = reader.metadata().file_metadata().schema_descr().root_schema_ptr();
+    let projection = projection(&schema, columns)?;
+    let mut row = 0;
+    for group in 0..reader.metadata().num_row_groups() {
+        check_group(&reader, group)?;
+        let at_group = |what: String| whole("parquet", format!("row group {group} {what}"));
+        let opened = catch_unwind(AssertUnwindSafe(|| reader.get_row_group(group)));
+        let unreadable = |error: ParquetError| at_group(format!("cannot be read: {}", brief(&error.to_string())));
+        let group_reader = opened.map_err(|_| at_group("is damaged".to_owned()))?.map_err(unreadable)?;
+        let rows = catch_unwind(AssertUnwindSafe(|| group_reader.get_row_iter(Some(projection.clone()))));
+        let mut rows = rows.map_err(|_| at_group("is damaged".to_owned()))?.map_err(unreadable)?;
+        loop {
+            let next = catch_unwind(AssertUnwindSafe(|| rows.next().map(|row| row.map(|row| row.to_json_value()))));
+            let value = match next {
+                Ok(None) => break,
+                Ok(Some(Ok(value))) => value,
+                Ok(Some(Err(error))) => {
+                    return Err(at_group(format!("cannot be read after row {row}: {}", brief(&error.to_string()))));
+                }
+                Err(_) => return Err(at_group(format!("is damaged (after row {row} of the file)"))),
+            };
+            row += 1;
+            if take(Place { row, row_group: Some(group) }, Ok(without_index(value))) == Flow::Enough {
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}
+
+fn without_index(mut value: Value) -> Value {
+    if let Value::Object(row) = &mut value {
+        row.shift_remove(INDEX);
+    }
+    value
+}
+
+/// The columns that are needed, those of images refused.
+fn projection(schema: &TypePtr, columns: Option<&[String]>) -> Result<Type, RowError> {
+    let is_needed = |name: &str| columns.is_none_or(|columns| columns.iter().any(|column| column == name));
+    let fields: Vec<TypePtr> = schema.get_fields().iter().filter(|field| is_needed(field.name())).cloned().collect();
+    if let Some(image) = fields.iter().find(|field| is_image(field)) {
+        let detail =
+            format!("the column '{}' holds images: only text can be trained on; drop it with map.drop", image.name());
+        return Err(whole("images_unsupported", detail));
+    }
+    let group = Type::group_type_builder(schema.name()).with_fields(fields).build();
+    group.map_err(|error| whole("parquet", brief(&error.to_string())))
+}
+
+/// As `datasets` writes them: struct<bytes, path>.
+fn is_image(field: &Type) -> bool {
+    if !field.is_group() {
+        return false;
+    }
+    let mut names: Vec<&str> = field.get_fields().iter().map(|field| field.name()).collect();
+    names.sort_unstable();
+    names == ["bytes", "path"]
+}
+
+/// What a group's metadata claims, before anything of it is read.
+fn check_group(reader: &SerializedFileReader<File>, group: usize) -> Result<(), RowError> {
+    let metadata = reader.metadata().row_group(group);
+    let bytes = metadata.total_byte_size();
+    if !(0..=MAX_GROUP_BYTES).contains(&bytes) || metadata.num_rows() < 0 {
+        return Err(whole("parquet", format!("row group {group} claims {bytes} bytes: the file is damaged")));
+    }
+    if metadata.columns().iter().any(|column| matches!(column.compression(), Compression::BROTLI(_) | Compression::LZO))
+    {
+        let detail =
+            "the file is compressed with brotli or lzo, which are not read: write it with snappy, zstd, gzip or lz4";
+        return Err(whole("parquet", detail.to_owned()));
+    }
+    let per_row = bytes.checked_div(metadata.num_rows().max(1)).unwrap_or(0);
+    if per_row > MAX_SOURCE_ROW_BYTES as i64 {
+        return Err(whole(
+            "row_too_long",
+            format!("row group {group} has {per_row} bytes a row: at most 64 MiB are read"),
+        ));
+    }
+    Ok(())
+}
+
+fn brief(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).take(200).collect()
+}

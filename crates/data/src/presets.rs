@@ -1,0 +1,50 @@
+//! Maps for the layouts that most data sets have: offered in an error, never applied unasked.
+
+use serde_json::{Value, json};
+
+use super::columns::Row;
+
+/// The map that fits these columns, if it is a known layout.
+pub fn fitting(row: &Row) -> Option<Value> {
+    let has = |name: &str| row.contains_key(name);
+    let text = |name: &str| row.get(name).is_some_and(Value::is_string);
+    if text("question") && has("answer") {
+        let is_gsm8k = row.get("answer").and_then(Value::as_str).is_some_and(|answer| answer.contains("####"));
+        let answer = match is_gsm8k {
+            true => "{{ answer.split('####')[-1] | trim | replace(',', '') }}",
+            false => "answer",
+        };
+        return Some(json!({"prompt": "question", "columns": {"ground_truth": answer}}));
+    }
+    if text("problem") && (has("solution") || has("answer")) {
+        let truth = if has("answer") { "answer" } else { "solution" };
+        return Some(json!({"prompt": "problem", "columns": {"ground_truth": truth}}));
+    }
+    if has("messages") {
+        return Some(json!({"prompt": "messages", "cut_answer": true}));
+    }
+    if has("conversations") {
+        return Some(json!({"prompt": "conversations", "cut_answer": true}));
+    }
+    if text("instruction") {
+        let prompt =
+            if has("input") { "{{ instruction }}{% if input %}\n\n{{ input }}{% endif %}" } else { "instruction" };
+        return Some(json!({"prompt": prompt}));
+    }
+    ["text", "query", "input", "problem_statement"]
+        .into_iter()
+        .find(|name| text(name))
+        .map(|name| json!({"prompt": name}))
+}
+
+/// What to say where there is no prompt.
+pub fn advice(row: &Row) -> String {
+    let columns: Vec<String> = row.keys().take(20).map(|name| format!("'{}'", super::columns::brief(name))).collect();
+    let found = if columns.is_empty() { "no columns".to_owned() } else { columns.join(", ") };
+    match fitting(row) {
+        Some(map) => format!("there is no 'prompt' column (found {found}): give a mapping, here \"map\": {map}"),
+        None => {
+            format!("there is no 'prompt' column (found {found}): say which one it is, \"map\": {{\"prompt\": \"…\"}}")
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! The files that rows come from: which format they have, and their rows one after another.
+
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::path::PathBuf;
+
+use flate2::bufread::MultiGzDecoder;
+use rlood_types::dataset::{Format, RowError, RowReader};
+use serde_json::Value;
+
+/// Bytes of a source's row, before anything is dropped from it.
+pub const MAX_SOURCE_ROW_BYTES: usize = 64 << 20;
+/// Read at once.
+const PIECE_BYTES: usize = 64 << 10;
+/// Looked at to tell a format.
+const LOOK_BYTES: usize = 4096;
+
+/// A file of rows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Source {
+    /// Shown in errors; its ending tells the format where the content does not.
+    pub name: String,
+    /// Where it lies.
+    pub path: PathBuf,
+}
+
+/// Where a row stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// In its file, from 1.
+    pub row: u64,
+    /// Of a parquet file, from 0.
+    pub row_group: Option<usize>,
+}
+
+/// Whether more rows are wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flow {
+    More,
+    Enough,
+}
+
+/// Takes a row, or why there is none.
+pub type TakeRow<'t> = dyn FnMut(Place, Result<Value, RowError>) -> Flow + 't;
+
+/// How a file is packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Packing {
+    None,
+    Gzip,
+    Zstd,
+}
+
+/// Gives the rows of a file, until no more are wanted. `columns` are those that are needed; None = all.
+///
+/// # Errors
+/// What is wrong with the whole file.
+pub fn each_row(
+    source: &Source,
+    hint: Option<Format>,
+    columns: Option<&[String]>,
+    take: &mut TakeRow<'_>,
+) -> Result<(), RowError> {
+    let mut file =
+        File::open(&source.path).map_err(|error| whole("unreadable", format!("cannot be opened: {error}")))?;
+    let mut start = [0; 8];
+    let read = read_full(&mut file, &mut start).map_err(unreadable)?;
+    let start = start.get(..read).unwrap_or_default();
+    if start.starts_with(b"PAR1") {
+        return parquet(file, columns, take);
+    }
+    if start.starts_with(b"ARROW1") || source.name.ends_with(".arrow") {
+        return Err(whole("format", "Arrow files are not read: write parquet (to_parquet())".to_owned()));
+    }
+    if start.starts_with(b"PK\x03\x04") || start.starts_with(b"BZh") || start.starts_with(b"\xfd7zXZ") {
+        return Err(whole(
+            "format",
+            "zip, bz2 and xz are not read: unpack the file, or pack it with gzip or zstd".to_owned(),
+        ));
+    }
+    let packing = match start {
+        [0x1f, 0x8b, ..] => Packing::Gzip,
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => Packing::Zstd,
+        _ => Packing::None,
+    };
+    file.seek(SeekFrom::Start(0)).map_err(unreadable)?;
+    let file = BufReader::with_capacity(PIECE_BYTES, file);
+    let mut bytes: Box<dyn Read> = match packing {
+        Packing::None => Box::new(file),
+        Packing::Gzip => Box::new(MultiGzDecoder::new(file)),
+        Packing::Zstd => Box::new(zstd::Decoder::with_buffer(file).map_err(unreadable)?),
+    };
+    let broken = |error: io::Error| match packing {
+        Packing::None => unreadable(error),
+        Packing::Gzip => {
+            whole("gzip", format!("the gzip data is broken or incomplete ({error}): pack and upload it again"))
+        }
+        Packing::Zstd => {
+            whole("zstd", format!("the zstd data is broken or incomplete ({error}): pack and upload it again"))
+        }
+    };
+    let mut look = vec![0; LOOK_BYTES];
+    let read = read_full(&mut bytes, &mut look).map_err(broken)?;
+    look.truncate(read);
+    let name = source.name.trim_end_matches(".gz").trim_end_matches(".zst").trim_end_matches(".zstd");
+    if look.starts_with(b"PAR1") {
+        return Err(whole("format", "a packed parquet file: unpack it, parquet is compressed in itself".to_owned()));
+    }
+    let format = Format::of_file_name(name).or(hint).map_or_else(|| by_look(&look), |named| corrected(named, &look));
+    texts(format, &look, &mut bytes, take).map_err(broken)
+}
+
+/// A `.json` file is often one object a line.
+fn corrected(named: Format, look: &[u8]) -> Format {
+    match (named, by_look(look)) {
+        (Format::Json, Format::Ndjson) => Format::Ndjson,
+        (Format::Ndjson, Format::Json) if look.trim_ascii_start().starts_with(b"[") => Format::Json,
+        (named, _) => named,
+    }
+}
+
+fn by_look(look: &[u8]) -> Format {
+    let text = look.strip_prefix(b"\xef\xbb\xbf").unwrap_or(look).trim_ascii_start();
+    let first_line = text.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    match text.first() {
+        Some(b'[') => Format::Json,
+        Some(b'{') => {
+            let rest: Vec<u8> =
+                text.iter().skip(1).copied().filter(|byte| !byte.is_ascii_whitespace()).take(10).collect();
+            if rest == b"\"records\":" { Format::Json } else { Format::Ndjson }
+        }
+        _ if first_line.contains(&b'\t') && !first_line.contains(&b',') => Format::Tsv,
+        _ => Format::Csv,
+    }
+}
+
+fn texts(format: Format, look: &[u8], bytes: &mut dyn Read, take: &mut TakeRow<'_>) -> io::Result<()> {
+    let mut reader = RowReader::new(format, MAX_SOURCE_ROW_BYTES);
+    let (mut row, mut flow) = (0, Flow::More);
+    let mut one = |_line: u64, read: Result<Value, RowError>| {
+        if flow == Flow::More {
+            row += 1;
+            flow = take(Place { row, row_group: None }, read);
+        }
+        flow
+    };
+    let mut enough = Flow::More;
+    reader.push(look, &mut |line, read| enough = one(line, read));
+    let mut piece = vec![0; PIECE_BYTES];
+    while enough == Flow::More {
+        let read = match bytes.read(&mut piece) {
+            Ok(0) => break,
+            Ok(read) => read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error),
+        };
+        reader.push(piece.get(..read).unwrap_or_default(), &mut |line, read| enough = one(line, read));
+    }
+    if enough == Flow::More {
+        reader.finish(&mut |line, read| enough = one(line, read));
+    }
+    Ok(())
+}
+
+#[cfg(feature = "parquet")]
+fn parquet(file: File, columns: Option<&[String]>, take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    crate::parquet_rows::each_row(file, columns, take)
+}
+
+#[cfg(not(feature = "parquet"))]
+fn parquet(_file: File, _columns: Option<&[String]>, _take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    let detail = "a parquet file, and this rlood was built without parquet: build it with `cargo build --release --features parquet`";
+    Err(whole("format", detail.to_owned()))
+}
+
+fn read_full(from: &mut dyn Read, into: &mut [u8]) -> io::Result<usize> {
+    let mut done = 0;
+    while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        match from.read(rest) {
+            Ok(0) => break,
+            Ok(read) => done += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(done)
+}
+
+fn unreadable(error: io::Error) -> RowError {
+    whole("unreadable", format!("cannot be read: {error}"))
+}
+
+/// Of the whole file.
+pub fn whole(code: &'static str, detail: String) -> RowError {
+    RowError { line: 0, code, detail }
+}

@@ -1,0 +1,314 @@
+//! Files of every format, mapped and written; what is wrong with them, named.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use rlood_data::{Converted, Options, Source, convert, preview};
+use rlood_types::dataset::{Recipe, Rejected};
+use serde_json::{Value, json};
+
+static GO_ON: AtomicBool = AtomicBool::new(false);
+
+fn options() -> Options<'static> {
+    Options { format: None, chat_default: true, max_bytes: 1 << 30, cancelled: &GO_ON }
+}
+
+fn fixture(name: &str) -> Source {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+    Source { name: name.to_owned(), path }
+}
+
+struct Dir(tempfile::TempDir);
+
+impl Dir {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn file(&self, name: &str, bytes: &[u8]) -> Source {
+        let path: PathBuf = self.0.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        Source { name: name.to_owned(), path }
+    }
+}
+
+fn recipe(value: Value) -> Recipe {
+    serde_json::from_value(value).unwrap()
+}
+
+fn converted(sources: &[Source], wanted: Value) -> Result<(Vec<Value>, Converted), Rejected> {
+    let mut out = Vec::new();
+    let done = convert(sources, &recipe(wanted), &options(), &mut out)?;
+    let rows = out.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+    let rows: Vec<Value> = rows.map(|line| serde_json::from_slice(line).unwrap()).collect();
+    assert_eq!(rows.len() as u64, done.summary.num_rows);
+    Ok((rows, done))
+}
+
+fn rows(sources: &[Source], wanted: Value) -> Vec<Value> {
+    converted(sources, wanted).unwrap().0
+}
+
+fn refused(sources: &[Source], wanted: Value) -> String {
+    converted(sources, wanted).unwrap_err().errors[0].detail.clone()
+}
+
+/// The mapping of the issue.
+fn of_gsm8k() -> Value {
+    json!({"map": {"prompt": "question", "system": "End with ####.",
+                   "columns": {"answer": "{{ answer.split('####')[-1] | trim | replace(',', '') }}"}}})
+}
+
+#[test]
+fn gsm8k_becomes_chats_with_the_number_alone_whatever_packs_it() {
+    for codec in ["none", "snappy", "zstd", "gzip", "lz4"] {
+        let rows = rows(&[fixture(&format!("gsm8k-{codec}.parquet"))], of_gsm8k());
+        assert_eq!(rows.len(), 40, "{codec}");
+        let prompt = json!([{"role": "system", "content": "End with ####."},
+                            {"role": "user", "content": "Ann has 30 apples and buys 30000. How many has she?"}]);
+        let expected = json!({"prompt": prompt, "question": "Ann has 30 apples and buys 30000. How many has she?", "answer": "30030"});
+        assert_eq!(rows[30], expected, "{codec}");
+    }
+    assert!(refused(&[fixture("gsm8k-brotli.parquet")], json!({})).contains("brotli"));
+}
+
+#[test]
+fn verl_s_nested_rows_come_with_exact_values() {
+    let rows = rows(
+        &[fixture("verl.parquet")],
+        json!({"map": {"keep": ["big", "score", "tags", "price", "raw", "truth", "data_source"],
+        "columns": {"truth": "reward_model"}}}),
+    );
+    assert_eq!(rows[0]["big"], json!(9_007_199_254_740_993_i64));
+    assert_eq!((&rows[0]["data_source"], &rows[0]["prompt"][0]["content"]), (&json!("math"), &json!("What is 0+0?")));
+    assert_eq!(
+        (&rows[0]["truth"]["ground_truth"], &rows[1]["score"], &rows[2]["score"]),
+        (&json!("0"), &json!(null), &json!(1e300))
+    );
+    assert_eq!((&rows[0]["tags"], &rows[0]["raw"]), (&json!({"a": 1}), &json!("AAE=")));
+    assert_eq!(rows[0]["price"].to_string().trim_matches('"'), "1.50");
+    let all = converted(&[fixture("verl.parquet")], json!({})).unwrap().1;
+    assert!(!all.summary.columns.iter().any(|name| name.starts_with("__index")), "{:?}", all.summary.columns);
+    let null =
+        refused(&[fixture("verl.parquet")], json!({"map": {"columns": {"truth": "{{ reward_model.ground_truth }}"}}}));
+    assert_eq!(null, "row 3 (verl.parquet, row group 0): map.columns.truth: 'reward_model' is null");
+}
+
+#[test]
+fn a_damaged_parquet_file_is_an_error_and_never_a_panic() {
+    let dir = Dir::new();
+    let whole = std::fs::read(fixture("gsm8k-snappy.parquet").path).unwrap();
+    let cut = dir.file("cut.parquet", &whole[..whole.len() - 9]);
+    assert!(refused(&[cut], of_gsm8k()).contains("cut off"));
+    assert!(refused(&[dir.file("tiny.parquet", b"PAR1")], of_gsm8k()).contains("cut off"));
+    let mut told = 0;
+    for at in (4..whole.len()).step_by(7) {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 0xff;
+        let read = converted(&[dir.file("flipped.parquet", &bytes)], of_gsm8k());
+        told += u32::from(read.is_err());
+    }
+    assert!(told > 50, "{told}");
+    assert!(refused(&[fixture("image.parquet")], json!({})).contains("'picture' holds images"));
+}
+
+#[test]
+fn texts_are_told_by_content_and_unpacked() {
+    let dir = Dir::new();
+    let lines = b"{\"prompt\":\"a\",\"n\":1}\n\n{\"prompt\":\"b\",\"n\":2}\n";
+    let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    gz.write_all(lines).unwrap();
+    let gz = gz.finish().unwrap();
+    let zst = zstd::encode_all(&lines[..], 3).unwrap();
+    let expected = vec![json!({"prompt": "a", "n": 1}), json!({"prompt": "b", "n": 2})];
+    for source in [
+        dir.file("rows.ndjson", lines),
+        dir.file("no-ending", lines),
+        dir.file("rows.json", lines),
+        dir.file("rows.jsonl.gz", &gz),
+        dir.file("rows", &zst),
+        dir.file("list.jsonl", b"[{\"prompt\":\"a\",\"n\":1},\n {\"prompt\":\"b\",\"n\":2}]"),
+        dir.file("records", b"{ \"records\": [{\"prompt\":\"a\",\"n\":1},{\"prompt\":\"b\",\"n\":2}]}"),
+    ] {
+        assert_eq!(rows(std::slice::from_ref(&source), json!({})), expected, "{}", source.name);
+    }
+    let twice = [gz.clone(), gz.clone()].concat();
+    assert_eq!(rows(&[dir.file("twice.gz", &twice)], json!({})).len(), 4, "members one after another");
+    assert!(refused(&[dir.file("cut.gz", &gz[..gz.len() - 5])], json!({})).contains("gzip data is broken"));
+    assert!(refused(&[dir.file("cut.zst", &zst[..zst.len() - 5])], json!({})).contains("zstd data is broken"));
+    assert!(refused(&[dir.file("a.arrow", b"ARROW1\0\0")], json!({})).contains("to_parquet()"));
+    let tsv = rows(&[dir.file("rows.tsv", b"prompt\tlabel\n\"a\tb\"\tx, y\n")], json!({}));
+    assert_eq!(tsv, [json!({"prompt": "a\tb", "label": "x, y"})]);
+    assert_eq!(rows(&[dir.file("looks", b"prompt\tlabel\na\tb\n")], json!({}))[0]["label"], "b");
+    assert_eq!(rows(&[dir.file("x", b"prompt,label\na,b\n")], json!({}))[0]["label"], "b");
+}
+
+#[test]
+fn without_a_prompt_the_map_to_paste_is_offered() {
+    let dir = Dir::new();
+    for (row, expected) in [
+        (
+            json!({"question": "2+2?", "answer": "2+2=4 #### 4"}),
+            r#""map": {"prompt":"question","columns":{"ground_truth":"{{ answer.split('####')[-1] | trim | replace(',', '') }}"}}"#,
+        ),
+        (
+            json!({"problem": "2+2?", "solution": "4"}),
+            r#""map": {"prompt":"problem","columns":{"ground_truth":"solution"}}"#,
+        ),
+        (json!({"messages": [], "ground_truth": "4"}), r#""map": {"prompt":"messages","cut_answer":true}"#),
+        (json!({"conversations": []}), r#""map": {"prompt":"conversations","cut_answer":true}"#),
+        (json!({"instruction": "Sum", "input": "1 2"}), r#"{% if input %}"#),
+        (json!({"a": 1}), r#""map": {"prompt": "…"}"#),
+    ] {
+        let told = refused(&[dir.file("rows.ndjson", row.to_string().as_bytes())], json!({}));
+        assert!(told.contains(expected) && told.contains("there is no 'prompt' column"), "{told}");
+    }
+}
+
+#[test]
+fn conversations_are_turned_and_answers_cut_only_when_asked() {
+    let dir = Dir::new();
+    let row = json!({"id": 1, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]});
+    let source = [dir.file("rows.ndjson", row.to_string().as_bytes())];
+    let whole = rows(&source, json!({"map": {"prompt": "conversations", "keep": ["id"]}}));
+    let turns = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]);
+    assert_eq!(whole, [json!({"prompt": turns, "id": 1})]);
+    let cut = rows(
+        &source,
+        json!({"map": {"prompt": "conversations", "cut_answer": true, "system": "Be brief.", "drop": ["conversations"]}}),
+    );
+    let turns = json!([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]);
+    assert_eq!(cut, [json!({"prompt": turns, "id": 1})]);
+}
+
+#[test]
+fn a_text_becomes_a_chat_where_that_is_meant() {
+    let dir = Dir::new();
+    let source = [dir.file("rows.ndjson", b"{\"prompt\":\"a\",\"q\":\"b\"}")];
+    let prompt = |map: Value| rows(&source, json!({"map": map}))[0]["prompt"].clone();
+    assert_eq!(prompt(json!({"drop": ["q"]})), "a");
+    assert_eq!(prompt(json!({"prompt": "q"})), json!([{"role": "user", "content": "b"}]));
+    assert_eq!(prompt(json!({"prompt": "q", "chat": false})), "b");
+    assert_eq!(prompt(json!({"chat": true})), json!([{"role": "user", "content": "a"}]));
+    assert_eq!(
+        prompt(json!({"system": "s {{ q }}"})),
+        json!([{"role": "system", "content": "s b"}, {"role": "user", "content": "a"}])
+    );
+    assert_eq!(prompt(json!({"prompt": "{{ q }}!"})), json!([{"role": "user", "content": "b!"}]));
+    let mut out = Vec::new();
+    let plain = Options { chat_default: false, ..options() };
+    convert(&source, &recipe(json!({"map": {"prompt": "q"}})), &plain, &mut out).unwrap();
+    assert!(out.starts_with(b"{\"prompt\":\"b\","));
+}
+
+#[test]
+fn rows_are_chosen_by_where_unique_limit_and_seed() {
+    let dir = Dir::new();
+    let lines: String =
+        (0..1000).map(|n| format!("{{\"prompt\":\"p{}\",\"n\":{n},\"kind\":\"{}\"}}\n", n / 2, n % 3)).collect();
+    let source = [dir.file("rows.ndjson", lines.as_bytes())];
+    let numbers =
+        |wanted: Value| -> Vec<u64> { rows(&source, wanted).iter().map(|row| row["n"].as_u64().unwrap()).collect() };
+    assert_eq!(numbers(json!({"limit": 3})), [0, 1, 2]);
+    assert_eq!(numbers(json!({"map": {"where": "kind == '0' and n > 5"}, "limit": 2})), [6, 9]);
+    assert_eq!(numbers(json!({"map": {"unique": "prompt"}, "limit": 3})), [0, 2, 4]);
+    // Mapped names come first.
+    assert_eq!(numbers(json!({"map": {"columns": {"n2": "kind"}, "unique": ["n2"]}})), [0, 1, 2]);
+    let drawn = numbers(json!({"limit": 100, "seed": 7}));
+    assert_eq!(drawn, numbers(json!({"limit": 100, "seed": 7})));
+    assert_ne!(drawn, numbers(json!({"limit": 100, "seed": 8})));
+    assert!(drawn.len() == 100 && drawn.windows(2).all(|pair| pair[0] < pair[1]), "{drawn:?}");
+    let mean = drawn.iter().sum::<u64>() / 100;
+    assert!((400..600).contains(&mean), "{mean}");
+    assert_eq!(numbers(json!({"limit": 5000, "seed": 1})).len(), 1000);
+}
+
+#[test]
+fn what_is_wrong_is_named_with_file_row_and_column() {
+    let dir = Dir::new();
+    let source =
+        [dir.file("rows.ndjson", b"{\"question\":\"a\",\"answer\":\"1\"}\n{\"question\":\"b\",\"answer\":null}\n")];
+    for (wanted, expected) in [
+        (
+            json!({"map": {"prompt": "quesiton"}}),
+            "row 1 (rows.ndjson): map.prompt: there is no column 'quesiton'; columns are question, answer (did you mean 'question'?)",
+        ),
+        (
+            json!({"map": {"prompt": "question", "columns": {"a": "{{ answr | trim }}"}}}),
+            "row 1 (rows.ndjson): map.columns.a: there is no column 'answr'; columns are question, answer (did you mean 'answer'?)",
+        ),
+        (
+            json!({"map": {"prompt": "question", "columns": {"answer": "{{ answer.split('#')[-1] }}"}}}),
+            "row 2 (rows.ndjson): map.columns.answer: 'answer' is null",
+        ),
+        (
+            json!({"map": {"prompt": "question", "keep": ["anwser"]}}),
+            "map.keep: there is no column 'anwser'; columns are answer, question (did you mean 'answer'?)",
+        ),
+        (json!({"map": {"prompt": "question", "keep": [], "drop": []}}), "map.drop: give keep or drop, not both"),
+        (json!({"map": {"prompt": "question", "columns": {"a": "{{ answer"}}}), "map.columns.a: "),
+        (json!({"map": {"prompt": "question", "system": "s", "chat": false}}), "map.chat: "),
+        (json!({"seed": 1}), "seed: it chooses which rows stay: give limit as well"),
+        (json!({"limit": 0}), "limit: it must be at least 1"),
+        (json!({"map": {"prompt": "answer"}}), "row 2 (rows.ndjson): map.prompt: 'answer' is null"),
+    ] {
+        let told = refused(&source, wanted.clone());
+        assert!(told.starts_with(expected), "{wanted}: {told}");
+    }
+    let bad = [dir.file("bad.ndjson", b"{\"prompt\":\"a\"}\n{\"prompt\":\n{\"prompt\":\"c\"}\n")];
+    assert!(refused(&bad, json!({})).starts_with("row 2 (bad.ndjson): broken JSON"), "{}", refused(&bad, json!({})));
+    let long = format!("{{\"prompt\":\"a\",\"blob\":\"{}\"}}", "x".repeat(2 << 20));
+    let long = [dir.file("long.ndjson", long.as_bytes())];
+    assert!(refused(&long, json!({})).contains("'blob' alone has 2097154"), "{}", refused(&long, json!({})));
+    assert_eq!(rows(&long, json!({"map": {"drop": ["blob"]}})), [json!({"prompt": "a"})]);
+    let mut out = Vec::new();
+    let few = Options { max_bytes: 20, ..options() };
+    let two = [dir.file("two.ndjson", b"{\"prompt\":\"a\"}\n{\"prompt\":\"b\"}\n")];
+    let error = convert(&two, &Recipe::default(), &few, &mut out).unwrap_err();
+    assert_eq!(error.errors[0].code, "too_large");
+}
+
+#[test]
+fn a_bomb_of_zeros_ends_at_its_limit() {
+    let dir = Dir::new();
+    let bomb = zstd::encode_all(std::io::repeat(b'x').take(100 << 20), 3).unwrap();
+    assert!(bomb.len() < 1 << 20);
+    let told = refused(&[dir.file("bomb.ndjson.zst", &bomb)], json!({}));
+    assert!(told.contains("longer than 64 MiB"), "{told}");
+}
+
+#[test]
+fn a_look_shows_columns_and_mapped_rows_and_suggests_a_map() {
+    let source = [fixture("gsm8k-zstd.parquet")];
+    let look = preview(&source, &Recipe::default(), &options(), 3).unwrap();
+    let columns: Vec<(&str, &str)> = look.columns.iter().map(|column| (column.name.as_str(), column.kind)).collect();
+    assert_eq!(columns, [("question", "text"), ("answer", "text")]);
+    assert_eq!((look.source_rows.len(), look.rows.len()), (3, 0));
+    assert_eq!(look.suggested_map.unwrap()["prompt"], "question");
+    assert!(look.rejected.unwrap().errors[0].detail.contains("there is no 'prompt' column"));
+    let look = preview(&source, &recipe(of_gsm8k()), &options(), 3).unwrap();
+    assert_eq!((look.rows.len(), look.rejected), (3, None));
+    assert_eq!(look.rows[2]["answer"], "2002");
+}
+
+#[test]
+fn a_look_at_a_large_file_takes_no_time() {
+    let dir = Dir::new();
+    let path = dir.0.path().join("large.csv");
+    let mut file = std::io::BufWriter::new(std::fs::File::create(&path).unwrap());
+    file.write_all(b"question,answer\n").unwrap();
+    let line = format!("{},{}\n", "q".repeat(500), "a".repeat(500));
+    for _ in 0..200_000 {
+        file.write_all(line.as_bytes()).unwrap();
+    }
+    drop(file);
+    let source = [Source { name: "large.csv".to_owned(), path }];
+    let begun = std::time::Instant::now();
+    let wanted = recipe(json!({"map": {"prompt": "question", "where": "answer == 'never'"}}));
+    let look = preview(&source, &wanted, &options(), 5).unwrap();
+    assert!(begun.elapsed().as_millis() < 300, "{:?}", begun.elapsed());
+    assert_eq!((look.source_rows.len(), look.rows.len()), (5, 0));
+}

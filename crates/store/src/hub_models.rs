@@ -1,0 +1,215 @@
+//! Models that are downloaded from a hub: begun, ready, failed; the jobs that wait for them are told.
+
+use serde_json::{Value, json};
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+
+use super::claims::job_fail;
+use super::events::event_insert;
+use super::models::model_row;
+use super::{Doing, JobRow, ModelRow, Store, StoreError, column, count_column, int};
+use crate::job::{Failure, FailureClass};
+
+/// `status_reason` of a queued job whose model is on its way.
+pub const MODEL_DOWNLOADING: &str = "model_downloading";
+/// Of a model whose files are on their way.
+pub const DOWNLOADING: &str = "downloading";
+/// Of a model that jobs can use.
+pub const READY: &str = "ready";
+
+/// Where a downloaded model comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HubOrigin {
+    /// The repository: `org/name`.
+    pub repo: String,
+    /// Branch, tag or commit, as asked for.
+    pub revision: String,
+    /// The commit that it was: 40 hexadecimal digits.
+    pub commit: String,
+    /// Of all files.
+    pub bytes_total: u64,
+}
+
+impl HubOrigin {
+    pub(super) fn read(row: &SqliteRow) -> Result<Option<HubOrigin>, StoreError> {
+        let Some(repo) = column::<Option<String>>(row, "hub")? else { return Ok(None) };
+        let (revision, commit) = (column(row, "revision")?, column(row, "commit_sha")?);
+        Ok(Some(HubOrigin { repo, revision, commit, bytes_total: count_column(row, "bytes_total")? }))
+    }
+}
+
+/// A model of a hub to register.
+#[derive(Debug, Clone)]
+pub struct NewHubModel {
+    /// What jobs call it.
+    pub id: String,
+    /// Where its files lie, or will.
+    pub source: String,
+    /// Fingerprint; known before the files are here.
+    pub sha256: String,
+    /// The model card, as JSON.
+    pub card: Value,
+    /// Whose it is; empty = everybody's.
+    pub owner: String,
+    /// Where it comes from.
+    pub origin: HubOrigin,
+    /// Its files are here.
+    pub is_ready: bool,
+}
+
+impl Store {
+    /// Registers a model of a hub: the row, and whether it is new. One of the same id, owner and commit stays as it is, but goes from
+    /// `failed` to `downloading`; another one is `Exists`.
+    pub async fn hub_model_create(&self, new: NewHubModel, now: i64) -> Result<(ModelRow, bool), StoreError> {
+        let doing = "register a model of a hub";
+        let NewHubModel { id, source, sha256, card, owner, origin, is_ready } = new;
+        let mut tx = self.begin(doing).await?;
+        let state = if is_ready { READY } else { DOWNLOADING };
+        let known = model_row(&mut tx, &id).await?;
+        if let Some(known) = &known {
+            let same = known.owner == owner && known.hub.as_ref().is_some_and(|hub| hub.commit == origin.commit);
+            if !same {
+                return Err(StoreError::Exists { kind: "model", id });
+            }
+            sqlx::query("UPDATE models SET state = ?, problem = NULL WHERE id = ? AND state = 'failed'")
+                .bind(state)
+                .bind(&id)
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+        } else {
+            sqlx::query(
+                "INSERT INTO models (id, source, state, sha256, card, owner, created_at, hub, revision, commit_sha, bytes_total) \
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            )
+            .bind(&id)
+            .bind(source)
+            .bind(state)
+            .bind(sha256)
+            .bind(card.to_string())
+            .bind(owner)
+            .bind(now)
+            .bind(origin.repo)
+            .bind(origin.revision)
+            .bind(origin.commit)
+            .bind(int(origin.bytes_total))
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        }
+        let row = model_row(&mut tx, &id).await?;
+        self.commit(tx, doing).await?;
+        row.map(|row| (row, known.is_none())).ok_or(StoreError::NotFound { kind: "model", id })
+    }
+
+    /// The models whose files are on their way.
+    pub async fn hub_models_downloading(&self) -> Result<Vec<ModelRow>, StoreError> {
+        sqlx::query("SELECT * FROM models WHERE state = 'downloading' ORDER BY created_at, id")
+            .fetch_all(&self.readers)
+            .await
+            .doing("look for downloads")?
+            .iter()
+            .map(ModelRow::read)
+            .collect()
+    }
+
+    /// Whether another model's files lie in the same directory.
+    pub async fn model_source_is_used(&self, source: &str) -> Result<bool, StoreError> {
+        let found: Option<i64> = sqlx::query_scalar("SELECT 1 FROM models WHERE source = ? LIMIT 1")
+            .bind(source)
+            .fetch_optional(&self.readers)
+            .await
+            .doing("look for models")?;
+        Ok(found.is_some())
+    }
+
+    /// Tells the jobs that wait for a model how far it is, by an event `model.downloading`.
+    pub async fn hub_model_progress(&self, id: &str, progress: &Value, now: i64) -> Result<(), StoreError> {
+        let doing = "note a download's progress";
+        let mut tx = self.begin(doing).await?;
+        let waiting = waiting_jobs(&mut tx, id).await?;
+        for job in &waiting {
+            event_insert(&mut tx, job.id, "model.downloading", now, progress).await?;
+        }
+        self.commit(tx, doing).await?;
+        waiting.iter().for_each(|job| self.wake_job(job.id));
+        Ok(())
+    }
+
+    /// All files are here and verified: jobs that wait begin. False when the model was deleted meanwhile, or is another one now.
+    pub async fn hub_model_ready(&self, id: &str, commit: &str, card: &Value, now: i64) -> Result<bool, StoreError> {
+        let doing = "note that a model is ready";
+        let mut tx = self.begin(doing).await?;
+        let done = sqlx::query(
+            "UPDATE models SET state = 'ready', problem = NULL, card = ? WHERE id = ? AND commit_sha = ? AND state = 'downloading'",
+        )
+        .bind(card.to_string())
+        .bind(id)
+        .bind(commit)
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        if done.rows_affected() == 0 {
+            return Ok(false);
+        }
+        let waiting = waiting_jobs(&mut tx, id).await?;
+        for job in &waiting {
+            sqlx::query("UPDATE jobs SET status_reason = NULL WHERE id = ? AND status_reason = ?")
+                .bind(job.id.to_string())
+                .bind(MODEL_DOWNLOADING)
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            event_insert(&mut tx, job.id, "model.ready", now, json!({"model": id, "commit": commit})).await?;
+        }
+        self.commit(tx, doing).await?;
+        waiting.iter().for_each(|job| self.wake_job(job.id));
+        self.wake_queue();
+        Ok(true)
+    }
+
+    /// The download cannot succeed: jobs that wait for the model fail, and say why.
+    pub async fn hub_model_failed(&self, id: &str, commit: &str, problem: &str, now: i64) -> Result<(), StoreError> {
+        let doing = "note that a download failed";
+        let mut tx = self.begin(doing).await?;
+        let done = sqlx::query(
+            "UPDATE models SET state = 'failed', problem = ? WHERE id = ? AND commit_sha = ? AND state = 'downloading'",
+        )
+        .bind(problem)
+        .bind(id)
+        .bind(commit)
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        if done.rows_affected() == 0 {
+            return Ok(());
+        }
+        let waiting = waiting_jobs(&mut tx, id).await?;
+        for job in &waiting {
+            let failure = Failure {
+                class: FailureClass::User,
+                code: "model_download_failed".to_owned(),
+                message: format!("the model '{id}' could not be downloaded: {problem}"),
+                phase: None,
+                step: None,
+                suggestion: Some(
+                    "mend that, download the model again with POST /models, then retry the job".to_owned(),
+                ),
+            };
+            job_fail(&mut tx, job, failure, now).await?;
+        }
+        self.commit(tx, doing).await?;
+        waiting.iter().for_each(|job| self.wake_job(job.id));
+        Ok(())
+    }
+}
+
+async fn waiting_jobs(tx: &mut SqliteConnection, id: &str) -> Result<Vec<JobRow>, StoreError> {
+    sqlx::query("SELECT * FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' AND model = ?")
+        .bind(id)
+        .fetch_all(tx)
+        .await
+        .doing("look for jobs that wait for a model")?
+        .iter()
+        .map(JobRow::read)
+        .collect()
+}

@@ -1,0 +1,174 @@
+//! What is made of a source's rows: which column is the prompt, what is computed, what is kept.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::ToSchema;
+
+/// How rows become those of a dataset.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(as = DatasetRecipe)]
+pub struct Recipe {
+    /// What each row becomes; without it rows stay as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub map: Option<Map>,
+    /// So many rows at most: the first ones, or with `seed` a sample of all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1)]
+    pub limit: Option<u64>,
+    /// Of the sample.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seed: Option<u64>,
+}
+
+/// What a row becomes. A value without `{{` is the name of a column, or a path into one (`reward_model.ground_truth`,
+/// `messages.0.content`); with it, a template over the row's columns.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(as = DatasetMap)]
+pub struct Map {
+    /// The prompt: a text, or a list of chat messages. Without it, the column `prompt`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "question")]
+    pub prompt: Option<String>,
+    /// The system message, as it is; with `{{`, a template. Put in front of the prompt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub system: Option<String>,
+    /// A text becomes a user's message. Without it: with `system`, and where the prompt's column is not named `prompt` and the model has a
+    /// chat template.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat: Option<bool>,
+    /// Columns that are made: name → column, path or template.
+    #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
+    #[schema(value_type = std::collections::BTreeMap<String, String>)]
+    pub columns: serde_json::Map<String, Value>,
+    /// Only these columns stay, besides the prompt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep: Option<Vec<String>>,
+    /// These columns go.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drop: Option<Vec<String>>,
+    /// Only rows for which this expression over the source's columns is true.
+    #[serde(default, rename = "where", skip_serializing_if = "Option::is_none")]
+    #[schema(example = "ability == 'MATH'")]
+    pub condition: Option<String>,
+    /// Of rows that agree in this column, or these, the first one stays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unique: Option<Unique>,
+    /// A prompt that ends with assistant messages loses them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub cut_answer: bool,
+}
+
+/// One column, or several.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(untagged)]
+pub enum Unique {
+    /// One.
+    Column(String),
+    /// Several.
+    Columns(Vec<String>),
+}
+
+impl Unique {
+    /// Their names.
+    pub fn columns(&self) -> &[String] {
+        match self {
+            Unique::Column(name) => std::slice::from_ref(name),
+            Unique::Columns(names) => names,
+        }
+    }
+}
+
+/// A recipe that makes no sense whatever the rows are.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{at}: {detail}")]
+pub struct InvalidRecipe {
+    /// The field: `map.columns.answer`.
+    pub at: String,
+    /// What is wrong and what to do.
+    pub detail: String,
+}
+
+impl Recipe {
+    /// Whether rows stay as they are.
+    pub fn is_plain(&self) -> bool {
+        *self == Recipe::default()
+    }
+
+    /// Reads the simple keys of a query: prompt, system, chat, where, unique, cut_answer, limit, seed, keep, drop (names by commas). Others
+    /// are left to the caller.
+    ///
+    /// # Errors
+    /// A value that is not what its key needs.
+    pub fn from_query<'q>(pairs: impl IntoIterator<Item = (&'q str, &'q str)>) -> Result<Recipe, InvalidRecipe> {
+        let wrong = |at: &str, detail: &str| InvalidRecipe { at: at.to_owned(), detail: detail.to_owned() };
+        let number = |at: &str, text: &str| text.parse().map_err(|_| wrong(at, "it must be a whole number"));
+        let flag = |at: &str, text: &str| text.parse().map_err(|_| wrong(at, "it must be true or false"));
+        let names = |text: &str| text.split(',').map(|name| name.trim().to_owned()).collect::<Vec<String>>();
+        let (mut recipe, mut map) = (Recipe::default(), Map::default());
+        for (key, text) in pairs {
+            match key {
+                "limit" => recipe.limit = Some(number(key, text)?),
+                "seed" => recipe.seed = Some(number(key, text)?),
+                "prompt" => map.prompt = Some(text.to_owned()),
+                "system" => map.system = Some(text.to_owned()),
+                "chat" => map.chat = Some(flag(key, text)?),
+                "where" => map.condition = Some(text.to_owned()),
+                "unique" => map.unique = Some(Unique::Columns(names(text))),
+                "cut_answer" => map.cut_answer = flag(key, text)?,
+                "keep" => map.keep = Some(names(text)),
+                "drop" => map.drop = Some(names(text)),
+                _ => {}
+            }
+        }
+        recipe.map = (map != Map::default()).then_some(map);
+        Ok(recipe)
+    }
+
+    /// Checks what needs no rows.
+    ///
+    /// # Errors
+    /// The first field that contradicts another one, or itself.
+    pub fn check(&self) -> Result<(), InvalidRecipe> {
+        let wrong = |at: &str, detail: String| Err(InvalidRecipe { at: at.to_owned(), detail });
+        if self.limit == Some(0) {
+            return wrong("limit", "it must be at least 1".to_owned());
+        }
+        if self.seed.is_some() && self.limit.is_none() {
+            return wrong("seed", "it chooses which rows stay: give limit as well".to_owned());
+        }
+        let Some(map) = &self.map else { return Ok(()) };
+        if map.system.is_some() && map.chat == Some(false) {
+            return wrong("map.chat", "with a system message the prompt is a chat: leave chat out".to_owned());
+        }
+        if map.keep.is_some() && map.drop.is_some() {
+            return wrong("map.drop", "give keep or drop, not both".to_owned());
+        }
+        if map.unique.as_ref().is_some_and(|unique| unique.columns().is_empty()) {
+            return wrong("map.unique", "it names no column".to_owned());
+        }
+        for (at, text) in [("map.prompt", &map.prompt), ("map.where", &map.condition)] {
+            if text.as_ref().is_some_and(|text| text.trim().is_empty()) {
+                return wrong(at, "it is empty".to_owned());
+            }
+        }
+        let dropped: BTreeSet<&str> = map.drop.iter().flatten().map(String::as_str).collect();
+        for (name, value) in &map.columns {
+            let at = format!("map.columns.{name}");
+            if name.is_empty() || name == super::PROMPT {
+                return wrong(&at, "a column needs a name; the prompt is map.prompt".to_owned());
+            }
+            match value.as_str() {
+                Some(text) if !text.trim().is_empty() => {}
+                _ => return wrong(&at, "it must be the name of a column, or a template".to_owned()),
+            }
+            if dropped.contains(name.as_str()) {
+                return wrong("map.drop", format!("'{name}' is made by map.columns: drop it there"));
+            }
+        }
+        Ok(())
+    }
+}

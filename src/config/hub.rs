@@ -1,0 +1,84 @@
+//! Settings of the hub that models come from.
+
+use std::fmt;
+
+use clap::{Args, ValueEnum};
+
+use super::ConfigError;
+use crate::hub::{HubEnvironment, PUBLIC_ENDPOINT};
+
+/// Flags of the hub. What huggingface_hub reads for the rest is read here too: HF_TOKEN, HF_TOKEN_PATH, HF_HOME, HF_HUB_CACHE,
+/// HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE.
+#[derive(Debug, Clone, Args)]
+pub struct HubArgs {
+    /// The hub that models come from: the public one, or a mirror (http:// or https://). A private address must be permitted by
+    /// --allow-outgoing.
+    #[arg(long, env = "HF_ENDPOINT", default_value = PUBLIC_ENDPOINT, value_name = "URL")]
+    pub hub_endpoint: String,
+
+    /// Whose downloads may use the server's own token (HF_TOKEN) and the local cache of huggingface_hub: admins (without keys
+    /// everybody is one) or everyone. Others send a token of their own in the header x-hub-token.
+    #[arg(long, env = "RLOOD_HUB_TOKEN_FOR", value_enum, default_value_t = HubTokenFor::Admins, value_name = "WHO")]
+    pub hub_token_for: HubTokenFor,
+}
+
+/// Whose downloads may use the server's own rights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum HubTokenFor {
+    /// Keys with the scope admin, and everybody on a server without keys.
+    Admins,
+    /// Every key.
+    Everyone,
+}
+
+/// What a server knows of the hub.
+#[derive(Clone, PartialEq, Eq)]
+pub struct HubConfig {
+    /// As the variables say.
+    pub environment: HubEnvironment,
+    /// Whose downloads may use its token and cache.
+    pub token_for: HubTokenFor,
+}
+
+impl fmt::Debug for HubConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HubConfig").field("endpoint", &self.environment.endpoint).finish_non_exhaustive()
+    }
+}
+
+impl HubConfig {
+    /// Nothing is asked of any hub.
+    pub fn offline() -> HubConfig {
+        HubConfig {
+            environment: HubEnvironment { offline: true, ..HubEnvironment::read(|_| None) },
+            token_for: HubTokenFor::Admins,
+        }
+    }
+
+    /// Whether the hub, or its local cache in its place, can give a model.
+    pub fn may_be_asked(&self) -> bool {
+        !self.environment.offline || self.environment.cache.is_some()
+    }
+
+    /// As this process's variables say.
+    pub fn of_environment() -> HubConfig {
+        let environment = HubEnvironment::read(|name| std::env::var(name).ok());
+        HubConfig { environment, token_for: HubTokenFor::Admins }
+    }
+}
+
+impl HubArgs {
+    pub(super) fn resolve(&self) -> Result<HubConfig, ConfigError> {
+        let HubArgs { hub_endpoint, hub_token_for } = self;
+        let endpoint = hub_endpoint.trim().trim_end_matches('/');
+        let is_url =
+            reqwest::Url::parse(endpoint).is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
+        if !is_url {
+            return Err(ConfigError::new("--hub-endpoint (HF_ENDPOINT) must be an http:// or https:// URL"));
+        }
+        let mut config = HubConfig::of_environment();
+        endpoint.clone_into(&mut config.environment.endpoint);
+        config.token_for = *hub_token_for;
+        Ok(config)
+    }
+}

@@ -1,0 +1,308 @@
+//! Downloads of models from a hub: each a task of its own, two at a time, told to the jobs that wait for it.
+//!
+//! Nothing but the model's row survives the process, and that is enough: what has arrived lies in parts on the disk, named by hash,
+//! and a server that starts goes on with every model that is `downloading`.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
+
+use crate::causes::with_causes;
+use crate::hub::{Hub, HubError, ModelPlan, Progress, Repo, RepoKind, clean_parts};
+use crate::store::{HubOrigin, ModelRow, Store, clock_ms};
+
+/// Models that are downloaded at once; the others wait.
+const AT_ONCE: usize = 2;
+/// Between two looks at the progress.
+const LOOK: Duration = Duration::from_secs(1);
+/// Looks that the rate is taken over.
+const LOOKS_OF_RATE: usize = 10;
+/// Looks between two events.
+const LOOKS_AN_EVENT: u32 = 5;
+/// Of a hub that cannot be reached: the first pause, the longest one, and when it is given up.
+const FIRST_PAUSE: Duration = Duration::from_secs(5);
+const LONGEST_PAUSE: Duration = Duration::from_secs(300);
+const GIVEN_UP_AFTER: Duration = Duration::from_secs(24 * 3600);
+/// Parts that nobody goes on with are kept so long.
+const PARTS_KEPT: Duration = Duration::from_secs(24 * 3600);
+
+/// Reads a model's folder: what the store keeps as its card, and its fingerprint; or why it cannot be used. Blocking.
+pub type Describe = fn(&Path) -> Result<(Value, String), String>;
+
+/// How far a download is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Advance {
+    /// Bytes here.
+    pub bytes_done: u64,
+    /// Over the last seconds; None before the second look.
+    pub bytes_per_second: Option<f64>,
+    /// Seconds to go at that rate.
+    pub eta_s: Option<f64>,
+}
+
+/// The downloads of a server. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Downloads(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    store: Store,
+    root: PathBuf,
+    places: Semaphore,
+    running: Mutex<HashMap<String, Running>>,
+}
+
+#[derive(Debug)]
+struct Running {
+    commit: String,
+    total: u64,
+    progress: Arc<Progress>,
+    looks: VecDeque<(Instant, u64)>,
+    task: AbortHandle,
+}
+
+impl Running {
+    fn advance(&self) -> Advance {
+        let bytes_done = self.progress.done_bytes().min(self.total);
+        let rate = || {
+            let ((first, from), (last, to)) = (self.looks.front()?, self.looks.back()?);
+            let seconds = last.duration_since(*first).as_secs_f64();
+            (seconds > 0.0).then(|| to.saturating_sub(*from) as f64 / seconds)
+        };
+        let bytes_per_second = rate();
+        let eta_s = bytes_per_second.filter(|rate| *rate > 0.0).map(|rate| (self.total - bytes_done) as f64 / rate);
+        Advance { bytes_done, bytes_per_second, eta_s }
+    }
+}
+
+impl Downloads {
+    /// Into a data directory.
+    pub fn new(store: Store, root: &Path) -> Self {
+        let (root, places) = (root.to_owned(), Semaphore::new(AT_ONCE));
+        Self(Arc::new(Inner { store, root, places, running: Mutex::default() }))
+    }
+
+    /// Where broken downloads leave what has arrived, by hash.
+    pub fn parts(&self) -> PathBuf {
+        self.0.root.join("hub").join("parts")
+    }
+
+    /// Where a model's small files and the headers of its weights lie while the weights are on their way.
+    pub fn outline(&self, commit: &str) -> PathBuf {
+        self.0.root.join("hub").join("outlines").join(commit)
+    }
+
+    /// Where the files of a repository at a commit lie in the end.
+    pub fn folder(&self, repo: &str, commit: &str) -> PathBuf {
+        self.0.root.join("models").join(repo.replace('/', "--")).join(commit)
+    }
+
+    /// Where a model can be read, its tensors' bytes excepted: its folder, or its outline while it is on its way.
+    pub fn readable(&self, row: &ModelRow) -> PathBuf {
+        match &row.hub {
+            Some(hub) if row.state == "downloading" => self.outline(&hub.commit),
+            Some(_) | None => PathBuf::from(&row.source),
+        }
+    }
+
+    /// How far a model's download is; None when none is under way.
+    pub fn advance(&self, model: &str) -> Option<Advance> {
+        self.running().get(model).map(Running::advance)
+    }
+
+    /// Begins to download a model that is `downloading`; nothing when that is under way.
+    pub fn start(&self, hub: Hub, row: &ModelRow, describe: Describe) {
+        let Some(origin) = row.hub.clone() else { return };
+        let mut running = self.running();
+        if running.get(&row.id).is_some_and(|known| known.commit == origin.commit && !known.task.is_finished()) {
+            return;
+        }
+        let progress = Arc::<Progress>::default();
+        let download = Download {
+            downloads: self.clone(),
+            hub,
+            id: row.id.clone(),
+            source: PathBuf::from(&row.source),
+            sha256: row.sha256.clone(),
+            origin: origin.clone(),
+            progress: progress.clone(),
+            describe,
+        };
+        let task = tokio::spawn(download.run()).abort_handle();
+        let (commit, total) = (origin.commit, origin.bytes_total);
+        running.insert(row.id.clone(), Running { commit, total, progress, looks: VecDeque::new(), task });
+    }
+
+    /// Ends a model's download; the parts stay for a day.
+    pub fn cancel(&self, model: &str) {
+        if let Some(running) = self.running().remove(model) {
+            running.task.abort();
+        }
+    }
+
+    /// Removes a downloaded model's files, unless another model's lie in the same folder. Folders elsewhere stay.
+    ///
+    /// # Errors
+    /// When they cannot be removed.
+    pub async fn remove_files(&self, row: &ModelRow) -> std::io::Result<()> {
+        let Some(hub) = &row.hub else { return Ok(()) };
+        let folder = self.folder(&hub.repo, &hub.commit);
+        if folder != Path::new(&row.source) {
+            return Ok(()); // In a cache of somebody else's.
+        }
+        let used = self.0.store.model_source_is_used(&row.source).await;
+        if used.map_err(std::io::Error::other)? {
+            return Ok(());
+        }
+        let outline = self.outline(&hub.commit);
+        let removed = tokio::task::spawn_blocking(move || {
+            remove_folder(&outline)?;
+            remove_folder(&folder)
+        });
+        removed.await.map_err(std::io::Error::other)?
+    }
+
+    /// Removes parts and outlines that nobody went on with for a day.
+    pub async fn clean(&self) {
+        let (parts, outlines) = (self.parts(), self.0.root.join("hub").join("outlines"));
+        let kept = match self.0.store.hub_models_downloading().await {
+            Ok(rows) => rows.into_iter().filter_map(|row| Some(row.hub?.commit)).collect::<Vec<_>>(),
+            Err(error) => return tracing::warn!(error = with_causes(&error), "old downloads stay"),
+        };
+        let cleaned = tokio::task::spawn_blocking(move || {
+            let Some(before) = SystemTime::now().checked_sub(PARTS_KEPT) else { return Ok(0) };
+            clean_outlines(&outlines, &kept, before)?;
+            clean_parts(&parts, before)
+        });
+        if let Ok(Err(error)) = cleaned.await {
+            tracing::warn!(%error, "old downloads stay");
+        }
+    }
+
+    fn running(&self) -> std::sync::MutexGuard<'_, HashMap<String, Running>> {
+        self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn remove_folder(folder: &Path) -> std::io::Result<()> {
+    match std::fs::remove_dir_all(folder) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        done => done,
+    }
+}
+
+fn clean_outlines(outlines: &Path, kept: &[String], before: SystemTime) -> std::io::Result<()> {
+    let entries = match std::fs::read_dir(outlines) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        let entry = entry?;
+        let is_kept = entry.file_name().to_str().is_some_and(|name| kept.iter().any(|commit| commit == name));
+        if !is_kept && entry.metadata()?.modified()? < before {
+            remove_folder(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// One model's download.
+struct Download {
+    downloads: Downloads,
+    hub: Hub,
+    id: String,
+    source: PathBuf,
+    sha256: String,
+    origin: HubOrigin,
+    progress: Arc<Progress>,
+    describe: Describe,
+}
+
+impl Download {
+    async fn run(self) {
+        let store = self.downloads.0.store.clone();
+        let ended = {
+            let Ok(_place) = self.downloads.0.places.acquire().await else { return };
+            tokio::select! {
+                ended = self.fetch() => ended,
+                () = self.watch() => return,
+            }
+        };
+        let noted = match ended {
+            Ok(card) => store.hub_model_ready(&self.id, &self.origin.commit, &card, clock_ms()).await.map(|_| ()),
+            Err(problem) => {
+                tracing::warn!(model = self.id, problem, "a model cannot be downloaded");
+                store.hub_model_failed(&self.id, &self.origin.commit, &problem, clock_ms()).await
+            }
+        };
+        match noted {
+            Ok(()) => {
+                let outline = self.downloads.outline(&self.origin.commit);
+                let _ = tokio::task::spawn_blocking(move || remove_folder(&outline)).await;
+                self.downloads.running().remove(&self.id);
+            }
+            // It stays `downloading`: the next start of the server finds all files here.
+            Err(error) => tracing::error!(error = with_causes(&error), "the end of a download is not noted"),
+        }
+    }
+
+    /// The model's card, once all is here; or why it never will be.
+    async fn fetch(&self) -> Result<Value, String> {
+        let begun = Instant::now();
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match self.try_once().await {
+                Ok(()) => break,
+                Err(error) if error.may_pass() && begun.elapsed() < GIVEN_UP_AFTER => {
+                    tracing::warn!(model = self.id, error = with_causes(&error), "a download goes on in a while");
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+        let (describe, source) = (self.describe, self.source.clone());
+        let described = tokio::task::spawn_blocking(move || describe(&source)).await;
+        let (card, sha256) = described.map_err(|error| format!("its files could not be read: {error}"))??;
+        match sha256 == self.sha256 {
+            true => Ok(card),
+            false => Err("its files are not those that the hub announced".to_owned()),
+        }
+    }
+
+    async fn try_once(&self) -> Result<(), HubError> {
+        let repo = Repo::new(RepoKind::Model, &self.origin.repo, &self.origin.commit)
+            .map_err(|error| HubError::NotUnderstood(error.to_string()))?;
+        let plan: ModelPlan = self.hub.plan_model(&repo).await?;
+        self.progress.reset();
+        self.hub.download(&plan, &self.downloads.parts(), &self.source, &self.progress).await
+    }
+
+    /// Never ends.
+    async fn watch(&self) {
+        for count in 1_u32.. {
+            tokio::time::sleep(LOOK).await;
+            let advance = {
+                let mut running = self.downloads.running();
+                let Some(running) = running.get_mut(&self.id) else { continue };
+                running.looks.push_back((Instant::now(), self.progress.done_bytes()));
+                if running.looks.len() > LOOKS_OF_RATE {
+                    running.looks.pop_front();
+                }
+                running.advance()
+            };
+            if count % LOOKS_AN_EVENT == 0 {
+                let told = json!({"model": self.id, "bytes_done": advance.bytes_done, "bytes_total": self.origin.bytes_total,
+                                  "bytes_per_second": advance.bytes_per_second, "eta_s": advance.eta_s});
+                if let Err(error) = self.downloads.0.store.hub_model_progress(&self.id, &told, clock_ms()).await {
+                    tracing::warn!(error = with_causes(&error), "a download's progress is not told");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! Models of a hub: looked up, outlined, registered; their files follow.
+
+use std::path::{Path as FsPath, PathBuf};
+
+use serde_json::Value;
+
+use super::AppState;
+use super::auth::Caller;
+use super::error::{Code, Problem, shortened};
+use super::models::{read_card, record};
+use super::reach;
+use crate::causes::with_causes;
+use crate::config::HubTokenFor;
+use crate::hub::{FileHash, Hub, HubError, HubSettings, ModelPlan, Repo, RepoKind, find_cached, verify_cached};
+use crate::modelcard::{self, ModelFile};
+use crate::reward::http_client::restricted_client_builder;
+use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
+
+/// What a model is before its files are here.
+pub(super) struct Looked {
+    new: NewHubModel,
+    /// In the operator's cache; else it is to be downloaded.
+    is_here: bool,
+}
+
+impl Looked {
+    /// As a row that no database holds.
+    pub(super) fn into_row(self) -> ModelRow {
+        let Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready }, is_here: _ } = self;
+        let state = if is_ready { "ready" } else { "downloading" };
+        ModelRow {
+            id,
+            source,
+            state: state.to_owned(),
+            sha256,
+            card,
+            owner,
+            created_at: clock_ms(),
+            hub: Some(origin),
+            problem: None,
+        }
+    }
+}
+
+/// Reads a repository's name and revision; `at` is the field that holds the name.
+pub(super) fn parse_repo(at: &str, repo: &str, revision: Option<&str>) -> Result<Repo, Problem> {
+    let parsed = match revision {
+        None => Repo::parse(RepoKind::Model, repo),
+        Some(revision) => Repo::new(RepoKind::Model, repo, revision),
+    };
+    parsed.map_err(|error| {
+        let detail = error.to_string();
+        Problem::new(Code::InvalidBody, detail.clone()).item(at, "invalid", detail)
+    })
+}
+
+/// A client of the hub with the rights of a caller: the token of the request, else the server's own where that is permitted.
+async fn client(state: &AppState, caller: &Caller) -> Result<Hub, Problem> {
+    let environment = &state.config.hub.environment;
+    let own = environment.token.clone().filter(|_| has_own_rights(state, caller));
+    build(state, caller.hub_token().cloned().or(own)).await
+}
+
+async fn build(state: &AppState, token: Option<crate::hub::Token>) -> Result<Hub, Problem> {
+    let environment = &state.config.hub.environment;
+    let policy = reach::outgoing(state).await?;
+    let client = restricted_client_builder(&policy).build().map_err(Problem::internal)?;
+    let settings = HubSettings::new(&environment.endpoint, policy).map_err(|error| {
+        let detail = format!(
+            "the hub at {} (HF_ENDPOINT) may not be asked: {error}; the operator permits it with --allow-outgoing",
+            environment.endpoint
+        );
+        Problem::new(Code::HubUnreachable, detail)
+    })?;
+    Ok(Hub::new(client, HubSettings { token, offline: environment.offline, ..settings }))
+}
+
+/// Whether the server's own token and the cache of its account serve this caller.
+fn has_own_rights(state: &AppState, caller: &Caller) -> bool {
+    match state.config.hub.token_for {
+        HubTokenFor::Everyone => true,
+        HubTokenFor::Admins => caller.sees().is_none(),
+    }
+}
+
+/// What the hub, or the local cache, knows of a model; reads its small files and the headers of its weights.
+pub(super) async fn look(state: &AppState, caller: &Caller, id: String, repo: &Repo) -> Result<Looked, Problem> {
+    let environment = &state.config.hub.environment;
+    let cache = environment.cache.as_deref().filter(|_| has_own_rights(state, caller));
+    if environment.offline {
+        let cached = cache.and_then(|cache| find_cached(cache, repo));
+        let offline = || problem(&HubError::Offline { repo: repo.to_string() });
+        let cached = cached.ok_or_else(offline)?;
+        let origin = origin(repo, cached.commit, 0);
+        return cached_model(id, cached.path, origin, String::new()).await;
+    }
+    let hub = client(state, caller).await?;
+    let plan = hub.plan_model(repo).await.map_err(|error| problem(&error))?;
+    // Who may read it was decided by a token: it is the caller's alone.
+    let is_private = plan.is_restricted && caller.hub_token().is_some();
+    let owner = if is_private { caller.owner().to_owned() } else { String::new() };
+    let origin = origin(repo, plan.commit.clone(), plan.total_bytes());
+    let at_commit = Repo::new(RepoKind::Model, repo.id(), &plan.commit).map_err(Problem::internal)?;
+    if let Some(cached) = cache.and_then(|cache| find_cached(cache, &at_commit))
+        && verify_cached(&cached).await.map_err(|error| problem(&error))?.is_none()
+    {
+        return cached_model(id, cached.path, origin, owner).await;
+    }
+    outline(state, &hub, id, plan, origin, owner).await
+}
+
+fn origin(repo: &Repo, commit: String, bytes_total: u64) -> HubOrigin {
+    HubOrigin { repo: repo.id().to_owned(), revision: repo.revision().to_owned(), commit, bytes_total }
+}
+
+async fn cached_model(id: String, folder: PathBuf, origin: HubOrigin, owner: String) -> Result<Looked, Problem> {
+    let read = folder.clone();
+    let described = tokio::task::spawn_blocking(move || describe(&read)).await.map_err(Problem::internal)?;
+    let (card, sha256) = described.map_err(|detail| unusable(&id, &detail))?;
+    let bytes_total = card["size_bytes"].as_u64().unwrap_or(origin.bytes_total);
+    let (source, origin) = (folder.to_string_lossy().into_owned(), HubOrigin { bytes_total, ..origin });
+    Ok(Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: true }, is_here: true })
+}
+
+async fn outline(
+    state: &AppState,
+    hub: &Hub,
+    id: String,
+    plan: ModelPlan,
+    origin: HubOrigin,
+    owner: String,
+) -> Result<Looked, Problem> {
+    let folder = state.downloads.outline(&plan.commit);
+    hub.outline(&plan, &state.downloads.parts(), &folder).await.map_err(|error| problem(&error))?;
+    let source = state.downloads.folder(plan.repo.id(), &plan.commit).to_string_lossy().into_owned();
+    let described = tokio::task::spawn_blocking(move || {
+        let (card, files) = read_card(&folder).map_err(|problem| problem.detail().to_owned())?;
+        let sha256 = announced_fingerprint(&folder, &files, &plan)?;
+        // The stamp is of the files, which are not here.
+        record(&card, "").map(|card| (card, sha256)).map_err(|problem| problem.detail().to_owned())
+    });
+    let (card, sha256) = described.await.map_err(Problem::internal)?.map_err(|detail| unusable(&id, &detail))?;
+    Ok(Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: false }, is_here: false })
+}
+
+/// The fingerprint that the files will have: of the weights by the announced hashes, of the small ones, which are here, by their bytes.
+fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &ModelPlan) -> Result<String, String> {
+    let mut hashes = Vec::with_capacity(files.len());
+    for file in files {
+        let announced = plan.files.iter().find(|known| known.path == file.name).map(|known| known.hash);
+        let digest = match announced {
+            Some(FileHash::Sha256(digest)) => digest,
+            _ if file.name.ends_with(".safetensors") => {
+                return Err(format!("{}: the hub announces no sha256 of it", file.name));
+            }
+            _ => modelcard::hash_file(outline, file).map_err(|error| error.to_string())?,
+        };
+        hashes.push((file.name.as_str(), digest));
+    }
+    Ok(modelcard::fingerprint_of(hashes))
+}
+
+/// The card that the store keeps of a folder's model, and its fingerprint. Blocking.
+pub(super) fn describe(folder: &FsPath) -> Result<(Value, String), String> {
+    let text = |problem: Problem| problem.detail().to_owned();
+    let (card, files) = read_card(folder).map_err(text)?;
+    let stamp = modelcard::stamp(folder, &files);
+    let sha256 = modelcard::fingerprint_files(folder, &files).map_err(|error| error.to_string())?;
+    Ok((record(&card, &stamp).map_err(text)?, sha256))
+}
+
+/// Registers a model of the hub, and begins to download it unless its files are here: the row, and whether it is new.
+pub(super) async fn register(
+    state: &AppState,
+    caller: &Caller,
+    id: Option<String>,
+    repo: &Repo,
+) -> Result<(ModelRow, bool), Problem> {
+    let id = id.unwrap_or_else(|| repo.to_string());
+    if let Some(row) = known(state, caller, &id, repo).await? {
+        if row.state == "downloading" {
+            state.downloads.start(client(state, caller).await?, &row, describe);
+        }
+        return Ok((row, false));
+    }
+    let Looked { new, is_here } = look(state, caller, id, repo).await?;
+    let (row, is_new) = state.store.hub_model_create(new, clock_ms()).await?;
+    if !is_here {
+        state.downloads.start(client(state, caller).await?, &row, describe);
+    }
+    Ok((row, is_new))
+}
+
+/// The model of this id, if it stands for the same repository at the same revision and did not fail: it stays at its commit.
+async fn known(state: &AppState, caller: &Caller, id: &str, repo: &Repo) -> Result<Option<ModelRow>, Problem> {
+    let row = match state.store.model_get(id).await {
+        Ok(row) => row,
+        Err(StoreError::NotFound { .. }) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    let conflict = |detail: String| Problem::new(Code::Conflict, detail.clone()).item("/id", "taken", detail);
+    if !caller.may_use_model(&row.owner) {
+        return Err(conflict(format!("the id '{}' is taken; choose another one", shortened(id))));
+    }
+    match &row.hub {
+        Some(hub) if hub.repo == repo.id() && hub.revision == repo.revision() => {
+            Ok(Some(row).filter(|row| row.state != "failed"))
+        }
+        Some(_) | None => Err(conflict(format!(
+            "the id '{}' stands for another model already: choose another id, or delete that one first",
+            shortened(id)
+        ))),
+    }
+}
+
+/// Goes on with the downloads that the last process left. The token of a request was not kept.
+pub async fn resume(state: &AppState) -> Result<(), Problem> {
+    for row in state.store.hub_models_downloading().await? {
+        let Some(hub) = &row.hub else { continue };
+        if row.owner.is_empty() {
+            let client = build(state, state.config.hub.environment.token.clone()).await?;
+            state.downloads.start(client, &row, describe);
+            continue;
+        }
+        let problem = "the server was started again and does not keep the token of a request: send POST /models with \
+                       x-hub-token again; what was downloaded is kept for a day";
+        state.store.hub_model_failed(&row.id, &hub.commit, problem, clock_ms()).await?;
+    }
+    Ok(())
+}
+
+fn unusable(id: &str, detail: &str) -> Problem {
+    let detail = format!("{} cannot be used: {detail}", shortened(id));
+    Problem::new(Code::InvalidModel, detail.clone()).item("/hub", "unusable_model", detail)
+}
+
+/// What a client reads of a hub's refusal.
+fn problem(error: &HubError) -> Problem {
+    let detail = error.to_string();
+    let (code, item) = match error {
+        error if error.may_pass() => (Code::HubUnreachable, "hub_unreachable"),
+        HubError::Offline { .. } => (Code::InvalidModel, "hub_offline"),
+        HubError::Gated { .. } => (Code::InvalidModel, "gated"),
+        HubError::NoRepository { .. } => (Code::InvalidModel, "unknown_repository"),
+        HubError::BadToken => (Code::InvalidModel, "bad_token"),
+        HubError::NoRevision { .. } => (Code::InvalidModel, "unknown_revision"),
+        HubError::NoSpace { .. } => (Code::StorageFull, "too_large"),
+        HubError::Disk { .. } => return Problem::internal(with_causes(error)),
+        HubError::Unusable { .. } => (Code::InvalidModel, "unusable_model"),
+        _ => (Code::InvalidModel, "hub_refused"),
+    };
+    Problem::new(code, detail.clone()).item("/hub", item, detail)
+}

@@ -1,0 +1,280 @@
+//! Models of a hub, through real processes: registered, downloaded, waited for, gone on with; each refusal in a sentence.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::hub::{COMMIT, Faults, Running, start};
+use crate::kill::adapter;
+use crate::processes::{Server, command, model_copy, register, spec};
+
+const TOKEN: &str = "hf_right_and_secret";
+
+/// The files of the test model, as a repository.
+fn repository() -> BTreeMap<String, Vec<u8>> {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = model_copy(&dir.path().join("model"));
+    let mut files: BTreeMap<String, Vec<u8>> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .map(|entry| (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap()))
+        .collect();
+    files.insert("pytorch_model.bin".to_owned(), vec![0; 20_000]);
+    files.insert("modeling_evil.py".to_owned(), b"print()".to_vec());
+    files
+}
+
+/// So much of a file that its header is there and its tensors are not.
+fn held() -> Faults {
+    Faults { held_after: Some(60_000), ..Faults::default() }
+}
+
+fn serve(data: &Path, hub: &Running, variables: &[(&str, &str)]) -> Server {
+    let mut command = command(data, "cpu");
+    command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", &hub.url).envs(variables.iter().copied());
+    Server::start_by(&mut command)
+}
+
+async fn post(server: &Server, path: &str, headers: &[(&str, &str)], body: &Value) -> (u16, Value) {
+    let http = reqwest::Client::builder().no_proxy().build().unwrap();
+    let mut request = http.post(format!("{}{path}", server.url)).json(body);
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let answer = request.send().await.unwrap();
+    (answer.status().as_u16(), answer.json().await.unwrap())
+}
+
+async fn delete(server: &Server, path: &str) -> u16 {
+    let http = reqwest::Client::builder().no_proxy().build().unwrap();
+    http.delete(format!("{}{path}", server.url)).send().await.unwrap().status().as_u16()
+}
+
+async fn model_when(server: &Server, state: &str) -> Value {
+    for _ in 0..600 {
+        let model = server.get("/models/fake%2Ftiny").await;
+        if model["state"] == state {
+            return model;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("not {state}: {}", server.get("/models/fake%2Ftiny").await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_names_a_repository_waits_for_its_download_and_trains_as_from_a_folder() {
+    let hub = start(repository(), held()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, &[]);
+
+    // Nothing is stored by a check.
+    let answer = server.post("/jobs/validate", &spec("fake/tiny", 2)).await;
+    assert_eq!((&answer["valid"], &answer["errors"]), (&json!(true), &json!([])), "{answer}");
+    assert!(answer["estimate"]["total_bytes"].as_u64() > Some(0));
+    assert_eq!(server.get("/models").await["data"], json!([]));
+
+    let job = server.submit(&spec("fake/tiny", 2)).await;
+    let waiting = server.get(&format!("/jobs/{job}")).await;
+    assert_eq!((&waiting["state"], &waiting["status_reason"]), (&json!("queued"), &json!("model_downloading")));
+    let model = model_when(&server, "downloading").await;
+    assert_eq!(
+        (&model["commit"], &model["revision"], &model["hub"]),
+        (&json!(COMMIT), &json!("main"), &json!("fake/tiny"))
+    );
+    let total = model["bytes_total"].as_u64().unwrap();
+    assert!(model["bytes_done"].as_u64().unwrap() < total && model["card"]["architecture"] == "qwen3", "{model}");
+    // Told to whoever watches the job.
+    server.job_when(&job, "an event", |_| true).await;
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    let events = server.get(&format!("/jobs/{job}/events?limit=1000")).await;
+    let told = events["data"].as_array().unwrap().iter().find(|event| event["type"] == "model.downloading").cloned();
+    assert_eq!(told.unwrap()["data"]["bytes_total"], total);
+    assert_eq!(delete(&server, "/models/fake%2Ftiny").await, 409);
+
+    hub.fake.faults.released.store(true, std::sync::atomic::Ordering::SeqCst);
+    let view = server.job_in_state(&job, "succeeded").await;
+    let model = model_when(&server, "ready").await;
+    assert_eq!((&model["bytes_done"], model.get("problem")), (&json!(total), None));
+    let source = Path::new(model["source"].as_str().unwrap());
+    assert!(source.join("model.safetensors").is_file() && !source.join("modeling_evil.py").exists());
+    assert!(!source.join("pytorch_model.bin").exists());
+
+    // The same from a folder: the same bytes.
+    register(&server, "folder", &model_copy(&dir.path().join("model"))).await;
+    let other = server.submit(&spec("folder", 2)).await;
+    server.job_in_state(&other, "succeeded").await;
+    assert!(adapter(&server, &job).await == adapter(&server, &other).await, "{view}");
+    assert_eq!(model["sha256"], server.get("/models/folder").await["sha256"]);
+
+    // Known: no more requests.
+    let asked = hub.seen().len();
+    let (status, again) = post(&server, "/models", &[], &json!({"hub": "fake/tiny"})).await;
+    assert_eq!((status, &again["commit"], hub.seen().len()), (200, &json!(COMMIT), asked));
+    assert_eq!(delete(&server, "/models/fake%2Ftiny").await, 204);
+    assert!(!source.exists());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_was_killed_goes_on_where_its_download_ended() {
+    let hub = start(repository(), held()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let mut server = serve(&data, &hub, &[]);
+    let (status, model) = post(&server, "/models", &[], &json!({"id": "mine/tiny", "hub": "fake/tiny"})).await;
+    assert_eq!((status, &model["state"], &model["id"]), (202, &json!("downloading"), &json!("mine/tiny")), "{model}");
+    let parts = data.join("hub/parts");
+    for _ in 0..200 {
+        let here = std::fs::read_dir(&parts).unwrap().filter_map(|entry| entry.unwrap().metadata().ok());
+        if here.map(|metadata| metadata.len()).max() >= Some(60_000) {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    server.child.kill().unwrap();
+    server.child.wait().unwrap();
+    drop(server);
+    let before = hub.seen().len();
+    hub.fake.faults.released.store(true, std::sync::atomic::Ordering::SeqCst);
+    let server = serve(&data, &hub, &[]);
+    for _ in 0..600 {
+        if server.get("/models/mine%2Ftiny").await["state"] == "ready" {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(server.get("/models/mine%2Ftiny").await["state"], "ready");
+    let again = hub.seen().split_off(before);
+    assert!(again.iter().any(|seen| seen.cdn && seen.range.as_deref() == Some("bytes=60000-")), "{again:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_request_s_token_opens_is_its_owner_s_alone_and_the_token_is_nowhere() {
+    let hub = start(repository(), Faults { gated: Some(TOKEN), ..Faults::default() }).await;
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let admin = "an-admin-key-of-the-test";
+    let server =
+        serve(&data, &hub, &[("RLOOD_API_KEY", admin), ("RLOOD_ALLOW_OUTGOING", "loopback"), ("RLOOD_LOG", "trace")]);
+    let bearer = format!("Bearer {admin}");
+    let key = async |owner: &str| {
+        let body = json!({"name": owner, "owner": owner, "scopes": ["read", "write"]});
+        let (status, made) = post(&server, "/keys", &[("authorization", &bearer)], &body).await;
+        assert_eq!(status, 201, "{made}");
+        format!("Bearer {}", made["key"].as_str().unwrap())
+    };
+    let (ann, bob) = (key("ann").await, key("bob").await);
+    let wanted = json!({"hub": "fake/tiny"});
+    let (status, refused) = post(&server, "/models", &[("authorization", &ann)], &wanted).await;
+    assert_eq!((status, &refused["errors"][0]["code"]), (422, &json!("gated")), "{refused}");
+    assert!(refused["detail"].as_str().unwrap().contains("accept its licence at"), "{refused}");
+    let with_token = [("authorization", ann.as_str()), ("x-hub-token", TOKEN)];
+    let (status, model) = post(&server, "/models", &with_token, &wanted).await;
+    assert_eq!((status, &model["owner"]), (202, &json!("ann")), "{model}");
+    let read = async |bearer: &str| {
+        let http = reqwest::Client::builder().no_proxy().build().unwrap();
+        let answer =
+            http.get(format!("{}/models/fake%2Ftiny", server.url)).header("authorization", bearer).send().await;
+        let answer = answer.unwrap();
+        (answer.status().as_u16(), answer.json::<Value>().await.unwrap())
+    };
+    assert_eq!(read(&bob).await.0, 404);
+    for _ in 0..600 {
+        if read(&ann).await.1["state"] == "ready" {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(read(&ann).await.1["state"], "ready");
+    let (_, answer) = post(&server, "/jobs/validate", &[("authorization", &bob)], &spec("fake/tiny", 2)).await;
+    assert_eq!(answer["valid"], false, "{answer}");
+    assert!(!answer.to_string().contains(TOKEN));
+    for seen in hub.seen() {
+        assert!(!seen.cdn || seen.authorization.is_none(), "{seen:?}");
+    }
+    drop(server);
+    let mut files = vec![data.clone()];
+    while let Some(path) = files.pop() {
+        if path.is_dir() {
+            files.extend(std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()));
+        } else {
+            let bytes = std::fs::read(&path).unwrap();
+            assert!(!bytes.windows(TOKEN.len()).any(|window| window == TOKEN.as_bytes()), "{}", path.display());
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_way_to_ask_wrongly_is_told_with_the_field_and_what_to_do() {
+    let hub = start(repository(), Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, &[]);
+    for (body, status, at, says) in [
+        (json!({}), 422, "", "give hub (org/name) or source"),
+        (json!({"hub": "fake/tiny", "source": "/x"}), 422, "/hub", "not both"),
+        (json!({"source": "/x"}), 422, "/id", "needs an id"),
+        (json!({"id": "a", "source": "/x", "revision": "main"}), 422, "/revision", "no revision"),
+        (json!({"hub": "fake//tiny"}), 422, "/hub", "org/name"),
+        (json!({"hub": "fake/tiny", "revision": "nope"}), 422, "/hub", "no revision"),
+        (json!({"hub": "fake/other"}), 422, "/hub", "or it is private"),
+        (json!({"id": "../x", "hub": "fake/tiny"}), 422, "/id", "no model id"),
+    ] {
+        let (found, answer) = post(&server, "/models", &[], &body).await;
+        let error = &answer["errors"][0];
+        assert_eq!((found, &error["pointer"]), (status, &json!(at)), "{body}: {answer}");
+        assert!(answer["detail"].as_str().unwrap().contains(says), "{body}: {answer}");
+    }
+    let answer = server.post("/jobs/validate", &spec("fake/other", 2)).await;
+    assert_eq!(answer["errors"][0]["pointer"], "/model", "{answer}");
+    assert!(answer["errors"][0]["detail"].as_str().unwrap().contains("fake/other"), "{answer}");
+
+    // A revision is a part of the id.
+    let (status, model) = post(&server, "/models", &[], &json!({"hub": format!("fake/tiny@{COMMIT}")})).await;
+    assert_eq!((status, &model["id"]), (202, &json!(format!("fake/tiny@{COMMIT}"))), "{model}");
+    let (status, answer) = post(&server, "/models", &[], &json!({"id": "rlood/x", "hub": "fake/tiny"})).await;
+    assert_eq!(status, 202, "{answer}");
+    let (status, answer) =
+        post(&server, "/models", &[], &json!({"id": "rlood/x", "hub": "fake/tiny", "revision": COMMIT})).await;
+    assert_eq!((status, &answer["errors"][0]["pointer"]), (409, &json!("/id")), "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_download_that_cannot_succeed_fails_the_jobs_that_wait_and_says_why() {
+    let mut files = repository();
+    files.insert("unused".to_owned(), vec![0]);
+    // The outline reads the header; the bytes behind it are never those that the hub announced.
+    let hub = start(files, Faults { damaged_at_end: true, ..held() }).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, &[]);
+    let job = server.submit(&spec("fake/tiny", 2)).await;
+    hub.fake.faults.released.store(true, std::sync::atomic::Ordering::SeqCst);
+    let failed = server.job_in_state(&job, "failed").await;
+    assert_eq!(failed["failure"]["code"], "model_download_failed", "{failed}");
+    assert!(failed["failure"]["message"].as_str().unwrap().contains("arrives damaged"), "{failed}");
+    let model = model_when(&server, "failed").await;
+    assert!(model["problem"].as_str().unwrap().contains("arrives damaged"), "{model}");
+    let answer = server.post("/jobs/validate", &spec("fake/tiny", 2)).await;
+    assert_eq!(answer["errors"][0]["code"], "model_download_failed", "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn offline_a_snapshot_of_the_local_cache_is_read_in_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model_copy(&dir.path().join("model"));
+    let cached = dir.path().join("hf/hub/models--fake--tiny");
+    std::fs::create_dir_all(cached.join("refs")).unwrap();
+    std::fs::create_dir_all(cached.join("snapshots")).unwrap();
+    std::fs::write(cached.join("refs/main"), COMMIT).unwrap();
+    std::os::unix::fs::symlink(&model, cached.join("snapshots").join(COMMIT)).unwrap();
+    let mut command = command(&dir.path().join("data"), "none");
+    command.env("HF_HOME", dir.path().join("hf"));
+    let server = Server::start_by(&mut command);
+    let (status, model) = post(&server, "/models", &[], &json!({"hub": "fake/tiny"})).await;
+    assert_eq!((status, &model["state"], &model["commit"]), (201, &json!("ready"), &json!(COMMIT)), "{model}");
+    assert!(model["source"].as_str().unwrap().contains("models--fake--tiny/snapshots"), "{model}");
+    let (status, refused) = post(&server, "/models", &[], &json!({"hub": "fake/other"})).await;
+    assert_eq!((status, &refused["errors"][0]["code"]), (422, &json!("hub_offline")), "{refused}");
+    assert_eq!(delete(&server, "/models/fake%2Ftiny").await, 204);
+    assert!(cached.join("snapshots").join(COMMIT).join("config.json").exists());
+}
