@@ -13,7 +13,7 @@ use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 
 use crate::causes::with_causes;
-use crate::hub::{Hub, HubError, ModelPlan, Progress, Repo, RepoKind, clean_parts};
+use crate::hub::{Hub, HubError, Progress, Repo, RepoKind, RepoPlan, clean_parts};
 use crate::store::{HubOrigin, ModelRow, Store, clock_ms};
 
 /// Models that are downloaded at once; the others wait.
@@ -97,6 +97,11 @@ impl Downloads {
         self.0.root.join("hub").join("outlines").join(commit)
     }
 
+    /// Where a data set's files lie while they are read, and for a day.
+    pub fn sources(&self, commit: &str) -> PathBuf {
+        self.0.root.join("hub").join("sources").join(commit)
+    }
+
     /// Where the files of a repository at a commit lie in the end.
     pub fn folder(&self, repo: &str, commit: &str) -> PathBuf {
         self.0.root.join("models").join(repo.replace('/', "--")).join(commit)
@@ -167,16 +172,17 @@ impl Downloads {
         removed.await.map_err(std::io::Error::other)?
     }
 
-    /// Removes parts and outlines that nobody went on with for a day.
+    /// Removes parts, outlines and sources that nobody went on with for a day.
     pub async fn clean(&self) {
-        let (parts, outlines) = (self.parts(), self.0.root.join("hub").join("outlines"));
+        let (parts, outlines, sources) = (self.parts(), self.outline(""), self.sources(""));
         let kept = match self.0.store.hub_models_downloading().await {
             Ok(rows) => rows.into_iter().filter_map(|row| Some(row.hub?.commit)).collect::<Vec<_>>(),
             Err(error) => return tracing::warn!(error = with_causes(&error), "old downloads stay"),
         };
         let cleaned = tokio::task::spawn_blocking(move || {
             let Some(before) = SystemTime::now().checked_sub(PARTS_KEPT) else { return Ok(0) };
-            clean_outlines(&outlines, &kept, before)?;
+            clean_folders(&outlines, &kept, before)?;
+            clean_folders(&sources, &[], before)?;
             clean_parts(&parts, before)
         });
         if let Ok(Err(error)) = cleaned.await {
@@ -196,7 +202,7 @@ fn remove_folder(folder: &Path) -> std::io::Result<()> {
     }
 }
 
-fn clean_outlines(outlines: &Path, kept: &[String], before: SystemTime) -> std::io::Result<()> {
+fn clean_folders(outlines: &Path, kept: &[String], before: SystemTime) -> std::io::Result<()> {
     let entries = match std::fs::read_dir(outlines) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         entries => entries?,
@@ -278,7 +284,7 @@ impl Download {
     async fn try_once(&self) -> Result<(), HubError> {
         let repo = Repo::new(RepoKind::Model, &self.origin.repo, &self.origin.commit)
             .map_err(|error| HubError::NotUnderstood(error.to_string()))?;
-        let plan: ModelPlan = self.hub.plan_model(&repo).await?;
+        let plan: RepoPlan = self.hub.plan_model(&repo).await?;
         self.progress.reset();
         self.hub.download(&plan, &self.downloads.parts(), &self.source, &self.progress).await
     }

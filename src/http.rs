@@ -15,6 +15,8 @@ mod compare;
 mod contract;
 mod cookie;
 pub mod courses;
+mod dataset_preview;
+mod dataset_sources;
 pub mod datasets;
 pub mod demo;
 pub mod download;
@@ -178,6 +180,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(compare::routes())
         .merge(generate::routes())
         .merge(courses::routes())
+        .merge(dataset_preview::routes())
         .merge(demo::routes())
         .merge(events::routes())
         .merge(artifacts::routes())

@@ -12,6 +12,7 @@
 //! | `rlood-worker`: [`worker`] [`prober`] [`generator`] [`reward_model`] | the processes that compute |
 //! | `rlood-store`: [`store`] [`files`] | durable |
 //! | `rlood-rewards`: [`reward`] | async stays here |
+//! | `rlood-data`: [`data`] | files of rows, read and mapped; blocking |
 //! | `rlood-hub`: [`hub`] | a client of the hub's protocol; knows nothing of jobs |
 //! | `rlood-engine`: [`engine`] | synchronous; knows token ids, not jobs or HTTP |
 //! | `rlood-model-files`: [`modelcard`] | what a model's folder holds, without tensors |
@@ -31,6 +32,7 @@
 
 pub mod config;
 
+pub use rlood_data as data;
 pub use rlood_engine as engine;
 pub use rlood_hub as hub;
 pub use rlood_model_files as modelcard;

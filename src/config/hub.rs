@@ -7,6 +7,9 @@ use clap::{Args, ValueEnum};
 use super::ConfigError;
 use crate::hub::{HubEnvironment, PUBLIC_ENDPOINT};
 
+/// Of the public hub.
+const DATASETS_SERVER: &str = "https://datasets-server.huggingface.co";
+
 /// Flags of the hub. What huggingface_hub reads for the rest is read here too: HF_TOKEN, HF_TOKEN_PATH, HF_HOME, HF_HUB_CACHE,
 /// HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE.
 #[derive(Debug, Clone, Args)]
@@ -15,6 +18,11 @@ pub struct HubArgs {
     /// --allow-outgoing.
     #[arg(long, env = "HF_ENDPOINT", default_value = PUBLIC_ENDPOINT, value_name = "URL")]
     pub hub_endpoint: String,
+
+    /// The server that lists the hub's own copies of data sets in parquet: for those whose files are in no format that is read here.
+    /// Default: that of the public hub, where --hub-endpoint is the public hub; else none.
+    #[arg(long, env = "RLOOD_HUB_DATASETS_SERVER", value_name = "URL")]
+    pub hub_datasets_server: Option<String>,
 
     /// Whose downloads may use the server's own token (HF_TOKEN) and the local cache of huggingface_hub: admins (without keys
     /// everybody is one) or everyone. Others send a token of their own in the header x-hub-token.
@@ -38,6 +46,8 @@ pub struct HubConfig {
     pub environment: HubEnvironment,
     /// Whose downloads may use its token and cache.
     pub token_for: HubTokenFor,
+    /// Lists the hub's own copies of data sets.
+    pub datasets_server: Option<reqwest::Url>,
 }
 
 impl fmt::Debug for HubConfig {
@@ -52,6 +62,7 @@ impl HubConfig {
         HubConfig {
             environment: HubEnvironment { offline: true, ..HubEnvironment::read(|_| None) },
             token_for: HubTokenFor::Admins,
+            datasets_server: None,
         }
     }
 
@@ -60,16 +71,23 @@ impl HubConfig {
         !self.environment.offline || self.environment.cache.is_some()
     }
 
+    /// Lists the hub's own copies of data sets in parquet.
+    pub fn datasets_server(&self) -> Option<reqwest::Url> {
+        let public =
+            || (self.environment.endpoint == PUBLIC_ENDPOINT).then(|| reqwest::Url::parse(DATASETS_SERVER).ok());
+        self.datasets_server.clone().or_else(|| public().flatten())
+    }
+
     /// As this process's variables say.
     pub fn of_environment() -> HubConfig {
         let environment = HubEnvironment::read(|name| std::env::var(name).ok());
-        HubConfig { environment, token_for: HubTokenFor::Admins }
+        HubConfig { environment, token_for: HubTokenFor::Admins, datasets_server: None }
     }
 }
 
 impl HubArgs {
     pub(super) fn resolve(&self) -> Result<HubConfig, ConfigError> {
-        let HubArgs { hub_endpoint, hub_token_for } = self;
+        let HubArgs { hub_endpoint, hub_token_for, hub_datasets_server } = self;
         let endpoint = hub_endpoint.trim().trim_end_matches('/');
         let is_url =
             reqwest::Url::parse(endpoint).is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
@@ -79,6 +97,12 @@ impl HubArgs {
         let mut config = HubConfig::of_environment();
         endpoint.clone_into(&mut config.environment.endpoint);
         config.token_for = *hub_token_for;
+        let server =
+            hub_datasets_server.as_deref().map(str::trim).filter(|url| !url.is_empty()).map(reqwest::Url::parse);
+        let wrong = |_| {
+            ConfigError::new("--hub-datasets-server (RLOOD_HUB_DATASETS_SERVER) must be an http:// or https:// URL")
+        };
+        config.datasets_server = server.transpose().map_err(wrong)?;
         Ok(config)
     }
 }

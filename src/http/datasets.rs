@@ -9,7 +9,7 @@ use axum::extract::multipart::{Field, Multipart, MultipartError};
 use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::Response;
-use futures::{Stream, StreamExt};
+use futures::{Stream, StreamExt, stream};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
@@ -18,15 +18,17 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
+use super::dataset_sources::{Files, convert_files, fetch, uploaded};
 use super::download::{Download, RangeHeaders, send_file};
 use super::error::{Code, FieldError, Problem, ProblemBody, shortened};
 use super::extract::{Json, Path, Query, announced_bytes, body_fault, body_problem, media_type};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
-use crate::dataset::{Format, Reader, Rejected, Summary};
+use crate::dataset::{Format, Reader, Recipe, Rejected, RowError, Summary};
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
+use crate::spec::HubDataset;
 use crate::store::{DatasetRow, NewDataset, StoreError, clock_ms};
 
 /// The largest dataset a server accepts when nothing else is set, in bytes, before and after it is made canonical.
@@ -38,8 +40,10 @@ const UPLOAD_DEADLINE: Duration = Duration::from_secs(3600);
 /// A page of rows ends here, however few they are.
 const PAGE_BYTES: usize = 4 * 1024 * 1024;
 const LONGEST_NAME: usize = 200;
-/// What a form may have beside the rows, in bytes.
-const FORM_BYTES: u64 = 64 * 1024;
+/// What is kept of an upload that is only looked at, bytes.
+const LOOK_BYTES: u64 = 8 << 20;
+/// A request for a data set of the hub, or a mapping, bytes.
+const MAX_DOCUMENT_BYTES: usize = 256 * 1024;
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -70,12 +74,16 @@ pub struct Dataset {
     pub owner: String,
     /// When it was uploaded first.
     pub created_at: Time,
+    /// Where it comes from: the hub's repository, commit, files with hashes; and what was made of the rows (`recipe`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    pub origin: Option<Value>,
 }
 
 impl From<DatasetRow> for Dataset {
     fn from(row: DatasetRow) -> Self {
-        let DatasetRow { id, name, sha256, num_rows, size_bytes, columns, owner, created_at } = row;
-        Self { id, name, num_rows, size_bytes, sha256, columns, owner, created_at: Time(created_at) }
+        let DatasetRow { id, name, sha256, num_rows, size_bytes, columns, owner, created_at, origin } = row;
+        Self { id, name, num_rows, size_bytes, sha256, columns, owner, created_at: Time(created_at), origin }
     }
 }
 
@@ -83,10 +91,54 @@ impl From<DatasetRow> for Dataset {
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct CreateQuery {
+pub(super) struct CreateQuery {
     /// For people; at most 200 characters. A multipart part `name` does the same.
     #[param(min_length = 1, max_length = 200)]
-    name: Option<String>,
+    pub(super) name: Option<String>,
+    /// The column, path or template that is the prompt. These keys are the simple ones of a mapping; the part `mapping` has all.
+    #[param(example = "question")]
+    pub(super) prompt: Option<String>,
+    /// The system message.
+    pub(super) system: Option<String>,
+    /// Whether a text becomes a user's message.
+    pub(super) chat: Option<String>,
+    /// Only rows for which this expression over the source's columns is true.
+    pub(super) r#where: Option<String>,
+    /// Of rows that agree in these columns (names by commas) the first one stays.
+    pub(super) unique: Option<String>,
+    /// Only these columns stay (names by commas).
+    pub(super) keep: Option<String>,
+    /// These columns go (names by commas).
+    pub(super) drop: Option<String>,
+    /// A prompt that ends with assistant messages loses them.
+    pub(super) cut_answer: Option<String>,
+    /// So many rows at most.
+    pub(super) limit: Option<String>,
+    /// A sample of all rows in place of the first ones.
+    pub(super) seed: Option<String>,
+}
+
+impl CreateQuery {
+    fn recipe(&self) -> Result<Recipe, Problem> {
+        let Self { name: _, prompt, system, chat, r#where, unique, keep, drop, cut_answer, limit, seed } = self;
+        let keys = [
+            ("prompt", prompt),
+            ("system", system),
+            ("chat", chat),
+            ("where", r#where),
+            ("unique", unique),
+            ("keep", keep),
+            ("drop", drop),
+            ("cut_answer", cut_answer),
+            ("limit", limit),
+            ("seed", seed),
+        ];
+        let given = keys.into_iter().filter_map(|(key, text)| Some((key, text.as_deref()?)));
+        Recipe::from_query(given).and_then(|recipe| recipe.check().map(|()| recipe)).map_err(|error| {
+            let at = error.at.trim_start_matches("map.").to_owned();
+            Problem::new(Code::InvalidQuery, error.to_string()).item(format!("?{at}"), "invalid", error.to_string())
+        })
+    }
 }
 
 /// A dataset as multipart form.
@@ -98,6 +150,8 @@ struct DatasetForm {
     file: Vec<u8>,
     /// For people.
     name: Option<String>,
+    /// What each row becomes, as JSON: `{map, limit, seed}`.
+    mapping: Option<Recipe>,
 }
 
 /// Upload a dataset.
@@ -106,6 +160,10 @@ struct DatasetForm {
 /// A key that stands twice in one object, and an integer beyond 64 bits (write it as a string), are refused.
 /// As ndjson, one a line: `{"prompt": "What is 2+2?", "answer": "4"}`. The body is read as it arrives and checked row by row: all bad rows are reported, the first 100 with their line. The same rows again
 /// give the old dataset (200).
+///
+/// Also CSV, TSV, JSON and parquet, each of the texts also inside gzip or zstd, told by their content; or, as JSON, a data set of the hub:
+/// `{"hub": "openai/gsm8k", "config": "main", "map": {"prompt": "question"}}`. With a mapping (the part `mapping`, or the keys of the
+/// query) other columns than `prompt` can be the prompt, and rows can be left out.
 #[utoipa::path(
     post, path = "/datasets", tag = "Datasets",
     params(CreateQuery, ("Idempotency-Key" = Option<String>, Header, description = "The same key and rows give the same answer for 24 hours")),
@@ -115,6 +173,7 @@ struct DatasetForm {
             (String = "application/x-ndjson"),
             (String = "text/csv", example = "prompt,answer\nWhat is 2+2?,4\n"),
             (Value = "application/json", example = json!({"records": [{"prompt": "What is 2+2?", "answer": "4"}]})),
+            (String = "application/vnd.apache.parquet"),
             (DatasetForm = "multipart/form-data"),
         )
     ),
@@ -126,27 +185,20 @@ struct DatasetForm {
 async fn create_dataset(
     State(state): State<AppState>,
     caller: Caller,
-    Query(CreateQuery { name }): Query<CreateQuery>,
+    Query(query): Query<CreateQuery>,
     request: Request,
 ) -> Result<Response, Problem> {
     let headers = request.headers().clone();
-    let mut name = checked_name(name)?;
-    let kind = media_type(&headers);
-    let (summary, staged) = if kind == "multipart/form-data" {
-        check_length(&state, &headers, FORM_BYTES)?;
-        let form = Multipart::from_request(request, &()).await;
-        let (part_name, uploaded) = read_form(&state, form.map_err(|error| bad_form(error.body_text()))?).await?;
-        name = name.or(part_name);
-        uploaded
-    } else {
-        let format = Format::of_media_type(&kind).ok_or_else(|| wrong_type(&kind))?;
-        check_length(&state, &headers, 0)?;
-        let body = request.into_limited_body().into_data_stream();
-        read_rows(&state, format, body, |error| body_problem(&error)).await?
+    let Sent { name, rows } = receive(&state, &caller, query, request, Purpose::Keep).await?;
+    let rows = match rows {
+        SentRows::Ready(summary, staged) => (summary, staged, None),
+        SentRows::Files(files, recipe) => {
+            let (summary, staged, origin) = convert_files(&state, *files, recipe, true).await?;
+            (summary, staged, Some(origin))
+        }
     };
-
-    let identity = Sha256Digest::of(format!("{}{}", staged.sha256, name.as_deref().unwrap_or(""))).to_string();
-    let work = store_dataset(state.clone(), caller.clone(), name, summary, staged);
+    let identity = Sha256Digest::of(format!("{}{}", rows.1.sha256, name.as_deref().unwrap_or(""))).to_string();
+    let work = store_dataset(state.clone(), caller.clone(), name, rows);
     once(&state, &caller, &headers, "POST /datasets", &identity, work).await
 }
 
@@ -154,10 +206,9 @@ async fn store_dataset(
     state: AppState,
     caller: Caller,
     name: Option<String>,
-    summary: Summary,
-    staged: StagedDone,
+    rows: (Summary, StagedDone, Option<Value>),
 ) -> Result<Answer, Problem> {
-    let (row, is_new) = keep_rows(&state, caller.owner(), name, summary, staged).await?;
+    let (row, is_new) = keep_rows(&state, caller.owner(), name, rows).await?;
     let location = format!("/datasets/{}", row.id);
     Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &Dataset::from(row))
 }
@@ -167,8 +218,7 @@ pub(super) async fn keep_rows(
     state: &AppState,
     owner: &str,
     name: Option<String>,
-    summary: Summary,
-    staged: StagedDone,
+    (summary, staged, origin): (Summary, StagedDone, Option<Value>),
 ) -> Result<(DatasetRow, bool), Problem> {
     if let Some(row) = state.store.dataset_by_sha256(owner, &staged.sha256.to_string()).await? {
         return Ok((row, false));
@@ -181,7 +231,12 @@ pub(super) async fn keep_rows(
     if !matches!(created, Ok((_, true))) {
         remove_file(state, id).await?; // Another upload of the same rows was first, or there is no row.
     }
-    Ok(created?)
+    let (mut row, is_new) = created?;
+    if let Some(origin) = origin.filter(|_| is_new) {
+        state.store.dataset_note_origin(row.id, &origin).await?;
+        row.origin = Some(origin);
+    }
+    Ok((row, is_new))
 }
 
 async fn remove_file(state: &AppState, id: DatasetId) -> Result<(), Problem> {
@@ -192,26 +247,255 @@ async fn remove_file(state: &AppState, id: DatasetId) -> Result<(), Problem> {
         .map_err(Problem::from)
 }
 
-async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Option<String>, (Summary, StagedDone)), Problem> {
-    let (mut name, mut uploaded) = (None, None);
-    while let Some(part) = form.next_field().await.map_err(broken_form)? {
+/// What rows are received for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// To become a dataset.
+    Keep,
+    /// To be looked at: their beginning is enough, and they stay as they came.
+    Look,
+}
+
+/// What a request sent: a name, and rows.
+pub(super) struct Sent {
+    pub(super) name: Option<String>,
+    pub(super) rows: SentRows,
+}
+
+pub(super) enum SentRows {
+    /// Checked and written as they came.
+    Ready(Summary, StagedDone),
+    /// To be converted.
+    Files(Box<Files>, Recipe),
+}
+
+/// Receives the rows of a request, in whatever form.
+pub(super) async fn receive(
+    state: &AppState,
+    caller: &Caller,
+    query: CreateQuery,
+    request: Request,
+    purpose: Purpose,
+) -> Result<Sent, Problem> {
+    let headers = request.headers().clone();
+    let recipe = query.recipe()?;
+    let name = checked_name(query.name)?;
+    let kind = media_type(&headers);
+    if kind == "multipart/form-data" {
+        let form = Multipart::from_request(request, &()).await;
+        return read_form(state, form.map_err(|error| bad_form(error.body_text()))?, name, recipe, purpose).await;
+    }
+    let mut body = request.into_limited_body().into_data_stream();
+    let start = peek(&mut body, |error| body_problem(&error), kind == "application/json").await?;
+    if let Some(wanted) = hub_document(&kind, &start) {
+        let (hub_name, wanted) = wanted?;
+        let rows = SentRows::Files(Box::new(fetch(state, caller, &wanted).await?), wanted.recipe());
+        return Ok(Sent { name: checked_name(hub_name)?.or(name), rows });
+    }
+    let format = Format::of_media_type(&kind);
+    if format.is_none() && !is_packed(&start) && recipe.is_plain() {
+        return Err(wrong_type(&kind));
+    }
+    if recipe.is_plain() && !is_packed(&start) {
+        check_length(state, &headers, 0)?;
+    }
+    let body = stream::iter([Ok(Bytes::from(start.clone()))]).chain(body);
+    let upload = Upload { name: None, format, recipe, start, purpose };
+    let rows = read_upload(state, upload, body, |error| body_problem(&error)).await?;
+    Ok(Sent { name, rows })
+}
+
+/// A file on its way.
+struct Upload {
+    name: Option<String>,
+    format: Option<Format>,
+    recipe: Recipe,
+    /// Its first bytes; the stream has them too.
+    start: Vec<u8>,
+    purpose: Purpose,
+}
+
+/// Streams plain rows through the checks; what is packed or mapped is kept as it is first.
+async fn read_upload<E>(
+    state: &AppState,
+    upload: Upload,
+    pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
+    failed: impl Fn(E) -> Problem,
+) -> Result<SentRows, Problem> {
+    let Upload { name, format, recipe, start, purpose } = upload;
+    let is_streamed = purpose == Purpose::Keep && recipe.is_plain() && !is_packed(&start);
+    if let Some(format) = format.filter(|_| is_streamed) {
+        let (summary, staged) = read_rows(state, format, pieces, failed).await?;
+        return Ok(SentRows::Ready(summary, staged));
+    }
+    let staged = keep_raw(state, pieces, failed, enough(purpose, &start)).await?;
+    Ok(SentRows::Files(Box::new(uploaded(name.as_deref(), format, staged)), recipe))
+}
+
+/// Writes an upload to a file as it comes; as large as the disk permits.
+async fn keep_raw<E>(
+    state: &AppState,
+    mut pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
+    failed: impl Fn(E) -> Problem,
+    enough_bytes: u64,
+) -> Result<StagedDone, Problem> {
+    check_disk(state)?;
+    let mut staged = state.files.stage(u64::MAX).await?;
+    let deadline = Instant::now() + UPLOAD_DEADLINE;
+    let (mut unchecked, mut received) = (0, 0);
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(&failed)?;
+        if Instant::now() > deadline {
+            return Err(Problem::new(Code::RequestTimeout, "the dataset took more than an hour to arrive"));
+        }
+        unchecked += piece.len();
+        if unchecked >= WRITE_BYTES {
+            check_disk(state)?;
+            unchecked = 0;
+        }
+        // What follows is received and left: the parts of a form stand behind each other.
+        if received < enough_bytes {
+            staged.write(&piece).await?;
+        }
+        received += piece.len() as u64;
+    }
+    Ok(staged.finish().await?)
+}
+
+/// Bytes of an upload that are kept. A parquet file's index is at its end.
+fn enough(purpose: Purpose, start: &[u8]) -> u64 {
+    match purpose {
+        Purpose::Look if !start.starts_with(b"PAR1") => LOOK_BYTES,
+        Purpose::Look | Purpose::Keep => u64::MAX,
+    }
+}
+
+/// The first bytes of a body: a few, or of a document all it may have.
+async fn peek<E>(
+    pieces: &mut (impl Stream<Item = Result<Bytes, E>> + Unpin),
+    failed: impl Fn(E) -> Problem,
+    is_json: bool,
+) -> Result<Vec<u8>, Problem> {
+    let mut start = Vec::new();
+    let enough = |start: &[u8]| match start.trim_ascii_start().first() {
+        Some(b'{') if is_json => start.len() > MAX_DOCUMENT_BYTES,
+        Some(_) => start.len() >= 4,
+        None => start.len() > MAX_DOCUMENT_BYTES,
+    };
+    while !enough(&start) {
+        match pieces.next().await {
+            Some(piece) => start.extend_from_slice(&piece.map_err(&failed)?),
+            None => break,
+        }
+    }
+    Ok(start)
+}
+
+/// Parquet, gzip or zstd, by their first bytes.
+fn is_packed(start: &[u8]) -> bool {
+    [&b"PAR1"[..], b"\x1f\x8b", b"\x28\xb5\x2f\xfd"].iter().any(|magic| start.starts_with(magic))
+}
+
+/// `{"hub": …}`: a request for a data set of the hub, in place of rows; with its name.
+fn hub_document(kind: &str, start: &[u8]) -> Option<Result<(Option<String>, HubDataset), Problem>> {
+    let is_document = kind == "application/json" && start.trim_ascii_start().starts_with(b"{");
+    let mut document: Value = is_document.then(|| serde_json::from_slice(start).ok()).flatten()?;
+    document.get("hub")?;
+    let name = document.as_object_mut()?.shift_remove("name");
+    let refuse = |detail: String| Problem::new(Code::InvalidBody, detail.clone()).item("", "invalid", detail);
+    let name = match name {
+        None | Some(Value::Null) => None,
+        Some(Value::String(name)) => Some(name),
+        Some(_) => return Some(Err(refuse("name must be a text".to_owned()))),
+    };
+    let wanted = serde_json::from_value::<HubDataset>(document).map_err(|error| refuse(error.to_string()));
+    let checked = wanted.and_then(|wanted| match wanted.recipe().check() {
+        Ok(()) => Ok((name, wanted)),
+        Err(error) => {
+            let at = format!("/{}", error.at.replace('.', "/"));
+            Err(Problem::new(Code::InvalidBody, error.to_string()).item(at, "invalid", error.to_string()))
+        }
+    });
+    Some(checked)
+}
+
+async fn read_form(
+    state: &AppState,
+    mut form: Multipart,
+    mut name: Option<String>,
+    of_query: Recipe,
+    purpose: Purpose,
+) -> Result<Sent, Problem> {
+    let mut mapping: Option<Recipe> = None;
+    let mut raw: Option<(Option<String>, Option<Format>, StagedDone)> = None;
+    let mut rows = None;
+    while let Some(mut part) = form.next_field().await.map_err(broken_form)? {
         match part.name() {
             Some("name") => name = checked_name(Some(short_text(part).await?))?,
-            Some("file") if uploaded.is_none() => {
-                let format = format_of_part(&part)?;
-                uploaded = Some(read_rows(state, format, part, broken_form).await?);
+            Some("mapping") if mapping.is_none() => mapping = Some(read_mapping(part).await?),
+            Some("file") if rows.is_none() && raw.is_none() => {
+                let (file, format) = (part.file_name().map(str::to_owned), format_of_part(&part));
+                let start = peek(&mut part, broken_form, false).await?;
+                let pieces = stream::iter([Ok(Bytes::from(start.clone()))]).chain(part);
+                let is_plain = mapping.as_ref().unwrap_or(&of_query).is_plain() && purpose == Purpose::Keep;
+                match format {
+                    // A mapping that comes later is refused below.
+                    Ok(format) if is_plain && !is_packed(&start) => {
+                        let (summary, staged) = read_rows(state, format, pieces, broken_form).await?;
+                        rows = Some((summary, staged));
+                    }
+                    Err(problem) if is_plain && !is_packed(&start) && file.is_none() => return Err(problem),
+                    format => {
+                        raw = Some((
+                            file,
+                            format.ok(),
+                            keep_raw(state, pieces, broken_form, enough(purpose, &start)).await?,
+                        ))
+                    }
+                }
             }
             Some("file") => {
                 return Err(bad_form("there are two parts 'file': upload one dataset a request".to_owned()));
             }
+            Some("mapping") => return Err(bad_form("there are two parts 'mapping'".to_owned())),
             other => {
                 let other = shortened(other.unwrap_or(""));
-                return Err(bad_form(format!("unknown part '{other}': send 'file', and 'name' if you like")));
+                return Err(bad_form(format!(
+                    "unknown part '{other}': send 'file', and 'name' and 'mapping' if you like"
+                )));
             }
         }
     }
-    let uploaded = uploaded.ok_or_else(|| bad_form("there is no part 'file': put the rows there".to_owned()))?;
-    Ok((name, uploaded))
+    let recipe = mapping.unwrap_or(of_query);
+    let rows = match (rows, raw) {
+        (Some(_), _) if !recipe.is_plain() => {
+            return Err(bad_form("the part 'mapping' comes after the file: send it first".to_owned()));
+        }
+        (Some((summary, staged)), _) => SentRows::Ready(summary, staged),
+        (None, Some((file, format, staged))) => {
+            SentRows::Files(Box::new(uploaded(file.as_deref(), format, staged)), recipe)
+        }
+        (None, None) => return Err(bad_form("there is no part 'file': put the rows there".to_owned())),
+    };
+    Ok(Sent { name, rows })
+}
+
+/// The part `mapping`.
+async fn read_mapping(mut part: Field<'_>) -> Result<Recipe, Problem> {
+    let mut bytes = Vec::new();
+    while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
+        bytes.extend_from_slice(&chunk);
+        if bytes.len() > MAX_DOCUMENT_BYTES {
+            return Err(bad_form(format!("the part 'mapping' may have {MAX_DOCUMENT_BYTES} bytes")));
+        }
+    }
+    let refuse = |at: String, detail: String| {
+        Problem::new(Code::InvalidBody, format!("mapping: {detail}")).item(at, "invalid", detail)
+    };
+    let recipe: Recipe =
+        serde_json::from_slice(&bytes).map_err(|error| refuse("mapping".to_owned(), error.to_string()))?;
+    recipe.check().map_err(|error| refuse(format!("mapping/{}", error.at.replace('.', "/")), error.to_string()))?;
+    Ok(recipe)
 }
 
 pub(super) fn format_of_part(part: &Field<'_>) -> Result<Format, Problem> {
@@ -273,7 +557,7 @@ pub(super) async fn read_rows<E>(
 }
 
 /// Endless uploads must not take the space that jobs and the database need.
-fn check_disk(state: &AppState) -> Result<(), Problem> {
+pub(super) fn check_disk(state: &AppState) -> Result<(), Problem> {
     if state.files.free_bytes()? < state.config.edge.disk_reserve_bytes {
         return Err(Problem::new(
             Code::StorageFull,
@@ -283,7 +567,7 @@ fn check_disk(state: &AppState) -> Result<(), Problem> {
     Ok(())
 }
 
-fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
+pub(super) fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
     let first = errors.first().map_or_else(String::new, |error| match error.line {
         0 => error.detail.clone(),
         line => format!("line {line}: {}", error.detail),
@@ -295,12 +579,16 @@ fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
         }
         _ => format!("{num_errors} bad rows; {first}"),
     };
-    let items = errors.into_iter().map(|error| FieldError {
+    Problem::new(Code::InvalidDataset, detail).items(row_errors(errors))
+}
+
+pub(super) fn row_errors(errors: Vec<RowError>) -> Vec<FieldError> {
+    let one = |error: RowError| FieldError {
         pointer: if error.line == 0 { String::new() } else { format!("line {}", error.line) },
         code: error.code.to_owned(),
         detail: error.detail,
-    });
-    Problem::new(Code::InvalidDataset, detail).items(items.collect())
+    };
+    errors.into_iter().map(one).collect()
 }
 
 /// 413 before the first byte when the client says that there will be too many; `more` = what may come beside the rows.

@@ -116,7 +116,7 @@ async fn unpacked<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send
 async fn keep(state: &AppState, caller: &Caller, name: &str, rows: &'static [u8]) -> Result<DatasetId, Problem> {
     let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
     let (summary, staged) = read_rows(state, Format::Ndjson, pieces, |problem| problem).await?;
-    Ok(keep_rows(state, caller.owner(), Some(name.to_owned()), summary, staged).await?.0.id)
+    Ok(keep_rows(state, caller.owner(), Some(name.to_owned()), (summary, staged, None)).await?.0.id)
 }
 
 /// As a user would write it; `rlood demo` does the same with a reward service.

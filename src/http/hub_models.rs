@@ -11,7 +11,7 @@ use super::models::{read_card, record};
 use super::reach;
 use crate::causes::with_causes;
 use crate::config::HubTokenFor;
-use crate::hub::{FileHash, Hub, HubError, HubSettings, ModelPlan, Repo, RepoKind, find_cached, verify_cached};
+use crate::hub::{FileHash, Hub, HubError, HubSettings, Repo, RepoKind, RepoPlan, find_cached, verify_cached};
 use crate::modelcard::{self, ModelFile};
 use crate::reward::http_client::restricted_client_builder;
 use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
@@ -55,7 +55,7 @@ pub(super) fn parse_repo(at: &str, repo: &str, revision: Option<&str>) -> Result
 }
 
 /// A client of the hub with the rights of a caller: the token of the request, else the server's own where that is permitted.
-async fn client(state: &AppState, caller: &Caller) -> Result<Hub, Problem> {
+pub(super) async fn client(state: &AppState, caller: &Caller) -> Result<Hub, Problem> {
     let environment = &state.config.hub.environment;
     let own = environment.token.clone().filter(|_| has_own_rights(state, caller));
     build(state, caller.hub_token().cloned().or(own)).await
@@ -126,7 +126,7 @@ async fn outline(
     state: &AppState,
     hub: &Hub,
     id: String,
-    plan: ModelPlan,
+    plan: RepoPlan,
     origin: HubOrigin,
     owner: String,
 ) -> Result<Looked, Problem> {
@@ -144,7 +144,7 @@ async fn outline(
 }
 
 /// The fingerprint that the files will have: of the weights by the announced hashes, of the small ones, which are here, by their bytes.
-fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &ModelPlan) -> Result<String, String> {
+fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan) -> Result<String, String> {
     let mut hashes = Vec::with_capacity(files.len());
     for file in files {
         let announced = plan.files.iter().find(|known| known.path == file.name).map(|known| known.hash);
@@ -235,7 +235,7 @@ fn unusable(id: &str, detail: &str) -> Problem {
 }
 
 /// What a client reads of a hub's refusal.
-fn problem(error: &HubError) -> Problem {
+pub(super) fn problem(error: &HubError) -> Problem {
     let detail = error.to_string();
     let (code, item) = match error {
         error if error.may_pass() => (Code::HubUnreachable, "hub_unreachable"),

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use super::AppState;
 use super::auth::Caller;
+use super::dataset_sources::{convert_files, fetch};
 use super::error::{Code, Problem, chain, shortened};
 use super::heavy;
 use super::hub_models::{self, Looked};
@@ -24,7 +25,8 @@ use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
 use crate::outgoing::OutgoingError;
 use crate::spec::{
-    Context, DatasetFacts, DatasetSource, FieldError, JobSpec, ModelFacts, PromptLengths, Warning, prompt_key,
+    Context, DatasetFacts, DatasetSource, FieldError, HubDataset, JobSpec, ModelFacts, PromptLengths, Warning,
+    prompt_key,
 };
 use crate::store::{DatasetRow, ModelRow, StoreError};
 
@@ -48,8 +50,8 @@ pub(super) enum Source {
     Stored(PathBuf),
     /// Sent inside the job.
     Records(Vec<Value>),
-    /// Sent beside the job.
-    Uploaded(Summary, StagedDone),
+    /// Sent beside the job, or made of files; and where these come from.
+    Uploaded(Summary, StagedDone, Option<Value>),
 }
 
 impl Prompts {
@@ -64,18 +66,45 @@ impl Prompts {
             prompt_lengths: None,
             prompt_keys: None,
         };
-        Self { at: "/dataset", source: Source::Uploaded(summary, staged), facts }
+        Self { at: "/dataset", source: Source::Uploaded(summary, staged, None), facts }
+    }
+
+    /// Of a data set of the hub: downloaded and mapped. What cannot be found or used is an error of the job.
+    async fn of_hub(
+        state: &AppState,
+        caller: &Caller,
+        hub: &HubDataset,
+        (at, chat_default): (&'static str, bool),
+        errors: &mut Vec<FieldError>,
+    ) -> Result<Option<Self>, Problem> {
+        let made = match fetch(state, caller, hub).await {
+            Ok(files) => convert_files(state, files, hub.recipe(), chat_default).await,
+            Err(problem) => Err(problem),
+        };
+        match made {
+            Ok((summary, staged, origin)) => {
+                let of_upload = Self::of_upload(summary, staged);
+                let Source::Uploaded(summary, staged, _) = of_upload.source else { return Ok(None) };
+                Ok(Some(Self { at, source: Source::Uploaded(summary, staged, Some(origin)), facts: of_upload.facts }))
+            }
+            Err(problem) if problem.code().status().is_client_error() || problem.code() == Code::HubUnreachable => {
+                errors.push(FieldError::new(at, problem.code().as_str(), problem.detail()));
+                Ok(None)
+            }
+            Err(problem) => Err(problem),
+        }
     }
 
     async fn find(
         state: &AppState,
         caller: &Caller,
         source: Option<&mut DatasetSource>,
-        at: &'static str,
+        (at, chat_default): (&'static str, bool),
         errors: &mut Vec<FieldError>,
     ) -> Result<Option<Self>, Problem> {
         match source {
             None => Ok(None),
+            Some(DatasetSource::Hub(hub)) => Self::of_hub(state, caller, hub, (at, chat_default), errors).await,
             Some(DatasetSource::Records(records)) => {
                 let facts = DatasetFacts::of_records(records);
                 // The list itself stays, emptied: it still says where the rows came from.
@@ -111,7 +140,7 @@ impl Prompts {
                 return Ok(chosen.filter_map(|(number, row)| Some((number, row.as_object()?.clone()))).collect());
             }
             Source::Stored(path) => path,
-            Source::Uploaded(_, staged) => staged.path(),
+            Source::Uploaded(_, staged, _) => staged.path(),
         };
         let mut wanted = numbers.iter().copied().peekable();
         let mut rows = Vec::with_capacity(numbers.len());
@@ -138,7 +167,7 @@ impl Prompts {
                 return Ok(());
             }
             Source::Stored(path) => path,
-            Source::Uploaded(_, staged) => staged.path(),
+            Source::Uploaded(_, staged, _) => staged.path(),
         };
         for (row, line) in (0..).zip(BufReader::new(std::fs::File::open(path)?).lines()) {
             let record: Map<String, Value> = serde_json::from_str(&line?)?;
@@ -180,12 +209,14 @@ pub(super) async fn prepare(
 ) -> Result<Prepared, Problem> {
     let mut errors = unreachable_rewards(state, spec).await?;
     let model = find_model(state, caller, &spec.model, use_of_hub, &mut errors).await?;
+    // Where the model is not known, as for most.
+    let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
     let train = match uploaded {
         Some(prompts) => Some(prompts),
-        None => Prompts::find(state, caller, spec.dataset.as_mut(), "/dataset", &mut errors).await?,
+        None => Prompts::find(state, caller, spec.dataset.as_mut(), ("/dataset", chat_default), &mut errors).await?,
     };
     let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
-    let eval = Prompts::find(state, caller, eval, "/eval/dataset", &mut errors).await?;
+    let eval = Prompts::find(state, caller, eval, ("/eval/dataset", chat_default), &mut errors).await?;
     let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, &mut errors).await?;

@@ -229,15 +229,16 @@ pub(super) async fn keep(
     owner: &str,
     prompts: Option<Prompts>,
 ) -> Result<Option<DatasetRow>, Problem> {
-    let (summary, staged) = match prompts.map(|prompts| prompts.source) {
+    let rows = match prompts.map(|prompts| prompts.source) {
         None | Some(Source::Stored(_)) => return Ok(None),
-        Some(Source::Uploaded(summary, staged)) => (summary, staged),
+        Some(Source::Uploaded(summary, staged, origin)) => (summary, staged, origin),
         Some(Source::Records(records)) => {
             let lines = records.into_iter().map(|record| Ok::<_, Problem>(Bytes::from(format!("{record}\n"))));
-            read_rows(state, Format::Ndjson, stream::iter(lines), |problem| problem).await?
+            let (summary, staged) = read_rows(state, Format::Ndjson, stream::iter(lines), |problem| problem).await?;
+            (summary, staged, None)
         }
     };
-    Ok(Some(keep_rows(state, owner, None, summary, staged).await?.0))
+    Ok(Some(keep_rows(state, owner, None, rows).await?.0))
 }
 
 /// What to check beside the job.

@@ -88,7 +88,7 @@ async fn a_job_names_a_repository_waits_for_its_download_and_trains_as_from_a_fo
     // Told to whoever watches the job.
     server.job_when(&job, "an event", |_| true).await;
     tokio::time::sleep(Duration::from_secs(6)).await;
-    let events = server.get(&format!("/jobs/{job}/events?limit=1000")).await;
+    let events = server.get(&format!("/jobs/{job}/events?limit=100")).await;
     let told = events["data"].as_array().unwrap().iter().find(|event| event["type"] == "model.downloading").cloned();
     assert_eq!(told.unwrap()["data"]["bytes_total"], total);
     assert_eq!(delete(&server, "/models/fake%2Ftiny").await, 409);
@@ -159,7 +159,7 @@ async fn what_a_request_s_token_opens_is_its_owner_s_alone_and_the_token_is_nowh
         serve(&data, &hub, &[("RLOOD_API_KEY", admin), ("RLOOD_ALLOW_OUTGOING", "loopback"), ("RLOOD_LOG", "trace")]);
     let bearer = format!("Bearer {admin}");
     let key = async |owner: &str| {
-        let body = json!({"name": owner, "owner": owner, "scopes": ["read", "write"]});
+        let body = json!({"name": owner, "owner": owner, "scopes": ["read", "submit"]});
         let (status, made) = post(&server, "/keys", &[("authorization", &bearer)], &body).await;
         assert_eq!(status, 201, "{made}");
         format!("Bearer {}", made["key"].as_str().unwrap())

@@ -14,7 +14,7 @@ use super::columns::{kind, unknown};
 use super::keys::Keys;
 use super::mapping::{Mapped, Mapping};
 use super::presets;
-use super::source::{Flow, Place, Source, each_row, whole};
+use super::source::{Flow, Place, Source, Wanted, each_row, whole};
 
 /// Written at once.
 const WRITE_BYTES: usize = 256 << 10;
@@ -112,7 +112,7 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
     let (mut columns, mut source_rows): (Vec<PreviewColumn>, Vec<Value>) = (Vec::new(), Vec::new());
     for source in sources {
         let mut error = None;
-        each_row(source, options.format, None, &mut |place, row| {
+        each_row(source, options.format, &Wanted::default(), &mut |place, row| {
             match row {
                 Ok(row) => {
                     note_columns(&mut columns, &row);
@@ -202,13 +202,17 @@ impl<'p> Pass<'p> {
         sources: &[Source],
         take: &mut dyn FnMut(Value) -> Result<Flow, RowError>,
     ) -> Result<(), Rejected> {
-        let needed = self.mapping.and_then(Mapping::needed);
+        let wanted = self.mapping.map_or_else(Wanted::default, |mapping| Wanted {
+            only: mapping.needed(),
+            without: mapping.unread().to_vec(),
+        });
+        self.seen.extend(wanted.without.iter().cloned());
         let mut flow = Flow::More;
         for source in sources {
             if flow == Flow::Enough {
                 break;
             }
-            each_row(source, self.options.format, needed.as_deref(), &mut |place, row| {
+            each_row(source, self.options.format, &wanted, &mut |place, row| {
                 flow = self.one(source, place, row, take);
                 flow
             })

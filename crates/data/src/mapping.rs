@@ -62,7 +62,10 @@ impl Text {
 
     fn value(&self, at: &str, row: &Row, variables: &Variables<'_>) -> Result<Value, RowError> {
         match self {
-            Text::Path(path) => find(row, path).cloned().ok_or_else(|| {
+            Text::Path(path) => find(row, path).filter(|value| !value.is_null()).cloned().ok_or_else(|| {
+                if find(row, path).is_some() {
+                    return wrong("null", format!("{at}: '{}' is null", brief(path)));
+                }
                 let known = row.contains_key(first_of(path));
                 let why = match known {
                     true => format!("'{}' leads nowhere in '{}'", brief(path), first_of(path)),
@@ -164,6 +167,17 @@ impl Mapping {
         needed.extend(keep.iter().chain(&self.unique).cloned());
         needed.push(PROMPT.to_owned());
         is_plain.then_some(needed)
+    }
+
+    /// The columns that go whatever they hold, and that nothing else looks at.
+    pub fn unread(&self) -> &[String] {
+        let texts = self.prompt.iter().chain(self.columns.iter().map(|(_, text)| text));
+        let is_plain = texts.clone().all(|text| text.column().is_some())
+            && self.condition.is_none()
+            && self.unique.is_empty()
+            && !matches!(self.system, Some(System::Template(_)));
+        let is_read = texts.filter_map(Text::column).any(|path| self.drop.iter().any(|name| name == first_of(path)));
+        if is_plain && !is_read { &self.drop } else { &[] }
     }
 
     /// Names of `keep`, `drop` and `unique`, each with its field: they must be columns of some row.

@@ -3,23 +3,29 @@
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
-use parquet::schema::types::{Type, TypePtr};
+use parquet::record::reader::TreeBuilder;
+use parquet::schema::types::{SchemaDescriptor, Type, TypePtr};
 use rlood_types::dataset::RowError;
 use serde_json::Value;
 
-use super::source::{Flow, MAX_SOURCE_ROW_BYTES, Place, TakeRow, whole};
+use super::source::{Flow, MAX_SOURCE_ROW_BYTES, Place, TakeRow, Wanted, whole};
 
 /// What a file may say that its row group has, unpacked.
 const MAX_GROUP_BYTES: i64 = 64 << 30;
+/// Of a column, read ahead.
+const BATCH_BYTES: i64 = 8 << 20;
+/// The crate's own.
+const MAX_BATCH: usize = 1024;
 /// pandas' own index.
 const INDEX: &str = "__index_level_0__";
 
 /// See [`super::source::each_row`].
-pub fn each_row(mut file: File, columns: Option<&[String]>, take: &mut TakeRow<'_>) -> Result<(), RowError> {
+pub fn each_row(mut file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
     let length = file.seek(SeekFrom::End(0)).map_err(|error| whole("unreadable", error.to_string()))?;
     let mut end = [0; 4];
     let tail = length.checked_sub(4).filter(|start| *start >= 4);
@@ -35,15 +41,17 @@ pub fn each_row(mut file: File, columns: Option<&[String]>, take: &mut TakeRow<'
         whole("parquet", format!("the parquet file's footer cannot be read: {}", brief(&error.to_string())))
     })?;
     let schema = reader.metadata().file_metadata().schema_descr().root_schema_ptr();
-    let projection = projection(&schema, columns)?;
+    let projection = Arc::new(SchemaDescriptor::new(Arc::new(projection(&schema, wanted)?)));
     let mut row = 0;
     for group in 0..reader.metadata().num_row_groups() {
-        check_group(&reader, group)?;
+        let batch = check_group(&reader, group)?;
         let at_group = |what: String| whole("parquet", format!("row group {group} {what}"));
         let opened = catch_unwind(AssertUnwindSafe(|| reader.get_row_group(group)));
         let unreadable = |error: ParquetError| at_group(format!("cannot be read: {}", brief(&error.to_string())));
         let group_reader = opened.map_err(|_| at_group("is damaged".to_owned()))?.map_err(unreadable)?;
-        let rows = catch_unwind(AssertUnwindSafe(|| group_reader.get_row_iter(Some(projection.clone()))));
+        let rows = catch_unwind(AssertUnwindSafe(|| {
+            TreeBuilder::new().with_batch_size(batch).as_iter(projection.clone(), &*group_reader)
+        }));
         let mut rows = rows.map_err(|_| at_group("is damaged".to_owned()))?.map_err(unreadable)?;
         loop {
             let next = catch_unwind(AssertUnwindSafe(|| rows.next().map(|row| row.map(|row| row.to_json_value()))));
@@ -72,9 +80,8 @@ fn without_index(mut value: Value) -> Value {
 }
 
 /// The columns that are needed, those of images refused.
-fn projection(schema: &TypePtr, columns: Option<&[String]>) -> Result<Type, RowError> {
-    let is_needed = |name: &str| columns.is_none_or(|columns| columns.iter().any(|column| column == name));
-    let fields: Vec<TypePtr> = schema.get_fields().iter().filter(|field| is_needed(field.name())).cloned().collect();
+fn projection(schema: &TypePtr, wanted: &Wanted) -> Result<Type, RowError> {
+    let fields: Vec<TypePtr> = schema.get_fields().iter().filter(|field| wanted.reads(field.name())).cloned().collect();
     if let Some(image) = fields.iter().find(|field| is_image(field)) {
         let detail =
             format!("the column '{}' holds images: only text can be trained on; drop it with map.drop", image.name());
@@ -94,8 +101,8 @@ fn is_image(field: &Type) -> bool {
     names == ["bytes", "path"]
 }
 
-/// What a group's metadata claims, before anything of it is read.
-fn check_group(reader: &SerializedFileReader<File>, group: usize) -> Result<(), RowError> {
+/// What a group's metadata claims, before anything of it is read; how many rows of it may be held at once.
+fn check_group(reader: &SerializedFileReader<File>, group: usize) -> Result<usize, RowError> {
     let metadata = reader.metadata().row_group(group);
     let bytes = metadata.total_byte_size();
     if !(0..=MAX_GROUP_BYTES).contains(&bytes) || metadata.num_rows() < 0 {
@@ -114,7 +121,7 @@ fn check_group(reader: &SerializedFileReader<File>, group: usize) -> Result<(), 
             format!("row group {group} has {per_row} bytes a row: at most 64 MiB are read"),
         ));
     }
-    Ok(())
+    Ok(usize::try_from(BATCH_BYTES / per_row.max(1)).unwrap_or(1).clamp(1, MAX_BATCH))
 }
 
 fn brief(text: &str) -> String {

@@ -51,14 +51,32 @@ enum Packing {
     Zstd,
 }
 
-/// Gives the rows of a file, until no more are wanted. `columns` are those that are needed; None = all.
+/// Which columns a file that keeps them apart need not give.
+#[derive(Debug, Clone, Default)]
+pub struct Wanted {
+    /// Only these; None = all.
+    pub only: Option<Vec<String>>,
+    /// Not these.
+    pub without: Vec<String>,
+}
+
+impl Wanted {
+    /// Whether a column is to be read.
+    #[cfg(feature = "parquet")]
+    pub fn reads(&self, name: &str) -> bool {
+        self.only.as_ref().is_none_or(|only| only.iter().any(|wanted| wanted == name))
+            && !self.without.iter().any(|left| left == name)
+    }
+}
+
+/// Gives the rows of a file, until no more are wanted.
 ///
 /// # Errors
 /// What is wrong with the whole file.
 pub fn each_row(
     source: &Source,
     hint: Option<Format>,
-    columns: Option<&[String]>,
+    wanted: &Wanted,
     take: &mut TakeRow<'_>,
 ) -> Result<(), RowError> {
     let mut file =
@@ -67,7 +85,7 @@ pub fn each_row(
     let read = read_full(&mut file, &mut start).map_err(unreadable)?;
     let start = start.get(..read).unwrap_or_default();
     if start.starts_with(b"PAR1") {
-        return parquet(file, columns, take);
+        return parquet(file, wanted, take);
     }
     if start.starts_with(b"ARROW1") || source.name.ends_with(".arrow") {
         return Err(whole("format", "Arrow files are not read: write parquet (to_parquet())".to_owned()));
@@ -107,7 +125,7 @@ pub fn each_row(
         return Err(whole("format", "a packed parquet file: unpack it, parquet is compressed in itself".to_owned()));
     }
     let format = Format::of_file_name(name).or(hint).map_or_else(|| by_look(&look), |named| corrected(named, &look));
-    texts(format, &look, &mut bytes, take).map_err(broken)
+    texts(format, &look, &mut bytes, take, &broken)
 }
 
 /// A `.json` file is often one object a line.
@@ -134,41 +152,52 @@ fn by_look(look: &[u8]) -> Format {
     }
 }
 
-fn texts(format: Format, look: &[u8], bytes: &mut dyn Read, take: &mut TakeRow<'_>) -> io::Result<()> {
+fn texts(
+    format: Format,
+    look: &[u8],
+    bytes: &mut dyn Read,
+    take: &mut TakeRow<'_>,
+    broken: &dyn Fn(io::Error) -> RowError,
+) -> Result<(), RowError> {
     let mut reader = RowReader::new(format, MAX_SOURCE_ROW_BYTES);
-    let (mut row, mut flow) = (0, Flow::More);
-    let mut one = |_line: u64, read: Result<Value, RowError>| {
-        if flow == Flow::More {
-            row += 1;
-            flow = take(Place { row, row_group: None }, read);
-        }
-        flow
-    };
+    let row = std::cell::Cell::new(0_u64);
     let mut enough = Flow::More;
-    reader.push(look, &mut |line, read| enough = one(line, read));
+    let mut one = |enough: &mut Flow, read: Result<Value, RowError>| {
+        if *enough == Flow::More {
+            row.set(row.get() + 1);
+            *enough = take(Place { row: row.get(), row_group: None }, read);
+        }
+    };
+    reader.push(look, &mut |_, read| one(&mut enough, read));
+    let (mut since_row, mut rows_before) = (0, row.get());
     let mut piece = vec![0; PIECE_BYTES];
     while enough == Flow::More {
         let read = match bytes.read(&mut piece) {
             Ok(0) => break,
             Ok(read) => read,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(error),
+            Err(error) => return Err(broken(error)),
         };
-        reader.push(piece.get(..read).unwrap_or_default(), &mut |line, read| enough = one(line, read));
+        since_row = if row.get() == rows_before { since_row + read } else { 0 };
+        rows_before = row.get();
+        if since_row > 2 * MAX_SOURCE_ROW_BYTES {
+            return Err(whole("row_too_long", "there is no row in 128 MiB: a row may have 64 MiB".to_owned()));
+        }
+        reader.push(piece.get(..read).unwrap_or_default(), &mut |_, read| one(&mut enough, read));
     }
     if enough == Flow::More {
-        reader.finish(&mut |line, read| enough = one(line, read));
+        reader.finish(&mut |_, read| one(&mut enough, read));
     }
     Ok(())
 }
 
 #[cfg(feature = "parquet")]
-fn parquet(file: File, columns: Option<&[String]>, take: &mut TakeRow<'_>) -> Result<(), RowError> {
-    crate::parquet_rows::each_row(file, columns, take)
+fn parquet(file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    crate::parquet_rows::each_row(file, wanted, take)
 }
 
 #[cfg(not(feature = "parquet"))]
-fn parquet(_file: File, _columns: Option<&[String]>, _take: &mut TakeRow<'_>) -> Result<(), RowError> {
+fn parquet(_file: File, _wanted: &Wanted, _take: &mut TakeRow<'_>) -> Result<(), RowError> {
     let detail = "a parquet file, and this rlood was built without parquet: build it with `cargo build --release --features parquet`";
     Err(whole("format", detail.to_owned()))
 }

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::error::HubError;
 use crate::http::Hub;
-use crate::id::Repo;
+use crate::id::{Repo, is_safe_path};
 use crate::info::{RepoFile, RepoInfo};
 
 const CONFIG: &str = "config.json";
@@ -24,22 +24,22 @@ const OTHERS: [&str; 6] = [
 /// Index files are small; another one is no index.
 const MAX_SMALL_BYTES: u64 = 64 << 20;
 
-/// A model's files at one commit: what is to be downloaded.
+/// Files of a repository at one commit: what is to be downloaded.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ModelPlan {
+pub struct RepoPlan {
     /// As it was asked for.
     pub repo: Repo,
     /// Which commit that is.
     pub commit: String,
     /// Who may read it is decided by the token.
     pub is_restricted: bool,
-    /// What a model needs, and nothing else of the repository.
+    /// Of a model: what it needs, and nothing else of the repository.
     pub files: Vec<RepoFile>,
-    /// Its `config.json`.
+    /// Of a model: its `config.json`; else null.
     pub config: Value,
 }
 
-impl ModelPlan {
+impl RepoPlan {
     /// Of all files together.
     pub fn total_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.size_bytes).sum()
@@ -51,7 +51,7 @@ impl Hub {
     ///
     /// # Errors
     /// Those of [`Hub::info`], and `Unusable` when the repository holds no such model.
-    pub async fn plan_model(&self, repo: &Repo) -> Result<ModelPlan, HubError> {
+    pub async fn plan_model(&self, repo: &Repo) -> Result<RepoPlan, HubError> {
         let info = self.info(repo).await?;
         let unusable = |why: String| HubError::Unusable { repo: repo.to_string(), why };
         let find = |path: &str| info.files.iter().find(|file| file.path == path);
@@ -89,18 +89,24 @@ impl Hub {
         };
         let others = info.files.iter().filter(|file| OTHERS.contains(&file.path.as_str()) || is_template(&file.path));
         files.extend(others.cloned());
-        Ok(ModelPlan { repo: repo.clone(), commit: info.commit, is_restricted: info.is_restricted, files, config })
+        Ok(RepoPlan { repo: repo.clone(), commit: info.commit, is_restricted: info.is_restricted, files, config })
+    }
+
+    /// Reads a small file of a repository.
+    ///
+    /// # Errors
+    /// `Unusable` when it has more than 64 MiB; those of [`Hub::info`].
+    pub async fn read_file(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Vec<u8>, HubError> {
+        if file.size_bytes > MAX_SMALL_BYTES {
+            let why = format!("its {} has {} bytes", file.path, file.size_bytes);
+            return Err(HubError::Unusable { repo: repo.to_string(), why });
+        }
+        let url = self.file_url(repo, commit, &file.path)?;
+        self.read(repo, &url, Some(commit)).await
     }
 
     async fn document(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Value, HubError> {
-        if file.size_bytes > MAX_SMALL_BYTES {
-            return Err(HubError::Unusable {
-                repo: repo.to_string(),
-                why: format!("its {} has {} bytes", file.path, file.size_bytes),
-            });
-        }
-        let url = self.file_url(repo, commit, &file.path)?;
-        let bytes = self.read(repo, &url, Some(commit)).await?;
+        let bytes = self.read_file(repo, commit, file).await?;
         serde_json::from_slice(&bytes)
             .map_err(|error| HubError::Unusable { repo: repo.to_string(), why: format!("its {}: {error}", file.path) })
     }
@@ -148,4 +154,50 @@ fn quantised(config: &Value) -> Option<String> {
     }
     let is_mlx = config["quantization"].get("bits").is_some();
     is_mlx.then(|| "its weights are quantised for MLX: choose the unquantised model (its card's base_model)".to_owned())
+}
+
+/// A file of the hub's converted copy of a data set.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
+pub struct ConvertedFile {
+    /// Of which configuration.
+    pub config: String,
+    /// Of which split.
+    pub split: String,
+    /// On the branch `refs/convert/parquet`.
+    #[serde(rename = "url", deserialize_with = "path_of_url")]
+    pub path: String,
+}
+
+/// `…/resolve/refs%2Fconvert%2Fparquet/{path}`: taken from the answer, never built.
+fn path_of_url<'de, D: serde::Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let url: String = serde::Deserialize::deserialize(from)?;
+    let path = url.split_once("/refs%2Fconvert%2Fparquet/").map(|(_, path)| path.to_owned());
+    let decoded = path.and_then(|path| {
+        let pairs = url::form_urlencoded::parse(path.replace('+', "%2B").as_bytes()).next()?.0.into_owned();
+        is_safe_path(&pairs).then_some(pairs)
+    });
+    decoded.ok_or_else(|| serde::de::Error::custom("a file of the converted copy has an address of another form"))
+}
+
+impl Hub {
+    /// The files of the copy in parquet that the hub's data set server made of a data set; they lie on `refs/convert/parquet`.
+    ///
+    /// # Errors
+    /// Those of [`Hub::info`].
+    pub async fn converted_files(&self, server: &url::Url, repo: &Repo) -> Result<Vec<ConvertedFile>, HubError> {
+        #[derive(serde::Deserialize)]
+        struct Answer {
+            parquet_files: Vec<ConvertedFile>,
+        }
+        let mut url = server.clone();
+        url.path_segments_mut()
+            .map_err(|()| HubError::NotUnderstood("the address of the data set server".to_owned()))?
+            .pop_if_empty()
+            .push("parquet");
+        url.query_pairs_mut().append_pair("dataset", repo.id());
+        let bytes = self.read(repo, &url, None).await?;
+        let answer: Answer = serde_json::from_slice(&bytes)
+            .map_err(|error| HubError::NotUnderstood(format!("the list of {repo}'s converted files: {error}")))?;
+        Ok(answer.parquet_files)
+    }
 }

@@ -12,7 +12,7 @@ use reqwest::StatusCode;
 use reqwest::header::CONTENT_RANGE;
 use tokio::io::AsyncWriteExt;
 
-use crate::choose::ModelPlan;
+use crate::choose::RepoPlan;
 use crate::error::HubError;
 use crate::hash::{FileHash, Hasher};
 use crate::http::{Failed, Hub, Tries, next_piece, text};
@@ -54,7 +54,7 @@ impl Hub {
     /// `NoSpace` before the first byte; `Damaged` when a file's hash is wrong twice; those of the hub and of the disk.
     pub async fn download(
         &self,
-        plan: &ModelPlan,
+        plan: &RepoPlan,
         parts: &Path,
         to: &Path,
         progress: &Arc<Progress>,
@@ -71,7 +71,7 @@ impl Hub {
 
     async fn fetch(
         &self,
-        plan: &ModelPlan,
+        plan: &RepoPlan,
         file: &RepoFile,
         parts: &Path,
         to: &Path,
@@ -113,7 +113,7 @@ impl Hub {
     }
 
     /// Appends what is missing. Each time by the hub's own address: those that it redirects to live for an hour.
-    async fn fill(&self, plan: &ModelPlan, file: &RepoFile, part: &mut Part) -> Result<(), Failed> {
+    async fn fill(&self, plan: &RepoPlan, file: &RepoFile, part: &mut Part) -> Result<(), Failed> {
         let url = self.file_url(&plan.repo, &plan.commit, &file.path)?;
         let opened = self.open(&plan.repo, &url, Some(&plan.commit), part.size_bytes).await;
         let mut opened = match opened {
@@ -278,7 +278,7 @@ fn content_range(field: &str) -> Option<(u64, u64)> {
     Some((range.split_once('-')?.0.parse().ok()?, whole.parse().ok()?))
 }
 
-pub(crate) fn check_space(plan: &ModelPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
+pub(crate) fn check_space(plan: &RepoPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
     let size = |path: PathBuf| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
     let missing = |file: &RepoFile| {
         let here = size(parts.join(file.hash.to_string())).max(size(to.join(&file.path)));

@@ -22,7 +22,7 @@ mod info;
 mod outline;
 
 pub use cache::{Cached, find_cached, verify_cached};
-pub use choose::ModelPlan;
+pub use choose::{ConvertedFile, RepoPlan};
 pub use environment::{HubEnvironment, PUBLIC_ENDPOINT};
 pub use error::HubError;
 pub use fetch::Progress;

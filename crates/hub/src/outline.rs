@@ -8,7 +8,7 @@ use std::time::SystemTime;
 
 use futures::stream::{self, TryStreamExt};
 
-use crate::choose::ModelPlan;
+use crate::choose::RepoPlan;
 use crate::error::HubError;
 use crate::fetch::{AT_ONCE, check_space};
 use crate::http::{Failed, Hub, Tries, next_piece};
@@ -23,19 +23,19 @@ impl Hub {
     ///
     /// # Errors
     /// `NoSpace` when there is no room for the whole plan; those of the hub and of the disk.
-    pub async fn outline(&self, plan: &ModelPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
+    pub async fn outline(&self, plan: &RepoPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
         std::fs::create_dir_all(parts).map_err(HubError::disk("make the folder", parts))?;
         check_space(plan, parts, to)?;
         let (weights, small): (Vec<RepoFile>, Vec<RepoFile>) =
             plan.files.iter().cloned().partition(|file| file.path.ends_with(".safetensors"));
-        let small = ModelPlan { files: small, ..plan.clone() };
+        let small = RepoPlan { files: small, ..plan.clone() };
         self.download(&small, parts, to, &Arc::default()).await?;
         stream::iter(weights.iter().map(Ok))
             .try_for_each_concurrent(AT_ONCE, |file| async move { self.outline_weights(plan, file, to).await })
             .await
     }
 
-    async fn outline_weights(&self, plan: &ModelPlan, file: &RepoFile, to: &Path) -> Result<(), HubError> {
+    async fn outline_weights(&self, plan: &RepoPlan, file: &RepoFile, to: &Path) -> Result<(), HubError> {
         let mut tries = Tries::new(self.settings.first_delay);
         let header = loop {
             match self.header(plan, file).await {
@@ -56,7 +56,7 @@ impl Hub {
     }
 
     /// Length, and the header itself; the rest is not read.
-    async fn header(&self, plan: &ModelPlan, file: &RepoFile) -> Result<Vec<u8>, Failed> {
+    async fn header(&self, plan: &RepoPlan, file: &RepoFile) -> Result<Vec<u8>, Failed> {
         let unusable = |why: &str| {
             let why = format!("its {} {why}", file.path);
             Failed::from(HubError::Unusable { repo: plan.repo.to_string(), why })

@@ -1,5 +1,6 @@
 //! Datasets: immutable rows over NDJSON files.
 
+use serde_json::Value;
 use sqlx::sqlite::SqliteRow;
 
 use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
@@ -24,6 +25,8 @@ pub struct DatasetRow {
     pub owner: String,
     /// Unix ms.
     pub created_at: i64,
+    /// Where it comes from and what was made of the rows, as JSON; None = uploaded as it is.
+    pub origin: Option<Value>,
 }
 
 /// A dataset whose file is in place.
@@ -74,6 +77,17 @@ impl Store {
             .doing(doing)?;
         self.commit(tx, doing).await?;
         Ok((DatasetRow::read(&row)?, created.rows_affected() == 1))
+    }
+
+    /// Notes where a dataset comes from, unless that is known.
+    pub async fn dataset_note_origin(&self, id: DatasetId, origin: &Value) -> Result<(), StoreError> {
+        sqlx::query("UPDATE datasets SET origin = ? WHERE id = ? AND origin IS NULL")
+            .bind(origin.to_string())
+            .bind(id.to_string())
+            .execute(&self.writer)
+            .await
+            .doing("note where a dataset comes from")?;
+        Ok(())
     }
 
     /// One dataset, or `NotFound`.
@@ -165,6 +179,7 @@ impl DatasetRow {
             columns: json_column(row, "columns")?,
             owner: column(row, "owner")?,
             created_at: column(row, "created_at")?,
+            origin: column::<Option<String>>(row, "origin")?.and_then(|text| serde_json::from_str(&text).ok()),
         })
     }
 }

@@ -176,6 +176,7 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("DELETE", "/checkpoints/{id}/pin", Needs(Submit)),
         ("GET", "/datasets", Needs(Read)),
         ("POST", "/datasets", Needs(Submit)),
+        ("POST", "/datasets/preview", Needs(Submit)),
         ("GET", "/datasets/{id}", Needs(Read)),
         ("DELETE", "/datasets/{id}", Needs(Submit)),
         ("GET", "/datasets/{id}/content", Needs(Read)),

@@ -31,7 +31,7 @@ mod settings;
 pub mod trl;
 mod warm;
 
-pub use document::{DatasetSource, JobSpec, Labels, TrainingSpec, read_labels, submittable};
+pub use document::{DatasetSource, HubDataset, JobSpec, Labels, TrainingSpec, read_labels, submittable};
 pub use estimate::Estimate;
 pub use evaluation::{EvalSpec, PromptKey, held_out_count, held_out_rows, prompt_key, shared_prompts};
 pub use facts::{Context, DatasetFacts, ModelFacts, ModelShape, RewardModelFacts};

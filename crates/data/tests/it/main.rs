@@ -113,6 +113,7 @@ fn a_damaged_parquet_file_is_an_error_and_never_a_panic() {
     }
     assert!(told > 50, "{told}");
     assert!(refused(&[fixture("image.parquet")], json!({})).contains("'picture' holds images"));
+    assert_eq!(rows(&[fixture("image.parquet")], json!({"map": {"drop": ["picture"]}})), [json!({"prompt": "look"})]);
 }
 
 #[test]
@@ -253,6 +254,10 @@ fn what_is_wrong_is_named_with_file_row_and_column() {
         (json!({"map": {"prompt": "question", "system": "s", "chat": false}}), "map.chat: "),
         (json!({"seed": 1}), "seed: it chooses which rows stay: give limit as well"),
         (json!({"limit": 0}), "limit: it must be at least 1"),
+        (
+            json!({"map": {"prompt": "question", "columns": {"a": "answer"}}}),
+            "row 2 (rows.ndjson): map.columns.a: 'answer' is null",
+        ),
         (json!({"map": {"prompt": "answer"}}), "row 2 (rows.ndjson): map.prompt: 'answer' is null"),
     ] {
         let told = refused(&source, wanted.clone());
@@ -278,6 +283,9 @@ fn a_bomb_of_zeros_ends_at_its_limit() {
     assert!(bomb.len() < 1 << 20);
     let told = refused(&[dir.file("bomb.ndjson.zst", &bomb)], json!({}));
     assert!(told.contains("longer than 64 MiB"), "{told}");
+    let bomb = zstd::encode_all(std::io::repeat(b'\n').take(200 << 20), 3).unwrap();
+    let told = refused(&[dir.file("blank.ndjson.zst", &bomb)], json!({}));
+    assert!(told.contains("no row in 128 MiB"), "{told}");
 }
 
 #[test]

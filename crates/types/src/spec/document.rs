@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use utoipa::ToSchema;
 
 use super::evaluation::{EvalSpec, read_eval};
 use super::foreign::advice;
@@ -17,6 +18,7 @@ use super::{
     Arithmetic, CheckpointPlan, ComputeDtype, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets,
     RlooPlan, SamplingPlan, WarmStartPlan,
 };
+use crate::dataset::{Recipe, RecipeMap};
 use crate::id::DatasetId;
 
 /// A submitted job. Where a field was refused it holds a harmless stand-in, so that the rest can still be checked.
@@ -69,6 +71,45 @@ pub enum DatasetSource {
     Id(DatasetId),
     /// Sent along, one object a row.
     Records(Vec<Value>),
+    /// Of the hub; downloaded and mapped when the job is accepted.
+    Hub(Box<HubDataset>),
+}
+
+/// A data set of the hub, and what is made of its rows.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct HubDataset {
+    /// The repository: `org/name`, or `org/name@revision`.
+    #[schema(example = "openai/gsm8k")]
+    pub hub: String,
+    /// A branch, tag or commit; without, `main`. Pinned to the commit that it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revision: Option<String>,
+    /// Which configuration, where there are several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "main")]
+    pub config: Option<String>,
+    /// Which split; without, `train`, or the only one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "train")]
+    pub split: Option<String>,
+    /// What each row becomes; without it rows stay as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub map: Option<RecipeMap>,
+    /// So many rows at most: the first ones, or with `seed` a sample of all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1)]
+    pub limit: Option<u64>,
+    /// Of the sample.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seed: Option<u64>,
+}
+
+impl HubDataset {
+    /// What is made of the rows.
+    pub fn recipe(&self) -> Recipe {
+        Recipe { map: self.map.clone(), limit: self.limit, seed: self.seed }
+    }
 }
 
 /// Batches, length and seed, as asked for.
@@ -294,6 +335,9 @@ fn read_metadata(field: &Field<'_>) -> Option<BTreeMap<String, String>> {
 }
 
 pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
+    if field.value().is_some_and(|value| value.get("hub").is_some()) {
+        return read_hub_dataset(field);
+    }
     let reader = field.object()?;
     let id = reader.field("id");
     let records = reader.field("records");
@@ -311,10 +355,30 @@ pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
         }),
         (None, Some(_)) => records.items().map(|_| DatasetSource::Records(Vec::new())),
         (None, None) => {
-            field.fail("required", "give the id of an uploaded dataset, or records: a list of {\"prompt\": …}");
+            field.fail(
+                "required",
+                "give the id of an uploaded dataset, records: a list of {\"prompt\": …}, or hub: a data set of the hub",
+            );
             None
         }
     };
     reader.finish(advice);
     source
+}
+
+/// `{"hub": …}`: read as one, since the same object is a body of its own elsewhere.
+fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
+    match serde_json::from_value::<HubDataset>(field.value()?.clone()) {
+        Err(error) => {
+            field.fail("invalid_value", format!("{error}: a data set of the hub is {{\"hub\": \"org/name\", \"config\", \"split\", \"map\", \"limit\", \"seed\"}}"));
+            None
+        }
+        Ok(hub) => match hub.recipe().check() {
+            Err(error) => {
+                field.fail("invalid_map", error.to_string());
+                None
+            }
+            Ok(()) => Some(DatasetSource::Hub(Box::new(hub))),
+        },
+    }
 }

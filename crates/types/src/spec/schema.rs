@@ -170,7 +170,17 @@ pub(super) fn dataset(text: &str) -> RefOr<Schema> {
     closed(&[])
         .property("id", string("Of an uploaded dataset."))
         .property("records", RefOr::T(Schema::Array(rows)))
-        .description(Some(format!("{text} Either an id or records.")))
+        .property("hub", string("A data set of the hub: `org/name`, or `org/name@revision`."))
+        .property("revision", string("A branch, tag or commit; without, `main`."))
+        .property("config", string("Which configuration, where there are several."))
+        .property("split", string("Which split; without, `train`, or the only one."))
+        .property("map", Ref::from_schema_name("DatasetMap"))
+        .property(
+            "limit",
+            plain(Type::Integer, "So many rows at most: the first ones, or with `seed` a sample of all."),
+        )
+        .property("seed", plain(Type::Integer, "Of the sample."))
+        .description(Some(format!("{text} An id, records, or hub.")))
         .build()
         .into()
 }

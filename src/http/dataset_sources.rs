@@ -1,0 +1,212 @@
+//! Rows from files: of an upload that is packed or mapped, or of the hub; converted on a thread of their own.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+
+use super::AppState;
+use super::auth::Caller;
+use super::datasets::{check_disk, rejected};
+use super::error::{Code, Problem, shortened};
+use super::hub_models::{client, problem};
+use crate::causes::with_causes;
+use crate::data::{CannotChoose, Chosen, Options, Preview, Source, choose, convert, preview};
+use crate::dataset::{Format, Recipe, Summary};
+use crate::files::StagedDone;
+use crate::hub::{Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
+use crate::spec::HubDataset;
+
+/// Pieces on their way from the thread that converts to the file.
+const PIECES: usize = 4;
+
+/// Files of rows.
+pub(super) struct Files {
+    /// In order.
+    pub(super) sources: Vec<Source>,
+    /// Of the media type, where that says one.
+    pub(super) format: Option<Format>,
+    /// Where they come from: what is kept beside the dataset.
+    pub(super) origin: Value,
+    /// Kept until they were read.
+    pub(super) staged: Option<StagedDone>,
+}
+
+/// Cancels a conversion that nobody waits for any more.
+struct CancelOnDrop(Arc<AtomicBool>);
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What a conversion writes, piece by piece.
+struct Pipe(mpsc::Sender<Vec<u8>>);
+
+impl std::io::Write for Pipe {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.blocking_send(bytes.to_vec()).map_err(|_| std::io::ErrorKind::BrokenPipe)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Converts files to the canonical rows of a dataset.
+pub(super) async fn convert_files(
+    state: &AppState,
+    files: Files,
+    recipe: Recipe,
+    chat_default: bool,
+) -> Result<(Summary, StagedDone, Value), Problem> {
+    check_disk(state)?;
+    let Files { sources, format, mut origin, staged: raw } = files;
+    if let Some(origin) = origin.as_object_mut() {
+        origin.insert("recipe".to_owned(), serde_json::to_value(&recipe).map_err(Problem::internal)?);
+        origin.insert("chat_default".to_owned(), chat_default.into());
+    }
+    let cancel = CancelOnDrop(Arc::default());
+    let (sender, mut pieces) = mpsc::channel(PIECES);
+    let (cancelled, max_bytes) = (cancel.0.clone(), state.dataset_limit_bytes);
+    let work = tokio::task::spawn_blocking(move || {
+        let options = Options { format, chat_default, max_bytes, cancelled: &cancelled };
+        let converted = convert(&sources, &recipe, &options, &mut Pipe(sender));
+        drop(raw);
+        converted
+    });
+    // The conversion itself keeps to the limit, and says what to do.
+    let mut out = state.files.stage(u64::MAX).await?;
+    while let Some(piece) = pieces.recv().await {
+        check_disk(state)?;
+        out.write(&piece).await?;
+    }
+    let converted = work.await.map_err(Problem::internal)?.map_err(rejected)?;
+    Ok((converted.summary, out.finish().await?, origin))
+}
+
+/// Looks at the first rows of files.
+pub(super) async fn look(files: Files, recipe: Recipe, chat_default: bool, rows: usize) -> Result<Preview, Problem> {
+    let Files { sources, format, staged, .. } = files;
+    let looked = tokio::task::spawn_blocking(move || {
+        let cancelled = AtomicBool::new(false);
+        let options = Options { format, chat_default, max_bytes: u64::MAX, cancelled: &cancelled };
+        let looked = preview(&sources, &recipe, &options, rows);
+        drop(staged);
+        looked
+    });
+    looked.await.map_err(Problem::internal)?.map_err(rejected)
+}
+
+/// The files of a data set of the hub, downloaded; those of a commit are kept for a day.
+pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
+    check_disk(state)?;
+    let hub = client(state, caller).await?;
+    let refuse = |error: &crate::hub::HubError| problem(error);
+    let repo = parse(wanted)?;
+    let info = hub.info(&repo).await.map_err(|error| refuse(&error))?;
+    let readme = match info.files.iter().find(|file| file.path == "README.md") {
+        None => None,
+        Some(file) => {
+            let bytes = hub.read_file(&repo, &info.commit, file).await.map_err(|error| refuse(&error))?;
+            Some(String::from_utf8_lossy(&bytes).into_owned())
+        }
+    };
+    let (repo, info, chosen) = match chosen_of(readme.as_deref(), &info, wanted) {
+        Ok(chosen) => (repo, info, chosen),
+        Err(error) if error.is_unreadable => converted_branch(state, &hub, &repo, wanted, error).await?,
+        Err(error) => return Err(cannot_choose(&repo, &error)),
+    };
+    let files: Vec<RepoFile> = info.files.iter().filter(|file| chosen.files.contains(&file.path)).cloned().collect();
+    let hashes: Vec<Value> = files
+        .iter()
+        .map(|file| json!({"path": file.path, "hash": file.hash.to_string(), "bytes": file.size_bytes}))
+        .collect();
+    let origin = json!({"hub": repo.id(), "revision": wanted.revision.as_deref().unwrap_or(repo.revision()), "commit": info.commit,
+                        "config": chosen.config, "split": chosen.split, "files": hashes});
+    let folder = state.downloads.sources(&info.commit);
+    let plan = RepoPlan {
+        repo: repo.clone(),
+        commit: info.commit.clone(),
+        is_restricted: info.is_restricted,
+        files,
+        config: Value::Null,
+    };
+    hub.download(&plan, &state.downloads.parts(), &folder, &Arc::default()).await.map_err(|error| refuse(&error))?;
+    let source = |name: &String| Source { name: name.clone(), path: folder.join(name) };
+    Ok(Files { sources: chosen.files.iter().map(source).collect(), format: None, origin, staged: None })
+}
+
+fn parse(wanted: &HubDataset) -> Result<Repo, Problem> {
+    let parsed = match &wanted.revision {
+        None => Repo::parse(RepoKind::Dataset, &wanted.hub),
+        Some(revision) => Repo::new(RepoKind::Dataset, &wanted.hub, revision),
+    };
+    parsed.map_err(|error| {
+        let detail = error.to_string();
+        Problem::new(Code::InvalidBody, detail.clone()).item("/hub", "invalid", detail)
+    })
+}
+
+fn chosen_of(readme: Option<&str>, info: &RepoInfo, wanted: &HubDataset) -> Result<Chosen, CannotChoose> {
+    let paths: Vec<String> = info.files.iter().map(|file| file.path.clone()).collect();
+    choose(readme, &paths, wanted.config.as_deref(), wanted.split.as_deref())
+}
+
+fn cannot_choose(repo: &Repo, error: &CannotChoose) -> Problem {
+    let detail = format!("{repo}: {}", error.detail);
+    Problem::new(Code::InvalidDataset, detail.clone()).item(format!("/{}", error.field), "invalid_value", detail)
+}
+
+/// The copy in parquet that the hub makes of public data sets, where the repository itself holds nothing that is read here.
+async fn converted_branch(
+    state: &AppState,
+    hub: &crate::hub::Hub,
+    repo: &Repo,
+    wanted: &HubDataset,
+    unreadable: CannotChoose,
+) -> Result<(Repo, RepoInfo, Chosen), Problem> {
+    let Some(server) = state.config.hub.datasets_server() else { return Err(cannot_choose(repo, &unreadable)) };
+    let listed = hub.converted_files(&server, repo).await;
+    let listed = match listed {
+        Ok(listed) if !listed.is_empty() => listed,
+        Ok(_) => return Err(cannot_choose(repo, &unreadable)),
+        Err(error) => {
+            tracing::warn!(error = with_causes(&error), "the hub's converted copy cannot be listed");
+            return Err(cannot_choose(repo, &unreadable));
+        }
+    };
+    // Laid out as a README would say it.
+    let mut configs: Vec<(String, Vec<(String, String)>)> = Vec::new();
+    for file in &listed {
+        let entry = (file.split.clone(), file.path.clone());
+        match configs.iter_mut().find(|(config, _)| *config == file.config) {
+            Some((_, files)) => files.push(entry),
+            None => configs.push((file.config.clone(), vec![entry])),
+        }
+    }
+    let yaml: Vec<Value> = configs
+        .iter()
+        .map(|(config, files)| {
+            let files: Vec<Value> = files.iter().map(|(split, path)| json!({"split": split, "path": path})).collect();
+            json!({"config_name": config, "data_files": files})
+        })
+        .collect();
+    let readme = format!("---\n{}\n---\n", json!({"configs": yaml}));
+    let branch = Repo::new(RepoKind::Dataset, repo.id(), "refs/convert/parquet").map_err(Problem::internal)?;
+    let info = hub.info(&branch).await.map_err(|error| problem(&error))?;
+    let chosen = chosen_of(Some(&readme), &info, wanted).map_err(|error| cannot_choose(repo, &error))?;
+    Ok((branch, info, chosen))
+}
+
+/// A file that was uploaded as it came.
+pub(super) fn uploaded(name: Option<&str>, format: Option<Format>, staged: StagedDone) -> Files {
+    let name = name.map_or_else(|| "the upload".to_owned(), |name| shortened(name).to_string());
+    let path: PathBuf = staged.path().to_owned();
+    let origin = json!({"upload": name, "sha256": staged.sha256.to_string()});
+    Files { sources: vec![Source { name, path }], format, origin, staged: Some(staged) }
+}
