@@ -26,7 +26,6 @@ pub mod extract;
 pub mod fork;
 pub mod generate;
 pub mod heavy;
-pub mod hub_models;
 pub mod idempotency;
 pub mod jobs;
 pub mod keys;

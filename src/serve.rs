@@ -273,7 +273,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     state.preflights = Some(Preflights::new(&children));
     let stop_generations = CancellationToken::new();
     state.generations = Some(Generations::new(&children, stop_generations.clone()));
-    if let Err(problem) = http::hub_models::resume(&state).await {
+    if let Err(problem) = http::models::hub::resume(&state).await {
         tracing::warn!(?problem, "downloads of the last start do not go on");
     }
     let downloads = state.downloads.clone();

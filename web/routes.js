@@ -4,6 +4,7 @@ import Checkpoints from "./views/checkpoints.js";
 import Compare from "./views/compare.js";
 import Config from "./views/config.js";
 import Jobs from "./views/jobs.js";
+import Library from "./views/library.js";
 import Logs from "./views/logs.js";
 import NewJob from "./views/new-job.js";
 import Playground from "./views/playground.js";
@@ -23,6 +24,7 @@ export const routes = [
   ["/jobs/:id/logs", "Events and logs", Logs],
   ["/jobs/:id/config", "Configuration", Config],
   ["/compare", "Compare runs", Compare],
+  ["/library", "Models and data", Library],
   ["/system", "System", System],
   ["/access", "Keys and webhooks", Access],
 ];
@@ -31,6 +33,7 @@ export const routes = [
 export const topLinks = [
   ["/", "Jobs"],
   ["/compare", "Compare"],
+  ["/library", "Models and data"],
   ["/system", "System"],
   ["/access", "Access"],
 ];

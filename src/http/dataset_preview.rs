@@ -9,8 +9,8 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::look;
-use super::datasets::{CreateQuery, Purpose, Sent, SentRows, receive, row_errors};
+use super::dataset_sources::{look, row_errors};
+use super::datasets::{CreateQuery, Purpose, Sent, SentRows, receive};
 use super::error::{Code, FieldError, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query};
 use crate::data::Preview;

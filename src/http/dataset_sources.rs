@@ -9,12 +9,11 @@ use tokio::sync::mpsc;
 
 use super::AppState;
 use super::auth::Caller;
-use super::datasets::{check_disk, rejected};
-use super::error::{Code, Problem, shortened};
-use super::hub_models::{client, problem};
+use super::error::{Code, FieldError, Problem, shortened};
+use super::models::hub::{client, problem};
 use crate::causes::with_causes;
 use crate::data::{CannotChoose, Chosen, Options, Preview, Source, choose, convert, preview};
-use crate::dataset::{Format, Recipe, Summary};
+use crate::dataset::{Format, Recipe, Rejected, RowError, Summary};
 use crate::files::StagedDone;
 use crate::hub::{Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
 use crate::spec::HubDataset;
@@ -209,4 +208,39 @@ pub(super) fn uploaded(name: Option<&str>, format: Option<Format>, staged: Stage
     let path: PathBuf = staged.path().to_owned();
     let origin = json!({"upload": name, "sha256": staged.sha256.to_string()});
     Files { sources: vec![Source { name, path }], format, origin, staged: Some(staged) }
+}
+
+/// Endless uploads must not take the space that jobs and the database need.
+pub(super) fn check_disk(state: &AppState) -> Result<(), Problem> {
+    if state.files.free_bytes()? < state.config.edge.disk_reserve_bytes {
+        return Err(Problem::new(
+            Code::StorageFull,
+            "the server's disk is nearly full: free some space, then try again",
+        ));
+    }
+    Ok(())
+}
+
+pub(super) fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
+    let first = errors.first().map_or_else(String::new, |error| match error.line {
+        0 => error.detail.clone(),
+        line => format!("line {line}: {}", error.detail),
+    });
+    let detail = match num_errors {
+        0 | 1 => first,
+        _ if num_errors > errors.len() as u64 => {
+            format!("{num_errors} bad rows, of which the first {} are listed; {first}", errors.len())
+        }
+        _ => format!("{num_errors} bad rows; {first}"),
+    };
+    Problem::new(Code::InvalidDataset, detail).items(row_errors(errors))
+}
+
+pub(super) fn row_errors(errors: Vec<RowError>) -> Vec<FieldError> {
+    let one = |error: RowError| FieldError {
+        pointer: if error.line == 0 { String::new() } else { format!("line {}", error.line) },
+        code: error.code.to_owned(),
+        detail: error.detail,
+    };
+    errors.into_iter().map(one).collect()
 }

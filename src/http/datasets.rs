@@ -18,13 +18,13 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{Files, convert_files, fetch, uploaded};
+use super::dataset_sources::{Files, check_disk, convert_files, fetch, rejected, uploaded};
 use super::download::{Download, RangeHeaders, send_file};
-use super::error::{Code, FieldError, Problem, ProblemBody, shortened};
+use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{Json, Path, Query, announced_bytes, body_fault, body_problem, media_type};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
-use crate::dataset::{Format, Reader, Recipe, Rejected, RowError, Summary};
+use crate::dataset::{Format, Reader, Recipe, Summary};
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
@@ -554,41 +554,6 @@ pub(super) async fn read_rows<E>(
     let summary = reader.finish(&mut out).map_err(rejected)?;
     staged.write(&out).await?;
     Ok((summary, staged.finish().await?))
-}
-
-/// Endless uploads must not take the space that jobs and the database need.
-pub(super) fn check_disk(state: &AppState) -> Result<(), Problem> {
-    if state.files.free_bytes()? < state.config.edge.disk_reserve_bytes {
-        return Err(Problem::new(
-            Code::StorageFull,
-            "the server's disk is nearly full: free some space, then try again",
-        ));
-    }
-    Ok(())
-}
-
-pub(super) fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
-    let first = errors.first().map_or_else(String::new, |error| match error.line {
-        0 => error.detail.clone(),
-        line => format!("line {line}: {}", error.detail),
-    });
-    let detail = match num_errors {
-        0 | 1 => first,
-        _ if num_errors > errors.len() as u64 => {
-            format!("{num_errors} bad rows, of which the first {} are listed; {first}", errors.len())
-        }
-        _ => format!("{num_errors} bad rows; {first}"),
-    };
-    Problem::new(Code::InvalidDataset, detail).items(row_errors(errors))
-}
-
-pub(super) fn row_errors(errors: Vec<RowError>) -> Vec<FieldError> {
-    let one = |error: RowError| FieldError {
-        pointer: if error.line == 0 { String::new() } else { format!("line {}", error.line) },
-        code: error.code.to_owned(),
-        detail: error.detail,
-    };
-    errors.into_iter().map(one).collect()
 }
 
 /// 413 before the first byte when the client says that there will be too many; `more` = what may come beside the rows.

@@ -12,7 +12,7 @@ use super::auth::Caller;
 use super::dataset_sources::{convert_files, fetch};
 use super::error::{Code, Problem, chain, shortened};
 use super::heavy;
-use super::hub_models::{self, Looked};
+use super::models::hub::{self, Looked};
 use super::models::is_as_registered;
 use super::reach;
 use super::reward_models;
@@ -294,8 +294,8 @@ async fn find_model(
     let repo = Repo::parse(RepoKind::Model, id).ok().filter(|repo| repo.id().contains('/'));
     if let Some(repo) = repo.filter(|_| state.config.hub.may_be_asked()) {
         let found = match use_of_hub {
-            UseOfHub::Register => hub_models::register(state, caller, None, &repo).await.map(|(row, _)| row),
-            UseOfHub::Look => hub_models::look(state, caller, id.to_owned(), &repo).await.map(Looked::into_row),
+            UseOfHub::Register => hub::register(state, caller, None, &repo).await.map(|(row, _)| row),
+            UseOfHub::Look => hub::look(state, caller, id.to_owned(), &repo).await.map(Looked::into_row),
         };
         return match found {
             Ok(row) => Ok(Some(row)),

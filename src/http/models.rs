@@ -1,5 +1,7 @@
 //! Models: a name for a directory on the server, read and checked when it is registered.
 
+pub mod hub;
+
 use std::path::{Path as FsPath, PathBuf};
 
 use axum::extract::State;
@@ -15,7 +17,6 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{HashedJson, Json, Path, Query};
-use super::hub_models;
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
 use super::reach;
@@ -278,8 +279,8 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
             }
         }
         (None, Some(repo)) => {
-            let repo = hub_models::parse_repo("/hub", &repo, revision.as_deref())?;
-            hub_models::register(&state, &caller, id, &repo).await?
+            let repo = hub::parse_repo("/hub", &repo, revision.as_deref())?;
+            hub::register(&state, &caller, id, &repo).await?
         }
     };
     let status = match row.state.as_str() {
@@ -325,7 +326,7 @@ pub(super) async fn register(
 }
 
 /// Reads and checks a model's folder, but for the bytes of its tensors. Blocking.
-pub(super) fn read_card(path: &FsPath) -> Result<(Card, Vec<ModelFile>), Problem> {
+fn read_card(path: &FsPath) -> Result<(Card, Vec<ModelFile>), Problem> {
     let is_classifier = is_classifier(path);
     let read = match is_classifier {
         true => {
@@ -428,7 +429,7 @@ fn refused(detail: String) -> Problem {
 }
 
 /// What the store keeps of a model: the card that clients see, and the stamp of its files, which they do not.
-pub(super) fn record(card: &Card, stamp: &str) -> Result<Value, Problem> {
+fn record(card: &Card, stamp: &str) -> Result<Value, Problem> {
     let mut record = serde_json::to_value(card).map_err(Problem::internal)?;
     record[STAMP] = stamp.into();
     Ok(record)

@@ -10,6 +10,7 @@ const WORDS: &[&str] = &["config"];
 const OF_OTHER_CRATES: &[&str] = &[
     "access",
     "callback",
+    "data",
     "causes",
     "dataset",
     "digest",
@@ -17,6 +18,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "event",
     "failpoint",
     "generation",
+    "hub",
     "id",
     "jinja",
     "job",
@@ -43,10 +45,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // A router and a socket; for any server.
     ("listen", &[]),
     // Preflights and prompts are answered by children of their own.
-    ("http", &["bundle", "files", "listen", "store", "supervisor"]),
+    ("http", &["bundle", "downloads", "files", "listen", "store", "supervisor"]),
+    // A client of the hub is given to it.
+    ("downloads", &["store"]),
     ("reward_server", &["engine", "listen", "reward", "reward_model"]),
     // Of the engine only which kernels the machine can run.
-    ("serve", &["courier", "engine", "files", "http", "listen", "reward", "store", "supervisor"]),
+    ("serve", &["courier", "downloads", "engine", "files", "http", "listen", "reward", "store", "supervisor"]),
     // keys and backup: beside a running server, with the same tables.
     ("commands", &["engine", "files", "reward", "store"]),
     // Lifecycle messages are signed and sent as rewards are asked.
@@ -59,6 +63,8 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     // The test endpoint calls a reward as a worker would.
     ("http/rewards.rs", "reward"),
     ("http/reward_test_journal.rs", "reward"),
+    // The client of the hub is built as that of rewards.
+    ("http/models/hub.rs", "reward"),
     // A test of it asks the example service.
     ("http/rewards.rs", "demo"),
     // So does a re-score, on stored samples.
@@ -77,7 +83,18 @@ const CRATES: &[(&str, &[&str])] = &[
     ("sqlx", &["serve"]),
     (
         "tokio",
-        &["command_line", "commands", "courier", "demo", "http", "listen", "reward_server", "serve", "supervisor"],
+        &[
+            "command_line",
+            "commands",
+            "courier",
+            "demo",
+            "downloads",
+            "http",
+            "listen",
+            "reward_server",
+            "serve",
+            "supervisor",
+        ],
     ),
 ];
 

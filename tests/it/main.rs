@@ -30,6 +30,7 @@ mod http;
 #[path = "../../crates/hub/tests/it/fake.rs"]
 #[expect(dead_code, reason = "the tests of the hub's client use the rest")]
 mod hub;
+mod hub_datasets;
 mod hub_models;
 mod idempotency;
 mod job_events;

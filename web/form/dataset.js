@@ -7,8 +7,8 @@ import { cls, html, useEffect, useState } from "../core/ui.js";
 import { useWork } from "../core/work.js";
 import { Input } from "../parts/field.js";
 import { ProblemBox } from "../parts/problem.js";
+import { ENDINGS, HubData, KINDS, kindOf, Mapping } from "./mapping.js";
 
-const KINDS = { ndjson: "application/x-ndjson", jsonl: "application/x-ndjson", json: "application/json", csv: "text/csv" };
 const PREVIEW = 3;
 /** Datasets to choose from, newest first. */
 const NEWEST = 1000;
@@ -26,24 +26,37 @@ export function DatasetChoice({ form, pointer, label, onRows }) {
   const { data, reload } = useLoad((signal) => all("/datasets", {}, NEWEST, signal), []);
   const [text, setText] = useState("");
   const [isOver, setOver] = useState(false);
+  const [unmapped, setUnmapped] = useState(null);
   const { busy, error, run } = useWork();
   const id = form.spec[pointer.slice(1)]?.id;
   const known = data ?? [];
   const chosen = known.find((dataset) => dataset.id === id);
   const rows = useRows(id, onRows);
 
-  const upload = (body, kind, name) => run(async () => {
-    const response = await send("POST", "/datasets", { query: { name }, body, headers: { "content-type": kind } });
-    const dataset = await response.json();
+  const use = async (dataset) => {
     await reload();
     form.set(`${pointer}/id`, dataset.id);
+    setUnmapped(null);
+  };
+  const upload = (body, kind, name) => run(async () => {
+    let response;
+    try {
+      response = await send("POST", "/datasets", { query: { name }, body, headers: { "content-type": kind } });
+    } catch (problem) {
+      // Without a prompt column: which one it is, is asked.
+      if (!problem.errors?.some(({ code }) => code === "missing_prompt")) throw problem;
+      setUnmapped(new File([body], name ?? "rows", { type: kind }));
+      return;
+    }
+    const dataset = await response.json();
+    await use(dataset);
     announce(`Uploaded ${plural(dataset.num_rows, "row")}`);
     setText("");
   });
   const take = (file) => {
-    const kind = KINDS[file.name.split(".").at(-1).toLowerCase()];
+    const kind = kindOf(file.name);
     if (kind) return upload(file, kind, file.name);
-    run(() => Promise.reject(new Problem({ title: "This file is not one of them", detail: `${file.name} does not end with .ndjson, .jsonl, .json or .csv.`, code: "file_type" })));
+    run(() => Promise.reject(new Problem({ title: "This file is not one of them", detail: `${file.name} does not end with ${ENDINGS.replaceAll(",", ", ")}.`, code: "file_type" })));
   };
   const drop = (event) => {
     event.preventDefault();
@@ -56,13 +69,15 @@ export function DatasetChoice({ form, pointer, label, onRows }) {
     <${Input} label=${label} errors=${[...form.errorsAt(pointer, true), ...form.errorsAt(`${pointer}/id`)]} hint=${chosen && `${plural(chosen.num_rows, "row")}; columns ${chosen.columns.join(", ")}`}
       options=${options} value=${id ?? ""} set=${(id) => form.set(`${pointer}/id`, id || undefined)} />
     <div class=${cls("drop", isOver && "over")} onDragOver=${(event) => (event.preventDefault(), setOver(true))} onDragLeave=${() => setOver(false)} onDrop=${drop}>
-      <label>Drop a file here (.jsonl, .json, .csv), or choose it: <input type="file" accept=".ndjson,.jsonl,.json,.csv" disabled=${busy} onChange=${({ target }) => target.files[0] && take(target.files[0])} /></label>
+      <label>Drop a file here (JSON, CSV, TSV, parquet), or choose it: <input type="file" accept=${ENDINGS} disabled=${busy} onChange=${({ target }) => target.files[0] && take(target.files[0])} /></label>
       <details><summary>Or paste rows</summary>
         <textarea class="mono" rows="4" aria-label="Rows to paste" spellcheck=${false} placeholder=${'{"prompt": "What is 2 + 2?", "answer": "4"}'} value=${text} onInput=${(event) => setText(event.target.value)}></textarea>
         <button type="button" disabled=${busy || !text.trim()} onClick=${() => upload(...pasted(text))}>Add these rows</button></details>
       ${busy && html`<p role="status">Uploading…</p>`}
       <${ProblemBox} error=${error} />
     </div>
+    ${unmapped && html`<${Mapping} key=${unmapped.name + unmapped.size} file=${unmapped} model=${form.spec.model} onDone=${use} />`}
+    <details><summary>Or a data set of the hub</summary><${HubData} model=${form.spec.model} onDone=${use} /></details>
     ${rows.length > 0 && html`<details><summary>First rows</summary><pre tabindex="0">${rows.map((row) => JSON.stringify(row)).join("\n")}</pre></details>`}
   </div>`;
 }

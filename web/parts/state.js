@@ -13,6 +13,7 @@ export function State({ job }) {
 
 /** What it does right now, in words: "Rollout", "3rd in the queue", "Reward outage". */
 export function doing(job) {
+  if (job.status_reason === "model_downloading") return "Waiting: its model is being downloaded";
   if (job.status_reason === "server_error") return "Waiting: the server could not start it; it tries again";
   if (job.state === "queued") return job.queue_position ? `#${job.queue_position} in the queue` : "in the queue";
   if (job.status_reason) return words(job.status_reason);

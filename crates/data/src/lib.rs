@@ -9,8 +9,6 @@ mod columns;
 mod convert;
 mod keys;
 mod mapping;
-#[cfg(feature = "parquet")]
-mod parquet_rows;
 mod presets;
 mod source;
 

@@ -1,5 +1,8 @@
 //! The files that rows come from: which format they have, and their rows one after another.
 
+#[cfg(feature = "parquet")]
+mod parquet_rows;
+
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::path::PathBuf;
@@ -193,7 +196,7 @@ fn texts(
 
 #[cfg(feature = "parquet")]
 fn parquet(file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
-    crate::parquet_rows::each_row(file, wanted, take)
+    parquet_rows::each_row(file, wanted, take)
 }
 
 #[cfg(not(feature = "parquet"))]

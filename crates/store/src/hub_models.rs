@@ -1,41 +1,19 @@
 //! Models that are downloaded from a hub: begun, ready, failed; the jobs that wait for them are told.
 
 use serde_json::{Value, json};
-use sqlx::sqlite::{SqliteConnection, SqliteRow};
+use sqlx::sqlite::SqliteConnection;
 
 use super::claims::job_fail;
 use super::events::event_insert;
+use super::jobs::MODEL_DOWNLOADING;
 use super::models::model_row;
-use super::{Doing, JobRow, ModelRow, Store, StoreError, column, count_column, int};
+use super::{Doing, HubOrigin, JobRow, ModelRow, Store, StoreError, int};
 use crate::job::{Failure, FailureClass};
 
-/// `status_reason` of a queued job whose model is on its way.
-pub const MODEL_DOWNLOADING: &str = "model_downloading";
 /// Of a model whose files are on their way.
 pub const DOWNLOADING: &str = "downloading";
 /// Of a model that jobs can use.
 pub const READY: &str = "ready";
-
-/// Where a downloaded model comes from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HubOrigin {
-    /// The repository: `org/name`.
-    pub repo: String,
-    /// Branch, tag or commit, as asked for.
-    pub revision: String,
-    /// The commit that it was: 40 hexadecimal digits.
-    pub commit: String,
-    /// Of all files.
-    pub bytes_total: u64,
-}
-
-impl HubOrigin {
-    pub(super) fn read(row: &SqliteRow) -> Result<Option<HubOrigin>, StoreError> {
-        let Some(repo) = column::<Option<String>>(row, "hub")? else { return Ok(None) };
-        let (revision, commit) = (column(row, "revision")?, column(row, "commit_sha")?);
-        Ok(Some(HubOrigin { repo, revision, commit, bytes_total: count_column(row, "bytes_total")? }))
-    }
-}
 
 /// A model of a hub to register.
 #[derive(Debug, Clone)]

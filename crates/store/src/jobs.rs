@@ -9,7 +9,6 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::attempts::{Cursor, reached_column};
 use super::events::event_insert;
-use super::hub_models::MODEL_DOWNLOADING;
 use super::{
     Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, word_column,
 };
@@ -18,6 +17,9 @@ use crate::id::{IdError, JobId, WorkerId};
 use crate::job::{Action, Ending, Failure, Requested, State};
 use crate::lifecycle::message::QueuedDetail;
 use crate::spec::{Plan, RewardSecrets};
+
+/// `status_reason` of a queued job whose model is on its way.
+pub const MODEL_DOWNLOADING: &str = "model_downloading";
 
 /// A job to create; name, model, metadata, datasets and length are read from the plan.
 #[derive(Debug)]

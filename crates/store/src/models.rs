@@ -3,7 +3,7 @@
 use serde_json::Value;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{Doing, HubOrigin, Newest, Page, Store, StoreError, column, id_column, json_column};
+use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_column, json_column};
 
 /// A registered model.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,6 +26,27 @@ pub struct ModelRow {
     pub hub: Option<HubOrigin>,
     /// Why its download failed.
     pub problem: Option<String>,
+}
+
+/// Where a downloaded model comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HubOrigin {
+    /// The repository: `org/name`.
+    pub repo: String,
+    /// Branch, tag or commit, as asked for.
+    pub revision: String,
+    /// The commit that it was: 40 hexadecimal digits.
+    pub commit: String,
+    /// Of all files.
+    pub bytes_total: u64,
+}
+
+impl HubOrigin {
+    fn read(row: &SqliteRow) -> Result<Option<HubOrigin>, StoreError> {
+        let Some(repo) = column::<Option<String>>(row, "hub")? else { return Ok(None) };
+        let (revision, commit) = (column(row, "revision")?, column(row, "commit_sha")?);
+        Ok(Some(HubOrigin { repo, revision, commit, bytes_total: count_column(row, "bytes_total")? }))
+    }
 }
 
 /// A model to register.

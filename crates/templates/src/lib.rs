@@ -1,5 +1,9 @@
 //! What the templates of chats and of rewards share: JSON as their values, and a sandbox. A template has no files, and its
 //! work (fuel), depth and everything that it makes (a budget of bytes) have an end.
+//!
+//! Why minijinja's unstable machinery, and not its `fuel` with a limit on the output alone: fuel counts instructions, and one instruction can
+//! make a value of any size (`'a' * 9999999999`, `a ~ a` in a loop of thirty doublings, `replace`, `join`, `[0] * n`) that is never written,
+//! so neither of the two sees it. The compiled instructions are rewritten here so that each asks the budget first.
 
 mod budget;
 mod filters;

@@ -17,6 +17,8 @@ use serde_json::{Value, json};
 use sha1::{Digest, Sha1};
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+/// Files of the branch with the converted copy.
+pub const CONVERTED: &str = "converted/";
 /// Larger ones are in LFS.
 const SMALL: usize = 10_000;
 
@@ -167,10 +169,18 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
         request.headers().get(header::AUTHORIZATION).is_some_and(|given| given == format!("Bearer {token}").as_str())
     };
     // The description is public, even of a gated repository.
-    if let Some(rest) = path.strip_prefix("/api/models/fake/tiny") {
-        let siblings: Vec<Value> = fake.files.iter().map(|(path, bytes)| sibling(path, bytes)).collect();
+    if path == "/parquet" {
+        return converted(&fake, request.uri().query().unwrap_or_default());
+    }
+    let api = path.strip_prefix("/api/models/fake/tiny").or_else(|| path.strip_prefix("/api/datasets/fake/rows"));
+    if let Some(rest) = api {
+        let is_converted = rest.contains("refs%2Fconvert%2Fparquet");
+        let on_branch = |(path, _): &(&String, &Vec<u8>)| path.starts_with(CONVERTED) == is_converted;
+        let siblings: Vec<Value> =
+            fake.files.iter().filter(on_branch).map(|(path, bytes)| sibling(path, bytes)).collect();
         return match rest {
             "/revision/main" | "" => description(&siblings, fake.faults.gated.is_some()),
+            "/revision/refs%2Fconvert%2Fparquet" => description(&siblings, fake.faults.gated.is_some()),
             rest if rest == format!("/revision/{COMMIT}") => description(&siblings, fake.faults.gated.is_some()),
             rest if rest.starts_with("/tree/") => {
                 let entry = |(path, bytes): (&String, &Vec<u8>)| {
@@ -191,7 +201,9 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     {
         return error(401, "GatedRepo");
     }
-    let Some(path) = path.strip_prefix(&format!("/fake/tiny/resolve/{COMMIT}/")) else {
+    let of_model = format!("/fake/tiny/resolve/{COMMIT}/");
+    let of_dataset = format!("/datasets/fake/rows/resolve/{COMMIT}/");
+    let Some(path) = path.strip_prefix(&of_model).or_else(|| path.strip_prefix(&of_dataset)) else {
         return error(if request.headers().contains_key(header::AUTHORIZATION) { 404 } else { 401 }, "RepoNotFound");
     };
     if let Some((status, code)) = fake.faults.refused {
@@ -215,6 +227,20 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
         ("accept-ranges", "bytes".to_owned()),
     ];
     (StatusCode::FOUND, headers, "").into_response()
+}
+
+/// The answer of the data set server: what lies in [`CONVERTED`], by configuration and split.
+fn converted(fake: &Fake, query: &str) -> Response {
+    if query != "dataset=fake%2Frows" {
+        return error(404, "RepoNotFound");
+    }
+    let files = fake.files.keys().filter_map(|path| path.strip_prefix(CONVERTED)).map(|path| {
+        let mut parts = path.split('/');
+        let (config, split) = (parts.next().unwrap(), parts.next().unwrap());
+        let url = format!("https://any.example/datasets/fake/rows/resolve/refs%2Fconvert%2Fparquet/{CONVERTED}{path}");
+        json!({"dataset": "fake/rows", "config": config, "split": split, "url": url, "filename": "0000.parquet", "size": 1})
+    });
+    axum::Json(json!({"parquet_files": files.collect::<Vec<_>>(), "partial": false})).into_response()
 }
 
 fn description(siblings: &[Value], gated: bool) -> Response {

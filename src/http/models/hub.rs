@@ -4,11 +4,11 @@ use std::path::{Path as FsPath, PathBuf};
 
 use serde_json::Value;
 
-use super::AppState;
-use super::auth::Caller;
-use super::error::{Code, Problem, shortened};
-use super::models::{read_card, record};
-use super::reach;
+use super::super::AppState;
+use super::super::auth::Caller;
+use super::super::error::{Code, Problem, shortened};
+use super::super::reach;
+use super::{read_card, record};
 use crate::causes::with_causes;
 use crate::config::HubTokenFor;
 use crate::hub::{FileHash, Hub, HubError, HubSettings, Repo, RepoKind, RepoPlan, find_cached, verify_cached};
@@ -17,7 +17,7 @@ use crate::reward::http_client::restricted_client_builder;
 use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
 
 /// What a model is before its files are here.
-pub(super) struct Looked {
+pub(in crate::http) struct Looked {
     new: NewHubModel,
     /// In the operator's cache; else it is to be downloaded.
     is_here: bool,
@@ -25,7 +25,7 @@ pub(super) struct Looked {
 
 impl Looked {
     /// As a row that no database holds.
-    pub(super) fn into_row(self) -> ModelRow {
+    pub(in crate::http) fn into_row(self) -> ModelRow {
         let Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready }, is_here: _ } = self;
         let state = if is_ready { "ready" } else { "downloading" };
         ModelRow {
@@ -43,7 +43,7 @@ impl Looked {
 }
 
 /// Reads a repository's name and revision; `at` is the field that holds the name.
-pub(super) fn parse_repo(at: &str, repo: &str, revision: Option<&str>) -> Result<Repo, Problem> {
+pub(in crate::http) fn parse_repo(at: &str, repo: &str, revision: Option<&str>) -> Result<Repo, Problem> {
     let parsed = match revision {
         None => Repo::parse(RepoKind::Model, repo),
         Some(revision) => Repo::new(RepoKind::Model, repo, revision),
@@ -55,7 +55,7 @@ pub(super) fn parse_repo(at: &str, repo: &str, revision: Option<&str>) -> Result
 }
 
 /// A client of the hub with the rights of a caller: the token of the request, else the server's own where that is permitted.
-pub(super) async fn client(state: &AppState, caller: &Caller) -> Result<Hub, Problem> {
+pub(in crate::http) async fn client(state: &AppState, caller: &Caller) -> Result<Hub, Problem> {
     let environment = &state.config.hub.environment;
     let own = environment.token.clone().filter(|_| has_own_rights(state, caller));
     build(state, caller.hub_token().cloned().or(own)).await
@@ -84,7 +84,12 @@ fn has_own_rights(state: &AppState, caller: &Caller) -> bool {
 }
 
 /// What the hub, or the local cache, knows of a model; reads its small files and the headers of its weights.
-pub(super) async fn look(state: &AppState, caller: &Caller, id: String, repo: &Repo) -> Result<Looked, Problem> {
+pub(in crate::http) async fn look(
+    state: &AppState,
+    caller: &Caller,
+    id: String,
+    repo: &Repo,
+) -> Result<Looked, Problem> {
     let environment = &state.config.hub.environment;
     let cache = environment.cache.as_deref().filter(|_| has_own_rights(state, caller));
     if environment.offline {
@@ -161,7 +166,7 @@ fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan)
 }
 
 /// The card that the store keeps of a folder's model, and its fingerprint. Blocking.
-pub(super) fn describe(folder: &FsPath) -> Result<(Value, String), String> {
+pub(in crate::http) fn describe(folder: &FsPath) -> Result<(Value, String), String> {
     let text = |problem: Problem| problem.detail().to_owned();
     let (card, files) = read_card(folder).map_err(text)?;
     let stamp = modelcard::stamp(folder, &files);
@@ -170,7 +175,7 @@ pub(super) fn describe(folder: &FsPath) -> Result<(Value, String), String> {
 }
 
 /// Registers a model of the hub, and begins to download it unless its files are here: the row, and whether it is new.
-pub(super) async fn register(
+pub(in crate::http) async fn register(
     state: &AppState,
     caller: &Caller,
     id: Option<String>,
@@ -235,7 +240,7 @@ fn unusable(id: &str, detail: &str) -> Problem {
 }
 
 /// What a client reads of a hub's refusal.
-pub(super) fn problem(error: &HubError) -> Problem {
+pub(in crate::http) fn problem(error: &HubError) -> Problem {
     let detail = error.to_string();
     let (code, item) = match error {
         error if error.may_pass() => (Code::HubUnreachable, "hub_unreachable"),

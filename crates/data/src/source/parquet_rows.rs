@@ -13,7 +13,7 @@ use parquet::schema::types::{SchemaDescriptor, Type, TypePtr};
 use rlood_types::dataset::RowError;
 use serde_json::Value;
 
-use super::source::{Flow, MAX_SOURCE_ROW_BYTES, Place, TakeRow, Wanted, whole};
+use super::{Flow, MAX_SOURCE_ROW_BYTES, Place, TakeRow, Wanted, whole};
 
 /// What a file may say that its row group has, unpacked.
 const MAX_GROUP_BYTES: i64 = 64 << 30;
@@ -24,7 +24,7 @@ const MAX_BATCH: usize = 1024;
 /// pandas' own index.
 const INDEX: &str = "__index_level_0__";
 
-/// See [`super::source::each_row`].
+/// See [`super::each_row`].
 pub fn each_row(mut file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
     let length = file.seek(SeekFrom::End(0)).map_err(|error| whole("unreadable", error.to_string()))?;
     let mut end = [0; 4];

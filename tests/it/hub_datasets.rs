@@ -1,0 +1,215 @@
+//! Data sets from the hub and from files of any format, through a real server: stored, looked at, used by a job.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::hub::{COMMIT, Faults, Running, start};
+use crate::processes::{Server, command, model_copy, register, spec};
+
+const README: &str = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n  - split: test\n    path: main/test-*\n- config_name: socratic\n  data_files: socratic/*.jsonl\n---\n";
+
+fn fixture(name: &str) -> Vec<u8> {
+    std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/data/tests/fixtures").join(name)).unwrap()
+}
+
+fn repository() -> BTreeMap<String, Vec<u8>> {
+    [
+        ("README.md", README.as_bytes().to_vec()),
+        ("main/train-00000-of-00001.parquet", fixture("gsm8k-snappy.parquet")),
+        ("main/test-00000-of-00001.parquet", fixture("gsm8k-zstd.parquet")),
+        ("socratic/a.jsonl", b"{\"question\":\"q\",\"answer\":\"#### 1\"}\n".to_vec()),
+    ]
+    .map(|(path, bytes)| (path.to_owned(), bytes))
+    .into()
+}
+
+fn serve(data: &Path, hub: &Running, devices: &str) -> Server {
+    let mut command = command(data, devices);
+    let server = hub.url.as_str();
+    command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", server).env("RLOOD_HUB_DATASETS_SERVER", server);
+    Server::start_by(&mut command)
+}
+
+async fn post(server: &Server, path: &str, body: &Value) -> (u16, Value) {
+    let http = reqwest::Client::builder().no_proxy().build().unwrap();
+    let answer = http.post(format!("{}{path}", server.url)).json(body).send().await.unwrap();
+    (answer.status().as_u16(), answer.json().await.unwrap())
+}
+
+async fn upload(server: &Server, path: &str, kind: &str, bytes: Vec<u8>) -> (u16, Value) {
+    let http = reqwest::Client::builder().no_proxy().build().unwrap();
+    let request = http.post(format!("{}{path}", server.url)).header("content-type", kind).body(bytes);
+    let answer = request.send().await.unwrap();
+    (answer.status().as_u16(), answer.json().await.unwrap())
+}
+
+/// A part: its name, a file's name, its bytes.
+type Part<'p> = (&'p str, Option<&'p str>, Vec<u8>);
+
+async fn form(server: &Server, path: &str, parts: &[Part<'_>]) -> (u16, Value) {
+    let mut body = Vec::new();
+    for (name, file, bytes) in parts {
+        let file = file.map_or_else(String::new, |file| format!("; filename=\"{file}\""));
+        body.extend(format!("--XX\r\ncontent-disposition: form-data; name=\"{name}\"{file}\r\n\r\n").into_bytes());
+        body.extend(bytes);
+        body.extend(b"\r\n");
+    }
+    body.extend(b"--XX--\r\n");
+    upload(server, path, "multipart/form-data; boundary=XX", body).await
+}
+
+fn map() -> Value {
+    json!({"prompt": "question", "system": "End with ####.",
+           "columns": {"answer": "{{ answer.split('####')[-1] | trim | replace(',', '') }}"}})
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_data_set_of_the_hub_is_pinned_mapped_and_the_same_for_the_same_request() {
+    let hub = start(repository(), Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, "none");
+    let wanted =
+        json!({"name": "gsm8k", "hub": "fake/rows", "config": "main", "split": "train", "map": map(), "limit": 30});
+    let (status, made) = post(&server, "/datasets", &wanted).await;
+    assert_eq!(
+        (status, &made["num_rows"], &made["columns"]),
+        (201, &json!(30), &json!(["prompt", "question", "answer"])),
+        "{made}"
+    );
+    let origin = &made["origin"];
+    assert_eq!(
+        (&origin["commit"], &origin["config"], &origin["split"]),
+        (&json!(COMMIT), &json!("main"), &json!("train")),
+        "{origin}"
+    );
+    assert_eq!(origin["files"][0]["path"], "main/train-00000-of-00001.parquet");
+    assert_eq!(origin["recipe"]["map"], map());
+    let rows = server.get(&format!("/datasets/{}/rows?limit=1", made["id"].as_str().unwrap())).await;
+    assert_eq!(rows["data"][0]["record"]["prompt"][0]["content"], "End with ####.");
+    assert_eq!(rows["data"][0]["record"]["answer"], "0");
+    let (status, again) = post(&server, "/datasets", &wanted).await;
+    assert_eq!((status, &again["id"]), (200, &made["id"]));
+
+    for (body, at, says) in [
+        (json!({"hub": "fake/rows"}), "/config", "config must be chosen: one of 'main', 'socratic'"),
+        (json!({"hub": "fake/rows", "config": "main", "split": "trian"}), "/split", "did you mean 'train'?"),
+        (json!({"hub": "fake/other"}), "/hub", "or it is private"),
+        (json!({"hub": "a b"}), "/hub", "org/name"),
+        (json!({"hub": "fake/rows", "config": "main", "map": {"promt": "question"}}), "", "unknown field `promt`"),
+        (json!({"hub": "fake/rows", "config": "main", "seed": 1}), "/seed", "give limit as well"),
+        (
+            json!({"hub": "fake/rows", "config": "main", "map": {"prompt": "quesiton"}}),
+            "",
+            "row 1 (main/train-00000-of-00001.parquet, row group 0): map.prompt: there is no column 'quesiton'; columns are question, answer (did you mean 'question'?)",
+        ),
+        (json!({"hub": "fake/rows", "config": "main"}), "", "\"map\": {\"prompt\":\"question\""),
+    ] {
+        let (status, answer) = post(&server, "/datasets", &body).await;
+        assert_eq!((status, &answer["errors"][0]["pointer"]), (422, &json!(at)), "{body}: {answer}");
+        assert!(answer["detail"].as_str().unwrap().contains(says), "{body}: {answer}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_nothing_can_be_read_the_hub_s_converted_copy_is_taken() {
+    let files: BTreeMap<String, Vec<u8>> = [
+        ("data-00000-of-00001.arrow", b"ARROW1".to_vec()),
+        ("converted/default/train/0000.parquet", fixture("gsm8k-gzip.parquet")),
+        ("converted/default/test/0000.parquet", fixture("gsm8k-none.parquet")),
+    ]
+    .map(|(path, bytes)| (path.to_owned(), bytes))
+    .into();
+    let hub = start(files, Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, "none");
+    let (status, made) = post(&server, "/datasets", &json!({"hub": "fake/rows", "map": {"prompt": "question"}})).await;
+    assert_eq!((status, &made["num_rows"]), (201, &json!(40)), "{made}");
+    assert_eq!(made["origin"]["files"][0]["path"], "converted/default/train/0000.parquet", "{made}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn uploads_of_every_format_are_mapped_by_a_part_or_by_the_query() {
+    let hub = start(repository(), Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, "none");
+    let file = || ("file", Some("train.parquet"), fixture("gsm8k-snappy.parquet"));
+    let mapping = |mapping: Value| ("mapping", None, mapping.to_string().into_bytes());
+    let wanted = || mapping(json!({"map": map(), "limit": 7}));
+    let (status, made) = form(&server, "/datasets", &[wanted(), file()]).await;
+    assert_eq!((status, &made["num_rows"]), (201, &json!(7)), "{made}");
+    // Parquet is told by its content, so the mapping may come behind it.
+    assert_eq!(form(&server, "/datasets", &[file(), wanted()]).await.1["id"], made["id"]);
+    let (status, answer) = form(&server, "/datasets", &[file(), mapping(json!({"limit": 0}))]).await;
+    assert_eq!((status, &answer["errors"][0]["pointer"]), (422, &json!("mapping/limit")), "{answer}");
+
+    let csv = b"question,answer\n\"What is 1+1?\",2\nWhat is 2+2?,4\n".to_vec();
+    let (status, made) = upload(&server, "/datasets?prompt=question&limit=1", "text/csv", csv.clone()).await;
+    assert_eq!((status, &made["num_rows"]), (201, &json!(1)), "{made}");
+    let (status, answer) = upload(&server, "/datasets?prompt=question&limit=x", "text/csv", csv.clone()).await;
+    assert_eq!((status, &answer["errors"][0]["pointer"]), (400, &json!("?limit")), "{answer}");
+    let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    std::io::Write::write_all(&mut gz, &csv).unwrap();
+    let (status, made) =
+        upload(&server, "/datasets?prompt=question", "application/octet-stream", gz.finish().unwrap()).await;
+    assert_eq!((status, &made["num_rows"]), (201, &json!(2)), "{made}");
+    let tsv = b"prompt\tlabel\na\tb\n".to_vec();
+    assert_eq!(upload(&server, "/datasets", "text/tab-separated-values", tsv).await.0, 201);
+    let (status, answer) = upload(&server, "/datasets", "application/octet-stream", csv).await;
+    assert_eq!(status, 415, "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_look_shows_rows_as_the_model_reads_them_and_stores_nothing() {
+    let hub = start(repository(), Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, "none");
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let wanted = json!({"hub": "fake/rows", "config": "main", "split": "test", "map": map()});
+    let (status, look) = post(&server, "/datasets/preview?model=tiny&rows=2", &wanted).await;
+    assert_eq!((status, look["rows"].as_array().unwrap().len(), &look["errors"]), (200, 2, &json!([])), "{look}");
+    let row = &look["rows"][1];
+    assert_eq!(
+        (&row["record"]["answer"], &look["columns"][0]),
+        (&json!("1001"), &json!({"name": "question", "kind": "text"}))
+    );
+    assert!(row["text"].as_str().unwrap().contains("End with ####.") && row["num_tokens"].as_u64() > Some(5), "{row}");
+    let (_, look) = post(&server, "/datasets/preview", &json!({"hub": "fake/rows", "config": "main"})).await;
+    assert_eq!((&look["rows"], &look["suggested_map"]["prompt"]), (&json!([]), &json!("question")), "{look}");
+    assert!(look["errors"][0]["detail"].as_str().unwrap().contains("there is no 'prompt' column"), "{look}");
+    let csv = b"question,answer\nWhat is 1+1?,2\n".to_vec();
+    let (status, look) = upload(&server, "/datasets/preview?prompt=question&chat=false", "text/csv", csv).await;
+    assert_eq!((status, &look["rows"][0]["record"]["prompt"]), (200, &json!("What is 1+1?")), "{look}");
+    let (status, answer) = post(&server, "/datasets/preview?rows=51", &wanted).await;
+    assert_eq!((status, &answer["errors"][0]["pointer"]), (400, &json!("?rows")), "{answer}");
+    let (status, answer) = post(&server, "/datasets/preview?model=none", &wanted).await;
+    assert_eq!((status, &answer["errors"][0]["pointer"]), (400, &json!("?model")), "{answer}");
+    assert_eq!(server.get("/datasets").await["data"], json!([]));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_names_a_data_set_of_the_hub() {
+    let hub = start(repository(), Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, "cpu");
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let mut wanted = spec("tiny", 1);
+    wanted["dataset"] = json!({"hub": "fake/rows", "config": "main", "map": map(), "limit": 8});
+    wanted["rewards"] = json!([{"type": "number_match", "column": "answer"}]);
+    let checked = server.post("/jobs/validate", &wanted).await;
+    assert_eq!((&checked["valid"], &checked["errors"]), (&json!(true), &json!([])), "{checked}");
+    assert_eq!(server.get("/datasets").await["data"], json!([]));
+    let job = server.submit(&wanted).await;
+    let view = server.job_in_state(&job, "succeeded").await;
+    let id = view["spec"]["dataset"]["id"].as_str().unwrap();
+    let dataset = server.get(&format!("/datasets/{id}")).await;
+    assert_eq!((&dataset["num_rows"], &dataset["origin"]["hub"]), (&json!(8), &json!("fake/rows")), "{dataset}");
+    wanted["dataset"]["map"]["prompt"] = json!("quesiton");
+    let checked = server.post("/jobs/validate", &wanted).await;
+    assert_eq!(checked["errors"][0]["pointer"], "/dataset", "{checked}");
+    assert!(checked["errors"][0]["detail"].as_str().unwrap().contains("did you mean 'question'?"), "{checked}");
+    wanted["dataset"] = json!({"hub": "fake/rows", "split": 7});
+    let checked = server.post("/jobs/validate", &wanted).await;
+    assert_eq!(checked["errors"][0]["pointer"], "/dataset", "{checked}");
+}
