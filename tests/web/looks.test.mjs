@@ -39,6 +39,7 @@ const views = {
   log: () => `#/jobs/${one.id}/logs?of=log`,
   config: () => `#/jobs/${one.id}/config`,
   compare: () => `#/compare?ids=${one.id},${other.id}`,
+  library: () => "#/library",
   system: () => "#/system",
   access: () => "#/access",
   nowhere: () => "#/nowhere",
@@ -46,6 +47,12 @@ const views = {
 
 /** What a view shows beyond its first look. */
 const opened = {
+  async library(page) {
+    const buffer = Buffer.from('question,answer\nWhat is 2 + 2?,4\nWhat is 3 + 4?,7\n');
+    await page.locator("input[type=file]").setInputFiles({ name: "mine.csv", mimeType: "text/csv", buffer });
+    await page.getByRole("button", { name: "Use its mapping" }).click();
+    await page.locator(".row-look").first().waitFor();
+  },
   async groups(page) {
     const group = page.locator(".group").first();
     await group.getByRole("button", { name: "Compare completion 1" }).click();
