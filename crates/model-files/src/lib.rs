@@ -13,6 +13,7 @@ pub mod weights;
 
 use rlood_templates as jinja;
 use rlood_types::digest::Sha256Digest;
+use rlood_types::protocol::FileEntry;
 use rlood_types::{json, spec};
 
 use std::fs::File;
@@ -129,14 +130,41 @@ pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
 
 /// As [`fingerprint`], over these files.
 pub fn fingerprint_files(dir: &Path, files: &[ModelFile]) -> Result<String, ModelCardError> {
+    Ok(fingerprint_entries(&hash_files(dir, files)?))
+}
+
+/// The size and SHA-256 of each of these files. Reads every byte: seconds for gigabytes.
+///
+/// # Errors
+/// When one of them cannot be read.
+pub fn hash_files(dir: &Path, files: &[ModelFile]) -> Result<Vec<FileEntry>, ModelCardError> {
+    let hash = |file: &ModelFile| {
+        let read = Sha256Digest::of_reader(&mut open(dir, &file.name)?).map_err(|e| io_error(&file.name, &e))?;
+        Ok(FileEntry { name: file.name.clone(), size_bytes: read.0, sha256: read.1 })
+    };
+    files.iter().map(hash).collect()
+}
+
+/// The [`fingerprint`] of a model with these files, in this order.
+pub fn fingerprint_entries(files: &[FileEntry]) -> String {
     let mut all = Sha256::new();
     for file in files {
-        let one = Sha256Digest::of_reader(&mut open(dir, &file.name)?).map_err(|e| io_error(&file.name, &e))?;
         all.update(file.name.as_bytes());
         all.update([0]);
-        all.update(one.1.bytes());
+        all.update(file.sha256.bytes());
     }
-    Ok(Sha256Digest::from(all).to_string())
+    Sha256Digest::from(all).to_string()
+}
+
+/// Reads what a directory holds, a language model or a classifier, and returns the files that make it.
+///
+/// # Errors
+/// When it is no model, as [`read`] says it.
+pub fn files_of(dir: &Path) -> Result<Vec<ModelFile>, ModelCardError> {
+    match classifier::is_classifier(dir) {
+        true => Ok(ClassifierCard::read(dir)?.files),
+        false => Ok(read(dir)?.files),
+    }
 }
 
 /// SHA-256 in hex over names, sizes and modification times of the files that matter: cheap, and another one whenever a

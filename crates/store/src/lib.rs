@@ -24,6 +24,7 @@ pub mod keys;
 pub mod leases;
 pub mod listing;
 pub mod measures;
+pub mod model_files;
 pub mod models;
 pub mod moves;
 pub mod owners;
