@@ -20,7 +20,8 @@ impl Store {
             .fetch_optional(&self.readers)
             .await
             .doing("read the files of a model")?;
-        row.map(|row| Ok(ModelFilesRow { stamp: column(&row, "stamp")?, files: json_column(&row, "files")? })).transpose()
+        row.map(|row| Ok(ModelFilesRow { stamp: column(&row, "stamp")?, files: json_column(&row, "files")? }))
+            .transpose()
     }
 
     /// Keeps the list of a model's directory; forgets those of directories that no registered model has any more.
