@@ -17,6 +17,7 @@ pub mod backup;
 mod bench;
 mod device;
 pub mod edge;
+pub mod gc;
 pub mod keys;
 pub mod retention;
 mod reward;
@@ -113,6 +114,8 @@ pub enum Command {
     Restore(backup::RestoreArgs),
     /// Make, list and revoke API keys of a server's data directory.
     Keys(KeysArgs),
+    /// Remove what nothing needs: files without a row, what is kept for longer than asked, models in the cache of workers.
+    Gc(gc::GcArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi(OpenapiArgs),
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.

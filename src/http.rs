@@ -46,6 +46,7 @@ pub mod rewards;
 pub mod samples;
 pub mod schemas;
 pub mod session;
+pub mod storage;
 pub mod submit;
 pub mod summary;
 pub mod system;
@@ -128,6 +129,8 @@ pub struct AppState {
     pub refused_workers: Arc<worker::RefusedWorkers>,
     /// What the routes of workers remember.
     pub workers: Arc<worker::WorkerState>,
+    /// What was kept when it was last looked.
+    pub storage: Arc<storage::LastReport>,
     /// Cancelled when the server takes no more requests: those that wait for something are answered at once.
     pub stopping: CancellationToken,
 }
@@ -156,6 +159,7 @@ impl AppState {
             failures: Arc::default(),
             refused_workers: Arc::default(),
             workers: Arc::default(),
+            storage: Arc::default(),
             stopping: CancellationToken::new(),
         }
     }
@@ -182,6 +186,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(callbacks::routes())
         .merge(rescore::routes())
         .merge(system::routes())
+        .merge(storage::routes())
         .merge(session::routes().layer(DefaultBodyLimit::max(SESSION_LIMIT_BYTES)))
         .merge(keys::routes())
         .merge(audit::routes())

@@ -29,6 +29,7 @@ use super::auth::WorkerPass;
 use super::download::{Download, send_file};
 use super::error::{Code, Problem};
 use super::extract::{Json, Path, Query, body_problem};
+use super::storage::check_limit;
 use crate::config::random_token;
 use crate::digest::Sha256Digest;
 use crate::event::Event;
@@ -39,6 +40,7 @@ use crate::protocol::{
     CallbackNews, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
     Outcome, PROTOCOL, Publish, Published, Register, Registered, ResumePoint, RewardReports,
 };
+use crate::storage::StorageKind;
 use crate::store::publish;
 use crate::store::{Beat, Claimed, PublishCheckpoint, StoreError, clock_ms};
 
@@ -412,6 +414,10 @@ async fn upload_file(
         request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0);
     if !has_room(&state, job, announced).await? {
         return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this file"));
+    }
+    // What a job saves because it was asked to stop must not be lost for a limit.
+    if state.store.job_get(job).await?.requested.is_none() {
+        check_limit(&state, StorageKind::Checkpoints, announced).await?;
     }
     let mut staged = state.files.stage(FILE_LIMIT_BYTES).await?;
     let mut body = request.into_body().into_data_stream();

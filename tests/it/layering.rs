@@ -29,6 +29,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "protocol",
     "sample",
     "spec",
+    "storage",
 ];
 
 /// Module, and what it may import besides the words and itself.

@@ -66,7 +66,7 @@ where
 
 /// [`persist`]'s rule for what fills the disk: a full disk stays full for a while, and the job pauses instead of waiting for it.
 pub(super) fn full_at_once(error: &ClientError) -> bool {
-    error.is_transient() && !matches!(error, ClientError::StorageFull)
+    error.is_transient() && !matches!(error, ClientError::StorageFull { .. })
 }
 
 /// Repeats a download like [`persist`], and one that arrives damaged a few times: the damage may lie at its source.
@@ -321,7 +321,7 @@ async fn answer(
         (409, "lease_lost") => ClientError::LeaseLost,
         (409, "protocol_mismatch") => ClientError::OtherProtocol(detail),
         (401, _) => ClientError::Unauthorized,
-        (507, _) => ClientError::StorageFull,
+        (507, _) => ClientError::StorageFull { detail },
         (status @ (408 | 425 | 429 | 500..), _) => ClientError::Unavailable(status),
         // The body ended early: our connection, not our bytes.
         (status, "body_interrupted") => ClientError::Unavailable(status),

@@ -90,7 +90,7 @@ pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
         ClientError::Damaged { .. } => "transfer_damaged",
         ClientError::LeaseLost
         | ClientError::Unauthorized
-        | ClientError::StorageFull
+        | ClientError::StorageFull { .. }
         | ClientError::Refused { .. }
         | ClientError::Unavailable(_)
         | ClientError::Unreachable(_)
