@@ -15,6 +15,7 @@ mod failure;
 mod fetch;
 mod held;
 mod host;
+mod job_models;
 mod journal;
 mod models;
 mod reports;

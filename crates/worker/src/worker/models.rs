@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::attempt::Attempt;
 use super::client::{ClientError, DAMAGED_TRIES, FIRST_DELAY, LONGEST_DELAY, OUTAGE, persist};
+use super::job_models::{JobModels, Place};
 use super::transfer::Download;
 use super::{Worker, clock, failure};
 use crate::causes::with_causes;
@@ -21,44 +22,6 @@ use crate::size::format_size;
 const REPORT_EVERY: Duration = Duration::from_secs(5);
 /// How often it is looked whether another worker of this machine has a model by now.
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
-
-/// The directory of a model whose bytes are the plan's.
-#[derive(Debug)]
-enum Place {
-    /// Where the server has it.
-    InPlace(PathBuf),
-    /// In the cache, from which it is not removed while this lives.
-    Cached(Lease),
-}
-
-impl Place {
-    fn dir(&self) -> &Path {
-        match self {
-            Place::InPlace(dir) => dir,
-            Place::Cached(lease) => lease.dir(),
-        }
-    }
-}
-
-/// The models of one attempt.
-#[derive(Debug)]
-pub(super) struct JobModels {
-    base: Place,
-    /// By id, those whose bytes have been compared.
-    rewards: BTreeMap<String, Place>,
-}
-
-impl JobModels {
-    /// The directory of the model to train.
-    pub(super) fn base(&self) -> &Path {
-        self.base.dir()
-    }
-
-    /// The directories of reward models.
-    pub(super) fn reward_dirs(&self) -> BTreeMap<String, PathBuf> {
-        self.rewards.iter().map(|(id, place)| (id.clone(), place.dir().to_owned())).collect()
-    }
-}
 
 /// A model that a job names.
 #[derive(Clone, Copy)]
@@ -103,7 +66,7 @@ impl Attempt {
             };
             rewards.extend(place.map(|place| (id.clone(), place)));
         }
-        Ok(JobModels { base, rewards })
+        Ok(JobModels::new(base, rewards))
     }
 
     /// Fetches a model into the cache of this machine, or waits for another worker that does. None = the server is older than
@@ -167,7 +130,7 @@ impl Attempt {
         let (part, fetching) =
             prepared.map_err(|error| failure::no_room_for_model(wanted.id, &error.into(), position()))?;
         let part = part.map_err(|error| failure::no_room_for_model(wanted.id, &error, position()))?;
-        let received = AtomicU64::new(0);
+        let received = AtomicU64::new(bytes_here(&files, &part).await);
         let begun = std::time::Instant::now();
         tokio::select! {
             fetched = self.fetch_files_of_model(wanted, &files, &part, &received) => fetched?,
@@ -220,8 +183,6 @@ impl Attempt {
     ) -> Result<(), Failure> {
         for file in files {
             let to = part.join(&file.name);
-            let here = tokio::fs::metadata(&to).await.map_or(0, |metadata| metadata.len());
-            received.fetch_add(here.min(file.size_bytes), Ordering::Relaxed);
             match self.fetch_file_of_model(wanted.id, file, &to, received).await {
                 Err(ClientError::Disk { source, .. }) if source.kind() == std::io::ErrorKind::StorageFull => {
                     let error = NoRoom::Disk { missing_bytes: file.size_bytes, free_bytes: 0 };
@@ -302,6 +263,16 @@ async fn in_place(wanted: Wanted<'_>) -> Result<bool, ModelCardError> {
         Err(ModelCardError { file: wanted.id.to_owned(), detail: format!("cannot be read: {error}") })
     };
     read.await.unwrap_or_else(panicked)
+}
+
+/// What an earlier try has left of these files.
+async fn bytes_here(files: &[FileEntry], part: &Path) -> u64 {
+    let mut here = 0;
+    for file in files {
+        let found = tokio::fs::metadata(part.join(&file.name)).await;
+        here += found.map_or(0, |metadata| metadata.len().min(file.size_bytes));
+    }
+    here
 }
 
 /// Whether a file is there already, from an earlier try.

@@ -19,7 +19,7 @@ use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
 use reqwest::{ClientBuilder, RequestBuilder, Response, StatusCode};
 use sha2::{Digest, Sha256};
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncWriteExt, BufWriter};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::io::ReaderStream;
@@ -32,6 +32,8 @@ use crate::protocol::TRANSFER_STALL;
 const CONNECT: Duration = Duration::from_secs(5);
 /// What is read from a file at a time.
 const READ_BYTES: usize = 256 * 1024;
+/// What is written to a file at a time.
+const WRITE_BYTES: usize = 1024 * 1024;
 /// What the HTTP client gets at a time. It asks for more only when a number of pieces has left: small ones show early that bytes
 /// flow.
 const PIECE_BYTES: usize = 4 * 1024;
@@ -201,7 +203,7 @@ impl Download<'_> {
         let continues = response.status() == StatusCode::PARTIAL_CONTENT;
         let options =
             tokio::fs::File::options().write(true).create(true).truncate(!continues).append(continues).to_owned();
-        let mut file = options.open(self.to).await.map_err(disk)?;
+        let mut file = BufWriter::with_capacity(WRITE_BYTES, options.open(self.to).await.map_err(disk)?);
         if continues {
             let mut here = ReaderStream::with_capacity(tokio::fs::File::open(self.to).await.map_err(disk)?, READ_BYTES);
             while let Some(piece) = here.next().await {
