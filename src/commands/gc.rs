@@ -26,7 +26,7 @@ pub enum GcError {
     #[error(transparent)]
     Storage(#[from] StorageError),
     /// There is no data directory.
-    #[error("{} holds no database of rlood: name the server's --data-dir", .0.display())]
+    #[error("{} holds no database of rlood: name the server's --data-dir, or give --cache-only on a machine that has workers alone", .0.display())]
     NoDatabase(PathBuf),
     /// The cache of workers.
     #[error("the cache of workers {} cannot be used", .dir.display())]
@@ -79,7 +79,9 @@ impl Sums {
 pub async fn run(args: GcArgs) -> Result<ExitCode, GcError> {
     let is_dry = args.dry_run;
     let mut sums = Sums::default();
-    clean_data_dir(&args, &mut sums).await?;
+    if !args.cache_only {
+        clean_data_dir(&args, &mut sums).await?;
+    }
     let cache_dir = args.cache_dir.clone().unwrap_or_else(|| default_cache_dir(None));
     // A machine without workers has no cache.
     if cache_dir.join("models").is_dir() {

@@ -13,6 +13,10 @@ pub struct GcArgs {
     #[arg(long)]
     pub dry_run: bool,
 
+    /// Only the models that workers of this machine fetched: on a machine without a server.
+    #[arg(long)]
+    pub cache_only: bool,
+
     /// The server's data directory. A server may be running on it.
     #[arg(long, env = "RLOOD_DATA_DIR", default_value = "rlood-data", value_name = "DIR")]
     pub data_dir: PathBuf,

@@ -39,7 +39,7 @@ pub struct RetentionArgs {
     #[arg(long, env = "RLOOD_RETAIN_CHECKPOINTS", value_parser = parse_life, value_name = "TIME")]
     pub retain_checkpoints: Option<Life>,
 
-    /// Remove a data set that no job has used for so long. Default: never.
+    /// Remove a dataset that no job has used for so long. Default: never.
     #[arg(long, env = "RLOOD_RETAIN_DATASETS", value_parser = parse_life, value_name = "TIME")]
     pub retain_datasets: Option<Life>,
 
@@ -72,7 +72,7 @@ pub struct Retention {
     pub journals_ms: Option<i64>,
     /// Of jobs that are over.
     pub checkpoints_ms: Option<i64>,
-    /// Data sets since the last job that used them.
+    /// Datasets since the last job that used them.
     pub datasets_ms: Option<i64>,
     /// Downloaded models since the last job that used them.
     pub models_ms: Option<i64>,

@@ -61,7 +61,7 @@ pub struct Disk {
 pub struct Amount {
     /// Bytes. A file that is linked in several places counts once.
     pub size_bytes: u64,
-    /// Models, data sets, checkpoints; of samples and journals the jobs that have some; else files and folders.
+    /// Models, datasets, checkpoints; of samples and journals the jobs that have some; else files and folders.
     pub count: u64,
 }
 

@@ -75,7 +75,7 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
         // Files without rows are left to `rlood gc`.
         let rules = GcRules { now, is_served: true, datasets_ms, models_ms, checkpoints_ms: None };
         if let Err(error) = remove_unused(store, files, rules).await {
-            tracing::error!(error = chain(&error), "data sets or models that no job uses are not all removed");
+            tracing::error!(error = chain(&error), "datasets or models that no job uses are not all removed");
         }
     }
     if let Some(keep_ms) = audit_ms {

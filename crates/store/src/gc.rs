@@ -31,7 +31,7 @@ pub struct GcRules {
     pub now: i64,
     /// A server works on the directory.
     pub is_served: bool,
-    /// Data sets that no job has used for this long, ms; None = they stay.
+    /// Datasets that no job has used for this long, ms; None = they stay.
     pub datasets_ms: Option<i64>,
     /// Downloaded models that no job has used for this long, ms; None = they stay.
     pub models_ms: Option<i64>,
@@ -59,7 +59,7 @@ pub struct GcItem {
 pub enum Removal {
     /// A file or directory that no row names.
     Orphan(PathBuf),
-    /// A data set.
+    /// A dataset.
     Dataset(DatasetId),
     /// A registered model, and its directory.
     Model(String, PathBuf),
@@ -67,7 +67,7 @@ pub enum Removal {
     Checkpoint(JobId, u64, u64),
 }
 
-/// A data set or model and what it is used by.
+/// A dataset or model and what it is used by.
 struct InUse {
     id: String,
     name: String,
@@ -103,7 +103,7 @@ pub async fn plan(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<
     Ok(items)
 }
 
-/// Data sets and downloaded models that are pinned, or that no job has used for longer than the rules keep them.
+/// Datasets and downloaded models that are pinned, or that no job has used for longer than the rules keep them.
 ///
 /// # Errors
 /// When the database or the directory cannot be read.
@@ -215,14 +215,14 @@ impl InUse {
 }
 
 impl Store {
-    /// Every data set with what uses it.
+    /// Every dataset with what uses it.
     async fn datasets_in_use(&self) -> Result<Vec<InUse>, StoreError> {
         let sql = "SELECT datasets.id, COALESCE(datasets.name, '') AS name, '' AS source, datasets.size_bytes, 0 AS adapters, \
              COUNT(CASE WHEN jobs.state IN ('queued', 'running', 'paused') THEN 1 END) AS live, \
              MAX(datasets.created_at, COALESCE(MAX(jobs.finished_at), 0)) AS used_at \
              FROM datasets LEFT JOIN job_datasets ON job_datasets.dataset_id = datasets.id \
              LEFT JOIN jobs ON jobs.id = job_datasets.job_id GROUP BY datasets.id ORDER BY datasets.created_at";
-        let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("look for data sets that jobs use")?;
+        let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("look for datasets that jobs use")?;
         rows.iter().map(InUse::read).collect()
     }
 

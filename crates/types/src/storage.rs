@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 pub enum StorageKind {
     /// Models that the server downloaded or brought along. Those of other folders are counted apart.
     Models,
-    /// Rows of data sets.
+    /// Rows of datasets.
     Datasets,
     /// Published checkpoints, adapters among them.
     Checkpoints,
@@ -97,7 +97,7 @@ pub type StorageLimits = BTreeMap<StorageKind, u64>;
 pub struct StorageUse {
     /// Bytes, a file that is linked in several places counted once.
     pub size_bytes: u64,
-    /// Models, data sets, checkpoints; jobs that have samples or a journal; else files.
+    /// Models, datasets, checkpoints; jobs that have samples or a journal; else files.
     pub count: u64,
 }
 

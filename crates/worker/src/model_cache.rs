@@ -16,7 +16,7 @@ mod room;
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -66,6 +66,8 @@ pub struct CacheEntry {
     pub name: String,
     /// What it takes, or will take once it is whole.
     pub size_bytes: u64,
+    /// What is still to come of it, while a worker fetches it.
+    pub missing_bytes: u64,
     /// All files are there.
     pub is_whole: bool,
     /// When it was used last.
@@ -85,9 +87,15 @@ impl ModelCache {
     /// The cache of a directory, made if need be; at most `limit_bytes`, None = no limit.
     ///
     /// # Errors
-    /// When the directory cannot be made.
+    /// When the directory cannot be made, or is another user's, who could change a model after it was verified.
     pub fn open(root: &Path, limit_bytes: Option<u64>) -> io::Result<Self> {
-        DirBuilder::new().recursive(true).mode(0o700).create(root.join("models"))?;
+        let models = root.join("models");
+        DirBuilder::new().recursive(true).mode(0o700).create(&models)?;
+        let (owner, user) = (fs::metadata(&models)?.uid(), rustix::process::geteuid().as_raw());
+        if owner != user && owner != 0 {
+            let what = format!("it belongs to the user {owner}, and this process runs as {user}");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+        }
         Ok(Self { root: root.to_owned(), limit_bytes })
     }
 
@@ -165,7 +173,16 @@ impl ModelCache {
         };
         // What is on its way will take all of its size; what was given up only what is there.
         let size_bytes = if in_use { here.max(about.size_bytes) } else { here };
-        Ok(CacheEntry { name: about.name, size_bytes, is_whole, used_at: lock.metadata()?.modified()?, in_use, key })
+        let missing_bytes = if is_whole { 0 } else { size_bytes - here };
+        Ok(CacheEntry {
+            name: about.name,
+            size_bytes,
+            missing_bytes,
+            is_whole,
+            used_at: lock.metadata()?.modified()?,
+            in_use,
+            key,
+        })
     }
 
     fn about(&self, key: &str) -> About {
@@ -236,8 +253,14 @@ impl Fetching {
         let text = serde_json::to_vec(&about).map_err(io::Error::from)?;
         fs::write(self.cache.beside(&self.key, "json"), text)?;
         self.lock.set_modified(SystemTime::now())?;
-        self.cache.make_room(&self.key, size_bytes.saturating_sub(size_below(&part)?), size_bytes)?;
+        // Before the room is made, so that others that make room count it.
         DirBuilder::new().recursive(true).mode(0o700).create(&part)?;
+        let missing_bytes = size_bytes.saturating_sub(size_below(&part)?);
+        if let Err(no_room) = self.cache.make_room(&self.key, missing_bytes, size_bytes) {
+            // Unless an earlier try has left something in it.
+            let _ = fs::remove_dir(&part);
+            return Err(no_room);
+        }
         Ok(part)
     }
 

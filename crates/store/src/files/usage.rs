@@ -15,7 +15,7 @@ use crate::id::{DatasetId, JobId};
 pub struct Owners {
     /// By job.
     pub jobs: HashMap<JobId, String>,
-    /// By data set.
+    /// By dataset.
     pub datasets: HashMap<DatasetId, String>,
     /// By the directory of a model.
     pub models: Vec<(PathBuf, String)>,

@@ -83,7 +83,9 @@ impl ModelCache {
         let mut others: Vec<CacheEntry> = self.entries()?.into_iter().filter(|entry| entry.key != key).collect();
         loop {
             let used_bytes: u64 = others.iter().map(|entry| entry.size_bytes).sum();
-            let free_bytes = free_bytes(&self.root)?;
+            // Others will still write what they have not fetched yet.
+            let promised: u64 = others.iter().map(|entry| entry.missing_bytes).sum();
+            let free_bytes = free_bytes(&self.root)?.saturating_sub(promised);
             let is_over = self.limit_bytes.is_some_and(|limit| used_bytes.saturating_add(size_bytes) > limit);
             if !is_over && missing_bytes <= free_bytes {
                 return Ok(());

@@ -75,6 +75,7 @@ fn one_process_fetches_and_others_wait_until_it_has_ended_or_all_is_there() {
     fs::write(part.join("weights"), "ab").unwrap();
     let entry = other.entries().unwrap().remove(0);
     assert_eq!((entry.size_bytes, entry.is_whole, entry.in_use), (3, false, true), "what it will take");
+    assert_eq!(entry.missing_bytes, 1);
     // The process dies.
     drop(fetching);
     let entry = other.entries().unwrap().remove(0);
@@ -100,5 +101,16 @@ fn a_name_that_is_no_fingerprint_never_becomes_a_path() {
     let cache = ModelCache::open(dir.path(), None).unwrap();
     for bad in ["../../etc", "", "abc", &"/".repeat(64)] {
         assert!(cache.find(bad).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn a_directory_of_another_user_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    ModelCache::open(dir.path(), None).unwrap();
+    // Only root can give a directory away.
+    if std::os::unix::fs::chown(dir.path().join("models"), Some(12345), None).is_ok() {
+        let error = ModelCache::open(dir.path(), None).unwrap_err();
+        assert!(error.to_string().contains("12345"), "{error}");
     }
 }
