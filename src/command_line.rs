@@ -11,7 +11,7 @@ use clap::error::ErrorKind;
 use futures::future::LocalBoxFuture;
 
 use crate::causes::with_causes;
-use crate::commands::{backup, bench, convert, keys, reward_check};
+use crate::commands::{backup, bench, convert, gc, keys, reward_check};
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
 use crate::{config, demo, engine, generator, http, prober, reward_server, serve, worker};
 
@@ -43,6 +43,7 @@ pub fn run() -> ExitCode {
         },
         Role::Backup(args) => on_runtime(format, None, backup::backup(args)),
         Role::Restore(args) => on_runtime(format, None, backup::restore(args)),
+        Role::Gc(args) => on_runtime(format, None, gc::run(args)),
         Role::Keys(args) => on_runtime(format, None, keys::run(args)),
         Role::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| fail(format, &*error)),
         Role::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(format, &error)),

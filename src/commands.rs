@@ -3,5 +3,6 @@
 pub mod backup;
 pub mod bench;
 pub mod convert;
+pub mod gc;
 pub mod keys;
 pub mod reward_check;

@@ -7,6 +7,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use rlood_worker::size::parse_size;
 
 pub use crate::protocol::HEARTBEAT_MS;
 pub use rlood_worker::args::{GRACE_S, ProbeArgs, WorkerArgs};
@@ -16,6 +17,7 @@ pub mod backup;
 mod bench;
 mod device;
 pub mod edge;
+pub mod gc;
 pub mod hub;
 pub mod keys;
 pub mod retention;
@@ -114,6 +116,8 @@ pub enum Command {
     Restore(backup::RestoreArgs),
     /// Make, list and revoke API keys of a server's data directory.
     Keys(KeysArgs),
+    /// Remove what nothing needs: files without a row, what is kept for longer than asked, models in the cache of workers.
+    Gc(gc::GcArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi(OpenapiArgs),
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
@@ -206,19 +210,7 @@ pub fn gpu_memory_limit() -> Result<Option<u64>, ConfigError> {
 
 /// `512M`, `12G`, bytes; None = 0, no limit. The error names `flag`.
 pub(crate) fn parse_size_of(flag: &str, text: &str) -> Result<Option<u64>, ConfigError> {
-    let refused = || ConfigError::new(format!("{flag} '{text}' is not a size: write bytes, 512M or 12G; 0 = no limit"));
-    let text = text.trim();
-    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
-    let shift = match text[digits.len()..].trim().to_ascii_uppercase().as_str() {
-        "" | "B" => 0,
-        "K" | "KIB" => 10,
-        "M" | "MIB" => 20,
-        "G" | "GIB" => 30,
-        "T" | "TIB" => 40,
-        _ => return Err(refused()),
-    };
-    let number: u64 = digits.parse().map_err(|_| refused())?;
-    let bytes = number.checked_mul(1 << shift).ok_or_else(refused)?;
+    let bytes = parse_size(text).map_err(|why| ConfigError::new(format!("{flag} {why}; 0 = no limit")))?;
     Ok((bytes > 0).then_some(bytes))
 }
 

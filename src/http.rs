@@ -48,6 +48,7 @@ pub mod rewards;
 pub mod samples;
 pub mod schemas;
 pub mod session;
+pub mod storage;
 pub mod submit;
 pub mod summary;
 pub mod system;
@@ -133,6 +134,8 @@ pub struct AppState {
     pub workers: Arc<worker::WorkerState>,
     /// Models on their way from a hub.
     pub downloads: Downloads,
+    /// What was kept when it was last looked.
+    pub storage: Arc<storage::LastReport>,
     /// Cancelled when the server takes no more requests: those that wait for something are answered at once.
     pub stopping: CancellationToken,
 }
@@ -163,6 +166,7 @@ impl AppState {
             failures: Arc::default(),
             refused_workers: Arc::default(),
             workers: Arc::default(),
+            storage: Arc::default(),
             stopping: CancellationToken::new(),
         }
     }
@@ -190,6 +194,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(callbacks::routes())
         .merge(rescore::routes())
         .merge(system::routes())
+        .merge(storage::routes())
         .merge(session::routes().layer(DefaultBodyLimit::max(SESSION_LIMIT_BYTES)))
         .merge(keys::routes())
         .merge(audit::routes())

@@ -17,7 +17,7 @@
 //! | `rlood-engine`: [`engine`] | synchronous; knows token ids, not jobs or HTTP |
 //! | `rlood-model-files`: [`modelcard`] | what a model's folder holds, without tensors |
 //! | `rlood-kernels` | what computes, for the engine; all unsafe code |
-//! | `rlood-types`: [`access`] [`callback`] [`causes`] [`dataset`] [`digest`] [`doctor`] [`event`] [`failpoint`] [`generation`] [`id`] [`job`] [`json`] [`lifecycle`] [`one_shot`] [`outgoing`] [`probe`] [`protocol`] [`sample`] [`spec`] | words: plain types, no I/O |
+//! | `rlood-types`: [`access`] [`callback`] [`causes`] [`dataset`] [`digest`] [`doctor`] [`event`] [`failpoint`] [`generation`] [`id`] [`job`] [`json`] [`lifecycle`] [`one_shot`] [`outgoing`] [`probe`] [`protocol`] [`sample`] [`spec`] [`storage`] | words: plain types, no I/O |
 //! | `rlood-templates`: [`jinja`] | templates in a sandbox |
 //!
 //! # One job through the files
@@ -42,7 +42,7 @@ pub use rlood_store::files;
 pub use rlood_templates as jinja;
 pub use rlood_types::{
     access, callback, causes, dataset, digest, doctor, event, failpoint, generation, id, job, json, lifecycle,
-    one_shot, outgoing, probe, protocol, sample, spec,
+    one_shot, outgoing, probe, protocol, sample, spec, storage,
 };
 pub use rlood_worker::{generator, prober, reward_model, worker};
 

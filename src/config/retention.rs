@@ -39,6 +39,15 @@ pub struct RetentionArgs {
     #[arg(long, env = "RLOOD_RETAIN_CHECKPOINTS", value_parser = parse_life, value_name = "TIME")]
     pub retain_checkpoints: Option<Life>,
 
+    /// Remove a dataset that no job has used for so long. Default: never.
+    #[arg(long, env = "RLOOD_RETAIN_DATASETS", value_parser = parse_life, value_name = "TIME")]
+    pub retain_datasets: Option<Life>,
+
+    /// Remove a model that the server downloaded and that no job has used for so long, unless adapters need it. Models of other
+    /// folders stay. Default: never.
+    #[arg(long, env = "RLOOD_RETAIN_MODELS", value_parser = parse_life, value_name = "TIME")]
+    pub retain_models: Option<Life>,
+
     /// Keep the record of changes (GET /audit) for so long.
     #[arg(long, env = "RLOOD_RETAIN_AUDIT", value_parser = parse_life, default_value = AUDIT, value_name = "TIME")]
     pub retain_audit: Life,
@@ -63,6 +72,10 @@ pub struct Retention {
     pub journals_ms: Option<i64>,
     /// Of jobs that are over.
     pub checkpoints_ms: Option<i64>,
+    /// Datasets since the last job that used them.
+    pub datasets_ms: Option<i64>,
+    /// Downloaded models since the last job that used them.
+    pub models_ms: Option<i64>,
     /// Entries.
     pub audit_ms: Option<i64>,
     /// Messages that are not pending.
@@ -79,6 +92,8 @@ impl RetentionArgs {
             logs_ms: ms(self.retain_logs),
             journals_ms: ms(Some(self.retain_journals)),
             checkpoints_ms: ms(self.retain_checkpoints),
+            datasets_ms: ms(self.retain_datasets),
+            models_ms: ms(self.retain_models),
             audit_ms: ms(Some(self.retain_audit)),
             deliveries_ms: ms(Some(self.retain_deliveries)),
         }

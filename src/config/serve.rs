@@ -15,6 +15,7 @@ use super::{
     parse_size_of,
 };
 use crate::spec::footprint::Place;
+use crate::storage::{NoLimit, StorageKind, StorageLimits};
 
 /// Flags of `rlood serve`.
 #[derive(Debug, Clone, Args)]
@@ -98,6 +99,12 @@ pub struct ServeArgs {
     #[arg(long, env = GPU_MEMORY, value_name = "SIZE")]
     pub gpu_memory: Option<String>,
 
+    /// The most that all models, datasets or checkpoints may take, comma-separated: checkpoints=200GB,datasets=10G. Beyond it a
+    /// write is refused (507) until something was removed; a job that cannot save its checkpoint pauses. `GET /system/storage`
+    /// says what is used, `rlood gc` removes what nothing needs. Default: no limit but the disk.
+    #[arg(long, env = "RLOOD_STORAGE_LIMIT", value_delimiter = ',', value_name = "KIND=SIZE,…")]
+    pub storage_limit: Vec<String>,
+
     /// Of the edge.
     #[command(flatten)]
     pub edge: EdgeArgs,
@@ -162,6 +169,8 @@ pub struct ServeConfig {
     pub edge: Edge,
     /// Where models come from.
     pub hub: HubConfig,
+    /// How much may be kept.
+    pub storage_limits: StorageLimits,
     /// How long things are kept.
     pub retention: Retention,
     /// `allow_outgoing` was left to its default, which a key of the database narrows.
@@ -212,6 +221,7 @@ impl ServeConfig {
             log_format: LogFormat::Text,
             edge: Edge::default(),
             hub: HubConfig::offline(),
+            storage_limits: StorageLimits::new(),
             retention: Retention::default(),
             default_outgoing: true,
         })
@@ -330,10 +340,27 @@ impl ServeArgs {
             log_format,
             edge: self.edge.resolve()?,
             hub: self.hub.resolve()?,
+            storage_limits: parse_storage_limits(&self.storage_limit)?,
             retention: self.retention.resolve(),
             default_outgoing: self.allow_outgoing.is_none(),
         })
     }
+}
+
+/// `checkpoints=200GB`; 0 = no limit.
+fn parse_storage_limits(given: &[String]) -> Result<StorageLimits, ConfigError> {
+    let mut limits = StorageLimits::new();
+    for entry in given.iter().map(|entry| entry.trim()).filter(|entry| !entry.is_empty()) {
+        let bad = |why: String| ConfigError::new(format!("--storage-limit '{entry}': {why}"));
+        let (kind, size) =
+            entry.split_once('=').ok_or_else(|| bad("write KIND=SIZE, for example checkpoints=200GB".to_owned()))?;
+        let kind: StorageKind = kind.trim().parse().map_err(|why: NoLimit| bad(why.to_string()))?;
+        let bytes = parse_size_of(&format!("--storage-limit {kind}:"), size)?;
+        if let Some(twice) = bytes.and_then(|bytes| limits.insert(kind, bytes)) {
+            return Err(bad(format!("{kind} has a limit of {twice} bytes already: name each kind once")));
+        }
+    }
+    Ok(limits)
 }
 
 /// A factor on waits.
@@ -487,6 +514,26 @@ mod tests {
         assert_eq!(limit("0"), Ok(None));
         let refused = limit("half").unwrap_err().to_string();
         assert!(refused.contains("--gpu-memory 'half'") && refused.contains("12G"), "{refused}");
+    }
+
+    #[test]
+    fn limits_of_storage_name_a_kind_and_a_size() {
+        let limits = |given: &str| {
+            let config = resolve(&["--listen", "127.0.0.1:0", "--storage-limit", given])?;
+            Ok::<_, ConfigError>(config.storage_limits)
+        };
+        let both = [(StorageKind::Checkpoints, 200_000_000_000), (StorageKind::Datasets, 10 << 30)];
+        assert_eq!(limits("checkpoints=200GB, datasets=10G"), Ok(StorageLimits::from(both)));
+        assert_eq!(limits("models=0"), Ok(StorageLimits::new()));
+        for (bad, part) in [
+            ("samples=1G", "name models, datasets or checkpoints"),
+            ("checkpoints", "checkpoints=200GB"),
+            ("checkpoints=much", "12G"),
+            ("models=1G,models=2G", "name each kind once"),
+        ] {
+            let error = limits(bad).unwrap_err().to_string();
+            assert!(error.contains("--storage-limit") && error.contains(part), "{bad}: {error}");
+        }
     }
 
     #[test]

@@ -24,11 +24,13 @@ use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{Json, Path, Query, announced_bytes, body_fault, body_problem, media_type};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
+use super::storage::check_limit;
 use crate::dataset::{Format, Reader, Recipe, Summary};
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::spec::HubDataset;
+use crate::storage::StorageKind;
 use crate::store::{DatasetRow, NewDataset, StoreError, clock_ms};
 
 /// The largest dataset a server accepts when nothing else is set, in bytes, before and after it is made canonical.
@@ -547,11 +549,13 @@ pub(super) async fn read_rows<E>(
         reader.push(&piece, &mut out);
         if out.len() >= WRITE_BYTES {
             check_disk(state)?;
+            check_limit(state, StorageKind::Datasets, received).await?;
             staged.write(&out).await?;
             out.clear();
         }
     }
     let summary = reader.finish(&mut out).map_err(rejected)?;
+    check_limit(state, StorageKind::Datasets, received).await?;
     staged.write(&out).await?;
     Ok((summary, staged.finish().await?))
 }

@@ -6,28 +6,30 @@
 //! Longer than other files: all of the protocol's routes, one short handler each.
 
 mod damaged;
+mod models;
 mod trouble;
 
 use std::collections::{BTreeSet, HashMap};
+use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post, put};
 use futures::StreamExt;
 use serde::Deserialize;
 use tokio::time::Instant;
-use tokio_util::io::ReaderStream;
 use utoipa_axum::router::OpenApiRouter;
 
 use super::AppState;
 use super::auth::WorkerPass;
+use super::download::{Download, send_file};
 use super::error::{Code, Problem};
 use super::extract::{Json, Path, Query, body_problem};
+use super::storage::check_limit;
 use crate::config::random_token;
 use crate::digest::Sha256Digest;
 use crate::event::Event;
@@ -38,8 +40,9 @@ use crate::protocol::{
     CallbackNews, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
     Outcome, PROTOCOL, Publish, Published, Register, Registered, ResumePoint, RewardReports,
 };
+use crate::storage::StorageKind;
 use crate::store::publish;
-use crate::store::{Beat, CheckpointRow, Claimed, PublishCheckpoint, StoreError, clock_ms};
+use crate::store::{Beat, Claimed, PublishCheckpoint, StoreError, clock_ms};
 
 /// The longest a claim is held open.
 const LONGEST_WAIT_MS: u64 = 60_000;
@@ -51,8 +54,6 @@ const FILE_LIMIT_BYTES: u64 = 1 << 38;
 const REFUSED_WORKERS: usize = 1000;
 /// One call for the journal: a worker's batch, or a single answer of 8 MiB as a JSON string.
 const JOURNAL_LIMIT_BYTES: usize = 32 << 20;
-/// Pieces of files on their way to a worker.
-const PIECE_BYTES: usize = 256 * 1024;
 
 /// The routes of this module; the caller puts the worker token in front of them.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -62,6 +63,8 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .route("/worker/jobs/{id}/datasets/{dataset}", get(send_dataset))
         .route("/worker/jobs/{id}/resume/{name}", get(send_resume_file))
         .route("/worker/jobs/{id}/initial/{name}", get(send_initial_file))
+        .route("/worker/jobs/{id}/models/{model}", get(models::list_model_files))
+        .route("/worker/jobs/{id}/models/{model}/{name}", get(models::send_model_file))
         .route("/worker/jobs/{id}/damaged", post(damaged::inspect_file))
         .route("/worker/jobs/{id}/heartbeat", post(take_heartbeat))
         .route("/worker/jobs/{id}/events", post(append_events))
@@ -114,6 +117,7 @@ fn same_protocol(theirs: u32) -> Result<(), Problem> {
 pub struct WorkerState {
     trouble: trouble::Trouble,
     inspections: damaged::Inspections,
+    listings: models::Listings,
     received: ReceivedBytes,
 }
 
@@ -278,49 +282,57 @@ async fn send_dataset(
     State(state): State<AppState>,
     Path((job, dataset)): Path<(JobId, DatasetId)>,
     Query(Fence { attempt }): Query<Fence>,
+    headers: HeaderMap,
 ) -> Result<Response, Problem> {
     state.store.claim_check(job, attempt).await?;
     let plan = state.store.job_get(job).await?.plan()?;
-    let of_job = plan.dataset.id == dataset || plan.eval.is_some_and(|eval| eval.dataset.id == dataset);
-    if !of_job {
-        return Err(Problem::not_found("dataset of this job", dataset));
-    }
-    send(&state.files.dataset(dataset), "application/x-ndjson").await
+    let sha256 = match plan.eval {
+        _ if plan.dataset.id == dataset => plan.dataset.sha256,
+        Some(eval) if eval.dataset.id == dataset => eval.dataset.sha256,
+        Some(_) | None => return Err(Problem::not_found("dataset of this job", dataset)),
+    };
+    // Without a hash that can be read it has a tag of its own; the worker compares the bytes.
+    let sha256 = sha256.parse().unwrap_or_else(|_| Sha256Digest::of(&sha256));
+    send(state.files.dataset(dataset), "dataset.ndjson".to_owned(), sha256, &headers).await
 }
 
 async fn send_resume_file(
     State(state): State<AppState>,
     Path((job, name)): Path<(JobId, String)>,
     Query(Fence { attempt }): Query<Fence>,
+    headers: HeaderMap,
 ) -> Result<Response, Problem> {
     state.store.claim_check(job, attempt).await?;
     let checkpoint = state.store.checkpoint_latest(job).await?;
-    let listed = checkpoint.filter(|checkpoint| checkpoint.files.iter().any(|file| file.name == name));
-    let Some(CheckpointRow { step, attempt: writer, .. }) = listed else {
+    let listed = checkpoint.and_then(|checkpoint| {
+        let file = checkpoint.files.iter().find(|file| file.name == name)?;
+        Some((file.sha256, checkpoint.step, checkpoint.attempt))
+    });
+    let Some((sha256, step, writer)) = listed else {
         return Err(Problem::not_found("file of the newest checkpoint", name));
     };
-    send(&state.files.checkpoint_file(job, step, writer, &name)?, "application/octet-stream").await
+    send(state.files.checkpoint_file(job, step, writer, &name)?, name, sha256, &headers).await
 }
 
 async fn send_initial_file(
     State(state): State<AppState>,
     Path((job, name)): Path<(JobId, String)>,
     Query(Fence { attempt }): Query<Fence>,
+    headers: HeaderMap,
 ) -> Result<Response, Problem> {
     state.store.claim_check(job, attempt).await?;
     let files = blocking(&state, move |files| files.initial_files(job)).await?.unwrap_or_default();
-    if !files.iter().any(|file| file.name == name) {
+    let Some(sha256) = files.iter().find(|file| file.name == name).map(|file| file.sha256) else {
         return Err(Problem::not_found("file that the job begins with", name));
-    }
-    send(&state.files.initial_file(job, &name)?, "application/octet-stream").await
+    };
+    send(state.files.initial_file(job, &name)?, name, sha256, &headers).await
 }
 
-async fn send(path: &std::path::Path, content_type: &'static str) -> Result<Response, Problem> {
+/// Sends a file as it lies on the disk, whole or from a byte on: the worker compares its size and hash with the list.
+async fn send(path: PathBuf, name: String, sha256: Sha256Digest, headers: &HeaderMap) -> Result<Response, Problem> {
     let unreadable = |error| Problem::internal(format!("cannot read {}: {error}", path.display()));
-    let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
-    let size_bytes = file.metadata().await.map_err(unreadable)?.len();
-    let headers = [(header::CONTENT_TYPE, content_type.to_owned()), (header::CONTENT_LENGTH, size_bytes.to_string())];
-    Ok((headers, Body::from_stream(ReaderStream::with_capacity(file, PIECE_BYTES))).into_response())
+    let size_bytes = tokio::fs::metadata(&path).await.map_err(unreadable)?.len();
+    send_file(&Method::GET, headers, &Download { path, name, size_bytes, sha256 }).await
 }
 
 async fn take_heartbeat(
@@ -403,6 +415,10 @@ async fn upload_file(
         request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0);
     if !has_room(&state, job, announced).await? {
         return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this file"));
+    }
+    // What a job saves because it was asked to stop must not be lost for a limit.
+    if state.store.job_get(job).await?.requested.is_none() {
+        check_limit(&state, StorageKind::Checkpoints, announced).await?;
     }
     let mut staged = state.files.stage(FILE_LIMIT_BYTES).await?;
     let mut body = request.into_body().into_data_stream();

@@ -5,7 +5,9 @@ use std::time::Duration;
 use crate::config::retention::Retention;
 use crate::files::DataDir;
 use crate::http::error::chain;
+use crate::store::gc::{self, GcItem, GcRules};
 use crate::store::retention::Leftover;
+use crate::store::storage::StorageError;
 use crate::store::{Store, StoreError, clock_ms};
 
 /// Between two rounds.
@@ -28,8 +30,18 @@ pub(super) async fn keep_house(store: Store, files: DataDir, retention: Retentio
 /// # Errors
 /// When the database does not answer.
 pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i64) -> Result<(), StoreError> {
-    let Retention { events_ms, samples_ms, metrics_ms, logs_ms, journals_ms, checkpoints_ms, audit_ms, deliveries_ms } =
-        retention;
+    let Retention {
+        events_ms,
+        samples_ms,
+        metrics_ms,
+        logs_ms,
+        journals_ms,
+        checkpoints_ms,
+        datasets_ms,
+        models_ms,
+        audit_ms,
+        deliveries_ms,
+    } = retention;
     // What came after a checkpoint is of no use without it.
     let journals_ms = [journals_ms, checkpoints_ms].into_iter().flatten().min();
     for (what, keep_ms) in [
@@ -59,6 +71,13 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
             }
         }
     }
+    if datasets_ms.is_some() || models_ms.is_some() {
+        // Files without rows are left to `rlood gc`.
+        let rules = GcRules { now, is_served: true, datasets_ms, models_ms, checkpoints_ms: None };
+        if let Err(error) = remove_unused(store, files, rules).await {
+            tracing::error!(error = chain(&error), "datasets or models that no job uses are not all removed");
+        }
+    }
     if let Some(keep_ms) = audit_ms {
         while store.audit_remove(now - keep_ms).await? > 0 {
             tokio::time::sleep(STEP).await;
@@ -67,6 +86,16 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
     if let Some(keep_ms) = deliveries_ms {
         while store.deliveries_remove(now - keep_ms).await? > 0 {
             tokio::time::sleep(STEP).await;
+        }
+    }
+    Ok(())
+}
+
+async fn remove_unused(store: &Store, files: &DataDir, rules: GcRules) -> Result<(), StorageError> {
+    for GcItem { kind, name, removal, .. } in gc::unused(store, files, rules).await? {
+        let Some(removal) = removal else { continue };
+        if gc::remove(store, files, &removal).await? {
+            tracing::info!(%kind, name, "removed: no job has used it for long enough");
         }
     }
     Ok(())

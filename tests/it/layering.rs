@@ -31,6 +31,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "protocol",
     "sample",
     "spec",
+    "storage",
 ];
 
 /// Module, and what it may import besides the words and itself.

@@ -19,6 +19,7 @@ mod disk;
 #[cfg(feature = "cuda")]
 mod driver;
 mod edge;
+mod elsewhere;
 mod eval_secrets;
 mod exact;
 #[cfg(feature = "failpoints")]
@@ -77,6 +78,7 @@ mod setting;
 mod sign_ins;
 mod sources;
 mod ssrf;
+mod storage;
 mod streams;
 mod throttle;
 mod transfer;

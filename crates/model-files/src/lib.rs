@@ -13,6 +13,7 @@ pub mod weights;
 
 use rlood_templates as jinja;
 use rlood_types::digest::Sha256Digest;
+use rlood_types::protocol::FileEntry;
 use rlood_types::{json, spec};
 
 use std::fs::File;
@@ -129,27 +130,41 @@ pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
 
 /// As [`fingerprint`], over these files.
 pub fn fingerprint_files(dir: &Path, files: &[ModelFile]) -> Result<String, ModelCardError> {
-    let mut hashes = Vec::with_capacity(files.len());
-    for file in files {
-        hashes.push((file.name.as_str(), hash_file(dir, file)?));
-    }
-    Ok(fingerprint_of(hashes))
+    Ok(fingerprint_entries(&hash_files(dir, files)?))
 }
 
-/// SHA-256 of one file of a model.
-pub fn hash_file(dir: &Path, file: &ModelFile) -> Result<Sha256Digest, ModelCardError> {
-    Ok(Sha256Digest::of_reader(&mut open(dir, &file.name)?).map_err(|e| io_error(&file.name, &e))?.1)
+/// The size and SHA-256 of each of these files. Reads every byte: seconds for gigabytes.
+///
+/// # Errors
+/// When one of them cannot be read.
+pub fn hash_files(dir: &Path, files: &[ModelFile]) -> Result<Vec<FileEntry>, ModelCardError> {
+    let hash = |file: &ModelFile| {
+        let read = Sha256Digest::of_reader(&mut open(dir, &file.name)?).map_err(|e| io_error(&file.name, &e))?;
+        Ok(FileEntry { name: file.name.clone(), size_bytes: read.0, sha256: read.1 })
+    };
+    files.iter().map(hash).collect()
 }
 
-/// As [`fingerprint`], from names, in the order of the card, and hashes that are known.
-pub fn fingerprint_of<'f>(files: impl IntoIterator<Item = (&'f str, Sha256Digest)>) -> String {
+/// The [`fingerprint`] of a model with these files, in this order.
+pub fn fingerprint_entries(files: &[FileEntry]) -> String {
     let mut all = Sha256::new();
-    for (name, digest) in files {
-        all.update(name.as_bytes());
+    for file in files {
+        all.update(file.name.as_bytes());
         all.update([0]);
-        all.update(digest.bytes());
+        all.update(file.sha256.bytes());
     }
     Sha256Digest::from(all).to_string()
+}
+
+/// Reads what a directory holds, a language model or a classifier, and returns the files that make it.
+///
+/// # Errors
+/// When it is no model, as [`read`] says it.
+pub fn files_of(dir: &Path) -> Result<Vec<ModelFile>, ModelCardError> {
+    match classifier::is_classifier(dir) {
+        true => Ok(ClassifierCard::read(dir)?.files),
+        false => Ok(read(dir)?.files),
+    }
 }
 
 /// SHA-256 in hex over names, sizes and modification times of the files that matter: cheap, and another one whenever a

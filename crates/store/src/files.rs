@@ -6,6 +6,7 @@
 //! datasets/DATASET.ndjson                 canonical rows
 //! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints; attempt 0 = taken over by a fork
 //! initial/JOB/…                           what a job with a warm start begins with
+//! models/…                                models that the server downloaded
 //! staging/…                               whatever is not complete yet, links of a backup; emptied at start
 //! scratch/…                               of the server's own workers; each empties its part as it starts
 //! ```
@@ -16,6 +17,7 @@ pub mod copy;
 pub mod held;
 mod initial;
 mod uploads;
+pub mod usage;
 
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder, File, TryLockError};
@@ -91,7 +93,7 @@ impl FilesError {
 pub struct DataDir {
     root: Arc<PathBuf>,
     uploads: Arc<Mutex<Uploads>>,
-    _lock: Arc<File>,
+    lock: Arc<File>,
 }
 
 /// A file being written under `staging/`: hashed as it grows, bounded, removed when dropped unfinished.
@@ -143,7 +145,7 @@ impl DataDir {
         create_private_dir(root)?;
         let root = fs::canonicalize(root).map_err(cannot("find", root))?;
         let lock = lock(&root)?;
-        let files = DataDir { root: Arc::new(root), uploads: Arc::default(), _lock: Arc::new(lock) };
+        let files = DataDir { root: Arc::new(root), uploads: Arc::default(), lock: Arc::new(lock) };
         remove_tree(&files.staging())?;
         for dir in [files.staging(), files.datasets(), files.checkpoints()] {
             create_private_dir(&dir)?;
@@ -379,6 +381,12 @@ pub fn sync_dir(path: &Path) -> Result<(), FilesError> {
 pub fn free_bytes(path: &Path) -> Result<u64, FilesError> {
     let found = rustix::fs::statvfs(path).map_err(|error| cannot("ask for the free space of", path)(error.into()))?;
     Ok(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+/// Bytes of the file system of an existing path, used or free.
+pub fn disk_bytes(path: &Path) -> Result<u64, FilesError> {
+    let found = rustix::fs::statvfs(path).map_err(|error| cannot("ask for the size of", path)(error.into()))?;
+    Ok(found.f_blocks.saturating_mul(found.f_frsize))
 }
 
 fn cannot(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FilesError {

@@ -141,6 +141,7 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("POST", "/reward-callbacks/{id}", Open),
         ("GET", "/metrics", Needs(Read)),
         ("GET", "/workers", Needs(Read)),
+        ("GET", "/system/storage", Needs(Read)),
         ("GET", "/jobs", Needs(Read)),
         ("POST", "/jobs", Needs(Submit)),
         ("POST", "/jobs/validate", Needs(Submit)),

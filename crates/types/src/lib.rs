@@ -19,6 +19,7 @@ pub mod probe;
 pub mod protocol;
 pub mod sample;
 pub mod spec;
+pub mod storage;
 pub mod trajectory;
 
 use rlood_templates as jinja;

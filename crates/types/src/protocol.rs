@@ -9,6 +9,8 @@
 //! GET  /worker/jobs/{id}/datasets/{dataset_id}?attempt=N  → ndjson, one record a line
 //! GET  /worker/jobs/{id}/resume/{name}?attempt=N          → a file of the checkpoint named in the claim
 //! GET  /worker/jobs/{id}/initial/{name}?attempt=N         → a file that the job begins with (warm start)
+//! GET  /worker/jobs/{id}/models/{model}?attempt=N         → ModelFiles, held while the server hashes them
+//! GET  /worker/jobs/{id}/models/{model}/{name}?attempt=N  → a file of one of the job's models
 //! POST /worker/jobs/{id}/damaged                          DamagedFile   → Inspection, held while the server reads the file
 //! POST /worker/jobs/{id}/heartbeat                        Heartbeat     → HeartbeatReply
 //! POST /worker/jobs/{id}/events                           EventBatch    → 204
@@ -20,6 +22,9 @@
 //! GET  /worker/jobs/{id}/callbacks/{after}?attempt=N      → CallbackNews, held while there are none
 //! POST /worker/jobs/{id}/finish                           Finish        → 204
 //! ```
+//!
+//! Files are sent whole, or from the byte that the header `Range: bytes=N-` names. A server from before `models` answers 404:
+//! its workers find the models at the same paths.
 //!
 //! # Its number
 //!
@@ -50,9 +55,11 @@ use crate::sample::{RolloutId, SampledGroup};
 use crate::spec::{Plan, RewardSecrets};
 
 mod claim;
+mod models;
 mod rewards;
 
 pub use claim::{ClaimError, read_claim};
+pub use models::ModelFiles;
 pub use rewards::*;
 
 /// The number of this protocol, the plan included; see the rule above.
@@ -125,11 +132,12 @@ pub struct Claim {
     pub plan: Plan,
     /// By reward name.
     pub secrets: BTreeMap<String, RewardSecrets>,
-    /// Where the model lies, on the worker's machine.
+    /// Where the model lies on the server. A worker uses what lies there on its own machine when it is the plan's model, byte
+    /// for byte; else it fetches the files from the server.
     pub model_path: String,
     /// `base_model_name_or_path` of the adapter.
     pub model_name: String,
-    /// Where reward models lie, on the worker's machine, by their ids.
+    /// Where reward models lie on the server, by their ids; as `model_path`.
     #[serde(default)]
     pub reward_models: BTreeMap<String, String>,
     /// Newest published checkpoint, if any.

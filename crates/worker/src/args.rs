@@ -1,11 +1,12 @@
 //! The flags of the processes.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
 use crate::device::Device;
 use crate::id::WorkerId;
+use crate::size::parse_size;
 
 /// Seconds that a worker has to save and exit after SIGTERM.
 pub const GRACE_S: u64 = 24;
@@ -33,6 +34,17 @@ pub struct WorkerArgs {
     #[arg(long, env = "RLOOD_SCRATCH_DIR", value_name = "DIR")]
     pub scratch_dir: Option<PathBuf>,
 
+    /// Directory for models that this worker fetches from the server because they do not lie on this machine at the server's
+    /// path. Workers of one machine share it: each model is fetched once. Default: `cache` in --scratch-dir; without that, `rlood`
+    /// in the user's cache directory (XDG_CACHE_HOME, else ~/.cache).
+    #[arg(long, env = "RLOOD_WORKER_CACHE_DIR", value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
+
+    /// What the directory of fetched models may take: bytes, or with a unit (512M, 200GB); 0 = no limit. Beyond it the models that
+    /// were not used for longest are removed, never one that a running job uses. Default: no limit but the disk.
+    #[arg(long, env = "RLOOD_WORKER_CACHE_LIMIT", value_parser = parse_size, value_name = "SIZE")]
+    pub cache_limit: Option<u64>,
+
     /// Seconds from SIGTERM until this process is gone, 2 to 3600. A worker that runs a job saves a checkpoint within four fifths
     /// of them and gives the job back to the queue (`preempted`), and exits with code 0. Set it below the notice that the
     /// machine gets: Kubernetes' terminationGracePeriodSeconds, a cloud's spot notice.
@@ -51,6 +63,18 @@ pub struct WorkerArgs {
     /// Set by the server for its own workers: end when standard input ends.
     #[arg(long, hide = true)]
     pub child: bool,
+}
+
+/// Where fetched models lie on this machine unless `--cache-dir` says otherwise.
+pub fn default_cache_dir(scratch_dir: Option<&Path>) -> PathBuf {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    match scratch_dir {
+        Some(scratch) => scratch.join("cache"),
+        None => absolute("XDG_CACHE_HOME")
+            .or_else(|| absolute("HOME").map(|home| home.join(".cache")))
+            .unwrap_or_else(std::env::temp_dir)
+            .join("rlood"),
+    }
 }
 
 /// Flags of `rlood probe` and `rlood generate`.

@@ -5,9 +5,11 @@ pub mod args;
 pub mod device;
 mod exit;
 pub mod generator;
+pub mod model_cache;
 pub mod one_shot;
 pub mod prober;
 pub mod reward_model;
+pub mod size;
 pub mod worker;
 
 use rlood_engine as engine;

@@ -15,7 +15,9 @@ mod failure;
 mod fetch;
 mod held;
 mod host;
+mod job_models;
 mod journal;
+mod models;
 mod reports;
 mod saving;
 mod signals;
@@ -34,7 +36,7 @@ use futures::future::LocalBoxFuture;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::args::WorkerArgs;
+use crate::args::{WorkerArgs, default_cache_dir};
 use crate::causes::with_causes;
 use crate::device::machine_threads;
 use crate::engine::host::{Host, RunEnd, TrainInput};
@@ -97,6 +99,8 @@ struct Worker {
     device: String,
     threads: u32,
     scratch_dir: PathBuf,
+    /// Where fetched models lie and what they may take; None = of a server's own worker, which reads them where they are.
+    cache: Option<(PathBuf, Option<u64>)>,
     leaving: CancellationToken,
     /// The machine is taken away: not its server's own shutdown, and no Ctrl-C.
     preempted: Arc<AtomicBool>,
@@ -126,6 +130,8 @@ async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
     end_on_panic();
     let preempted = Arc::new(AtomicBool::new(false));
     let leaving = leave_on_signal((!args.child).then(|| preempted.clone()))?;
+    let cache_dir = args.cache_dir.unwrap_or_else(|| default_cache_dir(args.scratch_dir.as_deref()));
+    let cache_limit = args.cache_limit.filter(|bytes| *bytes > 0);
     let (scratch_dir, _scratch) = scratch_dir(args.scratch_dir)?;
     let worker = Worker {
         client: Client::new(&args.server, &args.token, args.child).map_err(WorkerError::Setting)?,
@@ -134,6 +140,7 @@ async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
         device: args.device.to_string(),
         threads: args.threads.unwrap_or_else(machine_threads),
         scratch_dir,
+        cache: (!args.child).then_some((cache_dir, cache_limit)),
         leaving,
         preempted,
         leave_within: Duration::from_secs(args.grace_s),

@@ -13,6 +13,7 @@ use crate::causes::with_causes;
 use crate::config::HubTokenFor;
 use crate::hub::{FileHash, Hub, HubError, HubSettings, Repo, RepoKind, RepoPlan, find_cached, verify_cached};
 use crate::modelcard::{self, ModelFile};
+use crate::protocol::FileEntry;
 use crate::reward::http_client::restricted_client_builder;
 use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
 
@@ -158,11 +159,15 @@ fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan)
             _ if file.name.ends_with(".safetensors") => {
                 return Err(format!("{}: the hub announces no sha256 of it", file.name));
             }
-            _ => modelcard::hash_file(outline, file).map_err(|error| error.to_string())?,
+            _ => {
+                let read =
+                    modelcard::hash_files(outline, std::slice::from_ref(file)).map_err(|error| error.to_string())?;
+                read.first().map(|entry| entry.sha256).ok_or_else(|| format!("{}: it cannot be read", file.name))?
+            }
         };
-        hashes.push((file.name.as_str(), digest));
+        hashes.push(FileEntry { name: file.name.clone(), size_bytes: file.size_bytes, sha256: digest });
     }
-    Ok(modelcard::fingerprint_of(hashes))
+    Ok(modelcard::fingerprint_entries(&hashes))
 }
 
 /// The card that the store keeps of a folder's model, and its fingerprint. Blocking.

@@ -3,6 +3,7 @@
 use jiff::Timestamp;
 use rlood_types::access::Scope;
 use rlood_types::id::{JobId, KeyId, WorkerId};
+use rlood_types::storage::StorageKind;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -58,6 +59,75 @@ pub struct Session {
     pub scopes: Vec<Scope>,
 }
 
+/// What the server keeps, as far as the client's key sees it.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub struct Storage {
+    /// The disk of the data directory.
+    pub disk: Disk,
+    /// Bytes in the data directory: the sum over `kinds`, and over `owners`.
+    pub size_bytes: u64,
+    /// By kind, all of them.
+    pub kinds: Vec<KindStorage>,
+    /// By owner, those who have something.
+    pub owners: Vec<OwnerStorage>,
+    /// Registered models in folders of the operator, which are not in `size_bytes`.
+    pub external_models: Amount,
+}
+
+/// A disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct Disk {
+    /// Bytes in all.
+    pub total_bytes: u64,
+    /// Bytes that can be written.
+    pub free_bytes: u64,
+    /// Bytes that stay free: below this jobs pause.
+    pub reserve_bytes: u64,
+}
+
+/// How much there is of something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct Amount {
+    /// Bytes. A file that is linked in several places counts once.
+    pub size_bytes: u64,
+    /// Models, datasets, checkpoints; of samples and journals the jobs that have some; else files and folders.
+    pub count: u64,
+}
+
+/// What is kept of one kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct KindStorage {
+    /// The kind.
+    pub kind: StorageKind,
+    /// What the key sees of it.
+    #[serde(flatten)]
+    pub amount: Amount,
+    /// The most that all owners together may have; `None` = no limit but the disk.
+    pub limit_bytes: Option<u64>,
+}
+
+/// What is kept for one owner.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct OwnerStorage {
+    /// The owner; empty = the operator.
+    pub owner: String,
+    /// In all.
+    #[serde(flatten)]
+    pub amount: Amount,
+    /// By kind, those of which there is something.
+    pub kinds: Vec<KindAmount>,
+}
+
+/// What one owner has of one kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct KindAmount {
+    /// The kind.
+    pub kind: StorageKind,
+    /// How much.
+    #[serde(flatten)]
+    pub amount: Amount,
+}
+
 impl Client {
     /// Returns when the server's process answers.
     ///
@@ -110,6 +180,14 @@ impl Client {
     /// As [`Error`] says.
     pub async fn list_workers(&self) -> Result<Vec<Worker>, Error> {
         Pages::new(self, self.get(&["workers"])).collect().await
+    }
+
+    /// What the server keeps, by kind and by owner.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn get_storage(&self) -> Result<Storage, Error> {
+        self.json(self.get(&["system", "storage"])).await
     }
 
     /// Who asks: by the client's key.

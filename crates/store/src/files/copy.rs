@@ -18,7 +18,12 @@ impl DataDir {
         let root = fs::canonicalize(root).map_err(cannot("find", root))?;
         let path = root.join(LOCK);
         let lock = File::open(&path).map_err(cannot("open the lock file", &path))?;
-        Ok(DataDir { root: Arc::new(root), uploads: Arc::default(), _lock: Arc::new(lock) })
+        Ok(DataDir { root: Arc::new(root), uploads: Arc::default(), lock: Arc::new(lock) })
+    }
+
+    /// Takes the lock of a directory that was opened with [`DataDir::beside`], so that no server starts on it; false = one runs.
+    pub fn lock_out_servers(&self) -> bool {
+        self.lock.try_lock().is_ok()
     }
 }
 

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod doctor;
+mod gc;
 mod journal;
 mod listing;
 mod migrations;

@@ -17,6 +17,7 @@ use super::clock;
 use super::events::Events;
 use super::failure;
 use super::host::JobHost;
+use super::job_models::JobModels;
 use super::journal::Journal;
 use super::reports::Reports;
 use super::saving::Saving;
@@ -28,7 +29,6 @@ use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, RunEnd, StopReason, TrainInput};
 use crate::event::Phase;
 use crate::job::Failure;
-use crate::modelcard;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::{Rewards, Surroundings};
@@ -53,6 +53,7 @@ pub(super) struct Attempt {
 
 /// Everything the engine needs, on this machine.
 struct Prepared {
+    models: JobModels,
     rows: Vec<PromptRow>,
     eval_rows: Vec<PromptRow>,
     resume: Option<PathBuf>,
@@ -199,7 +200,8 @@ impl Attempt {
         let saving = Saving::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
         let position = || self.progress.get();
         let journal = Journal::start(self.client.clone(), self.held, self.stop.clone(), claim.callbacks.clone());
-        let rewards = Arc::new(self.build_rewards(worker, &claim, &journal)?);
+        let reward_models = Arc::new(LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan));
+        let rewards = Arc::new(self.build_rewards(worker, &claim, &journal, reward_models.clone())?);
         // The first to ask gets them.
         let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
         let eval_rewards = build_eval_rewards(&claim, &rewards)?.map(Arc::new);
@@ -222,9 +224,10 @@ impl Attempt {
             .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
             .map_err(|error| failure::of_client(&error, position()))?;
         let prepared = tokio::select! {
-            prepared = self.prepare(&mut claim, &journal, scratch.path()) => prepared?,
+            prepared = self.prepare(worker, &mut claim, &journal, scratch.path()) => prepared?,
             stop = self.stop.wait_for(|_| true) => return Err(RunEnd::Stopped(stop)),
         };
+        reward_models.set_verified(prepared.models.reward_dirs());
         for rewards in std::iter::once(&rewards).chain(&eval_rewards) {
             tokio::select! {
                 ready = rewards.prepare() => ready.map_err(|failure| Failure { phase: Some(Phase::Loading), step: None, ..failure.to_failure(0) })?,
@@ -272,7 +275,13 @@ impl Attempt {
     }
 
     /// The job's rewards, which ask services by the rules that the server was started with.
-    fn build_rewards(&self, worker: &Worker, claim: &Claim, journal: &Journal) -> Result<Rewards, Failure> {
+    fn build_rewards(
+        &self,
+        worker: &Worker,
+        claim: &Claim,
+        journal: &Journal,
+        models: Arc<LocalRewardModels>,
+    ) -> Result<Rewards, Failure> {
         let position = || self.progress.get();
         let policy = OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
             let refused =
@@ -284,7 +293,7 @@ impl Attempt {
         let surroundings = Surroundings {
             client: client.with_cache_scope(&cache_scope),
             journal: Some(Arc::new(journal.clone())),
-            models: Some(Arc::new(LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan))),
+            models: Some(models),
             former: claim.reward_reports.clone(),
         };
         Rewards::within(&claim.plan.rewards, &claim.secrets, surroundings).map_err(|error| error.to_failure())
@@ -304,24 +313,20 @@ impl Attempt {
         }
     }
 
-    async fn prepare(&self, claim: &mut Claim, journal: &Journal, scratch: &Path) -> Result<Prepared, Failure> {
+    async fn prepare(
+        &self,
+        worker: &Worker,
+        claim: &mut Claim,
+        journal: &Journal,
+        scratch: &Path,
+    ) -> Result<Prepared, Failure> {
         let (rollouts, answers) = self.fetched(journal.recall(&self.client, self.held).await)?;
         if rollouts + answers > 0 {
             self.events.log(format!(
                 "the journal holds {rollouts} rollouts and {answers} reward answers since then: they are not repeated"
             ));
         }
-        let dir = PathBuf::from(&claim.model_path);
-        let fingerprint = tokio::task::spawn_blocking(move || modelcard::fingerprint(&dir)).await;
-        match fingerprint {
-            Ok(Ok(sha256)) if sha256 == claim.plan.model.sha256 => {}
-            Ok(Ok(_)) => return Err(failure::model_changed(self.progress.get())),
-            Ok(Err(error)) => return Err(failure::model_unreadable(&error, self.progress.get())),
-            Err(panicked) => {
-                let error = ClientError::Disk { doing: "read the model", source: std::io::Error::other(panicked) };
-                return Err(failure::of_client(&error, self.progress.get()));
-            }
-        }
+        let models = self.find_models(worker, claim).await?;
         let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
         let eval_rows = match &claim.plan.eval {
             // The engine holds them out of the training rows.
@@ -331,11 +336,12 @@ impl Attempt {
             None => Vec::new(),
         };
         let resume = self.fetch_checkpoint(&mut claim.resume, scratch).await?;
-        Ok(Prepared { rows, eval_rows, resume, initial: self.fetch_initial(&claim.initial, scratch).await? })
+        Ok(Prepared { models, rows, eval_rows, resume, initial: self.fetch_initial(&claim.initial, scratch).await? })
     }
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
-        let path = scratch.join("dataset.ndjson");
+        // A name of its own: bytes of another one must not be taken for its beginning.
+        let path = scratch.join(format!("{}.ndjson", dataset.id));
         self.fetched(fetch(|| self.client.dataset(self.held, dataset.id, &dataset.sha256, &path)).await)?;
         let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;
         match read {
@@ -395,7 +401,7 @@ impl EngineRun {
                 let EngineRun { claim, prepared, scratch_dir, device } = self;
                 let input = TrainInput {
                     plan: &claim.plan,
-                    model_dir: Path::new(&claim.model_path),
+                    model_dir: prepared.models.base(),
                     model_name: &claim.model_name,
                     rows: prepared.rows,
                     eval_rows: prepared.eval_rows,
@@ -439,7 +445,10 @@ async fn beat(
         let beat = Heartbeat {
             attempt: held.attempt,
             phase: position.phase,
-            status_reason: waiting.then(|| "waiting_for_reward".to_owned()),
+            status_reason: match waiting {
+                true => Some("waiting_for_reward".to_owned()),
+                false => position.is_fetching_model.then(|| "fetching_model".to_owned()),
+            },
             step: position.step,
             eta_s: position.eta_s(),
             memory_bytes: process_memory_bytes(),

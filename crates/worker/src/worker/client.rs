@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use reqwest::header::{CONTENT_RANGE, HeaderValue, RANGE};
 use reqwest::{Method, RequestBuilder, Response, StatusCode, Url};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -14,14 +15,15 @@ pub use super::client_error::ClientError;
 use super::clock;
 pub use super::held::Held;
 use super::transfer::{
-    TransferLimits, bytes_body, file_body, http_client, read_body, read_file, send_body, send_within,
+    Download, TransferLimits, bytes_body, file_body, http_client, read_body, send_body, send_within,
 };
 use crate::causes::with_causes;
 use crate::failpoint::fail_point;
 use crate::id::DatasetId;
 use crate::protocol::{
     CallbackNews, Claim, ClaimRequest, DamagedFile, EventBatch, FileEntry, FileList, Finish, Heartbeat, HeartbeatReply,
-    Inspection, JournalBatch, JournalPage, Publish, Published, Register, Registered, RewardReports, read_claim,
+    Inspection, JournalBatch, JournalPage, ModelFiles, Publish, Published, Register, Registered, RewardReports,
+    read_claim,
 };
 
 /// How long a worker goes on without an answer from the server.
@@ -64,7 +66,7 @@ where
 
 /// [`persist`]'s rule for what fills the disk: a full disk stays full for a while, and the job pauses instead of waiting for it.
 pub(super) fn full_at_once(error: &ClientError) -> bool {
-    error.is_transient() && !matches!(error, ClientError::StorageFull)
+    error.is_transient() && !matches!(error, ClientError::StorageFull { .. })
 }
 
 /// Repeats a download like [`persist`], and one that arrives damaged a few times: the damage may lie at its source.
@@ -191,7 +193,7 @@ impl Client {
 
     pub(super) async fn dataset(&self, held: Held, id: DatasetId, sha256: &str, to: &Path) -> Result<(), ClientError> {
         let request = self.fenced(Method::GET, held, &["datasets", &id.to_string()]);
-        self.download(request, "the dataset", sha256, to).await
+        self.download(request, Download { name: "the dataset", sha256, to, received: None }).await
     }
 
     /// A file of the checkpoint to go on from, or to begin with.
@@ -207,7 +209,19 @@ impl Client {
             FileList::Initial => "initial",
         };
         let request = self.fenced(Method::GET, held, &[route, &file.name]);
-        self.download(request, &file.name, &file.sha256.to_string(), to).await
+        self.download(request, Download { name: &file.name, sha256: &file.sha256.to_string(), to, received: None })
+            .await
+    }
+
+    /// The files of one of the job's models; the server holds the call while it hashes them.
+    pub(super) async fn model_files(&self, held: Held, model: &str) -> Result<ModelFiles, ClientError> {
+        let request = self.fenced(Method::GET, held, &["models", model]);
+        self.json(answer("models", send_within(HELD_CALL, request)).await?).await
+    }
+
+    /// A file of one of the job's models.
+    pub(super) async fn model_file(&self, held: Held, model: &str, download: Download<'_>) -> Result<(), ClientError> {
+        self.download(self.fenced(Method::GET, held, &["models", model, download.name]), download).await
     }
 
     /// Has the server read a file that does not arrive whole; it holds the call while it does.
@@ -216,9 +230,27 @@ impl Client {
         self.json(answer("damaged", send_within(HELD_CALL, request)).await?).await
     }
 
-    async fn download(&self, request: RequestBuilder, name: &str, sha256: &str, to: &Path) -> Result<(), ClientError> {
-        let response = answer("download", send_within(self.limits.answer(0), request)).await?;
-        read_file(response, name, sha256, to, self.limits.stall).await
+    /// Fetches a file, or what is missing of it.
+    async fn download(&self, request: RequestBuilder, download: Download<'_>) -> Result<(), ClientError> {
+        let here = download.bytes_here().await;
+        let request = if here > 0 { request.header(RANGE, format!("bytes={here}-")) } else { request };
+        let response = match answer("download", send_within(self.limits.answer(0), request)).await {
+            // As many bytes as the file has, or more: they are not the file's, or this call would not have been made.
+            Err(ClientError::Refused { status: 416, .. }) => {
+                download.start_over().await;
+                return Err(ClientError::Damaged { name: download.name.to_owned() });
+            }
+            response => response?,
+        };
+        // The rest of the file is what was asked for, or nothing is.
+        let begins =
+            |range: &HeaderValue| range.to_str().is_ok_and(|range| range.starts_with(&format!("bytes {here}-")));
+        let is_rest = response.headers().get(CONTENT_RANGE).is_some_and(begins);
+        if response.status() == StatusCode::PARTIAL_CONTENT && !is_rest {
+            download.start_over().await;
+            return Err(ClientError::Damaged { name: download.name.to_owned() });
+        }
+        download.read(response, self.limits.stall).await
     }
 
     /// A body that may be large.
@@ -289,7 +321,7 @@ async fn answer(
         (409, "lease_lost") => ClientError::LeaseLost,
         (409, "protocol_mismatch") => ClientError::OtherProtocol(detail),
         (401, _) => ClientError::Unauthorized,
-        (507, _) => ClientError::StorageFull,
+        (507, _) => ClientError::StorageFull { detail },
         (status @ (408 | 425 | 429 | 500..), _) => ClientError::Unavailable(status),
         // The body ended early: our connection, not our bytes.
         (status, "body_interrupted") => ClientError::Unavailable(status),

@@ -14,9 +14,12 @@ pub enum ClientError {
     /// The token is not the server's.
     #[error("the server refuses the worker token; set RLOOD_WORKER_TOKEN to the server's")]
     Unauthorized,
-    /// The server's disk is full.
-    #[error("the server's disk is full")]
-    StorageFull,
+    /// The server's disk is full, or a limit of the server's is reached.
+    #[error("the server stores nothing more: {detail}")]
+    StorageFull {
+        /// The problem's text.
+        detail: String,
+    },
     /// Another try makes no difference.
     #[error("the server refuses the call ({status} {code}): {detail}")]
     Refused {
@@ -82,7 +85,7 @@ impl ClientError {
             | ClientError::Unreachable(_)
             | ClientError::Interrupted(_)
             | ClientError::Stalled { .. }
-            | ClientError::StorageFull => true,
+            | ClientError::StorageFull { .. } => true,
             ClientError::Damaged { .. }
             | ClientError::LeaseLost
             | ClientError::Unauthorized

@@ -5,6 +5,7 @@ use super::signals::Position;
 use crate::causes::with_causes;
 use crate::engine::error::{EngineError, FailureClass as EngineClass};
 use crate::job::{Failure, FailureClass};
+use crate::model_cache::NoRoom;
 
 fn failure(class: FailureClass, code: &str, message: String, position: Position, suggestion: Option<&str>) -> Failure {
     Failure {
@@ -89,7 +90,7 @@ pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
         ClientError::Damaged { .. } => "transfer_damaged",
         ClientError::LeaseLost
         | ClientError::Unauthorized
-        | ClientError::StorageFull
+        | ClientError::StorageFull { .. }
         | ClientError::Refused { .. }
         | ClientError::Unavailable(_)
         | ClientError::Unreachable(_)
@@ -144,6 +145,19 @@ pub(super) fn model_unreadable(error: &crate::modelcard::ModelCardError, positio
         position,
         Some(suggestion),
     )
+}
+
+/// The server has no such model any more, or cannot read it.
+pub(super) fn model_not_sent(id: &str, detail: &str, position: Position) -> Failure {
+    let message = format!("the model '{id}' is not on the worker's machine, and the server cannot send it: {detail}");
+    let suggestion = "check the model's files on the server, register the model again, then retry the job";
+    failure(FailureClass::User, "model_invalid", message, position, Some(suggestion))
+}
+
+/// The worker's machine has no room for a model.
+pub(super) fn no_room_for_model(id: &str, error: &NoRoom, position: Position) -> Failure {
+    let message = format!("the model '{id}' cannot be fetched: {}", with_causes(error));
+    failure(FailureClass::Infra, "model_cache_full", message, position, Some(error.advice()))
 }
 
 /// A dataset does not read back as it was accepted.

@@ -55,7 +55,10 @@ impl JobHost {
 
     fn refuse(&mut self, error: &ClientError) -> RunEnd {
         match error {
-            ClientError::StorageFull => self.stop_with(StopReason::Pause { reason: Some("disk_full".to_owned()) }),
+            ClientError::StorageFull { detail } => {
+                self.events.log(format!("the server stores nothing more: {detail}"));
+                self.stop_with(StopReason::Pause { reason: Some("disk_full".to_owned()) })
+            }
             ClientError::LeaseLost => self.stop_with(StopReason::LeaseLost),
             transient if transient.is_transient() && self.progress.hears_server() => {
                 failure::transfer_failed(transient, self.progress.get()).into()

@@ -180,7 +180,9 @@ async fn deliver(
         if let Err(error) = sent {
             tracing::warn!(error = with_causes(&error), "the journal ends");
             match &error {
-                ClientError::StorageFull => stop.raise(StopReason::Pause { reason: Some("disk_full".to_owned()) }),
+                ClientError::StorageFull { .. } => {
+                    stop.raise(StopReason::Pause { reason: Some("disk_full".to_owned()) })
+                }
                 error if matches!(error, ClientError::LeaseLost) || error.is_transient() => {
                     stop.raise(StopReason::LeaseLost)
                 }

@@ -90,12 +90,21 @@ pub(super) struct Position {
     since: Option<(u64, Instant)>,
     /// When the server last answered a heartbeat.
     heard: Option<Instant>,
+    /// A model is on its way to this machine.
+    pub(super) is_fetching_model: bool,
 }
 
 impl Progress {
     /// A run that loads and will go on after `step`.
     pub(super) fn new(step: u64, total: u64) -> Self {
-        Self(Arc::new(Mutex::new(Position { phase: Phase::Loading, step, total, since: None, heard: None })))
+        Self(Arc::new(Mutex::new(Position {
+            phase: Phase::Loading,
+            step,
+            total,
+            since: None,
+            heard: None,
+            is_fetching_model: false,
+        })))
     }
 
     pub(super) fn get(&self) -> Position {
@@ -104,6 +113,11 @@ impl Progress {
 
     pub(super) fn enter(&self, phase: Phase) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).phase = phase;
+    }
+
+    /// A model begins to be fetched, or is there.
+    pub(super) fn set_fetching_model(&self, is_fetching: bool) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_fetching_model = is_fetching;
     }
 
     /// The run goes on from an older checkpoint than it was told first.

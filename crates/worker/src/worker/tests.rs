@@ -4,6 +4,7 @@
 //! items let no other engine and no other clock in.
 
 mod fetch;
+mod models;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -56,6 +57,8 @@ struct Seen {
     files: Mutex<BTreeMap<String, Option<&'static str>>>,
     /// What a report of a damaged file is answered, in turn; 404 beyond it.
     inspections: Mutex<VecDeque<Value>>,
+    /// What it has of the model.
+    model: models::Served,
     /// Uploads are answered 503.
     refuses_uploads: AtomicBool,
 }
@@ -118,6 +121,7 @@ async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
             };
             (format!("{route} {name}"), response)
         }
+        (&Method::GET, ["models", rest @ ..]) => seen.model.answer(rest, &parts.headers),
         (&Method::POST, ["damaged"]) => {
             let call = format!("damaged {} {} {}", body["list"], body["step"], body["file"]).replace('"', "");
             match seen.inspections.lock().unwrap().pop_front() {
@@ -218,8 +222,17 @@ async fn attempt_at(
     claim: Claim,
     meanwhile: impl FnOnce(&Worker),
 ) -> (Option<u8>, Arc<Seen>) {
+    attempt_with_cache(seen.into(), train, claim, None, meanwhile).await
+}
+
+async fn attempt_with_cache(
+    seen: Arc<Seen>,
+    train: TrainFn,
+    claim: Claim,
+    cache: Option<(PathBuf, Option<u64>)>,
+    meanwhile: impl FnOnce(&Worker),
+) -> (Option<u8>, Arc<Seen>) {
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let seen: Arc<Seen> = seen.into();
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let server = format!("http://{}", listener.local_addr().unwrap());
     let router = axum::Router::new().fallback(answer).with_state(seen.clone());
@@ -232,6 +245,7 @@ async fn attempt_at(
         device: "cpu".to_owned(),
         threads: 1,
         scratch_dir: scratch.path().to_owned(),
+        cache,
         leaving: CancellationToken::new(),
         preempted: Arc::default(),
         leave_within: Duration::from_secs(1),

@@ -7,16 +7,19 @@
 //!
 //! An upload flows when the socket takes a piece of the body, or when the server's answer to a heartbeat says that more bytes
 //! have arrived: what sits in buffers on the way (of the kernel, of a proxy) may take long to arrive on a slow line.
+//!
+//! A download that broke off is continued behind its last byte, where the server can do that.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
-use reqwest::{ClientBuilder, RequestBuilder, Response};
+use reqwest::{ClientBuilder, RequestBuilder, Response, StatusCode};
 use sha2::{Digest, Sha256};
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncWriteExt, BufWriter};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::io::ReaderStream;
@@ -29,6 +32,8 @@ use crate::protocol::TRANSFER_STALL;
 const CONNECT: Duration = Duration::from_secs(5);
 /// What is read from a file at a time.
 const READ_BYTES: usize = 256 * 1024;
+/// What is written to a file at a time.
+const WRITE_BYTES: usize = 1024 * 1024;
 /// What the HTTP client gets at a time. It asks for more only when a number of pieces has left: small ones show early that bytes
 /// flow.
 const PIECE_BYTES: usize = 4 * 1024;
@@ -168,26 +173,61 @@ pub(super) async fn read_body(mut response: Response, stall: Duration) -> Result
     Ok(body)
 }
 
-/// Streams the body of an answer into a file and compares its hash.
-pub(super) async fn read_file(
-    mut response: Response,
-    name: &str,
-    sha256: &str,
-    to: &Path,
-    stall: Duration,
-) -> Result<(), ClientError> {
-    let disk = |source| ClientError::Disk { doing: "write to the scratch directory", source };
-    let mut file = tokio::fs::File::create(to).await.map_err(disk)?;
-    let mut hash = Sha256::new();
-    while let Some(piece) = next_piece(&mut response, stall).await? {
-        hash.update(&piece);
-        file.write_all(&piece).await.map_err(disk)?;
+/// A file to fetch: what it is called in messages, what its bytes must be, and where they go.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Download<'a> {
+    pub(super) name: &'a str,
+    pub(super) sha256: &'a str,
+    pub(super) to: &'a Path,
+    /// Grows with the bytes that arrive.
+    pub(super) received: Option<&'a AtomicU64>,
+}
+
+impl Download<'_> {
+    /// Bytes that an earlier transfer has left at the target.
+    pub(super) async fn bytes_here(&self) -> u64 {
+        tokio::fs::metadata(self.to).await.map_or(0, |metadata| metadata.len())
     }
-    file.flush().await.map_err(disk)?;
-    if Sha256Digest::from(hash).to_string() == sha256 {
-        Ok(())
-    } else {
-        Err(ClientError::Damaged { name: name.to_owned() })
+
+    /// Removes what is at the target.
+    pub(super) async fn start_over(&self) {
+        // What cannot be removed is overwritten or reported by the next transfer.
+        let _ = tokio::fs::remove_file(self.to).await;
+    }
+
+    /// Streams the body of an answer into the file, behind what is there already where the answer is the rest of it, and
+    /// compares the hash. What has arrived before a cut stays.
+    pub(super) async fn read(&self, mut response: Response, stall: Duration) -> Result<(), ClientError> {
+        let disk = |source| ClientError::Disk { doing: "write to the scratch directory", source };
+        let mut hash = Sha256::new();
+        let continues = response.status() == StatusCode::PARTIAL_CONTENT;
+        let options =
+            tokio::fs::File::options().write(true).create(true).truncate(!continues).append(continues).to_owned();
+        let mut file = BufWriter::with_capacity(WRITE_BYTES, options.open(self.to).await.map_err(disk)?);
+        if continues {
+            let mut here = ReaderStream::with_capacity(tokio::fs::File::open(self.to).await.map_err(disk)?, READ_BYTES);
+            while let Some(piece) = here.next().await {
+                hash.update(&piece.map_err(disk)?);
+            }
+        }
+        let read = async {
+            while let Some(piece) = next_piece(&mut response, stall).await? {
+                hash.update(&piece);
+                file.write_all(&piece).await.map_err(disk)?;
+                if let Some(received) = self.received {
+                    received.fetch_add(piece.len() as u64, Ordering::Relaxed);
+                }
+            }
+            Ok(())
+        };
+        let read = read.await;
+        file.flush().await.map_err(disk)?;
+        read?;
+        if Sha256Digest::from(hash).to_string() == self.sha256 {
+            return Ok(());
+        }
+        self.start_over().await;
+        Err(ClientError::Damaged { name: self.name.to_owned() })
     }
 }
 

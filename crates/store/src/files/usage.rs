@@ -1,0 +1,156 @@
+//! What the data directory holds, by kind and owner: every file is looked at, none is read.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::{self, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use rlood_types::storage::{StorageKind, StorageUse};
+
+use super::{DataDir, FilesError, cannot};
+use crate::id::{DatasetId, JobId};
+
+/// Whose the things are that files belong to.
+#[derive(Debug, Default)]
+pub struct Owners {
+    /// By job.
+    pub jobs: HashMap<JobId, String>,
+    /// By dataset.
+    pub datasets: HashMap<DatasetId, String>,
+    /// By the directory of a model.
+    pub models: Vec<(PathBuf, String)>,
+}
+
+/// By kind and owner; an empty owner is the operator.
+pub type Usage = BTreeMap<(StorageKind, String), StorageUse>;
+
+/// Files that have several names, of which one was counted.
+type Counted = HashSet<(u64, u64)>;
+
+impl DataDir {
+    /// What lies in the directory. A file with several names counts once: as a checkpoint before anything else. Blocking.
+    pub fn usage(&self, owners: &Owners) -> Result<Usage, FilesError> {
+        let mut walk = Walk { owners, usage: Usage::new(), counted: Counted::new() };
+        let mut names = entries(self.root())?;
+        // What is published comes before its links.
+        let rank = |path: &PathBuf| match name_of(path).as_str() {
+            "checkpoints" => 0,
+            "initial" => 1,
+            _ => 2,
+        };
+        names.sort_by_key(|path| (rank(path), path.clone()));
+        for path in names {
+            walk.top(&path)?;
+        }
+        Ok(walk.usage)
+    }
+}
+
+struct Walk<'a> {
+    owners: &'a Owners,
+    usage: Usage,
+    counted: Counted,
+}
+
+impl Walk<'_> {
+    fn top(&mut self, path: &Path) -> Result<(), FilesError> {
+        let name = name_of(path);
+        match name.as_str() {
+            "checkpoints" => {
+                for job in entries(path)? {
+                    for checkpoint in entries(&job)? {
+                        self.one(StorageKind::Checkpoints, self.owner_of_job(&job), &checkpoint)?;
+                    }
+                }
+            }
+            "initial" => self.each(path, |walk, job| (StorageKind::InitialAdapters, walk.owner_of_job(job)))?,
+            "datasets" => self.each(path, |walk, file| {
+                let id = file.file_stem().and_then(|stem| stem.to_str()?.parse::<DatasetId>().ok());
+                let owner = id.and_then(|id| walk.owners.datasets.get(&id).cloned());
+                (StorageKind::Datasets, owner.unwrap_or_default())
+            })?,
+            "staging" => self.each(path, |walk, entry| (StorageKind::Staging, walk.owner_of_job(entry)))?,
+            "scratch" => self.each(path, |_, _| (StorageKind::Scratch, String::new()))?,
+            "models" => {
+                for model in entries(path)? {
+                    let versions = entries(&model)?;
+                    match versions.is_empty() {
+                        // A file, or a model that lies there directly.
+                        true => self.one(StorageKind::Models, self.owner_of_model(&model), &model)?,
+                        false => {
+                            for version in versions {
+                                self.one(StorageKind::Models, self.owner_of_model(&version), &version)?;
+                            }
+                        }
+                    }
+                }
+            }
+            _ if name.starts_with("rlood.db") => self.one(StorageKind::Database, String::new(), path)?,
+            _ if self.owners.models.iter().any(|(dir, _)| dir.starts_with(path)) => {
+                self.one(StorageKind::Models, self.owner_of_model(path), path)?;
+            }
+            _ => self.one(StorageKind::Other, String::new(), path)?,
+        }
+        Ok(())
+    }
+
+    fn each(&mut self, dir: &Path, of: impl Fn(&Self, &Path) -> (StorageKind, String)) -> Result<(), FilesError> {
+        for path in entries(dir)? {
+            let (kind, owner) = of(self, &path);
+            self.one(kind, owner, &path)?;
+        }
+        Ok(())
+    }
+
+    /// One thing with all below it.
+    fn one(&mut self, kind: StorageKind, owner: String, path: &Path) -> Result<(), FilesError> {
+        let size_bytes = size_below(path, &mut self.counted)?;
+        *self.usage.entry((kind, owner)).or_default() += StorageUse { size_bytes, count: 1 };
+        Ok(())
+    }
+
+    fn owner_of_job(&self, path: &Path) -> String {
+        let job = name_of(path).parse::<JobId>().ok();
+        job.and_then(|job| self.owners.jobs.get(&job).cloned()).unwrap_or_default()
+    }
+
+    /// The owner of a model that lies here, or below.
+    fn owner_of_model(&self, path: &Path) -> String {
+        let found = self.owners.models.iter().find(|(dir, _)| dir.starts_with(path) || path.starts_with(dir));
+        found.map(|(_, owner)| owner.clone()).unwrap_or_default()
+    }
+}
+
+/// Bytes of a file, or of all files below a directory; links are not followed. What vanishes meanwhile counts nothing.
+pub(crate) fn size_below(path: &Path, counted: &mut HashSet<(u64, u64)>) -> Result<u64, FilesError> {
+    let Some(found) = metadata(path)? else { return Ok(0) };
+    if !found.is_dir() {
+        let is_new = found.nlink() < 2 || counted.insert((found.dev(), found.ino()));
+        return Ok(if is_new { found.len() } else { 0 });
+    }
+    entries(path)?.iter().map(|entry| size_below(entry, counted)).sum()
+}
+
+/// None = it is not there any more.
+pub(crate) fn metadata(path: &Path) -> Result<Option<Metadata>, FilesError> {
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        found => found.map(Some).map_err(cannot("look at", path)),
+    }
+}
+
+/// What a directory holds; nothing where there is none.
+pub(crate) fn entries(dir: &Path) -> Result<Vec<PathBuf>, FilesError> {
+    match metadata(dir)? {
+        Some(found) if found.is_dir() => {}
+        _ => return Ok(Vec::new()),
+    }
+    match super::entries(dir) {
+        Err(FilesError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        found => found,
+    }
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}

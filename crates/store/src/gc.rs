@@ -1,0 +1,287 @@
+//! What nothing needs any more: found, listed, removed. Works beside a running server.
+//!
+//! Files are looked at before rows are read: a file that gets its row meanwhile has one by then. Beside a running server a file
+//! without a row must also be old, since bytes are written before rows. What has a row is removed as an API call would remove it:
+//! the row first, unless something needs it by then.
+
+mod orphans;
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use rlood_types::storage::StorageKind;
+use sqlx::sqlite::SqliteRow;
+
+use super::storage::StorageError;
+use super::{Doing, Store, StoreError, column, count_column, id_column};
+use crate::files::DataDir;
+use crate::files::copy::remove_tree;
+use crate::files::usage::size_below;
+use crate::id::{DatasetId, JobId};
+
+/// Without a server that could still be at work on them, files without a row go at once; else after this.
+const ORPHAN_AGE_MS: i64 = 3_600_000;
+/// What was downloaded of a model that is not registered is kept for this long: a download that is begun again continues it.
+const MODEL_PART_AGE_MS: i64 = 86_400_000;
+
+/// What may be removed.
+#[derive(Debug, Clone, Copy)]
+pub struct GcRules {
+    /// Now, Unix ms.
+    pub now: i64,
+    /// A server works on the directory.
+    pub is_served: bool,
+    /// Datasets that no job has used for this long, ms; None = they stay.
+    pub datasets_ms: Option<i64>,
+    /// Downloaded models that no job has used for this long, ms; None = they stay.
+    pub models_ms: Option<i64>,
+    /// Checkpoints of jobs that have been over for this long, ms; None = they stay.
+    pub checkpoints_ms: Option<i64>,
+}
+
+/// Something that was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GcItem {
+    /// Its kind.
+    pub kind: StorageKind,
+    /// Its name, for people.
+    pub name: String,
+    /// Bytes that it takes.
+    pub size_bytes: u64,
+    /// Why it goes, or why it stays.
+    pub reason: String,
+    /// How it is removed; None = it is pinned.
+    pub removal: Option<Removal>,
+}
+
+/// How something is removed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Removal {
+    /// A file or directory that no row names.
+    Orphan(PathBuf),
+    /// A dataset.
+    Dataset(DatasetId),
+    /// A registered model, and its directory.
+    Model(String, PathBuf),
+    /// A published checkpoint: job, step, attempt.
+    Checkpoint(JobId, u64, u64),
+}
+
+/// A dataset or model and what it is used by.
+struct InUse {
+    id: String,
+    name: String,
+    source: String,
+    size_bytes: u64,
+    /// Jobs that are queued, running or paused.
+    live: u64,
+    /// Finished jobs whose adapters need it.
+    adapters: u64,
+    /// When it was created, or the last job that used it ended, Unix ms.
+    used_at: i64,
+}
+
+/// Lists what can go and what is pinned; removes nothing.
+///
+/// # Errors
+/// When the database or the directory cannot be read.
+pub async fn plan(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<GcItem>, StorageError> {
+    let seen = files.in_background(orphans::look).await?;
+    let mut items = orphans::without_rows(store, files, seen, rules).await?;
+    items.extend(unused(store, files, rules).await?);
+    if let Some(keep_ms) = rules.checkpoints_ms {
+        for (job, step, attempt, size_bytes) in store.checkpoints_finished_before(rules.now - keep_ms).await? {
+            items.push(GcItem {
+                kind: StorageKind::Checkpoints,
+                name: format!("{job} step {step}"),
+                size_bytes,
+                reason: "its job is over for longer than --retain-checkpoints".to_owned(),
+                removal: Some(Removal::Checkpoint(job, step, attempt)),
+            });
+        }
+    }
+    Ok(items)
+}
+
+/// Datasets and downloaded models that are pinned, or that no job has used for longer than the rules keep them.
+///
+/// # Errors
+/// When the database or the directory cannot be read.
+pub async fn unused(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<GcItem>, StorageError> {
+    let mut items = Vec::new();
+    for InUse { id, name, size_bytes, live, used_at, .. } in store.datasets_in_use().await? {
+        let removal = id.parse().ok().map(Removal::Dataset);
+        let name = if name.is_empty() { id } else { format!("{id} {name}") };
+        let found = Found { kind: StorageKind::Datasets, name, size_bytes, live, adapters: 0, used_at };
+        items.extend(found.judge(rules.now, rules.datasets_ms, removal));
+    }
+    // Other folders are not the server's.
+    let folder = files.root().join("models");
+    for InUse { id, source, live, adapters, used_at, .. } in store.models_in_use(&folder).await? {
+        let (dir, at) = (PathBuf::from(&source), PathBuf::from(source));
+        let size_bytes = files.in_background(move |_| size_below(&at, &mut HashSet::new())).await?;
+        let removal = Some(Removal::Model(id.clone(), dir));
+        let found = Found { kind: StorageKind::Models, name: id, size_bytes, live, adapters, used_at };
+        items.extend(found.judge(rules.now, rules.models_ms, removal));
+    }
+    Ok(items)
+}
+
+/// Something with a row, and what uses it.
+struct Found {
+    kind: StorageKind,
+    name: String,
+    size_bytes: u64,
+    live: u64,
+    adapters: u64,
+    used_at: i64,
+}
+
+impl Found {
+    /// What becomes of it; nothing is said of what is merely kept.
+    fn judge(self, now: i64, keep_ms: Option<i64>, removal: Option<Removal>) -> Option<GcItem> {
+        let Found { kind, name, size_bytes, live, adapters, used_at } = self;
+        let jobs = |number: u64| if number == 1 { "1 job".to_owned() } else { format!("{number} jobs") };
+        let (reason, removal) = match keep_ms {
+            _ if live > 0 => (format!("used by {}, queued, running or paused", jobs(live)), None),
+            _ if adapters > 0 => (format!("adapters of {} need it", jobs(adapters)), None),
+            Some(keep_ms) if used_at < now - keep_ms => {
+                (format!("no job has used it for longer than --retain-{kind}"), removal)
+            }
+            Some(_) | None => return None,
+        };
+        Some(GcItem { kind, name, size_bytes, reason, removal })
+    }
+}
+
+/// Removes one thing; false = something needs it by now, or it is gone already.
+///
+/// # Errors
+/// When the database or the directory refuses.
+pub async fn remove(store: &Store, files: &DataDir, removal: &Removal) -> Result<bool, StorageError> {
+    match removal {
+        Removal::Orphan(path) => {
+            let path = path.clone();
+            files.in_background(move |_| remove_tree(&path)).await?;
+            Ok(true)
+        }
+        Removal::Dataset(id) => {
+            let id = *id;
+            if !is_done(store.dataset_delete(id).await)? {
+                return Ok(false);
+            }
+            files.in_background(move |files| files.dataset_remove(id)).await?;
+            Ok(true)
+        }
+        Removal::Model(id, dir) => {
+            if !is_done(store.model_delete(id).await)? {
+                return Ok(false);
+            }
+            let dir = dir.clone();
+            files.in_background(move |_| remove_tree(&dir)).await?;
+            Ok(true)
+        }
+        Removal::Checkpoint(job, step, attempt) => {
+            let (job, step, attempt) = (*job, *step, *attempt);
+            if !store.finished_checkpoint_remove(job, step, attempt).await? {
+                return Ok(false);
+            }
+            files.in_background(move |files| files.checkpoint_remove(job, step, attempt)).await?;
+            Ok(true)
+        }
+    }
+}
+
+fn is_done(deleted: Result<(), StoreError>) -> Result<bool, StoreError> {
+    match deleted {
+        Ok(()) => Ok(true),
+        Err(StoreError::InUse { .. } | StoreError::NotFound { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+impl InUse {
+    fn read(row: &SqliteRow) -> Result<Self, StoreError> {
+        Ok(InUse {
+            id: column(row, "id")?,
+            name: column(row, "name")?,
+            source: column(row, "source")?,
+            size_bytes: count_column(row, "size_bytes")?,
+            live: count_column(row, "live")?,
+            adapters: count_column(row, "adapters")?,
+            used_at: column(row, "used_at")?,
+        })
+    }
+}
+
+impl Store {
+    /// Every dataset with what uses it.
+    async fn datasets_in_use(&self) -> Result<Vec<InUse>, StoreError> {
+        let sql = "SELECT datasets.id, COALESCE(datasets.name, '') AS name, '' AS source, datasets.size_bytes, 0 AS adapters, \
+             COUNT(CASE WHEN jobs.state IN ('queued', 'running', 'paused') THEN 1 END) AS live, \
+             MAX(datasets.created_at, COALESCE(MAX(jobs.finished_at), 0)) AS used_at \
+             FROM datasets LEFT JOIN job_datasets ON job_datasets.dataset_id = datasets.id \
+             LEFT JOIN jobs ON jobs.id = job_datasets.job_id GROUP BY datasets.id ORDER BY datasets.created_at";
+        let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("look for datasets that jobs use")?;
+        rows.iter().map(InUse::read).collect()
+    }
+
+    /// Every registered model below a folder with what uses it: as a job's model, or as one of its reward models.
+    async fn models_in_use(&self, folder: &Path) -> Result<Vec<InUse>, StoreError> {
+        let sql = "SELECT models.id, '' AS name, models.source, 0 AS size_bytes, \
+             COUNT(CASE WHEN jobs.state IN ('queued', 'running', 'paused') THEN 1 END) AS live, \
+             COUNT(CASE WHEN jobs.model = models.id AND EXISTS (SELECT 1 FROM checkpoints WHERE job_id = jobs.id) \
+             THEN 1 END) AS adapters, MAX(models.created_at, COALESCE(MAX(jobs.finished_at), 0)) AS used_at \
+             FROM models LEFT JOIN jobs ON jobs.model = models.id \
+             OR EXISTS (SELECT 1 FROM json_each(jobs.plan, '$.reward_models') WHERE key = models.id) \
+             WHERE substr(models.source, 1, length(?1)) = ?1 GROUP BY models.id ORDER BY models.created_at";
+        let folder = format!("{}/", folder.display());
+        let rows = sqlx::query(sql).bind(folder).fetch_all(&self.readers).await;
+        rows.doing("look for models that jobs use")?.iter().map(InUse::read).collect()
+    }
+
+    /// Job, step, attempt and bytes of each checkpoint, but for pinned ones, of jobs that finished before this time.
+    async fn checkpoints_finished_before(&self, before: i64) -> Result<Vec<(JobId, u64, u64, u64)>, StoreError> {
+        let sql = "SELECT job_id, checkpoints.step, checkpoints.attempt, \
+                   (SELECT COALESCE(SUM(value ->> '$.size_bytes'), 0) FROM json_each(files)) AS size_bytes \
+                   FROM checkpoints JOIN jobs ON jobs.id = job_id WHERE finished_at < ? AND pinned = 0 \
+                   ORDER BY job_id, checkpoints.step";
+        let rows = sqlx::query(sql).bind(before).fetch_all(&self.readers).await.doing("list old checkpoints")?;
+        let read = |row| {
+            Ok((
+                id_column(row, "job_id")?,
+                count_column(row, "step")?,
+                count_column(row, "attempt")?,
+                count_column(row, "size_bytes")?,
+            ))
+        };
+        rows.iter().map(read).collect()
+    }
+
+    /// Forgets a checkpoint of a job that is over, unless it is pinned by now; whether it was there.
+    async fn finished_checkpoint_remove(&self, job: JobId, step: u64, attempt: u64) -> Result<bool, StoreError> {
+        let sql = "DELETE FROM checkpoints WHERE job_id = ? AND step = ? AND attempt = ? AND pinned = 0 \
+                   AND EXISTS (SELECT 1 FROM jobs WHERE id = job_id AND finished_at IS NOT NULL)";
+        let done = sqlx::query(sql)
+            .bind(job.to_string())
+            .bind(super::int(step))
+            .bind(super::int(attempt))
+            .execute(&self.writer)
+            .await
+            .doing("remove an old checkpoint")?;
+        Ok(done.rows_affected() > 0)
+    }
+
+    /// Jobs that a worker may be uploading for.
+    async fn running_jobs(&self) -> Result<Vec<JobId>, StoreError> {
+        let rows = sqlx::query("SELECT id FROM jobs WHERE state = 'running'").fetch_all(&self.readers).await;
+        rows.doing("list running jobs")?.iter().map(|row| id_column(row, "id")).collect()
+    }
+
+    /// The directories of all registered models.
+    async fn model_sources(&self) -> Result<Vec<PathBuf>, StoreError> {
+        let sources: Vec<String> =
+            sqlx::query_scalar("SELECT source FROM models").fetch_all(&self.readers).await.doing("list models")?;
+        Ok(sources.into_iter().map(PathBuf::from).collect())
+    }
+}

@@ -1,0 +1,159 @@
+//! `rlood gc`: removes what nothing needs, in a data directory, beside its server or without one, and in the cache of workers.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime};
+
+use rlood_worker::args::default_cache_dir;
+use rlood_worker::model_cache::ModelCache;
+use rlood_worker::size::format_size;
+
+use crate::config::gc::GcArgs;
+use crate::config::keys::Life;
+use crate::files::{DataDir, FilesError};
+use crate::store::gc::{self, GcItem, GcRules};
+use crate::store::storage::StorageError;
+use crate::store::{Store, StoreError, clock_ms};
+
+/// What removed models of the workers' cache are called in the sums.
+const CACHE: &str = "worker cache";
+
+/// Why nothing more was removed.
+#[derive(Debug, thiserror::Error)]
+pub enum GcError {
+    /// The data directory or its database.
+    #[error(transparent)]
+    Storage(#[from] StorageError),
+    /// There is no data directory.
+    #[error("{} holds no database of rlood: name the server's --data-dir, or give --cache-only on a machine that has workers alone", .0.display())]
+    NoDatabase(PathBuf),
+    /// The cache of workers.
+    #[error("the cache of workers {} cannot be used", .dir.display())]
+    Cache {
+        /// Where it is.
+        dir: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl From<FilesError> for GcError {
+    fn from(error: FilesError) -> Self {
+        GcError::Storage(error.into())
+    }
+}
+
+impl From<StoreError> for GcError {
+    fn from(error: StoreError) -> Self {
+        GcError::Storage(error.into())
+    }
+}
+
+/// What was removed, or would be: things and bytes by kind.
+#[derive(Debug, Default)]
+struct Sums(BTreeMap<String, (u64, u64)>);
+
+impl Sums {
+    fn add(&mut self, kind: String, size_bytes: u64) {
+        let (count, bytes) = self.0.entry(kind).or_default();
+        *count += 1;
+        *bytes += size_bytes;
+    }
+
+    fn print(&self, is_dry: bool) {
+        let would = if is_dry { "would be removed" } else { "removed" };
+        for (kind, (count, bytes)) in &self.0 {
+            println!("{:>10}  {kind:<16}  {count} {would}", format_size(*bytes));
+        }
+        let (count, bytes) = self.0.values().fold((0, 0), |(n, sum), (count, bytes)| (n + count, sum + bytes));
+        println!("{:>10}  {:<16}  {count} {would}", format_size(bytes), "total");
+    }
+}
+
+/// `rlood gc`.
+///
+/// # Errors
+/// When a directory or the database cannot be used; what was removed by then is removed.
+pub async fn run(args: GcArgs) -> Result<ExitCode, GcError> {
+    let is_dry = args.dry_run;
+    let mut sums = Sums::default();
+    if !args.cache_only {
+        clean_data_dir(&args, &mut sums).await?;
+    }
+    let cache_dir = args.cache_dir.clone().unwrap_or_else(|| default_cache_dir(None));
+    // A machine without workers has no cache.
+    if cache_dir.join("models").is_dir() {
+        let retain = Duration::from_secs(u64::try_from(args.retain_cache.seconds).unwrap_or(0));
+        clean_cache(&cache_dir, retain, is_dry, &mut sums)
+            .map_err(|source| GcError::Cache { dir: cache_dir.clone(), source })?;
+    }
+    sums.print(is_dry);
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn clean_data_dir(args: &GcArgs, sums: &mut Sums) -> Result<(), GcError> {
+    let database = args.data_dir.join("rlood.db");
+    if !database.is_file() {
+        return Err(GcError::NoDatabase(args.data_dir.clone()));
+    }
+    let files = DataDir::beside(&args.data_dir)?;
+    // Held to the end: no server starts on the directory meanwhile.
+    let is_served = !files.lock_out_servers();
+    let store = Store::open_beside(&files.database()).await?;
+    let ms = |life: Option<Life>| life.map(|life| life.seconds * 1000);
+    let rules = GcRules {
+        now: clock_ms(),
+        is_served,
+        datasets_ms: ms(args.retain_datasets),
+        models_ms: ms(args.retain_models),
+        checkpoints_ms: ms(args.retain_checkpoints),
+    };
+    let done = clean(&store, &files, rules, args.dry_run, sums).await;
+    store.close().await;
+    done
+}
+
+async fn clean(store: &Store, files: &DataDir, rules: GcRules, is_dry: bool, sums: &mut Sums) -> Result<(), GcError> {
+    for GcItem { kind, name, size_bytes, reason, removal } in gc::plan(store, files, rules).await? {
+        let verb = match removal {
+            None => "pinned",
+            Some(_) if is_dry => "remove",
+            Some(removal) if gc::remove(store, files, &removal).await? => "removed",
+            Some(_) => "in use by now",
+        };
+        print_line(verb, kind.as_str(), size_bytes, &name, &reason);
+        if matches!(verb, "remove" | "removed") {
+            sums.add(kind.to_string(), size_bytes);
+        }
+    }
+    Ok(())
+}
+
+fn clean_cache(dir: &Path, retain: Duration, is_dry: bool, sums: &mut Sums) -> std::io::Result<()> {
+    let cache = ModelCache::open(dir, None)?;
+    let before = SystemTime::now().checked_sub(retain);
+    for entry in cache.entries()? {
+        let name = if entry.name.is_empty() { &entry.key } else { &entry.name };
+        let print = |verb, reason| print_line(verb, CACHE, entry.size_bytes, name, reason);
+        if entry.in_use {
+            print("pinned", "a worker uses or fetches it");
+        } else if before.is_some_and(|before| entry.used_at < before) {
+            if is_dry {
+                print("remove", "no worker has used it for longer than --retain-cache");
+            } else if cache.remove(&entry.key)? {
+                print("removed", "no worker has used it for longer than --retain-cache");
+            } else {
+                print("in use by now", "a worker uses or fetches it");
+                continue;
+            }
+            sums.add(CACHE.to_owned(), entry.size_bytes);
+        }
+    }
+    Ok(())
+}
+
+fn print_line(verb: &str, kind: &str, size_bytes: u64, name: &str, reason: &str) {
+    println!("{verb:<7}  {kind:<16}  {:>10}  {name}  ({reason})", format_size(size_bytes));
+}
