@@ -93,7 +93,7 @@ async fn a_data_set_of_the_hub_is_pinned_mapped_and_the_same_for_the_same_reques
     assert_eq!((status, &again["id"]), (200, &made["id"]));
 
     for (body, at, says) in [
-        (json!({"hub": "fake/rows"}), "/config", "config must be chosen: one of 'main', 'socratic'"),
+        (json!({"hub": "fake/rows"}), "/config", "config 'main' or 'socratic' must be chosen"),
         (json!({"hub": "fake/rows", "config": "main", "split": "trian"}), "/split", "did you mean 'train'?"),
         (json!({"hub": "fake/other"}), "/hub", "or it is private"),
         (json!({"hub": "a b"}), "/hub", "org/name"),

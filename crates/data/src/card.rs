@@ -9,6 +9,8 @@ use super::columns::nearest;
 const READABLE: [&str; 7] = ["parquet", "jsonl", "ndjson", "jsonlines", "json", "csv", "tsv"];
 /// Endings of data that is not read here, and what to do.
 const UNREADABLE: [&str; 7] = ["arrow", "txt", "bz2", "xz", "zip", "tar", "webdataset"];
+/// Bytes of a pattern, or of a name.
+const MAX_PATTERN: usize = 1024;
 /// Words in folders and file names, as the library `datasets` 5.2.0 knows them (data_files.py).
 const SPLITS: [(&str, &[&str]); 3] = [
     ("train", &["train", "training"]),
@@ -116,7 +118,10 @@ fn choose_config<'l>(layouts: &'l [Layout], config: Option<&str>) -> Result<&'l 
         (None, [only]) => Ok(only),
         (None, several) => match several.iter().find(|layout| layout.is_default || layout.config == "default") {
             Some(layout) => Ok(layout),
-            None => refuse(format!("config must be chosen: one of {}", list())),
+            None => refuse(format!(
+                "config {} must be chosen",
+                names().map(|name| format!("'{name}'")).collect::<Vec<_>>().join(" or ")
+            )),
         },
     }
 }
@@ -135,7 +140,10 @@ fn choose_split<'l>(layout: &'l Layout, split: Option<&str>) -> Result<(&'l str,
     match layout.splits.iter().find(|(name, _)| name == wanted) {
         Some((name, files)) => Ok((name, files)),
         None if layout.splits.is_empty() => Ok(("train", &[])),
-        None if split.is_none() => refuse(format!("split must be chosen: one of {}", list())),
+        None if split.is_none() => refuse(format!(
+            "split {} must be chosen",
+            names().map(|name| format!("'{name}'")).collect::<Vec<_>>().join(" or ")
+        )),
         None => {
             let meant = nearest(wanted, names()).map_or_else(String::new, |near| format!(" (did you mean '{near}'?)"));
             refuse(format!("there is no split '{wanted}'; splits are {}{meant}", list()))
@@ -274,19 +282,67 @@ fn matches(pattern: &str, file: &str) -> bool {
     glob(pattern.as_bytes(), file.as_bytes()) || file.starts_with(&format!("{pattern}/"))
 }
 
-fn glob(pattern: &[u8], text: &[u8]) -> bool {
-    match (pattern, text) {
-        ([], []) => true,
-        ([b'*', b'*', b'/', rest @ ..], _) if glob(rest, text) => true,
-        ([b'*', b'*', rest @ ..], _) => (0..=text.len()).any(|from| glob(rest, text.get(from..).unwrap_or_default())),
-        ([b'*', rest @ ..], _) => {
-            let end = text.iter().position(|byte| *byte == b'/').unwrap_or(text.len());
-            (0..=end).any(|from| glob(rest, text.get(from..).unwrap_or_default()))
-        }
-        ([b'?', rest @ ..], [byte, more @ ..]) => *byte != b'/' && glob(rest, more),
-        ([one, rest @ ..], [byte, more @ ..]) => one == byte && glob(rest, more),
-        _ => false,
+/// In time that grows with pattern times text: after each piece of the pattern, where in the text it may end.
+fn glob(mut pattern: &[u8], text: &[u8]) -> bool {
+    if pattern.len() > MAX_PATTERN || text.len() > MAX_PATTERN {
+        return false;
     }
+    let mut ends = vec![false; text.len() + 1];
+    if let Some(first) = ends.first_mut() {
+        *first = true;
+    }
+    let before = |at: usize| at.checked_sub(1).and_then(|at| text.get(at)).copied();
+    while let Some((piece, rest)) = next_piece(pattern) {
+        let mut next = vec![false; ends.len()];
+        let mut reached = false;
+        for at in 0..ends.len() {
+            let here = ends.get(at).copied().unwrap_or_default();
+            let came = at.checked_sub(1).and_then(|at| ends.get(at)).copied().unwrap_or_default();
+            let ended = match piece {
+                Piece::Byte(byte) => came && before(at) == Some(byte),
+                Piece::One => came && before(at).is_some_and(|byte| byte != b'/'),
+                Piece::Name => {
+                    reached = here || (reached && before(at) != Some(b'/'));
+                    reached
+                }
+                Piece::Deep => {
+                    reached |= here;
+                    reached
+                }
+                // `**/`: nothing, or whole folders.
+                Piece::Folders => {
+                    let ended = here || (reached && before(at) == Some(b'/'));
+                    reached |= here;
+                    ended
+                }
+            };
+            if let Some(place) = next.get_mut(at) {
+                *place = ended;
+            }
+        }
+        (ends, pattern) = (next, rest);
+    }
+    ends.last().copied().unwrap_or_default()
+}
+
+/// A piece of a pattern.
+enum Piece {
+    Byte(u8),
+    One,
+    Name,
+    Deep,
+    Folders,
+}
+
+fn next_piece(pattern: &[u8]) -> Option<(Piece, &[u8])> {
+    Some(match pattern {
+        [] => return None,
+        [b'*', b'*', b'/', rest @ ..] => (Piece::Folders, rest),
+        [b'*', b'*', rest @ ..] => (Piece::Deep, rest),
+        [b'*', rest @ ..] => (Piece::Name, rest),
+        [b'?', rest @ ..] => (Piece::One, rest),
+        [byte, rest @ ..] => (Piece::Byte(*byte), rest),
+    })
 }
 
 #[cfg(test)]
@@ -315,7 +371,7 @@ mod tests {
         assert_eq!(train.files, ["main/train-00000-of-00001.parquet"]);
         assert_eq!(chosen(GSM8K, &GSM8K_FILES, Some("main"), None).unwrap().split, "train");
         let none = chosen(GSM8K, &GSM8K_FILES, None, None).unwrap_err();
-        assert_eq!(none, "config must be chosen: one of 'main', 'socratic'");
+        assert_eq!(none, "config 'main' or 'socratic' must be chosen");
         let other = chosen(GSM8K, &GSM8K_FILES, Some("mian"), None).unwrap_err();
         assert_eq!(other, "there is no config 'mian'; there are 'main', 'socratic' (did you mean 'main'?)");
         let split = chosen(GSM8K, &GSM8K_FILES, Some("main"), Some("trian")).unwrap_err();
@@ -356,7 +412,31 @@ mod tests {
             assert_eq!(chosen("", names, None, split).unwrap().files, expected, "{names:?}");
         }
         let prefs = ["data/train_prefs-00000-of-00001.parquet", "data/test_prefs-00000-of-00001.parquet"];
-        assert_eq!(chosen("", &prefs, None, None).unwrap_err(), "split must be chosen: one of train_prefs, test_prefs");
+        assert_eq!(chosen("", &prefs, None, None).unwrap_err(), "split 'train_prefs' or 'test_prefs' must be chosen");
+    }
+
+    #[test]
+    fn patterns_match_as_in_a_shell_and_in_no_time() {
+        for (pattern, file, expected) in [
+            ("data/*.csv", "data/a.csv", true),
+            ("data/*.csv", "data/b/a.csv", false),
+            ("**/a.csv", "a.csv", true),
+            ("**/a.csv", "x/y/a.csv", true),
+            ("**/a.csv", "x/ya.csv", false),
+            ("data/**", "data/x/y.csv", true),
+            ("data", "data/x.csv", true),
+            ("tr?in.csv", "train.csv", true),
+            ("main/train-*", "main/train-00000-of-00001.parquet", true),
+            ("*", "a/b", false),
+            ("a*b*c", "a__b__c", true),
+            ("a*b*c", "a__b__", false),
+        ] {
+            assert_eq!(matches(pattern, file), expected, "{pattern} {file}");
+        }
+        let begun = std::time::Instant::now();
+        assert!(!matches(&"*a".repeat(300), &"a".repeat(600).replace("aaaa", "aaab")));
+        assert!(!matches(&"**".repeat(200_000), "a"));
+        assert!(begun.elapsed().as_secs() < 2);
     }
 
     #[test]

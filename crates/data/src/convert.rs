@@ -112,17 +112,24 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
     let (mut columns, mut source_rows): (Vec<PreviewColumn>, Vec<Value>) = (Vec::new(), Vec::new());
     for source in sources {
         let mut error = None;
-        each_row(source, options.format, &Wanted::default(), &mut |place, row| {
-            match row {
-                Ok(row) => {
-                    note_columns(&mut columns, &row);
-                    source_rows.push(row);
+        let images = recipe.map.as_ref().and_then(|map| map.drop.clone()).unwrap_or_default();
+        each_row(
+            source,
+            options.format,
+            &Wanted { images, ..Wanted::default() },
+            &|| begun.elapsed() > LOOK_FOR,
+            &mut |place, row| {
+                match row {
+                    Ok(row) => {
+                        note_columns(&mut columns, &row);
+                        source_rows.push(row);
+                    }
+                    Err(found) => error = Some(placed(source, place, found)),
                 }
-                Err(found) => error = Some(placed(source, place, found)),
-            }
-            let enough = source_rows.len() >= rows || error.is_some() || begun.elapsed() > LOOK_FOR;
-            if enough { Flow::Enough } else { Flow::More }
-        })
+                let enough = source_rows.len() >= rows || error.is_some() || begun.elapsed() > LOOK_FOR;
+                if enough { Flow::Enough } else { Flow::More }
+            },
+        )
         .map_err(|error| rejected(in_file(source, error)))?;
         if let Some(error) = error {
             return Err(rejected(error));
@@ -205,18 +212,28 @@ impl<'p> Pass<'p> {
         let wanted = self.mapping.map_or_else(Wanted::default, |mapping| Wanted {
             only: mapping.needed(),
             without: mapping.unread().to_vec(),
+            images: mapping.dropped().to_vec(),
         });
-        self.seen.extend(wanted.without.iter().cloned());
+        // What a parquet file need not give is not seen; of texts every column is.
+        if sources.iter().any(|source| source.name.ends_with(".parquet")) {
+            self.seen.extend(wanted.without.iter().chain(&wanted.images).cloned());
+        }
         let mut flow = Flow::More;
         for source in sources {
             if flow == Flow::Enough {
                 break;
             }
-            each_row(source, self.options.format, &wanted, &mut |place, row| {
+            let (cancelled, deadline) = (self.options.cancelled, self.deadline);
+            let stop =
+                || cancelled.load(Ordering::Relaxed) || deadline.is_some_and(|deadline| Instant::now() > deadline);
+            each_row(source, self.options.format, &wanted, &stop, &mut |place, row| {
                 flow = self.one(source, place, row, take);
                 flow
             })
             .map_err(|error| rejected(in_file(source, error)))?;
+        }
+        if self.options.cancelled.load(Ordering::Relaxed) && self.num_errors == 0 {
+            self.error(whole("cancelled", "it was cancelled".to_owned()));
         }
         if self.num_errors == 0 && self.rows_read > 0 {
             self.check_names();

@@ -137,7 +137,7 @@ impl Mapping {
             made.push((name.clone(), text));
         }
         let condition = condition.as_ref().map(|text| {
-            let compiled = SampleTemplate::new(&format!("{{{{ {text} }}}}"));
+            let compiled = SampleTemplate::expression(text);
             compiled.map_err(|detail| InvalidRecipe { at: "map.where".to_owned(), detail })
         });
         Ok(Mapping {
@@ -160,8 +160,9 @@ impl Mapping {
         let texts = self.prompt.iter().chain(self.columns.iter().map(|(_, text)| text));
         let mut needed: Vec<String> = Vec::new();
         for text in texts {
-            needed.push(first_of(text.column()?).to_owned());
-            needed.push(text.column()?.to_owned());
+            let path = text.column()?;
+            let ends = path.match_indices('.').map(|(at, _)| at).chain([path.len()]);
+            needed.extend(ends.filter_map(|end| path.get(..end)).map(str::to_owned));
         }
         let is_plain = self.condition.is_none() && !matches!(self.system, Some(System::Template(_)));
         needed.extend(keep.iter().chain(&self.unique).cloned());
@@ -178,6 +179,11 @@ impl Mapping {
             && !matches!(self.system, Some(System::Template(_)));
         let is_read = texts.filter_map(Text::column).any(|path| self.drop.iter().any(|name| name == first_of(path)));
         if is_plain && !is_read { &self.drop } else { &[] }
+    }
+
+    /// The columns that go.
+    pub fn dropped(&self) -> &[String] {
+        &self.drop
     }
 
     /// Names of `keep`, `drop` and `unique`, each with its field: they must be columns of some row.

@@ -61,18 +61,20 @@ pub struct Wanted {
     pub only: Option<Vec<String>>,
     /// Not these.
     pub without: Vec<String>,
+    /// Not these if they hold images, which nothing could look at.
+    pub images: Vec<String>,
 }
 
 impl Wanted {
     /// Whether a column is to be read.
     #[cfg(feature = "parquet")]
-    pub fn reads(&self, name: &str) -> bool {
-        self.only.as_ref().is_none_or(|only| only.iter().any(|wanted| wanted == name))
-            && !self.without.iter().any(|left| left == name)
+    pub fn reads(&self, name: &str, is_image: bool) -> bool {
+        let named = |list: &[String]| list.iter().any(|known| known == name);
+        self.only.as_deref().is_none_or(named) && !named(&self.without) && !(is_image && named(&self.images))
     }
 }
 
-/// Gives the rows of a file, until no more are wanted.
+/// Gives the rows of a file, until no more are wanted. `stop` is asked between pieces, rows or not.
 ///
 /// # Errors
 /// What is wrong with the whole file.
@@ -80,6 +82,7 @@ pub fn each_row(
     source: &Source,
     hint: Option<Format>,
     wanted: &Wanted,
+    stop: &dyn Fn() -> bool,
     take: &mut TakeRow<'_>,
 ) -> Result<(), RowError> {
     let mut file =
@@ -128,7 +131,7 @@ pub fn each_row(
         return Err(whole("format", "a packed parquet file: unpack it, parquet is compressed in itself".to_owned()));
     }
     let format = Format::of_file_name(name).or(hint).map_or_else(|| by_look(&look), |named| corrected(named, &look));
-    texts(format, &look, &mut bytes, take, &broken)
+    texts(format, &look, &mut bytes, take, (&broken, stop))
 }
 
 /// A `.json` file is often one object a line.
@@ -160,7 +163,7 @@ fn texts(
     look: &[u8],
     bytes: &mut dyn Read,
     take: &mut TakeRow<'_>,
-    broken: &dyn Fn(io::Error) -> RowError,
+    (broken, stop): (&dyn Fn(io::Error) -> RowError, &dyn Fn() -> bool),
 ) -> Result<(), RowError> {
     let mut reader = RowReader::new(format, MAX_SOURCE_ROW_BYTES);
     let row = std::cell::Cell::new(0_u64);
@@ -174,7 +177,7 @@ fn texts(
     reader.push(look, &mut |_, read| one(&mut enough, read));
     let (mut since_row, mut rows_before) = (0, row.get());
     let mut piece = vec![0; PIECE_BYTES];
-    while enough == Flow::More {
+    while enough == Flow::More && !stop() {
         let read = match bytes.read(&mut piece) {
             Ok(0) => break,
             Ok(read) => read,
@@ -188,7 +191,7 @@ fn texts(
         }
         reader.push(piece.get(..read).unwrap_or_default(), &mut |_, read| one(&mut enough, read));
     }
-    if enough == Flow::More {
+    if enough == Flow::More && !stop() {
         reader.finish(&mut |_, read| one(&mut enough, read));
     }
     Ok(())

@@ -21,6 +21,13 @@ const MAX_GROUP_BYTES: i64 = 64 << 30;
 const BATCH_BYTES: i64 = 8 << 20;
 /// The crate's own.
 const MAX_BATCH: usize = 1024;
+/// Of nested columns.
+const MAX_DEPTH: usize = 100;
+/// For the footer; taken as it is used.
+const STACK_BYTES: usize = 1 << 30;
+/// A group that unpacks to more than this, and to so many times its packed bytes, is a bomb.
+const BOMB_BYTES: i64 = 256 << 20;
+const BOMB_RATIO: i64 = 500;
 /// pandas' own index.
 const INDEX: &str = "__index_level_0__";
 
@@ -35,11 +42,7 @@ pub fn each_row(mut file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Resu
     if !is_whole {
         return Err(whole("parquet", "the parquet file is cut off: upload it again, whole".to_owned()));
     }
-    let damaged = |what: &str| whole("parquet", format!("the parquet file's {what} is damaged"));
-    let opened = catch_unwind(AssertUnwindSafe(|| SerializedFileReader::new(file)));
-    let reader = opened.map_err(|_| damaged("footer"))?.map_err(|error| {
-        whole("parquet", format!("the parquet file's footer cannot be read: {}", brief(&error.to_string())))
-    })?;
+    let reader = open(file)?;
     let schema = reader.metadata().file_metadata().schema_descr().root_schema_ptr();
     let projection = Arc::new(SchemaDescriptor::new(Arc::new(projection(&schema, wanted)?)));
     let mut row = 0;
@@ -72,6 +75,30 @@ pub fn each_row(mut file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Resu
     Ok(())
 }
 
+/// Reads the footer, on a large stack: the crate follows nested columns as deep as they go.
+fn open(file: File) -> Result<SerializedFileReader<File>, RowError> {
+    let read = || {
+        let reader = SerializedFileReader::new(file).map_err(|error| {
+            whole("parquet", format!("the parquet file's footer cannot be read: {}", brief(&error.to_string())))
+        })?;
+        match is_deeper(reader.metadata().file_metadata().schema_descr().root_schema(), MAX_DEPTH) {
+            true => Err(whole("parquet", format!("its columns are nested more than {MAX_DEPTH} levels deep"))),
+            false => Ok(reader),
+        }
+    };
+    let thread = std::thread::Builder::new().stack_size(STACK_BYTES).spawn(read);
+    let joined = thread.map(std::thread::JoinHandle::join).map_err(|error| whole("unreadable", error.to_string()))?;
+    joined.unwrap_or_else(|_| Err(whole("parquet", "the parquet file's footer is damaged".to_owned())))
+}
+
+fn is_deeper(field: &Type, levels: usize) -> bool {
+    match levels.checked_sub(1) {
+        None => true,
+        Some(_) if !field.is_group() => false,
+        Some(left) => field.get_fields().iter().any(|field| is_deeper(field, left)),
+    }
+}
+
 fn without_index(mut value: Value) -> Value {
     if let Value::Object(row) = &mut value {
         row.shift_remove(INDEX);
@@ -81,7 +108,13 @@ fn without_index(mut value: Value) -> Value {
 
 /// The columns that are needed, those of images refused.
 fn projection(schema: &TypePtr, wanted: &Wanted) -> Result<Type, RowError> {
-    let fields: Vec<TypePtr> = schema.get_fields().iter().filter(|field| wanted.reads(field.name())).cloned().collect();
+    // With a name that no column has, all are read: the error then lists them.
+    let known = |name: &String| name == "prompt" || schema.get_fields().iter().any(|field| field.name() == name);
+    let all = Wanted { only: None, ..wanted.clone() };
+    let misses = |only: &Vec<String>| !only.iter().all(|name| known(name) || name.contains('.'));
+    let wanted = if wanted.only.as_ref().is_some_and(misses) { &all } else { wanted };
+    let reads = |field: &&TypePtr| wanted.reads(field.name(), is_image(field));
+    let fields: Vec<TypePtr> = schema.get_fields().iter().filter(reads).cloned().collect();
     if let Some(image) = fields.iter().find(|field| is_image(field)) {
         let detail =
             format!("the column '{}' holds images: only text can be trained on; drop it with map.drop", image.name());
@@ -113,6 +146,13 @@ fn check_group(reader: &SerializedFileReader<File>, group: usize) -> Result<usiz
         let detail =
             "the file is compressed with brotli or lzo, which are not read: write it with snappy, zstd, gzip or lz4";
         return Err(whole("parquet", detail.to_owned()));
+    }
+    let packed = metadata.compressed_size().max(1);
+    if bytes > BOMB_BYTES && bytes / packed > BOMB_RATIO {
+        return Err(whole(
+            "parquet",
+            format!("row group {group} unpacks to {bytes} bytes from {packed}: write it in smaller row groups"),
+        ));
     }
     let per_row = bytes.checked_div(metadata.num_rows().max(1)).unwrap_or(0);
     if per_row > MAX_SOURCE_ROW_BYTES as i64 {

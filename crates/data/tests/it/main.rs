@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 use rlood_data::{Converted, Options, Source, convert, preview};
@@ -17,7 +17,7 @@ fn options() -> Options<'static> {
 }
 
 fn fixture(name: &str) -> Source {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+    let path = rlood_test_support::in_repository("crates/data/tests/fixtures").join(name);
     Source { name: name.to_owned(), path }
 }
 
@@ -79,13 +79,12 @@ fn gsm8k_becomes_chats_with_the_number_alone_whatever_packs_it() {
 fn verl_s_nested_rows_come_with_exact_values() {
     let rows = rows(
         &[fixture("verl.parquet")],
-        json!({"map": {"keep": ["big", "score", "tags", "price", "raw", "truth", "data_source"],
-        "columns": {"truth": "reward_model"}}}),
+        json!({"map": {"keep": ["big", "score", "tags", "price", "raw", "reward_model", "data_source"]}}),
     );
     assert_eq!(rows[0]["big"], json!(9_007_199_254_740_993_i64));
     assert_eq!((&rows[0]["data_source"], &rows[0]["prompt"][0]["content"]), (&json!("math"), &json!("What is 0+0?")));
     assert_eq!(
-        (&rows[0]["truth"]["ground_truth"], &rows[1]["score"], &rows[2]["score"]),
+        (&rows[0]["reward_model"]["ground_truth"], &rows[1]["score"], &rows[2]["score"]),
         (&json!("0"), &json!(null), &json!(1e300))
     );
     assert_eq!((&rows[0]["tags"], &rows[0]["raw"]), (&json!({"a": 1}), &json!("AAE=")));
@@ -113,7 +112,10 @@ fn a_damaged_parquet_file_is_an_error_and_never_a_panic() {
     }
     assert!(told > 50, "{told}");
     assert!(refused(&[fixture("image.parquet")], json!({})).contains("'picture' holds images"));
-    assert_eq!(rows(&[fixture("image.parquet")], json!({"map": {"drop": ["picture"]}})), [json!({"prompt": "look"})]);
+    assert_eq!(
+        rows(&[fixture("image.parquet")], json!({"map": {"drop": ["picture"], "where": "true"}})),
+        [json!({"prompt": "look"})]
+    );
 }
 
 #[test]
@@ -286,6 +288,9 @@ fn a_bomb_of_zeros_ends_at_its_limit() {
     let bomb = zstd::encode_all(std::io::repeat(b'\n').take(200 << 20), 3).unwrap();
     let told = refused(&[dir.file("blank.ndjson.zst", &bomb)], json!({}));
     assert!(told.contains("no row in 128 MiB"), "{told}");
+    let begun = std::time::Instant::now();
+    let look = preview(&[dir.file("blank.ndjson.zst", &bomb)], &Recipe::default(), &options(), 3);
+    assert!(begun.elapsed().as_millis() < 2000 && look.is_ok_and(|look| look.rows.is_empty()));
 }
 
 #[test]

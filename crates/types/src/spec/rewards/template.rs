@@ -48,6 +48,12 @@ impl SampleTemplate {
         Ok(Self { template, expression: compiled })
     }
 
+    /// Compiles an expression alone, for [`SampleTemplate::value`].
+    pub fn expression(source: &str) -> Result<Self, String> {
+        let expression = Template::expression(source.to_owned()).map_err(|error| told(&error))?;
+        Ok(Self { expression: Some((expression, source.to_owned())), ..Self::new("")? })
+    }
+
     /// The text for these variables.
     pub fn render(&self, variables: &Value) -> Result<String, String> {
         let text = self.template.render(&ENVIRONMENT, variables.clone(), BUDGET, MAX_OUTPUT_BYTES);
