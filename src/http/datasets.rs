@@ -446,7 +446,7 @@ async fn read_form(
                         let (summary, staged) = read_rows(state, format, pieces, broken_form).await?;
                         rows = Some((summary, staged));
                     }
-                    Err(problem) if is_plain && !is_packed(&start) && file.is_none() => return Err(problem),
+                    Err(problem) if is_plain && !is_packed(&start) => return Err(problem),
                     format => {
                         raw = Some((
                             file,

@@ -202,7 +202,7 @@ async fn a_job_names_a_data_set_of_the_hub() {
     assert_eq!(server.get("/datasets").await["data"], json!([]));
     let job = server.submit(&wanted).await;
     let view = server.job_in_state(&job, "succeeded").await;
-    let id = view["spec"]["dataset"]["id"].as_str().unwrap();
+    let id = view["plan"]["dataset"]["id"].as_str().unwrap();
     let dataset = server.get(&format!("/datasets/{id}")).await;
     assert_eq!((&dataset["num_rows"], &dataset["origin"]["hub"]), (&json!(8), &json!("fake/rows")), "{dataset}");
     wanted["dataset"]["map"]["prompt"] = json!("quesiton");

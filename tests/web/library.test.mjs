@@ -1,5 +1,6 @@
 // Models and data: somebody's own CSV becomes prompts without a document, what a download is doing is shown, what failed says why.
 import assert from "node:assert/strict";
+import { once } from "node:events";
 import { createServer } from "node:http";
 import { after, before, test } from "node:test";
 import { SHOTS, startBrowser, visit } from "./browser.mjs";
@@ -11,6 +12,7 @@ let server, browser, hub;
 before(async () => {
   // A hub that knows nothing, for what is refused.
   hub = createServer((request, response) => response.writeHead(401, { "x-error-code": "RepoNotFound" }).end()).listen(0, "127.0.0.1");
+  await once(hub, "listening");
   const env = { HF_ENDPOINT: `http://127.0.0.1:${hub.address().port}`, HF_HUB_OFFLINE: "0" };
   [server, browser] = await Promise.all([startServer({ devices: "none", env }), startBrowser()]);
 });

@@ -93,6 +93,9 @@ pub fn each_row(
     if start.starts_with(b"PAR1") {
         return parquet(file, wanted, take);
     }
+    if source.name.ends_with(".parquet") {
+        return Err(whole("parquet", "it is no parquet file: it does not begin with PAR1".to_owned()));
+    }
     if start.starts_with(b"ARROW1") || source.name.ends_with(".arrow") {
         return Err(whole("format", "Arrow files are not read: write parquet (to_parquet())".to_owned()));
     }
