@@ -68,7 +68,7 @@ impl HubConfig {
 
     /// Whether the hub, or its local cache in its place, can give a model.
     pub fn may_be_asked(&self) -> bool {
-        !self.environment.offline || self.environment.cache.is_some()
+        !self.environment.offline || self.environment.cache.as_ref().is_some_and(|cache| cache.is_dir())
     }
 
     /// Lists the hub's own copies of data sets in parquet.

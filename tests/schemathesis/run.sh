@@ -25,6 +25,8 @@ trap '[[ -z $server ]] || { kill $server && wait $server; } 2>/dev/null || true;
 "$binary" demo --exit --listen 127.0.0.1:0 --data-dir "$work/data" >"$work/demo" 2>&1 || { cat "$work/demo"; exit 1; }
 # With a key: on an open server the first key that is made locks everybody else out. Nothing is trained meanwhile.
 key=rld_schemathesis
+# No hub is asked.
+export HF_HUB_OFFLINE=1 HF_HOME=$work/no-cache
 RLOOD_API_KEY=$key RLOOD_MODEL_ROOT=$PWD/tests/fixtures "$binary" serve --listen 127.0.0.1:0 --devices none --log warn \
     --data-dir "$work/data" >"$work/out" 2>"$work/log" &
 server=$!
