@@ -8,6 +8,7 @@ use super::super::AppState;
 use super::super::auth::Caller;
 use super::super::error::{Code, Problem, shortened};
 use super::super::reach;
+use super::super::storage::check_limit;
 use super::{read_card, record};
 use crate::causes::with_causes;
 use crate::config::HubTokenFor;
@@ -15,6 +16,7 @@ use crate::hub::{FileHash, Hub, HubError, HubSettings, Repo, RepoKind, RepoPlan,
 use crate::modelcard::{self, ModelFile};
 use crate::protocol::FileEntry;
 use crate::reward::http_client::restricted_client_builder;
+use crate::storage::StorageKind;
 use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
 
 /// What a model is before its files are here.
@@ -194,6 +196,9 @@ pub(in crate::http) async fn register(
         return Ok((row, false));
     }
     let Looked { new, is_here } = look(state, caller, id, repo).await?;
+    if !is_here {
+        check_limit(state, StorageKind::Models, new.origin.bytes_total).await?;
+    }
     let (row, is_new) = state.store.hub_model_create(new, clock_ms()).await?;
     if !is_here {
         state.downloads.start(client(state, caller).await?, &row, describe);
