@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, FieldError, Problem, shortened};
-use super::models::hub::{client, problem};
+use super::models::hub::{self, client};
 use crate::causes::with_causes;
 use crate::data::{CannotChoose, Chosen, Options, Preview, Source, choose, convert, preview};
 use crate::dataset::{Format, Recipe, Rejected, RowError, Summary};
@@ -105,13 +105,12 @@ pub(super) async fn look(files: Files, recipe: Recipe, chat_default: bool, rows:
 pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
     check_disk(state)?;
     let hub = client(state, caller).await?;
-    let refuse = |error: &crate::hub::HubError| problem(error);
     let repo = parse(wanted)?;
-    let info = hub.info(&repo).await.map_err(|error| refuse(&error))?;
+    let info = hub.info(&repo).await.map_err(|error| problem(&error))?;
     let readme = match info.files.iter().find(|file| file.path == "README.md") {
         None => None,
         Some(file) => {
-            let bytes = hub.read_file(&repo, &info.commit, file).await.map_err(|error| refuse(&error))?;
+            let bytes = hub.read_file(&repo, &info.commit, file).await.map_err(|error| problem(&error))?;
             Some(String::from_utf8_lossy(&bytes).into_owned())
         }
     };
@@ -135,7 +134,7 @@ pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset
         files,
         config: Value::Null,
     };
-    hub.download(&plan, &state.downloads.parts(), &folder, &Arc::default()).await.map_err(|error| refuse(&error))?;
+    hub.download(&plan, &state.downloads.parts(), &folder, &Arc::default()).await.map_err(|error| problem(&error))?;
     let source = |name: &String| Source { name: name.clone(), path: folder.join(name) };
     Ok(Files { sources: chosen.files.iter().map(source).collect(), format: None, origin, staged: None })
 }
@@ -159,6 +158,15 @@ fn chosen_of(readme: Option<&str>, info: &RepoInfo, wanted: &HubDataset) -> Resu
 fn cannot_choose(repo: &Repo, error: &CannotChoose) -> Problem {
     let detail = format!("{repo}: {}", error.detail);
     Problem::new(Code::InvalidDataset, detail.clone()).item(format!("/{}", error.field), "invalid_value", detail)
+}
+
+/// What a client reads of a hub's refusal: of a data set, not of a model.
+fn problem(error: &crate::hub::HubError) -> Problem {
+    let problem = hub::problem(error);
+    match problem.code() {
+        Code::InvalidModel => problem.with_code(Code::InvalidDataset),
+        _ => problem,
+    }
 }
 
 /// The copy in parquet that the hub makes of public data sets, where the repository itself holds nothing that is read here.

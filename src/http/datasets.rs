@@ -284,8 +284,14 @@ pub(super) async fn receive(
     let name = checked_name(query.name)?;
     let kind = media_type(&headers);
     if kind == "multipart/form-data" {
+        check_room(state, &headers)?;
         let form = Multipart::from_request(request, &()).await;
         return read_form(state, form.map_err(|error| bad_form(error.body_text()))?, name, recipe, purpose).await;
+    }
+    let format = Format::of_media_type(&kind);
+    match format {
+        Some(_) if recipe.is_plain() => check_length(state, &headers, 0)?,
+        Some(_) | None => check_room(state, &headers)?,
     }
     let mut body = request.into_limited_body().into_data_stream();
     let start = peek(&mut body, |error| body_problem(&error), kind == "application/json").await?;
@@ -294,12 +300,8 @@ pub(super) async fn receive(
         let rows = SentRows::Files(Box::new(fetch(state, caller, &wanted).await?), wanted.recipe());
         return Ok(Sent { name: checked_name(hub_name)?.or(name), rows });
     }
-    let format = Format::of_media_type(&kind);
     if format.is_none() && !is_packed(&start) && recipe.is_plain() {
         return Err(wrong_type(&kind));
-    }
-    if recipe.is_plain() && !is_packed(&start) {
-        check_length(state, &headers, 0)?;
     }
     let body = stream::iter([Ok(Bytes::from(start.clone()))]).chain(body);
     let upload = Upload { name: None, format, recipe, start, purpose };
@@ -558,6 +560,18 @@ pub(super) async fn read_rows<E>(
     check_limit(state, StorageKind::Datasets, received).await?;
     staged.write(&out).await?;
     Ok((summary, staged.finish().await?))
+}
+
+/// What is to be mapped may be larger than a dataset, but not than the disk: 413 before the first byte.
+fn check_room(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
+    let room = state.files.free_bytes()?.saturating_sub(state.config.edge.disk_reserve_bytes);
+    match announced_bytes(headers) {
+        Some(length) if length > room => {
+            let detail = format!("the upload has {length} bytes, and the server's disk has room for {room}");
+            Err(Problem::new(Code::BodyTooLarge, detail))
+        }
+        Some(_) | None => Ok(()),
+    }
 }
 
 /// 413 before the first byte when the client says that there will be too many; `more` = what may come beside the rows.

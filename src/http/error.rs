@@ -207,6 +207,13 @@ impl Problem {
         self
     }
 
+    /// The same under another code.
+    #[must_use]
+    pub fn with_code(mut self, code: Code) -> Self {
+        self.inner.code = code;
+        self
+    }
+
     /// Sets everything that is wrong.
     #[must_use]
     pub fn items(mut self, errors: Vec<FieldError>) -> Self {

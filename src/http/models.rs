@@ -262,7 +262,10 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
         (Some(_), Some(_)) => {
             return Err(wrong("/hub", "conflict", "give source (a directory) or hub (a repository), not both"));
         }
-        (None, None) => return Err(wrong("", "required", "give hub (org/name) or source (a directory on the server)")),
+        (None, None) => {
+            let detail = "give hub (org/name) or source (a directory on the server)";
+            return Err(wrong("/hub", "required", detail).item("/source", "required", detail));
+        }
         (Some(_), None) if revision.is_some() => {
             return Err(wrong("/revision", "conflict", "a directory has no revision: leave it out, or give hub"));
         }

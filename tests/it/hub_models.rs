@@ -215,7 +215,7 @@ async fn each_way_to_ask_wrongly_is_told_with_the_field_and_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
     let server = serve(&dir.path().join("data"), &hub, &[]);
     for (body, status, at, says) in [
-        (json!({}), 422, "", "give hub (org/name) or source"),
+        (json!({}), 422, "/hub", "give hub (org/name) or source"),
         (json!({"hub": "fake/tiny", "source": "/x"}), 422, "/hub", "not both"),
         (json!({"source": "/x"}), 422, "/id", "needs an id"),
         (json!({"id": "a", "source": "/x", "revision": "main"}), 422, "/revision", "no revision"),

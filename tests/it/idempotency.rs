@@ -9,8 +9,14 @@ use sqlx::Connection;
 use crate::server::{Answer, Server, job};
 
 /// Questions, and what has a way of its own to be repeated: a session is a cookie, a callback counts what it has.
-const WITHOUT: [&str; 5] =
-    ["/jobs/validate", "/jobs/{id}/generate", "/rewards/test", "/session", "/reward-callbacks/{id}"];
+const WITHOUT: [&str; 6] = [
+    "/datasets/preview",
+    "/jobs/validate",
+    "/jobs/{id}/generate",
+    "/rewards/test",
+    "/session",
+    "/reward-callbacks/{id}",
+];
 
 #[test]
 fn every_post_that_makes_or_moves_something_takes_a_key() {

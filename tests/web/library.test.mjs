@@ -43,7 +43,7 @@ test("a CSV without a prompt column is mapped while its rows are looked at", { t
   await open("#/library", async (page) => {
     await page.getByLabel(/Show prompts as this model reads them/).selectOption("rlood/tiny");
     await page.locator("input[type=file]").setInputFiles({ name: "mine.csv", mimeType: "text/csv", buffer: Buffer.from(CSV) });
-    await page.getByText(/there is no 'prompt' column/).waitFor();
+    await page.getByText(/there is no 'prompt' column/).first().waitFor();
     const add = page.getByRole("button", { name: "Add this data" });
     assert.ok(await add.isDisabled());
     await page.getByLabel("Column with the prompt").selectOption("question");
