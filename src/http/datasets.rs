@@ -1,4 +1,6 @@
 //! Datasets: uploaded as a stream, checked row by row, immutable, addressed by id and by the hash of their bytes.
+//!
+//! Longer than other files until receiving an upload (forms, bodies, their limits) has a module of its own.
 
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::time::{Duration, Instant};

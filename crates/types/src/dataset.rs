@@ -3,6 +3,8 @@
 //! A dataset is rows; a row is a JSON object with a `prompt` (a non-empty string, or a non-empty list of chat messages) and any
 //! other columns, which travel to the rewards. The canonical form is ndjson: one compact object a line, keys in the order
 //! they came. [`Reader`] takes bytes as they arrive and holds one row at a time.
+//!
+//! Longer than other files: the reader and the checks of a row share their words and limits, and are read together.
 
 mod recipe;
 mod split;
