@@ -164,11 +164,7 @@ impl Downloads {
         if used.map_err(std::io::Error::other)? {
             return Ok(());
         }
-        let outline = self.outline(&hub.commit);
-        let removed = tokio::task::spawn_blocking(move || {
-            remove_folder(&outline)?;
-            remove_folder(&folder)
-        });
+        let removed = tokio::task::spawn_blocking(move || remove_folder(&folder));
         removed.await.map_err(std::io::Error::other)?
     }
 
@@ -247,11 +243,8 @@ impl Download {
             }
         };
         match noted {
-            Ok(()) => {
-                let outline = self.downloads.outline(&self.origin.commit);
-                let _ = tokio::task::spawn_blocking(move || remove_folder(&outline)).await;
-                self.downloads.running().remove(&self.id);
-            }
+            // Its outline goes in a day: somebody else may be reading it.
+            Ok(()) => drop(self.downloads.running().remove(&self.id)),
             // It stays `downloading`: the next start of the server finds all files here.
             Err(error) => tracing::error!(error = with_causes(&error), "the end of a download is not noted"),
         }

@@ -38,6 +38,7 @@ pub mod models;
 pub mod openapi;
 pub mod probe;
 mod prometheus;
+mod prompts;
 mod reach;
 mod rescore;
 pub mod retry;
@@ -45,6 +46,7 @@ mod reward_health;
 mod reward_models;
 mod reward_test_journal;
 pub mod rewards;
+mod rows;
 pub mod samples;
 pub mod schemas;
 pub mod session;
@@ -53,6 +55,7 @@ pub mod submit;
 pub mod summary;
 pub mod system;
 pub mod throttle;
+mod uploads;
 mod warm_start;
 pub mod web;
 pub mod webhooks;
@@ -150,7 +153,7 @@ impl AppState {
             store,
             files,
             config,
-            dataset_limit_bytes: datasets::DEFAULT_LIMIT_BYTES,
+            dataset_limit_bytes: rows::DEFAULT_LIMIT_BYTES,
             started: Instant::now(),
             requests: Arc::default(),
             preflights: None,

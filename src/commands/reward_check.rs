@@ -325,6 +325,7 @@ fn default_samples(columns: &Map<String, Value>) -> Vec<RewardSample> {
                 sample_id: format!("s_{}", samples.len()),
                 group_id: format!("g_{group}"),
                 prompt_id: format!("row_{group}"),
+                source: None,
                 messages: Some(json!([{"role": "user", "content": prompt}])),
                 num_tokens: u32::try_from(completion.split_whitespace().count()).unwrap_or(u32::MAX),
                 prompt,

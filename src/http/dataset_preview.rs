@@ -9,10 +9,11 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{look, row_errors};
-use super::datasets::{CreateQuery, Purpose, Sent, SentRows, receive};
+use super::dataset_sources::look;
 use super::error::{Code, FieldError, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query};
+use super::rows::row_errors;
+use super::uploads::{CreateQuery, Purpose, Sent, SentRows, receive};
 use crate::data::Preview;
 use crate::modelcard::text::{Prompt, Text};
 use crate::store::{ModelRow, StoreError};

@@ -1,19 +1,23 @@
 //! Rows from files: of an upload that is packed or mapped, or of the hub; converted on a thread of their own.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use axum::body::Bytes;
+use futures::stream;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use super::AppState;
 use super::auth::Caller;
-use super::error::{Code, FieldError, Problem, shortened};
+use super::error::{Code, Problem, shortened};
 use super::models::hub::{self, client};
+use super::rows::{WRITE_BYTES, check_disk, read_rows, rejected};
 use crate::causes::with_causes;
 use crate::data::{CannotChoose, Chosen, Options, Preview, Source, choose, convert, preview};
-use crate::dataset::{Format, Recipe, Rejected, RowError, Summary};
+use crate::dataset::{Format, Recipe, Summary};
 use crate::files::StagedDone;
 use crate::hub::{Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
 use crate::spec::HubDataset;
@@ -86,6 +90,29 @@ pub(super) async fn convert_files(
     }
     let converted = work.await.map_err(Problem::internal)?.map_err(rejected)?;
     Ok((converted.summary, out.finish().await?, origin))
+}
+
+/// Rows that a thread writes in their canonical form.
+pub(super) async fn written(
+    state: &AppState,
+    write: impl FnOnce(&mut dyn std::io::Write) -> std::io::Result<()> + Send + 'static,
+) -> Result<(Summary, StagedDone), Problem> {
+    let (sender, pieces) = mpsc::channel(PIECES);
+    let work = tokio::task::spawn_blocking(move || {
+        let mut out = std::io::BufWriter::with_capacity(WRITE_BYTES, Pipe(sender));
+        write(&mut out)?;
+        out.flush()
+    });
+    let pieces = stream::unfold(pieces, |mut pieces| async move {
+        let piece = pieces.recv().await?;
+        Some((Ok::<_, Problem>(Bytes::from(piece)), pieces))
+    });
+    let read = read_rows(state, Format::Ndjson, Box::pin(pieces), |problem| problem).await;
+    // The writer of a reader that has refused ends with a broken pipe.
+    let written = work.await.map_err(Problem::internal)?;
+    let rows = read?;
+    written.map_err(Problem::internal)?;
+    Ok(rows)
 }
 
 /// Looks at the first rows of files.
@@ -216,39 +243,4 @@ pub(super) fn uploaded(name: Option<&str>, format: Option<Format>, staged: Stage
     let path: PathBuf = staged.path().to_owned();
     let origin = json!({"upload": name, "sha256": staged.sha256.to_string()});
     Files { sources: vec![Source { name, path }], format, origin, staged: Some(staged) }
-}
-
-/// Endless uploads must not take the space that jobs and the database need.
-pub(super) fn check_disk(state: &AppState) -> Result<(), Problem> {
-    if state.files.free_bytes()? < state.config.edge.disk_reserve_bytes {
-        return Err(Problem::new(
-            Code::StorageFull,
-            "the server's disk is nearly full: free some space, then try again",
-        ));
-    }
-    Ok(())
-}
-
-pub(super) fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
-    let first = errors.first().map_or_else(String::new, |error| match error.line {
-        0 => error.detail.clone(),
-        line => format!("line {line}: {}", error.detail),
-    });
-    let detail = match num_errors {
-        0 | 1 => first,
-        _ if num_errors > errors.len() as u64 => {
-            format!("{num_errors} bad rows, of which the first {} are listed; {first}", errors.len())
-        }
-        _ => format!("{num_errors} bad rows; {first}"),
-    };
-    Problem::new(Code::InvalidDataset, detail).items(row_errors(errors))
-}
-
-pub(super) fn row_errors(errors: Vec<RowError>) -> Vec<FieldError> {
-    let one = |error: RowError| FieldError {
-        pointer: if error.line == 0 { String::new() } else { format!("line {}", error.line) },
-        code: error.code.to_owned(),
-        detail: error.detail,
-    };
-    errors.into_iter().map(one).collect()
 }

@@ -19,7 +19,7 @@ use super::extract::{Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, UseOfHub, prepare};
-use super::submit::{keep, plan_of, read_spec};
+use super::submit::{keep_prompts, read_spec};
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{
@@ -137,14 +137,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     if !errors.is_empty() {
         return Err(refused(errors));
     }
-    if let Some(row) = keep(&state, &owner, train).await? {
-        spec.redacted["dataset"] = json!({"id": row.id});
-        plan.dataset = plan_of(&row);
-    }
-    if let (Some(row), Some(eval)) = (keep(&state, &owner, eval).await?, &mut plan.eval) {
-        spec.redacted["eval"]["dataset"] = json!({"id": row.id});
-        eval.dataset = plan_of(&row);
-    }
+    keep_prompts(&state, &owner, (train, eval), &mut spec.redacted, &mut plan).await?;
     create(&state, (id, &owner), checkpoint, continues, spec, plan).await
 }
 

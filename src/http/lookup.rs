@@ -1,7 +1,6 @@
 //! What the server knows of the model and the data that a job names: looked up, read, counted.
 
-use std::io::{BufRead, BufReader};
-use std::path::{Path as FilePath, PathBuf};
+use std::path::Path as FilePath;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -9,181 +8,26 @@ use serde_json::{Map, Value};
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{convert_files, fetch};
 use super::error::{Code, Problem, chain, shortened};
 use super::heavy;
 use super::models::hub::{self, Looked};
 use super::models::is_as_registered;
+use super::prompts::{Place, Prompts};
 use super::reach;
 use super::reward_models;
 use super::warm_start;
-use crate::dataset::Summary;
-use crate::files::StagedDone;
 use crate::hub::{Repo, RepoKind};
-use crate::id::DatasetId;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard};
 use crate::outgoing::OutgoingError;
-use crate::spec::{
-    Context, DatasetFacts, DatasetSource, FieldError, HubDataset, JobSpec, ModelFacts, PromptLengths, Warning,
-    prompt_key,
-};
-use crate::store::{DatasetRow, ModelRow, StoreError};
+use crate::spec::{Context, FieldError, JobSpec, ModelFacts, PromptLengths, Warning, prompt_key};
+use crate::store::{ModelRow, StoreError};
 
 /// Above this many rows, or bytes of prompts, the worker counts the tokens of prompts, in its loading phase.
 const MAX_COUNTED_ROWS: u64 = 10_000;
 const MAX_COUNTED_BYTES: usize = 16 << 20;
 /// For reading the model's card and tokenizer, and for counting.
 const INSPECT_WITHIN: Duration = Duration::from_secs(60);
-
-/// A dataset of the job, wherever its rows are.
-pub(super) struct Prompts {
-    /// Where the job names it.
-    at: &'static str,
-    /// Its rows.
-    pub(super) source: Source,
-    facts: DatasetFacts,
-}
-
-pub(super) enum Source {
-    /// A dataset; where its rows lie.
-    Stored(PathBuf),
-    /// Sent inside the job.
-    Records(Vec<Value>),
-    /// Sent beside the job, or made of files; and where these come from.
-    Uploaded(Summary, StagedDone, Option<Value>),
-}
-
-impl Prompts {
-    /// Of rows that came as a file with the job.
-    pub(super) fn of_upload(summary: Summary, staged: StagedDone) -> Self {
-        let facts = DatasetFacts {
-            id: DatasetId::new(),
-            sha256: staged.sha256.to_string(),
-            num_rows: summary.num_rows,
-            columns: summary.columns.clone(),
-            has_chat_prompts: false,
-            prompt_lengths: None,
-            prompt_keys: None,
-        };
-        Self { at: "/dataset", source: Source::Uploaded(summary, staged, None), facts }
-    }
-
-    /// Of a data set of the hub: downloaded and mapped. What cannot be found or used is an error of the job.
-    async fn of_hub(
-        state: &AppState,
-        caller: &Caller,
-        hub: &HubDataset,
-        (at, chat_default): (&'static str, bool),
-        errors: &mut Vec<FieldError>,
-    ) -> Result<Option<Self>, Problem> {
-        let made = match fetch(state, caller, hub).await {
-            Ok(files) => convert_files(state, files, hub.recipe(), chat_default).await,
-            Err(problem) => Err(problem),
-        };
-        match made {
-            Ok((summary, staged, origin)) => {
-                let of_upload = Self::of_upload(summary, staged);
-                let Source::Uploaded(summary, staged, _) = of_upload.source else { return Ok(None) };
-                Ok(Some(Self { at, source: Source::Uploaded(summary, staged, Some(origin)), facts: of_upload.facts }))
-            }
-            Err(problem) if problem.code().status().is_client_error() || problem.code() == Code::HubUnreachable => {
-                errors.push(FieldError::new(at, problem.code().as_str(), problem.detail()));
-                Ok(None)
-            }
-            Err(problem) => Err(problem),
-        }
-    }
-
-    async fn find(
-        state: &AppState,
-        caller: &Caller,
-        source: Option<&mut DatasetSource>,
-        (at, chat_default): (&'static str, bool),
-        errors: &mut Vec<FieldError>,
-    ) -> Result<Option<Self>, Problem> {
-        match source {
-            None => Ok(None),
-            Some(DatasetSource::Hub(hub)) => Self::of_hub(state, caller, hub, (at, chat_default), errors).await,
-            Some(DatasetSource::Records(records)) => {
-                let facts = DatasetFacts::of_records(records);
-                // The list itself stays, emptied: it still says where the rows came from.
-                Ok(Some(Self { at, source: Source::Records(std::mem::take(records)), facts }))
-            }
-            Some(&mut DatasetSource::Id(id)) => match state.store.dataset_get(id).await {
-                Ok(DatasetRow { sha256, num_rows, columns, owner, .. }) if caller.may_see(&owner) => {
-                    let facts = DatasetFacts {
-                        id,
-                        sha256,
-                        num_rows,
-                        columns,
-                        has_chat_prompts: false,
-                        prompt_lengths: None,
-                        prompt_keys: None,
-                    };
-                    Ok(Some(Self { at, source: Source::Stored(state.files.dataset(id)), facts }))
-                }
-                Ok(_) | Err(StoreError::NotFound { .. }) => {
-                    errors.push(unknown_dataset(&format!("{at}/id"), &id.to_string()));
-                    Ok(None)
-                }
-                Err(error) => Err(error.into()),
-            },
-        }
-    }
-
-    /// The rows of these numbers (ascending), with their numbers. Blocking.
-    pub(super) fn rows(&self, numbers: &[u64]) -> std::io::Result<Vec<(u64, Map<String, Value>)>> {
-        let path = match &self.source {
-            Source::Records(records) => {
-                let chosen = numbers.iter().filter_map(|&number| Some((number, records.get(number as usize)?)));
-                return Ok(chosen.filter_map(|(number, row)| Some((number, row.as_object()?.clone()))).collect());
-            }
-            Source::Stored(path) => path,
-            Source::Uploaded(_, staged, _) => staged.path(),
-        };
-        let mut wanted = numbers.iter().copied().peekable();
-        let mut rows = Vec::with_capacity(numbers.len());
-        for (number, line) in (0..).zip(BufReader::new(std::fs::File::open(path)?).lines()) {
-            let line = line?;
-            match wanted.peek() {
-                None => break,
-                Some(next) if *next == number => {
-                    wanted.next();
-                    rows.push((number, serde_json::from_str(&line)?));
-                }
-                Some(_) => {}
-            }
-        }
-        Ok(rows)
-    }
-
-    /// Calls `look` with each prompt and its row number, until it says no.
-    fn each_prompt(&self, mut look: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
-        let path = match &self.source {
-            Source::Records(records) => {
-                let prompts = records.iter().map(|record| record.get("prompt").unwrap_or(&Value::Null));
-                let _ = (0..).zip(prompts).all(|(row, prompt)| look(row, prompt));
-                return Ok(());
-            }
-            Source::Stored(path) => path,
-            Source::Uploaded(_, staged, _) => staged.path(),
-        };
-        for (row, line) in (0..).zip(BufReader::new(std::fs::File::open(path)?).lines()) {
-            let record: Map<String, Value> = serde_json::from_str(&line?)?;
-            if !look(row, record.get("prompt").unwrap_or(&Value::Null)) {
-                break;
-            }
-        }
-        Ok(())
-    }
-}
-
-/// What to say of a dataset that is not there.
-pub(super) fn unknown_dataset(at: &str, id: &str) -> FieldError {
-    let detail = format!("there is no dataset '{}': upload it with POST /datasets", shortened(id));
-    FieldError::new(at, "unknown_dataset", detail)
-}
 
 /// What the server knows of a job's model and data.
 pub(super) struct Prepared {
@@ -213,10 +57,13 @@ pub(super) async fn prepare(
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
     let train = match uploaded {
         Some(prompts) => Some(prompts),
-        None => Prompts::find(state, caller, spec.dataset.as_mut(), ("/dataset", chat_default), &mut errors).await?,
+        None => {
+            Prompts::find(state, caller, spec.dataset.as_mut(), &Place::new("/dataset", chat_default), &mut errors)
+                .await?
+        }
     };
     let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
-    let eval = Prompts::find(state, caller, eval, ("/eval/dataset", chat_default), &mut errors).await?;
+    let eval = Prompts::find(state, caller, eval, &Place::new("/eval/dataset", chat_default), &mut errors).await?;
     let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, &mut errors).await?;
@@ -431,9 +278,11 @@ fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &
             prompts.facts.num_rows,
             MAX_COUNTED_BYTES >> 20
         );
-        found.warnings.push(Warning { pointer: prompts.at.to_owned(), code: "prompts_not_counted".to_owned(), detail });
+        found.warnings.push(Warning { pointer: prompts.at.clone(), code: "prompts_not_counted".to_owned(), detail });
     }
-    found.errors.extend(failures.into_iter().map(|detail| FieldError::new(prompts.at, "prompt_not_encodable", detail)));
+    found
+        .errors
+        .extend(failures.into_iter().map(|detail| FieldError::new(&*prompts.at, "prompt_not_encodable", detail)));
     Ok(())
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::AppState;
 use super::error::{Code, Problem};
-use super::lookup::Prompts;
+use super::prompts::Prompts;
 use super::reach;
 use crate::one_shot::OneShotError;
 use crate::probe::verdict::verdict;

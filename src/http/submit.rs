@@ -14,13 +14,17 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::datasets::{bad_form, broken_form, format_of_part, keep_rows, read_rows};
+use super::dataset_sources::written;
+use super::datasets::keep_rows;
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query, expect_document, media_type, parse_document, read_body};
 use super::heavy;
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
-use super::lookup::{Prepared, Prompts, Source, UseOfHub, prepare, unknown_dataset};
+use super::lookup::{Prepared, UseOfHub, prepare};
+use super::prompts::{Prompts, Source, unknown_dataset};
+use super::rows::read_rows;
+use super::uploads::{bad_form, broken_form, format_of_part};
 use super::{probe, warm_start};
 use crate::dataset::{Format, Summary};
 use crate::digest::Sha256Digest;
@@ -30,7 +34,8 @@ use crate::probe::ProbeReport;
 use crate::spec::format::Format as DocumentFormat;
 use crate::spec::trl::{self, Remark};
 use crate::spec::{
-    DatasetPlan, DraftDocument, DraftPlan, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Warning, resolve,
+    DatasetPlan, DraftDocument, DraftPlan, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Plan, Warning,
+    resolve, submittable_dataset,
 };
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
@@ -179,17 +184,7 @@ pub(super) async fn submit(
             return Err(invalid(Code::InvalidSpec, errors));
         }
     };
-    if let Some(row) = keep(&state, caller.owner(), train).await? {
-        spec.redacted["dataset"] = json!({"id": row.id});
-        plan.dataset = plan_of(&row);
-        if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
-            eval.dataset = plan_of(&row);
-        }
-    }
-    if let (Some(row), Some(eval)) = (keep(&state, caller.owner(), eval).await?, &mut plan.eval) {
-        spec.redacted["eval"]["dataset"] = json!({"id": row.id});
-        eval.dataset = plan_of(&row);
-    }
+    keep_prompts(&state, caller.owner(), (train, eval), &mut spec.redacted, &mut plan).await?;
     let id = JobId::new();
     warm_start::keep(&state, id, &plan).await?;
     let (secrets, priority) = (&spec.secrets, spec.priority);
@@ -219,16 +214,38 @@ fn put_placeholder(document: &mut Value) -> Option<FieldError> {
     None
 }
 
-pub(super) fn plan_of(row: &DatasetRow) -> DatasetPlan {
-    DatasetPlan { id: row.id, sha256: row.sha256.clone(), num_rows: row.num_rows }
+/// Stores the rows that came with a job, and names their datasets in its plan and document.
+pub(super) async fn keep_prompts(
+    state: &AppState,
+    owner: &str,
+    (train, eval): (Option<Prompts>, Option<Prompts>),
+    document: &mut Value,
+    plan: &mut Plan,
+) -> Result<(), Problem> {
+    if let Some(row) = keep(state, owner, train).await? {
+        store_in(&mut plan.dataset, &row);
+        document["dataset"] = submittable_dataset(&plan.dataset);
+        if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
+            eval.dataset = plan.dataset.clone();
+        }
+    }
+    if let (Some(row), Some(eval)) = (keep(state, owner, eval).await?, &mut plan.eval) {
+        store_in(&mut eval.dataset, &row);
+        document["eval"]["dataset"] = submittable_dataset(&eval.dataset);
+    }
+    Ok(())
+}
+
+/// The dataset that was planned is stored as this one.
+fn store_in(plan: &mut DatasetPlan, row: &DatasetRow) {
+    *plan = DatasetPlan {
+        sources: std::mem::take(&mut plan.sources),
+        ..DatasetPlan::new(row.id, row.sha256.clone(), row.num_rows)
+    };
 }
 
 /// Makes a dataset of rows that came with the job; None when they were one already.
-pub(super) async fn keep(
-    state: &AppState,
-    owner: &str,
-    prompts: Option<Prompts>,
-) -> Result<Option<DatasetRow>, Problem> {
+async fn keep(state: &AppState, owner: &str, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
     let rows = match prompts.map(|prompts| prompts.source) {
         None | Some(Source::Stored(_)) => return Ok(None),
         Some(Source::Uploaded(summary, staged, origin)) => (summary, staged, origin),
@@ -236,6 +253,11 @@ pub(super) async fn keep(
             let lines = records.into_iter().map(|record| Ok::<_, Problem>(Bytes::from(format!("{record}\n"))));
             let (summary, staged) = read_rows(state, Format::Ndjson, stream::iter(lines), |problem| problem).await?;
             (summary, staged, None)
+        }
+        Some(several @ Source::Several(_)) => {
+            let origin = several.origin();
+            let (summary, staged) = written(state, move |out| several.write(out)).await?;
+            (summary, staged, origin)
         }
     };
     Ok(Some(keep_rows(state, owner, None, rows).await?.0))

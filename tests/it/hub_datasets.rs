@@ -213,3 +213,80 @@ async fn a_job_names_a_data_set_of_the_hub() {
     let checked = server.post("/jobs/validate", &wanted).await;
     assert_eq!(checked["errors"][0]["pointer"], "/dataset", "{checked}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
+    let hub = start(repository(), Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, "cpu");
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let stored = server.post("/datasets", &json!({"records": [{"prompt": "One?"}, {"prompt": "Two?"}]})).await;
+    let mut wanted = spec("tiny", 16);
+    wanted["dataset"] = json!([
+        {"hub": "fake/rows", "config": "main", "map": map(), "limit": 8, "name": "maths", "weight": 3},
+        {"records": [{"prompt": "Say one word."}, {"prompt": "Say two words."}]},
+        {"id": stored["id"], "name": "stored", "weight": 1},
+    ]);
+    wanted["rewards"] = json!([
+        {"type": "number_match", "column": "answer", "applies_to": "maths"},
+        {"type": "length", "min_words": 1, "max_words": 3, "applies_to": ["source_2", "stored"]},
+    ]);
+    let checked = server.post("/jobs/validate", &wanted).await;
+    assert_eq!((&checked["valid"], &checked["errors"]), (&json!(true), &json!([])), "{checked}");
+    assert_eq!(checked["warnings"][0]["code"], "weights_and_rows", "{checked}");
+    let job = server.submit(&wanted).await;
+    let view = server.job_in_state(&job, "succeeded").await;
+    let dataset = &view["plan"]["dataset"];
+    assert_eq!(
+        dataset["sources"],
+        json!([{"name": "maths", "num_rows": 8, "weight": 3.0}, {"name": "source_2", "num_rows": 2, "weight": 2.0},
+               {"name": "stored", "num_rows": 2, "weight": 1.0}])
+    );
+    let joined = server.get(&format!("/datasets/{}", dataset["id"].as_str().unwrap())).await;
+    assert_eq!((&joined["num_rows"], &joined["origin"]["sources"][0]["hub"]), (&json!(12), &json!("fake/rows")));
+    assert_eq!(joined["origin"]["sources"][2]["dataset"], stored["id"], "{joined}");
+
+    // An epoch is 8 prompts of the largest, 16/3 and 8/3 of the others; 32 prompts are two of them.
+    let samples = server.get(&format!("/jobs/{job}/samples?limit=500")).await;
+    let mut rows: BTreeMap<&str, u64> = BTreeMap::new();
+    for sample in samples["data"].as_array().unwrap() {
+        let row: u64 = sample["prompt_id"].as_str().unwrap()["row_".len()..].parse().unwrap();
+        let (of_maths, of_words) = (&sample["rewards"]["number_match"], &sample["rewards"]["length"]);
+        assert_eq!((row < 8, of_maths.is_null(), of_words.is_null()), (row < 8, row >= 8, row < 8), "{sample}");
+        assert!(sample["reward"].is_number(), "the rewards that do not apply count nothing: {sample}");
+        *rows.entry(["maths", "others"][usize::from(row >= 8)]).or_default() += 1;
+    }
+    assert_eq!(rows, BTreeMap::from([("maths", 32), ("others", 32)]));
+    let metrics = server.get(&format!("/jobs/{job}/metrics?keys=sources/maths/share,sources/maths/reward,sources/stored/reward,rewards/length/missing_fraction")).await;
+    let of = |name: &str| {
+        metrics["data"].as_array().unwrap().iter().filter_map(|row| row["metrics"][name].as_f64()).collect::<Vec<_>>()
+    };
+    assert_eq!(of("sources/maths/share").len(), 16, "{metrics}");
+    assert_eq!(of("sources/maths/share").iter().sum::<f64>(), 8.0);
+    assert!(
+        !of("sources/stored/reward").is_empty()
+            && of("rewards/length/missing_fraction").iter().all(|part| *part == 0.0)
+    );
+
+    // What a job shows of itself can be submitted again, and is the same data in the same shares.
+    let config = server.get(&format!("/jobs/{job}/config")).await;
+    assert_eq!(config["dataset"]["sources"], dataset["sources"], "{config}");
+    let again = server.submit(&config).await;
+    assert_eq!(server.get(&format!("/jobs/{again}")).await["plan"]["dataset"], *dataset);
+
+    for (source, at, says) in [
+        (json!({"id": "ds_01m89kcx2srn7wefqdq3p2cmrn", "name": "x"}), "/dataset/3/id", "there is no dataset"),
+        (json!({"hub": "fake/rows", "config": "main", "split": "trian"}), "/dataset/3", "did you mean 'train'?"),
+        (json!({"hub": "fake/rows", "config": "main", "map": {"prompt": "quesiton"}}), "/dataset/3", "quesiton"),
+    ] {
+        let mut wrong = wanted.clone();
+        wrong["dataset"].as_array_mut().unwrap().push(source.clone());
+        let checked = server.post("/jobs/validate", &wrong).await;
+        let found = checked["errors"].as_array().unwrap().iter().find(|error| error["pointer"] == at);
+        assert!(found.is_some_and(|error| error["detail"].as_str().unwrap().contains(says)), "{source}: {checked}");
+    }
+    let mut wrong = wanted.clone();
+    wrong["rewards"][0]["applies_to"] = Value::Null;
+    let checked = server.post("/jobs/validate", &wrong).await;
+    assert_eq!(checked["errors"][0]["pointer"], "/rewards/0/column", "{checked}");
+}

@@ -218,8 +218,10 @@ test("the system page shows devices, workers and who waits in which order", { ti
     const row = page.getByRole("region", { name: "Workers" }).locator("tbody tr").first();
     await row.waitFor();
     const { data } = await server.api("GET", "/workers");
-    assert.match(await row.innerText(), new RegExp(`^cpu\\s[^]*${data[0].threads}\\s+${data[0].pid}`));
+    assert.match(await row.innerText(), new RegExp(`^cpu\\s[^]*process ${data[0].pid}, ${data[0].threads} thread`));
     await page.getByText("✓ ready").waitFor();
+    const kept = await texts(page.getByRole("region", { name: "Storage by kind" }).locator("tbody tr"));
+    assert.ok(kept.some((text) => /^Checkpoints\s+[\d.]+ [KM]iB\s+\d+\s+–/.test(text)), kept.join("\n"));
   });
 });
 

@@ -24,6 +24,8 @@ pub enum Stream {
     Refill,
     /// Sampling of completions that somebody asks for.
     Generate,
+    /// Which source of a dataset comes next.
+    Mixture,
 }
 
 /// A point in the space of draws; narrow it with [`Key::with`], then draw.
@@ -50,6 +52,7 @@ impl Key {
             Stream::Dropout => 6,
             Stream::Refill => 7,
             Stream::Generate => 8,
+            Stream::Mixture => 9,
         };
         Self(mix(seed.wrapping_add(GOLDEN_GAMMA))).with(stream)
     }
@@ -80,9 +83,22 @@ impl Key {
     }
 }
 
-/// The order of a dataset's rows in one epoch: Fisher–Yates over 0..n, a function of (seed, epoch) alone.
+/// The order of a dataset's rows in one epoch: a function of (seed, epoch) alone.
 pub fn permutation(seed: u64, epoch: u64, n: u64) -> Vec<u64> {
-    let key = Key::new(seed, Stream::Order).with(epoch);
+    shuffled(Key::new(seed, Stream::Order).with(epoch), n)
+}
+
+/// The order of one source's rows, of several, when it is seen for the nth time: a function of (seed, source, time). The first source's is
+/// that of a dataset of its own.
+pub fn source_permutation(seed: u64, source: usize, time: u64, n: u64) -> Vec<u64> {
+    match source {
+        0 => permutation(seed, time, n),
+        source => shuffled(Key::new(seed, Stream::Order).with(time).with(source as u64), n),
+    }
+}
+
+/// Fisher–Yates over 0..n.
+pub fn shuffled(key: Key, n: u64) -> Vec<u64> {
     let mut order: Vec<u64> = (0..n).collect();
     for i in (1..n).rev() {
         order.swap(i as usize, key.with(i).below(i + 1) as usize);

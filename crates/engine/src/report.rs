@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::MAX_SKIPPED_IN_A_ROW;
-use super::advantage::{RewardWeight, combine_rewards, is_informative, mean, sequence_kl};
+use super::advantage::{RewardWeight, combine_rewards, is_informative, mean, sample_std, sequence_kl};
 use super::block::Block;
 use super::checkpoint::TrainerState;
 use super::error::{EngineError, Result};
@@ -16,8 +16,8 @@ use super::model::RowScore;
 use super::rollout::{Batching, num_generations};
 use super::run::Data;
 use super::step::Update;
-use crate::event::{Event, Metrics, Sample, SamplePhase};
-use crate::spec::{Estimator, Plan, RewardNormalization, RewardPlan, SHARED_PROMPTS};
+use crate::event::{Event, FinishReason, Metrics, Sample, SamplePhase};
+use crate::spec::{DatasetPlan, Estimator, Plan, RewardNormalization, RewardPlan, SHARED_PROMPTS};
 
 /// Wall-clock seconds of the parts of a step.
 #[derive(Debug, Clone, Copy, Default)]
@@ -98,9 +98,45 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
     }
     if first_use {
         variant_metrics(&mut metrics, block, plan);
+        let values = &block.values;
+        let tied = [&*values.results.tied, &*values.results.tied_pre_kl];
+        metrics.extend(source_metrics(&plan.dataset, &block.rollout, &values.weighted, tied));
     }
     time_metrics(&mut metrics, report, seconds);
     metrics.values_mut().for_each(|value| *value = value.filter(|value| value.is_finite()));
+    metrics
+}
+
+/// Of each source that has prompts in a rollout: `sources/{name}/…`, as the metrics of the whole are called. `tied`: whether each
+/// group is, after and before the KL penalty; none for an evaluation, whose groups are not compared.
+fn source_metrics(dataset: &DatasetPlan, rollout: &Rollout, weighted: &[Option<f64>], tied: [&[bool]; 2]) -> Metrics {
+    let mut metrics = Metrics::new();
+    let (lengths, finish_reasons) = (rollout.lengths(), rollout.finish_reasons());
+    let num_generations = (lengths.len() / rollout.groups.len().max(1)).max(1);
+    for source in &dataset.sources {
+        let rows = rollout.completions().enumerate();
+        let rows = rows.filter(|(_, (group, _))| dataset.source_of(group.row) == Some(&source.name));
+        let rows: Vec<usize> = rows.map(|(row, _)| row).collect();
+        let mut put = |name: &str, value: Option<f64>| {
+            metrics.insert(format!("sources/{}/{name}", source.name), value);
+        };
+        put("share", Some(rows.len() as f64 / lengths.len().max(1) as f64));
+        if rows.is_empty() {
+            continue;
+        }
+        let of = |value: &dyn Fn(usize) -> Option<f64>| rows.iter().filter_map(|row| value(*row)).collect::<Vec<f64>>();
+        let flag = |flag: bool| Some(f64::from(u8::from(flag)));
+        let rewards = of(&|row| weighted[row]);
+        put("reward", mean(&rewards));
+        put("reward_std", sample_std(&rewards));
+        for (name, tied) in ["frac_reward_zero_std", "frac_reward_zero_std_pre_kl"].into_iter().zip(tied) {
+            if !tied.is_empty() {
+                put(name, mean(&of(&|row| flag(*tied.get(row / num_generations)?))));
+            }
+        }
+        put("completions/mean_length", mean(&of(&|row| Some(lengths[row] as f64))));
+        put("completions/clipped_ratio", mean(&of(&|row| flag(finish_reasons[row] == FinishReason::Length))));
+    }
     metrics
 }
 
@@ -201,7 +237,8 @@ fn dropped_rows_warning(batching: &Batching) -> Event {
     let dropped = batching.dropped_rows_per_epoch();
     let message = format!(
         "{dropped} of {} prompts are left out of each epoch, because the last block of {} would be incomplete",
-        batching.num_rows, batching.prompts_per_block
+        batching.mixture.epoch_len(0),
+        batching.prompts_per_block
     );
     let data = json!({ "dropped_rows_per_epoch": dropped, "prompts_per_block": batching.prompts_per_block });
     Event::Warning { code: "rows_dropped".into(), message, data }
@@ -299,6 +336,9 @@ pub(super) fn evaluation(
         let rows = likely.iter().zip(reference);
         let rows = rows.map(|(score, ref_logps)| KlRow { old_logps: &score.logps, ref_logps, included: true });
         metrics.extend(kl_metrics(&rows.collect::<Vec<_>>()));
+    }
+    if let Some(eval) = &plan.eval {
+        metrics.extend(source_metrics(&eval.dataset, rollout, &weighted, [&[], &[]]));
     }
     let finite = |value: Option<f64>| value.filter(|value| value.is_finite());
     let metrics = metrics.into_iter().map(|(name, value)| (format!("eval_{name}"), finite(value))).collect();

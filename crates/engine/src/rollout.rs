@@ -2,16 +2,17 @@
 
 use std::num::NonZeroUsize;
 
-use super::random;
+use super::random::{Key, Stream, shuffled, source_permutation};
 use crate::event::FinishReason;
-use crate::spec::Plan;
+use crate::spec::{Mixture, Plan};
 
 /// The order of the training prompts: per epoch one permutation, cut in blocks of U prompts, the incomplete last block
-/// dropped, each block used μ·S times in a row (TRL's RepeatSampler, with a permutation of our own).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// dropped, each block used μ·S times in a row (TRL's RepeatSampler, with a permutation of our own). Where the rows come from several
+/// sources, a permutation by the seed and the epoch says which source each prompt comes from, and each source has its own permutation.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Batching {
-    /// Rows of the dataset (N).
-    pub num_rows: u64,
+    /// Rows of the dataset (N), and how its sources take turns.
+    pub mixture: Mixture,
     /// Completions a prompt (G).
     pub num_generations: u64,
     /// Unique prompts a block (U).
@@ -73,10 +74,10 @@ pub fn num_generations(plan: &Plan) -> NonZeroUsize {
 
 impl Batching {
     /// The order of a plan.
-    pub fn of_plan(plan: &Plan, num_rows: u64) -> Self {
+    pub fn of_plan(plan: &Plan, mixture: Mixture) -> Self {
         let steps_per_generation = u64::from(plan.rloo.steps_per_generation);
         Self {
-            num_rows,
+            mixture,
             num_generations: num_generations(plan).get() as u64,
             prompts_per_block: u64::from(plan.training.prompts_per_step) * steps_per_generation,
             steps_per_generation,
@@ -90,7 +91,7 @@ impl Batching {
     /// TRL's batching with an unshuffled dataset.
     pub fn of_trl(trl: &TrlBatching) -> Self {
         Self {
-            num_rows: trl.num_rows,
+            mixture: Mixture::single(trl.num_rows),
             num_generations: trl.num_generations,
             prompts_per_block: trl.generation_batch_size().checked_div(trl.num_generations).unwrap_or(0),
             steps_per_generation: trl.steps_per_generation,
@@ -106,14 +107,23 @@ impl Batching {
         self.num_iterations * self.steps_per_generation
     }
 
-    /// Complete blocks in one epoch.
+    /// Complete blocks in the first epoch: that of several sources may have a prompt a source more or less than another.
     pub fn blocks_per_epoch(&self) -> u64 {
-        self.num_rows.checked_div(self.prompts_per_block).unwrap_or(0)
+        self.blocks_of(0)
     }
 
-    /// Rows left out of each epoch.
+    /// Whether every epoch fills a block.
+    pub fn fills_a_block(&self) -> bool {
+        self.prompts_per_block > 0 && self.mixture.shortest_epoch() >= self.prompts_per_block
+    }
+
+    fn blocks_of(&self, epoch: u64) -> u64 {
+        self.mixture.epoch_len(epoch).checked_div(self.prompts_per_block).unwrap_or(0)
+    }
+
+    /// Prompts left out of an epoch, the first one.
     pub fn dropped_rows_per_epoch(&self) -> u64 {
-        self.num_rows - self.blocks_per_epoch() * self.prompts_per_block
+        self.mixture.epoch_len(0) - self.blocks_per_epoch() * self.prompts_per_block
     }
 
     /// Slices trained in one epoch (TRL's micro-steps).
@@ -145,30 +155,52 @@ impl Batching {
         self.block_at(self.position_of_block(block)).0
     }
 
-    /// Where a block begins when no refill moved the cursor. A position counts prompts over all epochs, N an epoch.
+    /// Where a block begins when no refill moved the cursor. A position counts prompts over all epochs.
     pub fn position_of_block(&self, block: u64) -> u64 {
-        let blocks = self.blocks_per_epoch().max(1);
-        (block / blocks) * self.num_rows + (block % blocks) * self.prompts_per_block
+        let (mut epoch, mut within) = (0, block);
+        if self.mixture.is_even() {
+            let blocks = self.blocks_per_epoch().max(1);
+            (epoch, within) = (block / blocks, block % blocks);
+        } else if self.fills_a_block() {
+            while within >= self.blocks_of(epoch) {
+                within -= self.blocks_of(epoch);
+                epoch += 1;
+            }
+        }
+        self.mixture.start(epoch) + within * self.prompts_per_block
+    }
+
+    /// Passes over the dataset at a position; an epoch is over with its last block.
+    pub fn epochs_at(&self, position: u64) -> f64 {
+        let epoch = self.mixture.epoch_of(position.saturating_sub(1));
+        let trained = (self.blocks_of(epoch) * self.prompts_per_block).max(1);
+        let within = position.saturating_sub(self.mixture.start(epoch));
+        epoch as f64 + (within as f64 / trained as f64).min(1.0)
     }
 
     /// The rows of the block that begins at this position, or with the next epoch where this one has too few left; and the
-    /// position behind it. Empty when the dataset is smaller than one block.
+    /// position behind it. Empty when an epoch is smaller than one block.
     pub fn block_at(&self, position: u64) -> (Vec<u64>, u64) {
-        if self.blocks_per_epoch() == 0 {
+        if !self.fills_a_block() {
             return (Vec::new(), position);
         }
-        let left = self.num_rows - position % self.num_rows;
-        let start = if left < self.prompts_per_block { position + left } else { position };
-        self.prompts_at(start, self.prompts_per_block)
+        self.prompts_at(self.block_start(position), self.prompts_per_block)
+    }
+
+    fn block_start(&self, position: u64) -> u64 {
+        let end = self.mixture.start(self.mixture.epoch_of(position) + 1);
+        if end - position < self.prompts_per_block { end } else { position }
     }
 
     /// Rows of so many prompts from this position on, across epochs, and the position behind them.
     pub fn prompts_at(&self, position: u64, count: u64) -> (Vec<u64>, u64) {
         let (mut rows, mut next, end) = (Vec::new(), position, position + count);
-        while next < end && self.num_rows > 0 {
-            let (epoch, start) = (next / self.num_rows, next % self.num_rows);
-            let taken = (self.num_rows - start).min(end - next);
-            rows.extend_from_slice(&self.epoch_order(epoch)[start as usize..(start + taken) as usize]);
+        while next < end && self.mixture.num_rows() > 0 {
+            let epoch = self.mixture.epoch_of(next);
+            let (begin, over) = (self.mixture.start(epoch), self.mixture.start(epoch + 1));
+            let taken = over.min(end) - next;
+            let start = (next - begin) as usize;
+            rows.extend_from_slice(&self.epoch_order(epoch)[start..start + taken as usize]);
             next += taken;
         }
         (rows, next)
@@ -176,10 +208,10 @@ impl Batching {
 
     /// One dataset row a completion, in the order of one epoch: every block μ·S times, every prompt G times.
     pub fn epoch_completion_order(&self, epoch: u64) -> Vec<u64> {
-        let first = epoch * self.blocks_per_epoch();
+        let start = self.mixture.start(epoch);
         let mut order = Vec::new();
-        for block in first..first + self.blocks_per_epoch() {
-            let rows = self.block_rows(block);
+        for block in 0..self.blocks_of(epoch) {
+            let (rows, _) = self.block_at(start + block * self.prompts_per_block);
             for _ in 0..self.uses_per_block() {
                 for &row in &rows {
                     order.extend(std::iter::repeat_n(row, self.num_generations as usize));
@@ -189,8 +221,43 @@ impl Batching {
         order
     }
 
+    /// The rows of an epoch's prompts.
     fn epoch_order(&self, epoch: u64) -> Vec<u64> {
-        if self.shuffle { random::permutation(self.seed, epoch, self.num_rows) } else { (0..self.num_rows).collect() }
+        let (before, after) = (self.mixture.given_before(epoch), self.mixture.given_before(epoch + 1));
+        let mut first_row = 0;
+        // What each source gives in this epoch.
+        let given: Vec<Vec<u64>> = (0..)
+            .zip(self.mixture.rows())
+            .zip(before.into_iter().zip(after))
+            .map(|((source, num_rows), (from, to))| {
+                first_row += num_rows;
+                self.source_order(source, num_rows, from, to).map(|row| first_row - num_rows + row).collect()
+            })
+            .collect();
+        if let [only] = given.as_slice() {
+            return only.clone();
+        }
+        let mut sources: Vec<usize> = Vec::new();
+        for (source, rows) in given.iter().enumerate() {
+            sources.extend(std::iter::repeat_n(source, rows.len()));
+        }
+        let order = shuffled(Key::new(self.seed, Stream::Mixture).with(epoch), sources.len() as u64);
+        let mut given: Vec<_> = given.into_iter().map(Vec::into_iter).collect();
+        order.into_iter().filter_map(|slot| given[sources[slot as usize]].next()).collect()
+    }
+
+    /// The rows that a source gives from one of its prompts to another, counted over all epochs: again and again through its rows, each
+    /// time in another order.
+    fn source_order(&self, source: usize, num_rows: u64, from: u64, to: u64) -> impl Iterator<Item = u64> {
+        let times = if num_rows == 0 { 0..0 } else { from / num_rows..to.div_ceil(num_rows) };
+        let (seed, shuffle) = (self.seed, self.shuffle);
+        times
+            .flat_map(move |time| match shuffle {
+                true => source_permutation(seed, source, time, num_rows),
+                false => (0..num_rows).collect(),
+            })
+            .skip(from.checked_rem(num_rows).unwrap_or(0) as usize)
+            .take((to - from) as usize)
     }
 }
 
@@ -215,49 +282,110 @@ pub fn is_included(finish_reason: FinishReason, mask_truncated_completions: bool
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random::permutation;
 
-    const BATCHING: Batching = Batching {
-        num_rows: 7,
-        num_generations: 2,
-        prompts_per_block: 3,
-        steps_per_generation: 3,
-        num_iterations: 2,
-        gradient_accumulation_steps: 1,
-        seed: 42,
-        shuffle: true,
-    };
+    fn batching(mixture: Mixture) -> Batching {
+        Batching {
+            mixture,
+            num_generations: 2,
+            prompts_per_block: 3,
+            steps_per_generation: 3,
+            num_iterations: 2,
+            gradient_accumulation_steps: 1,
+            seed: 42,
+            shuffle: true,
+        }
+    }
+
+    fn seven() -> Batching {
+        batching(Mixture::single(7))
+    }
 
     #[test]
     fn all_slices_are_trained_once_and_then_again() {
-        let slices: Vec<(u64, u64)> = (1..=7).map(|step| BATCHING.cursor(step)).map(|c| (c.block, c.slice)).collect();
+        let slices: Vec<(u64, u64)> = (1..=7).map(|step| seven().cursor(step)).map(|c| (c.block, c.slice)).collect();
         assert_eq!(slices, [(0, 0), (0, 1), (0, 2), (0, 0), (0, 1), (0, 2), (1, 0)]);
-        assert_eq!(BATCHING.cursor(7).use_index, 0);
+        assert_eq!(seven().cursor(7).use_index, 0);
     }
 
     #[test]
     fn a_position_counts_prompts_and_blocks_skip_the_incomplete_rest_of_an_epoch() {
         let mut position = 0;
         for block in 0..6 {
-            let (rows, next) = BATCHING.block_at(position);
-            assert_eq!(rows, BATCHING.block_rows(block));
+            let (rows, next) = seven().block_at(position);
+            assert_eq!(rows, seven().block_rows(block));
             // Two blocks of three in seven rows: the seventh is dropped.
             assert_eq!(next, (block / 2) * 7 + (block % 2) * 3 + 3);
             position = next;
         }
         // A refill of two takes the next rows, the rest of the epoch included, and the next block begins behind them.
-        let epoch = [random::permutation(42, 0, 7), random::permutation(42, 1, 7)].concat();
-        assert_eq!(BATCHING.prompts_at(6, 3), (epoch[6..9].to_vec(), 9));
-        assert_eq!(BATCHING.block_at(9), (epoch[9..12].to_vec(), 12));
-        assert_eq!(BATCHING.block_at(12).0, random::permutation(42, 2, 7)[..3]);
+        let epoch = [permutation(42, 0, 7), permutation(42, 1, 7)].concat();
+        assert_eq!(seven().prompts_at(6, 3), (epoch[6..9].to_vec(), 9));
+        assert_eq!(seven().block_at(9), (epoch[9..12].to_vec(), 12));
+        assert_eq!(seven().block_at(12).0, permutation(42, 2, 7)[..3]);
     }
 
     #[test]
     fn an_epoch_holds_no_row_twice_and_the_next_one_has_another_order() {
-        let epoch = |first: u64| [BATCHING.block_rows(first), BATCHING.block_rows(first + 1)].concat();
+        let epoch = |first: u64| [seven().block_rows(first), seven().block_rows(first + 1)].concat();
         let mut rows = epoch(0);
         assert_ne!(rows, epoch(2));
         rows.sort_unstable();
         rows.dedup();
         assert_eq!(rows.len(), 6);
+    }
+
+    #[test]
+    fn several_sources_take_turns_by_the_seed_alone_and_each_begins_again_when_it_is_exhausted() {
+        // Rows 0 to 4, 5 to 104, 105 to 112.
+        let mixed = |prompts_per_block| Batching {
+            prompts_per_block,
+            ..batching(Mixture::new([(5, 3.0), (100, 5.0), (8, 2.0)]))
+        };
+        let three = mixed(3);
+        let (rows, next) = three.prompts_at(0, 600);
+        assert_eq!((rows.len(), next), (600, 600));
+        assert_eq!(mixed(7).prompts_at(0, 600).0, rows, "whatever the size of a block");
+        assert_ne!(Batching { seed: 43, ..three.clone() }.prompts_at(0, 600).0, rows);
+        for epoch in rows.chunks(200) {
+            let mut largest: Vec<u64> = epoch.iter().copied().filter(|row| (5..105).contains(row)).collect();
+            largest.sort_unstable();
+            assert_eq!(largest, (5..105).collect::<Vec<_>>(), "an epoch sees the largest source once");
+            assert_eq!(epoch.iter().filter(|row| **row < 5).count(), 60);
+        }
+        // A small source: every five of its prompts are all of its rows, in an order of their own.
+        let small: Vec<u64> = rows.iter().copied().filter(|row| *row < 5).collect();
+        let mut orders: Vec<&[u64]> = small.chunks(5).collect();
+        for order in &orders {
+            let mut sorted = order.to_vec();
+            sorted.sort_unstable();
+            assert_eq!(sorted, [0, 1, 2, 3, 4]);
+        }
+        orders.sort_unstable();
+        orders.dedup();
+        assert!(orders.len() > 20, "36 times of 120 orders: {}", orders.len());
+        assert_eq!(small[..5], permutation(42, 0, 5), "the first source is shuffled as if it were alone");
+        // Blocks are cut from the same order.
+        let mut position = 0;
+        for block in 0..200 {
+            let (found, next) = three.block_at(position);
+            assert_eq!(found, three.block_rows(block));
+            position = next;
+        }
+        assert_eq!(three.epochs_at(198), 1.0, "66 blocks of three; two prompts are dropped");
+        assert_eq!((three.epochs_at(0), three.epochs_at(99), three.epochs_at(299)), (0.0, 0.5, 1.5));
+    }
+
+    #[test]
+    fn shares_that_are_no_whole_numbers_move_by_one_prompt_and_no_more() {
+        let mixed = batching(Mixture::new([(8, 3.0), (8, 1.0)]));
+        let rows = mixed.prompts_at(0, 32 * 1000).0;
+        let second = rows.iter().filter(|row| **row >= 8).count();
+        assert_eq!(second, 8000);
+        let mut position = 0;
+        for block in 0..500 {
+            assert_eq!(mixed.position_of_block(block), mixed.block_start(position), "block {block}");
+            position = mixed.block_at(position).1;
+        }
     }
 }

@@ -221,10 +221,16 @@ impl Rollouts<'_> {
     /// Completions as rewards see them, in block order.
     pub fn reward_samples(&self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RewardSample>, EngineError> {
         let mut samples = Vec::new();
+        let dataset = match (id.phase, &self.plan.eval) {
+            (SamplePhase::Eval, Some(eval)) => &eval.dataset,
+            (SamplePhase::Eval | SamplePhase::Train, _) => &self.plan.dataset,
+        };
         for (index, SampledGroup { row, completions }) in groups.iter().enumerate() {
             let prompt = &self.data.prompts_of(id.phase)[*row as usize];
+            let source = dataset.source_of(*row);
             for completion in completions {
                 samples.push(RewardSample {
+                    source: source.map(str::to_owned),
                     sample_id: format!("s_{}", samples.len()),
                     group_id: format!("g_{index}"),
                     prompt_id: format!("row_{row}"),

@@ -23,7 +23,7 @@ use super::start::{self, ReferenceModel};
 use super::text::Text;
 use super::update::MicroBatching;
 use crate::event::{Event, Phase, SamplePhase};
-use crate::spec::{Plan, PromptKey, held_out_rows, prompt_key, shared_prompts};
+use crate::spec::{Mixture, Plan, PromptKey, held_out_rows, prompt_key, shared_prompts};
 
 /// Everything a run holds.
 pub(super) struct Run<'a> {
@@ -107,7 +107,7 @@ impl<'a> Run<'a> {
         }
         host.poll()?;
         let data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
-        let schedule = Schedule::new(plan, data.num_trained())?;
+        let schedule = Schedule::new(plan, &data.rows_by_source(plan))?;
         let reference = start::begin(&mut policy, &input)?;
         let (adam, state, block, ahead) = match &input.resume {
             Some(dir) => {
@@ -239,8 +239,13 @@ impl Data {
         Ok(Self { text, prompts, eval_prompts, trained_rows: Some(trained_rows), evaluated_rows, shared_prompts })
     }
 
-    fn num_trained(&self) -> usize {
-        self.trained_rows.as_ref().map_or(self.prompts.len(), Vec::len)
+    /// How many rows of each source are trained; one number where there is one.
+    fn rows_by_source(&self, plan: &Plan) -> Vec<u64> {
+        match &self.trained_rows {
+            Some(trained) => plan.dataset.rows_by_source(trained),
+            None if plan.dataset.sources.is_empty() => vec![self.prompts.len() as u64],
+            None => plan.dataset.sources.iter().map(|source| source.num_rows).collect(),
+        }
     }
 
     /// The prompts that the rows of a rollout refer to.
@@ -263,11 +268,12 @@ impl Data {
 }
 
 impl Schedule {
-    fn new(plan: &Plan, num_trained: usize) -> Result<Self, EngineError> {
-        let batching = Batching::of_plan(plan, num_trained as u64);
-        if batching.blocks_per_epoch() == 0 {
+    fn new(plan: &Plan, trained_rows: &[u64]) -> Result<Self, EngineError> {
+        let batching = Batching::of_plan(plan, Mixture::of_sources(&plan.dataset.sources, trained_rows));
+        if !batching.fills_a_block() {
             return Err(EngineError::Prompts(format!(
-                "the dataset has {num_trained} prompts to train on, fewer than one generation block of {}; lower prompts_per_step or steps_per_generation, or add prompts",
+                "an epoch of the dataset has {} prompts to train on, fewer than one generation block of {}; lower prompts_per_step or steps_per_generation, or add prompts",
+                batching.mixture.shortest_epoch(),
                 batching.prompts_per_block
             )));
         }
@@ -297,7 +303,10 @@ impl Schedule {
     /// Passes over the dataset after a step: where refills move the cursor, by the cursor.
     pub fn epochs(&self, step: u64, state: &TrainerState, plan: &Plan) -> f64 {
         match state.next_prompt {
-            Some(next) if plan.rloo.min_informative_groups > 0 => next as f64 / self.batching.num_rows.max(1) as f64,
+            Some(next) if !plan.dataset.sources.is_empty() => self.batching.epochs_at(next),
+            Some(next) if plan.rloo.min_informative_groups > 0 => {
+                next as f64 / self.batching.mixture.num_rows().max(1) as f64
+            }
             Some(_) | None => self.batching.epochs(step),
         }
     }

@@ -81,7 +81,7 @@ fn sample(run: &mut Run<'_>, step: u64, index: u64) -> Result<(Rollout, Option<B
         return Ok((rollout, Some(logps)));
     }
     let position = run.schedule.position_of_block(index, &run.progress.state);
-    let batching = run.schedule.batching;
+    let batching = run.schedule.batching.clone();
     Ok((run.rollouts().block(step, index, position, &batching)?, None))
 }
 

@@ -83,6 +83,10 @@ impl Hub {
             return Ok(());
         }
         let mut part = Part::open(parts, file, progress.clone()).await?;
+        if is_whole(&target, file).await? {
+            // Another download of it was first, while this one waited.
+            return part.remove();
+        }
         let mut tries = Tries::new(self.settings.first_delay);
         let mut damaged = 0;
         loop {
@@ -225,6 +229,12 @@ impl Part {
         self.file.flush().await.map_err(HubError::disk("write to", &self.path))?;
         let file = self.file.try_clone().await.map_err(HubError::disk("open", &self.path))?;
         hash(file.into_std().await, self.path.clone(), self.expected, self.whole_bytes).await
+    }
+
+    /// Not needed any more: the whole file is here.
+    fn remove(self) -> Result<(), HubError> {
+        self.progress.moved(self.size_bytes, self.whole_bytes);
+        std::fs::remove_file(&self.path).map_err(HubError::disk("remove", &self.path))
     }
 
     /// Gives it its name, durably.

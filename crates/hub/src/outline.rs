@@ -19,13 +19,31 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 impl Hub {
     /// Downloads into `to` all files of a plan but the weights; of each of those, its header, followed by a hole up to its size. So the
-    /// folder reads like the model's, tensors' bytes excepted, after a few megabytes. `parts` as in [`Hub::download`].
+    /// folder reads like the model's, tensors' bytes excepted, after a few megabytes. `parts` as in [`Hub::download`]. The folder appears
+    /// when it is complete; one that is there already, of the same plan, is taken as it is.
     ///
     /// # Errors
     /// `NoSpace` when there is no room for the whole plan; those of the hub and of the disk.
     pub async fn outline(&self, plan: &RepoPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
         std::fs::create_dir_all(parts).map_err(HubError::disk("make the folder", parts))?;
         check_space(plan, parts, to)?;
+        if let Ok(there) = File::open(to) {
+            // It is as old as its last use.
+            return there.set_modified(SystemTime::now()).map_err(HubError::disk("use the folder", to));
+        }
+        let outlines = to.parent().unwrap_or(to);
+        std::fs::create_dir_all(outlines).map_err(HubError::disk("make the folder", outlines))?;
+        let building = tempfile::Builder::new().prefix("building-").tempdir_in(outlines);
+        // Removed when this future is dropped, or somebody else was first.
+        let building = building.map_err(HubError::disk("make a folder in", outlines))?;
+        self.build_outline(plan, parts, building.path()).await?;
+        match std::fs::rename(building.path(), to) {
+            Err(_) if to.is_dir() => Ok(()),
+            named => named.map_err(HubError::disk("rename", building.path())),
+        }
+    }
+
+    async fn build_outline(&self, plan: &RepoPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
         let (weights, small): (Vec<RepoFile>, Vec<RepoFile>) =
             plan.files.iter().cloned().partition(|file| file.path.ends_with(".safetensors"));
         let small = RepoPlan { files: small, ..plan.clone() };

@@ -355,6 +355,7 @@ mod tests {
             sample_id: "s_0".into(),
             group_id: "g_0".into(),
             prompt_id: "row_0".into(),
+            source: None,
             prompt: "What?".into(),
             messages: None,
             completion: completion.into(),

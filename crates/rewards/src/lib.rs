@@ -9,6 +9,7 @@
 
 use rlood_types::{callback, digest, event, id, job, outgoing, protocol, sample, spec};
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -219,12 +220,29 @@ pub struct Surroundings {
 struct Entry {
     name: String,
     required: bool,
+    /// The sources whose rows it judges; None = all.
+    applies_to: Option<Vec<String>>,
     reward: Box<dyn Reward>,
     health: Mutex<Health>,
     meter: Arc<Meter>,
     /// Of a reward over HTTP.
     endpoint: Option<Arc<Endpoint>>,
     min_valid_per_group: usize,
+}
+
+impl Entry {
+    fn judges(&self, sample: &RewardSample) -> bool {
+        let Some(sources) = &self.applies_to else { return true };
+        sample.source.as_ref().is_some_and(|source| sources.contains(source))
+    }
+
+    /// The samples that it judges. Groups stay whole: a group has one prompt, and a prompt one source.
+    fn judged_of<'s>(&self, samples: &'s [RewardSample]) -> Cow<'s, [RewardSample]> {
+        match samples.iter().all(|sample| self.judges(sample)) {
+            true => Cow::Borrowed(samples),
+            false => Cow::Owned(samples.iter().filter(|sample| self.judges(sample)).cloned().collect()),
+        }
+    }
 }
 
 /// What all rewards said of one rollout.
@@ -327,6 +345,7 @@ impl Rewards {
             entries.push(Entry {
                 name: plan.name.clone(),
                 required: plan.required,
+                applies_to: plan.applies_to.clone(),
                 reward,
                 meter,
                 endpoint,
@@ -385,10 +404,14 @@ impl Rewards {
     pub async fn score(&self, job: &JobContext, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {
         let asked = self.entries.iter().map(|entry| async move {
             let start = Instant::now();
-            let judged = match entry.reward.judge(job, samples).await {
+            let theirs = entry.judged_of(samples);
+            if theirs.is_empty() {
+                return Ok((entry, None, start.elapsed()));
+            }
+            let judged = match entry.reward.judge(job, &theirs).await {
                 // An optional reward does not hold up the job: its values are missing, which its plan permits.
                 Err(failure @ RewardFailure::Outage { .. }) if !entry.required => Judged {
-                    judgements: vec![Judgement::missing("reward_outage", failure.to_string()); samples.len()],
+                    judgements: vec![Judgement::missing("reward_outage", failure.to_string()); theirs.len()],
                     counts: Counts::default(),
                 },
                 Err(failure @ RewardFailure::Invalid { .. }) => {
@@ -397,7 +420,7 @@ impl Rewards {
                 }
                 other => other?,
             };
-            Ok((entry, judged, start.elapsed()))
+            Ok((entry, Some(judged), start.elapsed()))
         });
         let answers = try_join_all(asked).await?;
 
@@ -406,6 +429,11 @@ impl Rewards {
             ..Scored::default()
         };
         for (entry, judged, latency) in answers {
+            let Some(judged) = judged else {
+                // Nothing of this rollout comes from its sources.
+                scored.scores.iter_mut().for_each(|score| score.values.push(RewardValue::NotApplicable));
+                continue;
+            };
             entry.meter.judged(&judged, entry.endpoint.is_none().then_some(latency));
             scored.metrics.insert(format!("rewards/{}/latency", entry.name), Some(latency.as_secs_f64()));
             // What stood in the journal was weighed by the attempt that got it.
@@ -426,7 +454,15 @@ impl Rewards {
                     data: serde_json::json!({"reward": entry.name}),
                 }),
             }
-            let mut values: Vec<RewardValue> = judged.judgements.iter().map(|judgement| judgement.value).collect();
+            let mut judged = judged.judgements.iter().map(|judgement| judgement.value);
+            let value = |sample| {
+                if entry.judges(sample) {
+                    judged.next().unwrap_or(RewardValue::Missing)
+                } else {
+                    RewardValue::NotApplicable
+                }
+            };
+            let mut values: Vec<RewardValue> = samples.iter().map(value).collect();
             if job.rollout.is_trained() {
                 leave_out_thin_groups(&mut values, samples, entry.min_valid_per_group);
             }

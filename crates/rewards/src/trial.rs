@@ -88,6 +88,7 @@ fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static st
         sample_id: format!("s_{index}"),
         group_id: String::new(),
         prompt_id: String::new(),
+        source: None,
         prompt,
         messages,
         completion,

@@ -168,6 +168,8 @@ pub struct RewardSample {
     pub group_id: String,
     /// `row_N`.
     pub prompt_id: String,
+    /// Which of several sources of the dataset it comes from.
+    pub source: Option<String>,
     /// The prompt as text.
     pub prompt: String,
     /// The prompt as chat messages, if it came as such.

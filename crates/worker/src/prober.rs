@@ -247,6 +247,8 @@ impl Probe {
         // The loop samples from its training stream: a seed from the stream `probe` keeps the two apart.
         plan.training.seed = Key::new(plan.training.seed, Stream::Probe).bits();
         plan.training.shuffle_dataset = false;
+        // The chosen rows are taken one after another.
+        plan.dataset.sources.clear();
         plan.optimizer.learning_rate = 0.0;
         plan.optimizer.weight_decay = 0.0;
         plan.checkpoints.every_steps = u64::MAX;

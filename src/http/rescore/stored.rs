@@ -67,10 +67,10 @@ pub(super) async fn with_columns(
     warnings: &mut Vec<String>,
 ) -> Result<Vec<RewardSample>, Problem> {
     let dataset = match (phase, &plan.eval) {
-        (SamplePhase::Eval, Some(eval)) => eval.dataset.id,
-        (SamplePhase::Train | SamplePhase::Eval, _) => plan.dataset.id,
+        (SamplePhase::Eval, Some(eval)) => &eval.dataset,
+        (SamplePhase::Train | SamplePhase::Eval, _) => &plan.dataset,
     };
-    let rows = rows_of(state, dataset, stored).await?;
+    let rows = rows_of(state, dataset.id, stored).await?;
     if rows.is_none() {
         let detail = "the job's dataset was deleted: the reward sees prompts as text, no columns and no messages";
         warnings.push(detail.to_owned());
@@ -86,6 +86,7 @@ pub(super) async fn with_columns(
             sample_id: format!("s_{index}"),
             group_id: format!("g_{group}"),
             prompt_id: sample.prompt_id.clone(),
+            source: row_number(sample).and_then(|row| dataset.source_of(row)).map(str::to_owned),
             prompt: sample.prompt.clone(),
             messages,
             completion: sample.completion.clone(),

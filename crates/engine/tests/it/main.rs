@@ -23,6 +23,7 @@ mod precision;
 mod resume;
 mod reward_model;
 mod reward_values;
+mod sources;
 mod train;
 mod variants;
 mod vectors;

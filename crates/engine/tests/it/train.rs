@@ -39,7 +39,7 @@ pub fn rows() -> Vec<PromptRow> {
 /// Two prompts with two completions a step, one step a block, KL on; the score is up to the host.
 #[expect(clippy::too_many_lines, reason = "one literal: every setting of a plan")]
 pub fn plan() -> Plan {
-    let dataset = DatasetPlan { id: rlood_types::id::DatasetId::new(), sha256: "data".into(), num_rows: 8 };
+    let dataset = DatasetPlan::new(rlood_types::id::DatasetId::new(), "data".into(), 8);
     Plan {
         name: None,
         model: ModelPlan { id: "tiny".into(), sha256: "model".into() },
@@ -140,7 +140,15 @@ pub fn reward(name: &str) -> RewardPlan {
         below: -0.5,
         above: 0.0,
     });
-    RewardPlan { name: name.into(), weight: 1.0, required: true, max_abs_reward: None, blank_reference: None, kind }
+    RewardPlan {
+        name: name.into(),
+        weight: 1.0,
+        required: true,
+        max_abs_reward: None,
+        blank_reference: None,
+        applies_to: None,
+        kind,
+    }
 }
 
 /// A checkpoint, copied before the engine removed it.

@@ -173,6 +173,7 @@ fn sample() -> rlood_types::sample::RewardSample {
         sample_id: String::new(),
         group_id: String::new(),
         prompt_id: String::new(),
+        source: None,
         prompt: String::new(),
         messages: None,
         completion: String::new(),

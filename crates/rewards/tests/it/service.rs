@@ -106,6 +106,7 @@ pub fn samples(count: usize, group: usize) -> Vec<RewardSample> {
         sample_id: format!("s_{index}"),
         group_id: format!("g_{}", index / group),
         prompt_id: format!("row_{}", index / group),
+        source: None,
         prompt: "What?".into(),
         messages: Some(json!([{"role": "user", "content": "What?"}])),
         completion: format!("c{index}"),

@@ -70,6 +70,17 @@ impl Walk<'_> {
                 (StorageKind::Datasets, owner.unwrap_or_default())
             })?,
             "staging" => self.each(path, |walk, entry| (StorageKind::Staging, walk.owner_of_job(entry)))?,
+            // What downloads from a hub leave for a day.
+            "hub" => {
+                for folder in entries(path)? {
+                    let has_holes = name_of(&folder) == "outlines";
+                    for entry in entries(&folder)? {
+                        let size_bytes =
+                            if has_holes { allocated_below(&entry)? } else { size_below(&entry, &mut self.counted)? };
+                        self.add(StorageKind::Staging, String::new(), size_bytes);
+                    }
+                }
+            }
             "scratch" => self.each(path, |_, _| (StorageKind::Scratch, String::new()))?,
             "models" => {
                 for model in entries(path)? {
@@ -105,8 +116,12 @@ impl Walk<'_> {
     /// One thing with all below it.
     fn one(&mut self, kind: StorageKind, owner: String, path: &Path) -> Result<(), FilesError> {
         let size_bytes = size_below(path, &mut self.counted)?;
-        *self.usage.entry((kind, owner)).or_default() += StorageUse { size_bytes, count: 1 };
+        self.add(kind, owner, size_bytes);
         Ok(())
+    }
+
+    fn add(&mut self, kind: StorageKind, owner: String, size_bytes: u64) {
+        *self.usage.entry((kind, owner)).or_default() += StorageUse { size_bytes, count: 1 };
     }
 
     fn owner_of_job(&self, path: &Path) -> String {
@@ -129,6 +144,16 @@ pub(crate) fn size_below(path: &Path, counted: &mut HashSet<(u64, u64)>) -> Resu
         return Ok(if is_new { found.len() } else { 0 });
     }
     entries(path)?.iter().map(|entry| size_below(entry, counted)).sum()
+}
+
+/// The same of files with holes: what the disk has given them, at most their bytes.
+fn allocated_below(path: &Path) -> Result<u64, FilesError> {
+    match metadata(path)? {
+        None => Ok(0),
+        Some(found) if found.is_dir() => entries(path)?.iter().map(|entry| allocated_below(entry)).sum(),
+        // Blocks are of 512 bytes whatever the file system's are (stat(2)).
+        Some(found) => Ok(found.len().min(found.blocks() * 512)),
+    }
 }
 
 /// None = it is not there any more.

@@ -2,9 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::{Value, json};
-use utoipa::ToSchema;
 
 use super::evaluation::{EvalSpec, read_eval};
 use super::foreign::advice;
@@ -14,12 +13,11 @@ use super::rewards::{read_reward_secrets, read_rewards};
 use super::rloo::read_rloo;
 use super::sections::{read_lora, read_optimizer, read_section, read_training, read_warm_start};
 use super::settings::{CHECKPOINTS, SAMPLING};
+use super::sources::{DatasetSource, attach_records, detach_records, read_dataset};
 use super::{
-    Arithmetic, CheckpointPlan, ComputeDtype, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan, RewardSecrets,
-    RlooPlan, SamplingPlan, WarmStartPlan,
+    Arithmetic, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan,
+    RewardSecrets, RlooPlan, SamplingPlan, WarmStartPlan,
 };
-use crate::dataset::{Recipe, RecipeMap};
-use crate::id::DatasetId;
 
 /// A submitted job. Where a field was refused it holds a harmless stand-in, so that the rest can still be checked.
 #[derive(Debug, Clone)]
@@ -64,54 +62,6 @@ pub struct JobSpec {
     pub redacted: Value,
 }
 
-/// Where prompts come from.
-#[derive(Debug, Clone, PartialEq)]
-pub enum DatasetSource {
-    /// An uploaded dataset.
-    Id(DatasetId),
-    /// Sent along, one object a row.
-    Records(Vec<Value>),
-    /// Of the hub; downloaded and mapped when the job is accepted.
-    Hub(Box<HubDataset>),
-}
-
-/// A data set of the hub, and what is made of its rows.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct HubDataset {
-    /// The repository: `org/name`, or `org/name@revision`.
-    #[schema(example = "openai/gsm8k")]
-    pub hub: String,
-    /// A branch, tag or commit; without, `main`. Pinned to the commit that it is.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub revision: Option<String>,
-    /// Which configuration, where there are several.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(example = "main")]
-    pub config: Option<String>,
-    /// Which split; without, `train`, or the only one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(example = "train")]
-    pub split: Option<String>,
-    /// What each row becomes; without it rows stay as they are.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub map: Option<RecipeMap>,
-    /// So many rows at most: the first ones, or with `seed` a sample of all.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(minimum = 1)]
-    pub limit: Option<u64>,
-    /// Of the sample.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub seed: Option<u64>,
-}
-
-impl HubDataset {
-    /// What is made of the rows.
-    pub fn recipe(&self) -> Recipe {
-        Recipe { map: self.map.clone(), limit: self.limit, seed: self.seed }
-    }
-}
-
 /// Batches, length and seed, as asked for.
 #[derive(Debug, Clone, Deserialize)]
 pub struct TrainingSpec {
@@ -143,18 +93,17 @@ impl JobSpec {
             let detail = format!("a job is an object, {example}, not {}", kind_of(&document));
             return (Self::read(json!({})).0, vec![FieldError::new("", "invalid_type", detail)]);
         }
-        let train_records = detach_records(&mut document, "/dataset/records");
-        let eval_records = detach_records(&mut document, "/eval/dataset/records");
+        let train_records = detach_records(&mut document, "/dataset");
+        let eval_records = detach_records(&mut document, "/eval/dataset");
         let errors = Errors::default();
         let mut spec = read_job(&Reader::document(&document, &errors));
         let mut errors = errors.into_vec();
-        for (source, records, pointer) in [
-            (spec.dataset.as_mut(), train_records, "/dataset/records"),
-            (spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut()), eval_records, "/eval/dataset/records"),
+        for (source, at, records) in [
+            (spec.dataset.as_mut(), "/dataset", train_records),
+            (spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut()), "/eval/dataset", eval_records),
         ] {
-            if let (Some(DatasetSource::Records(rows)), Some(records)) = (source, records) {
-                errors.extend(super::check_records(&records, pointer));
-                *rows = records;
+            if let Some(source) = source {
+                errors.extend(attach_records(source, at, records));
             }
         }
         spec.redacted = redacted(document);
@@ -187,13 +136,13 @@ pub fn submittable(plan: &Plan) -> Value {
         arithmetic: _,
     } = plan;
     let mut document = json!({
-        "name": name, "model": model.id, "dataset": {"id": dataset.id}, "eval": eval, "rewards": rewards, "rloo": rloo,
+        "name": name, "model": model.id, "dataset": submittable_dataset(dataset), "eval": eval, "rewards": rewards, "rloo": rloo,
         "sampling": sampling, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
         "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if let Some(eval) = eval {
         // With a fraction the rows are the training dataset's, and how many follows from it.
-        document["eval"]["dataset"] = eval.fraction.map_or_else(|| json!({"id": eval.dataset.id}), |_| Value::Null);
+        document["eval"]["dataset"] = eval.fraction.map_or_else(|| submittable_dataset(&eval.dataset), |_| Value::Null);
         document["eval"]["held_out_rows"] = Value::Null;
     }
     without_nulls(&mut document);
@@ -202,6 +151,14 @@ pub fn submittable(plan: &Plan) -> Value {
         document["lora"] = Value::Null;
     }
     document
+}
+
+/// A dataset in the form in which a job can name it again.
+pub fn submittable_dataset(dataset: &DatasetPlan) -> Value {
+    match dataset.sources.as_slice() {
+        [] => json!({"id": dataset.id}),
+        sources => json!({"id": dataset.id, "sources": sources}),
+    }
 }
 
 fn without_nulls(value: &mut Value) {
@@ -215,11 +172,6 @@ fn without_nulls(value: &mut Value) {
         Value::Array(items) => items.iter_mut().for_each(without_nulls),
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
     }
-}
-
-/// Takes inline records out, so that no copy of them is made; an empty list stays in their place.
-fn detach_records(document: &mut Value, pointer: &str) -> Option<Vec<Value>> {
-    document.pointer_mut(pointer)?.as_array_mut().map(std::mem::take)
 }
 
 /// The document without what must not be shown again.
@@ -255,7 +207,7 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
             .to_owned(),
         dataset: read_dataset(&document.required(
             "dataset",
-            "give {\"id\": \"ds_…\"} of an uploaded dataset, or {\"records\": [{\"prompt\": \"…\"}]}",
+            "give {\"id\": \"ds_…\"} of an uploaded dataset, {\"hub\": \"org/name\"}, {\"records\": [{\"prompt\": \"…\"}]}, or a list of these",
         )),
         eval,
         rewards,
@@ -332,53 +284,4 @@ fn read_metadata(field: &Field<'_>) -> Option<BTreeMap<String, String>> {
         field.fail("out_of_range", format!("a label's name has 1 to 64 characters: '{}'", shown(key)));
     }
     Some(labels)
-}
-
-pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
-    if field.value().is_some_and(|value| value.get("hub").is_some()) {
-        return read_hub_dataset(field);
-    }
-    let reader = field.object()?;
-    let id = reader.field("id");
-    let records = reader.field("records");
-    let source = match (id.value(), records.value()) {
-        (Some(_), Some(_)) => {
-            field.fail("conflict", "give either an id or records, not both");
-            None
-        }
-        (Some(_), None) => id.string(64).and_then(|text| match text.parse() {
-            Ok(id) => Some(DatasetSource::Id(id)),
-            Err(error) => {
-                id.fail("invalid_value", format!("{error}"));
-                None
-            }
-        }),
-        (None, Some(_)) => records.items().map(|_| DatasetSource::Records(Vec::new())),
-        (None, None) => {
-            field.fail(
-                "required",
-                "give the id of an uploaded dataset, records: a list of {\"prompt\": …}, or hub: a data set of the hub",
-            );
-            None
-        }
-    };
-    reader.finish(advice);
-    source
-}
-
-/// `{"hub": …}`: read as one, since the same object is a body of its own elsewhere.
-fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
-    match serde_json::from_value::<HubDataset>(field.value()?.clone()) {
-        Err(error) => {
-            field.fail("invalid_value", format!("{error}: a data set of the hub is {{\"hub\": \"org/name\", \"config\", \"split\", \"map\", \"limit\", \"seed\"}}"));
-            None
-        }
-        Ok(hub) => match hub.recipe().check() {
-            Err(error) => {
-                field.fail("invalid_map", error.to_string());
-                None
-            }
-            Ok(()) => Some(DatasetSource::Hub(Box::new(hub))),
-        },
-    }
 }

@@ -6,12 +6,12 @@ use serde::Deserialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::document::{DatasetSource, read_dataset};
 use super::foreign::advice;
 use super::reader::Reader;
 use super::rewards::read_rewards;
 use super::secrets::eval_secret_name;
 use super::settings::EVAL;
+use super::sources::{DatasetSource, read_dataset};
 use super::{RewardPlan, RewardSecrets, SplitRule};
 
 /// Evaluation, as asked for.
@@ -53,10 +53,20 @@ pub(super) fn read_eval(reader: Reader<'_>) -> (EvalSpec, BTreeMap<String, Rewar
         }
         None
     } else {
-        read_dataset(&reader.required(
+        let field = reader.required(
             "dataset",
             "evaluation needs prompts: {\"id\": …} or {\"records\": […]}, or \"fraction\": 0.1 to hold out a share of the training dataset",
-        ))
+        );
+        let weighted = field
+            .value()
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+            .position(|source| !source["weight"].is_null());
+        if let Some(item) = weighted.and_then(|index| field.items()?.into_iter().nth(index)) {
+            item.fail_at("weight", "unknown_field", "an evaluation takes every row once: leave the weight out");
+        }
+        read_dataset(&field)
     };
     let own = reader.field("rewards");
     let (rewards, secrets) = read_rewards(&own);

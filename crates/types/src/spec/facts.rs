@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use super::footprint::Place;
+use super::plan::SourcePlan;
 use super::warm::WarmStartFacts;
 use super::{PromptKey, PromptLengths};
 use crate::id::DatasetId;
@@ -94,9 +95,50 @@ pub struct DatasetFacts {
     pub prompt_lengths: Option<PromptLengths>,
     /// What tells its prompts apart, in the order of the rows; None = left to the worker.
     pub prompt_keys: Option<Vec<PromptKey>>,
+    /// Where its rows come from, if from several.
+    pub sources: Vec<SourceFacts>,
+}
+
+/// One of several sources of a dataset.
+#[derive(Debug, Clone)]
+pub struct SourceFacts {
+    /// As the plan has it.
+    pub plan: SourcePlan,
+    /// Columns of any of its rows; None where that is not known.
+    pub columns: Option<Vec<String>>,
 }
 
 impl DatasetFacts {
+    /// Of rows in a file.
+    pub fn of_file(id: DatasetId, sha256: String, num_rows: u64, columns: Vec<String>) -> Self {
+        let sources = Vec::new();
+        Self {
+            id,
+            sha256,
+            num_rows,
+            columns,
+            has_chat_prompts: false,
+            prompt_lengths: None,
+            prompt_keys: None,
+            sources,
+        }
+    }
+
+    /// Of several sources, one after another, with their columns.
+    pub fn of_sources(sources: Vec<(SourcePlan, DatasetFacts)>) -> Self {
+        let mut columns: Vec<String> = Vec::new();
+        for column in sources.iter().flat_map(|(_, facts)| &facts.columns) {
+            if !columns.contains(column) {
+                columns.push(column.clone());
+            }
+        }
+        let num_rows = sources.iter().map(|(plan, _)| plan.num_rows).sum();
+        let has_chat_prompts = sources.iter().any(|(_, facts)| facts.has_chat_prompts);
+        let source = |(plan, facts): (SourcePlan, DatasetFacts)| SourceFacts { plan, columns: Some(facts.columns) };
+        let sources = sources.into_iter().map(source).collect();
+        Self { has_chat_prompts, sources, ..Self::of_file(DatasetId::new(), String::new(), num_rows, columns) }
+    }
+
     /// Of rows that came with the job and are not stored yet.
     pub fn of_records(records: &[Value]) -> Self {
         let mut columns: Vec<String> = Vec::new();
@@ -106,14 +148,6 @@ impl DatasetFacts {
             }
         }
         let has_chat_prompts = records.iter().any(|row| row.get("prompt").is_some_and(Value::is_array));
-        Self {
-            id: DatasetId::new(),
-            sha256: String::new(),
-            num_rows: records.len() as u64,
-            columns,
-            has_chat_prompts,
-            prompt_lengths: None,
-            prompt_keys: None,
-        }
+        Self { has_chat_prompts, ..Self::of_file(DatasetId::new(), String::new(), records.len() as u64, columns) }
     }
 }

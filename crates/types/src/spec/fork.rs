@@ -12,6 +12,9 @@ pub fn resume_identity(plan: &Plan) -> Value {
     let mut shared = Map::new();
     shared.insert("model".to_owned(), json!(plan.model.sha256));
     shared.insert("dataset".to_owned(), json!(plan.dataset.sha256));
+    if !plan.dataset.sources.is_empty() {
+        shared.insert("dataset_sources".to_owned(), json!(plan.dataset.sources));
+    }
     shared.insert("lora".to_owned(), json!(plan.lora.as_ref().map(|lora| fixed(&LORA, lora))));
     shared.extend(fixed(&RLOO, &plan.rloo));
     shared.extend(fixed(&TRAINING, &plan.training));

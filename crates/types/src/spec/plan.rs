@@ -80,6 +80,50 @@ pub struct DatasetPlan {
     pub sha256: String,
     /// Rows.
     pub num_rows: u64,
+    /// Where the rows come from, if from several: each source's rows lie behind those of the sources before it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sources: Vec<SourcePlan>,
+}
+
+impl DatasetPlan {
+    /// A dataset of one source.
+    pub fn new(id: DatasetId, sha256: String, num_rows: u64) -> Self {
+        Self { id, sha256, num_rows, sources: Vec::new() }
+    }
+
+    /// The source that a row comes from, if there are several.
+    pub fn source_of(&self, row: u64) -> Option<&str> {
+        let mut end = 0;
+        let of_row = self.sources.iter().find(|source| {
+            end += source.num_rows;
+            row < end
+        });
+        of_row.map(|source| source.name.as_str())
+    }
+
+    /// How many of these rows (ascending) each source has; all of them where there is one.
+    pub fn rows_by_source(&self, rows: &[u64]) -> Vec<u64> {
+        let mut counts = Vec::with_capacity(self.sources.len());
+        let (mut end, mut before) = (0, 0);
+        for source in &self.sources {
+            end += source.num_rows;
+            let until = rows.partition_point(|row| *row < end);
+            counts.push((until - before) as u64);
+            before = until;
+        }
+        if self.sources.is_empty() { vec![rows.len() as u64] } else { counts }
+    }
+}
+
+/// One of several sources of prompts.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct SourcePlan {
+    /// Unique in the dataset; metrics are `sources/{name}/…`.
+    pub name: String,
+    /// Its rows.
+    pub num_rows: u64,
+    /// Its share of the prompts is its weight over the sum of all.
+    pub weight: f64,
 }
 
 /// Evaluation on prompts of its own, or on rows held out of the training dataset.

@@ -6,8 +6,10 @@ use utoipa::ToSchema;
 use super::estimate::{Estimate, Limits, fit};
 use super::evaluation::{held_out_count, held_out_rows, shared_prompts};
 use super::facts::{Context, DatasetFacts, ModelFacts};
+use super::mixture::Mixture;
 use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
+use super::reader::shown;
 use super::rloo;
 use super::warm;
 use super::{
@@ -55,16 +57,16 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
     let fraction = spec.eval.as_ref().and_then(|eval| eval.fraction);
-    let held_out = fraction.map(|fraction| match &dataset.prompt_keys {
-        Some(keys) => held_out_rows(spec.arithmetic.split, keys, fraction, spec.training.seed).len() as u64,
-        None => held_out_count(dataset.num_rows, fraction),
-    });
-    if held_out == Some(0) && dataset.num_rows > 0 {
+    let held_out = fraction.map(|fraction| hold_out(dataset, fraction, spec));
+    if held_out.as_ref().is_some_and(|held_out| held_out.iter().sum::<u64>() == 0) && dataset.num_rows > 0 {
         let detail = "all prompts are equal, and equal prompts are never divided between training and evaluation: give an evaluation dataset, or add prompts";
         errors.push(FieldError::new("/eval/fraction", "nothing_to_hold_out", detail));
     }
-    let trained_rows = dataset.num_rows - held_out.unwrap_or(0).min(dataset.num_rows);
-    if let Some(error) = smaller_than_a_block(spec, trained_rows, held_out.unwrap_or(0)) {
+    let mixture = mixture_of(dataset, held_out.as_deref().unwrap_or_default());
+    let held_out = held_out.map(|held_out| held_out.iter().sum::<u64>());
+    if let Some(error) =
+        unusual_shares(dataset, &mixture).or_else(|| smaller_than_a_block(spec, &mixture, held_out.unwrap_or(0)))
+    {
         errors.push(error);
         return Err(errors);
     }
@@ -83,7 +85,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     if !errors.is_empty() {
         return Err(errors);
     }
-    let (training, totals) = plan_training(spec, &sampling, trained_rows);
+    let (training, totals) = plan_training(spec, &sampling, &mixture);
     let mut plan = Plan {
         name: spec.name.clone(),
         model: ModelPlan { id: model.id.clone(), sha256: model.sha256.clone() },
@@ -114,7 +116,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         gradient_checkpointing: spec.training.gradient_checkpointing,
     };
     let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
-    Ok(Resolution { warnings: warnings(spec, context, &plan), plan, estimate })
+    Ok(Resolution { warnings: warnings(spec, context, &plan, mixture.epoch_len(0)), plan, estimate })
 }
 
 /// Weights of reward models in memory; several rewards of the same settings share one.
@@ -136,7 +138,59 @@ fn reward_model_bytes(spec: &JobSpec, context: &Context) -> u64 {
 }
 
 fn plan_dataset(facts: &DatasetFacts) -> DatasetPlan {
-    DatasetPlan { id: facts.id, sha256: facts.sha256.clone(), num_rows: facts.num_rows }
+    let sources = facts.sources.iter().map(|source| source.plan.clone()).collect();
+    DatasetPlan { sources, ..DatasetPlan::new(facts.id, facts.sha256.clone(), facts.num_rows) }
+}
+
+/// How many rows of each source evaluation holds out; where the prompts are not known, as many as the fraction asks for.
+fn hold_out(dataset: &DatasetFacts, fraction: f64, spec: &JobSpec) -> Vec<u64> {
+    match &dataset.prompt_keys {
+        Some(keys) => {
+            let rows = held_out_rows(spec.arithmetic.split, keys, fraction, spec.training.seed);
+            plan_dataset(dataset).rows_by_source(&rows)
+        }
+        None if dataset.sources.is_empty() => vec![held_out_count(dataset.num_rows, fraction)],
+        None => dataset.sources.iter().map(|source| (source.plan.num_rows as f64 * fraction).round() as u64).collect(),
+    }
+}
+
+/// How the rows that are trained take turns.
+fn mixture_of(dataset: &DatasetFacts, held_out: &[u64]) -> Mixture {
+    let held_out = held_out.iter().copied().chain(std::iter::repeat(0));
+    match dataset.sources.as_slice() {
+        [] => Mixture::single(dataset.num_rows - held_out.take(1).sum::<u64>().min(dataset.num_rows)),
+        sources => Mixture::new(
+            sources
+                .iter()
+                .zip(held_out)
+                .map(|(source, held_out)| (source.plan.num_rows.saturating_sub(held_out), source.plan.weight)),
+        ),
+    }
+}
+
+/// An epoch is held in memory, one number a prompt.
+const MAX_PROMPTS_AN_EPOCH: u64 = 50_000_000;
+
+/// Weights with which a source gives nothing, or so many prompts that no job sees the largest source once.
+fn unusual_shares(dataset: &DatasetFacts, mixture: &Mixture) -> Option<FieldError> {
+    let (longest, rows) = (mixture.epoch_len(0), mixture.num_rows());
+    if longest > MAX_PROMPTS_AN_EPOCH.max(rows) {
+        let detail = format!(
+            "the largest source has so little weight that an epoch, in which it is seen once, has {longest} prompts (at most {MAX_PROMPTS_AN_EPOCH}): give it more weight, or limit its rows"
+        );
+        return Some(FieldError::new("/dataset", "out_of_range", detail));
+    }
+    let empty = dataset.sources.iter().zip(mixture.rows()).find(|(_, rows)| *rows == 0);
+    empty.map(|(source, _)| {
+        let detail = match source.plan.num_rows {
+            0 => format!("the source '{}' has no rows", source.plan.name),
+            _ => format!(
+                "evaluation holds out every row of the source '{}': nothing of it is left to train on",
+                source.plan.name
+            ),
+        };
+        FieldError::new("/dataset", "empty_dataset", detail)
+    })
 }
 
 fn plan_eval(eval: &EvalSpec, facts: &DatasetFacts, held_out_rows: Option<u64>) -> EvalPlan {
@@ -191,16 +245,56 @@ fn check_dataset(
         Some(_) | None => vec![job],
     };
     let judged = judged.into_iter().flat_map(|(rewards, at)| rewards.iter().enumerate().map(move |pair| (at, pair)));
+    let facts_are_of_evaluation = at != "/dataset";
+    let which = if facts_are_of_evaluation { "evaluation dataset" } else { "dataset" };
     for (rewards_at, (index, reward)) in judged {
+        let at = |field: &str| format!("{rewards_at}/{index}/{field}");
+        for name in unknown_sources(reward, facts) {
+            let known: Vec<_> = facts.sources.iter().map(|source| source.plan.name.as_str()).collect();
+            let there_are = match known.as_slice() {
+                [] if facts_are_of_evaluation => "the evaluation dataset is not a list of sources: make it one, with the same names, or give evaluation rewards of its own".to_owned(),
+                [] => "the dataset is not a list of sources".to_owned(),
+                known => format!("the sources of the {which} are {}", known.join(", ")),
+            };
+            let detail = format!("there is no source '{}': {there_are}", shown(name));
+            errors.push(FieldError::new(at("applies_to"), "unknown_source", detail));
+        }
+        // A reward that judges some sources needs its columns in those alone.
+        let judged = facts.sources.iter().filter(|source| reward.judges(&source.plan.name));
+        let judged: Vec<_> =
+            judged.filter_map(|source| Some((Some(&source.plan.name), source.columns.as_ref()?))).collect();
+        let judged = if facts.sources.is_empty() { vec![(None, &facts.columns)] } else { judged };
         for (field, column) in reward.kind.columns() {
-            if column.is_empty() || facts.columns.iter().any(|known| known == column) {
-                continue;
-            }
-            let which = if at == "/dataset" { "dataset" } else { "evaluation dataset" };
-            let detail = format!("the {which} has no column '{column}', only: {}", facts.columns.join(", "));
-            errors.push(FieldError::new(format!("{rewards_at}/{index}/{field}"), "missing_column", detail));
+            let lacks = judged.iter().find(|(_, columns)| !columns.iter().any(|known| known == column));
+            let Some((source, columns)) = lacks.filter(|_| !column.is_empty()) else { continue };
+            let columns = columns.join(", ");
+            let detail = match source {
+                None => format!("the {which} has no column '{column}', only: {columns}"),
+                Some(source) => format!(
+                    "the source '{source}' has no column '{column}', only: {columns}; add it by the source's map, or say with applies_to which sources this reward judges"
+                ),
+            };
+            errors.push(FieldError::new(at(&field), "missing_column", detail));
         }
     }
+    for source in &facts.sources {
+        let judges = |rewards: &[RewardPlan]| {
+            rewards.iter().any(|reward| reward.weight != 0.0 && reward.judges(&source.plan.name))
+        };
+        if at == "/dataset" && !judges(&spec.rewards) {
+            let detail = format!(
+                "no reward with a weight judges the source '{}': its prompts would teach nothing",
+                source.plan.name
+            );
+            errors.push(FieldError::new("/rewards", "unjudged_source", detail));
+        }
+    }
+}
+
+/// Names that a reward applies to, and that no source has.
+fn unknown_sources<'r>(reward: &'r RewardPlan, facts: &DatasetFacts) -> Vec<&'r str> {
+    let names = reward.applies_to.iter().flatten().map(String::as_str);
+    names.filter(|name| !facts.sources.iter().any(|source| source.plan.name == *name)).collect()
 }
 
 /// Rows that came with the job have been checked one by one.
@@ -259,9 +353,9 @@ fn prompts_per_block(spec: &JobSpec) -> u64 {
     u64::from(spec.training.prompts_per_step) * u64::from(spec.rloo.steps_per_generation)
 }
 
-/// `num_rows` are those that train, beside those that evaluation holds out.
-fn smaller_than_a_block(spec: &JobSpec, num_rows: u64, held_out: u64) -> Option<FieldError> {
-    let block = prompts_per_block(spec);
+/// The rows of the mixture are those that train, beside those that evaluation holds out.
+fn smaller_than_a_block(spec: &JobSpec, mixture: &Mixture, held_out: u64) -> Option<FieldError> {
+    let (block, num_rows) = (prompts_per_block(spec), mixture.shortest_epoch());
     if num_rows >= block || num_rows == 0 {
         return None;
     }
@@ -275,6 +369,7 @@ fn smaller_than_a_block(spec: &JobSpec, num_rows: u64, held_out: u64) -> Option<
         nearest => format!("the nearest valid value is {nearest}"),
     };
     let rows_text = match held_out {
+        0 if mixture.num_rows() != num_rows => format!("an epoch of these sources has {num_rows} prompts"),
         0 => format!("the dataset has {num_rows} rows"),
         _ => format!("the dataset has {num_rows} rows to train on (eval.fraction holds out {held_out})"),
     };
@@ -282,13 +377,22 @@ fn smaller_than_a_block(spec: &JobSpec, num_rows: u64, held_out: u64) -> Option<
     Some(FieldError::new("/training/prompts_per_step", "dataset_too_small", detail))
 }
 
-fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (TrainingPlan, Totals) {
+fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, mixture: &Mixture) -> (TrainingPlan, Totals) {
     let (training, rloo) = (&spec.training, &spec.rloo);
     let block = prompts_per_block(spec);
     let steps_per_block = u64::from(rloo.steps_per_generation) * u64::from(rloo.num_iterations);
-    let steps_per_epoch = (num_rows / block) * steps_per_block;
+    let prompts_per_epoch = mixture.epoch_len(0);
+    let steps_of = |epoch: u64| (mixture.epoch_len(epoch) / block) * steps_per_block;
+    let steps_per_epoch = steps_of(0);
     let by_epochs = || {
-        let steps = training.num_train_epochs.unwrap_or(1.0) * steps_per_epoch as f64;
+        let epochs = training.num_train_epochs.unwrap_or(1.0);
+        let steps = match mixture.is_even() {
+            true => epochs * steps_per_epoch as f64,
+            // Epochs differ by a prompt a source.
+            false => {
+                (0..epochs as u64).map(steps_of).sum::<u64>() as f64 + epochs.fract() * steps_of(epochs as u64) as f64
+            }
+        };
         // As transformers: a begun step is a step.
         (steps.ceil() as u64).max(1)
     };
@@ -308,7 +412,7 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
         greedy_completions,
         max_refill_completions,
         epochs: max_steps as f64 / steps_per_epoch as f64,
-        dropped_rows_per_epoch: num_rows % block,
+        dropped_rows_per_epoch: prompts_per_epoch % block,
         max_completion_tokens: sampled
             .saturating_add(max_refill_completions)
             .saturating_mul(u64::from(sampling.max_completion_length)),
@@ -326,7 +430,7 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, num_rows: u64) -> (Tra
     (plan, totals)
 }
 
-fn warnings(spec: &JobSpec, context: &Context, plan: &Plan) -> Vec<Warning> {
+fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec<Warning> {
     let mut warnings = Vec::new();
     let mut warn = |pointer: String, code: &str, detail: String| {
         warnings.push(Warning { pointer, code: code.to_owned(), detail });
@@ -335,9 +439,9 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan) -> Vec<Warning> {
     let totals = &plan.totals;
     if totals.dropped_rows_per_epoch > 0 {
         let detail = format!(
-            "{} of {} rows are left out of each epoch: they do not fill a block of {} prompts",
+            "{} of {prompts} {} are left out of each epoch: they do not fill a block of {} prompts",
             totals.dropped_rows_per_epoch,
-            plan.dataset.num_rows - plan.eval.as_ref().and_then(|eval| eval.held_out_rows).unwrap_or(0),
+            if plan.dataset.sources.is_empty() { "rows" } else { "prompts" },
             totals.prompts_per_block
         );
         warn("/training/prompts_per_step".to_owned(), "incomplete_block_dropped", detail);
@@ -379,6 +483,16 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan) -> Vec<Warning> {
             plan.optimizer.warmup_steps, plan.training.max_steps
         );
         warn("/optimizer/warmup_steps".to_owned(), "warmup_too_long", detail);
+    }
+    if let Some(DatasetSource::Mixed(sources)) = &spec.dataset
+        && sources.iter().any(|source| source.weight.is_some())
+        && let Some(without) = sources.iter().find(|source| source.weight.is_none())
+    {
+        let detail = format!(
+            "the source '{}' has no weight, so its rows are its weight beside the weights of the others",
+            without.name
+        );
+        warn("/dataset".to_owned(), "weights_and_rows", detail);
     }
     warn_of_evaluation(plan, context, &mut warn);
     warnings.extend(rloo::warnings(plan));

@@ -165,6 +165,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
         limit.fail("conflict", detail);
     }
     let blank_reference = kind.has_reference().then(|| read_blank_reference(&reader.field("blank_reference")));
+    let applies_to = read_applies_to(&reader.field("applies_to"));
     let secrets = match &kind {
         RewardKind::Webhook(_) => service::read_secrets(reader),
         kind if kind.service().is_some() => RewardSecrets {
@@ -175,7 +176,19 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     };
     reader.finish(advice);
     let max_abs_reward = Some(max_abs_reward);
-    Some((RewardPlan { name, weight, required, max_abs_reward, blank_reference, kind }, secrets))
+    Some((RewardPlan { name, weight, required, max_abs_reward, blank_reference, applies_to, kind }, secrets))
+}
+
+/// Names of sources: one, or a list.
+fn read_applies_to(field: &Field<'_>) -> Option<Vec<String>> {
+    if let Some(name) = field.value()?.as_str() {
+        return Some(vec![name.to_owned()]);
+    }
+    let names = field.items()?.iter().map(|item| item.nonempty(64).map(str::to_owned)).collect::<Option<Vec<_>>>()?;
+    if names.is_empty() {
+        field.fail("invalid_value", "name the sources whose rows this reward judges, or leave it out: it judges all");
+    }
+    Some(names)
 }
 
 fn read_blank_reference(field: &Field<'_>) -> BlankReference {
@@ -185,11 +198,16 @@ fn read_blank_reference(field: &Field<'_>) -> BlankReference {
 
 fn read_name(field: &Field<'_>, type_name: &str) -> String {
     let Some(name) = field.nonempty(64) else { return type_name.to_owned() };
+    check_metric_name(field, name);
+    name.to_owned()
+}
+
+/// Refuses a name that cannot be a part of a metric's.
+pub(super) fn check_metric_name(field: &Field<'_>, name: &str) {
     if !name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.')) {
         field.fail(
             "invalid_value",
             "a name has letters, digits, '_', '-' and '.' only: it becomes part of metric names",
         );
     }
-    name.to_owned()
 }

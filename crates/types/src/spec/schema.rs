@@ -162,12 +162,26 @@ fn or_null(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
 }
 
 pub(super) fn dataset(text: &str) -> RefOr<Schema> {
+    let one = source(format!("{text} An id, records, or hub."), &[("sources", joined())]);
+    let name =
+        string("Unique in the list; metrics are `sources/{name}/…`. Default: the repository's name, or the place.");
+    let weight = number("Its share of the prompts is its weight over the sum of all; default: its rows.");
+    let several = source("One of several sources.".to_owned(), &[("name", name), ("weight", weight)]);
+    let several = Array::new(several);
+    OneOfBuilder::new()
+        .item(one)
+        .item(RefOr::T(Schema::Array(several)))
+        .description(Some(format!("{text} One dataset, or a list of several that take turns.")))
+        .into()
+}
+
+fn source(text: String, more: &[(&str, RefOr<Schema>)]) -> RefOr<Schema> {
     let rows = Array::new(
         ObjectBuilder::new()
             .description(Some("A row: `prompt` (a string or chat messages) and columns for the rewards."))
             .build(),
     );
-    closed(&[])
+    let source = closed(&[])
         .property("id", string("Of an uploaded dataset."))
         .property("records", RefOr::T(Schema::Array(rows)))
         .property("hub", string("A data set of the hub: `org/name`, or `org/name@revision`."))
@@ -180,9 +194,17 @@ pub(super) fn dataset(text: &str) -> RefOr<Schema> {
             plain(Type::Integer, "So many rows at most: the first ones, or with `seed` a sample of all."),
         )
         .property("seed", plain(Type::Integer, "Of the sample."))
-        .description(Some(format!("{text} An id, records, or hub.")))
-        .build()
-        .into()
+        .description(Some(text));
+    let source = more.iter().cloned().fold(source, |source, (name, schema)| source.property(name, schema));
+    source.build().into()
+}
+
+/// As a plan has them.
+fn joined() -> RefOr<Schema> {
+    let mut sources = Array::new(Ref::from_schema_name("SourcePlan"));
+    sources.description =
+        Some("With an id: the dataset's rows are those of these sources, one after another.".to_owned());
+    RefOr::T(Schema::Array(sources))
 }
 
 pub(super) fn rewards() -> RefOr<Schema> {
@@ -229,6 +251,10 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
         );
         object.properties.insert("blank_reference".to_owned(), defaulted(blank, json!("not_applicable")));
     }
+    let mut sources = Array::new(string(""));
+    sources.description =
+        Some("Of a dataset that is a list: the names of the sources whose rows it judges; default: all.".to_owned());
+    object.properties.insert("applies_to".to_owned(), RefOr::T(Schema::Array(sources)));
     object.properties.insert("required".to_owned(), flag("A missing value makes the sample unscorable.", true));
     if kind == "webhook" {
         let secret = write_only(string("`whsec_…`; never shown again. Without it requests go unsigned."));

@@ -4,5 +4,6 @@
 
 mod algorithm;
 mod datasets;
+mod sources;
 mod spec;
 mod trl;

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 const SECRET: &str = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
 
-fn model() -> ModelFacts {
+pub fn model() -> ModelFacts {
     ModelFacts {
         id: "org/tiny".to_owned(),
         sha256: "aa".to_owned(),
@@ -40,6 +40,7 @@ fn dataset(num_rows: u64) -> DatasetFacts {
         has_chat_prompts: false,
         prompt_lengths: Some(PromptLengths { longest: 100, longest_row: 3, too_long: 0 }),
         prompt_keys: None,
+        sources: Vec::new(),
     }
 }
 

@@ -95,7 +95,8 @@ impl<'p> Look<'p> {
     pub(super) fn numbered(&self, sample: &RewardSample) -> RewardSample {
         let row = sample.prompt_id.strip_prefix("row_").and_then(|row| row.parse::<usize>().ok());
         let number = row.and_then(|row| self.probe.numbers.get(row)).copied().unwrap_or_default();
-        RewardSample { prompt_id: format!("row_{number}"), ..sample.clone() }
+        let source = self.probe.plan.dataset.source_of(number).map(str::to_owned);
+        RewardSample { prompt_id: format!("row_{number}"), source, ..sample.clone() }
     }
 
     pub(super) fn observe(&mut self, samples: Vec<RewardSample>, scores: &[Score]) {

@@ -279,6 +279,7 @@ fn sample() -> RewardSample {
         sample_id: "s_0".to_owned(),
         group_id: "g_0".to_owned(),
         prompt_id: "row_0".to_owned(),
+        source: None,
         prompt: "one".to_owned(),
         messages: None,
         completion: "1".to_owned(),

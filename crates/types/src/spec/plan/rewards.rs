@@ -29,9 +29,19 @@ pub struct RewardPlan {
     /// is no reference.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blank_reference: Option<BlankReference>,
+    /// The sources of the dataset whose rows it judges; absent = all. To any other row it does not apply.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub applies_to: Option<Vec<String>>,
     /// What it is.
     #[serde(flatten)]
     pub kind: RewardKind,
+}
+
+impl RewardPlan {
+    /// Whether it judges the rows of a source.
+    pub fn judges(&self, source: &str) -> bool {
+        self.applies_to.as_ref().is_none_or(|sources| sources.iter().any(|known| known == source))
+    }
 }
 
 /// The limit of values that are not given another one.

@@ -149,6 +149,7 @@ mod tests {
             sample_id: "s_0".into(),
             group_id: "g_0".into(),
             prompt_id: "row_0".into(),
+            source: None,
             prompt: "<user>2+2?<assistant>".into(),
             messages: Some(json!([{"role": "system", "content": "Sum."}, {"role": "user", "content": "2+2?"}])),
             completion: "{\"sum\": 4}".into(),

@@ -1,0 +1,270 @@
+//! Where prompts come from: one dataset, or several that take turns.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::ToSchema;
+
+use super::check_records;
+use super::foreign::advice;
+use super::plan::SourcePlan;
+use super::reader::{Field, FieldError};
+use super::rewards::check_metric_name;
+use crate::dataset::{Recipe, RecipeMap};
+use crate::id::DatasetId;
+
+/// Sources of one job.
+const MAX_SOURCES: usize = 64;
+/// The heaviest source; the lightest is one over it.
+const MAX_WEIGHT: f64 = 1e9;
+/// What only a source in a list may have.
+const OF_A_LIST: [&str; 2] = ["name", "weight"];
+
+/// Where prompts come from.
+#[derive(Debug, Clone, PartialEq)]
+pub enum DatasetSource {
+    /// An uploaded dataset.
+    Id(DatasetId),
+    /// Sent along, one object a row.
+    Records(Vec<Value>),
+    /// Of the hub; downloaded and mapped when the job is accepted.
+    Hub(Box<HubDataset>),
+    /// Several, which take turns.
+    Mixed(Vec<MixedSource>),
+    /// An uploaded dataset whose rows are those of several sources, one source after another.
+    Joined(DatasetId, Vec<SourcePlan>),
+}
+
+/// One of several sources.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MixedSource {
+    /// Unique in the list.
+    pub name: String,
+    /// Its share beside the others' weights; None = its rows.
+    pub weight: Option<f64>,
+    /// None when refused.
+    pub source: Option<DatasetSource>,
+}
+
+/// A data set of the hub, and what is made of its rows.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct HubDataset {
+    /// The repository: `org/name`, or `org/name@revision`.
+    #[schema(example = "openai/gsm8k")]
+    pub hub: String,
+    /// A branch, tag or commit; without, `main`. Pinned to the commit that it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revision: Option<String>,
+    /// Which configuration, where there are several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "main")]
+    pub config: Option<String>,
+    /// Which split; without, `train`, or the only one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "train")]
+    pub split: Option<String>,
+    /// What each row becomes; without it rows stay as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub map: Option<RecipeMap>,
+    /// So many rows at most: the first ones, or with `seed` a sample of all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1)]
+    pub limit: Option<u64>,
+    /// Of the sample.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seed: Option<u64>,
+}
+
+impl HubDataset {
+    /// What is made of the rows.
+    pub fn recipe(&self) -> Recipe {
+        Recipe { map: self.map.clone(), limit: self.limit, seed: self.seed }
+    }
+}
+
+/// A dataset, or a list of several.
+pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
+    if field.value().is_some_and(Value::is_array) {
+        return read_list(field);
+    }
+    let source = read_source(field, &[])?;
+    for name in OF_A_LIST.into_iter().filter(|name| field.value().is_some_and(|value| value.get(name).is_some())) {
+        field.fail_at(
+            name,
+            "unknown_field",
+            format!("'{name}' belongs to one of several sources: dataset is then a list"),
+        );
+    }
+    Some(source)
+}
+
+fn read_list(field: &Field<'_>) -> Option<DatasetSource> {
+    let items = field.items()?;
+    if !(1..=MAX_SOURCES).contains(&items.len()) {
+        field.fail("out_of_range", format!("a list of datasets has 1 to {MAX_SOURCES} sources"));
+        return None;
+    }
+    let mut names = BTreeSet::new();
+    let read = |(index, item): (usize, &Field<'_>)| {
+        let reader = item.object()?;
+        let (given, weight) = (reader.field("name"), reader.field("weight"));
+        let name = match given.nonempty(64) {
+            Some(name) => {
+                check_metric_name(&given, name);
+                name.to_owned()
+            }
+            None => default_name(item.value(), index),
+        };
+        if !names.insert(name.clone()) {
+            item.fail_at(
+                "name",
+                "conflict",
+                format!("another source is called '{name}' too: give this one a name of its own"),
+            );
+        }
+        let range = "greater than 0 and at most 1000000000";
+        let weight = weight.number(range, |weight| weight >= 1.0 / MAX_WEIGHT && weight <= MAX_WEIGHT);
+        Some(MixedSource { name, weight, source: read_source(item, &OF_A_LIST) })
+    };
+    let sources: Vec<Option<MixedSource>> = items.iter().enumerate().map(read).collect();
+    sources.into_iter().collect::<Option<Vec<_>>>().map(DatasetSource::Mixed)
+}
+
+/// A data set of the hub is called like its repository, any other source by its place.
+fn default_name(source: Option<&Value>, index: usize) -> String {
+    let hub = source.and_then(|source| source.get("hub")).and_then(Value::as_str);
+    let name = hub.and_then(|hub| hub.split('@').next()?.rsplit('/').next());
+    name.filter(|name| !name.is_empty()).map_or_else(|| format!("source_{}", index + 1), str::to_owned)
+}
+
+/// One dataset; `known` are fields that the caller reads.
+fn read_source(field: &Field<'_>, known: &[&'static str]) -> Option<DatasetSource> {
+    if field.value().is_some_and(|value| value.get("hub").is_some()) {
+        return read_hub_dataset(field);
+    }
+    let reader = field.object()?;
+    known.iter().chain(&OF_A_LIST).for_each(|name| drop(reader.field(name)));
+    let id = reader.field("id");
+    let joined = reader.field("sources");
+    if id.value().is_none() && joined.value().is_some() {
+        joined.fail("conflict", "the sources of a dataset that is stored already need its id");
+    }
+    let records = reader.field("records");
+    let source = match (id.value(), records.value()) {
+        (Some(_), Some(_)) => {
+            field.fail("conflict", "give either an id or records, not both");
+            None
+        }
+        (Some(_), None) => id.string(64).and_then(|text| match text.parse() {
+            Ok(id) => match joined.value() {
+                None => Some(DatasetSource::Id(id)),
+                Some(_) if !known.is_empty() => {
+                    joined.fail("conflict", "a source of a list cannot have sources of its own");
+                    None
+                }
+                Some(_) => read_joined(&joined).map(|sources| DatasetSource::Joined(id, sources)),
+            },
+            Err(error) => {
+                id.fail("invalid_value", format!("{error}"));
+                None
+            }
+        }),
+        (None, Some(_)) => records.items().map(|_| DatasetSource::Records(Vec::new())),
+        (None, None) => {
+            field.fail(
+                "required",
+                "give the id of an uploaded dataset, records: a list of {\"prompt\": …}, or hub: a data set of the hub",
+            );
+            None
+        }
+    };
+    let mapped = "an uploaded dataset was mapped when it was uploaded (POST /datasets with the part mapping), and records are rows already: this belongs to {\"hub\": …}";
+    reader.finish(|name, pointer| match name {
+        "map" | "limit" | "seed" | "config" | "split" | "revision" => {
+            Some(("unknown_field", format!("{name}: {mapped}")))
+        }
+        _ => advice(name, pointer),
+    });
+    source
+}
+
+/// The sources of a joined dataset, as a plan has them.
+fn read_joined(field: &Field<'_>) -> Option<Vec<SourcePlan>> {
+    let read = |item: &Field<'_>| {
+        let reader = item.object()?;
+        let (name, rows, weight) = (
+            reader.required("name", "give the source's name"),
+            reader.required("num_rows", "give the source's rows"),
+            reader.required("weight", "give the source's weight"),
+        );
+        reader.finish(advice);
+        let name = name.nonempty(64).inspect(|text| check_metric_name(&name, text))?.to_owned();
+        let weight = weight.number("greater than 0", |weight| weight > 0.0 && weight.is_finite())?;
+        Some(SourcePlan { name, num_rows: rows.whole(0..=u64::from(u32::MAX))?, weight })
+    };
+    let sources = field.items()?.iter().map(read).collect::<Option<Vec<SourcePlan>>>()?;
+    let names: BTreeSet<&str> = sources.iter().map(|source| source.name.as_str()).collect();
+    if sources.is_empty() || sources.len() > MAX_SOURCES || names.len() < sources.len() {
+        field.fail("invalid_value", format!("a dataset has 1 to {MAX_SOURCES} sources, each with a name of its own"));
+        return None;
+    }
+    Some(sources)
+}
+
+/// `{"hub": …}`: read as one, since the same object is a body of its own elsewhere.
+fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
+    let mut value = field.value()?.clone();
+    if let Some(object) = value.as_object_mut() {
+        // Read, or refused, where the list is read.
+        OF_A_LIST.iter().for_each(|name| drop(object.shift_remove(*name)));
+    }
+    match serde_json::from_value::<HubDataset>(value) {
+        Err(error) => {
+            field.fail("invalid_value", format!("{error}: a data set of the hub is {{\"hub\": \"org/name\", \"config\", \"split\", \"map\", \"limit\", \"seed\"}}"));
+            None
+        }
+        Ok(hub) => match hub.recipe().check() {
+            Err(error) => {
+                field.fail("invalid_map", error.to_string());
+                None
+            }
+            Ok(()) => Some(DatasetSource::Hub(Box::new(hub))),
+        },
+    }
+}
+
+/// Inline records, and which of several sources had them.
+pub(super) type Detached = Vec<(Option<usize>, Vec<Value>)>;
+
+/// Takes inline records out, so that no copy of them is made; an empty list stays in their place.
+pub(super) fn detach_records(document: &mut Value, at: &str) -> Detached {
+    let take = |source: &mut Value| Some(std::mem::take(source.get_mut("records")?.as_array_mut()?));
+    match document.pointer_mut(at) {
+        None => Vec::new(),
+        Some(Value::Array(sources)) => {
+            let taken = sources.iter_mut().enumerate().map(|(index, source)| Some((Some(index), take(source)?)));
+            taken.flatten().collect()
+        }
+        Some(source) => take(source).map(|records| (None, records)).into_iter().collect(),
+    }
+}
+
+/// Gives records back to their sources, which stand at `at`; what is wrong with them.
+pub(super) fn attach_records(source: &mut DatasetSource, at: &str, detached: Detached) -> Vec<FieldError> {
+    let mut errors = Vec::new();
+    for (index, records) in detached {
+        let (place, at) = match (&mut *source, index) {
+            (DatasetSource::Mixed(sources), Some(index)) => {
+                (sources.get_mut(index).and_then(|mixed| mixed.source.as_mut()), format!("{at}/{index}/records"))
+            }
+            (source, _) => (Some(source), format!("{at}/records")),
+        };
+        if let Some(DatasetSource::Records(rows)) = place {
+            errors.extend(check_records(&records, &at));
+            *rows = records;
+        }
+    }
+    errors
+}

@@ -1,0 +1,286 @@
+//! The prompts that a job names: found, or read, wherever their rows are.
+
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+
+use serde_json::{Map, Value, json};
+
+use super::AppState;
+use super::auth::Caller;
+use super::dataset_sources::{convert_files, fetch};
+use super::error::{Code, Problem, shortened};
+use crate::dataset::Summary;
+use crate::files::StagedDone;
+use crate::id::DatasetId;
+use crate::spec::{DatasetFacts, DatasetSource, FieldError, HubDataset, MixedSource, SourceFacts, SourcePlan};
+use crate::store::{DatasetRow, StoreError};
+
+/// A dataset of the job, wherever its rows are.
+pub(super) struct Prompts {
+    /// Where the job names it.
+    pub(super) at: String,
+    /// Its rows.
+    pub(super) source: Source,
+    pub(super) facts: DatasetFacts,
+}
+
+pub(super) enum Source {
+    /// A dataset; where its rows lie.
+    Stored(PathBuf),
+    /// Sent inside the job.
+    Records(Vec<Value>),
+    /// Sent beside the job, or made of files; and where these come from.
+    Uploaded(Summary, StagedDone, Option<Value>),
+    /// Several, one after another.
+    Several(Vec<Source>),
+}
+
+/// Where a job names a dataset, and what strings become that no mapping speaks of.
+pub(super) struct Place {
+    at: String,
+    chat_default: bool,
+}
+
+impl Place {
+    pub(super) fn new(at: &str, chat_default: bool) -> Self {
+        Self { at: at.to_owned(), chat_default }
+    }
+}
+
+/// A row, before or after its text was read.
+enum Row<'r> {
+    Text(&'r str),
+    Read(&'r Value),
+}
+
+impl Row<'_> {
+    fn read(self) -> std::io::Result<Map<String, Value>> {
+        match self {
+            Row::Text(text) => Ok(serde_json::from_str(text)?),
+            Row::Read(value) => Ok(value.as_object().cloned().unwrap_or_default()),
+        }
+    }
+}
+
+impl Source {
+    /// Calls `look` with each row, until it says no; whether it never did. Blocking.
+    fn each_row(&self, look: &mut dyn FnMut(Row<'_>) -> std::io::Result<bool>) -> std::io::Result<bool> {
+        let path = match self {
+            Source::Records(records) => {
+                for record in records {
+                    if !look(Row::Read(record))? {
+                        return Ok(false);
+                    }
+                }
+                return Ok(true);
+            }
+            Source::Several(sources) => {
+                for source in sources {
+                    if !source.each_row(look)? {
+                        return Ok(false);
+                    }
+                }
+                return Ok(true);
+            }
+            Source::Stored(path) => path,
+            Source::Uploaded(_, staged, _) => staged.path(),
+        };
+        for line in BufReader::new(std::fs::File::open(path)?).lines() {
+            if !look(Row::Text(&line?))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Writes all rows in their canonical form. Blocking.
+    pub(super) fn write(&self, out: &mut dyn std::io::Write) -> std::io::Result<()> {
+        let all = self.each_row(&mut |row| {
+            match row {
+                Row::Text(text) => writeln!(out, "{text}")?,
+                Row::Read(value) => writeln!(out, "{value}")?,
+            }
+            Ok(true)
+        });
+        all.map(drop)
+    }
+
+    /// What is kept of where the rows come from.
+    pub(super) fn origin(&self) -> Option<Value> {
+        match self {
+            Source::Uploaded(_, _, origin) => origin.clone(),
+            Source::Stored(path) => Some(json!({"dataset": path.file_stem()?.to_str()?})),
+            Source::Records(_) => None,
+            Source::Several(sources) => {
+                Some(json!({"sources": sources.iter().map(Source::origin).collect::<Vec<_>>()}))
+            }
+        }
+    }
+}
+
+impl Prompts {
+    /// Of rows that came as a file with the job.
+    pub(super) fn of_upload(summary: Summary, staged: StagedDone) -> Self {
+        Self::of_file("/dataset", summary, staged, None)
+    }
+
+    fn of_file(at: &str, summary: Summary, staged: StagedDone, origin: Option<Value>) -> Self {
+        let (num_rows, columns) = (summary.num_rows, summary.columns.clone());
+        let facts = DatasetFacts::of_file(DatasetId::new(), staged.sha256.to_string(), num_rows, columns);
+        Self { at: at.to_owned(), source: Source::Uploaded(summary, staged, origin), facts }
+    }
+
+    /// Looks one up, or makes it. Inline records are taken out of the job. What cannot be found or used is an error of the job.
+    pub(super) async fn find(
+        state: &AppState,
+        caller: &Caller,
+        source: Option<&mut DatasetSource>,
+        place: &Place,
+        errors: &mut Vec<FieldError>,
+    ) -> Result<Option<Self>, Problem> {
+        match source {
+            Some(DatasetSource::Mixed(sources)) => Self::of_sources(state, caller, sources, place, errors).await,
+            Some(source) => Self::of_one(state, caller, source, place, errors).await,
+            None => Ok(None),
+        }
+    }
+
+    async fn of_one(
+        state: &AppState,
+        caller: &Caller,
+        source: &mut DatasetSource,
+        place: &Place,
+        errors: &mut Vec<FieldError>,
+    ) -> Result<Option<Self>, Problem> {
+        match source {
+            DatasetSource::Hub(hub) => Self::of_hub(state, caller, hub, place, errors).await,
+            DatasetSource::Records(records) => {
+                let facts = DatasetFacts::of_records(records);
+                // The list itself stays, emptied: it still says where the rows came from.
+                Ok(Some(Self { at: place.at.clone(), source: Source::Records(std::mem::take(records)), facts }))
+            }
+            DatasetSource::Id(id) => Self::stored(state, caller, *id, place, errors).await,
+            DatasetSource::Joined(id, sources) => {
+                let Some(prompts) = Self::stored(state, caller, *id, place, errors).await? else { return Ok(None) };
+                let rows: u64 = sources.iter().map(|source| source.num_rows).sum();
+                if rows != prompts.facts.num_rows {
+                    let detail =
+                        format!("the sources have {rows} rows together, the dataset {}", prompts.facts.num_rows);
+                    errors.push(FieldError::new(format!("{}/sources", place.at), "invalid_value", detail));
+                    return Ok(None);
+                }
+                let source = |plan: &SourcePlan| SourceFacts { plan: plan.clone(), columns: None };
+                let sources = sources.iter().map(source).collect();
+                Ok(Some(Self { facts: DatasetFacts { sources, ..prompts.facts }, ..prompts }))
+            }
+            // No list holds another one.
+            DatasetSource::Mixed(_) => Ok(None),
+        }
+    }
+
+    /// Of a data set of the hub: downloaded and mapped.
+    async fn of_hub(
+        state: &AppState,
+        caller: &Caller,
+        hub: &HubDataset,
+        place: &Place,
+        errors: &mut Vec<FieldError>,
+    ) -> Result<Option<Self>, Problem> {
+        let made = match fetch(state, caller, hub).await {
+            Ok(files) => convert_files(state, files, hub.recipe(), place.chat_default).await,
+            Err(problem) => Err(problem),
+        };
+        match made {
+            Ok((summary, staged, origin)) => Ok(Some(Self::of_file(&place.at, summary, staged, Some(origin)))),
+            Err(problem) if problem.code().status().is_client_error() || problem.code() == Code::HubUnreachable => {
+                errors.push(FieldError::new(&*place.at, problem.code().as_str(), problem.detail()));
+                Ok(None)
+            }
+            Err(problem) => Err(problem),
+        }
+    }
+
+    async fn stored(
+        state: &AppState,
+        caller: &Caller,
+        id: DatasetId,
+        place: &Place,
+        errors: &mut Vec<FieldError>,
+    ) -> Result<Option<Self>, Problem> {
+        match state.store.dataset_get(id).await {
+            Ok(DatasetRow { sha256, num_rows, columns, owner, .. }) if caller.may_see(&owner) => {
+                let facts = DatasetFacts::of_file(id, sha256, num_rows, columns);
+                Ok(Some(Self { at: place.at.clone(), source: Source::Stored(state.files.dataset(id)), facts }))
+            }
+            Ok(_) | Err(StoreError::NotFound { .. }) => {
+                errors.push(unknown_dataset(&format!("{}/id", place.at), &id.to_string()));
+                Ok(None)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Of several sources: their rows, one source after another.
+    async fn of_sources(
+        state: &AppState,
+        caller: &Caller,
+        sources: &mut [MixedSource],
+        place: &Place,
+        errors: &mut Vec<FieldError>,
+    ) -> Result<Option<Self>, Problem> {
+        let mut found = Vec::with_capacity(sources.len());
+        for (index, mixed) in sources.iter_mut().enumerate() {
+            let Some(source) = &mut mixed.source else { continue };
+            let place = Place { at: format!("{}/{index}", place.at), ..*place };
+            // The errors of all are told at once.
+            let Some(prompts) = Self::of_one(state, caller, source, &place, errors).await? else { continue };
+            let num_rows = prompts.facts.num_rows;
+            let weight = mixed.weight.unwrap_or(num_rows as f64);
+            found.push((SourcePlan { name: mixed.name.clone(), num_rows, weight }, prompts));
+        }
+        if found.len() < sources.len() {
+            return Ok(None);
+        }
+        let (facts, sources) =
+            found.into_iter().map(|(plan, Self { source, facts, .. })| ((plan, facts), source)).unzip();
+        Ok(Some(Self {
+            at: place.at.clone(),
+            source: Source::Several(sources),
+            facts: DatasetFacts::of_sources(facts),
+        }))
+    }
+
+    /// The rows of these numbers (ascending), with their numbers. Blocking.
+    pub(super) fn rows(&self, numbers: &[u64]) -> std::io::Result<Vec<(u64, Map<String, Value>)>> {
+        let mut wanted = numbers.iter().copied().peekable();
+        let (mut rows, mut number) = (Vec::with_capacity(numbers.len()), 0);
+        self.source.each_row(&mut |row| {
+            if wanted.next_if_eq(&number).is_some() {
+                rows.push((number, row.read()?));
+            }
+            number += 1;
+            Ok(wanted.peek().is_some())
+        })?;
+        Ok(rows)
+    }
+
+    /// Calls `look` with each prompt and its row number, until it says no. Blocking.
+    pub(super) fn each_prompt(&self, mut look: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
+        let mut number = 0;
+        let all = self.source.each_row(&mut |row| {
+            let goes_on = match row {
+                Row::Read(value) => look(number, value.get("prompt").unwrap_or(&Value::Null)),
+                Row::Text(_) => look(number, row.read()?.get("prompt").unwrap_or(&Value::Null)),
+            };
+            number += 1;
+            Ok(goes_on)
+        });
+        all.map(drop)
+    }
+}
+
+/// What to say of a dataset that is not there.
+pub(super) fn unknown_dataset(at: &str, id: &str) -> FieldError {
+    let detail = format!("there is no dataset '{}': upload it with POST /datasets", shortened(id));
+    FieldError::new(at, "unknown_dataset", detail)
+}

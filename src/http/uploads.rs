@@ -1,0 +1,412 @@
+//! Rows that a request sends, in whatever form: a body, a form, or the name of a data set of the hub.
+
+use std::time::Instant;
+
+use axum::RequestExt;
+use axum::body::Bytes;
+use axum::extract::multipart::{Field, Multipart, MultipartError};
+use axum::extract::{FromRequest, Request};
+use axum::http::{HeaderMap, header};
+use futures::{Stream, StreamExt, stream};
+use serde::Deserialize;
+use serde_json::Value;
+use utoipa::IntoParams;
+
+use super::AppState;
+use super::auth::Caller;
+use super::dataset_sources::{Files, fetch, uploaded};
+use super::error::{Code, Problem, shortened};
+use super::extract::{announced_bytes, body_fault, body_problem, media_type};
+use super::rows::{UPLOAD_DEADLINE, WRITE_BYTES, check_disk, read_rows, too_large};
+use crate::dataset::{Format, Recipe, Summary};
+use crate::files::StagedDone;
+use crate::spec::HubDataset;
+
+const LONGEST_NAME: usize = 200;
+/// What is kept of an upload that is only looked at, bytes.
+const LOOK_BYTES: u64 = 8 << 20;
+/// A request for a data set of the hub, or a mapping, bytes.
+const MAX_DOCUMENT_BYTES: usize = 256 * 1024;
+
+/// `?name=`.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct CreateQuery {
+    /// For people; at most 200 characters. A multipart part `name` does the same.
+    #[param(min_length = 1, max_length = 200)]
+    pub(super) name: Option<String>,
+    /// The column, path or template that is the prompt. These keys are the simple ones of a mapping; the part `mapping` has all.
+    #[param(example = "question")]
+    pub(super) prompt: Option<String>,
+    /// The system message.
+    pub(super) system: Option<String>,
+    /// Whether a text becomes a user's message.
+    pub(super) chat: Option<String>,
+    /// Only rows for which this expression over the source's columns is true.
+    pub(super) r#where: Option<String>,
+    /// Of rows that agree in these columns (names by commas) the first one stays.
+    pub(super) unique: Option<String>,
+    /// Only these columns stay (names by commas).
+    pub(super) keep: Option<String>,
+    /// These columns go (names by commas).
+    pub(super) drop: Option<String>,
+    /// A prompt that ends with assistant messages loses them.
+    pub(super) cut_answer: Option<String>,
+    /// So many rows at most.
+    pub(super) limit: Option<String>,
+    /// A sample of all rows in place of the first ones.
+    pub(super) seed: Option<String>,
+}
+
+impl CreateQuery {
+    fn recipe(&self) -> Result<Recipe, Problem> {
+        let Self { name: _, prompt, system, chat, r#where, unique, keep, drop, cut_answer, limit, seed } = self;
+        let keys = [
+            ("prompt", prompt),
+            ("system", system),
+            ("chat", chat),
+            ("where", r#where),
+            ("unique", unique),
+            ("keep", keep),
+            ("drop", drop),
+            ("cut_answer", cut_answer),
+            ("limit", limit),
+            ("seed", seed),
+        ];
+        let given = keys.into_iter().filter_map(|(key, text)| Some((key, text.as_deref()?)));
+        Recipe::from_query(given).and_then(|recipe| recipe.check().map(|()| recipe)).map_err(|error| {
+            let at = error.at.trim_start_matches("map.").to_owned();
+            Problem::new(Code::InvalidQuery, error.to_string()).item(format!("?{at}"), "invalid", error.to_string())
+        })
+    }
+}
+
+/// What rows are received for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// To become a dataset.
+    Keep,
+    /// To be looked at: their beginning is enough, and they stay as they came.
+    Look,
+}
+
+/// What a request sent: a name, and rows.
+pub(super) struct Sent {
+    pub(super) name: Option<String>,
+    pub(super) rows: SentRows,
+}
+
+pub(super) enum SentRows {
+    /// Checked and written as they came.
+    Ready(Summary, StagedDone),
+    /// To be converted.
+    Files(Box<Files>, Recipe),
+}
+
+/// Receives the rows of a request, in whatever form.
+pub(super) async fn receive(
+    state: &AppState,
+    caller: &Caller,
+    query: CreateQuery,
+    request: Request,
+    purpose: Purpose,
+) -> Result<Sent, Problem> {
+    let headers = request.headers().clone();
+    let recipe = query.recipe()?;
+    let name = checked_name(query.name)?;
+    let kind = media_type(&headers);
+    if kind == "multipart/form-data" {
+        check_room(state, &headers)?;
+        let form = Multipart::from_request(request, &()).await;
+        return read_form(state, form.map_err(|error| bad_form(error.body_text()))?, name, recipe, purpose).await;
+    }
+    let format = Format::of_media_type(&kind);
+    match format {
+        Some(_) if recipe.is_plain() => check_length(state, &headers, 0)?,
+        Some(_) | None => check_room(state, &headers)?,
+    }
+    let mut body = request.into_limited_body().into_data_stream();
+    let start = peek(&mut body, |error| body_problem(&error), kind == "application/json").await?;
+    if let Some(wanted) = hub_document(&kind, &start) {
+        let (hub_name, wanted) = wanted?;
+        let rows = SentRows::Files(Box::new(fetch(state, caller, &wanted).await?), wanted.recipe());
+        return Ok(Sent { name: checked_name(hub_name)?.or(name), rows });
+    }
+    if format.is_none() && !is_packed(&start) && recipe.is_plain() {
+        return Err(wrong_type(&kind));
+    }
+    let body = stream::iter([Ok(Bytes::from(start.clone()))]).chain(body);
+    let upload = Upload { name: None, format, recipe, start, purpose };
+    let rows = read_upload(state, upload, body, |error| body_problem(&error)).await?;
+    Ok(Sent { name, rows })
+}
+
+/// A file on its way.
+struct Upload {
+    name: Option<String>,
+    format: Option<Format>,
+    recipe: Recipe,
+    /// Its first bytes; the stream has them too.
+    start: Vec<u8>,
+    purpose: Purpose,
+}
+
+/// Streams plain rows through the checks; what is packed or mapped is kept as it is first.
+async fn read_upload<E>(
+    state: &AppState,
+    upload: Upload,
+    pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
+    failed: impl Fn(E) -> Problem,
+) -> Result<SentRows, Problem> {
+    let Upload { name, format, recipe, start, purpose } = upload;
+    let is_streamed = purpose == Purpose::Keep && recipe.is_plain() && !is_packed(&start);
+    if let Some(format) = format.filter(|_| is_streamed) {
+        let (summary, staged) = read_rows(state, format, pieces, failed).await?;
+        return Ok(SentRows::Ready(summary, staged));
+    }
+    let staged = keep_raw(state, pieces, failed, enough(purpose, &start)).await?;
+    Ok(SentRows::Files(Box::new(uploaded(name.as_deref(), format, staged)), recipe))
+}
+
+/// Writes an upload to a file as it comes; as large as the disk permits.
+async fn keep_raw<E>(
+    state: &AppState,
+    mut pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
+    failed: impl Fn(E) -> Problem,
+    enough_bytes: u64,
+) -> Result<StagedDone, Problem> {
+    check_disk(state)?;
+    let mut staged = state.files.stage(u64::MAX).await?;
+    let deadline = Instant::now() + UPLOAD_DEADLINE;
+    let (mut unchecked, mut received) = (0, 0);
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(&failed)?;
+        if Instant::now() > deadline {
+            return Err(Problem::new(Code::RequestTimeout, "the dataset took more than an hour to arrive"));
+        }
+        unchecked += piece.len();
+        if unchecked >= WRITE_BYTES {
+            check_disk(state)?;
+            unchecked = 0;
+        }
+        // What follows is received and left: the parts of a form stand behind each other.
+        if received < enough_bytes {
+            staged.write(&piece).await?;
+        }
+        received += piece.len() as u64;
+    }
+    Ok(staged.finish().await?)
+}
+
+/// Bytes of an upload that are kept. A parquet file's index is at its end.
+fn enough(purpose: Purpose, start: &[u8]) -> u64 {
+    match purpose {
+        Purpose::Look if !start.starts_with(b"PAR1") => LOOK_BYTES,
+        Purpose::Look | Purpose::Keep => u64::MAX,
+    }
+}
+
+/// The first bytes of a body: a few, or of a document all it may have.
+async fn peek<E>(
+    pieces: &mut (impl Stream<Item = Result<Bytes, E>> + Unpin),
+    failed: impl Fn(E) -> Problem,
+    is_json: bool,
+) -> Result<Vec<u8>, Problem> {
+    let mut start = Vec::new();
+    let enough = |start: &[u8]| match start.trim_ascii_start().first() {
+        Some(b'{') if is_json => start.len() > MAX_DOCUMENT_BYTES,
+        Some(_) => start.len() >= 4,
+        None => start.len() > MAX_DOCUMENT_BYTES,
+    };
+    while !enough(&start) {
+        match pieces.next().await {
+            Some(piece) => start.extend_from_slice(&piece.map_err(&failed)?),
+            None => break,
+        }
+    }
+    Ok(start)
+}
+
+/// Parquet, gzip or zstd, by their first bytes.
+fn is_packed(start: &[u8]) -> bool {
+    [&b"PAR1"[..], b"\x1f\x8b", b"\x28\xb5\x2f\xfd"].iter().any(|magic| start.starts_with(magic))
+}
+
+/// `{"hub": …}`: a request for a data set of the hub, in place of rows; with its name.
+fn hub_document(kind: &str, start: &[u8]) -> Option<Result<(Option<String>, HubDataset), Problem>> {
+    let is_document = kind == "application/json" && start.trim_ascii_start().starts_with(b"{");
+    let mut document: Value = is_document.then(|| serde_json::from_slice(start).ok()).flatten()?;
+    document.get("hub")?;
+    let name = document.as_object_mut()?.shift_remove("name");
+    let refuse = |detail: String| Problem::new(Code::InvalidBody, detail.clone()).item("", "invalid", detail);
+    let name = match name {
+        None | Some(Value::Null) => None,
+        Some(Value::String(name)) => Some(name),
+        Some(_) => return Some(Err(refuse("name must be a text".to_owned()))),
+    };
+    let wanted = serde_json::from_value::<HubDataset>(document).map_err(|error| refuse(error.to_string()));
+    let checked = wanted.and_then(|wanted| match wanted.recipe().check() {
+        Ok(()) => Ok((name, wanted)),
+        Err(error) => {
+            let at = format!("/{}", error.at.replace('.', "/"));
+            Err(Problem::new(Code::InvalidBody, error.to_string()).item(at, "invalid", error.to_string()))
+        }
+    });
+    Some(checked)
+}
+
+async fn read_form(
+    state: &AppState,
+    mut form: Multipart,
+    mut name: Option<String>,
+    of_query: Recipe,
+    purpose: Purpose,
+) -> Result<Sent, Problem> {
+    let mut mapping: Option<Recipe> = None;
+    let mut raw: Option<(Option<String>, Option<Format>, StagedDone)> = None;
+    let mut rows = None;
+    while let Some(mut part) = form.next_field().await.map_err(broken_form)? {
+        match part.name() {
+            Some("name") => name = checked_name(Some(short_text(part).await?))?,
+            Some("mapping") if mapping.is_none() => mapping = Some(read_mapping(part).await?),
+            Some("file") if rows.is_none() && raw.is_none() => {
+                let (file, format) = (part.file_name().map(str::to_owned), format_of_part(&part));
+                let start = peek(&mut part, broken_form, false).await?;
+                let pieces = stream::iter([Ok(Bytes::from(start.clone()))]).chain(part);
+                let is_plain = mapping.as_ref().unwrap_or(&of_query).is_plain() && purpose == Purpose::Keep;
+                match format {
+                    // A mapping that comes later is refused below.
+                    Ok(format) if is_plain && !is_packed(&start) => {
+                        let (summary, staged) = read_rows(state, format, pieces, broken_form).await?;
+                        rows = Some((summary, staged));
+                    }
+                    Err(problem) if is_plain && !is_packed(&start) => return Err(problem),
+                    format => {
+                        raw = Some((
+                            file,
+                            format.ok(),
+                            keep_raw(state, pieces, broken_form, enough(purpose, &start)).await?,
+                        ))
+                    }
+                }
+            }
+            Some("file") => {
+                return Err(bad_form("there are two parts 'file': upload one dataset a request".to_owned()));
+            }
+            Some("mapping") => return Err(bad_form("there are two parts 'mapping'".to_owned())),
+            other => {
+                let other = shortened(other.unwrap_or(""));
+                return Err(bad_form(format!(
+                    "unknown part '{other}': send 'file', and 'name' and 'mapping' if you like"
+                )));
+            }
+        }
+    }
+    let recipe = mapping.unwrap_or(of_query);
+    let rows = match (rows, raw) {
+        (Some(_), _) if !recipe.is_plain() => {
+            return Err(bad_form("the part 'mapping' comes after the file: send it first".to_owned()));
+        }
+        (Some((summary, staged)), _) => SentRows::Ready(summary, staged),
+        (None, Some((file, format, staged))) => {
+            SentRows::Files(Box::new(uploaded(file.as_deref(), format, staged)), recipe)
+        }
+        (None, None) => return Err(bad_form("there is no part 'file': put the rows there".to_owned())),
+    };
+    Ok(Sent { name, rows })
+}
+
+/// The part `mapping`.
+async fn read_mapping(mut part: Field<'_>) -> Result<Recipe, Problem> {
+    let mut bytes = Vec::new();
+    while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
+        bytes.extend_from_slice(&chunk);
+        if bytes.len() > MAX_DOCUMENT_BYTES {
+            return Err(bad_form(format!("the part 'mapping' may have {MAX_DOCUMENT_BYTES} bytes")));
+        }
+    }
+    let refuse = |at: String, detail: String| {
+        Problem::new(Code::InvalidBody, format!("mapping: {detail}")).item(at, "invalid", detail)
+    };
+    let recipe: Recipe =
+        serde_json::from_slice(&bytes).map_err(|error| refuse("mapping".to_owned(), error.to_string()))?;
+    recipe.check().map_err(|error| refuse(format!("mapping/{}", error.at.replace('.', "/")), error.to_string()))?;
+    Ok(recipe)
+}
+
+pub(super) fn format_of_part(part: &Field<'_>) -> Result<Format, Problem> {
+    let kind = part.content_type().unwrap_or("");
+    let kind = kind.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
+    let by_name = || part.file_name().and_then(Format::of_file_name);
+    Format::of_media_type(&kind).or_else(by_name).ok_or_else(|| {
+        let detail =
+            "the part 'file' needs a content type, or a file name that ends with .ndjson, .jsonl, .csv or .json";
+        Problem::new(Code::UnsupportedMediaType, detail).header(header::ACCEPT, Format::ACCEPTED)
+    })
+}
+
+async fn short_text(mut part: Field<'_>) -> Result<String, Problem> {
+    let mut bytes = Vec::new();
+    while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
+        bytes.extend_from_slice(&chunk);
+        if bytes.len() > 4 * LONGEST_NAME {
+            return Err(bad_name());
+        }
+    }
+    String::from_utf8(bytes).map_err(|_| bad_name())
+}
+
+/// What is to be mapped may be larger than a dataset, but not than the disk: 413 before the first byte.
+fn check_room(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
+    let room = state.files.free_bytes()?.saturating_sub(state.config.edge.disk_reserve_bytes);
+    match announced_bytes(headers) {
+        Some(length) if length > room => {
+            let detail = format!("the upload has {length} bytes, and the server's disk has room for {room}");
+            Err(Problem::new(Code::BodyTooLarge, detail))
+        }
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// 413 before the first byte when the client says that there will be too many; `more` = what may come beside the rows.
+fn check_length(state: &AppState, headers: &HeaderMap, more: u64) -> Result<(), Problem> {
+    match announced_bytes(headers) {
+        Some(length) if length > state.dataset_limit_bytes.saturating_add(more) => {
+            Err(too_large(state.dataset_limit_bytes))
+        }
+        Some(_) | None => Ok(()),
+    }
+}
+
+fn wrong_type(kind: &str) -> Problem {
+    let found = if kind.is_empty() { "there is none".to_owned() } else { format!("'{}' is not one", shortened(kind)) };
+    let detail =
+        format!("send a content type of {}, or multipart/form-data with a part 'file' ({found})", Format::ACCEPTED);
+    Problem::new(Code::UnsupportedMediaType, detail).header(header::ACCEPT, Format::ACCEPTED)
+}
+
+pub(super) fn bad_form(detail: String) -> Problem {
+    Problem::new(Code::InvalidRequest, detail)
+}
+
+pub(super) fn broken_form(error: MultipartError) -> Problem {
+    let broken = || bad_form("the multipart form is broken or ended early".to_owned()).because(error.body_text());
+    body_fault(&error).unwrap_or_else(broken)
+}
+
+fn checked_name(name: Option<String>) -> Result<Option<String>, Problem> {
+    match name {
+        Some(name)
+            if name.trim().is_empty() || name.chars().count() > LONGEST_NAME || name.chars().any(char::is_control) =>
+        {
+            Err(bad_name())
+        }
+        other => Ok(other),
+    }
+}
+
+fn bad_name() -> Problem {
+    let detail = format!("a name has 1 to {LONGEST_NAME} characters, none of them a control character");
+    Problem::new(Code::InvalidQuery, detail.clone()).item("?name", "invalid", detail)
+}
