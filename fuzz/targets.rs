@@ -4,9 +4,11 @@
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
 
 use axum::http::{HeaderMap, HeaderValue, Method, header};
-use rlood::dataset::{Format, Reader};
+use rlood::data::{Options, Source, convert, preview};
+use rlood::dataset::{Format, Reader, Recipe, RecipeMap};
 use rlood::engine::lora::LoraConfig;
 use rlood::event::FinishReason;
 use rlood::http::download::{Download, send_file};
@@ -23,8 +25,10 @@ use serde_json::{Map, Value, json};
 pub type Target = fn(&[u8]);
 
 /// By the name of its corpus.
-pub const TARGETS: [(&str, Target); 10] = [
+pub const TARGETS: [(&str, Target); 12] = [
     ("jsonl", jsonl),
+    ("data_file", data_file),
+    ("data_map", data_map),
     ("job_spec", job_spec),
     ("safetensors_header", safetensors_header),
     ("safetensors_index", safetensors_index),
@@ -49,6 +53,36 @@ pub fn jsonl(bytes: &[u8]) {
             assert_eq!(read.count() as u64, summary.num_rows);
         }
     }
+}
+
+/// Rows that a file becomes by a recipe: what is accepted is as many canonical rows as it says.
+fn converted(bytes: &[u8], recipe: &Recipe) {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), bytes).expect("a file");
+    let sources = [Source { name: "rows".to_owned(), path: file.path().to_owned() }];
+    let cancelled = AtomicBool::new(false);
+    let options = Options { format: None, chat_default: true, max_bytes: 1 << 20, cancelled: &cancelled };
+    let _ = preview(&sources, recipe, &options, 5);
+    let mut rows = Vec::new();
+    if let Ok(converted) = convert(&sources, recipe, &options, &mut rows) {
+        let lines = rows.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+        assert_eq!(lines.count() as u64, converted.summary.num_rows);
+    }
+}
+
+/// A file of rows: parquet, texts, and both inside gzip or zstd, as its content says.
+pub fn data_file(bytes: &[u8]) {
+    converted(bytes, &Recipe::default());
+    let map = RecipeMap { prompt: Some("question".to_owned()), ..RecipeMap::default() };
+    converted(bytes, &Recipe { map: Some(map), ..Recipe::default() });
+}
+
+/// A mapping, `recipe`, of `rows`.
+pub fn data_map(bytes: &[u8]) {
+    let Ok(document) = serde_json::from_slice::<Value>(bytes) else { return };
+    let Ok(recipe) = serde_json::from_value::<Recipe>(document["recipe"].clone()) else { return };
+    let rows = document["rows"].as_array().map(|rows| rows.iter().map(|row| format!("{row}\n")).collect::<String>());
+    converted(rows.unwrap_or_default().as_bytes(), &recipe);
 }
 
 /// A job's document, in each of its forms, and as a run of TRL's.
@@ -168,6 +202,7 @@ fn samples() -> Vec<RewardSample> {
         sample_id: format!("s_{index}"),
         group_id: "g_0".into(),
         prompt_id: "row_0".into(),
+        source: None,
         prompt: "What?".into(),
         messages: None,
         completion: "c".into(),

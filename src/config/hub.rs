@@ -24,6 +24,11 @@ pub struct HubArgs {
     #[arg(long, env = "RLOOD_HUB_DATASETS_SERVER", value_name = "URL")]
     pub hub_datasets_server: Option<String>,
 
+    /// The proxy that the hub is asked through (http:// or https://, with user and password where it wants them). Names are then resolved
+    /// by the proxy: --allow-outgoing sees the names and addresses in URLs, and no more. HTTPS_PROXY is not read.
+    #[arg(long, env = "RLOOD_HUB_PROXY", value_name = "URL", hide_env_values = true)]
+    pub hub_proxy: Option<String>,
+
     /// Whose downloads may use the server's own token (HF_TOKEN) and the local cache of huggingface_hub: admins (without keys
     /// everybody is one) or everyone. Others send a token of their own in the header x-hub-token.
     #[arg(long, env = "RLOOD_HUB_TOKEN_FOR", value_enum, default_value_t = HubTokenFor::Admins, value_name = "WHO")]
@@ -48,6 +53,8 @@ pub struct HubConfig {
     pub token_for: HubTokenFor,
     /// Lists the hub's own copies of data sets.
     pub datasets_server: Option<reqwest::Url>,
+    /// What the hub is asked through.
+    pub proxy: Option<reqwest::Url>,
 }
 
 impl fmt::Debug for HubConfig {
@@ -63,6 +70,7 @@ impl HubConfig {
             environment: HubEnvironment { offline: true, ..HubEnvironment::read(|_| None) },
             token_for: HubTokenFor::Admins,
             datasets_server: None,
+            proxy: None,
         }
     }
 
@@ -81,13 +89,13 @@ impl HubConfig {
     /// As this process's variables say.
     pub fn of_environment() -> HubConfig {
         let environment = HubEnvironment::read(|name| std::env::var(name).ok());
-        HubConfig { environment, token_for: HubTokenFor::Admins, datasets_server: None }
+        HubConfig { environment, token_for: HubTokenFor::Admins, datasets_server: None, proxy: None }
     }
 }
 
 impl HubArgs {
     pub(super) fn resolve(&self) -> Result<HubConfig, ConfigError> {
-        let HubArgs { hub_endpoint, hub_token_for, hub_datasets_server } = self;
+        let HubArgs { hub_endpoint, hub_token_for, hub_datasets_server, hub_proxy } = self;
         let endpoint = hub_endpoint.trim().trim_end_matches('/');
         let is_url =
             reqwest::Url::parse(endpoint).is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
@@ -97,12 +105,17 @@ impl HubArgs {
         let mut config = HubConfig::of_environment();
         endpoint.clone_into(&mut config.environment.endpoint);
         config.token_for = *hub_token_for;
-        let server =
-            hub_datasets_server.as_deref().map(str::trim).filter(|url| !url.is_empty()).map(reqwest::Url::parse);
-        let wrong = |_| {
-            ConfigError::new("--hub-datasets-server (RLOOD_HUB_DATASETS_SERVER) must be an http:// or https:// URL")
-        };
-        config.datasets_server = server.transpose().map_err(wrong)?;
+        config.datasets_server =
+            read_url("--hub-datasets-server (RLOOD_HUB_DATASETS_SERVER)", hub_datasets_server.as_ref())?;
+        config.proxy = read_url("--hub-proxy (RLOOD_HUB_PROXY)", hub_proxy.as_ref())?;
         Ok(config)
     }
+}
+
+fn read_url(name: &str, text: Option<&String>) -> Result<Option<reqwest::Url>, ConfigError> {
+    let Some(text) = text.map(|text| text.trim()).filter(|text| !text.is_empty()) else { return Ok(None) };
+    let url = reqwest::Url::parse(text).ok();
+    let url = url.filter(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
+    // Not the text itself: it may hold a password.
+    url.map(Some).ok_or_else(|| ConfigError::new(format!("{name} must be an http:// or https:// URL")))
 }

@@ -32,10 +32,7 @@ const PERMITTED: &[(&str, &[&str])] = &[
         ],
     ),
     ("crates/types", &["doctor::history", "doctor::rules"]),
-    (
-        "crates/types",
-        &["spec::document", "spec::evaluation", "spec::oversight", "spec::resolve", "spec::rloo", "spec::sections"],
-    ),
+    ("crates/types", &["spec::document", "spec::oversight", "spec::resolve", "spec::rloo", "spec::sections"]),
     ("crates/types", &["spec::reader", "spec::schema", "spec::settings"]),
     ("crates/types", &["spec::trl::batching", "spec::trl::reading", "spec::trl::schedule"]),
 ];

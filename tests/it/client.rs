@@ -193,10 +193,29 @@ async fn datasets_and_models_come_and_go() {
     assert_eq!((second.row, &second.record["prompt"]), (1, &json!("Say two.")));
     let copy = client.download_dataset(dataset.id, &dir.path().join("copy.ndjson")).await.unwrap();
     assert_eq!((copy.sha256, copy.size_bytes, copy.checked), (dataset.sha256, dataset.size_bytes, Checked::Sha256));
-    let csv =
-        DatasetUpload { name: None, media_type: "text/csv".to_owned(), rows: Content::from("answer\n4\n".to_owned()) };
+    let csv = DatasetUpload {
+        name: None,
+        media_type: "text/csv".to_owned(),
+        rows: Content::from("answer\n4\n".to_owned()),
+        mapping: None,
+    };
     let refused = client.create_dataset(&csv).await.unwrap_err();
     assert_eq!(refused.code(), "invalid_dataset");
+    let look = client.preview_dataset(&csv, None).await.unwrap();
+    assert_eq!((look.columns[0].name.as_str(), look.rows.len(), look.errors.len()), ("answer", 0, 1));
+    let mapping = serde_json::from_value(json!({"map": {"prompt": "Is it {{ answer }}?"}})).unwrap();
+    let mapped = csv.mapped(mapping);
+    let look = client.preview_dataset(&mapped, Some("org/tiny")).await.unwrap();
+    assert!(look.errors.is_empty() && look.rows[0].num_tokens.is_some_and(|tokens| tokens > 0), "{look:?}");
+    let made = client.create_dataset(&mapped).await.unwrap();
+    assert_eq!((made.num_rows, made.columns), (1, vec!["prompt".to_owned(), "answer".to_owned()]));
+    client.delete_dataset(made.id).await.unwrap();
+    let unknown = serde_json::from_value(json!({"hub": "nobody/nothing"})).unwrap();
+    assert_eq!(client.create_hub_dataset(Some("x"), &unknown).await.unwrap_err().code(), "invalid_dataset");
+    assert_eq!(
+        client.create_hub_model(None, "nobody/nothing", Some("main")).await.unwrap_err().code(),
+        "invalid_model"
+    );
     client.delete_dataset(dataset.id).await.unwrap();
     assert_eq!(client.delete_dataset(dataset.id).await.unwrap_err().code(), "not_found");
 

@@ -247,7 +247,7 @@ async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
     assert_eq!(joined["origin"]["sources"][2]["dataset"], stored["id"], "{joined}");
 
     // An epoch is 8 prompts of the largest, 16/3 and 8/3 of the others; 32 prompts are two of them.
-    let samples = server.get(&format!("/jobs/{job}/samples?limit=500")).await;
+    let samples = server.get(&format!("/jobs/{job}/samples?limit=100")).await;
     let mut rows: BTreeMap<&str, u64> = BTreeMap::new();
     for sample in samples["data"].as_array().unwrap() {
         let row: u64 = sample["prompt_id"].as_str().unwrap()["row_".len()..].parse().unwrap();

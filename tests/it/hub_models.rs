@@ -282,3 +282,50 @@ async fn offline_a_snapshot_of_the_local_cache_is_read_in_place() {
     assert_eq!(delete(&server, "/models/fake%2Ftiny").await, 204);
     assert!(cached.join("snapshots").join(COMMIT).join("config.json").exists());
 }
+
+/// Passes every request on to where its URL says; `hub.example` is the fake.
+async fn proxy(hub: String) -> (String, std::sync::Arc<std::sync::Mutex<Vec<String>>>) {
+    let asked = std::sync::Arc::<std::sync::Mutex<Vec<String>>>::default();
+    let (seen, http) = (
+        asked.clone(),
+        reqwest::Client::builder().no_proxy().redirect(reqwest::redirect::Policy::none()).build().unwrap(),
+    );
+    let pass_on = move |request: axum::extract::Request| {
+        let (seen, http, hub) = (seen.clone(), http.clone(), hub.clone());
+        async move {
+            let url = request.uri().to_string();
+            seen.lock().unwrap().push(url.clone());
+            let url = url.replace("http://hub.example", &hub);
+            let answer = http.get(url).headers({
+                let mut headers = request.headers().clone();
+                headers.remove("host");
+                headers
+            });
+            let answer = answer.send().await.unwrap();
+            let (status, headers) = (answer.status(), answer.headers().clone());
+            let mut reply = axum::response::Response::new(axum::body::Body::from(answer.bytes().await.unwrap()));
+            (*reply.status_mut(), *reply.headers_mut()) = (status, headers);
+            reply
+        }
+    };
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move { axum::serve(listener, axum::Router::new().fallback(pass_on)).await });
+    (format!("http://{address}"), asked)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn behind_a_proxy_the_hub_is_asked_through_it_alone() {
+    let hub = start(repository(), Faults::default()).await;
+    let (proxy, asked) = proxy(hub.url.clone()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = command(&dir.path().join("data"), "none");
+    command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", "http://hub.example").env("RLOOD_HUB_PROXY", &proxy);
+    let server = Server::start_by(&mut command);
+    let (status, answer) = post(&server, "/models", &[], &json!({"hub": "fake/tiny"})).await;
+    assert_eq!(status, 202, "{answer}");
+    model_when(&server, "ready").await;
+    let asked = asked.lock().unwrap();
+    assert!(asked.iter().any(|url| url.starts_with("http://hub.example/api/models/fake/tiny/")), "{asked:?}");
+    assert!(asked.iter().any(|url| !url.starts_with("http://hub.example/")), "the CDN too: {asked:?}");
+}

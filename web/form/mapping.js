@@ -88,7 +88,7 @@ export function Mapping({ file, hub, model, onDone }) {
   const isUsable = look && !look.errors.length && look.rows.length > 0 && !problem;
   return html`<section class="panel stack mapping" aria-label="What the rows become">
     <h3>${file?.name ?? hub.hub}</h3>
-    ${look?.suggested_map && html`<p class="notice">No column is called prompt. This looks like a known layout. <button type="button" onClick=${() => setFields({ ...fields, ...fieldsOf(look.suggested_map) })}>Use its mapping</button></p>`}
+    ${look?.suggested_map && html`<p class="notice">${look.suggested_map.prompt ? "No column is called prompt. This looks like a known layout." : "The answer lies inside another column, where rewards do not find it."} <button type="button" onClick=${() => setFields({ ...fields, ...fieldsOf(look.suggested_map) })}>Use its mapping</button></p>`}
     <div class="fields">
       ${columns.length > 0 && !isTemplate
         ? html`<${Input} label="Column with the prompt" options=${[["", columns.some(([name]) => name === "prompt") ? "prompt" : "choose"], ...columns.filter(([name]) => name !== "prompt"), ...(fields.prompt && !columns.some(([name]) => name === fields.prompt) ? [[fields.prompt, fields.prompt]] : [])]} value=${fields.prompt} set=${set("prompt")} />`

@@ -65,7 +65,7 @@ function DatasetRow({ dataset, jobs, reload }) {
   const { id, name, num_rows, size_bytes, columns, origin, created_at } = dataset;
   const [rows, setRows] = useState(null);
   const look = async () => setRows(rows ? null : (await get(`/datasets/${encodeURIComponent(id)}/rows`, { limit: SHOWN_ROWS })).data.map(({ record }) => record));
-  const from = origin?.hub ? html`${origin.hub}<div class="dim small">${[origin.config, origin.split].filter(Boolean).join(", ")} at <code title=${origin.commit}>${origin.commit.slice(0, 8)}</code></div>` : html`<span class="dim">upload</span>`;
+  const from = origin?.hub ? html`${origin.hub}<div class="dim small">${[origin.config, origin.split].filter(Boolean).join(", ")} at <code title=${origin.commit}>${origin.commit.slice(0, 8)}</code></div>` : html`<span class="dim">${origin?.sources ? plural(origin.sources.length, "source") : "upload"}</span>`;
   return html`<tr>
       <th scope="row">${name ?? id}<div><button type="button" class="link small" aria-expanded=${!!rows} onClick=${look}>${rows ? "Hide rows" : "First rows"}</button></div></th>
       <td class="num">${count(num_rows)}</td><td class="num">${bytes(size_bytes)}</td><td class="small">${columns.join(", ")}</td><td>${from}</td>

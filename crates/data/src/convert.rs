@@ -52,7 +52,7 @@ pub struct Preview {
     pub source_rows: Vec<Value>,
     /// What the first rows become that the mapping keeps.
     pub rows: Vec<Value>,
-    /// A map that would fit, where there is no prompt.
+    /// A map that would fit: where there is no prompt, or where a reward would not find the answer.
     pub suggested_map: Option<Value>,
     /// What is wrong with the first rows.
     pub rejected: Option<Rejected>,
@@ -141,7 +141,10 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
     let first = source_rows.first().and_then(Value::as_object);
     let has_prompt = first.is_some_and(|row| row.contains_key("prompt"));
     let names_prompt = recipe.map.as_ref().is_some_and(|map| map.prompt.is_some());
-    let suggested_map = first.filter(|_| !has_prompt && !names_prompt).and_then(presets::fitting);
+    let suggested_map = match has_prompt {
+        true => first.filter(|_| recipe.map.is_none()).and_then(presets::truth),
+        false => first.filter(|_| !names_prompt).and_then(presets::fitting),
+    };
     let mapping = compile(recipe, options.chat_default)?;
     let mut pass = Pass::new(mapping.as_ref(), options);
     pass.deadline = Some(begun + LOOK_FOR);
@@ -311,7 +314,12 @@ impl<'p> Pass<'p> {
     fn note(&mut self, error: RowError) -> Flow {
         let hopeless = self.num_errors + 1 == self.rows_read && self.num_errors >= MAX_ERRORS as u64;
         self.error(error);
-        if hopeless { Flow::Enough } else { Flow::More }
+        if !hopeless {
+            return Flow::More;
+        }
+        let detail = format!("not one of the first {} rows can be used: the rest was not read", self.rows_read);
+        self.errors.push(whole("not_read_further", detail));
+        Flow::Enough
     }
 
     fn error(&mut self, error: RowError) {

@@ -4,6 +4,16 @@ use serde_json::{Value, json};
 
 use super::columns::Row;
 
+/// Of verl's and SkyRL's rows, which have a prompt: a column `ground_truth` for the rewards.
+pub fn truth(row: &Row) -> Option<Value> {
+    if row.contains_key("ground_truth") {
+        return None;
+    }
+    let inside = |name: &&str| row.get(*name).is_some_and(|column| !column["ground_truth"].is_null());
+    let column = ["reward_model", "reward_spec"].into_iter().find(inside)?;
+    Some(json!({"columns": {"ground_truth": format!("{column}.ground_truth")}}))
+}
+
 /// The map that fits these columns, if it is a known layout.
 pub fn fitting(row: &Row) -> Option<Value> {
     let has = |name: &str| row.contains_key(name);

@@ -249,14 +249,15 @@ impl Batching {
     /// The rows that a source gives from one of its prompts to another, counted over all epochs: again and again through its rows, each
     /// time in another order.
     fn source_order(&self, source: usize, num_rows: u64, from: u64, to: u64) -> impl Iterator<Item = u64> {
-        let times = if num_rows == 0 { 0..0 } else { from / num_rows..to.div_ceil(num_rows) };
         let (seed, shuffle) = (self.seed, self.shuffle);
+        // Without rows, `from` and `to` are 0.
+        let times = from / num_rows.max(1)..to.div_ceil(num_rows.max(1));
         times
             .flat_map(move |time| match shuffle {
                 true => source_permutation(seed, source, time, num_rows),
                 false => (0..num_rows).collect(),
             })
-            .skip(from.checked_rem(num_rows).unwrap_or(0) as usize)
+            .skip((from % num_rows.max(1)) as usize)
             .take((to - from) as usize)
     }
 }

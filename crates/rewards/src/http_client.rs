@@ -27,6 +27,17 @@ pub fn restricted_client_builder_with(policy: &OutgoingPolicy, lookup: Lookup) -
     client_builder().redirect(reqwest::redirect::Policy::none()).referer(false).dns_resolver(resolver)
 }
 
+/// A client that reaches only what the policy permits; with a proxy, one that asks everything of it. The proxy, which the operator chose,
+/// resolves names itself: [`OutgoingPolicy::check_url`] is then all that the policy sees.
+///
+/// # Errors
+/// When the proxy's URL cannot be used.
+pub fn restricted_client(policy: &OutgoingPolicy, proxy: Option<&reqwest::Url>) -> reqwest::Result<reqwest::Client> {
+    let Some(proxy) = proxy else { return restricted_client_builder(policy).build() };
+    let builder = client_builder().redirect(reqwest::redirect::Policy::none()).referer(false);
+    builder.proxy(reqwest::Proxy::all(proxy.clone())?).build()
+}
+
 /// A client builder with rlood's TLS settings (ring, the system's certificates), without a proxy from the environment.
 /// For requests of rlood's own; those that users direct go through [`restricted_client_builder`].
 pub fn client_builder() -> reqwest::ClientBuilder {

@@ -15,7 +15,7 @@ use crate::config::HubTokenFor;
 use crate::hub::{FileHash, Hub, HubError, HubSettings, Repo, RepoKind, RepoPlan, find_cached, verify_cached};
 use crate::modelcard::{self, ModelFile};
 use crate::protocol::FileEntry;
-use crate::reward::http_client::restricted_client_builder;
+use crate::reward::http_client::restricted_client;
 use crate::storage::StorageKind;
 use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
 
@@ -67,7 +67,7 @@ pub(in crate::http) async fn client(state: &AppState, caller: &Caller) -> Result
 async fn build(state: &AppState, token: Option<crate::hub::Token>) -> Result<Hub, Problem> {
     let environment = &state.config.hub.environment;
     let policy = reach::outgoing(state).await?;
-    let client = restricted_client_builder(&policy).build().map_err(Problem::internal)?;
+    let client = restricted_client(&policy, state.config.hub.proxy.as_ref()).map_err(Problem::internal)?;
     let settings = HubSettings::new(&environment.endpoint, policy).map_err(|error| {
         let detail = format!(
             "the hub at {} (HF_ENDPOINT) may not be asked: {error}; the operator permits it with --allow-outgoing",

@@ -14,7 +14,7 @@ use crate::page::Pages;
 pub struct Model {
     /// What jobs call it.
     pub id: String,
-    /// `ready`.
+    /// `ready`, `downloading` or `failed`.
     pub state: String,
     /// Its directory on the server.
     pub source: String,
@@ -70,6 +70,20 @@ impl Client {
     /// `invalid_model` when it cannot be used, `conflict` when the name is another model's, or any other [`Error`].
     pub async fn create_model(&self, id: &str, source: &str) -> Result<Model, Error> {
         self.json(self.post_once(&["models"]).json(&json!({"id": id, "source": source}))).await
+    }
+
+    /// Registers a model of the hub, `org/name`, which is then `downloading`; without an id it is called by its name.
+    ///
+    /// # Errors
+    /// `invalid_model` when it cannot be found or used, `hub_unreachable`, `conflict`, or any other [`Error`].
+    pub async fn create_hub_model(&self, id: Option<&str>, hub: &str, revision: Option<&str>) -> Result<Model, Error> {
+        let mut body = json!({"hub": hub});
+        for (key, value) in [("id", id), ("revision", revision)] {
+            if let Some(value) = value {
+                body[key] = value.into();
+            }
+        }
+        self.json(self.post_once(&["models"]).json(&body)).await
     }
 
     /// One model.

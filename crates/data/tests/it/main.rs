@@ -302,6 +302,16 @@ fn a_look_shows_columns_and_mapped_rows_and_suggests_a_map() {
     assert_eq!((look.source_rows.len(), look.rows.len()), (3, 0));
     assert_eq!(look.suggested_map.unwrap()["prompt"], "question");
     assert!(look.rejected.unwrap().errors[0].detail.contains("there is no 'prompt' column"));
+    // Rows of verl have a prompt, and the answer where no reward looks for it.
+    let verl = preview(&[fixture("verl.parquet")], &Recipe::default(), &options(), 3).unwrap();
+    assert_eq!(verl.rejected, None);
+    let suggested = json!({"map": verl.suggested_map});
+    assert_eq!(suggested["map"], json!({"columns": {"ground_truth": "reward_model.ground_truth"}}));
+    let mapped = preview(&[fixture("verl.parquet")], &recipe(suggested), &options(), 3).unwrap();
+    assert!(
+        mapped.suggested_map.is_none()
+            && mapped.rows[0]["ground_truth"] == mapped.rows[0]["reward_model"]["ground_truth"]
+    );
     let look = preview(&source, &recipe(of_gsm8k()), &options(), 3).unwrap();
     assert_eq!((look.rows.len(), look.rejected), (3, None));
     assert_eq!(look.rows[2]["answer"], "2002");
@@ -324,4 +334,19 @@ fn a_look_at_a_large_file_takes_no_time() {
     let look = preview(&source, &wanted, &options(), 5).unwrap();
     assert!(begun.elapsed().as_millis() < 300, "{:?}", begun.elapsed());
     assert_eq!((look.source_rows.len(), look.rows.len()), (5, 0));
+}
+
+#[test]
+fn where_no_row_is_good_the_rest_is_not_read_and_that_is_said() {
+    let dir = Dir::new();
+    let rows = |good: &str| format!("{good}{}", "{\"prompt\":7}\n".repeat(5000));
+    let refused = |text: String| {
+        converted(&[dir.file("rows.ndjson", text.as_bytes())], json!({"map": {"prompt": "prompt"}})).unwrap_err()
+    };
+    let all = refused(rows(""));
+    assert_eq!((all.num_errors, all.errors.len()), (101, 101));
+    assert_eq!(all.errors[100].detail, "not one of the first 101 rows can be used: the rest was not read");
+    // Where one is, all are counted.
+    let one_is_good = refused(rows("{\"prompt\":\"a\"}\n"));
+    assert_eq!((one_is_good.num_errors, one_is_good.errors.len()), (5000, 100));
 }

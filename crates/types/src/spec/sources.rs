@@ -125,7 +125,7 @@ fn read_list(field: &Field<'_>) -> Option<DatasetSource> {
             );
         }
         let range = "greater than 0 and at most 1000000000";
-        let weight = weight.number(range, |weight| weight >= 1.0 / MAX_WEIGHT && weight <= MAX_WEIGHT);
+        let weight = weight.number(range, |weight| (1.0 / MAX_WEIGHT..=MAX_WEIGHT).contains(&weight));
         Some(MixedSource { name, weight, source: read_source(item, &OF_A_LIST) })
     };
     let sources: Vec<Option<MixedSource>> = items.iter().enumerate().map(read).collect();

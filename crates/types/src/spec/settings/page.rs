@@ -115,6 +115,7 @@ fn meaning(setting: &Setting, plan: &Object) -> String {
         RefOr::Ref(reference) => reference.description,
         RefOr::T(Schema::Object(object)) => object.description.unwrap_or_default(),
         RefOr::T(Schema::Array(array)) => array.description.unwrap_or_default(),
+        RefOr::T(Schema::OneOf(one)) => one.description.unwrap_or_default(),
         RefOr::T(_) => String::new(),
     }
 }

@@ -1,0 +1,74 @@
+// The pictures under docs/images/pages: models and data, and the system, when there is nothing, when something is under way, when something
+// failed, and full; at 390 and 1440 pixels, dark and light. usage: tests/web/pictures.sh BINARY
+import { startBrowser, visit, SHOTS } from "./browser.mjs";
+import { startHub } from "./hub.mjs";
+import { finished, prompts, submit } from "./job.mjs";
+import { startServer } from "./server.mjs";
+
+const CSV = "question,solution,level\n" + [...Array(40).keys()].map((n) => `What is ${n} + ${n + 2}?,${2 * n + 2},${1 + (n % 3)}\n`).join("");
+
+const hub = await startHub();
+const browser = await startBrowser();
+const env = { HF_ENDPOINT: hub.url, HF_HUB_OFFLINE: "0" };
+const start = (devices) => startServer({ devices, env });
+
+async function shoot(server, name, hash, prepare = async () => {}) {
+  for (const width of [390, 1440]) {
+    for (const scheme of ["light", "dark"]) {
+      await visit(browser, server.url, hash, async (page) => {
+        await page.waitForFunction(() => !document.querySelector("[aria-busy=true]") && document.querySelector("main h1"));
+        await prepare(page);
+        await page.waitForTimeout(400);
+        await page.screenshot({ path: `${SHOTS}/pages-${name}-${width}-${scheme}.png`, fullPage: true });
+      }, { scheme, width, height: 900, allow: /422|401|404|\/session/ });
+    }
+  }
+}
+
+const until = async (test) => {
+  while (!(await test())) await new Promise((done) => setTimeout(done, 200));
+};
+
+try {
+  const empty = await start("none");
+  await shoot(empty, "data-empty", "#/library");
+  await shoot(empty, "system-empty", "#/system");
+  await empty.stop();
+
+  const server = await start("cpu");
+  await server.api("POST", "/models", { id: "rlood/tiny", source: `${process.env.RLOOD_ASSETS}/tiny` });
+  await server.api("POST", "/models", { hub: "org/model" });
+  const upload = (name, body, query) => fetch(`${server.url}/datasets?name=${name}&${query}`, { method: "POST", headers: { "content-type": "text/csv" }, body });
+  await upload("sums.csv", CSV, "prompt=question");
+  await server.api("POST", "/datasets", { records: prompts(24) });
+  const job = await submit(server, { name: "Sums, careful", steps: 6, rows: prompts(24) });
+  await finished(server, job);
+  await until(async () => (await server.api("GET", "/models")).data.every(({ state }) => state === "ready"));
+  const map = async (page) => {
+    await page.locator("input[type=file]").setInputFiles({ name: "mine.csv", mimeType: "text/csv", buffer: Buffer.from(CSV) });
+    await page.getByLabel("Column with the prompt").selectOption("question");
+    await page.locator(".row-look").first().waitFor();
+  };
+  await shoot(server, "data-full", "#/library", map);
+  await shoot(server, "system-full", "#/system");
+
+  await server.api("POST", "/models", { hub: "org/slow-model" });
+  const busy = await submit(server, { name: "Sums, for long", steps: 3000, rows: prompts(24) });
+  await submit(server, { name: "Sums, next", steps: 20, rows: prompts(24) });
+  await server.api("POST", "/jobs", { name: "Sums, on a model on its way", model: "org/slow-model", dataset: { records: prompts(6) }, rewards: [{ type: "length", min_words: 1, max_words: 2 }], training: { prompts_per_step: 3, max_steps: 4 } });
+  await until(async () => (await server.api("GET", `/jobs/${busy.id}`)).step > 3);
+  await shoot(server, "data-busy", "#/library");
+  await shoot(server, "system-busy", "#/system");
+
+  await server.api("POST", "/models", { hub: "org/broken-model" });
+  await until(async () => (await server.api("GET", "/models/org%2Fbroken-model")).state === "failed");
+  await shoot(server, "data-failed", "#/library", async (page) => {
+    await page.getByLabel("Data set of the hub").fill("nobody/rows");
+    await page.getByRole("button", { name: "Look at it" }).click();
+    await page.getByText(/or it is private/).waitFor();
+  });
+  await server.stop();
+} finally {
+  await browser.close();
+  await hub.stop();
+}
