@@ -92,9 +92,10 @@ pub(super) async fn convert_files(
     Ok((converted.summary, out.finish().await?, origin))
 }
 
-/// Rows that a thread writes in their canonical form.
+/// Rows that a thread writes.
 pub(super) async fn written(
     state: &AppState,
+    format: Format,
     write: impl FnOnce(&mut dyn std::io::Write) -> std::io::Result<()> + Send + 'static,
 ) -> Result<(Summary, StagedDone), Problem> {
     let (sender, pieces) = mpsc::channel(PIECES);
@@ -107,7 +108,7 @@ pub(super) async fn written(
         let piece = pieces.recv().await?;
         Some((Ok::<_, Problem>(Bytes::from(piece)), pieces))
     });
-    let read = read_rows(state, Format::Ndjson, Box::pin(pieces), |problem| problem).await;
+    let read = read_rows(state, format, Box::pin(pieces), |problem| problem).await;
     // The writer of a reader that has refused ends with a broken pipe.
     let written = work.await.map_err(Problem::internal)?;
     let rows = read?;

@@ -256,7 +256,7 @@ async fn keep(state: &AppState, owner: &str, prompts: Option<Prompts>) -> Result
         }
         Some(several @ Source::Several(_)) => {
             let origin = several.origin();
-            let (summary, staged) = written(state, move |out| several.write(out)).await?;
+            let (summary, staged) = written(state, Format::Ndjson, move |out| several.write(out)).await?;
             (summary, staged, origin)
         }
     };

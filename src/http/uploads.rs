@@ -1,5 +1,7 @@
 //! Rows that a request sends, in whatever form: a body, a form, or the name of a data set of the hub.
 
+use std::fs::File;
+use std::io::Write;
 use std::time::Instant;
 
 use axum::RequestExt;
@@ -14,7 +16,7 @@ use utoipa::IntoParams;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{Files, fetch, uploaded};
+use super::dataset_sources::{Files, fetch, uploaded, written};
 use super::error::{Code, Problem, shortened};
 use super::extract::{announced_bytes, body_fault, body_problem, media_type};
 use super::rows::{UPLOAD_DEADLINE, WRITE_BYTES, check_disk, read_rows, too_large};
@@ -264,32 +266,18 @@ async fn read_form(
     purpose: Purpose,
 ) -> Result<Sent, Problem> {
     let mut mapping: Option<Recipe> = None;
-    let mut raw: Option<(Option<String>, Option<Format>, StagedDone)> = None;
-    let mut rows = None;
+    let mut raw = None;
     while let Some(mut part) = form.next_field().await.map_err(broken_form)? {
         match part.name() {
             Some("name") => name = checked_name(Some(short_text(part).await?))?,
             Some("mapping") if mapping.is_none() => mapping = Some(read_mapping(part).await?),
-            Some("file") if rows.is_none() && raw.is_none() => {
+            Some("file") if raw.is_none() => {
                 let (file, format) = (part.file_name().map(str::to_owned), format_of_part(&part));
                 let start = peek(&mut part, broken_form, false).await?;
                 let pieces = stream::iter([Ok(Bytes::from(start.clone()))]).chain(part);
-                let is_plain = mapping.as_ref().unwrap_or(&of_query).is_plain() && purpose == Purpose::Keep;
-                match format {
-                    // A mapping that comes later is refused below.
-                    Ok(format) if is_plain && !is_packed(&start) => {
-                        let (summary, staged) = read_rows(state, format, pieces, broken_form).await?;
-                        rows = Some((summary, staged));
-                    }
-                    Err(problem) if is_plain && !is_packed(&start) => return Err(problem),
-                    format => {
-                        raw = Some((
-                            file,
-                            format.ok(),
-                            keep_raw(state, pieces, broken_form, enough(purpose, &start)).await?,
-                        ))
-                    }
-                }
+                // The mapping may come behind it.
+                let staged = keep_raw(state, pieces, broken_form, enough(purpose, &start)).await?;
+                raw = Some((file, format, is_packed(&start), staged));
             }
             Some("file") => {
                 return Err(bad_form("there are two parts 'file': upload one dataset a request".to_owned()));
@@ -304,15 +292,18 @@ async fn read_form(
         }
     }
     let recipe = mapping.unwrap_or(of_query);
-    let rows = match (rows, raw) {
-        (Some(_), _) if !recipe.is_plain() => {
-            return Err(bad_form("the part 'mapping' comes after the file: send it first".to_owned()));
+    let Some((file, format, is_packed, staged)) = raw else {
+        return Err(bad_form("there is no part 'file': put the rows there".to_owned()));
+    };
+    let is_plain = recipe.is_plain() && purpose == Purpose::Keep && !is_packed;
+    let rows = match format {
+        Err(problem) if is_plain => return Err(problem),
+        Ok(format) if is_plain => {
+            let copy = move |out: &mut dyn Write| std::io::copy(&mut File::open(staged.path())?, out).map(drop);
+            let (summary, staged) = written(state, format, copy).await?;
+            SentRows::Ready(summary, staged)
         }
-        (Some((summary, staged)), _) => SentRows::Ready(summary, staged),
-        (None, Some((file, format, staged))) => {
-            SentRows::Files(Box::new(uploaded(file.as_deref(), format, staged)), recipe)
-        }
-        (None, None) => return Err(bad_form("there is no part 'file': put the rows there".to_owned())),
+        format => SentRows::Files(Box::new(uploaded(file.as_deref(), format.ok(), staged)), recipe),
     };
     Ok(Sent { name, rows })
 }

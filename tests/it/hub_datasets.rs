@@ -145,7 +145,21 @@ async fn uploads_of_every_format_are_mapped_by_a_part_or_by_the_query() {
     assert_eq!((status, &answer["errors"][0]["pointer"]), (422, &json!("mapping/limit")), "{answer}");
 
     let csv = b"question,answer\n\"What is 1+1?\",2\nWhat is 2+2?,4\n".to_vec();
-    let (status, made) = upload(&server, "/datasets?prompt=question&limit=1", "text/csv", csv.clone()).await;
+    // A text too: curl sends parts in the order of its flags.
+    let text = || ("file", Some("train.csv"), csv.clone());
+    let by_question = || mapping(json!({"map": {"prompt": "question"}, "limit": 1}));
+    let (status, made) = form(&server, "/datasets", &[text(), by_question()]).await;
+    assert_eq!((status, &made["num_rows"]), (201, &json!(1)), "{made}");
+    assert_eq!(form(&server, "/datasets", &[by_question(), text()]).await.1["id"], made["id"]);
+    let (status, answer) = form(&server, "/datasets", &[text()]).await;
+    assert_eq!((status, &answer["errors"][0]["pointer"]), (422, &json!("line 1")), "{answer}");
+    let offered = r#"give a mapping, here "map": {"prompt":"question","columns":{"ground_truth":"answer"}}"#;
+    assert!(answer["detail"].as_str().unwrap().contains(offered), "{answer}");
+    let (_, answer) =
+        upload(&server, "/datasets", "application/x-ndjson", b"{\"problem\":\"a\",\"solution\":\"b\"}\n".to_vec())
+            .await;
+    assert!(answer["detail"].as_str().unwrap().contains(r#""map": {"prompt":"problem""#), "{answer}");
+    let (status, made) = upload(&server, "/datasets?prompt=question&limit=1&chat=false", "text/csv", csv.clone()).await;
     assert_eq!((status, &made["num_rows"]), (201, &json!(1)), "{made}");
     let (status, answer) = upload(&server, "/datasets?prompt=question&limit=x", "text/csv", csv.clone()).await;
     assert_eq!((status, &answer["errors"][0]["pointer"]), (400, &json!("?limit")), "{answer}");
@@ -259,7 +273,7 @@ async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
     assert_eq!(rows, BTreeMap::from([("maths", 32), ("others", 32)]));
     let metrics = server.get(&format!("/jobs/{job}/metrics?keys=sources/maths/share,sources/maths/reward,sources/stored/reward,rewards/length/missing_fraction")).await;
     let of = |name: &str| {
-        metrics["data"].as_array().unwrap().iter().filter_map(|row| row["metrics"][name].as_f64()).collect::<Vec<_>>()
+        metrics["data"].as_array().unwrap().iter().filter_map(|row| row[name].as_f64()).collect::<Vec<_>>()
     };
     assert_eq!(of("sources/maths/share").len(), 16, "{metrics}");
     assert_eq!(of("sources/maths/share").iter().sum::<f64>(), 8.0);

@@ -129,7 +129,7 @@ export function HubData({ model, onDone }) {
       <${Input} label="Data set of the hub" hint="such as openai/gsm8k, or org/name@revision" value=${fields.hub} set=${set("hub")} />
       <${Input} label="Configuration" optional value=${fields.config} set=${set("config")} />
       <${Input} label="Split" optional hint="train, unless there is another" value=${fields.split} set=${set("split")} />
-      <div class="field"><button type="button" disabled=${!fields.hub} onClick=${() => setChosen({ ...fields })}>Look at it</button></div>
+      <div class="field beside-label"><button type="button" disabled=${!fields.hub} onClick=${() => setChosen({ ...fields })}>Look at it</button></div>
     </div>
     ${chosen && html`<${Mapping} key=${JSON.stringify(chosen)} hub=${chosen} model=${model} onDone=${onDone} />`}</div>`;
 }

@@ -48,8 +48,9 @@ async function readSystem(signal) {
 /** The metrics of a job's last step; none before its first. */
 async function lastStep(job, signal) {
   if (!job.step) return {};
-  const { data } = await get(`/jobs/${job.id}/metrics`, { min_step: job.step }, signal).catch(() => ({ data: [] }));
-  return data.filter(({ kind }) => kind !== "eval").at(-1)?.metrics ?? {};
+  // The step is known before its metrics are.
+  const { data } = await get(`/jobs/${job.id}/metrics`, { min_step: job.step - 1 }, signal).catch(() => ({ data: [] }));
+  return data.at(-1) ?? {};
 }
 
 const first = (metrics, names) => names.map((name) => metrics?.[name]).find((value) => value != null);
@@ -92,7 +93,7 @@ function Workers({ workers, running, doing_now: doingNow }) {
         <td class="num">${count(sampled && Math.round(sampled))}</td><td class="num">${count(trained && Math.round(trained))}</td>
         <td class="num">${bytes(first(metrics, MEMORY))}</td>
         <td>${ago(worker.seen_at)}</td>
-        <td><${Id} id=${worker.id} /><div class="dim small">process ${worker.pid}, ${plural(worker.threads, "thread")}, ${worker.version}</div></td>
+        <td><${Id} id=${worker.id} /><div class="dim small num">process ${worker.pid}, ${plural(worker.threads, "thread")}, ${worker.version}</div></td>
       </tr>`;
     })}<//>`}`;
 }
@@ -119,7 +120,7 @@ function Queue({ queued, paused, workers }) {
     ${rows.length > 0 && html`<${Table} label="Queue" head=${["#Place", "Job", "State", "#Priority", "Steps", "Submitted"]}>${rows.map((job) => html`<tr key=${job.id}>
         <td class="num">${job.queue_position ?? "–"}</td>
         <th scope="row"><a href=${hrefOf(`/jobs/${job.id}`)}>${job.name ?? job.id}</a><div class="dim small">${job.plan.model.id}</div></th>
-        <td><${State} job=${job} /> <span class="dim small">${job.state === "paused" && doing(job)}</span></td>
+        <td><${State} job=${job} /> <span class="dim small">${(job.state === "paused" || job.status_reason) && doing(job)}</span></td>
         <td class="num">${job.plan.priority ?? 0}</td><td><${Progress} job=${job} /></td><td><${Ago} time=${job.created_at} /></td>
       </tr>`)}<//>`}`;
 }

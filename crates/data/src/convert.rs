@@ -6,14 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rlood_types::dataset::{
-    Format, InvalidRecipe, MAX_ERRORS, MAX_ROW_BYTES, Recipe, Rejected, RowError, Rows, Summary, check_row,
+    Format, InvalidRecipe, MAX_ERRORS, MAX_ROW_BYTES, Recipe, Rejected, RowError, Rows, Summary, check_row, presets,
 };
 use serde_json::Value;
 
 use super::columns::{kind, unknown};
 use super::keys::Keys;
 use super::mapping::{Mapped, Mapping};
-use super::presets;
 use super::source::{Flow, Place, Source, Wanted, each_row, whole};
 
 /// Written at once.

@@ -9,7 +9,6 @@ mod columns;
 mod convert;
 mod keys;
 mod mapping;
-mod presets;
 mod source;
 
 pub use card::{CannotChoose, Chosen, choose};

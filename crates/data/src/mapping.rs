@@ -1,12 +1,11 @@
 //! What a row becomes.
 
-use rlood_types::dataset::{InvalidRecipe, PROMPT, RecipeMap, RowError};
+use rlood_types::dataset::{InvalidRecipe, PROMPT, RecipeMap, RowError, presets};
 use rlood_types::spec::SampleTemplate;
 use serde_json::{Map, Value, json};
 use std::cell::OnceCell;
 
 use super::columns::{Row, brief, find, first_of, kind, unknown};
-use super::presets;
 
 /// A mapping, compiled.
 #[derive(Debug)]

@@ -6,6 +6,7 @@
 //!
 //! Longer than other files: the reader and the checks of a row share their words and limits, and are read together.
 
+pub mod presets;
 mod recipe;
 mod split;
 
@@ -304,7 +305,9 @@ fn csv_header(names: &[&str], needed: Option<&str>) -> Result<Vec<String>, (&'st
         header.push(name.to_owned());
     }
     if needed.is_some_and(|needed| !header.iter().any(|name| name == needed)) {
-        return Err(("missing_prompt", missing_prompt(header.iter().map(String::as_str))));
+        // Every value of the form is a text.
+        let row = header.into_iter().map(|name| (name, Value::String(String::new()))).collect();
+        return Err(("missing_prompt", presets::advice(&row)));
     }
     Ok(header)
 }
@@ -371,9 +374,13 @@ impl Rows {
 
     /// Takes a row; as [`Rows::take`].
     pub fn value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
-        let row = match check_row(value) {
-            Ok(row) => row,
-            Err((code, detail)) => return self.error(line, code, detail),
+        let row = match (check_row(value), value) {
+            (Ok(row), _) => row,
+            // Rows of a file can be mapped.
+            (Err((code @ "missing_prompt", _)), Value::Object(row)) => {
+                return self.error(line, code, presets::advice(row));
+            }
+            (Err((code, detail)), _) => return self.error(line, code, detail),
         };
         for name in row.keys() {
             // Rows mostly have the same columns: look from the end that was added last, in a short list.

@@ -1,8 +1,10 @@
 //! Maps for the layouts that most data sets have: offered in an error, never applied unasked.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::columns::Row;
+use super::brief;
+
+type Row = Map<String, Value>;
 
 /// Of verl's and SkyRL's rows, which have a prompt: a column `ground_truth` for the rewards.
 pub fn truth(row: &Row) -> Option<Value> {
@@ -49,7 +51,7 @@ pub fn fitting(row: &Row) -> Option<Value> {
 
 /// What to say where there is no prompt.
 pub fn advice(row: &Row) -> String {
-    let columns: Vec<String> = row.keys().take(20).map(|name| format!("'{}'", super::columns::brief(name))).collect();
+    let columns: Vec<String> = row.keys().take(20).map(|name| format!("'{}'", brief(name))).collect();
     let found = if columns.is_empty() { "no columns".to_owned() } else { columns.join(", ") };
     match fitting(row) {
         Some(map) => format!("there is no 'prompt' column (found {found}): give a mapping, here \"map\": {map}"),
