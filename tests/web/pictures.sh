@@ -7,6 +7,7 @@ root=$(cd "$here/../.." && pwd)
 RLOOD=$(realpath "${1:-$root/target/release/rlood}")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+python3 -c "import PIL" || { echo "Pillow is missing: pip install pillow"; exit 1; }
 export RLOOD SCREENSHOTS="$work/shots" RLOOD_ASSETS="$root/assets"
 CHROMIUM=${CHROMIUM:-$(command -v chromium || command -v chromium-browser)}
 export CHROMIUM

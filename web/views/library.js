@@ -26,7 +26,7 @@ export default function Library() {
     <${ProblemBox} error=${error} retry=${reload} />
     <h2>Models</h2>
     ${!data.models.length && html`<p class="empty">No model yet. Name one of the hub below, or a directory on the server.</p>`}
-    ${data.models.length > 0 && html`<${Table} label="Models" head=${["Model", "Family", "#Parameters", "#Size", "State", "From", "Used by", "!Remove"]}>${data.models.map((model) => html`<${ModelRow} key=${model.id} model=${model} jobs=${uses(({ plan }) => plan.model.id === model.id)} reload=${reload} />`)}<//>`}
+    ${data.models.length > 0 && html`<${Table} label="Models" head=${["Model", "State", "Family", "#Parameters", "#Size", "From", "Used by", "!Remove"]}>${data.models.map((model) => html`<${ModelRow} key=${model.id} model=${model} jobs=${uses(({ plan }) => plan.model.id === model.id)} reload=${reload} />`)}<//>`}
     ${may("submit") && html`<details class="panel" open=${!data.models.length}><summary>Add a model</summary><${Register} onDone=${reload} /></details>`}
     <h2>Data sets</h2>
     ${!data.datasets.length && html`<p class="empty">No data yet. Drop a file below, or name a data set of the hub.</p>`}
@@ -46,8 +46,8 @@ function ModelRow({ model, jobs, reload }) {
   const { id, card, state, hub, commit, revision } = model;
   return html`<tr>
     <th scope="row">${id}<div class="dim small">${card?.task === "sequence_classification" ? "scores" : "writes"}${card?.has_chat_template ? ", chat template" : ""}</div></th>
-    <td>${card?.architecture ?? "–"}</td><td class="num">${card ? count(card.num_parameters) : "–"}</td><td class="num">${card ? bytes(card.size_bytes) : "–"}</td>
     <td><${ModelState} model=${model} state=${state} /></td>
+    <td>${card?.architecture ?? "–"}</td><td class="num">${card ? count(card.num_parameters) : "–"}</td><td class="num">${card ? bytes(card.size_bytes) : "–"}</td>
     <td>${hub ? html`${hub}<div class="dim small">${revision} at <code title=${commit}>${commit.slice(0, 8)}</code></div>` : html`<span class="dim small">${model.source}</span>`}</td>
     <td><${UsedBy} jobs=${jobs} /></td>
     <td><${Remove} what=${id} path=${`/models/${encodeURIComponent(id)}`} reload=${reload} /></td>
