@@ -22,7 +22,7 @@ use super::list::{List, PageQuery, Time};
 use super::reach;
 use crate::modelcard::classifier::is_classifier;
 use crate::modelcard::text::{Text, TextError};
-use crate::modelcard::{self, Arch, Backbone, ClassifierCard, ModelCard, ModelCardError, ModelFile};
+use crate::modelcard::{self, Backbone, ClassifierCard, ModelCard, ModelCardError, ModelFile};
 use crate::store::{ModelRow, NewModel, clock_ms};
 
 const LONGEST_ID: usize = 200;
@@ -105,7 +105,7 @@ pub struct Model {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[schema(as = ModelCard)]
 pub struct Card {
-    /// `qwen3`, `qwen2`, `llama`, `mistral`; of reward models also `deberta-v2`, `xlm-roberta`, `roberta`, `modernbert`.
+    /// `qwen3`, `qwen2`, `llama`, `mistral`, `smollm3`; of reward models also `deberta-v2`, `xlm-roberta`, `roberta`, `modernbert`.
     pub architecture: String,
     /// What it can be used for.
     #[serde(default)]
@@ -164,14 +164,8 @@ impl Card {
     }
 
     fn of(card: &ModelCard) -> Self {
-        let architecture = match card.arch {
-            Arch::Qwen3 => "qwen3",
-            Arch::Qwen2 => "qwen2",
-            Arch::Llama => "llama",
-            Arch::Mistral => "mistral",
-        };
         Self {
-            architecture: architecture.to_owned(),
+            architecture: card.config.family.to_owned(),
             task: ModelTask::CausalLm,
             labels: Vec::new(),
             num_parameters: card.num_parameters,

@@ -10,12 +10,12 @@ use super::error::{EngineError, Result};
 use super::load;
 use super::random::{Key, Stream};
 use super::tensors;
-use crate::modelcard::{self, ModelConfig, weights};
+use crate::modelcard::{self, ModelDescription, weights};
 use crate::spec::LoraPlan;
 
 impl Module {
     /// Outputs and inputs of the module.
-    pub fn shape(self, model: &ModelConfig) -> (usize, usize) {
+    pub fn shape(self, model: &ModelDescription) -> (usize, usize) {
         let (hidden, inter) = (model.hidden_size, model.intermediate_size);
         let (q, kv) = (model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim);
         match self {
@@ -125,7 +125,7 @@ impl Parameter {
 
 impl Lora {
     /// PEFT's initialisation: A uniform in ±1/√in (Kaiming with a = √5), B zero.
-    pub fn fresh(config: &LoraConfig, model: &ModelConfig, seed: u64) -> Result<Lora> {
+    pub fn fresh(config: &LoraConfig, model: &ModelDescription, seed: u64) -> Result<Lora> {
         let (mut lora, mut values) = Lora::zeros(config, model)?;
         let key = Key::new(seed, Stream::Init);
         for parameter in lora.parameters.iter().filter(|p| !p.is_b) {
@@ -140,7 +140,7 @@ impl Lora {
     }
 
     /// The tensors of a PEFT file.
-    pub fn read(config: &LoraConfig, model: &ModelConfig, file: &Path) -> Result<Lora> {
+    pub fn read(config: &LoraConfig, model: &ModelDescription, file: &Path) -> Result<Lora> {
         let (mut lora, mut all) = Lora::zeros(config, model)?;
         let (Some(dir), Some(name)) = (file.parent(), file.file_name().and_then(|n| n.to_str())) else {
             return Err(EngineError::Adapter(format!("{} is not a file", file.display())));
@@ -171,7 +171,7 @@ impl Lora {
     }
 
     /// An adapter without values, and as many zeros as it has.
-    fn zeros(config: &LoraConfig, model: &ModelConfig) -> Result<(Lora, Vec<f32>)> {
+    fn zeros(config: &LoraConfig, model: &ModelDescription) -> Result<(Lora, Vec<f32>)> {
         let LoraConfig { r, alpha, use_rslora: _, target_modules, dropout: _ } = config;
         if *r == 0 || target_modules.is_empty() || !alpha.is_finite() {
             let detail =

@@ -13,7 +13,7 @@ use super::error::{EngineError, Result};
 use super::load::Weights;
 use super::model::Policy;
 use crate::modelcard::classifier::SCORE;
-use crate::modelcard::{Backbone, ClassifierCard, ModelCard, ModelConfig};
+use crate::modelcard::{Backbone, ClassifierCard, ModelCard, ModelDescription};
 use crate::spec::ComputeDtype;
 use crate::spec::footprint::PREFILL_TOKENS;
 use encoder::Encoder;
@@ -126,9 +126,8 @@ fn up_to_last_token(ids: &[u32], pad_token_id: Option<u32>) -> &[u32] {
 }
 
 /// The decoder's own part of the card.
-fn decoder_card(card: &ClassifierCard, config: &ModelConfig) -> ModelCard {
+fn decoder_card(card: &ClassifierCard, config: &ModelDescription) -> ModelCard {
     ModelCard {
-        arch: config.arch,
         config: config.clone(),
         tensors: card.tensors.clone(),
         files: card.files.clone(),

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::config::Keys;
 use super::{
-    MAX_CONFIG_BYTES, ModelCardError, ModelConfig, ModelFile, TensorLocation, fingerprint_files, model_files,
+    MAX_CONFIG_BYTES, ModelCardError, ModelDescription, ModelFile, TensorLocation, fingerprint_files, model_files,
     read_json, text, weights,
 };
 
@@ -48,7 +48,7 @@ pub struct ClassifierCard {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Backbone {
     /// Our own decoder.
-    Decoder(ModelConfig),
+    Decoder(ModelDescription),
     /// A bidirectional encoder.
     Encoder(EncoderConfig),
 }
@@ -80,7 +80,7 @@ impl ClassifierCard {
                 (Backbone::Encoder(config), tensors, max_tokens)
             }
             None => {
-                let config = ModelConfig::of_backbone(&keys)?;
+                let config = ModelDescription::of_backbone(&keys)?;
                 let mut tensors = config.tensors();
                 tensors.push((SCORE.to_owned(), vec![labels.len(), config.hidden_size]));
                 let max_tokens = config.max_position_embeddings;

@@ -1,30 +1,19 @@
-//! config.json: one description of a decoder, whatever its family and whichever transformers wrote it.
+//! config.json: one description of a decoder, whatever its family and whichever transformers wrote it. What only a family has is read in
+//! [`super::families`].
 //!
 //! Keys that would change the result and are not supported are refused here, with their value; never deep in a forward.
 
 use crate::spec::ModelShape;
 use serde_json::Value;
 
+use super::families::{FAMILIES, Family};
 use super::{ModelCardError, brief};
 
-/// A decoder family.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Arch {
-    /// Qwen3
-    Qwen3,
-    /// Qwen2 and Qwen2.5
-    Qwen2,
-    /// Llama 3.x
-    Llama,
-    /// Mistral
-    Mistral,
-}
-
-/// Everything config.json says about the computation.
+/// Everything config.json says about the computation: all that a decoder, an estimate of memory and a refusal need.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ModelConfig {
-    /// The family.
-    pub arch: Arch,
+pub struct ModelDescription {
+    /// The family: config.json's `model_type`.
+    pub family: &'static str,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Width of the MLP.
@@ -55,6 +44,8 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// Per layer: how many positions a token sees, itself included; None = all before it.
     pub windows: Vec<Option<usize>>,
+    /// Per layer: whether the rotary position embedding turns queries and keys.
+    pub rotates: Vec<bool>,
     /// The longest sequence the model was made for.
     pub max_position_embeddings: usize,
 }
@@ -183,11 +174,11 @@ impl Keys<'_> {
     }
 }
 
-impl ModelConfig {
+impl ModelDescription {
     /// Parse and validate config.json; `file` is its name in errors.
-    pub fn from_json(file: &str, value: &Value) -> Result<ModelConfig, ModelCardError> {
+    pub fn from_json(file: &str, value: &Value) -> Result<ModelDescription, ModelCardError> {
         let keys = Keys { file, value };
-        let arch = architecture(&keys)?;
+        let family = family_of(&keys)?;
         if let Some(value) = keys.get("architectures") {
             let causal = value.as_array().is_some_and(|list| {
                 list.is_empty() || list.iter().any(|a| a.as_str().is_some_and(|a| a.ends_with("ForCausalLM")))
@@ -196,18 +187,18 @@ impl ModelConfig {
                 return keys.refuse("architectures", value, "a …ForCausalLM model is needed");
             }
         }
-        ModelConfig::of_family(&keys, arch)
+        ModelDescription::of_family(&keys, family)
     }
 
     /// The decoder under a …ForSequenceClassification head; it has no language-model head.
-    pub(super) fn of_backbone(keys: &Keys) -> Result<ModelConfig, ModelCardError> {
-        let config = ModelConfig::of_family(keys, architecture(keys)?)?;
-        Ok(ModelConfig { tie_word_embeddings: true, ..config })
+    pub(super) fn of_backbone(keys: &Keys) -> Result<ModelDescription, ModelCardError> {
+        let config = ModelDescription::of_family(keys, family_of(keys)?)?;
+        Ok(ModelDescription { tie_word_embeddings: true, ..config })
     }
 
-    fn of_family(keys: &Keys, arch: Arch) -> Result<ModelConfig, ModelCardError> {
+    fn of_family(keys: &Keys, family: &Family) -> Result<ModelDescription, ModelCardError> {
         let file = keys.file;
-        for (key, neutral) in UNSUPPORTED {
+        for (key, neutral) in UNSUPPORTED.into_iter().filter(|(key, _)| !family.reads.contains(key)) {
             if let Some(found) = keys.get(key) {
                 let harmless = match found {
                     Value::Bool(b) => !b,
@@ -229,7 +220,7 @@ impl ModelConfig {
 
         let hidden_size = keys.size("hidden_size", None)?;
         let num_attention_heads = keys.size("num_attention_heads", None)?;
-        let default_kv_heads = matches!(arch, Arch::Llama).then_some(num_attention_heads);
+        let default_kv_heads = family.has_kv_heads_by_default.then_some(num_attention_heads);
         let num_key_value_heads = keys.size("num_key_value_heads", default_kv_heads)?;
         if num_attention_heads % num_key_value_heads != 0 {
             let detail = format!(
@@ -237,10 +228,7 @@ impl ModelConfig {
             );
             return Err(ModelCardError::new(file, detail));
         }
-        let default_head_dim = match arch {
-            Arch::Qwen3 => 128,
-            Arch::Qwen2 | Arch::Llama | Arch::Mistral => hidden_size / num_attention_heads,
-        };
+        let default_head_dim = family.head_dim.unwrap_or(hidden_size / num_attention_heads);
         // transformers' Qwen2 has no head_dim key and ignores one only by its default, so an explicit one counts.
         let head_dim = keys.size("head_dim", Some(default_head_dim))?;
         if head_dim % 2 != 0 || head_dim == 0 || head_dim > 4096 {
@@ -252,12 +240,8 @@ impl ModelConfig {
             return Err(ModelCardError::new(file, detail));
         }
         let max_position_embeddings = keys.size("max_position_embeddings", None)?;
-        let attention_bias = match arch {
-            Arch::Qwen3 | Arch::Llama => keys.flag("attention_bias", false)?,
-            Arch::Qwen2 | Arch::Mistral => false,
-        };
-        Ok(ModelConfig {
-            arch,
+        let common = ModelDescription {
+            family: family.model_type,
             hidden_size,
             intermediate_size: keys.size("intermediate_size", None)?,
             num_hidden_layers,
@@ -266,15 +250,17 @@ impl ModelConfig {
             head_dim,
             vocab_size: keys.size("vocab_size", None)?,
             rms_norm_eps: keys.number("rms_norm_eps", Some(1e-6))?,
-            tie_word_embeddings: keys.flag("tie_word_embeddings", false)?,
-            qk_norm: arch == Arch::Qwen3,
-            qkv_bias: arch == Arch::Qwen2 || attention_bias,
-            o_bias: attention_bias,
-            mlp_bias: arch == Arch::Llama && keys.flag("mlp_bias", false)?,
-            rope: rope(keys, max_position_embeddings)?,
-            windows: windows(keys, arch, num_hidden_layers)?,
+            tie_word_embeddings: keys.flag("tie_word_embeddings", family.is_tied)?,
+            qk_norm: false,
+            qkv_bias: false,
+            o_bias: false,
+            mlp_bias: false,
+            rope: rope(keys, family.rope_theta, max_position_embeddings)?,
+            windows: vec![None; num_hidden_layers],
+            rotates: vec![true; num_hidden_layers],
             max_position_embeddings,
-        })
+        };
+        (family.describe)(keys, common)
     }
 
     /// Query heads a key-value head serves.
@@ -331,24 +317,21 @@ impl ModelConfig {
     }
 }
 
-fn architecture(keys: &Keys) -> Result<Arch, ModelCardError> {
-    let advice = "supported are qwen3, qwen2, llama and mistral";
-    let arch = match keys.get("model_type") {
-        None => return Err(ModelCardError::new(keys.file, format!("model_type is missing; {advice}"))),
-        Some(value) => match value.as_str() {
-            Some("qwen3") => Arch::Qwen3,
-            Some("qwen2") => Arch::Qwen2,
-            Some("llama") => Arch::Llama,
-            Some("mistral") => Arch::Mistral,
-            _ => return keys.refuse("model_type", value, advice),
-        },
+fn family_of(keys: &Keys) -> Result<&'static Family, ModelCardError> {
+    let names: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
+    let advice = format!("supported are {}", names.join(", "));
+    let Some(value) = keys.get("model_type") else {
+        return Err(ModelCardError::new(keys.file, format!("model_type is missing; {advice}")));
     };
-    Ok(arch)
+    match FAMILIES.iter().find(|family| value.as_str() == Some(family.model_type)) {
+        Some(family) => Ok(family),
+        None => keys.refuse("model_type", value, &advice),
+    }
 }
 
-fn rope(keys: &Keys, max_position_embeddings: usize) -> Result<Rope, ModelCardError> {
+fn rope(keys: &Keys, default_theta: f64, max_position_embeddings: usize) -> Result<Rope, ModelCardError> {
     // transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling. One that is not used must make sense too.
-    let flat_theta = keys.number("rope_theta", Some(10_000.0))?;
+    let flat_theta = keys.number("rope_theta", Some(default_theta))?;
     let (name, parameters) = match keys.get("rope_parameters") {
         Some(value) => ("rope_parameters", Some(value)),
         None => ("rope_scaling", keys.get("rope_scaling")),
@@ -435,44 +418,29 @@ fn yarn(keys: &Keys, factor: f64, original: f64) -> Result<RopeKind, ModelCardEr
     })
 }
 
-fn windows(keys: &Keys, arch: Arch, num_layers: usize) -> Result<Vec<Option<usize>>, ModelCardError> {
-    let layer_types: Option<Vec<bool>> = match keys.get("layer_types") {
-        None => None,
+/// The window of each layer: `layer_types` says which layers have one, or else `slides`.
+///
+/// # Errors
+/// When `layer_types` cannot be understood, or names windows where there is none.
+pub(super) fn windows(
+    keys: &Keys,
+    num_layers: usize,
+    window: Option<usize>,
+    slides: impl Fn(usize) -> bool,
+) -> Result<Vec<Option<usize>>, ModelCardError> {
+    let advice = "it must name full_attention or sliding_attention for each of num_hidden_layers layers";
+    let of_name = |name: &Value| match name.as_str() {
+        Some("full_attention") => Some(false),
+        Some("sliding_attention") => Some(true),
+        _ => None,
+    };
+    let sliding = match keys.get("layer_types") {
+        None => (0..num_layers).map(slides).collect(),
         Some(value) => {
-            let sliding = value.as_array().map(|list| {
-                list.iter()
-                    .map(|t| match t.as_str() {
-                        Some("full_attention") => Some(false),
-                        Some("sliding_attention") => Some(true),
-                        _ => None,
-                    })
-                    .collect::<Option<Vec<bool>>>()
-            });
-            match sliding {
-                Some(Some(list)) if list.len() == num_layers => Some(list),
-                _ => {
-                    let advice =
-                        "it must name full_attention or sliding_attention for each of num_hidden_layers layers";
-                    return keys.refuse("layer_types", value, advice);
-                }
-            }
-        }
-    };
-    let window = match arch {
-        Arch::Llama => None,
-        // MistralConfig's own default is 4096.
-        Arch::Mistral => match keys.value.get("sliding_window") {
-            None => Some(4096),
-            Some(Value::Null) => None,
-            Some(_) => Some(keys.size("sliding_window", None)?),
-        },
-        Arch::Qwen2 | Arch::Qwen3 => match keys.flag("use_sliding_window", false)? {
-            true => Some(keys.size("sliding_window", Some(4096))?),
-            false => None,
-        },
-    };
-    let sliding = match (arch, layer_types) {
-        (_, Some(list)) => {
+            let list: Option<Vec<bool>> = value.as_array().and_then(|names| names.iter().map(of_name).collect());
+            let Some(list) = list.filter(|list| list.len() == num_layers) else {
+                return keys.refuse("layer_types", value, advice);
+            };
             if window.is_none() && list.contains(&true) {
                 let detail = "layer_types names sliding_attention, but no sliding window is in use; \
                               set sliding_window (and use_sliding_window for Qwen), or name full_attention only";
@@ -480,17 +448,6 @@ fn windows(keys: &Keys, arch: Arch, num_layers: usize) -> Result<Vec<Option<usiz
             }
             list
         }
-        (Arch::Llama | Arch::Mistral, None) => vec![true; num_layers],
-        (Arch::Qwen2 | Arch::Qwen3, None) => {
-            let first = match keys.get("max_window_layers") {
-                None => 28,
-                Some(value) => match value.as_u64() {
-                    Some(n) => usize::try_from(n).unwrap_or(usize::MAX),
-                    None => return keys.refuse("max_window_layers", value, "it must be a whole number"),
-                },
-            };
-            (0..num_layers).map(|layer| layer >= first).collect()
-        }
     };
-    Ok(sliding.into_iter().map(|s| window.filter(|_| s)).collect())
+    Ok(sliding.into_iter().map(|slides| window.filter(|_| slides)).collect())
 }

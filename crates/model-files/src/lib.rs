@@ -5,6 +5,7 @@
 
 pub mod classifier;
 pub mod config;
+mod families;
 pub mod template;
 #[cfg(test)]
 mod tests;
@@ -24,7 +25,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 pub use classifier::{Backbone, ClassifierCard};
-pub use config::{Arch, ModelConfig, Rope, RopeKind};
+pub use config::{ModelDescription, Rope, RopeKind};
 pub use weights::{TensorDtype, TensorLocation};
 
 /// Why a model directory cannot be used.
@@ -55,11 +56,9 @@ pub struct ModelFile {
 /// What is known of a model without its tensors.
 #[derive(Clone, Debug)]
 pub struct ModelCard {
-    /// The family.
-    pub arch: Arch,
     /// Everything config.json says about the computation.
-    pub config: ModelConfig,
-    /// Where each tensor that the architecture needs lies, in the order of [`ModelConfig::tensors`].
+    pub config: ModelDescription,
+    /// Where each tensor that the architecture needs lies, in the order of [`ModelDescription::tensors`].
     pub tensors: Vec<TensorLocation>,
     /// The files that make the model, by name.
     pub files: Vec<ModelFile>,
@@ -85,7 +84,7 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
         return Err(ModelCardError::new(dir.display().to_string(), detail));
     }
     let value = read_json(dir, config_file, MAX_CONFIG_BYTES)?;
-    let mut config = ModelConfig::from_json(config_file, &value)?;
+    let mut config = ModelDescription::from_json(config_file, &value)?;
     if config.tie_word_embeddings && weights::has_own_head(dir, &config)? {
         config.tie_word_embeddings = false;
     }
@@ -97,7 +96,6 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
 
     let files = model_files(dir, config_file, &tensors);
     Ok(ModelCard {
-        arch: config.arch,
         max_position_embeddings: config.max_position_embeddings,
         config,
         tensors,
@@ -199,7 +197,7 @@ fn eos_token_ids(
     dir: &Path,
     config_file: &str,
     config_json: &Value,
-    config: &ModelConfig,
+    config: &ModelDescription,
     tokenizer: &text::TokenizerInfo,
 ) -> Result<Vec<u32>, ModelCardError> {
     let file = "generation_config.json";

@@ -40,7 +40,7 @@ fn error(dir: &Path) -> String {
 #[test]
 fn a_card_says_what_is_known() {
     let card = read(&fixture("qwen3")).unwrap();
-    assert_eq!(card.arch, Arch::Qwen3);
+    assert_eq!(card.config.family, "qwen3");
     assert_eq!(card.eos_token_ids, [2]);
     assert_eq!(card.max_position_embeddings, 256);
     assert_eq!(card.num_parameters, 217_920);
@@ -164,7 +164,7 @@ fn rope_is_read_from_both_spellings() {
         for (key, value) in config.as_object().unwrap() {
             all[key] = value.clone();
         }
-        assert_eq!(ModelConfig::from_json("config.json", &all).unwrap().rope, Rope { theta: 1e4, kind });
+        assert_eq!(ModelDescription::from_json("config.json", &all).unwrap().rope, Rope { theta: 1e4, kind });
     }
 }
 
@@ -177,7 +177,7 @@ fn rope_without_a_key_its_type_needs_is_refused_by_that_key() {
     let read = |rope: &Value| {
         let all = json!({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
             "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256, "rope_parameters": rope});
-        ModelConfig::from_json("config.json", &all)
+        ModelDescription::from_json("config.json", &all)
     };
     let needed: [(&str, &[&str]); 3] = [
         ("linear", &["factor"]),
@@ -203,7 +203,7 @@ fn a_size_out_of_bounds_is_refused_with_the_bounds() {
         let mut all = json!({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
             "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256});
         all[key] = value;
-        let error = ModelConfig::from_json("config.json", &all).unwrap_err().to_string();
+        let error = ModelDescription::from_json("config.json", &all).unwrap_err().to_string();
         assert!(error.contains(key) && error.contains("from 1 to 268435456"), "{error}");
     }
 }
@@ -217,7 +217,7 @@ fn sliding_windows_follow_each_family() {
         for (key, value) in extra.as_object().unwrap() {
             all[key] = value.clone();
         }
-        ModelConfig::from_json("config.json", &all).map(|c| c.windows)
+        ModelDescription::from_json("config.json", &all).map(|c| c.windows)
     };
     let w = Some(8);
     assert_eq!(windows(json!({"model_type": "mistral", "sliding_window": 8})).unwrap(), [w, w, w]);
@@ -398,7 +398,7 @@ fn a_rope_theta_that_is_not_positive_is_refused_be_it_used_or_not() {
             let mut all = json!({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
                 "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256});
             all.as_object_mut().unwrap().extend(rope.as_object().unwrap().clone());
-            let error = ModelConfig::from_json("config.json", &all).unwrap_err().to_string();
+            let error = ModelDescription::from_json("config.json", &all).unwrap_err().to_string();
             assert!(error.starts_with("config.json: rope_theta is "), "{error}");
         }
     }

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::json;
 
-use super::{ModelCardError, ModelConfig, check_downloaded, io_error, read_json};
+use super::{ModelCardError, ModelDescription, check_downloaded, io_error, read_json};
 
 /// The longest header the safetensors format permits.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -71,13 +71,13 @@ struct HeaderEntry {
 }
 
 /// Find every tensor that the architecture needs.
-pub(super) fn locate(dir: &Path, config: &ModelConfig) -> Result<Vec<TensorLocation>, ModelCardError> {
+pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<TensorLocation>, ModelCardError> {
     locate_named(dir, config.tensors())
 }
 
 /// Whether the files hold another head than the embedding, though config.json ties the two: transformers 5 then unties them.
 /// Reads both where there are two; nearly always they differ at once, or there is one.
-pub(super) fn has_own_head(dir: &Path, config: &ModelConfig) -> Result<bool, ModelCardError> {
+pub(super) fn has_own_head(dir: &Path, config: &ModelDescription) -> Result<bool, ModelCardError> {
     let shape = vec![config.vocab_size, config.hidden_size];
     let names = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| (name.to_owned(), shape.clone()));
     // One that is missing is told where it is needed.

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::BenchError;
-use crate::modelcard::ModelConfig;
+use crate::modelcard::ModelDescription;
 
 /// The dimensions of a Qwen3 decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,8 +119,8 @@ impl Shape {
     ///
     /// # Errors
     /// When the loader would refuse it.
-    pub fn model_config(&self) -> Result<ModelConfig, BenchError> {
-        ModelConfig::from_json("config.json", &self.config_json())
+    pub fn model_config(&self) -> Result<ModelDescription, BenchError> {
+        ModelDescription::from_json("config.json", &self.config_json())
             .map_err(|error| BenchError::Shape(format!("--shape: {error}")))
     }
 
@@ -143,7 +143,7 @@ pub struct Weights {
 
 impl Weights {
     /// Of a model, with an adapter of this rank.
-    pub fn of(config: &ModelConfig, lora_r: u32) -> Weights {
+    pub fn of(config: &ModelDescription, lora_r: u32) -> Weights {
         let matrices = linear_shapes(config).map(|(_, outputs, inputs)| (outputs * inputs, outputs + inputs));
         let (linear, sides) = matrices.into_iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
         Weights {
@@ -168,7 +168,7 @@ impl Weights {
 }
 
 /// Name, outputs and inputs of a layer's matrices.
-pub fn linear_shapes(config: &ModelConfig) -> [(&'static str, usize, usize); 7] {
+pub fn linear_shapes(config: &ModelDescription) -> [(&'static str, usize, usize); 7] {
     let (hidden, inter) = (config.hidden_size, config.intermediate_size);
     let (q, kv) = (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim);
     [

@@ -14,14 +14,14 @@ use crate::error::{EngineError, Result};
 use crate::load::Weights;
 use crate::lora::Lora;
 use crate::model::full::Full;
-use crate::modelcard::ModelConfig;
+use crate::modelcard::ModelDescription;
 use crate::ops::slices::TokenScore;
 
 /// A model's weights on a backend.
 #[derive(Clone, Debug)]
 pub struct Decoder<B: Compute> {
     backend: B,
-    config: Arc<ModelConfig>,
+    config: Arc<ModelDescription>,
     embedding: B::Weight,
     layers: Vec<Layer<B>>,
     norm: Norm<B>,
@@ -38,7 +38,7 @@ pub type TargetLoss<'l> = dyn FnMut(&[TokenScore]) -> Result<Vec<f32>> + 'l;
 
 impl<B: Compute> Decoder<B> {
     /// Load a checkpoint's weights.
-    pub fn load(backend: B, weights: &mut Weights, config: &ModelConfig) -> Result<Self> {
+    pub fn load(backend: B, weights: &mut Weights, config: &ModelDescription) -> Result<Self> {
         let mut matrix = |name: &str| -> Result<B::Weight> {
             backend.upload_weight(weights.values(name)?.0, config.hidden_size, None)
         };

@@ -9,7 +9,7 @@ use super::pass::Pass;
 use crate::backend::{Attention, AttentionBackward, Buffers, Compute, Module, Rotation};
 use crate::error::Result;
 use crate::load::Weights;
-use crate::modelcard::ModelConfig;
+use crate::modelcard::ModelDescription;
 use crate::ops::slices::Heads;
 
 /// Weights of one layer.
@@ -19,6 +19,8 @@ pub struct Layer<B: Compute> {
     pub heads: Heads,
     /// How many positions a token sees; None = all.
     pub window: Option<usize>,
+    /// Positions turn queries and keys.
+    rotates: bool,
     eps: f32,
     input_norm: Norm<B>,
     qk_norm: Option<(Norm<B>, Norm<B>)>,
@@ -77,7 +79,7 @@ impl<B: Compute> Norm<B> {
 
 impl<B: Compute> Layer<B> {
     /// Load layer `index`.
-    pub fn load(backend: &B, weights: &mut Weights, config: &ModelConfig, index: usize) -> Result<Self> {
+    pub fn load(backend: &B, weights: &mut Weights, config: &ModelDescription, index: usize) -> Result<Self> {
         let prefix = format!("model.layers.{index}");
         let mut norm = |name: &str| Norm::new(backend, weights.values(&format!("{prefix}.{name}.weight"))?.0);
         let input_norm = norm("input_layernorm")?;
@@ -91,9 +93,9 @@ impl<B: Compute> Layer<B> {
         let o = linear(&[Module::O], config.o_bias)?;
         let gate_up = linear(&[Module::Gate, Module::Up], config.mlp_bias)?;
         let down = linear(&[Module::Down], config.mlp_bias)?;
-        let (heads, window) = (heads(config), config.windows[index]);
+        let (heads, window, rotates) = (heads(config), config.windows[index], config.rotates[index]);
         let eps = config.rms_norm_eps as f32;
-        Ok(Layer { heads, window, eps, input_norm, qk_norm, qkv, o, post_norm, gate_up, down })
+        Ok(Layer { heads, window, rotates, eps, input_norm, qk_norm, qkv, o, post_norm, gate_up, down })
     }
 
     /// The fused linear layers: qkv, o, gate-up, down.
@@ -122,6 +124,11 @@ impl<B: Compute> Layer<B> {
         Rotation { heads: &self.heads, qk_norm, angles }
     }
 
+    /// qk-norm and rope of `[q | k | v]`, where the layer has them.
+    fn rotate(&self, backend: &B, qkv: &B::Tensor, angles: &B::Angles) -> Result<Option<B::Tensor>> {
+        self.rotates.then(|| backend.rotate(&self.rotation(angles), qkv)).transpose()
+    }
+
     fn attention<'a>(&'a self, batch: &Batch<'a, B>) -> Attention<'a> {
         let Packing { groups, .. } = batch.packing;
         let visible = batch.packing.visible(self.window);
@@ -132,7 +139,7 @@ impl<B: Compute> Layer<B> {
     pub fn project(&self, backend: &B, x: &B::Tensor, angles: &B::Angles, pass: Pass<'_>) -> Result<B::Tensor> {
         let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
         let qkv = self.qkv.forward(backend, &normed, None, pass)?;
-        backend.rotate(&self.rotation(angles), &qkv)
+        Ok(self.rotate(backend, &qkv, angles)?.unwrap_or(qkv))
     }
 
     /// What follows attention: output projection, residual, MLP, residual.
@@ -171,8 +178,10 @@ impl<B: Compute> Layer<B> {
         let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
         let qkv = self.qkv.forward(backend, &normed, None, pass)?;
         drop(normed);
-        let rotated = backend.rotate(&self.rotation(&batch.angles), &qkv)?;
-        let qkv = self.qk_norm.is_some().then_some(qkv);
+        let (rotated, qkv) = match self.rotate(backend, &qkv, &batch.angles)? {
+            Some(rotated) => (rotated, self.qk_norm.is_some().then_some(qkv)),
+            None => (qkv, None),
+        };
         let (attended, softmax) = backend.attend(&self.attention(batch), &rotated)?;
         let middle = self.o.forward(backend, &attended, Some(x), pass)?;
         let normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
@@ -217,13 +226,19 @@ impl<B: Compute> Layer<B> {
             dy: &d_attended,
         })?;
         drop((rotated, attended, softmax, d_attended));
-        let d_qkv = backend.rotate_vjp(&rotation, qkv.as_ref(), &d_rotated)?;
-        if let (Some(qkv), Some((q, k))) = (&qkv, &self.qk_norm)
-            && let (Some(q), Some(k)) = (q.slot, k.slot)
-        {
-            backend.rotate_weight_vjp(&rotation, qkv, &d_rotated, gradient, (q, k))?;
-        }
-        drop((qkv, d_rotated));
+        let d_qkv = match self.rotates {
+            false => d_rotated,
+            true => {
+                let d_qkv = backend.rotate_vjp(&rotation, qkv.as_ref(), &d_rotated)?;
+                if let (Some(qkv), Some((q, k))) = (&qkv, &self.qk_norm)
+                    && let (Some(q), Some(k)) = (q.slot, k.slot)
+                {
+                    backend.rotate_weight_vjp(&rotation, qkv, &d_rotated, gradient, (q, k))?;
+                }
+                d_qkv
+            }
+        };
+        drop(qkv);
         let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
         let d_normed = self.qkv.vjp(backend, &normed, &d_qkv, pass, gradient)?;
         drop((normed, d_qkv));
@@ -243,6 +258,6 @@ pub struct Batch<'p, B: Compute> {
 }
 
 /// Sizes of attention.
-pub fn heads(config: &ModelConfig) -> Heads {
+pub fn heads(config: &ModelDescription) -> Heads {
     Heads { num_heads: config.num_attention_heads, num_kv_heads: config.num_key_value_heads, head_dim: config.head_dim }
 }

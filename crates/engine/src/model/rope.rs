@@ -3,7 +3,7 @@
 use std::f64::consts::TAU;
 use std::sync::{Arc, Mutex};
 
-use crate::modelcard::{ModelConfig, RopeKind};
+use crate::modelcard::{ModelDescription, RopeKind};
 use crate::ops::RopeTable;
 
 /// Tables that grow with the longest position asked for.
@@ -16,7 +16,7 @@ pub struct RopeTables {
 
 impl RopeTables {
     /// The frequencies of a model.
-    pub fn new(config: &ModelConfig) -> RopeTables {
+    pub fn new(config: &ModelDescription) -> RopeTables {
         let (inv_freq, attention_factor) = frequencies(config);
         RopeTables { inv_freq, attention_factor, table: Mutex::default() }
     }
@@ -46,7 +46,7 @@ impl RopeTables {
 }
 
 /// Inverse frequencies `[head_dim / 2]` and the factor on cos and sin.
-fn frequencies(config: &ModelConfig) -> (Vec<f32>, f32) {
+fn frequencies(config: &ModelDescription) -> (Vec<f32>, f32) {
     let dim = config.head_dim;
     let base = config.rope.theta;
     let position_frequencies =

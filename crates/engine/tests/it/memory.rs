@@ -13,7 +13,7 @@ use rlood_engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, Sto
 use rlood_engine::memory::peak_resident_bytes;
 use rlood_engine::random::{Key, Stream};
 use rlood_engine::tensors::{self, Data};
-use rlood_model_files::ModelConfig;
+use rlood_model_files::ModelDescription;
 use rlood_types::event::Event;
 use rlood_types::sample::RewardValue;
 use rlood_types::spec::footprint::Footprint;
@@ -88,7 +88,7 @@ pub fn make(size: Size, dir: &Path) {
     object.remove("layer_types");
     object.remove("head_dim");
     std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
-    let tensors = ModelConfig::from_json("config.json", &config).unwrap().tensors();
+    let tensors = ModelDescription::from_json("config.json", &config).unwrap().tensors();
     let values: Vec<Vec<f32>> = tensors
         .iter()
         .enumerate()

@@ -1,0 +1,25 @@
+//! Mistral 7B.
+
+use serde_json::Value;
+
+use super::Family;
+use crate::config::windows;
+
+pub(super) const MISTRAL: Family = Family {
+    model_type: "mistral",
+    reads: &[],
+    head_dim: None,
+    rope_theta: 10_000.0,
+    is_tied: false,
+    has_kv_heads_by_default: false,
+    describe: |keys, mut model| {
+        // MistralConfig's own default is 4096.
+        let window = match keys.value.get("sliding_window") {
+            None => Some(4096),
+            Some(Value::Null) => None,
+            Some(_) => Some(keys.size("sliding_window", None)?),
+        };
+        model.windows = windows(keys, model.num_hidden_layers, window, |_| true)?;
+        Ok(model)
+    },
+};

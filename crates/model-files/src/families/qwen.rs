@@ -1,0 +1,50 @@
+//! Qwen3; Qwen2 and Qwen2.5.
+
+use super::Family;
+use crate::ModelCardError;
+use crate::config::{Keys, windows};
+
+pub(super) const QWEN3: Family = Family {
+    model_type: "qwen3",
+    reads: &[],
+    head_dim: Some(128),
+    rope_theta: 10_000.0,
+    is_tied: false,
+    has_kv_heads_by_default: false,
+    describe: |keys, mut model| {
+        let attention_bias = keys.flag("attention_bias", false)?;
+        (model.qkv_bias, model.o_bias, model.qk_norm) = (attention_bias, attention_bias, true);
+        model.windows = late_windows(keys, model.num_hidden_layers)?;
+        Ok(model)
+    },
+};
+
+pub(super) const QWEN2: Family = Family {
+    model_type: "qwen2",
+    reads: &[],
+    head_dim: None,
+    rope_theta: 10_000.0,
+    is_tied: false,
+    has_kv_heads_by_default: false,
+    describe: |keys, mut model| {
+        model.qkv_bias = true;
+        model.windows = late_windows(keys, model.num_hidden_layers)?;
+        Ok(model)
+    },
+};
+
+/// From layer `max_window_layers` on, where `use_sliding_window` says so.
+fn late_windows(keys: &Keys<'_>, num_layers: usize) -> Result<Vec<Option<usize>>, ModelCardError> {
+    let window = match keys.flag("use_sliding_window", false)? {
+        true => Some(keys.size("sliding_window", Some(4096))?),
+        false => None,
+    };
+    let first = match keys.get("max_window_layers") {
+        None => 28,
+        Some(value) => match value.as_u64() {
+            Some(n) => usize::try_from(n).unwrap_or(usize::MAX),
+            None => return keys.refuse("max_window_layers", value, "it must be a whole number"),
+        },
+    };
+    windows(keys, num_layers, window, |layer| layer >= first)
+}
