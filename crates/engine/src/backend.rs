@@ -131,6 +131,9 @@ pub trait Compute: Buffers {
     /// The rows of some tensors, one after the other.
     fn concat_rows(&self, parts: &[&Self::Tensor]) -> Result<Self::Tensor>;
 
+    /// x times a number.
+    fn scaled(&self, x: &Self::Tensor, factor: f32) -> Result<Self::Tensor>;
+
     /// RMSNorm of each row.
     fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Vector, eps: f32) -> Result<Self::Tensor>;
     /// `residual` + dL/dx of [`Compute::rms_norm`].

@@ -121,6 +121,14 @@ macro_rules! with_decoder {
 }
 use with_decoder;
 
+/// Models that need what no kernel of a GPU computes yet.
+#[cfg(feature = "cuda")]
+fn check_gpu(card: &ModelCard) -> Result<()> {
+    let Some(keys) = card.config.beyond_gpu() else { return Ok(()) };
+    let family = card.config.family;
+    Err(EngineError::Input(format!("{family} models cannot run on a GPU yet ({keys} in config.json): use the CPU")))
+}
+
 impl Policy {
     /// Load a model directory; f32 compute.
     pub fn load(dir: &Path, kind: BackendKind) -> Result<Policy> {
@@ -142,6 +150,7 @@ impl Policy {
             }
             #[cfg(feature = "cuda")]
             BackendKind::Cuda { ordinal } => {
+                check_gpu(&card)?;
                 Network::Cuda(Decoder::load(Cuda::open(ordinal, dtype)?, &mut weights, &card.config)?)
             }
             #[cfg(not(feature = "cuda"))]
@@ -165,6 +174,7 @@ impl Policy {
     #[cfg(feature = "cuda")]
     pub fn on_cuda(dir: &Path, cuda: Cuda) -> Result<Policy> {
         let card = modelcard::read(dir)?;
+        check_gpu(&card)?;
         let mut weights = Weights::open(dir, &card);
         let dtype = cuda.dtype();
         let network = Network::Cuda(Decoder::load(cuda, &mut weights, &card.config)?);

@@ -34,9 +34,16 @@ pub struct Heads {
     pub num_kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
+    /// Dot products are multiplied by this.
+    pub scale: f32,
 }
 
 impl Heads {
+    /// Dot products are divided by the root of a head's width.
+    pub fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
+        Self { num_heads, num_kv_heads, head_dim, scale: (head_dim as f32).powf(-0.5) }
+    }
+
     /// Width of all query heads.
     pub fn q_width(&self) -> usize {
         self.num_heads * self.head_dim
@@ -55,11 +62,6 @@ impl Heads {
     /// Query heads a key head serves.
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads
-    }
-
-    /// Dot products are multiplied by this.
-    pub fn scale(&self) -> f32 {
-        (self.head_dim as f32).powf(-0.5)
     }
 
     /// A head's width in whole vectors.

@@ -280,7 +280,7 @@ mod tests {
 
     impl Case {
         fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize, rows: usize) -> Case {
-            let heads = Heads { num_heads, num_kv_heads, head_dim };
+            let heads = Heads::new(num_heads, num_kv_heads, head_dim);
             let angles: Vec<f32> = noise(50 * head_dim / 2, 5).iter().map(|v| v * 9.0).collect();
             Case {
                 heads,

@@ -48,6 +48,14 @@ pub struct ModelDescription {
     pub rotates: Vec<bool>,
     /// The longest sequence the model was made for.
     pub max_position_embeddings: usize,
+    /// Dot products of attention are multiplied by this.
+    pub attention_scale: f64,
+    /// Embeddings are multiplied by this.
+    pub embedding_multiplier: f64,
+    /// What attention and the MLP add to the residual stream is multiplied by this.
+    pub residual_multiplier: f64,
+    /// Logits are divided by this.
+    pub logits_divisor: f64,
 }
 
 /// Rotary position embedding.
@@ -259,8 +267,19 @@ impl ModelDescription {
             windows: vec![None; num_hidden_layers],
             rotates: vec![true; num_hidden_layers],
             max_position_embeddings,
+            attention_scale: (head_dim as f64).powf(-0.5),
+            embedding_multiplier: 1.0,
+            residual_multiplier: 1.0,
+            logits_divisor: 1.0,
         };
         (family.describe)(keys, common)
+    }
+
+    /// What of the computation has no kernel on a GPU yet, by the keys of config.json.
+    pub fn beyond_gpu(&self) -> Option<&'static str> {
+        let scales = [self.embedding_multiplier, self.residual_multiplier, self.logits_divisor];
+        let has_scales = scales.iter().any(|scale| *scale != 1.0);
+        has_scales.then_some("embedding_multiplier, residual_multiplier and logits_scaling")
     }
 
     /// Query heads a key-value head serves.

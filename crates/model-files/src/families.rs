@@ -3,6 +3,7 @@
 //! A new family is one more file and one more entry of [`FAMILIES`]; what its computation has that no other's has is a new field of
 //! [`ModelDescription`], which the decoder reads.
 
+mod granite;
 mod llama;
 mod mistral;
 mod qwen;
@@ -32,4 +33,5 @@ pub(super) struct Family {
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All of them.
-pub(super) const FAMILIES: [Family; 5] = [qwen::QWEN3, qwen::QWEN2, llama::LLAMA, mistral::MISTRAL, smollm3::SMOLLM3];
+pub(super) const FAMILIES: [Family; 6] =
+    [qwen::QWEN3, qwen::QWEN2, llama::LLAMA, mistral::MISTRAL, smollm3::SMOLLM3, granite::GRANITE];

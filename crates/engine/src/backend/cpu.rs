@@ -184,6 +184,10 @@ impl Compute for Cpu {
         Ok(out)
     }
 
+    fn scaled(&self, x: &Matrix, factor: f32) -> Result<Matrix> {
+        Ok(self.times(x, factor))
+    }
+
     fn rms_norm(&self, x: &Matrix, weight: &Arc<Vec<f32>>, eps: f32) -> Result<Matrix> {
         Ok(self.norm(x, weight, eps))
     }

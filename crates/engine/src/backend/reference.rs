@@ -236,6 +236,10 @@ impl Compute for Reference {
         Ok(Tensor::cat(parts, 0)?)
     }
 
+    fn scaled(&self, x: &Tensor, factor: f32) -> Result<Tensor> {
+        Ok((x * f64::from(factor))?)
+    }
+
     fn rms_norm(&self, x: &Tensor, weight: &Arc<Vec<f32>>, eps: f32) -> Result<Tensor> {
         Ok(ops::rms_norm(x, weight, eps)?)
     }

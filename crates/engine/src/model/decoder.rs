@@ -146,7 +146,15 @@ impl<B: Compute> Decoder<B> {
 
     fn embed(&self, ids: &[u32]) -> Result<B::Tensor> {
         self.check_ids(ids)?;
-        self.backend.embed(&self.embedding, ids)
+        self.scaled_embeddings(self.backend.embed(&self.embedding, ids)?)
+    }
+
+    /// What the first layer reads; its own transpose.
+    fn scaled_embeddings(&self, x: B::Tensor) -> Result<B::Tensor> {
+        match self.config.embedding_multiplier as f32 {
+            1.0 => Ok(x),
+            multiplier => self.backend.scaled(&x, multiplier),
+        }
     }
 
     fn batch<'p>(&self, packing: &'p Packing) -> Result<Batch<'p, B>> {
@@ -164,7 +172,15 @@ impl<B: Compute> Decoder<B> {
     }
 
     fn normed(&self, x: &B::Tensor) -> Result<B::Tensor> {
-        self.backend.rms_norm(x, &self.norm.weight, self.eps())
+        self.over_divisor(self.backend.rms_norm(x, &self.norm.weight, self.eps())?)
+    }
+
+    /// The head's input over what logits are divided by; its own transpose.
+    fn over_divisor(&self, x: B::Tensor) -> Result<B::Tensor> {
+        match self.config.logits_divisor as f32 {
+            1.0 => Ok(x),
+            divisor => self.backend.scaled(&x, 1.0 / divisor),
+        }
     }
 
     fn eps(&self) -> f32 {
@@ -227,7 +243,7 @@ impl<B: Compute> Decoder<B> {
             g: &g,
             at: self.slots.map(|(_, head)| head),
         };
-        let d_normed = backend.score_vjp(&head, gradient)?;
+        let d_normed = self.over_divisor(backend.score_vjp(&head, gradient)?)?;
         drop(normed);
         let d_hidden = backend.rms_norm_vjp(&hidden, &self.norm.weight, self.eps(), &d_normed, None)?;
         if let Some(at) = self.norm.slot {
@@ -246,7 +262,7 @@ impl<B: Compute> Decoder<B> {
             dx = layer.vjp(backend, (&input, saved), &batch, &dx, pass, gradient)?;
         }
         match self.slots {
-            Some((at, _)) => backend.embed_vjp(&packing.ids, &dx, gradient, at),
+            Some((at, _)) => backend.embed_vjp(&packing.ids, &self.scaled_embeddings(dx)?, gradient, at),
             None => Ok(()),
         }
     }
@@ -272,7 +288,8 @@ impl<B: Compute> Decoder<B> {
                 end - 1
             })
             .collect();
-        self.backend.download(&self.normed(&self.backend.select_rows(&x, &last)?)?)
+        let last = self.backend.select_rows(&x, &last)?;
+        self.backend.download(&self.backend.rms_norm(&last, &self.norm.weight, self.eps())?)
     }
 }
 

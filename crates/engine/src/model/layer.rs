@@ -21,6 +21,8 @@ pub struct Layer<B: Compute> {
     pub window: Option<usize>,
     /// Positions turn queries and keys.
     rotates: bool,
+    /// What the layer adds to the residual stream is multiplied by this.
+    residual_multiplier: f32,
     eps: f32,
     input_norm: Norm<B>,
     qk_norm: Option<(Norm<B>, Norm<B>)>,
@@ -95,7 +97,21 @@ impl<B: Compute> Layer<B> {
         let down = linear(&[Module::Down], config.mlp_bias)?;
         let (heads, window, rotates) = (heads(config), config.windows[index], config.rotates[index]);
         let eps = config.rms_norm_eps as f32;
-        Ok(Layer { heads, window, rotates, eps, input_norm, qk_norm, qkv, o, post_norm, gate_up, down })
+        let residual_multiplier = config.residual_multiplier as f32;
+        Ok(Layer {
+            heads,
+            window,
+            rotates,
+            residual_multiplier,
+            eps,
+            input_norm,
+            qk_norm,
+            qkv,
+            o,
+            post_norm,
+            gate_up,
+            down,
+        })
     }
 
     /// The fused linear layers: qkv, o, gate-up, down.
@@ -142,13 +158,23 @@ impl<B: Compute> Layer<B> {
         Ok(self.rotate(backend, &qkv, angles)?.unwrap_or(qkv))
     }
 
+    /// The input of a product that is added to the residual stream: times the multiplier, which is the same as its output times that.
+    fn added(&self, backend: &B, x: B::Tensor) -> Result<B::Tensor> {
+        Ok(self.scaled(backend, &x)?.unwrap_or(x))
+    }
+
+    /// The same of what is needed as it is too; None where the multiplier is 1.
+    fn scaled(&self, backend: &B, x: &B::Tensor) -> Result<Option<B::Tensor>> {
+        (self.residual_multiplier != 1.0).then(|| backend.scaled(x, self.residual_multiplier)).transpose()
+    }
+
     /// What follows attention: output projection, residual, MLP, residual.
-    pub fn finish(&self, backend: &B, x: &B::Tensor, attended: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
-        let middle = self.o.forward(backend, attended, Some(x), pass)?;
+    pub fn finish(&self, backend: &B, x: &B::Tensor, attended: B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
+        let middle = self.o.forward(backend, &self.added(backend, attended)?, Some(x), pass)?;
         let normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
         let gate_up = self.gate_up.forward(backend, &normed, None, pass)?;
         drop(normed);
-        let activated = backend.silu_mul(&gate_up)?;
+        let activated = self.added(backend, backend.silu_mul(&gate_up)?)?;
         drop(gate_up);
         self.down.forward(backend, &activated, Some(&middle), pass)
     }
@@ -163,7 +189,7 @@ impl<B: Compute> Layer<B> {
     ) -> Result<(B::Tensor, B::Tensor)> {
         let qkv = self.project(backend, x, &batch.angles, pass)?;
         let attended = backend.attend(&self.attention(batch), &qkv)?.0;
-        Ok((self.finish(backend, x, &attended, pass)?, qkv))
+        Ok((self.finish(backend, x, attended, pass)?, qkv))
     }
 
     /// The same, keeping what the backward reads; without `output` only that, for a layer whose output is known.
@@ -183,12 +209,17 @@ impl<B: Compute> Layer<B> {
             None => (qkv, None),
         };
         let (attended, softmax) = backend.attend(&self.attention(batch), &rotated)?;
-        let middle = self.o.forward(backend, &attended, Some(x), pass)?;
+        let scaled = self.scaled(backend, &attended)?;
+        let middle = self.o.forward(backend, scaled.as_ref().unwrap_or(&attended), Some(x), pass)?;
+        drop(scaled);
         let normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
         let gate_up = self.gate_up.forward(backend, &normed, None, pass)?;
         drop(normed);
         let y = match output {
-            true => Some(self.down.forward(backend, &backend.silu_mul(&gate_up)?, Some(&middle), pass)?),
+            true => {
+                let activated = self.added(backend, backend.silu_mul(&gate_up)?)?;
+                Some(self.down.forward(backend, &activated, Some(&middle), pass)?)
+            }
             false => None,
         };
         Ok((y, Saved { qkv, rotated, attended, softmax, middle, gate_up }))
@@ -206,8 +237,8 @@ impl<B: Compute> Layer<B> {
     ) -> Result<B::Tensor> {
         let rotation = self.rotation(&batch.angles);
         let Saved { qkv, rotated, attended, softmax, middle, gate_up } = saved;
-        let activated = backend.silu_mul(&gate_up)?;
-        let d_activated = self.down.vjp(backend, &activated, dy, pass, gradient)?;
+        let activated = self.added(backend, backend.silu_mul(&gate_up)?)?;
+        let d_activated = self.added(backend, self.down.vjp(backend, &activated, dy, pass, gradient)?)?;
         drop(activated);
         let d_gate_up = backend.silu_mul_vjp(&gate_up, &d_activated)?;
         drop((gate_up, d_activated));
@@ -217,7 +248,10 @@ impl<B: Compute> Layer<B> {
         let d_middle = backend.rms_norm_vjp(&middle, &self.post_norm.weight, self.eps, &d_post_normed, Some(dy))?;
         self.post_norm.add_gradient(backend, &middle, self.eps, &d_post_normed, gradient)?;
         drop((middle, d_post_normed));
-        let d_attended = self.o.vjp(backend, &attended, &d_middle, pass, gradient)?;
+        let scaled = self.scaled(backend, &attended)?;
+        let d_scaled = self.o.vjp(backend, scaled.as_ref().unwrap_or(&attended), &d_middle, pass, gradient)?;
+        drop(scaled);
+        let d_attended = self.added(backend, d_scaled)?;
         let d_rotated = backend.attend_vjp(&AttentionBackward {
             attention: self.attention(batch),
             qkv: &rotated,
@@ -259,5 +293,6 @@ pub struct Batch<'p, B: Compute> {
 
 /// Sizes of attention.
 pub fn heads(config: &ModelDescription) -> Heads {
-    Heads { num_heads: config.num_attention_heads, num_kv_heads: config.num_key_value_heads, head_dim: config.head_dim }
+    let heads = Heads::new(config.num_attention_heads, config.num_key_value_heads, config.head_dim);
+    Heads { scale: config.attention_scale as f32, ..heads }
 }

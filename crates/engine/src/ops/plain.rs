@@ -62,7 +62,7 @@ pub fn attention(heads: &Heads, group: &Group, window: Option<usize>, qkv: &Tens
     };
     let k = repeat(split(heads.q_width(), heads.num_kv_heads)?)?;
     let v = repeat(split(heads.q_width() + heads.kv_width(), heads.num_kv_heads)?)?;
-    let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * f64::from(heads.scale()))?;
+    let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * f64::from(heads.scale))?;
     let probabilities = softmax(&scores.broadcast_add(&mask)?)?;
     probabilities.matmul(&v)?.transpose(0, 1)?.reshape((len, heads.q_width()))
 }

@@ -178,7 +178,7 @@ pub fn visible(group: &Group, window: Option<usize>) -> Vec<Visible> {
 
 /// Causal attention inside one group. `qkv` holds its rows after qk-norm and rope, `out` `[rows][q_width]`.
 pub fn attention(heads: &Heads, visible: &[Visible], qkv: &[f32], out: &mut [f32]) {
-    let (width, dim, scale) = (heads.width(), heads.head_dim, heads.scale());
+    let (width, dim, scale) = (heads.width(), heads.head_dim, heads.scale);
     let mut scores = Vec::new();
     for (row, visible) in visible.iter().enumerate() {
         for head in 0..heads.num_heads {
@@ -215,7 +215,7 @@ pub fn attention_cached(
     scores: &mut Vec<f32>,
     out: &mut [f32],
 ) {
-    let (dim, width, scale) = (heads.head_dim, 2 * heads.kv_width(), heads.scale());
+    let (dim, width, scale) = (heads.head_dim, 2 * heads.kv_width(), heads.scale);
     let (prompt_len, own_len) = (cache.prompt.len() / width, cache.own.len() / width);
     let first = window.map_or(0, |w| (prompt_len + own_len).saturating_sub(w));
     let prompt = &cache.prompt[first.min(prompt_len) * width..];
@@ -238,7 +238,7 @@ pub fn attention_cached(
 
 /// dL/dqkv of [`attention`] from dL/dout; `d_qkv` must hold zeros.
 pub fn attention_vjp(heads: &Heads, visible: &[Visible], qkv: &[f32], d_out: &[f32], d_qkv: &mut [f32]) {
-    let (width, dim, scale) = (heads.width(), heads.head_dim, heads.scale());
+    let (width, dim, scale) = (heads.width(), heads.head_dim, heads.scale);
     let (mut p, mut dp) = (Vec::new(), Vec::new());
     for (row, visible) in visible.iter().enumerate() {
         for head in 0..heads.num_heads {

@@ -39,7 +39,8 @@ fn compare(
     assert_close(&format!("{what} vjp"), &vjp(x, &dy).unwrap(), gradients.get(var.as_tensor()).unwrap());
 }
 
-const HEADS: Heads = Heads { num_heads: 6, num_kv_heads: 2, head_dim: 10 };
+/// By another scale than the root of a head's width.
+const HEADS: Heads = Heads { num_heads: 6, num_kv_heads: 2, head_dim: 10, scale: 0.4 };
 
 #[test]
 fn rms_norm_and_its_vjp_equal_the_plain_twin() {

@@ -73,7 +73,7 @@ pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'
         at_once,
         turns: &turns,
         has_panicked: AtomicBool::new(false),
-        scale: heads.scale(),
+        scale: heads.scale,
         d_qkv: Shared::new(d_qkv),
     };
     // In the order of the chunks, so that a task waits only for tasks that have begun.

@@ -146,7 +146,7 @@ unsafe fn attend_head(
     scratch: &mut Scratch,
 ) {
     assert!(isa.is_available(), "{isa} does not run on this machine");
-    let job = Job { heads, scale: heads.scale(), prompt, kv_head };
+    let job = Job { heads, scale: heads.scale, prompt, kv_head };
     for tokens in tokens.chunks((QUERIES_AT_ONCE / heads.group_size()).max(1)) {
         // Safety: the rung is available; the rest is the caller's.
         unsafe {

@@ -19,7 +19,7 @@ impl Case {
         groups: &[(usize, &[usize])],
         window: Option<usize>,
     ) -> Case {
-        let heads = Heads { num_heads, num_kv_heads, head_dim };
+        let heads = Heads::new(num_heads, num_kv_heads, head_dim);
         let (mut seen, mut row) = (vec![], 0);
         for (prompt_len, completion_lens) in groups {
             let start = row;

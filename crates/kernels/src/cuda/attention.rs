@@ -36,7 +36,7 @@ pub(super) struct Geometry {
 
 impl Geometry {
     pub fn new(heads: &Heads) -> Result<Geometry> {
-        let Heads { num_heads, num_kv_heads, head_dim } = *heads;
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = *heads;
         if num_kv_heads == 0 || num_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
             return Err(CudaError::Input(format!(
                 "{num_heads} query heads do not divide among {num_kv_heads} key heads"
@@ -69,7 +69,7 @@ pub(super) fn window_or_all(window: Option<usize>) -> u32 {
 
 /// Of scores in units of log 2.
 pub(super) fn scale(heads: &Heads) -> f32 {
-    heads.scale() * std::f32::consts::LOG2_E
+    heads.scale * std::f32::consts::LOG2_E
 }
 
 /// The address of rows, after a check of their shape.
@@ -370,7 +370,7 @@ pub fn attend_vjp(device: &Device, backward: &Backward<'_>, d_qkv: Rows<'_>) -> 
         window: window_or_all(layout.window),
         vector: aligned.into(),
         scale: scale(heads),
-        natural: heads.scale(),
+        natural: heads.scale,
     };
     let shared = BackwardShared::new(device, geometry, dtype)?;
     let grid = [layout.num_tiles as u32 * layout.head_tiles(), 1, 1];

@@ -156,7 +156,7 @@ impl Cache {
             self.filling = Some(self.begin_filling(first)?);
         }
         let Some(filling) = &self.filling else { return Ok(()) };
-        let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = self.heads;
         let qkv_address = address(&qkv, filling.rows, self.heads.width(), "qkv of the prompts")?;
         let params = FillPages {
             qkv: qkv_address,
@@ -328,7 +328,7 @@ impl Cache {
             return Err(CudaError::Input("the step was not begun".to_owned()));
         };
         let Some((_, plan)) = plans.iter().find(|(known, _)| *known == window) else { return Ok(()) };
-        let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = self.heads;
         let qkv_address = address(&qkv, qkv.rows, self.heads.width(), "qkv of a step")?;
         let params = AttendCached {
             qkv: qkv_address,

@@ -191,7 +191,7 @@ mod tests {
             };
             let positions: Vec<u32> = (0..rows as u32).map(|row| row * 31 % POSITIONS as u32).collect();
             Case {
-                heads: Heads { num_heads, num_kv_heads, head_dim },
+                heads: Heads::new(num_heads, num_kv_heads, head_dim),
                 cos: table(f32::cos),
                 sin: table(f32::sin),
                 q: Given::placed(device, (1, head_dim), (1, head_dim), 6, Dtype::F32),

@@ -29,7 +29,7 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<AttentionFig
 
 fn heads(setting: &Setting<'_>) -> Heads {
     let config = &setting.card.config;
-    Heads { num_heads: config.num_attention_heads, num_kv_heads: config.num_key_value_heads, head_dim: config.head_dim }
+    Heads::new(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 }
 
 fn packed(setting: &Setting<'_>, team: &Team) -> Result<(f64, f64), BenchError> {

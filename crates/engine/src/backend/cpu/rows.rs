@@ -37,6 +37,13 @@ impl Cpu {
         self.each_row(x, |_, row| row.iter_mut().for_each(|value| *value *= factor));
     }
 
+    /// x · factor
+    pub(super) fn times(&self, x: &Matrix, factor: f32) -> Matrix {
+        let mut out = self.pool.matrix(x.rows(), x.width());
+        self.each_row(&mut out, |at, row| row.iter_mut().zip(x.row(at)).for_each(|(out, x)| *out = x * factor));
+        out
+    }
+
     /// Write row after row, each told its index.
     fn each_row(&self, out: &mut Matrix, f: impl Fn(usize, &mut [f32]) + Sync) {
         let width = out.width();

@@ -89,6 +89,11 @@ impl Compute for Cuda {
         Ok(out)
     }
 
+    fn scaled(&self, _: &Tensor, _: f32) -> Result<Tensor> {
+        // Such models are refused when they are loaded.
+        Err(EngineError::Input("a tensor times a number has no kernel here".to_owned()))
+    }
+
     fn rms_norm(&self, x: &Tensor, weight: &Vector, eps: f32) -> Result<Tensor> {
         let out = Tensor::new(&self.device, x.count(), x.width(), self.compute())?;
         norm::rms_norm(&self.device, x.rows(), weight.rows(), eps, out.rows())?;

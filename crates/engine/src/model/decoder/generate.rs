@@ -158,11 +158,11 @@ impl<B: Decode> Decoder<B> {
         let step = Step { table: &table, tokens, positions: &rows.lengths, choice };
         let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
             let angles = backend.angles(step.table, step.positions)?;
-            let mut x = backend.embed_step(&self.embedding, cache, step.tokens)?;
+            let mut x = self.scaled_embeddings(backend.embed_step(&self.embedding, cache, step.tokens)?)?;
             for (index, layer) in self.layers.iter().enumerate() {
                 let qkv = layer.project(backend, &x, &angles, pass)?;
                 let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
-                x = layer.finish(backend, &x, &attended, pass)?;
+                x = layer.finish(backend, &x, attended, pass)?;
             }
             let picked = match step.choice.picks.is_empty() {
                 true => None,

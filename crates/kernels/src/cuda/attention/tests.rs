@@ -68,7 +68,7 @@ pub(in super::super) struct Case {
 }
 
 pub(in super::super) fn heads(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Heads {
-    Heads { num_heads, num_kv_heads, head_dim }
+    Heads::new(num_heads, num_kv_heads, head_dim)
 }
 
 fn cases() -> Vec<Case> {
