@@ -134,6 +134,13 @@ pub trait Compute: Buffers {
     /// x times a number.
     fn scaled(&self, x: &Self::Tensor, factor: f32) -> Result<Self::Tensor>;
 
+    /// x + y
+    fn sum(&self, x: &Self::Tensor, y: &Self::Tensor) -> Result<Self::Tensor>;
+    /// Some columns.
+    fn columns(&self, x: &Self::Tensor, columns: Range<usize>) -> Result<Self::Tensor>;
+    /// The columns of some tensors, one tensor's beside the other's.
+    fn beside(&self, parts: &[&Self::Tensor]) -> Result<Self::Tensor>;
+
     /// RMSNorm of each row.
     fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Vector, eps: f32) -> Result<Self::Tensor>;
     /// `residual` + dL/dx of [`Compute::rms_norm`].

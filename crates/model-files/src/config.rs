@@ -32,8 +32,10 @@ pub struct ModelDescription {
     pub rms_norm_eps: f64,
     /// The head is the embedding.
     pub tie_word_embeddings: bool,
-    /// RMSNorm on each query and key head.
-    pub qk_norm: bool,
+    /// RMSNorm on queries and keys.
+    pub qk_norm: QkNorm,
+    /// The norms of a layer.
+    pub norms: LayerNorms,
     /// q, k and v have a bias.
     pub qkv_bias: bool,
     /// o has a bias.
@@ -56,6 +58,47 @@ pub struct ModelDescription {
     pub residual_multiplier: f64,
     /// Logits are divided by this.
     pub logits_divisor: f64,
+}
+
+/// RMSNorm on queries and keys, before the rotary position embedding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// There is none.
+    None,
+    /// On each head.
+    Head,
+    /// On all heads of a token together.
+    Width,
+}
+
+/// Where a layer has norms: the names of their weights, without `.weight`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerNorms {
+    /// Of what attention reads.
+    pub before_attention: Option<&'static str>,
+    /// Of what attention adds to the residual stream.
+    pub after_attention: Option<&'static str>,
+    /// Of what the MLP reads.
+    pub before_mlp: Option<&'static str>,
+    /// Of what the MLP adds to the residual stream.
+    pub after_mlp: Option<&'static str>,
+}
+
+impl LayerNorms {
+    /// As in Llama.
+    pub const BEFORE: Self = Self {
+        before_attention: Some("input_layernorm"),
+        after_attention: None,
+        before_mlp: Some("post_attention_layernorm"),
+        after_mlp: None,
+    };
+    /// As in OLMo 2.
+    pub const AFTER: Self = Self {
+        before_attention: None,
+        after_attention: Some("post_attention_layernorm"),
+        before_mlp: None,
+        after_mlp: Some("post_feedforward_layernorm"),
+    };
 }
 
 /// Rotary position embedding.
@@ -259,7 +302,8 @@ impl ModelDescription {
             vocab_size: keys.size("vocab_size", None)?,
             rms_norm_eps: keys.number("rms_norm_eps", Some(1e-6))?,
             tie_word_embeddings: keys.flag("tie_word_embeddings", family.is_tied)?,
-            qk_norm: false,
+            qk_norm: QkNorm::None,
+            norms: LayerNorms::BEFORE,
             qkv_bias: false,
             o_bias: false,
             mlp_bias: false,
@@ -279,7 +323,11 @@ impl ModelDescription {
     pub fn beyond_gpu(&self) -> Option<&'static str> {
         let scales = [self.embedding_multiplier, self.residual_multiplier, self.logits_divisor];
         let has_scales = scales.iter().any(|scale| *scale != 1.0);
-        has_scales.then_some("embedding_multiplier, residual_multiplier and logits_scaling")
+        if has_scales {
+            return Some("embedding_multiplier, residual_multiplier and logits_scaling");
+        }
+        let has_other_norms = self.norms != LayerNorms::BEFORE || self.qk_norm == QkNorm::Width;
+        has_other_norms.then_some("model_type: norms after the blocks, or over all heads")
     }
 
     /// Query heads a key-value head serves.
@@ -307,7 +355,10 @@ impl ModelDescription {
         let mut list = vec![("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, hidden])];
         for layer in 0..self.num_hidden_layers {
             let mut add = |name: &str, shape: Vec<usize>| list.push((format!("model.layers.{layer}.{name}"), shape));
-            add("input_layernorm.weight", vec![hidden]);
+            let LayerNorms { before_attention, after_attention, before_mlp, after_mlp } = self.norms;
+            for norm in [before_attention, after_attention, before_mlp, after_mlp].into_iter().flatten() {
+                add(&format!("{norm}.weight"), vec![hidden]);
+            }
             for (name, out, input, bias) in [
                 ("self_attn.q_proj", q, hidden, self.qkv_bias),
                 ("self_attn.k_proj", kv, hidden, self.qkv_bias),
@@ -322,11 +373,13 @@ impl ModelDescription {
                     add(&format!("{name}.bias"), vec![out]);
                 }
             }
-            if self.qk_norm {
-                add("self_attn.q_norm.weight", vec![self.head_dim]);
-                add("self_attn.k_norm.weight", vec![self.head_dim]);
-            }
-            add("post_attention_layernorm.weight", vec![hidden]);
+            let (q_norm, k_norm) = match self.qk_norm {
+                QkNorm::None => continue,
+                QkNorm::Head => (self.head_dim, self.head_dim),
+                QkNorm::Width => (q, kv),
+            };
+            add("self_attn.q_norm.weight", vec![q_norm]);
+            add("self_attn.k_norm.weight", vec![k_norm]);
         }
         list.push(("model.norm.weight".to_owned(), vec![hidden]));
         if !self.tie_word_embeddings {

@@ -6,6 +6,7 @@
 mod granite;
 mod llama;
 mod mistral;
+mod olmo;
 mod qwen;
 mod smollm3;
 
@@ -33,5 +34,5 @@ pub(super) struct Family {
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All of them.
-pub(super) const FAMILIES: [Family; 6] =
-    [qwen::QWEN3, qwen::QWEN2, llama::LLAMA, mistral::MISTRAL, smollm3::SMOLLM3, granite::GRANITE];
+pub(super) const FAMILIES: [Family; 7] =
+    [qwen::QWEN3, qwen::QWEN2, llama::LLAMA, mistral::MISTRAL, smollm3::SMOLLM3, granite::GRANITE, olmo::OLMO2];

@@ -188,6 +188,18 @@ impl Compute for Cpu {
         Ok(self.times(x, factor))
     }
 
+    fn sum(&self, x: &Matrix, y: &Matrix) -> Result<Matrix> {
+        Ok(self.plus(x, y))
+    }
+
+    fn columns(&self, x: &Matrix, columns: Range<usize>) -> Result<Matrix> {
+        Ok(self.some_columns(x, columns))
+    }
+
+    fn beside(&self, parts: &[&Matrix]) -> Result<Matrix> {
+        Ok(self.side_by_side(parts))
+    }
+
     fn rms_norm(&self, x: &Matrix, weight: &Arc<Vec<f32>>, eps: f32) -> Result<Matrix> {
         Ok(self.norm(x, weight, eps))
     }

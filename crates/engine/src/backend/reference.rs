@@ -240,6 +240,18 @@ impl Compute for Reference {
         Ok((x * f64::from(factor))?)
     }
 
+    fn sum(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+        Ok((x + y)?)
+    }
+
+    fn columns(&self, x: &Tensor, columns: Range<usize>) -> Result<Tensor> {
+        Ok(x.narrow(1, columns.start, columns.len())?.contiguous()?)
+    }
+
+    fn beside(&self, parts: &[&Tensor]) -> Result<Tensor> {
+        Ok(Tensor::cat(parts, 1)?.contiguous()?)
+    }
+
     fn rms_norm(&self, x: &Tensor, weight: &Arc<Vec<f32>>, eps: f32) -> Result<Tensor> {
         Ok(ops::rms_norm(x, weight, eps)?)
     }

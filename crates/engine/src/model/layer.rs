@@ -9,7 +9,7 @@ use super::pass::Pass;
 use crate::backend::{Attention, AttentionBackward, Buffers, Compute, Module, Rotation};
 use crate::error::Result;
 use crate::load::Weights;
-use crate::modelcard::ModelDescription;
+use crate::modelcard::{LayerNorms, ModelDescription, QkNorm};
 use crate::ops::slices::Heads;
 
 /// Weights of one layer.
@@ -24,13 +24,19 @@ pub struct Layer<B: Compute> {
     /// What the layer adds to the residual stream is multiplied by this.
     residual_multiplier: f32,
     eps: f32,
-    input_norm: Norm<B>,
+    before_attention: Option<Norm<B>>,
     qk_norm: Option<(Norm<B>, Norm<B>)>,
+    /// The norms of queries and keys are over all heads.
+    has_wide_qk_norm: bool,
     qkv: Linear<B>,
     o: Linear<B>,
-    post_norm: Norm<B>,
+    after_attention: Option<Norm<B>>,
+    before_mlp: Option<Norm<B>>,
     gate_up: Linear<B>,
     down: Linear<B>,
+    after_mlp: Option<Norm<B>>,
+    /// The names of the norms.
+    names: LayerNorms,
 }
 
 /// A norm's weight, and where its gradient begins where it is trained.
@@ -50,8 +56,12 @@ pub struct Saved<B: Compute> {
     rotated: B::Tensor,
     attended: B::Tensor,
     softmax: B::Softmax,
+    /// Before the norm that follows; only with one.
+    attention_out: Option<B::Tensor>,
     middle: B::Tensor,
     gate_up: B::Tensor,
+    /// As `attention_out`.
+    mlp_out: Option<B::Tensor>,
 }
 
 impl<B: Buffers> Norm<B> {
@@ -84,11 +94,15 @@ impl<B: Compute> Layer<B> {
     pub fn load(backend: &B, weights: &mut Weights, config: &ModelDescription, index: usize) -> Result<Self> {
         let prefix = format!("model.layers.{index}");
         let mut norm = |name: &str| Norm::new(backend, weights.values(&format!("{prefix}.{name}.weight"))?.0);
-        let input_norm = norm("input_layernorm")?;
-        let post_norm = norm("post_attention_layernorm")?;
+        let names = config.norms;
+        let mut layer_norm = |name: Option<&str>| name.map(&mut norm).transpose();
+        let before_attention = layer_norm(names.before_attention)?;
+        let after_attention = layer_norm(names.after_attention)?;
+        let before_mlp = layer_norm(names.before_mlp)?;
+        let after_mlp = layer_norm(names.after_mlp)?;
         let qk_norm = match config.qk_norm {
-            true => Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?)),
-            false => None,
+            QkNorm::None => None,
+            QkNorm::Head | QkNorm::Width => Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?)),
         };
         let mut linear = |modules: &[Module], bias| Linear::load(backend, weights, &prefix, modules, bias);
         let qkv = linear(&[Module::Q, Module::K, Module::V], config.qkv_bias)?;
@@ -98,19 +112,24 @@ impl<B: Compute> Layer<B> {
         let (heads, window, rotates) = (heads(config), config.windows[index], config.rotates[index]);
         let eps = config.rms_norm_eps as f32;
         let residual_multiplier = config.residual_multiplier as f32;
+        let has_wide_qk_norm = config.qk_norm == QkNorm::Width;
         Ok(Layer {
             heads,
             window,
             rotates,
             residual_multiplier,
             eps,
-            input_norm,
+            before_attention,
             qk_norm,
+            has_wide_qk_norm,
             qkv,
             o,
-            post_norm,
+            after_attention,
+            before_mlp,
             gate_up,
             down,
+            after_mlp,
+            names,
         })
     }
 
@@ -126,23 +145,139 @@ impl<B: Compute> Layer<B> {
         parameters: &B::FlatBuffer,
         place: impl Fn(&str) -> Result<Range<usize>>,
     ) -> Result<()> {
-        let norm = |name: &str| Norm::trained(backend, parameters, place(name)?);
-        self.input_norm = norm("input_layernorm.weight")?;
-        self.post_norm = norm("post_attention_layernorm.weight")?;
+        let norm = |name: &str| Norm::trained(backend, parameters, place(&format!("{name}.weight"))?);
+        let layer_norm = |name: Option<&str>| name.map(norm).transpose();
+        self.before_attention = layer_norm(self.names.before_attention)?;
+        self.after_attention = layer_norm(self.names.after_attention)?;
+        self.before_mlp = layer_norm(self.names.before_mlp)?;
+        self.after_mlp = layer_norm(self.names.after_mlp)?;
         if self.qk_norm.is_some() {
-            self.qk_norm = Some((norm("self_attn.q_norm.weight")?, norm("self_attn.k_norm.weight")?));
+            self.qk_norm = Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?));
         }
         Ok(())
     }
 
     fn rotation<'a>(&'a self, angles: &'a B::Angles) -> Rotation<'a, B> {
-        let qk_norm = self.qk_norm.as_ref().map(|(q, k)| (&q.weight, &k.weight, self.eps));
+        let of_heads = self.qk_norm.as_ref().filter(|_| !self.has_wide_qk_norm);
+        let qk_norm = of_heads.map(|(q, k)| (&q.weight, &k.weight, self.eps));
         Rotation { heads: &self.heads, qk_norm, angles }
     }
 
+    /// The columns of queries, keys and values.
+    fn parts(&self) -> [Range<usize>; 3] {
+        let (q, kv) = (self.heads.q_width(), self.heads.kv_width());
+        [0..q, q..q + kv, q + kv..q + 2 * kv]
+    }
+
     /// qk-norm and rope of `[q | k | v]`, where the layer has them.
-    fn rotate(&self, backend: &B, qkv: &B::Tensor, angles: &B::Angles) -> Result<Option<B::Tensor>> {
-        self.rotates.then(|| backend.rotate(&self.rotation(angles), qkv)).transpose()
+    fn turn(&self, backend: &B, qkv: &B::Tensor, angles: &B::Angles) -> Result<Option<B::Tensor>> {
+        let mut turned = None;
+        if let (Some((q_norm, k_norm)), true) = (&self.qk_norm, self.has_wide_qk_norm) {
+            let [q, k, v] = self.parts();
+            let q = backend.rms_norm(&backend.columns(qkv, q)?, &q_norm.weight, self.eps)?;
+            let k = backend.rms_norm(&backend.columns(qkv, k)?, &k_norm.weight, self.eps)?;
+            turned = Some(backend.beside(&[&q, &k, &backend.columns(qkv, v)?])?);
+        }
+        if self.rotates {
+            turned = Some(backend.rotate(&self.rotation(angles), turned.as_ref().unwrap_or(qkv))?);
+        }
+        Ok(turned)
+    }
+
+    /// dL/dqkv of [`Layer::turn`]; `qkv` is its input, there with qk-norm.
+    fn turn_vjp(
+        &self,
+        backend: &B,
+        qkv: Option<&B::Tensor>,
+        d_turned: B::Tensor,
+        angles: &B::Angles,
+        gradient: &mut B::FlatBuffer,
+    ) -> Result<B::Tensor> {
+        let rotation = self.rotation(angles);
+        let of_heads = qkv.filter(|_| !self.has_wide_qk_norm);
+        let d_qkv = match self.rotates {
+            false => d_turned,
+            true => {
+                let d_qkv = backend.rotate_vjp(&rotation, of_heads, &d_turned)?;
+                if let (Some(qkv), Some((q, k))) = (of_heads, &self.qk_norm)
+                    && let (Some(q), Some(k)) = (q.slot, k.slot)
+                {
+                    backend.rotate_weight_vjp(&rotation, qkv, &d_turned, gradient, (q, k))?;
+                }
+                d_qkv
+            }
+        };
+        let (Some(qkv), Some((q_norm, k_norm)), true) = (qkv, &self.qk_norm, self.has_wide_qk_norm) else {
+            return Ok(d_qkv);
+        };
+        let [q, k, v] = self.parts();
+        let mut part = |norm: &Norm<B>, columns: Range<usize>| {
+            let (x, dy) = (backend.columns(qkv, columns.clone())?, backend.columns(&d_qkv, columns)?);
+            norm.add_gradient(backend, &x, self.eps, &dy, gradient)?;
+            backend.rms_norm_vjp(&x, &norm.weight, self.eps, &dy, None)
+        };
+        let (dq, dk) = (part(q_norm, q)?, part(k_norm, k)?);
+        backend.beside(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
+    }
+
+    /// What a block reads; None where that is the residual stream itself.
+    fn before(&self, backend: &B, norm: Option<&Norm<B>>, x: &B::Tensor) -> Result<Option<B::Tensor>> {
+        norm.map(|norm| backend.rms_norm(x, &norm.weight, self.eps)).transpose()
+    }
+
+    /// dL/dx of [`Layer::before`], and what went around the block.
+    fn before_vjp(
+        &self,
+        backend: &B,
+        norm: Option<&Norm<B>>,
+        x: &B::Tensor,
+        d_read: &B::Tensor,
+        around: &B::Tensor,
+        gradient: &mut B::FlatBuffer,
+    ) -> Result<B::Tensor> {
+        let Some(norm) = norm else { return backend.sum(d_read, around) };
+        let dx = backend.rms_norm_vjp(x, &norm.weight, self.eps, d_read, Some(around))?;
+        norm.add_gradient(backend, x, self.eps, d_read, gradient)?;
+        Ok(dx)
+    }
+
+    /// The residual stream and what a block adds to it, normed first where the layer has such a norm; what that norm read, too.
+    fn add(
+        &self,
+        backend: &B,
+        (linear, norm): (&Linear<B>, Option<&Norm<B>>),
+        input: &B::Tensor,
+        x: &B::Tensor,
+        pass: Pass<'_>,
+    ) -> Result<(B::Tensor, Option<B::Tensor>)> {
+        let Some(norm) = norm else { return Ok((linear.forward(backend, input, Some(x), pass)?, None)) };
+        let out = linear.forward(backend, input, None, pass)?;
+        let normed = backend.rms_norm(&out, &norm.weight, self.eps)?;
+        Ok((backend.sum(x, &normed)?, Some(out)))
+    }
+
+    /// dL/dinput of [`Layer::add`]; dL/dx is `dy` itself.
+    fn add_vjp(
+        &self,
+        backend: &B,
+        (linear, norm): (&Linear<B>, Option<&Norm<B>>),
+        (input, out): (&B::Tensor, Option<B::Tensor>),
+        dy: &B::Tensor,
+        pass: Pass<'_>,
+        gradient: &mut B::FlatBuffer,
+    ) -> Result<B::Tensor> {
+        let (Some(norm), Some(out)) = (norm, out) else { return linear.vjp(backend, input, dy, pass, gradient) };
+        norm.add_gradient(backend, &out, self.eps, dy, gradient)?;
+        let d_out = backend.rms_norm_vjp(&out, &norm.weight, self.eps, dy, None)?;
+        linear.vjp(backend, input, &d_out, pass, gradient)
+    }
+
+    fn of_attention(&self) -> (&Linear<B>, Option<&Norm<B>>) {
+        (&self.o, self.after_attention.as_ref())
+    }
+
+    fn of_mlp(&self) -> (&Linear<B>, Option<&Norm<B>>) {
+        (&self.down, self.after_mlp.as_ref())
     }
 
     fn attention<'a>(&'a self, batch: &Batch<'a, B>) -> Attention<'a> {
@@ -151,14 +286,19 @@ impl<B: Compute> Layer<B> {
         Attention { heads: &self.heads, groups, visible, window: self.window }
     }
 
-    /// The residual stream → `[q | k | v]` after qk-norm and rope.
-    pub fn project(&self, backend: &B, x: &B::Tensor, angles: &B::Angles, pass: Pass<'_>) -> Result<B::Tensor> {
-        let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
-        let qkv = self.qkv.forward(backend, &normed, None, pass)?;
-        Ok(self.rotate(backend, &qkv, angles)?.unwrap_or(qkv))
+    /// The residual stream → `[q | k | v]`.
+    fn read(&self, backend: &B, x: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
+        let normed = self.before(backend, self.before_attention.as_ref(), x)?;
+        self.qkv.forward(backend, normed.as_ref().unwrap_or(x), None, pass)
     }
 
-    /// The input of a product that is added to the residual stream: times the multiplier, which is the same as its output times that.
+    /// The residual stream → `[q | k | v]` after qk-norm and rope.
+    pub fn project(&self, backend: &B, x: &B::Tensor, angles: &B::Angles, pass: Pass<'_>) -> Result<B::Tensor> {
+        let qkv = self.read(backend, x, pass)?;
+        Ok(self.turn(backend, &qkv, angles)?.unwrap_or(qkv))
+    }
+
+    /// What the layer adds is multiplied: the input of the product is, which is the same.
     fn added(&self, backend: &B, x: B::Tensor) -> Result<B::Tensor> {
         Ok(self.scaled(backend, &x)?.unwrap_or(x))
     }
@@ -168,15 +308,21 @@ impl<B: Compute> Layer<B> {
         (self.residual_multiplier != 1.0).then(|| backend.scaled(x, self.residual_multiplier)).transpose()
     }
 
+    /// The residual stream after attention → `[gate | up]`.
+    fn widen(&self, backend: &B, middle: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
+        let normed = self.before(backend, self.before_mlp.as_ref(), middle)?;
+        self.gate_up.forward(backend, normed.as_ref().unwrap_or(middle), None, pass)
+    }
+
+    fn activated(&self, backend: &B, gate_up: &B::Tensor) -> Result<B::Tensor> {
+        self.added(backend, backend.silu_mul(gate_up)?)
+    }
+
     /// What follows attention: output projection, residual, MLP, residual.
     pub fn finish(&self, backend: &B, x: &B::Tensor, attended: B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
-        let middle = self.o.forward(backend, &self.added(backend, attended)?, Some(x), pass)?;
-        let normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
-        let gate_up = self.gate_up.forward(backend, &normed, None, pass)?;
-        drop(normed);
-        let activated = self.added(backend, backend.silu_mul(&gate_up)?)?;
-        drop(gate_up);
-        self.down.forward(backend, &activated, Some(&middle), pass)
+        let middle = self.add(backend, self.of_attention(), &self.added(backend, attended)?, x, pass)?.0;
+        let activated = self.activated(backend, &self.widen(backend, &middle, pass)?)?;
+        Ok(self.add(backend, self.of_mlp(), &activated, &middle, pass)?.0)
     }
 
     /// A packed batch through the layer; also returns `[q | k | v]` after qk-norm and rope, for a KV cache.
@@ -201,28 +347,26 @@ impl<B: Compute> Layer<B> {
         pass: Pass<'_>,
         output: bool,
     ) -> Result<(Option<B::Tensor>, Saved<B>)> {
-        let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
-        let qkv = self.qkv.forward(backend, &normed, None, pass)?;
-        drop(normed);
-        let (rotated, qkv) = match self.rotate(backend, &qkv, &batch.angles)? {
+        let qkv = self.read(backend, x, pass)?;
+        let (rotated, qkv) = match self.turn(backend, &qkv, &batch.angles)? {
             Some(rotated) => (rotated, self.qk_norm.is_some().then_some(qkv)),
             None => (qkv, None),
         };
         let (attended, softmax) = backend.attend(&self.attention(batch), &rotated)?;
         let scaled = self.scaled(backend, &attended)?;
-        let middle = self.o.forward(backend, scaled.as_ref().unwrap_or(&attended), Some(x), pass)?;
+        let input = scaled.as_ref().unwrap_or(&attended);
+        let (middle, attention_out) = self.add(backend, self.of_attention(), input, x, pass)?;
         drop(scaled);
-        let normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
-        let gate_up = self.gate_up.forward(backend, &normed, None, pass)?;
-        drop(normed);
-        let y = match output {
+        let gate_up = self.widen(backend, &middle, pass)?;
+        let (y, mlp_out) = match output || self.after_mlp.is_some() {
             true => {
-                let activated = self.added(backend, backend.silu_mul(&gate_up)?)?;
-                Some(self.down.forward(backend, &activated, Some(&middle), pass)?)
+                let activated = self.activated(backend, &gate_up)?;
+                let (y, out) = self.add(backend, self.of_mlp(), &activated, &middle, pass)?;
+                (Some(y).filter(|_| output), out)
             }
-            false => None,
+            false => (None, None),
         };
-        Ok((y, Saved { qkv, rotated, attended, softmax, middle, gate_up }))
+        Ok((y, Saved { qkv, rotated, attended, softmax, attention_out, middle, gate_up, mlp_out }))
     }
 
     /// dL/dx from dL/dy, and the gradients of what is trained, of the layer's input and what was saved.
@@ -235,23 +379,23 @@ impl<B: Compute> Layer<B> {
         pass: Pass<'_>,
         gradient: &mut B::FlatBuffer,
     ) -> Result<B::Tensor> {
-        let rotation = self.rotation(&batch.angles);
-        let Saved { qkv, rotated, attended, softmax, middle, gate_up } = saved;
-        let activated = self.added(backend, backend.silu_mul(&gate_up)?)?;
-        let d_activated = self.added(backend, self.down.vjp(backend, &activated, dy, pass, gradient)?)?;
+        let Saved { qkv, rotated, attended, softmax, attention_out, middle, gate_up, mlp_out } = saved;
+        let activated = self.activated(backend, &gate_up)?;
+        let d_activated = self.add_vjp(backend, self.of_mlp(), (&activated, mlp_out), dy, pass, gradient)?;
         drop(activated);
-        let d_gate_up = backend.silu_mul_vjp(&gate_up, &d_activated)?;
-        drop((gate_up, d_activated));
-        let post_normed = backend.rms_norm(&middle, &self.post_norm.weight, self.eps)?;
-        let d_post_normed = self.gate_up.vjp(backend, &post_normed, &d_gate_up, pass, gradient)?;
-        drop((post_normed, d_gate_up));
-        let d_middle = backend.rms_norm_vjp(&middle, &self.post_norm.weight, self.eps, &d_post_normed, Some(dy))?;
-        self.post_norm.add_gradient(backend, &middle, self.eps, &d_post_normed, gradient)?;
-        drop((middle, d_post_normed));
+        let d_gate_up = backend.silu_mul_vjp(&gate_up, &self.added(backend, d_activated)?)?;
+        drop(gate_up);
+        let before_mlp = self.before_mlp.as_ref();
+        let read = self.before(backend, before_mlp, &middle)?;
+        let d_read = self.gate_up.vjp(backend, read.as_ref().unwrap_or(&middle), &d_gate_up, pass, gradient)?;
+        drop((read, d_gate_up));
+        let d_middle = self.before_vjp(backend, before_mlp, &middle, &d_read, dy, gradient)?;
+        drop((middle, d_read));
         let scaled = self.scaled(backend, &attended)?;
-        let d_scaled = self.o.vjp(backend, scaled.as_ref().unwrap_or(&attended), &d_middle, pass, gradient)?;
+        let input = (scaled.as_ref().unwrap_or(&attended), attention_out);
+        let d_input = self.add_vjp(backend, self.of_attention(), input, &d_middle, pass, gradient)?;
         drop(scaled);
-        let d_attended = self.added(backend, d_scaled)?;
+        let d_attended = self.added(backend, d_input)?;
         let d_rotated = backend.attend_vjp(&AttentionBackward {
             attention: self.attention(batch),
             qkv: &rotated,
@@ -260,25 +404,13 @@ impl<B: Compute> Layer<B> {
             dy: &d_attended,
         })?;
         drop((rotated, attended, softmax, d_attended));
-        let d_qkv = match self.rotates {
-            false => d_rotated,
-            true => {
-                let d_qkv = backend.rotate_vjp(&rotation, qkv.as_ref(), &d_rotated)?;
-                if let (Some(qkv), Some((q, k))) = (&qkv, &self.qk_norm)
-                    && let (Some(q), Some(k)) = (q.slot, k.slot)
-                {
-                    backend.rotate_weight_vjp(&rotation, qkv, &d_rotated, gradient, (q, k))?;
-                }
-                d_qkv
-            }
-        };
+        let d_qkv = self.turn_vjp(backend, qkv.as_ref(), d_rotated, &batch.angles, gradient)?;
         drop(qkv);
-        let normed = backend.rms_norm(x, &self.input_norm.weight, self.eps)?;
-        let d_normed = self.qkv.vjp(backend, &normed, &d_qkv, pass, gradient)?;
-        drop((normed, d_qkv));
-        let dx = backend.rms_norm_vjp(x, &self.input_norm.weight, self.eps, &d_normed, Some(&d_middle))?;
-        self.input_norm.add_gradient(backend, x, self.eps, &d_normed, gradient)?;
-        Ok(dx)
+        let before_attention = self.before_attention.as_ref();
+        let read = self.before(backend, before_attention, x)?;
+        let d_read = self.qkv.vjp(backend, read.as_ref().unwrap_or(x), &d_qkv, pass, gradient)?;
+        drop((read, d_qkv));
+        self.before_vjp(backend, before_attention, x, &d_read, &d_middle, gradient)
     }
 }
 

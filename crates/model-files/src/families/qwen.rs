@@ -2,7 +2,7 @@
 
 use super::Family;
 use crate::ModelCardError;
-use crate::config::{Keys, windows};
+use crate::config::{Keys, QkNorm, windows};
 
 pub(super) const QWEN3: Family = Family {
     model_type: "qwen3",
@@ -13,7 +13,7 @@ pub(super) const QWEN3: Family = Family {
     has_kv_heads_by_default: false,
     describe: |keys, mut model| {
         let attention_bias = keys.flag("attention_bias", false)?;
-        (model.qkv_bias, model.o_bias, model.qk_norm) = (attention_bias, attention_bias, true);
+        (model.qkv_bias, model.o_bias, model.qk_norm) = (attention_bias, attention_bias, QkNorm::Head);
         model.windows = late_windows(keys, model.num_hidden_layers)?;
         Ok(model)
     },

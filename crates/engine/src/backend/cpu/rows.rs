@@ -1,5 +1,7 @@
 //! Operations of rows: lookups, norms, rotation, activation.
 
+use std::ops::Range;
+
 use super::{Cpu, Matrix, Rotation};
 use crate::kernels::pack::PackedMatrix;
 use crate::kernels::rope::{self, QkNorm, Rope};
@@ -41,6 +43,35 @@ impl Cpu {
     pub(super) fn times(&self, x: &Matrix, factor: f32) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
         self.each_row(&mut out, |at, row| row.iter_mut().zip(x.row(at)).for_each(|(out, x)| *out = x * factor));
+        out
+    }
+
+    /// x + y
+    pub(super) fn plus(&self, x: &Matrix, y: &Matrix) -> Matrix {
+        let mut out = self.pool.matrix(x.rows(), x.width());
+        self.each_row(&mut out, |at, row| {
+            row.iter_mut().zip(x.row(at).iter().zip(y.row(at))).for_each(|(out, (x, y))| *out = x + y);
+        });
+        out
+    }
+
+    pub(super) fn some_columns(&self, x: &Matrix, columns: Range<usize>) -> Matrix {
+        let mut out = self.pool.matrix(x.rows(), columns.len());
+        self.each_row(&mut out, |at, row| row.copy_from_slice(&x.row(at)[columns.clone()]));
+        out
+    }
+
+    pub(super) fn side_by_side(&self, parts: &[&Matrix]) -> Matrix {
+        let rows = parts.first().map_or(0, |part| part.rows());
+        let mut out = self.pool.matrix(rows, parts.iter().map(|part| part.width()).sum());
+        self.each_row(&mut out, |at, row| {
+            let mut rest = row;
+            for part in parts {
+                let (here, after) = rest.split_at_mut(part.width());
+                here.copy_from_slice(part.row(at));
+                rest = after;
+            }
+        });
         out
     }
 

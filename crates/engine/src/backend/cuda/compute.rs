@@ -39,6 +39,10 @@ fn rope<'a>(rotation: &'a Rotation<'a, Cuda>) -> Rope<'a> {
     Rope { heads: rotation.heads, qk_norm, cos: table.cos(), sin: table.sin(), positions }
 }
 
+fn no_kernel(what: &str) -> EngineError {
+    EngineError::Input(format!("there is no kernel of a GPU for {what}"))
+}
+
 impl Compute for Cuda {
     type Adapter = Arc<lora::Adapter>;
     type Angles = Angles;
@@ -89,9 +93,21 @@ impl Compute for Cuda {
         Ok(out)
     }
 
+    // Models that need these are refused when they are loaded.
     fn scaled(&self, _: &Tensor, _: f32) -> Result<Tensor> {
-        // Such models are refused when they are loaded.
-        Err(EngineError::Input("a tensor times a number has no kernel here".to_owned()))
+        Err(no_kernel("a tensor times a number"))
+    }
+
+    fn sum(&self, _: &Tensor, _: &Tensor) -> Result<Tensor> {
+        Err(no_kernel("a sum of tensors"))
+    }
+
+    fn columns(&self, _: &Tensor, _: Range<usize>) -> Result<Tensor> {
+        Err(no_kernel("some columns of a tensor"))
+    }
+
+    fn beside(&self, _: &[&Tensor]) -> Result<Tensor> {
+        Err(no_kernel("tensors side by side"))
     }
 
     fn rms_norm(&self, x: &Tensor, weight: &Vector, eps: f32) -> Result<Tensor> {
