@@ -134,6 +134,8 @@ pub trait Compute: Buffers {
     /// x times a number.
     fn scaled(&self, x: &Self::Tensor, factor: f32) -> Result<Self::Tensor>;
 
+    /// Some columns of each row times the row's factor; the other columns as they are.
+    fn rows_scaled(&self, x: &Self::Tensor, columns: Range<usize>, factors: &[f32]) -> Result<Self::Tensor>;
     /// x + y
     fn sum(&self, x: &Self::Tensor, y: &Self::Tensor) -> Result<Self::Tensor>;
     /// Some columns.

@@ -52,12 +52,31 @@ pub struct ModelDescription {
     pub max_position_embeddings: usize,
     /// Dot products of attention are multiplied by this.
     pub attention_scale: f64,
+    /// Queries grow with their position.
+    pub query_growth: Option<QueryGrowth>,
     /// Embeddings are multiplied by this.
     pub embedding_multiplier: f64,
     /// What attention and the MLP add to the residual stream is multiplied by this.
     pub residual_multiplier: f64,
     /// Logits are divided by this.
     pub logits_divisor: f64,
+}
+
+/// A query at position p, counted from 0, is multiplied by 1 + beta · ln(1 + ⌊p / original⌋).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryGrowth {
+    /// How fast.
+    pub beta: f64,
+    /// The context before scaling: up to it nothing grows.
+    pub original_max_position_embeddings: f64,
+}
+
+impl QueryGrowth {
+    /// The factor of a position.
+    pub fn factor(self, position: usize) -> f32 {
+        let contexts = (position as f64 / self.original_max_position_embeddings).floor();
+        (1.0 + self.beta * contexts.ln_1p()) as f32
+    }
 }
 
 /// RMSNorm on queries and keys, before the rotary position embedding.
@@ -312,6 +331,7 @@ impl ModelDescription {
             rotates: vec![true; num_hidden_layers],
             max_position_embeddings,
             attention_scale: (head_dim as f64).powf(-0.5),
+            query_growth: None,
             embedding_multiplier: 1.0,
             residual_multiplier: 1.0,
             logits_divisor: 1.0,
@@ -327,7 +347,10 @@ impl ModelDescription {
             return Some("embedding_multiplier, residual_multiplier and logits_scaling");
         }
         let has_other_norms = self.norms != LayerNorms::BEFORE || self.qk_norm == QkNorm::Width;
-        has_other_norms.then_some("model_type: norms after the blocks, or over all heads")
+        if has_other_norms {
+            return Some("model_type: norms after the blocks, or over all heads");
+        }
+        self.query_growth.is_some().then_some("llama_4_scaling_beta")
     }
 
     /// Query heads a key-value head serves.

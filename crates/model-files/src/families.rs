@@ -5,6 +5,7 @@
 
 mod granite;
 mod llama;
+mod ministral;
 mod mistral;
 mod olmo;
 mod qwen;
@@ -34,5 +35,13 @@ pub(super) struct Family {
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All of them.
-pub(super) const FAMILIES: [Family; 7] =
-    [qwen::QWEN3, qwen::QWEN2, llama::LLAMA, mistral::MISTRAL, smollm3::SMOLLM3, granite::GRANITE, olmo::OLMO2];
+pub(super) const FAMILIES: [Family; 8] = [
+    qwen::QWEN3,
+    qwen::QWEN2,
+    llama::LLAMA,
+    mistral::MISTRAL,
+    smollm3::SMOLLM3,
+    granite::GRANITE,
+    olmo::OLMO2,
+    ministral::MINISTRAL3,
+];

@@ -25,7 +25,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 pub use classifier::{Backbone, ClassifierCard};
-pub use config::{LayerNorms, ModelDescription, QkNorm, Rope, RopeKind};
+pub use config::{LayerNorms, ModelDescription, QkNorm, QueryGrowth, Rope, RopeKind};
 pub use weights::{TensorDtype, TensorLocation};
 
 /// Why a model directory cannot be used.

@@ -233,6 +233,57 @@ fn sliding_windows_follow_each_family() {
     assert!(windows(json!({"model_type": "qwen3", "sliding_window": 8, "layer_types": types})).is_err());
 }
 
+#[test]
+fn a_family_reads_its_own_keys_and_no_other_family_does() {
+    let base = json!({"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256});
+    let read = |family: &str, extra: Value| {
+        let mut all = base.clone();
+        all["model_type"] = json!(family);
+        for (key, value) in extra.as_object().unwrap() {
+            all[key] = value.clone();
+        }
+        ModelDescription::from_json("config.json", &all)
+    };
+    for (key, value) in [
+        ("no_rope_layers", json!([1, 1, 1, 0])),
+        ("residual_multiplier", json!(0.5)),
+        ("attention_multiplier", json!(0.2)),
+    ] {
+        let error = read("llama", json!({key: value})).unwrap_err().to_string();
+        assert!(error.contains(key), "{error}");
+    }
+    let smollm3 = read("smollm3", json!({})).unwrap();
+    assert_eq!(
+        (smollm3.rotates, smollm3.tie_word_embeddings, smollm3.rope.theta),
+        (vec![true, true, true, false], true, 2e6)
+    );
+    let own =
+        read("smollm3", json!({"no_rope_layers": [0, 1, 1, 1, 1], "use_sliding_window": true, "sliding_window": 8}))
+            .unwrap();
+    assert_eq!((own.rotates, own.windows), (vec![false, true, true, true], vec![Some(8), None, None, None]));
+    for wrong in [json!([1, 1, 1]), json!([1, 1, 1, 2]), json!("all")] {
+        let error = read("smollm3", json!({"no_rope_layers": wrong})).unwrap_err().to_string();
+        assert!(error.contains("no_rope_layers") && error.contains("num_hidden_layers"), "{error}");
+    }
+    let granite = read("granite", json!({"attention_multiplier": 0.2, "logits_scaling": 8})).unwrap();
+    assert_eq!((granite.attention_scale, granite.logits_divisor, granite.residual_multiplier), (0.2, 8.0, 1.0));
+    assert!(granite.beyond_gpu().is_some() && read("llama", json!({})).unwrap().beyond_gpu().is_none());
+    let olmo2 = read("olmo2", json!({})).unwrap();
+    let names: Vec<String> = olmo2.tensors().into_iter().map(|(name, _)| name).collect();
+    assert!(names.contains(&"model.layers.3.post_feedforward_layernorm.weight".to_owned()));
+    assert!(!names.iter().any(|name| name.contains("input_layernorm")), "{names:?}");
+    let shape = |name: &str| olmo2.tensors().into_iter().find(|(known, _)| known == name).unwrap().1;
+    assert_eq!(
+        (shape("model.layers.0.self_attn.q_norm.weight"), shape("model.layers.0.self_attn.k_norm.weight")),
+        (vec![64], vec![32])
+    );
+    let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1});
+    let growth = read("ministral3", json!({"head_dim": 16, "rope_parameters": yarn})).unwrap().query_growth.unwrap();
+    assert_eq!([0, 15].map(|position| growth.factor(position)), [1.0, 1.0]);
+    assert!((growth.factor(40) - (1.0 + 0.1 * 3f32.ln())).abs() < 1e-6);
+}
+
 /// Lets the second tensor of a kind lie where the first one does.
 fn share_the_bytes_of_two_tensors(bytes: &mut Vec<u8>) {
     in_header(bytes, |header| {

@@ -188,6 +188,10 @@ impl Compute for Cpu {
         Ok(self.times(x, factor))
     }
 
+    fn rows_scaled(&self, x: &Matrix, columns: Range<usize>, factors: &[f32]) -> Result<Matrix> {
+        Ok(self.columns_times(x, columns, factors))
+    }
+
     fn sum(&self, x: &Matrix, y: &Matrix) -> Result<Matrix> {
         Ok(self.plus(x, y))
     }

@@ -240,6 +240,15 @@ impl Compute for Reference {
         Ok((x * f64::from(factor))?)
     }
 
+    fn rows_scaled(&self, x: &Tensor, columns: Range<usize>, factors: &[f32]) -> Result<Tensor> {
+        let width = x.dim(1)?;
+        let mut values: Vec<f32> = x.flatten_all()?.to_vec1()?;
+        for (row, factor) in values.chunks_exact_mut(width).zip(factors) {
+            row[columns.clone()].iter_mut().for_each(|value| *value *= factor);
+        }
+        self.tensor(values, width)
+    }
+
     fn sum(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         Ok((x + y)?)
     }

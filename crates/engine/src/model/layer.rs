@@ -9,7 +9,7 @@ use super::pass::Pass;
 use crate::backend::{Attention, AttentionBackward, Buffers, Compute, Module, Rotation};
 use crate::error::Result;
 use crate::load::Weights;
-use crate::modelcard::{LayerNorms, ModelDescription, QkNorm};
+use crate::modelcard::{LayerNorms, ModelDescription, QkNorm, QueryGrowth};
 use crate::ops::slices::Heads;
 
 /// Weights of one layer.
@@ -37,6 +37,7 @@ pub struct Layer<B: Compute> {
     after_mlp: Option<Norm<B>>,
     /// The names of the norms.
     names: LayerNorms,
+    query_growth: Option<QueryGrowth>,
 }
 
 /// A norm's weight, and where its gradient begins where it is trained.
@@ -130,6 +131,7 @@ impl<B: Compute> Layer<B> {
             down,
             after_mlp,
             names,
+            query_growth: config.query_growth,
         })
     }
 
@@ -169,8 +171,18 @@ impl<B: Compute> Layer<B> {
         [0..q, q..q + kv, q + kv..q + 2 * kv]
     }
 
-    /// qk-norm and rope of `[q | k | v]`, where the layer has them.
-    fn turn(&self, backend: &B, qkv: &B::Tensor, angles: &B::Angles) -> Result<Option<B::Tensor>> {
+    /// Queries times the factors of their positions, where they grow; its own transpose.
+    fn grown(&self, backend: &B, qkv: &B::Tensor, positions: &[usize]) -> Result<Option<B::Tensor>> {
+        let Some(growth) = self.query_growth else { return Ok(None) };
+        let factors: Vec<f32> = positions.iter().map(|position| growth.factor(*position)).collect();
+        if factors.iter().all(|factor| *factor == 1.0) {
+            return Ok(None);
+        }
+        backend.rows_scaled(qkv, 0..self.heads.q_width(), &factors).map(Some)
+    }
+
+    /// qk-norm, rope and growth of `[q | k | v]`, where the layer has them.
+    fn turn(&self, backend: &B, qkv: &B::Tensor, places: Places<'_, B>) -> Result<Option<B::Tensor>> {
         let mut turned = None;
         if let (Some((q_norm, k_norm)), true) = (&self.qk_norm, self.has_wide_qk_norm) {
             let [q, k, v] = self.parts();
@@ -179,9 +191,9 @@ impl<B: Compute> Layer<B> {
             turned = Some(backend.beside(&[&q, &k, &backend.columns(qkv, v)?])?);
         }
         if self.rotates {
-            turned = Some(backend.rotate(&self.rotation(angles), turned.as_ref().unwrap_or(qkv))?);
+            turned = Some(backend.rotate(&self.rotation(places.angles), turned.as_ref().unwrap_or(qkv))?);
         }
-        Ok(turned)
+        Ok(self.grown(backend, turned.as_ref().unwrap_or(qkv), places.positions)?.or(turned))
     }
 
     /// dL/dqkv of [`Layer::turn`]; `qkv` is its input, there with qk-norm.
@@ -190,10 +202,11 @@ impl<B: Compute> Layer<B> {
         backend: &B,
         qkv: Option<&B::Tensor>,
         d_turned: B::Tensor,
-        angles: &B::Angles,
+        places: Places<'_, B>,
         gradient: &mut B::FlatBuffer,
     ) -> Result<B::Tensor> {
-        let rotation = self.rotation(angles);
+        let d_turned = self.grown(backend, &d_turned, places.positions)?.unwrap_or(d_turned);
+        let rotation = self.rotation(places.angles);
         let of_heads = qkv.filter(|_| !self.has_wide_qk_norm);
         let d_qkv = match self.rotates {
             false => d_turned,
@@ -293,9 +306,9 @@ impl<B: Compute> Layer<B> {
     }
 
     /// The residual stream → `[q | k | v]` after qk-norm and rope.
-    pub fn project(&self, backend: &B, x: &B::Tensor, angles: &B::Angles, pass: Pass<'_>) -> Result<B::Tensor> {
+    pub fn project(&self, backend: &B, x: &B::Tensor, places: Places<'_, B>, pass: Pass<'_>) -> Result<B::Tensor> {
         let qkv = self.read(backend, x, pass)?;
-        Ok(self.turn(backend, &qkv, angles)?.unwrap_or(qkv))
+        Ok(self.turn(backend, &qkv, places)?.unwrap_or(qkv))
     }
 
     /// What the layer adds is multiplied: the input of the product is, which is the same.
@@ -333,7 +346,7 @@ impl<B: Compute> Layer<B> {
         batch: &Batch<'_, B>,
         pass: Pass<'_>,
     ) -> Result<(B::Tensor, B::Tensor)> {
-        let qkv = self.project(backend, x, &batch.angles, pass)?;
+        let qkv = self.project(backend, x, batch.places(), pass)?;
         let attended = backend.attend(&self.attention(batch), &qkv)?.0;
         Ok((self.finish(backend, x, attended, pass)?, qkv))
     }
@@ -348,7 +361,7 @@ impl<B: Compute> Layer<B> {
         output: bool,
     ) -> Result<(Option<B::Tensor>, Saved<B>)> {
         let qkv = self.read(backend, x, pass)?;
-        let (rotated, qkv) = match self.turn(backend, &qkv, &batch.angles)? {
+        let (rotated, qkv) = match self.turn(backend, &qkv, batch.places())? {
             Some(rotated) => (rotated, self.qk_norm.is_some().then_some(qkv)),
             None => (qkv, None),
         };
@@ -404,7 +417,7 @@ impl<B: Compute> Layer<B> {
             dy: &d_attended,
         })?;
         drop((rotated, attended, softmax, d_attended));
-        let d_qkv = self.turn_vjp(backend, qkv.as_ref(), d_rotated, &batch.angles, gradient)?;
+        let d_qkv = self.turn_vjp(backend, qkv.as_ref(), d_rotated, batch.places(), gradient)?;
         drop(qkv);
         let before_attention = self.before_attention.as_ref();
         let read = self.before(backend, before_attention, x)?;
@@ -421,6 +434,21 @@ pub struct Batch<'p, B: Compute> {
     pub packing: &'p Packing,
     /// Of each token.
     pub angles: B::Angles,
+}
+
+impl<B: Compute> Batch<'_, B> {
+    fn places(&self) -> Places<'_, B> {
+        Places { positions: &self.packing.positions, angles: &self.angles }
+    }
+}
+
+/// Where tokens stand in their sequences.
+#[derive(Debug)]
+pub struct Places<'a, B: Compute> {
+    /// From 0.
+    pub positions: &'a [usize],
+    /// Of these positions.
+    pub angles: &'a B::Angles,
 }
 
 /// Sizes of attention.

@@ -26,13 +26,12 @@ const GRADIENT: f64 = 1e-3;
 type Checked<T = ()> = Result<T, String>;
 
 /// What is still refused: where in config.json, and what stands there. The list only shrinks.
-const REFUSED: [(&str, &str); 14] = [
+const REFUSED: [(&str, &str); 13] = [
     ("/model_type", "gemma2"),
     ("/model_type", "gemma3"),
     ("/model_type", "gemma3_text"),
     ("/model_type", "gpt_oss"),
     ("/model_type", "granitemoehybrid"),
-    ("/model_type", "ministral3"),
     ("/model_type", "mistral3"),
     ("/model_type", "olmo3"),
     ("/model_type", "phi3"),

@@ -46,6 +46,16 @@ impl Cpu {
         out
     }
 
+    /// x · factor of the row, in some columns
+    pub(super) fn columns_times(&self, x: &Matrix, columns: Range<usize>, factors: &[f32]) -> Matrix {
+        let mut out = self.pool.matrix(x.rows(), x.width());
+        self.each_row(&mut out, |at, row| {
+            row.copy_from_slice(x.row(at));
+            row[columns.clone()].iter_mut().for_each(|value| *value *= factors[at]);
+        });
+        out
+    }
+
     /// x + y
     pub(super) fn plus(&self, x: &Matrix, y: &Matrix) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());

@@ -98,6 +98,10 @@ impl Compute for Cuda {
         Err(no_kernel("a tensor times a number"))
     }
 
+    fn rows_scaled(&self, _: &Tensor, _: Range<usize>, _: &[f32]) -> Result<Tensor> {
+        Err(no_kernel("rows times their factors"))
+    }
+
     fn sum(&self, _: &Tensor, _: &Tensor) -> Result<Tensor> {
         Err(no_kernel("a sum of tensors"))
     }

@@ -7,7 +7,7 @@ use crate::backend::{Choice, Chosen, Decode, Step, Tokens};
 use crate::error::{EngineError, Result};
 use crate::model::Adapter;
 use crate::model::decode::{Picks, Rows};
-use crate::model::layer;
+use crate::model::layer::{self, Places};
 use crate::model::packing::Packing;
 use crate::model::pass::Pass;
 use crate::spec::footprint::PREFILL_TOKENS;
@@ -160,7 +160,8 @@ impl<B: Decode> Decoder<B> {
             let angles = backend.angles(step.table, step.positions)?;
             let mut x = self.scaled_embeddings(backend.embed_step(&self.embedding, cache, step.tokens)?)?;
             for (index, layer) in self.layers.iter().enumerate() {
-                let qkv = layer.project(backend, &x, &angles, pass)?;
+                let places = Places { positions: step.positions, angles: &angles };
+                let qkv = layer.project(backend, &x, places, pass)?;
                 let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
                 x = layer.finish(backend, &x, attended, pass)?;
             }
