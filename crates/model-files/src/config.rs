@@ -1,12 +1,10 @@
-//! config.json: one description of a decoder, whatever its family and whichever transformers wrote it. What only a family has is read in
-//! [`super::families`].
+//! config.json: one description of a decoder, whatever its family and whichever transformers wrote it, and how its keys are read.
 //!
 //! Keys that would change the result and are not supported are refused here, with their value; never deep in a forward.
 
 use crate::spec::ModelShape;
 use serde_json::Value;
 
-use super::families::{FAMILIES, Family};
 use super::{ModelCardError, brief};
 
 /// Everything config.json says about the computation: all that a decoder, an estimate of memory and a refusal need.
@@ -167,36 +165,6 @@ pub enum RopeKind {
     },
 }
 
-/// Keys whose presence (not null, not false, not the neutral number) changes the computation.
-const UNSUPPORTED: [(&str, Option<f64>); 26] = [
-    ("attn_logit_softcapping", None),
-    ("final_logit_softcapping", None),
-    ("query_pre_attn_scalar", None),
-    ("quantization_config", None),
-    ("partial_rotary_factor", Some(1.0)),
-    ("rotary_pct", Some(1.0)),
-    ("rotary_dim", None),
-    ("embedding_multiplier", Some(1.0)),
-    ("attention_multiplier", None),
-    ("residual_multiplier", Some(1.0)),
-    ("logits_scaling", Some(1.0)),
-    ("logit_scale", Some(1.0)),
-    ("num_experts", None),
-    ("num_local_experts", None),
-    ("n_routed_experts", None),
-    ("no_rope_layers", None),
-    ("no_rope_layer_interval", None),
-    ("attention_chunk_size", None),
-    ("attn_temperature_tuning", None),
-    ("alibi", None),
-    ("is_encoder_decoder", None),
-    ("add_cross_attention", None),
-    ("vision_config", None),
-    ("audio_config", None),
-    ("kv_lora_rank", None),
-    ("rope_local_base_freq", None),
-];
-
 /// The largest dimension, number of rows, or context that can be meant.
 const MAX_SIZE: u64 = 1 << 28;
 
@@ -245,100 +213,6 @@ impl Keys<'_> {
 }
 
 impl ModelDescription {
-    /// Parse and validate config.json; `file` is its name in errors.
-    pub fn from_json(file: &str, value: &Value) -> Result<ModelDescription, ModelCardError> {
-        let keys = Keys { file, value };
-        let family = family_of(&keys)?;
-        if let Some(value) = keys.get("architectures") {
-            let causal = value.as_array().is_some_and(|list| {
-                list.is_empty() || list.iter().any(|a| a.as_str().is_some_and(|a| a.ends_with("ForCausalLM")))
-            });
-            if !causal {
-                return keys.refuse("architectures", value, "a …ForCausalLM model is needed");
-            }
-        }
-        ModelDescription::of_family(&keys, family)
-    }
-
-    /// The decoder under a …ForSequenceClassification head; it has no language-model head.
-    pub(super) fn of_backbone(keys: &Keys) -> Result<ModelDescription, ModelCardError> {
-        let config = ModelDescription::of_family(keys, family_of(keys)?)?;
-        Ok(ModelDescription { tie_word_embeddings: true, ..config })
-    }
-
-    fn of_family(keys: &Keys, family: &Family) -> Result<ModelDescription, ModelCardError> {
-        let file = keys.file;
-        for (key, neutral) in UNSUPPORTED.into_iter().filter(|(key, _)| !family.reads.contains(key)) {
-            if let Some(found) = keys.get(key) {
-                let harmless = match found {
-                    Value::Bool(b) => !b,
-                    Value::Number(n) => n.as_f64() == neutral.or(Some(0.0)),
-                    _ => false,
-                };
-                if !harmless {
-                    return keys.refuse(key, found, "this is not supported; use a model without it");
-                }
-            }
-        }
-        for key in ["hidden_act", "hidden_activation"] {
-            if let Some(act) = keys.get(key)
-                && !matches!(act.as_str(), Some("silu" | "swish"))
-            {
-                return keys.refuse(key, act, "only \"silu\" is supported");
-            }
-        }
-
-        let hidden_size = keys.size("hidden_size", None)?;
-        let num_attention_heads = keys.size("num_attention_heads", None)?;
-        let default_kv_heads = family.has_kv_heads_by_default.then_some(num_attention_heads);
-        let num_key_value_heads = keys.size("num_key_value_heads", default_kv_heads)?;
-        if num_attention_heads % num_key_value_heads != 0 {
-            let detail = format!(
-                "num_key_value_heads is {num_key_value_heads}; it must divide num_attention_heads ({num_attention_heads})"
-            );
-            return Err(ModelCardError::new(file, detail));
-        }
-        let default_head_dim = family.head_dim.unwrap_or(hidden_size / num_attention_heads);
-        // transformers' Qwen2 has no head_dim key and ignores one only by its default, so an explicit one counts.
-        let head_dim = keys.size("head_dim", Some(default_head_dim))?;
-        if head_dim % 2 != 0 || head_dim == 0 || head_dim > 4096 {
-            return Err(ModelCardError::new(file, format!("head_dim is {head_dim}; it must be even and at most 4096")));
-        }
-        let num_hidden_layers = keys.size("num_hidden_layers", None)?;
-        if num_hidden_layers > 10_000 {
-            let detail = format!("num_hidden_layers is {num_hidden_layers}; at most 10000 are supported");
-            return Err(ModelCardError::new(file, detail));
-        }
-        let max_position_embeddings = keys.size("max_position_embeddings", None)?;
-        let common = ModelDescription {
-            family: family.model_type,
-            hidden_size,
-            intermediate_size: keys.size("intermediate_size", None)?,
-            num_hidden_layers,
-            num_attention_heads,
-            num_key_value_heads,
-            head_dim,
-            vocab_size: keys.size("vocab_size", None)?,
-            rms_norm_eps: keys.number("rms_norm_eps", Some(1e-6))?,
-            tie_word_embeddings: keys.flag("tie_word_embeddings", family.is_tied)?,
-            qk_norm: QkNorm::None,
-            norms: LayerNorms::BEFORE,
-            qkv_bias: false,
-            o_bias: false,
-            mlp_bias: false,
-            rope: rope(keys, family.rope_theta, max_position_embeddings)?,
-            windows: vec![None; num_hidden_layers],
-            rotates: vec![true; num_hidden_layers],
-            max_position_embeddings,
-            attention_scale: (head_dim as f64).powf(-0.5),
-            query_growth: None,
-            embedding_multiplier: 1.0,
-            residual_multiplier: 1.0,
-            logits_divisor: 1.0,
-        };
-        (family.describe)(keys, common)
-    }
-
     /// What of the computation has no kernel on a GPU yet, by the keys of config.json.
     pub fn beyond_gpu(&self) -> Option<&'static str> {
         let scales = [self.embedding_multiplier, self.residual_multiplier, self.logits_divisor];
@@ -412,19 +286,7 @@ impl ModelDescription {
     }
 }
 
-fn family_of(keys: &Keys) -> Result<&'static Family, ModelCardError> {
-    let names: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
-    let advice = format!("supported are {}", names.join(", "));
-    let Some(value) = keys.get("model_type") else {
-        return Err(ModelCardError::new(keys.file, format!("model_type is missing; {advice}")));
-    };
-    match FAMILIES.iter().find(|family| value.as_str() == Some(family.model_type)) {
-        Some(family) => Ok(family),
-        None => keys.refuse("model_type", value, &advice),
-    }
-}
-
-fn rope(keys: &Keys, default_theta: f64, max_position_embeddings: usize) -> Result<Rope, ModelCardError> {
+pub(super) fn rope(keys: &Keys, default_theta: f64, max_position_embeddings: usize) -> Result<Rope, ModelCardError> {
     // transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling. One that is not used must make sense too.
     let flat_theta = keys.number("rope_theta", Some(default_theta))?;
     let (name, parameters) = match keys.get("rope_parameters") {
