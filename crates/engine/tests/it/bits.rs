@@ -17,7 +17,7 @@ use rlood_types::event::SamplePhase;
 use rlood_types::spec::ComputeDtype;
 use rlood_types::spec::footprint::Place;
 
-use crate::gradients::{ARCHITECTURES, as_rows, fixture, norm, random_ids, weights};
+use crate::gradients::{architectures, as_rows, fixture, norm, random_ids, weights};
 use crate::kinds::{exact_kinds, kinds, load_exact};
 use crate::train::{Start, TestHost, plan, rows, train, value};
 
@@ -30,9 +30,9 @@ enum Trained {
     Everything,
 }
 
-/// Every architecture in every precision: with sliding windows, qk-norm, biases, tied and untied heads.
-fn on_the_cpu() -> impl Iterator<Item = (&'static str, ComputeDtype)> {
-    ARCHITECTURES.into_iter().flat_map(|name| DTYPES.into_iter().map(move |dtype| (name, dtype)))
+/// Every architecture of a backend in every precision: with sliding windows, qk-norm, biases, tied and untied heads.
+fn on(kind: BackendKind) -> impl Iterator<Item = (&'static str, ComputeDtype)> {
+    architectures(kind).flat_map(|name| DTYPES.into_iter().map(move |dtype| (name, dtype)))
 }
 
 /// What is computed, on what, in which precision.
@@ -51,7 +51,7 @@ impl std::fmt::Display for Case {
 
 /// Every architecture on every backend that is exact, in every precision.
 fn each() -> impl Iterator<Item = Case> {
-    exact_kinds().into_iter().flat_map(|kind| on_the_cpu().map(move |(name, dtype)| Case { name, kind, dtype }))
+    exact_kinds().into_iter().flat_map(|kind| on(kind).map(move |(name, dtype)| Case { name, kind, dtype }))
 }
 
 fn trained(name: &str, mut policy: Policy, trained: Trained) -> Policy {
@@ -314,7 +314,7 @@ fn gradients_do_not_depend_on_the_micro_batches() {
 #[test]
 fn nothing_depends_on_the_number_of_threads() {
     let isa = Isa::chosen().unwrap();
-    for (name, dtype) in on_the_cpu() {
+    for (name, dtype) in on(BackendKind::Cpu) {
         for what in [Trained::Lora, Trained::Everything] {
             let owned = groups();
             let rows = as_rows(&owned);
@@ -339,7 +339,7 @@ fn nothing_depends_on_the_number_of_threads() {
 #[test]
 fn what_is_computed_again_for_the_backward_is_what_it_was() {
     for kind in kinds() {
-        for (name, dtype) in on_the_cpu() {
+        for (name, dtype) in on(kind) {
             let mut policy = Policy::load_dtype(&fixture(name), kind, dtype).unwrap();
             policy.load_lora(&fixture(name).join("lora")).unwrap();
             for dropout in [0.0, 0.25] {

@@ -72,7 +72,10 @@ fn every_case_agrees_with_transformers_and_peft() {
         }
         let on_each = kinds().into_iter().map(|kind| {
             // A case that panics does not hide the others.
-            let checked = std::panic::catch_unwind(|| check_case(case, kind));
+            let checked = std::panic::catch_unwind(|| match beyond_gpu(case, kind) {
+                Some(keys) => check_refused_on_gpu(case, kind, keys),
+                None => check_case(case, kind),
+            });
             let kind = format!("{kind:?}").to_lowercase();
             match checked.unwrap_or_else(|_| Err("panicked".to_owned())) {
                 Ok(summary) => Ok(format!("{kind}: {summary}")),
@@ -120,6 +123,20 @@ fn check_refused(dir: &Path) -> Option<Checked<String>> {
         Err(error) => Err(format!("it is refused without naming {key}: {error}")),
         Ok(_) => Err(format!("{key} is on the list of what is refused, and is loaded")),
     })
+}
+
+/// What of a model the GPU has no kernels for.
+fn beyond_gpu(dir: &Path, kind: BackendKind) -> Option<&'static str> {
+    let is_gpu = matches!(kind, BackendKind::Cuda { .. });
+    rlood_model_files::read(dir).ok().filter(|_| is_gpu)?.config.beyond_gpu()
+}
+
+fn check_refused_on_gpu(dir: &Path, kind: BackendKind, keys: &str) -> Checked<String> {
+    match Policy::load(dir, kind).map_err(chain) {
+        Err(why) if why.contains(keys) => Ok(format!("refused ({why})")),
+        Err(why) => Err(format!("it is refused without naming {keys}: {why}")),
+        Ok(_) => Err(format!("it is loaded, and has no kernels for {keys}")),
+    }
 }
 
 fn check_case(dir: &Path, kind: BackendKind) -> Checked<String> {

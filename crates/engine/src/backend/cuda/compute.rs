@@ -1,5 +1,6 @@
 //! Forward and backward passes: each operation makes its result on the device and queues the kernel that fills it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Angles, Cuda, Flat, Tensor, Vector, Weight};
