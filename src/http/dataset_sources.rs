@@ -19,11 +19,14 @@ use crate::causes::with_causes;
 use crate::data::{CannotChoose, Chosen, Options, Preview, Source, choose, convert, preview};
 use crate::dataset::{Format, Recipe, Summary};
 use crate::files::StagedDone;
-use crate::hub::{Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
+use crate::hub::{Hub, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
 use crate::spec::HubDataset;
 
 /// Pieces on their way from the thread that converts to the file.
 const PIECES: usize = 4;
+
+/// What is kept of a file that is only looked at, bytes.
+pub(super) const LOOK_BYTES: u64 = 8 << 20;
 
 /// Files of rows.
 pub(super) struct Files {
@@ -129,8 +132,14 @@ pub(super) async fn look(files: Files, recipe: Recipe, chat_default: bool, rows:
     looked.await.map_err(Problem::internal)?.map_err(rejected)
 }
 
-/// The files of a data set of the hub, downloaded; those of a commit are kept for a day.
-pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
+/// A data set of the hub, found and not downloaded.
+struct Found {
+    hub: Hub,
+    plan: RepoPlan,
+    origin: Value,
+}
+
+async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Found, Problem> {
     check_disk(state)?;
     let hub = client(state, caller).await?;
     let repo = parse(wanted)?;
@@ -147,24 +156,45 @@ pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset
         Err(error) if error.is_unreadable => converted_branch(state, &hub, &repo, wanted, error).await?,
         Err(error) => return Err(cannot_choose(&repo, &error)),
     };
-    let files: Vec<RepoFile> = info.files.iter().filter(|file| chosen.files.contains(&file.path)).cloned().collect();
+    let file = |path: &String| info.files.iter().find(|file| file.path == *path).cloned();
+    let files: Vec<RepoFile> = chosen.files.iter().filter_map(file).collect();
     let hashes: Vec<Value> = files
         .iter()
         .map(|file| json!({"path": file.path, "hash": file.hash.to_string(), "bytes": file.size_bytes}))
         .collect();
     let origin = json!({"hub": repo.id(), "revision": wanted.revision.as_deref().unwrap_or(repo.revision()), "commit": info.commit,
                         "config": chosen.config, "split": chosen.split, "files": hashes});
-    let folder = state.downloads.sources(&info.commit);
-    let plan = RepoPlan {
-        repo: repo.clone(),
-        commit: info.commit.clone(),
-        is_restricted: info.is_restricted,
-        files,
-        config: Value::Null,
-    };
+    let (commit, is_restricted) = (info.commit, info.is_restricted);
+    Ok(Found { hub, plan: RepoPlan { repo, commit, is_restricted, files, config: Value::Null }, origin })
+}
+
+/// The files of a data set of the hub, downloaded; those of a commit are kept for a day.
+pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
+    download(state, find(state, caller, wanted).await?).await
+}
+
+async fn download(state: &AppState, Found { hub, plan, origin }: Found) -> Result<Files, Problem> {
+    let folder = state.downloads.sources(&plan.commit);
     hub.download(&plan, &state.downloads.parts(), &folder, &Arc::default()).await.map_err(|error| problem(&error))?;
-    let source = |name: &String| Source { name: name.clone(), path: folder.join(name) };
-    Ok(Files { sources: chosen.files.iter().map(source).collect(), format: None, origin, staged: None })
+    let source = |file: &RepoFile| Source { name: file.path.clone(), path: folder.join(&file.path) };
+    Ok(Files { sources: plan.files.iter().map(source).collect(), format: None, origin, staged: None })
+}
+
+/// Enough of a data set of the hub for a look: the beginning of its first file; of parquet, whose index is at its end, the whole file.
+pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
+    let mut found = find(state, caller, wanted).await?;
+    found.plan.files.truncate(1);
+    let large =
+        found.plan.files.first().filter(|file| file.size_bytes > LOOK_BYTES && !file.path.ends_with(".parquet"));
+    let Some(file) = large.cloned() else { return download(state, found).await };
+    let Found { hub, plan, origin } = found;
+    let most_bytes = usize::try_from(LOOK_BYTES).unwrap_or(usize::MAX);
+    let start = hub.read_start(&plan.repo, &plan.commit, &file, most_bytes).await.map_err(|error| problem(&error))?;
+    let mut staged = state.files.stage(u64::MAX).await?;
+    staged.write(&start).await?;
+    let staged = staged.finish().await?;
+    let sources = vec![Source { name: file.path, path: staged.path().to_owned() }];
+    Ok(Files { sources, format: None, origin, staged: Some(staged) })
 }
 
 fn parse(wanted: &HubDataset) -> Result<Repo, Problem> {
@@ -200,7 +230,7 @@ fn problem(error: &crate::hub::HubError) -> Problem {
 /// The copy in parquet that the hub makes of public data sets, where the repository itself holds nothing that is read here.
 async fn converted_branch(
     state: &AppState,
-    hub: &crate::hub::Hub,
+    hub: &Hub,
     repo: &Repo,
     wanted: &HubDataset,
     unreadable: CannotChoose,

@@ -16,7 +16,7 @@ use utoipa::IntoParams;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{Files, fetch, uploaded, written};
+use super::dataset_sources::{Files, LOOK_BYTES, fetch, fetch_start, uploaded, written};
 use super::error::{Code, Problem, shortened};
 use super::extract::{announced_bytes, body_fault, body_problem, media_type};
 use super::rows::{UPLOAD_DEADLINE, WRITE_BYTES, check_disk, read_rows, too_large};
@@ -25,8 +25,6 @@ use crate::files::StagedDone;
 use crate::spec::HubDataset;
 
 const LONGEST_NAME: usize = 200;
-/// What is kept of an upload that is only looked at, bytes.
-const LOOK_BYTES: u64 = 8 << 20;
 /// A request for a data set of the hub, or a mapping, bytes.
 const MAX_DOCUMENT_BYTES: usize = 256 * 1024;
 
@@ -132,7 +130,11 @@ pub(super) async fn receive(
     let start = peek(&mut body, |error| body_problem(&error), kind == "application/json").await?;
     if let Some(wanted) = hub_document(&kind, &start) {
         let (hub_name, wanted) = wanted?;
-        let rows = SentRows::Files(Box::new(fetch(state, caller, &wanted).await?), wanted.recipe());
+        let files = match purpose {
+            Purpose::Keep => fetch(state, caller, &wanted).await?,
+            Purpose::Look => fetch_start(state, caller, &wanted).await?,
+        };
+        let rows = SentRows::Files(Box::new(files), wanted.recipe());
         return Ok(Sent { name: checked_name(hub_name)?.or(name), rows });
     }
     if format.is_none() && !is_packed(&start) && recipe.is_plain() {

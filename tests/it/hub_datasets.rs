@@ -304,3 +304,21 @@ async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
     let checked = server.post("/jobs/validate", &wrong).await;
     assert_eq!(checked["errors"][0]["pointer"], "/rewards/0/column", "{checked}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_look_at_a_large_file_of_the_hub_reads_its_beginning_alone() {
+    let row = format!("{{\"question\":\"{}\"}}\n", "q".repeat(1000));
+    let files = BTreeMap::from([
+        ("train-0.jsonl".to_owned(), row.repeat(40_000).into_bytes()),
+        ("train-1.jsonl".to_owned(), row.into_bytes()),
+    ]);
+    let hub = start(files, Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, "none");
+    let wanted = json!({"hub": "fake/rows", "map": {"prompt": "question"}});
+    let (status, look) = post(&server, "/datasets/preview", &wanted).await;
+    assert_eq!((status, look["rows"].as_array().unwrap().len(), &look["errors"]), (200, 5, &json!([])), "{look}");
+    assert_eq!(look["origin"]["files"].as_array().unwrap().len(), 2, "{look}");
+    let kept = |name: &str| std::fs::read_dir(dir.path().join("data/hub").join(name)).map_or(0, Iterator::count);
+    assert_eq!((kept("parts"), kept("sources")), (0, 0), "nothing was downloaded");
+}

@@ -12,6 +12,7 @@ use crate::choose::RepoPlan;
 use crate::error::HubError;
 use crate::fetch::{AT_ONCE, check_space};
 use crate::http::{Failed, Hub, Tries, next_piece};
+use crate::id::Repo;
 use crate::info::RepoFile;
 
 /// The longest header that the safetensors format permits.
@@ -51,6 +52,41 @@ impl Hub {
         stream::iter(weights.iter().map(Ok))
             .try_for_each_concurrent(AT_ONCE, |file| async move { self.outline_weights(plan, file, to).await })
             .await
+    }
+
+    /// Reads the beginning of a file, so many bytes at most; they are not verified.
+    ///
+    /// # Errors
+    /// Those of [`Hub::info`].
+    pub async fn read_start(
+        &self,
+        repo: &Repo,
+        commit: &str,
+        file: &RepoFile,
+        most_bytes: usize,
+    ) -> Result<Vec<u8>, HubError> {
+        let mut tries = Tries::new(self.settings.first_delay);
+        loop {
+            match self.start_of(repo, commit, file, most_bytes).await {
+                Ok(bytes) => return Ok(bytes),
+                Err(failed) => tries.pause_after(failed).await?,
+            }
+        }
+    }
+
+    async fn start_of(&self, repo: &Repo, commit: &str, file: &RepoFile, most_bytes: usize) -> Result<Vec<u8>, Failed> {
+        let url = self.file_url(repo, commit, &file.path)?;
+        let mut response = self.open(repo, &url, Some(commit), 0).await?.response;
+        let mut bytes = Vec::new();
+        while bytes.len() < most_bytes {
+            match next_piece(&mut response).await.map_err(|detail| Failed::passing(&url, detail))? {
+                Some(piece) => bytes.extend_from_slice(&piece),
+                None if bytes.len() as u64 >= file.size_bytes => break,
+                None => return Err(Failed::passing(&url, "it ended before its end".to_owned())),
+            }
+        }
+        bytes.truncate(most_bytes);
+        Ok(bytes)
     }
 
     async fn outline_weights(&self, plan: &RepoPlan, file: &RepoFile, to: &Path) -> Result<(), HubError> {
