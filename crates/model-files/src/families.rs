@@ -34,6 +34,26 @@ pub(super) struct Family {
     pub(super) describe: Describe,
 }
 
+impl Family {
+    /// What most families have.
+    const COMMON: Family = Family {
+        model_type: "",
+        reads: &[],
+        head_dim: None,
+        rope_theta: 10_000.0,
+        is_tied: false,
+        has_kv_heads_by_default: false,
+        describe: |_, model| Ok(model),
+    };
+}
+
+/// `attention_bias` is for all four products of attention.
+fn read_attention_bias(keys: &Keys<'_>, model: &mut ModelDescription) -> Result<(), ModelCardError> {
+    let bias = keys.flag("attention_bias", false)?;
+    (model.qkv_bias, model.o_bias) = (bias, bias);
+    Ok(())
+}
+
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All of them.

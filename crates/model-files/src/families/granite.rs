@@ -1,18 +1,14 @@
 //! Granite 3.x: Llama with four multipliers.
 
-use super::Family;
+use super::{Family, read_attention_bias};
 use crate::config::windows;
 
 pub(super) const GRANITE: Family = Family {
     model_type: "granite",
     reads: &["embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"],
-    head_dim: None,
-    rope_theta: 10_000.0,
-    is_tied: false,
     has_kv_heads_by_default: true,
     describe: |keys, mut model| {
-        let attention_bias = keys.flag("attention_bias", false)?;
-        (model.qkv_bias, model.o_bias) = (attention_bias, attention_bias);
+        read_attention_bias(keys, &mut model)?;
         model.mlp_bias = keys.flag("mlp_bias", false)?;
         model.windows = windows(keys, model.num_hidden_layers, None, |_| false)?;
         // Each is 1 by default, the attention's too (transformers 5.23.0, configuration_granite.py).
@@ -22,4 +18,5 @@ pub(super) const GRANITE: Family = Family {
         model.logits_divisor = keys.number("logits_scaling", Some(1.0))?;
         Ok(model)
     },
+    ..Family::COMMON
 };

@@ -6,17 +6,16 @@ use crate::config::{Keys, QueryGrowth, windows};
 
 pub(super) const MINISTRAL3: Family = Family {
     model_type: "ministral3",
-    reads: &[],
     head_dim: Some(128),
     rope_theta: 1_000_000.0,
     is_tied: true,
-    has_kv_heads_by_default: false,
     describe: |keys, mut model| {
         let window = keys.get("sliding_window").map(|_| keys.size("sliding_window", None)).transpose()?;
         model.windows = windows(keys, model.num_hidden_layers, window, |_| true)?;
         model.query_growth = query_growth(keys)?;
         Ok(model)
     },
+    ..Family::COMMON
 };
 
 /// Of `rope_parameters`, or of `rope_scaling` as transformers 4 called it.

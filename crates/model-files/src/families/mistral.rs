@@ -7,11 +7,6 @@ use crate::config::windows;
 
 pub(super) const MISTRAL: Family = Family {
     model_type: "mistral",
-    reads: &[],
-    head_dim: None,
-    rope_theta: 10_000.0,
-    is_tied: false,
-    has_kv_heads_by_default: false,
     describe: |keys, mut model| {
         // MistralConfig's own default is 4096.
         let window = match keys.value.get("sliding_window") {
@@ -22,4 +17,5 @@ pub(super) const MISTRAL: Family = Family {
         model.windows = windows(keys, model.num_hidden_layers, window, |_| true)?;
         Ok(model)
     },
+    ..Family::COMMON
 };

@@ -1,36 +1,29 @@
 //! Qwen3; Qwen2 and Qwen2.5.
 
-use super::Family;
+use super::{Family, read_attention_bias};
 use crate::ModelCardError;
 use crate::config::{Keys, QkNorm, windows};
 
 pub(super) const QWEN3: Family = Family {
     model_type: "qwen3",
-    reads: &[],
     head_dim: Some(128),
-    rope_theta: 10_000.0,
-    is_tied: false,
-    has_kv_heads_by_default: false,
     describe: |keys, mut model| {
-        let attention_bias = keys.flag("attention_bias", false)?;
-        (model.qkv_bias, model.o_bias, model.qk_norm) = (attention_bias, attention_bias, QkNorm::Head);
+        read_attention_bias(keys, &mut model)?;
+        model.qk_norm = QkNorm::Head;
         model.windows = late_windows(keys, model.num_hidden_layers)?;
         Ok(model)
     },
+    ..Family::COMMON
 };
 
 pub(super) const QWEN2: Family = Family {
     model_type: "qwen2",
-    reads: &[],
-    head_dim: None,
-    rope_theta: 10_000.0,
-    is_tied: false,
-    has_kv_heads_by_default: false,
     describe: |keys, mut model| {
         model.qkv_bias = true;
         model.windows = late_windows(keys, model.num_hidden_layers)?;
         Ok(model)
     },
+    ..Family::COMMON
 };
 
 /// From layer `max_window_layers` on, where `use_sliding_window` says so.

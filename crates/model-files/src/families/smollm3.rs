@@ -1,19 +1,16 @@
 //! SmolLM3: Llama, but some layers know no positions.
 
-use super::Family;
+use super::{Family, read_attention_bias};
 use crate::ModelCardError;
 use crate::config::{Keys, windows};
 
 pub(super) const SMOLLM3: Family = Family {
     model_type: "smollm3",
     reads: &["no_rope_layers", "no_rope_layer_interval"],
-    head_dim: None,
     rope_theta: 2_000_000.0,
     is_tied: true,
-    has_kv_heads_by_default: false,
     describe: |keys, mut model| {
-        let attention_bias = keys.flag("attention_bias", false)?;
-        (model.qkv_bias, model.o_bias) = (attention_bias, attention_bias);
+        read_attention_bias(keys, &mut model)?;
         model.mlp_bias = keys.flag("mlp_bias", false)?;
         model.rotates = rotating_layers(keys, model.num_hidden_layers)?;
         // Where there are windows, the layers without positions have them.
@@ -24,6 +21,7 @@ pub(super) const SMOLLM3: Family = Family {
         model.windows = windows(keys, model.num_hidden_layers, window, |layer| !model.rotates[layer])?;
         Ok(model)
     },
+    ..Family::COMMON
 };
 
 /// `no_rope_layers` has 1 for a layer that rotates, 0 for one that does not. Without it, every `no_rope_layer_interval`th does not
