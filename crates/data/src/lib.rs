@@ -7,6 +7,7 @@
 mod card;
 mod columns;
 mod convert;
+mod glob;
 mod keys;
 mod mapping;
 mod source;

@@ -149,7 +149,7 @@ impl<B: Compute> Decoder<B> {
         self.scaled_embeddings(self.backend.embed(&self.embedding, ids)?)
     }
 
-    /// What the first layer reads; its own transpose.
+    /// Multiplies embeddings by the model's multiplier. The backward pass does the same to their gradients.
     fn scaled_embeddings(&self, x: B::Tensor) -> Result<B::Tensor> {
         match self.config.embedding_multiplier as f32 {
             1.0 => Ok(x),

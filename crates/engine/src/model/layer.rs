@@ -21,7 +21,7 @@ pub struct Layer<B: Compute> {
     pub window: Option<usize>,
     /// Positions turn queries and keys.
     rotates: bool,
-    /// What the layer adds to the residual stream is multiplied by this.
+    /// The outputs of attention and MLP are multiplied by this before they are added to the residual stream.
     residual_multiplier: f32,
     eps: f32,
     before_attention: Option<Norm<B>>,
@@ -233,7 +233,7 @@ impl<B: Compute> Layer<B> {
         backend.beside(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
     }
 
-    /// What a block reads; None where that is the residual stream itself.
+    /// The normed input of a block; None where the block reads the residual stream itself.
     fn before(&self, backend: &B, norm: Option<&Norm<B>>, x: &B::Tensor) -> Result<Option<B::Tensor>> {
         norm.map(|norm| backend.rms_norm(x, &norm.weight, self.eps)).transpose()
     }
@@ -311,7 +311,7 @@ impl<B: Compute> Layer<B> {
         Ok(self.turn(backend, &qkv, places)?.unwrap_or(qkv))
     }
 
-    /// What the layer adds is multiplied: the input of the product is, which is the same.
+    /// Scales the input of a product whose output is added to the residual stream. That is the same as scaling the output.
     fn added(&self, backend: &B, x: B::Tensor) -> Result<B::Tensor> {
         Ok(self.scaled(backend, &x)?.unwrap_or(x))
     }

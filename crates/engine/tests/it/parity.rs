@@ -1,5 +1,7 @@
 //! Tiny random models with the numbers of transformers and PEFT, on every backend in f32, with the same tolerances:
 //! `tests/fixtures/README.md` explains the fields. bf16 is in `precision.rs`.
+//!
+//! Longer than other files: one check a section of `expected.json`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,7 +27,7 @@ const GRADIENT: f64 = 1e-3;
 
 type Checked<T = ()> = Result<T, String>;
 
-/// What is still refused: where in config.json, and what stands there. The list only shrinks.
+/// Cases that are still refused: a pointer into config.json, and the value there. The list only shrinks.
 const REFUSED: [(&str, &str); 13] = [
     ("/model_type", "gemma2"),
     ("/model_type", "gemma3"),

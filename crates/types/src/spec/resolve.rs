@@ -1,4 +1,6 @@
 //! From a [`JobSpec`] to a [`Plan`]: what only the model and the data can tell.
+//!
+//! Longer than other files: each check reads what the ones before it have found, and all errors are told at once.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
