@@ -16,6 +16,8 @@ after(() => Promise.all([server?.stop(), browser?.close()]));
 
 const open = (query, look, options) => visit(browser, server.url, `#/jobs/${job.id}/playground${query}`, look, { allow: /404|422|429/, ...options });
 const prompt = (page) => page.getByLabel("Prompt", { exact: true });
+/** Waits until the dataset's first prompt stands in the form: the browser sends no form with an empty one. */
+const ready = (page) => page.waitForFunction(() => document.querySelector("textarea")?.value);
 const said = (page) => page.locator(".beside .completion .text").allInnerTexts();
 
 test("both models answer a prompt of the dataset, as the API says, reached from a checkpoint and by keyboard alone", { timeout: 120_000 }, () =>
@@ -51,11 +53,11 @@ test("both models answer a prompt of the dataset, as the API says, reached from 
 
 test("the address keeps the checkpoint, and what is wrong stands at its field", { timeout: 120_000 }, () =>
   open("", async (page) => {
-    await prompt(page).waitFor();
+    await ready(page);
     await page.getByLabel("Checkpoint").selectOption(String(steps.at(-1)));
     await page.waitForFunction((step) => location.hash.endsWith(`?step=${step}`), steps.at(-1));
     await page.reload();
-    await prompt(page).waitFor();
+    await ready(page);
     assert.equal(await page.getByLabel("Checkpoint").inputValue(), String(steps.at(-1)));
     const ask = page.getByRole("button", { name: "Ask both" });
     const wrong = async (label, value, detail) => {
@@ -82,7 +84,7 @@ test("the address keeps the checkpoint, and what is wrong stands at its field", 
 
 test("an answer is waited for, can be stopped, and is asked for once at a time", { timeout: 120_000 }, () =>
   open("", async (page) => {
-    await prompt(page).waitFor();
+    await ready(page);
     let refused = true;
     await page.route("**/generate", async (route) => {
       if (!refused) return new Promise(() => {});
@@ -106,7 +108,7 @@ test("whatever a model says is text", { timeout: 120_000 }, () =>
     const one = (completion) => ({ completion, num_tokens: 3, finish_reason: "length" });
     const answer = { job_id: job.id, model: CORPUS[0], checkpoint_id: "ckpt_x", step: 6, weights: "adapter", sampling: job.plan.sampling, seed: 1, prompt: { text: CORPUS.join("\n"), num_tokens: 9 }, base: CORPUS.map(one), trained: CORPUS.map((_, index) => one(CORPUS[(index + 1) % CORPUS.length])), seconds: 1 };
     await page.route("**/generate", (route) => route.fulfill({ status: 200, contentType: "application/json", body: JSON.stringify(answer) }));
-    await prompt(page).waitFor();
+    await ready(page);
     await page.getByRole("button", { name: "Ask both" }).click();
     await page.getByRole("heading", { name: "Answers" }).waitFor();
     const texts = await page.locator(".beside article:nth-child(odd) .text").evaluateAll((all) => all.map((element) => element.textContent));
