@@ -22,11 +22,12 @@ use std::sync::Arc;
 
 use super::error::{EngineError, Result};
 pub use super::kernels::head::{Chosen, Pick};
+pub use super::kernels::mlp::Activation;
 use super::ops::RopeTable;
 use super::ops::slices::{Heads, TokenScore};
 pub use flat::{Flat, Optimizer};
 pub use types::{
-    AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Attention, AttentionBackward, Choice, FullSlot,
+    AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Attention, AttentionBackward, Choice, FullSlot, Head,
     HeadBackward, LinearBackward, Mask, Module, Rotation, Step, Stepped, TokenDropout, Tokens,
 };
 
@@ -84,8 +85,8 @@ pub trait Buffers: Clone + Debug + Send + Sync + 'static {
     fn upload_vector(&self, values: Vec<f32>) -> Result<Self::Vector>;
     /// Uploads a matrix, row-major `[out, inputs]`, and its bias.
     fn upload_weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Self::Weight>;
-    /// Makes a norm's weight of some parameters.
-    fn vector_from(&self, parameters: &Self::FlatBuffer, place: Range<usize>) -> Result<Self::Vector>;
+    /// Makes a norm's weight of some parameters: each plus `offset`.
+    fn vector_from(&self, parameters: &Self::FlatBuffer, place: Range<usize>, offset: f32) -> Result<Self::Vector>;
     /// Makes a matrix of some parameters: of each module in order of its outputs, `[out, inputs]` and its bias.
     fn weight_from(&self, parameters: &Self::FlatBuffer, modules: &[FullSlot], inputs: usize) -> Result<Self::Weight>;
 
@@ -205,23 +206,23 @@ pub trait Compute: Buffers {
     /// dL/dqkv of [`Compute::attend`].
     fn attend_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Result<Self::Tensor>;
 
-    /// Rows of `[gate | up]` → silu(gate) ∘ up.
-    fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
-    /// dL/d`[gate | up]` of [`Compute::silu_mul`].
-    fn silu_mul_vjp(&self, gate_up: &Self::Tensor, dy: &Self::Tensor) -> Result<Self::Tensor>;
+    /// Rows of `[gate | up]` → activation(gate) ∘ up.
+    fn gated(&self, activation: Activation, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
+    /// dL/d`[gate | up]` of [`Compute::gated`].
+    fn gated_vjp(&self, activation: Activation, gate_up: &Self::Tensor, dy: &Self::Tensor) -> Result<Self::Tensor>;
 
-    /// Log-prob and entropy of a target a row under softmax(x·headᵀ / temperature), never `[rows, vocab]` at once.
+    /// Log-prob and entropy of a target a row under softmax(logits / temperature), never `[rows, vocab]` at once.
     fn score(
         &self,
         x: &Self::Tensor,
-        head: &Self::Weight,
+        head: &Head<Self>,
         targets: &[u32],
         temperature: f64,
     ) -> Result<(Vec<TokenScore>, Self::Normalizers)>;
     /// dL/dx from dL/dlogp (`g`) of [`Compute::score`]; with `at` also dL/dhead is added.
     fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::FlatBuffer) -> Result<Self::Tensor>;
-    /// x·headᵀ `[rows, vocab]`.
-    fn logits(&self, x: &Self::Tensor, head: &Self::Weight) -> Result<Self::Tensor>;
+    /// All logits `[rows, vocab]`.
+    fn logits(&self, x: &Self::Tensor, head: &Head<Self>) -> Result<Self::Tensor>;
 }
 
 /// What generation asks for besides: keys and values that are kept, steps of one token a row, the choice of the next ones.
@@ -276,14 +277,13 @@ pub trait Decode: Compute {
     fn retain_rows(&self, cache: &mut Self::Cache, keep: &[bool]);
 
     /// Chooses one token a row, with its log-prob.
-    fn choose(&self, x: &Self::Tensor, head: &Self::Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>)
-    -> Result<()>;
+    fn choose(&self, x: &Self::Tensor, head: &Head<Self>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()>;
     /// Begins what [`Decode::choose`] does of the rows that `x` gives, within a step; None where nothing is gained by it.
     fn begin_choose(
         &self,
         _cache: &mut Self::Cache,
         _x: impl FnOnce() -> Result<Self::Tensor>,
-        _head: &Self::Weight,
+        _head: &Head<Self>,
         _choice: Choice<'_>,
     ) -> Result<Option<Self::PendingChoice>> {
         Ok(None)

@@ -47,17 +47,50 @@ impl Weights {
                 entry.insert(modelcard::open(&self.dir, &location.file)?)
             }
         };
-        let values = read_values(file, location).map_err(failed)?;
-        if !values.par_iter().with_min_len(CHUNK).all(|value| value.is_finite()) {
-            let what = format!("tensor {name} in {} holds NaN or infinite values", location.file);
-            return Err(EngineError::ModelNotFinite { what });
+        let mut values = read_values(file, location).map_err(failed)?;
+        let shape = location.shape.clone();
+        let what = format!("tensor {name} in {}", location.file);
+        if let Some(scale) = location.scale.clone() {
+            let file = modelcard::open(&self.dir, &scale.values.file)?;
+            let path = self.dir.join(&scale.values.file);
+            let scales =
+                read_values(&file, &scale.values).map_err(|source| EngineError::Io { path: path.clone(), source })?;
+            expand(&mut values, &shape, &scales, scale.block);
         }
-        Ok((values, location.shape.clone()))
+        if !values.par_iter().with_min_len(CHUNK).all(|value| value.is_finite()) {
+            return Err(EngineError::ModelNotFinite { what: format!("{what} holds NaN or infinite values") });
+        }
+        Ok((values, shape))
     }
 }
 
 /// Values that a thread reads at a time.
 const CHUNK: usize = 1 << 20;
+
+/// Values of 8 bits times the scales of their blocks, rounded to bf16: what transformers makes of such a checkpoint whose dtype is
+/// bfloat16.
+fn expand(values: &mut [f32], shape: &[usize], scales: &[f32], block: [usize; 2]) {
+    let width = shape.last().copied().unwrap_or(1).max(1);
+    let [rows, columns] = block;
+    let blocks = width.div_ceil(columns);
+    values.par_chunks_mut(width).enumerate().for_each(|(row, values)| {
+        for (column, value) in values.iter_mut().enumerate() {
+            let scale = scales[row / rows * blocks + column / columns];
+            *value = bf16::from_f32(*value * scale).to_f32();
+        }
+    });
+}
+
+/// 1 bit of sign, 4 of exponent (bias 7), 3 of fraction; all ones but the sign is NaN (arXiv 2209.05433).
+fn of_e4m3(byte: u8) -> f32 {
+    let (exponent, fraction) = ((byte >> 3) & 0xf, f32::from(byte & 7));
+    let magnitude = match (exponent, byte & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => fraction / 8.0 * 2f32.powi(-6),
+        _ => (1.0 + fraction / 8.0) * 2f32.powi(i32::from(exponent) - 7),
+    };
+    if byte & 0x80 == 0 { magnitude } else { -magnitude }
+}
 
 /// Read one tensor of a safetensors file, widened to f32, by all threads.
 pub(super) fn read_values(file: &File, location: &TensorLocation) -> std::io::Result<Vec<f32>> {
@@ -77,6 +110,7 @@ pub(super) fn read_values(file: &File, location: &TensorLocation) -> std::io::Re
             TensorDtype::F16 => {
                 values.iter_mut().zip(pairs).for_each(|(value, pair)| *value = f16::from_le_bytes(*pair).to_f32());
             }
+            TensorDtype::F8E4M3 => values.iter_mut().zip(&bytes).for_each(|(value, byte)| *value = of_e4m3(*byte)),
         }
         Ok::<(), std::io::Error>(())
     })?;

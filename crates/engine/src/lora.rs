@@ -16,15 +16,14 @@ use crate::spec::LoraPlan;
 impl Module {
     /// Outputs and inputs of the module.
     pub fn shape(self, model: &ModelDescription) -> (usize, usize) {
-        let (hidden, inter) = (model.hidden_size, model.intermediate_size);
-        let (q, kv) = (model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim);
-        match self {
-            Module::Q => (q, hidden),
-            Module::K | Module::V => (kv, hidden),
-            Module::O => (hidden, q),
-            Module::Gate | Module::Up => (inter, hidden),
-            Module::Down => (hidden, inter),
-        }
+        model.projection_shape(self.path())
+    }
+
+    /// Those that a model has, in the order of [`Module::ALL`].
+    pub fn of_model(model: &ModelDescription) -> Vec<Module> {
+        let mut modules: Vec<Module> = model.projections.paths().filter_map(Module::from_path).collect();
+        modules.sort();
+        modules
     }
 }
 
@@ -181,10 +180,16 @@ impl Lora {
         let mut config = config.clone();
         config.target_modules.sort();
         config.target_modules.dedup();
+        let of_model = Module::of_model(model);
+        if let Some(other) = config.target_modules.iter().find(|module| !of_model.contains(module)) {
+            let names: Vec<&str> = of_model.iter().map(|module| module.name()).collect();
+            let detail = format!("target_modules holds {}; this model has {}", other.name(), names.join(", "));
+            return Err(EngineError::Adapter(detail));
+        }
         let mut parameters = Vec::new();
         let mut offset = 0;
         for layer in 0..model.num_hidden_layers {
-            for module in Module::ALL.into_iter().filter(|m| target_modules.contains(m)) {
+            for module in config.target_modules.iter().copied() {
                 let (out, input) = module.shape(model);
                 let path = format!("base_model.model.model.layers.{layer}.{}", module.path());
                 for (is_b, name, shape) in [(false, "lora_A", vec![*r, input]), (true, "lora_B", vec![out, *r])] {

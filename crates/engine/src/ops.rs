@@ -11,6 +11,7 @@ mod tests;
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
+use super::kernels::mlp::Activation;
 use slices::{Group, Heads, Visible};
 
 /// The fewest rows a product runs with: fewer take other code in the matrix library, whose sums have another order.
@@ -87,24 +88,40 @@ pub fn change_rows(x: &Tensor, f: impl Fn(usize, &mut [f32]) + Sync) -> Result<T
     })
 }
 
-/// Rows of `[gate | up]` → silu(gate) ∘ up.
-pub fn silu_mul(gate_up: &Tensor) -> Result<Tensor> {
-    map1("silu_mul", gate_up, gate_up.dim(1)? / 2, slices::silu_mul)
+/// Rows of `[gate | up]` → activation(gate) ∘ up.
+pub fn gated(activation: Activation, gate_up: &Tensor) -> Result<Tensor> {
+    map1("gated", gate_up, gate_up.dim(1)? / 2, |x, out| slices::gated(activation, x, out))
 }
 
-/// dL/d`[gate | up]` of [`silu_mul`].
-pub fn silu_mul_vjp(gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    map2("silu_mul_vjp", gate_up, dy, gate_up.dim(1)?, slices::silu_mul_vjp)
+/// dL/d`[gate | up]` of [`gated`].
+pub fn gated_vjp(activation: Activation, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    map2("gated_vjp", gate_up, dy, gate_up.dim(1)?, |x, dy, dx| slices::gated_vjp(activation, x, dy, dx))
 }
 
-/// Rotary tables: `[position][head_dim / 2]`, the attention factor of YaRN included.
+/// x → c·tanh(x / c)
+pub fn softcap(x: &Tensor, softcap: f32) -> Result<Tensor> {
+    map1("softcap", x, x.dim(1)?, |x, out| {
+        out.iter_mut().zip(x).for_each(|(out, x)| *out = softcap * (x / softcap).tanh());
+    })
+}
+
+/// dL/dx of [`softcap`] from its result `y` and dL/dy.
+pub fn softcap_vjp(y: &Tensor, softcap: f32, dy: &Tensor) -> Result<Tensor> {
+    map2("softcap_vjp", y, dy, y.dim(1)?, |y, dy, dx| {
+        for ((dx, y), dy) in dx.iter_mut().zip(y).zip(dy) {
+            *dx = dy * slices::softcap_slope(*y, softcap);
+        }
+    })
+}
+
+/// Rotary tables: `[position][half]`, the attention factor of YaRN included.
 #[derive(Debug, Default)]
 pub struct RopeTable {
     /// Cosines.
     pub cos: Vec<f32>,
     /// Sines.
     pub sin: Vec<f32>,
-    /// Half of head_dim.
+    /// Half of the columns of a head that rotate.
     pub half: usize,
 }
 

@@ -151,6 +151,7 @@ impl Reader {
             dtype: TensorDtype::F32,
             shape: vec![length],
             offset_bytes: begin,
+            scale: None,
         };
         read_values(&self.file, &location).map(Some).map_err(|source| self.io(source))
     }

@@ -36,12 +36,14 @@ pub struct Heads {
     pub head_dim: usize,
     /// Dot products are multiplied by this.
     pub scale: f32,
+    /// Scores are c·tanh(scaled dot product / c), where there is a c.
+    pub softcap: Option<f32>,
 }
 
 impl Heads {
     /// Dot products are divided by the root of a head's width.
     pub fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
-        Self { num_heads, num_kv_heads, head_dim, scale: (head_dim as f32).powf(-0.5) }
+        Self { num_heads, num_kv_heads, head_dim, scale: (head_dim as f32).powf(-0.5), softcap: None }
     }
 
     /// Width of all query heads.

@@ -19,8 +19,8 @@ pub use gradient::{Gradient, score_vjp};
 use super::gemm::{Laid, Output, Term, forward, forward_panels, with_laid};
 use super::isa::Isa;
 use super::pack::{PANEL, PackedMatrix};
-use super::rows::{on_every_rung, take_turns};
-use super::simd::{Simd, exp};
+use super::rows::{each_row, on_every_rung, take_turns};
+use super::simd::{Simd, exp, tanh};
 use super::threads::{Shared, Threads};
 
 /// Outputs of a chunk.
@@ -80,17 +80,34 @@ pub struct Scores {
     pub normalizers: Vec<Normalizer>,
 }
 
-/// log-softmax(x · weightᵀ / temperature) at each row's target, and the entropy. x `[rows, hidden]` is normed already;
+/// What makes logits of rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Head<'a> {
+    /// `[vocab, hidden]`
+    pub weight: &'a PackedMatrix,
+    /// Logits are c·tanh(x · weightᵀ / c), where there is a c.
+    pub softcap: Option<f32>,
+}
+
+impl<'a> Head<'a> {
+    /// Logits are the products themselves.
+    pub fn of(weight: &'a PackedMatrix) -> Self {
+        Self { weight, softcap: None }
+    }
+
+    /// Products → logits, in whole vectors.
+    fn cap(&self, isa: Isa, products: &mut [f32]) {
+        if let Some(softcap) = self.softcap {
+            // Safety: whole vectors.
+            unsafe { cap(isa, products, softcap) };
+        }
+    }
+}
+
+/// log-softmax(logits / temperature) at each row's target, and the entropy. x `[rows, hidden]` is normed already;
 /// targets are below `weight.n()`, the temperature is above 0.
-pub fn score(
-    threads: &Threads,
-    isa: Isa,
-    x: &[f32],
-    weight: &PackedMatrix,
-    targets: &[u32],
-    temperature: f64,
-) -> Scores {
-    let rows = targets.len();
+pub fn score(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, targets: &[u32], temperature: f64) -> Scores {
+    let (rows, weight) = (targets.len(), head.weight);
     check(x, weight, rows);
     assert!(targets.iter().all(|target| (*target as usize) < weight.n()), "a target is no token");
     let chunks = weight.n().div_ceil(CHUNK);
@@ -98,7 +115,7 @@ pub fn score(
     let mut logits = vec![0f32; rows];
     let (cells, at_target) = (Shared::new(&mut table), Shared::new(&mut logits));
     let t = factor(temperature);
-    stream(threads, isa, x, weight, rows, &|part| {
+    stream(threads, isa, x, head, rows, &|part| {
         for (row, values) in part.rows.clone().zip(part.logits.chunks(part.stride)) {
             let target = targets[row] as usize;
             // Safety: a cell is one part's, and so is a row's target.
@@ -119,12 +136,24 @@ pub fn score(
     scores
 }
 
-/// out `[rows, vocab]` = x · weightᵀ, for samplers that need all logits. The same bits as in [`score`].
-pub fn logits(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, out: &mut [f32]) {
+/// out `[rows, vocab]` = the logits, for samplers that need all of them. The same bits as in [`score`].
+pub fn logits(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, out: &mut [f32]) {
+    let weight = head.weight;
     let rows = out.len().checked_div(weight.n()).unwrap_or(0);
     check(x, weight, rows);
     let terms = [Term { x, stride: weight.k(), weight }];
     forward(threads, isa, &terms, None, Output { y: out, stride: weight.n(), rows, add: false });
+    if head.softcap.is_some() {
+        each_row(threads, out, weight.n(), |_, row| {
+            // Lane by lane the same as in whole vectors.
+            let mut padded = [0f32; PAD];
+            for values in row.chunks_mut(PAD) {
+                padded[..values.len()].copy_from_slice(values);
+                head.cap(isa, &mut padded);
+                values.copy_from_slice(&padded[..values.len()]);
+            }
+        });
+    }
 }
 
 fn check(x: &[f32], weight: &PackedMatrix, rows: usize) {
@@ -163,7 +192,8 @@ thread_local! {
 }
 
 /// Every row with every chunk, in any order on any threads.
-fn stream(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, rows: usize, f: &(dyn Fn(Part<'_>) + Sync)) {
+fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f: &(dyn Fn(Part<'_>) + Sync)) {
+    let weight = head.weight;
     let chunks = weight.n().div_ceil(CHUNK);
     let blocks = rows.div_ceil(ROWS_AT_ONCE);
     if blocks == 0 || chunks == 0 {
@@ -184,7 +214,7 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, rows: u
             LOGITS.with_borrow_mut(|buffer| {
                 let stride = span.len() * CHUNK;
                 let inputs = (&x[rows.start * weight.k()..], laid.starting_at(rows.start), rows.len());
-                compute(isa, inputs, weight, span.clone(), buffer);
+                compute(isa, inputs, head, span.clone(), buffer);
                 for (at, chunk) in span.enumerate() {
                     let width = (weight.n() - chunk * CHUNK).min(CHUNK);
                     let logits = &buffer[at * CHUNK..];
@@ -200,10 +230,11 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, rows: u
 fn compute(
     isa: Isa,
     (x, laid, rows): (&[f32], Laid, usize),
-    weight: &PackedMatrix,
+    head: Head<'_>,
     chunks: Range<usize>,
     buffer: &mut Vec<f32>,
 ) {
+    let weight = head.weight;
     let stride = chunks.len() * CHUNK;
     let panels = chunks.start * CHUNK_PANELS..(chunks.end * CHUNK_PANELS).min(weight.panels());
     if buffer.len() < rows * stride {
@@ -213,7 +244,24 @@ fn compute(
     let term = Term { x, stride: weight.k(), weight };
     forward_panels(isa, &term, laid, None, panels, Output { y: buffer, stride, rows, add: false });
     for row in buffer.chunks_exact_mut(stride).take(rows) {
+        head.cap(isa, &mut row[..width.next_multiple_of(PAD)]);
         row[width..width.next_multiple_of(PAD)].fill(f32::NEG_INFINITY);
+    }
+}
+
+on_every_rung! {
+    /// In place: x → c·tanh(x / c).
+    unsafe fn cap(values: &mut [f32], softcap: f32) = cap_with
+}
+
+#[inline(always)]
+unsafe fn cap_with<S: Simd>(values: &mut [f32], softcap: f32) {
+    unsafe {
+        for at in (0..values.len()).step_by(S::LANES) {
+            let at = values.as_mut_ptr().add(at);
+            let t = tanh::<S>(S::mul(S::load(at), S::splat(1.0 / softcap)));
+            S::store(at, S::mul(t, S::splat(softcap)));
+        }
     }
 }
 

@@ -1,12 +1,33 @@
-//! SiLU·mul on rows `[gate | up]`, its vector-Jacobian product, and sums over rows.
+//! Gated activations of rows `[gate | up]`, their vector-Jacobian products, and sums over rows.
 
 use super::isa::Isa;
 use super::rows::{on_every_rung, over_rows};
-use super::simd::{Simd, exp, load_some, store_some};
+use super::simd::{LOWEST, Simd, load_some, logistic, store_some};
 use super::threads::{Shared, Threads};
 
-/// out `[rows, width]` = silu(gate) ∘ up, for rows `[gate | up]`, each `width` wide.
-pub fn silu_mul(threads: &Threads, isa: Isa, gate_up: &[f32], width: usize, out: &mut [f32]) {
+/// What the gate of an MLP goes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// x·σ(x)
+    Silu,
+    /// x·½·(1 + tanh u) = x·σ(2u) with u = √(2/π)·(x + 0.044715·x³): PyTorch's `gelu(approximate="tanh")`.
+    GeluTanh,
+}
+
+/// Rows `[gate | up]`, each half `width` wide.
+#[derive(Clone, Copy, Debug)]
+pub struct GateUp<'a> {
+    /// Of the gate.
+    pub activation: Activation,
+    /// `[rows][2 · width]`
+    pub values: &'a [f32],
+    /// Of a half.
+    pub width: usize,
+}
+
+/// out `[rows, width]` = activation(gate) ∘ up.
+pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
+    let GateUp { activation, values: gate_up, width } = rows;
     let rows = out.len().checked_div(width).unwrap_or(0);
     assert!(out.len() == rows * width && gate_up.len() == 2 * out.len(), "rows do not fit each other");
     let out = Shared::new(out);
@@ -14,13 +35,20 @@ pub fn silu_mul(threads: &Threads, isa: Isa, gate_up: &[f32], width: usize, out:
         for row in range {
             let (gate, up) = gate_up[2 * row * width..2 * (row + 1) * width].split_at(width);
             // Safety: rows are disjoint and inside the buffer.
-            unsafe { silu_row(isa, gate, up, out.part(row * width..(row + 1) * width)) };
+            unsafe {
+                let out = out.part(row * width..(row + 1) * width);
+                match activation {
+                    Activation::Silu => silu_row(isa, gate, up, out),
+                    Activation::GeluTanh => gelu_row(isa, gate, up, out),
+                }
+            };
         }
     });
 }
 
-/// dL/d`[gate | up]` of [`silu_mul`], `[rows, 2·width]`, from dL/dout = `dy` `[rows, width]`.
-pub fn silu_mul_vjp(threads: &Threads, isa: Isa, gate_up: &[f32], width: usize, dy: &[f32], d_gate_up: &mut [f32]) {
+/// dL/d`[gate | up]` of [`gated`], `[rows, 2·width]`, from dL/dout = `dy` `[rows, width]`.
+pub fn gated_vjp(threads: &Threads, isa: Isa, rows: GateUp<'_>, dy: &[f32], d_gate_up: &mut [f32]) {
+    let GateUp { activation, values: gate_up, width } = rows;
     let rows = dy.len().checked_div(width).unwrap_or(0);
     assert!(dy.len() == rows * width && gate_up.len() == 2 * dy.len(), "rows do not fit each other");
     assert_eq!(gate_up.len(), d_gate_up.len(), "rows do not fit each other");
@@ -32,7 +60,11 @@ pub fn silu_mul_vjp(threads: &Threads, isa: Isa, gate_up: &[f32], width: usize, 
             // Safety: rows are disjoint and inside the buffer.
             unsafe {
                 let (d_gate, d_up) = d_gate_up.part(span).split_at_mut(width);
-                vjp_row(isa, gate, up, &dy[row * width..(row + 1) * width], d_gate, d_up);
+                let dy = &dy[row * width..(row + 1) * width];
+                match activation {
+                    Activation::Silu => silu_vjp_row(isa, gate, up, dy, d_gate, d_up),
+                    Activation::GeluTanh => gelu_vjp_row(isa, gate, up, dy, d_gate, d_up),
+                }
             }
         }
     });
@@ -67,7 +99,13 @@ on_every_rung! {
     unsafe fn silu_row(gate: &[f32], up: &[f32], out: &mut [f32]) = silu_with
 }
 on_every_rung! {
-    unsafe fn vjp_row(gate: &[f32], up: &[f32], dy: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) = vjp_with
+    unsafe fn silu_vjp_row(gate: &[f32], up: &[f32], dy: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) = silu_vjp_with
+}
+on_every_rung! {
+    unsafe fn gelu_row(gate: &[f32], up: &[f32], out: &mut [f32]) = gelu_with
+}
+on_every_rung! {
+    unsafe fn gelu_vjp_row(gate: &[f32], up: &[f32], dy: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) = gelu_vjp_with
 }
 on_every_rung! {
     unsafe fn add_span(x: &[f32], y: &mut [f32]) = add_with
@@ -76,45 +114,71 @@ on_every_rung! {
     unsafe fn sum_columns(x: &[f32], width: usize, first: usize, sums: &mut [f32]) = sum_with
 }
 
-/// x, no lower than where e⁻ˣ is near the largest f32, and its logistic: silu(−87) is −10⁻³⁶ already.
+/// What is made of a gate, and its derivative.
+type Curve<V> = (V, V);
+
 #[inline(always)]
-unsafe fn logistic<S: Simd>(x: S::V) -> (S::V, S::V) {
+unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
     unsafe {
-        // NaN stays NaN.
-        let x = S::max(S::splat(-87.0), x);
+        // silu(−87) is −10⁻³⁶ already.
+        let gate = S::max(S::splat(LOWEST), gate);
+        let s = logistic::<S>(gate);
+        // silu' = s·(1 + x·(1 − s))
         let one = S::splat(1.0);
-        (x, S::div(one, S::add(one, exp::<S>(S::sub(S::zero(), x)))))
+        (S::mul(gate, s), S::mul(s, S::fma(gate, S::sub(one, s), one)))
     }
 }
 
 #[inline(always)]
-unsafe fn silu_with<S: Simd>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+unsafe fn gelu<S: Simd>(gate: S::V) -> Curve<S::V> {
+    /// 2·√(2/π)
+    const FACTOR: f32 = 1.595_769_1;
+    const CUBIC: f32 = 0.044_715;
     unsafe {
-        for at in (0..out.len()).step_by(S::LANES) {
-            let rest = out.len() - at;
-            let (gate, s) = logistic::<S>(load_some::<S>(gate.as_ptr().add(at), rest));
-            let value = S::mul(S::mul(gate, s), load_some::<S>(up.as_ptr().add(at), rest));
-            store_some::<S>(out.as_mut_ptr().add(at), value, rest);
-        }
+        // Beyond ±20 the logistic is 0 or 1 in f32, and the cube stays finite.
+        let x = S::max(S::splat(-20.0), gate);
+        let bounded = S::sub(S::zero(), S::max(S::splat(-20.0), S::sub(S::zero(), x)));
+        let (one, square) = (S::splat(1.0), S::mul(bounded, bounded));
+        let two_u = S::mul(S::mul(S::splat(FACTOR), bounded), S::fma(S::splat(CUBIC), square, one));
+        let s = logistic::<S>(two_u);
+        let slope = S::mul(S::splat(FACTOR), S::fma(S::splat(3.0 * CUBIC), square, one));
+        // (x·σ(2u))' = σ + x·σ·(1 − σ)·2u'
+        let derivative = S::mul(s, S::fma(S::mul(bounded, slope), S::sub(one, s), one));
+        (S::mul(x, s), derivative)
     }
 }
 
-#[inline(always)]
-unsafe fn vjp_with<S: Simd>(gate: &[f32], up: &[f32], dy: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) {
-    unsafe {
-        let one = S::splat(1.0);
-        for at in (0..dy.len()).step_by(S::LANES) {
-            let rest = dy.len() - at;
-            let (gate, s) = logistic::<S>(load_some::<S>(gate.as_ptr().add(at), rest));
-            let dy = load_some::<S>(dy.as_ptr().add(at), rest);
-            // silu' = s·(1 + x·(1 − s))
-            let slope = S::mul(s, S::fma(gate, S::sub(one, s), one));
-            let up = load_some::<S>(up.as_ptr().add(at), rest);
-            store_some::<S>(d_gate.as_mut_ptr().add(at), S::mul(S::mul(dy, up), slope), rest);
-            store_some::<S>(d_up.as_mut_ptr().add(at), S::mul(dy, S::mul(gate, s)), rest);
+macro_rules! gated_by {
+    ($curve:ident: $forward:ident, $vjp:ident) => {
+        #[inline(always)]
+        unsafe fn $forward<S: Simd>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+            unsafe {
+                for at in (0..out.len()).step_by(S::LANES) {
+                    let rest = out.len() - at;
+                    let (value, _) = $curve::<S>(load_some::<S>(gate.as_ptr().add(at), rest));
+                    let value = S::mul(value, load_some::<S>(up.as_ptr().add(at), rest));
+                    store_some::<S>(out.as_mut_ptr().add(at), value, rest);
+                }
+            }
         }
-    }
+
+        #[inline(always)]
+        unsafe fn $vjp<S: Simd>(gate: &[f32], up: &[f32], dy: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) {
+            unsafe {
+                for at in (0..dy.len()).step_by(S::LANES) {
+                    let rest = dy.len() - at;
+                    let (value, slope) = $curve::<S>(load_some::<S>(gate.as_ptr().add(at), rest));
+                    let dy = load_some::<S>(dy.as_ptr().add(at), rest);
+                    let up = load_some::<S>(up.as_ptr().add(at), rest);
+                    store_some::<S>(d_gate.as_mut_ptr().add(at), S::mul(S::mul(dy, up), slope), rest);
+                    store_some::<S>(d_up.as_mut_ptr().add(at), S::mul(dy, value), rest);
+                }
+            }
+        }
+    };
 }
+gated_by!(silu: silu_with, silu_vjp_with);
+gated_by!(gelu: gelu_with, gelu_vjp_with);
 
 #[inline(always)]
 unsafe fn add_with<S: Simd>(x: &[f32], y: &mut [f32]) {
@@ -152,9 +216,26 @@ mod tests {
         noise(count, seed).iter().map(|v| v * by).collect()
     }
 
+    /// Of a gate, and its derivative.
+    fn naive(activation: Activation, x: f64) -> (f64, f64) {
+        match activation {
+            Activation::Silu => {
+                let s = 1.0 / (1.0 + (-x).exp());
+                (x * s, s * (1.0 + x * (1.0 - s)))
+            }
+            Activation::GeluTanh => {
+                let root = (2.0 / std::f64::consts::PI).sqrt();
+                let t = (root * (x + 0.044715 * x * x * x)).tanh();
+                let slope = root * (1.0 + 3.0 * 0.044715 * x * x);
+                (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
+            }
+        }
+    }
+
     #[test]
-    fn silu_and_its_gradient_are_the_naive_ones_on_every_rung() {
-        for isa in Isa::available() {
+    fn activations_and_their_gradients_are_the_naive_ones_on_every_rung() {
+        let both = [Activation::Silu, Activation::GeluTanh];
+        for (isa, activation) in Isa::available().flat_map(|isa| both.map(|activation| (isa, activation))) {
             for (rows, width) in [(1, 1), (3, 5), (2, 16), (5, 29), (4, 64), (30, 777)] {
                 let (gate_up, dy) = (scaled(rows * width * 2, 1, 20.0), noise(rows * width, 2));
                 let (mut out, mut d) = (Vec::new(), vec![0f64; rows * width * 2]);
@@ -163,21 +244,24 @@ mod tests {
                         let g = f64::from(gate_up[row * 2 * width + i]);
                         let u = f64::from(gate_up[row * 2 * width + width + i]);
                         let dy = f64::from(dy[row * width + i]);
-                        let s = 1.0 / (1.0 + (-g).exp());
-                        out.push(g * s * u);
-                        d[row * 2 * width + i] = dy * u * s * (1.0 + g * (1.0 - s));
-                        d[row * 2 * width + width + i] = dy * g * s;
+                        let (value, slope) = naive(activation, g);
+                        out.push(value * u);
+                        d[row * 2 * width + i] = dy * u * slope;
+                        d[row * 2 * width + width + i] = dy * value;
                     }
                 }
                 let mut first: Option<(Vec<f32>, Vec<f32>)> = None;
                 for count in [1, 3] {
                     let threads = Threads::new(count);
-                    let what = format!("{isa}, {rows} rows of {width}, {count} threads");
+                    let what = format!("{isa}, {activation:?}, {rows} rows of {width}, {count} threads");
+                    let given = GateUp { activation, values: &gate_up, width };
                     let (mut y, mut dx) = (vec![9f32; rows * width], vec![9f32; rows * width * 2]);
-                    silu_mul(&threads, isa, &gate_up, width, &mut y);
-                    silu_mul_vjp(&threads, isa, &gate_up, width, &dy, &mut dx);
-                    assert_close(&y, &out, 1e-6, &what);
-                    assert_close(&dx, &d, 1e-6, &what);
+                    gated(&threads, isa, given, &mut y);
+                    gated_vjp(&threads, isa, given, &dy, &mut dx);
+                    // The exponent of gelu is a cubic of the gate.
+                    let tolerance = if activation == Activation::Silu { 1e-6 } else { 4e-6 };
+                    assert_close(&y, &out, tolerance, &what);
+                    assert_close(&dx, &d, tolerance, &what);
                     let (y0, dx0) = first.get_or_insert((y.clone(), dx.clone()));
                     assert_same(&y, y0, &what);
                     assert_same(&dx, dx0, &what);
@@ -187,14 +271,16 @@ mod tests {
     }
 
     #[test]
-    fn silu_of_huge_gates_is_finite_and_of_nan_is_nan() {
+    fn activations_of_huge_gates_are_finite_and_of_nan_are_nan() {
         let threads = Threads::new(1);
-        for isa in Isa::available() {
+        let both = [Activation::Silu, Activation::GeluTanh];
+        for (isa, activation) in Isa::available().flat_map(|isa| both.map(|activation| (isa, activation))) {
             let gates = [-3.0e38f32, -1.0e4, -88.5, -87.0, 87.0, 88.5, 1.0e4, 1.0e30, f32::NAN];
             let gate_up: Vec<f32> = gates.into_iter().chain([1.0; 9]).collect();
             let (mut out, mut d) = ([0f32; 9], [0f32; 18]);
-            silu_mul(&threads, isa, &gate_up, 9, &mut out);
-            silu_mul_vjp(&threads, isa, &gate_up, 9, &[1.0; 9], &mut d);
+            let given = GateUp { activation, values: &gate_up, width: 9 };
+            gated(&threads, isa, given, &mut out);
+            gated_vjp(&threads, isa, given, &[1.0; 9], &mut d);
             for i in 0..8 {
                 let expected = gates[i].max(0.0);
                 assert!((out[i] - expected).abs() <= expected * 1e-6 + 1e-30, "{isa}: {} for {}", out[i], gates[i]);

@@ -13,11 +13,13 @@ use super::threads::{Shared, Threads};
 pub struct Rope<'a> {
     /// Sizes; `head_dim` is even.
     pub heads: &'a Heads,
+    /// Half of the columns of a head that rotate: its first `2 · half`. The others stay as they are.
+    pub half: usize,
     /// RMSNorm of each query and key head before it is rotated.
     pub qk_norm: Option<QkNorm<'a>>,
-    /// Cosines `[position][head_dim / 2]`.
+    /// Cosines `[position][half]`.
     pub cos: &'a [f32],
-    /// Sines `[position][head_dim / 2]`.
+    /// Sines `[position][half]`.
     pub sin: &'a [f32],
 }
 
@@ -33,10 +35,6 @@ pub struct QkNorm<'a> {
 }
 
 impl<'a> Rope<'a> {
-    fn half(&self) -> usize {
-        self.heads.head_dim / 2
-    }
-
     fn norm_weight(&self, head: usize) -> Option<(&'a [f32], f32)> {
         self.qk_norm.map(|norm| (if head < self.heads.num_heads { norm.q } else { norm.k }, norm.eps))
     }
@@ -47,15 +45,15 @@ impl<'a> Rope<'a> {
     }
 
     fn angles(&self, position: usize) -> (&'a [f32], &'a [f32]) {
-        let range = position * self.half()..(position + 1) * self.half();
+        let range = position * self.half..(position + 1) * self.half;
         (&self.cos[range.clone()], &self.sin[range])
     }
 
     fn check(&self, positions: &[usize], values: &[f32]) {
         let head_dim = self.heads.head_dim;
-        assert!(head_dim.is_multiple_of(2), "a head of odd width has no halves");
+        assert!(2 * self.half <= head_dim, "more rotates than a head has");
         assert_eq!(values.len(), positions.len() * self.heads.width(), "rows do not fit their positions");
-        let end = positions.iter().max().map_or(0, |position| position + 1) * self.half();
+        let end = positions.iter().max().map_or(0, |position| position + 1) * self.half;
         assert!(self.cos.len() >= end && self.sin.len() >= end, "a position is beyond the table");
         assert!(self.qk_norm.is_none_or(|norm| norm.q.len() == head_dim && norm.k.len() == head_dim));
     }
@@ -179,7 +177,7 @@ unsafe fn store_halves<S: Simd>(head: *mut f32, half: usize, at: usize, (a, b): 
 #[inline(always)]
 unsafe fn rotate_with<S: Simd>(rope: &Rope<'_>, position: usize, row: &mut [f32]) {
     unsafe {
-        let (dim, half) = (rope.heads.head_dim, rope.half());
+        let (dim, half) = (rope.heads.head_dim, rope.half);
         let (cos, sin) = rope.angles(position);
         for (index, head) in row.chunks_exact_mut(dim).take(rope.rotated()).enumerate() {
             let norm = rope.norm_weight(index).map(|(weight, eps)| (weight.as_ptr(), scale_of::<S>(head, eps)));
@@ -195,6 +193,12 @@ unsafe fn rotate_with<S: Simd>(rope: &Rope<'_>, position: usize, row: &mut [f32]
                 let s = load_some::<S>(sin.as_ptr().add(at), half - at);
                 let turned = (S::sub(S::mul(a, c), S::mul(b, s)), S::fma(a, s, S::mul(b, c)));
                 store_halves::<S>(head, half, at, turned);
+            }
+            let Some((weight, r)) = norm else { continue };
+            for at in (2 * half..dim).step_by(S::LANES) {
+                let rest = dim - at;
+                let x = S::mul(load_some::<S>(head.add(at), rest), S::splat(r));
+                store_some::<S>(head.add(at), S::mul(x, load_some::<S>(weight.add(at), rest)), rest);
             }
         }
     }
@@ -214,7 +218,7 @@ unsafe fn turn_back<S: Simd>(d: *const f32, cos: &[f32], sin: &[f32], half: usiz
 #[inline(always)]
 unsafe fn vjp_with<S: Simd>(rope: &Rope<'_>, position: usize, before: &[f32], d: &mut [f32]) {
     unsafe {
-        let (dim, half) = (rope.heads.head_dim, rope.half());
+        let (dim, half) = (rope.heads.head_dim, rope.half);
         let (cos, sin) = rope.angles(position);
         for (index, d) in d.chunks_exact_mut(dim).take(rope.rotated()).enumerate() {
             let d = d.as_mut_ptr();
@@ -241,7 +245,7 @@ unsafe fn vjp_with<S: Simd>(rope: &Rope<'_>, position: usize, before: &[f32], d:
 #[inline(always)]
 unsafe fn weight_with<S: Simd>(rope: &Rope<'_>, position: usize, before: &[f32], dy: &[f32], sums: &mut [f32]) {
     unsafe {
-        let (dim, half) = (rope.heads.head_dim, rope.half());
+        let (dim, half) = (rope.heads.head_dim, rope.half);
         let (cos, sin) = rope.angles(position);
         let (dq, dk) = sums.split_at_mut(dim);
         let heads = before.chunks_exact(dim).zip(dy.chunks_exact(dim)).take(rope.rotated());
@@ -256,6 +260,12 @@ unsafe fn weight_with<S: Simd>(rope: &Rope<'_>, position: usize, before: &[f32],
                 let sums = (S::fma(a, S::mul(xa, r), wa), S::fma(b, S::mul(xb, r), wb));
                 store_halves::<S>(dw, half, at, sums);
             }
+            for at in (2 * half..dim).step_by(S::LANES) {
+                let rest = dim - at;
+                let x = S::mul(load_some::<S>(x.as_ptr().add(at), rest), r);
+                let sum = S::fma(load_some::<S>(dy.as_ptr().add(at), rest), x, load_some::<S>(dw.add(at), rest));
+                store_some::<S>(dw.add(at), sum, rest);
+            }
         }
     }
 }
@@ -269,6 +279,7 @@ mod tests {
 
     struct Case {
         heads: Heads,
+        half: usize,
         cos: Vec<f32>,
         sin: Vec<f32>,
         q: Vec<f32>,
@@ -279,11 +290,12 @@ mod tests {
     }
 
     impl Case {
-        fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize, rows: usize) -> Case {
+        fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize, half: usize, rows: usize) -> Case {
             let heads = Heads::new(num_heads, num_kv_heads, head_dim);
-            let angles: Vec<f32> = noise(50 * head_dim / 2, 5).iter().map(|v| v * 9.0).collect();
+            let angles: Vec<f32> = noise(50 * half, 5).iter().map(|v| v * 9.0).collect();
             Case {
                 heads,
+                half,
                 cos: angles.iter().map(|a| a.cos()).collect(),
                 sin: angles.iter().map(|a| a.sin()).collect(),
                 q: noise(head_dim, 6),
@@ -296,7 +308,7 @@ mod tests {
 
         fn rope(&self, norm: bool) -> Rope<'_> {
             let qk_norm = norm.then_some(QkNorm { q: &self.q, k: &self.k, eps: EPS });
-            Rope { heads: &self.heads, qk_norm, cos: &self.cos, sin: &self.sin }
+            Rope { heads: &self.heads, half: self.half, qk_norm, cos: &self.cos, sin: &self.sin }
         }
     }
 
@@ -325,13 +337,18 @@ mod tests {
                 let w: Vec<f64> = if is_query { &case.q } else { &case.k }.iter().map(|v| f64::from(*v)).collect();
                 let r = (x.iter().map(|v| v * v).sum::<f64>() / dim as f64 + f64::from(EPS)).sqrt().recip();
                 let y: Vec<f64> = (0..dim).map(|i| if norm { x[i] * r * w[i] } else { x[i] }).collect();
+                let half = case.half;
                 let angle = |i: usize| {
-                    let at = position * dim / 2 + i % (dim / 2);
+                    let at = position * half + i % half;
                     (f64::from(case.cos[at]), f64::from(case.sin[at]))
                 };
-                let half = dim / 2;
                 let mut turned = vec![0.0; dim];
                 for i in 0..dim {
+                    if i >= 2 * half {
+                        all.out.push(y[i]);
+                        turned[i] = dy[i];
+                        continue;
+                    }
                     let (c, s) = angle(i);
                     all.out.push(if i < half { y[i] * c - y[i + half] * s } else { y[i] * c + y[i - half] * s });
                     turned[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
@@ -353,22 +370,27 @@ mod tests {
     #[test]
     fn rotations_and_their_gradients_are_the_naive_ones_on_every_rung() {
         for isa in Isa::available() {
-            for (h, kv, dim, rows) in [
-                (1, 1, 2, 1),
-                (4, 2, 6, 3),
-                (3, 3, 40, 70),
-                (4, 1, 32, 5),
-                (2, 1, 64, 150),
-                (2, 1, 128, 2),
-                (2, 2, 256, 9),
+            for (h, kv, dim, half, rows) in [
+                (1, 1, 2, 1, 1),
+                (4, 2, 6, 3, 3),
+                (3, 3, 40, 20, 70),
+                (4, 1, 32, 16, 5),
+                (2, 1, 64, 32, 150),
+                (2, 1, 128, 64, 2),
+                (2, 2, 256, 128, 9),
+                (2, 2, 256, 32, 9),
+                (3, 1, 16, 6, 70),
+                (2, 1, 96, 24, 5),
             ] {
-                let case = Case::new(h, kv, dim, rows);
+                let case = Case::new(h, kv, dim, half, rows);
                 for norm in [false, true] {
                     let expected = naive(&case, norm);
                     let mut first: Option<[Vec<f32>; 4]> = None;
                     for count in [1, 3] {
                         let (threads, rope) = (Threads::new(count), case.rope(norm));
-                        let what = format!("{isa}, {h} and {kv} heads of {dim}, norm {norm}, {count} threads");
+                        let what = format!(
+                            "{isa}, {h} and {kv} heads of {dim}, 2 · {half} rotate, norm {norm}, {count} threads"
+                        );
                         let (mut out, mut d) = (vec![0f32; case.x.len()], vec![0f32; case.x.len()]);
                         rotate(&threads, isa, &rope, &case.positions, &case.x, &mut out);
                         rotate_vjp(&threads, isa, &rope, &case.positions, &case.x, &case.dy, &mut d);
@@ -390,7 +412,7 @@ mod tests {
 
     #[test]
     fn a_row_is_rotated_alone_as_among_others() {
-        let case = Case::new(4, 2, 64, 100);
+        let case = Case::new(4, 2, 64, 32, 100);
         let width = case.heads.width();
         for isa in Isa::available() {
             let threads = Threads::new(2);

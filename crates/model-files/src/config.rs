@@ -2,10 +2,15 @@
 //!
 //! Keys that would change the result and are not supported are refused here, with their value; never deep in a forward.
 
+mod rope;
+
 use crate::spec::ModelShape;
 use serde_json::Value;
 
 use super::{ModelCardError, brief};
+
+pub use rope::{Rope, RopeKind};
+pub(super) use rope::{Sizes, rope, ropes_by_layer_type};
 
 /// Everything config.json says about the computation: all that a decoder, an estimate of memory and a refusal need.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,8 +45,16 @@ pub struct ModelDescription {
     pub o_bias: bool,
     /// gate, up and down have a bias.
     pub mlp_bias: bool,
+    /// The linear layers, by their paths in a decoder layer.
+    pub projections: Projections,
+    /// What the gate of the MLP goes through.
+    pub activation: Activation,
+    /// Added to the weights of norms: 1 where they are stored as the difference to it.
+    pub norm_offset: f64,
     /// Rotary position embedding.
     pub rope: Rope,
+    /// The one of layers with a window, where it is another.
+    pub local_rope: Option<Rope>,
     /// Per layer: how many positions a token sees, itself included; None = all before it.
     pub windows: Vec<Option<usize>>,
     /// Per layer: whether the rotary position embedding turns queries and keys.
@@ -50,6 +63,8 @@ pub struct ModelDescription {
     pub max_position_embeddings: usize,
     /// Dot products of attention are multiplied by this.
     pub attention_scale: f64,
+    /// Scores of attention are c·tanh(score / c), where there is a c.
+    pub attention_softcap: Option<f64>,
     /// Queries grow with their position.
     pub query_growth: Option<QueryGrowth>,
     /// Embeddings are multiplied by this.
@@ -58,6 +73,55 @@ pub struct ModelDescription {
     pub residual_multiplier: f64,
     /// Logits are divided by this.
     pub logits_divisor: f64,
+    /// Logits are c·tanh(logit / c), where there is a c.
+    pub logits_softcap: Option<f64>,
+    /// It is the text part of a multimodal checkpoint, whose tensors have other names and other tensors beside them.
+    pub is_part: bool,
+    /// Rows and columns of a matrix stored in 8 bits that share a scale; None = all of them, where there are such matrices.
+    pub fp8_block: Option<[usize; 2]>,
+}
+
+/// What the gate of an MLP goes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// `silu`
+    Silu,
+    /// `gelu_pytorch_tanh`
+    GeluTanh,
+}
+
+/// The linear layers of a decoder layer, by their paths in it. Those that read the same input may be stored as one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Projections {
+    /// Queries, keys and values.
+    pub qkv: &'static [&'static str],
+    /// What attention adds to the residual stream.
+    pub o: &'static str,
+    /// Gate and up.
+    pub gate_up: &'static [&'static str],
+    /// What the MLP adds to the residual stream.
+    pub down: &'static str,
+}
+
+impl Projections {
+    /// As in Llama.
+    pub const SEPARATE: Self = Self {
+        qkv: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        o: "self_attn.o_proj",
+        gate_up: &["mlp.gate_proj", "mlp.up_proj"],
+        down: "mlp.down_proj",
+    };
+    /// As in Phi-3.
+    pub const FUSED: Self =
+        Self { qkv: &["self_attn.qkv_proj"], gate_up: &["mlp.gate_up_proj"], ..Projections::SEPARATE };
+    /// As in Granite 4.
+    pub const SHARED_MLP: Self =
+        Self { gate_up: &["shared_mlp.input_linear"], down: "shared_mlp.output_linear", ..Projections::SEPARATE };
+
+    /// All paths.
+    pub fn paths(&self) -> impl Iterator<Item = &'static str> {
+        self.qkv.iter().copied().chain([self.o]).chain(self.gate_up.iter().copied()).chain([self.down])
+    }
 }
 
 /// A query at position p, counted from 0, is multiplied by 1 + beta · ln(1 + ⌊p / original⌋).
@@ -109,6 +173,13 @@ impl LayerNorms {
         before_mlp: Some("post_attention_layernorm"),
         after_mlp: None,
     };
+    /// As in Gemma 2 and 3.
+    pub const AROUND: Self = Self {
+        before_attention: Some("input_layernorm"),
+        after_attention: Some("post_attention_layernorm"),
+        before_mlp: Some("pre_feedforward_layernorm"),
+        after_mlp: Some("post_feedforward_layernorm"),
+    };
     /// As in OLMo 2.
     pub const AFTER: Self = Self {
         before_attention: None,
@@ -116,53 +187,6 @@ impl LayerNorms {
         before_mlp: None,
         after_mlp: Some("post_feedforward_layernorm"),
     };
-}
-
-/// Rotary position embedding.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Rope {
-    /// The base.
-    pub theta: f64,
-    /// How long contexts are reached.
-    pub kind: RopeKind,
-}
-
-/// The supported `rope_type`s.
-#[derive(Clone, Debug, PartialEq)]
-pub enum RopeKind {
-    /// No scaling.
-    Default,
-    /// Positions divided by a factor.
-    Linear {
-        /// The divisor.
-        factor: f64,
-    },
-    /// YaRN (arXiv 2309.00071).
-    Yarn {
-        /// How much longer than the original context.
-        factor: f64,
-        /// The context before scaling.
-        original_max_position_embeddings: f64,
-        /// Rotations above which a frequency is kept.
-        beta_fast: f64,
-        /// Rotations below which a frequency is interpolated.
-        beta_slow: f64,
-        /// Multiplies cos and sin.
-        attention_factor: f64,
-        /// Whether the bounds are rounded to whole dimensions.
-        truncate: bool,
-    },
-    /// Llama 3's frequency bands.
-    Llama3 {
-        /// The divisor of low frequencies.
-        factor: f64,
-        /// Wavelengths longer than original/low are scaled.
-        low_freq_factor: f64,
-        /// Wavelengths shorter than original/high are kept.
-        high_freq_factor: f64,
-        /// The context before scaling.
-        original_max_position_embeddings: f64,
-    },
 }
 
 /// The largest dimension, number of rows, or context that can be meant.
@@ -224,6 +248,21 @@ impl ModelDescription {
         if has_other_norms {
             return Some("model_type: norms after the blocks, or over all heads");
         }
+        if self.activation != Activation::Silu {
+            return Some("hidden_activation");
+        }
+        if self.attention_softcap.is_some() || self.logits_softcap.is_some() {
+            return Some("attn_logit_softcapping and final_logit_softcapping");
+        }
+        if self.local_rope.is_some() {
+            return Some("rope_parameters by layer type");
+        }
+        if self.rope.rotary_dim != self.head_dim {
+            return Some("partial_rotary_factor");
+        }
+        if self.rope.depends_on_length() {
+            return Some("rope_type");
+        }
         self.query_growth.is_some().then_some("llama_4_scaling_beta")
     }
 
@@ -245,9 +284,32 @@ impl ModelDescription {
         }
     }
 
+    /// Outputs and inputs of a linear layer, by its path or its name in PEFT's `target_modules`.
+    pub fn projection_shape(&self, path: &str) -> (usize, usize) {
+        let (hidden, inter) = (self.hidden_size, self.intermediate_size);
+        let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
+        match path.rsplit('.').next().unwrap_or(path) {
+            "q_proj" => (q, hidden),
+            "k_proj" | "v_proj" => (kv, hidden),
+            "qkv_proj" => (q + 2 * kv, hidden),
+            "o_proj" => (hidden, q),
+            "gate_up_proj" | "input_linear" => (2 * inter, hidden),
+            "down_proj" | "output_linear" => (hidden, inter),
+            _ => (inter, hidden),
+        }
+    }
+
+    /// Whether a linear layer has a bias, by its path.
+    pub fn has_bias(&self, path: &str) -> bool {
+        if self.projections.qkv.contains(&path) {
+            return self.qkv_bias;
+        }
+        if path == self.projections.o { self.o_bias } else { self.mlp_bias }
+    }
+
     /// Every tensor the decoder needs, with its shape.
     pub fn tensors(&self) -> Vec<(String, Vec<usize>)> {
-        let (hidden, inter) = (self.hidden_size, self.intermediate_size);
+        let hidden = self.hidden_size;
         let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
         let mut list = vec![("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, hidden])];
         for layer in 0..self.num_hidden_layers {
@@ -256,18 +318,11 @@ impl ModelDescription {
             for norm in [before_attention, after_attention, before_mlp, after_mlp].into_iter().flatten() {
                 add(&format!("{norm}.weight"), vec![hidden]);
             }
-            for (name, out, input, bias) in [
-                ("self_attn.q_proj", q, hidden, self.qkv_bias),
-                ("self_attn.k_proj", kv, hidden, self.qkv_bias),
-                ("self_attn.v_proj", kv, hidden, self.qkv_bias),
-                ("self_attn.o_proj", hidden, q, self.o_bias),
-                ("mlp.gate_proj", inter, hidden, self.mlp_bias),
-                ("mlp.up_proj", inter, hidden, self.mlp_bias),
-                ("mlp.down_proj", hidden, inter, self.mlp_bias),
-            ] {
-                add(&format!("{name}.weight"), vec![out, input]);
-                if bias {
-                    add(&format!("{name}.bias"), vec![out]);
+            for path in self.projections.paths() {
+                let (out, input) = self.projection_shape(path);
+                add(&format!("{path}.weight"), vec![out, input]);
+                if self.has_bias(path) {
+                    add(&format!("{path}.bias"), vec![out]);
                 }
             }
             let (q_norm, k_norm) = match self.qk_norm {
@@ -284,95 +339,6 @@ impl ModelDescription {
         }
         list
     }
-}
-
-pub(super) fn rope(keys: &Keys, default_theta: f64, max_position_embeddings: usize) -> Result<Rope, ModelCardError> {
-    // transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling. One that is not used must make sense too.
-    let flat_theta = keys.number("rope_theta", Some(default_theta))?;
-    let (name, parameters) = match keys.get("rope_parameters") {
-        Some(value) => ("rope_parameters", Some(value)),
-        None => ("rope_scaling", keys.get("rope_scaling")),
-    };
-    let Some(parameters) = parameters else {
-        return Ok(Rope { theta: flat_theta, kind: RopeKind::Default });
-    };
-    if !parameters.is_object() {
-        return keys.refuse(name, parameters, "it must be an object");
-    }
-    if let Some((layer_type, nested)) =
-        parameters.as_object().and_then(|o| o.iter().find(|(_, v)| v.is_object())).map(|(k, v)| (k.clone(), v))
-    {
-        return keys.refuse(&format!("{name}.{layer_type}"), nested, "rope by layer type is not supported");
-    }
-    let inner = Keys { file: keys.file, value: parameters };
-    let theta = match inner.get("rope_theta") {
-        Some(_) => inner.number("rope_theta", None)?,
-        None => flat_theta,
-    };
-    if let Some(factor) = inner.get("partial_rotary_factor")
-        && factor.as_f64() != Some(1.0)
-    {
-        return keys.refuse(&format!("{name}.partial_rotary_factor"), factor, "only 1 is supported");
-    }
-    let rope_type = inner.get("rope_type").or_else(|| inner.get("type"));
-    // transformers 4 guessed a missing one from max_position_embeddings, in ways that differ between its versions.
-    let required = |key: &str| {
-        inner.number(key, None).map_err(|error| ModelCardError { detail: format!("{name}.{}", error.detail), ..error })
-    };
-    let original = || required("original_max_position_embeddings");
-    let kind = match rope_type.map(|t| t.as_str()) {
-        None | Some(Some("default")) => RopeKind::Default,
-        Some(Some("linear")) => RopeKind::Linear { factor: required("factor")? },
-        Some(Some("llama3")) => {
-            let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
-            if high <= low {
-                return keys.refuse(
-                    &format!("{name}.high_freq_factor"),
-                    &high.into(),
-                    "it must be above low_freq_factor",
-                );
-            }
-            RopeKind::Llama3 {
-                factor: required("factor")?,
-                low_freq_factor: low,
-                high_freq_factor: high,
-                original_max_position_embeddings: original()?,
-            }
-        }
-        Some(Some("yarn")) => {
-            let original = original()?;
-            // An explicit null asks for the ratio of the two contexts, as in transformers 5.
-            let factor = match parameters.get("factor") {
-                Some(Value::Null) => max_position_embeddings as f64 / original,
-                Some(_) | None => required("factor")?,
-            };
-            yarn(&inner, factor, original)?
-        }
-        Some(_) => {
-            let value = rope_type.unwrap_or(&Value::Null);
-            return keys.refuse(&format!("{name}.rope_type"), value, "supported are default, linear, yarn and llama3");
-        }
-    };
-    Ok(Rope { theta, kind })
-}
-
-fn yarn(keys: &Keys, factor: f64, original: f64) -> Result<RopeKind, ModelCardError> {
-    let scale = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
-    let attention_factor = match (keys.get("attention_factor"), keys.get("mscale"), keys.get("mscale_all_dim")) {
-        (Some(_), _, _) => keys.number("attention_factor", None)?,
-        (None, Some(a), Some(b)) if a.as_f64() != Some(0.0) && b.as_f64() != Some(0.0) => {
-            scale(keys.number("mscale", None)?) / scale(keys.number("mscale_all_dim", None)?)
-        }
-        _ => scale(1.0),
-    };
-    Ok(RopeKind::Yarn {
-        factor,
-        original_max_position_embeddings: original,
-        beta_fast: keys.number("beta_fast", Some(32.0))?,
-        beta_slow: keys.number("beta_slow", Some(1.0))?,
-        attention_factor,
-        truncate: keys.flag("truncate", true)?,
-    })
 }
 
 /// The window of each layer: `layer_types` says which layers have one, or else `slides`.

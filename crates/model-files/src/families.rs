@@ -14,7 +14,7 @@ mod smollm3;
 use serde_json::Value;
 
 use super::ModelCardError;
-use super::config::{Keys, LayerNorms, ModelDescription, QkNorm, rope};
+use super::config::{Activation, Keys, LayerNorms, ModelDescription, Projections, QkNorm, Rope, RopeKind, Sizes, rope};
 
 /// A decoder family.
 pub(super) struct Family {
@@ -22,10 +22,16 @@ pub(super) struct Family {
     pub(super) model_type: &'static str,
     /// Keys that it understands, and that are refused in families which do not.
     pub(super) reads: &'static [&'static str],
-    /// Width of a head where config.json names none; None = hidden_size / num_attention_heads.
-    pub(super) head_dim: Option<usize>,
+    /// Sizes where config.json does not say them. A head is hidden_size / num_attention_heads wide, unless one is here.
+    pub(super) sizes: &'static [(&'static str, usize)],
+    /// What is added to the mean square in RMSNorm where config.json does not say.
+    pub(super) rms_norm_eps: f64,
+    /// The key of the MLP's activation, and its value where config.json does not say.
+    pub(super) activation: (&'static str, &'static str),
     /// The base of the rotary position embedding where config.json names none.
     pub(super) rope_theta: f64,
+    /// Reads the rotary position embeddings, with that base: of all layers, and of those with a window if it is another.
+    pub(super) ropes: ReadRopes,
     /// The head is the embedding where config.json does not say.
     pub(super) is_tied: bool,
     /// Without `num_key_value_heads` there are as many as query heads.
@@ -39,8 +45,11 @@ impl Family {
     const COMMON: Family = Family {
         model_type: "",
         reads: &[],
-        head_dim: None,
+        sizes: &[],
+        rms_norm_eps: 1e-6,
+        activation: ("hidden_act", "silu"),
         rope_theta: 10_000.0,
+        ropes: |keys, theta, sizes| Ok((rope(keys, theta, sizes)?, None)),
         is_tied: false,
         has_kv_heads_by_default: false,
         describe: |_, model| Ok(model),
@@ -54,6 +63,7 @@ fn read_attention_bias(keys: &Keys<'_>, model: &mut ModelDescription) -> Result<
     Ok(())
 }
 
+type ReadRopes = fn(&Keys<'_>, f64, Sizes) -> Result<(Rope, Option<Rope>), ModelCardError>;
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All of them.
@@ -68,8 +78,12 @@ pub(super) const FAMILIES: [Family; 8] = [
     ministral::MINISTRAL3,
 ];
 
+/// Multimodal checkpoints whose text part is one of the families: config.json's `model_type`, and those that its
+/// `text_config` may have, the first where it says none.
+const WITH_TEXT_PART: [(&str, &[&str]); 1] = [("gemma3", &["gemma3_text"])];
+
 /// Keys whose presence (not null, not false, not the neutral number) changes the computation.
-const UNSUPPORTED: [(&str, Option<f64>); 26] = [
+const UNSUPPORTED: [(&str, Option<f64>); 27] = [
     ("attn_logit_softcapping", None),
     ("final_logit_softcapping", None),
     ("query_pre_attn_scalar", None),
@@ -96,22 +110,34 @@ const UNSUPPORTED: [(&str, Option<f64>); 26] = [
     ("audio_config", None),
     ("kv_lora_rank", None),
     ("rope_local_base_freq", None),
+    ("use_bidirectional_attention", None),
 ];
 
 impl ModelDescription {
     /// Parse and validate config.json; `file` is its name in errors.
     pub fn from_json(file: &str, value: &Value) -> Result<ModelDescription, ModelCardError> {
         let keys = Keys { file, value };
-        let family = family_of(&keys)?;
+        let text_part = text_part(&keys)?;
+        if text_part.is_none() {
+            family_of(&keys)?;
+        }
+        let endings: &[&str] =
+            if text_part.is_some() { &["ForCausalLM", "ForConditionalGeneration"] } else { &["ForCausalLM"] };
         if let Some(value) = keys.get("architectures") {
-            let causal = value.as_array().is_some_and(|list| {
-                list.is_empty() || list.iter().any(|a| a.as_str().is_some_and(|a| a.ends_with("ForCausalLM")))
-            });
-            if !causal {
+            let is_right =
+                |name: &Value| name.as_str().is_some_and(|name| endings.iter().any(|end| name.ends_with(end)));
+            if !value.as_array().is_some_and(|list| list.is_empty() || list.iter().any(is_right)) {
                 return keys.refuse("architectures", value, "a …ForCausalLM model is needed");
             }
         }
-        ModelDescription::of_family(&keys, family)
+        match text_part {
+            None => ModelDescription::of_family(&keys, family_of(&keys)?),
+            Some(text) => {
+                let file = format!("{file}, text_config");
+                let description = ModelDescription::from_json(&file, &text)?;
+                Ok(ModelDescription { is_part: true, ..description })
+            }
+        }
     }
 
     /// The decoder under a …ForSequenceClassification head; it has no language-model head.
@@ -122,7 +148,9 @@ impl ModelDescription {
 
     fn of_family(keys: &Keys, family: &Family) -> Result<ModelDescription, ModelCardError> {
         let file = keys.file;
-        for (key, neutral) in UNSUPPORTED.into_iter().filter(|(key, _)| !family.reads.contains(key)) {
+        let fp8_block = fp8_block(keys)?;
+        let is_read = |key: &str| family.reads.contains(&key) || (key == "quantization_config" && is_fp8(keys));
+        for (key, neutral) in UNSUPPORTED.into_iter().filter(|(key, _)| !is_read(key)) {
             if let Some(found) = keys.get(key) {
                 let harmless = match found {
                     Value::Bool(b) => !b,
@@ -134,17 +162,12 @@ impl ModelDescription {
                 }
             }
         }
-        for key in ["hidden_act", "hidden_activation"] {
-            if let Some(act) = keys.get(key)
-                && !matches!(act.as_str(), Some("silu" | "swish"))
-            {
-                return keys.refuse(key, act, "only \"silu\" is supported");
-            }
-        }
-
-        let hidden_size = keys.size("hidden_size", None)?;
-        let num_attention_heads = keys.size("num_attention_heads", None)?;
-        let default_kv_heads = family.has_kv_heads_by_default.then_some(num_attention_heads);
+        let usual = |key: &str| family.sizes.iter().find(|(name, _)| *name == key).map(|(_, size)| *size);
+        let size = |key: &str| keys.size(key, usual(key));
+        let hidden_size = size("hidden_size")?;
+        let num_attention_heads = size("num_attention_heads")?;
+        let default_kv_heads =
+            usual("num_key_value_heads").or(family.has_kv_heads_by_default.then_some(num_attention_heads));
         let num_key_value_heads = keys.size("num_key_value_heads", default_kv_heads)?;
         if num_attention_heads % num_key_value_heads != 0 {
             let detail = format!(
@@ -152,50 +175,126 @@ impl ModelDescription {
             );
             return Err(ModelCardError::new(file, detail));
         }
-        let default_head_dim = family.head_dim.unwrap_or(hidden_size / num_attention_heads);
+        let default_head_dim = usual("head_dim").unwrap_or(hidden_size / num_attention_heads);
         // transformers' Qwen2 has no head_dim key and ignores one only by its default, so an explicit one counts.
         let head_dim = keys.size("head_dim", Some(default_head_dim))?;
         if head_dim % 2 != 0 || head_dim == 0 || head_dim > 4096 {
             return Err(ModelCardError::new(file, format!("head_dim is {head_dim}; it must be even and at most 4096")));
         }
-        let num_hidden_layers = keys.size("num_hidden_layers", None)?;
+        let num_hidden_layers = size("num_hidden_layers")?;
         if num_hidden_layers > 10_000 {
             let detail = format!("num_hidden_layers is {num_hidden_layers}; at most 10000 are supported");
             return Err(ModelCardError::new(file, detail));
         }
-        let max_position_embeddings = keys.size("max_position_embeddings", None)?;
+        let max_position_embeddings = size("max_position_embeddings")?;
+        let is_phi3 = family.model_type == "phi3";
+        let (rope, local_rope) =
+            (family.ropes)(keys, family.rope_theta, Sizes { head_dim, max_position_embeddings, is_phi3 })?;
+        // A base that grows is for sequences beyond it.
+        let reach = match rope.kind {
+            RopeKind::Dynamic { factor, .. } => (max_position_embeddings as f64 * factor.max(1.0)) as usize,
+            _ => max_position_embeddings,
+        };
         let common = ModelDescription {
             family: family.model_type,
             hidden_size,
-            intermediate_size: keys.size("intermediate_size", None)?,
+            intermediate_size: size("intermediate_size")?,
             num_hidden_layers,
             num_attention_heads,
             num_key_value_heads,
             head_dim,
-            vocab_size: keys.size("vocab_size", None)?,
-            rms_norm_eps: keys.number("rms_norm_eps", Some(1e-6))?,
+            vocab_size: size("vocab_size")?,
+            rms_norm_eps: keys.number("rms_norm_eps", Some(family.rms_norm_eps))?,
             tie_word_embeddings: keys.flag("tie_word_embeddings", family.is_tied)?,
             qk_norm: QkNorm::None,
             norms: LayerNorms::BEFORE,
             qkv_bias: false,
             o_bias: false,
             mlp_bias: false,
-            rope: rope(keys, family.rope_theta, max_position_embeddings)?,
+            projections: Projections::SEPARATE,
+            activation: activation(keys, family.activation)?,
+            norm_offset: 0.0,
+            rope,
+            local_rope,
             windows: vec![None; num_hidden_layers],
             rotates: vec![true; num_hidden_layers],
-            max_position_embeddings,
+            max_position_embeddings: reach,
             attention_scale: (head_dim as f64).powf(-0.5),
+            attention_softcap: None,
             query_growth: None,
             embedding_multiplier: 1.0,
             residual_multiplier: 1.0,
             logits_divisor: 1.0,
+            logits_softcap: None,
+            is_part: false,
+            fp8_block,
         };
         (family.describe)(keys, common)
     }
 }
 
+/// Weights are stored in 8 bits, with scales beside them, as transformers' `fp8` has it.
+fn is_fp8(keys: &Keys<'_>) -> bool {
+    keys.get("quantization_config").is_some_and(|value| value["quant_method"] == "fp8")
+}
+
+/// Rows and columns that share a scale; None = a matrix has one.
+fn fp8_block(keys: &Keys<'_>) -> Result<Option<[usize; 2]>, ModelCardError> {
+    if !is_fp8(keys) {
+        return Ok(None);
+    }
+    let found = &keys.value["quantization_config"]["weight_block_size"];
+    let sizes: Option<Vec<u64>> =
+        found.as_array().map(|list| list.iter().filter_map(Value::as_u64).filter(|size| *size > 0).collect());
+    match sizes.as_deref() {
+        Some([rows, columns]) => Ok(Some([*rows as usize, *columns as usize])),
+        None if found.is_null() => Ok(None),
+        _ => keys.refuse("quantization_config.weight_block_size", found, "it must be two positive whole numbers"),
+    }
+}
+
+/// What the gate of the MLP goes through.
+fn activation(keys: &Keys<'_>, (key, usual): (&str, &str)) -> Result<Activation, ModelCardError> {
+    let usual = Value::from(usual);
+    let value = keys.get(key).unwrap_or(&usual);
+    match value.as_str() {
+        Some("silu" | "swish") => Ok(Activation::Silu),
+        // Both are one formula in transformers.
+        Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
+        _ => keys.refuse(key, value, "supported are \"silu\" and \"gelu_pytorch_tanh\""),
+    }
+}
+
+/// The `text_config` of a multimodal checkpoint, with what config.json says of all of it; None where it is another one.
+///
+/// # Errors
+/// When its text part is of a family that is not supported.
+fn text_part(keys: &Keys<'_>) -> Result<Option<Value>, ModelCardError> {
+    let model_type = keys.get("model_type").and_then(Value::as_str);
+    let Some((_, of_text)) = WITH_TEXT_PART.iter().find(|(name, _)| model_type == Some(name)) else { return Ok(None) };
+    let Some(Value::Object(text)) = keys.get("text_config") else {
+        let detail = "text_config is missing; it must describe the model's decoder";
+        return Err(ModelCardError::new(keys.file, detail));
+    };
+    let mut text = text.clone();
+    if !text.contains_key("model_type") {
+        text.insert("model_type".to_owned(), of_text[0].into());
+    }
+    let found = &text["model_type"];
+    if !found.as_str().is_some_and(|name| of_text.contains(&name)) {
+        return keys.refuse("text_config.model_type", found, &format!("supported are {}", of_text.join(", ")));
+    }
+    // Of what stands outside, it is the text's too.
+    if let Some(value) = keys.get("quantization_config") {
+        text.insert("quantization_config".to_owned(), value.clone());
+    }
+    text.remove("architectures");
+    Ok(Some(Value::Object(text)))
+}
+
 fn family_of(keys: &Keys) -> Result<&'static Family, ModelCardError> {
-    let names: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
+    let names = FAMILIES.iter().map(|family| family.model_type).chain(WITH_TEXT_PART.iter().map(|(name, _)| *name));
+    let names: Vec<&str> = names.collect();
     let advice = format!("supported are {}", names.join(", "));
     let Some(value) = keys.get("model_type") else {
         return Err(ModelCardError::new(keys.file, format!("model_type is missing; {advice}")));

@@ -25,8 +25,8 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 pub use classifier::{Backbone, ClassifierCard};
-pub use config::{LayerNorms, ModelDescription, QkNorm, QueryGrowth, Rope, RopeKind};
-pub use weights::{TensorDtype, TensorLocation};
+pub use config::{Activation, LayerNorms, ModelDescription, Projections, QkNorm, QueryGrowth, Rope, RopeKind};
+pub use weights::{Scale, TensorDtype, TensorLocation};
 
 /// Why a model directory cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -201,7 +201,10 @@ fn eos_token_ids(
     tokenizer: &text::TokenizerInfo,
 ) -> Result<Vec<u32>, ModelCardError> {
     let file = "generation_config.json";
-    let of_config = token_ids(config_file, config_json, config.vocab_size)?;
+    let mut of_config = token_ids(config_file, config_json, config.vocab_size)?;
+    if let (true, Some(text)) = (of_config.is_empty(), config_json.get("text_config")) {
+        of_config = token_ids(config_file, text, config.vocab_size)?;
+    }
     let mut ids = match dir.join(file).exists() {
         true => token_ids(file, &read_json(dir, file, MAX_CONFIG_BYTES)?, config.vocab_size)?,
         false => of_config,

@@ -24,6 +24,8 @@ pub enum TensorDtype {
     F16,
     /// bfloat16
     Bf16,
+    /// 8-bit float: 4 bits of exponent, 3 of fraction, no infinity.
+    F8E4M3,
 }
 
 impl TensorDtype {
@@ -32,6 +34,7 @@ impl TensorDtype {
         match self {
             TensorDtype::F32 => 4,
             TensorDtype::F16 | TensorDtype::Bf16 => 2,
+            TensorDtype::F8E4M3 => 1,
         }
     }
 }
@@ -39,7 +42,7 @@ impl TensorDtype {
 /// A tensor inside a safetensors file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorLocation {
-    /// Its name in the checkpoint.
+    /// Its name, as transformers calls it in a model that is text alone.
     pub name: String,
     /// The file, relative to the model directory.
     pub file: String,
@@ -49,6 +52,17 @@ pub struct TensorLocation {
     pub shape: Vec<usize>,
     /// First byte, from the file's beginning.
     pub offset_bytes: u64,
+    /// What its values are multiplied by.
+    pub scale: Option<Box<Scale>>,
+}
+
+/// The scales of a matrix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scale {
+    /// One a block, `[blocks of rows][blocks of columns]`.
+    pub values: TensorLocation,
+    /// Rows and columns of a block.
+    pub block: [usize; 2],
 }
 
 impl TensorLocation {
@@ -72,7 +86,41 @@ struct HeaderEntry {
 
 /// Find every tensor that the architecture needs.
 pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<TensorLocation>, ModelCardError> {
-    locate_named(dir, config.tensors())
+    let mut found = locate_spelled(dir, config.tensors(), config.is_part)?;
+    // What is stored in 8 bits has scales beside it.
+    let scaled = |location: &TensorLocation| location.dtype == TensorDtype::F8E4M3;
+    let scales = found.iter().filter(|location| scaled(location)).map(|location| {
+        let block = match (config.fp8_block, location.shape.as_slice()) {
+            (Some(block), [_, _]) => block,
+            _ => [usize::MAX; 2],
+        };
+        let shape = match config.fp8_block {
+            Some([rows, columns]) if location.shape.len() == 2 => {
+                vec![location.shape[0].div_ceil(rows), location.shape[1].div_ceil(columns)]
+            }
+            _ => Vec::new(),
+        };
+        (format!("{}_scale_inv", location.name), shape, block)
+    });
+    let scales: Vec<(String, Vec<usize>, [usize; 2])> = scales.collect();
+    let needed = scales.iter().map(|(name, shape, _)| (name.clone(), shape.clone())).collect();
+    let located = locate_spelled(dir, needed, config.is_part)?;
+    let scales = located.into_iter().zip(scales).map(|(values, (_, _, block))| Box::new(Scale { values, block }));
+    for (location, scale) in found.iter_mut().filter(|location| scaled(location)).zip(scales) {
+        location.scale = Some(scale);
+    }
+    Ok(found)
+}
+
+/// How a tensor may be called in the files. In a multimodal checkpoint the decoder is `language_model.model` (as transformers
+/// 4 saved it, and Gemma 3 and Mistral 3 are published) or `model.language_model` (as 5 saves it).
+fn spellings(name: &str, is_part: bool) -> Vec<String> {
+    let mut spellings = vec![name.to_owned()];
+    if is_part {
+        spellings.push(format!("language_model.{name}"));
+        spellings.extend(name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}")));
+    }
+    spellings
 }
 
 /// Whether the files hold another head than the embedding, though config.json ties the two: transformers 5 then unties them.
@@ -81,7 +129,7 @@ pub(super) fn has_own_head(dir: &Path, config: &ModelDescription) -> Result<bool
     let shape = vec![config.vocab_size, config.hidden_size];
     let names = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| (name.to_owned(), shape.clone()));
     // One that is missing is told where it is needed.
-    let Ok(found) = locate_named(dir, names.into()) else { return Ok(false) };
+    let Ok(found) = locate_spelled(dir, names.into(), config.is_part) else { return Ok(false) };
     let [embedding, head] = found.as_slice() else { return Ok(false) };
     if embedding.dtype != head.dtype {
         return Ok(true);
@@ -111,21 +159,34 @@ pub(super) fn locate_named(
     dir: &Path,
     needed: Vec<(String, Vec<usize>)>,
 ) -> Result<Vec<TensorLocation>, ModelCardError> {
+    locate_spelled(dir, needed, false)
+}
+
+fn locate_spelled(
+    dir: &Path,
+    needed: Vec<(String, Vec<usize>)>,
+    is_part: bool,
+) -> Result<Vec<TensorLocation>, ModelCardError> {
     let files = weight_files(dir)?;
     let mut headers: BTreeMap<&str, Header> = BTreeMap::new();
     let mut found = Vec::new();
-    for (name, shape) in needed {
+    for (canonical, shape) in needed {
+        let spellings = spellings(&canonical, is_part);
         let file = match &files {
             WeightFiles::Single(file) => file,
-            WeightFiles::Sharded(map) => map.get(&name).ok_or_else(|| missing(INDEX, &name))?,
+            WeightFiles::Sharded(map) => {
+                spellings.iter().find_map(|name| map.get(name)).ok_or_else(|| missing(INDEX, &canonical))?
+            }
         };
         if !headers.contains_key(file.as_str()) {
             headers.insert(file, read_header(dir, file)?);
         }
         let Some(header) = headers.get(file.as_str()) else { continue };
+        let is_here = |name: &String| header.tensors.contains_key(name) || header.unsupported.contains_key(name);
+        let name = spellings.into_iter().find(is_here).unwrap_or_else(|| canonical.clone());
         if let Some(dtype) = header.unsupported.get(&name) {
             let detail =
-                format!("tensor {name} is stored as {dtype}; supported are BF16, F16 and F32 (no quantised weights)");
+                format!("tensor {name} is stored as {dtype}; supported are BF16, F16, F32 and F8_E4M3 with scales");
             return Err(ModelCardError::new(file, detail));
         }
         let location = header.tensors.get(&name).ok_or_else(|| missing(file, &name))?;
@@ -136,7 +197,7 @@ pub(super) fn locate_named(
             );
             return Err(ModelCardError::new(file, detail));
         }
-        found.push(location.clone());
+        found.push(TensorLocation { name: canonical, ..location.clone() });
     }
     Ok(found)
 }
@@ -259,6 +320,7 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
             dtype,
             shape: entry.shape.iter().map(|d| *d as usize).collect(),
             offset_bytes: 8 + header_bytes + begin,
+            scale: None,
         };
         result.tensors.insert(name, location);
     }
@@ -288,6 +350,7 @@ fn dtype(name: &str) -> Option<TensorDtype> {
         "F32" => Some(TensorDtype::F32),
         "F16" => Some(TensorDtype::F16),
         "BF16" => Some(TensorDtype::Bf16),
+        "F8_E4M3" => Some(TensorDtype::F8E4M3),
         _ => None,
     }
 }

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::types::gathered;
 use super::{
-    AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, Choice, Chosen, Compute, Decode, Flat, FullSlot,
-    HeadBackward, LinearBackward, Rotation,
+    Activation, AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, Choice, Chosen, Compute, Decode,
+    Flat, FullSlot, Head, HeadBackward, LinearBackward, Rotation,
 };
 use crate::error::{EngineError, Result};
 use crate::kernels::attention::Segments;
@@ -89,6 +89,11 @@ impl Cpu {
     }
 }
 
+/// As the kernels have it.
+fn law(head: &Head<Cpu>) -> head::Head<'_> {
+    head::Head { weight: &head.weight.matrix, softcap: head.softcap }
+}
+
 impl Buffers for Cpu {
     type Tensor = Matrix;
     type Vector = Arc<Vec<f32>>;
@@ -109,8 +114,8 @@ impl Buffers for Cpu {
         Ok(Weight { matrix, bias: bias.map(Arc::new) })
     }
 
-    fn vector_from(&self, parameters: &Vec<f32>, place: Range<usize>) -> Result<Arc<Vec<f32>>> {
-        self.upload_vector(parameters[place].to_vec())
+    fn vector_from(&self, parameters: &Vec<f32>, place: Range<usize>, offset: f32) -> Result<Arc<Vec<f32>>> {
+        self.upload_vector(parameters[place].iter().map(|value| value + offset).collect())
     }
 
     fn weight_from(&self, parameters: &Vec<f32>, modules: &[FullSlot], inputs: usize) -> Result<Weight> {
@@ -270,38 +275,38 @@ impl Compute for Cpu {
         Ok(self.attend_packed_vjp(backward))
     }
 
-    fn silu_mul(&self, gate_up: &Matrix) -> Result<Matrix> {
-        Ok(self.activate(gate_up))
+    fn gated(&self, activation: Activation, gate_up: &Matrix) -> Result<Matrix> {
+        Ok(self.activate(activation, gate_up))
     }
 
-    fn silu_mul_vjp(&self, gate_up: &Matrix, dy: &Matrix) -> Result<Matrix> {
-        Ok(self.activate_vjp(gate_up, dy))
+    fn gated_vjp(&self, activation: Activation, gate_up: &Matrix, dy: &Matrix) -> Result<Matrix> {
+        Ok(self.activate_vjp(activation, gate_up, dy))
     }
 
     fn score(
         &self,
         x: &Matrix,
-        head: &Weight,
+        head: &Head<Self>,
         targets: &[u32],
         temperature: f64,
     ) -> Result<(Vec<TokenScore>, Vec<Normalizer>)> {
-        let scores = head::score(&self.threads, self.isa, x.values(), &head.matrix, targets, temperature);
+        let scores = head::score(&self.threads, self.isa, x.values(), law(head), targets, temperature);
         Ok((scores.tokens, scores.normalizers))
     }
 
     fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Matrix> {
         let HeadBackward { x, head, targets, temperature, normalizers, g, at } = *backward;
-        let weight = &*head.matrix;
+        let weight = &*head.weight.matrix;
         let mut dx = self.pool.matrix(x.rows(), x.width());
         let slot = at.map(|at| &mut gradient[at..at + weight.n() * weight.k()]);
-        let given = head::Gradient { x: x.values(), weight, targets, temperature, normalizers, g };
+        let given = head::Gradient { x: x.values(), head: law(head), targets, temperature, normalizers, g };
         head::score_vjp(&self.threads, self.isa, &given, dx.values_mut(), slot);
         Ok(dx)
     }
 
-    fn logits(&self, x: &Matrix, head: &Weight) -> Result<Matrix> {
-        let mut logits = self.pool.matrix(x.rows(), head.matrix.n());
-        head::logits(&self.threads, self.isa, x.values(), &head.matrix, logits.values_mut());
+    fn logits(&self, x: &Matrix, head: &Head<Self>) -> Result<Matrix> {
+        let mut logits = self.pool.matrix(x.rows(), head.weight.matrix.n());
+        head::logits(&self.threads, self.isa, x.values(), law(head), logits.values_mut());
         Ok(logits)
     }
 }
@@ -351,18 +356,24 @@ impl Decode for Cpu {
         cache.retain(keep);
     }
 
-    fn choose(&self, x: &Matrix, head: &Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+    fn choose(&self, x: &Matrix, head: &Head<Self>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         if choice.filters.are_off() {
-            head::choose(&self.threads, self.isa, x.values(), &head.matrix, choice.picks, chosen);
+            head::choose(&self.threads, self.isa, x.values(), law(head), choice.picks, chosen);
             return Ok(());
         }
         let mut logits = self.logits(x, head)?;
         let rows: Vec<Range<usize>> = (0..choice.picks.len()).map(|row| row..row + 1).collect();
         chosen.clear();
         chosen.resize(rows.len(), Chosen { token: 0, logp: 0.0 });
-        self.threads.over(&rows, chosen, (logits.values_mut(), head.matrix.n()), false, |row, chosen, logits| {
-            chosen[0] = choice.among(row.start, logits);
-        });
+        self.threads.over(
+            &rows,
+            chosen,
+            (logits.values_mut(), head.weight.matrix.n()),
+            false,
+            |row, chosen, logits| {
+                chosen[0] = choice.among(row.start, logits);
+            },
+        );
         Ok(())
     }
 

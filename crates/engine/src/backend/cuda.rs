@@ -217,7 +217,10 @@ impl Buffers for Cuda {
         Weight::new(&self.device, self.compute(), values, inputs, bias)
     }
 
-    fn vector_from(&self, parameters: &Flat, place: Range<usize>) -> Result<Vector> {
+    fn vector_from(&self, parameters: &Flat, place: Range<usize>, offset: f32) -> Result<Vector> {
+        if offset != 0.0 {
+            return Err(compute::no_kernel("norms whose weights are trained with an offset"));
+        }
         Vector::of(&self.device, parameters.vector(place.start, place.len()))
     }
 

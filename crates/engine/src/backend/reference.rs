@@ -10,8 +10,8 @@ use candle_core::{Device, Tensor};
 
 use super::types::gathered;
 use super::{
-    AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, Compute, Flat, FullSlot,
-    HeadBackward, LinearBackward, Mask, Rotation,
+    Activation, AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, Compute, Flat,
+    FullSlot, Head, HeadBackward, LinearBackward, Mask, Rotation,
 };
 use crate::error::Result;
 use crate::ops::slices::{self, TokenScore, add_scaled};
@@ -103,8 +103,8 @@ impl Reference {
         Ok((dx, Tensor::cat(&da, 0)?))
     }
 
-    fn chunks<'t>(head: &Weight, targets: &'t [u32]) -> Result<impl Iterator<Item = (usize, &'t [u32])>> {
-        let rows = (MAX_LOGITS as usize / head.matrix.dim(0)?).max(MIN_LOGIT_ROWS as usize);
+    fn chunks<'t>(head: &Head<Self>, targets: &'t [u32]) -> Result<impl Iterator<Item = (usize, &'t [u32])>> {
+        let rows = (MAX_LOGITS as usize / head.weight.matrix.dim(0)?).max(MIN_LOGIT_ROWS as usize);
         Ok(targets.chunks(rows).enumerate().map(move |(index, chunk)| (index * rows, chunk)))
     }
 
@@ -153,8 +153,8 @@ impl Buffers for Reference {
         Ok(Weight { matrix: self.tensor(values, inputs)?, bias })
     }
 
-    fn vector_from(&self, parameters: &Vec<f32>, place: Range<usize>) -> Result<Arc<Vec<f32>>> {
-        self.upload_vector(parameters[place].to_vec())
+    fn vector_from(&self, parameters: &Vec<f32>, place: Range<usize>, offset: f32) -> Result<Arc<Vec<f32>>> {
+        self.upload_vector(parameters[place].iter().map(|value| value + offset).collect())
     }
 
     fn weight_from(&self, parameters: &Vec<f32>, modules: &[FullSlot], inputs: usize) -> Result<Weight> {
@@ -373,15 +373,15 @@ impl Compute for Reference {
         Ok(ops::attention_vjp(heads, groups, visible, backward.qkv, backward.dy)?)
     }
 
-    fn silu_mul(&self, gate_up: &Tensor) -> Result<Tensor> {
-        Ok(ops::silu_mul(gate_up)?)
+    fn gated(&self, activation: Activation, gate_up: &Tensor) -> Result<Tensor> {
+        Ok(ops::gated(activation, gate_up)?)
     }
 
-    fn silu_mul_vjp(&self, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
-        Ok(ops::silu_mul_vjp(gate_up, dy)?)
+    fn gated_vjp(&self, activation: Activation, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        Ok(ops::gated_vjp(activation, gate_up, dy)?)
     }
 
-    fn score(&self, x: &Tensor, head: &Weight, targets: &[u32], temperature: f64) -> Result<(Vec<TokenScore>, ())> {
+    fn score(&self, x: &Tensor, head: &Head<Self>, targets: &[u32], temperature: f64) -> Result<(Vec<TokenScore>, ())> {
         let mut scores = Vec::with_capacity(targets.len());
         for (begin, ids) in Self::chunks(head, targets)? {
             let logits = self.logits(&x.narrow(0, begin, ids.len())?, head)?;
@@ -397,8 +397,12 @@ impl Compute for Reference {
             let x = x.narrow(0, begin, ids.len())?;
             let logits = self.logits(&x, head)?;
             let d_logits = ops::token_scores_vjp(&logits, ids, *temperature, &g[begin..begin + ids.len()])?;
+            let d_logits = match head.softcap {
+                Some(softcap) => ops::softcap_vjp(&logits, softcap, &d_logits)?,
+                None => d_logits,
+            };
             let d_logits = self.rounded(&d_logits)?;
-            parts.push(d_logits.matmul(&head.matrix)?);
+            parts.push(d_logits.matmul(&head.weight.matrix)?);
             if let Some(at) = at {
                 add_tensor(gradient, *at, &d_logits.t()?.matmul(&self.rounded(&x)?)?)?;
             }
@@ -406,7 +410,12 @@ impl Compute for Reference {
         Ok(Tensor::cat(&parts, 0)?)
     }
 
-    fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {
-        ops::padded(&self.rounded(x)?, |x| Ok(ops::linear(x, &head.matrix, None)?))
+    fn logits(&self, x: &Tensor, head: &Head<Self>) -> Result<Tensor> {
+        let logits =
+            ops::padded(&self.rounded(x)?, |x| -> Result<Tensor> { Ok(ops::linear(x, &head.weight.matrix, None)?) })?;
+        Ok(match head.softcap {
+            Some(softcap) => ops::softcap(&logits, softcap)?,
+            None => logits,
+        })
     }
 }

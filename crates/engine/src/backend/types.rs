@@ -27,23 +27,35 @@ pub enum Module {
     Up,
     /// `mlp.down_proj`
     Down,
+    /// `self_attn.qkv_proj`: queries, keys and values stored as one.
+    Qkv,
+    /// `mlp.gate_up_proj`: gate and up stored as one.
+    GateUp,
+    /// `shared_mlp.input_linear`: the same in Granite 4.
+    Input,
+    /// `shared_mlp.output_linear`
+    Output,
 }
 
 impl Module {
     /// Every module, in the order of the flat parameter buffer.
-    pub const ALL: [Module; 7] = [Module::Q, Module::K, Module::V, Module::O, Module::Gate, Module::Up, Module::Down];
+    pub const ALL: [Module; 11] = [
+        Module::Q,
+        Module::K,
+        Module::V,
+        Module::O,
+        Module::Gate,
+        Module::Up,
+        Module::Down,
+        Module::Qkv,
+        Module::GateUp,
+        Module::Input,
+        Module::Output,
+    ];
 
     /// The name in `target_modules`.
     pub fn name(self) -> &'static str {
-        match self {
-            Module::Q => "q_proj",
-            Module::K => "k_proj",
-            Module::V => "v_proj",
-            Module::O => "o_proj",
-            Module::Gate => "gate_proj",
-            Module::Up => "up_proj",
-            Module::Down => "down_proj",
-        }
+        self.path().rsplit('.').next().unwrap_or_default()
     }
 
     /// The path inside a decoder layer.
@@ -56,7 +68,16 @@ impl Module {
             Module::Gate => "mlp.gate_proj",
             Module::Up => "mlp.up_proj",
             Module::Down => "mlp.down_proj",
+            Module::Qkv => "self_attn.qkv_proj",
+            Module::GateUp => "mlp.gate_up_proj",
+            Module::Input => "shared_mlp.input_linear",
+            Module::Output => "shared_mlp.output_linear",
         }
+    }
+
+    /// The module at that path inside a decoder layer.
+    pub fn from_path(path: &str) -> Option<Module> {
+        Module::ALL.into_iter().find(|m| m.path() == path)
     }
 
     /// The module of that `target_modules` name.
@@ -303,13 +324,22 @@ pub struct AttentionBackward<'a, B: Compute> {
     pub dy: &'a B::Tensor,
 }
 
+/// What makes logits of normed rows.
+#[derive(Clone, Debug)]
+pub struct Head<B: Buffers> {
+    /// `[vocab, hidden]`
+    pub weight: B::Weight,
+    /// Logits are c·tanh(x·Wᵀ / c), where there is a c.
+    pub softcap: Option<f32>,
+}
+
 /// What the backward of the head reads.
 #[derive(Debug)]
 pub struct HeadBackward<'a, B: Compute> {
     /// Normed rows.
     pub x: &'a B::Tensor,
-    /// `[vocab, hidden]`
-    pub head: &'a B::Weight,
+    /// What made the logits.
+    pub head: &'a Head<B>,
     /// One a row.
     pub targets: &'a [u32],
     /// Divides the logits.

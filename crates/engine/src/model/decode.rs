@@ -35,6 +35,8 @@ pub struct Rows<B: Decode> {
     pub due: Option<Picks<B>>,
     /// Tokens of each row, prompt included.
     pub lengths: Vec<usize>,
+    /// The most that each will have.
+    pub most: Vec<usize>,
 }
 
 /// A choice of tokens that was begun.

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use super::layer::{Batch, Layer, Norm, Saved};
 use super::packing::{Packing, Target};
 use super::pass::Pass;
-use super::rope::RopeTables;
+use super::rope::{Angles, Ropes};
 use super::{Adapter, EMBEDDING, HEAD, NORM, Trajectory, unknown_token};
-use crate::backend::{Compute, Flat, FullSlot, HeadBackward};
+use crate::backend::{Compute, Flat, FullSlot, Head, HeadBackward};
 use crate::error::{EngineError, Result};
 use crate::load::Weights;
 use crate::lora::Lora;
@@ -25,11 +25,11 @@ pub struct Decoder<B: Compute> {
     embedding: B::Weight,
     layers: Vec<Layer<B>>,
     norm: Norm<B>,
-    /// The embedding itself where tied.
-    head: B::Weight,
+    /// Its weight is the embedding itself where tied.
+    head: Head<B>,
     /// Where the gradients of embedding and head begin, where they are trained.
     slots: Option<(usize, usize)>,
-    rope: Arc<RopeTables>,
+    ropes: Arc<Ropes>,
     gradient_checkpointing: bool,
 }
 
@@ -43,12 +43,13 @@ impl<B: Compute> Decoder<B> {
             backend.upload_weight(weights.values(name)?.0, config.hidden_size, None)
         };
         let embedding = matrix(EMBEDDING)?;
-        let head = if config.tie_word_embeddings { embedding.clone() } else { matrix(HEAD)? };
+        let weight = if config.tie_word_embeddings { embedding.clone() } else { matrix(HEAD)? };
+        let head = Head { weight, softcap: config.logits_softcap.map(|softcap| softcap as f32) };
         let layers = (0..config.num_hidden_layers)
             .map(|index| Layer::load(&backend, weights, config, index))
             .collect::<Result<Vec<Layer<B>>>>()?;
-        let norm = Norm::new(&backend, weights.values(NORM)?.0)?;
-        let rope = Arc::new(RopeTables::new(config));
+        let norm = Norm::new(&backend, weights.values(NORM)?.0, config.norm_offset as f32)?;
+        let ropes = Arc::new(Ropes::new(config));
         Ok(Decoder {
             backend,
             config: Arc::new(config.clone()),
@@ -57,7 +58,7 @@ impl<B: Compute> Decoder<B> {
             norm,
             head,
             slots: None,
-            rope,
+            ropes,
             gradient_checkpointing: false,
         })
     }
@@ -104,9 +105,9 @@ impl<B: Compute> Decoder<B> {
         let at = |name: &str| full.place(name).map(|place| place.start);
         self.embedding = matrix(EMBEDDING)?;
         let tied = self.config.tie_word_embeddings;
-        self.head = if tied { self.embedding.clone() } else { matrix(HEAD)? };
+        self.head.weight = if tied { self.embedding.clone() } else { matrix(HEAD)? };
         self.slots = Some((at(EMBEDDING)?, at(if tied { EMBEDDING } else { HEAD })?));
-        self.norm = Norm::trained(&backend, parameters, full.place(NORM)?)?;
+        self.norm = Norm::trained(&backend, parameters, full.place(NORM)?, self.config.norm_offset as f32)?;
         for (index, layer) in self.layers.iter_mut().enumerate() {
             let name = |inside: &str| format!("model.layers.{index}.{inside}");
             layer.set_norms(&backend, parameters, |inside| full.place(&name(inside)))?;
@@ -134,7 +135,7 @@ impl<B: Compute> Decoder<B> {
         for row in rows {
             row.segments.0.iter().try_for_each(|segment| self.check_ids(segment.ids()))?;
         }
-        Packing::rows(rows, self.windows(), |n| self.rope.table(n))
+        Packing::rows(rows, self.windows(), &self.ropes)
     }
 
     fn check_ids(&self, ids: &[u32]) -> Result<()> {
@@ -158,7 +159,7 @@ impl<B: Compute> Decoder<B> {
     }
 
     fn batch<'p>(&self, packing: &'p Packing) -> Result<Batch<'p, B>> {
-        Ok(Batch { packing, angles: self.backend.angles(&packing.table, &packing.positions)? })
+        Ok(Batch { packing, angles: Angles::new(&self.backend, &packing.turns, &packing.positions)? })
     }
 
     /// The residual stream after the last layer.
@@ -269,7 +270,7 @@ impl<B: Compute> Decoder<B> {
 
     /// The full logits at some positions of one sequence.
     pub fn logits(&self, ids: &[u32], positions: &[usize], adapter: Adapter) -> Result<Vec<f32>> {
-        let packing = Packing::sequences(&[ids], self.windows(), |n| self.rope.table(n));
+        let packing = Packing::sequences(&[(ids, ids.len())], self.windows(), &self.ropes);
         let x = self.hidden(&packing, adapter)?;
         let at: Vec<u32> = positions.iter().map(|p| *p as u32).collect();
         let normed = self.normed(&self.backend.select_rows(&x, &at)?)?;
@@ -278,7 +279,8 @@ impl<B: Compute> Decoder<B> {
 
     /// The normed hidden state of each sequence's last token, `[sequences][hidden_size]`: what a score head reads.
     pub fn last_hidden(&self, sequences: &[&[u32]]) -> Result<Vec<f32>> {
-        let packing = Packing::sequences(sequences, self.windows(), |n| self.rope.table(n));
+        let sequences_and_lengths: Vec<(&[u32], usize)> = sequences.iter().map(|ids| (*ids, ids.len())).collect();
+        let packing = Packing::sequences(&sequences_and_lengths, self.windows(), &self.ropes);
         let x = self.hidden(&packing, Adapter::Off)?;
         let mut end = 0;
         let last: Vec<u32> = sequences

@@ -6,10 +6,11 @@ use std::ops::Range;
 use super::linear::Linear;
 use super::packing::Packing;
 use super::pass::Pass;
-use crate::backend::{Attention, AttentionBackward, Buffers, Compute, Module, Rotation};
+use super::rope::Angles;
+use crate::backend::{Activation, Attention, AttentionBackward, Buffers, Compute, Rotation};
 use crate::error::Result;
 use crate::load::Weights;
-use crate::modelcard::{LayerNorms, ModelDescription, QkNorm, QueryGrowth};
+use crate::modelcard::{self, LayerNorms, ModelDescription, QkNorm, QueryGrowth};
 use crate::ops::slices::Heads;
 
 /// Weights of one layer.
@@ -21,9 +22,14 @@ pub struct Layer<B: Compute> {
     pub window: Option<usize>,
     /// Positions turn queries and keys.
     rotates: bool,
+    /// By the angles of layers with a window.
+    is_local: bool,
+    activation: Activation,
     /// The outputs of attention and MLP are multiplied by this before they are added to the residual stream.
     residual_multiplier: f32,
     eps: f32,
+    /// Added to the weights of the norms.
+    norm_offset: f32,
     before_attention: Option<Norm<B>>,
     qk_norm: Option<(Norm<B>, Norm<B>)>,
     /// The norms of queries and keys are over all heads.
@@ -66,14 +72,15 @@ pub struct Saved<B: Compute> {
 }
 
 impl<B: Buffers> Norm<B> {
-    /// A frozen one.
-    pub fn new(backend: &B, values: Vec<f32>) -> Result<Self> {
+    /// A frozen one; `offset` is added to its weights.
+    pub fn new(backend: &B, mut values: Vec<f32>, offset: f32) -> Result<Self> {
+        values.iter_mut().for_each(|value| *value += offset);
         Ok(Norm { weight: backend.upload_vector(values)?, slot: None })
     }
 
     /// One of the flat parameters.
-    pub fn trained(backend: &B, parameters: &B::FlatBuffer, place: Range<usize>) -> Result<Self> {
-        Ok(Norm { slot: Some(place.start), weight: backend.vector_from(parameters, place)? })
+    pub fn trained(backend: &B, parameters: &B::FlatBuffer, place: Range<usize>, offset: f32) -> Result<Self> {
+        Ok(Norm { slot: Some(place.start), weight: backend.vector_from(parameters, place, offset)? })
     }
 }
 
@@ -94,7 +101,9 @@ impl<B: Compute> Layer<B> {
     /// Load layer `index`.
     pub fn load(backend: &B, weights: &mut Weights, config: &ModelDescription, index: usize) -> Result<Self> {
         let prefix = format!("model.layers.{index}");
-        let mut norm = |name: &str| Norm::new(backend, weights.values(&format!("{prefix}.{name}.weight"))?.0);
+        let norm_offset = config.norm_offset as f32;
+        let mut norm =
+            |name: &str| Norm::new(backend, weights.values(&format!("{prefix}.{name}.weight"))?.0, norm_offset);
         let names = config.norms;
         let mut layer_norm = |name: Option<&str>| name.map(&mut norm).transpose();
         let before_attention = layer_norm(names.before_attention)?;
@@ -105,11 +114,12 @@ impl<B: Compute> Layer<B> {
             QkNorm::None => None,
             QkNorm::Head | QkNorm::Width => Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?)),
         };
-        let mut linear = |modules: &[Module], bias| Linear::load(backend, weights, &prefix, modules, bias);
-        let qkv = linear(&[Module::Q, Module::K, Module::V], config.qkv_bias)?;
-        let o = linear(&[Module::O], config.o_bias)?;
-        let gate_up = linear(&[Module::Gate, Module::Up], config.mlp_bias)?;
-        let down = linear(&[Module::Down], config.mlp_bias)?;
+        let mut linear = |paths: &[&str], bias| Linear::load(backend, weights, &prefix, paths, bias);
+        let paths = config.projections;
+        let qkv = linear(paths.qkv, config.qkv_bias)?;
+        let o = linear(&[paths.o], config.o_bias)?;
+        let gate_up = linear(paths.gate_up, config.mlp_bias)?;
+        let down = linear(&[paths.down], config.mlp_bias)?;
         let (heads, window, rotates) = (heads(config), config.windows[index], config.rotates[index]);
         let eps = config.rms_norm_eps as f32;
         let residual_multiplier = config.residual_multiplier as f32;
@@ -118,8 +128,14 @@ impl<B: Compute> Layer<B> {
             heads,
             window,
             rotates,
+            is_local: window.is_some() && config.local_rope.is_some(),
+            activation: match config.activation {
+                modelcard::Activation::Silu => Activation::Silu,
+                modelcard::Activation::GeluTanh => Activation::GeluTanh,
+            },
             residual_multiplier,
             eps,
+            norm_offset,
             before_attention,
             qk_norm,
             has_wide_qk_norm,
@@ -147,7 +163,7 @@ impl<B: Compute> Layer<B> {
         parameters: &B::FlatBuffer,
         place: impl Fn(&str) -> Result<Range<usize>>,
     ) -> Result<()> {
-        let norm = |name: &str| Norm::trained(backend, parameters, place(&format!("{name}.weight"))?);
+        let norm = |name: &str| Norm::trained(backend, parameters, place(&format!("{name}.weight"))?, self.norm_offset);
         let layer_norm = |name: Option<&str>| name.map(norm).transpose();
         self.before_attention = layer_norm(self.names.before_attention)?;
         self.after_attention = layer_norm(self.names.after_attention)?;
@@ -159,7 +175,8 @@ impl<B: Compute> Layer<B> {
         Ok(())
     }
 
-    fn rotation<'a>(&'a self, angles: &'a B::Angles) -> Rotation<'a, B> {
+    fn rotation<'a>(&'a self, angles: &'a Angles<B>) -> Rotation<'a, B> {
+        let angles = angles.of(self.is_local);
         let of_heads = self.qk_norm.as_ref().filter(|_| !self.has_wide_qk_norm);
         let qk_norm = of_heads.map(|(q, k)| (&q.weight, &k.weight, self.eps));
         Rotation { heads: &self.heads, qk_norm, angles }
@@ -328,7 +345,7 @@ impl<B: Compute> Layer<B> {
     }
 
     fn activated(&self, backend: &B, gate_up: &B::Tensor) -> Result<B::Tensor> {
-        self.added(backend, backend.silu_mul(gate_up)?)
+        self.added(backend, backend.gated(self.activation, gate_up)?)
     }
 
     /// What follows attention: output projection, residual, MLP, residual.
@@ -396,7 +413,7 @@ impl<B: Compute> Layer<B> {
         let activated = self.activated(backend, &gate_up)?;
         let d_activated = self.add_vjp(backend, self.of_mlp(), (&activated, mlp_out), dy, pass, gradient)?;
         drop(activated);
-        let d_gate_up = backend.silu_mul_vjp(&gate_up, &self.added(backend, d_activated)?)?;
+        let d_gate_up = backend.gated_vjp(self.activation, &gate_up, &self.added(backend, d_activated)?)?;
         drop(gate_up);
         let before_mlp = self.before_mlp.as_ref();
         let read = self.before(backend, before_mlp, &middle)?;
@@ -433,7 +450,7 @@ pub struct Batch<'p, B: Compute> {
     /// Ids, groups and targets.
     pub packing: &'p Packing,
     /// Of each token.
-    pub angles: B::Angles,
+    pub angles: Angles<B>,
 }
 
 impl<B: Compute> Batch<'_, B> {
@@ -448,11 +465,12 @@ pub struct Places<'a, B: Compute> {
     /// From 0.
     pub positions: &'a [usize],
     /// Of these positions.
-    pub angles: &'a B::Angles,
+    pub angles: &'a Angles<B>,
 }
 
 /// Sizes of attention.
 pub fn heads(config: &ModelDescription) -> Heads {
     let heads = Heads::new(config.num_attention_heads, config.num_key_value_heads, config.head_dim);
-    Heads { scale: config.attention_scale as f32, ..heads }
+    let softcap = config.attention_softcap.map(|softcap| softcap as f32);
+    Heads { scale: config.attention_scale as f32, softcap, ..heads }
 }

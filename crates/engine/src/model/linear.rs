@@ -7,7 +7,7 @@ use super::pass::Pass;
 use crate::backend::{
     AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Compute, FullSlot, LinearBackward, Mask, Module,
 };
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::load::Weights;
 
 /// One PEFT module's rows of a fused layer.
@@ -51,12 +51,14 @@ struct Lora<B: Compute> {
 }
 
 impl<B: Compute> Linear<B> {
-    /// Fuse the weights (and biases) of `modules` under `prefix` (`model.layers.0`).
-    pub fn load(backend: &B, weights: &mut Weights, prefix: &str, modules: &[Module], bias: bool) -> Result<Self> {
+    /// Fuse the weights (and biases) of the modules at these paths under `prefix` (`model.layers.0`).
+    pub fn load(backend: &B, weights: &mut Weights, prefix: &str, paths: &[&str], bias: bool) -> Result<Self> {
         let (mut parts, mut values, mut bias_values) = (Vec::new(), Vec::new(), Vec::new());
         let mut begin = 0;
-        for module in modules {
-            let name = format!("{prefix}.{}", module.path());
+        for path in paths {
+            let module =
+                Module::from_path(path).ok_or_else(|| EngineError::Input(format!("{path} is no linear layer")))?;
+            let name = format!("{prefix}.{path}");
             let (weight, shape) = weights.values(&format!("{name}.weight"))?;
             if values.is_empty() {
                 values = weight;
@@ -66,7 +68,7 @@ impl<B: Compute> Linear<B> {
             if bias {
                 bias_values.extend(weights.values(&format!("{name}.bias"))?.0);
             }
-            parts.push(Part { module: *module, begin, out: shape[0] });
+            parts.push(Part { module, begin, out: shape[0] });
             begin += shape[0];
         }
         let inputs = values.len() / begin.max(1);

@@ -1,11 +1,9 @@
 //! Rows packed side by side without padding. Rows in a run that share a prompt become one group: the prompt is computed
 //! once, and every completion attends to it.
 
-use std::sync::Arc;
-
 use super::Trajectory;
+use super::rope::{Ropes, Turns};
 use crate::error::{EngineError, Result};
-use crate::ops::RopeTable;
 use crate::ops::slices::{self, Group, Visible};
 
 /// One batch of token ids, and where everything lies in it.
@@ -17,8 +15,8 @@ pub struct Packing {
     pub positions: Vec<usize>,
     /// Side by side.
     pub groups: Vec<Group>,
-    /// Angles for every position.
-    pub table: Arc<RopeTable>,
+    /// Where the tokens' angles are.
+    pub turns: Turns,
     visible: Vec<(Option<usize>, Vec<Vec<Visible>>)>,
     /// What is scored, row after row.
     pub targets: Vec<Target>,
@@ -35,13 +33,11 @@ pub struct Target {
 
 impl Packing {
     /// Pack rows. The last model token and the context after it predict nothing that is scored, and are left out.
-    pub fn rows(
-        rows: &[Trajectory<'_>],
-        windows: &[Option<usize>],
-        table: impl FnOnce(usize) -> Arc<RopeTable>,
-    ) -> Result<Packing> {
+    pub fn rows(rows: &[Trajectory<'_>], windows: &[Option<usize>], ropes: &Ropes) -> Result<Packing> {
         let (mut ids, mut groups, mut targets): (Vec<u32>, Vec<Group>, Vec<Target>) = Default::default();
-        let mut previous: Option<&[u32]> = None;
+        let mut lengths = Vec::new();
+        // A prompt is shared by rows in which its tokens have the same angles.
+        let mut previous: Option<(&[u32], usize)> = None;
         let mut last_of_prompt = 0;
         for (index, row) in rows.iter().enumerate() {
             if row.prompt.is_empty() {
@@ -50,8 +46,11 @@ impl Packing {
                 )));
             }
             let Some(num_inputs) = row.segments.last_model_token() else { continue };
-            if previous != Some(row.prompt) {
-                previous = Some(row.prompt);
+            let length = row.prompt.len() + row.segments.tokens().count();
+            let shared = (row.prompt, ropes.regime(length));
+            if previous != Some(shared) {
+                previous = Some(shared);
+                lengths.push(length);
                 ids.extend(row.prompt);
                 last_of_prompt = ids.len() - 1;
                 groups.push(Group { prompt_len: row.prompt.len(), completion_lens: Vec::new() });
@@ -70,36 +69,34 @@ impl Packing {
                 group.completion_lens.push(num_inputs);
             }
         }
-        Ok(Packing::new(ids, groups, targets, windows, table))
+        Ok(Packing::new(ids, (groups, &lengths), targets, windows, ropes))
     }
 
-    /// Pack whole sequences, scoring nothing.
-    pub fn sequences(
-        sequences: &[&[u32]],
-        windows: &[Option<usize>],
-        table: impl FnOnce(usize) -> Arc<RopeTable>,
-    ) -> Packing {
-        let ids = sequences.concat();
-        let groups = sequences.iter().map(|s| Group { prompt_len: s.len(), completion_lens: Vec::new() }).collect();
-        Packing::new(ids, groups, Vec::new(), windows, table)
+    /// Pack whole sequences, scoring nothing; each has the angles of the length beside it.
+    pub fn sequences(sequences: &[(&[u32], usize)], windows: &[Option<usize>], ropes: &Ropes) -> Packing {
+        let ids = sequences.iter().flat_map(|(ids, _)| ids.iter().copied()).collect();
+        let group = |(ids, _): &(&[u32], usize)| Group { prompt_len: ids.len(), completion_lens: Vec::new() };
+        let lengths: Vec<usize> = sequences.iter().map(|(_, length)| *length).collect();
+        Packing::new(ids, (sequences.iter().map(group).collect(), &lengths), Vec::new(), windows, ropes)
     }
 
     fn new(
         ids: Vec<u32>,
-        groups: Vec<Group>,
+        (groups, lengths): (Vec<Group>, &[usize]),
         targets: Vec<Target>,
         windows: &[Option<usize>],
-        table: impl FnOnce(usize) -> Arc<RopeTable>,
+        ropes: &Ropes,
     ) -> Packing {
         let positions: Vec<usize> = groups.iter().flat_map(positions).collect();
-        let table = table(positions.iter().max().map_or(1, |p| p + 1));
+        let by_token = groups.iter().zip(lengths).flat_map(|(group, length)| std::iter::repeat_n(*length, group.len()));
+        let turns = ropes.turns(&positions, &by_token.collect::<Vec<usize>>());
         let mut visible: Vec<(Option<usize>, Vec<Vec<Visible>>)> = Vec::new();
         for window in windows {
             if visible.iter().all(|(known, _)| known != window) {
                 visible.push((*window, groups.iter().map(|g| slices::visible(g, *window)).collect()));
             }
         }
-        Packing { ids, positions, groups, table, visible, targets }
+        Packing { ids, positions, groups, turns, visible, targets }
     }
 
     /// What each token sees in a layer of that window, group by group.

@@ -4,6 +4,7 @@
 use candle_core::{D, DType, Result, Tensor};
 
 use super::slices::{Group, Heads, visible};
+use crate::kernels::mlp::Activation;
 
 /// RMSNorm over the last dimension.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
@@ -12,11 +13,19 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 }
 
 /// `[T, 2·I]` of `[gate | up]` → `[T, I]`.
-pub fn silu_mul(gate_up: &Tensor) -> Result<Tensor> {
+pub fn gated(activation: Activation, gate_up: &Tensor) -> Result<Tensor> {
     let inter = gate_up.dim(D::Minus1)? / 2;
     let gate = gate_up.narrow(D::Minus1, 0, inter)?;
     let up = gate_up.narrow(D::Minus1, inter, inter)?;
-    gate.silu()? * up
+    let gate = match activation {
+        Activation::Silu => gate.silu()?,
+        Activation::GeluTanh => {
+            let cubic = (gate.powf(3.0)? * 0.044715)?;
+            let t = ((&gate + cubic)? * (2.0 / std::f64::consts::PI).sqrt())?.tanh()?;
+            ((&gate * 0.5)? * (t + 1.0)?)?
+        }
+    };
+    gate * up
 }
 
 /// Rotate `[T, heads, dim]` by `[T, dim/2]` angles.
@@ -63,6 +72,10 @@ pub fn attention(heads: &Heads, group: &Group, window: Option<usize>, qkv: &Tens
     let k = repeat(split(heads.q_width(), heads.num_kv_heads)?)?;
     let v = repeat(split(heads.q_width() + heads.kv_width(), heads.num_kv_heads)?)?;
     let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * f64::from(heads.scale))?;
+    let scores = match heads.softcap {
+        Some(softcap) => ((scores / f64::from(softcap))?.tanh()? * f64::from(softcap))?,
+        None => scores,
+    };
     let probabilities = softmax(&scores.broadcast_add(&mask)?)?;
     probabilities.matmul(&v)?.transpose(0, 1)?.reshape((len, heads.q_width()))
 }

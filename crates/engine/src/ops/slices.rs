@@ -5,6 +5,7 @@ use crate::kernels::attention::first_seen;
 pub use crate::kernels::attention::{Group, Heads};
 pub use crate::kernels::head::TokenScore;
 use crate::kernels::head::factor;
+use crate::kernels::mlp::Activation;
 
 const LANES: usize = 16;
 
@@ -108,25 +109,52 @@ pub fn rotate_back(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     }
 }
 
-/// out = silu(gate) ∘ up, for a row `[gate | up]`.
-#[inline]
-pub fn silu_mul(gate_up: &[f32], out: &mut [f32]) {
-    let (gate, up) = gate_up.split_at(out.len());
-    for ((out, g), u) in out.iter_mut().zip(gate).zip(up) {
-        *out = g / (1.0 + (-g).exp()) * u;
+/// What is made of a gate, and its derivative.
+fn activated(activation: Activation, x: f32) -> (f32, f32) {
+    match activation {
+        Activation::Silu => {
+            let s = 1.0 / (1.0 + (-x).exp());
+            (x * s, s * (1.0 + x * (1.0 - s)))
+        }
+        Activation::GeluTanh => {
+            let root = (2.0 / std::f32::consts::PI).sqrt();
+            let t = (root * (x + 0.044_715 * x * x * x)).tanh();
+            let slope = root * (1.0 + 3.0 * 0.044_715 * x * x);
+            (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
+        }
     }
 }
 
-/// dL/d`[gate | up]` of [`silu_mul`].
+/// out = activation(gate) ∘ up, for a row `[gate | up]`.
 #[inline]
-pub fn silu_mul_vjp(gate_up: &[f32], dy: &[f32], d_gate_up: &mut [f32]) {
+pub fn gated(activation: Activation, gate_up: &[f32], out: &mut [f32]) {
+    let (gate, up) = gate_up.split_at(out.len());
+    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+        *out = activated(activation, *gate).0 * up;
+    }
+}
+
+/// dL/d`[gate | up]` of [`gated`].
+#[inline]
+pub fn gated_vjp(activation: Activation, gate_up: &[f32], dy: &[f32], d_gate_up: &mut [f32]) {
     let (gate, up) = gate_up.split_at(dy.len());
     let (d_gate, d_up) = d_gate_up.split_at_mut(dy.len());
-    for ((((dg, du), g), u), dy) in d_gate.iter_mut().zip(d_up).zip(gate).zip(up).zip(dy) {
-        let s = 1.0 / (1.0 + (-g).exp());
-        *dg = dy * u * s * (1.0 + g * (1.0 - s));
-        *du = dy * g * s;
+    for ((((dg, du), gate), u), dy) in d_gate.iter_mut().zip(d_up).zip(gate).zip(up).zip(dy) {
+        let (value, slope) = activated(activation, *gate);
+        *dg = dy * u * slope;
+        *du = dy * value;
     }
+}
+
+/// The derivative of c·tanh(x / c) where its value is `y`.
+pub fn softcap_slope(y: f32, softcap: f32) -> f32 {
+    1.0 - (y / softcap) * (y / softcap)
+}
+
+/// A dot product → a score.
+fn score_of(heads: &Heads, dot: f32) -> f32 {
+    let score = dot * heads.scale;
+    heads.softcap.map_or(score, |softcap| softcap * (score / softcap).tanh())
 }
 
 /// In place: scores → exp(scores − max) / Σ.
@@ -178,7 +206,7 @@ pub fn visible(group: &Group, window: Option<usize>) -> Vec<Visible> {
 
 /// Causal attention inside one group. `qkv` holds its rows after qk-norm and rope, `out` `[rows][q_width]`.
 pub fn attention(heads: &Heads, visible: &[Visible], qkv: &[f32], out: &mut [f32]) {
-    let (width, dim, scale) = (heads.width(), heads.head_dim, heads.scale);
+    let (width, dim) = (heads.width(), heads.head_dim);
     let mut scores = Vec::new();
     for (row, visible) in visible.iter().enumerate() {
         for head in 0..heads.num_heads {
@@ -186,7 +214,7 @@ pub fn attention(heads: &Heads, visible: &[Visible], qkv: &[f32], out: &mut [f32
             let (k_at, v_at) = (heads.q_width() + kv * dim, heads.q_width() + heads.kv_width() + kv * dim);
             let q = &qkv[row * width + head * dim..][..dim];
             scores.clear();
-            scores.extend(visible.rows().map(|r| dot(q, &qkv[r * width + k_at..][..dim]) * scale));
+            scores.extend(visible.rows().map(|r| score_of(heads, dot(q, &qkv[r * width + k_at..][..dim]))));
             softmax(&mut scores);
             let out = &mut out[row * heads.q_width() + head * dim..][..dim];
             out.fill(0.0);
@@ -215,7 +243,7 @@ pub fn attention_cached(
     scores: &mut Vec<f32>,
     out: &mut [f32],
 ) {
-    let (dim, width, scale) = (heads.head_dim, 2 * heads.kv_width(), heads.scale);
+    let (dim, width) = (heads.head_dim, 2 * heads.kv_width());
     let (prompt_len, own_len) = (cache.prompt.len() / width, cache.own.len() / width);
     let first = window.map_or(0, |w| (prompt_len + own_len).saturating_sub(w));
     let prompt = &cache.prompt[first.min(prompt_len) * width..];
@@ -226,7 +254,7 @@ pub fn attention_cached(
         let (k_at, v_at) = (kv * dim, heads.kv_width() + kv * dim);
         let q = &q[head * dim..][..dim];
         scores.clear();
-        scores.extend(rows().map(|row| dot(q, &row[k_at..][..dim]) * scale));
+        scores.extend(rows().map(|row| score_of(heads, dot(q, &row[k_at..][..dim]))));
         softmax(scores);
         let out = &mut out[head * dim..][..dim];
         out.fill(0.0);
@@ -239,7 +267,7 @@ pub fn attention_cached(
 /// dL/dqkv of [`attention`] from dL/dout; `d_qkv` must hold zeros.
 pub fn attention_vjp(heads: &Heads, visible: &[Visible], qkv: &[f32], d_out: &[f32], d_qkv: &mut [f32]) {
     let (width, dim, scale) = (heads.width(), heads.head_dim, heads.scale);
-    let (mut p, mut dp) = (Vec::new(), Vec::new());
+    let (mut p, mut dp, mut slopes) = (Vec::new(), Vec::new(), Vec::new());
     for (row, visible) in visible.iter().enumerate() {
         for head in 0..heads.num_heads {
             let kv = head / heads.group_size();
@@ -247,14 +275,17 @@ pub fn attention_vjp(heads: &Heads, visible: &[Visible], qkv: &[f32], d_out: &[f
             let q_at = row * width + head * dim;
             let q = &qkv[q_at..][..dim];
             p.clear();
-            p.extend(visible.rows().map(|r| dot(q, &qkv[r * width + k_at..][..dim]) * scale));
+            p.extend(visible.rows().map(|r| score_of(heads, dot(q, &qkv[r * width + k_at..][..dim]))));
+            slopes.clear();
+            let slope = |score: &f32| heads.softcap.map_or(scale, |softcap| scale * softcap_slope(*score, softcap));
+            slopes.extend(p.iter().map(slope));
             softmax(&mut p);
             let d_out = &d_out[row * heads.q_width() + head * dim..][..dim];
             dp.clear();
             dp.extend(visible.rows().map(|r| dot(d_out, &qkv[r * width + v_at..][..dim])));
             let mean = dot(&p, &dp);
-            for ((r, p), dp) in visible.rows().zip(&p).zip(&dp) {
-                let ds = p * (dp - mean) * scale;
+            for (((r, p), dp), slope) in visible.rows().zip(&p).zip(&dp).zip(&slopes) {
+                let ds = p * (dp - mean) * slope;
                 add_scaled(&mut d_qkv[r * width + v_at..][..dim], *p, d_out);
                 add_scaled(&mut d_qkv[r * width + k_at..][..dim], ds, q);
                 add_scaled(&mut d_qkv[q_at..][..dim], ds, &qkv[r * width + k_at..][..dim]);

@@ -40,7 +40,7 @@ fn compare(
 }
 
 /// By another scale than the root of a head's width.
-const HEADS: Heads = Heads { num_heads: 6, num_kv_heads: 2, head_dim: 10, scale: 0.4 };
+const HEADS: Heads = Heads { num_heads: 6, num_kv_heads: 2, head_dim: 10, scale: 0.4, softcap: None };
 
 #[test]
 fn rms_norm_and_its_vjp_equal_the_plain_twin() {
@@ -58,11 +58,21 @@ fn rms_norm_and_its_vjp_equal_the_plain_twin() {
 }
 
 #[test]
-fn silu_mul_and_its_vjp_equal_the_plain_twin() {
-    for rows in [1, 5, 600] {
-        let x = (random(3, rows, 2 * 40) * 5.0).unwrap();
-        compare("silu_mul", &x, silu_mul, silu_mul_vjp, plain::silu_mul);
+fn gated_activations_and_their_vjp_equal_the_plain_twin() {
+    for (activation, rows) in
+        [Activation::Silu, Activation::GeluTanh].into_iter().flat_map(|a| [(a, 1), (a, 5), (a, 600)])
+    {
+        let x = (random(3, rows, 2 * 40) * 3.0).unwrap();
+        let (fast, vjp) = (|x: &Tensor| gated(activation, x), |x: &Tensor, dy: &Tensor| gated_vjp(activation, x, dy));
+        compare(&format!("{activation:?}"), &x, fast, vjp, |x| plain::gated(activation, x));
     }
+}
+
+#[test]
+fn softcap_and_its_vjp_equal_the_plain_twin() {
+    let x = (random(4, 7, 40) * 5.0).unwrap();
+    let vjp = |x: &Tensor, dy: &Tensor| softcap_vjp(&softcap(x, 3.0)?, 3.0, dy);
+    compare("softcap", &x, |x| softcap(x, 3.0), vjp, |x| (x / 3.0)?.tanh()? * 3.0);
 }
 
 #[test]
@@ -113,19 +123,22 @@ fn attention_and_its_vjp_equal_the_plain_twin() {
         Group { prompt_len: 2, completion_lens: vec![9] },
     ];
     let rows: usize = groups.iter().map(Group::len).sum();
-    for window in [None, Some(1), Some(3), Some(6), Some(100)] {
+    let softcaps = [None, Some(1.5)];
+    let windows = [None, Some(1), Some(3), Some(6), Some(100)];
+    for (window, softcap) in windows.into_iter().flat_map(|window| softcaps.map(|softcap| (window, softcap))) {
+        let heads = Heads { softcap, ..HEADS };
         let visible: Vec<Vec<Visible>> = groups.iter().map(|g| slices::visible(g, window)).collect();
         compare(
             "attention",
             &random(7, rows, HEADS.width()),
-            |x| attention(&HEADS, &groups, &visible, x),
-            |x, dy| attention_vjp(&HEADS, &groups, &visible, x, dy),
+            |x| attention(&heads, &groups, &visible, x),
+            |x, dy| attention_vjp(&heads, &groups, &visible, x, dy),
             |x| {
                 let mut begin = 0;
                 let parts = groups.iter().map(|group| {
                     let part = x.narrow(0, begin, group.len())?;
                     begin += group.len();
-                    plain::attention(&HEADS, group, window, &part)
+                    plain::attention(&heads, group, window, &part)
                 });
                 Tensor::cat(&parts.collect::<Result<Vec<Tensor>>>()?, 0)
             },

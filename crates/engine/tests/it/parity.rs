@@ -24,24 +24,25 @@ const LOGPS: f64 = 2e-4;
 const ADAMW: f64 = 1e-3;
 /// Gradients, relative to the tensor's norm.
 const GRADIENT: f64 = 1e-3;
+/// The error that a value of a gradient has here and there, relative to the tensor's norm: about twice the largest seen.
+const NOISE: f64 = 2e-5;
 
 type Checked<T = ()> = Result<T, String>;
 
 /// Cases that are still refused: a pointer into config.json, and the value there. The list only shrinks.
-const REFUSED: [(&str, &str); 13] = [
+const REFUSED: [(&str, &str); 12] = [
     ("/model_type", "gemma2"),
     ("/model_type", "gemma3"),
     ("/model_type", "gemma3_text"),
-    ("/model_type", "gpt_oss"),
     ("/model_type", "granitemoehybrid"),
     ("/model_type", "mistral3"),
     ("/model_type", "olmo3"),
     ("/model_type", "phi3"),
+    ("/model_type", "gpt_oss"),
     ("/model_type", "qwen3_5"),
     ("/model_type", "qwen3_5_text"),
     ("/model_type", "qwen3_moe"),
     ("/quantization_config/quant_method", "bitsandbytes"),
-    ("/rope_parameters/rope_type", "dynamic"),
 ];
 /// The same of adapter_config.json: keys that are refused where they are not empty.
 const REFUSED_OF_ADAPTERS: [&str; 4] = ["rank_pattern", "alpha_pattern", "layers_to_transform", "exclude_modules"];
@@ -483,6 +484,7 @@ fn check_adamw(policy: &mut Policy, expected: &Value) -> Checked<f64> {
         warmup_steps: 0,
     };
     let (_, mut gradient) = reinforce(policy, expected)?;
+    let slopes = gradient.values().map_err(chain)?.into_owned();
     gradient.clip(plan.max_grad_norm).map_err(chain)?;
     let adam = AdamW::new(policy.flat().len());
     let mut optimizer = Optimizer::beside(policy.flat(), adam).map_err(chain)?;
@@ -490,9 +492,14 @@ fn check_adamw(policy: &mut Policy, expected: &Value) -> Checked<f64> {
     policy.update_parameters(update).map_err(chain)?;
     let values = policy.parameter_values().map_err(chain)?;
     for info in policy.parameters() {
-        let part = &values[info.offset..info.offset + info.shape.iter().product::<usize>()];
-        let want = section["param_norms"][&info.name].as_f64();
-        close(&format!("adamw norm of {}", info.name), norm(part), want.unwrap_or(f64::NAN), 1e-4)?;
+        let range = info.offset..info.offset + info.shape.iter().product::<usize>();
+        let (part, slopes) = (&values[range.clone()], &slopes[range]);
+        let want = section["param_norms"][&info.name].as_f64().unwrap_or(f64::NAN);
+        // A weight whose gradient is less than its error may have gone lr up or down: that moves the norm by so much.
+        let uncertain = part.iter().zip(slopes).filter(|(_, slope)| f64::from(slope.abs()) < NOISE * norm(slopes));
+        let shift = uncertain.map(|(value, _)| f64::from(value.abs()) + plan.learning_rate).sum::<f64>();
+        let tolerance = 1e-4 + 2.0 * plan.learning_rate * shift / norm(part).powi(2);
+        close(&format!("adamw norm of {}", info.name), norm(part), want, tolerance)?;
     }
     // The first step moves every weight by about lr, whatever its gradient's size: tiny gradients are amplified.
     let mut worst = 0f64;

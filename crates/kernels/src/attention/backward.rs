@@ -14,7 +14,7 @@ use super::super::rows::take_turns;
 use super::super::simd::{self, Portable, Simd};
 use super::super::threads::{Shared, Threads};
 use super::groups::{Part, parts};
-use super::tile::{Blocks, Lines, by_queries, clear, scores, spread, turn, weigh};
+use super::tile::{Blocks, Lines, by_queries, cap, clear, scores, spread, turn, weigh};
 use super::{BLOCK, Group, Heads, blocks, intersection, union};
 
 /// Positions of a chunk.
@@ -332,6 +332,12 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
         let ds = Lines { first: scratch.ds.as_mut_ptr(), stride: CHUNK };
         by_queries!(count, TILE, |at, NQ| scores::<S, NQ, ACC>(dim, keys, whole, q.from(at), p.from(at)));
         by_queries!(count, TILE, |at, NQ| scores::<S, NQ, ACC>(dim, values, whole, d.from(at), ds.from(at)));
+        let softcap = heads.softcap.map(|softcap| softcap / scale);
+        if let Some(softcap) = softcap {
+            for query in 0..count {
+                cap::<S>(p.from(query).first, whole * BLOCK, softcap);
+            }
+        }
         for (number, token) in tokens.clone().enumerate() {
             let here = here(token);
             let here = here.start.saturating_sub(first * BLOCK)..here.end.saturating_sub(first * BLOCK);
@@ -345,7 +351,8 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
                     mean = S::fma(out, S::load(d.from(query).first.add(at)), mean);
                 }
                 let at = (row * heads.num_heads + first_head + head) * 2;
-                let of_row = OfRow { shift: softmax[at], rest: softmax[at + 1], mean: S::sum(mean), scale };
+                let mean = S::sum(mean);
+                let of_row = OfRow { shift: softmax[at], rest: softmax[at + 1], mean, scale, softcap };
                 slopes::<S>(&of_row, &here, whole, p.from(query).first, ds.from(query).first);
             }
         }
@@ -402,9 +409,11 @@ struct OfRow {
     /// Σ p·dp = out · d_out
     mean: f32,
     scale: f32,
+    /// Of the scores before they are scaled.
+    softcap: Option<f32>,
 }
 
-/// Scores → p, and dp → ds = scale·p·(dp − mean), 0 where a position is not seen.
+/// Scores → p, and dp → ds = scale·p·(dp − mean), 0 where a position is not seen; times the slope of the cap.
 #[inline(always)]
 unsafe fn slopes<S: Simd>(row: &OfRow, seen: &Range<usize>, whole: usize, p: *mut f32, ds: *mut f32) {
     unsafe {
@@ -419,11 +428,21 @@ unsafe fn slopes<S: Simd>(row: &OfRow, seen: &Range<usize>, whole: usize, p: *mu
             let (p, ds) = (p.add(block * BLOCK), ds.add(block * BLOCK));
             for at in (0..BLOCK).step_by(S::LANES) {
                 // No more than e⁰ where it is seen; what is not may be larger, and is cleared.
-                let x = S::fma(S::load(p.add(at)), scale, shift);
+                let score = S::load(p.add(at));
+                let x = S::fma(score, scale, shift);
                 let x = S::sub(S::zero(), S::max(S::splat(-1.0), S::sub(S::zero(), x)));
                 let weight = S::mul(simd::exp::<S>(x), rest);
                 S::store(p.add(at), weight);
-                S::store(ds.add(at), S::mul(S::mul(weight, S::sub(S::load(ds.add(at)), mean)), scale));
+                let slope = S::mul(S::mul(weight, S::sub(S::load(ds.add(at)), mean)), scale);
+                let slope = match row.softcap {
+                    None => slope,
+                    Some(softcap) => {
+                        // Of c·tanh(x / c): 1 − (value / c)².
+                        let t = S::mul(score, S::splat(1.0 / softcap));
+                        S::sub(slope, S::mul(slope, S::mul(t, t)))
+                    }
+                };
+                S::store(ds.add(at), slope);
             }
             let first = block * BLOCK;
             let (begin, end) = (seen.start.saturating_sub(first), (seen.end - first).min(BLOCK));

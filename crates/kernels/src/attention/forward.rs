@@ -8,7 +8,7 @@ use super::super::isa::Isa;
 use super::super::rows::take_turns;
 use super::super::simd::{self, Portable, Simd};
 use super::super::threads::Threads;
-use super::tile::{Lines, by_queries, clear, hide, scores, weigh};
+use super::tile::{Lines, by_queries, cap, clear, hide, scores, weigh};
 use super::{BLOCK, Heads, Segment, Visible, blocks, intersection, union};
 
 /// Blocks of a chunk: the keys and values of one head of a chunk stay in the second-level cache.
@@ -284,6 +284,11 @@ unsafe fn chunk_with<'a, S: Simd, const NQ: usize, const ACC: usize>(
         let q = Lines { first: scratch.inputs.as_ptr(), stride: padded }.from(first);
         let keys = segment.keys(heads, job.kv_head, blocks.start);
         scores::<S, NQ, ACC>(heads.head_dim, keys, blocks.len(), q, p);
+        if let Some(softcap) = heads.softcap {
+            for i in 0..NQ {
+                cap::<S>(p.from(i).first, blocks.len() * BLOCK, softcap / job.scale);
+            }
+        }
         let mut alpha = [1.0; NQ];
         for (i, alpha) in alpha.iter_mut().enumerate() {
             let positions = blocks.start * BLOCK..blocks.end * BLOCK;

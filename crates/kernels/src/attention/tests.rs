@@ -39,6 +39,11 @@ impl Case {
         Case { heads, groups, window, qkv, d_out: noise(row * heads.q_width(), 5), seen }
     }
 
+    fn capped(mut self, softcap: f32) -> Case {
+        self.heads.softcap = Some(softcap);
+        self
+    }
+
     fn all() -> Vec<Case> {
         let mut cases = vec![];
         let small = &[(5, &[3, 7][..]), (2, &[]), (17, &[0, 33])];
@@ -59,6 +64,10 @@ impl Case {
         }
         cases.push(Case::new((1, 1, 8), &[(300, &[300, 40]), (530, &[20])], None));
         cases.push(Case::new((1, 1, 8), &[(300, &[300, 40]), (530, &[20])], Some(270)));
+        for (window, softcap) in [(None, 2.0), (Some(7), 0.5), (Some(30), 50.0)] {
+            cases.push(Case::new((4, 2, 32), small, window).capped(softcap));
+            cases.push(Case::new((3, 1, 10), &[(70, &[40, 1, 150])], window).capped(softcap));
+        }
         cases
     }
 
@@ -89,7 +98,11 @@ impl Case {
         for (row, seen) in self.seen.iter().enumerate() {
             for head in 0..heads.num_heads {
                 let q = &self.qkv[row * width + head * dim..][..dim];
+                let tanh = |score: f64| heads.softcap.map(|c| (score / f64::from(c)).tanh());
                 let scores: Vec<f64> = seen.iter().map(|r| dot(q, self.key(*r, head)) * scale).collect();
+                let slopes: Vec<f64> = scores.iter().map(|s| tanh(*s).map_or(1.0, |t| 1.0 - t * t)).collect();
+                let capped = |s: &f64| tanh(*s).map_or(*s, |t| t * f64::from(heads.softcap.unwrap_or(1.0)));
+                let scores: Vec<f64> = scores.iter().map(capped).collect();
                 let largest = scores.iter().fold(f64::MIN, |a, b| a.max(*b));
                 let total: f64 = scores.iter().map(|s| (s - largest).exp()).sum();
                 let p: Vec<f64> = scores.iter().map(|s| (s - largest).exp() / total).collect();
@@ -100,8 +113,8 @@ impl Case {
                 let dp: Vec<f64> = seen.iter().map(|r| dot(d_out, self.value(*r, head))).collect();
                 let mean: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
                 let key_at = heads.q_width() + head / heads.group_size() * dim;
-                for ((r, p), dp) in seen.iter().zip(&p).zip(&dp) {
-                    let ds = p * (dp - mean) * scale;
+                for (((r, p), dp), slope) in seen.iter().zip(&p).zip(&dp).zip(&slopes) {
+                    let ds = p * (dp - mean) * scale * slope;
                     for i in 0..dim {
                         d[r * width + key_at + heads.kv_width() + i] += p * f64::from(d_out[i]);
                         d[r * width + key_at + i] += ds * f64::from(q[i]);

@@ -1,7 +1,7 @@
 //! The products of attention for a few queries at once: what both directions are made of.
 
 use super::super::gemm::tile::prefetch;
-use super::super::simd::Simd;
+use super::super::simd::{Simd, tanh};
 use super::BLOCK;
 
 /// One head's keys, `[16 lanes]` for each of its columns, or values, 16 rows, block by block.
@@ -321,6 +321,17 @@ const fn mask(outside: f32, inside: f32) -> [f32; 3 * BLOCK] {
 #[inline(always)]
 pub(super) fn windows(values: &'static [f32; 3 * BLOCK], begin: usize, end: usize) -> [&'static [f32]; 2] {
     [&values[BLOCK - begin..2 * BLOCK - begin], &values[2 * BLOCK - end..3 * BLOCK - end]]
+}
+
+/// In place, of `len` scores in whole vectors: x → c·tanh(x / c).
+#[inline(always)]
+pub(super) unsafe fn cap<S: Simd>(scores: *mut f32, len: usize, softcap: f32) {
+    for at in (0..len).step_by(S::LANES) {
+        unsafe {
+            let t = tanh::<S>(S::mul(S::load(scores.add(at)), S::splat(1.0 / softcap)));
+            S::store(scores.add(at), S::mul(t, S::splat(softcap)));
+        }
+    }
 }
 
 /// −∞ for the lanes of a block outside `begin..end`.

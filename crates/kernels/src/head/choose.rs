@@ -4,11 +4,11 @@ use std::cell::RefCell;
 
 use super::super::gemm::{Laid, Output, Term, forward_panels};
 use super::super::isa::Isa;
-use super::super::pack::{PANEL, PackedMatrix};
+use super::super::pack::PANEL;
 use super::super::rows::{on_every_rung, over_rows};
 use super::super::simd::Simd;
 use super::super::threads::{Shared, Threads};
-use super::{CHUNK, CHUNK_PANELS, Cell, PAD, Total, check, exponential, factor, stream, summary};
+use super::{CHUNK, CHUNK_PANELS, Cell, Head, PAD, Total, check, exponential, factor, stream, summary};
 
 /// How the token of a row is chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,8 +32,8 @@ pub struct Chosen {
 /// never a NaN; otherwise the first token whose probability and those of all lower ids sum to more than `uniform`.
 /// `logp` is, to the bit, what [`score`](super::score) gives for the token at that temperature. They replace what is in
 /// `chosen`.
-pub fn choose(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, picks: &[Pick], chosen: &mut Vec<Chosen>) {
-    TABLE.with_borrow_mut(|table| choose_with(table, threads, isa, (x, weight), picks, chosen));
+pub fn choose(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, picks: &[Pick], chosen: &mut Vec<Chosen>) {
+    TABLE.with_borrow_mut(|table| choose_with(table, threads, isa, (x, head), picks, chosen));
 }
 
 thread_local! {
@@ -53,10 +53,11 @@ fn choose_with(
     table: &mut Table,
     threads: &Threads,
     isa: Isa,
-    (x, weight): (&[f32], &PackedMatrix),
+    (x, head): (&[f32], Head<'_>),
     picks: &[Pick],
     chosen: &mut Vec<Chosen>,
 ) {
+    let weight = head.weight;
     let (rows, chunks, panels) = (picks.len(), weight.n().div_ceil(CHUNK), weight.panels());
     check(x, weight, rows);
     assert!(weight.n() > 0, "there is no token to choose");
@@ -64,7 +65,7 @@ fn choose_with(
     table.resize(rows * chunks, Cell::default());
     sums.resize(rows * panels, 0.0);
     let (cells, panel_sums) = (Shared::new(table), Shared::new(sums));
-    stream(threads, isa, x, weight, rows, &|part| {
+    stream(threads, isa, x, head, rows, &|part| {
         let of_chunk = part.chunk * CHUNK_PANELS..((part.chunk + 1) * CHUNK_PANELS).min(panels);
         for (row, values) in part.rows.clone().zip(part.logits.chunks(part.stride)) {
             let t = factor(picks[row].temperature);
@@ -83,7 +84,7 @@ fn choose_with(
             let of_row = Row {
                 isa,
                 x: &x[row * weight.k()..(row + 1) * weight.k()],
-                weight,
+                head,
                 cells: &table[row * chunks..(row + 1) * chunks],
                 panels: &sums[row * panels..(row + 1) * panels],
             };
@@ -97,7 +98,7 @@ fn choose_with(
 struct Row<'a> {
     isa: Isa,
     x: &'a [f32],
-    weight: &'a PackedMatrix,
+    head: Head<'a>,
     cells: &'a [Cell],
     panels: &'a [f32],
 }
@@ -112,9 +113,13 @@ impl Row<'_> {
     /// The logits of a panel, −∞ after the last; the same bits as before.
     fn logits(&self, panel: usize) -> [f32; PANEL] {
         let mut logits = [f32::NEG_INFINITY; PANEL];
-        let term = Term { x: self.x, stride: self.weight.k(), weight: self.weight };
+        let weight = self.head.weight;
+        let term = Term { x: self.x, stride: weight.k(), weight };
         let out = Output { y: &mut logits, stride: PANEL, rows: 1, add: false };
         forward_panels(self.isa, &term, Laid::default(), None, panel..panel + 1, out);
+        let valid = (weight.n() - panel * PANEL).min(PANEL);
+        self.head.cap(self.isa, &mut logits);
+        logits[valid..].fill(f32::NEG_INFINITY);
         logits
     }
 
@@ -129,7 +134,7 @@ impl Row<'_> {
         let largest = self.cells[best].largest;
         for panel in best * CHUNK_PANELS..((best + 1) * CHUNK_PANELS).min(self.panels.len()) {
             let logits = self.logits(panel);
-            let valid = (self.weight.n() - panel * PANEL).min(PANEL);
+            let valid = (self.head.weight.n() - panel * PANEL).min(PANEL);
             if let Some(index) = logits[..valid].iter().position(|logit| *logit == largest) {
                 return (panel * PANEL + index, largest);
             }
@@ -152,7 +157,7 @@ impl Row<'_> {
         let mut weights = [0f32; PANEL];
         // Safety: a panel is whole vectors.
         unsafe { exponentials(self.isa, &logits, total.t, cell.scaled(total.t), &mut weights) };
-        let valid = (self.weight.n() - panel * PANEL).min(PANEL);
+        let valid = (self.head.weight.n() - panel * PANEL).min(PANEL);
         let (index, _) = invert(weights[..valid].iter().map(|weight| f64::from(*weight)), rest);
         (panel * PANEL + index, logits[index])
     }

@@ -4,19 +4,18 @@ use std::cell::RefCell;
 
 use super::super::gemm::{Laid, Output, Rows, backward_panels, outer_here, with_laid};
 use super::super::isa::Isa;
-use super::super::pack::PackedMatrix;
 use super::super::rows::{on_every_rung, take_turns};
 use super::super::simd::Simd;
 use super::super::threads::{Shared, Threads};
-use super::{CHUNK, CHUNK_PANELS, Normalizer, PAD, ROWS_AT_ONCE, check, compute, exponential, factor};
+use super::{CHUNK, CHUNK_PANELS, Head, Normalizer, PAD, ROWS_AT_ONCE, check, compute, exponential, factor};
 
 /// What [`score_vjp`] goes by: the arguments of [`score`](super::score) and what it kept, one element a row.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradient<'a> {
     /// `[rows, hidden]`
     pub x: &'a [f32],
-    /// `[vocab, hidden]`
-    pub weight: &'a PackedMatrix,
+    /// What made the logits.
+    pub head: Head<'a>,
     /// Tokens.
     pub targets: &'a [u32],
     /// Divides the logits; above 0.
@@ -30,7 +29,8 @@ pub struct Gradient<'a> {
 /// d_x `[rows, hidden]` = dL/dx, and d_weight `[vocab, hidden]` += dL/dweight where it is asked for. The sums are chains
 /// over the vocabulary and over the rows, in order.
 pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut [f32], d_weight: Option<&mut [f32]>) {
-    let Gradient { x, weight, targets, temperature, normalizers, g } = *gradient;
+    let Gradient { x, head, targets, temperature, normalizers, g } = *gradient;
+    let weight = head.weight;
     let (rows, k) = (targets.len(), weight.k());
     check(x, weight, rows);
     check(d_x, weight, rows);
@@ -60,7 +60,7 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
         })
         .collect();
     with_laid(threads, isa, x, lines.len(), weight, |laid| {
-        let job = Job { isa, x, laid, weight, lines: &lines, t };
+        let job = Job { isa, x, laid, head, lines: &lines, t };
         job.inputs(threads, d_x);
         if let Some(d_weight) = d_weight {
             assert_eq!(d_weight.len(), weight.n() * k, "the weight and its gradient differ in shape");
@@ -88,7 +88,7 @@ struct Job<'a> {
     /// `[lines, hidden]`
     x: &'a [f32],
     laid: Laid,
-    weight: &'a PackedMatrix,
+    head: Head<'a>,
     lines: &'a [Line],
     t: f32,
 }
@@ -100,16 +100,16 @@ thread_local! {
 
 impl Job<'_> {
     fn chunks(&self) -> usize {
-        self.weight.n().div_ceil(CHUNK)
+        self.head.weight.n().div_ceil(CHUNK)
     }
 
     /// Multiply-adds of one product, in vectors.
     fn work(&self) -> usize {
-        self.lines.len() * self.weight.n() * self.weight.k() / 16
+        self.lines.len() * self.head.weight.n() * self.head.weight.k() / 16
     }
 
     fn inputs(&self, threads: &Threads, d_x: &mut [f32]) {
-        let (k, lines) = (self.weight.k(), self.lines);
+        let (k, lines) = (self.head.weight.k(), self.lines);
         // The cut does not show in the sums.
         let blocks = lines.len().div_ceil(MOST_ROWS).next_multiple_of(threads.count());
         let at_once = lines.len().div_ceil(blocks).next_multiple_of(16);
@@ -123,8 +123,8 @@ impl Job<'_> {
                 for chunk in 0..self.chunks() {
                     let dy = self.d_logits(first, block, chunk, logits);
                     let out = Output { y: sums, stride: k, rows: block.len(), add: true };
-                    let panels = chunk * CHUNK_PANELS..((chunk + 1) * CHUNK_PANELS).min(self.weight.panels());
-                    backward_panels(self.isa, self.weight, panels, dy, out);
+                    let panels = chunk * CHUNK_PANELS..((chunk + 1) * CHUNK_PANELS).min(self.head.weight.panels());
+                    backward_panels(self.isa, self.head.weight, panels, dy, out);
                 }
                 for (line, sums) in block.iter().zip(sums.chunks_exact(k)) {
                     // Safety: each row is one block's.
@@ -135,7 +135,7 @@ impl Job<'_> {
     }
 
     fn weights(&self, threads: &Threads, d_weight: &mut [f32]) {
-        let k = self.weight.k();
+        let k = self.head.weight.k();
         let d_weight = Shared::new(d_weight);
         take_turns(threads, self.chunks(), 2 * self.work(), |chunk| {
             SCRATCH.with_borrow_mut(|(logits, _)| {
@@ -154,15 +154,27 @@ impl Job<'_> {
 
     /// dL/dlogits of some rows and a chunk.
     fn d_logits<'a>(&self, first: usize, block: &[Line], chunk: usize, logits: &'a mut Vec<f32>) -> Rows<'a> {
-        let k = self.weight.k();
-        let width = (self.weight.n() - chunk * CHUNK).min(CHUNK);
+        let k = self.head.weight.k();
+        let width = (self.head.weight.n() - chunk * CHUNK).min(CHUNK);
         let inputs = (&self.x[first * k..], self.laid.starting_at(first), block.len());
-        compute(self.isa, inputs, self.weight, chunk..chunk + 1, logits);
+        compute(self.isa, inputs, self.head, chunk..chunk + 1, logits);
+        let mut capped = [0f32; CHUNK];
+        let capped = &mut capped[..width.next_multiple_of(PAD)];
         for (line, values) in block.iter().zip(logits.chunks_exact_mut(CHUNK)) {
+            let of_row = &mut values[..capped.len()];
+            if self.head.softcap.is_some() {
+                capped.copy_from_slice(of_row);
+            }
             // Safety: whole vectors.
-            unsafe { soften(self.isa, &mut values[..width.next_multiple_of(PAD)], self.t, line.largest, line.c) };
+            unsafe { soften(self.isa, of_row, self.t, line.largest, line.c) };
             if line.target / CHUNK == chunk {
                 values[line.target % CHUNK] += line.at_target;
+            }
+            if let Some(softcap) = self.head.softcap {
+                // Of c·tanh(x / c): 1 − (value / c)².
+                for (d, value) in values.iter_mut().zip(&*capped).take(width) {
+                    *d *= 1.0 - (value / softcap) * (value / softcap);
+                }
             }
         }
         Rows { values: logits, width, stride: CHUNK }

@@ -2,10 +2,10 @@ use super::super::pack::PackDtype;
 use super::super::rows::tests::{assert_close, assert_same, noise};
 use super::*;
 
-fn choose(threads: &Threads, isa: Isa, x: &[f32], weight: &PackedMatrix, picks: &[Pick]) -> Vec<Chosen> {
+fn choose(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, picks: &[Pick]) -> Vec<Chosen> {
     // What was there does not matter.
     let mut chosen = vec![Chosen { token: 7, logp: 1.0 }; 2];
-    super::choose(threads, isa, x, weight, picks, &mut chosen);
+    super::choose(threads, isa, x, head, picks, &mut chosen);
     chosen
 }
 
@@ -15,13 +15,14 @@ struct Case {
     hidden: usize,
     x: Vec<f32>,
     weight: PackedMatrix,
+    softcap: Option<f32>,
     /// `[rows][vocab]`
     logits: Vec<f64>,
     targets: Vec<u32>,
 }
 
 impl Case {
-    fn new(rows: usize, vocab: usize, hidden: usize, dtype: PackDtype) -> Case {
+    fn new(rows: usize, vocab: usize, hidden: usize, dtype: PackDtype, softcap: Option<f32>) -> Case {
         // Inputs that tiles, too, multiply as they are.
         let short = |v: f32| if dtype == PackDtype::Bf16 { half::bf16::from_f32(v).to_f32() } else { v };
         let x: Vec<f32> = noise(rows * hidden, 1).iter().map(|v| short(v * 8.0)).collect();
@@ -31,20 +32,39 @@ impl Case {
         packed.iter_mut().enumerate().for_each(|(token, row)| weight.row(token, row));
         for x in x.chunks(hidden) {
             for row in &packed {
-                logits.push(x.iter().zip(row).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum());
+                let product: f64 = x.iter().zip(row).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+                logits.push(softcap.map_or(product, |c| f64::from(c) * (product / f64::from(c)).tanh()));
             }
         }
         let targets = (0..rows).map(|row| (row * 7919 % vocab) as u32).collect();
-        Case { rows, vocab, hidden, x, weight, logits, targets }
+        Case { rows, vocab, hidden, x, weight, softcap, logits, targets }
     }
 
     fn all(rows_and_sizes: &[(usize, usize, usize)]) -> impl Iterator<Item = Case> {
-        let dtypes = [PackDtype::F32, PackDtype::Bf16];
-        rows_and_sizes.iter().flat_map(move |(r, v, h)| dtypes.map(|dtype| Case::new(*r, *v, *h, dtype)))
+        let kinds = [
+            (PackDtype::F32, None),
+            (PackDtype::Bf16, None),
+            (PackDtype::F32, Some(3.0)),
+            (PackDtype::Bf16, Some(0.7)),
+        ];
+        rows_and_sizes
+            .iter()
+            .flat_map(move |(r, v, h)| kinds.map(|(dtype, softcap)| Case::new(*r, *v, *h, dtype, softcap)))
+    }
+
+    fn head(&self) -> Head<'_> {
+        Head { weight: &self.weight, softcap: self.softcap }
     }
 
     fn what(&self, isa: Isa) -> String {
-        format!("{isa}, {} rows, {} tokens, {} inputs, {:?}", self.rows, self.vocab, self.hidden, self.weight.dtype())
+        format!(
+            "{isa}, {} rows, {} tokens, {} inputs, {:?}, softcap {:?}",
+            self.rows,
+            self.vocab,
+            self.hidden,
+            self.weight.dtype(),
+            self.softcap
+        )
     }
 
     /// Probabilities of a row.
@@ -73,7 +93,7 @@ fn scores_are_the_naive_ones_on_every_rung() {
                 }
                 for count in [1, 2] {
                     let threads = Threads::new(count);
-                    let scores = score(&threads, isa, &case.x, &case.weight, &case.targets, temperature);
+                    let scores = score(&threads, isa, &case.x, case.head(), &case.targets, temperature);
                     let actual: Vec<f32> = scores.tokens.iter().map(|score| score.logp).collect();
                     assert_close(&actual, &logp, 3e-6, &case.what(isa));
                     let actual: Vec<f32> = scores.tokens.iter().map(|score| score.entropy).collect();
@@ -89,7 +109,7 @@ fn all_logits_are_the_products() {
     for case in Case::all(&SHAPES) {
         for isa in Isa::available() {
             let mut out = vec![0f32; case.rows * case.vocab];
-            logits(&Threads::new(2), isa, &case.x, &case.weight, &mut out);
+            logits(&Threads::new(2), isa, &case.x, case.head(), &mut out);
             assert_close(&out, &case.logits, 1e-5, &case.what(isa));
         }
     }
@@ -108,7 +128,9 @@ fn gradients_are_the_naive_ones_and_rows_without_one_get_zeros() {
             case.weight.row(token, &mut weight);
             for row in 0..case.rows {
                 let hit = if case.targets[row] as usize == token { 1.0 } else { 0.0 };
-                let d = f64::from(g[row]) * (hit - softmax[row][token]) / temperature;
+                let capped = case.logits[row * case.vocab + token];
+                let slope = case.softcap.map_or(1.0, |c| 1.0 - (capped / f64::from(c)).powi(2));
+                let d = f64::from(g[row]) * (hit - softmax[row][token]) / temperature * slope;
                 for i in 0..case.hidden {
                     d_x[row * case.hidden + i] += d * f64::from(weight[i]);
                     d_weight[token * case.hidden + i] += d * f64::from(case.x[row * case.hidden + i]);
@@ -119,10 +141,10 @@ fn gradients_are_the_naive_ones_and_rows_without_one_get_zeros() {
             let mut first: Option<(Vec<f32>, Vec<f32>)> = None;
             for count in [1, 2, 5] {
                 let threads = Threads::new(count);
-                let scores = score(&threads, isa, &case.x, &case.weight, &case.targets, temperature);
+                let scores = score(&threads, isa, &case.x, case.head(), &case.targets, temperature);
                 let gradient = Gradient {
                     x: &case.x,
-                    weight: &case.weight,
+                    head: case.head(),
                     targets: &case.targets,
                     temperature,
                     normalizers: &scores.normalizers,
@@ -156,10 +178,10 @@ fn a_choice_is_the_first_token_past_the_uniform_number_and_its_logp_is_the_score
                 let picks: Vec<Pick> =
                     (0..case.rows).map(|row| Pick { temperature, uniform: (row * 37 % 100) as f64 / 100.0 }).collect();
                 let (one, two) = (Threads::new(1), Threads::new(2));
-                let chosen = choose(&one, isa, &case.x, &case.weight, &picks);
-                assert_eq!(chosen, choose(&two, isa, &case.x, &case.weight, &picks), "{}", case.what(isa));
+                let chosen = choose(&one, isa, &case.x, case.head(), &picks);
+                assert_eq!(chosen, choose(&two, isa, &case.x, case.head(), &picks), "{}", case.what(isa));
                 let tokens: Vec<u32> = chosen.iter().map(|chosen| chosen.token).collect();
-                let scores = score(&two, isa, &case.x, &case.weight, &tokens, temperature);
+                let scores = score(&two, isa, &case.x, case.head(), &tokens, temperature);
                 for (row, (chosen, pick)) in chosen.iter().zip(&picks).enumerate() {
                     let p = case.softmax(row, temperature);
                     let before: f64 = p[..chosen.token as usize].iter().sum();
@@ -171,8 +193,8 @@ fn a_choice_is_the_first_token_past_the_uniform_number_and_its_logp_is_the_score
                     );
                     assert_eq!(chosen.logp.to_bits(), scores.tokens[row].logp.to_bits(), "{what}, row {row}");
                     let x = &case.x[row * case.hidden..(row + 1) * case.hidden];
-                    assert_eq!(choose(&one, isa, x, &case.weight, &[*pick]), [*chosen], "{what}, row {row} alone");
-                    let alone = score(&one, isa, x, &case.weight, &[chosen.token], temperature);
+                    assert_eq!(choose(&one, isa, x, case.head(), &[*pick]), [*chosen], "{what}, row {row} alone");
+                    let alone = score(&one, isa, x, case.head(), &[chosen.token], temperature);
                     assert_eq!(alone.tokens[0], scores.tokens[row], "{what}, row {row} alone");
                 }
             }
@@ -189,9 +211,9 @@ fn temperature_zero_takes_the_lowest_of_the_largest_and_reports_temperature_one(
         }
         let packed = PackedMatrix::new(&weight, 1, PackDtype::F32);
         let pick = Pick { temperature: 0.0, uniform: 0.99 };
-        let chosen = choose(&Threads::new(2), isa, &[1.0, -1.0], &packed, &[pick, pick]);
+        let chosen = choose(&Threads::new(2), isa, &[1.0, -1.0], Head::of(&packed), &[pick, pick]);
         assert_eq!(chosen.iter().map(|chosen| chosen.token).collect::<Vec<_>>(), [700, 0], "{isa}");
-        let scores = score(&Threads::new(1), isa, &[1.0, -1.0], &packed, &[700, 0], 1.0);
+        let scores = score(&Threads::new(1), isa, &[1.0, -1.0], Head::of(&packed), &[700, 0], 1.0);
         assert_eq!(chosen[0].logp, scores.tokens[0].logp, "{isa}");
         assert_eq!(chosen[1].logp, scores.tokens[1].logp, "{isa}");
     }
@@ -206,12 +228,12 @@ fn nan_never_wins_and_never_panics() {
         let packed = PackedMatrix::new(&weight, 1, PackDtype::F32);
         let threads = Threads::new(1);
         let greedy = Pick { temperature: 0.0, uniform: 0.0 };
-        assert_eq!(choose(&threads, isa, &[1.0], &packed, &[greedy])[0].token, 550, "{isa}");
-        let drawn = choose(&threads, isa, &[1.0], &packed, &[Pick { temperature: 1.0, uniform: 0.5 }]);
+        assert_eq!(choose(&threads, isa, &[1.0], Head::of(&packed), &[greedy])[0].token, 550, "{isa}");
+        let drawn = choose(&threads, isa, &[1.0], Head::of(&packed), &[Pick { temperature: 1.0, uniform: 0.5 }]);
         assert!(drawn[0].token < 600 && drawn[0].logp.is_nan(), "{isa}");
-        let all = choose(&threads, isa, &[f32::NAN], &packed, &[greedy]);
+        let all = choose(&threads, isa, &[f32::NAN], Head::of(&packed), &[greedy]);
         assert_eq!(all[0].token, 0, "{isa}");
-        assert!(score(&threads, isa, &[1.0], &packed, &[3], 1.0).tokens[0].logp.is_nan(), "{isa}");
+        assert!(score(&threads, isa, &[1.0], Head::of(&packed), &[3], 1.0).tokens[0].logp.is_nan(), "{isa}");
     }
 }
 
@@ -219,7 +241,7 @@ fn nan_never_wins_and_never_panics() {
 fn huge_logits_give_finite_scores() {
     for isa in Isa::available() {
         let packed = PackedMatrix::new(&[1.0f32, -1.0, 0.5], 1, PackDtype::F32);
-        let scores = score(&Threads::new(1), isa, &[1e30], &packed, &[0], 1.0);
+        let scores = score(&Threads::new(1), isa, &[1e30], Head::of(&packed), &[0], 1.0);
         let TokenScore { logp, entropy } = scores.tokens[0];
         assert!(logp == 0.0 && (0.0..1e-30).contains(&entropy), "{isa}: {logp}, {entropy}");
     }

@@ -6,7 +6,7 @@ use crate::config::{Keys, QueryGrowth, windows};
 
 pub(super) const MINISTRAL3: Family = Family {
     model_type: "ministral3",
-    head_dim: Some(128),
+    sizes: &[("head_dim", 128)],
     rope_theta: 1_000_000.0,
     is_tied: true,
     describe: |keys, mut model| {

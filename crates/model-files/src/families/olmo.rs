@@ -1,16 +1,23 @@
-//! OLMo 2: Llama with its norms behind attention and MLP, and norms over all query and all key heads.
+//! OLMo 2 and 3: Llama with its norms behind attention and MLP, and norms over all query and all key heads.
 
 use super::{Family, read_attention_bias};
-use crate::config::{LayerNorms, QkNorm, windows};
+use crate::ModelCardError;
+use crate::config::{Keys, LayerNorms, ModelDescription, QkNorm, windows};
 
 pub(super) const OLMO2: Family = Family {
     model_type: "olmo2",
+    rms_norm_eps: 1e-5,
     has_kv_heads_by_default: true,
-    describe: |keys, mut model| {
-        read_attention_bias(keys, &mut model)?;
-        (model.qk_norm, model.norms) = (QkNorm::Width, LayerNorms::AFTER);
+    describe: |keys, model| {
+        let mut model = common(keys, model)?;
         model.windows = windows(keys, model.num_hidden_layers, None, |_| false)?;
         Ok(model)
     },
     ..Family::COMMON
 };
+
+fn common(keys: &Keys<'_>, mut model: ModelDescription) -> Result<ModelDescription, ModelCardError> {
+    read_attention_bias(keys, &mut model)?;
+    (model.qk_norm, model.norms) = (QkNorm::Width, LayerNorms::AFTER);
+    Ok(model)
+}

@@ -6,7 +6,7 @@ use crate::config::{Keys, QkNorm, windows};
 
 pub(super) const QWEN3: Family = Family {
     model_type: "qwen3",
-    head_dim: Some(128),
+    sizes: &[("head_dim", 128)],
     describe: |keys, mut model| {
         read_attention_bias(keys, &mut model)?;
         model.qk_norm = QkNorm::Head;

@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use super::{Cpu, Matrix, Rotation};
+use crate::kernels::mlp::{self, Activation, GateUp};
 use crate::kernels::pack::PackedMatrix;
 use crate::kernels::rope::{self, QkNorm, Rope};
-use crate::kernels::{self, mlp, norm};
+use crate::kernels::{self, norm};
 
 /// values[at..] += row
 pub fn add(values: &mut [f32], at: usize, row: &[f32]) {
@@ -16,7 +17,8 @@ pub fn add(values: &mut [f32], at: usize, row: &[f32]) {
 
 fn rope<'a>(rotation: &'a Rotation<'a, Cpu>) -> Rope<'a> {
     let qk_norm = rotation.qk_norm.map(|(q, k, eps)| QkNorm { q, k, eps });
-    Rope { heads: rotation.heads, qk_norm, cos: &rotation.angles.table.cos, sin: &rotation.angles.table.sin }
+    let table = &rotation.angles.table;
+    Rope { heads: rotation.heads, half: table.half, qk_norm, cos: &table.cos, sin: &table.sin }
 }
 
 impl Cpu {
@@ -148,17 +150,18 @@ impl Cpu {
         add(gradient, at.1, &dk);
     }
 
-    pub(super) fn activate(&self, gate_up: &Matrix) -> Matrix {
+    pub(super) fn activate(&self, activation: Activation, gate_up: &Matrix) -> Matrix {
         let width = gate_up.width() / 2;
         let mut out = self.pool.matrix(gate_up.rows(), width);
-        mlp::silu_mul(&self.threads, self.isa, gate_up.values(), width, out.values_mut());
+        let given = GateUp { activation, values: gate_up.values(), width };
+        mlp::gated(&self.threads, self.isa, given, out.values_mut());
         out
     }
 
-    pub(super) fn activate_vjp(&self, gate_up: &Matrix, dy: &Matrix) -> Matrix {
+    pub(super) fn activate_vjp(&self, activation: Activation, gate_up: &Matrix, dy: &Matrix) -> Matrix {
         let mut d_gate_up = self.pool.matrix(gate_up.rows(), gate_up.width());
-        let (values, dy) = (gate_up.values(), dy.values());
-        mlp::silu_mul_vjp(&self.threads, self.isa, values, gate_up.width() / 2, dy, d_gate_up.values_mut());
+        let given = GateUp { activation, values: gate_up.values(), width: gate_up.width() / 2 };
+        mlp::gated_vjp(&self.threads, self.isa, given, dy.values(), d_gate_up.values_mut());
         d_gate_up
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::{Angles, Cuda, Flat, Tensor, Vector, Weight};
 use crate::backend::{
-    AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Compute, FullSlot, HeadBackward,
-    LinearBackward, Mask, Rotation,
+    Activation, AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Compute, FullSlot, Head,
+    HeadBackward, LinearBackward, Mask, Rotation,
 };
 use crate::error::{EngineError, Result};
 use crate::kernels::cuda::driver::Buffer;
@@ -40,8 +40,15 @@ fn rope<'a>(rotation: &'a Rotation<'a, Cuda>) -> Rope<'a> {
     Rope { heads: rotation.heads, qk_norm, cos: table.cos(), sin: table.sin(), positions }
 }
 
-fn no_kernel(what: &str) -> EngineError {
+pub(super) fn no_kernel(what: &str) -> EngineError {
     EngineError::Input(format!("there is no kernel of a GPU for {what}"))
+}
+
+fn check_silu(activation: Activation) -> Result<()> {
+    match activation {
+        Activation::Silu => Ok(()),
+        Activation::GeluTanh => Err(no_kernel("gelu")),
+    }
 }
 
 impl Compute for Cuda {
@@ -243,13 +250,15 @@ impl Compute for Cuda {
         Ok(d_qkv)
     }
 
-    fn silu_mul(&self, gate_up: &Tensor) -> Result<Tensor> {
+    fn gated(&self, activation: Activation, gate_up: &Tensor) -> Result<Tensor> {
+        check_silu(activation)?;
         let out = Tensor::new(&self.device, gate_up.count(), gate_up.width() / 2, gate_up.dtype())?;
         mlp::silu_mul(&self.device, gate_up.rows(), out.rows())?;
         Ok(out)
     }
 
-    fn silu_mul_vjp(&self, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    fn gated_vjp(&self, activation: Activation, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        check_silu(activation)?;
         let out = Tensor::new(&self.device, gate_up.count(), gate_up.width(), gate_up.dtype())?;
         mlp::silu_mul_vjp(&self.device, gate_up.rows(), dy.rows(), out.rows())?;
         Ok(out)
@@ -258,25 +267,25 @@ impl Compute for Cuda {
     fn score(
         &self,
         x: &Tensor,
-        head: &Weight,
+        head: &Head<Self>,
         targets: &[u32],
         temperature: f64,
     ) -> Result<(Vec<TokenScore>, Normalizers)> {
-        Ok(head::score(&self.device, &self.head(head), x.rows(), targets, temperature)?)
+        Ok(head::score(&self.device, &self.head(&head.weight), x.rows(), targets, temperature)?)
     }
 
     fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Flat) -> Result<Tensor> {
         let HeadBackward { x, head, targets, temperature, normalizers, g, at } = *backward;
         let dx = Tensor::new(&self.device, x.count(), x.width(), x.dtype())?;
-        let d_weight = at.map(|at| gradient.matrix(at, head.outputs(), x.width()));
+        let d_weight = at.map(|at| gradient.matrix(at, head.weight.outputs(), x.width()));
         let backward = head::Backward { x: x.rows(), targets, temperature, normalizers, g, d_weight };
-        head::score_vjp(&self.device, &self.head(head), &backward, dx.rows())?;
+        head::score_vjp(&self.device, &self.head(&head.weight), &backward, dx.rows())?;
         Ok(dx)
     }
 
-    fn logits(&self, x: &Tensor, head: &Weight) -> Result<Tensor> {
-        let out = Tensor::new(&self.device, x.count(), head.outputs(), Dtype::F32)?;
-        head::logits(&self.device, &self.head(head), x.rows(), out.rows())?;
+    fn logits(&self, x: &Tensor, head: &Head<Self>) -> Result<Tensor> {
+        let out = Tensor::new(&self.device, x.count(), head.weight.outputs(), Dtype::F32)?;
+        head::logits(&self.device, &self.head(&head.weight), x.rows(), out.rows())?;
         Ok(out)
     }
 }

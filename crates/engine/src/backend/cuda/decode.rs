@@ -6,7 +6,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::{Cuda, Tensor, Weight};
-use crate::backend::{Choice, Chosen, Decode, Pick, Step, Stepped, Tokens};
+use crate::backend::{Choice, Chosen, Decode, Head, Pick, Step, Stepped, Tokens};
 use crate::error::{EngineError, Result};
 use crate::kernels::cuda::cache;
 use crate::kernels::cuda::driver::{Buffer, Device, Fetch};
@@ -236,8 +236,8 @@ impl Decode for Cuda {
         self.recorded_step(cache, step, body)
     }
 
-    fn choose(&self, x: &Tensor, head: &Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
-        *chosen = head::choose(&self.device, &self.head(head), x.rows(), choice.picks, &choice.filters)?;
+    fn choose(&self, x: &Tensor, head: &Head<Self>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+        *chosen = head::choose(&self.device, &self.head(&head.weight), x.rows(), choice.picks, &choice.filters)?;
         Ok(())
     }
 
@@ -245,11 +245,11 @@ impl Decode for Cuda {
         &self,
         cache: &mut Cache,
         x: impl FnOnce() -> Result<Tensor>,
-        head: &Weight,
+        head: &Head<Self>,
         choice: Choice<'_>,
     ) -> Result<Option<PendingChoice>> {
         let Choice { picks, filters } = choice;
-        head::begin_choose(&self.device, &self.head(head), x()?.rows(), picks, &filters, cache.tokens()?)?;
+        head::begin_choose(&self.device, &self.head(&head.weight), x()?.rows(), picks, &filters, cache.tokens()?)?;
         Ok(Some(PendingChoice::begun()))
     }
 

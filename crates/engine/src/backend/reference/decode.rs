@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::{Reference, Weight};
-use crate::backend::{Choice, Chosen, Compute, Decode};
+use super::Reference;
+use crate::backend::{Choice, Chosen, Compute, Decode, Head};
 use crate::error::Result;
 use crate::ops;
 use crate::ops::slices::{self, Cache as Seen, Heads};
@@ -109,7 +109,7 @@ impl Decode for Reference {
         cache.rows.retain(|_| keep.next().copied().unwrap_or(false));
     }
 
-    fn choose(&self, x: &Tensor, head: &Weight, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
+    fn choose(&self, x: &Tensor, head: &Head<Self>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         let logits = self.logits(x, head)?;
         let vocab_size = logits.dim(1)?;
         let choose = |values: &[f32]| {

@@ -10,19 +10,21 @@ use crate::model::decode::{Picks, Rows};
 use crate::model::layer::{self, Places};
 use crate::model::packing::Packing;
 use crate::model::pass::Pass;
+use crate::model::rope::Angles;
 use crate::spec::footprint::PREFILL_TOKENS;
 
 impl<B: Decode> Decoder<B> {
-    /// Whether sampling gives the log-probs of a training forward, bit for bit.
+    /// Whether sampling gives the log-probs of a training forward, bit for bit: not where a token's angles depend on how long its
+    /// sequence has become in the end.
     pub fn samples_exactly(&self) -> bool {
-        self.backend.samples_exactly()
+        self.backend.samples_exactly() && !self.ropes.depend_on_length()
     }
 
     /// No rows yet.
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
         self.backend.release_cached();
         let cache = self.backend.new_cache(&layer::heads(&self.config), self.layers.len());
-        Rows { adapter, cache, hidden: None, picked: None, due: None, lengths: Vec::new() }
+        Rows { adapter, cache, hidden: None, picked: None, due: None, lengths: Vec::new(), most: Vec::new() }
     }
 
     /// Compute each distinct prompt once and append `num_copies` rows for each, prompt-major.
@@ -49,7 +51,7 @@ impl<B: Decode> Decoder<B> {
                 tokens <= PREFILL_TOKENS as usize
             });
             let (chunk, after) = rest.split_at(fits.count().max(1));
-            let (first, last) = self.prefill(rows, chunk)?;
+            let (first, last) = self.prefill(rows, chunk, max_new_tokens)?;
             known.extend(first..first + chunk.len());
             lasts.push(last);
             rest = after;
@@ -60,6 +62,7 @@ impl<B: Decode> Decoder<B> {
             let index = number[prompt];
             copies.extend(std::iter::repeat_n(index as u32, num_copies));
             rows.lengths.extend(std::iter::repeat_n(prompt.len(), num_copies));
+            rows.most.extend(std::iter::repeat_n(prompt.len() + max_new_tokens, num_copies));
             self.backend.add_rows(&mut rows.cache, known[index], num_copies, max_new_tokens)?;
         }
         self.backend.close_prompts(&mut rows.cache);
@@ -72,8 +75,10 @@ impl<B: Decode> Decoder<B> {
     }
 
     /// The first prompt's number in the cache, and the last token's hidden row of each.
-    fn prefill(&self, rows: &mut Rows<B>, prompts: &[&[u32]]) -> Result<(usize, B::Tensor)> {
-        let packing = Packing::sequences(prompts, self.windows(), |n| self.rope.table(n));
+    fn prefill(&self, rows: &mut Rows<B>, prompts: &[&[u32]], max_new_tokens: usize) -> Result<(usize, B::Tensor)> {
+        let with_length = |ids: &&'_ [u32]| self.ropes.length_when_sampling(ids.len(), ids.len() + max_new_tokens);
+        let prompts_and_lengths: Vec<_> = prompts.iter().map(|ids| (*ids, with_length(ids))).collect();
+        let packing = Packing::sequences(&prompts_and_lengths, self.windows(), &self.ropes);
         let batch = self.batch(&packing)?;
         let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.len()).collect();
         let mut x = self.embed(&packing.ids)?;
@@ -151,13 +156,15 @@ impl<B: Decode> Decoder<B> {
 
     fn step(&self, rows: &mut Rows<B>, tokens: Tokens<'_>, choice: Choice<'_>) -> Result<()> {
         let backend = &self.backend;
-        let table = self.rope.table(rows.lengths.iter().max().map_or(1, |length| length + 1));
+        let length_of = |(length, most): (&usize, &usize)| self.ropes.length_when_sampling(length + 1, *most);
+        let lengths: Vec<usize> = rows.lengths.iter().zip(&rows.most).map(length_of).collect();
+        let turns = self.ropes.turns(&rows.lengths, &lengths);
         let pass = Pass::inference(rows.adapter);
         // Its memory is used again.
         rows.hidden = None;
-        let step = Step { table: &table, tokens, positions: &rows.lengths, choice };
+        let step = Step { table: &turns.full.table, tokens, positions: &rows.lengths, choice };
         let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
-            let angles = backend.angles(step.table, step.positions)?;
+            let angles = Angles::new(backend, &turns, step.positions)?;
             let mut x = self.scaled_embeddings(backend.embed_step(&self.embedding, cache, step.tokens)?)?;
             for (index, layer) in self.layers.iter().enumerate() {
                 let places = Places { positions: step.positions, angles: &angles };
@@ -192,6 +199,7 @@ impl<B: Decode> Decoder<B> {
             Some(_) | None => None,
         };
         rows.lengths = kept.iter().map(|row| rows.lengths[*row as usize]).collect();
+        rows.most = kept.iter().map(|row| rows.most[*row as usize]).collect();
         Ok(())
     }
 }

@@ -1,0 +1,282 @@
+//! Rotary position embedding: what config.json says of it, in the words of transformers 5 (`rope_parameters`) and 4
+//! (`rope_theta`, `rope_scaling`).
+
+use serde_json::Value;
+
+use super::Keys;
+use crate::ModelCardError;
+
+/// Rotary position embedding.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// The base.
+    pub theta: f64,
+    /// Columns of a head that rotate: the first so many.
+    pub rotary_dim: usize,
+    /// How long contexts are reached.
+    pub kind: RopeKind,
+}
+
+impl Rope {
+    /// Whether the angle of a position depends on the length of its sequence.
+    pub fn depends_on_length(&self) -> bool {
+        matches!(self.kind, RopeKind::Dynamic { .. } | RopeKind::LongRope { .. })
+    }
+}
+
+/// The supported `rope_type`s.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeKind {
+    /// No scaling.
+    Default,
+    /// Positions divided by a factor.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// The base grows with sequences that are longer than the original context.
+    Dynamic {
+        /// How fast.
+        factor: f64,
+        /// The context before scaling.
+        original_max_position_embeddings: f64,
+    },
+    /// YaRN (arXiv 2309.00071).
+    Yarn {
+        /// How much longer than the original context.
+        factor: f64,
+        /// The context before scaling.
+        original_max_position_embeddings: f64,
+        /// Rotations above which a frequency is kept.
+        beta_fast: f64,
+        /// Rotations below which a frequency is interpolated.
+        beta_slow: f64,
+        /// Multiplies cos and sin.
+        attention_factor: f64,
+        /// Whether the bounds are rounded to whole dimensions.
+        truncate: bool,
+    },
+    /// LongRoPE (arXiv 2402.13753): a divisor for each frequency.
+    LongRope {
+        /// Of sequences within the original context.
+        short_factor: Vec<f64>,
+        /// Of longer ones.
+        long_factor: Vec<f64>,
+        /// The context before scaling.
+        original_max_position_embeddings: f64,
+        /// Multiplies cos and sin.
+        attention_factor: f64,
+    },
+    /// Llama 3's frequency bands.
+    Llama3 {
+        /// The divisor of low frequencies.
+        factor: f64,
+        /// Wavelengths longer than original/low are scaled.
+        low_freq_factor: f64,
+        /// Wavelengths shorter than original/high are kept.
+        high_freq_factor: f64,
+        /// The context before scaling.
+        original_max_position_embeddings: f64,
+    },
+}
+
+/// What a rotary position embedding is read with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    /// Width of a head.
+    pub(crate) head_dim: usize,
+    /// As config.json says it.
+    pub(crate) max_position_embeddings: usize,
+    /// Phi-3's: part of a head may rotate, and LongRoPE has other names, too.
+    pub(crate) is_phi3: bool,
+}
+
+/// The one of all layers.
+///
+/// # Errors
+/// When a key cannot be understood or is not supported.
+pub(crate) fn rope(keys: &Keys<'_>, default_theta: f64, sizes: Sizes) -> Result<Rope, ModelCardError> {
+    // One that is not used must make sense too.
+    let flat_theta = keys.number("rope_theta", Some(default_theta))?;
+    let (name, parameters) = match keys.get("rope_parameters") {
+        Some(value) => ("rope_parameters", Some(value)),
+        None => ("rope_scaling", keys.get("rope_scaling")),
+    };
+    if let Some((layer_type, nested)) =
+        parameters.and_then(Value::as_object).and_then(|o| o.iter().find(|(_, v)| v.is_object()))
+    {
+        return keys.refuse(&format!("{name}.{layer_type}"), nested, "rope by layer type is not supported");
+    }
+    one(keys, (name, parameters), flat_theta, sizes)
+}
+
+/// The one of full layers, and the one of layers with a window: its base is the key of `local_theta`, or else the number
+/// there, or else that of full layers.
+///
+/// # Errors
+/// As [`rope`].
+pub(crate) fn ropes_by_layer_type(
+    keys: &Keys<'_>,
+    default_theta: f64,
+    local_theta: (&str, Option<f64>),
+    sizes: Sizes,
+) -> Result<(Rope, Rope), ModelCardError> {
+    let theta = keys.number("rope_theta", Some(default_theta))?;
+    let (key, default) = local_theta;
+    let local_theta = keys.number(key, Some(default.unwrap_or(theta)))?;
+    let Some(parameters) = keys.get("rope_parameters") else {
+        let local = one(keys, ("rope_scaling", None), local_theta, sizes)?;
+        return Ok((one(keys, ("rope_scaling", keys.get("rope_scaling")), theta, sizes)?, local));
+    };
+    // Beside the two of layer types transformers 5 ignores other keys.
+    let of = |layer_type: &str, theta: f64| {
+        let found = parameters.get(layer_type).filter(|value| !value.is_null());
+        one(keys, (&format!("rope_parameters.{layer_type}"), found), theta, sizes)
+    };
+    Ok((of("full_attention", theta)?, of("sliding_attention", local_theta)?))
+}
+
+fn one(
+    keys: &Keys<'_>,
+    (name, parameters): (&str, Option<&Value>),
+    flat_theta: f64,
+    sizes: Sizes,
+) -> Result<Rope, ModelCardError> {
+    let Some(parameters) = parameters else {
+        let rotary_dim = rotary_dim(keys, "partial_rotary_factor", keys.get("partial_rotary_factor"), sizes)?;
+        return Ok(Rope { theta: flat_theta, rotary_dim, kind: RopeKind::Default });
+    };
+    if !parameters.is_object() {
+        return keys.refuse(name, parameters, "it must be an object");
+    }
+    let inner = Keys { file: keys.file, value: parameters };
+    let theta = match inner.get("rope_theta") {
+        Some(_) => inner.number("rope_theta", None)?,
+        None => flat_theta,
+    };
+    let rotary_dim = match inner.get("partial_rotary_factor") {
+        Some(value) => rotary_dim(keys, &format!("{name}.partial_rotary_factor"), Some(value), sizes)?,
+        None => rotary_dim(keys, "partial_rotary_factor", keys.get("partial_rotary_factor"), sizes)?,
+    };
+    let rope_type = inner.get("rope_type").or_else(|| inner.get("type"));
+    // transformers 4 guessed a missing one from max_position_embeddings, in ways that differ between its versions.
+    let required = |key: &str| {
+        inner.number(key, None).map_err(|error| ModelCardError { detail: format!("{name}.{}", error.detail), ..error })
+    };
+    let original = || required("original_max_position_embeddings");
+    let kind = match rope_type.map(|t| t.as_str()) {
+        None | Some(Some("default")) => RopeKind::Default,
+        Some(Some("linear")) => RopeKind::Linear { factor: required("factor")? },
+        Some(Some("dynamic")) => RopeKind::Dynamic {
+            factor: required("factor")?,
+            original_max_position_embeddings: sizes.max_position_embeddings as f64,
+        },
+        Some(Some("longrope")) => long_rope(keys, &inner, name, rotary_dim, sizes)?,
+        // What Phi-3's first checkpoints call it.
+        Some(Some("su" | "yarn")) if sizes.is_phi3 => long_rope(keys, &inner, name, rotary_dim, sizes)?,
+        Some(Some("llama3")) => {
+            let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
+            if high <= low {
+                return keys.refuse(
+                    &format!("{name}.high_freq_factor"),
+                    &high.into(),
+                    "it must be above low_freq_factor",
+                );
+            }
+            RopeKind::Llama3 {
+                factor: required("factor")?,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: original()?,
+            }
+        }
+        Some(Some("yarn")) => {
+            let original = original()?;
+            // An explicit null asks for the ratio of the two contexts, as in transformers 5.
+            let factor = match parameters.get("factor") {
+                Some(Value::Null) => sizes.max_position_embeddings as f64 / original,
+                Some(_) | None => required("factor")?,
+            };
+            yarn(&inner, factor, original)?
+        }
+        Some(_) => {
+            let value = rope_type.unwrap_or(&Value::Null);
+            let advice = "supported are default, linear, dynamic, yarn, longrope and llama3";
+            return keys.refuse(&format!("{name}.rope_type"), value, advice);
+        }
+    };
+    Ok(Rope { theta, rotary_dim, kind })
+}
+
+/// The columns of a head that rotate.
+fn rotary_dim(keys: &Keys<'_>, key: &str, factor: Option<&Value>, sizes: Sizes) -> Result<usize, ModelCardError> {
+    let Some(value) = factor else { return Ok(sizes.head_dim) };
+    let Some(factor) = value.as_f64().filter(|factor| *factor > 0.0 && *factor <= 1.0) else {
+        return keys.refuse(key, value, "it must be above 0 and at most 1");
+    };
+    if factor != 1.0 && !sizes.is_phi3 {
+        return keys.refuse(key, value, "only 1 is supported in this model_type");
+    }
+    let columns = (sizes.head_dim as f64 * factor) as usize;
+    match columns % 2 == 0 && columns > 0 {
+        true => Ok(columns),
+        false => {
+            keys.refuse(key, value, &format!("{columns} columns of a head would rotate; it must be an even number"))
+        }
+    }
+}
+
+fn long_rope(
+    keys: &Keys<'_>,
+    inner: &Keys<'_>,
+    name: &str,
+    rotary_dim: usize,
+    sizes: Sizes,
+) -> Result<RopeKind, ModelCardError> {
+    let factors = |key: &str| {
+        let value = inner.get(key).unwrap_or(&Value::Null);
+        let list = value.as_array().and_then(|list| list.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>());
+        let is_right = |list: &Vec<f64>| list.len() == rotary_dim / 2 && list.iter().all(|f| f.is_finite() && *f > 0.0);
+        match list.filter(is_right) {
+            Some(list) => Ok(list),
+            None => keys.refuse(
+                &format!("{name}.{key}"),
+                value,
+                &format!("it must be a list of {} positive numbers", rotary_dim / 2),
+            ),
+        }
+    };
+    let max = sizes.max_position_embeddings as f64;
+    // Phi-3 has it outside, which then counts.
+    let original = match keys.get("original_max_position_embeddings") {
+        Some(_) => keys.number("original_max_position_embeddings", None)?,
+        None => inner.number("original_max_position_embeddings", Some(max))?,
+    };
+    let factor = inner.number("factor", Some(max / original))?;
+    let usual = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / original.ln()).sqrt() };
+    Ok(RopeKind::LongRope {
+        short_factor: factors("short_factor")?,
+        long_factor: factors("long_factor")?,
+        original_max_position_embeddings: original,
+        attention_factor: inner.number("attention_factor", Some(usual))?,
+    })
+}
+
+fn yarn(keys: &Keys<'_>, factor: f64, original: f64) -> Result<RopeKind, ModelCardError> {
+    let scale = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+    let attention_factor = match (keys.get("attention_factor"), keys.get("mscale"), keys.get("mscale_all_dim")) {
+        (Some(_), _, _) => keys.number("attention_factor", None)?,
+        (None, Some(a), Some(b)) if a.as_f64() != Some(0.0) && b.as_f64() != Some(0.0) => {
+            scale(keys.number("mscale", None)?) / scale(keys.number("mscale_all_dim", None)?)
+        }
+        _ => scale(1.0),
+    };
+    Ok(RopeKind::Yarn {
+        factor,
+        original_max_position_embeddings: original,
+        beta_fast: keys.number("beta_fast", Some(32.0))?,
+        beta_slow: keys.number("beta_slow", Some(1.0))?,
+        attention_factor,
+        truncate: keys.flag("truncate", true)?,
+    })
+}
