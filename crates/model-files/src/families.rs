@@ -3,6 +3,7 @@
 //! A new family is one more file and one more entry of [`FAMILIES`]; what its computation has that no other's has is a new field of
 //! [`ModelDescription`], which the decoder reads.
 
+mod gemma;
 mod granite;
 mod llama;
 mod ministral;
@@ -67,7 +68,7 @@ type ReadRopes = fn(&Keys<'_>, f64, Sizes) -> Result<(Rope, Option<Rope>), Model
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All of them.
-pub(super) const FAMILIES: [Family; 8] = [
+pub(super) const FAMILIES: [Family; 10] = [
     qwen::QWEN3,
     qwen::QWEN2,
     llama::LLAMA,
@@ -76,6 +77,8 @@ pub(super) const FAMILIES: [Family; 8] = [
     granite::GRANITE,
     olmo::OLMO2,
     ministral::MINISTRAL3,
+    gemma::GEMMA2,
+    gemma::GEMMA3_TEXT,
 ];
 
 /// Multimodal checkpoints whose text part is one of the families: config.json's `model_type`, and those that its
