@@ -9,6 +9,7 @@ mod llama;
 mod ministral;
 mod mistral;
 mod olmo;
+mod phi;
 mod qwen;
 mod smollm3;
 
@@ -68,7 +69,7 @@ type ReadRopes = fn(&Keys<'_>, f64, Sizes) -> Result<(Rope, Option<Rope>), Model
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All of them.
-pub(super) const FAMILIES: [Family; 10] = [
+pub(super) const FAMILIES: [Family; 11] = [
     qwen::QWEN3,
     qwen::QWEN2,
     llama::LLAMA,
@@ -79,6 +80,7 @@ pub(super) const FAMILIES: [Family; 10] = [
     ministral::MINISTRAL3,
     gemma::GEMMA2,
     gemma::GEMMA3_TEXT,
+    phi::PHI3,
 ];
 
 /// Multimodal checkpoints whose text part is one of the families: config.json's `model_type`, and those that its
@@ -190,7 +192,7 @@ impl ModelDescription {
             return Err(ModelCardError::new(file, detail));
         }
         let max_position_embeddings = size("max_position_embeddings")?;
-        let is_phi3 = family.model_type == "phi3";
+        let is_phi3 = family.model_type == phi::PHI3.model_type;
         let (rope, local_rope) =
             (family.ropes)(keys, family.rope_theta, Sizes { head_dim, max_position_embeddings, is_phi3 })?;
         // A base that grows is for sequences beyond it.
