@@ -69,7 +69,7 @@ type ReadRopes = fn(&Keys<'_>, f64, Sizes) -> Result<(Rope, Option<Rope>), Model
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All of them.
-pub(super) const FAMILIES: [Family; 11] = [
+pub(super) const FAMILIES: [Family; 12] = [
     qwen::QWEN3,
     qwen::QWEN2,
     llama::LLAMA,
@@ -78,6 +78,7 @@ pub(super) const FAMILIES: [Family; 11] = [
     granite::GRANITE,
     olmo::OLMO2,
     ministral::MINISTRAL3,
+    olmo::OLMO3,
     gemma::GEMMA2,
     gemma::GEMMA3_TEXT,
     phi::PHI3,

@@ -2,7 +2,7 @@
 
 use super::{Family, read_attention_bias};
 use crate::ModelCardError;
-use crate::config::{Keys, LayerNorms, ModelDescription, QkNorm, windows};
+use crate::config::{Keys, LayerNorms, ModelDescription, QkNorm, ropes_by_layer_type, windows};
 
 pub(super) const OLMO2: Family = Family {
     model_type: "olmo2",
@@ -11,6 +11,26 @@ pub(super) const OLMO2: Family = Family {
     describe: |keys, model| {
         let mut model = common(keys, model)?;
         model.windows = windows(keys, model.num_hidden_layers, None, |_| false)?;
+        Ok(model)
+    },
+    ..Family::COMMON
+};
+
+/// Three of four layers have a window, and they alone do not reach a longer context.
+pub(super) const OLMO3: Family = Family {
+    model_type: "olmo3",
+    reads: &["rope_local_base_freq"],
+    rms_norm_eps: 1e-5,
+    rope_theta: 500_000.0,
+    ropes: |keys, theta, sizes| {
+        let (full, local) = ropes_by_layer_type(keys, theta, ("rope_local_base_freq", None), sizes)?;
+        Ok((full, Some(local)))
+    },
+    has_kv_heads_by_default: true,
+    describe: |keys, model| {
+        let mut model = common(keys, model)?;
+        let window = keys.size("sliding_window", Some(4096))?;
+        model.windows = windows(keys, model.num_hidden_layers, Some(window), |layer| (layer + 1) % 4 != 0)?;
         Ok(model)
     },
     ..Family::COMMON
