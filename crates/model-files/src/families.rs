@@ -69,13 +69,14 @@ type ReadRopes = fn(&Keys<'_>, f64, Sizes) -> Result<(Rope, Option<Rope>), Model
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All of them.
-pub(super) const FAMILIES: [Family; 12] = [
+pub(super) const FAMILIES: [Family; 13] = [
     qwen::QWEN3,
     qwen::QWEN2,
     llama::LLAMA,
     mistral::MISTRAL,
     smollm3::SMOLLM3,
     granite::GRANITE,
+    granite::GRANITE_HYBRID,
     olmo::OLMO2,
     ministral::MINISTRAL3,
     olmo::OLMO3,

@@ -1,22 +1,63 @@
-//! Granite 3.x: Llama with four multipliers.
+//! Granite 3.x and Granite 4 without Mamba layers and experts: Llama with four multipliers.
 
 use super::{Family, read_attention_bias};
-use crate::config::windows;
+use crate::ModelCardError;
+use crate::config::{Keys, ModelDescription, Projections, windows};
+
+const MULTIPLIERS: [&str; 4] =
+    ["embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"];
 
 pub(super) const GRANITE: Family = Family {
     model_type: "granite",
-    reads: &["embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"],
+    reads: &MULTIPLIERS,
     has_kv_heads_by_default: true,
-    describe: |keys, mut model| {
-        read_attention_bias(keys, &mut model)?;
+    describe: |keys, model| {
+        let mut model = common(keys, model)?;
         model.mlp_bias = keys.flag("mlp_bias", false)?;
         model.windows = windows(keys, model.num_hidden_layers, None, |_| false)?;
-        // Each is 1 by default, the attention's too (transformers 5.23.0, configuration_granite.py).
-        model.embedding_multiplier = keys.number("embedding_multiplier", Some(1.0))?;
-        model.attention_scale = keys.number("attention_multiplier", Some(1.0))?;
-        model.residual_multiplier = keys.number("residual_multiplier", Some(1.0))?;
-        model.logits_divisor = keys.number("logits_scaling", Some(1.0))?;
         Ok(model)
     },
     ..Family::COMMON
 };
+
+/// Its MLP is the one that experts would share, its intermediate_size that of experts.
+pub(super) const GRANITE_HYBRID: Family = Family {
+    model_type: "granitemoehybrid",
+    reads: &MULTIPLIERS,
+    has_kv_heads_by_default: true,
+    describe: |keys, model| {
+        let mut model = common(keys, model)?;
+        model.projections = Projections::SHARED_MLP;
+        model.intermediate_size = keys.size("shared_intermediate_size", Some(1024))?;
+        only_attention(keys, model.num_hidden_layers)?;
+        if keys.get("position_embedding_type").is_none_or(|value| value != "rope") {
+            model.rotates = vec![false; model.num_hidden_layers];
+        }
+        Ok(model)
+    },
+    ..Family::COMMON
+};
+
+/// Each is 1 by default, the attention's too (transformers 5.23.0, configuration_granite.py).
+fn common(keys: &Keys<'_>, mut model: ModelDescription) -> Result<ModelDescription, ModelCardError> {
+    read_attention_bias(keys, &mut model)?;
+    model.embedding_multiplier = keys.number("embedding_multiplier", Some(1.0))?;
+    model.attention_scale = keys.number("attention_multiplier", Some(1.0))?;
+    model.residual_multiplier = keys.number("residual_multiplier", Some(1.0))?;
+    model.logits_divisor = keys.number("logits_scaling", Some(1.0))?;
+    Ok(model)
+}
+
+/// Refuses other layers than those of attention: without `layer_types` all are Mamba's.
+fn only_attention(keys: &Keys<'_>, num_layers: usize) -> Result<(), ModelCardError> {
+    let Some(value) = keys.get("layer_types") else {
+        let detail = "layer_types is missing, so that all layers are Mamba's, which are not supported; use a Granite 4 model \
+                      with attention layers only";
+        return Err(ModelCardError::new(keys.file, detail));
+    };
+    let is_attention = |name: &serde_json::Value| name == "attention" || name == "full_attention";
+    match value.as_array() {
+        Some(list) if list.len() == num_layers && list.iter().all(is_attention) => Ok(()),
+        _ => keys.refuse("layer_types", value, "it must name attention for each of num_hidden_layers layers"),
+    }
+}
