@@ -87,7 +87,7 @@ pub(super) const FAMILIES: [Family; 13] = [
 
 /// Multimodal checkpoints whose text part is one of the families: config.json's `model_type`, and those that its
 /// `text_config` may have, the first where it says none.
-const WITH_TEXT_PART: [(&str, &[&str]); 1] = [("gemma3", &["gemma3_text"])];
+const WITH_TEXT_PART: [(&str, &[&str]); 2] = [("gemma3", &["gemma3_text"]), ("mistral3", &["mistral", "ministral3"])];
 
 /// Keys whose presence (not null, not false, not the neutral number) changes the computation.
 const UNSUPPORTED: [(&str, Option<f64>); 27] = [

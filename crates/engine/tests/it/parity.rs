@@ -30,8 +30,7 @@ const NOISE: f64 = 2e-5;
 type Checked<T = ()> = Result<T, String>;
 
 /// Cases that are still refused: a pointer into config.json, and the value there. The list only shrinks.
-const REFUSED: [(&str, &str); 6] = [
-    ("/model_type", "mistral3"),
+const REFUSED: [(&str, &str); 5] = [
     ("/model_type", "gpt_oss"),
     ("/model_type", "qwen3_5"),
     ("/model_type", "qwen3_5_text"),
