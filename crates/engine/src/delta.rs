@@ -6,15 +6,15 @@ use rayon::prelude::*;
 
 use super::error::Result;
 use super::load::Weights;
-use super::lora::{LoraConfig, ParameterInfo};
+use super::lora::ParameterInfo;
 use crate::modelcard::ModelCard;
+use crate::spec::LoraPlan;
 
 /// What the base model says of [`DeltaNorm::of`]; made once a run.
 #[derive(Debug)]
 pub struct DeltaNorm {
-    /// A and B of each adapted layer.
-    pairs: Vec<(ParameterInfo, ParameterInfo)>,
-    scaling: f64,
+    /// A, B and s of each adapted layer.
+    pairs: Vec<(ParameterInfo, ParameterInfo, f64)>,
     /// Frobenius, over all adapted layers.
     base_norm: f64,
 }
@@ -24,34 +24,43 @@ impl DeltaNorm {
     pub fn load(
         model_dir: &Path,
         card: &ModelCard,
-        config: Option<&LoraConfig>,
+        config: Option<&LoraPlan>,
         parameters: &[ParameterInfo],
     ) -> Result<Option<Self>> {
         let Some(config) = config else { return Ok(None) };
         let mut pairs = Vec::new();
         for a in parameters.iter().filter(|info| info.name.ends_with(".lora_A.weight")) {
             let name = a.name.replace(".lora_A.", ".lora_B.");
-            pairs.extend(parameters.iter().find(|info| info.name == name).map(|b| (a.clone(), b.clone())));
+            let scaling = scaling_of(config, &a.name);
+            pairs.extend(parameters.iter().find(|info| info.name == name).map(|b| (a.clone(), b.clone(), scaling)));
         }
         let mut weights = Weights::open(model_dir, card);
         let mut squares = 0.0;
-        for (a, _) in &pairs {
+        for (a, ..) in &pairs {
             let layer = a.name.trim_start_matches("base_model.model.").trim_end_matches(".lora_A.weight");
             let (values, _) = weights.values(&format!("{layer}.weight"))?;
             squares += values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>();
         }
         let known = !pairs.is_empty() && squares > 0.0;
-        Ok(known.then(|| Self { pairs, scaling: config.scaling(), base_norm: squares.sqrt() }))
+        Ok(known.then(|| Self { pairs, base_norm: squares.sqrt() }))
     }
 
     /// The norm of the flat parameters' change of the weights, as a share of the weights' own.
     ///
     /// ‖BA‖² = tr(BᵀB·AAᵀ): r × r matrices, the product itself is never made.
     pub fn of(&self, parameters: &[f32]) -> f64 {
-        let squares: Vec<f64> = self.pairs.par_iter().map(|(a, b)| product_square(parameters, a, b)).collect();
+        let square = |(a, b, scaling): &(_, _, f64)| scaling.powi(2) * product_square(parameters, a, b);
+        let squares: Vec<f64> = self.pairs.par_iter().map(square).collect();
         // Rounding can leave a tiny negative trace.
-        self.scaling * squares.iter().sum::<f64>().max(0.0).sqrt() / self.base_norm
+        squares.iter().sum::<f64>().max(0.0).sqrt() / self.base_norm
     }
+}
+
+/// `s` of the layer whose A has this name.
+fn scaling_of(config: &LoraPlan, name: &str) -> f64 {
+    let inside = name.trim_start_matches("base_model.model.model.layers.").trim_end_matches(".lora_A.weight");
+    let rank = inside.split_once('.').and_then(|(layer, path)| config.of(layer.parse().ok()?, path));
+    rank.map_or(0.0, |rank| config.scaling(rank))
 }
 
 /// ‖BA‖² of one layer; A is `[r, in]`, B is `[out, r]`.
@@ -109,8 +118,8 @@ mod tests {
             shape: shape.to_vec(),
             offset,
         };
-        let pairs = vec![(info("x.lora_A.weight", &[2, 3], 0), info("x.lora_B.weight", &[2, 2], 6))];
-        let delta = DeltaNorm { pairs, scaling: 2.0, base_norm: 4.0 };
+        let pairs = vec![(info("x.lora_A.weight", &[2, 3], 0), info("x.lora_B.weight", &[2, 2], 6), 2.0)];
+        let delta = DeltaNorm { pairs, base_norm: 4.0 };
         assert!((delta.of(&parameters) - 2.0 * 68f64.sqrt() / 4.0).abs() < 1e-12);
         assert_eq!(delta.of(&[0.0; 10]), 0.0);
     }

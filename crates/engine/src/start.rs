@@ -4,7 +4,6 @@ use std::path::Path;
 
 use super::error::{EngineError, Result};
 use super::host::TrainInput;
-use super::lora::LoraConfig;
 use super::model::{Adapter, Policy};
 use crate::event::Event;
 use crate::modelcard::TensorDtype;
@@ -45,19 +44,18 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>) -> Result<Refer
     let mut reference = ReferenceModel::None;
     match &plan.lora {
         Some(lora) => {
-            let config = LoraConfig::from_plan(lora)?;
             let load = |policy: &mut Policy, dir: &Path| -> Result<()> {
                 policy.load_lora(dir)?;
                 match policy.lora_config() {
-                    Some(found) if found.fits(&config) => Ok(()),
+                    Some(found) if found.fits(lora) => Ok(()),
                     found => {
-                        Err(EngineError::Adapter(format!("it was made with {found:?}, but the plan says {config:?}")))
+                        Err(EngineError::Adapter(format!("it was made with {found:?}, but the plan says {lora:?}")))
                     }
                 }
             };
             match (initial, &input.resume) {
                 (Some(dir), resume) if resume.is_none() || wants_initial => load(policy, dir)?,
-                (None, None) => policy.add_lora(&config, plan.training.seed)?,
+                (None, None) => policy.add_lora(lora, plan.training.seed)?,
                 (_, _) => {}
             }
             if with_reference {

@@ -5,6 +5,7 @@
 //! at once with a JSON pointer. [`resolve`] adds what only the model and the data can tell. A `Plan` is stored beside the
 //! spec, so that a changed default never changes a past job.
 
+mod adapter;
 mod document;
 mod estimate;
 mod evaluation;
@@ -33,6 +34,7 @@ mod sources;
 pub mod trl;
 mod warm;
 
+pub use adapter::ModuleRank;
 pub use document::{JobSpec, Labels, TrainingSpec, read_labels, submittable, submittable_dataset};
 pub use estimate::Estimate;
 pub use evaluation::{EvalSpec, PromptKey, held_out_count, held_out_rows, prompt_key, shared_prompts};

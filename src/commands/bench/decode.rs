@@ -12,7 +12,6 @@ use super::timing::{Timing, repeat, repeat_telling};
 use super::{BenchError, Setting, io};
 use crate::engine::backend::BackendKind;
 use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
-use crate::engine::lora::LoraConfig;
 use crate::engine::memory::peak_resident_bytes;
 use crate::engine::model::{Adapter, Policy};
 use crate::engine::random::{Key, Stream};
@@ -243,6 +242,8 @@ pub(super) fn policy(setting: &Setting<'_>) -> Result<Policy, BenchError> {
     let mut policy = Policy::load_dtype(&setting.model_dir, kind, setting.dtype())?;
     policy.set_gradient_checkpointing(setting.args.gradient_checkpointing);
     let rank = setting.args.lora_r;
-    policy.add_lora(&LoraConfig::all_linear(rank as usize, f64::from(rank)), 0)?;
+    let config = policy.card().config.clone();
+    let target_modules = Module::of_model(&config).iter().map(|module| module.name().to_owned()).collect();
+    policy.add_lora(&LoraPlan { target_modules, ..LoraPlan::all_linear(rank, f64::from(rank)) }, 0)?;
     Ok(policy)
 }

@@ -10,8 +10,8 @@ use candle_core::{Device, Tensor};
 
 use super::types::gathered;
 use super::{
-    Activation, AdapterBackward, AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, Compute, Flat,
-    FullSlot, Head, HeadBackward, LinearBackward, Mask, Rotation,
+    Activation, AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers,
+    Compute, Flat, FullSlot, Head, HeadBackward, LinearBackward, Mask, Rotation,
 };
 use crate::error::Result;
 use crate::ops::slices::{self, TokenScore, add_scaled};
@@ -42,10 +42,8 @@ pub struct Adapter {
     a: Tensor,
     /// `[out, blocks · r]`, scaled by s.
     b: Tensor,
-    r: usize,
-    scaling: f64,
-    /// Each module's outputs.
-    outputs: Vec<Range<usize>>,
+    /// Each module's outputs, its ranks and its scaling.
+    parts: Vec<(Range<usize>, Range<usize>, f64)>,
 }
 
 /// Angles by position.
@@ -77,8 +75,8 @@ impl Reference {
         if masks.is_empty() {
             return Ok(x.matmul(&adapter.a.t()?)?);
         }
-        let blocks = masks.iter().enumerate().map(|(block, mask)| {
-            let a = adapter.a.narrow(0, block * adapter.r, adapter.r)?;
+        let blocks = masks.iter().zip(&adapter.parts).map(|(mask, (_, ranks, _))| {
+            let a = adapter.a.narrow(0, ranks.start, ranks.len())?;
             Ok(dropped(x, mask)?.matmul(&a.t()?)?)
         });
         Ok(Tensor::cat(&blocks.collect::<Result<Vec<Tensor>>>()?, 1)?)
@@ -94,9 +92,9 @@ impl Reference {
     ) -> Result<(Tensor, Tensor)> {
         let AdapterPass { adapter, masks } = pass;
         let mut da = Vec::with_capacity(masks.len());
-        for (block, mask) in masks.iter().enumerate() {
-            let a = adapter.a.narrow(0, block * adapter.r, adapter.r)?;
-            let dh = dh.narrow(1, block * adapter.r, adapter.r)?.contiguous()?;
+        for (mask, (_, ranks, _)) in masks.iter().zip(&adapter.parts) {
+            let a = adapter.a.narrow(0, ranks.start, ranks.len())?;
+            let dh = dh.narrow(1, ranks.start, ranks.len())?.contiguous()?;
             dx = (dx + dropped(&dh.matmul(&a)?, mask)?)?;
             da.push(dh.t()?.matmul(&dropped(x, mask)?)?);
         }
@@ -190,18 +188,18 @@ impl Compute for Reference {
     type Normalizers = ();
 
     fn adapter_from(&self, parameters: &Vec<f32>, shape: &AdapterShape) -> Result<Adapter> {
-        let AdapterShape { inputs, outputs, r, scaling, blocks } = shape;
-        let rank = blocks.len() * r;
+        let AdapterShape { inputs, outputs, blocks } = shape;
+        let rank = blocks.iter().map(|block| block.r).sum();
         let (mut a, mut b) = (Vec::with_capacity(rank * inputs), vec![0f32; outputs * rank]);
-        for (index, block) in blocks.iter().enumerate() {
+        for (block, ranks) in blocks.iter().zip(shape.ranks()) {
             a.extend_from_slice(shape.a(parameters, block));
-            for (row, values) in block.outputs.clone().zip(shape.b(parameters, block).chunks_exact(*r)) {
-                let out = &mut b[row * rank + index * r..][..*r];
-                add_scaled(out, *scaling as f32, values);
+            for (row, values) in block.outputs.clone().zip(shape.b(parameters, block).chunks_exact(block.r)) {
+                add_scaled(&mut b[row * rank..][ranks.clone()], block.scaling as f32, values);
             }
         }
-        let outputs = blocks.iter().map(|block| block.outputs.clone()).collect();
-        Ok(Adapter { a: self.tensor(a, *inputs)?, b: self.tensor(b, rank)?, r: *r, scaling: *scaling, outputs })
+        let part = |(block, ranks): (&AdapterBlock, Range<usize>)| (block.outputs.clone(), ranks, block.scaling);
+        let parts = blocks.iter().zip(shape.ranks()).map(part).collect();
+        Ok(Adapter { a: self.tensor(a, *inputs)?, b: self.tensor(b, rank)?, parts })
     }
 
     fn embed(&self, table: &Weight, ids: &[u32]) -> Result<Tensor> {
@@ -318,18 +316,18 @@ impl Compute for Reference {
             }
         }
         let Some(AdapterBackward { pass, slots }) = &linear.adapter else { return Ok(dx) };
-        let Adapter { a, b, r, scaling, outputs } = pass.adapter;
+        let Adapter { a, b, parts } = pass.adapter;
         let h = self.hidden(pass, &x)?;
         let dh = dy.matmul(b)?;
         let (dx, da) = match pass.masks.is_empty() {
             true => ((dx + dh.matmul(a)?)?, dh.t()?.matmul(&x)?),
             false => self.dropped_vjp(pass, &x, &dh, dx)?,
         };
-        for (block, (outputs, (a_at, b_at))) in outputs.iter().zip(*slots).enumerate() {
-            add_tensor(gradient, *a_at, &da.narrow(0, block * r, *r)?)?;
+        for ((outputs, ranks, scaling), (a_at, b_at)) in parts.iter().zip(*slots) {
+            add_tensor(gradient, *a_at, &da.narrow(0, ranks.start, ranks.len())?)?;
             // L depends on B through s·B, which is what the adapter's `b` holds.
             let dy = dy.narrow(1, outputs.start, outputs.len())?;
-            let db = dy.t()?.contiguous()?.matmul(&h.narrow(1, block * r, *r)?.contiguous()?)?;
+            let db = dy.t()?.contiguous()?.matmul(&h.narrow(1, ranks.start, ranks.len())?.contiguous()?)?;
             add_tensor(gradient, *b_at, &(db * *scaling)?)?;
         }
         Ok(dx)

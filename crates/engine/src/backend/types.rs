@@ -207,10 +207,6 @@ pub struct AdapterShape {
     pub inputs: usize,
     /// Outputs of the fused weight.
     pub outputs: usize,
-    /// The rank.
-    pub r: usize,
-    /// `s` in s·B·A.
-    pub scaling: f64,
     /// The adapted modules, in order of their outputs.
     pub blocks: Vec<AdapterBlock>,
 }
@@ -224,17 +220,31 @@ pub struct AdapterBlock {
     pub a: usize,
     /// Its B `[out, r]`.
     pub b: usize,
+    /// Its rank.
+    pub r: usize,
+    /// `s` in s·B·A.
+    pub scaling: f64,
 }
 
 impl AdapterShape {
     /// A module's A among the flat parameters.
     pub fn a<'v>(&self, parameters: &'v [f32], block: &AdapterBlock) -> &'v [f32] {
-        &parameters[block.a..][..self.r * self.inputs]
+        &parameters[block.a..][..block.r * self.inputs]
     }
 
     /// Its B.
     pub fn b<'v>(&self, parameters: &'v [f32], block: &AdapterBlock) -> &'v [f32] {
-        &parameters[block.b..][..block.outputs.len() * self.r]
+        &parameters[block.b..][..block.outputs.len() * block.r]
+    }
+
+    /// Each module's ranks, of all ranks one after the other.
+    pub fn ranks(&self) -> Vec<Range<usize>> {
+        let mut end = 0;
+        let ranks = self.blocks.iter().map(|block| {
+            end += block.r;
+            end - block.r..end
+        });
+        ranks.collect()
     }
 }
 

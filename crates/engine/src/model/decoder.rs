@@ -81,10 +81,9 @@ impl<B: Compute> Decoder<B> {
     /// Train an adapter with these values.
     pub fn set_lora(&mut self, lora: &Lora) -> Result<()> {
         let parameters = self.backend.device_buffer(&lora.values)?;
-        let law = (lora.config.r, lora.config.scaling());
         for (index, layer) in self.layers.iter_mut().enumerate() {
             for linear in layer.linears_mut() {
-                linear.set_lora(&self.backend, parameters, law, |module| lora.slots(index, module))?;
+                linear.set_lora(&self.backend, parameters, |module| lora.slot(index, module))?;
             }
         }
         Ok(())

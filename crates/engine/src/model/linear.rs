@@ -9,6 +9,7 @@ use crate::backend::{
 };
 use crate::error::{EngineError, Result};
 use crate::load::Weights;
+use crate::lora::Slot;
 
 /// One PEFT module's rows of a fused layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,27 +99,29 @@ impl<B: Compute> Linear<B> {
         Ok(())
     }
 
-    /// Set the adapters: `slots(module)` says where A and B of adapted modules begin in the flat parameters.
+    /// Set the adapters: `slot(module)` says where those of adapted modules are in the flat parameters.
     pub fn set_lora(
         &mut self,
         backend: &B,
         parameters: &B::FlatBuffer,
-        (r, scaling): (usize, f64),
-        slots: impl Fn(Module) -> Option<(usize, usize)>,
+        slot: impl Fn(Module) -> Option<Slot>,
     ) -> Result<()> {
-        let adapted: Vec<(Part, (usize, usize))> =
-            self.parts.iter().filter_map(|part| Some((*part, slots(part.module)?))).collect();
+        let adapted: Vec<(Part, Slot)> =
+            self.parts.iter().filter_map(|part| Some((*part, slot(part.module)?))).collect();
         self.full.clear();
         if adapted.is_empty() {
             self.lora = None;
             return Ok(());
         }
-        let blocks = adapted.iter().map(|(part, (a, b))| AdapterBlock { outputs: part.outputs(), a: *a, b: *b });
-        let shape = AdapterShape { inputs: self.inputs, outputs: self.outputs(), r, scaling, blocks: blocks.collect() };
+        let blocks = adapted.iter().map(|(part, slot)| {
+            let Slot { a, b, r, scaling } = *slot;
+            AdapterBlock { outputs: part.outputs(), a, b, r, scaling }
+        });
+        let shape = AdapterShape { inputs: self.inputs, outputs: self.outputs(), blocks: blocks.collect() };
         self.lora = Some(Lora {
             adapter: backend.adapter_from(parameters, &shape)?,
             modules: adapted.iter().map(|(part, _)| part.module).collect(),
-            slots: adapted.iter().map(|(_, slots)| *slots).collect(),
+            slots: adapted.iter().map(|(_, slot)| (slot.a, slot.b)).collect(),
         });
         Ok(())
     }

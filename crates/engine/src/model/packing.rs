@@ -88,8 +88,12 @@ impl Packing {
         ropes: &Ropes,
     ) -> Packing {
         let positions: Vec<usize> = groups.iter().flat_map(positions).collect();
-        let by_token = groups.iter().zip(lengths).flat_map(|(group, length)| std::iter::repeat_n(*length, group.len()));
-        let turns = ropes.turns(&positions, &by_token.collect::<Vec<usize>>());
+        let of_group = |(group, length): (&Group, &usize)| std::iter::repeat_n(*length, group.len());
+        let by_token: Vec<usize> = match ropes.depend_on_length() {
+            true => groups.iter().zip(lengths).flat_map(of_group).collect(),
+            false => Vec::new(),
+        };
+        let turns = ropes.turns(&positions, |token| by_token.get(token).copied().unwrap_or_default());
         let mut visible: Vec<(Option<usize>, Vec<Vec<Visible>>)> = Vec::new();
         for window in windows {
             if visible.iter().all(|(known, _)| known != window) {

@@ -86,9 +86,9 @@ impl Ropes {
         if self.all().any(is_long) { most } else { length }
     }
 
-    /// For tokens at these positions of sequences of these lengths.
-    pub fn turns(&self, positions: &[usize], lengths: &[usize]) -> Turns {
-        let turn = |tables: &Tables| tables.turn(positions, lengths);
+    /// For tokens at these positions; `length_of` a token is the length of its sequence, asked where angles depend on it.
+    pub fn turns(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> Turns {
+        let turn = |tables: &Tables| tables.turn(positions, &length_of);
         Turns { full: turn(&self.full), local: self.local.as_ref().map(turn) }
     }
 }
@@ -118,17 +118,19 @@ impl Tables {
         }
     }
 
-    fn turn(&self, positions: &[usize], lengths: &[usize]) -> Turn {
-        if !self.rope.depends_on_length() || lengths.iter().all(|length| self.regime(*length) == 0) {
+    fn turn(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> Turn {
+        let is_usual = |token| self.regime(length_of(token)) == 0;
+        if !self.rope.depends_on_length() || (0..positions.len()).all(is_usual) {
             return Turn { table: self.usual(positions.iter().max().map_or(1, |position| position + 1)), rows: None };
         }
         let mut table = RopeTable { half: self.rope.rotary_dim / 2, ..RopeTable::default() };
         let mut known: Option<(usize, Frequencies)> = None;
-        for (position, length) in positions.iter().zip(lengths) {
-            let regime = self.regime(*length);
+        for (token, position) in positions.iter().enumerate() {
+            let length = length_of(token);
+            let regime = self.regime(length);
             let frequencies = match &mut known {
                 Some((of, frequencies)) if *of == regime => frequencies,
-                known => &mut known.insert((regime, Frequencies::new(&self.rope, *length))).1,
+                known => &mut known.insert((regime, Frequencies::new(&self.rope, length))).1,
             };
             frequencies.push(*position, &mut table);
         }

@@ -1,7 +1,7 @@
 //! Trajectories with context segments: the model reads context tokens, and neither scores nor trains them.
 
 use super::*;
-use crate::lora::{LoraConfig, Module};
+use crate::spec::LoraPlan;
 use crate::trajectory::{Segment, Segments};
 
 const PROMPT: [u32; 3] = [5, 6, 7];
@@ -15,8 +15,8 @@ fn turns() -> Segments {
 
 fn policy(kind: BackendKind) -> Policy {
     let mut policy = Policy::load(&rlood_test_support::fixture("golden/qwen2_onpolicy"), kind).unwrap();
-    let target_modules = vec![Module::Q, Module::Down];
-    let config = LoraConfig { r: 4, alpha: 8.0, use_rslora: false, target_modules, dropout: 0.0 };
+    let target_modules = ["q_proj", "down_proj"].map(String::from).to_vec();
+    let config = LoraPlan { target_modules, ..LoraPlan::all_linear(4, 8.0) };
     policy.add_lora(&config, 1).unwrap();
     policy
 }

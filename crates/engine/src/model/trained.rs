@@ -7,7 +7,8 @@ use super::layer::heads;
 use super::{Network, ParameterInfo, Policy, no_adapter, with_decoder};
 use crate::backend::{Buffers, Compute, Flat};
 use crate::error::{EngineError, Result};
-use crate::lora::{self, Lora, LoraConfig};
+use crate::lora::{self, Lora};
+use crate::spec::LoraPlan;
 
 /// Of a model of which nothing is trained.
 static NOTHING: Flat = Flat::Host(Vec::new());
@@ -19,18 +20,18 @@ impl Policy {
     }
 
     /// Add a fresh adapter: A Kaiming-uniform with a = √5, B zero; the same values from the same seed.
-    pub fn add_lora(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
+    pub fn add_lora(&mut self, config: &LoraPlan, seed: u64) -> Result<()> {
         self.set_lora(Lora::fresh(config, &self.card.config, seed)?)
     }
 
     /// Load a PEFT adapter directory.
     pub fn load_lora(&mut self, dir: &Path) -> Result<()> {
-        let config = lora::read_config(dir)?;
+        let config = lora::read_config(dir, &self.card.config)?;
         self.set_lora(Lora::read(&config, &self.card.config, &dir.join(lora::WEIGHTS))?)
     }
 
     /// Load the tensors of a PEFT adapter file, whose config is known.
-    pub fn load_lora_tensors(&mut self, config: &LoraConfig, file: &Path) -> Result<()> {
+    pub fn load_lora_tensors(&mut self, config: &LoraPlan, file: &Path) -> Result<()> {
         self.set_lora(Lora::read(config, &self.card.config, file)?)
     }
 
@@ -41,7 +42,7 @@ impl Policy {
     }
 
     /// The adapter's config, if there is one.
-    pub fn lora_config(&self) -> Option<&LoraConfig> {
+    pub fn lora_config(&self) -> Option<&LoraPlan> {
         self.lora.as_ref().map(|lora| &lora.config)
     }
 

@@ -4,15 +4,30 @@
 use std::path::PathBuf;
 
 use rlood_engine::backend::BackendKind;
-use rlood_engine::lora::LoraConfig;
 use rlood_engine::model::pass::RowDropout;
 use rlood_engine::model::{Adapter, Flat, Policy, Trajectory};
 use rlood_engine::random::{Key, Stream};
+use rlood_types::spec::LoraPlan;
 
 use crate::kinds::kinds;
 
-const ARCHITECTURES: [&str; 10] =
-    ["qwen3", "qwen2", "llama", "llama3rope", "llama_bias", "mistral", "smollm3", "granite", "olmo2", "ministral3"];
+const ARCHITECTURES: [&str; 15] = [
+    "qwen3",
+    "qwen2",
+    "llama",
+    "llama3rope",
+    "llama_bias",
+    "mistral",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "ministral3",
+    "gemma2",
+    "gemma3_text",
+    "phi3_partial",
+    "olmo3",
+    "granitemoehybrid",
+];
 
 /// Those that a backend computes: a GPU has no kernels for some.
 pub fn architectures(kind: BackendKind) -> impl Iterator<Item = &'static str> {
@@ -329,12 +344,12 @@ fn assert_a_fresh_adapter_is_the_base_model_and_follows_its_seed(kind: BackendKi
     let mut policy = Policy::load(&fixture("qwen2"), kind).unwrap();
     let owned = rows_of(3);
     let base = policy.score(&as_rows(&owned), 1.0, Adapter::Off).unwrap();
-    policy.add_lora(&LoraConfig::all_linear(4, 8.0), 42).unwrap();
+    policy.add_lora(&LoraPlan::all_linear(4, 8.0), 42).unwrap();
     assert_eq!(policy.score(&as_rows(&owned), 1.0, Adapter::On).unwrap(), base);
     let first = policy.parameter_values().unwrap();
-    policy.add_lora(&LoraConfig::all_linear(4, 8.0), 42).unwrap();
+    policy.add_lora(&LoraPlan::all_linear(4, 8.0), 42).unwrap();
     assert_eq!(policy.parameter_values().unwrap(), first);
-    policy.add_lora(&LoraConfig::all_linear(4, 8.0), 43).unwrap();
+    policy.add_lora(&LoraPlan::all_linear(4, 8.0), 43).unwrap();
     assert_ne!(policy.parameter_values().unwrap(), first);
     for info in policy.parameters() {
         let part = &first[info.offset..info.offset + info.shape.iter().product::<usize>()];

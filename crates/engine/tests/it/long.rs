@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use rlood_engine::backend::BackendKind;
-use rlood_engine::lora::LoraConfig;
 use rlood_engine::memory::peak_resident_bytes;
 use rlood_engine::model::{Adapter, Pick, Policy, Trajectory};
 use rlood_engine::random::{Key, Stream};
 use rlood_types::spec::ComputeDtype;
+use rlood_types::spec::LoraPlan;
 
 const CHILD: &str = "RLOOD_TEST_LONG_CHILD";
 /// Four times the length may take so many times the memory above the base.
@@ -19,7 +19,7 @@ const GROWTH: f64 = 4.6;
 fn tiny() -> Policy {
     let dir = rlood_test_support::tiny_model();
     let mut policy = Policy::load_dtype(&dir, BackendKind::Cpu, ComputeDtype::Bf16).unwrap();
-    policy.add_lora(&LoraConfig::all_linear(16, 32.0), 1).unwrap();
+    policy.add_lora(&LoraPlan::all_linear(16, 32.0), 1).unwrap();
     policy
 }
 

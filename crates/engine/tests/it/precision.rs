@@ -120,7 +120,9 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
         let allowed = Tolerance { logps: factor * oracles.logps + 1e-5, gradient: factor * oracles.gradient + 1e-5 };
         allowed.holds(&format!("{name}, from f32 as the oracle"), from_exact);
         // It does round, unless there is nothing to lose.
-        assert!(name.contains("bf16") || from_exact.logps > 1e-6, "{name}: {from_exact:?}");
+        let tensors = rlood_model_files::read(&dir).unwrap().tensors;
+        let is_short = tensors.iter().all(|tensor| tensor.dtype.size_bytes() <= 2);
+        assert!(is_short || from_exact.logps > 1e-6, "{name}: {from_exact:?}");
     }
 }
 
@@ -128,8 +130,11 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
 fn every_rung_that_this_machine_has_agrees_with_the_oracle() {
     let rungs: Vec<Isa> = Isa::available().collect();
     assert!(rungs.contains(&Isa::Portable) && rungs.contains(&Isa::best()));
-    // With qk-norm, with a window, with biases everywhere and an odd number of threads.
-    for (name, threads) in [("qwen3", 1), ("mistral", 2), ("llama_bias", 3)] {
+    // With qk-norm, with a window, with biases everywhere and an odd number of threads; with softcaps and gelu, with rotary on part
+    // of a head.
+    let of_model =
+        [("qwen3", 1), ("mistral", 2), ("llama_bias", 3), ("gemma2", 2), ("gemma3_text", 3), ("phi3_partial", 1)];
+    for (name, threads) in of_model {
         let dir = fixture(name);
         let oracle = |dtype| Policy::load_dtype(&dir, BackendKind::Reference, dtype).unwrap();
         let exact = results(&dir, oracle(ComputeDtype::F32));

@@ -6,7 +6,7 @@ use rlood_engine::host::StopReason;
 use rlood_types::event::{Phase, SamplePhase};
 use rlood_types::spec::{EvalPlan, LrSchedulerType, Plan};
 
-use crate::train::{Start, TestHost, plan, rows, train};
+use crate::train::{Start, TestHost, plan, rows, train, train_model};
 
 /// Blocks of two slices, each trained twice; 10 steps are two and a half blocks and cross an epoch.
 fn off_policy() -> Plan {
@@ -56,6 +56,39 @@ fn resuming_from_every_step_gives_the_same_bytes_and_metrics() {
         }
         // Nothing trained, nothing would be compared.
         assert!(whole.saved[0].adapter() != whole.saved[steps - 1].adapter());
+    }
+}
+
+/// A family with windows and softcaps, one with fused projections, one with multipliers, one whose angles depend on the length.
+#[test]
+fn every_kind_of_family_resumes_with_the_same_bytes() {
+    for (name, modules) in [
+        ("gemma2", ["q_proj", "up_proj", "down_proj"]),
+        ("phi3_partial", ["qkv_proj", "gate_up_proj", "down_proj"]),
+        ("granitemoehybrid", ["v_proj", "input_linear", "output_linear"]),
+        ("llama_dynamic", ["q_proj", "k_proj", "o_proj"]),
+    ] {
+        let dir = rlood_test_support::fixture("parity").join(name);
+        let mut plan = plan();
+        plan.lora.as_mut().expect("lora").target_modules = modules.map(String::from).to_vec();
+        plan.sampling.max_completion_length = 24;
+        plan.training.max_steps = 4;
+        plan.checkpoints.every_steps = 1;
+        let run = |resume: Option<std::path::PathBuf>| {
+            let mut host = TestHost::default();
+            let start = Start { resume, ..Start::default() };
+            train_model(&dir, &plan, rows(), start, &mut host).unwrap_or_else(|error| panic!("{name}: {error}"));
+            host
+        };
+        let whole = run(None);
+        let rest = run(Some(whole.saved[1].dir.clone()));
+        assert!(rest.saved.last().unwrap().adapter() == whole.saved[3].adapter(), "{name}");
+        assert_eq!(rest.comparable_metrics(), whole.comparable_metrics()[2..], "{name}");
+        assert!(whole.saved[0].adapter() != whole.saved[3].adapter(), "{name}");
+        for metrics in whole.comparable_metrics() {
+            let text = format!("{metrics:?}");
+            assert!(text.contains("sampling/log_ratio_max"), "{name}: {text}");
+        }
     }
 }
 

@@ -14,7 +14,6 @@ use rlood_engine::host::{
     Host, PromptRow, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RunEnd, SavedCheckpoint, Score, ScoreRequest,
     StepTrace, StopReason, TrainInput,
 };
-use rlood_engine::lora::LoraConfig;
 use rlood_engine::model::Policy;
 use rlood_types::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
 use rlood_types::sample::{RewardSample, RewardValue, Segments};
@@ -81,11 +80,8 @@ pub fn plan() -> Plan {
             chat_template_kwargs: Map::new(),
         },
         lora: Some(LoraPlan {
-            r: 4,
-            alpha: 8.0,
-            dropout: 0.0,
             target_modules: ["q_proj", "v_proj", "down_proj"].map(String::from).to_vec(),
-            use_rslora: false,
+            ..LoraPlan::all_linear(4, 8.0)
         }),
         warm_start: None,
         optimizer: OptimizerPlan {
@@ -540,9 +536,7 @@ fn all_truncated_and_masked_changes_no_weight() {
     let mut masked = TestHost::with_rollouts(truncated_rollout);
     run(&plan, &mut masked);
     let mut policy = Policy::load(&model_dir(), BackendKind::Cpu).expect("the model");
-    policy
-        .add_lora(&LoraConfig::from_plan(plan.lora.as_ref().expect("lora")).expect("a config"), plan.training.seed)
-        .expect("an adapter");
+    policy.add_lora(plan.lora.as_ref().expect("lora"), plan.training.seed).expect("an adapter");
     let initial = policy.parameter_values().expect("values");
     assert_eq!(masked.traces[2].parameters, initial);
     assert_ne!(unmasked.traces[2].parameters, initial);

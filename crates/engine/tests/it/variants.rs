@@ -5,13 +5,13 @@ use std::num::{NonZeroU32, NonZeroUsize};
 use rlood_engine::advantage::mean;
 use rlood_engine::backend::BackendKind;
 use rlood_engine::host::{Rollout, RolloutCompletion, RolloutGroup, RolloutId};
-use rlood_engine::lora::LoraConfig;
 use rlood_engine::loss::kl::KlPenalty;
 use rlood_engine::loss::{Denominators, LossConfig, LossRow, RowAdvantage, row_loss};
 use rlood_engine::model::{Policy, Trajectory};
 use rlood_engine::update::{MicroBatching, StepGradient, step_gradient};
 use rlood_types::event::{FinishReason, SamplePhase};
 use rlood_types::sample::{RewardSample, RewardValue, Score, Segments};
+use rlood_types::spec::LoraPlan;
 use rlood_types::spec::{Estimator, KlEstimator, KlIn, Loss, Plan, RewardNormalization};
 
 use crate::train::{Start, TestHost, model_dir, plan, rows, run, train, value};
@@ -113,7 +113,7 @@ fn every_variant_resumes_from_every_step() {
 /// A policy whose log-probs differ from the recorded ones, so that ratios are not 1.
 fn moved_policy() -> Policy {
     let mut policy = Policy::load(&model_dir(), BackendKind::Cpu).expect("the model");
-    policy.add_lora(&LoraConfig::all_linear(4, 8.0), 7).expect("an adapter");
+    policy.add_lora(&LoraPlan::all_linear(4, 8.0), 7).expect("an adapter");
     let values = policy.parameter_values().expect("values");
     let moved: Vec<f32> = values.iter().enumerate().map(|(i, v)| v + (i % 11) as f32 * 0.01).collect();
     policy.set_parameter_values(&moved).expect("as many");

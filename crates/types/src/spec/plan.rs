@@ -218,10 +218,17 @@ pub struct LoraPlan {
     pub alpha: f64,
     /// Of the adapter's input, in the training forward only; [0, 1).
     pub dropout: f64,
-    /// Of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; in this order.
+    /// Which linear layers: of the model's, in this order q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. Of a PEFT
+    /// adapter that has others in some layers, `layers.3.self_attn.q_proj`.
     pub target_modules: Vec<String>,
     /// alpha/√r.
     pub use_rslora: bool,
+    /// Other ranks than `r`, by a name of `target_modules`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub rank_pattern: BTreeMap<String, u32>,
+    /// Other alphas than `alpha`, by a name of `target_modules`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub alpha_pattern: BTreeMap<String, f64>,
 }
 
 /// Where a run's weights come from, and what its KL penalty holds on to.

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     fn lora(r: u32, alpha: f64, use_rslora: bool) -> LoraPlan {
-        LoraPlan { r, alpha, dropout: 0.0, target_modules: Vec::new(), use_rslora }
+        LoraPlan { use_rslora, ..LoraPlan::all_linear(r, alpha) }
     }
 
     fn near(rate: f64, expected: f64) -> bool {

@@ -17,23 +17,22 @@ pub struct Adapter {
     b: PackedMatrix,
     /// Of each block Bᵀ `[r, out]`, scaled by s.
     b_transposed: Vec<PackedMatrix>,
-    r: usize,
-    scaling: f32,
+    /// Of each block.
+    scalings: Vec<f32>,
     /// Each module's outputs and ranks.
     parts: Vec<(Range<usize>, Range<usize>)>,
 }
 
 impl Adapter {
     pub(super) fn new(parameters: &[f32], shape: &AdapterShape, cpu: &Cpu) -> Adapter {
-        let AdapterShape { inputs, outputs, r, scaling, blocks } = shape;
-        let rank = blocks.len() * r;
-        let scaling = *scaling as f32;
+        let AdapterShape { inputs, outputs, blocks } = shape;
+        let rank = blocks.iter().map(|block| block.r).sum();
         let (mut a, mut b) = (Vec::with_capacity(rank * inputs), vec![0f32; outputs * rank]);
-        for (index, block) in blocks.iter().enumerate() {
+        for (block, ranks) in blocks.iter().zip(shape.ranks()) {
             a.extend_from_slice(shape.a(parameters, block));
-            for (row, values) in block.outputs.clone().zip(shape.b(parameters, block).chunks_exact(*r)) {
-                for (out, value) in b[row * rank + index * r..][..*r].iter_mut().zip(values) {
-                    *out = value * scaling;
+            for (row, values) in block.outputs.clone().zip(shape.b(parameters, block).chunks_exact(block.r)) {
+                for (out, value) in b[row * rank..][ranks.clone()].iter_mut().zip(values) {
+                    *out = value * block.scaling as f32;
                 }
             }
         }
@@ -41,22 +40,22 @@ impl Adapter {
         let dtype = if cpu.isa == Isa::Amx { cpu.dtype } else { PackDtype::F32 };
         let pack = |values: &[f32], inputs| PackedMatrix::new_on(&cpu.threads, values, inputs, dtype);
         let transposed = |block: &AdapterBlock| {
-            let (outputs, b) = (block.outputs.len(), shape.b(parameters, block));
-            let values: Vec<f32> = (0..r * outputs).map(|at| b[at % outputs * r + at / outputs] * scaling).collect();
+            let (outputs, r, b) = (block.outputs.len(), block.r, shape.b(parameters, block));
+            let scaled = |at: usize| b[at % outputs * r + at / outputs] * block.scaling as f32;
+            let values: Vec<f32> = (0..r * outputs).map(scaled).collect();
             pack(&values, outputs)
         };
         Adapter {
             a: pack(&a, *inputs),
             b: pack(&b, rank),
             b_transposed: blocks.iter().map(transposed).collect(),
-            r: *r,
-            scaling,
-            parts: blocks.iter().enumerate().map(|(i, block)| (block.outputs.clone(), i * r..(i + 1) * r)).collect(),
+            scalings: blocks.iter().map(|block| block.scaling as f32).collect(),
+            parts: blocks.iter().zip(shape.ranks()).map(|(block, ranks)| (block.outputs.clone(), ranks)).collect(),
         }
     }
 
     fn rank(&self) -> usize {
-        self.parts.len() * self.r
+        self.parts.last().map_or(0, |(_, ranks)| ranks.end)
     }
 }
 
@@ -122,9 +121,8 @@ impl Cpu {
             return hidden;
         }
         let mut of_block = self.pool.matrix(rows, stride);
-        for (block, mask) in masks.iter().enumerate() {
+        for (mask, (_, columns)) in masks.iter().zip(&adapter.parts) {
             whole(&self.dropped(x, mask), &mut of_block);
-            let columns = block * adapter.r..(block + 1) * adapter.r;
             for row in 0..rows {
                 hidden.rows_mut(row..row + 1)[columns.clone()].copy_from_slice(&of_block.row(row)[columns.clone()]);
             }
@@ -172,7 +170,9 @@ impl Cpu {
         gemm::linear_backward(&self.threads, self.isa, back, out);
         // L depends on B through s·B: dB = s·dyᵀ·h.
         let mut h = self.hidden(pass, x);
-        self.scale(&mut h, adapter.scaling);
+        for (scaling, (_, ranks)) in adapter.scalings.iter().zip(&adapter.parts) {
+            self.scale_columns(&mut h, ranks.clone(), *scaling);
+        }
         let masked: Vec<Matrix> = masks.iter().map(|mask| self.dropped(x, mask)).collect();
         self.factor_gradients(linear, (&h, &dh), &masked, slots, gradient);
         for (mask, (_, of_block)) in masks.iter().zip(&adapter.parts) {
@@ -202,7 +202,7 @@ impl Cpu {
     ) {
         let LinearBackward { x, dy, adapter, .. } = linear;
         let Some(AdapterBackward { pass, .. }) = adapter else { return };
-        let Adapter { parts, r, .. } = &**pass.adapter;
+        let parts = &pass.adapter.parts;
         let whole = |x| columns(x, 0..x.width());
         let of_b = parts.iter().zip(slots).map(|((outputs, of_block), (_, at))| {
             let thin = vec![(columns(h, of_block.clone()), *at)];
@@ -217,7 +217,7 @@ impl Cpu {
                 all.extend(a.zip(masked).map(|(thin, x)| Factors { wide: whole(x), thin: vec![thin], turned: false }))
             }
         }
-        if *r <= gemm::WIDEST_FACTOR {
+        if parts.iter().all(|(_, ranks)| ranks.len() <= gemm::WIDEST_FACTOR) {
             return gemm::outer_factors(&self.threads, self.isa, x.rows(), &all, gradient);
         }
         for Factors { wide, thin, turned } in all {

@@ -36,9 +36,9 @@ impl Cpu {
         out
     }
 
-    /// x *= factor
-    pub(super) fn scale(&self, x: &mut Matrix, factor: f32) {
-        self.each_row(x, |_, row| row.iter_mut().for_each(|value| *value *= factor));
+    /// Some columns of x *= factor
+    pub(super) fn scale_columns(&self, x: &mut Matrix, columns: Range<usize>, factor: f32) {
+        self.each_row(x, |_, row| row[columns.clone()].iter_mut().for_each(|value| *value *= factor));
     }
 
     /// x · factor

@@ -58,10 +58,14 @@ impl Compute for Cuda {
     type Normalizers = Normalizers;
 
     fn adapter_from(&self, parameters: &Flat, shape: &AdapterShape) -> Result<Arc<lora::Adapter>> {
-        let AdapterShape { inputs, outputs, r, scaling, blocks } = shape;
+        let AdapterShape { inputs, outputs, blocks } = shape;
+        let (r, scaling) = blocks.first().map_or((0, 1.0), |block| (block.r, block.scaling));
+        if blocks.iter().any(|block| (block.r, block.scaling) != (r, scaling)) {
+            return Err(no_kernel("rank_pattern and alpha_pattern that differ between q, k and v, or gate and up"));
+        }
         let blocks = blocks.iter().map(|block| (block.outputs.clone(), block.a, block.b)).collect();
         let values = parameters.buffer();
-        let factors = Factors { values, inputs: *inputs, outputs: *outputs, r: *r, scaling: *scaling, blocks };
+        let factors = Factors { values, inputs: *inputs, outputs: *outputs, r, scaling, blocks };
         Ok(Arc::new(lora::Adapter::new(&self.device, self.compute(), &factors)?))
     }
 

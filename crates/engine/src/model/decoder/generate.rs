@@ -156,9 +156,8 @@ impl<B: Decode> Decoder<B> {
 
     fn step(&self, rows: &mut Rows<B>, tokens: Tokens<'_>, choice: Choice<'_>) -> Result<()> {
         let backend = &self.backend;
-        let length_of = |(length, most): (&usize, &usize)| self.ropes.length_when_sampling(length + 1, *most);
-        let lengths: Vec<usize> = rows.lengths.iter().zip(&rows.most).map(length_of).collect();
-        let turns = self.ropes.turns(&rows.lengths, &lengths);
+        let length_of = |row: usize| self.ropes.length_when_sampling(rows.lengths[row] + 1, rows.most[row]);
+        let turns = self.ropes.turns(&rows.lengths, length_of);
         let pass = Pass::inference(rows.adapter);
         // Its memory is used again.
         rows.hidden = None;
