@@ -299,6 +299,11 @@ impl ModelDescription {
         }
     }
 
+    /// The linear layers' names in PEFT's `target_modules`.
+    pub fn module_names(&self) -> Vec<&'static str> {
+        self.projections.paths().map(|path| path.rsplit('.').next().unwrap_or(path)).collect()
+    }
+
     /// Whether a linear layer has a bias, by its path.
     pub fn has_bias(&self, path: &str) -> bool {
         if self.projections.qkv.contains(&path) {

@@ -67,6 +67,8 @@ pub(super) fn plan(
             size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
             has_chat_template: false,
             shape: Some(card.config.shape()),
+            modules: card.config.module_names(),
+            beyond_gpu: card.config.beyond_gpu(),
         }),
         dataset: Some(DatasetFacts::of_records(&records)),
         memory_limit_bytes: machine_memory_bytes(),

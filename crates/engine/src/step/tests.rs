@@ -37,6 +37,8 @@ fn plan(beta: f64) -> Plan {
         size_bytes: 1,
         has_chat_template: false,
         shape: None,
+        modules: Vec::new(),
+        beyond_gpu: None,
     };
     let context = spec::Context {
         model: Some(model),

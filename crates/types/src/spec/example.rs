@@ -17,6 +17,8 @@ pub(crate) fn resolved(document: Value) -> Plan {
         size_bytes: 1,
         has_chat_template: false,
         shape: None,
+        modules: Vec::new(),
+        beyond_gpu: None,
     };
     let context =
         Context { model: Some(model), dataset: Some(DatasetFacts::of_records(&records)), ..Context::default() };

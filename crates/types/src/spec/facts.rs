@@ -46,6 +46,10 @@ pub struct ModelFacts {
     pub has_chat_template: bool,
     /// Sizes of its matrices; None = no adapter estimate.
     pub shape: Option<ModelShape>,
+    /// Names of the linear layers that an adapter can be on, in order; empty = not known.
+    pub modules: Vec<&'static str>,
+    /// Keys of its config.json that a GPU cannot compute.
+    pub beyond_gpu: Option<&'static str>,
 }
 
 /// A reward model, as far as a plan depends on it.

@@ -5,7 +5,7 @@
 
 mod device;
 
-use super::{ComputeDtype, ModelShape, OptimizerKind, Plan, Reference};
+use super::{ComputeDtype, LoraPlan, ModelShape, OptimizerKind, Plan, Reference};
 
 /// What a run computes on, and how much memory of that there is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,9 +115,29 @@ pub struct Footprint {
 /// Weights that are trained.
 pub fn trainable_parameters(plan: &Plan, num_parameters: u64, shape: &ModelShape) -> u64 {
     plan.lora.as_ref().map_or(num_parameters, |lora| {
-        let per_layer: u64 = lora.target_modules.iter().map(|name| in_plus_out(shape, name)).sum();
-        per_layer * shape.num_hidden_layers * u64::from(lora.r)
+        let of_name = |name: &String| {
+            // A name in one layer, or in all of them.
+            let layers = if name.starts_with("layers.") { 1 } else { shape.num_hidden_layers };
+            let r = lora.rank_pattern.get(name).copied().unwrap_or(lora.r);
+            in_plus_out(shape, last(name)) * layers * u64::from(r)
+        };
+        lora.target_modules.iter().map(of_name).sum()
     })
+}
+
+/// Linear layers that read the same input, however they are stored.
+const QKV: [&str; 4] = ["q_proj", "k_proj", "v_proj", "qkv_proj"];
+const GATE_UP: [&str; 4] = ["gate_proj", "up_proj", "gate_up_proj", "input_linear"];
+const DOWN: [&str; 2] = ["down_proj", "output_linear"];
+
+/// A module's own name.
+fn last(name: &str) -> &str {
+    name.rsplit('.').next().unwrap_or(name)
+}
+
+/// The largest rank that an adapter has somewhere.
+fn largest_rank(lora: &LoraPlan) -> u64 {
+    u64::from(lora.rank_pattern.values().copied().max().unwrap_or(0).max(lora.r))
 }
 
 fn in_plus_out(shape: &ModelShape, module: &str) -> u64 {
@@ -125,6 +145,8 @@ fn in_plus_out(shape: &ModelShape, module: &str) -> u64 {
     match module {
         "q_proj" | "o_proj" => shape.hidden_size + queries,
         "k_proj" | "v_proj" => shape.hidden_size + keys,
+        "qkv_proj" => shape.hidden_size + queries + 2 * keys,
+        "gate_up_proj" | "input_linear" => shape.hidden_size + 2 * shape.intermediate_size,
         _ => shape.hidden_size + shape.intermediate_size,
     }
 }
@@ -295,18 +317,19 @@ fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     let Some(lora) = &plan.lora else { return 0 };
     let (hidden, inter) = (shape.hidden_size, shape.intermediate_size);
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-    let has = |name: &str| u64::from(lora.target_modules.iter().any(|module| module == name));
+    let has = |name: &str| u64::from(lora.target_modules.iter().any(|module| last(module) == name));
+    let sum = |names: &[&str]| names.iter().map(|name| has(name)).sum::<u64>();
     let fused = [
-        (has("q_proj") + has("k_proj") + has("v_proj"), hidden, q + 2 * kv),
+        (sum(&QKV), hidden, q + 2 * kv),
         (has("o_proj"), q, hidden),
-        (has("gate_proj") + has("up_proj"), hidden, 2 * inter),
-        (has("down_proj"), inter, hidden),
+        (sum(&GATE_UP), hidden, 2 * inter),
+        (sum(&DOWN), inter, hidden),
     ];
-    let rank = |blocks: u64| blocks * u64::from(lora.r);
+    let rank = |blocks: u64| blocks * largest_rank(lora);
     let panels = |outputs: u64| outputs.next_multiple_of(PANEL);
     // A, B, and Bᵀ of each module.
     let of_fused = |(blocks, input, out): &(u64, u64, u64)| {
-        let transposed = if *blocks > 0 { panels(u64::from(lora.r)) * out } else { 0 };
+        let transposed = if *blocks > 0 { panels(largest_rank(lora)) * out } else { 0 };
         panels(rank(*blocks)) * input + panels(*out) * rank(*blocks) + transposed
     };
     let per_layer: u64 = fused.iter().map(of_fused).sum();

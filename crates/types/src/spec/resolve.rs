@@ -8,6 +8,7 @@ use utoipa::ToSchema;
 use super::estimate::{Estimate, Limits, fit};
 use super::evaluation::{held_out_count, held_out_rows, shared_prompts};
 use super::facts::{Context, DatasetFacts, ModelFacts};
+use super::footprint::Place;
 use super::mixture::Mixture;
 use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
@@ -15,8 +16,8 @@ use super::reader::shown;
 use super::rloo;
 use super::warm;
 use super::{
-    ComputeDtype, DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, ModelPlan, OnInvalid,
-    Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan, low_lora_rate,
+    ComputeDtype, DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, LoraPlan, ModelPlan,
+    OnInvalid, Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan, low_lora_rate,
 };
 
 /// Something legal that is probably not meant.
@@ -76,8 +77,14 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     let lora = match (&spec.warm_start, &context.warm_start) {
         (Some(_), Some(facts)) => warm::adapter(spec, facts, model, &mut errors),
         (Some(_), None) => return Err(errors),
-        (None, _) => spec.lora.clone(),
+        (None, _) => spec.lora.clone().and_then(|lora| modules_of(spec, lora, model, &mut errors)),
     };
+    if let (Some(keys), true) = (model.beyond_gpu, !context.places.is_empty() && context.places.iter().all(is_gpu)) {
+        let detail = format!(
+            "this model cannot run on a GPU yet ({keys} in its config.json), and this server has GPUs only: start one with --devices cpu"
+        );
+        errors.push(FieldError::new("/model", "not_on_gpu", detail));
+    }
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
         (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, held_out)),
@@ -547,4 +554,31 @@ fn warn_of_evaluation(plan: &Plan, context: &Context, warn: &mut impl FnMut(Stri
             warn("/eval/dataset".to_owned(), SHARED_PROMPTS, detail);
         }
     }
+}
+
+fn is_gpu(place: &Place) -> bool {
+    matches!(place, Place::Cuda { .. })
+}
+
+/// The adapter on the model's own linear layers: all that it has, unless the job names some.
+fn modules_of(
+    spec: &JobSpec,
+    mut lora: LoraPlan,
+    model: &ModelFacts,
+    errors: &mut Vec<FieldError>,
+) -> Option<LoraPlan> {
+    let asked = spec.redacted.pointer("/lora/target_modules").filter(|value| value.is_array());
+    if model.modules.is_empty() {
+        return Some(lora);
+    }
+    match asked {
+        None => lora.target_modules = model.modules.iter().map(|name| (*name).to_owned()).collect(),
+        Some(_) => {
+            for name in lora.target_modules.iter().filter(|name| !model.modules.contains(&name.as_str())) {
+                let detail = format!("'{}' has no {name}; it has {}", model.id, model.modules.join(", "));
+                errors.push(FieldError::new("/lora/target_modules", "unknown_module", detail));
+            }
+        }
+    }
+    Some(lora)
 }

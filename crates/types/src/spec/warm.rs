@@ -57,7 +57,13 @@ pub(super) fn adapter(
     };
     differs("r", asked.r.to_string(), theirs.r.to_string());
     differs("alpha", asked.alpha.to_string(), theirs.alpha.to_string());
-    differs("target_modules", asked.target_modules.join(", "), theirs.target_modules.join(", "));
+    let all_linear = spec.redacted.pointer("/lora/target_modules").is_some_and(serde_json::Value::is_string);
+    let modules = if all_linear && !model.modules.is_empty() {
+        model.modules.join(", ")
+    } else {
+        asked.target_modules.join(", ")
+    };
+    differs("target_modules", modules, theirs.target_modules.join(", "));
     differs("use_rslora", asked.use_rslora.to_string(), theirs.use_rslora.to_string());
     Some(LoraPlan { dropout: asked.dropout, ..theirs.clone() })
 }

@@ -28,6 +28,8 @@ pub fn model() -> ModelFacts {
             head_dim: 4,
             vocab_size: 32,
         }),
+        modules: vec!["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        beyond_gpu: None,
     }
 }
 

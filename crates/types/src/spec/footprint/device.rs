@@ -109,9 +109,10 @@ impl Widths {
 /// Ranks of the adapters that read the same input: qkv, o, gate and up, down.
 fn ranks(plan: &Plan) -> [u64; 4] {
     let Some(lora) = &plan.lora else { return [0; 4] };
-    let count = |names: &[&str]| lora.target_modules.iter().filter(|module| names.contains(&module.as_str())).count();
-    [&["q_proj", "k_proj", "v_proj"][..], &["o_proj"], &["gate_proj", "up_proj"], &["down_proj"]]
-        .map(|names| count(names) as u64 * u64::from(lora.r))
+    // Of a name in several layers once.
+    let has = |name: &&&str| lora.target_modules.iter().any(|module| super::last(module) == **name);
+    [&super::QKV[..], &["o_proj"], &super::GATE_UP, &super::DOWN]
+        .map(|names| names.iter().filter(has).count() as u64 * super::largest_rank(lora))
 }
 
 /// A stacked, and B block-diagonal over the modules that read the same input.

@@ -11,9 +11,23 @@ use crate::spec::plan::LoraPlan;
 use crate::spec::reader::Field;
 use crate::spec::schema::words;
 
-/// The projections that can get an adapter, in the order of the plan.
+/// The projections that most models have, in the order of the plan.
 pub(in crate::spec) const ALL_LINEAR: [&str; 7] =
     ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+/// Those that can get an adapter: the last four are stored as one in some models (Phi-3, Granite 4).
+const PROJECTIONS: [&str; 11] = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+    "input_linear",
+    "output_linear",
+];
 
 // TRL's defaults are those of trl.ModelConfig (1.16) and of peft.LoraConfig (0.21).
 pub(in crate::spec) static LORA: Section = Section::new(
@@ -69,11 +83,11 @@ fn read_target_modules(field: &Field<'_>) -> Option<Value> {
     if items.is_empty() {
         field.fail("invalid_value", "name at least one module, or \"all-linear\"");
     }
-    let chosen: Vec<_> = items.iter().filter_map(|item| item.word(&ALL_LINEAR)).collect();
-    Some(ALL_LINEAR.into_iter().filter(|name| chosen.contains(name)).map(Value::from).collect())
+    let chosen: Vec<_> = items.iter().filter_map(|item| item.word(&PROJECTIONS)).collect();
+    Some(PROJECTIONS.into_iter().filter(|name| chosen.contains(name)).map(Value::from).collect())
 }
 
 fn target_modules() -> RefOr<Schema> {
-    let list = RefOr::T(Schema::Array(Array::new(words("", &ALL_LINEAR))));
-    OneOfBuilder::new().item(words("All seven.", &["all-linear"])).item(list).into()
+    let list = RefOr::T(Schema::Array(Array::new(words("", &PROJECTIONS))));
+    OneOfBuilder::new().item(words("All that the model has.", &["all-linear"])).item(list).into()
 }
