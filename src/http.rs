@@ -5,6 +5,7 @@
 //! origin check, body time-out, decompression, body limit, key
 //! and owner, the handler. Every failure on the way is a [`error::Problem`].
 
+pub mod adapters;
 pub mod alerts;
 pub mod artifacts;
 pub mod audit;
@@ -191,6 +192,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(events::routes())
         .merge(artifacts::routes())
         .merge(datasets::routes())
+        .merge(adapters::routes())
         .merge(models::routes())
         .merge(rewards::routes())
         .merge(reward_health::routes())

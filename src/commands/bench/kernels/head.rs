@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::super::timing::repeat;
 use super::super::{BenchError, Setting};
 use super::{Team, random_values};
-use crate::engine::kernels::head::{Gradient, Pick, choose, score, score_vjp};
+use crate::engine::kernels::head::{Gradient, Head, Pick, choose, score, score_vjp};
 use crate::engine::kernels::pack::PackedMatrix;
 
 /// Most positions that are scored: the rest would take as long.
@@ -41,14 +41,14 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures,
     drop(values);
     let x = random_values(5, rows.max(completions) * hidden, 2.0);
     let targets = setting.tokens(0, rows);
-    let mut scores = score(&team.threads, team.isa, &x[..rows * hidden], &weight, &targets, 1.0);
+    let mut scores = score(&team.threads, team.isa, &x[..rows * hidden], Head::of(&weight), &targets, 1.0);
     let scored = repeat(2, team.seconds, || -> Result<(), BenchError> {
-        scores = score(&team.threads, team.isa, &x[..rows * hidden], &weight, &targets, 1.0);
+        scores = score(&team.threads, team.isa, &x[..rows * hidden], Head::of(&weight), &targets, 1.0);
         Ok(())
     })?;
     let gradient = Gradient {
         x: &x[..rows * hidden],
-        weight: &weight,
+        head: Head::of(&weight),
         targets: &targets,
         temperature: 1.0,
         normalizers: &scores.normalizers,
@@ -62,7 +62,7 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures,
     let picks = vec![Pick { temperature: 1.0, uniform: 0.5 }; completions];
     let mut tokens = Vec::new();
     let chosen = repeat(2, team.seconds, || -> Result<(), BenchError> {
-        choose(&team.threads, team.isa, &x[..completions * hidden], &weight, &picks, &mut tokens);
+        choose(&team.threads, team.isa, &x[..completions * hidden], Head::of(&weight), &picks, &mut tokens);
         Ok(())
     })?;
     let flops = 2.0 * (rows * vocab * hidden) as f64;
