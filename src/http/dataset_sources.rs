@@ -176,7 +176,7 @@ pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset
 async fn download(state: &AppState, Found { hub, plan, origin }: Found) -> Result<Files, Problem> {
     let folder = state.downloads.sources(&plan.commit);
     hub.download(&plan, &state.downloads.parts(), &folder, &Arc::default()).await.map_err(|error| problem(&error))?;
-    let source = |file: &RepoFile| Source { name: file.path.clone(), path: folder.join(&file.path) };
+    let source = |file: &RepoFile| Source::file(file.path.clone(), folder.join(&file.path));
     Ok(Files { sources: plan.files.iter().map(source).collect(), format: None, origin, staged: None })
 }
 
@@ -193,7 +193,7 @@ pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubD
     let mut staged = state.files.stage(u64::MAX).await?;
     staged.write(&start).await?;
     let staged = staged.finish().await?;
-    let sources = vec![Source { name: file.path, path: staged.path().to_owned() }];
+    let sources = vec![Source::file(file.path, staged.path())];
     Ok(Files { sources, format: None, origin, staged: Some(staged) })
 }
 
@@ -273,5 +273,5 @@ pub(super) fn uploaded(name: Option<&str>, format: Option<Format>, staged: Stage
     let name = name.map_or_else(|| "the upload".to_owned(), |name| shortened(name).to_string());
     let path: PathBuf = staged.path().to_owned();
     let origin = json!({"upload": name, "sha256": staged.sha256.to_string()});
-    Files { sources: vec![Source { name, path }], format, origin, staged: Some(staged) }
+    Files { sources: vec![Source::file(name, path)], format, origin, staged: Some(staged) }
 }
