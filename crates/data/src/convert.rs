@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::columns::{kind, unknown};
 use super::keys::Keys;
 use super::mapping::{Mapped, Mapping};
-use super::source::{Flow, Place, Source, Wanted, each_row, whole};
+use super::source::{Flow, NOT_FETCHED, Place, Source, Wanted, each_row, whole};
 
 /// Written at once.
 const WRITE_BYTES: usize = 256 << 10;
@@ -124,7 +124,9 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
             let enough = source_rows.len() >= rows || error.is_some() || is_late();
             if enough { Flow::Enough } else { Flow::More }
         })
-        .map_err(|error| rejected(in_file(source, error)))?;
+        .or_else(|found| {
+            if is_enough(&found, &source_rows) { Ok(()) } else { Err(rejected(in_file(source, found))) }
+        })?;
         if let Some(error) = error {
             return Err(rejected(error));
         }
@@ -148,7 +150,13 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
         mapped.push(row);
         Ok(if mapped.len() >= limit { Flow::Enough } else { Flow::More })
     });
-    Ok(Preview { columns, source_rows, rows: mapped, suggested_map, rejected: ended.err() })
+    let ended = ended.err().filter(|ended| !ended.errors.iter().all(|error| is_enough(error, &source_rows)));
+    Ok(Preview { columns, source_rows, rows: mapped, suggested_map, rejected: ended })
+}
+
+/// Whether an error only says that no more is fetched, when there are rows to show.
+fn is_enough(error: &RowError, rows: &[Value]) -> bool {
+    error.code == NOT_FETCHED && !rows.is_empty()
 }
 
 /// How long sources elsewhere were waited for: that is not the look's own time.

@@ -24,6 +24,9 @@ const LOOK_BYTES: usize = 4096;
 pub use ranges::Ranges;
 use ranges::Remote;
 
+/// The code of the error when the parts of a file elsewhere could not be fetched, or would be too many.
+pub const NOT_FETCHED: &str = "not_fetched";
+
 /// A file of rows.
 #[derive(Debug, Clone)]
 pub struct Source {
@@ -45,7 +48,7 @@ impl Source {
         Source { name: name.into(), at: At::Path(path.into()) }
     }
 
-    /// A parquet file elsewhere, of which is fetched what the first rows need. An error `not_fetched` says that this was not possible.
+    /// A parquet file elsewhere, of which is fetched what the first rows need.
     pub fn elsewhere(name: impl Into<String>, ranges: impl Ranges + 'static) -> Source {
         Source { name: name.into(), at: At::Elsewhere(Arc::new(Remote::new(Box::new(ranges)))) }
     }

@@ -24,7 +24,7 @@ use rlood_types::dataset::RowError;
 use serde_json::Value;
 
 use super::ranges::Remote;
-use super::{Flow, MAX_SOURCE_ROW_BYTES, Place, TakeRow, Wanted, whole};
+use super::{Flow, MAX_SOURCE_ROW_BYTES, NOT_FETCHED, Place, TakeRow, Wanted, whole};
 use budget::{Budget, TooLarge};
 use input::Input;
 use pages::{Group, Shared};
@@ -62,8 +62,8 @@ pub fn each_row(file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(
 /// Rows of a file elsewhere.
 pub fn each_remote_row(remote: Arc<Remote>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
     let input = Arc::new(Input::Remote(remote));
-    rows_of(input.clone(), wanted, take).map_err(|error| match input.failure() {
-        Some(failure) => whole("not_fetched", failure),
+    rows_of(input.clone(), wanted, take).map_err(|error| match input.take_failure() {
+        Some(failure) => whole(NOT_FETCHED, failure),
         None => error,
     })
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// Fetched at least, where something is missing.
 const PIECE_BYTES: u64 = 256 << 10;
 /// Fetched at most of a file.
-const MAX_FETCHED_BYTES: u64 = 32 << 20;
+const MAX_FETCHED_BYTES: u64 = 24 << 20;
 
 /// Gives parts of a file that lies elsewhere.
 pub trait Ranges: Send + Sync {
@@ -63,9 +63,9 @@ impl Remote {
         self.known().waited
     }
 
-    /// The first failure to fetch.
-    pub fn failure(&self) -> Option<String> {
-        self.known().failure.clone()
+    /// Why bytes could not be fetched since the last call, if that happened.
+    pub fn take_failure(&self) -> Option<String> {
+        self.known().failure.take()
     }
 
     /// Reads what is known from there on, one byte at least but at the file's end; fetches where nothing is.
@@ -142,7 +142,7 @@ impl Known {
         }
         let more: u64 = missing.iter().map(|range| range.end - range.start).sum();
         if self.bytes.saturating_add(more) > MAX_FETCHED_BYTES {
-            return Err(io::Error::other("the first rows need more than 32 MiB of the file"));
+            return Err(io::Error::other("the first rows need more than 24 MiB of the file"));
         }
         Ok(missing)
     }
@@ -187,12 +187,12 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_not_fetched_and_the_failure_is_kept() {
+    fn too_much_is_not_fetched_and_that_is_said() {
         let asked = Arc::new(Mutex::new(Vec::new()));
         let remote = Remote::new(Box::new(Counted(1 << 30, asked.clone())));
         remote.fetch(&[0..10, 10..1 << 20]).unwrap();
         assert!(remote.fetch(&[0..10, 0..MAX_FETCHED_BYTES + 1]).is_err());
         assert_eq!(asked.lock().unwrap().len(), 1);
-        assert!(remote.failure().unwrap().contains("32 MiB"));
+        assert!(remote.take_failure().unwrap().contains("24 MiB"));
     }
 }

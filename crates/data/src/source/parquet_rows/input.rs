@@ -60,11 +60,11 @@ impl Input {
         }
     }
 
-    /// Why bytes could not be fetched, if that happened.
-    pub fn failure(&self) -> Option<String> {
+    /// Why bytes could not be fetched since the last call, if that happened.
+    pub fn take_failure(&self) -> Option<String> {
         match self {
             Input::File(_) => None,
-            Input::Remote(remote) => remote.failure(),
+            Input::Remote(remote) => remote.take_failure(),
         }
     }
 }
