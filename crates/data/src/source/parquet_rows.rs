@@ -2,6 +2,7 @@
 //! by modules of our own, which keep to 256 MiB whatever the file says.
 
 mod budget;
+mod deltas;
 mod header;
 mod input;
 mod levels;
@@ -37,7 +38,7 @@ const MAX_FOOTER_BYTES: u64 = 16 << 20;
 /// Of a column, read ahead.
 const BATCH_BYTES: i64 = 8 << 20;
 /// Values that all columns read ahead.
-const BATCH_VALUES: usize = 512 << 10;
+const BATCH_VALUES: usize = 128 << 10;
 /// The crate's own.
 const MAX_BATCH: usize = 1024;
 /// Of nested columns.

@@ -92,6 +92,10 @@ fn packed(values: u32, page: &[u8]) -> Written {
     Written::data(values, page.len(), zstd::encode_all(page, 1).unwrap())
 }
 
+fn packed_as(page: Written) -> Written {
+    Written { packed: zstd::encode_all(&page.packed[..], 1).unwrap(), ..page }
+}
+
 /// As many bytes as keep the row group from looking like a bomb.
 fn with_noise() -> (Compression, Vec<Written>) {
     let mut page = noise(4 << 20);
@@ -141,7 +145,7 @@ fn a_page_that_unpacks_to_more_than_its_header_says_is_an_error() {
 #[test]
 fn many_columns_share_the_memory() {
     let files = files();
-    for (columns, said) in [(75, "100 rows"), (300, "leave columns out with map.drop or map.keep")] {
+    for (columns, said) in [(70, "100 rows"), (300, "leave columns out with map.drop or map.keep")] {
         let more: String = (0..columns).map(|at| format!("required binary c{at} (UTF8);")).collect();
         let schema = format!("message rows {{ required binary prompt (UTF8); required binary big (UTF8); {more} }}");
         // The first row is the longest by far.
@@ -166,6 +170,41 @@ fn long_rows_among_short_ones_are_read_with_fewer_read_ahead() {
     let page = packed(1, &mixed(63 << 20));
     let told = files.read("a row of 63 MiB", TEXTS, 1, vec![prompts(1), (zstd(), vec![page])]);
     assert_eq!(told, "1 rows");
+}
+
+#[test]
+fn delta_encoded_texts_take_no_more_than_others() {
+    let files = files();
+    let of = |encoding, values, page: Vec<u8>| Written { encoding, ..Written::data(values, page.len(), page) };
+    // A billion empty texts by their lengths, in blocks of 2^30: as the header says, and with a header that says a hundred.
+    let empty = [&[0x80, 0x80, 0x80, 0x80, 4, 1][..], &[0x80, 0x94, 0xeb, 0xdc, 3, 0], &[0, 0]].concat();
+    for (values, says) in [(1_000_000_000, "the last of them: 'big'"), (100, "another number of them")] {
+        let page = of(Encoding::DELTA_LENGTH_BYTE_ARRAY, values, empty.clone());
+        let told = files.read("lengths", TEXTS, 100, vec![prompts(100), (NONE, vec![page])]);
+        assert!(told.contains(says), "{told}");
+    }
+    // A text of 20 MB, and 59 that begin with all of it: read one by one.
+    let stream = |first: u64, delta: u64| {
+        let number = |mut value: u64| {
+            let mut bytes = Vec::new();
+            while value > 127 {
+                bytes.push(value as u8 | 0x80);
+                value >>= 7;
+            }
+            bytes.push(value as u8);
+            bytes
+        };
+        // 60 values: the first, then one block whose differences are 0 but for the first of them.
+        let difference = (delta as u32).to_le_bytes();
+        let packed = [&difference[..], &[0; 1023 * 4]].concat();
+        [number(1024), vec![1], number(60), number(first << 1), vec![0, 32], packed].concat()
+    };
+    // Lengths of suffixes go from 20 MB down to 0: a difference of -20 MB, modulo 2^32.
+    let size = 20_000_000_u64;
+    let page = [stream(0, size), stream(size, (1 << 32) - size), vec![b'a'; size as usize]].concat();
+    let page = packed_as(of(Encoding::DELTA_BYTE_ARRAY, 60, page));
+    let told = files.read("prefixes", TEXTS, 60, vec![prompts(60), (zstd(), vec![page])]);
+    assert_eq!(told, "60 rows");
 }
 
 #[test]

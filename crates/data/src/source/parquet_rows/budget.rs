@@ -6,9 +6,10 @@ use parquet::errors::ParquetError;
 
 /// A page, unpacked or not; a dictionary too.
 pub const MAX_PAGE_BYTES: u64 = 64 << 20;
-/// What all columns hold at once. A row may be all of it, copied as JSON and once more for the templates, so that the three together
-/// stay below 256 MiB.
-pub const MAX_HELD_BYTES: u64 = 80 << 20;
+/// What all columns hold at once, with the copies of a row. Of a file elsewhere, what was fetched comes on top.
+pub const MAX_HELD_BYTES: u64 = 224 << 20;
+/// A row is copied out of its pages as JSON, and once more for the templates.
+const ROW_COPIES: u64 = 2;
 /// Readers and decoders of a column, whatever it holds.
 const COLUMN_BYTES: u64 = 4 << 10;
 
@@ -20,7 +21,7 @@ pub enum TooLarge {
     Page { column: String, what: &'static str, bytes: u64, advice: &'static str },
     /// All columns together.
     #[error(
-        "its columns need {bytes} bytes of memory at once, at most 80 MiB are used (the last of them: '{column}'): write the file with smaller pages, or leave columns out with map.drop or map.keep"
+        "its columns need {bytes} bytes of memory at once, at most 224 MiB are used (the last of them: '{column}'): write the file with smaller pages, or leave columns out with map.drop or map.keep"
     )]
     Together { column: String, bytes: u64 },
 }
@@ -49,6 +50,9 @@ struct Column {
     pages: u64,
     /// The last of them, which the next batch begins in.
     last: u64,
+    /// The longest value of those pages, and of the last of them.
+    longest: u64,
+    last_longest: u64,
     /// The batch in which its last page was read.
     batch: u64,
 }
@@ -56,7 +60,13 @@ struct Column {
 impl Column {
     fn held(&self) -> u64 {
         let bytes = self.dictionary.saturating_add(self.pages);
-        if bytes == 0 { 0 } else { bytes.saturating_add(COLUMN_BYTES) }
+        let copies = self.longest.saturating_mul(ROW_COPIES);
+        if bytes == 0 { 0 } else { bytes.saturating_add(copies).saturating_add(COLUMN_BYTES) }
+    }
+
+    /// The rows read ahead lie in the last page alone.
+    fn forget(&mut self) {
+        (self.pages, self.longest) = (self.last, self.last_longest);
     }
 }
 
@@ -93,44 +103,54 @@ impl Budget {
         let State { columns, batch, held } = &mut *self.state();
         for column in columns.iter_mut().filter(|column| column.batch != *batch) {
             *held = held.saturating_sub(column.held());
-            column.pages = column.last;
+            column.forget();
             *held = held.saturating_add(column.held());
         }
     }
 
-    /// Counts a page before it is read.
-    pub fn page(&self, at: usize, name: &str, bytes: u64) -> Result<(), TooLarge> {
-        self.change(at, name, |column, batch| {
+    /// Counts a page before it is read; its packed bytes are needed until it is unpacked.
+    pub fn page(&self, at: usize, name: &str, bytes: u64, packed_bytes: u64) -> Result<(), TooLarge> {
+        self.change(at, name, packed_bytes, |column, batch| {
             if column.batch != batch {
-                (column.batch, column.pages) = (batch, column.last);
+                column.batch = batch;
+                column.forget();
             }
             column.pages = column.pages.saturating_add(bytes);
             column.last = bytes;
         })
     }
 
-    /// Counts what the page just read needs beyond its bytes.
-    pub fn grow(&self, at: usize, name: &str, bytes: u64) -> Result<(), TooLarge> {
-        self.change(at, name, |column, _| {
+    /// Counts what the page just read needs beyond its bytes, and its longest value.
+    pub fn grow(&self, at: usize, name: &str, bytes: u64, longest: u64) -> Result<(), TooLarge> {
+        self.change(at, name, 0, |column, _| {
             column.pages = column.pages.saturating_add(bytes);
             column.last = column.last.saturating_add(bytes);
+            column.last_longest = longest;
+            column.longest = column.longest.max(longest);
         })
     }
 
     /// Counts a dictionary, which stays as long as the column is read.
-    pub fn dictionary(&self, at: usize, name: &str, bytes: u64) -> Result<(), TooLarge> {
-        self.change(at, name, |column, _| column.dictionary = column.dictionary.saturating_add(bytes))
+    pub fn dictionary(&self, at: usize, name: &str, bytes: u64, packed_bytes: u64) -> Result<(), TooLarge> {
+        self.change(at, name, packed_bytes, |column, _| column.dictionary = column.dictionary.saturating_add(bytes))
     }
 
-    fn change(&self, at: usize, name: &str, change: impl FnOnce(&mut Column, u64)) -> Result<(), TooLarge> {
+    fn change(
+        &self,
+        at: usize,
+        name: &str,
+        passing: u64,
+        change: impl FnOnce(&mut Column, u64),
+    ) -> Result<(), TooLarge> {
         let State { columns, batch, held } = &mut *self.state();
         let Some(column) = columns.get_mut(at) else { return Ok(()) };
         *held = held.saturating_sub(column.held());
         change(column, *batch);
         *held = held.saturating_add(column.held());
-        match *held <= MAX_HELD_BYTES {
+        let bytes = held.saturating_add(passing);
+        match bytes <= MAX_HELD_BYTES {
             true => Ok(()),
-            false => Err(TooLarge::Together { column: name.to_owned(), bytes: *held }),
+            false => Err(TooLarge::Together { column: name.to_owned(), bytes }),
         }
     }
 }
@@ -139,30 +159,44 @@ impl Budget {
 mod tests {
     use super::*;
 
-    #[test]
-    fn pages_count_until_the_batch_after_them_was_read() {
-        let budget = Budget::new(2);
-        let page = |at, bytes: u64| budget.page(at, "a", bytes << 20).is_ok();
-        budget.begin_batch();
-        assert!(page(0, 40) && page(1, 30));
-        assert!(!page(0, 60));
-        let budget = Budget::new(2);
-        let page = |at, bytes: u64| budget.page(at, "a", bytes << 20).is_ok();
-        for _ in 0..5 {
-            budget.begin_batch();
-            // The batch begins in the page before.
-            assert!(page(0, 30));
-            budget.end_batch();
-        }
-        assert!(budget.dictionary(1, "b", 15 << 20).is_ok() && budget.dictionary(1, "b", 15 << 20).is_err());
+    fn page(budget: &Budget, at: usize, mib: u64) -> bool {
+        budget.page(at, "a", mib << 20, 0).is_ok()
     }
 
     #[test]
-    fn ten_thousand_columns_are_read_and_thirty_thousand_are_not() {
+    fn pages_count_until_the_batch_after_them_was_read() {
+        let budget = Budget::new(2);
+        budget.begin_batch();
+        assert!(page(&budget, 0, 120) && page(&budget, 1, 90));
+        assert!(!page(&budget, 0, 60));
+        let budget = Budget::new(2);
+        for _ in 0..5 {
+            budget.begin_batch();
+            // The batch begins in the page before.
+            assert!(page(&budget, 0, 90));
+            budget.end_batch();
+        }
+        let dictionary = || budget.dictionary(1, "b", 40 << 20, 0);
+        assert!(dictionary().is_ok() && dictionary().is_err());
+    }
+
+    #[test]
+    fn a_long_row_counts_with_its_copies_and_a_packed_page_until_it_is_unpacked() {
+        let budget = Budget::new(2);
+        budget.begin_batch();
+        assert!(page(&budget, 0, 50) && budget.grow(0, "a", 0, 50 << 20).is_ok());
+        assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_ok());
+        assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_err());
+        let told = Budget::new(1).page(0, "a", 0, u64::MAX).unwrap_err().to_string();
+        assert!(told.contains("at most 224 MiB"), "{told}");
+    }
+
+    #[test]
+    fn fifty_thousand_columns_are_read_and_sixty_thousand_are_not() {
         let fits = |columns| {
             let budget = Budget::new(columns);
-            (0..columns).all(|at| budget.page(at, "a", 1).is_ok())
+            (0..columns).all(|at| budget.page(at, "a", 1, 0).is_ok())
         };
-        assert!(fits(10_000) && !fits(30_000));
+        assert!(fits(50_000) && !fits(60_000));
     }
 }

@@ -14,6 +14,7 @@ use parquet::record::reader::RowIter;
 use parquet::schema::types::Type;
 
 use super::budget::{Budget, MAX_PAGE_BYTES, TooLarge};
+use super::deltas::{check_counts, values};
 use super::header::Header;
 use super::input::Input;
 use super::levels::{Longest, longest_row};
@@ -23,6 +24,8 @@ use super::unpack::Unpacker;
 const VALUE_BYTES: u64 = 32;
 /// Bytes of a list's value: read ahead, in its row, and as JSON.
 const LIST_VALUE_BYTES: u64 = 128;
+/// Bytes of a text's lengths, of its prefix and its suffix.
+const LENGTH_BYTES: u64 = 8;
 /// Read at once for a header.
 const HEADER_BYTES: usize = 512;
 
@@ -143,10 +146,17 @@ impl Pages {
         let (packed_bytes, unpacked_bytes) = (header.packed_bytes.unsigned_abs(), header.unpacked_bytes.unsigned_abs());
         match header.kind {
             2 => {
-                let values = u64::from(header.number(1)?).saturating_mul(VALUE_BYTES);
-                self.shared.budget.dictionary(self.at, &self.name, unpacked_bytes.saturating_add(values))?;
+                // Texts stay in the page; numbers are copied out of it.
+                let (kept_bytes, each) = match self.physical {
+                    Physical::BYTE_ARRAY | Physical::FIXED_LEN_BYTE_ARRAY => (unpacked_bytes, VALUE_BYTES),
+                    Physical::INT96 => (0, 12),
+                    _ => (0, 8),
+                };
+                let bytes = u64::from(header.number(1)?).saturating_mul(each).saturating_add(kept_bytes);
+                let passing = packed_bytes.saturating_add(unpacked_bytes - kept_bytes);
+                self.shared.budget.dictionary(self.at, &self.name, bytes, passing)?;
             }
-            _ => self.shared.budget.page(self.at, &self.name, unpacked_bytes)?,
+            _ => self.shared.budget.page(self.at, &self.name, unpacked_bytes, packed_bytes)?,
         }
         let packed = self.shared.input.bytes(self.offset, packed_bytes)?;
         self.pass(packed_bytes);
@@ -207,28 +217,37 @@ impl Pages {
             self.longest_entry = if self.physical == Physical::BYTE_ARRAY { longest(page.buffer()) } else { 0 };
             return Ok(());
         }
-        let values = u64::from(page.num_values());
+        let count = u64::from(page.num_values());
         let read_ahead = match self.max_levels.0 {
-            0 => values.min(self.shared.batch),
+            0 => count.min(self.shared.batch),
             max => {
                 let row = longest_row(page, max, &mut self.row_so_far)?;
-                values.min(row.saturating_mul(self.shared.batch))
+                count.min(row.saturating_mul(self.shared.batch))
             }
         };
         let mut more = 0_u64;
         if self.max_levels.0 > 0 {
             more = read_ahead.saturating_mul(LIST_VALUE_BYTES);
             if matches!(encoding, Encoding::RLE_DICTIONARY | Encoding::PLAIN_DICTIONARY) {
-                more = more.saturating_add(self.row_so_far.longest.min(values).saturating_mul(self.longest_entry));
+                more = more.saturating_add(self.row_so_far.longest.min(count).saturating_mul(self.longest_entry));
             }
+        }
+        if matches!(encoding, Encoding::DELTA_LENGTH_BYTE_ARRAY | Encoding::DELTA_BYTE_ARRAY) {
+            check_counts(page, self.max_levels)?;
+            more = more.saturating_add(count.saturating_mul(LENGTH_BYTES));
         }
         if encoding == Encoding::DELTA_BYTE_ARRAY {
             more = more.saturating_add(read_ahead.saturating_mul(page.buffer().len() as u64));
         }
-        if more > 0 {
-            self.shared.budget.grow(self.at, &self.name, more)?;
-        }
-        Ok(())
+        let longest = match (self.max_levels.0, self.physical, encoding) {
+            (0, Physical::BYTE_ARRAY, Encoding::PLAIN) => longest(values(page, self.max_levels)?),
+            (0, Physical::BYTE_ARRAY, Encoding::RLE_DICTIONARY | Encoding::PLAIN_DICTIONARY) => self.longest_entry,
+            (0, Physical::BYTE_ARRAY | Physical::FIXED_LEN_BYTE_ARRAY, _) => page.buffer().len() as u64,
+            (0, ..) => 0,
+            // The copies of lists are counted by value.
+            _ => page.buffer().len() as u64,
+        };
+        Ok(self.shared.budget.grow(self.at, &self.name, more, longest)?)
     }
 }
 
