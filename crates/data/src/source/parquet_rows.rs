@@ -115,7 +115,8 @@ impl Reading<'_> {
     fn rows(&self, first: u64, row: &mut u64, take: &mut TakeRow<'_>) -> Result<Flow, Stopped> {
         let group = self.metadata.row_group(self.group);
         let unpacker = Unpacker::new().map_err(|error| Stopped::Damaged(format!("cannot be unpacked: {error}")))?;
-        let (budget, unpacker) = (Budget::new(group.num_columns()), Mutex::new(unpacker));
+        let (budget, unpacker) =
+            (Budget::new(group.num_columns(), self.metadata.memory_size() as u64), Mutex::new(unpacker));
         let shared = Arc::new(Shared { input: self.input.clone(), budget, unpacker, batch: self.batch as u64 });
         let pages = Group { metadata: self.metadata, at: self.group, shared: shared.clone() };
         let rows = caught(|| TreeBuilder::new().with_batch_size(self.batch).as_iter(self.columns.clone(), &pages));

@@ -74,7 +74,7 @@ impl Column {
 struct State {
     columns: Vec<Column>,
     batch: u64,
-    /// The sum over all columns.
+    /// The metadata, and the sum over all columns.
     held: u64,
 }
 
@@ -85,8 +85,9 @@ pub struct Budget {
 }
 
 impl Budget {
-    pub fn new(columns: usize) -> Budget {
-        Budget { state: Mutex::new(State { columns: vec![Column::default(); columns], batch: 0, held: 0 }) }
+    /// `held` bytes are taken already: the file's metadata.
+    pub fn new(columns: usize, held: u64) -> Budget {
+        Budget { state: Mutex::new(State { columns: vec![Column::default(); columns], batch: 0, held }) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -165,11 +166,11 @@ mod tests {
 
     #[test]
     fn pages_count_until_the_batch_after_them_was_read() {
-        let budget = Budget::new(2);
+        let budget = Budget::new(2, 0);
         budget.begin_batch();
         assert!(page(&budget, 0, 120) && page(&budget, 1, 90));
         assert!(!page(&budget, 0, 60));
-        let budget = Budget::new(2);
+        let budget = Budget::new(2, 0);
         for _ in 0..5 {
             budget.begin_batch();
             // The batch begins in the page before.
@@ -182,19 +183,20 @@ mod tests {
 
     #[test]
     fn a_long_row_counts_with_its_copies_and_a_packed_page_until_it_is_unpacked() {
-        let budget = Budget::new(2);
+        let budget = Budget::new(2, 0);
         budget.begin_batch();
         assert!(page(&budget, 0, 50) && budget.grow(0, "a", 0, 50 << 20).is_ok());
         assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_ok());
         assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_err());
-        let told = Budget::new(1).page(0, "a", 0, u64::MAX).unwrap_err().to_string();
+        assert!(page(&Budget::new(1, 200 << 20), 0, 10) && !page(&Budget::new(1, 200 << 20), 0, 30));
+        let told = Budget::new(1, 0).page(0, "a", 0, u64::MAX).unwrap_err().to_string();
         assert!(told.contains("at most 224 MiB"), "{told}");
     }
 
     #[test]
     fn fifty_thousand_columns_are_read_and_sixty_thousand_are_not() {
         let fits = |columns| {
-            let budget = Budget::new(columns);
+            let budget = Budget::new(columns, 0);
             (0..columns).all(|at| budget.page(at, "a", 1, 0).is_ok())
         };
         assert!(fits(50_000) && !fits(60_000));
