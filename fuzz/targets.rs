@@ -59,7 +59,7 @@ pub fn jsonl(bytes: &[u8]) {
 fn converted(bytes: &[u8], recipe: &Recipe) {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), bytes).expect("a file");
-    let sources = [Source { name: "rows".to_owned(), path: file.path().to_owned() }];
+    let sources = [Source::file("rows", file.path())];
     let cancelled = AtomicBool::new(false);
     let options = Options { format: None, chat_default: true, max_bytes: 1 << 20, cancelled: &cancelled };
     let _ = preview(&sources, recipe, &options, 5);

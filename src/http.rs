@@ -17,6 +17,7 @@ mod contract;
 mod cookie;
 pub mod courses;
 mod dataset_preview;
+mod dataset_ranges;
 mod dataset_sources;
 pub mod datasets;
 pub mod demo;
