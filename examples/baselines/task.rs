@@ -61,6 +61,8 @@ pub fn plan(rloo: &Value, steps: u64, seed: u64) -> Result<Plan, Failure> {
             size_bytes: 0,
             has_chat_template: true,
             shape: None,
+            modules: Vec::new(),
+            beyond_gpu: None,
         }),
         dataset: Some(train),
         eval_dataset: Some(held_out),

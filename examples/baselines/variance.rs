@@ -12,13 +12,12 @@ use std::num::NonZeroUsize;
 use rlood::engine::advantage::{AdvantageConfig, AdvantageRows, advantages, mean, sample_std};
 use rlood::engine::backend::BackendKind;
 use rlood::engine::generate::{GeneratePrompt, GenerateRequest, generate};
-use rlood::engine::lora::LoraConfig;
 use rlood::engine::model::{Adapter, Policy, Trajectory};
 use rlood::engine::prompts::{TokenizedPrompt, tokenize};
 use rlood::engine::random::{Key, Stream, permutation};
 use rlood::engine::sampling::Sampler;
 use rlood::engine::text::Text;
-use rlood::spec::{Estimator, TieRule};
+use rlood::spec::{Estimator, LoraPlan, TieRule};
 use serde_json::{Value, json};
 
 use crate::Failure;
@@ -126,7 +125,7 @@ pub struct Setting {
 impl Setting {
     pub fn load() -> Result<Setting, Failure> {
         let mut policy = Policy::load(&task::model_dir(), BackendKind::Cpu)?;
-        policy.add_lora(&LoraConfig::all_linear(16, 32.0), 1)?;
+        policy.add_lora(&LoraPlan::all_linear(16, 32.0), 1)?;
         let text = Text::load(&task::model_dir())?;
         let plan = task::plan(&json!({}), 1, 1)?;
         let longest = policy.card().config.max_position_embeddings;

@@ -66,7 +66,7 @@ pub(super) async fn prepare(
     let eval = Prompts::find(state, caller, eval, &Place::new("/eval/dataset", chat_default), &mut errors).await?;
     let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
-    let warm_start = warm_start::find(state, caller, spec, use_of_hub, &mut errors).await?;
+    let warm_start = warm_start::find(state, caller, spec, use_of_hub == UseOfHub::Register, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let model = model.map(|row| (state.downloads.readable(&row), row));
     let inspection = move |stop: &AtomicBool| {

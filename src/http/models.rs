@@ -105,7 +105,7 @@ pub struct Model {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[schema(as = ModelCard)]
 pub struct Card {
-    /// `qwen3`, `qwen2`, `llama`, `mistral`, `ministral3`, `smollm3`, `granite`, `olmo2`; of reward models also `deberta-v2`, `xlm-roberta`, `roberta`, `modernbert`.
+    /// The `model_type` of its text: `qwen3`, `llama`, `gemma3_text`, `phi3`, …; of reward models also `deberta-v2`, `xlm-roberta`, `roberta`, `modernbert`.
     pub architecture: String,
     /// What it can be used for.
     #[serde(default)]

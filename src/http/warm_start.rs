@@ -6,7 +6,6 @@ use super::AppState;
 use super::adapters::{import, look};
 use super::auth::Caller;
 use super::error::{Code, Problem};
-use super::lookup::UseOfHub;
 use crate::files::{FilesError, StagedDir};
 use crate::id::JobId;
 use crate::modelcard::{ModelDescription, adapter};
@@ -36,17 +35,17 @@ pub(super) enum AdapterFiles {
     Staged(StagedDir),
 }
 
-/// What a job says that it begins with; an error when there is none. An adapter of the hub is fetched.
+/// What a job says that it begins with; an error when there is none. An adapter of the hub is fetched, and kept if it `keeps` it.
 pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
     spec: &JobSpec,
-    use_of_hub: UseOfHub,
+    keeps: bool,
     errors: &mut Vec<FieldError>,
 ) -> Result<Option<Start>, Problem> {
     let Some(warm_start) = &spec.warm_start else { return Ok(None) };
     if let Some(wanted) = &warm_start.adapter {
-        return find_adapter(state, caller, wanted, use_of_hub, errors).await;
+        return find_adapter(state, caller, wanted, keeps, errors).await;
     }
     let Some(checkpoint) = warm_start.checkpoint else { return Ok(None) };
     let found = match state.store.checkpoint_get(checkpoint).await {
@@ -70,16 +69,16 @@ async fn find_adapter(
     state: &AppState,
     caller: &Caller,
     wanted: &AdapterPlan,
-    use_of_hub: UseOfHub,
+    keeps: bool,
     errors: &mut Vec<FieldError>,
 ) -> Result<Option<Start>, Problem> {
     let Some(id) = wanted.upload else {
-        let imported = match use_of_hub {
-            UseOfHub::Register => import(state, caller, wanted).await.map(|row| {
+        let imported = match keeps {
+            true => import(state, caller, wanted).await.map(|row| {
                 let files = AdapterFiles::Kept(state.files.adapter_dir(row.id));
                 (row, files)
             }),
-            UseOfHub::Look => look(state, caller, wanted).await.map(|(row, dir)| (row, AdapterFiles::Staged(dir))),
+            false => look(state, caller, wanted).await.map(|(row, dir)| (row, AdapterFiles::Staged(dir))),
         };
         return match imported {
             Ok((row, files)) => Ok(Some(Start::Adapter { row: Box::new(row), files })),

@@ -14,7 +14,7 @@ const MOST_QUEUED = 500;
 const RATE = ["tokens_per_second/rollout", "tokens_per_second/train"];
 const MEMORY = ["memory/peak_device_bytes", "memory/peak_resident_bytes"];
 const KINDS = {
-  models: "Models", datasets: "Datasets", checkpoints: "Checkpoints", initial_adapters: "Adapters that jobs begin with", journals: "Journals",
+  models: "Models", datasets: "Datasets", checkpoints: "Checkpoints", adapters: "Adapters", initial_adapters: "Adapters that jobs begin with", journals: "Journals",
   samples: "Samples", database: "Database", staging: "Uploads and downloads under way", scratch: "Workers' own files", other: "Other",
 };
 

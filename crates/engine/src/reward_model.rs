@@ -135,6 +135,7 @@ fn decoder_card(card: &ClassifierCard, config: &ModelDescription) -> ModelCard {
         max_position_embeddings: card.max_tokens,
         num_parameters: card.num_parameters,
         chat_template: card.chat_template.clone(),
+        skipped: None,
     }
 }
 

@@ -102,9 +102,8 @@ impl<'a> Run<'a> {
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
         let mut policy = Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?;
         policy.set_gradient_checkpointing(plan.training.gradient_checkpointing);
-        if let Some(warning) = start::rounding_warning(&policy, plan.training.dtype) {
-            host.event(warning)?;
-        }
+        let warnings = [start::rounding_warning(&policy, plan.training.dtype), start::skipped_warning(&policy)];
+        warnings.into_iter().flatten().try_for_each(|warning| host.event(warning))?;
         host.poll()?;
         let data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
         let schedule = Schedule::new(plan, &data.rows_by_source(plan))?;

@@ -6,7 +6,7 @@ use super::error::{EngineError, Result};
 use super::host::TrainInput;
 use super::model::{Adapter, Policy};
 use crate::event::Event;
-use crate::modelcard::TensorDtype;
+use crate::modelcard::{Skipped, TensorDtype};
 use crate::spec::{ComputeDtype, Reference};
 use serde_json::json;
 
@@ -87,6 +87,14 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>) -> Result<Refer
         }
     }
     Ok(reference)
+}
+
+/// The event that says so when a multimodal checkpoint has tensors that its text does not need.
+pub(super) fn skipped_warning(policy: &Policy) -> Option<Event> {
+    let Skipped { count, parts } = policy.card().skipped.as_ref()?;
+    let message = format!("only the text of the model is trained: {count} tensors of {} are skipped", parts.join(", "));
+    let data = json!({ "tensors": count, "parts": parts });
+    Some(Event::Warning { code: "tensors_skipped".into(), message, data })
 }
 
 /// The event that says so when the base model's weights lose digits in bf16.

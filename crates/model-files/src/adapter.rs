@@ -87,7 +87,7 @@ fn plain_name(name: &str) -> String {
 pub fn read_for(dir: &Path, model: &ModelDescription) -> Result<LoraPlan, ModelCardError> {
     let paths: Vec<&'static str> = model.projections.paths().collect();
     let plan = plan_of(&read_json(dir, CONFIG, 1 << 20)?, &paths, model.num_hidden_layers)?;
-    check(&read_tensors(dir, WEIGHTS)?, tensors(&plan, model, &paths))?;
+    check(&read_tensors(dir, WEIGHTS)?, tensors(&plan, model, &paths), &model.module_names())?;
     Ok(plan)
 }
 
@@ -102,7 +102,11 @@ pub fn plan_of(config: &Value, paths: &[&str], num_layers: usize) -> Result<Lora
     })
 }
 
-fn check(found: &BTreeMap<String, TensorLocation>, wanted: Vec<AdapterTensor>) -> Result<(), ModelCardError> {
+fn check(
+    found: &BTreeMap<String, TensorLocation>,
+    wanted: Vec<AdapterTensor>,
+    modules: &[&str],
+) -> Result<(), ModelCardError> {
     let mut others: BTreeSet<&String> = found.keys().collect();
     for AdapterTensor { name, shape, .. } in &wanted {
         let Some(location) = found.get(name) else {
@@ -120,7 +124,10 @@ fn check(found: &BTreeMap<String, TensorLocation>, wanted: Vec<AdapterTensor>) -
     match others.first() {
         None => Ok(()),
         Some(other) => {
-            let detail = format!("tensor {other} belongs to no linear layer that {CONFIG} selects in this model");
+            let detail = format!(
+                "tensor {other} belongs to no linear layer that {CONFIG} selects in this model, which has {}",
+                modules.join(", ")
+            );
             Err(ModelCardError::new(WEIGHTS, detail))
         }
     }

@@ -12,6 +12,8 @@ mod olmo;
 mod phi;
 mod qwen;
 mod smollm3;
+#[cfg(test)]
+mod tests;
 
 use serde_json::Value;
 

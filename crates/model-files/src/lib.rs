@@ -27,7 +27,7 @@ use sha2::{Digest, Sha256};
 
 pub use classifier::{Backbone, ClassifierCard};
 pub use config::{Activation, LayerNorms, ModelDescription, Projections, QkNorm, QueryGrowth, Rope, RopeKind};
-pub use weights::{Scale, TensorDtype, TensorLocation};
+pub use weights::{Scale, Skipped, TensorDtype, TensorLocation};
 
 /// Why a model directory cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -71,6 +71,8 @@ pub struct ModelCard {
     pub num_parameters: u64,
     /// The chat template's source.
     pub chat_template: Option<String>,
+    /// What of a multimodal checkpoint is left out.
+    pub skipped: Option<Skipped>,
 }
 
 /// Read and validate a model directory.
@@ -90,6 +92,7 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
         config.tie_word_embeddings = false;
     }
     let tensors = weights::locate(dir, &config)?;
+    let skipped = weights::skipped(dir, &config)?;
     let num_parameters = tensors.iter().map(|t| t.num_elements() as u64).sum();
 
     let tokenizer = text::TokenizerInfo::read(dir)?;
@@ -104,12 +107,14 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
         eos_token_ids,
         num_parameters,
         chat_template: tokenizer.chat_template,
+        skipped,
     })
 }
 
 /// The files that make a model, by name.
 fn model_files(dir: &Path, config_file: &str, tensors: &[TensorLocation]) -> Vec<ModelFile> {
     let mut names: Vec<String> = tensors.iter().map(|t| t.file.clone()).collect();
+    names.extend(tensors.iter().filter_map(|t| t.scale.as_ref()).map(|scale| scale.values.file.clone()));
     names.extend(OTHER_FILES.iter().map(|n| (*n).to_owned()));
     names.push(config_file.to_owned());
     names.sort();

@@ -71,7 +71,7 @@ fn the_fingerprint_changes_with_any_file_that_matters_and_with_no_other() {
 #[test]
 fn what_is_unsupported_is_refused_with_its_key_and_value() {
     for (key, value) in [
-        ("model_type", json!("gemma2")),
+        ("model_type", json!("gemma4")),
         ("model_type", json!(7)),
         ("architectures", json!(["LlamaForSequenceClassification"])),
         ("hidden_act", json!("gelu")),
@@ -82,8 +82,7 @@ fn what_is_unsupported_is_refused_with_its_key_and_value() {
         ("logits_scaling", json!(2.0)),
         ("residual_multiplier", json!(0.5)),
         ("num_experts", json!(8)),
-        ("rope_parameters.rope_type", json!("dynamic")),
-        ("rope_parameters.rope_type", json!("longrope")),
+        ("rope_parameters.rope_type", json!("proportional")),
         ("rope_parameters.partial_rotary_factor", json!(0.25)),
         ("rope_parameters.full_attention", json!({"rope_theta": 1e4})),
         ("layer_types", json!(["chunked_attention"])),
@@ -164,7 +163,10 @@ fn rope_is_read_from_both_spellings() {
         for (key, value) in config.as_object().unwrap() {
             all[key] = value.clone();
         }
-        assert_eq!(ModelDescription::from_json("config.json", &all).unwrap().rope, Rope { theta: 1e4, kind });
+        assert_eq!(
+            ModelDescription::from_json("config.json", &all).unwrap().rope,
+            Rope { theta: 1e4, rotary_dim: 16, kind }
+        );
     }
 }
 

@@ -1,6 +1,6 @@
 //! safetensors headers: where every needed tensor lies, checked against the architecture and the file's length.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io::{Read, Seek};
 use std::path::Path;
 
@@ -110,6 +110,48 @@ pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<Tensor
         location.scale = Some(scale);
     }
     Ok(found)
+}
+
+/// Tensors of a multimodal checkpoint that its text does not need.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Skipped {
+    /// How many.
+    pub count: usize,
+    /// What they belong to: the first names of their paths.
+    pub parts: Vec<String>,
+}
+
+/// What is beside the text in a multimodal checkpoint; None where the checkpoint is text alone.
+pub(super) fn skipped(dir: &Path, config: &ModelDescription) -> Result<Option<Skipped>, ModelCardError> {
+    if !config.is_part {
+        return Ok(None);
+    }
+    let names: Vec<String> = match weight_files(dir)? {
+        WeightFiles::Sharded(map) => map.into_keys().collect(),
+        WeightFiles::Single(file) => {
+            let header = read_header(dir, &file)?;
+            header.tensors.into_keys().chain(header.unsupported.into_keys()).collect()
+        }
+    };
+    let mut needed: HashSet<String> = HashSet::new();
+    for (name, _) in config.tensors() {
+        for name in spellings(&name, true) {
+            // Scales go with their matrices; those of activations are of no use here.
+            let base = name.strip_suffix(".weight").unwrap_or(&name);
+            needed.extend([format!("{base}.activation_scale"), format!("{name}_scale_inv")]);
+            needed.insert(name);
+        }
+    }
+    let others: Vec<String> = names.into_iter().filter(|name| !needed.contains(name)).collect();
+    let part = |name: &String| {
+        let mut path = name.split('.');
+        match (path.next().unwrap_or(""), path.next()) {
+            ("model", Some(second)) => format!("model.{second}"),
+            (first, _) => first.to_owned(),
+        }
+    };
+    let parts: BTreeSet<String> = others.iter().map(part).collect();
+    Ok((!others.is_empty()).then(|| Skipped { count: others.len(), parts: parts.into_iter().take(16).collect() }))
 }
 
 /// How a tensor may be called in the files. In a multimodal checkpoint the decoder is `language_model.model` (as transformers

@@ -1,0 +1,149 @@
+//! What each family makes of config.json, as transformers reads it.
+
+use serde_json::{Value, json};
+
+use crate::ModelDescription;
+use crate::config::{Activation, LayerNorms, QkNorm, RopeKind};
+
+fn config(case: &str, file: &str) -> Value {
+    let path = rlood_test_support::fixture("parity").join(case).join(file);
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+fn read(value: &Value) -> Result<ModelDescription, String> {
+    ModelDescription::from_json("config.json", value).map_err(|error| error.to_string())
+}
+
+/// A case's config.json with some keys changed.
+fn changed(case: &str, change: impl FnOnce(&mut Value)) -> Result<ModelDescription, String> {
+    let mut value = config(case, "config.json");
+    change(&mut value);
+    read(&value)
+}
+
+#[test]
+fn both_generations_of_transformers_say_the_same() {
+    for case in [
+        "gemma2",
+        "gemma3_text",
+        "gemma3_vl",
+        "phi3",
+        "phi3_partial",
+        "phi3_longrope",
+        "olmo3",
+        "granitemoehybrid",
+        "mistral3",
+        "mistral3_ministral",
+        "llama_dynamic",
+        "qwen3_fp8",
+    ] {
+        assert_eq!(read(&config(case, "config.json")), read(&config(case, "config_v4.json")), "{case}");
+    }
+}
+
+#[test]
+fn a_released_gemma_leaves_out_whatever_is_usual() {
+    let released = json!({
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024
+        },
+        "vision_config": {"hidden_size": 1152}
+    });
+    let gemma = read(&released).unwrap();
+    assert_eq!((gemma.num_attention_heads, gemma.num_key_value_heads, gemma.head_dim), (8, 4, 256));
+    assert_eq!((gemma.vocab_size, gemma.max_position_embeddings), (262_208, 131_072));
+    assert!(gemma.is_part && gemma.tie_word_embeddings && gemma.activation == Activation::GeluTanh);
+    assert_eq!((gemma.norms, gemma.qk_norm, gemma.norm_offset), (LayerNorms::AROUND, QkNorm::Head, 1.0));
+    assert_eq!((gemma.rope.theta, &gemma.rope.kind), (1e6, &RopeKind::Linear { factor: 8.0 }));
+    let local = gemma.local_rope.unwrap();
+    assert_eq!((local.theta, local.kind), (1e4, RopeKind::Default));
+    // Each sixth layer sees everything.
+    let full: Vec<usize> = (0..34).filter(|layer| gemma.windows[*layer].is_none()).collect();
+    assert_eq!(full, [5, 11, 17, 23, 29]);
+    assert_eq!((gemma.attention_scale, gemma.attention_softcap), (1.0 / 16.0, None));
+
+    let second = read(&json!({
+        "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "max_position_embeddings": 8192, "hidden_act": "gelu_pytorch_tanh"
+    }));
+    let second = second.unwrap();
+    assert_eq!((second.attention_softcap, second.logits_softcap), (Some(50.0), Some(30.0)));
+    assert_eq!((second.windows[0], second.windows[1]), (Some(4096), None));
+}
+
+#[test]
+fn olmo3_reaches_a_longer_context_in_its_full_layers_alone() {
+    let published = changed("olmo3", |value| {
+        value.as_object_mut().unwrap().remove("rope_parameters");
+        value["rope_theta"] = json!(500_000);
+        value["rope_scaling"] = json!({"attention_factor": 1.2, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+                                       "original_max_position_embeddings": 8192, "rope_type": "yarn"});
+    });
+    let published = published.unwrap();
+    assert!(matches!(published.rope.kind, RopeKind::Yarn { .. }));
+    assert_eq!(published.local_rope.unwrap().kind, RopeKind::Default);
+}
+
+#[test]
+fn phi3_calls_longrope_by_three_names() {
+    for name in ["longrope", "su", "yarn"] {
+        let phi = changed("phi3_longrope", |value| value["rope_parameters"]["rope_type"] = json!(name)).unwrap();
+        let RopeKind::LongRope { attention_factor, long_factor, .. } = phi.rope.kind else { panic!("{name}") };
+        assert!((attention_factor - (1.0 + 4f64.ln() / 32f64.ln()).sqrt()).abs() < 1e-12);
+        assert_eq!((phi.rope.rotary_dim, long_factor.len()), (12, 6));
+    }
+}
+
+#[test]
+fn what_would_change_the_result_is_refused_by_its_key() {
+    type Change = fn(&mut Value);
+    let cases: [(&str, Change, &str); 14] = [
+        ("gemma3_text", |v| v["use_bidirectional_attention"] = json!(true), "use_bidirectional_attention is true"),
+        ("gemma3_text", |v| v["hidden_activation"] = json!("relu"), "hidden_activation is \"relu\""),
+        ("gemma3_vl", |v| v["text_config"]["model_type"] = json!("llama"), "text_config.model_type is \"llama\""),
+        ("gemma3_vl", |v| v["text_config"] = Value::Null, "text_config is missing"),
+        ("gemma3_vl", |v| v["text_config"]["num_hidden_layers"] = json!(0), "text_config: num_hidden_layers is 0"),
+        (
+            "phi3_partial",
+            |v| v["rope_parameters"]["partial_rotary_factor"] = json!(1.5),
+            "partial_rotary_factor is 1.5",
+        ),
+        ("phi3_partial", |v| v["rope_parameters"]["partial_rotary_factor"] = json!(0.7), "11 columns"),
+        ("phi3_longrope", |v| v["rope_parameters"]["short_factor"] = json!([1.0]), "short_factor is [1.0]"),
+        ("llama_dynamic", |v| v["rope_parameters"]["factor"] = Value::Null, "rope_parameters.factor is missing"),
+        ("llama_dynamic", |v| v["partial_rotary_factor"] = json!(0.5), "partial_rotary_factor is 0.5"),
+        ("granitemoehybrid", |v| v["layer_types"][1] = json!("mamba"), "layer_types is"),
+        ("granitemoehybrid", |v| v["num_local_experts"] = json!(8), "num_local_experts is 8"),
+        (
+            "qwen3_fp8",
+            |v| v["quantization_config"]["weight_block_size"] = json!([0, 32]),
+            "weight_block_size is [0,32]",
+        ),
+        ("qwen3_fp8", |v| v["quantization_config"]["quant_method"] = json!("gptq"), "quantization_config is"),
+    ];
+    for (case, change, words) in cases {
+        let refused = changed(case, change).unwrap_err();
+        assert!(refused.contains(words), "{case}: {refused}");
+    }
+}
+
+#[test]
+fn granite_without_positions_rotates_nothing() {
+    let without = |value: &mut Value| value["position_embedding_type"] = Value::Null;
+    assert!(changed("granitemoehybrid", without).unwrap().rotates.iter().all(|rotates| !rotates));
+    assert!(changed("granitemoehybrid", |_| ()).unwrap().rotates.iter().all(|rotates| *rotates));
+}
+
+#[test]
+fn what_stands_beside_the_text_is_counted_and_left() {
+    let read = |case: &str| crate::read(&rlood_test_support::fixture("parity").join(case)).unwrap();
+    let skipped = read("gemma3_vl").skipped.unwrap();
+    assert_eq!((skipped.count, skipped.parts), (1, vec!["vision_tower".to_owned()]));
+    assert!(read("mistral3").skipped.unwrap().parts.contains(&"multi_modal_projector".to_owned()));
+    let parts = read("mistral3_ministral_fp8").skipped.unwrap().parts;
+    assert!(!parts.iter().any(|part| part.contains("language_model")), "{parts:?}");
+    assert_eq!(read("qwen3").skipped, None);
+}
