@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::super::timing::repeat;
 use super::super::{BenchError, Setting};
 use super::{Team, random_values};
-use crate::engine::kernels::head::{Gradient, Pick, choose, score, score_vjp};
+use crate::engine::kernels::head::{Gradient, Head, Pick, choose, score, score_vjp};
 use crate::engine::kernels::pack::PackedMatrix;
 
 /// Most positions that are scored: the rest would take as long.
@@ -38,17 +38,18 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures,
     let rows = (completions * args.completion as usize).min(MAX_ROWS);
     let values = random_values(4, vocab * hidden, 0.07);
     let weight = PackedMatrix::new_on(&team.threads, &values, hidden, team.dtype);
+    let head = Head::of(&weight);
     drop(values);
     let x = random_values(5, rows.max(completions) * hidden, 2.0);
     let targets = setting.tokens(0, rows);
-    let mut scores = score(&team.threads, team.isa, &x[..rows * hidden], &weight, &targets, 1.0);
+    let mut scores = score(&team.threads, team.isa, &x[..rows * hidden], head, &targets, 1.0);
     let scored = repeat(2, team.seconds, || -> Result<(), BenchError> {
-        scores = score(&team.threads, team.isa, &x[..rows * hidden], &weight, &targets, 1.0);
+        scores = score(&team.threads, team.isa, &x[..rows * hidden], head, &targets, 1.0);
         Ok(())
     })?;
     let gradient = Gradient {
         x: &x[..rows * hidden],
-        weight: &weight,
+        head,
         targets: &targets,
         temperature: 1.0,
         normalizers: &scores.normalizers,
@@ -62,7 +63,7 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures,
     let picks = vec![Pick { temperature: 1.0, uniform: 0.5 }; completions];
     let mut tokens = Vec::new();
     let chosen = repeat(2, team.seconds, || -> Result<(), BenchError> {
-        choose(&team.threads, team.isa, &x[..completions * hidden], &weight, &picks, &mut tokens);
+        choose(&team.threads, team.isa, &x[..completions * hidden], head, &picks, &mut tokens);
         Ok(())
     })?;
     let flops = 2.0 * (rows * vocab * hidden) as f64;
