@@ -10,13 +10,14 @@ use serde::{Deserialize, Serialize};
 use super::profile::{ProfileFigures, profile};
 use super::timing::{Timing, repeat, repeat_telling};
 use super::{BenchError, Setting, io};
-use crate::engine::backend::BackendKind;
+use crate::engine::backend::{BackendKind, Module};
 use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
 use crate::engine::memory::peak_resident_bytes;
 use crate::engine::model::{Adapter, Policy};
 use crate::engine::random::{Key, Stream};
 use crate::engine::sampling::Sampler;
 use crate::engine::text::Text;
+use crate::spec::LoraPlan;
 
 /// Batches that are measured beside the step's own, as (prompts, completions a prompt).
 const BATCHES: [(usize, usize); 3] = [(1, 1), (1, 4), (4, 4)];
