@@ -74,7 +74,7 @@ expect 0 '^good: passed' --no-record good
 expect 0 '^bad: passed' bad
 git checkout --quiet .
 
-# A rebase: the record's commit is gone, the last change before it is not.
+# A rebase: the record's commit is gone, another one holds the same.
 sed -i "s/^commit: .*/commit: $(printf '0%.0s' {1..40})/" .ci/records/good
 commit
 expect 0 '^good +passed .* behind: 2$' --check
