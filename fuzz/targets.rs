@@ -9,7 +9,6 @@ use std::sync::atomic::AtomicBool;
 use axum::http::{HeaderMap, HeaderValue, Method, header};
 use rlood::data::{Options, Source, convert, preview};
 use rlood::dataset::{Format, Reader, Recipe, RecipeMap};
-use rlood::engine::lora::LoraConfig;
 use rlood::event::FinishReason;
 use rlood::http::download::{Download, send_file};
 use rlood::modelcard::template::ChatTemplate;
@@ -17,7 +16,7 @@ use rlood::modelcard::text::Text;
 use rlood::protocol;
 use rlood::reward::webhook::read_answer;
 use rlood::sample::RewardSample;
-use rlood::spec::{JobSpec, RewardPlan, format, trl};
+use rlood::spec::{JobSpec, LoraPlan, RewardPlan, format, trl};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
@@ -59,7 +58,7 @@ pub fn jsonl(bytes: &[u8]) {
 fn converted(bytes: &[u8], recipe: &Recipe) {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), bytes).expect("a file");
-    let sources = [Source { name: "rows".to_owned(), path: file.path().to_owned() }];
+    let sources = [Source::file("rows", file.path())];
     let cancelled = AtomicBool::new(false);
     let options = Options { format: None, chat_default: true, max_bytes: 1 << 20, cancelled: &cancelled };
     let _ = preview(&sources, recipe, &options, 5);
@@ -138,9 +137,10 @@ pub fn safetensors_index(bytes: &[u8]) {
 /// PEFT's configuration of an adapter; the model's own beside it.
 pub fn adapter_config(bytes: &[u8]) {
     if let Ok(value) = serde_json::from_slice::<Value>(bytes)
-        && let Ok(config) = LoraConfig::from_json(&value)
+        && let Ok(plan) = LoraPlan::from_peft(&value, &["self_attn.q_proj", "mlp.down_proj"], 3)
+        && let Some(rank) = plan.of(2, "mlp.down_proj")
     {
-        assert!(config.scaling().is_finite());
+        assert!(plan.scaling(rank).is_finite());
     }
     let _ = rlood::modelcard::read(&replaced("config.json", bytes));
 }

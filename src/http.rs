@@ -5,6 +5,7 @@
 //! origin check, body time-out, decompression, body limit, key
 //! and owner, the handler. Every failure on the way is a [`error::Problem`].
 
+pub mod adapters;
 pub mod alerts;
 pub mod artifacts;
 pub mod audit;
@@ -16,6 +17,7 @@ mod contract;
 mod cookie;
 pub mod courses;
 mod dataset_preview;
+mod dataset_ranges;
 mod dataset_sources;
 pub mod datasets;
 pub mod demo;
@@ -191,6 +193,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(events::routes())
         .merge(artifacts::routes())
         .merge(datasets::routes())
+        .merge(adapters::routes())
         .merge(models::routes())
         .merge(rewards::routes())
         .merge(reward_health::routes())

@@ -30,7 +30,7 @@ const FORMAT: u32 = 1;
 /// How often all is copied anew before that is given up.
 const TRIES: u32 = 5;
 /// All that a backup writes.
-const PARTS: [&str; 9] = [
+const PARTS: [&str; 10] = [
     DATABASE,
     "rlood.db-wal",
     "rlood.db-shm",
@@ -38,6 +38,7 @@ const PARTS: [&str; 9] = [
     "checkpoints",
     "datasets",
     "initial",
+    "adapters",
     ".manifest.tmp",
     MANIFEST,
 ];
@@ -247,9 +248,13 @@ struct Copying<'a> {
 async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken>, BackupError> {
     let Copying { source, snapshot, files, to } = copying;
     let (mut taken, mut left_out) = (BTreeMap::new(), BTreeMap::new());
+    // Of warm starts, and adapters.
     let mut initial = Vec::new();
     for job in snapshot.warm_start_jobs().await? {
         initial.extend(files_below(&files.initial_of(job))?);
+    }
+    for adapter in snapshot.adapter_ids().await? {
+        initial.extend(files_below(&files.adapter_dir(adapter))?);
     }
     initial.iter().for_each(|path| held.keep(path));
     snapshot.dataset_ids().await?.iter().for_each(|id| held.keep(&files.dataset(*id)));

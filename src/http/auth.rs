@@ -374,6 +374,10 @@ async fn check_owner(
             Ok(id) => store.dataset_owner(id).await?,
             Err(_) => return Ok(()),
         },
+        "adapters" => match id.parse() {
+            Ok(id) => store.adapter_owner(id).await?,
+            Err(_) => return Ok(()),
+        },
         "checkpoints" => match id.parse() {
             Ok(id) => store.checkpoint_owner(id).await?,
             Err(_) => return Ok(()),

@@ -161,7 +161,7 @@ async fn preview_dataset(
     };
     let origin = files.origin.clone();
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
-    let looked = look(*files, recipe, chat_default, wanted as usize).await?;
+    let looked = look(&state, *files, recipe, chat_default, wanted as usize).await?;
     let folder = model.map(|row| state.downloads.readable(&row));
     let shown = tokio::task::spawn_blocking(move || {
         let text = folder.map(|folder| Text::load(&folder)).transpose();

@@ -12,12 +12,13 @@ use tokio::sync::mpsc;
 
 use super::AppState;
 use super::auth::Caller;
+use super::dataset_ranges::ranged;
 use super::error::{Code, Problem, shortened};
 use super::models::hub::{self, client};
 use super::rows::{WRITE_BYTES, check_disk, read_rows, rejected};
 use crate::causes::with_causes;
-use crate::data::{CannotChoose, Chosen, Options, Preview, Source, choose, convert, preview};
-use crate::dataset::{Format, Recipe, Summary};
+use crate::data::{CannotChoose, Chosen, NOT_FETCHED, Options, Preview, Source, choose, convert, preview};
+use crate::dataset::{Format, Recipe, Rejected, Summary};
 use crate::files::StagedDone;
 use crate::hub::{Hub, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
 use crate::spec::HubDataset;
@@ -38,6 +39,8 @@ pub(super) struct Files {
     pub(super) origin: Value,
     /// Kept until they were read.
     pub(super) staged: Option<StagedDone>,
+    /// What to download when the parts that a look needs cannot be fetched.
+    whole: Option<Box<Found>>,
 }
 
 /// Cancels a conversion that nobody waits for any more.
@@ -71,7 +74,7 @@ pub(super) async fn convert_files(
     chat_default: bool,
 ) -> Result<(Summary, StagedDone, Value), Problem> {
     check_disk(state)?;
-    let Files { sources, format, mut origin, staged: raw } = files;
+    let Files { sources, format, mut origin, staged: raw, whole: _ } = files;
     if let Some(origin) = origin.as_object_mut() {
         origin.insert("recipe".to_owned(), serde_json::to_value(&recipe).map_err(Problem::internal)?);
         origin.insert("chat_default".to_owned(), chat_default.into());
@@ -120,7 +123,30 @@ pub(super) async fn written(
 }
 
 /// Looks at the first rows of files.
-pub(super) async fn look(files: Files, recipe: Recipe, chat_default: bool, rows: usize) -> Result<Preview, Problem> {
+pub(super) async fn look(
+    state: &AppState,
+    mut files: Files,
+    recipe: Recipe,
+    chat_default: bool,
+    rows: usize,
+) -> Result<Preview, Problem> {
+    let whole = files.whole.take();
+    let looked = look_at(files, recipe.clone(), chat_default, rows).await?;
+    match (looked, whole) {
+        (Err(refused), Some(whole)) if refused.errors.iter().any(|error| error.code == NOT_FETCHED) => {
+            let files = download(state, *whole).await?;
+            look_at(files, recipe, chat_default, rows).await?.map_err(rejected)
+        }
+        (looked, _) => looked.map_err(rejected),
+    }
+}
+
+async fn look_at(
+    files: Files,
+    recipe: Recipe,
+    chat_default: bool,
+    rows: usize,
+) -> Result<Result<Preview, Rejected>, Problem> {
     let Files { sources, format, staged, .. } = files;
     let looked = tokio::task::spawn_blocking(move || {
         let cancelled = AtomicBool::new(false);
@@ -129,10 +155,11 @@ pub(super) async fn look(files: Files, recipe: Recipe, chat_default: bool, rows:
         drop(staged);
         looked
     });
-    looked.await.map_err(Problem::internal)?.map_err(rejected)
+    looked.await.map_err(Problem::internal)
 }
 
 /// A data set of the hub, found and not downloaded.
+#[derive(Clone)]
 struct Found {
     hub: Hub,
     plan: RepoPlan,
@@ -176,25 +203,29 @@ pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset
 async fn download(state: &AppState, Found { hub, plan, origin }: Found) -> Result<Files, Problem> {
     let folder = state.downloads.sources(&plan.commit);
     hub.download(&plan, &state.downloads.parts(), &folder, &Arc::default()).await.map_err(|error| problem(&error))?;
-    let source = |file: &RepoFile| Source { name: file.path.clone(), path: folder.join(&file.path) };
-    Ok(Files { sources: plan.files.iter().map(source).collect(), format: None, origin, staged: None })
+    let source = |file: &RepoFile| Source::file(file.path.clone(), folder.join(&file.path));
+    Ok(Files { sources: plan.files.iter().map(source).collect(), format: None, origin, staged: None, whole: None })
 }
 
-/// Enough of a data set of the hub for a look: the beginning of its first file; of parquet, whose index is at its end, the whole file.
+/// Enough of a data set of the hub for a look: the beginning of its first file; of parquet, what the look asks for.
 pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
     let mut found = find(state, caller, wanted).await?;
     found.plan.files.truncate(1);
-    let large =
-        found.plan.files.first().filter(|file| file.size_bytes > LOOK_BYTES && !file.path.ends_with(".parquet"));
+    let large = found.plan.files.first().filter(|file| file.size_bytes > LOOK_BYTES);
     let Some(file) = large.cloned() else { return download(state, found).await };
+    if file.path.ends_with(".parquet") {
+        let whole = Some(Box::new(found.clone()));
+        let Found { hub, plan, origin } = found;
+        return Ok(Files { sources: vec![ranged(hub, plan, file)], format: None, origin, staged: None, whole });
+    }
     let Found { hub, plan, origin } = found;
     let most_bytes = usize::try_from(LOOK_BYTES).unwrap_or(usize::MAX);
     let start = hub.read_start(&plan.repo, &plan.commit, &file, most_bytes).await.map_err(|error| problem(&error))?;
     let mut staged = state.files.stage(u64::MAX).await?;
     staged.write(&start).await?;
     let staged = staged.finish().await?;
-    let sources = vec![Source { name: file.path, path: staged.path().to_owned() }];
-    Ok(Files { sources, format: None, origin, staged: Some(staged) })
+    let sources = vec![Source::file(file.path, staged.path())];
+    Ok(Files { sources, format: None, origin, staged: Some(staged), whole: None })
 }
 
 fn parse(wanted: &HubDataset) -> Result<Repo, Problem> {
@@ -273,5 +304,5 @@ pub(super) fn uploaded(name: Option<&str>, format: Option<Format>, staged: Stage
     let name = name.map_or_else(|| "the upload".to_owned(), |name| shortened(name).to_string());
     let path: PathBuf = staged.path().to_owned();
     let origin = json!({"upload": name, "sha256": staged.sha256.to_string()});
-    Files { sources: vec![Source { name, path }], format, origin, staged: Some(staged) }
+    Files { sources: vec![Source::file(name, path)], format, origin, staged: Some(staged), whole: None }
 }

@@ -80,6 +80,7 @@ codes! {
     InvalidSpec = "invalid_spec", 422, false, "The job is not valid";
     InvalidDataset = "invalid_dataset", 422, false, "The dataset is not valid";
     InvalidModel = "invalid_model", 422, false, "The model cannot be used";
+    InvalidAdapter = "invalid_adapter", 422, false, "The adapter cannot be used";
     Unsupported = "unsupported", 422, false, "This is not supported yet";
     IdempotencyMismatch = "idempotency_mismatch", 422, false, "The Idempotency-Key was used with another body";
     TooManyRequests = "too_many_requests", 429, true, "Too many requests";

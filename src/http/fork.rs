@@ -106,7 +106,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
             let reference = asked_reference.or_else(|| parent.warm_start.is_none().then_some(Reference::Base));
             match reference {
                 Some(reference) => {
-                    spec.warm_start = Some(WarmStartPlan { checkpoint: checkpoint.id, reference });
+                    spec.warm_start = Some(WarmStartPlan { checkpoint: Some(checkpoint.id), adapter: None, reference });
                     spec.arithmetic = Arithmetic::LATEST;
                     context.warm_start = Some(warm_start::facts(&parent));
                     resolve(&spec, &context).map(|resolution| resolution.plan)

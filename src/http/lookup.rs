@@ -18,7 +18,7 @@ use super::reward_models;
 use super::warm_start;
 use crate::hub::{Repo, RepoKind};
 use crate::modelcard::text::{Prompt, Text};
-use crate::modelcard::{self, ModelCard};
+use crate::modelcard::{self, ModelCard, ModelDescription};
 use crate::outgoing::OutgoingError;
 use crate::spec::{Context, FieldError, JobSpec, ModelFacts, PromptLengths, Warning, prompt_key};
 use crate::store::{ModelRow, StoreError};
@@ -66,7 +66,7 @@ pub(super) async fn prepare(
     let eval = Prompts::find(state, caller, eval, &Place::new("/eval/dataset", chat_default), &mut errors).await?;
     let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
-    let warm_start = warm_start::find(state, caller, spec, &mut errors).await?;
+    let warm_start = warm_start::find(state, caller, spec, use_of_hub, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let model = model.map(|row| (state.downloads.readable(&row), row));
     let inspection = move |stop: &AtomicBool| {
@@ -80,9 +80,13 @@ pub(super) async fn prepare(
             None => None,
         };
         let reward_models = reward_models::inspect(reward_models, &mut errors);
+        let warm_start = warm_start.and_then(|start| {
+            let described = facts.as_ref().map(|(facts, description)| (facts.id.as_str(), description));
+            start.inspect(described, &mut errors, &mut warnings)
+        });
         let facts_of = |prompts: &Option<Prompts>| prompts.as_ref().map(|prompts| prompts.facts.clone());
         let context = Context {
-            model: facts,
+            model: facts.map(|(facts, _)| facts),
             dataset: facts_of(&train),
             eval_dataset: facts_of(&eval),
             warm_start,
@@ -185,7 +189,7 @@ fn inspect<'p>(
     kwargs: &Map<String, Value>,
     stop: &AtomicBool,
     found: &mut Found<'_>,
-) -> Result<Option<ModelFacts>, Problem> {
+) -> Result<Option<(ModelFacts, ModelDescription)>, Problem> {
     let unusable = |detail: String| {
         FieldError::new("/model", "invalid_model", format!("model '{}' cannot be used: {detail}", model.id))
     };
@@ -227,7 +231,7 @@ fn inspect<'p>(
             return Err(Problem::internal(format!("the rows of a dataset cannot be read: {error}")));
         }
     }
-    Ok(Some(facts))
+    Ok(Some((facts, card.config)))
 }
 
 /// What prompts are counted with.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::AppState;
 use super::error::{Code, Problem};
 use super::prompts::Prompts;
-use super::reach;
+use super::{reach, warm_start};
 use crate::one_shot::OneShotError;
 use crate::probe::verdict::verdict;
 use crate::probe::{ProbeError, ProbeReport, ProbeTask};
@@ -78,13 +78,7 @@ pub(super) async fn probe(
     for id in plan.reward_models.keys() {
         reward_models.insert(id.clone(), state.store.model_get(id).await?.source);
     }
-    let initial = match &plan.warm_start {
-        None => None,
-        Some(warm) => {
-            let row = state.store.checkpoint_get(warm.checkpoint).await?;
-            Some(state.files.checkpoint_dir(row.job, row.step, row.attempt))
-        }
-    };
+    let initial = warm_start::source(state, plan).await?.map(|(dir, _)| dir);
     let numbers = spread(u64::from(size.prompts), plan.dataset.num_rows);
     let rows = tokio::task::spawn_blocking(move || train.rows(&numbers))
         .await

@@ -339,7 +339,7 @@ pub(super) fn format_of_part(part: &Field<'_>) -> Result<Format, Problem> {
     })
 }
 
-async fn short_text(mut part: Field<'_>) -> Result<String, Problem> {
+pub(super) async fn short_text(mut part: Field<'_>) -> Result<String, Problem> {
     let mut bytes = Vec::new();
     while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
         bytes.extend_from_slice(&chunk);
@@ -388,7 +388,7 @@ pub(super) fn broken_form(error: MultipartError) -> Problem {
     body_fault(&error).unwrap_or_else(broken)
 }
 
-fn checked_name(name: Option<String>) -> Result<Option<String>, Problem> {
+pub(super) fn checked_name(name: Option<String>) -> Result<Option<String>, Problem> {
     match name {
         Some(name)
             if name.trim().is_empty() || name.chars().count() > LONGEST_NAME || name.chars().any(char::is_control) =>

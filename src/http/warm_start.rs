@@ -1,37 +1,63 @@
-//! Warm starts: the checkpoint that a job begins with, looked up, and its files kept for the job.
+//! Warm starts: the checkpoint or the adapter that a job begins with, looked up, and its files kept for the job.
+
+use std::path::{Path, PathBuf};
 
 use super::AppState;
+use super::adapters::{import, look};
 use super::auth::Caller;
 use super::error::{Code, Problem};
-use crate::files::FilesError;
+use super::lookup::UseOfHub;
+use crate::files::{FilesError, StagedDir};
 use crate::id::JobId;
+use crate::modelcard::{ModelDescription, adapter};
 use crate::protocol::FileEntry;
-use crate::spec::{FieldError, JobSpec, Plan, WarmStartFacts};
-use crate::store::{CheckpointRow, StoreError};
+use crate::spec::{AdapterPlan, FieldError, JobSpec, Plan, WarmStartFacts, Warning};
+use crate::store::{AdapterRow, CheckpointRow, StoreError};
 
 const AT: &str = "/warm_start/checkpoint";
+const AT_ADAPTER: &str = "/warm_start/adapter";
 /// What of a checkpoint makes the weights: an adapter, or a whole model.
-const ADAPTER: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
+const ADAPTER: [&str; 2] = super::adapters::FILES;
 const MODEL: [&str; 1] = ["model.safetensors"];
 
-/// The facts of the checkpoint a job names; an error when there is none.
+/// What a job begins with.
+pub(super) enum Start {
+    /// A checkpoint of a job here.
+    Checkpoint(WarmStartFacts),
+    /// An adapter from elsewhere; it is not known yet whether it fits the model.
+    Adapter { row: Box<AdapterRow>, files: AdapterFiles },
+}
+
+/// Where an adapter's files lie.
+pub(super) enum AdapterFiles {
+    /// It is kept.
+    Kept(PathBuf),
+    /// It is only looked at.
+    Staged(StagedDir),
+}
+
+/// What a job says that it begins with; an error when there is none. An adapter of the hub is fetched.
 pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
     spec: &JobSpec,
+    use_of_hub: UseOfHub,
     errors: &mut Vec<FieldError>,
-) -> Result<Option<WarmStartFacts>, Problem> {
+) -> Result<Option<Start>, Problem> {
     let Some(warm_start) = &spec.warm_start else { return Ok(None) };
-    let found = match state.store.checkpoint_get(warm_start.checkpoint).await {
+    if let Some(wanted) = &warm_start.adapter {
+        return find_adapter(state, caller, wanted, use_of_hub, errors).await;
+    }
+    let Some(checkpoint) = warm_start.checkpoint else { return Ok(None) };
+    let found = match state.store.checkpoint_get(checkpoint).await {
         Ok(row) => Ok(state.store.job_get(row.job).await?),
         Err(error) => Err(error),
     };
     match found {
-        Ok(job) if caller.may_see(&job.owner) => Ok(Some(facts(&job.plan()?))),
+        Ok(job) if caller.may_see(&job.owner) => Ok(Some(Start::Checkpoint(facts(&job.plan()?)))),
         Ok(_) | Err(StoreError::NotFound { .. }) => {
             let detail = format!(
-                "there is no checkpoint '{}' (any more): GET /jobs/{{id}}/checkpoints lists those of a job; rotated ones are gone",
-                warm_start.checkpoint
+                "there is no checkpoint '{checkpoint}' (any more): GET /jobs/{{id}}/checkpoints lists those of a job; rotated ones are gone"
             );
             errors.push(FieldError::new(AT, "unknown_checkpoint", detail));
             Ok(None)
@@ -40,22 +66,142 @@ pub(super) async fn find(
     }
 }
 
+async fn find_adapter(
+    state: &AppState,
+    caller: &Caller,
+    wanted: &AdapterPlan,
+    use_of_hub: UseOfHub,
+    errors: &mut Vec<FieldError>,
+) -> Result<Option<Start>, Problem> {
+    let Some(id) = wanted.upload else {
+        let imported = match use_of_hub {
+            UseOfHub::Register => import(state, caller, wanted).await.map(|row| {
+                let files = AdapterFiles::Kept(state.files.adapter_dir(row.id));
+                (row, files)
+            }),
+            UseOfHub::Look => look(state, caller, wanted).await.map(|(row, dir)| (row, AdapterFiles::Staged(dir))),
+        };
+        return match imported {
+            Ok((row, files)) => Ok(Some(Start::Adapter { row: Box::new(row), files })),
+            Err(problem) if matches!(problem.code(), Code::InvalidAdapter | Code::InvalidBody) => {
+                errors.push(FieldError::new(format!("{AT_ADAPTER}/hub"), "invalid_adapter", problem.detail()));
+                Ok(None)
+            }
+            Err(problem) => Err(problem),
+        };
+    };
+    match state.store.adapter_get(id).await {
+        Ok(row) if caller.may_see(&row.owner) => {
+            let files = AdapterFiles::Kept(state.files.adapter_dir(row.id));
+            Ok(Some(Start::Adapter { row: Box::new(row), files }))
+        }
+        Ok(_) | Err(StoreError::NotFound { .. }) => {
+            let detail = format!("there is no adapter '{id}' (any more): GET /adapters lists them");
+            errors.push(FieldError::new(format!("{AT_ADAPTER}/upload"), "unknown_adapter", detail));
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+impl Start {
+    /// What a plan needs to know of it; an error where it does not fit the model. Reads files.
+    pub(super) fn inspect(
+        self,
+        model: Option<(&str, &ModelDescription)>,
+        errors: &mut Vec<FieldError>,
+        warnings: &mut Vec<Warning>,
+    ) -> Option<WarmStartFacts> {
+        let (row, files) = match self {
+            Start::Checkpoint(facts) => return Some(facts),
+            Start::Adapter { row, files } => (row, files),
+        };
+        let (model_id, description) = model?;
+        let (dir, id) = match &files {
+            AdapterFiles::Kept(dir) => (dir.as_path(), Some(row.id)),
+            AdapterFiles::Staged(dir) => (dir.path(), None),
+        };
+        let lora = match adapter::read_for(dir, description) {
+            Ok(lora) => Some(lora),
+            Err(error) => {
+                let detail = format!("the adapter does not fit '{model_id}': {error}");
+                errors.push(FieldError::new(AT_ADAPTER, "adapter_differs", detail));
+                return None;
+            }
+        };
+        let base = row.config["base_model_name_or_path"].as_str().unwrap_or("");
+        if !is_same_base(base, model_id) {
+            warnings.push(Warning {
+                pointer: AT_ADAPTER.to_owned(),
+                code: "adapter_base_differs".to_owned(),
+                detail: format!(
+                    "the adapter's config says that it was trained on '{base}', and this job's model is '{model_id}': its shapes fit; \
+                     see that it is the same model"
+                ),
+            });
+        }
+        let text = |key: &str| row.origin.as_ref().and_then(|origin| origin[key].as_str()).map(str::to_owned);
+        let here = AdapterPlan { upload: id, hub: text("hub"), revision: text("commit") };
+        Some(WarmStartFacts { model: None, lora, adapter: Some(here) })
+    }
+}
+
+/// Whether two names are likely those of one model: without the organisation, and without what says how it is stored.
+fn is_same_base(base: &str, model: &str) -> bool {
+    let plain = |name: &str| {
+        let last = name
+            .trim_end_matches('/')
+            .rsplit('/')
+            .next()
+            .unwrap_or(name)
+            .split('@')
+            .next()
+            .unwrap_or("")
+            .to_lowercase();
+        let mut last = last.as_str();
+        while let Some(shorter) = ["-bnb", "-4bit", "-8bit", "-unsloth", "-fp8", "-bf16", "-nf4"]
+            .iter()
+            .find_map(|end| last.strip_suffix(end))
+        {
+            last = shorter;
+        }
+        last.to_owned()
+    };
+    base.is_empty() || plain(base) == plain(model)
+}
+
 /// What a plan needs to know of a checkpoint of this job.
 pub(super) fn facts(plan: &Plan) -> WarmStartFacts {
-    WarmStartFacts { model_sha256: plan.model.sha256.clone(), model_id: plan.model.id.clone(), lora: plan.lora.clone() }
+    let model = (plan.model.sha256.clone(), plan.model.id.clone());
+    WarmStartFacts { model: Some(model), lora: plan.lora.clone(), adapter: None }
+}
+
+/// Where the files lie that a plan begins with, and which they are.
+pub(super) async fn source(state: &AppState, plan: &Plan) -> Result<Option<(PathBuf, Vec<FileEntry>)>, Problem> {
+    let Some(warm_start) = &plan.warm_start else { return Ok(None) };
+    if let Some(adapter) = &warm_start.adapter {
+        let Some(id) = adapter.upload else {
+            let detail = "the job begins with an adapter of the hub, which is not here yet: send POST /adapters {\"hub\": …} first, \
+                          or validate without probe";
+            return Err(Problem::new(Code::NotReady, detail));
+        };
+        let files = state.store.adapter_get(id).await?.files;
+        return Ok(Some((state.files.adapter_dir(id), files)));
+    }
+    let Some(checkpoint) = warm_start.checkpoint else { return Ok(None) };
+    let CheckpointRow { job, step, attempt, files, .. } = state.store.checkpoint_get(checkpoint).await?;
+    Ok(Some((state.files.checkpoint_dir(job, step, attempt), files)))
 }
 
 /// Keeps the files of a plan's warm start for a job that is about to be created.
 pub(super) async fn keep(state: &AppState, job: JobId, plan: &Plan) -> Result<(), Problem> {
-    let Some(warm_start) = &plan.warm_start else { return Ok(()) };
-    let row = state.store.checkpoint_get(warm_start.checkpoint).await?;
-    let CheckpointRow { job: parent, step, attempt, files, .. } = row;
+    let Some((from, files)) = source(state, plan).await? else { return Ok(()) };
     let wanted: &[&str] = if plan.lora.is_some() { &ADAPTER } else { &MODEL };
     let files: Vec<FileEntry> = files.into_iter().filter(|file| wanted.contains(&file.name.as_str())).collect();
     if files.len() != wanted.len() {
         return Err(Problem::new(Code::InvalidSpec, format!("the checkpoint has no {}", wanted.join(", "))));
     }
-    blocking(state, move |data| data.initial_keep(job, &data.checkpoint_dir(parent, step, attempt), &files)).await
+    blocking(state, move |data| data.initial_keep(job, Path::new(&from), &files)).await
 }
 
 /// Takes over the initial files of the job that a new one is made from.
@@ -76,4 +222,17 @@ pub(super) async fn blocking<T: Send + 'static>(
 ) -> Result<T, Problem> {
     let files = state.files.clone();
     Ok(tokio::task::spawn_blocking(move || work(&files)).await.map_err(Problem::internal)??)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_same_base;
+
+    #[test]
+    fn a_base_is_the_same_under_the_names_that_say_how_it_is_stored() {
+        assert!(is_same_base("unsloth/Qwen3-0.6B-unsloth-bnb-4bit", "Qwen/Qwen3-0.6B"));
+        assert!(is_same_base("/home/me/models/qwen3-0.6b/", "Qwen/Qwen3-0.6B@main"));
+        assert!(is_same_base("", "Qwen/Qwen3-0.6B"));
+        assert!(!is_same_base("Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"));
+    }
 }

@@ -129,6 +129,43 @@ async fn where_nothing_can_be_read_the_hub_s_converted_copy_is_taken() {
     assert_eq!(made["origin"]["files"][0]["path"], "converted/default/train/0000.parquet", "{made}");
 }
 
+/// The same rows in a file of 20 MB: its footer, whose length stands before PAR1, moves to the end.
+fn padded(parquet: &[u8]) -> Vec<u8> {
+    let (rest, length) = parquet[..parquet.len() - 4].split_last_chunk::<4>().unwrap();
+    let footer = rest.len() - u32::from_le_bytes(*length) as usize;
+    [&parquet[..footer], &vec![7; 20_000_000], &parquet[footer..]].concat()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_look_at_large_parquet_fetches_its_first_rows_alone() {
+    let file = padded(&fixture("gsm8k-snappy.parquet"));
+    let size = file.len() as u64;
+    let dir = tempfile::tempdir().unwrap();
+    let mut looks = Vec::new();
+    for (at, (faults, least, most)) in [
+        (Faults::default(), 1, 1 << 20),
+        // Parts are not sent: the whole file comes.
+        (Faults { ignores_ranges: true, ..Faults::default() }, size, 3 * size),
+        (Faults { forbids_ranges: true, ..Faults::default() }, size, 2 * size),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let files = [("train.parquet".to_owned(), file.clone())].into();
+        let hub = start(files, faults).await;
+        let server = serve(&dir.path().join(at.to_string()), &hub, "none");
+        let wanted = json!({"hub": "fake/rows", "map": map()});
+        let (status, look) = post(&server, "/datasets/preview?rows=3", &wanted).await;
+        assert_eq!(status, 200, "{look}");
+        assert_eq!((&look["errors"], look["source_rows"].as_array().unwrap().len()), (&json!([]), 3), "{look}");
+        assert_eq!(look["rows"][2]["record"]["answer"], "2002", "{look}");
+        let sent = hub.fake.sent_bytes.load(std::sync::atomic::Ordering::SeqCst);
+        assert!((least..=most).contains(&sent), "{at}: {sent} bytes of {size}");
+        looks.push(look);
+    }
+    assert!(looks.iter().all(|look| *look == looks[0]));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uploads_of_every_format_are_mapped_by_a_part_or_by_the_query() {
     let hub = start(repository(), Faults::default()).await;

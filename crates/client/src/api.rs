@@ -1,5 +1,6 @@
 //! A method for each operation of the API, under the operation's id, with what it takes and answers. [`crate::Client`] has them all.
 
+pub(crate) mod adapters;
 pub(crate) mod checkpoints;
 pub(crate) mod compare;
 pub(crate) mod datasets;

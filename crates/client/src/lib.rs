@@ -48,6 +48,7 @@ mod retry;
 mod sse;
 mod upload;
 
+pub use api::adapters::{AdapterSource, StoredAdapter};
 pub use api::checkpoints::{Checkpoint, Which};
 pub use api::compare::{Compared, ComparedStep, Comparison, Difference, Evaluation, MarkedMetrics, RewardCourse};
 pub use api::datasets::{Dataset, DatasetPreview, DatasetUpload, PreviewColumn, PreviewRow, Row};

@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 fn best_of_three(path: &std::path::Path, recipe: &Value) -> Result<f64, Box<dyn std::error::Error>> {
     let recipe: Recipe = serde_json::from_value(recipe.clone())?;
-    let sources = [Source { name: path.display().to_string(), path: path.to_owned() }];
+    let sources = [Source::file(path.display().to_string(), path)];
     let cancelled = AtomicBool::new(false);
     let mut best = 0.0_f64;
     for _ in 0..3 {

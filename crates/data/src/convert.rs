@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::columns::{kind, unknown};
 use super::keys::Keys;
 use super::mapping::{Mapped, Mapping};
-use super::source::{Flow, Place, Source, Wanted, each_row, whole};
+use super::source::{Flow, NOT_FETCHED, Place, Source, Wanted, each_row, whole};
 
 /// Written at once.
 const WRITE_BYTES: usize = 256 << 10;
@@ -108,28 +108,25 @@ pub fn convert(
 /// When the recipe or a file cannot be used at all; what is wrong with rows is a part of the answer.
 pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows: usize) -> Result<Preview, Rejected> {
     let begun = Instant::now();
+    let is_late = || begun.elapsed() > LOOK_FOR + waited(sources);
     let (mut columns, mut source_rows): (Vec<PreviewColumn>, Vec<Value>) = (Vec::new(), Vec::new());
     for source in sources {
         let mut error = None;
         let images = recipe.map.as_ref().and_then(|map| map.drop.clone()).unwrap_or_default();
-        each_row(
-            source,
-            options.format,
-            &Wanted { images, ..Wanted::default() },
-            &|| begun.elapsed() > LOOK_FOR,
-            &mut |place, row| {
-                match row {
-                    Ok(row) => {
-                        note_columns(&mut columns, &row);
-                        source_rows.push(row);
-                    }
-                    Err(found) => error = Some(placed(source, place, found)),
+        each_row(source, options.format, &Wanted { images, ..Wanted::default() }, &is_late, &mut |place, row| {
+            match row {
+                Ok(row) => {
+                    note_columns(&mut columns, &row);
+                    source_rows.push(row);
                 }
-                let enough = source_rows.len() >= rows || error.is_some() || begun.elapsed() > LOOK_FOR;
-                if enough { Flow::Enough } else { Flow::More }
-            },
-        )
-        .map_err(|error| rejected(in_file(source, error)))?;
+                Err(found) => error = Some(placed(source, place, found)),
+            }
+            let enough = source_rows.len() >= rows || error.is_some() || is_late();
+            if enough { Flow::Enough } else { Flow::More }
+        })
+        .or_else(|found| {
+            if is_enough(&found, &source_rows) { Ok(()) } else { Err(rejected(in_file(source, found))) }
+        })?;
         if let Some(error) = error {
             return Err(rejected(error));
         }
@@ -146,14 +143,25 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
     };
     let mapping = compile(recipe, options.chat_default)?;
     let mut pass = Pass::new(mapping.as_ref(), options);
-    pass.deadline = Some(begun + LOOK_FOR);
+    pass.is_late = &is_late;
     let (mut mapped, limit) = (Vec::new(), rows.min(usize::try_from(recipe.limit.unwrap_or(u64::MAX)).unwrap_or(rows)));
     let ended = pass.run(sources, &mut |row| {
         check_row(&row).map_err(|(code, detail)| RowError { line: 0, code, detail })?;
         mapped.push(row);
         Ok(if mapped.len() >= limit { Flow::Enough } else { Flow::More })
     });
-    Ok(Preview { columns, source_rows, rows: mapped, suggested_map, rejected: ended.err() })
+    let ended = ended.err().filter(|ended| !ended.errors.iter().all(|error| is_enough(error, &source_rows)));
+    Ok(Preview { columns, source_rows, rows: mapped, suggested_map, rejected: ended })
+}
+
+/// Whether an error only says that no more is fetched, when there are rows to show.
+fn is_enough(error: &RowError, rows: &[Value]) -> bool {
+    error.code == NOT_FETCHED && !rows.is_empty()
+}
+
+/// How long sources elsewhere were waited for: that is not the look's own time.
+fn waited(sources: &[Source]) -> Duration {
+    sources.iter().map(Source::waited).sum()
 }
 
 fn note_columns(columns: &mut Vec<PreviewColumn>, row: &Value) {
@@ -197,13 +205,14 @@ struct Pass<'p> {
     errors: Vec<RowError>,
     num_errors: u64,
     rows_read: u64,
-    deadline: Option<Instant>,
+    /// Whether a look has taken long enough.
+    is_late: &'p dyn Fn() -> bool,
 }
 
 impl<'p> Pass<'p> {
     fn new(mapping: Option<&'p Mapping>, options: &'p Options<'p>) -> Self {
         let (keys, seen, errors) = (Keys::new(), BTreeSet::new(), Vec::new());
-        Self { mapping, options, keys, seen, errors, num_errors: 0, rows_read: 0, deadline: None }
+        Self { mapping, options, keys, seen, errors, num_errors: 0, rows_read: 0, is_late: &|| false }
     }
 
     fn run(
@@ -225,9 +234,8 @@ impl<'p> Pass<'p> {
             if flow == Flow::Enough {
                 break;
             }
-            let (cancelled, deadline) = (self.options.cancelled, self.deadline);
-            let stop =
-                || cancelled.load(Ordering::Relaxed) || deadline.is_some_and(|deadline| Instant::now() > deadline);
+            let (cancelled, is_late) = (self.options.cancelled, self.is_late);
+            let stop = || cancelled.load(Ordering::Relaxed) || is_late();
             each_row(source, self.options.format, &wanted, &stop, &mut |place, row| {
                 flow = self.one(source, place, row, take);
                 flow
@@ -257,7 +265,7 @@ impl<'p> Pass<'p> {
             self.error(whole("cancelled", "it was cancelled".to_owned()));
             return Flow::Enough;
         }
-        if self.deadline.is_some_and(|deadline| Instant::now() > deadline) {
+        if (self.is_late)() {
             return Flow::Enough;
         }
         self.rows_read += 1;

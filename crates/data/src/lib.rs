@@ -1,8 +1,8 @@
 //! From files of many formats to the rows of a dataset: read, mapped, filtered, sampled; or looked at without keeping anything.
 //!
 //! Files are ndjson, JSON, CSV, TSV (each also inside gzip or zstd) or parquet, told by their content first and by their name second.
-//! One row is held at a time; what grows with the rows are 16 bytes, at most 24 with the table's free places, for each distinct key of
-//! `unique`.
+//! One row is held at a time, and of parquet the pages that its columns stand in, 224 MiB of all that at most. What grows with the rows are
+//! 16 bytes, at most 24 with the table's free places, for each distinct key of `unique`.
 
 mod card;
 mod columns;
@@ -14,4 +14,4 @@ mod source;
 
 pub use card::{CannotChoose, Chosen, choose};
 pub use convert::{Converted, Options, Preview, PreviewColumn, convert, preview};
-pub use source::Source;
+pub use source::{NOT_FETCHED, Ranges, Source};

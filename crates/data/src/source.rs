@@ -2,10 +2,13 @@
 
 #[cfg(feature = "parquet")]
 mod parquet_rows;
+mod ranges;
 
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use flate2::bufread::MultiGzDecoder;
 use rlood_types::dataset::{Format, RowError, RowReader};
@@ -18,13 +21,45 @@ const PIECE_BYTES: usize = 64 << 10;
 /// Looked at to tell a format.
 const LOOK_BYTES: usize = 4096;
 
+pub use ranges::Ranges;
+use ranges::Remote;
+
+/// The code of the error when the parts of a file elsewhere could not be fetched, or would be too many.
+pub const NOT_FETCHED: &str = "not_fetched";
+
 /// A file of rows.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Source {
     /// Shown in errors; its ending tells the format where the content does not.
     pub name: String,
-    /// Where it lies.
-    pub path: PathBuf,
+    at: At,
+}
+
+/// Where a file lies.
+#[derive(Debug, Clone)]
+enum At {
+    Path(PathBuf),
+    Elsewhere(Arc<Remote>),
+}
+
+impl Source {
+    /// A file here.
+    pub fn file(name: impl Into<String>, path: impl Into<PathBuf>) -> Source {
+        Source { name: name.into(), at: At::Path(path.into()) }
+    }
+
+    /// A parquet file elsewhere, of which is fetched what the first rows need.
+    pub fn elsewhere(name: impl Into<String>, ranges: impl Ranges + 'static) -> Source {
+        Source { name: name.into(), at: At::Elsewhere(Arc::new(Remote::new(Box::new(ranges)))) }
+    }
+
+    /// How long fetching its parts has taken.
+    pub fn waited(&self) -> Duration {
+        match &self.at {
+            At::Path(_) => Duration::ZERO,
+            At::Elsewhere(remote) => remote.waited(),
+        }
+    }
 }
 
 /// Where a row stands.
@@ -85,8 +120,11 @@ pub fn each_row(
     stop: &dyn Fn() -> bool,
     take: &mut TakeRow<'_>,
 ) -> Result<(), RowError> {
-    let mut file =
-        File::open(&source.path).map_err(|error| whole("unreadable", format!("cannot be opened: {error}")))?;
+    let path = match &source.at {
+        At::Path(path) => path,
+        At::Elsewhere(remote) => return remote_parquet(remote.clone(), wanted, take),
+    };
+    let mut file = File::open(path).map_err(|error| whole("unreadable", format!("cannot be opened: {error}")))?;
     let mut start = [0; 8];
     let read = read_full(&mut file, &mut start).map_err(unreadable)?;
     let start = start.get(..read).unwrap_or_default();
@@ -205,10 +243,25 @@ fn parquet(file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), Ro
     parquet_rows::each_row(file, wanted, take)
 }
 
+#[cfg(feature = "parquet")]
+fn remote_parquet(remote: Arc<Remote>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    parquet_rows::each_remote_row(remote, wanted, take)
+}
+
 #[cfg(not(feature = "parquet"))]
 fn parquet(_file: File, _wanted: &Wanted, _take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    Err(without_parquet())
+}
+
+#[cfg(not(feature = "parquet"))]
+fn remote_parquet(_remote: Arc<Remote>, _wanted: &Wanted, _take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    Err(without_parquet())
+}
+
+#[cfg(not(feature = "parquet"))]
+fn without_parquet() -> RowError {
     let detail = "a parquet file, and this rlood was built without parquet: build it with `cargo build --release --features parquet`";
-    Err(whole("format", detail.to_owned()))
+    whole("format", detail.to_owned())
 }
 
 fn read_full(from: &mut dyn Read, into: &mut [u8]) -> io::Result<usize> {

@@ -1,6 +1,5 @@
 //! LoRA adapters: PEFT's names, layout and initialisation.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
@@ -11,7 +10,9 @@ use super::error::{EngineError, Result};
 use super::load;
 use super::random::{Key, Stream};
 use super::tensors;
-use crate::modelcard::{self, ModelDescription, TensorLocation, weights};
+use crate::modelcard::adapter::{self, AdapterTensor};
+pub use crate::modelcard::adapter::{CONFIG, WEIGHTS};
+use crate::modelcard::{self, ModelDescription};
 use crate::spec::LoraPlan;
 
 impl Module {
@@ -38,11 +39,6 @@ pub struct ParameterInfo {
     /// Where it starts in the flat buffer.
     pub offset: usize,
 }
-
-/// The adapter's weights in a PEFT directory.
-pub const WEIGHTS: &str = "adapter_model.safetensors";
-/// The adapter's config in a PEFT directory.
-pub const CONFIG: &str = "adapter_config.json";
 
 /// Where A and B of a linear layer lie in the flat buffer, and how they are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -106,9 +102,7 @@ impl Lora {
         let (Some(dir), Some(name)) = (file.parent(), file.file_name().and_then(|n| n.to_str())) else {
             return Err(EngineError::Adapter(format!("{} is not a file", file.display())));
         };
-        let tensors = weights::read_header(dir, name).map_err(|e| EngineError::Adapter(e.to_string()))?.tensors;
-        let mut tensors: BTreeMap<String, TensorLocation> =
-            tensors.into_iter().map(|(name, location)| (plain_name(&name), location)).collect();
+        let mut tensors = adapter::read_tensors(dir, name).map_err(|e| EngineError::Adapter(e.to_string()))?;
         let failed = |source| EngineError::Io { path: file.to_owned(), source };
         let reader = modelcard::open(dir, name).map_err(|e| EngineError::Adapter(e.to_string()))?;
         for parameter in &lora.parameters {
@@ -123,6 +117,9 @@ impl Lora {
                 )));
             }
             let values = load::read_values(&reader, &location).map_err(failed)?;
+            if !values.iter().all(|value| value.is_finite()) {
+                return Err(EngineError::Adapter(format!("{name}: tensor {} holds NaN or infinite values", info.name)));
+            }
             all[parameter.range()].copy_from_slice(&values);
         }
         if let Some(other) = tensors.keys().next() {
@@ -151,20 +148,15 @@ impl Lora {
             let detail = format!("target_modules holds {other}; this model has {}", names.join(", "));
             return Err(EngineError::Adapter(detail));
         }
-        let mut parameters = Vec::new();
+        let paths: Vec<&'static str> = of_model.iter().map(|module| module.path()).collect();
         let mut offset = 0;
-        for layer in 0..model.num_hidden_layers {
-            for module in of_model.iter().copied() {
-                let Some(rank) = config.of(layer, module.path()) else { continue };
-                let ((out, input), r) = (module.shape(model), rank.r as usize);
-                let path = format!("base_model.model.model.layers.{layer}.{}", module.path());
-                for (is_b, name, shape) in [(false, "lora_A", vec![r, input]), (true, "lora_B", vec![out, r])] {
-                    let info = ParameterInfo { name: format!("{path}.{name}.weight"), shape, offset };
-                    offset += info.shape.iter().product::<usize>();
-                    parameters.push(Parameter { info, layer, module, is_b });
-                }
-            }
-        }
+        let parameter = |tensor: AdapterTensor| {
+            let AdapterTensor { layer, path, is_b, name, shape } = tensor;
+            let info = ParameterInfo { name, shape, offset };
+            offset += info.shape.iter().product::<usize>();
+            Some(Parameter { info, layer, module: Module::from_path(path)?, is_b })
+        };
+        let parameters = adapter::tensors(config, model, &paths).into_iter().filter_map(parameter).collect();
         Ok((Lora { config: config.clone(), parameters, values: Flat::Host(Vec::new()) }, vec![0.0; offset]))
     }
 
@@ -199,20 +191,12 @@ impl Lora {
     }
 }
 
-/// A tensor's name as PEFT writes it for a model that is text alone: of an adapter on a multimodal one without the decoder's place
-/// in it.
-fn plain_name(name: &str) -> String {
-    ["base_model.model.model.language_model.", "base_model.model.language_model.model."]
-        .iter()
-        .find_map(|prefix| name.strip_prefix(prefix))
-        .map_or_else(|| name.to_owned(), |rest| format!("base_model.model.model.{rest}"))
-}
-
 /// Parse and validate a PEFT directory's `adapter_config.json`.
 pub fn read_config(dir: &Path, model: &ModelDescription) -> Result<LoraPlan> {
-    let value = modelcard::read_json(dir, CONFIG, 1 << 20).map_err(|e| EngineError::Adapter(e.to_string()))?;
+    let failed = |error: modelcard::ModelCardError| EngineError::Adapter(error.to_string());
+    let value = modelcard::read_json(dir, CONFIG, 1 << 20).map_err(failed)?;
     let paths: Vec<&str> = Module::of_model(model).iter().map(|module| module.path()).collect();
-    LoraPlan::from_peft(&value, &paths, model.num_hidden_layers).map_err(EngineError::Adapter)
+    adapter::plan_of(&value, &paths, model.num_hidden_layers).map_err(failed)
 }
 
 /// adapter_config.json with every key PEFT writes.

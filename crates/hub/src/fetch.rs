@@ -283,7 +283,7 @@ async fn is_whole(target: &Path, file: &RepoFile) -> Result<bool, HubError> {
 }
 
 /// First byte and size of the whole, of `bytes 5-9/10`.
-fn content_range(field: &str) -> Option<(u64, u64)> {
+pub(crate) fn content_range(field: &str) -> Option<(u64, u64)> {
     let (range, whole) = field.strip_prefix("bytes ")?.split_once('/')?;
     Some((range.split_once('-')?.0.parse().ok()?, whole.parse().ok()?))
 }

@@ -122,13 +122,24 @@ impl Hub {
         }
     }
 
-    /// Opens a document or file from byte `first` on. Redirects within the hub keep the token; to another host it is not sent.
+    /// Opens a document or file from byte `first` on.
     pub(crate) async fn open(
         &self,
         repo: &Repo,
         url: &Url,
         commit: Option<&str>,
         first: u64,
+    ) -> Result<Opened, Failed> {
+        self.open_range(repo, url, commit, (first > 0).then(|| format!("bytes={first}-"))).await
+    }
+
+    /// Opens a document or file, or a range of it. Redirects within the hub keep the token; to another host it is not sent.
+    pub(crate) async fn open_range(
+        &self,
+        repo: &Repo,
+        url: &Url,
+        commit: Option<&str>,
+        range: Option<String>,
     ) -> Result<Opened, Failed> {
         if self.settings.offline {
             return Err(HubError::Offline { repo: repo.to_string() }.into());
@@ -140,8 +151,8 @@ impl Hub {
             if let Some(Token(token)) = self.settings.token.as_ref().filter(|_| at_home) {
                 request = request.bearer_auth(token);
             }
-            if first > 0 {
-                request = request.header(RANGE, format!("bytes={first}-"));
+            if let Some(range) = &range {
+                request = request.header(RANGE, range);
             }
             let response = match timeout(STALL, request.send()).await {
                 Ok(Ok(response)) => response,

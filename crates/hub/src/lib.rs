@@ -20,6 +20,7 @@ mod http;
 mod id;
 mod info;
 mod outline;
+mod ranges;
 
 pub use cache::{Cached, find_cached, verify_cached};
 pub use choose::{ConvertedFile, RepoPlan};

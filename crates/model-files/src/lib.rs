@@ -3,6 +3,7 @@
 //! Used at submission by the server and by the engine's loader. Reading never panics, whatever the files hold; every
 //! error names the file, the key, its value and what to do.
 
+pub mod adapter;
 pub mod classifier;
 pub mod config;
 mod families;

@@ -4,6 +4,7 @@
 //! `synchronous = FULL`) and a few readers. `now` (Unix ms) is an argument of every query that needs the time. A change of state
 //! and the event that tells of it are one transaction; [`Store::changed`] wakes whoever waits for the next event.
 
+pub mod adapters;
 pub mod api_keys;
 pub mod artifacts;
 pub mod attempts;
@@ -65,6 +66,7 @@ use crate::failpoint::{fail_point, without};
 use crate::id::JobId;
 use crate::job::{Action, State};
 
+pub use adapters::AdapterRow;
 pub use api_keys::{Dropped, KeyRow, NewKey};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
 pub use attempts::Cursor;

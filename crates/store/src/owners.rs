@@ -1,7 +1,7 @@
 //! Whose a thing is: what a request is checked against before anything else.
 
 use super::{Doing, Store, StoreError};
-use crate::id::{CheckpointId, DatasetId, JobId, WebhookId};
+use crate::id::{AdapterId, CheckpointId, DatasetId, JobId, WebhookId};
 
 impl Store {
     /// The owner of a job; None = there is no such job. The same for the others.
@@ -12,6 +12,11 @@ impl Store {
     /// Of a dataset.
     pub async fn dataset_owner(&self, id: DatasetId) -> Result<Option<String>, StoreError> {
         self.owner_of("SELECT owner FROM datasets WHERE id = ?", &id.to_string()).await
+    }
+
+    /// Of an adapter.
+    pub async fn adapter_owner(&self, id: AdapterId) -> Result<Option<String>, StoreError> {
+        self.owner_of("SELECT owner FROM adapters WHERE id = ?", &id.to_string()).await
     }
 
     /// Of a checkpoint: its job's.

@@ -37,5 +37,6 @@ pub async fn recover(store: &Store, files: &DataDir, lease_ms: i64, now: i64) ->
     }
     files.sweep(&store.checkpoint_keys().await?, &datasets)?;
     files.initial_sweep(&store.warm_start_jobs().await?)?;
+    files.adapter_sweep(&store.adapter_ids().await?)?;
     Ok(())
 }

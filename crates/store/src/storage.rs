@@ -51,6 +51,7 @@ pub async fn report(store: &Store, files: &DataDir) -> Result<StorageReport, Sto
     let owners = Owners {
         jobs: store.owners_by_id("SELECT id, owner FROM jobs").await?.into_iter().collect(),
         datasets: store.owners_by_id("SELECT id, owner FROM datasets").await?.into_iter().collect(),
+        adapters: store.owners_by_id("SELECT id, owner FROM adapters").await?.into_iter().collect(),
         models: inside.into_iter().map(|model| (model.source, model.owner)).collect(),
     };
     let rows = store.row_usage().await?;

@@ -80,6 +80,8 @@ id_type!(/// An uploaded, immutable dataset.
     DatasetId, "dataset", "ds_");
 id_type!(/// A published checkpoint of a job.
     CheckpointId, "checkpoint", "ckpt_");
+id_type!(/// A PEFT adapter that was uploaded, or comes from the hub.
+    AdapterId, "adapter", "adp_");
 id_type!(/// A running worker process.
     WorkerId, "worker", "wrk_");
 id_type!(/// An API key; not its secret text, which begins with `rld_`.

@@ -17,6 +17,8 @@ pub enum StorageKind {
     Datasets,
     /// Published checkpoints, adapters among them.
     Checkpoints,
+    /// PEFT adapters that were uploaded, or come from the hub.
+    Adapters,
     /// Adapters that jobs with a warm start begin with, where no checkpoint holds the same file.
     InitialAdapters,
     /// Completions and reward answers since the last checkpoint of a job, in the database.
@@ -35,10 +37,11 @@ pub enum StorageKind {
 
 impl StorageKind {
     /// All of them.
-    pub const ALL: [StorageKind; 10] = [
+    pub const ALL: [StorageKind; 11] = [
         StorageKind::Models,
         StorageKind::Datasets,
         StorageKind::Checkpoints,
+        StorageKind::Adapters,
         StorageKind::InitialAdapters,
         StorageKind::Journals,
         StorageKind::Samples,
@@ -57,6 +60,7 @@ impl StorageKind {
             StorageKind::Models => "models",
             StorageKind::Datasets => "datasets",
             StorageKind::Checkpoints => "checkpoints",
+            StorageKind::Adapters => "adapters",
             StorageKind::InitialAdapters => "initial_adapters",
             StorageKind::Journals => "journals",
             StorageKind::Samples => "samples",

@@ -1,24 +1,44 @@
-//! Rows of a parquet file, by the crate's row interface. Its reader may panic on a damaged file, so each step is caught.
+//! Rows of a parquet file, by the crate's record reader. Parts of it may panic on a damaged file, so each step is caught; pages are read
+//! by modules of our own, which keep to 256 MiB whatever the file says.
+
+mod budget;
+mod deltas;
+mod header;
+mod input;
+mod levels;
+mod pages;
+mod unpack;
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
-use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::file::metadata::{
+    ParquetMetaData, ParquetMetaDataOptions, ParquetMetaDataReader, ParquetStatisticsPolicy, RowGroupMetaData,
+};
 use parquet::record::reader::TreeBuilder;
-use parquet::schema::types::{SchemaDescriptor, Type, TypePtr};
+use parquet::record::{Field, Row};
+use parquet::schema::types::{SchemaDescPtr, SchemaDescriptor, Type, TypePtr};
 use rlood_types::dataset::RowError;
 use serde_json::Value;
 
-use super::{Flow, MAX_SOURCE_ROW_BYTES, Place, TakeRow, Wanted, whole};
+use super::ranges::Remote;
+use super::{Flow, MAX_SOURCE_ROW_BYTES, NOT_FETCHED, Place, TakeRow, Wanted, whole};
+use budget::{Budget, TooLarge};
+use input::Input;
+use pages::{Group, Shared};
+use unpack::Unpacker;
 
 /// What a file may say that its row group has, unpacked.
 const MAX_GROUP_BYTES: i64 = 64 << 30;
+/// Of a footer; what it becomes in memory is some times more.
+const MAX_FOOTER_BYTES: u64 = 16 << 20;
 /// Of a column, read ahead.
 const BATCH_BYTES: i64 = 8 << 20;
+/// Values that all columns read ahead.
+const BATCH_VALUES: usize = 128 << 10;
 /// The crate's own.
 const MAX_BATCH: usize = 1024;
 /// Of nested columns.
@@ -28,67 +48,198 @@ const STACK_BYTES: usize = 1 << 30;
 /// A group that unpacks to more than this, and to so many times its packed bytes, is a bomb.
 const BOMB_BYTES: i64 = 256 << 20;
 const BOMB_RATIO: i64 = 500;
+/// Fetched ahead of a file elsewhere: its end, and the start of its columns.
+const TAIL_BYTES: u64 = 256 << 10;
+const STARTS_BYTES: u64 = 4 << 20;
+const MIN_START_BYTES: u64 = 32 << 10;
 /// pandas' own index.
 const INDEX: &str = "__index_level_0__";
 
-/// See [`super::each_row`].
-pub fn each_row(mut file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
-    let length = file.seek(SeekFrom::End(0)).map_err(|error| whole("unreadable", error.to_string()))?;
-    let mut end = [0; 4];
-    let tail = length.checked_sub(4).filter(|start| *start >= 4);
-    let is_whole = tail.is_some_and(|start| {
-        file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut end)).is_ok() && &end == b"PAR1"
-    });
-    if !is_whole {
-        return Err(whole("parquet", "the parquet file is cut off: upload it again, whole".to_owned()));
-    }
-    let reader = open(file)?;
-    let schema = reader.metadata().file_metadata().schema_descr().root_schema_ptr();
-    let projection = Arc::new(SchemaDescriptor::new(Arc::new(projection(&schema, wanted)?)));
+/// Rows of a file here. See [`super::each_row`].
+pub fn each_row(file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    rows_of(Arc::new(Input::File(file)), wanted, take)
+}
+
+/// Rows of a file elsewhere.
+pub fn each_remote_row(remote: Arc<Remote>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    let input = Arc::new(Input::Remote(remote));
+    rows_of(input.clone(), wanted, take).map_err(|error| match input.take_failure() {
+        Some(failure) => whole(NOT_FETCHED, failure),
+        None => error,
+    })
+}
+
+fn rows_of(input: Arc<Input>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
+    let metadata = open(&input)?;
+    let schema = metadata.file_metadata().schema_descr().root_schema_ptr();
+    let columns = Arc::new(SchemaDescriptor::new(Arc::new(projection(&schema, wanted)?)));
     let mut row = 0;
-    for group in 0..reader.metadata().num_row_groups() {
-        let batch = check_group(&reader, group)?;
-        let at_group = |what: String| whole("parquet", format!("row group {group} {what}"));
-        let opened = catch_unwind(AssertUnwindSafe(|| reader.get_row_group(group)));
-        let unreadable = |error: ParquetError| at_group(format!("cannot be read: {}", brief(&error.to_string())));
-        let group_reader = opened.map_err(|_| at_group("is damaged".to_owned()))?.map_err(unreadable)?;
-        let rows = catch_unwind(AssertUnwindSafe(|| {
-            TreeBuilder::new().with_batch_size(batch).as_iter(projection.clone(), &*group_reader)
-        }));
-        let mut rows = rows.map_err(|_| at_group("is damaged".to_owned()))?.map_err(unreadable)?;
+    for group in 0..metadata.num_row_groups() {
+        let mut batch = check_group(metadata.row_group(group), group, columns.num_columns())?;
+        expect_columns(&input, metadata.row_group(group), &columns)
+            .map_err(|error| whole("unreadable", error.to_string()))?;
+        let first = row;
         loop {
-            let next = catch_unwind(AssertUnwindSafe(|| rows.next().map(|row| row.map(|row| row.to_json_value()))));
-            let value = match next {
-                Ok(None) => break,
-                Ok(Some(Ok(value))) => value,
-                Ok(Some(Err(error))) => {
-                    return Err(at_group(format!("cannot be read after row {row}: {}", brief(&error.to_string()))));
-                }
-                Err(_) => return Err(at_group(format!("is damaged (after row {row} of the file)"))),
-            };
-            row += 1;
-            if take(Place { row, row_group: Some(group) }, Ok(without_index(value))) == Flow::Enough {
-                return Ok(());
+            let reading = Reading { input: &input, metadata: &metadata, columns: &columns, group, batch };
+            match reading.rows(first, &mut row, take) {
+                Ok(Flow::More) => break,
+                Ok(Flow::Enough) => return Ok(()),
+                // Some rows are much longer than most: from where it stopped, with fewer rows read ahead.
+                Err(Stopped::TooLarge(TooLarge::Together { .. })) if batch > 1 => batch = (batch / 16).max(1),
+                Err(Stopped::TooLarge(error)) => return Err(whole("parquet", format!("row group {group}: {error}"))),
+                Err(Stopped::Damaged(what)) => return Err(whole("parquet", format!("row group {group} {what}"))),
             }
         }
     }
     Ok(())
 }
 
+/// Why a row group is not read on.
+enum Stopped {
+    TooLarge(TooLarge),
+    Damaged(String),
+}
+
+/// A row group that is read.
+struct Reading<'r> {
+    input: &'r Arc<Input>,
+    metadata: &'r ParquetMetaData,
+    columns: &'r SchemaDescPtr,
+    group: usize,
+    /// Rows that each column reads ahead.
+    batch: usize,
+}
+
+impl Reading<'_> {
+    /// Gives the rows of the group, which begins after row `first` of the file, but those up to `row`, which were given before.
+    fn rows(&self, first: u64, row: &mut u64, take: &mut TakeRow<'_>) -> Result<Flow, Stopped> {
+        let group = self.metadata.row_group(self.group);
+        let unpacker = Unpacker::new().map_err(|error| Stopped::Damaged(format!("cannot be unpacked: {error}")))?;
+        let (budget, unpacker) =
+            (Budget::new(group.num_columns(), self.metadata.memory_size() as u64), Mutex::new(unpacker));
+        let shared = Arc::new(Shared { input: self.input.clone(), budget, unpacker, batch: self.batch as u64 });
+        let pages = Group { metadata: self.metadata, at: self.group, shared: shared.clone() };
+        let rows = caught(|| TreeBuilder::new().with_batch_size(self.batch).as_iter(self.columns.clone(), &pages));
+        let mut rows = rows.ok_or_else(damaged)?.map_err(|error| stopped(&error, String::new))?;
+        let given = *row - first;
+        for at in 0.. {
+            // The reader stands a row further already.
+            let is_last_of_batch = (at + 1) % self.batch as u64 == 0;
+            if is_last_of_batch {
+                shared.budget.begin_batch();
+            }
+            let next = caught(|| rows.next().map(|read| read.map(|read| (at >= given).then(|| value(read)))));
+            if is_last_of_batch {
+                shared.budget.end_batch();
+            }
+            let found = match next {
+                Some(None) => break,
+                Some(Some(Ok(found))) => found,
+                Some(Some(Err(error))) => return Err(stopped(&error, || format!(" after row {row}"))),
+                None => return Err(Stopped::Damaged(format!("is damaged (after row {row} of the file)"))),
+            };
+            let Some(found) = found else { continue };
+            *row += 1;
+            if take(Place { row: *row, row_group: Some(self.group) }, Ok(found)) == Flow::Enough {
+                return Ok(Flow::Enough);
+            }
+        }
+        Ok(Flow::More)
+    }
+}
+
+/// None after a panic.
+fn caught<T>(step: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(step)).ok()
+}
+
+fn damaged() -> Stopped {
+    Stopped::Damaged("is damaged".to_owned())
+}
+
+fn stopped(error: &ParquetError, at: impl FnOnce() -> String) -> Stopped {
+    match TooLarge::of(error) {
+        Some(error) => Stopped::TooLarge(error.clone()),
+        None => Stopped::Damaged(format!("cannot be read{}: {}", at(), brief(&error.to_string()))),
+    }
+}
+
+/// The row as JSON; its texts are moved, not copied.
+fn value(row: Row) -> Value {
+    let field = |(name, field): (String, Field)| {
+        let value = match field {
+            Field::Str(text) => Value::String(text),
+            Field::Group(row) => value(row),
+            other => other.to_json_value(),
+        };
+        (name, value)
+    };
+    Value::Object(row.into_columns().into_iter().filter(|(name, _)| name != INDEX).map(field).collect())
+}
+
 /// Reads the footer, on a large stack: the crate follows nested columns as deep as they go.
-fn open(file: File) -> Result<SerializedFileReader<File>, RowError> {
-    let read = || {
-        let reader = SerializedFileReader::new(file).map_err(|error| {
-            whole("parquet", format!("the parquet file's footer cannot be read: {}", brief(&error.to_string())))
-        })?;
-        match is_deeper(reader.metadata().file_metadata().schema_descr().root_schema(), MAX_DEPTH) {
+fn open(input: &Arc<Input>) -> Result<ParquetMetaData, RowError> {
+    let footer = footer(input)?;
+    let read = move || {
+        let options = ParquetMetaDataOptions::new()
+            .with_column_stats_policy(ParquetStatisticsPolicy::SkipAll)
+            .with_encoding_stats_policy(ParquetStatisticsPolicy::SkipAll)
+            .with_size_stats_policy(ParquetStatisticsPolicy::SkipAll);
+        let metadata =
+            ParquetMetaDataReader::decode_metadata_with_options(&footer, Some(&options)).map_err(|error| {
+                whole("parquet", format!("the parquet file's footer cannot be read: {}", brief(&error.to_string())))
+            })?;
+        match is_deeper(metadata.file_metadata().schema_descr().root_schema(), MAX_DEPTH) {
             true => Err(whole("parquet", format!("its columns are nested more than {MAX_DEPTH} levels deep"))),
-            false => Ok(reader),
+            false => Ok(metadata),
         }
     };
     let thread = std::thread::Builder::new().stack_size(STACK_BYTES).spawn(read);
     let joined = thread.map(std::thread::JoinHandle::join).map_err(|error| whole("unreadable", error.to_string()))?;
     joined.unwrap_or_else(|_| Err(whole("parquet", "the parquet file's footer is damaged".to_owned())))
+}
+
+/// The bytes of the footer: behind it stand its length and PAR1.
+fn footer(input: &Input) -> Result<bytes::Bytes, RowError> {
+    let unreadable = |error: std::io::Error| whole("unreadable", format!("cannot be read: {error}"));
+    let cut_off = || whole("parquet", "the parquet file is cut off: upload it again, whole".to_owned());
+    let size = input.size().map_err(unreadable)?;
+    let end = size.checked_sub(8).filter(|end| *end >= 4).ok_or_else(cut_off)?;
+    let tail = size.saturating_sub(TAIL_BYTES)..size;
+    input.expect(std::slice::from_ref(&tail)).map_err(unreadable)?;
+    let last = input.bytes(end, 8).map_err(unreadable)?;
+    let (length, magic) = last.split_first_chunk::<4>().ok_or_else(cut_off)?;
+    match magic {
+        b"PAR1" => {}
+        b"PARE" => {
+            return Err(whole("parquet", "the parquet file is encrypted: write it without encryption".to_owned()));
+        }
+        _ => return Err(cut_off()),
+    }
+    let length = u64::from(u32::from_le_bytes(*length));
+    let start = end.checked_sub(length).filter(|start| *start >= 4).ok_or_else(cut_off)?;
+    if length > MAX_FOOTER_BYTES {
+        let detail = format!(
+            "the parquet file's footer has {length} bytes, at most 16 MiB are read: write the file in fewer row groups, or fewer columns"
+        );
+        return Err(whole("parquet", detail));
+    }
+    input.bytes(start, length).map_err(unreadable)
+}
+
+/// Fetches where the columns begin, of a file elsewhere, before they are read one by one.
+fn expect_columns(input: &Input, group: &RowGroupMetaData, columns: &SchemaDescPtr) -> std::io::Result<()> {
+    if !matches!(input, Input::Remote(_)) {
+        return Ok(());
+    }
+    let each = (STARTS_BYTES / (columns.num_columns().max(1) as u64)).max(MIN_START_BYTES);
+    let is_read =
+        |path: &parquet::schema::types::ColumnPath| columns.columns().iter().any(|column| column.path() == path);
+    let starts = group.columns().iter().filter(|column| is_read(column.column_path())).filter_map(|column| {
+        let (start, length) = caught(|| column.byte_range())?;
+        Some(start..start.saturating_add(length.min(each)))
+    });
+    input.expect(&starts.collect::<Vec<_>>())
 }
 
 fn is_deeper(field: &Type, levels: usize) -> bool {
@@ -97,13 +248,6 @@ fn is_deeper(field: &Type, levels: usize) -> bool {
         Some(_) if !field.is_group() => false,
         Some(left) => field.get_fields().iter().any(|field| is_deeper(field, left)),
     }
-}
-
-fn without_index(mut value: Value) -> Value {
-    if let Value::Object(row) = &mut value {
-        row.shift_remove(INDEX);
-    }
-    value
 }
 
 /// The columns that are needed, those of images refused.
@@ -134,9 +278,8 @@ fn is_image(field: &Type) -> bool {
     names == ["bytes", "path"]
 }
 
-/// What a group's metadata claims, before anything of it is read; how many rows of it may be held at once.
-fn check_group(reader: &SerializedFileReader<File>, group: usize) -> Result<usize, RowError> {
-    let metadata = reader.metadata().row_group(group);
+/// What a group's metadata claims, before anything of it is read; how many rows of it are read ahead.
+fn check_group(metadata: &RowGroupMetaData, group: usize, columns: usize) -> Result<usize, RowError> {
     let bytes = metadata.total_byte_size();
     if !(0..=MAX_GROUP_BYTES).contains(&bytes) || metadata.num_rows() < 0 {
         return Err(whole("parquet", format!("row group {group} claims {bytes} bytes: the file is damaged")));
@@ -161,7 +304,8 @@ fn check_group(reader: &SerializedFileReader<File>, group: usize) -> Result<usiz
             format!("row group {group} has {per_row} bytes a row: at most 64 MiB are read"),
         ));
     }
-    Ok(usize::try_from(BATCH_BYTES / per_row.max(1)).unwrap_or(1).clamp(1, MAX_BATCH))
+    let rows = usize::try_from(BATCH_BYTES / per_row.max(1)).unwrap_or(1);
+    Ok(rows.min(BATCH_VALUES / columns.max(1)).clamp(1, MAX_BATCH))
 }
 
 fn brief(text: &str) -> String {

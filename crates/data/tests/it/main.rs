@@ -2,6 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+#[cfg(feature = "parquet")]
+mod elsewhere;
+
 use std::io::{Read, Write};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -16,9 +19,12 @@ fn options() -> Options<'static> {
     Options { format: None, chat_default: true, max_bytes: 1 << 30, cancelled: &GO_ON }
 }
 
+fn fixture_path(name: &str) -> PathBuf {
+    rlood_test_support::in_repository("crates/data/tests/fixtures").join(name)
+}
+
 fn fixture(name: &str) -> Source {
-    let path = rlood_test_support::in_repository("crates/data/tests/fixtures").join(name);
-    Source { name: name.to_owned(), path }
+    Source::file(name, fixture_path(name))
 }
 
 struct Dir(tempfile::TempDir);
@@ -31,7 +37,7 @@ impl Dir {
     fn file(&self, name: &str, bytes: &[u8]) -> Source {
         let path: PathBuf = self.0.path().join(name);
         std::fs::write(&path, bytes).unwrap();
-        Source { name: name.to_owned(), path }
+        Source::file(name, path)
     }
 }
 
@@ -99,7 +105,7 @@ fn verl_s_nested_rows_come_with_exact_values() {
 #[test]
 fn a_damaged_parquet_file_is_an_error_and_never_a_panic() {
     let dir = Dir::new();
-    let whole = std::fs::read(fixture("gsm8k-snappy.parquet").path).unwrap();
+    let whole = std::fs::read(fixture_path("gsm8k-snappy.parquet")).unwrap();
     let cut = dir.file("cut.parquet", &whole[..whole.len() - 9]);
     assert!(refused(&[cut], of_gsm8k()).contains("cut off"));
     assert!(refused(&[dir.file("tiny.parquet", b"PAR1")], of_gsm8k()).contains("cut off"));
@@ -328,7 +334,7 @@ fn a_look_at_a_large_file_takes_no_time() {
         file.write_all(line.as_bytes()).unwrap();
     }
     drop(file);
-    let source = [Source { name: "large.csv".to_owned(), path }];
+    let source = [Source::file("large.csv", path)];
     let begun = std::time::Instant::now();
     let wanted = recipe(json!({"map": {"prompt": "question", "where": "answer == 'never'"}}));
     let look = preview(&source, &wanted, &options(), 5).unwrap();

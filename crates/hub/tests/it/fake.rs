@@ -1,7 +1,7 @@
 //! A hub on one port and its CDN on another, with the answers that the real one gives and, when told to, its faults.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use axum::Router;
@@ -65,6 +65,8 @@ pub struct Fake {
     /// Which port, `Range` and `Authorization`.
     pub seen: Mutex<Vec<Seen>>,
     pub cdn: Mutex<String>,
+    /// Bytes of files that the CDN was to send.
+    pub sent_bytes: AtomicU64,
 }
 
 #[derive(Debug, Clone)]
@@ -102,7 +104,8 @@ pub fn model() -> BTreeMap<String, Vec<u8>> {
 
 /// Starts both servers.
 pub async fn start(files: BTreeMap<String, Vec<u8>>, faults: Faults) -> Running {
-    let fake = Arc::new(Fake { files, faults, seen: Mutex::default(), cdn: Mutex::default() });
+    let fake =
+        Arc::new(Fake { files, faults, seen: Mutex::default(), cdn: Mutex::default(), sent_bytes: AtomicU64::new(0) });
     let serve = async |router: Router| {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -268,20 +271,24 @@ async fn cdn(State(fake): State<Arc<Fake>>, request: Request) -> Response {
         bytes.push(0);
     }
     let asked = request.headers().get(header::RANGE).map(|range| range.to_str().unwrap());
-    let asked = asked.and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse::<usize>().ok());
+    let asked = asked.and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
+    let asked = asked.and_then(|(first, last)| Some((first.parse::<usize>().ok()?, last.parse::<usize>().ok())));
     let (status, headers, mut bytes) = match asked {
         Some(_) if faults.forbids_ranges => {
             return (StatusCode::FORBIDDEN, "Auth failed: invalid range").into_response();
         }
-        Some(first) if first >= whole => return StatusCode::RANGE_NOT_SATISFIABLE.into_response(),
-        Some(first) if !faults.ignores_ranges => {
+        Some((first, _)) if first >= whole => return StatusCode::RANGE_NOT_SATISFIABLE.into_response(),
+        Some((first, last)) if !faults.ignores_ranges => {
             let first = first + usize::from(faults.shifts_ranges);
-            let range = format!("bytes {first}-{}/{whole}", whole - 1);
+            let last = last.unwrap_or(whole).min(whole - 1);
+            let range = format!("bytes {first}-{last}/{whole}");
             let headers: HeaderMap = [(header::CONTENT_RANGE, range.parse().unwrap())].into_iter().collect();
+            bytes.truncate(bytes.len().min(last + 1));
             (StatusCode::PARTIAL_CONTENT, headers, bytes.split_off(first))
         }
         _ => (StatusCode::OK, HeaderMap::new(), bytes),
     };
+    fake.sent_bytes.fetch_add(bytes.len() as u64, Ordering::SeqCst);
     if let Some(after) = faults.held_after.filter(|after| *after < bytes.len()) {
         let rest = Bytes::from(bytes.split_off(after));
         let released = faults.released.clone();

@@ -6,3 +6,4 @@ mod downloads;
 mod fake;
 mod plans;
 mod python;
+mod ranges;

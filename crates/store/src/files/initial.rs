@@ -93,7 +93,7 @@ fn link_files(from: &Path, to: &Path, files: &[FileEntry]) -> Result<(), FilesEr
 }
 
 /// Moves a directory to its place; when this returns, a power cut takes away neither it nor a name in it.
-fn place(staged: &Path, to: &Path) -> Result<(), FilesError> {
+pub(super) fn place(staged: &Path, to: &Path) -> Result<(), FilesError> {
     sync_dir(staged)?;
     let parent = to.parent().unwrap_or(Path::new("/"));
     create_private_dir(parent)?;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rlood_types::storage::{StorageKind, StorageUse};
 
 use super::{DataDir, FilesError, cannot};
-use crate::id::{DatasetId, JobId};
+use crate::id::{AdapterId, DatasetId, JobId};
 
 /// Whose the things are that files belong to.
 #[derive(Debug, Default)]
@@ -17,6 +17,8 @@ pub struct Owners {
     pub jobs: HashMap<JobId, String>,
     /// By dataset.
     pub datasets: HashMap<DatasetId, String>,
+    /// By adapter.
+    pub adapters: HashMap<AdapterId, String>,
     /// By the directory of a model.
     pub models: Vec<(PathBuf, String)>,
 }
@@ -68,6 +70,11 @@ impl Walk<'_> {
                 let id = file.file_stem().and_then(|stem| stem.to_str()?.parse::<DatasetId>().ok());
                 let owner = id.and_then(|id| walk.owners.datasets.get(&id).cloned());
                 (StorageKind::Datasets, owner.unwrap_or_default())
+            })?,
+            "adapters" => self.each(path, |walk, dir| {
+                let id = name_of(dir).parse::<AdapterId>().ok();
+                let owner = id.and_then(|id| walk.owners.adapters.get(&id).cloned());
+                (StorageKind::Adapters, owner.unwrap_or_default())
             })?,
             "staging" => self.each(path, |walk, entry| (StorageKind::Staging, walk.owner_of_job(entry)))?,
             // What downloads from a hub leave for a day.

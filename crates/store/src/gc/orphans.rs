@@ -30,6 +30,7 @@ pub(super) fn look(files: &DataDir) -> Result<Vec<Seen>, FilesError> {
     let mut found: Vec<(StorageKind, PathBuf)> = Vec::new();
     let mut add = |kind, paths: Vec<PathBuf>| found.extend(paths.into_iter().map(|path| (kind, path)));
     add(StorageKind::Datasets, entries(&root.join("datasets"))?);
+    add(StorageKind::Adapters, entries(&root.join("adapters"))?);
     add(StorageKind::InitialAdapters, entries(&root.join("initial"))?);
     add(StorageKind::Staging, entries(&root.join("staging"))?);
     add(StorageKind::Scratch, entries(&root.join("scratch"))?);
@@ -62,6 +63,7 @@ pub(super) async fn without_rows(
     named.extend(store.dataset_ids().await?.into_iter().map(|id| files.dataset(id)));
     let checkpoints = store.checkpoint_keys().await?.into_iter();
     named.extend(checkpoints.map(|(job, step, attempt)| files.checkpoint_dir(job, step, attempt)));
+    named.extend(store.adapter_ids().await?.into_iter().map(|id| files.adapter_dir(id)));
     named.extend(store.warm_start_jobs().await?.into_iter().map(|job| files.initial_of(job)));
     let running: HashSet<JobId> = store.running_jobs().await?.into_iter().collect();
     let models = store.model_sources().await?;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::event::{OnAlert, Rule};
-use crate::id::{CheckpointId, DatasetId};
+use crate::id::{AdapterId, CheckpointId, DatasetId};
 
 pub use algorithm::*;
 pub use arithmetic::*;
@@ -234,10 +234,29 @@ pub struct LoraPlan {
 /// Where a run's weights come from, and what its KL penalty holds on to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct WarmStartPlan {
-    /// A checkpoint of another job; its files are kept with this job.
-    pub checkpoint: CheckpointId,
+    /// A checkpoint of another job; its files are kept with this job. This or `adapter`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<CheckpointId>,
+    /// A PEFT adapter from elsewhere; its files are kept with this job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<AdapterPlan>,
     /// What the KL penalty is measured against.
     pub reference: Reference,
+}
+
+/// A PEFT adapter from elsewhere.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AdapterPlan {
+    /// Its id here; null while it has not been fetched from the hub.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub upload: Option<AdapterId>,
+    /// The repository of the hub that it comes from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hub: Option<String>,
+    /// A branch, tag or commit of it; of an adapter that was fetched the commit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revision: Option<String>,
 }
 
 /// The reference of a run that begins with a checkpoint.

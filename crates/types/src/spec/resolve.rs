@@ -105,7 +105,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         rloo: spec.rloo.clone(),
         sampling,
         lora,
-        warm_start: spec.warm_start.clone(),
+        warm_start: spec.warm_start.clone().map(|warm_start| warm::found(warm_start, context)),
         optimizer: spec.optimizer.clone(),
         training,
         checkpoints,

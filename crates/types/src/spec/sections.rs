@@ -1,7 +1,7 @@
 //! Reads the sections of a job by their tables, where a section stands alone.
 
 use serde::de::DeserializeOwned;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::document::TrainingSpec;
 use super::foreign::advice;
@@ -31,9 +31,33 @@ pub(super) fn read_lora(document: &Reader<'_>) -> Option<LoraPlan> {
 }
 
 pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {
-    let values = WARM_START.read(&reader);
+    let mut values = WARM_START.read(&reader);
     reader.finish(advice);
-    values.into_section()
+    // One of the two places where a checkpoint can be named.
+    let mut adapter: Value = values.get("adapter");
+    let of_adapter = adapter.as_object_mut().and_then(|adapter| adapter.remove("checkpoint"));
+    if let Some(checkpoint) = of_adapter {
+        values.set("adapter", Value::Null);
+        if values.is_default("checkpoint") {
+            values.set("checkpoint", checkpoint);
+        } else {
+            reader.entry("adapter").fail("conflict", "the checkpoint is named twice: give it once");
+        }
+    } else if !values.is_default("adapter") && !values.is_default("checkpoint") {
+        reader
+            .entry("adapter")
+            .fail("conflict", "checkpoint and adapter both say what to begin with: give one of them");
+    }
+    let warm_start: WarmStartPlan = values.into_section()?;
+    if warm_start.checkpoint.is_none()
+        && warm_start.adapter.is_none()
+        && !reader.has("checkpoint")
+        && !reader.has("adapter")
+    {
+        let detail = "the id of a checkpoint (GET /jobs/{id}/checkpoints lists a job's), or an adapter";
+        reader.entry("checkpoint").fail("required", detail);
+    }
+    (warm_start.checkpoint.is_some() || warm_start.adapter.is_some()).then_some(warm_start)
 }
 
 /// `full`: every weight is trained, at a fiftieth of an adapter's default rate.

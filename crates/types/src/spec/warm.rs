@@ -1,16 +1,16 @@
 //! Warm starts: does the checkpoint that a job begins with belong to its model, and is its adapter the one asked for?
 
-use super::{FieldError, JobSpec, LoraPlan, ModelFacts};
+use super::{AdapterPlan, Context, FieldError, JobSpec, LoraPlan, ModelFacts, WarmStartPlan};
 
 /// A checkpoint, as far as a plan depends on it.
 #[derive(Debug, Clone)]
 pub struct WarmStartFacts {
-    /// SHA-256 of the base model it was trained from.
-    pub model_sha256: String,
-    /// That model's id.
-    pub model_id: String,
+    /// The base model it was trained from: SHA-256 and id. None of an adapter from elsewhere, whose shapes were compared instead.
+    pub model: Option<(String, String)>,
     /// Its adapter; None = it holds all weights.
     pub lora: Option<LoraPlan>,
+    /// Of an adapter from elsewhere: where it is here now.
+    pub adapter: Option<AdapterPlan>,
 }
 
 /// The adapter of a job that begins with a checkpoint: what the job leaves open is the checkpoint's, what it says must be
@@ -22,11 +22,13 @@ pub(super) fn adapter(
     errors: &mut Vec<FieldError>,
 ) -> Option<LoraPlan> {
     const AT: &str = "/warm_start/checkpoint";
-    if facts.model_sha256 != model.sha256 {
+    // What the job begins with, for people.
+    let what = if facts.adapter.is_some() { "adapter" } else { "checkpoint's adapter" };
+    if let Some((theirs, id)) = facts.model.as_ref().filter(|(sha256, _)| *sha256 != model.sha256) {
         let detail = format!(
             "the checkpoint was trained from model '{}' ({}…), this job uses '{}' ({}…): give that model, or a checkpoint of this one",
-            facts.model_id,
-            facts.model_sha256.get(..12).unwrap_or(&facts.model_sha256),
+            id,
+            theirs.get(..12).unwrap_or(theirs),
             model.id,
             model.sha256.get(..12).unwrap_or(&model.sha256),
         );
@@ -41,7 +43,7 @@ pub(super) fn adapter(
             return Some(asked.clone());
         }
         (None, Some(_)) => {
-            let detail = "the checkpoint holds a LoRA adapter, but \"lora\": null asks for full fine-tuning: leave lora out to go on with the adapter";
+            let detail = "the job begins with a LoRA adapter, but \"lora\": null asks for full fine-tuning: leave lora out to go on with the adapter";
             errors.push(FieldError::new("/lora", "kind_differs", detail));
             return None;
         }
@@ -49,9 +51,7 @@ pub(super) fn adapter(
     let given = |key: &str| spec.redacted.pointer(&format!("/lora/{key}")).is_some_and(|value| !value.is_null());
     let mut differs = |key: &str, asked: String, theirs: String| {
         if given(key) && asked != theirs {
-            let detail = format!(
-                "the checkpoint's adapter has {key} {theirs}, not {asked}: leave it out to take over the checkpoint's"
-            );
+            let detail = format!("the {what} has {key} {theirs}, not {asked}: leave it out to take over the adapter's");
             errors.push(FieldError::new(format!("/lora/{key}"), "adapter_differs", detail));
         }
     };
@@ -66,4 +66,10 @@ pub(super) fn adapter(
     differs("target_modules", modules, theirs.target_modules.join(", "));
     differs("use_rslora", asked.use_rslora.to_string(), theirs.use_rslora.to_string());
     Some(LoraPlan { dropout: asked.dropout, ..theirs.clone() })
+}
+
+/// A warm start with its adapter where it is here.
+pub(super) fn found(warm_start: WarmStartPlan, context: &Context) -> WarmStartPlan {
+    let here = context.warm_start.as_ref().and_then(|facts| facts.adapter.clone());
+    WarmStartPlan { adapter: here.or(warm_start.adapter), ..warm_start }
 }

@@ -38,18 +38,17 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures,
     let rows = (completions * args.completion as usize).min(MAX_ROWS);
     let values = random_values(4, vocab * hidden, 0.07);
     let weight = PackedMatrix::new_on(&team.threads, &values, hidden, team.dtype);
-    let head = Head::of(&weight);
     drop(values);
     let x = random_values(5, rows.max(completions) * hidden, 2.0);
     let targets = setting.tokens(0, rows);
-    let mut scores = score(&team.threads, team.isa, &x[..rows * hidden], head, &targets, 1.0);
+    let mut scores = score(&team.threads, team.isa, &x[..rows * hidden], Head::of(&weight), &targets, 1.0);
     let scored = repeat(2, team.seconds, || -> Result<(), BenchError> {
-        scores = score(&team.threads, team.isa, &x[..rows * hidden], head, &targets, 1.0);
+        scores = score(&team.threads, team.isa, &x[..rows * hidden], Head::of(&weight), &targets, 1.0);
         Ok(())
     })?;
     let gradient = Gradient {
         x: &x[..rows * hidden],
-        head,
+        head: Head::of(&weight),
         targets: &targets,
         temperature: 1.0,
         normalizers: &scores.normalizers,
@@ -63,7 +62,7 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures,
     let picks = vec![Pick { temperature: 1.0, uniform: 0.5 }; completions];
     let mut tokens = Vec::new();
     let chosen = repeat(2, team.seconds, || -> Result<(), BenchError> {
-        choose(&team.threads, team.isa, &x[..completions * hidden], head, &picks, &mut tokens);
+        choose(&team.threads, team.isa, &x[..completions * hidden], Head::of(&weight), &picks, &mut tokens);
         Ok(())
     })?;
     let flops = 2.0 * (rows * vocab * hidden) as f64;

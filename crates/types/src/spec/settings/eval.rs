@@ -2,13 +2,14 @@
 
 use serde_json::{Value, json};
 use utoipa::openapi::RefOr;
-use utoipa::openapi::schema::Schema;
+use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema};
 
 use super::DefaultValue::{Flag, Number, Whole};
 use super::sampling::{GREEDY, MIN_P, REPETITION_PENALTY, TOP_K, TOP_P};
 use super::{Kind, MAX_STEPS, Range, Resume, Section, Setting, Trl, words_of};
-use crate::id::CheckpointId;
+use crate::id::{AdapterId, CheckpointId};
 use crate::spec::Reference;
+use crate::spec::foreign::advice;
 use crate::spec::reader::Field;
 use crate::spec::schema::{dataset, rewards, string};
 
@@ -53,14 +54,24 @@ fn eval_dataset() -> RefOr<Schema> {
 pub(in crate::spec) static WARM_START: Section = Section::new(
     "warm_start",
     "Warm start",
-    "Begin with the weights of a checkpoint, fresh optimizer and step 0.",
+    "Begin with the weights of a checkpoint or of an adapter, fresh optimizer and step 0.",
     &[
         Setting::new("checkpoint", Kind::Own { read: read_checkpoint, schema: id, says: "the id of a checkpoint" })
-            .required("the id of a checkpoint; GET /jobs/{id}/checkpoints lists a job's")
-            .doc("`ckpt_…` of a job with the same model; its files are kept with the new job.")
+            .doc("`ckpt_…` of a job with the same model; its files are kept with the new job. This or `adapter`.")
             .resume(Resume::FixedInOwnForm),
+        Setting::new(
+            "adapter",
+            Kind::Own {
+                read: read_adapter,
+                schema: adapter,
+                says: "one of {\"hub\": \"org/name\"}, {\"upload\": \"adp_…\"} and {\"checkpoint\": \"ckpt_…\"}",
+            },
+        )
+        .doc("A PEFT adapter of the same model from elsewhere: of the hub, or uploaded with POST /adapters. Its shapes are checked.")
+        .label("A PEFT adapter, as JSON")
+        .resume(Resume::FixedInOwnForm),
         Setting::word("reference", words_of::<Reference>)
-            .required("say what the KL penalty is measured against: \"base\" (the base model) or \"initial\" (the checkpoint's weights)")
+            .required("say what the KL penalty is measured against: \"base\" (the base model) or \"initial\" (the weights that the job begins with)")
             .doc("What the KL penalty is measured against.")
             .resume(Resume::FixedInOwnForm),
     ],
@@ -69,6 +80,44 @@ pub(in crate::spec) static WARM_START: Section = Section::new(
 
 fn id() -> RefOr<Schema> {
     string("")
+}
+
+fn adapter() -> RefOr<Schema> {
+    let one = |name: &str, value: RefOr<Schema>| ObjectBuilder::new().property(name, value).required(name);
+    let hub = one("hub", string("A repository: `org/name`, or `org/name@revision`."))
+        .property("revision", string("A branch, tag or commit; without, `main`."));
+    let upload = one("upload", string("`adp_…`, from POST /adapters."));
+    let checkpoint = one("checkpoint", string("`ckpt_…`, as warm_start.checkpoint."));
+    OneOfBuilder::new().item(hub.build()).item(upload.build()).item(checkpoint.build()).into()
+}
+
+fn read_adapter(field: &Field<'_>) -> Option<Value> {
+    let reader = field.object()?;
+    let (hub, revision) = (reader.field("hub"), reader.field("revision"));
+    let (upload, checkpoint) = (reader.field("upload"), reader.field("checkpoint"));
+    reader.finish(advice);
+    let given = [&hub, &upload, &checkpoint].iter().filter(|field| field.value().is_some()).count();
+    if given != 1 {
+        field.fail("invalid_value", "give one of hub, upload and checkpoint");
+        return None;
+    }
+    if checkpoint.value().is_some() {
+        return read_checkpoint(&checkpoint).map(|id| json!({ "checkpoint": id }));
+    }
+    if upload.value().is_some() {
+        return match upload.string(64)?.parse::<AdapterId>() {
+            Ok(id) => Some(json!({ "upload": id })),
+            Err(error) => {
+                upload.fail("invalid_value", error.to_string());
+                None
+            }
+        };
+    }
+    let mut adapter = json!({"hub": hub.nonempty(200)?});
+    if revision.value().is_some() {
+        adapter["revision"] = json!(revision.nonempty(200)?);
+    }
+    Some(adapter)
 }
 
 fn read_checkpoint(field: &Field<'_>) -> Option<Value> {

@@ -1,0 +1,204 @@
+//! The memory of a row group's columns: pages, dictionaries, and the rows that are read ahead.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parquet::errors::ParquetError;
+
+/// A page, unpacked or not; a dictionary too.
+pub const MAX_PAGE_BYTES: u64 = 64 << 20;
+/// What all columns hold at once, with the copies of a row. Of a file elsewhere, what was fetched comes on top.
+pub const MAX_HELD_BYTES: u64 = 224 << 20;
+/// A row is copied out of its pages as JSON, and once more for the templates.
+const ROW_COPIES: u64 = 2;
+/// Readers and decoders of a column, whatever it holds.
+const COLUMN_BYTES: u64 = 4 << 10;
+
+/// Why a page is not read; it travels inside the crate's error.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TooLarge {
+    /// A single page.
+    #[error("the column '{column}' has a {what} of {bytes} bytes, at most 64 MiB are read: {advice}")]
+    Page { column: String, what: &'static str, bytes: u64, advice: &'static str },
+    /// All columns together.
+    #[error(
+        "its columns need {bytes} bytes of memory at once, at most 224 MiB are used (the last of them: '{column}'): write the file with smaller pages, or leave columns out with map.drop or map.keep"
+    )]
+    Together { column: String, bytes: u64 },
+}
+
+impl TooLarge {
+    /// That reason, if it is one.
+    pub fn of(error: &ParquetError) -> Option<&TooLarge> {
+        match error {
+            ParquetError::External(error) => error.downcast_ref(),
+            _ => None,
+        }
+    }
+}
+
+impl From<TooLarge> for ParquetError {
+    fn from(error: TooLarge) -> ParquetError {
+        ParquetError::External(Box::new(error))
+    }
+}
+
+/// What a column holds.
+#[derive(Debug, Default, Clone, Copy)]
+struct Column {
+    dictionary: u64,
+    /// Pages that the rows read ahead lie in.
+    pages: u64,
+    /// The last of them, which the next batch begins in.
+    last: u64,
+    /// The longest value of those pages, and of the last of them.
+    longest: u64,
+    last_longest: u64,
+    /// The batch in which its last page was read.
+    batch: u64,
+}
+
+impl Column {
+    fn held(&self) -> u64 {
+        let bytes = self.dictionary.saturating_add(self.pages);
+        let copies = self.longest.saturating_mul(ROW_COPIES);
+        if bytes == 0 { 0 } else { bytes.saturating_add(copies).saturating_add(COLUMN_BYTES) }
+    }
+
+    /// The rows read ahead lie in the last page alone.
+    fn forget(&mut self) {
+        (self.pages, self.longest) = (self.last, self.last_longest);
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    columns: Vec<Column>,
+    batch: u64,
+    /// The metadata, and the sum over all columns.
+    held: u64,
+}
+
+/// What the columns of a row group hold.
+#[derive(Debug)]
+pub struct Budget {
+    state: Mutex<State>,
+}
+
+impl Budget {
+    /// `held` bytes are taken already: the file's metadata.
+    pub fn new(columns: usize, held: u64) -> Budget {
+        Budget { state: Mutex::new(State { columns: vec![Column::default(); columns], batch: 0, held }) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Before the row whose reading makes every column read a batch of rows.
+    pub fn begin_batch(&self) {
+        self.state().batch += 1;
+    }
+
+    /// After that row: columns that needed no other page for the batch hold their last one alone.
+    pub fn end_batch(&self) {
+        let State { columns, batch, held } = &mut *self.state();
+        for column in columns.iter_mut().filter(|column| column.batch != *batch) {
+            *held = held.saturating_sub(column.held());
+            column.forget();
+            *held = held.saturating_add(column.held());
+        }
+    }
+
+    /// Counts a page before it is read; its packed bytes are needed until it is unpacked.
+    pub fn page(&self, at: usize, name: &str, bytes: u64, packed_bytes: u64) -> Result<(), TooLarge> {
+        self.change(at, name, packed_bytes, |column, batch| {
+            if column.batch != batch {
+                column.batch = batch;
+                column.forget();
+            }
+            column.pages = column.pages.saturating_add(bytes);
+            column.last = bytes;
+        })
+    }
+
+    /// Counts what the page just read needs beyond its bytes, and its longest value.
+    pub fn grow(&self, at: usize, name: &str, bytes: u64, longest: u64) -> Result<(), TooLarge> {
+        self.change(at, name, 0, |column, _| {
+            column.pages = column.pages.saturating_add(bytes);
+            column.last = column.last.saturating_add(bytes);
+            column.last_longest = longest;
+            column.longest = column.longest.max(longest);
+        })
+    }
+
+    /// Counts a dictionary, which stays as long as the column is read.
+    pub fn dictionary(&self, at: usize, name: &str, bytes: u64, packed_bytes: u64) -> Result<(), TooLarge> {
+        self.change(at, name, packed_bytes, |column, _| column.dictionary = column.dictionary.saturating_add(bytes))
+    }
+
+    fn change(
+        &self,
+        at: usize,
+        name: &str,
+        passing: u64,
+        change: impl FnOnce(&mut Column, u64),
+    ) -> Result<(), TooLarge> {
+        let State { columns, batch, held } = &mut *self.state();
+        let Some(column) = columns.get_mut(at) else { return Ok(()) };
+        *held = held.saturating_sub(column.held());
+        change(column, *batch);
+        *held = held.saturating_add(column.held());
+        let bytes = held.saturating_add(passing);
+        match bytes <= MAX_HELD_BYTES {
+            true => Ok(()),
+            false => Err(TooLarge::Together { column: name.to_owned(), bytes }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(budget: &Budget, at: usize, mib: u64) -> bool {
+        budget.page(at, "a", mib << 20, 0).is_ok()
+    }
+
+    #[test]
+    fn pages_count_until_the_batch_after_them_was_read() {
+        let budget = Budget::new(2, 0);
+        budget.begin_batch();
+        assert!(page(&budget, 0, 120) && page(&budget, 1, 90));
+        assert!(!page(&budget, 0, 60));
+        let budget = Budget::new(2, 0);
+        for _ in 0..5 {
+            budget.begin_batch();
+            // The batch begins in the page before.
+            assert!(page(&budget, 0, 90));
+            budget.end_batch();
+        }
+        let dictionary = || budget.dictionary(1, "b", 40 << 20, 0);
+        assert!(dictionary().is_ok() && dictionary().is_err());
+    }
+
+    #[test]
+    fn a_long_row_counts_with_its_copies_and_a_packed_page_until_it_is_unpacked() {
+        let budget = Budget::new(2, 0);
+        budget.begin_batch();
+        assert!(page(&budget, 0, 50) && budget.grow(0, "a", 0, 50 << 20).is_ok());
+        assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_ok());
+        assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_err());
+        assert!(page(&Budget::new(1, 200 << 20), 0, 10) && !page(&Budget::new(1, 200 << 20), 0, 30));
+        let told = Budget::new(1, 0).page(0, "a", 0, u64::MAX).unwrap_err().to_string();
+        assert!(told.contains("at most 224 MiB"), "{told}");
+    }
+
+    #[test]
+    fn fifty_thousand_columns_are_read_and_sixty_thousand_are_not() {
+        let fits = |columns| {
+            let budget = Budget::new(columns, 0);
+            (0..columns).all(|at| budget.page(at, "a", 1, 0).is_ok())
+        };
+        assert!(fits(50_000) && !fits(60_000));
+    }
+}

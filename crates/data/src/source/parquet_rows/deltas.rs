@@ -1,0 +1,120 @@
+//! The counts in delta encoded texts: the crate makes room for as many lengths as they say, before it reads one.
+
+use parquet::basic::Encoding;
+use parquet::column::page::Page;
+use parquet::errors::ParquetError;
+
+/// Refuses a page whose texts are more than the values that its header says. `max_levels` are those of repetition and of definition.
+pub fn check_counts(page: &Page, max_levels: (i16, i16)) -> Result<(), ParquetError> {
+    let streams = match page.encoding() {
+        Encoding::DELTA_LENGTH_BYTE_ARRAY => 1,
+        // The prefixes' lengths, and the suffixes'.
+        Encoding::DELTA_BYTE_ARRAY => 2,
+        _ => return Ok(()),
+    };
+    let most = u64::from(page.num_values());
+    let mut bytes = values(page, max_levels)?;
+    for _ in 0..streams {
+        bytes = behind_stream(bytes, most)?;
+    }
+    Ok(())
+}
+
+/// A page's bytes behind its levels.
+pub fn values(page: &Page, (max_rep, max_def): (i16, i16)) -> Result<&[u8], ParquetError> {
+    let (bytes, encodings) = match page {
+        Page::DataPage { buf, rep_level_encoding, def_level_encoding, .. } => {
+            (&buf[..], [(max_rep, rep_level_encoding), (max_def, def_level_encoding)])
+        }
+        Page::DataPageV2 { buf, rep_levels_byte_len, def_levels_byte_len, .. } => {
+            let levels = (*rep_levels_byte_len as usize).checked_add(*def_levels_byte_len as usize);
+            return levels.and_then(|levels| buf.get(levels..)).ok_or_else(broken);
+        }
+        Page::DictionaryPage { buf, .. } => return Ok(buf),
+    };
+    encodings.into_iter().filter(|(max, _)| *max > 0).try_fold(bytes, |bytes, (max, encoding)| {
+        let levels = match encoding {
+            Encoding::RLE => {
+                let length = bytes.first_chunk::<4>().ok_or_else(broken)?;
+                u64::from(u32::from_le_bytes(*length)) + 4
+            }
+            _ => {
+                let width = 16 - max.unsigned_abs().leading_zeros();
+                (u64::from(page.num_values()) * u64::from(width)).div_ceil(8)
+            }
+        };
+        usize::try_from(levels).ok().and_then(|levels| bytes.get(levels..)).ok_or_else(broken)
+    })
+}
+
+/// What stands behind a stream of delta packed numbers, of which there may be at most `most`.
+fn behind_stream(mut bytes: &[u8], most: u64) -> Result<&[u8], ParquetError> {
+    let (block, groups, count) = (number(&mut bytes)?, number(&mut bytes)?, number(&mut bytes)?);
+    // The first value.
+    number(&mut bytes)?;
+    if count > most {
+        return Err(broken());
+    }
+    let group_values = block.checked_div(groups).ok_or_else(broken)?;
+    let mut left = count.saturating_sub(1);
+    while left > 0 {
+        // The smallest difference of the block.
+        number(&mut bytes)?;
+        let groups = usize::try_from(groups).map_err(|_| broken())?;
+        let (widths, mut rest) = bytes.split_at_checked(groups).ok_or_else(broken)?;
+        for width in widths.iter().filter(|_| group_values > 0) {
+            if left == 0 {
+                break;
+            }
+            left = left.saturating_sub(group_values);
+            let packed = (u64::from(*width)).checked_mul(group_values).ok_or_else(broken)? / 8;
+            // The last group may be cut short.
+            let packed = usize::try_from(packed).map_err(|_| broken())?.min(rest.len());
+            rest = rest.get(packed..).unwrap_or_default();
+        }
+        if group_values == 0 {
+            return Err(broken());
+        }
+        bytes = rest;
+    }
+    Ok(bytes)
+}
+
+fn number(bytes: &mut &[u8]) -> Result<u64, ParquetError> {
+    let mut value = 0;
+    for shift in (0..64).step_by(7) {
+        let (byte, rest) = bytes.split_first().ok_or_else(broken)?;
+        *bytes = rest;
+        value |= u64::from(byte & 0x7f) << shift;
+        if byte & 0x80 == 0 {
+            return Ok(value);
+        }
+    }
+    Err(broken())
+}
+
+fn broken() -> ParquetError {
+    ParquetError::General("a page of delta encoded texts has another number of them than its header says".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_stream_is_found_and_too_many_are_refused() {
+        // Blocks of 128 in 4 groups, 5 values: the first, a block whose first group has a bit each; then what follows.
+        let stream = [&[0x80, 1, 4, 5, 2][..], &[0, 1, 0, 0, 0], &[0xff; 4], b"rest"].concat();
+        assert_eq!(behind_stream(&stream, 5).unwrap(), b"rest");
+        assert!(behind_stream(&stream, 4).is_err());
+        // One value has no block.
+        assert_eq!(behind_stream(&[0x80, 1, 4, 1, 2, 9], 5).unwrap(), [9]);
+        for cut in 0..10 {
+            assert!(behind_stream(&stream[..cut], 5).is_err(), "{cut}");
+        }
+        assert!(behind_stream(&[0, 0, 5, 0, 0, 0, 0], 5).is_err());
+        // A block of 2^40 values in one group costs no time.
+        let huge = [&[0x80, 0x80, 0x80, 0x80, 0x80, 0x20][..], &[1, 0x80, 0x80, 0x80, 0x80, 4, 0], &[0, 0]].concat();
+        assert!(behind_stream(&huge, u64::MAX).unwrap().is_empty());
+    }
+}

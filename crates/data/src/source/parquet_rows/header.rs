@@ -1,0 +1,177 @@
+//! A page's header, in Thrift's compact protocol: read here because the crate tells a page's size only after it has unpacked the page.
+
+use std::io::Read;
+
+use parquet::errors::ParquetError;
+
+/// Bytes of a header. Writers put the smallest and largest value there, and cut those to a few KiB.
+const MAX_HEADER_BYTES: u64 = 1 << 20;
+/// How deep structures may be nested: page, data page, statistics.
+const MAX_DEPTH: usize = 8;
+
+/// What a header says.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Header {
+    /// 0 = data, 1 = index, 2 = dictionary, 3 = data of version 2.
+    pub kind: i64,
+    /// Bytes of the page once it is unpacked.
+    pub unpacked_bytes: i64,
+    /// Bytes of the page in the file.
+    pub packed_bytes: i64,
+    /// The fields of the header of its kind, by number; booleans are 0 and 1.
+    fields: [Option<i64>; 8],
+    /// Bytes of the header itself.
+    pub header_bytes: u64,
+}
+
+impl Header {
+    /// Reads a header from the start of `from`.
+    pub fn read(from: impl Read) -> Result<Header, ParquetError> {
+        let mut input = Input { from: from.take(MAX_HEADER_BYTES), read: 0 };
+        let mut header = Header { kind: -1, unpacked_bytes: -1, packed_bytes: -1, ..Header::default() };
+        input.structure(0, &mut |path, value| match *path {
+            [1] => header.kind = value,
+            [2] => header.unpacked_bytes = value,
+            [3] => header.packed_bytes = value,
+            // A page has one of these.
+            [5 | 7 | 8, field] => {
+                if let Some(slot) = usize::try_from(field).ok().and_then(|field| header.fields.get_mut(field)) {
+                    *slot = Some(value);
+                }
+            }
+            _ => {}
+        })?;
+        header.header_bytes = input.read;
+        if header.unpacked_bytes < 0 || header.packed_bytes < 0 {
+            return Err(broken("it has no size"));
+        }
+        Ok(header)
+    }
+
+    /// A number that must be there.
+    pub fn number(&self, field: usize) -> Result<u32, ParquetError> {
+        let number = self.fields.get(field).copied().flatten();
+        number.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| broken("a number is missing"))
+    }
+
+    /// A boolean that may be missing.
+    pub fn flag(&self, field: usize, default: bool) -> bool {
+        self.fields.get(field).copied().flatten().map_or(default, |value| value != 0)
+    }
+}
+
+struct Input<R> {
+    from: R,
+    read: u64,
+}
+
+impl<R: Read> Input<R> {
+    fn byte(&mut self) -> Result<u8, ParquetError> {
+        let mut byte = [0];
+        self.from.read_exact(&mut byte).map_err(ParquetError::from)?;
+        self.read += 1;
+        Ok(byte[0])
+    }
+
+    fn skip(&mut self, bytes: u64) -> Result<(), ParquetError> {
+        let skipped = std::io::copy(&mut (&mut self.from).take(bytes), &mut std::io::sink())?;
+        self.read += skipped;
+        if skipped == bytes { Ok(()) } else { Err(broken("it is too long, or cut off")) }
+    }
+
+    fn varint(&mut self) -> Result<u64, ParquetError> {
+        let mut value = 0;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte & 0x80 == 0 {
+                return Ok(value);
+            }
+        }
+        Err(broken("a number is too long"))
+    }
+
+    fn number(&mut self) -> Result<i64, ParquetError> {
+        let value = self.varint()?;
+        Ok((value >> 1) as i64 ^ -((value & 1) as i64))
+    }
+
+    /// Gives the numbers of a structure, and of those inside it, with the path of fields to each.
+    fn structure(&mut self, depth: usize, take: &mut dyn FnMut(&[i64], i64)) -> Result<(), ParquetError> {
+        if depth > MAX_DEPTH {
+            return Err(broken("it is nested too deep"));
+        }
+        let mut field = 0;
+        loop {
+            let byte = self.byte()?;
+            let kind = byte & 0x0f;
+            if kind == 0 {
+                return Ok(());
+            }
+            field = match byte >> 4 {
+                0 => self.number()?,
+                delta => field + i64::from(delta),
+            };
+            match kind {
+                1 | 2 => take(&[field], i64::from(kind == 1)),
+                4..=6 => take(&[field], self.number()?),
+                12 => self.structure(depth + 1, &mut |path, value| {
+                    // Deeper ones, statistics, are not needed.
+                    if let [inner] = *path {
+                        take(&[field, inner], value);
+                    }
+                })?,
+                kind => self.pass(kind, depth)?,
+            }
+        }
+    }
+
+    /// Passes over a value.
+    fn pass(&mut self, kind: u8, depth: usize) -> Result<(), ParquetError> {
+        match kind {
+            1..=3 => self.skip(1),
+            4..=6 => self.varint().map(drop),
+            7 => self.skip(8),
+            8 => {
+                let length = self.varint()?;
+                self.skip(length)
+            }
+            9 | 10 if depth < MAX_DEPTH => {
+                let byte = self.byte()?;
+                let count = if byte >> 4 == 15 { self.varint()? } else { u64::from(byte >> 4) };
+                (0..count).try_for_each(|_| self.pass(byte & 0x0f, depth + 1))
+            }
+            12 => self.structure(depth + 1, &mut |_, _| {}),
+            _ => Err(broken("a field is of an unknown kind")),
+        }
+    }
+}
+
+fn broken(what: &str) -> ParquetError {
+    ParquetError::General(format!("a page's header is damaged: {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_tells_sizes_and_the_fields_of_its_kind() {
+        // Data page: 1000 bytes unpacked, 300 packed; 5 values, encoding 3; statistics with a text; an unknown list after them.
+        let statistics = [0x18, 2, b'h', b'i', 0x00];
+        let page = [&[0x15, 10, 0x15, 6, 0x15, 6, 0x15, 6, 0x1c][..], &statistics, &[0x00]].concat();
+        let bytes =
+            [&[0x15, 0, 0x15, 0xd0, 0x0f, 0x15, 0xd8, 0x04, 0x2c][..], &page, &[0x49, 0x25, 2, 4, 0x00]].concat();
+        let header = Header::read(&[&bytes[..], b"what follows"].concat()[..]).unwrap();
+        assert_eq!((header.kind, header.unpacked_bytes, header.packed_bytes), (0, 1000, 300));
+        assert_eq!((header.number(1).unwrap(), header.number(2).unwrap()), (5, 3));
+        assert!(header.number(7).is_err() && header.flag(7, true));
+        assert_eq!(header.header_bytes, bytes.len() as u64);
+        for end in 0..bytes.len() {
+            assert!(Header::read(&bytes[..end]).is_err());
+        }
+        // A list that says it has 2^63 members ends with the input.
+        let endless = [&[0x19, 0xf5][..], &[0xff; 8], &[0x7f]].concat();
+        assert!(Header::read(&endless[..]).is_err());
+    }
+}

@@ -1,0 +1,76 @@
+//! Parts of a file, where a look needs no more.
+
+use std::ops::Range;
+
+use futures::stream::{self, StreamExt, TryStreamExt};
+use reqwest::StatusCode;
+use reqwest::header::CONTENT_RANGE;
+
+use crate::error::HubError;
+use crate::fetch::{AT_ONCE, content_range};
+use crate::http::{Failed, Hub, Tries, next_piece, text};
+use crate::id::Repo;
+use crate::info::RepoFile;
+
+impl Hub {
+    /// Reads ranges of a file, four at a time; they are not verified. None when the hub, or its CDN, does not send parts of files.
+    ///
+    /// # Errors
+    /// Those of [`Hub::info`].
+    pub async fn read_ranges(
+        &self,
+        repo: &Repo,
+        commit: &str,
+        file: &RepoFile,
+        ranges: &[Range<u64>],
+    ) -> Result<Option<Vec<Vec<u8>>>, HubError> {
+        let read = stream::iter(ranges.iter().cloned().map(|range| self.read_range(repo, commit, file, range)));
+        read.buffered(AT_ONCE).try_collect::<Vec<_>>().await.map(|parts| parts.into_iter().collect())
+    }
+
+    async fn read_range(
+        &self,
+        repo: &Repo,
+        commit: &str,
+        file: &RepoFile,
+        range: Range<u64>,
+    ) -> Result<Option<Vec<u8>>, HubError> {
+        let mut tries = Tries::new(self.settings.first_delay);
+        loop {
+            match self.range_of(repo, commit, file, &range).await {
+                Ok(part) => return Ok(part),
+                Err(failed) if failed.is_forbidden_elsewhere() => return Ok(None),
+                Err(failed) => tries.pause_after(failed).await?,
+            }
+        }
+    }
+
+    async fn range_of(
+        &self,
+        repo: &Repo,
+        commit: &str,
+        file: &RepoFile,
+        range: &Range<u64>,
+    ) -> Result<Option<Vec<u8>>, Failed> {
+        let Some(last) = range.end.checked_sub(1).filter(|last| *last >= range.start) else {
+            return Ok(Some(Vec::new()));
+        };
+        let url = self.file_url(repo, commit, &file.path)?;
+        let asked = format!("bytes={}-{last}", range.start);
+        let mut response = self.open_range(repo, &url, Some(commit), Some(asked)).await?.response;
+        let sent = text(response.headers(), CONTENT_RANGE.as_str()).and_then(content_range);
+        if response.status() != StatusCode::PARTIAL_CONTENT || sent != Some((range.start, file.size_bytes)) {
+            return Ok(None);
+        }
+        let wanted = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+        let mut bytes = Vec::new();
+        while bytes.len() < wanted {
+            match next_piece(&mut response).await.map_err(|detail| Failed::passing(&url, detail))? {
+                Some(piece) => bytes.extend_from_slice(&piece),
+                None => return Err(Failed::passing(&url, "it ended before the end of the range".to_owned())),
+            }
+        }
+        bytes.truncate(wanted);
+        Ok(Some(bytes))
+    }
+}

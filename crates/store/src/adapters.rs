@@ -1,0 +1,133 @@
+//! PEFT adapters from elsewhere, whose files lie in the data directory.
+
+use serde_json::Value;
+use sqlx::sqlite::SqliteRow;
+
+use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
+use crate::id::AdapterId;
+use crate::protocol::FileEntry;
+
+/// An adapter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AdapterRow {
+    /// Its id.
+    pub id: AdapterId,
+    /// For people.
+    pub name: Option<String>,
+    /// Over its files, by name.
+    pub sha256: String,
+    /// Of its files.
+    pub size_bytes: u64,
+    /// Weights.
+    pub num_parameters: u64,
+    /// adapter_config.json.
+    pub config: Value,
+    /// Its files.
+    pub files: Vec<FileEntry>,
+    /// Whose it is; empty = the operator's.
+    pub owner: String,
+    /// Unix ms.
+    pub created_at: i64,
+    /// Where it comes from, as JSON; None = uploaded.
+    pub origin: Option<Value>,
+}
+
+impl Store {
+    /// The row of an adapter whose files are in place: the new one and `true`, or the owner's one with the same bytes and `false` (the
+    /// caller then removes its files).
+    pub async fn adapter_create(&self, new: AdapterRow) -> Result<(AdapterRow, bool), StoreError> {
+        let doing = "create an adapter";
+        let AdapterRow { id, name, sha256, size_bytes, num_parameters, config, files, owner, created_at, origin } = new;
+        let mut tx = self.begin(doing).await?;
+        let created = sqlx::query(
+            "INSERT INTO adapters (id, name, sha256, size_bytes, num_parameters, config, files, owner, created_at, origin) \
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (owner, sha256) DO NOTHING",
+        )
+        .bind(id.to_string())
+        .bind(name)
+        .bind(&sha256)
+        .bind(int(size_bytes))
+        .bind(int(num_parameters))
+        .bind(config.to_string())
+        .bind(to_json("files", &files)?)
+        .bind(&owner)
+        .bind(created_at)
+        .bind(origin.map(|origin| origin.to_string()))
+        .execute(&mut *tx)
+        .await
+        .doing(doing)?;
+        let row = sqlx::query("SELECT * FROM adapters WHERE sha256 = ? AND owner = ?")
+            .bind(sha256)
+            .bind(owner)
+            .fetch_one(&mut *tx)
+            .await
+            .doing(doing)?;
+        self.commit(tx, doing).await?;
+        Ok((AdapterRow::read(&row)?, created.rows_affected() == 1))
+    }
+
+    /// One adapter, or `NotFound`.
+    pub async fn adapter_get(&self, id: AdapterId) -> Result<AdapterRow, StoreError> {
+        let row = sqlx::query("SELECT * FROM adapters WHERE id = ?")
+            .bind(id.to_string())
+            .fetch_optional(&self.readers)
+            .await
+            .doing("read an adapter")?
+            .ok_or_else(|| StoreError::NotFound { kind: "adapter", id: id.to_string() })?;
+        AdapterRow::read(&row)
+    }
+
+    /// Newest first; of one owner, or None = of all.
+    pub async fn adapter_list(
+        &self,
+        owner: Option<&str>,
+        after: Option<&str>,
+        limit: u32,
+    ) -> Result<Page<AdapterRow>, StoreError> {
+        let sql = "SELECT * FROM adapters WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
+                   ORDER BY created_at DESC, id DESC LIMIT ?4";
+        self.newest(Newest { list: "adapters", sql, owner, after, limit }, AdapterRow::read).await
+    }
+
+    /// Ids of all adapters: what the sweep of the data directory must keep.
+    pub async fn adapter_ids(&self) -> Result<Vec<AdapterId>, StoreError> {
+        sqlx::query("SELECT id FROM adapters")
+            .fetch_all(&self.readers)
+            .await
+            .doing("list all adapters")?
+            .iter()
+            .map(|row| id_column(row, "id"))
+            .collect()
+    }
+
+    /// Removes the row; the caller then removes the files. Jobs that begin with it have links of their own.
+    pub async fn adapter_delete(&self, id: AdapterId) -> Result<(), StoreError> {
+        let deleted = sqlx::query("DELETE FROM adapters WHERE id = ?")
+            .bind(id.to_string())
+            .execute(&self.writer)
+            .await
+            .doing("delete an adapter")?;
+        match deleted.rows_affected() {
+            0 => Err(StoreError::NotFound { kind: "adapter", id: id.to_string() }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl AdapterRow {
+    fn read(row: &SqliteRow) -> Result<Self, StoreError> {
+        let origin: Option<&str> = column(row, "origin")?;
+        Ok(Self {
+            id: id_column(row, "id")?,
+            name: column(row, "name")?,
+            sha256: column(row, "sha256")?,
+            size_bytes: count_column(row, "size_bytes")?,
+            num_parameters: count_column(row, "num_parameters")?,
+            config: json_column(row, "config")?,
+            files: json_column(row, "files")?,
+            owner: column(row, "owner")?,
+            created_at: column(row, "created_at")?,
+            origin: origin.map(|_| json_column(row, "origin")).transpose()?,
+        })
+    }
+}

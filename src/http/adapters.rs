@@ -1,0 +1,318 @@
+//! PEFT adapters from elsewhere: uploaded, or of the hub; jobs begin with them.
+
+mod receive;
+
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::StatusCode;
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouterExt};
+use utoipa_axum::routes;
+
+use super::AppState;
+use super::auth::Caller;
+use super::error::{Code, Problem};
+use super::extract::{Json, Path, Query};
+use super::idempotency::{Answer, once};
+use super::list::{List, PageQuery, Time};
+use super::models::hub::{client, parse_repo, problem};
+use super::rows::check_disk;
+use crate::files::StagedDir;
+use crate::hub::{RepoFile, RepoPlan};
+use crate::id::AdapterId;
+use crate::modelcard::adapter::{self, AdapterCard};
+use crate::modelcard::{ModelCardError, ModelFile, fingerprint_entries, hash_files};
+use crate::spec::AdapterPlan;
+use crate::store::{AdapterRow, clock_ms};
+
+/// The two files that make an adapter.
+pub(super) const FILES: [&str; 2] = [adapter::CONFIG, adapter::WEIGHTS];
+
+/// The routes of this module.
+pub fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new()
+        // Streamed to disk and counted there.
+        .routes(routes!(create_adapter, list_adapters).layer(DefaultBodyLimit::disable()))
+        .routes(routes!(get_stored_adapter, delete_adapter))
+}
+
+/// A PEFT adapter.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct StoredAdapter {
+    /// Its id.
+    pub id: AdapterId,
+    /// As given at upload.
+    pub name: Option<String>,
+    /// The base model that its config names.
+    pub base_model: Option<String>,
+    /// Rank.
+    pub r: Option<u64>,
+    /// The numerator of its scaling.
+    pub lora_alpha: Option<f64>,
+    /// Weights.
+    pub num_parameters: u64,
+    /// Bytes of its files.
+    pub size_bytes: u64,
+    /// Over its files, lower-case hex.
+    pub sha256: String,
+    /// Its adapter_config.json.
+    #[schema(value_type = Object)]
+    pub config: Value,
+    /// The owner of the key that uploaded it; empty = the operator.
+    pub owner: String,
+    /// When it was uploaded first.
+    pub created_at: Time,
+    /// The hub's repository, revision and commit that it comes from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    pub origin: Option<Value>,
+}
+
+impl From<AdapterRow> for StoredAdapter {
+    fn from(row: AdapterRow) -> Self {
+        let AdapterRow { id, name, sha256, size_bytes, num_parameters, config, files: _, owner, created_at, origin } =
+            row;
+        Self {
+            id,
+            name,
+            base_model: config["base_model_name_or_path"].as_str().map(str::to_owned),
+            r: config["r"].as_u64(),
+            lora_alpha: config["lora_alpha"].as_f64(),
+            num_parameters,
+            size_bytes,
+            sha256,
+            config,
+            owner,
+            created_at: Time(created_at),
+            origin,
+        }
+    }
+}
+
+/// An adapter of the hub.
+#[derive(Debug, Clone, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+struct HubAdapter {
+    /// A repository: `org/name`, or `org/name@revision`.
+    #[schema(example = "org/qwen3-gsm8k-lora")]
+    hub: String,
+    /// A branch, tag or commit of it; without, `main`.
+    revision: Option<String>,
+    /// For people.
+    name: Option<String>,
+}
+
+/// An adapter as multipart form.
+#[derive(ToSchema)]
+#[expect(dead_code, reason = "describes the multipart body in the document")]
+struct AdapterForm {
+    /// Its adapter_config.json.
+    #[schema(rename = "adapter_config.json", value_type = String, format = Binary)]
+    config: Vec<u8>,
+    /// Its adapter_model.safetensors.
+    #[schema(rename = "adapter_model.safetensors", value_type = String, format = Binary)]
+    weights: Vec<u8>,
+    /// For people.
+    name: Option<String>,
+}
+
+/// `?name=`.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct NameQuery {
+    /// For people; at most 200 characters. A multipart part `name` does the same.
+    #[param(min_length = 1, max_length = 200)]
+    name: Option<String>,
+}
+
+/// What a request sent.
+struct Sent {
+    name: Option<String>,
+    dir: StagedDir,
+    origin: Option<Value>,
+}
+
+/// Upload a PEFT adapter.
+///
+/// As a form with the parts `adapter_config.json` and `adapter_model.safetensors`, as a tar with these two files (plain or gzip, as
+/// `GET /jobs/{id}/adapter` gives it), or as JSON one of the hub: `{"hub": "org/name"}`. Config and tensors must agree; a job that
+/// begins with it (`warm_start.adapter`) checks that they fit its model. The same files again give the old adapter (200).
+#[utoipa::path(
+    post, path = "/adapters", tag = "Adapters",
+    params(NameQuery, ("Idempotency-Key" = Option<String>, Header, description = "The same key and files give the same answer for 24 hours")),
+    request_body(
+        description = "The adapter",
+        content(
+            (AdapterForm = "multipart/form-data"),
+            (String = "application/x-tar"),
+            (String = "application/gzip"),
+            (HubAdapter = "application/json", example = json!({"hub": "org/qwen3-gsm8k-lora"})),
+        )
+    ),
+    responses(
+        (status = 201, description = "Created", body = StoredAdapter, headers(("Location" = String, description = "Its path"))),
+        (status = 200, description = "These files are an adapter already", body = StoredAdapter),
+    ),
+)]
+async fn create_adapter(
+    State(state): State<AppState>,
+    caller: Caller,
+    Query(query): Query<NameQuery>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let headers = request.headers().clone();
+    let sent = receive::receive(&state, &caller, query.name, request).await?;
+    let name = sent.name.clone();
+    let new = read(&state, &caller, sent).await?;
+    let identity = format!("{}{}", new.row.sha256, name.as_deref().unwrap_or(""));
+    let work = answer(state.clone(), new);
+    once(&state, &caller, &headers, "POST /adapters", &identity, work).await
+}
+
+async fn answer(state: AppState, new: New) -> Result<Answer, Problem> {
+    let (row, is_new) = keep(&state, new).await?;
+    let location = format!("/adapters/{}", row.id);
+    Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &StoredAdapter::from(row))
+}
+
+/// List adapters, newest first.
+#[utoipa::path(get, path = "/adapters", tag = "Adapters", params(PageQuery),
+    responses((status = 200, description = "A page", body = List<StoredAdapter>)))]
+async fn list_adapters(
+    State(state): State<AppState>,
+    caller: Caller,
+    Query(query): Query<PageQuery>,
+) -> Result<Json<List<StoredAdapter>>, Problem> {
+    let page = state.store.adapter_list(caller.sees(), query.after.as_deref(), query.limit()?).await?;
+    Ok(Json(List::of(page, StoredAdapter::from)))
+}
+
+/// One adapter.
+#[utoipa::path(get, path = "/adapters/{id}", tag = "Adapters", params(("id" = AdapterId, Path, description = "The adapter")),
+    responses((status = 200, description = "The adapter", body = StoredAdapter)))]
+async fn get_stored_adapter(
+    State(state): State<AppState>,
+    Path(id): Path<AdapterId>,
+) -> Result<Json<StoredAdapter>, Problem> {
+    Ok(Json(state.store.adapter_get(id).await?.into()))
+}
+
+/// Delete an adapter.
+///
+/// Jobs that begin with it keep its files.
+#[utoipa::path(delete, path = "/adapters/{id}", tag = "Adapters", params(("id" = AdapterId, Path, description = "The adapter")),
+    responses((status = 204, description = "Deleted")))]
+async fn delete_adapter(State(state): State<AppState>, Path(id): Path<AdapterId>) -> Result<StatusCode, Problem> {
+    state.store.adapter_delete(id).await?;
+    state.files.in_background(move |files| files.adapter_remove(id)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// An adapter that was read and checked, and is not kept yet.
+struct New {
+    row: AdapterRow,
+    dir: StagedDir,
+}
+
+/// Reads and hashes the two files of a staged folder.
+async fn read(state: &AppState, caller: &Caller, sent: Sent) -> Result<New, Problem> {
+    let Sent { name, dir, origin } = sent;
+    let owner = caller.owner().to_owned();
+    let read = state.files.in_background(move |_| {
+        let card = adapter::read(dir.path());
+        let files = FILES.map(|name| ModelFile { name: name.to_owned(), size_bytes: 0 });
+        Ok(card.and_then(|card| Ok((card, hash_files(dir.path(), &files)?, dir))))
+    });
+    let (card, files, dir) = read.await?.map_err(|error| unusable(&error))?;
+    let AdapterCard { config, num_parameters, .. } = card;
+    let row = AdapterRow {
+        id: AdapterId::new(),
+        name,
+        sha256: fingerprint_entries(&files),
+        size_bytes: files.iter().map(|file| file.size_bytes).sum(),
+        num_parameters,
+        config,
+        files,
+        owner,
+        created_at: clock_ms(),
+        origin,
+    };
+    Ok(New { row, dir })
+}
+
+/// Files first, then the row; the same files are one adapter of an owner: the row, and whether it is new.
+async fn keep(state: &AppState, new: New) -> Result<(AdapterRow, bool), Problem> {
+    let New { row, dir } = new;
+    let id = row.id;
+    state.files.in_background(move |files| files.adapter_place(id, dir.path())).await?;
+    let created = state.store.adapter_create(row).await;
+    if !matches!(created, Ok((_, true))) {
+        state.files.in_background(move |files| files.adapter_remove(id)).await?;
+    }
+    Ok(created?)
+}
+
+/// What a client reads of files that are no adapter.
+pub(super) fn unusable(error: &ModelCardError) -> Problem {
+    let detail = error.to_string();
+    Problem::new(Code::InvalidAdapter, detail.clone()).item(format!("/{}", error.file), "invalid", detail)
+}
+
+/// An adapter of the hub that a job names: fetched, and kept like an upload.
+pub(super) async fn import(state: &AppState, caller: &Caller, wanted: &AdapterPlan) -> Result<AdapterRow, Problem> {
+    let (row, dir) = look(state, caller, wanted).await?;
+    Ok(keep(state, New { row, dir }).await?.0)
+}
+
+/// The same, not kept.
+pub(super) async fn look(
+    state: &AppState,
+    caller: &Caller,
+    wanted: &AdapterPlan,
+) -> Result<(AdapterRow, StagedDir), Problem> {
+    let hub = wanted.hub.clone().unwrap_or_default();
+    let sent = fetch(state, caller, HubAdapter { hub, revision: wanted.revision.clone(), name: None }).await?;
+    let New { row, dir } = read(state, caller, sent).await?;
+    Ok((row, dir))
+}
+
+/// Fetches the two files of a repository; those of a commit are kept for a day.
+async fn fetch(state: &AppState, caller: &Caller, wanted: HubAdapter) -> Result<Sent, Problem> {
+    check_disk(state)?;
+    let HubAdapter { hub, revision, name } = wanted;
+    let repo = parse_repo("/hub", &hub, revision.as_deref())?;
+    let hub = client(state, caller).await?;
+    let info = hub.info(&repo).await.map_err(|error| of_adapter(problem(&error)))?;
+    let mut files: Vec<RepoFile> = Vec::new();
+    for name in FILES {
+        let Some(file) = info.files.iter().find(|file| file.path == name) else {
+            let detail = format!("{repo} has no {name}: it is not a repository of a PEFT adapter");
+            return Err(Problem::new(Code::InvalidAdapter, detail.clone()).item("/hub", "invalid", detail));
+        };
+        files.push(file.clone());
+    }
+    let origin = json!({"hub": repo.id(), "revision": repo.revision(), "commit": info.commit});
+    let folder = state.downloads.sources(&info.commit);
+    let (commit, is_restricted) = (info.commit, info.is_restricted);
+    let plan = RepoPlan { repo, commit, is_restricted, files, config: Value::Null };
+    let fetched = hub.download(&plan, &state.downloads.parts(), &folder, &Default::default()).await;
+    fetched.map_err(|error| of_adapter(problem(&error)))?;
+    let dir = state.files.in_background(move |files| {
+        let dir = files.stage_dir()?;
+        for name in FILES {
+            receive::copy(&folder.join(name), &dir.path().join(name))?;
+        }
+        Ok(dir)
+    });
+    Ok(Sent { name, dir: dir.await?, origin: Some(origin) })
+}
+
+fn of_adapter(problem: Problem) -> Problem {
+    match problem.code() {
+        Code::InvalidModel => problem.with_code(Code::InvalidAdapter),
+        _ => problem,
+    }
+}

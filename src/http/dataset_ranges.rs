@@ -1,0 +1,39 @@
+//! Parquet on the hub for a look: only the ranges that the first rows need are fetched.
+
+use std::io;
+use std::ops::Range;
+
+use tokio::runtime::Handle;
+
+use crate::causes::with_causes;
+use crate::data::{Ranges, Source};
+use crate::hub::{Hub, RepoFile, RepoPlan};
+
+/// A file of the hub, read by a thread that may block.
+struct HubRanges {
+    hub: Hub,
+    plan: RepoPlan,
+    file: RepoFile,
+    runtime: Handle,
+}
+
+impl Ranges for HubRanges {
+    fn size(&self) -> u64 {
+        self.file.size_bytes
+    }
+
+    fn read(&self, ranges: &[Range<u64>]) -> io::Result<Vec<Vec<u8>>> {
+        let reading = self.hub.read_ranges(&self.plan.repo, &self.plan.commit, &self.file, ranges);
+        match self.runtime.block_on(reading) {
+            Ok(Some(parts)) => Ok(parts),
+            Ok(None) => Err(io::Error::other("the hub does not send parts of files")),
+            Err(error) => Err(io::Error::other(with_causes(&error))),
+        }
+    }
+}
+
+/// A file of a plan, to be looked at without being downloaded.
+pub(super) fn ranged(hub: Hub, plan: RepoPlan, file: RepoFile) -> Source {
+    let name = file.path.clone();
+    Source::elsewhere(name, HubRanges { hub, plan, file, runtime: Handle::current() })
+}
