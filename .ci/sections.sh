@@ -52,7 +52,7 @@ section kills "5 minutes for kills at random moments, and as long for the others
     crates/store crates/worker src/http/worker src/serve src/serve.rs src/supervisor src/supervisor.rs \
     tests/it/kills.rs tests/it/preempt.rs tests/it/processes.rs
 kills() {
-    RLOOD_KILL_MINUTES=5 RLOOD_OUTAGE_SECONDS=60 RLOOD_PREEMPT_LONG=1 cargo_test --test it -- kills:: preempt:: --nocapture \
+    RLOOD_KILL_MINUTES=5 RLOOD_OUTAGE_SECONDS=60 RLOOD_PREEMPT_LONG=1 cargo_test -p rlood --test it -- kills:: preempt:: --nocapture \
         | figures 'kills of the worker|was away for|a calm run takes'
 }
 
@@ -63,12 +63,12 @@ queue-model() {
 }
 
 section chaos "nothing" crates/rewards crates/worker tests/it/chaos tests/it/chaos.rs
-chaos() { RLOOD_TEST_CHAOS=500 cargo_test --test it -- chaos::; }
+chaos() { RLOOD_TEST_CHAOS=500 cargo_test -p rlood --test it -- chaos::; }
 
 section slow-peers "nothing" crates/worker src/http src/listen src/listen.rs tests/it/load.rs tests/it/transfer.rs
 slow-peers() {
     RLOOD_LONG=1 cargo_test -p rlood-worker --lib -- transfer::
-    RLOOD_LONG=1 cargo_test --test it -- load:: transfer:: --nocapture | figures 'p99|endless uploads|a second'
+    RLOOD_LONG=1 cargo_test -p rlood --test it -- load:: transfer:: --nocapture | figures 'p99|endless uploads|a second'
 }
 
 section long-text "nothing" crates/engine crates/kernels
@@ -79,7 +79,7 @@ fuzz() {
     # A workspace of its own, with the versions of ours.
     cp Cargo.lock fuzz/Cargo.lock
     CARGO_TARGET_DIR=target/fuzz cargo check --manifest-path fuzz/Cargo.toml --bins
-    RLOOD_FUZZ_SECONDS=30 cargo_test --test it -- fuzz:: --nocapture | figures 'none breaks it'
+    RLOOD_FUZZ_SECONDS=30 cargo_test -p rlood --test it -- fuzz:: --nocapture | figures 'none breaks it'
 }
 
 section schemathesis "python3 with venv, PyPI" openapi src/http tests/schemathesis
