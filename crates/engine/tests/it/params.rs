@@ -37,7 +37,7 @@ fn bf16(mut plan: Plan) -> Plan {
 }
 
 fn warm(mut plan: Plan, reference: Reference) -> Plan {
-    plan.warm_start = Some(WarmStartPlan { checkpoint: CheckpointId::new(), reference });
+    plan.warm_start = Some(WarmStartPlan { checkpoint: Some(CheckpointId::new()), adapter: None, reference });
     plan
 }
 
