@@ -1,0 +1,89 @@
+# shellcheck shell=bash
+# The sections of .ci/full. Each runs at the repository's root and stops at the first command that fails; `work` names a folder for
+# its files. The record keeps what it prints after "figure: ". A line that begins with NOT RUN says that something it needs is
+# missing: no record is written.
+
+# Passes lines on, those that match a pattern also as figures.
+figures() { sed -uE "/$1/{p;s/^(test .* \.\.\. )?/figure: /}"; }
+binary() { docker/build.sh target/docker-out; }
+cargo_test() { cargo test --release --locked "$@"; }
+
+# The engine's tests on the CUDA emulator, unoptimized as in .ci/run: most of the time is the emulator's.
+on_the_emulator() {
+    RLOOD_CUDA_STUB=1 RLOOD_TEST_BACKEND=cuda cargo_test -p rlood-engine --features cuda-emulator \
+        --config 'profile.release.package.rlood-engine.opt-level=0' --config 'profile.release.package.rlood-kernels.opt-level=0' \
+        --test it -- "$@"
+}
+emulated=(crates/engine crates/kernels crates/model-files tests/fixtures/parity)
+
+section peft "python3 with venv, PyPI, 8 GB of disk" \
+    crates/engine crates/kernels crates/model-files scripts/parity_cases.py tests/fixtures/parity tests/peft
+peft() {
+    binary
+    tests/peft/run.sh target/docker-out/rlood
+}
+
+section hub "python3 with venv, PyPI" crates/hub
+hub() {
+    local venv=target/hub-client
+    if [[ ! -x $venv/bin/hf ]] && ! { python3 -m venv "$venv" && "$venv/bin/pip" install --quiet huggingface_hub==1.0.1; }; then
+        rm -rf "$venv"
+        echo "NOT RUN: huggingface_hub cannot be installed here (python3 with venv and PyPI are needed)"
+        return
+    fi
+    RLOOD_HUB_PYTHON=$venv/bin/python cargo_test -p rlood-hub --test it -- python::
+}
+
+# Every model family; .ci/run checks two a day.
+section families "a C++ compiler" "${emulated[@]}" tests/fixtures/golden
+families() {
+    local log=${work:?}/families
+    on_the_emulator parity:: golden:: oracle:: --nocapture | tee "$log"
+    echo "figure: parity cases: $(grep -c '^parity .*: ok' "$log"), of these refused on a GPU: $(grep -c '^parity .*refused (' "$log")"
+}
+
+section gradients "a C++ compiler" "${emulated[@]}"
+gradients() { on_the_emulator gradients::; }
+
+section bits "a C++ compiler" "${emulated[@]}"
+bits() { on_the_emulator bits::; }
+
+section kills "5 minutes for kills at random moments, and as long for the others" \
+    crates/store crates/worker src/http/worker src/serve src/serve.rs src/supervisor src/supervisor.rs \
+    tests/it/kills.rs tests/it/preempt.rs tests/it/processes.rs
+kills() {
+    RLOOD_KILL_MINUTES=5 RLOOD_OUTAGE_SECONDS=60 RLOOD_PREEMPT_LONG=1 cargo_test -p rlood --test it -- kills:: preempt:: --nocapture \
+        | figures 'kills of the worker|was away for|a calm run takes'
+}
+
+section queue-model "nothing" crates/store
+queue-model() {
+    RLOOD_MODEL_SEQUENCES=10000 cargo_test -p rlood-store --features failpoints --test it queue_model::holds -- --nocapture \
+        | figures 'things happened'
+}
+
+section chaos "nothing" crates/rewards crates/worker tests/it/chaos tests/it/chaos.rs
+chaos() { RLOOD_TEST_CHAOS=500 cargo_test -p rlood --test it -- chaos::; }
+
+section slow-peers "nothing" crates/worker src/http src/listen src/listen.rs tests/it/load.rs tests/it/transfer.rs
+slow-peers() {
+    RLOOD_LONG=1 cargo_test -p rlood-worker --lib -- transfer::
+    RLOOD_LONG=1 cargo_test -p rlood --test it -- load:: transfer:: --nocapture | figures 'p99|endless uploads|a second'
+}
+
+section long-text "nothing" crates/engine crates/kernels
+long-text() { cargo_test -p rlood-engine --test it -- long:: --ignored --nocapture | figures '^long |long [0-9]'; }
+
+section fuzz "crates.io" crates fuzz src/lib.rs tests/it/fuzz.rs
+fuzz() {
+    # A workspace of its own, with the versions of ours.
+    cp Cargo.lock fuzz/Cargo.lock
+    CARGO_TARGET_DIR=target/fuzz cargo check --manifest-path fuzz/Cargo.toml --bins
+    RLOOD_FUZZ_SECONDS=30 cargo_test -p rlood --test it -- fuzz:: --nocapture | figures 'none breaks it'
+}
+
+section schemathesis "python3 with venv, PyPI" openapi src/http tests/schemathesis
+schemathesis() {
+    binary
+    EXAMPLES=500 tests/schemathesis/run.sh target/docker-out/rlood | figures '^Test cases:|generated'
+}

@@ -1,0 +1,160 @@
+"""Adapters that the server trains and PEFT loads: every tensor finds its place, and greedy completions are the same.
+
+usage: tests/peft/adapters.py BINARY
+"""
+
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+import warnings
+
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CASES = ROOT / "tests/fixtures/parity"
+sys.path.insert(0, str(ROOT / "scripts"))
+from parity_cases import load  # noqa: E402
+
+# A case of every model type, and what of `lora` differs from the default.
+JOBS = {
+    "qwen3": {"use_rslora": True},
+    "qwen2": {},
+    "llama": {"target_modules": ["q_proj", "v_proj"]},
+    "mistral": {},
+    "smollm3": {},
+    "phi3": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {},
+    "ministral3": {},
+}
+PROMPT = "the quick"
+TOKENS = 12
+# Where PEFT's first and second token are this near, the engines may choose differently.
+MARGIN = 1e-3
+
+
+class Server:
+    def __init__(self, binary, folder):
+        env = dict(os.environ, RLOOD_MODEL_ROOT=str(CASES))
+        self.log = open(folder / "log", "w")
+        self.child = subprocess.Popen(
+            [binary, "serve", "--listen", "127.0.0.1:0", "--devices", "cpu", "--log", "warn", "--data-dir", folder / "data"],
+            stdout=subprocess.PIPE, stderr=self.log, text=True, env=env)
+        for line in self.child.stdout:
+            if found := re.match(r"listening on (\S+)", line):
+                self.url = found[1]
+                return
+        sys.exit(f"the server does not start: {(folder / 'log').read_text()}")
+
+    def bytes(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
+        try:
+            return urllib.request.urlopen(request, timeout=120).read()
+        except urllib.error.HTTPError as error:
+            sys.exit(f"{path}: {error.code} {error.read().decode()}")
+
+    def call(self, path, body=None):
+        return json.loads(self.bytes(path, body))
+
+    def stop(self):
+        self.child.terminate()
+        self.child.wait()
+        self.log.close()
+
+
+def train(server, name, lora):
+    """A short job on a case's model; returns its id."""
+    server.call("/models", {"id": name, "source": str(CASES / name)})
+    job = server.call("/jobs", {
+        "model": name,
+        "dataset": {"records": [{"prompt": f"Say the number {n} in a few words.", "answer": "a lazy dog sleeps"} for n in range(6)]},
+        # A random model's completions differ in it.
+        "rewards": [{"type": "text_similarity", "evaluation_metric": "fuzzy_match", "reference": "{{ item.answer }}"}],
+        "rloo": {"num_generations": 4},
+        "sampling": {"max_completion_length": 8},
+        "lora": {"r": 4, "alpha": 8, **lora},
+        "optimizer": {"learning_rate": 0.05},
+        "training": {"prompts_per_step": 2, "max_steps": 4, "seed": 7},
+    })["id"]
+    while (view := server.call(f"/jobs/{job}"))["state"] not in ("succeeded", "failed", "cancelled"):
+        time.sleep(0.1)
+    assert view["state"] == "succeeded", f"{name}: {view}"
+    return job
+
+
+@torch.no_grad()
+def greedy(model, ids, eos):
+    """At most TOKENS tokens, and whether they end there: not where the first and the second choice are too near to tell."""
+    new = []
+    while len(new) < TOKENS and not (new and new[-1] in eos):
+        best = model(input_ids=torch.tensor([ids + new])).logits[0, -1].topk(2)
+        if best.values[0] - best.values[1] < MARGIN:
+            return new, False
+        new.append(int(best.indices[0]))
+    return new, True
+
+
+def check(server, name, lora, folder):
+    job = train(server, name, lora)
+    into = folder / name
+    with tarfile.open(fileobj=io.BytesIO(server.bytes(f"/jobs/{job}/adapter"))) as archive:
+        archive.extractall(into, filter="data")
+    with warnings.catch_warnings():
+        # PEFT warns of keys that it misses or does not know.
+        warnings.simplefilter("error", UserWarning)
+        base = load(CASES / name)
+        model = peft.PeftModel.from_pretrained(base, into).eval()
+    tensors = load_file(into / "adapter_model.safetensors")
+    known = {key.replace(".default", "") for key in model.state_dict() if "lora_" in key}
+    assert set(tensors) == known, f"{name}: {sorted(set(tensors) ^ known)[:6]}"
+    assert all(t.abs().max() > 0 for key, t in tensors.items() if "lora_B" in key), f"{name}: a matrix was not trained"
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CASES / name)
+    ids = tokenizer(PROMPT)["input_ids"]
+    request = {"prompt": PROMPT, "sampling": {"temperature": 0, "max_completion_length": TOKENS}}
+    got = server.call(f"/jobs/{job}/generate", request)["trained"][0]["completion"]
+    new, ends = greedy(model, ids, eos_of(CASES / name))
+    with model.disable_adapter():
+        plain, _ = greedy(model, ids, [])
+    want = tokenizer.decode(new, skip_special_tokens=True)
+    assert got == want if ends else got.startswith(want), f"{name}: {got!r}, by PEFT {want!r}"
+    compared, shifted = len(new), new != plain[: len(new)]
+    print(f"peft {name}: {len(tensors)} tensors, {compared} greedy tokens the same{'' if shifted else ', which are those of the base model'}", flush=True)
+    return compared, shifted
+
+
+def eos_of(folder):
+    eos = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id", [])
+    return eos if isinstance(eos, list) else [eos]
+
+
+def main():
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as work:
+        work = pathlib.Path(work)
+        server = Server(sys.argv[1], work)
+        try:
+            done = [check(server, name, lora, work) for name, lora in JOBS.items()]
+        finally:
+            server.stop()
+    assert sum(shifted for _, shifted in done) > len(done) / 2, "most adapters change nothing: the comparison says little"
+    print(f"figure: adapters loaded by PEFT: {len(done)}, greedy tokens the same: {sum(compared for compared, _ in done)}")
+
+
+main()
