@@ -74,7 +74,7 @@ slow-peers() {
 section long-text "nothing" crates/engine crates/kernels
 long-text() { cargo_test -p rlood-engine --test it -- long:: --ignored --nocapture | figures '^long |long [0-9]'; }
 
-section fuzz "crates.io" crates fuzz src/lib.rs tests/it/fuzz.rs
+section fuzz "a registry that Cargo can reach" crates fuzz src/lib.rs tests/it/fuzz.rs
 fuzz() {
     # A workspace of its own, with the versions of ours.
     cp Cargo.lock fuzz/Cargo.lock

@@ -242,8 +242,8 @@ pub trait Decode: Compute {
         }
     }
 
-    /// Makes an empty cache.
-    fn new_cache(&self, heads: &Heads, num_layers: usize) -> Self::Cache;
+    /// Makes an empty cache for layers with these windows. What no later token sees need not be kept.
+    fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Self::Cache;
     /// Announces prompts of these lengths; returns the first one's number.
     fn add_prompts(&self, cache: &mut Self::Cache, lengths: &[usize]) -> Result<usize>;
     /// Keeps a layer's keys and values of the prompts from `first` on: `qkv` holds their tokens, one after the other.
@@ -258,7 +258,6 @@ pub trait Decode: Compute {
         heads: &Heads,
         cache: &mut Self::Cache,
         layer: usize,
-        window: Option<usize>,
         qkv: &Self::Tensor,
     ) -> Result<Self::Tensor>;
 

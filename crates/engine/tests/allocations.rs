@@ -1,17 +1,22 @@
-//! A decode step allocates nothing once its buffers have their sizes. A test program of its own, as it counts what the
-//! whole process allocates.
+//! A decode step allocates nothing once its buffers have their sizes, and the cache of a generation is as large as its
+//! estimate. A test program of its own, as it counts what the whole process allocates.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 use std::alloc::System;
+use std::sync::{Mutex, PoisonError};
 
 use rlood_engine::backend::cpu::Cpu;
 use rlood_engine::model::{Adapter, Choice, Pick, Policy};
 use rlood_engine::sampling::Filters;
 use rlood_types::spec::ComputeDtype;
+use rlood_types::spec::footprint::kv_cache_bytes;
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+/// Of the process; one test at a time.
+static COUNTED: Mutex<()> = Mutex::new(());
 
 /// Allocations and reallocations so far.
 fn count() -> usize {
@@ -26,12 +31,17 @@ const STEPS: usize = 16;
 /// Rounds: which thread takes which work differs, so a buffer may find its size late.
 const ROUNDS: usize = 6;
 
-/// What `STEPS` steps of so many rows behind each prompt allocate, in the best of the rounds: what every step needed would
-/// be in all of them.
-fn allocated(name: &str, dtype: ComputeDtype, prompts: &[&[u32]], copies: usize) -> usize {
+fn load(name: &str, dtype: ComputeDtype) -> Policy {
     let model = rlood_test_support::fixture("parity").join(name);
     let mut policy = Policy::on_cpu(&model, Cpu::new(dtype).unwrap()).unwrap();
     policy.load_lora(&model.join("lora")).unwrap();
+    policy
+}
+
+/// What `STEPS` steps of so many rows behind each prompt allocate, in the best of the rounds: what every step needed would
+/// be in all of them.
+fn allocated(name: &str, dtype: ComputeDtype, prompts: &[&[u32]], copies: usize) -> usize {
+    let policy = load(name, dtype);
     (0..ROUNDS).map(|_| round(&policy, prompts, copies)).min().unwrap()
 }
 
@@ -55,6 +65,7 @@ fn round(policy: &Policy, prompts: &[&[u32]], copies: usize) -> usize {
 
 #[test]
 fn a_decode_step_allocates_nothing() {
+    let _alone = COUNTED.lock().unwrap_or_else(PoisonError::into_inner);
     let long: Vec<u32> = (0..200).map(|index| 3 + index % 90).collect();
     for name in ["qwen3", "mistral", "qwen2"] {
         for dtype in [ComputeDtype::F32, ComputeDtype::Bf16] {
@@ -63,6 +74,48 @@ fn a_decode_step_allocates_nothing() {
                 let rows = prompts.len() * copies;
                 assert_eq!(count, 0, "{name}, {dtype:?}, {rows} rows: allocations in {STEPS} steps");
             }
+        }
+    }
+}
+
+/// Bytes in use.
+fn live() -> usize {
+    let stats = ALLOCATOR.stats();
+    stats.bytes_allocated - stats.bytes_deallocated
+}
+
+/// Bytes that go with the state of a generation in which this many rows behind a prompt have grown to their ends.
+fn cache_bytes(policy: &Policy, prompt_len: usize, rows: usize, tokens: usize) -> usize {
+    let prompt: Vec<u32> = (0..prompt_len as u32).map(|index| 3 + index % 90).collect();
+    let mut state = policy.begin(Adapter::On);
+    policy.join(&mut state, &[&prompt], rows, tokens).unwrap();
+    for step in 0..tokens as u32 {
+        policy.append(&mut state, &vec![3 + step % 90; rows]).unwrap();
+    }
+    let before = live();
+    drop(state);
+    before - live()
+}
+
+#[test]
+fn the_cache_is_as_large_as_its_estimate() {
+    const ROWS: usize = 4;
+    let _alone = COUNTED.lock().unwrap_or_else(PoisonError::into_inner);
+    // Without windows, with a window in half of the layers, and in all of them.
+    for name in ["qwen3", "gemma2", "mistral"] {
+        let policy = load(name, ComputeDtype::F32);
+        let shape = policy.card().config.shape();
+        for (prompt, tokens) in [(3, 40), (3, 600), (600, 40), (600, 600), (600, 1500)] {
+            let measured = cache_bytes(&policy, prompt, ROWS, tokens);
+            let estimate = kv_cache_bytes(&shape, (1, prompt as u64), (ROWS as u64, tokens as u64)) as usize;
+            let ratio = estimate as f64 / measured as f64;
+            println!(
+                "{name}, {prompt} + {ROWS} x {tokens} tokens: {measured} bytes, estimated {estimate} ({ratio:.3})"
+            );
+            assert!(
+                (ratio - 1.0).abs() < 0.1,
+                "{name}, {prompt} + {ROWS} x {tokens}: {measured}, estimated {estimate}"
+            );
         }
     }
 }

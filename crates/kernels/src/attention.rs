@@ -24,6 +24,8 @@ use tile::Blocks;
 
 /// Positions in a block.
 pub const BLOCK: usize = 16;
+/// Positions that a segment drops together, at least: the others are moved each time.
+pub const DROPPED_AT_ONCE: usize = 256;
 
 /// Sizes of attention. A row of `qkv` is `[q heads | k heads | v heads]`, each head `head_dim` wide.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -99,6 +101,11 @@ pub fn first_seen(position: usize, window: Option<usize>) -> usize {
     window.map_or(0, |window| (position + 1).saturating_sub(window.max(1)))
 }
 
+/// Where the block of a position begins.
+fn block_start(position: usize) -> usize {
+    position / BLOCK * BLOCK
+}
+
 /// The blocks of some positions.
 fn blocks(positions: &Range<usize>) -> Range<usize> {
     if positions.is_empty() { 0..0 } else { positions.start / BLOCK..positions.end.div_ceil(BLOCK) }
@@ -115,9 +122,12 @@ fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     start..end.max(start)
 }
 
-/// Keys and values of some positions in one layer.
+/// Keys and values of some positions in one layer. The first may have been dropped: the others keep their numbers, and so the
+/// chunks in which a query goes through them, and its bits.
 #[derive(Clone, Debug, Default)]
 pub struct Segment {
+    /// The first position that is kept, at the start of a block.
+    first: usize,
     len: usize,
     /// `[block][k head][head_dim][16]`
     keys: Floats,
@@ -126,9 +136,36 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Positions.
+    /// An empty segment that begins with a position's block, at [`Segment::len`]: those before it were dropped.
+    pub fn beginning_at(position: usize) -> Segment {
+        let first = block_start(position);
+        Segment { first, len: first, ..Segment::default() }
+    }
+
+    /// Positions, with those that were dropped.
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Positions that are kept.
+    pub fn kept(&self) -> Range<usize> {
+        self.first..self.len
+    }
+
+    /// Whether these positions are kept.
+    fn has(&self, positions: &Range<usize>) -> bool {
+        positions.is_empty() || (self.first <= positions.start && positions.end <= self.len)
+    }
+
+    /// Drop the blocks before a position's once they are many; the memory stays.
+    pub fn drop_before(&mut self, heads: &Heads, position: usize) {
+        let first = block_start(position.min(self.len));
+        if first >= self.first + DROPPED_AT_ONCE {
+            let blocks = (first - self.first) / BLOCK;
+            self.keys.drop_first(blocks * Self::key_stride(heads));
+            self.values.drop_first(blocks * Self::value_stride(heads));
+            self.first = first;
+        }
     }
 
     /// Whether there is none.
@@ -138,14 +175,14 @@ impl Segment {
 
     /// Forget all positions; the memory stays.
     pub fn clear(&mut self) {
-        self.len = 0;
+        (self.first, self.len) = (0, 0);
         self.keys.clear();
         self.values.clear();
     }
 
     /// Make room for so many more positions.
     pub fn reserve(&mut self, heads: &Heads, positions: usize) {
-        let blocks = (self.len + positions).div_ceil(BLOCK);
+        let blocks = (self.kept().len() + positions).div_ceil(BLOCK);
         self.keys.reserve(blocks * Self::key_stride(heads));
         self.values.reserve(blocks * Self::value_stride(heads));
     }
@@ -167,7 +204,7 @@ impl Segment {
 
     /// So many positions; new ones hold zeros.
     fn grow(&mut self, heads: &Heads, len: usize) {
-        let blocks = len.div_ceil(BLOCK);
+        let blocks = (len - self.first).div_ceil(BLOCK);
         self.keys.resize(blocks * Self::key_stride(heads));
         self.values.resize(blocks * Self::value_stride(heads));
         self.len = len;
@@ -176,7 +213,7 @@ impl Segment {
     /// Write one position.
     fn put(&mut self, heads: &Heads, position: usize, qkv: &[f32]) {
         let (keys, values) = qkv[heads.q_width()..heads.width()].split_at(heads.kv_width());
-        let (block, lane) = (position / BLOCK, position % BLOCK);
+        let (block, lane) = (self.place_of(position / BLOCK), position % BLOCK);
         let to = &mut self.keys[block * Self::key_stride(heads)..][..Self::key_stride(heads)];
         for (slot, key) in to[lane..].iter_mut().step_by(BLOCK).zip(keys) {
             *slot = *key;
@@ -186,6 +223,11 @@ impl Segment {
         for (to, value) in of_heads.zip(values.chunks_exact(heads.head_dim)) {
             to[lane * heads.padded()..][..heads.head_dim].copy_from_slice(value);
         }
+    }
+
+    /// Where a block lies.
+    fn place_of(&self, block: usize) -> usize {
+        block - self.first / BLOCK
     }
 
     fn key_stride(heads: &Heads) -> usize {
@@ -199,12 +241,12 @@ impl Segment {
     /// The keys of a head from a block on.
     fn keys(&self, heads: &Heads, head: usize, block: usize) -> Blocks {
         let stride = Self::key_stride(heads);
-        Blocks { first: self.keys[block * stride + head * heads.head_dim * BLOCK..].as_ptr(), stride }
+        Blocks { first: self.keys[self.place_of(block) * stride + head * heads.head_dim * BLOCK..].as_ptr(), stride }
     }
 
     /// The values of a head from a block on.
     fn values(&self, heads: &Heads, head: usize, block: usize) -> Blocks {
         let stride = Self::value_stride(heads);
-        Blocks { first: self.values[block * stride + head * heads.padded() * BLOCK..].as_ptr(), stride }
+        Blocks { first: self.values[self.place_of(block) * stride + head * heads.padded() * BLOCK..].as_ptr(), stride }
     }
 }

@@ -32,6 +32,11 @@ impl Floats {
         self.lines.clear();
     }
 
+    /// Drop the first so many values, whole lines of them; the memory stays.
+    pub fn drop_first(&mut self, len: usize) {
+        self.lines.drain(..len / LINE);
+    }
+
     /// Make room for so many in all.
     pub fn reserve(&mut self, len: usize) {
         self.lines.reserve_exact(len.div_ceil(LINE).saturating_sub(self.lines.len()));
@@ -66,6 +71,9 @@ mod tests {
         floats.fill(3.0);
         floats.resize(17);
         assert_eq!((floats[15], floats[16], floats.len()), (3.0, 0.0, 32));
+        floats[16] = 2.0;
+        floats.drop_first(16);
+        assert_eq!((floats[0], floats.len()), (2.0, 16));
         floats.zeros(16);
         assert_eq!(floats[..], [0.0; 16]);
     }

@@ -273,6 +273,7 @@ impl ModelDescription {
 
     /// The sizes that memory depends on.
     pub fn shape(&self) -> ModelShape {
+        let windows = || self.windows.iter().flatten();
         ModelShape {
             hidden_size: self.hidden_size as u64,
             intermediate_size: self.intermediate_size as u64,
@@ -281,6 +282,8 @@ impl ModelDescription {
             num_key_value_heads: self.num_key_value_heads as u64,
             head_dim: self.head_dim as u64,
             vocab_size: self.vocab_size as u64,
+            num_windowed_layers: windows().count() as u64,
+            window: windows().max().map_or(0, |window| *window as u64),
         }
     }
 

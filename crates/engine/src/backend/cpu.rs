@@ -319,8 +319,8 @@ impl Decode for Cpu {
         true
     }
 
-    fn new_cache(&self, heads: &Heads, num_layers: usize) -> Cache {
-        Cache::new(heads, num_layers)
+    fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Cache {
+        Cache::new(heads, windows)
     }
 
     fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
@@ -341,15 +341,8 @@ impl Decode for Cpu {
         cache.close();
     }
 
-    fn attend_cached(
-        &self,
-        _: &Heads,
-        cache: &mut Cache,
-        layer: usize,
-        window: Option<usize>,
-        qkv: &Matrix,
-    ) -> Result<Matrix> {
-        Ok(self.attend_rows(cache, layer, window, qkv))
+    fn attend_cached(&self, _: &Heads, cache: &mut Cache, layer: usize, qkv: &Matrix) -> Result<Matrix> {
+        Ok(self.attend_rows(cache, layer, qkv))
     }
 
     fn retain_rows(&self, cache: &mut Cache, keep: &[bool]) {

@@ -225,7 +225,8 @@ pub fn attention(heads: &Heads, visible: &[Visible], qkv: &[f32], out: &mut [f32
     }
 }
 
-/// Keys and values of earlier tokens, `[position][k heads | v heads]`: those of a shared prompt, then a row's own.
+/// Keys and values of earlier tokens, `[position][k heads | v heads]`: those of a shared prompt, then a row's own. The first
+/// of them may be missing where no token's window reaches them: a window is counted from the end.
 #[derive(Clone, Copy, Debug)]
 pub struct Cache<'a> {
     /// The prompt's.

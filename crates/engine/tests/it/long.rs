@@ -1,5 +1,6 @@
 //! Long completions on the CPU: they decode and train, sampling and training agree bit for bit however long they are, and
 //! memory grows with their length, no faster. Each length in a process of its own, whose high-water mark (VmHWM) counts.
+//! Beyond a sliding window of the layers they agree on every exact backend.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -10,6 +11,9 @@ use rlood_engine::model::{Adapter, Pick, Policy, Trajectory};
 use rlood_engine::random::{Key, Stream};
 use rlood_types::spec::ComputeDtype;
 use rlood_types::spec::LoraPlan;
+
+use crate::gradients::{architectures, as_rows, fixture, random_ids};
+use crate::kinds::{kinds, load_exact};
 
 const CHILD: &str = "RLOOD_TEST_LONG_CHILD";
 /// Four times the length may take so many times the memory above the base.
@@ -23,30 +27,70 @@ fn tiny() -> Policy {
     policy
 }
 
+/// A completion of so many tokens for each copy of each prompt, prompt-major, with the log-probs of sampling.
+fn sample(policy: &Policy, prompts: &[&[u32]], copies: usize, length: usize) -> Vec<(Vec<u32>, Vec<f32>)> {
+    let key = Key::new(11, Stream::Probe);
+    let mut state = policy.begin(Adapter::On);
+    policy.join(&mut state, prompts, copies, length).unwrap();
+    let mut rows = vec![(Vec::new(), Vec::new()); prompts.len() * copies];
+    for step in 0..length as u64 {
+        let uniform = |row: usize| key.with(1 + row as u64).with(step).uniform();
+        let picks: Vec<Pick> = (0..rows.len()).map(|row| Pick { temperature: 1.0, uniform: uniform(row) }).collect();
+        let chosen = policy.choose(&state, &picks).unwrap();
+        for ((completion, logps), chosen) in rows.iter_mut().zip(&chosen) {
+            completion.push(chosen.token);
+            logps.push(chosen.logp);
+        }
+        let tokens: Vec<u32> = chosen.iter().map(|chosen| chosen.token).collect();
+        policy.append(&mut state, &tokens).unwrap();
+    }
+    rows
+}
+
+/// The first token whose log-prob of sampling is not that of the training forward.
+fn first_difference(sampled: &[f32], scored: &[f32]) -> Option<usize> {
+    assert_eq!(sampled.len(), scored.len());
+    sampled.iter().zip(scored).position(|(a, b)| a.to_bits() != b.to_bits())
+}
+
 /// Sample a completion of so many tokens and train on it; the norm of its gradient.
 fn decode_and_train(policy: &Policy, length: usize) -> f64 {
     let key = Key::new(11, Stream::Probe);
     let prompt: Vec<u32> = (0..32).map(|i| 4 + key.with(i).below(300) as u32).collect();
-    let mut state = policy.begin(Adapter::On);
-    policy.join(&mut state, &[&prompt], 1, length).unwrap();
-    let (mut completion, mut recorded) = (Vec::new(), Vec::new());
-    for step in 0..length {
-        let uniform = key.with(1).with(step as u64).uniform();
-        let chosen = policy.choose(&state, &[Pick { temperature: 1.0, uniform }]).unwrap()[0];
-        completion.push(chosen.token);
-        recorded.push(chosen.logp);
-        if step + 1 < length {
-            policy.append(&mut state, &[chosen.token]).unwrap();
-        }
-    }
-    drop(state);
+    let (completion, recorded) = sample(policy, &[&prompt], 1, length).remove(0);
     let row = Trajectory::of_completion(&prompt, &completion);
     let mut gradient = policy.zero_gradient().unwrap();
     let g = vec![vec![-1.0 / length as f32; length]];
     let scores = policy.forward_backward(&[row], 1.0, &mut |_| Ok(g.clone()), &mut gradient).unwrap();
-    let differ = scores[0].logps.iter().zip(&recorded).position(|(a, b)| a.to_bits() != b.to_bits());
-    assert_eq!(differ, None, "the first token whose recorded log-prob is not that of the training forward");
+    assert_eq!(first_difference(&recorded, &scores[0].logps), None);
     gradient.clip(0.0).unwrap()
+}
+
+/// Prompts and completions of which windows of 8 tokens see little, so that the cache drops most of them. The oracle sums in
+/// another order.
+#[test]
+fn sampling_far_beyond_a_window_agrees_with_training() {
+    let prompts = [random_ids(30, 600), random_ids(31, 3)];
+    let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+    for kind in kinds() {
+        for name in architectures(kind).filter(|name| ["mistral", "gemma2", "gemma3_text", "olmo3"].contains(name)) {
+            let mut policy = load_exact(&fixture(name), kind, ComputeDtype::F32);
+            assert!(policy.card().config.windows.contains(&Some(8)), "{name}");
+            policy.load_lora(&fixture(name).join("lora")).unwrap();
+            let sampled = sample(&policy, &prompts, 2, 620);
+            let of_prompt = |(row, (ids, _)): (usize, &(Vec<u32>, Vec<f32>))| (prompts[row / 2].to_vec(), ids.clone());
+            let owned: Vec<(Vec<u32>, Vec<u32>)> = sampled.iter().enumerate().map(of_prompt).collect();
+            let scores = policy.score(&as_rows(&owned), 1.0, Adapter::On).unwrap();
+            for (row, ((_, sampled), score)) in sampled.iter().zip(&scores).enumerate() {
+                let what = format!("{name}, {kind:?}, row {row}");
+                if policy.samples_exactly() {
+                    assert_eq!(first_difference(sampled, &score.logps), None, "{what}");
+                }
+                let worst = sampled.iter().zip(&score.logps).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(worst < 1e-4, "{what}: {worst}");
+            }
+        }
+    }
 }
 
 /// Only in a process that [`measure`] started.

@@ -14,6 +14,7 @@ mod interrupt;
 mod kinds;
 mod long;
 mod memory;
+mod models_page;
 mod oracle;
 mod overlap;
 mod params;

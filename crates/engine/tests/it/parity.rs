@@ -1,5 +1,5 @@
 //! Tiny random models with the numbers of transformers and PEFT, on every backend in f32, with the same tolerances:
-//! `tests/fixtures/README.md` explains the fields. bf16 is in `precision.rs`.
+//! `tests/fixtures/README.md` explains the fields. bf16 is in `precision.rs`; `models_page.rs` writes the results to `docs/models.md`.
 //!
 //! Longer than other files: one check a section of `expected.json`.
 
@@ -15,6 +15,7 @@ use rlood_types::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
 use serde_json::Value;
 
 use crate::kinds::kinds;
+use crate::models_page;
 
 /// In f32: logits, and what follows from them.
 const LOGITS: f64 = 2e-4;
@@ -29,6 +30,9 @@ const NOISE: f64 = 2e-5;
 
 type Checked<T = ()> = Result<T, String>;
 
+/// The largest difference of each kind of number.
+pub type Worst = BTreeMap<&'static str, f64>;
+
 /// Cases that are still refused: a pointer into config.json, and the value there. The list only shrinks.
 const REFUSED: [(&str, &str); 5] = [
     ("/model_type", "gpt_oss"),
@@ -38,7 +42,8 @@ const REFUSED: [(&str, &str); 5] = [
     ("/quantization_config/quant_method", "bitsandbytes"),
 ];
 /// Adapters that a GPU has no kernels for.
-const REFUSED_ADAPTERS_ON_GPU: &str = "for rank_pattern and alpha_pattern that differ between q, k and v, or gate and up";
+const REFUSED_ADAPTERS_ON_GPU: &str =
+    "for rank_pattern and alpha_pattern that differ between q, k and v, or gate and up";
 
 #[test]
 fn every_case_agrees_with_transformers_and_peft() {
@@ -53,7 +58,7 @@ fn every_case_agrees_with_transformers_and_peft() {
     cases.retain(|path| only.as_ref().is_none_or(|only| path.file_name() == Some(only)));
     cases.sort();
     assert!(!cases.is_empty(), "no case in {}, or none of RLOOD_PARITY_ONLY={only:?}", folder.display());
-    let mut failed = Vec::new();
+    let (mut failed, mut rows) = (Vec::new(), Vec::new());
     for case in &cases {
         let name = case.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if let Some(refused) = check_refused(case) {
@@ -66,25 +71,13 @@ fn every_case_agrees_with_transformers_and_peft() {
             }
             continue;
         }
-        let on_each = kinds().into_iter().map(|kind| {
-            // A case that panics does not hide the others.
-            let checked = std::panic::catch_unwind(|| match beyond_gpu(case, kind) {
-                Some(keys) => check_refused_on_gpu(case, kind, keys),
-                None => match check_case(case, kind) {
-                    Err(why) if matches!(kind, BackendKind::Cuda { .. }) && why.ends_with(REFUSED_ADAPTERS_ON_GPU) => {
-                        Ok(format!("refused ({why})"))
-                    }
-                    checked => checked,
-                },
-            });
-            let kind = format!("{kind:?}").to_lowercase();
-            match checked.unwrap_or_else(|_| Err("panicked".to_owned())) {
-                Ok(summary) => Ok(format!("{kind}: {summary}")),
-                Err(why) => Err(format!("{kind}: {why}")),
+        match kinds().into_iter().map(|kind| check_on(case, kind)).collect::<Checked<Vec<OnKind>>>() {
+            Ok(on_each) => {
+                let summaries: Vec<String> = on_each.iter().map(|on| format!("{}: {}", on.kind, on.summary)).collect();
+                println!("parity {name}: ok ({})", summaries.join("; "));
+                let worst_of = |kind: &str| on_each.iter().find(|on| on.kind == kind).map(|on| on.worst.clone());
+                rows.push(models_page::Row::new(case, [worst_of("cpu"), worst_of("reference")]));
             }
-        });
-        match on_each.collect::<Result<Vec<String>, String>>().map(|summaries| summaries.join("; ")) {
-            Ok(summary) => println!("parity {name}: ok ({summary})"),
             Err(why) => {
                 println!("parity {name}: FAILED: {why}");
                 failed.push(format!("{name}: {why}"));
@@ -92,6 +85,38 @@ fn every_case_agrees_with_transformers_and_peft() {
         }
     }
     assert!(failed.is_empty(), "{} of {} cases failed:\n{}", failed.len(), cases.len(), failed.join("\n"));
+    if ["RLOOD_PARITY", "RLOOD_PARITY_ONLY", "RLOOD_TEST_BACKEND"].iter().all(|name| std::env::var_os(name).is_none()) {
+        models_page::check(&rows);
+    }
+}
+
+/// What was found on a backend.
+struct OnKind {
+    kind: String,
+    summary: String,
+    worst: Worst,
+}
+
+/// A case that panics does not hide the others.
+fn check_on(case: &Path, kind: BackendKind) -> Checked<OnKind> {
+    let checked = std::panic::catch_unwind(|| match beyond_gpu(case, kind) {
+        Some(keys) => check_refused_on_gpu(case, kind, keys).map(|summary| (summary, Worst::new())),
+        None => match check_case(case, kind) {
+            Err(why) if matches!(kind, BackendKind::Cuda { .. }) && why.ends_with(REFUSED_ADAPTERS_ON_GPU) => {
+                Ok((format!("refused ({why})"), Worst::new()))
+            }
+            checked => checked.map(|worst| (shown(&worst), worst)),
+        },
+    });
+    let kind = format!("{kind:?}").to_lowercase();
+    match checked.unwrap_or_else(|_| Err("panicked".to_owned())) {
+        Ok((summary, worst)) => Ok(OnKind { kind, summary, worst }),
+        Err(why) => Err(format!("{kind}: {why}")),
+    }
+}
+
+fn shown(worst: &Worst) -> String {
+    worst.iter().map(|(what, error)| format!("{what} {error:.1e}")).collect::<Vec<String>>().join(", ")
 }
 
 /// A case that is refused names the key of its config.json. None = it is not one.
@@ -123,10 +148,10 @@ fn check_refused_on_gpu(dir: &Path, kind: BackendKind, keys: &str) -> Checked<St
     }
 }
 
-fn check_case(dir: &Path, kind: BackendKind) -> Checked<String> {
+fn check_case(dir: &Path, kind: BackendKind) -> Checked<Worst> {
     let expected: Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
     let mut policy = Policy::load(dir, kind).map_err(chain)?;
-    let mut worst: BTreeMap<&str, f64> = BTreeMap::new();
+    let mut worst = Worst::new();
     let mut note = |what: &'static str, error: f64| {
         let entry = worst.entry(what).or_default();
         *entry = entry.max(error);
@@ -161,7 +186,7 @@ fn check_case(dir: &Path, kind: BackendKind) -> Checked<String> {
         note("gradient", check_reinforce(&policy, &expected)?);
         note("adamw", check_adamw(&mut policy, &expected)?);
     }
-    Ok(worst.iter().map(|(what, error)| format!("{what} {error:.1e}")).collect::<Vec<String>>().join(", "))
+    Ok(worst)
 }
 
 fn chain(error: impl std::error::Error) -> String {

@@ -64,6 +64,10 @@ impl Case {
         }
         cases.push(Case::new((1, 1, 8), &[(300, &[300, 40]), (530, &[20])], None));
         cases.push(Case::new((1, 1, 8), &[(300, &[300, 40]), (530, &[20])], Some(270)));
+        // So long that much of the prompt and of a completion is out of sight.
+        for (window, lens) in [(1, [512, 3]), (8, [700, 3]), (270, [800, 60])] {
+            cases.push(Case::new((2, 1, 16), &[(600, &lens), (512, &[20])], Some(window)));
+        }
         for (window, softcap) in [(None, 2.0), (Some(7), 0.5), (Some(30), 50.0)] {
             cases.push(Case::new((4, 2, 32), small, window).capped(softcap));
             cases.push(Case::new((3, 1, 10), &[(70, &[40, 1, 150])], window).capped(softcap));
@@ -166,60 +170,98 @@ fn a_packed_batch_and_its_gradient_are_the_naive_ones_on_every_rung_and_any_thre
     }
 }
 
+/// Decodes the completions token by token, and compares with `out` of the packed batch. Where the segments drop what no later
+/// token sees, few positions are left of them.
+fn check_decoded(case: &Case, isa: Isa, out: &[f32], drops: bool) {
+    let Case { heads, groups, window, qkv, .. } = case;
+    let (width, q_width) = (heads.width(), heads.q_width());
+    let rows: Vec<&[f32]> = qkv.chunks_exact(width).collect();
+    let threads = Threads::new(2);
+    let what = format!("{}, drops: {drops}", case.what(isa));
+    let window_and = |more: usize| window.filter(|_| drops).map_or(usize::MAX, |window| window + more - 1);
+    let mut start = 0;
+    for group in groups {
+        let mut prompt = Segment::beginning_at(if drops { first_seen(group.prompt_len, *window) } else { 0 });
+        prompt.extend(heads, &qkv[(start + prompt.len()) * width..(start + group.prompt_len) * width]);
+        assert!(prompt.kept().len() < window_and(BLOCK), "{what}");
+        let mut own = vec![Segment::default(); group.completion_lens.len()];
+        let mut begin = start + group.prompt_len;
+        let begins: Vec<usize> = group
+            .completion_lens
+            .iter()
+            .map(|len| {
+                begin += len;
+                begin - len
+            })
+            .collect();
+        for step in 0..group.completion_lens.iter().max().map_or(0, |longest| *longest) {
+            let live: Vec<usize> = (0..own.len()).filter(|c| step < group.completion_lens[*c]).collect();
+            let visible = Visible::of_completion(group.prompt_len, step, *window);
+            for c in &live {
+                if drops {
+                    own[*c].drop_before(heads, visible.own.start);
+                }
+                own[*c].push(heads, rows[begins[*c] + step]);
+                assert!(own[*c].kept().len() <= window_and(DROPPED_AT_ONCE), "{what}");
+            }
+            let mut outs = vec![vec![0f32; q_width]; live.len()];
+            let mut queries: Vec<Query<'_>> = live
+                .iter()
+                .zip(&mut outs)
+                .map(|(c, out)| Query { qkv: rows[begins[*c] + step], own: &own[*c], visible: visible.clone(), out })
+                .collect();
+            if step % 2 == 0 {
+                attend(isa, heads, &prompt, queries.into_iter());
+            } else {
+                let batch = Batch { prompt: &prompt, queries: &mut queries };
+                attend_batches(&threads, isa, heads, &mut [batch]);
+            }
+            for (c, alone) in live.iter().zip(&outs) {
+                let row = begins[*c] + step;
+                assert_same(&out[row * q_width..(row + 1) * q_width], alone, &what);
+            }
+        }
+        start += group.len();
+    }
+}
+
 #[test]
 fn a_token_has_the_same_bits_decoded_as_in_the_packed_batch() {
     for case in Case::all() {
-        let Case { heads, groups, window, qkv, .. } = &case;
-        let (width, q_width) = (heads.width(), heads.q_width());
-        let rows: Vec<&[f32]> = qkv.chunks_exact(width).collect();
         for isa in Isa::available() {
-            let threads = Threads::new(2);
-            let (out, _) = case.forward(&threads, isa, &mut Segments::default());
-            let mut start = 0;
-            for group in groups {
-                let mut prompt = Segment::default();
-                prompt.extend(heads, &qkv[start * width..(start + group.prompt_len) * width]);
-                let mut own = vec![Segment::default(); group.completion_lens.len()];
-                let mut begin = start + group.prompt_len;
-                let begins: Vec<usize> = group
-                    .completion_lens
-                    .iter()
-                    .map(|len| {
-                        begin += len;
-                        begin - len
-                    })
-                    .collect();
-                for step in 0..group.completion_lens.iter().max().map_or(0, |longest| *longest) {
-                    let live: Vec<usize> = (0..own.len()).filter(|c| step < group.completion_lens[*c]).collect();
-                    for c in &live {
-                        own[*c].push(heads, rows[begins[*c] + step]);
-                    }
-                    let mut outs = vec![vec![0f32; q_width]; live.len()];
-                    let mut queries: Vec<Query<'_>> = live
-                        .iter()
-                        .zip(&mut outs)
-                        .map(|(c, out)| Query {
-                            qkv: rows[begins[*c] + step],
-                            own: &own[*c],
-                            visible: Visible::of_completion(group.prompt_len, step, *window),
-                            out,
-                        })
-                        .collect();
-                    if step % 2 == 0 {
-                        attend(isa, heads, &prompt, queries.into_iter());
-                    } else {
-                        let batch = Batch { prompt: &prompt, queries: &mut queries };
-                        attend_batches(&threads, isa, heads, &mut [batch]);
-                    }
-                    for (c, alone) in live.iter().zip(&outs) {
-                        let row = begins[*c] + step;
-                        assert_same(&out[row * q_width..(row + 1) * q_width], alone, &case.what(isa));
-                    }
-                }
-                start += group.len();
+            let (out, _) = case.forward(&Threads::new(2), isa, &mut Segments::default());
+            for drops in [false, true] {
+                check_decoded(&case, isa, &out, drops);
             }
         }
     }
+}
+
+#[test]
+fn many_positions_are_dropped_together_and_their_memory_is_used_again() {
+    let heads = Heads::new(2, 1, 8);
+    let rows = noise(3 * DROPPED_AT_ONCE * heads.width(), 3);
+    let mut segment = Segment::default();
+    segment.reserve(&heads, 100 + DROPPED_AT_ONCE);
+    let memory = segment.keys.as_ptr();
+    for (index, row) in rows.chunks_exact(heads.width()).enumerate() {
+        let seen = index.saturating_sub(100);
+        segment.drop_before(&heads, seen);
+        segment.push(&heads, row);
+        assert_eq!(segment.kept(), seen / DROPPED_AT_ONCE * DROPPED_AT_ONCE..index + 1);
+        assert_eq!(segment.keys.as_ptr(), memory);
+    }
+}
+
+#[test]
+#[should_panic(expected = "a query sees what is not there")]
+fn what_was_dropped_is_not_seen() {
+    let heads = Heads::new(1, 1, 8);
+    let prompt = Segment::beginning_at(2 * BLOCK);
+    let visible = Visible { prompt: BLOCK..2 * BLOCK, own: 0..0 };
+    let (qkv, mut out) = (noise(heads.width(), 3), [0f32; 8]);
+    let query = Query { qkv: &qkv, own: &Segment::default(), visible, out: &mut out };
+    attend(Isa::Portable, &heads, &prompt, std::iter::once(query));
 }
 
 #[test]

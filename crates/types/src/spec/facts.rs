@@ -80,6 +80,10 @@ pub struct ModelShape {
     pub head_dim: u64,
     /// Tokens the model knows.
     pub vocab_size: u64,
+    /// Decoder layers with a sliding window.
+    pub num_windowed_layers: u64,
+    /// Positions that a token sees in them, itself included; of several windows the largest, and 0 where there is none.
+    pub window: u64,
 }
 
 /// A dataset, as far as a plan depends on it.

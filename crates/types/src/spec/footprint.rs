@@ -60,6 +60,9 @@ pub const KEPT_BYTES: u64 = 256 << 20;
 /// Positions of a sequence's keys and values that are allocated together.
 const KV_BLOCK: u64 = 16;
 
+/// Positions of a completion that a layer with a window keeps besides it on the CPU, until it drops so many together.
+const KV_UNSEEN: u64 = 256;
+
 /// Outputs of a packed weight side by side.
 const PANEL: u64 = 32;
 
@@ -173,16 +176,38 @@ pub fn generation_rows(
     held_bytes: u64,
     tokens_per_row: u64,
 ) -> u64 {
-    let (budget, value) = match place {
-        Place::Cpu => (KV_CACHE_BYTES, F32),
-        Place::Cuda { .. } => (device::kv_budget(place.usable_bytes(), held_bytes), value_bytes(dtype)),
+    let (budget, row) = match place {
+        // How much of it is the prompt's is not known: both may fill a window.
+        Place::Cpu => {
+            (KV_CACHE_BYTES, kv_bytes(shape, tokens_per_row, tokens_per_row.min(2 * shape.window + KV_UNSEEN)))
+        }
+        Place::Cuda { .. } => {
+            let layers = kv_token_bytes(shape, value_bytes(dtype)) * shape.num_hidden_layers;
+            (device::kv_budget(place.usable_bytes(), held_bytes), layers.saturating_mul(tokens_per_row))
+        }
     };
-    (budget / kv_token_bytes(shape, value).saturating_mul(tokens_per_row).max(1)).max(1)
+    (budget / row.max(1)).max(1)
 }
 
-/// Keys and values of a token in all layers.
+/// Keys and values on the CPU, bytes, of prompts and of the completions that continue them: how many, and how long each.
+pub fn kv_cache_bytes(shape: &ModelShape, prompts: (u64, u64), completions: (u64, u64)) -> u64 {
+    let positions = |prompt: u64, completion: u64| {
+        prompts.0 * prompt.next_multiple_of(KV_BLOCK) + completions.0 * completion.next_multiple_of(KV_BLOCK)
+    };
+    let windowed = positions(prompts.1.min(shape.window), completions.1.min(shape.window + KV_UNSEEN));
+    kv_bytes(shape, positions(prompts.1, completions.1), windowed)
+}
+
+/// Keys and values on the CPU, bytes, from the positions that a layer holds: one without a window, and one with it.
+fn kv_bytes(shape: &ModelShape, full: u64, windowed: u64) -> u64 {
+    let full_layers = shape.num_hidden_layers - shape.num_windowed_layers;
+    let positions = full_layers.saturating_mul(full).saturating_add(shape.num_windowed_layers.saturating_mul(windowed));
+    kv_token_bytes(shape, F32).saturating_mul(positions)
+}
+
+/// Keys and values of a token in a layer.
 fn kv_token_bytes(shape: &ModelShape, value_bytes: u64) -> u64 {
-    2 * value_bytes * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+    2 * value_bytes * shape.num_key_value_heads * shape.head_dim
 }
 
 /// Of a weight.
@@ -224,8 +249,7 @@ impl Footprint {
             Some(_) => F32 * parameters + packed_adapter_bytes(plan, shape),
             None => F32 * parameters + (F32 + weight_bytes) * shape.vocab_size * shape.hidden_size,
         };
-        let blocks = |tokens: u64| tokens.next_multiple_of(KV_BLOCK);
-        let kv_cache = kv_token_bytes(shape, F32) * (blocks(prompt) + rows * blocks(completion));
+        let kv_cache = kv_cache_bytes(shape, (1, prompt), (rows, completion));
         let logits = filtered_bytes(plan, shape, rows);
         let prefill = F32 * prompt.min(PREFILL_TOKENS) * forward_width(shape);
         let rollout = kv_cache + logits.max(prefill);
@@ -268,8 +292,7 @@ impl Footprint {
             .min(prompts_per_block * group)
             .max(group);
         let prompts = prompts_per_block.min(rows);
-        let blocks = |tokens: u64| tokens.next_multiple_of(KV_BLOCK);
-        let kv_cache = kv_token_bytes(shape, F32) * (prompts * blocks(prompt) + rows * blocks(completion));
+        let kv_cache = kv_cache_bytes(shape, (prompts, prompt), (rows, completion));
         let logits = filtered_bytes(plan, shape, rows);
         let prefill_tokens = (prompts * prompt).min(PREFILL_TOKENS.max(prompt));
         let prefill = F32 * prefill_tokens * forward_width(shape);
@@ -369,4 +392,34 @@ fn forward_width(shape: &ModelShape) -> u64 {
 fn saved_width(shape: &ModelShape) -> u64 {
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
     2 * (q + 2 * kv) + q + shape.hidden_size + 2 * shape.intermediate_size + 2 * shape.num_attention_heads
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: ModelShape = ModelShape {
+        hidden_size: 1024,
+        intermediate_size: 4096,
+        num_hidden_layers: 24,
+        num_attention_heads: 16,
+        num_key_value_heads: 1,
+        head_dim: 64,
+        vocab_size: 32_000,
+        num_windowed_layers: 0,
+        window: 0,
+    };
+
+    #[test]
+    fn a_window_bounds_the_cache_on_the_cpu_alone() {
+        let windowed = ModelShape { num_windowed_layers: 20, window: 512, ..SHAPE };
+        let cache = |shape: &ModelShape, tokens: u64| kv_cache_bytes(shape, (1, tokens), (4, tokens));
+        assert_eq!(cache(&windowed, 512), cache(&SHAPE, 512));
+        let added = |shape: &ModelShape| cache(shape, 16_384) - cache(shape, 8192);
+        assert_eq!(added(&windowed), added(&SHAPE) / 6);
+        let rows = |place: Place, shape: &ModelShape| generation_rows(place, ComputeDtype::F32, shape, 0, 16_384);
+        assert!(rows(Place::Cpu, &windowed) > 3 * rows(Place::Cpu, &SHAPE));
+        let gpu = Place::Cuda { memory_bytes: Some(40 << 30) };
+        assert_eq!(rows(gpu, &windowed), rows(gpu, &SHAPE));
+    }
 }

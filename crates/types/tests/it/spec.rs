@@ -27,6 +27,8 @@ pub fn model() -> ModelFacts {
             num_key_value_heads: 2,
             head_dim: 4,
             vocab_size: 32,
+            num_windowed_layers: 0,
+            window: 0,
         }),
         modules: vec!["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         beyond_gpu: None,

@@ -4,13 +4,14 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use super::{Attention, AttentionBackward, Cpu, Matrix};
-use crate::kernels::attention::{self, Backward, Forward, Heads, Query, Segment, Visible};
+use crate::kernels::attention::{self, Backward, Forward, Heads, Query, Segment, Visible, first_seen};
 
-/// Keys and values of rows, each behind a prompt that others may share.
+/// Keys and values of rows, each behind a prompt that others may share. A layer with a window drops what no later token sees.
 #[derive(Debug)]
 pub struct Cache {
     heads: Heads,
-    num_layers: usize,
+    /// Per layer.
+    windows: Vec<Option<usize>>,
     prompts: Vec<Arc<Prompt>>,
     rows: Vec<Row>,
     /// Rows that are attended together.
@@ -36,30 +37,34 @@ struct Row {
 const FIRST_TOKENS: usize = 32;
 
 impl Cache {
-    pub(super) fn new(heads: &Heads, num_layers: usize) -> Cache {
-        Cache { heads: *heads, num_layers, prompts: Vec::new(), rows: Vec::new(), pieces: Vec::new() }
+    pub(super) fn new(heads: &Heads, windows: &[Option<usize>]) -> Cache {
+        Cache { heads: *heads, windows: windows.to_vec(), prompts: Vec::new(), rows: Vec::new(), pieces: Vec::new() }
     }
 
     pub(super) fn announce(&mut self, lengths: &[usize]) -> usize {
         let first = self.prompts.len();
-        let layers = vec![Segment::default(); self.num_layers];
+        let layers = vec![Segment::default(); self.windows.len()];
         self.prompts.extend(lengths.iter().map(|len| Arc::new(Prompt { len: *len, layers: layers.clone() })));
         first
     }
 
     pub(super) fn fill(&mut self, first: usize, layer: usize, qkv: &Matrix) {
+        let Cache { heads, windows, prompts, .. } = self;
         let mut row = 0;
-        for prompt in self.prompts[first..].iter_mut().filter_map(Arc::get_mut) {
-            let segment = &mut prompt.layers[layer];
-            segment.reserve(&self.heads, prompt.len);
-            segment.extend(&self.heads, &qkv.values()[row * qkv.width()..(row + prompt.len) * qkv.width()]);
+        for prompt in prompts[first..].iter_mut().filter_map(Arc::get_mut) {
+            // The first token after it sees the most of it.
+            let mut segment = Segment::beginning_at(first_seen(prompt.len, windows[layer]));
+            let rows = row + segment.len()..row + prompt.len;
+            segment.reserve(heads, rows.len());
+            segment.extend(heads, &qkv.values()[rows.start * qkv.width()..rows.end * qkv.width()]);
+            prompt.layers[layer] = segment;
             row += prompt.len;
         }
     }
 
     pub(super) fn add_rows(&mut self, prompt: usize, copies: usize, max_new_tokens: usize) {
         for _ in 0..copies {
-            let layers = vec![Segment::default(); self.num_layers];
+            let layers = vec![Segment::default(); self.windows.len()];
             self.rows.push(Row { prompt: self.prompts[prompt].clone(), max_new_tokens, room: 0, layers });
         }
     }
@@ -76,7 +81,7 @@ impl Cache {
 
 impl Row {
     /// Before a token is appended in all layers.
-    fn make_room(&mut self, heads: &Heads) {
+    fn make_room(&mut self, heads: &Heads, windows: &[Option<usize>]) {
         let len = self.layers.first().map_or(0, Segment::len);
         if len < self.room {
             return;
@@ -84,9 +89,18 @@ impl Row {
         // Twice as much, but no more than it may grow to.
         let more = len.max(FIRST_TOKENS).min(self.max_new_tokens.saturating_sub(len).max(attention::BLOCK));
         self.room = len + more;
-        for segment in &mut self.layers {
-            segment.reserve(heads, more);
+        for (segment, window) in self.layers.iter_mut().zip(windows) {
+            let most = window.map_or(usize::MAX, |window| window + attention::DROPPED_AT_ONCE);
+            segment.reserve(heads, more.min(most - segment.kept().len()));
         }
+    }
+
+    /// Append a token in a layer; what it does not see, no later one does.
+    fn push(&mut self, heads: &Heads, layer: usize, window: Option<usize>, qkv: &[f32]) {
+        let own = &mut self.layers[layer];
+        let seen = Visible::of_completion(self.prompt.len, own.len(), window).own;
+        own.drop_before(heads, seen.start);
+        own.push(heads, qkv);
     }
 }
 
@@ -109,10 +123,11 @@ fn cut(rows: &[Row], threads: usize, pieces: &mut Vec<Range<usize>>) {
 
 impl Cpu {
     /// Append a token to each row, and attend.
-    pub(super) fn attend_rows(&self, cache: &mut Cache, layer: usize, window: Option<usize>, qkv: &Matrix) -> Matrix {
-        let Cache { heads, rows, pieces, .. } = cache;
+    pub(super) fn attend_rows(&self, cache: &mut Cache, layer: usize, qkv: &Matrix) -> Matrix {
+        let Cache { heads, windows, rows, pieces, .. } = cache;
+        let window = windows[layer];
         if layer == 0 {
-            rows.iter_mut().for_each(|row| row.make_room(heads));
+            rows.iter_mut().for_each(|row| row.make_room(heads, windows));
             cut(rows, self.threads.count(), pieces);
         }
         let width = heads.q_width();
@@ -121,7 +136,7 @@ impl Cpu {
         let small = seen * width < MIN_PARALLEL;
         self.threads.over(pieces, rows, (out.values_mut(), width), small, |cell, rows, out| {
             for (row, index) in rows.iter_mut().zip(cell.clone()) {
-                row.layers[layer].push(heads, qkv.row(index));
+                row.push(heads, layer, window, qkv.row(index));
             }
             let Some(first) = rows.first() else { return };
             let queries = rows.iter().zip(out.chunks_exact_mut(width)).zip(cell).map(|((row, out), index)| {

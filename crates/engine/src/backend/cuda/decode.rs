@@ -15,11 +15,12 @@ use crate::kernels::cuda::head;
 use crate::kernels::cuda::rows::{self, Dtype};
 use crate::ops::slices::Heads;
 
-/// Keys and values of rows, made when the first prompt comes.
+/// Keys and values of rows, made when the first prompt comes. All positions are kept, in layers with a window too.
 #[derive(Debug)]
 pub struct Cache {
     heads: Heads,
-    num_layers: usize,
+    /// Per layer.
+    windows: Vec<Option<usize>>,
     dtype: Dtype,
     pages: Option<cache::Cache>,
     /// The tokens of the step under way, then those that it chose, as `head::begin_choose` leaves them.
@@ -35,15 +36,16 @@ pub struct Cache {
 const ROWS: usize = 512;
 
 impl Cache {
-    pub(super) fn new(heads: &Heads, num_layers: usize, dtype: Dtype) -> Cache {
-        Cache { heads: *heads, num_layers, dtype, pages: None, tokens: None, chosen: 0, turn: false }
+    pub(super) fn new(heads: &Heads, windows: &[Option<usize>], dtype: Dtype) -> Cache {
+        let windows = windows.to_vec();
+        Cache { heads: *heads, windows, dtype, pages: None, tokens: None, chosen: 0, turn: false }
     }
 
     /// The pages.
     pub(super) fn made(&mut self, device: &Device) -> Result<&mut cache::Cache> {
         let pages = match self.pages.take() {
             Some(pages) => pages,
-            None => cache::Cache::new(device, &self.heads, self.num_layers, self.dtype)?,
+            None => cache::Cache::new(device, &self.heads, self.windows.len(), self.dtype)?,
         };
         Ok(self.pages.insert(pages))
     }
@@ -190,8 +192,8 @@ impl Decode for Cuda {
         Ok(out)
     }
 
-    fn new_cache(&self, heads: &Heads, num_layers: usize) -> Cache {
-        Cache::new(heads, num_layers, self.compute())
+    fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Cache {
+        Cache::new(heads, windows, self.compute())
     }
 
     fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
@@ -210,14 +212,8 @@ impl Decode for Cuda {
         cache.close();
     }
 
-    fn attend_cached(
-        &self,
-        heads: &Heads,
-        cache: &mut Cache,
-        layer: usize,
-        window: Option<usize>,
-        qkv: &Tensor,
-    ) -> Result<Tensor> {
+    fn attend_cached(&self, heads: &Heads, cache: &mut Cache, layer: usize, qkv: &Tensor) -> Result<Tensor> {
+        let window = cache.windows[layer];
         let out = Tensor::new(&self.device, qkv.count(), heads.q_width(), qkv.dtype())?;
         cache.made(&self.device)?.attend(layer, window, qkv.rows(), out.rows())?;
         Ok(out)

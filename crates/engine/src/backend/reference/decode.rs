@@ -9,14 +9,16 @@ use rayon::prelude::*;
 use super::Reference;
 use crate::backend::{Choice, Chosen, Compute, Decode, Head};
 use crate::error::Result;
+use crate::kernels::attention::{DROPPED_AT_ONCE, first_seen};
 use crate::ops;
 use crate::ops::slices::{self, Cache as Seen, Heads};
 
-/// Keys and values of rows, each behind a prompt that others may share.
+/// Keys and values of rows, each behind a prompt that others may share. A layer with a window drops what no later token sees.
 #[derive(Debug)]
 pub struct Cache {
     heads: Heads,
-    num_layers: usize,
+    /// Per layer.
+    windows: Vec<Option<usize>>,
     prompts: Vec<Arc<Prompt>>,
     rows: Vec<CacheRow>,
 }
@@ -34,6 +36,13 @@ struct CacheRow {
     layers: Vec<Vec<f32>>,
 }
 
+/// Drops the first rows, once they are many, so that the window's stay.
+fn drop_unseen(own: &mut Vec<f32>, width: usize, window: usize) {
+    if own.len() >= (window + DROPPED_AT_ONCE) * width {
+        own.drain(..own.len() - window * width);
+    }
+}
+
 impl Decode for Reference {
     type Cache = Cache;
     type PendingChoice = Infallible;
@@ -43,23 +52,25 @@ impl Decode for Reference {
         false
     }
 
-    fn new_cache(&self, heads: &Heads, num_layers: usize) -> Cache {
-        Cache { heads: *heads, num_layers, prompts: Vec::new(), rows: Vec::new() }
+    fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Cache {
+        Cache { heads: *heads, windows: windows.to_vec(), prompts: Vec::new(), rows: Vec::new() }
     }
 
     fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
         let first = cache.prompts.len();
-        let prompt = |len: &usize| Arc::new(Prompt { len: *len, layers: vec![Vec::new(); cache.num_layers] });
+        let prompt = |len: &usize| Arc::new(Prompt { len: *len, layers: vec![Vec::new(); cache.windows.len()] });
         cache.prompts.extend(lengths.iter().map(prompt));
         Ok(first)
     }
 
     fn fill_prompts(&self, cache: &mut Cache, first: usize, layer: usize, qkv: &Tensor) -> Result<()> {
-        let Cache { heads, prompts, .. } = cache;
+        let Cache { heads, windows, prompts, .. } = cache;
         Ok(ops::with_values(qkv, |values| {
             let mut rows = values.chunks_exact(heads.width());
             for prompt in prompts[first..].iter_mut().filter_map(Arc::get_mut) {
-                for row in rows.by_ref().take(prompt.len) {
+                // The first token after it sees the most of it.
+                let first = first_seen(prompt.len, windows[layer]);
+                for row in rows.by_ref().take(prompt.len).skip(first) {
                     prompt.layers[layer].extend_from_slice(&row[heads.q_width()..]);
                 }
             }
@@ -68,7 +79,7 @@ impl Decode for Reference {
 
     fn add_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, _: usize) -> Result<()> {
         for _ in 0..copies {
-            let layers = vec![Vec::new(); cache.num_layers];
+            let layers = vec![Vec::new(); cache.windows.len()];
             cache.rows.push(CacheRow { prompt: cache.prompts[prompt].clone(), layers });
         }
         Ok(())
@@ -78,14 +89,8 @@ impl Decode for Reference {
         cache.prompts.clear();
     }
 
-    fn attend_cached(
-        &self,
-        heads: &Heads,
-        cache: &mut Cache,
-        layer: usize,
-        window: Option<usize>,
-        qkv: &Tensor,
-    ) -> Result<Tensor> {
+    fn attend_cached(&self, heads: &Heads, cache: &mut Cache, layer: usize, qkv: &Tensor) -> Result<Tensor> {
+        let window = cache.windows[layer];
         let mut out = vec![0f32; cache.rows.len() * heads.q_width()];
         ops::with_values(qkv, |qkv| {
             cache
@@ -97,6 +102,9 @@ impl Decode for Reference {
                     let (q, kv) = qkv.split_at(heads.q_width());
                     let own = &mut row.layers[layer];
                     own.extend_from_slice(kv);
+                    if let Some(window) = window {
+                        drop_unseen(own, kv.len(), window);
+                    }
                     let seen = Seen { prompt: &row.prompt.layers[layer], own };
                     slices::attention_cached(heads, window, q, seen, scores, out);
                 });

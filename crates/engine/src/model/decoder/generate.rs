@@ -23,7 +23,8 @@ impl<B: Decode> Decoder<B> {
     /// No rows yet.
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
         self.backend.release_cached();
-        let cache = self.backend.new_cache(&layer::heads(&self.config), self.layers.len());
+        let windows: Vec<Option<usize>> = self.layers.iter().map(|layer| layer.window).collect();
+        let cache = self.backend.new_cache(&layer::heads(&self.config), &windows);
         Rows { adapter, cache, hidden: None, picked: None, due: None, lengths: Vec::new(), most: Vec::new() }
     }
 
@@ -168,7 +169,7 @@ impl<B: Decode> Decoder<B> {
             for (index, layer) in self.layers.iter().enumerate() {
                 let places = Places { positions: step.positions, angles: &angles };
                 let qkv = layer.project(backend, &x, places, pass)?;
-                let attended = backend.attend_cached(&layer.heads, cache, index, layer.window, &qkv)?;
+                let attended = backend.attend_cached(&layer.heads, cache, index, &qkv)?;
                 x = layer.finish(backend, &x, attended, pass)?;
             }
             let picked = match step.choice.picks.is_empty() {
