@@ -132,7 +132,7 @@ unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
 #[inline(always)]
 unsafe fn gelu<S: Simd>(gate: S::V) -> Curve<S::V> {
     /// 2·√(2/π)
-    const FACTOR: f32 = 1.595_769_1;
+    const FACTOR: f32 = 1.595_769;
     const CUBIC: f32 = 0.044_715;
     unsafe {
         // Beyond ±20 the logistic is 0 or 1 in f32, and the cube stays finite.

@@ -110,6 +110,9 @@ pub unsafe fn exp<S: Simd>(x: S::V) -> S::V {
 pub const LOWEST: f32 = -87.0;
 
 /// σ(x), as if x were no lower than [`LOWEST`]. NaN stays NaN.
+///
+/// # Safety
+/// As for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn logistic<S: Simd>(x: S::V) -> S::V {
     unsafe {
@@ -120,6 +123,9 @@ pub unsafe fn logistic<S: Simd>(x: S::V) -> S::V {
 }
 
 /// tanh(x) = 2·σ(2x) − 1, to about 10⁻⁷ of 1. NaN stays NaN.
+///
+/// # Safety
+/// As for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
     unsafe { S::fma(S::splat(2.0), logistic::<S>(S::mul(S::splat(2.0), x)), S::splat(-1.0)) }

@@ -48,7 +48,7 @@ pub struct ClassifierCard {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Backbone {
     /// Our own decoder.
-    Decoder(ModelDescription),
+    Decoder(Box<ModelDescription>),
     /// A bidirectional encoder.
     Encoder(EncoderConfig),
 }
@@ -84,7 +84,7 @@ impl ClassifierCard {
                 let mut tensors = config.tensors();
                 tensors.push((SCORE.to_owned(), vec![labels.len(), config.hidden_size]));
                 let max_tokens = config.max_position_embeddings;
-                (Backbone::Decoder(config), tensors, max_tokens)
+                (Backbone::Decoder(Box::new(config)), tensors, max_tokens)
             }
         };
         needed.sort();

@@ -158,19 +158,7 @@ impl ModelDescription {
     fn of_family(keys: &Keys, family: &Family) -> Result<ModelDescription, ModelCardError> {
         let file = keys.file;
         let fp8_block = fp8_block(keys)?;
-        let is_read = |key: &str| family.reads.contains(&key) || (key == "quantization_config" && is_fp8(keys));
-        for (key, neutral) in UNSUPPORTED.into_iter().filter(|(key, _)| !is_read(key)) {
-            if let Some(found) = keys.get(key) {
-                let harmless = match found {
-                    Value::Bool(b) => !b,
-                    Value::Number(n) => n.as_f64() == neutral.or(Some(0.0)),
-                    _ => false,
-                };
-                if !harmless {
-                    return keys.refuse(key, found, "this is not supported; use a model without it");
-                }
-            }
-        }
+        check_unsupported(keys, family)?;
         let usual = |key: &str| family.sizes.iter().find(|(name, _)| *name == key).map(|(_, size)| *size);
         let size = |key: &str| keys.size(key, usual(key));
         let hidden_size = size("hidden_size")?;
@@ -240,6 +228,24 @@ impl ModelDescription {
         };
         (family.describe)(keys, common)
     }
+}
+
+/// Refuses the keys that the family does not read, and that would change the computation.
+fn check_unsupported(keys: &Keys<'_>, family: &Family) -> Result<(), ModelCardError> {
+    let is_read = |key: &str| family.reads.contains(&key) || (key == "quantization_config" && is_fp8(keys));
+    for (key, neutral) in UNSUPPORTED.into_iter().filter(|(key, _)| !is_read(key)) {
+        if let Some(found) = keys.get(key) {
+            let harmless = match found {
+                Value::Bool(b) => !b,
+                Value::Number(n) => n.as_f64() == neutral.or(Some(0.0)),
+                _ => false,
+            };
+            if !harmless {
+                return keys.refuse(key, found, "this is not supported; use a model without it");
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Weights are stored in 8 bits, with scales beside them, as transformers' `fp8` has it.

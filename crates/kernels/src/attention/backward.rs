@@ -333,10 +333,8 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
         by_queries!(count, TILE, |at, NQ| scores::<S, NQ, ACC>(dim, keys, whole, q.from(at), p.from(at)));
         by_queries!(count, TILE, |at, NQ| scores::<S, NQ, ACC>(dim, values, whole, d.from(at), ds.from(at)));
         let softcap = heads.softcap.map(|softcap| softcap / scale);
-        if let Some(softcap) = softcap {
-            for query in 0..count {
-                cap::<S>(p.from(query).first, whole * BLOCK, softcap);
-            }
+        for (query, softcap) in (0..count).filter_map(|query| Some((query, softcap?))) {
+            cap::<S>(p.from(query).first, whole * BLOCK, softcap);
         }
         for (number, token) in tokens.clone().enumerate() {
             let here = here(token);
@@ -351,8 +349,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
                     mean = S::fma(out, S::load(d.from(query).first.add(at)), mean);
                 }
                 let at = (row * heads.num_heads + first_head + head) * 2;
-                let mean = S::sum(mean);
-                let of_row = OfRow { shift: softmax[at], rest: softmax[at + 1], mean, scale, softcap };
+                let of_row = OfRow::new(&softmax[at..], S::sum(mean), (scale, softcap));
                 slopes::<S>(&of_row, &here, whole, p.from(query).first, ds.from(query).first);
             }
         }
@@ -411,6 +408,12 @@ struct OfRow {
     scale: f32,
     /// Of the scores before they are scaled.
     softcap: Option<f32>,
+}
+
+impl OfRow {
+    fn new(softmax: &[f32], mean: f32, (scale, softcap): (f32, Option<f32>)) -> Self {
+        Self { shift: softmax[0], rest: softmax[1], mean, scale, softcap }
+    }
 }
 
 /// Scores → p, and dp → ds = scale·p·(dp − mean), 0 where a position is not seen; times the slope of the cap.

@@ -218,7 +218,7 @@ fn rotary_dim(keys: &Keys<'_>, key: &str, factor: Option<&Value>, sizes: Sizes) 
         return keys.refuse(key, value, "only 1 is supported in this model_type");
     }
     let columns = (sizes.head_dim as f64 * factor) as usize;
-    match columns % 2 == 0 && columns > 0 {
+    match columns.is_multiple_of(2) && columns > 0 {
         true => Ok(columns),
         false => {
             keys.refuse(key, value, &format!("{columns} columns of a head would rotate; it must be an even number"))

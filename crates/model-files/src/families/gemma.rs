@@ -47,7 +47,7 @@ pub(super) const GEMMA3_TEXT: Family = Family {
             Some(_) => keys.size("sliding_window_pattern", None)?,
             None => keys.size("_sliding_window_pattern", Some(6))?,
         };
-        let slides = |layer: usize| (layer + 1) % pattern != 0;
+        let slides = |layer: usize| !(layer + 1).is_multiple_of(pattern);
         model.windows = windows(keys, model.num_hidden_layers, Some(window(keys)?), slides)?;
         Ok(model)
     },

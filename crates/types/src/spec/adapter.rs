@@ -75,32 +75,8 @@ impl LoraPlan {
     /// # Errors
     /// When it is another kind of adapter, or has what is not supported, or selects no layer of this model.
     pub fn from_peft(config: &Value, paths: &[&str], num_layers: usize) -> Result<LoraPlan, String> {
-        let refuse = |key: &str, advice: &str| {
-            let found = config.get(key).map_or_else(|| "missing".to_owned(), brief);
-            Err(format!("{FILE}: {key} is {found}; {advice}"))
-        };
-        if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
-            return refuse("peft_type", "only \"LORA\" is supported");
-        }
-        for key in UNSUPPORTED {
-            let is_neutral = match config.get(key) {
-                None | Some(Value::Null | Value::Bool(false)) => true,
-                Some(Value::Object(map)) => map.is_empty(),
-                Some(Value::Array(list)) => list.is_empty(),
-                Some(_) => false,
-            };
-            if !is_neutral {
-                return refuse(key, "this is not supported");
-            }
-        }
-        if !matches!(config.get("bias").map(Value::as_str), None | Some(Some("none"))) {
-            return refuse("bias", "only \"none\" is supported");
-        }
-        if let Some(name) = config.get("init_lora_weights").and_then(Value::as_str)
-            && ["pissa", "olora", "corda", "loftq"].iter().any(|n| name.starts_with(n))
-        {
-            return refuse("init_lora_weights", "it changes the base weights, which is not supported");
-        }
+        check_kind(config)?;
+        let refuse = |key: &str, advice: &str| refused(config, key, advice);
         let Some(r) = config.get("r").and_then(rank) else {
             return refuse("r", "it must be a positive whole number");
         };
@@ -121,25 +97,7 @@ impl LoraPlan {
         let excluded = config
             .get("exclude_modules")
             .map_or(Ok(Selection::None), |value| Selection::read("exclude_modules", value))?;
-        let layers = match config.get("layers_to_transform") {
-            None | Some(Value::Null) => None,
-            Some(Value::Array(list)) if list.is_empty() => None,
-            Some(value) => {
-                let one = |value: &Value| value.as_u64().filter(|layer| (*layer as usize) < num_layers);
-                let list: Option<Vec<u64>> = value
-                    .as_array()
-                    .map_or_else(|| one(value).map(|one| vec![one]), |list| list.iter().map(one).collect());
-                match list {
-                    Some(list) => Some(list),
-                    None => {
-                        return refuse(
-                            "layers_to_transform",
-                            &format!("this model has layers 0 to {}", num_layers - 1),
-                        );
-                    }
-                }
-            }
-        };
+        let layers = layers_of(config, num_layers)?;
         let ranks = Patterns::read(config, "rank_pattern", "positive whole numbers", rank)?;
         let alphas = Patterns::read(config, "alpha_pattern", "numbers", finite)?;
 
@@ -161,29 +119,89 @@ impl LoraPlan {
                 &format!("it selects nothing of this model, which has {}", names.join(", ")),
             );
         }
-        let mut plan =
-            LoraPlan { r, alpha, use_rslora, dropout, target_modules: Vec::new(), ..LoraPlan::all_linear(r, alpha) };
-        for (index, path) in paths.iter().enumerate() {
-            let of_path: Vec<(usize, ModuleRank)> =
-                found.range((index, 0)..(index + 1, 0)).map(|((_, layer), rank)| (*layer, *rank)).collect();
-            let Some((_, first)) = of_path.first() else { continue };
-            let is_uniform = of_path.len() == num_layers && of_path.iter().all(|(_, rank)| rank == first);
-            let names: Vec<(String, ModuleRank)> = match is_uniform {
-                true => vec![(name_of(path).to_owned(), *first)],
-                false => of_path.iter().map(|(layer, rank)| (format!("layers.{layer}.{path}"), *rank)).collect(),
-            };
-            for (name, rank) in names {
-                if rank.r != r {
-                    plan.rank_pattern.insert(name.clone(), rank.r);
-                }
-                if rank.alpha != alpha {
-                    plan.alpha_pattern.insert(name.clone(), rank.alpha);
-                }
-                plan.target_modules.push(name);
-            }
-        }
-        Ok(plan)
+        let plan = LoraPlan { use_rslora, dropout, ..LoraPlan::all_linear(r, alpha) };
+        Ok(named(plan, paths, num_layers, &found))
     }
+}
+
+fn refused<T>(config: &Value, key: &str, advice: &str) -> Result<T, String> {
+    let found = config.get(key).map_or_else(|| "missing".to_owned(), brief);
+    Err(format!("{FILE}: {key} is {found}; {advice}"))
+}
+
+/// Refuses what is no LoRA, or has more than A and B.
+fn check_kind(config: &Value) -> Result<(), String> {
+    if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
+        return refused(config, "peft_type", "only \"LORA\" is supported");
+    }
+    for key in UNSUPPORTED {
+        let is_neutral = match config.get(key) {
+            None | Some(Value::Null | Value::Bool(false)) => true,
+            Some(Value::Object(map)) => map.is_empty(),
+            Some(Value::Array(list)) => list.is_empty(),
+            Some(_) => false,
+        };
+        if !is_neutral {
+            return refused(config, key, "this is not supported");
+        }
+    }
+    if !matches!(config.get("bias").map(Value::as_str), None | Some(Some("none"))) {
+        return refused(config, "bias", "only \"none\" is supported");
+    }
+    match config.get("init_lora_weights").and_then(Value::as_str) {
+        Some(name) if ["pissa", "olora", "corda", "loftq"].iter().any(|n| name.starts_with(n)) => {
+            refused(config, "init_lora_weights", "it changes the base weights, which is not supported")
+        }
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// `layers_to_transform`: one number or a list; None = all.
+fn layers_of(config: &Value, num_layers: usize) -> Result<Option<Vec<u64>>, String> {
+    let one = |value: &Value| value.as_u64().filter(|layer| (*layer as usize) < num_layers);
+    let list: Option<Vec<u64>> = match config.get("layers_to_transform") {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::Array(list)) if list.is_empty() => return Ok(None),
+        Some(Value::Array(list)) => list.iter().map(one).collect(),
+        Some(value) => one(value).map(|layer| vec![layer]),
+    };
+    match list {
+        Some(list) => Ok(Some(list)),
+        None => {
+            let last = num_layers.saturating_sub(1);
+            refused(config, "layers_to_transform", &format!("this model has layers 0 to {last}"))
+        }
+    }
+}
+
+/// A plan of what was found by path and layer: a module's name where all layers have the same, else one name a layer.
+fn named(
+    mut plan: LoraPlan,
+    paths: &[&str],
+    num_layers: usize,
+    found: &BTreeMap<(usize, usize), ModuleRank>,
+) -> LoraPlan {
+    plan.target_modules.clear();
+    for (index, path) in paths.iter().enumerate() {
+        let of_path: Vec<(usize, ModuleRank)> =
+            found.range((index, 0)..(index + 1, 0)).map(|((_, layer), rank)| (*layer, *rank)).collect();
+        let Some((_, first)) = of_path.first() else { continue };
+        let is_uniform = of_path.len() == num_layers && of_path.iter().all(|(_, rank)| rank == first);
+        let names: Vec<(String, ModuleRank)> = match is_uniform {
+            true => vec![(name_of(path).to_owned(), *first)],
+            false => of_path.iter().map(|(layer, rank)| (format!("layers.{layer}.{path}"), *rank)).collect(),
+        };
+        for (name, rank) in names {
+            if rank.r != plan.r {
+                plan.rank_pattern.insert(name.clone(), rank.r);
+            }
+            if rank.alpha != plan.alpha {
+                plan.alpha_pattern.insert(name.clone(), rank.alpha);
+            }
+            plan.target_modules.push(name);
+        }
+    }
+    plan
 }
 
 fn rank(value: &Value) -> Option<u32> {
