@@ -4,6 +4,8 @@
 
 #[cfg(feature = "parquet")]
 mod elsewhere;
+#[cfg(feature = "parquet")]
+mod memory;
 
 use std::io::{Read, Write};
 use std::path::PathBuf;

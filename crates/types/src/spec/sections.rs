@@ -42,11 +42,13 @@ pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {
             values.set("checkpoint", checkpoint);
         } else {
             reader.entry("adapter").fail("conflict", "the checkpoint is named twice: give it once");
+            return None;
         }
     } else if !values.is_default("adapter") && !values.is_default("checkpoint") {
         reader
             .entry("adapter")
             .fail("conflict", "checkpoint and adapter both say what to begin with: give one of them");
+        return None;
     }
     let warm_start: WarmStartPlan = values.into_section()?;
     if warm_start.checkpoint.is_none()

@@ -9,7 +9,6 @@ use super::sampling::{GREEDY, MIN_P, REPETITION_PENALTY, TOP_K, TOP_P};
 use super::{Kind, MAX_STEPS, Range, Resume, Section, Setting, Trl, words_of};
 use crate::id::{AdapterId, CheckpointId};
 use crate::spec::Reference;
-use crate::spec::foreign::advice;
 use crate::spec::reader::Field;
 use crate::spec::schema::{dataset, rewards, string};
 
@@ -95,7 +94,7 @@ fn read_adapter(field: &Field<'_>) -> Option<Value> {
     let reader = field.object()?;
     let (hub, revision) = (reader.field("hub"), reader.field("revision"));
     let (upload, checkpoint) = (reader.field("upload"), reader.field("checkpoint"));
-    reader.finish(advice);
+    reader.finish(|_, _| None);
     let given = [&hub, &upload, &checkpoint].iter().filter(|field| field.value().is_some()).count();
     if given != 1 {
         field.fail("invalid_value", "give one of hub, upload and checkpoint");

@@ -1,8 +1,5 @@
 //! The memory that reading takes, whatever a parquet file says: each file is read by a process of its own, whose peak is measured.
 
-#![cfg(feature = "parquet")]
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
-
 mod written;
 
 use std::path::{Path, PathBuf};
@@ -14,7 +11,7 @@ use rlood_data::{Options, Source, convert};
 use serde_json::json;
 use written::{Written, mixed, noise, packed_zeros, text, write};
 
-/// The limit of issue 23.
+/// What reading may take.
 const MAX_MIB: u64 = 256;
 const FILE: &str = "RLOOD_TEST_PARQUET";
 const GIB: usize = 1 << 30;
@@ -50,7 +47,7 @@ fn child() {
 /// What a file's reading says, and the MiB it took at most.
 fn measured(path: &Path) -> (String, u64) {
     let mut child = Command::new(std::env::current_exe().unwrap());
-    let done = child.args(["child", "--exact", "--nocapture"]).env(FILE, path).output().unwrap();
+    let done = child.args(["memory::child", "--exact", "--nocapture"]).env(FILE, path).output().unwrap();
     let out = String::from_utf8(done.stdout).unwrap();
     let line = out.lines().find_map(|line| line.strip_prefix("measured ")).unwrap_or_else(|| panic!("{out}"));
     let (mib, told) = line.split_once(' ').unwrap();
