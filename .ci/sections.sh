@@ -31,7 +31,7 @@ hub() {
         echo "NOT RUN: huggingface_hub cannot be installed here (python3 with venv and PyPI are needed)"
         return
     fi
-    RLOOD_HUB_PYTHON=$venv/bin/python cargo_test -p rlood-hub --test it -- python::
+    RLOOD_HUB_PYTHON=$PWD/$venv/bin/python cargo_test -p rlood-hub --test it -- python::
 }
 
 # Every model family; .ci/run checks two a day.
@@ -79,11 +79,11 @@ fuzz() {
     # A workspace of its own, with the versions of ours.
     cp Cargo.lock fuzz/Cargo.lock
     CARGO_TARGET_DIR=target/fuzz cargo check --manifest-path fuzz/Cargo.toml --bins
-    RLOOD_FUZZ_SECONDS=30 cargo_test -p rlood --test it -- fuzz:: --nocapture | figures 'none breaks it'
+    RLOOD_FUZZ_SECONDS=10 cargo_test -p rlood --test it -- fuzz:: --nocapture | figures 'none breaks it'
 }
 
 section schemathesis "python3 with venv, PyPI" openapi src/http tests/schemathesis
 schemathesis() {
     binary
-    EXAMPLES=500 tests/schemathesis/run.sh target/docker-out/rlood | figures '^Test cases:|generated'
+    EXAMPLES=100 tests/schemathesis/run.sh target/docker-out/rlood | figures '^Test cases:|generated'
 }
