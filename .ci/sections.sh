@@ -85,5 +85,5 @@ fuzz() {
 section schemathesis "python3 with venv, PyPI" openapi src/http tests/schemathesis
 schemathesis() {
     binary
-    EXAMPLES=100 tests/schemathesis/run.sh target/docker-out/rlood | figures '^Test cases:|generated'
+    EXAMPLES=30 tests/schemathesis/run.sh target/docker-out/rlood | figures '^Test cases:|generated'
 }

@@ -134,6 +134,9 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
             break;
         }
     }
+    if source_rows.is_empty() && !is_late() {
+        return Err(rejected(whole("empty", "there are no rows: at least one is needed".to_owned())));
+    }
     let first = source_rows.first().and_then(Value::as_object);
     let has_prompt = first.is_some_and(|row| row.contains_key("prompt"));
     let names_prompt = recipe.map.as_ref().is_some_and(|map| map.prompt.is_some());
