@@ -337,11 +337,16 @@ fn a_look_at_a_large_file_takes_no_time() {
     }
     drop(file);
     let source = [Source::file("large.csv", path)];
-    let begun = std::time::Instant::now();
     let wanted = recipe(json!({"map": {"prompt": "question", "where": "answer == 'never'"}}));
-    let look = preview(&source, &wanted, &options(), 5).unwrap();
-    assert!(begun.elapsed().as_millis() < 300, "{:?}", begun.elapsed());
-    assert_eq!((look.source_rows.len(), look.rows.len()), (5, 0));
+    let looks = (0..3).map(|_| {
+        let begun = std::time::Instant::now();
+        let look = preview(&source, &wanted, &options(), 5).unwrap();
+        assert_eq!((look.source_rows.len(), look.rows.len()), (5, 0));
+        begun.elapsed()
+    });
+    // Of several: other tests keep the processors busy.
+    let fastest = looks.min().unwrap();
+    assert!(fastest.as_millis() < 300, "{fastest:?}");
 }
 
 #[test]
@@ -357,4 +362,13 @@ fn where_no_row_is_good_the_rest_is_not_read_and_that_is_said() {
     // Where one is, all are counted.
     let one_is_good = refused(rows("{\"prompt\":\"a\"}\n"));
     assert_eq!((one_is_good.num_errors, one_is_good.errors.len()), (5000, 100));
+}
+
+#[test]
+fn a_look_at_no_rows_is_refused() {
+    let dir = Dir::new();
+    for (name, bytes) in [("a.json", "\n"), ("a.json", "[]"), ("a.ndjson", ""), ("a.csv", "prompt,answer\n")] {
+        let refused = preview(&[dir.file(name, bytes.as_bytes())], &Recipe::default(), &options(), 3).unwrap_err();
+        assert!(refused.errors[0].detail.contains("no rows"), "{name} {bytes:?}: {:?}", refused.errors);
+    }
 }
