@@ -4,6 +4,7 @@
 //! rlood.lock                              held by the one server that uses the directory
 //! rlood.db                                the database (store.rs)
 //! datasets/DATASET.ndjson                 canonical rows
+//! adapters/ADAPTER/FILE                   PEFT adapters from elsewhere
 //! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints; attempt 0 = taken over by a fork
 //! initial/JOB/…                           what a job with a warm start begins with
 //! models/…                                models that the server downloaded
@@ -13,6 +14,7 @@
 //!
 //! Longer than other files: no path of the directory is built anywhere else.
 
+mod adapters;
 pub mod copy;
 pub mod held;
 mod initial;
@@ -32,11 +34,13 @@ use tokio::io::AsyncWriteExt;
 
 use crate::digest::Sha256Digest;
 use crate::failpoint::{fail_point, pace};
-use crate::id::{AdapterId, DatasetId, JobId};
+use crate::id::{DatasetId, JobId};
 use crate::protocol::{BadFileName, FileEntry, check_file_name};
 use uploads::Uploads;
 
 const LOCK: &str = "rlood.lock";
+
+pub use adapters::StagedDir;
 
 /// What could not be done with a file. Paths are for the log: never show one to a client.
 #[derive(Debug, thiserror::Error)]
@@ -114,24 +118,6 @@ pub struct StagedDone {
     pub size_bytes: u64,
     /// Of its bytes.
     pub sha256: Sha256Digest,
-}
-
-/// A directory under `staging/`, removed when dropped unless it was moved to its place.
-#[derive(Debug)]
-pub struct StagedDir(PathBuf);
-
-impl StagedDir {
-    /// Where it lies for now.
-    pub fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for StagedDir {
-    fn drop(&mut self) {
-        // What cannot be removed now is removed at the next start.
-        let _ = remove_tree(&self.0);
-    }
 }
 
 /// A path that is removed when dropped.
@@ -246,38 +232,6 @@ impl DataDir {
         remove_tree(&self.checkpoints().join(job.to_string()))
     }
 
-    /// Where an adapter's files lie.
-    pub fn adapter_dir(&self, id: AdapterId) -> PathBuf {
-        self.adapters().join(id.to_string())
-    }
-
-    /// Puts a directory of staged files where an adapter's files lie. Blocking.
-    pub fn adapter_place(&self, id: AdapterId, staged: &Path) -> Result<(), FilesError> {
-        initial::place(staged, &self.adapter_dir(id))
-    }
-
-    /// Removes an adapter's files. Blocking.
-    pub fn adapter_remove(&self, id: AdapterId) -> Result<(), FilesError> {
-        remove_tree(&self.adapter_dir(id))
-    }
-
-    /// At start: removes adapters that no row names. Blocking.
-    pub fn adapter_sweep(&self, adapters: &[AdapterId]) -> Result<(), FilesError> {
-        let kept: HashSet<PathBuf> = adapters.iter().map(|id| self.adapter_dir(*id)).collect();
-        if !self.adapters().is_dir() {
-            return Ok(());
-        }
-        entries(&self.adapters())?.iter().filter(|dir| !kept.contains(*dir)).try_for_each(|dir| remove_tree(dir))
-    }
-
-    /// A new directory under `staging/` for files that belong together. Blocking.
-    pub fn stage_dir(&self) -> Result<StagedDir, FilesError> {
-        let name = format!("folder-{}", ulid::Ulid::generate().to_string().to_lowercase());
-        let path = self.staging().join(name);
-        create_private_dir(&path)?;
-        Ok(StagedDir(path))
-    }
-
     /// Removes a dataset's file. Blocking.
     pub fn dataset_remove(&self, id: DatasetId) -> Result<(), FilesError> {
         let path = self.dataset(id);
@@ -341,10 +295,6 @@ impl DataDir {
 
     fn checkpoints(&self) -> PathBuf {
         self.root.join("checkpoints")
-    }
-
-    fn adapters(&self) -> PathBuf {
-        self.root.join("adapters")
     }
 }
 
