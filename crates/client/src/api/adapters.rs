@@ -53,7 +53,7 @@ impl Client {
     /// Uploads an adapter, or has the server fetch one of the hub. The same files again give the old adapter.
     ///
     /// # Errors
-    /// `invalid_adapter` when the files are none, or any other [`Error`]; also when a file cannot be read.
+    /// `invalid_adapter` when the files are no adapter, or any other [`Error`]; also when a file cannot be read.
     pub async fn create_adapter(&self, name: Option<&str>, source: &AdapterSource) -> Result<StoredAdapter, Error> {
         let call = self.post_once(&["adapters"]).query_if("name", name);
         match source {
