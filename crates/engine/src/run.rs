@@ -23,7 +23,7 @@ use super::start::{self, ReferenceModel};
 use super::text::Text;
 use super::update::MicroBatching;
 use crate::event::{Event, Phase, SamplePhase};
-use crate::spec::{Mixture, Plan, PromptKey, held_out_rows, prompt_key, shared_prompts};
+use crate::spec::{Mixture, Plan, PromptKey, held_out_rows, prompt_key, shared_prompts, test_rows};
 
 /// Everything a run holds.
 pub(super) struct Run<'a> {
@@ -220,22 +220,32 @@ impl Data {
         let prompts = prompts::tokenize(&text, rows, &plan.sampling, max_positions)?;
         let eval_prompts = prompts::tokenize(&text, eval_rows, &plan.sampling, max_positions)?;
         host.poll()?;
-        let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) else {
-            let evaluated_rows = (0..eval_prompts.len() as u64).collect();
-            let shared_prompts = shared_prompts(&keys, &eval_keys);
-            return Ok(Self { text, prompts, eval_prompts, trained_rows: None, evaluated_rows, shared_prompts });
-        };
-        let evaluated_rows = held_out_rows(plan.arithmetic.split, &keys, fraction, plan.training.seed);
-        if evaluated_rows.is_empty() {
+        let eval = plan.eval.as_ref();
+        let fraction = eval.and_then(|eval| eval.fraction);
+        let held_out = |fraction| held_out_rows(plan.arithmetic.split, &keys, fraction, plan.training.seed);
+        let held_out = fraction.map(held_out);
+        if held_out.as_ref().is_some_and(Vec::is_empty) {
             return Err(RunEnd::Failed(EngineError::Prompts(
                 "eval.fraction can hold out nothing: all prompts are equal, and equal prompts are never divided between training and evaluation; give an evaluation dataset, or add prompts".into(),
             )));
         }
-        let trained_rows: Vec<u64> =
-            (0..prompts.len() as u64).filter(|row| evaluated_rows.binary_search(row).is_err()).collect();
+        let not_trained = held_out.as_deref().unwrap_or_default();
+        let test = eval.and_then(|eval| eval.test_fraction);
+        let tested = test.map(|fraction| test_rows(&keys, not_trained, fraction, plan.training.seed)).unwrap_or_default();
+        let is_trained = |row: &u64| not_trained.binary_search(row).is_err() && tested.binary_search(row).is_err();
+        let trained_rows: Option<Vec<u64>> = (held_out.is_some() || !tested.is_empty())
+            .then(|| (0..prompts.len() as u64).filter(is_trained).collect());
         let of_rows = |rows: &[u64]| rows.iter().filter_map(|row| keys.get(*row as usize)).collect::<Vec<_>>();
-        let shared_prompts = shared_prompts(of_rows(&trained_rows), of_rows(&evaluated_rows));
-        Ok(Self { text, prompts, eval_prompts, trained_rows: Some(trained_rows), evaluated_rows, shared_prompts })
+        let trained_keys = trained_rows.as_deref().map_or_else(|| keys.iter().collect(), of_rows);
+        let eval_is_held_out = held_out.is_some();
+        let (evaluated_rows, shared_prompts) = match held_out {
+            Some(rows) => {
+                let shared = shared_prompts(trained_keys, of_rows(&rows));
+                (rows, shared)
+            }
+            None => ((0..eval_prompts.len() as u64).collect(), shared_prompts(trained_keys, &eval_keys)),
+        };
+        Ok(Self { text, prompts, eval_prompts, trained_rows, eval_is_held_out, evaluated_rows, shared_prompts })
     }
 
     /// How many rows of each source are trained; one number where there is one.
@@ -252,7 +262,7 @@ impl Data {
         match phase {
             SamplePhase::Train => &self.prompts,
             // Held-out rows are rows of the training dataset.
-            SamplePhase::Eval if self.trained_rows.is_some() => &self.prompts,
+            SamplePhase::Eval if self.eval_is_held_out => &self.prompts,
             SamplePhase::Eval => &self.eval_prompts,
         }
     }

@@ -82,6 +82,10 @@ id_type!(/// A published checkpoint of a job.
     CheckpointId, "checkpoint", "ckpt_");
 id_type!(/// A PEFT adapter that was uploaded, or comes from the hub.
     AdapterId, "adapter", "adp_");
+id_type!(/// A comparison of a checkpoint with its base model.
+    VerdictId, "verdict", "vrd_");
+id_type!(/// An export of a checkpoint: its weights in another form.
+    ExportId, "export", "exp_");
 id_type!(/// A running worker process.
     WorkerId, "worker", "wrk_");
 id_type!(/// An API key; not its secret text, which begins with `rld_`.

@@ -21,5 +21,6 @@ pub mod sample;
 pub mod spec;
 pub mod storage;
 pub mod trajectory;
+pub mod verdict;
 
 use rlood_templates as jinja;

@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 /// Why there is no report of a one-shot child.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OneShotError {
@@ -24,4 +26,21 @@ pub enum OneShotError {
     /// The child cannot be started, or one side cannot read or write: what failed.
     #[error("{0}")]
     Failed(String),
+}
+
+/// A line of a child that reports on its way: how far it is, something that it found, and last of all its report.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChildLine<Item, Report> {
+    /// How far it is.
+    Progress {
+        /// Parts done.
+        done: u64,
+        /// Parts in all.
+        total: u64,
+    },
+    /// Something that it found.
+    Item(Item),
+    /// The last line.
+    Report(Report),
 }

@@ -31,13 +31,17 @@ mod secrets;
 mod sections;
 mod settings;
 mod sources;
+mod split;
 pub mod trl;
+mod verdict;
 mod warm;
 
 pub use adapter::ModuleRank;
 pub use document::{JobSpec, Labels, TrainingSpec, read_labels, submittable, submittable_dataset};
 pub use estimate::Estimate;
-pub use evaluation::{EvalSpec, PromptKey, held_out_count, held_out_rows, prompt_key, shared_prompts};
+pub use evaluation::{
+    EvalSpec, GuardSpec, PromptKey, held_out_count, held_out_rows, prompt_key, shared_prompts, test_rows,
+};
 pub use facts::{Context, DatasetFacts, ModelFacts, ModelShape, RewardModelFacts, SourceFacts};
 pub use fork::{continues, forked_document, resume_identity};
 pub use generation::{CheckpointChoice, GenerationDocument, GenerationSpec};
@@ -50,7 +54,8 @@ pub use reader::FieldError;
 pub use resolve::{Resolution, SHARED_PROMPTS, Warning, resolve};
 pub use rewards::{Formula, JsonSchema, SampleTemplate, read_single_reward};
 pub use schema::{DraftDocument, DraftPlan, FormDocument, JobDocument};
-pub use secrets::eval_secret_name;
+pub use secrets::{eval_secret_name, guard_secret_name};
 pub use settings::settings_page;
 pub use sources::{DatasetSource, HubDataset, MixedSource};
+pub use verdict::{VerdictDocument, VerdictSpec};
 pub use warm::WarmStartFacts;

@@ -95,12 +95,21 @@ impl JobSpec {
         }
         let train_records = detach_records(&mut document, "/dataset");
         let eval_records = detach_records(&mut document, "/eval/dataset");
+        let test_records = detach_records(&mut document, "/eval/test_dataset");
+        let guard_records = detach_records(&mut document, "/eval/guard/dataset");
         let errors = Errors::default();
         let mut spec = read_job(&Reader::document(&document, &errors));
         let mut errors = errors.into_vec();
+        let (mut eval, mut test, mut guard) = (None, None, None);
+        if let Some(spec) = &mut spec.eval {
+            (eval, test) = (spec.dataset.as_mut(), spec.test_dataset.as_mut());
+            guard = spec.guard.as_mut().and_then(|guard| guard.dataset.as_mut());
+        }
         for (source, at, records) in [
             (spec.dataset.as_mut(), "/dataset", train_records),
-            (spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut()), "/eval/dataset", eval_records),
+            (eval, "/eval/dataset", eval_records),
+            (test, "/eval/test_dataset", test_records),
+            (guard, "/eval/guard/dataset", guard_records),
         ] {
             if let Some(source) = source {
                 errors.extend(attach_records(source, at, records));
@@ -144,6 +153,17 @@ pub fn submittable(plan: &Plan) -> Value {
         // With a fraction the rows are the training dataset's, and how many follows from it.
         document["eval"]["dataset"] = eval.fraction.map_or_else(|| submittable_dataset(&eval.dataset), |_| Value::Null);
         document["eval"]["held_out_rows"] = Value::Null;
+        document["eval"]["test_rows"] = Value::Null;
+        if eval.fraction.is_some() {
+            // Left out it would be the default.
+            document["eval"]["test_fraction"] = json!(eval.test_fraction.unwrap_or(0.0));
+        }
+        if let Some(test) = &eval.test_dataset {
+            document["eval"]["test_dataset"] = submittable_dataset(test);
+        }
+        if let Some(guard) = &eval.guard {
+            document["eval"]["guard"]["dataset"] = submittable_dataset(&guard.dataset);
+        }
     }
     without_nulls(&mut document);
     if lora.is_none() {
@@ -176,7 +196,7 @@ fn without_nulls(value: &mut Value) {
 
 /// The document without what must not be shown again.
 fn redacted(mut document: Value) -> Value {
-    for at in ["/rewards", "/eval/rewards"] {
+    for at in ["/rewards", "/eval/rewards", "/eval/guard/rewards"] {
         for reward in document.pointer_mut(at).and_then(Value::as_array_mut).into_iter().flatten() {
             if let Some(reward) = reward.as_object_mut() {
                 reward.shift_remove("secret");

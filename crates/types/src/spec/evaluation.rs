@@ -7,10 +7,10 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::foreign::advice;
-use super::reader::Reader;
+use super::reader::{Field, Reader};
 use super::rewards::read_rewards;
-use super::secrets::eval_secret_name;
-use super::settings::EVAL;
+use super::secrets::{eval_secret_name, guard_secret_name};
+use super::settings::{EVAL, Range};
 use super::sources::{DatasetSource, read_dataset};
 use super::{RewardPlan, RewardSecrets, SplitRule};
 
@@ -41,9 +41,47 @@ pub struct EvalSpec {
     /// Rewards of its own; None = the job's.
     #[serde(skip)]
     pub rewards: Option<Vec<RewardPlan>>,
+    /// The share of the training dataset that only the verdict reads; 0 = none, None = [`DEFAULT_TEST_FRACTION`] beside `fraction`.
+    pub test_fraction: Option<f64>,
+    /// Prompts that only the verdict reads, instead.
+    #[serde(skip)]
+    pub test_dataset: Option<DatasetSource>,
+    /// What training must not make worse.
+    #[serde(skip)]
+    pub guard: Option<GuardSpec>,
+    /// Whether the server judges the job by itself when it has succeeded.
+    pub auto_verdict: bool,
 }
 
-/// The evaluation, and the secrets of its own rewards, by [`eval_secret_name`].
+impl EvalSpec {
+    /// The share of the training dataset that only the verdict reads.
+    pub fn wanted_test_fraction(&self) -> f64 {
+        let default = if self.fraction.is_some() && self.test_dataset.is_none() { DEFAULT_TEST_FRACTION } else { 0.0 };
+        self.test_fraction.unwrap_or(default)
+    }
+}
+
+/// A guard set, as asked for.
+#[derive(Debug, Clone)]
+pub struct GuardSpec {
+    /// Its prompts; None when missing or refused.
+    pub dataset: Option<DatasetSource>,
+    /// Rewards of its own; None = those of the evaluation.
+    pub rewards: Option<Vec<RewardPlan>>,
+    /// How far the reward may fall.
+    pub margin: f64,
+}
+
+/// The share of the training dataset that only the verdict reads, where `eval.fraction` is given.
+pub const DEFAULT_TEST_FRACTION: f64 = 0.1;
+/// With fewer rows a test set says too little to be worth taking them from training.
+pub const FEWEST_TEST_ROWS: u64 = 50;
+/// Most rows of a test set that is taken from the training dataset.
+pub const MOST_TEST_ROWS: u64 = 500;
+/// How far the reward of a guard set may fall by default.
+pub const DEFAULT_MARGIN: f64 = 0.02;
+
+/// The evaluation, and the secrets of its own rewards, by the names they are kept under.
 pub(super) fn read_eval(reader: Reader<'_>) -> (EvalSpec, BTreeMap<String, RewardSecrets>) {
     let mut values = EVAL.read_first(&reader);
     let fraction = reader.entry("fraction");
@@ -57,23 +95,60 @@ pub(super) fn read_eval(reader: Reader<'_>) -> (EvalSpec, BTreeMap<String, Rewar
             "dataset",
             "evaluation needs prompts: {\"id\": …} or {\"records\": […]}, or \"fraction\": 0.1 to hold out a share of the training dataset",
         );
-        let weighted = field
-            .value()
-            .and_then(Value::as_array)
-            .into_iter()
-            .flatten()
-            .position(|source| !source["weight"].is_null());
-        if let Some(item) = weighted.and_then(|index| field.items()?.into_iter().nth(index)) {
-            item.fail_at("weight", "unknown_field", "an evaluation takes every row once: leave the weight out");
+        read_unweighted(&field)
+    };
+    let test = reader.field("test_dataset");
+    if test.value().is_some() && reader.field("test_fraction").value().is_some_and(|share| share.as_f64() != Some(0.0))
+    {
+        test.fail("conflict", "give either a test dataset or a test fraction of the training dataset, not both");
+    }
+    let test_dataset = test.value().and_then(|_| read_unweighted(&test));
+    let (guard, guard_secrets) = match reader.field("guard").object() {
+        Some(guard) => {
+            let (guard, secrets) = read_guard(guard);
+            (Some(guard), secrets)
         }
-        read_dataset(&field)
+        None => (None, BTreeMap::new()),
     };
     let own = reader.field("rewards");
     let (rewards, secrets) = read_rewards(&own);
     EVAL.read_rest(&reader, &mut values);
-    let eval = EvalSpec { dataset, rewards: own.value().map(|_| rewards), ..values.into_plan() };
+    let rewards = own.value().map(|_| rewards);
+    let eval = EvalSpec { dataset, rewards, test_dataset, guard, ..values.into_plan() };
+    if let (Some(fraction), Some(test)) = (eval.fraction, eval.test_fraction)
+        && fraction + test >= 1.0
+    {
+        let detail = format!(
+            "fraction ({fraction}) and test_fraction ({test}) leave no rows to train on: their sum must be below 1"
+        );
+        reader.entry("test_fraction").fail("out_of_range", detail);
+    }
     reader.finish(advice);
-    (eval, secrets.into_iter().map(|(name, secrets)| (eval_secret_name(&name), secrets)).collect())
+    let own = secrets.into_iter().map(|(name, secrets)| (eval_secret_name(&name), secrets));
+    let of_guard = guard_secrets.into_iter().map(|(name, secrets)| (guard_secret_name(&name), secrets));
+    (eval, own.chain(of_guard).collect())
+}
+
+/// Prompts of which every row is taken once.
+fn read_unweighted(field: &Field<'_>) -> Option<DatasetSource> {
+    let sources = field.value().and_then(Value::as_array).into_iter().flatten();
+    let weighted = sources.into_iter().position(|source| !source["weight"].is_null());
+    if let Some(item) = weighted.and_then(|index| field.items()?.into_iter().nth(index)) {
+        item.fail_at("weight", "unknown_field", "an evaluation takes every row once: leave the weight out");
+    }
+    read_dataset(field)
+}
+
+fn read_guard(reader: Reader<'_>) -> (GuardSpec, BTreeMap<String, RewardSecrets>) {
+    let field = reader.required("dataset", "a guard needs prompts: {\"id\": …} or {\"records\": […]}");
+    let dataset = read_unweighted(&field);
+    let own = reader.field("rewards");
+    let (rewards, secrets) = read_rewards(&own);
+    let margin = reader.field("margin");
+    let margin = margin.value().map_or(Some(DEFAULT_MARGIN), |_| margin.number_in(Range::at_least(0.0)));
+    reader.finish(advice);
+    let rewards = own.value().map(|_| rewards);
+    (GuardSpec { dataset, rewards, margin: margin.unwrap_or(DEFAULT_MARGIN) }, secrets)
 }
 
 /// How many of `num_rows` rows a fraction holds out: the nearest number, at least one of each side.
@@ -141,6 +216,49 @@ pub fn held_out_rows(rule: SplitRule, prompts: &[PromptKey], fraction: f64, seed
         if rows.len() + equal.len() < prompts.len() {
             rows.extend(equal.iter().map(|(_, row)| *row));
         }
+    }
+    rows.sort_unstable();
+    rows
+}
+
+/// How many rows only the verdict reads, of so many: the fraction's number, at most [`MOST_TEST_ROWS`]; 0 where that is fewer than
+/// [`FEWEST_TEST_ROWS`].
+pub fn test_count(num_rows: u64, fraction: f64) -> u64 {
+    let wanted = (num_rows as f64 * fraction).round() as u64;
+    if wanted < FEWEST_TEST_ROWS { 0 } else { wanted.min(MOST_TEST_ROWS) }
+}
+
+/// The rows that only the verdict reads, ascending; none of them is in `held_out` (ascending). The choice depends on the prompts and
+/// the seed alone: these are the rows of the prompts with the smallest SHA-256 of seed and prompt, [`test_count`] of them.
+///
+/// The rows of equal prompts stay together. A prompt whose rows would make it more than [`MOST_TEST_ROWS`], or would leave none to
+/// train on, is passed over. Where fewer than [`FEWEST_TEST_ROWS`] remain, there are none.
+pub fn test_rows(prompts: &[PromptKey], held_out: &[u64], fraction: f64, seed: u64) -> Vec<u64> {
+    let wanted = test_count(prompts.len() as u64, fraction) as usize;
+    let most = wanted.max(MOST_TEST_ROWS as usize).min(prompts.len().saturating_sub(held_out.len() + 1));
+    let of_seed = |key: &PromptKey| -> PromptKey {
+        Sha256::new().chain_update(format!("verdict {seed} ")).chain_update(key).finalize().into()
+    };
+    // A prompt of the evaluation may have rows on both sides by the rule of row numbers.
+    let evaluated: HashSet<&PromptKey> = held_out.iter().filter_map(|row| prompts.get(*row as usize)).collect();
+    let mut keyed: Vec<(PromptKey, u64)> = prompts
+        .iter()
+        .zip(0..)
+        .filter(|(key, _)| !evaluated.contains(key))
+        .map(|(key, row)| (of_seed(key), row))
+        .collect();
+    keyed.sort_unstable();
+    let mut rows = Vec::with_capacity(wanted);
+    for equal in keyed.chunk_by(|one, next| one.0 == next.0) {
+        if rows.len() >= wanted {
+            break;
+        }
+        if rows.len() + equal.len() <= most {
+            rows.extend(equal.iter().map(|(_, row)| *row));
+        }
+    }
+    if (rows.len() as u64) < FEWEST_TEST_ROWS {
+        rows.clear();
     }
     rows.sort_unstable();
     rows
@@ -229,6 +347,32 @@ mod tests {
         all.sort_unstable();
         all.dedup();
         assert_eq!(all.len(), 6);
+    }
+
+    #[test]
+    fn the_test_rows_are_rows_of_their_own_between_50_and_500() {
+        for (num_rows, expected) in [(100, 0), (494, 0), (500, 50), (2000, 200), (20_000, 500)] {
+            let prompts = keys(0..num_rows);
+            let held_out = held_out_rows(SplitRule::PromptHash, &prompts, 0.2, 42);
+            let rows = test_rows(&prompts, &held_out, 0.1, 42);
+            assert_eq!((rows.len() as u64, test_count(num_rows, 0.1)), (expected, expected), "{num_rows}");
+            assert!(rows.iter().all(|row| held_out.binary_search(row).is_err()));
+            assert!(rows.windows(2).all(|pair| pair[0] < pair[1]));
+            assert!(rows.is_empty() || rows != test_rows(&prompts, &held_out, 0.1, 43));
+        }
+    }
+
+    #[test]
+    fn equal_prompts_are_never_divided_between_test_and_training() {
+        let prompts = keys((0..900).map(|row| row % 300));
+        let held_out = held_out_rows(SplitRule::RowNumber, &prompts, 0.1, 7);
+        let rows = test_rows(&prompts, &held_out, 0.1, 7);
+        assert!(rows.len() >= 90 && rows.len() <= 92, "{}", rows.len());
+        let is_test = |row: &u64| rows.binary_search(row).is_ok();
+        let others = (0..900).filter(|row| !is_test(row)).map(|row| &prompts[row as usize]);
+        assert_eq!(shared_prompts(others, rows.iter().map(|row| &prompts[*row as usize])), 0);
+        // Nine tenths of the rows have one prompt: too few others for a test set.
+        assert!(test_rows(&keys((0..600).map(|row| if row < 560 { 0 } else { row })), &[], 0.1, 7).is_empty());
     }
 
     #[test]

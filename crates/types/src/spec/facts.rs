@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use super::footprint::Place;
-use super::plan::SourcePlan;
+use super::plan::{DatasetPlan, SourcePlan};
 use super::warm::WarmStartFacts;
 use super::{PromptKey, PromptLengths};
 use crate::id::DatasetId;
@@ -19,6 +19,10 @@ pub struct Context {
     pub dataset: Option<DatasetFacts>,
     /// The evaluation prompts, where asked for.
     pub eval_dataset: Option<DatasetFacts>,
+    /// The prompts that only the verdict reads, where a dataset of their own was asked for.
+    pub test_dataset: Option<DatasetFacts>,
+    /// The guard's prompts, where asked for.
+    pub guard_dataset: Option<DatasetFacts>,
     /// The checkpoint of a warm start, where asked for.
     pub warm_start: Option<WarmStartFacts>,
     /// The registered models that score as `reward_model`, by id.
@@ -27,6 +31,19 @@ pub struct Context {
     pub memory_limit_bytes: Option<u64>,
     /// What the job may be computed on: it must fit each of these. Empty = the processor.
     pub places: Vec<Place>,
+}
+
+impl Context {
+    /// Each dataset that is known, and where the job names it.
+    pub(super) fn datasets(&self) -> impl Iterator<Item = (&DatasetFacts, &'static str)> {
+        let named = [
+            (&self.dataset, "/dataset"),
+            (&self.eval_dataset, "/eval/dataset"),
+            (&self.test_dataset, "/eval/test_dataset"),
+            (&self.guard_dataset, "/eval/guard/dataset"),
+        ];
+        named.into_iter().filter_map(|(facts, at)| Some((facts.as_ref()?, at)))
+    }
 }
 
 /// A model, as far as a plan depends on it.
@@ -117,6 +134,12 @@ pub struct SourceFacts {
 }
 
 impl DatasetFacts {
+    /// The dataset as a plan names it.
+    pub(super) fn plan(&self) -> DatasetPlan {
+        let sources = self.sources.iter().map(|source| source.plan.clone()).collect();
+        DatasetPlan { sources, ..DatasetPlan::new(self.id, self.sha256.clone(), self.num_rows) }
+    }
+
     /// Of rows in a file.
     pub fn of_file(id: DatasetId, sha256: String, num_rows: u64, columns: Vec<String>) -> Self {
         let sources = Vec::new();

@@ -36,6 +36,9 @@ pub fn resume_identity(plan: &Plan) -> Value {
             shared["split"] = json!(plan.arithmetic.split);
         }
     }
+    if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.test_fraction) {
+        shared["eval_test_fraction"] = json!(fraction);
+    }
     if let Some(warm_start) = &plan.warm_start {
         shared["warm_start"] = json!(warm_start);
     }

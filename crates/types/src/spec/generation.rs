@@ -12,6 +12,7 @@ use super::sections::read_greedy_sampling;
 use super::settings::{MAX_SEED, MAX_STEPS};
 use super::{Plan, SamplingPlan};
 use crate::dataset::check_prompt;
+use crate::id::CheckpointId;
 
 /// Most completions of each of the two.
 pub const MAX_GENERATIONS: u64 = 8;
@@ -44,6 +45,8 @@ pub enum CheckpointChoice {
     Best,
     /// That of a step.
     Step(u64),
+    /// One by its id.
+    Id(CheckpointId),
 }
 
 impl GenerationSpec {
@@ -79,19 +82,40 @@ fn read_prompt(reader: &Reader<'_>) -> Value {
     prompt.clone()
 }
 
-fn read_checkpoint(field: &Field<'_>) -> CheckpointChoice {
-    match field.value() {
-        None => CheckpointChoice::Result,
-        Some(Value::Number(_)) => field.whole(0..=MAX_STEPS).map_or(CheckpointChoice::Result, CheckpointChoice::Step),
-        Some(Value::String(_)) => field
-            .choice(&[("last", CheckpointChoice::Last), ("best", CheckpointChoice::Best)])
-            .unwrap_or(CheckpointChoice::Result),
+/// `"last"`, `"best"`, a step or an id; the job's result where none is given or what is given is refused.
+pub(super) fn read_checkpoint(field: &Field<'_>) -> CheckpointChoice {
+    let chosen = match field.value() {
+        None => None,
+        Some(Value::Number(_)) => field.whole(0..=MAX_STEPS).map(CheckpointChoice::Step),
+        Some(Value::String(text)) if text.starts_with(CheckpointId::PREFIX) => match text.parse() {
+            Ok(id) => Some(CheckpointChoice::Id(id)),
+            Err(error) => {
+                field.fail("invalid_value", format!("{error}"));
+                None
+            }
+        },
+        Some(Value::String(_)) => field.choice(&[
+            ("last", CheckpointChoice::Last),
+            ("best", CheckpointChoice::Best),
+            ("result", CheckpointChoice::Result),
+        ]),
         Some(other) => {
             let found = super::reader::kind_of(other);
-            field.fail("invalid_type", format!("must be \"last\", \"best\" or the step of a checkpoint, not {found}"));
-            CheckpointChoice::Result
+            let words = "\"last\", \"best\", \"result\", the id or the step of a checkpoint";
+            field.fail("invalid_type", format!("must be {words}, not {found}"));
+            None
         }
-    }
+    };
+    chosen.unwrap_or(CheckpointChoice::Result)
+}
+
+/// The schema of a chosen checkpoint.
+pub(super) fn checkpoint_schema(text: &str) -> OneOfBuilder {
+    OneOfBuilder::new()
+        .item(words("", &["last", "best", "result"]))
+        .item(integer_of("A step that has a checkpoint."))
+        .item(plain_string("The id of a checkpoint, `ckpt_…`.").pattern(Some("^ckpt_")))
+        .description(Some(text))
 }
 
 /// A question as clients write it; [`GenerationSpec::read`] is the law, this describes it.
@@ -108,10 +132,8 @@ impl PartialSchema for GenerationDocument {
         let chat = Array::new(message);
         let prompt =
             OneOfBuilder::new().item(text).item(chat).description(Some("As in a dataset: text, or chat messages."));
-        let checkpoint = OneOfBuilder::new()
-            .item(words("", &["last", "best"]))
-            .item(integer_of("A step that has a checkpoint."))
-            .description(Some("The newest, the best or that of a step; default: the job's result."));
+        let checkpoint =
+            checkpoint_schema("The newest, the best, that of a step or of an id; default: the job's result.");
         let sampling = optional(SamplingPlan::schema(), None, &[]);
         closed(&["prompt"])
             .property("prompt", prompt)

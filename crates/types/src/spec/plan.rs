@@ -161,6 +161,43 @@ pub struct EvalPlan {
     /// Rewards of its own; null = the job's.
     #[serde(default)]
     pub rewards: Option<Vec<RewardPlan>>,
+    /// The share of the training dataset that only the verdict reads; null = none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub test_fraction: Option<f64>,
+    /// With `test_fraction`: how many rows these are. Above 10,000 rows the worker chooses them, and this is the number that the
+    /// fraction asks for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub test_rows: Option<u64>,
+    /// Prompts that only the verdict reads; null = none of their own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub test_dataset: Option<DatasetPlan>,
+    /// What training must not make worse.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guard: Option<GuardPlan>,
+    /// Whether the server judges the job by itself when it has succeeded.
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub auto_verdict: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands a reference")]
+fn is_yes(value: &bool) -> bool {
+    *value
+}
+
+/// Prompts on which the trained model must not be worse than the base model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct GuardPlan {
+    /// The prompts; only the verdict reads them.
+    pub dataset: DatasetPlan,
+    /// Rewards of its own; null = those of the evaluation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rewards: Option<Vec<RewardPlan>>,
+    /// How far the mean reward may fall: the lower end of the difference's 95 % interval must not lie below −margin.
+    pub margin: f64,
 }
 
 impl EvalPlan {
@@ -179,7 +216,18 @@ impl EvalPlan {
             min_p: None,
             repetition_penalty: None,
             rewards: None,
+            test_fraction: None,
+            test_rows: None,
+            test_dataset: None,
+            guard: None,
+            auto_verdict: true,
         }
+    }
+
+    /// Every dataset that a verdict may read.
+    pub fn datasets(&self) -> impl Iterator<Item = &DatasetPlan> {
+        let of_guard = self.guard.as_ref().map(|guard| &guard.dataset);
+        std::iter::once(&self.dataset).chain(&self.test_dataset).chain(of_guard)
     }
 
     /// Prompts of one evaluation.

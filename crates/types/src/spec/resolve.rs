@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::estimate::{Estimate, Limits, fit};
-use super::evaluation::{held_out_count, held_out_rows, shared_prompts};
+use super::evaluation::{FEWEST_TEST_ROWS, shared_prompts};
 use super::facts::{Context, DatasetFacts, ModelFacts};
 use super::footprint::Place;
 use super::mixture::Mixture;
@@ -14,9 +14,10 @@ use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
 use super::reader::shown;
 use super::rloo;
+use super::split::{Split, mixture_of, split};
 use super::warm;
 use super::{
-    ComputeDtype, DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, LoraPlan, ModelPlan,
+    ComputeDtype, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, GuardPlan, JobSpec, LoraPlan, ModelPlan,
     OnInvalid, Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan, low_lora_rate,
 };
 
@@ -50,26 +51,21 @@ pub struct Resolution {
 /// Resolves a job, or reports everything that stands against it. The errors may be empty when the context is incomplete.
 pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<FieldError>> {
     let mut errors = Vec::new();
-    for (facts, at) in [(&context.dataset, "/dataset"), (&context.eval_dataset, "/eval/dataset")] {
-        if let Some(facts) = facts {
-            check_dataset(spec, facts, context.model.as_ref(), at, &mut errors);
-        }
+    for (facts, at) in context.datasets() {
+        check_dataset(spec, facts, context.model.as_ref(), at, &mut errors);
     }
     let sampling = fit_completions(spec, context, &mut errors);
     rloo::check(spec, &sampling, &mut errors);
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
-    let fraction = spec.eval.as_ref().and_then(|eval| eval.fraction);
-    let held_out = fraction.map(|fraction| hold_out(dataset, fraction, spec));
-    if held_out.as_ref().is_some_and(|held_out| held_out.iter().sum::<u64>() == 0) && dataset.num_rows > 0 {
+    let split = split(dataset, spec);
+    if spec.eval.as_ref().is_some_and(|eval| eval.fraction.is_some()) && split.evaluated() == 0 && dataset.num_rows > 0
+    {
         let detail = "all prompts are equal, and equal prompts are never divided between training and evaluation: give an evaluation dataset, or add prompts";
         errors.push(FieldError::new("/eval/fraction", "nothing_to_hold_out", detail));
     }
-    let mixture = mixture_of(dataset, held_out.as_deref().unwrap_or_default());
-    let held_out = held_out.map(|held_out| held_out.iter().sum::<u64>());
-    if let Some(error) =
-        unusual_shares(dataset, &mixture).or_else(|| smaller_than_a_block(spec, &mixture, held_out.unwrap_or(0)))
-    {
+    let mixture = mixture_of(dataset, &split);
+    if let Some(error) = unusual_shares(dataset, &mixture).or_else(|| smaller_than_a_block(spec, &mixture, &split)) {
         errors.push(error);
         return Err(errors);
     }
@@ -87,8 +83,8 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     }
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
-        (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, held_out)),
-        (Some(eval), Some(facts)) => Some(plan_eval(eval, facts, None)),
+        (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, &split, context)),
+        (Some(eval), Some(facts)) => Some(plan_eval(eval, facts, &split, context)),
         (Some(_), None) => return Err(errors),
     };
     if !errors.is_empty() {
@@ -98,7 +94,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     let mut plan = Plan {
         name: spec.name.clone(),
         model: ModelPlan { id: model.id.clone(), sha256: model.sha256.clone() },
-        dataset: plan_dataset(dataset),
+        dataset: dataset.plan(),
         eval,
         rewards: spec.rewards.clone(),
         reward_models: context.reward_models.iter().map(|(id, facts)| (id.clone(), facts.sha256.clone())).collect(),
@@ -115,9 +111,8 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         totals,
         arithmetic: spec.arithmetic,
     };
-    let eval_lengths = context.eval_dataset.as_ref().and_then(|facts| facts.prompt_lengths);
     let limits = Limits {
-        lengths: dataset.prompt_lengths.into_iter().chain(eval_lengths).max_by_key(|lengths| lengths.longest),
+        lengths: context.datasets().filter_map(|(facts, _)| facts.prompt_lengths).max_by_key(|lengths| lengths.longest),
         memory_bytes: context.memory_limit_bytes,
         reward_model_bytes: reward_model_bytes(spec, context),
         places: &context.places,
@@ -130,9 +125,8 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
 
 /// Weights of reward models in memory; several rewards of the same settings share one.
 fn reward_model_bytes(spec: &JobSpec, context: &Context) -> u64 {
-    let eval = spec.eval.as_ref().and_then(|eval| eval.rewards.as_deref()).unwrap_or_default();
     let mut counted: Vec<&RewardModelPlan> = Vec::new();
-    for reward in spec.rewards.iter().chain(eval) {
+    for (_, reward) in spec.rewards_by_secret_name() {
         let RewardKind::RewardModel(model) = &reward.kind else { continue };
         if !counted.contains(&model) {
             counted.push(model);
@@ -144,37 +138,6 @@ fn reward_model_bytes(spec: &JobSpec, context: &Context) -> u64 {
         Some(each * facts.num_parameters)
     });
     bytes.sum()
-}
-
-fn plan_dataset(facts: &DatasetFacts) -> DatasetPlan {
-    let sources = facts.sources.iter().map(|source| source.plan.clone()).collect();
-    DatasetPlan { sources, ..DatasetPlan::new(facts.id, facts.sha256.clone(), facts.num_rows) }
-}
-
-/// How many rows of each source evaluation holds out; where the prompts are not known, as many as the fraction asks for.
-fn hold_out(dataset: &DatasetFacts, fraction: f64, spec: &JobSpec) -> Vec<u64> {
-    match &dataset.prompt_keys {
-        Some(keys) => {
-            let rows = held_out_rows(spec.arithmetic.split, keys, fraction, spec.training.seed);
-            plan_dataset(dataset).rows_by_source(&rows)
-        }
-        None if dataset.sources.is_empty() => vec![held_out_count(dataset.num_rows, fraction)],
-        None => dataset.sources.iter().map(|source| (source.plan.num_rows as f64 * fraction).round() as u64).collect(),
-    }
-}
-
-/// How the rows that are trained take turns.
-fn mixture_of(dataset: &DatasetFacts, held_out: &[u64]) -> Mixture {
-    let held_out = held_out.iter().copied().chain(std::iter::repeat(0));
-    match dataset.sources.as_slice() {
-        [] => Mixture::single(dataset.num_rows - held_out.take(1).sum::<u64>().min(dataset.num_rows)),
-        sources => Mixture::new(
-            sources
-                .iter()
-                .zip(held_out)
-                .map(|(source, held_out)| (source.plan.num_rows.saturating_sub(held_out), source.plan.weight)),
-        ),
-    }
 }
 
 /// An epoch is held in memory, one number a prompt.
@@ -202,11 +165,22 @@ fn unusual_shares(dataset: &DatasetFacts, mixture: &Mixture) -> Option<FieldErro
     })
 }
 
-fn plan_eval(eval: &EvalSpec, facts: &DatasetFacts, held_out_rows: Option<u64>) -> EvalPlan {
+fn plan_eval(eval: &EvalSpec, facts: &DatasetFacts, split: &Split, context: &Context) -> EvalPlan {
+    let test_rows = Some(split.tested()).filter(|rows| *rows > 0);
+    let guard = eval.guard.as_ref().zip(context.guard_dataset.as_ref());
     EvalPlan {
-        dataset: plan_dataset(facts),
+        dataset: facts.plan(),
         fraction: eval.fraction,
-        held_out_rows,
+        held_out_rows: eval.fraction.map(|_| split.evaluated()),
+        test_fraction: test_rows.map(|_| eval.wanted_test_fraction()),
+        test_rows,
+        test_dataset: context.test_dataset.as_ref().map(DatasetFacts::plan),
+        guard: guard.map(|(guard, facts)| GuardPlan {
+            dataset: facts.plan(),
+            rewards: guard.rewards.clone(),
+            margin: guard.margin,
+        }),
+        auto_verdict: eval.auto_verdict,
         top_p: eval.top_p,
         top_k: eval.top_k,
         min_p: eval.min_p,
@@ -245,23 +219,33 @@ fn check_dataset(
         );
         errors.push(FieldError::new(at, "no_chat_template", detail));
     }
-    // Evaluation's own rewards look at the rows that are evaluated, the job's at all others.
-    let own = spec.eval.as_ref().and_then(|eval| Some((eval.rewards.as_deref()?, eval.fraction.is_some())));
+    // Evaluation's own rewards look at the rows that are evaluated or tested, the guard's at the guard's, the job's at all others.
+    let eval = spec.eval.as_ref();
+    let own = eval.and_then(|eval| Some((eval.rewards.as_deref()?, "/eval/rewards")));
+    let of_guard = eval.and_then(|eval| Some((eval.guard.as_ref()?.rewards.as_deref()?, "/eval/guard/rewards")));
+    let is_divided = eval.is_some_and(|eval| eval.fraction.is_some() || eval.wanted_test_fraction() > 0.0);
     let job = (spec.rewards.as_slice(), "/rewards");
-    let judged: Vec<(&[RewardPlan], &str)> = match own {
-        Some((own, false)) if at == "/eval/dataset" => vec![(own, "/eval/rewards")],
-        Some((own, true)) if at == "/dataset" => vec![job, (own, "/eval/rewards")],
-        Some(_) | None => vec![job],
+    let judged: Vec<(&[RewardPlan], &str)> = match at {
+        "/dataset" => std::iter::once(job).chain(own.filter(|_| is_divided)).collect(),
+        "/eval/guard/dataset" => vec![of_guard.or(own).unwrap_or(job)],
+        _ => vec![own.unwrap_or(job)],
     };
     let judged = judged.into_iter().flat_map(|(rewards, at)| rewards.iter().enumerate().map(move |pair| (at, pair)));
     let facts_are_of_evaluation = at != "/dataset";
-    let which = if facts_are_of_evaluation { "evaluation dataset" } else { "dataset" };
+    let which = match at {
+        "/dataset" => "dataset",
+        "/eval/test_dataset" => "test dataset",
+        "/eval/guard/dataset" => "guard's dataset",
+        _ => "evaluation dataset",
+    };
     for (rewards_at, (index, reward)) in judged {
         let at = |field: &str| format!("{rewards_at}/{index}/{field}");
         for name in unknown_sources(reward, facts) {
             let known: Vec<_> = facts.sources.iter().map(|source| source.plan.name.as_str()).collect();
             let there_are = match known.as_slice() {
-                [] if facts_are_of_evaluation => "the evaluation dataset is not a list of sources: make it one, with the same names, or give evaluation rewards of its own".to_owned(),
+                [] if facts_are_of_evaluation => format!(
+                    "the {which} is not a list of sources: make it one, with the same names, or give evaluation rewards of its own"
+                ),
                 [] => "the dataset is not a list of sources".to_owned(),
                 known => format!("the sources of the {which} are {}", known.join(", ")),
             };
@@ -308,10 +292,12 @@ fn unknown_sources<'r>(reward: &'r RewardPlan, facts: &DatasetFacts) -> Vec<&'r 
 
 /// Rows that came with the job have been checked one by one.
 fn inline_records(spec: &JobSpec, at: &str) -> bool {
-    let source = if at == "/dataset" {
-        spec.dataset.as_ref()
-    } else {
-        spec.eval.as_ref().and_then(|eval| eval.dataset.as_ref())
+    let eval = spec.eval.as_ref();
+    let source = match at {
+        "/dataset" => spec.dataset.as_ref(),
+        "/eval/test_dataset" => eval.and_then(|eval| eval.test_dataset.as_ref()),
+        "/eval/guard/dataset" => eval.and_then(|eval| eval.guard.as_ref()?.dataset.as_ref()),
+        _ => eval.and_then(|eval| eval.dataset.as_ref()),
     };
     matches!(source, Some(DatasetSource::Records(_)))
 }
@@ -327,8 +313,8 @@ fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErro
         return sampling; // The reader refused it, and has said so.
     }
     let (mut longest, mut too_long) = (0, false);
-    for (facts, at) in [(&context.dataset, "/dataset"), (&context.eval_dataset, "/eval/dataset")] {
-        let Some(lengths) = facts.as_ref().and_then(|facts| facts.prompt_lengths) else { continue };
+    for (facts, at) in context.datasets() {
+        let Some(lengths) = facts.prompt_lengths else { continue };
         if lengths.longest >= limit {
             let detail = format!(
                 "{} prompts leave no room for a completion: the model reads at most {limit} tokens, the longest prompt (row {}) has {}; shorten or remove them (prompts are never cut)",
@@ -363,7 +349,7 @@ fn prompts_per_block(spec: &JobSpec) -> u64 {
 }
 
 /// The rows of the mixture are those that train, beside those that evaluation holds out.
-fn smaller_than_a_block(spec: &JobSpec, mixture: &Mixture, held_out: u64) -> Option<FieldError> {
+fn smaller_than_a_block(spec: &JobSpec, mixture: &Mixture, split: &Split) -> Option<FieldError> {
     let (block, num_rows) = (prompts_per_block(spec), mixture.shortest_epoch());
     if num_rows >= block || num_rows == 0 {
         return None;
@@ -377,10 +363,13 @@ fn smaller_than_a_block(spec: &JobSpec, mixture: &Mixture, held_out: u64) -> Opt
         0 => format!("the nearest valid values are prompts_per_step 1 with rloo.steps_per_generation {num_rows}"),
         nearest => format!("the nearest valid value is {nearest}"),
     };
-    let rows_text = match held_out {
-        0 if mixture.num_rows() != num_rows => format!("an epoch of these sources has {num_rows} prompts"),
-        0 => format!("the dataset has {num_rows} rows"),
-        _ => format!("the dataset has {num_rows} rows to train on (eval.fraction holds out {held_out})"),
+    let rows_text = match (split.evaluated(), split.tested()) {
+        (0, 0) if mixture.num_rows() != num_rows => format!("an epoch of these sources has {num_rows} prompts"),
+        (0, 0) => format!("the dataset has {num_rows} rows"),
+        (evaluated, 0) => format!("the dataset has {num_rows} rows to train on (eval.fraction holds out {evaluated})"),
+        (evaluated, tested) => format!(
+            "the dataset has {num_rows} rows to train on ({evaluated} are held out for evaluation, {tested} for the verdict: eval.test_fraction)"
+        ),
     };
     let detail = format!("{rows_text} but {block_text}: {fix}, or add rows");
     Some(FieldError::new("/training/prompts_per_step", "dataset_too_small", detail))
@@ -503,7 +492,7 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
         );
         warn("/dataset".to_owned(), "weights_and_rows", detail);
     }
-    warn_of_evaluation(plan, context, &mut warn);
+    warn_of_evaluation(spec, plan, context, &mut warn);
     warnings.extend(rloo::warnings(plan));
     warnings
 }
@@ -533,7 +522,7 @@ fn warn_of_rewards(spec: &JobSpec, plan: &Plan, warn: &mut impl FnMut(String, &s
 }
 
 /// An evaluation that cannot show what it is for.
-fn warn_of_evaluation(plan: &Plan, context: &Context, warn: &mut impl FnMut(String, &str, String)) {
+fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut impl FnMut(String, &str, String)) {
     if plan
         .eval
         .as_ref()
@@ -553,6 +542,21 @@ fn warn_of_evaluation(plan: &Plan, context: &Context, warn: &mut impl FnMut(Stri
             );
             warn("/eval/dataset".to_owned(), SHARED_PROMPTS, detail);
         }
+    }
+    let Some(eval) = &plan.eval else { return };
+    if let Some(test) = &eval.test_dataset
+        && [&plan.dataset, &eval.dataset].iter().any(|other| !test.sha256.is_empty() && other.sha256 == test.sha256)
+    {
+        let detail =
+            "the test dataset is also used during training: a verdict on it is optimistic; give prompts of its own";
+        warn("/eval/test_dataset".to_owned(), "test_prompts_in_training", detail.to_owned());
+    }
+    let asked = spec.eval.as_ref().and_then(|eval| eval.test_fraction).filter(|asked| *asked > 0.0);
+    if let Some(asked) = asked.filter(|_| eval.test_fraction.is_none()) {
+        let detail = format!(
+            "test_fraction {asked} of this dataset gives fewer than {FEWEST_TEST_ROWS} rows, so no rows are set aside: the verdict will judge the evaluation's rows, which also choose the checkpoint"
+        );
+        warn("/eval/test_fraction".to_owned(), "no_test_rows", detail);
     }
 }
 

@@ -1,5 +1,5 @@
 //! The names that the secrets of rewards are kept under: a reward of the job by its name, one of the evaluation's own
-//! rewards by `eval:NAME`. Whoever copies, renews or lends secrets walks both lists with the functions here.
+//! rewards by `eval:NAME`, one of the guard's own by `guard:NAME`. Whoever copies, renews or lends secrets walks both lists with the functions here.
 
 use super::{JobSpec, Plan, RewardPlan};
 
@@ -8,15 +8,25 @@ pub fn eval_secret_name(reward: &str) -> String {
     format!("eval:{reward}")
 }
 
+/// The name that the secrets of a guard's own reward are kept under.
+pub fn guard_secret_name(reward: &str) -> String {
+    format!("guard:{reward}")
+}
+
 impl Plan {
+    /// The rewards of the guard alone; `None` where it uses those of the evaluation.
+    pub fn guard_rewards(&self) -> Option<&[RewardPlan]> {
+        self.eval.as_ref()?.guard.as_ref()?.rewards.as_deref()
+    }
+
     /// The rewards of the evaluation alone; `None` where it uses the job's.
     pub fn eval_rewards(&self) -> Option<&[RewardPlan]> {
         self.eval.as_ref().and_then(|eval| eval.rewards.as_deref())
     }
 
-    /// The job's rewards, then the evaluation's own, each with the name its secrets are kept under.
+    /// The job's rewards, then the evaluation's own, then the guard's, each with the name its secrets are kept under.
     pub fn rewards_by_secret_name(&self) -> impl Iterator<Item = (String, &RewardPlan)> {
-        by_secret_name(&self.rewards, self.eval_rewards())
+        by_secret_name(&self.rewards, self.eval_rewards(), self.guard_rewards())
     }
 
     /// The reward that a user means by a name, and the name its secrets are kept under: `NAME` is the job's reward of that
@@ -30,14 +40,19 @@ impl Plan {
 impl JobSpec {
     /// As [`Plan::rewards_by_secret_name`].
     pub fn rewards_by_secret_name(&self) -> impl Iterator<Item = (String, &RewardPlan)> {
-        by_secret_name(&self.rewards, self.eval.as_ref().and_then(|eval| eval.rewards.as_deref()))
+        let eval = self.eval.as_ref();
+        let guard = eval.and_then(|eval| eval.guard.as_ref()?.rewards.as_deref());
+        by_secret_name(&self.rewards, eval.and_then(|eval| eval.rewards.as_deref()), guard)
     }
 }
 
 fn by_secret_name<'a>(
     job: &'a [RewardPlan],
     eval: Option<&'a [RewardPlan]>,
+    guard: Option<&'a [RewardPlan]>,
 ) -> impl Iterator<Item = (String, &'a RewardPlan)> {
     let of_job = job.iter().map(|reward| (reward.name.clone(), reward));
-    of_job.chain(eval.into_iter().flatten().map(|reward| (eval_secret_name(&reward.name), reward)))
+    let of_eval = eval.into_iter().flatten().map(|reward| (eval_secret_name(&reward.name), reward));
+    let of_guard = guard.into_iter().flatten().map(|reward| (guard_secret_name(&reward.name), reward));
+    of_job.chain(of_eval).chain(of_guard)
 }

@@ -35,7 +35,7 @@ pub use page::settings_page;
 pub(super) use range::Range;
 pub(super) use read::Values;
 pub(super) use rloo::RLOO;
-pub(super) use sampling::{GREEDY_TEMPERATURE, SAMPLING};
+pub(super) use sampling::{GREEDY, GREEDY_TEMPERATURE, SAMPLING};
 pub(super) use schema::form_layout;
 pub(super) use training::{MAX_SEED, MAX_STEPS, TRAINING};
 pub(super) use watch::{DOCTOR, EARLY_STOPPING};

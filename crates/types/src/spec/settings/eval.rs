@@ -2,13 +2,14 @@
 
 use serde_json::{Value, json};
 use utoipa::openapi::RefOr;
-use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema};
+use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, OneOfBuilder, Schema, Type};
 
 use super::DefaultValue::{Flag, Number, Whole};
 use super::sampling::{GREEDY, MIN_P, REPETITION_PENALTY, TOP_K, TOP_P};
 use super::{Kind, MAX_STEPS, Range, Resume, Section, Setting, Trl, words_of};
 use crate::id::{AdapterId, CheckpointId};
 use crate::spec::Reference;
+use crate::spec::evaluation::DEFAULT_MARGIN;
 use crate::spec::reader::Field;
 use crate::spec::schema::{dataset, rewards, string};
 
@@ -42,12 +43,44 @@ pub(in crate::spec) static EVAL: Section = Section::new(
         Setting::new("rewards", Kind::Part { schema: rewards, says: "a list of rewards" })
             .doc("Rewards of its own; default: the job's.")
             .label("Rewards of its own, as JSON"),
+        Setting::number("test_fraction", Range::at_least(0.0).below(1.0))
+            .doc("The share of the training dataset that only the verdict reads, at most 500 rows; 0 = none. Default: 0.1 where `fraction` is given, unless these would be fewer than 50 rows.")
+            .resume(Resume::FixedInOwnForm),
+        Setting::new(
+            "test_dataset",
+            Kind::Part { schema: test_dataset, says: "`{\"id\": …}` or `{\"records\": […]}`" },
+        ),
+        Setting::new("guard", Kind::Part { schema: guard, says: "`{\"dataset\": …, \"rewards\": […], \"margin\": 0.02}`" })
+            .label("Guard set, as JSON"),
+        Setting::flag("auto_verdict")
+            .doc("Whether the server compares base model and trained model by itself when the job has succeeded.")
+            .default(Flag(true)),
     ],
 )
 .optional();
 
 fn eval_dataset() -> RefOr<Schema> {
     dataset("The evaluation prompts.")
+}
+
+fn test_dataset() -> RefOr<Schema> {
+    dataset("Prompts that only the verdict reads, instead of a share of the training dataset.")
+}
+
+fn guard() -> RefOr<Schema> {
+    let margin = ObjectBuilder::new()
+        .schema_type(Type::Number)
+        .minimum(Some(0.0))
+        .default(Some(json!(DEFAULT_MARGIN)))
+        .description(Some("How far the mean reward may fall."));
+    ObjectBuilder::new()
+        .property("dataset", dataset("Its prompts."))
+        .property("rewards", rewards())
+        .property("margin", margin)
+        .required("dataset")
+        .additional_properties(Some(AdditionalProperties::FreeForm(false)))
+        .description(Some("Prompts on which training must not make the model worse: the verdict looks at them."))
+        .into()
 }
 
 pub(in crate::spec) static WARM_START: Section = Section::new(

@@ -12,7 +12,7 @@ use crate::spec::schema::any;
 pub(super) const TOP_P: Range = Range::above(0.0).at_most(1.0).noting("1 = off");
 pub(super) const MIN_P: Range = Range::at_least(0.0).noting("0 = off").below(1.0);
 pub(super) const REPETITION_PENALTY: Range = Range::above(0.0).noting("1 = off").at_most(10.0);
-pub(super) const GREEDY: Range = Range::at_least(0.0).noting("0 = greedy").at_most(100.0);
+pub(in crate::spec) const GREEDY: Range = Range::at_least(0.0).noting("0 = greedy").at_most(100.0);
 pub(super) const TOP_K: (u64, u64) = (0, u32::MAX as u64);
 const MAX_STOP_STRINGS: usize = 16;
 const MAX_STOP_CHARS: usize = 200;

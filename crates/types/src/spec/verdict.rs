@@ -1,0 +1,88 @@
+//! A verdict as it is asked for: a checkpoint, and how to sample.
+
+use serde_json::{Value, json};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
+use utoipa::{PartialSchema, ToSchema};
+
+use super::generation::{CheckpointChoice, checkpoint_schema, read_checkpoint};
+use super::reader::{Errors, FieldError, Reader};
+use super::schema::{closed, integer_of};
+use super::settings::GREEDY;
+use super::{Plan, foreign::advice};
+use crate::verdict::VerdictSampling;
+
+/// Most completions of each model a row.
+pub const MAX_SAMPLES: u64 = 64;
+
+/// A verdict, as asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct VerdictSpec {
+    /// Which of the job's checkpoints; None = the best, else the newest.
+    pub checkpoint: Option<CheckpointChoice>,
+    /// How to sample and what passes.
+    pub sampling: VerdictSampling,
+}
+
+impl VerdictSpec {
+    /// Reads one; what it does not say is as in the job's evaluation.
+    ///
+    /// # Errors
+    /// Everything that is wrong, with pointers into the document.
+    pub fn read(document: &Value, plan: &Plan) -> Result<Self, Vec<FieldError>> {
+        let errors = Errors::default();
+        let reader = Reader::document(document, &errors);
+        let checkpoint = reader.field("checkpoint");
+        let checkpoint = checkpoint.value().map(|_| read_checkpoint(&checkpoint));
+        let usual = VerdictSampling::of_plan(plan);
+        let samples = reader.field("num_generations").whole(1..=MAX_SAMPLES).unwrap_or(usual.num_generations);
+        let given = reader.field("temperature");
+        let temperature = given.number_in(GREEDY).unwrap_or(match usual.temperature {
+            // Several greedy completions would all be the same.
+            0.0 if samples > 1 => plan.sampling.temperature,
+            usual => usual,
+        });
+        if samples > 1 && given.value().is_some() && temperature == 0.0 {
+            given.fail("conflict", format!("{samples} greedy completions of a row are all the same: give a temperature above 0, or num_generations 1"));
+        }
+        let passing = reader.field("pass_threshold");
+        let pass_threshold = passing.number("a number", |_| true).or(usual.pass_threshold);
+        reader.finish(advice);
+        let errors = errors.into_vec();
+        let sampling = VerdictSampling { num_generations: samples, temperature, pass_threshold };
+        if errors.is_empty() { Ok(Self { checkpoint, sampling }) } else { Err(errors) }
+    }
+}
+
+/// A verdict as clients ask for it; [`VerdictSpec::read`] is the law, this describes it.
+#[derive(Debug)]
+pub struct VerdictDocument;
+
+impl PartialSchema for VerdictDocument {
+    fn schema() -> RefOr<Schema> {
+        let number = |text: &str| ObjectBuilder::new().schema_type(Type::Number).description(Some(text));
+        closed(&[])
+            .property("checkpoint", checkpoint_schema("Default: the best, else the newest."))
+            .property(
+                "num_generations",
+                integer_of("Completions of each model a row, 1 to 64; default: the evaluation's."),
+            )
+            .property(
+                "temperature",
+                number("0 = greedy; default: the evaluation's, with several completions a row the training's."),
+            )
+            .property(
+                "pass_threshold",
+                number("The reward from which a completion passes, for pass@k; default: the highest that can be."),
+            )
+            .examples([json!({"checkpoint": "best", "num_generations": 4, "temperature": 0.7})])
+            .build()
+            .into()
+    }
+}
+
+impl ToSchema for VerdictDocument {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "VerdictRequest".into()
+    }
+}
