@@ -103,6 +103,9 @@ pub enum Command {
     /// Set up by the server: complete the prompt on standard input, write a report to standard output.
     #[command(hide = true)]
     Generate(ProbeArgs),
+    /// Set up by the server: compare the models of the task on standard input, write lines to standard output.
+    #[command(hide = true)]
+    Judge(ProbeArgs),
     /// Serve a reward model (a sequence-classification checkpoint) over HTTP: the reward contract v1, and OpenRLHF's remote
     /// reward model on the same address.
     RewardServer(RewardServerArgs),

@@ -58,6 +58,7 @@ pub mod summary;
 pub mod system;
 pub mod throttle;
 mod uploads;
+pub mod verdicts;
 mod warm_start;
 pub mod web;
 pub mod webhooks;
@@ -187,6 +188,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(jobs::routes())
         .merge(compare::routes())
         .merge(generate::routes())
+        .merge(verdicts::routes())
         .merge(courses::routes())
         .merge(dataset_preview::routes())
         .merge(demo::routes())

@@ -35,7 +35,7 @@ use crate::reward::client::{Pace, RewardClient};
 use crate::store::leases::LeaseWatch;
 use crate::store::recovery::{RecoveryError, recover};
 use crate::store::{Store, StoreError, clock_ms};
-use crate::supervisor::one_shot::{Generations, Preflights};
+use crate::supervisor::one_shot::{Generations, Preflights, Verdicts};
 use crate::supervisor::{Children, Lost, Supervisor};
 use disk::DiskWatch;
 
@@ -124,6 +124,7 @@ pub struct Running {
     deaths: AbortOnDropHandle<()>,
     courier: AbortOnDropHandle<()>,
     house: AbortOnDropHandle<()>,
+    verdicts: AbortOnDropHandle<()>,
     store: Store,
 }
 
@@ -155,12 +156,13 @@ impl Running {
             deaths,
             courier,
             house,
+            verdicts,
             store,
         } = self;
         let begun = Instant::now();
         stop_generations.cancel();
         supervisor.stop(grace + WORKERS_MARGIN).await;
-        drop((tick, outages, deaths, courier, house));
+        drop((tick, outages, deaths, courier, house, verdicts));
         stop_http.cancel();
         let drain = REQUESTS_STOP.min((grace + STOP_MARGIN).saturating_sub(begun.elapsed()));
         let ended = tokio::select! {
@@ -247,7 +249,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
         config.gpu_memory_bytes = Some(config.gpu_memory_limit_bytes.map_or(smallest, |limit| limit.min(smallest)));
     }
     let files = DataDir::open(&config.data_dir)?;
-    let store = Store::open(&files.database()).await?;
+    let store = Store::open(&files.database()).await?.with_verdicts(config.auto_verdict);
     let is_open = config.api_key.is_none() && !config.listen.ip().is_loopback();
     if is_open && store.api_keys_usable(clock_ms()).await? == 0 {
         return Err(ServeError::NoKey(no_key_for(config.listen)));
@@ -276,6 +278,8 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     if let Err(problem) = http::models::hub::resume(&state).await {
         tracing::warn!(?problem, "downloads of the last start do not go on");
     }
+    let verdicts = http::verdicts::run(state.clone(), Verdicts::new(&children, stop_generations.clone()));
+    let verdicts = AbortOnDropHandle::new(tokio::spawn(verdicts));
     let downloads = state.downloads.clone();
     let connections = state.connections.clone();
     let router = http::router(state);
@@ -304,6 +308,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
         deaths,
         courier,
         house,
+        verdicts,
         store,
     })
 }

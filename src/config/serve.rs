@@ -83,6 +83,11 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_REWARD_PACE", default_value_t = 1.0, hide = true, value_name = "FACTOR")]
     pub reward_pace: f64,
 
+    /// Whether a job that succeeded is judged by itself, where it has an evaluation: base model and trained model on the same rows
+    /// (GET /jobs/{id}/verdict). A job says `eval.auto_verdict: false` for itself.
+    #[arg(long, env = "RLOOD_AUTO_VERDICT", default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
+    pub auto_verdict: bool,
+
     /// Compute threads of all workers together, split evenly between the cpu devices. Default: the machine's cores.
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
@@ -155,6 +160,8 @@ pub struct ServeConfig {
     pub samples_max_bytes: u64,
     /// Factor on the waits for reward services; 1 but in tests. Passed on to the workers.
     pub reward_pace: f64,
+    /// Jobs that succeeded with an evaluation are judged by themselves.
+    pub auto_verdict: bool,
     /// Seconds that a worker has to save and exit after SIGTERM. The server passes it on to its workers.
     pub grace_s: u64,
     /// Between a worker's heartbeats, ms: the longest a cancel or pause waits to be seen.
@@ -214,6 +221,7 @@ impl ServeConfig {
             worker_program: None,
             samples_max_bytes: SAMPLES_MAX_BYTES,
             reward_pace: 1.0,
+            auto_verdict: false,
             grace_s: GRACE_S,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,
@@ -333,6 +341,7 @@ impl ServeArgs {
             worker_program: None,
             samples_max_bytes: self.samples_max_bytes,
             reward_pace: parse_pace(self.reward_pace)?,
+            auto_verdict: self.auto_verdict,
             grace_s: self.grace_s,
             heartbeat_ms: HEARTBEAT_MS,
             lease_ms: LEASE_MS,

@@ -59,11 +59,13 @@ codes! {
     NotFound = "not_found", 404, false, "Not found";
     NoCheckpoint = "no_checkpoint", 404, true, "There is no checkpoint yet";
     NoSuchCheckpoint = "no_such_checkpoint", 404, false, "There is no such checkpoint";
+    NoVerdict = "no_verdict", 404, true, "There is no verdict yet";
     MethodNotAllowed = "method_not_allowed", 405, false, "The method is not allowed here";
     NotAcceptable = "not_acceptable", 406, false, "The asked representation does not exist";
     RequestTimeout = "request_timeout", 408, true, "The request took too long to arrive";
     Conflict = "conflict", 409, false, "This conflicts with what exists";
     NoAdapter = "no_adapter", 409, false, "The job trains no adapter";
+    NoEvaluation = "no_evaluation", 409, false, "The job has no evaluation";
     IllegalMove = "illegal_move", 409, false, "The job's state does not permit this";
     InUse = "in_use", 409, false, "It is in use";
     IdempotencyInFlight = "idempotency_in_flight", 409, true, "A request with this Idempotency-Key is being answered";

@@ -139,8 +139,21 @@ async fn generate(
     }))
 }
 
-async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoice) -> Result<CheckpointRow, Problem> {
+/// The checkpoint of a job that a request chose.
+pub(super) async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoice) -> Result<CheckpointRow, Problem> {
     let found = match choice {
+        CheckpointChoice::Id(id) => match state.store.checkpoint_get(id).await {
+            Ok(row) if row.job == job.id => Some(row),
+            Ok(_) | Err(StoreError::NotFound { .. }) => {
+                let detail =
+                    format!("the job has no checkpoint '{id}': GET /jobs/{}/checkpoints lists those it has", job.id);
+                return Err(invalid(
+                    Code::InvalidBody,
+                    vec![FieldError::new("/checkpoint", "unknown_checkpoint", detail)],
+                ));
+            }
+            Err(error) => return Err(error.into()),
+        },
         CheckpointChoice::Result => state.store.checkpoint_result(job.id, job.ending.as_ref()).await?,
         CheckpointChoice::Last => state.store.checkpoint_latest(job.id).await?,
         CheckpointChoice::Best => state.store.checkpoint_best(job.id).await?,
@@ -177,7 +190,12 @@ async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<Mo
         }
         Err(error) => return Err(error.into()),
     };
-    let sha256 = plan.model.sha256.clone();
+    unchanged(row, plan.model.sha256.clone()).await
+}
+
+/// The row of a model whose files are still those of the hash.
+pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow, Problem> {
+    let refused = |detail: String| Problem::new(Code::InvalidModel, detail);
     let check = move || {
         // Where it lies on the server is not for everybody who may ask.
         let unusable = |error: &dyn std::fmt::Display| {

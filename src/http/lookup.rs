@@ -39,8 +39,26 @@ pub(super) struct Prepared {
     pub(super) warnings: Vec<Warning>,
     /// The training prompts.
     pub(super) train: Option<Prompts>,
-    /// The evaluation prompts.
+    /// The prompts of the evaluation and of the verdict.
+    pub(super) eval: EvalPrompts,
+}
+
+/// The prompts that an evaluation names, beside the training dataset.
+#[derive(Default)]
+pub(super) struct EvalPrompts {
+    /// Evaluated during training.
     pub(super) eval: Option<Prompts>,
+    /// Read by the verdict alone.
+    pub(super) test: Option<Prompts>,
+    /// The guard's.
+    pub(super) guard: Option<Prompts>,
+}
+
+impl EvalPrompts {
+    fn each(&mut self) -> impl Iterator<Item = &mut Prompts> {
+        let Self { eval, test, guard } = self;
+        eval.iter_mut().chain(test).chain(guard)
+    }
 }
 
 /// Looks up what a job names. Inline records are taken out of it.
@@ -62,8 +80,17 @@ pub(super) async fn prepare(
                 .await?
         }
     };
-    let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
-    let eval = Prompts::find(state, caller, eval, &Place::new("/eval/dataset", chat_default), &mut errors).await?;
+    let mut eval = EvalPrompts::default();
+    if let Some(spec) = &mut spec.eval {
+        let guard = spec.guard.as_mut().and_then(|guard| guard.dataset.as_mut());
+        for (prompts, source, at) in [
+            (&mut eval.eval, spec.dataset.as_mut(), "/eval/dataset"),
+            (&mut eval.test, spec.test_dataset.as_mut(), "/eval/test_dataset"),
+            (&mut eval.guard, guard, "/eval/guard/dataset"),
+        ] {
+            *prompts = Prompts::find(state, caller, source, &Place::new(at, chat_default), &mut errors).await?;
+        }
+    }
     let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, use_of_hub == UseOfHub::Register, &mut errors).await?;
@@ -71,11 +98,10 @@ pub(super) async fn prepare(
     let model = model.map(|row| (state.downloads.readable(&row), row));
     let inspection = move |stop: &AtomicBool| {
         let (mut train, mut eval, mut warnings) = (train, eval, Vec::new());
-        let prompts = train.iter_mut().chain(eval.iter_mut());
         let facts = match model {
             Some((dir, model)) => {
                 let mut found = Found { errors: &mut errors, warnings: &mut warnings };
-                inspect((&model, &dir), prompts, &kwargs, stop, &mut found)?
+                inspect((&model, &dir), train.iter_mut().chain(eval.each()), &kwargs, stop, &mut found)?
             }
             None => None,
         };
@@ -88,7 +114,9 @@ pub(super) async fn prepare(
         let context = Context {
             model: facts.map(|(facts, _)| facts),
             dataset: facts_of(&train),
-            eval_dataset: facts_of(&eval),
+            eval_dataset: facts_of(&eval.eval),
+            test_dataset: facts_of(&eval.test),
+            guard_dataset: facts_of(&eval.guard),
             warm_start,
             reward_models,
             memory_limit_bytes,
@@ -108,15 +136,18 @@ struct Found<'f> {
 /// Reward URLs whose address is refused, as far as that can be told without DNS; names are checked when they resolve.
 async fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldError>, Problem> {
     let policy = reach::outgoing(state).await?;
-    let rewards = spec.redacted["rewards"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let refused = |(index, reward): (usize, &Value)| match policy.check_url(reward.get("url")?.as_str()?) {
+    let refused = |at: &str, index: usize, reward: &Value| match policy.check_url(reward.get("url")?.as_str()?) {
         Err(error @ OutgoingError::Refused { .. }) => {
-            Some(FieldError::new(format!("/rewards/{index}/url"), "address_refused", error.to_string()))
+            Some(FieldError::new(format!("{at}/{index}/url"), "address_refused", error.to_string()))
         }
         // Other faults of a URL are the reader's.
         Ok(_) | Err(_) => None,
     };
-    Ok(rewards.iter().enumerate().filter_map(refused).collect())
+    let lists = ["/rewards", "/eval/rewards", "/eval/guard/rewards"].into_iter().flat_map(|at| {
+        let rewards = spec.redacted.pointer(at).and_then(Value::as_array).into_iter().flatten();
+        rewards.enumerate().map(move |(index, reward)| (at, index, reward))
+    });
+    Ok(lists.filter_map(|(at, index, reward)| refused(at, index, reward)).collect())
 }
 
 /// A registered model; or one of the hub, which is registered and begins to be downloaded, or only looked at.

@@ -25,9 +25,13 @@ pub(super) async fn find(
     spec: &JobSpec,
     errors: &mut Vec<FieldError>,
 ) -> Result<Vec<Named>, Problem> {
-    let eval = spec.eval.as_ref().and_then(|eval| eval.rewards.as_deref()).unwrap_or_default();
+    let of_eval = spec.eval.as_ref();
+    let eval = of_eval.and_then(|eval| eval.rewards.as_deref()).unwrap_or_default();
+    let guard = of_eval.and_then(|eval| eval.guard.as_ref()?.rewards.as_deref()).unwrap_or_default();
     let mut wanted: Vec<(String, RewardModelPlan)> = Vec::new();
-    for (rewards, at) in [(spec.rewards.as_slice(), "/rewards"), (eval, "/eval/rewards")] {
+    for (rewards, at) in
+        [(spec.rewards.as_slice(), "/rewards"), (eval, "/eval/rewards"), (guard, "/eval/guard/rewards")]
+    {
         for (index, reward) in rewards.iter().enumerate() {
             if let RewardKind::RewardModel(plan) = &reward.kind {
                 wanted.push((format!("{at}/{index}"), plan.clone()));

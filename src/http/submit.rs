@@ -21,7 +21,7 @@ use super::extract::{Json, Query, expect_document, media_type, parse_document, r
 use super::heavy;
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
-use super::lookup::{Prepared, UseOfHub, prepare};
+use super::lookup::{EvalPrompts, Prepared, UseOfHub, prepare};
 use super::prompts::{Prompts, Source, unknown_dataset};
 use super::rows::read_rows;
 use super::uploads::{bad_form, broken_form, format_of_part};
@@ -195,7 +195,13 @@ pub(super) async fn submit(
     }
     let row = match created {
         Err(StoreError::NotFound { kind: "dataset", id }) => {
-            let at = if plan.dataset.id.to_string() == id { "/dataset/id" } else { "/eval/dataset/id" };
+            let is = |dataset: &DatasetPlan| dataset.id.to_string() == id;
+            let at = match &plan.eval {
+                _ if is(&plan.dataset) => "/dataset/id",
+                Some(eval) if eval.test_dataset.as_ref().is_some_and(is) => "/eval/test_dataset/id",
+                Some(eval) if eval.guard.as_ref().is_some_and(|guard| is(&guard.dataset)) => "/eval/guard/dataset/id",
+                Some(_) | None => "/eval/dataset/id",
+            };
             return Err(invalid(Code::InvalidSpec, vec![unknown_dataset(at, &id)]));
         }
         created => created?,
@@ -218,7 +224,7 @@ fn put_placeholder(document: &mut Value) -> Option<FieldError> {
 pub(super) async fn keep_prompts(
     state: &AppState,
     owner: &str,
-    (train, eval): (Option<Prompts>, Option<Prompts>),
+    (train, eval): (Option<Prompts>, EvalPrompts),
     document: &mut Value,
     plan: &mut Plan,
 ) -> Result<(), Problem> {
@@ -229,9 +235,19 @@ pub(super) async fn keep_prompts(
             eval.dataset = plan.dataset.clone();
         }
     }
-    if let (Some(row), Some(eval)) = (keep(state, owner, eval).await?, &mut plan.eval) {
-        store_in(&mut eval.dataset, &row);
-        document["eval"]["dataset"] = submittable_dataset(&eval.dataset);
+    let Some(plan) = &mut plan.eval else { return Ok(()) };
+    let EvalPrompts { eval, test, guard } = eval;
+    if let Some(row) = keep(state, owner, eval).await? {
+        store_in(&mut plan.dataset, &row);
+        document["eval"]["dataset"] = submittable_dataset(&plan.dataset);
+    }
+    if let (Some(row), Some(dataset)) = (keep(state, owner, test).await?, &mut plan.test_dataset) {
+        store_in(dataset, &row);
+        document["eval"]["test_dataset"] = submittable_dataset(dataset);
+    }
+    if let (Some(row), Some(guard)) = (keep(state, owner, guard).await?, &mut plan.guard) {
+        store_in(&mut guard.dataset, &row);
+        document["eval"]["guard"]["dataset"] = submittable_dataset(&guard.dataset);
     }
     Ok(())
 }
@@ -367,8 +383,13 @@ async fn validated(
         Ok(resolution) if errors.is_empty() => {
             let mut plan = serde_json::to_value(&resolution.plan).map_err(Problem::internal)?;
             let held_out = resolution.plan.eval.as_ref().is_some_and(|eval| eval.fraction.is_some());
-            let eval = if held_out { &prepared.train } else { &prepared.eval };
-            for (prompts, at) in [(&prepared.train, "/dataset"), (eval, "/eval/dataset")] {
+            let eval = if held_out { &prepared.train } else { &prepared.eval.eval };
+            for (prompts, at) in [
+                (&prepared.train, "/dataset"),
+                (eval, "/eval/dataset"),
+                (&prepared.eval.test, "/eval/test_dataset"),
+                (&prepared.eval.guard, "/eval/guard/dataset"),
+            ] {
                 let stored = prompts.as_ref().is_some_and(|prompts| matches!(prompts.source, Source::Stored(_)));
                 if let Some(dataset) = plan.pointer_mut(at).and_then(Value::as_object_mut).filter(|_| !stored) {
                     dataset.insert("id".to_owned(), Value::Null);

@@ -10,6 +10,7 @@ use super::AppState;
 use super::alerts::{AlertView, EndingView, Marked};
 use super::error::{Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
+use super::verdicts::{self, VerdictSummary};
 use crate::doctor::PhaseChange;
 use crate::event::SamplePhase;
 use crate::id::JobId;
@@ -55,6 +56,8 @@ struct Summary {
     alerts: Vec<AlertView>,
     /// Exploration, exploitation or convergence.
     training_phase: Option<PhaseChange>,
+    /// The newest comparison of a checkpoint with the base model; null without one.
+    verdict: Option<VerdictSummary>,
 }
 
 /// How a metric went.
@@ -139,6 +142,7 @@ async fn get_summary(
         },
         alerts: state.store.alert_list(id, false).await?.into_iter().map(AlertView::from).collect(),
         training_phase: state.store.training_phase(id).await?,
+        verdict: verdicts::summary_of(&state, id).await?,
     }))
 }
 

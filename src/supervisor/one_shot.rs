@@ -9,16 +9,17 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use super::{Children, Tail, pass_on};
 use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY};
 use crate::generation::{GenerationReport, GenerationTask};
-use crate::one_shot::OneShotError;
+use crate::one_shot::{ChildLine, OneShotError};
 use crate::probe::{ProbeReport, ProbeTask};
+use crate::verdict::{JudgeReport, JudgeTask, VerdictRow};
 
 /// The longest report.
 const MAX_REPORT_BYTES: u64 = 16 * 1024 * 1024;
@@ -27,6 +28,8 @@ const MAX_CHILDREN: usize = 1;
 /// What a child may take beyond its limit, to write its report.
 const PREFLIGHT_GRACE: Duration = Duration::from_secs(15);
 const GENERATE_GRACE: Duration = Duration::from_secs(5);
+/// The longest that a child may take which tells how far it is: somebody can cancel it.
+const LONG_WORK: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Runs children of one kind; cheap to clone.
 pub struct OneShot<Task: ?Sized, Report> {
@@ -38,6 +41,9 @@ pub struct OneShot<Task: ?Sized, Report> {
 pub type Preflights = OneShot<ProbeTask, ProbeReport>;
 /// Runs models beside each other: `rlood generate`.
 pub type Generations = OneShot<GenerationTask, GenerationReport>;
+
+/// Compares checkpoints with their base models: `rlood judge`.
+pub type Verdicts = OneShot<JudgeTask, ChildLine<VerdictRow, JudgeReport>>;
 
 impl<Task: ?Sized, Report> Clone for OneShot<Task, Report> {
     fn clone(&self) -> Self {
@@ -62,6 +68,14 @@ impl Generations {
     }
 }
 
+impl Verdicts {
+    /// On the first of the workers' devices, with the threads of one worker; children die with `stop`.
+    pub fn new(children: &Children, stop: CancellationToken) -> Self {
+        let device = children.devices.first().copied().unwrap_or(Device::Cpu);
+        Self::of(Arc::new(Kind::new(children, "judge", device, Duration::ZERO, stop)))
+    }
+}
+
 impl<Task: ?Sized, Report> OneShot<Task, Report> {
     fn of(kind: Arc<Kind>) -> Self {
         Self { kind, types: PhantomData }
@@ -77,6 +91,42 @@ impl<Task: Serialize + ?Sized, Report: DeserializeOwned> OneShot<Task, Report> {
         let line = serde_json::to_vec(task).map_err(|error| OneShotError::Failed(error.to_string()))?;
         let ended = self.kind.run(line, limit).await?;
         serde_json::from_slice(&ended.report).map_err(|error| ended.without_report(self.kind.role, &error))
+    }
+}
+
+impl<Task, Item, Report> OneShot<Task, ChildLine<Item, Report>>
+where
+    Task: Serialize + ?Sized,
+    Item: DeserializeOwned,
+    Report: DeserializeOwned,
+{
+    /// Runs one child to its end and passes on what it tells on its way; dropping the future kills the child.
+    ///
+    /// # Errors
+    /// When there is no report.
+    pub async fn follow(
+        &self,
+        task: &Task,
+        tell: mpsc::Sender<ChildLine<Item, Report>>,
+    ) -> Result<Report, OneShotError> {
+        let line = serde_json::to_vec(task).map_err(|error| OneShotError::Failed(error.to_string()))?;
+        let (lines, mut told) = mpsc::channel::<Vec<u8>>(64);
+        let role = self.kind.role;
+        let pass_on = async {
+            let mut report = None;
+            while let Some(line) = told.recv().await {
+                match serde_json::from_slice(&line) {
+                    Ok(ChildLine::Report(last)) => report = Some(last),
+                    // An error says that nobody wants to know.
+                    Ok(line) => drop(tell.send(line).await),
+                    Err(error) => tracing::warn!(role, %error, "a child wrote a line that is not understood"),
+                }
+            }
+            report
+        };
+        let (ended, report) = tokio::join!(self.kind.run_lines(line, LONG_WORK, lines), pass_on);
+        let ended = ended?;
+        report.ok_or_else(|| ended.without_report(role, &"it wrote none"))
     }
 }
 
@@ -104,13 +154,33 @@ impl Kind {
         Self { children: children.clone(), role, device, grace, places: Semaphore::new(MAX_CHILDREN), stop }
     }
 
-    async fn run(&self, mut line: Vec<u8>, limit: Duration) -> Result<Ended, OneShotError> {
+    async fn run(&self, line: Vec<u8>, limit: Duration) -> Result<Ended, OneShotError> {
+        self.run_with(line, limit, None).await
+    }
+
+    /// As [`Kind::run`], but each line of the child is passed on as it comes, and none is kept.
+    async fn run_lines(
+        &self,
+        line: Vec<u8>,
+        limit: Duration,
+        lines: mpsc::Sender<Vec<u8>>,
+    ) -> Result<Ended, OneShotError> {
+        self.run_with(line, limit, Some(lines)).await
+    }
+
+    async fn run_with(
+        &self,
+        mut line: Vec<u8>,
+        limit: Duration,
+        lines: Option<mpsc::Sender<Vec<u8>>>,
+    ) -> Result<Ended, OneShotError> {
         let _place = self.places.try_acquire().map_err(|_| OneShotError::Busy)?;
         line.push(b'\n');
         let limit = limit + self.grace;
         let run = async {
             let child = self.spawn().map_err(failed)?;
-            tokio::time::timeout(limit, attend(child, &line)).await.unwrap_or(Err(OneShotError::TimedOut(limit)))
+            let attended = tokio::time::timeout(limit, attend(child, &line, lines)).await;
+            attended.unwrap_or(Err(OneShotError::TimedOut(limit)))
         };
         tokio::select! {
             biased;
@@ -142,7 +212,7 @@ fn failed(error: std::io::Error) -> OneShotError {
     OneShotError::Failed(error.to_string())
 }
 
-async fn attend(mut child: Child, line: &[u8]) -> Result<Ended, OneShotError> {
+async fn attend(mut child: Child, line: &[u8], lines: Option<mpsc::Sender<Vec<u8>>>) -> Result<Ended, OneShotError> {
     let (Some(mut stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
         return Err(OneShotError::Failed("it has no pipes".to_owned()));
     };
@@ -151,7 +221,19 @@ async fn attend(mut child: Child, line: &[u8]) -> Result<Ended, OneShotError> {
     // A child that died already is explained by how it ended, not by the broken pipe.
     let written = stdin.write_all(line).await;
     let mut report = Vec::new();
-    stdout.take(MAX_REPORT_BYTES).read_to_end(&mut report).await.map_err(failed)?;
+    match lines {
+        None => drop(stdout.take(MAX_REPORT_BYTES).read_to_end(&mut report).await.map_err(failed)?),
+        Some(lines) => {
+            let mut stdout = BufReader::new(stdout);
+            loop {
+                let mut told = Vec::new();
+                let read = (&mut stdout).take(MAX_REPORT_BYTES).read_until(b'\n', &mut told).await.map_err(failed)?;
+                if read == 0 || lines.send(told).await.is_err() {
+                    break;
+                }
+            }
+        }
+    }
     let status = child.wait().await.map_err(failed)?;
     drop(stdin);
     if let Some(reading) = reading {
@@ -162,7 +244,7 @@ async fn attend(mut child: Child, line: &[u8]) -> Result<Ended, OneShotError> {
 
 impl Ended {
     /// What it wrote is no report.
-    fn without_report(&self, role: &str, error: &serde_json::Error) -> OneShotError {
+    fn without_report(&self, role: &str, error: &dyn std::fmt::Display) -> OneShotError {
         let Self { report: _, status, written, tail } = self;
         tracing::warn!(role, %status, %error, ?written, tail = tail.text(), "a child ended without a report");
         match status.signal() {

@@ -57,8 +57,10 @@ pub(super) struct Data {
     pub text: Text,
     pub prompts: Vec<TokenizedPrompt>,
     pub eval_prompts: Vec<TokenizedPrompt>,
-    /// Rows of the dataset that train, where some are held out.
+    /// Rows of the dataset that train, where some are held out for evaluation or for the verdict.
     pub trained_rows: Option<Vec<u64>>,
+    /// Whether the evaluated rows are rows of the training dataset.
+    pub eval_is_held_out: bool,
     /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
     pub evaluated_rows: Vec<u64>,
     /// The number of evaluated rows whose prompt is trained too.
@@ -231,10 +233,11 @@ impl Data {
         }
         let not_trained = held_out.as_deref().unwrap_or_default();
         let test = eval.and_then(|eval| eval.test_fraction);
-        let tested = test.map(|fraction| test_rows(&keys, not_trained, fraction, plan.training.seed)).unwrap_or_default();
+        let tested =
+            test.map(|fraction| test_rows(&keys, not_trained, fraction, plan.training.seed)).unwrap_or_default();
         let is_trained = |row: &u64| not_trained.binary_search(row).is_err() && tested.binary_search(row).is_err();
-        let trained_rows: Option<Vec<u64>> = (held_out.is_some() || !tested.is_empty())
-            .then(|| (0..prompts.len() as u64).filter(is_trained).collect());
+        let trained_rows: Option<Vec<u64>> =
+            (held_out.is_some() || !tested.is_empty()).then(|| (0..prompts.len() as u64).filter(is_trained).collect());
         let of_rows = |rows: &[u64]| rows.iter().filter_map(|row| keys.get(*row as usize)).collect::<Vec<_>>();
         let trained_keys = trained_rows.as_deref().map_or_else(|| keys.iter().collect(), of_rows);
         let eval_is_held_out = held_out.is_some();

@@ -13,6 +13,7 @@ use super::doctor::doctor_rewind;
 use super::events::event_insert;
 use super::moves::{Leave, job_leave};
 use super::server_errors::LONGEST_PAUSE_MS;
+use super::tasks::verdict_begin;
 use super::workers::{worker_mark_lost, worker_touch};
 use super::{CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, word, word_column};
 use crate::event::Phase;
@@ -239,6 +240,9 @@ impl Store {
                     now,
                 )
                 .await?;
+                if self.judges {
+                    verdict_begin(&mut tx, &row, now).await?;
+                }
             }
             Outcome::Failed { failure } => match failure.may_pass() {
                 // Counted like a lost worker; the last one says what it was.
@@ -271,6 +275,7 @@ impl Store {
         self.commit(tx, doing).await?;
         self.wake_job(job);
         self.wake_queue();
+        self.wake_tasks();
         Ok(())
     }
 

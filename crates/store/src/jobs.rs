@@ -224,8 +224,8 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        let datasets = [Some(plan.dataset.id), plan.eval.as_ref().map(|eval| eval.dataset.id)];
-        for dataset in datasets.into_iter().flatten() {
+        let of_eval = plan.eval.iter().flat_map(|eval| eval.datasets());
+        for dataset in std::iter::once(&plan.dataset).chain(of_eval).map(|dataset| dataset.id) {
             sqlx::query("INSERT OR IGNORE INTO job_datasets (job_id, dataset_id) VALUES (?, ?)")
                 .bind(id.to_string())
                 .bind(dataset.to_string())

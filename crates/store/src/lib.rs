@@ -44,11 +44,12 @@ pub mod sessions;
 pub mod snapshot;
 pub mod steps;
 pub mod storage;
+pub mod tasks;
 mod version;
 pub mod webhooks;
 pub mod workers;
 
-use rlood_types::{access, callback, digest, event, failpoint, id, job, lifecycle, protocol, sample, spec};
+use rlood_types::{access, callback, digest, event, failpoint, id, job, lifecycle, protocol, sample, spec, verdict};
 
 use std::collections::HashMap;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -92,6 +93,7 @@ use rows::{Doing, column, corrupt, count_column, id_column, int, json_column, to
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use sessions::{SessionKey, SessionRow};
 pub use steps::{StepLine, StepLines};
+pub use tasks::{NewTask, TaskEnd, TaskKind, TaskRow, TaskState};
 pub use workers::WorkerRow;
 
 /// The database of one server. Cheap to clone.
@@ -104,6 +106,8 @@ pub struct Store {
     /// Folds the log.
     folder: SqlitePool,
     changes: Arc<Changes>,
+    /// Whether a job that succeeds with an evaluation is judged by itself.
+    judges: bool,
 }
 
 /// What the store was asked to do and could not.
@@ -231,6 +235,7 @@ struct Changes {
     jobs: Mutex<HashMap<JobId, watch::Sender<u64>>>,
     queue: watch::Sender<u64>,
     callbacks: watch::Sender<u64>,
+    tasks: watch::Sender<u64>,
     all: broadcast::Sender<JobNews>,
 }
 
@@ -249,6 +254,7 @@ impl Default for Changes {
             jobs: Mutex::default(),
             queue: watch::Sender::default(),
             callbacks: watch::Sender::default(),
+            tasks: watch::Sender::default(),
             all: broadcast::Sender::new(CHANGES),
         }
     }
@@ -310,7 +316,7 @@ impl Store {
         let searchers = pool.clone().max_connections(SEARCHERS).connect_lazy_with(options.clone().read_only(true));
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
         let changes = Arc::default();
-        Ok(Store { writer, readers, searchers, folder, changes })
+        Ok(Store { writer, readers, searchers, folder, changes, judges: false })
     }
 
     /// Closes every connection; the WAL is folded into the file.
@@ -338,6 +344,18 @@ impl Store {
     /// Wakes when a job was queued: for long-polling claims.
     pub fn queue_changed(&self) -> watch::Receiver<u64> {
         self.changes.queue.subscribe()
+    }
+
+    /// The same store; with `judges`, a job that succeeds and has an evaluation gets a verdict, unless it asks for none.
+    #[must_use]
+    pub fn with_verdicts(mut self, judges: bool) -> Self {
+        self.judges = judges;
+        self
+    }
+
+    /// Wakes when a task was queued or cancelled.
+    pub fn tasks_changed(&self) -> watch::Receiver<u64> {
+        self.changes.tasks.subscribe()
     }
 
     /// Names every job that is new, changed or gone.
@@ -396,6 +414,10 @@ impl Store {
         } else {
             sender.send_modify(|count| *count += 1);
         }
+    }
+
+    fn wake_tasks(&self) {
+        self.changes.tasks.send_modify(|count| *count += 1);
     }
 
     /// Wakes the workers that wait for a job. Call after the commit, never before.

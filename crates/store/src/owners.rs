@@ -26,6 +26,11 @@ impl Store {
         self.owner_of(query, &id.to_string()).await
     }
 
+    /// Of a verdict or an export: its job's.
+    pub async fn task_owner(&self, id: &str) -> Result<Option<String>, StoreError> {
+        self.owner_of("SELECT jobs.owner FROM tasks JOIN jobs ON jobs.id = tasks.job_id WHERE tasks.id = ?", id).await
+    }
+
     /// Of a model; empty = everybody's.
     pub async fn model_owner(&self, id: &str) -> Result<Option<String>, StoreError> {
         self.owner_of("SELECT owner FROM models WHERE id = ?", id).await

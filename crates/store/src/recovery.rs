@@ -23,6 +23,7 @@ pub async fn recover(store: &Store, files: &DataDir, lease_ms: i64, now: i64) ->
     for job in store.workers_forget_children(now).await? {
         tracing::warn!(target: "rlood::serve", %job, "the job's worker died with the former server; it is queued again");
     }
+    store.tasks_requeue().await?;
     // Workers started by hand may still be at work: give them the time to come back.
     store.leases_renew(now, lease_ms).await?;
     let mut datasets = Vec::new();

@@ -45,6 +45,7 @@ impl Store {
             searchers: both.clone(),
             folder: both,
             changes: Arc::default(),
+            judges: false,
         };
         let applied = store.migrations().await;
         let error = match applied.map(|applied| applied.into_iter().filter(|it| !MIGRATIONS.version_exists(*it)).max())

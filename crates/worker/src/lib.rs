@@ -1,10 +1,11 @@
 //! The processes that compute for a server: the worker, which runs jobs on one device, and the children that answer one
-//! request each ([`prober`], [`generator`]). They know the server by the worker protocol alone.
+//! request each ([`prober`], [`generator`], [`judge`]). They know the server by the worker protocol alone.
 
 pub mod args;
 pub mod device;
 mod exit;
 pub mod generator;
+pub mod judge;
 pub mod model_cache;
 pub mod one_shot;
 pub mod prober;
@@ -17,4 +18,5 @@ use rlood_model_files as modelcard;
 use rlood_rewards as reward;
 use rlood_types::{
     callback, causes, digest, doctor, event, failpoint, generation, id, job, outgoing, probe, protocol, sample, spec,
+    verdict,
 };

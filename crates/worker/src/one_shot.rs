@@ -27,7 +27,7 @@ pub fn take_task<Task: DeserializeOwned>() -> Result<Task, OneShotError> {
     Ok(task)
 }
 
-/// Writes the report.
+/// Writes the report, or a line of it.
 ///
 /// # Errors
 /// When nobody is there to read it.

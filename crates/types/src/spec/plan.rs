@@ -224,6 +224,15 @@ impl EvalPlan {
         }
     }
 
+    /// The dataset whose rows a verdict judges; `trained` is the training dataset.
+    pub fn judged_dataset<'a>(&'a self, trained: &'a DatasetPlan) -> &'a DatasetPlan {
+        match (&self.test_dataset, self.test_fraction) {
+            (Some(test), _) => test,
+            (None, Some(_)) => trained,
+            (None, None) => &self.dataset,
+        }
+    }
+
     /// Every dataset that a verdict may read.
     pub fn datasets(&self) -> impl Iterator<Item = &DatasetPlan> {
         let of_guard = self.guard.as_ref().map(|guard| &guard.dataset);

@@ -25,8 +25,9 @@ pub const FEWEST_UNEQUAL: usize = 25;
 const RESAMPLES: usize = 10_000;
 /// The probability that the interval misses, half of it on each side.
 const ALPHA: f64 = 0.05;
-/// Differences are rounded to this part of the largest one before signs are flipped: the test stays exact, on the rounded values.
-const STEPS: f64 = 255.0;
+/// The most steps that the largest difference is divided into before signs are flipped. Rewards usually have few values, and then
+/// fewer steps hold all of them; else they are rounded, and the test is exact on the rounded values.
+const MOST_STEPS: u32 = 255;
 
 /// How a difference was judged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -131,7 +132,10 @@ fn sign_flip(differences: &[f64]) -> f64 {
     if largest == 0.0 {
         return 1.0;
     }
-    let rounded = |difference: &f64| (difference / largest * STEPS).round() as i64;
+    let is_whole = |number: f64| (number - number.round()).abs() < 1e-6;
+    let holds = |steps: &u32| differences.iter().all(|difference| is_whole(difference / largest * f64::from(*steps)));
+    let steps = f64::from((1..MOST_STEPS).find(holds).unwrap_or(MOST_STEPS));
+    let rounded = |difference: &f64| (difference / largest * steps).round() as i64;
     let signed: Vec<i64> = differences.iter().map(rounded).filter(|value| *value != 0).collect();
     let sizes: Vec<usize> = signed.iter().map(|value| value.unsigned_abs() as usize).collect();
     let total: usize = sizes.iter().sum();

@@ -674,6 +674,75 @@ fn evaluation_may_hold_out_a_fraction_and_have_rewards_of_its_own() {
 }
 
 #[test]
+fn rows_for_the_verdict_alone_are_taken_where_there_are_enough() {
+    // 64 rows are too few: a tenth of them would be 6.
+    let eval = accepted(with("/eval", json!({"fraction": 0.1}))).plan.eval.unwrap();
+    assert_eq!((eval.test_fraction, eval.test_rows, eval.auto_verdict), (None, None, true));
+    let resolved = accepted(with("/eval", json!({"fraction": 0.1, "test_fraction": 0.2, "auto_verdict": false})));
+    assert!(resolved.warnings.iter().any(|warning| warning.code == "no_test_rows"), "{:?}", resolved.warnings);
+    assert!(!resolved.plan.eval.unwrap().auto_verdict);
+
+    let (spec, found) = JobSpec::read(with("/eval", json!({"fraction": 0.1})));
+    assert_eq!(found, []);
+    let mut many = context();
+    many.dataset.as_mut().unwrap().num_rows = 2000;
+    let plan = resolve(&spec, &many).unwrap().plan;
+    let eval = plan.eval.as_ref().unwrap();
+    assert_eq!((eval.held_out_rows, eval.test_fraction, eval.test_rows), (Some(200), Some(0.1), Some(200)));
+    // 1,600 of 2,000 rows train, in blocks of eight.
+    assert_eq!(plan.training.max_steps, 200);
+    // What is submitted again is what it was, also of a plan from before there were such rows.
+    let again = rlood_types::spec::submittable(&plan);
+    assert_eq!((&again["eval"]["test_fraction"], again["eval"].get("test_rows")), (&json!(0.1), None));
+    let mut old = serde_json::to_value(&plan).unwrap();
+    for key in ["test_fraction", "test_rows"] {
+        old["eval"].as_object_mut().unwrap().remove(key);
+    }
+    let old: Plan = serde_json::from_value(old).unwrap();
+    assert_eq!(rlood_types::spec::submittable(&old)["eval"]["test_fraction"], json!(0.0));
+    let (spec, _) = JobSpec::read(with("/eval", json!({"fraction": 0.1, "test_fraction": 0})));
+    let none = resolve(&spec, &many).unwrap().plan.eval.unwrap();
+    assert_eq!((none.held_out_rows, none.test_fraction, none.test_rows), (Some(200), None, None));
+}
+
+#[test]
+fn a_test_dataset_and_a_guard_are_read_with_their_rewards_and_refused_where_they_cannot_be() {
+    let records = json!({"records": [{"prompt": "p", "answer": "a"}]});
+    let guard = json!({"dataset": records, "margin": 0.05, "rewards": [
+        {"type": "webhook", "name": "safe", "url": "https://rm.example/score", "secret": SECRET}]});
+    let document = with("/eval", json!({"fraction": 0.1, "test_dataset": records, "guard": guard}));
+    let (spec, found) = JobSpec::read(document);
+    assert_eq!(found, []);
+    assert_eq!(spec.secrets.keys().collect::<Vec<_>>(), ["guard:safe"]);
+    assert!(!spec.redacted.to_string().contains("whsec_"));
+    let facts = DatasetFacts::of_records(&[json!({"prompt": "p", "answer": "a"})]);
+    let context = Context { test_dataset: Some(facts.clone()), guard_dataset: Some(facts), ..context() };
+    let plan = resolve(&spec, &context).unwrap().plan;
+    let eval = plan.eval.as_ref().unwrap();
+    assert_eq!((eval.test_fraction, eval.test_dataset.as_ref().unwrap().num_rows), (None, 1));
+    let guard = eval.guard.as_ref().unwrap();
+    assert_eq!((guard.margin, guard.rewards.as_ref().unwrap()[0].name.as_str()), (0.05, "safe"));
+    let again = rlood_types::spec::submittable(&plan);
+    assert!(again["eval"]["guard"]["dataset"]["id"].is_string() && again["eval"]["test_dataset"]["id"].is_string());
+
+    let both = json!({"fraction": 0.1, "test_fraction": 0.1, "test_dataset": records});
+    refused_at("/eval", both, "/eval/test_dataset", "conflict", &["not both"]);
+    refused_at(
+        "/eval",
+        json!({"fraction": 0.6, "test_fraction": 0.5}),
+        "/eval/test_fraction",
+        "out_of_range",
+        &["below 1"],
+    );
+    refused_at("/eval", json!({"fraction": 0.1, "guard": {}}), "/eval/guard/dataset", "required", &["records"]);
+    let odd = json!({"fraction": 0.1, "guard": {"dataset": records, "margin": -1}});
+    refused_at("/eval", odd, "/eval/guard/margin", "out_of_range", &[]);
+    let weighted = json!({"fraction": 0.1, "test_dataset": [{"name": "a", "records": [], "weight": 2}]});
+    let (_, found) = JobSpec::read(with("/eval", weighted));
+    assert!(found.iter().any(|error| error.pointer == "/eval/test_dataset/0/weight"), "{found:?}");
+}
+
+#[test]
 fn a_metric_that_the_job_cannot_produce_is_refused_with_a_suggestion() {
     let plan = accepted(minimal()).plan;
     assert_eq!(plan.checkpoints.metric_for_best.as_deref(), Some("reward"));

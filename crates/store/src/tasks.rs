@@ -1,0 +1,466 @@
+//! Long work on a checkpoint that is no job: verdicts and exports, each with a state, a progress and a result.
+//!
+//! ```text
+//! queued → running → succeeded | failed | cancelled
+//! queued → cancelled
+//! running → queued   (the server stopped: the next one begins it again, attempt + 1)
+//! ```
+//! Whoever runs a task holds its attempt: what a former attempt says is refused.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+
+use super::events::event_insert;
+use super::jobs::JobRow;
+use super::{
+    Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, id_column, int, json_column,
+    page, parse_cursor, to_json, word, word_column,
+};
+use crate::id::{CheckpointId, JobId, VerdictId};
+use crate::verdict::{RowOutcome, VerdictRow, VerdictSampling};
+
+/// What a task does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TaskKind {
+    /// Compares a checkpoint with its base model.
+    Verdict,
+    /// Writes a checkpoint in another form.
+    Export,
+}
+
+impl TaskKind {
+    fn as_str(self) -> &'static str {
+        match self {
+            TaskKind::Verdict => "verdict",
+            TaskKind::Export => "export",
+        }
+    }
+}
+
+/// The state of a task.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TaskState {
+    /// Waits for its turn.
+    Queued,
+    /// Under way.
+    Running,
+    /// Done; it has a result.
+    Succeeded,
+    /// Ended by an error.
+    Failed,
+    /// Ended by a user.
+    Cancelled,
+}
+
+impl TaskState {
+    /// Whether it ends there.
+    pub fn is_final(self) -> bool {
+        match self {
+            TaskState::Queued | TaskState::Running => false,
+            TaskState::Succeeded | TaskState::Failed | TaskState::Cancelled => true,
+        }
+    }
+}
+
+/// A task.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TaskRow {
+    /// `vrd_…` or `exp_…`.
+    pub id: String,
+    /// What it does.
+    pub kind: TaskKind,
+    /// The job whose checkpoint it works on.
+    pub job: JobId,
+    /// The checkpoint.
+    pub checkpoint: CheckpointId,
+    /// The checkpoint's step.
+    pub step: u64,
+    /// Its state.
+    pub state: TaskState,
+    /// The number of times that it was begun.
+    pub attempt: u64,
+    /// What was asked for.
+    pub request: Value,
+    /// Parts done.
+    pub done: u64,
+    /// Parts in all; 0 = not known yet.
+    pub total: u64,
+    /// What came of it.
+    pub result: Option<Value>,
+    /// Why it failed: `{code, message}`.
+    pub error: Option<Value>,
+    /// Unix ms.
+    pub created_at: i64,
+    /// Unix ms; of the latest attempt.
+    pub started_at: Option<i64>,
+    /// Unix ms.
+    pub finished_at: Option<i64>,
+    /// Unix ms; when what it left on the disk is removed.
+    pub expires_at: Option<i64>,
+}
+
+/// A task to create.
+#[derive(Debug, Clone)]
+pub struct NewTask {
+    /// `vrd_…` or `exp_…`.
+    pub id: String,
+    /// What it does.
+    pub kind: TaskKind,
+    /// The job whose checkpoint it works on.
+    pub job: JobId,
+    /// The checkpoint.
+    pub checkpoint: CheckpointId,
+    /// The checkpoint's step.
+    pub step: u64,
+    /// What was asked for.
+    pub request: Value,
+}
+
+/// How a task ended.
+#[derive(Debug, Clone)]
+pub enum TaskEnd {
+    /// With a result; and when what it left on the disk is removed, Unix ms.
+    Succeeded(Value, Option<i64>),
+    /// With an error, `{code, message}`.
+    Failed(Value),
+}
+
+impl Store {
+    /// Creates a task; its job's events tell of it.
+    pub async fn task_create(&self, new: NewTask, now: i64) -> Result<TaskRow, StoreError> {
+        let doing = "create a task";
+        let mut tx = self.begin(doing).await?;
+        let row = task_insert(&mut tx, new, now).await?;
+        self.commit(tx, doing).await?;
+        self.wake_job(row.job);
+        self.wake_tasks();
+        Ok(row)
+    }
+
+    /// One task, or `NotFound`.
+    pub async fn task_get(&self, kind: TaskKind, id: &str) -> Result<TaskRow, StoreError> {
+        let row = sqlx::query("SELECT * FROM tasks WHERE id = ? AND kind = ?")
+            .bind(id)
+            .bind(kind.as_str())
+            .fetch_optional(&self.readers)
+            .await
+            .doing("read a task")?
+            .ok_or_else(|| StoreError::NotFound { kind: kind.as_str(), id: id.to_owned() })?;
+        TaskRow::read(&row)
+    }
+
+    /// The newest task of a job, or of one of its checkpoints.
+    pub async fn task_newest(&self, kind: TaskKind, job: JobId) -> Result<Option<TaskRow>, StoreError> {
+        sqlx::query("SELECT * FROM tasks WHERE job_id = ? AND kind = ? ORDER BY created_at DESC, id DESC LIMIT 1")
+            .bind(job.to_string())
+            .bind(kind.as_str())
+            .fetch_optional(&self.readers)
+            .await
+            .doing("read the newest task")?
+            .map(|row| TaskRow::read(&row))
+            .transpose()
+    }
+
+    /// All tasks of a job, or of one of its checkpoints, newest first.
+    pub async fn task_list(
+        &self,
+        kind: TaskKind,
+        job: JobId,
+        checkpoint: Option<CheckpointId>,
+    ) -> Result<Vec<TaskRow>, StoreError> {
+        sqlx::query(
+            "SELECT * FROM tasks WHERE job_id = ?1 AND kind = ?2 AND (?3 IS NULL OR checkpoint_id = ?3) \
+             ORDER BY created_at DESC, id DESC",
+        )
+        .bind(job.to_string())
+        .bind(kind.as_str())
+        .bind(checkpoint.map(|id| id.to_string()))
+        .fetch_all(&self.readers)
+        .await
+        .doing("list tasks")?
+        .iter()
+        .map(TaskRow::read)
+        .collect()
+    }
+
+    /// Begins the task of a kind that waits for longest; `None` when none waits.
+    pub async fn task_claim(&self, kind: TaskKind, now: i64) -> Result<Option<TaskRow>, StoreError> {
+        let doing = "begin a task";
+        let mut tx = self.begin(doing).await?;
+        let begun = sqlx::query(
+            "UPDATE tasks SET state = 'running', attempt = attempt + 1, started_at = ?1, done = 0, total = 0 \
+             WHERE id = (SELECT id FROM tasks WHERE kind = ?2 AND state = 'queued' ORDER BY created_at, id LIMIT 1) RETURNING *",
+        )
+        .bind(now)
+        .bind(kind.as_str())
+        .fetch_optional(&mut *tx)
+        .await
+        .doing(doing)?;
+        let Some(row) = begun else { return Ok(None) };
+        let row = TaskRow::read(&row)?;
+        // What an attempt left that did not come to its end.
+        sqlx::query("DELETE FROM verdict_rows WHERE verdict_id = ?")
+            .bind(&row.id)
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        self.commit(tx, doing).await?;
+        Ok(Some(row))
+    }
+
+    /// Notes how far a running task is; whether it is still this attempt's.
+    pub async fn task_progress(&self, id: &str, attempt: u64, done: u64, total: u64) -> Result<bool, StoreError> {
+        let noted =
+            sqlx::query("UPDATE tasks SET done = ?, total = ? WHERE id = ? AND attempt = ? AND state = 'running'")
+                .bind(int(done))
+                .bind(int(total))
+                .bind(id)
+                .bind(int(attempt))
+                .execute(&self.writer)
+                .await
+                .doing("note a task's progress")?;
+        Ok(noted.rows_affected() == 1)
+    }
+
+    /// Ends a running task; nothing when it is not this attempt's any more.
+    pub async fn task_finish(&self, row: &TaskRow, end: TaskEnd, now: i64) -> Result<(), StoreError> {
+        let doing = "end a task";
+        let (state, result, error, expires) = match end {
+            TaskEnd::Succeeded(result, expires) => (TaskState::Succeeded, Some(result), None, expires),
+            TaskEnd::Failed(error) => (TaskState::Failed, None, Some(error), None),
+        };
+        let mut tx = self.begin(doing).await?;
+        let json = |value: Option<Value>| value.map(|value| value.to_string());
+        let ended = sqlx::query(
+            "UPDATE tasks SET state = ?, result = ?, error = ?, expires_at = ?, finished_at = ? \
+             WHERE id = ? AND attempt = ? AND state = 'running' RETURNING *",
+        )
+        .bind(word(&state)?)
+        .bind(json(result))
+        .bind(json(error))
+        .bind(expires)
+        .bind(now)
+        .bind(&row.id)
+        .bind(int(row.attempt))
+        .fetch_optional(&mut *tx)
+        .await
+        .doing(doing)?;
+        let Some(ended) = ended else { return Ok(()) };
+        task_event(&mut tx, &TaskRow::read(&ended)?, now).await?;
+        self.commit(tx, doing).await?;
+        self.wake_job(row.job);
+        Ok(())
+    }
+
+    /// Cancels a task that has not ended; one that has stays as it is.
+    pub async fn task_cancel(&self, kind: TaskKind, id: &str, now: i64) -> Result<TaskRow, StoreError> {
+        let doing = "cancel a task";
+        let mut tx = self.begin(doing).await?;
+        let cancelled = sqlx::query(
+            "UPDATE tasks SET state = 'cancelled', finished_at = ? WHERE id = ? AND kind = ? AND state IN ('queued', 'running') \
+             RETURNING *",
+        )
+        .bind(now)
+        .bind(id)
+        .bind(kind.as_str())
+        .fetch_optional(&mut *tx)
+        .await
+        .doing(doing)?;
+        let Some(cancelled) = cancelled else {
+            drop(tx);
+            return self.task_get(kind, id).await;
+        };
+        let row = TaskRow::read(&cancelled)?;
+        task_event(&mut tx, &row, now).await?;
+        self.commit(tx, doing).await?;
+        self.wake_job(row.job);
+        self.wake_tasks();
+        Ok(row)
+    }
+
+    /// Puts the running tasks back: the server that ran them is gone.
+    pub async fn tasks_requeue(&self) -> Result<u64, StoreError> {
+        let again = sqlx::query("UPDATE tasks SET state = 'queued' WHERE state = 'running'");
+        Ok(again.execute(&self.writer).await.doing("queue tasks again")?.rows_affected())
+    }
+
+    /// Removes a task that has ended; the caller then removes its files.
+    pub async fn task_delete(&self, kind: TaskKind, id: &str) -> Result<(), StoreError> {
+        sqlx::query("DELETE FROM tasks WHERE id = ? AND kind = ?")
+            .bind(id)
+            .bind(kind.as_str())
+            .execute(&self.writer)
+            .await
+            .doing("remove a task")?;
+        Ok(())
+    }
+
+    /// Ids of the tasks of a kind whose files must be kept.
+    pub async fn task_ids(&self, kind: TaskKind) -> Result<Vec<String>, StoreError> {
+        sqlx::query_scalar("SELECT id FROM tasks WHERE kind = ?")
+            .bind(kind.as_str())
+            .fetch_all(&self.readers)
+            .await
+            .doing("list all tasks")
+    }
+
+    /// Tasks whose files are to be removed by now.
+    pub async fn tasks_expired(&self, now: i64) -> Result<Vec<TaskRow>, StoreError> {
+        sqlx::query("SELECT * FROM tasks WHERE expires_at <= ?")
+            .bind(now)
+            .fetch_all(&self.readers)
+            .await
+            .doing("look for expired tasks")?
+            .iter()
+            .map(TaskRow::read)
+            .collect()
+    }
+
+    /// Keeps judged rows of a running verdict; nothing when it is not this attempt's any more.
+    pub async fn verdict_rows_append(&self, row: &TaskRow, judged: &[VerdictRow]) -> Result<(), StoreError> {
+        let doing = "keep judged rows";
+        let mut tx = self.begin(doing).await?;
+        for one in judged {
+            sqlx::query(
+                "INSERT INTO verdict_rows (verdict_id, seq, row_set, outcome, row) \
+                 SELECT id, (SELECT COALESCE(MAX(seq), 0) + 1 FROM verdict_rows WHERE verdict_id = ?1), ?2, ?3, ?4 FROM tasks \
+                 WHERE id = ?1 AND attempt = ?5 AND state = 'running'",
+            )
+            .bind(&row.id)
+            .bind(word(&one.set)?)
+            .bind(word(&one.outcome)?)
+            .bind(to_json("row", one)?)
+            .bind(int(row.attempt))
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        }
+        self.commit(tx, doing).await
+    }
+
+    /// The judged rows of a verdict in order, of one outcome or of all.
+    pub async fn verdict_row_page(
+        &self,
+        id: VerdictId,
+        outcome: Option<RowOutcome>,
+        after: Option<&str>,
+        limit: u32,
+    ) -> Result<Page<Value>, StoreError> {
+        let after = match after {
+            Some(after) => cursor_key::<i64>(&parse_cursor::<1>("verdict rows", after)?[0])?,
+            None => 0,
+        };
+        let limit = limit.clamp(1, 1000);
+        let rows = sqlx::query(
+            "SELECT seq, row FROM verdict_rows WHERE verdict_id = ?1 AND seq > ?2 AND (?3 IS NULL OR outcome = ?3) \
+             ORDER BY seq LIMIT ?4",
+        )
+        .bind(id.to_string())
+        .bind(after)
+        .bind(outcome.map(|outcome| word(&outcome)).transpose()?)
+        .bind(i64::from(limit) + 1)
+        .fetch_all(&self.readers)
+        .await
+        .doing("list judged rows")?;
+        let read = |row: &SqliteRow| Ok((column::<i64>(row, "seq")?, json_column(row, "row")?));
+        let data = rows.iter().map(read).collect::<Result<Vec<(i64, Value)>, StoreError>>()?;
+        let page = page(data, limit, |(seq, _)| cursor("verdict rows", [&seq.to_string()]));
+        Ok(Page { data: page.data.into_iter().map(|(_, row)| row).collect(), next: page.next })
+    }
+}
+
+/// Creates a task and tells of it, in a transaction of the caller's.
+pub(super) async fn task_insert(tx: &mut SqliteConnection, new: NewTask, now: i64) -> Result<TaskRow, StoreError> {
+    let NewTask { id, kind, job, checkpoint, step, request } = new;
+    let row = sqlx::query(
+        "INSERT INTO tasks (id, kind, job_id, checkpoint_id, step, state, request, created_at) \
+         VALUES (?, ?, ?, ?, ?, 'queued', ?, ?) RETURNING *",
+    )
+    .bind(id)
+    .bind(kind.as_str())
+    .bind(job.to_string())
+    .bind(checkpoint.to_string())
+    .bind(int(step))
+    .bind(request.to_string())
+    .bind(now)
+    .fetch_one(&mut *tx)
+    .await
+    .doing("create a task")?;
+    let row = TaskRow::read(&row)?;
+    task_event(tx, &row, now).await?;
+    Ok(row)
+}
+
+/// A job that succeeded with an evaluation is judged: its best checkpoint, else its newest.
+pub(super) async fn verdict_begin(tx: &mut SqliteConnection, row: &JobRow, now: i64) -> Result<(), StoreError> {
+    let plan = row.plan()?;
+    if !plan.eval.as_ref().is_some_and(|eval| eval.auto_verdict) {
+        return Ok(());
+    }
+    let best = sqlx::query("SELECT id, step FROM checkpoints WHERE job_id = ? ORDER BY best DESC, step DESC LIMIT 1")
+        .bind(row.id.to_string())
+        .fetch_optional(&mut *tx)
+        .await
+        .doing("read the best checkpoint")?;
+    let Some(best) = best else { return Ok(()) };
+    let sampling = serde_json::to_value(VerdictSampling::of_plan(&plan)).map_err(corrupt("request"))?;
+    let new = NewTask {
+        id: VerdictId::new().to_string(),
+        kind: TaskKind::Verdict,
+        job: row.id,
+        checkpoint: id_column(&best, "id")?,
+        step: count_column(&best, "step")?,
+        request: sampling,
+    };
+    task_insert(tx, new, now).await.map(drop)
+}
+
+/// `verdict.queued`, `verdict.succeeded`, …: in the history of the job.
+async fn task_event(tx: &mut SqliteConnection, row: &TaskRow, now: i64) -> Result<(), StoreError> {
+    let mut data = json!({"id": row.id, "checkpoint_id": row.checkpoint, "step": row.step});
+    for (key, value) in [("result", &row.result), ("error", &row.error)] {
+        if let Some(value) = value {
+            // Of a verdict's result what a line can say; the whole is with the task.
+            data[key] = match row.kind {
+                TaskKind::Verdict if key == "result" => {
+                    let short = ["verdict", "summary", "difference", "interval", "rows"];
+                    short.iter().map(|key| ((*key).to_owned(), value[*key].clone())).collect::<Map<_, _>>().into()
+                }
+                TaskKind::Verdict | TaskKind::Export if key == "error" => value.clone(),
+                TaskKind::Verdict | TaskKind::Export => continue,
+            };
+        }
+    }
+    let kind = format!("{}.{}", row.kind.as_str(), word(&row.state)?);
+    event_insert(tx, row.job, &kind, now, data).await.map(drop)
+}
+
+impl TaskRow {
+    fn read(row: &SqliteRow) -> Result<Self, StoreError> {
+        let optional = |name: &'static str| -> Result<Option<Value>, StoreError> {
+            column::<Option<&str>>(row, name)?.map(|_| json_column(row, name)).transpose()
+        };
+        let required = |name: &'static str| corrupt(name)("it is empty");
+        Ok(Self {
+            id: column(row, "id")?,
+            kind: word_column(row, "kind")?.ok_or_else(|| required("kind"))?,
+            job: id_column(row, "job_id")?,
+            checkpoint: id_column(row, "checkpoint_id")?,
+            step: count_column(row, "step")?,
+            state: word_column(row, "state")?.ok_or_else(|| required("state"))?,
+            attempt: count_column(row, "attempt")?,
+            request: json_column(row, "request")?,
+            done: count_column(row, "done")?,
+            total: count_column(row, "total")?,
+            result: optional("result")?,
+            error: optional("error")?,
+            created_at: column(row, "created_at")?,
+            started_at: column(row, "started_at")?,
+            finished_at: column(row, "finished_at")?,
+            expires_at: column(row, "expires_at")?,
+        })
+    }
+}

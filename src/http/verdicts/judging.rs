@@ -1,0 +1,255 @@
+//! Runs verdicts, one after another: finds what is to be judged, hands it to a process of its own, keeps what that tells.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+use tokio::sync::mpsc;
+
+use super::super::generate::unchanged;
+use super::super::{AppState, reach};
+use crate::causes::with_causes;
+use crate::files::DataDir;
+use crate::one_shot::{ChildLine, OneShotError};
+use crate::spec::{DatasetPlan, EvalPlan, Plan, PromptKey, held_out_rows, prompt_key, test_rows};
+use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, TaskState, clock_ms};
+use crate::supervisor::one_shot::Verdicts;
+use crate::verdict::{JudgeLine, JudgeReport, JudgeTask, RowsFrom, VerdictError};
+
+/// How long to wait after the database failed.
+const PAUSE: Duration = Duration::from_secs(5);
+/// Judged rows that are kept in one transaction.
+const ROWS_AT_ONCE: usize = 64;
+
+type Rows = Vec<(u64, Map<String, Value>)>;
+
+/// Runs the verdicts that are asked for, until the server stops.
+pub(crate) async fn run(state: AppState, verdicts: Verdicts) {
+    let mut changed = state.store.tasks_changed();
+    loop {
+        changed.mark_unchanged();
+        match state.store.task_claim(TaskKind::Verdict, clock_ms()).await {
+            Ok(Some(row)) => {
+                if let Err(error) = run_one(&state, &verdicts, &row).await {
+                    // It stays `running`: the next start of the server begins it again.
+                    tracing::error!(verdict = row.id, error = with_causes(&error), "the end of a verdict is not noted");
+                }
+            }
+            Ok(None) => {
+                // The sender lives as long as the store.
+                let _ = changed.changed().await;
+            }
+            Err(error) => {
+                tracing::error!(error = with_causes(&error), "verdicts wait");
+                tokio::time::sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn run_one(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<(), StoreError> {
+    let report = tokio::select! {
+        report = judge(state, verdicts, row) => report?,
+        () = taken_away(state, row) => return Ok(()),
+    };
+    let end = match report {
+        Some(JudgeReport::Judged(result)) => match serde_json::to_value(result) {
+            Ok(result) => TaskEnd::Succeeded(result, None),
+            Err(error) => TaskEnd::Failed(json!(failed("internal", format!("the result cannot be kept: {error}")))),
+        },
+        Some(JudgeReport::Failed(error)) => TaskEnd::Failed(json!(error)),
+        // The server stops.
+        None => return Ok(()),
+    };
+    if let TaskEnd::Failed(error) = &end {
+        tracing::warn!(verdict = row.id, job = %row.job, %error, "a verdict failed");
+    }
+    state.store.task_finish(row, end, clock_ms()).await
+}
+
+/// Comes back when the task is not this attempt's any more.
+async fn taken_away(state: &AppState, row: &TaskRow) {
+    let mut changed = state.store.tasks_changed();
+    loop {
+        match state.store.task_get(row.kind, &row.id).await {
+            Ok(now) if now.state == TaskState::Running && now.attempt == row.attempt => {}
+            Ok(_) | Err(StoreError::NotFound { .. }) => return,
+            Err(error) => tracing::warn!(error = with_causes(&error), "a cancelled verdict would not be noticed"),
+        }
+        let _ = tokio::time::timeout(Duration::from_secs(10), changed.changed()).await;
+    }
+}
+
+fn failed(code: &str, message: impl Into<String>) -> VerdictError {
+    VerdictError { code: code.to_owned(), message: message.into() }
+}
+
+/// The report of the process; `None` when the server stops.
+async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<Option<JudgeReport>, StoreError> {
+    let task = match prepare(state, row).await {
+        Ok(task) => task,
+        Err(error) => return Ok(Some(JudgeReport::Failed(error))),
+    };
+    let (tell, told) = mpsc::channel(ROWS_AT_ONCE);
+    let (report, kept) = tokio::join!(verdicts.follow(&task, tell), keep(state, row, told));
+    kept?;
+    Ok(match report {
+        Ok(report) => Some(report),
+        Err(OneShotError::Stopping) => None,
+        Err(OneShotError::Killed(_)) => Some(JudgeReport::Failed(failed(
+            "killed",
+            "the process that compared the models was killed: most likely memory ran out; ask again when no job runs, or with fewer num_generations",
+        ))),
+        Err(error) => Some(JudgeReport::Failed(failed("process_failed", error.to_string()))),
+    })
+}
+
+async fn keep(state: &AppState, row: &TaskRow, mut told: mpsc::Receiver<JudgeLine>) -> Result<(), StoreError> {
+    let mut lines = Vec::new();
+    while told.recv_many(&mut lines, ROWS_AT_ONCE).await > 0 {
+        let (mut rows, mut progress) = (Vec::new(), None);
+        for line in lines.drain(..) {
+            match line {
+                ChildLine::Item(judged) => rows.push(judged),
+                ChildLine::Progress { done, total } => progress = Some((done, total)),
+                ChildLine::Report(_) => {}
+            }
+        }
+        if !rows.is_empty() {
+            state.store.verdict_rows_append(row, &rows).await?;
+        }
+        if let Some((done, total)) = progress {
+            state.store.task_progress(&row.id, row.attempt, done, total).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictError> {
+    let store = &state.store;
+    let internal = |error: StoreError| {
+        tracing::error!(error = with_causes(&error), "a verdict cannot be prepared");
+        failed("internal", "the server's database failed: ask again")
+    };
+    let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(internal)?;
+    let checkpoint = store.checkpoint_get(row.checkpoint).await.map_err(|error| match error {
+        StoreError::NotFound { .. } => failed("no_such_checkpoint", "the checkpoint was removed in the meantime"),
+        error => internal(error),
+    })?;
+    let model = store.model_get(&plan.model.id).await.map_err(|error| match error {
+        StoreError::NotFound { .. } => failed(
+            "invalid_model",
+            format!(
+                "the job's model '{}' is not registered any more: register it again with POST /models",
+                plan.model.id
+            ),
+        ),
+        error => internal(error),
+    })?;
+    let model = unchanged(model, plan.model.sha256.clone()).await;
+    let model = model.map_err(|problem| failed("invalid_model", problem.detail()))?;
+    let mut reward_models = BTreeMap::new();
+    for id in plan.reward_models.keys() {
+        reward_models.insert(id.clone(), store.model_get(id).await.map_err(internal)?.source);
+    }
+    let allow_outgoing = reach::allow_outgoing(state).await;
+    let allow_outgoing = allow_outgoing.map_err(|problem| failed("internal", problem.detail()))?;
+    let (files, of_plan) = (state.files.clone(), plan.clone());
+    let read = tokio::task::spawn_blocking(move || read_rows(&files, &of_plan)).await;
+    let read = read.map_err(|error| failed("internal", format!("the rows could not be read: {error}")))?;
+    let Read { rows_from, rows, guard_rows } = read?;
+    Ok(JudgeTask {
+        job: row.job,
+        step: row.step,
+        secrets: store.job_secrets(row.job).await.map_err(internal)?,
+        allow_outgoing,
+        model_dir: model.source.into(),
+        reward_models,
+        checkpoint_dir: state.files.checkpoint_dir(checkpoint.job, checkpoint.step, checkpoint.attempt),
+        rows_from,
+        rows,
+        guard_rows,
+        sampling: serde_json::from_value(row.request.clone())
+            .map_err(|error| failed("internal", format!("the stored request cannot be read: {error}")))?,
+        memory_limit_bytes: state.config.memory_per_worker(),
+        plan,
+    })
+}
+
+/// The rows of a verdict.
+struct Read {
+    rows_from: RowsFrom,
+    rows: Rows,
+    guard_rows: Rows,
+}
+
+/// The rows to judge. Blocking.
+fn read_rows(files: &DataDir, plan: &Plan) -> Result<Read, VerdictError> {
+    let Some(eval) = &plan.eval else { return Err(failed("no_evaluation", "the job has no evaluation")) };
+    let guard_rows = match &eval.guard {
+        Some(guard) => rows_of(files, &guard.dataset, None)?,
+        None => Vec::new(),
+    };
+    let (rows_from, rows) = match &eval.test_dataset {
+        Some(test) => (RowsFrom::TestDataset, rows_of(files, test, None)?),
+        None => set_aside(files, plan, eval)?,
+    };
+    Ok(Read { rows_from, rows, guard_rows })
+}
+
+/// The rows of the training dataset that only the verdict reads; where there are none, those of the evaluation.
+fn set_aside(files: &DataDir, plan: &Plan, eval: &EvalPlan) -> Result<(RowsFrom, Rows), VerdictError> {
+    if eval.fraction.is_none() && eval.test_fraction.is_none() {
+        return Ok((RowsFrom::Eval, rows_of(files, &eval.dataset, None)?));
+    }
+    let mut keys: Vec<PromptKey> = Vec::new();
+    each_row(files, &plan.dataset, |_, row| keys.push(prompt_key(row.get("prompt").unwrap_or(&Value::Null))))?;
+    let seed = plan.training.seed;
+    let held_out = eval.fraction.map(|fraction| held_out_rows(plan.arithmetic.split, &keys, fraction, seed));
+    if let Some(fraction) = eval.test_fraction {
+        let tested = test_rows(&keys, held_out.as_deref().unwrap_or_default(), fraction, seed);
+        if !tested.is_empty() {
+            return Ok((RowsFrom::TestFraction, rows_of(files, &plan.dataset, Some(&tested))?));
+        }
+    }
+    let rows = match held_out {
+        Some(held_out) => rows_of(files, &plan.dataset, Some(&held_out))?,
+        None => rows_of(files, &eval.dataset, None)?,
+    };
+    Ok((RowsFrom::Eval, rows))
+}
+
+/// The rows of these numbers (ascending), or all.
+fn rows_of(files: &DataDir, dataset: &DatasetPlan, numbers: Option<&[u64]>) -> Result<Rows, VerdictError> {
+    let mut rows = Vec::new();
+    each_row(files, dataset, |number, row| {
+        if numbers.is_none_or(|numbers| numbers.binary_search(&number).is_ok()) {
+            rows.push((number, row));
+        }
+    })?;
+    Ok(rows)
+}
+
+fn each_row(
+    files: &DataDir,
+    dataset: &DatasetPlan,
+    mut look: impl FnMut(u64, Map<String, Value>),
+) -> Result<(), VerdictError> {
+    let unreadable = |error: &dyn std::fmt::Display| {
+        let message = format!("the dataset '{}' cannot be read: {error}", dataset.id);
+        failed("dataset_unreadable", message)
+    };
+    let file = std::fs::File::open(files.dataset(dataset.id)).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => {
+            let message = format!("the dataset '{}' was deleted: its rows cannot be judged any more", dataset.id);
+            failed("dataset_missing", message)
+        }
+        _ => unreadable(&error),
+    })?;
+    for (number, line) in (0..).zip(BufReader::new(file).lines()) {
+        let line = line.map_err(|error| unreadable(&error))?;
+        look(number, serde_json::from_str(&line).map_err(|error| unreadable(&error))?);
+    }
+    Ok(())
+}
