@@ -26,6 +26,7 @@ const TAGS: [(&str, &str); 10] = [
     ("Jobs", "Training jobs: submit, watch, steer."),
     ("Datasets", "Prompts with whatever the rewards need; immutable."),
     ("Models", "Directories in Hugging Face's layout that jobs train on."),
+    ("Verdicts", "Base model and trained model compared on the same rows."),
     ("Adapters", "PEFT adapters from elsewhere that jobs begin with."),
     ("Artifacts", "Checkpoints and adapters."),
     ("Rewards", "Try a reward before a job depends on it; see how those of a job do."),

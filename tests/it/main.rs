@@ -83,6 +83,7 @@ mod storage;
 mod streams;
 mod throttle;
 mod transfer;
+mod verdict;
 mod versions;
 mod worker_protocol;
 mod workspace;

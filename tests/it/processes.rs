@@ -171,6 +171,8 @@ pub fn command(data_dir: &Path, devices: &str) -> Command {
     command.env_remove("HF_TOKEN").env("HF_HUB_OFFLINE", "1").env("HF_HOME", data_dir.join("no-cache"));
     command.args(["serve", "--log", "error", "--devices", devices, "--data-dir"]);
     command.arg(data_dir).env("RLOOD_LISTEN", "127.0.0.1:0").stdin(Stdio::null());
+    // Tests count processes and requests; those of verdicts say so.
+    command.env("RLOOD_AUTO_VERDICT", "false");
     command
 }
 

@@ -1,4 +1,4 @@
-// A run: why it ended, what the doctor says, its eight charts.
+// A run: whether it got better, why it ended, what the doctor says, its eight charts.
 import { Chart } from "../chart/chart.js";
 import { ChartControls } from "../chart/controls.js";
 import { csvField, download } from "../chart/export.js";
@@ -11,8 +11,10 @@ import { html, useEffect, useMemo } from "../core/ui.js";
 import { Alerts } from "../parts/alerts.js";
 import { jobView } from "../parts/job-page.js";
 import { Ago, Facts } from "../parts/text.js";
+import { Verdict } from "../parts/verdict.js";
 
 const RunView = jobView("", ({ run, job }) => html`
+  <${Verdict} run=${run} job=${job} />
   <${Ended} job=${job} />
   <${Alerts} run=${run} />
   <${Numbers} run=${run} job=${job} />

@@ -11,4 +11,5 @@ pub(crate) mod models;
 pub(crate) mod records;
 pub(crate) mod rewards;
 pub(crate) mod system;
+pub(crate) mod verdicts;
 pub(crate) mod webhooks;

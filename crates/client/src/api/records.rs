@@ -150,6 +150,9 @@ pub struct Summary {
     pub alerts: Vec<JobAlert>,
     /// Exploration, exploitation or convergence.
     pub training_phase: Option<PhaseChange>,
+    /// The newest comparison of a checkpoint with the base model, in short; [`Client::get_job_verdict`] has the whole.
+    #[serde(default)]
+    pub verdict: Option<Value>,
 }
 
 /// How a metric went.
