@@ -13,7 +13,7 @@ use futures::future::LocalBoxFuture;
 use crate::causes::with_causes;
 use crate::commands::{backup, bench, convert, gc, keys, reward_check};
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
-use crate::{config, demo, engine, generator, http, judge, prober, reward_server, serve, worker};
+use crate::{config, demo, engine, exporter, generator, http, judge, prober, reward_server, serve, worker};
 
 /// A setting cannot be used, as with clap's own errors.
 const EXIT_USAGE: u8 = 2;
@@ -52,6 +52,9 @@ pub fn run() -> ExitCode {
         Role::Probe(args) => computing(format, args.threads, || on_runtime(format, Some(2), prober::run(args))),
         Role::Generate(args) => {
             computing(format, args.threads, || generator::run(&args).unwrap_or_else(|error| fail(format, &error)))
+        }
+        Role::ExportCheckpoint(args) => {
+            computing(format, args.threads, || exporter::run(&args).unwrap_or_else(|error| fail(format, &error)))
         }
         Role::Judge(args) => computing(format, args.threads, || on_runtime(format, Some(2), judge::run(args))),
         Role::RewardServer(args) => {

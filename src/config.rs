@@ -106,6 +106,9 @@ pub enum Command {
     /// Set up by the server: compare the models of the task on standard input, write lines to standard output.
     #[command(hide = true)]
     Judge(ProbeArgs),
+    /// Set up by the server: write the checkpoint of the task on standard input in another form, write lines to standard output.
+    #[command(hide = true)]
+    ExportCheckpoint(ProbeArgs),
     /// Serve a reward model (a sequence-classification checkpoint) over HTTP: the reward contract v1, and OpenRLHF's remote
     /// reward model on the same address.
     RewardServer(RewardServerArgs),

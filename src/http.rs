@@ -24,6 +24,7 @@ pub mod demo;
 pub mod download;
 pub mod error;
 pub mod events;
+pub mod exports;
 pub mod extract;
 pub mod fork;
 pub mod generate;
@@ -56,6 +57,7 @@ pub mod storage;
 pub mod submit;
 pub mod summary;
 pub mod system;
+mod tasks;
 pub mod throttle;
 mod uploads;
 pub mod verdicts;
@@ -189,6 +191,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(compare::routes())
         .merge(generate::routes())
         .merge(verdicts::routes())
+        .merge(exports::routes())
         .merge(courses::routes())
         .merge(dataset_preview::routes())
         .merge(demo::routes())

@@ -9,7 +9,7 @@
 //! | [`downloads`] | models on their way from a hub |
 //! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled model; the command line |
 //! | `rlood-client` | a typed client of the public API; knows the words and nothing of the server |
-//! | `rlood-worker`: [`worker`] [`prober`] [`generator`] [`judge`] [`reward_model`] | the processes that compute |
+//! | `rlood-worker`: [`worker`] [`prober`] [`generator`] [`judge`] [`exporter`] [`reward_model`] | the processes that compute |
 //! | `rlood-store`: [`store`] [`files`] | durable |
 //! | `rlood-rewards`: [`reward`] | async stays here |
 //! | `rlood-data`: [`data`] | files of rows, read and mapped; blocking |
@@ -17,7 +17,7 @@
 //! | `rlood-engine`: [`engine`] | synchronous; knows token ids, not jobs or HTTP |
 //! | `rlood-model-files`: [`modelcard`] | what a model's folder holds, without tensors |
 //! | `rlood-kernels` | what computes, for the engine; all unsafe code |
-//! | `rlood-types`: [`access`] [`callback`] [`causes`] [`dataset`] [`digest`] [`doctor`] [`event`] [`failpoint`] [`generation`] [`id`] [`job`] [`json`] [`lifecycle`] [`one_shot`] [`outgoing`] [`probe`] [`protocol`] [`sample`] [`spec`] [`storage`] [`verdict`] | words: plain types, no I/O |
+//! | `rlood-types`: [`access`] [`callback`] [`causes`] [`dataset`] [`digest`] [`doctor`] [`event`] [`export`] [`failpoint`] [`generation`] [`id`] [`job`] [`json`] [`lifecycle`] [`one_shot`] [`outgoing`] [`probe`] [`protocol`] [`sample`] [`spec`] [`storage`] [`verdict`] | words: plain types, no I/O |
 //! | `rlood-templates`: [`jinja`] | templates in a sandbox |
 //!
 //! # One job through the files
@@ -41,10 +41,10 @@ pub use rlood_store as store;
 pub use rlood_store::files;
 pub use rlood_templates as jinja;
 pub use rlood_types::{
-    access, callback, causes, dataset, digest, doctor, event, failpoint, generation, id, job, json, lifecycle,
+    access, callback, causes, dataset, digest, doctor, event, export, failpoint, generation, id, job, json, lifecycle,
     one_shot, outgoing, probe, protocol, sample, spec, storage, verdict,
 };
-pub use rlood_worker::{generator, judge, prober, reward_model, worker};
+pub use rlood_worker::{exporter, generator, judge, prober, reward_model, worker};
 
 pub mod listen;
 

@@ -35,7 +35,7 @@ use crate::reward::client::{Pace, RewardClient};
 use crate::store::leases::LeaseWatch;
 use crate::store::recovery::{RecoveryError, recover};
 use crate::store::{Store, StoreError, clock_ms};
-use crate::supervisor::one_shot::{Generations, Preflights, Verdicts};
+use crate::supervisor::one_shot::{Exports, Generations, Preflights, Verdicts};
 use crate::supervisor::{Children, Lost, Supervisor};
 use disk::DiskWatch;
 
@@ -125,6 +125,7 @@ pub struct Running {
     courier: AbortOnDropHandle<()>,
     house: AbortOnDropHandle<()>,
     verdicts: AbortOnDropHandle<()>,
+    exports: AbortOnDropHandle<()>,
     store: Store,
 }
 
@@ -157,12 +158,13 @@ impl Running {
             courier,
             house,
             verdicts,
+            exports,
             store,
         } = self;
         let begun = Instant::now();
         stop_generations.cancel();
         supervisor.stop(grace + WORKERS_MARGIN).await;
-        drop((tick, outages, deaths, courier, house, verdicts));
+        drop((tick, outages, deaths, courier, house, verdicts, exports));
         stop_http.cancel();
         let drain = REQUESTS_STOP.min((grace + STOP_MARGIN).saturating_sub(begun.elapsed()));
         let ended = tokio::select! {
@@ -280,6 +282,8 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     }
     let verdicts = http::verdicts::run(state.clone(), Verdicts::new(&children, stop_generations.clone()));
     let verdicts = AbortOnDropHandle::new(tokio::spawn(verdicts));
+    let exports = http::exports::run(state.clone(), Exports::new(&children, stop_generations.clone()));
+    let exports = AbortOnDropHandle::new(tokio::spawn(exports));
     let downloads = state.downloads.clone();
     let connections = state.connections.clone();
     let router = http::router(state);
@@ -309,6 +313,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
         courier,
         house,
         verdicts,
+        exports,
         store,
     })
 }
@@ -339,8 +344,29 @@ async fn tick(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64,
                 tracing::error!(error = with_causes(&error), "housekeeping failed");
             }
             downloads.clean().await;
+            remove_expired(&store, &files, now).await;
             let files = files.clone();
             tokio::task::spawn_blocking(move || files.drop_dead_links());
+        }
+    }
+}
+
+/// Removes exports that are older than they are kept.
+async fn remove_expired(store: &Store, files: &DataDir, now: i64) {
+    let expired = match store.tasks_expired(now).await {
+        Ok(expired) => expired,
+        Err(error) => return tracing::warn!(error = with_causes(&error), "old exports stay"),
+    };
+    for row in expired {
+        let (of_export, id) = (files.clone(), row.id.clone());
+        let removed = tokio::task::spawn_blocking(move || of_export.export_remove(&id)).await;
+        let gone = match removed {
+            Ok(Ok(())) => store.task_delete(row.kind, &row.id).await.map_err(|error| with_causes(&error)),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(error) = gone {
+            tracing::warn!(export = row.id, error, "an old export stays");
         }
     }
 }

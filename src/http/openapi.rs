@@ -22,7 +22,7 @@ const DESCRIPTION: &str = "RLOO (REINFORCE Leave-One-Out) training of language m
     Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or made, and returned.\n\n\
     Workers (`rlood worker`) speak a protocol of their own, which is not in this document; a worker whose version of it is not \
     the server's is refused with 409 `protocol_mismatch` and gets no job until it is updated.";
-const TAGS: [(&str, &str); 10] = [
+const TAGS: [(&str, &str); 11] = [
     ("Jobs", "Training jobs: submit, watch, steer."),
     ("Datasets", "Prompts with whatever the rewards need; immutable."),
     ("Models", "Directories in Hugging Face's layout that jobs train on."),

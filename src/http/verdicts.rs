@@ -20,9 +20,10 @@ use super::generate;
 use super::idempotency::{Answer, identity, once};
 use super::jobs::invalid;
 use super::list::{self, List, Time};
+use super::tasks::{StateWord, TaskProgress};
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::spec::{CheckpointChoice, VerdictDocument, VerdictSpec};
-use crate::store::{NewTask, StoreError, TaskKind, TaskRow, TaskState, clock_ms};
+use crate::store::{NewTask, StoreError, TaskKind, TaskRow, clock_ms};
 use crate::verdict::{RowOutcome, VerdictError, VerdictResult, VerdictRow, VerdictSampling, VerdictWord};
 
 pub(crate) use judging::run;
@@ -34,44 +35,6 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(get_verdict))
         .routes(routes!(list_verdict_rows))
         .routes(routes!(cancel_verdict))
-}
-
-/// The state of a verdict or an export.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-#[schema(as = TaskState)]
-pub(super) enum StateWord {
-    /// Waits for its turn.
-    Queued,
-    /// Under way.
-    Running,
-    /// Done.
-    Succeeded,
-    /// Ended by an error.
-    Failed,
-    /// Ended by a user.
-    Cancelled,
-}
-
-impl From<TaskState> for StateWord {
-    fn from(state: TaskState) -> Self {
-        match state {
-            TaskState::Queued => StateWord::Queued,
-            TaskState::Running => StateWord::Running,
-            TaskState::Succeeded => StateWord::Succeeded,
-            TaskState::Failed => StateWord::Failed,
-            TaskState::Cancelled => StateWord::Cancelled,
-        }
-    }
-}
-
-/// How far a task is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
-pub(super) struct TaskProgress {
-    /// Parts done.
-    pub(super) done: u64,
-    /// Parts in all; 0 = not known yet.
-    pub(super) total: u64,
 }
 
 /// A comparison of a checkpoint with its base model.

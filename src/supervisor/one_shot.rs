@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Children, Tail, pass_on};
 use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY};
+use crate::export::{ExportLine, ExportTask};
 use crate::generation::{GenerationReport, GenerationTask};
 use crate::one_shot::{ChildLine, OneShotError};
 use crate::probe::{ProbeReport, ProbeTask};
@@ -45,6 +46,9 @@ pub type Generations = OneShot<GenerationTask, GenerationReport>;
 /// Compares checkpoints with their base models: `rlood judge`.
 pub type Verdicts = OneShot<JudgeTask, ChildLine<VerdictRow, JudgeReport>>;
 
+/// Writes checkpoints in other forms: `rlood export-checkpoint`.
+pub type Exports = OneShot<ExportTask, ExportLine>;
+
 impl<Task: ?Sized, Report> Clone for OneShot<Task, Report> {
     fn clone(&self) -> Self {
         Self::of(self.kind.clone())
@@ -73,6 +77,13 @@ impl Verdicts {
     pub fn new(children: &Children, stop: CancellationToken) -> Self {
         let device = children.devices.first().copied().unwrap_or(Device::Cpu);
         Self::of(Arc::new(Kind::new(children, "judge", device, Duration::ZERO, stop)))
+    }
+}
+
+impl Exports {
+    /// On the processor, with the threads of one worker; children die with `stop`.
+    pub fn new(children: &Children, stop: CancellationToken) -> Self {
+        Self::of(Arc::new(Kind::new(children, "export-checkpoint", Device::Cpu, Duration::ZERO, stop)))
     }
 }
 

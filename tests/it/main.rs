@@ -23,6 +23,7 @@ mod edge;
 mod elsewhere;
 mod eval_secrets;
 mod exact;
+mod exports;
 #[cfg(feature = "failpoints")]
 mod failpoints;
 mod first_key;

@@ -4,6 +4,7 @@ pub(crate) mod adapters;
 pub(crate) mod checkpoints;
 pub(crate) mod compare;
 pub(crate) mod datasets;
+pub(crate) mod exports;
 pub(crate) mod generate;
 pub(crate) mod jobs;
 pub(crate) mod keys;

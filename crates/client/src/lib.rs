@@ -52,6 +52,7 @@ pub use api::adapters::{AdapterSource, StoredAdapter};
 pub use api::checkpoints::{Checkpoint, Which};
 pub use api::compare::{Compared, ComparedStep, Comparison, Difference, Evaluation, MarkedMetrics, RewardCourse};
 pub use api::datasets::{Dataset, DatasetPreview, DatasetUpload, PreviewColumn, PreviewRow, Row};
+pub use api::exports::Export;
 pub use api::generate::{Generation, GenerationRequest};
 pub use api::jobs::{Fork, Job, JobAlert, JobEnding, JobFilter, Marked, Preflight, Validation};
 pub use api::keys::{ApiKey, AuditEvent, AuditFilter, KeyState, NewApiKey, NewKey, RevokedApiKey, RevokedKeyWebhook};

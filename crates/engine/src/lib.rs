@@ -67,6 +67,7 @@ pub mod load;
 pub mod lora;
 pub mod loss;
 pub mod memory;
+pub mod merge;
 pub mod metrics;
 pub mod model;
 pub mod ops;

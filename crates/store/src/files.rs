@@ -16,6 +16,7 @@
 
 mod adapters;
 pub mod copy;
+mod exports;
 pub mod held;
 mod initial;
 mod uploads;

@@ -1,7 +1,7 @@
 //! What a server that was killed left behind, put in order by the next one.
 
 use crate::files::{DataDir, FilesError};
-use crate::{Store, StoreError};
+use crate::{Store, StoreError, TaskKind};
 
 /// Why the next server cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +38,7 @@ pub async fn recover(store: &Store, files: &DataDir, lease_ms: i64, now: i64) ->
     }
     files.sweep(&store.checkpoint_keys().await?, &datasets)?;
     files.initial_sweep(&store.warm_start_jobs().await?)?;
+    files.export_sweep(&store.task_ids(TaskKind::Export).await?)?;
     files.adapter_sweep(&store.adapter_ids().await?)?;
     Ok(())
 }

@@ -7,6 +7,7 @@ pub mod dataset;
 pub mod digest;
 pub mod doctor;
 pub mod event;
+pub mod export;
 pub mod failpoint;
 pub mod generation;
 pub mod id;

@@ -2,23 +2,21 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
-use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
 
 use super::super::generate::unchanged;
+use super::super::tasks::{self, Work};
 use super::super::{AppState, reach};
 use crate::causes::with_causes;
 use crate::files::DataDir;
 use crate::one_shot::{ChildLine, OneShotError};
 use crate::spec::{DatasetPlan, EvalPlan, Plan, PromptKey, held_out_rows, prompt_key, test_rows};
-use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, TaskState, clock_ms};
+use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow};
 use crate::supervisor::one_shot::Verdicts;
 use crate::verdict::{JudgeLine, JudgeReport, JudgeTask, RowsFrom, VerdictError};
 
-/// How long to wait after the database failed.
-const PAUSE: Duration = Duration::from_secs(5);
 /// Judged rows that are kept in one transaction.
 const ROWS_AT_ONCE: usize = 64;
 
@@ -26,58 +24,23 @@ type Rows = Vec<(u64, Map<String, Value>)>;
 
 /// Runs the verdicts that are asked for, until the server stops.
 pub(crate) async fn run(state: AppState, verdicts: Verdicts) {
-    let mut changed = state.store.tasks_changed();
-    loop {
-        changed.mark_unchanged();
-        match state.store.task_claim(TaskKind::Verdict, clock_ms()).await {
-            Ok(Some(row)) => {
-                if let Err(error) = run_one(&state, &verdicts, &row).await {
-                    // It stays `running`: the next start of the server begins it again.
-                    tracing::error!(verdict = row.id, error = with_causes(&error), "the end of a verdict is not noted");
-                }
-            }
-            Ok(None) => {
-                // The sender lives as long as the store.
-                let _ = changed.changed().await;
-            }
-            Err(error) => {
-                tracing::error!(error = with_causes(&error), "verdicts wait");
-                tokio::time::sleep(PAUSE).await;
-            }
-        }
-    }
+    tasks::run(state, Judging(verdicts)).await;
 }
 
-async fn run_one(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<(), StoreError> {
-    let report = tokio::select! {
-        report = judge(state, verdicts, row) => report?,
-        () = taken_away(state, row) => return Ok(()),
-    };
-    let end = match report {
-        Some(JudgeReport::Judged(result)) => match serde_json::to_value(result) {
-            Ok(result) => TaskEnd::Succeeded(result, None),
-            Err(error) => TaskEnd::Failed(json!(failed("internal", format!("the result cannot be kept: {error}")))),
-        },
-        Some(JudgeReport::Failed(error)) => TaskEnd::Failed(json!(error)),
-        // The server stops.
-        None => return Ok(()),
-    };
-    if let TaskEnd::Failed(error) = &end {
-        tracing::warn!(verdict = row.id, job = %row.job, %error, "a verdict failed");
-    }
-    state.store.task_finish(row, end, clock_ms()).await
-}
+struct Judging(Verdicts);
 
-/// Comes back when the task is not this attempt's any more.
-async fn taken_away(state: &AppState, row: &TaskRow) {
-    let mut changed = state.store.tasks_changed();
-    loop {
-        match state.store.task_get(row.kind, &row.id).await {
-            Ok(now) if now.state == TaskState::Running && now.attempt == row.attempt => {}
-            Ok(_) | Err(StoreError::NotFound { .. }) => return,
-            Err(error) => tracing::warn!(error = with_causes(&error), "a cancelled verdict would not be noticed"),
-        }
-        let _ = tokio::time::timeout(Duration::from_secs(10), changed.changed()).await;
+impl Work for Judging {
+    const KIND: TaskKind = TaskKind::Verdict;
+
+    async fn run(&self, state: &AppState, row: &TaskRow) -> Result<Option<TaskEnd>, StoreError> {
+        Ok(match judge(state, &self.0, row).await? {
+            Some(JudgeReport::Judged(result)) => Some(match serde_json::to_value(result) {
+                Ok(result) => TaskEnd::Succeeded(result, None),
+                Err(error) => TaskEnd::Failed(json!(failed("internal", format!("the result cannot be kept: {error}")))),
+            }),
+            Some(JudgeReport::Failed(error)) => Some(TaskEnd::Failed(json!(error))),
+            None => None,
+        })
     }
 }
 

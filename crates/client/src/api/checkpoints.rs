@@ -10,6 +10,7 @@ use rlood_types::protocol::FileEntry;
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::call::Call;
 use crate::client::Client;
 use crate::download::{Checked, Downloaded, hash_of};
 use crate::error::Error;
@@ -102,10 +103,21 @@ impl Client {
     /// # Errors
     /// As [`Error`] says.
     pub async fn download_files(&self, checkpoint: &Checkpoint, folder: &Path) -> Result<Vec<Downloaded>, Error> {
+        let id = checkpoint.id.to_string();
+        self.download_all(&checkpoint.files, folder, |name| self.get(&["checkpoints", &id, "files", name])).await
+    }
+
+    /// Downloads files with their hashes into a folder; `call` asks for one by its name.
+    pub(crate) async fn download_all(
+        &self,
+        files: &[FileEntry],
+        folder: &Path,
+        call: impl Fn(&str) -> Call,
+    ) -> Result<Vec<Downloaded>, Error> {
         let made = tokio::fs::create_dir_all(folder).await;
         made.map_err(Error::disk(format!("create the folder {}", folder.display())))?;
-        let mut downloaded = Vec::with_capacity(checkpoint.files.len());
-        for file in &checkpoint.files {
+        let mut downloaded = Vec::with_capacity(files.len());
+        for file in files {
             let path = folder.join(&file.name);
             if Path::new(&file.name).file_name() != Some(file.name.as_ref()) {
                 return Err(Error::Settings(format!("'{}' is not a name for a file", file.name)));
@@ -114,7 +126,7 @@ impl Client {
             downloaded.push(if hash_of(&path, *size_bytes).await.as_ref() == Some(sha256) {
                 Downloaded { path, size_bytes: *size_bytes, sha256: *sha256, checked: Checked::Sha256 }
             } else {
-                self.download_file(checkpoint.id, file, &path).await?
+                self.download(call(&file.name), &path, Some(*sha256)).await?
             });
         }
         Ok(downloaded)

@@ -14,6 +14,7 @@ mod interrupt;
 mod kinds;
 mod long;
 mod memory;
+mod merge;
 mod models_page;
 mod oracle;
 mod overlap;

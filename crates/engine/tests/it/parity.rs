@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 use rlood_engine::backend::{BackendKind, Flat, Optimizer};
+use rlood_engine::merge::{MergeInput, MergedDtype, merge};
 use rlood_engine::model::{Adapter, Pick, Policy, Trajectory};
 use rlood_engine::optim::AdamW;
 use rlood_engine::text::Text;
@@ -180,6 +181,9 @@ fn check_case(dir: &Path, kind: BackendKind) -> Checked<Worst> {
         check_completions(&policy, &expected["completions"], Adapter::Off).map_err(|e| format!("{key} off: {e}"))?;
         check_greedy(&policy, &text, &section["greedy"]).map_err(at)?;
         check_round_trip(&policy, dir, &dir.join(section["dir"].as_str().unwrap())).map_err(at)?;
+        if !matches!(kind, BackendKind::Cuda { .. }) {
+            check_merged(dir, section, kind).map_err(|e| format!("{key} merged: {e}"))?;
+        }
     }
     if !expected["reinforce"].is_null() {
         policy.load_lora(&dir.join("lora")).map_err(chain)?;
@@ -187,6 +191,26 @@ fn check_case(dir: &Path, kind: BackendKind) -> Checked<Worst> {
         note("adamw", check_adamw(&mut policy, &expected)?);
     }
     Ok(worst)
+}
+
+/// Base and adapter merged in f32 are a model that says the same.
+fn check_merged(dir: &Path, section: &Value, kind: BackendKind) -> Checked {
+    let out = tempfile::tempdir().map_err(chain)?;
+    let input = MergeInput {
+        model_dir: dir,
+        checkpoint_dir: &dir.join(section["dir"].as_str().unwrap()),
+        is_adapter: true,
+        dtype: Some(MergedDtype::Float32),
+        out_dir: out.path(),
+    };
+    let merged = merge(input, &mut |_, _| true).map_err(chain)?.ok_or("it was stopped")?;
+    let survived = merged.survived.ok_or("it has no update")?;
+    if survived.cosine < 0.999_9 {
+        return Err(format!("{survived:?} of the update is left in f32"));
+    }
+    let policy = Policy::load(out.path(), kind).map_err(chain)?;
+    check_logits(&policy, &section["logits_check"], Adapter::On)?;
+    check_completions(&policy, &section["completions"], Adapter::On).map(drop)
 }
 
 fn chain(error: impl std::error::Error) -> String {

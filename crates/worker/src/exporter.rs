@@ -1,0 +1,83 @@
+//! `rlood export-checkpoint`: writes a checkpoint in another form, in a process of its own. A task on standard input (one line of
+//! JSON), then lines on standard output: how far it is, and last the report.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use crate::args::ProbeArgs;
+use crate::engine::error::EngineError;
+use crate::engine::merge::{MergeInput, MergedDtype, merge};
+use crate::export::{
+    ExportDtype, ExportError, ExportFormat, ExportLine, ExportReport, ExportResult, ExportTask, Survived, advice,
+};
+use crate::modelcard::{self, ModelFile};
+use crate::one_shot::{self, OneShotError, error_text};
+
+/// The shortest time between two lines of progress.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Reads a task, writes the directory, writes the report; code 0 also when the report says that nothing could be written.
+///
+/// # Errors
+/// When there is no task to read, or nobody to write to.
+pub fn run(_args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
+    let task: ExportTask = one_shot::take_task()?;
+    let report = match export(&task) {
+        Ok(result) => ExportReport::Exported(result),
+        Err(error) => ExportReport::Failed(failure(&error)),
+    };
+    one_shot::give_report(&ExportLine::Report(report))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn failure(error: &EngineError) -> ExportError {
+    let code = match error {
+        EngineError::Model(_) => "model_invalid",
+        EngineError::Adapter(_) => "adapter_invalid",
+        EngineError::ModelNotFinite { .. } => "not_finite",
+        EngineError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => "disk_full",
+        _ => "engine",
+    };
+    ExportError { code: code.to_owned(), message: error_text(error) }
+}
+
+fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
+    let ExportFormat::Merged = task.request.format;
+    let input = MergeInput {
+        model_dir: &task.model_dir,
+        checkpoint_dir: &task.checkpoint_dir,
+        is_adapter: task.is_adapter,
+        dtype: task.request.dtype.map(|dtype| match dtype {
+            ExportDtype::Float32 => MergedDtype::Float32,
+            ExportDtype::Float16 => MergedDtype::Float16,
+            ExportDtype::Bfloat16 => MergedDtype::Bfloat16,
+        }),
+        out_dir: &task.out_dir,
+    };
+    let mut told: Option<Instant> = None;
+    let mut progress = |done, total| {
+        if told.is_none_or(|told| told.elapsed() >= PROGRESS_INTERVAL) || done == total {
+            told = Some(Instant::now());
+            // A server that is gone ends this process anyway.
+            let _ = one_shot::give_report(&ExportLine::Progress { done, total });
+        }
+        true
+    };
+    let merged = merge(input, &mut progress)?.ok_or_else(|| EngineError::Input("it was stopped".to_owned()))?;
+    let dtype = match merged.dtype {
+        MergedDtype::Float32 => ExportDtype::Float32,
+        MergedDtype::Float16 => ExportDtype::Float16,
+        MergedDtype::Bfloat16 => ExportDtype::Bfloat16,
+    };
+    let survived = merged.survived.map(|left| Survived { fraction: left.fraction, cosine: left.cosine });
+    let advice = survived.and_then(|survived| advice(dtype, survived, merged.largest));
+    let io = |source| EngineError::Io { path: task.out_dir.clone(), source };
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(&task.out_dir).map_err(io)? {
+        let entry = entry.map_err(io)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        files.push(ModelFile { name, size_bytes: entry.metadata().map_err(io)?.len() });
+    }
+    files.sort_by(|one, other| one.name.cmp(&other.name));
+    Ok(ExportResult { dtype, files: modelcard::hash_files(&task.out_dir, &files)?, survived, advice })
+}

@@ -1,0 +1,114 @@
+//! Runs exports, one after another.
+
+use serde_json::json;
+use tokio::sync::mpsc;
+
+use super::super::AppState;
+use super::super::generate::unchanged;
+use super::super::tasks::{self, Work};
+use crate::causes::with_causes;
+use crate::export::{ExportError, ExportLine, ExportReport, ExportRequest, ExportTask};
+use crate::one_shot::{ChildLine, OneShotError};
+use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, clock_ms};
+use crate::supervisor::one_shot::Exports;
+
+/// How long the files of an export are kept, ms.
+const KEPT_MS: i64 = 7 * 24 * 3600 * 1000;
+
+/// Runs the exports that are asked for, until the server stops.
+pub(crate) async fn run(state: AppState, exports: Exports) {
+    tasks::run(state, Exporting(exports)).await;
+}
+
+struct Exporting(Exports);
+
+impl Work for Exporting {
+    const KIND: TaskKind = TaskKind::Export;
+
+    async fn run(&self, state: &AppState, row: &TaskRow) -> Result<Option<TaskEnd>, StoreError> {
+        let task = match prepare(state, row).await {
+            Ok(task) => task,
+            Err(error) => return Ok(Some(TaskEnd::Failed(json!(error)))),
+        };
+        let (tell, told) = mpsc::channel(16);
+        let (report, kept) = tokio::join!(self.0.follow(&task, tell), keep(state, row, told));
+        kept?;
+        let failed = |error: ExportError| Ok(Some(TaskEnd::Failed(json!(error))));
+        match report {
+            Ok(ExportReport::Exported(result)) => {
+                let (files, id) = (state.files.clone(), row.id.clone());
+                match tokio::task::spawn_blocking(move || files.export_place(&id)).await {
+                    Ok(Ok(())) => Ok(Some(TaskEnd::Succeeded(json!(result), Some(clock_ms() + KEPT_MS)))),
+                    Ok(Err(error)) => failed(internal(&with_causes(&error))),
+                    Err(error) => failed(internal(&error.to_string())),
+                }
+            }
+            Ok(ExportReport::Failed(error)) => failed(error),
+            Err(OneShotError::Stopping) => Ok(None),
+            Err(OneShotError::Killed(_)) => failed(because(
+                "killed",
+                "the process that wrote the export was killed: most likely memory ran out; ask again when no job runs",
+            )),
+            Err(error) => failed(because("process_failed", error.to_string())),
+        }
+    }
+
+    async fn clean(&self, state: &AppState, row: &TaskRow) {
+        let (files, id) = (state.files.clone(), row.id.clone());
+        // What cannot be removed now is removed at the next start.
+        let _ = tokio::task::spawn_blocking(move || files.export_remove(&id)).await;
+    }
+}
+
+fn because(code: &str, message: impl Into<String>) -> ExportError {
+    ExportError { code: code.to_owned(), message: message.into() }
+}
+
+fn internal(cause: &str) -> ExportError {
+    tracing::error!(cause, "an export failed");
+    because("internal", "the server could not keep the export: ask again, and see the server's log")
+}
+
+async fn keep(state: &AppState, row: &TaskRow, mut told: mpsc::Receiver<ExportLine>) -> Result<(), StoreError> {
+    while let Some(line) = told.recv().await {
+        if let ChildLine::Progress { done, total } = line {
+            state.store.task_progress(&row.id, row.attempt, done, total).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn prepare(state: &AppState, row: &TaskRow) -> Result<ExportTask, ExportError> {
+    let store = &state.store;
+    let of_store = |error: StoreError| internal(&with_causes(&error));
+    let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(of_store)?;
+    let checkpoint = store.checkpoint_get(row.checkpoint).await.map_err(|error| match error {
+        StoreError::NotFound { .. } => because("no_such_checkpoint", "the checkpoint was removed in the meantime"),
+        error => of_store(error),
+    })?;
+    let model = store.model_get(&plan.model.id).await.map_err(|error| match error {
+        StoreError::NotFound { .. } => because(
+            "invalid_model",
+            format!(
+                "the job's model '{}' is not registered any more: register it again with POST /models",
+                plan.model.id
+            ),
+        ),
+        error => of_store(error),
+    })?;
+    let model = unchanged(model, plan.model.sha256.clone()).await;
+    let model = model.map_err(|problem| because("invalid_model", problem.detail()))?;
+    let request: ExportRequest =
+        serde_json::from_value(row.request.clone()).map_err(|error| internal(&error.to_string()))?;
+    let (files, id) = (state.files.clone(), row.id.clone());
+    let begun = tokio::task::spawn_blocking(move || files.export_begin(&id)).await;
+    let out_dir =
+        begun.map_err(|error| internal(&error.to_string()))?.map_err(|error| internal(&with_causes(&error)))?;
+    Ok(ExportTask {
+        model_dir: model.source.into(),
+        checkpoint_dir: state.files.checkpoint_dir(checkpoint.job, checkpoint.step, checkpoint.attempt),
+        is_adapter: plan.lora.is_some(),
+        request,
+        out_dir,
+    })
+}

@@ -1,0 +1,143 @@
+//! Exports over HTTP and through real processes: merged checkpoints, their files, cancels, restarts, refusals.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rlood::engine::backend::BackendKind;
+use rlood::engine::model::{Adapter, Policy, Trajectory};
+use rlood::engine::text::Text;
+use rlood::spec::ComputeDtype;
+use rlood_client::TaskState;
+use rlood_types::export::{ExportDtype, ExportFormat, ExportRequest};
+use serde_json::{Value, json};
+
+use crate::processes::{Server, model_copy, register, signal, spec};
+
+const MERGED: ExportRequest = ExportRequest { format: ExportFormat::Merged, dtype: Some(ExportDtype::Float32) };
+const PATIENCE: Duration = Duration::from_secs(120);
+
+async fn trained(dir: &Path, lora: bool) -> (Server, String) {
+    let server = Server::start(&dir.join("data"), "cpu");
+    register(&server, "small", &model_copy(&dir.join("small"))).await;
+    let mut job = spec("small", 4);
+    job["rewards"] = json!([{"type": "regex", "pattern": "[a-m]"}]);
+    job["rloo"]["num_generations"] = json!(4);
+    job["optimizer"]["learning_rate"] = json!(0.05);
+    if !lora {
+        job["lora"] = Value::Null;
+    }
+    let job = server.submit(&job).await;
+    server.job_in_state(&job, "succeeded").await;
+    (server, job)
+}
+
+async fn ended(server: &Server, id: &str) -> Value {
+    let begun = Instant::now();
+    loop {
+        let export = server.get(&format!("/exports/{id}")).await;
+        if !matches!(export["state"].as_str(), Some("queued" | "running")) {
+            return export;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{export}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// What a model says to a prompt, greedily: its log-probs.
+fn logps(policy: &Policy, text: &Text) -> Vec<f32> {
+    let ids = text.encode("Say the number 7 in a few words.", true).unwrap();
+    let (prompt, completion) = ids.split_at(4);
+    policy.score(&[Trajectory::of_completion(prompt, completion)], 1.0, Adapter::On).unwrap().remove(0).logps
+}
+
+#[tokio::test]
+async fn a_merged_checkpoint_is_a_model_that_says_what_base_and_adapter_say() {
+    let dir = tempfile::tempdir().unwrap();
+    let (server, job) = trained(dir.path(), true).await;
+    let checkpoints = server.client.list_checkpoints(job.parse().unwrap()).collect().await.unwrap();
+    let checkpoint = &checkpoints[0];
+    let export = server.client.create_export(checkpoint.id, &MERGED).await.unwrap();
+    let export = ended(&server, &export.id.to_string()).await;
+    assert_eq!((&export["state"], &export["dtype"]), (&json!("succeeded"), &json!("float32")), "{export}");
+    assert_eq!(export["progress"]["done"], export["progress"]["total"]);
+    assert!(export["survived"]["cosine"].as_f64().unwrap() > 0.9999 && export["advice"].is_null(), "{export}");
+    assert!(export["expires_at"].is_string());
+    let export = server.client.get_export(export["id"].as_str().unwrap().parse().unwrap()).await.unwrap();
+    let out = dir.path().join("merged");
+    server.client.download_export(&export, &out).await.unwrap();
+    let sizes: u64 = export.files.iter().map(|file| file.size_bytes).sum();
+    assert_eq!(Some(sizes), export.size_bytes);
+
+    let small = dir.path().join("small");
+    let adapter = dir.path().join("adapter");
+    server.client.download_files(checkpoint, &adapter).await.unwrap();
+    let mut policy = Policy::load_dtype(&small, BackendKind::Cpu, ComputeDtype::F32).unwrap();
+    policy.load_lora(&adapter).unwrap();
+    let merged = Policy::load_dtype(&out, BackendKind::Cpu, ComputeDtype::F32).unwrap();
+    let (wanted, found) = (logps(&policy, &Text::load(&small).unwrap()), logps(&merged, &Text::load(&out).unwrap()));
+    assert!(wanted.iter().zip(&found).all(|(wanted, found)| (wanted - found).abs() < 1e-4), "{wanted:?} {found:?}");
+
+    // The same again is the same one; another dtype is another one.
+    assert_eq!(server.client.create_export(checkpoint.id, &MERGED).await.unwrap().id, export.id);
+    let half = ExportRequest { dtype: Some(ExportDtype::Bfloat16), ..MERGED };
+    let half = server.client.create_export(checkpoint.id, &half).await.unwrap();
+    assert_ne!(half.id, export.id);
+    let half = ended(&server, &half.id.to_string()).await;
+    assert!(half["survived"]["fraction"].as_f64().unwrap() < 1.01, "{half}");
+    let listed = server.client.list_exports(checkpoint.id).collect().await.unwrap();
+    assert_eq!(listed.len(), 2);
+    // Removed, its files are gone, and the other one stays.
+    server.client.delete_export(export.id).await.unwrap();
+    assert_eq!(server.client.get_export(export.id).await.unwrap_err().code(), "not_found");
+    assert!(!dir.path().join("data/exports").join(export.id.to_string()).exists());
+    assert_eq!(server.client.list_exports(checkpoint.id).collect().await.unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn an_export_survives_a_restart_and_what_was_not_finished_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut server, job) = trained(dir.path(), false).await;
+    let checkpoints = server.client.list_checkpoints(job.parse().unwrap()).collect().await.unwrap();
+    let request = ExportRequest { format: ExportFormat::Merged, dtype: None };
+    let export = server.client.create_export(checkpoints[0].id, &request).await.unwrap();
+    let done = ended(&server, &export.id.to_string()).await;
+    assert_eq!((&done["state"], &done["survived"]), (&json!("succeeded"), &json!(null)), "{done}");
+    let exports = dir.path().join("data/exports");
+    std::fs::create_dir(exports.join("exp_none.unfinished")).unwrap();
+    signal("KILL", server.child.id());
+    server.child.wait().unwrap();
+    let server = Server::start(&dir.path().join("data"), "cpu");
+    assert_eq!(server.client.get_export(export.id).await.unwrap().state, TaskState::Succeeded);
+    let left: Vec<_> = std::fs::read_dir(&exports).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, [export.id.to_string().as_str()]);
+    let archive = server.bytes(&format!("/exports/{}/archive.tar", export.id)).await;
+    assert!(archive.len() as u64 > done["size_bytes"].as_u64().unwrap());
+}
+
+#[tokio::test]
+async fn what_cannot_be_exported_says_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let (server, job) = trained(dir.path(), true).await;
+    let checkpoints = server.client.list_checkpoints(job.parse().unwrap()).collect().await.unwrap();
+    let http = reqwest::Client::builder().no_proxy().build().unwrap();
+    for (body, pointer) in [
+        (json!({}), "/format"),
+        (json!({"format": "zip"}), "/format"),
+        (json!({"format": "merged", "dtype": "int4"}), "/dtype"),
+        (json!({"format": "merged", "type": "bf16"}), "/type"),
+    ] {
+        let path = format!("{}/checkpoints/{}/exports", server.url, checkpoints[0].id);
+        let answer = http.post(path).json(&body).send().await.unwrap();
+        assert_eq!(answer.status(), 422, "{body}");
+        let text = answer.text().await.unwrap();
+        assert!(text.contains(pointer.trim_start_matches('/')), "{text}");
+    }
+    // The base model's files changed.
+    let config = dir.path().join("small/generation_config.json");
+    std::fs::write(&config, "{\"eos_token_id\": [1, 2]}").unwrap();
+    let export = server.client.create_export(checkpoints[0].id, &MERGED).await.unwrap();
+    let export = ended(&server, &export.id.to_string()).await;
+    assert_eq!((&export["state"], &export["error"]["code"]), (&json!("failed"), &json!("invalid_model")), "{export}");
+    let files = http.get(format!("{}/exports/{}/archive.tar", server.url, export["id"].as_str().unwrap()));
+    assert_eq!(files.send().await.unwrap().status(), 503);
+}
