@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Method, StatusCode};
 use axum::response::Response;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -233,7 +233,7 @@ async fn files_of(state: &AppState, id: ExportId) -> Result<Vec<Download>, Probl
     ),
     responses(
         (status = 200, description = "The file; a name that ends with .json is sent as JSON",
-            content((Vec<u8> = "application/octet-stream"), (Value = "application/json")), headers(
+            content((Vec<u8> = "application/octet-stream"), (serde_json::Value = "application/json")), headers(
             ("ETag" = String, description = "The file's SHA-256, quoted"),
             ("Accept-Ranges" = String, description = "bytes"),
             ("Repr-Digest" = String, description = "RFC 9530, of the whole file"),

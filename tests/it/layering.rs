@@ -17,6 +17,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "doctor",
     "event",
     "failpoint",
+    "export",
     "generation",
     "hub",
     "id",
@@ -32,13 +33,26 @@ const OF_OTHER_CRATES: &[&str] = &[
     "sample",
     "spec",
     "storage",
+    "verdict",
 ];
 
 /// Module, and what it may import besides the words and itself.
 const ALLOWED: &[(&str, &[&str])] = &[
     (
         "command_line",
-        &["commands", "demo", "engine", "generator", "http", "prober", "reward_server", "serve", "worker"],
+        &[
+            "commands",
+            "demo",
+            "engine",
+            "exporter",
+            "generator",
+            "http",
+            "judge",
+            "prober",
+            "reward_server",
+            "serve",
+            "worker",
+        ],
     ),
     ("supervisor", &[]),
     // The bundled model and data.

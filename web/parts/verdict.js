@@ -110,8 +110,8 @@ function Ended({ verdict }) {
 
 function PassAt({ base, trained }) {
   return html`<table class="small"><caption class="unseen">Chance that at least one of k completions passes</caption>
-    <thead><tr><th scope="col">pass@k</th>${Object.keys(trained).map((k) => html`<th key=${k} scope="col" class="num">${k}</th>`)}</tr></thead>
-    <tbody>${[["base", base], ["trained", trained]].map(([name, values]) => html`<tr key=${name}><th scope="row">${name}</th>${Object.keys(trained).map((k) => html`<td key=${k} class="num">${number(values?.[k], 3)}</td>`)}</tr>`)}</tbody></table>`;
+    <thead><tr><th scope="col">pass@k</th>${trained.map(({ k }) => html`<th key=${k} scope="col" class="num">${k}</th>`)}</tr></thead>
+    <tbody>${[["base", base], ["trained", trained]].map(([name, values]) => html`<tr key=${name}><th scope="row">${name}</th>${(values ?? []).map(({ k, chance }) => html`<td key=${k} class="num">${number(chance, 3)}</td>`)}</tr>`)}</tbody></table>`;
 }
 
 /** The rows, with what both models said. */

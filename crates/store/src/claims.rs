@@ -13,7 +13,7 @@ use super::doctor::doctor_rewind;
 use super::events::event_insert;
 use super::moves::{Leave, job_leave};
 use super::server_errors::LONGEST_PAUSE_MS;
-use super::tasks::verdict_begin;
+use super::task_rows::verdict_begin;
 use super::workers::{worker_mark_lost, worker_touch};
 use super::{CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, word, word_column};
 use crate::event::Phase;
@@ -241,7 +241,10 @@ impl Store {
                 )
                 .await?;
                 if self.judges {
-                    verdict_begin(&mut tx, &row, now).await?;
+                    if let Some(task) = verdict_begin(&mut tx, job, &row.plan()?, now).await? {
+                        let data = json!({"id": task.id, "checkpoint_id": task.checkpoint, "step": task.step});
+                        event_insert(&mut tx, job, &task.event(), now, data).await?;
+                    }
                 }
             }
             Outcome::Failed { failure } => match failure.may_pass() {

@@ -44,6 +44,7 @@ pub mod sessions;
 pub mod snapshot;
 pub mod steps;
 pub mod storage;
+mod task_rows;
 pub mod tasks;
 mod version;
 pub mod webhooks;
@@ -93,7 +94,8 @@ use rows::{Doing, column, corrupt, count_column, id_column, int, json_column, to
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use sessions::{SessionKey, SessionRow};
 pub use steps::{StepLine, StepLines};
-pub use tasks::{NewTask, TaskEnd, TaskKind, TaskRow, TaskState};
+pub use task_rows::{NewTask, TaskKind, TaskRow, TaskState};
+pub use tasks::TaskEnd;
 pub use workers::WorkerRow;
 
 /// The database of one server. Cheap to clone.

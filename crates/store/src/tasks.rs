@@ -7,117 +7,16 @@
 //! ```
 //! Whoever runs a task holds its attempt: what a former attempt says is refused.
 
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::events::event_insert;
-use super::jobs::JobRow;
+use super::task_rows::{NewTask, TaskKind, TaskRow, TaskState, task_row_insert};
 use super::{
-    Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, id_column, int, json_column,
-    page, parse_cursor, to_json, word, word_column,
+    Doing, Page, Store, StoreError, column, cursor, cursor_key, int, json_column, page, parse_cursor, to_json, word,
 };
 use crate::id::{CheckpointId, JobId, VerdictId};
-use crate::verdict::{RowOutcome, VerdictRow, VerdictSampling};
-
-/// What a task does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TaskKind {
-    /// Compares a checkpoint with its base model.
-    Verdict,
-    /// Writes a checkpoint in another form.
-    Export,
-}
-
-impl TaskKind {
-    fn as_str(self) -> &'static str {
-        match self {
-            TaskKind::Verdict => "verdict",
-            TaskKind::Export => "export",
-        }
-    }
-}
-
-/// The state of a task.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TaskState {
-    /// Waits for its turn.
-    Queued,
-    /// Under way.
-    Running,
-    /// Done; it has a result.
-    Succeeded,
-    /// Ended by an error.
-    Failed,
-    /// Ended by a user.
-    Cancelled,
-}
-
-impl TaskState {
-    /// Whether it ends there.
-    pub fn is_final(self) -> bool {
-        match self {
-            TaskState::Queued | TaskState::Running => false,
-            TaskState::Succeeded | TaskState::Failed | TaskState::Cancelled => true,
-        }
-    }
-}
-
-/// A task.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TaskRow {
-    /// `vrd_…` or `exp_…`.
-    pub id: String,
-    /// What it does.
-    pub kind: TaskKind,
-    /// The job whose checkpoint it works on.
-    pub job: JobId,
-    /// The checkpoint.
-    pub checkpoint: CheckpointId,
-    /// The checkpoint's step.
-    pub step: u64,
-    /// Its state.
-    pub state: TaskState,
-    /// The number of times that it was begun.
-    pub attempt: u64,
-    /// What was asked for.
-    pub request: Value,
-    /// Parts done.
-    pub done: u64,
-    /// Parts in all; 0 = not known yet.
-    pub total: u64,
-    /// What came of it.
-    pub result: Option<Value>,
-    /// Why it failed: `{code, message}`.
-    pub error: Option<Value>,
-    /// Unix ms.
-    pub created_at: i64,
-    /// Unix ms; of the latest attempt.
-    pub started_at: Option<i64>,
-    /// Unix ms.
-    pub finished_at: Option<i64>,
-    /// Unix ms; when what it left on the disk is removed.
-    pub expires_at: Option<i64>,
-}
-
-/// A task to create.
-#[derive(Debug, Clone)]
-pub struct NewTask {
-    /// `vrd_…` or `exp_…`.
-    pub id: String,
-    /// What it does.
-    pub kind: TaskKind,
-    /// The job whose checkpoint it works on.
-    pub job: JobId,
-    /// The checkpoint.
-    pub checkpoint: CheckpointId,
-    /// The checkpoint's step.
-    pub step: u64,
-    /// What was asked for.
-    pub request: Value,
-}
+use crate::verdict::{RowOutcome, VerdictRow};
 
 /// How a task ended.
 #[derive(Debug, Clone)]
@@ -372,50 +271,11 @@ impl Store {
     }
 }
 
-/// Creates a task and tells of it, in a transaction of the caller's.
-pub(super) async fn task_insert(tx: &mut SqliteConnection, new: NewTask, now: i64) -> Result<TaskRow, StoreError> {
-    let NewTask { id, kind, job, checkpoint, step, request } = new;
-    let row = sqlx::query(
-        "INSERT INTO tasks (id, kind, job_id, checkpoint_id, step, state, request, created_at) \
-         VALUES (?, ?, ?, ?, ?, 'queued', ?, ?) RETURNING *",
-    )
-    .bind(id)
-    .bind(kind.as_str())
-    .bind(job.to_string())
-    .bind(checkpoint.to_string())
-    .bind(int(step))
-    .bind(request.to_string())
-    .bind(now)
-    .fetch_one(&mut *tx)
-    .await
-    .doing("create a task")?;
-    let row = TaskRow::read(&row)?;
+/// Creates a task and tells of it.
+async fn task_insert(tx: &mut SqliteConnection, new: NewTask, now: i64) -> Result<TaskRow, StoreError> {
+    let row = task_row_insert(tx, new, now).await?;
     task_event(tx, &row, now).await?;
     Ok(row)
-}
-
-/// A job that succeeded with an evaluation is judged: its best checkpoint, else its newest.
-pub(super) async fn verdict_begin(tx: &mut SqliteConnection, row: &JobRow, now: i64) -> Result<(), StoreError> {
-    let plan = row.plan()?;
-    if !plan.eval.as_ref().is_some_and(|eval| eval.auto_verdict) {
-        return Ok(());
-    }
-    let best = sqlx::query("SELECT id, step FROM checkpoints WHERE job_id = ? ORDER BY best DESC, step DESC LIMIT 1")
-        .bind(row.id.to_string())
-        .fetch_optional(&mut *tx)
-        .await
-        .doing("read the best checkpoint")?;
-    let Some(best) = best else { return Ok(()) };
-    let sampling = serde_json::to_value(VerdictSampling::of_plan(&plan)).map_err(corrupt("request"))?;
-    let new = NewTask {
-        id: VerdictId::new().to_string(),
-        kind: TaskKind::Verdict,
-        job: row.id,
-        checkpoint: id_column(&best, "id")?,
-        step: count_column(&best, "step")?,
-        request: sampling,
-    };
-    task_insert(tx, new, now).await.map(drop)
 }
 
 /// `verdict.queued`, `verdict.succeeded`, …: in the history of the job.
@@ -434,33 +294,5 @@ async fn task_event(tx: &mut SqliteConnection, row: &TaskRow, now: i64) -> Resul
             };
         }
     }
-    let kind = format!("{}.{}", row.kind.as_str(), word(&row.state)?);
-    event_insert(tx, row.job, &kind, now, data).await.map(drop)
-}
-
-impl TaskRow {
-    fn read(row: &SqliteRow) -> Result<Self, StoreError> {
-        let optional = |name: &'static str| -> Result<Option<Value>, StoreError> {
-            column::<Option<&str>>(row, name)?.map(|_| json_column(row, name)).transpose()
-        };
-        let required = |name: &'static str| corrupt(name)("it is empty");
-        Ok(Self {
-            id: column(row, "id")?,
-            kind: word_column(row, "kind")?.ok_or_else(|| required("kind"))?,
-            job: id_column(row, "job_id")?,
-            checkpoint: id_column(row, "checkpoint_id")?,
-            step: count_column(row, "step")?,
-            state: word_column(row, "state")?.ok_or_else(|| required("state"))?,
-            attempt: count_column(row, "attempt")?,
-            request: json_column(row, "request")?,
-            done: count_column(row, "done")?,
-            total: count_column(row, "total")?,
-            result: optional("result")?,
-            error: optional("error")?,
-            created_at: column(row, "created_at")?,
-            started_at: column(row, "started_at")?,
-            finished_at: column(row, "finished_at")?,
-            expires_at: column(row, "expires_at")?,
-        })
-    }
+    event_insert(tx, row.job, &row.event(), now, data).await.map(drop)
 }

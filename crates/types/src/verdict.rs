@@ -287,9 +287,18 @@ pub struct PairedRows {
 pub struct ModelScore {
     /// The mean reward of the rows; null without rows.
     pub mean: Option<f64>,
-    /// The chance that at least one of k completions passes, by k; null with one completion a row, or where the reward that passes is
+    /// Pass@k for k of 1, 2, 4, … and the number of completions; null with one completion a row, or where the reward that passes is
     /// unknown.
-    pub pass_at: Option<BTreeMap<u32, f64>>,
+    pub pass_at: Option<Vec<PassAt>>,
+}
+
+/// The chance that at least one of `k` completions passes.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PassAt {
+    /// Completions.
+    pub k: u32,
+    /// The mean chance over the rows.
+    pub chance: f64,
 }
 
 /// The guard's rows.
@@ -332,7 +341,7 @@ impl PairedRows {
 }
 
 /// Pass@k for 1, 2, 4, … and the number of completions, over rows of which no reward is missing.
-fn pass_at<'a>(answers: impl Iterator<Item = &'a Answers>, sampling: VerdictSampling) -> Option<BTreeMap<u32, f64>> {
+fn pass_at<'a>(answers: impl Iterator<Item = &'a Answers>, sampling: VerdictSampling) -> Option<Vec<PassAt>> {
     let (threshold, most) = (sampling.pass_threshold?, sampling.num_generations);
     if most < 2 {
         return None;
@@ -347,7 +356,10 @@ fn pass_at<'a>(answers: impl Iterator<Item = &'a Answers>, sampling: VerdictSamp
         .collect();
     let tries = std::iter::successors(Some(1), |k| Some(k * 2)).take_while(|k| *k < most).chain([most]);
     tries
-        .map(|k| Some((k, mean(counts.iter().map(|(samples, passed)| pass_at_k(*samples, *passed, k.into())))?)))
+        .map(|k| {
+            let chances = counts.iter().map(|(samples, passed)| pass_at_k(*samples, *passed, k.into()));
+            Some(PassAt { k, chance: mean(chances)? })
+        })
         .collect()
 }
 

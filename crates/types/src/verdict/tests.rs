@@ -121,7 +121,9 @@ fn samples_are_averaged_within_a_row_and_give_pass_at_k() {
         (0..60).map(|row| VerdictRow::new(RowSet::Test, row, "p".into(), quarter.clone(), half.clone())).collect();
     let result = VerdictResult::of(&all, &plan, RowsFrom::Eval, sampling);
     assert_eq!((result.test.rows, result.test.difference, result.verdict), (60, 0.25, VerdictWord::Better));
-    let base: Vec<(u32, f64)> = result.test.base.pass_at.unwrap().into_iter().collect();
+    let base: Vec<(u32, f64)> = result.test.base.pass_at.unwrap().iter().map(|one| (one.k, one.chance)).collect();
+    let text = serde_json::to_string(&judged(&all, &plan)).unwrap();
+    assert_eq!(serde_json::from_str::<VerdictResult>(&text).unwrap(), judged(&all, &plan));
     assert_eq!(base, [(1, 0.25), (2, 0.5), (4, 1.0)]);
     assert!(result.optimistic && result.note.unwrap().contains("these rows also chose this checkpoint: optimistic"));
 }
