@@ -7,6 +7,8 @@ class Answer:
     def __init__(self, seconds):
         self.done = threading.Event()
         self.until = time.monotonic() + seconds
+        # A call that hangs is told of while the client still listens.
+        self.compute_until = time.monotonic() + seconds * 0.9
         self.token = random_secrets.token_urlsafe(16)
         self.body = None
 
@@ -144,7 +146,7 @@ def compute(server, function, request, key, answer):
 
     def one(index):
         try:
-            done[index] = server.pool.ask(function, calls[index], job, answer.until)
+            done[index] = server.pool.ask(function, calls[index], job, answer.compute_until)
         except Exception as error:
             say("a call of '%s' went wrong: %s" % (function, told(error)))
             done[index] = [failed("internal", told(error), retryable=True) for _ in calls[index]]
