@@ -30,7 +30,7 @@ impl Target {
             file: Some(file.to_owned()),
             module: None,
             folder: file.parent().map(Path::to_owned).unwrap_or_default(),
-            shown: file.display().to_string(),
+            shown: file.file_name().unwrap_or(file.as_os_str()).to_string_lossy().into_owned(),
             functions,
             sha256,
         }
