@@ -13,6 +13,9 @@ use crate::spec::{FieldError, JobSpec, Plan, PythonPlan, RewardKind, RewardPlan}
 /// The largest file; what is larger is no program of a person's.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
+/// Stands for `RLOOD_API_KEY` where keys are named.
+const OPERATOR: &str = "operator";
+
 /// Resolves the files that a job's rewards name: their plans then have the absolute path and its SHA-256.
 pub(super) async fn resolve(
     state: &AppState,
@@ -64,18 +67,19 @@ async fn refusal(state: &AppState, caller: &Caller) -> Result<Option<String>, Pr
     }
     let (name, id) = match caller.actor() {
         Actor::Anonymous if !keys_are_on(state).await? => return Ok(None),
-        Actor::Anonymous => (String::new(), String::new()),
-        Actor::Operator => ("operator".to_owned(), String::new()),
+        // A session whose key is gone, at most.
+        Actor::Anonymous => (String::new(), "NAME".to_owned()),
+        Actor::Operator => (OPERATOR.to_owned(), OPERATOR.to_owned()),
+        // A key of this name is not the operator's.
+        Actor::Key { id, name } if name == OPERATOR => (String::new(), id.to_string()),
         Actor::Key { id, name } => (name.clone(), id.to_string()),
     };
-    if keys.iter().any(|key| !key.is_empty() && (*key == name || *key == id)) {
+    if keys.iter().any(|key| *key == name || *key == id) {
         return Ok(None);
     }
-    let named = if name.is_empty() { &id } else { &name };
     Ok(Some(format!(
-        "the key '{}' may not run Python functions: the operator permits it with --python-rewards-keys {}",
-        shortened(named),
-        shortened(named)
+        "the key '{}' may not run Python functions: the operator permits it with --python-rewards-keys {id}",
+        shortened(if name.is_empty() { &id } else { &name })
     )))
 }
 

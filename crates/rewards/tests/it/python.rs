@@ -19,7 +19,7 @@ use crate::service;
 const SECRET: &str = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    rlood_test_support::fixture("python_rewards").join(name)
 }
 
 /// `None`, with a word about it, where there is no Python.
