@@ -289,5 +289,12 @@ async fn only_whom_the_operator_names_may_run_functions() {
     );
     let tested = post("/rewards/test", &mallory, test).await;
     assert!(tested.status == 422 && tested.text.contains("--python-rewards-keys"), "{}", tested.text);
-    drop(accepted);
+
+    // Starting a job again is running it.
+    let bob = key(&open, "bob", &[Scope::Admin]).await.text;
+    let nothing = json!({});
+    assert!(post(&format!("/jobs/{accepted}/cancel"), &bob, nothing.clone()).await.status.is_success());
+    let retried = post(&format!("/jobs/{accepted}/retry"), &bob, nothing.clone()).await;
+    assert!(retried.status == 403 && retried.text.contains("--python-rewards-keys"), "{}", retried.text);
+    assert_eq!(post(&format!("/jobs/{accepted}/retry"), &alice, nothing).await.status, 201);
 }
