@@ -34,7 +34,8 @@ def fails(completions, **kwargs):
     raise ValueError("no reward today")
 
 def answer(completions, ground_truth, **kwargs):
-    return [1.0 if truth in completion else 0.0 for completion, truth in zip(completions, ground_truth)]
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if str(truth) in content else 0.0 for content, truth in zip(contents, ground_truth)]
 "#;
 
 /// A folder with `rewards.py`; `None`, with a word about it, where there is no Python.
